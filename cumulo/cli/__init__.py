@@ -1,0 +1,23 @@
+"""The command `cumulo`: one file per verb, no logic of its own. `main` is the entry point."""
+
+import sys
+
+
+def main() -> None:
+    """Run the command line; an error meant for the user is one line on stderr and exit code 2."""
+    from cumulo.cli.app import app
+    from cumulo.errors import CumuloError
+
+    try:
+        app(prog_name="cumulo")
+    except CumuloError as error:
+        from cumulo.cli.terminal import print_error
+
+        print_error(error)
+        sys.exit(2)
+    except BrokenPipeError:
+        # `cumulo generate ... | head`: the reader has gone; point stdout elsewhere so exit stays silent.
+        import os
+
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)

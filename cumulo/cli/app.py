@@ -1,0 +1,38 @@
+"""The typer application: which verbs exist. Importing it must stay quick and free of torch."""
+
+from typing import Annotated
+
+import typer
+
+from cumulo import __version__
+from cumulo.cli import bench, chat, doctor, generate
+
+app = typer.Typer(
+    name="cumulo",
+    help="Run language models on this machine: chat, generate, measure, and ask why.",
+    epilog='Try: [bold]echo "What is the capital of France?" | cumulo chat[/bold]',
+    rich_markup_mode="rich",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,  # what is not a CumuloError is our bug: keep the plain traceback
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command("chat", epilog=chat.EXAMPLE)(chat.chat)
+app.command("generate", epilog=generate.EXAMPLE)(generate.generate)
+app.command("doctor", epilog=doctor.EXAMPLE)(doctor.doctor)
+app.add_typer(bench.app, name="bench")
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"cumulo {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    """Run language models on this machine: chat, generate, measure, and ask why."""

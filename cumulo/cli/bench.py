@@ -1,0 +1,82 @@
+"""`cumulo bench engine | scheduler | kernels`: figures with what they must reach, as table and as JSON."""
+
+from typing import Annotated
+
+import typer
+
+from cumulo.cli import options
+
+app = typer.Typer(
+    help="Measure: every figure beside what it must reach.", no_args_is_help=True, rich_markup_mode="rich"
+)
+
+
+@app.command(epilog="Example: [bold]cumulo bench engine --against transformers,llama.cpp[/bold]")
+def engine(
+    model: options.ModelArgument = None,
+    against: Annotated[
+        str, typer.Option(help="Rivals measured in turns with Cumulo: transformers, llama.cpp or both.")
+    ] = "",
+    threads: options.Threads = None,
+    rounds: Annotated[int, typer.Option(min=1, help="How often everything is measured.")] = 5,
+    quality: Annotated[bool, typer.Option(help="Also compare with the file dequantised to float32.")] = True,
+    json_file: options.JsonOption = None,
+) -> None:
+    """Decode and prefill speed, alone or against rivals, and how true the fast path is to the file."""
+    from cumulo.cli import bench_engine
+    from cumulo.cli.report import available_cores
+    from cumulo.cli.terminal import loading
+
+    config = options.engine_config(threads=threads)
+    threads = config.threads or available_cores()
+    rivals = bench_engine.parse_rivals(against)
+    with loading() as show:
+        rows = bench_engine.measure(
+            model, rivals, threads, rounds, lambda what, done, total: show(what, done, total)
+        )
+        if quality:
+            from cumulo.cli import bench_quality
+
+            rows += bench_quality.measure(model, threads, show)
+    _finish(f"engine, {threads} threads", rows, json_file)
+
+
+@app.command(epilog="Example: [bold]cumulo bench scheduler[/bold]")
+def scheduler(
+    repeats: Annotated[int, typer.Option(min=1, help="How often everything is measured.")] = 5,
+    json_file: options.JsonOption = None,
+) -> None:
+    """What planning a step costs on one core, and what a long queue adds."""
+    from cumulo.cli import bench_scheduler
+    from cumulo.cli.terminal import working
+
+    with working("scheduler") as tell:
+        rows = bench_scheduler.measure(repeats, tell)
+    _finish("scheduler, one core", rows, json_file)
+
+
+@app.command(epilog="Example: [bold]cumulo bench kernels[/bold]")
+def kernels(json_file: options.JsonOption = None) -> None:
+    """Each operation's kernels against their torch reference."""
+    from cumulo.cli.report import Row
+    from cumulo.cli.terminal import working
+
+    with working("kernels"):
+        from cumulo.kernels import bench as kernel_bench
+
+        rows = [Row(**row) for row in kernel_bench.rows()]
+    _finish("kernels", rows, json_file)
+
+
+def _finish(title: str, rows: list, json_file: options.JsonOption) -> None:  # type: ignore[type-arg]
+    """Show and write the rows; a missed `must` is exit code 1, so that scripts notice."""
+    from cumulo.cli import report
+    from cumulo.cli.terminal import err, out
+
+    facts = report.machine()
+    console = err if str(json_file) == "-" else out
+    console.print(report.table(title, rows))
+    console.print(f"{facts['cpu']}, {facts['cores']} cores, torch {facts['torch']}", style="dim")
+    report.write_json(json_file, rows)
+    if not all(row.ok for row in rows):
+        raise typer.Exit(1)

@@ -1,0 +1,155 @@
+"""The examination behind `cumulo doctor`: each finding is a row, so the table and the JSON say the same."""
+
+import os
+import shutil
+import subprocess
+import time
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cumulo.cli import report
+from cumulo.cli.report import Row
+from cumulo.cli.terminal import err, load_llm, out, working
+from cumulo.engine.config import EngineConfig
+from cumulo.engine.machine_memory import available_memory
+from cumulo.engine.params import SamplingParams
+from cumulo.errors import CumuloError
+
+if TYPE_CHECKING:
+    from cumulo.engine.llm import LLM
+
+QUESTION = "What is the capital of France?"
+# What the float32 model answers; the built-in file's margin over a wrong city is small, so this is a test.
+EXPECTED_OF_BUILT_IN = "Paris"
+
+
+def examine(model: str | None, config: EngineConfig, quick: bool, json_file: Path | None) -> bool:
+    """Print every section as it is known; True if nothing that must hold is amiss."""
+    console = err if str(json_file) == "-" else out
+    rows: list[Row] = []
+
+    def section(title: str, found: list[Row]) -> None:
+        rows.extend(found)
+        console.print(report.table(title, found))
+        console.print()
+
+    extra: dict[str, Any] = {}
+    section("Machine", _machine())
+    with working("packages"):
+        software = _software()
+    section("Software", software)
+    section("Model", found := _model(model))
+    if not quick and all(row.ok for row in found):
+        try:
+            with load_llm(model, config) as llm:
+                console.print(llm.ledger)
+                console.print()
+                extra["ledger"] = llm.ledger.to_dict()
+                rows += _ledger_rows(llm)
+                section("Self-test", _self_test(llm, built_in=model is None))
+        except CumuloError as error:
+            section("Loading", [Row("loads", False, must=True, note=str(error))])
+    report.write_json(json_file, rows, **extra)
+    amiss = [row for row in rows if not row.ok]
+    if amiss:
+        console.print(f"[bold red]{len(amiss)} amiss:[/bold red] " + "; ".join(row.name for row in amiss))
+    else:
+        console.print("[bold green]all well[/bold green]")
+    return not amiss
+
+
+def _machine() -> list[Row]:
+    facts = report.machine()
+    return [
+        Row("system", f"{facts['platform']}, {facts['architecture']}"),
+        Row("processor", facts["cpu"]),
+        Row("cores this process may use", facts["cores"]),
+        Row("instruction sets", " ".join(facts["cpu_features"]) or "unknown"),
+        Row("memory", facts["memory_gib"], "GiB"),
+        Row("memory available", round(available_memory() / 2**30, 1), "GiB"),
+    ]
+
+
+def _software() -> list[Row]:
+    import torch
+
+    rows = [
+        Row("python", report.machine()["python"]),
+        Row("torch", torch.__version__, note=f"{torch.get_num_threads()} threads unless told otherwise"),
+    ]
+    for package, why in (("gguf", "reads GGUF files"), ("huggingface_hub", "downloads models by name")):
+        rows.append(Row(package, _version(package) or "not installed", note=f"optional: {why}"))
+    compiler = _compiler()
+    rows.append(
+        Row(
+            "C++ compiler",
+            compiler or "none",
+            note="" if compiler else "without one the torch kernels are used",
+        )
+    )
+    rows += _kernels()
+    return rows
+
+
+def _compiler() -> str | None:
+    for name in filter(None, (os.environ.get("CXX"), "c++", "g++", "clang++")):
+        if path := shutil.which(name):
+            answer = subprocess.run([path, "--version"], capture_output=True, text=True, check=False)
+            return (answer.stdout.splitlines() or [path])[0]
+    return None
+
+
+def _kernels() -> list[Row]:
+    return []
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _model(model: str | None) -> list[Row]:
+    from cumulo.models.load import inspect_model
+
+    try:
+        files = inspect_model(model)
+    except CumuloError as error:
+        return [Row("found", False, must=True, note=str(error))]
+    types = ", ".join(f"{count} {name}" for name, count in files.tensor_types.items())
+    return [
+        Row("found", True, must=True, note=str(files.path)),
+        Row("name", files.name),
+        Row("family", files.spec.family),
+        Row("parameters", round(files.parameters / 1e6, 1), "million"),
+        Row("weights", round(files.weight_bytes / 2**20, 1), "MiB", note=types),
+        Row("trained context", files.spec.max_context, "tokens"),
+    ]
+
+
+def _ledger_rows(llm: "LLM") -> list[Row]:
+    rows = []
+    for entry in llm.ledger.rows:
+        rows.append(Row(f"memory, {entry.name}: predicted", entry.predicted_bytes, "bytes", "lower"))
+        if entry.measured_bytes is not None:
+            rows.append(Row(f"memory, {entry.name}: measured", entry.measured_bytes, "bytes", "lower"))
+    return rows
+
+
+def _self_test(llm: "LLM", built_in: bool) -> list[Row]:
+    """A short greedy answer; the built-in model must name the city its float32 reference names."""
+    messages = [{"role": "user", "content": QUESTION}]
+    began_s = time.perf_counter()
+    output = llm.chat(messages, SamplingParams(temperature=0, max_tokens=32))[0]
+    elapsed_s = time.perf_counter() - began_s
+    text = output.samples[0].text.strip() if output.samples else ""
+    right = not output.error and (EXPECTED_OF_BUILT_IN in text if built_in else bool(text))
+    speed = output.story.decode_tok_s
+    return [
+        Row("answers", right, must=True, note=output.error or f"{QUESTION} {text}"),
+        Row("time to first token", output.story.ttft_s, "s", "lower"),
+        Row("decode, 1 sequence", speed, "tok/s"),
+        Row("time in all", elapsed_s, "s", "lower"),
+    ]

@@ -1,0 +1,25 @@
+"""`cumulo doctor`: is this machine ready, what will a model take, and does it answer?"""
+
+from typing import Annotated
+
+import typer
+
+from cumulo.cli import options
+
+EXAMPLE = "Example: [bold]cumulo doctor --json report.json[/bold]"
+
+
+def doctor(
+    model: options.ModelArgument = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Do not load the model.")] = False,
+    json_file: options.JsonOption = None,
+    threads: options.Threads = None,
+    max_context: options.MaxContext = None,
+    kv_memory_gib: options.KvMemory = None,
+) -> None:
+    """Check the machine, the packages and the model; show predicted beside measured memory."""
+    from cumulo.cli import checkup
+
+    config = options.engine_config(threads=threads, max_context=max_context, kv_memory_gib=kv_memory_gib)
+    if not checkup.examine(model, config, quick, json_file):
+        raise typer.Exit(1)

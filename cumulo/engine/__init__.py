@@ -1,0 +1,1 @@
+"""Requests, block pool and scheduler (pure) and the runners that play their plans."""

@@ -1,0 +1,91 @@
+"""Assembly: from a model's name to a running engine, in the order a reader would expect. Called by LLM.
+
+Inspect the files → plan memory (or refuse) → load the weights → choose the decoder → cache, runner, scheduler.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cumulo.engine.config import EngineConfig
+from cumulo.engine.engine import Engine
+from cumulo.engine.ledger import Ledger, MemoryPlan, plan_memory
+from cumulo.engine.machine_memory import available_memory
+from cumulo.engine.runner_torch import TorchRunner
+from cumulo.engine.scheduler import Scheduler
+from cumulo.engine.scheduler_config import SchedulerConfig
+from cumulo.models.batch import KVCache
+from cumulo.models.load import LoadedModel, inspect_model, load_model
+
+
+@dataclass(frozen=True, slots=True)
+class Assembly:
+    model: LoadedModel
+    memory: MemoryPlan
+    engine: Engine
+    runner: TorchRunner
+    runs_on: str
+
+    def ledger(self) -> Ledger:
+        """The memory plan with what is now held beside it."""
+        weights = sum(p.nbytes for p in self.model.decoder.parameters())
+        measured: dict[str, int | None] = {"weights": weights, **self.runner.memory_bytes()}
+        return self.memory.ledger.measured({k: v for k, v in measured.items() if v})
+
+
+def assemble(
+    model: str | Path | None,
+    config: EngineConfig,
+    keep_quantised: bool,
+    progress: Callable[[str, int, int], None] | None,
+) -> Assembly:
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    dtype = getattr(torch, "float32" if config.dtype == "auto" else config.dtype)
+    files = inspect_model(model)
+    memory = plan_memory(files.spec, files.weight_bytes, config, available_memory())
+    loaded = load_model(
+        model,
+        dtype=dtype,
+        keep_quantised=keep_quantised,
+        progress=None if progress is None else lambda done, total: progress("loading weights", done, total),
+    )
+    decoder: Any = loaded.decoder
+    runs_on = "PyTorch operators"
+    cache = KVCache(loaded.spec, memory.kv_blocks, config.block_size, dtype)
+    runner = TorchRunner(
+        decoder,
+        cache,
+        max_slots=config.max_running,
+        max_context=memory.max_context,
+        eos_token_ids=loaded.eos_ids,
+        host_blocks=memory.host_blocks,
+        overlap=config.overlap,
+        threads=config.threads,
+    )
+    scheduler = Scheduler(
+        SchedulerConfig(
+            blocks=memory.kv_blocks,
+            block_size=config.block_size,
+            max_context=memory.max_context,
+            max_running=config.max_running,
+            max_tokens_per_step=config.max_tokens_per_step,
+            prefix_cache=config.prefix_cache,
+            preemption=config.preemption,
+            host_blocks=memory.host_blocks,
+            priority_step_s=config.priority_step_s,
+        )
+    )
+    engine = Engine(
+        scheduler,
+        runner,
+        loaded.tokenizer,
+        vocab_size=loaded.spec.vocab_size,
+        eos_ids=loaded.eos_ids,
+        overlap=config.overlap,
+        seed=config.seed,
+    )
+    return Assembly(loaded, memory, engine, runner, runs_on)

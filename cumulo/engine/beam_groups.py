@@ -1,0 +1,67 @@
+"""Beams as sequences: plays BeamSearch's decisions on the scheduler's sequences. Called by the scheduler.
+
+Every live beam is a sequence of its own. When all of a request's beams have been computed, the best
+continuations are chosen: a parent's first child goes on in its place, further children share its blocks
+(copy-on-write), childless beams end.
+"""
+
+from typing import TYPE_CHECKING
+
+from cumulo.engine.beam import BeamSearch
+from cumulo.engine.request import Request, Sequence, State
+
+if TYPE_CHECKING:
+    from cumulo.engine.scheduler import Scheduler
+
+
+def start_beam(request: Request) -> None:
+    params = request.params
+    assert params.beam_width is not None
+    request.beam = BeamSearch(
+        width=params.beam_width,
+        n=params.n,
+        length_penalty=params.length_penalty,
+        stop_ids=request.stop_ids,
+        max_tokens=request.output_limit,
+    )
+    _one_token_at_a_time(request.sequences[0])
+
+
+def advance_beams(scheduler: "Scheduler", request: Request, now_s: float) -> None:
+    """If all beams have candidates, choose the next generation; otherwise wait for the rest."""
+    beam, live = request.beam, [s for s in request.sequences if s.state != State.FINISHED]
+    assert beam is not None
+    if any(sequence.candidates is None for sequence in live):
+        return
+    step = beam.advance([sequence.candidates or [] for sequence in live])
+    if request.story.first_token_s is None:
+        request.story.first_token_s = now_s
+        request.story.add(now_s, "first_token")
+    for sequence in live:
+        sequence.candidates = None
+    if step.done:
+        for sequence in live:
+            scheduler.finish(sequence, "stop", now_s)
+        return
+    parents = [live[index] for index in step.parents]
+    for sequence in live:
+        if sequence not in parents:
+            scheduler.drop_beam(sequence)
+    generation: list[Sequence] = []
+    for index, parent in enumerate(parents):
+        # Forks before take-overs: a parent must not have grown when its other children are made.
+        if parent in parents[:index]:
+            generation.append(scheduler.fork_beam(parent, index))
+        else:
+            generation.append(parent)
+    for index, (sequence, token) in enumerate(zip(generation, step.tokens, strict=True)):
+        sequence.tokens.append(token)
+        sequence.sample_index = index
+        _one_token_at_a_time(sequence)
+        scheduler.restate_beam(sequence)
+    request.sequences = generation
+
+
+def _one_token_at_a_time(sequence: Sequence) -> None:
+    """A beam's next token is not the one drawn but the one chosen: never plan past a draw in flight."""
+    sequence.limit = len(sequence.tokens) + 1

@@ -1,0 +1,133 @@
+"""BlockPool: who owns which KV block, and which blocks still hold a prefix worth keeping. Owned by the scheduler.
+
+A block is free, or held by one or more sequences (its reference count). A full block may carry the hash of
+all tokens up to its end; it keeps that hash when freed, so the prefix cache needs no storage of its own: the
+free blocks are the cache, reused least-recently-freed first.
+"""
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from hashlib import blake2b
+
+BlockHash = bytes
+
+
+def root_hash(salt: str) -> BlockHash:
+    """Where a tenant's hash chains begin: other salts never share blocks, so no timing leaks between them."""
+    return blake2b(salt.encode("utf-8", "surrogatepass"), digest_size=16, person=b"cumulo-kv").digest()
+
+
+def chain_hash(parent: BlockHash, tokens: "array[int]") -> BlockHash:
+    """Hash of a full block's tokens and of everything before them."""
+    return blake2b(tokens.tobytes(), digest_size=16, key=parent).digest()
+
+
+class BlockPool:
+    def __init__(self, blocks: int, block_size: int, *, prefix_cache: bool = True) -> None:
+        self.blocks, self.block_size, self.prefix_cache = blocks, block_size, prefix_cache
+        self.references = [0] * blocks
+        self.hash_of: list[BlockHash | None] = [None] * blocks
+        self.block_of: dict[BlockHash, int] = {}
+        # Oldest first: the head is evicted next. Blocks without a hash are put back at the head.
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(blocks))
+        self.evictions = 0
+
+    @property
+    def free_count(self) -> int:
+        return len(self._free)
+
+    @property
+    def used_count(self) -> int:
+        return self.blocks - len(self._free)
+
+    @property
+    def cached_count(self) -> int:
+        """Blocks, free or in use, that a new request with the same prefix could share."""
+        return len(self.block_of)
+
+    def allocate(self) -> int:
+        """Take the least recently freed block; the caller checked free_count."""
+        block, _ = self._free.popitem(last=False)
+        self._forget(block)
+        self.references[block] = 1
+        return block
+
+    def allocate_many(self, count: int) -> list[int]:
+        return [self.allocate() for _ in range(count)]
+
+    def share(self, blocks: Iterable[int]) -> None:
+        """One more owner for blocks that may be in use or free-but-cached."""
+        for block in blocks:
+            if self.references[block] == 0:
+                del self._free[block]
+            self.references[block] += 1
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """One owner less. Freed from the last block backwards, so that prefixes outlive their tails."""
+        for block in reversed(blocks):
+            remaining = self.references[block] - 1
+            if remaining < 0:
+                raise RuntimeError(f"KV block {block} was freed twice")
+            self.references[block] = remaining
+            if remaining == 0:
+                self._free[block] = None
+                if self.hash_of[block] is None:
+                    self._free.move_to_end(block, last=False)
+
+    def cached_prefix(self, hashes: Iterable[BlockHash]) -> list[int]:
+        """The blocks of the longest cached prefix of a hash chain; not yet owned by the caller."""
+        found: list[int] = []
+        if self.prefix_cache:
+            for block_hash in hashes:
+                block = self.block_of.get(block_hash)
+                if block is None:
+                    break
+                found.append(block)
+        return found
+
+    def idle_among(self, blocks: Iterable[int]) -> int:
+        """How many of these blocks nobody holds: sharing them uses up that many free ones."""
+        return sum(1 for block in blocks if self.references[block] == 0)
+
+    def register(self, block: int, block_hash: BlockHash) -> None:
+        """A held block is full and computed: later requests may share it. The first copy of a prefix wins."""
+        if self.prefix_cache and self.hash_of[block] is None and block_hash not in self.block_of:
+            self.hash_of[block] = block_hash
+            self.block_of[block_hash] = block
+
+    def clear_cache(self) -> int:
+        """Forget every cached prefix; returns how many blocks had one."""
+        count = len(self.block_of)
+        for block in self.block_of.values():
+            self.hash_of[block] = None
+        self.block_of.clear()
+        return count
+
+    def _forget(self, block: int) -> None:
+        block_hash = self.hash_of[block]
+        if block_hash is not None:
+            del self.block_of[block_hash]
+            self.hash_of[block] = None
+            self.evictions += 1
+
+    def problems(self, owners: Iterable[Sequence[int]]) -> list[str]:
+        """Everything wrong with the pool, given the block tables of all owners. Empty when all is well."""
+        expected = [0] * self.blocks
+        for table in owners:
+            for block in table:
+                expected[block] += 1
+        found = []
+        for block in range(self.blocks):
+            if self.references[block] != expected[block]:
+                found.append(f"block {block}: {self.references[block]} references, {expected[block]} owners")
+            if (self.references[block] == 0) != (block in self._free):
+                found.append(
+                    f"block {block}: references {self.references[block]} but free={block in self._free}"
+                )
+        for block_hash, block in self.block_of.items():
+            if self.hash_of[block] != block_hash:
+                found.append(f"block {block}: the hash table and the block disagree")
+        if len(self.block_of) != sum(h is not None for h in self.hash_of):
+            found.append("a block carries a hash that the hash table does not know")
+        return found

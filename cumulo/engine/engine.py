@@ -1,0 +1,248 @@
+"""Engine: the loop. Requests go in, the scheduler plans, a runner plays, text comes out.
+
+While the runner computes step N, this thread finishes N-1 and plans N+1 (`overlap`). Nothing here decides
+what runs, and nothing here computes.
+"""
+
+import itertools
+import logging
+import random
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from cumulo.engine.outputs import Delta, RequestOutput, Sample
+from cumulo.engine.params import SamplingParams
+from cumulo.engine.plan import PendingStep, Runner, StepPlan
+from cumulo.engine.request import Request, Sequence, State
+from cumulo.engine.scheduler import Scheduler
+from cumulo.engine.text_stream import TextStream
+from cumulo.errors import InvalidRequest
+from cumulo.models.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class StepOutput:
+    deltas: list[Delta] = field(default_factory=list)  # of requests added with stream=True
+    finished: list[RequestOutput] = field(default_factory=list)  # of all requests that ended, however
+
+
+@dataclass(frozen=True, slots=True)
+class _Client:
+    """What the engine remembers of whoever asked: rides along in Request.tag."""
+
+    prompt_text: str | None
+    stream: bool
+    streams: dict[int, TextStream] = field(default_factory=dict)  # by sample, where text is needed early
+    told: set[int] = field(default_factory=set)  # samples whose last Delta has been sent
+
+
+class Engine:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        tokenizer: Tokenizer | None,
+        *,
+        vocab_size: int,
+        eos_ids: tuple[int, ...] = (),
+        overlap: bool = True,
+        seed: int = 0,
+    ) -> None:
+        self.scheduler, self.runner, self.tokenizer = scheduler, runner, tokenizer
+        self.vocab_size, self.eos_ids, self.overlap = vocab_size, eos_ids, overlap
+        self._seeds = random.Random(seed)
+        self._ids = itertools.count(1)
+        self._in_flight: tuple[StepPlan, PendingStep] | None = None
+
+    # -- requests ---------------------------------------------------------------------------------------
+    def add(
+        self,
+        prompt: Iterable[int],
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        prompt_text: str | None = None,
+        priority: int = 0,
+        cache_salt: str = "",
+        stream: bool = False,
+    ) -> Request:
+        """Queue a request, or raise InvalidRequest. With `stream`, text comes in Deltas as it is made."""
+        request = Request(
+            request_id if request_id is not None else f"request-{next(self._ids)}",
+            prompt,
+            params,
+            seed=params.seed if params.seed is not None else self._seeds.getrandbits(63),
+            eos_ids=self.eos_ids,
+            priority=priority,
+            cache_salt=cache_salt,
+            arrived_s=time.perf_counter(),
+            tag=_Client(prompt_text, stream),
+        )
+        self._check_tokens(request)
+        self.scheduler.add(request)
+        return request
+
+    def _check_tokens(self, request: Request) -> None:
+        params = request.params
+        for name, tokens in (
+            ("the prompt", request.prompt),
+            ("logit_bias", params.logit_bias),
+            ("stop_token_ids", params.stop_token_ids),
+        ):
+            if tokens and not (min(tokens) >= 0 and max(tokens) < self.vocab_size):
+                bad = next(t for t in tokens if not 0 <= t < self.vocab_size)
+                raise InvalidRequest(f"{name} holds token {bad}; token ids are 0 to {self.vocab_size - 1}")
+        if params.stop and self.tokenizer is None:
+            raise InvalidRequest(
+                "stop strings need a tokenizer, and this engine has none: use stop_token_ids"
+            )
+        if request.tag.stream and params.best_of is not None and params.best_of > params.n:
+            raise InvalidRequest(
+                "best_of is known only at the end, so it cannot be streamed: use n, or no stream"
+            )
+
+    def abort(self, request_id: str) -> bool:
+        """End a request now; its output so far comes with the next step. False if it had ended already."""
+        return self.scheduler.abort(request_id, time.perf_counter())
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work or self._in_flight is not None or bool(self.scheduler.closed)
+
+    # -- the loop ---------------------------------------------------------------------------------------
+    def step(self) -> StepOutput:
+        """Plan a step and hand it to the runner; then finish the one before (without overlap: this one)."""
+        plan = self.scheduler.plan(time.perf_counter())
+        submitted = None if plan is None else (plan, self.runner.submit(plan))
+        if self.overlap:
+            ready, self._in_flight = self._in_flight, submitted
+        else:
+            ready = submitted
+        output = StepOutput()
+        if ready is not None:
+            self._finish(*ready, output)
+        for request in self.scheduler.closed:
+            self._close(request, output)
+        self.scheduler.closed.clear()
+        if not self.has_work and self.scheduler.pool.used_count:
+            raise RuntimeError(f"{self.scheduler.pool.used_count} KV blocks leaked: a bug in the scheduler")
+        return output
+
+    def _finish(self, plan: StepPlan, pending: PendingStep, output: StepOutput) -> None:
+        """Take a step's result in. If the runner failed, those in the step fail and the others go on."""
+        try:
+            result = pending.result()
+        except Exception as error:
+            log.exception("step %d failed", plan.index)
+            message = f"the engine could not compute this step ({type(error).__name__}: {error})"
+            self.scheduler.fail_step(plan, message, time.perf_counter())
+            return
+        self.scheduler.costs.observe_compute(plan.tokens, result.finished_s - result.started_s)
+        now_s = time.perf_counter()
+        for sequence in self.scheduler.apply(plan, result, now_s):
+            request = sequence.request
+            client: _Client = request.tag
+            if client.stream or request.params.stop:
+                text = self._push_text(sequence, client, now_s)
+                if client.stream:
+                    self._tell(sequence, text, sequence.tokens[-1:].tolist(), output)
+
+    def _push_text(self, sequence: Sequence, client: _Client, now_s: float) -> str:
+        """Feed the newest token to the sample's text; a stop string found there ends the sample."""
+        if self.tokenizer is None:
+            return ""
+        stream = client.streams.get(sequence.sample_index)
+        if stream is None:
+            stream = client.streams[sequence.sample_index] = TextStream(
+                self.tokenizer, sequence.request.params
+            )
+        text = "" if sequence.finish_reason == "stop" else stream.push(sequence.tokens[-1])
+        if stream.matched is not None:
+            self.scheduler.finish(sequence, "stop", now_s, stream.matched)
+            sequence.finish_reason, sequence.stop_reason = "stop", stream.matched  # also if it hit its length
+        elif sequence.state == State.FINISHED:
+            text += stream.finish()
+        return text
+
+    @staticmethod
+    def _tell(sequence: Sequence, text: str, tokens: list[int], output: StepOutput) -> None:
+        request = sequence.request
+        logprobs = sequence.logprobs[-len(tokens) :] if request.params.logprobs is not None and tokens else []
+        if sequence.state == State.FINISHED:
+            request.tag.told.add(sequence.sample_index)
+        output.deltas.append(
+            Delta(request.id, sequence.sample_index, text, tokens, sequence.finish_reason, logprobs)
+        )
+
+    # -- ends -------------------------------------------------------------------------------------------
+    def _close(self, request: Request, output: StepOutput) -> None:
+        """Everything about an ended request, and for a stream the last Delta of samples not yet told."""
+        client: _Client = request.tag
+        if client.stream:
+            for sequence in request.sequences:
+                if sequence.sample_index not in client.told and request.beam is None:
+                    stream = client.streams.get(sequence.sample_index)
+                    self._tell(sequence, stream.finish() if stream else "", [], output)
+        searched = request.beam is not None and request.beam.done  # a search cut short returns its live beams
+        samples = self._beams(request) if searched else self._samples(request)
+        if client.stream and request.beam is not None:
+            output.deltas += [
+                Delta(request.id, s.index, s.text, s.token_ids, s.finish_reason, s.logprobs) for s in samples
+            ]
+        output.finished.append(
+            RequestOutput(
+                request_id=request.id,
+                prompt=client.prompt_text,
+                prompt_token_ids=request.prompt.tolist(),
+                samples=samples,
+                story=request.story,
+                prompt_logprobs=request.prompt_logprobs,
+                error=request.error,
+            )
+        )
+
+    def _samples(self, request: Request) -> list[Sample]:
+        """The n samples to return; with best_of, those of the best mean log-probability, best first."""
+        params, drawn = request.params, list(request.sequences)
+        if params.best_of is not None and params.best_of > params.n:
+            drawn.sort(key=lambda s: s.cumulative_logprob / max(1, s.output_length), reverse=True)
+        samples = []
+        for index, sequence in enumerate(drawn[: params.n]):
+            stream = request.tag.streams.get(sequence.sample_index)
+            samples.append(
+                Sample(
+                    index=index,
+                    text=self._text(sequence.output_tokens, request) if stream is None else stream.text,
+                    token_ids=sequence.output_tokens,
+                    finish_reason=sequence.finish_reason or "abort",
+                    stop_reason=sequence.stop_reason,
+                    cumulative_logprob=sequence.cumulative_logprob if sequence.logprobs else None,
+                    logprobs=sequence.logprobs if params.logprobs is not None else [],
+                )
+            )
+        return samples
+
+    def _beams(self, request: Request) -> list[Sample]:
+        beam = request.beam
+        assert beam is not None
+        return [
+            Sample(
+                index=index,
+                text=self._text(list(hypothesis.tokens), request),
+                token_ids=list(hypothesis.tokens),
+                finish_reason=hypothesis.finish_reason,
+                stop_reason=None,
+                cumulative_logprob=hypothesis.logprob,
+            )
+            for index, hypothesis in enumerate(beam.best())
+        ]
+
+    def _text(self, tokens: list[int], request: Request) -> str:
+        if self.tokenizer is None:
+            return ""
+        if tokens and tokens[-1] in request.stop_ids:
+            tokens = tokens[:-1]  # what ended it is not part of the text
+        return self.tokenizer.decode(tokens, skip_special=request.params.skip_special_tokens, continues=True)

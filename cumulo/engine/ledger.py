@@ -1,0 +1,345 @@
+"""The memory ledger: what every part will need, beside what it took. The engine asks it before loading.
+
+`plan_memory` predicts, chooses the number of KV blocks where the user left it open, and refuses what cannot
+fit by naming the largest setting that would. After loading, measured bytes are entered beside the predicted.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from cumulo.engine.config import EngineConfig
+from cumulo.errors import CumuloError, OutOfMemory
+from cumulo.spec.model import ModelSpec
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+GIB = 1 << 30
+BYTES_PER_ELEMENT = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
+
+# Left to the rest of the system: a machine filled to the last page starts to swap or kills the process.
+_SHARE_LEFT_FREE = 0.05
+# Where nobody says how much KV to keep: room for this many tokens per sequence that may run at once, but at
+# most this share of what is free and this many bytes. On a CPU decoding slows down with context long before
+# memory for it runs out, so a laptop's memory is better left to its owner.
+_TYPICAL_CONTEXT = 1024
+_KV_SHARE, _KV_LIMIT_BYTES = 0.25, 4 * GIB
+_SAMPLER_SLICE = 1 << 20  # logits the sampler works on at once
+# A model is of no use with less context than this (or its own, if that is shorter).
+_SHORTEST_CONTEXT = 256
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerRow:
+    name: str
+    predicted_bytes: int
+    measured_bytes: int | None
+    how: str  # the prediction in words, and once measured also how that was done
+
+
+@dataclass(frozen=True, slots=True)
+class Ledger:
+    rows: tuple[LedgerRow, ...]
+    available_bytes: int  # when the plan was made
+
+    @property
+    def predicted_bytes(self) -> int:
+        return sum(row.predicted_bytes for row in self.rows)
+
+    @property
+    def measured_bytes(self) -> int | None:
+        """The measured rows' sum, once there is one."""
+        measured = [row.measured_bytes for row in self.rows if row.measured_bytes is not None]
+        return sum(measured) if measured else None
+
+    def __getitem__(self, name: str) -> LedgerRow:
+        return next(row for row in self.rows if row.name == name)
+
+    def measured(self, measured_bytes: Mapping[str, int | None]) -> "Ledger":
+        """A copy with measurements entered by row name; None leaves a row as it is."""
+        unknown = set(measured_bytes) - {row.name for row in self.rows}
+        if unknown:
+            raise ValueError(f"the ledger has no row {', '.join(sorted(unknown))}")
+        rows = (
+            dataclasses.replace(row, measured_bytes=measured_bytes[row.name])
+            if measured_bytes.get(row.name) is not None
+            else row
+            for row in self.rows
+        )
+        return dataclasses.replace(self, rows=tuple(rows))
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "available_bytes": self.available_bytes,
+            "predicted_bytes": self.predicted_bytes,
+            "measured_bytes": self.measured_bytes,
+            "rows": [dataclasses.asdict(row) for row in self.rows],
+        }
+
+    def __rich__(self) -> "Table":
+        return ledger_table(self)
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    kv_blocks: int
+    host_blocks: int  # of the swap pool
+    max_context: int  # prompt and output together; less than the model's where the KV cache is smaller
+    ledger: Ledger
+
+
+def plan_memory(spec: ModelSpec, weight_bytes: int, config: EngineConfig, available_bytes: int) -> MemoryPlan:
+    """Predict every row, choose what the configuration leaves open, or raise OutOfMemory.
+
+    A `max_context` that was asked for must fit at least once into the KV cache. One that was not asked for
+    (the model's own may be 131,072) becomes what the cache holds; the plan and the ledger say so.
+    """
+    needs = Needs(spec, weight_bytes, config)
+    usable = int(available_bytes * (1 - _SHARE_LEFT_FREE))
+    if config.max_context is not None and config.max_context > spec.max_context:
+        raise CumuloError(
+            f"max_context={config.max_context} was asked for, but this model was made for "
+            f"{spec.max_context:,} tokens; set max_context={spec.max_context} or less"
+        )
+    if not needs.fit(usable):
+        raise OutOfMemory(refusal(needs, usable))
+    kv_blocks, why = needs.given_kv_blocks, "as configured"
+    if kv_blocks is None:
+        limit = int(min(_KV_SHARE * available_bytes, _KV_LIMIT_BYTES)) // needs.block_bytes
+        typical = config.max_running * needs.blocks_for(min(needs.context, _TYPICAL_CONTEXT))
+        wanted = max(min(max(typical, needs.blocks_for(needs.context)), limit), needs.least_kv_blocks)
+        kv_blocks = largest(lambda blocks: needs.total(blocks) <= usable, needs.least_kv_blocks, wanted)
+        why = f"for {config.max_running:,} sequences, within a quarter of free memory and 4 GiB"
+    context = needs.context_with(kv_blocks)
+    if context < needs.context:
+        why += f"; longest context {context:,} of the model's {needs.context:,}"
+    rows = tuple(needs.rows(kv_blocks, why))
+    return MemoryPlan(kv_blocks, needs.host_blocks, context, Ledger(rows, available_bytes))
+
+
+def ledger_table(ledger: Ledger) -> "Table":
+    """For a terminal: predicted beside measured, and their ratio."""
+    from rich.table import Table
+
+    table = Table(title="Memory ledger", title_justify="left")
+    table.add_column("part")
+    for column in ("predicted", "measured", "ratio"):
+        table.add_column(column, justify="right")
+    table.add_column("how", style="dim")
+    for row in ledger.rows:
+        table.add_row(row.name, *_cells(row.predicted_bytes, row.measured_bytes), row.how)
+    table.add_section()
+    compared = sum(row.predicted_bytes for row in ledger.rows if row.measured_bytes is not None)
+    ratio = _cells(compared, ledger.measured_bytes)[2]
+    measured = _cells(compared, ledger.measured_bytes)[1]
+    of = f"of {format_bytes(ledger.available_bytes)} available"
+    table.add_row("total", format_bytes(ledger.predicted_bytes), measured, ratio, of, style="bold")
+    return table
+
+
+def format_bytes(count: int) -> str:
+    for unit, size in (("GiB", GIB), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if count >= size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count} B"
+
+
+def _cells(predicted: int, measured: int | None) -> tuple[str, str, str]:
+    if measured is None:
+        return format_bytes(predicted), "", ""
+    ratio = f"{measured / predicted:.2f}" if predicted else ""
+    return format_bytes(predicted), format_bytes(measured), ratio
+
+
+# -- what a configuration needs ---------------------------------------------------------------------------
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """A model and a configuration, and the bytes they need for a given number of KV blocks."""
+
+    spec: ModelSpec
+    weight_bytes: int
+    config: EngineConfig
+
+    @property
+    def element_bytes(self) -> int:
+        dtype = "float32" if self.config.dtype == "auto" else self.config.dtype
+        if dtype not in BYTES_PER_ELEMENT:
+            raise CumuloError(
+                f"dtype must be auto, {', '.join(BYTES_PER_ELEMENT)}; got {self.config.dtype!r}"
+            )
+        return BYTES_PER_ELEMENT[dtype]
+
+    @property
+    def block_bytes(self) -> int:
+        return self.config.block_size * self.spec.kv_bytes_per_token(self.element_bytes)
+
+    @property
+    def host_blocks(self) -> int:
+        return int(self.config.swap_gib * GIB) // self.block_bytes
+
+    @property
+    def context(self) -> int:
+        """The longest sequence wanted."""
+        return self.config.max_context or self.spec.max_context
+
+    @property
+    def given_kv_blocks(self) -> int | None:
+        if self.config.kv_blocks is None and self.config.kv_memory_gib is not None:
+            return int(self.config.kv_memory_gib * GIB) // self.block_bytes
+        return self.config.kv_blocks
+
+    @property
+    def least_kv_blocks(self) -> int:
+        """One sequence of the context asked for or, when none was, of the shortest useful one."""
+        asked = self.config.max_context
+        return self.blocks_for(asked if asked is not None else min(self.context, _SHORTEST_CONTEXT))
+
+    def blocks_for(self, tokens: int) -> int:
+        return -(-tokens // self.config.block_size)
+
+    def context_with(self, kv_blocks: int) -> int:
+        return min(self.context, kv_blocks * self.config.block_size)
+
+    def rows(self, kv_blocks: int, why: str = "") -> Iterator[LedgerRow]:
+        spec, config, element, context = (
+            self.spec,
+            self.config,
+            self.element_bytes,
+            self.context_with(kv_blocks),
+        )
+        tokens, draws = config.max_tokens_per_step, min(config.max_running, config.max_tokens_per_step)
+
+        def row(name: str, predicted_bytes: int, how: str) -> LedgerRow:
+            return LedgerRow(name, predicted_bytes, None, how)
+
+        yield row("weights", self.weight_bytes, "as stored in the file, packed where quantised")
+        yield row(
+            "kv cache",
+            kv_blocks * self.block_bytes,
+            f"{kv_blocks:,} blocks of {config.block_size} tokens, {why}",
+        )
+        yield row(
+            "activations", activation_bytes(spec, tokens, element, context),
+            f"one layer's intermediate results for {tokens:,} tokens",
+        )  # fmt: skip
+        yield row(
+            "logits", logit_bytes(spec, draws, element),
+            f"{draws:,} draws from {spec.vocab_size:,} tokens, and the sampler's candidates",
+        )  # fmt: skip
+        yield row(
+            "token tables", table_bytes(config.max_running, context, config.block_size),
+            f"{config.max_running:,} sequences of {context:,} tokens, committed as they are used",
+        )  # fmt: skip
+        if self.host_blocks:
+            yield row(
+                "swap pool", self.host_blocks * self.block_bytes, f"{self.host_blocks:,} blocks on the host"
+            )
+
+    def total(self, kv_blocks: int) -> int:
+        return sum(row.predicted_bytes for row in self.rows(kv_blocks))
+
+    def fit(self, usable_bytes: int) -> bool:
+        given = self.given_kv_blocks
+        if given is not None and given < self.least_kv_blocks:
+            return False
+        return self.total(self.least_kv_blocks if given is None else given) <= usable_bytes
+
+    def changed(self, **settings: Any) -> "Needs":
+        return dataclasses.replace(self, config=dataclasses.replace(self.config, **settings))
+
+
+def activation_bytes(spec: ModelSpec, tokens: int, bytes_per_element: int, context: int) -> int:
+    """Peak of one decoder layer: the residual stream and its normed copy, and the larger of attention and
+    feed-forward. Layers run one after the other, so their number does not matter.
+    """
+    stream = 3 * spec.hidden  # residual, normed copy, the layer's result
+    if spec.mla is not None:
+        query = spec.heads * (spec.mla.nope_head_dim + spec.mla.rope_head_dim)
+        # query, absorbed query with and without its rotated part, result in latent space and out of it
+        attention = query + spec.heads * (3 * spec.mla.kv_rank + spec.mla.rope_head_dim)
+        attention += spec.heads * spec.mla.value_head_dim
+    else:
+        projected = (spec.heads + 2 * spec.kv_heads) * spec.head_dim
+        # projection, its rotated copy and the rotation's intermediate, attention's result
+        attention = projected + 2 * (spec.heads + spec.kv_heads) * spec.head_dim + spec.heads * spec.head_dim
+    # The gathered context of one sequence at a time: keys and values of its cached positions.
+    gathered = context * spec.kv_cache_heads * (spec.kv_key_dim + spec.kv_value_dim)
+    feed_forward = 4 * spec.ffn_hidden  # gate and up, silu(gate), their product
+    if spec.moe is not None:
+        # every choice of an expert has a copy of its input and its result, three times on the way back
+        routed = spec.moe.experts_per_token * 4 * spec.hidden + 4 * spec.moe.expert_hidden
+        feed_forward = max(feed_forward, routed + 4 * spec.moe.shared_hidden)
+    return bytes_per_element * (
+        tokens * (stream + spec.hidden) + max(tokens * attention + gathered, tokens * feed_forward)
+    )
+
+
+def logit_bytes(spec: ModelSpec, draws: int, bytes_per_element: int) -> int:
+    """Logits, a copy where samples share a row, and what the sampler makes of one slice of rows when every
+    token is a candidate (six 8-byte columns); sampling is never below float32.
+    """
+    elements = draws * spec.vocab_size
+    return elements * 2 * max(4, bytes_per_element) + min(elements, _SAMPLER_SLICE) * 48
+
+
+def table_bytes(max_running: int, context: int, block_size: int) -> int:
+    """The runner's token ids and block tables (int32), and some columns of parameters."""
+    return max_running * (4 * (context + 1) + 4 * -(-(context + 1) // block_size) + 120)
+
+
+# -- refusing ---------------------------------------------------------------------------------------------
+def refusal(needs: Needs, usable_bytes: int) -> str:
+    """Why it does not fit, and for each setting the largest value that makes it fit on its own."""
+    config, usable = needs.config, format_bytes(usable_bytes)
+    if needs.weight_bytes > usable_bytes:
+        return (
+            f"the model's weights alone take {format_bytes(needs.weight_bytes)}, but only {usable} of memory "
+            "are usable: take a smaller or a quantised model, or free memory"
+        )
+    given, least = needs.given_kv_blocks, needs.least_kv_blocks
+    advice: list[str] = []
+    if given is not None and given < least:
+        block = config.block_size
+        what = f"a KV cache of {given * block:,} tokens cannot hold one sequence of {least * block:,}"
+        name = "kv_blocks" if config.kv_blocks is not None else "kv_memory_gib"
+        # Rounded up: the number printed must be enough.
+        enough = least if name == "kv_blocks" else math.ceil(least * needs.block_bytes / GIB * 1000) / 1000
+        if needs.changed(**{name: enough}).fit(usable_bytes):
+            advice.append(f"{name}={enough} or more")
+    else:
+        total = format_bytes(needs.total(least if given is None else given))
+        what = f"this configuration needs {total} of memory, and {usable} are usable"
+    for name in ("max_context", "kv_blocks", "max_tokens_per_step", "max_running"):
+        value = getattr(config, name)
+        if value is not None and (best := _largest_setting(needs, usable_bytes, name, value, 1)) is not None:
+            advice.append(f"{name}={best}")
+    for name in ("kv_memory_gib", "swap_gib"):
+        value = getattr(config, name)
+        if value and (best := _largest_setting(needs, usable_bytes, name, int(value * 100), 100)) is not None:
+            advice.append(f"{name}={best / 100:g}")
+    if not advice:
+        return f"{what}; no single setting helps: take a smaller or a quantised model, or free memory"
+    return f"{what}; the largest that fits, all else unchanged: {', or '.join(advice)}"
+
+
+def _largest_setting(needs: Needs, usable_bytes: int, name: str, present: int, per_unit: int) -> int | None:
+    """The largest value below the present one with which everything fits, in units of 1 / per_unit."""
+
+    def fit(value: int) -> bool:
+        return needs.changed(**{name: value / per_unit if per_unit > 1 else value}).fit(usable_bytes)
+
+    smallest = {"max_context": 1, "kv_blocks": needs.least_kv_blocks, "swap_gib": 0}.get(name, 1)
+    if name == "kv_memory_gib":  # the least that holds one sequence
+        smallest = math.ceil(needs.least_kv_blocks * needs.block_bytes / GIB * per_unit)
+    return largest(fit, smallest, present) if smallest <= present and fit(smallest) else None
+
+
+def largest(fit: Callable[[int], bool], low: int, high: int) -> int:
+    """The largest value in low..high that fits, given that `low` does and that fitting is monotone."""
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fit(middle) else (low, middle - 1)
+    return low

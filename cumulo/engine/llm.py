@@ -1,0 +1,307 @@
+"""LLM: the Python API. Loads a model, owns an engine, and turns prompts and conversations into answers.
+
+>>> from cumulo import LLM, SamplingParams
+>>> llm = LLM()  # the built-in model; or a folder, a .gguf file, a Hugging Face name
+>>> llm.generate("The capital of France is", SamplingParams(temperature=0, max_tokens=8))[0].text
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from cumulo.engine.assembly import Assembly, assemble
+from cumulo.engine.config import EngineConfig
+from cumulo.engine.engine import Engine
+from cumulo.engine.ledger import Ledger
+from cumulo.engine.outputs import Delta, Progress, RequestOutput
+from cumulo.engine.params import SamplingParams
+from cumulo.engine.story import Story
+from cumulo.errors import CumuloError, InvalidRequest
+from cumulo.models.tokenizer import Tokenizer
+from cumulo.spec.model import ModelSpec
+
+Message = Mapping[str, Any]
+Prompt = str | bytes | Sequence[int]
+LoadProgress = Callable[[str, int, int], None]  # stage, done, total
+
+
+class LLM:
+    """A model that answers. Safe to call from several threads; their requests share the engine's steps."""
+
+    def __init__(
+        self,
+        model: str | Path | None = None,
+        *,
+        config: EngineConfig | None = None,
+        keep_quantised: bool = True,
+        progress: LoadProgress | None = None,
+    ) -> None:
+        """Load `model` (None: the built-in SmolLM2-135M-Instruct). `keep_quantised=False` computes with the
+        file's weights dequantised to float32: slower, the reference the packed kernels are measured against.
+        """
+        self.config = config or EngineConfig()
+        self._assembly: Assembly = assemble(model, self.config, keep_quantised, progress)
+        self._lock = threading.RLock()
+        self._queues: dict[str, deque[Delta]] = {}  # of open streams
+        self._outputs: dict[str, RequestOutput | None] = {}  # of requests somebody waits for
+        self._closed = False
+
+    # -- what it is -------------------------------------------------------------------------------------
+    @property
+    def spec(self) -> ModelSpec:
+        return self._assembly.model.spec
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        assert self._assembly.model.tokenizer is not None
+        return self._assembly.model.tokenizer
+
+    @property
+    def engine(self) -> Engine:
+        return self._assembly.engine
+
+    @property
+    def ledger(self) -> Ledger:
+        return self._assembly.ledger()
+
+    @property
+    def max_context(self) -> int:
+        return self._assembly.memory.max_context
+
+    @property
+    def model_name(self) -> str:
+        return self._assembly.model.name
+
+    @property
+    def runs_on(self) -> str:
+        """Which code computes: the fused native kernels or PyTorch's operators."""
+        return self._assembly.runs_on
+
+    # -- asking -----------------------------------------------------------------------------------------
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        on_progress: Callable[[Progress], None] | None = None,
+    ) -> list[RequestOutput]:
+        """Continue one prompt or many (texts or token ids), in one batch; outputs in the order of prompts.
+
+        A single prompt that cannot be served raises InvalidRequest. Of several, the bad ones come back with
+        `error` set and the others are served.
+        """
+        if isinstance(prompts, (str, bytes)) or (len(prompts) > 0 and isinstance(prompts[0], int)):
+            return self._run([prompts], params, self._encode_prompt, on_progress)
+        return self._run(list(prompts), params, self._encode_prompt, on_progress)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        on_progress: Callable[[Progress], None] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or many, through the model's own chat template."""
+        if len(messages) == 0:
+            raise InvalidRequest("there are no messages to answer")
+        one = isinstance(messages[0], Mapping)
+        conversations = [messages] if one else list(messages)
+        return self._run(conversations, params, self._encode_chat, on_progress)
+
+    def stream(
+        self, prompt: Prompt | Sequence[Message], params: SamplingParams | None = None
+    ) -> "TokenStream":
+        """Iterate over an answer as it is made. Several streams may be read side by side; closing one early
+        (or leaving its `with`) aborts its request."""
+        is_chat = not isinstance(prompt, (str, bytes)) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
+        encode: Callable[[Any], tuple[str | None, list[int]]]
+        encode = self._encode_chat if is_chat else self._encode_prompt
+        text, tokens = encode(prompt)
+        with self._lock:
+            self._require_open()
+            request = self.engine.add(tokens, self._params(params), prompt_text=text, stream=True)
+            self._queues[request.id] = deque()
+            self._outputs[request.id] = None
+        return TokenStream(self, request.id)
+
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        width: int,
+        *,
+        max_tokens: int = 64,
+        length_penalty: float = 1.0,
+    ) -> list[RequestOutput]:
+        """The `width` most likely continuations found by beam search, best first."""
+        params = SamplingParams(
+            beam_width=width, n=width, max_tokens=max_tokens, length_penalty=length_penalty
+        )
+        return self.generate(prompts, params)
+
+    # -- the loop behind them ---------------------------------------------------------------------------
+    def _run(
+        self,
+        prompts: list[Any],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        encode: Callable[[Any], tuple[str | None, list[int]]],
+        on_progress: Callable[[Progress], None] | None,
+    ) -> list[RequestOutput]:
+        each = (
+            [params] * len(prompts) if params is None or isinstance(params, SamplingParams) else list(params)
+        )
+        if len(each) != len(prompts):
+            raise InvalidRequest(f"{len(prompts)} prompts were given with {len(each)} sets of parameters")
+        answers: list[RequestOutput | str] = []  # an output, or the id of the request that will give it
+        started_s = time.perf_counter()
+        try:
+            for prompt, chosen in zip(prompts, each, strict=True):
+                answers.append(self._submit(prompt, chosen, encode, alone=len(prompts) == 1))
+            waiting = {answer for answer in answers if isinstance(answer, str)}
+            total, prompt_tokens, output_tokens = len(prompts), 0, 0
+            while waiting:
+                self._step()
+                for name in [name for name in waiting if self._outputs[name] is not None]:
+                    waiting.discard(name)
+                    story = self._outputs[name].story  # type: ignore[union-attr]
+                    prompt_tokens += story.prompt_tokens
+                    output_tokens += story.output_tokens
+                if on_progress is not None:
+                    running = self.engine.scheduler.running
+                    on_progress(
+                        Progress(
+                            finished=total - len(waiting),
+                            total=total,
+                            prompt_tokens=prompt_tokens
+                            + sum(min(s.computed, s.prompt_length) for s in running),
+                            output_tokens=output_tokens + sum(s.output_length for s in running),
+                            elapsed_s=time.perf_counter() - started_s,
+                        )
+                    )
+            return [answer if isinstance(answer, RequestOutput) else self._take(answer) for answer in answers]
+        finally:
+            # Interrupted (Ctrl-C, an error): nothing keeps running behind the caller's back.
+            for answer in answers:
+                if isinstance(answer, str) and self._outputs.pop(answer, None) is None:
+                    self.engine.abort(answer)
+
+    def _submit(
+        self,
+        prompt: Any,
+        params: SamplingParams | None,
+        encode: Callable[[Any], tuple[str | None, list[int]]],
+        *,
+        alone: bool,
+    ) -> RequestOutput | str:
+        try:
+            text, tokens = encode(prompt)
+            with self._lock:
+                self._require_open()
+                request = self.engine.add(tokens, self._params(params), prompt_text=text)
+                self._outputs[request.id] = None
+                return request.id
+        except InvalidRequest as error:
+            if alone:
+                raise
+            shown = prompt if isinstance(prompt, str) else None
+            return RequestOutput("", shown, [], [], Story(time.perf_counter()), error=str(error))
+
+    def _step(self) -> None:
+        """Advance the engine once and hand everyone what is theirs."""
+        with self._lock:
+            output = self.engine.step()
+            for delta in output.deltas:
+                if delta.request_id in self._queues:
+                    self._queues[delta.request_id].append(delta)
+            for finished in output.finished:
+                if finished.request_id in self._outputs:
+                    self._outputs[finished.request_id] = finished
+
+    def _take(self, request_id: str) -> RequestOutput:
+        output = self._outputs[request_id]
+        assert output is not None
+        return output
+
+    def _params(self, params: SamplingParams | None) -> SamplingParams:
+        return params if params is not None else SamplingParams(**self._assembly.model.generation_defaults)
+
+    def _encode_prompt(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        if isinstance(prompt, (str, bytes)):
+            tokens = self.tokenizer.encode(prompt, add_special=True)
+            return (prompt if isinstance(prompt, str) else prompt.decode()), tokens
+        return None, list(prompt)
+
+    def _encode_chat(self, messages: Sequence[Message]) -> tuple[str | None, list[int]]:
+        text = self.tokenizer.apply_chat_template(messages)
+        return text, self.tokenizer.encode(text)
+
+    # -- the end ----------------------------------------------------------------------------------------
+    def _require_open(self) -> None:
+        if self._closed:
+            raise CumuloError("this LLM was closed; make a new one")
+
+    def close(self) -> None:
+        """Abort what is running and stop the runner's thread. Called by `with`; calling it twice is fine."""
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                for request_id in list(self.engine.scheduler.requests):
+                    self.engine.abort(request_id)
+                self.engine.runner.close()
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class TokenStream(Iterator[Delta]):
+    """An answer in the making. After the last Delta, `output` is the whole RequestOutput with its story."""
+
+    def __init__(self, llm: LLM, request_id: str) -> None:
+        self._llm, self.request_id = llm, request_id
+        self.output: RequestOutput | None = None
+
+    def __next__(self) -> Delta:
+        llm = self._llm
+        while True:
+            queue = llm._queues.get(self.request_id)
+            if queue is None:
+                raise StopIteration
+            if queue:
+                return queue.popleft()
+            finished = llm._outputs.get(self.request_id)
+            if finished is not None:
+                self.output = finished
+                self._forget()
+                raise StopIteration
+            llm._step()
+
+    def close(self) -> None:
+        """Abort if it is still running; keeps what was made so far in `output`."""
+        llm = self._llm
+        if self.request_id not in llm._queues:
+            return
+        with llm._lock:
+            if llm._outputs.get(self.request_id) is None and llm.engine.abort(self.request_id):
+                llm._step()
+            self.output = llm._outputs.get(self.request_id)
+            self._forget()
+
+    def _forget(self) -> None:
+        self._llm._queues.pop(self.request_id, None)
+        self._llm._outputs.pop(self.request_id, None)
+
+    def __enter__(self) -> "TokenStream":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()

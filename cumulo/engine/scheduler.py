@@ -1,0 +1,470 @@
+"""Scheduler: decides what every step computes. Called by the engine loop; played by any Runner.
+
+One rule: each sequence has tokens not yet computed, and a step spends its token budget on them. So chunked
+prefill, decoding, prefix hits and recomputation after preemption are the same case. Sequences that need one
+token go first (nobody who is being answered waits for somebody's long prompt), then prompts in order.
+
+Order is `arrival + priority * priority_step_s`: a more important request overtakes, and one that has waited
+long enough is overtaken no more, so nobody starves. A request is admitted only when all of its known tokens
+fit; one alone always fits (checked on arrival); the oldest may always take blocks from younger ones. Hence
+no deadlock.
+"""
+
+from bisect import insort
+from collections.abc import Iterable
+from dataclasses import dataclass
+from operator import attrgetter
+
+from cumulo.engine.beam_groups import advance_beams, start_beam
+from cumulo.engine.plan import StepPlan, StepResult, TokenLogprobs
+from cumulo.engine.preemption import PreemptionCosts
+from cumulo.engine.request import FinishReason, Request, Sequence, State
+from cumulo.engine.residency import Residency, new_slot
+from cumulo.engine.scheduler_config import SchedulerConfig
+from cumulo.engine.waiting_queue import WaitingQueue
+from cumulo.errors import InvalidRequest
+
+_by_order = attrgetter("request.order")
+
+
+@dataclass(slots=True)
+class _InFlight:
+    rows: list[Sequence]
+    draws: list[Sequence]
+
+
+class Scheduler:
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.config = config
+        self.residency = Residency(config)
+        self.pool = self.residency.pool
+        self.queue = WaitingQueue()
+        self.requests: dict[str, Request] = {}  # all that have not ended
+        self.closed: list[Request] = []  # ended since the engine last looked; it empties the list
+        self.running: list[Sequence] = []  # in order; may hold ended sequences until the next plan
+        self._in_flight: dict[int, _InFlight] = {}
+        self._next = StepPlan(0)  # collects what happens between plans: ended slots, the next beams
+        self._arrivals = 0
+
+    @property
+    def costs(self) -> PreemptionCosts:
+        return self.residency.costs
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.requests)
+
+    # -- requests come and go ---------------------------------------------------------------------------
+    def add(self, request: Request) -> None:
+        """Queue a request, or raise InvalidRequest if it could never run."""
+        config, params, prompt = self.config, request.params, request.prompt_length
+        if request.id in self.requests:
+            raise InvalidRequest(f"request id {request.id!r} is already in use")
+        if prompt >= config.max_context:
+            raise InvalidRequest(
+                f"the prompt has {prompt} tokens; the context holds {config.max_context} including the answer: "
+                f"shorten the prompt or raise max_context"
+            )
+        if params.samples > config.max_running:
+            raise InvalidRequest(
+                f"{params.samples} samples were asked for, but only {config.max_running} sequences run at a "
+                f"time: lower n, best_of or beam_width, or raise max_running"
+            )
+        # The last token drawn is never computed, so it needs no room in a block.
+        pool_tokens = self.pool.blocks * self.pool.block_size + 1
+        if prompt >= pool_tokens:
+            raise InvalidRequest(
+                f"the prompt has {prompt} tokens; the KV cache holds {pool_tokens - 1}: shorten the prompt or "
+                f"give the cache more memory (kv_memory_gib)"
+            )
+        room = min(config.max_context, pool_tokens) - prompt
+        request.output_limit = room if params.max_tokens is None else min(params.max_tokens, room)
+        self._arrivals += 1
+        request.order = (request.arrived_s + request.priority * config.priority_step_s, self._arrivals)
+        request.story.add(request.arrived_s, "arrived", prompt_tokens=prompt, behind=self.queue.count)
+        if params.max_tokens is not None and room < params.max_tokens:
+            why = (
+                "the context ends there" if room == config.max_context - prompt else "the KV cache ends there"
+            )
+            request.story.add(request.arrived_s, "limited", limit=room, why=why)
+        leader = request.sequences[0]
+        leader.limit = prompt + request.output_limit
+        if params.beam_width is not None:
+            start_beam(request)
+        self.requests[request.id] = request
+        self.queue.enter(leader)
+
+    def abort(self, request_id: str, now_s: float) -> bool:
+        """End a request wherever it is; False if it is not here (any more)."""
+        request = self.requests.get(request_id)
+        if request is not None:
+            self._finish_all(request, "abort", now_s)
+        return request is not None
+
+    def fail(self, request: Request, error: str, now_s: float) -> None:
+        """End a request with an error its client sees."""
+        request.error = error
+        request.story.add(now_s, "failed", error=error)
+        self._finish_all(request, "error", now_s)
+
+    def _finish_all(self, request: Request, reason: FinishReason, now_s: float) -> None:
+        request.forks_left = 0
+        for sequence in list(request.sequences):
+            self.finish(sequence, reason, now_s)
+        self._close_if_done(request, now_s)
+
+    def finish(
+        self, sequence: Sequence, reason: FinishReason, now_s: float, stop_reason: int | str | None = None
+    ) -> None:
+        """End one sequence and free what it holds. Ending it twice does nothing."""
+        if sequence.state == State.FINISHED:
+            return
+        slot = self._remove(sequence)
+        if slot is not None:
+            self._next.end.append(slot)
+            self.residency.free_slots.append(slot)
+        sequence.finish_reason, sequence.stop_reason = reason, stop_reason
+        sequence.hashes = []
+        request = sequence.request
+        request.story.add(
+            now_s, "finished", sample=sequence.sample_index, reason=reason, tokens=sequence.output_length
+        )
+        self._close_if_done(request, now_s)
+
+    def _remove(self, sequence: Sequence) -> int | None:
+        """Take a sequence out of the running or the queue; the slot it had, if any, is the caller's."""
+        slot = None
+        if sequence.state == State.RUNNING:
+            slot = self.residency.vacate(sequence)
+        else:
+            self.queue.leave()
+            self.residency.forget_swapped(sequence)
+        sequence.state = State.FINISHED
+        return slot
+
+    def _close_if_done(self, request: Request, now_s: float) -> None:
+        if request.finished and self.requests.pop(request.id, None) is not None:
+            self.residency.free_slots += request.reserved_slots
+            request.reserved_slots = []
+            request.story.finished_s = now_s
+            request.story.output_tokens = sum(s.output_length for s in request.sequences)
+            self.closed.append(request)
+
+    # -- beams: called by beam_groups between two plans ---------------------------------------------------
+    def drop_beam(self, sequence: Sequence) -> None:
+        """A beam without children: its blocks go, its slot stays with the request."""
+        slot = self._remove(sequence)
+        if slot is not None:
+            sequence.request.reserved_slots.append(slot)
+
+    def fork_beam(self, parent: Sequence, sample_index: int) -> Sequence:
+        """A second child: shares the parent's blocks if those are here and a slot is, else waits."""
+        twin = parent.fork(sample_index)
+        if parent.state == State.RUNNING and parent.request.reserved_slots:
+            self.residency.seat_twin(twin)
+            insort(self.running, twin, key=_by_order)
+        else:
+            twin.blocks, twin.capacity, twin.computed, twin.lost = [], 0, 0, twin.computed
+            twin.state = State.WAITING
+            self.queue.count += 1
+        return twin
+
+    def restate_beam(self, sequence: Sequence) -> None:
+        """A beam was given its next token: tell the runner, or queue it if it has to wait."""
+        if sequence.state == State.RUNNING:
+            self._next.begin.append(new_slot(sequence))
+        else:
+            self.queue.push(sequence)
+
+    # -- planning -----------------------------------------------------------------------------------------
+    def plan(self, now_s: float) -> StepPlan | None:
+        """The next step, or None when nothing can be computed until a result arrives."""
+        plan, rows, draws = self._next, [], []  # type: StepPlan, list[Sequence], list[Sequence]
+        self._next = StepPlan(plan.index + 1)
+        self.running = [sequence for sequence in self.running if sequence.state == State.RUNNING]
+        self._make_room_for_priority(plan, now_s)
+        budget = self.config.max_tokens_per_step
+        chunks: list[Sequence] = []
+        starved = False  # somebody running could not get a block: admit nobody
+
+        # Sequences that need one token. This loop runs for every sequence at every step: keep it lean.
+        index, slots, starts, counts = plan.index, plan.slots, plan.starts, plan.counts
+        for sequence in self.running:
+            position = sequence.computed
+            known = len(sequence.tokens) + sequence.pending
+            if position + 1 != known or position < sequence.prompt_length:
+                if position < known:
+                    chunks.append(sequence)
+                continue
+            if sequence.slot < 0 or known >= sequence.limit:
+                continue  # preempted in this very loop, or its last token is being drawn
+            if budget == 0:
+                break
+            if (position >= sequence.capacity or sequence.shares_tail) and not self._make_room(
+                sequence, position, plan, now_s
+            ):
+                starved = True
+                continue
+            budget -= 1
+            sequence.last_step = index
+            slot = sequence.slot
+            plan.draw_rows.append(len(slots))
+            plan.draw_slots.append(slot)
+            slots.append(slot)
+            starts.append(position)
+            counts.append(1)
+            rows.append(sequence)
+            draws.append(sequence)
+            sequence.computed = known
+            sequence.pending += 1
+
+        # Then prompts (and recomputed contexts), oldest first; then newcomers, unless room is short.
+        for sequence in chunks:
+            if budget == 0:
+                break
+            if sequence.state == State.RUNNING:
+                budget -= self._plan_chunk(sequence, budget, plan, rows, draws, now_s)
+        if not self.residency.slots_freed and not starved:
+            while budget > 0 and (newcomer := self._admit_next(plan, now_s)) is not None:
+                budget -= self._plan_chunk(newcomer, budget, plan, rows, draws, now_s)
+        if not rows and (newcomer := self._admit_past_parked(plan, now_s)) is not None:
+            self._plan_chunk(newcomer, budget, plan, rows, draws, now_s)
+        self.residency.plan_complete()
+        if not rows:
+            self._next = plan  # nothing to run: what changed becomes the beginning of the next plan
+            return None
+        self._in_flight[index] = _InFlight(rows, draws)
+        return plan
+
+    def _plan_chunk(
+        self, sequence: Sequence, budget: int, plan: StepPlan, rows: list[Sequence], draws: list[Sequence],
+        now_s: float,
+    ) -> int:  # fmt: skip
+        """Add a row for as many of the sequence's uncomputed tokens as the budget allows; returns how many."""
+        start, request = sequence.computed, sequence.request
+        count = min(len(sequence.tokens) - start, budget)
+        row = len(plan.slots)
+        plan.slots.append(sequence.slot)
+        plan.starts.append(start)
+        plan.counts.append(count)
+        rows.append(sequence)
+        sequence.computed = start + count
+        sequence.last_step = plan.index
+        request.story.add(now_s, "chunk", step=plan.index, start=start, count=count)
+        if request.prompt_logprobs is not None and start < sequence.prompt_length:
+            plan.prompt_logprob_rows.append(row)
+        if sequence.computed == len(sequence.tokens):
+            drawn = [sequence]
+            if request.forks_left:
+                drawn += self._fork_samples(sequence, plan, now_s)
+            for member in drawn:
+                plan.draw_rows.append(row)
+                plan.draw_slots.append(member.slot)
+                draws.append(member)
+                member.pending += 1
+        return count
+
+    def _fork_samples(self, leader: Sequence, plan: StepPlan, now_s: float) -> list[Sequence]:
+        """Parallel samples begin: they share the prompt's blocks and are drawn from the same logits."""
+        request, twins = leader.request, []
+        for sample_index in range(1, request.forks_left + 1):
+            twin = leader.fork(sample_index)
+            self.residency.seat_twin(twin)
+            plan.begin.append(new_slot(twin))
+            request.sequences.append(twin)
+            insort(self.running, twin, key=_by_order)
+            twins.append(twin)
+        request.forks_left = 0
+        request.story.add(now_s, "forked", samples=len(twins) + 1)
+        return twins
+
+    def _make_room(self, sequence: Sequence, position: int, plan: StepPlan, now_s: float) -> bool:
+        """A block of its own for the sequence's next token. If none is free, the youngest sequence not yet in
+        this plan gives way; False if that would be an older one."""
+        index, request = plan.index, sequence.request
+        while self.residency.needs_block(sequence, position):
+            if self.pool.free_count:
+                self.residency.give_block(sequence, position, plan)
+                return True
+            victim = next(
+                (
+                    other
+                    for other in reversed(self.running)
+                    if other.state == State.RUNNING and other.last_step != index and other is not sequence
+                ),
+                None,
+            )
+            if victim is None or victim.request.order < request.order:
+                return False
+            self._preempt(victim, plan, now_s, by=request.id)
+        return True
+
+    # -- admission and preemption -------------------------------------------------------------------------
+    def _obstacle(self, sequence: Sequence) -> str | None:
+        """What keeps a waiting sequence from being admitted, in words; None if it fits."""
+        if sequence.pending:
+            return "the step in flight, which draws its next token"
+        slots_short, blocks_short = self.residency.shortage(sequence, len(self.running))
+        if slots_short > 0:
+            return f"{slots_short} of the {self.config.max_running - len(self.residency.free_slots)} slots in use"
+        if blocks_short > 0:
+            return f"{blocks_short} of the {self.pool.used_count} KV blocks in use"
+        return None
+
+    def _admit_next(self, plan: StepPlan, now_s: float) -> Sequence | None:
+        """Give the first waiting sequence a slot and blocks for all its known tokens, if there is room."""
+        sequence = self.queue.first()
+        if sequence is None:
+            return None
+        if (why := self._obstacle(sequence)) is not None:
+            self._tell_blocked(sequence.request, why, now_s)
+            return None
+
+        self.queue.take_first()
+        cached, how = self.residency.seat(sequence, plan)
+        insort(self.running, sequence, key=_by_order)
+        self._tell_admission(sequence, plan.index, cached, how, now_s)
+        return sequence
+
+    def _tell_admission(self, sequence: Sequence, step: int, cached: int, how: str, now_s: float) -> None:
+        story = sequence.request.story
+        if story.admitted_s is None:
+            story.admitted_s, story.cached_tokens = now_s, cached
+            story.add(
+                now_s, "admitted", step=step, cached=cached, tokens=len(sequence.tokens),
+                sample=sequence.sample_index,
+            )  # fmt: skip
+            return
+        recomputed = max(0, sequence.lost - cached)
+        sequence.lost = 0
+        story.recomputed_tokens += recomputed
+        story.add(now_s, "resumed", step=step, how=how, recomputed=recomputed, cached=cached)
+
+    def _tell_blocked(self, request: Request, why: str, now_s: float) -> None:
+        """Note what the first in the queue waits for; a new line only when that changes in kind."""
+        last = request.story.events[-1]
+        if last.kind != "blocked" or last.detail["why"].rsplit(" ", 3)[1:] != why.rsplit(" ", 3)[1:]:
+            request.story.add(now_s, "blocked", why=why)
+
+    def _make_room_for_priority(self, plan: StepPlan, now_s: float) -> None:
+        """Preempt strictly less important sequences when that lets the first in the queue start."""
+        head = self.queue.first()
+        if head is None or head.pending:
+            return
+        # Younger in order too: one that has waited its due would only come straight back.
+        priority, order = head.request.priority, head.request.order
+        victims = [s for s in self.running if s.request.priority > priority and s.request.order > order]
+        if not victims:
+            return
+        slots_short, blocks_short = self.residency.shortage(head, len(self.running))
+        references = self.pool.references
+        sole = sum(references[block] == 1 for victim in victims for block in victim.blocks)
+        if slots_short > len(victims) or blocks_short > sole:
+            return  # not even all of them would do
+        while victims and (slots_short > 0 or blocks_short > 0):
+            self._preempt(victims.pop(), plan, now_s, by=head.request.id)
+            slots_short, blocks_short = self.residency.shortage(head, len(self.running))
+            slots_short -= len(self.residency.slots_freed)
+
+    def _admit_past_parked(self, plan: StepPlan, now_s: float) -> Sequence | None:
+        """Nobody who runs can compute: beams that wait for each other hold blocks and slots idly. If nothing
+        is in flight either, the youngest of them give way until the first in the queue fits."""
+        head = self.queue.first()
+        self.residency.reuse_slots()
+        if head is None:
+            return None
+        for victim in reversed(self.running) if not self._in_flight else ():
+            if self._obstacle(head) is None:
+                break
+            if victim.state == State.RUNNING:
+                self._preempt(victim, plan, now_s, by=head.request.id)
+                self.residency.reuse_slots()
+        self.running = [sequence for sequence in self.running if sequence.state == State.RUNNING]
+        return self._admit_next(plan, now_s)
+
+    def _preempt(self, victim: Sequence, plan: StepPlan, now_s: float, by: str) -> None:
+        """Take the victim's blocks and slot; it goes back to the queue, in its old place."""
+        story, blocks = victim.request.story, len(victim.blocks)
+        choice = self.residency.send_away(victim, plan)
+        story.preemptions += 1
+        story.add(now_s, "preempted", step=plan.index, by=by, blocks=blocks, how=choice.why)
+        self.queue.enter(victim)
+
+    # -- results ------------------------------------------------------------------------------------------
+    def apply(self, plan: StepPlan, result: StepResult, now_s: float) -> list[Sequence]:
+        """Take a step's tokens in; returns the sequences that gained one (beams excepted)."""
+        flight = self._in_flight.pop(plan.index)
+        self._register_full_blocks(flight.rows, plan)
+        for row, logprobs in result.prompt_logprobs.items():
+            self._take_prompt_logprobs(flight.rows[row], plan.starts[row], logprobs)
+        advanced: list[Sequence] = []
+        beams: dict[str, Request] = {}
+        has_logprobs, has_errors = bool(result.logprobs), bool(result.errors)
+        for index, (sequence, token) in enumerate(zip(flight.draws, result.tokens, strict=True)):
+            sequence.pending -= 1
+            if sequence.state == State.FINISHED:
+                continue  # aborted, or ended by a stop string, while this step ran
+            request = sequence.request
+            if has_errors and index in result.errors:
+                self.fail(request, result.errors[index], now_s)
+                continue
+            if request.beam is not None:
+                sequence.candidates = result.logprobs[index].top
+                beams[request.id] = request
+                continue
+            if has_logprobs and index in result.logprobs:
+                sequence.cumulative_logprob += result.logprobs[index].logprob
+                sequence.logprobs.append(result.logprobs[index])
+            tokens = sequence.tokens
+            tokens.append(token)
+            advanced.append(sequence)
+            if request.story.first_token_s is None:
+                request.story.first_token_s = now_s
+                request.story.add(now_s, "first_token")
+            if token in request.stop_ids:
+                self.finish(sequence, "stop", now_s, token)
+            elif len(tokens) >= sequence.limit:
+                self.finish(sequence, "length", now_s)
+        for request in beams.values():
+            advance_beams(self, request, now_s)
+        return advanced
+
+    def fail_step(self, plan: StepPlan, error: str, now_s: float) -> list[Request]:
+        """The runner could not play this plan: everyone in it fails, everyone else goes on."""
+        flight = self._in_flight.pop(plan.index)
+        for sequence in flight.draws:
+            sequence.pending -= 1
+        failed = {s.request.id: s.request for s in flight.rows if s.request.id in self.requests}
+        for request in failed.values():
+            self.fail(request, error, now_s)
+        return list(failed.values())
+
+    def _register_full_blocks(self, rows: Iterable[Sequence], plan: StepPlan) -> None:
+        """Blocks this step filled can serve others from now on."""
+        if not self.pool.prefix_cache:
+            return
+        size = self.pool.block_size
+        for sequence, start, count in zip(rows, plan.starts, plan.counts, strict=True):
+            end = start + count
+            if start // size == end // size or sequence.state != State.RUNNING or sequence.computed < end:
+                continue  # nothing filled, or preempted since
+            full = min(end, len(sequence.tokens)) // size
+            hashes = sequence.extend_hashes(full, size)
+            for index in range(start // size, full):
+                self.pool.register(sequence.blocks[index], hashes[index])
+
+    @staticmethod
+    def _take_prompt_logprobs(sequence: Sequence, start: int, logprobs: list[TokenLogprobs]) -> None:
+        taken = sequence.request.prompt_logprobs
+        if taken is not None:  # a recomputation delivers some of them again
+            taken.extend(logprobs[len(taken) - start :])
+
+    # -- invariants ---------------------------------------------------------------------------------------
+    def problems(self) -> list[str]:
+        """Everything inconsistent in the scheduler's books; empty when all is well. For tests."""
+        requests = list(self.requests.values())
+        found = self.residency.problems([s for s in self.running if s.state == State.RUNNING], requests)
+        waiting = sum(s.state == State.WAITING for request in requests for s in request.sequences)
+        if waiting != self.queue.count:
+            found.append(f"{waiting} sequences wait, {self.queue.count} counted")
+        return found

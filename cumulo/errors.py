@@ -1,0 +1,21 @@
+"""Errors meant for the person at the keyboard: what was asked, why it cannot be, what to change.
+
+The command line prints them as one line without a traceback; the server maps them to 4xx answers.
+Anything else that is raised is a bug of ours.
+"""
+
+
+class CumuloError(Exception):
+    """Base of every error whose message is written for the user."""
+
+
+class InvalidRequest(CumuloError):
+    """A request's own fields make it impossible to serve (empty prompt, NaN temperature, ...)."""
+
+
+class ModelError(CumuloError):
+    """A model's files are missing, damaged, incomplete or of an unknown architecture."""
+
+
+class OutOfMemory(CumuloError):
+    """The memory ledger says it does not fit; the message names the largest setting that would."""

@@ -1,0 +1,84 @@
+"""AffineBlocks: a quantised matrix exactly as its file stores it, whatever the file format. Made by the GGUF
+reader, consumed by `PackedWeight`.
+
+Every block format of GGUF up to eight bits is affine: a weight is `scale * code + minimum`, where scale and
+minimum belong to a group of 16 or 32 consecutive columns of one row. Keeping codes, scales and minima apart
+keeps the file's own weights exactly; nothing is quantised a second time.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AffineBlocks:
+    """A [rows, columns] matrix: w[r, k] = scale[r, k // group] * codes[r, k] + minimum[r, k // group].
+
+    Four-bit codes are unsigned (0..15, uint8); eight-bit codes are signed (-128..127, int8).
+    """
+
+    codes: np.ndarray  # [rows, columns] uint8 (bits 4) or int8 (bits 8)
+    scale: np.ndarray  # [rows, columns / group] float32
+    minimum: np.ndarray | None  # [rows, columns / group] float32; None: zero everywhere
+    bits: int  # 4 or 8
+    group: int  # 16 or 32
+
+    def __post_init__(self) -> None:
+        rows, columns = self.codes.shape
+        if self.bits not in (4, 8) or self.group not in (16, 32):
+            raise ValueError(f"bits {self.bits}, group {self.group}: expected bits 4 or 8, group 16 or 32")
+        if self.codes.dtype != (np.uint8 if self.bits == 4 else np.int8):
+            raise ValueError(f"{self.bits}-bit codes have dtype {self.codes.dtype}")
+        if columns % self.group:
+            raise ValueError(f"{columns} columns are not a multiple of the group size {self.group}")
+        for name in ("scale", "minimum"):
+            array = getattr(self, name)
+            if array is not None and (
+                array.dtype != np.float32 or array.shape != (rows, columns // self.group)
+            ):
+                raise ValueError(
+                    f"{name} is {array.dtype} {array.shape}, expected float32 {(rows, columns // self.group)}"
+                )
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.codes.shape[0], self.codes.shape[1]
+
+    def dequantize(self) -> np.ndarray:
+        """The float32 matrix, computed as the reference readers do: one multiplication, one addition."""
+        rows, columns = self.shape
+        blocks = self.codes.reshape(rows, columns // self.group, self.group).astype(np.float32)
+        blocks *= self.scale[:, :, None]
+        if self.minimum is not None:
+            blocks += self.minimum[:, :, None]
+        return blocks.reshape(rows, columns)
+
+    def take_rows(self, indices: np.ndarray | slice) -> "AffineBlocks":
+        """The matrix with rows chosen or reordered (GGUF permutes the rows of Llama's q and k)."""
+        minimum = None if self.minimum is None else self.minimum[indices]
+        return AffineBlocks(self.codes[indices], self.scale[indices], minimum, self.bits, self.group)
+
+
+def concat_rows(parts: Sequence[AffineBlocks]) -> AffineBlocks:
+    """Stack matrices of one bit width and group size; a missing minimum becomes zeros if another has one."""
+    first = parts[0]
+    for part in parts[1:]:
+        if (part.bits, part.group, part.shape[1]) != (first.bits, first.group, first.shape[1]):
+            raise ValueError(
+                f"cannot stack {part.bits}-bit group {part.group} x {part.shape[1]} columns under "
+                f"{first.bits}-bit group {first.group} x {first.shape[1]} columns"
+            )
+    minima: np.ndarray | None = None
+    if any(part.minimum is not None for part in parts):
+        minima = np.concatenate(
+            [np.zeros_like(part.scale) if part.minimum is None else part.minimum for part in parts]
+        )
+    return AffineBlocks(
+        np.concatenate([part.codes for part in parts]),
+        np.concatenate([part.scale for part in parts]),
+        minima,
+        first.bits,
+        first.group,
+    )

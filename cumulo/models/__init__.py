@@ -1,0 +1,1 @@
+"""The decoder (dense, mixture of experts, latent attention), its weights and its tokenizer."""

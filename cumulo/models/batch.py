@@ -1,0 +1,70 @@
+"""ForwardBatch and KVCache: what a runner hands the decoder for one step. Tokens of all requests lie flat.
+
+There is no batch dimension: a step is T tokens belonging to S sequences, `query_starts` says which.
+A sequence's new tokens attend to its cached context (found through its block table) and to each other.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cumulo.spec.model import ModelSpec
+
+
+@dataclass(slots=True)
+class ForwardBatch:
+    token_ids: Tensor  # [T] int64
+    positions: Tensor  # [T] int64
+    slots: Tensor  # [T] int64: block * block_size + offset where each token's K and V are written
+    query_starts: Tensor  # [S + 1] int32: tokens of sequence s are [query_starts[s], query_starts[s + 1])
+    context_lengths: Tensor  # [S] int32: KV length of each sequence, this step's tokens included
+    block_tables: Tensor  # [S, >= max blocks in use] int32; entries past a sequence's blocks are ignored
+    logit_rows: Tensor  # [R] int64: token rows whose hidden state is wanted
+
+
+class KVCache:
+    """Keys and values of every layer in fixed-size blocks.
+
+    `keys[layer]` is [blocks, kv_heads, block_size, key_dim] so that one block of one head is contiguous.
+    With latent attention `values[layer]` is a view of the first kv_rank columns of the key.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        blocks: int,
+        block_size: int,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.spec, self.blocks, self.block_size = spec, blocks, block_size
+        heads = spec.kv_cache_heads
+        self.key_storage = torch.zeros(
+            (spec.layers, blocks, heads, block_size, spec.kv_key_dim), dtype=dtype, device=device
+        )
+        self.value_storage = torch.zeros(
+            (spec.layers, blocks, heads, block_size, spec.kv_value_dim), dtype=dtype, device=device
+        )
+        self.keys = list(self.key_storage.unbind(0))
+        if spec.mla:
+            self.values = [key[..., : spec.mla.kv_rank] for key in self.keys]
+        else:
+            self.values = list(self.value_storage.unbind(0))
+
+    @property
+    def nbytes(self) -> int:
+        return self.key_storage.nbytes + self.value_storage.nbytes
+
+    def write(self, layer: int, slots: Tensor, key: Tensor, value: Tensor | None) -> None:
+        """Store key [T, heads, key_dim] (and value) at flat slots."""
+        block, offset = slots // self.block_size, slots % self.block_size
+        self.keys[layer][block, :, offset] = key
+        if value is not None:
+            self.values[layer][block, :, offset] = value
+
+    def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
+        """Copy-on-write: block `source` to block `target` in every layer, pairs in order."""
+        for source, target in pairs:
+            self.key_storage[:, target] = self.key_storage[:, source]
+            self.value_storage[:, target] = self.value_storage[:, source]

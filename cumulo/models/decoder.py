@@ -1,0 +1,107 @@
+"""Decoder: the one language model of Cumulo, dense, mixture-of-experts or latent attention as its spec says.
+
+A runner calls `forward` with one step's flat tokens and the KV cache, then `logits`. Loaders fill its
+parameters by name (`cumulo.spec.parameters` lists them) or replace matrices by packed ones.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from cumulo.models.attention import Attention, LatentAttention
+from cumulo.models.batch import ForwardBatch, KVCache
+from cumulo.models.linear import Linear, Packed, RMSNorm
+from cumulo.models.moe import Experts, FeedForward, MixtureOfExperts
+from cumulo.models.rope import RotaryTable, Rotation
+from cumulo.spec.model import ModelSpec
+
+
+class Layer(nn.Module):
+    """One transformer block: attention and feed-forward, each on a normed copy of the residual stream."""
+
+    __call__: Callable[..., Tensor]
+    attention: Attention | LatentAttention
+    ffn: FeedForward | MixtureOfExperts
+
+    def __init__(
+        self, spec: ModelSpec, layer: int, *, dtype: torch.dtype, device: torch.device | str
+    ) -> None:
+        super().__init__()
+        self.attention_norm = RMSNorm(spec.hidden, spec.norm_eps, dtype=dtype, device=device)
+        if spec.mla is None:
+            self.attention = Attention(spec, layer, dtype=dtype, device=device)
+        else:
+            self.attention = LatentAttention(spec, spec.mla, layer, dtype=dtype, device=device)
+        self.ffn_norm = RMSNorm(spec.hidden, spec.norm_eps, dtype=dtype, device=device)
+        if spec.moe is not None and spec.is_moe_layer(layer):
+            self.ffn = MixtureOfExperts(spec, spec.moe, dtype=dtype, device=device)
+        else:
+            self.ffn = FeedForward(spec, spec.ffn_hidden, dtype=dtype, device=device)
+
+    def forward(self, x: Tensor, rotation: Rotation, batch: ForwardBatch, cache: KVCache) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), rotation, batch, cache)
+        return x + self.ffn(self.ffn_norm(x))
+
+
+class Decoder(nn.Module):
+    __call__: Callable[..., Tensor]
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        """Allocate every parameter, uninitialised; `device="meta"` allocates nothing."""
+        super().__init__()
+        self.spec, self.dtype = spec, dtype
+        self.embed = Linear(spec.hidden, spec.vocab_size, dtype=dtype, device=device)
+        self.layers = nn.ModuleList(
+            Layer(spec, layer, dtype=dtype, device=device) for layer in range(spec.layers)
+        )
+        self.final_norm = RMSNorm(spec.hidden, spec.norm_eps, dtype=dtype, device=device)
+        if not spec.tied_embeddings:
+            self.head = Linear(spec.hidden, spec.vocab_size, dtype=dtype, device=device)
+        self.rotary = RotaryTable(spec, dtype)
+
+    def forward(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
+        """Compute a step, write its keys and values, and return the normed hidden states [R, hidden] of
+        `batch.logit_rows`."""
+        x = self.embed.rows(batch.token_ids)
+        rotation = self.rotary.at(batch.positions)
+        for layer in self.layers:
+            x = layer(x, rotation, batch, cache)
+        return self.final_norm(x[batch.logit_rows])
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[R, hidden] -> [R, vocabulary]."""
+        return self.embed(hidden) if self.spec.tied_embeddings else self.head(hidden)
+
+    # -- for loaders -----------------------------------------------------------------------------------
+    def can_pack(self, name: str) -> bool:
+        """Whether parameter `name` may be replaced by a packed matrix (or, for experts, one per expert)."""
+        owner, attribute = self._owner(name)
+        if isinstance(owner, Experts):
+            return True
+        return (
+            isinstance(owner, Linear) and attribute == "weight" and not name.endswith("attention.kv_b.weight")
+        )
+
+    def pack(self, name: str, packed: Packed | Sequence[Packed]) -> None:
+        """Replace parameter `name` by a packed matrix; a stack of experts by one packed matrix per expert."""
+        owner, attribute = self._owner(name)
+        if not self.can_pack(name):
+            raise ValueError(f"{name} must stay a plain tensor")
+        if isinstance(owner, Experts) and isinstance(packed, Sequence):
+            owner.pack(attribute, packed)
+        elif isinstance(owner, Linear) and not isinstance(packed, Sequence):
+            owner.pack(packed)
+        else:
+            raise ValueError(
+                f"{name} takes {'one matrix per expert' if isinstance(owner, Experts) else 'one matrix'}"
+            )
+
+    def _owner(self, name: str) -> tuple[nn.Module, str]:
+        path, _, attribute = name.rpartition(".")
+        return self.get_submodule(path), attribute

@@ -1,0 +1,89 @@
+"""Linear: a matrix that is either a plain parameter or packed (quantised). Every projection of the decoder,
+its embedding and its head are one.
+
+What packing means is the kernels' business; here it is only something with `matmul` and `rows`.
+"""
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class Packed(Protocol):
+    """A weight matrix [outputs, inputs] in a storage format of its own, such as `kernels.packed_linear`."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    def matmul(self, x: Tensor) -> Tensor:
+        """x [T, inputs] -> [T, outputs], in x's dtype."""
+        ...
+
+    def rows(self, indices: Tensor) -> Tensor:
+        """Dequantised rows, as an embedding looks them up: [N] -> [N, inputs]."""
+        ...
+
+
+def empty_parameter(*shape: int, dtype: torch.dtype, device: torch.device | str) -> nn.Parameter:
+    """Memory for weights that a loader will fill. A trainer switches gradients on when it takes the model."""
+    return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
+
+
+class Linear(nn.Module):
+    """y = x Wᵀ + b, with W [outputs, inputs] plain or packed."""
+
+    __call__: Callable[..., Tensor]  # nn.Module says Any
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        inputs: int,
+        outputs: int,
+        bias: bool = False,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        super().__init__()
+        self.shape = (outputs, inputs)
+        self.dtype = dtype
+        self.packed: Packed | None = None
+        self.weight = empty_parameter(outputs, inputs, dtype=dtype, device=device)
+        self.bias = empty_parameter(outputs, dtype=dtype, device=device) if bias else None
+
+    def pack(self, packed: Packed) -> None:
+        """Replace the plain weight, whose memory is given back."""
+        if tuple(packed.shape) != self.shape:
+            raise ValueError(f"a packed weight of shape {tuple(packed.shape)} cannot replace {self.shape}")
+        del self.weight
+        self.packed = packed
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.packed is None:
+            return F.linear(x, self.weight, self.bias)
+        y = self.packed.matmul(x)
+        return y if self.bias is None else y + self.bias
+
+    def rows(self, indices: Tensor) -> Tensor:
+        """The rows of W at `indices`, in the dtype the model computes in: the embedding of tokens."""
+        if self.packed is None:
+            return F.embedding(indices, self.weight)
+        return self.packed.rows(indices).to(self.dtype)
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) · w over the last dimension (Zhang & Sennrich 2019). Half types are summed in float32."""
+
+    __call__: Callable[..., Tensor]
+
+    def __init__(self, size: int, eps: float, *, dtype: torch.dtype, device: torch.device | str) -> None:
+        super().__init__()
+        self.size, self.eps = (size,), eps
+        self.weight = empty_parameter(size, dtype=dtype, device=device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.size, self.weight, self.eps)

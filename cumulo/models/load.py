@@ -1,0 +1,190 @@
+"""The one door to models: `load_model` gives a decoder with weights and its tokenizer, whatever the format;
+`inspect_model` reads only headers, for the memory ledger and `cumulo doctor`.
+"""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from cumulo.errors import ModelError
+from cumulo.models import names_gguf, names_huggingface
+from cumulo.models.decoder import Decoder
+from cumulo.models.gguf_blocks import is_quantised
+from cumulo.models.gguf_file import GGUFFile, open_gguf
+from cumulo.models.hub import ModelSource, resolve
+from cumulo.models.placement import check_tensors
+from cumulo.models.tokenizer import Tokenizer, load_tokenizer, read_json
+from cumulo.models.tokenizer_gguf import tokenizer_from_gguf
+from cumulo.models.weights_gguf import load_gguf
+from cumulo.models.weights_safetensors import Progress, load_safetensors, read_directory
+from cumulo.spec.from_huggingface import spec_from_config
+from cumulo.spec.model import ModelSpec
+
+# Fields of a generation config that are sampling parameters of ours, and what GGUF calls them.
+_SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+_GGUF_SAMPLING = {
+    "temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p",
+    "penalty_repeat": "repetition_penalty",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFiles:
+    """What a model's headers tell, before a weight is read."""
+
+    name: str
+    path: Path
+    format: Literal["safetensors", "gguf"]
+    spec: ModelSpec
+    parameters: int
+    weight_bytes: int  # as stored
+    quantised_parameters: int = 0  # of `parameters`, those stored in quantised blocks,
+    quantised_bytes: int = 0  # and the bytes these take in the file
+    tensor_types: Mapping[str, int] = field(default_factory=dict)  # how many tensors are stored as what
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoadedModel:
+    name: str
+    source_path: Path
+    format: Literal["safetensors", "gguf"]
+    spec: ModelSpec
+    decoder: Decoder
+    tokenizer: Tokenizer | None  # None only when loaded without one
+    quantised: bool  # whether matrices are kept as the file has them
+    generation_defaults: Mapping[str, Any]  # sampling parameters the model's authors recommend
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        """Every token that ends an answer, whether the tokenizer or the configuration says so."""
+        ends = (*(self.tokenizer.eos_ids if self.tokenizer else ()), *self.spec.eos_token_ids)
+        return tuple(dict.fromkeys(ends))
+
+
+def load_model(
+    model: str | Path | None = None,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    keep_quantised: bool = True,
+    with_tokenizer: bool = True,
+    progress: Progress | None = None,
+) -> LoadedModel:
+    """Load a model: None (the built-in one), a folder, a .gguf file or a Hugging Face name.
+
+    `dtype` is what the decoder computes in and what plain weights are stored as. `keep_quantised` keeps
+    quantised matrices as the file has them; packed kernels exist for CPUs, so elsewhere they are dequantised.
+    `progress(done_bytes, total_bytes)` is called as weights arrive. The tokenizer is made first: it is quick,
+    and a file that cannot be talked to is better refused before its weights are read.
+    """
+    source = resolve(model)
+    if source.format == "gguf":
+        return _load_gguf(source, dtype, device, keep_quantised, with_tokenizer, progress)
+    spec = _folder_spec(source.path)
+    tokenizer = load_tokenizer(source.path) if with_tokenizer else None
+    decoder = Decoder(spec, dtype, device)
+    load_safetensors(source.path, decoder, spec, progress)
+    defaults = _sampling_defaults(read_json(source.path / "generation_config.json"))
+    return LoadedModel(source.name, source.path, "safetensors", spec, decoder, tokenizer, False, defaults)
+
+
+def inspect_model(model: str | Path | None = None) -> ModelFiles:
+    """Read headers only; a damaged, incomplete or unknown model is refused here already."""
+    source = resolve(model)
+    if source.format == "gguf":
+        return _inspect_gguf(source)
+    spec = _folder_spec(source.path)
+    tensors = read_directory(source.path)
+    placements = names_huggingface.placements(spec)
+    shapes = {name: tensor.shape for name, tensor in tensors.items()}
+    check_tensors(str(source.path), placements, shapes, names_huggingface.ignorable(spec))
+    used = [tensors[placement.source] for placement in placements]
+    return ModelFiles(
+        source.name,
+        source.path,
+        "safetensors",
+        spec,
+        parameters=sum(placement.elements for placement in placements),
+        weight_bytes=sum(tensor.nbytes for tensor in used),
+        tensor_types=Counter(tensor.dtype for tensor in used),
+    )
+
+
+# -- GGUF -------------------------------------------------------------------------------------------------
+
+
+def _open(source: ModelSource) -> tuple[GGUFFile, ModelSpec]:
+    file = open_gguf(source.path)
+    try:
+        return file, names_gguf.spec_of(file)
+    except ModelError as error:
+        raise ModelError(f"{file.path}: {error}") from error
+
+
+def _load_gguf(
+    source: ModelSource,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    keep_quantised: bool,
+    with_tokenizer: bool,
+    progress: Progress | None,
+) -> LoadedModel:
+    file, spec = _open(source)
+    tokenizer = tokenizer_from_gguf(file.metadata) if with_tokenizer else None
+    keep = keep_quantised and torch.device(device).type == "cpu"
+    decoder = Decoder(spec, dtype, device)
+    load_gguf(file, decoder, spec, keep, progress)
+    sampling = {name: file.metadata.get(f"general.sampling.{key}") for key, name in _GGUF_SAMPLING.items()}
+    quantised = keep and any(map(is_quantised, file.tensors.values()))
+    return LoadedModel(
+        source.name, source.path, "gguf", spec, decoder, tokenizer, quantised, _sampling_defaults(sampling)
+    )
+
+
+def _inspect_gguf(source: ModelSource) -> ModelFiles:
+    file, spec = _open(source)
+    placements = names_gguf.placements(spec, file.tensors)
+    shapes = {name: tensor.shape for name, tensor in file.tensors.items()}
+    check_tensors(str(file.path), placements, shapes, lambda name: names_gguf.ignorable(name, file.tensors))
+    used = [file.tensors[placement.source] for placement in placements]
+    quantised = [tensor for tensor in used if is_quantised(tensor)]
+    return ModelFiles(
+        source.name,
+        source.path,
+        "gguf",
+        spec,
+        parameters=sum(placement.elements for placement in placements),
+        weight_bytes=sum(tensor.nbytes for tensor in used),
+        quantised_parameters=sum(tensor.rows * tensor.columns for tensor in quantised),
+        quantised_bytes=sum(tensor.nbytes for tensor in quantised),
+        tensor_types=Counter(tensor.type_name for tensor in used),
+    )
+
+
+# -- Hugging Face folders ---------------------------------------------------------------------------------
+
+
+def _folder_spec(folder: Path) -> ModelSpec:
+    config = read_json(folder / "config.json")
+    if not config:
+        raise ModelError(f"{folder} has no config.json, or an empty one; download the model again")
+    try:
+        return spec_from_config(config)
+    except ModelError as error:
+        raise ModelError(f"{folder / 'config.json'}: {error}") from error
+
+
+def _sampling_defaults(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """What may be handed to SamplingParams; `do_sample: false` means greedy."""
+    found = {
+        name: fields[name]
+        for name in _SAMPLING_FIELDS
+        if isinstance(fields.get(name), (int, float)) and not isinstance(fields[name], bool)
+    }
+    if fields.get("do_sample") is False:
+        found["temperature"] = 0.0
+    return found

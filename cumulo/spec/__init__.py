@@ -1,0 +1,1 @@
+"""What is run, on what, split how: plain dataclasses, no torch."""

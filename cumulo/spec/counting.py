@@ -1,0 +1,60 @@
+"""Sizes that follow from a ModelSpec: parameters, bytes, FLOPs per token. For memory ledger and planner."""
+
+import math
+
+from cumulo.errors import ModelError
+from cumulo.spec.model import ModelSpec
+from cumulo.spec.parameters import parameter_shapes
+
+# Scales and minima of the quantised kinds included: a Q4_0 block is 32 4-bit numbers and one float16.
+BITS_PER_WEIGHT = {
+    "float64": 64.0, "float32": 32.0, "float16": 16.0, "bfloat16": 16.0, "float8": 8.0, "int8": 8.0,
+    "q8_0": 8.5, "q4_0": 4.5, "q4_1": 5.0, "q5_0": 5.5, "q5_1": 6.0,
+    "q4_k": 4.5, "q5_k": 5.5, "q6_k": 6.5625,
+}  # fmt: skip
+
+
+def parameter_count(spec: ModelSpec) -> int:
+    """All parameters; a tied embedding counts once."""
+    return sum(math.prod(shape) for shape in parameter_shapes(spec).values())
+
+
+def active_parameter_count(spec: ModelSpec) -> int:
+    """Parameters one token meets: of the routed experts only those it is sent to."""
+    return sum(_used_by_one_token(spec, name, shape) for name, shape in parameter_shapes(spec).items())
+
+
+def weight_bytes(spec: ModelSpec, dtype: str | None = None) -> int:
+    """Bytes of all weights in `dtype` (None: as the spec says they are stored)."""
+    name = dtype or spec.dtype
+    if name not in BITS_PER_WEIGHT:
+        raise ModelError(f"unknown weight type {name!r}; known: {', '.join(BITS_PER_WEIGHT)}")
+    return math.ceil(parameter_count(spec) * BITS_PER_WEIGHT[name] / 8)
+
+
+def flops_per_token(spec: ModelSpec, context_length: int) -> int:
+    """FLOPs of one forward step for one token that attends to `context_length` positions, itself included.
+
+    Two per weight of every matrix product (a multiply and an add), and two per element of the attention
+    scores and of their product with the values. Norms, rotation and softmax are left out: below 1%.
+    Latent attention is counted in the absorbed form, in which it is computed.
+    """
+    matrices = sum(
+        _used_by_one_token(spec, name, shape)
+        for name, shape in parameter_shapes(spec).items()
+        if len(shape) > 1 and name != "embed.weight"
+    )
+    if spec.tied_embeddings:
+        matrices += spec.vocab_size * spec.hidden
+    key_dim = spec.kv_key_dim
+    value_dim = spec.mla.kv_rank if spec.mla else spec.kv_value_dim
+    attended = sum(
+        min(context_length, spec.window_of_layer(layer) or context_length) for layer in range(spec.layers)
+    )
+    return 2 * matrices + 2 * spec.heads * (key_dim + value_dim) * attended
+
+
+def _used_by_one_token(spec: ModelSpec, name: str, shape: tuple[int, ...]) -> int:
+    if spec.moe is not None and ".experts." in name:
+        return math.prod(shape) // spec.moe.experts * spec.moe.experts_per_token
+    return math.prod(shape)

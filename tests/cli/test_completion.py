@@ -1,0 +1,61 @@
+"""Reading prompts: lines, JSON lines, and what is wrong with them."""
+
+import pytest
+
+from cumulo.cli.completion import parse_lines, read_jobs
+from cumulo.errors import InvalidRequest
+
+DEFAULTS = {"temperature": 0.5, "max_tokens": 9}
+
+
+def test_each_line_that_is_not_blank_is_a_prompt() -> None:
+    jobs = parse_lines("one\n\n  two \n", "here", DEFAULTS)
+    assert [job.prompt for job in jobs] == ["one", "  two "]
+    assert {job.params.temperature for job in jobs} == {0.5}
+
+
+def test_json_lines_may_have_sampling_options_of_their_own() -> None:
+    text = '{"prompt": "a", "temperature": 0, "id": 7}\n{"prompt": "b", "stop": "x", "logit_bias": {"5": -1}}'
+    first, second = parse_lines(text, "here", DEFAULTS)
+    assert (first.name, first.params.temperature, first.params.max_tokens) == ("7", 0, 9)
+    assert (second.params.stop, second.params.logit_bias) == (("x",), {5: -1})
+
+
+def test_messages_are_chats() -> None:
+    (job,) = parse_lines('{"messages": [{"role": "user", "content": "hi"}]}', "here", DEFAULTS)
+    assert job.is_chat
+    assert job.shown == "hi"
+
+
+def test_chat_turns_prompts_into_messages() -> None:
+    (job,) = read_jobs("hi", None, DEFAULTS, chat=True)
+    assert job.prompt == [{"role": "user", "content": "hi"}]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (" \n\n", "holds no prompt"),
+        ('{"prompt": "a"}\n{"prompt": ', "line 2 is not JSON"),
+        ('{"prompt": "a"}\n\n"b"', "line 3 must be an object"),
+        ('{"text": "a"}', 'either "prompt" or "messages"'),
+        ('{"prompt": "a", "messages": []}', 'either "prompt" or "messages"'),
+        ('{"prompt": "a", "temprature": 1}', "unknown fields temprature"),
+        ('{"prompt": "a", "temperature": -1}', "line 1: temperature must be 0 or more"),
+        ('{"prompt": 5}', "a prompt is text"),
+        ('{"messages": "hi"}', "messages are a list"),
+        ('{"messages": [{"role": "user"}]}', "messages must be a list of"),
+        ('{"prompt": "a", "logit_bias": {"x": 1}}', "logit_bias maps token ids"),
+    ],
+)
+def test_a_bad_line_is_named_with_what_is_wrong(text: str, words: str) -> None:
+    with pytest.raises(InvalidRequest, match=words.replace("(", r"\(")):
+        parse_lines(text, "here", DEFAULTS)
+
+
+def test_prompts_and_messages_do_not_mix(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    path = tmp_path / "mixed.jsonl"
+    path.write_text('{"prompt": "a"}\n{"messages": [{"role": "user", "content": "b"}]}')
+    with pytest.raises(InvalidRequest, match="use one kind"):
+        read_jobs(None, path, DEFAULTS, chat=False)
+    assert all(job.is_chat for job in read_jobs(None, path, DEFAULTS, chat=True))

@@ -1,0 +1,83 @@
+"""What a user can get wrong on the command line: each time one line that says what, why and what to do."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Run
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--temperature", "nan"], "temperature must be a finite number"),
+        (["--temperature=-1"], "temperature must be 0 or more"),
+        (["--max-tokens", "0"], "max_tokens must be 1 or more"),
+        (["--top-p", "0"], "top_p must be in (0, 1]"),
+        (["--stop", ""], "a stop string must not be empty"),
+        (["--n", "3", "--best-of", "2"], "best_of must be n (3)"),
+        (["--threads", "0"], "--threads must be 1 or more"),
+        (["--max-context=-5"], "--max-context must be 1 or more"),
+        (["--kv-memory-gib", "nan"], "--kv-memory-gib must be more than 0"),
+    ],
+)
+def test_impossible_options_are_refused_before_anything_is_loaded(
+    cumulo: Run, arguments: list[str], words: str
+) -> None:
+    ran = cumulo("generate", "hello", *arguments)
+    assert ran.code == 2
+    assert words in ran.err
+    assert len(ran.err.splitlines()) == 1
+
+
+def test_no_prompt_and_two_prompts_are_refused(cumulo: Run) -> None:
+    assert "none was given" in cumulo("generate").err
+    assert "two were given" in cumulo("generate", "hello", "--file", "prompts.txt").err
+
+
+def test_a_missing_prompt_file_is_named(cumulo: Run, tmp_path: Path) -> None:
+    ran = cumulo("generate", "--file", str(tmp_path / "none.txt"))
+    assert ran.code == 2
+    assert "none.txt" in ran.err
+    assert "No such file" in ran.err
+
+
+def test_a_pipe_without_a_question_says_how_to_ask_one(cumulo: Run) -> None:
+    ran = cumulo("chat", stdin="  \n")
+    assert ran.code == 2
+    assert "no question on standard input" in ran.err
+
+
+@pytest.mark.parametrize("verb", [["chat"], ["generate", "-"]])
+def test_input_that_is_not_utf8_is_refused_with_its_place(cumulo: Run, verb: list[str]) -> None:
+    ran = cumulo(*verb, stdin=b"What is \xff?")
+    assert ran.code == 2
+    assert "not UTF-8 text: byte 0xff at offset 8" in ran.err
+
+
+@pytest.mark.parametrize("verb", [["chat"], ["generate", "hello", "--model"], ["bench", "engine"]])
+def test_a_model_that_is_not_there_is_named(cumulo: Run, verb: list[str]) -> None:
+    ran = cumulo(*verb, "nowhere/model.gguf", stdin="hello")
+    assert ran.code == 2
+    assert "nowhere/model.gguf" in ran.err
+    assert "Traceback" not in ran.err
+
+
+def test_a_damaged_model_is_refused(cumulo: Run, tmp_path: Path) -> None:
+    broken = tmp_path / "broken.gguf"
+    broken.write_bytes(b"GGUF\x03\x00\x00\x00 and then nothing sensible")
+    ran = cumulo("generate", "hello", "--model", str(broken))
+    assert ran.code == 2
+    assert "broken.gguf" in ran.err
+
+
+def test_an_unknown_rival_is_refused(cumulo: Run) -> None:
+    ran = cumulo("bench", "engine", "--against", "transformers,abacus")
+    assert ran.code == 2
+    assert "'abacus'" in ran.err
+
+
+def test_a_report_that_cannot_be_written_is_an_error(cumulo: Run, tmp_path: Path) -> None:
+    ran = cumulo("doctor", "--quick", "--json", str(tmp_path / "no" / "such" / "folder.json"))
+    assert ran.code == 2
+    assert "cannot write the report" in ran.err

@@ -1,0 +1,62 @@
+"""The examples run as they are, and the Makefile helps and refuses."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import ROOT, needs_built_in_model
+
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+# What each must show, so that an example that prints nothing useful fails.
+EXPECTED = {
+    "quickstart.py": "Paris",
+    "batch.py": "arrived with",
+    "stream.py": "ended by",
+    "json_report.py": '"ttft_s"',
+}
+
+
+@needs_built_in_model
+@pytest.mark.slow
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
+def test_the_example_runs(path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, path],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert EXPECTED[path.name] in done.stdout
+
+
+needs_make = pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+
+
+@needs_make
+def test_make_alone_lists_its_targets() -> None:
+    done = subprocess.run(["make"], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert all(f"make {target}" in done.stdout for target in ("run", "chat", "test", "lint", "bench"))
+
+
+@needs_make
+def test_a_machine_without_a_fitting_python_is_told_what_to_do(tmp_path: Path) -> None:
+    old = tmp_path / "python3"
+    old.write_text("#!/bin/sh\nexit 1\n")
+    old.chmod(0o755)
+    done = subprocess.run(
+        [shutil.which("make") or "make", "chat", f"VENV={tmp_path}/venv"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={"PATH": str(tmp_path)},
+        check=False,
+    )
+    assert done.returncode != 0
+    assert "Cumulo needs Python 3.11" in done.stderr
+    assert done.stdout == ""
