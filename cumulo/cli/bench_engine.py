@@ -36,7 +36,7 @@ MEASUREMENTS = (
         must={"llama.cpp": 0.8, "transformers": 3.0}, aim={"llama.cpp": 1.2, "transformers": 5.0},
     ),
     Measurement(
-        "decode, 16 sequences", 16, 128, 128,
+        "decode, 16 sequences", 16, 128, 64,
         must={"llama.cpp": 1.5, "transformers": 2.0}, aim={"llama.cpp": 3.0, "transformers": 4.0},
     ),
     Measurement(
@@ -92,7 +92,8 @@ def measure(
                     label = "warming up" if round_number == 0 else f"round {round_number} of {rounds}"
                     tell(f"{label}: {measurement.name}, {side}", done, total)
                     time.sleep(REST_S)
-                    rate = _rate(workers[side], measurement, batch)
+                    new_tokens = measurement.new_tokens if round_number else min(8, measurement.new_tokens)
+                    rate = _rate(workers[side], batch, new_tokens)
                     if round_number > 0:
                         rates[measurement.name, side].append(rate)
                     done += 1
@@ -106,10 +107,10 @@ def measure(
     return rows
 
 
-def _rate(worker: Worker, measurement: Measurement, prompts: list[list[int]]) -> float:
-    if measurement.new_tokens == 0:
+def _rate(worker: Worker, prompts: list[list[int]], new_tokens: int) -> float:
+    if new_tokens == 0:
         return float(worker.ask("prefill", prompt=prompts[0]))
-    return float(worker.ask("decode", prompts=prompts, new_tokens=measurement.new_tokens))
+    return float(worker.ask("decode", prompts=prompts, new_tokens=new_tokens))
 
 
 def _order(sides: list[str], round_number: int) -> list[str]:

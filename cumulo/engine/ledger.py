@@ -265,8 +265,10 @@ def activation_bytes(spec: ModelSpec, tokens: int, bytes_per_element: int, conte
         projected = (spec.heads + 2 * spec.kv_heads) * spec.head_dim
         # projection, its rotated copy and the rotation's intermediate, attention's result
         attention = projected + 2 * (spec.heads + spec.kv_heads) * spec.head_dim + spec.heads * spec.head_dim
-    # The gathered context of one sequence at a time: keys and values of its cached positions.
+    # The float32 kernel reads blocks in place; for other types one sequence's keys and values are gathered.
     gathered = context * spec.kv_cache_heads * (spec.kv_key_dim + spec.kv_value_dim)
+    if bytes_per_element == BYTES_PER_ELEMENT["float32"]:
+        gathered = 0
     feed_forward = 4 * spec.ffn_hidden  # gate and up, silu(gate), their product
     if spec.moe is not None:
         # every choice of an expert has a copy of its input and its result, three times on the way back
@@ -279,10 +281,10 @@ def activation_bytes(spec: ModelSpec, tokens: int, bytes_per_element: int, conte
 
 def logit_bytes(spec: ModelSpec, draws: int, bytes_per_element: int) -> int:
     """Logits, a copy where samples share a row, and what the sampler makes of one slice of rows when every
-    token is a candidate (six 8-byte columns); sampling is never below float32.
+    token is a candidate (ten 8-byte columns); sampling is never below float32.
     """
     elements = draws * spec.vocab_size
-    return elements * 2 * max(4, bytes_per_element) + min(elements, _SAMPLER_SLICE) * 48
+    return elements * 2 * max(4, bytes_per_element) + min(elements, _SAMPLER_SLICE) * 80
 
 
 def table_bytes(max_running: int, context: int, block_size: int) -> int:

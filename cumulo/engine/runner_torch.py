@@ -86,7 +86,8 @@ class TorchRunner:
 
     def memory_bytes(self) -> dict[str, int]:
         """What this runner holds, by the names of the memory ledger's rows."""
-        held = {"kv cache": self.cache.nbytes, "token tables": self.table.nbytes}
+        held = {"weights": held_weight_bytes(self.model), "kv cache": self.cache.nbytes,
+                "token tables": self.table.nbytes}  # fmt: skip
         if self.host_cache is not None:
             held["swap pool"] = self.host_cache.nbytes
         return held
@@ -192,6 +193,20 @@ class TorchRunner:
             tokens = self.table.tokens[slot, begin : begin + len(logits)].astype(np.int64)
             entries += token_logprobs(logits, tokens, np.full(len(tokens), count))
         return entries
+
+
+def held_weight_bytes(model: Any) -> int:
+    """Bytes of a model's parameters and of what its matrices were packed into, each storage counted once."""
+    if not isinstance(model, torch.nn.Module):
+        return int(getattr(model, "nbytes", 0))
+    total = sum(parameter.nbytes for parameter in model.parameters())
+    for module in model.modules():
+        packed = getattr(
+            module, "packed", None
+        )  # a Linear has one or none, a stack of experts a dict of lists
+        groups = packed.values() if isinstance(packed, dict) else [[packed]] if packed is not None else []
+        total += sum(int(weight.nbytes) for group in groups for weight in group)
+    return total
 
 
 def _copy_between(source: KVCache, target: KVCache, pairs: list[tuple[int, int]]) -> None:

@@ -112,6 +112,8 @@ class SlotTable:
 
     def _set_params(self, slot: int, params: SamplingParams, seed: int, sample_index: int) -> None:
         logprobs = -1 if params.logprobs is None else params.logprobs
+        if params.best_of is not None:
+            logprobs = max(logprobs, 0)  # the samples are ranked by theirs
         if params.beam_width is not None:
             # Enough for `width` continuations that do not end, however many end tokens come before them.
             width = params.beam_width

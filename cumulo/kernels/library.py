@@ -1,7 +1,7 @@
-"""The compiled kernels as Python sees them: one library, its structures, and a function that plays programs.
+"""The compiled kernels as Python sees them: one library, its structures, a function that plays programs.
 
-`native()` gives the library or None; every operation then has its torch reference to fall back to. The structures
-mirror cumulo/kernels/native/program.h field by field; their sizes are compared when the library is loaded.
+`native()` gives the library or None; every operation then has its torch reference to fall back to.
+The structures mirror native/program.h field by field; their sizes are compared when the library is loaded.
 """
 
 import ctypes
@@ -39,6 +39,10 @@ class StepStruct(Structure):
         ("sequences", c_int64),
         ("outputs", c_int64),
         ("table_stride", c_int64),
+        ("vocabulary", c_int64),
+        ("position_limit", c_int64),
+        ("blocks", c_int64),
+        ("block_size", c_int64),
         ("token_ids", c_void_p),
         ("positions", c_void_p),
         ("slots", c_void_p),
@@ -90,6 +94,16 @@ class OpStruct(Structure):
 # Kind in program.h
 EMBED, NORM, QUANTIZE, LINEAR, FLOAT_LINEAR, ROTATE, ATTEND, SILU_MUL, GATHER, EMBED_FLOAT = range(10)
 MAX_PARTS = 8
+# check() in program.h
+PROBLEMS = (
+    "",
+    "a token id is",
+    "a position is",
+    "a slot is",
+    "a wanted row is",
+    "the sequences' lengths are",
+    "a block is",
+)
 
 
 class NativeLibrary:
@@ -110,9 +124,9 @@ class NativeLibrary:
         self.weight_offset: int = library.cumulo_weight_offset()
         self.notes: int = library.cumulo_notes()
         self.dot_name: str = library.cumulo_dot_name().decode()
-        self.play_function = library.cumulo_play
-        self.play_function.argtypes = (c_void_p, c_int32, POINTER(StepStruct), c_int32)
-        self.play_function.restype = None
+        self._play = library.cumulo_play
+        self._play.argtypes = (c_void_p, c_int32, POINTER(StepStruct), c_int32)
+        self._play.restype = c_int32
         self._dequantize_rows = library.cumulo_dequantize_rows
         self._dequantize_rows.argtypes = (c_void_p, c_int32, c_void_p, c_int64, c_int32, c_void_p)
         self._dequantize_rows.restype = None
@@ -141,12 +155,19 @@ class NativeLibrary:
                 return True
         return False
 
-    def play(self, ops: Sequence[OpStruct], step: StepStruct, threads: int | None = None) -> None:
-        array = (OpStruct * len(ops))(*ops)
-        self.play_function(array, len(ops), ctypes.byref(step), threads or torch.get_num_threads())
+    def play(
+        self, ops: "Sequence[OpStruct] | ctypes.Array[OpStruct]", step: StepStruct, threads: int | None = None
+    ) -> None:
+        """Run the operations one after another; all threads take part in each."""
+        array = ops if isinstance(ops, ctypes.Array) else (OpStruct * len(ops))(*ops)
+        problem = self._play(
+            ctypes.addressof(array), len(array), ctypes.byref(step), threads or torch.get_num_threads()
+        )
+        if problem:
+            raise IndexError(f"{PROBLEMS[problem]} out of range; nothing was computed")
 
     def dequantize_rows(
-        self, parts: ctypes.Array, indices: torch.Tensor, columns: int, out: torch.Tensor
+        self, parts: "ctypes.Array[PackedPartStruct]", indices: torch.Tensor, columns: int, out: torch.Tensor
     ) -> None:
         self._dequantize_rows(parts, len(parts), indices.data_ptr(), len(indices), columns, out.data_ptr())
 

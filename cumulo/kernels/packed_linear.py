@@ -1,11 +1,11 @@
-"""PackedWeight: a quantised matrix laid out for the dot instruction, and y = x W^T with it. Used by the decoders.
+"""PackedWeight: a quantised matrix laid out for the dot instruction, and y = x Wᵀ with it. Used by decoders.
 
 Must move: rows * columns * bits / 8 bytes of codes plus 2-4 bytes per scale and minimum, once per call; and
 compute rows * columns multiply-adds per token: 16-bit activations take two int8 products each, 8-bit one.
 
 The weights are the file's own, exactly. Only activations are rounded, per 32 columns and token: to 16 bits by
-default, because 8 are not enough to keep a greedy answer whose margin is a tenth of a logit (measured on a 135M
-model, the standard deviation of a logit's error is 0.14 with 8 bits everywhere, 0.001 with 16).
+default, because 8 are not enough to keep a greedy answer whose margin is a tenth of a logit (measured on a
+135M model, the standard deviation of a logit's error is 0.14 with 8 bits everywhere, 0.001 with 16).
 """
 
 import ctypes
@@ -72,7 +72,7 @@ class PackedWeight:
     def pack(
         parts: Sequence[AffineBlocks] | AffineBlocks,
         activation_bits: int = 16,
-        library: NativeLibrary | None | str = "auto",
+        library: NativeLibrary | str | None = "auto",
     ) -> "PackedWeight":
         """`library=None` keeps the torch reference, which is also what a machine without compiler gets."""
         parts = [parts] if isinstance(parts, AffineBlocks) else list(parts)
@@ -119,7 +119,7 @@ class PackedWeight:
         return out
 
     def _matmul_reference(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """The same weights in plain torch, without rounding the activations; one part dequantised at a time."""
+        """The same weights in plain torch, activations unrounded; one part is dequantised at a time."""
         assert self._blocks is not None
         columns = [x @ torch.from_numpy(part.dequantize()).T for part in self._blocks]
         out = torch.cat(columns, dim=1)
@@ -128,7 +128,7 @@ class PackedWeight:
     def rows(self, indices: Tensor) -> Tensor:
         """Chosen rows as float32 [len(indices), columns]: the look-up of a tied embedding table."""
         indices = indices.to(torch.int64).contiguous()
-        if len(indices) and not (0 <= int(indices.min()) and int(indices.max()) < self.shape[0]):
+        if len(indices) and not (int(indices.min()) >= 0 and int(indices.max()) < self.shape[0]):
             raise IndexError(f"row {int(indices.max())} of a matrix with {self.shape[0]} rows")
         out = torch.empty((len(indices), self.shape[1]), dtype=torch.float32)
         if self.library is not None:
@@ -154,7 +154,7 @@ def _fits_half(values: np.ndarray | None) -> bool:
 
 
 def _pack_part(part: AffineBlocks, library: NativeLibrary) -> tuple[np.ndarray, PackedPartStruct]:
-    """The layout of native/linear.h: panels of `lanes` rows, blocks of 32 columns, codes then scales then minima."""
+    """The layout of native/linear.h: panels of `lanes` rows, blocks of 32 columns: codes, scales, minima."""
     rows, columns = part.shape
     lanes, groups = library.lanes, -(-columns // GROUP)
     panels = -(-rows // lanes)
@@ -170,7 +170,7 @@ def _pack_part(part: AffineBlocks, library: NativeLibrary) -> tuple[np.ndarray, 
     # [panel, lane, group, quad, 4] -> [panel, group, quad, lane, 4]
     quads = padded.reshape(panels, lanes, groups, 8, 4).transpose(0, 2, 3, 1, 4)
     if bits == 4:
-        quads = quads[:, :, :4] | (quads[:, :, 4:] << 4)
+        quads = quads[:, :, :4] | np.left_shift(quads[:, :, 4:], 4, dtype=np.uint8)
     pieces = [np.ascontiguousarray(quads).reshape(panels, groups, -1)]
     for values in (part.scale, part.minimum):
         if values is None:

@@ -77,82 +77,60 @@ def load_model(
     """Load a model: None (the built-in one), a folder, a .gguf file or a Hugging Face name.
 
     `dtype` is what the decoder computes in and what plain weights are stored as. `keep_quantised` keeps
-    quantised matrices as the file has them; packed kernels exist for CPUs, so elsewhere they are dequantised.
-    `progress(done_bytes, total_bytes)` is called as weights arrive. The tokenizer is made first: it is quick,
-    and a file that cannot be talked to is better refused before its weights are read.
+    quantised matrices as the file has them; packed kernels exist for float32 on CPUs, so elsewhere they are
+    dequantised. `progress(done_bytes, total_bytes)` is called as weights arrive. The tokenizer is made first:
+    it is quick, and a file that cannot be talked to is better refused before its weights are read.
     """
     source = resolve(model)
+    # Headers are checked against the spec before the decoder is allocated: a damaged size must not decide
+    # how much memory is asked for.
     if source.format == "gguf":
-        return _load_gguf(source, dtype, device, keep_quantised, with_tokenizer, progress)
-    spec = _folder_spec(source.path)
-    tokenizer = load_tokenizer(source.path) if with_tokenizer else None
-    decoder = Decoder(spec, dtype, device)
-    load_safetensors(source.path, decoder, spec, progress)
-    defaults = _sampling_defaults(read_json(source.path / "generation_config.json"))
-    return LoadedModel(source.name, source.path, "safetensors", spec, decoder, tokenizer, False, defaults)
+        file, headers = _gguf_headers(source)
+        tokenizer = tokenizer_from_gguf(file.metadata) if with_tokenizer else None
+        packable = torch.device(device).type == "cpu" and dtype == torch.float32
+        keep_quantised &= packable and headers.quantised_parameters > 0
+        decoder = Decoder(headers.spec, dtype, device)
+        load_gguf(file, decoder, headers.spec, keep_quantised, progress)
+        defaults = {
+            name: file.metadata.get(f"general.sampling.{key}") for key, name in _GGUF_SAMPLING.items()
+        }
+    else:
+        headers = _folder_headers(source)
+        tokenizer = load_tokenizer(source.path) if with_tokenizer else None
+        keep_quantised = False
+        decoder = Decoder(headers.spec, dtype, device)
+        load_safetensors(source.path, decoder, headers.spec, progress)
+        defaults = read_json(source.path / "generation_config.json")
+    return LoadedModel(
+        name=source.name,
+        source_path=source.path,
+        format=source.format,
+        spec=headers.spec,
+        decoder=decoder,
+        tokenizer=tokenizer,
+        quantised=keep_quantised,
+        generation_defaults=_sampling_defaults(defaults),
+    )
 
 
 def inspect_model(model: str | Path | None = None) -> ModelFiles:
     """Read headers only; a damaged, incomplete or unknown model is refused here already."""
     source = resolve(model)
-    if source.format == "gguf":
-        return _inspect_gguf(source)
-    spec = _folder_spec(source.path)
-    tensors = read_directory(source.path)
-    placements = names_huggingface.placements(spec)
-    shapes = {name: tensor.shape for name, tensor in tensors.items()}
-    check_tensors(str(source.path), placements, shapes, names_huggingface.ignorable(spec))
-    used = [tensors[placement.source] for placement in placements]
-    return ModelFiles(
-        source.name,
-        source.path,
-        "safetensors",
-        spec,
-        parameters=sum(placement.elements for placement in placements),
-        weight_bytes=sum(tensor.nbytes for tensor in used),
-        tensor_types=Counter(tensor.dtype for tensor in used),
-    )
+    return _gguf_headers(source)[1] if source.format == "gguf" else _folder_headers(source)
 
 
-# -- GGUF -------------------------------------------------------------------------------------------------
-
-
-def _open(source: ModelSource) -> tuple[GGUFFile, ModelSpec]:
+def _gguf_headers(source: ModelSource) -> tuple[GGUFFile, ModelFiles]:
     file = open_gguf(source.path)
     try:
-        return file, names_gguf.spec_of(file)
+        spec = names_gguf.spec_of(file)
     except ModelError as error:
         raise ModelError(f"{file.path}: {error}") from error
-
-
-def _load_gguf(
-    source: ModelSource,
-    dtype: torch.dtype,
-    device: torch.device | str,
-    keep_quantised: bool,
-    with_tokenizer: bool,
-    progress: Progress | None,
-) -> LoadedModel:
-    file, spec = _open(source)
-    tokenizer = tokenizer_from_gguf(file.metadata) if with_tokenizer else None
-    keep = keep_quantised and torch.device(device).type == "cpu"
-    decoder = Decoder(spec, dtype, device)
-    load_gguf(file, decoder, spec, keep, progress)
-    sampling = {name: file.metadata.get(f"general.sampling.{key}") for key, name in _GGUF_SAMPLING.items()}
-    quantised = keep and any(map(is_quantised, file.tensors.values()))
-    return LoadedModel(
-        source.name, source.path, "gguf", spec, decoder, tokenizer, quantised, _sampling_defaults(sampling)
-    )
-
-
-def _inspect_gguf(source: ModelSource) -> ModelFiles:
-    file, spec = _open(source)
     placements = names_gguf.placements(spec, file.tensors)
     shapes = {name: tensor.shape for name, tensor in file.tensors.items()}
     check_tensors(str(file.path), placements, shapes, lambda name: names_gguf.ignorable(name, file.tensors))
     used = [file.tensors[placement.source] for placement in placements]
     quantised = [tensor for tensor in used if is_quantised(tensor)]
-    return ModelFiles(
+    return file, ModelFiles(
         source.name,
         source.path,
         "gguf",
@@ -165,17 +143,33 @@ def _inspect_gguf(source: ModelSource) -> ModelFiles:
     )
 
 
-# -- Hugging Face folders ---------------------------------------------------------------------------------
-
-
-def _folder_spec(folder: Path) -> ModelSpec:
+def _folder_headers(source: ModelSource) -> ModelFiles:
+    folder = source.path
     config = read_json(folder / "config.json")
     if not config:
         raise ModelError(f"{folder} has no config.json, or an empty one; download the model again")
     try:
-        return spec_from_config(config)
+        spec = spec_from_config(config)
     except ModelError as error:
         raise ModelError(f"{folder / 'config.json'}: {error}") from error
+    tensors = read_directory(folder)
+    if spec.layers > len(tensors):
+        raise ModelError(
+            f"{folder}: config.json says {spec.layers:,} layers, but there are only {len(tensors)} tensors"
+        )
+    placements = names_huggingface.placements(spec)
+    shapes = {name: tensor.shape for name, tensor in tensors.items()}
+    check_tensors(str(folder), placements, shapes, names_huggingface.ignorable(spec))
+    used = [tensors[placement.source] for placement in placements]
+    return ModelFiles(
+        source.name,
+        folder,
+        "safetensors",
+        spec,
+        parameters=sum(placement.elements for placement in placements),
+        weight_bytes=sum(tensor.nbytes for tensor in used),
+        tensor_types=Counter(tensor.dtype for tensor in used),
+    )
 
 
 def _sampling_defaults(fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import tokenizers
-from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers, processors
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
 from cumulo.errors import ModelError
 from cumulo.models.tokenizer import Tokenizer
@@ -165,6 +165,7 @@ def _byte_level(metadata: Mapping[str, Any], tokens: Sequence[str]) -> tokenizer
     backend.pre_tokenizer = pre_tokenizers.Sequence(
         [*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
     )
+    backend.decoder = decoders.ByteLevel()  # for whoever saves the backend; `Tokenizer` decodes by itself
     return backend
 
 
@@ -201,6 +202,10 @@ def _sentencepiece(
     # Applied to each stretch between special tokens, as SentencePiece itself does to every text it is given.
     prefix = [normalizers.Prepend("▁")] if _adds_space(metadata) else []
     backend.normalizer = normalizers.Sequence([*prefix, normalizers.Replace(" ", "▁")])
+    strip = [decoders.Strip(" ", 1, 0)] if _adds_space(metadata) else []
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+    )
     return backend
 
 

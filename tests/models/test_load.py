@@ -61,6 +61,22 @@ def test_a_quantised_file_is_kept_quantised_unless_told_otherwise(gguf_file):
     assert (Stepper(kept.decoder).feed(prompt, 20) - expected).abs().max() < 0.05 * expected.std()
 
 
+def test_a_quantised_file_is_dequantised_for_a_type_without_packed_kernels(gguf_file):
+    model = load_model(gguf_file, dtype=torch.float64)
+    assert not model.quantised
+    assert Stepper(model.decoder).feed(tiny.prompt(5), 5).dtype == torch.float64
+
+
+@pytest.mark.slow
+def test_the_built_in_model_as_loaded_by_default_names_paris():
+    model = load_model()
+    assert model.quantised and model.spec.tied_embeddings
+    question = [{"role": "user", "content": "What is the capital of France?"}]
+    ids = model.tokenizer.encode_chat(question)
+    answer = Stepper(model.decoder, blocks=64, block_size=16).greedy(ids, 12, chunk=len(ids))
+    assert "Paris" in model.tokenizer.decode(answer)
+
+
 def test_what_ends_an_answer_is_gathered_from_all_files(gguf_file):
     assert load_model(gguf_file).eos_ids == (2,)
 

@@ -5,7 +5,7 @@ import json
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, decoders
+from tokenizers import AddedToken
 from transformers import AutoTokenizer, LlamaTokenizer, PreTrainedTokenizerFast
 
 from cumulo.errors import InvalidRequest, ModelError
@@ -31,7 +31,6 @@ def byte_level_folder(tmp_path_factory):
     """A folder as a model release has it: tokenizer.json, its configuration, a template file."""
     folder = tmp_path_factory.mktemp("byte_level")
     backend = tokenizer_from_gguf(byte_level_metadata()).backend
-    backend.decoder = decoders.ByteLevel()
     PreTrainedTokenizerFast(
         tokenizer_object=backend, bos_token="<|im_start|>", eos_token="<|im_end|>", chat_template=TEMPLATE
     ).save_pretrained(folder)
@@ -190,7 +189,6 @@ def test_an_added_token_of_latin_letters_is_spelled_as_text(byte_level_folder, t
     tokenizer = tokenizer_from_gguf(byte_level_metadata())
     backend = tokenizer.backend
     backend.add_tokens([AddedToken("é", normalized=False)])
-    backend.decoder = decoders.ByteLevel()
     backend.save(str(tmp_path / "tokenizer.json"))
     loaded = load_tokenizer(tmp_path)
     assert loaded.decode(loaded.encode("café")) == "café"

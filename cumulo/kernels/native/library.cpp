@@ -19,8 +19,10 @@ void cumulo_use_threads_of(ParallelRegion parallel, IntFunction thread_index, In
     thread_library = {parallel, thread_index, team_size};
 }
 
-void cumulo_play(const Op* ops, int32_t count, const Step* step, int32_t threads) {
-    play(ops, count, *step, threads);
+int32_t cumulo_play(const Op* ops, int32_t count, const Step* step, int32_t threads) {
+    int problem = check(*step);
+    if (!problem) play(ops, count, *step, threads);
+    return problem;
 }
 
 // Rows of a packed matrix as floats.

@@ -11,6 +11,7 @@
 
 struct Step {
     int64_t tokens, sequences, outputs, table_stride;
+    int64_t vocabulary, position_limit, blocks, block_size;  // what indices are checked against; 0: not used
     const int64_t *token_ids, *positions, *slots, *output_rows;
     const int32_t *query_starts, *context_lengths, *block_tables;
 };
@@ -162,6 +163,31 @@ static void play_op(const Op& op, const Step& step, std::atomic<int64_t>* counte
             });
             break;
     }
+}
+
+// Indices come from another language: one out of range is reported instead of read. 0: all is well.
+static int check(const Step& step) {
+    auto outside = [](const int64_t* values, int64_t count, int64_t limit) {
+        for (int64_t i = 0; values && limit && i < count; ++i)
+            if (values[i] < 0 || values[i] >= limit) return true;
+        return false;
+    };
+    if (outside(step.token_ids, step.tokens, step.vocabulary)) return 1;
+    if (outside(step.positions, step.tokens, step.position_limit)) return 2;
+    if (outside(step.slots, step.tokens, step.blocks * step.block_size)) return 3;
+    if (outside(step.output_rows, step.outputs, step.tokens)) return 4;
+    if (!step.query_starts || !step.blocks) return 0;
+    if (step.query_starts[0] != 0 || step.query_starts[step.sequences] != step.tokens) return 5;
+    for (int64_t s = 0; s < step.sequences; ++s) {
+        int64_t count = step.query_starts[s + 1] - step.query_starts[s], length = step.context_lengths[s];
+        int64_t used = (length + step.block_size - 1) / step.block_size;
+        if (count < 0 || count > length || used > step.table_stride) return 5;
+        for (int64_t i = 0; i < used; ++i) {
+            int64_t block = step.block_tables[s * step.table_stride + i];
+            if (block < 0 || block >= step.blocks) return 6;
+        }
+    }
+    return 0;
 }
 
 static void play(const Op* ops, int count, const Step& step, int threads) {
