@@ -1,6 +1,6 @@
 """Cumulo: an LLM cloud in one Python package.
 
-`from cumulo import LLM, SamplingParams` is all most programs need. Both are imported on first use,
+`from cumulo import LLM, SamplingParams` is all most programs need. They are imported on first use,
 so that `import cumulo` stays cheap and free of torch for the commands that only decide.
 """
 
@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from cumulo.engine.llm import LLM as LLM
+    from cumulo.engine.params import Guide as Guide
     from cumulo.engine.params import SamplingParams as SamplingParams
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "SamplingParams", "__version__"]
+__all__ = ["LLM", "Guide", "SamplingParams", "__version__"]
 
 
 def __getattr__(name: str) -> Any:
@@ -19,8 +20,8 @@ def __getattr__(name: str) -> Any:
         from cumulo.engine.llm import LLM
 
         return LLM
-    if name == "SamplingParams":
-        from cumulo.engine.params import SamplingParams
+    if name in ("Guide", "SamplingParams"):
+        from cumulo.engine import params
 
-        return SamplingParams
+        return getattr(params, name)
     raise AttributeError(f"module 'cumulo' has no attribute {name!r}")

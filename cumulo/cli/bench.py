@@ -30,10 +30,9 @@ def engine(
     config = options.engine_config(threads=threads)
     threads = config.threads or available_cores()
     rivals = bench_engine.parse_rivals(against)
-    with loading() as show:
-        rows = bench_engine.measure(
-            model, rivals, threads, rounds, lambda what, done, total: show(what, done, total)
-        )
+    _warn_if_busy()
+    with loading(lines=True) as show:
+        rows = bench_engine.measure(model, rivals, threads, rounds, show)
         if quality:
             from cumulo.cli import bench_quality
 
@@ -66,6 +65,20 @@ def kernels(json_file: options.JsonOption = None) -> None:
 
         rows = [Row(**row) for row in kernel_bench.rows()]
     _finish("kernels", rows, json_file)
+
+
+def _warn_if_busy() -> None:
+    """Other programs make every figure worse, and not every side's alike: say so before measuring."""
+    import os
+
+    from cumulo.cli.report import available_cores
+    from cumulo.cli.terminal import note
+
+    load = os.getloadavg()[0]
+    if load > 0.5 * available_cores():
+        note(
+            f"the machine is busy (load {load:.1f}): figures and ratios will be off; measure when it is idle"
+        )
 
 
 def _finish(title: str, rows: list, json_file: options.JsonOption) -> None:  # type: ignore[type-arg]

@@ -101,7 +101,16 @@ def _compiler() -> str | None:
 
 
 def _kernels() -> list[Row]:
-    return []
+    """Compiled on first use, so this is also where a missing compiler shows."""
+    from cumulo.kernels.library import native
+
+    library = native()
+    if library is None:
+        return [Row("native kernels", "none", note="plain torch is used instead: right, but slower")]
+    return [
+        Row("native kernels", library.dot_name, note=str(library.path)),
+        Row("threads", "shared with torch" if library.shares_torch_threads else "a pool of their own"),
+    ]
 
 
 def _version(package: str) -> str | None:
@@ -148,6 +157,7 @@ def _self_test(llm: "LLM", built_in: bool) -> list[Row]:
     right = not output.error and (EXPECTED_OF_BUILT_IN in text if built_in else bool(text))
     speed = output.story.decode_tok_s
     return [
+        Row("computed by", llm.runs_on),
         Row("answers", right, must=True, note=output.error or f"{QUESTION} {text}"),
         Row("time to first token", output.story.ttft_s, "s", "lower"),
         Row("decode, 1 sequence", speed, "tok/s"),

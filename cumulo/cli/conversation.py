@@ -56,7 +56,7 @@ def talk(model: str | None, config: "EngineConfig", params: "SamplingParams", sy
 
     with load_llm(model, config) as llm:
         session = Session(llm, params, system)
-        out.print(f"[bold]{escape(llm.model_name)}[/bold] [dim]/help lists the commands[/dim]")
+        out.print(f"[bold]{escape(llm.model_name)}[/bold] [dim]· /help lists the commands[/dim]")
         while True:
             line = _read_line()
             if line is None:

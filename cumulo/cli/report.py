@@ -13,6 +13,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
+from rich.markup import escape
 from rich.table import Table
 
 from cumulo.errors import CumuloError
@@ -84,27 +85,27 @@ def write_json(path: Path | None, rows: Sequence[Row], **extra: Any) -> None:
 
 
 def table(title: str, rows: Sequence[Row]) -> Table:
-    """The rows for a terminal; bounds are shown only when some row has one."""
-    bounded = any(row.must is not None or row.aim is not None for row in rows)
+    """The rows for a terminal; columns that no row would fill are left out."""
+    # Findings (words, yes or no) read from the left, figures line up on the right.
+    worded = any(isinstance(row.value, (str, bool)) for row in rows)
+    bounded = not worded and any(row.must is not None or row.aim is not None for row in rows)
     result = Table(title=title, title_justify="left", title_style="bold", header_style="dim", box=None)
     result.add_column("")
-    worded = any(isinstance(row.value, str) for row in rows)
-    result.add_column("" if worded else "value", justify="left" if worded else "right")
-    result.add_column("unit")
-    if bounded:
-        result.add_column("must", justify="right")
-        result.add_column("aim", justify="right")
+    result.add_column("", justify="left" if worded else "right", overflow="fold")
+    if not worded:
         result.add_column("")
-    noted = any(row.note for row in rows)
-    if noted:
-        result.add_column("", style="dim")
+    if bounded:
+        result.add_column("must", justify="right", no_wrap=True)
+        result.add_column("aim", justify="right", no_wrap=True)
+    result.add_column("", no_wrap=True)
+    result.add_column("", style="dim", overflow="fold")
     for row in rows:
-        cells = [row.name, _number(row.value), row.unit]
+        value = _number(row.value)
+        cells = [row.name, f"{value} {row.unit}".strip()] if worded else [row.name, value, row.unit]
         if bounded:
-            cells += [_bound(row, row.must), _bound(row, row.aim), _verdict(row)]
-        if noted:
-            cells.append(row.note)
-        result.add_row(*cells)
+            cells += [_bound(row, row.must), _bound(row, row.aim)]
+        result.add_row(*cells, _verdict(row), escape(row.note))
+    result.show_header = bounded
     return result
 
 
@@ -112,7 +113,7 @@ def _verdict(row: Row) -> str:
     if row.must is None and row.aim is None:
         return ""
     if not row.ok:
-        return "[bold red]misses must[/bold red]"
+        return f"[bold red]{'amiss' if isinstance(row.must, bool) else 'misses must'}[/bold red]"
     if row.aim is not None and row.reaches(row.aim):
         return "[bold green]reaches aim[/bold green]"
     return "[green]ok[/green]"

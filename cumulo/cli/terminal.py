@@ -55,15 +55,23 @@ def decode(data: bytes, source: str) -> str:
 
 
 @contextmanager
-def loading() -> Iterator[Callable[[str, int, int], None]]:
-    """A progress callback `(stage, done, total)` drawn as one bar on stderr that vanishes at the end."""
+def loading(lines: bool = False) -> Iterator[Callable[[str, int, int], None]]:
+    """A progress callback `(stage, done, total)` drawn as one bar on stderr that vanishes at the end.
+
+    With `lines`, where stderr is no terminal, each new stage is a line: for what takes minutes.
+    """
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (BarColumn(bar_width=30), TimeElapsedColumn(), TextColumn("[dim]{task.description}"))
     with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as progress:
         task = progress.add_task("", total=None)
+        last = ""
 
         def show(stage: str, done: int, total: int) -> None:
+            nonlocal last
+            if lines and not err.is_terminal and stage != last:
+                note(stage)
+            last = stage
             progress.update(task, description=stage, completed=done, total=total or None)
 
         yield show

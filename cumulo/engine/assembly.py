@@ -1,23 +1,25 @@
 """Assembly: from a model's name to a running engine, in the order a reader would expect. Called by LLM.
 
-Inspect the files → plan memory (or refuse) → load the weights → choose the decoder → cache, runner, scheduler.
+Inspect the files → plan memory (or refuse) → load weights → choose the decoder → cache, runner, scheduler.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from cumulo.engine.config import EngineConfig
 from cumulo.engine.engine import Engine
+from cumulo.engine.guided import Guidance
 from cumulo.engine.ledger import Ledger, MemoryPlan, plan_memory
 from cumulo.engine.machine_memory import available_memory
 from cumulo.engine.runner_torch import TorchRunner
 from cumulo.engine.scheduler import Scheduler
 from cumulo.engine.scheduler_config import SchedulerConfig
 from cumulo.models.batch import KVCache
+from cumulo.models.decoder import Decoder
+from cumulo.models.fused import FusedDecoder, why_not
 from cumulo.models.load import LoadedModel, inspect_model, load_model
 
 
@@ -53,8 +55,12 @@ def assemble(
         keep_quantised=keep_quantised,
         progress=None if progress is None else lambda done, total: progress("loading weights", done, total),
     )
-    decoder: Any = loaded.decoder
-    runs_on = "PyTorch operators"
+    obstacle = why_not(loaded.decoder)
+    decoder: Decoder | FusedDecoder = loaded.decoder if obstacle else FusedDecoder(loaded.decoder)
+    runs_on = f"PyTorch operators: {obstacle}" if obstacle else "fused native kernels"
+    guidance = None
+    if loaded.tokenizer is not None:
+        guidance = Guidance(loaded.tokenizer, loaded.spec.vocab_size, loaded.eos_ids)
     cache = KVCache(loaded.spec, memory.kv_blocks, config.block_size, dtype)
     runner = TorchRunner(
         decoder,
@@ -65,6 +71,7 @@ def assemble(
         host_blocks=memory.host_blocks,
         overlap=config.overlap,
         threads=config.threads,
+        guidance=guidance,
     )
     scheduler = Scheduler(
         SchedulerConfig(
@@ -87,5 +94,6 @@ def assemble(
         eos_ids=loaded.eos_ids,
         overlap=config.overlap,
         seed=config.seed,
+        guidance=guidance,
     )
     return Assembly(loaded, memory, engine, runner, runs_on)

@@ -8,6 +8,7 @@ the candidates in float64. How generous the superset was never shows in the resu
 import math
 import operator
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,22 @@ from torch import Tensor
 
 # Sums and maxima over the vocabulary are taken in blocks of this many tokens first.
 _BLOCK = 64
+# Weights fall into this many bins of a quarter of a factor 2 each; what is lighter is in the last.
+_BINS = 256
+# Sums of the same weights in another order, or in float32, differ by less than this share.
+_ROUNDING = 1e-5
+
+
+@dataclass(slots=True)
+class Candidates:
+    """Tokens of several rows as flat columns, row by row, in token order within a row."""
+
+    rows: NDArray[np.int64]
+    tokens: NDArray[np.int64]
+    weights: NDArray[np.float64]  # exp((logit - peak) / temperature): the most likely token weighs 1
+
+    def where(self, keep: NDArray[np.bool_]) -> "Candidates":
+        return Candidates(self.rows[keep], self.tokens[keep], self.weights[keep])
 
 
 def pick_tokens(
@@ -27,94 +44,51 @@ def pick_tokens(
     top_k = (columns["top_k"] > 0) & (columns["top_k"] < vocabulary)
     top_p = ~top_k & (columns["top_p"] < 1)
     min_p = ~top_k & ~top_p & (columns["min_p"] > 0)
-    whole = ~top_k & ~top_p & ~min_p
+    whole = ~(top_k | top_p | min_p)
     tokens = np.empty(len(columns), dtype=np.int64)
-
-    if whole.any() or top_p.any():
-        rows = np.flatnonzero(whole | top_p)
+    for members, choose in ((top_k, _by_top_k), (top_p, _by_top_p), (min_p, _by_min_p)):
+        if members.any():
+            rows = np.flatnonzero(members)
+            own = columns[rows]
+            candidates = choose(take_rows(logits, rows), peaks[rows], own)
+            candidates = candidates.where(candidates.weights >= own["min_p"][candidates.rows])
+            tokens[rows] = _pick(candidates, numbers[rows])
+    if whole.any():
+        rows = np.flatnonzero(whole)
         weights = exponentials(take_rows(logits, rows), peaks[rows], columns["temperature"][rows])
-        sums = block_sums(weights)
-        is_whole = whole[rows]
-        if is_whole.any():
-            picked = np.flatnonzero(is_whole)
-            tokens[rows[picked]] = _pick_from_all(weights, sums, picked, numbers[rows[picked]])
-        if not is_whole.all():
-            picked = np.flatnonzero(~is_whole)
-            totals = sums[picked].sum(axis=1)
-            # Tokens lighter than (1 - p) total / V weigh less than (1 - p) total together, so those at least
-            # as heavy reach p. The factor covers rounding.
-            bounds = (1 - columns["top_p"][rows[picked]]) * totals / vocabulary * 0.999
-            found = _at_least(take_rows(weights, picked), bounds)
-            where = rows[picked]
-            tokens[where] = _cut_and_pick(
-                logits, where, found, peaks[where], columns[where], numbers[where], totals
-            )
-    if top_k.any():
-        rows = np.flatnonzero(top_k)
-        found = _at_least(
-            take_rows(logits, rows), _top_k_bounds(take_rows(logits, rows), columns["top_k"][rows])
-        )
-        tokens[rows] = _cut_and_pick(logits, rows, found, peaks[rows], columns[rows], numbers[rows], None)
-    if min_p.any():
-        rows = np.flatnonzero(min_p)
-        reach = columns["temperature"][rows] * np.log(columns["min_p"][rows])
-        bounds = peaks[rows] + reach - 1e-5 * (np.abs(peaks[rows]) + np.abs(reach))
-        found = _at_least(take_rows(logits, rows), bounds)
-        tokens[rows] = _cut_and_pick(logits, rows, found, peaks[rows], columns[rows], numbers[rows], None)
+        tokens[rows] = _pick_from_all(weights, numbers[rows])
     return tokens
 
 
-def _pick_from_all(
-    weights: Tensor,
-    sums: NDArray[np.float64],
-    rows: NDArray[np.int64],
-    numbers: NDArray[np.float64],
-) -> NDArray[np.int64]:
-    """Invert the cumulative distribution over the whole vocabulary: first the block, then the token in it."""
-    cumulative = np.cumsum(sums[rows], axis=1)
+# -- picking ----------------------------------------------------------------------------------------------
+def _pick(candidates: Candidates, numbers: NDArray[np.float64]) -> NDArray[np.int64]:
+    """Invert each row's cumulative distribution. In token order, so that rounding can move the border between
+    two tokens but never swap them.
+    """
+    rows = candidates.rows
+    sizes = np.bincount(rows, minlength=len(numbers))
+    ends = np.cumsum(sizes)
+    cumulative = _running_sums(rows, candidates.weights, sizes)
+    totals = cumulative[ends - 1]
+    not_above = np.bincount(rows, weights=cumulative <= (numbers * totals)[rows], minlength=len(numbers))
+    # Rounding can put the target on the total: then the last candidate, which all have weight.
+    chosen = np.minimum(not_above.astype(np.int64), sizes - 1)
+    picked: NDArray[np.int64] = candidates.tokens[ends - sizes + chosen]
+    return picked
+
+
+def _pick_from_all(weights: Tensor, numbers: NDArray[np.float64]) -> NDArray[np.int64]:
+    """The same over the whole vocabulary: first the block, then the token in it."""
+    vocabulary = weights.shape[-1]
+    cumulative = np.cumsum(block_sums(weights), axis=1)
     targets = numbers * cumulative[:, -1]
     block = _first_above(cumulative, targets)
-    index = np.arange(len(rows))
-    before = np.where(block > 0, cumulative[index, block - 1], 0.0)
-    inside = np.minimum(block[:, None] * _BLOCK + np.arange(_BLOCK), weights.shape[-1] - 1)
-    chosen = as_float64(weights[as_tensor(rows, weights)[:, None], as_tensor(inside, weights)])
-    # The last block may be short: what is past the vocabulary weighs nothing.
-    chosen[block[:, None] * _BLOCK + np.arange(_BLOCK) >= weights.shape[-1]] = 0
+    before = np.where(block > 0, cumulative[np.arange(len(block)), block - 1], 0.0)
+    inside = block[:, None] * _BLOCK + np.arange(_BLOCK)
+    rows = np.arange(len(block))[:, None]
+    chosen = _values(weights, rows, np.minimum(inside, vocabulary - 1)).astype(np.float64)
+    chosen[inside >= vocabulary] = 0  # the last block may be short
     return block * _BLOCK + _first_above(np.cumsum(chosen, axis=1), targets - before)
-
-
-def _cut_and_pick(
-    logits: Tensor,
-    rows: NDArray[np.int64],
-    found: tuple[NDArray[np.int64], NDArray[np.int64]],
-    peaks: NDArray[np.float64],
-    columns: NDArray[np.void],
-    numbers: NDArray[np.float64],
-    totals: NDArray[np.float64] | None,
-) -> NDArray[np.int64]:
-    """Apply top-k, top-p and min-p exactly to candidates and pick. `totals`: mass top-p is a share of."""
-    tokens, candidate_logits = _padded(logits, rows, found)
-    weights = np.exp((candidate_logits - peaks[:, None]) / columns["temperature"][:, None])
-    # Stable, and candidates come in token order: of equally likely tokens the lower id counts as likelier.
-    order = np.argsort(-candidate_logits, axis=1, kind="stable")
-    ordered = np.take_along_axis(weights, order, axis=1)
-    top_k = np.where(columns["top_k"] > 0, columns["top_k"], logits.shape[-1])
-    keep = np.arange(ordered.shape[1]) < top_k[:, None]
-    top_p = columns["top_p"]
-    if (top_p < 1).any():
-        cumulative = np.cumsum(ordered * keep, axis=1)
-        mass = cumulative[:, -1] if totals is None else totals
-        before = np.zeros_like(cumulative)  # a token stays if the likelier ones have not reached p
-        before[:, 1:] = cumulative[:, :-1]
-        keep &= (before < (top_p * mass)[:, None]) | (top_p >= 1)[:, None]
-    keep &= ordered >= columns["min_p"][:, None]  # the most likely token weighs 1
-    kept = np.empty_like(keep)
-    np.put_along_axis(kept, order, keep, axis=1)
-    # Picked in token order, so that rounding can move a border between two tokens but never swap them.
-    cumulative = np.cumsum(weights * kept, axis=1)
-    chosen = _first_above(cumulative, numbers * cumulative[:, -1])
-    picked: NDArray[np.int64] = tokens[np.arange(len(rows)), chosen]
-    return picked
 
 
 def _first_above(cumulative: NDArray[np.float64], targets: NDArray[np.float64]) -> NDArray[np.int64]:
@@ -126,17 +100,132 @@ def _first_above(cumulative: NDArray[np.float64], targets: NDArray[np.float64]) 
     return first
 
 
+def _running_sums(
+    rows: NDArray[np.int64], values: NDArray[np.float64], sizes: NDArray[np.int64]
+) -> NDArray[np.float64]:
+    """Cumulative sums that begin anew in every row. One long sum less each row's beginning would be simpler,
+    but would round differently with other rows before it.
+    """
+    place = np.arange(len(rows)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+    classes = np.frexp(sizes)[1] // 2  # rows of similar length share a rectangle: a long one pads few others
+    sums = np.empty(len(rows))
+    for size_class in np.unique(classes[sizes > 0]):
+        members = classes == size_class
+        inside = members[rows]
+        where = (np.cumsum(members) - 1)[rows[inside]], place[inside]
+        rectangle = np.zeros((int(members.sum()), int(sizes[members].max())))
+        rectangle[where] = values[inside]
+        sums[inside] = np.cumsum(rectangle, axis=1)[where]
+    return sums
+
+
+# -- cuts -------------------------------------------------------------------------------------------------
+def _by_top_k(logits: Tensor, peaks: NDArray[np.float64], columns: NDArray[np.void]) -> Candidates:
+    """The top_k likeliest tokens and, of those, the likeliest that reach top_p of their mass."""
+    rows, tokens = _at_least(logits, _top_k_bounds(logits, columns["top_k"]))
+    values = _values(logits, rows, tokens).astype(np.float64)
+    sizes = np.bincount(rows, minlength=len(columns))
+    # Of equally likely tokens the lower id counts as likelier.
+    order = np.lexsort((tokens, -values, rows))
+    rank = np.empty(len(rows), dtype=np.int64)
+    rank[order] = np.arange(len(rows)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+    order = order[rank[order] < columns["top_k"][rows[order]]]
+    ordered = rows[order]
+    weights = np.exp((values[order] - peaks[ordered]) / columns["temperature"][ordered])
+    sizes = np.bincount(ordered, minlength=len(columns))
+    cumulative = _running_sums(ordered, weights, sizes)
+    masses = np.where(columns["top_p"] < 1, columns["top_p"] * cumulative[np.cumsum(sizes) - 1], np.inf)
+    kept = cumulative - weights < masses[ordered]
+    chosen = np.sort(order[kept])
+    result = np.zeros(len(rows))
+    result[order] = weights
+    return Candidates(rows[chosen], tokens[chosen], result[chosen])
+
+
+def _by_top_p(logits: Tensor, peaks: NDArray[np.float64], columns: NDArray[np.void]) -> Candidates:
+    """The likeliest tokens that together reach top_p: a token stays if the likelier ones do not.
+
+    A float's leading bits (sign 0, exponent, two bits of mantissa) order positive numbers into bins a quarter
+    of a factor 2 wide. Bins are counted, and only the one in which the mass is reached needs sorting.
+    """
+    weights = exponentials(logits, peaks, columns["temperature"])
+    totals = block_sums(weights).sum(axis=1)
+    masses = columns["top_p"] * totals
+    rows, tokens = _top_p_candidates(weights, totals, masses)
+    values = _values(weights, rows, tokens)
+    leading = values.view(np.int32) >> 21 if values.dtype == np.float32 else values.view(np.int64) >> 50
+    one = 127 << 2 if values.dtype == np.float32 else 1023 << 2  # the bin of weight 1, the heaviest
+    bins = np.minimum(one - leading, _BINS - 1)
+    candidates = Candidates(rows, tokens, values.astype(np.float64))
+    held = np.bincount(rows * _BINS + bins, weights=candidates.weights, minlength=len(totals) * _BINS)
+    cumulative = np.cumsum(held.reshape(-1, _BINS), axis=1)
+    doubtful_from = (cumulative < masses[:, None] * (1 - _ROUNDING)).sum(axis=1)
+    doubtful_to = (cumulative < masses[:, None] * (1 + _ROUNDING)).sum(axis=1)
+    keep = bins < doubtful_from[rows]
+    doubtful = np.flatnonzero(~keep & (bins <= doubtful_to[rows]))
+    order = doubtful[np.lexsort((tokens[doubtful], -values[doubtful], rows[doubtful]))]
+    ordered = rows[order]
+    sums = _running_sums(ordered, candidates.weights[order], np.bincount(ordered, minlength=len(totals)))
+    before = np.where(doubtful_from > 0, cumulative[np.arange(len(totals)), doubtful_from - 1], 0.0)
+    keep[order] = before[ordered] + (sums - candidates.weights[order]) < masses[ordered]
+    return candidates.where(keep)
+
+
+def _top_p_candidates(
+    weights: Tensor, totals: NDArray[np.float64], masses: NDArray[np.float64]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Rows and tokens that include every token top-p could keep.
+
+    Few tokens hold most of the mass, so a high bound is tried first: it is right where those above it reach
+    the mass. The other rows get the bound that is always right: tokens lighter than (1 - p) total / V weigh
+    less than (1 - p) total together.
+    """
+    rest = totals - masses
+    rows, tokens = _at_least(weights, rest / 1024)
+    held = np.bincount(rows, weights=_values(weights, rows, tokens), minlength=len(totals))
+    short = held < masses * (1 + _ROUNDING)
+    if not short.any():
+        return rows, tokens
+    again = np.flatnonzero(short)
+    more_rows, more_tokens = _at_least(
+        take_rows(weights, again), rest[again] / weights.shape[-1] * (1 - _ROUNDING)
+    )
+    enough = ~short[rows]
+    rows = np.concatenate((rows[enough], again[more_rows]))
+    tokens = np.concatenate((tokens[enough], more_tokens))
+    by_row = np.argsort(rows, kind="stable")
+    return rows[by_row], tokens[by_row]
+
+
+def _by_min_p(logits: Tensor, peaks: NDArray[np.float64], columns: NDArray[np.void]) -> Candidates:
+    """Tokens within reach of min_p times the peak's probability; the caller applies the exact rule."""
+    reach = columns["temperature"] * np.log(columns["min_p"])
+    bounds = peaks + reach - _ROUNDING * (np.abs(peaks) + np.abs(reach))
+    rows, tokens = _at_least(logits, bounds)
+    values = _values(logits, rows, tokens).astype(np.float64)
+    return Candidates(rows, tokens, np.exp((values - peaks[rows]) / columns["temperature"][rows]))
+
+
 # -- candidates -------------------------------------------------------------------------------------------
-def most_likely(logits: Tensor, counts: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """Tokens and logits of at least counts[row] most likely tokens, likeliest first, ties by token id."""
-    found = _at_least(logits, _top_k_bounds(logits, counts))
-    tokens, values = _padded(logits, np.arange(len(counts)), found)
-    order = np.argsort(-values, axis=1, kind="stable")
-    return np.take_along_axis(tokens, order, axis=1), np.take_along_axis(values, order, axis=1)
+def most_likely(logits: Tensor, counts: NDArray[np.int64]) -> tuple[list[list[int]], list[list[float]]]:
+    """Per row the counts[row] most likely tokens and their logits, likeliest first, ties by token id; fewer
+    where fewer are possible at all.
+    """
+    rows, tokens = _at_least(logits, _top_k_bounds(logits, counts))
+    values = _values(logits, rows, tokens).astype(np.float64)
+    order = np.lexsort((tokens, -values, rows))
+    ends = np.cumsum(np.bincount(rows, minlength=len(counts))).tolist()
+    spans = [
+        slice(begin, min(begin + count, end))
+        for begin, end, count in zip([0, *ends[:-1]], ends, counts.tolist(), strict=True)
+    ]
+    ordered_tokens, ordered_values = tokens[order].tolist(), values[order].tolist()
+    return [ordered_tokens[span] for span in spans], [ordered_values[span] for span in spans]
 
 
 def _top_k_bounds(logits: Tensor, counts: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Per row a value that at least counts[row] logits reach: the k-th largest of the block maxima.
+    """Per row a finite value that counts[row] logits reach, or all that can be drawn if those are fewer: the
+    k-th largest of the block maxima.
 
     Each of the k best blocks holds one logit as large as that, so the k best logits are among those above.
     """
@@ -148,7 +237,8 @@ def _top_k_bounds(logits: Tensor, counts: NDArray[np.int64]) -> NDArray[np.float
     else:
         maxima = logits
     best = as_float64(maxima.topk(largest, dim=-1).values)
-    return best[np.arange(len(counts)), counts - 1]
+    # Where a guide or a bias leaves fewer than k tokens, the impossible ones (-infinity) stay out.
+    return np.maximum(best[np.arange(len(counts)), counts - 1], torch.finfo(logits.dtype).min)
 
 
 def _at_least(values: Tensor, bounds: NDArray[np.float64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -157,18 +247,11 @@ def _at_least(values: Tensor, bounds: NDArray[np.float64]) -> tuple[NDArray[np.i
     return flat // values.shape[-1], flat % values.shape[-1]
 
 
-def _padded(
-    logits: Tensor, rows: NDArray[np.int64], found: tuple[NDArray[np.int64], NDArray[np.int64]]
-) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """Candidates as rectangles [rows, most candidates]: token ids, and logits with -infinity as padding."""
-    row, token = found
-    counts = np.bincount(row, minlength=len(rows))
-    offset = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
-    tokens = np.zeros((len(rows), int(counts.max())), dtype=np.int64)
-    values = np.full(tokens.shape, -np.inf)
-    tokens[row, offset] = token
-    values[row, offset] = as_float64(logits[as_tensor(rows[row], logits), as_tensor(token, logits)])
-    return tokens, values
+def _values(values: Tensor, rows: NDArray[np.int64], columns: NDArray[np.int64]) -> NDArray[Any]:
+    if values.device.type == "cpu":
+        result: NDArray[Any] = values.numpy()[rows, columns]
+        return result
+    return values[as_tensor(rows, values), as_tensor(columns, values)].cpu().numpy()
 
 
 # -- between numpy and torch ------------------------------------------------------------------------------

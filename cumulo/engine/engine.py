@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from cumulo.engine.guided import Guidance
 from cumulo.engine.outputs import Delta, RequestOutput, Sample
 from cumulo.engine.params import SamplingParams
 from cumulo.engine.plan import PendingStep, Runner, StepPlan
@@ -50,9 +51,11 @@ class Engine:
         eos_ids: tuple[int, ...] = (),
         overlap: bool = True,
         seed: int = 0,
+        guidance: Guidance | None = None,
     ) -> None:
         self.scheduler, self.runner, self.tokenizer = scheduler, runner, tokenizer
         self.vocab_size, self.eos_ids, self.overlap = vocab_size, eos_ids, overlap
+        self.guidance = guidance
         self._seeds = random.Random(seed)
         self._ids = itertools.count(1)
         self._in_flight: tuple[StepPlan, PendingStep] | None = None
@@ -99,6 +102,10 @@ class Engine:
             raise InvalidRequest(
                 "stop strings need a tokenizer, and this engine has none: use stop_token_ids"
             )
+        if params.guide is not None:
+            if self.guidance is None:
+                raise InvalidRequest("a guide needs a tokenizer, and this engine has none: leave guide out")
+            self.guidance.check(params.guide)
         if request.tag.stream and params.best_of is not None and params.best_of > params.n:
             raise InvalidRequest(
                 "best_of is known only at the end, so it cannot be streamed: use n, or no stream"

@@ -227,7 +227,7 @@ class Needs:
         )  # fmt: skip
         yield row(
             "logits", logit_bytes(spec, draws, element),
-            f"{draws:,} draws from {spec.vocab_size:,} tokens, and the sampler's candidates",
+            f"{draws:,} draws from {spec.vocab_size:,} tokens, and the sampler's candidates at worst",
         )  # fmt: skip
         yield row(
             "token tables", table_bytes(config.max_running, context, config.block_size),
@@ -281,10 +281,10 @@ def activation_bytes(spec: ModelSpec, tokens: int, bytes_per_element: int, conte
 
 def logit_bytes(spec: ModelSpec, draws: int, bytes_per_element: int) -> int:
     """Logits, a copy where samples share a row, and what the sampler makes of one slice of rows when every
-    token is a candidate (ten 8-byte columns); sampling is never below float32.
+    token is a candidate (14 columns of 8 bytes); sampling is never below float32.
     """
     elements = draws * spec.vocab_size
-    return elements * 2 * max(4, bytes_per_element) + min(elements, _SAMPLER_SLICE) * 80
+    return elements * 2 * max(4, bytes_per_element) + min(elements, _SAMPLER_SLICE) * 112
 
 
 def table_bytes(max_running: int, context: int, block_size: int) -> int:

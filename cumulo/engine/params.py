@@ -3,25 +3,47 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal, get_args
 
 from cumulo.errors import InvalidRequest
 
 MAX_LOGPROBS = 100
 MAX_SAMPLES = 128
 
+GuideKind = Literal["json_object", "json_schema", "regex", "grammar"]
+
+
+@dataclass(frozen=True, slots=True)
+class Guide:
+    """What an answer must look like: tokens that cannot lead there are never drawn (see guided.py).
+
+    `source` is the JSON schema, the regular expression (the whole answer matches it) or the Lark grammar;
+    `json_object` needs none. It is compiled, or refused with the reason, when the request is added.
+    """
+
+    kind: GuideKind
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        kinds = get_args(GuideKind)
+        _require(self.kind in kinds, f"a guide's kind is one of {', '.join(kinds)}; got {self.kind!r}")
+        _require(isinstance(self.source, str), f"a guide's source is text, got {type(self.source).__name__}")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How tokens are chosen and when generation ends. The defaults sample at temperature 1.
 
-    Order of application: logit bias, penalties, temperature, top-k, top-p, min-p (as vLLM does).
+    Order of application: logit bias, penalties, guide, temperature, top-k, top-p, min-p (as vLLM does).
     """
 
     temperature: float = 1.0  # 0: greedy
     top_k: int = 0  # keep the k most likely tokens; 0: all
     top_p: float = 1.0  # keep the smallest set of tokens whose probability reaches p
     min_p: float = 0.0  # drop tokens less likely than min_p times the most likely one
-    repetition_penalty: float = 1.0  # > 1 discourages every token seen in prompt or output (Keskar et al. 2019)
+    repetition_penalty: float = (
+        1.0  # > 1 discourages every token seen in prompt or output (Keskar et al. 2019)
+    )
     presence_penalty: float = 0.0  # subtracted once from each token already in the output
     frequency_penalty: float = 0.0  # subtracted per occurrence in the output
     logit_bias: Mapping[int, float] = field(default_factory=dict)
@@ -39,6 +61,7 @@ class SamplingParams:
     beam_width: int | None = None  # beam search with this many beams instead of sampling; n <= beam_width
     length_penalty: float = 1.0  # beam score = sum of log-probabilities / length ** length_penalty
     skip_special_tokens: bool = True
+    guide: Guide | None = None  # the form the answer must have; ends by itself when it is complete
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -63,7 +86,9 @@ class SamplingParams:
         _require(self.top_k >= 0, f"top_k must be 0 (off) or more, got {self.top_k}")
         _require(0 < self.top_p <= 1, f"top_p must be in (0, 1], got {self.top_p}")
         _require(0 <= self.min_p <= 1, f"min_p must be in [0, 1], got {self.min_p}")
-        _require(self.repetition_penalty > 0, f"repetition_penalty must be > 0, got {self.repetition_penalty}")
+        _require(
+            self.repetition_penalty > 0, f"repetition_penalty must be > 0, got {self.repetition_penalty}"
+        )
         for name in ("presence_penalty", "frequency_penalty"):
             value = getattr(self, name)
             _require(-2 <= value <= 2, f"{name} must be in [-2, 2], got {value}")
@@ -89,7 +114,8 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
             _require(
-                value is None or 0 <= value <= MAX_LOGPROBS, f"{name} must be 0 to {MAX_LOGPROBS}, got {value}"
+                value is None or 0 <= value <= MAX_LOGPROBS,
+                f"{name} must be 0 to {MAX_LOGPROBS}, got {value}",
             )
         _require(1 <= self.n <= MAX_SAMPLES, f"n must be 1 to {MAX_SAMPLES}, got {self.n}")
         if self.best_of is not None:
@@ -103,6 +129,14 @@ class SamplingParams:
                 f"beam_width must be n ({self.n}) to {MAX_LOGPROBS // 2}, got {self.beam_width}",
             )
             _require(self.best_of is None, "best_of has no meaning with beam search; set n and beam_width")
+            _require(
+                self.guide is None, "a guide cannot steer beam search (beam_width): sample with n instead"
+            )
+        _require(
+            self.guide is None or not self.ignore_eos,
+            "ignore_eos and a guide exclude each other: a guided answer ends by its end-of-sequence token; "
+            "leave ignore_eos out",
+        )
 
     @property
     def samples(self) -> int:

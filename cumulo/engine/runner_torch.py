@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from cumulo.engine.guided import Guidance
 from cumulo.engine.machine_memory import PeakMemory
 from cumulo.engine.params import SamplingParams
 from cumulo.engine.plan import NewSlot, StepPlan, StepResult, TokenLogprobs
@@ -41,10 +42,11 @@ class TorchRunner:
         host_blocks: int = 0,
         overlap: bool = False,
         threads: int | None = None,
+        guidance: Guidance | None = None,
     ) -> None:
         self.model, self.cache = model, cache
         self.device = cache.key_storage.device
-        self.table = SlotTable(max_slots, max_context, cache.block_size, eos_token_ids)
+        self.table = SlotTable(max_slots, max_context, cache.block_size, eos_token_ids, guidance)
         self.host_cache = (
             KVCache(cache.spec, host_blocks, cache.block_size, cache.key_storage.dtype)
             if host_blocks
@@ -100,13 +102,14 @@ class TorchRunner:
         rows = max(1, draws)
         counts = [tokens // rows + (row < tokens % rows) for row in range(rows)]
         slots = list(range(rows))
-        plan = StepPlan(-1, slots=slots, starts=[0] * rows, counts=counts, end=slots)
+        plan = StepPlan(-1, slots=slots, starts=[0] * rows, counts=counts)
         for slot, count in zip(slots, counts, strict=True):
             blocks = [index % self.cache.blocks for index in range(-(-count // self.cache.block_size))]
             plan.begin.append(NewSlot(slot, [0] * count, count, blocks, SamplingParams(top_p=0.9), 0, 1))
         plan.draw_rows = plan.draw_slots = slots[:draws]
         with PeakMemory() as peak:
             self.submit(plan).result()
+        self.submit(StepPlan(-1, end=slots)).result()
         return peak.bytes
 
     # -- one step -----------------------------------------------------------------------------------------
@@ -197,8 +200,9 @@ class TorchRunner:
 
 def held_weight_bytes(model: Any) -> int:
     """Bytes of a model's parameters and of what its matrices were packed into, each storage counted once."""
+    model = getattr(model, "decoder", model)  # a fused decoder shares the weights of the one it was made from
     if not isinstance(model, torch.nn.Module):
-        return int(getattr(model, "nbytes", 0))
+        return 0
     total = sum(parameter.nbytes for parameter in model.parameters())
     for module in model.modules():
         packed = getattr(

@@ -1,12 +1,13 @@
 """Logits to tokens, many draws at once. Called by the runner after the forward pass.
 
 A draw's token depends on its own logits, parameters, seed, sample index and position, and on nothing else in
-the batch. The order is: logit bias, penalties, forbidden tokens (end tokens before `min_tokens`), then
-log-probabilities are read off, then temperature, top-k, top-p, min-p, and one random number picks from what
-is left by inverting its cumulative distribution in token order.
+the batch. The order is: logit bias, penalties, forbidden tokens (end tokens before `min_tokens`), the guide's
+mask, then log-probabilities are read off, then temperature, top-k, top-p, min-p, and one random number picks
+from what is left by inverting its cumulative distribution in token order.
 """
 
 import operator
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -31,6 +32,7 @@ from cumulo.engine.random_numbers import uniform
 # Rows are worked on in slices of about this many logits: their intermediate results stay in the processor's
 # cache, and a batch of flat distributions, where every token is a candidate, cannot exhaust memory.
 SLICE_ELEMENTS = 1 << 20
+_NOTHING = np.zeros(0, dtype=np.int64)
 # A bias of +infinity means "this token": large enough to win, small enough to stay finite in float32.
 _FORCED = 1e30
 
@@ -68,6 +70,22 @@ class LogitEdits:
 
 
 @dataclass(slots=True)
+class TokenMasks:
+    """The tokens that guides allow; all others become impossible."""
+
+    draws: NDArray[np.int64]  # the guided ones
+    bits: NDArray[np.int32]  # [guided draws, vocabulary / 32]: token t is bit t % 32 of word t // 32
+    errors: dict[int, str] = field(default_factory=dict)  # by draw: its guide failed
+
+    def allows_others(self, row: int, tokens: Collection[int]) -> bool:
+        """Whether anything but these tokens is allowed."""
+        words = self.bits[row].view(np.uint32).copy()
+        for token in tokens:
+            words[token // 32] &= np.uint32(~(1 << token % 32) & 0xFFFFFFFF)
+        return bool(words.any())
+
+
+@dataclass(slots=True)
 class DrawBatch:
     """What to draw: one entry per draw in every column."""
 
@@ -75,6 +93,7 @@ class DrawBatch:
     positions: NDArray[np.int64]  # of the token to be drawn
     columns: NDArray[np.void]  # DRAW_COLUMNS
     edits: LogitEdits | None = None
+    masks: TokenMasks | None = None
 
 
 @dataclass(slots=True)
@@ -99,13 +118,18 @@ def draw(logits: Tensor, batch: DrawBatch) -> Drawn:
         int(d): f"the model returned {'NaN' if np.isnan(peaks[d]) else 'infinite'} logits"
         for d in np.flatnonzero(~np.isfinite(peaks))
     }
+    edited = _NOTHING
     if batch.edits is not None:
         edited = _apply_edits(logits, batch.columns, batch.edits)
-        edited = edited[np.isfinite(peaks[edited])]
-        if len(edited):
-            peaks[edited], tokens[edited] = peaks_of(take_rows(logits, edited))
+    if batch.masks is not None:
+        _apply_masks(logits, batch.masks)
+        errors.update(batch.masks.errors)
+        edited = np.union1d(edited, batch.masks.draws)
+    edited = edited[np.isfinite(peaks[edited])]
+    if len(edited):
+        peaks[edited], tokens[edited] = peaks_of(take_rows(logits, edited))
         for d in edited[~np.isfinite(peaks[edited])]:
-            errors[int(d)] = "logit_bias and min_tokens together leave no token possible"
+            errors[int(d)] = "logit_bias, min_tokens and the guide together leave no token possible"
     failed = np.zeros(draws, dtype=bool)
     failed[list(errors)] = True
     columns = batch.columns
@@ -132,7 +156,7 @@ def token_logprobs(
     """Natural log-probability and rank of one token per row, and its row's most likely alternatives."""
     peaks, _ = peaks_of(logits)
     sums = block_sums(exponentials(logits, peaks, np.ones(len(tokens))))
-    normalisers = peaks + np.log(sums.sum(axis=1))
+    normalisers = (peaks + np.log(sums.sum(axis=1))).tolist()
     chosen = as_float64(logits.gather(1, as_tensor(tokens, logits)[:, None]))[:, 0]
     logprobs = chosen - normalisers
     ranks = [1 + int(np.count_nonzero(likelier)) for likelier in compare(operator.gt, logits, chosen)]
@@ -140,10 +164,8 @@ def token_logprobs(
     counts = np.minimum(alternatives, logits.shape[-1])
     rows = np.flatnonzero(counts > 0)
     if len(rows):
-        top_tokens, top_logits = most_likely(take_rows(logits, rows), counts[rows])
-        values = top_logits - normalisers[rows, None]
-        for row, ids, row_values in zip(rows.tolist(), top_tokens.tolist(), values.tolist(), strict=True):
-            top[row] = list(zip(ids[: counts[row]], row_values[: counts[row]], strict=True))
+        for row, ids, values in zip(rows, *most_likely(take_rows(logits, rows), counts[rows]), strict=True):
+            top[row] = [(token, value - normalisers[row]) for token, value in zip(ids, values, strict=True)]
     return [
         TokenLogprobs(token, logprob, rank, alternatives_of_token)
         for token, logprob, rank, alternatives_of_token in zip(
@@ -182,3 +204,25 @@ def _apply_edits(logits: Tensor, columns: NDArray[np.void], edits: LogitEdits) -
     return np.unique(
         np.concatenate((edits.bias_draws, edits.seen_draws, edits.output_draws, edits.forbidden_draws))
     )
+
+
+def _apply_masks(logits: Tensor, masks: TokenMasks) -> None:
+    """-infinity for every token a guide forbids, in place."""
+    vocabulary = logits.shape[-1]
+    if logits.device.type == "cpu":
+        octets = np.invert(masks.bits).view(np.uint8)
+        forbidden = np.unpackbits(octets, axis=1, count=vocabulary, bitorder="little").view(np.bool_)
+        array = logits.numpy()
+        for row, draw in enumerate(masks.draws.tolist()):
+            np.putmask(array[draw], forbidden[row], -np.inf)
+        return
+    rows = as_tensor(masks.draws, logits)
+    allowed = unpack_bits(torch.from_numpy(masks.bits).to(logits.device), vocabulary)
+    logits[rows] = logits[rows].masked_fill(~allowed, -torch.inf)
+
+
+def unpack_bits(words: Tensor, count: int) -> Tensor:
+    """The first `count` bits of each row of int32 words, lowest first, unpacked where the words are: a mask
+    crosses to the device as bits."""
+    shifts = torch.arange(32, dtype=torch.int32, device=words.device)
+    return ((words[:, :, None] >> shifts) & 1).bool().flatten(1)[:, :count]

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from cumulo.engine.guided import Guidance, GuidedSlots
 from cumulo.engine.params import SamplingParams
 from cumulo.engine.plan import StepPlan
 from cumulo.engine.random_numbers import seed_bits
@@ -40,7 +41,12 @@ class SlotTable:
     """Owns the per-slot state of one runner. Only the runner's thread touches it."""
 
     def __init__(
-        self, max_slots: int, max_context: int, block_size: int, eos_token_ids: Sequence[int] = ()
+        self,
+        max_slots: int,
+        max_context: int,
+        block_size: int,
+        eos_token_ids: Sequence[int] = (),
+        guidance: Guidance | None = None,
     ) -> None:
         self.block_size, self.max_context = block_size, max_context
         self.eos_token_ids = tuple(eos_token_ids)
@@ -54,6 +60,7 @@ class SlotTable:
         self.min_tokens = np.zeros(max_slots, dtype=np.int64)
         self.columns = np.zeros(max_slots, dtype=DRAW_COLUMNS)
         self.params: list[SamplingParams | None] = [None] * max_slots
+        self.guided = GuidedSlots(guidance)
 
     @property
     def nbytes(self) -> int:
@@ -91,6 +98,7 @@ class SlotTable:
         for slot in slots:
             self.lengths[slot] = self.block_counts[slot] = 0
             self.params[slot] = None
+            self.guided.end(slot)
 
     def _fork(self, plan: StepPlan) -> None:
         sources = np.array([fork.source for fork in plan.forks])
@@ -121,6 +129,7 @@ class SlotTable:
             logprobs = max(logprobs, 2 * width, width + ends)
         penalised = params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty
         self.params[slot] = params
+        self.guided.begin(slot, params.guide)
         self.min_tokens[slot] = params.min_tokens
         self.columns[slot] = (
             max(params.temperature, _COLDEST),
@@ -195,6 +204,11 @@ class SlotTable:
         columns = self.columns[slots]
         short = positions - self.prompt_lengths[slots] < self.min_tokens[slots]
         batch = DrawBatch(logit_rows, positions, columns)
+        if self.guided:
+            batch.masks = self.guided.masks(slots, positions, self.prompt_lengths, self.tokens, vocabulary)
+            for row, draw in enumerate(batch.masks.draws.tolist()) if batch.masks and short.any() else ():
+                # A complete answer ends: min_tokens yields where the guide allows nothing but the end.
+                short[draw] &= batch.masks.allows_others(row, self._ends(int(slots[draw]), vocabulary))
         if columns["edited"].any() or short.any():
             edited = np.flatnonzero(columns["edited"] | short)
             batch.edits = self._edits(edited, slots, positions, short, vocabulary)
@@ -227,8 +241,7 @@ class SlotTable:
             if params.presence_penalty or params.frequency_penalty:
                 output.append((draw, self.tokens[slot, int(self.prompt_lengths[slot]) : position]))
             if short[draw]:
-                ends = {*self.eos_token_ids, *params.stop_token_ids}
-                forbidden.append((draw, tuple(token for token in ends if token < vocabulary)))
+                forbidden.append((draw, self._ends(slot, vocabulary)))
         seen_draws, seen_tokens = _pairs(seen)
         output_draws, output_tokens = _pairs(output)
         forbidden_draws, forbidden_tokens = _pairs(forbidden)
@@ -243,6 +256,12 @@ class SlotTable:
             forbidden_draws=forbidden_draws,
             forbidden_tokens=forbidden_tokens,
         )
+
+    def _ends(self, slot: int, vocabulary: int) -> tuple[int, ...]:
+        """Tokens that would end the slot's sequence."""
+        params = self.params[slot]
+        ends = {*self.eos_token_ids, *(params.stop_token_ids if params is not None else ())}
+        return tuple(token for token in ends if token < vocabulary)
 
 
 def _pairs(

@@ -172,7 +172,10 @@ def _pack_part(part: AffineBlocks, library: NativeLibrary) -> tuple[np.ndarray, 
     if bits == 4:
         quads = quads[:, :, :4] | np.left_shift(quads[:, :, 4:], 4, dtype=np.uint8)
     pieces = [np.ascontiguousarray(quads).reshape(panels, groups, -1)]
-    for values in (part.scale, part.minimum):
+    minimum = part.minimum
+    if minimum is None and bits == 4:
+        minimum = np.zeros_like(part.scale)  # the kernel has one path for all 4-bit formats
+    for values in (part.scale, minimum):
         if values is None:
             continue
         table = np.zeros((panels * lanes, groups * halves), dtype=number)
@@ -189,6 +192,6 @@ def _pack_part(part: AffineBlocks, library: NativeLibrary) -> tuple[np.ndarray, 
         array[:, :, offset : offset + piece.shape[2]] = piece
         offset += piece.shape[2]
     struct = PackedPartStruct(
-        array.ctypes.data, rows, bits, halves, int(part.minimum is not None), int(half_floats), block_bytes
+        array.ctypes.data, rows, bits, halves, int(minimum is not None), int(half_floats), block_bytes
     )
     return array, struct

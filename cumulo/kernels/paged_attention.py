@@ -130,9 +130,9 @@ def reference(
         if count == 1:  # padded to the next power of two of blocks, at most half is waste
             decodes[(-(-length // block_size) - 1).bit_length()].append(sequence)
         elif count:
-            rows = slice(starts[sequence], starts[sequence + 1])
-            out[rows] = _attend(
-                query[rows][None], keys, values, batch.block_tables[sequence, None], [length], scale, window
+            chunk = slice(starts[sequence], starts[sequence + 1])
+            out[chunk] = _attend(
+                query[chunk][None], keys, values, batch.block_tables[sequence, None], [length], scale, window
             )[0]
     for sequences in decodes.values():
         rows = torch.tensor([starts[sequence] for sequence in sequences], device=query.device)

@@ -1,9 +1,10 @@
-"""FusedDecoder: a whole step of a dense decoder in one call of the native kernels. A runner uses it in place of
-the torch `Decoder` it was made from, wherever `supports` says yes.
+"""FusedDecoder: a whole step of a dense decoder in one call of the native kernels. A runner uses it in place
+of the torch `Decoder` it was made from, wherever `supports` says yes.
 
-The layers become a flat list of operations (native/program.h) once; a step then only says how many tokens there are
-and where its tables lie, and one team of threads plays the list: no Python, no allocation and no thread start
-between layers. Same interface as `Decoder`: `forward` gives hidden states, `logits` turns them into logits.
+The layers become a flat list of operations (native/program.h) once; a step then only says how many tokens
+there are and where its tables lie, and one team of threads plays the list: no Python, no allocation and no
+thread start between layers. Same interface as `Decoder`: `forward` gives hidden states, `logits` makes
+logits of them.
 """
 
 import ctypes
@@ -13,13 +14,14 @@ import torch
 from torch import Tensor
 
 from cumulo.kernels import library as native_library
-from cumulo.kernels.library import NativeLibrary, OpStruct, QuantizedRowsStruct, StepStruct
+from cumulo.kernels.library import OpStruct, QuantizedRowsStruct, StepStruct
 from cumulo.kernels.packed_linear import PackedWeight, QuantizedBuffer
 from cumulo.kernels.paged_attention import attention_fields
+from cumulo.models.attention import Attention
 from cumulo.models.batch import ForwardBatch, KVCache
-from cumulo.models.decoder import Decoder
+from cumulo.models.decoder import Decoder, Layer
 from cumulo.models.linear import Linear
-from cumulo.spec.model import ModelSpec
+from cumulo.models.moe import FeedForward
 
 ROWS_STEP = 64  # buffers grow in multiples of this many tokens
 
@@ -32,7 +34,7 @@ class FusedDecoder:
         library = native_library.native()
         if reason is not None or library is None:
             raise ValueError(f"this decoder cannot be fused: {reason}")
-        self.decoder, self.spec, self.library = decoder, decoder.spec, library
+        self.decoder, self.spec, self.dtype, self.library = decoder, decoder.spec, decoder.dtype, library
         decoder.rotary.at(torch.zeros(0, dtype=torch.int64))  # makes the table
         assert decoder.rotary.table is not None
         self.cosine, self.sine = (table.contiguous() for table in decoder.rotary.table)
@@ -183,7 +185,9 @@ class _Program:
 
     def _layer(self, index: int) -> None:
         spec, layer = self.spec, self._fused.decoder.layers[index]
+        assert isinstance(layer, Layer)
         attention, ffn = layer.attention, layer.ffn
+        assert isinstance(attention, Attention) and isinstance(ffn, FeedForward)  # why_not has checked
         cache_fields = attention_fields(
             self.cache.keys[index], self.cache.values[index], spec.heads, attention.scale, attention.window
         )

@@ -53,6 +53,10 @@ class RandomPlanner:
         plan = StepPlan(self.index)
         self.index += 1
         fresh: set[int] = set()  # slots that began or were forked in this plan: not changed again
+        for sequence in [s for s in self.sequences if s.slot >= 0 and len(s.tokens) >= self.longest]:
+            plan.end.append(sequence.slot)
+            self._release(sequence)
+            self.sequences.remove(sequence)
         for sequence in list(self.sequences):
             if sequence.slot >= 0 and self.random.random() < 0.1:
                 self._leave(sequence, plan)
@@ -150,11 +154,6 @@ class RandomPlanner:
         draws: list[tuple[Sequence, int]] = []
         for sequence in there:
             left = len(sequence.tokens) - sequence.computed
-            if len(sequence.tokens) >= self.longest:
-                plan.end.append(sequence.slot)
-                self._release(sequence)
-                self.sequences.remove(sequence)
-                continue
             count = self.random.randint(0, left)
             if count == 0 or not self._make_room(sequence, sequence.computed + count, plan, fresh):
                 continue
@@ -164,7 +163,9 @@ class RandomPlanner:
             sequence.computed += count
             if sequence.computed == len(sequence.tokens):
                 drawn_into = [sequence]
-                while sequence.samples_left and self.slots_free:
+                # All forks of a plan read before any writes: who was moved by one cannot be the source of one.
+                moved = any(fork.target == sequence.slot for fork in plan.forks)
+                while sequence.samples_left and self.slots_free and not moved:
                     # Samples share the row; this fork comes after the block changes above.
                     drawn_into.append(self._fork(sequence, plan, fresh, sample_index=sequence.samples_left))
                     sequence.samples_left -= 1

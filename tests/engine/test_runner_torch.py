@@ -102,7 +102,7 @@ PARAMS = [
 
 @pytest.mark.parametrize("kind", SPECS)
 @pytest.mark.parametrize("overlap", [False, True])
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 2**32), block_size=st.sampled_from([1, 2, 4, 5]))
 def test_any_legal_order_of_work_gives_the_tokens_of_plain_recomputation(
     kind: str, overlap: bool, seed: int, block_size: int

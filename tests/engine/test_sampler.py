@@ -166,6 +166,20 @@ def test_a_large_float32_vocabulary_gives_the_reference_tokens(params: SamplingP
     assert drawn.tokens.tolist() == [naive_draw(logits[i], params, PROMPT, [], i, 0) for i in range(4)]
 
 
+@pytest.mark.parametrize("top_p", [0.3, 0.95, 0.9999])
+def test_top_p_is_exact_for_flat_and_peaked_rows_of_a_large_vocabulary_together(top_p: float) -> None:
+    random = np.random.default_rng(4)
+    spreads = np.array([0.0, 0.3, 1.0, 2.0, 6.0, 1.0])
+    logits = random.normal(size=(6, 9001)) * spreads[:, None]
+    logits[5, 17] += 30
+    params = [SamplingParams(top_p=top_p, min_p=0.5 if i == 2 else 0.0) for i in range(6)]
+    for seed in range(4):
+        drawn = sample(torch.from_numpy(logits), params, seeds=[seed] * 6)
+        assert drawn.tokens.tolist() == [
+            naive_draw(logits[i], params[i], PROMPT, [], seed, 0) for i in range(6)
+        ]
+
+
 def test_the_n_samples_of_one_prompt_share_a_row_and_differ() -> None:
     logits = torch.randn(2, 500, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     params = [SamplingParams()] * 6

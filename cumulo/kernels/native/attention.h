@@ -34,26 +34,35 @@ struct AttentionScratch {
     alignas(64) float scores[MAX_ROWS * CHUNK];
     alignas(64) float maxima[MAX_ROWS];
     alignas(64) float sums[MAX_ROWS];
-    std::vector<float> query, accumulator, transposed;
     const float* key_rows[CHUNK];
     const float* value_rows[CHUNK];
     int first_visible[MAX_ROWS], last_visible[MAX_ROWS];  // positions a row may see
+    float *query, *accumulator, *transposed;  // [MAX_ROWS, key_dim], [MAX_ROWS, value_dim], [key_dim, CHUNK]
+    std::vector<float> storage;
+
+    void reserve(int key_dim, int value_dim) {
+        storage.resize((size_t)MAX_ROWS * (key_dim + value_dim) + (size_t)CHUNK * key_dim);
+        query = storage.data();
+        accumulator = query + (size_t)MAX_ROWS * key_dim;
+        transposed = accumulator + (size_t)MAX_ROWS * value_dim;
+    }
 };
 
 // scores[r][p] for few rows: NR rows x LANES positions at a time.
 template <int NR>
-INLINE void scores_by_key(AttentionScratch& s, int dim, int row, int positions) {
+INLINE void scores_by_key(const float* __restrict query, const float* const* key_rows, float* __restrict scores,
+                          int dim, int positions) {
     for (int p = 0; p < positions; p += LANES) {
         vf partial[NR][LANES] = {};
         const float* key[LANES];
-        for (int i = 0; i < LANES; ++i) key[i] = s.key_rows[p + i < positions ? p + i : positions - 1];
+        for (int i = 0; i < LANES; ++i) key[i] = key_rows[p + i < positions ? p + i : positions - 1];
         for (int d = 0; d < dim; d += LANES) {
             vf k[LANES];
 #pragma GCC unroll 8
             for (int i = 0; i < LANES; ++i) k[i] = load(key[i] + d);
 #pragma GCC unroll 4
             for (int r = 0; r < NR; ++r) {
-                vf q = load(&s.query[(row + r) * dim + d]);
+                vf q = load(query + r * dim + d);
 #pragma GCC unroll 8
                 for (int i = 0; i < LANES; ++i) partial[r][i] = fma(q, k[i], partial[r][i]);
             }
@@ -63,31 +72,34 @@ INLINE void scores_by_key(AttentionScratch& s, int dim, int row, int positions) 
             transpose(partial[r]);
             vf total = partial[r][0];
             for (int lane = 1; lane < LANES; ++lane) total += partial[r][lane];
-            store(s.scores + (row + r) * CHUNK + p, total);
+            store(scores + r * CHUNK + p, total);
         }
     }
 }
 
 // scores[r][p] for 4 rows x 16 positions from transposed keys, in scores_by_key's order of summation: one sum
 // per lane of the head dimension, then the lanes one after another.
-INLINE void scores_by_chunk(AttentionScratch& s, int dim, int row, int p) {
+INLINE void scores_by_chunk(const float* __restrict query, const float* __restrict transposed,
+                            float* __restrict scores, int dim) {
     const int V = 16 / LANES;
     for (int lane = 0; lane < LANES; ++lane) {
         vf partial[4][V] = {};
-        const float* keys = &s.transposed[lane * CHUNK + p];
-        const float* q = &s.query[row * dim + lane];
-        for (int d = 0; d < dim; d += LANES, keys += LANES * CHUNK, q += LANES) {
-            vf k[V];
+        const float* keys = transposed + lane * CHUNK;
+        const float *q0 = query + lane, *q1 = q0 + dim, *q2 = q1 + dim, *q3 = q2 + dim;
+        for (int d = 0; d < dim; d += LANES, keys += LANES * CHUNK) {
+            const float q[4] = {q0[d], q1[d], q2[d], q3[d]};
 #pragma GCC unroll 4
-            for (int v = 0; v < V; ++v) k[v] = load(keys + v * LANES);
-#pragma GCC unroll 4
-            for (int r = 0; r < 4; ++r)
-#pragma GCC unroll 4
-                for (int v = 0; v < V; ++v) partial[r][v] = fma(k[v], q[r * dim], partial[r][v]);
-        }
-        for (int r = 0; r < 4; ++r)
             for (int v = 0; v < V; ++v) {
-                float* at = s.scores + (row + r) * CHUNK + p + v * LANES;
+                vf k = load(keys + v * LANES);
+#pragma GCC unroll 4
+                for (int r = 0; r < 4; ++r) partial[r][v] = fma(k, q[r], partial[r][v]);
+            }
+        }
+#pragma GCC unroll 4
+        for (int r = 0; r < 4; ++r)
+#pragma GCC unroll 4
+            for (int v = 0; v < V; ++v) {
+                float* at = scores + r * CHUNK + v * LANES;
                 store(at, lane ? load(at) + partial[r][v] : partial[r][v]);
             }
     }
@@ -95,7 +107,7 @@ INLINE void scores_by_chunk(AttentionScratch& s, int dim, int row, int p) {
 
 // Turn a row's scores into weights exp(score - max), update its running maximum and sum, and return the factor
 // by which what was accumulated before must shrink. `begin` is the position of scores[0].
-INLINE float softmax_row(AttentionScratch& s, int row, int begin, int positions) {
+static float softmax_row(AttentionScratch& s, int row, int begin, int positions) {
     float* scores = s.scores + row * CHUNK;
     int low = s.first_visible[row] - begin, high = s.last_visible[row] - begin;  // visible: low..high
     int padded = (positions + LANES - 1) / LANES * LANES;
@@ -104,13 +116,24 @@ INLINE float softmax_row(AttentionScratch& s, int row, int begin, int positions)
     vf largest = load(scores);
     for (int p = LANES; p < padded; p += LANES) largest = max(largest, load(scores + p));
     float before = s.maxima[row], now = max(largest);
-    now = now > before ? now : before;
+    now = now <= before ? before : now;  // NaN stays NaN: it must reach whoever checks the logits
     if (now <= MASKED) {  // nothing visible yet
         for (int p = 0; p < padded; p += LANES) store(scores + p, vf{});
         return 1;
     }
     vf total = {};
-    for (int p = 0; p < padded; p += LANES) {
+    int p = 0;
+    for (; p + 4 * LANES <= padded; p += 4 * LANES) {  // four at a time: an exponential is a long chain
+        vf weight[4];
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; ++i) weight[i] = exp(load(scores + p + i * LANES) - now);
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; ++i) {
+            store(scores + p + i * LANES, weight[i]);
+            total += weight[i];
+        }
+    }
+    for (; p < padded; p += LANES) {
         vf weight = exp(load(scores + p) - now);
         store(scores + p, weight);
         total += weight;
@@ -121,59 +144,85 @@ INLINE float softmax_row(AttentionScratch& s, int row, int begin, int positions)
     return factor;
 }
 
-// accumulator[row..row + NR) = accumulator * factor + weights . values, V vectors of columns at a time.
+// accumulator = accumulator * factor + weights . values for NR rows, V vectors of columns at a time.
 template <int NR, int V>
-INLINE void add_values(AttentionScratch& s, int dim, int row, int column, const float* factor, int positions) {
+INLINE void add_values(const float* __restrict weights, const float* const* value_rows, int column,
+                       float* __restrict accumulator, int dim, const float* factor, int positions) {
     vf total[NR][V];
 #pragma GCC unroll 4
     for (int r = 0; r < NR; ++r)
-#pragma GCC unroll 4
-        for (int v = 0; v < V; ++v)
-            total[r][v] = load(&s.accumulator[(row + r) * dim + column + v * LANES]) * factor[r];
+#pragma GCC unroll 16
+        for (int v = 0; v < V; ++v) total[r][v] = load(accumulator + r * dim + v * LANES) * factor[r];
     for (int p = 0; p < positions; ++p) {
-        const float* value = s.value_rows[p] + column;
-        vf x[V];
+        const float* value = value_rows[p] + column;
+        float w[NR];
 #pragma GCC unroll 4
-        for (int v = 0; v < V; ++v) x[v] = load(value + v * LANES);
+        for (int r = 0; r < NR; ++r) w[r] = weights[r * CHUNK + p];
+#pragma GCC unroll 16
+        for (int v = 0; v < V; ++v) {
+            vf x = load(value + v * LANES);
 #pragma GCC unroll 4
-        for (int r = 0; r < NR; ++r)
-#pragma GCC unroll 4
-            for (int v = 0; v < V; ++v)
-                total[r][v] = fma(x[v], s.scores[(row + r) * CHUNK + p], total[r][v]);
+            for (int r = 0; r < NR; ++r) total[r][v] = fma(x, w[r], total[r][v]);
+        }
     }
 #pragma GCC unroll 4
     for (int r = 0; r < NR; ++r)
-#pragma GCC unroll 4
-        for (int v = 0; v < V; ++v) store(&s.accumulator[(row + r) * dim + column + v * LANES], total[r][v]);
+#pragma GCC unroll 16
+        for (int v = 0; v < V; ++v) store(accumulator + r * dim + v * LANES, total[r][v]);
 }
 
 template <int NR>
-INLINE void rows_times_values(AttentionScratch& s, int dim, int row, const float* factor, int positions) {
+static void rows_times_values(AttentionScratch& s, int dim, int row, const float* factor, int positions) {
+    const float* weights = s.scores + row * CHUNK;
+    float* accumulator = s.accumulator + row * dim;
     const int V = 16 / LANES;
-    int column = 0;
-    for (; column + 16 <= dim; column += 16) add_values<NR, V>(s, dim, row, column, factor, positions);
-    for (; column < dim; column += LANES) add_values<NR, 1>(s, dim, row, column, factor, positions);
+    int c = 0;
+    if (NR == 1)  // a whole row of values at once, as it lies in memory
+        for (; c + 16 * LANES <= dim; c += 16 * LANES)
+            add_values<NR, 16>(weights, s.value_rows, c, accumulator + c, dim, factor, positions);
+    for (; c + 16 <= dim; c += 16)
+        add_values<NR, V>(weights, s.value_rows, c, accumulator + c, dim, factor, positions);
+    for (; c < dim; c += LANES)
+        add_values<NR, 1>(weights, s.value_rows, c, accumulator + c, dim, factor, positions);
+}
+
+// Where the keys (and values) of positions [begin, begin + count) lie.
+INLINE void locate(const AttentionInput& in, const int32_t* table, int kv_head, int begin, int count,
+                   const float** key_rows, const float** value_rows) {
+    int index = begin / in.block_size, offset = begin % in.block_size;
+    for (int p = 0; p < count; ++index, offset = 0) {
+        int64_t block = table[index];
+        const float* key = in.keys + block * in.key_block + kv_head * in.key_head;
+        const float* value = in.values + block * in.value_block + kv_head * in.value_head;
+        for (; offset < in.block_size && p < count; ++offset, ++p) {
+            key_rows[p] = key + offset * in.key_position;
+            if (value_rows) value_rows[p] = value + offset * in.value_position;
+        }
+    }
+}
+INLINE void prefetch_row(const float* row, int dim) {
+    for (int d = 0; d < dim; d += 16) __builtin_prefetch(row + d);
 }
 
 // Tokens [token, token + tokens) of one sequence, the first at position `position`; `heads` query heads from
 // `head`, all of KV head `kv_head`.
-static void attend(const AttentionInput& in, AttentionScratch& s, const int32_t* table, int64_t token, int tokens,
+static __attribute__((noinline)) void attend(const AttentionInput& in, AttentionScratch& s, const int32_t* table, int64_t token, int tokens,
                    int position, int head, int heads, int kv_head) {
     const int D = in.key_dim, E = in.value_dim, rows = tokens * heads;
     const int padded_rows = (rows + 3) / 4 * 4;  // tiles of 4 rows read (and ignore) what follows
-    s.query.resize((size_t)MAX_ROWS * D);
-    s.accumulator.assign((size_t)padded_rows * E, 0.0f);
+    s.reserve(D, E);
+    std::fill_n(s.accumulator, (size_t)padded_rows * E, 0.0f);
     for (int r = 0; r < rows; ++r) {
         int t = r / heads;
         const float* q = in.query + (token + t) * in.query_stride + (int64_t)(head + r % heads) * D;
-        for (int d = 0; d < D; d += LANES) store(&s.query[r * D + d], load(q + d) * in.scale);
+        for (int d = 0; d < D; d += LANES) store(s.query + r * D + d, load(q + d) * in.scale);
         s.maxima[r] = MASKED;
         s.sums[r] = 0;
         s.last_visible[r] = position + t;
         s.first_visible[r] = in.window && position + t + 1 > in.window ? position + t + 1 - in.window : 0;
     }
     for (int r = rows; r < padded_rows; ++r) {
-        std::fill_n(&s.query[r * D], D, 0.0f);
+        std::fill_n(s.query + r * D, D, 0.0f);
         s.last_visible[r] = s.last_visible[rows - 1];
         s.first_visible[r] = s.first_visible[rows - 1];
         s.maxima[r] = MASKED;
@@ -183,18 +232,22 @@ static void attend(const AttentionInput& in, AttentionScratch& s, const int32_t*
     const bool few = rows <= FEW_ROWS;
     for (int begin = s.first_visible[0] / CHUNK * CHUNK; begin < end; begin += CHUNK) {
         int positions = end - begin < CHUNK ? end - begin : CHUNK;
-        for (int p = 0; p < positions; ++p) {
-            int64_t block = table[(begin + p) / in.block_size], offset = (begin + p) % in.block_size;
-            s.key_rows[p] = in.keys + block * in.key_block + kv_head * in.key_head + offset * in.key_position;
-            s.value_rows[p] =
-                in.values + block * in.value_block + kv_head * in.value_head + offset * in.value_position;
-        }
+        locate(in, table, kv_head, begin, positions, s.key_rows, s.value_rows);
+        // Decoding waits for memory: fetch the values while the scores are computed, ...
+        if (few)
+            for (int p = 0; p < positions; ++p) prefetch_row(s.value_rows[p], E);
         if (few) {
             int row = 0;
-            for (; row + 3 <= rows; row += 3) scores_by_key<3>(s, D, row, positions);
-            for (; row < rows; ++row) scores_by_key<1>(s, D, row, positions);
+            for (; row + 3 <= rows; row += 3)
+                scores_by_key<3>(s.query + row * D, s.key_rows, s.scores + row * CHUNK, D, positions);
+            for (; row < rows; ++row)
+                scores_by_key<1>(s.query + row * D, s.key_rows, s.scores + row * CHUNK, D, positions);
+            int next = end - begin - CHUNK < CHUNK ? end - begin - CHUNK : CHUNK;
+            if (next > 0) {  // ... and the next chunk's keys while these values are used.
+                locate(in, table, kv_head, begin + CHUNK, next, s.key_rows, nullptr);
+                for (int p = 0; p < next; ++p) prefetch_row(s.key_rows[p], D);
+            }
         } else {
-            s.transposed.resize((size_t)D * CHUNK);
             for (int p = 0; p < CHUNK; p += LANES) {
                 if (p >= positions) break;
                 for (int d = 0; d < D; d += LANES) {
@@ -202,12 +255,13 @@ static void attend(const AttentionInput& in, AttentionScratch& s, const int32_t*
                     for (int i = 0; i < LANES; ++i)
                         block[i] = p + i < positions ? load(s.key_rows[p + i] + d) : vf{};
                     transpose(block);
-                    for (int i = 0; i < LANES; ++i) store(&s.transposed[(d + i) * CHUNK + p], block[i]);
+                    for (int i = 0; i < LANES; ++i) store(s.transposed + (d + i) * CHUNK + p, block[i]);
                 }
             }
             for (int row = 0; row < rows; row += 4) {
                 int last = s.last_visible[row + 3] - begin;  // later rows see more
-                for (int p = 0; p < positions && p <= last; p += 16) scores_by_chunk(s, D, row, p);
+                for (int p = 0; p < positions && p <= last; p += 16)
+                    scores_by_chunk(s.query + row * D, s.transposed + p, s.scores + row * CHUNK + p, D);
             }
         }
         for (int row = 0; row < rows;) {
@@ -225,13 +279,14 @@ static void attend(const AttentionInput& in, AttentionScratch& s, const int32_t*
     for (int r = 0; r < rows; ++r) {
         float* out = in.out + (token + r / heads) * in.out_stride + (int64_t)(head + r % heads) * E;
         float inverse = 1.0f / s.sums[r];
-        for (int e = 0; e < E; e += LANES) store(out + e, load(&s.accumulator[r * E + e]) * inverse);
+        for (int e = 0; e < E; e += LANES) store(out + e, load(s.accumulator + r * E + e) * inverse);
     }
 }
 
 // Called by every thread of the team. Work is dealt out in units of (tile of tokens, group of heads).
 static void attention(const AttentionInput& in, Work work, const Team& team) {
-    static thread_local AttentionScratch scratch;
+    static thread_local AttentionScratch own;
+    AttentionScratch& scratch = own;  // looked up once: thread-local access is a call
     const int per_kv = in.heads / in.kv_heads;
     // With few sequences and no prefill there are fewer KV heads than threads can share evenly: split further.
     int64_t tokens = in.query_starts[in.sequences];

@@ -16,6 +16,41 @@ INLINE vi dot(vi sums, vb weights, Sixteen a) {
     return (vi)vdotq_laneq_s32((int32x4_t)sums, (int8x16_t)weights, a, J);
 }
 
+
+// One block for two tokens with 16-bit activations: sums += scale * token_scale * (256 * high + low) . weights.
+// The only assembly here: the compiler orders these 32 dot products as long dependent chains and spills; four
+// chains side by side (high and low of both tokens) keep both vector pipes busy. It rounds as multiply_tile does.
+#define HAS_PAIR 1
+INLINE void dot_pair(const vb w[8], const int8_t* codes, const float* token_scales, vf scale, vf& sum0, vf& sum1) {
+    vi high0, high1, low0, low1;
+    vb a0, a1, b0, b1;
+#define STEP(W, J) \
+    "sdot %[high0].4s, %[" W "].16b, %[a0].4b[" J "]\n" \
+    "sdot %[high1].4s, %[" W "].16b, %[a1].4b[" J "]\n" \
+    "sdot %[low0].4s, %[" W "].16b, %[b0].4b[" J "]\n" \
+    "sdot %[low1].4s, %[" W "].16b, %[b1].4b[" J "]\n"
+    asm("movi %[high0].4s, 0\n movi %[high1].4s, 0\n movi %[low0].4s, 0\n movi %[low1].4s, 0\n"
+        "ldr %q[a0], [%[codes]]\n ldr %q[a1], [%[codes], 64]\n"
+        "ldr %q[b0], [%[codes], 32]\n ldr %q[b1], [%[codes], 96]\n"
+        STEP("w0", "0") STEP("w1", "1") STEP("w2", "2") STEP("w3", "3")
+        "ldr %q[a0], [%[codes], 16]\n ldr %q[a1], [%[codes], 80]\n"
+        "ldr %q[b0], [%[codes], 48]\n ldr %q[b1], [%[codes], 112]\n"
+        STEP("w4", "0") STEP("w5", "1") STEP("w6", "2") STEP("w7", "3")
+        "ldr %d[a0], [%[token_scales]]\n"
+        "shl %[high0].4s, %[high0].4s, 8\n shl %[high1].4s, %[high1].4s, 8\n"
+        "fmul %[a1].4s, %[scale].4s, %[a0].s[1]\n fmul %[a0].4s, %[scale].4s, %[a0].s[0]\n"
+        "add %[high0].4s, %[high0].4s, %[low0].4s\n add %[high1].4s, %[high1].4s, %[low1].4s\n"
+        "scvtf %[high0].4s, %[high0].4s\n scvtf %[high1].4s, %[high1].4s\n"
+        "fmla %[sum0].4s, %[high0].4s, %[a0].4s\n fmla %[sum1].4s, %[high1].4s, %[a1].4s\n"
+        : [high0] "=&w"(high0), [high1] "=&w"(high1), [low0] "=&w"(low0), [low1] "=&w"(low1), [a0] "=&w"(a0),
+          [a1] "=&w"(a1), [b0] "=&w"(b0), [b1] "=&w"(b1), [sum0] "+w"(sum0), [sum1] "+w"(sum1)
+        : [w0] "w"(w[0]), [w1] "w"(w[1]), [w2] "w"(w[2]), [w3] "w"(w[3]), [w4] "w"(w[4]), [w5] "w"(w[5]),
+          [w6] "w"(w[6]), [w7] "w"(w[7]), [scale] "w"(scale), [codes] "r"(codes),
+          [token_scales] "r"(token_scales), "m"(*(const int8_t(*)[128])codes),
+          "m"(*(const float(*)[2])token_scales));
+#undef STEP
+}
+
 #elif LANES == 8 && defined(__AVX512VNNI__) && defined(__AVX512VL__)
 #define DOT_NAME "vpdpbusd"
 #define WEIGHT_OFFSET 128
@@ -63,4 +98,9 @@ INLINE vi dot(vi sums, vb weights, Sixteen a) {
         for (int k = 0; k < 4; ++k) sums[lane] += (int32_t)weights[4 * lane + k] * a[4 * J + k];
     return sums;
 }
+#endif
+
+#if !defined(HAS_PAIR)
+#define HAS_PAIR 0
+INLINE void dot_pair(const vb*, const int8_t*, const float*, vf, vf&, vf&) {}
 #endif

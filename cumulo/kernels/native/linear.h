@@ -3,10 +3,12 @@
 // A panel is LANES rows of W. Its blocks follow each other along the columns, one per 32 of them:
 //   codes    8 vectors of (LANES rows x 4 columns); 4-bit ones hold vector j in the low, j + 4 in the high half
 //   scales   [1 or 2 (groups of 16)][LANES] half or float
-//   minima   the same, if the format has them
+//   minima   the same; always there for 4 bits, with 8 only if the format has them
 // so the weights are read exactly once, front to back. One vector of codes and four activations feed one dot
-// instruction; unpacking is shared by up to MAX_TILE tokens. The float sum of an output runs over the blocks in
-// order, whatever the tile: the result for a token does not depend on how many others are in the call.
+// instruction; unpacking is shared by up to MAX_TILE tokens, and by all tokens of a prefill: there a chunk of
+// panels is first expanded (codes to bytes, scales to floats) into a scratch that stays in the cache.
+// The float sum of an output runs over the blocks in order, whatever the tile and whether expanded or not: the
+// result for a token does not depend, in any bit, on how many others are in the call.
 #pragma once
 #include "dot.h"
 #include "quantize.h"
@@ -20,48 +22,50 @@ struct PackedPart {
     int64_t block_bytes;
 };
 
-template <int BITS, int HALVES>
+// How a block lies in memory. Four-bit formats always have minima; EXPANDED is 4-bit codes in bytes.
+enum Format { FOUR_HALF, FOUR_FLOAT, EIGHT, EXPANDED };
+constexpr bool is_four(Format format) { return format == FOUR_HALF || format == FOUR_FLOAT; }
+
+template <Format FORMAT>
 INLINE vf load_scale(const PackedPart& part, const uint8_t* block, int which) {  // scales, then minima
-    const uint8_t* p = block + LANES * 4 * BITS;
-    return part.half_floats ? load_half(p + which * LANES * 2) : load((const float*)(p + which * LANES * 4));
+    const uint8_t* p = block + LANES * (is_four(FORMAT) ? 16 : 32);
+    if (FORMAT == FOUR_HALF || (FORMAT == EIGHT && part.half_floats)) return load_half(p + which * LANES * 2);
+    return load((const float*)(p + which * LANES * 4));
 }
 
-template <int BITS>
+template <Format FORMAT>
 INLINE void load_codes(const uint8_t* block, vb w[8]) {
-    if (BITS == 8) {
+    if (!is_four(FORMAT)) {
         for (int j = 0; j < 8; ++j) w[j] = *(const vb_any*)(block + j * LANES * 4);
-    } else {
-        for (int j = 0; j < 4; ++j) {
-            typedef uint8_t bytes __attribute__((vector_size(LANES * 4)));
-            bytes both = (bytes) * (const vb_any*)(block + j * LANES * 4);
-            w[j] = (vb)(both & 15);
-            w[j + 4] = (vb)(both >> 4);
-        }
+        return;
+    }
+    for (int j = 0; j < 4; ++j) {
+        typedef uint8_t bytes __attribute__((vector_size(LANES * 4)));
+        bytes both = (bytes) * (const vb_any*)(block + j * LANES * 4);
+        w[j] = (vb)(both & 15);
+        w[j + 4] = (vb)(both >> 4);
     }
 }
 
-template <bool NARROW, int FROM>
-INLINE vi dot_sixteen(vi sums, const vb w[8], const int8_t* codes) {
-    Sixteen a = load_sixteen(codes);
-    sums = dot<0, NARROW>(sums, w[FROM], a);
-    sums = dot<1, NARROW>(sums, w[FROM + 1], a);
-    sums = dot<2, NARROW>(sums, w[FROM + 2], a);
-    return dot<3, NARROW>(sums, w[FROM + 3], a);
+template <bool NARROW, bool WIDE, int FROM>
+INLINE void dot_sixteen(vi& sums, vi& low, const vb w[8], const int8_t* codes) {
+    Sixteen a = load_sixteen(codes), b = load_sixteen(WIDE ? codes + 32 : codes);
+#define STEP(J) \
+    sums = dot<J, NARROW>(sums, w[FROM + J], a); \
+    if (WIDE) low = dot<J, NARROW>(low, w[FROM + J], b);
+    STEP(0) STEP(1) STEP(2) STEP(3)
+#undef STEP
 }
 
 // The integer part of one block and token: columns 16 * FIRST .. 16 * LAST of it.
-template <int BITS, bool WIDE, int FIRST, int LAST>
+template <Format FORMAT, bool WIDE, int FIRST, int LAST>
 INLINE vi block_dot(const vb w[8], const int8_t* codes, const float* notes, int n, int t) {
-    const bool NARROW = BITS == 4;
-    vi sums = {};
-    if (FIRST == 0) sums = dot_sixteen<NARROW, 0>(sums, w, codes);
-    if (LAST == 2) sums = dot_sixteen<NARROW, 4>(sums, w, codes + 16);
-    if (WIDE) {
-        sums <<= 8;
-        if (FIRST == 0) sums = dot_sixteen<NARROW, 0>(sums, w, codes + 32);
-        if (LAST == 2) sums = dot_sixteen<NARROW, 4>(sums, w, codes + 48);
-    }
-    if (BITS == 8 && WEIGHT_OFFSET) {
+    const bool NARROW = FORMAT != EIGHT;
+    vi sums = fresh_zero(), low = fresh_zero();  // two chains of dependent additions rather than one twice as long
+    if (FIRST == 0) dot_sixteen<NARROW, WIDE, 0>(sums, low, w, codes);
+    if (LAST == 2) dot_sixteen<NARROW, WIDE, 4>(sums, low, w, codes + 16);
+    if (WIDE) sums = (sums << 8) + low;
+    if (FORMAT == EIGHT && WEIGHT_OFFSET) {
         int32_t offset[2] = {};
         if (FIRST == 0) memcpy(offset, notes + CODES_FIRST * n + t, 4);
         if (LAST == 2) memcpy(offset + 1, notes + CODES_SECOND * n + t, 4);
@@ -70,60 +74,54 @@ INLINE vi block_dot(const vb w[8], const int8_t* codes, const float* notes, int 
     return sums;
 }
 
-// PANELS panels x T tokens.
-template <int BITS, int HALVES, bool WIDE, int T, int PANELS>
-static inline void multiply_tile(const PackedPart& part, int groups, const uint8_t* panel, const int8_t* codes,
-                                 const float* notes, vf result[PANELS][T]) {
+// One panel x T tokens. A single stream of weights: reading two panels at once was slower from memory.
+template <Format FORMAT, int HALVES, bool WIDE, int T>
+static inline void multiply_tile(const PackedPart& part, int groups, const uint8_t* block, const int8_t* codes,
+                                 const float* notes, vf result[T]) {
     const int CODE_BYTES = WIDE ? 64 : 32;
-    const int64_t panel_bytes = part.block_bytes * groups;
-    vf sums[PANELS][T] = {};
+    vf sums[T] = {};
     for (int group = 0; group < groups; ++group) {
+        vb w[8];
+        load_codes<FORMAT>(block, w);
+        vf scale = load_scale<FORMAT>(part, block, 0);
+        if (HALVES == 1 && HAS_PAIR && WIDE && T % 2 == 0) {
 #pragma GCC unroll 4
-        for (int p = 0; p < PANELS; ++p) {
-            const uint8_t* block = panel + p * panel_bytes;
-            __builtin_prefetch(block + 640);
-            vb w[8];
-            load_codes<BITS>(block, w);
-            if (HALVES == 1) {
-                vf scale = load_scale<BITS, HALVES>(part, block, 0);
+            for (int t = 0; t < T; t += 2)
+                dot_pair(w, codes + t * CODE_BYTES, notes + SCALE * T + t, scale, sums[t], sums[t + 1]);
+        } else if (HALVES == 1) {
 #pragma GCC unroll 8
-                for (int t = 0; t < T; ++t) {
-                    vi d = block_dot<BITS, WIDE, 0, 2>(w, codes + t * CODE_BYTES, notes, T, t);
-                    sums[p][t] = fma(to_float(d), scale * notes[SCALE * T + t], sums[p][t]);
-                }
-                if (part.has_minimum) {
-                    vf minimum = load_scale<BITS, HALVES>(part, block, 1);
+            for (int t = 0; t < T; ++t) {
+                vi d = block_dot<FORMAT, WIDE, 0, 2>(w, codes + t * CODE_BYTES, notes, T, t);
+                sums[t] = fma(to_float(d), scale * notes[SCALE * T + t], sums[t]);
+            }
+        } else {
+            vf second = load_scale<FORMAT>(part, block, 1);
 #pragma GCC unroll 8
-                    for (int t = 0; t < T; ++t) sums[p][t] = fma(minimum, notes[SUM * T + t], sums[p][t]);
-                }
-            } else {
-                vf first = load_scale<BITS, HALVES>(part, block, 0);
-                vf second = load_scale<BITS, HALVES>(part, block, 1);
-#pragma GCC unroll 8
-                for (int t = 0; t < T; ++t) {
-                    const int8_t* a = codes + t * CODE_BYTES;
-                    vi d0 = block_dot<BITS, WIDE, 0, 1>(w, a, notes, T, t);
-                    vi d1 = block_dot<BITS, WIDE, 1, 2>(w, a, notes, T, t);
-                    sums[p][t] = fma(to_float(d0), first * notes[SCALE * T + t], sums[p][t]);
-                    sums[p][t] = fma(to_float(d1), second * notes[SCALE * T + t], sums[p][t]);
-                }
-                if (part.has_minimum) {
-                    first = load_scale<BITS, HALVES>(part, block, 2);
-                    second = load_scale<BITS, HALVES>(part, block, 3);
-#pragma GCC unroll 8
-                    for (int t = 0; t < T; ++t) {
-                        sums[p][t] = fma(first, notes[SUM_FIRST * T + t], sums[p][t]);
-                        sums[p][t] = fma(second, notes[SUM_SECOND * T + t], sums[p][t]);
-                    }
-                }
+            for (int t = 0; t < T; ++t) {
+                const int8_t* a = codes + t * CODE_BYTES;
+                vi d0 = block_dot<FORMAT, WIDE, 0, 1>(w, a, notes, T, t);
+                vi d1 = block_dot<FORMAT, WIDE, 1, 2>(w, a, notes, T, t);
+                sums[t] = fma(to_float(d0), scale * notes[SCALE * T + t], sums[t]);
+                sums[t] = fma(to_float(d1), second * notes[SCALE * T + t], sums[t]);
             }
         }
-        panel += part.block_bytes;
+        if (HALVES == 1 && (FORMAT != EIGHT || part.has_minimum)) {
+            vf minimum = load_scale<FORMAT>(part, block, 1);
+#pragma GCC unroll 8
+            for (int t = 0; t < T; ++t) sums[t] = fma(minimum, notes[SUM * T + t], sums[t]);
+        } else if (HALVES == 2 && part.has_minimum) {
+            vf first = load_scale<FORMAT>(part, block, 2), second = load_scale<FORMAT>(part, block, 3);
+#pragma GCC unroll 8
+            for (int t = 0; t < T; ++t) {
+                sums[t] = fma(first, notes[SUM_FIRST * T + t], sums[t]);
+                sums[t] = fma(second, notes[SUM_SECOND * T + t], sums[t]);
+            }
+        }
+        block += part.block_bytes;
         codes += T * CODE_BYTES;
         notes += T * NOTES;
     }
-    for (int p = 0; p < PANELS; ++p)
-        for (int t = 0; t < T; ++t) result[p][t] = sums[p][t];
+    for (int t = 0; t < T; ++t) result[t] = sums[t];
 }
 
 struct LinearOutput {
@@ -148,60 +146,81 @@ INLINE void put(const LinearOutput& out, int64_t token, int64_t row, int64_t row
     }
 }
 
-template <int BITS, int HALVES, bool WIDE, int T>
+template <Format FORMAT, int HALVES, bool WIDE, int T>
 static void multiply_panels(const PackedPart& part, const QuantizedRows& x, int64_t token, int64_t begin,
                             int64_t end, const LinearOutput& out) {
-    // One token leaves the dot units waiting for loads; two panels at a time keep them fed.
-    const int PANELS = T == 1 ? 2 : 1;
     const int8_t* codes = x.codes + token * x.groups * x.code_bytes();
     const float* notes = x.notes + token * x.groups * NOTES;
-    const int64_t panel_bytes = part.block_bytes * x.groups;
-    int64_t panel = begin;
-    for (; panel + PANELS <= end; panel += PANELS) {
-        vf result[PANELS][T];
-        multiply_tile<BITS, HALVES, WIDE, T, PANELS>(part, x.groups, part.data + panel * panel_bytes, codes,
-                                                     notes, result);
-        for (int p = 0; p < PANELS; ++p)
-            for (int t = 0; t < T; ++t) put(out, token + t, (panel + p) * LANES, part.rows, result[p][t]);
+    const uint8_t* block = part.data + begin * part.block_bytes * x.groups;
+    for (int64_t panel = begin; panel < end; ++panel, block += part.block_bytes * x.groups) {
+        vf result[T];
+        multiply_tile<FORMAT, HALVES, WIDE, T>(part, x.groups, block, codes, notes, result);
+        for (int t = 0; t < T; ++t) put(out, token + t, panel * LANES, part.rows, result[t]);
     }
-    if (PANELS > 1)
-        for (; panel < end; ++panel) {
-            vf result[1][T];
-            multiply_tile<BITS, HALVES, WIDE, T, 1>(part, x.groups, part.data + panel * panel_bytes, codes,
-                                                    notes, result);
-            for (int t = 0; t < T; ++t) put(out, token + t, panel * LANES, part.rows, result[0][t]);
-        }
 }
 
-template <int BITS, int HALVES, bool WIDE>
+template <Format FORMAT, int HALVES, bool WIDE>
 static void multiply_chunk(const PackedPart& part, const QuantizedRows& x, int64_t tokens, int64_t begin,
                            int64_t end, const LinearOutput& out) {
     for (int64_t token = 0; token < tokens;) {
         int64_t first;
         int n;
         tile_of(token, tokens, &first, &n);
-        if (n == 8) multiply_panels<BITS, HALVES, WIDE, 8>(part, x, token, begin, end, out);
-        else if (n == 4) multiply_panels<BITS, HALVES, WIDE, 4>(part, x, token, begin, end, out);
-        else if (n == 2) multiply_panels<BITS, HALVES, WIDE, 2>(part, x, token, begin, end, out);
-        else multiply_panels<BITS, HALVES, WIDE, 1>(part, x, token, begin, end, out);
+        if (n == 8) multiply_panels<FORMAT, HALVES, WIDE, 8>(part, x, token, begin, end, out);
+        else if (n == 4) multiply_panels<FORMAT, HALVES, WIDE, 4>(part, x, token, begin, end, out);
+        else if (n == 2) multiply_panels<FORMAT, HALVES, WIDE, 2>(part, x, token, begin, end, out);
+        else multiply_panels<FORMAT, HALVES, WIDE, 1>(part, x, token, begin, end, out);
         token += n;
     }
+}
+
+static const int EXPANDED_BLOCK = LANES * (32 + 8);
+static const int64_t CHUNK_BYTES = 24576;  // of panels that stay in the first-level cache
+static const int64_t EXPAND_FROM = 4 * MAX_TILE;  // tokens from which expanding pays
+
+// Panels [begin, end) of a 4-bit part as the same part in EXPANDED form.
+template <Format FORMAT>
+static PackedPart expand(const PackedPart& part, int groups, int64_t begin, int64_t end, uint8_t* to) {
+    PackedPart expanded = part;
+    expanded.block_bytes = EXPANDED_BLOCK;
+    expanded.data = to - begin * groups * EXPANDED_BLOCK;  // so that panel numbers stay the same
+    const uint8_t* block = part.data + begin * groups * part.block_bytes;
+    for (int64_t i = 0; i < (end - begin) * groups; ++i, block += part.block_bytes, to += EXPANDED_BLOCK) {
+        vb w[8];
+        load_codes<FORMAT>(block, w);
+        for (int j = 0; j < 8; ++j) *(vb_any*)(to + j * LANES * 4) = w[j];
+        for (int which = 0; which < 2; ++which)
+            store((float*)(to + LANES * (32 + 4 * which)), load_scale<FORMAT>(part, block, which));
+    }
+    return expanded;
 }
 
 // Called by every thread of the team.
 static void multiply(const PackedPart& part, const QuantizedRows& x, int64_t tokens, const LinearOutput& out,
                      Work work, const Team& team) {
+    static thread_local std::vector<uint8_t> own_scratch;
+    std::vector<uint8_t>& scratch = own_scratch;  // looked up once: thread-local access is a call
+    const bool expanding = part.bits == 4 && tokens >= EXPAND_FROM;
     int64_t panels = (part.rows + LANES - 1) / LANES;
-    // A chunk of panels stays in the first-level cache while all tiles of tokens pass over it (about 24 KiB),
-    // but every thread should get several chunks: cores are rarely equally fast.
-    int64_t chunk = 24576 / (part.block_bytes * x.groups), share = panels / (team.size * 6);
+    // A chunk of panels stays in the first-level cache while all tiles of tokens pass over it, but every thread
+    // should get several chunks: cores are rarely equally fast.
+    const int64_t panel_bytes = (expanding ? EXPANDED_BLOCK : part.block_bytes) * x.groups;
+    int64_t chunk = CHUNK_BYTES / panel_bytes, share = panels / (team.size * 6);
     chunk = tokens <= MAX_TILE ? share : (chunk < share ? chunk : share);
-    chunk = chunk < 2 ? 2 : chunk / 2 * 2;
+    chunk = chunk < 1 ? 1 : chunk;
     work.each(panels, chunk, [&](int64_t begin, int64_t end) {
-#define CASE(BITS, HALVES, WIDE) multiply_chunk<BITS, HALVES, WIDE>(part, x, tokens, begin, end, out)
-        if (part.bits == 4) x.wide ? CASE(4, 1, true) : CASE(4, 1, false);
-        else if (part.halves == 1) x.wide ? CASE(8, 1, true) : CASE(8, 1, false);
-        else x.wide ? CASE(8, 2, true) : CASE(8, 2, false);
+#define CASE(PART, FORMAT, HALVES) \
+    (x.wide ? multiply_chunk<FORMAT, HALVES, true>(PART, x, tokens, begin, end, out) \
+            : multiply_chunk<FORMAT, HALVES, false>(PART, x, tokens, begin, end, out))
+        if (expanding) {
+            scratch.resize((size_t)(chunk * panel_bytes));
+            auto expander = part.half_floats ? expand<FOUR_HALF> : expand<FOUR_FLOAT>;
+            CASE(expander(part, x.groups, begin, end, scratch.data()), EXPANDED, 1);
+        } else if (part.bits == 4) {
+            part.half_floats ? CASE(part, FOUR_HALF, 1) : CASE(part, FOUR_FLOAT, 1);
+        } else {
+            part.halves == 1 ? CASE(part, EIGHT, 1) : CASE(part, EIGHT, 2);
+        }
 #undef CASE
     });
 }

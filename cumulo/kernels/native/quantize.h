@@ -59,15 +59,14 @@ INLINE void quantize_group(const vf v[32 / LANES], int8_t* codes, float* notes, 
     notes[SUM_FIRST * n + t] = first;
     notes[SUM_SECOND * n + t] = second;
     vi code_sums[2] = {};
-    for (int i = 0; i < 2 * HALF; ++i) {
-        vi q = round_to_int(v[i] * inverse);
-        if (WIDE) {
-            store_low_bytes(codes + LANES * i, (q + 128) >> 8);
-            store_low_bytes(codes + 32 + LANES * i, q);
-        } else {
-            store_low_bytes(codes + LANES * i, q);
+    for (int half = 0; half < 2; ++half) {
+        vi q[HALF];
+        for (int i = 0; i < HALF; ++i) {
+            q[i] = round_to_int(v[half * HALF + i] * inverse);
+            if (WEIGHT_OFFSET) code_sums[half] += q[i];
         }
-        if (WEIGHT_OFFSET) code_sums[i / HALF] += q;
+        int8_t* first_byte = codes + 16 * half;
+        store_bytes<WIDE>(first_byte, WIDE ? first_byte + 32 : first_byte, q);
     }
     if (WEIGHT_OFFSET)
         for (int half = 0; half < 2; ++half) {

@@ -31,6 +31,16 @@ INLINE void store(float* p, vf v) { *(vf_any*)p = v; }
 INLINE vf splat(float x) { return x - vf{}; }  // x - 0 keeps the sign of a negative zero
 INLINE vi splat(int32_t x) { return x - vi{}; }
 
+// A zero that may be overwritten: made anew it is free, copied from a kept zero it costs a vector operation.
+INLINE vi fresh_zero() {
+#if defined(__ARM_NEON)
+    vi zero;
+    asm volatile("movi %0.4s, 0" : "=w"(zero));
+    return zero;
+#else
+    return vi{};
+#endif
+}
 INLINE vf fma(vf a, vf b, vf c) {  // a * b + c
 #if defined(__ARM_NEON)
     return (vf)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
@@ -86,39 +96,43 @@ INLINE vf load_half(const uint8_t* p) { return (vf)_mm256_cvtph_ps(_mm_loadu_si1
 INLINE vf load_half(const uint8_t*) { return vf{}; }
 #endif
 
-// The low byte of every 32-bit lane, LANES bytes.
-INLINE void store_low_bytes(int8_t* p, vi v) {
+// 16 integers as bytes: the low byte of each, and for WIDE before it the byte above, rounded so that
+// 256 * high + low (both signed) is the integer again. |q| <= 127 * 256 + 127.
+template <bool WIDE>
+INLINE void store_bytes(int8_t* high, int8_t* low, const vi q[16 / LANES]) {
 #if defined(__ARM_NEON)
-    int16x4_t half = vmovn_s32((int32x4_t)v);
-    int8x8_t bytes = vmovn_s16(vcombine_s16(half, half));
-    uint32_t word = vget_lane_u32(vreinterpret_u32_s8(bytes), 0);
-    memcpy(p, &word, 4);
+    int16x8_t a = vuzp1q_s16((int16x8_t)q[0], (int16x8_t)q[1]), b = vuzp1q_s16((int16x8_t)q[2], (int16x8_t)q[3]);
+    vst1q_s8(low, vuzp1q_s8((int8x16_t)a, (int8x16_t)b));
+    if (WIDE) {
+        const int16x8_t half = vdupq_n_s16(128);
+        a = vshrq_n_s16(vaddq_s16(a, half), 8), b = vshrq_n_s16(vaddq_s16(b, half), 8);
+        vst1q_s8(high, vuzp1q_s8((int8x16_t)a, (int8x16_t)b));
+    }
 #else
-    for (int lane = 0; lane < LANES; ++lane) p[lane] = (int8_t)v[lane];
+    for (int i = 0; i < 16 / LANES; ++i)
+        for (int lane = 0; lane < LANES; ++lane) {
+            low[i * LANES + lane] = (int8_t)q[i][lane];
+            if (WIDE) high[i * LANES + lane] = (int8_t)((q[i][lane] + 128) >> 8);
+        }
 #endif
 }
 
-// e^x. x = n ln 2 + r with |r| <= ln 2 / 2, then the Taylor series of e^r to degree 7 (next term < 6e-9).
-// Very negative x (the mask) gives 0.
+// e^x. x = n ln 2 + r with |r| <= ln 2 / 2, then the Taylor series of e^r to degree 6 (the next term is 1.2e-7),
+// added up in pairs to keep the chain of dependent operations short. Very negative x (the mask) gives 0.
 INLINE vf exp(vf x) {
-    const vf lowest = splat(-87.0f), highest = splat(88.0f);
+    const vf lowest = splat(-87.0f), highest = splat(88.0f), magic = splat(12582912.0f);
     vi underflow = x < lowest;
-    x = max(x, lowest);
+    x = underflow ? lowest : x;  // written so that NaN stays NaN
     x = x > highest ? highest : x;
-    vi n = round_to_int(x * 1.44269504088896341f);
-    vf count = to_float(n);
-    vf r = fma(count, splat(-0.693359375f), x);  // ln 2 in two parts: the first product is exact
-    r = fma(count, splat(2.12194440e-4f), r);
-    vf y = splat(1.0f / 5040);
-    y = fma(y, r, splat(1.0f / 720));
-    y = fma(y, r, splat(1.0f / 120));
-    y = fma(y, r, splat(1.0f / 24));
-    y = fma(y, r, splat(1.0f / 6));
-    y = fma(y, r, splat(0.5f));
-    y = fma(y, r, splat(1.0f));
-    y = fma(y, r, splat(1.0f));
-    vf power = (vf)((n + 127) << 23);
-    return (vf)((vi)(y * power) & ~underflow);
+    vf shifted = fma(x, splat(1.44269504088896341f), magic);  // n sits in the low bits of this
+    vf n = shifted - magic;
+    vf r = fma(n, splat(-0.693359375f), x);  // ln 2 in two parts: the first product is exact
+    r = fma(n, splat(2.12194440e-4f), r);
+    vf r2 = r * r;
+    vf low = fma(fma(splat(1.0f / 6), r, splat(0.5f)), r2, r + 1.0f);
+    vf high = fma(splat(1.0f / 720), r2, fma(splat(1.0f / 120), r, splat(1.0f / 24)));
+    vf power = (vf)(((vi)shifted << 23) + (127 << 23));
+    return (vf)((vi)(fma(high, r2 * r2, low) * power) & ~underflow);
 }
 
 // Turn LANES vectors of LANES floats around their diagonal.

@@ -1,0 +1,125 @@
+"""Call: one HTTP request on its way through the engine. Made by the completion endpoints.
+
+It may be several engine requests (a list of prompts). All their news come to one inbox; if the client goes
+away, or one of them fails, the others are aborted, within one step.
+"""
+
+import asyncio
+import contextlib
+import secrets
+import time
+from array import array
+from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING
+
+from starlette.requests import Request
+
+from cumulo.engine.outputs import Delta
+from cumulo.engine.params import SamplingParams
+from cumulo.serve.engine_client import Failure, Inbox
+from cumulo.serve.errors import ApiError, invalid
+from cumulo.serve.keys import Caller
+from cumulo.serve.messages import Finished, Submit
+
+if TYPE_CHECKING:
+    from cumulo.serve.service import Service
+
+
+class ClientGone(Exception):
+    """Nobody is left to answer."""
+
+
+class Call:
+    def __init__(self, service: "Service", request: Request, prefix: str) -> None:
+        self.service = service
+        self.id = f"{prefix}-{secrets.token_hex(12)}"
+        self.created = int(time.time())
+        self.received_s: float = request.scope["state"]["received_s"]
+        self.caller: Caller = request.scope["state"]["caller"]
+        request.scope["state"]["call_id"] = self.id
+        self.finished: list[Finished | None] = []
+        self._receive = request.receive
+        self._inbox = Inbox()
+        self._request_ids: list[str] = []
+        self._client_gone = False
+        self._watcher: asyncio.Task[None] | None = None
+
+    # -- asking -------------------------------------------------------------------------------------------
+    def submit(
+        self,
+        prompts: list[list[int]],
+        params: SamplingParams,
+        *,
+        stream: bool,
+        priority: int = 0,
+        cache_salt: str = "",
+    ) -> None:
+        """Send all prompts to the engine, or raise ApiError and send none."""
+        self.service.admit(self, prompts, params)
+        # A salt is a secret between a caller's own requests: two callers' salts never meet.
+        salt = f"{self.caller.name}/{cache_salt}" if cache_salt else ""
+        self.finished = [None] * len(prompts)
+        for position, tokens in enumerate(prompts):
+            request_id = self.id if len(prompts) == 1 else f"{self.id}-{position}"
+            self._request_ids.append(request_id)
+            submit = Submit(request_id, array("i", tokens).tobytes(), params, stream, priority, salt)
+            self.service.submit(self, submit, self._inbox, position)
+        self._watcher = asyncio.create_task(self._watch())
+
+    async def _watch(self) -> None:
+        """Abort as soon as the client hangs up."""
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        self._client_gone = True
+        self.abort()
+
+    def abort(self) -> None:
+        for position, request_id in enumerate(self._request_ids):
+            if self.finished[position] is None:
+                self.service.engine.abort(request_id)
+
+    def close(self) -> None:
+        """The answer is complete, or will never be: leave nothing running."""
+        self.abort()
+        if self._watcher is not None:
+            self._watcher.cancel()
+
+    # -- answers ------------------------------------------------------------------------------------------
+    async def news(self) -> AsyncIterator[list[tuple[int, Delta | Finished]]]:
+        """What is new, in batches, until every request has finished. Raises ApiError when one fails."""
+        while any(finished is None for finished in self.finished):
+            batch: list[tuple[int, Delta | Finished]] = []
+            failure: Failure | None = None
+            for position, item in await self._inbox.take():
+                if isinstance(item, Failure):
+                    failure = failure or item
+                    continue
+                if isinstance(item, Finished):
+                    self.finished[position] = item
+                    aborted = any(sample.finish_reason == "abort" for sample in item.samples)
+                    if aborted and not self._client_gone:
+                        failure = failure or Failure(self.service.abort_reason)
+                batch.append((position, item))
+            if self._client_gone:
+                raise ClientGone
+            if failure is not None:
+                if batch:
+                    yield batch  # what was made before the failure belongs to the client
+                raise _as_error(failure)
+            yield batch
+
+    async def results(self) -> list[Finished]:
+        """Everything at once, in the order of the prompts."""
+        try:
+            async with contextlib.aclosing(self.news()) as batches:
+                async for _ in batches:
+                    pass
+            return [finished for finished in self.finished if finished is not None]
+        finally:
+            self.close()
+
+
+def _as_error(failure: Failure) -> ApiError:
+    if failure.refused:
+        return invalid(failure.message, code="invalid_value")
+    return ApiError(503, failure.message, kind="server_error", code="engine_error", retry_after_s=1)

@@ -1,0 +1,191 @@
+"""The engine's own process: takes commands, steps the engine, reports what is new. Started by EngineChild as
+`python -m cumulo.serve.engine_process`, with an EngineJob on its standard input.
+
+Its standard input stays open as long as the API process lives; when it ends, this process ends too, so that
+no engine outlives its server.
+"""
+
+import gc
+import logging
+import os
+import sys
+import threading
+import time
+from array import array
+from io import FileIO
+
+import msgspec
+import zmq
+
+from cumulo.engine.assembly import Assembly, assemble
+from cumulo.engine.engine import Engine
+from cumulo.errors import CumuloError, InvalidRequest
+from cumulo.serve.messages import (
+    Abort,
+    BlockMap,
+    Command,
+    EngineJob,
+    Fatal,
+    Finished,
+    InspectBlocks,
+    Progress,
+    Ready,
+    Rejected,
+    Report,
+    Shutdown,
+    Stats,
+    Submit,
+    decode_command,
+    encode,
+)
+from cumulo.serve.step_meter import StepMeter
+
+HEARTBEAT_S = 1.0  # between reports while idle
+QUIET_S = 0.1  # longest silence while steps finish without news for anyone (a long prompt)
+
+log = logging.getLogger(__name__)
+
+
+class EngineLoop:
+    """Commands in, steps, reports out, until told to stop."""
+
+    def __init__(self, engine: Engine, commands: "zmq.Socket[bytes]", reports: "zmq.Socket[bytes]") -> None:
+        self.engine, self._commands, self._reports = engine, commands, reports
+        self.meter = StepMeter(engine.runner)
+        engine.runner = self.meter
+        self._received = 0
+        self._reported_s = 0.0
+
+    def run(self) -> None:
+        engine = self.engine
+        while self._take_commands(wait_s=0.0 if engine.has_work else HEARTBEAT_S):
+            if engine.has_work:
+                output = engine.step()
+                finished = [
+                    Finished(done.request_id, done.samples, done.story, done.prompt_logprobs, done.error)
+                    for done in output.finished
+                ]
+                if output.deltas or finished or time.perf_counter() - self._reported_s > QUIET_S:
+                    self._send(Progress(self._stats(), output.deltas, finished))
+            elif time.perf_counter() - self._reported_s > HEARTBEAT_S / 2:
+                self._send(Progress(self._stats()))
+
+    def _take_commands(self, wait_s: float) -> bool:
+        """Carry out every command that is here, waiting for the first; False when told to stop."""
+        ready = self._commands.poll(int(wait_s * 1000))
+        while ready:
+            command = decode_command(self._commands.recv())
+            if isinstance(command, Shutdown):
+                return False
+            self._carry_out(command)
+            ready = self._commands.poll(0)
+        return True
+
+    def _carry_out(self, command: Command) -> None:
+        if isinstance(command, Submit):
+            self._received += 1
+            try:
+                self.engine.add(
+                    array("i", command.tokens),
+                    command.params,
+                    request_id=command.request_id,
+                    priority=command.priority,
+                    cache_salt=command.cache_salt,
+                    stream=command.stream,
+                )
+            except InvalidRequest as error:
+                self._send(Rejected(command.request_id, str(error)))
+        elif isinstance(command, Abort):
+            self.engine.abort(command.request_id)
+        elif isinstance(command, InspectBlocks):
+            self._send(self._block_map())
+
+    def _stats(self) -> Stats:
+        scheduler, records = self.engine.scheduler, self.meter.records
+        self.meter.records = []
+        return Stats(
+            steps=self.meter.steps,
+            received=self._received,
+            running=len(scheduler.running),
+            waiting=scheduler.queue.count,
+            blocks_used=scheduler.pool.used_count,
+            blocks_total=scheduler.pool.blocks,
+            blocks_cached=scheduler.pool.cached_count,
+            evictions=scheduler.pool.evictions,
+            records=records,
+        )
+
+    def _block_map(self) -> BlockMap:
+        pool = self.engine.scheduler.pool
+        owners: list[str] = []
+        owner_of = [-1] * pool.blocks
+        for sequence in self.engine.scheduler.running:
+            if sequence.blocks:
+                owners.append(sequence.request.id)
+                for block in sequence.blocks:
+                    owner_of[block] = len(owners) - 1
+        cached = bytes(block_hash is not None for block_hash in pool.hash_of)
+        return BlockMap(owners, owner_of, cached)
+
+    def _send(self, report: Report) -> None:
+        self._reports.send(encode(report))
+        self._reported_s = time.perf_counter()
+
+
+def ready_report(assembly: Assembly, job: EngineJob) -> Ready:
+    return Ready(
+        model_name=assembly.model.name,
+        max_context=assembly.memory.max_context,
+        vocab_size=assembly.model.spec.vocab_size,
+        eos_ids=list(assembly.model.eos_ids),
+        generation_defaults=dict(assembly.model.generation_defaults),
+        kv_blocks=assembly.memory.kv_blocks,
+        block_size=job.config.block_size,
+        max_running=job.config.max_running,
+        max_tokens_per_step=job.config.max_tokens_per_step,
+        runs_on=assembly.runs_on,
+        ledger=assembly.ledger().to_dict(),
+    )
+
+
+def _end_with_parent(stdin: FileIO) -> None:
+    """Blocks until the API process is gone, however it went; then there is nobody to compute for."""
+    while stdin.read(4096):
+        pass
+    os._exit(1)
+
+
+def main() -> None:
+    stdin = FileIO(0, closefd=False)  # unbuffered: a thread waiting in a buffer's lock would spoil a clean exit
+    job = msgspec.json.decode(stdin.readline(), type=EngineJob)
+    threading.Thread(target=_end_with_parent, args=(stdin,), daemon=True).start()
+    logging.basicConfig(level=job.log_level.upper(), format="%(asctime)s engine %(levelname)s %(message)s")
+    context = zmq.Context()
+    commands = context.socket(zmq.PULL)
+    reports = context.socket(zmq.PUSH)
+    for socket in (commands, reports):
+        socket.set_hwm(0)  # the API process bounds what is in flight; nothing may be dropped or block here
+    commands.connect(job.commands_address)
+    reports.connect(job.reports_address)
+    reports.setsockopt(zmq.LINGER, 2000)
+    try:
+        assembly = assemble(job.model, job.config, job.keep_quantised, None)
+        # What is loaded stays: the collector need not walk it again at every full collection.
+        gc.collect()
+        gc.freeze()
+        reports.send(encode(ready_report(assembly, job)))
+        EngineLoop(assembly.engine, commands, reports).run()
+        assembly.runner.close()
+    except CumuloError as error:
+        reports.send(encode(Fatal(str(error), for_user=True)))
+        sys.exit(2)
+    except Exception as error:
+        log.exception("the engine process ends")
+        reports.send(encode(Fatal(f"{type(error).__name__}: {error}", for_user=False)))
+        sys.exit(1)
+    finally:
+        context.destroy()
+
+
+if __name__ == "__main__":
+    main()

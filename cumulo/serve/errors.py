@@ -1,0 +1,123 @@
+"""Errors as OpenAI's API words them: {"error": {message, type, param, code}} with the right status.
+
+ApiError is raised by endpoints; `install` makes FastAPI's own errors (validation, unknown routes, bugs of
+ours) look the same.
+"""
+
+import json
+import logging
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from cumulo.errors import CumuloError
+
+log = logging.getLogger(__name__)
+
+
+class ApiError(Exception):
+    """An answer that is an error. `param` names the field at fault, `code` is for programs."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        kind: str | None = None,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: float | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+        self.kind = kind or _KINDS.get(status, "invalid_request_error" if status < 500 else "server_error")
+        self.headers = dict(headers or {})
+        if retry_after_s is not None:
+            self.headers["Retry-After"] = str(max(1, math.ceil(retry_after_s)))
+
+    def body(self) -> bytes:
+        error = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
+        # ASCII: a message may quote a lone surrogate, which has no UTF-8.
+        return json.dumps({"error": error}, separators=(",", ":")).encode("ascii")
+
+    def response(self) -> Response:
+        return Response(self.body(), self.status, self.headers, "application/json")
+
+
+_KINDS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+    503: "service_unavailable_error",
+}
+
+
+def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:
+    return ApiError(400, message, param=param, code=code)
+
+
+def validation_error(error: RequestValidationError) -> ApiError:
+    """The first thing wrong with a request, named the way the client wrote it."""
+    problems = error.errors()
+    first = problems[0]
+    place = [part for part in first.get("loc", ()) if part not in ("body", "query", "path")]
+    # Inside a union pydantic adds the name of the branch it tried; clients only know their own fields.
+    param = _field_name([part for part in place if not str(part).startswith(("function-", "list["))])
+    kind = first["type"]
+    if kind == "json_invalid":
+        return invalid(f"the body is not valid JSON: {first['ctx']['error']} at position {place[0]}")
+    if kind == "missing" and not param:
+        return invalid("the request has no body; send a JSON object with Content-Type: application/json")
+    if kind == "missing":
+        return invalid(f"'{param}' is missing", param, "missing_required_parameter")
+    if kind == "unsupported":
+        name = first["ctx"]["name"]
+        return invalid(first["msg"], f"{param}.{name}" if param else name, "unsupported_parameter")
+    if kind == "extra_forbidden":
+        return invalid(f"'{param}' is not a field this server knows; leave it out", param, "unknown_parameter")
+    if kind in ("model_attributes_type", "model_type", "dict_type") and not param:
+        return invalid("the body must be a JSON object, sent with Content-Type: application/json")
+    reason = first["msg"].removeprefix("Value error, ")
+    return invalid(f"'{param}': {reason}" if param else reason, param or None, "invalid_value")
+
+
+def _field_name(place: list[Any]) -> str:
+    name = ""
+    for part in place:
+        name += f"[{part}]" if isinstance(part, int) else f".{part}" if name else str(part)
+    return name
+
+
+def install(app: FastAPI) -> None:
+    @app.exception_handler(ApiError)
+    async def api_error(request: Request, error: ApiError) -> Response:
+        return error.response()
+
+    @app.exception_handler(RequestValidationError)
+    async def not_valid(request: Request, error: RequestValidationError) -> Response:
+        return validation_error(error).response()
+
+    @app.exception_handler(CumuloError)
+    async def user_error(request: Request, error: CumuloError) -> Response:
+        return invalid(str(error)).response()
+
+    @app.exception_handler(HTTPException)
+    async def http_error(request: Request, error: HTTPException) -> Response:
+        message = str(error.detail)
+        if error.status_code == 404:
+            message = f"there is no {request.url.path} here; /docs lists what there is"
+        elif error.status_code == 405:
+            message = f"{request.method} is not possible on {request.url.path}"
+        return ApiError(error.status_code, message, headers=error.headers).response()
+
+    @app.exception_handler(Exception)
+    async def bug(request: Request, error: Exception) -> Response:
+        log.error("%s %s failed", request.method, request.url.path, exc_info=error)
+        return ApiError(500, "the server failed on this request; its log says more").response()

@@ -1,0 +1,123 @@
+"""API keys: a file that holds no key, only salted hashes. Made by `cumulo serve --new-api-key`, read by the gate.
+
+The file is JSON: {"keys": [{"name", "salt", "sha256", "requests_per_minute"?, "tokens_per_minute"?}, ...]}. A key is
+256 random bits, so one round of SHA-256 is as good as many: there is nothing to guess.
+"""
+
+import hashlib
+import hmac
+import json
+import logging
+import os
+import secrets
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from cumulo.errors import CumuloError
+
+log = logging.getLogger(__name__)
+
+_LONGEST_KEY = 256
+_LOOK_AGAIN_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who sends a request: the name of a key, or everyone where no keys are asked for."""
+
+    name: str
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+
+
+class KeyEntry(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
+    name: str
+    salt: str
+    sha256: str
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+
+
+class _KeyFile(msgspec.Struct, forbid_unknown_fields=True):
+    keys: list[KeyEntry]
+
+
+class ApiKeys:
+    """The keys of a file. Changes to the file are seen within a second: a key can be revoked while serving."""
+
+    def __init__(self, path: Path, default: Caller) -> None:
+        self._path, self._default = path, default
+        self._entries = read_keys(path)
+        self._read_mark = self._mark()
+        self._looked_s = time.monotonic()
+
+    def caller_of(self, key: str) -> Caller | None:
+        """Whose key this is. Every entry is compared, and in constant time."""
+        self._look_again()
+        if len(key) > _LONGEST_KEY:
+            return None
+        found: Caller | None = None
+        for entry in self._entries:
+            if hmac.compare_digest(hash_key(key, entry.salt), entry.sha256):
+                found = Caller(
+                    entry.name,
+                    entry.requests_per_minute or self._default.requests_per_minute,
+                    entry.tokens_per_minute or self._default.tokens_per_minute,
+                )
+        return found
+
+    def _mark(self) -> tuple[int, int]:
+        status = self._path.stat()
+        return status.st_mtime_ns, status.st_size
+
+    def _look_again(self) -> None:
+        if time.monotonic() - self._looked_s < _LOOK_AGAIN_S:
+            return
+        self._looked_s = time.monotonic()
+        try:
+            mark = self._mark()
+            if mark != self._read_mark:
+                self._entries, self._read_mark = read_keys(self._path), mark
+                log.info("%s has changed: %d keys are valid now", self._path, len(self._entries))
+        except (OSError, CumuloError) as error:
+            log.error("the key file cannot be read again, so the old keys stay valid: %s", error)
+
+
+def hash_key(key: str, salt: str) -> str:
+    return hashlib.sha256(f"{salt}:{key}".encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def read_keys(path: Path) -> list[KeyEntry]:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=_KeyFile).keys
+    except OSError as error:
+        raise CumuloError(
+            f"the API keys in {path} cannot be read ({error.strerror}); make some with "
+            f"`cumulo serve --api-keys {path} --new-api-key NAME`"
+        ) from error
+    except msgspec.DecodeError as error:
+        raise CumuloError(f"{path} is no file of API keys: {error}") from error
+
+
+def new_key(
+    path: Path, name: str, requests_per_minute: int | None = None, tokens_per_minute: int | None = None
+) -> str:
+    """Add a key to the file (made if need be, readable by its owner only); returns it, for this once."""
+    entries = read_keys(path) if path.exists() else []
+    if any(entry.name == name for entry in entries):
+        raise CumuloError(f"{path} already has a key named {name!r}; choose another name, or remove that entry")
+    key, salt = f"ck-{secrets.token_urlsafe(32)}", secrets.token_hex(16)
+    entries.append(KeyEntry(name, salt, hash_key(key, salt), requests_per_minute, tokens_per_minute))
+    content = json.dumps({"keys": msgspec.to_builtins(entries)}, indent=2) + "\n"
+    # Written aside and renamed, so that a server reading it never sees half a file.
+    aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        with open(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(content)
+        aside.replace(path)
+    except OSError as error:
+        raise CumuloError(f"the key cannot be written to {path}: {error.strerror}") from error
+    return key

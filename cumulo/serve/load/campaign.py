@@ -1,0 +1,211 @@
+"""Runs levels of load one after another: single runs, sweeps, replays, and the search for the highest rate.
+
+Called by the command line with `Settings`; results pile up in `Campaign.results`, so that an interrupted
+campaign still has a report.
+"""
+
+import asyncio
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from cumulo.serve.load.arrivals import Arrivals
+from cumulo.serve.load.client import Target
+from cumulo.serve.load.connection import Pool
+from cumulo.serve.load.player import Level, Player
+from cumulo.serve.load.probe import discover_model, probe
+from cumulo.serve.load.prompts import Ruler
+from cumulo.serve.load.records import RequestRecord
+from cumulo.serve.load.schedule import Schedule, Workload, plan
+from cumulo.serve.load.search import RateSearch
+from cumulo.serve.load.slo import Slo, Verdict, is_lost, requests_needed, verdict
+from cumulo.serve.load.summary import Summary, summarise
+from cumulo.serve.load.trace import TraceRow, plan_trace
+
+MOST_EXTENSIONS = 3  # how often a trial whose result is unclear is made longer
+SHORTEST_TRIAL_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """A trace as a level of load."""
+
+    rows: list[TraceRow]
+    speed: float = 1.0
+
+    @property
+    def label(self) -> str:
+        return "trace" if self.speed == 1 else f"trace × {self.speed:g}"
+
+
+Load = Arrivals | Replay | int  # an int is a closed loop's concurrency
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Everything a campaign needs to know."""
+
+    url: str
+    target: Target  # an empty model name: ask the server
+    loads: Sequence[Load]
+    workload: Workload = field(default_factory=Workload)
+    conversations: int | None = None
+    duration_s: float | None = None
+    warmup: int = 0
+    slo: Slo | None = None
+    search: bool = False  # for the highest rate that holds the objective, starting at the first load
+    tolerance: float = 0.1
+    seed: str = "0"
+    timeout_s: float = 600.0
+    retries: int = 0
+    settle_s: float = 1.0  # between levels
+
+
+@dataclass(frozen=True, slots=True)
+class LevelResult:
+    """One level, played and summed up."""
+
+    label: str
+    load: Load
+    summary: Summary
+    records: list[RequestRecord]
+    wall_s: float
+    cpu_share: float  # of one core, taken by the generator
+    most_running: int
+    stopped: bool = False
+    verdict: Verdict | None = None
+
+
+class Watcher(Protocol):
+    """Whoever shows the progress."""
+
+    def begin(self, label: str, number: int, levels: int | None) -> None: ...
+    def look(self, level: Level) -> None: ...
+    def end(self, result: LevelResult) -> None: ...
+
+
+class Campaign:
+    """Owns the player; `run` does everything."""
+
+    def __init__(self, settings: Settings, watcher: Watcher) -> None:
+        self.settings = settings
+        self.results: list[LevelResult] = []
+        self.search: RateSearch | None = None
+        self.ruler = Ruler()
+        self.target = settings.target
+        self._watcher = watcher
+        self._pool = Pool(settings.url)
+        self.url = self._pool.url
+
+    async def run(self) -> None:
+        settings = self.settings
+        target = settings.target
+        try:
+            if not target.model:
+                target = replace(target, model=await discover_model(self._pool, target.api_key))
+            self.target, self.ruler = await probe(self._pool, target, settings.timeout_s, settings.seed)
+            player = Player(self._pool, self.target, self.ruler, settings.timeout_s, settings.retries)
+            if settings.search:
+                await self._search(player)
+            else:
+                for number, load in enumerate(settings.loads):
+                    if number:
+                        await asyncio.sleep(settings.settle_s)
+                    # Another seed for every level: it must not find the last one's prompts in a cache.
+                    schedule = self._plan(load, f"{settings.seed}/{number}")
+                    await self._play(player, schedule, load, label(load), len(settings.loads))
+        finally:
+            self._pool.close()
+
+    def _plan(self, load: Load, seed: str) -> Schedule:
+        settings = self.settings
+        if isinstance(load, Replay):
+            return plan_trace(load.rows, seed, load.speed, settings.conversations, settings.warmup)
+        return plan(
+            settings.workload, load, seed, settings.conversations, settings.duration_s, settings.warmup
+        )
+
+    async def _play(
+        self,
+        player: Player,
+        schedule: Schedule,
+        load: Load,
+        name: str,
+        levels: int | None,
+        trial: bool = False,
+    ) -> LevelResult:
+        level = Level(schedule)
+        planned = sum(len(c.turns) for c in schedule.conversations if c.measured) if trial else 0
+
+        def watch(level: Level) -> bool:
+            self._watcher.look(level)
+            return not (trial and self._is_lost(level, planned))
+
+        self._watcher.begin(name, len(self.results), levels)
+        try:
+            await player.play(level, watch)
+        finally:  # a run the user ends has a result too
+            summary = summarise(level.records, self.settings.slo)
+            result = LevelResult(
+                name, load, summary, level.records, level.wall_s, level.cpu_s / max(level.wall_s, 1e-9),
+                level.most_running, level.stopped,
+            )  # fmt: skip
+            if summary.requests:
+                self.results.append(result)
+            self._watcher.end(result)
+        return result
+
+    def _is_lost(self, level: Level, planned: int) -> bool:
+        """A trial that can no longer hold the objective is not worth its queue."""
+        slo = self.settings.slo
+        assert slo is not None
+        now_s = asyncio.get_running_loop().time() - level.began_s
+        missed = sum(record.measured and not slo.met_by(record) for record in level.records)
+        missed += sum(
+            record.measured and slo.cannot_be_met(now_s - record.due_s, bool(answer.chunk_times_s))
+            for record, answer in level.running.values()
+        )
+        return is_lost(missed, planned, slo.share)
+
+    async def _search(self, player: Player) -> None:
+        first = self.settings.loads[0]
+        assert isinstance(first, Arrivals)
+        self.search = RateSearch(first.rate, self.settings.tolerance)
+        trials = 0
+        while (rate := self.search.next_rate()) is not None:
+            held, trials = await self._trial(player, replace(first, rate=rate), trials)
+            self.search.tell(rate, held)
+
+    async def _trial(self, player: Player, load: Arrivals, trials: int) -> tuple[bool, int]:
+        """Play a rate until it is clear whether it holds; still unclear in the end counts as not shown."""
+        settings, slo = self.settings, self.settings.slo
+        assert slo is not None
+        shortest_s = SHORTEST_TRIAL_S if settings.duration_s is None else settings.duration_s
+        requests = max(
+            requests_needed(slo.share), settings.conversations or 0, math.ceil(load.rate * shortest_s)
+        )
+        met = total = 0
+        finding: Verdict = "unclear"
+        for _ in range(MOST_EXTENSIONS):
+            if trials:
+                await asyncio.sleep(settings.settle_s)
+            seed = f"{settings.seed}/trial/{trials}"
+            schedule = plan(settings.workload, load, seed, requests, None, settings.warmup)
+            trials += 1
+            result = await self._play(player, schedule, load, label(load), None, trial=True)
+            met += result.summary.slo_met or 0
+            total += result.summary.requests
+            finding = "fails" if result.stopped else verdict(met, total, slo.share)
+            if self.results and result.summary.requests:
+                self.results[-1] = replace(result, verdict=finding)
+            if finding != "unclear":
+                break
+        return finding == "holds", trials
+
+
+def label(load: Load) -> str:
+    """How a level is called in tables and plots."""
+    if isinstance(load, int):
+        return f"{load} at once"
+    return load.label

@@ -1,0 +1,140 @@
+"""What the API process and the engine process say to each other, packed as MessagePack by msgspec.
+
+Commands go to the engine, reports come back. The engine's own dataclasses (SamplingParams, Delta, Sample,
+Story) travel as they are, so there is no second description of them to keep in step.
+"""
+
+from typing import Any
+
+import msgspec
+
+from cumulo.engine.config import EngineConfig
+from cumulo.engine.outputs import Delta, Sample
+from cumulo.engine.params import SamplingParams
+from cumulo.engine.plan import TokenLogprobs
+from cumulo.engine.story import Story
+
+
+class EngineJob(msgspec.Struct, frozen=True):
+    """What an engine process is started with: the first line of its standard input, as JSON."""
+
+    model: str | None
+    config: EngineConfig
+    commands_address: str
+    reports_address: str
+    keep_quantised: bool = True
+    log_level: str = "info"
+
+
+# -- commands -------------------------------------------------------------------------------------------------
+class Submit(msgspec.Struct, frozen=True, tag="submit"):
+    request_id: str
+    tokens: bytes  # the prompt's ids as 32-bit integers: a long prompt is one copy, not a list of objects
+    params: SamplingParams
+    stream: bool
+    priority: int = 0
+    cache_salt: str = ""
+
+
+class Abort(msgspec.Struct, frozen=True, tag="abort"):
+    request_id: str
+
+
+class InspectBlocks(msgspec.Struct, frozen=True, tag="inspect_blocks"):
+    """Asks for a BlockMap."""
+
+
+class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
+    """Stop now; whatever still runs is aborted."""
+
+
+Command = Submit | Abort | InspectBlocks | Shutdown
+
+
+# -- reports --------------------------------------------------------------------------------------------------
+class Ready(msgspec.Struct, frozen=True, tag="ready"):
+    """The model is loaded; the first report of an engine process that started well."""
+
+    model_name: str
+    max_context: int
+    vocab_size: int
+    eos_ids: list[int]
+    generation_defaults: dict[str, Any]
+    kv_blocks: int
+    block_size: int
+    max_running: int
+    max_tokens_per_step: int
+    runs_on: str
+    ledger: dict[str, Any]
+
+
+class StepRecord(msgspec.Struct, frozen=True, array_like=True):
+    """What one step contained and how long the runner took."""
+
+    index: int
+    started_s: float  # monotonic clock, the same in both processes
+    finished_s: float
+    prefill_tokens: int  # computed in chunks: prompts and recomputed contexts
+    decode_tokens: int  # sequences that computed one token
+    draws: int
+
+
+class Stats(msgspec.Struct, frozen=True, array_like=True):
+    """The engine's state after a step, or while idle once per heartbeat."""
+
+    steps: int  # finished since the process began
+    received: int  # Submit commands taken in since the process began
+    running: int  # sequences with a slot
+    waiting: int  # sequences without one
+    blocks_used: int
+    blocks_total: int
+    blocks_cached: int
+    evictions: int
+    records: list[StepRecord] = []  # steps finished since the last Stats
+
+
+class Finished(msgspec.Struct, frozen=True):
+    """A request has ended; for a streamed one the samples repeat what the deltas said."""
+
+    request_id: str
+    samples: list[Sample]
+    story: Story
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    error: str | None = None
+
+
+class Progress(msgspec.Struct, frozen=True, tag="progress"):
+    """One message per step, or per heartbeat: everything that is new for everyone."""
+
+    stats: Stats
+    deltas: list[Delta] = []
+    finished: list[Finished] = []
+
+
+class Rejected(msgspec.Struct, frozen=True, tag="rejected"):
+    """The engine refuses a Submit: the request itself is impossible."""
+
+    request_id: str
+    message: str
+
+
+class BlockMap(msgspec.Struct, frozen=True, tag="block_map"):
+    """Who holds which KV block: an index into `owners` per block, -1 for free; and which hold a cached prefix."""
+
+    owners: list[str]
+    owner_of: list[int]
+    cached: bytes  # one byte per block: 1 if a later request could share it
+
+
+class Fatal(msgspec.Struct, frozen=True, tag="fatal"):
+    """The engine process ends. `for_user`: the message is meant for the person at the keyboard."""
+
+    message: str
+    for_user: bool
+
+
+Report = Ready | Progress | Rejected | BlockMap | Fatal
+
+encode = msgspec.msgpack.Encoder().encode
+decode_command = msgspec.msgpack.Decoder(Command).decode
+decode_report = msgspec.msgpack.Decoder(Report).decode

@@ -1,0 +1,86 @@
+"""ModelText: text to tokens and back in the API process, which loads the model's tokenizer but not its weights.
+
+Short texts are tokenised where they arrive. Long ones go to a thread (the tokenizer lets go of the
+interpreter's lock), and one that cannot fit the context whatever its tokens are is refused before that.
+"""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from cumulo.errors import CumuloError, InvalidRequest
+from cumulo.models.gguf_file import open_gguf
+from cumulo.models.hub import resolve
+from cumulo.models.tokenizer import Tokenizer, load_tokenizer
+from cumulo.models.tokenizer_gguf import tokenizer_from_gguf
+
+_LONG_CHARACTERS = 8_000  # a few milliseconds of work: more would hold up everybody's streams
+
+
+class ModelText:
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        self.max_context = 0  # set when the engine has said it; 0: not known yet
+        self._longest_token_bytes = max(
+            1, max((len(tokenizer.token_bytes(token)) for token in range(tokenizer.vocab_size)), default=1)
+        )
+        self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenise")
+
+    @classmethod
+    def load(cls, model: str | None, chat_template: Path | None = None) -> "ModelText":
+        source = resolve(model)
+        tokenizer = (
+            tokenizer_from_gguf(open_gguf(source.path).metadata)
+            if source.format == "gguf"
+            else load_tokenizer(source.path)
+        )
+        if chat_template is not None:
+            try:
+                tokenizer.use_chat_template(chat_template.read_text("utf-8"))
+            except (OSError, ValueError) as error:
+                raise CumuloError(f"the chat template {chat_template} cannot be read: {error}") from error
+        return cls(tokenizer)
+
+    async def encode(self, text: str, add_special: bool = True) -> list[int]:
+        self._refuse_hopeless(len(text))
+        return await self._apart(len(text), self.tokenizer.encode, text, add_special)
+
+    async def encode_chat(
+        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True
+    ) -> tuple[str, list[int]]:
+        """The prompt the model's chat template makes of the messages, and its tokens."""
+        size = sum(len(message.get("content") or "") for message in messages) + 16 * len(messages)
+        self._refuse_hopeless(size - 16 * len(messages))
+
+        def render() -> tuple[str, list[int]]:
+            text = self.tokenizer.apply_chat_template(messages, add_generation_prompt)
+            return text, self.tokenizer.encode(text)
+
+        return await self._apart(size, render)
+
+    async def decode(self, tokens: list[int]) -> str:
+        return await self._apart(len(tokens), self.tokenizer.decode, tokens, False)
+
+    def token_text(self, token: int) -> tuple[str, list[int]]:
+        """A token as log-probabilities show it: text (with U+FFFD where a character is cut) and its bytes."""
+        spelled = self.tokenizer.token_bytes(token)
+        return spelled.decode("utf-8", "replace"), list(spelled)
+
+    def _refuse_hopeless(self, characters: int) -> None:
+        """A text longer than the context filled with the longest tokens needs no tokenising to be refused."""
+        if self.max_context and characters > self.max_context * self._longest_token_bytes:
+            raise InvalidRequest(
+                f"the prompt has {characters:,} characters; the context holds {self.max_context:,} tokens "
+                f"including the answer, at most {self.max_context * self._longest_token_bytes:,} characters: "
+                f"shorten the prompt"
+            )
+
+    async def _apart(self, size: int, work: Any, *arguments: Any) -> Any:
+        if size < _LONG_CHARACTERS:
+            return work(*arguments)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)

@@ -1,0 +1,45 @@
+"""ServeOptions: every option of the server, documented where it is defined. Made by `cumulo serve`."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from cumulo.engine.config import EngineConfig
+from cumulo.errors import CumuloError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeOptions:
+    model: str | None = None  # None: the built-in one
+    name: str | None = None  # what clients call the model; None: its own name
+    chat_template: Path | None = None  # a jinja2 file instead of the model's own
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    host: str = "127.0.0.1"  # only this machine; 0.0.0.0 for every network it is in
+    port: int = 8000  # 0: any free one
+    api_keys: Path | None = None  # None: no key is asked for
+    requests_per_minute: int | None = None  # per key without a limit of its own; without keys, for all together
+    tokens_per_minute: int | None = None  # prompt and output tokens, counted likewise
+    max_queue: int = 1024  # sequences that may wait for a place; beyond, 429
+    max_body_bytes: int = 4 << 20  # beyond, 413
+    stall_timeout_s: float = 60.0  # an engine that has work and finishes no step for this long is restarted
+    start_timeout_s: float = 900.0  # to load the model
+    drain_timeout_s: float = 30.0  # after SIGTERM: how long running requests may take to finish
+    cors_origins: tuple[str, ...] = ()  # web pages that may call; none by default
+    stories: int = 1000  # requests whose story is kept for /v1/requests/{id}/explain
+    log_prompts: bool = False  # prompts and answers in the log: off unless asked for
+    log_level: str = "info"
+
+    def __post_init__(self) -> None:
+        for name in ("max_body_bytes", "stories"):
+            if getattr(self, name) < 1:
+                raise CumuloError(f"{name} must be 1 or more, got {getattr(self, name)}")
+        for name in ("requests_per_minute", "tokens_per_minute"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise CumuloError(f"{name} must be 1 or more, got {value}; leave it out for no limit")
+        for name in ("stall_timeout_s", "start_timeout_s"):
+            if not getattr(self, name) > 0:
+                raise CumuloError(f"{name} must be more than 0 seconds, got {getattr(self, name)}")
+        if self.max_queue < 0 or self.drain_timeout_s < 0:
+            raise CumuloError("max_queue and drain_timeout_s must be 0 or more")
+        if not 0 <= self.port <= 65535:
+            raise CumuloError(f"port must be 0 to 65535, got {self.port}")

@@ -1,0 +1,130 @@
+"""The request bodies of the API, as OpenAI's client sends them, plus documented extensions.
+
+Everything is checked here or by SamplingParams: nothing that arrives is ignored.
+"""
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, StringConstraints
+
+from cumulo.serve.fields import Strict
+
+MAX_STOP_STRINGS = 32
+MAX_STOP_CHARACTERS = 512
+MAX_BIASES = 1024
+MAX_PROMPTS = 128
+
+StopString = Annotated[str, StringConstraints(min_length=1, max_length=MAX_STOP_CHARACTERS)]
+Token = Annotated[int, Field(ge=0, lt=1 << 31)]
+Label = Annotated[str, StringConstraints(max_length=512)]
+
+
+class StreamOptions(Strict):
+    include_usage: bool = Field(False, description="Send token counts in a last chunk of their own.")
+    neutral: ClassVar[dict[str, tuple[Any, ...]]] = {"include_obfuscation": (False, True)}
+
+
+class Sampling(Strict):
+    """What chat and text completions have in common."""
+
+    model: str = Field(description="The served model's name, as /v1/models lists it.")
+    stream: bool | None = Field(False, description="Send the answer as server-sent events while it is made.")
+    stream_options: StreamOptions | None = None
+    n: int | None = Field(1, ge=1, le=128, description="How many answers.")
+    temperature: float | None = Field(None, ge=0, le=2, description="0: always the likeliest token.")
+    top_p: float | None = Field(None, gt=0, le=1)
+    seed: int | None = Field(None, ge=-(1 << 63), le=(1 << 63) - 1, description="Same seed, same answer.")
+    stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS)] | None = None
+    max_tokens: int | None = Field(None, ge=1, le=1 << 31)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    logit_bias: (
+        Annotated[
+            dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MAX_BIASES)
+        ]
+        | None
+    ) = Field(None, description="Token id (as text) to what is added to its logit.")
+    user: Label | None = Field(None, description="Accepted for compatibility; not used.")
+    # -- extensions
+    top_k: int | None = Field(None, ge=0, le=1 << 31, description="Extension: keep the k likeliest; 0: all.")
+    min_p: float | None = Field(None, ge=0, le=1, description="Extension: drop what is this much less likely.")
+    repetition_penalty: float | None = Field(None, gt=0, le=100, description="Extension: above 1 avoids repeats.")
+    min_tokens: int | None = Field(None, ge=0, le=1 << 31, description="Extension: no end before this many.")
+    stop_token_ids: Annotated[list[Token], Field(max_length=MAX_STOP_STRINGS)] | None = Field(
+        None, description="Extension: tokens that end an answer."
+    )
+    ignore_eos: bool | None = Field(None, description="Extension: go on past the model's own end.")
+    skip_special_tokens: bool | None = Field(None, description="Extension: false shows special tokens as text.")
+    include_stop_str_in_output: bool | None = Field(None, description="Extension: keep the stop string.")
+    priority: int | None = Field(None, ge=-100, le=100, description="Extension: lower goes first.")
+    cache_salt: Label | None = Field(
+        None, description="Extension: share cached prefixes only with requests of the same salt."
+    )
+    explain: bool | None = Field(None, description="Extension: add the request's story to the answer.")
+
+
+class TextPart(Strict):
+    type: Literal["text"]
+    text: str
+
+
+class Message(Strict):
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | Annotated[list[TextPart], Field(min_length=1)]
+    name: Label | None = None
+    neutral: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "refusal": (), "audio": (), "annotations": ([],), "function_call": (), "tool_calls": ([],),
+        "tool_call_id": (),
+    }  # fmt: skip
+
+
+class ChatRequest(Sampling):
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: int | None = Field(None, ge=1, le=1 << 31)
+    logprobs: bool | None = Field(False, description="Give each token's log-probability.")
+    top_logprobs: int | None = Field(None, ge=0, le=20, description="And of this many alternatives.")
+    metadata: Annotated[dict[str, Label], Field(max_length=64)] | None = Field(
+        None, description="Accepted for compatibility; not used."
+    )
+    safety_identifier: Label | None = Field(None, description="Accepted for compatibility; not used.")
+    prompt_cache_key: Label | None = Field(
+        None, description="Accepted for compatibility: every prompt is cached by its content."
+    )
+    add_generation_prompt: bool | None = Field(
+        None, description="Extension: false leaves out the template's opening of an answer."
+    )
+    neutral: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "audio": (), "function_call": ("none",), "functions": (), "modalities": (["text"],), "moderation": (),
+        "parallel_tool_calls": (), "prediction": (), "prompt_cache_options": (), "prompt_cache_retention": (),
+        "reasoning_effort": (), "response_format": ({"type": "text"},), "service_tier": ("auto", "default"),
+        "store": (False,), "tool_choice": ("none",), "tools": ([],), "verbosity": (), "web_search_options": (),
+    }  # fmt: skip
+
+
+class CompletionRequest(Sampling):
+    prompt: (
+        str
+        | Annotated[list[Token], Field(min_length=1)]
+        | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)]
+        | Annotated[
+            list[Annotated[list[Token], Field(min_length=1)]], Field(min_length=1, max_length=MAX_PROMPTS)
+        ]
+    ) = Field(description="A text, its tokens, or several of either.")
+    logprobs: int | None = Field(None, ge=0, le=20, description="Log-probabilities with so many alternatives.")
+    best_of: int | None = Field(None, ge=1, le=128, description="Draw so many, return the n likeliest.")
+    echo: bool | None = Field(False, description="Put the prompt before the answer; not with stream or best_of.")
+    neutral: ClassVar[dict[str, tuple[Any, ...]]] = {"suffix": ("",)}
+
+
+class TokenizeRequest(Strict):
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    add_special_tokens: bool = Field(True, description="With a prompt: add those the model was trained with.")
+    add_generation_prompt: bool = Field(True, description="With messages: open the answer.")
+    return_token_strs: bool = Field(False, description="Also give each token's text.")
+
+
+class DetokenizeRequest(Strict):
+    model: str | None = None
+    tokens: Annotated[list[Token], Field(max_length=1 << 20)]

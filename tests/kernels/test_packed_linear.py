@@ -1,0 +1,140 @@
+"""The packed product against the dequantised matrix in float64, and its independence of the batch."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cumulo.kernels.affine_blocks import AffineBlocks
+from cumulo.kernels.packed_linear import PackedWeight
+from tests.kernels.blocks import random_blocks
+
+FORMATS = [(4, 32), (4, 16), (8, 32), (8, 16)]
+
+
+def exact_product(x: torch.Tensor, parts: list[AffineBlocks]) -> torch.Tensor:
+    dense = np.concatenate([part.dequantize() for part in parts]).astype(np.float64)
+    return x.double() @ torch.from_numpy(dense).T
+
+
+def rounding_bound(x: torch.Tensor, parts: list[AffineBlocks], activation_bits: int) -> torch.Tensor:
+    """Half a step of every activation times the size of its code's part of the weight, per output."""
+    levels = 127 if activation_bits == 8 else 127 * 256 + 127
+    padded = torch.nn.functional.pad(x, (0, -x.shape[1] % 32))
+    step = padded.view(len(x), -1, 32).abs().amax(-1).repeat_interleave(32, 1)[:, : x.shape[1]] / levels
+    sizes = [np.abs(p.codes.astype(np.float64)) * np.abs(p.scale).repeat(p.group, 1) for p in parts]
+    rounded = 0.5 * step.double() @ torch.from_numpy(np.concatenate(sizes)).T
+    dense = np.concatenate([np.abs(p.dequantize()) for p in parts]).astype(np.float64)
+    float_sums = 1e-6 * (x.double().abs() @ torch.from_numpy(dense).T)
+    return rounded * 1.001 + float_sums + 1e-6
+
+
+@pytest.mark.parametrize(("bits", "group"), FORMATS)
+@pytest.mark.parametrize("with_minimum", [False, True])
+@pytest.mark.parametrize("half_exact", [False, True])
+@pytest.mark.parametrize("activation_bits", [8, 16])
+def test_the_product_is_exact_but_for_the_rounding_of_activations(
+    bits: int, group: int, with_minimum: bool, half_exact: bool, activation_bits: int
+) -> None:
+    columns = 96 + (16 if group == 16 else 0)  # not a multiple of the activations' groups of 32
+    blocks = random_blocks(37, columns, bits, group, with_minimum, half_exact)
+    packed = PackedWeight.pack(blocks, activation_bits)
+    x = (
+        torch.randn(13, columns, generator=torch.Generator().manual_seed(1))
+        * torch.logspace(-2, 2, 13)[:, None]
+    )
+    error = (packed.matmul(x) - exact_product(x, [blocks])).abs()
+    assert bool((error <= rounding_bound(x, [blocks], activation_bits)).all())
+
+
+def test_sixteen_bit_activations_are_a_hundred_times_closer_than_eight() -> None:
+    blocks = random_blocks(64, 256, 4, 32)
+    x = torch.randn(8, 256, generator=torch.Generator().manual_seed(2))
+    exact = exact_product(x, [blocks])
+    errors = [float((PackedWeight.pack(blocks, bits).matmul(x) - exact).std()) for bits in (8, 16)]
+    assert errors[1] * 100 < errors[0]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    formats=st.lists(st.sampled_from(FORMATS), min_size=1, max_size=3),
+    rows=st.integers(1, 30),
+    groups=st.integers(1, 5),
+    tokens=st.integers(1, 45),
+    activation_bits=st.sampled_from([8, 16]),
+    seed=st.integers(0, 1000),
+)
+def test_a_token_s_result_is_the_same_bits_whatever_else_is_in_the_call(
+    formats: list[tuple[int, int]], rows: int, groups: int, tokens: int, activation_bits: int, seed: int
+) -> None:
+    parts = [random_blocks(rows + i, 32 * groups, *f, seed=seed + i) for i, f in enumerate(formats)]
+    packed = PackedWeight.pack(parts, activation_bits)
+    x = torch.randn(tokens, 32 * groups, generator=torch.Generator().manual_seed(seed))
+    together = packed.matmul(x)
+    alone = torch.cat([packed.matmul(row[None]) for row in x])
+    assert torch.equal(together, alone)
+    assert bool(
+        ((together - exact_product(x, parts)).abs() <= rounding_bound(x, parts, activation_bits)).all()
+    )
+
+
+def test_the_product_does_not_depend_on_the_number_of_threads() -> None:
+    packed = PackedWeight.pack(random_blocks(1024, 576, 4, 32))
+    x = torch.randn(9, 576, generator=torch.Generator().manual_seed(3))
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        single = packed.matmul(x)
+        torch.set_num_threads(3)
+        assert torch.equal(packed.matmul(x), single)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("library", ["auto", None])
+def test_rows_are_the_file_s_weights_exactly(library: str | None) -> None:
+    parts = [random_blocks(21, 64, *f, seed=i) for i, f in enumerate(FORMATS)]
+    packed = PackedWeight.pack(parts, library=library)
+    dense = torch.from_numpy(np.concatenate([part.dequantize() for part in parts]))
+    assert packed.shape == (84, 64)
+    assert torch.equal(packed.dequantize(), dense)
+    chosen = torch.tensor([83, 0, 21, 40, 40])
+    assert torch.equal(packed.rows(chosen), dense[chosen])
+    with pytest.raises(IndexError, match="84"):
+        packed.rows(torch.tensor([84]))
+
+
+def test_without_the_native_library_the_product_is_torch_s() -> None:
+    parts = [random_blocks(5, 64, 4, 32), random_blocks(3, 64, 8, 16, seed=1)]
+    packed = PackedWeight.pack(parts, library=None)
+    x, bias = torch.randn(4, 64), torch.randn(8)
+    assert torch.allclose(packed.matmul(x, bias).double(), exact_product(x, parts) + bias, atol=1e-4)
+
+
+def test_a_bias_is_added() -> None:
+    packed = PackedWeight.pack(random_blocks(37, 64, 4, 32))
+    x, bias = torch.randn(3, 64), torch.randn(37)
+    assert torch.equal(packed.matmul(x, bias), packed.matmul(x) + bias)
+
+
+def test_zeros_give_the_zero_vector_and_no_token_gives_no_row() -> None:
+    packed = PackedWeight.pack(random_blocks(8, 32, 4, 32))
+    assert torch.equal(packed.matmul(torch.zeros(3, 32)), torch.zeros(3, 8))
+    assert packed.matmul(torch.zeros(0, 32)).shape == (0, 8)
+
+
+def test_four_bit_weights_take_five_bits_of_memory_each() -> None:
+    packed = PackedWeight.pack(random_blocks(1024, 1024, 4, 32))
+    assert packed.nbytes * 8 / 1024**2 == pytest.approx(5.0, rel=0.01)
+
+
+def test_input_of_the_wrong_shape_or_type_is_refused() -> None:
+    packed = PackedWeight.pack(random_blocks(8, 32, 4, 32))
+    for x in (torch.zeros(2, 64), torch.zeros(2, 32, dtype=torch.float64), torch.zeros(32)):
+        with pytest.raises(ValueError, match=r"expected float32 \[tokens, 32\]"):
+            packed.matmul(x)
+    with pytest.raises(ValueError, match="equal columns"):
+        PackedWeight.pack([random_blocks(8, 32, 4, 32), random_blocks(8, 64, 4, 32)])
+    with pytest.raises(ValueError, match="activation_bits"):
+        PackedWeight.pack(random_blocks(8, 32, 4, 32), activation_bits=4)
