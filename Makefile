@@ -34,7 +34,7 @@ lint: $(VENV)/.ready-lint
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy
-	@$(BIN)/lint-imports
+	@$(BIN)/lint-imports --no-cache
 
 bench: $(VENV)/.ready-bench
 	@$(BIN)/cumulo bench engine --against transformers,llama.cpp $(ARGS)

@@ -23,7 +23,7 @@ WIDTH = 104
 HERE = Path(__file__).parent
 LINES = [
     "What is the capital of France?",
-    "Name three animals that live in the sea.",
+    "What is photosynthesis? One sentence, please.",
     "/why",
     "/exit",
 ]

@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from cumulo import __version__
-from cumulo.cli import bench, chat, doctor, generate
+from cumulo.cli import bench, chat, doctor, explain, generate, serve
 
 app = typer.Typer(
     name="cumulo",
@@ -19,6 +19,8 @@ app = typer.Typer(
 )
 app.command("chat", epilog=chat.EXAMPLE)(chat.chat)
 app.command("generate", epilog=generate.EXAMPLE)(generate.generate)
+app.command("serve", epilog=serve.EXAMPLE)(serve.serve)
+app.command("explain", epilog=explain.EXAMPLE)(explain.explain)
 app.command("doctor", epilog=doctor.EXAMPLE)(doctor.doctor)
 app.add_typer(bench.app, name="bench")
 

@@ -1,14 +1,15 @@
-"""`cumulo bench engine | scheduler | kernels`: figures with what they must reach, as table and as JSON."""
+"""`cumulo bench engine | scheduler | kernels | serve`: figures with what they must reach, as table and as JSON."""
 
 from typing import Annotated
 
 import typer
 
-from cumulo.cli import options
+from cumulo.cli import bench_serve, options
 
 app = typer.Typer(
     help="Measure: every figure beside what it must reach.", no_args_is_help=True, rich_markup_mode="rich"
 )
+app.command("serve", epilog=bench_serve.EXAMPLE)(bench_serve.serve)
 
 
 @app.command(epilog="Example: [bold]cumulo bench engine --against transformers,llama.cpp[/bold]")

@@ -20,7 +20,7 @@ from cumulo.engine.scheduler_config import SchedulerConfig
 from cumulo.models.batch import KVCache
 from cumulo.models.decoder import Decoder
 from cumulo.models.fused import FusedDecoder, why_not
-from cumulo.models.load import LoadedModel, inspect_model, load_model
+from cumulo.models.load import LoadedModel, ModelFiles, inspect_model, load_model
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +33,7 @@ class Assembly:
 
     def ledger(self) -> Ledger:
         """The memory plan with what is now held beside it."""
-        weights = sum(p.nbytes for p in self.model.decoder.parameters())
-        measured: dict[str, int | None] = {"weights": weights, **self.runner.memory_bytes()}
-        return self.memory.ledger.measured({k: v for k, v in measured.items() if v})
+        return self.memory.ledger.measured({k: v for k, v in self.runner.memory_bytes().items() if v})
 
 
 def assemble(
@@ -48,7 +46,8 @@ def assemble(
         torch.set_num_threads(config.threads)
     dtype = getattr(torch, "float32" if config.dtype == "auto" else config.dtype)
     files = inspect_model(model)
-    memory = plan_memory(files.spec, files.weight_bytes, config, available_memory())
+    keep_quantised = keep_quantised and dtype == torch.float32  # the packed kernels compute in float32
+    memory = plan_memory(files.spec, held_bytes(files, dtype, keep_quantised), config, available_memory())
     loaded = load_model(
         model,
         dtype=dtype,
@@ -86,6 +85,8 @@ def assemble(
             priority_step_s=config.priority_step_s,
         )
     )
+    if memory.host_blocks:
+        scheduler.costs.swap_s_per_block = runner.measure_swap_s()
     engine = Engine(
         scheduler,
         runner,
@@ -97,3 +98,11 @@ def assemble(
         guidance=guidance,
     )
     return Assembly(loaded, memory, engine, runner, runs_on)
+
+
+def held_bytes(files: ModelFiles, dtype: torch.dtype, keep_quantised: bool) -> int:
+    """What the weights will take in memory: quantised blocks as they are or expanded, the rest in `dtype`."""
+    plain = files.parameters - files.quantised_parameters
+    if keep_quantised:
+        return files.quantised_bytes + plain * dtype.itemsize
+    return files.parameters * dtype.itemsize

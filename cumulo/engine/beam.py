@@ -1,7 +1,7 @@
 """Beam search as decisions: which beam continues with which token, and which hypotheses are kept.
 
-The engine feeds each live beam's candidates of a step to `advance` and turns the answer into forks and forced
-tokens of the next plan. The rules are those of transformers' `generate(num_beams=...)`, so results agree.
+The engine feeds each live beam's candidates of a step to `advance` and turns the answer into sequences
+of the next plan. The rules are those of transformers' `generate(num_beams=...)`, so results agree.
 """
 
 from collections.abc import Collection, Sequence

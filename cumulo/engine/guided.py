@@ -7,6 +7,7 @@ nothing to keep in step when a plan is made ahead of a sample, a sequence is pre
 """
 
 import json
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -176,7 +177,8 @@ def grammar_text(guide: Guide) -> str:
     if guide.kind == "regex":
         from llguidance import regex_to_lark
 
-        source = f"start: /{regex_to_lark(source, '')}/" if source else 'start: ""'
+        # "d": \d is 0-9, as in JSON schemas, not every script's digits.
+        source = f"start: /{regex_to_lark(source, 'd')}/" if source else 'start: ""'
     elif guide.kind == "grammar":
         if (lines := source.count("\n") + 1) > MAX_GRAMMAR_LINES:
             raise _refusal(guide, f"it has {lines:,} lines; at most {MAX_GRAMMAR_LINES} are accepted")
@@ -219,7 +221,11 @@ def _read_schema(guide: Guide) -> dict[str, Any]:
 
 
 def _refusal(guide: Guide, reason: str) -> InvalidRequest:
-    reason = reason.replace("<non-verbose/>", "").strip()
+    """llguidance's reason without what shows our wrapping rather than the user's text."""
+    if guide.kind != "grammar":
+        reason = re.split(r"\n +\d+ \| ", re.sub(r"^at \d+\(\d+\): ", "", reason))[0]
+    kept = [line for line in reason.splitlines() if "<non-verbose/>" not in line and _OPTIONS not in line]
+    reason = "\n".join(kept).strip()
     if len(reason) > 500:
         reason = reason[:500] + " ..."
     return InvalidRequest(f"this {_NAMES[guide.kind]} cannot guide an answer: {reason}")

@@ -118,9 +118,8 @@ class LLM:
         """Iterate over an answer as it is made. Several streams may be read side by side; closing one early
         (or leaving its `with`) aborts its request."""
         is_chat = not isinstance(prompt, (str, bytes)) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
-        encode: Callable[[Any], tuple[str | None, list[int]]]
-        encode = self._encode_chat if is_chat else self._encode_prompt
-        text, tokens = encode(prompt)
+        given: Any = prompt
+        text, tokens = self._encode_chat(given) if is_chat else self._encode_prompt(given)
         with self._lock:
             self._require_open()
             request = self.engine.add(tokens, self._params(params), prompt_text=text, stream=True)

@@ -13,7 +13,8 @@ from cumulo.engine.params import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class NewSlot:
-    """A sequence that begins (or resumes after preemption) in this step; replaces what the slot held."""
+    """A sequence that begins, resumes after preemption, forks or (a beam) was given its next token in this step;
+    replaces what the slot held. Its blocks may be shared with others."""
 
     slot: int
     tokens: list[int]  # prompt, and on a resume the output so far
@@ -23,22 +24,6 @@ class NewSlot:
     seed: int  # resolved: given by the user or drawn by the engine
     output_limit: int  # the sequence ends at this many output tokens
     sample_index: int = 0  # which of the request's n samples; each draws its own random numbers
-
-
-@dataclass(frozen=True, slots=True)
-class ForkSlot:
-    """A slot that begins as a copy of another: same tokens, same blocks (shared by reference count).
-
-    Applied before the step computes, all forks of a plan at once: every source is read before any target
-    is written, so beams may permute. A fork made for parallel samples is drawn from the source's row.
-    """
-
-    source: int
-    target: int
-    blocks: list[int]
-    params: SamplingParams
-    seed: int
-    sample_index: int
 
 
 @dataclass(slots=True)
@@ -53,12 +38,10 @@ class StepPlan:
     end: list[int] = field(default_factory=list)  # slots whose sequences have ended: their state may go
     begin: list[NewSlot] = field(default_factory=list)
     extend: list[tuple[int, int]] = field(default_factory=list)  # (slot, block) appended to its table
-    forks: list[ForkSlot] = field(default_factory=list)
     replace: list[tuple[int, int, int]] = field(default_factory=list)  # (slot, table index, new block)
     copies: list[tuple[int, int]] = field(default_factory=list)  # copy-on-write: block, block
     swap_out: list[tuple[int, int]] = field(default_factory=list)  # device block -> host block
     swap_in: list[tuple[int, int]] = field(default_factory=list)  # host block -> device block
-    force: list[tuple[int, int, int]] = field(default_factory=list)  # (slot, position, token): beam search
     # -- rows: tokens [start, start + count) of a slot are computed
     slots: list[int] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)

@@ -112,6 +112,16 @@ class TorchRunner:
         self.submit(StepPlan(-1, end=slots)).result()
         return peak.bytes
 
+    def measure_swap_s(self) -> float:
+        """Seconds to move one block to the host pool, measured on both empty caches before the first step."""
+        if self.host_cache is None:
+            return float("inf")
+        pairs = [(block, block) for block in range(min(4, self.cache.blocks, self.host_cache.blocks))]
+        _copy_between(self.cache, self.host_cache, pairs)  # touches the pages
+        started_s = time.perf_counter()
+        _copy_between(self.cache, self.host_cache, pairs)
+        return (time.perf_counter() - started_s) / len(pairs)
+
     # -- one step -----------------------------------------------------------------------------------------
     @torch.inference_mode()
     def _execute(self, plan: StepPlan) -> StepResult:

@@ -1,7 +1,7 @@
 """The runner's memory of live sequences: tokens, block tables and sampling parameters, one row per slot.
 
 Plans carry only changes, so a step of a thousand decoding sequences is read out of these arrays with a few
-array operations. Only begins, forks and the like are handled one by one.
+array operations. Only beginnings and block changes are handled one by one.
 """
 
 from collections.abc import Sequence
@@ -70,7 +70,7 @@ class SlotTable:
 
     # -- changes ------------------------------------------------------------------------------------------
     def apply(self, plan: StepPlan) -> None:
-        """The plan's begin, extend, forks, replace and force, in this order."""
+        """The plan's begin, extend and replace, in this order."""
         for new in plan.begin:
             self.tokens[new.slot, : len(new.tokens)] = new.tokens
             self.lengths[new.slot] = len(new.tokens)
@@ -80,13 +80,8 @@ class SlotTable:
         for slot, block in plan.extend:
             self.tables[slot, self.block_counts[slot]] = block
             self.block_counts[slot] += 1
-        if plan.forks:
-            self._fork(plan)
         for slot, index, block in plan.replace:
             self.tables[slot, index] = block
-        for slot, position, token in plan.force:
-            self.tokens[slot, position] = token
-            self.lengths[slot] = max(self.lengths[slot], position + 1)
 
     def write_drawn(
         self, slots: NDArray[np.int64], positions: NDArray[np.int64], tokens: NDArray[np.int64]
@@ -99,20 +94,6 @@ class SlotTable:
             self.lengths[slot] = self.block_counts[slot] = 0
             self.params[slot] = None
             self.guided.end(slot)
-
-    def _fork(self, plan: StepPlan) -> None:
-        sources = np.array([fork.source for fork in plan.forks])
-        targets = np.array([fork.target for fork in plan.forks])
-        # Fancy indexing copies: every source is read before any target is written, so slots may permute.
-        lengths = self.lengths[sources]
-        tokens = self.tokens[sources, : int(lengths.max())]
-        prompt_lengths = self.prompt_lengths[sources]
-        self.tokens[targets, : tokens.shape[1]] = tokens
-        self.lengths[targets] = lengths
-        self.prompt_lengths[targets] = prompt_lengths
-        for fork in plan.forks:
-            self._set_blocks(fork.target, fork.blocks)
-            self._set_params(fork.target, fork.params, fork.seed, fork.sample_index)
 
     def _set_blocks(self, slot: int, blocks: list[int]) -> None:
         self.tables[slot, : len(blocks)] = blocks
@@ -205,10 +186,12 @@ class SlotTable:
         short = positions - self.prompt_lengths[slots] < self.min_tokens[slots]
         batch = DrawBatch(logit_rows, positions, columns)
         if self.guided:
-            batch.masks = self.guided.masks(slots, positions, self.prompt_lengths, self.tokens, vocabulary)
-            for row, draw in enumerate(batch.masks.draws.tolist()) if batch.masks and short.any() else ():
+            masks = self.guided.masks(slots, positions, self.prompt_lengths, self.tokens, vocabulary)
+            batch.masks = masks
+            if masks is not None and short.any():
                 # A complete answer ends: min_tokens yields where the guide allows nothing but the end.
-                short[draw] &= batch.masks.allows_others(row, self._ends(int(slots[draw]), vocabulary))
+                for row, draw in enumerate(masks.draws.tolist()):
+                    short[draw] &= masks.allows_others(row, self._ends(int(slots[draw]), vocabulary))
         if columns["edited"].any() or short.any():
             edited = np.flatnonzero(columns["edited"] | short)
             batch.edits = self._edits(edited, slots, positions, short, vocabulary)
@@ -223,7 +206,7 @@ class SlotTable:
         vocabulary: int,
     ) -> LogitEdits:
         """Which single logits change. Penalties are read off the tokens themselves, so there is no second
-        record of them that a fork, a forced token or a resumed sequence could leave stale.
+        record of them that a forked or resumed sequence could leave stale.
         """
         bias: list[tuple[int, int, float]] = []
         seen: list[tuple[int, NDArray[np.int32]]] = []

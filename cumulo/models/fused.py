@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from cumulo.kernels import library as native_library
+from cumulo.kernels.float_linear import float_linear
 from cumulo.kernels.library import OpStruct, QuantizedRowsStruct, StepStruct
 from cumulo.kernels.packed_linear import PackedWeight, QuantizedBuffer
 from cumulo.kernels.paged_attention import attention_fields
@@ -80,7 +81,8 @@ class FusedDecoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[R, hidden] -> [R, vocabulary]."""
-        return self.decoder.logits(hidden)
+        head = self.decoder.embed if self.spec.tied_embeddings else self.decoder.head
+        return head(hidden) if head.packed is not None else float_linear(hidden, head.weight, head.bias)
 
 
 def why_not(decoder: Decoder) -> str | None:

@@ -9,7 +9,7 @@ import contextlib
 import secrets
 import time
 from array import array
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import TYPE_CHECKING
 
 from starlette.requests import Request
@@ -17,16 +17,12 @@ from starlette.requests import Request
 from cumulo.engine.outputs import Delta
 from cumulo.engine.params import SamplingParams
 from cumulo.serve.engine_client import Failure, Inbox
-from cumulo.serve.errors import ApiError, invalid
+from cumulo.serve.errors import ApiError, ClientGone, invalid
 from cumulo.serve.keys import Caller
 from cumulo.serve.messages import Finished, Submit
 
 if TYPE_CHECKING:
     from cumulo.serve.service import Service
-
-
-class ClientGone(Exception):
-    """Nobody is left to answer."""
 
 
 class Call:
@@ -85,7 +81,7 @@ class Call:
             self._watcher.cancel()
 
     # -- answers ------------------------------------------------------------------------------------------
-    async def news(self) -> AsyncIterator[list[tuple[int, Delta | Finished]]]:
+    async def news(self) -> AsyncGenerator[list[tuple[int, Delta | Finished]], None]:
         """What is new, in batches, until every request has finished. Raises ApiError when one fails."""
         while any(finished is None for finished in self.finished):
             batch: list[tuple[int, Delta | Finished]] = []

@@ -77,7 +77,8 @@ class EngineChild:
         raise EngineStartError(f"the engine did not load its model within {timeout_s:g} s")
 
     async def receive(self) -> Report:
-        return decode_report(await self._reports.recv())
+        report: Report = decode_report(await self._reports.recv())
+        return report
 
     async def leftovers(self) -> list[Report]:
         """What a dead process said before it died and nobody has read yet."""

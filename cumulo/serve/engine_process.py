@@ -156,7 +156,9 @@ def _end_with_parent(stdin: FileIO) -> None:
 
 
 def main() -> None:
-    stdin = FileIO(0, closefd=False)  # unbuffered: a thread waiting in a buffer's lock would spoil a clean exit
+    stdin = FileIO(
+        0, closefd=False
+    )  # unbuffered: a thread waiting in a buffer's lock would spoil a clean exit
     job = msgspec.json.decode(stdin.readline(), type=EngineJob)
     threading.Thread(target=_end_with_parent, args=(stdin,), daemon=True).start()
     logging.basicConfig(level=job.log_level.upper(), format="%(asctime)s engine %(levelname)s %(message)s")

@@ -59,6 +59,10 @@ _KINDS = {
 }
 
 
+class ClientGone(Exception):
+    """The client hung up: nobody is left to answer."""
+
+
 def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:
     return ApiError(400, message, param=param, code=code)
 
@@ -81,7 +85,9 @@ def validation_error(error: RequestValidationError) -> ApiError:
         name = first["ctx"]["name"]
         return invalid(first["msg"], f"{param}.{name}" if param else name, "unsupported_parameter")
     if kind == "extra_forbidden":
-        return invalid(f"'{param}' is not a field this server knows; leave it out", param, "unknown_parameter")
+        return invalid(
+            f"'{param}' is not a field this server knows; leave it out", param, "unknown_parameter"
+        )
     if kind in ("model_attributes_type", "model_type", "dict_type") and not param:
         return invalid("the body must be a JSON object, sent with Content-Type: application/json")
     reason = first["msg"].removeprefix("Value error, ")
@@ -116,6 +122,10 @@ def install(app: FastAPI) -> None:
         elif error.status_code == 405:
             message = f"{request.method} is not possible on {request.url.path}"
         return ApiError(error.status_code, message, headers=error.headers).response()
+
+    @app.exception_handler(ClientGone)
+    async def client_gone(request: Request, error: ClientGone) -> Response:
+        return Response(status_code=499)  # nobody reads it; the log and the metrics do
 
     @app.exception_handler(Exception)
     async def bug(request: Request, error: Exception) -> Response:

@@ -6,15 +6,15 @@ of its own, as OpenAI's client expects it; before the first byte it is an ordina
 
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from cumulo.serve.call import Call, ClientGone
-from cumulo.serve.errors import ApiError
+from cumulo.serve.call import Call
+from cumulo.serve.errors import ApiError, ClientGone
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +44,9 @@ class EventStream(Response):
     media_type = "text/event-stream"
 
     def __init__(self, call: Call, first: bytes, events: AsyncGenerator[bytes, None]) -> None:
-        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no", "X-Request-Id": call.id})
+        super().__init__(
+            headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no", "X-Request-Id": call.id}
+        )
         del self.headers["content-length"]
         self._call, self._first, self._events = call, first, events
 
@@ -60,7 +62,7 @@ class EventStream(Response):
         finally:
             self._call.close()
 
-    async def _all(self) -> AsyncIterator[bytes]:
+    async def _all(self) -> AsyncGenerator[bytes, None]:
         yield self._first
         try:
             async for chunk in self._events:

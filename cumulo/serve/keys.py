@@ -1,14 +1,13 @@
 """API keys: a file that holds no key, only salted hashes. Made by `cumulo serve --new-api-key`, read by the gate.
 
-The file is JSON: {"keys": [{"name", "salt", "sha256", "requests_per_minute"?, "tokens_per_minute"?}, ...]}. A key is
-256 random bits, so one round of SHA-256 is as good as many: there is nothing to guess.
+The file is JSON: {"keys": [{"name", "salt", "sha256", "requests_per_minute"?, "tokens_per_minute"?}, ...]}.
+A key is 256 random bits, so one round of SHA-256 is as good as many: there is nothing to guess.
 """
 
 import hashlib
 import hmac
 import json
 import logging
-import os
 import secrets
 import time
 from dataclasses import dataclass
@@ -108,15 +107,17 @@ def new_key(
     """Add a key to the file (made if need be, readable by its owner only); returns it, for this once."""
     entries = read_keys(path) if path.exists() else []
     if any(entry.name == name for entry in entries):
-        raise CumuloError(f"{path} already has a key named {name!r}; choose another name, or remove that entry")
+        raise CumuloError(
+            f"{path} already has a key named {name!r}; choose another name, or remove that entry"
+        )
     key, salt = f"ck-{secrets.token_urlsafe(32)}", secrets.token_hex(16)
     entries.append(KeyEntry(name, salt, hash_key(key, salt), requests_per_minute, tokens_per_minute))
     content = json.dumps({"keys": msgspec.to_builtins(entries)}, indent=2) + "\n"
     # Written aside and renamed, so that a server reading it never sees half a file.
     aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
-        with open(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            file.write(content)
+        aside.touch(mode=0o600, exist_ok=False)
+        aside.write_text(content, "utf-8")
         aside.replace(path)
     except OSError as error:
         raise CumuloError(f"the key cannot be written to {path}: {error.strerror}") from error

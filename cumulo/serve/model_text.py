@@ -5,10 +5,11 @@ interpreter's lock), and one that cannot fit the context whatever its tokens are
 """
 
 import asyncio
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from cumulo.errors import CumuloError, InvalidRequest
 from cumulo.models.gguf_file import open_gguf
@@ -16,6 +17,7 @@ from cumulo.models.hub import resolve
 from cumulo.models.tokenizer import Tokenizer, load_tokenizer
 from cumulo.models.tokenizer_gguf import tokenizer_from_gguf
 
+Result = TypeVar("Result")
 _LONG_CHARACTERS = 8_000  # a few milliseconds of work: more would hold up everybody's streams
 
 
@@ -41,7 +43,10 @@ class ModelText:
                 tokenizer.use_chat_template(chat_template.read_text("utf-8"))
             except (OSError, ValueError) as error:
                 raise CumuloError(f"the chat template {chat_template} cannot be read: {error}") from error
-        return cls(tokenizer)
+        text = cls(tokenizer)
+        with contextlib.suppress(CumuloError):  # a model without a template serves completions
+            tokenizer.encode_chat([{"role": "user", "content": ""}])  # compiled now, not in the first request
+        return text
 
     async def encode(self, text: str, add_special: bool = True) -> list[int]:
         self._refuse_hopeless(len(text))
@@ -77,7 +82,7 @@ class ModelText:
                 f"shorten the prompt"
             )
 
-    async def _apart(self, size: int, work: Any, *arguments: Any) -> Any:
+    async def _apart(self, size: int, work: Callable[..., Result], *arguments: Any) -> Result:
         if size < _LONG_CHARACTERS:
             return work(*arguments)
         return await asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)

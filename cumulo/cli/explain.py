@@ -1,0 +1,65 @@
+"""`cumulo explain`: what happened to a request of a running server, and why."""
+
+import json
+import urllib.error
+import urllib.parse
+import urllib.request
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from cumulo.cli import options
+
+EXAMPLE = "Example: [bold]cumulo explain chatcmpl-3f2a --trace story.json[/bold] (open it in ui.perfetto.dev)"
+
+
+def explain(
+    request_id: Annotated[str, typer.Argument(metavar="ID", help="The `id` of an answer.")],
+    server: Annotated[str, typer.Option(help="Where the server is.")] = "http://127.0.0.1:8000",
+    api_key: Annotated[
+        str | None, typer.Option(help="If the server asks for one.", envvar="OPENAI_API_KEY")
+    ] = None,
+    trace: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Also write a Chrome/Perfetto trace there.")
+    ] = None,
+    json_file: options.JsonOption = None,
+) -> None:
+    """Tell a request's story: how long it waited for what, what was cached, who preempted it."""
+    from cumulo.cli.terminal import note, out
+
+    story = _get(server, request_id, api_key)
+    if json_file is not None:
+        text = json.dumps(story, indent=2) + "\n"
+        if str(json_file) == "-":
+            print(text, end="")
+            return
+        json_file.write_text(text, "utf-8")
+    for request in story["data"]:
+        out.print(f"[bold]{request['id']}[/bold]", highlight=False)
+        out.print(request["summary"], markup=False)
+        for event in request["events"]:
+            out.print(f"{event['at_ms']:10.1f} ms  {event['words']}", markup=False)
+    if trace is not None:
+        trace.write_text(json.dumps(_get(server, request_id, api_key, "trace")), "utf-8")
+        note(f"trace written to {trace}; open it in https://ui.perfetto.dev")
+
+
+def _get(server: str, request_id: str, api_key: str | None, form: str = "json") -> dict[str, Any]:
+    from cumulo.errors import CumuloError
+
+    name = urllib.parse.quote(request_id, safe="")
+    url = f"{server.rstrip('/')}/v1/requests/{name}/explain?format={form}"
+    request = urllib.request.Request(url, headers={"Authorization": f"Bearer {api_key}"} if api_key else {})
+    try:
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            content: dict[str, Any] = json.load(answer)
+            return content
+    except urllib.error.HTTPError as error:
+        try:
+            message = json.load(error)["error"]["message"]
+        except (ValueError, KeyError, TypeError):
+            message = f"{error.code} {error.reason}"
+        raise CumuloError(f"{server} says: {message}") from error
+    except (OSError, ValueError) as error:
+        raise CumuloError(f"no Cumulo server answers at {server}: {error}; name it with --server") from error

@@ -1,0 +1,119 @@
+"""`cumulo serve`: an OpenAI-compatible server for one model."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from cumulo.cli import options
+
+EXAMPLE = (
+    "Example: [bold]cumulo serve --port 8000[/bold], then point any OpenAI client at http://127.0.0.1:8000/v1"
+)
+
+
+def serve(
+    model: options.ModelArgument = None,
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0: every network.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on; 0: any free one.")] = 8000,
+    name: Annotated[str | None, typer.Option(help="What clients call the model.")] = None,
+    api_keys: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Ask for one of the keys in this file.")
+    ] = None,
+    new_api_key: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Make a key, add its hash to --api-keys FILE, print it and stop."),
+    ] = None,
+    requests_per_minute: Annotated[
+        int | None, typer.Option(help="Limit per key (with --new-api-key: of the new one).")
+    ] = None,
+    tokens_per_minute: Annotated[
+        int | None, typer.Option(help="Limit per key, prompt and answer tokens together.")
+    ] = None,
+    max_queue: Annotated[int, typer.Option(help="Requests that may wait; beyond: 429.")] = 1024,
+    max_running: Annotated[int | None, typer.Option(help="Sequences computed at the same time.")] = None,
+    max_body_mib: Annotated[float, typer.Option(help="Largest request body; beyond: 413.")] = 4.0,
+    stall_timeout: Annotated[
+        float, typer.Option(help="Seconds without a finished step after which the engine is restarted.")
+    ] = 60.0,
+    drain_timeout: Annotated[
+        float, typer.Option(help="Seconds running requests may take to finish after SIGTERM or Ctrl-C.")
+    ] = 30.0,
+    cors_origin: Annotated[
+        list[str] | None, typer.Option(help="A web origin that may call; may be repeated. None by default.")
+    ] = None,
+    chat_template: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="A jinja2 template instead of the model's own.")
+    ] = None,
+    stories: Annotated[int, typer.Option(help="Requests kept for `cumulo explain`.")] = 1000,
+    log_prompts: Annotated[
+        bool, typer.Option("--log-prompts", help="Write prompts and answers to the log.")
+    ] = False,
+    log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
+    threads: options.Threads = None,
+    max_context: options.MaxContext = None,
+    kv_memory_gib: options.KvMemory = None,
+) -> None:
+    """Serve a model to OpenAI clients: /v1/chat/completions, /v1/completions and more; /docs lists all."""
+    from cumulo.errors import CumuloError
+
+    if new_api_key is not None:
+        _make_key(api_keys, new_api_key, requests_per_minute, tokens_per_minute)
+        return
+    if log_level not in ("debug", "info", "warning", "error"):
+        raise CumuloError(f"--log-level is debug, info, warning or error, not {log_level!r}")
+    if max_running is not None and max_running < 1:
+        raise CumuloError(f"--max-running must be 1 or more, got {max_running}")
+    try:
+        from cumulo.serve.options import ServeOptions
+        from cumulo.serve.server import run
+    except ImportError as error:
+        raise CumuloError(
+            f"the server needs packages that are not installed ({error.name}): pip install 'cumulo[serve]'"
+        ) from error
+    from cumulo.cli.terminal import note
+
+    chosen = ServeOptions(
+        model=model,
+        name=name,
+        chat_template=chat_template,
+        engine=options.engine_config(
+            threads=threads, max_context=max_context, kv_memory_gib=kv_memory_gib, max_running=max_running
+        ),
+        host=host,
+        port=port,
+        api_keys=api_keys,
+        requests_per_minute=requests_per_minute,
+        tokens_per_minute=tokens_per_minute,
+        max_queue=max_queue,
+        max_body_bytes=int(max_body_mib * (1 << 20)),
+        stall_timeout_s=stall_timeout,
+        drain_timeout_s=drain_timeout,
+        cors_origins=tuple(cors_origin or ()),
+        stories=stories,
+        log_prompts=log_prompts,
+        log_level=log_level,
+    )
+    address = ""
+
+    def on_bound(url: str) -> None:
+        nonlocal address
+        address = url
+        note(f"listening on {url}; loading the model")
+
+    run(
+        chosen,
+        on_bound=on_bound,
+        on_ready=lambda info: note(
+            f"{info.model_name} is ready at {address}/v1 (context {info.max_context:,}; {info.runs_on})"
+        ),
+    )
+
+
+def _make_key(path: Path | None, name: str, requests: int | None, tokens: int | None) -> None:
+    from cumulo.errors import CumuloError
+    from cumulo.serve.keys import new_key
+
+    if path is None:
+        raise CumuloError("--new-api-key needs --api-keys FILE: where the key's hash is kept")
+    print(new_key(path, name, requests, tokens))

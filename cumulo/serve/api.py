@@ -1,0 +1,53 @@
+"""The FastAPI application: `create_app` puts gate, endpoints and error shapes together around a Service."""
+
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from starlette.middleware.cors import CORSMiddleware
+
+from cumulo import __version__
+from cumulo.serve import chat, completions, errors, operation
+from cumulo.serve.gate import Gate
+from cumulo.serve.service import Service
+
+
+def create_app(service: Service) -> FastAPI:
+    app = FastAPI(
+        title="Cumulo",
+        version=__version__,
+        summary="OpenAI-compatible language model server",
+        redirect_slashes=False,
+    )
+    app.state.service = service
+    errors.install(app)
+    for part in (chat, completions, operation):
+        app.include_router(part.router)
+    app.add_middleware(Gate, service=service)
+    if service.options.cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(service.options.cors_origins),
+            allow_methods=["GET", "POST"],
+            allow_headers=["Authorization", "Content-Type"],
+            expose_headers=["X-Request-Id", "Retry-After"],
+        )
+    app.openapi = lambda: _description(app, service.keys is not None)  # type: ignore[method-assign]
+    return app
+
+
+def _description(app: FastAPI, needs_key: bool) -> dict[str, Any]:
+    """FastAPI's description, corrected: what does not validate gets 400 here, never 422."""
+    if app.openapi_schema is None:
+        schema = get_openapi(title=app.title, version=app.version, summary=app.summary, routes=app.routes)
+        for operations in schema["paths"].values():
+            for operation in operations.values():
+                operation["responses"].pop("422", None)
+        parts = schema.setdefault("components", {})
+        for name in ("HTTPValidationError", "ValidationError"):
+            parts.get("schemas", {}).pop(name, None)
+        if needs_key:
+            parts["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+            schema["security"] = [{"key": []}]
+        app.openapi_schema = schema
+    return app.openapi_schema

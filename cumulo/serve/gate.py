@@ -1,0 +1,132 @@
+"""Gate: what every HTTP request passes before an endpoint sees it, as plain ASGI middleware.
+
+In this order, cheapest first: is the server draining (503), who is it (401), do they ask too often (429), is the
+body too large (413). Counts and logs what goes out. Health, metrics and the description need no key.
+"""
+
+import logging
+import time
+from typing import Any
+
+from fastapi import HTTPException
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from cumulo.serve.errors import ApiError
+from cumulo.serve.keys import Caller
+from cumulo.serve.service import Service
+
+log = logging.getLogger("cumulo.serve.access")
+
+_PROTECTED = ("/v1/", "/tokenize", "/detokenize")
+_QUIET = ("/health", "/ready", "/metrics")
+
+
+class Gate:
+    def __init__(self, app: ASGIApp, service: Service) -> None:
+        self._app, self._service = app, service
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        received_s = time.perf_counter()
+        state: dict[str, Any] = scope.setdefault("state", {})
+        state["received_s"], state["caller"] = received_s, self._service.anyone
+        exchange = _Exchange(self._service, scope, receive, send)
+        try:
+            if scope["path"].startswith(_PROTECTED) and scope["method"] != "OPTIONS":
+                self._check(scope)
+            await self._app(scope, exchange.receive, exchange.send)
+        except ApiError as error:
+            await error.response()(scope, receive, exchange.send)
+        finally:
+            if exchange.status:
+                self._service.metrics.on_response(exchange.status)
+                level = logging.DEBUG if scope["path"] in _QUIET else logging.INFO
+                took_ms = (time.perf_counter() - received_s) * 1e3
+                log.log(
+                    level, "%s %s %d %.1f ms %s %s", scope["method"], scope["path"], exchange.status, took_ms,
+                    state["caller"].name, state.get("call_id", ""),
+                )  # fmt: skip
+
+    def _check(self, scope: Scope) -> None:
+        service, headers = self._service, Headers(scope=scope)
+        if service.draining and scope["method"] == "POST":
+            raise ApiError(
+                503,
+                "the server is shutting down and takes no new requests",
+                code="draining",
+                retry_after_s=5,
+                headers={"Connection": "close"},
+            )
+        caller: Caller | None = service.anyone
+        if service.keys is not None:
+            scheme, _, key = headers.get("authorization", "").partition(" ")
+            if scheme.lower() != "bearer" or not key.strip():
+                raise ApiError(
+                    401,
+                    "no API key was sent; send one as `Authorization: Bearer KEY`",
+                    code="invalid_api_key",
+                    headers={"WWW-Authenticate": "Bearer"},
+                )
+            caller = service.keys.caller_of(key.strip())
+            if caller is None:
+                raise ApiError(
+                    401,
+                    "this API key is not valid here",
+                    code="invalid_api_key",
+                    headers={"WWW-Authenticate": "Bearer"},
+                )
+        assert caller is not None
+        scope["state"]["caller"] = caller
+        if scope["method"] == "POST":
+            wait_s = service.limits.take_request(caller)
+            if wait_s > 0:
+                raise ApiError(
+                    429,
+                    f"{caller.requests_per_minute} requests per minute are allowed and have been made: "
+                    f"try again in {wait_s:.0f} s",
+                    code="rate_limit_exceeded",
+                    retry_after_s=wait_s,
+                )
+        length = headers.get("content-length", "0")
+        if length.isdecimal() and int(length) > service.options.max_body_bytes:
+            raise too_large(service.options.max_body_bytes)
+
+
+def too_large(limit_bytes: int) -> ApiError:
+    return ApiError(
+        413,
+        f"the body is larger than the {limit_bytes:,} bytes this server takes",
+        code="request_too_large",
+        headers={"Connection": "close"},  # the rest of the body is not wanted
+    )
+
+
+class _Exchange:
+    """Watches one request's messages: counts the body, notes the status, adds the request's id."""
+
+    def __init__(self, service: Service, scope: Scope, receive: Receive, send: Send) -> None:
+        self._limit = service.options.max_body_bytes
+        self._scope, self._receive, self._send = scope, receive, send
+        self._bytes = 0
+        self.status = 0
+
+    async def receive(self) -> Message:
+        message = await self._receive()
+        if message["type"] == "http.request":
+            self._bytes += len(message.get("body", b""))
+            if self._bytes > self._limit:
+                error = too_large(self._limit)
+                # FastAPI lets only its own errors out of reading a body.
+                raise HTTPException(413, error.message, error.headers)
+        return message
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            call_id = self._scope["state"].get("call_id")
+            if call_id is not None:
+                MutableHeaders(scope=message)["x-request-id"] = call_id
+        await self._send(message)

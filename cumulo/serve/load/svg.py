@@ -1,0 +1,172 @@
+"""Charts as SVG text: lines, steps and dots on linear or logarithmic axes. Pure; called by `html_report.py`.
+
+Colours are CSS classes (`s0`, `s1`, ... for series), so that the page decides between light and dark.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from html import escape
+from typing import Literal
+
+WIDTH, HEIGHT = 560, 300
+LEFT, RIGHT, TOP, BOTTOM = 62, 16, 14, 44
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """A named set of points. `color` picks the class; dots are drawn where they are few or asked for."""
+
+    name: str
+    points: Sequence[tuple[float, float]]
+    kind: Literal["line", "dots", "both"] = "line"
+    color: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """What to draw. `bounds` are dashed lines across (an objective), `marks` dashed lines upwards."""
+
+    title: str
+    x_label: str
+    y_label: str
+    series: Sequence[Series]
+    x_log: bool = False
+    y_log: bool = False
+    bounds: Sequence[tuple[str, float]] = field(default=())
+    marks: Sequence[tuple[str, float]] = field(default=())
+    y_from_zero: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """Maps values to pixels."""
+
+    low: float
+    high: float
+    from_pixel: float
+    to_pixel: float
+    log: bool
+
+    def at(self, value: float) -> float:
+        low, high = self.low, self.high
+        if self.log:
+            value, low, high = math.log10(max(value, low)), math.log10(low), math.log10(high)
+        return self.from_pixel + (value - low) / (high - low) * (self.to_pixel - self.from_pixel)
+
+
+def axis(values: Sequence[float], from_pixel: float, to_pixel: float, log: bool, from_zero: bool) -> Axis:
+    """An axis with room for all values, ending on round numbers."""
+    finite = [value for value in values if math.isfinite(value) and (not log or value > 0)]
+    if not finite:
+        finite = [1.0] if log else [0.0, 1.0]
+    low, high = min(finite), max(finite)
+    if log:
+        low, high = 10 ** math.floor(math.log10(low)), 10 ** math.ceil(math.log10(high))
+        if low == high:
+            high *= 10
+        return Axis(low, high, from_pixel, to_pixel, True)
+    if from_zero:
+        low, high = min(low, 0.0), max(high, 0.0)
+    if low == high:
+        high = low + (abs(low) or 1.0)
+    step = _step(high - low)
+    return Axis(math.floor(low / step) * step, math.ceil(high / step) * step, from_pixel, to_pixel, False)
+
+
+def ticks(scale: Axis) -> list[float]:
+    """Round values along the axis, about five."""
+    if scale.log:
+        first, last = round(math.log10(scale.low)), round(math.log10(scale.high))
+        stride = max(1, math.ceil((last - first) / 6))
+        decades = [10.0**power for power in range(first, last + 1, stride)]
+        if last - first <= 2:
+            decades = [m * 10.0**power for power in range(first, last) for m in (1, 2, 5)] + [10.0**last]
+        return decades
+    step = _step(scale.high - scale.low)
+    count = round((scale.high - scale.low) / step)
+    return [scale.low + step * number for number in range(count + 1)]
+
+
+def _step(span: float) -> float:
+    """1, 2 or 5 times a power of ten, so that four to ten steps cover the span."""
+    magnitude: float = 10.0 ** math.floor(math.log10(span / 4))
+    return next(m * magnitude for m in (1, 2, 5, 10) if span / (m * magnitude) <= 6)
+
+
+def number(value: float) -> str:
+    """A tick's label."""
+    if value == 0:
+        return "0"
+    if abs(value) >= 10_000:
+        return f"{value / 1000:,.3g}k" if abs(value) < 1e6 else f"{value / 1e6:,.3g}M"
+    return f"{value:.4g}"
+
+
+def draw(chart: Chart) -> str:
+    """The chart as an <svg> element with a legend where there is more than one series."""
+    xs = [x for series in chart.series for x, _ in series.points] + [x for _, x in chart.marks]
+    ys = [y for series in chart.series for _, y in series.points] + [y for _, y in chart.bounds]
+    x_axis = axis(xs, LEFT, WIDTH - RIGHT, chart.x_log, from_zero=not chart.x_log)
+    y_axis = axis(ys, HEIGHT - BOTTOM, TOP, chart.y_log, from_zero=chart.y_from_zero)
+    parts = [
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(chart.title)}">',
+        *_frame(chart, x_axis, y_axis),
+    ]
+    for series in chart.series:
+        parts += _series(series, x_axis, y_axis)
+    for name, value in chart.bounds:
+        y = y_axis.at(value)
+        parts.append(f'<line class="bound" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        parts.append(f'<text class="note" x="{LEFT + 6}" y="{y - 4:.1f}">{escape(name)}</text>')
+    for name, value in chart.marks:
+        x = x_axis.at(value)
+        parts.append(f'<line class="bound" x1="{x:.1f}" x2="{x:.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/>')
+        anchor = "end" if x > WIDTH * 0.7 else "start"
+        shift = -5 if anchor == "end" else 5
+        parts.append(
+            f'<text class="note" x="{x + shift:.1f}" y="{TOP + 12}" text-anchor="{anchor}">{escape(name)}</text>'
+        )
+    return "".join([*parts, "</svg>"])
+
+
+def _frame(chart: Chart, x_axis: Axis, y_axis: Axis) -> list[str]:
+    bottom = HEIGHT - BOTTOM
+    parts = []
+    for value in ticks(y_axis):
+        y = y_axis.at(value)
+        parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        parts.append(f'<text x="{LEFT - 7}" y="{y + 4:.1f}" text-anchor="end">{number(value)}</text>')
+    for value in ticks(x_axis):
+        x = x_axis.at(value)
+        parts.append(f'<line class="tick" x1="{x:.1f}" x2="{x:.1f}" y1="{bottom}" y2="{bottom + 4}"/>')
+        parts.append(f'<text x="{x:.1f}" y="{bottom + 17}" text-anchor="middle">{number(value)}</text>')
+    parts.append(f'<line class="axis" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{bottom}" y2="{bottom}"/>')
+    middle_x, middle_y = (LEFT + WIDTH - RIGHT) / 2, (TOP + bottom) / 2
+    parts.append(
+        f'<text x="{middle_x}" y="{HEIGHT - 8}" text-anchor="middle">{escape(chart.x_label)}</text>'
+        f'<text transform="translate(14 {middle_y}) rotate(-90)" text-anchor="middle">'
+        f"{escape(chart.y_label)}</text>"
+    )
+    return parts
+
+
+def _series(series: Series, x_axis: Axis, y_axis: Axis) -> list[str]:
+    points = [
+        (x, y)
+        for x, y in series.points
+        if math.isfinite(y) and (not y_axis.log or y > 0) and (not x_axis.log or x > 0)
+    ]
+    parts = []
+    if series.kind != "dots" and points:
+        path = " ".join(f"{x_axis.at(x):.1f},{y_axis.at(y):.1f}" for x, y in points)
+        parts.append(f'<polyline class="line s{series.color}" points="{path}"/>')
+    if series.kind != "line":
+        radius = 3.5 if series.kind == "both" else 2.2
+        for x, y in points:
+            tip = f"{series.name}: {number(y)} at {number(x)}"
+            parts.append(
+                f'<circle class="dot s{series.color}" cx="{x_axis.at(x):.1f}" cy="{y_axis.at(y):.1f}" '
+                f'r="{radius}"><title>{escape(tip)}</title></circle>'
+            )
+    return parts

@@ -1,0 +1,193 @@
+"""Metrics: what /metrics shows, in Prometheus' format. Fed by Service with what passes through it.
+
+Names and labels are vLLM's with `cumulo:` in place of `vllm:`, so that a dashboard ports by replacing a prefix;
+after them comes what vLLM does not have: why requests wait, why they are preempted, what was recomputed.
+"""
+
+from collections.abc import Callable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from cumulo.engine.story import Story
+from cumulo.serve.messages import Stats
+from cumulo.serve.stories import Record
+
+_LABELS = ("model_name", "engine")
+_FIRST_TOKEN_S = (
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
+)  # fmt: skip
+_BETWEEN_TOKENS_S = (
+    0.002,
+    0.005,
+    0.01,
+    0.02,
+    0.03,
+    0.05,
+    0.075,
+    0.1,
+    0.15,
+    0.2,
+    0.3,
+    0.4,
+    0.5,
+    0.75,
+    1.0,
+    2.5,
+    5.0,
+)
+_WHOLE_REQUEST_S = (
+    0.05,
+    0.1,
+    0.3,
+    0.5,
+    0.8,
+    1.0,
+    1.5,
+    2.0,
+    2.5,
+    5.0,
+    10.0,
+    15.0,
+    20.0,
+    30.0,
+    60.0,
+    120.0,
+    300.0,
+)
+_TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
+
+
+class Metrics:
+    def __init__(self, model_name: str) -> None:
+        self.registry = CollectorRegistry()
+        self._values = (model_name, "0")
+        gauge, counter, histogram = self._gauge, self._counter, self._histogram
+        self.running = gauge("num_requests_running", "Sequences that compute.")
+        self.waiting = gauge("num_requests_waiting", "Sequences that wait for room.")
+        self.kv_usage = gauge("kv_cache_usage_perc", "Share of KV blocks in use; 1 is all.")
+        self.prefix_queries = counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
+        self.prefix_hits = counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.")
+        self.preempted = counter("num_preemptions", "Times a sequence had to give way.")
+        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of ended requests.")
+        self.generation_tokens = counter("generation_tokens", "Tokens generated.")
+        self.iteration_tokens = histogram("iteration_tokens_total", "Tokens computed per step.", _TOKENS)
+        self.ttft = histogram(
+            "time_to_first_token_seconds", "From arrival to the first token.", _FIRST_TOKEN_S
+        )
+        self.gap = histogram("inter_token_latency_seconds", "Between streamed tokens.", _BETWEEN_TOKENS_S)
+        self.per_token = histogram(
+            "request_time_per_output_token_seconds", "A request's mean time per token.", _BETWEEN_TOKENS_S
+        )
+        self.whole = histogram("e2e_request_latency_seconds", "From arrival to the end.", _WHOLE_REQUEST_S)
+        self.queue = histogram("request_queue_time_seconds", "Waiting for admission.", _WHOLE_REQUEST_S)
+        self.inference = histogram("request_inference_time_seconds", "From admission on.", _WHOLE_REQUEST_S)
+        self.prefill = histogram(
+            "request_prefill_time_seconds", "Admission to first token.", _WHOLE_REQUEST_S
+        )
+        self.decode = histogram("request_decode_time_seconds", "First token to the end.", _WHOLE_REQUEST_S)
+        self.request_prompt = histogram("request_prompt_tokens", "Prompt tokens per request.", _TOKENS)
+        self.request_output = histogram("request_generation_tokens", "Generated tokens per request.", _TOKENS)
+        self.request_n = histogram("request_params_n", "Answers asked for per request.", (1, 2, 5, 10, 20))
+        self._success = self._labelled(
+            Counter, "request_success", "Requests that ended, by how.", "finished_reason"
+        )
+        # -- what vLLM does not have
+        self._preempted_by = self._labelled(
+            Counter, "preemptions_by_reason", "Preemptions, by who needed the room.", "reason"
+        )
+        self.recomputed = counter("recomputed_tokens", "Tokens computed again after preemptions.")
+        self._wait_by = self._labelled(
+            Counter, "wait_seconds", "Seconds requests waited, by what for.", "reason"
+        )
+        self._http = self._labelled(Counter, "http_responses", "Answers sent, by status.", "status")
+        self.cached_blocks = gauge("prefix_cache_blocks", "KV blocks that hold a prefix worth sharing.")
+        self.step = histogram("step_duration_seconds", "Time the runner took for a step.", _BETWEEN_TOKENS_S)
+        self.restarts = gauge("engine_restarts", "Times the engine process was replaced.")
+        self.up = gauge("engine_up", "1 while the engine process is ready.")
+
+    # -- making them --------------------------------------------------------------------------------------
+    def _gauge(self, name: str, text: str) -> Gauge:
+        return Gauge(f"cumulo:{name}", text, _LABELS, registry=self.registry).labels(*self._values)
+
+    def _counter(self, name: str, text: str) -> Counter:
+        return Counter(f"cumulo:{name}", text, _LABELS, registry=self.registry).labels(*self._values)
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        metric = Histogram(f"cumulo:{name}", text, _LABELS, registry=self.registry, buckets=buckets)
+        return metric.labels(*self._values)
+
+    def _labelled(self, kind: type[Counter], name: str, text: str, label: str) -> Callable[[str], Counter]:
+        metric = kind(f"cumulo:{name}", text, (*_LABELS, label), registry=self.registry)
+        return lambda value: metric.labels(*self._values, value)
+
+    # -- feeding them -------------------------------------------------------------------------------------
+    def on_progress(self, stats: Stats) -> None:
+        self.running.set(stats.running)
+        self.waiting.set(stats.waiting)
+        self.kv_usage.set(stats.blocks_used / stats.blocks_total)
+        self.cached_blocks.set(stats.blocks_cached)
+        for record in stats.records:
+            self.iteration_tokens.observe(record.prefill_tokens + record.decode_tokens)
+            self.step.observe(record.finished_s - record.started_s)
+
+    def on_response(self, status: int) -> None:
+        self._http(str(status)).inc()
+
+    def on_end(self, record: Record, priority_of: Callable[[str], int | None]) -> None:
+        """A request ended; `priority_of` knows other requests, to tell why they displaced this one."""
+        self._success(record.outcome or "error").inc()
+        story = record.story
+        if story is None:
+            return
+        self.prompt_tokens.inc(record.prompt_tokens)
+        self.request_prompt.observe(record.prompt_tokens)
+        self.request_output.observe(story.output_tokens)
+        self.request_n.observe(record.samples)
+        self.recomputed.inc(story.recomputed_tokens)
+        if record.ended_s is not None:
+            self.whole.observe(record.ended_s - record.received_s)
+        if story.admitted_s is not None:
+            self.prefix_queries.inc(record.prompt_tokens)
+            self.prefix_hits.inc(story.cached_tokens)
+            self.queue.observe(story.admitted_s - story.arrived_s)
+            if story.finished_s is not None:
+                self.inference.observe(story.finished_s - story.admitted_s)
+        if story.first_token_s is not None and story.admitted_s is not None:
+            self.ttft.observe(story.first_token_s - record.received_s)
+            self.prefill.observe(story.first_token_s - story.admitted_s)
+            if story.finished_s is not None:
+                self.decode.observe(story.finished_s - story.first_token_s)
+        if story.decode_tok_s:
+            self.per_token.observe(record.samples / story.decode_tok_s)
+        for reason, seconds in waits(story).items():
+            self._wait_by(reason).inc(seconds)
+        for event in story.events:
+            if event.kind == "preempted":
+                self.preempted.inc()
+                other = priority_of(event.detail["by"])
+                more_important = other is not None and other < record.priority
+                self._preempted_by("priority" if more_important else "kv_blocks").inc()
+
+    def text(self) -> bytes:
+        return generate_latest(self.registry)
+
+
+def waits(story: Story) -> dict[str, float]:
+    """Seconds a request waited, by reason: behind others, for a slot, for KV blocks, or preempted."""
+    totals: dict[str, float] = {}
+    reason, since_s = "", 0.0
+    for event in story.events:
+        waits_now = event.kind in ("arrived", "blocked", "preempted")
+        if reason and (waits_now or event.kind in ("admitted", "resumed", "finished", "failed")):
+            totals[reason] = totals.get(reason, 0.0) + event.time_s - since_s
+        if event.kind == "arrived":
+            reason, since_s = "behind_others", event.time_s
+        elif event.kind == "preempted":
+            reason, since_s = "preempted", event.time_s
+        elif event.kind == "blocked":
+            why = event.detail["why"]
+            reason = "slots" if "slots" in why else "kv_blocks" if "blocks" in why else "step_in_flight"
+            since_s = event.time_s
+        elif event.kind in ("admitted", "resumed", "finished", "failed"):
+            reason = ""
+    return totals

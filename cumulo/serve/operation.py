@@ -1,0 +1,170 @@
+"""Endpoints for operators and tools: health, readiness, metrics, version, models, tokens, explanations."""
+
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Query, Request
+from starlette.responses import Response
+
+from cumulo import __version__
+from cumulo.serve.chat import plain_messages
+from cumulo.serve.descriptions import answers, plain
+from cumulo.serve.errors import ApiError, invalid
+from cumulo.serve.events import json_response
+from cumulo.serve.schemas import DetokenizeRequest, TokenizeRequest
+from cumulo.serve.schemas_out import (
+    Detokenized,
+    ExplanationList,
+    Health,
+    Model,
+    ModelList,
+    Tokenized,
+    Version,
+)
+from cumulo.serve.service import Service
+from cumulo.serve.stories import explanation
+from cumulo.serve.trace import chrome_trace
+
+router = APIRouter()
+Format = Annotated[Literal["json", "trace"], Query(description="trace: a Chrome/Perfetto trace")]
+
+
+def _service(request: Request) -> Service:
+    service: Service = request.app.state.service
+    return service
+
+
+# -- is it well? ----------------------------------------------------------------------------------------------
+def _health(service: Service, good: bool) -> Response:
+    engine = service.engine
+    body = {
+        "status": "ok" if good else "unavailable",
+        "engine": "draining" if service.draining else engine.state,
+        "detail": engine.last_failure,
+        "restarts": engine.restarts,
+        "running": engine.stats.running if engine.stats is not None else 0,
+        "waiting": engine.waiting,
+    }
+    return json_response(body, 200 if good else 503)
+
+
+_BAD = {"model": Health, "description": "It is not."}
+
+
+@router.get(
+    "/health", summary="Is the engine alive and moving?", responses={200: plain(Health, "It is."), 503: _BAD}
+)
+async def health(request: Request) -> Response:
+    """Fails when the engine's process died, or has work and finished no step within the bound, until a new one is
+    up. Loading the model at start-up is not a failure; /ready tells when requests are taken."""
+    service = _service(request)
+    return _health(service, service.engine.state in ("starting", "ready"))
+
+
+@router.get("/ready", summary="Are requests taken?", responses={200: plain(Health, "They are."), 503: _BAD})
+async def ready(request: Request) -> Response:
+    service = _service(request)
+    return _health(service, service.engine.state == "ready" and not service.draining)
+
+
+@router.get(
+    "/metrics",
+    summary="Prometheus metrics",
+    response_class=Response,
+    responses={200: {"description": "Prometheus' text format", "content": {"text/plain": {}}}},
+)
+async def metrics(request: Request) -> Response:
+    return Response(_service(request).metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+@router.get("/version", summary="Cumulo's version", responses={200: plain(Version, "The version.")})
+async def version() -> Response:
+    return json_response({"version": __version__})
+
+
+# -- models ---------------------------------------------------------------------------------------------------
+def _model(service: Service) -> dict[str, Any]:
+    info = service.engine.info
+    return {
+        "id": service.model_name,
+        "object": "model",
+        "created": int(service.started_s),
+        "owned_by": "cumulo",
+        "max_model_len": info.max_context if info is not None else None,
+    }
+
+
+@router.get("/v1/models", summary="What is served", responses=answers(plain(ModelList, "The models."), 401))
+async def list_models(request: Request) -> Response:
+    return json_response({"object": "list", "data": [_model(_service(request))]})
+
+
+@router.get(
+    "/v1/models/{name:path}",
+    summary="One model",
+    responses=answers(plain(Model, "The model."), 400, 401, 404),
+)
+async def get_model(name: str, request: Request) -> Response:
+    service = _service(request)
+    service.check_model(name)
+    return json_response(_model(service))
+
+
+# -- tokens ---------------------------------------------------------------------------------------------------
+@router.post(
+    "/tokenize", summary="Text or messages to tokens", responses=answers(plain(Tokenized, "The tokens."))
+)
+async def tokenize(body: TokenizeRequest, request: Request) -> Response:
+    service = _service(request)
+    service.check_model(body.model)
+    if (body.prompt is None) == (body.messages is None):
+        raise invalid("give either prompt or messages", "prompt")
+    if body.messages is not None:
+        messages = plain_messages(body.messages)
+        _, tokens = await service.text.encode_chat(messages, add_generation_prompt=body.add_generation_prompt)
+    else:
+        assert body.prompt is not None
+        tokens = await service.text.encode(body.prompt, add_special=body.add_special_tokens)
+    spelled = [service.text.token_text(token)[0] for token in tokens] if body.return_token_strs else None
+    info = service.engine.info
+    return json_response(
+        {
+            "count": len(tokens),
+            "max_model_len": info.max_context if info is not None else None,
+            "tokens": tokens,
+            "token_strs": spelled,
+        }
+    )
+
+
+@router.post("/detokenize", summary="Tokens to text", responses=answers(plain(Detokenized, "The text.")))
+async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
+    service = _service(request)
+    service.check_model(body.model)
+    known = service.text.tokenizer.vocab_size
+    for token in body.tokens:
+        if token >= known:
+            raise invalid(f"there is no token {token}; token ids are 0 to {known - 1}", "tokens")
+    return json_response({"prompt": await service.text.decode(body.tokens)})
+
+
+# -- why? -----------------------------------------------------------------------------------------------------
+@router.get(
+    "/v1/requests/{request_id}/explain",
+    summary="What happened to a request, and why",
+    responses=answers(plain(ExplanationList, "The story of each of the call's requests."), 400, 401, 404),
+)
+async def explain(request_id: str, request: Request, format: Format = "json") -> Response:
+    """The id is the answer's `id`. With API keys, each caller sees only their own requests."""
+    service = _service(request)
+    caller = request.scope["state"]["caller"]
+    records = [r for r in service.stories.of_call(request_id) if r.caller == caller.name]
+    if not records:
+        raise ApiError(
+            404,
+            f"nothing is known of a request {request_id!r}; the last {service.options.stories} requests are kept",
+            code="request_not_found",
+        )
+    if format == "trace":
+        return json_response(chrome_trace(records))
+    stories = [explanation(record) for record in records]
+    return json_response({"id": request_id, "object": "list", "data": stories})

@@ -1,0 +1,65 @@
+"""From a request's fields to SamplingParams: what is left out takes the model's own recommendation."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from cumulo.engine.params import SamplingParams
+from cumulo.serve.errors import invalid
+from cumulo.serve.schemas import ChatRequest, CompletionRequest
+
+_SAME_NAME = (
+    "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed",
+    "min_tokens", "ignore_eos", "skip_special_tokens", "n",
+)  # fmt: skip
+_COMPLETION_LENGTH = 16  # OpenAI's default where max_tokens is left out
+
+
+def chat_params(body: ChatRequest, defaults: Mapping[str, Any]) -> SamplingParams:
+    fields = _common(body, defaults)
+    if body.max_tokens is not None and body.max_completion_tokens is not None:
+        raise invalid("give max_tokens or max_completion_tokens, not both", "max_tokens")
+    fields["max_tokens"] = body.max_completion_tokens or body.max_tokens  # None: as many as fit
+    if body.top_logprobs is not None and not body.logprobs:
+        raise invalid("top_logprobs needs logprobs: true", "top_logprobs")
+    if body.logprobs:
+        fields["logprobs"] = body.top_logprobs or 0
+    return SamplingParams(**fields)
+
+
+def completion_params(body: CompletionRequest, defaults: Mapping[str, Any]) -> SamplingParams:
+    fields = _common(body, defaults)
+    fields["max_tokens"] = _COMPLETION_LENGTH if body.max_tokens is None else max(1, body.max_tokens)
+    fields["logprobs"] = body.logprobs
+    if body.echo and body.logprobs is not None:
+        fields["prompt_logprobs"] = body.logprobs
+    if body.best_of is not None:
+        if body.best_of < (body.n or 1):
+            raise invalid(f"best_of ({body.best_of}) must be at least n ({body.n})", "best_of")
+        if body.stream and body.best_of > (body.n or 1):
+            raise invalid("best_of is known only at the end, so it cannot be streamed", "best_of")
+        fields["best_of"] = body.best_of
+    return SamplingParams(**fields)
+
+
+def _common(body: ChatRequest | CompletionRequest, defaults: Mapping[str, Any]) -> dict[str, Any]:
+    if body.stream_options is not None and not body.stream:
+        raise invalid("stream_options needs stream: true", "stream_options")
+    fields = dict(defaults)
+    for name in _SAME_NAME:
+        value = getattr(body, name)
+        if value is not None:
+            fields[name] = value
+    fields["stop"] = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
+    fields["stop_token_ids"] = tuple(body.stop_token_ids or ())
+    fields["include_stop"] = bool(body.include_stop_str_in_output)
+    fields["logit_bias"] = _biases(body.logit_bias or {})
+    return fields
+
+
+def _biases(given: Mapping[str, float]) -> dict[int, float]:
+    biases = {}
+    for token, bias in given.items():
+        if not (token.isascii() and token.isdecimal() and len(token) < 11):
+            raise invalid(f"logit_bias names {token[:40]!r}, which is no token id", "logit_bias")
+        biases[int(token)] = bias
+    return biases

@@ -1,0 +1,166 @@
+"""What the endpoints answer, for the OpenAPI description; the answers themselves are built as plain data."""
+
+from typing import Any, Literal
+
+from pydantic import BaseModel
+
+
+class ErrorBody(BaseModel):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class Error(BaseModel):
+    error: ErrorBody
+
+
+class CachedTokens(BaseModel):
+    cached_tokens: int
+
+
+class Usage(BaseModel):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: CachedTokens
+
+
+class TokenLogprob(BaseModel):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprobWithTop(TokenLogprob):
+    top_logprobs: list[TokenLogprob]
+
+
+class ChatLogprobs(BaseModel):
+    content: list[TokenLogprobWithTop]
+    refusal: None
+
+
+class AssistantMessage(BaseModel):
+    role: Literal["assistant"]
+    content: str
+    refusal: None
+
+
+class ChatChoice(BaseModel):
+    index: int
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: Literal["stop", "length"]
+
+
+class ExplanationTimes(BaseModel):
+    tokenised: float | None
+    queued: float | None
+    first_token: float | None
+    total: float | None
+    gap_mean: float | None
+    gap_median: float | None
+    gap_p99: float | None
+    gap_max: float | None
+
+
+class ExplanationTokens(BaseModel):
+    prompt: int
+    output: int
+    cached: int | None
+    recomputed: int | None
+
+
+class Explanation(BaseModel):
+    id: str
+    object: Literal["request.explanation"]
+    state: Literal["running", "finished"]
+    finish_reason: str | None
+    error: str | None
+    model: str
+    received_at: float
+    summary: str
+    times_ms: ExplanationTimes
+    tokens: ExplanationTokens
+    preemptions: int | None
+    retried_after_engine_restart: bool
+    events: list[dict[str, Any]]
+
+
+class ExplanationList(BaseModel):
+    id: str
+    object: Literal["list"]
+    data: list[Explanation]
+
+
+class ChatCompletion(BaseModel):
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    explain: list[Explanation] | None = None
+
+
+class CompletionLogprobs(BaseModel):
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class CompletionChoice(BaseModel):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: Literal["stop", "length"]
+
+
+class Completion(BaseModel):
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage
+    explain: list[Explanation] | None = None
+
+
+class Model(BaseModel):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    max_model_len: int | None
+
+
+class ModelList(BaseModel):
+    object: Literal["list"]
+    data: list[Model]
+
+
+class Tokenized(BaseModel):
+    count: int
+    max_model_len: int | None
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class Detokenized(BaseModel):
+    prompt: str
+
+
+class Health(BaseModel):
+    status: str
+    engine: str
+    detail: str | None
+    restarts: int
+    running: int
+    waiting: int
+
+
+class Version(BaseModel):
+    version: str

@@ -1,0 +1,167 @@
+"""Runs the server: binds the port, starts the engine, and ends in order. Called by `cumulo serve`.
+
+SIGTERM or Ctrl-C: new requests get 503, running ones may finish within a bound, then the process ends with
+status 0. A second signal ends what still runs at once.
+"""
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+from collections.abc import Callable, Iterator
+
+import uvicorn
+
+from cumulo.errors import CumuloError
+from cumulo.models.hub import resolve
+from cumulo.serve.api import create_app
+from cumulo.serve.messages import Ready
+from cumulo.serve.model_text import ModelText
+from cumulo.serve.options import ServeOptions
+from cumulo.serve.service import Service
+
+log = logging.getLogger(__name__)
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """The listening socket, made first: a port in use is found out before a model is loaded."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise CumuloError(
+            f"cannot listen on {host}:{port} ({error.strerror or error}); choose another with --port, or --port 0 "
+            "for any free one"
+        ) from error
+    listener.set_inheritable(False)
+    return listener
+
+
+class _Server(uvicorn.Server):
+    """Uvicorn, except that a signal begins our drain instead of its shutdown."""
+
+    def __init__(self, config: uvicorn.Config, on_signal: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._on_signal = on_signal
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        loop = asyncio.get_running_loop()
+        signals = (signal.SIGTERM, signal.SIGINT)
+        for number in signals:
+            loop.add_signal_handler(number, self._on_signal)
+        try:
+            yield
+        finally:
+            for number in signals:
+                loop.remove_signal_handler(number)
+
+
+class _Run:
+    """One life of the server, from load to drain."""
+
+    def __init__(self, service: Service, on_ready: Callable[[Ready], None]) -> None:
+        self.service, self._on_ready = service, on_ready
+        config = uvicorn.Config(
+            create_app(service),
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_graceful_shutdown=2,  # what is worth waiting for was waited for by the drain
+            timeout_keep_alive=75,
+            lifespan="off",
+        )
+        self._uvicorn = _Server(config, self._on_signal)
+        self._ending: asyncio.Task[None] | None = None
+        self.error: CumuloError | None = None
+
+    async def serve(self, listener: socket.socket) -> None:
+        starting = asyncio.create_task(self._start())
+        try:
+            await self._uvicorn.serve(sockets=[listener])
+        finally:
+            starting.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await starting
+            await self.service.close()
+
+    async def _start(self) -> None:
+        try:
+            self._on_ready(await self.service.start())
+        except CumuloError as error:
+            self.error = error
+            self._uvicorn.should_exit = True
+
+    def _on_signal(self) -> None:
+        if self._ending is None:
+            self._ending = asyncio.create_task(self._drain())
+        else:
+            log.warning("told again to stop: ending %d running requests", len(self.service.engine.in_flight))
+            self.service.abort_all("the server was stopped")
+            self._uvicorn.should_exit = True
+
+    async def _drain(self) -> None:
+        service, loop = self.service, asyncio.get_running_loop()
+        service.draining = True
+        deadline_s = loop.time() + service.options.drain_timeout_s
+        if service.engine.in_flight:
+            log.info("draining: %d requests may finish", len(service.engine.in_flight))
+        while service.engine.in_flight and loop.time() < deadline_s:
+            await asyncio.sleep(0.05)
+        if service.engine.in_flight:
+            log.warning("%d requests did not finish in time and are ended", len(service.engine.in_flight))
+            service.abort_all("the server is shutting down and this request took longer than it could wait")
+            for _ in range(40):
+                if not service.engine.in_flight:
+                    break
+                await asyncio.sleep(0.05)
+        await asyncio.sleep(0.05)  # the last bytes of what has just finished
+        self._uvicorn.should_exit = True
+
+
+def run(
+    options: ServeOptions,
+    *,
+    on_bound: Callable[[str], None] = lambda url: None,
+    on_ready: Callable[[Ready], None] = lambda info: None,
+) -> None:
+    """Serve until told to stop. `on_bound` gets the address as soon as it is known."""
+    logging.basicConfig(
+        level=options.log_level.upper(), format="%(asctime)s server %(levelname)s %(message)s"
+    )
+    source = resolve(options.model)
+    listener = bind(options.host, options.port)
+    try:
+        text = ModelText.load(options.model, options.chat_template)
+        host, port = listener.getsockname()[:2]
+        on_bound(f"http://{f'[{host}]' if ':' in host else host}:{port}")
+        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+            runner.run(_run(options, text, options.name or source.name, listener, on_ready))
+    finally:
+        listener.close()
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """uvloop where it is installed: it halves what a streamed token costs this process."""
+    try:
+        import uvloop
+    except ImportError:
+        return None
+    return uvloop.new_event_loop
+
+
+async def _run(
+    options: ServeOptions,
+    text: ModelText,
+    model_name: str,
+    listener: socket.socket,
+    on_ready: Callable[[Ready], None],
+) -> None:
+    life = _Run(Service(options, text, model_name), on_ready)
+    await life.serve(listener)
+    if life.error is not None:
+        raise life.error

@@ -1,0 +1,193 @@
+"""Service: what the endpoints share. Owns the engine client, the tokenizer, limits, metrics and stories.
+
+It decides whether a request may come in, and is told by the engine client what becomes of it.
+"""
+
+import logging
+import time
+from collections import deque
+
+from cumulo.engine.outputs import Delta
+from cumulo.engine.params import SamplingParams
+from cumulo.serve.call import Call
+from cumulo.serve.engine_client import EngineClient, EngineSettings, Failure, Inbox, InFlight
+from cumulo.serve.errors import ApiError, invalid
+from cumulo.serve.keys import ApiKeys, Caller
+from cumulo.serve.limits import RateLimits
+from cumulo.serve.messages import Finished, Ready, Stats, StepRecord, Submit
+from cumulo.serve.metrics import Metrics
+from cumulo.serve.model_text import ModelText
+from cumulo.serve.options import ServeOptions
+from cumulo.serve.stories import Record, Stories
+
+log = logging.getLogger(__name__)
+
+_RECENT_STEPS = 512  # for the console
+_RECENT_ENDS = 64  # to estimate how fast the queue moves
+
+
+class Service:
+    def __init__(self, options: ServeOptions, text: ModelText, model_name: str) -> None:
+        self.options, self.text, self.model_name = options, text, model_name
+        self.started_s = time.time()
+        self.engine = EngineClient(
+            EngineSettings(
+                model=options.model,
+                config=options.engine,
+                stall_timeout_s=options.stall_timeout_s,
+                start_timeout_s=options.start_timeout_s,
+                log_level=options.log_level,
+            ),
+            self,
+        )
+        anyone = Caller("anyone", options.requests_per_minute, options.tokens_per_minute)
+        self.anyone = anyone
+        self.keys = ApiKeys(options.api_keys, anyone) if options.api_keys is not None else None
+        self.limits = RateLimits()
+        self.metrics = Metrics(model_name)
+        self.stories = Stories(options.stories)
+        self.recent_steps: deque[StepRecord] = deque(maxlen=_RECENT_STEPS)
+        self.draining = False
+        self.abort_reason = "the request was aborted"
+        self._callers: dict[str, Caller] = {}  # of requests in flight
+        self._ends_s: deque[float] = deque(maxlen=_RECENT_ENDS)
+        self.metrics.up.set_function(lambda: float(self.engine.state == "ready"))
+        self.metrics.restarts.set_function(lambda: float(self.engine.restarts))
+
+    async def start(self) -> Ready:
+        info = await self.engine.start()
+        self.text.max_context = info.max_context
+        return info
+
+    async def close(self) -> None:
+        await self.engine.close()
+        self.text.close()
+
+    @property
+    def info(self) -> Ready:
+        """What the engine said about itself; ApiError 503 before it has."""
+        if self.engine.info is None:
+            raise ApiError(503, "the model is still being loaded", code="not_ready", retry_after_s=5)
+        return self.engine.info
+
+    # -- may it come in? ----------------------------------------------------------------------------------
+    def check_model(self, name: str | None) -> None:
+        if name is not None and name != self.model_name:
+            raise ApiError(
+                404,
+                f"the model {name!r} is not served here; this server has {self.model_name!r}",
+                param="model",
+                code="model_not_found",
+            )
+
+    def check_ready(self) -> None:
+        if self.engine.state != "ready":
+            doing = "loading its model" if self.engine.state == "starting" else "being restarted"
+            raise ApiError(503, f"the engine is {doing}; try again soon", code="not_ready", retry_after_s=3)
+
+    def admit(self, call: Call, prompts: list[list[int]], params: SamplingParams) -> None:
+        """Raise ApiError unless all these prompts may go to the engine now. Charges the caller."""
+        self.check_ready()
+        info = self.info
+        for tokens in prompts:
+            if len(tokens) >= info.max_context:
+                raise invalid(
+                    f"the prompt has {len(tokens):,} tokens; this model's context holds {info.max_context:,} "
+                    f"including the answer: shorten the prompt",
+                    code="context_length_exceeded",
+                )
+        waiting = self.engine.waiting
+        if waiting + len(prompts) > self.options.max_queue + self._free_places():
+            raise ApiError(
+                429,
+                f"{waiting} requests are waiting already and at most {self.options.max_queue} may: try again later",
+                code="queue_full",
+                retry_after_s=self._retry_after_s(waiting),
+            )
+        wait_s = self.limits.take_tokens(call.caller, sum(map(len, prompts)))
+        if wait_s > 0:
+            raise ApiError(
+                429,
+                f"this key may use {call.caller.tokens_per_minute:,} tokens per minute and has used them: "
+                f"try again in {wait_s:.0f} s",
+                code="rate_limit_exceeded",
+                retry_after_s=wait_s,
+            )
+
+    def _free_places(self) -> int:
+        stats = self.engine.stats
+        running = stats.running if stats is not None else 0
+        return max(0, self.info.max_running - running) if not (stats and stats.waiting) else 0
+
+    def _retry_after_s(self, waiting: int) -> float:
+        """How long the present queue takes at the pace of the last ends; 1 to 60 seconds."""
+        if len(self._ends_s) < 2:
+            return 1.0
+        pace_s = (self._ends_s[-1] - self._ends_s[0]) / (len(self._ends_s) - 1)
+        return min(60.0, max(1.0, waiting * pace_s))
+
+    def submit(self, call: Call, submit: Submit, inbox: Inbox, position: int) -> None:
+        """Note who asked what, and send it."""
+        self._callers[submit.request_id] = call.caller
+        self.stories.add(
+            Record(
+                request_id=submit.request_id,
+                call_id=call.id,
+                caller=call.caller.name,
+                model=self.model_name,
+                received_s=call.received_s,
+                submitted_s=time.perf_counter(),
+                prompt_tokens=len(submit.tokens) // 4,
+                samples=submit.params.n,
+                stream=submit.stream,
+                priority=submit.priority,
+            )
+        )
+        self.engine.submit(submit, inbox, position)
+
+    # -- what becomes of it: the engine client's Observer -------------------------------------------------
+    def on_progress(self, stats: Stats) -> None:
+        self.recent_steps.extend(stats.records)
+        self.metrics.on_progress(stats)
+
+    def on_delta(self, request: InFlight, delta: Delta) -> None:
+        if not delta.token_ids:
+            return
+        now_s = time.perf_counter()
+        self.metrics.generation_tokens.inc(len(delta.token_ids))
+        if request.last_token_s is not None and request.submit.params.n == 1:
+            self.metrics.gap.observe(now_s - request.last_token_s)
+        request.last_token_s = now_s
+        record = self.stories.get(delta.request_id)
+        if record is not None:
+            record.note_token(now_s)
+
+    def on_end(self, request: InFlight, end: Finished | Failure) -> None:
+        now_s = time.perf_counter()
+        self._ends_s.append(now_s)
+        caller = self._callers.pop(request.submit.request_id)
+        story = end.story if isinstance(end, Finished) else None
+        if story is not None:
+            self.limits.charge_output(caller, story.output_tokens)
+            if not request.submit.stream:
+                self.metrics.generation_tokens.inc(story.output_tokens)
+        record = self.stories.get(request.submit.request_id)
+        if record is None:  # pushed out by many newer ones
+            return
+        record.ended_s, record.story, record.retried = now_s, story, request.resubmitted
+        if isinstance(end, Failure):
+            record.outcome, record.error = "error", end.message
+        else:
+            record.outcome = end.samples[0].finish_reason if end.samples else "abort"
+        self.metrics.on_end(record, self._priority_of)
+
+    def _priority_of(self, request_id: str) -> int | None:
+        record = self.stories.get(request_id)
+        return record.priority if record is not None else None
+
+    # -- the end ------------------------------------------------------------------------------------------
+    def abort_all(self, reason: str) -> None:
+        """End everything that runs; the clients are told why."""
+        self.abort_reason = reason
+        for request_id in list(self.engine.in_flight):
+            self.engine.abort(request_id)

