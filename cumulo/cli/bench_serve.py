@@ -59,6 +59,7 @@ def serve(
         int | None,
         typer.Option(min=0, help="Conversations at a level's beginning to leave out.", rich_help_panel=_LOAD),
     ] = None,
+    settle: Annotated[str, typer.Option(help="Pause between levels.", rich_help_panel=_LOAD)] = "1s",
     input_tokens: Annotated[
         str, typer.Option("--input", help=f"Prompt tokens: {LENGTHS}.", rich_help_panel=_WORK)
     ] = "128",
@@ -175,6 +176,7 @@ def settings(chosen: dict[str, Any]) -> "Settings":
         chosen["shared_prefix"],
         chosen["prefixes"],
     )
+    workload.conversation(0, chosen["seed"], None, measured=True)  # lengths that cannot be drawn show here
     if any(isinstance(load, Replay) for load in loads) and workload != Workload():
         raise CumuloError("a trace brings its own lengths; leave out --input, --output, --turns and prefixes")
     target = Target(chosen["model"], chosen["endpoint"], chosen["api_key"], extra=_extra(chosen["extra"]))
@@ -182,6 +184,7 @@ def settings(chosen: dict[str, Any]) -> "Settings":
         chosen["url"], target, loads, workload, chosen["requests"], duration_s, chosen["warmup"], slo,
         chosen["find_rate"], chosen["tolerance"], chosen["seed"],
         parse_duration_s(chosen["timeout"], "--timeout"), chosen["retries"],
+        parse_duration_s(chosen["settle"], "--settle"),
     )  # fmt: skip
 
 

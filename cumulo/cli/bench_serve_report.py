@@ -9,10 +9,11 @@ from typing import Any
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from cumulo import __version__
 from cumulo.cli.report import Row, machine, table, write_json
 from cumulo.cli.terminal import err, note, out
 from cumulo.errors import CumuloError
-from cumulo.serve.load.campaign import Campaign, LevelResult
+from cumulo.serve.load.campaign import Campaign, LevelResult, Replay
 from cumulo.serve.load.html_report import page
 from cumulo.serve.load.player import Level
 from cumulo.serve.load.self_test import RATE_TOK_S, SelfTest
@@ -232,15 +233,19 @@ def _server(campaign: Campaign) -> dict[str, Any]:
 
 def _workload(campaign: Campaign) -> str:
     work = campaign.settings.workload
-    words = f"prompts {work.input_tokens}, answers {work.output_tokens}, turns {work.turns}"
+    if any(isinstance(load, Replay) for load in campaign.settings.loads):
+        return "a recorded trace"
+    words = f"prompts of {work.input_tokens} tokens, answers of {work.output_tokens}"
     if work.prefix_tokens:
-        words += f", {work.prefixes} shared prefixes of {work.prefix_tokens} tokens"
+        words += f"; before them one of {work.prefixes} shared prefixes of {work.prefix_tokens}"
+    if str(work.turns) != "1":
+        words += f"; conversations of {work.turns} turns"
     return words
 
 
 def _machine_words() -> str:
     facts = machine()
-    return f"{facts['cpu']}, {facts['cores']} cores, {facts['platform']}, cumulo {facts['cumulo']}"
+    return f"{facts['cpu']}, {facts['cores']} cores, {facts['platform']}, cumulo {__version__}"
 
 
 def self_test_rows(figures: SelfTest) -> list[Row]:

@@ -37,9 +37,9 @@ def explain(
         json_file.write_text(text, "utf-8")
     for request in story["data"]:
         out.print(f"[bold]{request['id']}[/bold]", highlight=False)
-        out.print(request["summary"], markup=False)
+        out.print(request["summary"], markup=False, soft_wrap=True)
         for event in request["events"]:
-            out.print(f"{event['at_ms']:10.1f} ms  {event['words']}", markup=False)
+            out.print(f"{event['at_ms']:10.1f} ms  {event['words']}", markup=False, soft_wrap=True)
     if trace is not None:
         trace.write_text(json.dumps(_get(server, request_id, api_key, "trace")), "utf-8")
         note(f"trace written to {trace}; open it in https://ui.perfetto.dev")

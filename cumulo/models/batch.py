@@ -4,6 +4,8 @@ There is no batch dimension: a step is T tokens belonging to S sequences, `query
 A sequence's new tokens attend to its cached context (found through its block table) and to each other.
 """
 
+import math
+import mmap
 from dataclasses import dataclass
 
 import torch
@@ -40,12 +42,8 @@ class KVCache:
     ) -> None:
         self.spec, self.blocks, self.block_size = spec, blocks, block_size
         heads = spec.kv_cache_heads
-        self.key_storage = torch.zeros(
-            (spec.layers, blocks, heads, block_size, spec.kv_key_dim), dtype=dtype, device=device
-        )
-        self.value_storage = torch.zeros(
-            (spec.layers, blocks, heads, block_size, spec.kv_value_dim), dtype=dtype, device=device
-        )
+        self.key_storage = _zeros((spec.layers, blocks, heads, block_size, spec.kv_key_dim), dtype, device)
+        self.value_storage = _zeros((spec.layers, blocks, heads, block_size, spec.kv_value_dim), dtype, device)
         self.keys = list(self.key_storage.unbind(0))
         if spec.mla:
             self.values = [key[..., : spec.mla.kv_rank] for key in self.keys]
@@ -68,3 +66,12 @@ class KVCache:
         for source, target in pairs:
             self.key_storage[:, target] = self.key_storage[:, source]
             self.value_storage[:, target] = self.value_storage[:, source]
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> Tensor:
+    """Zeros that take memory only where they are written: torch.zeros touches every page, and a cache of
+    several GiB would cost seconds at start and all of its memory for a short chat."""
+    elements = math.prod(shape)
+    if torch.device(device).type != "cpu" or elements == 0:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.frombuffer(mmap.mmap(-1, elements * dtype.itemsize), dtype=dtype).view(shape)

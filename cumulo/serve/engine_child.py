@@ -3,6 +3,7 @@ with new sockets, so that nothing an old process said can be taken for the new o
 """
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
@@ -45,8 +46,9 @@ class EngineChild:
             start_new_session=True,
         )
         assert self._process.stdin is not None
-        self._process.stdin.write(msgspec.json.encode(job) + b"\n")
-        self._process.stdin.flush()
+        with contextlib.suppress(BrokenPipeError):  # it died at once: `ready` will say so
+            self._process.stdin.write(msgspec.json.encode(job) + b"\n")
+            self._process.stdin.flush()
 
     @property
     def pid(self) -> int:
@@ -105,7 +107,8 @@ class EngineChild:
             self._process.kill()
         await asyncio.to_thread(self._process.wait)
         assert self._process.stdin is not None
-        self._process.stdin.close()
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
         self._commands.close()
         self._reports.close()
 

@@ -8,17 +8,21 @@ no engine outlives its server.
 import gc
 import logging
 import os
+import shutil
 import sys
 import threading
 import time
 from array import array
 from io import FileIO
+from pathlib import Path
 
 import msgspec
 import zmq
 
 from cumulo.engine.assembly import Assembly, assemble
 from cumulo.engine.engine import Engine
+from cumulo.engine.params import SamplingParams
+from cumulo.engine.request import State
 from cumulo.errors import CumuloError, InvalidRequest
 from cumulo.serve.messages import (
     Abort,
@@ -106,7 +110,8 @@ class EngineLoop:
         return Stats(
             steps=self.meter.steps,
             received=self._received,
-            running=len(scheduler.running),
+            # The list may hold ended sequences until the next plan.
+            running=sum(sequence.state == State.RUNNING for sequence in scheduler.running),
             waiting=scheduler.queue.count,
             blocks_used=scheduler.pool.used_count,
             blocks_total=scheduler.pool.blocks,
@@ -148,10 +153,18 @@ def ready_report(assembly: Assembly, job: EngineJob) -> Ready:
     )
 
 
-def _end_with_parent(stdin: FileIO) -> None:
+def warm_up(engine: Engine) -> None:
+    """Two steps before anyone waits for one: whatever is made on first use is made now."""
+    engine.add([0], SamplingParams(max_tokens=2, ignore_eos=True, temperature=0))
+    while engine.has_work:
+        engine.step()
+
+
+def _end_with_parent(stdin: FileIO, socket_folder: Path) -> None:
     """Blocks until the API process is gone, however it went; then there is nobody to compute for."""
     while stdin.read(4096):
         pass
+    shutil.rmtree(socket_folder, ignore_errors=True)  # a server that was killed could not do it
     os._exit(1)
 
 
@@ -160,7 +173,8 @@ def main() -> None:
         0, closefd=False
     )  # unbuffered: a thread waiting in a buffer's lock would spoil a clean exit
     job = msgspec.json.decode(stdin.readline(), type=EngineJob)
-    threading.Thread(target=_end_with_parent, args=(stdin,), daemon=True).start()
+    folder = Path(job.commands_address.removeprefix("ipc://")).parent
+    threading.Thread(target=_end_with_parent, args=(stdin, folder), daemon=True).start()
     logging.basicConfig(level=job.log_level.upper(), format="%(asctime)s engine %(levelname)s %(message)s")
     context = zmq.Context()
     commands = context.socket(zmq.PULL)
@@ -172,6 +186,7 @@ def main() -> None:
     reports.setsockopt(zmq.LINGER, 2000)
     try:
         assembly = assemble(job.model, job.config, job.keep_quantised, None)
+        warm_up(assembly.engine)
         # What is loaded stays: the collector need not walk it again at every full collection.
         gc.collect()
         gc.freeze()

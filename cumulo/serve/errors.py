@@ -7,7 +7,7 @@ ours) look the same.
 import json
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -69,11 +69,9 @@ def invalid(message: str, param: str | None = None, code: str | None = None) -> 
 
 def validation_error(error: RequestValidationError) -> ApiError:
     """The first thing wrong with a request, named the way the client wrote it."""
-    problems = error.errors()
-    first = problems[0]
+    first = _telling(error.errors())
     place = [part for part in first.get("loc", ()) if part not in ("body", "query", "path")]
-    # Inside a union pydantic adds the name of the branch it tried; clients only know their own fields.
-    param = _field_name([part for part in place if not str(part).startswith(("function-", "list["))])
+    param = _field_name(place)
     kind = first["type"]
     if kind == "json_invalid":
         return invalid(f"the body is not valid JSON: {first['ctx']['error']} at position {place[0]}")
@@ -94,9 +92,23 @@ def validation_error(error: RequestValidationError) -> ApiError:
     return invalid(f"'{param}': {reason}" if param else reason, param or None, "invalid_value")
 
 
+def _telling(problems: Sequence[Any]) -> dict[str, Any]:
+    """Of a field that may be of several types, all are tried; the one of the right type tells what is wrong."""
+    first: dict[str, Any] = problems[0]
+    same_field = [problem for problem in problems if problem["loc"][:2] == first["loc"][:2]]
+    return next((problem for problem in same_field if not problem["type"].endswith("_type")), first)
+
+
 def _field_name(place: list[Any]) -> str:
+    """As the client wrote it: pydantic's names of the types it tried are left out."""
     name = ""
-    for part in place:
+    for index, part in enumerate(place):
+        if (
+            index
+            and isinstance(part, str)
+            and ("[" in part or "-" in part or part in ("str", "int", "float"))
+        ):
+            continue
         name += f"[{part}]" if isinstance(part, int) else f".{part}" if name else str(part)
     return name
 

@@ -77,7 +77,7 @@ class _Run:
         )
         self._uvicorn = _Server(config, self._on_signal)
         self._ending: asyncio.Task[None] | None = None
-        self.error: CumuloError | None = None
+        self.error: Exception | None = None
 
     async def serve(self, listener: socket.socket) -> None:
         starting = asyncio.create_task(self._start())
@@ -85,14 +85,13 @@ class _Run:
             await self._uvicorn.serve(sockets=[listener])
         finally:
             starting.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await starting
+            await asyncio.wait([starting])
             await self.service.close()
 
     async def _start(self) -> None:
         try:
             self._on_ready(await self.service.start())
-        except CumuloError as error:
+        except Exception as error:  # a CumuloError is the user's to read; anything else is a bug of ours
             self.error = error
             self._uvicorn.should_exit = True
 

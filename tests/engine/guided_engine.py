@@ -25,10 +25,12 @@ EOS = SPECIAL + 1
 VOCAB = EOS + 3  # the model has a logit or two more than there are tokens
 
 
-def make_tokenizer() -> Tokenizer:
-    pieces = ["".join(_SPELLING[byte] for byte in text) for text in _TEXTS] + ["<|mark|>", "<|end|>"]
+def make_tokenizer(special: str = "<|mark|>") -> Tokenizer:
+    specials = [special, "<|end|>"]
+    pieces = ["".join(_SPELLING[byte] for byte in text) for text in _TEXTS] + specials
     backend = tokenizers.Tokenizer(tokenizers.models.BPE({piece: i for i, piece in enumerate(pieces)}, []))
     backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.add_special_tokens(specials)
     return Tokenizer(
         backend, kind="byte_level", pieces=pieces, added_ids=(SPECIAL, EOS), special_ids=(SPECIAL, EOS),
         eos_ids=(EOS,),
@@ -56,16 +58,17 @@ DECODER = make_decoder()
 CLOSING = {token: 3.5 for token, text in enumerate(_TEXTS) if text in (b'"', b"}", b"]", b'"}', b"}}")}
 
 
-def make_engine(*, blocks: int = 2000, overlap: bool = False, guided: bool = True, **options) -> Engine:
+def make_engine(
+    *, blocks: int = 2000, overlap: bool = False, guidance: Guidance | None = GUIDANCE, **options
+) -> Engine:
     defaults = dict(block_size=16, max_context=1024, max_running=64, max_tokens_per_step=512)
     config = SchedulerConfig(blocks=blocks, **{**defaults, **options})
     cache = KVCache(DECODER.spec, config.blocks, config.block_size, torch.float64)
-    guidance = GUIDANCE if guided else None
     runner = TorchRunner(
         DECODER, cache, max_slots=config.max_running, max_context=config.max_context, eos_token_ids=(EOS,),
         host_blocks=config.host_blocks, overlap=overlap, guidance=guidance,
     )  # fmt: skip
-    tokenizer = TOKENIZER if guided else None
     return Engine(
-        Scheduler(config), runner, tokenizer, vocab_size=VOCAB, eos_ids=(EOS,), overlap=overlap, guidance=guidance
+        Scheduler(config), runner, TOKENIZER if guidance else None, vocab_size=VOCAB, eos_ids=(EOS,),
+        overlap=overlap, guidance=guidance,
     )  # fmt: skip

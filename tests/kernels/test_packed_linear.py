@@ -19,15 +19,15 @@ def exact_product(x: torch.Tensor, parts: list[AffineBlocks]) -> torch.Tensor:
 
 
 def rounding_bound(x: torch.Tensor, parts: list[AffineBlocks], activation_bits: int) -> torch.Tensor:
-    """Half a step of every activation times the size of its code's part of the weight, per output."""
-    levels = 127 if activation_bits == 8 else 127 * 256 + 127
+    """Half a step of every activation times the size of its weight, and float32 sums, per output."""
+    levels = 127 if activation_bits == 8 else 2**13 - 64  # wide ones have at least 14 bits
     padded = torch.nn.functional.pad(x, (0, -x.shape[1] % 32))
     step = padded.view(len(x), -1, 32).abs().amax(-1).repeat_interleave(32, 1)[:, : x.shape[1]] / levels
+    dense = torch.from_numpy(np.concatenate([np.abs(p.dequantize()) for p in parts]).astype(np.float64))
     sizes = [np.abs(p.codes.astype(np.float64)) * np.abs(p.scale).repeat(p.group, 1) for p in parts]
-    rounded = 0.5 * step.double() @ torch.from_numpy(np.concatenate(sizes)).T
-    dense = np.concatenate([np.abs(p.dequantize()) for p in parts]).astype(np.float64)
-    float_sums = 1e-6 * (x.double().abs() @ torch.from_numpy(dense).T)
-    return rounded * 1.001 + float_sums + 1e-6
+    # Codes and minima are summed apart and may cancel: float32 rounds each of the two.
+    float_sums = 3e-7 * (x.double().abs() @ (dense + 2 * torch.from_numpy(np.concatenate(sizes))).T)
+    return 0.501 * step.double() @ dense.T + float_sums + 1e-6
 
 
 @pytest.mark.parametrize(("bits", "group"), FORMATS)
@@ -48,12 +48,12 @@ def test_the_product_is_exact_but_for_the_rounding_of_activations(
     assert bool((error <= rounding_bound(x, [blocks], activation_bits)).all())
 
 
-def test_sixteen_bit_activations_are_a_hundred_times_closer_than_eight() -> None:
+def test_wide_activations_are_fifty_times_closer_than_eight_bits() -> None:
     blocks = random_blocks(64, 256, 4, 32)
     x = torch.randn(8, 256, generator=torch.Generator().manual_seed(2))
     exact = exact_product(x, [blocks])
     errors = [float((PackedWeight.pack(blocks, bits).matmul(x) - exact).std()) for bits in (8, 16)]
-    assert errors[1] * 100 < errors[0]
+    assert errors[1] * 50 < errors[0]
 
 
 @settings(max_examples=40, deadline=None)
@@ -138,3 +138,15 @@ def test_input_of_the_wrong_shape_or_type_is_refused() -> None:
         PackedWeight.pack([random_blocks(8, 32, 4, 32), random_blocks(8, 64, 4, 32)])
     with pytest.raises(ValueError, match="activation_bits"):
         PackedWeight.pack(random_blocks(8, 32, 4, 32), activation_bits=4)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_value_that_is_no_number_spoils_its_own_token_only(bad: float) -> None:
+    packed = PackedWeight.pack(random_blocks(20, 96, 4, 32))
+    x = torch.randn(9, 96, generator=torch.Generator().manual_seed(4))
+    clean = packed.matmul(x)
+    x[3, 40] = bad
+    spoiled = packed.matmul(x)
+    assert bool(spoiled[3].isnan().all())
+    others = [i for i in range(9) if i != 3]
+    assert torch.equal(spoiled[others], clean[others])

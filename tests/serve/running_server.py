@@ -33,7 +33,7 @@ class RunningServer:
         self.process = subprocess.Popen(
             [
                 sys.executable, "-m", "cumulo.cli", "serve", "--port", "0", "--threads", "1",
-                "--kv-memory-gib", "0.25", *options,
+                "--kv-memory-gib", "0.5", *options,
             ],
             cwd=ROOT,
             stdout=self._log,
@@ -41,7 +41,9 @@ class RunningServer:
             env=os.environ | {"COLUMNS": "300"},
         )  # fmt: skip
         try:
-            address = wait_for(lambda: re.search(r"listening on (http://\S+);", self.log), "the address", self)
+            address = wait_for(
+                lambda: re.search(r"listening on (http://\S+);", self.log), "the address", self
+            )
             self.url = address[1]
             wait_for(lambda: self.status("/ready") == 200, "readiness", self)
         except BaseException:
@@ -98,8 +100,7 @@ class RunningServer:
                 self.process.wait(60)
             except subprocess.TimeoutExpired:
                 self.process.kill()
-        code = self.process.wait()
-        return code
+        return self.process.wait()
 
 
 def wait_for(

@@ -167,15 +167,25 @@ def test_cached_prefixes_are_shared_within_a_salt_only(client: openai.OpenAI) ->
 
 def test_content_may_come_in_parts_and_neutral_fields_may_be_there(client: openai.OpenAI) -> None:
     parts: list[Any] = [
-        {"role": "developer", "content": "You are a helpful AI assistant named SmolLM, trained by Hugging Face"},
-        {"role": "user", "content": [{"type": "text", "text": "What is the capital of France?"}], "name": "Ann"},
+        {
+            "role": "developer",
+            "content": "You are a helpful AI assistant named SmolLM, trained by Hugging Face",
+        },
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": "What is the capital of France?"}],
+            "name": "Ann",
+        },
     ]
     answer = client.chat.completions.create(
         **(GREEDY | {"messages": parts}),
         user="someone", metadata={"a": "b"}, store=False, response_format={"type": "text"}, service_tier="auto",
         extra_body={"tools": None, "reasoning_effort": None},
     )  # fmt: skip
-    assert answer.choices[0].message.content == client.chat.completions.create(**GREEDY).choices[0].message.content
+    assert (
+        answer.choices[0].message.content
+        == client.chat.completions.create(**GREEDY).choices[0].message.content
+    )
 
 
 def test_the_story_comes_with_the_answer_when_asked_for(client: openai.OpenAI) -> None:

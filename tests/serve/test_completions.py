@@ -54,7 +54,9 @@ def test_several_prompts_are_answered_in_order(client: openai.OpenAI) -> None:
 
 
 def test_sixteen_tokens_unless_asked_otherwise(client: openai.OpenAI) -> None:
-    answer = client.completions.create(model=MODEL, prompt="Once upon a time", extra_body={"ignore_eos": True})
+    answer = client.completions.create(
+        model=MODEL, prompt="Once upon a time", extra_body={"ignore_eos": True}
+    )
     assert answer.usage is not None and answer.usage.completion_tokens == 16
 
 

@@ -70,14 +70,18 @@ def test_a_wrong_field_is_named(server: RunningServer, path: str, change: Any, p
 
 def test_unknown_fields_of_a_message_are_named(server: RunningServer) -> None:
     message = {"role": "user", "content": "Hi", "image": "x"}
-    assert error_of(server.post("/v1/chat/completions", CHAT | {"messages": [message]}))["param"] == "messages[0].image"
+    assert (
+        error_of(server.post("/v1/chat/completions", CHAT | {"messages": [message]}))["param"]
+        == "messages[0].image"
+    )
     picture = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}
     error = error_of(server.post("/v1/chat/completions", CHAT | {"messages": [picture]}))
     assert error["param"].startswith("messages[0].content")
 
 
 @pytest.mark.parametrize(
-    "body", [b"", b"{", b"[]", b"null", b'"text"', b"{" * 100_000, b"[" * 200_000, b'{"a": 1e999999}', b"\xff\xfe"]
+    "body",
+    [b"", b"{", b"[]", b"null", b'"text"', b"{" * 100_000, b"[" * 200_000, b'{"a": 1e999999}', b"\xff\xfe"],
 )
 def test_a_malformed_body_is_400(server: RunningServer, body: bytes) -> None:
     for path in ("/v1/chat/completions", "/v1/completions", "/tokenize"):
@@ -92,7 +96,9 @@ def test_numbers_json_does_not_have_are_400(server: RunningServer) -> None:
         body = json.dumps(CHAT)[:-1] + f', "temperature": {number}}}'
         error_of(
             httpx.post(
-                f"{server.url}/v1/chat/completions", content=body, headers={"Content-Type": "application/json"}
+                f"{server.url}/v1/chat/completions",
+                content=body,
+                headers={"Content-Type": "application/json"},
             )
         )
 
@@ -101,7 +107,9 @@ def test_a_lone_surrogate_is_400(server: RunningServer) -> None:
     body = json.dumps(TEXT | {"prompt": "broken \ud800 text"})  # escaped, so valid JSON
     for path in ("/v1/completions", "/tokenize"):
         content = body if path == "/v1/completions" else json.dumps({"prompt": "\ud800"})
-        response = httpx.post(server.url + path, content=content, headers={"Content-Type": "application/json"})
+        response = httpx.post(
+            server.url + path, content=content, headers={"Content-Type": "application/json"}
+        )
         assert "surrogate" in error_of(response)["message"]
 
 
@@ -118,7 +126,9 @@ def test_an_unknown_place_and_method_are_said_so(server: RunningServer) -> None:
     assert "GET" in error_of(server.get("/v1/completions"), 405)["message"]
 
 
-def test_an_over_long_prompt_is_refused_with_both_numbers(server: RunningServer, client: openai.OpenAI) -> None:
+def test_an_over_long_prompt_is_refused_with_both_numbers(
+    server: RunningServer, client: openai.OpenAI
+) -> None:
     with pytest.raises(openai.BadRequestError, match=r"the prompt has 9,000 tokens.*8,192") as caught:
         client.completions.create(**(TEXT | {"prompt": [5] * 9000}))
     assert caught.value.code == "context_length_exceeded"
@@ -139,7 +149,9 @@ def test_what_only_the_engine_knows_is_refused_too_even_when_streamed(client: op
 def test_a_million_stop_strings_are_refused_and_others_do_not_wait(server: RunningServer) -> None:
     stops = [str(number) for number in range(300_000)]
     assert error_of(server.post("/v1/chat/completions", CHAT | {"stop": stops}))["param"] == "stop"
-    assert error_of(server.post("/v1/chat/completions", CHAT | {"stop": ["x" * 10_000]}))["param"].startswith("stop")
+    assert error_of(server.post("/v1/chat/completions", CHAT | {"stop": ["x" * 10_000]}))["param"].startswith(
+        "stop"
+    )
     assert server.status("/health") == 200
 
 

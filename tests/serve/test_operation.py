@@ -39,7 +39,9 @@ def test_text_becomes_tokens_and_text_again(server: RunningServer) -> None:
     assert server.post("/detokenize", {"tokens": answer["tokens"]}).json()["prompt"] == text
 
 
-def test_messages_become_the_tokens_a_chat_is_charged_for(server: RunningServer, client: openai.OpenAI) -> None:
+def test_messages_become_the_tokens_a_chat_is_charged_for(
+    server: RunningServer, client: openai.OpenAI
+) -> None:
     count = server.post("/tokenize", {"messages": GREEDY["messages"]}).json()["count"]
     usage = client.chat.completions.create(**GREEDY).usage
     assert usage is not None and usage.prompt_tokens == count
@@ -78,7 +80,13 @@ def test_a_request_is_explained_in_words_and_numbers(server: RunningServer, clie
     times = story["times_ms"]
     assert 0 <= times["tokenised"] <= times["first_token"] <= times["total"]
     assert times["gap_median"] <= times["gap_max"]
-    for words in ("prompt tokens", "queued", "prefix cache hit", "first token", "ended by length after 6 tokens"):
+    for words in (
+        "prompt tokens",
+        "queued",
+        "prefix cache hit",
+        "first token",
+        "ended by length after 6 tokens",
+    ):
         assert words in story["summary"]
 
 
@@ -101,7 +109,9 @@ def test_a_trace_has_spans_that_follow_each_other(server: RunningServer, client:
 
 def test_an_unknown_request_is_404(server: RunningServer) -> None:
     assert server.get("/v1/requests/chatcmpl-none/explain").status_code == 404
-    assert server.get("/v1/requests/x/explain", params={"format": "poem"}).json()["error"]["param"] == "format"
+    assert (
+        server.get("/v1/requests/x/explain", params={"format": "poem"}).json()["error"]["param"] == "format"
+    )
 
 
 def test_the_command_explains_a_request(server: RunningServer, client: openai.OpenAI, tmp_path: Path) -> None:
@@ -127,8 +137,10 @@ def test_the_description_is_complete_and_says_400_not_422(server: RunningServer)
         for path, methods in description["paths"].items()
         for method, operation in methods.items()
     }
-    for place in (("post", "/v1/chat/completions"), ("post", "/v1/completions"), ("get", "/v1/models"),
-                  ("post", "/tokenize"), ("post", "/detokenize"), ("get", "/health"), ("get", "/metrics")):  # fmt: skip
+    for place in (
+        ("post", "/v1/chat/completions"), ("post", "/v1/completions"), ("get", "/v1/models"),
+        ("post", "/tokenize"), ("post", "/detokenize"), ("get", "/health"), ("get", "/metrics"),
+    ):  # fmt: skip
         assert place in operations
     assert all("422" not in operation["responses"] for operation in operations.values())
     for path in ("/v1/chat/completions", "/v1/completions"):

@@ -55,7 +55,7 @@ INLINE void scores_by_key(const float* __restrict query, const float* const* key
     for (int p = 0; p < positions; p += LANES) {
         vf partial[NR][LANES] = {};
         const float* key[LANES];
-        for (int i = 0; i < LANES; ++i) key[i] = key_rows[p + i < positions ? p + i : positions - 1];
+        for (int i = 0; i < LANES; ++i) key[i] = key_rows[p + i];
         for (int d = 0; d < dim; d += LANES) {
             vf k[LANES];
 #pragma GCC unroll 8
@@ -186,7 +186,7 @@ static void rows_times_values(AttentionScratch& s, int dim, int row, const float
         add_values<NR, 1>(weights, s.value_rows, c, accumulator + c, dim, factor, positions);
 }
 
-// Where the keys (and values) of positions [begin, begin + count) lie.
+// Where the keys (and values) of positions [begin, begin + count) lie. The last key fills up the last vector.
 INLINE void locate(const AttentionInput& in, const int32_t* table, int kv_head, int begin, int count,
                    const float** key_rows, const float** value_rows) {
     int index = begin / in.block_size, offset = begin % in.block_size;
@@ -199,6 +199,7 @@ INLINE void locate(const AttentionInput& in, const int32_t* table, int kv_head, 
             if (value_rows) value_rows[p] = value + offset * in.value_position;
         }
     }
+    for (int p = count; p % LANES; ++p) key_rows[p] = key_rows[count - 1];
 }
 INLINE void prefetch_row(const float* row, int dim) {
     for (int d = 0; d < dim; d += 16) __builtin_prefetch(row + d);

@@ -51,7 +51,7 @@ INLINE void dot_pair(const vb w[8], const int8_t* codes, const float* token_scal
 #undef STEP
 }
 
-#elif LANES == 8 && defined(__AVX512VNNI__) && defined(__AVX512VL__)
+#elif LANES == 8 && ((defined(__AVX512VNNI__) && defined(__AVX512VL__)) || defined(__AVXVNNI__))
 #define DOT_NAME "vpdpbusd"
 #define WEIGHT_OFFSET 128
 typedef const int8_t* Sixteen;
@@ -60,7 +60,11 @@ template <int J, bool NARROW>
 INLINE vi dot(vi sums, vb weights, Sixteen a) {
     int32_t four;
     memcpy(&four, a + 4 * J, 4);
+#if defined(__AVX512VNNI__) && defined(__AVX512VL__)
     return (vi)_mm256_dpbusd_epi32((__m256i)sums, (__m256i)weights, _mm256_set1_epi32(four));
+#else
+    return (vi)_mm256_dpbusd_avx_epi32((__m256i)sums, (__m256i)weights, _mm256_set1_epi32(four));
+#endif
 }
 
 #elif LANES == 8

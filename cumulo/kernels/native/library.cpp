@@ -56,7 +56,8 @@ int32_t cumulo_dot_peak(int64_t repeats, int32_t threads) {
         alignas(64) int8_t bytes[16];
         for (int i = 0; i < 16; ++i) bytes[i] = (int8_t)(i + index);
         vb w = {};
-        vi a = {}, b = {}, c = {}, d = {}, e = {}, f = {}, g = {}, h = {};
+        // Different beginnings: the compiler would make one of equal sums.
+        vi a = splat(1), b = splat(2), c = splat(3), d = splat(4), e = splat(5), f = splat(6), g = splat(7), h = splat(8);
         for (int64_t i = 0; i < repeats; ++i) {  // 8 independent sums; the barrier stops hoisting
             asm volatile("" ::: "memory");
             Sixteen x = load_sixteen(bytes);

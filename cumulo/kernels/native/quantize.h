@@ -5,7 +5,8 @@
 //   codes [group][token][32]            8-bit:  x ~ scale * code
 //         [group][token][high 32|low 32] 16-bit: x ~ scale * (256 * high + low), both signed bytes
 //   notes [group][field][token]          what the product needs besides the codes, see Note
-// Sums are taken over the float values, so the `minimum` part of the weights sees no quantisation at all.
+// Sums are taken over the rounded values: with the codes' products they then give exactly (weight . rounded x),
+// whose error is smaller than if the codes, which are not centred, saw rounded and the minima exact activations.
 #pragma once
 #include "dot.h"
 
@@ -45,36 +46,35 @@ INLINE void tile_of(int64_t row, int64_t rows, int64_t* first, int* size) {
 template <bool WIDE>
 INLINE void quantize_group(const vf v[32 / LANES], int8_t* codes, float* notes, int n, int t) {
     const int HALF = 16 / LANES;
-    vf largest = abs(v[0]);
-    for (int i = 1; i < 2 * HALF; ++i) largest = max(largest, abs(v[i]));
-    float amax = max(largest);
+    // Compared as integers, the sign bit cleared: that order puts NaN on top, so it ends in the scale and every
+    // output of this token is NaN rather than a plausible number.
+    vi largest = {};
+    for (int i = 0; i < 2 * HALF; ++i) {
+        vi size = (vi)v[i] & 0x7fffffff;
+        largest = size > largest ? size : largest;
+    }
+    int32_t most = largest[0];
+    for (int lane = 1; lane < LANES; ++lane) most = largest[lane] > most ? largest[lane] : most;
+    float amax;
+    memcpy(&amax, &most, 4);
     const float levels = WIDE ? 127 * 256 + 127 : 127;
     float scale = amax / levels, inverse = amax > 0 ? levels / amax : 0;
-    vf sums[2] = {v[0], v[HALF]};
-    for (int half = 0; half < 2; ++half)
-        for (int i = 1; i < HALF; ++i) sums[half] += v[half * HALF + i];
-    float first = sum(sums[0]), second = sum(sums[1]);
-    notes[SCALE * n + t] = scale;
-    notes[SUM * n + t] = first + second;
-    notes[SUM_FIRST * n + t] = first;
-    notes[SUM_SECOND * n + t] = second;
-    vi code_sums[2] = {};
+    int32_t totals[2];
     for (int half = 0; half < 2; ++half) {
-        vi q[HALF];
-        for (int i = 0; i < HALF; ++i) {
-            q[i] = round_to_int(v[half * HALF + i] * inverse);
-            if (WEIGHT_OFFSET) code_sums[half] += q[i];
-        }
-        int8_t* first_byte = codes + 16 * half;
-        store_bytes<WIDE>(first_byte, WIDE ? first_byte + 32 : first_byte, q);
+        vi q[HALF], total = {};
+        for (int i = 0; i < HALF; ++i) total += q[i] = round_to_int(v[half * HALF + i] * inverse);
+        int8_t* bytes = codes + 16 * half;
+        store_bytes<WIDE>(bytes, WIDE ? bytes + 32 : bytes, q);
+        totals[half] = sum(total);
     }
-    if (WEIGHT_OFFSET)
-        for (int half = 0; half < 2; ++half) {
-            int32_t total = 0;
-            for (int lane = 0; lane < LANES; ++lane) total += code_sums[half][lane];
-            total *= WEIGHT_OFFSET;
-            memcpy(notes + (CODES_FIRST + half) * n + t, &total, 4);
-        }
+    notes[SCALE * n + t] = scale;
+    notes[SUM * n + t] = scale * (float)(totals[0] + totals[1]);
+    notes[SUM_FIRST * n + t] = scale * (float)totals[0];
+    notes[SUM_SECOND * n + t] = scale * (float)totals[1];
+    for (int half = 0; WEIGHT_OFFSET && half < 2; ++half) {
+        int32_t offset = WEIGHT_OFFSET * totals[half];
+        memcpy(notes + (CODES_FIRST + half) * n + t, &offset, 4);
+    }
 }
 
 // Quantise row `row` of `rows`; value(i) yields columns [i, i + LANES) and may only be asked below `columns`,

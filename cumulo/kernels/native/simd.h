@@ -58,11 +58,15 @@ INLINE vf fma(vf a, float b, vf c) {
 #endif
 }
 INLINE vf max(vf a, vf b) { return a > b ? a : b; }
-INLINE vf abs(vf a) { return (vf)((vi)a & 0x7fffffff); }
 
 INLINE float sum(vf v) {  // lanes in order, so that every caller rounds alike
     float total = v[0];
     for (int lane = 1; lane < LANES; ++lane) total += v[lane];
+    return total;
+}
+INLINE int32_t sum(vi v) {
+    int32_t total = 0;
+    for (int lane = 0; lane < LANES; ++lane) total += v[lane];
     return total;
 }
 INLINE float max(vf v) {

@@ -35,8 +35,8 @@ class Arrivals:
     @property
     def label(self) -> str:
         if self.final_rate is None:
-            return f"{self.rate:g}/s"
-        return f"{self.rate:g}→{self.final_rate:g}/s"
+            return f"{self.rate:.4g}/s"
+        return f"{self.rate:.4g}→{self.final_rate:.4g}/s"
 
     def times_s(self, rng: random.Random) -> Iterator[float]:
         """Endless, never decreasing."""

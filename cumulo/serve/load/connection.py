@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 from cumulo.errors import CumuloError
 from cumulo.serve.load.http_response import BadResponse, Response
 
+_DEAD_ON_ARRIVAL_S = 0.25
 OnBody = Callable[[Response, bytes, float], None]  # the response so far, a piece of its body, when it came
 
 
@@ -119,14 +120,16 @@ class Pool:
 
     async def exchange(self, request: bytes, on_body: OnBody) -> Response:
         """Send on an idle connection or a new one. One that died while idle is replaced unnoticed."""
+        loop = asyncio.get_running_loop()
         while True:
             connection = await self._take()
-            reused = connection.used
+            reused, sent_s = connection.used, loop.time()
             try:
                 response = await connection.exchange(request, on_body)
             except ConnectionLost as lost:
-                if reused and not lost.response.status:
-                    continue  # closed by the server while idle: the request was not looked at
+                # Closed by the server while idle: that shows at once, and the request was not looked at.
+                if reused and not lost.response.status and loop.time() - sent_s < _DEAD_ON_ARRIVAL_S:
+                    continue
                 raise
             if connection.open:
                 self._idle.append(connection)

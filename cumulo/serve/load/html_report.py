@@ -28,14 +28,14 @@ font:15px/1.5 system-ui,-apple-system,"Segoe UI",Roboto,sans-serif}
 main{max-width:1180px;margin:0 auto;padding:28px 20px 60px}h1{font-size:24px;margin:0 0 4px}
 h2{font-size:18px;margin:36px 0 12px}h3{font-size:14px;margin:0 0 6px;font-weight:600}
 p{margin:4px 0}.soft{color:var(--soft)}.bad{color:var(--bad)}.good{color:var(--good)}
-.tiles{display:grid;grid-template-columns:repeat(auto-fit,minmax(150px,1fr));gap:12px;margin:20px 0}
+.tiles{display:grid;grid-template-columns:repeat(auto-fit,minmax(230px,1fr));gap:12px;margin:20px 0}
 .tile,.card{background:var(--card);border:1px solid var(--edge);border-radius:10px;padding:12px 14px}
 .tile b{display:block;font-size:22px;font-weight:600;font-variant-numeric:tabular-nums}
 .tile span{font-size:13px;color:var(--soft)}
 .cards{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(420px,100%),1fr));gap:14px}
 .scroll{overflow-x:auto}table{border-collapse:collapse;width:100%;font-variant-numeric:tabular-nums}
-th,td{padding:6px 10px;text-align:right;border-bottom:1px solid var(--edge);white-space:nowrap}
-th{font-weight:500;color:var(--soft);font-size:13px}th:first-child,td:first-child{text-align:left}
+th,td{padding:6px 7px;font-size:13.5px;text-align:right;border-bottom:1px solid var(--edge);white-space:nowrap}
+th{font-weight:500;color:var(--soft);font-size:12.5px;white-space:normal;vertical-align:bottom}th:first-child,td:first-child{text-align:left}
 details{margin:14px 0}summary{cursor:pointer;font-weight:600}
 svg{width:100%;height:auto;display:block}svg text{font-size:11.5px;fill:var(--soft)}
 .grid{stroke:var(--edge);stroke-width:1}.axis,.tick{stroke:var(--soft);stroke-width:1}

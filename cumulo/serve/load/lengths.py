@@ -25,6 +25,9 @@ class Lengths(Protocol):
 class Constant:
     value: int
 
+    def __str__(self) -> str:
+        return str(self.value)
+
     def draw(self, rng: random.Random) -> int:
         return self.value
 
@@ -33,6 +36,9 @@ class Constant:
 class Uniform:
     low: int
     high: int
+
+    def __str__(self) -> str:
+        return f"{self.low} to {self.high}"
 
     def draw(self, rng: random.Random) -> int:
         return rng.randint(self.low, self.high)
@@ -46,6 +52,9 @@ class Normal:
     deviation: float
     most: int | None = None
 
+    def __str__(self) -> str:
+        return f"{self.mean:g} ± {self.deviation:g}{_at_most(self.most)}"
+
     def draw(self, rng: random.Random) -> int:
         return _first_within(self.most, lambda: round(rng.gauss(self.mean, self.deviation)), str(self))
 
@@ -57,6 +66,9 @@ class LogNormal:
     median: float
     sigma: float
     most: int | None = None
+
+    def __str__(self) -> str:
+        return f"lognormal around {self.median:g}, σ {self.sigma:g}{_at_most(self.most)}"
 
     def draw(self, rng: random.Random) -> int:
         return _first_within(
@@ -70,8 +82,15 @@ class Empirical:
 
     values: tuple[int, ...]
 
+    def __str__(self) -> str:
+        return f"drawn from {len(self.values):,} of {min(self.values)} to {max(self.values)}"
+
     def draw(self, rng: random.Random) -> int:
         return rng.choice(self.values)
+
+
+def _at_most(most: int | None) -> str:
+    return "" if most is None else f", at most {most}"
 
 
 def _first_within(most: int | None, draw: Callable[[], int], distribution: str) -> int:
@@ -80,7 +99,7 @@ def _first_within(most: int | None, draw: Callable[[], int], distribution: str) 
         value = draw()
         if value >= 1 and (most is None or value <= most):
             return value
-    raise CumuloError(f"{distribution} hardly ever yields a length in 1..{most}; narrow its spread")
+    raise CumuloError(f"a length of {distribution} hardly ever lies in 1..{most}; narrow its spread")
 
 
 def parse_lengths(text: str, what: str) -> Lengths:

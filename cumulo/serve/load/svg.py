@@ -47,6 +47,7 @@ class Axis:
     from_pixel: float
     to_pixel: float
     log: bool
+    step: float = 1.0  # between ticks, where linear
 
     def at(self, value: float) -> float:
         low, high = self.low, self.high
@@ -71,7 +72,9 @@ def axis(values: Sequence[float], from_pixel: float, to_pixel: float, log: bool,
     if low == high:
         high = low + (abs(low) or 1.0)
     step = _step(high - low)
-    return Axis(math.floor(low / step) * step, math.ceil(high / step) * step, from_pixel, to_pixel, False)
+    return Axis(
+        math.floor(low / step) * step, math.ceil(high / step) * step, from_pixel, to_pixel, False, step
+    )
 
 
 def ticks(scale: Axis) -> list[float]:
@@ -83,9 +86,8 @@ def ticks(scale: Axis) -> list[float]:
         if last - first <= 2:
             decades = [m * 10.0**power for power in range(first, last) for m in (1, 2, 5)] + [10.0**last]
         return decades
-    step = _step(scale.high - scale.low)
-    count = round((scale.high - scale.low) / step)
-    return [scale.low + step * number for number in range(count + 1)]
+    count = round((scale.high - scale.low) / scale.step)
+    return [scale.low + scale.step * number for number in range(count + 1)]
 
 
 def _step(span: float) -> float:

@@ -1,0 +1,103 @@
+"""The events that parsers of model output yield, and the collector they share. Used by every format."""
+
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallStart:
+    index: int  # of the call in this answer
+    id: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallArguments:
+    """A piece of a call's arguments, as the model wrote them: the pieces together are JSON if it wrote JSON."""
+
+    index: int
+    fragment: str
+
+
+Event = Text | ToolCallStart | ToolCallArguments
+
+
+class ToolCallParser(Protocol):
+    """Reads an answer piece by piece. How it is cut into pieces does not matter. What turns out not to be a
+    call comes as Text, complete; only white space next to a call is dropped."""
+
+    def push(self, text: str) -> list[Event]: ...
+
+    def finish(self) -> list[Event]: ...
+
+
+def random_call_id() -> str:
+    return f"call_{secrets.token_hex(12)}"
+
+
+class Collector:
+    """Gathers a parser's events; joins neighbours, numbers calls, keeps white space around calls back."""
+
+    def __init__(self, new_id: Callable[[], str]) -> None:
+        self._new_id = new_id
+        self._events: list[Event] = []
+        self._pieces: list[str] = []  # of the Text or the ToolCallArguments being gathered
+        self._in_arguments = False
+        self._space = ""  # white space that is dropped if a call or the end follows
+        self.calls = 0
+
+    def text(self, text: str) -> None:
+        text = self._space + text
+        visible = text.rstrip()
+        self._space = text[len(visible) :]
+        self._gather(visible, in_arguments=False)
+
+    def start(self, name: str) -> None:
+        self._flush()
+        self._space = ""
+        self._events.append(ToolCallStart(self.calls, self._new_id(), name))
+        self.calls += 1
+
+    def arguments(self, fragment: str) -> None:
+        """Of the call that started last."""
+        self._gather(fragment, in_arguments=True)
+
+    def end(self) -> None:
+        if not self.calls:
+            self._gather(self._space, in_arguments=False)
+        self._space = ""
+
+    def take(self) -> list[Event]:
+        self._flush()
+        taken, self._events = self._events, []
+        return taken
+
+    def _gather(self, piece: str, *, in_arguments: bool) -> None:
+        if piece:
+            if in_arguments != self._in_arguments:
+                self._flush()
+                self._in_arguments = in_arguments
+            self._pieces.append(piece)
+
+    def _flush(self) -> None:
+        if self._pieces:
+            joined = "".join(self._pieces)
+            self._pieces = []
+            self._events.append(
+                ToolCallArguments(self.calls - 1, joined) if self._in_arguments else Text(joined)
+            )
+
+
+def partial_marker(text: str, *markers: str) -> int:
+    """How many characters at the end of `text` may be the beginning of a marker."""
+    for length in range(min(len(text), max(map(len, markers)) - 1), 0, -1):
+        if any(marker.startswith(text[-length:]) for marker in markers):
+            return length
+    return 0

@@ -1,0 +1,130 @@
+"""`cumulo bench serve` as users run it: against a real server, with every file it can write."""
+
+import json
+import socket
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Run
+from tests.serve.load.toy_server import Behaviour, ToyServer
+
+
+def test_a_closed_loop_reports_as_table_json_html_and_records(cumulo: Run, tmp_path: Path) -> None:
+    files = {name: tmp_path / name for name in ("load.json", "load.html", "load.jsonl")}
+    with ToyServer(lambda number, body: Behaviour(gap_s=0.002)) as server:
+        ran = cumulo(
+            "bench", "serve", server.url, "--concurrency", "3", "--requests", "9", "--input", "20",
+            "--output", "uniform:3-6", "--slo", "ttft=30s,itl=10s", "--json", str(files["load.json"]),
+            "--html", str(files["load.html"]), "--records", str(files["load.jsonl"]),
+        )  # fmt: skip
+    assert ran.code == 0, ran.err
+    assert "toy-model" in ran.out and "time to first token, p99" in ran.out
+    report = json.loads(files["load.json"].read_text())
+    rows = {row["name"]: row for row in report["rows"]}
+    assert set(report) == {"machine", "rows", "server", "levels"}
+    assert rows["requests failed"] | {"note": ""} == rows["requests failed"] | {
+        "value": 0, "unit": "of 9", "better": "lower", "must": 0, "ok": True, "note": "",
+    }  # fmt: skip
+    assert rows["kept the objective"]["value"] == 1.0 and rows["kept the objective"]["must"] == 0.95
+    assert 0 < rows["time to first token, p50"]["value"] <= rows["time to first token, p99"]["value"]
+    assert report["levels"][0]["requests"] == 9
+    assert report["server"]["ignore_eos"] is True
+    records = [json.loads(line) for line in files["load.jsonl"].read_text().splitlines()]
+    assert len(records) == 9 + 3  # the warm-up's records are there, marked
+    assert sum(record["measured"] for record in records) == 9
+    assert all(3 <= record["output_tokens"] == len(record["chunk_times_s"]) <= 6 for record in records)
+    assert files["load.html"].read_text().startswith("<!doctype html>")
+
+
+def test_a_sweep_is_a_line_per_level_and_is_not_judged(cumulo: Run) -> None:
+    with ToyServer(
+        lambda number, body: Behaviour("500") if number > 0 and number % 2 else Behaviour()
+    ) as server:
+        ran = cumulo("bench", "serve", server.url, "--rate", "50,100", "--requests", "8", "--json", "-")
+    assert ran.code == 0
+    names = [row["name"] for row in json.loads(ran.out)["rows"]]
+    assert "50/s: output throughput" in names and "100/s: requests failed" in names
+    assert "50/s" in ran.err and "ITL p50" in ran.err
+
+
+def test_a_single_run_with_failures_or_a_missed_objective_is_exit_code_one(cumulo: Run) -> None:
+    with ToyServer(lambda number, body: Behaviour("500") if number == 2 else Behaviour()) as server:
+        assert cumulo("bench", "serve", server.url, "--requests", "4", "--warmup", "0").code == 1
+    with ToyServer(lambda number, body: Behaviour(first_s=0.05)) as server:
+        ran = cumulo("bench", "serve", server.url, "--requests", "4", "--slo", "ttft=1ms")
+    assert ran.code == 1 and "misses must" in ran.out
+
+
+@pytest.mark.slow
+def test_the_highest_rate_is_found(cumulo: Run, tmp_path: Path) -> None:
+    with ToyServer(lambda number, body: Behaviour(first_s=0.1), slots=1) as server:
+        ran = cumulo(
+            "bench", "serve", server.url, "--rate", "4", "--arrivals", "constant", "--output", "1",
+            "--slo", "ttft=400ms", "--slo-share", "0.6", "--find-rate", "--tolerance", "0.9",
+            "--duration", "1s", "--warmup", "0", "--settle", "0s", "--json", "-",
+            "--html", str(tmp_path / "x.html"),
+        )  # fmt: skip
+    assert ran.code == 0, ran.err
+    row = json.loads(ran.out)["rows"][0]
+    assert row["name"] == "highest rate that holds the objective"
+    assert 0 < row["value"] <= 15  # one slot of 100 ms
+    assert "Highest rate that holds it" in (tmp_path / "x.html").read_text()
+
+
+def test_a_trace_is_replayed(cumulo: Run, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.csv"
+    trace.write_text("timestamp,input_tokens,output_tokens\n0,12,3\n100,20,4\n200,15,5\n")
+    with ToyServer() as server:
+        ran = cumulo(
+            "bench", "serve", server.url, "--trace", str(trace), "--trace-unit", "ms", "--trace-speed", "2"
+        )
+        answers = [seen.body["max_tokens"] for seen in server.measured]
+    assert ran.code == 0, ran.err
+    assert answers == [3, 4, 5]
+
+
+def test_nobody_at_the_address_is_one_line_that_says_what_to_do(cumulo: Run) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        ran = cumulo("bench", "serve", f"http://127.0.0.1:{free.getsockname()[1]}")
+    assert ran.code == 2
+    assert ran.err.startswith("error: no server answers at") and ran.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--rate", "1", "--concurrency", "2"], "exclude each other"),
+        (["--find-rate", "--rate", "1"], "add --slo"),
+        (["--find-rate", "--slo", "ttft=1s"], "add --rate"),
+        (["--rate", "1:5", "--requests", "3"], "add --duration"),
+        (["--slo", "soon"], "--slo must look like"),
+        (["--extra", "[]"], "must be a JSON object"),
+        (["--extra", "{"], "not JSON"),
+        (["--endpoint", "images"], "chat or completions"),
+        (["--input", "zipf:3"], "--input"),
+        (["--input", "normal:1,1e12,1"], "narrow its spread"),
+        (["--trace", "/nowhere.csv"], "cannot read the trace"),
+    ],
+)
+def test_options_that_contradict_are_refused_before_anything_is_sent(
+    cumulo: Run, arguments: list[str], message: str
+) -> None:
+    ran = cumulo("bench", "serve", "http://127.0.0.1:9", *arguments)
+    assert ran.code == 2
+    assert message in ran.err and "Traceback" not in ran.err
+
+
+def test_it_explains_itself_with_an_example(cumulo: Run) -> None:
+    ran = cumulo("bench", "serve", "--help")
+    assert ran.code == 0 and "cumulo bench serve" in ran.out.split("Example: ")[1]
+
+
+@pytest.mark.slow
+def test_the_generator_measures_itself(cumulo: Run) -> None:
+    ran = cumulo("bench", "serve", "--self-test", "--json", "-")
+    rows = {row["name"]: row for row in json.loads(ran.out)["rows"]}
+    assert ran.code == 0
+    assert rows["core taken at 2,000 tokens/s"]["ok"]
+    assert rows["tokens per CPU second, paced"]["value"] > 4000

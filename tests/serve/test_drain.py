@@ -1,0 +1,78 @@
+"""How a server ends: SIGTERM, Ctrl-C and worse, and starts that cannot succeed. It takes its engine along."""
+
+import re
+import signal
+import socket
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import openai
+import pytest
+
+from tests.cli.conftest import ROOT, cumulo_process
+from tests.serve.running_server import needs_built_in_model, running_server, wait_for
+from tests.serve.test_faults import LONG, SHORT, begin_stream, engine_is_gone
+
+pytestmark = [needs_built_in_model, pytest.mark.slow]
+
+
+def test_sigterm_lets_the_running_finish_and_refuses_the_new() -> None:
+    with running_server() as server, ThreadPoolExecutor() as threads:
+        client = server.client()
+        stream, _ = begin_stream(client, LONG | {"max_tokens": 300})
+        engine = server.engine_pid()
+        ending = threads.submit(server.end)
+        wait_for(lambda: server.status("/ready") == 503, "the drain", server, 10)
+        with pytest.raises(openai.InternalServerError, match="shutting down") as caught:
+            client.chat.completions.create(**SHORT)
+        assert caught.value.status_code == 503 and "Retry-After" in caught.value.response.headers
+        rest = list(stream)
+        assert rest[-1].choices[0].finish_reason == "length"
+        assert ending.result() == 0
+        assert engine_is_gone(engine)
+
+
+def test_what_does_not_finish_in_time_is_told_so() -> None:
+    with running_server("--drain-timeout", "0.5") as server, ThreadPoolExecutor() as threads:
+        stream, _ = begin_stream(server.client(), LONG)
+        ending = threads.submit(server.end, signal.SIGINT)
+        with pytest.raises(openai.APIError, match="shutting down"):
+            for _ in stream:
+                pass
+        assert ending.result() == 0
+
+
+def test_no_engine_outlives_its_server() -> None:
+    with running_server() as server:
+        engine = server.engine_pid()
+        assert server.end(signal.SIGKILL) == -signal.SIGKILL
+        wait_for(lambda: engine_is_gone(engine), "the end of the engine", patience_s=15)
+
+
+def test_a_server_told_to_stop_while_it_loads_stops() -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "cumulo.cli", "serve", "--port", "0"], cwd=ROOT, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stderr is not None
+        assert "listening on" in process.stderr.readline()
+        assert re.search("Started server process", process.stderr.readline())
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_a_start_that_cannot_succeed_says_why_in_one_line() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        refused = cumulo_process("serve", "--port", port)
+    assert refused.code == 2 and f"cannot listen on 127.0.0.1:{port}" in refused.err
+    refused = cumulo_process("serve", "--port", "0", "no-such-model.gguf")
+    assert refused.code == 2 and "there is no model at" in refused.err
+    # Found out by the engine process, told by the server.
+    refused = cumulo_process("serve", "--port", "0", "--max-context", "10000000")
+    assert refused.code == 2 and "error: max_context=10000000 was asked for" in refused.err
+    assert "Traceback" not in refused.err

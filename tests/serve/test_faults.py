@@ -1,0 +1,145 @@
+"""The server at 3 a.m.: engines killed and stopped, clients gone, signals. Real processes, real signals."""
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from tests.serve.running_server import MODEL, RunningServer, needs_built_in_model, running_server, wait_for
+
+pytestmark = [needs_built_in_model, pytest.mark.slow]
+LONG: dict[str, Any] = {
+    "model": MODEL, "messages": [{"role": "user", "content": "Tell a long story."}], "temperature": 0,
+    "max_tokens": 4000, "extra_body": {"ignore_eos": True},
+}  # fmt: skip
+SHORT: dict[str, Any] = LONG | {"max_tokens": 40}
+
+
+def begin_stream(client: openai.OpenAI, fields: dict[str, Any]) -> tuple[Any, Any]:
+    """A stream of which the first token has come."""
+    stream = client.chat.completions.create(**fields, stream=True)
+    return stream, next(iter(stream))
+
+
+def engine_is_gone(pid: int) -> bool:
+    return not os.path.exists(f"/proc/{pid}")  # noqa: PTH110
+
+
+@pytest.fixture(scope="module")
+def hurt() -> Any:
+    """For tests after which the server has a new engine."""
+    with running_server("--stall-timeout", "4") as server:
+        yield server
+
+
+def test_a_killed_engine_is_replaced_and_everyone_is_answered(hurt: RunningServer) -> None:
+    server = hurt
+    with ThreadPoolExecutor() as threads:
+        client = server.client()
+        expected = client.chat.completions.create(**SHORT).choices[0].message.content
+        stream, _ = begin_stream(client, LONG)
+        # Two that have told their clients nothing yet: they are asked again of the new engine.
+        whole = [threads.submit(client.chat.completions.create, **SHORT) for _ in range(2)]
+        wait_for(lambda: server.sample("cumulo:num_requests_running") == 3, "three running", server)
+        os.kill(server.engine_pid(), signal.SIGKILL)
+        with pytest.raises(openai.APIError, match=r"killed by SIGKILL.*streamed tokens.*send it again"):
+            for _ in stream:
+                pass
+        health = httpx.get(f"{server.url}/health")
+        assert health.status_code == 503 and health.json()["engine"] == "restarting"
+        with pytest.raises(openai.InternalServerError, match="being restarted"):
+            client.chat.completions.create(**SHORT)
+        for answer in whole:
+            assert answer.result().choices[0].message.content == expected
+        wait_for(lambda: server.status("/health") == 200, "health", server)
+        assert client.chat.completions.create(**SHORT).choices[0].message.content == expected
+        retried = server.get(f"/v1/requests/{whole[0].result().id}/explain").json()["data"][0]
+        assert retried["retried_after_engine_restart"] is True
+        assert server.sample("cumulo:engine_restarts") == 1
+
+
+def test_an_engine_that_stands_still_is_replaced(hurt: RunningServer) -> None:
+    client = hurt.client()
+    stream, _ = begin_stream(client, LONG)
+    stuck = hurt.engine_pid()
+    os.kill(stuck, signal.SIGSTOP)
+    with pytest.raises(openai.APIError, match="finished no step for 4 s although it had work"):
+        for _ in stream:
+            pass
+    assert hurt.status("/health") == 503
+    wait_for(lambda: hurt.status("/health") == 200, "health", hurt)
+    assert engine_is_gone(stuck)
+    assert client.chat.completions.create(**SHORT).usage is not None
+
+
+def test_an_idle_engine_that_stops_for_a_while_is_left_alone(hurt: RunningServer) -> None:
+    pid = hurt.engine_pid()
+    os.kill(pid, signal.SIGSTOP)
+    threading.Event().wait(5.0)
+    assert hurt.status("/health") == 200
+    os.kill(pid, signal.SIGCONT)
+    assert hurt.client().chat.completions.create(**SHORT).usage is not None
+    assert hurt.engine_pid() == pid
+
+
+@pytest.fixture(scope="module")
+def sturdy() -> Any:
+    """For tests after which a server goes on as before."""
+    with running_server("--max-running", "1", "--max-queue", "1") as server:
+        yield server
+
+
+def nothing_is_left(server: RunningServer) -> Callable[[], bool]:
+    return lambda: (
+        server.sample("cumulo:num_requests_running") == server.sample("cumulo:num_requests_waiting") == 0
+        and server.sample("cumulo:kv_cache_usage_perc") == 0
+    )
+
+
+def test_a_client_that_hangs_up_frees_its_place(sturdy: RunningServer) -> None:
+    client = sturdy.client()
+    before = sturdy.sample("cumulo:request_success_total", finished_reason="abort")
+    stream, _ = begin_stream(client, LONG)
+    stream.close()
+    wait_for(nothing_is_left(sturdy), "the end of the streamed request", sturdy, 10)
+    body = {k: v for k, v in LONG.items() if k != "extra_body"} | LONG["extra_body"]
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{sturdy.url}/v1/chat/completions", json=body, timeout=0.5)
+    wait_for(nothing_is_left(sturdy), "the end of the other request", sturdy, 10)
+    assert sturdy.sample("cumulo:request_success_total", finished_reason="abort") == before + 2
+
+
+def test_a_client_that_hangs_up_in_the_queue_frees_its_place(sturdy: RunningServer) -> None:
+    client = sturdy.client()
+    stream, _ = begin_stream(client, LONG)
+    body = {k: v for k, v in LONG.items() if k != "extra_body"} | {"stream": True}
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{sturdy.url}/v1/chat/completions", json=body, timeout=0.5)
+    wait_for(lambda: sturdy.sample("cumulo:num_requests_waiting") == 0, "an empty queue", sturdy, 10)
+    assert sturdy.sample("cumulo:num_requests_running") == 1
+    stream.close()
+    wait_for(nothing_is_left(sturdy), "the end of the first request", sturdy, 10)
+
+
+def test_a_full_queue_is_429_with_a_time_to_come_again(sturdy: RunningServer) -> None:
+    client = sturdy.client()
+    first, _ = begin_stream(client, LONG)  # runs
+    with ThreadPoolExecutor() as threads:
+        second = threads.submit(client.chat.completions.create, **SHORT)  # waits
+        wait_for(lambda: sturdy.sample("cumulo:num_requests_waiting") == 1, "one waiting", sturdy, 10)
+        with pytest.raises(openai.RateLimitError) as caught:
+            client.chat.completions.create(**SHORT)
+        assert caught.value.code == "queue_full"
+        assert int(caught.value.response.headers["Retry-After"]) >= 1
+        first.close()
+        answer = second.result()
+    assert answer.usage is not None and answer.usage.completion_tokens == 40
+    story = sturdy.get(f"/v1/requests/{answer.id}/explain").json()["data"][0]
+    assert "slots in use" in story["summary"] and story["times_ms"]["queued"] > 0
+    assert sturdy.sample("cumulo:wait_seconds_total", reason="slots") > 0
