@@ -32,11 +32,11 @@ def create_app(service: Service) -> FastAPI:
             allow_headers=["Authorization", "Content-Type"],
             expose_headers=["X-Request-Id", "Retry-After"],
         )
-    app.openapi = lambda: _description(app, service.keys is not None)  # type: ignore[method-assign]
+    app.openapi = lambda: _description(app, service)  # type: ignore[method-assign]
     return app
 
 
-def _description(app: FastAPI, needs_key: bool) -> dict[str, Any]:
+def _description(app: FastAPI, service: Service) -> dict[str, Any]:
     """FastAPI's description, corrected: what does not validate gets 400 here, never 422."""
     if app.openapi_schema is None:
         schema = get_openapi(title=app.title, version=app.version, summary=app.summary, routes=app.routes)
@@ -46,7 +46,9 @@ def _description(app: FastAPI, needs_key: bool) -> dict[str, Any]:
         parts = schema.setdefault("components", {})
         for name in ("HTTPValidationError", "ValidationError"):
             parts.get("schemas", {}).pop(name, None)
-        if needs_key:
+        for name in ("ChatRequest", "CompletionRequest"):  # a tool that reads this can ask right away
+            parts["schemas"][name]["properties"]["model"]["enum"] = [service.model_name]
+        if service.keys is not None:
             parts["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
             schema["security"] = [{"key": []}]
         app.openapi_schema = schema

@@ -48,7 +48,7 @@ class Sampling(Strict):
         None, ge=0, le=1, description="Extension: drop what is this much less likely."
     )
     repetition_penalty: float | None = Field(
-        None, gt=0, le=100, description="Extension: above 1 avoids repeats."
+        None, ge=0.01, le=100, description="Extension: above 1 avoids repeats."
     )
     min_tokens: int | None = Field(None, ge=0, le=1 << 31, description="Extension: no end before this many.")
     stop_token_ids: Annotated[list[Token], Field(max_length=MAX_STOP_STRINGS)] | None = Field(

@@ -52,7 +52,10 @@ def test_no_engine_outlives_its_server() -> None:
 
 def test_a_server_told_to_stop_while_it_loads_stops() -> None:
     process = subprocess.Popen(
-        [sys.executable, "-m", "cumulo.cli", "serve", "--port", "0"], cwd=ROOT, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-m", "cumulo.cli", "serve", "--port", "0"],
+        cwd=ROOT,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     try:
         assert process.stderr is not None

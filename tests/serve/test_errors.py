@@ -40,6 +40,7 @@ def error_of(response: httpx.Response, status: int = 400) -> dict[str, Any]:
         ("/v1/chat/completions", {"temperature": "0.5"}, "temperature"),
         ("/v1/chat/completions", {"temperature": True}, "temperature"),
         ("/v1/chat/completions", {"top_p": 0}, "top_p"),
+        ("/v1/chat/completions", {"repetition_penalty": 5e-324}, "repetition_penalty"),  # overflows logits
         ("/v1/chat/completions", {"n": 0}, "n"),
         ("/v1/chat/completions", {"n": 1.5}, "n"),
         ("/v1/chat/completions", {"max_tokens": 0}, "max_tokens"),

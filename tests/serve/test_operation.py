@@ -150,6 +150,7 @@ def test_the_description_is_complete_and_says_400_not_422(server: RunningServer)
     properties = description["components"]["schemas"]["ChatRequest"]["properties"]
     assert {"messages", "stream", "logprobs", "cache_salt", "top_k", "min_p"} <= set(properties)
     assert description["components"]["schemas"]["ChatRequest"]["additionalProperties"] is False
+    assert properties["model"]["enum"] == [MODEL]
 
 
 def test_other_web_origins_get_no_permission(server: RunningServer) -> None:
