@@ -10,6 +10,11 @@ from tests.cli.conftest import Run
 from tests.serve.load.toy_server import Behaviour, ToyServer
 
 
+@pytest.fixture(autouse=True)
+def _a_wide_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+
+
 def test_a_closed_loop_reports_as_table_json_html_and_records(cumulo: Run, tmp_path: Path) -> None:
     files = {name: tmp_path / name for name in ("load.json", "load.html", "load.jsonl")}
     with ToyServer(lambda number, body: Behaviour(gap_s=0.002)) as server:
@@ -54,22 +59,6 @@ def test_a_single_run_with_failures_or_a_missed_objective_is_exit_code_one(cumul
     with ToyServer(lambda number, body: Behaviour(first_s=0.05)) as server:
         ran = cumulo("bench", "serve", server.url, "--requests", "4", "--slo", "ttft=1ms")
     assert ran.code == 1 and "misses must" in ran.out
-
-
-@pytest.mark.slow
-def test_the_highest_rate_is_found(cumulo: Run, tmp_path: Path) -> None:
-    with ToyServer(lambda number, body: Behaviour(first_s=0.1), slots=1) as server:
-        ran = cumulo(
-            "bench", "serve", server.url, "--rate", "4", "--arrivals", "constant", "--output", "1",
-            "--slo", "ttft=400ms", "--slo-share", "0.6", "--find-rate", "--tolerance", "0.9",
-            "--duration", "1s", "--warmup", "0", "--settle", "0s", "--json", "-",
-            "--html", str(tmp_path / "x.html"),
-        )  # fmt: skip
-    assert ran.code == 0, ran.err
-    row = json.loads(ran.out)["rows"][0]
-    assert row["name"] == "highest rate that holds the objective"
-    assert 0 < row["value"] <= 15  # one slot of 100 ms
-    assert "Highest rate that holds it" in (tmp_path / "x.html").read_text()
 
 
 def test_a_trace_is_replayed(cumulo: Run, tmp_path: Path) -> None:

@@ -82,25 +82,6 @@ def test_open_levels_have_the_same_requests_every_time() -> None:
     assert bodies[0] == bodies[1]
 
 
-@pytest.mark.slow
-def test_the_search_finds_the_capacity_of_a_server_of_known_capacity() -> None:
-    """Two slots of 50 ms each: 40 requests per second at most, and the queue grows above that."""
-    with ToyServer(lambda number, body: Behaviour(first_s=0.05), slots=2) as server:
-        campaign = run(
-            settings(
-                server, loads=[Arrivals(10.0, "constant")], workload=Workload(Constant(10), Constant(1)),
-                conversations=None, duration_s=1.0, warmup=0, slo=Slo(ttft_s=0.25, share=0.8), search=True,
-                tolerance=0.5,
-            )
-        )  # fmt: skip
-    assert campaign.search is not None
-    found = campaign.search.confirmed
-    assert found is not None and found <= 60  # a busy machine may find less, never much more
-    assert {result.verdict for result in campaign.results} >= {"holds", "fails"}
-    lost = [result for result in campaign.results if result.stopped]
-    assert all(result.verdict == "fails" for result in lost)
-
-
 def test_an_interrupted_campaign_keeps_what_it_measured() -> None:
     async def interrupt(campaign: Campaign) -> None:
         task = asyncio.create_task(campaign.run())
