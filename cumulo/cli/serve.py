@@ -1,11 +1,17 @@
 """`cumulo serve`: an OpenAI-compatible server for one model."""
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from cumulo.cli import options
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+    from cumulo.serve.messages import Ready
 
 EXAMPLE = (
     "Example: [bold]cumulo serve --port 8000[/bold], then point any OpenAI client at http://127.0.0.1:8000/v1"
@@ -50,6 +56,9 @@ def serve(
         bool, typer.Option("--log-prompts", help="Write prompts and answers to the log.")
     ] = False,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
+    console: Annotated[
+        bool, typer.Option("--console/--no-console", help="Web pages at / to chat and to watch the engine.")
+    ] = True,
     threads: options.Threads = None,
     max_context: options.MaxContext = None,
     kv_memory_gib: options.KvMemory = None,
@@ -101,13 +110,27 @@ def serve(
         address = url
         note(f"listening on {url}; loading the model")
 
-    run(
-        chosen,
-        on_bound=on_bound,
-        on_ready=lambda info: note(
-            f"{info.model_name} is ready at {address}/v1 (context {info.max_context:,}; {info.runs_on})"
-        ),
-    )
+    extend = _console() if console else None
+
+    def on_ready(info: "Ready") -> None:
+        note(f"{info.model_name} is ready at {address}/v1 (context {info.max_context:,}; {info.runs_on})")
+        if extend is not None:
+            note(f"the console is at {address}/")
+        elif console:
+            note("there is no console: pip install 'cumulo[console]' for one")
+
+    run(chosen, on_bound=on_bound, on_ready=on_ready, extend=extend)
+
+
+def _console() -> "Callable[[FastAPI], None] | None":
+    """What puts the console into the server's application; None where NiceGUI is not installed."""
+    try:
+        from cumulo.console.install import install
+    except ImportError as error:
+        if (error.name or "").partition(".")[0] != "nicegui":
+            raise
+        return None
+    return install
 
 
 def _make_key(path: Path | None, name: str, requests: int | None, tokens: int | None) -> None:

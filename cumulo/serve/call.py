@@ -37,6 +37,7 @@ class Call:
         self._receive = request.receive
         self._inbox = Inbox()
         self._request_ids: list[str] = []
+        self._guide_param: str | None = None
         self._client_gone = False
         self._watcher: asyncio.Task[None] | None = None
 
@@ -49,8 +50,11 @@ class Call:
         stream: bool,
         priority: int = 0,
         cache_salt: str = "",
+        guide_param: str | None = None,
     ) -> None:
-        """Send all prompts to the engine, or raise ApiError and send none."""
+        """Send all prompts to the engine, or raise ApiError and send none. `guide_param`: the field that the
+        guide in `params` comes from."""
+        self._guide_param = guide_param
         self.service.admit(self, prompts, params)
         # A salt is a secret between a caller's own requests: two callers' salts never meet.
         salt = f"{self.caller.name}/{cache_salt}" if cache_salt else ""
@@ -101,7 +105,7 @@ class Call:
             if failure is not None:
                 if batch:
                     yield batch  # what was made before the failure belongs to the client
-                raise _as_error(failure)
+                raise self._as_error(failure)
             yield batch
 
     async def results(self) -> list[Finished]:
@@ -114,8 +118,12 @@ class Call:
         finally:
             self.close()
 
-
-def _as_error(failure: Failure) -> ApiError:
-    if failure.refused:
-        return invalid(failure.message, code="invalid_value")
-    return ApiError(503, failure.message, kind="server_error", code="engine_error", retry_after_s=1)
+    def _as_error(self, failure: Failure) -> ApiError:
+        if failure.of_guide:
+            message = failure.message
+            if self._guide_param == "tools":
+                message = f"the parameters of these tools cannot be enforced: {message}"
+            return invalid(message, self._guide_param, "invalid_value")
+        if failure.refused:
+            return invalid(failure.message, code="invalid_value")
+        return ApiError(503, failure.message, kind="server_error", code="engine_error", retry_after_s=1)

@@ -8,12 +8,15 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from cumulo.engine.outputs import Delta
+from cumulo.serve.answer_form import AnswerForm, answer_form, check_form, tool_use
+from cumulo.serve.answer_reader import AnswerReader, delta_of, message_of
 from cumulo.serve.call import Call
+from cumulo.serve.conversation import conversation
 from cumulo.serve.descriptions import answers, streamed
 from cumulo.serve.events import DONE, event, json_response, open_stream
 from cumulo.serve.logprobs import chat_logprobs, spoken
 from cumulo.serve.sampling import chat_params
-from cumulo.serve.schemas import ChatRequest, Message
+from cumulo.serve.schemas import ChatRequest
 from cumulo.serve.schemas_out import ChatCompletion
 from cumulo.serve.service import Service
 from cumulo.serve.stories import explanation
@@ -30,10 +33,16 @@ async def create_chat_completion(body: ChatRequest, request: Request) -> Respons
     service: Service = request.app.state.service
     service.check_model(body.model)
     service.check_ready()
-    params = chat_params(body, service.info.generation_defaults)
+    use = tool_use(body)
+    check_form(body.response_format)
+    tools = use.shown if use is not None else []
     prompt, tokens = await service.text.encode_chat(
-        plain_messages(body.messages), add_generation_prompt=body.add_generation_prompt is not False
+        conversation(body.messages, service.text.formats, tools),
+        tools if service.text.formats.template_shows_tools else (),
+        add_generation_prompt=body.add_generation_prompt is not False,
     )
+    form = answer_form(body, use, service.text, prompt)
+    params = chat_params(body, service.info.generation_defaults, form.guide, form.show_special)
     call = Call(service, request, "chatcmpl")
     if service.options.log_prompts:
         log.info("%s prompt: %r", call.id, prompt)
@@ -43,27 +52,15 @@ async def create_chat_completion(body: ChatRequest, request: Request) -> Respons
         stream=bool(body.stream),
         priority=body.priority or 0,
         cache_salt=body.cache_salt or "",
+        guide_param=form.guide_param,
     )
     ends = frozenset((*service.info.eos_ids, *params.stop_token_ids))
     if body.stream:
-        return await open_stream(call, _events(call, body, ends))
-    return json_response(await _whole(call, body, ends))
+        return await open_stream(call, _events(call, body, form, ends))
+    return json_response(await _whole(call, body, form, ends))
 
 
-def plain_messages(messages: list[Message]) -> list[dict[str, Any]]:
-    """As chat templates expect them: one text per message, and `system` for what newer models call developer."""
-    plain = []
-    for message in messages:
-        content = message.content
-        text = content if isinstance(content, str) else "\n".join(part.text for part in content)
-        entry = {"role": "system" if message.role == "developer" else message.role, "content": text}
-        if message.name is not None:
-            entry["name"] = message.name
-        plain.append(entry)
-    return plain
-
-
-async def _whole(call: Call, body: ChatRequest, ends: frozenset[int]) -> dict[str, Any]:
+async def _whole(call: Call, body: ChatRequest, form: AnswerForm, ends: frozenset[int]) -> dict[str, Any]:
     service = call.service
     results = await call.results()
     choices = []
@@ -74,13 +71,13 @@ async def _whole(call: Call, body: ChatRequest, ends: frozenset[int]) -> dict[st
         if body.logprobs:
             entries = spoken(sample.logprobs, sample.finish_reason, ends)
             logprobs = chat_logprobs(service.text, entries, body.top_logprobs or 0)
+        message: dict[str, Any] = {"role": "assistant", "content": sample.text, "refusal": None}
+        finish_reason: str | None = sample.finish_reason
+        if (reader := form.reader()) is not None:
+            message = message_of(reader.read(sample.text, last=True))
+            finish_reason = reader.finish_reason(finish_reason)
         choices.append(
-            {
-                "index": sample.index,
-                "message": {"role": "assistant", "content": sample.text, "refusal": None},
-                "logprobs": logprobs,
-                "finish_reason": sample.finish_reason,
-            }
+            {"index": sample.index, "message": message, "logprobs": logprobs, "finish_reason": finish_reason}
         )
     answer: dict[str, Any] = {
         "id": call.id,
@@ -95,7 +92,9 @@ async def _whole(call: Call, body: ChatRequest, ends: frozenset[int]) -> dict[st
     return answer
 
 
-async def _events(call: Call, body: ChatRequest, ends: frozenset[int]) -> AsyncGenerator[bytes, None]:
+async def _events(
+    call: Call, body: ChatRequest, form: AnswerForm, ends: frozenset[int]
+) -> AsyncGenerator[bytes, None]:
     """Chunks as they come; those that are new at the same time in one piece."""
     service = call.service
     counts_wanted = body.stream_options is not None and body.stream_options.include_usage
@@ -106,26 +105,33 @@ async def _events(call: Call, body: ChatRequest, ends: frozenset[int]) -> AsyncG
         "model": service.model_name,
     }
     nothing_yet = {"usage": None} if counts_wanted else {}
-    begun: set[int] = set()
+    readers: dict[int, AnswerReader | None] = {}  # of the choices that have begun
     async for batch in call.news():
         pieces = []
         for _, item in batch:
             if not isinstance(item, Delta):
                 continue
-            delta: dict[str, Any] = {"content": item.text} if item.text else {}
-            if item.index not in begun:
-                begun.add(item.index)
-                delta = {"role": "assistant", "content": item.text}
             logprobs = None
             if body.logprobs and item.logprobs:
                 entries = spoken(item.logprobs, item.finish_reason, ends)
                 logprobs = chat_logprobs(service.text, entries, body.top_logprobs or 0)
-            if not delta and logprobs is None and item.finish_reason is None:
-                continue  # the token's text is not certain yet
-            choice = {
-                "index": item.index, "delta": delta, "logprobs": logprobs, "finish_reason": item.finish_reason,
-            }  # fmt: skip
-            pieces.append(event({**base, "choices": [choice], **nothing_yet}))
+            begins = item.index not in readers
+            if begins:
+                readers[item.index] = form.reader()
+            deltas, finish_reason = _read(item, readers[item.index])
+            if begins:
+                deltas[:1] = [{"role": "assistant", "content": "", **(deltas[0] if deltas else {})}]
+            if not deltas and (logprobs is not None or finish_reason is not None):
+                deltas = [{}]
+            # None at all: the token's text is not certain yet.
+            for position, delta in enumerate(deltas):
+                choice = {
+                    "index": item.index,
+                    "delta": delta,
+                    "logprobs": logprobs if position == 0 else None,
+                    "finish_reason": finish_reason if position == len(deltas) - 1 else None,
+                }
+                pieces.append(event({**base, "choices": [choice], **nothing_yet}))
         if pieces:
             yield b"".join(pieces)
     last: list[bytes] = []
@@ -139,3 +145,11 @@ async def _events(call: Call, body: ChatRequest, ends: frozenset[int]) -> AsyncG
     if counts_wanted:
         last.append(event({**base, "choices": [], "usage": usage(results)}))
     yield b"".join([*last, DONE])
+
+
+def _read(item: Delta, reader: AnswerReader | None) -> tuple[list[dict[str, Any]], str | None]:
+    """What a piece of an answer adds to the client's message, and why the answer ends if it does."""
+    if reader is None:
+        return [{"content": item.text}] if item.text else [], item.finish_reason
+    added = reader.read(item.text, last=item.finish_reason is not None)
+    return [delta_of(piece) for piece in added], reader.finish_reason(item.finish_reason)

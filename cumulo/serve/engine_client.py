@@ -57,10 +57,11 @@ class EngineSettings:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why a request ended without an answer. `refused`: the request itself is at fault."""
+    """Why a request ended without an answer. `refused`: the request itself is at fault, `of_guide`: its guide."""
 
     message: str
     refused: bool = False
+    of_guide: bool = False
 
 
 News = Delta | Finished | Failure
@@ -240,7 +241,7 @@ class EngineClient:
         elif isinstance(report, Rejected):
             refused = self.in_flight.get(report.request_id)
             if refused is not None:
-                self._end(refused, Failure(report.message, refused=True))
+                self._end(refused, Failure(report.message, True, report.of_guide))
         elif isinstance(report, BlockMap):
             for answer in self._block_maps:
                 if not answer.done():
@@ -267,7 +268,7 @@ class EngineClient:
     async def _watch(self, child: EngineChild, reader: "asyncio.Task[None]") -> str:
         """Returns what is wrong, as soon as something is."""
         loop = asyncio.get_running_loop()
-        still_s, seen_steps, ticked_s = 0.0, -1, loop.time()
+        still_s, seen, ticked_s = 0.0, (-1, -1), loop.time()
         while True:
             await asyncio.wait([reader], timeout=_TICK_S)
             now_s = loop.time()
@@ -275,12 +276,13 @@ class EngineClient:
                 return f"said something that cannot be understood ({reader.exception()!r})"
             if (death := child.death) is not None:
                 return death
-            steps = self.stats.steps if self.stats is not None else 0
-            if self.in_flight and steps == seen_steps:
+            stats = self.stats
+            done = (stats.steps, stats.guides_checked) if stats is not None else (0, 0)
+            if self.in_flight and done == seen:
                 # Counted in ticks, so that a machine that slept does not blame the engine.
                 still_s += min(now_s - ticked_s, 2 * _TICK_S)
             else:
-                still_s, seen_steps = 0.0, steps
+                still_s, seen = 0.0, done
             ticked_s = now_s
             if still_s >= self.settings.stall_timeout_s:
                 return f"finished no step for {self.settings.stall_timeout_s:g} s although it had work"

@@ -5,6 +5,7 @@ Its standard input stays open as long as the API process lives; when it ends, th
 no engine outlives its server.
 """
 
+import contextlib
 import gc
 import logging
 import os
@@ -21,9 +22,10 @@ import zmq
 
 from cumulo.engine.assembly import Assembly, assemble
 from cumulo.engine.engine import Engine
-from cumulo.engine.params import SamplingParams
+from cumulo.engine.params import Guide, SamplingParams
 from cumulo.engine.request import State
 from cumulo.errors import CumuloError, InvalidRequest
+from cumulo.serve.guide_checker import GuideChecker
 from cumulo.serve.messages import (
     Abort,
     BlockMap,
@@ -59,6 +61,12 @@ class EngineLoop:
         engine.runner = self.meter
         self._received = 0
         self._reported_s = 0.0
+        self._poller = zmq.Poller()
+        self._poller.register(commands, zmq.POLLIN)
+        self._guides: GuideChecker | None = None
+        if engine.guidance is not None:
+            self._guides = GuideChecker(engine.guidance, commands.context)
+            self._poller.register(self._guides.bell, zmq.POLLIN)
 
     def run(self) -> None:
         engine = self.engine
@@ -76,33 +84,54 @@ class EngineLoop:
 
     def _take_commands(self, wait_s: float) -> bool:
         """Carry out every command that is here, waiting for the first; False when told to stop."""
-        ready = self._commands.poll(int(wait_s * 1000))
-        while ready:
+        self._poller.poll(int(wait_s * 1000))
+        self._take_checked()
+        while self._commands.poll(0):
             command = decode_command(self._commands.recv())
             if isinstance(command, Shutdown):
                 return False
             self._carry_out(command)
-            ready = self._commands.poll(0)
         return True
 
     def _carry_out(self, command: Command) -> None:
         if isinstance(command, Submit):
             self._received += 1
-            try:
-                self.engine.add(
-                    array("i", command.tokens),
-                    command.params,
-                    request_id=command.request_id,
-                    priority=command.priority,
-                    cache_salt=command.cache_salt,
-                    stream=command.stream,
-                )
-            except InvalidRequest as error:
-                self._send(Rejected(command.request_id, str(error)))
+            if command.params.guide is not None and self._guides is not None:
+                self._guides.begin(command)
+            else:
+                self._add(command)
         elif isinstance(command, Abort):
-            self.engine.abort(command.request_id)
+            if self._guides is not None and command.request_id in self._guides.pending:
+                self._guides.pending[command.request_id] = True
+            else:
+                self.engine.abort(command.request_id)
         elif isinstance(command, InspectBlocks):
             self._send(self._block_map())
+
+    def _take_checked(self) -> None:
+        """Requests whose guides are compiled go into the engine; those refused go back."""
+        if self._guides is None or not self._guides.pending:
+            return
+        for submit, refusal, aborted in self._guides.take():
+            if refusal is not None:
+                self._send(Rejected(submit.request_id, refusal, of_guide=True))
+            elif self._add(submit) and aborted:
+                self.engine.abort(submit.request_id)
+
+    def _add(self, submit: Submit) -> bool:
+        try:
+            self.engine.add(
+                array("i", submit.tokens),
+                submit.params,
+                request_id=submit.request_id,
+                priority=submit.priority,
+                cache_salt=submit.cache_salt,
+                stream=submit.stream,
+            )
+        except InvalidRequest as error:
+            self._send(Rejected(submit.request_id, str(error)))
+            return False
+        return True
 
     def _stats(self) -> Stats:
         scheduler, records = self.engine.scheduler, self.meter.records
@@ -112,11 +141,12 @@ class EngineLoop:
             received=self._received,
             # The list may hold ended sequences until the next plan.
             running=sum(sequence.state == State.RUNNING for sequence in scheduler.running),
-            waiting=scheduler.queue.count,
+            waiting=scheduler.queue.count + (len(self._guides.pending) if self._guides else 0),
             blocks_used=scheduler.pool.used_count,
             blocks_total=scheduler.pool.blocks,
             blocks_cached=scheduler.pool.cached_count,
             evictions=scheduler.pool.evictions,
+            guides_checked=self._guides.checked if self._guides else 0,
             records=records,
         )
 
@@ -154,10 +184,15 @@ def ready_report(assembly: Assembly, job: EngineJob) -> Ready:
 
 
 def warm_up(engine: Engine) -> None:
-    """Two steps before anyone waits for one: whatever is made on first use is made now."""
+    """Two steps and a guide before anyone waits for one: whatever is made on first use is made now."""
     engine.add([0], SamplingParams(max_tokens=2, ignore_eos=True, temperature=0))
     while engine.has_work:
         engine.step()
+    if engine.guidance is not None:
+        with contextlib.suppress(
+            InvalidRequest
+        ):  # this model cannot be guided; requests that ask are told so
+            engine.guidance.check(Guide("json_object"))
 
 
 def _end_with_parent(stdin: FileIO, socket_folder: Path) -> None:

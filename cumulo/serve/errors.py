@@ -106,7 +106,7 @@ def _field_name(place: list[Any]) -> str:
         if (
             index
             and isinstance(part, str)
-            and ("[" in part or "-" in part or part in ("str", "int", "float"))
+            and ("[" in part or "-" in part or part in ("str", "int", "float", "NamedTool"))
         ):
             continue
         name += f"[{part}]" if isinstance(part, int) else f".{part}" if name else str(part)

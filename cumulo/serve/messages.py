@@ -90,6 +90,7 @@ class Stats(msgspec.Struct, frozen=True, array_like=True):
     blocks_total: int
     blocks_cached: int
     evictions: int
+    guides_checked: int = 0  # since the process began: compiling one is progress, too
     records: list[StepRecord] = []  # steps finished since the last Stats
 
 
@@ -116,6 +117,7 @@ class Rejected(msgspec.Struct, frozen=True, tag="rejected"):
 
     request_id: str
     message: str
+    of_guide: bool = False  # it is the guide that is impossible
 
 
 class BlockMap(msgspec.Struct, frozen=True, tag="block_map"):

@@ -16,6 +16,7 @@ from cumulo.models.gguf_file import open_gguf
 from cumulo.models.hub import resolve
 from cumulo.models.tokenizer import Tokenizer, load_tokenizer
 from cumulo.models.tokenizer_gguf import tokenizer_from_gguf
+from cumulo.serve.model_formats import ModelFormats
 
 Result = TypeVar("Result")
 _LONG_CHARACTERS = 8_000  # a few milliseconds of work: more would hold up everybody's streams
@@ -24,6 +25,7 @@ _LONG_CHARACTERS = 8_000  # a few milliseconds of work: more would hold up every
 class ModelText:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
+        self.formats = ModelFormats.of(tokenizer)
         self.max_context = 0  # set when the engine has said it; 0: not known yet
         self._longest_token_bytes = max(
             1, max((len(tokenizer.token_bytes(token)) for token in range(tokenizer.vocab_size)), default=1)
@@ -53,14 +55,21 @@ class ModelText:
         return await self._apart(len(text), self.tokenizer.encode, text, add_special)
 
     async def encode_chat(
-        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
+        *,
+        add_generation_prompt: bool = True,
     ) -> tuple[str, list[int]]:
-        """The prompt the model's chat template makes of the messages, and its tokens."""
-        size = sum(len(message.get("content") or "") for message in messages) + 16 * len(messages)
-        self._refuse_hopeless(size - 16 * len(messages))
+        """The prompt the model's chat template makes of messages and tools, and its tokens."""
+        characters = sum(len(message.get("content") or "") for message in messages)
+        self._refuse_hopeless(characters)
+        size = characters + 16 * len(messages)
+        if tools or any("tool_calls" in message for message in messages):
+            size = _LONG_CHARACTERS  # schemas and arguments may be of any size
 
         def render() -> tuple[str, list[int]]:
-            text = self.tokenizer.apply_chat_template(messages, add_generation_prompt)
+            text = self.tokenizer.apply_chat_template(messages, add_generation_prompt, tools)
             return text, self.tokenizer.encode(text)
 
         return await self._apart(size, render)

@@ -6,7 +6,7 @@ from fastapi import APIRouter, Query, Request
 from starlette.responses import Response
 
 from cumulo import __version__
-from cumulo.serve.chat import plain_messages
+from cumulo.serve.conversation import conversation
 from cumulo.serve.descriptions import answers, plain
 from cumulo.serve.errors import ApiError, invalid
 from cumulo.serve.events import json_response
@@ -119,7 +119,7 @@ async def tokenize(body: TokenizeRequest, request: Request) -> Response:
     if (body.prompt is None) == (body.messages is None):
         raise invalid("give either prompt or messages", "prompt")
     if body.messages is not None:
-        messages = plain_messages(body.messages)
+        messages = conversation(body.messages, service.text.formats)
         _, tokens = await service.text.encode_chat(messages, add_generation_prompt=body.add_generation_prompt)
     else:
         assert body.prompt is not None

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from cumulo.engine.params import SamplingParams
+from cumulo.engine.params import Guide, SamplingParams
 from cumulo.serve.errors import invalid
 from cumulo.serve.schemas import ChatRequest, CompletionRequest
 
@@ -14,8 +14,14 @@ _SAME_NAME = (
 _COMPLETION_LENGTH = 16  # OpenAI's default where max_tokens is left out
 
 
-def chat_params(body: ChatRequest, defaults: Mapping[str, Any]) -> SamplingParams:
+def chat_params(
+    body: ChatRequest, defaults: Mapping[str, Any], guide: Guide | None = None, show_special: bool = False
+) -> SamplingParams:
+    """`show_special`: markers of the answer's form are special tokens, so its text must hold them."""
     fields = _common(body, defaults)
+    fields["guide"] = guide
+    if show_special:
+        fields["skip_special_tokens"] = False
     if body.max_tokens is not None and body.max_completion_tokens is not None:
         raise invalid("give max_tokens or max_completion_tokens, not both", "max_tokens")
     fields["max_tokens"] = body.max_completion_tokens or body.max_tokens  # None: as many as fit

@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, StringConstraints
 
 from cumulo.serve.fields import Strict
+from cumulo.serve.schemas_form import MAX_CALLS, MAX_TOOLS, NamedTool, ResponseFormat, Tool, ToolCall
 
 MAX_STOP_STRINGS = 32
 MAX_STOP_CHARACTERS = 512
@@ -72,12 +73,22 @@ class TextPart(Strict):
 
 
 class Message(Strict):
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[TextPart], Field(min_length=1)]
+    """Which fields a role needs is checked where messages become a prompt (conversation.py)."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | Annotated[list[TextPart], Field(min_length=1)] | None = Field(
+        None, description="May be left out only by an assistant that called tools."
+    )
     name: Label | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_CALLS)] | None = Field(
+        None, description="Assistant: the calls it made."
+    )
+    tool_call_id: Label | None = Field(None, description="Tool: the call whose result this is.")
+    reasoning_content: str | None = Field(
+        None, description="Assistant: what it thought before; used if the model's chat template does."
+    )
     neutral: ClassVar[dict[str, tuple[Any, ...]]] = {
-        "refusal": (), "audio": (), "annotations": ([],), "function_call": (), "tool_calls": ([],),
-        "tool_call_id": (),
+        "refusal": (), "audio": (), "annotations": ([],), "function_call": (), "parsed": (),
     }  # fmt: skip
 
 
@@ -93,14 +104,22 @@ class ChatRequest(Sampling):
     prompt_cache_key: Label | None = Field(
         None, description="Accepted for compatibility: every prompt is cached by its content."
     )
+    response_format: ResponseFormat | None = Field(None, description="The form the answer must have.")
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = Field(
+        None, description="What the model may call."
+    )
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = Field(
+        None, description="Whether it may, must, or must call this one. Left out: auto if there are tools."
+    )
+    parallel_tool_calls: bool | None = Field(None, description="false: at most one call per answer.")
     add_generation_prompt: bool | None = Field(
         None, description="Extension: false leaves out the template's opening of an answer."
     )
     neutral: ClassVar[dict[str, tuple[Any, ...]]] = {
         "audio": (), "function_call": ("none",), "functions": (), "modalities": (["text"],), "moderation": (),
-        "parallel_tool_calls": (), "prediction": (), "prompt_cache_options": (), "prompt_cache_retention": (),
-        "reasoning_effort": (), "response_format": ({"type": "text"},), "service_tier": ("auto", "default"),
-        "store": (False,), "tool_choice": ("none",), "tools": ([],), "verbosity": (), "web_search_options": (),
+        "prediction": (), "prompt_cache_options": (), "prompt_cache_retention": (),
+        "reasoning_effort": (), "service_tier": ("auto", "default"),
+        "store": (False,), "verbosity": (), "web_search_options": (),
     }  # fmt: skip
 
 

@@ -12,6 +12,7 @@ import socket
 from collections.abc import Callable, Iterator
 
 import uvicorn
+from fastapi import FastAPI
 
 from cumulo.errors import CumuloError
 from cumulo.models.hub import resolve
@@ -64,16 +65,24 @@ class _Server(uvicorn.Server):
 class _Run:
     """One life of the server, from load to drain."""
 
-    def __init__(self, service: Service, on_ready: Callable[[Ready], None]) -> None:
+    def __init__(
+        self,
+        service: Service,
+        on_ready: Callable[[Ready], None],
+        extend: Callable[[FastAPI], None] | None = None,
+    ) -> None:
         self.service, self._on_ready = service, on_ready
+        app = create_app(service)
+        if extend is not None:
+            extend(app)
         config = uvicorn.Config(
-            create_app(service),
+            app,
             log_config=None,
             access_log=False,
             server_header=False,
             timeout_graceful_shutdown=2,  # what is worth waiting for was waited for by the drain
             timeout_keep_alive=75,
-            lifespan="off",
+            lifespan="off" if extend is None else "on",
         )
         self._uvicorn = _Server(config, self._on_signal)
         self._ending: asyncio.Task[None] | None = None
@@ -127,8 +136,10 @@ def run(
     *,
     on_bound: Callable[[str], None] = lambda url: None,
     on_ready: Callable[[Ready], None] = lambda info: None,
+    extend: Callable[[FastAPI], None] | None = None,
 ) -> None:
-    """Serve until told to stop. `on_bound` gets the address as soon as it is known."""
+    """Serve until told to stop. `on_bound` gets the address as soon as it is known; `extend` may add to the
+    application before it serves (the console does)."""
     logging.basicConfig(
         level=options.log_level.upper(), format="%(asctime)s server %(levelname)s %(message)s"
     )
@@ -139,7 +150,7 @@ def run(
         host, port = listener.getsockname()[:2]
         on_bound(f"http://{f'[{host}]' if ':' in host else host}:{port}")
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-            runner.run(_run(options, text, options.name or source.name, listener, on_ready))
+            runner.run(_run(options, text, options.name or source.name, listener, on_ready, extend))
     finally:
         listener.close()
 
@@ -159,8 +170,9 @@ async def _run(
     model_name: str,
     listener: socket.socket,
     on_ready: Callable[[Ready], None],
+    extend: Callable[[FastAPI], None] | None,
 ) -> None:
-    life = _Run(Service(options, text, model_name), on_ready)
+    life = _Run(Service(options, text, model_name), on_ready, extend)
     await life.serve(listener)
     if life.error is not None:
         raise life.error

@@ -1,0 +1,134 @@
+"""Front: ASGI middleware before everything else; sends the console's paths to its pages and the rest to the API.
+
+It also asks for a key where the server has keys, and refuses sockets opened by other web sites.
+"""
+
+from html import escape
+from urllib.parse import parse_qs, urlsplit
+
+from starlette.requests import HTTPConnection, Request
+from starlette.responses import HTMLResponse, RedirectResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from cumulo.console.sessions import COOKIE, LIFETIME_S, Sessions
+
+_PAGES = {"/", "/requests", "/live", "/system"}
+_PLAIN = {"/login", "/logout"}
+_OPEN = ("/_nicegui/", "/favicon.ico")  # scripts, styles, fonts: the same for everyone
+_SOCKET = "/_nicegui_ws/"
+_LARGEST_FORM_BYTES = 4096
+
+# Whatever a page contains, the browser asks no other host for anything.
+_HEADERS = (
+    (b"content-security-policy", b"default-src 'self' 'unsafe-inline' 'unsafe-eval' data: blob:; "
+     b"frame-ancestors 'none'; form-action 'self'; base-uri 'self'"),
+    (b"x-content-type-options", b"nosniff"),
+    (b"referrer-policy", b"same-origin"),
+)  # fmt: skip
+
+
+class Front:
+    def __init__(self, app: ASGIApp, pages: ASGIApp, sessions: Sessions) -> None:
+        self._api, self._pages, self._sessions = app, pages, sessions
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope.get("path", "")
+        is_page = path in _PAGES or path.startswith("/requests/")
+        if scope["type"] not in ("http", "websocket") or not (
+            is_page or path in _PLAIN or path.startswith((*_OPEN, _SOCKET))
+        ):
+            await self._api(scope, receive, send)
+            return
+        connection = HTTPConnection(scope)
+        if path in _PLAIN and scope["type"] == "http":
+            await (await self._session_change(Request(scope, receive)))(scope, receive, send)
+        elif path.startswith(_SOCKET) and not self._may_connect(connection):
+            await _refuse(scope, receive, send)
+        elif is_page and self._sessions.visitor(connection.cookies) is None:
+            await RedirectResponse("/login", 303)(scope, receive, send)
+        else:
+            await self._pages(scope, receive, _with_headers(send) if is_page else send)
+
+    def _may_connect(self, connection: HTTPConnection) -> bool:
+        origin = connection.headers.get("origin")
+        same_site = origin is None or urlsplit(origin).netloc == connection.headers.get("host")
+        return same_site and self._sessions.visitor(connection.cookies) is not None
+
+    async def _session_change(self, request: Request) -> Response:
+        if request.scope["path"] == "/logout":
+            self._sessions.end(request.cookies)
+            response: Response = RedirectResponse("/login", 303)
+            response.delete_cookie(COOKIE)
+            return response
+        if not self._sessions.needed or self._sessions.visitor(request.cookies) is not None:
+            return RedirectResponse("/", 303)
+        if request.method != "POST":
+            return _login_page()
+        key = await _key_in_form(request)
+        token = self._sessions.begin(key)
+        if token is None:
+            return _login_page("This key is not valid here.", 401)
+        response = RedirectResponse("/", 303)
+        response.set_cookie(
+            COOKIE,
+            token,
+            max_age=LIFETIME_S,
+            httponly=True,
+            samesite="lax",
+            secure=request.url.scheme == "https",
+        )
+        return response
+
+
+def _with_headers(send: Send) -> Send:
+    async def sending(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            message["headers"] = [*message["headers"], *_HEADERS]
+        await send(message)
+
+    return sending
+
+
+async def _refuse(scope: Scope, receive: Receive, send: Send) -> None:
+    if scope["type"] == "websocket":
+        await receive()
+        await send({"type": "websocket.close", "code": 4403})
+    else:
+        await Response("this page belongs to another site, or its session has ended", 403)(
+            scope, receive, send
+        )
+
+
+async def _key_in_form(request: Request) -> str:
+    body = b""
+    async for piece in request.stream():
+        body += piece
+        if len(body) > _LARGEST_FORM_BYTES:
+            return ""
+    return parse_qs(body.decode("utf-8", "replace")).get("key", [""])[0].strip()
+
+
+def _login_page(problem: str = "", status: int = 200) -> HTMLResponse:
+    """Plain HTML: a cookie can only be set by the answer to a form."""
+    response = HTMLResponse(_LOGIN.replace("PROBLEM", escape(problem)), status)
+    response.raw_headers.extend(_HEADERS)
+    return response
+
+
+_LOGIN = """<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Cumulo</title>
+<meta name="viewport" content="width=device-width, initial-scale=1"><meta name="color-scheme" content="light dark">
+<style>
+:root { --ground: #f6f7f7; --card: #fff; --ink: #1d2526; --soft: #5d6a6c; --line: #dfe4e4; --accent: #2f7d74 }
+@media (prefers-color-scheme: dark) {
+  :root { --ground: #14191a; --card: #1c2324; --ink: #e4eaea; --soft: #98a6a8; --line: #2e3839; --accent: #55b3a7 } }
+body { margin: 0; min-height: 100vh; display: grid; place-items: center; background: var(--ground); color: var(--ink);
+  font: 16px/1.5 system-ui, sans-serif }
+form { background: var(--card); border: 1px solid var(--line); border-radius: 12px; padding: 28px; width: min(340px, 84vw) }
+h1 { font-size: 20px; margin: 0 0 4px } p { margin: 0 0 18px; color: var(--soft) } p.problem { color: #c2492f; margin: 12px 0 0 }
+input, button { font: inherit; width: 100%; box-sizing: border-box; padding: 10px 12px; border-radius: 8px }
+input { border: 1px solid var(--line); background: var(--ground); color: inherit; margin-bottom: 12px }
+button { border: 0; background: var(--accent); color: #fff; cursor: pointer }
+</style></head><body><form method="post" action="/login"><h1>Cumulo</h1>
+<p>This server asks for an API key.</p>
+<input type="password" name="key" placeholder="ck-…" aria-label="API key" autocomplete="current-password" autofocus required>
+<button>Open the console</button><p class="problem">PROBLEM</p></form></body></html>"""

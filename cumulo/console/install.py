@@ -1,0 +1,46 @@
+"""install: puts the console's pages into the API's application. Called by `cumulo serve` before it listens.
+
+NiceGUI's application is not mounted the usual way, which would take every path the API does not know: the Front
+gives it the console's paths only, so that unknown paths of the API stay the API's errors.
+"""
+
+import logging
+
+from fastapi import FastAPI
+from nicegui import app as pages_app
+from nicegui import ui
+
+from cumulo.console import chat_page, live_page, requests_page, system_page
+from cumulo.console.front import Front
+from cumulo.console.sessions import Sessions
+from cumulo.console.shell import Shell
+from cumulo.serve.service import Service
+
+_FAVICON = (
+    '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 32 32"><path fill="#2f7d74" d="M9 26a7 7 0 0 1-.9-13.9'
+    'A9 9 0 0 1 25.3 13 6.6 6.6 0 0 1 24.5 26z"/></svg>'
+)
+
+
+def install(app: FastAPI) -> None:
+    """One console per process: NiceGUI's application is a global of its module."""
+    service: Service = app.state.service
+    sessions = Sessions(service.keys)
+    shell = Shell(service, sessions)
+    for page in (chat_page, requests_page, live_page, system_page):
+        page.register(shell, app)
+    for name in ("nicegui", "uvicorn.error"):  # a line for every page that connects is no news
+        logging.getLogger(name).setLevel(logging.WARNING)
+    ui.run_with(
+        app,
+        title="Cumulo",
+        favicon=_FAVICON,
+        dark=None,  # as the system is; the header's button decides otherwise
+        tailwind=False,
+        binding_refresh_interval=None,  # nothing is polled while nobody acts
+        show_welcome_message=False,
+    )
+    app.router.routes[:] = [
+        route for route in app.router.routes if getattr(route, "app", None) is not pages_app
+    ]
+    app.add_middleware(Front, pages=pages_app, sessions=sessions)

@@ -1,0 +1,54 @@
+"""Knobs: the sampling controls beside a conversation. What is left empty takes the model's own recommendation."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from nicegui import ui
+
+
+class Knobs:
+    def __init__(self, recommended: Mapping[str, Any], close: Callable[[], Any]) -> None:
+        # OpenAI's default temperature, 1, is for models that say nothing of it too high to talk with.
+        ours = {} if "temperature" in recommended else {"temperature": 0.6, "top_p": 0.9}
+        with ui.element("div").classes("row items-center justify-between no-wrap"):
+            ui.html("<h2>Sampling</h2>", sanitize=False)
+            ui.button(icon="close", on_click=close).props('flat round dense aria-label="Close"').classes(
+                "only-phone quiet"
+            )
+        self._system = ui.textarea("System message").props("outlined dense autogrow")
+        self._numbers = {
+            "temperature": _number("Temperature", 0, 2, 0.1, ours.get("temperature")),
+            "top_p": _number("Top-p", 0.01, 1, 0.05, ours.get("top_p")),
+            "top_k": _number("Top-k", 0, 1000, 1),
+            "min_p": _number("Min-p", 0, 1, 0.01),
+            "repetition_penalty": _number("Repetition penalty", 0.01, 100, 0.05),
+            "max_tokens": _number("Most tokens", 1, 1 << 20, 1, 512),
+            "seed": _number("Seed", 0, (1 << 53) - 1, 1),
+        }
+        self._json = ui.switch("Answer in JSON")
+        self._odds = ui.switch("Token probabilities")
+        ui.label("Empty fields take what the model's authors recommend.").classes("soft small")
+
+    def request(self, model: str, messages: list[dict[str, str]]) -> dict[str, Any]:
+        """The body of /v1/chat/completions for this conversation."""
+        system = (self._system.value or "").strip()
+        first = [{"role": "system", "content": system}] if system else []
+        body: dict[str, Any] = {
+            "model": model,
+            "messages": [*first, *messages],
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        for name, field in self._numbers.items():
+            if field.value is not None:
+                whole = name in ("top_k", "max_tokens", "seed")
+                body[name] = int(field.value) if whole else float(field.value)
+        if self._json.value:
+            body["response_format"] = {"type": "json_object"}
+        if self._odds.value:
+            body["logprobs"], body["top_logprobs"] = True, 5
+        return body
+
+
+def _number(label: str, least: float, most: float, step: float, value: float | None = None) -> ui.number:
+    return ui.number(label, min=least, max=most, step=step, value=value).props("outlined dense clearable")

@@ -1,0 +1,101 @@
+"""Shell: what every page of the console shares: header, colours, who looks, and clocks that run only while seen."""
+
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from html import escape
+from pathlib import Path
+
+from nicegui import ui
+from starlette.requests import Request
+
+from cumulo.console.sessions import Sessions, Visitor
+from cumulo.serve.service import Service
+
+ACCENT = "#2f7d74"
+_STYLE = (Path(__file__).parent / "style.css").read_text("utf-8")
+_LINKS = (("/", "Chat"), ("/requests", "Requests"), ("/live", "Live"), ("/system", "System"))
+_THEME_COOKIE = "cumulo_theme"
+# The page is told once whether it is seen, and again whenever that changes.
+_WATCH_VISIBILITY = """
+document.addEventListener('visibilitychange', () => emitEvent('seen', !document.hidden));
+if (document.hidden) emitEvent('seen', false);
+"""
+
+
+class Shell:
+    def __init__(self, service: Service, sessions: Sessions) -> None:
+        self.service, self.sessions = service, sessions
+
+    @contextmanager
+    def page(self, request: Request, here: str) -> Iterator[Visitor]:
+        """The frame of a page; what is made inside becomes its content."""
+        visitor = self.sessions.visitor(request.cookies)
+        if visitor is None:  # the Front lets nobody else through; a session may end in between
+            ui.navigate.to("/login")
+            visitor = Visitor("nobody", "")
+        ui.add_css(_STYLE)
+        ui.colors(primary=ACCENT)
+        theme = {"dark": True, "light": False}.get(request.cookies.get(_THEME_COOKIE, ""))
+        dark = ui.dark_mode(theme)
+        with ui.element("header").classes("top"):
+            links = "".join(
+                f'<a href="{path}"{" aria-current=page" if path == here else ""}>{name}</a>'
+                for path, name in _LINKS
+            )
+            show(
+                f'<a class="brand" href="/">Cumulo</a><nav>{links}</nav>'
+                f'<span class="model" title="the served model">{escape(self.service.model_name)}</span>',
+                "bar",
+            )
+            ui.button(icon="contrast", on_click=lambda: _next_theme(dark)).props(
+                'flat round dense aria-label="Dark, light or as the system"'
+            ).classes("quiet")
+            if self.sessions.needed:
+                ui.button(icon="logout", on_click=lambda: ui.navigate.to("/logout")).props(
+                    'flat round dense aria-label="Log out"'
+                ).classes("quiet")
+        with ui.element("main").classes(f"content {here.strip('/') or 'chat'}"):
+            yield visitor
+
+    def clock(self, visitor: Visitor, interval_s: float, tick: Callable[[], Awaitable[None]]) -> None:
+        """Call `tick` now and then at this interval, but only while the page is connected and seen."""
+        busy = False
+
+        async def guarded() -> None:
+            nonlocal busy
+            if busy:  # a slow answer is not asked for twice
+                return
+            busy = True
+            try:
+                if self.sessions.still_valid(visitor):
+                    await tick()
+                else:
+                    ui.navigate.to("/login")
+            finally:
+                busy = False
+
+        timer = ui.timer(interval_s, guarded)
+
+        def seen(event: object) -> None:
+            timer.active = bool(getattr(event, "args", True))
+
+        ui.on("seen", seen)
+        ui.timer(0.1, lambda: ui.run_javascript(_WATCH_VISIBILITY), once=True)
+
+
+def show(html: str, classes: str = "") -> ui.html:
+    """HTML of ours: whoever makes it has escaped what came from outside."""
+    return ui.html(html, sanitize=False).classes(classes)
+
+
+def empty(title: str, hint: str) -> str:
+    return f'<div class="empty"><b>{escape(title)}</b><span>{escape(hint)}</span></div>'
+
+
+def _next_theme(dark: ui.dark_mode) -> None:
+    """Dark, light, as the system is; remembered by the browser."""
+    following = {None: True, True: False, False: None}[dark.value]
+    dark.set_value(following)
+    name = {None: "auto", True: "dark", False: "light"}[following]
+    ui.run_javascript(f'document.cookie = "{_THEME_COOKIE}={name}; path=/; max-age=31536000; samesite=lax"')
+    ui.notify(f"Theme: {name}", position="top", timeout=900)

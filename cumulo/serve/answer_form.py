@@ -1,0 +1,206 @@
+"""What a chat request demands of its answer: the guide that enforces it and the reader that takes it apart.
+
+`tool_use` and `check_form` refuse what does not go together; `answer_form` needs the prompt, because its end
+tells whether the model begins with its thoughts.
+"""
+
+import json
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from cumulo.engine.guided import json_schema_text
+from cumulo.engine.params import Guide
+from cumulo.models.tokenizer import Tokenizer
+from cumulo.serve.answer_reader import AnswerReader
+from cumulo.serve.conversation import template_tools
+from cumulo.serve.errors import invalid
+from cumulo.serve.formats import ReasoningParser, ToolFormat, opens_reasoning, tool_call_parser, tool_guide
+from cumulo.serve.formats.detect import special_token
+from cumulo.serve.formats.reasoning import CLOSE
+from cumulo.serve.model_text import ModelText
+from cumulo.serve.schemas import ChatRequest
+from cumulo.serve.schemas_form import NamedTool, ResponseFormat, Tool
+
+Choice = Literal["auto", "required", "named"]
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """The tools of a request whose answer may call them."""
+
+    tools: list[Tool]
+    choice: Choice
+    name: str | None  # with "named"
+    parallel: bool
+
+    @property
+    def shown(self) -> list[dict[str, Any]]:
+        return template_tools(self.tools)
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerForm:
+    guide: Guide | None = None
+    guide_param: str | None = None  # the field to name when the guide is refused
+    show_special: bool = False
+    tool_format: ToolFormat | None = None  # None: no calls are looked for
+    tool_names: tuple[str, ...] = ()
+    parallel: bool = True
+    thinks: bool = False
+    thoughts_opened: bool = False
+
+    def reader(self) -> AnswerReader | None:
+        """For one answer; None: it is all text."""
+        if self.tool_format is None and not self.thinks:
+            return None
+        return AnswerReader(
+            ReasoningParser(opened=self.thoughts_opened) if self.thinks else None,
+            tool_call_parser(self.tool_format, self.tool_names) if self.tool_format is not None else None,
+            parallel=self.parallel,
+        )
+
+
+def tool_use(body: ChatRequest) -> ToolUse | None:
+    """Which tools the answer may call; None: it is to call none. Refuses contradictions."""
+    tools, choice = body.tools or [], body.tool_choice
+    if not tools:
+        if choice is not None and choice != "none":
+            raise invalid("tool_choice needs tools; give tools or leave it out", "tool_choice")
+        if body.parallel_tool_calls is not None:
+            raise invalid("parallel_tool_calls needs tools; leave it out", "parallel_tool_calls")
+        return None
+    names = [tool.function.name for tool in tools]
+    for index, name in enumerate(names):
+        if name in names[:index]:
+            raise invalid(f"tools has two functions named {name!r}", f"tools[{index}].function.name")
+    if choice == "none":
+        return None
+    if isinstance(choice, NamedTool) and choice.function.name not in names:
+        raise invalid(
+            f"tool_choice names {choice.function.name[:64]!r}, which is not among the tools: {', '.join(names)}",
+            "tool_choice",
+        )
+    if body.response_format is not None and body.response_format.type != "text":
+        raise invalid(
+            "response_format and a tool call exclude each other; leave response_format out, or set tool_choice "
+            "to none",
+            "response_format",
+        )
+    parallel = body.parallel_tool_calls is not False
+    if isinstance(choice, NamedTool):
+        return ToolUse(tools, "named", choice.function.name, parallel)
+    return ToolUse(tools, choice or "auto", None, parallel)
+
+
+def check_form(wanted: ResponseFormat | None) -> None:
+    """The field that a `response_format` needs is there, and no other."""
+    if wanted is None:
+        return
+    for name in ("json_schema", "regex", "grammar"):
+        given = getattr(wanted, name) is not None
+        if given and wanted.type != name:
+            raise invalid(
+                f"response_format.{name} needs type {name}, not {wanted.type}", f"response_format.{name}"
+            )
+        if not given and wanted.type == name:
+            raise invalid(
+                f"'response_format.{name}' is missing",
+                f"response_format.{name}",
+                "missing_required_parameter",
+            )
+
+
+def answer_form(body: ChatRequest, use: ToolUse | None, text: ModelText, prompt: str) -> AnswerForm:
+    """Raises ApiError where the form cannot be."""
+    try:
+        return _answer_form(body, use, text, prompt)
+    except RecursionError:
+        param = "response_format" if use is None else "tools"
+        raise invalid(f"a schema in {param} is nested too deeply", param) from None
+
+
+def _answer_form(body: ChatRequest, use: ToolUse | None, text: ModelText, prompt: str) -> AnswerForm:
+    formats = text.formats
+    opened = formats.thinks and opens_reasoning(prompt)
+    thinks = {"thinks": formats.thinks, "thoughts_opened": opened}
+    show_thoughts = formats.thinks and formats.thought_markers_special
+    if use is None:
+        guide = _guide_of(body.response_format, text.tokenizer, opened)
+        param = "response_format" if guide is not None else None
+        return AnswerForm(guide, param, show_special=show_thoughts, **thinks)
+    guide = tool_guide(
+        formats.tools,
+        [_enforced(tool) for tool in use.tools],
+        use.choice,
+        text.tokenizer,
+        name=use.name,
+        parallel=use.parallel,
+        reasoning_opened=opened,
+    )
+    return AnswerForm(
+        guide,
+        "tools",
+        show_special=show_thoughts or formats.tool_markers_special,
+        tool_format=formats.tools,
+        tool_names=tuple(tool.function.name for tool in use.tools),
+        parallel=use.parallel,
+        **thinks,
+    )
+
+
+def _enforced(tool: Tool) -> dict[str, Any]:
+    schema = tool.function.parameters
+    if schema is not None and not tool.function.strict:
+        schema = _lenient(schema)
+    return {"type": "function", "function": {"name": tool.function.name, "parameters": schema}}
+
+
+def _lenient(schema: dict[str, Any]) -> dict[str, Any]:
+    """What cannot be enforced is passed over, and the rest still holds."""
+    own = schema.get("x-guidance")
+    return {**schema, "x-guidance": {"lenient": True, **(own if isinstance(own, dict) else {})}}
+
+
+# -- response_format --------------------------------------------------------------------------------------
+def _guide_of(wanted: ResponseFormat | None, tokenizer: Tokenizer, opened: bool) -> Guide | None:
+    if wanted is None or wanted.type == "text":
+        return None
+    if wanted.type in ("regex", "grammar"):
+        source = wanted.regex if wanted.type == "regex" else wanted.grammar
+        assert source is not None  # check_form
+        try:
+            source.encode()
+        except UnicodeEncodeError as error:
+            raise invalid(
+                f"response_format.{wanted.type} holds a lone surrogate (character {error.start})",
+                f"response_format.{wanted.type}",
+            ) from None
+        if opened and wanted.type == "grammar":
+            raise invalid(
+                "this model begins every answer with its thoughts, which a grammar of the answer does not cover: "
+                "use json_schema or regex",
+                "response_format",
+            )
+        return _after_thoughts(_regex_rule(source), tokenizer) if opened else Guide(wanted.type, source)
+    schema: dict[str, Any] = {"type": "object"}
+    if wanted.json_schema is not None and wanted.json_schema.schema_ is not None:
+        schema = wanted.json_schema.schema_
+        if wanted.json_schema.strict is False:
+            schema = _lenient(schema)
+    if opened:
+        return _after_thoughts(f"%json {json_schema_text(schema)}", tokenizer)
+    return Guide("json_schema", json.dumps(schema))
+
+
+def _regex_rule(source: str) -> str:
+    from llguidance import regex_to_lark
+
+    return f"/{regex_to_lark(source, 'd')}/"
+
+
+def _after_thoughts(rule: str, tokenizer: Tokenizer) -> Guide:
+    """The rest of the thoughts, their end, and then what the rule says."""
+    token = special_token(CLOSE, tokenizer)
+    thoughts = f"thoughts[lazy]: TEXT {json.dumps(CLOSE)}" if token is None else f"thoughts: TEXT <[{token}]>"
+    lines = [r"start: thoughts /\s{0,2}/ answer", thoughts, f"answer: {rule}", r"TEXT: /(.|\n)*/"]
+    return Guide("grammar", "\n".join(lines))

@@ -1,0 +1,76 @@
+"""The parts of a chat request that say which form the answer takes: `response_format`, `tools`, `tool_choice`."""
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, StringConstraints
+
+from cumulo.serve.fields import Strict
+
+MAX_TOOLS = 128
+MAX_CALLS = 128
+
+FunctionName = Annotated[str, StringConstraints(min_length=1, max_length=64, pattern=r"^[a-zA-Z0-9_.-]+$")]
+Description = Annotated[str, StringConstraints(max_length=65_536)]
+Schema = dict[str, Any]
+
+
+class JsonSchema(Strict):
+    name: Annotated[str, StringConstraints(max_length=256)] = Field(description="For people; not used.")
+    description: Description | None = Field(None, description="For people; not used.")
+    schema_: Schema | None = Field(None, alias="schema", description="Left out: any JSON object.")
+    strict: bool | None = Field(
+        None, description="false: keywords that cannot be enforced are passed over instead of refused."
+    )
+
+
+class ResponseFormat(Strict):
+    """Tokens that would leave the form are never drawn."""
+
+    type: Literal["text", "json_object", "json_schema", "regex", "grammar"]
+    json_schema: JsonSchema | None = Field(None, description="With type json_schema.")
+    regex: Annotated[str, StringConstraints(min_length=1)] | None = Field(
+        None, description="Extension, with type regex: the whole answer matches it."
+    )
+    grammar: Annotated[str, StringConstraints(min_length=1)] | None = Field(
+        None, description="Extension, with type grammar: a Lark grammar in llguidance's dialect."
+    )
+
+
+class Function(Strict):
+    name: FunctionName
+    description: Description | None = None
+    parameters: Schema | None = Field(
+        None, description="A JSON schema of its arguments; left out: it has none."
+    )
+    strict: bool | None = Field(
+        None, description="true: refuse keywords of the schema that cannot be enforced."
+    )
+
+
+class Tool(Strict):
+    type: Literal["function"]
+    function: Function
+
+
+class ChosenFunction(Strict):
+    name: str
+
+
+class NamedTool(Strict):
+    type: Literal["function"]
+    function: ChosenFunction
+
+
+class CalledFunction(Strict):
+    name: Annotated[str, StringConstraints(min_length=1, max_length=256)]
+    arguments: str = Field(description="A JSON object, as text.")
+
+
+class ToolCall(Strict):
+    """A call that the assistant made earlier in the conversation."""
+
+    id: Annotated[str, StringConstraints(max_length=512)]
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    # OpenAI's client adds these when it hands back what it has parsed or streamed.
+    neutral: ClassVar[dict[str, tuple[Any, ...]]] = {"index": tuple(range(MAX_CALLS)), "parsed_arguments": ()}
