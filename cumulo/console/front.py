@@ -4,6 +4,7 @@ It also asks for a key where the server has keys, and refuses sockets opened by 
 """
 
 from html import escape
+from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
 
 from starlette.requests import HTTPConnection, Request
@@ -17,6 +18,7 @@ _PLAIN = {"/login", "/logout"}
 _OPEN = ("/_nicegui/", "/favicon.ico")  # scripts, styles, fonts: the same for everyone
 _SOCKET = "/_nicegui_ws/"
 _LARGEST_FORM_BYTES = 4096
+_LOGIN = (Path(__file__).parent / "login.html").read_text("utf-8")
 
 # Whatever a page contains, the browser asks no other host for anything.
 _HEADERS = (
@@ -113,22 +115,3 @@ def _login_page(problem: str = "", status: int = 200) -> HTMLResponse:
     response = HTMLResponse(_LOGIN.replace("PROBLEM", escape(problem)), status)
     response.raw_headers.extend(_HEADERS)
     return response
-
-
-_LOGIN = """<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Cumulo</title>
-<meta name="viewport" content="width=device-width, initial-scale=1"><meta name="color-scheme" content="light dark">
-<style>
-:root { --ground: #f6f7f7; --card: #fff; --ink: #1d2526; --soft: #5d6a6c; --line: #dfe4e4; --accent: #2f7d74 }
-@media (prefers-color-scheme: dark) {
-  :root { --ground: #14191a; --card: #1c2324; --ink: #e4eaea; --soft: #98a6a8; --line: #2e3839; --accent: #55b3a7 } }
-body { margin: 0; min-height: 100vh; display: grid; place-items: center; background: var(--ground); color: var(--ink);
-  font: 16px/1.5 system-ui, sans-serif }
-form { background: var(--card); border: 1px solid var(--line); border-radius: 12px; padding: 28px; width: min(340px, 84vw) }
-h1 { font-size: 20px; margin: 0 0 4px } p { margin: 0 0 18px; color: var(--soft) } p.problem { color: #c2492f; margin: 12px 0 0 }
-input, button { font: inherit; width: 100%; box-sizing: border-box; padding: 10px 12px; border-radius: 8px }
-input { border: 1px solid var(--line); background: var(--ground); color: inherit; margin-bottom: 12px }
-button { border: 0; background: var(--accent); color: #fff; cursor: pointer }
-</style></head><body><form method="post" action="/login"><h1>Cumulo</h1>
-<p>This server asks for an API key.</p>
-<input type="password" name="key" placeholder="ck-…" aria-label="API key" autocomplete="current-password" autofocus required>
-<button>Open the console</button><p class="problem">PROBLEM</p></form></body></html>"""

@@ -29,8 +29,8 @@ def install(app: FastAPI) -> None:
     shell = Shell(service, sessions)
     for page in (chat_page, requests_page, live_page, system_page):
         page.register(shell, app)
-    for name in ("nicegui", "uvicorn.error"):  # a line for every page that connects is no news
-        logging.getLogger(name).setLevel(logging.WARNING)
+    logging.getLogger("nicegui").setLevel(logging.WARNING)
+    logging.getLogger("uvicorn.error").addFilter(_is_news)
     ui.run_with(
         app,
         title="Cumulo",
@@ -44,3 +44,8 @@ def install(app: FastAPI) -> None:
         route for route in app.router.routes if getattr(route, "app", None) is not pages_app
     ]
     app.add_middleware(Front, pages=pages_app, sessions=sessions)
+
+
+def _is_news(line: logging.LogRecord) -> bool:
+    """Not that a page has opened or closed its socket; and a page's id is nothing for a log."""
+    return not str(line.msg).startswith("connection ") and "WebSocket" not in str(line.msg)

@@ -11,7 +11,7 @@ from cumulo.console.sessions import Visitor
 from cumulo.console.shell import Shell, empty, show
 from cumulo.console.story_view import story_html
 from cumulo.console.words import clock_time, milliseconds
-from cumulo.serve.stories import Record, explanation
+from cumulo.serve.stories import Record
 
 _MOST_ROWS = 200
 _REFRESH_S = 1.5
@@ -72,31 +72,33 @@ def matching(records: Iterable[Record], outcome: str, words: str) -> Iterable[Re
             yield record
 
 
+_COLUMNS = (  # name, classes
+    ("received", ""), ("request", ""), ("ended", ""), ("prompt", "right wide-only"), ("output", "right"),
+    ("from cache", "right wide-only"), ("queued", "right wide-only"), ("first token", "right wide-only"),
+    ("total", "right"), ("caller", "wide-only"),
+)  # fmt: skip
+
+
 def _table(records: list[Record]) -> str:
-    return (
-        '<table class="plain"><thead><tr><th>received</th><th>request</th><th>ended</th>'
-        '<th class="right">prompt</th><th class="right">output</th><th class="right wide-only">from cache</th>'
-        '<th class="right wide-only">queued</th><th class="right">first token</th><th class="right">total</th>'
-        '<th class="wide-only">caller</th></tr></thead><tbody>'
-        + "".join(map(_row, records))
-        + "</tbody></table>"
-    )
+    head = "".join(f'<th class="{classes}">{name}</th>' for name, classes in _COLUMNS)
+    rows = "".join(map(_row, records))
+    return f'<table class="plain requests"><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>'
 
 
 def _row(record: Record) -> str:
-    told, story = explanation(record), record.story
-    tokens = told["tokens"]
+    story = record.story
     total_s = None if record.ended_s is None else record.ended_s - record.received_s
-    first_s = story.ttft_s if story else None
+    output = story.output_tokens if story else len(record.token_times_s)
     short = record.request_id.rsplit("-", 1)[-1][:10]
     return (
-        f'<tr><td class="num">{clock_time(told["received_at"])}</td>'
+        f'<tr><td class="num">{clock_time(record.received_s)}</td>'
         f'<td><a class="mono" href="/requests/{escape(record.request_id)}" title="{escape(record.request_id)}">'
         f"{escape(short)}</a></td><td>{badge(record)}</td>"
-        f'<td class="right num">{tokens["prompt"]:,}</td><td class="right num">{tokens["output"]:,}</td>'
-        f'<td class="right num wide-only">{tokens["cached"] if tokens["cached"] is not None else "–"}</td>'
+        f'<td class="right num wide-only">{record.prompt_tokens:,}</td><td class="right num">{output:,}</td>'
+        f'<td class="right num wide-only">{f"{story.cached_tokens:,}" if story else "–"}</td>'
         f'<td class="right num wide-only">{milliseconds(story.queue_s if story else None)}</td>'
-        f'<td class="right num">{milliseconds(first_s)}</td><td class="right num">{milliseconds(total_s)}</td>'
+        f'<td class="right num wide-only">{milliseconds(story.ttft_s if story else None)}</td>'
+        f'<td class="right num">{milliseconds(total_s)}</td>'
         f'<td class="wide-only">{escape(record.caller)}</td></tr>'
     )
 

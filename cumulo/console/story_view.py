@@ -14,9 +14,9 @@ def story_html(record: Record, badge: str) -> str:
     told = explanation(record)
     error = f'<p class="words" style="color: var(--bad)">{escape(record.error)}</p>' if record.error else ""
     return (
-        f'<div class="card"><h2 class="mono" style="overflow-wrap: anywhere">{escape(record.request_id)} {badge}</h2>'
+        f'<div class="card"><h2 class="mono">{escape(record.request_id)} {badge}</h2>'
         f'<p class="words">{escape(told["summary"])}</p>{error}{_line(record)}'
-        f'<p class="soft small" style="margin: 8px 0 0">received at {clock_time(told["received_at"])} from '
+        f'<p class="soft small" style="margin: 8px 0 0">received at {clock_time(record.received_s)} from '
         f"{escape(record.caller)}, {'streamed' if record.stream else 'answered at once'}"
         f"{f', {record.samples} samples' if record.samples > 1 else ''}</p></div>"
         f"{_tiles(told)}{_events(told)}"
@@ -73,7 +73,7 @@ def _line(record: Record) -> str:
     admitted_s = story.admitted_s if story.admitted_s is not None else end_s
     first_s = story.first_token_s if story.first_token_s is not None else end_s
     edges = [record.received_s, record.submitted_s, admitted_s, first_s, end_s]
-    names = ("tokenised", "waiting", "prefill", "decode")
+    names = ("tokenised", "until admitted", "prefill", "decode")
     inks = ("ink-6", "ink-free", "ink-prefill", "ink-decode")
     bars = "".join(
         f'<rect class="{ink}" x="{at(start):.1f}" y="{_BAR_Y}" width="{max(0.6, at(end) - at(start)):.1f}" '

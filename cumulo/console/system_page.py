@@ -98,9 +98,9 @@ def _versions() -> list[tuple[str, Any]]:
 
 
 def _options(options: ServeOptions | EngineConfig) -> list[tuple[str, Any]]:
-    """Every option and its value; None is what the engine or server chose itself."""
+    """Every option and its value; what is not set was left to the engine or has no limit."""
     return [
-        (field.name, "chosen itself" if value is None else value)
+        (field.name, "not set" if value is None else value)
         for field in dataclasses.fields(options)
         if field.name not in ("engine", "api_keys", "seed")
         for value in [getattr(options, field.name)]
@@ -111,7 +111,7 @@ def _card(title: str, rows: list[tuple[str, Any]]) -> str:
     if not rows:
         return f'<div class="card"><h2>{title}</h2>{empty("Loading the model", "This takes a moment.")}</div>'
     cells = "".join(
-        f'<tr><td class="soft">{escape(name.replace("_", " "))}</td><td class="num small">{escape(_text(value))}</td></tr>'
+        f'<tr><td class="soft">{escape(name)}</td><td class="num small">{escape(_text(value))}</td></tr>'
         for name, value in rows
     )
     return f'<div class="card"><h2>{title}</h2><table class="plain">{cells}</table></div>'
@@ -122,4 +122,4 @@ def _text(value: Any) -> str:
         return "yes" if value else "no"
     if isinstance(value, tuple):
         return ", ".join(map(str, value)) or "none"
-    return f"{value:,}" if isinstance(value, int) else str(value)
+    return str(value)

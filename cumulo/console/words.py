@@ -1,7 +1,10 @@
 """Numbers as the console writes them. Used by every page."""
 
+import time
 from collections.abc import Sequence
 from datetime import datetime
+
+_EPOCH_S = time.time() - time.perf_counter()
 
 
 def milliseconds(seconds: float | None) -> str:
@@ -14,7 +17,8 @@ def milliseconds(seconds: float | None) -> str:
 
 def duration(seconds: float) -> str:
     """Days to seconds, the two largest parts."""
-    left, parts = int(seconds), []
+    parts: list[str] = []
+    left = int(seconds)
     for unit, size in (("d", 86400), ("h", 3600), ("min", 60), ("s", 1)):
         count, left = divmod(left, size)
         if count or (unit == "s" and not parts):
@@ -22,8 +26,9 @@ def duration(seconds: float) -> str:
     return " ".join(parts[:2])
 
 
-def clock_time(epoch_s: float) -> str:
-    return datetime.fromtimestamp(epoch_s).strftime("%H:%M:%S")
+def clock_time(monotonic_s: float) -> str:
+    """A time of the clock that stories use, as the clock on the server's wall showed it."""
+    return datetime.fromtimestamp(_EPOCH_S + monotonic_s).strftime("%H:%M:%S")
 
 
 def percentile(values: Sequence[float], share: float) -> float | None:

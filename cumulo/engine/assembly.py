@@ -35,6 +35,16 @@ class Assembly:
         """The memory plan with what is now held beside it."""
         return self.memory.ledger.measured({k: v for k, v in self.runner.memory_bytes().items() if v})
 
+    def ledger_of_a_full_step(self, config: EngineConfig) -> Ledger:
+        """The same, with the peak of the largest steps the configuration allows. For an idle engine."""
+        draws = min(config.max_running, config.max_tokens_per_step)
+        measured = {
+            "activations": self.runner.measure_step(config.max_tokens_per_step, 1),
+            "logits": self.runner.measure_step(draws, draws),
+        }
+        self.engine.scheduler.pool.clear_cache()  # the steps wrote nonsense into blocks
+        return self.ledger().measured(measured)
+
 
 def assemble(
     model: str | Path | None,

@@ -68,6 +68,13 @@ class LLM:
     def ledger(self) -> Ledger:
         return self._assembly.ledger()
 
+    def measure_ledger(self) -> Ledger:
+        """The ledger with activations and logits measured too: plays two steps of the largest size."""
+        with self._lock:
+            if self.engine.has_work:
+                raise CumuloError("memory is measured on an idle engine; wait until its requests have ended")
+            return self._assembly.ledger_of_a_full_step(self.config)
+
     @property
     def max_context(self) -> int:
         return self._assembly.memory.max_context

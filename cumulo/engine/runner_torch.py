@@ -107,6 +107,9 @@ class TorchRunner:
             blocks = [index % self.cache.blocks for index in range(-(-count // self.cache.block_size))]
             plan.begin.append(NewSlot(slot, [0] * count, count, blocks, SamplingParams(top_p=0.9), 0, 1))
         plan.draw_rows = plan.draw_slots = slots[:draws]
+        touched = {block for new in plan.begin for block in new.blocks}
+        for storage in (self.cache.key_storage, self.cache.value_storage):
+            storage[:, sorted(touched)] = 0  # commits the cache's pages: they are not this step's
         with PeakMemory() as peak:
             self.submit(plan).result()
         self.submit(StepPlan(-1, end=slots)).result()

@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from operator import attrgetter
 
+from cumulo.engine.admission_rules import output_limit
 from cumulo.engine.beam_groups import advance_beams, start_beam
 from cumulo.engine.plan import StepPlan, StepResult, TokenLogprobs
 from cumulo.engine.preemption import PreemptionCosts
@@ -57,36 +58,15 @@ class Scheduler:
     # -- requests come and go ---------------------------------------------------------------------------
     def add(self, request: Request) -> None:
         """Queue a request, or raise InvalidRequest if it could never run."""
-        config, params, prompt = self.config, request.params, request.prompt_length
         if request.id in self.requests:
             raise InvalidRequest(f"request id {request.id!r} is already in use")
-        if prompt >= config.max_context:
-            raise InvalidRequest(
-                f"the prompt has {prompt} tokens; the context holds {config.max_context} including the answer: "
-                f"shorten the prompt or raise max_context"
-            )
-        if params.samples > config.max_running:
-            raise InvalidRequest(
-                f"{params.samples} samples were asked for, but only {config.max_running} sequences run at a "
-                f"time: lower n, best_of or beam_width, or raise max_running"
-            )
-        # The last token drawn is never computed, so it needs no room in a block.
-        pool_tokens = self.pool.blocks * self.pool.block_size + 1
-        if prompt >= pool_tokens:
-            raise InvalidRequest(
-                f"the prompt has {prompt} tokens; the KV cache holds {pool_tokens - 1}: shorten the prompt or "
-                f"give the cache more memory (kv_memory_gib)"
-            )
-        room = min(config.max_context, pool_tokens) - prompt
-        request.output_limit = room if params.max_tokens is None else min(params.max_tokens, room)
+        prompt, params = request.prompt_length, request.params
+        request.output_limit, why = output_limit(prompt, params, self.config)
         self._arrivals += 1
-        request.order = (request.arrived_s + request.priority * config.priority_step_s, self._arrivals)
+        request.order = (request.arrived_s + request.priority * self.config.priority_step_s, self._arrivals)
         request.story.add(request.arrived_s, "arrived", prompt_tokens=prompt, behind=self.queue.count)
-        if params.max_tokens is not None and room < params.max_tokens:
-            why = (
-                "the context ends there" if room == config.max_context - prompt else "the KV cache ends there"
-            )
-            request.story.add(request.arrived_s, "limited", limit=room, why=why)
+        if why is not None:
+            request.story.add(request.arrived_s, "limited", limit=request.output_limit, why=why)
         leader = request.sequences[0]
         leader.limit = prompt + request.output_limit
         if params.beam_width is not None:
@@ -317,34 +297,15 @@ class Scheduler:
         if sequence is None:
             return None
         if (why := self._obstacle(sequence)) is not None:
-            self._tell_blocked(sequence.request, why, now_s)
+            sequence.request.story.block(now_s, why)
             return None
 
         self.queue.take_first()
         cached, how = self.residency.seat(sequence, plan)
         insort(self.running, sequence, key=_by_order)
-        self._tell_admission(sequence, plan.index, cached, how, now_s)
+        lost, sequence.lost = sequence.lost, 0
+        sequence.request.story.admit(now_s, plan.index, len(sequence.tokens), cached, lost, how)
         return sequence
-
-    def _tell_admission(self, sequence: Sequence, step: int, cached: int, how: str, now_s: float) -> None:
-        story = sequence.request.story
-        if story.admitted_s is None:
-            story.admitted_s, story.cached_tokens = now_s, cached
-            story.add(
-                now_s, "admitted", step=step, cached=cached, tokens=len(sequence.tokens),
-                sample=sequence.sample_index,
-            )  # fmt: skip
-            return
-        recomputed = max(0, sequence.lost - cached)
-        sequence.lost = 0
-        story.recomputed_tokens += recomputed
-        story.add(now_s, "resumed", step=step, how=how, recomputed=recomputed, cached=cached)
-
-    def _tell_blocked(self, request: Request, why: str, now_s: float) -> None:
-        """Note what the first in the queue waits for; a new line only when that changes in kind."""
-        last = request.story.events[-1]
-        if last.kind != "blocked" or last.detail["why"].rsplit(" ", 3)[1:] != why.rsplit(" ", 3)[1:]:
-            request.story.add(now_s, "blocked", why=why)
 
     def _make_room_for_priority(self, plan: StepPlan, now_s: float) -> None:
         """Preempt strictly less important sequences when that lets the first in the queue start."""
@@ -384,10 +345,9 @@ class Scheduler:
 
     def _preempt(self, victim: Sequence, plan: StepPlan, now_s: float, by: str) -> None:
         """Take the victim's blocks and slot; it goes back to the queue, in its old place."""
-        story, blocks = victim.request.story, len(victim.blocks)
+        blocks = len(victim.blocks)
         choice = self.residency.send_away(victim, plan)
-        story.preemptions += 1
-        story.add(now_s, "preempted", step=plan.index, by=by, blocks=blocks, how=choice.why)
+        victim.request.story.preempt(now_s, plan.index, by, blocks, choice.why)
         self.queue.enter(victim)
 
     # -- results ------------------------------------------------------------------------------------------

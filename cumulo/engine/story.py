@@ -22,7 +22,7 @@ _WORDS = {
     "arrived": "arrived with {prompt_tokens} prompt tokens, behind {behind} waiting requests",
     "limited": "will end after {limit} output tokens, because {why}",
     "blocked": "waits for {why}",
-    "admitted": "admitted to step {step}: {cached} of {tokens} tokens from the prefix cache, sample {sample}",
+    "admitted": "admitted to step {step}: {cached} of {tokens} tokens from the prefix cache",
     "chunk": "step {step} computes {count} tokens from position {start}",
     "forked": "{samples} samples share the computed prompt",
     "preempted": "preempted in step {step} by {by} to free {blocks} blocks; {how}",
@@ -48,6 +48,27 @@ class Story:
 
     def add(self, time_s: float, kind: str, **detail: Any) -> None:
         self.events.append(Event(time_s, kind, detail))
+
+    # -- the events that also count something -------------------------------------------------------------
+    def block(self, now_s: float, why: str) -> None:
+        """What the first in the queue waits for; a new line only when that changes in kind."""
+        last = self.events[-1]
+        if last.kind != "blocked" or last.detail["why"].rsplit(" ", 3)[1:] != why.rsplit(" ", 3)[1:]:
+            self.add(now_s, "blocked", why=why)
+
+    def admit(self, now_s: float, step: int, tokens: int, cached: int, lost: int, how: str) -> None:
+        """A sequence starts, or comes back after preemption with `lost` tokens to make up for."""
+        if self.admitted_s is None:
+            self.admitted_s, self.cached_tokens = now_s, cached
+            self.add(now_s, "admitted", step=step, cached=cached, tokens=tokens)
+        else:
+            recomputed = max(0, lost - cached)
+            self.recomputed_tokens += recomputed
+            self.add(now_s, "resumed", step=step, how=how, recomputed=recomputed, cached=cached)
+
+    def preempt(self, now_s: float, step: int, by: str, blocks: int, how: str) -> None:
+        self.preemptions += 1
+        self.add(now_s, "preempted", step=step, by=by, blocks=blocks, how=how)
 
     @property
     def queue_s(self) -> float | None:

@@ -122,12 +122,13 @@ def answer_form(body: ChatRequest, use: ToolUse | None, text: ModelText, prompt:
 def _answer_form(body: ChatRequest, use: ToolUse | None, text: ModelText, prompt: str) -> AnswerForm:
     formats = text.formats
     opened = formats.thinks and opens_reasoning(prompt)
-    thinks = {"thinks": formats.thinks, "thoughts_opened": opened}
     show_thoughts = formats.thinks and formats.thought_markers_special
     if use is None:
         guide = _guide_of(body.response_format, text.tokenizer, opened)
         param = "response_format" if guide is not None else None
-        return AnswerForm(guide, param, show_special=show_thoughts, **thinks)
+        return AnswerForm(
+            guide, param, show_special=show_thoughts, thinks=formats.thinks, thoughts_opened=opened
+        )
     guide = tool_guide(
         formats.tools,
         [_enforced(tool) for tool in use.tools],
@@ -144,7 +145,8 @@ def _answer_form(body: ChatRequest, use: ToolUse | None, text: ModelText, prompt
         tool_format=formats.tools,
         tool_names=tuple(tool.function.name for tool in use.tools),
         parallel=use.parallel,
-        **thinks,
+        thinks=formats.thinks,
+        thoughts_opened=opened,
     )
 
 

@@ -7,7 +7,7 @@ from fastapi.openapi.utils import get_openapi
 from starlette.middleware.cors import CORSMiddleware
 
 from cumulo import __version__
-from cumulo.serve import chat, completions, errors, operation
+from cumulo.serve import chat, completions, errors, operation, responses
 from cumulo.serve.gate import Gate
 from cumulo.serve.service import Service
 
@@ -21,7 +21,7 @@ def create_app(service: Service) -> FastAPI:
     )
     app.state.service = service
     errors.install(app)
-    for part in (chat, completions, operation):
+    for part in (chat, completions, responses, operation):
         app.include_router(part.router)
     app.add_middleware(Gate, service=service)
     if service.options.cors_origins:
@@ -46,7 +46,11 @@ def _description(app: FastAPI, service: Service) -> dict[str, Any]:
         parts = schema.setdefault("components", {})
         for name in ("HTTPValidationError", "ValidationError"):
             parts.get("schemas", {}).pop(name, None)
-        for name in ("ChatRequest", "CompletionRequest"):  # a tool that reads this can ask right away
+        for name in (
+            "ChatRequest",
+            "CompletionRequest",
+            "ResponsesRequest",
+        ):  # a tool that reads this can ask right away
             parts["schemas"][name]["properties"]["model"]["enum"] = [service.model_name]
         if service.keys is not None:
             parts["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}

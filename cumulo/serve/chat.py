@@ -8,6 +8,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from cumulo.engine.outputs import Delta
+from cumulo.engine.params import SamplingParams
 from cumulo.serve.answer_form import AnswerForm, answer_form, check_form, tool_use
 from cumulo.serve.answer_reader import AnswerReader, delta_of, message_of
 from cumulo.serve.call import Call
@@ -31,6 +32,18 @@ log = logging.getLogger(__name__)
 )
 async def create_chat_completion(body: ChatRequest, request: Request) -> Response:
     service: Service = request.app.state.service
+    call, form, params = await begin_chat(service, request, body, "chatcmpl")
+    ends = frozenset((*service.info.eos_ids, *params.stop_token_ids))
+    if body.stream:
+        return await open_stream(call, _events(call, body, form, ends))
+    return json_response(await _whole(call, body, form, ends))
+
+
+async def begin_chat(
+    service: Service, request: Request, body: ChatRequest, prefix: str, guide_param: str | None = None
+) -> tuple[Call, AnswerForm, SamplingParams]:
+    """Check a conversation, make its prompt and send it to the engine. `guide_param`: what the client calls
+    `response_format`, where that is not its name."""
     service.check_model(body.model)
     service.check_ready()
     use = tool_use(body)
@@ -43,7 +56,7 @@ async def create_chat_completion(body: ChatRequest, request: Request) -> Respons
     )
     form = answer_form(body, use, service.text, prompt)
     params = chat_params(body, service.info.generation_defaults, form.guide, form.show_special)
-    call = Call(service, request, "chatcmpl")
+    call = Call(service, request, prefix)
     if service.options.log_prompts:
         log.info("%s prompt: %r", call.id, prompt)
     call.submit(
@@ -52,12 +65,9 @@ async def create_chat_completion(body: ChatRequest, request: Request) -> Respons
         stream=bool(body.stream),
         priority=body.priority or 0,
         cache_salt=body.cache_salt or "",
-        guide_param=form.guide_param,
+        guide_param=guide_param or form.guide_param,
     )
-    ends = frozenset((*service.info.eos_ids, *params.stop_token_ids))
-    if body.stream:
-        return await open_stream(call, _events(call, body, form, ends))
-    return json_response(await _whole(call, body, form, ends))
+    return call, form, params
 
 
 async def _whole(call: Call, body: ChatRequest, form: AnswerForm, ends: frozenset[int]) -> dict[str, Any]:

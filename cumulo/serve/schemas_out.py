@@ -177,3 +177,24 @@ class Health(BaseModel):
 
 class Version(BaseModel):
     version: str
+
+
+class ResponseObject(BaseModel):
+    id: str
+    object: Literal["response"]
+    created_at: int
+    status: Literal["completed", "incomplete"]
+    error: None
+    incomplete_details: dict[str, str] | None
+    instructions: str | None
+    max_output_tokens: int | None
+    metadata: dict[str, str]
+    model: str
+    output: list[dict[str, Any]]
+    parallel_tool_calls: bool
+    temperature: float | None
+    text: dict[str, Any]
+    tool_choice: Literal["none"]
+    tools: list[Any]
+    top_p: float | None
+    usage: dict[str, Any]

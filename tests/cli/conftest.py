@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from cumulo.cli import main
+from cumulo.cli import main, terminal
 
 ROOT = Path(__file__).parents[2]
 
@@ -38,7 +38,8 @@ def cumulo(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -
         data = stdin.encode() if isinstance(stdin, str) else stdin
         monkeypatch.setattr(sys, "argv", ["cumulo", *arguments])
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data), encoding="utf-8"))
-        monkeypatch.setenv("COLUMNS", "200")
+        monkeypatch.setattr(terminal.out, "_width", 200)  # read when the console was made, so not by COLUMNS
+        monkeypatch.setattr(terminal.err, "_width", 200)
         capfd.readouterr()
         code = 0
         try:

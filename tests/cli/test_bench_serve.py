@@ -10,11 +10,6 @@ from tests.cli.conftest import Run
 from tests.serve.load.toy_server import Behaviour, ToyServer
 
 
-@pytest.fixture(autouse=True)
-def _a_wide_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "160")
-
-
 def test_a_closed_loop_reports_as_table_json_html_and_records(cumulo: Run, tmp_path: Path) -> None:
     files = {name: tmp_path / name for name in ("load.json", "load.html", "load.jsonl")}
     with ToyServer(lambda number, body: Behaviour(gap_s=0.002)) as server:

@@ -1,6 +1,5 @@
 """How a server ends: SIGTERM, Ctrl-C and worse, and starts that cannot succeed. It takes its engine along."""
 
-import re
 import signal
 import socket
 import subprocess
@@ -60,7 +59,8 @@ def test_a_server_told_to_stop_while_it_loads_stops() -> None:
     try:
         assert process.stderr is not None
         assert "listening on" in process.stderr.readline()
-        assert re.search("Started server process", process.stderr.readline())
+        # On a busy machine the model may be ready first; from this line on signals are heard.
+        assert any("Started server process" in process.stderr.readline() for _ in range(3))
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 0
     finally:

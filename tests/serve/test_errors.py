@@ -13,7 +13,6 @@ from tests.serve.running_server import MODEL, RunningServer, needs_built_in_mode
 pytestmark = needs_built_in_model
 CHAT: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
 TEXT: dict[str, Any] = {"model": MODEL, "prompt": "Hi", "max_tokens": 2}
-TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
 
 
 def error_of(response: httpx.Response, status: int = 400) -> dict[str, Any]:
@@ -27,9 +26,7 @@ def error_of(response: httpx.Response, status: int = 400) -> dict[str, Any]:
     ("path", "change", "param"),
     [
         ("/v1/chat/completions", {"frobnicate": 1}, "frobnicate"),
-        ("/v1/chat/completions", {"tools": TOOLS}, "tools"),
         ("/v1/chat/completions", {"tool_choice": "auto"}, "tool_choice"),
-        ("/v1/chat/completions", {"response_format": {"type": "json_object"}}, "response_format"),
         ("/v1/chat/completions", {"reasoning_effort": "low"}, "reasoning_effort"),
         ("/v1/chat/completions", {"store": True}, "store"),
         ("/v1/chat/completions", {"audio": {}}, "audio"),
