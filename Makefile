@@ -22,7 +22,7 @@ help:
 	  'A question can be piped:  echo "What is the capital of France?" | make chat'
 
 run: $(VENV)/.ready
-	@$(BIN)/cumulo serve $(MODEL) $(ARGS)
+	@$(BIN)/cumulo serve --open $(MODEL) $(ARGS)
 
 chat: $(VENV)/.ready
 	@$(BIN)/cumulo chat $(MODEL) $(ARGS)

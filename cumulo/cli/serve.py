@@ -51,6 +51,9 @@ def serve(
     chat_template: Annotated[
         Path | None, typer.Option(metavar="FILE", help="A jinja2 template instead of the model's own.")
     ] = None,
+    open_browser: Annotated[
+        bool, typer.Option("--open", help="Open the console in a browser, where there is a screen.")
+    ] = False,
     stories: Annotated[int, typer.Option(help="Requests kept for `cumulo explain`.")] = 1000,
     log_prompts: Annotated[
         bool, typer.Option("--log-prompts", help="Write prompts and answers to the log.")
@@ -116,10 +119,22 @@ def serve(
         note(f"{info.model_name} is ready at {address}/v1 (context {info.max_context:,}; {info.runs_on})")
         if extend is not None:
             note(f"the console is at {address}/")
+            if open_browser:
+                _open(address)
         elif console:
             note("there is no console: pip install 'cumulo[console]' for one")
 
     run(chosen, on_bound=on_bound, on_ready=on_ready, extend=extend)
+
+
+def _open(address: str) -> None:
+    """Show the console where there is a screen; a text browser would take over this terminal."""
+    import os
+    import sys
+    import webbrowser
+
+    if sys.platform in ("darwin", "win32") or os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"):
+        webbrowser.open(address)
 
 
 def _console() -> "Callable[[FastAPI], None] | None":

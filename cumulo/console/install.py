@@ -5,6 +5,7 @@ gives it the console's paths only, so that unknown paths of the API stay the API
 """
 
 import logging
+import warnings
 
 from fastapi import FastAPI
 from nicegui import app as pages_app
@@ -31,6 +32,8 @@ def install(app: FastAPI) -> None:
         page.register(shell, app)
     logging.getLogger("nicegui").setLevel(logging.WARNING)
     logging.getLogger("uvicorn.error").addFilter(_is_news)
+    # NiceGUI looks at every object of the process to find its server; one of torch's complains of that.
+    warnings.filterwarnings("ignore", message=".*reduce_op", category=FutureWarning)
     ui.run_with(
         app,
         title="Cumulo",
