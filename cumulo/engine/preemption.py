@@ -13,9 +13,9 @@ class PreemptionCosts:
     recompute_s_per_token: float = 1e-3
     swap_s_per_block: float = 1e-4
 
-    def observe_compute(self, tokens: int, seconds: float) -> None:
+    def observe_compute(self, tokens: int, rows: int, seconds: float) -> None:
         """Learn from a step that was mostly prefill: decode steps read all weights for few tokens."""
-        if tokens >= 16 and seconds > 0:
+        if tokens >= max(16, 4 * rows) and seconds > 0:
             self.recompute_s_per_token += 0.2 * (seconds / tokens - self.recompute_s_per_token)
 
 
