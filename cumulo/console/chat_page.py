@@ -6,6 +6,7 @@ from typing import Any
 
 from fastapi import FastAPI
 from nicegui import ui
+from nicegui.events import GenericEventArguments
 from starlette.requests import Request
 
 from cumulo.console.answer_view import AnswerView
@@ -50,8 +51,10 @@ class Chat:
                 .props('autogrow borderless dense rows=1 autofocus aria-label="Message"')
                 .on("keydown.enter", self.send, js_handler=_ENTER)
             )
-            self._send = ui.button(icon="arrow_upward", on_click=self.send).props(
-                'round unelevated dense aria-label="Send"'
+            self._send = (
+                ui.button(icon="arrow_upward")
+                .props('round unelevated dense aria-label="Send"')
+                .on("click", self.send, js_handler=_CLICK)
             )
             self._stop = ui.button(icon="stop", on_click=self.stop).props(
                 'round unelevated dense aria-label="Stop"'
@@ -63,8 +66,9 @@ class Chat:
             self._open_knobs = _tool("Sampling", "tune", None).classes("only-phone")
 
     # -- what the buttons do ------------------------------------------------------------------------------
-    async def send(self) -> None:
-        text = (self._input.value or "").strip()
+    async def send(self, event: GenericEventArguments) -> None:
+        # The text comes with the event: what was typed before the page was connected may be told later than it.
+        text = str(event.args or "").strip()
         if not text or self._hang_up is not None:
             return
         self._input.set_value("")
@@ -144,7 +148,8 @@ class Chat:
 
 
 # Enter sends, Shift+Enter begins a line, and Enter that ends the composing of a character does neither.
-_ENTER = "(e) => { if (!e.shiftKey && !e.isComposing) { e.preventDefault(); emit(); } }"
+_ENTER = "(e) => { if (!e.shiftKey && !e.isComposing) { e.preventDefault(); emit(e.target.value); } }"
+_CLICK = "() => emit(document.querySelector('.ask textarea').value)"
 
 
 def _tool(text: str, icon: str, action: Any) -> ui.button:

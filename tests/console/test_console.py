@@ -77,6 +77,7 @@ def looking_at(browser: Any, server: RunningServer, path: str, screen: dict[str,
 
 
 def say(page: Any, text: str) -> None:
+    page.wait_for_function("window.did_handshake")  # so that the sampling controls are told before
     box = page.get_by_label("Message", exact=True)
     box.fill(text)
     box.press("Enter")
@@ -139,6 +140,21 @@ def test_closing_the_page_ends_what_it_asked_for(browser: Any, server: RunningSe
         page.wait_for_function("document.querySelector('.streaming')?.innerText.length > 10")
         assert server.get("/health").json()["running"] == 1
     wait_for(lambda: server.get("/health").json()["running"] == 0, "the engine to be idle", server, 20)
+
+
+def test_a_message_sent_before_the_page_is_connected_is_answered(browser: Any, server: RunningServer) -> None:
+    with looking_at(browser, server, "/", DESKTOP) as page:
+        page.wait_for_function("window.did_handshake")
+        page.evaluate("window.did_handshake = false")
+        box = page.get_by_label("Message", exact=True)
+        # The page tells its events in any order once it is connected: here the text long after the key.
+        page.evaluate("window.setTimeout = ((real) => (f, ms) => real(f, ms + Math.random() * 50))(setTimeout)")
+        box.fill("Hello!")
+        box.press("Enter")
+        page.evaluate("window.did_handshake = true")
+        page.wait_for_selector(".said.user")
+        page.get_by_label("Stop").click()
+        page.wait_for_selector(".foot")
 
 
 def test_regenerate_replaces_the_answer_and_clear_forgets_everything(
