@@ -67,6 +67,38 @@ class CumuloSide:
         return outputs
 
 
+class GenerateSide:
+    """`LLM.generate` on whole conversations, at most `places` computing at once: the server's rival in
+    `cumulo bench overhead`."""
+
+    def __init__(self, model: str | None, threads: int, places: int) -> None:
+        from cumulo import LLM, SamplingParams
+        from cumulo.engine.config import EngineConfig
+
+        self.params = SamplingParams
+        self.llm = LLM(model, config=EngineConfig(threads=threads, max_running=places))
+
+    def answer(self, texts: list[str], output_tokens: list[int]) -> dict[str, Any]:
+        """Answer every text as a user's message; the first ones begin, the others follow as places get free."""
+        began_s, began_cpu_s = time.perf_counter(), time.process_time()
+        prompts = [
+            self.llm.tokenizer.apply_chat_template([{"role": "user", "content": text}]) for text in texts
+        ]
+        each = [self.params(temperature=0, max_tokens=count, ignore_eos=True) for count in output_tokens]
+        outputs = self.llm.generate([self.llm.tokenizer.encode(prompt) for prompt in prompts], each)
+        elapsed_s, cpu_s = time.perf_counter() - began_s, time.process_time() - began_cpu_s
+        for output in outputs:
+            if output.error:
+                raise CumuloError(f"the benchmark's request failed: {output.error}")
+        return {
+            "seconds": elapsed_s,
+            "cpu_s": cpu_s,
+            "prompt_tokens": sum(output.story.prompt_tokens for output in outputs),
+            "cached_tokens": sum(output.story.cached_tokens for output in outputs),
+            "output_tokens": sum(output.story.output_tokens for output in outputs),
+        }
+
+
 class TransformersSide:
     """Hugging Face transformers, float32, its default (SDPA) attention, the same file dequantised."""
 
@@ -192,9 +224,13 @@ class LlamaCppSide:
         return int(np.ctypeslib.as_array(pointer, shape=(self.vocab_size,)).argmax())
 
 
-def make_side(name: str, model: str | None, model_path: Path, threads: int) -> Side:
+def make_side(
+    name: str, model: str | None, model_path: Path, threads: int, places: int = MAX_SEQUENCES
+) -> Side | GenerateSide:
     if name == "cumulo":
         return CumuloSide(model, threads)
+    if name == "generate":
+        return GenerateSide(model, threads, places)
     if name == "transformers":
         return TransformersSide(model_path, threads)
     return LlamaCppSide(model_path, threads)

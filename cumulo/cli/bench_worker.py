@@ -20,12 +20,14 @@ from cumulo.errors import CumuloError
 class Worker:
     """One running side. `ask` blocks until it has answered."""
 
-    def __init__(self, name: str, model: str | None, model_path: Path, threads: int) -> None:
+    def __init__(
+        self, name: str, model: str | None, model_path: Path, threads: int, **settings: Any
+    ) -> None:
         self.name = name
         self._log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
-        settings = json.dumps({"name": name, "model": model, "path": str(model_path), "threads": threads})
+        settings |= {"name": name, "model": model, "model_path": str(model_path), "threads": threads}
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "cumulo.cli.bench_worker", settings],
+            [sys.executable, "-m", "cumulo.cli.bench_worker", json.dumps(settings)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
@@ -77,9 +79,7 @@ def serve(settings: dict[str, Any]) -> None:
                 from cumulo.cli.bench_sides import make_side
 
                 began_s = time.perf_counter()
-                side = make_side(
-                    settings["name"], settings["model"], Path(settings["path"]), settings["threads"]
-                )
+                side = make_side(**settings | {"model_path": Path(settings["model_path"])})
                 answer(value=time.perf_counter() - began_s)
             elif command == "peak_memory_bytes":
                 # Linux counts in KiB, macOS in bytes.

@@ -73,7 +73,7 @@ def http_request(pool: Pool, method: str, path: str, api_key: str = "", body: by
     return "\r\n".join([*head, "", ""]).encode() + body
 
 
-async def send(pool: Pool, request: bytes, answer: Answer, timeout_s: float) -> None:
+async def send(pool: Pool, request: bytes, answer: Answer, timeout_s: float) -> Response:
     """Send and collect into `answer`; raises RequestFailed with everything that can go wrong."""
     try:
         async with asyncio.timeout(timeout_s):
@@ -108,6 +108,7 @@ async def send(pool: Pool, request: bytes, answer: Answer, timeout_s: float) -> 
         raise RequestFailed(kind, str(error)) from error
     if not answer.chunk_times_s:
         raise RequestFailed("empty answer", f"no text; finish reason {answer.finish_reason}")
+    return response
 
 
 def retry_after_s(response: Response) -> float | None:

@@ -1,0 +1,87 @@
+"""A tiny random Llama with a tokenizer and a chat template, for tests that need a real server but no sense.
+
+It loads in no time and answers in microseconds per token, so thousands of requests fit into a test. Everything is
+seeded: two calls write the same model.
+"""
+
+import json
+from pathlib import Path
+
+import tokenizers
+import torch
+from safetensors.torch import save_file
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+NAME = "tiny-random"
+_TEXT = [
+    "the cat sat on the mat and the dog saw that the cat was there",
+    '{"name": "Ann", "age": 42, "city": "Paris", "numbers": [1, 2, 3.5], "true": false}',
+    "She said: “naïve café”, and he answered — we have seen 3 of 10 cases.",
+    "def add(first, second):\n    return first + second  # 12345\n\n",
+] * 3
+_SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+_LAYERS, _HIDDEN, _FFN, _HEADS, _KV_HEADS, _HEAD_DIM = 2, 48, 96, 4, 2, 16
+
+
+def save_tiny_model(folder: Path, max_context: int = 512) -> Path:
+    """Writes a Hugging Face folder named NAME into `folder`, and returns it."""
+    path = folder / NAME
+    path.mkdir(parents=True)
+    vocabulary = _save_tokenizer(path)
+    ends = vocabulary - len(_SPECIAL) + _SPECIAL.index("<|im_end|>")
+    config = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": vocabulary,
+        "hidden_size": _HIDDEN, "intermediate_size": _FFN, "num_hidden_layers": _LAYERS,
+        "num_attention_heads": _HEADS, "num_key_value_heads": _KV_HEADS, "head_dim": _HEAD_DIM,
+        "max_position_embeddings": max_context, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
+        "tie_word_embeddings": False, "hidden_act": "silu", "torch_dtype": "float32", "eos_token_id": ends,
+    }  # fmt: skip
+    (path / "config.json").write_text(json.dumps(config))
+    save_file(_weights(vocabulary), path / "model.safetensors", metadata={"format": "pt"})
+    return path
+
+
+def _save_tokenizer(path: Path) -> int:
+    """Byte-level BPE, so that every text has tokens; the number of tokens."""
+    backend = tokenizers.Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    backend.train_from_iterator(_TEXT, trainer)
+    backend.add_special_tokens(_SPECIAL)
+    backend.save(str(path / "tokenizer.json"))
+    (path / "tokenizer_config.json").write_text(
+        json.dumps({"eos_token": "<|im_end|>", "chat_template": _TEMPLATE})
+    )
+    return int(backend.get_vocab_size())
+
+
+def _weights(vocabulary: int) -> dict[str, torch.Tensor]:
+    """Scaled so that greedy answers wander, and depend on the whole prompt."""
+    generator = torch.Generator().manual_seed(0)
+
+    def matrix(rows: int, columns: int, scale: float = 1.4) -> torch.Tensor:
+        return torch.randn(rows, columns, generator=generator) * scale * columns**-0.5
+
+    weights = {
+        "model.embed_tokens.weight": matrix(vocabulary, _HIDDEN, 2.0),
+        "model.norm.weight": torch.ones(_HIDDEN),
+        "lm_head.weight": matrix(vocabulary, _HIDDEN),
+    }
+    for layer in range(_LAYERS):
+        place = f"model.layers.{layer}"
+        for name, rows, columns in (
+            ("self_attn.q_proj", _HEADS * _HEAD_DIM, _HIDDEN), ("self_attn.k_proj", _KV_HEADS * _HEAD_DIM, _HIDDEN),
+            ("self_attn.v_proj", _KV_HEADS * _HEAD_DIM, _HIDDEN), ("self_attn.o_proj", _HIDDEN, _HEADS * _HEAD_DIM),
+            ("mlp.gate_proj", _FFN, _HIDDEN), ("mlp.up_proj", _FFN, _HIDDEN), ("mlp.down_proj", _HIDDEN, _FFN),
+        ):  # fmt: skip
+            weights[f"{place}.{name}.weight"] = matrix(rows, columns)
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            weights[f"{place}.{name}.weight"] = torch.ones(_HIDDEN)
+    return weights
