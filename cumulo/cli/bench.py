@@ -1,4 +1,4 @@
-"""`cumulo bench engine | scheduler | kernels | serve`: figures with what they must reach, as table and as JSON."""
+"""`cumulo bench engine | scheduler | kernels | serve | overhead`: figures beside what they must reach, also as JSON."""
 
 from typing import Annotated
 
@@ -55,6 +55,29 @@ def scheduler(
     _finish("scheduler, one core", rows, json_file)
 
 
+@app.command(epilog="Example: [bold]cumulo bench overhead --json serving.json[/bold]")
+def overhead(
+    model: options.ModelArgument = None,
+    threads: options.Threads = None,
+    rounds: Annotated[int, typer.Option(min=1, help="How often both sides are measured.")] = 5,
+    requests: Annotated[int, typer.Option(min=16, help="Conversations per round, 16 at once.")] = 32,
+    first_tokens: Annotated[
+        int, typer.Option(min=1, help="Requests made one at a time, for their first token.")
+    ] = 40,
+    json_file: options.JsonOption = None,
+) -> None:
+    """What the server costs over the engine alone: throughput kept, and time added to the first token."""
+    from cumulo.cli import bench_overhead
+    from cumulo.cli.report import available_cores
+    from cumulo.cli.terminal import loading
+
+    threads = options.engine_config(threads=threads).threads or available_cores()
+    _warn_if_busy()
+    with loading(lines=True) as show:
+        rows = bench_overhead.measure(model, threads, rounds, requests, first_tokens, show)
+    _finish(f"serving, {threads} threads", rows, json_file)
+
+
 @app.command(epilog="Example: [bold]cumulo bench kernels[/bold]")
 def kernels(json_file: options.JsonOption = None) -> None:
     """Each operation's kernels against their torch reference."""
@@ -66,6 +89,28 @@ def kernels(json_file: options.JsonOption = None) -> None:
 
         rows = [Row(**row) for row in kernel_bench.rows()]
     _finish("kernels", rows, json_file)
+
+
+@app.command(epilog="Example: [bold]cumulo bench guided --schemas 24 --steps 60[/bold]")
+def guided(
+    model: options.ModelArgument = None,
+    schemas: Annotated[
+        int, typer.Option(min=1, help="How many of the JSON Schema Test Suite's schemas are asked for.")
+    ] = 200,
+    steps: Annotated[int, typer.Option(min=20, help="Steps with guides and without, in turn.")] = 200,
+    seed: Annotated[int, typer.Option(help="Which schemas are drawn.")] = 1,
+    threads: options.Threads = None,
+    json_file: options.JsonOption = None,
+) -> None:
+    """Whether every guided answer fits its schema, and what the masks add to a step of 16 sequences."""
+    from cumulo.cli.terminal import loading
+
+    config = options.engine_config(threads=threads, max_running=16, kv_memory_gib=0.5)
+    with loading(lines=True) as show:
+        from cumulo.cli import bench_guided
+
+        rows = bench_guided.measure(model, config, schemas, steps, seed, show)
+    _finish("guided decoding, 16 sequences", rows, json_file)
 
 
 def _warn_if_busy() -> None:

@@ -20,9 +20,7 @@ from cumulo.errors import CumuloError
 class Worker:
     """One running side. `ask` blocks until it has answered."""
 
-    def __init__(
-        self, name: str, model: str | None, model_path: Path, threads: int, **settings: Any
-    ) -> None:
+    def __init__(self, name: str, model: str | None, model_path: Path, threads: int, **settings: Any) -> None:
         self.name = name
         self._log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
         settings |= {"name": name, "model": model, "model_path": str(model_path), "threads": threads}

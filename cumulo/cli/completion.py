@@ -80,7 +80,8 @@ def _parse_json_line(line: str, where: str, sampling: Mapping[str, Any]) -> Job:
     if not isinstance(fields, dict) or ("prompt" in fields) == ("messages" in fields):
         raise InvalidRequest(f'{where} must be an object with either "prompt" or "messages"')
     own = {key: value for key, value in fields.items() if key not in ("prompt", "messages", "id")}
-    known = {item.name for item in dataclasses.fields(SamplingParams)}
+    # An embedding is no text to print: LLM.embed and /v1/embeddings make them.
+    known = {item.name for item in dataclasses.fields(SamplingParams)} - {"pooling"}
     if unknown := sorted(set(own) - known):
         raise InvalidRequest(
             f"{where} has unknown fields {', '.join(unknown)}; sampling options are {sorted(known)}"

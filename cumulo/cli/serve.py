@@ -59,6 +59,14 @@ def serve(
         bool, typer.Option("--log-prompts", help="Write prompts and answers to the log.")
     ] = False,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
+    otlp_endpoint: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            help="Send traces to this OpenTelemetry collector (OTLP/HTTP); left out: "
+            "$OTEL_EXPORTER_OTLP_ENDPOINT, or none.",
+        ),
+    ] = None,
     console: Annotated[
         bool, typer.Option("--console/--no-console", help="Web pages at / to chat and to watch the engine.")
     ] = True,
@@ -105,6 +113,7 @@ def serve(
         stories=stories,
         log_prompts=log_prompts,
         log_level=log_level,
+        otlp_endpoint=otlp_endpoint or _standard_otlp_endpoint(),
     )
     address = ""
 
@@ -125,6 +134,28 @@ def serve(
             note("there is no console: pip install 'cumulo[console]' for one")
 
     run(chosen, on_bound=on_bound, on_ready=on_ready, extend=extend)
+
+
+def _standard_otlp_endpoint() -> str | None:
+    """OpenTelemetry's own variable. It may be meant for other programs, so what we cannot use is passed over."""
+    import os
+
+    from cumulo.cli.terminal import note
+
+    endpoint = os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT")
+    if not endpoint:
+        return None
+    if not endpoint.startswith(("http://", "https://")):
+        note(f"OTEL_EXPORTER_OTLP_ENDPOINT is {endpoint!r}, not an http(s) URL: there are no traces")
+        return None
+    try:
+        import cumulo.serve.otel  # noqa: F401
+    except ImportError:
+        note(
+            "OTEL_EXPORTER_OTLP_ENDPOINT is set, but there are no traces: pip install 'cumulo[otel]' for them"
+        )
+        return None
+    return endpoint
 
 
 def _open(address: str) -> None:

@@ -3,11 +3,13 @@
 import json
 import math
 import time
+from collections.abc import Awaitable, Callable
 from html import escape
 from typing import Any
 
 from nicegui import ui
 
+from cumulo.console.calls_view import Call, CallsView, Results
 from cumulo.console.shell import show
 
 _FEW_WORDS = {"stop": "", "length": "reached the most tokens", None: "stopped"}
@@ -16,11 +18,12 @@ _FEW_WORDS = {"stop": "", "length": "reached the most tokens", None: "stopped"}
 class AnswerView:
     """Plain text while it streams, which costs little; at the end Markdown, JSON, or tokens with their odds."""
 
-    def __init__(self, with_odds: bool) -> None:
+    def __init__(self, with_odds: bool, send_results: Callable[[Results], Awaitable[None]]) -> None:
         self.text = ""
-        self._with_odds = with_odds
+        self._with_odds, self._send_results = with_odds, send_results
         self._tokens: list[dict[str, Any]] = []
-        self._tools: dict[int, dict[str, str]] = {}
+        self._calls: dict[int, Call] = {}
+        self._calls_view: CallsView | None = None
         self._id = ""
         self._output_tokens = 0
         self._finish_reason: str | None = None
@@ -36,20 +39,30 @@ class AnswerView:
         for choice in event["choices"]:
             delta = choice["delta"]
             piece = delta.get("content") or ""
-            if piece and self._first_s is None:
+            if (piece or delta.get("tool_calls")) and self._first_s is None:
                 self._first_s = time.monotonic()
             self.text += piece
             self._output_tokens += 1
             self._finish_reason = choice["finish_reason"]
             for call in delta.get("tool_calls") or ():
-                known = self._tools.setdefault(call["index"], {"name": "", "arguments": ""})
-                known["name"] += call["function"].get("name") or ""
-                known["arguments"] += call["function"].get("arguments") or ""
+                self._calls.setdefault(call["index"], Call()).take(call)
             if choice.get("logprobs"):
                 self._tokens.extend(choice["logprobs"]["content"])
 
     def draw(self) -> None:
-        self._streaming.set_text(self.text)
+        calls = "\n".join(f"{call.name}({call.arguments}" for call in self._calls.values())
+        self._streaming.set_text(f"{self.text}\n{calls}".strip() if calls else self.text)
+
+    def message(self) -> dict[str, Any]:
+        """The answer as the conversation's next message. Calls that were cut cannot be said again."""
+        calls = [call.message_part() for call in self._calls.values() if call.whole]
+        said: dict[str, Any] = {"role": "assistant", "content": self.text}
+        return said | {"tool_calls": calls} if calls else said
+
+    def close(self) -> None:
+        """The conversation goes on: results of its calls are no longer taken."""
+        if self._calls_view is not None:
+            self._calls_view.close()
 
     def fail(self, message: str) -> None:
         self._end()
@@ -68,8 +81,8 @@ class AnswerView:
                 show("".join(map(_token, _whole_characters(self._tokens))))
             elif self.text.strip():
                 ui.markdown(_markdown(self.text), extras=["fenced-code-blocks", "tables", "cuddled-lists"])
-            for call in self._tools.values():
-                show(f"<pre>{escape(call['name'])}({escape(_pretty(call['arguments']))})</pre>")
+            if self._calls:
+                self._calls_view = CallsView(list(self._calls.values()), self._send_results)
 
     def _foot(self) -> str:
         now_s = time.monotonic()

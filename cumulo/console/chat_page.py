@@ -11,8 +11,10 @@ from starlette.requests import Request
 
 from cumulo.console.answer_view import AnswerView
 from cumulo.console.api_caller import ApiCaller, ApiFailure
+from cumulo.console.calls_view import Results
 from cumulo.console.knobs import Knobs
 from cumulo.console.shell import Shell, empty, show
+from cumulo.console.tools_box import ToolsProblem
 
 _REDRAW_S = 0.08  # a page is redrawn at most this often, however fast the tokens come
 _TO_END = "const t = document.querySelector('.thread'); if (t) t.scrollTop = t.scrollHeight"
@@ -30,7 +32,8 @@ class Chat:
 
     def __init__(self, shell: Shell, api: ApiCaller) -> None:
         self._shell, self._api = shell, api
-        self._messages: list[dict[str, str]] = []  # user and assistant in turn
+        self._messages: list[dict[str, Any]] = []  # as the API takes them
+        self._last: AnswerView | None = None
         self._hang_up: asyncio.Event | None = None  # set while an answer is being made
         with ui.element("section").classes("talk"):
             self._thread = ui.element("div").classes("thread").props('aria-live="polite"')
@@ -88,12 +91,20 @@ class Chat:
         if self._messages[-1]["role"] == "assistant":
             self._messages.pop()
             self._thread.remove(self._thread.default_slot.children[-1])
+            self._last = None
         await self._answer()
+
+    async def send_results(self, results: Results) -> None:
+        """What tools returned, typed in by the person; the model goes on from there."""
+        if self._hang_up is None:
+            self._messages.extend(results)
+            await self._answer()
 
     def clear(self) -> None:
         if self._hang_up is None:
             self._messages.clear()
             self._thread.clear()
+            self._last = None
             self._show_empty()
 
     # -- the conversation ---------------------------------------------------------------------------------
@@ -120,9 +131,21 @@ class Chat:
             button.set_enabled(not running and bool(self._messages))
 
     async def _answer(self) -> None:
-        body = self._knobs.request(self._shell.service.model_name, self._messages)
+        if self._last is not None:
+            self._last.close()
+        problem: ToolsProblem | None = None
+        body: dict[str, Any] = {}
+        try:
+            body = self._knobs.request(self._shell.service.model_name, self._messages)
+        except ToolsProblem as error:
+            problem = error
         with self._thread:
-            view = AnswerView(with_odds=bool(body.get("logprobs")))
+            view = self._last = AnswerView(bool(body.get("logprobs")), self.send_results)
+        if problem is not None:
+            view.fail(f"The tools cannot be used: {problem}")
+            self._messages.append(view.message())
+            self._buttons()
+            return
         hang_up = self._hang_up = asyncio.Event()
         self._buttons()
         ui.run_javascript(_TO_END)
@@ -132,7 +155,7 @@ class Chat:
             view.fail(str(failure))
         finally:
             self._hang_up = None
-            self._messages.append({"role": "assistant", "content": view.text})
+            self._messages.append(view.message())
             self._buttons()
             ui.run_javascript(_TO_END)
 

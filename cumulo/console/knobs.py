@@ -5,6 +5,8 @@ from typing import Any
 
 from nicegui import ui
 
+from cumulo.console.tools_box import ToolsBox
+
 
 class Knobs:
     def __init__(self, recommended: Mapping[str, Any], close: Callable[[], Any]) -> None:
@@ -27,15 +29,16 @@ class Knobs:
         }
         self._json = ui.switch("Answer in JSON")
         self._odds = ui.switch("Token probabilities")
+        self._tools = ToolsBox()
         ui.label("Empty fields take what the model's authors recommend.").classes("soft small")
 
-    def request(self, model: str, messages: list[dict[str, str]]) -> dict[str, Any]:
-        """The body of /v1/chat/completions for this conversation."""
+    def request(self, model: str, messages: list[dict[str, Any]]) -> dict[str, Any]:
+        """The body of /v1/chat/completions for this conversation. ToolsProblem if the tools are none."""
         system = (self._system.value or "").strip()
         first = [{"role": "system", "content": system}] if system else []
         body: dict[str, Any] = {
             "model": model,
-            "messages": [*first, *(message for message in messages if message["content"])],  # not what failed
+            "messages": [*first, *filter(_says_something, messages)],  # not what failed
             "stream": True,
             "stream_options": {"include_usage": True},
         }
@@ -47,7 +50,11 @@ class Knobs:
             body["response_format"] = {"type": "json_object"}
         if self._odds.value:
             body["logprobs"], body["top_logprobs"] = True, 5
-        return body
+        return body | self._tools.fields()
+
+
+def _says_something(message: dict[str, Any]) -> bool:
+    return bool(message["content"] or message.get("tool_calls") or message["role"] == "tool")
 
 
 def _number(label: str, least: float, most: float, step: float, value: float | None = None) -> ui.number:

@@ -48,7 +48,7 @@ def register(shell: Shell, app: FastAPI) -> None:
             )
             show(_card("Options", _options(shell.service.options)))
             show(
-                '<a href="/openapi.json">API description</a> · <a href="/metrics">Prometheus metrics</a> · '
+                '<a href="/docs">API description</a> · <a href="/metrics">Prometheus metrics</a> · '
                 '<a href="/health">health</a>',
                 "small soft",
             )

@@ -12,6 +12,9 @@ def output_limit(
 
     Raises InvalidRequest for one that could never run. What passes always fits when it runs alone.
     """
+    if params.pooling is not None:
+        _check_embedding(prompt_tokens, config)
+        return 0, None
     if prompt_tokens >= config.max_context:
         raise InvalidRequest(
             f"the prompt has {prompt_tokens} tokens; the context holds {config.max_context} including the "
@@ -34,3 +37,16 @@ def output_limit(
         what = "context" if room == config.max_context - prompt_tokens else "KV cache"
         return room, None if params.max_tokens is None else f"the {what} ends there"
     return params.max_tokens, None
+
+
+def _check_embedding(tokens: int, config: SchedulerConfig) -> None:
+    """Nothing is drawn, so the text may fill the context to its end."""
+    cache_tokens = config.blocks * config.block_size
+    what, limit = "context", config.max_context
+    if cache_tokens < limit:
+        what, limit = "KV cache", cache_tokens
+    if tokens > limit:
+        option = "max_context" if what == "context" else "kv_memory_gib"
+        raise InvalidRequest(
+            f"there are {tokens} tokens to embed; the {what} holds {limit}: shorten the text or raise {option}"
+        )

@@ -13,34 +13,39 @@ from cumulo.engine.config import EngineConfig
 from cumulo.engine.engine import Engine
 from cumulo.engine.guided import Guidance
 from cumulo.engine.ledger import Ledger, MemoryPlan, plan_memory
-from cumulo.engine.machine_memory import available_memory
-from cumulo.engine.runner_torch import TorchRunner
+from cumulo.engine.machine_memory import available_memory, gpu_memory
+from cumulo.engine.player import Player, cpu_player, gpu_player
 from cumulo.engine.scheduler import Scheduler
 from cumulo.engine.scheduler_config import SchedulerConfig
-from cumulo.models.batch import KVCache
+from cumulo.errors import CumuloError
 from cumulo.models.decoder import Decoder
-from cumulo.models.fused import FusedDecoder, why_not
 from cumulo.models.load import LoadedModel, ModelFiles, inspect_model, load_model
+from cumulo.models.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
 class Assembly:
     model: LoadedModel
+    config: EngineConfig  # with everything decided that was left to the device
     memory: MemoryPlan
     engine: Engine
-    runner: TorchRunner
-    runs_on: str
+    player: Player
+
+    @property
+    def runs_on(self) -> str:
+        return self.player.runs_on
 
     def ledger(self) -> Ledger:
         """The memory plan with what is now held beside it."""
-        return self.memory.ledger.measured({k: v for k, v in self.runner.memory_bytes().items() if v})
+        return self.memory.ledger.measured({k: v for k, v in self.player.runner.memory_bytes().items() if v})
 
-    def ledger_of_a_full_step(self, config: EngineConfig) -> Ledger:
+    def ledger_of_a_full_step(self) -> Ledger:
         """The same, with the peak of the largest steps the configuration allows. For an idle engine."""
+        config = self.config
         draws = min(config.max_running, config.max_tokens_per_step)
         measured = {
-            "activations": self.runner.measure_step(config.max_tokens_per_step, 1),
-            "logits": self.runner.measure_step(draws, draws),
+            "activations": self.player.runner.measure_step(config.max_tokens_per_step, 1),
+            "logits": self.player.runner.measure_step(draws, draws),
         }
         self.engine.scheduler.pool.clear_cache()  # the steps wrote nonsense into blocks
         return self.ledger().measured(measured)
@@ -52,36 +57,38 @@ def assemble(
     keep_quantised: bool,
     progress: Callable[[str, int, int], None] | None,
 ) -> Assembly:
+    config = config.settled(device_kind(config.device))
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    dtype = getattr(torch, "float32" if config.dtype == "auto" else config.dtype)
+    dtype = torch_dtype(config)
     files = inspect_model(model)
-    keep_quantised = keep_quantised and dtype == torch.float32  # the packed kernels compute in float32
-    memory = plan_memory(files.spec, held_bytes(files, dtype, keep_quantised), config, available_memory())
+    # The packed kernels compute in float32 on a CPU; a GPU gets plain matrices, or quantises its own.
+    keep_quantised = keep_quantised and dtype == torch.float32 and config.device == "cpu"
+    memory = plan_memory(files.spec, held_bytes(files, dtype, keep_quantised), config, free_memory(config))
     loaded = load_model(
         model,
         dtype=dtype,
+        device=config.device,
         keep_quantised=keep_quantised,
         progress=None if progress is None else lambda done, total: progress("loading weights", done, total),
     )
-    obstacle = why_not(loaded.decoder)
-    decoder: Decoder | FusedDecoder = loaded.decoder if obstacle else FusedDecoder(loaded.decoder)
-    runs_on = f"PyTorch operators: {obstacle}" if obstacle else "fused native kernels"
-    guidance = None
-    if loaded.tokenizer is not None:
-        guidance = Guidance(loaded.tokenizer, loaded.spec.vocab_size, loaded.eos_ids)
-    cache = KVCache(loaded.spec, memory.kv_blocks, config.block_size, dtype)
-    runner = TorchRunner(
-        decoder,
-        cache,
-        max_slots=config.max_running,
-        max_context=memory.max_context,
-        eos_token_ids=loaded.eos_ids,
-        host_blocks=memory.host_blocks,
-        overlap=config.overlap,
-        threads=config.threads,
-        guidance=guidance,
-    )
+    tell = None if progress is None else lambda what: progress(what, 0, 0)
+    engine, player = start_engine(loaded.decoder, config, memory, loaded.tokenizer, loaded.eos_ids, tell)
+    return Assembly(loaded, config, memory, engine, player)
+
+
+def start_engine(
+    decoder: Decoder,
+    config: EngineConfig,
+    memory: MemoryPlan,
+    tokenizer: Tokenizer | None = None,
+    eos_ids: tuple[int, ...] = (),
+    tell: Callable[[str], None] | None = None,
+) -> tuple[Engine, Player]:
+    """An engine for a decoder that is in place, whatever its weights came from."""
+    guidance = Guidance(tokenizer, decoder.spec.vocab_size, eos_ids) if tokenizer is not None else None
+    make = gpu_player if config.device == "cuda" else cpu_player
+    player = make(decoder, config, memory, eos_ids, guidance, tell)
     scheduler = Scheduler(
         SchedulerConfig(
             blocks=memory.kv_blocks,
@@ -96,18 +103,38 @@ def assemble(
         )
     )
     if memory.host_blocks:
-        scheduler.costs.swap_s_per_block = runner.measure_swap_s()
+        scheduler.costs.swap_s_per_block = player.runner.measure_swap_s()
     engine = Engine(
         scheduler,
-        runner,
-        loaded.tokenizer,
-        vocab_size=loaded.spec.vocab_size,
-        eos_ids=loaded.eos_ids,
+        player.runner,
+        tokenizer,
+        vocab_size=decoder.spec.vocab_size,
+        eos_ids=eos_ids,
         overlap=config.overlap,
         seed=config.seed,
         guidance=guidance,
     )
-    return Assembly(loaded, memory, engine, runner, runs_on)
+    return engine, player
+
+
+def device_kind(device: str) -> str:
+    """ "cpu" or "cuda"."""
+    if device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if device not in ("cpu", "cuda"):
+        raise CumuloError(f"device must be auto, cpu or cuda; got {device!r}")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise CumuloError("device=cuda was asked for, but PyTorch sees no GPU here; leave it out or say cpu")
+    return device
+
+
+def torch_dtype(config: EngineConfig) -> torch.dtype:
+    return getattr(torch, config.dtype)  # type: ignore[no-any-return]
+
+
+def free_memory(config: EngineConfig) -> int:
+    """Of the device that holds weights and KV cache."""
+    return gpu_memory() if config.device == "cuda" else available_memory()
 
 
 def held_bytes(files: ModelFiles, dtype: torch.dtype, keep_quantised: bool) -> int:

@@ -1,6 +1,6 @@
 """EngineConfig: every option of the engine, documented where it is defined. No environment switches."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from cumulo.errors import CumuloError
@@ -8,24 +8,50 @@ from cumulo.errors import CumuloError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    block_size: int = 16  # tokens per KV block
+    device: str = "auto"  # auto: a GPU if there is one, else the CPU; or "cpu", "cuda"
+    block_size: int = (
+        0  # tokens per KV block; 0: 16 on a CPU, 64 on a GPU, where a block is one tile of attention
+    )
     kv_blocks: int | None = None  # None: as many as kv_memory_gib holds
     kv_memory_gib: float | None = None  # None: chosen by the memory ledger from what is free
     max_context: int | None = None  # longest prompt + output; None: what the model was trained for
-    max_running: int = 256  # sequences that compute at the same time
-    max_tokens_per_step: int = 512  # the step's token budget, shared by prefill chunks and decodes
+    max_running: int = 0  # sequences that compute at the same time; 0: 256 on a CPU, 512 on a GPU
+    max_tokens_per_step: int = 0  # shared by prefill chunks and decodes; 0: 512 on a CPU, 8192 on a GPU
     prefix_cache: bool = True
     preemption: Literal["auto", "recompute", "swap"] = "auto"  # auto: whichever is predicted cheaper
     swap_gib: float = 0.0  # host memory for swapped-out blocks; 0: preemption always recomputes
     priority_step_s: float = 30.0  # a request one priority lower overtakes those that came this much later
     overlap: bool = True  # plan step N+1 and finish N-1 while N runs
     threads: int | None = None  # CPU threads; None: torch's default
-    dtype: str = "auto"  # of activations and KV; auto: float32 on a CPU
+    dtype: str = "auto"  # of activations and KV; auto: float32 on a CPU, bfloat16 on a GPU
+    weights: Literal["auto", "fp8"] = "auto"  # fp8: matrices are quantised to 8 bits as they are loaded (GPU)
+    kv_dtype: Literal["auto", "fp8"] = "auto"  # fp8: keys and values take one byte a number (GPU)
+    batch_invariant: bool = False  # same request, same bits, whatever else is in the batch; slower (GPU)
+    cuda_graphs: bool = True  # steps are captured and replayed; off: every kernel is launched by the host
     seed: int = 0  # where requests without a seed of their own draw theirs
 
     def __post_init__(self) -> None:
         for name in ("block_size", "max_running", "max_tokens_per_step"):
-            if getattr(self, name) < 1:
-                raise CumuloError(f"{name} must be 1 or more, got {getattr(self, name)}")
+            if getattr(self, name) < 0:
+                raise CumuloError(
+                    f"{name} must be 1 or more (or 0 for the device's default), got {getattr(self, name)}"
+                )
         if self.kv_blocks is not None and self.kv_blocks < 1:
             raise CumuloError(f"kv_blocks must be 1 or more, got {self.kv_blocks}")
+
+    def settled(self, kind: str) -> "EngineConfig":
+        """With everything decided that depends on the kind of device, "cpu" or "cuda"."""
+        defaults = _DEFAULTS[kind]
+        chosen = {name: value for name, value in defaults.items() if getattr(self, name) in (0, "auto")}
+        settled = replace(self, device=kind, **chosen)  # type: ignore[arg-type]
+        if kind == "cpu":
+            for name in ("weights", "kv_dtype"):
+                if getattr(self, name) == "fp8":
+                    raise CumuloError(f"{name}=fp8 needs a GPU; on a CPU leave {name} out")
+        return settled
+
+
+_DEFAULTS: dict[str, dict[str, int | str]] = {
+    "cpu": {"block_size": 16, "max_running": 256, "max_tokens_per_step": 512, "dtype": "float32"},
+    "cuda": {"block_size": 64, "max_running": 512, "max_tokens_per_step": 8192, "dtype": "bfloat16"},
+}

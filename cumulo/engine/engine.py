@@ -70,6 +70,7 @@ class Engine:
         prompt_text: str | None = None,
         priority: int = 0,
         cache_salt: str = "",
+        tenant: str = "",
         stream: bool = False,
     ) -> Request:
         """Queue a request, or raise InvalidRequest. With `stream`, text comes in Deltas as it is made."""
@@ -81,6 +82,7 @@ class Engine:
             eos_ids=self.eos_ids,
             priority=priority,
             cache_salt=cache_salt,
+            tenant=tenant,
             arrived_s=time.perf_counter(),
             tag=_Client(prompt_text, stream),
         )
@@ -106,6 +108,8 @@ class Engine:
             if self.guidance is None:
                 raise InvalidRequest("a guide needs a tokenizer, and this engine has none: leave guide out")
             self.guidance.check(params.guide)
+        if request.tag.stream and params.pooling is not None:
+            raise InvalidRequest("an embedding comes whole, so it cannot be streamed: leave stream out")
         if request.tag.stream and params.best_of is not None and params.best_of > params.n:
             raise InvalidRequest(
                 "best_of is known only at the end, so it cannot be streamed: use n, or no stream"
@@ -209,6 +213,7 @@ class Engine:
                 story=request.story,
                 prompt_logprobs=request.prompt_logprobs,
                 error=request.error,
+                embedding=_embedding(request),
             )
         )
 
@@ -254,3 +259,10 @@ class Engine:
         if tokens and tokens[-1] in request.stop_ids:
             tokens = tokens[:-1]  # what ended it is not part of the text
         return self.tokenizer.decode(tokens, skip_special=request.params.skip_special_tokens, continues=True)
+
+
+def _embedding(request: Request) -> list[float] | None:
+    if request.pooled is None or request.pooled.vector is None:
+        return None
+    vector: list[float] = request.pooled.vector.tolist()
+    return vector

@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from cumulo.engine.guided_schema import enforceable
 from cumulo.engine.params import Guide
-from cumulo.engine.sampler import TokenMasks
+from cumulo.engine.sampler import NO_TOKEN_LEFT, TokenMasks
 from cumulo.errors import InvalidRequest
 from cumulo.models.tokenizer import Tokenizer
 
@@ -27,12 +28,18 @@ MAX_REGEX_CHARACTERS = 16 * 1024
 MAX_GRAMMAR_LINES = 500  # the time for chains of terminals grows with the cube of their number
 MAX_PROPERTIES = 1000  # of one object; the time grows with their square
 COMPILE_LIMIT_S = 5.0
+# Of the parser, for one mask: a grammar with very many readings fails instead of holding up everybody's steps.
+MAX_STEP_ITEMS = 5000
 # llguidance recurses along chains of rules and references; on a usual stack a long one ends the process.
 _COMPILE_STACK_BYTES = 256 << 20
 _CACHED_GUIDES = 64
 # Between JSON tokens: nothing, a space, or a line break with its indentation. Unbounded white space is where
 # small models get lost: they indent until max_tokens.
 JSON_WHITESPACE = r"[ ]|\n([ ]{0,32}|\t{0,8})"
+# Without \uXXXX: a name spelt that way would pass for another one, and escape the schema of its property. Other
+# characters are written as they are; only schemas that name control characters themselves need the escape.
+_ESCAPES = 'nrbtf\\"'
+_NAMES_CONTROL_CHARACTER = re.compile(r"\\u00[01]|\\\\(?:x[01]|u00[01]|[ux]\{|c[A-Za-z]|0)")
 # Forced stretches are left to the model, too: llguidance would spell them out by calling our tokenizer, under
 # the interpreter's lock and in time proportional to their length, at every step.
 _OPTIONS = '%llguidance {"no_forcing": true}'
@@ -85,7 +92,7 @@ class Guidance:
     def _compile(self, guide: Guide) -> Any:
         library, vocabulary = self._library(), self._load_vocabulary()
         grammar = grammar_text(guide)
-        limits = library.LLParserLimits(verbose_errors=False)
+        limits = library.LLParserLimits(verbose_errors=False, step_max_items=MAX_STEP_ITEMS)
 
         def work() -> tuple[Any, str]:
             matcher = library.LLMatcher(vocabulary, grammar, log_level=0, limits=limits)
@@ -190,10 +197,14 @@ def grammar_text(guide: Guide) -> str:
 
 
 def json_schema_text(schema: dict[str, Any]) -> str:
-    """A schema for `%json` in a grammar, with our white space unless it says otherwise."""
-    own = schema.get("x-guidance")
-    options = {"whitespace_pattern": JSON_WHITESPACE, **(own if isinstance(own, dict) else {})}
-    return json.dumps({**schema, "x-guidance": options})
+    """A schema for `%json` in a grammar, with our white space unless it says otherwise. InvalidRequest where
+    llguidance would pass over what it says."""
+    options = {"whitespace_pattern": JSON_WHITESPACE}
+    if not _NAMES_CONTROL_CHARACTER.search(json.dumps(schema)):
+        options["json_allowed_escapes"] = _ESCAPES
+    if isinstance(own := schema.get("x-guidance"), dict):
+        options |= own
+    return json.dumps({**enforceable(schema), "x-guidance": options})
 
 
 def _read_schema(guide: Guide) -> dict[str, Any]:
@@ -229,6 +240,14 @@ def _refusal(guide: Guide, reason: str) -> InvalidRequest:
     if len(reason) > 500:
         reason = reason[:500] + " ..."
     return InvalidRequest(f"this {_NAMES[guide.kind]} cannot guide an answer: {reason}")
+
+
+_FAILED = "the guide failed"
+
+
+def is_fault_of_guide(error: str) -> bool:
+    """Whether a request that had begun ended because its own guide could not go on."""
+    return error.startswith(_FAILED) or error == NO_TOKEN_LEFT
 
 
 # -- in the runner -----------------------------------------------------------------------------------------
@@ -288,7 +307,7 @@ class GuidedSlots:
             jobs = [(matcher, row) for row, matcher in enumerate(matchers)]
             self._executor.unsafe_compute_mask_ptr(jobs, bits.ctypes.data, row_bytes, len(jobs))
         errors = {
-            draw: f"the guide failed: {matcher.get_error().replace('<non-verbose/>', '').strip()[:500]}"
+            draw: f"{_FAILED}: {matcher.get_error().replace('<non-verbose/>', '').strip()[:500]}"
             for draw, matcher in zip(draws, matchers, strict=True)
             if matcher.is_error()
         }

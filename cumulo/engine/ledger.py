@@ -27,6 +27,9 @@ _SHARE_LEFT_FREE = 0.05
 # memory for it runs out, so a laptop's memory is better left to its owner.
 _TYPICAL_CONTEXT = 1024
 _KV_SHARE, _KV_LIMIT_BYTES = 0.25, 4 * GIB
+# A GPU serves and does nothing else: all but this share of its memory is used, the rest goes to libraries.
+_GPU_SHARE_LEFT_FREE = 0.03
+_GPU_LIBRARIES_BYTES = 3 * GIB // 2  # matrix libraries' workspaces, compiled kernels, captured graphs
 _SAMPLER_SLICE = 1 << 20  # logits the sampler works on at once
 # A model is of no use with less context than this (or its own, if that is shorter).
 _SHORTEST_CONTEXT = 256
@@ -97,8 +100,10 @@ def plan_memory(spec: ModelSpec, weight_bytes: int, config: EngineConfig, availa
     A `max_context` that was asked for must fit at least once into the KV cache. One that was not asked for
     (the model's own may be 131,072) becomes what the cache holds; the plan and the ledger say so.
     """
+    config = config.settled("cuda" if config.device.startswith("cuda") else "cpu")
     needs = Needs(spec, weight_bytes, config)
-    usable = int(available_bytes * (1 - _SHARE_LEFT_FREE))
+    on_gpu = config.device == "cuda"
+    usable = int(available_bytes * (1 - (_GPU_SHARE_LEFT_FREE if on_gpu else _SHARE_LEFT_FREE)))
     if config.max_context is not None and config.max_context > spec.max_context:
         raise CumuloError(
             f"max_context={config.max_context} was asked for, but this model was made for "
@@ -107,7 +112,11 @@ def plan_memory(spec: ModelSpec, weight_bytes: int, config: EngineConfig, availa
     if not needs.fit(usable):
         raise OutOfMemory(refusal(needs, usable))
     kv_blocks, why = needs.given_kv_blocks, "as configured"
-    if kv_blocks is None:
+    if kv_blocks is None and on_gpu:
+        most = usable // needs.block_bytes
+        kv_blocks = largest(lambda blocks: needs.total(blocks) <= usable, needs.least_kv_blocks, most)
+        why = "all that is left on the GPU"
+    elif kv_blocks is None:
         limit = int(min(_KV_SHARE * available_bytes, _KV_LIMIT_BYTES)) // needs.block_bytes
         typical = config.max_running * needs.blocks_for(min(needs.context, _TYPICAL_CONTEXT))
         wanted = max(min(max(typical, needs.blocks_for(needs.context)), limit), needs.least_kv_blocks)
@@ -165,7 +174,7 @@ class Needs:
 
     @property
     def element_bytes(self) -> int:
-        dtype = "float32" if self.config.dtype == "auto" else self.config.dtype
+        dtype = self.config.dtype
         if dtype not in BYTES_PER_ELEMENT:
             raise CumuloError(
                 f"dtype must be auto, {', '.join(BYTES_PER_ELEMENT)}; got {self.config.dtype!r}"
@@ -174,7 +183,8 @@ class Needs:
 
     @property
     def block_bytes(self) -> int:
-        return self.config.block_size * self.spec.kv_bytes_per_token(self.element_bytes)
+        element = 1 if self.config.kv_dtype == "fp8" else self.element_bytes
+        return self.config.block_size * self.spec.kv_bytes_per_token(element)
 
     @property
     def host_blocks(self) -> int:
@@ -221,6 +231,9 @@ class Needs:
             kv_blocks * self.block_bytes,
             f"{kv_blocks:,} blocks of {config.block_size} tokens, {why}",
         )
+        if config.device == "cuda":
+            yield from self._gpu_rows(row, tokens, draws, context)
+            return
         yield row(
             "activations", activation_bytes(spec, tokens, element, context),
             f"one layer's intermediate results for {tokens:,} tokens",
@@ -237,6 +250,24 @@ class Needs:
             yield row(
                 "swap pool", self.host_blocks * self.block_bytes, f"{self.host_blocks:,} blocks on the host"
             )
+
+    def _gpu_rows(
+        self, row: Callable[[str, int, str], LedgerRow], tokens: int, draws: int, context: int
+    ) -> Iterator[LedgerRow]:
+        """The GPU decoder works in buffers it allocates once, so these are exact."""
+        config, element = self.config, self.element_bytes
+        yield row(
+            "activations",
+            gpu_buffer_bytes(self.spec, tokens, draws, element),
+            f"buffers for {tokens:,} tokens",
+        )
+        yield row("logits", draws * self.spec.vocab_size * element, f"{draws:,} draws")
+        tables = table_bytes(config.max_running, context, config.block_size)
+        yield row("token tables", tables, f"{config.max_running:,} sequences of {context:,} tokens")
+        yield row(
+            "libraries and graphs", _GPU_LIBRARIES_BYTES, "reserved; what they take depends on the driver"
+        )
+        # The swap pool lies in the host's memory: it is no part of this sum.
 
     def total(self, kv_blocks: int) -> int:
         return sum(row.predicted_bytes for row in self.rows(kv_blocks))
@@ -277,6 +308,18 @@ def activation_bytes(spec: ModelSpec, tokens: int, bytes_per_element: int, conte
     return bytes_per_element * (
         tokens * (stream + spec.hidden) + max(tokens * attention + gathered, tokens * feed_forward)
     )
+
+
+def gpu_buffer_bytes(spec: ModelSpec, tokens: int, outputs: int, bytes_per_element: int) -> int:
+    """What the GPU decoder works in: the stream and its normed copy, one layer's projections, attention's result,
+    the feed-forward's two sides and their product, and the rows whose logits are wanted."""
+    heads = spec.heads * spec.head_dim
+    dense = spec.ffn_hidden if spec.moe is None or spec.moe.dense_layers else 0
+    width = max(dense, spec.moe.shared_hidden if spec.moe is not None else 0)
+    per_token = 2 * spec.hidden + 2 * heads + 2 * spec.kv_heads * spec.head_dim + 3 * width
+    if spec.moe is not None:
+        per_token += spec.moe.experts_per_token * (spec.hidden + 3 * spec.moe.expert_hidden)
+    return bytes_per_element * (tokens * per_token + outputs * spec.hidden)
 
 
 def logit_bytes(spec: ModelSpec, draws: int, bytes_per_element: int) -> int:

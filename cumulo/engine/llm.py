@@ -9,6 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -18,7 +19,8 @@ from cumulo.engine.config import EngineConfig
 from cumulo.engine.engine import Engine
 from cumulo.engine.ledger import Ledger
 from cumulo.engine.outputs import Delta, Progress, RequestOutput
-from cumulo.engine.params import SamplingParams
+from cumulo.engine.params import Pooling, SamplingParams
+from cumulo.engine.pooling import shortened
 from cumulo.engine.story import Story
 from cumulo.errors import CumuloError, InvalidRequest
 from cumulo.models.tokenizer import Tokenizer
@@ -43,8 +45,8 @@ class LLM:
         """Load `model` (None: the built-in SmolLM2-135M-Instruct). `keep_quantised=False` computes with the
         file's weights dequantised to float32: slower, the reference the packed kernels are measured against.
         """
-        self.config = config or EngineConfig()
-        self._assembly: Assembly = assemble(model, self.config, keep_quantised, progress)
+        self._assembly: Assembly = assemble(model, config or EngineConfig(), keep_quantised, progress)
+        self.config = self._assembly.config
         self._lock = threading.RLock()
         self._queues: dict[str, deque[Delta]] = {}  # of open streams
         self._outputs: dict[str, RequestOutput | None] = {}  # of requests somebody waits for
@@ -73,7 +75,7 @@ class LLM:
         with self._lock:
             if self.engine.has_work:
                 raise CumuloError("memory is measured on an idle engine; wait until its requests have ended")
-            return self._assembly.ledger_of_a_full_step(self.config)
+            return self._assembly.ledger_of_a_full_step()
 
     @property
     def max_context(self) -> int:
@@ -147,6 +149,36 @@ class LLM:
             beam_width=width, n=width, max_tokens=max_tokens, length_penalty=length_penalty
         )
         return self.generate(prompts, params)
+
+    def embed(
+        self,
+        texts: Prompt | Sequence[Prompt],
+        *,
+        pooling: Pooling = "mean",
+        dimensions: int | None = None,
+        on_progress: Callable[[Progress], None] | None = None,
+    ) -> list[RequestOutput]:
+        """A vector of length 1 for each text (or its token ids), as `embedding` of its output: the model's final
+        hidden states, their mean or the last token's. `dimensions` keeps only that many of its first numbers.
+
+        Errors are as in `generate`.
+        """
+        hidden = self.spec.hidden
+        if dimensions is not None and not 1 <= dimensions <= hidden:
+            raise InvalidRequest(
+                f"dimensions must be 1 to {hidden}, this model's hidden size; got {dimensions}"
+            )
+        one = isinstance(texts, (str, bytes)) or (len(texts) > 0 and isinstance(texts[0], int))
+        prompts: list[Any] = [texts] if one else list(texts)
+        outputs = self._run(prompts, SamplingParams(pooling=pooling), self._encode_prompt, on_progress)
+        if dimensions is None:
+            return outputs
+        return [
+            replace(output, embedding=shortened(output.embedding, dimensions).tolist())
+            if output.embedding is not None
+            else output
+            for output in outputs
+        ]
 
     # -- the loop behind them ---------------------------------------------------------------------------
     def _run(

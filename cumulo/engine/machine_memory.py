@@ -18,6 +18,14 @@ def available_memory(root: Path = Path("/")) -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
 
 
+def gpu_memory() -> int:
+    """Bytes of the present GPU that nobody has taken, this process's own cached ones included."""
+    import torch
+
+    free, _ = torch.cuda.mem_get_info()
+    return free + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+
+
 def resident_bytes() -> int | None:
     """Physical memory this process holds now; None where the system does not say."""
     return _status("VmRSS")

@@ -41,6 +41,7 @@ class RequestOutput:
     story: Story
     prompt_logprobs: list[TokenLogprobs] | None = None
     error: str | None = None
+    embedding: list[float] | None = None  # of length 1, where pooling was asked for and nothing went wrong
 
     @property
     def text(self) -> str:
@@ -63,6 +64,7 @@ class RequestOutput:
                 }
                 for s in self.samples
             ],
+            "embedding": self.embedding,
             "error": self.error,
             "story": self.story.to_dict(),
         }

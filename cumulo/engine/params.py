@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, fields
 from typing import Literal, get_args
 
 from cumulo.errors import InvalidRequest
@@ -11,6 +11,7 @@ MAX_LOGPROBS = 100
 MAX_SAMPLES = 128
 
 GuideKind = Literal["json_object", "json_schema", "regex", "grammar"]
+Pooling = Literal["mean", "last"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +63,9 @@ class SamplingParams:
     length_penalty: float = 1.0  # beam score = sum of log-probabilities / length ** length_penalty
     skip_special_tokens: bool = True
     guide: Guide | None = None  # the form the answer must have; ends by itself when it is complete
+    pooling: Pooling | None = (
+        None  # no tokens but an embedding, pooled like this; goes with nothing else here
+    )
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -137,6 +141,18 @@ class SamplingParams:
             "ignore_eos and a guide exclude each other: a guided answer ends by its end-of-sequence token; "
             "leave ignore_eos out",
         )
+        if self.pooling is not None:
+            self._check_pooling()
+
+    def _check_pooling(self) -> None:
+        kinds = get_args(Pooling)
+        _require(self.pooling in kinds, f"pooling is one of {', '.join(kinds)}; got {self.pooling!r}")
+        for option in fields(self):
+            default = {} if option.default is MISSING else option.default
+            _require(
+                option.name == "pooling" or getattr(self, option.name) == default,
+                f"{option.name} has no meaning with pooling, which draws no tokens: leave it out",
+            )
 
     @property
     def samples(self) -> int:

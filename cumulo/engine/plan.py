@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from cumulo.engine.params import SamplingParams
+from cumulo.engine.pooling import Vector
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,9 @@ class StepPlan:
     draw_slots: list[int] = field(default_factory=list)
     # rows whose logits at every computed position are wanted (prompt log-probabilities)
     prompt_logprob_rows: list[int] = field(default_factory=list)
+    # -- embeddings: rows whose final hidden states are wanted, summed from this token's position to the row's end
+    pool_rows: list[int] = field(default_factory=list)
+    pool_starts: list[int] = field(default_factory=list)
 
     @property
     def tokens(self) -> int:
@@ -76,6 +80,7 @@ class StepResult:
     # by row index: one entry per position start+1 .. start+count that lies inside the prompt
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     errors: dict[int, str] = field(default_factory=dict)  # by draw index: this sequence failed (NaN logits)
+    pooled: list[Vector] = field(default_factory=list)  # one sum per entry of pool_rows
     started_s: float = 0.0  # time.perf_counter() when the runner began and finished
     finished_s: float = 0.0
 

@@ -11,8 +11,10 @@ from enum import IntEnum
 from typing import TYPE_CHECKING, Any, Literal
 
 from cumulo.engine.block_pool import BlockHash, chain_hash, root_hash
+from cumulo.engine.fairness import Tenant
 from cumulo.engine.params import SamplingParams
 from cumulo.engine.plan import TokenLogprobs
+from cumulo.engine.pooling import Pooled
 from cumulo.engine.story import Story
 from cumulo.errors import InvalidRequest
 
@@ -31,8 +33,8 @@ class State(IntEnum):
 class Request:
     __slots__ = (
         "arrived_s", "beam", "cache_salt", "error", "forks_left", "id", "order", "output_limit", "params",
-        "priority", "prompt_length", "prompt_logprobs", "reserved_slots", "seed", "sequences", "stop_ids", "story",
-        "tag",
+        "pooled", "priority", "prompt_length", "prompt_logprobs", "reserved_slots", "seed", "sequences", "share",
+        "stop_ids", "story", "tag",
     )  # fmt: skip
 
     def __init__(
@@ -45,6 +47,7 @@ class Request:
         eos_ids: tuple[int, ...] = (),
         priority: int = 0,
         cache_salt: str = "",
+        tenant: str = "",
         arrived_s: float = 0.0,
         tag: Any = None,
     ) -> None:
@@ -60,11 +63,13 @@ class Request:
         self.stop_ids = frozenset((*stops, *params.stop_token_ids))
         self.output_limit = 0  # set when the scheduler accepts it
         self.order: tuple[float, int] = (0.0, 0)
+        self.share = Tenant(tenant)  # the scheduler puts the one it keeps under this name here
         self.story = Story(arrived_s, prompt_tokens=len(tokens))
         self.forks_left = params.samples - 1 if params.beam_width is None else 0
         self.reserved_slots: list[int] = []  # for samples or beams that do not exist yet
         self.sequences = [Sequence(self, 0, tokens)]
         self.prompt_logprobs: list[TokenLogprobs] | None = None if params.prompt_logprobs is None else []
+        self.pooled = None if params.pooling is None else Pooled(params.pooling, len(tokens))
         self.beam: BeamSearch | None = None
         self.error: str | None = None
 
@@ -89,7 +94,7 @@ class Request:
 class Sequence:
     __slots__ = (
         "blocks", "candidates", "capacity", "computed", "cumulative_logprob", "finish_reason", "hashes",
-        "host_blocks", "last_step", "limit", "logprobs", "lost", "pending", "prompt_length", "request",
+        "host_blocks", "last_step", "limit", "logprobs", "lost", "pending", "prompt_length", "queued", "request",
         "sample_index", "shares_tail", "slot", "state", "stop_reason", "tokens",
     )  # fmt: skip
 
@@ -100,6 +105,7 @@ class Sequence:
         self.computed = 0
         self.pending = 0
         self.state = State.WAITING
+        self.queued = 0  # the number of its entry in the waiting queue, 0 for none
         self.slot = -1
         self.blocks: list[int] = []
         self.capacity = 0  # len(blocks) * block_size, kept so that the hot loop need not compute it

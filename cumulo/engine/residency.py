@@ -33,6 +33,8 @@ class Residency:
         usable = (total - 1) // pool.block_size  # at least one token is computed: its logits are wanted
         if request.prompt_logprobs is not None and len(request.prompt_logprobs) < sequence.prompt_length - 1:
             usable = 0
+        if request.pooled is not None and request.pooled.needs_every_token:
+            usable = 0
         cached = pool.cached_prefix(sequence.extend_hashes(usable, pool.block_size))
         return cached, needed - len(cached) + pool.idle_among(cached)
 

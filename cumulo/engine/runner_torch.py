@@ -18,6 +18,7 @@ from cumulo.engine.guided import Guidance
 from cumulo.engine.machine_memory import PeakMemory
 from cumulo.engine.params import SamplingParams
 from cumulo.engine.plan import NewSlot, StepPlan, StepResult, TokenLogprobs
+from cumulo.engine.pooling import Vector
 from cumulo.engine.sampler import draw, token_logprobs
 from cumulo.engine.slot_table import SlotTable, StepRows
 from cumulo.models.batch import KVCache
@@ -151,10 +152,16 @@ class TorchRunner:
         drawn_from, logit_row_of_draw = np.unique(draw_rows, return_inverse=True)
         last_tokens = rows.query_starts[drawn_from + 1] - 1
         prompts = {row: self._prompt_positions(rows, row) for row in plan.prompt_logprob_rows}
-        # Logits are wanted at the last token of every drawn row, then at prompt positions.
+        pools = [
+            np.arange(rows.query_starts[row] + first - rows.starts[row], rows.query_starts[row + 1])
+            for row, first in zip(plan.pool_rows, plan.pool_starts, strict=True)
+        ]
+        # Logits are wanted at the last token of every drawn row, then at prompt positions; hidden states
+        # themselves where embeddings are made.
         wanted = [
             last_tokens,
             *(int(rows.query_starts[row]) + positions for row, positions in prompts.items()),
+            *pools,
         ]
         batch = self.table.forward_batch(rows, np.concatenate(wanted), self.device)
         output = self.model.forward(batch, self.cache)
@@ -165,6 +172,9 @@ class TorchRunner:
             result.prompt_logprobs[row] = self._prompt_logprobs(
                 output[offset : offset + len(positions)], int(rows.slots[row]), int(rows.starts[row])
             )
+            offset += len(positions)
+        for positions in pools:
+            result.pooled.append(self._sum(output[offset : offset + len(positions)]))
             offset += len(positions)
         if len(draw_rows):
             logits = self._logits(output[: len(last_tokens)])
@@ -189,6 +199,12 @@ class TorchRunner:
 
     def _logits(self, output: Tensor) -> Tensor:
         return self.model.logits(output) if self._two_stages else output
+
+    def _sum(self, hidden: Tensor) -> Vector:
+        if not self._two_stages:
+            raise RuntimeError("embeddings need hidden states, and this model gives only logits")
+        total: Vector = hidden.sum(dim=0, dtype=torch.float64).cpu().numpy()
+        return total
 
     # -- prompt log-probabilities -------------------------------------------------------------------------
     def _prompt_positions(self, rows: StepRows, row: int) -> NDArray[np.int64]:

@@ -39,6 +39,7 @@ _ADDENDS = np.where(
 ).astype(np.float32)
 # A bias of +infinity means "this token": large enough to win, small enough to stay finite in float32.
 _FORCED = 1e30
+NO_TOKEN_LEFT = "logit_bias, min_tokens and the guide together leave no token possible"
 
 DRAW_COLUMNS = np.dtype(
     [
@@ -133,7 +134,7 @@ def draw(logits: Tensor, batch: DrawBatch) -> Drawn:
     if len(edited):
         peaks[edited], tokens[edited] = peaks_of(take_rows(logits, edited))
         for d in edited[~np.isfinite(peaks[edited])]:
-            errors[int(d)] = "logit_bias, min_tokens and the guide together leave no token possible"
+            errors[int(d)] = NO_TOKEN_LEFT
     failed = np.zeros(draws, dtype=bool)
     failed[list(errors)] = True
     columns = batch.columns

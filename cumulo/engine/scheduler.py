@@ -5,27 +5,32 @@ prefill, decoding, prefix hits and recomputation after preemption are the same c
 token go first (nobody who is being answered waits for somebody's long prompt), then prompts in order.
 
 Order is `arrival + priority * priority_step_s`: a more important request overtakes, and one that has waited
-long enough is overtaken no more, so nobody starves. A request is admitted only when all of its known tokens
-fit; one alone always fits (checked on arrival); the oldest may always take blocks from younger ones. Hence
-no deadlock.
+long enough is overtaken no more, so nobody starves. Among tenants of a priority, who has been served least is
+admitted first (waiting_queue.py, fairness.py). A request is admitted only when all of its known tokens fit; one
+alone always fits (checked on arrival); the oldest may always take blocks from younger ones. Hence no deadlock.
 """
 
 from bisect import insort
 from collections.abc import Iterable
 from dataclasses import dataclass
+from math import isfinite
 from operator import attrgetter
 
 from cumulo.engine.admission_rules import output_limit
 from cumulo.engine.beam_groups import advance_beams, start_beam
+from cumulo.engine.fairness import FairShares
 from cumulo.engine.plan import StepPlan, StepResult, TokenLogprobs
+from cumulo.engine.pooling import Vector
 from cumulo.engine.preemption import PreemptionCosts
 from cumulo.engine.request import FinishReason, Request, Sequence, State
 from cumulo.engine.residency import Residency, new_slot
 from cumulo.engine.scheduler_config import SchedulerConfig
+from cumulo.engine.story import PreemptionCause, WaitCause
 from cumulo.engine.waiting_queue import WaitingQueue
 from cumulo.errors import InvalidRequest
 
 _by_order = attrgetter("request.order")
+_by_counter = attrgetter("request.share.counter")
 
 
 @dataclass(slots=True)
@@ -39,7 +44,8 @@ class Scheduler:
         self.config = config
         self.residency = Residency(config)
         self.pool = self.residency.pool
-        self.queue = WaitingQueue()
+        self.shares = FairShares()
+        self.queue = WaitingQueue(self.shares)
         self.requests: dict[str, Request] = {}  # all that have not ended
         self.closed: list[Request] = []  # ended since the engine last looked; it empties the list
         self.running: list[Sequence] = []  # in order; may hold ended sequences until the next plan
@@ -67,12 +73,17 @@ class Scheduler:
         request.story.add(request.arrived_s, "arrived", prompt_tokens=prompt, behind=self.queue.count)
         if why is not None:
             request.story.add(request.arrived_s, "limited", limit=request.output_limit, why=why)
+        if request.pooled is not None:
+            wants = request.pooled.wants
+            request.story.add(request.arrived_s, "embed", pooling=request.pooled.kind, wants=wants)
         leader = request.sequences[0]
         leader.limit = prompt + request.output_limit
         if params.beam_width is not None:
             start_beam(request)
         self.requests[request.id] = request
-        self.queue.enter(leader)
+        request.share = self.shares.tenant(request.share.name)
+        request.share.requests += 1
+        self.queue.arrive(leader)
 
     def abort(self, request_id: str, now_s: float) -> bool:
         """End a request wherever it is; False if it is not here (any more)."""
@@ -113,21 +124,20 @@ class Scheduler:
 
     def _remove(self, sequence: Sequence) -> int | None:
         """Take a sequence out of the running or the queue; the slot it had, if any, is the caller's."""
-        slot = None
-        if sequence.state == State.RUNNING:
+        slot, was, sequence.state = None, sequence.state, State.FINISHED
+        if was == State.RUNNING:
             slot = self.residency.vacate(sequence)
         else:
-            self.queue.leave()
+            self.queue.leave(sequence)
             self.residency.forget_swapped(sequence)
-        sequence.state = State.FINISHED
         return slot
 
     def _close_if_done(self, request: Request, now_s: float) -> None:
         if request.finished and self.requests.pop(request.id, None) is not None:
             self.residency.free_slots += request.reserved_slots
             request.reserved_slots = []
-            request.story.finished_s = now_s
-            request.story.output_tokens = sum(s.output_length for s in request.sequences)
+            request.share.requests -= 1
+            request.story.finish(now_s, sum(s.output_length for s in request.sequences))
             self.closed.append(request)
 
     # -- beams: called by beam_groups between two plans ---------------------------------------------------
@@ -145,8 +155,7 @@ class Scheduler:
             insort(self.running, twin, key=_by_order)
         else:
             twin.blocks, twin.capacity, twin.computed, twin.lost = [], 0, 0, twin.computed
-            twin.state = State.WAITING
-            self.queue.count += 1
+            self.queue.park(twin)
         return twin
 
     def restate_beam(self, sequence: Sequence) -> None:
@@ -161,6 +170,7 @@ class Scheduler:
         """The next step, or None when nothing can be computed until a result arrives."""
         plan, rows, draws = self._next, [], []  # type: StepPlan, list[Sequence], list[Sequence]
         self._next = StepPlan(plan.index + 1)
+        self.shares.tick(now_s)
         self.running = [sequence for sequence in self.running if sequence.state == State.RUNNING]
         self._make_room_for_priority(plan, now_s)
         budget = self.config.max_tokens_per_step
@@ -204,9 +214,15 @@ class Scheduler:
                 break
             if sequence.state == State.RUNNING:
                 budget -= self._plan_chunk(sequence, budget, plan, rows, draws, now_s)
-        if not self.residency.slots_freed and not starved:
+        if starved:
+            self._tell_first(now_s, "kv_blocks", "a KV block for one that runs already")
+        elif self.residency.slots_freed:
+            self._tell_first(now_s, "slots", "the slots that preemption frees after this step")
+        else:
             while budget > 0 and (newcomer := self._admit_next(plan, now_s)) is not None:
                 budget -= self._plan_chunk(newcomer, budget, plan, rows, draws, now_s)
+            if budget <= 0:
+                self._tell_first(now_s, "token_budget", "a step with tokens to spare")
         if not rows and (newcomer := self._admit_past_parked(plan, now_s)) is not None:
             self._plan_chunk(newcomer, budget, plan, rows, draws, now_s)
         self.residency.plan_complete()
@@ -233,6 +249,11 @@ class Scheduler:
         request.story.add(now_s, "chunk", step=plan.index, start=start, count=count)
         if request.prompt_logprobs is not None and start < sequence.prompt_length:
             plan.prompt_logprob_rows.append(row)
+        if request.pooled is not None:
+            if (first := request.pooled.first_wanted(start, sequence.computed)) is not None:
+                plan.pool_rows.append(row)
+                plan.pool_starts.append(first)
+            return count  # nothing is drawn
         if sequence.computed == len(sequence.tokens):
             drawn = [sequence]
             if request.forks_left:
@@ -259,52 +280,75 @@ class Scheduler:
         return twins
 
     def _make_room(self, sequence: Sequence, position: int, plan: StepPlan, now_s: float) -> bool:
-        """A block of its own for the sequence's next token. If none is free, the youngest sequence not yet in
-        this plan gives way; False if that would be an older one."""
-        index, request = plan.index, sequence.request
+        """A block of its own for the sequence's next token. If none is free, a younger sequence that is not yet
+        in this plan gives way; False if there is none."""
         while self.residency.needs_block(sequence, position):
             if self.pool.free_count:
                 self.residency.give_block(sequence, position, plan)
                 return True
-            victim = next(
-                (
-                    other
-                    for other in reversed(self.running)
-                    if other.state == State.RUNNING and other.last_step != index and other is not sequence
-                ),
-                None,
-            )
-            if victim is None or victim.request.order < request.order:
+            victim = self._victim(sequence, plan.index)
+            if victim is None:
                 return False
-            self._preempt(victim, plan, now_s, by=request.id)
+            self._preempt(victim, plan, now_s, "kv_blocks", sequence, "which is older and needed a KV block")
         return True
 
+    def _victim(self, sequence: Sequence, step: int) -> Sequence | None:
+        """Who gives a block to this sequence: among those younger, of the tenant served most the youngest. Only
+        younger ones, so that the oldest always gets on, whoever it belongs to."""
+        found: Sequence | None = None
+        for other in reversed(self.running):
+            if other.request.order < sequence.request.order:
+                break
+            if other.state != State.RUNNING or other.last_step == step or other is sequence:
+                continue
+            if found is None or other.request.share.counter > found.request.share.counter:
+                found = other
+            if len(self.shares.tenants) == 1:
+                break
+        return found
+
     # -- admission and preemption -------------------------------------------------------------------------
-    def _obstacle(self, sequence: Sequence) -> str | None:
-        """What keeps a waiting sequence from being admitted, in words; None if it fits."""
+    def _obstacle(self, sequence: Sequence) -> tuple[WaitCause, str] | None:
+        """What keeps a waiting sequence from being admitted, also in words; None if it fits."""
         if sequence.pending:
-            return "the step in flight, which draws its next token"
+            return "step_in_flight", "the step in flight, which draws its next token"
         slots_short, blocks_short = self.residency.shortage(sequence, len(self.running))
         if slots_short > 0:
-            return f"{slots_short} of the {self.config.max_running - len(self.residency.free_slots)} slots in use"
+            in_use = self.config.max_running - len(self.residency.free_slots)
+            return "slots", f"{slots_short} of the {in_use} slots in use"
         if blocks_short > 0:
-            return f"{blocks_short} of the {self.pool.used_count} KV blocks in use"
+            return "kv_blocks", f"{blocks_short} of the {self.pool.used_count} KV blocks in use"
         return None
+
+    def _tell_first(self, now_s: float, cause: WaitCause, why: str) -> None:
+        """Record what the first in the queue waits for; and of one passed over for it, that this is fairness."""
+        first = self.queue.first()
+        if first is not None:
+            first.request.story.block(now_s, cause, why)
+            self._tell_passed_over(now_s)
+
+    def _tell_passed_over(self, now_s: float) -> None:
+        if (passed_over := self.queue.passed_over) is not None:
+            passed_over.request.story.block(now_s, "fair_share", "those whose keys have been served less")
 
     def _admit_next(self, plan: StepPlan, now_s: float) -> Sequence | None:
         """Give the first waiting sequence a slot and blocks for all its known tokens, if there is room."""
         sequence = self.queue.first()
         if sequence is None:
             return None
-        if (why := self._obstacle(sequence)) is not None:
-            sequence.request.story.block(now_s, why)
+        self._tell_passed_over(now_s)
+        if (obstacle := self._obstacle(sequence)) is not None:
+            sequence.request.story.block(now_s, *obstacle)
             return None
 
         self.queue.take_first()
         cached, how = self.residency.seat(sequence, plan)
         insort(self.running, sequence, key=_by_order)
         lost, sequence.lost = sequence.lost, 0
-        sequence.request.story.admit(now_s, plan.index, len(sequence.tokens), cached, lost, how)
+        request, tokens = sequence.request, len(sequence.tokens)
+        if request.story.admitted_s is None:
+            request.share.prompt_tokens += tokens - cached  # recomputation is not the tenant's doing
+        request.story.admit(now_s, plan.index, tokens, cached, lost, how)
         return sequence
 
     def _make_room_for_priority(self, plan: StepPlan, now_s: float) -> None:
@@ -312,18 +356,19 @@ class Scheduler:
         head = self.queue.first()
         if head is None or head.pending:
             return
-        # Younger in order too: one that has waited its due would only come straight back.
-        priority, order = head.request.priority, head.request.order
-        victims = [s for s in self.running if s.request.priority > priority and s.request.order > order]
+        # Beyond the level whose turn it is, and younger in order: any other would only come straight back.
+        level, order = self.queue.level, head.request.order
+        victims = [s for s in self.running if s.request.priority > level and s.request.order > order]
         if not victims:
             return
+        victims.sort(key=_by_counter)  # stable: taken from the end, of the tenant served most the youngest
         slots_short, blocks_short = self.residency.shortage(head, len(self.running))
         references = self.pool.references
         sole = sum(references[block] == 1 for victim in victims for block in victim.blocks)
         if slots_short > len(victims) or blocks_short > sole:
             return  # not even all of them would do
         while victims and (slots_short > 0 or blocks_short > 0):
-            self._preempt(victims.pop(), plan, now_s, by=head.request.id)
+            self._preempt(victims.pop(), plan, now_s, "priority", head, "which is more important")
             slots_short, blocks_short = self.residency.shortage(head, len(self.running))
             slots_short -= len(self.residency.slots_freed)
 
@@ -338,16 +383,19 @@ class Scheduler:
             if self._obstacle(head) is None:
                 break
             if victim.state == State.RUNNING:
-                self._preempt(victim, plan, now_s, by=head.request.id)
+                why = "which is first in the queue, while these beams waited for each other"
+                self._preempt(victim, plan, now_s, "parked_beams", head, why)
                 self.residency.reuse_slots()
         self.running = [sequence for sequence in self.running if sequence.state == State.RUNNING]
         return self._admit_next(plan, now_s)
 
-    def _preempt(self, victim: Sequence, plan: StepPlan, now_s: float, by: str) -> None:
+    def _preempt(
+        self, victim: Sequence, plan: StepPlan, now_s: float, cause: PreemptionCause, by: Sequence, why: str
+    ) -> None:
         """Take the victim's blocks and slot; it goes back to the queue, in its old place."""
         blocks = len(victim.blocks)
         choice = self.residency.send_away(victim, plan)
-        victim.request.story.preempt(now_s, plan.index, by, blocks, choice.why)
+        victim.request.story.preempt(now_s, plan.index, cause, by.request.id, why, blocks, choice.why)
         self.queue.enter(victim)
 
     # -- results ------------------------------------------------------------------------------------------
@@ -357,6 +405,8 @@ class Scheduler:
         self._register_full_blocks(flight.rows, plan)
         for row, logprobs in result.prompt_logprobs.items():
             self._take_prompt_logprobs(flight.rows[row], plan.starts[row], logprobs)
+        for row, first, total in zip(plan.pool_rows, plan.pool_starts, result.pooled, strict=True):
+            self._take_pooled(flight.rows[row], first, plan.starts[row] + plan.counts[row], total, now_s)
         advanced: list[Sequence] = []
         beams: dict[str, Request] = {}
         has_logprobs, has_errors = bool(result.logprobs), bool(result.errors)
@@ -368,8 +418,11 @@ class Scheduler:
             if has_errors and index in result.errors:
                 self.fail(request, result.errors[index], now_s)
                 continue
+            request.share.output_tokens += 1
             if request.beam is not None:
                 sequence.candidates = result.logprobs[index].top
+                if sequence.state == State.WAITING:
+                    self.queue.set_aside(sequence)
                 beams[request.id] = request
                 continue
             if has_logprobs and index in result.logprobs:
@@ -418,6 +471,16 @@ class Scheduler:
         taken = sequence.request.prompt_logprobs
         if taken is not None:  # a recomputation delivers some of them again
             taken.extend(logprobs[len(taken) - start :])
+
+    def _take_pooled(self, sequence: Sequence, first: int, end: int, total: Vector, now_s: float) -> None:
+        request = sequence.request
+        if request.pooled is None or sequence.state == State.FINISHED:
+            return  # aborted while this step ran
+        if not isfinite(total.sum()):
+            self.fail(request, "the model returned hidden states that are not finite", now_s)
+        elif request.pooled.add(first, end, total):
+            request.story.add(now_s, "embedded", tokens=end, size=len(total))
+            self.finish(sequence, "stop", now_s)
 
     # -- invariants ---------------------------------------------------------------------------------------
     def problems(self) -> list[str]:

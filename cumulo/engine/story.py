@@ -4,7 +4,17 @@
 """
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
+
+# What a request waits for. behind_others: its turn by order; fair_share: it is first in order, but others have been
+# served less.
+WaitCause = Literal[
+    "behind_others", "fair_share", "slots", "kv_blocks", "token_budget", "step_in_flight", "preempted"
+]
+# Who needed the room: an older sequence its next KV block, a more important request any, or the first in the queue
+# what beams held that waited for each other.
+PreemptionCause = Literal["kv_blocks", "priority", "parked_beams"]
+_MOST_EVENTS_WITH_WAITS = 200  # a longer story only counts the seconds of further waiting
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,14 +30,16 @@ class Event:
 
 _WORDS = {
     "arrived": "arrived with {prompt_tokens} prompt tokens, behind {behind} waiting requests",
+    "embed": "asks for an embedding by {pooling} pooling: {wants}",
     "limited": "will end after {limit} output tokens, because {why}",
     "blocked": "waits for {why}",
     "admitted": "admitted to step {step}: {cached} of {tokens} tokens from the prefix cache",
     "chunk": "step {step} computes {count} tokens from position {start}",
     "forked": "{samples} samples share the computed prompt",
-    "preempted": "preempted in step {step} by {by} to free {blocks} blocks; {how}",
+    "preempted": "preempted in step {step} by {by}, {why}: {blocks} blocks freed; {how}",
     "resumed": "resumed in step {step} by {how}: {recomputed} tokens to recompute, {cached} from the cache",
     "first_token": "first token",
+    "embedded": "its {tokens} tokens have become {size} numbers",
     "finished": "sample {sample} finished: {reason} after {tokens} tokens",
     "failed": "failed: {error}",
 }
@@ -44,20 +56,40 @@ class Story:
     recomputed_tokens: int = 0  # computed before, lost to preemption, computed again
     preemptions: int = 0
     output_tokens: int = 0
+    waits_s: dict[str, float] = field(default_factory=dict)  # seconds waited, by WaitCause
+    waits_for: str | None = "behind_others"  # the WaitCause of this moment; None while nothing of it waits
+    waits_since_s: float | None = None  # None: since arrival
     events: list[Event] = field(default_factory=list)
 
     def add(self, time_s: float, kind: str, **detail: Any) -> None:
         self.events.append(Event(time_s, kind, detail))
 
     # -- the events that also count something -------------------------------------------------------------
-    def block(self, now_s: float, why: str) -> None:
-        """What the first in the queue waits for; a new line only when that changes in kind."""
+    def block(self, now_s: float, cause: WaitCause, why: str) -> None:
+        """What one of the first in the queue waits for; a new line only when that changes in kind."""
+        if self.waits_for == cause:
+            return
+        if self.waits_for != "preempted":  # one that gave way waits for that reason until it is back
+            self._wait(now_s, cause)
         last = self.events[-1]
-        if last.kind != "blocked" or last.detail["why"].rsplit(" ", 3)[1:] != why.rsplit(" ", 3)[1:]:
-            self.add(now_s, "blocked", why=why)
+        news = last.kind != "blocked" or last.detail["cause"] != cause
+        if news and len(self.events) < _MOST_EVENTS_WITH_WAITS:
+            self.add(now_s, "blocked", cause=cause, why=why)
+
+    def _wait(self, now_s: float, cause: WaitCause | None) -> None:
+        """From now on it waits for something else, or (None) no more."""
+        if self.waits_for is not None:
+            since_s = self.arrived_s if self.waits_since_s is None else self.waits_since_s
+            self.waits_s[self.waits_for] = self.waits_s.get(self.waits_for, 0.0) + now_s - since_s
+        self.waits_for, self.waits_since_s = cause, now_s
+
+    def finish(self, now_s: float, output_tokens: int) -> None:
+        self._wait(now_s, None)
+        self.finished_s, self.output_tokens = now_s, output_tokens
 
     def admit(self, now_s: float, step: int, tokens: int, cached: int, lost: int, how: str) -> None:
         """A sequence starts, or comes back after preemption with `lost` tokens to make up for."""
+        self._wait(now_s, None)
         if self.admitted_s is None:
             self.admitted_s, self.cached_tokens = now_s, cached
             self.add(now_s, "admitted", step=step, cached=cached, tokens=tokens)
@@ -66,9 +98,13 @@ class Story:
             self.recomputed_tokens += recomputed
             self.add(now_s, "resumed", step=step, how=how, recomputed=recomputed, cached=cached)
 
-    def preempt(self, now_s: float, step: int, by: str, blocks: int, how: str) -> None:
+    def preempt(
+        self, now_s: float, step: int, cause: PreemptionCause, by: str, why: str, blocks: int, how: str
+    ) -> None:
+        """A sequence gives way: to whom (a request's id), what for, and how it will come back."""
         self.preemptions += 1
-        self.add(now_s, "preempted", step=step, by=by, blocks=blocks, how=how)
+        self._wait(now_s, "preempted")
+        self.add(now_s, "preempted", step=step, cause=cause, by=by, why=why, blocks=blocks, how=how)
 
     @property
     def queue_s(self) -> float | None:
@@ -102,6 +138,7 @@ class Story:
             "cached_tokens": self.cached_tokens,
             "recomputed_tokens": self.recomputed_tokens,
             "preemptions": self.preemptions,
+            "waits_s": dict(self.waits_s),
             "events": [
                 {"at_s": e.time_s - self.arrived_s, "kind": e.kind, **e.detail, "words": e.describe()}
                 for e in self.events

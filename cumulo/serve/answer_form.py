@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from cumulo.engine.guided import json_schema_text
 from cumulo.engine.params import Guide
+from cumulo.errors import InvalidRequest
 from cumulo.models.tokenizer import Tokenizer
 from cumulo.serve.answer_reader import AnswerReader
 from cumulo.serve.conversation import template_tools
@@ -80,10 +81,10 @@ def tool_use(body: ChatRequest) -> ToolUse | None:
             f"tool_choice names {choice.function.name[:64]!r}, which is not among the tools: {', '.join(names)}",
             "tool_choice",
         )
-    if body.response_format is not None and body.response_format.type != "text":
+    if body.response_format is not None and body.response_format.type == "grammar":
         raise invalid(
-            "response_format and a tool call exclude each other; leave response_format out, or set tool_choice "
-            "to none",
+            "a grammar and tools that may be called exclude each other: use json_schema or regex, or set "
+            "tool_choice to none",
             "response_format",
         )
     parallel = body.parallel_tool_calls is not False
@@ -114,9 +115,10 @@ def answer_form(body: ChatRequest, use: ToolUse | None, text: ModelText, prompt:
     """Raises ApiError where the form cannot be."""
     try:
         return _answer_form(body, use, text, prompt)
-    except RecursionError:
+    except (RecursionError, InvalidRequest) as error:
         param = "response_format" if use is None else "tools"
-        raise invalid(f"a schema in {param} is nested too deeply", param) from None
+        too_deep = f"a schema in {param} is nested too deeply"
+        raise invalid(too_deep if isinstance(error, RecursionError) else str(error), param) from None
 
 
 def _answer_form(body: ChatRequest, use: ToolUse | None, text: ModelText, prompt: str) -> AnswerForm:
@@ -129,6 +131,7 @@ def _answer_form(body: ChatRequest, use: ToolUse | None, text: ModelText, prompt
         return AnswerForm(
             guide, param, show_special=show_thoughts, thinks=formats.thinks, thoughts_opened=opened
         )
+    form_rule = _rule_of(body.response_format)
     guide = tool_guide(
         formats.tools,
         [_enforced(tool) for tool in use.tools],
@@ -137,10 +140,11 @@ def _answer_form(body: ChatRequest, use: ToolUse | None, text: ModelText, prompt
         name=use.name,
         parallel=use.parallel,
         reasoning_opened=opened,
+        answer_rule=form_rule,
     )
     return AnswerForm(
         guide,
-        "tools",
+        "tools" if form_rule is None else "response_format",
         show_special=show_thoughts or formats.tool_markers_special,
         tool_format=formats.tools,
         tool_names=tuple(tool.function.name for tool in use.tools),
@@ -167,37 +171,56 @@ def _lenient(schema: dict[str, Any]) -> dict[str, Any]:
 def _guide_of(wanted: ResponseFormat | None, tokenizer: Tokenizer, opened: bool) -> Guide | None:
     if wanted is None or wanted.type == "text":
         return None
-    if wanted.type in ("regex", "grammar"):
-        source = wanted.regex if wanted.type == "regex" else wanted.grammar
-        assert source is not None  # check_form
-        try:
-            source.encode()
-        except UnicodeEncodeError as error:
-            raise invalid(
-                f"response_format.{wanted.type} holds a lone surrogate (character {error.start})",
-                f"response_format.{wanted.type}",
-            ) from None
-        if opened and wanted.type == "grammar":
+    if opened:
+        if wanted.type == "grammar":
             raise invalid(
                 "this model begins every answer with its thoughts, which a grammar of the answer does not cover: "
                 "use json_schema or regex",
                 "response_format",
             )
-        return _after_thoughts(_regex_rule(source), tokenizer) if opened else Guide(wanted.type, source)
-    schema: dict[str, Any] = {"type": "object"}
-    if wanted.json_schema is not None and wanted.json_schema.schema_ is not None:
-        schema = wanted.json_schema.schema_
-        if wanted.json_schema.strict is False:
-            schema = _lenient(schema)
-    if opened:
-        return _after_thoughts(f"%json {json_schema_text(schema)}", tokenizer)
-    return Guide("json_schema", json.dumps(schema))
+        rule = _rule_of(wanted)
+        assert rule is not None
+        return _after_thoughts(rule, tokenizer)
+    if wanted.type in ("regex", "grammar"):
+        return Guide(wanted.type, _source_of(wanted))
+    return Guide("json_schema", json.dumps(_schema_of(wanted)))
 
 
-def _regex_rule(source: str) -> str:
-    from llguidance import regex_to_lark
+def _rule_of(wanted: ResponseFormat | None) -> str | None:
+    """The form as the body of a rule in a larger grammar; None: any text. Not for grammars, which have their own
+    rules."""
+    if wanted is None or wanted.type == "text":
+        return None
+    if wanted.type == "regex":
+        from llguidance import regex_to_lark
 
-    return f"/{regex_to_lark(source, 'd')}/"
+        return f"/{regex_to_lark(_source_of(wanted), 'd')}/"
+    try:
+        return f"%json {json_schema_text(_schema_of(wanted))}"
+    except (RecursionError, InvalidRequest) as error:
+        too_deep = "a schema in response_format is nested too deeply"
+        message = too_deep if isinstance(error, RecursionError) else str(error)
+        raise invalid(message, "response_format") from None
+
+
+def _source_of(wanted: ResponseFormat) -> str:
+    source = wanted.regex if wanted.type == "regex" else wanted.grammar
+    assert source is not None  # check_form
+    try:
+        source.encode()
+    except UnicodeEncodeError as error:
+        raise invalid(
+            f"response_format.{wanted.type} holds a lone surrogate (character {error.start})",
+            f"response_format.{wanted.type}",
+        ) from None
+    return source
+
+
+def _schema_of(wanted: ResponseFormat) -> dict[str, Any]:
+    if wanted.json_schema is None or wanted.json_schema.schema_ is None:
+        return {"type": "object"}
+    schema = wanted.json_schema.schema_
+    return _lenient(schema) if wanted.json_schema.strict is False else schema
 
 
 def _after_thoughts(rule: str, tokenizer: Tokenizer) -> Guide:

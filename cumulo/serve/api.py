@@ -7,8 +7,10 @@ from fastapi.openapi.utils import get_openapi
 from starlette.middleware.cors import CORSMiddleware
 
 from cumulo import __version__
-from cumulo.serve import chat, completions, errors, operation, responses
+from cumulo.serve import chat, completions, docs_page, embeddings, errors, operation, responses
+from cumulo.serve.direct_route import DirectRoute
 from cumulo.serve.gate import Gate
+from cumulo.serve.schemas import ChatRequest, CompletionRequest
 from cumulo.serve.service import Service
 
 
@@ -18,11 +20,24 @@ def create_app(service: Service) -> FastAPI:
         version=__version__,
         summary="OpenAI-compatible language model server",
         redirect_slashes=False,
+        docs_url=None,  # FastAPI's page loads its scripts from another host; ours is docs_page
+        redoc_url=None,
     )
     app.state.service = service
     errors.install(app)
-    for part in (chat, completions, responses, operation):
+    for part in (chat, completions, responses, embeddings, operation):
         app.include_router(part.router)
+    app.router.routes.insert(
+        0,
+        DirectRoute(
+            app.router,
+            {
+                "/v1/chat/completions": (ChatRequest, chat.create_chat_completion),
+                "/v1/completions": (CompletionRequest, completions.create_completion),
+            },
+        ),
+    )
+    docs_page.install(app)
     app.add_middleware(Gate, service=service)
     if service.options.cors_origins:
         app.add_middleware(
@@ -50,6 +65,7 @@ def _description(app: FastAPI, service: Service) -> dict[str, Any]:
             "ChatRequest",
             "CompletionRequest",
             "ResponsesRequest",
+            "EmbeddingRequest",
         ):  # a tool that reads this can ask right away
             parts["schemas"][name]["properties"]["model"]["enum"] = [service.model_name]
         if service.keys is not None:

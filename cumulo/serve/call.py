@@ -5,11 +5,11 @@ away, or one of them fails, the others are aborted, within one step.
 """
 
 import asyncio
-import contextlib
 import secrets
 import time
 from array import array
-from collections.abc import AsyncGenerator
+from collections import deque
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from starlette.requests import Request
@@ -23,6 +23,8 @@ from cumulo.serve.messages import Finished, Submit
 
 if TYPE_CHECKING:
     from cumulo.serve.service import Service
+
+Batch = list[tuple[int, Delta | Finished]]  # what is new, with the position of the prompt it belongs to
 
 
 class Call:
@@ -39,6 +41,10 @@ class Call:
         self._request_ids: list[str] = []
         self._guide_param: str | None = None
         self._client_gone = False
+        self._unfinished = 0
+        self._failure: Failure | None = None
+        self._unsent: deque[tuple[int, list[int]]] = deque()  # prompts the engine has not got yet
+        self._send: Callable[[int, list[int]], None]
         self._watcher: asyncio.Task[None] | None = None
 
     # -- asking -------------------------------------------------------------------------------------------
@@ -51,20 +57,36 @@ class Call:
         priority: int = 0,
         cache_salt: str = "",
         guide_param: str | None = None,
+        at_a_time: int | None = None,
     ) -> None:
         """Send all prompts to the engine, or raise ApiError and send none. `guide_param`: the field that the
-        guide in `params` comes from."""
+        guide in `params` comes from. `at_a_time`: at most so many are in the engine, the others follow."""
         self._guide_param = guide_param
-        self.service.admit(self, prompts, params)
+        at_a_time = at_a_time or len(prompts)
+        self.service.admit(self, prompts, params, at_a_time)
         # A salt is a secret between a caller's own requests: two callers' salts never meet.
         salt = f"{self.caller.name}/{cache_salt}" if cache_salt else ""
         self.finished = [None] * len(prompts)
-        for position, tokens in enumerate(prompts):
+        self._unfinished = len(prompts)
+
+        def send(position: int, tokens: list[int]) -> None:
             request_id = self.id if len(prompts) == 1 else f"{self.id}-{position}"
             self._request_ids.append(request_id)
-            submit = Submit(request_id, array("i", tokens).tobytes(), params, stream, priority, salt)
+            submit = Submit(
+                request_id, array("i", tokens).tobytes(), params, stream, priority, salt, self.caller.name
+            )
             self.service.submit(self, submit, self._inbox, position)
+
+        self._send = send
+        self._unsent.extend(enumerate(prompts))
+        self.service.unsent += len(prompts)
+        self._send_more(at_a_time)
         self._watcher = asyncio.create_task(self._watch())
+
+    def _send_more(self, count: int) -> None:
+        for _ in range(min(count, len(self._unsent))):
+            self.service.unsent -= 1
+            self._send(*self._unsent.popleft())
 
     async def _watch(self) -> None:
         """Abort as soon as the client hangs up."""
@@ -80,40 +102,50 @@ class Call:
 
     def close(self) -> None:
         """The answer is complete, or will never be: leave nothing running."""
+        self.service.unsent -= len(self._unsent)
+        self._unsent.clear()
         self.abort()
         if self._watcher is not None:
             self._watcher.cancel()
 
     # -- answers ------------------------------------------------------------------------------------------
-    async def news(self) -> AsyncGenerator[list[tuple[int, Delta | Finished]], None]:
-        """What is new, in batches, until every request has finished. Raises ApiError when one fails."""
-        while any(finished is None for finished in self.finished):
-            batch: list[tuple[int, Delta | Finished]] = []
-            failure: Failure | None = None
-            for position, item in await self._inbox.take():
-                if isinstance(item, Failure):
-                    failure = failure or item
-                    continue
-                if isinstance(item, Finished):
-                    self.finished[position] = item
-                    aborted = any(sample.finish_reason == "abort" for sample in item.samples)
-                    if aborted and not self._client_gone:
-                        failure = failure or Failure(self.service.abort_reason)
-                batch.append((position, item))
-            if self._client_gone:
-                raise ClientGone
-            if failure is not None:
-                if batch:
-                    yield batch  # what was made before the failure belongs to the client
-                raise self._as_error(failure)
-            yield batch
+    @property
+    def complete(self) -> bool:
+        """Every request has finished well: nothing more will come."""
+        return not self._unfinished and self._failure is None
+
+    async def next_batch(self) -> Batch:
+        """Everything that is new, waiting until something is. Raises ApiError when a request has failed, after
+        what was made before the failure: that belongs to the client."""
+        if self._failure is not None:
+            raise self._as_error(self._failure)
+        batch: Batch = []
+        ended = 0
+        for position, item in await self._inbox.take():
+            if isinstance(item, Failure):
+                self._failure = self._failure or item
+                continue
+            if isinstance(item, Finished):
+                ended += 1
+                self.finished[position] = item
+                aborted = any(sample.finish_reason == "abort" for sample in item.samples)
+                if aborted and not self._client_gone:
+                    self._failure = self._failure or Failure(self.service.abort_reason)
+            batch.append((position, item))
+        self._unfinished -= ended
+        if self._client_gone:
+            raise ClientGone
+        if self._failure is None:
+            self._send_more(ended)
+        elif not batch:
+            raise self._as_error(self._failure)
+        return batch
 
     async def results(self) -> list[Finished]:
         """Everything at once, in the order of the prompts."""
         try:
-            async with contextlib.aclosing(self.news()) as batches:
-                async for _ in batches:
-                    pass
+            while not self.complete:
+                await self.next_batch()
             return [finished for finished in self.finished if finished is not None]
         finally:
             self.close()

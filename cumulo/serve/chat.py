@@ -1,7 +1,6 @@
 """/v1/chat/completions: messages in, the assistant's answer out, whole or streamed."""
 
 import logging
-from collections.abc import AsyncGenerator
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -11,10 +10,10 @@ from cumulo.engine.outputs import Delta
 from cumulo.engine.params import SamplingParams
 from cumulo.serve.answer_form import AnswerForm, answer_form, check_form, tool_use
 from cumulo.serve.answer_reader import AnswerReader, delta_of, message_of
-from cumulo.serve.call import Call
+from cumulo.serve.call import Batch, Call
 from cumulo.serve.conversation import conversation
 from cumulo.serve.descriptions import answers, streamed
-from cumulo.serve.events import DONE, event, json_response, open_stream
+from cumulo.serve.events import DONE, PreparedEvent, event, json_response, open_stream
 from cumulo.serve.logprobs import chat_logprobs, spoken
 from cumulo.serve.sampling import chat_params
 from cumulo.serve.schemas import ChatRequest
@@ -35,7 +34,7 @@ async def create_chat_completion(body: ChatRequest, request: Request) -> Respons
     call, form, params = await begin_chat(service, request, body, "chatcmpl")
     ends = frozenset((*service.info.eos_ids, *params.stop_token_ids))
     if body.stream:
-        return await open_stream(call, _events(call, body, form, ends))
+        return await open_stream(call, ChatEvents(call, body, form, ends))
     return json_response(await _whole(call, body, form, ends))
 
 
@@ -102,59 +101,87 @@ async def _whole(call: Call, body: ChatRequest, form: AnswerForm, ends: frozense
     return answer
 
 
-async def _events(
-    call: Call, body: ChatRequest, form: AnswerForm, ends: frozenset[int]
-) -> AsyncGenerator[bytes, None]:
-    """Chunks as they come; those that are new at the same time in one piece."""
-    service = call.service
-    counts_wanted = body.stream_options is not None and body.stream_options.include_usage
-    base: dict[str, Any] = {
-        "id": call.id,
-        "object": "chat.completion.chunk",
-        "created": call.created,
-        "model": service.model_name,
-    }
-    nothing_yet = {"usage": None} if counts_wanted else {}
-    readers: dict[int, AnswerReader | None] = {}  # of the choices that have begun
-    async for batch in call.news():
-        pieces = []
+class ChatEvents:
+    """An answer as chunks; those that are new at the same time go in one piece."""
+
+    def __init__(self, call: Call, body: ChatRequest, form: AnswerForm, ends: frozenset[int]) -> None:
+        self._call, self._body, self._form, self._ends = call, body, form, ends
+        self._counts_wanted = body.stream_options is not None and body.stream_options.include_usage
+        self._base: dict[str, Any] = {
+            "id": call.id,
+            "object": "chat.completion.chunk",
+            "created": call.created,
+            "model": call.service.model_name,
+        }
+        self._nothing_yet = {"usage": None} if self._counts_wanted else {}
+        self._readers: dict[int, AnswerReader | None] = {}  # of the choices that have begun
+        self._prepared: dict[int, PreparedEvent] = {}  # of those that are nothing but text
+
+    def add(self, batch: Batch) -> bytes:
+        pieces: list[bytes] = []
         for _, item in batch:
-            if not isinstance(item, Delta):
-                continue
-            logprobs = None
-            if body.logprobs and item.logprobs:
-                entries = spoken(item.logprobs, item.finish_reason, ends)
-                logprobs = chat_logprobs(service.text, entries, body.top_logprobs or 0)
-            begins = item.index not in readers
-            if begins:
-                readers[item.index] = form.reader()
-            deltas, finish_reason = _read(item, readers[item.index])
-            if begins:
-                deltas[:1] = [{"role": "assistant", "content": "", **(deltas[0] if deltas else {})}]
-            if not deltas and (logprobs is not None or finish_reason is not None):
-                deltas = [{}]
-            # None at all: the token's text is not certain yet.
-            for position, delta in enumerate(deltas):
-                choice = {
-                    "index": item.index,
-                    "delta": delta,
-                    "logprobs": logprobs if position == 0 else None,
-                    "finish_reason": finish_reason if position == len(deltas) - 1 else None,
-                }
-                pieces.append(event({**base, "choices": [choice], **nothing_yet}))
-        if pieces:
-            yield b"".join(pieces)
-    last: list[bytes] = []
-    results = [finished for finished in call.finished if finished is not None]
-    if service.options.log_prompts:
-        for sample in results[0].samples:
-            log.info("%s answer %d: %r", call.id, sample.index, sample.text)
-    if body.explain:
-        stories = [explanation(record) for record in service.stories.of_call(call.id)]
-        last.append(event({**base, "choices": [], "explain": stories, **nothing_yet}))
-    if counts_wanted:
-        last.append(event({**base, "choices": [], "usage": usage(results)}))
-    yield b"".join([*last, DONE])
+            if isinstance(item, Delta):
+                prepared = self._prepared.get(item.index)
+                if prepared is None or item.finish_reason is not None:
+                    pieces += self._chunks(item)
+                elif item.text:
+                    pieces.append(prepared.with_text(item.text))
+        return b"".join(pieces)
+
+    def end(self) -> bytes:
+        call, last = self._call, list[bytes]()
+        results = [finished for finished in call.finished if finished is not None]
+        if call.service.options.log_prompts:
+            for sample in results[0].samples:
+                log.info("%s answer %d: %r", call.id, sample.index, sample.text)
+        if self._body.explain:
+            stories = [explanation(record) for record in call.service.stories.of_call(call.id)]
+            last.append(event({**self._base, "choices": [], "explain": stories, **self._nothing_yet}))
+        if self._counts_wanted:
+            last.append(event({**self._base, "choices": [], "usage": usage(results)}))
+        return b"".join([*last, DONE])
+
+    def _chunks(self, item: Delta) -> list[bytes]:
+        logprobs = None
+        if self._body.logprobs and item.logprobs:
+            entries = spoken(item.logprobs, item.finish_reason, self._ends)
+            logprobs = chat_logprobs(self._call.service.text, entries, self._body.top_logprobs or 0)
+        begins = item.index not in self._readers
+        if begins:
+            self._begin(item.index)
+        deltas, finish_reason = _read(item, self._readers[item.index])
+        if begins:
+            deltas[:1] = [{"role": "assistant", "content": "", **(deltas[0] if deltas else {})}]
+        if not deltas and (logprobs is not None or finish_reason is not None):
+            deltas = [{}]
+        # None at all: the token's text is not certain yet.
+        last = len(deltas) - 1
+        return [
+            event(
+                self._chunk(
+                    item.index,
+                    delta,
+                    logprobs if position == 0 else None,
+                    finish_reason if position == last else None,
+                )
+            )
+            for position, delta in enumerate(deltas)
+        ]
+
+    def _begin(self, index: int) -> None:
+        reader = self._readers[index] = self._form.reader()
+        if reader is None and not self._body.logprobs:
+            self._prepared[index] = PreparedEvent(self._chunk(index, {"content": PreparedEvent.MARK}))
+
+    def _chunk(
+        self,
+        index: int,
+        delta: dict[str, Any],
+        logprobs: dict[str, Any] | None = None,
+        finish_reason: str | None = None,
+    ) -> dict[str, Any]:
+        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
+        return {**self._base, "choices": [choice], **self._nothing_yet}
 
 
 def _read(item: Delta, reader: AnswerReader | None) -> tuple[list[dict[str, Any]], str | None]:

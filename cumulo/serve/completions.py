@@ -1,17 +1,16 @@
 """/v1/completions: one text or many continued, as texts or as tokens."""
 
 import logging
-from collections.abc import AsyncGenerator
 from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from cumulo.engine.outputs import Delta, Sample
-from cumulo.serve.call import Call
+from cumulo.serve.call import Batch, Call
 from cumulo.serve.descriptions import answers, streamed
 from cumulo.serve.errors import invalid
-from cumulo.serve.events import DONE, event, json_response, open_stream
+from cumulo.serve.events import DONE, PreparedEvent, event, json_response, open_stream
 from cumulo.serve.logprobs import CompletionColumns, spoken
 from cumulo.serve.messages import Finished
 from cumulo.serve.sampling import completion_params
@@ -48,7 +47,7 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
     )
     ends = frozenset((*service.info.eos_ids, *params.stop_token_ids))
     if body.stream:
-        return await open_stream(call, _events(call, body, ends))
+        return await open_stream(call, CompletionEvents(call, body, ends))
     return json_response(await _whole(call, body, prompts, ends))
 
 
@@ -118,40 +117,60 @@ def _choice(
     }
 
 
-async def _events(call: Call, body: CompletionRequest, ends: frozenset[int]) -> AsyncGenerator[bytes, None]:
-    service, samples = call.service, body.n or 1
-    counts_wanted = body.stream_options is not None and body.stream_options.include_usage
-    base: dict[str, Any] = {
-        "id": call.id,
-        "object": "text_completion",
-        "created": call.created,
-        "model": service.model_name,
-    }
-    nothing_yet = {"usage": None} if counts_wanted else {}
-    columns: dict[int, CompletionColumns] = {}
-    async for batch in call.news():
-        pieces = []
+class CompletionEvents:
+    """Answers as chunks; those that are new at the same time go in one piece."""
+
+    def __init__(self, call: Call, body: CompletionRequest, ends: frozenset[int]) -> None:
+        self._call, self._body, self._ends = call, body, ends
+        self._samples = body.n or 1
+        self._counts_wanted = body.stream_options is not None and body.stream_options.include_usage
+        self._base: dict[str, Any] = {
+            "id": call.id,
+            "object": "text_completion",
+            "created": call.created,
+            "model": call.service.model_name,
+        }
+        self._nothing_yet = {"usage": None} if self._counts_wanted else {}
+        self._columns: dict[int, CompletionColumns] = {}
+        self._prepared: dict[int, PreparedEvent] = {}  # of the choices that have begun, without logprobs
+
+    def add(self, batch: Batch) -> bytes:
+        pieces: list[bytes] = []
         for position, item in batch:
             if not isinstance(item, Delta):
                 continue
-            index = position * samples + item.index
-            logprobs = None
-            if body.logprobs is not None and item.logprobs:
-                column = columns.setdefault(index, CompletionColumns(service.text, body.logprobs))
-                logprobs = column.add(spoken(item.logprobs, item.finish_reason, ends))
-            if not item.text and logprobs is None and item.finish_reason is None:
-                continue  # the token's text is not certain yet
-            choice = {
-                "index": index, "text": item.text, "logprobs": logprobs, "finish_reason": item.finish_reason,
-            }  # fmt: skip
-            pieces.append(event({**base, "choices": [choice], **nothing_yet}))
-        if pieces:
-            yield b"".join(pieces)
-    last: list[bytes] = []
-    if body.explain:
-        stories = [explanation(record) for record in service.stories.of_call(call.id)]
-        last.append(event({**base, "choices": [], "explain": stories, **nothing_yet}))
-    if counts_wanted:
-        finished = [result for result in call.finished if result is not None]
-        last.append(event({**base, "choices": [], "usage": usage(finished)}))
-    yield b"".join([*last, DONE])
+            index = position * self._samples + item.index
+            prepared = self._prepared.get(index)
+            if prepared is None or item.finish_reason is not None:
+                pieces += self._chunk(index, item)
+            elif item.text:
+                pieces.append(prepared.with_text(item.text))
+        return b"".join(pieces)
+
+    def end(self) -> bytes:
+        call, last = self._call, list[bytes]()
+        if self._body.explain:
+            stories = [explanation(record) for record in call.service.stories.of_call(call.id)]
+            last.append(event({**self._base, "choices": [], "explain": stories, **self._nothing_yet}))
+        if self._counts_wanted:
+            finished = [result for result in call.finished if result is not None]
+            last.append(event({**self._base, "choices": [], "usage": usage(finished)}))
+        return b"".join([*last, DONE])
+
+    def _chunk(self, index: int, item: Delta) -> list[bytes]:
+        wanted, logprobs = self._body.logprobs, None
+        if wanted is None:
+            mark = Delta(item.request_id, item.index, PreparedEvent.MARK, [])
+            self._prepared[index] = PreparedEvent(self._content(index, mark, None))
+        elif item.logprobs:
+            column = self._columns.setdefault(index, CompletionColumns(self._call.service.text, wanted))
+            logprobs = column.add(spoken(item.logprobs, item.finish_reason, self._ends))
+        if not item.text and logprobs is None and item.finish_reason is None:
+            return []  # the token's text is not certain yet
+        return [event(self._content(index, item, logprobs))]
+
+    def _content(self, index: int, item: Delta, logprobs: dict[str, Any] | None) -> dict[str, Any]:
+        choice = {
+            "index": index, "text": item.text, "logprobs": logprobs, "finish_reason": item.finish_reason,
+        }  # fmt: skip
+        return {**self._base, "choices": [choice], **self._nothing_yet}

@@ -15,6 +15,16 @@ _ERRORS: dict[int, str] = {
     503: "Loading, restarting or shutting down; Retry-After says when to come again.",
 }
 
+# One server-sent event; JSON Schema has no word for "JSON, or at the end [DONE]".
+_EVENT: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "event": {"type": "string", "description": "Only of /v1/responses: the kind of event."},
+        "data": {"type": "string", "description": "A chunk as JSON; at the end of completions [DONE]."},
+    },
+    "required": ["data"],
+}
+
 
 def answers(good: dict[str, Any], *errors: int) -> dict[int | str, dict[str, Any]]:
     """The `responses` of a route: the good one, and the errors it can give (all of them if none are named)."""
@@ -30,7 +40,7 @@ def streamed(model: type[BaseModel]) -> dict[str, Any]:
     return {
         "model": model,
         "description": "The answer; with `stream: true` as server-sent events of chunks, ended by [DONE].",
-        "content": {"text/event-stream": {"schema": {"type": "string"}}},
+        "content": {"text/event-stream": {"schema": _EVENT}},
     }
 
 

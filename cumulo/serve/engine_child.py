@@ -8,17 +8,17 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
 import zmq
-import zmq.asyncio
 
 import cumulo
 from cumulo.errors import CumuloError
 from cumulo.serve.messages import Command, EngineJob, Fatal, Ready, Report, decode_report, encode
 
-_POLL_S = 0.1
+_POLL_S = 0.05
 _LONGEST_SOCKET_PATH = 100  # the kernel's limit is 108 bytes, ipc:// and all
 
 
@@ -27,9 +27,11 @@ class EngineStartError(CumuloError):
 
 
 class EngineChild:
-    def __init__(self, job: EngineJob, context: zmq.asyncio.Context) -> None:
-        self._commands = zmq.Context(context).socket(zmq.PUSH)
+    def __init__(self, job: EngineJob, context: "zmq.Context[zmq.Socket[bytes]]") -> None:
+        self._commands = context.socket(zmq.PUSH)
         self._reports = context.socket(zmq.PULL)
+        self._bell: int | None = None  # the descriptor that tells of reports, once somebody listens
+        self.misunderstood: Exception | None = None  # what it said that could not be read or taken in
         for socket in (self._commands, self._reports):
             socket.set_hwm(0)
             socket.setsockopt(zmq.LINGER, 0)
@@ -68,26 +70,44 @@ class EngineChild:
         deadline_s = loop.time() + timeout_s
         while loop.time() < deadline_s:
             died = self.death  # asked first: what it said before it died is then already here
-            if await self._reports.poll(int(_POLL_S * 1000)):
-                report = await self.receive()
+            for report in self.reports():
                 if isinstance(report, Ready):
                     return report
                 if isinstance(report, Fatal):
                     raise EngineStartError(report.message)
-            elif died is not None:
+            if died is not None:
                 raise EngineStartError(f"the engine process {died} while it loaded the model")
+            await asyncio.sleep(_POLL_S)
         raise EngineStartError(f"the engine did not load its model within {timeout_s:g} s")
 
-    async def receive(self) -> Report:
-        report: Report = decode_report(await self._reports.recv())
-        return report
+    def reports(self) -> Iterator[Report]:
+        """What it has said and nobody has read yet."""
+        while True:
+            try:
+                packed = self._reports.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            yield decode_report(packed)
 
-    async def leftovers(self) -> list[Report]:
-        """What a dead process said before it died and nobody has read yet."""
-        found: list[Report] = []
-        while await self._reports.poll(10):
-            found.append(await self.receive())
-        return found
+    def listen(self, take: Callable[[Report], None]) -> None:
+        """Hand every report to `take` as it comes, in the loop's own callback: no task is woken for it."""
+
+        def on_bell() -> None:
+            try:
+                for report in self.reports():  # all of them: the bell rings only when something new comes
+                    take(report)
+            except Exception as error:
+                self.misunderstood = error
+                self.deafen()
+
+        self._bell = int(self._reports.getsockopt(zmq.FD))
+        asyncio.get_running_loop().add_reader(self._bell, on_bell)
+        on_bell()  # for what came before
+
+    def deafen(self) -> None:
+        if self._bell is not None:
+            asyncio.get_running_loop().remove_reader(self._bell)
+            self._bell = None
 
     def send(self, command: Command) -> bool:
         """False if the process is gone: whoever supervises it will see that, too."""
@@ -109,6 +129,7 @@ class EngineChild:
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
+        self.deafen()
         self._commands.close()
         self._reports.close()
 

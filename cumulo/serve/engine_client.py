@@ -12,12 +12,12 @@ import logging
 import secrets
 import shutil
 import tempfile
-from collections import deque
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol
 
-import zmq.asyncio
+import zmq
 
 from cumulo.engine.config import EngineConfig
 from cumulo.engine.outputs import Delta
@@ -64,6 +64,11 @@ class Failure:
     of_guide: bool = False
 
 
+def _failure_of(finished: Finished) -> Failure:
+    assert finished.error is not None
+    return Failure(finished.error, refused=finished.of_guide, of_guide=finished.of_guide)
+
+
 News = Delta | Finished | Failure
 
 
@@ -71,19 +76,22 @@ class Inbox:
     """Where the answers to one or several requests arrive; each is told apart by its position."""
 
     def __init__(self) -> None:
-        self._items: deque[tuple[int, News]] = deque()
-        self._arrived = asyncio.Event()
+        self._items: list[tuple[int, News]] = []
+        self._taker: asyncio.Future[None] | None = None
 
     def put(self, position: int, news: News) -> None:
         self._items.append((position, news))
-        self._arrived.set()
+        if self._taker is not None:
+            if not self._taker.done():  # its task may have been cancelled
+                self._taker.set_result(None)
+            self._taker = None
 
     async def take(self) -> list[tuple[int, News]]:
         """Everything that has come since the last time; waits until there is something."""
-        await self._arrived.wait()
-        self._arrived.clear()
-        items = list(self._items)
-        self._items.clear()
+        while not self._items:
+            self._taker = asyncio.get_running_loop().create_future()
+            await self._taker
+        items, self._items = self._items, []
         return items
 
 
@@ -102,7 +110,7 @@ class Observer(Protocol):
 
     def on_progress(self, stats: Stats) -> None: ...
 
-    def on_delta(self, request: InFlight, delta: Delta) -> None: ...
+    def on_delta(self, request: InFlight, delta: Delta, now_s: float) -> None: ...
 
     def on_end(self, request: InFlight, end: Finished | Failure) -> None: ...
 
@@ -121,7 +129,7 @@ class EngineClient:
         if not socket_folder_fits(self._folder):
             self._folder.rmdir()
             self._folder = Path(tempfile.mkdtemp(prefix="cumulo-", dir="/tmp"))
-        self._context = zmq.asyncio.Context()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._children = 0
         self._child: EngineChild | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -184,9 +192,11 @@ class EngineClient:
 
     # -- requests -----------------------------------------------------------------------------------------
     def submit(self, submit: Submit, inbox: Inbox, position: int = 0) -> None:
-        """Send a request; its news come to `inbox`. The caller has checked that the engine is ready."""
+        """Send a request; its news come to `inbox`. While the engine is being replaced it waits for the new one,
+        which gets all that is in flight: a caller who wants to be refused then asks for the state before."""
         self.in_flight[submit.request_id] = InFlight(submit, inbox, position)
-        self._send(submit)
+        if self.state == "ready":
+            self._send(submit)
 
     def abort(self, request_id: str) -> None:
         """End a request wherever it is; its Finished comes with the engine's next step."""
@@ -220,23 +230,20 @@ class EngineClient:
             request.inbox.put(request.position, end)
 
     # -- what the engine says -----------------------------------------------------------------------------
-    async def _read(self, child: EngineChild) -> None:
-        while True:
-            self._take(await child.receive())
-
     def _take(self, report: Report) -> None:
         if isinstance(report, Progress):
             self.stats = report.stats
+            now_s = time.perf_counter()
             for delta in report.deltas:
                 request = self.in_flight.get(delta.request_id)
                 if request is not None:
-                    self._observer.on_delta(request, delta)
+                    self._observer.on_delta(request, delta, now_s)
                     request.streamed_tokens += len(delta.token_ids)
                     request.inbox.put(request.position, delta)
             for finished in report.finished:
                 ended = self.in_flight.get(finished.request_id)
                 if ended is not None:
-                    self._end(ended, Failure(finished.error) if finished.error else finished)
+                    self._end(ended, _failure_of(finished) if finished.error else finished)
             self._observer.on_progress(report.stats)
         elif isinstance(report, Rejected):
             refused = self.in_flight.get(report.request_id)
@@ -255,25 +262,24 @@ class EngineClient:
     async def _supervise(self) -> None:
         """Read what the engine says; when it dies or stands still, bring a new one up. Until cancelled."""
         while True:
-            assert self._child is not None
-            reader = asyncio.create_task(self._read(self._child))
+            child = self._child
+            assert child is not None
+            child.listen(self._take)
             try:
-                trouble = await self._watch(self._child, reader)
+                trouble = await self._watch(child)
             finally:
-                reader.cancel()
-                with contextlib.suppress(asyncio.CancelledError):
-                    await reader
+                child.deafen()
             await self._replace(trouble)
 
-    async def _watch(self, child: EngineChild, reader: "asyncio.Task[None]") -> str:
+    async def _watch(self, child: EngineChild) -> str:
         """Returns what is wrong, as soon as something is."""
         loop = asyncio.get_running_loop()
         still_s, seen, ticked_s = 0.0, (-1, -1), loop.time()
         while True:
-            await asyncio.wait([reader], timeout=_TICK_S)
+            await asyncio.sleep(_TICK_S)
             now_s = loop.time()
-            if reader.done():
-                return f"said something that cannot be understood ({reader.exception()!r})"
+            if child.misunderstood is not None:
+                return f"said something that cannot be understood ({child.misunderstood!r})"
             if (death := child.death) is not None:
                 return death
             stats = self.stats
@@ -294,8 +300,10 @@ class EngineClient:
         log.error("%s; %d requests were in flight; restarting it", self.last_failure, len(self.in_flight))
         assert self._child is not None
         child, self._child = self._child, None
-        for report in await child.leftovers():
-            self._take(report)
+        if child.misunderstood is None:
+            await asyncio.sleep(0.01)  # the socket's thread may still be reading
+            for report in child.reports():  # what it said before it died
+                self._take(report)
         await child.end()
         for answer in self._block_maps:
             answer.cancel()

@@ -18,10 +18,13 @@ from io import FileIO
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import zmq
 
 from cumulo.engine.assembly import Assembly, assemble
 from cumulo.engine.engine import Engine
+from cumulo.engine.guided import is_fault_of_guide
+from cumulo.engine.outputs import RequestOutput
 from cumulo.engine.params import Guide, SamplingParams
 from cumulo.engine.request import State
 from cumulo.errors import CumuloError, InvalidRequest
@@ -31,6 +34,7 @@ from cumulo.serve.messages import (
     BlockMap,
     Command,
     EngineJob,
+    FairnessReport,
     Fatal,
     Finished,
     InspectBlocks,
@@ -47,6 +51,7 @@ from cumulo.serve.messages import (
 from cumulo.serve.step_meter import StepMeter
 
 HEARTBEAT_S = 1.0  # between reports while idle
+FAIRNESS_S = 0.5  # between reports of who was served how much
 QUIET_S = 0.1  # longest silence while steps finish without news for anyone (a long prompt)
 
 log = logging.getLogger(__name__)
@@ -61,6 +66,7 @@ class EngineLoop:
         engine.runner = self.meter
         self._received = 0
         self._reported_s = 0.0
+        self._fairness_reported_s = 0.0
         self._poller = zmq.Poller()
         self._poller.register(commands, zmq.POLLIN)
         self._guides: GuideChecker | None = None
@@ -73,10 +79,7 @@ class EngineLoop:
         while self._take_commands(wait_s=0.0 if engine.has_work else HEARTBEAT_S):
             if engine.has_work:
                 output = engine.step()
-                finished = [
-                    Finished(done.request_id, done.samples, done.story, done.prompt_logprobs, done.error)
-                    for done in output.finished
-                ]
+                finished = [finished_report(done) for done in output.finished]
                 if output.deltas or finished or time.perf_counter() - self._reported_s > QUIET_S:
                     self._send(Progress(self._stats(), output.deltas, finished))
             elif time.perf_counter() - self._reported_s > HEARTBEAT_S / 2:
@@ -126,6 +129,7 @@ class EngineLoop:
                 request_id=submit.request_id,
                 priority=submit.priority,
                 cache_salt=submit.cache_salt,
+                tenant=submit.tenant,
                 stream=submit.stream,
             )
         except InvalidRequest as error:
@@ -148,7 +152,15 @@ class EngineLoop:
             evictions=scheduler.pool.evictions,
             guides_checked=self._guides.checked if self._guides else 0,
             records=records,
+            fairness=self._fairness(),
         )
+
+    def _fairness(self) -> FairnessReport | None:
+        now_s, shares = time.perf_counter(), self.engine.scheduler.shares
+        if now_s - self._fairness_reported_s < FAIRNESS_S:
+            return None
+        self._fairness_reported_s = now_s
+        return FairnessReport(shares.index(now_s), shares.take_served())
 
     def _block_map(self) -> BlockMap:
         pool = self.engine.scheduler.pool
@@ -167,17 +179,26 @@ class EngineLoop:
         self._reported_s = time.perf_counter()
 
 
+def finished_report(done: RequestOutput) -> Finished:
+    embedding = None if done.embedding is None else np.array(done.embedding, dtype="<f4").tobytes()
+    return Finished(
+        done.request_id, done.samples, done.story, done.prompt_logprobs, done.error, embedding=embedding,
+        of_guide=done.error is not None and is_fault_of_guide(done.error),
+    )  # fmt: skip
+
+
 def ready_report(assembly: Assembly, job: EngineJob) -> Ready:
     return Ready(
         model_name=assembly.model.name,
         max_context=assembly.memory.max_context,
         vocab_size=assembly.model.spec.vocab_size,
+        hidden_size=assembly.model.spec.hidden,
         eos_ids=list(assembly.model.eos_ids),
         generation_defaults=dict(assembly.model.generation_defaults),
         kv_blocks=assembly.memory.kv_blocks,
-        block_size=job.config.block_size,
-        max_running=job.config.max_running,
-        max_tokens_per_step=job.config.max_tokens_per_step,
+        block_size=assembly.config.block_size,
+        max_running=assembly.config.max_running,
+        max_tokens_per_step=assembly.config.max_tokens_per_step,
         runs_on=assembly.runs_on,
         ledger=assembly.ledger().to_dict(),
     )
@@ -227,7 +248,7 @@ def main() -> None:
         gc.freeze()
         reports.send(encode(ready_report(assembly, job)))
         EngineLoop(assembly.engine, commands, reports).run()
-        assembly.runner.close()
+        assembly.player.runner.close()
     except CumuloError as error:
         reports.send(encode(Fatal(str(error), for_user=True)))
         sys.exit(2)

@@ -4,73 +4,109 @@ What was made while the connection was busy is sent in one write. An error after
 of its own, as OpenAI's client expects it; before the first byte it is an ordinary error response.
 """
 
-import contextlib
 import logging
-from collections.abc import AsyncGenerator
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from cumulo.serve.call import Call
+from cumulo.serve.call import Batch, Call
 from cumulo.serve.errors import ApiError, ClientGone
 
 log = logging.getLogger(__name__)
 
-_to_json = msgspec.json.Encoder().encode
+to_json = msgspec.json.Encoder().encode
 DONE = b"data: [DONE]\n\n"
+_MARK = "\0"  # where text goes in a prepared event; no other field can hold it
+
+
+class EventWriter(Protocol):
+    """Words an answer as events, as it is made. One per streamed call."""
+
+    def add(self, batch: Batch) -> bytes:
+        """The events that tell what is new; none where nothing is certain yet."""
+        ...
+
+    def end(self) -> bytes:
+        """What follows when all is told."""
+        ...
 
 
 def json_response(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    return Response(_to_json(content), status, headers, "application/json")
+    return Response(to_json(content), status, headers, "application/json")
 
 
 def event(content: Any) -> bytes:
-    return b"data: " + _to_json(content) + b"\n\n"
+    return b"data: " + to_json(content) + b"\n\n"
 
 
-async def open_stream(call: Call, events: AsyncGenerator[bytes, None]) -> Response:
+class PreparedEvent:
+    """An event that is sent for every token and differs in one text only: all else is written once."""
+
+    MARK = _MARK
+
+    def __init__(self, content: Any) -> None:
+        """`content` has MARK where the text goes."""
+        self._before, self._after = event(content).split(to_json(_MARK))
+
+    def with_text(self, text: str) -> bytes:
+        return self._before + to_json(text) + self._after
+
+
+async def open_stream(call: Call, writer: EventWriter) -> Response:
     """Wait for the first event, so that what fails before it has a status of its own."""
     try:
-        first = await anext(events)
+        first, more = await _events(call, writer)
     except BaseException:
         call.close()
         raise
-    return EventStream(call, first, events)
+    return EventStream(call, writer, first, more)
+
+
+async def _events(call: Call, writer: EventWriter) -> tuple[bytes, bool]:
+    """The next events, and whether more will follow."""
+    while True:
+        events = writer.add(await call.next_batch())
+        if call.complete:
+            return events + writer.end(), False
+        if events:
+            return events, True
 
 
 class EventStream(Response):
-    media_type = "text/event-stream"
-
-    def __init__(self, call: Call, first: bytes, events: AsyncGenerator[bytes, None]) -> None:
-        super().__init__(
-            headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no", "X-Request-Id": call.id}
-        )
-        del self.headers["content-length"]
-        self._call, self._first, self._events = call, first, events
+    def __init__(self, call: Call, writer: EventWriter, first: bytes, more: bool) -> None:
+        # Instead of Response's own: these headers are always the same.
+        self.status_code, self.background, self.body = 200, None, b""
+        self.raw_headers = [
+            (b"content-type", b"text/event-stream; charset=utf-8"),
+            (b"cache-control", b"no-cache"),
+            (b"x-accel-buffering", b"no"),
+            (b"x-request-id", call.id.encode()),
+        ]
+        self._call, self._writer, self._first, self._more = call, writer, first, more
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        events, more = self._first, self._more
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            async with contextlib.aclosing(self._all()) as chunks:
-                async for chunk in chunks:
-                    await send({"type": "http.response.body", "body": chunk, "more_body": True})
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
+            while more:
+                await send({"type": "http.response.body", "body": events, "more_body": True})
+                events, more = await self._next()
+            await send({"type": "http.response.body", "body": events, "more_body": False})
         except ClientGone:
             pass
         finally:
             self._call.close()
 
-    async def _all(self) -> AsyncGenerator[bytes, None]:
-        yield self._first
+    async def _next(self) -> tuple[bytes, bool]:
         try:
-            async for chunk in self._events:
-                yield chunk
-        except ApiError as error:
-            yield b"data: " + error.body() + b"\n\n"
+            return await _events(self._call, self._writer)
         except ClientGone:
             raise
+        except ApiError as error:
+            return b"data: " + error.body() + b"\n\n", False
         except Exception:
             log.exception("the stream of %s failed", self._call.id)
-            yield b"data: " + ApiError(500, "the server failed on this request").body() + b"\n\n"
+            failure = ApiError(500, "the server failed on this request")
+            return b"data: " + failure.body() + b"\n\n", False

@@ -1,7 +1,7 @@
 """Strict: the base of every request body. A field that is unknown or not supported is refused by name.
 
 Neutral values are no request for anything: null for any field that OpenAI's API has and this server has not,
-and the few defaults named in `neutral`, are taken as left out.
+and the few defaults named in `neutral`, are taken as left out. 4.0 is an integer, as JSON Schema has it.
 """
 
 from typing import Any, ClassVar
@@ -24,7 +24,7 @@ class Strict(BaseModel):
         kept = {}
         for name, value in data.items():
             if name not in cls.neutral:
-                kept[name] = value
+                kept[name] = _whole(value)
             elif value is not None and not any(
                 type(value) is type(harmless) and value == harmless for harmless in cls.neutral[name]
             ):
@@ -32,3 +32,13 @@ class Strict(BaseModel):
                     "unsupported", "'{name}' is not supported by this server; leave it out", {"name": name}
                 )
         return kept
+
+
+def _whole(value: Any, depth: int = 2) -> Any:
+    """JSON has one kind of number: what is written 4.0 may stand where an integer is wanted, also in lists. No
+    field is a list of lists of lists; whatever goes deeper is not touched."""
+    if type(value) is float and value.is_integer():
+        return int(value)
+    if type(value) is list and depth and not {float, list}.isdisjoint(set(map(type, value))):
+        return [_whole(item, depth - 1) for item in value]
+    return value

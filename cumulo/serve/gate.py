@@ -4,6 +4,8 @@ In this order, cheapest first: is the server draining (503), who is it (401), do
 body too large (413). Counts and logs what goes out. Health, metrics and the description need no key.
 """
 
+import asyncio
+import contextlib
 import logging
 import time
 from typing import Any
@@ -20,6 +22,10 @@ log = logging.getLogger("cumulo.serve.access")
 
 _PROTECTED = ("/v1/", "/tokenize", "/detokenize")
 _QUIET = ("/health", "/ready", "/metrics")
+# Of a refused body so much is still read and thrown away: a client that is hung up on while it sends may lose the
+# answer with the connection.
+_DISCARD_BYTES = 64 << 20
+_DISCARD_S = 5.0
 
 
 class Gate:
@@ -42,7 +48,8 @@ class Gate:
             await error.response()(scope, receive, exchange.send)
         finally:
             if exchange.status:
-                self._service.metrics.on_response(exchange.status)
+                if scope["path"].startswith(_PROTECTED):  # probes and pages would hide the share of errors
+                    self._service.metrics.on_response(exchange.status)
                 level = logging.DEBUG if scope["path"] in _QUIET else logging.INFO
                 took_ms = (time.perf_counter() - received_s) * 1e3
                 log.log(
@@ -129,4 +136,18 @@ class _Exchange:
             call_id = self._scope["state"].get("call_id")
             if call_id is not None:
                 MutableHeaders(scope=message)["x-request-id"] = call_id
+        elif self.status == 413 and not message.get("more_body"):
+            await self._send({**message, "more_body": True})
+            await self._discard_body()
+            message = {"type": "http.response.body"}
         await self._send(message)
+
+    async def _discard_body(self) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_DISCARD_S):
+                unread_bytes = _DISCARD_BYTES
+                while unread_bytes > 0:
+                    message = await self._receive()
+                    if message["type"] != "http.request" or not message.get("more_body"):
+                        return
+                    unread_bytes -= len(message.get("body", b""))

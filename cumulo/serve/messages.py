@@ -34,6 +34,7 @@ class Submit(msgspec.Struct, frozen=True, tag="submit"):
     stream: bool
     priority: int = 0
     cache_salt: str = ""
+    tenant: str = ""  # who is owed a fair share: the name of the caller's key
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
@@ -58,6 +59,7 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     model_name: str
     max_context: int
     vocab_size: int
+    hidden_size: int  # numbers in an embedding
     eos_ids: list[int]
     generation_defaults: dict[str, Any]
     kv_blocks: int
@@ -79,6 +81,13 @@ class StepRecord(msgspec.Struct, frozen=True, array_like=True):
     draws: int
 
 
+class FairnessReport(msgspec.Struct, frozen=True, array_like=True):
+    """How evenly tenants were served in the last minute, and what each was served since the last report."""
+
+    index: float  # Jain's: 1 is even
+    served: list[tuple[str, int, int]]  # tenant, prompt tokens computed, tokens drawn
+
+
 class Stats(msgspec.Struct, frozen=True, array_like=True):
     """The engine's state after a step, or while idle once per heartbeat."""
 
@@ -92,6 +101,7 @@ class Stats(msgspec.Struct, frozen=True, array_like=True):
     evictions: int
     guides_checked: int = 0  # since the process began: compiling one is progress, too
     records: list[StepRecord] = []  # steps finished since the last Stats
+    fairness: FairnessReport | None = None  # about once a second
 
 
 class Finished(msgspec.Struct, frozen=True):
@@ -102,6 +112,8 @@ class Finished(msgspec.Struct, frozen=True):
     story: Story
     prompt_logprobs: list[TokenLogprobs] | None = None
     error: str | None = None
+    of_guide: bool = False  # the error is its guide's, not the engine's
+    embedding: bytes | None = None  # as 32-bit floats, little end first: what OpenAI's base64 form holds
 
 
 class Progress(msgspec.Struct, frozen=True, tag="progress"):

@@ -1,17 +1,19 @@
 """Metrics: what /metrics shows, in Prometheus' format. Fed by Service with what passes through it.
 
 Names and labels are vLLM's with `cumulo:` in place of `vllm:`, so that a dashboard ports by replacing a prefix;
-after them comes what vLLM does not have: why requests wait, why they are preempted, what was recomputed.
+after them comes what vLLM does not have: why requests wait, why they are preempted, what was recomputed, how
+evenly tenants are served, and how far the memory plan's predictions were off.
 """
 
 from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from cumulo.engine.story import Story
-from cumulo.serve.messages import Stats
+from cumulo.serve.messages import FairnessReport, Ready, Stats
 from cumulo.serve.stories import Record
 
+MOST_TENANTS = 100  # that have a series of their own
+OTHER_TENANTS = "(others)"
 _LABELS = ("model_name", "engine")
 _FIRST_TOKEN_S = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
@@ -93,8 +95,20 @@ class Metrics:
         )
         # -- what vLLM does not have
         self._preempted_by = self._labelled(
-            Counter, "preemptions_by_reason", "Preemptions, by who needed the room.", "reason"
+            Counter, "preemptions_by_reason", "Preemptions, by what the room was needed for.", "reason"
         )
+        self.fairness = gauge("fairness_index", "Jain's index of the last minute's service; 1 is even.")
+        self.fairness.set(1)
+        self._tenant_tokens = Counter(
+            "cumulo:tenant_tokens", "Tokens computed (prompt) and drawn (output), by API key.",
+            (*_LABELS, "tenant", "kind"), registry=self.registry,
+        )  # fmt: skip
+        self._tenants: set[str] = set()
+        self._ledger = Gauge(
+            "cumulo:ledger_predicted_over_measured", "Memory planned over memory held, by part.",
+            (*_LABELS, "component"), registry=self.registry,
+        )  # fmt: skip
+        self._ledger_of: Ready | None = None
         self.recomputed = counter("recomputed_tokens", "Tokens computed again after preemptions.")
         self._wait_by = self._labelled(
             Counter, "wait_seconds", "Seconds requests waited, by what for.", "reason"
@@ -129,12 +143,35 @@ class Metrics:
         for record in stats.records:
             self.iteration_tokens.observe(record.prefill_tokens + record.decode_tokens)
             self.step.observe(record.finished_s - record.started_s)
+        if stats.fairness is not None:
+            self._on_fairness(stats.fairness)
+
+    def _on_fairness(self, report: FairnessReport) -> None:
+        self.fairness.set(report.index)
+        for name, prompt_tokens, output_tokens in report.served:
+            if name not in self._tenants:
+                if len(self._tenants) < MOST_TENANTS:
+                    self._tenants.add(name)
+                else:
+                    name = OTHER_TENANTS
+            for kind, tokens in (("prompt", prompt_tokens), ("output", output_tokens)):
+                self._tenant_tokens.labels(*self._values, name, kind).inc(tokens)
+
+    def on_ready(self, info: Ready) -> None:
+        """An engine is up: what it planned to hold, over what it holds. Parts it has not measured are left out."""
+        if info is self._ledger_of:
+            return
+        self._ledger_of = info
+        self._ledger.clear()
+        for row in info.ledger["rows"]:
+            if row["measured_bytes"]:
+                ratio = row["predicted_bytes"] / row["measured_bytes"]
+                self._ledger.labels(*self._values, row["name"].replace(" ", "_")).set(ratio)
 
     def on_response(self, status: int) -> None:
         self._http(str(status)).inc()
 
-    def on_end(self, record: Record, priority_of: Callable[[str], int | None]) -> None:
-        """A request ended; `priority_of` knows other requests, to tell why they displaced this one."""
+    def on_end(self, record: Record) -> None:
         self._success(record.outcome or "error").inc()
         story = record.story
         if story is None:
@@ -159,35 +196,12 @@ class Metrics:
                 self.decode.observe(story.finished_s - story.first_token_s)
         if story.decode_tok_s:
             self.per_token.observe(record.samples / story.decode_tok_s)
-        for reason, seconds in waits(story).items():
-            self._wait_by(reason).inc(seconds)
+        for cause, seconds in story.waits_s.items():
+            self._wait_by(cause).inc(seconds)
         for event in story.events:
             if event.kind == "preempted":
                 self.preempted.inc()
-                other = priority_of(event.detail["by"])
-                more_important = other is not None and other < record.priority
-                self._preempted_by("priority" if more_important else "kv_blocks").inc()
+                self._preempted_by(event.detail["cause"]).inc()
 
     def text(self) -> bytes:
         return generate_latest(self.registry)
-
-
-def waits(story: Story) -> dict[str, float]:
-    """Seconds a request waited, by reason: behind others, for a slot, for KV blocks, or preempted."""
-    totals: dict[str, float] = {}
-    reason, since_s = "", 0.0
-    for event in story.events:
-        waits_now = event.kind in ("arrived", "blocked", "preempted")
-        if reason and (waits_now or event.kind in ("admitted", "resumed", "finished", "failed")):
-            totals[reason] = totals.get(reason, 0.0) + event.time_s - since_s
-        if event.kind == "arrived":
-            reason, since_s = "behind_others", event.time_s
-        elif event.kind == "preempted":
-            reason, since_s = "preempted", event.time_s
-        elif event.kind == "blocked":
-            why = event.detail["why"]
-            reason = "slots" if "slots" in why else "kv_blocks" if "blocks" in why else "step_in_flight"
-            since_s = event.time_s
-        elif event.kind in ("admitted", "resumed", "finished", "failed"):
-            reason = ""
-    return totals

@@ -54,6 +54,15 @@ class ModelText:
         self._refuse_hopeless(len(text))
         return await self._apart(len(text), self.tokenizer.encode, text, add_special)
 
+    async def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
+        for text in texts:
+            self._refuse_hopeless(len(text))
+
+        def encode_all() -> list[list[int]]:
+            return [self.tokenizer.encode(text, add_special=True) for text in texts]
+
+        return await self._apart(sum(map(len, texts)), encode_all)
+
     async def encode_chat(
         self,
         messages: Sequence[Mapping[str, Any]],

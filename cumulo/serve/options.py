@@ -29,6 +29,9 @@ class ServeOptions:
     stories: int = 1000  # requests whose story is kept for /v1/requests/{id}/explain
     log_prompts: bool = False  # prompts and answers in the log: off unless asked for
     log_level: str = "info"
+    otlp_endpoint: str | None = (
+        None  # base URL of an OpenTelemetry collector (OTLP over HTTP); None: no traces
+    )
 
     def __post_init__(self) -> None:
         for name in ("max_body_bytes", "stories"):
@@ -43,5 +46,10 @@ class ServeOptions:
                 raise CumuloError(f"{name} must be more than 0 seconds, got {getattr(self, name)}")
         if self.max_queue < 0 or self.drain_timeout_s < 0:
             raise CumuloError("max_queue and drain_timeout_s must be 0 or more")
+        if self.otlp_endpoint is not None and not self.otlp_endpoint.startswith(("http://", "https://")):
+            raise CumuloError(
+                f"otlp_endpoint must be the URL of a collector that speaks OTLP over HTTP, for instance "
+                f"http://127.0.0.1:4318, got {self.otlp_endpoint!r}"
+            )
         if not 0 <= self.port <= 65535:
             raise CumuloError(f"port must be 0 to 65535, got {self.port}")

@@ -1,19 +1,17 @@
 """/v1/responses: OpenAI's newer way to ask for text. The same conversation as a chat completion, told in items."""
 
-from collections.abc import AsyncGenerator
 from typing import Any
 
-import msgspec
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from cumulo.engine.outputs import Delta
 from cumulo.serve.answer_reader import AnswerReader, Piece
-from cumulo.serve.call import Call
+from cumulo.serve.call import Batch, Call
 from cumulo.serve.chat import begin_chat
 from cumulo.serve.descriptions import answers, streamed
 from cumulo.serve.errors import invalid
-from cumulo.serve.events import json_response, open_stream
+from cumulo.serve.events import json_response, open_stream, to_json
 from cumulo.serve.formats import Reasoning, Text
 from cumulo.serve.messages import Finished
 from cumulo.serve.schemas import ChatRequest
@@ -23,7 +21,6 @@ from cumulo.serve.service import Service
 from cumulo.serve.usage import usage
 
 router = APIRouter()
-_to_json = msgspec.json.Encoder().encode
 Item = dict[str, Any]
 
 
@@ -34,7 +31,7 @@ async def create_response(body: ResponsesRequest, request: Request) -> Response:
     call, form, _ = await begin_chat(service, request, _as_chat(body), "resp", guide_param="text.format")
     output = Output(call.id, form.reader())
     if body.stream:
-        return await open_stream(call, _events(call, body, output))
+        return await open_stream(call, ResponseEvents(call, body, output))
     results = await call.results()
     sample = results[0].samples[0]
     output.add(sample.text, last=True)
@@ -195,32 +192,34 @@ def _response(call: Call, body: ResponsesRequest, output: Output, results: list[
     }
 
 
-async def _events(call: Call, body: ResponsesRequest, output: Output) -> AsyncGenerator[bytes, None]:
-    number = 0
+class ResponseEvents:
+    """The answer as numbered events: what is added to which item, and the whole response before and after."""
 
-    def packed(events: list[Item]) -> bytes:
-        nonlocal number
-        lines = []
-        for content in events:
-            numbered = _to_json({**content, "sequence_number": number})
-            lines.append(b"event: " + content["type"].encode() + b"\ndata: " + numbered + b"\n\n")
-            number += 1
-        return b"".join(lines)
+    def __init__(self, call: Call, body: ResponsesRequest, output: Output) -> None:
+        self._call, self._body, self._output = call, body, output
+        self._number = 0
 
-    begun = False
-    async for batch in call.news():
+    def add(self, batch: Batch) -> bytes:
         events: list[Item] = []
-        if not begun:
-            begun = True
+        if not self._number:
             for kind in ("response.created", "response.in_progress"):
-                events.append({"type": kind, "response": _response(call, body, output, [])})
+                events.append({"type": kind, "response": _response(self._call, self._body, self._output, [])})
         for _, item in batch:
             if isinstance(item, Delta):
-                events += output.add(item.text, last=item.finish_reason is not None)
+                events += self._output.add(item.text, last=item.finish_reason is not None)
                 if item.finish_reason is not None:
-                    events += output.close(item.finish_reason)
-        if events:
-            yield packed(events)
-    results = [finished for finished in call.finished if finished is not None]
-    response = _response(call, body, output, results)
-    yield packed([{"type": f"response.{response['status']}", "response": response}])
+                    events += self._output.close(item.finish_reason)
+        return self._packed(events)
+
+    def end(self) -> bytes:
+        results = [finished for finished in self._call.finished if finished is not None]
+        response = _response(self._call, self._body, self._output, results)
+        return self._packed([{"type": f"response.{response['status']}", "response": response}])
+
+    def _packed(self, events: list[Item]) -> bytes:
+        lines = []
+        for content in events:
+            numbered = to_json({**content, "sequence_number": self._number})
+            lines.append(b"event: " + content["type"].encode() + b"\ndata: " + numbered + b"\n\n")
+            self._number += 1
+        return b"".join(lines)

@@ -10,6 +10,7 @@ import logging
 import signal
 import socket
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 import uvicorn
 from fastapi import FastAPI
@@ -21,6 +22,9 @@ from cumulo.serve.messages import Ready
 from cumulo.serve.model_text import ModelText
 from cumulo.serve.options import ServeOptions
 from cumulo.serve.service import Service
+
+if TYPE_CHECKING:
+    from cumulo.serve.otel import Tracing
 
 log = logging.getLogger(__name__)
 
@@ -70,9 +74,14 @@ class _Run:
         service: Service,
         on_ready: Callable[[Ready], None],
         extend: Callable[[FastAPI], None] | None = None,
+        tracing: "Tracing | None" = None,
     ) -> None:
-        self.service, self._on_ready = service, on_ready
+        self.service, self._on_ready, self._tracing = service, on_ready, tracing
         app = create_app(service)
+        if tracing is not None:
+            from cumulo.serve.otel import TracingMiddleware
+
+            app.add_middleware(TracingMiddleware, service=service, tracing=tracing)
         if extend is not None:
             extend(app)
         config = uvicorn.Config(
@@ -96,6 +105,8 @@ class _Run:
             starting.cancel()
             await asyncio.wait([starting])
             await self.service.close()
+            if self._tracing is not None:
+                await asyncio.to_thread(self._tracing.close)
 
     async def _start(self) -> None:
         try:
@@ -118,7 +129,7 @@ class _Run:
         deadline_s = loop.time() + service.options.drain_timeout_s
         if service.engine.in_flight:
             log.info("draining: %d requests may finish", len(service.engine.in_flight))
-        while service.engine.in_flight and loop.time() < deadline_s:
+        while (service.engine.in_flight or service.unsent) and loop.time() < deadline_s:
             await asyncio.sleep(0.05)
         if service.engine.in_flight:
             log.warning("%d requests did not finish in time and are ended", len(service.engine.in_flight))
@@ -143,6 +154,7 @@ def run(
     logging.basicConfig(
         level=options.log_level.upper(), format="%(asctime)s server %(levelname)s %(message)s"
     )
+    tracing = _tracing(options.otlp_endpoint) if options.otlp_endpoint is not None else None
     source = resolve(options.model)
     listener = bind(options.host, options.port)
     try:
@@ -150,9 +162,20 @@ def run(
         host, port = listener.getsockname()[:2]
         on_bound(f"http://{f'[{host}]' if ':' in host else host}:{port}")
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-            runner.run(_run(options, text, options.name or source.name, listener, on_ready, extend))
+            runner.run(_run(options, text, options.name or source.name, listener, on_ready, extend, tracing))
     finally:
         listener.close()
+
+
+def _tracing(endpoint: str) -> "Tracing":
+    """Imported only when asked for: its packages are an extra, and cost start-up time."""
+    try:
+        from cumulo.serve.otel import Tracing
+    except ImportError as error:
+        raise CumuloError(
+            f"traces to {endpoint} need packages that are not installed ({error.name}): pip install 'cumulo[otel]'"
+        ) from error
+    return Tracing(endpoint)
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
@@ -171,8 +194,9 @@ async def _run(
     listener: socket.socket,
     on_ready: Callable[[Ready], None],
     extend: Callable[[FastAPI], None] | None,
+    tracing: "Tracing | None",
 ) -> None:
-    life = _Run(Service(options, text, model_name), on_ready, extend)
+    life = _Run(Service(options, text, model_name), on_ready, extend, tracing)
     await life.serve(listener)
     if life.error is not None:
         raise life.error

@@ -48,15 +48,18 @@ class Service:
         self.stories = Stories(options.stories)
         self.recent_steps: deque[StepRecord] = deque(maxlen=_RECENT_STEPS)
         self.draining = False
+        self.unsent = 0  # prompts of running calls that follow as the engine takes them
         self.abort_reason = "the request was aborted"
         self._callers: dict[str, Caller] = {}  # of requests in flight
         self._ends_s: deque[float] = deque(maxlen=_RECENT_ENDS)
+        self._streamed_tokens = 0  # in the report that is being taken in
         self.metrics.up.set_function(lambda: float(self.engine.state == "ready"))
         self.metrics.restarts.set_function(lambda: float(self.engine.restarts))
 
     async def start(self) -> Ready:
         info = await self.engine.start()
         self.text.max_context = info.max_context
+        self.metrics.on_ready(info)
         return info
 
     async def close(self) -> None:
@@ -85,19 +88,21 @@ class Service:
             doing = "loading its model" if self.engine.state == "starting" else "being restarted"
             raise ApiError(503, f"the engine is {doing}; try again soon", code="not_ready", retry_after_s=3)
 
-    def admit(self, call: Call, prompts: list[list[int]], params: SamplingParams) -> None:
-        """Raise ApiError unless all these prompts may go to the engine now. Charges the caller."""
+    def admit(self, call: Call, prompts: list[list[int]], params: SamplingParams, at_a_time: int) -> None:
+        """Raise ApiError unless these prompts may go to the engine now, so many at a time. Charges the caller."""
         self.check_ready()
         info = self.info
         for tokens in prompts:
-            if len(tokens) >= info.max_context:
+            # An embedding leaves no room for an answer.
+            what, holds = ("prompt", " including the answer") if params.pooling is None else ("input", "")
+            if len(tokens) >= info.max_context + (params.pooling is not None):
                 raise invalid(
-                    f"the prompt has {len(tokens):,} tokens; this model's context holds {info.max_context:,} "
-                    f"including the answer: shorten the prompt",
+                    f"the {what} has {len(tokens):,} tokens; this model's context holds {info.max_context:,}"
+                    f"{holds}: shorten the {what}",
                     code="context_length_exceeded",
                 )
         waiting = self.engine.waiting
-        if waiting + len(prompts) > self.options.max_queue + self._free_places():
+        if waiting + min(at_a_time, len(prompts)) > self.options.max_queue + self._free_places():
             raise ApiError(
                 429,
                 f"{waiting} requests are waiting already and at most {self.options.max_queue} may: try again later",
@@ -148,13 +153,16 @@ class Service:
     # -- what becomes of it: the engine client's Observer -------------------------------------------------
     def on_progress(self, stats: Stats) -> None:
         self.recent_steps.extend(stats.records)
+        self.metrics.generation_tokens.inc(self._streamed_tokens)
+        self._streamed_tokens = 0
         self.metrics.on_progress(stats)
+        if self.engine.info is not None:
+            self.metrics.on_ready(self.engine.info)  # a restarted engine has measured anew
 
-    def on_delta(self, request: InFlight, delta: Delta) -> None:
+    def on_delta(self, request: InFlight, delta: Delta, now_s: float) -> None:
         if not delta.token_ids:
             return
-        now_s = time.perf_counter()
-        self.metrics.generation_tokens.inc(len(delta.token_ids))
+        self._streamed_tokens += len(delta.token_ids)
         if request.last_token_s is not None and request.submit.params.n == 1:
             self.metrics.gap.observe(now_s - request.last_token_s)
         request.last_token_s = now_s
@@ -179,11 +187,7 @@ class Service:
             record.outcome, record.error = "error", end.message
         else:
             record.outcome = end.samples[0].finish_reason if end.samples else "abort"
-        self.metrics.on_end(record, self._priority_of)
-
-    def _priority_of(self, request_id: str) -> int | None:
-        record = self.stories.get(request_id)
-        return record.priority if record is not None else None
+        self.metrics.on_end(record)
 
     # -- the end ------------------------------------------------------------------------------------------
     def abort_all(self, reason: str) -> None:

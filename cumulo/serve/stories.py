@@ -143,7 +143,8 @@ def summary(record: Record) -> str:
     for event in story.events:
         if event.kind == "preempted":
             parts.append(
-                f"preempted in step {event.detail['step']} by {event.detail['by']}, {event.detail['how']}"
+                f"preempted in step {event.detail['step']} by {event.detail['by']}, {event.detail['why']}, "
+                f"{event.detail['how']}"
             )
     if story.recomputed_tokens:
         parts.append(f"{story.recomputed_tokens} tokens recomputed")
@@ -158,7 +159,10 @@ def summary(record: Record) -> str:
         parts.append(
             f"gaps between tokens median {_percentile(gaps_ms, 0.5):.1f} ms, longest {gaps_ms[-1]:.1f} ms"
         )
-    parts.append(f"ended by {record.outcome} after {story.output_tokens} tokens")
+    if any(event.kind == "embedded" for event in story.events):
+        parts.append("ended with its embedding")
+    else:
+        parts.append(f"ended by {record.outcome} after {story.output_tokens} tokens")
     if record.ended_s is not None:
         parts.append(f"{_ms(record.ended_s - record.received_s)} in all")
     return "; ".join(parts) + "."

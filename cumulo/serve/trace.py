@@ -36,9 +36,11 @@ def _spans(process: int, record: Record) -> list[dict[str, Any]]:
         (_SERVER, "answer", record.submitted_s, end_s),
     ]
     if story is not None:
+        # An embedding has no first token: all of it is prefill.
+        computed_s = story.first_token_s if story.first_token_s is not None else story.finished_s
         spans += [
             (_ENGINE, "queued", story.arrived_s, story.admitted_s),
-            (_ENGINE, "prefill", story.admitted_s or 0.0, story.first_token_s if story.admitted_s else None),
+            (_ENGINE, "prefill", story.admitted_s or 0.0, computed_s if story.admitted_s else None),
             (
                 _ENGINE,
                 "decode",

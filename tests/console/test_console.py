@@ -148,7 +148,9 @@ def test_a_message_sent_before_the_page_is_connected_is_answered(browser: Any, s
         page.evaluate("window.did_handshake = false")
         box = page.get_by_label("Message", exact=True)
         # The page tells its events in any order once it is connected: here the text long after the key.
-        page.evaluate("window.setTimeout = ((real) => (f, ms) => real(f, ms + Math.random() * 50))(setTimeout)")
+        page.evaluate(
+            "window.setTimeout = ((real) => (f, ms) => real(f, ms + Math.random() * 50))(setTimeout)"
+        )
         box.fill("Hello!")
         box.press("Enter")
         page.evaluate("window.did_handshake = true")
@@ -180,6 +182,62 @@ def test_regenerate_replaces_the_answer_and_clear_forgets_everything(
         page.get_by_role("button", name="Clear").click()
         page.wait_for_selector("text=Talk to")
         assert page.locator(".said").count() == 0
+
+
+def test_tools_can_be_entered_called_and_answered(browser: Any, server: RunningServer) -> None:
+    with looking_at(browser, server, "/", DESKTOP) as page:
+        page.wait_for_function("window.did_handshake")
+        page.get_by_label("Most tokens").fill("60")
+        page.get_by_text("Tools", exact=True).click()
+        box = page.get_by_label("Tools (JSON)")
+        box.fill('[{"type": "function"}]')
+        page.get_by_text("0.function: Field required").wait_for()
+        page.get_by_role("button", name="Example").click()
+        page.get_by_text("0.function: Field required").wait_for(state="detached")
+        page.get_by_label("Calls").click()
+        page.get_by_role("option", name="Must call").click()
+        say(page, "How is the weather in Paris?")
+        page.wait_for_selector(".foot")
+        call = page.locator(".call")
+        assert "get_weather" in call.inner_text() and "city" in call.inner_text()
+        page.get_by_label("Calls").click()
+        page.get_by_role("option", name="May not call").click()
+        page.get_by_label("Result of get_weather").fill('{"sky": "clear", "celsius": 21}')
+        page.get_by_role("button", name="Send result").click()
+        page.wait_for_function("document.querySelectorAll('.foot').length == 2")
+        assert page.get_by_role("button", name="Send result").count() == 0, "it was answered already"
+        assert page.locator(".problem").count() == 0
+        words = text_of(page, ".said.assistant").split()
+        assert len(words) > 5, "the model went on"
+        # The page sent the result along: the second prompt holds the first question, the call and its result.
+        story = page.locator(".foot a").last.get_attribute("href").rsplit("/", 1)[-1]
+        first = page.locator(".foot a").first.get_attribute("href").rsplit("/", 1)[-1]
+        tokens = [server.get(f"/v1/requests/{one}/explain").json()["prompt_tokens"] for one in (first, story)]
+        assert tokens[1] > 0 and tokens[0] > 0
+
+
+def test_tools_that_are_none_are_refused_before_anything_is_asked(
+    browser: Any, server: RunningServer
+) -> None:
+    with looking_at(browser, server, "/", PHONE) as page:
+        page.wait_for_function("window.did_handshake")
+        page.get_by_role("button", name="Sampling").click()
+        page.get_by_text("Tools", exact=True).click()
+        page.get_by_label("Tools (JSON)").fill("[1")
+        page.get_by_text("not JSON").wait_for()
+        page.get_by_label("Close").click()
+        say(page, "Hello!")
+        page.get_by_text("The tools cannot be used: not JSON").wait_for()
+        assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
+
+
+def test_the_description_of_the_api_needs_no_other_host(browser: Any, server: RunningServer) -> None:
+    with looking_at(browser, server, "/docs", PHONE) as page:
+        page.get_by_text("/v1/chat/completions", exact=True).click()
+        page.get_by_text("top_logprobs", exact=True).first.wait_for()
+        assert page.locator("script").count() == 0
+        assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
+    assert server.get("/redoc").status_code == 404
 
 
 @pytest.mark.parametrize("screen", [DESKTOP, PHONE], ids=["desktop-light", "phone-dark"])

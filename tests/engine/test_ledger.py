@@ -94,7 +94,7 @@ def test_a_plan_fits_and_a_refusal_names_settings_that_do(
     available_gib: float, spec: ModelSpec, options: dict[str, Any]
 ) -> None:
     assume(not ("kv_blocks" in options and "kv_memory_gib" in options))
-    config, available = EngineConfig(**options), int(available_gib * GIB)
+    config, available = EngineConfig(**options).settled("cpu"), int(available_gib * GIB)
     weights = weight_bytes(spec, "q4_0")
     try:
         plan = plan_memory(spec, weights, config, available)
@@ -164,7 +164,7 @@ def profiled_peak(runner: TorchRunner, tokens: int, draws: int) -> int:
 def test_predictions_hold_for_a_real_model_of_each_kind(kind: str) -> None:
     """Weights, KV cache and tables exactly; activations within 35% and logits within 50% of what is counted."""
     spec = SHAPES[kind]
-    config = EngineConfig(kv_blocks=128, max_running=128, max_tokens_per_step=1024, swap_gib=0.01)
+    config = EngineConfig(kv_blocks=128, max_running=128, max_tokens_per_step=1024, swap_gib=0.01).settled("cpu")
     model = Decoder(spec)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.05)
@@ -192,7 +192,7 @@ def test_predictions_hold_for_the_built_in_model() -> None:
     from cumulo.models.load import inspect_model, load_model
 
     files = inspect_model(None)
-    config = EngineConfig(kv_blocks=100, max_running=8, max_tokens_per_step=256)
+    config = EngineConfig(kv_blocks=100, max_running=8, max_tokens_per_step=256).settled("cpu")
     plan = plan_memory(files.spec, files.weight_bytes, config, available_memory())
     loaded = load_model(None, with_tokenizer=False)
     cache = KVCache(loaded.spec, plan.kv_blocks, config.block_size)

@@ -163,3 +163,24 @@ def test_a_closed_llm_says_so():
     model.close()
     with pytest.raises(CumuloError, match="closed"):
         model.generate("Hello", GREEDY)
+
+
+def test_embeddings_of_like_texts_are_close_and_have_the_length_asked_for(llm):
+    texts = ["The cat sat on the mat.", "A kitten rested on a rug.", "Quarterly profits rose by 4%."]
+    for pooling in ("mean", "last"):
+        cat, kitten, profits = (output.embedding for output in llm.embed(texts, pooling=pooling))
+        assert len(cat) == llm.spec.hidden and _product(cat, cat) == pytest.approx(1)
+        assert _product(cat, kitten) > _product(cat, profits) + 0.05
+    assert llm.embed(llm.tokenizer.encode(texts[0], add_special=True), pooling="last")[0].embedding == cat
+    short, whole = (llm.embed(texts[0], dimensions=size)[0].embedding for size in (64, None))
+    assert _product(short, short) == pytest.approx(1)
+    assert short == pytest.approx([x / _product(whole[:64], whole[:64]) ** 0.5 for x in whole[:64]])
+    for wrong in (0, llm.spec.hidden + 1):
+        with pytest.raises(InvalidRequest, match=f"1 to {llm.spec.hidden}"):
+            llm.embed(texts, dimensions=wrong)
+    bad, good = llm.embed([[1] * (llm.max_context + 1), "fine"])
+    assert "tokens to embed" in bad.error and bad.embedding is None and good.embedding is not None
+
+
+def _product(one, other):
+    return sum(x * y for x, y in zip(one, other, strict=True))

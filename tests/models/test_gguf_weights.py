@@ -20,6 +20,7 @@ from cumulo.models.weights_gguf import load_gguf
 from cumulo.models.weights_safetensors import load_safetensors
 from cumulo.spec.from_gguf import spec_from_gguf
 from cumulo.spec.from_huggingface import spec_from_config
+from tests.engine.pooled_reference import engine_embeddings, reference_embedding
 from tests.models import tiny
 from tests.models.gguf_conversion import convert
 from tests.models.gguf_writing import write_gguf
@@ -228,3 +229,12 @@ def test_64_greedy_tokens_of_smollm2_are_those_of_transformers(smollm):
         ids = tokenizer.encode_chat([{"role": "user", "content": prompt}])
         found = Stepper(decoder, blocks=64, block_size=16).greedy(ids, 64, chunk=len(ids))
         assert found == tiny.reference_greedy(reference, ids, 64)
+
+
+@pytest.mark.slow
+def test_smollm2_embeddings_are_the_pooled_hidden_states_of_transformers(smollm):
+    decoder, reference, tokenizer = smollm
+    prompts = [tokenizer.encode(PROMPTS[2])]
+    for (index, pooling), embedding in engine_embeddings(decoder, prompts).items():
+        expected = reference_embedding(reference, prompts[index], pooling)
+        assert abs(expected - embedding).max() <= 2e-4

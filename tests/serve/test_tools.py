@@ -186,7 +186,7 @@ CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{
         ({"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "tools[0].type"),
         ({"tools": [tool(parameters={"type": "frob"})]}, "tools"),
         ({"tools": [tool(parameters={"not": {}}, strict=True)], "tool_choice": "required"}, "tools"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "grammar", "grammar": 'start: "a"'}}, "response_format"),
         ({"ignore_eos": True}, None),
         (said(role="tool", content="21"), "messages[1].tool_call_id"),
         (said(role="user", content="21", tool_call_id="a"), "messages[1].tool_call_id"),

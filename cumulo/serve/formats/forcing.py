@@ -1,8 +1,8 @@
 """Guides that make a model call tools in its own format. Called by the chat endpoint for `tool_choice`.
 
 `required` and a named tool force a call, markers included. `auto` lets the model write text, but a call that
-it begins fits one of the tools. Every tool's parameters are a JSON schema of their own in the grammar, so its
-`$ref`s stay valid.
+it begins fits one of the tools; where the text must have a form, the answer is either that or calls. Every
+tool's parameters are a JSON schema of their own in the grammar, so its `$ref`s stay valid.
 """
 
 import json
@@ -31,11 +31,13 @@ def tool_guide(
     name: str | None = None,
     parallel: bool = True,
     reasoning_opened: bool = False,
+    answer_rule: str | None = None,
 ) -> Guide | None:
     """The guide for `choice`: "auto", "required", or "named" with the tool's `name` (one call, of this tool).
 
     None where nothing can be enforced: Llama's bare JSON under "auto" looks like any JSON answer. With
-    `reasoning_opened` the model may finish its thoughts before.
+    `reasoning_opened` the model may finish its thoughts before. `answer_rule`: what, in Lark, an answer without
+    calls must fit; only "auto" leaves room for one.
     """
     functions = [tool["function"] for tool in tools]
     if choice == "named":
@@ -46,13 +48,17 @@ def tool_guide(
             )
     if not functions:
         raise InvalidRequest("tool_choice asks for a tool call, but there are no tools; give tools")
-    if choice == "auto" and tool_format == "llama3":
+    formed = choice == "auto" and answer_rule is not None
+    if choice == "auto" and tool_format == "llama3" and not formed:
         return None
     writer = _Writer(tokenizer)
     most = 1 if choice == "named" or not parallel else MAX_PARALLEL_CALLS
     calls = [writer.call(tool_format, index, function) for index, function in enumerate(functions)]
     writer.rule("call", " | ".join(calls))
-    answer = _answer(writer, tool_format, choice, most)
+    answer = _answer(writer, tool_format, "required" if formed else choice, most)
+    if formed:
+        writer.rule("formed", f"{answer_rule}")
+        answer = f"({answer}) | formed"
     if reasoning_opened:
         writer.text_until("thoughts", reasoning.CLOSE)
         answer = rf"thoughts /\s{{0,2}}/ ({answer})"

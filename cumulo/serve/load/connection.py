@@ -7,6 +7,7 @@ delivers them, with no task to wake, which is what makes thousands of tokens per
 import asyncio
 import ssl
 from collections.abc import Callable
+from typing import cast
 from urllib.parse import urlsplit
 
 from cumulo.errors import CumuloError
@@ -58,8 +59,7 @@ class Connection(asyncio.Protocol):
             self._transport.abort()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by name
         self.open = True
 
     def data_received(self, data: bytes) -> None:

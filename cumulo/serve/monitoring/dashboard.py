@@ -5,6 +5,7 @@
 rewrites dashboard.json beside this file, which is what users import. Nothing else needs the builders.
 """
 
+import itertools
 from pathlib import Path
 
 from grafana_foundation_sdk.builders import common, dashboard, stat, timeseries
@@ -106,10 +107,12 @@ def build() -> str:
         .with_variable(_choice("model", "model_name"))
         .with_variable(_choice("instance", "instance"))
     )
+    numbers = itertools.count(1)
     for section in SECTIONS:
-        made.with_row(dashboard.Row(section.title))
+        made.with_row(dashboard.Row(section.title).id(next(numbers)))
         for panel in section.panels:
-            made.with_panel(_number(panel) if isinstance(panel, Number) else _graph(panel))
+            drawn = _number(panel) if isinstance(panel, Number) else _graph(panel)
+            made.with_panel(drawn.id(next(numbers)))
     return JSONEncoder(sort_keys=True, indent=1).encode(made.build()) + "\n"
 
 

@@ -107,7 +107,7 @@ HEALTH = Section(
             "Output tokens per second.",
             Query(rate("generation_tokens_total"), ""),
             ((None, "blue"),),
-            unit="tokens/s",
+            unit="suffix:tok/s",
         ),
     ),
 )
@@ -130,7 +130,7 @@ TRAFFIC = Section(
                 Query(rate("prompt_tokens_total"), "prompt"),
                 Query(rate("generation_tokens_total"), "generated"),
             ),
-            unit="tokens/s",
+            unit="suffix:tok/s",
         ),
         Panel(
             "Requests ended, by how",
@@ -154,16 +154,19 @@ TRAFFIC = Section(
             maximum=1,
         ),
         Panel(
-            "Fairness",
-            "Jain's index over the tokens served to tenants that had work: 1 is an equal share for each.",
-            (Query(f"min({gauge('fairness_index')})", "fairness index"),),
-            maximum=1,
+            "Lengths",
+            "Tokens of prompts and of answers, half and all but one in a hundred of them.",
+            tuple(
+                Query(quantile(share, f"request_{part}_tokens"), f"{part} p{share * 100:g}")
+                for part in ("prompt", "generation")
+                for share in (0.5, 0.99)
+            ),
         ),
     ),
 )
 
 LATENCY = Section(
-    "Latency",
+    "Latency and steps",
     (
         percentiles(
             "Time to first token",
@@ -181,14 +184,17 @@ LATENCY = Section(
             "request_queue_time_seconds",
             "From reaching the engine to being admitted to a step.",
         ),
-        Panel(
-            "Waiting, by reason",
-            "Seconds waited per second, that is how many requests wait on average: behind others, for a slot, "
-            "for KV blocks, or preempted. Counted when a request ends.",
-            (Query(rate("wait_seconds_total", by="reason"), "{{reason}}"),),
-            stacked=True,
-        ),
         percentiles("Step", "step_duration_seconds", "What the runner took for one step of the engine."),
+        Panel(
+            "Tokens per step",
+            "How full the engine's steps are, on average.",
+            (
+                Query(
+                    f"{rate('iteration_tokens_total_sum')} / {rate('iteration_tokens_total_count')}",
+                    "tokens",
+                ),
+            ),
+        ),
     ),
 )
 
@@ -228,17 +234,12 @@ MEMORY = Section(
                 Query(rate("recomputed_tokens_total"), "recomputed"),
                 Query(rate("generation_tokens_total"), "generated"),
             ),
-            unit="tokens/s",
+            unit="suffix:tok/s",
         ),
         Panel(
-            "Tokens per step",
-            "How full the engine's steps are, on average.",
-            (
-                Query(
-                    f"{rate('iteration_tokens_total_sum')} / {rate('iteration_tokens_total_count')}",
-                    "tokens",
-                ),
-            ),
+            "Blocks in the prefix cache",
+            "KV blocks, in use or free, that hold a prefix the next request may share.",
+            (Query(f"sum by (instance) ({gauge('prefix_cache_blocks')})", "{{instance}}"),),
         ),
         Panel(
             "Memory ledger: predicted over measured",
@@ -253,7 +254,33 @@ MEMORY = Section(
     ),
 )
 
-SECTIONS = (HEALTH, TRAFFIC, LATENCY, MEMORY)
+SHARING = Section(
+    "Sharing",
+    (
+        Panel(
+            "Fairness",
+            "Jain's index over the tokens served to tenants that had work: 1 is an equal share for each.",
+            (Query(f"min({gauge('fairness_index')})", "fairness index"),),
+            maximum=1,
+        ),
+        Panel(
+            "Tokens served, by API key",
+            "Prompt tokens computed and output tokens drawn for each key.",
+            (Query(rate("tenant_tokens_total", by="tenant"), "{{tenant}}"),),
+            unit="suffix:tok/s",
+            stacked=True,
+        ),
+        Panel(
+            "Waiting, by reason",
+            "Seconds waited per second, that is how many requests wait on average: behind others, for a slot, "
+            "for KV blocks, or preempted. Counted when a request ends.",
+            (Query(rate("wait_seconds_total", by="reason"), "{{reason}}"),),
+            stacked=True,
+        ),
+    ),
+)
+
+SECTIONS = (HEALTH, TRAFFIC, LATENCY, SHARING, MEMORY)
 
 
 def expressions() -> list[str]:

@@ -1,0 +1,135 @@
+"""Fairness: how much each tenant has been served, and how evenly. Kept by the scheduler, asked by its queue.
+
+The Virtual Token Counter of Sheng et al. 2024, "Fairness in Serving Large Language Models" (OSDI): a tenant's
+counter grows with the weighted tokens it is served, and of those who wait, the one with the smallest counter is
+admitted next. Who comes back from idleness is lifted to the smallest counter of those who wait (algorithm 2), so
+that nobody saves up a claim while away. Two tenants who always have something waiting are then served alike,
+within 2 * max(prompt_weight * longest prompt, output_weight * tokens of a running batch) (theorem 4.4).
+"""
+
+from collections import deque
+from dataclasses import dataclass
+
+PROMPT_WEIGHT = 1.0
+OUTPUT_WEIGHT = 2.0  # the paper's: drawing a token costs about twice as much as reading one
+WINDOW_S = 60.0  # what the index looks at
+_SLICE_S = 1.0
+_MANY_TENANTS = 1024  # beyond this, those that are away and owe nothing are forgotten
+
+
+class Tenant:
+    """One who is owed a fair share: an API key, or everybody where there are no keys."""
+
+    __slots__ = (
+        "_lift", "_told", "name", "output_tokens", "prompt_tokens", "requests", "rested", "served_at_slice",
+        "waiting",
+    )  # fmt: skip
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.prompt_tokens = 0  # computed for it; what the prefix cache had is nobody's work
+        self.output_tokens = 0  # drawn for it, all samples and beams
+        self.requests = 0  # in the scheduler
+        self.waiting = 0  # sequences that wait; kept by the queue
+        self.rested = True  # nothing waited at some moment of the present slice
+        self.served_at_slice = 0.0
+        self._lift = 0.0
+        self._told = (0, 0)
+
+    @property
+    def served(self) -> float:
+        """Weighted tokens served (the paper's equation 1)."""
+        return PROMPT_WEIGHT * self.prompt_tokens + OUTPUT_WEIGHT * self.output_tokens
+
+    @property
+    def counter(self) -> float:
+        return self._lift + self.served
+
+    def lift(self, level: float) -> None:
+        """Back from idleness: what it did not ask for meanwhile is not owed to it."""
+        self._lift = max(self._lift, level - self.served)
+
+    def take_served(self) -> tuple[int, int]:
+        """Prompt and output tokens since this was last asked."""
+        prompt, output = self._told
+        self._told = (self.prompt_tokens, self.output_tokens)
+        return self.prompt_tokens - prompt, self.output_tokens - output
+
+    def may_be_forgotten(self, level: float) -> bool:
+        """Away, all it was served has been told, and on its return it would be lifted to `level` anyway."""
+        told = self._told == (self.prompt_tokens, self.output_tokens)
+        return self.requests == 0 and told and self.counter <= level
+
+
+@dataclass(frozen=True, slots=True)
+class _Slice:
+    """About a second in which at least two tenants had something waiting all the time: what each was served."""
+
+    ended_s: float
+    served: dict[str, float]
+
+
+class FairShares:
+    """All tenants, and the last minute's record of who was served while waiting."""
+
+    def __init__(self) -> None:
+        self.tenants: dict[str, Tenant] = {}
+        self._slices: deque[_Slice] = deque()
+        self._slice_ends_s: float | None = None
+        self._forget_beyond = _MANY_TENANTS
+
+    def tenant(self, name: str) -> Tenant:
+        found = self.tenants.get(name)
+        if found is None:
+            found = self.tenants[name] = Tenant(name)
+        return found
+
+    def forget_idle(self, level: float) -> None:
+        """Drop tenants with whom nothing is lost, each time the known ones have doubled in number."""
+        if len(self.tenants) > self._forget_beyond:
+            for tenant in [one for one in self.tenants.values() if one.may_be_forgotten(level)]:
+                del self.tenants[tenant.name]
+            self._forget_beyond = max(_MANY_TENANTS, 2 * len(self.tenants))
+
+    def take_served(self) -> list[tuple[str, int, int]]:
+        """Who was served since this was last asked: name, prompt tokens, output tokens."""
+        told = ((tenant.name, *tenant.take_served()) for tenant in self.tenants.values())
+        return [row for row in told if row[1] or row[2]]
+
+    # -- how even it was ----------------------------------------------------------------------------------
+    def tick(self, now_s: float) -> None:
+        """Called before every step; does something about once a second."""
+        if self._slice_ends_s is not None and now_s < self._slice_ends_s:
+            return
+        served: dict[str, float] = {}
+        for tenant in self.tenants.values():
+            total = tenant.served
+            if not tenant.rested:
+                served[tenant.name] = total - tenant.served_at_slice
+            tenant.served_at_slice, tenant.rested = total, tenant.waiting == 0
+        if len(served) > 1:
+            self._slices.append(_Slice(now_s, served))
+        self._slice_ends_s = now_s + _SLICE_S
+
+    def index(self, now_s: float) -> float:
+        """Jain's index (Jain, Chiu and Hawe 1984) of the last minute: 1 is even, 1/n is all for one of n.
+
+        Of each tenant, its service is taken relative to an even share, over the seconds in which it and at least
+        one other had something waiting all the time. 1 where there was no such second: nobody was denied anything.
+        """
+        while self._slices and self._slices[0].ended_s < now_s - WINDOW_S:
+            self._slices.popleft()
+        got: dict[str, float] = {}
+        due: dict[str, float] = {}
+        for one in self._slices:
+            share = sum(one.served.values()) / len(one.served)
+            for name, served in one.served.items():
+                got[name] = got.get(name, 0.0) + served
+                due[name] = due.get(name, 0.0) + share
+        return jain_index([got[name] / due[name] for name in got if due[name] > 0])
+
+
+def jain_index(shares: list[float]) -> float:
+    """(sum of x)² / (n * sum of x²); 1 for nobody and for nothing."""
+    squares = sum(share * share for share in shares)
+    return sum(shares) ** 2 / (len(shares) * squares) if squares > 0 else 1.0

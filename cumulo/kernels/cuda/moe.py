@@ -1,0 +1,425 @@
+"""A mixture of experts on the device: choose experts, sort the choices by expert, two grouped products, weighted sum.
+
+Must move: the weights of every expert that is chosen, once; computes 6 · hidden · width FLOPs per choice. Few tokens
+are bound by the first, thousands by the second. Nothing here waits for the host: how many tokens an expert got is
+read by the kernels, and grids are as large as the worst case, whose surplus programs end at once.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from cumulo.kernels.cuda.small_linear import MAX_ROWS, small_linear
+from cumulo.kernels.cuda.timing import graph_us
+from cumulo.kernels.cuda.work import KernelRow, Work
+from cumulo.spec.model import MoESpec
+
+_DIRECT_CHOICES = 64  # with so few choices each is a tile of its own: nothing is sorted
+_SORT_CHUNK = 4096
+
+
+def reference(
+    x: Tensor, router: Tensor, gate_up: Tensor, down: Tensor, moe: MoESpec, bias: Tensor | None = None
+) -> Tensor:
+    """Every token through its experts, one after the other: [T, hidden]."""
+    weights, chosen = route_reference(x, router, moe, bias)
+    out = torch.zeros_like(x)
+    for token in range(len(x)):
+        for weight, expert in zip(weights[token], chosen[token].tolist(), strict=True):
+            gate, up = F.linear(x[token], gate_up[expert]).chunk(2)
+            out[token] += weight.to(x.dtype) * F.linear(F.silu(gate) * up, down[expert])
+    return out
+
+
+def route_reference(
+    x: Tensor, router: Tensor, moe: MoESpec, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    wide = torch.promote_types(x.dtype, torch.float32)
+    logits = F.linear(x.to(wide), router.to(wide))
+    scores = logits.softmax(-1) if moe.scoring == "softmax" else logits.sigmoid()
+    chosen = (scores if bias is None else scores + bias).topk(moe.experts_per_token, -1).indices
+    weights = scores.gather(-1, chosen)
+    if moe.normalise_weights:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    return weights * moe.routed_scale, chosen
+
+
+# -- who goes where -------------------------------------------------------------------------------------------
+@triton.jit
+def _route(logits, bias, chosen, weights, experts, scale, K: tl.constexpr, E: tl.constexpr, SOFTMAX: tl.constexpr,
+           NORMALISE: tl.constexpr, BIASED: tl.constexpr, PADDED_K: tl.constexpr):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    expert = tl.arange(0, E)
+    inside = expert < experts
+    x = tl.load(logits + token * experts + expert, mask=inside, other=float("-inf")).to(tl.float32)
+    if SOFTMAX:
+        e = tl.exp(x - tl.max(x, 0))
+        score = e / tl.sum(e, 0)
+    else:
+        score = tl.sigmoid(x)
+    preference = score
+    if BIASED:
+        preference += tl.load(bias + expert, mask=inside, other=0.0).to(tl.float32)
+    preference = tl.where(inside, preference, float("-inf"))
+    place = tl.arange(0, PADDED_K)
+    picked = tl.zeros((PADDED_K,), tl.int32)
+    held = tl.zeros((PADDED_K,), tl.float32)
+    for index in tl.static_range(K):
+        best = tl.max(preference, 0)
+        winner = tl.min(tl.where(preference == best, expert, E), 0)  # of equals the lowest
+        picked = tl.where(place == index, winner, picked)
+        held = tl.where(place == index, tl.sum(tl.where(expert == winner, score, 0.0), 0), held)
+        preference = tl.where(expert == winner, float("-inf"), preference)
+    if NORMALISE:
+        held = held / (tl.sum(held, 0) + 1e-20)
+    tl.store(chosen + token * K + place, picked, mask=place < K)
+    tl.store(weights + token * K + place, held * scale, mask=place < K)
+
+
+@triton.jit
+def _count(chosen, counts, choices, CHUNK: tl.constexpr):
+    expert = tl.program_id(0)
+    total = tl.zeros((), tl.int32)
+    for first in range(0, choices, CHUNK):
+        index = first + tl.arange(0, CHUNK)
+        mine = tl.load(chosen + index, mask=index < choices, other=-1) == expert
+        total += tl.sum(mine.to(tl.int32), 0)
+    tl.store(counts + expert, total)
+
+
+@triton.jit
+def _sort(chosen, counts, order, tile_experts, choices, experts, tiles, TILE: tl.constexpr, E: tl.constexpr,
+          CHUNK: tl.constexpr):  # fmt: skip
+    """Stable, so that results repeat bit for bit. Each expert's choices begin at a multiple of TILE."""
+    expert = tl.program_id(0)
+    every = tl.arange(0, E)
+    count = tl.load(counts + every, mask=every < experts, other=0)
+    padded = (count + TILE - 1) // TILE
+    begin = tl.sum(tl.where(every < expert, padded, 0), 0)
+    own = tl.sum(tl.where(every == expert, padded, 0), 0)
+    lane = tl.arange(0, CHUNK)
+    for first in range(0, own, CHUNK):
+        tl.store(
+            tile_experts + begin + first + lane,
+            tl.zeros((CHUNK,), tl.int32) + expert,
+            mask=first + lane < own,
+        )
+    if expert == experts - 1:  # tiles that no expert needs
+        used = begin + own
+        for first in range(used, tiles, CHUNK):
+            tl.store(tile_experts + first + lane, tl.full((CHUNK,), -1, tl.int32), mask=first + lane < tiles)
+    rank = tl.zeros((), tl.int32)
+    for first in range(0, choices, CHUNK):
+        index = first + lane
+        mine = (tl.load(chosen + index, mask=index < choices, other=-1) == expert).to(tl.int32)
+        place = begin * TILE + rank + tl.cumsum(mine, 0) - 1
+        tl.store(order + place, index, mask=mine > 0)
+        rank += tl.sum(mine, 0)
+    # The rest of the last tile belongs to no choice.
+    rest = rank + tl.arange(0, TILE)
+    tl.store(order + begin * TILE + rest, tl.full((TILE,), -1, tl.int32), mask=rest < own * TILE)
+
+
+# -- products -------------------------------------------------------------------------------------------------
+@dataclass(frozen=True, slots=True)
+class GroupedConfig:
+    """Tiles of a grouped product: rows are choices, columns outputs."""
+
+    rows: int
+    columns: int
+    depth: int
+    num_warps: int
+    num_stages: int
+
+
+@triton.jit
+def _grouped(x, weight, out, weights, order, tile_experts, chosen, choices, tiles, columns, depth, x_stride,
+             expert_stride, PER_TOKEN: tl.constexpr, SWIGLU: tl.constexpr, WEIGHTED: tl.constexpr,
+             DIRECT: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+             DEPTH: tl.constexpr, GROUP: tl.constexpr):  # fmt: skip
+    program = tl.program_id(0)
+    column_tiles = (columns + COLUMNS - 1) // COLUMNS
+    # Neighbouring programs take the same few row tiles through all columns: both sides stay in the L2 cache.
+    group = program // (GROUP * column_tiles)
+    first = group * GROUP
+    in_group = tl.minimum(tiles - first, GROUP)
+    within = program % (GROUP * column_tiles)
+    tile = first + within % in_group
+    column_tile = within // in_group
+    row = tl.arange(0, ROWS)
+    if DIRECT:
+        expert = tl.load(chosen + tile).to(tl.int64)
+        choice = tl.where(row == 0, tile, -1)
+    else:
+        expert = tl.load(tile_experts + tile).to(tl.int64)
+        choice = tl.load(order + tile * ROWS + row)
+    if expert >= 0:
+        live = choice >= 0
+        source = tl.where(live, choice // PER_TOKEN, 0).to(tl.int64)
+        column = column_tile * COLUMNS + tl.arange(0, COLUMNS)
+        k = tl.arange(0, DEPTH)
+        x_at = x + source[:, None] * x_stride + k[None, :]
+        base = weight + expert * expert_stride
+        safe = tl.where(column < columns, column, 0).to(tl.int64)
+        w_at = base + safe[None, :] * depth + k[:, None]
+        acc = tl.zeros((ROWS, COLUMNS), tl.float32)
+        up = tl.zeros((ROWS, COLUMNS), tl.float32)
+        up_at = w_at + columns * depth
+        for at in range(0, depth, DEPTH):
+            if EVEN:
+                a = tl.load(x_at, mask=live[:, None], other=0.0)
+                b = tl.load(w_at)
+            else:
+                a = tl.load(x_at, mask=live[:, None] & (at + k < depth)[None, :], other=0.0)
+                b = tl.load(w_at, mask=(at + k < depth)[:, None], other=0.0)
+            acc = tl.dot(a, b, acc, input_precision="ieee")
+            if SWIGLU:
+                if EVEN:
+                    c = tl.load(up_at)
+                else:
+                    c = tl.load(up_at, mask=(at + k < depth)[:, None], other=0.0)
+                up = tl.dot(a, c, up, input_precision="ieee")
+                up_at += DEPTH
+            x_at += DEPTH
+            w_at += DEPTH
+        if SWIGLU:
+            # rounded where the separate product would round
+            gate = acc.to(out.dtype.element_ty).to(tl.float32)
+            acc = gate * tl.sigmoid(gate) * up.to(out.dtype.element_ty).to(tl.float32)
+        if WEIGHTED:
+            acc = acc * tl.load(weights + choice, mask=live, other=0.0)[:, None]
+        target = out + tl.where(live, choice, 0).to(tl.int64)[:, None] * columns + column[None, :]
+        tl.store(target, acc.to(out.dtype.element_ty), mask=live[:, None] & (column < columns)[None, :])
+
+
+@triton.jit
+def _combine(results, residual, size, K: tl.constexpr, BLOCK: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < size
+    total = tl.load(residual + token * size + column, mask=inside, other=0.0).to(tl.float32)
+    for index in tl.static_range(K):
+        total += tl.load(results + (token * K + index) * size + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(residual + token * size + column, total.to(residual.dtype.element_ty), mask=inside)
+
+
+class MoEBuffers:
+    """What `mixture` works in, for up to `max_tokens` tokens; all layers share it."""
+
+    def __init__(
+        self, moe: MoESpec, hidden: int, max_tokens: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.moe, self.hidden = moe, hidden
+        choices = max_tokens * moe.experts_per_token
+
+        def ints(count: int) -> Tensor:
+            return torch.zeros(count, dtype=torch.int32, device=device)
+
+        self.logits = torch.empty((max_tokens, moe.experts), dtype=torch.float32, device=device)
+        self.weights = torch.empty(choices, dtype=torch.float32, device=device)
+        self.chosen, self.counts = ints(choices), ints(moe.experts)
+        widest = choices + moe.experts * 127
+        self.order, self.tile_experts = ints(widest), ints(widest // 16 + 1)
+        self.activated = torch.empty((choices, moe.expert_hidden), dtype=dtype, device=device)
+        self.results = torch.empty((choices, hidden), dtype=dtype, device=device)
+
+    @property
+    def nbytes(self) -> int:
+        own = (self.logits, self.weights, self.chosen, self.counts, self.order, self.tile_experts)
+        return sum(tensor.nbytes for tensor in own) + self.activated.nbytes + self.results.nbytes
+
+
+def grouped_configs(
+    choices: int, experts: int, invariant: bool = False
+) -> tuple[GroupedConfig, GroupedConfig]:
+    """For gate and up with SwiGLU, and for down; by how many choices an expert gets on average."""
+    if invariant:
+        return GroupedConfig(64, 64, 64, 4, 3), GroupedConfig(64, 128, 64, 4, 3)
+    average = choices / experts
+    if average <= 8:
+        return GroupedConfig(16, 32, 128, 4, 4), GroupedConfig(16, 64, 128, 4, 4)
+    if average <= 24:
+        return GroupedConfig(32, 64, 64, 4, 4), GroupedConfig(32, 128, 64, 4, 4)
+    if average <= 96:
+        return GroupedConfig(64, 64, 64, 4, 4), GroupedConfig(64, 128, 64, 4, 4)
+    return GroupedConfig(128, 64, 64, 4, 4), GroupedConfig(128, 128, 64, 8, 4)
+
+
+def mixture(
+    x: Tensor,
+    router: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    buffers: MoEBuffers,
+    residual: Tensor,
+    bias: Tensor | None = None,
+    invariant: bool = False,
+    configs: tuple[GroupedConfig, GroupedConfig] | None = None,
+) -> Tensor:
+    """residual += the weighted sum of each token's experts. x and residual [T, hidden], gate_up [E, 2F, hidden],
+    down [E, hidden, F]. `invariant`: a token's result does not depend on its step-mates."""
+    tokens, hidden = x.shape
+    moe = buffers.moe
+    per_token, experts = moe.experts_per_token, moe.experts
+    choices = tokens * per_token
+    logits = _router_logits(x, router, buffers.logits[:tokens], invariant)
+    _route[(tokens,)](
+        logits, logits if bias is None else bias, buffers.chosen, buffers.weights, experts, moe.routed_scale,
+        K=per_token, E=triton.next_power_of_2(experts), SOFTMAX=moe.scoring == "softmax",
+        NORMALISE=moe.normalise_weights, BIASED=bias is not None, PADDED_K=triton.next_power_of_2(per_token),
+        num_warps=1,
+    )  # fmt: skip
+    direct = choices <= _DIRECT_CHOICES and not invariant
+    up_config, down_config = configs or grouped_configs(
+        1 if direct else choices, 1 if direct else experts, invariant
+    )
+    rows = up_config.rows
+    assert rows == down_config.rows
+    tiles = choices if direct else min(choices, -(-choices // rows) + experts)
+    if not direct:
+        _count[(experts,)](buffers.chosen, buffers.counts, choices, CHUNK=_SORT_CHUNK, num_warps=8)
+        _sort[(experts,)](
+            buffers.chosen, buffers.counts, buffers.order, buffers.tile_experts, choices, experts, tiles,
+            TILE=rows, E=triton.next_power_of_2(experts), CHUNK=_SORT_CHUNK, num_warps=8,
+        )  # fmt: skip
+    _product(
+        x, gate_up, buffers.activated, buffers, up_config, choices, tiles, per_token, direct, swiglu=True
+    )
+    _product(
+        buffers.activated,
+        down,
+        buffers.results,
+        buffers,
+        down_config,
+        choices,
+        tiles,
+        1,
+        direct,
+        swiglu=False,
+    )
+    block = min(1024, triton.next_power_of_2(hidden))
+    _combine[(tokens, triton.cdiv(hidden, block))](
+        buffers.results, residual, hidden, K=per_token, BLOCK=block, num_warps=4
+    )
+    return residual
+
+
+def _product(
+    x: Tensor, weight: Tensor, out: Tensor, buffers: MoEBuffers, config: GroupedConfig, choices: int, tiles: int,
+    per_token: int, direct: bool, swiglu: bool,
+) -> None:  # fmt: skip
+    columns = weight.shape[1] // (2 if swiglu else 1)
+    depth = weight.shape[2]
+    _grouped[(tiles * triton.cdiv(columns, config.columns),)](
+        x, weight, out, buffers.weights, buffers.order, buffers.tile_experts, buffers.chosen, choices, tiles, columns,
+        depth, x.stride(0), weight.stride(0), PER_TOKEN=per_token, SWIGLU=swiglu, WEIGHTED=not swiglu, DIRECT=direct,
+        EVEN=depth % config.depth == 0, ROWS=config.rows, COLUMNS=config.columns, DEPTH=config.depth, GROUP=8,
+        num_warps=config.num_warps, num_stages=config.num_stages,
+    )  # fmt: skip
+
+
+def _router_logits(x: Tensor, router: Tensor, out: Tensor, invariant: bool) -> Tensor:
+    """In float32: a near tie must not flip."""
+    if len(x) <= MAX_ROWS and not invariant:
+        return small_linear(x, router, out=out)
+    if x.is_cuda and x.dtype != torch.float32 and not invariant:
+        return torch.mm(x, router.t(), out_dtype=torch.float32)
+    return torch.mm(x.float(), router.t().float(), out=out)
+
+
+def work(tokens: int, hidden: int, moe: MoESpec, element_bytes: int = 2) -> Work:
+    """With choices spread evenly: how many experts are hit at all decides the bytes of small batches."""
+    choices = tokens * moe.experts_per_token
+    hit = moe.experts * (1 - (1 - moe.experts_per_token / moe.experts) ** tokens)
+    weights = int(hit * 3 * moe.expert_hidden * hidden) * element_bytes
+    return Work(
+        bytes=weights + 3 * tokens * hidden * element_bytes, flops=choices * 6 * hidden * moe.expert_hidden
+    )
+
+
+def tune() -> dict[str, str]:
+    """The fastest tiles by average choices per expert, on the present device, for Qwen3-30B-A3B's layers."""
+    found: dict[str, str] = {}
+    moe, hidden, inputs = _bench_layer()
+    for tokens in (1, 4, 64, 256, 512, 8192):
+        x, router, gate_up, down = inputs(tokens)
+        buffers = MoEBuffers(moe, hidden, tokens, torch.bfloat16, x.device)
+        residual = torch.zeros_like(x)
+        best, best_us = "", float("inf")
+        for rows, up_columns, depth, warps, stages in _candidates(tokens):
+            down_columns = min(128, 2 * up_columns)
+            pair = (
+                GroupedConfig(rows, up_columns, depth, warps, stages),
+                GroupedConfig(rows, down_columns, depth, warps, stages),
+            )
+            try:
+                us = graph_us(
+                    lambda i: mixture(x, router, gate_up, down, buffers, residual, configs=pair),
+                    repeats=8,
+                    rounds=3,
+                )
+            except Exception as error:
+                print(f"moe T={tokens} {pair[0]}: {type(error).__name__}")
+                continue
+            if us < best_us:
+                best, best_us = f"{rows},{up_columns},{depth},{warps},{stages}", us
+        floor = work(tokens, hidden, moe).floor_us(4.3e12, 690e12)
+        found[f"T={tokens}"] = f"{best}: {best_us:.1f} us, {100 * floor / best_us:.0f}% of roofline"
+    return found
+
+
+def _candidates(tokens: int) -> list[tuple[int, int, int, int, int]]:
+    if tokens <= 8:
+        return [
+            (16, 16, 128, 4, 4),
+            (16, 32, 128, 4, 4),
+            (16, 32, 256, 4, 3),
+            (16, 16, 256, 4, 3),
+            (16, 64, 128, 4, 3),
+        ]
+    if tokens <= 512:
+        rows = {64: 16, 256: 32, 512: 64}[tokens]
+        return [
+            (rows, 64, 64, 4, 4), (rows, 32, 128, 4, 4), (rows, 64, 128, 4, 3), (rows, 64, 64, 4, 5),
+            (max(16, rows // 2), 64, 64, 4, 4), (rows, 128, 64, 8, 4),
+        ]  # fmt: skip
+    return [
+        (128, 64, 64, 4, 4),
+        (128, 64, 64, 8, 4),
+        (128, 128, 64, 8, 3),
+        (64, 128, 64, 4, 4),
+        (128, 64, 64, 8, 3),
+    ]
+
+
+def _bench_layer():  # type: ignore[no-untyped-def]
+    moe, hidden = MoESpec(experts=128, experts_per_token=8, expert_hidden=768), 2048
+    gate_up = torch.randn(128, 1536, hidden, device="cuda", dtype=torch.bfloat16) * hidden**-0.5
+    down = torch.randn(128, hidden, 768, device="cuda", dtype=torch.bfloat16) * 768**-0.5
+    router = torch.randn(128, hidden, device="cuda", dtype=torch.bfloat16) * hidden**-0.5
+
+    def inputs(tokens: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return torch.randn(tokens, hidden, device="cuda", dtype=torch.bfloat16), router, gate_up, down
+
+    return moe, hidden, inputs
+
+
+def bench_rows() -> Iterator[KernelRow]:
+    moe, hidden, inputs = _bench_layer()
+    for tokens in (1, 64, 512, 8192):
+        x, router, gate_up, down = inputs(tokens)
+        buffers = MoEBuffers(moe, hidden, tokens, torch.bfloat16, x.device)
+        residual = torch.zeros_like(x)
+        found = mixture(x, router, gate_up, down, buffers, torch.zeros_like(x))[:4]
+        wide = [tensor.float() for tensor in (x[:4], router, gate_up, down)]
+        exact = reference(*wide, moe)
+        yield KernelRow(
+            "mixture of experts", f"T={tokens} 128 experts, 8 each, 2048x768", work(tokens, hidden, moe),
+            graph_us(lambda i: mixture(x, router, gate_up, down, buffers, residual), repeats=8),
+            error=float((found.float() - exact).norm() / exact.norm()),
+        )  # fmt: skip

@@ -1,0 +1,176 @@
+"""RMSNorm, alone or with the residual added first: one kernel per decoder half-layer at larger batches, and in training.
+
+Must move: x in and out once; with a residual also that, read and written. Forward and backward sum in float32.
+"""
+
+from collections.abc import Iterator
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from cumulo.kernels.cuda.timing import copies_past_cache, graph_us
+from cumulo.kernels.cuda.work import KernelRow, Work
+
+_BACKWARD_ROWS = 64  # rows of which one program sums the weight's gradient: the order of the sum is fixed
+
+
+def reference(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
+    """The norm of x, or of x + residual."""
+    if residual is not None:
+        x = x + residual
+    wide = x if x.dtype == torch.float64 else x.float()
+    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (wide * scale).to(x.dtype) * weight
+
+
+@triton.jit
+def _forward(x, weight, out, residual, rows_of, x_stride, size, eps, ADD: tl.constexpr, PICK: tl.constexpr,
+             BLOCK: tl.constexpr):  # fmt: skip
+    row = tl.program_id(0)
+    source = row.to(tl.int64)
+    if PICK:  # only some rows are wanted, in the order given
+        source = tl.load(rows_of + row).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < size
+    h = tl.load(x + source * x_stride + columns, mask=inside, other=0.0).to(tl.float32)
+    if ADD:
+        h += tl.load(residual + source * size + columns, mask=inside, other=0.0).to(tl.float32)
+        rounded = h.to(residual.dtype.element_ty)
+        if not PICK:
+            tl.store(residual + source * size + columns, rounded, mask=inside)
+        h = rounded.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(h * h, 0) / size + eps)
+    w = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row.to(tl.int64) * size + columns, (h * scale * w).to(out.dtype.element_ty), mask=inside)
+
+
+def rms_norm(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    residual: Tensor | None = None,
+    rows: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Norm of x [T, H] (rows may be strided); a contiguous `residual` is added first and keeps the sum. With
+    `rows` only those rows are normed, gathered, and the residual is left as it is."""
+    size = x.shape[-1]
+    count = x.shape[0] if rows is None else rows.shape[0]
+    if out is None:
+        out = torch.empty((count, size), dtype=x.dtype, device=x.device)
+    if count == 0:
+        return out
+    block = triton.next_power_of_2(size)
+    _forward[(count,)](
+        x, weight, out, x if residual is None else residual, x if rows is None else rows, x.stride(0), size, eps,
+        ADD=residual is not None, PICK=rows is not None, BLOCK=block, num_warps=_warps(block),
+    )  # fmt: skip
+    return out
+
+
+def _warps(block: int) -> int:
+    return max(1, min(16, block // 512))
+
+
+# -- for training ---------------------------------------------------------------------------------------------
+@triton.jit
+def _backward(
+    x, weight, grad_out, grad_x, grad_weight, rows, size, eps, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):
+    program = tl.program_id(0)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < size
+    w = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for index in range(ROWS):
+        row = (program * ROWS + index).to(tl.int64)
+        live = inside & (columns * 0 + row < rows)  # the row's test as wide as the columns'
+        h = tl.load(x + row * size + columns, mask=live, other=0.0).to(tl.float32)
+        g = tl.load(grad_out + row * size + columns, mask=live, other=0.0).to(tl.float32)
+        scale = tl.rsqrt(tl.sum(h * h, 0) / size + eps)
+        unit = h * scale
+        weighted = g * w
+        # d/dx of x/rms(x): what is parallel to x is removed (Zhang & Sennrich 2019, section 3).
+        dx = scale * (weighted - unit * (tl.sum(weighted * unit, 0) / size))
+        tl.store(grad_x + row * size + columns, dx.to(grad_x.dtype.element_ty), mask=live)
+        total += g * unit
+    tl.store(grad_weight + program * size + columns, total, mask=inside)
+
+
+def backward(x: Tensor, weight: Tensor, grad_out: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Gradients of x and weight; the weight's is summed in a fixed order, so runs are bit-equal."""
+    x, grad_out = x.contiguous(), grad_out.contiguous()
+    rows, size = x.shape
+    programs = max(1, -(-rows // _BACKWARD_ROWS))
+    grad_x = torch.empty_like(x)
+    partial = torch.empty((programs, size), dtype=torch.float32, device=x.device)
+    block = triton.next_power_of_2(size)
+    _backward[(programs,)](
+        x, weight, grad_out, grad_x, partial, rows, size, eps,
+        ROWS=_BACKWARD_ROWS if rows else 0, BLOCK=block, num_warps=_warps(block),
+    )  # fmt: skip
+    return grad_x, partial.sum(0).to(weight.dtype)
+
+
+@torch.library.custom_op("cumulo::rms_norm", mutates_args=())
+def rms_norm_op(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x [T, H] normed; differentiable."""
+    return rms_norm(x, weight, eps)
+
+
+@rms_norm_op.register_fake
+def _fake(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+@torch.library.custom_op("cumulo::rms_norm_backward", mutates_args=())
+def rms_norm_backward_op(x: Tensor, weight: Tensor, grad_out: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    return backward(x, weight, grad_out, eps)
+
+
+@rms_norm_backward_op.register_fake
+def _fake_backward(x: Tensor, weight: Tensor, grad_out: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device), torch.empty_like(weight)
+
+
+def _keep(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    x, weight, ctx.eps = inputs
+    ctx.save_for_backward(x, weight)
+
+
+def _differentiate(ctx, grad_out: Tensor):  # type: ignore[no-untyped-def]
+    x, weight = ctx.saved_tensors
+    return (*torch.ops.cumulo.rms_norm_backward(x, weight, grad_out, ctx.eps), None)
+
+
+rms_norm_op.register_autograd(_differentiate, setup_context=_keep)
+
+
+# -- what it costs --------------------------------------------------------------------------------------------
+def work(rows: int, size: int, element_bytes: int, residual: bool) -> Work:
+    return Work(
+        bytes=rows * size * element_bytes * (4 if residual else 2) + size * element_bytes,
+        flops=4 * rows * size,
+    )
+
+
+def bench_rows() -> Iterator[KernelRow]:
+    for rows, size in ((256, 1024), (8192, 1024), (8192, 4096)):
+        copies = copies_past_cache(rows * size * 8)
+        x = [torch.randn(rows, size, device="cuda", dtype=torch.bfloat16) for _ in range(copies)]
+        residual = [torch.randn_like(x[0]) for _ in range(copies)]
+        weight = torch.rand(size, device="cuda", dtype=torch.bfloat16) + 0.5
+        out = torch.empty_like(x[0])
+        expected = reference(x[0].double(), weight.double(), 1e-6, residual[0].double())
+        error = float(
+            (rms_norm(x[0], weight, 1e-6, residual[0].clone()).double() - expected).norm() / expected.norm()
+        )
+        yield KernelRow(
+            "rms_norm + residual", f"{rows}x{size}", work(rows, size, 2, True),
+            graph_us(lambda i: rms_norm(x[i], weight, 1e-6, residual[i], out=out), copies),
+            {"torch (add, then rms_norm)": graph_us(
+                lambda i: torch.nn.functional.rms_norm(x[i].add_(residual[i]), (size,), weight, 1e-6), copies)},
+            error=error,
+        )  # fmt: skip

@@ -1,0 +1,374 @@
+"""small_linear: y = x·Wᵀ for one to four rows of x, as when a few sequences decode. `linear` calls it.
+
+It must read the weights once (N·K elements; x and y are nothing beside them) and do 2·M·N·K FLOPs: memory-bound
+by two orders of magnitude, so plain multiply-adds are enough and every choice is about loads in flight. A program
+owns a few output rows; a row's loads are unrolled, 16 bytes a thread, so that the memory system has them all at
+once. RMSNorm costs no pass of its own: Σ w·(x·g)·r = r·Σ w·(x·g), and r comes out of the same loop. SwiGLU keeps
+a gate row and its up row in one program.
+
+With `dependent_launch` (programmatic dependent launch) a program asks for its first weights before it waits for
+the kernel that makes x: weights never change, and in a kernel of 3 µs the wait for the first bytes is the cost.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from cumulo.kernels.cuda.timing import copies_past_cache, graph_us
+from cumulo.kernels.cuda.work import KernelRow, Work
+
+MAX_ROWS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class SmallConfig:
+    """Output rows and columns of W a program holds at once, and its warps."""
+
+    rows: int
+    block_k: int
+    num_warps: int
+
+
+# Tried by `tune`; the defaults below are among them.
+CANDIDATES = (
+    SmallConfig(1, 1024, 4),
+    SmallConfig(1, 2048, 4),
+    SmallConfig(1, 2048, 8),
+    SmallConfig(2, 512, 2),
+    SmallConfig(2, 1024, 4),
+    SmallConfig(2, 2048, 8),
+    SmallConfig(4, 512, 2),
+    SmallConfig(4, 512, 4),
+    SmallConfig(4, 1024, 4),
+    SmallConfig(4, 1024, 8),
+    SmallConfig(8, 512, 4),
+)
+
+
+def reference(
+    x: Tensor,
+    weight: Tensor,
+    norm_weight: Tensor | None = None,
+    eps: float = 1e-6,
+    residual: Tensor | None = None,
+    swiglu: bool = False,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """What it computes, in plain torch: norm, product, bias, SwiGLU, residual, in this order."""
+    if norm_weight is not None:
+        x = F.rms_norm(x, x.shape[-1:], norm_weight.to(x.dtype), eps)
+    y = F.linear(x, weight, bias)
+    if swiglu:
+        gate, up = y.chunk(2, dim=-1)
+        y = F.silu(gate) * up
+    return y if residual is None else residual + y
+
+
+def work(m: int, n: int, k: int, weight_bytes: int, swiglu: bool = False, residual: bool = False) -> Work:
+    """`n` counts the weight's rows, `weight_bytes` its bytes with scales; activations take two bytes."""
+    outputs = m * (n // 2 if swiglu else n)
+    return Work(bytes=weight_bytes + 2 * (m * k + outputs * (2 if residual else 1)), flops=2 * m * n * k)
+
+
+def default_config(n: int, k: int, swiglu: bool, weight_bytes_per_element: int = 2) -> SmallConfig:
+    """Small matrices: every load of every program in flight in one wave. Large ones: 16 KiB a program."""
+    if n * k <= 4 << 20:
+        rows = 1 if n <= 2048 or swiglu else 2
+        return SmallConfig(rows, 1024 if k <= 1024 or k % 2048 else 2048, 4)
+    rows = 1 if swiglu else 2
+    block_k = 2048 if k % 2048 == 0 or k > 8192 else 1024
+    if weight_bytes_per_element == 1:  # half the bytes: twice the rows for as many bytes in flight
+        rows *= 2
+    return SmallConfig(rows, block_k, 8 if rows * block_k * (2 if swiglu else 1) >= 8192 else 4)
+
+
+@triton.jit
+def _dot_rows(x, k_offsets, k_mask, stride_x, m: tl.constexpr, weights, gains, sum_squares, acc, NORM: tl.constexpr,
+              MASKED: tl.constexpr):  # fmt: skip
+    """Add one tile's products with row m of x to `acc`; with NORM also its squares to `sum_squares`."""
+    if MASKED:
+        row = tl.load(x + m * stride_x + k_offsets, mask=k_mask, other=0.0).to(tl.float32)
+    else:
+        row = tl.load(x + m * stride_x + k_offsets).to(tl.float32)
+    if NORM:
+        sum_squares += row * row
+        row *= gains
+    acc += weights * row[None, :]
+    return acc, sum_squares
+
+
+@triton.jit
+def _load_weights(pointers, row_mask, k_mask, MASKED_N: tl.constexpr, MASKED_K: tl.constexpr):
+    if MASKED_N and MASKED_K:
+        mask = row_mask[:, None] & k_mask[None, :]
+        tile = tl.load(pointers, mask=mask, other=0.0, eviction_policy="evict_first")
+    elif MASKED_N:
+        tile = tl.load(pointers, mask=row_mask[:, None], other=0.0, eviction_policy="evict_first")
+    elif MASKED_K:
+        tile = tl.load(pointers, mask=k_mask[None, :], other=0.0, eviction_policy="evict_first")
+    else:
+        tile = tl.load(pointers, eviction_policy="evict_first")
+    return tile
+
+
+@triton.jit
+def _finish(acc, up, sum_squares, m: tl.constexpr, rows, row_mask, out, residual, bias, scales, stride_out,
+            stride_residual, OUTPUTS, eps, K: tl.constexpr, NORM: tl.constexpr, SWIGLU: tl.constexpr,
+            RESIDUAL: tl.constexpr, BIAS: tl.constexpr, SCALED: tl.constexpr):  # fmt: skip
+    """Reduce one row of x's products and write its outputs."""
+    y = tl.sum(acc, axis=1)
+    if NORM:
+        rstd = tl.rsqrt(tl.sum(sum_squares, axis=0) / K + eps)
+        y *= rstd
+    if SCALED:
+        y *= tl.load(scales + rows, mask=row_mask, other=0.0)
+    if BIAS:
+        y += tl.load(bias + rows, mask=row_mask, other=0.0).to(tl.float32)
+    if SWIGLU:
+        z = tl.sum(up, axis=1)
+        if NORM:
+            z *= rstd
+        if SCALED:
+            z *= tl.load(scales + OUTPUTS + rows, mask=row_mask, other=0.0)
+        if BIAS:
+            z += tl.load(bias + OUTPUTS + rows, mask=row_mask, other=0.0).to(tl.float32)
+        y = y * tl.sigmoid(y) * z
+    if RESIDUAL:
+        y += tl.load(residual + m * stride_residual + rows, mask=row_mask, other=0.0).to(tl.float32)
+    tl.store(out + m * stride_out + rows, y.to(out.dtype.element_ty), mask=row_mask)
+
+
+@triton.jit
+def _small_linear_kernel(x, weight, out, norm_weight, residual, bias, scales, OUTPUTS, stride_x, stride_weight,
+                         stride_out, stride_residual, eps, M: tl.constexpr, K: tl.constexpr,
+                         ROWS: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr, NORM: tl.constexpr,
+                         SWIGLU: tl.constexpr, RESIDUAL: tl.constexpr, BIAS: tl.constexpr,
+                         SCALED: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    row_mask = rows < OUTPUTS
+    columns = tl.arange(0, BLOCK_K)
+    gate_rows = weight + rows.to(tl.int64)[:, None] * stride_weight
+    up_rows = gate_rows + OUTPUTS.to(tl.int64) * stride_weight
+    acc0 = tl.zeros([ROWS, BLOCK_K], tl.float32)
+    acc1, acc2, acc3 = acc0, acc0, acc0
+    up0, up1, up2, up3 = acc0, acc0, acc0, acc0
+    squares0 = tl.zeros([BLOCK_K], tl.float32)
+    squares1, squares2, squares3 = squares0, squares0, squares0
+    if PDL:
+        gdc_launch_dependents()  # the next kernel may ask for its weights as soon as there is room for it
+    # One tile ahead: a tile's loads are on their way while the one before is multiplied.
+    next_w = _load_weights(gate_rows + columns[None, :], row_mask, columns < K, not EVEN_N, BLOCK_K > K)
+    next_u = next_w
+    if SWIGLU:
+        next_u = _load_weights(up_rows + columns[None, :], row_mask, columns < K, not EVEN_N, BLOCK_K > K)
+    if PDL:
+        gdc_wait()  # what comes before may run beside the kernel that makes x
+    for k in tl.static_range(0, K, BLOCK_K):
+        offsets = k + columns
+        k_mask = offsets < K
+        w, u = next_w, next_u
+        if k + BLOCK_K < K:
+            ahead = offsets + BLOCK_K
+            next_w = _load_weights(
+                gate_rows + ahead[None, :], row_mask, ahead < K, not EVEN_N, k + 2 * BLOCK_K > K
+            )
+            if SWIGLU:
+                next_u = _load_weights(
+                    up_rows + ahead[None, :], row_mask, ahead < K, not EVEN_N, k + 2 * BLOCK_K > K
+                )
+        gains = columns
+        if NORM:
+            if k + BLOCK_K > K:
+                gains = tl.load(norm_weight + offsets, mask=k_mask, other=0.0).to(tl.float32)
+            else:
+                gains = tl.load(norm_weight + offsets).to(tl.float32)
+        w = w.to(tl.float32)
+        acc0, squares0 = _dot_rows(
+            x, offsets, k_mask, stride_x, 0, w, gains, squares0, acc0, NORM, k + BLOCK_K > K
+        )
+        if M > 1:
+            acc1, squares1 = _dot_rows(
+                x, offsets, k_mask, stride_x, 1, w, gains, squares1, acc1, NORM, k + BLOCK_K > K
+            )
+        if M > 2:
+            acc2, squares2 = _dot_rows(
+                x, offsets, k_mask, stride_x, 2, w, gains, squares2, acc2, NORM, k + BLOCK_K > K
+            )
+        if M > 3:
+            acc3, squares3 = _dot_rows(
+                x, offsets, k_mask, stride_x, 3, w, gains, squares3, acc3, NORM, k + BLOCK_K > K
+            )
+        if SWIGLU:
+            u = u.to(tl.float32)
+            up0, _ = _dot_rows(
+                x, offsets, k_mask, stride_x, 0, u, gains, squares0, up0, NORM, k + BLOCK_K > K
+            )
+            if M > 1:
+                up1, _ = _dot_rows(
+                    x, offsets, k_mask, stride_x, 1, u, gains, squares1, up1, NORM, k + BLOCK_K > K
+                )
+            if M > 2:
+                up2, _ = _dot_rows(
+                    x, offsets, k_mask, stride_x, 2, u, gains, squares2, up2, NORM, k + BLOCK_K > K
+                )
+            if M > 3:
+                up3, _ = _dot_rows(
+                    x, offsets, k_mask, stride_x, 3, u, gains, squares3, up3, NORM, k + BLOCK_K > K
+                )
+    _finish(acc0, up0, squares0, 0, rows, row_mask, out, residual, bias, scales, stride_out, stride_residual,
+            OUTPUTS, eps, K, NORM, SWIGLU, RESIDUAL, BIAS, SCALED)  # fmt: skip
+    if M > 1:
+        _finish(acc1, up1, squares1, 1, rows, row_mask, out, residual, bias, scales, stride_out, stride_residual,
+                OUTPUTS, eps, K, NORM, SWIGLU, RESIDUAL, BIAS, SCALED)  # fmt: skip
+    if M > 2:
+        _finish(acc2, up2, squares2, 2, rows, row_mask, out, residual, bias, scales, stride_out, stride_residual,
+                OUTPUTS, eps, K, NORM, SWIGLU, RESIDUAL, BIAS, SCALED)  # fmt: skip
+    if M > 3:
+        _finish(acc3, up3, squares3, 3, rows, row_mask, out, residual, bias, scales, stride_out, stride_residual,
+                OUTPUTS, eps, K, NORM, SWIGLU, RESIDUAL, BIAS, SCALED)  # fmt: skip
+
+
+def small_linear(
+    x: Tensor,
+    weight: Tensor,
+    out: Tensor | None = None,
+    *,
+    norm_weight: Tensor | None = None,
+    eps: float = 1e-6,
+    residual: Tensor | None = None,
+    swiglu: bool = False,
+    bias: Tensor | None = None,
+    scales: Tensor | None = None,
+    config: SmallConfig | None = None,
+    dependent_launch: bool = False,
+) -> Tensor:
+    """x [M ≤ 4, K] times weight [N, K] (rows contiguous, any float dtype; `scales` [N] for e4m3) into `out`.
+
+    With `swiglu` the weight's first half are gate rows, its second half up rows, and out is [M, N/2]. `out` may be
+    `residual` itself. With `dependent_launch` the kernel before must not have changed `weight` or `scales`.
+    """
+    m, k = x.shape
+    n = weight.shape[0]
+    outputs = n // 2 if swiglu else n
+    if m > MAX_ROWS:
+        raise ValueError(f"small_linear takes at most {MAX_ROWS} rows of x, not {m}: use linear")
+    if out is None:
+        out = torch.empty((m, outputs), dtype=x.dtype, device=x.device)
+    if config is None:
+        config = default_config(n, k, swiglu, weight.element_size())
+    rows = config.rows
+    launch = {"launch_pdl": True} if dependent_launch else {}
+    _small_linear_kernel[(-(-outputs // rows),)](
+        x,
+        weight,
+        out,
+        x if norm_weight is None else norm_weight,
+        x if residual is None else residual,
+        x if bias is None else bias,
+        x if scales is None else scales,
+        outputs,
+        x.stride(0),
+        weight.stride(0),
+        out.stride(0),
+        0 if residual is None else residual.stride(0),
+        eps,
+        M=m,
+        K=k,
+        ROWS=rows,
+        BLOCK_K=config.block_k,
+        EVEN_N=outputs % rows == 0,
+        NORM=norm_weight is not None,
+        SWIGLU=swiglu,
+        RESIDUAL=residual is not None,
+        BIAS=bias is not None,
+        SCALED=scales is not None,
+        PDL=dependent_launch,
+        num_warps=config.num_warps,
+        **launch,
+    )
+    return out
+
+
+@torch.library.custom_op("cumulo::small_linear", mutates_args=())
+def small_linear_op(
+    x: Tensor,
+    weight: Tensor,
+    norm_weight: Tensor | None = None,
+    residual: Tensor | None = None,
+    bias: Tensor | None = None,
+    scales: Tensor | None = None,
+    eps: float = 1e-6,
+    swiglu: bool = False,
+) -> Tensor:
+    return small_linear(
+        x,
+        weight,
+        norm_weight=norm_weight,
+        eps=eps,
+        residual=residual,
+        swiglu=swiglu,
+        bias=bias,
+        scales=scales,
+    )
+
+
+@small_linear_op.register_fake
+def _(
+    x: Tensor,
+    weight: Tensor,
+    norm_weight: Tensor | None = None,
+    residual: Tensor | None = None,
+    bias: Tensor | None = None,
+    scales: Tensor | None = None,
+    eps: float = 1e-6,
+    swiglu: bool = False,
+) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[0] // (2 if swiglu else 1))
+
+
+# The decode linears of two models, and what a plain tuned kernel reached on an H200 (µs, one row).
+BENCH_SHAPES = (
+    ("Qwen3-0.6B qkv", 4096, 1024, 4.1),
+    ("Qwen3-0.6B o", 1024, 2048, 3.2),
+    ("Qwen3-0.6B gate/up", 6144, 1024, 5.1),
+    ("Qwen3-0.6B down", 1024, 3072, 3.7),
+    ("Qwen3-0.6B head", 151936, 1024, 73.7),
+    ("Llama-8B qkv", 6144, 4096, 13.7),
+    ("Llama-8B o", 4096, 4096, 10.0),
+    ("Llama-8B gate/up", 28672, 4096, 55.9),
+    ("Llama-8B down", 4096, 14336, 29.5),
+)
+
+
+def bench_rows(device: torch.device | str = "cuda") -> Iterator[KernelRow]:
+    """Every decode linear at one row, with its fusions beside the plain product that cuBLAS does."""
+    generator = torch.Generator(device).manual_seed(0)
+    for name, n, k, must_us in BENCH_SHAPES:
+        copies = copies_past_cache(2 * n * k)
+        weights = [random_bf16(n, k, device=device, generator=generator, std=k**-0.5) for _ in range(copies)]
+        x = random_bf16(1, k, device=device, generator=generator)
+        out = torch.empty(1, n, dtype=x.dtype, device=device)
+        small_linear(x, weights[0], out)
+        exact = reference(x.double(), weights[0].double())
+        yield KernelRow(
+            name="small_linear",
+            shape=f"{name} m=1 n={n} k={k}",
+            work=work(1, n, k, 2 * n * k),
+            ours_us=graph_us(lambda i: small_linear(x, weights[i], out), copies),
+            rivals_us={"cuBLAS": graph_us(lambda i: F.linear(x, weights[i]), copies)},
+            config=str(default_config(n, k, False)),
+            error=float((out - exact).norm() / exact.norm()),
+            must_us=must_us,
+        )
+
+
+def random_bf16(
+    *shape: int, device: torch.device | str, generator: torch.Generator, std: float = 1.0
+) -> Tensor:
+    return (torch.randn(*shape, device=device, generator=generator) * std).to(torch.bfloat16)

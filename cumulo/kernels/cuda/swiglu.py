@@ -1,0 +1,119 @@
+"""SwiGLU (Shazeer 2020): silu(gate) · up from both side by side, between a layer's two feed-forward products.
+
+Must move: two numbers in and one out per element; backward three in and two out.
+"""
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from cumulo.kernels.cuda.timing import copies_past_cache, graph_us
+from cumulo.kernels.cuda.work import KernelRow, Work
+
+_BLOCK = 1024
+
+
+def reference(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, -1)
+    return F.silu(gate) * up
+
+
+@triton.jit
+def _forward(gate_up, out, width, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < width
+    gate = tl.load(gate_up + row * 2 * width + columns, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * 2 * width + width + columns, mask=inside, other=0.0).to(tl.float32)
+    tl.store(
+        out + row * width + columns, (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty), mask=inside
+    )
+
+
+@triton.jit
+def _backward(gate_up, grad_out, grad, width, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < width
+    gate = tl.load(gate_up + row * 2 * width + columns, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * 2 * width + width + columns, mask=inside, other=0.0).to(tl.float32)
+    g = tl.load(grad_out + row * width + columns, mask=inside, other=0.0).to(tl.float32)
+    s = tl.sigmoid(gate)
+    d_gate = g * up * s * (1 + gate * (1 - s))
+    d_up = g * gate * s
+    tl.store(grad + row * 2 * width + columns, d_gate.to(grad.dtype.element_ty), mask=inside)
+    tl.store(grad + row * 2 * width + width + columns, d_up.to(grad.dtype.element_ty), mask=inside)
+
+
+def swiglu(gate_up: Tensor, out: Tensor | None = None) -> Tensor:
+    """[T, 2F] contiguous -> [T, F]."""
+    rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    if out is None:
+        out = torch.empty((rows, width), dtype=gate_up.dtype, device=gate_up.device)
+    if rows:
+        _forward[(rows, triton.cdiv(width, _BLOCK))](gate_up, out, width, BLOCK=_BLOCK, num_warps=4)
+    return out
+
+
+@torch.library.custom_op("cumulo::swiglu", mutates_args=())
+def swiglu_op(gate_up: Tensor) -> Tensor:
+    """Differentiable; any leading dimensions."""
+    return swiglu(gate_up.reshape(-1, gate_up.shape[-1]).contiguous()).view(
+        *gate_up.shape[:-1], gate_up.shape[-1] // 2
+    )
+
+
+@swiglu_op.register_fake
+def _fake(gate_up: Tensor) -> Tensor:
+    return torch.empty(
+        (*gate_up.shape[:-1], gate_up.shape[-1] // 2), dtype=gate_up.dtype, device=gate_up.device
+    )
+
+
+@torch.library.custom_op("cumulo::swiglu_backward", mutates_args=())
+def swiglu_backward_op(gate_up: Tensor, grad_out: Tensor) -> Tensor:
+    flat = gate_up.reshape(-1, gate_up.shape[-1]).contiguous()
+    grad = torch.empty_like(flat)
+    rows, width = flat.shape[0], flat.shape[1] // 2
+    if rows:
+        _backward[(rows, triton.cdiv(width, _BLOCK))](
+            flat, grad_out.contiguous(), grad, width, BLOCK=_BLOCK, num_warps=4
+        )
+    return grad.view(gate_up.shape)
+
+
+@swiglu_backward_op.register_fake
+def _fake_backward(gate_up: Tensor, grad_out: Tensor) -> Tensor:
+    return torch.empty(gate_up.shape, dtype=gate_up.dtype, device=gate_up.device)
+
+
+def _keep(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    ctx.save_for_backward(inputs[0])
+
+
+def _differentiate(ctx, grad_out: Tensor):  # type: ignore[no-untyped-def]
+    return torch.ops.cumulo.swiglu_backward(ctx.saved_tensors[0], grad_out)
+
+
+swiglu_op.register_autograd(_differentiate, setup_context=_keep)
+
+
+def work(rows: int, width: int, element_bytes: int) -> Work:
+    return Work(bytes=3 * rows * width * element_bytes, flops=5 * rows * width)
+
+
+def bench_rows() -> Iterator[KernelRow]:
+    for rows, width in ((256, 3072), (8192, 3072), (8192, 14336)):
+        copies = copies_past_cache(rows * width * 6, limit=16)
+        x = [torch.randn(rows, 2 * width, device="cuda", dtype=torch.bfloat16) for _ in range(copies)]
+        out = torch.empty(rows, width, device="cuda", dtype=torch.bfloat16)
+        expected = reference(x[0].double())
+        error = float((swiglu(x[0]).double() - expected).norm() / expected.norm())
+        yield KernelRow(
+            "swiglu", f"{rows}x{width}", work(rows, width, 2), graph_us(lambda i: swiglu(x[i], out), copies),
+            {"torch": graph_us(lambda i: reference(x[i]), copies)}, error=error,
+        )  # fmt: skip

@@ -1,0 +1,207 @@
+"""CudaDecoder: a step of a decoder in GPU kernels, into buffers that never move, so that it can be captured in a CUDA
+graph. `CudaRunner` plays it in place of the torch `Decoder` it was made from, whose weights it shares.
+
+A half-layer is: norm, product, (rotation and pages, attention | SwiGLU), product onto the residual stream. A few
+tokens take the products that stream weights and norm on the way; many take the matrix units.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cumulo.kernels.cuda.linear import Weight, fuses, linear
+from cumulo.kernels.cuda.moe import MoEBuffers, mixture
+from cumulo.kernels.cuda.paged_attention import AttentionPlan
+from cumulo.kernels.cuda.rms_norm import rms_norm
+from cumulo.kernels.cuda.rope_cache import rope_cache
+from cumulo.kernels.cuda.swiglu import swiglu
+from cumulo.models.attention import Attention
+from cumulo.models.batch import KVCache
+from cumulo.models.decoder import Decoder, Layer
+from cumulo.models.linear import Linear
+from cumulo.models.moe import FeedForward, MixtureOfExperts
+
+
+@dataclass(slots=True)
+class StepTensors:
+    """One step on the device, all int32; views of buffers that stay where they are."""
+
+    token_ids: Tensor  # [T]
+    positions: Tensor  # [T]
+    slots: Tensor  # [T]: where each token's K and V are written; -1: nowhere
+    logit_rows: Tensor  # [R]: tokens whose logits are wanted
+    attention: AttentionPlan  # prepared for this step
+
+
+def why_not(decoder: Decoder) -> str | None:
+    """What keeps a decoder from being played by these kernels, or None."""
+    spec = decoder.spec
+    if spec.mla is not None:
+        return "latent attention runs layer by layer"
+    if spec.head_dim & (spec.head_dim - 1) or spec.rope_dim != spec.head_dim:
+        return f"heads of {spec.head_dim} numbers, {spec.rope_dim} of them rotated, are not a power of two throughout"
+    for name, module in decoder.named_modules():
+        if isinstance(module, Linear) and module.packed is not None:
+            return f"{name} is packed for a CPU"
+    return None
+
+
+class CudaDecoder:
+    def __init__(self, decoder: Decoder, max_tokens: int, max_outputs: int) -> None:
+        """Buffers for steps of up to `max_tokens` tokens and `max_outputs` rows of logits."""
+        obstacle = why_not(decoder)
+        if obstacle is not None:
+            raise ValueError(f"this decoder cannot be played by the GPU kernels: {obstacle}")
+        self.decoder, self.spec, self.dtype = decoder, decoder.spec, decoder.dtype
+        spec, device = decoder.spec, decoder.embed.weight.device
+        self.device = device
+        self.max_tokens, self.max_outputs = max_tokens, max_outputs
+        decoder.rotary.at(torch.zeros(0, dtype=torch.int64, device=device))  # makes the table
+        assert decoder.rotary.table is not None
+        self.cosine, self.sine = (table.contiguous() for table in decoder.rotary.table)
+        self.layers = [self._layer_weights(layer) for layer in decoder.layers]
+        self.head: Weight = (decoder.embed if spec.tied_embeddings else decoder.head).weight
+        self.moe_buffers = None
+        if spec.moe is not None:
+            self.moe_buffers = MoEBuffers(spec.moe, spec.hidden, max_tokens, self.dtype, device)
+
+        def buffer(rows: int, columns: int) -> Tensor:
+            return torch.empty((rows, columns), dtype=self.dtype, device=device)
+
+        heads = spec.heads * spec.head_dim
+        self.stream = buffer(max_tokens, spec.hidden)
+        self.normed = buffer(max_tokens, spec.hidden)
+        self.qkv = buffer(max_tokens, heads + 2 * spec.kv_heads * spec.head_dim)
+        self.mixed = buffer(max_tokens, heads)
+        widest = max((layer.ffn_width for layer in self.layers), default=0)
+        self.gate_up = buffer(max_tokens, 2 * widest)
+        self.activated = buffer(max_tokens, widest)
+        self.wanted = buffer(max_outputs, spec.hidden)
+        self.logits = buffer(max_outputs, spec.vocab_size)
+
+    @property
+    def buffer_bytes(self) -> int:
+        """What a step works in; the ledger's activations and logits together."""
+        own = (self.stream, self.normed, self.qkv, self.mixed, self.gate_up, self.activated, self.wanted, self.logits)
+        return sum(tensor.nbytes for tensor in own) + (self.moe_buffers.nbytes if self.moe_buffers else 0)
+
+    # -- a step --------------------------------------------------------------------------------------------
+    def forward(self, step: StepTensors, cache: KVCache) -> Tensor:
+        """Compute a step, write its keys and values; the logits [R, vocabulary] of `step.logit_rows`."""
+        stream = self.run_layers(step, cache)
+        outputs = len(step.logit_rows)
+        wanted = rms_norm(
+            stream, self.decoder.final_norm.weight, self.spec.norm_eps, rows=step.logit_rows, out=self.wanted[:outputs]
+        )
+        return self.logits_of(wanted, self.logits[:outputs])
+
+    def run_layers(self, step: StepTensors, cache: KVCache) -> Tensor:
+        """The residual stream [T, hidden] after the last layer, not yet normed."""
+        stream = self.stream[: len(step.token_ids)]
+        torch.index_select(self.decoder.embed.weight, 0, step.token_ids, out=stream)
+        for index, layer in enumerate(self.layers):
+            self._attend(layer, stream, step, cache, index)
+            self._feed_forward(layer, stream)
+        return stream
+
+    def logits_of(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """Normed hidden states [R, hidden] -> [R, vocabulary]."""
+        return linear(hidden, self.head, out=out)
+
+    def _attend(self, layer: "LayerWeights", stream: Tensor, step: StepTensors, cache: KVCache, index: int) -> None:
+        spec, tokens = self.spec, len(stream)
+        qkv = self._normed_product(stream, layer.attention_norm, layer.qkv, self.qkv[:tokens], layer.qkv_bias)
+        keys, values = cache.keys[index], cache.values[index]
+        rope_cache(
+            qkv, self.cosine, self.sine, step.positions, step.slots, keys, values, spec.heads,
+            layer.q_norm, layer.k_norm, spec.norm_eps, spec.rope_interleaved,
+        )  # fmt: skip
+        query = qkv.view(tokens, -1, spec.head_dim)[:, : spec.heads]
+        mixed = self.mixed[:tokens]
+        step.attention.attend(
+            query, keys, values, mixed.view(tokens, spec.heads, spec.head_dim), layer.scale, window=layer.window
+        )
+        linear(mixed, layer.output, out=stream, residual=stream, bias=layer.output_bias)
+
+    def _feed_forward(self, layer: "LayerWeights", stream: Tensor) -> None:
+        tokens = len(stream)
+        if layer.mixture is not None:
+            assert self.moe_buffers is not None
+            normed = rms_norm(stream, layer.ffn_norm, self.spec.norm_eps, out=self.normed[:tokens])
+            mixture(normed, layer.mixture, self.moe_buffers, residual=stream)
+            if layer.gate_up is None:
+                return
+            activated = self._activated(normed, layer, None)  # the expert that every token passes through
+        else:
+            activated = self._activated(stream, layer, layer.ffn_norm)
+        assert layer.down is not None
+        linear(activated, layer.down, out=stream, residual=stream, bias=layer.down_bias)
+
+    def _activated(self, x: Tensor, layer: "LayerWeights", norm: Tensor | None) -> Tensor:
+        """silu(gate) · up of x, normed first where a norm is given."""
+        tokens, width = len(x), layer.ffn_width
+        assert layer.gate_up is not None
+        activated = self.activated.view(-1)[: tokens * width].view(tokens, width)
+        if fuses(tokens, layer.gate_up) and layer.gate_up_bias is None:
+            eps = self.spec.norm_eps
+            return linear(x, layer.gate_up, out=activated, norm_weight=norm, eps=eps, swiglu=True)
+        both = self.gate_up.view(-1)[: tokens * 2 * width].view(tokens, 2 * width)
+        if norm is None:
+            linear(x, layer.gate_up, out=both, bias=layer.gate_up_bias)
+        else:
+            self._normed_product(x, norm, layer.gate_up, both, layer.gate_up_bias)
+        return swiglu(both, activated)
+
+    def _normed_product(self, x: Tensor, norm: Tensor, weight: Weight, out: Tensor, bias: Tensor | None) -> Tensor:
+        eps = self.spec.norm_eps
+        if fuses(len(x), weight):
+            return linear(x, weight, out=out, norm_weight=norm, eps=eps, bias=bias)
+        return linear(rms_norm(x, norm, eps, out=self.normed[: len(x)]), weight, out=out, bias=bias)
+
+    # -- weights -------------------------------------------------------------------------------------------
+    def _layer_weights(self, layer: torch.nn.Module) -> "LayerWeights":
+        assert isinstance(layer, Layer) and isinstance(layer.attention, Attention)
+        attention, ffn = layer.attention, layer.ffn
+        normed = self.spec.qk_norm
+        plain = ffn if isinstance(ffn, FeedForward) else ffn.shared
+        return LayerWeights(
+            attention_norm=layer.attention_norm.weight,
+            qkv=attention.qkv.weight,
+            qkv_bias=attention.qkv.bias,
+            q_norm=attention.q_norm.weight if normed else None,
+            k_norm=attention.k_norm.weight if normed else None,
+            output=attention.output.weight,
+            output_bias=attention.output.bias,
+            scale=attention.scale,
+            window=attention.window,
+            ffn_norm=layer.ffn_norm.weight,
+            mixture=ffn if isinstance(ffn, MixtureOfExperts) else None,
+            gate_up=None if plain is None else plain.gate_up.weight,
+            gate_up_bias=None if plain is None else plain.gate_up.bias,
+            down=None if plain is None else plain.down.weight,
+            down_bias=None if plain is None else plain.down.bias,
+            ffn_width=0 if plain is None else plain.down.shape[1],
+        )
+
+
+@dataclass(slots=True)
+class LayerWeights:
+    """What a layer's products and norms read; a matrix may be plain or quantised for the GPU."""
+
+    attention_norm: Tensor
+    qkv: Weight
+    qkv_bias: Tensor | None
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    output: Weight
+    output_bias: Tensor | None
+    scale: float
+    window: int | None
+    ffn_norm: Tensor
+    mixture: MixtureOfExperts | None
+    gate_up: Weight | None  # of the plain feed-forward, or of the expert every token passes through
+    gate_up_bias: Tensor | None
+    down: Weight | None
+    down_bias: Tensor | None
+    ffn_width: int

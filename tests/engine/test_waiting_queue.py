@@ -1,0 +1,149 @@
+"""Whose turn it is, compared with a queue that searches."""
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cumulo.engine.fairness import FairShares, Tenant
+from cumulo.engine.params import SamplingParams
+from cumulo.engine.request import Request, Sequence, State
+from cumulo.engine.waiting_queue import WaitingQueue
+
+PARAMS = SamplingParams(max_tokens=4)
+
+
+class Searching:
+    """The same rule, written down as it is said: look at everybody."""
+
+    def __init__(self) -> None:
+        self.waiting: list[tuple[int, Sequence]] = []
+        self.pushes = 0
+
+    def push(self, sequence: Sequence) -> None:
+        self.pushes += 1
+        self.waiting.append((self.pushes, sequence))
+
+    def first(self) -> Sequence | None:
+        heads: dict[str, tuple[tuple[tuple[float, int], int], Sequence]] = {}
+        for push, sequence in self.waiting:
+            key, name = (sequence.request.order, push), sequence.request.share.name
+            if name not in heads or key < heads[name][0]:
+                heads[name] = (key, sequence)
+        if not heads:
+            return None
+        firsts = [sequence for _, sequence in heads.values()]
+        level = min(firsts, key=lambda s: s.request.order).request.priority
+        return min(
+            (s for s in firsts if s.request.priority <= level),
+            key=lambda s: (s.request.share.counter, s.request.order),
+        )
+
+    def remove(self, sequence: Sequence) -> None:
+        self.waiting = [entry for entry in self.waiting if entry[1] is not sequence]
+
+
+@settings(max_examples=150, deadline=None)
+@given(seed=st.integers(0, 10**9), tenants=st.integers(1, 5), priorities=st.integers(1, 3))
+def test_the_queue_agrees_with_one_that_searches(seed: int, tenants: int, priorities: int) -> None:
+    rng = random.Random(seed)
+    shares = FairShares()
+    queue, searching = WaitingQueue(shares), Searching()
+    waiting: list[Sequence] = []
+    admitted: list[Sequence] = []
+
+    def leaves(sequence: Sequence) -> None:
+        waiting.remove(sequence)
+        searching.remove(sequence)
+
+    for step in range(200):
+        action = rng.random()
+        if action < 0.4:
+            made = Request(
+                f"r{step}", [1], PARAMS, seed=0, tenant=str(rng.randrange(tenants)),
+                priority=rng.randrange(priorities),
+            )  # fmt: skip
+            made.share = shares.tenant(made.share.name)
+            made.order = (step + 40.0 * made.priority, step)
+            sequence = made.sequences[0]
+            queue.arrive(sequence)
+            searching.push(sequence)
+            waiting.append(sequence)
+        elif action < 0.65:
+            first = queue.first()
+            assert first is searching.first()
+            if first is not None:
+                queue.take_first()
+                first.state = State.RUNNING
+                first.request.share.prompt_tokens += rng.randrange(1, 9)
+                leaves(first)
+                admitted.append(first)
+        elif action < 0.75 and admitted:  # gives way and comes back, in its old place
+            back = admitted.pop(rng.randrange(len(admitted)))
+            queue.enter(back)
+            searching.push(back)
+            waiting.append(back)
+        elif action < 0.85 and waiting:
+            ends = rng.choice(waiting)
+            ends.state = State.FINISHED
+            queue.leave(ends)
+            leaves(ends)
+        elif action < 0.9 and waiting:  # a beam that was computed while it waited, and is queued again later
+            beam = rng.choice(waiting)
+            queue.set_aside(beam)
+            searching.remove(beam)
+            assert queue.first() is searching.first()
+            queue.push(beam)
+            searching.push(beam)
+        elif admitted:
+            rng.choice(admitted).request.share.output_tokens += rng.randrange(1, 5)
+        assert queue.count == len(waiting) == sum(tenant.waiting for tenant in shares.tenants.values())
+    while (first := queue.first()) is not None:
+        assert first is searching.first()
+        queue.take_first()
+        first.state = State.RUNNING
+        leaves(first)
+    assert queue.count == 0 and not waiting
+
+
+def test_one_tenants_requests_come_in_order() -> None:
+    shares, rng = FairShares(), random.Random(1)
+    queue = WaitingQueue(shares)
+    orders = [(rng.random(), number) for number in range(300)]
+    for number, order in enumerate(orders):
+        made = Request(f"r{number}", [1], PARAMS, seed=0, priority=rng.randrange(5))
+        made.share, made.order = shares.tenant(""), order
+        queue.arrive(made.sequences[0])
+    came = []
+    while (first := queue.first()) is not None:
+        assert queue.passed_over is None and queue.level == first.request.priority
+        queue.take_first()
+        first.state = State.RUNNING
+        first.request.share.prompt_tokens += 1
+        came.append(first.request.order)
+    assert came == sorted(orders)
+
+
+def test_many_tenants_cost_no_more_than_many_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted in looks at counters: choosing among 20,000 tenants looks at a handful."""
+    shares = FairShares()
+    queue = WaitingQueue(shares)
+    for number in range(20_000):
+        made = Request(f"r{number}", [1], PARAMS, seed=0, tenant=f"tenant {number}")
+        made.share, made.order = shares.tenant(made.share.name), (float(number), number)
+        queue.arrive(made.sequences[0])
+    looked = 0
+
+    def counting(tenant: Tenant) -> float:
+        nonlocal looked
+        looked += 1
+        return tenant.served  # nobody here was ever lifted
+
+    monkeypatch.setattr(Tenant, "counter", property(counting))
+    for number in range(100):
+        first = queue.first()
+        assert first is not None and first.request.id == f"r{number}"
+        queue.take_first()
+        first.state = State.RUNNING
+    assert 100 <= looked < 1_000

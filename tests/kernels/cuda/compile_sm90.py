@@ -1,0 +1,144 @@
+"""Compile Triton kernels for a Hopper GPU on a machine without one, and read what the compiler made of them.
+
+Tests call `compile_for_sm90(cases)`; it works in a process of its own, because the tests' process plays kernels
+with the interpreter. From a shell, `python -m tests.kernels.cuda.compile_sm90 CASES.json` prints a table:
+registers, spilled bytes, shared memory and the instructions that matter.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+SHARED_BYTES_PER_BLOCK = 227 << 10
+ROOT = Path(__file__).resolve().parents[3]
+TELLING = ("HGMMA", "QGMMA", "HMMA", "UTMALDG", "LDGSTS", "LDG", "LDL", "STL", "BAR", "SHFL", "I2F", "F2F")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One kernel with the types of its arguments and its constants, as a launch would give them."""
+
+    kernel: str  # "cumulo.kernels.cuda.small_linear:_kernel"
+    types: Mapping[str, str]  # "*bf16", "i32", "fp32"; "i32:16" is an integer known to be a multiple of 16
+    constants: Mapping[str, Any] = field(default_factory=dict)  # constexpr, and arguments given as None or 1
+    num_warps: int = 4
+    num_stages: int = 3
+    options: Mapping[str, Any] = field(default_factory=dict)  # launch_pdl, maxnreg, ...
+
+
+@dataclass(frozen=True)
+class Compiled:
+    registers: int
+    spilled_bytes: int
+    shared_bytes: int
+    sass: str
+    ptx: str
+
+    def count(self, instruction: str) -> int:
+        """How often the machine code has an instruction whose name starts with this."""
+        return len(re.findall(rf"\s{re.escape(instruction)}\b", self.sass))
+
+    def loads(self, bits: int) -> int:
+        """Global loads of this width, whatever their cache hints."""
+        return len(re.findall(rf"\sLDG\.E(?:\.[A-Z]\w*)*\.{bits}\b", self.sass))
+
+    def check_fits(self) -> None:
+        """What a configuration worth proposing must satisfy."""
+        assert self.spilled_bytes == 0, f"{self.spilled_bytes} bytes of registers spilled"
+        assert self.shared_bytes <= SHARED_BYTES_PER_BLOCK, f"{self.shared_bytes} bytes of shared memory"
+
+
+def compile_for_sm90(cases: Sequence[Case]) -> list[Compiled]:
+    """Compile each case in a fresh process; an error there is raised here with its text."""
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    with tempfile.TemporaryDirectory() as folder:
+        given, made = Path(folder) / "cases.json", Path(folder) / "made.json"
+        given.write_text(json.dumps([asdict(case) for case in cases]))
+        process = subprocess.run(
+            [sys.executable, "-m", "tests.kernels.cuda.compile_sm90", str(given), str(made)],
+            cwd=ROOT,
+            env=environment,
+            capture_output=True,
+            text=True,
+        )
+        if process.returncode:
+            raise RuntimeError(f"compiling for sm_90 failed:\n{process.stderr[-6000:]}")
+        return [Compiled(**found) for found in json.loads(made.read_text())]
+
+
+def compile_here(case: Case) -> Compiled:
+    """Compile in this process, which must not have asked for the interpreter."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    module, _, name = case.kernel.partition(":")
+    kernel = getattr(import_module(module), name)
+    signature, attributes = {}, {}
+    for index, argument in enumerate(kernel.arg_names):
+        if argument in case.constants:
+            signature[argument] = "constexpr"
+            continue
+        kind, _, divisor = case.types[argument].partition(":")
+        signature[argument] = kind
+        if kind.startswith("*") or divisor:
+            attributes[(index,)] = [["tt.divisibility", int(divisor or 16)]]
+    source = ASTSource(kernel, signature, dict(case.constants), attributes)
+    options = {"num_warps": case.num_warps, "num_stages": case.num_stages, **case.options}
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    usage = _tool("cuobjdump", "-res-usage", made.asm["cubin"])
+    registers = re.search(r"REG:(\d+)", usage)
+    local = re.search(r"LOCAL:(\d+)", usage)
+    stack = re.search(r"STACK:(\d+)", usage)
+    assert registers and local and stack, usage
+    return Compiled(
+        registers=int(registers[1]),
+        spilled_bytes=int(local[1]) + int(stack[1]),
+        shared_bytes=made.metadata.shared,
+        sass=_tool("nvdisasm", "-c", made.asm["cubin"]),
+        ptx=made.asm["ptx"],
+    )
+
+
+def _tool(name: str, option: str, cubin: bytes) -> str:
+    """Output of one of the CUDA tools that come with Triton."""
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        return subprocess.run(
+            [str(tool), option, file.name], capture_output=True, text=True, check=True
+        ).stdout
+
+
+def main(given: str, made: str | None = None) -> None:
+    cases = [Case(**case) for case in json.loads(Path(given).read_text())]
+    compiled = []
+    for case in cases:
+        found = compile_here(case)
+        compiled.append(asdict(found))
+        if made is None:
+            counts = {name: count for name in TELLING if (count := found.count(name))}
+            counts["16-byte loads"] = found.loads(128)
+            print(
+                f"{case.kernel.partition(':')[2]} {dict(case.constants)} warps {case.num_warps} stages "
+                f"{case.num_stages}: {found.registers} registers, {found.spilled_bytes} spilled, "
+                f"{found.shared_bytes} shared; {counts}",
+                flush=True,
+            )
+    if made is not None:
+        Path(made).write_text(json.dumps(compiled))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,71 @@
+"""The mixture of experts against every token going through its experts one by one."""
+
+import pytest
+import torch
+
+from cumulo.kernels.cuda import moe
+from cumulo.spec.model import MoESpec
+from tests.kernels.cuda.tolerance import relative_error
+
+
+def layer(spec: MoESpec, tokens: int, hidden: int, device: torch.device, seed: int = 0):
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(*shape: int) -> torch.Tensor:
+        return (torch.randn(shape, generator=generator) * shape[-1] ** -0.5).to(device)
+
+    width = spec.expert_hidden
+    x = torch.randn(tokens, hidden, generator=generator).to(device)
+    return (
+        x,
+        random(spec.experts, hidden) * 4,
+        random(spec.experts, 2 * width, hidden),
+        random(spec.experts, hidden, width),
+    )
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 23])
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+def test_a_mixture_is_the_weighted_sum_of_its_experts(
+    tokens: int, scoring: str, device: torch.device
+) -> None:
+    spec = MoESpec(experts=6, experts_per_token=3, expert_hidden=24, scoring=scoring, routed_scale=1.5)  # type: ignore[arg-type]
+    inputs = layer(spec, tokens, 40, device)
+    bias = torch.linspace(-0.3, 0.3, 6, device=device) if scoring == "sigmoid" else None
+    buffers = moe.MoEBuffers(spec, 40, tokens, torch.float32, device)
+    before = torch.ones(tokens, 40, device=device)
+    found = moe.mixture(*inputs, buffers, before.clone(), bias)
+    exact = 1 + moe.reference(*(i.double() for i in inputs), spec, None if bias is None else bias.double())
+    assert relative_error(found, exact) < 1e-6
+
+
+def test_many_tokens_are_sorted_by_expert_and_one_expert_may_get_all_or_none(device: torch.device) -> None:
+    spec = MoESpec(experts=5, experts_per_token=2, expert_hidden=16)
+    x, router, gate_up, down = layer(spec, 41, 32, device)
+    router[3] = 0
+    x[:, 0], router[:, 0] = 1.0, torch.tensor([30.0, 0, 0, -30, 0], device=device)  # nobody goes to expert 3
+    buffers = moe.MoEBuffers(spec, 32, 41, torch.float32, device)
+    found = moe.mixture(x, router, gate_up, down, buffers, torch.zeros_like(x))
+    assert buffers.counts.tolist()[0] == 41 and buffers.counts.tolist()[3] == 0
+    exact = moe.reference(*(i.double() for i in (x, router, gate_up, down)), spec)
+    assert relative_error(found, exact) < 1e-6
+    again = moe.mixture(x, router, gate_up, down, buffers, torch.zeros_like(x))
+    assert torch.equal(found, again)
+
+
+def test_in_invariant_mode_a_token_does_not_feel_its_step_mates(device: torch.device) -> None:
+    spec = MoESpec(experts=4, experts_per_token=2, expert_hidden=16)
+    x, router, gate_up, down = layer(spec, 19, 32, device)
+    buffers = moe.MoEBuffers(spec, 32, 19, torch.float32, device)
+    together = moe.mixture(x, router, gate_up, down, buffers, torch.zeros_like(x), invariant=True)
+    for token in (0, 7, 18):
+        alone = moe.mixture(
+            x[token : token + 1],
+            router,
+            gate_up,
+            down,
+            buffers,
+            torch.zeros(1, 32, device=device),
+            invariant=True,
+        )
+        assert torch.equal(alone[0], together[token])

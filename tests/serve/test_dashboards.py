@@ -1,0 +1,123 @@
+"""The Grafana dashboard and the alert rules: made from code, and about metrics that exist."""
+
+import importlib.util
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from prometheus_client.parser import text_string_to_metric_families
+
+from cumulo.serve.metrics import Metrics
+from cumulo.serve.monitoring import panels
+
+FOLDER = Path(panels.__file__).parent
+DASHBOARD: dict[str, Any] = json.loads((FOLDER / "dashboard.json").read_text())
+GROUPS = yaml.safe_load((FOLDER / "alerts.yaml").read_text())["groups"]
+needs_builders = pytest.mark.skipif(
+    importlib.util.find_spec("grafana_foundation_sdk") is None,
+    reason="grafana-foundation-sdk is not installed (pip install 'cumulo[dashboards]')",
+)
+
+
+def exported() -> set[str]:
+    """Every series name that /metrics can have."""
+    suffixes = {"counter": ["_total"], "histogram": ["_bucket", "_sum", "_count"], "gauge": [""]}
+    return {
+        family.name + suffix
+        for family in text_string_to_metric_families(Metrics("m").text().decode())
+        for suffix in suffixes[family.type]
+    }
+
+
+def names_in(expression: str) -> set[str]:
+    return set(re.findall(r"(?<![\w:])cumulo:\w+", expression))
+
+
+def shown_expressions() -> list[str]:
+    return [target["expr"] for panel in DASHBOARD["panels"] for target in panel.get("targets", [])]
+
+
+def test_every_metric_on_the_dashboard_and_in_the_alerts_exists() -> None:
+    known = exported()
+    rules = [rule["expr"] for group in GROUPS for rule in group["rules"]]
+    for expression in shown_expressions() + rules:
+        names = names_in(expression)
+        assert names <= known, expression
+        assert names or "up{" in expression or "cumulo_first_token_late" in expression
+
+
+def test_every_metric_is_in_the_documentation_and_nothing_else() -> None:
+    text = (FOLDER.parents[2] / "docs/observability.md").read_text()
+    listed = names_in(text.partition("## The metrics")[2])
+    families = {re.sub(r"_(bucket|sum|count)$", "", name) for name in exported()}
+    assert listed == {name for name in families if not name.endswith("_created")}
+
+
+def test_every_alert_is_in_the_documentation() -> None:
+    text = (FOLDER.parents[2] / "docs/observability.md").read_text()
+    alerts = {rule["alert"] for group in GROUPS for rule in group["rules"] if "alert" in rule}
+    assert set(re.findall(r"`(Cumulo\w+)`", text)) == alerts
+
+
+def test_rules_record_what_other_rules_use() -> None:
+    text = (FOLDER / "alerts.yaml").read_text()
+    recorded = {rule["record"] for group in GROUPS for rule in group["rules"] if "record" in rule}
+    assert set(re.findall(r"instance:cumulo_\w+:\w+", text)) == recorded
+
+
+def test_the_dashboard_shows_what_an_operator_needs() -> None:
+    shown = set().union(*map(names_in, shown_expressions()))
+    wanted = {
+        "num_requests_running", "num_requests_waiting", "generation_tokens_total", "prompt_tokens_total",
+        "time_to_first_token_seconds_bucket", "inter_token_latency_seconds_bucket",
+        "e2e_request_latency_seconds_bucket", "request_queue_time_seconds_bucket", "kv_cache_usage_perc",
+        "prefix_cache_hits_total", "preemptions_by_reason_total", "recomputed_tokens_total", "wait_seconds_total",
+        "fairness_index", "tenant_tokens_total",
+        "ledger_predicted_over_measured", "http_responses_total", "engine_restarts", "engine_up",
+    }  # fmt: skip
+    assert {f"cumulo:{name}" for name in wanted} <= shown
+    assert set(shown_expressions()) == set(panels.expressions())
+
+
+def test_every_panel_has_a_place_a_number_and_a_data_source() -> None:
+    taken: set[tuple[int, int]] = set()
+    for panel in DASHBOARD["panels"]:
+        place = panel["gridPos"]
+        cells = {
+            (x, y)
+            for x in range(place["x"], place["x"] + place["w"])
+            for y in range(place["y"], place["y"] + place["h"])
+        }
+        assert not cells & taken and max(x for x, _ in cells) < 24, panel["title"]
+        taken |= cells
+        if panel["type"] != "row":
+            assert panel["datasource"] == {"type": "prometheus", "uid": "${datasource}"}
+            assert panel["description"] and panel["targets"]
+            letters = [target["refId"] for target in panel["targets"]]
+            assert len(letters) == len(set(letters))
+    numbers = [panel["id"] for panel in DASHBOARD["panels"]]
+    assert len(numbers) == len(set(numbers)) and 0 not in numbers
+    assert [variable["name"] for variable in DASHBOARD["templating"]["list"]] == [
+        "datasource", "model", "instance",
+    ]  # fmt: skip
+
+
+@needs_builders
+def test_the_shipped_dashboard_is_the_one_the_code_makes() -> None:
+    from cumulo.serve.monitoring.dashboard import FILE, build
+
+    assert build() == FILE.read_text(), "run python -m cumulo.serve.monitoring.dashboard"
+
+
+@needs_builders
+def test_the_shipped_dashboard_is_understood_by_grafanas_own_types() -> None:
+    from grafana_foundation_sdk.cog.encoder import JSONEncoder
+    from grafana_foundation_sdk.cog.plugins import register_default_plugins
+    from grafana_foundation_sdk.models.dashboard import Dashboard
+
+    register_default_plugins()
+    read = Dashboard.from_json(DASHBOARD)
+    assert json.loads(JSONEncoder().encode(read)) == DASHBOARD

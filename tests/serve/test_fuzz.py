@@ -1,0 +1,106 @@
+"""schemathesis against a real server: what follows the API's description, or does not, is answered as described.
+
+`schemathesis run URL/openapi.json` is the same for any running server; here a tiny model answers. A second test
+makes the fuzzer's bodies go together, so that they reach the engine instead of being refused on the way.
+"""
+
+import collections
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import hypothesis
+import pytest
+import requests
+import schemathesis
+from hypothesis import HealthCheck, Phase
+from schemathesis import Case
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
+
+from tests.serve.running_server import RunningServer, running_server
+from tests.serve.sensible import sensible
+from tests.serve.tiny_model import save_tiny_model
+
+pytestmark = pytest.mark.slow
+
+PATIENCE_S = 30  # for one answer: more is a hang
+SEED = 20
+ANSWERED = [status_code_conformance, content_type_conformance, response_schema_conformance]
+
+
+@pytest.fixture(scope="module")
+def fuzzed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    """A short context bounds every answer, so no request needs a limit of its own."""
+    model = save_tiny_model(tmp_path_factory.mktemp("models"))
+    with running_server(str(model), "--no-console", "--max-context", "128") as server:
+        yield server
+
+
+def is_unharmed(server: RunningServer) -> None:
+    health = server.get("/health").json()
+    assert health["status"] == "ok" and health["restarts"] == 0
+    assert health["running"] == health["waiting"] == 0
+    assert server.sample("cumulo:kv_cache_usage_perc") == 0
+    assert "Traceback" not in server.log
+
+
+def test_two_thousand_cases_find_no_undescribed_answer(fuzzed: RunningServer, tmp_path: Path) -> None:
+    command = [
+        sys.executable, "-m", "schemathesis.cli", "run", f"{fuzzed.url}/openapi.json",
+        "--phases", "coverage,fuzzing", "--max-examples", "85", "--seed", str(SEED),
+        "--generation-deterministic", "--request-timeout", str(PATIENCE_S),
+        # A valid field may still ask for the impossible, which no description can say.
+        "--exclude-checks", "positive_data_acceptance",
+        "--suppress-health-check", "all", "--no-color",
+    ]  # fmt: skip
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    generated = re.search(r"(\d+) generated", done.stdout)
+    assert generated is not None and int(generated[1]) >= 2000, done.stdout
+    is_unharmed(fuzzed)
+
+
+@pytest.mark.parametrize(
+    ("path", "cases"), [("/v1/chat/completions", 120), ("/v1/completions", 60), ("/v1/responses", 60)]
+)
+def test_what_goes_together_is_answered(fuzzed: RunningServer, path: str, cases: int) -> None:
+    description = schemathesis.openapi.from_url(f"{fuzzed.url}/openapi.json")
+    statuses: collections.Counter[int] = collections.Counter()
+    session = requests.Session()
+
+    @hypothesis.seed(SEED)
+    @hypothesis.settings(
+        max_examples=cases, database=None, deadline=None, derandomize=False,
+        suppress_health_check=list(HealthCheck), phases=[Phase.generate],
+    )  # fmt: skip
+    @hypothesis.given(case=description[path]["POST"].as_strategy())
+    def ask(case: Case) -> None:
+        case.body = sensible(path, case.body)
+        # Not case.call: it reads only the beginning of a stream.
+        response = session.post(fuzzed.url + path, json=case.body, timeout=PATIENCE_S)
+        statuses[response.status_code] += 1
+        assert response.status_code in (200, 400), response.text
+        case.validate_response(response, checks=ANSWERED)
+        if response.headers["content-type"].startswith("text/event-stream"):
+            is_whole(path, response.content.decode())
+
+    ask()
+    assert statuses[200] > cases * 0.6, statuses
+    is_unharmed(fuzzed)
+
+
+def is_whole(path: str, stream: str) -> None:
+    """No error on the way, and a proper end."""
+    events = [line.removeprefix("data: ") for line in stream.splitlines() if line.startswith("data: ")]
+    if path == "/v1/responses":
+        assert json.loads(events[-1])["type"] in ("response.completed", "response.incomplete")
+    else:
+        assert events.pop() == "[DONE]"
+    assert all("error" not in json.loads(event) or json.loads(event)["error"] is None for event in events)
