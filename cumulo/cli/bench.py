@@ -1,4 +1,4 @@
-"""`cumulo bench engine | scheduler | kernels | serve | overhead`: figures beside what they must reach, also as JSON."""
+"""`cumulo bench VERB`: figures beside what they must reach, as table and as JSON."""
 
 from typing import Annotated
 
@@ -61,6 +61,9 @@ def overhead(
     threads: options.Threads = None,
     rounds: Annotated[int, typer.Option(min=1, help="How often both sides are measured.")] = 5,
     requests: Annotated[int, typer.Option(min=16, help="Conversations per round, 16 at once.")] = 32,
+    output_tokens: Annotated[
+        str, typer.Option("--output", help="Tokens of an answer: 64, uniform:64-128, ...")
+    ] = "uniform:64-128",
     first_tokens: Annotated[
         int, typer.Option(min=1, help="Requests made one at a time, for their first token.")
     ] = 40,
@@ -70,11 +73,13 @@ def overhead(
     from cumulo.cli import bench_overhead
     from cumulo.cli.report import available_cores
     from cumulo.cli.terminal import loading
+    from cumulo.serve.load.lengths import parse_lengths
 
+    lengths = parse_lengths(output_tokens, "--output")
     threads = options.engine_config(threads=threads).threads or available_cores()
     _warn_if_busy()
     with loading(lines=True) as show:
-        rows = bench_overhead.measure(model, threads, rounds, requests, first_tokens, show)
+        rows = bench_overhead.measure(model, threads, rounds, requests, lengths, first_tokens, show)
     _finish(f"serving, {threads} threads", rows, json_file)
 
 

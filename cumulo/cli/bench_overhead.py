@@ -18,10 +18,11 @@ from cumulo.cli.bench_text import english
 from cumulo.cli.bench_worker import Worker
 from cumulo.cli.report import Row
 from cumulo.errors import CumuloError
+from cumulo.serve.load.lengths import Lengths
 
 PLACES = 16  # requests at once
 PROMPT_CHARACTERS = 240  # about 64 tokens of English
-OUTPUT_TOKENS = (64, 128)  # between these, drawn for each request: they do not all end in the same step
+FIRST_CHARACTERS = 120  # of a request asked for its first token: a question of about 30 tokens
 FIRST_TOKENS = 8  # output of a request that is asked for its first token: others are being made behind it
 WARM_UPS = 2
 REST_S = 0.2  # lets the threads of the side before go to sleep
@@ -53,10 +54,12 @@ def measure(
     threads: int,
     rounds: int,
     requests: int,
+    output_tokens: Lengths,
     first_tokens: int,
     tell: Callable[[str, int, int], None],
 ) -> list[Row]:
-    """All rows. `requests` are the conversations of a round, `first_tokens` the requests made one at a time."""
+    """All rows. `requests` are the conversations of a round, with answers of `output_tokens`; `first_tokens`
+    the requests made one at a time."""
     from cumulo.models.hub import resolve
 
     source = resolve(model)
@@ -76,7 +79,7 @@ def measure(
             played: dict[str, list[Round]] = {name: [] for name in sides}
             done = 2
             for number in range(rounds + 1):  # round 0 warms up
-                work = texts.work(number, requests if number else PLACES)
+                work = texts.work(number, requests if number else PLACES, output_tokens)
                 for name in sides if number % 2 else reversed(sides):
                     label = "warming up" if number == 0 else f"round {number} of {rounds}"
                     tell(f"{label}: {'LLM.generate' if name == 'generate' else 'HTTP'}", done, total)
@@ -122,7 +125,9 @@ def _check(work: Work, output_tokens: int) -> None:
 def _first_tokens(
     server: ServerProcess, texts: "_Texts", count: int, tell: Callable[[int], None]
 ) -> list[FirstToken]:
-    made = asyncio.run(first_tokens_of(server.url, texts.take(WARM_UPS + count), FIRST_TOKENS, tell))
+    made = asyncio.run(
+        first_tokens_of(server.url, texts.take(WARM_UPS + count, FIRST_CHARACTERS), FIRST_TOKENS, tell)
+    )
     return made[WARM_UPS:]
 
 
@@ -169,14 +174,15 @@ class _Texts:
     def __init__(self) -> None:
         self._text, self._position = english(), 0
 
-    def take(self, count: int) -> list[str]:
-        end = self._position + count * PROMPT_CHARACTERS
+    def take(self, count: int, characters: int = PROMPT_CHARACTERS) -> list[str]:
+        end = self._position + count * characters
         if end > len(self._text):
             raise CumuloError(f"the benchmark's text ends after {len(self._text):,} characters: ask for less")
-        starts = range(self._position, end, PROMPT_CHARACTERS)
+        starts = range(self._position, end, characters)
         self._position = end
-        return [self._text[start : start + PROMPT_CHARACTERS] for start in starts]
+        return [self._text[start : start + characters] for start in starts]
 
-    def work(self, seed: int, requests: int) -> Work:
+    def work(self, seed: int, requests: int, output_tokens: Lengths) -> Work:
+        """Answers of different lengths: they do not all end in the same step."""
         draw = random.Random(seed)
-        return Work(self.take(requests), [draw.randint(*OUTPUT_TOKENS) for _ in range(requests)])
+        return Work(self.take(requests), [output_tokens.draw(draw) for _ in range(requests)])

@@ -51,7 +51,7 @@ async def stream_all(url: str, texts: Sequence[str], output_tokens: Sequence[int
         async def place() -> None:
             for text, count in waiting:
                 answers.append(answer := Answer())
-                await _ask(pool, target, text, count, answer)
+                await _ask(pool, _request(pool, target, text, count), answer)
 
         began_s, began_cpu_s = time.perf_counter(), time.process_time()
         async with asyncio.TaskGroup() as group:
@@ -81,9 +81,9 @@ async def first_tokens_of(
 
 async def _first_token(pool: Pool, target: Target, text: str, output_tokens: int) -> FirstToken:
     """Stream one answer alone and then ask the server what the engine's part in it was."""
-    answer = Answer()
+    answer, request = Answer(), _request(pool, target, text, output_tokens)
     sent_s = asyncio.get_running_loop().time()
-    response = await _ask(pool, target, text, output_tokens, answer)
+    response = await _ask(pool, request, answer)
     story = await _explanation(pool, response.headers["x-request-id"])
     at_ms = {event["kind"]: event["at_ms"] for event in story["events"]}
     return FirstToken(
@@ -93,10 +93,14 @@ async def _first_token(pool: Pool, target: Target, text: str, output_tokens: int
     )
 
 
-async def _ask(pool: Pool, target: Target, text: str, output_tokens: int, answer: Answer) -> Response:
+def _request(pool: Pool, target: Target, text: str, output_tokens: int) -> bytes:
     body = target.body([{"role": "user", "content": text}], output_tokens)
+    return http_request(pool, "POST", PATHS["chat"], "", body)
+
+
+async def _ask(pool: Pool, request: bytes, answer: Answer) -> Response:
     try:
-        return await send(pool, http_request(pool, "POST", PATHS["chat"], "", body), answer, _TIMEOUT_S)
+        return await send(pool, request, answer, _TIMEOUT_S)
     except RequestFailed as error:
         raise CumuloError(f"the benchmark's request failed ({error.kind}): {error}") from error
 

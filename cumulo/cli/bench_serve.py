@@ -96,6 +96,9 @@ def serve(
         bool, typer.Option(help="Find the highest rate that holds --slo.", rich_help_panel=_REPORT)
     ] = False,
     tolerance: Annotated[float, typer.Option(help="How closely to find it.", rich_help_panel=_REPORT)] = 0.1,
+    search_time: Annotated[
+        str, typer.Option(help="The longest the search may take.", rich_help_panel=_REPORT)
+    ] = "30m",
     html: Annotated[
         Path | None, typer.Option(metavar="FILE", help="A page with plots.", rich_help_panel=_REPORT)
     ] = None,
@@ -185,6 +188,7 @@ def settings(chosen: dict[str, Any]) -> "Settings":
         chosen["find_rate"], chosen["tolerance"], chosen["seed"],
         parse_duration_s(chosen["timeout"], "--timeout"), chosen["retries"],
         parse_duration_s(chosen["settle"], "--settle"),
+        parse_duration_s(chosen["search_time"], "--search-time"),
     )  # fmt: skip
 
 

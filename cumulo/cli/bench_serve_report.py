@@ -20,6 +20,7 @@ from cumulo.serve.load.self_test import RATE_TOK_S, SelfTest
 from cumulo.serve.load.summary import Spread
 from cumulo.serve.load.units import show_duration
 
+PERCENTILES = ("p50", "p90", "p95", "p99")
 BUSY_CORE_SHARE = 0.7  # above this the generator may be what is measured
 
 
@@ -92,9 +93,10 @@ def rows(campaign: Campaign) -> list[Row]:
     is_single = len(results) == 1 and campaign.search is None
     found: list[Row] = []
     if campaign.search is not None:
+        how = campaign.search_end or "confirmed by a second trial"
         found.append(
             Row("highest rate that holds the objective", campaign.search.confirmed, "requests/s", must=0.0,
-                note=f"{campaign.settings.slo}, confirmed by a second trial")
+                note=f"{campaign.settings.slo}; {how}")
         )  # fmt: skip
     for number, result in enumerate(results, start=1):
         prefix = "" if is_single else f"{result.label}: "
@@ -115,12 +117,8 @@ def _level_rows(prefix: str, result: LevelResult, campaign: Campaign, is_single:
         Row(f"{prefix}requests failed", failed, f"of {summary.requests}", "lower",
             must=0 if is_single else None, note=kinds),
     ]  # fmt: skip
-    spreads = (
-        ("time to first token", summary.ttft_s), ("between tokens", summary.itl_s),
-        ("per token after the first", summary.tpot_s), ("end to end", summary.e2e_s),
-    )  # fmt: skip
-    for name, spread in spreads:
-        for percentile in ("p50", "p90", "p95", "p99"):
+    for name, spread in _spreads(result):
+        for percentile in PERCENTILES:
             value = _at(spread, percentile)
             made.append(
                 Row(f"{prefix}{name}, {percentile}", None if value is None else value * 1e3, "ms", "lower")
@@ -142,27 +140,58 @@ def _level_rows(prefix: str, result: LevelResult, campaign: Campaign, is_single:
     return made
 
 
+def _spreads(result: LevelResult) -> list[tuple[str, Spread | None]]:
+    summary = result.summary
+    return [
+        ("time to first token", summary.ttft_s), ("between tokens", summary.itl_s),
+        ("per token after the first", summary.tpot_s), ("end to end", summary.e2e_s),
+    ]  # fmt: skip
+
+
 def levels_table(campaign: Campaign) -> Table:
-    """Several levels side by side: one line each."""
-    result = Table(title="levels", title_justify="left", title_style="bold", header_style="dim", box=None)
-    with_slo = campaign.settings.slo is not None
-    heads = ["load", "requests", "failed", "requests/s", "tokens/s", "TTFT p50", "p99", "ITL p50", "p99", "end to end p50"]  # fmt: skip  # noqa: E501
-    for head in heads + (["kept objective", "goodput/s", ""] if with_slo else []):
-        result.add_column(head, justify="left" if head == "load" else "right", no_wrap=True)
+    """Several levels side by side, one line each, in the 80 columns of a plain terminal."""
+    result = _grid("levels")
+    with_slo, searched = campaign.settings.slo is not None, campaign.search is not None
+    any_failed = any(level.summary.requests > level.summary.succeeded for level in campaign.results)
+    heads = ["load", "sent", *(["fail"] if any_failed else []), "req/s", "tok/s"]
+    heads += ["TTFT\np50", "TTFT\np99", "ITL\np50", "ITL\np99"]
+    heads += ["kept", "" if searched else "good/s"] if with_slo else ["end to\nend p50"]
+    for head in heads:
+        result.add_column(head, justify="left" if head in ("load", "") else "right", no_wrap=True)
     for level in campaign.results:
         summary = level.summary
         failed = summary.requests - summary.succeeded
-        cells = [
-            level.label, str(summary.requests), f"[red]{failed}[/red]" if failed else "0",
-            f"{summary.completed_req_s:.3g}", f"{summary.output_tok_s:,.4g}",
-            *(show_duration(_at(spread, p)) for spread in (summary.ttft_s, summary.itl_s) for p in ("p50", "p99")),
-            show_duration(_at(summary.e2e_s, "p50")),
-        ]  # fmt: skip
-        if with_slo:
-            cells += [f"{summary.slo_share or 0:.1%}", f"{summary.goodput_req_s or 0:.3g}"]
-            cells.append((level.verdict or "") + (" early" if level.stopped and level.verdict else ""))
+        cells = [level.label, str(summary.requests)]
+        if any_failed:
+            cells.append(f"[red]{failed}[/red]" if failed else "0")
+        cells += [f"{summary.completed_req_s:.3g}", f"{summary.output_tok_s:,.4g}"]
+        for spread in (summary.ttft_s, summary.itl_s):
+            cells += [show_duration(_at(spread, percentile)) for percentile in ("p50", "p99")]
+        if not with_slo:
+            cells.append(show_duration(_at(summary.e2e_s, "p50")))
+        else:
+            early = " early" if level.stopped and level.verdict else ""
+            told = (level.verdict or "") + early if searched else f"{summary.goodput_req_s or 0:.3g}"
+            cells += [f"{summary.slo_share or 0:.1%}", told]
         result.add_row(*cells)
     return result
+
+
+def latencies_table(result: LevelResult) -> Table:
+    """A single level's latencies: a line for each kind, a column for each percentile."""
+    made = _grid("latencies")
+    made.add_column("")
+    for head in PERCENTILES:
+        made.add_column(head, justify="right", no_wrap=True)
+    for name, spread in _spreads(result):
+        made.add_row(name, *(show_duration(_at(spread, percentile)) for percentile in PERCENTILES))
+    return made
+
+
+def _grid(title: str) -> Table:
+    return Table(
+        title=title, title_justify="left", title_style="bold", header_style="dim", box=None, padding=(0, 1, 0, 0)
+    )  # fmt: skip
 
 
 def finish(campaign: Campaign, json_file: Path | None, html: Path | None, records: Path | None) -> None:
@@ -171,17 +200,24 @@ def finish(campaign: Campaign, json_file: Path | None, html: Path | None, record
     made = rows(campaign)
     title = f"{campaign.target.model} at {campaign.url}"
     if len(campaign.results) == 1 and campaign.search is None:
-        console.print(table(title, made))
+        console.print(
+            table(title, [row for row in made if not row.name.endswith(PERCENTILES) or "late" in row.name])
+        )
+        console.print(latencies_table(campaign.results[0]))
     else:
         console.print(levels_table(campaign))
         if campaign.search is not None:
             console.print(table(title, made[:1]))
+            if campaign.search_end:
+                note(campaign.search_end)
     _warn(campaign)
     details = [_details(result) for result in campaign.results]
     write_json(json_file, made, server=_server(campaign), levels=details)
     found = None if campaign.search is None else campaign.search.confirmed
     if html is not None:
         facts = {"Server": campaign.url, "Workload": _workload(campaign), "Measured from": _machine_words()}
+        if campaign.search_end:
+            facts["Search"] = campaign.search_end
         _write(
             html,
             page(f"Load on {campaign.target.model}", facts, campaign.results, campaign.settings.slo, found),

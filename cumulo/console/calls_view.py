@@ -49,7 +49,8 @@ class CallsView:
     """Shows the calls; `send` is given their results when the person has entered them."""
 
     def __init__(self, calls: list[Call], send: Callable[[Results], Awaitable[None]]) -> None:
-        self._calls, self._send = calls, send
+        self._answered = [call for call in calls if call.whole]
+        self._send = send
         self._fields: list[ui.textarea] = []
         with ui.element("div").classes("calls") as self._root:
             for call in calls:
@@ -62,8 +63,8 @@ class CallsView:
                             .classes("result")
                         )
             self._button: ui.button | None = None
-            if self._fields and all(call.whole for call in calls):
-                text = "Send result" if len(calls) == 1 else "Send results"
+            if self._fields:
+                text = "Send result" if len(self._fields) == 1 else "Send results"
                 self._button = (
                     ui.button(text, icon="reply")
                     .props("unelevated dense no-caps size=sm")
@@ -80,11 +81,11 @@ class CallsView:
     async def _sent(self, event: GenericEventArguments) -> None:
         # The texts come with the event: what was typed last may be told later than the click.
         texts = list(event.args or [])
-        if len(texts) == len(self._calls):
+        if len(texts) == len(self._answered):
             await self._send(
                 [
                     {"role": "tool", "tool_call_id": call.id, "content": str(text)}
-                    for call, text in zip(self._calls, texts, strict=True)
+                    for call, text in zip(self._answered, texts, strict=True)
                 ]
             )
 

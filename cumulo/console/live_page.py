@@ -87,6 +87,7 @@ class _Live:
             ("prefill", round(prefill), "tokens/s"),
             ("running", stats.running if stats is not None else 0, ""),
             ("waiting", engine.waiting, ""),
+            ("fairness", self._service.fairness_index, ""),
             ("first token, median", _ms(late.first_p50_s), "ms"),
             ("first token, p99", _ms(late.first_p99_s), "ms"),
             ("gap, median", _ms(late.gap_p50_s), "ms"),

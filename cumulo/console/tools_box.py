@@ -9,7 +9,8 @@ from pydantic import TypeAdapter, ValidationError
 from cumulo.serve.schemas_form import MAX_TOOLS, Tool
 
 _TOOLS = TypeAdapter(list[Tool])
-_CHOICES = {"auto": "Model decides", "required": "Must call", "none": "May not call"}
+_CHOICES = {"auto": "Model decides", "required": "Must call one", "none": "May not call"}
+_NAMED = "named:"
 EXAMPLE = """[{
   "type": "function",
   "function": {
@@ -18,7 +19,8 @@ EXAMPLE = """[{
     "parameters": {
       "type": "object",
       "properties": {"city": {"type": "string"}},
-      "required": ["city"]
+      "required": ["city"],
+      "additionalProperties": false
     }
   }
 }]"""
@@ -77,10 +79,21 @@ class ToolsBox:
     def fields(self) -> dict[str, Any]:
         """Their part of a request. ToolsProblem if what was entered is none."""
         tools = read_tools(str(self._text.value or ""))
-        return {"tools": tools, "tool_choice": self._choice.value} if tools else {}
+        if not tools:
+            return {}
+        chosen = str(self._choice.value)
+        named = {"type": "function", "function": {"name": chosen.removeprefix(_NAMED)}}
+        return {"tools": tools, "tool_choice": named if chosen.startswith(_NAMED) else chosen}
 
     def _changed(self) -> None:
-        self._choice.set_enabled(self._text.validate() and bool((self._text.value or "").strip()))
+        """Once the text is a list of tools, one of them may be chosen."""
+        names: list[str] = []
+        if self._text.validate():
+            names = [tool["function"]["name"] for tool in read_tools(str(self._text.value or ""))]
+        options = _CHOICES | {_NAMED + name: f"Must call {name}" for name in names}
+        kept = self._choice.value if self._choice.value in options else "auto"
+        self._choice.set_options(options, value=kept)
+        self._choice.set_enabled(bool(names))
 
 
 def _complaint(text: str | None) -> str | None:

@@ -56,7 +56,9 @@ def assemble(
     config: EngineConfig,
     keep_quantised: bool,
     progress: Callable[[str, int, int], None] | None,
+    with_tokenizer: bool = True,
 ) -> Assembly:
+    """Raises OutOfMemory or ModelError before anything large is done. Without a tokenizer prompts are token ids."""
     config = config.settled(device_kind(config.device))
     if config.threads is not None:
         torch.set_num_threads(config.threads)
@@ -70,6 +72,7 @@ def assemble(
         dtype=dtype,
         device=config.device,
         keep_quantised=keep_quantised,
+        with_tokenizer=with_tokenizer,
         progress=None if progress is None else lambda done, total: progress("loading weights", done, total),
     )
     tell = None if progress is None else lambda what: progress(what, 0, 0)

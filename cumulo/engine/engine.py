@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from cumulo.engine.embedding import normalised
 from cumulo.engine.guided import Guidance
 from cumulo.engine.outputs import Delta, RequestOutput, Sample
 from cumulo.engine.params import SamplingParams
@@ -262,7 +263,7 @@ class Engine:
 
 
 def _embedding(request: Request) -> list[float] | None:
-    if request.pooled is None or request.pooled.vector is None:
+    if request.pooled is None or request.pooled.total is None:
         return None
-    vector: list[float] = request.pooled.vector.tolist()
+    vector: list[float] = normalised(request.pooled.total).tolist()
     return vector

@@ -2,9 +2,9 @@
 
 The Virtual Token Counter of Sheng et al. 2024, "Fairness in Serving Large Language Models" (OSDI): a tenant's
 counter grows with the weighted tokens it is served, and of those who wait, the one with the smallest counter is
-admitted next. Who comes back from idleness is lifted to the smallest counter of those who wait (algorithm 2), so
+admitted next. Who comes back from idleness is lifted to the smallest counter of those who wait, so
 that nobody saves up a claim while away. Two tenants who always have something waiting are then served alike,
-within 2 * max(prompt_weight * longest prompt, output_weight * tokens of a running batch) (theorem 4.4).
+within 2 * max(prompt weight * longest prompt, output weight * tokens of a running batch): their theorem.
 """
 
 from collections import deque
@@ -38,7 +38,7 @@ class Tenant:
 
     @property
     def served(self) -> float:
-        """Weighted tokens served (the paper's equation 1)."""
+        """Weighted tokens served: the paper's cost function."""
         return PROMPT_WEIGHT * self.prompt_tokens + OUTPUT_WEIGHT * self.output_tokens
 
     @property

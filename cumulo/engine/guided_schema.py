@@ -55,9 +55,8 @@ FORMAT_PATTERNS = {"date": f"^{_DATE}$", "time": f"^{_TIME}$", "date-time": f"^{
 # ECMA 262, sections 12.2, 12.3 and 22.2.2: what `.` and `\s` mean there; elsewhere they differ in rare characters.
 _LINE_ENDS = r"\n\r\x{2028}\x{2029}"
 _SPACES = r"\t\n\x{0b}\f\r \x{a0}\x{feff}\x{1680}\x{2000}-\x{200a}\x{2028}\x{2029}\x{202f}\x{205f}\x{3000}"
-_OTHER_SYNTAX = re.compile(
-    r"\(\?[^:]"
-)  # flags and names, of which ECMA's patterns have few: left as they are
+# Flags and names, of which patterns in schemas have few: such a pattern is left as it is.
+_OTHER_SYNTAX = re.compile(r"\(\?[^:]")
 
 
 def enforceable(schema: dict[str, Any]) -> dict[str, Any]:
@@ -76,13 +75,7 @@ def enforceable(schema: dict[str, Any]) -> dict[str, Any]:
                 _check_word(word)
             _check_count(part)
         _use_ecma_patterns(part)
-        pattern = FORMAT_PATTERNS.get(str(part.get("format")))
-        if pattern is not None:
-            del part["format"]
-            if "pattern" in part:  # both hold; appended, so that references into allOf stay true
-                part["allOf"] = [*part.get("allOf", ()), {"pattern": pattern}]
-            else:
-                part["pattern"] = pattern
+        _use_calendar(part)
     return copy
 
 
@@ -102,6 +95,17 @@ def _check_count(part: dict[str, Any]) -> None:
         raise _refusal(
             f"minProperties {least} cannot be enforced, because names may repeat; name the properties in required"
         )
+
+
+def _use_calendar(part: dict[str, Any]) -> None:
+    pattern, others = FORMAT_PATTERNS.get(str(part.get("format"))), part.get("allOf", [])
+    if pattern is None or not isinstance(others, list):
+        return
+    del part["format"]
+    if "pattern" in part:  # both hold; appended, so that references into allOf stay true
+        part["allOf"] = [*others, {"pattern": pattern}]
+    else:
+        part["pattern"] = pattern
 
 
 def _use_ecma_patterns(part: dict[str, Any]) -> None:

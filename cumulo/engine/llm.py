@@ -16,11 +16,11 @@ from typing import Any
 
 from cumulo.engine.assembly import Assembly, assemble
 from cumulo.engine.config import EngineConfig
+from cumulo.engine.embedding import shortened
 from cumulo.engine.engine import Engine
 from cumulo.engine.ledger import Ledger
 from cumulo.engine.outputs import Delta, Progress, RequestOutput
 from cumulo.engine.params import Pooling, SamplingParams
-from cumulo.engine.pooling import shortened
 from cumulo.engine.story import Story
 from cumulo.errors import CumuloError, InvalidRequest
 from cumulo.models.tokenizer import Tokenizer

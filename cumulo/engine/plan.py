@@ -6,10 +6,12 @@ sampled token: the runner already has it, so step N+1 can be planned before step
 """
 
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from cumulo.engine.params import SamplingParams
-from cumulo.engine.pooling import Vector
+
+if TYPE_CHECKING:
+    from cumulo.engine.pooling import Vector
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +82,7 @@ class StepResult:
     # by row index: one entry per position start+1 .. start+count that lies inside the prompt
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     errors: dict[int, str] = field(default_factory=dict)  # by draw index: this sequence failed (NaN logits)
-    pooled: list[Vector] = field(default_factory=list)  # one sum per entry of pool_rows
+    pooled: "list[Vector]" = field(default_factory=list)  # one sum per entry of pool_rows
     started_s: float = 0.0  # time.perf_counter() when the runner began and finished
     finished_s: float = 0.0
 

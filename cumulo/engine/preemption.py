@@ -1,9 +1,43 @@
-"""How a sequence gives way when KV blocks run out: recompute it later, or swap its blocks to host memory."""
+"""Preemption: who gives way when room is short, and how: recomputed later, or swapped to host memory.
 
+Asked by the scheduler (who) and by residency (how).
+"""
+
+from collections.abc import Sequence as ListLike
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Literal
 
+from cumulo.engine.request import Sequence, State
+
 Way = Literal["recompute", "swap"]
+
+_by_counter = attrgetter("request.share.counter")
+
+
+def victim_for(sequence: Sequence, running: ListLike[Sequence], step: int, tenants: int) -> Sequence | None:
+    """Who gives a block to this sequence: among those younger and not yet in this step, of the tenant served most
+    the youngest. Only younger ones, so that the oldest always gets on, whoever it belongs to.
+    `running` is in order, oldest first."""
+    found: Sequence | None = None
+    for other in reversed(running):
+        if other.request.order < sequence.request.order:
+            break
+        if other.state != State.RUNNING or other.last_step == step or other is sequence:
+            continue
+        if found is None or other.request.share.counter > found.request.share.counter:
+            found = other
+        if tenants == 1:
+            break  # the youngest
+    return found
+
+
+def less_important(head: Sequence, running: ListLike[Sequence], level: int) -> list[Sequence]:
+    """Who may have to give way to the first in the queue; taken from the end, of the tenant served most the
+    youngest. Beyond the level whose turn it is and younger in order: any other would only come straight back."""
+    order = head.request.order
+    found = [s for s in running if s.request.priority > level and s.request.order > order]
+    return sorted(found, key=_by_counter)  # stable
 
 
 @dataclass(slots=True)

@@ -5,6 +5,8 @@ plan the runner applies changes in a fixed order, so a few things freed while pl
 plan is complete: slots, swapped-in host blocks and the sources of copies.
 """
 
+from collections.abc import Iterable
+
 from cumulo.engine.block_pool import BlockPool
 from cumulo.engine.plan import NewSlot, StepPlan
 from cumulo.engine.preemption import PreemptionChoice, PreemptionCosts, choose_preemption
@@ -103,6 +105,20 @@ class Residency:
                 shared
             )  # its reference keeps the source alive until the plan is complete
         sequence.shares_tail = False
+
+    def register_full(self, rows: Iterable[Sequence], plan: StepPlan) -> None:
+        """Blocks this step filled can serve others from now on."""
+        if not self.pool.prefix_cache:
+            return
+        size = self.pool.block_size
+        for sequence, start, count in zip(rows, plan.starts, plan.counts, strict=True):
+            end = start + count
+            if start // size == end // size or sequence.state != State.RUNNING or sequence.computed < end:
+                continue  # nothing filled, or preempted since
+            full = min(end, len(sequence.tokens)) // size
+            hashes = sequence.extend_hashes(full, size)
+            for index in range(start // size, full):
+                self.pool.register(sequence.blocks[index], hashes[index])
 
     # -- going --------------------------------------------------------------------------------------------
     def send_away(self, victim: Sequence, plan: StepPlan) -> PreemptionChoice:

@@ -53,6 +53,7 @@ class CudaRunner:
         self.slots = DeviceSlots(max_slots, max_context, cache.block_size, model.max_tokens, self.device)
         self.pool = SwapPool(cache, host_blocks) if host_blocks else None
         self.batch_invariant = batch_invariant
+        self._most = StepShape(model.max_tokens, max_slots, min(max_slots, model.max_outputs))
         self._buffers = SampleBuffers(max_slots, model.spec.vocab_size, self.device)
         self._picked = torch.zeros(max_slots, dtype=torch.int32, device=self.device)
         on_gpu = self.device.type == "cuda"
@@ -63,6 +64,10 @@ class CudaRunner:
         self._owners = np.zeros(max_slots, dtype=np.int64)  # how many sequences each slot has held so far
         self._submitted = 0
         self._plans: dict[StepShape, AttentionPlan] = {}
+        self._largest_plan: AttentionPlan | None = (
+            None  # others use its scratch: steps run one after the other
+        )
+        self._windows = list(dict.fromkeys(layer.window for layer in model.layers))
         self._graphs: dict[StepShape, torch.cuda.CUDAGraph] = {}
         self._seen: set[StepShape] = set()
         self._use_graphs = graphs and on_gpu
@@ -138,7 +143,7 @@ class CudaRunner:
         draw_rows = np.array(plan.draw_rows, dtype=np.int64)
         slots = np.array(plan.draw_slots, dtype=np.int64)
         positions = rows.ends[draw_rows]
-        shape = shape_of(int(rows.query_starts[-1]), len(rows.slots), len(slots))
+        shape = shape_of(int(rows.query_starts[-1]), len(rows.slots), len(slots), self._most)
         stage = self.slots.stage()
         logit_rows = rows.query_starts[draw_rows + 1] - 1
         columns = self.table.columns[slots]
@@ -203,8 +208,11 @@ class CudaRunner:
             plan = self._plans[shape] = attention_plan(
                 shape.tokens, shape.rows, spec.heads, spec.kv_heads, spec.head_dim, self.cache.block_size,
                 self.slots.tables.shape[1], decode_only=shape.decodes_only, invariant=self.batch_invariant,
-                device=self.device,
+                device=self.device, chunking_invariant=self.batch_invariant, windows=self._windows,
+                kv_dtype=self.cache.key_storage.dtype, share_scratch_with=self._largest_plan,
             )  # fmt: skip
+            if self._largest_plan is None or plan.nbytes > self._largest_plan.nbytes:
+                self._largest_plan = plan
         return plan
 
     # -- what needs the host ------------------------------------------------------------------------------

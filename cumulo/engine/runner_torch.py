@@ -14,11 +14,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from cumulo.engine.embedding import Vector
 from cumulo.engine.guided import Guidance
 from cumulo.engine.machine_memory import PeakMemory
 from cumulo.engine.params import SamplingParams
 from cumulo.engine.plan import NewSlot, StepPlan, StepResult, TokenLogprobs
-from cumulo.engine.pooling import Vector
 from cumulo.engine.sampler import draw, token_logprobs
 from cumulo.engine.slot_table import SlotTable, StepRows
 from cumulo.models.batch import KVCache

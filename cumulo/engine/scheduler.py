@@ -11,17 +11,16 @@ alone always fits (checked on arrival); the oldest may always take blocks from y
 """
 
 from bisect import insort
-from collections.abc import Iterable
 from dataclasses import dataclass
 from math import isfinite
 from operator import attrgetter
+from typing import TYPE_CHECKING
 
 from cumulo.engine.admission_rules import output_limit
 from cumulo.engine.beam_groups import advance_beams, start_beam
 from cumulo.engine.fairness import FairShares
 from cumulo.engine.plan import StepPlan, StepResult, TokenLogprobs
-from cumulo.engine.pooling import Vector
-from cumulo.engine.preemption import PreemptionCosts
+from cumulo.engine.preemption import PreemptionCosts, less_important, victim_for
 from cumulo.engine.request import FinishReason, Request, Sequence, State
 from cumulo.engine.residency import Residency, new_slot
 from cumulo.engine.scheduler_config import SchedulerConfig
@@ -29,8 +28,10 @@ from cumulo.engine.story import PreemptionCause, WaitCause
 from cumulo.engine.waiting_queue import WaitingQueue
 from cumulo.errors import InvalidRequest
 
+if TYPE_CHECKING:
+    from cumulo.engine.pooling import Vector
+
 _by_order = attrgetter("request.order")
-_by_counter = attrgetter("request.share.counter")
 
 
 @dataclass(slots=True)
@@ -286,26 +287,11 @@ class Scheduler:
             if self.pool.free_count:
                 self.residency.give_block(sequence, position, plan)
                 return True
-            victim = self._victim(sequence, plan.index)
+            victim = victim_for(sequence, self.running, plan.index, len(self.shares.tenants))
             if victim is None:
                 return False
             self._preempt(victim, plan, now_s, "kv_blocks", sequence, "which is older and needed a KV block")
         return True
-
-    def _victim(self, sequence: Sequence, step: int) -> Sequence | None:
-        """Who gives a block to this sequence: among those younger, of the tenant served most the youngest. Only
-        younger ones, so that the oldest always gets on, whoever it belongs to."""
-        found: Sequence | None = None
-        for other in reversed(self.running):
-            if other.request.order < sequence.request.order:
-                break
-            if other.state != State.RUNNING or other.last_step == step or other is sequence:
-                continue
-            if found is None or other.request.share.counter > found.request.share.counter:
-                found = other
-            if len(self.shares.tenants) == 1:
-                break
-        return found
 
     # -- admission and preemption -------------------------------------------------------------------------
     def _obstacle(self, sequence: Sequence) -> tuple[WaitCause, str] | None:
@@ -356,12 +342,9 @@ class Scheduler:
         head = self.queue.first()
         if head is None or head.pending:
             return
-        # Beyond the level whose turn it is, and younger in order: any other would only come straight back.
-        level, order = self.queue.level, head.request.order
-        victims = [s for s in self.running if s.request.priority > level and s.request.order > order]
+        victims = less_important(head, self.running, self.queue.level)
         if not victims:
             return
-        victims.sort(key=_by_counter)  # stable: taken from the end, of the tenant served most the youngest
         slots_short, blocks_short = self.residency.shortage(head, len(self.running))
         references = self.pool.references
         sole = sum(references[block] == 1 for victim in victims for block in victim.blocks)
@@ -402,7 +385,7 @@ class Scheduler:
     def apply(self, plan: StepPlan, result: StepResult, now_s: float) -> list[Sequence]:
         """Take a step's tokens in; returns the sequences that gained one (beams excepted)."""
         flight = self._in_flight.pop(plan.index)
-        self._register_full_blocks(flight.rows, plan)
+        self.residency.register_full(flight.rows, plan)
         for row, logprobs in result.prompt_logprobs.items():
             self._take_prompt_logprobs(flight.rows[row], plan.starts[row], logprobs)
         for row, first, total in zip(plan.pool_rows, plan.pool_starts, result.pooled, strict=True):
@@ -452,27 +435,13 @@ class Scheduler:
             self.fail(request, error, now_s)
         return list(failed.values())
 
-    def _register_full_blocks(self, rows: Iterable[Sequence], plan: StepPlan) -> None:
-        """Blocks this step filled can serve others from now on."""
-        if not self.pool.prefix_cache:
-            return
-        size = self.pool.block_size
-        for sequence, start, count in zip(rows, plan.starts, plan.counts, strict=True):
-            end = start + count
-            if start // size == end // size or sequence.state != State.RUNNING or sequence.computed < end:
-                continue  # nothing filled, or preempted since
-            full = min(end, len(sequence.tokens)) // size
-            hashes = sequence.extend_hashes(full, size)
-            for index in range(start // size, full):
-                self.pool.register(sequence.blocks[index], hashes[index])
-
     @staticmethod
     def _take_prompt_logprobs(sequence: Sequence, start: int, logprobs: list[TokenLogprobs]) -> None:
         taken = sequence.request.prompt_logprobs
         if taken is not None:  # a recomputation delivers some of them again
             taken.extend(logprobs[len(taken) - start :])
 
-    def _take_pooled(self, sequence: Sequence, first: int, end: int, total: Vector, now_s: float) -> None:
+    def _take_pooled(self, sequence: Sequence, first: int, end: int, total: "Vector", now_s: float) -> None:
         request = sequence.request
         if request.pooled is None or sequence.state == State.FINISHED:
             return  # aborted while this step ran

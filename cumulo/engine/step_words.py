@@ -33,15 +33,12 @@ _EAGER_STEP = (
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """What a step is rounded up to. With one token per row it is a decode step."""
+    """What a step is rounded up to."""
 
     tokens: int
     rows: int
     draws: int
-
-    @property
-    def decodes_only(self) -> bool:
-        return self.tokens == self.rows
+    decodes_only: bool = False  # every row is one token
 
     @property
     def words(self) -> int:
@@ -62,11 +59,16 @@ def round_tokens(count: int) -> int:
     return -(-count // step) * step
 
 
-def shape_of(tokens: int, rows: int, draws: int) -> StepShape:
-    if tokens == rows == draws:
-        size = round_rows(rows)
-        return StepShape(size, size, size)
-    return StepShape(round_tokens(tokens), round_rows(rows), round_rows(draws) if draws else 0)
+def shape_of(tokens: int, rows: int, draws: int, most: StepShape) -> StepShape:
+    """The shape for a step of so many, none larger than in `most`, which every step fits into."""
+    decodes_only = tokens == rows
+    shape_rows = min(round_rows(rows), most.rows)
+    return StepShape(
+        shape_rows if decodes_only else min(round_tokens(tokens), most.tokens),
+        shape_rows,
+        min(round_rows(draws), most.draws) if draws else 0,
+        decodes_only,
+    )
 
 
 def pack(

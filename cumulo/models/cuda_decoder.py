@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cumulo.kernels.cuda.linear import Weight, fuses, linear
+from cumulo.kernels.cuda.fp8 import Fp8Weight
+from cumulo.kernels.cuda.linear import Weight, choose, linear
 from cumulo.kernels.cuda.moe import MoEBuffers, mixture
 from cumulo.kernels.cuda.paged_attention import AttentionPlan
 from cumulo.kernels.cuda.rms_norm import rms_norm
@@ -41,6 +42,8 @@ def why_not(decoder: Decoder) -> str | None:
         return "latent attention runs layer by layer"
     if spec.head_dim & (spec.head_dim - 1) or spec.rope_dim != spec.head_dim:
         return f"heads of {spec.head_dim} numbers, {spec.rope_dim} of them rotated, are not a power of two throughout"
+    if spec.moe is not None and spec.moe.groups > 1:
+        return "group-limited routing runs layer by layer"
     for name, module in decoder.named_modules():
         if isinstance(module, Linear) and module.packed is not None:
             return f"{name} is packed for a CPU"
@@ -48,8 +51,20 @@ def why_not(decoder: Decoder) -> str | None:
 
 
 class CudaDecoder:
-    def __init__(self, decoder: Decoder, max_tokens: int, max_outputs: int) -> None:
-        """Buffers for steps of up to `max_tokens` tokens and `max_outputs` rows of logits."""
+    def __init__(
+        self,
+        decoder: Decoder,
+        max_tokens: int,
+        max_outputs: int,
+        *,
+        fp8_weights: bool = False,
+        batch_invariant: bool = False,
+    ) -> None:
+        """Buffers for steps of up to `max_tokens` tokens and `max_outputs` rows of logits.
+
+        `fp8_weights` quantises the layers' matrices to e4m3, one scale an output row, and frees the plain ones.
+        `batch_invariant` uses only kernels whose rows do not depend on the rows beside them.
+        """
         obstacle = why_not(decoder)
         if obstacle is not None:
             raise ValueError(f"this decoder cannot be played by the GPU kernels: {obstacle}")
@@ -57,6 +72,7 @@ class CudaDecoder:
         spec, device = decoder.spec, decoder.embed.weight.device
         self.device = device
         self.max_tokens, self.max_outputs = max_tokens, max_outputs
+        self.invariant, self._fp8 = batch_invariant, fp8_weights
         decoder.rotary.at(torch.zeros(0, dtype=torch.int64, device=device))  # makes the table
         assert decoder.rotary.table is not None
         self.cosine, self.sine = (table.contiguous() for table in decoder.rotary.table)
@@ -83,7 +99,16 @@ class CudaDecoder:
     @property
     def buffer_bytes(self) -> int:
         """What a step works in; the ledger's activations and logits together."""
-        own = (self.stream, self.normed, self.qkv, self.mixed, self.gate_up, self.activated, self.wanted, self.logits)
+        own = (
+            self.stream,
+            self.normed,
+            self.qkv,
+            self.mixed,
+            self.gate_up,
+            self.activated,
+            self.wanted,
+            self.logits,
+        )
         return sum(tensor.nbytes for tensor in own) + (self.moe_buffers.nbytes if self.moe_buffers else 0)
 
     # -- a step --------------------------------------------------------------------------------------------
@@ -91,8 +116,14 @@ class CudaDecoder:
         """Compute a step, write its keys and values; the logits [R, vocabulary] of `step.logit_rows`."""
         stream = self.run_layers(step, cache)
         outputs = len(step.logit_rows)
+        if outputs == 0:  # a chunk of a prompt, or an embedding
+            return self.logits[:0]
         wanted = rms_norm(
-            stream, self.decoder.final_norm.weight, self.spec.norm_eps, rows=step.logit_rows, out=self.wanted[:outputs]
+            stream,
+            self.decoder.final_norm.weight,
+            self.spec.norm_eps,
+            rows=step.logit_rows,
+            out=self.wanted[:outputs],
         )
         return self.logits_of(wanted, self.logits[:outputs])
 
@@ -107,9 +138,11 @@ class CudaDecoder:
 
     def logits_of(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """Normed hidden states [R, hidden] -> [R, vocabulary]."""
-        return linear(hidden, self.head, out=out)
+        return linear(hidden, self.head, out=out, invariant=self.invariant)
 
-    def _attend(self, layer: "LayerWeights", stream: Tensor, step: StepTensors, cache: KVCache, index: int) -> None:
+    def _attend(
+        self, layer: "LayerWeights", stream: Tensor, step: StepTensors, cache: KVCache, index: int
+    ) -> None:
         spec, tokens = self.spec, len(stream)
         qkv = self._normed_product(stream, layer.attention_norm, layer.qkv, self.qkv[:tokens], layer.qkv_bias)
         keys, values = cache.keys[index], cache.values[index]
@@ -120,69 +153,122 @@ class CudaDecoder:
         query = qkv.view(tokens, -1, spec.head_dim)[:, : spec.heads]
         mixed = self.mixed[:tokens]
         step.attention.attend(
-            query, keys, values, mixed.view(tokens, spec.heads, spec.head_dim), layer.scale, window=layer.window
+            query,
+            keys,
+            values,
+            mixed.view(tokens, spec.heads, spec.head_dim),
+            layer.scale,
+            window=layer.window,
         )
-        linear(mixed, layer.output, out=stream, residual=stream, bias=layer.output_bias)
+        linear(
+            mixed, layer.output, out=stream, residual=stream, bias=layer.output_bias, invariant=self.invariant
+        )
 
     def _feed_forward(self, layer: "LayerWeights", stream: Tensor) -> None:
         tokens = len(stream)
         if layer.mixture is not None:
             assert self.moe_buffers is not None
+            experts, router = layer.mixture.experts, layer.mixture.router
             normed = rms_norm(stream, layer.ffn_norm, self.spec.norm_eps, out=self.normed[:tokens])
-            mixture(normed, layer.mixture, self.moe_buffers, residual=stream)
+            mixture(
+                normed, router.weight, experts.gate_up, experts.down, self.moe_buffers, stream,
+                router.selection_bias, self.invariant,
+            )  # fmt: skip
             if layer.gate_up is None:
                 return
             activated = self._activated(normed, layer, None)  # the expert that every token passes through
         else:
             activated = self._activated(stream, layer, layer.ffn_norm)
         assert layer.down is not None
-        linear(activated, layer.down, out=stream, residual=stream, bias=layer.down_bias)
+        linear(
+            activated, layer.down, out=stream, residual=stream, bias=layer.down_bias, invariant=self.invariant
+        )
 
     def _activated(self, x: Tensor, layer: "LayerWeights", norm: Tensor | None) -> Tensor:
         """silu(gate) · up of x, normed first where a norm is given."""
         tokens, width = len(x), layer.ffn_width
         assert layer.gate_up is not None
         activated = self.activated.view(-1)[: tokens * width].view(tokens, width)
-        if fuses(tokens, layer.gate_up) and layer.gate_up_bias is None:
-            eps = self.spec.norm_eps
-            return linear(x, layer.gate_up, out=activated, norm_weight=norm, eps=eps, swiglu=True)
+        if self._fuses(tokens, layer.gate_up, swiglu=True):
+            return linear(
+                x, layer.gate_up, out=activated, norm_weight=norm, eps=self.spec.norm_eps, swiglu=True,
+                bias=layer.gate_up_bias,
+            )  # fmt: skip
         both = self.gate_up.view(-1)[: tokens * 2 * width].view(tokens, 2 * width)
         if norm is None:
-            linear(x, layer.gate_up, out=both, bias=layer.gate_up_bias)
+            linear(x, layer.gate_up, out=both, bias=layer.gate_up_bias, invariant=self.invariant)
         else:
             self._normed_product(x, norm, layer.gate_up, both, layer.gate_up_bias)
         return swiglu(both, activated)
 
-    def _normed_product(self, x: Tensor, norm: Tensor, weight: Weight, out: Tensor, bias: Tensor | None) -> Tensor:
+    def _normed_product(
+        self, x: Tensor, norm: Tensor, weight: Weight, out: Tensor, bias: Tensor | None
+    ) -> Tensor:
         eps = self.spec.norm_eps
-        if fuses(len(x), weight):
+        if self._fuses(len(x), weight):
             return linear(x, weight, out=out, norm_weight=norm, eps=eps, bias=bias)
-        return linear(rms_norm(x, norm, eps, out=self.normed[: len(x)]), weight, out=out, bias=bias)
+        normed = rms_norm(x, norm, eps, out=self.normed[: len(x)])
+        return linear(normed, weight, out=out, bias=bias, invariant=self.invariant)
+
+    def _fuses(self, tokens: int, weight: Weight, swiglu: bool = False) -> bool:
+        """Whether the product norms on the way; otherwise our own kernel does, into our own buffer."""
+        if self.invariant:
+            return False
+        return isinstance(weight, Fp8Weight) or choose(tokens, weight, swiglu).kernel != "library"
 
     # -- weights -------------------------------------------------------------------------------------------
     def _layer_weights(self, layer: torch.nn.Module) -> "LayerWeights":
         assert isinstance(layer, Layer) and isinstance(layer.attention, Attention)
         attention, ffn = layer.attention, layer.ffn
         normed = self.spec.qk_norm
+        if self._fp8:
+            for linear_layer in layer.modules():
+                if isinstance(linear_layer, Linear) and linear_layer.packed is None:
+                    linear_layer.pack(_Packed(Fp8Weight.quantised(linear_layer.weight)))
         plain = ffn if isinstance(ffn, FeedForward) else ffn.shared
         return LayerWeights(
             attention_norm=layer.attention_norm.weight,
-            qkv=attention.qkv.weight,
+            qkv=_matrix(attention.qkv),
             qkv_bias=attention.qkv.bias,
             q_norm=attention.q_norm.weight if normed else None,
             k_norm=attention.k_norm.weight if normed else None,
-            output=attention.output.weight,
+            output=_matrix(attention.output),
             output_bias=attention.output.bias,
             scale=attention.scale,
             window=attention.window,
             ffn_norm=layer.ffn_norm.weight,
             mixture=ffn if isinstance(ffn, MixtureOfExperts) else None,
-            gate_up=None if plain is None else plain.gate_up.weight,
+            gate_up=None if plain is None else _matrix(plain.gate_up),
             gate_up_bias=None if plain is None else plain.gate_up.bias,
-            down=None if plain is None else plain.down.weight,
+            down=None if plain is None else _matrix(plain.down),
             down_bias=None if plain is None else plain.down.bias,
             ffn_width=0 if plain is None else plain.down.shape[1],
         )
+
+
+class _Packed:
+    """A GPU's quantised matrix in the place of a plain one in the torch decoder, which can still be asked for both."""
+
+    def __init__(self, weight: Fp8Weight) -> None:
+        self.weight = weight
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.weight.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.weight.nbytes
+
+    def matmul(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight)
+
+    def rows(self, indices: Tensor) -> Tensor:
+        return self.weight.dequantised()[indices]
+
+
+def _matrix(layer: Linear) -> Weight:
+    return layer.packed.weight if isinstance(layer.packed, _Packed) else layer.weight
 
 
 @dataclass(slots=True)

@@ -116,7 +116,8 @@ def answer_form(body: ChatRequest, use: ToolUse | None, text: ModelText, prompt:
     try:
         return _answer_form(body, use, text, prompt)
     except (RecursionError, InvalidRequest) as error:
-        param = "response_format" if use is None else "tools"
+        formed = body.response_format is not None and body.response_format.type != "text"
+        param = "response_format" if use is None or formed else "tools"
         too_deep = f"a schema in {param} is nested too deeply"
         raise invalid(too_deep if isinstance(error, RecursionError) else str(error), param) from None
 

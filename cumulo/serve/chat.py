@@ -24,6 +24,7 @@ from cumulo.serve.usage import usage
 
 router = APIRouter()
 log = logging.getLogger(__name__)
+_NOT_BEGUN = object()
 
 
 @router.post(
@@ -121,11 +122,10 @@ class ChatEvents:
         pieces: list[bytes] = []
         for _, item in batch:
             if isinstance(item, Delta):
-                prepared = self._prepared.get(item.index)
-                if prepared is None or item.finish_reason is not None:
+                if item.finish_reason is not None or not self._is_plain(item.index):
                     pieces += self._chunks(item)
                 elif item.text:
-                    pieces.append(prepared.with_text(item.text))
+                    pieces.append(self._prepared[item.index].with_text(item.text))
         return b"".join(pieces)
 
     def end(self) -> bytes:
@@ -148,7 +148,7 @@ class ChatEvents:
             logprobs = chat_logprobs(self._call.service.text, entries, self._body.top_logprobs or 0)
         begins = item.index not in self._readers
         if begins:
-            self._begin(item.index)
+            self._readers[item.index] = self._form.reader()
         deltas, finish_reason = _read(item, self._readers[item.index])
         if begins:
             deltas[:1] = [{"role": "assistant", "content": "", **(deltas[0] if deltas else {})}]
@@ -168,10 +168,14 @@ class ChatEvents:
             for position, delta in enumerate(deltas)
         ]
 
-    def _begin(self, index: int) -> None:
-        reader = self._readers[index] = self._form.reader()
-        if reader is None and not self._body.logprobs:
-            self._prepared[index] = PreparedEvent(self._chunk(index, {"content": PreparedEvent.MARK}))
+    def _is_plain(self, index: int) -> bool:
+        """Whether a choice that has begun is nothing but text; its event is prepared behind the first token."""
+        if index in self._prepared:
+            return True
+        if self._body.logprobs or self._readers.get(index, _NOT_BEGUN) is not None:
+            return False
+        self._prepared[index] = PreparedEvent(self._chunk(index, {"content": PreparedEvent.MARK}))
+        return True
 
     def _chunk(
         self,

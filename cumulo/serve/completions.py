@@ -140,11 +140,10 @@ class CompletionEvents:
             if not isinstance(item, Delta):
                 continue
             index = position * self._samples + item.index
-            prepared = self._prepared.get(index)
-            if prepared is None or item.finish_reason is not None:
+            if item.finish_reason is not None or self._body.logprobs is not None:
                 pieces += self._chunk(index, item)
             elif item.text:
-                pieces.append(prepared.with_text(item.text))
+                pieces.append(self._prepared_event(index, item).with_text(item.text))
         return b"".join(pieces)
 
     def end(self) -> bytes:
@@ -159,15 +158,18 @@ class CompletionEvents:
 
     def _chunk(self, index: int, item: Delta) -> list[bytes]:
         wanted, logprobs = self._body.logprobs, None
-        if wanted is None:
-            mark = Delta(item.request_id, item.index, PreparedEvent.MARK, [])
-            self._prepared[index] = PreparedEvent(self._content(index, mark, None))
-        elif item.logprobs:
+        if wanted is not None and item.logprobs:
             column = self._columns.setdefault(index, CompletionColumns(self._call.service.text, wanted))
             logprobs = column.add(spoken(item.logprobs, item.finish_reason, self._ends))
         if not item.text and logprobs is None and item.finish_reason is None:
             return []  # the token's text is not certain yet
         return [event(self._content(index, item, logprobs))]
+
+    def _prepared_event(self, index: int, item: Delta) -> PreparedEvent:
+        if index not in self._prepared:
+            mark = Delta(item.request_id, item.index, PreparedEvent.MARK, [])
+            self._prepared[index] = PreparedEvent(self._content(index, mark, None))
+        return self._prepared[index]
 
     def _content(self, index: int, item: Delta, logprobs: dict[str, Any] | None) -> dict[str, Any]:
         choice = {

@@ -6,7 +6,6 @@ pydantic model, and handed to the same function. Whatever is not in good form go
 error; the description, too, is made from FastAPI's routes.
 """
 
-import json
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
@@ -35,8 +34,8 @@ class DirectRoute(BaseRoute):
         model, endpoint = self._endpoints[scope["path"]]
         messages, whole = await _body(receive)
         try:
-            body = model.model_validate(json.loads(whole))
-        except (ValueError, RecursionError):
+            body = model.model_validate_json(whole)
+        except ValueError:
             scope[_TRIED] = True
             await self._otherwise(scope, _again(messages, receive), send)
             return
@@ -52,12 +51,14 @@ def _is_json(scope: Scope) -> bool:
 
 
 async def _body(receive: Receive) -> tuple[list[Message], bytes]:
-    """The messages that brought the body, and the body. A client that left half-way has sent all it will."""
+    """The messages that brought the body, and the body; nothing in place of one whose sender left half-way."""
     messages: list[Message] = []
     while True:
         message = await receive()
         messages.append(message)
-        if message["type"] != "http.request" or not message.get("more_body", False):
+        if message["type"] != "http.request":
+            return messages, b""
+        if not message.get("more_body", False):
             return messages, b"".join(part.get("body", b"") for part in messages)
 
 

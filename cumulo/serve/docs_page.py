@@ -179,7 +179,9 @@ def _type(schema: Mapping[str, Any], description: Mapping[str, Any]) -> str:
         return "object" if resolved.get("properties") else _type(resolved, description)
     options = [*schema.get("anyOf", ()), *schema.get("oneOf", ())]
     if options:
-        return " or ".join(dict.fromkeys(_type(option, description) for option in options))
+        kinds = dict.fromkeys(_type(option, description) for option in options)
+        kinds.pop("null", None)  # every field may be null, which is as if it were left out
+        return " or ".join(kinds)
     if "const" in schema:
         return json.dumps(schema["const"])
     if "enum" in schema:
@@ -198,7 +200,14 @@ def _bounds(schema: Mapping[str, Any]) -> str:
     for option in schema.get("anyOf", ()):
         found = {**option, **found}
     return ", ".join(
-        f"{word} {escape(json.dumps(found[key]))}"
+        f"{word} {escape(_plain(found[key]))}"
         for key, word in words.items()
         if key in found and found[key] is not None
     )
+
+
+def _plain(value: Any) -> str:
+    """JSON, with whole numbers as one writes them; the description has them all with a decimal point."""
+    if isinstance(value, float) and value.is_integer():
+        return f"{value:,.0f}"
+    return json.dumps(value)

@@ -10,8 +10,8 @@ import numpy as np
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from cumulo.engine.embedding import shortened
 from cumulo.engine.params import SamplingParams
-from cumulo.engine.pooling import shortened
 from cumulo.serve.call import Call
 from cumulo.serve.descriptions import answers, plain
 from cumulo.serve.errors import ApiError, invalid

@@ -244,7 +244,8 @@ class EngineClient:
                 ended = self.in_flight.get(finished.request_id)
                 if ended is not None:
                     self._end(ended, _failure_of(finished) if finished.error else finished)
-            self._observer.on_progress(report.stats)
+            # After the streams that were just woken: their clients wait, whoever counts does not.
+            asyncio.get_running_loop().call_soon(self._observer.on_progress, report.stats)
         elif isinstance(report, Rejected):
             refused = self.in_flight.get(report.request_id)
             if refused is not None:

@@ -89,12 +89,14 @@ class EngineLoop:
         """Carry out every command that is here, waiting for the first; False when told to stop."""
         self._poller.poll(int(wait_s * 1000))
         self._take_checked()
-        while self._commands.poll(0):
-            command = decode_command(self._commands.recv())
+        while True:
+            try:
+                command = decode_command(self._commands.recv(zmq.NOBLOCK))
+            except zmq.Again:
+                return True
             if isinstance(command, Shutdown):
                 return False
             self._carry_out(command)
-        return True
 
     def _carry_out(self, command: Command) -> None:
         if isinstance(command, Submit):

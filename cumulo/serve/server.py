@@ -6,6 +6,7 @@ status 0. A second signal ends what still runs at once.
 
 import asyncio
 import contextlib
+import gc
 import logging
 import signal
 import socket
@@ -111,6 +112,9 @@ class _Run:
     async def _start(self) -> None:
         try:
             self._on_ready(await self.service.start())
+            # What is loaded stays: a full collection in the middle of a stream need not walk it.
+            gc.collect()
+            gc.freeze()
         except Exception as error:  # a CumuloError is the user's to read; anything else is a bug of ours
             self.error = error
             self._uvicorn.should_exit = True

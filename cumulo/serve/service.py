@@ -47,6 +47,7 @@ class Service:
         self.metrics = Metrics(model_name)
         self.stories = Stories(options.stories)
         self.recent_steps: deque[StepRecord] = deque(maxlen=_RECENT_STEPS)
+        self.fairness_index = 1.0
         self.draining = False
         self.unsent = 0  # prompts of running calls that follow as the engine takes them
         self.abort_reason = "the request was aborted"
@@ -156,6 +157,8 @@ class Service:
         self.metrics.generation_tokens.inc(self._streamed_tokens)
         self._streamed_tokens = 0
         self.metrics.on_progress(stats)
+        if stats.fairness is not None:
+            self.fairness_index = stats.fairness.index
         if self.engine.info is not None:
             self.metrics.on_ready(self.engine.info)  # a restarted engine has measured anew
 

@@ -19,7 +19,8 @@ def test_a_closed_loop_reports_as_table_json_html_and_records(cumulo: Run, tmp_p
             "--html", str(files["load.html"]), "--records", str(files["load.jsonl"]),
         )  # fmt: skip
     assert ran.code == 0, ran.err
-    assert "toy-model" in ran.out and "time to first token, p99" in ran.out
+    assert "toy-model" in ran.out and "p99" in ran.out
+    assert [line for line in ran.out.splitlines() if line.startswith("time to first token")]
     report = json.loads(files["load.json"].read_text())
     rows = {row["name"]: row for row in report["rows"]}
     assert set(report) == {"machine", "rows", "server", "levels"}
@@ -45,7 +46,42 @@ def test_a_sweep_is_a_line_per_level_and_is_not_judged(cumulo: Run) -> None:
     assert ran.code == 0
     names = [row["name"] for row in json.loads(ran.out)["rows"]]
     assert "50/s: output throughput" in names and "100/s: requests failed" in names
-    assert "50/s" in ran.err and "ITL p50" in ran.err
+    assert "50/s" in ran.err and "ITL" in ran.err
+
+
+@pytest.mark.parametrize("slo", [[], ["--slo", "ttft=900ms,itl=900ms"]])
+def test_a_line_per_level_fits_a_plain_terminal(cumulo: Run, slo: list[str]) -> None:
+    behave = lambda number, body: Behaviour("500") if number == 5 else Behaviour(first_s=0.101, gap_s=0.011)  # noqa: E731
+    with ToyServer(behave) as server:
+        ran = cumulo(
+            "bench", "serve", server.url, "--concurrency", "8,16", "--requests", "16", "--warmup", "0",
+            "--output", "3", *slo,
+        )  # fmt: skip
+    assert ran.code == 0, ran.err
+    lines = ran.out.splitlines()
+    assert all(len(line.rstrip()) <= 80 for line in lines) and "…" not in ran.out
+    assert [line for line in lines if line.startswith("16 at once")]
+
+
+def test_a_search_that_can_find_nothing_says_so_at_once(cumulo: Run) -> None:
+    with ToyServer(lambda number, body: Behaviour(first_s=0.05)) as server:
+        ran = cumulo(
+            "bench", "serve", server.url, "--rate", "2", "--slo", "ttft=1ms", "--find-rate", "--output", "3"
+        )
+        sent = len(server.measured)
+    assert ran.code == 1
+    assert "a request alone does not keep the objective (TTFT 5" in ran.err
+    assert sent < 20
+
+
+def test_a_search_does_not_begin_a_trial_it_has_no_time_for(cumulo: Run) -> None:
+    with ToyServer() as server:
+        ran = cumulo(
+            "bench", "serve", server.url, "--rate", "1", "--slo", "ttft=9s", "--find-rate", "--search-time", "20s",
+            "--output", "3",
+        )  # fmt: skip
+    assert ran.code == 1
+    assert "at 1/s, would take 52 s and the search may take 20 s" in ran.err
 
 
 def test_a_single_run_with_failures_or_a_missed_objective_is_exit_code_one(cumulo: Run) -> None:

@@ -1,7 +1,6 @@
 """Fair shares: the bounds of the Virtual Token Counter, on the real scheduler with a runner that takes no time."""
 
 import random
-from collections.abc import Callable
 
 import pytest
 from hypothesis import given, settings
@@ -37,47 +36,42 @@ def step(scheduler: Scheduler, now_s: float) -> None:
     scheduler.apply(plan, StepResult(tokens=[7] * len(plan.draw_rows)), now_s)
 
 
-def play(
-    scheduler: Scheduler, each_step: Callable[[float], None] = lambda _: None, limit: int = 5_000
-) -> None:
+def play(scheduler: Scheduler) -> None:
     now_s = 0.0
     while scheduler.has_work:
         now_s += 1
-        assert now_s < limit, "the scheduler does not come to an end"
+        assert now_s < 5_000, "the scheduler does not come to an end"
         step(scheduler, now_s)
         assert scheduler.problems() == []
-        each_step(now_s)
 
 
-sizes = st.tuples(st.integers(1, 12), st.integers(1, 8))  # longest prompt and output of a tenant's requests
+sizes = st.tuples(st.integers(1, 8), st.integers(1, 6))  # longest prompt and output of a tenant's requests
 
 
-@settings(max_examples=40, deadline=None)
-@given(seed=st.integers(0, 10**6), ann=sizes, bob=sizes, max_running=st.integers(1, 4))
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 10**6), ann=sizes, bob=sizes, max_running=st.integers(1, 3))
 def test_two_who_always_wait_are_served_alike_within_the_published_bound(
     seed: int, ann: tuple[int, int], bob: tuple[int, int], max_running: int
 ) -> None:
-    """Theorem 4.4 of Sheng et al. 2024, for every interval in which both have requests waiting. All of ann's are
+    """The theorem of Sheng et al. 2024, for every interval in which both have requests waiting. All of ann's are
     there before bob's first: in order of arrival, bob would be served nothing until ann has been served all."""
     rng, scheduler = random.Random(seed), make(max_running=max_running)
     for name, (prompt, output) in (("ann", ann), ("bob", bob)):
         total = 0.0
-        while total < 800:
+        while total < 500:
             size = rng.randint(1, prompt), rng.randint(1, output)
             ask(scheduler, f"{name}-{total}", name, *size)
             total += PROMPT_WEIGHT * size[0] + OUTPUT_WEIGHT * size[1]
     tenants = scheduler.shares.tenants
     lead: list[float] = []
 
-    def note(_: float) -> None:
-        if tenants["ann"].waiting and tenants["bob"].waiting:
-            lead.append(tenants["ann"].served - tenants["bob"].served)
-
-    play(scheduler, note)
+    while tenants["ann"].waiting and tenants["bob"].waiting:
+        step(scheduler, float(len(lead)))
+        lead.append(tenants["ann"].served - tenants["bob"].served)
     longest_prompt = max(ann[0], bob[0])
     batch_tokens = max_running * max(sum(ann), sum(bob))
     bound = 2 * max(PROMPT_WEIGHT * longest_prompt, OUTPUT_WEIGHT * batch_tokens)
-    assert max(lead) - min(lead) <= bound < 800 / 2
+    assert max(lead) - min(lead) <= bound < 500 / 2
     assert len(lead) > 10
 
 

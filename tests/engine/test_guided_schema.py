@@ -42,6 +42,19 @@ def test_what_would_not_be_enforced_is_refused_by_name(schema, reason):
     GUIDANCE.check(Guide("json_schema", json.dumps({**schema, "x-guidance": {"lenient": True}})))
 
 
+def test_a_malformed_schema_is_refused_not_stumbled_over():
+    schema = {
+        "format": "date",
+        "pattern": "x",
+        "allOf": 3,
+        "required": 1,
+        "minProperties": "2",
+        "items": None,
+    }
+    with pytest.raises(InvalidRequest):
+        GUIDANCE.check(Guide("json_schema", json.dumps(schema)))
+
+
 def test_names_of_properties_and_values_are_not_taken_for_keywords():
     names = {"disallow": {"type": "integer"}, "maxlength": {"enum": [{"extends": 1, "format": "date"}]}}
     assert enforceable({"properties": names, "default": {"divisibleBy": 2}})["properties"] == names

@@ -27,10 +27,10 @@ def make(**options) -> tuple[Scheduler, CellRunner]:
 
 def request(name: str, prompt: list[int], seed: int = 0, arrived_s: float = 0.0, **params) -> Request:
     priority = params.pop("priority", 0)
-    salt = params.pop("cache_salt", "")
+    salt, tenant = params.pop("cache_salt", ""), params.pop("tenant", "")
     return Request(
         name, prompt, SamplingParams(**params), seed=seed, eos_ids=(EOS,), priority=priority,
-        cache_salt=salt, arrived_s=arrived_s,
+        cache_salt=salt, tenant=tenant, arrived_s=arrived_s,
     )  # fmt: skip
 
 
@@ -134,6 +134,7 @@ def test_tokens_do_not_depend_on_how_the_work_was_cut_shared_or_preempted(case):
                 priority=rng.choice([0, 0, 1, 2]), ignore_eos=rng.random() < 0.5,
                 prompt_logprobs=0 if rng.random() < 0.2 else None,
                 cache_salt=rng.choice(["", "", "tenant"]),
+                tenant=rng.choice(["ann", "ann", "bob", "cat"]),
             )
         )  # fmt: skip
     longest = max(len(r.prompt) + r.params.max_tokens for r in made)
@@ -242,7 +243,8 @@ def test_a_more_important_request_takes_the_place_of_a_less_important_one():
     assert urgent.story.finished_s < humble.story.finished_s
     assert humble.story.preemptions == 1
     preempted = next(e for e in humble.story.events if e.kind == "preempted")
-    assert preempted.detail["by"] == "urgent"
+    assert preempted.detail["by"] == "urgent" and preempted.detail["cause"] == "priority"
+    assert humble.story.waits_s["preempted"] > 0
     assert outputs_of(humble) == expected_outputs(humble)
 
 

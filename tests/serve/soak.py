@@ -11,6 +11,7 @@ compared with that over the fifth after the warm-up (the first two fifths), and 
 import argparse
 import asyncio
 import json
+import os
 import random
 import statistics
 import tempfile
@@ -22,6 +23,7 @@ from typing import Any
 
 import httpx
 
+from cumulo.cli.report import machine
 from tests.serve.running_server import RunningServer, running_server, wait_for
 from tests.serve.soak_clients import CLIENTS, PROBES, Hurt, Visit, weights
 from tests.serve.tiny_model import save_tiny_model
@@ -49,7 +51,7 @@ class Memory:
     def sample(self, now_s: float) -> None:
         pages = int(Path(f"/proc/{self.pid}/statm").read_text().split()[1])
         self.times_s.append(now_s)
-        self.sizes_mib.append(pages * 4096 / (1 << 20))
+        self.sizes_mib.append(pages * os.sysconf("SC_PAGE_SIZE") / (1 << 20))
 
     def fifth(self, index: int) -> float:
         """The median over a fifth of the time."""
@@ -208,7 +210,8 @@ def _rows(report: Report) -> dict[str, Any]:
              "slope_mib_per_minute": round(memory.slope_mib_per_minute, 3), "size_mib": round(memory.fifth(2), 1)}
         )  # fmt: skip
     return {
-        "machine": {"seconds": report.seconds},
+        "machine": machine(),
+        "seconds": report.seconds,
         "rows": rows,
         "outcomes": dict(sorted(report.outcomes.items())),
     }

@@ -55,7 +55,7 @@ class Visit:
         if response.status_code == 429:
             if int(response.headers.get("Retry-After", 0)) < 1:
                 raise Hurt("429 without Retry-After")
-            await asyncio.sleep(0.05)  # a client that obeyed would leave the server idle
+            await asyncio.sleep(0.2)  # less than it was told, so that the server stays full
             return None
         if response.status_code != 200:
             raise Hurt(f"{response.status_code} {response.text[:300]} for {json.dumps(body)[:300]}")

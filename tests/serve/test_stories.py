@@ -1,23 +1,29 @@
 """Stories and what is made of them, without a server."""
 
-from cumulo.engine.story import Story
-from cumulo.serve.metrics import Metrics, waits
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from cumulo.engine.story import PreemptionCause, Story
+from cumulo.serve.messages import FairnessReport, Ready, Stats
+from cumulo.serve.metrics import MOST_TENANTS, OTHER_TENANTS, Metrics
 from cumulo.serve.stories import Record, Stories, explanation
 from cumulo.serve.trace import chrome_trace
 
 
-def eventful() -> Story:
+def eventful(cause: PreemptionCause = "kv_blocks") -> Story:
     """Queued behind others, then for a slot, then for blocks; preempted once."""
-    story = Story(10.0, prompt_tokens=640, admitted_s=14.0, first_token_s=15.0, finished_s=25.0)
-    story.cached_tokens, story.recomputed_tokens, story.preemptions, story.output_tokens = 512, 640, 1, 11
+    story = Story(10.0, prompt_tokens=640, first_token_s=15.0)
     story.add(10.0, "arrived", prompt_tokens=640, behind=37)
-    story.add(11.0, "blocked", why="1 of the 256 slots in use")
-    story.add(13.0, "blocked", why="4 of the 90 KV blocks in use")
-    story.add(14.0, "admitted", step=3, cached=512, tokens=640, sample=0)
+    story.block(11.0, "slots", "1 of the 256 slots in use")
+    story.block(12.0, "slots", "2 of the 256 slots in use")
+    story.block(13.0, "kv_blocks", "4 of the 90 KV blocks in use")
+    story.admit(14.0, 3, tokens=640, cached=512, lost=0, how="")
     story.add(15.0, "first_token")
-    story.add(16.0, "preempted", step=9, by="other", blocks=40, how="recomputed later (configured)")
-    story.add(20.0, "resumed", step=12, how="recomputing", recomputed=640, cached=0)
+    story.preempt(16.0, 9, cause, "other", "which needed it", blocks=40, how="recomputed later (configured)")
+    story.block(17.0, "kv_blocks", "1 of the 90 KV blocks in use")
+    story.admit(20.0, 12, tokens=640, cached=0, lost=640, how="recomputation")
     story.add(25.0, "finished", sample=0, reason="length", tokens=11)
+    story.finish(25.0, output_tokens=11)
     return story
 
 
@@ -30,7 +36,27 @@ def record(request_id: str = "a", call_id: str = "a", **more: object) -> Record:
 
 
 def test_every_second_of_waiting_has_a_reason() -> None:
-    assert waits(eventful()) == {"behind_others": 1.0, "slots": 2.0, "kv_blocks": 1.0, "preempted": 4.0}
+    story = eventful()
+    assert story.waits_s == {"behind_others": 1.0, "slots": 2.0, "kv_blocks": 1.0, "preempted": 4.0}
+    assert sum(event.kind == "blocked" for event in story.events) == 3  # one line for each change
+
+
+def test_a_request_that_never_ran_waited_to_its_end() -> None:
+    story = Story(10.0)
+    story.add(10.0, "arrived", prompt_tokens=1, behind=0)
+    story.block(11.0, "fair_share", "others")
+    story.finish(13.0, output_tokens=0)
+    assert story.waits_s == {"behind_others": 1.0, "fair_share": 2.0}
+
+
+def test_a_story_does_not_grow_with_the_time_of_waiting() -> None:
+    story = Story(0.0)
+    story.add(0.0, "arrived", prompt_tokens=1, behind=0)
+    for step in range(10_000):
+        story.block(float(step), "slots" if step % 2 else "token_budget", "something")
+    assert len(story.events) <= 200
+    story.admit(10_000.0, 1, tokens=1, cached=0, lost=0, how="")
+    assert sum(story.waits_s.values()) == 10_000 and story.waits_s["slots"] == 5_000
 
 
 def test_an_explanation_names_what_happened() -> None:
@@ -40,7 +66,7 @@ def test_an_explanation_names_what_happened() -> None:
     explained = explanation(told)
     for words in (
         "queued 4.00 s behind 37 requests", "waited for 1 of the 256 slots in use; then for 4 of the 90 KV blocks",
-        "prefix cache hit 512 of 640 tokens", "preempted in step 9 by other, recomputed later (configured)",
+        "prefix cache hit 512 of 640 tokens", "preempted in step 9 by other, which needed it, recomputed later",
         "640 tokens recomputed", "longest 5500.0 ms", "ended by length after 11 tokens", "16.00 s in all",
     ):  # fmt: skip
         assert words in explained["summary"]
@@ -66,8 +92,8 @@ def test_only_the_last_are_kept() -> None:
 
 def test_preemptions_are_counted_by_reason() -> None:
     metrics = Metrics("m")
-    metrics.on_end(record(priority=5), lambda name: {"other": 0}.get(name))
-    metrics.on_end(record(priority=0), lambda name: {"other": 0}.get(name))
+    metrics.on_end(record(story=eventful("priority")))
+    metrics.on_end(record(story=eventful("kv_blocks")))
     text = metrics.text().decode()
     for line in (
         'cumulo:preemptions_by_reason_total{engine="0",model_name="m",reason="priority"} 1.0',
@@ -84,3 +110,48 @@ def test_a_trace_shows_the_preemption() -> None:
     events = chrome_trace([record()])["traceEvents"]
     (span,) = [event for event in events if event["name"] == "preempted"]
     assert (span["ts"], span["dur"]) == (16e6, 4e6)
+
+
+def samples(metrics: Metrics, name: str) -> dict[tuple[str, ...], float]:
+    """By the labels beyond the model's and the engine's."""
+    return {
+        tuple(
+            value for label, value in sample.labels.items() if label not in ("model_name", "engine")
+        ): sample.value
+        for family in text_string_to_metric_families(metrics.text().decode())
+        for sample in family.samples
+        if sample.name == name
+    }
+
+
+def served(*rows: tuple[str, int, int], index: float = 1.0) -> Stats:
+    return Stats(1, 1, 0, 0, 0, 8, 0, 0, fairness=FairnessReport(index, list(rows)))
+
+
+def test_what_each_tenant_was_served_is_counted_and_the_number_of_series_is_bounded() -> None:
+    metrics = Metrics("m")
+    assert samples(metrics, "cumulo:fairness_index") == {(): 1.0}
+    for _ in range(2):
+        metrics.on_progress(served(("ann", 30, 5), ("bob", 0, 2), index=0.75))
+    assert samples(metrics, "cumulo:fairness_index") == {(): 0.75}
+    metrics.on_progress(served(*((f"tenant {number}", 1, 1) for number in range(3 * MOST_TENANTS))))
+    metrics.on_progress(served(("ann", 1, 1)))
+    counted = samples(metrics, "cumulo:tenant_tokens_total")
+    assert counted["prompt", "ann"] == 61 and counted["output", "ann"] == 11 and counted["output", "bob"] == 4
+    assert len(counted) == 2 * (MOST_TENANTS + 1)
+    assert counted["output", OTHER_TENANTS] == 2 * MOST_TENANTS + 2
+
+
+def test_the_ledgers_ratios_are_those_of_the_engine_that_runs() -> None:
+    def ready(**measured: int | None) -> Ready:
+        rows = [
+            {"name": name, "predicted_bytes": 300, "measured_bytes": held} for name, held in measured.items()
+        ]
+        return Ready("m", 8, 8, 8, [], {}, 8, 16, 8, 8, "", {"rows": rows})
+
+    metrics = Metrics("m")
+    metrics.on_ready(ready(**{"weights": 200, "kv cache": 300, "logits": None}))
+    name = "cumulo:ledger_predicted_over_measured"
+    assert samples(metrics, name) == {("weights",): pytest.approx(1.5), ("kv_cache",): 1.0}
+    metrics.on_ready(ready(weights=400))
+    assert samples(metrics, name) == {("weights",): 0.75}

@@ -8,6 +8,7 @@ import openai
 import pytest
 
 from cumulo.engine.guided import Guidance
+from cumulo.errors import InvalidRequest
 from cumulo.models.tokenizer import Tokenizer
 from cumulo.serve.formats import ToolFormat, tool_guide
 from cumulo.serve.model_text import ModelText
@@ -44,7 +45,6 @@ def tokenizer() -> Tokenizer:
     ("tool_format", "call"),
     [
         ("hermes", '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rome"}}\n</tool_call>'),
-        ("llama3", '{"name": "get_weather", "parameters": {"city": "Rome"}}'),
         ("mistral", '[TOOL_CALLS][{"name": "get_weather", "arguments": {"city": "Rome"}}]'),
     ],
 )
@@ -66,6 +66,13 @@ def test_either_calls_or_the_form_fit_and_nothing_else(
     assert not fits("Ann is 42.")
     assert not fits(call.replace("Rome", "Rome, Paris and Athens"))
     assert not fits(f"Well: {call}")
+
+
+def test_calls_that_look_like_any_json_are_refused_beside_a_form(tokenizer: Tokenizer) -> None:
+    with pytest.raises(InvalidRequest, match="set tool_choice to"):
+        tool_guide("llama3", [TOOL], "auto", tokenizer, answer_rule="%json {}")
+    for choice in ("required", "named"):
+        assert tool_guide("llama3", [TOOL], choice, tokenizer, name="get_weather", answer_rule="%json {}")
 
 
 def test_every_finished_answer_is_a_call_or_has_the_form(client: openai.OpenAI) -> None:

@@ -1,6 +1,8 @@
-"""Which tile sizes attention uses: what `tune` measured for a shape class, or a default reasoned from the roofline.
+"""Which tile sizes attention uses: what `tune` measured for a shape class, or a default reasoned from the
+roofline.
 
-`TUNED` maps a shape class (a readable key) to a configuration's fields; it is plain JSON. AttentionPlan asks here.
+`TUNED` maps a shape class (a readable key) to a configuration's fields; it is plain JSON. AttentionPlan asks
+here.
 """
 
 from collections.abc import Mapping
@@ -40,14 +42,18 @@ def decode_config(
 
 
 def chunk_config(group: int, head_dim: int, kv_dtype: torch.dtype, block_size: int) -> ChunkConfig:
-    """A row's bits do not depend on the batch whatever these are: they depend on the model and cache only."""
-    wide = head_dim > 128
-    default = ChunkConfig(
-        rows=64 if wide and group <= 64 else 128,
-        key_tile=min(64, max(block_size, 64)) if not wide else 32,
-        num_warps=4 if wide else 8,
-        num_stages=3,
-    )
+    """A row's bits do not depend on the batch whatever these are: they depend on the model and cache only.
+
+    128 rows need 4.7 TB/s of keys and values from the L2 cache at 600 TFLOP/s, fewer would need more than it
+    gives. Of 128 x 128 scores the fewest instructions per score are left, but they and the output fill the
+    registers: an 8-bit cache, whose keys pass through registers, and wide heads take fewer.
+    """
+    if head_dim > 128:
+        default = ChunkConfig(key_tile=32, num_stages=2)
+    elif kv_dtype.itemsize == 1:
+        default = ChunkConfig(key_tile=64, num_stages=3)
+    else:
+        default = ChunkConfig(key_tile=128, num_stages=2)
     return replace(default, **TUNED.get(chunk_key(group, head_dim, kv_dtype, block_size), {}))
 
 

@@ -1,4 +1,4 @@
-"""fp8: weights in e4m3 with a scale a row or a 128×128 block, and the product with them. `linear` calls `fp8_linear`.
+"""fp8: weights in e4m3 with a scale a row or a 128×128 block, and the product with many rows. `linear` calls it.
 
 Must move: one byte a weight, half of bfloat16. Up to some rows of x the weights are widened in registers and the
 activations stay as they are (no quantisation, no error from it); beyond, activations are quantised a token at a
@@ -6,14 +6,20 @@ time and both go to the 8-bit tensor cores, twice the rate of bfloat16. Scaling 
 scaling by block (DeepSeek-V3, 2024, section 3.3) ours, in `fp8_block_matmul`.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from cumulo.kernels.cuda.fp8_block_matmul import block_matmul
 from cumulo.kernels.cuda.fp8_quantise import BLOCK, LARGEST, SMALLEST_SCALE, Fp8Rows, quantise
+from cumulo.kernels.cuda.skinny_linear import skinny_linear
+from cumulo.kernels.cuda.small_linear import BENCH_SHAPES, random_bf16, small_linear, work
 from cumulo.kernels.cuda.swiglu import swiglu as swiglu_rows
+from cumulo.kernels.cuda.timing import copies_past_cache, graph_us
+from cumulo.kernels.cuda.work import KernelRow
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +37,7 @@ class Fp8Weight:
         if not in_blocks:
             scales = (wide.abs().amax(1) / LARGEST).clamp_min(SMALLEST_SCALE)
             return cls((wide / scales[:, None]).to(torch.float8_e4m3fn), scales)
-        padded = torch.nn.functional.pad(wide, (0, -k % BLOCK, 0, -n % BLOCK))
+        padded = F.pad(wide, (0, -k % BLOCK, 0, -n % BLOCK))
         blocks = padded.view(padded.shape[0] // BLOCK, BLOCK, padded.shape[1] // BLOCK, BLOCK)
         scales = (blocks.abs().amax((1, 3)) / LARGEST).clamp_min(SMALLEST_SCALE)
         data = (blocks / scales[:, None, :, None]).view(padded.shape)[:n, :k]
@@ -106,3 +112,38 @@ def fp8_linear_wide(
     if residual is None:
         return y
     return torch.add(residual, y, out=out)
+
+
+def bench_rows(device: torch.device | str = "cuda") -> Iterator[KernelRow]:
+    """The products of an 8B model with 8-bit weights, by the kernel for so many rows, against bfloat16."""
+    generator = torch.Generator(device).manual_seed(0)
+    for name, n, k, _ in BENCH_SHAPES:
+        if not name.startswith("Llama"):
+            continue
+        copies = copies_past_cache(n * k)
+        plain = random_bf16(n, k, device=device, generator=generator, std=k**-0.5)
+        first = Fp8Weight.quantised(plain)
+        weights = [Fp8Weight(first.data.clone(), first.scales) for _ in range(copies)]
+        exact_weight = first.dequantised(torch.float64)
+        for m in (1, 16, 64, 256, 2048):
+            x = random_bf16(m, k, device=device, generator=generator)
+            out = torch.empty(m, n, dtype=x.dtype, device=device)
+
+            def product(weight: Fp8Weight) -> Tensor:
+                if m > 64:
+                    return fp8_linear_wide(x, weight, out)
+                kernel = small_linear if m <= 4 else skinny_linear
+                return kernel(x, weight.data, out, scales=weight.scales)
+
+            product(first)
+            exact = x[:64].double() @ exact_weight.t()
+            yield KernelRow(
+                name="fp8_linear",
+                shape=f"{name} m={m} n={n} k={k}",
+                work=work(m, n, k, first.nbytes),
+                ours_us=graph_us(lambda i: product(weights[i]), copies),
+                rivals_us={"cuBLAS, bfloat16": graph_us(lambda i: F.linear(x, plain))},
+                dtype="float8_e4m3fn" if m > 64 else "bfloat16",
+                error=float((out[:64] - exact).norm() / exact.norm()),
+                must_us=n * k / 3.6e6 if m == 1 else None,
+            )

@@ -1,7 +1,7 @@
 """fp8_block_matmul: x·Wᵀ of e4m3 matrices scaled in blocks (x 1×128, W 128×128), for many rows. `fp8` calls it.
 
-It must do 2·M·N·K FLOPs on the 8-bit tensor cores. A step of k is one scale block: its product is scaled and added to
-the sum in float32, which also keeps the tensor cores' shorter accumulator from mattering (DeepSeek-V3, 2024,
+It must do 2·M·N·K FLOPs on the 8-bit tensor cores. A step of k is one scale block: its product is scaled and added
+to the sum in float32, which also keeps the tensor cores' shorter accumulator from mattering (DeepSeek-V3, 2024,
 section 3.3.2: it is promoted every 128 products).
 """
 
@@ -22,8 +22,7 @@ BLOCK = 128
 
 def reference(x: Tensor, x_scales: Tensor, weight: Tensor, weight_scales: Tensor) -> Tensor:
     """In float32: scale everything, then multiply."""
-    m, k = x.shape
-    n = weight.shape[0]
+    k, n = x.shape[1], weight.shape[0]
     wide_x = x.float() * x_scales.repeat_interleave(BLOCK, 1)[:, :k]
     scales = weight_scales.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)[:n, :k]
     return wide_x @ (weight.float() * scales).t()
@@ -32,7 +31,7 @@ def reference(x: Tensor, x_scales: Tensor, weight: Tensor, weight_scales: Tensor
 @triton.jit
 def _block_matmul_kernel(x, x_scales, weight, weight_scales, out, M, N, K, stride_x, stride_x_scales, stride_w,
                          stride_w_scales, stride_out, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-                         GROUP: tl.constexpr, EVEN_K: tl.constexpr):  # fmt: skip
+                         GROUP: tl.constexpr, STAGES: tl.constexpr, EVEN_K: tl.constexpr):  # fmt: skip
     # Programs that run together share rows of x and W: they go down GROUP row tiles before the next column tile.
     tiles_m = tl.cdiv(M, BLOCK_M)
     tiles_n = tl.cdiv(N, BLOCK_N)
@@ -51,7 +50,8 @@ def _block_matmul_kernel(x, x_scales, weight, weight_scales, out, M, N, K, strid
     x_scale_rows = x_scales + m_safe * stride_x_scales
     w_scale_row = weight_scales + (tile_n * BLOCK_N // 128) * stride_w_scales
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for block in tl.range(0, tl.cdiv(K, 128)):
+    # Saying num_stages here, not at the launch alone, makes the scales travel ahead with the tiles.
+    for block in tl.range(0, tl.cdiv(K, 128), num_stages=STAGES):
         if EVEN_K:
             a = tl.load(x_rows + block * 128)
             b = tl.load(w_rows + block * 128)
@@ -99,6 +99,7 @@ def block_matmul(
             BLOCK_M=block_m,
             BLOCK_N=BLOCK,
             GROUP=8,
+            STAGES=4,
             EVEN_K=k % BLOCK == 0,
             num_warps=4 if block_m == 64 else 8,
             num_stages=4,
@@ -126,7 +127,9 @@ def bench_rows(device: torch.device | str = "cuda") -> Iterator[KernelRow]:
     for m, n, k in ((4096, 4096, 4096), (8192, 28672, 4096)):
         x = quantise(random_bf16(m, k, device=device, generator=generator), in_blocks=True)
         w_rows = quantise(random_bf16(n, k, device=device, generator=generator))
-        scales = torch.rand(triton.cdiv(n, BLOCK), triton.cdiv(k, BLOCK), device=device, generator=generator) + 0.5
+        scales = (
+            torch.rand(triton.cdiv(n, BLOCK), triton.cdiv(k, BLOCK), device=device, generator=generator) + 0.5
+        )
         out = block_matmul(x.data, x.scales, w_rows.data, scales)
         exact = reference(x.data[:256], x.scales[:256], w_rows.data, scales)
         rowwise = (torch.ones(m, 1, device=device), torch.ones(1, n, device=device))

@@ -1,13 +1,15 @@
 """invariant_matmul: x·Wᵀ whose every row has the same bits whatever rows stand beside it. `linear` calls it in the
 batch-invariant mode, for any number of rows.
 
-It must do 2·M·N·K FLOPs (or read the weights, for few rows). A library picks another kernel, or another split of k,
-for another M, and floating-point sums change with their order (He 2025, "Defeating Nondeterminism in LLM
-Inference"). Here tiles are always the same, k runs from 0 to K in one program, and a row's place in its tile decides
-only which lane computes it: the tensor cores treat all rows of a tile alike.
+It must do 2·M·N·K FLOPs (or read the weights, for few rows). A library picks another kernel, or another split of
+k, for another M, and floating-point sums change with their order (He 2025, "Defeating Nondeterminism in LLM
+Inference"). Here k runs from 0 to K in one program, in the same steps for every M; a row's place in its tile
+decides only which lane computes it. Few rows get smaller tiles, so that more programs read the weights: the
+instruction then covers fewer columns, but adds up a cell's products in the same way (a GPU test holds it to that).
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -20,8 +22,29 @@ from cumulo.kernels.cuda.small_linear import random_bf16
 from cumulo.kernels.cuda.timing import graph_us
 from cumulo.kernels.cuda.work import KernelRow, Work
 
-BLOCK_M, BLOCK_N, BLOCK_K = 128, 256, 64  # of the tensor cores' favourite shape: 64×256 a warpgroup
-NUM_WARPS, NUM_STAGES, GROUP = 8, 4, 8
+GROUP = 8
+
+
+@dataclass(frozen=True, slots=True)
+class InvariantConfig:
+    """Tile sizes and pipeline. Only block_k bears on the bits of a result, and it is the same in both below."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+
+
+MANY_ROWS = InvariantConfig(128, 256, 64, 8, 4)  # the tensor cores' favourite shape: 64×256 a warpgroup
+FEW_ROWS = InvariantConfig(64, 64, 64, 4, 6)
+FLOAT32 = InvariantConfig(64, 64, 32, 8, 2)  # no wide matrix unit for exact float32
+
+
+def config_for(m: int, dtype: torch.dtype) -> InvariantConfig:
+    if dtype == torch.float32:
+        return FLOAT32
+    return FEW_ROWS if m <= 256 else MANY_ROWS
 
 
 def reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -74,21 +97,17 @@ def invariant_matmul(
     *,
     bias: Tensor | None = None,
     scales: Tensor | None = None,
-    tiles: tuple[int, int, int] = (BLOCK_M, BLOCK_N, BLOCK_K),
+    config: InvariantConfig | None = None,
 ) -> Tensor:
-    """x [M, K] times weight [N, K] transposed, both of any strides; `scales` [N] for weights in e4m3.
-
-    Results are comparable bit by bit only among calls with the same `tiles`.
-    """
+    """x [M, K] times weight [N, K] transposed, both of any strides; `scales` [N] for weights in e4m3."""
     m, k = x.shape
     n = weight.shape[0]
     if out is None:
         out = torch.empty((m, n), dtype=x.dtype, device=x.device)
-    block_m, block_n, block_k = tiles
-    if x.dtype == torch.float32:
-        block_n, block_k = min(block_n, 64), min(block_k, 32)  # no wide matrix unit for exact float32
+    if config is None:
+        config = config_for(m, x.dtype)
     if m:
-        _invariant_matmul_kernel[(triton.cdiv(m, block_m) * triton.cdiv(n, block_n),)](
+        _invariant_matmul_kernel[(triton.cdiv(m, config.block_m) * triton.cdiv(n, config.block_n),)](
             x,
             weight,
             out,
@@ -104,13 +123,13 @@ def invariant_matmul(
             out.stride(0),
             BIAS=bias is not None,
             SCALED=scales is not None,
-            EVEN_K=k % block_k == 0,
-            BLOCK_M=block_m,
-            BLOCK_N=block_n,
-            BLOCK_K=block_k,
+            EVEN_K=k % config.block_k == 0,
+            BLOCK_M=config.block_m,
+            BLOCK_N=config.block_n,
+            BLOCK_K=config.block_k,
             GROUP=GROUP,
-            num_warps=NUM_WARPS,
-            num_stages=NUM_STAGES if weight.element_size() <= 2 else 2,
+            num_warps=config.num_warps,
+            num_stages=config.num_stages,
         )
     return out
 
@@ -154,7 +173,7 @@ def bench_rows(device: torch.device | str = "cuda") -> Iterator[KernelRow]:
             work=work(m, n, k),
             ours_us=graph_us(lambda i: invariant_matmul(x, weight, out), repeats=5),
             rivals_us={"cuBLAS": graph_us(lambda i: F.linear(x, weight), repeats=5)},
-            config=f"{BLOCK_M}x{BLOCK_N}x{BLOCK_K} stages {NUM_STAGES}",
+            config=str(config_for(m, x.dtype)),
             error=float((out[:128] - exact).norm() / exact.norm()),
             must_us=2 * m * n * k / 400e6 if m >= 4096 else None,
         )

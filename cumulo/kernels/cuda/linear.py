@@ -1,12 +1,13 @@
-"""linear: the one door to every product with a weight on a GPU; the decoder calls it, a table says who does the work.
+"""linear: the one door to every product with a weight on a GPU. The decoder calls it; a table says who does it.
 
-A weight is a plain matrix, e4m3 (`Fp8Weight`) or 4 bits (`W4Weight`). For a few rows the kernels that stream weights
-win and norm, SwiGLU and residual come with the product; for many the vendor's library does, and they are kernels of
-their own. Where the border lies was measured: `WINNERS` holds what `linear_tune.tune` found for a device's shapes,
-and shapes it does not know follow `_default`.
+A weight is a plain matrix, e4m3 (`Fp8Weight`) or 4 bits (`W4Weight`). For a few rows the kernels that stream
+weights win, and norm, SwiGLU and residual come with the product; for many the vendor's library does, and they are
+kernels of their own. Where the border lies was measured: `WINNERS` holds what `linear_tune.tune` found for the
+shapes of a device, and those it does not know follow `_default`.
 """
 
 import json
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -18,10 +19,12 @@ from cumulo.kernels.cuda.fp8 import Fp8Weight, fp8_linear_wide
 from cumulo.kernels.cuda.fp8_quantise import Fp8Rows
 from cumulo.kernels.cuda.invariant_matmul import invariant_matmul
 from cumulo.kernels.cuda.rms_norm import rms_norm
-from cumulo.kernels.cuda.skinny_linear import SkinnyConfig, skinny_linear
-from cumulo.kernels.cuda.small_linear import SmallConfig, small_linear
+from cumulo.kernels.cuda.skinny_linear import SkinnyConfig, skinny_linear, workspace
+from cumulo.kernels.cuda.small_linear import BENCH_SHAPES, SmallConfig, random_bf16, small_linear, work
 from cumulo.kernels.cuda.swiglu import swiglu as swiglu_rows
+from cumulo.kernels.cuda.timing import copies_past_cache, graph_us
 from cumulo.kernels.cuda.w4 import W4Config, W4Weight, w4_linear
+from cumulo.kernels.cuda.work import KernelRow
 
 Weight = Tensor | Fp8Weight | W4Weight
 Config = SmallConfig | SkinnyConfig | W4Config
@@ -41,13 +44,14 @@ class Choice:
     config: Config | None = None
 
 
+ROW_CLASSES = (1, 2, 4, 16, 64, 128)  # beyond, arithmetic takes the time and the library wins
 WINNERS: dict[str, Choice] = {}
+WINNERS_FOLDER = Path(__file__).parent / "winners"  # one table a device, named as the driver names it
 
 
 def shape_key(m: int, n: int, k: int, kind: str, swiglu: bool) -> str:
-    """The class of shapes that share a choice: rows by the next power of two."""
-    rows = m if m <= 4 else 1 << (m - 1).bit_length()
-    return f"{kind} m{rows} n{n} k{k}{' swiglu' if swiglu else ''}"
+    """The class of shapes that share a choice: rows up to the next of ROW_CLASSES."""
+    return f"{kind} m{next((rows for rows in ROW_CLASSES if rows >= m), 'any')} n{n} k{k}{' swiglu' if swiglu else ''}"
 
 
 def save_winners(path: str | Path) -> None:
@@ -63,6 +67,19 @@ def load_winners(path: str | Path) -> None:
     for key, row in json.loads(Path(path).read_text()).items():
         config = None if row["config"] is None else _CONFIGS[row["kernel"]](**row["config"])
         WINNERS[key] = Choice(row["kernel"], config)
+
+
+def prepare(device: torch.device | str) -> None:
+    """Once per device, before any graph is captured: the kernels' scratch memory, and the winners measured on this
+    kind of device if the package has them."""
+    device = torch.device(device)
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    workspace(device)
+    if device.type == "cuda":
+        path = WINNERS_FOLDER / f"{torch.cuda.get_device_name(device).replace(' ', '_')}.json"
+        if path.exists():
+            load_winners(path)
 
 
 def kind_of(weight: Weight) -> str:
@@ -163,7 +180,11 @@ def _library(
         if bias is not None:
             residual = residual + bias
         # The library adds onto what is in the output while it stores; this costs no pass.
-        return torch.addmm(residual, x, plain.t(), out=out) if out is not None else torch.addmm(residual, x, plain.t())
+        return (
+            torch.addmm(residual, x, plain.t(), out=out)
+            if out is not None
+            else torch.addmm(residual, x, plain.t())
+        )
     if bias is not None:
         return torch.addmm(bias, x, plain.t(), out=out) if out is not None else F.linear(x, plain, bias)
     return torch.mm(x, plain.t(), out=out) if out is not None else x @ plain.t()
@@ -175,15 +196,38 @@ def _invariant(
 ) -> Tensor:  # fmt: skip
     """One kernel for every number of rows; what surrounds it works a row at a time anyway."""
     if isinstance(weight, W4Weight):
-        raise ValueError("4-bit weights have no batch-invariant product: use 8-bit or plain ones in this mode")
+        raise ValueError(
+            "4-bit weights have no batch-invariant product: use 8-bit or plain ones in this mode"
+        )
     if isinstance(weight, Fp8Weight) and weight.in_blocks:
         raise ValueError("weights scaled in blocks have no batch-invariant product: use one scale a row")
     if norm_weight is not None:
         x = rms_norm(x, norm_weight, eps)
     data, scales = (weight.data, weight.scales) if isinstance(weight, Fp8Weight) else (weight, None)
-    y = invariant_matmul(
-        x, data, out if not swiglu and residual is None else None, bias=bias, scales=scales
-    )
+    y = invariant_matmul(x, data, out if not swiglu and residual is None else None, bias=bias, scales=scales)
     if swiglu:
         y = swiglu_rows(y, out if residual is None else None)
     return y if residual is None else torch.add(residual, y, out=out)
+
+
+def bench_rows(device: torch.device | str = "cuda") -> Iterator[KernelRow]:
+    """Decode products as the decoder asks for them, by the winners in the table, against the library's."""
+    prepare(device)
+    generator = torch.Generator(device).manual_seed(0)
+    for name, n, k, must_us in BENCH_SHAPES:
+        copies = copies_past_cache(2 * n * k)
+        weights = [random_bf16(n, k, device=device, generator=generator, std=k**-0.5) for _ in range(copies)]
+        for m in (1, 4, 16, 64):
+            x = random_bf16(m, k, device=device, generator=generator)
+            out = linear(x, weights[0])
+            exact = x.double() @ weights[0].double().t()
+            yield KernelRow(
+                name="linear",
+                shape=f"{name} m={m} n={n} k={k}",
+                work=work(m, n, k, 2 * n * k),
+                ours_us=graph_us(lambda i: linear(x, weights[i], out), copies),
+                rivals_us={"cuBLAS": graph_us(lambda i: F.linear(x, weights[i]), copies)},
+                config=str(choose(m, weights[0])),
+                error=float((out - exact).norm() / exact.norm()),
+                must_us=must_us if m == 1 else None,
+            )

@@ -1,8 +1,8 @@
 """merge: one attention out of two over disjoint keys, by their log-sum-exps. Context parallelism calls it.
 
-Must read both outputs and write one: 3 * T * H * D numbers; a few FLOPs each, so memory is all that counts. One program
-takes some rows, a row being one head of one token. A row that saw no key on a side has log-sum-exp −∞ there, and
-whatever its output holds is ignored.
+Must read both outputs and write one: 3 * T * H * D numbers; a few FLOPs each, so memory is all that counts. One
+program takes some rows, a row being one head of one token. A row that saw no key on a side has log-sum-exp −∞
+there, and whatever its output holds is ignored.
 """
 
 from collections.abc import Iterator
@@ -27,8 +27,16 @@ def _merge(out_a, lse_a, out_b, lse_b, out, lse, rows, heads, a_token_stride, a_
     log_a = tl.load(lse_a + row, mask=row_mask, other=0.0)
     log_b = tl.load(lse_b + row, mask=row_mask, other=0.0)
     token, head = row // heads, row % heads
-    a = tl.load(out_a + (token * a_token_stride + head * a_head_stride)[:, None] + column[None, :], mask=mask, other=0.0)
-    b = tl.load(out_b + (token * b_token_stride + head * b_head_stride)[:, None] + column[None, :], mask=mask, other=0.0)
+    a = tl.load(
+        out_a + (token * a_token_stride + head * a_head_stride)[:, None] + column[None, :],
+        mask=mask,
+        other=0.0,
+    )
+    b = tl.load(
+        out_b + (token * b_token_stride + head * b_head_stride)[:, None] + column[None, :],
+        mask=mask,
+        other=0.0,
+    )
     top = tl.maximum(log_a, log_b)
     top = tl.where(top == float("-inf"), 0.0, top)
     weight_a, weight_b = tl.exp(log_a - top), tl.exp(log_b - top)
@@ -41,11 +49,19 @@ def _merge(out_a, lse_a, out_b, lse_b, out, lse, rows, heads, a_token_stride, a_
         (a + b).to(out.dtype.element_ty),
         mask=mask,
     )
-    tl.store(lse + row, tl.where(total > 0, top + tl.log(tl.where(total > 0, total, 1.0)), float("-inf")), mask=row_mask)
+    tl.store(
+        lse + row,
+        tl.where(total > 0, top + tl.log(tl.where(total > 0, total, 1.0)), float("-inf")),
+        mask=row_mask,
+    )
 
 
-def launch_merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, out: Tensor, lse: Tensor) -> None:
-    """Outputs [T, H, D] (strided rows are fine), log-sum-exps [T, H] contiguous float32; out and lse may be a's."""
+def launch_merge(
+    out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, out: Tensor, lse: Tensor
+) -> None:
+    """Outputs [T, H, D] (strided rows are fine), log-sum-exps [T, H] contiguous float32; out and lse may be
+    a's.
+    """
     tokens, heads, dim = out_a.shape
     columns = triton.next_power_of_2(dim)
     rows_each = max(1, 4096 // columns)
@@ -121,9 +137,7 @@ def reference(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tup
 
 
 def work(tokens: int, heads: int, dim: int, element_bytes: int = 2) -> Work:
-    return Work(
-        bytes=3 * tokens * heads * (dim * element_bytes + 4), flops=tokens * heads * (4 * dim + 8)
-    )
+    return Work(bytes=3 * tokens * heads * (dim * element_bytes + 4), flops=tokens * heads * (4 * dim + 8))
 
 
 def bench_rows() -> Iterator[KernelRow]:
@@ -139,7 +153,7 @@ def bench_rows() -> Iterator[KernelRow]:
         for _ in range(copies)
     ]  # fmt: skip
     us = graph_us(lambda i: launch_merge(*sets[i]), copies)
-    *inputs, out, lse = sets[0]
+    *inputs, out, _ = sets[0]
     launch_merge(*sets[0])
     exact, _ = reference(*(part.double() for part in inputs))
     error = float((out.double() - exact).norm() / exact.norm())

@@ -1,12 +1,13 @@
 """Latent attention (MLA) of sequences with one new token each, in the absorbed form. The GPU decoder calls it.
 
-All heads share one key per position, [latent, rotated part], whose latent part is also the value (DeepSeek-V2 2024,
-section 2.1; absorbed as in cumulo/models/attention.py). Must move rank + rope numbers per position once and compute
-2 * heads * (2 * rank + rope) FLOPs for it: with 16 heads bound by memory, with 128 about as much by the matrix units.
-So a key tile is loaded once and serves both products, and heads beyond a program's rows find it in the L2 cache.
+All heads share one key per position, [latent, rotated part], whose latent part is also the value (DeepSeek-V2
+2024, section 2.1; absorbed as in cumulo/models/attention.py). Must move rank + rope numbers per position once
+and compute 2 * heads * (2 * rank + rope) FLOPs for it: with 16 heads bound by memory, with 128 about as much by
+the matrix units. So a key tile is loaded once and serves both products, and heads beyond a program's rows find
+it in the L2 cache.
 
-A program takes one item of the work list (some key tiles of one sequence) for up to 64 heads. A partial result is
-rank numbers wide for each head, so a second launch merges them, spread over the device.
+A program takes one item of the work list (some key tiles of one sequence) for up to 64 heads. A partial result
+is rank numbers wide for each head, so a second launch merges them, spread over the device.
 """
 
 from collections.abc import Sequence
@@ -44,14 +45,15 @@ def default_config(heads: int) -> MlaConfig:
     """Few heads: several programs on a multiprocessor stream. Many: one, with the matrix units' own tiles."""
     if heads <= 32:
         return MlaConfig(rows=max(16, triton.next_power_of_2(heads)), key_tile=32, num_warps=4, num_stages=3)
-    return MlaConfig(rows=64, key_tile=64, num_warps=8, num_stages=2, items_per_sm=2)
+    return MlaConfig(rows=64, key_tile=32, num_warps=8, num_stages=3, items_per_sm=2)
 
 
-@triton.jit
-def _mla(query, keys, out, lse, partial, partial_lse, items, tables, scale, k_scale, window, query_token_stride,
-         query_head_stride, out_token_stride, out_head_stride, lse_token_stride, key_block_stride, key_stride,
-         table_stride, HEADS: tl.constexpr, ROWS: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr,
-         PAGE: tl.constexpr, TILE: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_LSE: tl.constexpr):  # fmt: skip
+@triton.jit(do_not_specialize=["window", "table_stride"])
+def _mla(query, keys, out, lse, partial, partial_lse, items, tables, scale, k_scale, window,
+         query_token_stride, query_head_stride, out_token_stride, out_head_stride, lse_token_stride,
+         key_block_stride, key_stride, table_stride, HEADS: tl.constexpr, ROWS: tl.constexpr,
+         RANK: tl.constexpr, ROPE: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
+         HAS_WINDOW: tl.constexpr, HAS_LSE: tl.constexpr):  # fmt: skip
     item = tl.program_id(1)
     record = items + item * 8
     count = tl.load(record + 2)
@@ -79,7 +81,7 @@ def _mla(query, keys, out, lse, partial, partial_lse, items, tables, scale, k_sc
     acc = tl.zeros([ROWS, RANK], tl.float32)
     last = first + count - 1
     if TILE <= PAGE:
-        page = tl.load(table + first * TILE // PAGE)
+        page = tl.load(record + 7)
     for tile in tl.range(first, last + 1):
         position = tile * TILE + position_in_tile
         visible = position < context
@@ -88,7 +90,9 @@ def _mla(query, keys, out, lse, partial, partial_lse, items, tables, scale, k_sc
         if TILE <= PAGE:
             within = tile * TILE % PAGE + position_in_tile
             offset = page.to(tl.int64) * key_block_stride + within * key_stride
-            page = tl.load(table + tl.minimum(tile + 1, last) * TILE // PAGE)  # a tile early: addresses wait for it
+            page = tl.load(
+                table + tl.minimum(tile + 1, last) * TILE // PAGE
+            )  # a tile early: addresses wait for it
         else:
             pages = tl.load(table + position // PAGE, mask=position < context, other=0).to(tl.int64)
             offset = pages * key_block_stride + position % PAGE * key_stride
@@ -169,11 +173,12 @@ class MlaPlan:
     ) -> None:
         if rank & (rank - 1) or rope & (rope - 1) or min(rank, rope) < 16:
             raise CumuloError(
-                f"latent attention of rank {rank} with {rope} rotated columns has no kernel: both must be powers of two"
-                " from 16 up"
+                f"latent attention of rank {rank} with {rope} rotated columns has no kernel: "
+                "both must be powers of two from 16 up"
             )
         device = torch.device(device)
         self.heads, self.rank, self.rope, self.invariant = heads, rank, rope, invariant
+        self.block_size = block_size
         self.windows = tuple(dict.fromkeys(windows))
         self.config = config or default_config(heads)
         most_tiles = -(-max_blocks * block_size // self.config.key_tile) + 1
@@ -199,8 +204,10 @@ class MlaPlan:
             build_work_list(
                 query_starts,
                 context_lengths,
+                block_tables,
                 items,
                 None,
+                block_size=self.block_size,
                 key_tile=self.config.key_tile,
                 query_tile=1,
                 min_tiles=self.config.min_tiles,
@@ -219,7 +226,9 @@ class MlaPlan:
         k_scale: float = 1.0,
         lse: Tensor | None = None,
     ) -> Tensor:
-        """One layer: query [T, H, rank + rope] over keys [blocks, 1, block_size, rank + rope] into out [T, H, rank]."""
+        """One layer: query [T, H, rank + rope] over keys [blocks, 1, block_size, rank + rope] into out [T, H,
+        rank].
+        """
         assert self.tables is not None, "prepare the plan first"
         items, config = self.items[self.windows.index(window)], self.config
         has_lse = lse is not None

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from cumulo.kernels.cuda.invariant_matmul import invariant_matmul
 from cumulo.kernels.cuda.small_linear import MAX_ROWS, small_linear
 from cumulo.kernels.cuda.timing import graph_us
 from cumulo.kernels.cuda.work import KernelRow, Work
@@ -327,7 +328,9 @@ def _router_logits(x: Tensor, router: Tensor, out: Tensor, invariant: bool) -> T
     """In float32: a near tie must not flip."""
     if len(x) <= MAX_ROWS and not invariant:
         return small_linear(x, router, out=out)
-    if x.is_cuda and x.dtype != torch.float32 and not invariant:
+    if invariant:
+        return invariant_matmul(x, router, out)
+    if x.is_cuda and x.dtype != torch.float32:
         return torch.mm(x, router.t(), out_dtype=torch.float32)
     return torch.mm(x.float(), router.t().float(), out=out)
 

@@ -1,20 +1,21 @@
-"""Paged attention on the GPU: decodes and prompt chunks of one step over the block tables. The GPU decoder calls it.
+"""Paged attention on the GPU: decodes and prompt chunks of one step over the block tables. The GPU decoder
+calls it.
 
-Must move the keys and values of every sequence once, 2 * kv_heads * D numbers per position, and compute 4 * heads * D
-FLOPs for every pair of a query and a position it sees. Sequences with one new token are bound by the first and go to
-`paged_attention_decode`, longer ones by the second and go to `paged_attention_chunk`; a step with both has two launches
-that write into one output.
+Must move the keys and values of every sequence once, 2 * kv_heads * D numbers per position, and compute 4 *
+heads * D FLOPs for every pair of a query and a position it sees. Sequences with one new token are bound by the
+first and go to `paged_attention_decode`, longer ones by the second and go to `paged_attention_chunk`; a step
+with both has two launches that write into one output.
 
-An `AttentionPlan` belongs to one step shape (the bucket a CUDA graph is captured for). `prepare` builds the step's
-work list on the device, `attend` runs one layer; neither waits for the device nor depends on anything but shapes.
+An `AttentionPlan` belongs to one step shape (the bucket a CUDA graph is captured for). `prepare` builds the
+step's work list on the device, `attend` runs one layer; neither waits for the device nor depends on anything
+but shapes.
 
-What holds about bits. Runs repeat bit for bit. With `invariant`, a request's numbers do not depend on what else is in
-the batch. With `chunking_invariant` they also do not depend on how its context was cut into chunks and decodes, at the
-price of long contexts not being split over programs.
+What holds about bits. Runs repeat bit for bit. With `invariant`, a request's numbers do not depend on what else
+is in the batch. With `chunking_invariant` they also do not depend on how its context was cut into chunks and
+decodes, at the price of long contexts not being split over programs.
 """
 
 from collections.abc import Sequence
-from types import SimpleNamespace
 
 import torch
 from torch import Tensor
@@ -63,6 +64,7 @@ class AttentionPlan:
             group, head_dim, kv_dtype, sequences * kv_heads, multiprocessors, self.invariant
         )
         self.chunk = chunk or chunk_config(group, head_dim, kv_dtype, block_size)
+        self.block_size = block_size
         self.chunk_from = 1 if chunking_invariant else 2  # new tokens from which a sequence is a chunk
         self.query_tile = self.chunk.query_tile(group)
 
@@ -101,6 +103,9 @@ class AttentionPlan:
         device: torch.device,
     ) -> None:
         """Partial results and arrival counters; plans that never run at the same time may share them."""
+        self.partial: Tensor
+        self.partial_lse: Tensor
+        self.arrivals: Tensor
         slots = len(self.items[0]) if self.items else 0
         sizes = slots * heads * dim, slots * heads, sequences * kv_heads
         if other is not None and all(
@@ -116,10 +121,8 @@ class AttentionPlan:
     @property
     def nbytes(self) -> int:
         """Device memory it keeps, shared scratch included."""
-        owned = [*(self.items or []), self.partial, self.partial_lse, self.arrivals]
-        return sum(tensor.nbytes for tensor in owned if tensor is not None) + (
-            self.tiles.nbytes if self.tiles is not None else 0
-        )
+        owned = [*(self.items or []), self.tiles, self.partial, self.partial_lse, self.arrivals]
+        return sum(int(tensor.nbytes) for tensor in owned if tensor is not None)
 
     def prepare(self, query_starts: Tensor, context_lengths: Tensor, block_tables: Tensor) -> None:
         """Build this step's work list; once per step, all tensors int32 on the device and at fixed addresses.
@@ -134,8 +137,10 @@ class AttentionPlan:
             build_work_list(
                 query_starts,
                 context_lengths,
+                block_tables,
                 self.items[index] if self.items is not None else None,
                 tiles,
+                block_size=self.block_size,
                 key_tile=self.decode.key_tile,
                 query_tile=self.query_tile,
                 min_tiles=self.decode.min_tiles,
@@ -159,8 +164,9 @@ class AttentionPlan:
     ) -> Tensor:
         """One layer: query [T, H, D] over keys and values [blocks, KVH, block_size, D] into out [T, H, D].
 
-        `query` and `out` may be strided views with contiguous heads' rows. `lse` [T, H] float32 receives the natural
-        log-sum-exp of the scaled scores. An 8-bit cache holds true keys / `k_scale` and true values / `v_scale`.
+        `query` and `out` may be strided views with contiguous heads' rows. `lse` [T, H] float32 receives the
+        natural log-sum-exp of the scaled scores. An 8-bit cache holds true keys / `k_scale` and true values /
+        `v_scale`.
         """
         assert self.tables is not None, "prepare the plan first"
         if self.items is not None:
@@ -225,11 +231,13 @@ def attention_plan(
 ) -> AttentionPlan:
     """A plan for steps of at most `tokens` tokens of `sequences` sequences with `max_blocks` blocks each.
 
-    `windows` lists every `window` that layers will ask for. `decode` and `chunk` override the tuned configurations.
+    `windows` lists every `window` that layers will ask for. `decode` and `chunk` override the tuned
+    configurations.
     """
     if heads % kv_heads or heads // kv_heads > 64:
         raise CumuloError(
-            f"{heads} query heads cannot share {kv_heads} kv heads: the kernels take up to 64 each, all equally many"
+            f"{heads} query heads cannot share {kv_heads} kv heads: "
+            "each needs equally many, and the kernels take up to 64"
         )
     if block_size < 16 or block_size & (block_size - 1):
         raise CumuloError(
@@ -287,7 +295,8 @@ def reference(
         table = block_tables[sequence, : -(-context // block_size)].long()
 
         def gathered(pages: Tensor, factor: float, table: Tensor = table, context: int = context) -> Tensor:
-            picked = pages[table].transpose(0, 1).flatten(1, 2)[:, :context]  # [KVH, context, D]
+            whole = pages.view(torch.uint8)[table].view(pages.dtype) if pages.itemsize == 1 else pages[table]
+            picked = whole.transpose(0, 1).flatten(1, 2)[:, :context]  # [KVH, context, D]
             return (picked.to(wide) * factor).to(query.dtype).repeat_interleave(group, dim=0)
 
         scores = (query[rows].transpose(0, 1) @ gathered(keys, k_scale).transpose(1, 2)).to(wide) * scale
@@ -360,13 +369,20 @@ def _(
 
 
 def work(
-    chunks: Sequence[tuple[int, int]], heads: int, kv_heads: int, head_dim: int, kv_bytes: int = 2, window: int = 0
+    chunks: Sequence[tuple[int, int]],
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    kv_bytes: int = 2,
+    window: int = 0,
 ) -> Work:
     """Of sequences given as (new tokens, context length); queries and outputs take two bytes a number."""
     moved = flops = 0
     for tokens, context in chunks:
         first = context - tokens + 1  # positions the first token sees
-        seen = sum(min(window, first + i) for i in range(tokens)) if window else tokens * (first + context) // 2
+        seen = (
+            sum(min(window, first + i) for i in range(tokens)) if window else tokens * (first + context) // 2
+        )
         kept = min(context, window + tokens - 1) if window else context
         moved += 2 * kept * kv_heads * head_dim * kv_bytes + 2 * tokens * heads * head_dim * 2
         flops += 4 * heads * head_dim * seen

@@ -1,19 +1,20 @@
 """Paged attention of sequences with several new tokens: prompts, chunks of them, and speculation. AttentionPlan
 launches it; in chunking-invariant mode it takes sequences with one new token too.
 
-Must compute 4 * heads * D FLOPs for every pair of a query and a position it sees; the bytes are few beside that, so
-the design is about keeping the matrix units busy. A program takes one tile of the work list for one kv head: its rows
-are (token, query head of the group) pairs, so that every key tile loaded serves the whole group. Positions all rows see
-are folded in without a mask; only the diagonal, the end of the context and the edge of a window are masked. The online
-softmax is that of FlashAttention-2 (Dao 2023, algorithm 1), in base 2 with the scale folded into one multiply-add.
+Must compute 4 * heads * D FLOPs for every pair of a query and a position it sees; the bytes are few beside
+that, so the design is about keeping the matrix units busy. A program takes one tile of the work list for one kv
+head: its rows are (token, query head of the group) pairs, so that every key tile loaded serves the whole group.
+Positions all rows see are folded in without a mask; only the diagonal, the end of the context and the edge of a
+window are masked. The online softmax is that of FlashAttention-2 (Dao 2023, algorithm 1), in base 2 with the
+scale folded into one multiply-add.
 
-A row's arithmetic does not depend on which tile it is in: key tiles it does not see leave its numbers as they are, and
-the others are folded in order of position. So a token's bits depend on its sequence only, not on the chunk or batch.
+A row's arithmetic does not depend on which tile it is in: key tiles it does not see leave its numbers as they
+are, and the others are folded in order of position. So a token's bits depend on its sequence only, not on the
+chunk or batch.
 """
 
 from dataclasses import dataclass
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -27,10 +28,10 @@ class ChunkConfig:
     """Tile sizes of the chunk kernel; `tune` finds the best."""
 
     rows: int = 128  # (token, head) pairs a program owns
-    key_tile: int = 64
+    key_tile: int = 128
     num_warps: int = 8
-    num_stages: int = 3
-    descriptors: bool = True  # load pages with the tensor memory accelerator
+    num_stages: int = 2
+    descriptors: bool = False  # load pages with the tensor memory accelerator: more barriers, fewer addresses
 
     def query_tile(self, group: int) -> int:
         """Tokens a program owns."""
@@ -59,10 +60,10 @@ def _scores(q, k, position, own_position, context, scale, soft_cap, window, HAS_
 
 
 @triton.jit
-def _fold(q, acc, weight, top, keys, values, table, begin, end, own_position, context, scale, soft_cap, window, kv_head,
-          key_block_stride, key_stride, value_block_stride, value_stride, KV_HEADS: tl.constexpr, DIM: tl.constexpr,
-          COLUMNS: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr, PARTS: tl.constexpr,
-          DESCRIPTORS: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr,
+def _fold(q, acc, weight, top, keys, values, table, begin, end, own_position, context, scale, soft_cap, window,
+          kv_head, key_block_stride, key_stride, value_block_stride, value_stride, KV_HEADS: tl.constexpr,
+          DIM: tl.constexpr, COLUMNS: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
+          PARTS: tl.constexpr, DESCRIPTORS: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr,
           MASKED: tl.constexpr):  # fmt: skip
     """Fold key tiles begin..end into the running softmax of every row.
 
@@ -137,15 +138,16 @@ def _fold(q, acc, weight, top, keys, values, table, begin, end, own_position, co
     return acc, weight, top
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["window", "table_stride"])
 def _chunk(query, keys, values, out, lse, tiles, tables, scale, v_scale, soft_cap, window, query_token_stride,
-           query_head_stride, out_token_stride, out_head_stride, lse_token_stride, key_block_stride, key_head_stride,
-           key_stride, value_block_stride, value_head_stride, value_stride, table_stride, KV_HEADS: tl.constexpr,
-           GROUP: tl.constexpr, ROWS: tl.constexpr, QUERY_TILE: tl.constexpr, DIM: tl.constexpr, COLUMNS: tl.constexpr,
-           PAGE: tl.constexpr, TILE: tl.constexpr, PARTS: tl.constexpr, DESCRIPTORS: tl.constexpr,
-           HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, HAS_LSE: tl.constexpr):  # fmt: skip
-    kv_head = tl.program_id(0)
-    record = tiles + tl.program_id(1) * 8
+           query_head_stride, out_token_stride, out_head_stride, lse_token_stride, key_block_stride,
+           key_head_stride, key_stride, value_block_stride, value_head_stride, value_stride, table_stride,
+           KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, QUERY_TILE: tl.constexpr,
+           DIM: tl.constexpr, COLUMNS: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
+           PARTS: tl.constexpr, DESCRIPTORS: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr,
+           HAS_LSE: tl.constexpr):  # fmt: skip
+    record = tiles + tl.program_id(0) * 8
+    kv_head = tl.program_id(1)
     tokens = tl.load(record + 2)
     if tokens == 0:
         return
@@ -183,19 +185,19 @@ def _chunk(query, keys, values, out, lse, tiles, tables, scale, v_scale, soft_ca
         begin = tl.maximum(first_position - window + 1, 0) // TILE
         inner = tl.minimum((tl.maximum(last_position - window + 1, 0) + TILE - 1) // TILE, seen_by_all)
         acc, weight, top = _fold(
-            q, acc, weight, top, keys, values, table, begin, inner, own_position, context, scale, soft_cap, window,
-            kv_head, key_block_stride, key_stride, value_block_stride, value_stride, KV_HEADS, DIM, COLUMNS, PAGE, TILE,
-            PARTS, DESCRIPTORS, HAS_WINDOW, HAS_CAP, True,
+            q, acc, weight, top, keys, values, table, begin, inner, own_position, context, scale, soft_cap,
+            window, kv_head, key_block_stride, key_stride, value_block_stride, value_stride, KV_HEADS, DIM,
+            COLUMNS, PAGE, TILE, PARTS, DESCRIPTORS, HAS_WINDOW, HAS_CAP, True,
         )  # fmt: skip
     acc, weight, top = _fold(
-        q, acc, weight, top, keys, values, table, inner, seen_by_all, own_position, context, scale, soft_cap, window,
-        kv_head, key_block_stride, key_stride, value_block_stride, value_stride, KV_HEADS, DIM, COLUMNS, PAGE, TILE,
-        PARTS, DESCRIPTORS, HAS_WINDOW, HAS_CAP, False,
+        q, acc, weight, top, keys, values, table, inner, seen_by_all, own_position, context, scale, soft_cap,
+        window, kv_head, key_block_stride, key_stride, value_block_stride, value_stride, KV_HEADS, DIM, COLUMNS,
+        PAGE, TILE, PARTS, DESCRIPTORS, HAS_WINDOW, HAS_CAP, False,
     )  # fmt: skip
     acc, weight, top = _fold(
-        q, acc, weight, top, keys, values, table, seen_by_all, end, own_position, context, scale, soft_cap, window,
-        kv_head, key_block_stride, key_stride, value_block_stride, value_stride, KV_HEADS, DIM, COLUMNS, PAGE, TILE,
-        PARTS, DESCRIPTORS, HAS_WINDOW, HAS_CAP, True,
+        q, acc, weight, top, keys, values, table, seen_by_all, end, own_position, context, scale, soft_cap,
+        window, kv_head, key_block_stride, key_stride, value_block_stride, value_stride, KV_HEADS, DIM, COLUMNS,
+        PAGE, TILE, PARTS, DESCRIPTORS, HAS_WINDOW, HAS_CAP, True,
     )  # fmt: skip
 
     result = acc * (v_scale / weight)[:, None]
@@ -210,7 +212,9 @@ def _chunk(query, keys, values, out, lse, tiles, tables, scale, v_scale, soft_ca
 
 
 def pages_descriptor(pages: Tensor, tile: int) -> TensorDescriptor | None:
-    """All rows of all pages as one matrix for the tensor memory accelerator; None where it cannot describe them."""
+    """All rows of all pages as one matrix for the tensor memory accelerator; None where it cannot describe
+    them.
+    """
     dim = pages.shape[-1]
     if not pages.is_contiguous() or dim * pages.element_size() % 16 or pages.data_ptr() % 16:
         return None
@@ -242,7 +246,7 @@ def launch_chunks(
         key_source = pages_descriptor(keys, config.key_tile // parts)
         value_source = pages_descriptor(values, config.key_tile // parts)
     described = key_source is not None and value_source is not None
-    _chunk[(kv_heads, len(tiles))](
+    _chunk[(len(tiles), kv_heads)](
         query,
         key_source if described else keys,
         value_source if described else values,

@@ -1,23 +1,22 @@
 """Paged attention of sequences with one new token each. AttentionPlan launches it.
 
-Must move: the keys and values of every sequence once, 2 * kv_heads * D numbers per position; the 4 * heads * D FLOPs
-per position are far below that, so the design is about bytes in flight. A program takes one item of the work list
-(some key tiles of one sequence) for one kv head, whose query heads are the rows of one small matrix product. Loads of
-the next tiles are under way while one is computed, and several programs share a multiprocessor, so that the memory
-system always has enough to do. kv heads are the fastest grid axis: their parts of a page are neighbours in memory.
+Must move: the keys and values of every sequence once, 2 * kv_heads * D numbers per position; the 4 * heads * D
+FLOPs per position are far below that, so the design is about bytes in flight. A program takes one item of the
+work list (some key tiles of one sequence) for one kv head, whose query heads are the rows of one small matrix
+product. Loads of the next tiles are under way while one is computed, and several programs share a
+multiprocessor, so that the memory system always has enough to do. kv heads are the fastest grid axis: their
+parts of a page are neighbours in memory.
 
-A sequence of several items leaves partial results; the program that arrives last (an atomic counter says so) reads
-them all and merges them in order of position. Who is last changes from run to run, the result does not.
+A sequence of several items leaves partial results; the program that arrives last (an atomic counter says so)
+reads them all and merges them in order of position. Who is last changes from run to run, the result does not.
 """
 
 from dataclasses import dataclass
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from cumulo.kernels.cuda.attention_work_list import ITEM_FIELDS
 from cumulo.kernels.cuda.split_merge import LN_2, LOG2_E, merge_splits
 
 
@@ -30,16 +29,17 @@ class DecodeConfig:
     num_stages: int = 3  # key tiles in flight, one less
     items_per_sm: int = 16  # programs wanted for each multiprocessor, over the whole launch
     min_tiles: int = 4  # shortest item worth a program of its own
+    merge_registers: int = 32  # of a thread, for partial results that are read at once
 
 
-@triton.jit
-def _decode(query, keys, values, out, lse, partial, partial_lse, arrivals, items, tables, scale, v_scale, soft_cap,
-            window, query_token_stride, query_head_stride, out_token_stride, out_head_stride, lse_token_stride,
-            key_block_stride, key_head_stride, key_stride, value_block_stride, value_head_stride, value_stride,
-            table_stride, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr,
-            COLUMNS: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr, HAS_WINDOW: tl.constexpr,
-            HAS_CAP: tl.constexpr, HAS_LSE: tl.constexpr, MERGE_ROWS: tl.constexpr,
-            MERGE_AT_ONCE: tl.constexpr):  # fmt: skip
+@triton.jit(do_not_specialize=["window", "table_stride"])
+def _decode(query, keys, values, out, lse, partial, partial_lse, arrivals, items, tables, scale, v_scale,
+            soft_cap, window, query_token_stride, query_head_stride, out_token_stride, out_head_stride,
+            lse_token_stride, key_block_stride, key_head_stride, key_stride, value_block_stride,
+            value_head_stride, value_stride, table_stride, KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
+            ROWS: tl.constexpr, DIM: tl.constexpr, COLUMNS: tl.constexpr, PAGE: tl.constexpr,
+            TILE: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, HAS_LSE: tl.constexpr,
+            MERGE_ROWS: tl.constexpr, MERGE_AT_ONCE: tl.constexpr):  # fmt: skip
     kv_head = tl.program_id(0)
     item = tl.program_id(1)
     record = items + item * 8
@@ -59,7 +59,10 @@ def _decode(query, keys, values, out, lse, partial, partial_lse, arrivals, items
     row_mask = row < GROUP
     column_mask = column < DIM
     q = tl.load(
-        query + token * query_token_stride + (kv_head * GROUP + row)[:, None] * query_head_stride + column[None, :],
+        query
+        + token * query_token_stride
+        + (kv_head * GROUP + row)[:, None] * query_head_stride
+        + column[None, :],
         mask=row_mask[:, None] & column_mask[None, :],
         other=0.0,
     )
@@ -73,7 +76,7 @@ def _decode(query, keys, values, out, lse, partial, partial_lse, arrivals, items
     acc = tl.zeros([ROWS, COLUMNS], tl.float32)
     last = first + count - 1
     if TILE <= PAGE:
-        page = tl.load(table + first * TILE // PAGE)
+        page = tl.load(record + 7)
     for tile in tl.range(first, last + 1):
         position = tile * TILE + position_in_tile
         visible = position < context
@@ -83,14 +86,18 @@ def _decode(query, keys, values, out, lse, partial, partial_lse, arrivals, items
             within = tile * TILE % PAGE + position_in_tile
             key_offset = page.to(tl.int64) * key_block_stride + within * key_stride
             value_offset = page.to(tl.int64) * value_block_stride + within * value_stride
-            page = tl.load(table + tl.minimum(tile + 1, last) * TILE // PAGE)  # a tile early: addresses wait for it
+            page = tl.load(
+                table + tl.minimum(tile + 1, last) * TILE // PAGE
+            )  # a tile early: addresses wait for it
         else:
             pages = tl.load(table + position // PAGE, mask=position < context, other=0).to(tl.int64)
             key_offset = pages * key_block_stride + position % PAGE * key_stride
             value_offset = pages * value_block_stride + position % PAGE * value_stride
         if COLUMNS == DIM:
             k = tl.load(key_base + key_offset[None, :] + column[:, None], mask=visible[None, :], other=0.0)
-            v = tl.load(value_base + value_offset[:, None] + column[None, :], mask=visible[:, None], other=0.0)
+            v = tl.load(
+                value_base + value_offset[:, None] + column[None, :], mask=visible[:, None], other=0.0
+            )
         else:
             k = tl.load(
                 key_base + key_offset[None, :] + column[:, None],
@@ -131,7 +138,9 @@ def _decode(query, keys, values, out, lse, partial, partial_lse, arrivals, items
     else:
         slot = item.to(tl.int64) * (KV_HEADS * GROUP) + head
         tl.store(
-            partial + slot[:, None] * DIM + column[None, :], result, mask=row_mask[:, None] & column_mask[None, :]
+            partial + slot[:, None] * DIM + column[None, :],
+            result,
+            mask=row_mask[:, None] & column_mask[None, :],
         )
         tl.store(partial_lse + slot, log_sum, mask=row_mask)
         tl.debug_barrier()  # every thread's partial is written before one of them says so
@@ -216,8 +225,9 @@ def launch_decode(
         HAS_CAP=soft_cap is not None,
         HAS_LSE=lse is not None,
         MERGE_ROWS=merge_rows,
-        # As many partials at once as fit in 32 registers of each thread.
-        MERGE_AT_ONCE=max(1, min(16, 32 * 32 * config.num_warps // (merge_rows * columns))),
+        MERGE_AT_ONCE=max(
+            1, min(16, config.merge_registers * 32 * config.num_warps // (merge_rows * columns))
+        ),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )

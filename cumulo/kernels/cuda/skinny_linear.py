@@ -117,7 +117,7 @@ def _skinny_linear_kernel(x, weight, out, norm_weight, residual, bias, scales, p
     k_columns = tl.arange(0, BLOCK_K)
     x_rows = x + m_offsets[:, None] * stride_x
     w_rows = weight + n_safe.to(tl.int64)[:, None] * stride_weight
-    u_rows = w_rows + OUTPUTS.to(tl.int64) * stride_weight
+    u_rows = weight + (n_safe.to(tl.int64) + OUTPUTS)[:, None] * stride_weight
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     up = acc
     squares = tl.zeros([BLOCK_M], tl.float32)

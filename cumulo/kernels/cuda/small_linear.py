@@ -37,16 +37,13 @@ class SmallConfig:
 
 # Tried by `tune`; the defaults below are among them.
 CANDIDATES = (
-    SmallConfig(1, 1024, 4),
-    SmallConfig(1, 2048, 4),
-    SmallConfig(1, 2048, 8),
-    SmallConfig(2, 512, 2),
     SmallConfig(2, 1024, 4),
-    SmallConfig(2, 2048, 8),
-    SmallConfig(4, 512, 2),
+    SmallConfig(1, 2048, 4),
     SmallConfig(4, 512, 4),
+    SmallConfig(2, 2048, 8),
+    SmallConfig(1, 1024, 4),
+    SmallConfig(2, 512, 2),
     SmallConfig(4, 1024, 4),
-    SmallConfig(4, 1024, 8),
     SmallConfig(8, 512, 4),
 )
 
@@ -118,30 +115,40 @@ def _load_weights(pointers, row_mask, k_mask, MASKED_N: tl.constexpr, MASKED_K: 
 
 
 @triton.jit
-def _finish(acc, up, sum_squares, m: tl.constexpr, rows, row_mask, out, residual, bias, scales, stride_out,
-            stride_residual, OUTPUTS, eps, K: tl.constexpr, NORM: tl.constexpr, SWIGLU: tl.constexpr,
-            RESIDUAL: tl.constexpr, BIAS: tl.constexpr, SCALED: tl.constexpr):  # fmt: skip
+def _at_rows(pointer, rows, row_mask, WANTED: tl.constexpr):
+    """Numbers that the end of the work needs, asked for at its start: at the end they would be waited for."""
+    if WANTED:
+        values = tl.load(pointer + rows, mask=row_mask, other=0.0).to(tl.float32)
+    else:
+        values = rows.to(tl.float32)
+    return values
+
+
+@triton.jit
+def _finish(acc, up, sum_squares, added, scale, up_scale, bias, up_bias, places, row_mask, eps, K: tl.constexpr,
+            NORM: tl.constexpr, SWIGLU: tl.constexpr, RESIDUAL: tl.constexpr, BIAS: tl.constexpr,
+            SCALED: tl.constexpr):  # fmt: skip
     """Reduce one row of x's products and write its outputs."""
     y = tl.sum(acc, axis=1)
     if NORM:
         rstd = tl.rsqrt(tl.sum(sum_squares, axis=0) / K + eps)
         y *= rstd
     if SCALED:
-        y *= tl.load(scales + rows, mask=row_mask, other=0.0)
+        y *= scale
     if BIAS:
-        y += tl.load(bias + rows, mask=row_mask, other=0.0).to(tl.float32)
+        y += bias
     if SWIGLU:
         z = tl.sum(up, axis=1)
         if NORM:
             z *= rstd
         if SCALED:
-            z *= tl.load(scales + OUTPUTS + rows, mask=row_mask, other=0.0)
+            z *= up_scale
         if BIAS:
-            z += tl.load(bias + OUTPUTS + rows, mask=row_mask, other=0.0).to(tl.float32)
+            z += up_bias
         y = y * tl.sigmoid(y) * z
     if RESIDUAL:
-        y += tl.load(residual + m * stride_residual + rows, mask=row_mask, other=0.0).to(tl.float32)
-    tl.store(out + m * stride_out + rows, y.to(out.dtype.element_ty), mask=row_mask)
+        y += added
+    tl.store(places, y.to(places.dtype.element_ty), mask=row_mask)
 
 
 @triton.jit
@@ -154,7 +161,7 @@ def _small_linear_kernel(x, weight, out, norm_weight, residual, bias, scales, OU
     row_mask = rows < OUTPUTS
     columns = tl.arange(0, BLOCK_K)
     gate_rows = weight + rows.to(tl.int64)[:, None] * stride_weight
-    up_rows = gate_rows + OUTPUTS.to(tl.int64) * stride_weight
+    up_rows = weight + (rows.to(tl.int64) + OUTPUTS)[:, None] * stride_weight
     acc0 = tl.zeros([ROWS, BLOCK_K], tl.float32)
     acc1, acc2, acc3 = acc0, acc0, acc0
     up0, up1, up2, up3 = acc0, acc0, acc0, acc0
@@ -169,6 +176,14 @@ def _small_linear_kernel(x, weight, out, norm_weight, residual, bias, scales, OU
         next_u = _load_weights(up_rows + columns[None, :], row_mask, columns < K, not EVEN_N, BLOCK_K > K)
     if PDL:
         gdc_wait()  # what comes before may run beside the kernel that makes x
+    scale = _at_rows(scales, rows, row_mask, SCALED)
+    up_scale = _at_rows(scales + OUTPUTS, rows, row_mask, SCALED and SWIGLU)
+    gate_bias = _at_rows(bias, rows, row_mask, BIAS)
+    up_bias = _at_rows(bias + OUTPUTS, rows, row_mask, BIAS and SWIGLU)
+    added0 = _at_rows(residual, rows, row_mask, RESIDUAL)
+    added1 = _at_rows(residual + stride_residual, rows, row_mask, RESIDUAL and M > 1)
+    added2 = _at_rows(residual + 2 * stride_residual, rows, row_mask, RESIDUAL and M > 2)
+    added3 = _at_rows(residual + 3 * stride_residual, rows, row_mask, RESIDUAL and M > 3)
     for k in tl.static_range(0, K, BLOCK_K):
         offsets = k + columns
         k_mask = offsets < K
@@ -221,17 +236,17 @@ def _small_linear_kernel(x, weight, out, norm_weight, residual, bias, scales, OU
                 up3, _ = _dot_rows(
                     x, offsets, k_mask, stride_x, 3, u, gains, squares3, up3, NORM, k + BLOCK_K > K
                 )
-    _finish(acc0, up0, squares0, 0, rows, row_mask, out, residual, bias, scales, stride_out, stride_residual,
-            OUTPUTS, eps, K, NORM, SWIGLU, RESIDUAL, BIAS, SCALED)  # fmt: skip
+    _finish(acc0, up0, squares0, added0, scale, up_scale, gate_bias, up_bias, out + rows,
+            row_mask, eps, K, NORM, SWIGLU, RESIDUAL, BIAS, SCALED)  # fmt: skip
     if M > 1:
-        _finish(acc1, up1, squares1, 1, rows, row_mask, out, residual, bias, scales, stride_out, stride_residual,
-                OUTPUTS, eps, K, NORM, SWIGLU, RESIDUAL, BIAS, SCALED)  # fmt: skip
+        _finish(acc1, up1, squares1, added1, scale, up_scale, gate_bias, up_bias, out + stride_out + rows,
+                row_mask, eps, K, NORM, SWIGLU, RESIDUAL, BIAS, SCALED)  # fmt: skip
     if M > 2:
-        _finish(acc2, up2, squares2, 2, rows, row_mask, out, residual, bias, scales, stride_out, stride_residual,
-                OUTPUTS, eps, K, NORM, SWIGLU, RESIDUAL, BIAS, SCALED)  # fmt: skip
+        _finish(acc2, up2, squares2, added2, scale, up_scale, gate_bias, up_bias, out + 2 * stride_out + rows,
+                row_mask, eps, K, NORM, SWIGLU, RESIDUAL, BIAS, SCALED)  # fmt: skip
     if M > 3:
-        _finish(acc3, up3, squares3, 3, rows, row_mask, out, residual, bias, scales, stride_out, stride_residual,
-                OUTPUTS, eps, K, NORM, SWIGLU, RESIDUAL, BIAS, SCALED)  # fmt: skip
+        _finish(acc3, up3, squares3, added3, scale, up_scale, gate_bias, up_bias, out + 3 * stride_out + rows,
+                row_mask, eps, K, NORM, SWIGLU, RESIDUAL, BIAS, SCALED)  # fmt: skip
 
 
 def small_linear(

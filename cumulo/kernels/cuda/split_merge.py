@@ -12,8 +12,9 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def merge_splits(partial, partial_lse, first, splits, row_offsets, row_mask, column_mask, split_stride, WIDTH: tl.constexpr,
-                 ROWS: tl.constexpr, COLUMNS: tl.constexpr, AT_ONCE: tl.constexpr):  # fmt: skip
+def merge_splits(partial, partial_lse, first, splits, row_offsets, row_mask, column_mask, split_stride,
+                 WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+                 AT_ONCE: tl.constexpr):  # fmt: skip
     """Partials first..first+splits of some rows, in order -> output [ROWS, COLUMNS] and log2-sum [ROWS].
 
     Partial p of a row r lies at partial[(p * split_stride + r) * WIDTH] and partial_lse[p * split_stride + r].

@@ -1,11 +1,11 @@
 """w4: weights of 4 bits in groups that share a scale, and the product of 16-bit activations with them (W4A16).
 `linear` calls `w4_linear`.
 
-Must move: half a byte a weight and two bytes a group of 32, 64 or 128, a quarter of bfloat16, so up to four times the
-speed where reading weights is all the time. The product is turned around as in skinny_linear; a step of k is one
-group: its codes go to the tensor cores as exact small integers and the group's scale multiplies the product, not
-every weight. A byte holds column j of its group in the low half and column j + group/2 in the high one: both halves
-of a tile of bytes are tiles of neighbouring columns, and nothing is shuffled.
+Must move: half a byte a weight and four bytes a group of 32, 64 or 128, about a quarter of bfloat16, so up to four
+times the speed where reading weights is all the time. The product is turned around as in skinny_linear; a step of
+k is one group: its codes go to the tensor cores as exact small integers and the group's scale multiplies the
+product, not every weight. A byte holds column j of its group in the low half and column j + group/2 in the high
+one: both halves of a tile of bytes are tiles of neighbouring columns, and nothing is shuffled.
 """
 
 from collections.abc import Iterator
@@ -30,7 +30,7 @@ GROUPS = (32, 64, 128)
 class W4Weight:
     """A matrix [N, K] in 4 bits: w = scale·(code − 8), or scale·code + minimum where minimums are given.
 
-    data [N, K/2] uint8, scales and minimums [K/group, N] (a group's scales lie together).
+    data [N, K/2] uint8, scales and minimums [K/group, N] float32 (a group's scales lie together).
     """
 
     data: Tensor
@@ -39,10 +39,9 @@ class W4Weight:
     group: int
 
     @classmethod
-    def quantised(
-        cls, weight: Tensor, group: int = 128, affine: bool = False, dtype: torch.dtype = torch.bfloat16
-    ) -> "W4Weight":
-        """The nearest codes under scales from each group's extremes; scales are kept in `dtype`."""
+    def quantised(cls, weight: Tensor, group: int = 128, affine: bool = False) -> "W4Weight":
+        """The nearest codes under scales from each group's extremes. Scales are kept in float32: the asynchronous
+        copies that bring them with the codes move no less than four bytes."""
         n, k = weight.shape
         if group not in GROUPS or k % group:
             raise ValueError(
@@ -52,18 +51,17 @@ class W4Weight:
         minimums = None
         if affine:
             low, high = groups.amin(-1), groups.amax(-1)
-            scales = ((high - low) / 15).clamp_min(1e-12).to(dtype).float()
-            minimums = low.to(dtype)
-            codes = (groups - minimums.float()[..., None]) / scales[..., None]
+            scales = ((high - low) / 15).clamp_min(1e-12)
+            minimums = low
+            codes = (groups - low[..., None]) / scales[..., None]
         else:
             extreme = groups.gather(-1, groups.abs().argmax(-1, keepdim=True)).squeeze(-1)
             # The extreme gets code 0, the end of the range with one step more (as GGUF's Q4_0).
-            scales = (extreme / -8).to(dtype).float()
-            scales = torch.where(scales == 0, torch.full_like(scales, 1e-12).to(dtype).float(), scales)
+            scales = torch.where(extreme == 0, torch.full_like(extreme, 1e-12), extreme / -8)
             codes = groups / scales[..., None] + 8
         return cls.packed(
             codes.round().clamp(0, 15).to(torch.uint8).view(n, k),
-            scales.to(dtype).t().contiguous(),
+            scales.t().contiguous(),
             None if minimums is None else minimums.t().contiguous(),
             group,
         )
@@ -94,10 +92,10 @@ class W4Weight:
         return torch.cat([halves & 15, halves >> 4], dim=2).view(n, k)
 
     def dequantised(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        scales = self.scales.t().to(torch.float32).repeat_interleave(self.group, 1)
+        scales = self.scales.t().repeat_interleave(self.group, 1)
         if self.minimums is None:
             return ((self.codes().float() - 8) * scales).to(dtype)
-        return (self.codes() * scales + self.minimums.t().float().repeat_interleave(self.group, 1)).to(dtype)
+        return (self.codes() * scales + self.minimums.t().repeat_interleave(self.group, 1)).to(dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,15 +125,17 @@ def candidates(m: int, n: int, k: int, group: int) -> list[W4Config]:
     return list(dict.fromkeys(found))[:12]
 
 
-def reference(x: Tensor, weight: W4Weight, residual: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+def reference(
+    x: Tensor, weight: W4Weight, residual: Tensor | None = None, bias: Tensor | None = None
+) -> Tensor:
     y = F.linear(x, weight.dequantised(x.dtype), bias)
     return y if residual is None else residual + y
 
 
 @triton.jit
 def _whole_numbers(codes, OFFSET: tl.constexpr, dtype: tl.constexpr):
-    """Codes 0..15 less OFFSET as floats. A code put into the last bits of a power of two is that power plus the code:
-    two cheap operations where the conversion instruction has a quarter of their rate."""
+    """Codes 0..15 less OFFSET as floats. A code put into the last bits of a power of two is that power plus the
+    code: two cheap operations where the conversion instruction has a quarter of their rate."""
     if dtype == tl.bfloat16:
         numbers = (codes.to(tl.uint16) | 0x4300).to(tl.bfloat16, bitcast=True) - (128 + OFFSET)
     elif dtype == tl.float16:
@@ -147,7 +147,7 @@ def _whole_numbers(codes, OFFSET: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def _group_scales(scales, minimums, group, rows, N, AFFINE: tl.constexpr):
-    place = group.to(tl.int64) * N + rows
+    place = group * N + rows
     scale = tl.load(scales + place)
     minimum = scale
     if AFFINE:
@@ -158,8 +158,8 @@ def _group_scales(scales, minimums, group, rows, N, AFFINE: tl.constexpr):
 @triton.jit
 def _w4_kernel(x, data, scales, minimums, out, residual, bias, partials, counters, M, N, K, GROUPS_PER_SPLIT,
                stride_x, stride_data, stride_out, stride_residual, GROUP: tl.constexpr, BLOCK_M: tl.constexpr,
-               BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, AFFINE: tl.constexpr, RESIDUAL: tl.constexpr,
-               BIAS: tl.constexpr):  # fmt: skip
+               BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr, AFFINE: tl.constexpr,
+               RESIDUAL: tl.constexpr, BIAS: tl.constexpr):  # fmt: skip
     HALF: tl.constexpr = GROUP // 2
     OFFSET: tl.constexpr = 0 if AFFINE else 8
     tile, split, m_tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -173,7 +173,8 @@ def _w4_kernel(x, data, scales, minimums, out, residual, bias, partials, counter
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     first = split * GROUPS_PER_SPLIT
     last = tl.minimum(first + GROUPS_PER_SPLIT, K // GROUP)
-    for group in tl.range(first, last):
+    # Saying num_stages here, not at the launch alone, makes the scales travel ahead with the codes.
+    for group in tl.range(first, last, num_stages=STAGES):
         scale, minimum = _group_scales(scales, minimums, group, n_safe, N, AFFINE)
         codes = tl.load(data_tile + group * HALF, eviction_policy="evict_first")
         low = tl.load(x_tile + group * GROUP, mask=m_mask[:, None], other=0.0)
@@ -182,10 +183,10 @@ def _w4_kernel(x, data, scales, minimums, out, residual, bias, partials, counter
         product = tl.dot(
             _whole_numbers(codes >> 4, OFFSET, low.dtype), tl.trans(high), product, input_precision="ieee"
         )
-        acc += product * scale.to(tl.float32)[:, None]
+        acc += product * scale[:, None]
         if AFFINE:
             total = tl.sum(low.to(tl.float32), axis=1) + tl.sum(high.to(tl.float32), axis=1)
-            acc += minimum.to(tl.float32)[:, None] * total[None, :]
+            acc += minimum[:, None] * total[None, :]
 
     is_last = True
     if SPLITS > 1:
@@ -263,6 +264,7 @@ def w4_linear(
         BLOCK_M=block_m,
         BLOCK_N=config.block_n,
         SPLITS=splits,
+        STAGES=config.num_stages,
         AFFINE=weight.minimums is not None,
         RESIDUAL=residual is not None,
         BIAS=bias is not None,

@@ -49,7 +49,12 @@ def tool_guide(
     if not functions:
         raise InvalidRequest("tool_choice asks for a tool call, but there are no tools; give tools")
     formed = choice == "auto" and answer_rule is not None
-    if choice == "auto" and tool_format == "llama3" and not formed:
+    if choice == "auto" and tool_format == "llama3":
+        if formed:  # llguidance reads on without looking back, and both begin alike
+            raise InvalidRequest(
+                "this model's tool calls are plain JSON, which cannot be told from an answer of a given form: set "
+                "tool_choice to required, a function or none"
+            )
         return None
     writer = _Writer(tokenizer)
     most = 1 if choice == "named" or not parallel else MAX_PARALLEL_CALLS

@@ -22,10 +22,13 @@ from cumulo.serve.load.search import RateSearch
 from cumulo.serve.load.slo import Slo, Verdict, is_lost, requests_needed, verdict
 from cumulo.serve.load.summary import Summary, summarise
 from cumulo.serve.load.trace import TraceRow, plan_trace
+from cumulo.serve.load.units import show_duration
 
 MOST_EXTENSIONS = 3  # how often a trial whose result is unclear is made longer
 SHORTEST_TRIAL_S = 10.0
 OPEN_WARMUP = 4
+LONE_REQUESTS = 5
+SPARSE_SHARE = 0.1  # of the time a request is under way: at lower rates requests hardly ever meet
 MOST_RECOVERY_TRIES = 30
 
 
@@ -62,6 +65,7 @@ class Settings:
     timeout_s: float = 600.0
     retries: int = 0
     settle_s: float = 1.0  # between levels
+    search_s: float = 1800.0  # the longest a search may take
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +98,7 @@ class Campaign:
         self.settings = settings
         self.results: list[LevelResult] = []
         self.search: RateSearch | None = None
+        self.search_end = ""  # why a search ended before it had found the limit
         self.ruler = Ruler()
         self.target = settings.target
         self._watcher = watcher
@@ -172,10 +177,59 @@ class Campaign:
         first = self.settings.loads[0]
         assert isinstance(first, Arrivals)
         self.search = RateSearch(first.rate, self.settings.tolerance)
+        lone = await self._lone(player)
+        if lone.slo_met == 0:
+            self.search_end = f"a request alone does not keep the objective ({_missed(lone)}), so no rate can"
+            return
+        if lone.e2e_s is not None:
+            self.search.least = min(first.rate, SPARSE_SHARE / lone.e2e_s.p50)
+        deadline_s = asyncio.get_running_loop().time() + self.settings.search_s
         trials = 0
         while (rate := self.search.next_rate()) is not None:
+            least_s = self._trial_requests(rate) / rate
+            if asyncio.get_running_loop().time() + least_s > deadline_s:
+                self.search_end = (
+                    f"the next trial, at {rate:.3g}/s, would take {show_duration(least_s)} and the search may "
+                    f"take {show_duration(self.settings.search_s)}: allow more, or start nearer the limit"
+                )
+                return
             held, trials = await self._trial(player, replace(first, rate=rate), trials)
             self.search.tell(rate, held)
+        if len(self.search.trials) >= self.search.most_trials:
+            self.search_end = f"the trials contradict each other after {len(self.search.trials)} of them"
+        elif self.search.confirmed is None:
+            lowest = min(rate for rate, _ in self.search.trials)
+            self.search_end = (
+                f"missed down to {lowest:.3g}/s, where requests hardly meet: fewer would not help"
+            )
+
+    async def _lone(self, player: Player) -> Summary:
+        """Requests one at a time: what the server does at its best."""
+        level = Level(
+            plan(
+                self.settings.workload,
+                1,
+                f"{self.settings.seed}/lone",
+                conversations=1 + LONE_REQUESTS,
+                warmup=1,
+            )
+        )
+        self._watcher.begin("one at a time", 0, None)
+
+        def watch(level: Level) -> bool:
+            self._watcher.look(level)
+            return True
+
+        await player.play(level, watch)
+        return summarise(level.records, self.settings.slo)
+
+    def _trial_requests(self, rate: float) -> int:
+        settings = self.settings
+        assert settings.slo is not None
+        shortest_s = SHORTEST_TRIAL_S if settings.duration_s is None else settings.duration_s
+        return max(
+            requests_needed(settings.slo.share), settings.conversations or 0, math.ceil(rate * shortest_s)
+        )
 
     async def _recover(self, player: Player, slo: Slo, seed: str) -> None:
         """Wait until the last trial's queue is gone: until a lone request keeps the objective again.
@@ -193,10 +247,7 @@ class Campaign:
         """Play a rate until it is clear whether it holds; still unclear in the end counts as not shown."""
         settings, slo = self.settings, self.settings.slo
         assert slo is not None
-        shortest_s = SHORTEST_TRIAL_S if settings.duration_s is None else settings.duration_s
-        requests = max(
-            requests_needed(slo.share), settings.conversations or 0, math.ceil(load.rate * shortest_s)
-        )
+        requests = self._trial_requests(load.rate)
         met = total = 0
         finding: Verdict = "unclear"
         for _ in range(MOST_EXTENSIONS):
@@ -234,6 +285,14 @@ class _Judge:
             for record, answer in level.running.values()
         )
         return is_lost(self._missed + hopeless, self._planned, self._slo.share)
+
+
+def _missed(lone: Summary) -> str:
+    """What requests got, in words."""
+    if not lone.succeeded:
+        return ", ".join(f"{count} × {kind}" for kind, count in lone.errors.items())
+    spreads = {"TTFT": lone.ttft_s, "ITL": lone.itl_s, "TPOT": lone.tpot_s, "end to end": lone.e2e_s}
+    return ", ".join(f"{name} {show_duration(spread.p50)}" for name, spread in spreads.items() if spread)
 
 
 def label(load: Load) -> str:

@@ -226,7 +226,7 @@ def _footnote(results: Sequence[LevelResult]) -> str:
     return (
         f'<p class="soft" style="margin-top:30px">The generator took at most {share:.0%} of one core and sent '
         f"99% of requests within {show_duration(late)} of when they were due; latencies count from then. "
-        f"A chunk carried {chunk:.3g} tokens on average.</p>"
+        f"A chunk carried {'one token' if chunk == 1 else f'{chunk:.3g} tokens on average'}.</p>"
     )
 
 

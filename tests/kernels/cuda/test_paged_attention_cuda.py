@@ -32,7 +32,9 @@ def test_head_sizes_that_are_no_power_of_two_match(dim: int, device: torch.devic
 
 @pytest.mark.parametrize("block_size", [16, 32, 64])
 @pytest.mark.parametrize("key_tile", [16, 32])
-def test_tiles_and_pages_of_different_sizes_match(block_size: int, key_tile: int, device: torch.device) -> None:
+def test_tiles_and_pages_of_different_sizes_match(
+    block_size: int, key_tile: int, device: torch.device
+) -> None:
     options = {
         "decode": DecodeConfig(key_tile=key_tile, items_per_sm=4, min_tiles=1),
         "chunk": ChunkConfig(rows=32, key_tile=key_tile),
@@ -60,10 +62,114 @@ def test_an_eight_bit_cache_matches_with_its_scales(device: torch.device) -> Non
     case.check(SMALL, k_scale=0.5, v_scale=3.0)
 
 
-def test_padding_costs_no_record_and_writes_nothing(device: torch.device) -> None:
-    case = PagedCase([(1, 30), (1, 40), (0, 0), (0, 0)], device=device)
-    plan = case.plan(**SPLITTING)
+def test_padding_has_no_record_and_writes_nothing(device: torch.device) -> None:
+    case = PagedCase([(1, 30), (20, 40), (0, 0), (0, 0)], device=device)
+    plan = case.plan(**SMALL)
     out, _ = case.run(plan)
-    assert plan.items is not None
-    assert int((plan.items[0][:, 2] > 0).sum()) == int(plan.items[0][:, 3][plan.items[0][:, 2] > 0].unique().sum()) or True
+    assert plan.items is not None and plan.tiles is not None
+    for records in (plan.items[0], plan.tiles):
+        used = records[records[:, 2] > 0]
+        assert set(used[:, 0].tolist()) == ({0} if records is not plan.tiles else {1})
     assert torch.isfinite(out).all()
+    empty = PagedCase([(1, 30), (20, 40)], device=device)
+    empty.context_lengths.zero_()
+    out, lse = empty.run(empty.plan(**SMALL))
+    assert out.isnan().all() and lse.isnan().all()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_work_list_covers_every_key_tile_once(seed: int, device: torch.device) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(1, 900, (13,), generator=generator).tolist()
+    case = PagedCase([(1, n) for n in lengths], dim=16, device=device)
+    for invariant in (False, True):
+        plan = case.plan(decode=DecodeConfig(key_tile=16, items_per_sm=40, min_tiles=1), invariant=invariant)
+        plan.prepare(case.query_starts, case.context_lengths, case.block_tables)
+        assert plan.items is not None
+        records = plan.items[0][plan.items[0][:, 2] > 0].tolist()
+        for sequence, length in enumerate(lengths):
+            own = [record for record in records if record[0] == sequence]
+            tiles = [tile for record in own for tile in range(record[1], record[1] + record[2])]
+            assert tiles == list(range(-(-length // 16)))
+            assert all(record[3] == len(own) and record[6] == length for record in own)
+            assert all(records[record[4]] == own[0] for record in own)
+        if not invariant:  # shorter items than the longest would not have fitted into the list
+            longest, room = max(record[2] for record in records), len(plan.items[0])
+            tiles_of = [(n + 15) // 16 for n in lengths]
+            assert sum((n + longest - 2) // (longest - 1) for n in tiles_of) > room >= len(records)
+
+
+def test_runs_repeat_bit_for_bit(device: torch.device) -> None:
+    case = PagedCase([(1, 100), (1, 40), (20, 50)], device=device)
+    plan = case.plan(**SMALL)
+    first, again = case.run(plan), case.run(plan)
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    assert not plan.arrivals.any()
+
+
+def _alone(case: PagedCase, sequence: int) -> PagedCase:
+    """The same sequence in a step of its own, in the same cache."""
+    alone = PagedCase([case.sequences[sequence]], case.heads, case.kv_heads, case.dim, device=case.device)
+    rows = slice(*case.query_starts[sequence : sequence + 2].tolist())
+    alone.keys, alone.values, alone.query = case.keys, case.values, case.query[rows]
+    alone.block_tables = case.block_tables[sequence : sequence + 1]
+    return alone
+
+
+@pytest.mark.parametrize("mode", ["invariant", "chunking_invariant"])
+def test_a_request_has_the_same_bits_whatever_else_is_in_the_batch(mode: str, device: torch.device) -> None:
+    case = PagedCase([(1, 300), (1, 9), (18, 50), (1, 120)], device=device)
+    options = {mode: True, "decode_only": False, "chunk": ChunkConfig(rows=32, key_tile=16)}
+    together, _ = case.run(case.plan(**options))
+    for sequence in range(len(case.sequences)):
+        alone = _alone(case, sequence)
+        rows = slice(*case.query_starts[sequence : sequence + 2].tolist())
+        assert torch.equal(alone.run(alone.plan(**options))[0], together[rows])
+
+
+def test_a_token_has_the_same_bits_however_its_context_was_chunked(device: torch.device) -> None:
+    options = {"chunking_invariant": True, "decode_only": False, "chunk": ChunkConfig(rows=32, key_tile=16)}
+    whole = PagedCase([(50, 50)], device=device)
+    expected, _ = whole.run(whole.plan(**options))
+    for begin, end in ((0, 1), (0, 20), (20, 33), (33, 50), (49, 50)):
+        part = PagedCase([(end - begin, end)], device=device)
+        part.keys, part.values, part.block_tables = whole.keys, whole.values, whole.block_tables
+        part.query = whole.query[begin:end]
+        assert torch.equal(part.run(part.plan(**options))[0], expected[begin:end])
+
+
+def test_the_custom_operation_passes_opcheck(device: torch.device) -> None:
+    case = PagedCase([(1, 20), (3, 17)], dim=16, device=device)
+    arguments = (
+        case.query, case.keys.nan_to_num(), case.values.nan_to_num(), case.query_starts, case.context_lengths,
+        case.block_tables, case.scale,
+    )  # fmt: skip
+    torch.library.opcheck(paged_attention_op, arguments, {"window": 9, "soft_cap": 4.0})
+
+
+def test_what_cannot_be_planned_is_refused_in_words(device: torch.device) -> None:
+    with pytest.raises(CumuloError, match="power of two"):
+        attention_plan(1, 1, 4, 2, 32, 24, 4, True, False, device)
+    with pytest.raises(CumuloError, match="share"):
+        attention_plan(1, 1, 5, 2, 32, 16, 4, True, False, device)
+    case = PagedCase([(1, 20)], device=device)
+    with pytest.raises(CumuloError, match="window"):
+        case.run(case.plan(), window=7)
+
+
+def test_scratch_can_be_shared_by_plans(device: torch.device) -> None:
+    case = PagedCase([(1, 60), (1, 40)], device=device)
+    plan = case.plan(**SPLITTING)
+    smaller = PagedCase([(1, 33)], device=device)
+    shared = smaller.plan(share_scratch_with=plan, **SPLITTING)
+    assert shared.partial is plan.partial and shared.nbytes > 0
+    out, _ = smaller.run(shared)
+    assert torch.equal(out, smaller.run(smaller.plan(**SPLITTING))[0])
+
+
+def test_work_counts_what_is_seen() -> None:
+    decode = work([(1, 1000)], 32, 8, 128)
+    assert decode.bytes == 2 * 1000 * 8 * 128 * 2 + 2 * 32 * 128 * 2
+    assert decode.flops == 4 * 32 * 128 * 1000
+    assert work([(4, 4)], 1, 1, 1).flops == 4 * (1 + 2 + 3 + 4)
+    assert work([(4, 10)], 1, 1, 1, window=3).flops == 4 * 3 * 4

@@ -146,13 +146,17 @@ def test_the_interval_holds_the_observed_share_and_narrows(total: int, part: flo
 
 
 @settings(max_examples=15)
-@given(st.floats(0.5, 0.99), st.integers(0, 1000))
-def test_a_rate_just_below_the_objective_is_hardly_ever_said_to_hold(share: float, seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    total = requests_needed(share) * 3
-    met = rng.binomial(total, share - 1e-6, 2000)
-    assert np.mean([verdict(int(m), total, share) == "holds" for m in met]) < 0.1  # 5% promised
-    assert np.mean([verdict(int(m), total, share) == "fails" for m in met]) < 0.1
+@given(st.floats(0.8, 0.99), st.integers(1, 3))
+def test_a_rate_just_at_the_objective_is_hardly_ever_misjudged(share: float, times: int) -> None:
+    total = requests_needed(share) * times
+    chance = {"holds": 0.0, "fails": 0.0, "unclear": 0.0}
+    for met in range(total + 1):
+        chance[verdict(met, total, share)] += (
+            math.comb(total, met) * share**met * (1 - share) ** (total - met)
+        )
+    # 5% are promised; whole requests cannot meet that exactly.
+    assert chance["holds"] < 0.11
+    assert chance["fails"] < 0.11
 
 
 @given(st.floats(0.5, 0.995))

@@ -1,0 +1,107 @@
+"""invariant_matmul: as exact as torch, and a row's bits do not depend on the rows beside it."""
+
+import pytest
+import torch
+
+from cumulo.kernels.cuda import invariant_matmul as op
+from cumulo.kernels.cuda.fp8 import Fp8Weight
+from cumulo.kernels.cuda.invariant_matmul import FEW_ROWS, MANY_ROWS, InvariantConfig, invariant_matmul
+from tests.kernels.cuda.compile_sm90 import Case, compile_for_sm90
+from tests.kernels.cuda.test_small_linear import inputs
+from tests.kernels.cuda.tolerance import check_close, poisoned, relative_error
+
+TINY = InvariantConfig(16, 16, 32, 4, 2)
+
+
+@pytest.mark.parametrize(("m", "n", "k"), [(1, 16, 64), (17, 20, 100), (40, 7, 72)])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_the_product_is_as_exact_as_torch_for_any_shape(
+    m: int, n: int, k: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    given = inputs(m, n, k, device, dtype)
+    out = poisoned(m, n, dtype=dtype, device=device)
+    invariant_matmul(given["x"], given["weight"], out, bias=given["bias"], config=TINY)
+    check_close(out, op.reference, given["x"], given["weight"], given["bias"])
+
+
+def test_operands_may_be_transposed_views(device: torch.device) -> None:
+    given = inputs(20, 24, 40, device)
+    found = invariant_matmul(
+        given["x"].t().contiguous().t(), given["weight"].t().contiguous().t(), config=TINY
+    )
+    check_close(found, op.reference, given["x"], given["weight"])
+
+
+@pytest.mark.parametrize("rows", [slice(0, 1), slice(17, 18), slice(5, 30), slice(39, 40)])
+def test_a_row_has_the_same_bits_alone_and_in_any_company(rows: slice, device: torch.device) -> None:
+    given = inputs(40, 24, 100, device)
+    config = None if device.type == "cuda" else TINY
+    together = invariant_matmul(given["x"], given["weight"], config=config)
+    assert torch.equal(invariant_matmul(given["x"][rows], given["weight"], config=config), together[rows])
+    turned = invariant_matmul(given["x"].flip(0), given["weight"], config=config)
+    assert torch.equal(turned.flip(0), together)
+
+
+def test_weights_in_8_bits_are_scaled_by_row(device: torch.device) -> None:
+    given = inputs(6, 20, 64, device)
+    weight = Fp8Weight.quantised(given["weight"])
+    found = invariant_matmul(given["x"], weight.data, scales=weight.scales, config=TINY)
+    assert relative_error(found, given["x"].double() @ weight.dequantised().double().t()) < 1e-3
+
+
+def test_it_is_a_torch_operator_and_gradients_match(device: torch.device) -> None:
+    given = inputs(5, 6, 64, device, torch.float32)
+    x, weight = given["x"].requires_grad_(), given["weight"].requires_grad_()
+    upstream = given["residual"]
+    torch.ops.cumulo.invariant_matmul(x, weight).backward(upstream)
+    assert x.grad is not None and weight.grad is not None
+    assert relative_error(x.grad, upstream.double() @ weight.detach().double()) < 1e-6
+    assert relative_error(weight.grad, upstream.double().t() @ x.detach().double()) < 1e-6
+    torch.library.opcheck(
+        torch.ops.cumulo.invariant_matmul, (x, weight), test_utils=("test_schema", "test_faketensor")
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="asks what the tensor cores do")
+@pytest.mark.parametrize("k", [1024, 4096, 4100])
+def test_small_and_large_tiles_give_the_same_bits_on_the_tensor_cores(k: int) -> None:
+    generator = torch.Generator("cuda").manual_seed(k)
+    x = torch.randn(700, k, device="cuda", generator=generator, dtype=torch.bfloat16)
+    weight = torch.randn(1000, k, device="cuda", generator=generator, dtype=torch.bfloat16)
+    many = invariant_matmul(x, weight, config=MANY_ROWS)
+    assert torch.equal(invariant_matmul(x, weight, config=FEW_ROWS), many)
+    for rows in (slice(0, 1), slice(3, 20), slice(500, 700)):
+        assert torch.equal(invariant_matmul(x[rows], weight), many[rows])
+
+
+@pytest.mark.slow
+def test_on_hopper_both_tiles_fit_and_use_the_wide_matrix_unit() -> None:
+    def case(config: InvariantConfig, weight: str) -> Case:
+        integers = ("M", "N", "K", "stride_xm", "stride_wn", "stride_out")
+        return Case(
+            kernel="cumulo.kernels.cuda.invariant_matmul:_invariant_matmul_kernel",
+            types={
+                **dict.fromkeys(("x", "out", "bias"), "*bf16"),
+                **dict.fromkeys(integers, "i32:16"),
+                "weight": weight,
+                "scales": "*fp32",
+            },
+            constants={
+                **dict.fromkeys(("stride_xk", "stride_wk"), 1),
+                **dict.fromkeys(("BIAS", "SCALED"), False),
+                "EVEN_K": True,
+                "BLOCK_M": config.block_m,
+                "BLOCK_N": config.block_n,
+                "BLOCK_K": config.block_k,
+                "GROUP": op.GROUP,
+            },
+            num_warps=config.num_warps,
+            num_stages=config.num_stages,
+        )
+
+    for made in compile_for_sm90(
+        [case(MANY_ROWS, "*bf16"), case(FEW_ROWS, "*bf16"), case(FEW_ROWS, "*fp8e4nv")]
+    ):
+        made.check_fits()
+        assert made.count("HGMMA") and made.count("LDGSTS")

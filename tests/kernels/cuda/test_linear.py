@@ -1,0 +1,154 @@
+"""linear: whichever kernel does the work, the answer is the same; the table of winners survives a file."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from cumulo.kernels.cuda import linear as door
+from cumulo.kernels.cuda.fp8 import Fp8Weight
+from cumulo.kernels.cuda.fp8_quantise import quantise
+from cumulo.kernels.cuda.linear import Choice, Weight, choose, fuses, linear
+from cumulo.kernels.cuda.skinny_linear import SkinnyConfig
+from cumulo.kernels.cuda.small_linear import SmallConfig, reference
+from cumulo.kernels.cuda.w4 import W4Config, W4Weight
+from tests.kernels.cuda.test_small_linear import inputs
+from tests.kernels.cuda.tolerance import poisoned, relative_error
+
+N, K = 32, 128
+
+
+@pytest.fixture
+def given(device: torch.device) -> dict[str, Tensor]:
+    return inputs(6, N, K, device)
+
+
+def weights(plain: Tensor) -> dict[str, Weight]:
+    return {"plain": plain, "fp8": Fp8Weight.quantised(plain), "w4": W4Weight.quantised(plain, 64)}
+
+
+def dense(weight: Weight) -> Tensor:
+    return weight if isinstance(weight, Tensor) else weight.dequantised()
+
+
+CHOICES = {
+    "plain": [Choice("skinny", SkinnyConfig(16, 64, 1, 4, 2)), Choice("library")],
+    "fp8": [Choice("skinny", SkinnyConfig(16, 64, 1, 4, 2)), Choice("library")],
+    "w4": [Choice("w4", W4Config(16, 1, 4, 2)), Choice("library")],
+}
+
+
+@pytest.mark.parametrize(("kind", "which"), [(kind, which) for kind in CHOICES for which in (0, 1)])
+@pytest.mark.parametrize("swiglu", [False, True])
+def test_every_kernel_behind_the_door_computes_the_same(
+    kind: str, which: int, swiglu: bool, given: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, weight = given["x"], weights(given["weight"])[kind]
+    if x.is_cuda and kind == "fp8" and which == 1:
+        pytest.skip("the library multiplies 8-bit rows into bfloat16 only")
+    key = door.shape_key(len(x), N, K, door.kind_of(weight), swiglu)
+    monkeypatch.setitem(door.WINNERS, key, CHOICES[kind][which])
+    outputs = N // 2 if swiglu else N
+    residual, bias, norm = given["residual"][:, :outputs].contiguous(), given["bias"], given["norm"]
+    exact = reference(
+        x.double(), dense(weight).double(), norm.double(), 1e-6, residual.double(), swiglu, bias.double()
+    )
+    allowed = 0.06 if kind == "fp8" and which == 1 else 2e-3  # there activations are rounded to 8 bits, too
+    found = linear(x, weight, norm_weight=norm, residual=residual, swiglu=swiglu, bias=bias)
+    assert relative_error(found, exact) < allowed
+    stream = residual.clone()
+    assert linear(x, weight, stream, norm_weight=norm, residual=stream, swiglu=swiglu, bias=bias) is stream
+    assert relative_error(stream, exact) < allowed
+    out = poisoned(len(x), outputs, dtype=x.dtype, device=x.device)
+    linear(x, weight, out, swiglu=swiglu)
+    assert relative_error(out, reference(x.double(), dense(weight).double(), swiglu=swiglu)) < allowed
+
+
+@pytest.mark.parametrize("kind", ["plain", "fp8"])
+def test_one_row_takes_the_streaming_kernel_and_agrees(
+    kind: str, given: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, weight = given["x"][:1], weights(given["weight"])[kind]
+    monkeypatch.setitem(
+        door.WINNERS,
+        door.shape_key(1, N, K, door.kind_of(weight), True),
+        Choice("small", SmallConfig(8, 64, 2)),
+    )
+    found = linear(x, weight, norm_weight=given["norm"], swiglu=True)
+    exact = reference(x.double(), dense(weight).double(), given["norm"].double(), swiglu=True)
+    assert relative_error(found, exact) < 2e-3
+
+
+@pytest.mark.parametrize("kind", ["plain", "fp8"])
+def test_in_the_invariant_mode_a_row_has_the_same_bits_alone(kind: str, given: dict[str, Tensor]) -> None:
+    x, weight = given["x"], weights(given["weight"])[kind]
+    together = linear(x, weight, norm_weight=given["norm"], swiglu=True, invariant=True)
+    alone = linear(x[2:3], weight, norm_weight=given["norm"], swiglu=True, invariant=True)
+    assert torch.equal(alone[0], together[2])
+    exact = reference(x.double(), dense(weight).double(), given["norm"].double(), swiglu=True)
+    assert relative_error(together, exact) < 2e-3
+
+
+def test_rows_quantised_by_the_caller_are_taken_as_they_are(given: dict[str, Tensor]) -> None:
+    if given["x"].is_cuda:
+        pytest.skip("on a GPU the library wants at least 16 outputs in bfloat16: see the GPU test")
+    weight = Fp8Weight.quantised(given["weight"])
+    rows = quantise(given["x"])
+    found = linear(rows, weight)
+    assert relative_error(found, rows.dequantised() @ weight.dequantised().t()) < 4e-3  # bfloat16's rounding
+
+
+def test_a_few_tokens_are_fused_and_many_are_not() -> None:
+    weight = torch.empty(N, K, dtype=torch.bfloat16)
+    assert fuses(1, weight) and fuses(4, weight)
+    assert not fuses(512, weight)
+    assert choose(512, weight).kernel == "library"
+    assert choose(1, weight).kernel == "small"
+
+
+def test_the_table_of_winners_survives_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    table = {
+        "bf16 m1 n8 k16": Choice("small", SmallConfig(2, 512, 4)),
+        "bf16 m64 n8 k16 swiglu": Choice("skinny", SkinnyConfig(64, 128, 4, 4, 5)),
+        "w4g128 m16 n8 k16": Choice("w4", W4Config(64, 2, 4, 6)),
+        "fp8 m128 n8 k16": Choice("library"),
+    }
+    monkeypatch.setattr(door, "WINNERS", dict(table))
+    door.save_winners(tmp_path / "winners.json")
+    door.WINNERS.clear()
+    door.load_winners(tmp_path / "winners.json")
+    assert table == door.WINNERS
+
+
+def test_what_cannot_be_is_said(given: dict[str, Tensor]) -> None:
+    with pytest.raises(ValueError, match="no batch-invariant product"):
+        linear(given["x"], W4Weight.quantised(given["weight"], 64), invariant=True)
+    with pytest.raises(ValueError, match="e4m3 only"):
+        linear(quantise(given["x"]), given["weight"])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="the library's 8-bit product")
+@pytest.mark.parametrize("m", [1, 3, 16, 40, 64, 200])
+@pytest.mark.parametrize("kind", ["plain", "fp8", "w4"])
+def test_real_shapes_in_bfloat16_agree_with_float64(m: int, kind: str) -> None:
+    generator = torch.Generator("cuda").manual_seed(m)
+
+    def draw(*shape: int, std: float = 1.0) -> Tensor:
+        return (torch.randn(*shape, device="cuda", generator=generator) * std).bfloat16()
+
+    x, norm = draw(m, 1024), 1 + draw(1024, std=0.25)
+    plain = draw(6144, 1024, std=1 / 32)
+    weight: Weight = plain
+    if kind == "fp8":
+        weight = Fp8Weight.quantised(plain)
+    elif kind == "w4":
+        weight = W4Weight.quantised(plain, 128)
+    residual = draw(m, 3072)
+    stream = residual.clone()
+    for dependent in (False, True):
+        stream.copy_(residual)
+        linear(x, weight, stream, norm_weight=norm, residual=stream, swiglu=True, dependent_launch=dependent)
+        exact = reference(x.double(), dense(weight).double(), norm.double(), 1e-6, residual.double(), True)
+        assert relative_error(stream, exact) < (0.05 if kind == "fp8" and m > 64 else 0.01)

@@ -1,0 +1,116 @@
+"""4-bit weights: the packing, the rounding, and products that are exact for the packed matrix."""
+
+import pytest
+import torch
+
+from cumulo.kernels.cuda import w4
+from cumulo.kernels.cuda.w4 import W4Config, W4Weight, w4_linear
+from tests.kernels.cuda.compile_sm90 import Case, compile_for_sm90
+from tests.kernels.cuda.test_small_linear import inputs
+from tests.kernels.cuda.tolerance import poisoned, relative_error
+
+
+@pytest.mark.parametrize("group", w4.GROUPS)
+def test_codes_come_back_as_they_were_packed(group: int) -> None:
+    codes = torch.randint(
+        0, 16, (5, 2 * group), generator=torch.Generator().manual_seed(0), dtype=torch.uint8
+    )
+    weight = W4Weight.packed(codes, torch.ones(2, 5), None, group)
+    assert torch.equal(weight.codes(), codes)
+    assert torch.equal(weight.dequantised(), codes.float() - 8)
+    assert weight.data.nbytes == codes.nbytes // 2 and weight.shape == codes.shape
+
+
+@pytest.mark.parametrize("affine", [False, True])
+def test_a_quantised_weight_is_within_half_a_step_of_the_original(affine: bool) -> None:
+    plain = torch.randn(6, 128, generator=torch.Generator().manual_seed(1)) + (3.0 if affine else 0.0)
+    plain[0, :32] = 0
+    weight = W4Weight.quantised(plain, 32, affine)
+    step = weight.scales.abs().t().repeat_interleave(32, 1)
+    # Without minimums the side away from the group's extreme has one code less, and is clamped by a step at most.
+    allowed = 0.5 if affine else 1.0
+    assert bool(((weight.dequantised() - plain).abs() <= allowed * step + 1e-6).all())
+    assert not weight.dequantised()[0, :32].abs().gt(1e-6).any()
+
+
+def test_rows_that_groups_do_not_divide_are_refused() -> None:
+    with pytest.raises(ValueError, match="do not divide rows of 100 weights"):
+        W4Weight.quantised(torch.zeros(4, 100), 64)
+
+
+@pytest.mark.parametrize("group", w4.GROUPS)
+@pytest.mark.parametrize("affine", [False, True])
+@pytest.mark.parametrize(("m", "n", "splits"), [(1, 16, 1), (5, 20, 2), (17, 33, 1)])
+def test_the_product_is_exact_for_the_packed_matrix(
+    group: int, affine: bool, m: int, n: int, splits: int, device: torch.device
+) -> None:
+    given = inputs(m, n, 256, device)
+    weight = W4Weight.quantised(given["weight"], group, affine)
+    out = poisoned(m, n, dtype=torch.float16, device=device)
+    w4_linear(given["x"], weight, out, config=W4Config(16, splits, 4, 2))
+    assert relative_error(out, given["x"].double() @ weight.dequantised().double().t()) < 1e-3
+
+
+def test_bias_residual_and_swiglu_are_part_of_it(device: torch.device) -> None:
+    given = inputs(5, 32, 128, device)
+    weight = W4Weight.quantised(given["weight"], 64)
+    config = W4Config(16, 2, 4, 2)
+    stream = given["residual"].clone()
+    w4_linear(given["x"], weight, stream, residual=stream, bias=given["bias"], config=config)
+    exact = given["x"].double() @ weight.dequantised().double().t()
+    assert relative_error(stream, given["residual"].double() + given["bias"].double() + exact) < 1e-3
+    activated = w4_linear(given["x"], weight, swiglu=True, config=config)
+    gate, up = exact.chunk(2, dim=1)
+    assert relative_error(activated, torch.nn.functional.silu(gate) * up) < 2e-3
+
+
+def test_more_rows_than_a_tile_are_computed_tile_by_tile(device: torch.device) -> None:
+    given = inputs(70, 16, 64, device)
+    weight = W4Weight.quantised(given["weight"], 32)
+    runs = [w4_linear(given["x"], weight, config=W4Config(16, 2, 4, 2)) for _ in range(2)]
+    assert relative_error(runs[0], given["x"].double() @ weight.dequantised().double().t()) < 1e-3
+    assert torch.equal(*runs)
+
+
+def test_it_is_a_torch_operator_with_a_fake_kernel(device: torch.device) -> None:
+    given = inputs(3, 16, 64, device)
+    weight = W4Weight.quantised(given["weight"], 64)
+    torch.library.opcheck(
+        torch.ops.cumulo.w4_linear,
+        (given["x"], weight.data, weight.scales, None, 64),
+        test_utils=("test_schema", "test_faketensor"),
+    )
+
+
+@pytest.mark.slow
+def test_on_hopper_codes_become_matrix_operands_without_conversions() -> None:
+    config = w4.default_config(16, 4096, 4096, 128)
+    integers = ("N", "K", "stride_x", "stride_data", "stride_out", "stride_residual")
+    cases = [
+        Case(
+            kernel="cumulo.kernels.cuda.w4:_w4_kernel",
+            types={
+                **dict.fromkeys(("x", "out", "bias", "residual"), "*bf16"),
+                **dict.fromkeys(("scales", "minimums", "partials"), "*fp32"),
+                **dict.fromkeys(integers, "i32:16"),
+                **dict.fromkeys(("M", "GROUPS_PER_SPLIT"), "i32"),
+                "data": "*u8",
+                "counters": "*i32",
+            },
+            constants={
+                **dict.fromkeys(("RESIDUAL", "BIAS"), False),
+                "AFFINE": affine,
+                "GROUP": group,
+                "BLOCK_M": 16,
+                "BLOCK_N": config.block_n,
+                "SPLITS": config.splits,
+                "STAGES": config.num_stages,
+            },
+            num_warps=config.num_warps,
+            num_stages=config.num_stages,
+        )
+        for group, affine in ((128, False), (32, True))
+    ]
+    for made in compile_for_sm90(cases):
+        made.check_fits()
+        assert made.count("HGMMA") and made.count("LDGSTS") and not made.count("I2F")

@@ -1,0 +1,94 @@
+"""Two API keys at one server: who asks for much does not keep the other from being answered."""
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from cumulo.serve.keys import new_key
+from tests.serve.running_server import MODEL, RunningServer, needs_built_in_model, running_server, wait_for
+
+pytestmark = [needs_built_in_model, pytest.mark.slow]
+
+HEAVY_REQUESTS, HEAVY_OUTPUT, LIGHT_REQUESTS, LIGHT_OUTPUT = 24, 8, 3, 2
+
+
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RunningServer, str, str]]:
+    path = tmp_path_factory.mktemp("keys") / "keys.json"
+    heavy, light = new_key(path, "heavy"), new_key(path, "light")
+    with running_server("--api-keys", str(path), "--max-running", "2") as server:
+        yield server, heavy, light
+
+
+def stories_of(server: RunningServer, key: str, call_id: str) -> list[dict[str, Any]]:
+    answer = server.get(f"/v1/requests/{call_id}/explain", headers={"Authorization": f"Bearer {key}"})
+    found: list[dict[str, Any]] = answer.json()["data"]
+    return found
+
+
+def moment_ms(story: dict[str, Any], kind: str) -> float:
+    """When it happened, on the clock that all stories share."""
+    at_ms: float = next(event["at_ms"] for event in story["events"] if event["kind"] == kind)
+    return float(story["received_at"]) * 1e3 + at_ms
+
+
+def test_a_light_users_requests_overtake_a_heavy_users_queue(guarded: tuple[RunningServer, str, str]) -> None:
+    server, heavy_key, light_key = guarded
+    heavy_call: list[Any] = []
+    greedy: dict[str, Any] = {"model": MODEL, "temperature": 0, "extra_body": {"ignore_eos": True}}
+
+    def ask_for_much() -> None:
+        prompts = [f"The number {number} is" for number in range(HEAVY_REQUESTS)]
+        client = server.client(heavy_key)
+        heavy_call.append(client.completions.create(prompt=prompts, max_tokens=HEAVY_OUTPUT, **greedy))
+
+    asking = threading.Thread(target=ask_for_much)
+    asking.start()
+    wait_for(
+        lambda: server.sample("cumulo:num_requests_waiting") > HEAVY_REQUESTS / 2, "the heavy queue", server
+    )
+    client = server.client(light_key)
+    light_ids = [
+        client.completions.create(prompt=f"Light {number}", max_tokens=LIGHT_OUTPUT, **greedy).id
+        for number in range(LIGHT_REQUESTS)
+    ]
+    asking.join(120)
+    assert heavy_call, server.log
+
+    heavy = stories_of(server, heavy_key, heavy_call[0].id)
+    light = [story for name in light_ids for story in stories_of(server, light_key, name)]
+    assert len(heavy) == HEAVY_REQUESTS and len(light) == LIGHT_REQUESTS
+    overtaken = 0
+    for story in light:
+        arrived_ms, admitted_ms = moment_ms(story, "arrived"), moment_ms(story, "admitted")
+        before = [one for one in heavy if moment_ms(one, "arrived") < arrived_ms]
+        waiting = [one for one in before if moment_ms(one, "admitted") > arrived_ms]
+        went_first = [one for one in waiting if moment_ms(one, "admitted") < admitted_ms]
+        # In order of arrival, all that wait would have gone first.
+        assert len(went_first) <= 2, story["summary"]
+        overtaken += len(waiting) - len(went_first)
+    assert overtaken > HEAVY_REQUESTS / 4
+    passed_over = [one for one in heavy if "served less" in one["summary"]]
+    assert passed_over, "nobody was told that fairness made them wait"
+
+    # What was served, as /metrics tells it: engine's own counts, by key.
+    output = HEAVY_REQUESTS * HEAVY_OUTPUT
+    wait_for(
+        lambda: server.sample("cumulo:tenant_tokens_total", tenant="heavy", kind="output") == output,
+        "the report of what was served", server, 20,
+    )  # fmt: skip
+    assert server.sample("cumulo:tenant_tokens_total", tenant="light", kind="output") == (
+        LIGHT_REQUESTS * LIGHT_OUTPUT
+    )
+    assert 0 < server.sample("cumulo:tenant_tokens_total", tenant="light", kind="prompt") <= 30
+    assert 0.5 <= server.sample("cumulo:fairness_index") <= 1
+    for reason in ("slots", "behind_others", "fair_share"):
+        assert server.sample("cumulo:wait_seconds_total", reason=reason) > 0, reason
+
+
+def test_the_memory_plans_ratios_are_in_the_metrics(guarded: tuple[RunningServer, str, str]) -> None:
+    server, _, _ = guarded
+    for component in ("weights", "kv_cache"):
+        assert 0.8 < server.sample("cumulo:ledger_predicted_over_measured", component=component) < 1.25

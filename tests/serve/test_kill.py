@@ -1,0 +1,69 @@
+"""`kill -9` of the engine under load: the server says so, brings it back, and answers every client or says why."""
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import openai
+import pytest
+
+from tests.serve.kill import kill_engine
+from tests.serve.running_server import MODEL, RunningServer, needs_built_in_model, running_server, wait_for
+
+pytestmark = [needs_built_in_model, pytest.mark.slow]
+
+LONG: dict[str, Any] = {
+    "model": MODEL, "messages": [{"role": "user", "content": "Tell a long story."}], "temperature": 0,
+    "max_tokens": 6000, "extra_body": {"ignore_eos": True},
+}  # fmt: skip
+SHORT: dict[str, Any] = {
+    "model": MODEL, "messages": [{"role": "user", "content": "Count to ten."}], "temperature": 0, "max_tokens": 12,
+}  # fmt: skip
+BEGUN, WHOLE, QUEUED = 8, 4, 4
+
+
+def test_every_client_is_answered_or_told_why() -> None:
+    with running_server("--max-running", str(BEGUN)) as server, ThreadPoolExecutor(32) as threads:
+        client = server.client()
+        expected = client.chat.completions.create(**SHORT).choices[0].message.content
+        streams = [client.chat.completions.create(**LONG, stream=True) for _ in range(BEGUN)]
+        for stream in streams:
+            next(stream)
+        # All places are taken: these have told their clients nothing yet.
+        whole = [threads.submit(client.chat.completions.create, **SHORT) for _ in range(WHOLE)]
+        queued = [threads.submit(read_whole_stream, client) for _ in range(QUEUED)]
+        wait_for(
+            lambda: server.sample("cumulo:num_requests_waiting") == WHOLE + QUEUED, "a full queue", server
+        )
+        ends = [threads.submit(read_to_the_end, stream) for stream in streams]
+        kill_engine(server)
+        for end in ends:
+            assert "killed by SIGKILL" in end.result() and "send it again" in end.result()
+        for answer in whole:
+            assert answer.result().choices[0].message.content == expected
+        for stream_text in queued:
+            assert stream_text.result() == expected
+        retried = server.get(f"/v1/requests/{whole[0].result().id}/explain").json()["data"][0]
+        assert retried["retried_after_engine_restart"] is True
+        is_well(server)
+        assert client.chat.completions.create(**SHORT).choices[0].message.content == expected
+
+
+def read_to_the_end(stream: Any) -> str:
+    """The error that ended a stream."""
+    with pytest.raises(openai.APIError) as caught:
+        for _ in stream:
+            pass
+    return str(caught.value)
+
+
+def read_whole_stream(client: openai.OpenAI) -> str:
+    chunks = client.chat.completions.create(**SHORT, stream=True)
+    return "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+
+
+def is_well(server: RunningServer) -> None:
+    health = server.get("/health").json()
+    assert health["status"] == "ok" and health["restarts"] == 1
+    assert "killed by SIGKILL" in health["detail"]
+    wait_for(lambda: server.sample("cumulo:num_requests_running") == 0, "an idle engine", server, 30)
+    assert server.sample("cumulo:kv_cache_usage_perc") == 0

@@ -1,0 +1,35 @@
+"""The soak in its one-minute form: `python -m tests.serve.soak` is the same for as long as one likes."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.serve.running_server import running_server
+from tests.serve.soak import SERVER, Memory, soak
+from tests.serve.soak_clients import CLIENTS
+from tests.serve.tiny_model import save_tiny_model
+
+SECONDS = 50
+
+
+@pytest.mark.slow
+def test_a_minute_of_unruly_clients_leaves_nothing_behind(tmp_path: Path) -> None:
+    model = save_tiny_model(tmp_path)
+    with running_server(str(model), *SERVER) as server:
+        report = soak(server, SECONDS)
+    assert not report.problems, "\n".join(report.lines())
+    met = {outcome.split(":")[0] for outcome in report.outcomes}
+    assert met == set(CLIENTS), f"not seen: {set(CLIENTS) - met}"
+    for ending in ("probe: answered", "hangs_up_while_answered: left", "hangs_up_while_waiting: left"):
+        assert report.outcomes[ending], ending
+
+
+def test_a_process_that_keeps_growing_is_noticed() -> None:
+    leak, steady = Memory(1), Memory(1)
+    for step in range(240):
+        leak.times_s.append(step / 4)
+        steady.times_s.append(step / 4)
+        steady.sizes_mib.append(300 + min(step, 60) / 10 + step % 7)  # warms up, and breathes
+        leak.sizes_mib.append(300 + step / 3)
+    assert leak.grew and leak.slope_mib_per_minute > 60
+    assert not steady.grew and abs(steady.slope_mib_per_minute) < 1
