@@ -125,9 +125,8 @@ def _check(work: Work, output_tokens: int) -> None:
 def _first_tokens(
     server: ServerProcess, texts: "_Texts", count: int, tell: Callable[[int], None]
 ) -> list[FirstToken]:
-    made = asyncio.run(
-        first_tokens_of(server.url, texts.take(WARM_UPS + count, FIRST_CHARACTERS), FIRST_TOKENS, tell)
-    )
+    questions = texts.take(WARM_UPS + count, FIRST_CHARACTERS)
+    made = first_tokens_of(server.url, questions, FIRST_TOKENS, tell)
     return made[WARM_UPS:]
 
 
@@ -143,7 +142,7 @@ def rows(generated: Sequence[Round], streamed: Sequence[Round], waits: Sequence[
         Row(f"{PLACES} at once: LLM.generate", _median_rate(generated), "tokens/s"),
         Row(
             "first token: added to the engine's time, p50", statistics.median(added_ms), "ms", "lower",
-            must=2.0, aim=1.0, note=f"{len(waits)} requests, one at a time",
+            must=2.0, aim=1.0, note=f"{len(waits)} short questions, one at a time",
         ),
         Row("first token: added, p95", added_ms[int(0.95 * (len(added_ms) - 1))], "ms", "lower"),
         Row(

@@ -2,15 +2,15 @@
 
 import asyncio
 import json
+import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from cumulo.errors import CumuloError
 from cumulo.serve.load.answer import Answer
-from cumulo.serve.load.client import PATHS, RequestFailed, Target, http_request, send
-from cumulo.serve.load.connection import Pool
+from cumulo.serve.load.client import PATHS, RequestFailed, Target, error_text, http_request, send
+from cumulo.serve.load.connection import OnBody, Pool
 from cumulo.serve.load.http_response import Response
 from cumulo.serve.load.probe import discover_model
 
@@ -63,34 +63,51 @@ async def stream_all(url: str, texts: Sequence[str], output_tokens: Sequence[int
     return Streamed(sum(answer.completion_tokens or 0 for answer in answers), elapsed_s, cpu_s)
 
 
-async def first_tokens_of(
+def first_tokens_of(
     url: str, texts: Sequence[str], output_tokens: int, tell: Callable[[int], None]
 ) -> list[FirstToken]:
-    """One request after another, with pauses in which the server is idle."""
+    """One request after another, with pauses in which the server is idle.
+
+    Over a plain blocking socket: whatever the client itself takes counts as the server's.
+    """
     pool, waits = Pool(url), []
-    try:
-        target = Target(await discover_model(pool, ""))
+    target = Target(asyncio.run(discover_model(Pool(url), "")))
+    with socket.create_connection((pool.host, pool.port), timeout=_TIMEOUT_S) as connection:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         for number, text in enumerate(texts):
             tell(number)
-            waits.append(await _first_token(pool, target, text, output_tokens))
-            await asyncio.sleep(_PAUSE_S)
-    finally:
-        pool.close()
+            waits.append(_first_token(connection, pool, _request(pool, target, text, output_tokens)))
+            time.sleep(_PAUSE_S)
     return waits
 
 
-async def _first_token(pool: Pool, target: Target, text: str, output_tokens: int) -> FirstToken:
+def _first_token(connection: socket.socket, pool: Pool, request: bytes) -> FirstToken:
     """Stream one answer alone and then ask the server what the engine's part in it was."""
-    answer, request = Answer(), _request(pool, target, text, output_tokens)
-    sent_s = asyncio.get_running_loop().time()
-    response = await _ask(pool, request, answer)
-    story = await _explanation(pool, response.headers["x-request-id"])
-    at_ms = {event["kind"]: event["at_ms"] for event in story["events"]}
+    answer = Answer()
+    sent_s = time.perf_counter()
+    response = _exchange(connection, request, answer.receive)
+    if response.status != 200:
+        raise CumuloError(f"the benchmark's request failed: {error_text(bytes(answer.body))}")
+    path, story = f"/v1/requests/{response.headers['x-request-id']}/explain", bytearray()
+    _exchange(connection, http_request(pool, "GET", path), lambda _, piece, now_s: story.extend(piece))
+    at_ms = {event["kind"]: event["at_ms"] for event in json.loads(story)["data"][0]["events"]}
     return FirstToken(
         client_s=answer.chunk_times_s[0] - sent_s,
         engine_s=(at_ms["first_token"] - at_ms["arrived"]) / 1e3,
         before_engine_s=at_ms["arrived"] / 1e3,
     )
+
+
+def _exchange(connection: socket.socket, request: bytes, on_body: OnBody) -> Response:
+    response = Response()
+    connection.sendall(request)
+    while not response.complete:
+        data, now_s = connection.recv(1 << 16), time.perf_counter()
+        if not data:
+            raise CumuloError("the server closed the connection in the middle of the benchmark")
+        for piece in response.feed(data):
+            on_body(response, piece, now_s)
+    return response
 
 
 def _request(pool: Pool, target: Target, text: str, output_tokens: int) -> bytes:
@@ -103,14 +120,3 @@ async def _ask(pool: Pool, request: bytes, answer: Answer) -> Response:
         return await send(pool, request, answer, _TIMEOUT_S)
     except RequestFailed as error:
         raise CumuloError(f"the benchmark's request failed ({error.kind}): {error}") from error
-
-
-async def _explanation(pool: Pool, request_id: str) -> dict[str, Any]:
-    collected = bytearray()
-
-    def on_body(response: Response, piece: bytes, now_s: float) -> None:
-        collected.extend(piece)
-
-    await pool.exchange(http_request(pool, "GET", f"/v1/requests/{request_id}/explain"), on_body)
-    story: dict[str, Any] = json.loads(collected)["data"][0]
-    return story

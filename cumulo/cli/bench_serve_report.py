@@ -2,6 +2,7 @@
 
 import json
 import statistics
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -205,9 +206,12 @@ def finish(campaign: Campaign, json_file: Path | None, html: Path | None, record
         )
         console.print(latencies_table(campaign.results[0]))
     else:
-        console.print(levels_table(campaign))
+        if campaign.results:
+            console.print(levels_table(campaign))
         if campaign.search is not None:
-            console.print(table(title, made[:1]))
+            # Why a search ended early is a sentence of its own rather than a narrow column.
+            shown = replace(made[0], note=str(campaign.settings.slo)) if campaign.search_end else made[0]
+            console.print(table(title, [shown]))
             if campaign.search_end:
                 note(campaign.search_end)
     _warn(campaign)

@@ -24,6 +24,9 @@ def chat(
     threads: options.Threads = None,
     max_context: options.MaxContext = None,
     kv_memory_gib: options.KvMemory = None,
+    device: options.Device = None,
+    weights: options.Weights = None,
+    kv_dtype: options.KvDtype = None,
 ) -> None:
     """Talk with a model. In a pipe: reads the question from stdin and prints only the answer.
 
@@ -47,7 +50,14 @@ def chat(
             "stop": stop,
         }
     )
-    config = options.engine_config(threads=threads, max_context=max_context, kv_memory_gib=kv_memory_gib)
+    config = options.engine_config(
+        threads=threads,
+        max_context=max_context,
+        kv_memory_gib=kv_memory_gib,
+        device=device,
+        weights=weights,
+        kv_dtype=kv_dtype,
+    )
     if interactive:
         conversation.talk(model, config, params, system)
     else:

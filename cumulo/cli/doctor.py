@@ -16,10 +16,20 @@ def doctor(
     threads: options.Threads = None,
     max_context: options.MaxContext = None,
     kv_memory_gib: options.KvMemory = None,
+    device: options.Device = None,
+    weights: options.Weights = None,
+    kv_dtype: options.KvDtype = None,
 ) -> None:
     """Check the machine, the packages and the model; show predicted beside measured memory."""
     from cumulo.cli import checkup
 
-    config = options.engine_config(threads=threads, max_context=max_context, kv_memory_gib=kv_memory_gib)
+    config = options.engine_config(
+        threads=threads,
+        max_context=max_context,
+        kv_memory_gib=kv_memory_gib,
+        device=device,
+        weights=weights,
+        kv_dtype=kv_dtype,
+    )
     if not checkup.examine(model, config, quick, json_file):
         raise typer.Exit(1)

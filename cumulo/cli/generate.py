@@ -52,6 +52,9 @@ def generate(
     threads: options.Threads = None,
     max_context: options.MaxContext = None,
     kv_memory_gib: options.KvMemory = None,
+    device: options.Device = None,
+    weights: options.Weights = None,
+    kv_dtype: options.KvDtype = None,
 ) -> None:
     """Complete prompts. Several prompts run together in one batch."""
     from cumulo.cli import completion
@@ -74,7 +77,14 @@ def generate(
         "beam_width": beam_width,
         "logprobs": logprobs,
     }
-    config = options.engine_config(threads=threads, max_context=max_context, kv_memory_gib=kv_memory_gib)
+    config = options.engine_config(
+        threads=threads,
+        max_context=max_context,
+        kv_memory_gib=kv_memory_gib,
+        device=device,
+        weights=weights,
+        kv_dtype=kv_dtype,
+    )
     jobs = completion.read_jobs(prompt, file, sampling, chat)
     outputs, elapsed_s = completion.run(model, config, jobs)
     completion.report(jobs, outputs, elapsed_s, why, json_file)

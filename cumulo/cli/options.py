@@ -24,6 +24,14 @@ MaxContext = Annotated[
 KvMemory = Annotated[
     float | None, typer.Option("--kv-memory-gib", help="Memory for the KV cache; left out: chosen for you.")
 ]
+Device = Annotated[str | None, typer.Option(help="cpu or cuda; left out: a GPU if there is one.")]
+Weights = Annotated[
+    str | None,
+    typer.Option(help="fp8: quantise matrices to 8 bits while loading (GPU); left out: as they are."),
+]
+KvDtype = Annotated[
+    str | None, typer.Option("--kv-dtype", help="fp8: keys and values take one byte a number (GPU).")
+]
 Temperature = Annotated[float | None, typer.Option(help="0 always takes the likeliest token.")]
 TopK = Annotated[int, typer.Option(help="Keep the k likeliest tokens; 0: all.")]
 TopP = Annotated[float, typer.Option(help="Keep the smallest set of tokens whose probability reaches p.")]
@@ -46,6 +54,11 @@ def engine_config(**chosen: Any) -> "EngineConfig":
         raise CumuloError(f"--max-context must be 1 or more tokens, got {max_context}")
     if kv_gib is not None and not kv_gib > 0:
         raise CumuloError(f"--kv-memory-gib must be more than 0, got {kv_gib}")
+    for name in ("weights", "kv_dtype"):
+        if chosen.get(name) not in (None, "auto", "fp8"):
+            raise CumuloError(f"--{name.replace('_', '-')} is auto or fp8, not {chosen[name]!r}")
+    if chosen.get("device") not in (None, "auto", "cpu", "cuda"):
+        raise CumuloError(f"--device is cpu or cuda, not {chosen['device']!r}")
     return EngineConfig(**{key: value for key, value in chosen.items() if value is not None})
 
 

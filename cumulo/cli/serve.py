@@ -73,6 +73,9 @@ def serve(
     threads: options.Threads = None,
     max_context: options.MaxContext = None,
     kv_memory_gib: options.KvMemory = None,
+    device: options.Device = None,
+    weights: options.Weights = None,
+    kv_dtype: options.KvDtype = None,
 ) -> None:
     """Serve a model to OpenAI clients: /v1/chat/completions, /v1/completions and more; /docs lists all."""
     from cumulo.errors import CumuloError
@@ -98,7 +101,13 @@ def serve(
         name=name,
         chat_template=chat_template,
         engine=options.engine_config(
-            threads=threads, max_context=max_context, kv_memory_gib=kv_memory_gib, max_running=max_running
+            threads=threads,
+            max_context=max_context,
+            kv_memory_gib=kv_memory_gib,
+            device=device,
+            weights=weights,
+            kv_dtype=kv_dtype,
+            max_running=max_running,
         ),
         host=host,
         port=port,

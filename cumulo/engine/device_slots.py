@@ -1,7 +1,8 @@
-"""DeviceSlots: tokens and block tables of live sequences on the device, and the one buffer a step's plan travels in.
+"""DeviceSlots: tokens and block tables of live sequences on the device, and the one buffer a step's plan
+travels in.
 
-The host keeps the same in its SlotTable, but learns sampled tokens late; the device has them at once, so the next step
-can be submitted before anyone has seen them. Owned by CudaRunner.
+The host keeps the same in its SlotTable, but learns sampled tokens late; the device has them at once, so the
+next step can be submitted before anyone has seen them. Owned by CudaRunner.
 """
 
 from collections import deque
@@ -99,7 +100,8 @@ class DeviceSlots:
     def _scatter(self, changes: list[tuple[int, int, int]], target: Tensor) -> None:
         if changes:
             words = self._send(np.array(changes, dtype=np.int32).T.reshape(-1))
-            scatter(*words.view(3, -1), target)
+            rows, columns, values = words.view(3, -1)
+            scatter(rows, columns, values, target)
 
     def _send(self, array: NDArray[np.int32]) -> Tensor:
         source = torch.from_numpy(array)

@@ -1,14 +1,15 @@
 """CudaRunner: plays StepPlans on one GPU. The engine submits plans; it decides nothing itself.
 
 A step is one copy of a few words and one launch of a captured graph, which reads the tokens the step before has
-drawn, computes, draws, and writes them where the next step reads them. Nobody waits: the host fetches a step's tokens
-when they have arrived, while the next steps already run. Draws that need the host (guides, penalties,
+drawn, computes, draws, and writes them where the next step reads them. Nobody waits: the host fetches a step's
+tokens when they have arrived, while the next steps already run. Draws that need the host (guides, penalties,
 log-probabilities) wait for it, in their own steps only.
 """
 
 import time
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -20,11 +21,12 @@ from cumulo.engine.guided import Guidance
 from cumulo.engine.plan import StepPlan, StepResult, TokenLogprobs
 from cumulo.engine.sampler import Drawn, draw, token_logprobs
 from cumulo.engine.slot_table import SlotTable, StepRows
-from cumulo.engine.step_words import StepShape, draw_words, gained_blocks, pack, shape_of
+from cumulo.engine.step_words import StepShape, draw_words, gained_blocks, have_cuts, pack, shape_of
 from cumulo.engine.swap_pool import SwapPool
 from cumulo.kernels.cuda.paged_attention import AttentionPlan, attention_plan
 from cumulo.kernels.cuda.rms_norm import rms_norm
 from cumulo.kernels.cuda.sample import SampleBuffers, sample
+from cumulo.kernels.cuda.sample_cuts import CutBuffers, sample_with_cuts
 from cumulo.models.batch import KVCache
 from cumulo.models.cuda_decoder import CudaDecoder, StepTensors
 
@@ -55,6 +57,7 @@ class CudaRunner:
         self.batch_invariant = batch_invariant
         self._most = StepShape(model.max_tokens, max_slots, min(max_slots, model.max_outputs))
         self._buffers = SampleBuffers(max_slots, model.spec.vocab_size, self.device)
+        self._cut_buffers = CutBuffers(max_slots, model.spec.vocab_size, self.device)
         self._picked = torch.zeros(max_slots, dtype=torch.int32, device=self.device)
         on_gpu = self.device.type == "cuda"
         self._arrived = [
@@ -102,11 +105,16 @@ class CudaRunner:
 
         held = {"weights": held_weight_bytes(self.model), "kv cache": self.cache.nbytes}
         held["activations"] = self.model.buffer_bytes - self.model.logits.nbytes
-        held["logits"] = self.model.logits.nbytes + self._buffers.nbytes
+        held["logits"] = self.model.logits.nbytes + self._buffers.nbytes + self._cut_buffers.nbytes
         held["token tables"] = self.slots.nbytes
-        if self.pool is not None:
-            held["swap pool"] = self.pool.nbytes
+        if self.device.type == "cuda":
+            free, total = torch.cuda.mem_get_info(self.device)
+            held["libraries and graphs"] = max(0, total - free - sum(held.values()))
         return held
+
+    def measure_step(self, tokens: int, draws: int) -> int | None:
+        """Nothing to measure: a step works in buffers that are held, and counted, already."""
+        return None
 
     def measure_swap_s(self) -> float:
         """Seconds to move one block to the host pool, measured on both empty caches before the first step."""
@@ -143,10 +151,11 @@ class CudaRunner:
         draw_rows = np.array(plan.draw_rows, dtype=np.int64)
         slots = np.array(plan.draw_slots, dtype=np.int64)
         positions = rows.ends[draw_rows]
-        shape = shape_of(int(rows.query_starts[-1]), len(rows.slots), len(slots), self._most)
+        columns = self.table.columns[slots]
+        cuts = bool(have_cuts(columns, self.model.spec.vocab_size).any())
+        shape = shape_of(int(rows.query_starts[-1]), len(rows.slots), len(slots), self._most, cuts)
         stage = self.slots.stage()
         logit_rows = rows.query_starts[draw_rows + 1] - 1
-        columns = self.table.columns[slots]
         pack(stage.array, shape, rows, pending.of_row, logit_rows, draw_words(columns, slots, positions))
         self.slots.send(stage, shape)
         wide = bool(plan.prompt_logprob_rows or plan.pool_rows)
@@ -185,7 +194,10 @@ class CudaRunner:
             slots.token_ids[:tokens], slots.positions[:tokens], slots.kv_slots[:tokens], logit_rows, attention
         )
         logits = self.model.forward(step, self.cache)
-        sample(logits, draws, self._buffers, self._picked, slots.tokens)
+        if shape.cuts:
+            sample_with_cuts(logits, draws, self._buffers, self._cut_buffers, self._picked, slots.tokens)
+        else:
+            sample(logits, draws, self._buffers, self._picked, slots.tokens)
 
     def _capture(self, shape: StepShape) -> torch.cuda.CUDAGraph:
         assert self._capture_stream is not None
@@ -202,6 +214,7 @@ class CudaRunner:
         return graph
 
     def _attention(self, shape: StepShape) -> AttentionPlan:
+        shape = replace(shape, cuts=False)  # attention does not see how tokens are drawn
         plan = self._plans.get(shape)
         if plan is None:
             spec = self.model.spec
@@ -220,12 +233,7 @@ class CudaRunner:
         self, columns: NDArray[np.void], slots: NDArray[np.int64], positions: NDArray[np.int64]
     ) -> NDArray[np.bool_]:
         """Draws that the device cannot make alone."""
-        vocabulary = self.model.spec.vocab_size
-        cut = (columns["top_k"] > 0) & (columns["top_k"] < vocabulary)
-        cut |= (columns["top_p"] < 1) | (columns["min_p"] > 0)
-        special: NDArray[np.bool_] = (
-            (cut & ~columns["greedy"]) | columns["edited"] | (columns["logprobs"] >= 0)
-        )
+        special: NDArray[np.bool_] = columns["edited"] | (columns["logprobs"] >= 0)
         special |= positions - self.table.prompt_lengths[slots] < self.table.min_tokens[slots]
         if self.table.guided:
             special |= np.array([params is not None and params.guide is not None for params in

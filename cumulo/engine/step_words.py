@@ -1,7 +1,8 @@
-"""StepWords: a step's plan as one array of int32 words, so that one copy takes it to the device. Used by CudaRunner.
+"""StepWords: a step's plan as one array of int32 words, so that one copy takes it to the device. Used by
+CudaRunner.
 
-A CUDA graph is captured for fixed sizes, so a step is rounded up to a shape: rows, tokens and draws that only fill it
-up have slot -1 and do nothing. The layout of the words follows from the shape alone.
+A CUDA graph is captured for fixed sizes, so a step is rounded up to a shape: rows, tokens and draws that only
+fill it up have slot -1 and do nothing. The layout of the words follows from the shape alone.
 """
 
 from collections.abc import Mapping
@@ -39,6 +40,7 @@ class StepShape:
     rows: int
     draws: int
     decodes_only: bool = False  # every row is one token
+    cuts: bool = False  # some draw has top-k, top-p or min-p
 
     @property
     def words(self) -> int:
@@ -59,7 +61,7 @@ def round_tokens(count: int) -> int:
     return -(-count // step) * step
 
 
-def shape_of(tokens: int, rows: int, draws: int, most: StepShape) -> StepShape:
+def shape_of(tokens: int, rows: int, draws: int, most: StepShape, cuts: bool = False) -> StepShape:
     """The shape for a step of so many, none larger than in `most`, which every step fits into."""
     decodes_only = tokens == rows
     shape_rows = min(round_rows(rows), most.rows)
@@ -68,6 +70,7 @@ def shape_of(tokens: int, rows: int, draws: int, most: StepShape) -> StepShape:
         shape_rows,
         min(round_rows(draws), most.draws) if draws else 0,
         decodes_only,
+        cuts,
     )
 
 
@@ -108,16 +111,29 @@ def draw_words(
     temperature = np.where(columns["greedy"], 0.0, columns["temperature"])
     words[:, 2] = temperature.astype(np.float32).view(np.int32)
     words[:, 3:5] = columns["seed"].astype("<u8").view("<i4").reshape(-1, 2)
-    words[:, 5], words[:, 6] = columns["sample_index"], columns["top_k"]
-    words[:, 7] = columns["top_p"].astype(np.float32).view(np.int32)
-    words[:, 8] = columns["min_p"].astype(np.float32).view(np.int32)
+    words[:, 5], words[:, 6] = columns["sample_index"], np.minimum(columns["top_k"], np.iinfo(np.int32).max)
+    words[:, 7] = _round_down(columns["top_p"]).view(np.int32)
+    words[:, 8] = _round_down(columns["min_p"]).view(np.int32)
     return words
+
+
+def _round_down(values: NDArray[np.float64]) -> NDArray[np.float32]:
+    """A mass that equal tokens reach exactly must not come out of their reach."""
+    rounded = values.astype(np.float32)
+    return np.where(rounded > values, np.nextafter(rounded, np.float32(0)), rounded)
+
+
+def have_cuts(columns: NDArray[np.void], vocabulary: int) -> NDArray[np.bool_]:
+    """Draws that top-k, top-p or min-p restrict."""
+    cut: NDArray[np.bool_] = (columns["top_k"] > 0) & (columns["top_k"] < vocabulary)
+    return (cut | (columns["top_p"] < 1) | (columns["min_p"] > 0)) & ~columns["greedy"]
 
 
 def gained_blocks(
     plan: StepPlan, held: NDArray[np.int64]
 ) -> tuple[dict[int, tuple[int, int]], list[tuple[int, int, int]]]:
-    """The plan's new blocks: by row, at most one each, as (table index, block); and the rest as (slot, index, block).
+    """The plan's new blocks: by row, at most one each, as (table index, block); and the rest as (slot, index,
+    block).
 
     `held` is the number of blocks by slot before the plan; a slot that begins in it has those it begins with.
     """

@@ -1,5 +1,5 @@
-"""CudaDecoder: a step of a decoder in GPU kernels, into buffers that never move, so that it can be captured in a CUDA
-graph. `CudaRunner` plays it in place of the torch `Decoder` it was made from, whose weights it shares.
+"""CudaDecoder: a step of a decoder in GPU kernels, into buffers that never move, so that it can be captured in
+a CUDA graph. `CudaRunner` plays it in place of the torch `Decoder` it was made from, whose weights it shares.
 
 A half-layer is: norm, product, (rotation and pages, attention | SwiGLU), product onto the residual stream. A few
 tokens take the products that stream weights and norm on the way; many take the matrix units.
@@ -41,7 +41,7 @@ def why_not(decoder: Decoder) -> str | None:
     if spec.mla is not None:
         return "latent attention runs layer by layer"
     if spec.head_dim & (spec.head_dim - 1) or spec.rope_dim != spec.head_dim:
-        return f"heads of {spec.head_dim} numbers, {spec.rope_dim} of them rotated, are not a power of two throughout"
+        return f"{spec.rope_dim} of {spec.head_dim} numbers of a head are rotated: all of a power of two are needed"
     if spec.moe is not None and spec.moe.groups > 1:
         return "group-limited routing runs layer by layer"
     for name, module in decoder.named_modules():
@@ -247,7 +247,8 @@ class CudaDecoder:
 
 
 class _Packed:
-    """A GPU's quantised matrix in the place of a plain one in the torch decoder, which can still be asked for both."""
+    """A GPU's quantised matrix in the place of a plain one in the torch decoder, which can still be asked for
+    both."""
 
     def __init__(self, weight: Fp8Weight) -> None:
         self.weight = weight

@@ -22,6 +22,8 @@ def create_app(service: Service) -> FastAPI:
         redirect_slashes=False,
         docs_url=None,  # FastAPI's page loads its scripts from another host; ours is docs_page
         redoc_url=None,
+        # Tracing is ours (otel.py): FastAPI's own would tell the same twice, and asks for it in every request.
+        telemetry={"tracing": False, "metrics": False, "logs": False, "auto_configure": False},
     )
     app.state.service = service
     errors.install(app)

@@ -134,6 +134,8 @@ class Service:
 
     def submit(self, call: Call, submit: Submit, inbox: Inbox, position: int) -> None:
         """Note who asked what, and send it."""
+        submitted_s = time.perf_counter()
+        self.engine.submit(submit, inbox, position)  # first: the engine wakes while this is written down
         self._callers[submit.request_id] = call.caller
         self.stories.add(
             Record(
@@ -142,14 +144,13 @@ class Service:
                 caller=call.caller.name,
                 model=self.model_name,
                 received_s=call.received_s,
-                submitted_s=time.perf_counter(),
+                submitted_s=submitted_s,
                 prompt_tokens=len(submit.tokens) // 4,
                 samples=submit.params.n,
                 stream=submit.stream,
                 priority=submit.priority,
             )
         )
-        self.engine.submit(submit, inbox, position)
 
     # -- what becomes of it: the engine client's Observer -------------------------------------------------
     def on_progress(self, stats: Stats) -> None:

@@ -1,4 +1,5 @@
-"""The GPU's runner and decoder, played by Triton's interpreter on a tiny model: the same tokens as the torch runner's.
+"""The GPU's runner and decoder, played by Triton's interpreter on a tiny model: the same tokens as the torch
+runner's.
 
 With a GPU the same tests run on it, captured graphs included.
 """
@@ -100,7 +101,7 @@ def test_the_kernels_give_the_tokens_of_the_torch_runner(name: str) -> None:
             SamplingParams(temperature=0.7, top_p=0.8, top_k=9, seed=6, max_tokens=5, logprobs=2),
         ),
         (
-            prompt(20, 1) + [9],
+            [*prompt(20, 1), 9],
             SamplingParams(temperature=0, repetition_penalty=1.4, min_tokens=3, max_tokens=5),
         ),
         (prompt(5, 4), SamplingParams(temperature=1, n=2, seed=8, max_tokens=4, ignore_eos=True)),

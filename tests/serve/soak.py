@@ -56,7 +56,8 @@ class Memory:
     def fifth(self, index: int) -> float:
         """The median over a fifth of the time."""
         count = len(self.sizes_mib)
-        return statistics.median(self.sizes_mib[count * index // 5 : count * (index + 1) // 5])
+        part = self.sizes_mib[count * index // 5 : count * (index + 1) // 5]
+        return statistics.median(part or [0.0])  # a soak that broke off has too few
 
     @property
     def growth_mib(self) -> float:
@@ -69,7 +70,7 @@ class Memory:
         step = max(1, (len(self.times_s) - first) // 200)
         points = list(zip(self.times_s[first::step], self.sizes_mib[first::step], strict=True))
         slopes = [(y2 - y1) / (x2 - x1) for i, (x1, y1) in enumerate(points) for x2, y2 in points[i + 1 :]]
-        return 60 * statistics.median(slopes)
+        return 60 * statistics.median(slopes or [0.0])
 
     @property
     def grew(self) -> bool:
@@ -142,8 +143,12 @@ async def _soak(server: RunningServer, seconds: float) -> Report:
     ]
     while time.monotonic() < until_s and len(problems) <= 20:
         await asyncio.sleep(0.25)
-        for memory in memories:
-            memory.sample(time.monotonic() - began_s)
+        try:
+            for memory in memories:
+                memory.sample(time.monotonic() - began_s)
+        except FileNotFoundError:
+            problems.append("a process of the server ended")
+            break
     for client in clients:
         await client
     return Report(seconds, outcomes, problems, *memories, left={})

@@ -19,7 +19,8 @@ def test_a_minute_of_unruly_clients_leaves_nothing_behind(tmp_path: Path) -> Non
         report = soak(server, SECONDS)
     assert not report.problems, "\n".join(report.lines())
     met = {outcome.split(":")[0] for outcome in report.outcomes}
-    assert met == set(CLIENTS), f"not seen: {set(CLIENTS) - met}"
+    common = {name for name, kind in CLIENTS.items() if kind.weight > 2}  # chance may leave out a rare one
+    assert common <= met, f"not seen: {common - met}"
     for ending in ("probe: answered", "hangs_up_while_answered: left", "hangs_up_while_waiting: left"):
         assert report.outcomes[ending], ending
 

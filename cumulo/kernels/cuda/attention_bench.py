@@ -22,7 +22,8 @@ from cumulo.kernels.cuda.work import KernelRow
 BLOCK_SIZE = 64
 
 DECODE_MANY = [
-    DecodeConfig(64, 4, 3, items_per_sm=16, min_tiles=4),
+    DecodeConfig(64, 4, 3, items_per_sm=16, min_tiles=6),
+    DecodeConfig(64, 4, 3, items_per_sm=16, min_tiles=12),
     DecodeConfig(64, 4, 3, items_per_sm=8, min_tiles=4),
     DecodeConfig(64, 4, 3, items_per_sm=32, min_tiles=4),
     DecodeConfig(64, 4, 3, items_per_sm=3, min_tiles=4),
@@ -34,9 +35,9 @@ DECODE_MANY = [
     DecodeConfig(128, 4, 2, items_per_sm=16, min_tiles=2),
 ]
 DECODE_FEW = [
-    DecodeConfig(64, 4, 3, items_per_sm=2, min_tiles=1, merge_registers=64),
-    DecodeConfig(64, 4, 3, items_per_sm=2, min_tiles=1, merge_registers=32),
+    DecodeConfig(64, 4, 3, items_per_sm=3, min_tiles=1),
     DecodeConfig(64, 4, 3, items_per_sm=3, min_tiles=1, merge_registers=64),
+    DecodeConfig(64, 4, 3, items_per_sm=2, min_tiles=1),
     DecodeConfig(64, 4, 3, items_per_sm=1, min_tiles=1, merge_registers=64),
     DecodeConfig(64, 4, 2, items_per_sm=2, min_tiles=1, merge_registers=64),
     DecodeConfig(64, 8, 3, items_per_sm=2, min_tiles=1, merge_registers=32),
@@ -45,7 +46,6 @@ DECODE_FEW = [
 ]
 CHUNK = [
     ChunkConfig(128, 128, 8, 2, descriptors=False),
-    ChunkConfig(128, 128, 8, 2, descriptors=True),
     ChunkConfig(128, 64, 8, 2, descriptors=True),
     ChunkConfig(128, 64, 8, 3, descriptors=True),
     ChunkConfig(128, 64, 8, 2, descriptors=False),
@@ -192,7 +192,6 @@ def bench_rows(device: torch.device | str = "cuda") -> Iterator[KernelRow]:
         yield KernelRow(
             "paged_attention", shape.name, must, bench.us(plan), rivals_us=_dense_us(shape, bench),
             config=str(config), error=bench.error(plan), must_us=shape.must_us, aim_us=shape.aim_us,
-            dtype=str(shape.kv_dtype).removeprefix("torch.") if shape.decodes else "bfloat16",
         )  # fmt: skip
         del bench, plan
     yield _prepare_row(torch.device(device))

@@ -36,7 +36,7 @@ def decode_config(
     if invariant:
         return default
     if pairs <= 2 * multiprocessors:
-        default = replace(default, items_per_sm=2, min_tiles=1)
+        default = replace(default, items_per_sm=3, min_tiles=1)
     key = decode_key(group, head_dim, kv_dtype, pairs, multiprocessors)
     return replace(default, **TUNED.get(key, {}))
 

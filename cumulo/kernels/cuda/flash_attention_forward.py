@@ -30,7 +30,6 @@ class ForwardConfig:
     num_warps: int = 8
     num_stages: int = 2
     descriptors: bool = False  # keys and values come by the tensor memory accelerator
-    specialised: bool = False  # some warps only load, others only compute; needs descriptors
     maxnreg: int | None = None  # registers a thread may have, to fit more programs on a multiprocessor
 
 
@@ -55,8 +54,8 @@ def locate(starts, tile, documents, TILE: tl.constexpr, SEARCH_STEPS: tl.constex
 @triton.jit
 def _fold(q, acc, weight, top, keys, values, key_descriptor, value_descriptor, first_key, column_start, begin, end,
           own_position, length, scale_log2, key_stride, value_stride, DIM: tl.constexpr, COLUMNS: tl.constexpr,
-          BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr, DESCRIPTORS: tl.constexpr,
-          SPECIALISED: tl.constexpr):  # fmt: skip
+          BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr,
+          DESCRIPTORS: tl.constexpr):  # fmt: skip
     """Fold key tiles begin..end into the running softmax of every row."""
     column = tl.arange(0, COLUMNS)
     row = tl.arange(0, BLOCK_N)
@@ -64,7 +63,7 @@ def _fold(q, acc, weight, top, keys, values, key_descriptor, value_descriptor, f
     value_step = tl.full([], BLOCK_N, tl.int64) * value_stride
     key_offset = row[:, None] * key_stride + column[None, :]
     value_offset = row[:, None] * value_stride + column[None, :]
-    for tile in tl.range(begin, end, warp_specialize=SPECIALISED):
+    for tile in tl.range(begin, end):
         position = tile * BLOCK_N + row
         if DESCRIPTORS:
             k = key_descriptor.load([first_key + tile * BLOCK_N, column_start])
@@ -99,8 +98,7 @@ def _forward(query, keys, values, key_descriptor, value_descriptor, out, lse, qu
              tokens, scale, query_stride, query_head_stride, key_stride, key_head_stride, value_stride,
              value_head_stride, out_stride, out_head_stride, lse_head_stride, GROUP: tl.constexpr,
              DIM: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-             CAUSAL: tl.constexpr, SEARCH_STEPS: tl.constexpr, DESCRIPTORS: tl.constexpr,
-             SPECIALISED: tl.constexpr):  # fmt: skip
+             CAUSAL: tl.constexpr, SEARCH_STEPS: tl.constexpr, DESCRIPTORS: tl.constexpr):  # fmt: skip
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     head = tl.program_id(1)
     document, local_tile, first_query, queries = locate(query_starts, tile, documents, BLOCK_M, SEARCH_STEPS)
@@ -111,8 +109,7 @@ def _forward(query, keys, values, key_descriptor, value_descriptor, out, lse, qu
         return
     first_key = tl.load(key_starts + document)
     length = tl.load(key_starts + document + 1) - first_key
-    if first_row >= queries:
-        length = 0
+    length = tl.where(first_row < queries, length, 0)
 
     row = first_row + tl.arange(0, BLOCK_M)
     column = tl.arange(0, COLUMNS)
@@ -121,8 +118,8 @@ def _forward(query, keys, values, key_descriptor, value_descriptor, out, lse, qu
     inside = (row < queries)[:, None] & (column < DIM)[None, :]
     query_offset = token[:, None] * query_stride + head * query_head_stride + column[None, :]
     q = tl.load(query + query_offset, mask=inside, other=0.0)
-    keys += first_key.to(tl.int64) * key_stride + kv_head * key_head_stride
-    values += first_key.to(tl.int64) * value_stride + kv_head * value_head_stride
+    key_base = keys + (first_key.to(tl.int64) * key_stride + kv_head * key_head_stride)
+    value_base = values + (first_key.to(tl.int64) * value_stride + kv_head * value_head_stride)
 
     own_position = row + length - queries  # the last query sees the last key
     if CAUSAL:
@@ -137,24 +134,26 @@ def _forward(query, keys, values, key_descriptor, value_descriptor, out, lse, qu
     weight = tl.zeros([BLOCK_M], tl.float32)
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     acc, weight, top = _fold(
-        q, acc, weight, top, keys, values, key_descriptor, value_descriptor, first_key, kv_head * DIM, 0,
-        seen_by_all, own_position, length, scale_log2, key_stride, value_stride, DIM, COLUMNS, BLOCK_N, CAUSAL,
-        False, DESCRIPTORS, SPECIALISED,
+        q, acc, weight, top, key_base, value_base, key_descriptor, value_descriptor, first_key, kv_head * DIM,
+        0, seen_by_all, own_position, length, scale_log2, key_stride, value_stride, DIM, COLUMNS, BLOCK_N,
+        CAUSAL, False, DESCRIPTORS,
     )  # fmt: skip
-    # With pointers, whose loads stop at the document's end: what another document holds there cannot matter.
+    # With pointers, whose loads stop at the document's end: what another document holds cannot matter.
     acc, weight, top = _fold(
-        q, acc, weight, top, keys, values, key_descriptor, value_descriptor, first_key, kv_head * DIM,
+        q, acc, weight, top, key_base, value_base, key_descriptor, value_descriptor, first_key, kv_head * DIM,
         seen_by_all, end, own_position, length, scale_log2, key_stride, value_stride, DIM, COLUMNS, BLOCK_N,
-        CAUSAL, True, False, False,
+        CAUSAL, True, False,
     )  # fmt: skip
 
-    seen = (weight > 0) & (row < queries)
-    result = acc * tl.where(seen, 1.0 / weight, 0.0)[:, None]
-    result = tl.where(seen[:, None], result, 0.0)
+    seen = (weight != 0) & (row < queries)  # a NaN is seen, and shows
+    weight = tl.where(seen, weight, 1.0)
+    result = tl.where(seen[:, None], acc / weight[:, None], 0.0)
     out_offset = token[:, None] * out_stride + head * out_head_stride + column[None, :]
     writes = row < rows_to_write
     tl.store(
-        out + out_offset, result.to(out.dtype.element_ty), mask=writes[:, None] & (column < DIM)[None, :]
+        out + out_offset,
+        result.to(out.dtype.element_ty),
+        mask=writes[:, None] & (column < DIM)[None, :],
     )
     log_sum = tl.where(seen, (top + tl.log2(weight)) * LN_2, float("-inf"))
     tl.store(lse + head.to(tl.int64) * lse_head_stride + token, log_sum, mask=writes)
@@ -202,7 +201,7 @@ def launch_forward(
         key.stride(0), key.stride(1), value.stride(0), value.stride(1), out.stride(0), out.stride(1),
         lse.stride(0), GROUP=heads // key.shape[1], DIM=dim, COLUMNS=columns_of(dim), BLOCK_M=config.block_m,
         BLOCK_N=config.block_n, CAUSAL=causal, SEARCH_STEPS=search_steps(documents),
-        DESCRIPTORS=uses_descriptors, SPECIALISED=config.specialised and uses_descriptors,
+        DESCRIPTORS=uses_descriptors,
         num_warps=config.num_warps, num_stages=config.num_stages, **options,
     )  # fmt: skip
 

@@ -51,7 +51,8 @@ WINNERS_FOLDER = Path(__file__).parent / "winners"  # one table a device, named 
 
 def shape_key(m: int, n: int, k: int, kind: str, swiglu: bool) -> str:
     """The class of shapes that share a choice: rows up to the next of ROW_CLASSES."""
-    return f"{kind} m{next((rows for rows in ROW_CLASSES if rows >= m), 'any')} n{n} k{k}{' swiglu' if swiglu else ''}"
+    rows = next((rows for rows in ROW_CLASSES if rows >= m), "any")
+    return f"{kind} m{rows} n{n} k{k}{' swiglu' if swiglu else ''}"
 
 
 def save_winners(path: str | Path) -> None:

@@ -212,12 +212,11 @@ def _tune_one(
             times[choice] = graph_us(lambda i: call(weights[i]), len(weights), rounds=5)
         except Exception:  # too much shared memory or too many registers for this device
             refused += 1
-            torch.cuda.synchronize()
     best = min(times, key=lambda choice: times[choice])
     door.WINNERS[key] = best
     us = times[best]
     dependent = ""
-    if best.kernel in ("small", "skinny"):
+    if best.kernel in ("small", "skinny") and call.x.is_cuda:
         chained = graph_us(lambda i: call(weights[i], dependent_launch=True), len(weights), rounds=5)
         dependent = f"  with dependent launch {chained:6.1f}"
     return (

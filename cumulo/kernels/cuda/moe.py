@@ -1,6 +1,8 @@
-"""A mixture of experts on the device: choose experts, sort the choices by expert, two grouped products, weighted sum.
+"""A mixture of experts on the device: choose experts, sort the choices by expert, two grouped products,
+weighted sum.
 
-Must move: the weights of every expert that is chosen, once; computes 6 · hidden · width FLOPs per choice. Few tokens
+Must move: the weights of every expert that is chosen, once; computes 6 · hidden · width FLOPs per choice. Few
+tokens
 are bound by the first, thousands by the second. Nothing here waits for the host: how many tokens an expert got is
 read by the kernels, and grids are as large as the worst case, whose surplus programs end at once.
 """
@@ -317,8 +319,9 @@ def _product(
     columns = weight.shape[1] // (2 if swiglu else 1)
     depth = weight.shape[2]
     _grouped[(tiles * triton.cdiv(columns, config.columns),)](
-        x, weight, out, buffers.weights, buffers.order, buffers.tile_experts, buffers.chosen, choices, tiles, columns,
-        depth, x.stride(0), weight.stride(0), PER_TOKEN=per_token, SWIGLU=swiglu, WEIGHTED=not swiglu, DIRECT=direct,
+        x, weight, out, buffers.weights, buffers.order, buffers.tile_experts, buffers.chosen, choices, tiles,
+        columns, depth, x.stride(0), weight.stride(0), PER_TOKEN=per_token, SWIGLU=swiglu, WEIGHTED=not swiglu,
+        DIRECT=direct,
         EVEN=depth % config.depth == 0, ROWS=config.rows, COLUMNS=config.columns, DEPTH=config.depth, GROUP=8,
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
@@ -420,7 +423,7 @@ def bench_rows() -> Iterator[KernelRow]:
         residual = torch.zeros_like(x)
         found = mixture(x, router, gate_up, down, buffers, torch.zeros_like(x))[:4]
         wide = [tensor.float() for tensor in (x[:4], router, gate_up, down)]
-        exact = reference(*wide, moe)
+        exact = reference(wide[0], wide[1], wide[2], wide[3], moe)
         yield KernelRow(
             "mixture of experts", f"T={tokens} 128 experts, 8 each, 2048x768", work(tokens, hidden, moe),
             graph_us(lambda i: mixture(x, router, gate_up, down, buffers, residual), repeats=8),

@@ -39,101 +39,65 @@ class ChunkConfig:
 
 
 @triton.jit
-def _page(table, tile, last_page, part, TILE: tl.constexpr, PAGE: tl.constexpr, PART: tl.constexpr):
-    """Block of a part of a key tile; of what lies past the context, the last block: it will be masked."""
-    return tl.load(table + tl.minimum((tile * TILE + part * PART) // PAGE, last_page))
-
-
-@triton.jit
-def _scores(q, k, position, own_position, context, scale, soft_cap, window, HAS_WINDOW: tl.constexpr,
-            HAS_CAP: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
-    """Scores of one key tile before the scale; with a cap, capped and divided by the scale again."""
-    scores = tl.dot(q, k.to(q.dtype).T, input_precision="ieee")
-    if HAS_CAP:
-        scores = soft_cap / scale * (2.0 * tl.sigmoid(scores * (2.0 * scale / soft_cap)) - 1.0)
-    if MASKED:
-        visible = (position[None, :] <= own_position[:, None]) & (position < context)[None, :]
-        if HAS_WINDOW:
-            visible = visible & (position[None, :] > own_position[:, None] - window)
-        scores = tl.where(visible, scores, float("-inf"))
-    return scores
-
-
-@triton.jit
 def _fold(q, acc, weight, top, keys, values, table, begin, end, own_position, context, scale, soft_cap, window,
           kv_head, key_block_stride, key_stride, value_block_stride, value_stride, KV_HEADS: tl.constexpr,
           DIM: tl.constexpr, COLUMNS: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
-          PARTS: tl.constexpr, DESCRIPTORS: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr,
+          DESCRIPTORS: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr,
           MASKED: tl.constexpr):  # fmt: skip
-    """Fold key tiles begin..end into the running softmax of every row.
-
-    A descriptor's load is within one page, so a tile of two pages has two PARTS.
-    """
-    PART: tl.constexpr = TILE // PARTS
+    """Fold key tiles begin..end into the running softmax of every row."""
     column = tl.arange(0, COLUMNS)
-    position_in_part = tl.arange(0, PART)
+    position_in_tile = tl.arange(0, TILE)
     scale_log2 = scale * LOG2_E
-    last_page = (context - 1) // PAGE
-    if PART <= PAGE:  # a block's number is loaded one tile ahead: addresses wait for it
-        page = _page(table, begin, last_page, 0, TILE, PAGE, PART)
-        if PARTS == 2:
-            page_2 = _page(table, begin, last_page, 1, TILE, PAGE, PART)
+    last_page = (context - 1) // PAGE  # stands in for what lies past the context: that will be masked
+    if TILE <= PAGE:
+        page = tl.load(table + tl.minimum(begin * TILE // PAGE, last_page))
     for tile in tl.range(begin, end):
-        position = tile * TILE + position_in_part
+        position = tile * TILE + position_in_tile
+        if TILE <= PAGE:
+            within = tile * TILE % PAGE
+            this_page = page
+            # A tile early: addresses wait for it.
+            page = tl.load(table + tl.minimum((tile + 1) * TILE // PAGE, last_page))
         if DESCRIPTORS:
-            first_row = (page * KV_HEADS + kv_head) * PAGE + tile * TILE % PAGE
+            first_row = (this_page * KV_HEADS + kv_head) * PAGE + within
             k = keys.load([first_row, 0])
             v = values.load([first_row, 0])
-            if PARTS == 2:
-                first_row_2 = (page_2 * KV_HEADS + kv_head) * PAGE + (tile * TILE + PART) % PAGE
-                k_2 = keys.load([first_row_2, 0])
-                v_2 = values.load([first_row_2, 0])
-                page_2 = _page(table, tile + 1, last_page, 1, TILE, PAGE, PART)
-            page = _page(table, tile + 1, last_page, 0, TILE, PAGE, PART)
         else:
-            if PART <= PAGE:
-                within = tile * TILE % PAGE + position_in_part
-                key_offset = page.to(tl.int64) * key_block_stride + within * key_stride
-                value_offset = page.to(tl.int64) * value_block_stride + within * value_stride
-                page = _page(table, tile + 1, last_page, 0, TILE, PAGE, PART)
+            if TILE <= PAGE:
+                row = within + position_in_tile
+                key_offset = this_page.to(tl.int64) * key_block_stride + row * key_stride
+                value_offset = this_page.to(tl.int64) * value_block_stride + row * value_stride
             else:
                 pages = tl.load(table + tl.minimum(position // PAGE, last_page)).to(tl.int64)
                 key_offset = pages * key_block_stride + position % PAGE * key_stride
                 value_offset = pages * value_block_stride + position % PAGE * value_stride
             key_pointers = keys + key_offset[:, None] + column[None, :]
             value_pointers = values + value_offset[:, None] + column[None, :]
-            if COLUMNS != DIM:
-                inside = (column < DIM)[None, :]
+            if MASKED or COLUMNS != DIM:
+                inside = (position < context)[:, None] & (column < DIM)[None, :]
                 k = tl.load(key_pointers, mask=inside, other=0.0)
                 v = tl.load(value_pointers, mask=inside, other=0.0)
             else:
                 k = tl.load(key_pointers)
                 v = tl.load(value_pointers)
-        scores = _scores(
-            q, k, position, own_position, context, scale, soft_cap, window, HAS_WINDOW, HAS_CAP, MASKED
-        )
+        scores = tl.dot(q, k.to(q.dtype).T, input_precision="ieee")
+        if HAS_CAP:  # and divided by the scale again, which comes below
+            scores = soft_cap / scale * (2.0 * tl.sigmoid(scores * (2.0 * scale / soft_cap)) - 1.0)
+        if MASKED:
+            visible = (position[None, :] <= own_position[:, None]) & (position < context)[None, :]
+            if HAS_WINDOW:
+                visible = visible & (position[None, :] > own_position[:, None] - window)
+            scores = tl.where(visible, scores, float("-inf"))
         new_top = tl.maximum(top, tl.max(scores, axis=1) * scale_log2)
-        if PARTS == 2:
-            scores_2 = _scores(
-                q, k_2, position + PART, own_position, context, scale, soft_cap, window, HAS_WINDOW, HAS_CAP, MASKED
-            )  # fmt: skip
-            new_top = tl.maximum(new_top, tl.max(scores_2, axis=1) * scale_log2)
         safe_top = new_top
         if MASKED and HAS_WINDOW:  # a row may have seen nothing yet
             safe_top = tl.where(new_top == float("-inf"), 0.0, new_top)
         keep = tl.exp2(top - safe_top)
         p = tl.exp2(scores * scale_log2 - safe_top[:, None])
-        added = tl.sum(p, axis=1)
-        if MASKED:  # whatever lies past the context, a NaN even, must not matter
+        weight = weight * keep + tl.sum(p, axis=1)
+        if MASKED and DESCRIPTORS:  # whatever lies past the context, a NaN even, must not matter
             v = tl.where((position < context)[:, None], v, tl.zeros_like(v))
         acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc * keep[:, None], input_precision="ieee")
-        if PARTS == 2:
-            p_2 = tl.exp2(scores_2 * scale_log2 - safe_top[:, None])
-            added += tl.sum(p_2, axis=1)
-            if MASKED:
-                v_2 = tl.where((position + PART < context)[:, None], v_2, tl.zeros_like(v_2))
-            acc = tl.dot(p_2.to(q.dtype), v_2.to(q.dtype), acc, input_precision="ieee")
-        weight = weight * keep + added
         top = new_top
     return acc, weight, top
 
@@ -144,7 +108,7 @@ def _chunk(query, keys, values, out, lse, tiles, tables, scale, v_scale, soft_ca
            key_head_stride, key_stride, value_block_stride, value_head_stride, value_stride, table_stride,
            KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, QUERY_TILE: tl.constexpr,
            DIM: tl.constexpr, COLUMNS: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
-           PARTS: tl.constexpr, DESCRIPTORS: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr,
+           DESCRIPTORS: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr,
            HAS_LSE: tl.constexpr):  # fmt: skip
     record = tiles + tl.program_id(0) * 8
     kv_head = tl.program_id(1)
@@ -187,17 +151,17 @@ def _chunk(query, keys, values, out, lse, tiles, tables, scale, v_scale, soft_ca
         acc, weight, top = _fold(
             q, acc, weight, top, keys, values, table, begin, inner, own_position, context, scale, soft_cap,
             window, kv_head, key_block_stride, key_stride, value_block_stride, value_stride, KV_HEADS, DIM,
-            COLUMNS, PAGE, TILE, PARTS, DESCRIPTORS, HAS_WINDOW, HAS_CAP, True,
+            COLUMNS, PAGE, TILE, DESCRIPTORS, HAS_WINDOW, HAS_CAP, True,
         )  # fmt: skip
     acc, weight, top = _fold(
         q, acc, weight, top, keys, values, table, inner, seen_by_all, own_position, context, scale, soft_cap,
         window, kv_head, key_block_stride, key_stride, value_block_stride, value_stride, KV_HEADS, DIM, COLUMNS,
-        PAGE, TILE, PARTS, DESCRIPTORS, HAS_WINDOW, HAS_CAP, False,
+        PAGE, TILE, DESCRIPTORS, HAS_WINDOW, HAS_CAP, False,
     )  # fmt: skip
     acc, weight, top = _fold(
         q, acc, weight, top, keys, values, table, seen_by_all, end, own_position, context, scale, soft_cap,
         window, kv_head, key_block_stride, key_stride, value_block_stride, value_stride, KV_HEADS, DIM, COLUMNS,
-        PAGE, TILE, PARTS, DESCRIPTORS, HAS_WINDOW, HAS_CAP, True,
+        PAGE, TILE, DESCRIPTORS, HAS_WINDOW, HAS_CAP, True,
     )  # fmt: skip
 
     result = acc * (v_scale / weight)[:, None]
@@ -240,11 +204,10 @@ def launch_chunks(
     heads, dim = query.shape[1], query.shape[2]
     kv_heads, page = keys.shape[1], keys.shape[2]
     group = heads // kv_heads
-    parts = 2 if config.key_tile == 2 * page else 1
     key_source = value_source = None
-    if config.descriptors and config.key_tile <= 2 * page:
-        key_source = pages_descriptor(keys, config.key_tile // parts)
-        value_source = pages_descriptor(values, config.key_tile // parts)
+    if config.descriptors and config.key_tile <= page:
+        key_source = pages_descriptor(keys, config.key_tile)
+        value_source = pages_descriptor(values, config.key_tile)
     described = key_source is not None and value_source is not None
     _chunk[(len(tiles), kv_heads)](
         query,
@@ -278,7 +241,6 @@ def launch_chunks(
         COLUMNS=max(16, triton.next_power_of_2(dim)),
         PAGE=page,
         TILE=config.key_tile,
-        PARTS=parts if described else 1,
         DESCRIPTORS=described,
         HAS_WINDOW=window is not None,
         HAS_CAP=soft_cap is not None,

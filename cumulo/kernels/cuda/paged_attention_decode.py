@@ -28,7 +28,7 @@ class DecodeConfig:
     num_warps: int = 4
     num_stages: int = 3  # key tiles in flight, one less
     items_per_sm: int = 16  # programs wanted for each multiprocessor, over the whole launch
-    min_tiles: int = 4  # shortest item worth a program of its own
+    min_tiles: int = 6  # shortest item worth a program of its own
     merge_registers: int = 32  # of a thread, for partial results that are read at once
 
 

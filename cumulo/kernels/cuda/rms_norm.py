@@ -1,4 +1,5 @@
-"""RMSNorm, alone or with the residual added first: one kernel per decoder half-layer at larger batches, and in training.
+"""RMSNorm, alone or with the residual added first: one kernel per decoder half-layer at larger batches, and in
+training.
 
 Must move: x in and out once; with a residual also that, read and written. Forward and backward sum in float32.
 """

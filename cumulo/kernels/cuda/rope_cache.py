@@ -36,8 +36,8 @@ def reference(
 
 
 @triton.jit
-def _kernel(qkv, cos, sin, positions, slots, q_norm, k_norm, keys, values, row_stride, block_stride, head_stride, eps,
-            k_scale, v_scale, block_size, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr,
+def _kernel(qkv, cos, sin, positions, slots, q_norm, k_norm, keys, values, row_stride, block_stride,
+head_stride, eps, k_scale, v_scale, block_size, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr,
             GROUP: tl.constexpr, NORM: tl.constexpr, INTERLEAVED: tl.constexpr, SCALED: tl.constexpr):  # fmt: skip
     token = tl.program_id(0)
     first = tl.program_id(1) * GROUP  # heads of one kind only: GROUP divides HEADS and KV_HEADS
@@ -150,8 +150,10 @@ def bench_rows() -> Iterator[KernelRow]:
         cos, sin = angles.cos().bfloat16(), angles.sin().bfloat16()
         slots = torch.randperm(blocks * size, device="cuda")[:tokens].int()
         norm = torch.rand(dim, device="cuda", dtype=torch.bfloat16) + 0.5 if normed else None
-        exact = reference(qkv[0].double(), cos.double(), sin.double(), slots, heads, kv_heads,
-                          None if norm is None else norm.double(), None if norm is None else norm.double(), 1e-6)  # fmt: skip
+        wide = None if norm is None else norm.double()
+        exact = reference(
+            qkv[0].double(), cos.double(), sin.double(), slots, heads, kv_heads, wide, wide, 1e-6
+        )
         first = qkv[0].clone()
         rope_cache(first, cos, sin, slots, slots, keys, values, heads, norm, norm, 1e-6)
         found = torch.cat((
@@ -161,6 +163,8 @@ def bench_rows() -> Iterator[KernelRow]:
         yield KernelRow(
             "rope + norm + pages" if normed else "rope + pages", f"T={tokens} {heads}/{kv_heads} heads d={dim}",
             work(tokens, heads, kv_heads, dim, 2),
-            graph_us(lambda i: rope_cache(qkv[i], cos, sin, slots, slots, keys, values, heads, norm, norm, 1e-6), copies),
+            graph_us(
+                lambda i: rope_cache(qkv[i], cos, sin, slots, slots, keys, values, heads, norm, norm, 1e-6), copies
+            ),
             error=float((found.double() - expected).norm() / expected.norm()),
         )  # fmt: skip

@@ -17,6 +17,7 @@ from cumulo.kernels.cuda.timing import copies_past_cache, graph_us
 from cumulo.kernels.cuda.work import KernelRow, Work
 
 PART = 4096  # tokens whose maximum and mass one program finds
+BLOCK = 64  # tokens whose maximum is kept where draws have cuts (sample_cuts.py)
 # Columns of a draw, as int32 words; floats are stored as their bits.
 SLOT, POSITION, TEMPERATURE, SEED_LOW, SEED_HIGH, SAMPLE_INDEX, TOP_K, TOP_P, MIN_P, COLUMNS = range(10)
 
@@ -53,8 +54,8 @@ def uniform(low, high, sample_index, position):
 
 
 @triton.jit
-def _partial(logits, draws, maxima, places, masses, vocabulary, logit_stride, parts, COLUMNS: tl.constexpr,
-             TEMPERATURE: tl.constexpr, PART: tl.constexpr):  # fmt: skip
+def _partial(logits, draws, maxima, places, masses, tops, vocabulary, logit_stride, parts, COLUMNS: tl.constexpr,
+             TEMPERATURE: tl.constexpr, PART: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     row, part = tl.program_id(0), tl.program_id(1)
     temperature = tl.load(draws + row * COLUMNS + TEMPERATURE).to(tl.float32, bitcast=True)
     token = part * PART + tl.arange(0, PART)
@@ -70,6 +71,10 @@ def _partial(logits, draws, maxima, places, masses, vocabulary, logit_stride, pa
     tl.store(maxima + row * parts + part, peak)
     tl.store(places + row * parts + part, place)
     tl.store(masses + row * parts + part, tl.sum(weights, 0))
+    if BLOCK > 0:
+        blocks: tl.constexpr = PART // BLOCK
+        top = tl.max(tl.reshape(x, (blocks, BLOCK)), 1)
+        tl.store(tops + (row * parts + part).to(tl.int64) * blocks + tl.arange(0, blocks), top)
 
 
 @triton.jit
@@ -129,15 +134,25 @@ class SampleBuffers:
         return self.maxima.nbytes + self.places.nbytes + self.masses.nbytes
 
 
-def sample(logits: Tensor, draws: Tensor, buffers: SampleBuffers, picked: Tensor, tokens: Tensor) -> None:
-    """logits [R, V] and draws [R, COLUMNS] int32 -> picked [R] int32 (-1: not finite), entered into tokens[slot, position]."""
+def sample(
+    logits: Tensor,
+    draws: Tensor,
+    buffers: SampleBuffers,
+    picked: Tensor,
+    tokens: Tensor,
+    tops: Tensor | None = None,
+) -> None:
+    """logits [R, V] and draws [R, COLUMNS] int32 -> picked [R] int32 (-1: not finite), entered into tokens[slot, position].
+
+    `tops` [R, parts * PART / BLOCK] float32, if given, gets every block's largest logit.
+    """
     rows, vocabulary = logits.shape
     if rows == 0:
         return
     parts = buffers.parts
     _partial[(rows, parts)](
-        logits, draws, buffers.maxima, buffers.places, buffers.masses, vocabulary, logits.stride(0), parts,
-        COLUMNS=COLUMNS, TEMPERATURE=TEMPERATURE, PART=PART, num_warps=8,
+        logits, draws, buffers.maxima, buffers.places, buffers.masses, tops, vocabulary, logits.stride(0), parts,
+        COLUMNS=COLUMNS, TEMPERATURE=TEMPERATURE, PART=PART, BLOCK=0 if tops is None else BLOCK, num_warps=8,
     )  # fmt: skip
     _pick[(rows,)](
         logits, draws, buffers.maxima, buffers.places, buffers.masses, picked, tokens, vocabulary, logits.stride(0),

@@ -1,18 +1,16 @@
-"""Draws with top-k, top-p and min-p on the device, without the host. CudaRunner calls it in steps that have such draws.
+"""Draws with top-k, top-p and min-p on the device, without the host. CudaRunner calls it for steps that have them.
 
-The rule is the CPU sampler's (engine/distribution.py). Each cut keeps the beginning of one order, likeliest first and
-of equals the lower token first; so what survives all of them is: every token above some logit, and the first few of
-those that equal it. That logit is found by bisection over the logits' bits, not by sorting.
+The rule is the CPU sampler's (engine/distribution.py). Each cut keeps the beginning of one order, likeliest first
+and of equals the lower token first; so what survives all of them is: every token above some logit, and the first
+few of those that equal it. That logit is found by bisection over the logits' bits, not by sorting.
 
-First a bound is found that is provably low enough, as on a CPU: of 64 tokens each the largest logit is known, and the
-k best tokens are among those that reach the k-th largest of these; top-p and min-p follow from the peak. The few
+First a bound is found that is low enough, as on a CPU: of 64 tokens each the largest logit is known, and the k best
+tokens are among those that reach the k-th largest of these; top-p and min-p follow from the peak. The few
 candidates are copied out in token order and one program finishes the row. Where they are too many (flat logits) or
 too light for top-p, that program reads the whole row instead, some twenty times.
 
 Must move: the logits once; the parts of a row that hold candidates are read twice more, from the cache.
 """
-
-from collections.abc import Iterator
 
 import torch
 import triton
@@ -21,14 +19,26 @@ from torch import Tensor
 
 from cumulo.kernels.cuda import sample as whole
 from cumulo.kernels.cuda.sample import (
-    COLUMNS, MIN_P, PART, POSITION, SAMPLE_INDEX, SEED_HIGH, SEED_LOW, SLOT, TEMPERATURE, TOP_K, TOP_P, SampleBuffers,
+    COLUMNS,
+    MIN_P,
+    PART,
+    POSITION,
+    SAMPLE_INDEX,
+    SEED_HIGH,
+    SEED_LOW,
+    SLOT,
+    TEMPERATURE,
+    TOP_K,
+    TOP_P,
+    SampleBuffers,
     uniform,
 )  # fmt: skip
-from cumulo.kernels.cuda.timing import copies_past_cache, graph_us
-from cumulo.kernels.cuda.work import KernelRow, Work
+from cumulo.kernels.cuda.work import Work
 
 CANDIDATES = 4096  # a row with more is drawn from where it lies
+FULL_CHUNK = 4096
 NO_CUT = tl.constexpr(0x7FFFFFFF)  # a bound that no logit reaches: this row is not ours
+LOWEST = tl.constexpr(-3.4028234663852886e38)  # -infinity is no candidate
 # Bits of a float32 that a logit of the dtype never uses.
 _UNUSED_BITS = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}
 
@@ -37,7 +47,7 @@ def reference(
     logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, numbers: Tensor
 ) -> Tensor:
     """Tokens from logits [R, V] by sorting; top_k 0, top_p 1 and min_p 0 cut nothing; numbers in [0, 1) pick."""
-    rows, vocabulary = logits.shape
+    vocabulary = logits.shape[-1]
     logits = logits.double()
     ordered, tokens = logits.sort(-1, descending=True, stable=True)
     weights = ((ordered - ordered[:, :1]) / temperature.double()[:, None]).exp()
@@ -89,7 +99,7 @@ def _bound(draws, maxima, masses, tops, bounds, totals, vocabulary, parts, tops_
         mass = tl.where(peaks == float("-inf"), 0.0, mass * tl.exp((peaks - peak) / temperature))
         total = tl.sum(mass.to(tl.float64), 0)
         tl.store(totals + row, total)
-        lowest = _key(tl.full((), -3.4028234663852886e38, tl.float32), UNUSED)
+        lowest = _key(tl.full((), LOWEST, tl.float32), UNUSED)
         bound = lowest
         if k < vocabulary:
             if k <= tops_count:
@@ -106,8 +116,8 @@ def _bound(draws, maxima, masses, tops, bounds, totals, vocabulary, parts, tops_
                 bound = tl.maximum(low.to(tl.int32), lowest)
         else:
             # Few tokens hold most of the mass: a high bound for top-p is tried, and `_finish` checks it.
-            light = tl.log(tl.maximum(total * (1 - p.to(tl.float64)) / 1024, 1e-300)).to(tl.float32)
-            reach = temperature * tl.where(p < 1, light, tl.log(tl.maximum(min_p, 1e-38)))
+            light = tl.log(tl.maximum(total * (1 - p.to(tl.float64)) * 0.0009765625, 1e-30)).to(tl.float32)
+            reach = temperature * tl.where(p < 1, light, tl.log(tl.maximum(min_p, 1e-30)))
             value = peak + reach - 1e-5 * (tl.abs(peak) + tl.abs(reach))
             bound = tl.maximum(_key(value, UNUSED), lowest)
     tl.store(bounds + row, bound)
@@ -122,7 +132,9 @@ def _count(logits, maxima, bounds, counts, vocabulary, logit_stride, parts, UNUS
     count = 0
     if _key(tl.load(maxima + row * parts + part), UNUSED) >= bound:
         token = part * PART + tl.arange(0, PART)
-        x = tl.load(logits + row.to(tl.int64) * logit_stride + token, mask=token < vocabulary, other=float("-inf"))
+        x = tl.load(
+            logits + row.to(tl.int64) * logit_stride + token, mask=token < vocabulary, other=float("-inf")
+        )
         count = tl.sum((_key(x.to(tl.float32), UNUSED) >= bound).to(tl.int32), 0)
     tl.store(counts + row * parts + part, count)
 
@@ -130,7 +142,7 @@ def _count(logits, maxima, bounds, counts, vocabulary, logit_stride, parts, UNUS
 @triton.jit
 def _compact(logits, draws, maxima, bounds, counts, keys, weights, tokens, vocabulary, logit_stride, parts,
              COLUMNS: tl.constexpr, TEMPERATURE: tl.constexpr, UNUSED: tl.constexpr, PART: tl.constexpr,
-             PARTS: tl.constexpr, CANDIDATES: tl.constexpr):  # fmt: skip
+             PARTS: tl.constexpr, CANDIDATES: tl.constexpr, CHUNK: tl.constexpr):  # fmt: skip
     """Copy out the tokens that reach the bound, in token order, with their keys and weights."""
     row, part = tl.program_id(0), tl.program_id(1)
     index = tl.arange(0, PARTS)
@@ -140,42 +152,47 @@ def _compact(logits, draws, maxima, bounds, counts, keys, weights, tokens, vocab
         bound = tl.load(bounds + row)
         peak = tl.max(tl.load(maxima + row * parts + index, mask=index < parts, other=float("-inf")), 0)
         temperature = tl.load(draws + row * COLUMNS + TEMPERATURE).to(tl.float32, bitcast=True)
-        token = part * PART + tl.arange(0, PART)
-        x = tl.load(logits + row.to(tl.int64) * logit_stride + token, mask=token < vocabulary, other=float("-inf"))
-        x = x.to(tl.float32)
-        key = _key(x, UNUSED)
-        kept = key >= bound
-        place = row.to(tl.int64) * CANDIDATES + before + tl.cumsum(kept.to(tl.int32), 0) - 1
-        tl.store(keys + place, key, mask=kept)
-        tl.store(weights + place, tl.exp((x - peak) * (1.0 / temperature)), mask=kept)
-        tl.store(tokens + place, token, mask=kept)
+        first = row.to(tl.int64) * CANDIDATES
+        source = logits + row.to(tl.int64) * logit_stride
+        for start in range(part * PART, part * PART + PART, CHUNK):
+            token = start + tl.arange(0, CHUNK)
+            x = tl.load(source + token, mask=token < vocabulary, other=float("-inf")).to(tl.float32)
+            key = _key(x, UNUSED)
+            kept = key >= bound
+            place = before + tl.cumsum(kept.to(tl.int32), 0) - 1
+            tl.store(keys + first + place, key, mask=kept)
+            tl.store(weights + first + place, tl.exp((x - peak) * (1.0 / temperature)), mask=kept)
+            tl.store(tokens + first + place, token, mask=kept)
+            before += tl.sum(kept.to(tl.int32), 0)
 
 
 @triton.jit
-def _chunk(start, count, source, keys, weights, tokens, bound, peak, cooled, UNUSED: tl.constexpr, FULL: tl.constexpr,
-           CHUNK: tl.constexpr):  # fmt: skip
-    """Keys, weights and tokens from `start` on: of the candidates, or with FULL of the row itself."""
+def _chunk(start, row, UNUSED: tl.constexpr, FULL: tl.constexpr, CHUNK: tl.constexpr):
+    """Keys, weights and tokens from `start` on, and which of them count: of the row's candidates, or with FULL of
+    the row itself. `row` is (number of elements, logits, bound, peak, 1 / temperature, keys, weights, tokens).
+    """
+    count, logits, bound, peak, cooled, keys, weights, tokens = row
     index = start + tl.arange(0, CHUNK)
     inside = index < count
     if FULL:
-        x = tl.load(source + index, mask=inside, other=float("-inf")).to(tl.float32)
+        x = tl.load(logits + index, mask=inside, other=float("-inf")).to(tl.float32)
         key = _key(x, UNUSED)
-        return key, tl.exp((x - peak) * cooled), index, key >= bound
+        weight = tl.exp((x - peak) * cooled)
+        token = index
+        inside = key >= bound
     else:
         key = tl.load(keys + index, mask=inside, other=0)
         weight = tl.load(weights + index, mask=inside, other=0.0)
-        return key, weight, tl.load(tokens + index, mask=inside, other=0), inside
+        token = tl.load(tokens + index, mask=inside, other=0)
+    return key, weight, token, inside
 
 
 @triton.jit
-def _above(pivot, count, source, keys, weights, tokens, bound, peak, cooled, MASS: tl.constexpr,
-           UNUSED: tl.constexpr, FULL: tl.constexpr, CHUNK: tl.constexpr):  # fmt: skip
+def _above(pivot, row, MASS: tl.constexpr, UNUSED: tl.constexpr, FULL: tl.constexpr, CHUNK: tl.constexpr):
     """The mass of the tokens above a key, or their number."""
     held = tl.zeros((CHUNK,), tl.float64)
-    for start in range(0, count, CHUNK):
-        key, weight, _, inside = _chunk(
-            start, count, source, keys, weights, tokens, bound, peak, cooled, UNUSED, FULL, CHUNK
-        )
+    for start in range(0, row[0], CHUNK):
+        key, weight, _, inside = _chunk(start, row, UNUSED, FULL, CHUNK)
         if MASS:
             held += tl.where(inside & (key > pivot), weight, 0.0).to(tl.float64)
         else:
@@ -184,15 +201,12 @@ def _above(pivot, count, source, keys, weights, tokens, bound, peak, cooled, MAS
 
 
 @triton.jit
-def _equal(pivot, count, source, keys, weights, tokens, bound, peak, cooled, UNUSED: tl.constexpr,
-           FULL: tl.constexpr, CHUNK: tl.constexpr):  # fmt: skip
+def _equal(pivot, row, UNUSED: tl.constexpr, FULL: tl.constexpr, CHUNK: tl.constexpr):
     """How many tokens have exactly this key, and the weight of each of them."""
     number = tl.zeros((CHUNK,), tl.int32)
     each = tl.zeros((CHUNK,), tl.float32)
-    for start in range(0, count, CHUNK):
-        key, weight, _, inside = _chunk(
-            start, count, source, keys, weights, tokens, bound, peak, cooled, UNUSED, FULL, CHUNK
-        )
+    for start in range(0, row[0], CHUNK):
+        key, weight, _, inside = _chunk(start, row, UNUSED, FULL, CHUNK)
         same = inside & (key == pivot)
         number += same.to(tl.int32)
         each = tl.maximum(each, tl.where(same, weight, 0.0))
@@ -200,117 +214,210 @@ def _equal(pivot, count, source, keys, weights, tokens, bound, peak, cooled, UNU
 
 
 @triton.jit
-def _threshold(limit, low, high, count, source, keys, weights, tokens, bound, peak, cooled, MASS: tl.constexpr,
-               UNUSED: tl.constexpr, FULL: tl.constexpr, CHUNK: tl.constexpr):  # fmt: skip
+def _threshold(limit, low, high, row, MASS: tl.constexpr, UNUSED: tl.constexpr, FULL: tl.constexpr,
+               CHUNK: tl.constexpr):  # fmt: skip
     """The smallest key from low to high above which less than `limit` lies (of mass, or of tokens)."""
     low, high = low.to(tl.int64), high.to(tl.int64)
     while low < high:
         middle = (low + high) >> 1
-        held = _above(middle.to(tl.int32), count, source, keys, weights, tokens, bound, peak, cooled, MASS, UNUSED,
-                      FULL, CHUNK)  # fmt: skip
-        low = tl.where(held < limit, low, middle + 1)
-        high = tl.where(held < limit, middle, high)
+        enough = _above(middle.to(tl.int32), row, MASS, UNUSED, FULL, CHUNK) < limit
+        low = tl.where(enough, low, middle + 1)
+        high = tl.where(enough, middle, high)
     return low.to(tl.int32)
 
 
 @triton.jit
-def _draw(number, k, p, min_p, total, top, count, vocabulary, source, keys, weights, tokens, bound, peak, cooled,
-          UNUSED: tl.constexpr, FULL: tl.constexpr, CHUNK: tl.constexpr):  # fmt: skip
+def _left(
+    start, seen, border, equals, min_p, row, UNUSED: tl.constexpr, FULL: tl.constexpr, CHUNK: tl.constexpr
+):
+    """The weights that the cuts leave of a chunk, 0 for the others; its tokens; how many lie on the border."""
+    key, weight, token, inside = _chunk(start, row, UNUSED, FULL, CHUNK)
+    same = (inside & (key == border)).to(tl.int32)
+    kept = (key > border) | ((same > 0) & (seen + tl.cumsum(same, 0) <= equals))
+    held = tl.where(inside & kept & (weight >= min_p), weight, 0.0).to(tl.float64)
+    return held, token, tl.sum(same, 0)
+
+
+@triton.jit
+def _draw(number, k, p, min_p, total, top, vocabulary, row, UNUSED: tl.constexpr, FULL: tl.constexpr,
+          CHUNK: tl.constexpr):  # fmt: skip
     """The token that `number` picks from what the cuts leave."""
-    border = bound  # every key above it stays, and of those equal to it the first `equals` tokens
+    border = row[2]  # every key above it stays, and of those equal to it the first `equals` tokens
     equals = vocabulary
     if k < vocabulary:
-        border = _threshold(k.to(tl.float64), bound, top, count, source, keys, weights, tokens, bound, peak, cooled,
-                            False, UNUSED, FULL, CHUNK)  # fmt: skip
-        taken = _above(border, count, source, keys, weights, tokens, bound, peak, cooled, False, UNUSED, FULL, CHUNK)
-        equals = k - taken.to(tl.int32)
+        border = _threshold(k.to(tl.float64), border, top, row, False, UNUSED, FULL, CHUNK)
+        equals = k - _above(border, row, False, UNUSED, FULL, CHUNK).to(tl.int32)
     if p < 1:
         if k < vocabulary:  # of what top-k has left
-            found, each = _equal(border, count, source, keys, weights, tokens, bound, peak, cooled, UNUSED, FULL, CHUNK)
-            above = _above(border, count, source, keys, weights, tokens, bound, peak, cooled, True, UNUSED, FULL, CHUNK)
-            total = above + tl.minimum(found, equals).to(tl.float64) * each
+            found, each = _equal(border, row, UNUSED, FULL, CHUNK)
+            total = (
+                _above(border, row, True, UNUSED, FULL, CHUNK)
+                + tl.minimum(found, equals).to(tl.float64) * each
+            )
         mass = p.to(tl.float64) * total
         lower = border
-        border = _threshold(mass, lower, top, count, source, keys, weights, tokens, bound, peak, cooled, True, UNUSED,
-                            FULL, CHUNK)  # fmt: skip
-        found, each = _equal(border, count, source, keys, weights, tokens, bound, peak, cooled, UNUSED, FULL, CHUNK)
-        above = _above(border, count, source, keys, weights, tokens, bound, peak, cooled, True, UNUSED, FULL, CHUNK)
-        # A token stays if the likelier ones do not reach the mass: the n-th equal one if above + n * each does not.
-        wanted = tl.where(each > 0, tl.ceil((mass - above) / tl.where(each > 0, each, 1.0)), 0.0)
-        wanted = tl.minimum(wanted, vocabulary.to(tl.float64)).to(tl.int32)
+        border = _threshold(mass, lower, top, row, True, UNUSED, FULL, CHUNK)
+        found, each = _equal(border, row, UNUSED, FULL, CHUNK)
+        rest = mass - _above(border, row, True, UNUSED, FULL, CHUNK)
+        # A token stays if the likelier ones do not reach the mass: of equals, as many as it takes to reach it.
+        wanted = tl.zeros((), tl.int32)
+        while wanted < found:
+            middle = (wanted + found) >> 1
+            reaches = middle.to(tl.float64) * each >= rest
+            found = tl.where(reaches, middle, found)
+            wanted = tl.where(reaches, wanted, middle + 1)
         equals = tl.where(border == lower, tl.minimum(equals, wanted), wanted)
     # In token order, as on a CPU: first what is left weighs, then where the number falls.
-    kept_mass = tl.zeros((CHUNK,), tl.float64)
+    mass_left = tl.zeros((CHUNK,), tl.float64)
     seen = tl.zeros((), tl.int32)
-    for start in range(0, count, CHUNK):
-        key, weight, _, inside = _chunk(
-            start, count, source, keys, weights, tokens, bound, peak, cooled, UNUSED, FULL, CHUNK
-        )
-        same = (inside & (key == border)).to(tl.int32)
-        kept = inside & (weight >= min_p) & ((key > border) | ((same > 0) & (seen + tl.cumsum(same, 0) <= equals)))
-        kept_mass += tl.where(kept, weight, 0.0).to(tl.float64)
-        seen += tl.sum(same, 0)
-    target = number * tl.sum(kept_mass, 0)
+    for start in range(0, row[0], CHUNK):
+        held, _, same = _left(start, seen, border, equals, min_p, row, UNUSED, FULL, CHUNK)
+        mass_left += held
+        seen += same
+    target = number * tl.sum(mass_left, 0)
     reached = tl.zeros((), tl.float64)
     seen = tl.zeros((), tl.int32)
     chosen = vocabulary
     last = tl.zeros((), tl.int32)
-    for start in range(0, count, CHUNK):
-        key, weight, token, inside = _chunk(
-            start, count, source, keys, weights, tokens, bound, peak, cooled, UNUSED, FULL, CHUNK
-        )
-        same = (inside & (key == border)).to(tl.int32)
-        kept = inside & (weight >= min_p) & ((key > border) | ((same > 0) & (seen + tl.cumsum(same, 0) <= equals)))
-        held = tl.where(kept, weight, 0.0).to(tl.float64)
+    for start in range(0, row[0], CHUNK):
+        held, token, same = _left(start, seen, border, equals, min_p, row, UNUSED, FULL, CHUNK)
         cumulative = reached + tl.cumsum(held, 0)
-        chosen = tl.minimum(chosen, tl.min(tl.where(kept & (cumulative > target), token, vocabulary), 0))
-        last = tl.maximum(last, tl.max(tl.where(kept & (weight > 0), token, 0), 0))
+        chosen = tl.minimum(
+            chosen, tl.min(tl.where((held > 0) & (cumulative > target), token, vocabulary), 0)
+        )
+        last = tl.maximum(last, tl.max(tl.where(held > 0, token, 0), 0))
         reached += tl.sum(held, 0)
-        seen += tl.sum(same, 0)
+        seen += same
     # Rounding can put the target on the total: then the last token with weight.
     return tl.minimum(chosen, last)
 
 
 @triton.jit
-def _finish(logits, draws, maxima, bounds, totals, counts, keys, weights, tokens, picked, history, vocabulary,
-            logit_stride, history_stride, parts, COLUMNS: tl.constexpr, SLOT: tl.constexpr, POSITION: tl.constexpr,
-            TEMPERATURE: tl.constexpr, SEED_LOW: tl.constexpr, SEED_HIGH: tl.constexpr, SAMPLE_INDEX: tl.constexpr,
-            TOP_K: tl.constexpr, TOP_P: tl.constexpr, MIN_P: tl.constexpr, UNUSED: tl.constexpr, PARTS: tl.constexpr,
-            CANDIDATES: tl.constexpr, CHUNK: tl.constexpr, FULL_CHUNK: tl.constexpr):  # fmt: skip
-    row = tl.program_id(0)
-    bound = tl.load(bounds + row)
-    if bound != NO_CUT:
-        draw = draws + row * COLUMNS
+def _finish(logits, draws, maxima, bounds, totals, counts, keys, weights, tokens, unfinished, picked, history,
+            vocabulary, logit_stride, history_stride, parts, COLUMNS: tl.constexpr, SLOT: tl.constexpr,
+            POSITION: tl.constexpr, TEMPERATURE: tl.constexpr, SEED_LOW: tl.constexpr, SEED_HIGH: tl.constexpr,
+            SAMPLE_INDEX: tl.constexpr, TOP_K: tl.constexpr, TOP_P: tl.constexpr, MIN_P: tl.constexpr,
+            UNUSED: tl.constexpr, PARTS: tl.constexpr, CANDIDATES: tl.constexpr, FULL: tl.constexpr,
+            CHUNK: tl.constexpr):  # fmt: skip
+    """Draw a row that has cuts from its candidates. Where they are too many or too light the row is marked in
+    `unfinished`, and a second launch with FULL draws it from where it lies.
+    """
+    index = tl.program_id(0)
+    bound = tl.load(bounds + index)
+    if FULL:
+        bound = tl.where(tl.load(unfinished + index) > 0, bound, NO_CUT)
+    ours = bound != NO_CUT
+    if ours:
+        draw = draws + index * COLUMNS
         k, p, min_p = _cuts(draw, vocabulary, TOP_K, TOP_P, MIN_P)
         cooled = 1.0 / tl.load(draw + TEMPERATURE).to(tl.float32, bitcast=True)
         number = uniform(tl.load(draw + SEED_LOW), tl.load(draw + SEED_HIGH), tl.load(draw + SAMPLE_INDEX),
                          tl.load(draw + POSITION))  # fmt: skip
-        index = tl.arange(0, PARTS)
-        count = tl.sum(tl.load(counts + row * parts + index, mask=index < parts, other=0), 0)
-        peak = tl.max(tl.load(maxima + row * parts + index, mask=index < parts, other=float("-inf")), 0)
-        top = _key(peak, UNUSED)
-        total = tl.load(totals + row)
-        source = logits + row.to(tl.int64) * logit_stride
-        keys += row.to(tl.int64) * CANDIDATES
-        weights += row.to(tl.int64) * CANDIDATES
-        tokens += row.to(tl.int64) * CANDIDATES
-        full = count > CANDIDATES
-        if (count <= CANDIDATES) & (k >= vocabulary) & (p < 1):
-            held = _above(bound - 1, count, source, keys, weights, tokens, bound, peak, cooled, True, UNUSED, False,
-                          CHUNK)  # fmt: skip
-            if held < p.to(tl.float64) * total * 1.00001:  # the bound was too high
-                full = True
-                bound = _key(tl.full((), -3.4028234663852886e38, tl.float32), UNUSED)
-        if full:
-            # Sums differ with their order: a bound that is too high by less than that must not cut anything off.
-            if (k >= vocabulary) & (p < 1):
-                bound = _key(tl.full((), -3.4028234663852886e38, tl.float32), UNUSED)
-            token = _draw(number, k, p, min_p, total, top, vocabulary, vocabulary, source, keys, weights, tokens, bound,
-                          peak, cooled, UNUSED, True, FULL_CHUNK)  # fmt: skip
-        else:
-            token = _draw(number, k, p, min_p, total, top, count, vocabulary, source, keys, weights, tokens, bound,
-                          peak, cooled, UNUSED, False, CHUNK)  # fmt: skip
-        tl.store(picked + row, token)
-        slot = tl.load(draw + SLOT).to(tl.int64)
-        if slot >= 0:
-            tl.store(history + slot * history_stride + tl.load(draw + POSITION), token)
+        part = tl.arange(0, PARTS)
+        count = tl.sum(tl.load(counts + index * parts + part, mask=part < parts, other=0), 0)
+        peak = tl.max(tl.load(maxima + index * parts + part, mask=part < parts, other=float("-inf")), 0)
+        total = tl.load(totals + index)
+        by_mass = (k >= vocabulary) & (p < 1)
+        if FULL:
+            # Top-p alone has only a guessed bound, which may have been what failed.
+            bound = tl.where(by_mass, _key(tl.full((), LOWEST, tl.float32), UNUSED), bound)
+            count = vocabulary
+        first = index.to(tl.int64) * CANDIDATES
+        source = logits + index.to(tl.int64) * logit_stride
+        row = (count, source, bound, peak, cooled, keys + first, weights + first, tokens + first)
+        sound = True
+        if not FULL:
+            sound = count <= CANDIDATES
+            if sound & by_mass:
+                sound = (
+                    _above(bound - 1, row, True, UNUSED, FULL, CHUNK) >= p.to(tl.float64) * total * 1.00001
+                )
+            tl.store(unfinished + index, tl.where(sound, 0, 1))
+        if sound:
+            token = _draw(
+                number, k, p, min_p, total, _key(peak, UNUSED), vocabulary, row, UNUSED, FULL, CHUNK
+            )
+            tl.store(picked + index, token)
+            slot = tl.load(draw + SLOT).to(tl.int64)
+            if slot >= 0:
+                tl.store(history + slot * history_stride + tl.load(draw + POSITION), token)
+    elif not FULL:
+        tl.store(unfinished + index, 0)
+
+
+class CutBuffers:
+    """What `sample_with_cuts` keeps between its kernels, beside SampleBuffers, for up to `rows` draws."""
+
+    def __init__(self, rows: int, vocabulary: int, device: torch.device) -> None:
+        parts = -(-vocabulary // PART)
+        self.candidates = min(CANDIDATES, triton.next_power_of_2(vocabulary))
+
+        def buffer(columns: int, dtype: torch.dtype) -> Tensor:
+            return torch.empty((rows, columns), dtype=dtype, device=device)
+
+        self.tops = buffer(parts * PART // whole.BLOCK, torch.float32)  # the largest logit of every block
+        self.bounds, self.totals = buffer(1, torch.int32), buffer(1, torch.float64)
+        self.unfinished = buffer(1, torch.int32)
+        self.counts = buffer(parts, torch.int32)
+        self.keys, self.tokens = buffer(self.candidates, torch.int32), buffer(self.candidates, torch.int32)
+        self.weights = buffer(self.candidates, torch.float32)
+
+    @property
+    def nbytes(self) -> int:
+        own = (
+            self.tops, self.bounds, self.totals, self.unfinished, self.counts, self.keys, self.tokens, self.weights,
+        )  # fmt: skip
+        return sum(tensor.nbytes for tensor in own)
+
+
+def sample_with_cuts(
+    logits: Tensor, draws: Tensor, buffers: SampleBuffers, cuts: CutBuffers, picked: Tensor, tokens: Tensor
+) -> None:
+    """`sample`, and then again the draws that have cuts; those without, and unsound logits, stay as they are."""
+    rows, vocabulary = logits.shape
+    if rows == 0:
+        return
+    whole.sample(logits, draws, buffers, picked, tokens, cuts.tops)
+    parts, unused = buffers.parts, _UNUSED_BITS[logits.dtype]
+    width, tops = triton.next_power_of_2(parts), cuts.tops.shape[1]
+    _bound[(rows,)](
+        draws, buffers.maxima, buffers.masses, cuts.tops, cuts.bounds, cuts.totals, vocabulary, parts, tops,
+        COLUMNS=COLUMNS, TEMPERATURE=TEMPERATURE, TOP_K=TOP_K, TOP_P=TOP_P, MIN_P=MIN_P, UNUSED=unused, PARTS=width,
+        TOPS=triton.next_power_of_2(tops), num_warps=8,
+    )  # fmt: skip
+    _count[(rows, parts)](
+        logits, buffers.maxima, cuts.bounds, cuts.counts, vocabulary, logits.stride(0), parts,
+        UNUSED=unused, PART=PART, num_warps=8,
+    )  # fmt: skip
+    _compact[(rows, parts)](
+        logits, draws, buffers.maxima, cuts.bounds, cuts.counts, cuts.keys, cuts.weights, cuts.tokens, vocabulary,
+        logits.stride(0), parts, COLUMNS=COLUMNS, TEMPERATURE=TEMPERATURE, UNUSED=unused, PART=PART, PARTS=width,
+        CANDIDATES=cuts.candidates, CHUNK=1024, num_warps=4,
+    )  # fmt: skip
+    # A row that is not done from its candidates is read whole, by as many threads as a program can have.
+    for full, chunk, warps in ((False, min(1024, cuts.candidates), 4), (True, FULL_CHUNK, 32)):
+        _finish[(rows,)](
+            logits, draws, buffers.maxima, cuts.bounds, cuts.totals, cuts.counts, cuts.keys, cuts.weights,
+            cuts.tokens, cuts.unfinished, picked, tokens, vocabulary, logits.stride(0), tokens.stride(0), parts,
+            COLUMNS=COLUMNS, SLOT=SLOT, POSITION=POSITION, TEMPERATURE=TEMPERATURE, SEED_LOW=SEED_LOW,
+            SEED_HIGH=SEED_HIGH, SAMPLE_INDEX=SAMPLE_INDEX, TOP_K=TOP_K, TOP_P=TOP_P, MIN_P=MIN_P, UNUSED=unused,
+            PARTS=width, CANDIDATES=cuts.candidates, FULL=full, CHUNK=chunk, num_warps=warps,
+        )  # fmt: skip
+
+
+@torch.library.custom_op("cumulo::sample_with_cuts", mutates_args=("tokens",))
+def sample_with_cuts_op(logits: Tensor, draws: Tensor, tokens: Tensor) -> Tensor:
+    picked = torch.empty(logits.shape[0], dtype=torch.int32, device=logits.device)
+    shared, own = (kind(*logits.shape, logits.device) for kind in (SampleBuffers, CutBuffers))
+    sample_with_cuts(logits, draws, shared, own, picked, tokens)  # type: ignore[arg-type]
+    return picked
+
+
+@sample_with_cuts_op.register_fake
+def _fake(logits: Tensor, draws: Tensor, tokens: Tensor) -> Tensor:
+    return torch.empty(logits.shape[0], dtype=torch.int32, device=logits.device)
+
+
+def work(rows: int, vocabulary: int, element_bytes: int) -> Work:
+    """Candidates are few where cuts are what they are for."""
+    return Work(bytes=rows * vocabulary * element_bytes, flops=3 * rows * vocabulary)

@@ -120,7 +120,9 @@ def _skinny_linear_kernel(x, weight, out, norm_weight, residual, bias, scales, p
     u_rows = weight + (n_safe.to(tl.int64) + OUTPUTS)[:, None] * stride_weight
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     up = acc
-    squares = tl.zeros([BLOCK_M], tl.float32)
+    squared = tl.zeros(
+        [BLOCK_M, BLOCK_K], tl.float32
+    )  # summed over k at the end: no exchange between threads here
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -138,9 +140,9 @@ def _skinny_linear_kernel(x, weight, out, norm_weight, residual, bias, scales, p
             rows = tl.load(x_rows + offsets[None, :], mask=m_mask[:, None] & k_mask[None, :], other=0.0)
         if NORM:
             wide = rows.to(tl.float32)
-            squares += tl.sum(wide * wide, axis=1)
-            gains = tl.load(norm_weight + offsets, mask=offsets < K, other=0.0).to(tl.float32)
-            rows = (wide * gains[None, :]).to(rows.dtype)
+            squared += wide * wide
+            gains = tl.load(norm_weight + offsets[None, :], mask=(offsets < K)[None, :], other=0.0)
+            rows = (wide * gains.to(tl.float32)).to(rows.dtype)
         if SWIGLU:
             if EVEN_K:
                 u = tl.load(u_rows + offsets[None, :], eviction_policy="evict_first")
@@ -163,6 +165,7 @@ def _skinny_linear_kernel(x, weight, out, norm_weight, residual, bias, scales, p
             if SWIGLU:
                 up = tl.dot(_widen(u, rows.dtype), tl.trans(rows), up, input_precision="ieee")
 
+    squares = tl.sum(squared, axis=1) if NORM else tl.zeros([BLOCK_M], tl.float32)
     is_last = True
     if SPLITS > 1:
         # One tile's partial sums lie together: [split][gate, up][BLOCK_N, BLOCK_M], then [split][BLOCK_M] squares.

@@ -35,13 +35,13 @@ class SmallConfig:
     num_warps: int
 
 
-# Tried by `tune`; the defaults below are among them.
+# Tried by `tune`, for more than one row the first four only: the others run out of registers there.
 CANDIDATES = (
     SmallConfig(2, 1024, 4),
     SmallConfig(1, 2048, 4),
-    SmallConfig(4, 512, 4),
     SmallConfig(2, 2048, 8),
     SmallConfig(1, 1024, 4),
+    SmallConfig(4, 512, 4),
     SmallConfig(2, 512, 2),
     SmallConfig(4, 1024, 4),
     SmallConfig(8, 512, 4),
@@ -77,12 +77,14 @@ def default_config(n: int, k: int, swiglu: bool, weight_bytes_per_element: int =
     """Small matrices: every load of every program in flight in one wave. Large ones: 16 KiB a program."""
     if n * k <= 4 << 20:
         rows = 1 if n <= 2048 or swiglu else 2
-        return SmallConfig(rows, 1024 if k <= 1024 or k % 2048 else 2048, 4)
-    rows = 1 if swiglu else 2
-    block_k = 2048 if k % 2048 == 0 or k > 8192 else 1024
-    if weight_bytes_per_element == 1:  # half the bytes: twice the rows for as many bytes in flight
-        rows *= 2
-    return SmallConfig(rows, block_k, 8 if rows * block_k * (2 if swiglu else 1) >= 8192 else 4)
+        block_k = 1024 if k <= 1024 or k % 2048 else 2048
+    else:
+        rows = 1 if swiglu else 2
+        block_k = 2048 if k % 2048 == 0 or k > 8192 else 1024
+        if weight_bytes_per_element == 1:  # half the bytes: twice the rows for as many bytes in flight
+            rows *= 2
+    warps = 8 if rows * block_k * (2 if swiglu else 1) >= 8192 else 4
+    return SmallConfig(rows, min(block_k, triton.next_power_of_2(k)), warps)
 
 
 @triton.jit

@@ -35,8 +35,8 @@ def reference(
 
 
 @triton.jit
-def _inputs(row_slots, row_starts, query_starts, new_indices, new_blocks, tokens, tables, token_ids, positions, slots,
-            contexts, step_tables, rows, padded_tokens, token_stride, table_stride, step_table_stride,
+def _inputs(row_slots, row_starts, query_starts, new_indices, new_blocks, tokens, tables, token_ids, positions,
+slots, contexts, step_tables, rows, padded_tokens, token_stride, table_stride, step_table_stride,
             BLOCK_SIZE: tl.constexpr, CHUNK: tl.constexpr):  # fmt: skip
     row = tl.program_id(0)
     lane = tl.arange(0, CHUNK)
@@ -89,7 +89,8 @@ def step_inputs(
     token_ids: Tensor, positions: Tensor, slots: Tensor, contexts: Tensor, step_tables: Tensor,
 ) -> None:  # fmt: skip
     """All int32. Rows beyond the step's have slot -1 (and query_starts repeat their last value); tokens beyond its
-    own get slot -1. `new_indices`, `new_blocks`: the one block a row gained, which is entered into `tables` (-1: none).
+    own get slot -1. `new_indices`, `new_blocks`: the one block a row gained, which is entered into `tables`
+    (-1: none).
     """
     rows = row_slots.shape[0]
     _inputs[(rows + 1,)](

@@ -1,4 +1,5 @@
-"""timing: device time of a piece of work, as it will run in the engine: inside a CUDA graph. Used by benchmark rows.
+"""timing: device time of a piece of work, as it will run in the engine: inside a CUDA graph. Used by benchmark
+rows.
 
 A graph hides the cost of launching from Python, which the engine does not pay either. Inputs that fit in the L2
 cache are rotated, or a repeated run would measure the cache.
@@ -46,8 +47,8 @@ def eager_us(work: Callable[[], object], rounds: int = 15) -> float:
         work()
         end.record()
         end.synchronize()
-        times.append(1e3 * start.elapsed_time(end))
-    return median(times)
+        times.append(1e3 * float(start.elapsed_time(end)))
+    return float(median(times))
 
 
 def copies_past_cache(bytes_each: int, limit: int = 64) -> int:
@@ -78,4 +79,4 @@ def _replay_us(graph: torch.cuda.CUDAGraph) -> float:
     graph.replay()
     end.record()
     end.synchronize()
-    return 1e3 * start.elapsed_time(end)
+    return 1e3 * float(start.elapsed_time(end))

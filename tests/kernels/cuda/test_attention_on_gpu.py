@@ -143,12 +143,11 @@ def decode_case(config: DecodeConfig, group: int = 4) -> Case:
 
 
 def chunk_case(config: ChunkConfig, group: int = 4) -> Case:
-    parts = 2 if config.descriptors and config.key_tile == 128 else 1
-    described = dict.fromkeys(("keys", "values"), f"tensordesc<bf16[{config.key_tile // parts},128]>")
+    described = dict.fromkeys(("keys", "values"), f"tensordesc<bf16[{config.key_tile},128]>")
     return Case(
         "cumulo.kernels.cuda.paged_attention_chunk:_chunk", TYPES | (described if config.descriptors else {}),
         dict(KV_HEADS=8, GROUP=group, ROWS=config.rows, QUERY_TILE=config.query_tile(group), DIM=128, COLUMNS=128,
-             PAGE=64, TILE=config.key_tile, PARTS=parts, DESCRIPTORS=config.descriptors, **PLAIN),
+             PAGE=64, TILE=config.key_tile, DESCRIPTORS=config.descriptors, **PLAIN),
         config.num_warps, config.num_stages,
     )  # fmt: skip
 

@@ -1,0 +1,130 @@
+"""Does the GPU say what the CPU says? Greedy answers of the built-in model on the GPU in bfloat16 against the CPU
+engine in float32 from the same file, over 200 prompts; and log-probabilities of the same tokens on both.
+
+    python benchmarks/gpu_agreement.py --json results/gpu_agreement.json
+
+The error bfloat16 may make is measured, not chosen: what torch's own operators in bfloat16 lose against
+float32 on the same texts stands beside ours.
+"""
+
+import argparse
+import json
+import re
+import sys
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
+
+from cumulo.engine.config import EngineConfig  # noqa: E402
+from cumulo.engine.llm import LLM  # noqa: E402
+from cumulo.engine.params import SamplingParams  # noqa: E402
+
+QUESTIONS = (
+    "What is the capital of {}?", "Write one sentence about {}.", "Name three things found in {}.",
+    "Explain {} to a child.", "What is the opposite of {}?", "Translate '{}' into French.",
+    "Write a short poem about {}.", "List the steps to learn about {}.",
+)  # fmt: skip
+SUBJECTS = (
+    "France", "the sea", "bread", "a forest", "time", "Japan", "music", "the moon", "a library", "rain",
+    "friendship",
+    "Brazil", "a bicycle", "winter", "numbers", "a river", "sleep", "gold", "the wind", "a garden", "Egypt",
+    "light", "a clock", "honesty", "stone",
+)  # fmt: skip
+
+
+def prompts(count: int) -> list[str]:
+    made = [question.format(subject) for subject in SUBJECTS for question in QUESTIONS]
+    return made[:count]
+
+
+def texts() -> list[str]:
+    """Plain prose for log-probabilities: paragraphs of the project's own documentation."""
+    found = []
+    for page in sorted((ROOT / "docs").glob("*.md")):
+        found += [
+            p
+            for p in re.split(r"\n\s*\n", page.read_text())
+            if len(p) > 400 and "|" not in p and "```" not in p
+        ]
+    return [text[:1200] for text in found[:24]]
+
+
+def answers(llm: LLM, questions: list[str], tokens: int) -> list[list[int]]:
+    params = SamplingParams(temperature=0, max_tokens=tokens)
+    outputs = llm.chat([[{"role": "user", "content": q}] for q in questions], params)
+    return [output.samples[0].token_ids for output in outputs]
+
+
+def log_probabilities(llm: LLM, pages: list[str]) -> torch.Tensor:
+    outputs = llm.generate(pages, SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0))
+    return torch.tensor(
+        [e.logprob for o in outputs for e in o.prompt_logprobs or [] if e is not None], dtype=torch.float64
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--prompts", type=int, default=200)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--model", default=None)
+    parser.add_argument("--json", default="")
+    chosen = parser.parse_args()
+    questions, pages = prompts(chosen.prompts), texts()
+    sides = {
+        "cpu float32": (EngineConfig(device="cpu", max_running=64, max_context=2048), False),
+        "gpu bfloat16": (EngineConfig(device="cuda", max_context=2048, kv_memory_gib=4), False),
+        "gpu bfloat16, batch-invariant": (
+            EngineConfig(device="cuda", max_context=2048, kv_memory_gib=4, batch_invariant=True), False),
+        "cpu bfloat16, torch": (
+            EngineConfig(device="cpu", dtype="bfloat16", max_running=64, max_context=2048), False),
+    }  # fmt: skip
+    said, known = {}, {}
+    for name, (config, keep) in sides.items():
+        llm = LLM(chosen.model, config=config, keep_quantised=keep)
+        known[name] = log_probabilities(llm, pages)
+        if "torch" not in name:
+            said[name] = answers(llm, questions, chosen.tokens)
+        llm.close()
+        print(f"{name}: done, {llm.runs_on}", flush=True)
+    rows = []
+    for name in list(said)[1:]:
+        same = positions = diverged = 0
+        for ours, theirs in zip(said[name], said["cpu float32"], strict=True):
+            agree = next(
+                (i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b),
+                min(len(ours), len(theirs)),
+            )
+            ended = agree == len(ours) == len(theirs)
+            same, positions, diverged = same + agree, positions + agree + (not ended), diverged + (not ended)
+        rows.append({
+            "name": f"greedy tokens equal to the CPU's, up to the first divergence ({name})",
+            "value": round(100 * same / positions, 2), "unit": "%", "better": "higher", "must": 95, "aim": None,
+            "ok": 100 * same / positions >= 95, "positions": positions, "answers_that_diverge": diverged,
+            "answers": len(questions),
+        })  # fmt: skip
+    exact = known["cpu float32"]
+    allowed = float((known["cpu bfloat16, torch"] - exact).abs().mean())
+    for name in ("gpu bfloat16", "gpu bfloat16, batch-invariant"):
+        error = (known[name] - exact).abs()
+        rows.append({
+            "name": f"log-probabilities, mean absolute difference to the CPU's float32 ({name})",
+            "value": round(float(error.mean()), 5), "unit": "nats", "better": "lower", "must": round(2 *
+            allowed, 5),
+            "aim": round(allowed, 5), "ok": bool(error.mean() <= 2 * allowed),
+            "largest": round(float(error.max()), 4),
+            "tokens": len(exact),
+        })  # fmt: skip
+    for row in rows:
+        print(row)
+    if chosen.json:
+        machine = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
+        Path(chosen.json).write_text(json.dumps({"machine": machine, "rows": rows}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
