@@ -110,6 +110,18 @@ def test_the_kernels_give_the_tokens_of_the_torch_runner(name: str) -> None:
     assert run(make_engine(decoder, on_kernels=True), requests) == expected
 
 
+def test_draws_with_cuts_are_the_torch_runners_and_need_no_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = make_decoder("dense")
+    requests = [
+        (prompt(6, 1), SamplingParams(temperature=0.9, top_k=9, top_p=0.8, seed=1, max_tokens=4)),
+        (prompt(4, 2), SamplingParams(temperature=1.3, min_p=0.1, seed=2, max_tokens=3)),
+        (prompt(4, 3), SamplingParams(temperature=1, seed=3, max_tokens=3)),
+    ]
+    expected = run(make_engine(decoder, on_kernels=False, overlap=False), requests)
+    monkeypatch.delattr(CudaRunner, "_draw_on_host")
+    assert run(make_engine(decoder, on_kernels=True), requests) == expected
+
+
 def test_preemption_by_recomputation_and_by_swap_changes_no_token() -> None:
     decoder = make_decoder("dense")
     requests = [

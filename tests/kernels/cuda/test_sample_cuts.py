@@ -95,7 +95,7 @@ def test_flat_rows_and_large_k_are_drawn_from_the_whole_row(device: torch.device
 
 
 def test_a_bound_that_proves_too_high_is_given_up(device: torch.device) -> None:
-    """A peak with half the mass over a wide plain that has the other half: what lies above the guess is too light."""
+    """A peak with half the mass over a wide plain with the other half: what lies above the guess is too light."""
     vocabulary = 3 * 4096
     logits = 0.01 * random_logits(2, vocabulary, 1.0)
     logits[:, 4711] = float(np.log(vocabulary))
