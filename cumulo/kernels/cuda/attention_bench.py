@@ -324,7 +324,7 @@ def _candidate_us(bench: Bench, config: DecodeConfig | ChunkConfig) -> float:
     try:
         plan = _plan_with(bench, config)
         error = bench.error(plan)
-        if not error < 2e-2:
+        if not error < 1e-2:
             print(f"   {config} is wrong by {error:.3g}")
             return float("inf")
         return bench.us(plan, rounds=3)

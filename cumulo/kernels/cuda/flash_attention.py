@@ -8,6 +8,7 @@ be merged; it is ours always. Its gradients are the same bits every run.
 """
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
@@ -252,19 +253,26 @@ def backward_config(query: Tensor) -> tuple[BackwardConfig, BackwardConfig]:
     return tuned or default_backward(dim, dtype)
 
 
-def save_winners(path: str | Path) -> None:
+def winners() -> dict[str, Any]:
     """What `tune` found on this device, as JSON."""
-    rows: dict[str, Any] = {
+    return {
         "winners": WINNERS,
         "forward": {key: asdict(config) for key, config in FORWARD.items()},
         "backward": {key: [asdict(config) for config in pair] for key, pair in BACKWARD.items()},
     }
-    Path(path).write_text(json.dumps(rows, indent=1, sort_keys=True))
+
+
+def save_winners(path: str | Path) -> None:
+    Path(path).write_text(json.dumps(winners(), indent=1, sort_keys=True))
 
 
 def load_winners(path: str | Path) -> None:
     """Take over a table that `save_winners` wrote on the same kind of device."""
-    rows = json.loads(Path(path).read_text())
+    use_winners(json.loads(Path(path).read_text()))
+
+
+def use_winners(rows: Mapping[str, Any]) -> None:
+    """Take over what `winners` gave on the same kind of device."""
     WINNERS.update(rows["winners"])
     FORWARD.update({key: ForwardConfig(**fields) for key, fields in rows["forward"].items()})
     BACKWARD.update(

@@ -7,9 +7,10 @@ shapes of a device, and those it does not know follow `_default`.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -46,7 +47,6 @@ class Choice:
 
 ROW_CLASSES = (1, 2, 4, 16, 64, 128)  # beyond, arithmetic takes the time and the library wins
 WINNERS: dict[str, Choice] = {}
-WINNERS_FOLDER = Path(__file__).parent / "winners"  # one table a device, named as the driver names it
 
 
 def shape_key(m: int, n: int, k: int, kind: str, swiglu: bool) -> str:
@@ -55,32 +55,35 @@ def shape_key(m: int, n: int, k: int, kind: str, swiglu: bool) -> str:
     return f"{kind} m{rows} n{n} k{k}{' swiglu' if swiglu else ''}"
 
 
-def save_winners(path: str | Path) -> None:
-    rows = {
+def winners() -> dict[str, Any]:
+    """The table as JSON."""
+    return {
         key: {"kernel": choice.kernel, "config": None if choice.config is None else asdict(choice.config)}
         for key, choice in WINNERS.items()
     }
-    Path(path).write_text(json.dumps(rows, indent=1, sort_keys=True))
 
 
-def load_winners(path: str | Path) -> None:
-    """Take over a table that `save_winners` wrote on the same kind of device."""
-    for key, row in json.loads(Path(path).read_text()).items():
+def use_winners(rows: Mapping[str, Any]) -> None:
+    """Take over what `winners` gave on the same kind of device."""
+    for key, row in rows.items():
         config = None if row["config"] is None else _CONFIGS[row["kernel"]](**row["config"])
         WINNERS[key] = Choice(row["kernel"], config)
 
 
+def save_winners(path: str | Path) -> None:
+    Path(path).write_text(json.dumps(winners(), indent=1, sort_keys=True))
+
+
+def load_winners(path: str | Path) -> None:
+    use_winners(json.loads(Path(path).read_text()))
+
+
 def prepare(device: torch.device | str) -> None:
-    """Once per device, before any graph is captured: the kernels' scratch memory, and the winners measured on this
-    kind of device if the package has them."""
+    """Once per device, before any graph is captured: the kernels' scratch memory."""
     device = torch.device(device)
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     workspace(device)
-    if device.type == "cuda":
-        path = WINNERS_FOLDER / f"{torch.cuda.get_device_name(device).replace(' ', '_')}.json"
-        if path.exists():
-            load_winners(path)
 
 
 def kind_of(weight: Weight) -> str:
@@ -107,12 +110,6 @@ def _default(m: int, kind: str) -> Choice:
     if kind.startswith("fp8"):
         return Choice("skinny" if m <= 64 else "library")  # above, the 8-bit tensor cores win
     return Choice("skinny" if m <= 16 else "library")
-
-
-def fuses(tokens: int, weight: Weight) -> bool:
-    """Whether `linear` norms and does SwiGLU on the way for so many tokens; otherwise the caller's own kernels for
-    them, into its own buffers, cost no more."""
-    return choose(tokens, weight, swiglu=True).kernel != "library"
 
 
 def linear(

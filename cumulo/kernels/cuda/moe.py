@@ -7,8 +7,8 @@ are bound by the first, thousands by the second. Nothing here waits for the host
 read by the kernels, and grids are as large as the worst case, whose surplus programs end at once.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 
 import torch
 import torch.nn.functional as F
@@ -237,13 +237,32 @@ class MoEBuffers:
         return sum(tensor.nbytes for tensor in own) + self.activated.nbytes + self.results.nbytes
 
 
+# By shape class, what `tune` found on this kind of device.
+TUNED: dict[str, tuple[GroupedConfig, GroupedConfig]] = {}
+
+
+def shape_class(choices: int, experts: int, direct: bool) -> str:
+    """Shapes that share their tiles: by how many choices an expert gets on average."""
+    if direct:
+        return f"direct {triton.next_power_of_2(choices)}"
+    return next((f"up to {most} each" for most in (8, 24, 96) if choices <= most * experts), "many each")
+
+
+def use(tuned: Mapping[str, Sequence[Mapping[str, int]]]) -> None:
+    """Take in what `tune` returned on this kind of device."""
+    TUNED.update({key: (GroupedConfig(**up), GroupedConfig(**down)) for key, (up, down) in tuned.items()})
+
+
 def grouped_configs(
-    choices: int, experts: int, invariant: bool = False
+    choices: int, experts: int, invariant: bool = False, direct: bool = False
 ) -> tuple[GroupedConfig, GroupedConfig]:
-    """For gate and up with SwiGLU, and for down; by how many choices an expert gets on average."""
+    """For gate and up with SwiGLU, and for down."""
     if invariant:
         return GroupedConfig(64, 64, 64, 4, 3), GroupedConfig(64, 128, 64, 4, 3)
-    average = choices / experts
+    tuned = TUNED.get(shape_class(choices, experts, direct))
+    if tuned is not None:
+        return tuned
+    average = 1 if direct else choices / experts
     if average <= 8:
         return GroupedConfig(16, 32, 128, 4, 4), GroupedConfig(16, 64, 128, 4, 4)
     if average <= 24:
@@ -278,9 +297,7 @@ def mixture(
         num_warps=1,
     )  # fmt: skip
     direct = choices <= _DIRECT_CHOICES and not invariant
-    up_config, down_config = configs or grouped_configs(
-        1 if direct else choices, 1 if direct else experts, invariant
-    )
+    up_config, down_config = configs or grouped_configs(choices, experts, invariant, direct)
     rows = up_config.rows
     assert rows == down_config.rows
     tiles = choices if direct else min(choices, -(-choices // rows) + experts)
@@ -348,15 +365,16 @@ def work(tokens: int, hidden: int, moe: MoESpec, element_bytes: int = 2) -> Work
     )
 
 
-def tune() -> dict[str, str]:
-    """The fastest tiles by average choices per expert, on the present device, for Qwen3-30B-A3B's layers."""
-    found: dict[str, str] = {}
+def tune() -> dict[str, list[dict[str, int]]]:
+    """The fastest tiles by shape class, on the present device, for Qwen3-30B-A3B's layers; `use` takes them."""
+    found: dict[str, list[dict[str, int]]] = {}
     moe, hidden, inputs = _bench_layer()
     for tokens in (1, 4, 64, 256, 512, 8192):
         x, router, gate_up, down = inputs(tokens)
         buffers = MoEBuffers(moe, hidden, tokens, torch.bfloat16, x.device)
         residual = torch.zeros_like(x)
-        best, best_us = "", float("inf")
+        best: tuple[GroupedConfig, GroupedConfig] | None = None
+        best_us = float("inf")
         for rows, up_columns, depth, warps, stages in _candidates(tokens):
             down_columns = min(128, 2 * up_columns)
             pair = (
@@ -373,9 +391,14 @@ def tune() -> dict[str, str]:
                 print(f"moe T={tokens} {pair[0]}: {type(error).__name__}")
                 continue
             if us < best_us:
-                best, best_us = f"{rows},{up_columns},{depth},{warps},{stages}", us
+                best, best_us = pair, us
+        if best is None:
+            continue
+        choices = tokens * moe.experts_per_token
+        key = shape_class(choices, moe.experts, choices <= _DIRECT_CHOICES)
+        found[key] = [asdict(config) for config in best]
         floor = work(tokens, hidden, moe).floor_us(4.3e12, 690e12)
-        found[f"T={tokens}"] = f"{best}: {best_us:.1f} us, {100 * floor / best_us:.0f}% of roofline"
+        print(f"moe T={tokens}, {key}: {best_us:.1f} us, {100 * floor / best_us:.0f}% of roofline: {best}")
     return found
 
 

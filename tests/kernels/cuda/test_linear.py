@@ -9,7 +9,7 @@ from torch import Tensor
 from cumulo.kernels.cuda import linear as door
 from cumulo.kernels.cuda.fp8 import Fp8Weight
 from cumulo.kernels.cuda.fp8_quantise import quantise
-from cumulo.kernels.cuda.linear import Choice, Weight, choose, fuses, linear
+from cumulo.kernels.cuda.linear import Choice, Weight, choose, linear
 from cumulo.kernels.cuda.skinny_linear import SkinnyConfig
 from cumulo.kernels.cuda.small_linear import SmallConfig, reference
 from cumulo.kernels.cuda.w4 import W4Config, W4Weight
@@ -99,12 +99,11 @@ def test_rows_quantised_by_the_caller_are_taken_as_they_are(given: dict[str, Ten
     assert relative_error(found, rows.dequantised() @ weight.dequantised().t()) < 4e-3  # bfloat16's rounding
 
 
-def test_a_few_tokens_are_fused_and_many_are_not() -> None:
+def test_without_a_table_one_row_streams_and_many_rows_go_to_the_library() -> None:
     weight = torch.empty(N, K, dtype=torch.bfloat16)
-    assert fuses(1, weight) and fuses(4, weight)
-    assert not fuses(512, weight)
-    assert choose(512, weight).kernel == "library"
     assert choose(1, weight).kernel == "small"
+    assert choose(16, weight, swiglu=True).kernel == "skinny"
+    assert choose(512, weight).kernel == "library"
 
 
 def test_the_table_of_winners_survives_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
