@@ -19,3 +19,11 @@ class ModelError(CumuloError):
 
 class OutOfMemory(CumuloError):
     """The memory ledger says it does not fit; the message names the largest setting that would."""
+
+
+class ConfigError(CumuloError):
+    """A configuration names what does not exist, or numbers that cannot belong together."""
+
+
+class TrainingError(CumuloError):
+    """Training cannot begin or go on: no data, a loss that is no number, no checkpoint that is whole."""

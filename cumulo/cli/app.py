@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from cumulo import __version__
-from cumulo.cli import bench, chat, doctor, explain, generate, serve
+from cumulo.cli import bench, chat, doctor, explain, generate, schedule, serve
 
 app = typer.Typer(
     name="cumulo",
@@ -22,6 +22,7 @@ app.command("generate", epilog=generate.EXAMPLE)(generate.generate)
 app.command("serve", epilog=serve.EXAMPLE)(serve.serve)
 app.command("explain", epilog=explain.EXAMPLE)(explain.explain)
 app.command("doctor", epilog=doctor.EXAMPLE)(doctor.doctor)
+app.command("schedule", epilog=schedule.EXAMPLE)(schedule.schedule)
 app.add_typer(bench.app, name="bench")
 
 

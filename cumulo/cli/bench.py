@@ -84,16 +84,30 @@ def overhead(
 
 
 @app.command(epilog="Example: [bold]cumulo bench kernels[/bold]")
-def kernels(json_file: options.JsonOption = None) -> None:
-    """Each operation's kernels against their torch reference."""
+def kernels(
+    only: Annotated[
+        str, typer.Option(help="On a GPU: parts of operations' names, separated by commas: moe,sample.")
+    ] = "",
+    json_file: options.JsonOption = None,
+) -> None:
+    """Each operation's kernels against the machine's ceilings and their rivals: a GPU's where there is one."""
     from cumulo.cli.report import Row
     from cumulo.cli.terminal import working
 
-    with working("kernels"):
-        from cumulo.kernels import bench as kernel_bench
+    with working("kernels") as tell:
+        import torch
 
-        rows = [Row(**row) for row in kernel_bench.rows()]
-    _finish("kernels", rows, json_file)
+        if torch.cuda.is_available():
+            from cumulo.kernels.cuda import bench as gpu_bench
+
+            words = [word for word in only.split(",") if word]
+            rows = [Row(**row) for row in gpu_bench.rows(words, tell)]
+            title = f"kernels, {torch.cuda.get_device_name()}"
+        else:
+            from cumulo.kernels import bench as kernel_bench
+
+            rows, title = [Row(**row) for row in kernel_bench.rows()], "kernels"
+    _finish(title, rows, json_file)
 
 
 @app.command(epilog="Example: [bold]cumulo bench guided --schemas 24 --steps 60[/bold]")

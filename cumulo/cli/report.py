@@ -7,8 +7,8 @@ import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
@@ -30,6 +30,7 @@ class Row:
     must: float | bool | None = None
     aim: float | bool | None = None
     note: str = ""
+    more: Mapping[str, Any] = field(default_factory=dict)  # further fields of the JSON row
 
     @property
     def ok(self) -> bool:
@@ -45,7 +46,7 @@ class Row:
             "name": self.name, "value": self.value, "unit": self.unit, "better": self.better,
             "must": self.must, "aim": self.aim, "ok": self.ok,
         }  # fmt: skip
-        return fields | ({"note": self.note} if self.note else {})
+        return fields | ({"note": self.note} if self.note else {}) | dict(self.more)
 
 
 def machine() -> dict[str, Any]:

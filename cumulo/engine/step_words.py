@@ -125,8 +125,10 @@ def _round_down(values: NDArray[np.float64]) -> NDArray[np.float32]:
 
 def have_cuts(columns: NDArray[np.void], vocabulary: int) -> NDArray[np.bool_]:
     """Draws that top-k, top-p or min-p restrict."""
-    cut: NDArray[np.bool_] = (columns["top_k"] > 0) & (columns["top_k"] < vocabulary)
-    return (cut | (columns["top_p"] < 1) | (columns["min_p"] > 0)) & ~columns["greedy"]
+    cut = (columns["top_k"] > 0) & (columns["top_k"] < vocabulary)
+    cut |= (columns["top_p"] < 1) | (columns["min_p"] > 0)
+    drawn: NDArray[np.bool_] = cut & ~columns["greedy"]
+    return drawn
 
 
 def gained_blocks(

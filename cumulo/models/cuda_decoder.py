@@ -10,8 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from cumulo.kernels.cuda import registry
 from cumulo.kernels.cuda.fp8 import Fp8Weight
-from cumulo.kernels.cuda.linear import Weight, choose, linear
+from cumulo.kernels.cuda.linear import Weight, choose, linear, prepare
 from cumulo.kernels.cuda.moe import MoEBuffers, mixture
 from cumulo.kernels.cuda.paged_attention import AttentionPlan
 from cumulo.kernels.cuda.rms_norm import rms_norm
@@ -71,6 +72,8 @@ class CudaDecoder:
         self.decoder, self.spec, self.dtype = decoder, decoder.spec, decoder.dtype
         spec, device = decoder.spec, decoder.embed.weight.device
         self.device = device
+        registry.load_for(registry.device_name(device))
+        prepare(device)
         self.max_tokens, self.max_outputs = max_tokens, max_outputs
         self.invariant, self._fp8 = batch_invariant, fp8_weights
         decoder.rotary.at(torch.zeros(0, dtype=torch.int64, device=device))  # makes the table

@@ -50,9 +50,15 @@ class Router(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Weights and expert indices, both [T, experts_per_token]."""
-        moe = self.moe
+        return self.choose(self.scores(x))
+
+    def scores(self, x: Tensor) -> Tensor:
+        """How well each expert suits each token, [T, experts]."""
         logits = F.linear(x.to(self.dtype), self.weight.to(self.dtype))
-        scores = logits.softmax(-1) if moe.scoring == "softmax" else logits.sigmoid()
+        return logits.softmax(-1) if self.moe.scoring == "softmax" else logits.sigmoid()
+
+    def choose(self, scores: Tensor) -> tuple[Tensor, Tensor]:
+        moe = self.moe
         preference = scores if self.selection_bias is None else scores + self.selection_bias
         if moe.groups > 1:
             preference = self._within_best_groups(preference)

@@ -113,9 +113,8 @@ def test_the_kernels_give_the_tokens_of_the_torch_runner(name: str) -> None:
 def test_draws_with_cuts_are_the_torch_runners_and_need_no_host(monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = make_decoder("dense")
     requests = [
-        (prompt(6, 1), SamplingParams(temperature=0.9, top_k=9, top_p=0.8, seed=1, max_tokens=4)),
-        (prompt(4, 2), SamplingParams(temperature=1.3, min_p=0.1, seed=2, max_tokens=3)),
-        (prompt(4, 3), SamplingParams(temperature=1, seed=3, max_tokens=3)),
+        (prompt(3, 1), SamplingParams(temperature=0.9, top_k=9, top_p=0.8, seed=1, max_tokens=2)),
+        (prompt(2, 2), SamplingParams(temperature=1, seed=3, max_tokens=2)),
     ]
     expected = run(make_engine(decoder, on_kernels=False, overlap=False), requests)
     monkeypatch.delattr(CudaRunner, "_draw_on_host")

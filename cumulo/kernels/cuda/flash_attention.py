@@ -147,14 +147,14 @@ def flash_attention_backward_op(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     query, key, value, grad_out = (_rows(x) for x in (query, key, value, grad_out))
-    grads = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (query, key, value))
+    grads = _like(query), _like(key), _like(value)
     if len(query) == 0 or len(key) == 0:
-        return tuple(grad.zero_() for grad in grads)  # type: ignore[return-value]
+        return grads[0].zero_(), grads[1].zero_(), grads[2].zero_()
     launch_backward(
         query, key, value, out, lse, grad_out, None if grad_lse is None else grad_lse.contiguous(), query_starts,
-        key_starts, causal, scale, grads, torch.empty_like(lse), *backward_config(query),
+        key_starts, causal, scale, grads, *backward_config(query),
     )  # fmt: skip
-    return grads  # type: ignore[return-value]
+    return grads
 
 
 @flash_attention_backward_op.register_fake
@@ -171,7 +171,11 @@ def _fake_backward(
     causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (query, key, value))  # type: ignore[return-value]
+    return _like(query), _like(key), _like(value)
+
+
+def _like(x: Tensor) -> Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
 def _keep(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]

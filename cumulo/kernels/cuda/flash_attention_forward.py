@@ -164,7 +164,7 @@ def search_steps(documents: int) -> int:
 
 
 def columns_of(dim: int) -> int:
-    return max(16, triton.next_power_of_2(dim))
+    return max(16, 1 << (dim - 1).bit_length())
 
 
 def described(x: Tensor, tile: int) -> TensorDescriptor | None:

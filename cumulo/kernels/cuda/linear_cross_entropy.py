@@ -1,10 +1,11 @@
 """Cross-entropy of a linear layer's logits, which never exist all at once: the end of a model in training.
 
 Must compute 6 · T · V · H FLOPs (the logits, and two products for the gradients) and move x, the weight and their
-gradients once; [T, V] logits and their gradient would be the largest tensors of a training step. Some rows at a time:
-the library multiplies, one kernel turns the logits into losses and, in place, into their own gradient, and the library
-multiplies twice more. So with a mean or a sum the gradients are ready when the loss is, and backward only scales them.
-With one loss per token they depend on what comes from above; backward computes the logits again (8 · T · V · H).
+gradients once; [T, V] logits and their gradient would be the largest tensors of a training step. Some rows at a
+time: the library multiplies, one kernel turns the logits into losses and, in place, into their own gradient, and
+the library multiplies twice more. So with a mean or a sum the gradients are ready when the loss is, and backward
+only scales them. With one loss per token they depend on what comes from above, and backward computes the logits
+again (8 · T · V · H).
 
 Loss of a row z with target y: lse − (1 − s) z_y − s · mean(z) + c · lse², where s smooths the label (Szegedy et al.
 2016, section 7) and c keeps the logits' scale in check (z-loss: Chowdhery et al. 2022, section 5).
@@ -98,6 +99,30 @@ def _losses(logits, targets, losses, log_sums, upstream, row_stride, vocabulary,
             tl.store(logits + start + column, d.to(logits.dtype.element_ty), mask=inside)
 
 
+@triton.jit
+def _times(x, scale, out, size, BLOCK: tl.constexpr):
+    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(x + index, mask=index < size, other=0.0).to(tl.float32) * tl.load(scale).to(tl.float32)
+    tl.store(out + index, value.to(out.dtype.element_ty), mask=index < size)
+
+
+def _scaled(x: Tensor, scale: Tensor, out: Tensor) -> Tensor:
+    """x · scale, one number on the device, in float32: torch would round it to x's type first."""
+    if x.numel():
+        _times[(triton.cdiv(x.numel(), _BLOCK),)](x, scale, out, x.numel(), BLOCK=_BLOCK, num_warps=8)
+    return out
+
+
+@torch.library.custom_op("cumulo::scaled", mutates_args=())
+def scaled_op(x: Tensor, scale: Tensor) -> Tensor:
+    return _scaled(x, scale, torch.empty_like(x))
+
+
+@scaled_op.register_fake
+def _fake_scaled(x: Tensor, scale: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
 def _launch(
     logits: Tensor, targets: Tensor, losses: Tensor, log_sums: Tensor, upstream: Tensor | None, ignore_index: int,
     label_smoothing: float, z_loss: float, has_log_sum: bool, gradient: bool,
@@ -145,8 +170,14 @@ class _WeightGradient:
         self.empty = False
 
     def result(self, scale: Tensor | None) -> Tensor:
-        total = self.total.zero_() if self.empty else self.total
-        return (total if scale is None else total.mul_(scale)).to(self.dtype)
+        if self.empty:
+            self.total.zero_()
+        if scale is None:
+            return self.total.to(self.dtype)
+        same = self.total.dtype == self.dtype
+        return _scaled(
+            self.total, scale, self.total if same else torch.empty_like(self.total, dtype=self.dtype)
+        )
 
 
 def _chunks(rows: int, size: int) -> list[slice]:
@@ -193,7 +224,7 @@ def linear_cross_entropy_op(
     loss = losses.sum()
     if scale is not None:
         loss = loss * scale
-        grad_x *= scale
+        _scaled(grad_x, scale, grad_x)
     grad_weight = torch.empty(0, dtype=weight.dtype, device=x.device)
     return loss, grad_x, grad_weight if total is None else total.result(scale)
 
@@ -228,7 +259,7 @@ def _differentiate(ctx, upstream: Tensor | None, *unused: Tensor | None):  # typ
         return (None,) * 9
     grad_x, grad_weight = ctx.saved_tensors
     scaled = (
-        (grad * upstream.to(grad.dtype)) if needed else None
+        torch.ops.cumulo.scaled(grad, upstream) if needed else None
         for grad, needed in zip((grad_x, grad_weight), ctx.needs_input_grad, strict=False)
     )
     return (*scaled, *(None,) * 7)
@@ -354,10 +385,10 @@ def linear_cross_entropy(
     reduction: str = "mean",
     chunk_rows: int = 0,
 ) -> Tensor:
-    """Cross-entropy of x [T, H] times weightᵀ [V, H] against targets [T], in float32; differentiable in x and weight.
+    """Cross-entropy of x [T, H] times weightᵀ [V, H] against targets [T], in float32; differentiable in both.
 
-    `reduction` "mean" (over targets that are not `ignore_index`), "sum" or "none" ([T]). `chunk_rows`: how many rows'
-    logits exist at once; 0 chooses.
+    `reduction` "mean" (over targets that are not `ignore_index`), "sum" or "none" ([T]). `chunk_rows`: how many
+    rows' logits exist at once; 0 chooses.
     """
     if x.ndim != 2 or weight.ndim != 2 or x.shape[1] != weight.shape[1] or targets.shape != x.shape[:1]:
         raise ValueError(
@@ -374,3 +405,66 @@ def linear_cross_entropy(
     return torch.ops.cumulo.linear_cross_entropy(  # type: ignore[no-any-return]
         x, weight, targets, ignore_index, label_smoothing, z_loss, reduction == "mean", gradients, chunk_rows
     )[0]
+
+
+def work(rows: int, vocabulary: int, hidden: int, gradients: bool = True, element_bytes: int = 2) -> Work:
+    """With `gradients`, of forward and backward together."""
+    inputs = (rows + vocabulary) * hidden * element_bytes
+    products = 3 if gradients else 1
+    return Work(
+        bytes=inputs * (2 if gradients else 1) + 12 * rows, flops=2 * products * rows * vocabulary * hidden
+    )
+
+
+def bench_rows() -> Iterator[KernelRow]:
+    """Forward and backward of the last layer of a 1.24B and an 8B model, beside plain torch."""
+    for rows, vocabulary, hidden in ((8192, 128256, 2048), (8192, 128256, 4096), (16384, 49152, 576)):
+        generator = torch.Generator("cuda").manual_seed(0)
+        x = torch.randn(rows, hidden, device="cuda", dtype=torch.bfloat16, generator=generator)
+        weight = torch.randn(vocabulary, hidden, device="cuda", dtype=torch.bfloat16, generator=generator)
+        weight *= hidden**-0.5
+        targets = torch.randint(0, vocabulary, (rows,), device="cuda", generator=generator)
+        leaves = [x.requires_grad_(), weight.requires_grad_()]
+
+        def ours(leaves: list[Tensor] = leaves, targets: Tensor = targets) -> tuple[Tensor, ...]:
+            return torch.autograd.grad(linear_cross_entropy(leaves[0], leaves[1], targets), leaves)
+
+        def plain(leaves: list[Tensor] = leaves, targets: Tensor = targets) -> tuple[Tensor, ...]:
+            loss = F.cross_entropy(F.linear(leaves[0], leaves[1]).float(), targets)
+            return torch.autograd.grad(loss, leaves)
+
+        found, expected = ours(), plain()
+        error = max(
+            float((a.float() - b.float()).norm() / b.float().norm())
+            for a, b in zip(found, expected, strict=True)
+        )
+        del found, expected
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        ours_us = eager_us(ours, 5)
+        peak = (torch.cuda.max_memory_allocated() - before) / 2**30
+        yield KernelRow(
+            "linear_cross_entropy", f"{rows} tokens, {vocabulary} words, hidden {hidden}, with gradients",
+            work(rows, vocabulary, hidden), ours_us, {"torch": eager_us(plain, 5)}, error=error,
+            config=f"{default_chunk_rows(rows, vocabulary, 2)} rows at once, peak {peak:.2f} GiB",
+        )  # fmt: skip
+
+
+def tune(device: torch.device | str = "cuda") -> dict[str, float]:
+    """Milliseconds by rows at once, printed: what _LOGIT_BYTES should be."""
+    rows, vocabulary, hidden = 8192, 128256, 2048
+    x = torch.randn(rows, hidden, device=device, dtype=torch.bfloat16).requires_grad_()
+    weight = torch.randn(vocabulary, hidden, device=device, dtype=torch.bfloat16) * hidden**-0.5
+    targets = torch.randint(0, vocabulary, (rows,), device=device)
+    weight.requires_grad_()
+    found = {}
+    for chunk in (1024, 2048, 4096, 8192):
+
+        def once(chunk: int = chunk) -> tuple[Tensor, ...]:
+            loss = linear_cross_entropy(x, weight, targets, chunk_rows=chunk)
+            return torch.autograd.grad(loss, (x, weight))
+
+        us = eager_us(once, 5)
+        found[f"{chunk} rows"] = us / 1e3
+        print(f"linear_cross_entropy {rows}x{vocabulary}x{hidden}, {chunk} rows at once: {us / 1e3:.2f} ms")
+    return found

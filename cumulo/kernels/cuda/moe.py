@@ -7,7 +7,8 @@ are bound by the first, thousands by the second. Nothing here waits for the host
 read by the kernels, and grids are as large as the worst case, whose surplus programs end at once.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 
 import torch
@@ -24,6 +25,7 @@ from cumulo.spec.model import MoESpec
 
 _DIRECT_CHOICES = 64  # with so few choices each is a tile of its own: nothing is sorted
 _SORT_CHUNK = 4096
+_TUNED_TOKENS = (1, 4, 64, 256, 512, 8192)
 
 
 def reference(
@@ -269,7 +271,8 @@ def grouped_configs(
         return GroupedConfig(32, 64, 64, 4, 4), GroupedConfig(32, 128, 64, 4, 4)
     if average <= 96:
         return GroupedConfig(64, 64, 64, 4, 4), GroupedConfig(64, 128, 64, 4, 4)
-    return GroupedConfig(128, 64, 64, 4, 4), GroupedConfig(128, 128, 64, 8, 4)
+    # Two sums of 128 x 64 fill the registers of four warps to the last.
+    return GroupedConfig(128, 64, 64, 8, 4), GroupedConfig(128, 128, 64, 8, 4)
 
 
 def mixture(
@@ -369,18 +372,14 @@ def tune() -> dict[str, list[dict[str, int]]]:
     """The fastest tiles by shape class, on the present device, for Qwen3-30B-A3B's layers; `use` takes them."""
     found: dict[str, list[dict[str, int]]] = {}
     moe, hidden, inputs = _bench_layer()
-    for tokens in (1, 4, 64, 256, 512, 8192):
+    _compile_all(moe, hidden, inputs)
+    for tokens in _TUNED_TOKENS:
         x, router, gate_up, down = inputs(tokens)
         buffers = MoEBuffers(moe, hidden, tokens, torch.bfloat16, x.device)
         residual = torch.zeros_like(x)
         best: tuple[GroupedConfig, GroupedConfig] | None = None
         best_us = float("inf")
-        for rows, up_columns, depth, warps, stages in _candidates(tokens):
-            down_columns = min(128, 2 * up_columns)
-            pair = (
-                GroupedConfig(rows, up_columns, depth, warps, stages),
-                GroupedConfig(rows, down_columns, depth, warps, stages),
-            )
+        for pair in _candidates(tokens):
             try:
                 us = graph_us(
                     lambda i: mixture(x, router, gate_up, down, buffers, residual, configs=pair),
@@ -402,7 +401,32 @@ def tune() -> dict[str, list[dict[str, int]]]:
     return found
 
 
-def _candidates(tokens: int) -> list[tuple[int, int, int, int, int]]:
+def _compile_all(
+    moe: MoESpec, hidden: int, inputs: Callable[[int], tuple[Tensor, Tensor, Tensor, Tensor]]
+) -> None:
+    """Compile every candidate first, many at a time: one after the other would take longer than the timing."""
+
+    def once(tokens: int, pair: tuple[GroupedConfig, GroupedConfig]) -> None:
+        x, router, gate_up, down = inputs(tokens)
+        buffers = MoEBuffers(moe, hidden, tokens, torch.bfloat16, x.device)
+        mixture(x, router, gate_up, down, buffers, torch.zeros_like(x), configs=pair)
+
+    with ThreadPoolExecutor(12) as pool:
+        jobs = [pool.submit(once, tokens, pair) for tokens in _TUNED_TOKENS for pair in _candidates(tokens)]
+        for job in jobs:
+            job.exception()  # shows again, and is reported, when it is timed
+    torch.cuda.synchronize()
+
+
+def _candidates(tokens: int) -> list[tuple[GroupedConfig, GroupedConfig]]:
+    """Pairs for the first and the second product; the second has no SwiGLU and so room for twice the columns."""
+    return [
+        (GroupedConfig(rows, columns, *rest), GroupedConfig(rows, min(128, 2 * columns), *rest))
+        for rows, columns, *rest in _tiles(tokens)
+    ]
+
+
+def _tiles(tokens: int) -> list[tuple[int, int, int, int, int]]:
     if tokens <= 8:
         return [
             (16, 16, 128, 4, 4),

@@ -49,7 +49,7 @@ def reference(
     """Tokens from logits [R, V] by sorting; top_k 0, top_p 1 and min_p 0 cut nothing; numbers in [0, 1) pick."""
     vocabulary = logits.shape[-1]
     logits = logits.double()
-    ordered, tokens = logits.sort(-1, descending=True, stable=True)
+    ordered, tokens = logits.sort(stable=True, dim=-1, descending=True)
     weights = ((ordered - ordered[:, :1]) / temperature.double()[:, None]).exp()
     limits = torch.where(top_k > 0, top_k, vocabulary)[:, None]
     weights = weights.masked_fill(torch.arange(vocabulary, device=logits.device) >= limits, 0.0)
@@ -408,8 +408,9 @@ def sample_with_cuts(
 @torch.library.custom_op("cumulo::sample_with_cuts", mutates_args=("tokens",))
 def sample_with_cuts_op(logits: Tensor, draws: Tensor, tokens: Tensor) -> Tensor:
     picked = torch.empty(logits.shape[0], dtype=torch.int32, device=logits.device)
-    shared, own = (kind(*logits.shape, logits.device) for kind in (SampleBuffers, CutBuffers))
-    sample_with_cuts(logits, draws, shared, own, picked, tokens)  # type: ignore[arg-type]
+    rows, vocabulary = logits.shape
+    shared = SampleBuffers(rows, vocabulary, logits.device)
+    sample_with_cuts(logits, draws, shared, CutBuffers(rows, vocabulary, logits.device), picked, tokens)
     return picked
 
 

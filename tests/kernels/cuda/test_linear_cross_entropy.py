@@ -57,9 +57,11 @@ def test_half_precision_loses_no_more_than_torchs(reduction: str, device: torch.
     x, weight, targets = inputs(device, torch.float16)
     found = loss_and_gradients(linear_cross_entropy, x, weight, targets, reduction=reduction, chunk_rows=4)
     for index, ours in enumerate(found):
-        check_close(
-            ours, lambda a, w, i=index: loss_and_gradients(reference, a, w, targets, reduction=reduction)[i], x, weight
-        )  # fmt: skip
+
+        def torchs(a: Tensor, w: Tensor, i: int = index) -> Tensor:
+            return loss_and_gradients(reference, a, w, targets, reduction=reduction)[i]
+
+        check_close(ours, torchs, x, weight)
 
 
 def test_rows_longer_than_a_block_and_a_strided_input(
@@ -121,3 +123,18 @@ def test_what_does_not_fit_is_refused_with_the_reason() -> None:
         linear_cross_entropy(
             torch.zeros(2, 4), torch.zeros(5, 4), torch.zeros(2, dtype=torch.long), reduction="max"
         )
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="real sizes take a GPU")
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_bfloat16_at_a_real_size_loses_no_more_than_torchs(reduction: str) -> None:
+    generator = torch.Generator("cuda").manual_seed(0)
+    x = torch.randn(600, 512, device="cuda", dtype=torch.bfloat16, generator=generator)
+    weight = torch.randn(20001, 512, device="cuda", dtype=torch.bfloat16, generator=generator) * 512**-0.5
+    targets = torch.randint(0, 20001, (600,), device="cuda", generator=generator)
+    found = loss_and_gradients(linear_cross_entropy, x, weight, targets, reduction=reduction, chunk_rows=256)
+    same = loss_and_gradients(reference, x, weight, targets, reduction=reduction)
+    exact = loss_and_gradients(reference, x.double(), weight.double(), targets, reduction=reduction)
+    for ours, torchs, right in zip(found, same, exact, strict=True):
+        assert relative_error(ours, right) <= 2 * max(relative_error(torchs, right), 2**-9)

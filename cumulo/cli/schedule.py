@@ -1,0 +1,142 @@
+"""`cumulo schedule`: what a pipeline schedule does, how much of it is idle, and what its paper says."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from cumulo.cli import options
+
+if TYPE_CHECKING:
+    from cumulo.cli.report import Row
+    from cumulo.pipeline.catalog import Family
+    from cumulo.pipeline.costs import Costs
+    from cumulo.pipeline.simulate import Timeline
+
+EXAMPLE = "Example: [bold]cumulo schedule zb-v --stages 4 --micro-batches 8 --svg zb-v.svg[/bold]"
+_NAMES = "gpipe, 1f1b, interleaved-1f1b, zb-h1, zb-v, dualpipe, dualpipe-v."
+
+
+def schedule(
+    name: Annotated[str, typer.Argument(metavar="NAME", help=_NAMES)],
+    stages: Annotated[int, typer.Option(help="Ranks of the pipeline.")] = 4,
+    micro_batches: Annotated[int, typer.Option(help="Micro-batches of a step.")] = 8,
+    chunks: Annotated[
+        int | None, typer.Option(help="Chunks of the model on each stage, for interleaved-1f1b.")
+    ] = None,
+    forward_ms: Annotated[
+        float, typer.Option(help="Forward of a micro-batch through 1/stages of the model.")
+    ] = 1,
+    backward_input_ms: Annotated[float, typer.Option(help="Gradient of its input.")] = 1,
+    backward_weight_ms: Annotated[float, typer.Option(help="Gradient of its weights.")] = 1,
+    overlap_saving: Annotated[
+        float, typer.Option(help="Share of forward + backward saved where DualPipe overlaps them.")
+    ] = 0,
+    latency_us: Annotated[float, typer.Option(help="Of a message between stages.")] = 0,
+    message_mib: Annotated[float, typer.Option(help="An activation or gradient of a micro-batch.")] = 0,
+    bandwidth_gb_s: Annotated[
+        float | None, typer.Option(help="Between two stages, each way; left out: no limit.")
+    ] = None,
+    svg: Annotated[Path | None, typer.Option(metavar="FILE", help="Also draw the timeline there.")] = None,
+    perfetto: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Also write a Chrome/Perfetto trace there.")
+    ] = None,
+    json_file: options.JsonOption = None,
+) -> None:
+    """Draw a pipeline schedule's timeline; its bubble and memory beside the published formula."""
+    from dataclasses import replace
+
+    from cumulo.cli import report
+    from cumulo.cli.terminal import note, out
+    from cumulo.pipeline.catalog import build, family
+    from cumulo.pipeline.check import check
+    from cumulo.pipeline.costs import Costs, Link
+    from cumulo.pipeline.draw import to_perfetto, to_svg
+    from cumulo.pipeline.simulate import simulate
+
+    chosen = family(name)
+    built = build(name, stages, micro_batches, chunks)
+    checked = check(built)
+    costs = replace(
+        Costs.of_stage(built, forward_ms / 1e3, backward_input_ms / 1e3, backward_weight_ms / 1e3),
+        overlap_saving=overlap_saving,
+        link=Link(latency_us / 1e6, float("inf") if bandwidth_gb_s is None else bandwidth_gb_s * 1e9),
+        message_bytes=message_mib * 2**20,
+    )
+    timeline = simulate(built, costs)
+    title = f"{chosen.name}: {stages} stages, {micro_batches} micro-batches"
+    if svg is not None:
+        _write(svg, to_svg(timeline, title))
+        note(f"picture written to {svg}")
+    if perfetto is not None:
+        _write(perfetto, to_perfetto(timeline))
+        note(f"trace written to {perfetto}; open it in https://ui.perfetto.dev")
+    rows = _rows(chosen, timeline, costs, max(checked.peak_live_activations))
+    report.write_json(json_file, rows)
+    if str(json_file) != "-":
+        out.print(f"[bold]{title}[/bold]  [dim]{chosen.title} ({chosen.paper})[/dim]")
+        _print_picture(timeline)
+        out.print(report.table("", rows))
+
+
+def _rows(chosen: "Family", timeline: "Timeline", costs: "Costs", peak: int) -> "list[Row]":
+    from cumulo.cli.report import Row
+
+    schedule, formula = timeline.schedule, chosen.formula
+    stages, micro_batches = schedule.stages, schedule.micro_batches
+    idle_s = max(timeline.inner_bubble_s if formula.inner else timeline.bubble_s)
+    where = "from a stage's own first action to its last" if formula.inner else "over the step"
+    rows = [
+        Row("step", timeline.makespan_s * 1e3, "ms", "lower"),
+        Row("bubble", timeline.bubble_ratio * 100, "%", "lower", note="idle share of all stages' time"),
+        Row("bubble of the worst stage", idle_s * 1e3, "ms", "lower", note=where),
+    ]
+    if formula.applies(stages, micro_batches, costs):
+        published_s = formula.bubble_s(stages, costs)
+        rows.append(Row("published bubble", published_s * 1e3, "ms", "lower", note=formula.text))
+    else:
+        least = formula.least_micro_batches(stages)
+        needs = f"holds for {formula.condition}, {least} or more micro-batches, free communication"
+        rows.append(Row("published bubble", None, "ms", "lower", note=f"{formula.text} {needs}"))
+    published_peak = formula.peak(stages, micro_batches, schedule.chunks_per_stage)
+    size = f"of 1/{schedule.chunks} of the model" if schedule.chunks > 1 else "of the model"
+    rows += [
+        Row("peak live activations", peak, "", "lower", note=f"micro-batches {size}, on the fullest stage"),
+        Row("published peak", published_peak, "", "lower", note=formula.peak_text),
+    ]
+    return rows
+
+
+def _print_picture(timeline: "Timeline") -> None:
+    from rich.text import Text
+
+    from cumulo.cli.terminal import note, out
+    from cumulo.pipeline.actions import Kind
+    from cumulo.pipeline.draw_text import columns_to_read, text_rows
+
+    # Background for each kind; the second colour is for a later chunk or the reverse direction.
+    styles = {
+        Kind.FORWARD: ("black on bright_blue", "black on blue"),
+        Kind.BACKWARD: ("black on bright_green", "black on green"),
+        Kind.BACKWARD_INPUT: ("black on bright_yellow", "black on yellow"),
+        Kind.BACKWARD_WEIGHT: ("black on bright_magenta", "black on magenta"),
+    }
+    margin = len(str(timeline.schedule.stages - 1)) + 1
+    wanted, room = columns_to_read(timeline), max(20, out.width - margin)
+    for stage, row in enumerate(text_rows(timeline, min(wanted, room))):
+        line = Text(str(stage).rjust(margin - 1) + " ", style="dim")
+        for cell in row:
+            line.append(cell.text, styles[cell.kind][cell.second] if cell.kind else "on default")
+        out.print(line, no_wrap=True, crop=True)
+    out.print("F forward · B backward · I its input-gradient half · W its weight-gradient half", style="dim")
+    if wanted > room:
+        note(f"{wanted + margin} columns would show every micro-batch's number; --svg FILE draws them, too")
+
+
+def _write(path: Path, text: str) -> None:
+    from cumulo.errors import CumuloError
+
+    try:
+        path.write_text(text, "utf-8")
+    except OSError as error:
+        raise CumuloError(f"cannot write {path}: {error.strerror or error}") from error

@@ -1,0 +1,185 @@
+"""Every GPU kernel's benchmark rows beside ceilings measured in the same run. `cumulo bench kernels` prints them on
+a GPU, as does `python -m cumulo.kernels.cuda.bench [--only moe,sample] [--json FILE]`, which needs torch alone.
+
+A row's value is its time; the rest says how much of the roofline that is, how many times slower each rival was, and
+how wrong the result. An operation that fails is a row with its error, and the table goes on.
+"""
+
+import argparse
+import gc
+import json
+import pkgutil
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import cumulo.kernels.cuda as package
+from cumulo.kernels.cuda import registry
+from cumulo.kernels.cuda.timing import eager_us, graph_us
+from cumulo.kernels.cuda.work import KernelRow
+
+WRONG = 0.05  # a relative error no rounding explains: 8-bit products lose about half of it
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Ceilings:
+    """What the device reaches at best, measured: nothing here is from a datasheet."""
+
+    bytes_per_s: float
+    bf16_flops_per_s: float
+    fp8_flops_per_s: float | None  # None: no 8-bit units
+
+    @classmethod
+    def measured(cls) -> "Ceilings":
+        size = 8192
+        source = torch.randint(-100, 100, (1 << 28,), dtype=torch.int32, device="cuda")  # 1 GiB
+        target = torch.empty_like(source)
+        copy_us, moved = graph_us(lambda _: target.copy_(source), repeats=4), 2 * source.nbytes
+        a, b = (torch.randn(size, size, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+        out = torch.empty_like(a)
+        flops = 2 * size**3
+        bf16_us = eager_us(lambda: torch.mm(a, b, out=out))
+        fp8_us = None
+        if torch.cuda.get_device_capability() >= (8, 9):
+            one = torch.ones((), device="cuda")
+            left, right = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn).t()
+            fp8_us = eager_us(
+                lambda: torch._scaled_mm(left, right, scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
+            )
+        return cls(
+            1e6 * moved / copy_us,
+            1e6 * flops / bf16_us,
+            None if fp8_us is None else 1e6 * flops / fp8_us,
+        )
+
+    def flops_per_s(self, dtype: str) -> float:
+        eight_bit = "float8" in dtype or "fp8" in dtype
+        return self.fp8_flops_per_s if eight_bit and self.fp8_flops_per_s else self.bf16_flops_per_s
+
+    def share(self, row: KernelRow) -> float:
+        """Of the roofline: 1 is the fastest that memory and matrix units allow."""
+        return row.work.floor_us(self.bytes_per_s, self.flops_per_s(row.dtype)) / row.ours_us
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        yield _figure("ceiling: copy, read and written", self.bytes_per_s / 1e12, "TB/s")
+        yield _figure("ceiling: bfloat16 product, 8192 cubed", self.bf16_flops_per_s / 1e12, "TFLOP/s")
+        if self.fp8_flops_per_s is not None:
+            yield _figure("ceiling: 8-bit product, 8192 cubed", self.fp8_flops_per_s / 1e12, "TFLOP/s")
+
+
+def _figure(name: str, value: float, unit: str) -> dict[str, Any]:
+    return {"name": name, "value": round(value, 3), "unit": unit, "better": "higher"}
+
+
+def operations(only: Sequence[str] = ()) -> list[str]:
+    """Modules of this folder that have benchmark rows; with `only`, those whose name holds one of the words."""
+    names = [found.name for found in pkgutil.iter_modules(package.__path__)]
+    wanted = [name for name in names if not only or any(word in name for word in only)]
+    return [name for name in wanted if _has_rows(name)]
+
+
+def _has_rows(name: str) -> bool:
+    try:
+        module = import_module(f"{package.__name__}.{name}")
+    except Exception:  # shows as a row of its own
+        return True
+    rows = getattr(module, "bench_rows", None)
+    return rows is not None and rows.__module__ == module.__name__
+
+
+def rows(only: Sequence[str] = (), tell: Tell = lambda line: None) -> list[dict[str, Any]]:
+    """One dictionary per figure: name, value, unit, better, must, aim, note, more."""
+    registry.load_for(registry.device_name("cuda"))
+    tell("measuring the device's ceilings")
+    ceilings = Ceilings.measured()
+    found = list(ceilings.rows())
+    for name in operations(only):
+        for row in _guarded(name, ceilings):
+            tell(as_line(row))
+            found.append(row)
+        gc.collect()
+        torch.cuda.empty_cache()
+    return found
+
+
+def _guarded(name: str, ceilings: Ceilings) -> Iterator[dict[str, Any]]:
+    """The rows of one operation, up to the one that fails."""
+    try:
+        for row in import_module(f"{package.__name__}.{name}").bench_rows():
+            yield as_dict(row, ceilings)
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+        yield {"name": name, "value": None, "unit": "us", "better": "lower", "must": 0.0, "note": reason}
+
+
+def as_dict(row: KernelRow, ceilings: Ceilings) -> dict[str, Any]:
+    """A row for the report. A wrong result is no time at all, however short it took."""
+    share = ceilings.share(row)
+    by_memory = row.work.bytes / ceilings.bytes_per_s >= row.work.flops / ceilings.flops_per_s(row.dtype)
+    wrong = row.error is not None and not row.error <= WRONG
+    rate = f"{row.tb_s:.2f} TB/s" if by_memory else f"{row.tflop_s:.0f} TFLOP/s"
+    ratios = {name: us / row.ours_us for name, us in row.rivals_us.items()}
+    notes = [
+        rate,
+        f"{100 * share:.0f}% of roofline",
+        *(f"{ratio:.2f}x {name}" for name, ratio in ratios.items()),
+    ]
+    if row.error is not None:
+        notes.append(f"{'WRONG: ' if wrong else ''}error {row.error:.2g}")
+    return {
+        "name": f"{row.name}, {row.shape}",
+        "value": None if wrong else round(row.ours_us, 2),
+        "unit": "us",
+        "better": "lower",
+        "must": 0.0 if wrong and row.must_us is None else row.must_us,
+        "aim": row.aim_us,
+        "note": ", ".join(notes),
+        "more": {
+            "tb_s": round(row.tb_s, 3),
+            "tflop_s": round(row.tflop_s, 1),
+            "roofline_share": round(share, 3),
+            "bound": "memory" if by_memory else "arithmetic",
+            "rivals_us": {name: round(us, 2) for name, us in row.rivals_us.items()},
+            "error": None if row.error is None or row.error != row.error else row.error,
+            "config": row.config,
+        },
+    }
+
+
+def as_line(row: dict[str, Any]) -> str:
+    value = "failed" if row["value"] is None else f"{row['value']:.1f} {row['unit']}"
+    must = row.get("must")
+    verdict = ""
+    if must:
+        verdict = " ok" if row["value"] is not None and row["value"] <= must else f" MISSES {must:.0f}"
+    return f"{row['name']:70} {value:>12}{verdict}  {row.get('note', '')}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="time every GPU kernel against this device's ceilings")
+    parser.add_argument("--only", default="", help="parts of operations' names, separated by commas")
+    parser.add_argument("--json", help="where the rows go")
+    given = parser.parse_args()
+    found = rows([word for word in given.only.split(",") if word], lambda line: print(line, flush=True))
+    for row in found[:3]:
+        if row["name"].startswith("ceiling"):
+            print(f"{row['name']:70} {row['value']:.2f} {row['unit']}")
+    if given.json:
+        machine = {"gpu": registry.device_name("cuda"), "torch": torch.__version__}
+        report = {"machine": machine, "rows": [_with_verdict(row) for row in found]}
+        Path(given.json).write_text(json.dumps(report, indent=1, allow_nan=False), encoding="utf-8")
+
+
+def _with_verdict(row: dict[str, Any]) -> dict[str, Any]:
+    must, value = row.get("must"), row["value"]
+    ok = must is None or (value is not None and value <= must)
+    return {**{key: entry for key, entry in row.items() if key != "more"}, "ok": ok, **row.get("more", {})}
+
+
+if __name__ == "__main__":
+    main()

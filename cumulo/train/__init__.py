@@ -1,0 +1,1 @@
+"""Training: data, the decoder with gradients, optimizers, the loop. `cumulo train` and Python programs use it."""

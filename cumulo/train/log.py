@@ -1,0 +1,91 @@
+"""RunLog: every step's figures to log.csv, and to TensorBoard where it is installed. Written by the trainer.
+
+Numbers are written so that reading them gives the same bits: two runs can be compared to the last digit.
+"""
+
+import csv
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    step: int  # from 1
+    tokens: int  # learnt in all
+    loss: float  # nats per learnt token
+    balance: float  # experts' balance, 1 when even; 0 without experts
+    gradient_norm: float
+    learning_rate_share: float
+    held_out_loss: float | None
+    step_s: float
+    tokens_per_s: float  # computed in this step
+    mfu: float
+    data_stall_s: float
+    checkpoint_block_s: float
+
+
+class RunLog:
+    def __init__(self, folder: Path, after_step: int) -> None:
+        """Keep what an earlier run wrote up to `after_step`; what came later will be computed again."""
+        self.path = folder / "log.csv"
+        self.records = [record for record in read_log(self.path) if record.step <= after_step]
+        self._stream = self.path.open("w", newline="", encoding="utf-8")
+        self._writer = csv.DictWriter(self._stream, [field.name for field in fields(StepRecord)])
+        self._writer.writeheader()
+        self._writer.writerows(map(asdict, self.records))
+        self._board: Any = _tensorboard(folder / "tensorboard")
+
+    def write(self, record: StepRecord) -> None:
+        self.records.append(record)
+        self._writer.writerow(asdict(record))
+        self._stream.flush()
+        if self._board is not None:
+            for name, value in asdict(record).items():
+                if name != "step" and value is not None:
+                    self._board.add_scalar(name, value, record.step)
+
+    def forget_after(self, step: int) -> None:
+        """After a rollback: those steps did not happen."""
+        self.records = [record for record in self.records if record.step <= step]
+        self._stream.seek(0)
+        self._stream.truncate()
+        self._writer.writeheader()
+        self._writer.writerows(map(asdict, self.records))
+
+    def close(self) -> None:
+        self._stream.close()
+        if self._board is not None:
+            self._board.close()
+
+
+def read_log(path: Path) -> list[StepRecord]:
+    """The records of a log.csv; a line that was cut short by a crash ends it."""
+    records: list[StepRecord] = []
+    if not path.is_file():
+        return records
+    with path.open(newline="", encoding="utf-8") as stream:
+        for row in csv.DictReader(stream):
+            try:
+                records.append(
+                    StepRecord(
+                        **{field.name: _read(field.name, row[field.name]) for field in fields(StepRecord)}
+                    )
+                )
+            except (TypeError, ValueError, KeyError):
+                break
+    return records
+
+
+def _read(name: str, text: str) -> Any:
+    if name in ("step", "tokens"):
+        return int(text)
+    return None if name == "held_out_loss" and text == "" else float(text)
+
+
+def _tensorboard(folder: Path) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        return None
+    return SummaryWriter(str(folder))  # type: ignore[no-untyped-call]
