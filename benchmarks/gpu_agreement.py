@@ -80,6 +80,8 @@ def main() -> None:
         "gpu bfloat16": (EngineConfig(device="cuda", max_context=2048, kv_memory_gib=4), False),
         "gpu bfloat16, batch-invariant": (
             EngineConfig(device="cuda", max_context=2048, kv_memory_gib=4, batch_invariant=True), False),
+        "gpu, fp8 weights": (EngineConfig(device="cuda", max_context=2048, kv_memory_gib=4, weights="fp8"), False),
+        "gpu, fp8 KV": (EngineConfig(device="cuda", max_context=2048, kv_memory_gib=4, kv_dtype="fp8"), False),
         "cpu bfloat16, torch": (
             EngineConfig(device="cpu", dtype="bfloat16", max_running=64, max_context=2048), False),
     }  # fmt: skip
@@ -92,7 +94,7 @@ def main() -> None:
         llm.close()
         print(f"{name}: done, {llm.runs_on}", flush=True)
     rows = []
-    for name in list(said)[1:]:
+    for name in list(said)[1:]:  # 8 bits are coarser: their figures have no bar
         same = positions = diverged = 0
         for ours, theirs in zip(said[name], said["cpu float32"], strict=True):
             agree = next(
@@ -103,8 +105,10 @@ def main() -> None:
             same, positions, diverged = same + agree, positions + agree + (not ended), diverged + (not ended)
         rows.append({
             "name": f"greedy tokens equal to the CPU's, up to the first divergence ({name})",
-            "value": round(100 * same / positions, 2), "unit": "%", "better": "higher", "must": 95, "aim": None,
-            "ok": 100 * same / positions >= 95, "positions": positions, "answers_that_diverge": diverged,
+            "value": round(100 * same / positions, 2), "unit": "%", "better": "higher",
+            "must": None if "fp8" in name else 95, "aim": None,
+            "ok": None if "fp8" in name else 100 * same / positions >= 95, "positions": positions,
+            "answers_that_diverge": diverged,
             "answers": len(questions),
         })  # fmt: skip
     exact = known["cpu float32"]

@@ -16,8 +16,8 @@ def number(value: float | None) -> str:
 def table(report: dict) -> str:
     machine = report["machine"]
     lines = [
-        f"{machine['date']}, {machine['gpu']}, torch {machine['torch']}, Triton {machine.get('triton', '')}; ceilings in "
-        f"the same run: copy {machine['copy_tb_s']} TB/s, bf16 {machine['bf16_tflop_s']} and fp8 "
+        f"{machine['date']}, {machine['gpu']}, torch {machine['torch']}, Triton {machine.get('triton', '')};"
+        f" ceilings in the same run: copy {machine['copy_tb_s']} TB/s, bf16 {machine['bf16_tflop_s']} and fp8 "
         f"{machine['fp8_tflop_s']} TFLOP/s.", "",
         "| | unit | Cumulo | vLLM 0.26 | must | aim | roofline |", "|---|---|---|---|---|---|---|",
     ]  # fmt: skip

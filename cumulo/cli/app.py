@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from cumulo import __version__
-from cumulo.cli import bench, chat, doctor, explain, generate, schedule, serve
+from cumulo.cli import bench, chat, doctor, explain, generate, schedule, serve, train
 
 app = typer.Typer(
     name="cumulo",
@@ -20,6 +20,7 @@ app = typer.Typer(
 app.command("chat", epilog=chat.EXAMPLE)(chat.chat)
 app.command("generate", epilog=generate.EXAMPLE)(generate.generate)
 app.command("serve", epilog=serve.EXAMPLE)(serve.serve)
+app.command("train", epilog=train.EXAMPLE)(train.train)
 app.command("explain", epilog=explain.EXAMPLE)(explain.explain)
 app.command("doctor", epilog=doctor.EXAMPLE)(doctor.doctor)
 app.command("schedule", epilog=schedule.EXAMPLE)(schedule.schedule)

@@ -14,6 +14,7 @@ from cumulo.engine.engine import Engine
 from cumulo.engine.guided import Guidance
 from cumulo.engine.ledger import Ledger, MemoryPlan, plan_memory
 from cumulo.engine.machine_memory import available_memory, gpu_memory
+from cumulo.engine.params import SamplingParams
 from cumulo.engine.player import Player, cpu_player, gpu_player
 from cumulo.engine.scheduler import Scheduler
 from cumulo.engine.scheduler_config import SchedulerConfig
@@ -77,6 +78,10 @@ def assemble(
     )
     tell = None if progress is None else lambda what: progress(what, 0, 0)
     engine, player = start_engine(loaded.decoder, config, memory, loaded.tokenizer, loaded.eos_ids, tell)
+    if config.device == "cuda":
+        if tell is not None:
+            tell("compiling GPU kernels (kept for the next start)")
+        compile_kernels(engine)
     return Assembly(loaded, config, memory, engine, player)
 
 
@@ -118,6 +123,14 @@ def start_engine(
         guidance=guidance,
     )
     return engine, player
+
+
+def compile_kernels(engine: Engine) -> None:
+    """One short prompt and two tokens: what is compiled on first use is compiled now, and nobody waits for it."""
+    engine.add([0] * 40, SamplingParams(max_tokens=3, ignore_eos=True))
+    while engine.has_work:
+        engine.step()
+    engine.scheduler.pool.clear_cache()
 
 
 def device_kind(device: str) -> str:

@@ -39,4 +39,9 @@ class SwapPool:
 
     def _sides(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         pairs = [(self._cache.key_storage, self._keys), (self._cache.value_storage, self._values)]
-        return [(storage, pool) for storage, pool in pairs if storage.numel()]
+        # 8-bit floats are moved as bytes: torch indexes those.
+        return [
+            (storage.view(torch.uint8), pool.view(torch.uint8)) if storage.itemsize == 1 else (storage, pool)
+            for storage, pool in pairs
+            if storage.numel()
+        ]

@@ -12,6 +12,7 @@ from jinja2.exceptions import SecurityError
 
 from cumulo.errors import InvalidRequest, ModelError
 from cumulo.models.template_sandbox import TemplateRefusal, budget, template_environment
+from cumulo.models.template_skeleton import Skeletons, contents_are_opaque
 
 Message = Mapping[str, Any]
 
@@ -23,6 +24,7 @@ class ChatTemplate:
         self.source = source
         self.special_tokens = dict(special_tokens or {})  # the template's variables bos_token, eos_token, ...
         self._compiled: jinja2.Template | None = None
+        self._skeletons: Skeletons | None = None  # of a template that never looks at contents
 
     def render(
         self,
@@ -32,15 +34,13 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         **variables: Any,
     ) -> str:
-        values = {
-            "messages": _checked(messages),
-            "tools": list(tools) if tools else None,
-            "documents": None,
-            "add_generation_prompt": add_generation_prompt,
-        }
+        checked = _checked(messages)
         try:
-            with budget():
-                return self._compile().render({**self.special_tokens, **variables, **values})
+            if self._skeletons is not None and not tools and not variables:
+                filled = self._skeletons.fill(checked, add_generation_prompt)
+                if filled is not None:
+                    return filled
+            return self._run(checked, add_generation_prompt, tools, variables)
         except (InvalidRequest, ModelError):
             raise
         except SecurityError as error:
@@ -59,10 +59,28 @@ class ChatTemplate:
                 "check roles and contents, or give another template with --chat-template"
             ) from error
 
+    def _run(
+        self,
+        messages: list[dict[str, Any]],
+        add_generation_prompt: bool,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        values = {
+            "messages": messages,
+            "tools": list(tools) if tools else None,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        with budget():
+            return self._compile().render({**self.special_tokens, **(variables or {}), **values})
+
     def _compile(self) -> jinja2.Template:
         if self._compiled is None:
             try:
                 self._compiled = template_environment().from_string(self.source)
+                if contents_are_opaque(self.source):
+                    self._skeletons = Skeletons(self._run)
             except jinja2.TemplateSyntaxError as error:
                 raise ModelError(
                     f"the model's chat template is not valid jinja2 (line {error.lineno}: {error.message}); "

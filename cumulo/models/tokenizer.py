@@ -16,6 +16,7 @@ import tokenizers
 
 from cumulo.errors import InvalidRequest, ModelError
 from cumulo.models.chat_template import ChatTemplate, Message
+from cumulo.models.fixed_pieces import FixedPieces, independent_pieces
 
 Kind = Literal["byte_level", "sentencepiece"]
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -64,6 +65,7 @@ class Tokenizer:
         self._added_ids = frozenset(added_ids) | self.special_ids
         self._always_bos = always_bos
         self._bytes: list[bytes | None] = [None] * len(self._pieces)
+        self._fixed = FixedPieces(backend) if independent_pieces(backend) else None
 
     @property
     def vocab_size(self) -> int:
@@ -74,10 +76,20 @@ class Tokenizer:
     def encode(self, text: str | bytes, add_special: bool = False) -> list[int]:
         """Special tokens written out in the text are recognised; `add_special` puts those around it that
         the model was trained with (usually a begin-of-sequence token)."""
-        ids: list[int] = self.backend.encode(_valid_text(text), add_special_tokens=add_special).ids
+        text = _valid_text(text)
+        if self._fixed is not None and not add_special:
+            return self._fixed.encode(text)
+        ids: list[int] = self.backend.encode(text, add_special_tokens=add_special).ids
         if add_special and self._always_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
             return [self.bos_id, *ids]
         return ids
+
+    def prepare_chats(self) -> None:
+        """Compile the chat template and tokenise what it puts around every message: now, not in the first request.
+        Raises what `apply_chat_template` does."""
+        prompt = self.apply_chat_template([{"role": "user", "content": ""}])
+        if self._fixed is not None:
+            self._fixed.keep(prompt)
 
     # -- ids to text ---------------------------------------------------------------------------------------
     def token_bytes(self, token_id: int) -> bytes:

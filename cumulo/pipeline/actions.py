@@ -88,7 +88,7 @@ class PipelineSchedule:
     placement: Placement
     orders: tuple[tuple[Action, ...], ...]  # orders[stage]
 
-    @property
+    @cached_property
     def chunks(self) -> int:
         """Chunks a micro-batch passes."""
         return (
@@ -101,7 +101,14 @@ class PipelineSchedule:
 
     def stage_of(self, chunk: int, direction: int = 0) -> int:
         """The stage that holds a chunk."""
-        return stage_of(self.placement, self.stages, chunk, direction)
+        return self._homes[direction][chunk]
+
+    @cached_property
+    def _homes(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(
+            tuple(_home(self.placement, self.stages, chunk, direction) for chunk in range(self.chunks))
+            for direction in range(self.directions)
+        )
 
     def micro_batches_of(self, direction: int) -> range:
         """The first half of the micro-batches goes one way through a bidirectional pipeline, the rest the other."""
@@ -119,8 +126,7 @@ class PipelineSchedule:
         return tuple(action for action in self.orders[stage] if action.kind.is_compute)
 
 
-def stage_of(placement: Placement, stages: int, chunk: int, direction: int = 0) -> int:
-    """The arithmetic behind `PipelineSchedule.stage_of`, for generators that have no schedule yet."""
+def _home(placement: Placement, stages: int, chunk: int, direction: int) -> int:
     if placement is Placement.BIDIRECTIONAL:
         return stages - 1 - chunk if direction else chunk
     lap, position = divmod(chunk, stages)

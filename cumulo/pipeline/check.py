@@ -14,6 +14,8 @@ from cumulo.pipeline.communication import Sends
 from cumulo.pipeline.simulate import simulate
 from cumulo.pipeline.stall import ScheduleError
 
+_BEFORE = {Kind.BACKWARD_INPUT: Kind.FORWARD, Kind.BACKWARD_WEIGHT: Kind.BACKWARD_INPUT}
+
 
 @dataclass(frozen=True, slots=True)
 class CheckReport:
@@ -79,6 +81,7 @@ def _check_stage(schedule: PipelineSchedule, stage: int) -> None:
     """Every micro-batch once forward, once each gradient, on every chunk of the stage, and nothing else."""
     name = schedule.name
     done: Counter[tuple[Kind, int, int, int]] = Counter()
+    too_early: list[tuple[Action, Action]] = []  # an action, and what it needs
     for position, action in enumerate(schedule.orders[stage]):
         _check_belongs(schedule, stage, action)
         place = (action.micro_batch, action.chunk, action.direction)
@@ -89,6 +92,9 @@ def _check_stage(schedule: PipelineSchedule, stage: int) -> None:
             done[kind, *place] += 1
             if done[kind, *place] > 1:
                 raise ScheduleError(f"{name}: stage {stage} runs {action} although that is already done")
+            before = _BEFORE.get(kind)
+            if before is not None and not done[before, *place]:
+                too_early.append((action, Action(before, *place)))
         following = schedule.orders[stage][position + 1 : position + 2]
         if action.overlaps_next and not (
             following and following[0].kind.is_compute and action.kind.is_compute
@@ -103,6 +109,8 @@ def _check_stage(schedule: PipelineSchedule, stage: int) -> None:
                     if not done[kind, micro_batch, chunk, direction]:
                         missing = Action(kind, micro_batch, chunk, direction)
                         raise ScheduleError(f"{name}: stage {stage} never runs {missing}")
+    for action, need in too_early:
+        raise ScheduleError(f"{name}: stage {stage} runs {action} before {need}, which it needs")
 
 
 def _check_belongs(schedule: PipelineSchedule, stage: int, action: Action) -> None:

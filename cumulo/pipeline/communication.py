@@ -67,6 +67,18 @@ def receive_of(schedule: PipelineSchedule, send: Action) -> Action:
     )
 
 
+def send_of(schedule: PipelineSchedule, receive: Action) -> Action:
+    """The send on the other side of a receive."""
+    forward = receive.kind is Kind.RECEIVE_ACTIVATION
+    return Action(
+        Kind.SEND_ACTIVATION if forward else Kind.SEND_GRADIENT,
+        receive.micro_batch,
+        receive.chunk - 1 if forward else receive.chunk + 1,
+        receive.direction,
+        peer=schedule.stage_of(receive.chunk, receive.direction),
+    )
+
+
 def _message(schedule: PipelineSchedule, kind: Kind, action: Action, neighbour: int) -> Action | None:
     if not 0 <= neighbour < schedule.chunks:
         return None

@@ -39,6 +39,8 @@ def to_svg(timeline: Timeline, title: str, width: int = 1200) -> str:
         f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
         f'<text x="10" y="21" font-size="14" font-weight="600">{escape(title)}</text>',
     ]
+    idle = f"{timeline.bubble_ratio:.1%} idle"
+    parts.append(f'<text x="{width - 10}" y="21" fill="#52606d" text-anchor="end">{idle}</text>')
     for stage, spans in enumerate(timeline.compute_spans):
         top = _TOP + stage * (_ROW + _GAP)
         parts.append(f'<text x="10" y="{top + 16}">stage {stage}</text>')
@@ -91,8 +93,7 @@ def _legend(timeline: Timeline, y: int) -> str:
                 f'<rect x="{x:g}" y="{y - 10}" width="12" height="12" fill="{COLOURS[kind][second]}"/>'
             )
             parts.append(f'<text x="{x + 16:g}" y="{y}">{name}</text>')
-            x += 30 + 6.2 * len(name)
-    parts.append(f'<text x="{x:g}" y="{y}" fill="#616e7c">idle {timeline.bubble_ratio:.1%}</text>')
+            x += 28 + 5.9 * len(name)
     return "\n".join(parts)
 
 

@@ -46,8 +46,10 @@ def _all_equal(costs: Costs) -> bool:
     return chunk.forward_s == chunk.backward_input_s == chunk.backward_weight_s
 
 
-def _forward_is_backward_input(costs: Costs) -> bool:
-    return costs.chunks[0].forward_s == costs.chunks[0].backward_input_s and _weight_is_least(costs)
+def _dual_assumptions(costs: Costs) -> bool:
+    chunk = costs.chunks[0]
+    fits = chunk.forward_s == chunk.backward_input_s and _weight_is_least(costs)
+    return fits and _overlapped_s(costs) >= chunk.backward_s
 
 
 def _flush_s(stages: int, costs: Costs) -> float:
@@ -103,8 +105,8 @@ DUALPIPE = Formula(
     lambda stages, costs: _dual_s(stages // 2, costs),
     "p+1",
     lambda p, m, v: p + 1,
-    condition="f = i ≥ w",
-    holds_for=_forward_is_backward_input,
+    condition="f = i ≥ w and fb ≥ b",
+    holds_for=_dual_assumptions,
 )
 # The same table with PP = 2p: a V of p stages has 2p chunks.
 DUALPIPE_V = Formula(
@@ -112,6 +114,6 @@ DUALPIPE_V = Formula(
     _dual_s,
     "2p+1",
     lambda p, m, v: 2 * p + 1,
-    condition="f = i ≥ w",
-    holds_for=_forward_is_backward_input,
+    condition="f = i ≥ w and fb ≥ b",
+    holds_for=_dual_assumptions,
 )

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from cumulo.pipeline.actions import Action, Kind, PipelineSchedule, blocks
-from cumulo.pipeline.communication import Sends, receive_before, receive_of, with_communication
+from cumulo.pipeline.communication import Sends, receive_before, receive_of, send_of, with_communication
 from cumulo.pipeline.costs import Costs
 from cumulo.pipeline.stall import ScheduleError, Stall, Waiting, explain
 
@@ -131,23 +131,23 @@ class _Play:
             if channel and channel[0][0] == action:
                 return None
             arrived = channel[0][0] if channel else None
-            return Waiting(action, action.peer or 0, wrong_message=arrived)
+            return Waiting(action, action.peer or 0, send_of(self.schedule, action), arrived)
         if action.kind.is_send:
             made = (
                 Kind.FORWARD if action.kind is Kind.SEND_ACTIVATION else Kind.BACKWARD_INPUT,
                 *_place(action),
             )
             if made not in self.done[stage]:
-                return Waiting(action, stage, needs=Action(*made))
+                return Waiting(action, stage, Action(*made))
             if self.sends is Sends.BUFFERED or self._at_receive(action):
                 return None
-            return Waiting(action, action.peer or 0, needs=receive_of(self.schedule, action))
+            return Waiting(action, action.peer or 0, receive_of(self.schedule, action))
         for position, part in enumerate(block):
-            earlier = {(other.kind, *_place(other)) for other in block[:position]}
+            earlier = {(other.kind, *_place(other)) for other in block[:position]} if position else ()
             for need in _needs(self.schedule, part):
                 key = (need.kind, *_place(need))
                 if key not in self.done[stage] and key not in earlier:
-                    return Waiting(part, stage, needs=need)
+                    return Waiting(part, stage, need)
         return None
 
     def _at_receive(self, send: Action) -> bool:

@@ -16,11 +16,11 @@ class ScheduleError(CumuloError):
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """A stage stands at `action` and waits for `stage`, which may be itself."""
+    """A stage stands at `action` and waits for `stage`, which may be itself, to do what it needs."""
 
     action: Action
     stage: int
-    needs: Action | None = None
+    needs: Action
     wrong_message: Action | None = None  # what has arrived instead of what is received
 
 
@@ -43,18 +43,14 @@ def explain(stall: Stall) -> NoReturn:
                 f"{name}: stage {stage} does {waiting.action}, but the next message on that link is for its "
                 f"{_short(waiting.wrong_message)}; receive messages in the order in which they are sent"
             )
-        if waiting.stage == stage and waiting.needs is not None:
-            later = any(_gives(action, waiting.needs) for action in stall.rest[stage])
+        if not any(_gives(action, waiting.needs) for action in stall.rest[waiting.stage]):
+            raise ScheduleError(
+                f"{name}: stage {stage} stands at {waiting.action}, which needs {waiting.needs}, "
+                f"and stage {waiting.stage}'s order never has that"
+            )
+        if waiting.stage == stage:
             raise ScheduleError(
                 f"{name}: stage {stage} runs {waiting.action} before {waiting.needs}, which it needs"
-                if later
-                else f"{name}: stage {stage} runs {waiting.action}, which needs {waiting.needs}, "
-                "and no stage's order has that"
-            )
-    for stage, waiting in stall.heads.items():
-        if waiting.stage not in stall.heads:
-            raise ScheduleError(
-                f"{name}: stage {stage} does {waiting.action}, but stage {waiting.stage} has ended without its part"
             )
     stage = min(stall.heads)
     seen: list[int] = []

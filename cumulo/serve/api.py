@@ -7,10 +7,10 @@ from fastapi.openapi.utils import get_openapi
 from starlette.middleware.cors import CORSMiddleware
 
 from cumulo import __version__
-from cumulo.serve import chat, completions, docs_page, embeddings, errors, operation, responses
-from cumulo.serve.direct_route import DirectRoute
+from cumulo.serve import chat, completions, direct_route, docs_page, embeddings, errors, operation, responses
 from cumulo.serve.gate import Gate
-from cumulo.serve.schemas import ChatRequest, CompletionRequest
+from cumulo.serve.plain_chat import read_chat
+from cumulo.serve.schemas import CompletionRequest
 from cumulo.serve.service import Service
 
 
@@ -29,15 +29,12 @@ def create_app(service: Service) -> FastAPI:
     errors.install(app)
     for part in (chat, completions, responses, embeddings, operation):
         app.include_router(part.router)
-    app.router.routes.insert(
-        0,
-        DirectRoute(
-            app.router,
-            {
-                "/v1/chat/completions": (ChatRequest, chat.create_chat_completion),
-                "/v1/completions": (CompletionRequest, completions.create_completion),
-            },
-        ),
+    direct_route.install(
+        app,
+        {
+            "/v1/chat/completions": (read_chat, chat.create_chat_completion),
+            "/v1/completions": (CompletionRequest.model_validate_json, completions.create_completion),
+        },
     )
     docs_page.install(app)
     app.add_middleware(Gate, service=service)

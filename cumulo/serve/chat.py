@@ -15,7 +15,6 @@ from cumulo.serve.conversation import conversation
 from cumulo.serve.descriptions import answers, streamed
 from cumulo.serve.events import DONE, PreparedEvent, event, json_response, open_stream
 from cumulo.serve.logprobs import chat_logprobs, spoken
-from cumulo.serve.sampling import chat_params
 from cumulo.serve.schemas import ChatRequest
 from cumulo.serve.schemas_out import ChatCompletion
 from cumulo.serve.service import Service
@@ -55,7 +54,7 @@ async def begin_chat(
         add_generation_prompt=body.add_generation_prompt is not False,
     )
     form = answer_form(body, use, service.text, prompt)
-    params = chat_params(body, service.info.generation_defaults, form.guide, form.show_special)
+    params = service.chat_params.of(body, service.info.generation_defaults, form.guide, form.show_special)
     call = Call(service, request, prefix)
     if service.options.log_prompts:
         log.info("%s prompt: %r", call.id, prompt)

@@ -1,46 +1,66 @@
-"""DirectRoute: the short way to the busiest endpoints. Put before FastAPI's own routes by `create_app`.
+"""DirectRoute: the short way to the busiest endpoints, as ASGI middleware. Installed by `create_app`.
 
-FastAPI's way to an endpoint (matching, dependencies, exit stacks) takes longer than reading a chat's body, applying
-its template and tokenising it. A request in good form needs none of it: its body is decoded, checked by the same
-pydantic model, and handed to the same function. Whatever is not in good form goes FastAPI's way, which words the
-error; the description, too, is made from FastAPI's routes.
+FastAPI's way to an endpoint (middleware, matching, dependencies, exit stacks) takes longer than reading a chat's
+body and applying its template. A request in good form needs none of it: its body is read by a function that takes
+what the pydantic model would take, and handed to the same endpoint. Whatever is not in good form goes FastAPI's
+way, which words the error; the description, too, is made from FastAPI's routes.
 """
 
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-from pydantic import BaseModel
+from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 Endpoint = Callable[[Any, Request], Awaitable[Response]]
+Read = Callable[[bytes], Any]  # raises ValueError on a body that is not in good form
 
-_TRIED = "cumulo.direct_route_tried"
+_ERROR = "cumulo.direct_route_error"
 
 
-class DirectRoute(BaseRoute):
-    def __init__(self, otherwise: ASGIApp, endpoints: Mapping[str, tuple[type[BaseModel], Endpoint]]) -> None:
-        """`endpoints` by path: what the body is read as, and who gets it. `otherwise`: the router this is in."""
-        self._otherwise, self._endpoints = otherwise, endpoints
+def install(app: FastAPI, endpoints: Mapping[str, tuple[Read, Endpoint]]) -> None:
+    """`endpoints` by path: who reads the body, and who gets it. Middleware added later comes before."""
+    app.add_middleware(DirectRoute, endpoints=endpoints)
+    app.router.routes.insert(0, _Failed())
+
+
+class DirectRoute:
+    def __init__(self, app: ASGIApp, endpoints: Mapping[str, tuple[Read, Endpoint]]) -> None:
+        self._app, self._endpoints = app, endpoints
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        found = self._endpoints.get(scope["path"]) if scope["type"] == "http" else None
+        if found is None or scope["method"] != "POST" or not _is_json(scope):
+            await self._app(scope, receive, send)
+            return
+        read, endpoint = found
+        try:
+            messages, whole = await _body(receive)
+            try:
+                body = read(whole)
+            except ValueError:
+                receive = _again(messages, receive)
+                response = None
+            else:
+                response = await endpoint(body, Request(scope, receive, send))
+        except Exception as error:
+            scope[_ERROR] = error
+            response = None
+        await (self._app if response is None else response)(scope, receive, send)
+
+
+class _Failed(BaseRoute):
+    """Raises what an endpoint raised on the short way, where the application's handlers of exceptions see it."""
 
     def matches(self, scope: Scope) -> tuple[Match, Scope]:
-        if scope["type"] != "http" or scope["method"] != "POST" or scope["path"] not in self._endpoints:
-            return Match.NONE, {}
-        return (Match.NONE if _TRIED in scope or not _is_json(scope) else Match.FULL), {}
+        return (Match.FULL if _ERROR in scope else Match.NONE), {}
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        model, endpoint = self._endpoints[scope["path"]]
-        messages, whole = await _body(receive)
-        try:
-            body = model.model_validate_json(whole)
-        except ValueError:
-            scope[_TRIED] = True
-            await self._otherwise(scope, _again(messages, receive), send)
-            return
-        response = await endpoint(body, Request(scope, receive, send))
-        await response(scope, receive, send)
+        error: Exception = scope[_ERROR]
+        raise error
 
 
 def _is_json(scope: Scope) -> bool:

@@ -91,17 +91,24 @@ class EngineChild:
 
     def listen(self, take: Callable[[Report], None]) -> None:
         """Hand every report to `take` as it comes, in the loop's own callback: no task is woken for it."""
+        loop = asyncio.get_running_loop()
 
         def on_bell() -> None:
+            if self._bell is None:  # it was rung before somebody said to listen no more
+                return
             try:
-                for report in self.reports():  # all of them: the bell rings only when something new comes
+                for report in self.reports():
                     take(report)
+                    # The bell rings only when something new comes, so all must be read; but first go those whom
+                    # this report woke.
+                    loop.call_soon(on_bell)
+                    return
             except Exception as error:
                 self.misunderstood = error
                 self.deafen()
 
         self._bell = int(self._reports.getsockopt(zmq.FD))
-        asyncio.get_running_loop().add_reader(self._bell, on_bell)
+        loop.add_reader(self._bell, on_bell)
         on_bell()  # for what came before
 
     def deafen(self) -> None:

@@ -234,18 +234,22 @@ class EngineClient:
         if isinstance(report, Progress):
             self.stats = report.stats
             now_s = time.perf_counter()
+            told: list[tuple[InFlight, Delta]] = []
             for delta in report.deltas:
                 request = self.in_flight.get(delta.request_id)
                 if request is not None:
-                    self._observer.on_delta(request, delta, now_s)
                     request.streamed_tokens += len(delta.token_ids)
                     request.inbox.put(request.position, delta)
+                    told.append((request, delta))
+            if report.finished:
+                self._observe(told, now_s)  # first: whoever is told of an end knows all tokens by then
+                told = []
             for finished in report.finished:
                 ended = self.in_flight.get(finished.request_id)
                 if ended is not None:
                     self._end(ended, _failure_of(finished) if finished.error else finished)
             # After the streams that were just woken: their clients wait, whoever counts does not.
-            asyncio.get_running_loop().call_soon(self._observer.on_progress, report.stats)
+            asyncio.get_running_loop().call_soon(self._observe, told, now_s, report.stats)
         elif isinstance(report, Rejected):
             refused = self.in_flight.get(report.request_id)
             if refused is not None:
@@ -258,6 +262,12 @@ class EngineClient:
         elif isinstance(report, Fatal):
             log.error("the engine ends: %s", report.message)
             self.last_failure = report.message
+
+    def _observe(self, told: list[tuple[InFlight, Delta]], now_s: float, stats: Stats | None = None) -> None:
+        for request, delta in told:
+            self._observer.on_delta(request, delta, now_s)
+        if stats is not None:
+            self._observer.on_progress(stats)
 
     # -- supervision --------------------------------------------------------------------------------------
     async def _supervise(self) -> None:

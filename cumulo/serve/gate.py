@@ -134,7 +134,9 @@ class _Exchange:
         if message["type"] == "http.response.start":
             self.status = message["status"]
             call_id = self._scope["state"].get("call_id")
-            if call_id is not None:
+            headers = message.get("headers")
+            # A stream has it already, as its last.
+            if call_id is not None and not (headers and headers[-1][0] == b"x-request-id"):
                 MutableHeaders(scope=message)["x-request-id"] = call_id
         elif self.status == 413 and not message.get("more_body"):
             await self._send({**message, "more_body": True})

@@ -4,6 +4,7 @@ Commands go to the engine, reports come back. The engine's own dataclasses (Samp
 Story) travel as they are, so there is no second description of them to keep in step.
 """
 
+from functools import lru_cache
 from typing import Any
 
 import msgspec
@@ -35,6 +36,18 @@ class Submit(msgspec.Struct, frozen=True, tag="submit"):
     priority: int = 0
     cache_salt: str = ""
     tenant: str = ""  # who is owed a fair share: the name of the caller's key
+
+
+class _PackedSubmit(msgspec.Struct, frozen=True, tag="submit"):
+    """A Submit whose params are not read yet: most requests repeat those of one before."""
+
+    request_id: str
+    tokens: bytes
+    params: msgspec.Raw
+    stream: bool
+    priority: int = 0
+    cache_salt: str = ""
+    tenant: str = ""
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
@@ -150,5 +163,24 @@ class Fatal(msgspec.Struct, frozen=True, tag="fatal"):
 Report = Ready | Progress | Rejected | BlockMap | Fatal
 
 encode = msgspec.msgpack.Encoder().encode
-decode_command = msgspec.msgpack.Decoder(Command).decode
+_decode_command = msgspec.msgpack.Decoder(_PackedSubmit | Abort | InspectBlocks | Shutdown).decode
+_SHORT_BYTES = 1024  # without a guide or many biases; only such are kept
+_decode_params = msgspec.msgpack.Decoder(SamplingParams).decode
+_decode_short_params = lru_cache(256)(_decode_params)
 decode_report = msgspec.msgpack.Decoder(Report).decode
+
+
+def decode_command(packed: bytes) -> Command:
+    command: _PackedSubmit | Abort | InspectBlocks | Shutdown = _decode_command(packed)
+    if not isinstance(command, _PackedSubmit):
+        return command
+    params = bytes(command.params)
+    return Submit(
+        command.request_id,
+        command.tokens,
+        _decode_short_params(params) if len(params) <= _SHORT_BYTES else _decode_params(params),
+        command.stream,
+        command.priority,
+        command.cache_salt,
+        command.tenant,
+    )

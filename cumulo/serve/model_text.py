@@ -47,7 +47,7 @@ class ModelText:
                 raise CumuloError(f"the chat template {chat_template} cannot be read: {error}") from error
         text = cls(tokenizer)
         with contextlib.suppress(CumuloError):  # a model without a template serves completions
-            tokenizer.encode_chat([{"role": "user", "content": ""}])  # compiled now, not in the first request
+            tokenizer.prepare_chats()
         return text
 
     async def encode(self, text: str, add_special: bool = True) -> list[int]:

@@ -18,6 +18,7 @@ from cumulo.serve.messages import Finished, Ready, Stats, StepRecord, Submit
 from cumulo.serve.metrics import Metrics
 from cumulo.serve.model_text import ModelText
 from cumulo.serve.options import ServeOptions
+from cumulo.serve.sampling import ChatParams
 from cumulo.serve.stories import Record, Stories
 
 log = logging.getLogger(__name__)
@@ -44,6 +45,7 @@ class Service:
         self.anyone = anyone
         self.keys = ApiKeys(options.api_keys, anyone) if options.api_keys is not None else None
         self.limits = RateLimits()
+        self.chat_params = ChatParams()
         self.metrics = Metrics(model_name)
         self.stories = Stories(options.stories)
         self.recent_steps: deque[StepRecord] = deque(maxlen=_RECENT_STEPS)

@@ -1,4 +1,4 @@
-"""First weights of a new model. Called by the trainer; the same numbers whatever order or place they are drawn in."""
+"""First weights of a new model. Called by the trainer; the same numbers in whatever order they are drawn."""
 
 import hashlib
 from collections.abc import Mapping
@@ -23,10 +23,10 @@ def initialise(parameters: Mapping[str, Tensor], spec: ModelSpec, seed: int) -> 
             deviation = DEVIATION
             if name.endswith(("attention.output.weight", "down.weight", "experts.down")):
                 deviation /= (2 * spec.layers) ** 0.5
-            parameter.copy_(_normal(name, parameter, seed) * deviation)
+            parameter.copy_(seeded_normal(name, parameter, seed) * deviation)
 
 
-def _normal(name: str, parameter: Tensor, seed: int) -> Tensor:
+def seeded_normal(name: str, parameter: Tensor, seed: int) -> Tensor:
     # Each parameter has a generator of its own, so a device that holds only some of them draws the same numbers.
     digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))

@@ -1,8 +1,8 @@
 """Speed, MFU and memory of a run, by conventions that are stated here. Used by the trainer.
 
-MFU (Chowdhery et al. 2022, appendix B) is the model's FLOPs over what the device could do in the time: three times the
-forward pass (backward is two), attention to the tokens that a causal mask shows on average, recomputation not counted.
-The device's best is its data sheet's dense figure for GPUs in the table, and elsewhere a square matrix product, timed.
+MFU (Chowdhery et al. 2022, appendix B) is the model's FLOPs over what the device could do in the time: three times
+the forward pass (backward is two), attention to what a causal mask shows on average, recomputation not counted.
+The device's best is its data sheet's dense figure for GPUs in the table, elsewhere a matrix product, timed.
 """
 
 import resource

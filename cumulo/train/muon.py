@@ -27,7 +27,7 @@ class MuonMatrix:
 def orthogonalise(matrix: Tensor, dtype: torch.dtype) -> Tensor:
     """U Vᵀ of the singular value decomposition, nearly: singular values end between 0.7 and 1.2. [..., M, N]."""
     a, b, c = COEFFICIENTS
-    x = matrix.to(dtype)
+    x: Tensor = matrix.to(dtype)
     tall = x.shape[-2] > x.shape[-1]
     if tall:
         x = x.mT
@@ -35,7 +35,9 @@ def orthogonalise(matrix: Tensor, dtype: torch.dtype) -> Tensor:
     for _ in range(ITERATIONS):
         gram = x @ x.mT
         x = a * x + (b * gram + c * gram @ gram) @ x
-    return x.mT if tall else x
+    if tall:
+        x = x.mT
+    return x
 
 
 @torch.no_grad()

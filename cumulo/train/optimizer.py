@@ -1,4 +1,4 @@
-"""Optimizer: which parameter is moved by what rule, and everything that must be saved to go on. Owned by the trainer.
+"""Optimizer: which parameter is moved by what rule, and what must be saved to go on. Owned by the trainer.
 
 AdamW is torch's fused one; Muon takes the matrices inside layers when asked. With master weights the rules move a
 float32 copy and the bfloat16 parameters follow it; gradients of several micro-batches are then added in float32.
@@ -31,10 +31,10 @@ class Optimizer:
             name for name in self.moved if config.kind == "muon" and is_inner_matrix(name, self.moved[name])
         }
         self.matrices = {
-            name: MuonMatrix(self.moved[name], torch.zeros_like(self.moved[name]), fused_parts(name, spec, self.moved[name]))
-            for name in self.moved
+            name: MuonMatrix(tensor, torch.zeros_like(tensor), fused_parts(name, spec, tensor))
+            for name, tensor in self.moved.items()
             if name in by_muon
-        }  # fmt: skip
+        }
         rest = {name: tensor for name, tensor in self.moved.items() if name not in by_muon}
         decayed = [tensor for tensor in rest.values() if tensor.ndim > 1]
         plain = [tensor for tensor in rest.values() if tensor.ndim <= 1]
@@ -43,22 +43,23 @@ class Optimizer:
             for group, decay in ((decayed, config.weight_decay), (plain, 0.0))
             if group
         ]
-        self.adamw = torch.optim.AdamW(
-            groups or [{"params": [torch.zeros(1, requires_grad=True)]}],
-            lr=config.learning_rate,
-            betas=(config.beta1, config.beta2),
-            eps=config.epsilon,
-            fused=True,
-        )
-        for (
-            tensor
-        ) in rest.values():  # from the start, so that what is saved and loaded is always the same set
-            self.adamw.state[tensor] = {
+        self.adamw = None
+        if groups:
+            betas = (config.beta1, config.beta2)
+            self.adamw = torch.optim.AdamW(
+                groups, lr=config.learning_rate, betas=betas, eps=config.epsilon, fused=True
+            )
+        # State from the start, so that what is saved and loaded is always the same set.
+        self._adamw_state: dict[str, dict[str, Tensor]] = {
+            name: {
                 "step": torch.zeros((), dtype=torch.float32, device=tensor.device),
                 "exp_avg": torch.zeros_like(tensor),
                 "exp_avg_sq": torch.zeros_like(tensor),
             }
-        self._adamw_names = list(rest)
+            for name, tensor in rest.items()
+        }
+        if self.adamw is not None:
+            self.adamw.state.update({rest[name]: state for name, state in self._adamw_state.items()})
 
     @torch.no_grad()
     def accumulate(self) -> None:
@@ -83,9 +84,10 @@ class Optimizer:
     def step(self, share: float) -> None:
         """Move everything; `share` is the schedule's part of the learning rates."""
         config = self.config
-        for group in self.adamw.param_groups:
-            group["lr"] = config.learning_rate * share
-        self.adamw.step()
+        if self.adamw is not None:
+            for group in self.adamw.param_groups:
+                group["lr"] = config.learning_rate * share
+            self.adamw.step()
         muon_step(
             list(self.matrices.values()),
             config.muon_learning_rate * share,
@@ -103,9 +105,8 @@ class Optimizer:
     def state(self) -> dict[str, Tensor]:
         """The live tensors by name: saving reads them, loading writes into them."""
         found: dict[str, Tensor] = {}
-        for name in self._adamw_names:
-            for slot, tensor in self.adamw.state[self.moved[name]].items():
-                found[f"{name}.{slot}"] = tensor
+        for name, slots in self._adamw_state.items():
+            found |= {f"{name}.{slot}": tensor for slot, tensor in slots.items()}
         found |= {f"{name}.momentum": matrix.momentum for name, matrix in self.matrices.items()}
         for name, parameter in self.parameters.items():
             if self.moved[name] is not parameter:

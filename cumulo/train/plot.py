@@ -29,7 +29,8 @@ def loss_plot(
 
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img">{_STYLE}',
-        f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/><text class="title" x="{LEFT}" y="24">{escape(title)}</text>',
+        f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>',
+        f'<text class="title" x="{LEFT}" y="24">{escape(title)}</text>',
     ]
     for index in range(5):
         loss = low + (high - low) * index / 4

@@ -9,7 +9,7 @@ from fastapi import APIRouter, FastAPI, Request
 from pydantic import BaseModel, ConfigDict
 from starlette.responses import JSONResponse, Response
 
-from cumulo.serve.direct_route import DirectRoute
+from cumulo.serve import direct_route
 from cumulo.serve.errors import ApiError, install
 
 
@@ -35,7 +35,7 @@ def application(direct: bool) -> FastAPI:
     install(app)
     app.include_router(router)
     if direct:
-        app.router.routes.insert(0, DirectRoute(app.router, {"/ask": (Question, ask)}))
+        direct_route.install(app, {"/ask": (Question.model_validate_json, ask)})
     return app
 
 

@@ -45,13 +45,14 @@ DECODE_FEW = [
     DecodeConfig(32, 4, 3, items_per_sm=2, min_tiles=2, merge_registers=64),
 ]
 CHUNK = [
-    ChunkConfig(128, 128, 8, 2, descriptors=False),
-    ChunkConfig(128, 64, 8, 2, descriptors=True),
-    ChunkConfig(128, 64, 8, 3, descriptors=True),
-    ChunkConfig(128, 64, 8, 2, descriptors=False),
-    ChunkConfig(128, 64, 8, 3, descriptors=False),
-    ChunkConfig(64, 64, 4, 2, descriptors=True),
-    ChunkConfig(64, 64, 4, 3, descriptors=False),
+    ChunkConfig(128, 64, 8, 4, overlap=True),
+    ChunkConfig(128, 64, 8, 3, overlap=True),
+    ChunkConfig(128, 64, 8, 6, overlap=True),
+    ChunkConfig(64, 64, 4, 3, overlap=True),
+    ChunkConfig(64, 64, 4, 2, overlap=True),
+    ChunkConfig(64, 64, 4, 3),
+    ChunkConfig(128, 64, 8, 3),
+    ChunkConfig(128, 128, 8, 2),
 ]
 
 
@@ -287,7 +288,8 @@ def tune(device: torch.device | str = "cuda", threads: int = 12) -> dict[str, di
     A class's winner has the least sum of (its time / the best time) over the class's shapes.
     """
     device = torch.device(device)
-    _compile_all(device, threads)
+    jobs = [(shapes[0], config) for shapes, candidates in TUNE_CLASSES for config in candidates]
+    _compile_all(device, threads, jobs)
     found: dict[str, dict[str, Any]] = {}
     for shapes, candidates in TUNE_CLASSES:
         times: list[list[float]] = []
@@ -302,6 +304,28 @@ def tune(device: torch.device | str = "cuda", threads: int = 12) -> dict[str, di
         for index, config in enumerate(candidates):
             mark = "*" if index == best else " "
             print(f" {mark} {config}: " + ", ".join(f"{row[index]:.1f} us" for row in times), flush=True)
+    return found
+
+
+def tune_chunks(device: torch.device | str = "cuda", threads: int = 12) -> dict[str, dict[str, Any]]:
+    """`tune` of the classes that decide prompts alone: prints TFLOP/s and error of every candidate."""
+    device = torch.device(device)
+    classes = [(shapes[0], candidates) for shapes, candidates in TUNE_CLASSES if not shapes[0].decodes]
+    _compile_all(device, threads, [(shape, config) for shape, candidates in classes for config in candidates])
+    found: dict[str, dict[str, Any]] = {}
+    for shape, candidates in classes:
+        bench = Bench(shape, device)
+        must = work(shape.sequences, shape.heads, shape.kv_heads, shape.dim)
+        key, best_us = _key(shape, device), float("inf")
+        print(f"{key}: {shape.name}")
+        for config in candidates:
+            us = _candidate_us(bench, config)
+            if us == float("inf"):
+                continue
+            error = bench.error(_plan_with(bench, config))
+            print(f"   {must.flops / us / 1e6:5.0f} TFLOP/s, error {error:.2e}: {config}", flush=True)
+            if us < best_us:
+                found[key], best_us = fields(config), us
     return found
 
 
@@ -334,7 +358,9 @@ def _candidate_us(bench: Bench, config: DecodeConfig | ChunkConfig) -> float:
         return float("inf")
 
 
-def _compile_all(device: torch.device, threads: int) -> None:
+def _compile_all(
+    device: torch.device, threads: int, jobs: Sequence[tuple[Shape, DecodeConfig | ChunkConfig]]
+) -> None:
     """Compile every candidate at a small size first, many at a time: the compiler's back end leaves Python."""
 
     def once(shape: Shape, config: DecodeConfig | ChunkConfig) -> None:
@@ -342,7 +368,6 @@ def _compile_all(device: torch.device, threads: int) -> None:
         bench = Bench(small, device)
         bench.attend(_plan_with(bench, config))
 
-    jobs = [(shapes[0], config) for shapes, candidates in TUNE_CLASSES for config in candidates]
     with ThreadPoolExecutor(threads) as pool:
         for job in [pool.submit(once, *job) for job in jobs]:
             job.exception()  # shows again, and is reported, when it is timed

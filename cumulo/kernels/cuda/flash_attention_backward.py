@@ -38,10 +38,10 @@ class BackwardConfig:
 
 
 @triton.jit
-def _row_numbers(out, lse, grad_out, grad_lse, log_sums, deltas, query_starts, documents, out_stride, out_head_stride,
-                 grad_stride, grad_head_stride, lse_head_stride, grad_lse_head_stride, row_head_stride,
-                 HAS_GRAD_LSE: tl.constexpr, DIM: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
-                 SEARCH_STEPS: tl.constexpr):  # fmt: skip
+def _row_numbers(out, lse, grad_out, grad_lse, log_sums, deltas, query_starts, documents, out_stride,
+                 out_head_stride, grad_stride, grad_head_stride, lse_head_stride, grad_lse_head_stride,
+                 row_head_stride, HAS_GRAD_LSE: tl.constexpr, DIM: tl.constexpr, COLUMNS: tl.constexpr,
+                 ROWS: tl.constexpr, SEARCH_STEPS: tl.constexpr):  # fmt: skip
     """Log-sum (base 2) and delta of every query, document by document in whole tiles of ROWS.
 
     Where a document's last tile has no query the log-sum is infinite: such a row's weights are 0.

@@ -6,7 +6,9 @@
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from functools import partial
+from inspect import signature
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -39,20 +41,27 @@ FOR_QUERIES = [BackwardConfig(128, 64, 8, 2), BackwardConfig(128, 64, 8, 3), Bac
 
 CHECKED = [300, 1, 512, 211]  # lengths of documents on which every candidate is checked first
 HEADS = {128: (16, 16), 64: (32, 8)}  # what training shapes have; 16 heads of 128 as in the anchors
+LENGTHS = (1024, 2048, 4096, 8192, 16384)  # classes whose winner is asked for
 MAX_ERROR = 2e-2
 
 
 class Case:
-    """One batch of packed documents on the device."""
+    """One batch of packed documents on the device, in bfloat16 unless said."""
 
     def __init__(
-        self, lengths: list[int], heads: int, kv_heads: int, dim: int, device: torch.device | str
+        self,
+        lengths: list[int],
+        heads: int,
+        kv_heads: int,
+        dim: int,
+        device: torch.device | str,
+        dtype: torch.dtype = torch.bfloat16,
     ) -> None:
         generator = torch.Generator(device).manual_seed(0)
         tokens = sum(lengths)
         self.lengths, self.heads, self.kv_heads, self.dim = lengths, heads, kv_heads, dim
         self.query, self.key, self.value, self.grad_out = (
-            torch.randn((tokens, h, dim), device=device, dtype=torch.bfloat16, generator=generator)
+            torch.randn((tokens, h, dim), device=device, dtype=dtype, generator=generator)
             for h in (heads, kv_heads, kv_heads, heads)
         )
         self.starts = torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
@@ -75,7 +84,8 @@ class Case:
     def exact(self) -> list[Tensor]:
         """Output and the three gradients, in float32."""
         leaves = [x.float().requires_grad_() for x in (self.query, self.key, self.value)]
-        out, _ = door.reference(*leaves, self.starts, self.starts, True, self.scale)
+        q, k, v = leaves
+        out, _ = door.reference(q, k, v, self.starts, self.starts, True, self.scale)
         return [out.detach(), *torch.autograd.grad(out, leaves, self.grad_out.float())]
 
 
@@ -177,11 +187,13 @@ def _torch_packed_us(case: Case) -> tuple[float, float] | None:
             )
         ]
 
-        def attend() -> Tensor:
-            try:
-                return varlen_attn(*leaves, case.starts, case.starts, longest, longest, is_causal=True)
-            except TypeError:  # newer versions say it with a window
-                return varlen_attn(*leaves, case.starts, case.starts, longest, longest, window_size=(-1, 0))
+        lengths: tuple[Any, ...] = (case.starts, case.starts, longest, longest)
+        # How a causal mask is asked for differs by version.
+        newer = "window_size" in signature(varlen_attn).parameters
+        causal: dict[str, Any] = {"window_size": (-1, 0)} if newer else {"is_causal": True}
+
+        def attend() -> Any:
+            return varlen_attn(leaves[0], leaves[1], leaves[2], *lengths, **causal)
 
         with torch.no_grad():
             forward = eager_us(attend)
@@ -255,7 +267,7 @@ def _best(
             if not error < MAX_ERROR:
                 print(f"   {config} is wrong by {error:.3g}", flush=True)
                 continue
-            times[config] = eager_us(lambda config=config: run(config), 5)  # type: ignore[misc]
+            times[config] = eager_us(partial(run, config), 5)
         except Exception as error:  # too much shared memory, and the like
             print(f"   {config}: {type(error).__name__}", flush=True)
             torch.cuda.synchronize()
@@ -268,8 +280,8 @@ def _best(
 
 def _find_winners(device: torch.device | str) -> None:
     for dim, (heads, kv_heads) in HEADS.items():
-        for length in (1024, 2048, 4096, 8192, 16384):
-            batch = max(1, 16384 // length)
+        for length in LENGTHS:
+            batch = max(1, LENGTHS[-1] // length)
             case = Case([length] * batch, heads, kv_heads, dim, device)
             leaves = [
                 x.view(batch, length, -1, dim).detach().requires_grad_()

@@ -29,7 +29,7 @@ class ForwardConfig:
     block_n: int = 128  # keys folded at once
     num_warps: int = 8
     num_stages: int = 2
-    descriptors: bool = False  # keys and values come by the tensor memory accelerator
+    descriptors: bool = True  # keys and values come by the tensor memory accelerator
     maxnreg: int | None = None  # registers a thread may have, to fit more programs on a multiprocessor
 
 
@@ -209,5 +209,5 @@ def launch_forward(
 def default_forward(dim: int, dtype: torch.dtype) -> ForwardConfig:
     """128 × 128 scores leave the fewest instructions a score and fill the registers; wide heads take fewer."""
     if dtype == torch.float32:  # no matrix units for it: correctness only
-        return ForwardConfig(32, 32, 4, 1)
-    return ForwardConfig(64, 64, 4, 2) if dim > 128 else ForwardConfig()
+        return ForwardConfig(32, 32, 4, 1, descriptors=False)
+    return ForwardConfig(128, 64, 8, 2, descriptors=False) if dim > 128 else ForwardConfig()

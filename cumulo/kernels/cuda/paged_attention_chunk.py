@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from cumulo.kernels.cuda.paged_attention_overlap import fits, launch_overlapped
 from cumulo.kernels.cuda.split_merge import LN_2, LOG2_E
 
 
@@ -32,6 +33,7 @@ class ChunkConfig:
     num_warps: int = 8
     num_stages: int = 2
     descriptors: bool = False  # load pages with the tensor memory accelerator: more barriers, fewer addresses
+    overlap: bool = False  # `paged_attention_overlap` where it can, with `num_stages` slots of keys and of values
 
     def query_tile(self, group: int) -> int:
         """Tokens a program owns."""
@@ -201,6 +203,12 @@ def launch_chunks(
     config: ChunkConfig,
 ) -> None:
     """One launch over all tiles; `scale` includes the keys' scale."""
+    if config.overlap and window is None and soft_cap is None and fits(query, keys, values, config.key_tile):
+        launch_overlapped(
+            query, keys, values, out, lse, tiles, tables, scale, v_scale, config.rows, config.key_tile,
+            config.num_warps, config.num_stages,
+        )  # fmt: skip
+        return
     heads, dim = query.shape[1], query.shape[2]
     kv_heads, page = keys.shape[1], keys.shape[2]
     group = heads // kv_heads

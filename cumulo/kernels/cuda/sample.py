@@ -142,7 +142,8 @@ def sample(
     tokens: Tensor,
     tops: Tensor | None = None,
 ) -> None:
-    """logits [R, V] and draws [R, COLUMNS] int32 -> picked [R] int32 (-1: not finite), entered into tokens[slot, position].
+    """logits [R, V] and draws [R, COLUMNS] int32 -> picked [R] int32 (-1: not finite), also entered into
+    tokens[slot, position].
 
     `tops` [R, parts * PART / BLOCK] float32, if given, gets every block's largest logit.
     """
@@ -165,7 +166,8 @@ def sample(
 @torch.library.custom_op("cumulo::sample", mutates_args=("tokens",))
 def sample_op(logits: Tensor, draws: Tensor, tokens: Tensor) -> Tensor:
     picked = torch.empty(logits.shape[0], dtype=torch.int32, device=logits.device)
-    sample(logits, draws, SampleBuffers(*logits.shape, logits.device), picked, tokens)
+    rows, vocabulary = logits.shape
+    sample(logits, draws, SampleBuffers(rows, vocabulary, logits.device), picked, tokens)
     return picked
 
 
@@ -194,7 +196,10 @@ def bench_rows() -> Iterator[KernelRow]:
         yield KernelRow(
             "sample, whole vocabulary", f"R={rows} V={vocabulary}", work(rows, vocabulary, 2),
             graph_us(lambda i: sample(logits[i], draws, buffers, picked, tokens), copies),
-            {"torch (softmax, multinomial's exponential trick)": graph_us(
-                lambda i: logits[i].float().softmax(-1).div_(torch.empty_like(logits[i], dtype=torch.float32).exponential_()).argmax(-1),
-                copies)},
+            {"torch (softmax, exponential trick)": graph_us(lambda i: _torch_draw(logits[i]), copies)},
         )  # fmt: skip
+
+
+def _torch_draw(logits: Tensor) -> Tensor:
+    probabilities = logits.float().softmax(-1)
+    return probabilities.div_(torch.empty_like(probabilities).exponential_()).argmax(-1)

@@ -394,8 +394,8 @@ def sample_with_cuts(
         logits.stride(0), parts, COLUMNS=COLUMNS, TEMPERATURE=TEMPERATURE, UNUSED=unused, PART=PART, PARTS=width,
         CANDIDATES=cuts.candidates, CHUNK=1024, num_warps=4,
     )  # fmt: skip
-    # A row that is not done from its candidates is read whole, by as many threads as a program can have.
-    for full, chunk, warps in ((False, min(1024, cuts.candidates), 4), (True, FULL_CHUNK, 32)):
+    # A row that is not done from its candidates is read whole, by many threads.
+    for full, chunk, warps in ((False, min(1024, cuts.candidates), 4), (True, FULL_CHUNK, 16)):
         _finish[(rows,)](
             logits, draws, buffers.maxima, cuts.bounds, cuts.totals, cuts.counts, cuts.keys, cuts.weights,
             cuts.tokens, cuts.unfinished, picked, tokens, vocabulary, logits.stride(0), tokens.stride(0), parts,

@@ -11,6 +11,7 @@ from cumulo.engine.random_numbers import uniform
 from cumulo.engine.sampler import DRAW_COLUMNS, DrawBatch, draw
 from cumulo.engine.step_words import draw_words
 from cumulo.kernels.cuda import sample, sample_cuts
+from tests.kernels.cuda.conftest import HAS_GPU
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,14 @@ def random_logits(rows: int, vocabulary: int, spread: float, seed: int = 0) -> T
     return spread * torch.randn(rows, vocabulary, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize(("vocabulary", "dtype"), [(50, torch.float32), (5001, torch.float16)])
+@pytest.mark.parametrize(
+    ("vocabulary", "dtype"),
+    [
+        (50, torch.float32),
+        (5001, torch.float16),
+        pytest.param(151_936, torch.bfloat16, marks=pytest.mark.skipif(not HAS_GPU, reason="needs a GPU")),
+    ],
+)
 def test_every_combination_of_cuts_picks_what_the_cpu_picks(
     vocabulary: int, dtype: torch.dtype, device: torch.device
 ) -> None:

@@ -1,0 +1,138 @@
+"""What `cumulo train` does once its options are read: the configuration, the run, its display and its report."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import yaml
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+from cumulo.cli.report import Row, table, write_json
+from cumulo.cli.terminal import err, note, out
+from cumulo.errors import ConfigError
+from cumulo.train.builtin import builtin_config, free_folder
+from cumulo.train.config import TrainConfig, config_from, config_text, load_config
+from cumulo.train.log import StepRecord
+
+if TYPE_CHECKING:
+    from cumulo.train.trainer import Trainer, TrainResult
+
+
+def parse_change(text: str) -> tuple[str, str]:
+    name, sign, value = text.partition("=")
+    if not sign or not name:
+        raise ConfigError(f"--set takes NAME=VALUE, such as optimizer.learning_rate=1e-3; got {text!r}")
+    return name.strip(), value
+
+
+def configuration(path: Path | None, changes: dict[str, str], resume: bool) -> TrainConfig:
+    """From the file, or from the folder of the run to go on with, or the built-in one; changes on top."""
+    folder = changes.get("folder")
+    changes = {name: json.dumps(value) if name == "folder" else value for name, value in changes.items()}
+    if path is not None:
+        return load_config(path, changes)
+    if resume:
+        if folder is None:
+            raise ConfigError(
+                "--resume needs to know which run: give its --folder, or its configuration file"
+            )
+        earlier = Path(folder) / "config.yaml"
+        if not earlier.is_file():
+            raise ConfigError(f"{folder} holds no run to go on with: it has no config.yaml")
+        return load_config(earlier, changes)
+    built_in = yaml.safe_load(config_text(builtin_config(folder or free_folder())))
+    return config_from(built_in, "the built-in configuration", changes)
+
+
+def print_config(config: TrainConfig) -> None:
+    out.print(config_text(config), markup=False, soft_wrap=True, end="")
+
+
+def run(config: TrainConfig, resume: bool, json_file: Path | None) -> None:
+    with err.status("starting"):
+        from cumulo.train.trainer import Trainer
+    display = Display(config)
+    try:
+        result = Trainer(config, resume=resume, watcher=display).run()
+    finally:
+        display.close()
+    rows = report_rows(result)
+    if str(json_file) != "-":
+        done = "finished" if result.finished else f"stopped after step {result.steps}, saved"
+        out.print(table(f"{config.folder}: {done}", rows))
+        out.print(f"\nlog {config.folder}/log.csv · plot {result.plot}", markup=False, soft_wrap=True)
+        if not result.finished:
+            out.print(f"go on: cumulo train --resume --folder {config.folder}", markup=False, soft_wrap=True)
+        out.print(f"talk:  cumulo chat {result.model_folder}", markup=False, soft_wrap=True)
+    write_json(json_file, rows, losses=[record.loss for record in result.records])
+
+
+def report_rows(result: "TrainResult") -> list[Row]:
+    records = result.records
+    if not records:
+        return []
+    tokens_s = sorted(record.tokens_per_s for record in records)[len(records) // 2]
+    mfu = sorted(record.mfu for record in records)[len(records) // 2]
+    rows = [
+        Row("first loss", records[0].loss, "nats/token", "lower"),
+        Row("last loss", records[-1].loss, "nats/token", "lower"),
+    ]
+    if result.held_out_loss is not None:
+        rows.append(Row("held-out loss", result.held_out_loss, "nats/token", "lower", note="not trained on"))
+    return [
+        *rows,
+        Row("tokens", records[-1].tokens, "learnt"),
+        Row("time", result.seconds, "s", "lower", note="of this run, preparation left out"),
+        Row("speed", tokens_s, "tokens/s", note="median step"),
+        Row("MFU", 100 * mfu, "%", note="3 × forward, causal attention once, recomputation not counted"),
+        Row("waiting for data", result.data_stall_s, "s", "lower"),
+        Row("waiting for checkpoints", result.checkpoint_block_s, "s", "lower"),
+        Row("peak memory", result.peak_memory_bytes / 2**30, "GiB", "lower"),
+    ]
+
+
+class Display:
+    """A progress bar in a terminal; elsewhere a line now and then."""
+
+    def __init__(self, config: TrainConfig) -> None:
+        self.steps = config.steps
+        self._every = max(1, config.steps // 20)
+        self._mean: float | None = None
+        self._bar = Progress(
+            TextColumn("[bold]{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn(),
+            TimeRemainingColumn(), TextColumn("[dim]{task.fields[words]}"),
+            console=err, disable=not err.is_terminal,
+        )  # fmt: skip
+        self._task: TaskID = self._bar.add_task("preparing", total=None, words="")
+        self._bar.start()
+
+    def preparing(self, stage: str, done: int, total: int) -> None:
+        if not err.is_terminal and done == 0:
+            note(stage)
+        self._bar.update(self._task, description=stage, completed=done, total=total or None)
+
+    def begins(self, run: "Trainer", first_step: int) -> None:
+        from cumulo.spec.counting import parameter_count
+
+        note(
+            f"{parameter_count(run.spec) / 1e6:.2f} M parameters, {run.packing.tokens:,} tokens "
+            f"({run.packing.samples_per_epoch:,} sequences of {run.packing.length}) in {run.dataset.documents:,} "
+            f"documents; {run.device.type} {run.config.dtype}, {run.peak / 1e9:,.0f} GFLOP/s (by {run.peak_source})"
+        )
+        self._bar.reset(self._task, description="training", total=self.steps, completed=first_step, words="")
+
+    def step(self, record: StepRecord, memory_bytes: int) -> None:
+        self._mean = record.loss if self._mean is None else 0.9 * self._mean + 0.1 * record.loss
+        words = (
+            f"loss {self._mean:.3f} · {record.tokens_per_s:,.0f} tok/s · MFU {100 * record.mfu:.0f}% · "
+            f"{memory_bytes / 2**30:.1f} GiB"
+        )
+        self._bar.update(self._task, completed=record.step, words=words)
+        if not err.is_terminal and (record.step % self._every == 0 or record.step in (1, self.steps)):
+            note(f"step {record.step}/{self.steps} · loss {record.loss:.4f} · {words.split(' · ', 1)[1]}")
+
+    def tell(self, message: str) -> None:
+        note(message)
+
+    def close(self) -> None:
+        self._bar.stop()
