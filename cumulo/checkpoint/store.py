@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
 from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 
@@ -25,6 +26,7 @@ from cumulo.checkpoint.folder import damage, remove_unfinished, write_whole
 from cumulo.errors import TrainingError
 
 _PREFIX = "step-"
+_FAILURES = (Exception, CheckpointException)  # torch's own is no Exception
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +86,7 @@ class CheckpointStore:
 
         try:
             write_whole(self._path(step), fill)
-        except Exception as error:  # disk full, no permission, ...: the run need not die of it
+        except _FAILURES as error:  # disk full, no permission, ...: the run need not die of it
             self.failed = (
                 f"the checkpoint of step {step} could not be written to {self.folder}: {_cause(error)}"
             )
@@ -122,7 +124,7 @@ class CheckpointStore:
         try:
             with _quiet(), torch.no_grad():
                 load_tensors(dict(tensors), checkpoint_id=checkpoint.path / "tensors", no_dist=True)
-        except Exception as error:
+        except _FAILURES as error:
             raise TrainingError(
                 f"{checkpoint.path} does not hold this model and optimizer ({_cause(error)}); "
                 "was the configuration changed since it was written?"

@@ -5,6 +5,7 @@ Inspect the files → plan memory (or refuse) → load weights → choose the de
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -15,13 +16,14 @@ from cumulo.engine.guided import Guidance
 from cumulo.engine.ledger import Ledger, MemoryPlan, plan_memory
 from cumulo.engine.machine_memory import available_memory, gpu_memory
 from cumulo.engine.params import SamplingParams
-from cumulo.engine.player import Player, cpu_player, gpu_player
+from cumulo.engine.player import Player, cpu_player, gpu_player, refuse_kernel_options
 from cumulo.engine.scheduler import Scheduler
 from cumulo.engine.scheduler_config import SchedulerConfig
 from cumulo.errors import CumuloError
 from cumulo.models.decoder import Decoder
 from cumulo.models.load import LoadedModel, ModelFiles, inspect_model, load_model
 from cumulo.models.tokenizer import Tokenizer
+from cumulo.spec.gpu_kernels import obstacle_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +67,9 @@ def assemble(
         torch.set_num_threads(config.threads)
     dtype = torch_dtype(config)
     files = inspect_model(model)
+    obstacle = obstacle_of(files.spec, config.dtype) if config.device == "cuda" else None
+    if obstacle is not None:
+        refuse_kernel_options(config, obstacle)
     # The packed kernels compute in float32 on a CPU; a GPU gets plain matrices, or quantises its own.
     keep_quantised = keep_quantised and dtype == torch.float32 and config.device == "cpu"
     memory = plan_memory(files.spec, held_bytes(files, dtype, keep_quantised), config, free_memory(config))
@@ -126,22 +131,46 @@ def start_engine(
 
 
 def compile_kernels(engine: Engine) -> None:
-    """One short prompt and two tokens: what is compiled on first use is compiled now, and nobody waits for it."""
-    engine.add([0] * 40, SamplingParams(max_tokens=3, ignore_eos=True))
+    """One short prompt and two tokens: what is compiled on first use is compiled now, and nobody waits for it.
+
+    The engine is left as it was: with nothing in its cache, its costs unlearnt, and no seed taken.
+    """
+    scheduler = engine.scheduler
+    length = min(40, scheduler.config.max_context - 3)
+    if length < 1:
+        return
+    recompute_s_per_token = scheduler.costs.recompute_s_per_token
+    params = SamplingParams(max_tokens=3, ignore_eos=True, seed=0)
+    engine.add([0] * length, params, request_id="compiling kernels")
     while engine.has_work:
-        engine.step()
-    engine.scheduler.pool.clear_cache()
+        for output in engine.step().finished:
+            if output.error is not None:
+                raise CumuloError(f"the model does not run on this device: {output.error}; try device=cpu")
+    scheduler.costs.recompute_s_per_token = recompute_s_per_token
+    scheduler.pool.clear_cache()
 
 
 def device_kind(device: str) -> str:
-    """ "cpu" or "cuda"."""
-    if device == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    if device not in ("cpu", "cuda"):
+    """ "cpu" or "cuda". A GPU that is too old counts as none; what the user can install is asked for."""
+    if device not in ("auto", "cpu", "cuda"):
         raise CumuloError(f"device must be auto, cpu or cuda; got {device!r}")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise CumuloError("device=cuda was asked for, but PyTorch sees no GPU here; leave it out or say cpu")
-    return device
+    if device == "cpu":
+        return "cpu"
+    obstacle = None
+    if not torch.cuda.is_available():
+        obstacle = "PyTorch sees no GPU here"
+    elif torch.cuda.get_device_capability() < (8, 0):
+        major, minor = torch.cuda.get_device_capability()
+        obstacle = f"{torch.cuda.get_device_name()} has compute capability {major}.{minor}, and 8.0 is needed"
+    if obstacle is not None:
+        if device == "auto":
+            return "cpu"
+        raise CumuloError(f"device=cuda was asked for, but {obstacle}; leave it out or say cpu")
+    if find_spec("triton") is None:
+        raise CumuloError(
+            "there is a GPU, but not Triton, which compiles the kernels for it: pip install triton, or say device=cpu"
+        )
+    return "cuda"
 
 
 def torch_dtype(config: EngineConfig) -> torch.dtype:

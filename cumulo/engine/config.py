@@ -36,6 +36,15 @@ class EngineConfig:
                 raise CumuloError(
                     f"{name} must be 1 or more (or 0 for the device's default), got {getattr(self, name)}"
                 )
+        for name, allowed in _ALLOWED.items():
+            if getattr(self, name) not in allowed:
+                raise CumuloError(
+                    f"{name} must be {', '.join(allowed[:-1])} or {allowed[-1]}; got {getattr(self, name)!r}"
+                )
+        for name in ("kv_memory_gib", "swap_gib", "max_context", "threads"):
+            value = getattr(self, name)
+            if value is not None and (value < 0 or value == 0 and name in ("max_context", "threads")):
+                raise CumuloError(f"{name} must be positive, got {value}")
         if self.kv_blocks is not None and self.kv_blocks < 1:
             raise CumuloError(f"kv_blocks must be 1 or more, got {self.kv_blocks}")
 
@@ -48,9 +57,20 @@ class EngineConfig:
             for name in ("weights", "kv_dtype"):
                 if getattr(self, name) == "fp8":
                     raise CumuloError(f"{name}=fp8 needs a GPU; on a CPU leave {name} out")
+        elif settled.block_size < 16 or settled.block_size & (settled.block_size - 1):
+            raise CumuloError(
+                f"block_size={settled.block_size} was asked for, but on a GPU a block is a tile of attention: "
+                "choose a power of two from 16 up, or leave block_size out"
+            )
         return settled
 
 
+_ALLOWED = {
+    "preemption": ("auto", "recompute", "swap"),
+    "dtype": ("auto", "float64", "float32", "float16", "bfloat16"),
+    "weights": ("auto", "fp8"),
+    "kv_dtype": ("auto", "fp8"),
+}
 _DEFAULTS: dict[str, dict[str, int | str]] = {
     "cpu": {"block_size": 16, "max_running": 256, "max_tokens_per_step": 512, "dtype": "float32"},
     "cuda": {"block_size": 64, "max_running": 512, "max_tokens_per_step": 8192, "dtype": "bfloat16"},

@@ -11,6 +11,7 @@ from cumulo.engine.config import EngineConfig
 from cumulo.engine.guided import Guidance
 from cumulo.engine.ledger import MemoryPlan
 from cumulo.engine.runner_torch import TorchRunner
+from cumulo.errors import CumuloError
 from cumulo.models.batch import KVCache
 from cumulo.models.decoder import Decoder
 from cumulo.models.fused import FusedDecoder, why_not
@@ -53,6 +54,7 @@ def gpu_player(
     name = torch.cuda.get_device_name()
     obstacle = cuda_decoder.why_not(decoder)
     if obstacle is not None:
+        refuse_kernel_options(config, obstacle)
         runner = _torch_runner(decoder, decoder, config, memory, eos_ids, guidance)
         return Player(runner, f"PyTorch operators on {name}: {obstacle}")
     if tell is not None:
@@ -83,6 +85,17 @@ def gpu_player(
         batch_invariant=config.batch_invariant,
     )
     return Player(cuda_runner, f"GPU kernels on {name}")
+
+
+def refuse_kernel_options(config: EngineConfig, obstacle: str) -> None:
+    """Options that only the GPU's kernels have must not be dropped in silence."""
+    for name, usual in (("weights", "auto"), ("kv_dtype", "auto"), ("batch_invariant", False)):
+        value = getattr(config, name)
+        if value != usual:
+            raise CumuloError(
+                f"{name}={value} was asked for, but this model runs on PyTorch operators, which do not have it "
+                f"({obstacle}); leave {name} out"
+            )
 
 
 def _torch_runner(

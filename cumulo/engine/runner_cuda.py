@@ -6,9 +6,11 @@ tokens when they have arrived, while the next steps already run. Draws that need
 log-probabilities) wait for it, in their own steps only.
 """
 
+import logging
 import time
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
@@ -29,6 +31,8 @@ from cumulo.kernels.cuda.sample import SampleBuffers, sample
 from cumulo.kernels.cuda.sample_cuts import CutBuffers, sample_with_cuts
 from cumulo.models.batch import KVCache
 from cumulo.models.cuda_decoder import CudaDecoder, StepTensors
+
+log = logging.getLogger(__name__)
 
 _CAPTURED_TOKENS = 2048  # larger steps keep the GPU busy longer than the host needs to launch them
 _MOST_GRAPHS = 96
@@ -173,7 +177,7 @@ class CudaRunner:
         if graph is None and captured and self._use_graphs and shape.tokens <= _CAPTURED_TOKENS:
             # The first step of a shape runs as it is, which compiles what it needs; the second is captured.
             if shape in self._seen and len(self._graphs) < _MOST_GRAPHS:
-                graph = self._graphs[shape] = self._capture(shape)
+                graph = self._captured(shape)
             self._seen.add(shape)
         if graph is not None:
             graph.replay()
@@ -199,6 +203,15 @@ class CudaRunner:
         else:
             sample(logits, draws, self._buffers, self._picked, slots.tokens)
 
+    def _captured(self, shape: StepShape) -> "torch.cuda.CUDAGraph | None":
+        """A step that cannot be captured (for want of memory, say) can still be launched: nobody's request fails."""
+        try:
+            self._graphs[shape] = self._capture(shape)
+        except Exception:
+            log.exception("%s could not be captured; from now on steps of new shapes are launched", shape)
+            self._use_graphs = False
+        return self._graphs.get(shape)
+
     def _capture(self, shape: StepShape) -> torch.cuda.CUDAGraph:
         assert self._capture_stream is not None
         graph = torch.cuda.CUDAGraph()
@@ -208,8 +221,11 @@ class CudaRunner:
             graph.capture_begin(pool=self._memory_pool, capture_error_mode="thread_local")
             try:
                 self._launch(shape)
-            finally:
-                graph.capture_end()
+            except BaseException:
+                with suppress(Exception):  # it would say only that the capture was broken off
+                    graph.capture_end()
+                raise
+            graph.capture_end()
         current.wait_stream(self._capture_stream)
         return graph
 

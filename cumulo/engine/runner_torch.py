@@ -89,8 +89,10 @@ class TorchRunner:
 
     def memory_bytes(self) -> dict[str, int]:
         """What this runner holds, by the names of the memory ledger's rows."""
-        held = {"weights": held_weight_bytes(self.model), "kv cache": self.cache.nbytes,
-                "token tables": self.table.nbytes}  # fmt: skip
+        held = {"weights": held_weight_bytes(self.model), "kv cache": self.cache.nbytes}
+        if self.device.type != "cpu":  # tables and swap pool are the host's, the ledger is the device's
+            return held
+        held["token tables"] = self.table.nbytes
         if self.host_cache is not None:
             held["swap pool"] = self.host_cache.nbytes
         return held
@@ -111,10 +113,17 @@ class TorchRunner:
         touched = {block for new in plan.begin for block in new.blocks}
         for storage in (self.cache.key_storage, self.cache.value_storage):
             storage[:, sorted(touched)] = 0  # commits the cache's pages: they are not this step's
-        with PeakMemory() as peak:
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+            before = torch.cuda.memory_allocated(self.device)
             self.submit(plan).result()
+            taken: int | None = torch.cuda.max_memory_allocated(self.device) - before
+        else:
+            with PeakMemory() as peak:
+                self.submit(plan).result()
+            taken = peak.bytes
         self.submit(StepPlan(-1, end=slots)).result()
-        return peak.bytes
+        return taken
 
     def measure_swap_s(self) -> float:
         """Seconds to move one block to the host pool, measured on both empty caches before the first step."""

@@ -62,9 +62,14 @@ def round_tokens(count: int) -> int:
 
 
 def shape_of(tokens: int, rows: int, draws: int, most: StepShape, cuts: bool = False) -> StepShape:
-    """The shape for a step of so many, none larger than in `most`, which every step fits into."""
+    """The shape for a step of so many, none larger than in `most`, which every step must fit into."""
+    if tokens > most.tokens or rows > most.rows or draws > most.draws:
+        raise RuntimeError(
+            f"a step of {tokens} tokens, {rows} rows and {draws} draws does not fit into buffers for "
+            f"{most.tokens}, {most.rows} and {most.draws}"
+        )
     decodes_only = tokens == rows
-    shape_rows = min(round_rows(rows), most.rows)
+    shape_rows = min(round_rows(rows), most.rows, most.tokens)  # of decodes alone, rows are tokens
     return StepShape(
         shape_rows if decodes_only else min(round_tokens(tokens), most.tokens),
         shape_rows,

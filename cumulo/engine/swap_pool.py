@@ -1,9 +1,13 @@
 """SwapPool: KV blocks that were moved to the host, in page-locked memory so that copies run beside the computation.
 Owned by CudaRunner; which blocks move, the plan says."""
 
+from collections.abc import Iterator
+
 import torch
 
 from cumulo.models.batch import KVCache
+
+_PIECE_BYTES = 64 << 20  # gathered on the device at a time: a long context must not need gigabytes to leave
 
 
 class SwapPool:
@@ -23,19 +27,35 @@ class SwapPool:
 
     def take(self, pairs: list[tuple[int, int]]) -> None:
         """Device block -> host block. Ordered with the stream's other work; returns at once."""
-        for storage, pool in self._sides():
-            # Gathered on the device first: there a strided copy is cheap, over the bus it is not.
-            gathered = storage[:, [source for source, _ in pairs]].transpose(0, 1).contiguous()
-            for index, (_, target) in enumerate(pairs):
-                pool[target].copy_(gathered[index], non_blocking=True)
+        for part in self._pieces(pairs):
+            sources = self._on_device([source for source, _ in part])
+            for storage, pool in self._sides():
+                # Gathered on the device first: there a strided copy is cheap, over the bus it is not.
+                gathered = storage.transpose(0, 1).index_select(0, sources)
+                for index, (_, target) in enumerate(part):
+                    pool[target].copy_(gathered[index], non_blocking=True)
 
     def give(self, pairs: list[tuple[int, int]]) -> None:
-        """Host block -> device block."""
-        for storage, pool in self._sides():
-            arrived = torch.empty((len(pairs), *pool.shape[1:]), dtype=pool.dtype, device=storage.device)
-            for index, (source, _) in enumerate(pairs):
-                arrived[index].copy_(pool[source], non_blocking=True)
-            storage[:, [target for _, target in pairs]] = arrived.transpose(0, 1)
+        """Host block -> device block, likewise."""
+        for part in self._pieces(pairs):
+            targets = self._on_device([target for _, target in part])
+            for storage, pool in self._sides():
+                arrived = torch.empty((len(part), *pool.shape[1:]), dtype=pool.dtype, device=storage.device)
+                for index, (source, _) in enumerate(part):
+                    arrived[index].copy_(pool[source], non_blocking=True)
+                storage.transpose(0, 1).index_copy_(0, targets, arrived)
+
+    def _pieces(self, pairs: list[tuple[int, int]]) -> Iterator[list[tuple[int, int]]]:
+        size = max(1, _PIECE_BYTES * self.blocks // max(1, self.nbytes))
+        for first in range(0, len(pairs), size):
+            yield pairs[first : first + size]
+
+    def _on_device(self, blocks: list[int]) -> torch.Tensor:
+        """From page-locked memory: a copy from anywhere else would make the host wait for the stream."""
+        indices = torch.tensor(blocks)
+        if self._keys.is_pinned():
+            indices = indices.pin_memory()
+        return indices.to(self._cache.key_storage.device, non_blocking=True)
 
     def _sides(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         pairs = [(self._cache.key_storage, self._keys), (self._cache.value_storage, self._values)]

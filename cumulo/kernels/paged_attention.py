@@ -9,6 +9,7 @@ first, prefill by the second.
 """
 
 from collections import defaultdict
+from collections.abc import Iterator
 from typing import Protocol
 
 import torch
@@ -17,6 +18,9 @@ from torch import Tensor
 
 from cumulo.kernels.library import ATTEND, NativeLibrary, OpStruct, StepStruct, native
 
+# Scores, or gathered keys and values, that the reference makes at once: a long chunk over a long context, or many
+# decodes, are worked on in pieces.
+_AT_ONCE = 1 << 26
 SMALL_WORK = 30_000  # multiply-adds below which a second thread costs more than it brings
 
 
@@ -129,17 +133,28 @@ def reference(
         count = starts[sequence + 1] - starts[sequence]
         if count == 1:  # padded to the next power of two of blocks, at most half is waste
             decodes[(-(-length // block_size) - 1).bit_length()].append(sequence)
-        elif count:
-            chunk = slice(starts[sequence], starts[sequence + 1])
+        size = max(1, _AT_ONCE // (query.shape[1] * max(1, length)))
+        for first in range(0, count, size) if count > 1 else ():
+            last = min(first + size, count)
+            chunk = slice(starts[sequence] + first, starts[sequence] + last)
+            seen = length - count + last
             out[chunk] = _attend(
-                query[chunk][None], keys, values, batch.block_tables[sequence, None], [length], scale, window
+                query[chunk][None], keys, values, batch.block_tables[sequence, None], [seen], scale, window
             )[0]
-    for sequences in decodes.values():
+    for sequences in _in_pieces(decodes, keys.shape[1] * block_size * (keys.shape[-1] + values.shape[-1])):
         rows = torch.tensor([starts[sequence] for sequence in sequences], device=query.device)
         tables = batch.block_tables[torch.tensor(sequences, device=batch.block_tables.device)]
         contexts = [lengths[sequence] for sequence in sequences]
         out[rows] = _attend(query[rows][:, None], keys, values, tables, contexts, scale, window)[:, 0]
     return out
+
+
+def _in_pieces(decodes: dict[int, list[int]], block_elements: int) -> Iterator[list[int]]:
+    """Groups of decodes, by the logarithm of their blocks, cut so that what is gathered for each stays small."""
+    for blocks_log2, sequences in decodes.items():
+        size = max(1, _AT_ONCE // (block_elements << blocks_log2))
+        for first in range(0, len(sequences), size):
+            yield sequences[first : first + size]
 
 
 def _attend(

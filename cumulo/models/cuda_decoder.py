@@ -23,6 +23,7 @@ from cumulo.models.batch import KVCache
 from cumulo.models.decoder import Decoder, Layer
 from cumulo.models.linear import Linear
 from cumulo.models.moe import FeedForward, MixtureOfExperts
+from cumulo.spec.gpu_kernels import obstacle_of
 
 
 @dataclass(slots=True)
@@ -38,13 +39,9 @@ class StepTensors:
 
 def why_not(decoder: Decoder) -> str | None:
     """What keeps a decoder from being played by these kernels, or None."""
-    spec = decoder.spec
-    if spec.mla is not None:
-        return "latent attention runs layer by layer"
-    if spec.head_dim & (spec.head_dim - 1) or spec.rope_dim != spec.head_dim:
-        return f"{spec.rope_dim} of {spec.head_dim} numbers of a head are rotated: all of a power of two are needed"
-    if spec.moe is not None and spec.moe.groups > 1:
-        return "group-limited routing runs layer by layer"
+    obstacle = obstacle_of(decoder.spec, str(decoder.dtype).removeprefix("torch."))
+    if obstacle is not None:
+        return obstacle
     for name, module in decoder.named_modules():
         if isinstance(module, Linear) and module.packed is not None:
             return f"{name} is packed for a CPU"

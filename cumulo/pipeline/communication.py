@@ -91,9 +91,10 @@ def _message(schedule: PipelineSchedule, kind: Kind, action: Action, neighbour: 
 def _received_when_needed(schedule: PipelineSchedule) -> list[list[Action]]:
     """Each receive as late as its order on the channel allows: no stage waits for what it does not need yet."""
     channels: dict[tuple[int, int], deque[Action]] = {}  # (from, to) -> receives in the order of the sends
-    for stage, order in enumerate(schedule.orders):
-        for action in order:
-            if (send := send_after(schedule, action)) is not None and send.peer is not None:
+    sends = [{action: send_after(schedule, action) for action in order} for order in schedule.orders]
+    for stage, stage_sends in enumerate(sends):
+        for send in stage_sends.values():
+            if send is not None and send.peer is not None:
                 channels.setdefault((stage, send.peer), deque()).append(receive_of(schedule, send))
     orders: list[list[Action]] = []
     for stage, order in enumerate(schedule.orders):
@@ -109,7 +110,7 @@ def _received_when_needed(schedule: PipelineSchedule) -> list[list[Action]]:
                     received.add(channel[0])
                     written.append(channel.popleft())
             written += block
-            written += [send for action in block if (send := send_after(schedule, action)) is not None]
+            written += [send for action in block if (send := sends[stage][action]) is not None]
         orders.append(written)
     return orders
 

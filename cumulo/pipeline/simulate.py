@@ -9,9 +9,11 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from cumulo.pipeline.actions import Action, Kind, PipelineSchedule, blocks
-from cumulo.pipeline.communication import Sends, receive_before, receive_of, send_of, with_communication
+from cumulo.pipeline.communication import Sends, receive_of, send_of, with_communication
 from cumulo.pipeline.costs import Costs
 from cumulo.pipeline.stall import ScheduleError, Stall, Waiting, explain
+
+Key = tuple[Kind, int, int, int]  # kind, micro-batch, chunk, direction: an action without its circumstances
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +94,7 @@ class _Play:
         self.next = [0] * schedule.stages  # block each stage has reached
         self.clock_s = [0.0] * schedule.stages
         self.spans: list[list[Span]] = [[] for _ in range(schedule.stages)]
-        self.done: list[set[tuple[Kind, int, int, int]]] = [set() for _ in range(schedule.stages)]
+        self.done: list[set[Key]] = [set() for _ in range(schedule.stages)]
         # (from, to) -> receives whose messages are on their way, and when they arrive
         self.channels: dict[tuple[int, int], deque[tuple[Action, float]]] = {}
         self.link_free_s: dict[tuple[int, int], float] = {}
@@ -106,8 +108,9 @@ class _Play:
             while self.next[stage] < len(self.blocks[stage]):
                 block = self.blocks[stage][self.next[stage]]
                 if self._waits_for(stage, block) is not None:
-                    if self.sends is Sends.RENDEZVOUS and (sender := block[0].peer) is not None:
-                        ready.extend({sender} - set(ready) if self._can_send(sender) else ())
+                    peer = block[0].peer
+                    if peer is not None and peer not in ready and self._can_send(peer):
+                        ready.append(peer)  # a rendezvous: it has been waiting for this stage to come
                     break
                 woken = self._run(stage, block)
                 self.next[stage] += 1
@@ -142,12 +145,10 @@ class _Play:
             if self.sends is Sends.BUFFERED or self._at_receive(action):
                 return None
             return Waiting(action, action.peer or 0, receive_of(self.schedule, action))
-        for position, part in enumerate(block):
-            earlier = {(other.kind, *_place(other)) for other in block[:position]} if position else ()
+        for part in block:
             for need in _needs(self.schedule, part):
-                key = (need.kind, *_place(need))
-                if key not in self.done[stage] and key not in earlier:
-                    return Waiting(part, stage, need)
+                if need not in self.done[stage]:
+                    return Waiting(part, stage, Action(*need))
         return None
 
     def _at_receive(self, send: Action) -> bool:
@@ -217,18 +218,21 @@ def _place(action: Action) -> tuple[int, int, int]:
     return action.micro_batch, action.chunk, action.direction
 
 
-def _needs(schedule: PipelineSchedule, action: Action) -> list[Action]:
+def _needs(schedule: PipelineSchedule, action: Action) -> tuple[Key, ...]:
     """What a compute action needs to have happened on its own stage: receives and compute."""
+    batch, chunk, way = _place(action)
     if action.kind is Kind.BACKWARD_WEIGHT:
-        return [Action(Kind.BACKWARD_INPUT, *_place(action))]
-    needs = []
-    if action.kind.gives_input_gradient:
-        needs.append(Action(Kind.FORWARD, *_place(action)))
-    receive = receive_before(schedule, action)
-    if receive is not None:
-        needs.append(receive)
-    elif action.kind is Kind.FORWARD and action.chunk > 0:
-        needs.append(Action(Kind.FORWARD, action.micro_batch, action.chunk - 1, action.direction))
-    elif action.kind.gives_input_gradient and action.chunk < schedule.chunks - 1:
-        needs.append(Action(Kind.BACKWARD_INPUT, action.micro_batch, action.chunk + 1, action.direction))
-    return needs
+        return ((Kind.BACKWARD_INPUT, batch, chunk, way),)
+    stage = schedule.stage_of(chunk, way)
+    if action.kind is Kind.FORWARD:
+        if chunk == 0:
+            return ()
+        if schedule.stage_of(chunk - 1, way) == stage:
+            return ((Kind.FORWARD, batch, chunk - 1, way),)
+        return ((Kind.RECEIVE_ACTIVATION, batch, chunk, way),)
+    forward = (Kind.FORWARD, batch, chunk, way)
+    if chunk == schedule.chunks - 1:
+        return (forward,)
+    if schedule.stage_of(chunk + 1, way) == stage:
+        return (forward, (Kind.BACKWARD_INPUT, batch, chunk + 1, way))
+    return (forward, (Kind.RECEIVE_GRADIENT, batch, chunk, way))

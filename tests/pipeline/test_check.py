@@ -107,6 +107,17 @@ def test_stages_that_wait_for_one_another_are_a_deadlock_with_all_of_them_named(
     assert "stage 1 stands at receive activation(micro-batch 1, chunk 1) from stage 0" in words
 
 
+def test_what_overlaps_cannot_need_each_other() -> None:
+    """On the last stage of 1F1B a forward is followed by its own backward."""
+
+    def overlap(order: Order) -> None:
+        order[0] = replace(order[0], overlaps_next=True)
+
+    words = refusal(changed(build("1f1b", 2, 2), 1, overlap))
+    assert "stage 1 runs B(micro-batch 0, chunk 1)" in words
+    assert "F(micro-batch 0, chunk 1), which it needs" in words
+
+
 def test_an_action_on_the_wrong_stage_is_refused() -> None:
     stranger = Action(Kind.FORWARD, 0, 2)
     words = refusal(changed(build("1f1b", 4, 8), 1, lambda order: order.append(stranger)))

@@ -85,7 +85,7 @@ def test_interleaving_divides_the_bubble_by_the_chunks_per_stage(
     )
 
 
-@settings(max_examples=5)
+@settings(max_examples=3)
 @given(stages=st.integers(2, 16), data=st.data())
 def test_zero_bubble_schedules_have_a_third_of_the_bubble_and_none(stages: int, data: st.DataObject) -> None:
     """Qi et al. 2023: with f = i = w, ZB-H1 idles (p-1)/3m of its work, 1F1B (p-1)/m, ZB-V 0 inside its stages."""
@@ -94,7 +94,9 @@ def test_zero_bubble_schedules_have_a_third_of_the_bubble_and_none(stages: int, 
     assert simulate(build("1f1b", stages, micro_batches)).bubble_s[0] / work_s == (stages - 1) / micro_batches
     h1_s = simulate(build("zb-h1", stages, micro_batches)).bubble_s[0]
     assert h1_s / work_s == (stages - 1) / (3 * micro_batches)
-    assert check(build("zb-v", stages, micro_batches)).inner_bubble_ratio == 0
+    zero_bubble_v = simulate(build("zb-v", stages, micro_batches))
+    assert set(zero_bubble_v.inner_bubble_s) == {0.0}
+    assert set(zero_bubble_v.bubble_s) == {stages - 1.0}  # the staggered start: f a stage
 
 
 @pytest.mark.parametrize("saving", (0.0, 0.25))

@@ -42,8 +42,7 @@ def longest_paths(schedule: PipelineSchedule, costs: Costs) -> dict[tuple[str, i
             for need in needed(action):
                 if need in where:
                     other, at = where[need]
-                    if (other, at) != (stage, position):
-                        start_s = max(start_s, end_s(other, at) + costs.link.latency_s * (other != stage))
+                    start_s = max(start_s, end_s(other, at) + costs.link.latency_s * (other != stage))
         return start_s + costs.block_s(stage, orders[stage][position])
 
     ends: dict[tuple[str, int, int], float] = {}

@@ -45,14 +45,14 @@ DECODE_FEW = [
     DecodeConfig(32, 4, 3, items_per_sm=2, min_tiles=2, merge_registers=64),
 ]
 CHUNK = [
-    ChunkConfig(128, 64, 8, 4, overlap=True),
-    ChunkConfig(128, 64, 8, 3, overlap=True),
-    ChunkConfig(128, 64, 8, 6, overlap=True),
-    ChunkConfig(64, 64, 4, 3, overlap=True),
-    ChunkConfig(64, 64, 4, 2, overlap=True),
+    ChunkConfig(128, 64, 8, 4, overlap=2),
+    ChunkConfig(128, 64, 8, 4, overlap=4),
+    ChunkConfig(128, 64, 8, 6, overlap=2),
+    ChunkConfig(128, 64, 8, 3, overlap=2),
+    ChunkConfig(64, 64, 4, 3, overlap=2),
+    ChunkConfig(64, 64, 4, 2, overlap=2),
     ChunkConfig(64, 64, 4, 3),
     ChunkConfig(128, 64, 8, 3),
-    ChunkConfig(128, 128, 8, 2),
 ]
 
 

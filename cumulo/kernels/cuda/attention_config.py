@@ -44,16 +44,16 @@ def decode_config(
 def chunk_config(group: int, head_dim: int, kv_dtype: torch.dtype, block_size: int) -> ChunkConfig:
     """A row's bits do not depend on the batch whatever these are: they depend on the model and cache only.
 
-    128 rows need 4.7 TB/s of keys and values from the L2 cache at 600 TFLOP/s, fewer would need more than it
-    gives. Of 128 x 128 scores the fewest instructions per score are left, but they and the output fill the
-    registers: an 8-bit cache, whose keys pass through registers, and wide heads take fewer.
+    Two programs of 64 rows on a multiprocessor take turns at the matrix units, which on an H200 was worth more
+    than the shared loads of one of 128 (447 and 401 TFLOP/s). An 8-bit cache, whose keys pass through
+    registers, and wide heads take fewer keys at once.
     """
     if head_dim > 128:
         default = ChunkConfig(key_tile=32, num_stages=2)
     elif kv_dtype.itemsize == 1:
         default = ChunkConfig(key_tile=64, num_stages=3)
     else:
-        default = ChunkConfig(key_tile=128, num_stages=2)
+        default = ChunkConfig(rows=64, key_tile=64, num_warps=4, num_stages=3)
     return replace(default, **TUNED.get(chunk_key(group, head_dim, kv_dtype, block_size), {}))
 
 

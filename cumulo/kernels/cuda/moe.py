@@ -77,6 +77,7 @@ def _route(logits, bias, chosen, weights, experts, scale, K: tl.constexpr, E: tl
     for index in tl.static_range(K):
         best = tl.max(preference, 0)
         winner = tl.min(tl.where(preference == best, expert, E), 0)  # of equals the lowest
+        winner = tl.minimum(winner, experts - 1)  # NaN equals nothing: its weight is NaN, its place must exist
         picked = tl.where(place == index, winner, picked)
         held = tl.where(place == index, tl.sum(tl.where(expert == winner, score, 0.0), 0), held)
         preference = tl.where(expert == winner, float("-inf"), preference)
@@ -228,7 +229,7 @@ class MoEBuffers:
         self.logits = torch.empty((max_tokens, moe.experts), dtype=torch.float32, device=device)
         self.weights = torch.empty(choices, dtype=torch.float32, device=device)
         self.chosen, self.counts = ints(choices), ints(moe.experts)
-        widest = choices + moe.experts * 127
+        widest = choices + (moe.experts + 1) * 128  # the last tile of every expert, and the grid's rounding
         self.order, self.tile_experts = ints(widest), ints(widest // 16 + 1)
         self.activated = torch.empty((choices, moe.expert_hidden), dtype=dtype, device=device)
         self.results = torch.empty((choices, hidden), dtype=dtype, device=device)

@@ -33,7 +33,9 @@ class ChunkConfig:
     num_warps: int = 8
     num_stages: int = 2
     descriptors: bool = False  # load pages with the tensor memory accelerator: more barriers, fewer addresses
-    overlap: bool = False  # `paged_attention_overlap` where it can, with `num_stages` slots of keys and of values
+    overlap: int = (
+        0  # where it can, `paged_attention_overlap` with bundles of so many tiles and `num_stages` slots
+    )
 
     def query_tile(self, group: int) -> int:
         """Tokens a program owns."""
@@ -206,7 +208,7 @@ def launch_chunks(
     if config.overlap and window is None and soft_cap is None and fits(query, keys, values, config.key_tile):
         launch_overlapped(
             query, keys, values, out, lse, tiles, tables, scale, v_scale, config.rows, config.key_tile,
-            config.num_warps, config.num_stages,
+            config.num_warps, config.num_stages, config.overlap,
         )  # fmt: skip
         return
     heads, dim = query.shape[1], query.shape[2]

@@ -20,7 +20,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from cumulo.kernels.cuda.split_merge import LN_2, LOG2_E
 
 # Triton renamed both on the way from 3.6 to 3.9.
-_copy_page = hopper.tma.async_load if hasattr(hopper.tma, "async_load") else hopper.tma.async_copy_global_to_shared
+_copy_page = (
+    hopper.tma.async_load if hasattr(hopper.tma, "async_load") else hopper.tma.async_copy_global_to_shared
+)
 _all_threads = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
 
@@ -35,7 +37,9 @@ def _fetch(keys, key_ring, key_full, key_page, key_tile, values, value_ring, val
     row = (key_page * KV_HEADS + kv_head) * PAGE + key_tile * TILE % PAGE
     _copy_page(keys, [row, 0], key_full.index(key_slot), key_ring.index(key_slot), pred=key_tile < end)
     row = (value_page * KV_HEADS + kv_head) * PAGE + value_tile * TILE % PAGE
-    _copy_page(values, [row, 0], value_full.index(value_slot), value_ring.index(value_slot), pred=value_tile < end)
+    _copy_page(
+        values, [row, 0], value_full.index(value_slot), value_ring.index(value_slot), pred=value_tile < end
+    )
 
 
 @gluon.jit
@@ -75,7 +79,8 @@ def _chunk_overlapped(query, keys, values, out, lse, tiles, tables, scale, v_sca
                       query_head_stride, out_token_stride, out_head_stride, lse_token_stride, table_stride,
                       KV_HEADS: gl.constexpr, GROUP: gl.constexpr, ROWS: gl.constexpr,
                       QUERY_TILE: gl.constexpr, DIM: gl.constexpr, PAGE: gl.constexpr, TILE: gl.constexpr,
-                      SLOTS: gl.constexpr, HAS_LSE: gl.constexpr, num_warps: gl.constexpr):  # fmt: skip
+                      SLOTS: gl.constexpr, BUNDLE: gl.constexpr, HAS_LSE: gl.constexpr,
+                      num_warps: gl.constexpr):  # fmt: skip
     record = tiles + gl.program_id(0) * 8
     kv_head = gl.program_id(1)
     tokens = gl.load(record + 2)
@@ -90,8 +95,8 @@ def _chunk_overlapped(query, keys, values, out, lse, tiles, tables, scale, v_sca
     first_position = context - tokens + first_token
     last_position = gl.minimum(context, first_position + QUERY_TILE) - 1
     end = last_position // TILE + 1
-    # Tiles all rows see are folded in pairs without a mask, the rest (one at least) one by one with it.
-    pairs = gl.minimum((first_position + 1) // TILE, end - 1) // 2
+    # Tiles all rows see are folded in bundles without a mask, the rest (one at least) one by one with it.
+    bundles = gl.minimum((first_position + 1) // TILE, end - 1) // BUNDLE
 
     key_ring = gl.allocate_shared_memory(keys.dtype, [SLOTS, TILE, DIM], keys.layout)
     value_ring = gl.allocate_shared_memory(values.dtype, [SLOTS, TILE, DIM], values.layout)
@@ -117,10 +122,9 @@ def _chunk_overlapped(query, keys, values, out, lse, tiles, tables, scale, v_sca
     row = gl.arange(0, ROWS, gl.SliceLayout(1, copy_layout))
     column = gl.arange(0, DIM, gl.SliceLayout(0, copy_layout))
     token = first_token + row // GROUP
-    head = kv_head * GROUP + row % GROUP
     inside = (row < QUERY_TILE * GROUP) & (token < tokens)
-    token_row = (chunk_row + token).to(gl.int64)
-    offset = token_row * query_token_stride + head * query_head_stride
+    offset = (chunk_row + token).to(gl.int64) * query_token_stride
+    offset += (kv_head * GROUP + row % GROUP) * query_head_stride
     q = gl.load(query + offset[:, None] + column[None, :], mask=inside[:, None], other=0.0)
     q = gl.convert_layout(q, query_layout)
 
@@ -131,36 +135,30 @@ def _chunk_overlapped(query, keys, values, out, lse, tiles, tables, scale, v_sca
     scores = hopper.warpgroup_mma_wait(0, deps=[_scores(q, key_ring, key_full, 0, True, zero, SLOTS)])
     acc = hopper.warpgroup_mma_init(gl.zeros([ROWS, DIM], gl.float32, out_layout))
 
-    for pair in range(0, pairs):
-        tile = pair * 2
-        earlier_page = _page(table, tile + SLOTS - 1, end, PAGE, TILE)
-        page = _page(table, tile + SLOTS, end, PAGE, TILE)
-        later_page = _page(table, tile + SLOTS + 1, end, PAGE, TILE)
+    for bundle in range(0, bundles):
         # In flight: the output product of the tile before. It alone may be at the loop's end, and all must be
         # waited for before it is used, or ptxas makes every product wait for itself.
-        scores_b = _scores(q, key_ring, key_full, tile + 1, True, zero, SLOTS)
-        p, keep, weight, top = _softmax(scores, weight, top, scale_log2)
-        done, p = hopper.warpgroup_mma_wait(0, deps=[acc, p])
-        acc = _output(p, keep, done, value_ring, value_full, tile, SLOTS, out_layout)
-        _all_threads()  # everyone is done with the keys of this tile and the values of the one before
-        _fetch(keys, key_ring, key_full, page, tile + SLOTS, values, value_ring, value_full, earlier_page,
-               tile + SLOTS - 1, end, kv_head, KV_HEADS, PAGE, TILE, SLOTS)  # fmt: skip
-
-        scores_a = _scores(q, key_ring, key_full, tile + 2, True, zero, SLOTS)
-        scores = hopper.warpgroup_mma_wait(2, deps=[scores_b])
-        p, keep, weight, top = _softmax(scores, weight, top, scale_log2)
-        done, p = hopper.warpgroup_mma_wait(1, deps=[acc, p])
-        acc = _output(p, keep, done, value_ring, value_full, tile + 1, SLOTS, out_layout)
-        _all_threads()
-        _fetch(keys, key_ring, key_full, later_page, tile + 1 + SLOTS, values, value_ring, value_full, page,
-               tile + SLOTS, end, kv_head, KV_HEADS, PAGE, TILE, SLOTS)  # fmt: skip
-        scores = hopper.warpgroup_mma_wait(1, deps=[scores_a])
+        for step in gl.static_range(BUNDLE):
+            tile = bundle * BUNDLE + step
+            earlier_page = _page(table, tile + SLOTS - 1, end, PAGE, TILE)
+            page = _page(table, tile + SLOTS, end, PAGE, TILE)
+            next_scores = _scores(q, key_ring, key_full, tile + 1, True, zero, SLOTS)
+            if step:
+                scores = hopper.warpgroup_mma_wait(2, deps=[this_scores])
+            p, keep, weight, top = _softmax(scores, weight, top, scale_log2)
+            done, p = hopper.warpgroup_mma_wait(1 if step else 0, deps=[acc, p])
+            acc = _output(p, keep, done, value_ring, value_full, tile, SLOTS, out_layout)
+            _all_threads()  # everyone is done with the keys of this tile and the values of the one before
+            _fetch(keys, key_ring, key_full, page, tile + SLOTS, values, value_ring, value_full, earlier_page,
+                   tile + SLOTS - 1, end, kv_head, KV_HEADS, PAGE, TILE, SLOTS)  # fmt: skip
+            this_scores = next_scores
+        scores = hopper.warpgroup_mma_wait(1, deps=[this_scores])
 
     own_row = gl.arange(0, ROWS, row_layout)
     own_position = first_position + own_row // GROUP
     position_in_tile = gl.arange(0, TILE, gl.SliceLayout(0, score_layout))
     done = hopper.warpgroup_mma_wait(0, deps=[acc])
-    for tile in range(pairs * 2, end):
+    for tile in range(bundles * BUNDLE, end):
         earlier_page = _page(table, tile + SLOTS - 1, end, PAGE, TILE)
         page = _page(table, tile + SLOTS, end, PAGE, TILE)
         next_scores = _scores(q, key_ring, key_full, tile + 1, tile + 1 < end, zero, SLOTS)
@@ -184,12 +182,21 @@ def _chunk_overlapped(query, keys, values, out, lse, tiles, tables, scale, v_sca
 
     result = done * gl.convert_layout(v_scale / weight, gl.SliceLayout(1, out_layout))[:, None]
     result = gl.convert_layout(result.to(out.dtype.element_ty), copy_layout)
-    offset = token_row * out_token_stride + head * out_head_stride
+    # Read again, so that nothing made of them occupies registers in the loops.
+    tokens = gl.load(record + 2)
+    first_token = gl.load(record + 1)
+    chunk_row = gl.load(record + 4)
+    token = first_token + row // GROUP
+    inside = (row < QUERY_TILE * GROUP) & (token < tokens)
+    offset = (chunk_row + token).to(gl.int64) * out_token_stride
+    offset += (kv_head * GROUP + row % GROUP) * out_head_stride
     gl.store(out + offset[:, None] + column[None, :], result, mask=inside[:, None])
     if HAS_LSE:
         own_token = first_token + own_row // GROUP
         own_row_mask = (own_row < QUERY_TILE * GROUP) & (own_token < tokens)
-        target = lse + (chunk_row + own_token).to(gl.int64) * lse_token_stride + kv_head * GROUP + own_row % GROUP
+        target = (
+            lse + (chunk_row + own_token).to(gl.int64) * lse_token_stride + kv_head * GROUP + own_row % GROUP
+        )
         gl.store(target, (top + gl.log2(weight)) * LN_2, mask=own_row_mask)
 
 
@@ -226,8 +233,11 @@ def launch_overlapped(
     key_tile: int,
     num_warps: int,
     slots: int,
+    bundle: int,
 ) -> None:
-    """One launch over all tiles; `scale` includes the keys' scale."""
+    """One launch over all tiles; `scale` includes the keys' scale. In a `bundle` of tiles the matrix units drain
+    once.
+    """
     heads, dim = query.shape[1], query.shape[2]
     kv_heads, page = keys.shape[1], keys.shape[2]
     group = heads // kv_heads
@@ -259,6 +269,7 @@ def launch_overlapped(
         PAGE=page,
         TILE=key_tile,
         SLOTS=slots,
+        BUNDLE=bundle,
         HAS_LSE=lse is not None,
         num_warps=num_warps,
     )

@@ -79,6 +79,7 @@ def compile_here(case: Case) -> Compiled:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
 
     module, _, name = case.kernel.partition(":")
     kernel = getattr(import_module(module), name)
@@ -91,7 +92,8 @@ def compile_here(case: Case) -> Compiled:
         signature[argument] = kind
         if kind.startswith("*") or divisor:
             attributes[(index,)] = [["tt.divisibility", int(divisor or 16)]]
-    source = ASTSource(kernel, signature, dict(case.constants), attributes)
+    kind_of_source = GluonASTSource if kernel.is_gluon() else ASTSource
+    source = kind_of_source(kernel, signature, dict(case.constants), attributes)
     options = {"num_warps": case.num_warps, "num_stages": case.num_stages, **case.options}
     made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     usage = _tool("cuobjdump", "-res-usage", made.asm["cubin"])

@@ -151,7 +151,9 @@ class Player:
             assert not barrier.pending and not barrier.expected, "a barrier is used for two copies"
             barrier.expected = count
 
-    def copy(self, pages: Any, place: Sequence[int], barrier: Barrier, slot: Shared, pred: bool = True) -> None:
+    def copy(
+        self, pages: Any, place: Sequence[int], barrier: Barrier, slot: Shared, pred: bool = True
+    ) -> None:
         if not pred:
             return
         assert self.together, "a slot is overwritten before all threads are done with it"
@@ -167,7 +169,9 @@ class Player:
             self.together = False
             barrier.wait(phase)
 
-    def multiply(self, a: Tensor, b: Shared, acc: Tensor, use_acc: bool = True, is_async: bool = False) -> Product:
+    def multiply(
+        self, a: Tensor, b: Shared, acc: Tensor, use_acc: bool = True, is_async: bool = False
+    ) -> Product:
         assert is_async and isinstance(acc, Tensor)
         product = Product()
 
@@ -204,5 +208,8 @@ def pages(cache: Tensor, tile: int) -> SimpleNamespace:
     dim = cache.shape[-1]
     nbytes = tile * dim * cache.element_size()
     return SimpleNamespace(
-        numbers=cache.reshape(-1, dim), dtype=cache.dtype, layout=None, block_type=SimpleNamespace(nbytes=nbytes)
+        numbers=cache.reshape(-1, dim),
+        dtype=cache.dtype,
+        layout=None,
+        block_type=SimpleNamespace(nbytes=nbytes),
     )
