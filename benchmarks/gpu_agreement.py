@@ -72,6 +72,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=200)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--model", default=None)
+    parser.add_argument("--without-fp8", action="store_true")
     parser.add_argument("--json", default="")
     chosen = parser.parse_args()
     questions, pages = prompts(chosen.prompts), texts()
@@ -85,6 +86,8 @@ def main() -> None:
         "cpu bfloat16, torch": (
             EngineConfig(device="cpu", dtype="bfloat16", max_running=64, max_context=2048), False),
     }  # fmt: skip
+    if chosen.without_fp8:
+        sides = {name: side for name, side in sides.items() if "fp8" not in name}
     said, known = {}, {}
     for name, (config, keep) in sides.items():
         llm = LLM(chosen.model, config=config, keep_quantised=keep)

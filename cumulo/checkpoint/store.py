@@ -139,6 +139,13 @@ def _cause(error: BaseException) -> str:
     inner = getattr(error, "failures", None)
     if isinstance(inner, Mapping) and inner:
         error = next(iter(inner.values()))[0]
+    chain: BaseException | None = error
+    while (
+        chain is not None
+    ):  # a full disk reaches us as a complaint about the file's format, raised over the OSError
+        if isinstance(chain, OSError):
+            return f"{type(chain).__name__}: {chain.strerror or chain}"
+        chain = chain.__cause__ or chain.__context__
     line = next((line for line in str(error).splitlines() if line.strip()), "")
     return f"{type(error).__name__}: {line}"
 

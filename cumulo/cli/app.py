@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from cumulo import __version__
-from cumulo.cli import bench, chat, doctor, explain, generate, schedule, serve, train
+from cumulo.cli import bench, chat, data, doctor, explain, generate, schedule, serve, train
 
 app = typer.Typer(
     name="cumulo",
@@ -25,6 +25,7 @@ app.command("explain", epilog=explain.EXAMPLE)(explain.explain)
 app.command("doctor", epilog=doctor.EXAMPLE)(doctor.doctor)
 app.command("schedule", epilog=schedule.EXAMPLE)(schedule.schedule)
 app.add_typer(bench.app, name="bench")
+app.add_typer(data.app, name="data")
 
 
 def _print_version(wanted: bool) -> None:

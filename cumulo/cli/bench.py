@@ -55,6 +55,20 @@ def scheduler(
     _finish("scheduler, one core", rows, json_file)
 
 
+@app.command(epilog="Example: [bold]cumulo bench data[/bold]")
+def data(
+    repeats: Annotated[int, typer.Option(min=1, help="How often everything is measured.")] = 3,
+    json_file: options.JsonOption = None,
+) -> None:
+    """How fast training batches are read from a memory-mapped dataset, on one core."""
+    from cumulo.cli import bench_data
+    from cumulo.cli.terminal import working
+
+    with working("data") as tell:
+        rows = bench_data.measure(repeats, tell)
+    _finish("data, one core", rows, json_file)
+
+
 @app.command(epilog="Example: [bold]cumulo bench overhead --json serving.json[/bold]")
 def overhead(
     model: options.ModelArgument = None,

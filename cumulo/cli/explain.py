@@ -62,4 +62,7 @@ def _get(server: str, request_id: str, api_key: str | None, form: str = "json") 
             message = f"{error.code} {error.reason}"
         raise CumuloError(f"{server} says: {message}") from error
     except (OSError, ValueError) as error:
-        raise CumuloError(f"no Cumulo server answers at {server}: {error}; name it with --server") from error
+        reason = error.reason if isinstance(error, urllib.error.URLError) else error
+        raise CumuloError(
+            f"no Cumulo server answers at {server} ({reason}); name it with --server"
+        ) from error

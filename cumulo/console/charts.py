@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from html import escape
 
+from cumulo.console.words import short_id
 from cumulo.serve.messages import BlockMap, StepRecord
 
 _WIDTH, _HEIGHT = 480, 110
@@ -116,5 +117,4 @@ def _runs(inks: Sequence[str]) -> list[tuple[str, int, int]]:
 def _owner(request_id: str, may_see: Callable[[str], bool]) -> str:
     if not may_see(request_id):
         return "someone else"
-    short = request_id.rsplit("-", 1)[-1][:8]
-    return f'<a href="/requests/{escape(request_id)}">{escape(short)}</a>'
+    return f'<a href="/requests/{escape(request_id)}">{escape(short_id(request_id, 8))}</a>'

@@ -10,7 +10,7 @@ from starlette.requests import Request
 from cumulo.console.sessions import Visitor
 from cumulo.console.shell import Shell, empty, show
 from cumulo.console.story_view import story_html
-from cumulo.console.words import clock_time, milliseconds
+from cumulo.console.words import clock_time, milliseconds, short_id
 from cumulo.serve.stories import Record
 
 _MOST_ROWS = 200
@@ -89,11 +89,10 @@ def _row(record: Record) -> str:
     story = record.story
     total_s = None if record.ended_s is None else record.ended_s - record.received_s
     output = story.output_tokens if story else len(record.token_times_s)
-    short = record.request_id.rsplit("-", 1)[-1][:10]
     return (
         f'<tr><td class="num">{clock_time(record.received_s)}</td>'
         f'<td><a class="mono" href="/requests/{escape(record.request_id)}" title="{escape(record.request_id)}">'
-        f"{escape(short)}</a></td><td>{badge(record)}</td>"
+        f"{escape(short_id(record.request_id, 10))}</a></td><td>{badge(record)}</td>"
         f'<td class="right num wide-only">{record.prompt_tokens:,}</td><td class="right num">{output:,}</td>'
         f'<td class="right num wide-only">{f"{story.cached_tokens:,}" if story else "–"}</td>'
         f'<td class="right num wide-only">{milliseconds(story.queue_s if story else None)}</td>'

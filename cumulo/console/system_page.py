@@ -30,6 +30,8 @@ _PACKAGES = (
     "nicegui",
 )
 
+_AUTO = ("block_size", "max_running", "max_tokens_per_step")  # whose 0 is the device's default
+
 
 def register(shell: Shell, app: FastAPI) -> None:
     @ui.page("/system", title="System · Cumulo")
@@ -98,9 +100,10 @@ def _versions() -> list[tuple[str, Any]]:
 
 
 def _options(options: ServeOptions | EngineConfig) -> list[tuple[str, Any]]:
-    """Every option and its value; what is not set was left to the engine or has no limit."""
+    """Every option and its value; what is not set was left to the engine or has no limit. What the engine chose
+    for "auto" the card of the model says."""
     return [
-        (field.name, "not set" if value is None else value)
+        (field.name, "not set" if value is None else "auto" if value == 0 and field.name in _AUTO else value)
         for field in dataclasses.fields(options)
         if field.name not in ("engine", "api_keys", "seed")
         for value in [getattr(options, field.name)]

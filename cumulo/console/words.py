@@ -31,6 +31,13 @@ def clock_time(monotonic_s: float) -> str:
     return datetime.fromtimestamp(_EPOCH_S + monotonic_s).strftime("%H:%M:%S")
 
 
+def short_id(request_id: str, length: int) -> str:
+    """The beginning of a request's random part; of a call with several prompts, also which one it is: ab12…-3."""
+    _, _, rest = request_id.partition("-")
+    random, _, position = (rest or request_id).partition("-")
+    return f"{random[:length]}-{position}" if position else random[:length]
+
+
 def percentile(values: Sequence[float], share: float) -> float | None:
     """The smallest value that at least this share of them does not exceed."""
     if not values:

@@ -168,7 +168,7 @@ def device_kind(device: str) -> str:
         raise CumuloError(f"device=cuda was asked for, but {obstacle}; leave it out or say cpu")
     if find_spec("triton") is None:
         raise CumuloError(
-            "there is a GPU, but not Triton, which compiles the kernels for it: pip install triton, or say device=cpu"
+            "there is a GPU, but not Triton, which compiles its kernels: pip install triton, or say device=cpu"
         )
     return "cuda"
 

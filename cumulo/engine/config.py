@@ -43,7 +43,7 @@ class EngineConfig:
                 )
         for name in ("kv_memory_gib", "swap_gib", "max_context", "threads"):
             value = getattr(self, name)
-            if value is not None and (value < 0 or value == 0 and name in ("max_context", "threads")):
+            if value is not None and (value < 0 or (value == 0 and name in ("max_context", "threads"))):
                 raise CumuloError(f"{name} must be positive, got {value}")
         if self.kv_blocks is not None and self.kv_blocks < 1:
             raise CumuloError(f"kv_blocks must be 1 or more, got {self.kv_blocks}")

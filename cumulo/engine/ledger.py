@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from cumulo.engine.config import EngineConfig
 from cumulo.errors import CumuloError, OutOfMemory
+from cumulo.spec.gpu_kernels import obstacle_of
 from cumulo.spec.model import ModelSpec
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ _KV_SHARE, _KV_LIMIT_BYTES = 0.25, 4 * GIB
 # A GPU serves and does nothing else: all but this share of its memory is used, the rest goes to libraries.
 _GPU_SHARE_LEFT_FREE = 0.03
 _GPU_LIBRARIES_BYTES = 3 * GIB // 2  # matrix libraries' workspaces, compiled kernels, captured graphs
+_GATHERED_BYTES = 2 * GIB  # scores and gathered keys and values of PyTorch's operators on a GPU, at worst
 _SAMPLER_SLICE = 1 << 20  # logits the sampler works on at once
 # A model is of no use with less context than this (or its own, if that is shorter).
 _SHORTEST_CONTEXT = 256
@@ -232,7 +234,7 @@ class Needs:
             f"{kv_blocks:,} blocks of {config.block_size} tokens, {why}",
         )
         if config.device == "cuda":
-            yield from self._gpu_rows(row, tokens, draws, context)
+            yield from self._gpu_rows(row, tokens, context)
             return
         yield row(
             "activations", activation_bytes(spec, tokens, element, context),
@@ -252,18 +254,23 @@ class Needs:
             )
 
     def _gpu_rows(
-        self, row: Callable[[str, int, str], LedgerRow], tokens: int, draws: int, context: int
+        self, row: Callable[[str, int, str], LedgerRow], tokens: int, context: int
     ) -> Iterator[LedgerRow]:
-        """The GPU decoder works in buffers it allocates once, so these are exact."""
-        config, element = self.config, self.element_bytes
-        yield row(
-            "activations",
-            gpu_buffer_bytes(self.spec, tokens, draws, element),
-            f"buffers for {tokens:,} tokens",
-        )
-        yield row("logits", draws * self.spec.vocab_size * element, f"{draws:,} draws")
-        tables = table_bytes(config.max_running, context, config.block_size)
-        yield row("token tables", tables, f"{config.max_running:,} sequences of {context:,} tokens")
+        """The GPU decoder works in buffers it allocates once, so these are exact; models it cannot play run as on a
+        CPU."""
+        spec, config, element = self.spec, self.config, self.element_bytes
+        draws = config.max_running  # parallel samples draw from one row: there may be more draws than tokens
+        if obstacle_of(spec, config.dtype) is not None:
+            activations = activation_bytes(spec, tokens, element, context) + _GATHERED_BYTES
+            yield row("activations", activations, f"one layer's intermediate results for {tokens:,} tokens")
+            yield row("logits", logit_bytes(spec, draws, element), f"{draws:,} draws")
+        else:
+            buffers = gpu_buffer_bytes(spec, tokens, draws, element)
+            yield row("activations", buffers, f"buffers for {tokens:,} tokens")
+            sampling = gpu_logit_bytes(spec.vocab_size, draws, element)
+            yield row("logits", sampling, f"{draws:,} draws, with the sampler's candidates")
+            tables = gpu_table_bytes(draws, tokens, context, config.block_size)
+            yield row("token tables", tables, f"{draws:,} sequences of {context:,} tokens")
         yield row(
             "libraries and graphs", _GPU_LIBRARIES_BYTES, "reserved; what they take depends on the driver"
         )
@@ -317,9 +324,29 @@ def gpu_buffer_bytes(spec: ModelSpec, tokens: int, outputs: int, bytes_per_eleme
     dense = spec.ffn_hidden if spec.moe is None or spec.moe.dense_layers else 0
     width = max(dense, spec.moe.shared_hidden if spec.moe is not None else 0)
     per_token = 2 * spec.hidden + 2 * heads + 2 * spec.kv_heads * spec.head_dim + 3 * width
+    routing = 0
     if spec.moe is not None:
-        per_token += spec.moe.experts_per_token * (spec.hidden + 3 * spec.moe.expert_hidden)
-    return bytes_per_element * (tokens * per_token + outputs * spec.hidden)
+        moe, choices = spec.moe, tokens * spec.moe.experts_per_token
+        per_token += moe.experts_per_token * (spec.hidden + moe.expert_hidden)
+        sorted_choices = choices + (moe.experts + 1) * 128  # every expert's begin at a tile of up to 128
+        words = tokens * moe.experts + 2 * choices + moe.experts + sorted_choices + sorted_choices // 16 + 1
+        routing = 4 * words
+    return bytes_per_element * (tokens * per_token + outputs * (2 * spec.hidden + heads)) + routing
+
+
+def gpu_logit_bytes(vocabulary: int, draws: int, bytes_per_element: int) -> int:
+    """Logits, and what sampling keeps: maximum, place, mass and count of every 4,096 tokens, the maximum of every
+    64, the bits, weights and tokens of up to 4,096 candidates, and three numbers."""
+    parts = -(-vocabulary // 4096)
+    candidates = min(4096, 1 << (vocabulary - 1).bit_length())
+    return draws * (vocabulary * bytes_per_element + parts * (16 + 4096 // 64 * 4) + 12 * candidates + 16)
+
+
+def gpu_table_bytes(max_running: int, tokens: int, context: int, block_size: int) -> int:
+    """Token ids, block tables and a step's copy of these, the words a plan travels in, three numbers a token."""
+    blocks = -(-(context + 1) // block_size)
+    words = 15 * max_running + 1
+    return 4 * (max_running * (context + 1 + 2 * blocks + 1) + words + 3 * tokens)
 
 
 def logit_bytes(spec: ModelSpec, draws: int, bytes_per_element: int) -> int:

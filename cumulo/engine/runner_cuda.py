@@ -182,9 +182,9 @@ class CudaRunner:
         if graph is not None:
             graph.replay()
         else:
-            self._launch(shape)
+            self._launch(shape, every_row=not captured)
 
-    def _launch(self, shape: StepShape) -> None:
+    def _launch(self, shape: StepShape, every_row: bool = False) -> None:
         """Every kernel of a step of this shape, from the words to the drawn tokens."""
         slots = self.slots
         slots.unpack(shape)
@@ -197,14 +197,14 @@ class CudaRunner:
         step = StepTensors(
             slots.token_ids[:tokens], slots.positions[:tokens], slots.kv_slots[:tokens], logit_rows, attention
         )
-        logits = self.model.forward(step, self.cache)
+        logits = self.model.forward(step, self.cache, every_row)
         if shape.cuts:
             sample_with_cuts(logits, draws, self._buffers, self._cut_buffers, self._picked, slots.tokens)
         else:
             sample(logits, draws, self._buffers, self._picked, slots.tokens)
 
     def _captured(self, shape: StepShape) -> "torch.cuda.CUDAGraph | None":
-        """A step that cannot be captured (for want of memory, say) can still be launched: nobody's request fails."""
+        """A step that cannot be captured (for want of memory, say) can still be launched: no request fails."""
         try:
             self._graphs[shape] = self._capture(shape)
         except Exception:

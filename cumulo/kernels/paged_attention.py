@@ -133,14 +133,13 @@ def reference(
         count = starts[sequence + 1] - starts[sequence]
         if count == 1:  # padded to the next power of two of blocks, at most half is waste
             decodes[(-(-length // block_size) - 1).bit_length()].append(sequence)
+            continue
         size = max(1, _AT_ONCE // (query.shape[1] * max(1, length)))
-        for first in range(0, count, size) if count > 1 else ():
+        for first in range(0, count, size):
             last = min(first + size, count)
             chunk = slice(starts[sequence] + first, starts[sequence] + last)
-            seen = length - count + last
-            out[chunk] = _attend(
-                query[chunk][None], keys, values, batch.block_tables[sequence, None], [seen], scale, window
-            )[0]
+            seen, table = length - count + last, batch.block_tables[sequence, None]
+            out[chunk] = _attend(query[chunk][None], keys, values, table, [seen], scale, window)[0]
     for sequences in _in_pieces(decodes, keys.shape[1] * block_size * (keys.shape[-1] + values.shape[-1])):
         rows = torch.tensor([starts[sequence] for sequence in sequences], device=query.device)
         tables = batch.block_tables[torch.tensor(sequences, device=batch.block_tables.device)]

@@ -93,6 +93,7 @@ class CudaDecoder:
         widest = max((layer.ffn_width for layer in self.layers), default=0)
         self.gate_up = buffer(max_tokens, 2 * widest)
         self.activated = buffer(max_tokens, widest)
+        self.last_stream, self.last_mixed = buffer(max_outputs, spec.hidden), buffer(max_outputs, heads)
         self.wanted = buffer(max_outputs, spec.hidden)
         self.logits = buffer(max_outputs, spec.vocab_size)
 
@@ -106,35 +107,46 @@ class CudaDecoder:
             self.mixed,
             self.gate_up,
             self.activated,
+            self.last_stream,
+            self.last_mixed,
             self.wanted,
             self.logits,
         )
         return sum(tensor.nbytes for tensor in own) + (self.moe_buffers.nbytes if self.moe_buffers else 0)
 
     # -- a step --------------------------------------------------------------------------------------------
-    def forward(self, step: StepTensors, cache: KVCache) -> Tensor:
-        """Compute a step, write its keys and values; the logits [R, vocabulary] of `step.logit_rows`."""
-        stream = self.run_layers(step, cache)
-        outputs = len(step.logit_rows)
-        if outputs == 0:  # a chunk of a prompt, or an embedding
-            return self.logits[:0]
-        wanted = rms_norm(
-            stream,
-            self.decoder.final_norm.weight,
-            self.spec.norm_eps,
-            rows=step.logit_rows,
-            out=self.wanted[:outputs],
-        )
-        return self.logits_of(wanted, self.logits[:outputs])
+    def forward(self, step: StepTensors, cache: KVCache, every_row: bool = False) -> Tensor:
+        """Compute a step, write its keys and values; the logits [R, vocabulary] of `step.logit_rows`.
 
-    def run_layers(self, step: StepTensors, cache: KVCache) -> Tensor:
-        """The residual stream [T, hidden] after the last layer, not yet normed."""
-        stream = self.stream[: len(step.token_ids)]
+        After the last layer's attention only the rows whose logits are wanted go on, usually a few of thousands;
+        with `every_row` all do, and `stream` holds them afterwards.
+        """
+        tokens, outputs = len(step.token_ids), len(step.logit_rows)
+        stream = self.stream[:tokens]
         torch.index_select(self.decoder.embed.weight, 0, step.token_ids, out=stream)
+        pick = outputs < tokens and not every_row
         for index, layer in enumerate(self.layers):
-            self._attend(layer, stream, step, cache, index)
+            mixed = self._attend(layer, stream, step, cache, index)
+            if pick and index == len(self.layers) - 1:
+                stream = torch.index_select(stream, 0, step.logit_rows, out=self.last_stream[:outputs])
+                mixed = torch.index_select(mixed, 0, step.logit_rows, out=self.last_mixed[:outputs])
+                if outputs == 0:  # the middle of a prompt
+                    break
+            linear(
+                mixed,
+                layer.output,
+                out=stream,
+                residual=stream,
+                bias=layer.output_bias,
+                invariant=self.invariant,
+            )
             self._feed_forward(layer, stream)
-        return stream
+        if outputs == 0:
+            return self.logits[:0]
+        rows = None if pick else step.logit_rows
+        norm = self.decoder.final_norm.weight
+        wanted = rms_norm(stream, norm, self.spec.norm_eps, rows=rows, out=self.wanted[:outputs])
+        return self.logits_of(wanted, self.logits[:outputs])
 
     def logits_of(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """Normed hidden states [R, hidden] -> [R, vocabulary]."""
@@ -142,7 +154,8 @@ class CudaDecoder:
 
     def _attend(
         self, layer: "LayerWeights", stream: Tensor, step: StepTensors, cache: KVCache, index: int
-    ) -> None:
+    ) -> Tensor:
+        """Attention's result [T, heads · head_dim], before the output product; keys and values are written."""
         spec, tokens = self.spec, len(stream)
         qkv = self._normed_product(stream, layer.attention_norm, layer.qkv, self.qkv[:tokens], layer.qkv_bias)
         keys, values = cache.keys[index], cache.values[index]
@@ -160,9 +173,7 @@ class CudaDecoder:
             layer.scale,
             window=layer.window,
         )
-        linear(
-            mixed, layer.output, out=stream, residual=stream, bias=layer.output_bias, invariant=self.invariant
-        )
+        return mixed
 
     def _feed_forward(self, layer: "LayerWeights", stream: Tensor) -> None:
         tokens = len(stream)

@@ -164,6 +164,8 @@ def _valid_text(text: str | bytes) -> str:
             raise InvalidRequest(f"the prompt is not valid UTF-8 (byte {error.start})") from error
     if not isinstance(text, str):
         raise InvalidRequest(f"a prompt must be text, got {type(text).__name__}")
+    if text.isascii():
+        return text
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:

@@ -35,6 +35,8 @@ table { width: 100%; border-collapse: collapse; font-size: 14px; }
 td { padding: 5px 10px 5px 0; border-top: 1px solid var(--line); vertical-align: top; }
 td:first-child { white-space: nowrap; } td p { margin: 0; }
 td details { margin-top: 4px; } td summary { color: var(--soft); cursor: pointer; }
+@media (max-width: 600px) { td { display: block; overflow-wrap: anywhere; }
+  td + td { border-top: 0; padding-top: 0; } td:first-child { padding-bottom: 2px; } }
 """
 
 
@@ -194,13 +196,14 @@ def _type(schema: Mapping[str, Any], description: Mapping[str, Any]) -> str:
 def _bounds(schema: Mapping[str, Any]) -> str:
     words = {
         "minimum": "at least", "maximum": "at most", "exclusiveMinimum": "more than",
-        "exclusiveMaximum": "less than", "maxLength": "characters at most", "default": "default",
+        "exclusiveMaximum": "less than", "maxLength": "at most", "default": "default",
     }  # fmt: skip
+    units = {"maxLength": " characters"}
     found = {**schema}
     for option in schema.get("anyOf", ()):
         found = {**option, **found}
     return ", ".join(
-        f"{word} {escape(_plain(found[key]))}"
+        f"{word} {escape(_plain(found[key]))}{units.get(key, '')}"
         for key, word in words.items()
         if key in found and found[key] is not None
     )

@@ -15,7 +15,7 @@ from cumulo.engine.params import SamplingParams
 from cumulo.serve.call import Call
 from cumulo.serve.descriptions import answers, plain
 from cumulo.serve.errors import ApiError, invalid
-from cumulo.serve.events import json_response
+from cumulo.serve.events import json_response, to_json
 from cumulo.serve.messages import Finished
 from cumulo.serve.schemas_embeddings import EmbeddingList, EmbeddingRequest
 from cumulo.serve.service import Service
@@ -28,8 +28,6 @@ log = logging.getLogger(__name__)
 # A call of many texts does not fill the queue: so many are with the engine, the next goes when one is done.
 _AT_A_TIME = 64
 _VECTORS_PER_TURN = 64  # written before others get their turn: thousands of numbers take a while
-
-_to_json = msgspec.json.Encoder().encode
 
 
 @router.post(
@@ -105,4 +103,4 @@ def _written(finished: Finished, body: EmbeddingRequest) -> str | msgspec.Raw:
         numbers = shortened(numbers, body.dimensions).astype("<f4")
     if body.encoding_format == "base64":
         return base64.b64encode(numbers.tobytes()).decode("ascii")
-    return msgspec.Raw(_to_json(numbers.tolist()))
+    return msgspec.Raw(to_json(numbers.tolist()))

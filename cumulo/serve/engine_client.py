@@ -125,6 +125,7 @@ class EngineClient:
         self.last_failure: str | None = None
         self.in_flight: dict[str, InFlight] = {}
         self._sent = 0  # Submit commands given to the present child
+        self._unobserved: list[tuple[list[tuple[InFlight, Delta]], float, Stats]] = []
         self._folder = Path(tempfile.mkdtemp(prefix="cumulo-"))  # only this user may enter it
         if not socket_folder_fits(self._folder):
             self._folder.rmdir()
@@ -241,15 +242,15 @@ class EngineClient:
                     request.streamed_tokens += len(delta.token_ids)
                     request.inbox.put(request.position, delta)
                     told.append((request, delta))
+            self._unobserved.append((told, now_s, report.stats))
             if report.finished:
-                self._observe(told, now_s)  # first: whoever is told of an end knows all tokens by then
-                told = []
+                self._observe()  # first: whoever is told of an end knows all tokens by then
             for finished in report.finished:
                 ended = self.in_flight.get(finished.request_id)
                 if ended is not None:
                     self._end(ended, _failure_of(finished) if finished.error else finished)
             # After the streams that were just woken: their clients wait, whoever counts does not.
-            asyncio.get_running_loop().call_soon(self._observe, told, now_s, report.stats)
+            asyncio.get_running_loop().call_soon(self._observe)
         elif isinstance(report, Rejected):
             refused = self.in_flight.get(report.request_id)
             if refused is not None:
@@ -263,10 +264,12 @@ class EngineClient:
             log.error("the engine ends: %s", report.message)
             self.last_failure = report.message
 
-    def _observe(self, told: list[tuple[InFlight, Delta]], now_s: float, stats: Stats | None = None) -> None:
-        for request, delta in told:
-            self._observer.on_delta(request, delta, now_s)
-        if stats is not None:
+    def _observe(self) -> None:
+        """Tell the observer all it has not been told, in order: the next report may be here before its turn came."""
+        unobserved, self._unobserved = self._unobserved, []
+        for told, now_s, stats in unobserved:
+            for request, delta in told:
+                self._observer.on_delta(request, delta, now_s)
             self._observer.on_progress(stats)
 
     # -- supervision --------------------------------------------------------------------------------------

@@ -88,7 +88,8 @@ def validation_error(error: RequestValidationError) -> ApiError:
         )
     if kind in ("model_attributes_type", "model_type", "dict_type") and not param:
         return invalid("the body must be a JSON object, sent with Content-Type: application/json")
-    reason = first["msg"].removeprefix("Value error, ")
+    # Pydantic's words, less those that speak of pydantic.
+    reason = first["msg"].removeprefix("Value error, ").replace(" after validation", "")
     return invalid(f"'{param}': {reason}" if param else reason, param or None, "invalid_value")
 
 
@@ -132,7 +133,8 @@ def install(app: FastAPI) -> None:
         if error.status_code == 404:
             message = f"there is no {request.url.path} here; /docs lists what there is"
         elif error.status_code == 405:
-            message = f"{request.method} is not possible on {request.url.path}"
+            possible = (error.headers or {}).get("Allow", "another method")
+            message = f"{request.method} is not possible on {request.url.path}; use {possible}"
         return ApiError(error.status_code, message, headers=error.headers).response()
 
     @app.exception_handler(ClientGone)

@@ -1,5 +1,5 @@
-"""Which models the GPU's kernels cannot play, from the spec alone. Asked by the GPU decoder, by the memory ledger and
-by the assembly, which must know before anything is loaded."""
+"""Which models the GPU's kernels cannot play, from the spec alone. Asked by the GPU decoder, and by the memory
+ledger and the assembly, which must know before anything is loaded."""
 
 from cumulo.spec.model import ModelSpec
 

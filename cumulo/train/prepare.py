@@ -4,7 +4,7 @@ Everything is kept in the run's folder, so that a resumed run sees what the firs
 """
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -76,20 +76,28 @@ def _make_tokenizer(config: TrainConfig, start: LoadedModel | None, folder: Path
         _save_loaded(start.tokenizer, folder, chat)
     elif wanted.start_from is not None:
         _save_loaded(load_tokenizer(Path(wanted.start_from).expanduser()), folder, chat)
-    elif wanted.kind == "bytes":
-        save_tokenizer(byte_tokenizer(), folder, chat)
     else:
-        save_tokenizer(bpe_tokenizer(_some_text(config), wanted.vocab_size), folder, chat)
+        size = wanted.vocab_size if wanted.kind == "bpe" else 0
+        trained_tokenizer(folder, config.data.sources, config.data.text_field, size, chat)
 
 
-def _some_text(config: TrainConfig) -> Iterator[str]:
+def trained_tokenizer(
+    folder: Path, sources: Sequence[str], text_field: str, vocab_size: int, chat: bool = False
+) -> None:
+    """A new tokenizer for these sources; `vocab_size` 0: plain bytes."""
+    backend = byte_tokenizer()
+    if vocab_size:
+        backend = bpe_tokenizer(_some_text(sources, text_field, chat), vocab_size)
+    save_tokenizer(backend, folder, chat)
+
+
+def _some_text(sources: Sequence[str], text_field: str, chat: bool) -> Iterator[str]:
     """Documents from all over the data, up to a size: every n-th piece."""
-    pieces = pieces_of(find_files(config.data.sources))
+    pieces = pieces_of(find_files(sources))
     total = sum(piece.end - piece.begin for piece in pieces)
     every = max(1, total // TRAINING_TEXT_BYTES)
-    chat = config.data.format == "chat"
     for piece in pieces[::every]:
-        for row in read_rows(piece, "messages" if chat else config.data.text_field):
+        for row in read_rows(piece, "messages" if chat else text_field):
             yield "\n".join(message["content"] for message in row) if chat else row
 
 

@@ -1,5 +1,6 @@
 """What a user can get wrong on the command line: each time one line that says what, why and what to do."""
 
+import socket
 from pathlib import Path
 
 import pytest
@@ -69,6 +70,16 @@ def test_a_damaged_model_is_refused(cumulo: Run, tmp_path: Path) -> None:
     ran = cumulo("generate", "hello", "--model", str(broken))
     assert ran.code == 2
     assert "broken.gguf" in ran.err
+
+
+def test_a_server_that_is_not_there_is_said_in_words(cumulo: Run) -> None:
+    with socket.socket() as unheard:  # bound, and nobody listens
+        unheard.bind(("127.0.0.1", 0))
+        address = f"http://127.0.0.1:{unheard.getsockname()[1]}"
+        ran = cumulo("explain", "chatcmpl-1", "--server", address)
+    assert ran.code == 2
+    assert f"no Cumulo server answers at {address}" in ran.err and "--server" in ran.err
+    assert "refused" in ran.err and "<" not in ran.err
 
 
 def test_an_unknown_rival_is_refused(cumulo: Run) -> None:

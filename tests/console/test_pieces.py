@@ -9,7 +9,8 @@ import pytest
 from cumulo.console.charts import block_chart
 from cumulo.console.live_numbers import WINDOW_S, Throughput, latencies
 from cumulo.console.sessions import COOKIE, Sessions
-from cumulo.console.words import duration, milliseconds, percentile
+from cumulo.console.words import duration, milliseconds, percentile, short_id
+from cumulo.engine.config import EngineConfig
 from cumulo.engine.story import Story
 from cumulo.serve.keys import ApiKeys, Caller, new_key
 from cumulo.serve.messages import BlockMap, StepRecord
@@ -57,6 +58,21 @@ def test_percentiles_are_values_that_occurred() -> None:
 def test_times_are_written_in_the_unit_one_would_say() -> None:
     assert [milliseconds(s) for s in (None, 0.0123, 1.5, 75.0)] == ["–", "12.3 ms", "1.50 s", "75.0 s"]
     assert [duration(s) for s in (0, 61, 90_000)] == ["0 s", "1 min 1 s", "1 d 1 h"]
+
+
+def test_a_short_id_tells_the_prompts_of_one_call_apart() -> None:
+    assert short_id("chatcmpl-0123456789abcdef", 8) == "01234567"
+    assert [short_id(f"embd-0123456789abcdef-{n}", 8) for n in (0, 11)] == ["01234567-0", "01234567-11"]
+    assert short_id("unusual", 4) == "unus"
+
+
+def test_an_option_left_to_the_engine_is_not_shown_as_zero() -> None:
+    pytest.importorskip("nicegui")
+    from cumulo.console.system_page import _options
+
+    left, chosen = dict(_options(EngineConfig())), dict(_options(EngineConfig(max_running=7)))
+    assert (left["max_running"], left["block_size"], left["swap_gib"]) == ("auto", "auto", 0.0)
+    assert chosen["max_running"] == 7
 
 
 def test_the_block_map_tells_owned_cached_and_free_apart_and_hides_foreign_owners() -> None:

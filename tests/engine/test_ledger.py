@@ -164,7 +164,9 @@ def profiled_peak(runner: TorchRunner, tokens: int, draws: int) -> int:
 def test_predictions_hold_for_a_real_model_of_each_kind(kind: str) -> None:
     """Weights, KV cache and tables exactly; activations within 35% and logits within 50% of what is counted."""
     spec = SHAPES[kind]
-    config = EngineConfig(kv_blocks=128, max_running=128, max_tokens_per_step=1024, swap_gib=0.01).settled("cpu")
+    config = EngineConfig(kv_blocks=128, max_running=128, max_tokens_per_step=1024, swap_gib=0.01).settled(
+        "cpu"
+    )
     model = Decoder(spec)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.05)

@@ -1,6 +1,7 @@
 """Paged attention, kernel and reference, against a per-token loop in float64 over random mixes of requests."""
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from cumulo.kernels import paged_attention as paged_attention_file
 from cumulo.kernels.paged_attention import paged_attention, reference
 
 
@@ -168,3 +170,19 @@ def test_no_tokens_give_no_output() -> None:
     case = Case([(1, 5)])
     empty = paged_attention(case.query[:0], case.keys, case.values, case, 0.3)
     assert empty.shape == (0, 6, 16)
+
+
+def test_the_reference_in_pieces_is_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(4)
+    contexts, counts = [21, 9, 40, 7], [5, 1, 40, 1]
+    starts = torch.tensor([0, 5, 6, 46, 47], dtype=torch.int32)
+    batch = SimpleNamespace(
+        query_starts=starts, context_lengths=torch.tensor(contexts, dtype=torch.int32),
+        block_tables=torch.randperm(40, generator=generator).view(4, 10).int(),
+    )  # fmt: skip
+    query = torch.randn(sum(counts), 4, 8, generator=generator, dtype=torch.float64)
+    keys, values = torch.randn(2, 40, 2, 4, 8, generator=generator, dtype=torch.float64)
+    whole = reference(query, keys, values, batch, 0.3, window=11)
+    monkeypatch.setattr(paged_attention_file, "_AT_ONCE", 500)
+    pieces = reference(query, keys, values, batch, 0.3, window=11)
+    assert torch.allclose(pieces, whole, rtol=1e-12, atol=1e-14)

@@ -20,7 +20,10 @@ ZEPHYR = (
     "{{ message['content'] if loop.index0 else 'first: ' + message['content'] }}\n{% endif %}\n"
     "{% if loop.last and add_generation_prompt %}\n{{ '<|assistant|>' }}\n{% endif %}\n{% endfor %}"
 )
-TWICE = "{{ messages[0]['content'] }}{% for m in messages if m.role != 'tool' %}{{ m.content }}|{{ m.role }};{% endfor %}"
+TWICE = (
+    "{{ messages[0]['content'] }}{% for m in messages if m.role != 'tool' %}"
+    "{{ m.content }}|{{ m.role }};{% endfor %}"
+)
 
 OPAQUE = {"chatml": CHATML, "zephyr": ZEPHYR, "twice": TWICE}
 NOT_OPAQUE = [

@@ -43,7 +43,7 @@ def test_every_operation_and_field_is_on_the_page() -> None:
     text = re.sub(r"<[^>]+>", "", page())
     for expected in (
         "POST /v1/things", "Make a thing", "GET /health", "deep", "messages", "list of object", "required",
-        "at least 0", "at most 1", "characters at most 9", "either",
+        "at least 0", "at most 1", "at most 9 characters", "either",
         """-d '{"model": "m", "messages": [{"role": "user", "content": "Hello!"}]}'""".replace('"', "&quot;")
         .replace("'", "&#x27;"),
     ):  # fmt: skip

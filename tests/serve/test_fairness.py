@@ -44,12 +44,12 @@ def test_a_light_users_requests_overtake_a_heavy_users_queue(guarded: tuple[Runn
         client = server.client(heavy_key)
         heavy_call.append(client.completions.create(prompt=prompts, max_tokens=HEAVY_OUTPUT, **greedy))
 
+    client = server.client(light_key)  # made now: on a busy machine that takes a while
     asking = threading.Thread(target=ask_for_much)
     asking.start()
     wait_for(
         lambda: server.sample("cumulo:num_requests_waiting") > HEAVY_REQUESTS / 2, "the heavy queue", server
     )
-    client = server.client(light_key)
     light_ids = [
         client.completions.create(prompt=f"Light {number}", max_tokens=LIGHT_OUTPUT, **greedy).id
         for number in range(LIGHT_REQUESTS)

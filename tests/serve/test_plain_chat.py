@@ -17,6 +17,9 @@ from cumulo.serve.schemas import ChatRequest, Message
 
 BODY: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}
 DEFAULTS = {"temperature": 0.6, "top_k": 20}
+ASKED: list[dict[str, Any]] = [
+    {}, {"temperature": 0}, {"seed": 1}, {"seed": 2}, {"stop": "x"}, {"stop": ["x"]}, {"logit_bias": {"3": 1}},
+]  # fmt: skip
 
 numbers = st.one_of(
     st.integers(-3, 3), st.integers(), st.floats(), st.sampled_from([0.5, 1.0, 2.0, 128.0, 1 << 31, 1e300])
@@ -95,7 +98,8 @@ def test_common_requests_take_the_short_way(fields: str) -> None:
     "fields",
     [
         '"tools": []', '"response_format": {"type": "text"}', '"logit_bias": {"1": 2}', '"store": false',
-        '"max_tokens": true', '"max_tokens": 4.0', '"max_tokens": 0', '"temperature": 2.5', '"temperature": NaN', '"n": 129',
+        '"max_tokens": true', '"max_tokens": 4.0', '"max_tokens": 0', '"temperature": 2.5', '"n": 129',
+        '"temperature": NaN',
         '"seed": 9223372036854775808', '"stop": ""', '"stream": 1', '"unheard_of": 1', '"temperature": 1e400',
     ],
 )  # fmt: skip
@@ -124,14 +128,14 @@ def test_a_plain_request_has_all_a_request_has() -> None:
             assert hasattr(plain, name), name
             if name not in plain.__struct_fields__:
                 assert getattr(plain, name) is None and not field.is_required(), name
-        for field in msgspec.structs.fields(plain):
-            if not field.required:
-                assert field.default == full.model_fields[field.name].default, field.name
+        for own in msgspec.structs.fields(plain):
+            if not own.required:
+                assert own.default == full.model_fields[own.name].default, own.name
 
 
 def test_kept_params_are_those_that_would_be_made_anew() -> None:
     kept, made = ChatParams(), []
-    for fields in ({}, {"temperature": 0}, {"seed": 1}, {"seed": 2}, {"stop": "x"}, {"stop": ["x"]}, {"logit_bias": {"3": 1}}):  # fmt: skip
+    for fields in ASKED:
         for _ in range(2):
             body = read_chat(json.dumps(BODY | fields).encode())
             params = kept.of(body, DEFAULTS, None, False)

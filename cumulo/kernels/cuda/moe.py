@@ -77,7 +77,7 @@ def _route(logits, bias, chosen, weights, experts, scale, K: tl.constexpr, E: tl
     for index in tl.static_range(K):
         best = tl.max(preference, 0)
         winner = tl.min(tl.where(preference == best, expert, E), 0)  # of equals the lowest
-        winner = tl.minimum(winner, experts - 1)  # NaN equals nothing: its weight is NaN, its place must exist
+        winner = tl.minimum(winner, experts - 1)  # NaN equals nothing; the place must exist all the same
         picked = tl.where(place == index, winner, picked)
         held = tl.where(place == index, tl.sum(tl.where(expert == winner, score, 0.0), 0), held)
         preference = tl.where(expert == winner, float("-inf"), preference)

@@ -27,8 +27,8 @@ _all_threads = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
 
 @gluon.jit
-def _fetch(keys, key_ring, key_full, key_page, key_tile, values, value_ring, value_full, value_page, value_tile, end,
-           kv_head, KV_HEADS: gl.constexpr, PAGE: gl.constexpr, TILE: gl.constexpr,
+def _fetch(keys, key_ring, key_full, key_page, key_tile, values, value_ring, value_full, value_page,
+           value_tile, end, kv_head, KV_HEADS: gl.constexpr, PAGE: gl.constexpr, TILE: gl.constexpr,
            SLOTS: gl.constexpr):  # fmt: skip
     """Start the copies of a key tile and a value tile into their slots; nothing past the last tile."""
     key_slot, value_slot = key_tile % SLOTS, value_tile % SLOTS
@@ -135,24 +135,24 @@ def _chunk_overlapped(query, keys, values, out, lse, tiles, tables, scale, v_sca
     scores = hopper.warpgroup_mma_wait(0, deps=[_scores(q, key_ring, key_full, 0, True, zero, SLOTS)])
     acc = hopper.warpgroup_mma_init(gl.zeros([ROWS, DIM], gl.float32, out_layout))
 
-    for bundle in range(0, bundles):
+    for bundle in range(bundles):
         # In flight: the output product of the tile before. It alone may be at the loop's end, and all must be
         # waited for before it is used, or ptxas makes every product wait for itself.
+        these_scores = hopper.warpgroup_mma_init(scores)
         for step in gl.static_range(BUNDLE):
             tile = bundle * BUNDLE + step
             earlier_page = _page(table, tile + SLOTS - 1, end, PAGE, TILE)
             page = _page(table, tile + SLOTS, end, PAGE, TILE)
             next_scores = _scores(q, key_ring, key_full, tile + 1, True, zero, SLOTS)
-            if step:
-                scores = hopper.warpgroup_mma_wait(2, deps=[this_scores])
+            scores = hopper.warpgroup_mma_wait(2, deps=[these_scores])
             p, keep, weight, top = _softmax(scores, weight, top, scale_log2)
             done, p = hopper.warpgroup_mma_wait(1 if step else 0, deps=[acc, p])
             acc = _output(p, keep, done, value_ring, value_full, tile, SLOTS, out_layout)
             _all_threads()  # everyone is done with the keys of this tile and the values of the one before
             _fetch(keys, key_ring, key_full, page, tile + SLOTS, values, value_ring, value_full, earlier_page,
                    tile + SLOTS - 1, end, kv_head, KV_HEADS, PAGE, TILE, SLOTS)  # fmt: skip
-            this_scores = next_scores
-        scores = hopper.warpgroup_mma_wait(1, deps=[this_scores])
+            these_scores = next_scores
+        scores = hopper.warpgroup_mma_wait(1, deps=[these_scores])
 
     own_row = gl.arange(0, ROWS, row_layout)
     own_position = first_position + own_row // GROUP

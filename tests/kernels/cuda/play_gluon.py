@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from cumulo.kernels.cuda import paged_attention_overlap as played
+from cumulo.kernels.cuda.split_merge import LN_2, LOG2_E
 
 
 class Scalar(int):
@@ -120,7 +121,8 @@ class Player:
         )  # fmt: skip
         self.hopper = SimpleNamespace(
             mbarrier=SimpleNamespace(
-                init=lambda barrier, count: None, expect=self.expect, wait=self.wait_copy, MBarrierLayout=lambda: None
+                init=lambda barrier, count: None, expect=self.expect, wait=self.wait_copy,
+                MBarrierLayout=lambda: None,
             ),
             warpgroup_mma=self.multiply, warpgroup_mma_wait=self.wait_products,
             warpgroup_mma_init=lambda value: Product(value), fence_async_shared=lambda: None,
@@ -192,7 +194,7 @@ class Player:
     def run(self, grid: tuple[int, int], *arguments: Any, **constants: Any) -> None:
         names = dict(vars(played)) | {
             "gl": self.language, "hopper": self.hopper, "_copy_page": self.copy, "_all_threads": self.meet,
-            "LN_2": played.LN_2.value, "LOG2_E": played.LOG2_E.value,
+            "LN_2": LN_2.value, "LOG2_E": LOG2_E.value,
         }  # fmt: skip
         for name in ("_fetch", "_page", "_scores", "_softmax", "_output", "_chunk_overlapped"):
             names[name] = FunctionType(getattr(played, name).fn.__code__, names, name)

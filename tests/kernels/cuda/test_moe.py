@@ -69,3 +69,17 @@ def test_in_invariant_mode_a_token_does_not_feel_its_step_mates(device: torch.de
             invariant=True,
         )
         assert torch.equal(alone[0], together[token])
+
+
+@pytest.mark.parametrize("tokens", [3, 37])  # each choice a tile of its own; sorted
+def test_a_nan_stays_with_its_token_and_chooses_experts_that_exist(tokens: int, device: torch.device) -> None:
+    spec = MoESpec(experts=5, experts_per_token=2, expert_hidden=16)
+    x, *weights = layer(spec, tokens, 32, device)
+    buffers = moe.MoEBuffers(spec, 32, tokens, torch.float32, device)
+    buffers.results.fill_(1e3)  # a step before may have left anything
+    x[1] = torch.nan
+    found = moe.mixture(x, *weights, buffers, torch.zeros_like(x))
+    assert int(buffers.chosen[: 2 * tokens].max()) < spec.experts
+    others = [token for token in range(tokens) if token != 1]
+    exact = moe.reference(x[others].double(), *(weight.double() for weight in weights), spec)
+    assert found[1].isnan().all() and relative_error(found[others], exact) < 1e-6

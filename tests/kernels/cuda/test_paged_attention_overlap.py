@@ -24,7 +24,8 @@ def played(
     lse = poisoned(case.tokens, case.heads, dtype=torch.float32, device=case.device)
     group = case.heads // case.kv_heads
     Player().run(
-        (len(plan.tiles), case.kv_heads), pointer(case.query), pages(case.keys, key_tile), pages(case.values, key_tile),
+        (len(plan.tiles), case.kv_heads), pointer(case.query),
+        pages(case.keys, key_tile), pages(case.values, key_tile),
         pointer(out), pointer(lse), pointer(plan.tiles), pointer(case.block_tables), case.scale, 1.0,
         case.query.stride(0), case.query.stride(1), out.stride(0), out.stride(1), lse.stride(0),
         case.block_tables.stride(0), KV_HEADS=case.kv_heads, GROUP=group, ROWS=rows, QUERY_TILE=rows // group,

@@ -1,0 +1,67 @@
+"""`cumulo train` and `cumulo data` as a user types them."""
+
+import json
+from pathlib import Path
+
+import yaml
+
+from tests.cli.conftest import Run
+
+SMALL = (
+    "model: {hidden: 16, layers: 1, heads: 2}\nbatch_sequences: 4\nmicro_batch: 4\nsteps: 6\n"
+    "schedule: {warmup_steps: 1}\nevaluate_sequences: 2\ndevice: cpu\n"
+)
+
+
+def configuration(tmp_path: Path) -> Path:
+    (tmp_path / "text.txt").write_text("a quick brown fox jumps over the lazy dog. " * 60)
+    (tmp_path / "more.txt").write_text("the lazy dog sleeps. " * 60)
+    data = f"data: {{sources: ['{tmp_path}'], sequence_length: 16, workers: 1, tokenizer: {{kind: bytes}}}}\n"
+    (tmp_path / "run.yaml").write_text(SMALL + data + f"folder: {tmp_path / 'run'}\n")
+    return tmp_path / "run.yaml"
+
+
+def test_a_run_reports_and_leaves_a_model_that_answers(cumulo: Run, tmp_path: Path) -> None:
+    config, report = configuration(tmp_path), tmp_path / "report.json"
+    ran = cumulo("train", str(config), "--json", str(report))
+    assert ran.code == 0, ran.err
+    assert "step 6/6" in ran.err
+    assert "held-out loss" in ran.out
+    assert f"cumulo chat {tmp_path / 'run' / 'model'}" in ran.out
+    losses = json.loads(report.read_text())["losses"]
+    assert len(losses) == 6
+    again = cumulo("train", str(config), "--folder", str(tmp_path / "again"), "--json", "-")
+    assert json.loads(again.out)["losses"] == losses  # to the last digit
+    answer = cumulo("chat", str(tmp_path / "run" / "model"), "--max-tokens", "4", stdin="a quick")
+    assert answer.code == 0, answer.err
+    refused = cumulo("train", str(config))
+    assert refused.code == 2
+    assert "already has checkpoints; go on with --resume" in refused.err
+
+
+def test_a_mistake_in_the_configuration_is_one_line(cumulo: Run, tmp_path: Path) -> None:
+    config = configuration(tmp_path)
+    ran = cumulo("train", str(config), "--set", "optimizer.learnin_rate=1")
+    assert ran.code == 2
+    assert "no setting 'learnin_rate'; did you mean 'learning_rate'?" in ran.err
+    assert "NAME=VALUE" in cumulo("train", str(config), "--set", "steps").err
+    assert "cannot read" in cumulo("train", str(tmp_path / "none.yaml")).err
+    assert "holds no run" in cumulo("train", "--resume", "--folder", str(tmp_path)).err
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_whole_configuration_can_be_seen(cumulo: Run, tmp_path: Path) -> None:
+    ran = cumulo("train", "--show-config", "--steps", "77", "--folder", str(tmp_path / "x"))
+    shown = yaml.safe_load(ran.out)
+    assert shown["steps"] == 77
+    assert shown["data"]["sources"] == ["python-stdlib"]
+    assert not (tmp_path / "x").exists()
+
+
+def test_a_dataset_is_built_and_shown(cumulo: Run, tmp_path: Path) -> None:
+    configuration(tmp_path)
+    built = cumulo("data", "build", str(tmp_path / "set"), str(tmp_path / "more.txt"), "--vocab-size", "300")
+    assert built.code == 0, built.err
+    assert "in 1 documents" in built.out
+    assert cumulo("data", "show", str(tmp_path / "set")).out.startswith("the lazy dog sleeps. the lazy")
+    assert "there is no 3" in cumulo("data", "show", str(tmp_path / "set"), "--document", "3").err
