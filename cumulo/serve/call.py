@@ -61,6 +61,12 @@ class Call:
     ) -> None:
         """Send all prompts to the engine, or raise ApiError and send none. `guide_param`: the field that the
         guide in `params` comes from. `at_a_time`: at most so many are in the engine, the others follow."""
+        if priority < 0 and not self.caller.may_go_first:
+            raise invalid(
+                f"priority {priority} would go before every other key's requests, and this key may not: send 0 or "
+                "more, or ask the operator for may_go_first in the file of keys",
+                "priority",
+            )
         self._guide_param = guide_param
         at_a_time = at_a_time or len(prompts)
         self.service.admit(self, prompts, params, at_a_time)

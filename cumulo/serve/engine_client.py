@@ -265,7 +265,7 @@ class EngineClient:
             self.last_failure = report.message
 
     def _observe(self) -> None:
-        """Tell the observer all it has not been told, in order: the next report may be here before its turn came."""
+        """Tell the observer all it has not been told, in order: the next report may come before its turn."""
         unobserved, self._unobserved = self._unobserved, []
         for told, now_s, stats in unobserved:
             for request, delta in told:

@@ -211,6 +211,7 @@ def warm_up(engine: Engine) -> None:
     engine.add([0], SamplingParams(max_tokens=2, ignore_eos=True, temperature=0))
     while engine.has_work:
         engine.step()
+    engine.scheduler.shares.take_served()  # nobody's: it is not told
     if engine.guidance is not None:
         with contextlib.suppress(
             InvalidRequest

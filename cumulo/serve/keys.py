@@ -1,6 +1,7 @@
 """API keys: a file that holds no key, only salted hashes. Made by `cumulo serve --new-api-key`, read by the gate.
 
-The file is JSON: {"keys": [{"name", "salt", "sha256", "requests_per_minute"?, "tokens_per_minute"?}, ...]}.
+The file is JSON: {"keys": [{"name", "salt", "sha256", "requests_per_minute"?, "tokens_per_minute"?,
+"may_go_first"?}, ...]}; who may go first may send priorities below 0, which no fair share holds back.
 A key is 256 random bits, so one round of SHA-256 is as good as many: there is nothing to guess.
 """
 
@@ -30,6 +31,7 @@ class Caller:
     name: str
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
+    may_go_first: bool = True  # may send a priority below 0; with keys only those whose entry says so
 
 
 class KeyEntry(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
@@ -38,6 +40,7 @@ class KeyEntry(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     sha256: str
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
+    may_go_first: bool = False
 
 
 class _KeyFile(msgspec.Struct, forbid_unknown_fields=True):
@@ -65,6 +68,7 @@ class ApiKeys:
                     entry.name,
                     entry.requests_per_minute or self._default.requests_per_minute,
                     entry.tokens_per_minute or self._default.tokens_per_minute,
+                    entry.may_go_first,
                 )
         return found
 

@@ -27,8 +27,9 @@ def test_a_key_is_known_again_and_not_kept(tmp_path: Path) -> None:
     assert ann not in path.read_text() and bob not in path.read_text()
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     keys = ApiKeys(path, ANYONE)
-    assert keys.caller_of(ann) == Caller("ann", 7, None)  # what the entry leaves open is the server's default
-    assert keys.caller_of(bob) == Caller("bob", 3, 50)
+    # What the entry leaves open is the server's default; going first is for those it names.
+    assert keys.caller_of(ann) == Caller("ann", 7, None, may_go_first=False)
+    assert keys.caller_of(bob) == Caller("bob", 3, 50, may_go_first=False)
     for wrong in ("", ann[:-1], ann + "x", ann.upper(), "x" * 10_000, "\ud800"):
         assert keys.caller_of(wrong) is None
     salts = {entry.salt for entry in read_keys(path)}
@@ -128,6 +129,33 @@ def test_only_a_valid_key_is_let_in(guarded: Guarded) -> None:
     for path in ("/health", "/ready", "/metrics", "/version", "/openapi.json"):
         assert server.status(path) == 200
     assert keys["ann"] not in server.log
+
+
+@needs_built_in_model
+def test_only_a_key_that_may_go_first_sends_a_priority_below_0(guarded: Guarded) -> None:
+    server, keys, path = guarded
+
+    def ask(priority: int) -> Any:
+        return server.client(keys["ann"]).completions.create(
+            model=MODEL, prompt="Hi", max_tokens=1, extra_body={"priority": priority}
+        )
+
+    ask(0)
+    with pytest.raises(openai.BadRequestError, match="may_go_first") as refused:
+        ask(-1)
+    assert refused.value.param == "priority"
+    content = json.loads(path.read_text())
+    content["keys"][0]["may_go_first"] = True
+    assert content["keys"][0]["name"] == "ann"
+    path.write_text(json.dumps(content))
+
+    def let_through() -> bool:
+        try:
+            return bool(ask(-1))
+        except openai.BadRequestError:
+            return False
+
+    wait_for(let_through, "the changed key file to be read", server)
 
 
 @needs_built_in_model
