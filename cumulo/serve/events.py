@@ -17,6 +17,9 @@ from cumulo.serve.errors import ApiError, ClientGone
 log = logging.getLogger(__name__)
 
 to_json = msgspec.json.Encoder().encode
+# Unicode's own line ends. The standard for events does not know them, but clients that read text line by line do
+# (`str.splitlines`, httpx's `iter_lines`), and would cut an event in two.
+_LINE_ENDS = tuple((end.encode(), b"\\u%04x" % ord(end)) for end in "\x85\u2028\u2029")
 DONE = b"data: [DONE]\n\n"
 _MARK = "\0"  # where text goes in a prepared event; no other field can hold it
 
@@ -37,8 +40,17 @@ def json_response(content: Any, status: int = 200, headers: dict[str, str] | Non
     return Response(to_json(content), status, headers, "application/json")
 
 
+def to_line(content: Any) -> bytes:
+    """JSON that is one line by anybody's reckoning."""
+    line = to_json(content)
+    if not line.isascii():
+        for end, escaped in _LINE_ENDS:
+            line = line.replace(end, escaped)
+    return line
+
+
 def event(content: Any) -> bytes:
-    return b"data: " + to_json(content) + b"\n\n"
+    return b"data: " + to_line(content) + b"\n\n"
 
 
 class PreparedEvent:
@@ -48,10 +60,10 @@ class PreparedEvent:
 
     def __init__(self, content: Any) -> None:
         """`content` has MARK where the text goes."""
-        self._before, self._after = event(content).split(to_json(_MARK))
+        self._before, self._after = event(content).split(to_line(_MARK))
 
     def with_text(self, text: str) -> bytes:
-        return self._before + to_json(text) + self._after
+        return self._before + to_line(text) + self._after
 
 
 async def open_stream(call: Call, writer: EventWriter) -> Response:

@@ -11,7 +11,7 @@ from cumulo.serve.call import Batch, Call
 from cumulo.serve.chat import begin_chat
 from cumulo.serve.descriptions import answers, streamed
 from cumulo.serve.errors import invalid
-from cumulo.serve.events import json_response, open_stream, to_json
+from cumulo.serve.events import json_response, open_stream, to_line
 from cumulo.serve.formats import Reasoning, Text
 from cumulo.serve.messages import Finished
 from cumulo.serve.schemas import ChatRequest
@@ -219,7 +219,7 @@ class ResponseEvents:
     def _packed(self, events: list[Item]) -> bytes:
         lines = []
         for content in events:
-            numbered = to_json({**content, "sequence_number": self._number})
+            numbered = to_line({**content, "sequence_number": self._number})
             lines.append(b"event: " + content["type"].encode() + b"\ndata: " + numbered + b"\n\n")
             self._number += 1
         return b"".join(lines)
