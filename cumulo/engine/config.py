@@ -57,6 +57,8 @@ class EngineConfig:
             for name in ("weights", "kv_dtype"):
                 if getattr(self, name) == "fp8":
                     raise CumuloError(f"{name}=fp8 needs a GPU; on a CPU leave {name} out")
+            if self.batch_invariant:
+                raise CumuloError("batch_invariant is a mode of the GPU's kernels; on a CPU leave it out")
         elif settled.block_size < 16 or settled.block_size & (settled.block_size - 1):
             raise CumuloError(
                 f"block_size={settled.block_size} was asked for, but on a GPU a block is a tile of attention: "

@@ -25,7 +25,6 @@ class NewSlot:
     blocks: list[int]
     params: SamplingParams
     seed: int  # resolved: given by the user or drawn by the engine
-    output_limit: int  # the sequence ends at this many output tokens
     sample_index: int = 0  # which of the request's n samples; each draws its own random numbers
 
 

@@ -186,5 +186,5 @@ def new_slot(sequence: Sequence) -> NewSlot:
     return NewSlot(
         slot=sequence.slot, tokens=sequence.tokens.tolist(), prompt_length=sequence.prompt_length,
         blocks=sequence.blocks[:], params=request.params, seed=request.seed,
-        output_limit=request.output_limit, sample_index=sequence.sample_index,
+        sample_index=sequence.sample_index,
     )  # fmt: skip

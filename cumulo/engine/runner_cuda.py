@@ -21,6 +21,7 @@ from torch import Tensor
 from cumulo.engine.device_slots import DeviceSlots
 from cumulo.engine.guided import Guidance
 from cumulo.engine.plan import StepPlan, StepResult, TokenLogprobs
+from cumulo.engine.runner_torch import held_weight_bytes
 from cumulo.engine.sampler import Drawn, draw, token_logprobs
 from cumulo.engine.slot_table import SlotTable, StepRows
 from cumulo.engine.step_words import StepShape, draw_words, gained_blocks, have_cuts, pack, shape_of
@@ -105,8 +106,6 @@ class CudaRunner:
 
     def memory_bytes(self) -> dict[str, int]:
         """What this runner holds on the device, by the names of the memory ledger's rows."""
-        from cumulo.engine.runner_torch import held_weight_bytes
-
         held = {"weights": held_weight_bytes(self.model), "kv cache": self.cache.nbytes}
         held["activations"] = self.model.buffer_bytes - self.model.logits.nbytes
         held["logits"] = self.model.logits.nbytes + self._buffers.nbytes + self._cut_buffers.nbytes

@@ -108,7 +108,7 @@ class TorchRunner:
         plan = StepPlan(-1, slots=slots, starts=[0] * rows, counts=counts)
         for slot, count in zip(slots, counts, strict=True):
             blocks = [index % self.cache.blocks for index in range(-(-count // self.cache.block_size))]
-            plan.begin.append(NewSlot(slot, [0] * count, count, blocks, SamplingParams(top_p=0.9), 0, 1))
+            plan.begin.append(NewSlot(slot, [0] * count, count, blocks, SamplingParams(top_p=0.9), 0))
         plan.draw_rows = plan.draw_slots = slots[:draws]
         touched = {block for new in plan.begin for block in new.blocks}
         for storage in (self.cache.key_storage, self.cache.value_storage):

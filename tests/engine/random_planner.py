@@ -92,7 +92,7 @@ class RandomPlanner:
         plan.begin.append(
             NewSlot(
                 sequence.slot, list(sequence.tokens), sequence.prompt_length, list(sequence.blocks or []),
-                sequence.params, sequence.seed, 1000, sequence.sample_index,
+                sequence.params, sequence.seed, sequence.sample_index,
             )
         )  # fmt: skip
         fresh.add(sequence.slot)

@@ -1,5 +1,7 @@
 """What is decided before an engine runs: the device, options that do not go together, and the first steps."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -73,6 +75,12 @@ def test_options_of_the_kernels_are_refused_where_pytorchs_operators_run() -> No
     for options in ({"weights": "fp8"}, {"kv_dtype": "fp8"}, {"batch_invariant": True}):
         with pytest.raises(CumuloError, match=rf"{next(iter(options))}=.*latent attention"):
             refuse_kernel_options(EngineConfig(**options), obstacle)
+
+
+@pytest.mark.parametrize("options", [{"weights": "fp8"}, {"kv_dtype": "fp8"}, {"batch_invariant": True}])
+def test_what_only_a_gpu_has_is_refused_on_a_cpu_by_name(options: dict[str, Any]) -> None:
+    with pytest.raises(CumuloError, match=f"{next(iter(options))}.* on a CPU leave"):
+        EngineConfig(**options).settled("cpu")
 
 
 @pytest.mark.parametrize("max_context", [3, 12, 256])

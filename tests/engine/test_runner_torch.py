@@ -133,7 +133,7 @@ def test_any_legal_order_of_work_gives_the_tokens_of_plain_recomputation(
 def test_steps_submitted_ahead_use_tokens_the_host_has_not_seen(overlap: bool) -> None:
     runner = make_runner(decoder(), overlap=overlap)
     prompts = [[5, 9, 11], [8, 8, 4, 30, 12]]
-    begin = [NewSlot(i, p, len(p), [2 * i, 2 * i + 1], PARAMS[1], i, 9) for i, p in enumerate(prompts)]
+    begin = [NewSlot(i, p, len(p), [2 * i, 2 * i + 1], PARAMS[1], i) for i, p in enumerate(prompts)]
     pending = [
         runner.submit(StepPlan(0, begin=begin, slots=[0, 1], starts=[0, 0], counts=[3, 5], draw_rows=[0, 1],
                                draw_slots=[0, 1]))
@@ -162,7 +162,7 @@ def test_a_model_that_returns_logits_at_once_gives_the_same_tokens() -> None:
         def forward(self, batch: ForwardBatch, cache: KVCache) -> torch.Tensor:
             return decoder().logits(decoder().forward(batch, cache))
 
-    begin = [NewSlot(3, [5, 6, 7], 3, [9], GREEDY, 0, 9)]
+    begin = [NewSlot(3, [5, 6, 7], 3, [9], GREEDY, 0)]
     plan = StepPlan(0, begin=begin, slots=[3], starts=[0], counts=[3], draw_rows=[0], draw_slots=[3])
     for model in (OneStage(), decoder()):
         assert make_runner(model).submit(plan).result().tokens == continuation([5, 6, 7], GREEDY, 0, 1)
@@ -180,9 +180,9 @@ def test_logits_are_computed_only_where_something_is_drawn() -> None:
             return decoder().logits(hidden)
 
     runner = make_runner(Watching())
-    begin = [NewSlot(0, list(range(3, 15)), 12, [0, 1, 2], GREEDY, 0, 9)]
+    begin = [NewSlot(0, list(range(3, 15)), 12, [0, 1, 2], GREEDY, 0)]
     assert runner.submit(StepPlan(0, begin=begin, slots=[0], starts=[0], counts=[8])).result().tokens == []
-    twin = NewSlot(1, list(range(3, 15)), 12, [0, 1, 2], GREEDY, 0, 9, sample_index=1)
+    twin = NewSlot(1, list(range(3, 15)), 12, [0, 1, 2], GREEDY, 0, sample_index=1)
     runner.submit(
         StepPlan(1, begin=[twin], slots=[0], starts=[8], counts=[4], draw_rows=[0, 0], draw_slots=[0, 1])
     ).result()
@@ -200,7 +200,7 @@ def test_prompt_logprobs_do_not_depend_on_chunks() -> None:
         start = 0
         for index, count in enumerate(chunks):
             last = start + count == 30
-            begin = [NewSlot(0, tokens, prompt_length, list(range(8)), params, 0, 9)] if index == 0 else []
+            begin = [NewSlot(0, tokens, prompt_length, list(range(8)), params, 0)] if index == 0 else []
             plan = StepPlan(
                 index, begin=begin, slots=[0], starts=[start], counts=[count], prompt_logprob_rows=[0]
             )
@@ -221,7 +221,7 @@ def test_a_sequence_with_nan_fails_alone_and_leaves_no_trace_in_its_blocks() -> 
     poisoned.load_state_dict(decoder().state_dict())
     poisoned.embed.weight.data[13] = math.nan
     runner = make_runner(poisoned)
-    begin = [NewSlot(0, [5, 6, 13, 7], 4, [0, 1], GREEDY, 0, 9), NewSlot(1, [5, 6, 7], 3, [2], GREEDY, 0, 9)]
+    begin = [NewSlot(0, [5, 6, 13, 7], 4, [0, 1], GREEDY, 0), NewSlot(1, [5, 6, 7], 3, [2], GREEDY, 0)]
     result = runner.submit(
         StepPlan(0, begin=begin, slots=[0, 1], starts=[0, 0], counts=[4, 3], draw_rows=[0, 1],
                  draw_slots=[0, 1])
@@ -230,7 +230,7 @@ def test_a_sequence_with_nan_fails_alone_and_leaves_no_trace_in_its_blocks() -> 
     assert "NaN" in result.errors[0]
     assert result.tokens[1] == continuation([5, 6, 7], GREEDY, 0, 1)[0]
     again = runner.submit(
-        StepPlan(1, end=[0], begin=[NewSlot(0, [9, 8], 2, [0], GREEDY, 0, 9)], slots=[0], starts=[0], counts=[2],
+        StepPlan(1, end=[0], begin=[NewSlot(0, [9, 8], 2, [0], GREEDY, 0)], slots=[0], starts=[0], counts=[2],
                  draw_rows=[0], draw_slots=[0])
     ).result()  # fmt: skip
     assert not again.errors
@@ -240,12 +240,12 @@ def test_a_sequence_with_nan_fails_alone_and_leaves_no_trace_in_its_blocks() -> 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_step_that_fails_says_so_and_the_next_one_works(overlap: bool) -> None:
     runner = make_runner(decoder(), overlap=overlap)
-    begin = [NewSlot(0, [5, 6, 7, 8, 9], 5, [0], GREEDY, 0, 9)]
+    begin = [NewSlot(0, [5, 6, 7, 8, 9], 5, [0], GREEDY, 0)]
     too_few_blocks = runner.submit(StepPlan(0, begin=begin, slots=[0], starts=[0], counts=[5]))
     no_host_memory = runner.submit(StepPlan(1, swap_out=[(0, 0)]))
     unknown_token = runner.submit(StepPlan(2, slots=[0], starts=[3], counts=[3]))
     fine = runner.submit(
-        StepPlan(3, begin=[NewSlot(0, [5, 6, 7], 3, [1], GREEDY, 0, 9)], slots=[0], starts=[0], counts=[3],
+        StepPlan(3, begin=[NewSlot(0, [5, 6, 7], 3, [1], GREEDY, 0)], slots=[0], starts=[0], counts=[3],
                  draw_rows=[0], draw_slots=[0])
     )  # fmt: skip
     with pytest.raises(RuntimeError, match="1 blocks of 4"):
@@ -263,7 +263,7 @@ def test_a_step_that_fails_says_so_and_the_next_one_works(overlap: bool) -> None
 def test_a_plan_without_rows_only_changes_state() -> None:
     runner = make_runner(decoder())
     assert runner.submit(StepPlan(0)).result().tokens == []
-    runner.submit(StepPlan(1, begin=[NewSlot(0, [5, 6, 7], 3, [1], GREEDY, 0, 9)])).result()
+    runner.submit(StepPlan(1, begin=[NewSlot(0, [5, 6, 7], 3, [1], GREEDY, 0)])).result()
     result = runner.submit(
         StepPlan(2, slots=[0], starts=[0], counts=[3], draw_rows=[0], draw_slots=[0])
     ).result()
@@ -281,7 +281,7 @@ def test_the_forward_batch_says_what_a_loop_over_tokens_would(
     for slot in random.permutation(6)[: random.integers(1, 7)].tolist():
         tokens = random.integers(0, 1000, random.integers(1, 40)).tolist()
         blocks = random.integers(0, 500, -(-len(tokens) // block_size)).tolist()
-        plan.begin.append(NewSlot(slot, tokens, 1, blocks, GREEDY, 0, 9))
+        plan.begin.append(NewSlot(slot, tokens, 1, blocks, GREEDY, 0))
         start = int(random.integers(0, len(tokens)))
         plan.slots.append(slot)
         plan.starts.append(start)

@@ -42,7 +42,7 @@ def sample(
     seeds = seeds or list(range(count))
     table = SlotTable(count, 64, 16, eos_token_ids=(EOS,))
     begin = [
-        NewSlot(i, PROMPT + outputs[i], len(PROMPT), [0] * 4, params[i], seeds[i], 64,
+        NewSlot(i, PROMPT + outputs[i], len(PROMPT), [0] * 4, params[i], seeds[i],
                 sample_indices[i] if sample_indices else 0)
         for i in range(count)
     ]  # fmt: skip

@@ -40,7 +40,7 @@ class Table:
 TABLES = (
     Table("paged_attention", "attention_bench:tune", "attention_config:use"),
     Table("linear", "linear_tune:tune", "linear:use_winners", "linear:winners"),
-    Table("moe", "moe:tune", "moe:use"),
+    Table("moe", "moe_bench:tune", "moe:use"),
     Table(
         "flash_attention", "flash_attention_bench:tune", "flash_attention:use_winners", "flash_attention:winners"
     ),
