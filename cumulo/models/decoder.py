@@ -14,6 +14,7 @@ from cumulo.models.batch import ForwardBatch, KVCache
 from cumulo.models.linear import Linear, Packed, RMSNorm
 from cumulo.models.moe import Experts, FeedForward, MixtureOfExperts
 from cumulo.models.rope import RotaryTable, Rotation
+from cumulo.spec.check import refuse_unplayable
 from cumulo.spec.model import ModelSpec
 
 
@@ -55,6 +56,7 @@ class Decoder(nn.Module):
     ) -> None:
         """Allocate every parameter, uninitialised; `device="meta"` allocates nothing."""
         super().__init__()
+        refuse_unplayable(spec)
         self.spec, self.dtype = spec, dtype
         self.embed = Linear(spec.hidden, spec.vocab_size, dtype=dtype, device=device)
         self.layers = nn.ModuleList(

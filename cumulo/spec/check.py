@@ -19,6 +19,15 @@ def checked(spec: ModelSpec, where: str) -> ModelSpec:
     return spec
 
 
+def refuse_unplayable(spec: ModelSpec) -> None:
+    """A ModelError for a model that can be planned and counted only. Called before a decoder is built."""
+    if not spec.gated_ffn or spec.learned_positions or spec.norm_bias:
+        raise ModelError(
+            f"a {spec.family} model with learned positions, LayerNorm or an ungated feed-forward can be planned, "
+            "but not run here; what runs is of the Llama, Qwen, Mistral, Mixtral and DeepSeek families"
+        )
+
+
 def _problems(spec: ModelSpec) -> Iterator[str]:
     for name in (
         "vocab_size", "hidden", "layers", "heads", "kv_heads", "head_dim", "ffn_hidden", "max_context",

@@ -42,7 +42,7 @@ def flops_per_token(spec: ModelSpec, context_length: int) -> int:
     matrices = sum(
         _used_by_one_token(spec, name, shape)
         for name, shape in parameter_shapes(spec).items()
-        if len(shape) > 1 and name != "embed.weight"
+        if len(shape) > 1 and name not in ("embed.weight", "positions.weight")
     )
     if spec.tied_embeddings:
         matrices += spec.vocab_size * spec.hidden

@@ -86,6 +86,10 @@ class ModelSpec:
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     dtype: str = "float32"  # of the stored weights
+    # Models of GPT-3's kind, which can be planned and counted but are not played here (`check.refuse_unplayable`).
+    gated_ffn: bool = True  # False: one matrix up and one down, without a gate
+    learned_positions: bool = False  # a table of max_context rows beside the embedding, no rotation
+    norm_bias: bool = False  # LayerNorm, with a bias, in the place of RMSNorm
 
     @property
     def rope_dim(self) -> int:

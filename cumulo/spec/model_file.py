@@ -1,4 +1,4 @@
-"""ModelSpec to plain data and back: what plan files, benchmark reports and the console carry."""
+"""ModelSpec to plain data and back: what plan files, benchmark reports, the catalogue and the console carry."""
 
 import dataclasses
 import types
@@ -14,27 +14,29 @@ T = TypeVar("T")
 
 def to_dict(spec: ModelSpec) -> dict[str, Any]:
     """Only dicts, lists, strings and numbers, so that YAML and JSON both take it; defaults are left out."""
-    return _plain(spec)
+    return plain(spec)
 
 
 def from_dict(data: Mapping[str, Any]) -> ModelSpec:
     """The inverse of `to_dict`; unknown, missing or mistyped fields are named in a ModelError."""
-    return _build(ModelSpec, data, "model spec")
+    return build(ModelSpec, data, "model spec")
 
 
-def _plain(value: Any) -> dict[str, Any]:
+def plain(value: Any) -> dict[str, Any]:
+    """A dataclass as a table, without what has its default."""
     result: dict[str, Any] = {}
     for field in dataclasses.fields(value):
         content = getattr(value, field.name)
         if content == field.default:
             continue
         if dataclasses.is_dataclass(content):
-            content = _plain(content)
+            content = plain(content)
         result[field.name] = list(content) if isinstance(content, tuple) else content
     return result
 
 
-def _build(kind: type[T], data: Any, where: str) -> T:
+def build(kind: type[T], data: Any, where: str) -> T:
+    """An instance of dataclass `kind` from a table; `where` is what errors call it."""
     if not isinstance(data, Mapping):
         raise ModelError(f"{where}: expected a table of fields, got {data!r}")
     fields = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
@@ -59,9 +61,12 @@ def _value(hint: Any, content: Any, where: str) -> Any:
         (hint,) = (option for option in typing.get_args(hint) if option is not type(None))
         return _value(hint, content, where)
     if dataclasses.is_dataclass(hint):
-        return _build(typing.cast(type[Any], hint), content, where)
+        return build(typing.cast(type[Any], hint), content, where)
     if origin is tuple and isinstance(content, (list, tuple)):
         return tuple(_value(typing.get_args(hint)[0], item, where) for item in content)
+    if origin is Mapping and isinstance(content, Mapping):
+        item = typing.get_args(hint)[1]
+        return {str(key): _value(item, value, f"{where}: {key}") for key, value in content.items()}
     if origin is typing.Literal and content in typing.get_args(hint):
         return content
     if hint is float and isinstance(content, int) and not isinstance(content, bool):
