@@ -2,59 +2,80 @@
 
 Its parameters have the names and shapes of `cumulo.models.decoder.Decoder`, so weights go from one to the other as
 they are. Tokens lie flat, [T, hidden] for B rows of S: only attention knows of rows and documents.
+
+It can be a part of the model: some of its layers (a pipeline's chunk), slices of its matrices, some of its experts.
+Parameters keep the names they have in the whole model; what happens where it is cut, a `Split` says.
 """
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from cumulo.models.linear import Linear, RMSNorm
-from cumulo.models.moe import FeedForward
 from cumulo.models.rope import RotaryTable, Rotation
+from cumulo.spec.check import refuse_unplayable
 from cumulo.spec.model import ModelSpec
-from cumulo.train.attention import DocumentMask, TrainingAttention, TrainingLatentAttention
-from cumulo.train.experts import TrainingMixture
+from cumulo.train.attention import TrainingAttention, TrainingLatentAttention
+from cumulo.train.document_mask import Documents, OwnTokens
+from cumulo.train.experts import TrainingFeedForward, TrainingMixture, Usage, balance_sum
 from cumulo.train.loader import DeviceBatch
-from cumulo.train.loss import cross_entropy_sum
+from cumulo.train.pieces import ChunkPart
+from cumulo.train.recompute import Recompute
+from cumulo.train.split import WHOLE, Split
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Losses:
-    """Sums, so that parts of a batch add up to the whole whatever the parts are."""
+class Losses(NamedTuple):
+    """Sums, so that parts of a batch and of a model add up to the whole whatever the parts are: over data-parallel
+    and context-parallel ranks and pipeline stages. Tensor-parallel ranks have the same. A tuple, so that torch's
+    own wrappers find the tensors in it."""
 
-    token_sum: Tensor  # cross-entropy over the learnt tokens, in nats
-    balance_sum: Tensor | None  # how uneven experts are used, over rows; None: no experts
+    token_sum: Tensor  # cross-entropy over the learnt tokens, in nats; 0 without the last layers
+    balance_sum: Tensor | None  # how uneven experts are used, over rows; None: no experts here
+    hidden: Tensor | None  # what the next part of the model takes; None: there is none
 
 
 class TrainingLayer(nn.Module):
-    __call__: Callable[..., tuple[Tensor, Tensor | None]]
+    __call__: Callable[..., tuple[Tensor, Usage | None]]
     attention: TrainingAttention | TrainingLatentAttention
-    ffn: FeedForward | TrainingMixture
+    ffn: TrainingFeedForward | TrainingMixture
 
     def __init__(
-        self, spec: ModelSpec, layer: int, *, dtype: torch.dtype, device: torch.device | str
+        self,
+        spec: ModelSpec,
+        layer: int,
+        split: Split,
+        recompute: Recompute,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str,
     ) -> None:
+        """`spec` has the sizes of this rank's slices."""
         super().__init__()
         self.attention_norm = RMSNorm(spec.hidden, spec.norm_eps, dtype=dtype, device=device)
         if spec.mla is None:
-            self.attention = TrainingAttention(spec, layer, dtype=dtype, device=device)
+            self.attention = TrainingAttention(spec, layer, split, recompute, dtype=dtype, device=device)
         else:
-            self.attention = TrainingLatentAttention(spec, spec.mla, layer, dtype=dtype, device=device)
+            self.attention = TrainingLatentAttention(
+                spec, spec.mla, layer, split, recompute, dtype=dtype, device=device
+            )
         self.ffn_norm = RMSNorm(spec.hidden, spec.norm_eps, dtype=dtype, device=device)
         if spec.moe is not None and spec.is_moe_layer(layer):
-            self.ffn = TrainingMixture(spec, spec.moe, dtype=dtype, device=device)
+            self.ffn = TrainingMixture(spec, spec.moe, split, recompute, dtype=dtype, device=device)
         else:
-            self.ffn = FeedForward(spec, spec.ffn_hidden, dtype=dtype, device=device)
+            self.ffn = TrainingFeedForward(
+                spec, spec.ffn_hidden, split, recompute, dtype=dtype, device=device
+            )
 
-    def forward(self, x: Tensor, rotation: Rotation, documents: DocumentMask) -> tuple[Tensor, Tensor | None]:
-        x = x + self.attention(self.attention_norm(x), rotation, documents)
+    def forward(
+        self, x: Tensor, rotation: Rotation, documents: Documents, rows: int
+    ) -> tuple[Tensor, Usage | None]:
+        x = x + self.attention(x, self.attention_norm, rotation, documents)
         if isinstance(self.ffn, TrainingMixture):
-            change, balance = self.ffn(self.ffn_norm(x), documents.rows)
-            return x + change, balance
-        return x + self.ffn(self.ffn_norm(x)), None
+            change, usage = self.ffn(x, self.ffn_norm, rows)
+            return x + change, usage
+        return x + self.ffn(x, self.ffn_norm), None
 
 
 class TrainingDecoder(nn.Module):
@@ -66,19 +87,33 @@ class TrainingDecoder(nn.Module):
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         *,
-        recompute: bool = False,
+        recompute: bool | Collection[str] = False,
+        split: Split = WHOLE,
+        part: ChunkPart | None = None,
     ) -> None:
-        """`recompute`: keep only each layer's input, and compute the layer again for its gradients."""
+        """`spec`: of the whole model; `part`: the layers to hold, None: all.
+        `recompute`: keep only each layer's input and compute the layer again for its gradients, or only some
+        operations of it (see `Recompute`)."""
         super().__init__()
-        self.spec, self.dtype, self.recompute = spec, dtype, recompute
-        self.embed = Linear(spec.hidden, spec.vocab_size, dtype=dtype, device=device)
-        self.layers = nn.ModuleList(
-            TrainingLayer(spec, layer, dtype=dtype, device=device) for layer in range(spec.layers)
+        refuse_unplayable(spec)
+        self.spec, self.dtype, self.split = spec, dtype, split
+        self.recompute = Recompute.of(recompute)
+        self.part = part or ChunkPart(0, range(spec.layers), first=True, last=True)
+        local = split.local(spec)
+        if self.part.holds("embed.weight", spec.tied_embeddings):
+            self.embed = Linear(spec.hidden, local.vocab_size, dtype=dtype, device=device)
+        self.layers = nn.ModuleDict(
+            {
+                str(layer): TrainingLayer(local, layer, split, self.recompute, dtype=dtype, device=device)
+                for layer in self.part.layers
+            }
         )
-        self.final_norm = RMSNorm(spec.hidden, spec.norm_eps, dtype=dtype, device=device)
-        if not spec.tied_embeddings:
-            self.head = Linear(spec.hidden, spec.vocab_size, dtype=dtype, device=device)
+        if self.part.last:
+            self.final_norm = RMSNorm(spec.hidden, spec.norm_eps, dtype=dtype, device=device)
+            if not spec.tied_embeddings:
+                self.head = Linear(spec.hidden, local.vocab_size, dtype=dtype, device=device)
         self.rotary = RotaryTable(spec, dtype)
+        self._loads: dict[int, Tensor] = {}
         for name, parameter in self.named_parameters():
             # The selection bias is steered by the load of the experts, never by a gradient (DeepSeek-V3, 2.1.2).
             parameter.requires_grad_(not name.endswith("selection_bias"))
@@ -87,29 +122,57 @@ class TrainingDecoder(nn.Module):
     def output_weight(self) -> nn.Parameter:
         return self.embed.weight if self.spec.tied_embeddings else self.head.weight
 
-    def forward(self, batch: DeviceBatch) -> Losses:
-        hidden, balance = self.hidden(batch)
-        return Losses(cross_entropy_sum(hidden, self.output_weight, batch.targets.flatten()), balance)
+    def forward(self, batch: DeviceBatch, x: Tensor | None = None) -> Losses:
+        """`batch`: whole rows, of which the split takes its places; `x`: what the part before this one gave."""
+        own = self.split.context.take(batch)
+        x, balance = self._layers(x, own, batch)
+        if not self.part.last:
+            return Losses(x.new_zeros(()), balance, x)
+        x = self.final_norm(x)
+        return Losses(self.split.tensor.cross_entropy_sum(x, self.output_weight, own.targets), balance, None)
 
     def hidden(self, batch: DeviceBatch) -> tuple[Tensor, Tensor | None]:
-        """Normed hidden states [B * S, hidden] of all tokens, and the experts' balance."""
-        documents = DocumentMask.of(batch)
-        x = self.embed.rows(batch.tokens.flatten())
-        rotation = self.rotary.at(batch.positions.flatten())
-        balances: list[Tensor] = []
-        for layer in self.layers:
-            if self.recompute and torch.is_grad_enabled():
-                x, balance = checkpoint(layer, x, rotation, documents, use_reentrant=False)
-            else:
-                x, balance = layer(x, rotation, documents)
-            if balance is not None:
-                balances.append(balance)
-        return self.final_norm(x), _mean(balances)
+        """Normed hidden states [T, hidden] of the whole model's tokens, and the experts' balance."""
+        x, balance = self._layers(None, self.split.context.take(batch), batch)
+        return self.final_norm(x), balance
+
+    def _layers(self, x: Tensor | None, own: OwnTokens, batch: DeviceBatch) -> tuple[Tensor, Tensor | None]:
+        if x is None:
+            x = self.split.tensor.embed(self.embed.weight, own.tokens)
+        rotation = self.rotary.at(own.positions)
+        rows, length = batch.tokens.shape
+        used: dict[int, Usage] = {}
+        for number, layer in self.layers.items():
+            x, usage = self.recompute.layer(layer, x, rotation, own.documents, rows)
+            if usage is not None:
+                used[int(number)] = usage
+        return x, self._balance(used, length)
+
+    def take_loads(self) -> Mapping[int, Tensor]:
+        """By layer, how often each expert was chosen [experts] since the last call, in training; by the rows this
+        rank has places of."""
+        loads, self._loads = self._loads, {}
+        return loads
+
+    def _balance(self, used: Mapping[int, Usage], length: int) -> Tensor | None:
+        """The mean over all layers with experts, of which these are ours."""
+        moe = self.spec.moe
+        if moe is None or not used:
+            return None
+        split = self.split
+        # One exchange for all layers: the choices of tokens that other ranks have.
+        choices = split.context.total(
+            split.tensor.total(torch.stack([usage.choices for usage in used.values()]))
+        )
+        if torch.is_grad_enabled():
+            for layer, load in zip(used, choices.sum(1, dtype=torch.float64), strict=True):
+                self._loads[layer] = load + self._loads.get(layer, 0.0)
+        balances = [
+            balance_sum(Usage(usage.scores, chosen), length, moe.experts_per_token)
+            for usage, chosen in zip(used.values(), choices, strict=True)
+        ]
+        layers = sum(self.spec.is_moe_layer(layer) for layer in range(self.spec.layers))
+        return split.tensor.total(torch.stack(balances).sum() / layers)
 
     def logits(self, hidden: Tensor) -> Tensor:
         return nn.functional.linear(hidden, self.output_weight)
-
-
-def _mean(values: Iterable[Tensor]) -> Tensor | None:
-    found = list(values)
-    return torch.stack(found).mean() if found else None

@@ -135,7 +135,7 @@ def test_the_balance_of_one_layer_and_row_is_that_of_transformers(tmp_path: Path
     losses.balance_sum.backward()
     (expected / 2).backward()
     (theirs,) = (weight.grad for name, weight in model.named_parameters() if name.endswith("mlp.gate.weight"))
-    torch.testing.assert_close(training.layers[0].ffn.router.weight.grad, theirs, atol=1e-6, rtol=1e-4)
+    torch.testing.assert_close(training.layers["0"].ffn.router.weight.grad, theirs, atol=1e-6, rtol=1e-4)
 
 
 def test_a_document_does_not_feel_its_neighbours(load: Any) -> None:

@@ -1,0 +1,59 @@
+"""The pool of ranks itself: results by rank, and failures that are told instead of waited for."""
+
+import os
+import time
+
+import pytest
+
+pytest.importorskip("torch.distributed", reason="this torch has no distributed package")
+
+import torch
+import torch.distributed as dist
+
+from tests.train.pool import RanksFailed, run_ranks
+
+
+def ranks_summed(rank: int, factor: int) -> int:
+    total = torch.tensor(rank * factor)
+    dist.all_reduce(total)
+    return int(total)
+
+
+def fail_on_rank_1(rank: int) -> None:
+    if rank == 1:
+        raise ValueError("what went wrong")
+    dist.barrier()
+
+
+def die_on_rank_1(rank: int) -> None:
+    if rank == 1:
+        os._exit(7)
+    dist.barrier()
+
+
+def sleep_on_rank_1(rank: int) -> None:
+    if rank == 1:
+        time.sleep(60)
+    dist.barrier()
+
+
+def test_every_rank_answers_and_the_next_case_finds_a_clean_group() -> None:
+    assert run_ranks(ranks_summed, 3, 10) == [30, 30, 30]
+    assert run_ranks(ranks_summed, 2, 1) == [1, 1]
+
+
+def test_a_rank_that_raises_is_named_first() -> None:
+    with pytest.raises(RanksFailed, match=r"\Arank 1: Traceback[\s\S]*?ValueError: what went wrong"):
+        run_ranks(fail_on_rank_1, 2)
+
+
+def test_a_rank_that_dies_is_named_and_replaced() -> None:
+    with pytest.raises(RanksFailed, match="rank 1: died, exit code 7"):
+        run_ranks(die_on_rank_1, 2)
+    assert run_ranks(ranks_summed, 2, 1) == [1, 1]
+
+
+def test_a_hang_ends_with_the_stacks_of_all_who_waited() -> None:
+    with pytest.raises(RanksFailed, match="rank 1: not done after 2 s") as caught:
+        run_ranks(sleep_on_rank_1, 2, timeout_s=2)
+    assert "in sleep_on_rank_1" in str(caught.value) and "in barrier" in str(caught.value)
