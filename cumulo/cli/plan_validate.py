@@ -1,0 +1,148 @@
+"""`cumulo plan validate`: the planner's predictions against published training results."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from cumulo.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from cumulo.cli.report import Row
+    from cumulo.plan.published import PublishedRow
+    from cumulo.plan.validate import Summary
+
+EXAMPLE = "Try: [bold]cumulo plan validate --held-out --worst 5[/bold]"
+
+
+def validate(
+    tables: Annotated[
+        Path | None,
+        typer.Option(
+            help="Predict the rows of these published tables (a folder of CSV files) instead of those shipped."
+        ),
+    ] = None,
+    held_out: Annotated[
+        bool, typer.Option("--held-out", help="Only rows that the constants were not fitted to.")
+    ] = False,
+    worst: Annotated[int, typer.Option(min=0, help="Also print this many rows that are furthest off.")] = 0,
+    svg: Annotated[
+        Path | None, typer.Option(help="Draw predicted over published step times into this file.")
+    ] = None,
+    json: Annotated[Path | None, typer.Option(help="Write the figures to this file ('-': stdout).")] = None,
+    sources: Annotated[bool, typer.Option("--sources", help="Print where the rows were published.")] = False,
+) -> None:
+    """Predict every published training result again, and print the errors by source.
+
+    Errors are of step time: +5% is a step predicted 5% longer than it was. The bar is a median of 6% and a 90th
+    percentile of 15%; stated 90% intervals should contain 85 to 95% of the rows that were held out of the fit.
+    """
+    from rich.console import Console
+    from rich.progress import track
+
+    from cumulo.cli import report
+    from cumulo.plan.published import citations
+    from cumulo.plan.validate import by_source, predict, scatter_svg
+
+    console = Console(stderr=str(json) == "-")
+    chosen = [row for row in _rows(tables, console) if row.held_out or not held_out]
+    if not chosen:
+        raise ConfigError("none of these rows is held out; leave --held-out away")
+    predictions = [predict(row) for row in track(chosen, "predicting", console=console, transient=True)]
+    summaries = by_source(predictions)
+    console.print(_table(summaries))
+    for prediction in sorted(predictions, key=lambda each: -abs(each.error))[:worst]:
+        mark = "held out" if prediction.row.held_out else "fitted"
+        console.print(
+            f"{prediction.error:+7.1%}  {prediction.row.name}  ({mark}): published {prediction.row.step_s:.3g} s, "
+            f"predicted {prediction.predicted_s:.3g} s",
+            highlight=False,
+        )
+    if sources:
+        for name in dict.fromkeys(row.source for row in chosen):
+            console.print(f"[bold]{name}[/bold]: {citations().get(name, 'no citation')}", highlight=False)
+    if svg is not None:
+        svg.write_text(scatter_svg(predictions), "utf-8")
+        console.print(f"drawn: {svg}")
+    report.write_json(json, _report(summaries))
+
+
+def _rows(tables: Path | None, console: "Console") -> "list[PublishedRow]":
+    from cumulo.plan.published import rows, rows_of
+    from cumulo.plan.published_tables import lines_of
+
+    if tables is None:
+        return list(rows())
+    if not tables.is_dir():
+        raise ConfigError(f"{tables} is not a folder of tables; give the folder that has the CSV files")
+    refused: list[str] = []
+    found: list[PublishedRow] = []
+    for line in lines_of(tables, refused):
+        try:
+            found += rows_of([line])
+        except ConfigError as error:
+            refused.append(f"{line['id']}: {error}")
+    for reason in refused:
+        console.print(f"left out: {reason}", highlight=False)
+    return found
+
+
+def _table(summaries: "list[Summary]") -> "Table":
+    from rich.table import Table
+
+    table = Table(title="Published training results, predicted again")
+    table.add_column("source")
+    for name in ("rows", "median", "p90", "worst", "bias", "in interval"):
+        table.add_column(name, justify="right")
+    for summary in summaries:
+        if summary.name == "all fitted":
+            table.add_section()
+        table.add_row(
+            summary.name,
+            str(summary.rows),
+            f"{summary.median:.1%}",
+            f"{summary.p90:.1%}",
+            f"{summary.worst:+.1%}",
+            f"{summary.bias:+.1%}",
+            f"{summary.coverage:.0%}",
+        )
+    return table
+
+
+def _report(summaries: "list[Summary]") -> "list[Row]":
+    from cumulo.cli.report import Row
+    from cumulo.plan.validate import COVERAGE_BAR, MEDIAN_BAR, P90_BAR
+
+    found: list[Row] = []
+    for summary in summaries:
+        judged = summary.name in ("all", "all held out")
+        more = {
+            "rows": summary.rows,
+            "worst": summary.worst,
+            "worst_row": summary.worst_row,
+            "bias": summary.bias,
+        }
+        found += [
+            Row(
+                f"{summary.name}: median error",
+                summary.median,
+                "share",
+                "lower",
+                MEDIAN_BAR if judged else None,
+                more=more,
+            ),
+            Row(
+                f"{summary.name}: 90th percentile", summary.p90, "share", "lower", P90_BAR if judged else None
+            ),
+        ]
+        covered = f"{summary.name}: rows in the 90% interval"
+        if summary.name == "all held out":
+            low, high = COVERAGE_BAR
+            note = f"between {low} and {high}"
+            found.append(Row(covered, summary.coverage, "share", must=low, note=note))
+        else:
+            found.append(Row(covered, summary.coverage, "share"))
+    return found

@@ -1,0 +1,184 @@
+"""TrainJob: one training step to be planned: a model, how it is split, and how a batch is cut. The memory ledger,
+the cost model and the search all take one.
+
+    job = TrainJob(model("gpt-175b"), Layout(dp=16, tp=8, pp=8), global_batch=1536, sequence_length=2048)
+    job.micro_batches       # 96 of each data-parallel rank
+    job.chunk_layers        # (12, 12, 12, 12, 12, 12, 12, 12)
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Literal
+
+from cumulo.errors import ConfigError
+from cumulo.pipeline.catalog import family
+from cumulo.spec.layout import Layout
+from cumulo.spec.model import ModelSpec
+
+Recompute = Literal["none", "selective", "full"]
+DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8": 1}
+
+
+@dataclass(frozen=True, slots=True)
+class TrainJob:
+    model: ModelSpec
+    layout: Layout
+    global_batch: int  # sequences of one optimizer step, over everything
+    sequence_length: int
+    micro_batch: int = 1  # sequences computed at once by one data-parallel rank
+    # What backward computes again. selective: the attention between its projections (Korthikanti et al. 2022; with
+    # flash attention it is what the kernel does anyway). full: whole layers, of which only the input is kept.
+    recompute: Recompute = "none"
+    recompute_layers: int | None = None  # with full: of each chunk only this many layers; None: all
+    dtype: Literal["bfloat16", "float16", "float32", "float8"] = "bfloat16"  # of the matrix products
+    gradient_dtype: Literal["float32", "bfloat16", "float16"] = "float32"  # in which gradients are summed
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    master_weights: bool = True  # below 32 bits: the optimizer keeps a float32 copy
+    flash_attention: bool = True  # scores are never stored
+    fused_loss: bool = True  # logits become the loss a piece at a time; False: all of a micro-batch's at once
+    dropout: bool = False  # its masks are stored
+    overlap_data: bool = True  # gradients and weights travel while layers compute
+    overlap_tensor: bool = False  # tensor-parallel collectives are cut up and hidden behind matrix products
+    software: str = "current"  # the generation of software whose efficiency curves hold
+
+    def __post_init__(self) -> None:
+        if problems := list(_problems(self)):
+            raise ConfigError("; ".join(problems))
+
+    # -- the batch --------------------------------------------------------------------------------------
+    @property
+    def tokens_per_step(self) -> int:
+        return self.global_batch * self.sequence_length
+
+    @property
+    def micro_batches(self) -> int:
+        """Of one data-parallel rank in one step."""
+        return self.global_batch // (self.layout.dp * self.micro_batch)
+
+    @property
+    def tokens_per_rank(self) -> int:
+        """Of one micro-batch on one rank: its sequences, over the context-parallel ranks."""
+        return self.micro_batch * self.sequence_length // self.layout.cp
+
+    # -- the model over stages --------------------------------------------------------------------------
+    @property
+    def chunks_per_stage(self) -> int:
+        if self.layout.pp == 1:
+            return 1
+        return self.layout.chunks_per_stage or _own_chunks(self.layout.schedule)
+
+    @property
+    def chunks(self) -> int:
+        """Chunks a micro-batch passes. A bidirectional pipeline has each of them twice, one for each direction."""
+        return self.layout.pp if self.bidirectional else self.layout.pp * self.chunks_per_stage
+
+    @property
+    def bidirectional(self) -> bool:
+        return self.layout.pp > 1 and self.layout.schedule == "dualpipe"
+
+    @property
+    def chunk_layers(self) -> tuple[int, ...]:
+        """Layers of each chunk, in the order a micro-batch passes them."""
+        return split_layers(self.model.layers, self.chunks)
+
+    def layers_of_chunk(self, chunk: int) -> range:
+        before = sum(self.chunk_layers[:chunk])
+        return range(before, before + self.chunk_layers[chunk])
+
+    @property
+    def chunk_kinds(self) -> tuple[tuple[int, int], ...]:
+        """Of each chunk: its layers without and with experts."""
+        return _chunk_kinds(self.model, self.chunks)
+
+    # -- bytes of a number ------------------------------------------------------------------------------
+    @property
+    def weight_bytes_each(self) -> int:
+        """Of the copy that computes. float8 products are made from 16-bit weights, as all recipes do."""
+        return max(2, DTYPE_BYTES[self.dtype])
+
+    @property
+    def activation_bytes_each(self) -> int:
+        return max(2, DTYPE_BYTES[self.dtype])
+
+    @property
+    def padded_vocabulary(self) -> int:
+        """Up to a multiple of 128 for each tensor-parallel rank, so that its slices are alike and aligned."""
+        unit = 128 * self.layout.tp
+        return -(-self.model.vocab_size // unit) * unit
+
+
+@cache
+def _own_chunks(schedule: str) -> int:
+    return family(schedule).chunks_per_stage
+
+
+@cache
+def split_layers(layers: int, chunks: int) -> tuple[int, ...]:
+    """Layers of each chunk as the trainer splits them: as even as can be, those left over before the last, whose
+    stage has the loss."""
+    each, more = divmod(layers, chunks)
+    return tuple(each + ((chunks - 2 - chunk) % chunks < more) for chunk in range(chunks))
+
+
+@cache
+def _chunk_kinds(model: ModelSpec, chunks: int) -> tuple[tuple[int, int], ...]:
+    kinds, layer = [], 0
+    for layers in split_layers(model.layers, chunks):
+        with_experts = sum(model.is_moe_layer(number) for number in range(layer, layer + layers))
+        kinds.append((layers - with_experts, with_experts))
+        layer += layers
+    return tuple(kinds)
+
+
+def _problems(job: TrainJob) -> Iterator[str]:
+    model, layout = job.model, job.layout
+    for name in ("global_batch", "sequence_length", "micro_batch"):
+        if getattr(job, name) < 1:
+            yield f"{name.replace('_', ' ')} must be 1 or more, got {getattr(job, name)}"
+            return
+    yield from tensor_problems(model, layout.tp)
+    if model.moe is not None and model.moe.experts % layout.ep:
+        yield _not_shared("ep", layout.ep, "experts", model.moe.experts)
+    if model.moe is None and layout.ep > 1:
+        yield f"ep {layout.ep} spreads experts, and this model has none; use ep 1"
+    if job.chunks > model.layers:
+        yield (
+            f"{layout.pp} stages × {job.chunks_per_stage} chunks are more than the model's {model.layers} layers; "
+            f"use pp {max(1, model.layers // job.chunks_per_stage)} or fewer"
+        )
+    if job.sequence_length % layout.cp:
+        yield _not_shared("cp", layout.cp, "tokens of a sequence", job.sequence_length)
+    elif layout.sequence_parallel and job.sequence_length // layout.cp % layout.tp:
+        yield f"sequence parallelism cannot share {job.sequence_length // layout.cp} tokens over tp {layout.tp}"
+    at_once = layout.dp * job.micro_batch
+    if job.global_batch % at_once:
+        below = job.global_batch // at_once * at_once
+        near = f"{below} or {below + at_once}" if below else str(at_once)
+        yield (
+            f"a batch of {job.global_batch} sequences cannot be cut into micro-batches of {job.micro_batch} over "
+            f"dp {layout.dp}; a batch of {near} can"
+        )
+    elif layout.pp > 1 and (
+        refusal := family(layout.schedule).refusal(layout.pp, job.micro_batches, job.chunks_per_stage)
+    ):
+        yield refusal
+    if job.recompute_layers is not None and (job.recompute != "full" or job.recompute_layers < 0):
+        yield f"recompute_layers {job.recompute_layers} goes with full recomputation and is 0 or more"
+
+
+def tensor_problems(model: ModelSpec, tp: int) -> Iterator[str]:
+    """What tensor-parallel ranks cannot share evenly, with what could."""
+    slices = {"attention heads": model.heads, "feed-forward columns": model.ffn_hidden}
+    if model.mla is None:
+        slices["key/value heads"] = model.kv_heads
+    if model.moe is not None:
+        slices["columns of an expert"] = model.moe.expert_hidden
+    for what, count in slices.items():
+        if count % tp:
+            yield _not_shared("tp", tp, what, count)
+
+
+def _not_shared(axis: str, size: int, what: str, count: int) -> str:
+    near = min((n for n in range(1, count + 1) if count % n == 0), key=lambda n: (abs(n - size), n))
+    return f"{axis} {size} cannot share {count} {what} evenly; {axis} {near} can"

@@ -1,0 +1,375 @@
+"""Tables of training results in their publishers' own columns, made into lines of `published_training.csv`.
+`cumulo plan validate --tables FOLDER` reads further rows with it, and the shipped transcription was made with it.
+
+What a table does not print and how it was filled in is said beside each reader, and for people in
+`published_training_sources.yaml`.
+"""
+
+import csv
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+from cumulo.errors import ConfigError
+
+Line = dict[str, str]
+Given = Mapping[str, str]
+
+COLUMNS = [
+    "id", "source", "software", "node", "gpus", "model", "layers", "hidden", "heads", "kv_heads", "ffn",
+    "gated", "vocabulary", "tied", "learned_positions", "sequence", "dp", "tp", "pp", "cp", "ep", "zero",
+    "sequence_parallel", "schedule", "chunks_per_stage", "micro_batch", "global_batch", "recompute",
+    "dtype", "gradient_dtype", "flash", "overlap_tensor", "reported", "unit",
+]  # fmt: skip
+_GPT = {"gated": 0, "tied": 1, "learned_positions": 1}
+_LLAMA = {"gated": 1, "tied": 0, "learned_positions": 0}
+_NEMOTRON = {"gated": 0, "tied": 0, "learned_positions": 0}
+HARDWARE, MODEL_FLOPS, FULL_MFU = (
+    "tflops-hardware-full-recompute",
+    "tflops-model",
+    "mfu-percent-full-attention",
+)
+SECONDS, TOKENS = "step-seconds", "tokens-per-second-per-gpu"
+
+
+def _shape(
+    layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, kind: Mapping[str, int]
+) -> dict[str, int]:
+    return {"layers": layers, "hidden": hidden, "heads": heads, "kv_heads": kv_heads, "ffn": ffn, **kind}
+
+
+# Tables that print a model's name only. NeMo's sizes follow from its printed TFLOP/s over tokens/s.
+MODELS: dict[str, dict[str, int]] = {
+    "GPT3-5B": {**_shape(24, 4096, 32, 32, 16384, _GPT), "vocabulary": 51200},
+    "GPT3-20B": {**_shape(44, 6144, 48, 48, 24576, _GPT), "vocabulary": 51200},
+    "GPT3-175B": {**_shape(96, 12288, 96, 96, 49152, _GPT), "vocabulary": 51200},
+    "LLAMA2-7B": {**_shape(32, 4096, 32, 32, 11008, _LLAMA), "vocabulary": 32000},
+    "LLAMA2-13B": {**_shape(40, 5120, 40, 40, 13824, _LLAMA), "vocabulary": 32000},
+    "LLAMA2-70B": {**_shape(80, 8192, 64, 8, 28672, _LLAMA), "vocabulary": 32000},
+    "LLAMA3-8B": {**_shape(32, 4096, 32, 8, 14336, _LLAMA), "vocabulary": 128256},
+    "LLAMA3-70B": {**_shape(80, 8192, 64, 8, 28672, _LLAMA), "vocabulary": 128256},
+    "LLAMA3-405B": {**_shape(126, 16384, 128, 8, 53248, _LLAMA), "vocabulary": 128256},
+    "NEMOTRON-8B": {**_shape(32, 4096, 32, 32, 16384, _NEMOTRON), "vocabulary": 256000},
+    "NEMOTRON-22B": {**_shape(40, 6144, 48, 48, 24576, _NEMOTRON), "vocabulary": 256000},
+    "NEMOTRON-340B": {**_shape(96, 18432, 96, 8, 73728, _NEMOTRON), "vocabulary": 256000},
+    # Nanotron's benchmark script: no grouped heads, embeddings tied below 4B.
+    "nanotron-1.34": {**_shape(16, 2048, 32, 32, 8192, _LLAMA | {"tied": 1}), "vocabulary": 131072},
+    "nanotron-3.57": {**_shape(28, 3072, 32, 32, 8192, _LLAMA | {"tied": 1}), "vocabulary": 131072},
+    "nanotron-8.86": {**_shape(32, 4096, 32, 32, 14336, _LLAMA), "vocabulary": 131072},
+    "nanotron-80.0": {**_shape(80, 8192, 64, 64, 28672, _LLAMA), "vocabulary": 131072},
+}
+
+
+def lines_of(folder: Path, refused: list[str] | None = None) -> list[Line]:
+    """Rows of the tables in a folder that state what a prediction needs; `refused` takes why others cannot be."""
+    found: list[Line] = []
+    names: dict[str, int] = {}
+    for path in sorted(folder.glob("*.csv")):
+        reader = next((read for start, read in READERS.items() if path.name.startswith(start)), None)
+        if reader is None:
+            continue
+        with path.open(encoding="utf-8", newline="") as file:
+            for number, given in enumerate(csv.DictReader(file), start=2):
+                try:
+                    lines = list(reader(given))
+                except (ConfigError, KeyError, ValueError) as error:
+                    if refused is None:
+                        raise ConfigError(f"{path.name}, line {number}: {error}") from error
+                    refused.append(f"{path.name}, line {number}: {error}")
+                    continue
+                for line in lines:
+                    names[line["id"]] = names.get(line["id"], 0) + 1
+                    if names[line["id"]] > 1:  # measured twice with another micro-batch
+                        line["id"] += f"-mb{line['micro_batch']}"
+                    found.append(line)
+    if not found:
+        raise ConfigError(
+            f"{folder} has no table that is known; known are files whose names begin with: {', '.join(READERS)}"
+        )
+    return found
+
+
+def _line(**values: object) -> Line:
+    defaults: dict[str, object] = {
+        "cp": 1, "ep": 1, "zero": 0, "sequence_parallel": 0, "schedule": "1f1b", "recompute": "none",
+        "dtype": "bfloat16", "gradient_dtype": "float32", "flash": 1, "overlap_tensor": 0,
+    }  # fmt: skip
+    merged = {**defaults, **values}
+    if merged.get("chunks_per_stage"):
+        merged["schedule"] = "interleaved-1f1b"
+    return {name: str(merged.get(name, "")) for name in COLUMNS}
+
+
+def _gpt(given: Given, vocabulary: int, sequence: int) -> dict[str, object]:
+    hidden = int(given["hidden"])
+    return {
+        **_shape(int(given["layers"]), hidden, int(given["heads"]), int(given["heads"]), 4 * hidden, _GPT),
+        "vocabulary": vocabulary,
+        "sequence": sequence,
+    }
+
+
+def _narayanan(given: Given) -> Iterator[Line]:
+    """Table 1 interleaves where it says so; table 2 compares with ZeRO-3 and prints no interleaving."""
+    tp, pp, gpus = int(given["tp"]), int(given["pp"]), int(given["gpus"])
+    scheme = given.get("scheme")
+    zero3 = scheme == "ZeRO-3"
+    virtual = given.get("layers_per_virtual_stage")
+    name = (
+        f"t2-{'zero3' if zero3 else 'ptdp'}-{float(given['params_b']):.0f}b-{gpus}"
+        if scheme
+        else f"t1-{given['model']}"
+    )
+    yield _line(
+        id=f"narayanan2021-{name}",
+        source=f"narayanan2021-table{2 if scheme else 1}",
+        software="deepspeed-2021" if zero3 else "megatron-2021",
+        node="dgx-a100",
+        gpus=gpus,
+        **_gpt(given, 51200, 2048),
+        dp=gpus // tp // pp,
+        tp=tp,
+        pp=pp,
+        zero=3 if zero3 else 0,
+        chunks_per_stage=int(given["layers"]) // pp // int(virtual) if virtual else "",
+        micro_batch=given["micro_batch"],
+        global_batch=given["global_batch"],
+        recompute="full",
+        dtype="float16",
+        gradient_dtype="float16" if zero3 else "float32",
+        flash=0,
+        reported=given["tflops_per_gpu"],
+        unit=HARDWARE,
+    )
+
+
+def _korthikanti(given: Given) -> Iterator[Line]:
+    interleaved = int(given["interleave_stages"])
+    for column, recompute in (
+        ("iter_time_full_recompute_s", "full"),
+        ("iter_time_selective_plus_sp_s", "selective"),
+    ):
+        if given[column]:
+            yield _line(
+                id=f"korthikanti2022-{given['model']}-dp{given['dp']}-{recompute}",
+                source="korthikanti2022",
+                software="megatron-2021",
+                node="dgx-a100",
+                gpus=given["gpus"],
+                **_gpt(given, 51200, 2048),
+                dp=given["dp"],
+                tp=given["tp"],
+                pp=given["pp"],
+                sequence_parallel=int(recompute == "selective"),
+                chunks_per_stage=interleaved if interleaved > 1 else "",
+                micro_batch=given["micro_batch"],
+                global_batch=given["global_batch"],
+                recompute=recompute,
+                dtype="float16",
+                flash=0,
+                reported=given[column],
+                unit=SECONDS,
+            )
+
+
+def _megatron_core(given: Given) -> Iterator[Line]:
+    """Micro-batches and interleaving are not printed: one micro-batch for each rank without a pipeline, else single
+    sequences over two chunks for each stage."""
+    tp, pp, dp = int(given["tp"]), int(given["pp"]), int(given["dp"])
+    yield _line(
+        id=f"megatron-core-r0.8-{given['model']}",
+        source="megatron-core-r0.8",
+        software="megatron-core-2024",
+        node="dgx-h100",
+        gpus=given["gpus"],
+        **_gpt(given, 131072, 4096),
+        dp=dp,
+        tp=tp,
+        pp=pp,
+        zero=1,
+        sequence_parallel=int(tp > 1),
+        chunks_per_stage=2 if pp > 1 else "",
+        micro_batch=1 if pp > 1 else int(given["global_batch"]) // dp,
+        global_batch=given["global_batch"],
+        overlap_tensor=int(tp > 1),
+        reported=given["tflops_per_gpu"],
+        unit=MODEL_FLOPS,
+    )
+
+
+def _nemo(given: Given) -> Iterator[Line]:
+    """NeMo's and Megatron-Bridge's summaries, less what a job here cannot express: fine-tuning rows, which print no
+    sequence length (packed samples of unknown lengths); 4-bit rows; mixtures that drop tokens; GPT-OSS, for its
+    attention sinks and its clamped experts with biases; DeepSeek-V3 with multi-token prediction, which the tables
+    name or count (0.26 TFLOP for each token, where the model alone has 0.25).
+
+    Experts over more ranks than hold other tokens share their matrices with tensor-parallel ranks, and are counted
+    so; a chunk has a layer at least."""
+    tuned = given.get("section", "Pretraining") != "Pretraining"
+    name = given["model"].upper()
+    predicts_more = "DEEPSEEK" in name and (given["container"] in _WITH_MTP or "W/ MTP" in name)
+    if tuned or predicts_more or "FP4" in given["precision"] or "DROP)" in name or "OSS" in name:
+        return
+    tp, pp, cp, gpus = (int(given[name]) for name in ("tp", "pp", "cp", "num_gpus"))
+    container = given["container"].removeprefix("NeMo")
+    bridge = container >= "25"
+    shape, layers = _named_model(given["model"])
+    dp = gpus // tp // pp // cp
+    virtual = min(int(given.get("vp") or 1), layers // pp)
+    precision = given["precision"].lower()
+    sharded = given.get("fsdp") not in (None, "", "0")
+    yield _line(
+        id=f"nemo-{container}-{given['model'].lower()}-{gpus}"
+        if not bridge
+        else f"bridge-{container}-{given['system'].removeprefix('DGX-').lower()}-"
+        f"{given['model'].lower().replace(' ', '-')}-{gpus}-{precision}",
+        source=f"{'megatron-bridge' if bridge else 'nemo'}-{container}",
+        software="megatron-bridge-2025" if bridge else "megatron-core-2024",
+        node=_NODES[given["system"]],
+        gpus=gpus,
+        **shape,
+        sequence=given["sequence_length"],
+        dp=dp,
+        tp=tp,
+        pp=pp,
+        cp=cp,
+        ep=min(int(given.get("ep") or 1), dp * cp),
+        zero=3 if sharded else 1,
+        sequence_parallel=int(tp > 1),
+        chunks_per_stage=virtual if virtual > 1 and pp > 1 else "",
+        micro_batch=given["mbs"],
+        global_batch=given["gbs"],
+        dtype="bfloat16" if precision == "bf16" else "float8",
+        overlap_tensor=int(tp > 1),
+        reported=given["tokens_sec_gpu"],
+        unit=TOKENS,
+    )
+
+
+_WITH_MTP = ("25.09", "26.02")
+_NODES = {
+    "DGX-H100": "dgx-h100",
+    "DGX-B200": "dgx-b200",
+    "DGX-B300": "dgx-b300",
+    "DGX-GB200": "gb200-nvl72",
+    "DGX-GB300": "gb300-nvl72",
+}
+# Mixtures are taken from the catalogue: name and layers.
+_MIXTURES = {
+    "DEEPSEEKV3": ("deepseek-v3", 61),
+    "QWEN3-30B-A3B": ("qwen3-30b-a3b", 48),
+    "QWEN3-235B-A22B": ("qwen3-235b-a22b", 94),
+}
+
+
+def _named_model(name: str) -> tuple[dict[str, object], int]:
+    """Its columns, and its layers."""
+    known = name.upper().split(" (")[0].replace("_", "-").replace(" ", "-").replace("LLAMA3.1", "LLAMA3")
+    if known in _MIXTURES:
+        return {"model": _MIXTURES[known][0]}, _MIXTURES[known][1]
+    if known not in MODELS:
+        raise ConfigError(f"the sizes of {name} are not known; known are: {', '.join([*MODELS, *_MIXTURES])}")
+    return dict(MODELS[known]), MODELS[known]["layers"]
+
+
+def _torchtitan(given: Given) -> Iterator[Line]:
+    """As many micro-batches as stages, which is torchtitan's default; with a pipeline, weights stay gathered."""
+    technique, h200 = given["technique"].lower(), "H200" in given["gpu"]
+    size = given["model"].split("-")[1]
+    compiled = "-compile" if "compile" in technique else ""
+    rowwise = "-rowwise" if "rowwise" in technique else ""
+    tp, pp, kilo = int(given["tp"]), int(given["pp"]), int(given["seq_len"]) // 1024
+    interleaved = given["pp_schedule"] == "Interleaved1F1B"
+    label = technique.replace("(fp8 all-gather)", "").replace(" ", "-")
+    yield _line(
+        id=f"torchtitan-{given['table'].split('-')[0].lower()}-{size.lower()}-{given['gpus']}-{label}-{kilo}k"
+        + ("-interleaved" if interleaved else ""),
+        source="torchtitan-h200-2025"
+        if h200
+        else f"torchtitan-{'asynctp-2025' if 'async' in given['table'] else '2024'}",
+        software=f"torchtitan-2024{compiled}{rowwise}",
+        node="dgx-h200" if h200 else "h100-96gb-500w",
+        gpus=given["gpus"],
+        **MODELS[f"LLAMA3-{size.upper()}"],
+        sequence=given["seq_len"],
+        dp=given["fsdp"],
+        tp=tp,
+        pp=pp,
+        cp=given["cp"],
+        zero=2 if pp > 1 else 3,
+        sequence_parallel=int(tp > 1),
+        chunks_per_stage=2 if interleaved else "",
+        micro_batch=int(given["local_batch"]) // pp,
+        global_batch=given["global_batch"],
+        recompute="full" if given["activation_ckpt"] == "full" else "selective",
+        dtype="float8" if "float8" in technique else "bfloat16",
+        overlap_tensor=int("asynctp" in technique),
+        reported=given["tps_per_gpu"],
+        unit=TOKENS,
+    )
+
+
+def _llm_foundry(given: Given) -> Iterator[Line]:
+    """The A100 tables state 1,600 Gbit/s between nodes, which is what their nodes in the catalogue have."""
+    gpus, hidden = int(given["num_gpus"]), int(given["d_model"])
+    gpu, eight = given["gpu"].replace("_", "-"), "fp8" in given["precision"]
+    nodes = {"h100-80gb": "dgx-h100", "a100-80gb": "dgx-a100", "a100-40gb": "dgx-a100-40gb"}
+    yield _line(
+        id=f"llm-foundry-{gpu}-{'fp8' if eight else 'bf16'}-{given['model']}-{gpus}-{given['seqlen_t']}",
+        source=f"llm-foundry-{gpu}{'-fp8' if eight else ''}",
+        software="fsdp-2023",
+        node=nodes[gpu],
+        gpus=gpus,
+        **_shape(
+            int(given["n_layers"]), hidden, int(given["n_heads"]), int(given["n_heads"]), 4 * hidden, _GPT
+        ),
+        vocabulary=given["vocab_size"],
+        sequence=given["seqlen_t"],
+        dp=gpus,
+        tp=1,
+        pp=1,
+        zero=3 if given["sharding_strategy"] == "FULL_SHARD" else 2,
+        micro_batch=given["microbatchsize"],
+        global_batch=given["globalbatchsize"],
+        recompute="full" if given["activation_checkpointing"] == "True" else "none",
+        dtype="float8" if eight else "bfloat16",
+        gradient_dtype="bfloat16" if given["mp_mode"] == "PURE" else "float32",
+        reported=given["throughput_t_s_gpu"],
+        unit=TOKENS,
+    )
+
+
+def _nanotron(given: Given) -> Iterator[Line]:
+    """The figure prints no sequence length; the script that made it has 4,096, which fits the printed 1M tokens."""
+    tp = int(given["tp"])
+    yield _line(
+        id=f"nanotron-{given['params_b']}b-{given['gpus']}",
+        source="nanotron-2025",
+        software="nanotron-2025",
+        node="dgx-h100",
+        gpus=given["gpus"],
+        **MODELS[f"nanotron-{given['params_b']}"],
+        sequence=4096,
+        dp=given["dp"],
+        tp=tp,
+        pp=given["pp"],
+        zero=given["zero"],
+        sequence_parallel=int(tp > 1),
+        micro_batch=given["micro_batch"],
+        global_batch=given["global_batch_seqs"],
+        overlap_tensor=int(tp > 1),
+        reported=given["mfu_pct"],
+        unit=FULL_MFU,
+    )
+
+
+# By how a table's file name begins.
+READERS: dict[str, Callable[[Given], Iterator[Line]]] = {
+    "megatron_sc21": _narayanan,
+    "korthikanti2022_throughput": _korthikanti,
+    "megatron_core": _megatron_core,
+    "nemo": _nemo,
+    "megatron_bridge": _nemo,
+    "torchtitan": _torchtitan,
+    "llm_foundry": _llm_foundry,
+    "nanotron": _nanotron,
+}

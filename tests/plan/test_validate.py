@@ -1,0 +1,167 @@
+"""Published results: the transcription, the errors, the intervals and the picture."""
+
+import csv
+import math
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from cumulo.cli.plan_validate import validate
+from cumulo.errors import ConfigError
+from cumulo.plan import evidence
+from cumulo.plan.published import PublishedRow, citations, rows
+from cumulo.plan.published_tables import COLUMNS, lines_of
+from cumulo.plan.validate import Prediction, by_source, predict, quantile, scatter_svg
+from cumulo.spec import catalog
+
+
+@pytest.fixture(scope="module")
+def predictions() -> list[Prediction]:
+    return [predict(row) for row in rows()]
+
+
+def test_all_rows_are_predicted_within_the_bar(predictions: list[Prediction]) -> None:
+    for summary in by_source(predictions):
+        if summary.name in ("all", "all held out"):
+            assert summary.median <= 0.06, summary
+            assert summary.p90 <= 0.15, summary
+
+
+def test_stated_intervals_contain_as_many_held_out_rows_as_they_say(predictions: list[Prediction]) -> None:
+    held_out = [prediction for prediction in predictions if prediction.row.held_out]
+    covered = sum(prediction.covered for prediction in held_out) / len(held_out)
+    assert len(held_out) >= 100
+    assert 0.85 <= covered <= 0.95
+
+
+def test_the_shipped_errors_are_those_of_the_shipped_constants(predictions: list[Prediction]) -> None:
+    shipped = {witness.row.name: witness.log_error for witness in evidence.witnesses()}
+    assert set(shipped) == {row.name for row in rows()}
+    for prediction in predictions:
+        assert shipped[prediction.row.name] == pytest.approx(math.log(1 + prediction.error), abs=2e-3), (
+            prediction.row.name
+        )
+
+
+def test_every_source_is_cited_and_about_a_third_is_held_out() -> None:
+    assert {row.source for row in rows()} <= set(citations())
+    share = sum(row.held_out for row in rows()) / len(rows())
+    assert 0.25 < share < 0.42
+
+
+def row_named(name: str) -> PublishedRow:
+    return next(row for row in rows() if row.name == name)
+
+
+def test_printed_rates_become_seconds_by_their_own_conventions() -> None:
+    # Narayanan et al. 2021, table 2: 175B on 384 A100 at 153 TFLOP/s trains 300B tokens in 84 days.
+    row = row_named("narayanan2021-t2-ptdp-175b-384")
+    assert 300e9 / row.job.tokens_per_step * row.step_s / 86400 == pytest.approx(84, rel=0.01)
+    # Korthikanti et al. 2022, table 5: MFU of 51.4% for the 175B model in 13.75 s.
+    row = row_named("korthikanti2022-175B-dp1-selective")
+    assert row.step_s == 13.75
+    # Megatron-Core: 2,825.6 PFLOP/s over 6,144 GPUs is 459.9 each.
+    row = row_named("megatron-core-r0.8-462B")
+    assert row.tokens_per_s_per_gpu * 6144 * row.step_s == pytest.approx(row.job.tokens_per_step)
+
+
+def test_a_row_is_nearest_to_itself_and_farther_from_another_software() -> None:
+    row = row_named("narayanan2021-t1-145B")
+    mine = evidence.features(row.job, row.cluster)
+    assert evidence.distance(mine, mine) == 0
+    near = min(evidence.witnesses(), key=lambda witness: evidence.distance(mine, witness.features))
+    assert near.row.name == row.name
+    other = row_named("torchtitan-1-8b-8-fsdp-8k")
+    assert evidence.distance(mine, evidence.features(other.job, other.cluster)) > 5
+
+
+def test_an_interval_is_wider_far_from_all_rows() -> None:
+    row = row_named("llm-foundry-a100-80gb-bf16-7b-8-2048")
+    near = evidence.half_width(row.job, row.cluster)
+    far = evidence.half_width(row.job, catalog.cluster(8, "mi300x"), borrowed=True)
+    assert near < 0.1 < 0.2 <= far
+    assert (
+        evidence.half_width(row.job, catalog.cluster(8, "h100-pcie")) >= 0.2
+    )  # its generation has rows, it has not
+
+
+def test_what_lies_outside_the_rows_is_said() -> None:
+    from dataclasses import replace
+
+    from cumulo.plan.train_time import estimate
+
+    row = row_named("megatron-core-r0.8-462B")
+    layout = replace(row.job.layout, dp=96)
+    job = replace(row.job, layout=layout, global_batch=2 * row.job.global_batch)
+    sentences = estimate(job, catalog.cluster(12288, "h100-sxm")).evidence
+    assert any("GPUs 12,288 (rows reach 6,144)" in sentence for sentence in sentences)
+
+
+def test_quantiles_are_interpolated() -> None:
+    assert quantile([1.0, 2.0, 3.0], 0.5) == 2.0
+    assert quantile([0.0, 1.0], 0.9) == pytest.approx(0.9)
+    assert quantile([5.0], 0.9) == 5.0
+
+
+def test_the_scatter_plot_has_a_dot_for_each_row(predictions: list[Prediction]) -> None:
+    picture = ElementTree.fromstring(scatter_svg(predictions))
+    titles = [element for element in picture.iter() if element.tag.endswith("title")]
+    assert len(titles) == len(predictions)
+
+
+def test_tables_in_their_publishers_columns_become_rows(tmp_path: Path) -> None:
+    (tmp_path / "megatron_core_x.csv").write_text(
+        "model,heads,hidden,layers,tp,pp,dp,gpus,global_batch,tflops_per_gpu\n70B,64,8192,84,8,2,48,768,384,419.7\n"
+    )
+    (tmp_path / "notes.csv").write_text("a,b\n1,2\n")
+    found = lines_of(tmp_path)
+    shipped = Path(evidence.__file__).parent / "data" / "published_training.csv"
+    with shipped.open(newline="") as file:
+        same = next(line for line in csv.DictReader(file) if line["id"] == "megatron-core-r0.8-70B")
+    assert list(found[0]) == COLUMNS
+    assert found == [same]
+
+
+def test_a_row_that_cannot_be_is_left_out_with_its_reason(tmp_path: Path) -> None:
+    (tmp_path / "megatron_core_x.csv").write_text(
+        "model,heads,hidden,layers,tp,pp,dp,gpus,global_batch,tflops_per_gpu\n70B,64,8192,84,8,2,48,768,384,419.7\n"
+        "odd,63,8192,84,8,2,48,768,384,400\nbroken,64,8192,84,eight,2,48,768,384,400\n"
+    )
+    with pytest.raises(ConfigError, match="line 4"):
+        lines_of(tmp_path)
+    app = typer.Typer()
+    app.command()(validate)
+    result = CliRunner().invoke(app, ["--tables", str(tmp_path)])
+    assert result.exit_code == 0, result.output
+    said = " ".join(result.output.split())
+    assert "megatron-core-r0.8-odd: tp 8 cannot share 63 attention heads" in said
+    assert "line 4" in said
+
+
+def test_a_folder_without_known_tables_is_refused_with_what_is_known(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="llm_foundry"):
+        lines_of(tmp_path)
+
+
+def test_the_command_prints_every_source_and_writes_its_figures(tmp_path: Path) -> None:
+    import json
+
+    (tmp_path / "korthikanti2022_throughput.csv").write_text(
+        "model,heads,hidden,layers,tp,pp,dp,gpus,global_batch,micro_batch,interleave_stages,"
+        "iter_time_full_recompute_s,iter_time_selective_plus_sp_s\n22B,64,6144,48,8,1,1,8,4,4,1,1.42,1.1\n"
+    )
+    app = typer.Typer()
+    app.command()(validate)
+    svg, figures = tmp_path / "plot.svg", tmp_path / "figures.json"
+    result = CliRunner().invoke(
+        app, ["--tables", str(tmp_path), "--worst", "2", "--svg", str(svg), "--json", str(figures)]
+    )
+    assert result.exit_code == 0, result.output
+    assert "korthikanti2022" in result.output
+    assert "22B-dp1-full" in result.output
+    assert svg.read_text().startswith("<svg")
+    names = [row["name"] for row in json.loads(figures.read_text())["rows"]]
+    assert "all: median error" in names
