@@ -1,0 +1,135 @@
+"""Groups and ParallelRun: what a rank builds, and losses without gradients."""
+
+from dataclasses import replace
+from typing import get_args
+
+import pytest
+
+pytest.importorskip("torch.distributed", reason="this torch has no distributed package")
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from cumulo.errors import ConfigError
+from cumulo.spec.layout import Axis, Layout
+from cumulo.spec.model import ModelSpec
+from cumulo.spec.parameters import parameter_shapes
+from cumulo.train.config import TrainConfig
+from cumulo.train.groups import Groups
+from cumulo.train.initialise import initialise
+from cumulo.train.loader import to_device
+from cumulo.train.model import TrainingDecoder
+from cumulo.train.parallel import ParallelRun
+from cumulo.train.verify import random_batch, start_weights, train_rank
+from tests.train.layout_runs import DENSE, EXPERTS, train_config
+from tests.train.pool import run_ranks
+
+CPU = torch.device("cpu")
+
+
+def sums_over_axes(rank: int, layout: Layout) -> dict[str, tuple[int, int]]:
+    groups = Groups(layout, rank)
+    found = {}
+    for axis in get_args(Axis):
+        total = torch.tensor(1 << rank)
+        dist.all_reduce(total, group=groups.of(axis))
+        found[axis] = (int(total), groups.index(axis))
+    return found
+
+
+@pytest.mark.parametrize(
+    "layout", [Layout(dp=2, tp=2, pp=2), Layout(dp=2, cp=4, ulysses=2, ep=4, zero=3, shard=1)]
+)
+def test_a_group_talks_to_its_members_only(layout: Layout) -> None:
+    for rank, found in enumerate(run_ranks(sums_over_axes, 8, layout)):
+        for axis, (total, index) in found.items():
+            members = layout.group(axis, rank)  # type: ignore[arg-type]
+            assert total == sum(1 << member for member in members)
+            assert members[index] == rank
+
+
+def refused_layout(rank: int) -> str:
+    with pytest.raises(ConfigError) as caught:
+        Groups(Layout(dp=4), rank)
+    return str(caught.value)
+
+
+def test_a_layout_of_another_size_than_the_world_is_refused() -> None:
+    assert "has 4 ranks and 2 were started" in run_ranks(refused_layout, 2)[0]
+
+
+def new_weights(
+    rank: int, spec: ModelSpec, config: TrainConfig
+) -> dict[str, list[tuple[tuple[slice, ...], Tensor]]]:
+    run = ParallelRun(spec, config, Groups(config.layout, rank), CPU)
+    return {
+        name: [
+            (box.whole_slices, shard.tensor[box.held_slices].detach().clone())
+            for box in shard.piece.cut_rows(shard.begin, shard.end)
+        ]
+        for name, shard in run.shards.items()
+    }
+
+
+@pytest.mark.parametrize("zero", [0, 1, 3])
+def test_a_new_model_has_the_weights_it_has_in_one_process(zero: int) -> None:
+    layout = Layout(dp=2, tp=2, pp=2, ep=2, schedule="zb-v", zero=zero)  # type: ignore[arg-type]
+    shapes = parameter_shapes(EXPERTS)
+    expected = {name: torch.full(shape, torch.nan, dtype=torch.float64) for name, shape in shapes.items()}
+    initialise(expected, EXPERTS, seed=3)
+    missing = {name: torch.ones(shape, dtype=torch.bool) for name, shape in shapes.items()}
+    for found in run_ranks(new_weights, 8, EXPERTS, train_config(layout, rows=8)):
+        for name, parts in found.items():
+            for where, part in parts:
+                assert torch.equal(part, expected[name][where])
+                missing[name][where] = False
+    assert not any(where.any() for where in missing.values())
+
+
+def loss_without_gradients(rank: int, spec: ModelSpec, config: TrainConfig) -> float:
+    groups = Groups(config.layout, rank)
+    run = ParallelRun(spec, config, groups, CPU, start_weights(spec, config.seed))
+    rows = config.batch_sequences // config.layout.dp
+    batch = random_batch(spec, config, 0)
+    return run.token_sum(batch.rows(groups.place.dp * rows, (groups.place.dp + 1) * rows), 1)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(dp=2, pp=2),
+        Layout(pp=4, schedule="dualpipe"),
+        Layout(pp=2, cp=2, schedule="zb-v"),
+        Layout(tp=2, sequence_parallel=True, pp=2, schedule="interleaved-1f1b"),
+        Layout(dp=2, zero=3),
+    ],
+    ids=str,
+)
+def test_the_loss_without_gradients_is_that_of_one_process(layout: Layout) -> None:
+    """With 3 micro-batches, which DualPipe could not train on."""
+    config = train_config(layout, rows=3 * layout.dp)
+    model = TrainingDecoder(DENSE, torch.float64)
+    model.load_state_dict(start_weights(DENSE, config.seed))
+    with torch.no_grad():
+        expected = float(model(to_device(random_batch(DENSE, config, 0), CPU)).token_sum)
+    for found in run_ranks(loss_without_gradients, layout.world, DENSE, config):
+        assert found == pytest.approx(expected, rel=1e-12)
+
+
+def losses_of_three_steps(rank: int, spec: ModelSpec, config: TrainConfig) -> list[float]:
+    return train_rank(rank, spec, config).losses
+
+
+@pytest.mark.parametrize("zero", [0, 2])
+def test_half_precision_with_masters_goes_through_separate_weight_gradients(zero: int) -> None:
+    """bfloat16 has three digits; gradients are summed and weights moved in float32."""
+    config = train_config(
+        Layout(dp=2, pp=2, schedule="zb-v", zero=zero),  # type: ignore[arg-type]
+        rows=8,
+        steps=3,
+    )
+    exact = run_ranks(losses_of_three_steps, 4, DENSE, config)[0]
+    half = run_ranks(losses_of_three_steps, 4, DENSE, replace(config, dtype="bfloat16"))
+    assert half[0] == half[1] == half[2] == half[3]
+    assert half[0] == pytest.approx(exact, rel=0.02) and half[0] != exact
