@@ -1,49 +1,68 @@
-"""A folder that is whole or absent: written aside, hashed, forced to disk, renamed. For `store.py`."""
+"""A folder that is whole or absent: written aside, hashed, forced to disk, renamed. For stores and exports."""
 
 import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 MANIFEST = "manifest.json"
 UNFINISHED = ".writing"
 _CHUNK_BYTES = 8 << 20
+Manifest = dict[str, dict[str, Any]]  # file, relative to the folder: its bytes and sha256
 
 
 def write_whole(folder: Path, fill: Callable[[Path], None]) -> None:
     """Let `fill` write into a folder beside `folder`, then make it `folder`. On any error nothing is left."""
-    aside = folder.with_name(folder.name + UNFINISHED)
-    shutil.rmtree(aside, ignore_errors=True)
+    aside = begin_aside(folder)
     try:
-        aside.mkdir(parents=True)
         fill(aside)
-        files = [path for path in sorted(aside.rglob("*")) if path.is_file()]
-        manifest = {
-            str(path.relative_to(aside)): {"bytes": path.stat().st_size, "sha256": file_hash(path)}
-            for path in files
-        }
-        (aside / MANIFEST).write_text(json.dumps(manifest, indent=1), "utf-8")
-        for path in (*files, aside / MANIFEST, *(path for path in aside.rglob("*") if path.is_dir()), aside):
-            _to_disk(path)
-        if folder.exists():
-            shutil.rmtree(folder)
-        aside.replace(folder)
-        _to_disk(folder.parent)
+        finish_aside(aside, folder, entries(aside, (path for path in aside.rglob("*") if path.is_file())))
     except BaseException:
         shutil.rmtree(aside, ignore_errors=True)
         raise
 
 
-def damage(folder: Path) -> str | None:
-    """What is wrong with a folder that `write_whole` made, or None."""
+def begin_aside(folder: Path) -> Path:
+    aside = aside_of(folder)
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+    return aside
+
+
+def aside_of(folder: Path) -> Path:
+    return folder.with_name(folder.name + UNFINISHED)
+
+
+def entries(aside: Path, files: Iterable[Path]) -> Manifest:
+    """The manifest's lines of some files, which are forced to disk on the way."""
+    found: Manifest = {}
+    for path in sorted(files):
+        _to_disk(path)
+        found[str(path.relative_to(aside))] = {"bytes": path.stat().st_size, "sha256": file_hash(path)}
+    return found
+
+
+def finish_aside(aside: Path, folder: Path, manifest: Mapping[str, Any]) -> None:
+    (aside / MANIFEST).write_text(json.dumps(manifest, indent=1), "utf-8")
+    for path in (aside / MANIFEST, *(path for path in aside.rglob("*") if path.is_dir()), aside):
+        _to_disk(path)
+    if folder.exists():
+        shutil.rmtree(folder)
+    aside.replace(folder)
+    _to_disk(folder.parent)
+
+
+def damage(folder: Path, reader: int = 0, readers: int = 1) -> str | None:
+    """What is wrong with a folder, or None. Of several readers each looks at some of the files."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text("utf-8"))
         expected = {name: (int(entry["bytes"]), str(entry["sha256"])) for name, entry in manifest.items()}
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         return f"its {MANIFEST} cannot be read ({type(error).__name__})"
-    for name, (size, digest) in expected.items():
+    for name, (size, digest) in list(expected.items())[reader::readers]:
         path = folder / name
         if not path.is_file():
             return f"{name} is missing"

@@ -1,32 +1,32 @@
-"""CheckpointStore: a run's checkpoints. The trainer saves named tensors and facts, and loads the latest good one.
+"""CheckpointStore: a run's checkpoints in a folder that all its ranks see. `Saver` writes to it, the trainer loads.
 
-Tensors are stored by `torch.distributed.checkpoint`, whose files can be read back in pieces of any cut. Saving
-copies the tensors aside and goes on; a thread writes. Loading verifies hashes, and falls back to an older one.
+Tensors are in `torch.distributed.checkpoint`'s files, which are read back in pieces of any cut: a run goes on under
+any layout. A checkpoint is whole or absent; loading verifies every hash and falls back to an older one. All methods
+are called by all ranks.
 """
 
-import contextlib
 import json
-import logging
 import shutil
-import threading
-import time
-import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-import torch
-from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
-from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
-
-from cumulo.checkpoint.folder import damage, remove_unfinished, write_whole
+from cumulo.checkpoint.boxes import read_parts, write_parts
+from cumulo.checkpoint.folder import (
+    Manifest,
+    aside_of,
+    begin_aside,
+    damage,
+    entries,
+    finish_aside,
+    remove_unfinished,
+)
+from cumulo.checkpoint.held import Held, Part, all_parts
+from cumulo.checkpoint.team import FAILURES, Team, cause
 from cumulo.errors import TrainingError
 
 _PREFIX = "step-"
-_FAILURES = (Exception, CheckpointException)  # torch's own is no Exception
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,63 +36,53 @@ class Checkpoint:
     facts: Mapping[str, Any]
 
 
+class Store(Protocol):
+    """Where states go and come from: a folder, or the nodes' memory."""
+
+    place: str  # for people
+
+    def write(self, step: int, parts: Sequence[Part], facts: Mapping[str, Any]) -> None: ...
+
+    def load(self, checkpoint: Checkpoint, state: Mapping[str, Held]) -> None: ...
+
+
 class CheckpointStore:
-    def __init__(self, folder: Path, keep: int, tell: Callable[[str], None]) -> None:
+    def __init__(
+        self, folder: Path, keep: int, tell: Callable[[str], None], team: Team | None = None
+    ) -> None:
         """`tell` hears of what went wrong and was survived."""
-        self.folder, self.keep, self.tell = folder, keep, tell
-        self.failed: str | None = None  # why the latest save did not succeed
-        self._copies: dict[str, Tensor] = {}
-        self._thread: threading.Thread | None = None
-        folder.mkdir(parents=True, exist_ok=True)
-        remove_unfinished(folder)
+        self.folder, self.keep, self.tell, self.team = folder, keep, tell, team or Team()
+        self.place = str(folder)
+        self.team.first(self._clean)
+
+    def _clean(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        remove_unfinished(self.folder)
 
     # -- saving --------------------------------------------------------------------------------------------
-    def save(self, step: int, tensors: Mapping[str, Tensor], facts: Mapping[str, Any], later: bool) -> float:
-        """Save; `later`: return as soon as the tensors may change. Returns the seconds it took."""
-        begin = time.perf_counter()
-        self.wait()
-        if not later:
-            self._write(step, {name: tensor.detach() for name, tensor in tensors.items()}, dict(facts))
-            return time.perf_counter() - begin
-        self._copy(tensors)
-        self._thread = threading.Thread(
-            target=self._write, args=(step, self._copies, dict(facts)), name="checkpoint-writer"
-        )
-        self._thread.start()
-        return time.perf_counter() - begin
-
-    def wait(self) -> None:
-        """Until what is being written is on disk, or has failed."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-
-    def _copy(self, tensors: Mapping[str, Tensor]) -> None:
-        """Into memory that is kept from save to save: allocating and pinning it is slower than the copy."""
-        for name, tensor in tensors.items():
-            if name not in self._copies:
-                self._copies[name] = torch.empty(
-                    tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda
-                )
-            self._copies[name].copy_(tensor.detach(), non_blocking=True)
-        if any(tensor.is_cuda for tensor in tensors.values()):
-            torch.cuda.synchronize()
-
-    def _write(self, step: int, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
-        def fill(aside: Path) -> None:
-            with _quiet():
-                save_tensors(dict(tensors), checkpoint_id=aside / "tensors", no_dist=True)
-            (aside / "facts.json").write_text(json.dumps({"step": step, **facts}, indent=1), "utf-8")
-
+    def write(self, step: int, parts: Sequence[Part], facts: Mapping[str, Any]) -> None:
+        """Each rank brings the parts that it stores."""
+        path, team = self.path_of(step), self.team
         try:
-            write_whole(self._path(step), fill)
-        except _FAILURES as error:  # disk full, no permission, ...: the run need not die of it
-            self.failed = (
-                f"the checkpoint of step {step} could not be written to {self.folder}: {_cause(error)}"
-            )
-            self.tell(f"{self.failed}; training goes on, the previous checkpoint is kept")
-            return
-        self.failed = None
+            aside = team.first(lambda: begin_aside(path))
+            team.together(lambda: write_parts(aside / "tensors", parts, team.group))
+            lines = team.together(lambda: entries(aside, self._own_files(aside)))
+            team.first(lambda: self._finish(aside, path, lines, {"step": step, **facts}))
+        except BaseException:
+            if team.rank == 0:
+                shutil.rmtree(aside_of(path), ignore_errors=True)
+            raise
+
+    def _own_files(self, aside: Path) -> list[Path]:
+        own = list((aside / "tensors").glob(f"__{self.team.rank}_*"))
+        return [*own, aside / "tensors/.metadata"] if self.team.rank == 0 else own
+
+    def _finish(self, aside: Path, path: Path, lines: Sequence[Manifest], facts: Mapping[str, Any]) -> None:
+        (aside / "facts.json").write_text(json.dumps(facts, indent=1), "utf-8")
+        manifest = entries(aside, [aside / "facts.json"])
+        for part in lines:
+            manifest |= part
+        finish_aside(aside, path, manifest)
         for old in self.paths()[self.keep :]:
             shutil.rmtree(old, ignore_errors=True)
 
@@ -104,14 +94,18 @@ class CheckpointStore:
         ]
         return sorted(found, reverse=True)
 
+    def steps(self) -> list[int]:
+        """Of the finished checkpoints, verified or not, latest first; by one rank alone."""
+        return [int(path.name.removeprefix(_PREFIX)) for path in self.paths()]
+
     def latest(self) -> Checkpoint | None:
         """The latest checkpoint whose every byte is as it was written; None where there is none at all."""
-        self.wait()
-        paths = self.paths()
+        team = self.team
+        paths = team.first(self.paths)
         for path in paths:
-            if (problem := damage(path)) is None:
-                facts = json.loads((path / "facts.json").read_text("utf-8"))
-                return Checkpoint(path, int(facts["step"]), facts)
+            problem = self._damage(path)
+            if problem is None:
+                return self._opened(path)
             self.tell(f"{path} is damaged: {problem}; trying the one before it")
         if paths:
             raise TrainingError(
@@ -119,46 +113,23 @@ class CheckpointStore:
             )
         return None
 
-    def load(self, checkpoint: Checkpoint, tensors: Mapping[str, Tensor]) -> None:
-        """Overwrite `tensors` by the stored ones of the same names."""
+    def _damage(self, path: Path) -> str | None:
+        found = self.team.together(lambda: damage(path, self.team.rank, self.team.size))
+        return next((problem for problem in found if problem is not None), None)
+
+    def _opened(self, path: Path) -> Checkpoint:
+        facts = self.team.first(lambda: json.loads((path / "facts.json").read_text("utf-8")))
+        return Checkpoint(path, int(facts["step"]), facts)
+
+    def load(self, checkpoint: Checkpoint, state: Mapping[str, Held]) -> None:
+        """Overwrite `state` by the stored tensors of the same names."""
         try:
-            with _quiet(), torch.no_grad():
-                load_tensors(dict(tensors), checkpoint_id=checkpoint.path / "tensors", no_dist=True)
-        except _FAILURES as error:
+            self.team.together(lambda: read_parts(checkpoint.path / "tensors", all_parts(state)))
+        except FAILURES as error:
             raise TrainingError(
-                f"{checkpoint.path} does not hold this model and optimizer ({_cause(error)}); "
+                f"{checkpoint.path} does not hold this model and optimizer ({cause(error)}); "
                 "was the configuration changed since it was written?"
             ) from error
 
-    def _path(self, step: int) -> Path:
+    def path_of(self, step: int) -> Path:
         return self.folder / f"{_PREFIX}{step:09d}"
-
-
-def _cause(error: BaseException) -> str:
-    """The first line of what happened, out of torch's wrapping."""
-    inner = getattr(error, "failures", None)
-    if isinstance(inner, Mapping) and inner:
-        error = next(iter(inner.values()))[0]
-    chain: BaseException | None = error
-    while (
-        chain is not None
-    ):  # a full disk reaches us as a complaint about the file's format, raised over the OSError
-        if isinstance(chain, OSError):
-            return f"{type(chain).__name__}: {chain.strerror or chain}"
-        chain = chain.__cause__ or chain.__context__
-    line = next((line for line in str(error).splitlines() if line.strip()), "")
-    return f"{type(error).__name__}: {line}"
-
-
-@contextlib.contextmanager
-def _quiet() -> Any:
-    """torch remarks that there is only one process, which is what we asked for."""
-    logger = logging.getLogger("torch.distributed.checkpoint")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", module="torch.distributed")
-        try:
-            yield
-        finally:
-            logger.setLevel(level)

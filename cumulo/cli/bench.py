@@ -1,5 +1,6 @@
 """`cumulo bench VERB`: figures beside what they must reach, as table and as JSON."""
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -55,6 +56,22 @@ def scheduler(
     _finish("scheduler, one core", rows, json_file)
 
 
+@app.command(epilog="Example: [bold]cumulo bench checkpoint --mebibytes 512[/bold]")
+def checkpoint(
+    mebibytes: Annotated[int, typer.Option(min=16, help="Size of the state.")] = 1024,
+    repeats: Annotated[int, typer.Option(min=1, help="How often everything is measured.")] = 3,
+    folder: Annotated[Path | None, typer.Option(help="On which disk; none: that of temporary files.")] = None,
+    json_file: options.JsonOption = None,
+) -> None:
+    """How long an asynchronous checkpoint holds training up, beside one that is waited for."""
+    from cumulo.cli import bench_checkpoint
+    from cumulo.cli.terminal import working
+
+    with working("checkpoints") as tell:
+        rows = bench_checkpoint.measure(mebibytes, repeats, folder, tell)
+    _finish("checkpoints, one process", rows, json_file)
+
+
 @app.command(epilog="Example: [bold]cumulo bench data[/bold]")
 def data(
     repeats: Annotated[int, typer.Option(min=1, help="How often everything is measured.")] = 3,
@@ -67,6 +84,23 @@ def data(
     with working("data") as tell:
         rows = bench_data.measure(repeats, tell)
     _finish("data, one core", rows, json_file)
+
+
+@app.command(epilog="Example: [bold]cumulo bench ddp[/bold]")
+def ddp(
+    processes: Annotated[int, typer.Option(min=2, help="How many train together.")] = 4,
+    rounds: Annotated[int, typer.Option(min=1, help="How often both sides are measured.")] = 7,
+    steps: Annotated[int, typer.Option(min=1, help="Steps of a side's turn.")] = 4,
+    json_file: options.JsonOption = None,
+) -> None:
+    """Data-parallel training steps of several processes over gloo, against torch's DistributedDataParallel."""
+    from cumulo.cli import bench_ddp
+    from cumulo.cli.terminal import working
+
+    _warn_if_busy()
+    with working("ddp") as tell:
+        rows = bench_ddp.measure(processes, rounds, steps, tell)
+    _finish(f"data parallel, {processes} processes", rows, json_file)
 
 
 @app.command(epilog="Example: [bold]cumulo bench overhead --json serving.json[/bold]")

@@ -29,9 +29,22 @@ def train(
     show_config: Annotated[
         bool, typer.Option("--show-config", help="Print the configuration in full and end.")
     ] = False,
+    explain_layout: Annotated[
+        bool, typer.Option("--explain-layout", help="Print which rank stands where, holds what, and end.")
+    ] = False,
+    verify_layout: Annotated[
+        bool,
+        typer.Option(
+            "--verify-layout",
+            help="Prove on the CPU that the layout computes what one process computes, and end.",
+        ),
+    ] = False,
     json_file: options.JsonOption = None,
 ) -> None:
     """Train a model. Ctrl-C saves and ends; --resume goes on to the same result as without the break.
+
+    With a layout of several ranks it starts that many processes, and starts them again when one dies. On several
+    machines: torchrun --nnodes 2 --nproc-per-node 8 ... -m cumulo train CONFIG.yaml on each.
 
     The run's folder then has model/ (for cumulo chat and transformers), checkpoints/, log.csv and loss.svg.
     """
@@ -45,5 +58,11 @@ def train(
     config = train_run.configuration(config_file, wanted, resume)
     if show_config:
         train_run.print_config(config)
+        return
+    if explain_layout:
+        train_run.print_layout(config)
+        return
+    if verify_layout:
+        train_run.print_verdict(config, json_file)
         return
     train_run.run(config, resume, json_file)

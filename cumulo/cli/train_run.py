@@ -1,20 +1,24 @@
 """What `cumulo train` does once its options are read: the configuration, the run, its display and its report."""
 
 import json
+import os
+import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import yaml
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from cumulo.cli.report import Row, table, write_json
 from cumulo.cli.terminal import err, note, out
-from cumulo.errors import ConfigError
+from cumulo.errors import ConfigError, CumuloError, TrainingError
 from cumulo.train.builtin import builtin_config, free_folder
-from cumulo.train.config import TrainConfig, config_from, config_text, load_config
+from cumulo.train.config import TrainConfig, config_from, config_text, known_spec, load_config
+from cumulo.train.launch import LOST, REFUSED, check_machine, launch, report_refusal, under_torchrun
 from cumulo.train.log import StepRecord
 
 if TYPE_CHECKING:
+    from cumulo.train.ledger import Entry
     from cumulo.train.trainer import Trainer, TrainResult
 
 
@@ -48,7 +52,37 @@ def print_config(config: TrainConfig) -> None:
     out.print(config_text(config), markup=False, soft_wrap=True, end="")
 
 
+def print_layout(config: TrainConfig) -> None:
+    from cumulo.train.layout_report import explain_layout
+
+    out.print(explain_layout(config, known_spec(config)), markup=False, soft_wrap=True)
+
+
+def print_verdict(config: TrainConfig, json_file: Path | None) -> None:
+    """Train the configuration's kind of model, made small, in one process and under its layout."""
+    with err.status("training in one process, and under the layout"):
+        from cumulo.train.verify import TOLERANCE, verify_layout
+
+        verdict = verify_layout(config)
+    row = Row(
+        "largest difference", verdict.difference, "relative", "lower", must=TOLERANCE,
+        note=f"of {verdict.steps} steps' losses, norms, and the weights after them; at {verdict.where}",
+    )  # fmt: skip
+    if str(json_file) != "-":
+        out.print(table(f"{verdict.layout} in float64 against one process", [row]))
+    write_json(json_file, [row], losses=list(verdict.losses))
+    if not verdict.same:
+        raise TrainingError(f"layout {verdict.layout} does not compute what one process computes")
+
+
 def run(config: TrainConfig, resume: bool, json_file: Path | None) -> None:
+    """In this process, as one rank of several, or by starting the ranks."""
+    if under_torchrun():
+        _run_rank(config, resume, json_file)
+        return
+    if config.layout.world > 1:
+        _launch(config, resume, json_file)
+        return
     with err.status("starting"):
         from cumulo.train.trainer import Trainer
     display = Display(config)
@@ -56,6 +90,60 @@ def run(config: TrainConfig, resume: bool, json_file: Path | None) -> None:
         result = Trainer(config, resume=resume, watcher=display).run()
     finally:
         display.close()
+    _report(config, result, json_file)
+
+
+def _launch(config: TrainConfig, resume: bool, json_file: Path | None) -> None:
+    """Prepare what can be, once and where errors are seen, then start the ranks on what is in the folder."""
+    with err.status("starting"):
+        from cumulo.train.prepare import prepare
+        from cumulo.train.trainer import refuse_to_overwrite
+    check_machine(config)
+    if not resume:
+        refuse_to_overwrite(Path(config.folder))
+    display = Display(config)
+    try:
+        prepare(config, display.preparing)
+    finally:
+        display.close()
+    (Path(config.folder) / "config.yaml").write_text(config_text(config), "utf-8")
+    note(f"{config.layout.world} processes: {config.layout}")
+    command = [sys.executable, "-m", "cumulo", "train", "--folder", config.folder, "--resume"]
+    if json_file is not None:
+        command += ["--json", str(json_file)]
+    launch(command, config.layout.world, config.faults.most_restarts, note)
+
+
+def _run_rank(config: TrainConfig, resume: bool, json_file: Path | None) -> None:
+    from cumulo.train.worker import lost_another, run_worker
+
+    first = os.environ["RANK"] == "0"
+    display = Display(config) if first else None
+    try:
+        result = run_worker(config, resume, display)
+    except CumuloError as error:
+        report_refusal(error)
+        _end(REFUSED)
+    except RuntimeError as error:
+        if not lost_another(error):
+            raise
+        note(f"rank {os.environ['RANK']} lost another: {str(error).splitlines()[0][:120]}")
+        _end(LOST)
+    finally:
+        if display is not None:
+            display.close()
+    if first and result is not None:
+        _report(config, result, json_file)
+
+
+def _end(code: int) -> NoReturn:
+    """At once: threads that still wait for ranks that are gone are not waited for."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _report(config: TrainConfig, result: "TrainResult", json_file: Path | None) -> None:
     rows = report_rows(result)
     if str(json_file) != "-":
         done = "finished" if result.finished else f"stopped after step {result.steps}, saved"
@@ -88,7 +176,16 @@ def report_rows(result: "TrainResult") -> list[Row]:
         Row("waiting for data", result.data_stall_s, "s", "lower"),
         Row("waiting for checkpoints", result.checkpoint_block_s, "s", "lower"),
         Row("peak memory", result.peak_memory_bytes / 2**30, "GiB", "lower"),
+        *(ledger_row(entry) for entry in result.ledger if entry.measured is not None),
     ]
+
+
+def ledger_row(entry: "Entry") -> Row:
+    """What was measured, with what had been predicted."""
+    scale, unit = (2**20, "MiB") if entry.unit == "bytes" else (1, entry.unit)
+    measured = (entry.measured or 0.0) / scale
+    words = f"predicted {entry.predicted / scale:.4g} {unit} ({entry.basis})"
+    return Row(entry.name, measured, unit, "lower", note=words, more={"predicted": entry.predicted / scale})
 
 
 class Display:

@@ -12,8 +12,11 @@ from typing import Any, Literal
 import yaml
 
 from cumulo.errors import ConfigError
-from cumulo.spec.model import MoESpec
+from cumulo.spec.layout import Layout
+from cumulo.spec.model import ModelSpec, MoESpec
 from cumulo.train import strict
+from cumulo.train.layout_check import batch_problem, layout_problems
+from cumulo.train.new_spec import new_spec
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +34,9 @@ class ModelConfig:
     rope_theta: float = 10000.0
     norm_eps: float = 1e-5
     tied_embeddings: bool = True
+    vocab_multiple: int = (
+        1  # the vocabulary is filled up to a multiple of this, so that tensor parallelism divides it
+    )
     moe: MoESpec | None = None  # for the families that have experts
 
 
@@ -58,9 +64,13 @@ class DataConfig:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerConfig:
-    """AdamW for everything, or Muon for the matrices inside layers and AdamW for the rest."""
+    """AdamW for everything, or Muon for the matrices inside layers and AdamW for the rest.
 
-    kind: Literal["adamw", "muon"] = "adamw"
+    adamw8bit keeps AdamW's state in 8 bits a number, those of the embedding and of small tensors excepted.
+    """
+
+    kind: Literal["adamw", "adamw8bit", "muon"] = "adamw"
+    offload: bool = False  # state, master weights and the step itself in the host's memory, not the GPU's
     learning_rate: float = 1e-3  # of AdamW
     muon_learning_rate: float = 0.02
     muon_momentum: float = 0.95
@@ -86,6 +96,8 @@ class CheckpointConfig:
     every_steps: int = 100  # 0: only at the end
     keep: int = 2  # how many of the latest stay
     asynchronous: bool = True  # written while training goes on
+    memory_every_steps: int = 0  # a copy in the nodes' memory, and in that of a peer node; 0: none
+    memory_folder: str = "/dev/shm"  # where memory is a folder
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +120,16 @@ class LoraConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class FaultConfig:
+    """Of a run in several processes: what happens when one of them dies or waits for ever."""
+
+    most_restarts: int = 3  # from the freshest checkpoint; then the run ends
+    hang_after_s: float = (
+        600.0  # a process that waited this long for others is reported, and all are restarted
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class TrainConfig:
     folder: str = "runs/train"  # checkpoints, log, plot and the finished model go here
     steps: int = 300
@@ -118,7 +140,12 @@ class TrainConfig:
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"  # weights and computation
     master_weights: bool = True  # with bfloat16: the optimizer keeps a float32 copy
     recompute: bool = False  # activation checkpointing: forward again in backward, to save memory
+    # Instead of whole layers, only these operations again: cheap to compute, and large to keep.
+    recompute_operations: tuple[Literal["norm", "activation", "attention"], ...] = ()
+    offload_activations: bool = False  # of a GPU: what backward needs waits in the host's memory
     balance_loss: float = 0.01  # weight of the experts' balance
+    # Routers with a selection bias: how far it moves against the load in a step (DeepSeek-V3 takes 0.001); 0: not.
+    expert_bias_rate: float = 0.0
     evaluate_every_steps: int = 0  # 0: only at the end; held out: 1% of the documents, drawn by lot
     evaluate_sequences: int = 64  # 0: nothing is held out
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -128,9 +155,13 @@ class TrainConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     guard: GuardConfig = field(default_factory=GuardConfig)
     lora: LoraConfig | None = None
+    layout: Layout = field(default_factory=Layout)  # over how many processes, and how
+    faults: FaultConfig = field(default_factory=FaultConfig)
 
     def __post_init__(self) -> None:
-        if problems := list(_problems(self)):
+        # Only numbers that are right by themselves can be held against each other.
+        problems = list(_problems(self)) or list(_layout_problems(self))
+        if problems:
             raise ConfigError("; ".join(problems))
 
 
@@ -176,6 +207,22 @@ def _set(table: dict[str, Any], name: str, value: Any) -> None:
     table[last] = value
 
 
+def known_spec(config: TrainConfig) -> ModelSpec | None:
+    """The model as far as the configuration says: a vocabulary of 0 is not known yet, and an existing model is not
+    opened."""
+    if config.model.start_from is not None:
+        return None
+    tokenizer = config.data.tokenizer
+    known = tokenizer.kind == "bpe" and tokenizer.start_from is None
+    return new_spec(config, tokenizer.vocab_size if known else 0, ())
+
+
+def _layout_problems(config: TrainConfig) -> Iterator[str]:
+    spec = known_spec(config)
+    if spec is not None:
+        yield from layout_problems(config, spec)
+
+
 def _problems(config: TrainConfig) -> Iterator[str]:
     whole = {
         "steps": config.steps, "batch_sequences": config.batch_sequences, "micro_batch": config.micro_batch,
@@ -183,12 +230,11 @@ def _problems(config: TrainConfig) -> Iterator[str]:
         "data.prefetch_batches": config.data.prefetch_batches, "model.hidden": config.model.hidden,
         "model.layers": config.model.layers, "model.heads": config.model.heads,
         "checkpoint.keep": config.checkpoint.keep, "guard.window_steps": config.guard.window_steps,
+        "model.vocab_multiple": config.model.vocab_multiple,
     }  # fmt: skip
     yield from (f"{name} must be 1 or more, got {value}" for name, value in whole.items() if value < 1)
-    batch, micro = config.batch_sequences, config.micro_batch
-    if micro > 0 and batch % micro:
-        fitting = max(size for size in range(1, micro + 1) if batch % size == 0)
-        yield f"batch_sequences {batch} is no multiple of micro_batch {micro}; micro_batch {fitting} would fit"
+    if (problem := batch_problem(config)) is not None:
+        yield problem
     model = config.model
     if model.start_from is None:
         if model.heads > 0 and model.head_dim is None and model.hidden % model.heads:
@@ -222,14 +268,23 @@ def _problems(config: TrainConfig) -> Iterator[str]:
     negative = {
         "optimizer.clip_norm": optimizer.clip_norm, "optimizer.weight_decay": optimizer.weight_decay,
         "checkpoint.every_steps": config.checkpoint.every_steps, "balance_loss": config.balance_loss,
+        "expert_bias_rate": config.expert_bias_rate,
         "evaluate_every_steps": config.evaluate_every_steps, "evaluate_sequences": config.evaluate_sequences,
+        "checkpoint.memory_every_steps": config.checkpoint.memory_every_steps,
+        "faults.most_restarts": config.faults.most_restarts,
     }  # fmt: skip
     yield from (f"{name} must not be negative, got {value}" for name, value in negative.items() if value < 0)
     if config.guard.action == "rollback" and not config.checkpoint.every_steps:
         yield "guard.action rollback needs checkpoints: set checkpoint.every_steps"
+    if config.recompute and config.recompute_operations:
+        yield "recompute computes whole layers again, recompute_operations parts of them: set one of the two"
     if config.lora is not None and config.model.start_from is None:
         yield "lora adapts an existing model: set model.start_from"
+    if config.lora is not None and config.layout.world > 1:
+        yield f"lora trains in one process: leave layout ({config.layout}) out"
     if config.lora is not None and config.lora.rank < 1:
         yield f"lora.rank must be 1 or more, got {config.lora.rank}"
     if not config.data.sources:
         yield "data.sources is empty: name files, folders or python-stdlib"
+    if config.faults.hang_after_s <= 0:
+        yield f"faults.hang_after_s must be more than 0, got {config.faults.hang_after_s}"

@@ -45,8 +45,11 @@ def to_device(batch: Batch, device: torch.device) -> DeviceBatch:
 class BatchLoader:
     """Yields batches of `count` samples from sample `first` on; use it with `with`, so that its thread ends."""
 
-    def __init__(self, packing: Packing, first: int, count: int, depth: int) -> None:
-        self.packing, self.first, self.count = packing, first, count
+    def __init__(
+        self, packing: Packing, first: int, count: int, depth: int, place: tuple[int, int] = (0, 1)
+    ) -> None:
+        """`place`: which of how many equal parts of every batch is wanted."""
+        self.packing, self.first, self.count, self.place = packing, first, count, place
         self.stall_s = 0.0  # how long the trainer has waited in all
         self._ready: queue.Queue[Batch | BaseException] = queue.Queue(depth)
         self._stopped = threading.Event()
@@ -81,10 +84,12 @@ class BatchLoader:
         self.close()
 
     def _fetch(self) -> None:
-        at = self.first
+        part, parts = self.place
+        own = self.count // parts
+        at = self.first + part * own
         while not self._stopped.is_set():
             try:
-                item: Batch | BaseException = self.packing.batch(at, self.count)
+                item: Batch | BaseException = self.packing.batch(at, own)
             except BaseException as error:  # handed to the trainer, who must not wait for ever
                 item = error
             self._ready.put(item)

@@ -28,6 +28,7 @@ class StepRecord:
 class RunLog:
     def __init__(self, folder: Path, after_step: int) -> None:
         """Keep what an earlier run wrote up to `after_step`; what came later will be computed again."""
+        folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / "log.csv"
         self.records = [record for record in read_log(self.path) if record.step <= after_step]
         self._stream = self.path.open("w", newline="", encoding="utf-8")

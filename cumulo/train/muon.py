@@ -4,15 +4,29 @@ torch has a Muon for plain matrices; ours also takes the decoder's fused matrice
 three maps, not one) and treats stacked experts as the batch of matrices they are.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from cumulo.train.config import OptimizerConfig
+
 # A quintic whose iteration drives singular values towards 1 from anywhere in (0, 1] (Jordan 2024).
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 ITERATIONS = 5
+
+
+class Whole(Protocol):
+    """A matrix of which others have the rest."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    def gather(self, own: Tensor) -> Tensor: ...
+
+    def cut(self, whole: Tensor) -> Tensor: ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -22,6 +36,9 @@ class MuonMatrix:
     parameter: Tensor
     momentum: Tensor
     parts: tuple[int, ...]
+    whole: Whole | None = (
+        None  # where this process has a part of the matrix only; `parts` are the whole one's
+    )
 
 
 def orthogonalise(matrix: Tensor, dtype: torch.dtype) -> Tensor:
@@ -40,6 +57,28 @@ def orthogonalise(matrix: Tensor, dtype: torch.dtype) -> Tensor:
     return x
 
 
+class Muon:
+    """A rule of the optimizer's."""
+
+    def __init__(self, matrices: Mapping[str, MuonMatrix], config: OptimizerConfig) -> None:
+        self.matrices, self.config = matrices, config
+
+    def step(self, share: float) -> None:
+        config = self.config
+        rate = config.muon_learning_rate * share
+        muon_step(list(self.matrices.values()), rate, config.muon_momentum, config.weight_decay)
+
+    def state(self) -> dict[str, Tensor]:
+        return {
+            f"{name}.momentum": matrix.momentum
+            for name, matrix in self.matrices.items()
+            if matrix.momentum.numel()
+        }
+
+    def loaded(self) -> None:
+        """They are the live tensors."""
+
+
 @torch.no_grad()
 def muon_step(
     matrices: Sequence[MuonMatrix], learning_rate: float, momentum: float, weight_decay: float
@@ -52,10 +91,14 @@ def muon_step(
         dtype = torch.bfloat16 if gradient.is_cuda else gradient.dtype
         matrix.momentum.lerp_(gradient, 1 - momentum)
         nesterov = gradient.lerp(matrix.momentum, momentum)
+        whole = nesterov if matrix.whole is None else matrix.whole.gather(nesterov)
+        change = torch.cat([_change(part, dtype) for part in whole.split(matrix.parts, -2)], -2)
+        own = change if matrix.whole is None else matrix.whole.cut(change).to(matrix.parameter.device)
         matrix.parameter.mul_(1 - learning_rate * weight_decay)
-        for part, direction in zip(
-            matrix.parameter.split(matrix.parts, -2), nesterov.split(matrix.parts, -2), strict=True
-        ):
-            rows, columns = part.shape[-2:]
-            scale = learning_rate * max(1.0, rows / columns) ** 0.5
-            part.sub_(orthogonalise(direction, dtype).to(part.dtype), alpha=scale)
+        matrix.parameter.sub_(own.to(matrix.parameter.dtype), alpha=learning_rate)
+
+
+def _change(direction: Tensor, dtype: torch.dtype) -> Tensor:
+    """Of one map: its direction made orthogonal, longer for tall ones (Jordan 2024)."""
+    rows, columns = direction.shape[-2:]
+    return orthogonalise(direction, dtype).mul(max(1.0, rows / columns) ** 0.5)

@@ -23,6 +23,7 @@ from cumulo.pipeline.run import Wire, play
 from cumulo.spec.layout import Layout
 from cumulo.spec.model import ModelSpec
 from cumulo.train.config import TrainConfig
+from cumulo.train.expert_bias import steer_selection_biases
 from cumulo.train.groups import Groups
 from cumulo.train.initialise import initialise
 from cumulo.train.loader import DeviceBatch, to_device
@@ -53,7 +54,12 @@ class ParallelRun:
         split, parts = split_for(layout, groups), chunk_parts(spec, layout)
         self.chunks = {
             chunk: TrainingDecoder(
-                spec, self.dtype, device, recompute=config.recompute, split=split, part=parts[chunk]
+                spec,
+                self.dtype,
+                device,
+                recompute=config.recompute or config.recompute_operations,
+                split=split,
+                part=parts[chunk],
             )
             for chunk, _ in held_chunks(layout, groups.place.pp)
         }
@@ -95,9 +101,16 @@ class ParallelRun:
     def step(self, share: float) -> float:
         """Move the weights; returns the gradients' norm. `share` is the schedule's part of the learning rates."""
         norm = float(self.optimizer.clip())
-        self.optimizer.step(share)
+        self.move(share)
         self.optimizer.zero_grad()
         return norm
+
+    def move(self, share: float) -> None:
+        """Move the weights by the gradients that are there, and the experts' biases by their load."""
+        self.optimizer.step(share)
+        rate = self.config.expert_bias_rate
+        if rate:
+            steer_selection_biases(list(self.chunks.values()), rate, self.groups)
 
     @torch.no_grad()
     def token_sum(self, batch: Batch, micro: int) -> float:

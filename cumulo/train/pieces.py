@@ -61,8 +61,8 @@ _INSIDE = ("q_a.weight", "q_a.bias", "q_a_norm.weight", "kv_a.weight", "kv_a.bia
 
 
 def chunk_parts(spec: ModelSpec, layout: Layout) -> tuple[ChunkPart, ...]:
-    """The model cut into the chunks of the layout's pipeline, as even as layers allow. What is left over goes to the
-    chunks before the last, which has the head."""
+    """The model cut into the chunks of the layout's pipeline, as even as layers allow. What is left over goes to
+    the chunks before the last, which has the head."""
     count = pipeline_chunks(layout)
     if count > spec.layers:
         raise ConfigError(

@@ -18,6 +18,8 @@ from cumulo.spec.to_huggingface import config_from_spec
 from cumulo.train.config import TrainConfig
 from cumulo.train.dataset_build import build_dataset
 from cumulo.train.documents import find_files, pieces_of, read_rows
+from cumulo.train.layout_check import check_layout
+from cumulo.train.new_spec import new_spec
 from cumulo.train.token_file import TokenDataset
 from cumulo.train.tokenizer_training import (
     CHAT_TEMPLATE,
@@ -51,7 +53,11 @@ def prepare(config: TrainConfig, progress: Progress) -> Prepared:
         progress("preparing the tokenizer", 0, 0)
         _make_tokenizer(config, start, tokenizer_folder)
     tokenizer = load_tokenizer(tokenizer_folder)
-    spec = _new_spec(config, tokenizer) if start is None else replace(start.spec, dtype=config.dtype)
+    if start is None:
+        spec = checked(new_spec(config, tokenizer.vocab_size, tokenizer.eos_ids), "the configuration's model")
+    else:
+        spec = replace(start.spec, dtype=config.dtype)
+    check_layout(config, spec)
     if config.data.sequence_length > spec.max_context:
         raise ConfigError(
             f"data.sequence_length {config.data.sequence_length} is longer than the model's context of "
@@ -113,30 +119,3 @@ def _save_loaded(tokenizer: Tokenizer, folder: Path, chat: bool) -> None:
     if tokenizer.chat_template is not None:
         template = tokenizer.chat_template.source
     (folder / "chat_template.jinja").write_text(template, "utf-8")
-
-
-def _new_spec(config: TrainConfig, tokenizer: Tokenizer) -> ModelSpec:
-    model = config.model
-    ffn_hidden = model.ffn_hidden
-    if ffn_hidden is None:
-        ffn_hidden = -(-model.hidden * 8 // 3 // 64) * 64
-    spec = ModelSpec(
-        family=model.family,
-        vocab_size=tokenizer.vocab_size,
-        hidden=model.hidden,
-        layers=model.layers,
-        heads=model.heads,
-        kv_heads=model.kv_heads or model.heads,
-        head_dim=model.head_dim or model.hidden // model.heads,
-        ffn_hidden=model.moe.expert_hidden if model.family == "mixtral" and model.moe else ffn_hidden,
-        max_context=config.data.sequence_length,
-        norm_eps=model.norm_eps,
-        rope_theta=model.rope_theta,
-        tied_embeddings=model.tied_embeddings,
-        qk_norm=model.family.startswith("qwen3"),
-        moe=model.moe,
-        bos_token_id=None,
-        eos_token_ids=tokenizer.eos_ids,
-        dtype=config.dtype,
-    )
-    return checked(spec, "the configuration's model")

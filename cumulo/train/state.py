@@ -5,9 +5,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
-from cumulo.checkpoint.store import Checkpoint
+from cumulo.checkpoint.store import Checkpoint, Store
 from cumulo.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -27,13 +26,6 @@ class Progressed:
         return replace(self, step=self.step + 1, samples=self.samples + samples, tokens=self.tokens + tokens)
 
 
-def saved_tensors(run: "Trainer") -> dict[str, Tensor]:
-    """The live tensors: what is frozen (under adapters) is in the model they were made from, but kept too."""
-    tensors = {f"model.{name}": parameter.detach() for name, parameter in run.model.named_parameters()}
-    tensors |= {f"optimizer.{name}": tensor for name, tensor in run.optimizer.state().items()}
-    return tensors
-
-
 def saved_facts(run: "Trainer") -> dict[str, Any]:
     generators = {"cpu": torch.get_rng_state().numpy().tobytes().hex()}
     if run.device.type == "cuda":
@@ -46,7 +38,7 @@ def saved_facts(run: "Trainer") -> dict[str, Any]:
     }
 
 
-def restore(run: "Trainer", checkpoint: Checkpoint) -> Progressed:
+def restore(run: "Trainer", checkpoint: Checkpoint, store: Store) -> Progressed:
     """Put the run back to where the checkpoint was taken, in place."""
     found, own = checkpoint.facts["data"], _data_facts(run)
     if changed := [name for name in own if found.get(name) != own[name]]:
@@ -54,7 +46,8 @@ def restore(run: "Trainer", checkpoint: Checkpoint) -> Progressed:
             f"{checkpoint.path} was trained with other data: {', '.join(changed)} changed, so its place in the "
             "data means nothing; restore the data, or begin in another folder with model.start_from"
         )
-    run.store.load(checkpoint, saved_tensors(run))
+    store.load(checkpoint, run.model_run.state())
+    run.model_run.loaded()
     run.guard.losses = deque(checkpoint.facts["recent_losses"], run.config.guard.window_steps)
     for kind, text in checkpoint.facts["random_states"].items():
         state = torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""One step's gradients, and losses without them: a batch in micro-batches. Called by the trainer."""
+"""One step's gradients in one process: a batch in micro-batches. Called by `model_run.py`."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ import torch
 from cumulo.train.loader import to_device
 from cumulo.train.model import TrainingDecoder
 from cumulo.train.optimizer import Optimizer
-from cumulo.train.packing import Batch, Packing
+from cumulo.train.packing import Batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,17 +41,3 @@ def compute_gradients(
         objective.backward()
         optimizer.accumulate()
     return StepLoss(float(token_sum) / learnt, float(balance_sum) / rows)
-
-
-@torch.no_grad()
-def held_out_loss(
-    model: TrainingDecoder, packing: Packing, sequences: int, micro_batch: int, device: torch.device
-) -> float:
-    """Nats per token over the first sequences of the held-out data, the same ones every time."""
-    total, learnt = 0.0, 0
-    count = min(sequences, packing.samples_per_epoch)
-    for first in range(0, count, micro_batch):
-        batch = packing.batch(first, min(micro_batch, count - first))
-        total += float(model(to_device(batch, device)).token_sum)
-        learnt += batch.learnt_tokens
-    return total / max(1, learnt)

@@ -5,6 +5,7 @@
 `run` reads as the story: prepare, build, restore, step until done or stopped, save, export, plot.
 """
 
+import contextlib
 import dataclasses
 import time
 from collections.abc import Callable
@@ -15,24 +16,29 @@ from typing import Protocol
 import torch
 
 from cumulo.checkpoint.huggingface import export_huggingface
-from cumulo.checkpoint.store import CheckpointStore
+from cumulo.checkpoint.memory import MemoryStore, memory_folder
+from cumulo.checkpoint.saver import Saver
+from cumulo.checkpoint.store import Checkpoint, CheckpointStore, Store
+from cumulo.checkpoint.team import Team
+from cumulo.engine.machine_memory import available_memory, gpu_memory
 from cumulo.errors import ConfigError, TrainingError
 from cumulo.train.config import TrainConfig, config_text
+from cumulo.train.evaluate import held_out_loss
+from cumulo.train.groups import Groups
 from cumulo.train.guard import SpikeGuard
-from cumulo.train.initialise import initialise
+from cumulo.train.hang import HangWatch
 from cumulo.train.interrupt import StopRequest
+from cumulo.train.launch import local_ranks
+from cumulo.train.ledger import Entry, entries, predict, refuse_if_too_large, write_ledger
 from cumulo.train.loader import BatchLoader
 from cumulo.train.log import RunLog, StepRecord
-from cumulo.train.lora import adapt, merged_parameters
 from cumulo.train.meter import peak_flops, peak_memory_bytes, training_flops_per_token
-from cumulo.train.model import TrainingDecoder
-from cumulo.train.optimizer import Optimizer
+from cumulo.train.model_run import AloneRun, ModelRun, RankedRun
 from cumulo.train.packing import Packing, split_documents
 from cumulo.train.plot import loss_plot
 from cumulo.train.prepare import Prepared, prepare
 from cumulo.train.schedule import learning_rate_share
-from cumulo.train.state import Progressed, restore, saved_facts, saved_tensors
-from cumulo.train.step import compute_gradients, held_out_loss
+from cumulo.train.state import Progressed, restore, saved_facts
 
 
 class Watcher(Protocol):
@@ -69,39 +75,77 @@ class TrainResult:
     peak_memory_bytes: int
     model_folder: Path
     plot: Path
+    ledger: tuple[Entry, ...] = ()  # predicted beside measured; empty: nothing was predicted
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Ranks:
+    """Of one process of many: whom it works with. Made by `worker.py`."""
+
+    groups: Groups
+    team: Team  # all ranks, on a process group that only checkpoints use
 
 
 class Trainer:
-    def __init__(self, config: TrainConfig, *, resume: bool = False, watcher: Watcher | None = None) -> None:
-        self.config, self.resume = config, resume
-        self.watcher: Watcher = watcher or Silent()
+    def __init__(
+        self,
+        config: TrainConfig,
+        *,
+        resume: bool = False,
+        watcher: Watcher | None = None,
+        ranks: Ranks | None = None,
+    ) -> None:
+        """`watcher` is told how it goes by rank 0 alone."""
+        if ranks is None and config.layout.world > 1:
+            raise ConfigError(
+                f"layout {config.layout} has {config.layout.world} ranks and this is one process; use "
+                "cumulo.train.launch, or `cumulo train`"
+            )
+        self.config, self.resume, self.ranks = config, resume, ranks
+        self.team = Team() if ranks is None else ranks.team
+        self.lead = self.team.rank == 0
+        self.watcher: Watcher = watcher if watcher is not None and self.lead else Silent()
         self.device = _device(config.device)
         self.dtype: torch.dtype = getattr(torch, config.dtype)
         self.folder = Path(config.folder)
 
     def run(self, should_stop: Callable[[int], bool] = lambda step: False) -> TrainResult:
         """Train to the last step. `should_stop(steps_done)` ends earlier, as Ctrl-C does: saved and whole."""
-        self._refuse_to_overwrite()
-        self.folder.mkdir(parents=True, exist_ok=True)
+        if not self.resume:
+            refuse_to_overwrite(self.folder)
         torch.manual_seed(self.config.seed)
-        prepared = prepare(self.config, self.watcher.preparing)
-        (self.folder / "config.yaml").write_text(config_text(self.config), "utf-8")
+        prepared = self._prepare()
         self._build(prepared)
-        self._restore_latest() if self.resume else None
-        self.log = RunLog(self.folder, self.progress.step)
+        if self.resume:
+            self._restore_freshest()
+        elif self.memory is not None:
+            self.memory.forget()
+        self.log = RunLog(self.folder, self.progress.step) if self.lead else None
         try:
-            with StopRequest() as stop:
+            with StopRequest() as stop, self.watch or contextlib.nullcontext():
                 result = self._loop(lambda step: stop.asked or should_stop(step))
         finally:
-            self.store.wait()
-            self.log.close()
-        export_huggingface(
-            self.folder / "model", self.spec, merged_parameters(self.model), prepared.tokenizer_folder
-        )
-        self._plot(result.plot)
+            self.saver.wait()
+            if self.log is not None:
+                self.log.close()
+        self.team.first(lambda: self._export(prepared, result))
+        if self.memory is not None:
+            self.memory.remove()
         return result
 
     # -- what a run is made of ------------------------------------------------------------------------------
+    def _prepare(self) -> Prepared:
+        """Tokenizer and data by the first rank, which the others then find."""
+        found: list[Prepared] = []
+
+        def work() -> None:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            found.append(prepare(self.config, self.watcher.preparing))
+            (self.folder / "config.yaml").write_text(config_text(self.config), "utf-8")
+
+        self.team.first(work)
+        return found[0] if found else prepare(self.config, self.watcher.preparing)
+
     def _build(self, prepared: Prepared) -> None:
         config = self.config
         self.spec, self.dataset = prepared.spec, prepared.dataset
@@ -116,112 +160,145 @@ class Trainer:
             and self.dataset.starts[held_out + 1].sum() - self.dataset.starts[held_out].sum() > length
         ):
             self.held_out = Packing(self.dataset, length, config.seed, held_out)
-        self.model = TrainingDecoder(self.spec, self.dtype, self.device, recompute=config.recompute)
-        if prepared.start is None:
-            initialise(dict(self.model.named_parameters()), self.spec, config.seed)
+        self._predict()
+        self.model_run: ModelRun
+        if self.ranks is None:
+            self.model_run = AloneRun(self.spec, config, self.device, prepared.start)
         else:
-            self.model.load_state_dict(prepared.start.decoder.state_dict())
-        if config.lora is not None:
-            adapt(self.model, config.lora, config.seed)
-        parameters = dict(self.model.named_parameters())
-        self.optimizer = Optimizer(parameters, config.optimizer, self.spec, config.master_weights)
-        self.store = CheckpointStore(self.folder / "checkpoints", config.checkpoint.keep, self.watcher.tell)
+            self.model_run = RankedRun(self.spec, config, self.device, prepared.start, self.ranks.groups)
+        self.store = CheckpointStore(
+            self.folder / "checkpoints", config.checkpoint.keep, self.watcher.tell, self.team
+        )
+        self.memory: MemoryStore | None = None
+        if config.checkpoint.memory_every_steps:
+            place = memory_folder(Path(config.checkpoint.memory_folder), self.folder)
+            self.memory = MemoryStore(place, self.watcher.tell, self.team)
+        self.saver = Saver(self.team.rank, self.watcher.tell)
+        self.watch: HangWatch | None = None
+        if self.ranks is not None:
+            self.watch = HangWatch(
+                self.folder / "hang", self.team.rank, self.team.size, config.faults.hang_after_s
+            )
         self.guard = SpikeGuard(config.guard)
         self.progress = Progressed()
-        self.flops_per_token = training_flops_per_token(self.spec, length)
-        self.peak, self.peak_source = peak_flops(self.device, self.dtype)
 
-    def _refuse_to_overwrite(self) -> None:
-        if not self.resume and any((self.folder / "checkpoints").glob("step-*")):
-            raise ConfigError(
-                f"{self.folder} already has checkpoints; go on with --resume, or set another folder"
-            )
+    def _predict(self) -> None:
+        """Memory and time, before anything is allocated; what does not fit is refused."""
+        config, on_gpu = self.config, self.device.type == "cuda"
+        self.flops_per_token = training_flops_per_token(self.spec, config.data.sequence_length)
+        peak, self.peak_source = peak_flops(self.device, self.dtype)
+        self.peak = peak * config.layout.world
+        name = torch.cuda.get_device_name(self.device) if on_gpu else None
+        tokens = config.batch_sequences * config.data.sequence_length
+        self.prediction = predict(config, self.spec, name, self.flops_per_token * tokens, self.peak)
+        if self.prediction is not None:
+            memory = self.prediction.memory
+            free = gpu_memory() if on_gpu else available_memory() // local_ranks()
+            self.team.together(lambda: refuse_if_too_large(memory, free, on_gpu, config))
 
-    def _restore_latest(self) -> None:
+    def _restore_freshest(self) -> None:
+        """From memory if there is nothing later in the folder: it is nearer, and need not be verified."""
+        if self.memory is not None and (copy := self.memory.latest()) is not None:
+            stored = self.team.first(self.store.steps)
+            if copy.step >= max(stored, default=0):
+                self.progress = restore(self, copy, self.memory)
+                self.watcher.tell(f"going on after step {copy.step}, from memory ({copy.path})")
+                return
         checkpoint = self.store.latest()
         if checkpoint is None:
             self.watcher.tell(f"{self.folder} has no checkpoint yet: beginning at step 1")
             return
-        self.progress = restore(self, checkpoint)
+        self.progress = restore(self, checkpoint, self.store)
         self.watcher.tell(f"going on after step {self.progress.step}, from {checkpoint.path}")
 
     # -- the loop -------------------------------------------------------------------------------------------
     def _loop(self, should_stop: Callable[[int], bool]) -> TrainResult:
-        config, begin = self.config, time.perf_counter()
+        config, begin, run = self.config, time.perf_counter(), self.model_run
         self.watcher.begins(self, self.progress.step)
         held_out: float | None = None
         stall_s = block_s = 0.0
         loader = self._loader()
         try:
-            while self.progress.step < config.steps and not should_stop(self.progress.step):
+            while self.progress.step < config.steps:
                 step_begin, stalled = time.perf_counter(), loader.stall_s
+                if self.watch is not None:
+                    self.watch.begin(self.progress.step + 1)
                 batch = loader.next()
+                learnt, stop = run.agree(batch.learnt_tokens, should_stop(self.progress.step))
+                if stop:
+                    break
                 share = learning_rate_share(config.schedule, self.progress.step, config.steps)
-                found = compute_gradients(
-                    self.model, self.optimizer, batch, config.micro_batch, config.balance_loss, self.device
-                )
-                norm = float(self.optimizer.clip())
+                found = run.gradients(batch, learnt)
+                norm = run.clip()
                 complaint = self.guard.complaint(found.loss, norm)
                 if complaint is not None and config.guard.action != "ignore":
                     loader.close()
                     self._recover(complaint)
                     loader = self._loader()
                     continue
-                self.optimizer.step(share)
-                self.optimizer.zero_grad()
-                self.progress = self.progress.after(len(batch.tokens), batch.learnt_tokens)
+                saved_s = self.saver.settle()
+                run.step(share)
+                if self.watch is not None:
+                    self.watch.pause()
+                self.progress = self.progress.after(config.batch_sequences, learnt)
                 step = self.progress.step
                 step_s = time.perf_counter() - step_begin
                 held_out = self._evaluate() if self._evaluates_after(step) else None
-                saved_s = 0.0
-                if step == config.steps or (
-                    config.checkpoint.every_steps and step % config.checkpoint.every_steps == 0
-                ):
-                    saved_s = self._save(later=config.checkpoint.asynchronous and step < config.steps)
-                speed = batch.tokens.size / step_s
+                saved_s += self._save_after(step)
+                speed = config.batch_sequences * self.packing.length / step_s
                 record = StepRecord(
                     step, self.progress.tokens, found.loss, found.balance, norm, share, held_out, step_s, speed,
                     speed * self.flops_per_token / self.peak, loader.stall_s - stalled, saved_s,
                 )  # fmt: skip
-                self.log.write(record)
+                if self.log is not None:
+                    self.log.write(record)
                 self.watcher.step(record, peak_memory_bytes(self.device))
                 stall_s, block_s = stall_s + record.data_stall_s, block_s + saved_s
         finally:
             loader.close()
         finished = self.progress.step == config.steps
         if not finished:
-            block_s += self._save(later=False)
-        if self.store.failed is not None:
-            raise TrainingError(self.store.failed)
+            block_s += self._save([self.store], later=False)
+        if self.saver.failed is not None:
+            raise TrainingError(self.saver.failed)
         return TrainResult(
-            tuple(self.log.records), held_out, self.progress.step, finished, time.perf_counter() - begin, stall_s,
-            block_s, peak_memory_bytes(self.device), self.folder / "model", self.folder / "loss.svg",
+            tuple(self.log.records) if self.log is not None else (), held_out, self.progress.step, finished,
+            time.perf_counter() - begin, stall_s, block_s, peak_memory_bytes(self.device), self.folder / "model",
+            self.folder / "loss.svg", self._ledger(),
         )  # fmt: skip
 
     def _loader(self) -> BatchLoader:
         config = self.config
         return BatchLoader(
-            self.packing, self.progress.samples, config.batch_sequences, config.data.prefetch_batches
-        )
+            self.packing, self.progress.samples, config.batch_sequences, config.data.prefetch_batches,
+            self.model_run.data_place,
+        )  # fmt: skip
 
     def _evaluates_after(self, step: int) -> bool:
-        every = self.config.evaluate_every_steps
-        return self.held_out is not None and (step == self.config.steps or bool(every and step % every == 0))
+        return step == self.config.steps or _every(self.config.evaluate_every_steps, step)
 
-    def _evaluate(self) -> float:
-        assert self.held_out is not None
-        config = self.config
-        return held_out_loss(
-            self.model, self.held_out, config.evaluate_sequences, config.micro_batch, self.device
-        )
+    def _evaluate(self) -> float | None:
+        return None if self.held_out is None else held_out_loss(self.model_run, self.held_out, self.config)
 
-    def _save(self, later: bool) -> float:
-        return self.store.save(self.progress.step, saved_tensors(self), saved_facts(self), later)
+    def _save_after(self, step: int) -> float:
+        """Where this step's state is due; returns the seconds that training waited."""
+        config, last = self.config.checkpoint, step == self.config.steps
+        stores: list[Store] = []
+        if self.memory is not None and not last and _every(config.memory_every_steps, step):
+            stores.append(self.memory)
+        if last or _every(config.every_steps, step):
+            stores.append(self.store)
+        return self._save(stores, later=config.asynchronous and not last) if stores else 0.0
+
+    def _save(self, stores: list[Store], later: bool) -> float:
+        return self.saver.save(self.progress.step, self.model_run.state(), saved_facts(self), stores, later)
 
     def _recover(self, complaint: str) -> None:
         """Stop, or go back to the last checkpoint and on with the data after the batch that did it."""
         step, after = self.progress.step + 1, self.progress.samples + self.config.batch_sequences
-        self.optimizer.zero_grad()
+        if self.watch is not None:
+            self.watch.pause()
+        self.model_run.forget()
         guard, rollbacks = self.config.guard, self.progress.rollbacks
         if guard.action == "stop":
             raise TrainingError(
@@ -233,22 +310,58 @@ class Trainer:
                 f"stopped at step {step}: {complaint}, after going back {rollbacks} times already; "
                 "lower the learning rate"
             )
+        self.saver.wait()
         checkpoint = self.store.latest()
         if checkpoint is None:
             raise TrainingError(
                 f"stopped at step {step}: {complaint}, before there was a checkpoint to go back to"
             )
-        self.progress = dataclasses.replace(restore(self, checkpoint), samples=after, rollbacks=rollbacks + 1)
-        self.log.forget_after(self.progress.step)
+        if self.memory is not None:
+            self.memory.forget()  # it may hold what came after the checkpoint
+        back = restore(self, checkpoint, self.store)
+        self.progress = dataclasses.replace(back, samples=after, rollbacks=rollbacks + 1)
+        if self.log is not None:
+            self.log.forget_after(self.progress.step)
         self.watcher.tell(f"step {step}: {complaint}; back to step {self.progress.step}, past that data")
 
-    def _plot(self, path: Path) -> None:
-        records = self.log.records
-        losses = [(record.step, record.loss) for record in records]
+    def _ledger(self) -> tuple[Entry, ...]:
+        """Of rank 0, which keeps it."""
+        if self.prediction is None or self.log is None or not self.log.records:
+            return ()
+        seconds = sorted(record.step_s for record in self.log.records)[len(self.log.records) // 2]
+        optimizer: int | None = None
+        if self.config.optimizer.kind != "adamw8bit":  # whose saved state is wider than the kept one
+            held = self.model_run.state()
+            optimizer = sum(one.tensor.nbytes for name, one in held.items() if name.startswith("optimizer."))
+        found = entries(
+            self.prediction, seconds, self.model_run.weights_bytes(), optimizer, peak_memory_bytes(self.device),
+            self.device.type == "cuda",
+        )  # fmt: skip
+        write_ledger(self.folder / "ledger.json", found)
+        return tuple(found)
+
+    # -- the end --------------------------------------------------------------------------------------------
+    def _export(self, prepared: Prepared, result: TrainResult) -> None:
+        saved = Checkpoint(self.store.path_of(result.steps), result.steps, {})
+        parameters = self.model_run.whole_parameters(saved)
+        export_huggingface(result.model_folder, self.spec, parameters, prepared.tokenizer_folder)
+        losses = [(record.step, record.loss) for record in result.records]
         held_out = [
-            (record.step, record.held_out_loss) for record in records if record.held_out_loss is not None
+            (record.step, record.held_out_loss)
+            for record in result.records
+            if record.held_out_loss is not None
         ]
-        path.write_text(loss_plot(f"{self.folder.name}: loss in nats per token", losses, held_out), "utf-8")
+        title = f"{self.folder.name}: loss in nats per token"
+        result.plot.write_text(loss_plot(title, losses, held_out), "utf-8")
+
+
+def refuse_to_overwrite(folder: Path) -> None:
+    if any((folder / "checkpoints").glob("step-*")):
+        raise ConfigError(f"{folder} already has checkpoints; go on with --resume, or set another folder")
+
+
+def _every(steps: int, step: int) -> bool:
+    return bool(steps) and step % steps == 0
 
 
 def _device(name: str) -> torch.device:

@@ -1,6 +1,7 @@
 """Checkpoints: whole or absent, verified, with a way back; bytes are flipped, cut and refused for real."""
 
 import resource
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,9 @@ import torch
 from torch import Tensor
 
 from cumulo.checkpoint.folder import UNFINISHED, write_whole
-from cumulo.checkpoint.store import CheckpointStore
+from cumulo.checkpoint.held import held_whole
+from cumulo.checkpoint.saver import Saver
+from cumulo.checkpoint.store import Checkpoint, CheckpointStore
 from cumulo.errors import TrainingError
 
 
@@ -26,15 +29,29 @@ def heard() -> list[str]:
 
 
 @pytest.fixture
-def store(tmp_path: Path, heard: list[str]) -> CheckpointStore:
-    return CheckpointStore(tmp_path / "checkpoints", 2, heard.append)
+def run(tmp_path: Path, heard: list[str]) -> "Saved":
+    return Saved(tmp_path / "checkpoints", heard.append)
 
 
-def loaded(store: CheckpointStore) -> tuple[int, float]:
-    checkpoint = store.latest()
+class Saved:
+    """A store and its saver, as a trainer has them."""
+
+    def __init__(self, folder: Path, tell: Callable[[str], None]) -> None:
+        self.store, self.saver = CheckpointStore(folder, 2, tell), Saver(0, tell)
+
+    def save(self, step: int, tensors: dict[str, Tensor], facts: dict[str, int], later: bool) -> float:
+        return self.saver.save(step, held_whole(tensors), facts, [self.store], later)
+
+    def latest(self) -> Checkpoint | None:
+        self.saver.wait()
+        return self.store.latest()
+
+
+def loaded(run: Saved) -> tuple[int, float]:
+    checkpoint = run.latest()
     assert checkpoint is not None
     tensors = state(-1.0)
-    store.load(checkpoint, tensors)
+    run.store.load(checkpoint, held_whole(tensors))
     values = {float(value) for tensor in tensors.values() for value in tensor.flatten()}
     assert len(values) == 1
     return checkpoint.step, values.pop()
@@ -42,33 +59,34 @@ def loaded(store: CheckpointStore) -> tuple[int, float]:
 
 @pytest.mark.parametrize("later", [False, True])
 def test_what_is_saved_is_loaded_even_if_it_changes_while_it_is_written(
-    later: bool, store: CheckpointStore, heard: list[str]
+    later: bool, run: Saved, heard: list[str]
 ) -> None:
     tensors = state(3.0)
-    assert store.save(10, tensors, {"samples": 7}, later) > 0
+    assert run.save(10, tensors, {"samples": 7}, later) > 0
+    assert run.saver.settle() >= 0
     for tensor in tensors.values():
         tensor.fill_(99.0)
-    assert loaded(store) == (10, 3.0)
-    checkpoint = store.latest()
+    assert loaded(run) == (10, 3.0)
+    checkpoint = run.latest()
     assert checkpoint is not None
     assert checkpoint.facts["samples"] == 7
     assert heard == []
 
 
-def test_only_the_latest_are_kept(store: CheckpointStore) -> None:
+def test_only_the_latest_are_kept(run: Saved) -> None:
     for step in range(1, 6):
-        store.save(step, state(float(step)), {}, later=True)
-    store.wait()
-    assert [path.name for path in store.paths()] == ["step-000000005", "step-000000004"]
+        run.save(step, state(float(step)), {}, later=True)
+    run.saver.wait()
+    assert [path.name for path in run.store.paths()] == ["step-000000005", "step-000000004"]
 
 
 @pytest.mark.parametrize("harm", ["flip", "cut", "remove", "manifest", "facts"])
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(
-    harm: str, store: CheckpointStore, heard: list[str]
+    harm: str, run: Saved, heard: list[str]
 ) -> None:
-    store.save(1, state(1.0), {}, later=False)
-    store.save(2, state(2.0), {}, later=False)
-    (data,) = (store.paths()[0] / "tensors").glob("*.distcp")
+    run.save(1, state(1.0), {}, later=False)
+    run.save(2, state(2.0), {}, later=False)
+    (data,) = (run.store.paths()[0] / "tensors").glob("*.distcp")
     content = bytearray(data.read_bytes())
     if harm == "flip":
         content[len(content) // 2] ^= 1
@@ -78,46 +96,46 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(
     elif harm == "remove":
         data.unlink()
     elif harm == "manifest":
-        (store.paths()[0] / "manifest.json").write_text("{")
+        (run.store.paths()[0] / "manifest.json").write_text("{")
     else:
-        (store.paths()[0] / "facts.json").write_text('{"step": 9}')
-    assert loaded(store) == (1, 1.0)
+        (run.store.paths()[0] / "facts.json").write_text('{"step": 9}')
+    assert loaded(run) == (1, 1.0)
     (message,) = heard
     assert "step-000000002 is damaged: " in message
     assert {"flip": "hash differs", "cut": "bytes instead of", "remove": "is missing", "manifest": "manifest.json",
             "facts": "facts.json"}[harm] in message  # fmt: skip
 
 
-def test_when_nothing_is_whole_it_says_so(store: CheckpointStore) -> None:
-    assert store.latest() is None
-    store.save(1, state(1.0), {}, later=False)
-    (store.paths()[0] / "facts.json").unlink()
+def test_when_nothing_is_whole_it_says_so(run: Saved) -> None:
+    assert run.latest() is None
+    run.save(1, state(1.0), {}, later=False)
+    (run.store.paths()[0] / "facts.json").unlink()
     with pytest.raises(TrainingError, match="none of the 1 checkpoints"):
-        store.latest()
+        run.latest()
 
 
 @pytest.mark.parametrize("later", [False, True])
 def test_a_failed_write_leaves_nothing_and_the_previous_one_stays(
-    later: bool, store: CheckpointStore, heard: list[str]
+    later: bool, run: Saved, heard: list[str]
 ) -> None:
-    store.save(1, state(1.0), {}, later=False)
+    run.save(1, state(1.0), {}, later=False)
 
     # A file may not grow past a few bytes: a write fails for real, in the middle, as on a full disk.
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
     try:
-        store.save(2, state(2.0), {}, later)
-        store.wait()
+        run.save(2, state(2.0), {}, later)
+        run.saver.wait()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert store.failed is not None
+    assert run.saver.failed is not None
     assert "step 2" in heard[0]
     assert "File too large" in heard[0]
-    assert not list(store.folder.glob(f"*{UNFINISHED}"))
-    assert loaded(store) == (1, 1.0)
-    store.save(3, state(3.0), {}, later)
-    assert loaded(store) == (3, 3.0)
-    assert store.failed is None
+    assert not list(run.store.folder.glob(f"*{UNFINISHED}"))
+    assert loaded(run) == (1, 1.0)
+    run.save(3, state(3.0), {}, later)
+    assert loaded(run) == (3, 3.0)
+    assert run.saver.failed is None
 
 
 def test_what_a_crash_left_half_written_is_no_checkpoint(tmp_path: Path, heard: list[str]) -> None:
@@ -125,8 +143,7 @@ def test_what_a_crash_left_half_written_is_no_checkpoint(tmp_path: Path, heard: 
     with pytest.raises(RuntimeError, match="crash"):
         write_whole(folder / "step-000000001", _crash)
     (folder / f"step-000000002{UNFINISHED}" / "tensors").mkdir(parents=True)
-    store = CheckpointStore(folder, 2, heard.append)
-    assert store.latest() is None
+    assert CheckpointStore(folder, 2, heard.append).latest() is None
     assert list(folder.iterdir()) == []
 
 
@@ -136,9 +153,9 @@ def _crash(aside: Path) -> None:
     raise RuntimeError("crash")
 
 
-def test_a_checkpoint_of_another_model_is_refused(store: CheckpointStore) -> None:
-    store.save(1, state(1.0), {}, later=False)
-    checkpoint = store.latest()
+def test_a_checkpoint_of_another_model_is_refused(run: Saved) -> None:
+    run.save(1, state(1.0), {}, later=False)
+    checkpoint = run.latest()
     assert checkpoint is not None
     with pytest.raises(TrainingError, match="does not hold this model"):
-        store.load(checkpoint, {"model.other": torch.zeros(3)})
+        run.store.load(checkpoint, held_whole({"model.other": torch.zeros(3)}))

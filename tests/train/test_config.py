@@ -30,6 +30,45 @@ EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("train-*.yaml"))
         ({"schedule": {"warmup_steps": 300}}, "must be fewer than steps 300"),
         ({"guard": {"action": "rollback"}, "checkpoint": {"every_steps": 0}}, "rollback needs checkpoints"),
         ({"lora": {"rank": 4}}, "set model.start_from"),
+        ({"lora": {}, "layout": {"cp": 2}, "model": {"start_from": "x"}}, "lora trains in one process"),
+        ({"layout": {"shedule": "1f1b"}}, "config.layout has no setting 'shedule'; did you mean 'schedule'"),
+        (
+            {"layout": {"dp": 2}},
+            "of each of 2 data-parallel ranks, 8, is no multiple of micro_batch 16; micro_batch 8",
+        ),
+        ({"layout": {"dp": 3}, "micro_batch": 4}, "no multiple of layout.dp 3; 18 would be"),
+        ({"layout": {"tp": 4}}, "model.heads 6 does not divide by layout.tp 4; 3 would"),
+        (
+            {"layout": {"tp": 3}},
+            "vocabulary of 2048 does not divide by layout.tp 3; fill it up with model.vocab_mul",
+        ),
+        (
+            {"layout": {"pp": 8}, "micro_batch": 1},
+            "model.layers 4 cannot fill the 8 chunks of 8 stages under 1f1b",
+        ),
+        ({"layout": {"pp": 2, "schedule": "zb-w"}}, "no schedule 'zb-w'; did you mean zb-v"),
+        (
+            {"layout": {"pp": 2, "schedule": "dualpipe"}, "micro_batch": 8},
+            "use 4 or more, or zb-v (micro-batches are",
+        ),
+        ({"layout": {"cp": 3, "ulysses": 2}}, "layout.ulysses 2 does not divide cp 3; 1 would"),
+        ({"layout": {"cp": 3}}, "256 does not divide into the 2 × 3 pieces of layout.cp; 258 would"),
+        (
+            {"layout": {"cp": 4, "ulysses": 4}},
+            "model.heads 6 does not divide by layout.ulysses 4; a ring needs no",
+        ),
+        (
+            {"layout": {"dp": 2, "ep": 2}, "micro_batch": 8},
+            "layout.ep 2 spreads experts, and this model has none",
+        ),
+        (
+            {
+                "layout": {"tp": 2, "sequence_parallel": True},
+                "data": {"sequence_length": 7},
+                "micro_batch": 1,
+            },
+            "cuts a micro-batch's 7 tokens in layout.tp 2 parts",
+        ),
         ({"steps": 0, "micro_batch": 0}, "steps must be 1 or more, got 0; micro_batch must be 1 or more"),
     ],
     ids=str,

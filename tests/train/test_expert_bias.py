@@ -1,5 +1,6 @@
 """The selection biases that keep experts evenly used: how they move, and that all ranks move them alike."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -98,7 +99,6 @@ def steered_weights(rank: int, config: TrainConfig) -> Any:
         batch = random_batch(SPEC, config, step)
         run.gradients(batch.rows(first, first + count), batch.learnt_tokens, config.batch_sequences)
         run.step(1.0)
-        steer_selection_biases(list(run.chunks.values()), 0.02, groups)
     return {
         name: (shard.piece.cut_rows(shard.begin, shard.end), shard.tensor.detach().clone())
         for name, shard in run.shards.items()
@@ -110,7 +110,7 @@ def steered_weights(rank: int, config: TrainConfig) -> Any:
     Layout(dp=2, zero=1), Layout(dp=2, zero=3), Layout(pp=2, schedule="dualpipe"), Layout(dp=2, pp=2, ep=2),
 ], ids=str)  # fmt: skip
 def test_biases_of_shared_out_and_piped_models_are_those_of_one_process(layout: Layout) -> None:
-    config = train_config(layout, rows=8, steps=3)
+    config = replace(train_config(layout, rows=8, steps=3), expert_bias_rate=0.02)
     model = TrainingDecoder(SPEC, torch.float64)
     model.load_state_dict(start_weights(SPEC, config.seed))
     optimizer = Optimizer(dict(model.named_parameters()), config.optimizer, SPEC, config.master_weights)
@@ -119,7 +119,7 @@ def test_biases_of_shared_out_and_piped_models_are_those_of_one_process(layout: 
         optimizer.clip()
         optimizer.step(1.0)
         optimizer.zero_grad()
-        steer_selection_biases([model], 0.02, None)
+        steer_selection_biases([model], config.expert_bias_rate, None)
     own = dict(model.named_parameters())
     compared = 0
     for found in run_ranks(steered_weights, layout.world, config):

@@ -43,7 +43,7 @@ def test_muon_moves_a_matrix_as_torchs_muon_does(shape: tuple[int, int]) -> None
 
 def test_fused_matrices_are_made_orthogonal_one_by_one() -> None:
     fused = nn.Parameter(torch.zeros(32, 16))
-    parts = fused_parts("layers.0.attention.qkv.weight", SPEC, fused)
+    parts = fused_parts("layers.0.attention.qkv.weight", SPEC, fused.shape)
     assert parts == (16, 8, 8)
     fused.grad = matrix(32, 16)
     muon_step([MuonMatrix(fused, torch.zeros_like(fused), parts)], 1.0, 0.95, 0.0)

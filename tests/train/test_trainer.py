@@ -213,7 +213,8 @@ def test_adapters_learn_answers_and_leave_the_model_as_it_was(tmp_path: Path, so
     result = trainer.run()
     assert result.records[-1].loss < result.records[0].loss - 1.5
     before = dict(load_model(base).decoder.named_parameters())
-    adapted = dict(trainer.model.named_parameters())
+    model = trainer.model_run.model  # type: ignore[attr-defined]
+    adapted = dict(model.named_parameters())
     assert all(torch.equal(adapted[name], before[name]) for name in before)
     merged = load_model(result.model_folder)
     assert merged.tokenizer is not None
@@ -221,7 +222,7 @@ def test_adapters_learn_answers_and_leave_the_model_as_it_was(tmp_path: Path, so
     from tests.train.test_model import documents_batch
 
     with torch.no_grad():
-        expected = trainer.model.logits(trainer.model.hidden(documents_batch([[tokens]]))[0])
+        expected = model.logits(model.hidden(documents_batch([[tokens]]))[0])
     torch.testing.assert_close(Stepper(merged.decoder).feed(tokens, 8), expected, atol=1e-4, rtol=0)
     with pytest.raises(ConfigError, match="no projection 'qvk'; did you mean 'qkv'"):
         changed = dataclasses.replace(config, folder=str(tmp_path / "x"), lora=LoraConfig(targets=("qvk",)))

@@ -1,0 +1,258 @@
+"""What goes wrong in a run of several processes: ranks die, hang, and break their files; the run goes on."""
+
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from cumulo.checkpoint.saver import Saver
+from cumulo.checkpoint.store import CheckpointStore
+from cumulo.checkpoint.team import Team
+from cumulo.errors import ConfigError, TrainingError
+from cumulo.spec.layout import Layout
+from cumulo.train.config import CheckpointConfig, GuardConfig, config_text
+from cumulo.train.elastic import fitted
+from cumulo.train.hang import HangWatch, Standing, verdict
+from cumulo.train.launch import HUNG
+from cumulo.train.log import read_log
+from tests.train.kill import torment
+from tests.train.pool import run_ranks
+from tests.train.ranked import tiny, train, write_texts
+from tests.train.test_resume import DENSE, assert_same, difference, rank_state, whole_state
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("memory_every_steps", [0, 1], ids=["storage", "memory"])
+def test_ranks_that_are_killed_do_not_change_what_is_learnt(memory_every_steps: int, tmp_path: Path) -> None:
+    """See `tests/train/kill.py`, which does it more often."""
+    outcome = torment(tmp_path, 2, Layout(dp=2), seed=1, memory_every_steps=memory_every_steps)
+    assert len(outcome.kills) == 2
+    assert outcome.difference < 1e-9
+    assert outcome.same_tokens
+    assert outcome.heard.count("was ended by SIGKILL") >= 1
+    assert ("from memory" in outcome.heard) == bool(memory_every_steps)
+
+
+@pytest.mark.parametrize(
+    ("layout", "world", "expected"),
+    [
+        (Layout(dp=4), 2, Layout(dp=2)),
+        (Layout(dp=2), 4, Layout(dp=4)),  # a node came back
+        (
+            Layout(dp=4, tp=2),
+            6,
+            Layout(dp=2, tp=2),
+        ),  # 3 copies cannot share a batch of 16; one pair is left over
+        (Layout(dp=4, ep=4), 2, Layout(dp=2, ep=2)),
+        (Layout(dp=4, zero=3, shard=4), 2, Layout(dp=2, zero=3)),
+    ],
+    ids=str,
+)
+def test_a_layout_gives_way_in_its_copies_only(
+    layout: Layout, world: int, expected: Layout, tmp_path: Path
+) -> None:
+    config = tiny(tmp_path, tmp_path, layout, experts=layout.ep > 1)
+    assert fitted(config, world) == expected
+
+
+def test_too_few_ranks_for_one_copy_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"needs 4 processes at least .* and 3 were started"):
+        fitted(tiny(tmp_path, tmp_path, Layout(dp=2, tp=2, pp=2)), 3)
+
+
+def _stuck_in_a_lock(lock: threading.Lock) -> None:
+    lock.acquire()
+
+
+def _hang(rank: int, folder: Path) -> list[int]:
+    """Rank 1 does something else while the others wait for it in a collective."""
+    codes: list[int] = []
+    lock = threading.Lock()
+    lock.acquire()
+
+    def end(code: int) -> None:
+        codes.append(code)
+        if rank == 1:
+            lock.release()
+
+    with HangWatch(folder, rank, 3, 1.0, end, grace_s=5.0) as watch:
+        watch.begin(7)
+        if rank == 1:
+            _stuck_in_a_lock(lock)
+        dist.all_reduce(torch.zeros(1))
+    return codes
+
+
+def test_a_hang_is_reported_with_who_did_not_arrive(tmp_path: Path) -> None:
+    assert run_ranks(_hang, 3, tmp_path) == [[HUNG]] * 3
+    stacks = (tmp_path / "stacks.txt").read_text()
+    assert "rank 1, step 7" in stacks
+    assert "_stuck_in_a_lock" in stacks.split("rank 1, step 7")[1].split("rank 2, step 7")[0]
+    assert stacks.count("dist.all_reduce(torch.zeros(1))") == 2
+
+
+def test_a_verdict_names_the_silent_the_late_and_the_waiting() -> None:
+    found = [Standing(0, 4, True, "a.py:1 (x)", ""), Standing(2, 4, False, "b.py:2 (y)", "")]
+    text = verdict(found, 4, 30)
+    assert "step 4 has taken more than 30 s" in text
+    assert "ranks 1, 3 did not answer" in text
+    assert "rank 2 did not arrive: it stands at b.py:2 (y)" in text
+    assert "rank 0 waited at a.py:1 (x)" in text
+    alike = [Standing(rank, 4, True, "a.py:1 (x)", "") for rank in range(2)]
+    assert "all wait for each other" in verdict(alike, 2, 30)
+
+
+def test_a_step_that_goes_on_is_left_alone(tmp_path: Path) -> None:
+    codes: list[int] = []
+    with HangWatch(tmp_path, 0, 1, 0.4, codes.append, grace_s=0.1) as watch:
+        for step in range(4):
+            watch.begin(step)
+            time.sleep(0.15)
+        watch.pause()
+        time.sleep(0.6)
+    assert codes == []
+
+
+class _FullDisk(CheckpointStore):
+    """Rank 1's file system is full: its file cannot be opened for writing."""
+
+    def _own_files(self, aside: Path) -> list[Path]:
+        if self.team.rank == 1:
+            raise OSError(28, os.strerror(28))
+        return super()._own_files(aside)
+
+
+def _save_and_load(rank: int, folder: Path, layout: Layout, harm: str) -> tuple[list[str], str | None]:
+    heard: list[str] = []
+    team = Team(dist.new_group(backend="gloo"))
+    whole = whole_state(DENSE)
+    saver, store = Saver(rank, heard.append), CheckpointStore(folder, 3, heard.append, team)
+    state = rank_state(DENSE, layout, rank, whole)
+    for step in (1, 2):
+        saver.save(step, state, {"samples": step}, [store], later=True)
+        saver.wait()
+    if harm == "full disk":
+        saver.save(3, state, {}, [_FullDisk(folder, 3, heard.append, team)], later=False)
+    elif rank == 0:
+        drawn = random.Random(harm)
+        path = drawn.choice(sorted((store.path_of(2) / "tensors").glob("*.distcp")))
+        content = bytearray(path.read_bytes())
+        if harm == "flip":
+            content[drawn.randrange(len(content))] ^= 1
+        path.write_bytes(content if harm == "flip" else content[: len(content) // 2])
+    team.together(lambda: None)
+    latest = store.latest()
+    assert latest is not None
+    assert latest.facts["samples"] == (2 if harm == "full disk" else 1)
+    loaded = rank_state(DENSE, layout, rank, None)
+    store.load(latest, loaded)
+    assert_same(loaded, rank_state(DENSE, layout, rank, whole))
+    return heard, saver.failed
+
+
+@pytest.mark.parametrize("harm", ["full disk", "flip", "cut"])
+def test_what_is_broken_by_one_rank_is_known_to_all_and_the_one_before_is_used(
+    harm: str, tmp_path: Path
+) -> None:
+    results = run_ranks(_save_and_load, 4, tmp_path, Layout(dp=2, tp=2, zero=1), harm)
+    for heard, failed in results:
+        (message,) = heard
+        if harm == "full disk":
+            assert failed is not None
+            assert "No space left on device" in failed
+            assert "step 3 could not be written" in message
+            assert not list(tmp_path.glob("*.writing"))
+        else:
+            assert "step-000000002 is damaged" in message
+            assert {"flip": "hash differs", "cut": "bytes instead of"}[harm] in message
+
+
+def _disagree(rank: int) -> str:
+    team = Team(dist.new_group(backend="gloo"))
+
+    def work() -> int:
+        if rank == 1:
+            raise ValueError("mine alone")
+        return rank
+
+    try:
+        team.together(work)
+    except (ValueError, TrainingError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def test_an_error_of_one_rank_is_raised_by_all() -> None:
+    assert run_ranks(_disagree, 3) == [
+        "TrainingError: rank 1: ValueError: mine alone",
+        "ValueError: mine alone",
+        "TrainingError: rank 1: ValueError: mine alone",
+    ]
+
+
+def _launched(folder: Path, *changes: str) -> subprocess.Popen[str]:
+    source = write_texts(folder / "texts.jsonl")
+    config = tiny(folder / "run", source, Layout(dp=2), steps=400, evaluate_sequences=0)
+    (folder / "config.yaml").write_text(config_text(config))
+    command = [sys.executable, "-m", "cumulo", "train", str(folder / "config.yaml")]
+    for change in changes:
+        command += ["--set", change]
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        env=os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+def test_a_run_that_cannot_go_on_says_so_once_and_is_not_started_again(tmp_path: Path) -> None:
+    run = _launched(tmp_path, "optimizer.learning_rate=1e30", "optimizer.clip_norm=0")
+    text, _ = run.communicate(timeout=300)
+    assert run.returncode == 2, text
+    assert len(re.findall(r"stopped at step \d+: the loss", " ".join(text.split()))) == 1
+    assert "starting all" not in text
+
+
+@pytest.mark.slow
+def test_ctrl_c_reaches_all_ranks_and_they_save(tmp_path: Path) -> None:
+    run = _launched(tmp_path)
+    log = tmp_path / "run/log.csv"
+    deadline = time.monotonic() + 200
+    while len(read_log(log)) < 2 and time.monotonic() < deadline and run.poll() is None:
+        time.sleep(0.1)
+    run.send_signal(signal.SIGINT)
+    text, _ = run.communicate(timeout=200)
+    assert run.returncode == 0, text
+    (stopped,) = re.findall(r"stopped after step (\d+), saved", " ".join(text.split()))
+    assert (tmp_path / f"run/checkpoints/step-{int(stopped):09d}").is_dir()
+    assert (tmp_path / "run/model/model.safetensors").is_file()
+    assert len(read_log(log)) == int(stopped)
+
+
+def test_after_a_spike_all_ranks_go_back_together(tmp_path: Path) -> None:
+    drawn = random.Random(0)
+    noise = "".join(chr(drawn.randint(33, 126)) for _ in range(70))
+    source = tmp_path / "texts.jsonl"
+    texts = (["ab" * 100] * 40 + [noise]) * 4
+    source.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    changes: dict[str, Any] = dict(
+        steps=40, evaluate_sequences=0, batch_sequences=8, micro_batch=4,
+        guard=GuardConfig("rollback", spike_deviations=8, window_steps=10, most_rollbacks=20),
+        checkpoint=CheckpointConfig(every_steps=5, keep=2),
+    )  # fmt: skip
+    heard, found, _ = train(tiny(tmp_path / "ranks", source, Layout(dp=2), **changes))
+    expected_heard, expected, _ = train(tiny(tmp_path / "alone", source, Layout(), **changes))
+    back = [message for message in heard if "back to step" in message]
+    assert len(back) >= 1
+    assert back == [message for message in expected_heard if "back to step" in message]
+    assert difference(found, expected) < 1e-9
