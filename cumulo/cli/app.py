@@ -5,7 +5,20 @@ from typing import Annotated
 import typer
 
 from cumulo import __version__
-from cumulo.cli import bench, chat, data, doctor, explain, generate, schedule, serve, train
+from cumulo.cli import (
+    bench,
+    calibrate,
+    chat,
+    data,
+    doctor,
+    explain,
+    generate,
+    plan,
+    schedule,
+    serve,
+    simulate,
+    train,
+)
 
 app = typer.Typer(
     name="cumulo",
@@ -24,8 +37,11 @@ app.command("train", epilog=train.EXAMPLE)(train.train)
 app.command("explain", epilog=explain.EXAMPLE)(explain.explain)
 app.command("doctor", epilog=doctor.EXAMPLE)(doctor.doctor)
 app.command("schedule", epilog=schedule.EXAMPLE)(schedule.schedule)
+app.command("calibrate", epilog=calibrate.EXAMPLE)(calibrate.calibrate)
 app.add_typer(bench.app, name="bench")
 app.add_typer(data.app, name="data")
+app.add_typer(plan.app, name="plan")
+app.add_typer(simulate.app, name="simulate")
 
 
 def _print_version(wanted: bool) -> None:

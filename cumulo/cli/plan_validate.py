@@ -50,9 +50,14 @@ def validate(
     console = Console(stderr=str(json) == "-")
     chosen = [row for row in _rows(tables, console) if row.held_out or not held_out]
     if not chosen:
-        raise ConfigError("none of these rows is held out; leave --held-out away")
+        raise ConfigError(
+            "none of these rows is held out; leave --held-out away"
+            if held_out
+            else f"{tables} has no published rows that state their layout; see docs/plan-time.md for the tables"
+        )
     predictions = [predict(row) for row in track(chosen, "predicting", console=console, transient=True)]
-    summaries = by_source(predictions)
+    # With held-out rows only, "all" would be "all held out" once more.
+    summaries = [each for each in by_source(predictions) if not (held_out and each.name == "all")]
     console.print(_table(summaries))
     for prediction in sorted(predictions, key=lambda each: -abs(each.error))[:worst]:
         mark = "held out" if prediction.row.held_out else "fitted"
@@ -65,7 +70,10 @@ def validate(
         for name in dict.fromkeys(row.source for row in chosen):
             console.print(f"[bold]{name}[/bold]: {citations().get(name, 'no citation')}", highlight=False)
     if svg is not None:
-        svg.write_text(scatter_svg(predictions), "utf-8")
+        try:
+            svg.write_text(scatter_svg(predictions), "utf-8")
+        except OSError as error:
+            raise ConfigError(f"cannot draw into {svg}: {error.strerror}") from error
         console.print(f"drawn: {svg}")
     report.write_json(json, _report(summaries))
 

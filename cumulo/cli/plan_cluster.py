@@ -1,0 +1,210 @@
+"""`cumulo plan cluster`: the 100,000-GPU question, as a table here and a report with pictures in a file."""
+
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from cumulo.cli import options
+from cumulo.cli import simulate_traffic as asked
+
+if TYPE_CHECKING:
+    from cumulo.cli.report import Row
+    from cumulo.plan.cluster_goal import Assumptions, ClusterGoal
+    from cumulo.plan.cluster_plan import ClusterPlan
+    from cumulo.plan.job import TrainJob
+
+EXAMPLE = (
+    "Example: [bold]cumulo plan cluster llama-3.1-405b --gpus 100000 --tokens 15e12 --report plan.html[/bold]"
+)
+_JOB, _CLUSTER, _ASSUMED, _REPORT = "Training", "Cluster", "Assumptions (left out: as published)", "Report"
+# What the terminal shows; the report has the rest.
+_SHOWN = (
+    "job_gpus", "nodes_beside_job", "spare_nodes", "step_s", "mfu", "training_tok_s", "switches", "cables",
+    "checkpoint_bytes", "write_behind", "read_bytes_per_s", "mttf_h", "ettr_formula", "ettr_simulated",
+    "goodput_tok_s", "days", "facility_w", "energy_mwh", "cost_trillion", "cost_run",
+)  # fmt: skip
+
+
+def _assumed(text: str) -> Any:
+    return typer.Option(help=text, rich_help_panel=_ASSUMED)
+
+
+def cluster(
+    model: asked.ModelName,
+    gpus: Annotated[int, typer.Option(help="All there are, spares included.", rich_help_panel=_CLUSTER)],
+    device: Annotated[str | None, typer.Option(rich_help_panel=_CLUSTER)] = None,
+    node: Annotated[str | None, typer.Option(help="In place of --device.", rich_help_panel=_CLUSTER)] = None,
+    fabric: Annotated[str, typer.Option(rich_help_panel=_CLUSTER)] = "rail-infiniband",
+    batch: Annotated[int, typer.Option(help="Sequences of a step.", rich_help_panel=_JOB)] = 6144,
+    sequence: Annotated[int, typer.Option(help="Tokens of a sequence.", rich_help_panel=_JOB)] = 8192,
+    tokens: Annotated[float, typer.Option(help="To be trained on: 15e12.", rich_help_panel=_JOB)] = 1e12,
+    dtype: Annotated[str, typer.Option(help="bfloat16 or float8.", rich_help_panel=_JOB)] = "bfloat16",
+    fixed: Annotated[
+        str,
+        typer.Option(
+            help="tp=8,pp=16,dp=64,… as in `plan train`, instead of a search.", rich_help_panel=_JOB
+        ),
+    ] = "",
+    failures: Annotated[float | None, _assumed("Per 1,000 node-days of 8 GPUs.")] = None,
+    broken_share: Annotated[float | None, _assumed("Failures after which a node is repaired.")] = None,
+    repair: Annotated[float | None, _assumed("Hours a broken node is away.")] = None,
+    detect: Annotated[float | None, _assumed("Seconds until a failed job is placed again.")] = None,
+    storage: Annotated[float | None, _assumed("GB/s of the storage.")] = None,
+    stall: Annotated[float | None, _assumed("Share of time that checkpoints may take.")] = None,
+    pue: Annotated[float | None, _assumed("Power of the building over that of its machines.")] = None,
+    price: Annotated[float | None, _assumed("USD for a GPU and hour.")] = None,
+    seed: Annotated[int, typer.Option(help="Of the simulated failures.", rich_help_panel=_REPORT)] = 0,
+    report_file: Annotated[
+        Path | None,
+        typer.Option("--report", metavar="FILE", help="HTML, with pictures.", rich_help_panel=_REPORT),
+    ] = None,
+    catalog_file: asked.CatalogFile = None,
+    json_file: options.JsonOption = None,
+) -> None:
+    """A model to pre-train and GPUs in; fabric, layout, storage, failures, power, money and goodput out."""
+    from cumulo.cli import report as reports
+    from cumulo.cli.terminal import note, out, working
+    from cumulo.errors import ConfigError
+    from cumulo.plan.cluster_plan import plan_cluster
+    from cumulo.plan.cluster_report import report
+
+    given = {
+        "failures": failures,
+        "broken_share": broken_share,
+        "repair": repair,
+        "detect": detect,
+        "storage": storage,
+        "stall": stall,
+        "pue": pue,
+    }
+    goal = _goal(
+        model, gpus, device, node, fabric, batch, sequence, tokens, dtype, price, given, catalog_file
+    )
+    if fixed:
+        goal = replace(goal, fixed=fixed_job(fixed, goal))
+    with working("planning"):
+        plan = plan_cluster(goal, seed)
+    if report_file is not None:
+        try:
+            report_file.write_text(report(plan), "utf-8")
+        except OSError as error:
+            raise ConfigError(f"cannot write the report to {report_file}: {error.strerror}") from error
+        note(f"report written to {report_file}")
+    reports.write_json(json_file, _rows(plan), layout=str(plan.training.job.layout))
+    if str(json_file) != "-":
+        out.print(_table(plan))
+        out.print(f"layout: {plan.training.job.layout}; checkpoints: {plan.checkpoints[0].name}")
+        most = plan.sheet.figures[plan.gains[0]]
+        out.print(
+            f"what would help most: {most.label}, {most.value:+.1%} goodput"
+            if most.value >= 0.001
+            else "failures, restarts and checkpoints cost less than 0.1% of the goodput each"
+        )
+
+
+def _goal(
+    model: str,
+    gpus: int,
+    device: str | None,
+    node: str | None,
+    fabric: str,
+    batch: int,
+    sequence: int,
+    tokens: float,
+    dtype: str,
+    price: float | None,
+    given: dict[str, float | None],
+    catalog_file: Path | None,
+) -> "ClusterGoal":
+    from cumulo.errors import ConfigError
+    from cumulo.plan.cluster_goal import ClusterGoal
+
+    if dtype not in ("bfloat16", "float8"):
+        raise ConfigError(f"--dtype is bfloat16 or float8, got {dtype!r}")
+    catalog = asked.load_catalog(catalog_file)
+    found = catalog.cluster(gpus, device or (None if node else "h100-sxm"), node, fabric)
+    if price is not None:
+        found = replace(found, node=replace(found.node, device=replace(found.device, price_per_hour=price)))
+    return ClusterGoal(
+        model_name=model,
+        model=asked.model_spec(model, catalog),
+        cluster=found,
+        global_batch=batch,
+        sequence_length=sequence,
+        tokens=tokens,
+        dtype=dtype,  # type: ignore[arg-type]
+        assumptions=_assumptions(given),
+    )
+
+
+def _assumptions(given: dict[str, float | None]) -> "Assumptions":
+    from cumulo.plan.cluster_goal import Assumptions
+
+    usual = Assumptions()
+    told = {
+        one.name: replace(getattr(usual, one.name), value=value, source=f"--{one.name.replace('_', '-')}")
+        for one in fields(usual)
+        if (value := given.get(one.name)) is not None
+    }
+    return replace(usual, **told)
+
+
+def fixed_job(text: str, goal: "ClusterGoal") -> "TrainJob":
+    """As `cumulo plan train --fixed` reads it, but of as many GPUs as it names: the others are spares. What is
+    not said is what jobs of this size use: ZeRO-1, and sequence parallelism beside tensor parallelism."""
+    import math
+    import re
+
+    from cumulo.errors import ConfigError
+    from cumulo.plan.fixed import fixed_job as parse
+
+    sizes = dict(re.findall(r"\b(dp|tp|pp|cp)\s*=\s*(\d+)", text))
+    gpus = math.prod(map(int, sizes.values()))
+    if gpus > goal.cluster.gpus:
+        raise ConfigError(
+            f"the layout {text} needs {gpus:,} GPUs, and there are {goal.cluster.gpus:,}; make dp smaller, or "
+            f"ask for more GPUs"
+        )
+    usual = "zero=1,sp=true" if int(sizes.get("tp", 1)) > 1 else "zero=1"
+    job = parse(f"{usual},{text}", goal.on(max(1, gpus)))
+    if "dp" not in sizes:
+        raise ConfigError(
+            f"--fixed {text} leaves dp out; say how many copies train, the other nodes are spares"
+        )
+    return job
+
+
+def _rows(plan: "ClusterPlan") -> "list[Row]":
+    from cumulo.cli.report import Row
+
+    sheet = plan.sheet
+    return [
+        Row(
+            figure.name,
+            figure.value,
+            figure.unit,
+            note=figure.label,
+            more={"formula": sheet.shown(name), "inserted": sheet.inserted(name), "source": figure.source}
+            if figure.formula
+            else {"source": figure.source},
+        )
+        for name, figure in sheet.figures.items()
+    ]
+
+
+def _table(plan: "ClusterPlan") -> Any:
+    from rich.table import Table
+
+    from cumulo.plan.cluster_report import value
+
+    table = Table(title=f"{plan.goal.model_name} on {plan.goal.cluster}", title_justify="left")
+    table.add_column("")
+    table.add_column("", justify="right")
+    table.add_column("worked out as")
+    for name in _SHOWN:
+        figure = plan.sheet.figures[name]
+        how = plan.sheet.inserted(name) if figure.formula else figure.source
+        table.add_row(figure.label, value(figure), how)
+    return table

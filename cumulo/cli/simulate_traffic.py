@@ -1,0 +1,128 @@
+"""What `cumulo simulate` and `cumulo plan serve` are asked: their common options, and what these become."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from cumulo.plan.traffic import Slo, Traffic
+    from cumulo.spec.catalog import Catalog
+    from cumulo.spec.model import ModelSpec
+
+LENGTHS = "128, uniform:64-256, normal:MEAN,SD, lognormal:MEDIAN,SIGMA or file:LENGTHS.txt"
+TRAFFIC = "Traffic"
+
+ModelName = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL", help="A name of the catalogue, as llama-3.1-8b, or a folder with a config.json."
+    ),
+]
+Input = Annotated[str, typer.Option("--input", help=f"Prompt tokens: {LENGTHS}.", rich_help_panel=TRAFFIC)]
+Output = Annotated[str, typer.Option("--output", help="Answer tokens, likewise.", rich_help_panel=TRAFFIC)]
+SharedPrefix = Annotated[
+    int, typer.Option(help="Tokens before the prompt that others share.", rich_help_panel=TRAFFIC)
+]
+Prefixes = Annotated[int, typer.Option(help="How many different shared prefixes.", rich_help_panel=TRAFFIC)]
+Arrivals = Annotated[str, typer.Option(help="poisson, constant or burst:SIZE.", rich_help_panel=TRAFFIC)]
+Trace = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="Replay: JSON lines with arrival_s, prompt_tokens, output_tokens and, where prompts share their "
+        "beginning, prefix and prefix_tokens; or a public trace (Azure, BurstGPT, Mooncake).",
+        rich_help_panel=TRAFFIC,
+    ),
+]
+Requests = Annotated[int, typer.Option(help="Simulated at each rate.", rich_help_panel=TRAFFIC)]
+SeedOption = Annotated[int, typer.Option(help="Same seed, same traffic.", rich_help_panel=TRAFFIC)]
+SloOption = Annotated[str, typer.Option(help="The objective: ttft=500ms,itl=50ms.", rich_help_panel=TRAFFIC)]
+SloPercentile = Annotated[
+    float, typer.Option(help="Percentile of each figure that must keep it.", rich_help_panel=TRAFFIC)
+]
+CatalogFile = Annotated[
+    Path | None, typer.Option("--catalog", metavar="FILE", help="Your own devices and models (YAML).")
+]
+
+
+def load_catalog(path: Path | None) -> "Catalog":
+    from cumulo.spec.catalog import Catalog, shipped
+
+    return shipped() if path is None else Catalog.load(path)
+
+
+def model_spec(name: str, catalog: "Catalog") -> "ModelSpec":
+    """A name of the catalogue, or a folder (or file) with a Hugging Face configuration."""
+    import json
+
+    from cumulo.errors import ModelError
+    from cumulo.spec.from_huggingface import spec_from_config
+
+    path = Path(name)
+    file = path / "config.json" if path.is_dir() else path
+    if not file.is_file() or name in catalog.names("models"):
+        return catalog.model(name)
+    try:
+        return spec_from_config(json.loads(file.read_text("utf-8")))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"cannot read the configuration {file}: {error}") from error
+
+
+def parse_objective(text: str, percentile: float) -> "Slo | None":
+    from cumulo.errors import ConfigError
+    from cumulo.plan.traffic import Slo
+    from cumulo.serve.load.slo import parse_slo
+
+    if not text:
+        return None
+    bounds = parse_slo(text)
+    if bounds.tpot_s is not None or bounds.e2e_s is not None:
+        raise ConfigError("a simulated objective bounds ttft and itl; leave tpot and e2e out")
+    return Slo(bounds.ttft_s, bounds.itl_s, percentile)
+
+
+def make_traffic(
+    input_tokens: str, output_tokens: str, shared_prefix: int, prefixes: int, arrivals: str, trace: Path | None,
+    requests: int, seed: int,
+) -> "Traffic":  # fmt: skip
+    """Recorded, or drawn at one request per second; rates stretch its time."""
+    import itertools
+    import random
+
+    from cumulo.errors import ConfigError
+    from cumulo.plan.traffic import drawn_traffic
+    from cumulo.serve.load.arrivals import Arrivals as Process
+    from cumulo.serve.load.arrivals import parse_process
+    from cumulo.serve.load.lengths import parse_lengths
+
+    if trace is not None:
+        return read_any_trace(trace)
+    if requests < 2:
+        raise ConfigError(f"--requests must be 2 or more to have a rate, got {requests}; 1000 is usual")
+    process, burst = parse_process(arrivals)
+    times_s = Process(1.0, process, burst).times_s(random.Random(f"{seed}/arrivals"))
+    return drawn_traffic(
+        requests, parse_lengths(input_tokens, "--input").draw, parse_lengths(output_tokens, "--output").draw,
+        times_s=list(itertools.islice(times_s, requests)), prefix_tokens=shared_prefix, prefixes=prefixes,
+        seed=seed,
+    )  # fmt: skip
+
+
+def read_any_trace(path: Path) -> "Traffic":
+    """Our own JSON lines, or one of the public traces that the load generator reads, too."""
+    from cumulo.engine.simulated_run import Arrival
+    from cumulo.plan.traffic import Traffic, read_traffic
+    from cumulo.serve.load.trace import read_trace
+
+    if path.is_file() and '"arrival_s"' in path.read_text("utf-8", "replace").partition("\n")[0]:
+        return read_traffic(path)
+    block = 512  # tokens that a hash of Mooncake's traces stands for
+    return Traffic(
+        tuple(
+            Arrival(
+                row.time_s, row.input_tokens, row.output_tokens, tuple((name, block) for name in row.blocks)
+            )
+            for row in read_trace(path)
+        )
+    )

@@ -1,0 +1,137 @@
+"""Sheet: numbers that know where they come from. The cluster planner fills one; its report shows the formulas.
+
+    sheet = Sheet()
+    sheet.given("nodes", 12500, "", "nodes", "--gpus")
+    sheet.work_out("mttf_h", "24 / (nodes * failures_per_node_day)", "h", "mean time to failure")
+    sheet.inserted("mttf_h")    # "24 / (12,500 × 0.00379)"
+
+A formula is evaluated as it is shown, from figures that are in the sheet already, so that what a reader can check
+is what was computed.
+"""
+
+import ast
+import math
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+
+_OPERATORS: dict[type[ast.operator], tuple[Callable[[float, float], float], str]] = {
+    ast.Add: (operator.add, "+"),
+    ast.Sub: (operator.sub, "−"),
+    ast.Mult: (operator.mul, "×"),
+    ast.Div: (operator.truediv, "/"),
+    ast.Pow: (operator.pow, "^"),
+}
+
+
+def _exp(power: float) -> float:
+    """Without bound: what a formula divides by it comes to nothing."""
+    return math.exp(power) if power < 700 else math.inf
+
+
+_FUNCTIONS: dict[str, Callable[..., float]] = {
+    "sqrt": math.sqrt,
+    "exp": _exp,
+    "ceil": math.ceil,
+    "floor": math.floor,
+    "min": min,
+    "max": max,
+}
+_BINDING = {"+": 1, "−": 1, "×": 2, "/": 2, "^": 3}
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    name: str  # as formulas call it
+    label: str  # as people call it
+    value: float
+    unit: str
+    formula: str  # empty: given, measured or simulated
+    inputs: tuple[str, ...]  # figures that the formula names
+    source: str  # of a given number, or of the formula
+
+
+class Sheet:
+    """Figures by name, in the order they were made."""
+
+    def __init__(self) -> None:
+        self.figures: dict[str, Figure] = {}
+
+    def __getitem__(self, name: str) -> float:
+        return self.figures[name].value
+
+    def given(self, name: str, value: float, unit: str, label: str, source: str) -> float:
+        self._keep(Figure(name, label, value, unit, "", (), source))
+        return value
+
+    def work_out(self, name: str, formula: str, unit: str, label: str, source: str = "") -> float:
+        tree = ast.parse(formula, mode="eval").body
+        inputs = dict.fromkeys(
+            node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and node.id not in _FUNCTIONS
+        )
+        value = self._value(tree)
+        self._keep(Figure(name, label, value, unit, formula, tuple(inputs), source))
+        return value
+
+    def shown(self, name: str) -> str:
+        """The formula as people write it."""
+        return _written(ast.parse(self.figures[name].formula, mode="eval").body, lambda name: name)
+
+    def inserted(self, name: str) -> str:
+        """The formula with numbers in place of names."""
+        tree = ast.parse(self.figures[name].formula, mode="eval").body
+        return _written(tree, lambda name: number(self.figures[name].value))
+
+    def _keep(self, figure: Figure) -> None:
+        if figure.name in self.figures:
+            raise ValueError(f"the sheet has a figure {figure.name!r} already")
+        self.figures[figure.name] = figure
+
+    def _value(self, node: ast.expr) -> float:
+        match node:
+            case ast.Constant(value=int() | float() as value):
+                return value
+            case ast.Name(id=name):
+                return self.figures[name].value
+            case ast.BinOp(left, op, right):
+                return _OPERATORS[type(op)][0](self._value(left), self._value(right))
+            case ast.Call(func=ast.Name(id=name), args=arguments):
+                return _FUNCTIONS[name](*map(self._value, arguments))
+        raise ValueError(f"a formula cannot contain {ast.unparse(node)!r}")
+
+
+def number(value: float) -> str:
+    """With four digits that count, as people read them."""
+    size = abs(value)
+    if value == int(value) and size < 1e15:
+        return f"{int(value):,}"
+    if size >= 1e15 or size < 1e-3:
+        digits, exponent = f"{value:.3e}".split("e")
+        return f"{digits.rstrip('0').rstrip('.')}e{int(exponent)}"
+    text = f"{value:,.{max(0, 3 - math.floor(math.log10(size)))}f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def _written(node: ast.expr, name_of: Callable[[str], str]) -> str:
+    match node:
+        case ast.Constant(value=int() | float() as value):
+            return number(value)
+        case ast.Name(id=name):
+            return name_of(name)
+        case ast.BinOp(left, op, right):
+            sign = _OPERATORS[type(op)][1]
+            before, after = (_written(side, name_of) for side in (left, right))
+            if _strength(left) < _BINDING[sign]:
+                before = f"({before})"
+            if _strength(right) <= _BINDING[sign] and not (
+                sign in "+×" and _strength(right) == _BINDING[sign]
+            ):
+                after = f"({after})"
+            return f"{before} {sign} {after}"
+        case ast.Call(func=ast.Name(id=name), args=arguments):
+            return f"{name}({', '.join(_written(argument, name_of) for argument in arguments)})"
+    raise ValueError(f"a formula cannot contain {ast.unparse(node)!r}")
+
+
+def _strength(node: ast.expr) -> int:
+    return _BINDING[_OPERATORS[type(node.op)][1]] if isinstance(node, ast.BinOp) else 9

@@ -1,0 +1,164 @@
+"""What one step of a model must move and compute on one device: bytes and FLOPs by part. Read by `step_cost`.
+
+Tensor and expert parallelism are arithmetic on the model: a rank holds 1/tp of every matrix and of the heads, and
+1/ep of the experts, so its work is that of a smaller model. What ranks say to each other is counted apart.
+"""
+
+import math
+from dataclasses import dataclass, replace
+
+from cumulo.errors import ConfigError
+from cumulo.spec.counting import BITS_PER_WEIGHT
+from cumulo.spec.model import ModelSpec
+from cumulo.spec.parameters import parameter_shapes
+
+_EMBEDDINGS = ("embed.weight", "positions.weight")
+BITS_OF_KV = {"float32": 32, "float16": 16, "bfloat16": 16, "float8": 8}
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """How a deployment keeps its numbers."""
+
+    weights: str = "bfloat16"  # of the layers' matrices
+    experts: str = "bfloat16"  # of routed experts, which the engine leaves unquantised
+    head: str = "bfloat16"  # of the embedding and the output matrix, which are usually left unquantised
+    kv: str = "bfloat16"
+    compute: str = "bfloat16"  # of the matrix products
+    activations: str = "bfloat16"
+
+    def __post_init__(self) -> None:
+        for name in ("weights", "experts", "head", "kv"):
+            known = list(BITS_OF_KV if name == "kv" else BITS_PER_WEIGHT)
+            if getattr(self, name) not in known:
+                raise ConfigError(f"{name} can be kept as {', '.join(known)}; got {getattr(self, name)!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class StepWork:
+    """Per rank. Matrices are counted once over all layers."""
+
+    layers: int
+    moe_layers: int
+    dense_parameters: (
+        int  # of matrices that every token meets: attention, feed-forward, router, shared experts
+    )
+    expert_parameters: int  # of one routed expert, over all layers that have some
+    experts: int  # on this rank
+    experts_of_model: int
+    experts_per_token: int
+    head_parameters: int  # of the output matrix
+    held_bytes: int  # of everything this rank keeps
+    weight_bytes: float  # of one parameter of the layers' plain matrices
+    expert_bytes: float  # of one parameter of an expert
+    head_bytes: float  # of one parameter of the output matrix
+    kv_bytes_per_token: float
+    attention_flops_per_pair: int  # of a query with one key, over all layers
+    elementwise_bytes_per_token: float  # moved between the products: norms, rotation, activation
+    logit_bytes: float  # of one draw's logits
+    message_bytes: float  # a token's hidden state
+    window: int | None  # where all layers look back only so far
+
+    def experts_hit(self, tokens: int) -> float:
+        """Experts of this rank that some of so many tokens are sent to, if routing is even."""
+        if not self.experts:
+            return 0.0
+        return self.experts * (1 - (1 - self.experts_per_token / self.experts_of_model) ** tokens)
+
+
+def step_work(spec: ModelSpec, form: Format, tp: int = 1, ep: int = 1) -> StepWork:
+    """The work of one of tp ranks; its experts are spread over ep of the replica's ranks."""
+    check_split(spec, tp, ep)
+    held, dense, experts = 0.0, 0, 0
+    bits, expert_bits, head_bits = (BITS_PER_WEIGHT[kind] for kind in (form.weights, form.experts, form.head))
+    for name, shape in parameter_shapes(spec).items():
+        count = math.prod(shape)
+        if ".experts." in name:
+            share = count / (ep if ep > 1 else tp)
+            experts += count
+            held += share * expert_bits / 8
+        elif len(shape) < 2 or ".router." in name:
+            held += count * 2
+        elif name in _EMBEDDINGS or name == "head.weight":
+            held += count / tp * head_bits / 8
+        else:
+            dense += count
+            held += count / tp * bits / 8
+    moe = spec.moe
+    moe_layers = sum(spec.is_moe_layer(layer) for layer in range(spec.layers))
+    kv_heads = max(1, spec.kv_cache_heads // tp)  # fewer heads than ranks: some hold the same
+    value_dim = spec.mla.kv_rank if spec.mla else spec.kv_value_dim
+    windowed = spec.sliding_window is not None and spec.windowed_layers is None
+    number_bytes = BITS_OF_KV.get(form.activations, 16) / 8
+    return StepWork(
+        layers=spec.layers,
+        moe_layers=moe_layers,
+        dense_parameters=dense // tp,
+        expert_parameters=0 if moe is None else experts // moe.experts // (1 if ep > 1 else tp),
+        experts=0 if moe is None else moe.experts // ep,
+        experts_of_model=0 if moe is None else moe.experts,
+        experts_per_token=0 if moe is None else moe.experts_per_token,
+        head_parameters=spec.vocab_size * spec.hidden // tp,
+        held_bytes=math.ceil(held),
+        weight_bytes=bits / 8,
+        expert_bytes=expert_bits / 8,
+        head_bytes=head_bits / 8,
+        kv_bytes_per_token=spec.layers
+        * kv_heads
+        * (spec.kv_key_dim + spec.kv_value_dim)
+        * BITS_OF_KV[form.kv]
+        / 8,
+        attention_flops_per_pair=2 * spec.layers * (spec.heads // tp) * (spec.kv_key_dim + value_dim),
+        elementwise_bytes_per_token=number_bytes * _elementwise_numbers(spec, tp, moe_layers),
+        logit_bytes=number_bytes * spec.vocab_size / tp,
+        message_bytes=number_bytes * spec.hidden,
+        window=spec.sliding_window if windowed else None,
+    )
+
+
+def check_split(spec: ModelSpec, tp: int, ep: int) -> None:
+    if tp < 1 or spec.heads % tp:
+        options = [size for size in range(1, spec.heads + 1) if spec.heads % size == 0]
+        near = min(options, key=lambda size: abs(size - tp))
+        raise ConfigError(f"tp {tp} does not divide the model's {spec.heads} heads; {near} would")
+    if ep < 1 or (ep > 1 and (spec.moe is None or spec.moe.experts % ep)):
+        what = "the model has no experts to spread; leave ep out" if spec.moe is None else (
+            f"{spec.moe.experts} experts cannot be spread evenly over {ep} ranks"
+        )  # fmt: skip
+        raise ConfigError(f"ep {ep}: {what}")
+
+
+def rank_spec(spec: ModelSpec, tp: int, ep: int) -> ModelSpec:
+    """The smaller model a rank seems to run; for the memory ledger, which counts buffers by it."""
+    check_split(spec, tp, ep)
+    moe = spec.moe
+    if moe is not None:
+        moe = replace(
+            moe,
+            experts=max(moe.experts_per_token, moe.experts // ep),
+            expert_hidden=moe.expert_hidden if ep > 1 else max(1, moe.expert_hidden // tp),
+            shared_hidden=moe.shared_hidden // tp,
+            groups=1,
+            top_groups=1,
+        )
+    return replace(
+        spec,
+        heads=spec.heads // tp,
+        kv_heads=max(1, spec.kv_heads // tp),
+        ffn_hidden=max(1, spec.ffn_hidden // tp),
+        vocab_size=max(1, spec.vocab_size // tp),
+        moe=moe,
+    )
+
+
+def _elementwise_numbers(spec: ModelSpec, tp: int, moe_layers: int) -> float:
+    """Numbers one token moves outside the products, over all layers: two norms in and out, queries and keys rotated
+    and written to pages, both sides of the feed-forward in and their product out."""
+    qkv = (spec.heads + 2 * spec.kv_heads) * spec.head_dim / tp
+    dense = spec.layers * (4 * spec.hidden + 2 * qkv) + (spec.layers - moe_layers) * 3 * spec.ffn_hidden / tp
+    if spec.moe is None:
+        return dense
+    # A token's choices are gathered to their experts and their results added up.
+    choice = 3 * spec.moe.expert_hidden / tp + 3 * spec.hidden
+    shared = 3 * spec.moe.shared_hidden / tp
+    return dense + moe_layers * (spec.moe.experts_per_token * choice + shared)

@@ -1,0 +1,179 @@
+"""`cumulo simulate serve` and `cumulo plan serve`, as a user types them."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from cumulo.cli import plan_serve, simulate
+from cumulo.cli.app import app
+from cumulo.errors import CumuloError
+
+FAST = ["--requests", "60", "--input", "200", "--output", "20"]
+
+
+@pytest.fixture(scope="module")
+def plan_app() -> typer.Typer:
+    """The verb by itself, whatever else `cumulo plan` has."""
+    made = typer.Typer(pretty_exceptions_enable=False)
+    made.command("serve")(plan_serve.serve)
+    made.command("other")(lambda: None)
+    return made
+
+
+def run(*words: str, of: typer.Typer = app) -> str:
+    result = CliRunner().invoke(of, list(words))
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def report_of(path: Path, *words: str, of: typer.Typer = app) -> dict[str, Any]:
+    run(*words, "--json", str(path), of=of)
+    return json.loads(path.read_text())
+
+
+def test_a_simulation_reports_latencies_and_is_the_same_every_time(tmp_path: Path) -> None:
+    words = ["simulate", "serve", "llama-3.1-8b", "--rate", "10,20", *FAST]
+    first, second = (report_of(tmp_path / name, *words) for name in ("a.json", "b.json"))
+    assert [trial["rate"] for trial in first["trials"]] == [10.0, 20.0]
+    assert first["trials"] == second["trials"]
+    rows = {row["name"]: row["value"] for row in first["rows"]}
+    assert rows["first token, p50"] < rows["first token, p99"]
+    assert rows["simulated"] > 1 and rows["output"] > 0
+
+
+def test_the_capacity_is_found_and_drawn(tmp_path: Path) -> None:
+    picture = tmp_path / "load.svg"
+    words = [
+        "simulate",
+        "serve",
+        "qwen3-8b",
+        "--slo",
+        "ttft=300ms,itl=40ms",
+        "--find-capacity",
+        "--svg",
+        str(picture),
+    ]
+    rows = {row["name"]: row for row in report_of(tmp_path / "a.json", *words, *FAST)["rows"]}
+    assert rows["highest rate that holds"]["value"] > 1 and rows["users"]["value"] > 30
+    assert rows["first token, p99"]["ok"] and rows["between tokens, p99"]["ok"]
+    root = ElementTree.fromstring(picture.read_text())
+    assert len(root.findall(".//{http://www.w3.org/2000/svg}polyline")) == 4
+
+
+def test_a_recorded_trace_is_replayed(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    shared = {"prompt_tokens": 300, "output_tokens": 9, "prefix": "a", "prefix_tokens": 256}
+    trace.write_text("".join(json.dumps({"arrival_s": 0.1 * index, **shared}) + "\n" for index in range(30)))
+    found = report_of(tmp_path / "a.json", "simulate", "serve", "llama-3.1-8b", "--trace", str(trace))
+    rows = {row["name"]: row["value"] for row in found["rows"]}
+    assert rows["requests"] == pytest.approx(10.0)
+    assert rows["prompt tokens from the cache"] == pytest.approx(100 * 256 / 300 * 29 / 30, rel=1e-3)
+
+
+def test_requests_that_all_come_at_once_have_no_rate(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    line = json.dumps({"arrival_s": 0.0, "prompt_tokens": 100, "output_tokens": 9}) + "\n"
+    trace.write_text(10 * line)
+    found = report_of(tmp_path / "a.json", "simulate", "serve", "llama-3.1-8b", "--trace", str(trace))
+    assert found["trials"][0]["rate"] is None and found["trials"][0]["finished"] == 10
+    with pytest.raises(CumuloError, match="come at once"):
+        run("simulate", "serve", "llama-3.1-8b", "--trace", str(trace), "--rate", "5")
+
+
+def test_a_public_trace_with_block_hashes_is_replayed_too(tmp_path: Path) -> None:
+    trace = tmp_path / "mooncake.jsonl"
+    line = {"input_length": 1100, "output_length": 5, "hash_ids": [1, 2, 3]}
+    trace.write_text("".join(json.dumps({"timestamp": index, **line}) + "\n" for index in range(20)))
+    found = report_of(tmp_path / "a.json", "simulate", "serve", "llama-3.1-8b", "--trace", str(trace))
+    rows = {row["name"]: row["value"] for row in found["rows"]}
+    assert rows["prompt tokens from the cache"] == pytest.approx(
+        100 * 1088 / 1100 * 19 / 20, rel=1e-3
+    )  # whole blocks of 64
+
+
+def test_a_folder_with_a_configuration_is_a_model(tmp_path: Path) -> None:
+    config = {
+        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 256, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 512, "vocab_size": 1000,
+        "max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "torch_dtype": "bfloat16",
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert "answered" in run("simulate", "serve", str(tmp_path), *FAST)
+
+
+def test_a_plan_names_the_cheapest_the_second_best_and_what_bounds_it(
+    tmp_path: Path, plan_app: typer.Typer
+) -> None:
+    words = [
+        "serve",
+        "llama-3.1-8b",
+        "--rate",
+        "30",
+        "--slo",
+        "ttft=300ms,itl=40ms",
+        "--devices",
+        "h200,h100-sxm,l40s",
+    ]
+    found = report_of(tmp_path / "plan.json", *words, *FAST, of=plan_app)
+    best, second = found["plans"]
+    assert best["price_per_hour"] <= second["price_per_hour"]
+    assert best["headroom"] >= -0.02 and best["gpus"] >= 1 and best["report"]["ttft_s"]["at_slo"] <= 0.3
+    rows = {row["name"]: row for row in found["rows"]}
+    assert "bounded by" in rows["headroom"]["note"] and "dearer" in rows["second best"]["note"]
+    text = run(*words, *FAST, "--together", of=plan_app)
+    assert "rests on" in text and "were simulated" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--rate", "0"], "--rate must be a number above 0"),
+        (["--rate", "-3"], "--rate must be a number above 0"),
+        (["--input", "-5"], "at least 1"),
+        (["--output", "0"], "at least 1"),
+        (["--device", "h300"], "did you mean h"),
+        (["--tp", "3"], "does not divide"),
+        (["--tp", "0"], "does not divide"),
+        (["--ep", "2", "--tp", "2"], "no experts"),
+        (["--weights", "int3"], "weights are bfloat16"),
+        (["--device", "cpu"], "no measured products of bfloat16"),
+        (["--find-capacity"], "add --slo"),
+        (["--slo", "e2e=1s"], "bounds ttft and itl"),
+        (["--slo", "ttft=0s"], "more than 0 s"),
+        (["--shared-prefix", "-1"], "0 or more are needed"),
+        (["--requests", "1"], "2 or more"),
+        (["--input", "200000"], "131,072"),
+        (["--trace", "missing.jsonl"], "cannot read the trace"),
+    ],
+)
+def test_nonsense_is_refused_with_what_would_work(words: list[str], says: str) -> None:
+    with pytest.raises(CumuloError, match=says):
+        run("simulate", "serve", "llama-3.1-8b", *words)
+
+
+def test_a_model_that_does_not_fit_is_refused_with_its_size() -> None:
+    with pytest.raises(CumuloError, match=r"take 756\.\d GiB of 139\.7 GiB each; tp 8 would fit"):
+        run("simulate", "serve", "llama-3.1-405b")
+
+
+def test_simulating_and_planning_import_no_torch() -> None:
+    code = (
+        "import sys; from cumulo.cli import simulate, plan_serve; import cumulo.plan.serve_search;"
+        "import cumulo.plan.step_cost_fit;"
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_the_verbs_are_listed_with_an_example() -> None:
+    assert "find-capacity" in run("simulate", "serve", "--help")
+    assert "cumulo simulate serve" in simulate.EXAMPLE and "cumulo plan serve" in plan_serve.EXAMPLE
