@@ -8,7 +8,25 @@ from pathlib import Path
 if not any(Path("/dev").glob("nvidia[0-9]*")):
     os.environ["TRITON_INTERPRET"] = "1"
 
+import pytest
 from hypothesis import settings
+
+from tests import thorough
 
 settings.register_profile("cumulo", deadline=None, derandomize=True)
 settings.load_profile("cumulo")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--thorough", action="store_true", help="also the many further cases marked thorough")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    thorough.chosen = config.getoption("--thorough")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--thorough"):
+        for item in items:
+            if item.get_closest_marker("thorough"):
+                item.add_marker(pytest.mark.skip(reason="one of many like it: run with --thorough"))

@@ -57,7 +57,12 @@ class MemoryStore:
         self.place = f"memory ({folder})"
         self.nodes = team.together(lambda: node or node_name())
         self.keepers = keepers(self.nodes)
-        team.together(lambda: folder.mkdir(parents=True, exist_ok=True))
+        team.together(self._clean)
+
+    def _clean(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for left in self.folder.glob(f"*{_UNFINISHED}"):  # by a rank that died while it wrote
+            left.unlink(missing_ok=True)
 
     # -- saving --------------------------------------------------------------------------------------------
     def write(self, step: int, parts: Sequence[Part], facts: Mapping[str, Any]) -> None:

@@ -47,7 +47,8 @@ def measure(mebibytes: int, repeats: int, folder: Path | None, tell: Callable[[s
     waited, stalled = statistics.median(waited_s), statistics.median(stalled_s)
     return [
         Row("stall of an asynchronous save", 100 * stalled / waited, "% of a synchronous one", "lower",
-            must=100 * STALL_SHARE, note=f"{1000 * stalled:.0f} ms of {waited:.2f} s, {size_gib:.2g} GiB"),
+            must=100 * STALL_SHARE, note=f"{1000 * stalled:.0f} ms of {waited:.2f} s, {size_gib:.2g} GiB; "
+            f"{STEP_S:g} s until the state changes"),
         Row("synchronous save", size_gib / waited, "GiB/s", note="hashed and forced to disk"),
         Row("save to memory", size_gib / in_memory_s, "GiB/s", note="one process, no peer"),
         Row("verified load", size_gib / load_s, "GiB/s"),

@@ -51,6 +51,8 @@ def calibrate(
     from cumulo.plan.compute_profile import Profiles
     from cumulo.spec import catalog
 
+    if not out.parent.is_dir():
+        raise ConfigError(f"there is no folder {out.parent} to write {out.name} into")
     console = Console()
     cuda = torch.cuda.is_available()
     found = (

@@ -96,6 +96,9 @@ def cluster(
     if str(json_file) != "-":
         out.print(_table(plan))
         out.print(f"layout: {plan.training.job.layout}; checkpoints: {plan.checkpoints[0].name}")
+        idle = plan.sheet["nodes_beside_job"] - plan.sheet["spare_nodes"]
+        if not fixed and idle > 0.1 * plan.sheet["nodes"]:
+            note(f"{idle:,.0f} nodes neither train nor are needed as spares: a larger --batch could use them")
         most = plan.sheet.figures[plan.gains[0]]
         out.print(
             f"what would help most: {most.label}, {most.value:+.1%} goodput"

@@ -141,7 +141,9 @@ def _take_tokens(
 
 
 def _extend(sequence: Sequence, known: int) -> None:
-    sequence.tokens.frombytes(bytes(sequence.tokens.itemsize * (known - len(sequence.tokens))))
+    """Tokens up to `known`: which ones is all the same."""
+    tokens = sequence.tokens
+    tokens.frombytes(bytes(tokens.itemsize * (known - len(tokens))))
 
 
 def _restore(
@@ -156,15 +158,17 @@ def _restore(
     """Leave everything as if the scheduler had planned all of it; returns its last plan, which is in flight."""
     rows = [sequence for sequence in running if steps_of[sequence] >= steps]
     plan = StepPlan(index + steps - 1)
+    last_step, later = plan.index, steps - 1
     for sequence in rows:
-        position = first[sequence] + steps - 1
-        _extend(sequence, position + 1)
-        sequence.computed, sequence.pending, sequence.last_step = position + 1, 1, plan.index
-        sequence.request.share.output_tokens += steps - 1
-        if steps > 1:
-            sequence.request.tag.last_token_s = now_s
-        plan.slots.append(sequence.slot)
-        plan.starts.append(position)
+        known = first[sequence] + steps
+        _extend(sequence, known)
+        sequence.computed, sequence.pending, sequence.last_step = known, 1, last_step
+        request = sequence.request
+        request.share.output_tokens += later
+        if later:
+            request.tag.last_token_s = now_s
+    plan.slots = [sequence.slot for sequence in rows]
+    plan.starts = [sequence.computed - 1 for sequence in rows]
     plan.counts = [1] * len(rows)
     plan.draw_rows, plan.draw_slots = list(range(len(rows))), plan.slots
     scheduler.running = rows

@@ -74,8 +74,8 @@ def plan_cluster(goal: ClusterGoal, seed: int = 0) -> ClusterPlan:
     if best.ettr < _LEAST_ETTR:
         restart_s = sheet[f"restart_{best.key}_s"]
         raise ConfigError(
-            f"the job would fail every {sheet['mttf_s']:,.3g} s and need {restart_s:,.3g} s to train again: it "
-            f"would train {best.ettr:.1%} of the time; take fewer GPUs, or lower --failures or --detect"
+            f"the job would fail every {sheet['mttf_s']:,.0f} s and need {restart_s:,.0f} s to train again: it "
+            f"would train less than {_LEAST_ETTR:.0%} of the time; take fewer GPUs, or lower --failures or --detect"
         )
     spares = Spares(int(sheet["nodes_beside_job"]), sheet["repair"] * 3600, sheet["broken_share"])
     sweeps = {tier.key: sweep_intervals(tier, spares, seed) for tier in checkpoints}

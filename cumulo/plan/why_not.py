@@ -67,7 +67,10 @@ def _enough_gpus(goal: TrainGoal) -> int | None:
 def _nothing_divides(goal: TrainGoal) -> str:
     gpus, batch = goal.cluster.gpus, goal.global_batch
     asked = f"{gpus:,} GPUs cannot share a batch of {batch:,} sequences of {goal.sequence_length:,} tokens"
-    for other in sorted(range(1, 4 * max(batch, gpus) + 1), key=lambda size: (abs(size - batch), -size)):
+    near = range(max(1, batch - 64), batch + 65)
+    shared = (gpus // part for part in range(1, 65) if gpus % part == 0)
+    powers = (1 << exponent for exponent in range((4 * max(batch, gpus)).bit_length()))
+    for other in sorted({*near, *shared, *powers}, key=lambda size: (abs(size - batch), -size)):
         if next(shapes(replace(goal, global_batch=other), _LEAST), None) is not None:
             return f"{asked} in any layout of this model; a batch of {other:,} can be shared"
     return f"{asked} in any layout of this model; take a power of two of both"

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -23,18 +24,24 @@ from cumulo.train.trainer import Ranks, Trainer, TrainResult, Watcher
 _CHECKPOINT_TIMEOUT = timedelta(hours=6)  # data is prepared, and large files are hashed, while others wait
 
 
-def was_restarted() -> bool:
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
-
-
 def run_worker(config: TrainConfig, resume: bool, watcher: Watcher | None) -> TrainResult | None:
-    """Train as the rank that the environment says; None: there is nothing to do for it, or it is not the first."""
+    """Train as the rank that the environment says; None: there is nothing to do for it."""
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     config = replace(config, layout=fitted(config, world))
     if rank >= config.layout.world:
         return None
     with joined(config, rank) as ranks:
-        return Trainer(config, resume=resume or was_restarted(), watcher=watcher, ranks=ranks).run()
+        again = ranks.team.first(lambda: _began_before(Path(config.folder)))
+        return Trainer(config, resume=resume or again, watcher=watcher, ranks=ranks).run()
+
+
+def _began_before(folder: Path) -> bool:
+    """Whether this job's ranks were started earlier, and died or were joined by others. Called by one of them."""
+    job, mark = os.environ.get("TORCHELASTIC_RUN_ID", "none"), folder / "job"
+    known = job != "none" and mark.is_file() and mark.read_text("utf-8") == job
+    folder.mkdir(parents=True, exist_ok=True)
+    mark.write_text(job, "utf-8")
+    return known or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
 
 
 def lost_another(error: BaseException) -> bool:

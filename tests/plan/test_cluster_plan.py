@@ -167,12 +167,18 @@ def test_the_command_writes_a_report_and_json(tmp_path):
     assert rows["mttf_h"]["formula"] == "mttf_s / 3,600"
 
 
+def test_a_batch_too_small_for_the_cluster_is_said():
+    result = run("qwen3-1.7b", "--gpus", "1024", "--batch", "1")
+    assert result.exit_code == 0, result.output
+    assert "a larger --batch could use them" in " ".join(result.output.split())
+
+
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
         (("llama-3.1-405b", "--gpus", "0"), "1 or more GPUs"),
         (("llama-3.1-405", "--gpus", "1024"), "did you mean llama-3.1-405b"),
-        (("llama-3.1-405b", "--gpus", "16"), "of these GPUs would hold it"),
+        (("llama-3.1-405b", "--gpus", "16", "--batch", "64"), "of these GPUs would hold it"),
         (("llama-3.1-8b", "--gpus", "64", "--tokens", "inf"), "tokens to train on"),
         (("llama-3.1-8b", "--gpus", "64", "--price", "inf"), "price of a GPU"),
         (("llama-3.1-8b", "--gpus", "64", "--repair", "1e9"), "none is left to train"),

@@ -7,6 +7,7 @@ from cumulo.spec.layout import Layout
 from cumulo.spec.model import MLASpec, ModelSpec, MoESpec
 from cumulo.train.config import DataConfig, ModelConfig, OptimizerConfig, ScheduleConfig, TrainConfig
 from cumulo.train.verify import Outcome, train_rank
+from tests import thorough
 from tests.train.pool import run_ranks
 
 VOCABULARY, LENGTH = 32, 16
@@ -25,10 +26,13 @@ LATENT = replace(
 SPECS = {"dense": DENSE, "experts": EXPERTS, "latent": LATENT}
 
 
-def train_config(layout: Layout, rows: int, micro: int = 1, steps: int = 20, **changes: Any) -> TrainConfig:
+def train_config(
+    layout: Layout, rows: int, micro: int = 1, steps: int | None = None, **changes: Any
+) -> TrainConfig:
     """Any spec goes with it: the configuration says nothing of the model."""
     return TrainConfig(
-        steps=steps, batch_sequences=rows, micro_batch=micro, dtype="float64", balance_loss=0.1, seed=3,
+        steps=steps or (20 if thorough.chosen else 5), batch_sequences=rows, micro_batch=micro,
+        dtype="float64", balance_loss=0.1, seed=3,
         device="cpu", data=DataConfig(sequence_length=LENGTH), model=ModelConfig(start_from="the test's spec"),
         schedule=ScheduleConfig("constant", warmup_steps=0),
         optimizer=OptimizerConfig(learning_rate=1e-2, clip_norm=0.5), layout=layout, **changes,

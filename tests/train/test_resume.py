@@ -135,7 +135,9 @@ def test_a_state_is_stored_once_and_evenly(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("chain", range(4))
+@pytest.mark.parametrize(
+    "chain", [0, *(pytest.param(chain, marks=pytest.mark.thorough) for chain in (1, 2, 3))]
+)
 def test_a_run_that_changes_its_layout_after_every_step_learns_the_same(chain: int, tmp_path: Path) -> None:
     """Seven layouts of up to 8 processes one after the other: six pairs of saving under one and going on under
     another, all against one process that never stopped."""
