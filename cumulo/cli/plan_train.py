@@ -102,7 +102,7 @@ def train(
             raise ConfigError(f"{name} is {', '.join(choices)}; got {value!r}")
     for option, amount in (("--tokens", tokens), ("--memory-gib", memory_gib)):
         if amount is not None and not 0 < amount < float("inf"):
-            raise ConfigError(f"{option} must be a number more than 0, got {amount:g}")
+            raise ConfigError(f"{option} must be more than 0 and finite, got {amount:g}")
     catalog = asked.load_catalog(catalog_file)
     wanted = device if device or node else "h100-sxm"
     goal = TrainGoal(
