@@ -134,7 +134,7 @@ def family(name: str) -> Family:
     found = FAMILIES.get(name.lower().replace("_", "-"))
     if found is None:
         near = difflib.get_close_matches(name.lower(), FAMILIES, n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
+        hint = f"; did you mean {near[0]}?" if near else "."
         raise InvalidRequest(f"there is no schedule {name!r}{hint} There are: {', '.join(FAMILIES)}")
     return found
 

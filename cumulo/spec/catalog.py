@@ -162,8 +162,9 @@ def _build(kind: type[T], fields: Mapping[str, Any], where: str) -> T:
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:
-    names = list(known)
-    close = difflib.get_close_matches(str(name).lower(), names, 3, 0.5)
+    names, wanted = list(known), str(name).lower()
+    begun = [known_name for known_name in names if wanted and known_name.startswith(wanted)]
+    close = begun[:3] or difflib.get_close_matches(wanted, names, 3, 0.5)
     if close:
         return f"; did you mean {' or '.join(close)}?"
     return f"; there are: {', '.join(names)}"

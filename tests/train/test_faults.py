@@ -270,7 +270,7 @@ def _end(node: subprocess.Popen[bytes]) -> None:
     node.wait()
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_when_a_node_is_lost_the_run_goes_on_without_it_from_its_copy_in_a_peers_memory(
     tmp_path: Path,
 ) -> None:

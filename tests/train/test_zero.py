@@ -28,7 +28,11 @@ def test_ranks_that_share_the_work_move_the_weights_as_one_process_does(
     compare(layout, Case(spec))
 
 
-@pytest.mark.parametrize("recompute", [False, True, ("norm", "attention", "activation")], ids=str)
+@pytest.mark.parametrize(
+    "recompute",
+    [False, pytest.param(True, marks=pytest.mark.thorough), ("norm", "attention", "activation")],
+    ids=str,
+)
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_weight_gradients_may_come_after_and_apart_from_the_inputs(
     zero: int, recompute: bool | tuple[str, ...]
