@@ -2,6 +2,7 @@
 
     python benchmarks/fit_network.py                   # fit, and say how well rows are predicted that were held out
     python benchmarks/fit_network.py --json report.json
+    python benchmarks/fit_network.py --leave-out       # each run of several nodes, by what others' cards reach
 
 Held out, in turn: every third message size, and all rows of 4 GPUs; the numbers printed last are fitted to all.
 """
@@ -14,7 +15,7 @@ import statistics
 from collections.abc import Callable
 from pathlib import Path
 
-from cumulo.plan.network_check import Timing, measured
+from cumulo.plan.network_check import Timing, measured, published, published_runs
 from cumulo.plan.network_profile import profile_from
 from cumulo.spec import catalog
 
@@ -85,11 +86,48 @@ def say(title: str, rows: list[Timing]) -> dict:
     return found
 
 
+def leave_runs_out() -> list[dict]:
+    """Each run of several domains, predicted with the share of line rate that the largest messages of the other
+    runs over its kind of network reach."""
+    rows = [row for row in published() if row.domains > 1]
+    transport = {name: run["transport"] for name, run in published_runs().items()}
+    reached = {name: card_factor(name) for name in dict.fromkeys(row.run for row in rows)}
+    report = []
+    for name in reached:
+        alike = [reached[other] for other in reached if other != name and transport[other] == transport[name]]
+        known = [factor for factor in alike if factor is not None]
+        factor = statistics.median(known) if known else 1.0
+        some = [row for row in published({name: factor}) if row.run == name]
+        report.append(say(f"{name} by {len(known)} others (cards × {factor:.3f})", some))
+    return report
+
+
+def card_factor(name: str) -> float | None:
+    """With which its largest message is predicted right; None where its cards are not the limit."""
+
+    def error(factor: float) -> float:
+        return max(
+            (row for row in published({name: factor}) if row.run == name), key=lambda row: row.size_bytes
+        ).error
+
+    low, high = 0.7, 1.3
+    if error(low) < 0 or error(high) > 0:
+        return None
+    for _ in range(30):
+        middle = (low + high) / 2
+        low, high = (middle, high) if error(middle) > 0 else (low, middle)
+    return low
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path)
     parser.add_argument("--rounds", type=int, default=25)
+    parser.add_argument("--leave-out", action="store_true", help="leave out runs of several nodes in turn")
     options = parser.parse_args()
+    if options.leave_out:
+        leave_runs_out()
+        return
     report: list[dict] = []
     splits: dict[str, Callable[[Timing], bool]] = {
         "every third size held out": lambda row: row.size_bytes.bit_length() % 3 != 0,

@@ -3,6 +3,7 @@
     python benchmarks/fit_training.py                      # prints what changes
     python benchmarks/fit_training.py --write              # and writes it into the package
     python benchmarks/fit_training.py --only fsdp-2023     # one generation of software
+    python benchmarks/fit_training.py --leave-out source   # errors of each source under constants fitted without it
 
 For each family of profiles, the logarithms of a few constants are moved by damped Gauss–Newton steps (Levenberg
 1944, Marquardt 1963) so that log(predicted / published) becomes small over its rows. Rows far off count less
@@ -14,7 +15,7 @@ import argparse
 import math
 import re
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from training_families import FAMILIES, LIMITS, PRIORS, TIED, Family
 
 from cumulo.plan import compute_profile
 from cumulo.plan.compute_profile import Profile, Profiles
+from cumulo.plan.evidence import half_width
 from cumulo.plan.published import PublishedRow, rows
 from cumulo.plan.train_time import step_time
 
@@ -96,8 +98,10 @@ class Fit:
         far = np.sum(np.sqrt(error**2 + NOISE**2) - NOISE) / NOISE
         return float(far + 0.5 * np.sum(((logs - self.prior) / self.looseness) ** 2))
 
-    def run(self, rounds: int = 40) -> dict[str, Profile]:
+    def run(self, rounds: int = 40, from_prior: bool = False) -> dict[str, Profile]:
         logs = np.log([max(getattr(self.start[profile], name), 1e-9) for profile, name in self.names])
+        if from_prior:
+            logs = self.prior.copy()
         self.play(self.profiles(logs), self.rows)
         error, damping = self.errors(self.profiles(logs), self.rows), 1e-2
         for turn in range(rounds):
@@ -139,20 +143,24 @@ def main() -> None:
     parser.add_argument(
         "--errors", action="store_true", help="only write the errors that the constants leave"
     )
+    parser.add_argument(
+        "--leave-out", choices=list(KEYS), help="refit without each of these in turn, and print its errors"
+    )
     parser.add_argument("--only", default="", help="families whose name begins so")
     parser.add_argument("--worst", type=int, default=0, help="print this many rows that are furthest off")
     options = parser.parse_args()
     if options.errors:
         write_errors(options.only)
         return
+    if options.leave_out:
+        leave_out(options.leave_out, options.only)
+        return
     every: dict[bool, list[float]] = {False: [], True: []}
     for title, family in FAMILIES.items():
         if not title.startswith(options.only):
             continue
-        known = Profiles.load()
-        profiles = {name: known.named(name) for name in family.own}
-        mine = {name: [row for row in rows() if of_profile(row, profiles[name], known)] for name in profiles}
-        seen = {name: [row for row in some if not row.held_out] for name, some in mine.items()}
+        profiles, mine = rows_of_family(family)
+        seen = kept(mine, lambda row: not row.held_out)
         fit = Fit(family, profiles, seen)
         found = fit.run()
         print(f"{title}: {len(family.parameters)} constants")
@@ -175,6 +183,60 @@ def main() -> None:
         write_errors(options.only)
     for label, held_out in (("fitted", False), ("held out", True)):
         print(f"all {label}: {spread(np.array(every[held_out]))}")
+
+
+def rows_of_family(family: Family) -> tuple[dict[str, Profile], dict[str, list[PublishedRow]]]:
+    known = Profiles.load()
+    profiles = {name: known.named(name) for name in family.own}
+    mine = {name: [row for row in rows() if of_profile(row, profiles[name], known)] for name in profiles}
+    return profiles, mine
+
+
+def kept(some: Rows, want: Callable[[PublishedRow], bool]) -> dict[str, list[PublishedRow]]:
+    return {name: [row for row in mine if want(row)] for name, mine in some.items()}
+
+
+def ways(row: PublishedRow) -> list[str]:
+    layout = row.job.layout
+    sizes = {"tensor": layout.tp, "pipeline": layout.pp, "context": layout.cp}
+    return [name for name, size in sizes.items() if size > 1] + ["experts"] * (row.job.model.moe is not None)
+
+
+# What rows can be left out by: a row is left out with each of its names.
+KEYS: dict[str, Callable[[PublishedRow], list[str]]] = {
+    "source": lambda row: [row.source],
+    "model": lambda row: [f"{row.job.model.layers} layers of {row.job.model.hidden}"],
+    "way": ways,
+}
+
+
+def leave_out(what: str, only: str) -> None:
+    """What rows nobody has seen will look like: the errors of all rows of a source (a model, a way to split), under
+    constants that were fitted, from what their meaning suggests, to the other rows of its family alone."""
+    every: list[float] = []
+    inside: list[bool] = []
+    for title, family in FAMILIES.items():
+        if not title.startswith(only):
+            continue
+        profiles, mine = rows_of_family(family)
+        for name in dict.fromkeys(name for some in mine.values() for row in some for name in KEYS[what](row)):
+            rest = kept(mine, lambda row, name=name: name not in KEYS[what](row) and not row.held_out)
+            fit = Fit(family, profiles, rest)
+            found = fit.run(rounds=15, from_prior=True)
+            out = kept(mine, lambda row, name=name: name in KEYS[what](row))
+            fit.play(found, out)
+            error = fit.errors(found, out)
+            every += list(error)
+            left = [row for some in out.values() for row in some]
+            names = {row.name for row in left}
+            widths = [half_width(row.job, row.cluster, without=names) for row in left]
+            covered = [bool(abs(off) <= width) for off, width in zip(error, widths, strict=True)]
+            inside += covered
+            others = sum(map(len, rest.values()))
+            print(
+                f"{title}, without {name}: {spread(error)}; {sum(covered)} in the interval; by {others} others"
+            )
+    print(f"all: {spread(np.array(every))}; {sum(inside) / len(inside):.0%} in the interval")
 
 
 def of_profile(row: PublishedRow, profile: Profile, known: Profiles) -> bool:
@@ -215,7 +277,7 @@ def set_constant(profile: str, name: str, value: str) -> None:
 def write_errors(only: str) -> None:
     """Each row's error under the constants, and under constants fitted without it and its fold: an error that has
     not been fitted away, of which intervals are made."""
-    known, path = Profiles.load(), PROFILES.parent / "published_training_errors.csv"
+    path = PROFILES.parent / "published_training_errors.csv"
     written = (
         {line.split(",")[0]: line for line in path.read_text("utf-8").splitlines()[1:]}
         if path.exists()
@@ -224,15 +286,14 @@ def write_errors(only: str) -> None:
     for title, family in FAMILIES.items():
         if not title.startswith(only):
             continue
-        profiles = {name: known.named(name) for name in family.own}
-        mine = {name: [row for row in rows() if of_profile(row, profiles[name], known)] for name in profiles}
-        seen = {name: [row for row in some if not row.held_out] for name, some in mine.items()}
+        profiles, mine = rows_of_family(family)
+        seen = kept(mine, lambda row: not row.held_out)
         without: dict[str, float] = {}
         for fold in range(FOLDS):
-            out = {name: [row for row in some if fold_of(row) == fold] for name, some in seen.items()}
-            rest = {name: [row for row in some if fold_of(row) != fold] for name, some in seen.items()}
+            out = kept(seen, lambda row, fold=fold: fold_of(row) == fold)
             if not any(out.values()):
                 continue
+            rest = kept(seen, lambda row, fold=fold: fold_of(row) != fold)
             found = Fit(family, profiles, rest).run(rounds=6)
             for name, some in out.items():
                 for row in some:

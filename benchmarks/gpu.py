@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 ROOT = Path(__file__).parent.parent
@@ -160,6 +161,39 @@ def requests_of(workload: dict[str, Any], vocabulary: int, seed: int) -> list[tu
     return made
 
 
+@dataclass
+class Latencies:
+    """What clients of a run would have seen."""
+
+    ttft_s: list[float] = field(default_factory=list)
+    gaps_s: list[float] = field(default_factory=list)  # between tokens of one answer
+
+    def row(self) -> dict[str, list[float]]:
+        """Milliseconds, p50 and p99."""
+        found = {}
+        for name, values in (("ttft_ms", self.ttft_s), ("itl_ms", self.gaps_s)):
+            if values:
+                found[name] = [round(1e3 * float(v), 3) for v in np.percentile(values, (50, 99))]
+        return found
+
+
+def watch(engine: Engine, requests: list[tuple[list[int], int]]) -> Latencies:
+    """A run of its own, whose tokens are taken one by one."""
+    seen, last = Latencies(), {}
+    started_s = time.perf_counter()
+    for prompt, output in requests:
+        params = SamplingParams(temperature=1.0, max_tokens=output, ignore_eos=True)
+        engine.add(prompt, params, stream=True)
+    while engine.has_work:
+        for delta in engine.step().deltas:
+            now_s = time.perf_counter()
+            if delta.token_ids:
+                before_s = last.get(delta.request_id)
+                (seen.ttft_s if before_s is None else seen.gaps_s).append(now_s - (before_s or started_s))
+                last[delta.request_id] = now_s
+    return seen
+
+
 def run(engine: Engine, roofline: Roofline, requests: list[tuple[list[int], int]]) -> tuple[float, int]:
     """Seconds from the first request to the last token, and tokens made."""
     submit = engine.runner.submit
@@ -203,8 +237,7 @@ def measure(
         best_s, tokens, best_floor_s, steps = float("inf"), 0, 0.0, 0
         times = []
         for repeat in range(repeats + 1):  # the first one warms up: compiles and captures
-            if hasattr(engine.scheduler.pool, "clear_cache"):
-                engine.scheduler.pool.clear_cache()
+            engine.scheduler.pool.clear_cache()
             roofline = Roofline(spec, ceilings, 1 if fp8 else 2, spec.kv_bytes_per_token(2))
             elapsed_s, made = run(
                 engine, roofline, requests_of(FILE["workloads"][workload], spec.vocab_size, repeat)
@@ -212,7 +245,9 @@ def measure(
             times.append(round(elapsed_s, 3))
             if repeat and elapsed_s < best_s:
                 best_s, tokens, best_floor_s, steps = elapsed_s, made, roofline.floor_s, roofline.steps
-        rows.append(row(name, workload, best_s, tokens, best_floor_s, steps))
+        engine.scheduler.pool.clear_cache()
+        seen = watch(engine, requests_of(FILE["workloads"][workload], spec.vocab_size, repeats + 1))
+        rows.append(row(name, workload, best_s, tokens, best_floor_s, steps) | seen.row())
         print(f"   {rows[-1]}  (all: {times})", flush=True)
     player.runner.close()
     del engine, player, decoder
@@ -284,7 +319,7 @@ while engine.has_work:
 """
 
 
-def measure_start(name: str, repeats: int = 2) -> dict[str, Any]:
+def measure_start(name: str, repeats: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         save_random(name, Path(folder))
         torch.cuda.empty_cache()
@@ -330,7 +365,7 @@ def main() -> None:
             traceback.print_exc()
             rows.append({"name": name, "error": f"{type(error).__name__}: {error}"})
     if chosen.start:
-        rows.append(measure_start("llama-3.1-8b"))
+        rows.append(measure_start("llama-3.1-8b", chosen.repeats))
     machine = {
         "gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "python": platform.python_version(),
         "copy_tb_s": round(ceilings.bytes_per_s / 1e12, 2), "bf16_tflop_s": round(ceilings.flops_per_s / 1e12),

@@ -20,9 +20,12 @@ PRIORS: dict[str, tuple[float, float]] = {
     "context_exposed": (0.3, 2.0),
     "data_exposed": (0.2, 1.6),
     "data_rate": (1.0, 3.0),
-    "expert_passes": (12.0, 2.0),
+    "expert_passes": (16.0, 2.0),
+    "expert_bias_passes": (2.0, 2.0),
     "expert_exposed": (1.0, 1.5),
-    "expert_launch_s": (1e-3, 2.0),
+    "expert_overlapped_exposed": (0.5, 1.6),
+    "expert_launch_s": (1e-4, 3.0),
+    "chunk_launch_s": (1e-4, 5.0),
 }
 # What no device reaches, whatever the rows say.
 LIMITS = {
@@ -30,8 +33,8 @@ LIMITS = {
     "attention_forward_efficiency": 0.8,
     "attention_backward_efficiency": 0.8,
 }
-ATTENTION = ("attention_forward_efficiency", "attention_backward_efficiency")
-OWN = ("matmul_efficiency", "elementwise_passes")
+# Backward's attention follows forward's by a fixed ratio where rows cannot tell them apart.
+TIED = {"attention_forward_efficiency": ("attention_backward_efficiency", 0.85)}
 
 
 @dataclass(frozen=True)
@@ -51,98 +54,60 @@ class Family:
         ]
 
 
+PRODUCTS = ("matmul_efficiency",)
+OWN = (*PRODUCTS, "elementwise_passes")
+DEVICE = ("attention_forward_efficiency", "logit_bytes", "launch_s")  # what rows of one kind of layout tell
+WAITS = ("tensor_overlapped_exposed", "data_exposed")
+EXCHANGE = ("expert_passes", "expert_bias_passes", "expert_exposed", "expert_overlapped_exposed")
+HOST = ("expert_launch_s", "chunk_launch_s")  # of mixtures whose host waits
+FSDP = (
+    *DEVICE, "attention_backward_efficiency", "matmul_traffic", "weight_bytes", "optimizer_bytes", "step_s",
+    "data_exposed",
+)  # fmt: skip
+
 FAMILIES: dict[str, Family] = {
-    "fsdp-2023-ampere": Family(
-        (
-            *ATTENTION,
-            "matmul_traffic",
-            "logit_bytes",
-            "launch_s",
-            "weight_bytes",
-            "optimizer_bytes",
-            "step_s",
-            "data_exposed",
-        ),
-        {"fsdp-2023-ampere": OWN, "fsdp-2023-a100-40gb": OWN},
-    ),
-    "fsdp-2023-hopper": Family(
-        (
-            *ATTENTION,
-            "matmul_traffic",
-            "logit_bytes",
-            "launch_s",
-            "weight_bytes",
-            "optimizer_bytes",
-            "step_s",
-            "data_exposed",
-        ),
-        {"fsdp-2023-hopper": OWN, "fsdp-2023-hopper-fp8": OWN},
-    ),
+    "fsdp-2023-ampere": Family(FSDP, {"fsdp-2023-ampere": OWN, "fsdp-2023-a100-40gb": OWN}),
+    "fsdp-2023-hopper": Family(FSDP, {"fsdp-2023-hopper": OWN, "fsdp-2023-hopper-fp8": OWN}),
     "megatron-2021": Family(
         ("matmul_traffic", "attention_forward_efficiency", "launch_s", "tensor_exposed"),
         {"megatron-2021-ampere": OWN},
     ),
     "deepspeed-2021": Family((), {"deepspeed-2021-ampere": ("data_exposed", "data_rate")}),
     "megatron-core-2024": Family(
-        (
-            "attention_forward_efficiency",
-            "logit_bytes",
-            "launch_s",
-            "tensor_overlapped_exposed",
-            "data_exposed",
-        ),
-        {"megatron-core-2024-hopper": OWN, "megatron-core-2024-hopper-fp8": OWN},
+        (*DEVICE, *WAITS), {"megatron-core-2024-hopper": OWN, "megatron-core-2024-hopper-fp8": OWN}
     ),
-    "megatron-bridge-2025-hopper": Family(
-        (
-            "tensor_overlapped_exposed",
-            "data_exposed",
-            "launch_s",
-            "expert_passes",
-            "expert_exposed",
-            "expert_launch_s",
-        ),
-        {"megatron-bridge-2025-hopper-fp8": OWN},
-    ),
-    "megatron-bridge-2025-blackwell": Family(
-        (
-            "attention_forward_efficiency",
-            "logit_bytes",
-            "launch_s",
-            "tensor_overlapped_exposed",
-            "data_exposed",
-            "expert_passes",
-            "expert_exposed",
-        ),
+    "megatron-bridge-2025": Family(
+        ("launch_s", *WAITS, *EXCHANGE, *HOST),
         {
-            "megatron-bridge-2025-blackwell-fp8": (*OWN, "expert_launch_s"),
-            "megatron-bridge-2025-gb200-fp8": ("matmul_efficiency", "expert_launch_s"),
-            "megatron-bridge-2025-gb200": ("matmul_efficiency",),
-            "megatron-bridge-2025-gb300-fp8": ("matmul_efficiency",),
-            "megatron-bridge-2025-gb300": ("matmul_efficiency",),
-            "megatron-bridge-2025-b300-fp8": (),
+            "megatron-bridge-2025-hopper-fp8": OWN,
+            "megatron-bridge-2025-hopper": (),
+            "megatron-bridge-2025-blackwell-fp8": (*DEVICE, *WAITS, *OWN, "expert_bias_passes"),
+            "megatron-bridge-2025-blackwell": OWN,
+            "megatron-bridge-2025-gb200-fp8": PRODUCTS,
+            "megatron-bridge-2025-gb200": (),
+            "megatron-bridge-2025-b300-fp8": (*PRODUCTS, "attention_forward_efficiency"),
+            "megatron-bridge-2025-b300": OWN,
+            "megatron-bridge-2025-gb300-fp8": PRODUCTS,
+            "megatron-bridge-2025-gb300": (),
+        },
+    ),
+    "megatron-bridge-2026": Family(
+        (),
+        {
+            "megatron-bridge-2026-gb200-fp8": ("expert_passes", "expert_bias_passes", *PRODUCTS),
+            "megatron-bridge-2026-gb300-fp8": (*PRODUCTS, "attention_forward_efficiency"),
+            "megatron-bridge-2026-hopper-fp8": (),
         },
     ),
     "torchtitan-2024": Family(
-        (
-            "attention_forward_efficiency",
-            "tensor_exposed",
-            "tensor_overlapped_exposed",
-            "context_exposed",
-            "data_exposed",
-        ),
+        ("attention_forward_efficiency", "tensor_exposed", "context_exposed", *WAITS),
         {
             "torchtitan-2024-compile-hopper": OWN,
             "torchtitan-2024-hopper": ("elementwise_passes",),
             "torchtitan-2024-compile-hopper-fp8": OWN,
             "torchtitan-2024-compile-rowwise-hopper-fp8": ("elementwise_passes",),
-            "torchtitan-2024-compile-h200-fp8": ("matmul_efficiency",),
+            "torchtitan-2024-compile-h200-fp8": PRODUCTS,
         },
     ),
-    "nanotron-2025": Family(
-        ("launch_s", "tensor_overlapped_exposed", "data_exposed", "data_rate", "step_s"),
-        {"nanotron-2025-hopper": OWN},
-    ),
+    "nanotron-2025": Family(("launch_s", "data_rate", "step_s", *WAITS), {"nanotron-2025-hopper": OWN}),
 }
-# Backward's attention follows forward's by a fixed ratio where rows cannot tell them apart.
-TIED = {"attention_forward_efficiency": ("attention_backward_efficiency", 0.85)}

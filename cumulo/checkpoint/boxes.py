@@ -38,15 +38,15 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from cumulo.checkpoint.folder import writing_threads
 from cumulo.checkpoint.held import Part
 from cumulo.errors import TrainingError
 
 
 def write_parts(folder: Path, parts: Sequence[Part], group: dist.ProcessGroup | None) -> None:
     """Every rank of `group` calls it with what it stores; None: there is only this process."""
-    writer = FileSystemWriter(
-        folder, sync_files=False
-    )  # `folder.py` forces files to disk when it hashes them
+    # A file a thread. `folder.py` forces files to disk when it hashes them.
+    writer = FileSystemWriter(folder, sync_files=False, thread_count=writing_threads())
     with quiet():
         save({}, storage_writer=writer, planner=_Saving(parts), process_group=group, no_dist=group is None)
 

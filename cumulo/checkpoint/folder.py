@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +39,22 @@ def aside_of(folder: Path) -> Path:
 
 def entries(aside: Path, files: Iterable[Path]) -> Manifest:
     """The manifest's lines of some files, which are forced to disk on the way."""
-    found: Manifest = {}
-    for path in sorted(files):
+
+    def line(path: Path) -> dict[str, Any]:
         _to_disk(path)
-        found[str(path.relative_to(aside))] = {"bytes": path.stat().st_size, "sha256": file_hash(path)}
-    return found
+        return {"bytes": path.stat().st_size, "sha256": file_hash(path)}
+
+    paths = sorted(files)
+    with ThreadPoolExecutor(writing_threads()) as threads:
+        return {
+            str(path.relative_to(aside)): found
+            for path, found in zip(paths, threads.map(line, paths), strict=True)
+        }
+
+
+def writing_threads() -> int:
+    """A part of the cores: a checkpoint is written beside a training that needs them, too."""
+    return max(1, min(8, (os.cpu_count() or 1) // 4))
 
 
 def finish_aside(aside: Path, folder: Path, manifest: Mapping[str, Any]) -> None:

@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cumulo.cli import options
+from cumulo.cli import traffic_options as requested
 
 if TYPE_CHECKING:
     from cumulo.serve.load.campaign import Campaign, Load, Settings
     from cumulo.serve.load.player import Level
 
 EXAMPLE = "Example: [bold]cumulo bench serve --rate 1,2,4 --slo ttft=500ms,itl=50ms --html load.html[/bold]"
-LENGTHS = "128, uniform:64-256, normal:MEAN,SD, lognormal:MEDIAN,SIGMA or file:LENGTHS.txt"
-_LOAD, _WORK, _REPORT = "Load (one of)", "Requests", "Report"
+_LOAD, _WORK, _REPORT = "Load (one of)", requested.REQUESTS, "Report"
 
 
 def serve(
@@ -39,9 +39,7 @@ def serve(
             help="CSV or JSON lines with a time and two lengths per request.", rich_help_panel=_LOAD
         ),
     ] = None,
-    arrivals: Annotated[
-        str, typer.Option(help="poisson, constant or burst:SIZE.", rich_help_panel=_LOAD)
-    ] = "poisson",
+    arrivals: Annotated[str, typer.Option(help=requested.ARRIVALS, rich_help_panel=_LOAD)] = "poisson",
     trace_speed: Annotated[float, typer.Option(help="2: twice as fast.", rich_help_panel=_LOAD)] = 1.0,
     trace_unit: Annotated[
         str, typer.Option(help="Unit of the trace's times: s or ms.", rich_help_panel=_LOAD)
@@ -60,18 +58,10 @@ def serve(
         typer.Option(min=0, help="Conversations at a level's beginning to leave out.", rich_help_panel=_LOAD),
     ] = None,
     settle: Annotated[str, typer.Option(help="Pause between levels.", rich_help_panel=_LOAD)] = "1s",
-    input_tokens: Annotated[
-        str, typer.Option("--input", help=f"Prompt tokens: {LENGTHS}.", rich_help_panel=_WORK)
-    ] = "128",
-    output_tokens: Annotated[
-        str, typer.Option("--output", help="Answer tokens, likewise.", rich_help_panel=_WORK)
-    ] = "64",
-    shared_prefix: Annotated[
-        int, typer.Option(min=0, help="Tokens before the prompt that others share.", rich_help_panel=_WORK)
-    ] = 0,
-    prefixes: Annotated[
-        int, typer.Option(min=1, help="How many different shared prefixes.", rich_help_panel=_WORK)
-    ] = 1,
+    input_tokens: requested.Input = "128",
+    output_tokens: requested.Output = "64",
+    shared_prefix: requested.SharedPrefix = 0,
+    prefixes: requested.Prefixes = 1,
     turns: Annotated[
         str, typer.Option(help="Turns of a conversation, as a length.", rich_help_panel=_WORK)
     ] = "1",

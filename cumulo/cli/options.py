@@ -27,7 +27,7 @@ KvMemory = Annotated[
 Device = Annotated[str | None, typer.Option(help="cpu or cuda; left out: a GPU if there is one.")]
 Weights = Annotated[
     str | None,
-    typer.Option(help="fp8: quantise matrices to 8 bits while loading (GPU); left out: as they are."),
+    typer.Option(help="fp8: quantise the layers' matrices to 8 bits, routed experts excepted (GPU)."),
 ]
 KvDtype = Annotated[
     str | None, typer.Option("--kv-dtype", help="fp8: keys and values take one byte a number (GPU).")

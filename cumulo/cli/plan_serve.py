@@ -5,8 +5,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cumulo.cli import options, simulate
+from cumulo.cli import options
 from cumulo.cli import simulate_traffic as asked
+from cumulo.cli import simulate_view as view
+from cumulo.cli import traffic_options as requested
 
 if TYPE_CHECKING:
     from cumulo.cli.report import Row
@@ -17,13 +19,13 @@ EXAMPLE = (
     "Example: [bold]cumulo plan serve llama-3.1-8b --rate 50 --input lognormal:400,0.8,4000 --output 200 "
     "--slo ttft=500ms,itl=40ms[/bold]"
 )
-_WHERE, _TRAFFIC, _REPORT = "Deployment", "Traffic", "Report"
+_WHERE, _REPORT = "Deployment", "Report"
 
 
 def serve(
     model: asked.ModelName,
     rate: Annotated[
-        float, typer.Option(help="Requests per second, all replicas together.", rich_help_panel=_TRAFFIC)
+        float, typer.Option(help="Requests per second, all replicas together.", rich_help_panel=asked.TRAFFIC)
     ],
     slo: asked.SloOption,
     devices: Annotated[
@@ -45,10 +47,10 @@ def serve(
         ),
     ] = None,
     max_gpus: Annotated[int | None, typer.Option(help="No more than these.", rich_help_panel=_WHERE)] = None,
-    input_tokens: asked.Input = "512",
-    output_tokens: asked.Output = "128",
-    shared_prefix: asked.SharedPrefix = 0,
-    prefixes: asked.Prefixes = 1,
+    input_tokens: requested.Input = "512",
+    output_tokens: requested.Output = "128",
+    shared_prefix: requested.SharedPrefix = 0,
+    prefixes: requested.Prefixes = 1,
     arrivals: asked.Arrivals = "poisson",
     trace: asked.Trace = None,
     requests: asked.Requests = 400,
@@ -65,7 +67,7 @@ def serve(
     from cumulo.cli import report as reports
     from cumulo.cli.terminal import note, out, working
     from cumulo.errors import ConfigError
-    from cumulo.plan.serve_capacity import play
+    from cumulo.plan.serve_capacity import play_between
     from cumulo.plan.serve_search import Wanted, kinds, search
     from cumulo.plan.traffic import check_rate
 
@@ -86,17 +88,12 @@ def serve(
     with working("planning") as tell:
         plan = search(wanted, kinds(wanted, catalog, names, _names(weights), split), tell)
     best = plan.best
-    error, share = best.replica.profile.error, rate / best.replicas
-    between = None
+    share, between = rate / best.replicas, None
     if not best.prefill_replicas:
-        low, high = (
-            play(best.replica, traffic.at_rate(share), slo_percentile, slower=1 + sign * error)
-            for sign in (-1, 1)
-        )
-        between = low, high
-    rows = _rows(plan) + simulate.report_rows(best.report, share, objective, between)
+        between = play_between(best.replica, traffic.at_rate(share), slo_percentile)
+    rows = _rows(plan) + view.report_rows(best.report, share, objective, between)
     if svg is not None:
-        simulate.write_picture(
+        view.write_picture(
             svg, list(plan.capacity.trials), objective, f"{model}: a replica of {best.replica}"
         )
         note(f"picture written to {svg}")
@@ -111,7 +108,7 @@ def serve(
         out.print(f"rests on: {best.replica.profile.evidence}", style="dim")
         if best.replica.tp == 1 and not best.prefill_replicas:
             fp8 = " --weights fp8" if best.replica.weights == "float8" else ""
-            note(f"each replica: cumulo serve MODEL{fp8} --max-context {best.replica.max_context}")
+            note(f"each replica: cumulo serve MODEL{fp8} --max-context {best.replica.roomy_context()}")
         else:
             note(
                 "Cumulo's engine runs on one device today: tensor parallelism and split prefill are predicted only"

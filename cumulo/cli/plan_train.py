@@ -1,7 +1,7 @@
 """`cumulo plan train`: the best way to train a model on a cluster, what it takes, and why."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, get_args
 
 import typer
 
@@ -9,8 +9,10 @@ from cumulo.cli import options
 from cumulo.cli import simulate_traffic as asked
 
 if TYPE_CHECKING:
+    from cumulo.plan.job import TrainJob
     from cumulo.plan.search import SearchResult
     from cumulo.plan.search_space import TrainGoal
+    from cumulo.spec.cluster import Cluster
 
 EXAMPLE = (
     "Example: [bold]cumulo plan train llama-3.1-405b --gpus 16384 --device h100-sxm --batch 2048 --sequence 8192 "
@@ -37,7 +39,21 @@ def train(
     dtype: Annotated[
         str, typer.Option(help="bfloat16, float16, float32 or float8.", rich_help_panel=_JOB)
     ] = "bfloat16",
-    optimizer: Annotated[str, typer.Option(help="adamw or muon.", rich_help_panel=_JOB)] = "adamw",
+    optimizer: Annotated[
+        str, typer.Option(help="adamw, adamw8bit or muon, as `cumulo train` has them.", rich_help_panel=_JOB)
+    ] = "adamw",
+    offload_optimizer: Annotated[
+        bool,
+        typer.Option("--offload-optimizer", help="Its states in the host's memory.", rich_help_panel=_JOB),
+    ] = False,
+    offload_activations: Annotated[
+        bool,
+        typer.Option(
+            "--offload-activations",
+            help="What backward needs waits in the host's memory.",
+            rich_help_panel=_JOB,
+        ),
+    ] = False,
     tokens: Annotated[
         float | None, typer.Option(help="Of the whole run, as in 15e12.", rich_help_panel=_JOB)
     ] = None,
@@ -45,10 +61,28 @@ def train(
         str | None,
         typer.Option(
             help="Time this layout instead of searching: tp=8,pp=16,dp=64,zero=1,schedule=1f1b,chunks=2,sp=true,"
-            "micro_batch=1,recompute=full; also cp, ep, ulysses, shard.",
+            "micro_batch=1,recompute=full (or norm+activation+attention, or some of these); also cp, ep, ulysses, "
+            "shard.",
             rich_help_panel=_JOB,
         ),
     ] = None,
+    storage_gb_s: Annotated[
+        float, typer.Option(help="That a node reads data and writes checkpoints.", rich_help_panel=_CLUSTER)
+    ] = 1.0,
+    checkpoint_minutes: Annotated[
+        float | None,
+        typer.Option(
+            help="Between two checkpoints; left out: best for the rate of failures.", rich_help_panel=_JOB
+        ),
+    ] = None,
+    asynchronous: Annotated[
+        bool,
+        typer.Option(
+            "--async-checkpoints/--sync-checkpoints",
+            help="Written while training goes on, or with training stopped.",
+            rich_help_panel=_JOB,
+        ),
+    ] = True,
     memory_gib: Annotated[
         float | None,
         typer.Option(help="Of a GPU; left out: all the device has.", rich_help_panel=_LIMITS),
@@ -85,18 +119,25 @@ def train(
     Every plan of the space is considered; the best is the best of all of them, by the cost model that
     `cumulo plan validate` holds against published results.
     """
+    from shlex import quote
+
     from cumulo.cli import plan_train_view as view
     from cumulo.cli import report
     from cumulo.cli.terminal import out, working
     from cumulo.errors import ConfigError
+    from cumulo.plan.job import OptimizerKind
+    from cumulo.plan.plan_file import plan_text
     from cumulo.plan.run_cost import Limits, RunCost, check_limits
+    from cumulo.plan.run_stalls import Storage, stalls_of
     from cumulo.plan.search_space import TrainGoal
     from cumulo.plan.why import changes
 
     limits = Limits(deadline_days, budget)
+    interval_s = None if checkpoint_minutes is None else 60 * checkpoint_minutes
+    storage = Storage(storage_gb_s * 1e9, asynchronous, interval_s)
     for name, value, choices in (
         ("--dtype", dtype, ("bfloat16", "float16", "float32", "float8")),
-        ("--optimizer", optimizer, ("adamw", "muon")),
+        ("--optimizer", optimizer, get_args(OptimizerKind)),
     ):
         if value not in choices:
             raise ConfigError(f"{name} is {', '.join(choices)}; got {value!r}")
@@ -113,18 +154,42 @@ def train(
         None if memory_gib is None else round(memory_gib * 2**30),
         dtype,  # type: ignore[arg-type]
         optimizer,  # type: ignore[arg-type]
+        offload_optimizer,
+        offload_activations,
     )
     with working("planning"):
         result = _plans(goal, fixed)
         best = result.plans[0]
-        check_limits(best, goal, tokens, limits, searched=fixed is None)
-        gains = changes(best, goal) if why else ()
-    cost = None if tokens is None else RunCost.of(best, goal.cluster, tokens)
-    _write_files(result, goal, model, tokens, out_file, timeline_file)
-    rows = view.rows(best, goal, cost)
-    report.write_json(json_file, rows, **view.as_dict(result, gains))
+        check_limits(best, goal, tokens, limits, storage, searched=fixed is None)
+        stalls = stalls_of(best.job, goal.cluster, best.estimate.step_s, storage)
+        gains = changes(best, goal, searched=fixed is None) if why else ()
+    cost = None if tokens is None else RunCost.of(best, goal.cluster, tokens, stalls)
+    command = [
+        "cumulo plan train", quote(model), f"--gpus {gpus}", f"--node {node}" if node else f"--device {wanted}",
+        f"--fabric {fabric}", f"--batch {batch}", f"--sequence {sequence}", f"--dtype {dtype}",
+        f"--optimizer {optimizer}",
+        "--offload-optimizer" if offload_optimizer else "",
+        "--offload-activations" if offload_activations else "",
+        f"--memory-gib {memory_gib!r}" if memory_gib else "",
+        f"--tokens {tokens!r}" if tokens else "",
+        f"--storage-gb-s {storage_gb_s!r}",
+        f"--checkpoint-minutes {checkpoint_minutes!r}" if checkpoint_minutes else "",
+        "" if asynchronous else "--sync-checkpoints",
+        f"--fixed {quote(fixed)}" if fixed else "",
+        f"--catalog {quote(str(catalog_file))}" if catalog_file else "",
+    ]  # fmt: skip
+    texts: list[tuple[Path, str]] = []
+    if out_file is not None:
+        steps = None if tokens is None else max(1, round(tokens / best.job.tokens_per_step))
+        text = plan_text(best, goal.cluster, stalls, storage, " ".join(filter(None, command)), steps)
+        texts.append((out_file, text))
+    if timeline_file is not None:
+        texts.append((timeline_file, _timeline(best.job, goal.cluster, model)))
+    _write_files(texts)
+    rows = view.rows(best, goal, cost, stalls)
+    report.write_json(json_file, rows, **view.as_dict(result, gains, stalls))
     if str(json_file) != "-":
-        view.show(out, model, goal, result, gains, cost)
+        view.show(out, model, goal, result, gains, cost, stalls)
 
 
 def _plans(goal: "TrainGoal", fixed: str | None) -> "SearchResult":
@@ -148,30 +213,19 @@ def _plans(goal: "TrainGoal", fixed: str | None) -> "SearchResult":
     return result
 
 
-def _write_files(
-    result: "SearchResult",
-    goal: "TrainGoal",
-    model: str,
-    tokens: float | None,
-    out_file: Path | None,
-    timeline_file: Path | None,
-) -> None:
-    from cumulo.cli.terminal import note
-    from cumulo.errors import CumuloError
+def _timeline(job: "TrainJob", cluster: "Cluster", model: str) -> str:
     from cumulo.pipeline.draw import to_svg
-    from cumulo.plan.plan_file import plan_text
     from cumulo.plan.timeline import timeline
 
-    job = result.plans[0].job
-    texts: list[tuple[Path, str]] = []
-    if out_file is not None:
-        steps = None if tokens is None else max(1, round(tokens / job.tokens_per_step))
-        command = f"cumulo plan train {model} --gpus {goal.cluster.gpus} --device {goal.cluster.device.name}"
-        texts.append((out_file, plan_text(result.plans[0], command, steps)))
-    if timeline_file is not None:
-        played = timeline(job, goal.cluster)
-        title = f"{model}: {job.layout}, {played.schedule.micro_batches} of {job.micro_batches} micro-batches"
-        texts.append((timeline_file, to_svg(played, title)))
+    played = timeline(job, cluster)
+    title = f"{model}: {job.layout}, {played.schedule.micro_batches} of {job.micro_batches} micro-batches"
+    return to_svg(played, title)
+
+
+def _write_files(texts: "list[tuple[Path, str]]") -> None:
+    from cumulo.cli.terminal import note
+    from cumulo.errors import CumuloError
+
     for path, text in texts:
         try:
             path.write_text(text, "utf-8")

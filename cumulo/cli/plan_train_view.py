@@ -1,6 +1,7 @@
 """What `cumulo plan train` prints: the ranking, the memory ledger, the step's parts, bytes, costs, and why."""
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console
@@ -8,12 +9,14 @@ from rich.table import Table
 
 from cumulo.cli.report import Row, table
 from cumulo.plan.run_cost import RunCost
+from cumulo.plan.run_stalls import Stalls
 from cumulo.plan.search import Plan, SearchResult
 from cumulo.plan.search_space import TrainGoal
 from cumulo.plan.why import Change, bounds_of, loses_by
 from cumulo.spec.model_file import plain
 
 GIB = 2**30
+_MOST_CHANGES = 8
 _FLOPS = "model FLOPs: products and causal attention, ×3 for forward and backward"
 _LINKS = {
     "tp": "tensor parallel", "cp": "context parallel", "ep": "expert parallel", "pp": "pipeline",
@@ -21,7 +24,7 @@ _LINKS = {
 }  # fmt: skip
 
 
-def rows(plan: Plan, goal: TrainGoal, cost: RunCost | None) -> list[Row]:
+def rows(plan: Plan, goal: TrainGoal, cost: RunCost | None, stalls: Stalls) -> list[Row]:
     """The figures of one plan, as every report has them."""
     found = plan.estimate
     interval = found.interval
@@ -36,9 +39,19 @@ def rows(plan: Plan, goal: TrainGoal, cost: RunCost | None) -> list[Row]:
         left = goal.memory_limit_bytes - found.memory.total
         free = f"{left / GIB:.1f} GiB are left" if left >= 0 else f"{-left / GIB:.1f} GiB too much"
         result.append(Row("memory", found.memory.total / GIB, "GiB", "lower", note=free))
+        if found.memory.host:
+            note = "for each GPU: what was offloaded"
+            result.append(Row("host memory", found.memory.host / GIB, "GiB", "lower", note=note))
+    result += _stall_rows(stalls)
     if cost is not None:
         result += [
-            Row("run", cost.days, "days", "lower", note=f"{cost.tokens:.3g} tokens, nothing fails"),
+            Row(
+                "run",
+                cost.days,
+                "days",
+                "lower",
+                note=f"{cost.tokens:.3g} tokens, nothing fails; {cost.stalled_days:.2g} days of it stalled",
+            ),
             Row("energy", cost.energy_mwh, "MWh", "lower", note="nodes at full load, without cooling"),
             Row(
                 "price",
@@ -51,10 +64,31 @@ def rows(plan: Plan, goal: TrainGoal, cost: RunCost | None) -> list[Row]:
     return result
 
 
-def as_dict(result: SearchResult, gains: Sequence[Change]) -> dict[str, Any]:
+def _stall_rows(stalls: Stalls) -> list[Row]:
+    saved = f"{stalls.checkpoint_bytes / 1e9:,.3g} GB every {stalls.interval_s / 60:,.3g} min"
+    return [
+        Row(
+            "data loading",
+            stalls.data_s,
+            "s/step",
+            "lower",
+            note=f"waited; a node reads {stalls.read_bytes_per_s / 1e6:,.3g} MB/s",
+        ),
+        Row(
+            "checkpoints",
+            stalls.checkpoint_s,
+            "s/step",
+            "lower",
+            note=f"waited; {saved} stop training for {stalls.stop_s:.2g} s, written in {stalls.write_s:,.3g} s",
+        ),
+    ]
+
+
+def as_dict(result: SearchResult, gains: Sequence[Change], stalls: Stalls) -> dict[str, Any]:
     """The rest of the JSON report."""
     return {
         "plans": [_plan(plan) for plan in result.plans],
+        "stalls": asdict(stalls),
         "space": {"plans": result.enumerated, "too_large": result.too_large, "timed": result.timed},
         "changes": [{"what": change.what, "step_s": change.step_s, "gain": change.gain} for change in gains],
     }
@@ -74,6 +108,7 @@ def _plan(plan: Plan) -> dict[str, Any]:
         "hfu": found.hfu,
         "breakdown_s": dict(found.breakdown),
         "memory_bytes": dict(found.memory.rows()) if found.memory else None,
+        "host_bytes": found.memory.host if found.memory else 0,
         "bytes_sent": dict(found.link_bytes),
         "evidence": list(found.evidence),
     }
@@ -86,6 +121,7 @@ def show(
     result: SearchResult,
     gains: Sequence[Change],
     cost: RunCost | None,
+    stalls: Stalls,
 ) -> None:
     best = result.plans[0]
     job = best.job
@@ -94,10 +130,11 @@ def show(
     )
     out.print(
         f"[bold green]{job.layout}[/bold green], micro-batch {job.micro_batch} ({job.micro_batches} a step), "
-        f"{_RECOMPUTE[job.recompute]}"
+        f"{_RECOMPUTE.get(job.recompute, f'{job.recompute} recomputed')}"
     )
-    out.print(table("", rows(best, goal, cost)))
-    out.print(_shares("The step", best.estimate.breakdown, 1.0, "s"))
+    out.print(table("", rows(best, goal, cost, stalls)))
+    parts = (*best.estimate.breakdown, *stalls.rows())
+    out.print(_shares("The step, and what is waited for between steps", parts, 1.0, "s"))
     if best.estimate.memory is not None:
         out.print(_shares("Memory of a GPU", best.estimate.memory.rows(), GIB, "GiB"))
     if best.estimate.link_bytes:
@@ -108,7 +145,7 @@ def show(
     _print_why(out, best, result, gains)
 
 
-_RECOMPUTE = {"none": "nothing recomputed", "selective": "attention recomputed", "full": "all recomputed"}
+_RECOMPUTE = {"none": "nothing recomputed", "selective": "scores recomputed", "full": "all recomputed"}
 
 
 def _shares(title: str, parts: Sequence[tuple[str, float]], unit: float, name: str) -> Table:
@@ -150,11 +187,11 @@ def _ranking(result: SearchResult) -> Table:
 def _print_why(out: Console, best: Plan, result: SearchResult, gains: Sequence[Change]) -> None:
     out.print("[bold]Why[/bold]")
     out.print(f"bounded by {'; '.join(bounds_of(best))}")
-    for change in gains:
+    for change in gains[:_MOST_CHANGES]:
         if change.gain >= 0.005:
             out.print(f"{change.what}: {change.gain:.1%} less time")
     if gains and max(change.gain for change in gains) < 0.005:
-        out.print("no single change of network, links, memory, batch or schedule would gain half a percent")
+        out.print("no single change of network, links, memory, batch or layout would gain half a percent")
     for sentence in best.estimate.evidence:
         out.print(sentence, style="dim", markup=False)
     out.print(

@@ -5,12 +5,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from cumulo.cli.traffic_options import ARRIVALS
+
 if TYPE_CHECKING:
     from cumulo.plan.traffic import Slo, Traffic
     from cumulo.spec.catalog import Catalog
     from cumulo.spec.model import ModelSpec
 
-LENGTHS = "128, uniform:64-256, normal:MEAN,SD, lognormal:MEDIAN,SIGMA or file:LENGTHS.txt"
 TRAFFIC = "Traffic"
 
 ModelName = Annotated[
@@ -19,13 +20,7 @@ ModelName = Annotated[
         metavar="MODEL", help="A name of the catalogue, as llama-3.1-8b, or a folder with a config.json."
     ),
 ]
-Input = Annotated[str, typer.Option("--input", help=f"Prompt tokens: {LENGTHS}.", rich_help_panel=TRAFFIC)]
-Output = Annotated[str, typer.Option("--output", help="Answer tokens, likewise.", rich_help_panel=TRAFFIC)]
-SharedPrefix = Annotated[
-    int, typer.Option(help="Tokens before the prompt that others share.", rich_help_panel=TRAFFIC)
-]
-Prefixes = Annotated[int, typer.Option(help="How many different shared prefixes.", rich_help_panel=TRAFFIC)]
-Arrivals = Annotated[str, typer.Option(help="poisson, constant or burst:SIZE.", rich_help_panel=TRAFFIC)]
+Arrivals = Annotated[str, typer.Option(help=ARRIVALS, rich_help_panel=TRAFFIC)]
 Trace = Annotated[
     Path | None,
     typer.Option(

@@ -14,6 +14,7 @@ from cumulo.engine.config import EngineConfig
 from cumulo.engine.engine import Engine
 from cumulo.engine.guided import Guidance
 from cumulo.engine.ledger import Ledger, MemoryPlan, plan_memory
+from cumulo.engine.ledger_gpu import fp8_saved_bytes
 from cumulo.engine.machine_memory import available_memory, gpu_memory
 from cumulo.engine.params import SamplingParams
 from cumulo.engine.player import Player, cpu_player, gpu_player, refuse_kernel_options
@@ -72,7 +73,11 @@ def assemble(
         refuse_kernel_options(config, obstacle)
     # The packed kernels compute in float32 on a CPU; a GPU gets plain matrices, or quantises its own.
     keep_quantised = keep_quantised and dtype == torch.float32 and config.device == "cpu"
-    memory = plan_memory(files.spec, held_bytes(files, dtype, keep_quantised), config, free_memory(config))
+    loading_bytes = held_bytes(files, dtype, keep_quantised)
+    saved_bytes = fp8_saved_bytes(files.spec, dtype.itemsize) if config.weights == "fp8" else 0
+    memory = plan_memory(
+        files.spec, loading_bytes - saved_bytes, config, free_memory(config), loading_bytes=loading_bytes
+    )
     loaded = load_model(
         model,
         dtype=dtype,
@@ -183,7 +188,7 @@ def free_memory(config: EngineConfig) -> int:
 
 
 def held_bytes(files: ModelFiles, dtype: torch.dtype, keep_quantised: bool) -> int:
-    """What the weights will take in memory: quantised blocks as they are or expanded, the rest in `dtype`."""
+    """What the weights take when loaded: quantised blocks as they are or expanded, the rest in `dtype`."""
     plain = files.parameters - files.quantised_parameters
     if keep_quantised:
         return files.quantised_bytes + plain * dtype.itemsize

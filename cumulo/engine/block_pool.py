@@ -8,19 +8,28 @@ free blocks are the cache, reused least-recently-freed first.
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from hashlib import blake2b
 
 BlockHash = bytes
+_EMPTY = blake2b(digest_size=16, person=b"cumulo-kv-chain")
 
 
+@lru_cache(1024)
 def root_hash(salt: str) -> BlockHash:
     """Where a tenant's hash chains begin: other salts never share blocks, so no timing leaks between them."""
     return blake2b(salt.encode("utf-8", "surrogatepass"), digest_size=16, person=b"cumulo-kv").digest()
 
 
-def chain_hash(parent: BlockHash, tokens: "array[int]") -> BlockHash:
-    """Hash of a full block's tokens and of everything before them."""
-    return blake2b(tokens.tobytes(), digest_size=16, key=parent).digest()
+def chain_hashes(parent: BlockHash, tokens: "array[int]", block_size: int) -> list[BlockHash]:
+    """Of full blocks that follow one another, each hash is of its tokens and of everything before them."""
+    text, size, found = tokens.tobytes(), block_size * tokens.itemsize, []
+    for start in range(0, len(text), size):
+        state = _EMPTY.copy()  # cheaper than a constructor with options
+        state.update(parent + text[start : start + size])
+        parent = state.digest()
+        found.append(parent)
+    return found
 
 
 class BlockPool:
@@ -49,7 +58,11 @@ class BlockPool:
     def allocate(self) -> int:
         """Take the least recently freed block; the caller checked free_count."""
         block, _ = self._free.popitem(last=False)
-        self._forget(block)
+        block_hash = self.hash_of[block]
+        if block_hash is not None:
+            del self.block_of[block_hash]
+            self.hash_of[block] = None
+            self.evictions += 1
         self.references[block] = 1
         return block
 
@@ -65,15 +78,16 @@ class BlockPool:
 
     def release(self, blocks: Sequence[int]) -> None:
         """One owner less. Freed from the last block backwards, so that prefixes outlive their tails."""
+        references, free = self.references, self._free
         for block in reversed(blocks):
-            remaining = self.references[block] - 1
+            remaining = references[block] - 1
             if remaining < 0:
                 raise RuntimeError(f"KV block {block} was freed twice")
-            self.references[block] = remaining
+            references[block] = remaining
             if remaining == 0:
-                self._free[block] = None
+                free[block] = None
                 if self.hash_of[block] is None:
-                    self._free.move_to_end(block, last=False)
+                    free.move_to_end(block, last=False)
 
     def cached_prefix(self, hashes: Iterable[BlockHash]) -> list[int]:
         """The blocks of the longest cached prefix of a hash chain; not yet owned by the caller."""
@@ -92,9 +106,15 @@ class BlockPool:
 
     def register(self, block: int, block_hash: BlockHash) -> None:
         """A held block is full and computed: later requests may share it. The first copy of a prefix wins."""
-        if self.prefix_cache and self.hash_of[block] is None and block_hash not in self.block_of:
-            self.hash_of[block] = block_hash
-            self.block_of[block_hash] = block
+        self.register_many((block,), (block_hash,))
+
+    def register_many(self, blocks: Iterable[int], hashes: Iterable[BlockHash]) -> None:
+        if self.prefix_cache:
+            hash_of, block_of = self.hash_of, self.block_of
+            for block, block_hash in zip(blocks, hashes, strict=True):
+                if hash_of[block] is None and block_hash not in block_of:
+                    hash_of[block] = block_hash
+                    block_of[block_hash] = block
 
     def clear_cache(self) -> int:
         """Forget every cached prefix; returns how many blocks had one."""
@@ -103,13 +123,6 @@ class BlockPool:
             self.hash_of[block] = None
         self.block_of.clear()
         return count
-
-    def _forget(self, block: int) -> None:
-        block_hash = self.hash_of[block]
-        if block_hash is not None:
-            del self.block_of[block_hash]
-            self.hash_of[block] = None
-            self.evictions += 1
 
     def problems(self, owners: Iterable[Sequence[int]]) -> list[str]:
         """Everything wrong with the pool, given the block tables of all owners. Empty when all is well."""

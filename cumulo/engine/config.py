@@ -24,7 +24,8 @@ class EngineConfig:
     overlap: bool = True  # plan step N+1 and finish N-1 while N runs
     threads: int | None = None  # CPU threads; None: torch's default
     dtype: str = "auto"  # of activations and KV; auto: float32 on a CPU, bfloat16 on a GPU
-    weights: Literal["auto", "fp8"] = "auto"  # fp8: matrices are quantised to 8 bits as they are loaded (GPU)
+    # fp8: the layers' matrices are quantised to 8 bits once loaded; routed experts, embedding and head stay (GPU)
+    weights: Literal["auto", "fp8"] = "auto"
     kv_dtype: Literal["auto", "fp8"] = "auto"  # fp8: keys and values take one byte a number (GPU)
     batch_invariant: bool = False  # same request, same bits, whatever else is in the batch; slower (GPU)
     cuda_graphs: bool = True  # steps are captured and replayed; off: every kernel is launched by the host

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from cumulo.engine.config import EngineConfig
+from cumulo.engine.ledger_gpu import gpu_buffer_bytes, gpu_logit_bytes, gpu_table_bytes
 from cumulo.errors import CumuloError, OutOfMemory
 from cumulo.spec.gpu_kernels import obstacle_of
 from cumulo.spec.model import ModelSpec
@@ -96,8 +97,12 @@ class MemoryPlan:
     ledger: Ledger
 
 
-def plan_memory(spec: ModelSpec, weight_bytes: int, config: EngineConfig, available_bytes: int) -> MemoryPlan:
+def plan_memory(
+    spec: ModelSpec, weight_bytes: int, config: EngineConfig, available_bytes: int, *, loading_bytes: int = 0
+) -> MemoryPlan:
     """Predict every row, choose what the configuration leaves open, or raise OutOfMemory.
+
+    `weight_bytes` is what the weights take in the end, `loading_bytes`, where it is more, before being quantised.
 
     A `max_context` that was asked for must fit at least once into the KV cache. One that was not asked for
     (the model's own may be 131,072) becomes what the cache holds; the plan and the ledger say so.
@@ -110,6 +115,11 @@ def plan_memory(spec: ModelSpec, weight_bytes: int, config: EngineConfig, availa
         raise CumuloError(
             f"max_context={config.max_context} was asked for, but this model was made for "
             f"{spec.max_context:,} tokens; set max_context={spec.max_context} or less"
+        )
+    if weight_bytes <= usable < loading_bytes:
+        raise OutOfMemory(
+            f"weights={config.weights} was asked for, but weights are loaded before they are quantised: as they "
+            f"are they take {format_bytes(loading_bytes)} of {format_bytes(usable)} usable; take a smaller model"
         )
     if not needs.fit(usable):
         raise OutOfMemory(refusal(needs, usable))
@@ -216,18 +226,14 @@ class Needs:
         return min(self.context, kv_blocks * self.config.block_size)
 
     def rows(self, kv_blocks: int, why: str = "") -> Iterator[LedgerRow]:
-        spec, config, element, context = (
-            self.spec,
-            self.config,
-            self.element_bytes,
-            self.context_with(kv_blocks),
-        )
+        spec, config, element = self.spec, self.config, self.element_bytes
+        context = self.context_with(kv_blocks)
         tokens, draws = config.max_tokens_per_step, min(config.max_running, config.max_tokens_per_step)
 
         def row(name: str, predicted_bytes: int, how: str) -> LedgerRow:
             return LedgerRow(name, predicted_bytes, None, how)
 
-        yield row("weights", self.weight_bytes, "as stored in the file, packed where quantised")
+        yield row("weights", self.weight_bytes, self._weights_in_words())
         yield row(
             "kv cache",
             kv_blocks * self.block_bytes,
@@ -252,6 +258,12 @@ class Needs:
             yield row(
                 "swap pool", self.host_blocks * self.block_bytes, f"{self.host_blocks:,} blocks on the host"
             )
+
+    def _weights_in_words(self) -> str:
+        if self.config.weights != "fp8":
+            return "as stored in the file, packed where quantised"
+        experts = ", routed experts too" if self.spec.moe is not None else ""
+        return f"layers' matrices in 8 bits, a scale a row; the rest{experts} in {self.config.dtype}"
 
     def _gpu_rows(
         self, row: Callable[[str, int, str], LedgerRow], tokens: int, context: int
@@ -315,38 +327,6 @@ def activation_bytes(spec: ModelSpec, tokens: int, bytes_per_element: int, conte
     return bytes_per_element * (
         tokens * (stream + spec.hidden) + max(tokens * attention + gathered, tokens * feed_forward)
     )
-
-
-def gpu_buffer_bytes(spec: ModelSpec, tokens: int, outputs: int, bytes_per_element: int) -> int:
-    """What the GPU decoder works in: the stream and its normed copy, one layer's projections, attention's result,
-    the feed-forward's two sides and their product, and the rows whose logits are wanted."""
-    heads = spec.heads * spec.head_dim
-    dense = spec.ffn_hidden if spec.moe is None or spec.moe.dense_layers else 0
-    width = max(dense, spec.moe.shared_hidden if spec.moe is not None else 0)
-    per_token = 2 * spec.hidden + 2 * heads + 2 * spec.kv_heads * spec.head_dim + 3 * width
-    routing = 0
-    if spec.moe is not None:
-        moe, choices = spec.moe, tokens * spec.moe.experts_per_token
-        per_token += moe.experts_per_token * (spec.hidden + moe.expert_hidden)
-        sorted_choices = choices + (moe.experts + 1) * 128  # every expert's begin at a tile of up to 128
-        words = tokens * moe.experts + 2 * choices + moe.experts + sorted_choices + sorted_choices // 16 + 1
-        routing = 4 * words
-    return bytes_per_element * (tokens * per_token + outputs * (2 * spec.hidden + heads)) + routing
-
-
-def gpu_logit_bytes(vocabulary: int, draws: int, bytes_per_element: int) -> int:
-    """Logits, and what sampling keeps: maximum, place, mass and count of every 4,096 tokens, the maximum of every
-    64, the bits, weights and tokens of up to 4,096 candidates, and three numbers."""
-    parts = -(-vocabulary // 4096)
-    candidates = min(4096, 1 << (vocabulary - 1).bit_length())
-    return draws * (vocabulary * bytes_per_element + parts * (16 + 4096 // 64 * 4) + 12 * candidates + 16)
-
-
-def gpu_table_bytes(max_running: int, tokens: int, context: int, block_size: int) -> int:
-    """Token ids, block tables and a step's copy of these, the words a plan travels in, three numbers a token."""
-    blocks = -(-(context + 1) // block_size)
-    words = 15 * max_running + 1
-    return 4 * (max_running * (context + 1 + 2 * blocks + 1) + words + 3 * tokens)
 
 
 def logit_bytes(spec: ModelSpec, draws: int, bytes_per_element: int) -> int:

@@ -5,8 +5,9 @@ which slots begin or end, which blocks they gain, and which of their tokens to c
 sampled token: the runner already has it, so step N+1 can be planned before step N has been sampled.
 """
 
+from collections.abc import Sequence as ListLike
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from cumulo.engine.params import SamplingParams
 
@@ -14,13 +15,12 @@ if TYPE_CHECKING:
     from cumulo.engine.pooling import Vector
 
 
-@dataclass(frozen=True, slots=True)
-class NewSlot:
+class NewSlot(NamedTuple):
     """A sequence that begins, resumes after preemption, forks or (a beam) was given its next token in this step;
     replaces what the slot held. Its blocks may be shared with others."""
 
     slot: int
-    tokens: list[int]  # prompt, and on a resume the output so far
+    tokens: ListLike[int]  # prompt, and on a resume the output so far
     prompt_length: int  # tokens[prompt_length:] are output: penalties count them
     blocks: list[int]
     params: SamplingParams

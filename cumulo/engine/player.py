@@ -82,7 +82,6 @@ def gpu_player(
         host_blocks=memory.host_blocks,
         guidance=guidance,
         graphs=config.cuda_graphs,
-        batch_invariant=config.batch_invariant,
     )
     return Player(cuda_runner, f"GPU kernels on {name}")
 

@@ -7,10 +7,9 @@ A request draws one or more sequences (samples or beams). A sequence has tokens,
 
 from array import array
 from collections.abc import Iterable
-from enum import IntEnum
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
-from cumulo.engine.block_pool import BlockHash, chain_hash, root_hash
+from cumulo.engine.block_pool import BlockHash, chain_hashes, root_hash
 from cumulo.engine.fairness import Tenant
 from cumulo.engine.params import SamplingParams
 from cumulo.engine.plan import TokenLogprobs
@@ -24,10 +23,13 @@ if TYPE_CHECKING:
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 
-class State(IntEnum):
-    WAITING = 0  # queued, preempted or swapped out: holds no device block
-    RUNNING = 1  # has a slot and blocks
-    FINISHED = 2
+class State:
+    """Where a sequence is. Plain numbers: looking up a member of an Enum takes 0.17 us in Python 3.11, and every
+    step looks at every sequence."""
+
+    WAITING: Final = 0  # queued, preempted or swapped out: holds no device block
+    RUNNING: Final = 1  # has a slot and blocks
+    FINISHED: Final = 2
 
 
 class Request:
@@ -104,7 +106,7 @@ class Sequence:
         self.limit = 0  # tokens in all at which it ends
         self.computed = 0
         self.pending = 0
-        self.state = State.WAITING
+        self.state: int = State.WAITING
         self.queued = 0  # the number of its entry in the waiting queue, 0 for none
         self.slot = -1
         self.blocks: list[int] = []
@@ -143,8 +145,8 @@ class Sequence:
     def extend_hashes(self, full_blocks: int, block_size: int) -> list[BlockHash]:
         """The hash chain of its first full_blocks blocks."""
         hashes = self.hashes
-        while len(hashes) < full_blocks:
+        if len(hashes) < full_blocks:
             parent = hashes[-1] if hashes else root_hash(self.request.cache_salt)
-            start = len(hashes) * block_size
-            hashes.append(chain_hash(parent, self.tokens[start : start + block_size]))
-        return hashes[:full_blocks]
+            tokens = self.tokens[len(hashes) * block_size : full_blocks * block_size]
+            hashes += chain_hashes(parent, tokens, block_size)
+        return hashes if len(hashes) == full_blocks else hashes[:full_blocks]

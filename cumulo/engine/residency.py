@@ -116,9 +116,8 @@ class Residency:
             if start // size == end // size or sequence.state != State.RUNNING or sequence.computed < end:
                 continue  # nothing filled, or preempted since
             full = min(end, len(sequence.tokens)) // size
-            hashes = sequence.extend_hashes(full, size)
-            for index in range(start // size, full):
-                self.pool.register(sequence.blocks[index], hashes[index])
+            first, hashes = start // size, sequence.extend_hashes(full, size)
+            self.pool.register_many(sequence.blocks[first:full], hashes[first:])
 
     # -- going --------------------------------------------------------------------------------------------
     def send_away(self, victim: Sequence, plan: StepPlan) -> PreemptionChoice:
@@ -184,7 +183,6 @@ def new_slot(sequence: Sequence) -> NewSlot:
     """What a runner must know of a sequence that begins, resumes or forks."""
     request = sequence.request
     return NewSlot(
-        slot=sequence.slot, tokens=sequence.tokens.tolist(), prompt_length=sequence.prompt_length,
-        blocks=sequence.blocks[:], params=request.params, seed=request.seed,
-        sample_index=sequence.sample_index,
+        sequence.slot, sequence.tokens[:], sequence.prompt_length, sequence.blocks[:], request.params, request.seed,
+        sequence.sample_index,
     )  # fmt: skip

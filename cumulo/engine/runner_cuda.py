@@ -26,7 +26,8 @@ from cumulo.engine.sampler import Drawn, draw, token_logprobs
 from cumulo.engine.slot_table import SlotTable, StepRows
 from cumulo.engine.step_words import StepShape, draw_words, gained_blocks, have_cuts, pack, shape_of
 from cumulo.engine.swap_pool import SwapPool
-from cumulo.kernels.cuda.paged_attention import AttentionPlan, attention_plan
+from cumulo.kernels.cuda.latent_plan import LatentPlan
+from cumulo.kernels.cuda.paged_attention import AttentionPlan
 from cumulo.kernels.cuda.rms_norm import rms_norm
 from cumulo.kernels.cuda.sample import SampleBuffers, sample
 from cumulo.kernels.cuda.sample_cuts import CutBuffers, sample_with_cuts
@@ -53,13 +54,11 @@ class CudaRunner:
         host_blocks: int = 0,
         guidance: Guidance | None = None,
         graphs: bool = True,
-        batch_invariant: bool = False,
     ) -> None:
         self.model, self.cache, self.device = model, cache, cache.key_storage.device
         self.table = SlotTable(max_slots, max_context, cache.block_size, eos_token_ids, guidance)
         self.slots = DeviceSlots(max_slots, max_context, cache.block_size, model.max_tokens, self.device)
         self.pool = SwapPool(cache, host_blocks) if host_blocks else None
-        self.batch_invariant = batch_invariant
         self._most = StepShape(model.max_tokens, max_slots, min(max_slots, model.max_outputs))
         self._buffers = SampleBuffers(max_slots, model.spec.vocab_size, self.device)
         self._cut_buffers = CutBuffers(max_slots, model.spec.vocab_size, self.device)
@@ -71,11 +70,9 @@ class CudaRunner:
         self._pending: deque[_PendingStep] = deque()
         self._owners = np.zeros(max_slots, dtype=np.int64)  # how many sequences each slot has held so far
         self._submitted = 0
-        self._plans: dict[StepShape, AttentionPlan] = {}
-        self._largest_plan: AttentionPlan | None = (
-            None  # others use its scratch: steps run one after the other
-        )
-        self._windows = list(dict.fromkeys(layer.window for layer in model.layers))
+        self._plans: dict[StepShape, AttentionPlan | LatentPlan] = {}
+        # Others use its scratch: steps run one after the other.
+        self._largest_plan: AttentionPlan | LatentPlan | None = None
         self._graphs: dict[StepShape, torch.cuda.CUDAGraph] = {}
         self._seen: set[StepShape] = set()
         self._use_graphs = graphs and on_gpu
@@ -228,16 +225,13 @@ class CudaRunner:
         current.wait_stream(self._capture_stream)
         return graph
 
-    def _attention(self, shape: StepShape) -> AttentionPlan:
+    def _attention(self, shape: StepShape) -> AttentionPlan | LatentPlan:
         shape = replace(shape, cuts=False)  # attention does not see how tokens are drawn
         plan = self._plans.get(shape)
         if plan is None:
-            spec = self.model.spec
-            plan = self._plans[shape] = attention_plan(
-                shape.tokens, shape.rows, spec.heads, spec.kv_heads, spec.head_dim, self.cache.block_size,
-                self.slots.tables.shape[1], decode_only=shape.decodes_only, invariant=self.batch_invariant,
-                device=self.device, chunking_invariant=self.batch_invariant, windows=self._windows,
-                kv_dtype=self.cache.key_storage.dtype, share_scratch_with=self._largest_plan,
+            plan = self._plans[shape] = self.model.attention_plan(
+                shape.tokens, shape.rows, shape.decodes_only, self.cache, self.slots.tables.shape[1],
+                share_scratch_with=self._largest_plan,
             )  # fmt: skip
             if self._largest_plan is None or plan.nbytes > self._largest_plan.nbytes:
                 self._largest_plan = plan

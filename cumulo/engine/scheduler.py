@@ -11,33 +11,22 @@ alone always fits (checked on arrival); the oldest may always take blocks from y
 """
 
 from bisect import insort
-from dataclasses import dataclass
-from math import isfinite
 from operator import attrgetter
-from typing import TYPE_CHECKING
 
 from cumulo.engine.admission_rules import output_limit
-from cumulo.engine.beam_groups import advance_beams, start_beam
+from cumulo.engine.beam_groups import start_beam
 from cumulo.engine.fairness import FairShares
-from cumulo.engine.plan import StepPlan, StepResult, TokenLogprobs
+from cumulo.engine.plan import StepPlan, StepResult
 from cumulo.engine.preemption import PreemptionCosts, less_important, victim_for
 from cumulo.engine.request import FinishReason, Request, Sequence, State
 from cumulo.engine.residency import Residency, new_slot
 from cumulo.engine.scheduler_config import SchedulerConfig
+from cumulo.engine.step_result import Flight, take_in
 from cumulo.engine.story import PreemptionCause, WaitCause
 from cumulo.engine.waiting_queue import WaitingQueue
 from cumulo.errors import InvalidRequest
 
-if TYPE_CHECKING:
-    from cumulo.engine.pooling import Vector
-
 _by_order = attrgetter("request.order")
-
-
-@dataclass(slots=True)
-class _InFlight:
-    rows: list[Sequence]
-    draws: list[Sequence]
 
 
 class Scheduler:
@@ -50,8 +39,8 @@ class Scheduler:
         self.requests: dict[str, Request] = {}  # all that have not ended
         self.closed: list[Request] = []  # ended since the engine last looked; it empties the list
         self.running: list[Sequence] = []  # in order; may hold ended sequences until the next plan
-        self._in_flight: dict[int, _InFlight] = {}
-        self._next = StepPlan(0)  # collects what happens between plans: ended slots, the next beams
+        self.in_flight: dict[int, Flight] = {}
+        self.next_plan = StepPlan(0)  # collects what happens between plans: ended slots, the next beams
         self._arrivals = 0
 
     @property
@@ -113,7 +102,7 @@ class Scheduler:
             return
         slot = self._remove(sequence)
         if slot is not None:
-            self._next.end.append(slot)
+            self.next_plan.end.append(slot)
             self.residency.free_slots.append(slot)
         sequence.finish_reason, sequence.stop_reason = reason, stop_reason
         sequence.hashes = []
@@ -162,15 +151,15 @@ class Scheduler:
     def restate_beam(self, sequence: Sequence) -> None:
         """A beam was given its next token: tell the runner, or queue it if it has to wait."""
         if sequence.state == State.RUNNING:
-            self._next.begin.append(new_slot(sequence))
+            self.next_plan.begin.append(new_slot(sequence))
         else:
             self.queue.push(sequence)
 
     # -- planning -----------------------------------------------------------------------------------------
     def plan(self, now_s: float) -> StepPlan | None:
         """The next step, or None when nothing can be computed until a result arrives."""
-        plan, rows, draws = self._next, [], []  # type: StepPlan, list[Sequence], list[Sequence]
-        self._next = StepPlan(plan.index + 1)
+        plan, rows = self.next_plan, []  # type: StepPlan, list[Sequence]
+        self.next_plan = StepPlan(plan.index + 1)
         self.shares.tick(now_s)
         self.running = [sequence for sequence in self.running if sequence.state == State.RUNNING]
         self._make_room_for_priority(plan, now_s)
@@ -179,7 +168,7 @@ class Scheduler:
         starved = False  # somebody running could not get a block: admit nobody
 
         # Sequences that need one token. This loop runs for every sequence at every step: keep it lean.
-        index, slots, starts, counts = plan.index, plan.slots, plan.starts, plan.counts
+        index, slots, starts = plan.index, plan.slots, plan.starts
         for sequence in self.running:
             position = sequence.computed
             known = len(sequence.tokens) + sequence.pending
@@ -187,27 +176,24 @@ class Scheduler:
                 if position < known:
                     chunks.append(sequence)
                 continue
-            if sequence.slot < 0 or known >= sequence.limit:
+            slot = sequence.slot
+            if slot < 0 or known >= sequence.limit:
                 continue  # preempted in this very loop, or its last token is being drawn
-            if budget == 0:
-                break
             if (position >= sequence.capacity or sequence.shares_tail) and not self._make_room(
                 sequence, position, plan, now_s
             ):
                 starved = True
                 continue
-            budget -= 1
             sequence.last_step = index
-            slot = sequence.slot
-            plan.draw_rows.append(len(slots))
-            plan.draw_slots.append(slot)
             slots.append(slot)
             starts.append(position)
-            counts.append(1)
             rows.append(sequence)
-            draws.append(sequence)
             sequence.computed = known
             sequence.pending += 1
+        # So far a row is one token and draws one. A step's budget is enough for all that can run (SchedulerConfig).
+        budget -= len(rows)
+        plan.counts, plan.draw_rows, plan.draw_slots = [1] * len(rows), list(range(len(rows))), slots[:]
+        draws = rows[:]
 
         # Then prompts (and recomputed contexts), oldest first; then newcomers, unless room is short.
         for sequence in chunks:
@@ -228,9 +214,9 @@ class Scheduler:
             self._plan_chunk(newcomer, budget, plan, rows, draws, now_s)
         self.residency.plan_complete()
         if not rows:
-            self._next = plan  # nothing to run: what changed becomes the beginning of the next plan
+            self.next_plan = plan  # nothing to run: what changed becomes the beginning of the next plan
             return None
-        self._in_flight[index] = _InFlight(rows, draws)
+        self.in_flight[index] = Flight(rows, draws)
         return plan
 
     def _plan_chunk(
@@ -362,7 +348,7 @@ class Scheduler:
         self.residency.reuse_slots()
         if head is None:
             return None
-        for victim in reversed(self.running) if not self._in_flight else ():
+        for victim in reversed(self.running) if not self.in_flight else ():
             if self._obstacle(head) is None:
                 break
             if victim.state == State.RUNNING:
@@ -384,72 +370,17 @@ class Scheduler:
     # -- results ------------------------------------------------------------------------------------------
     def apply(self, plan: StepPlan, result: StepResult, now_s: float) -> list[Sequence]:
         """Take a step's tokens in; returns the sequences that gained one (beams excepted)."""
-        flight = self._in_flight.pop(plan.index)
-        self.residency.register_full(flight.rows, plan)
-        for row, logprobs in result.prompt_logprobs.items():
-            self._take_prompt_logprobs(flight.rows[row], plan.starts[row], logprobs)
-        for row, first, total in zip(plan.pool_rows, plan.pool_starts, result.pooled, strict=True):
-            self._take_pooled(flight.rows[row], first, plan.starts[row] + plan.counts[row], total, now_s)
-        advanced: list[Sequence] = []
-        beams: dict[str, Request] = {}
-        has_logprobs, has_errors = bool(result.logprobs), bool(result.errors)
-        for index, (sequence, token) in enumerate(zip(flight.draws, result.tokens, strict=True)):
-            sequence.pending -= 1
-            if sequence.state == State.FINISHED:
-                continue  # aborted, or ended by a stop string, while this step ran
-            request = sequence.request
-            if has_errors and index in result.errors:
-                self.fail(request, result.errors[index], now_s)
-                continue
-            request.share.output_tokens += 1
-            if request.beam is not None:
-                sequence.candidates = result.logprobs[index].top
-                if sequence.state == State.WAITING:
-                    self.queue.set_aside(sequence)
-                beams[request.id] = request
-                continue
-            if has_logprobs and index in result.logprobs:
-                sequence.cumulative_logprob += result.logprobs[index].logprob
-                sequence.logprobs.append(result.logprobs[index])
-            tokens = sequence.tokens
-            tokens.append(token)
-            advanced.append(sequence)
-            if request.story.first_token_s is None:
-                request.story.first_token_s = now_s
-                request.story.add(now_s, "first_token")
-            if token in request.stop_ids:
-                self.finish(sequence, "stop", now_s, token)
-            elif len(tokens) >= sequence.limit:
-                self.finish(sequence, "length", now_s)
-        for request in beams.values():
-            advance_beams(self, request, now_s)
-        return advanced
+        return take_in(self, self.in_flight.pop(plan.index), plan, result, now_s)
 
     def fail_step(self, plan: StepPlan, error: str, now_s: float) -> list[Request]:
         """The runner could not play this plan: everyone in it fails, everyone else goes on."""
-        flight = self._in_flight.pop(plan.index)
+        flight = self.in_flight.pop(plan.index)
         for sequence in flight.draws:
             sequence.pending -= 1
         failed = {s.request.id: s.request for s in flight.rows if s.request.id in self.requests}
         for request in failed.values():
             self.fail(request, error, now_s)
         return list(failed.values())
-
-    @staticmethod
-    def _take_prompt_logprobs(sequence: Sequence, start: int, logprobs: list[TokenLogprobs]) -> None:
-        taken = sequence.request.prompt_logprobs
-        if taken is not None:  # a recomputation delivers some of them again
-            taken.extend(logprobs[len(taken) - start :])
-
-    def _take_pooled(self, sequence: Sequence, first: int, end: int, total: "Vector", now_s: float) -> None:
-        request = sequence.request
-        if request.pooled is None or sequence.state == State.FINISHED:
-            return  # aborted while this step ran
-        if not isfinite(total.sum()):
-            self.fail(request, "the model returned hidden states that are not finite", now_s)
-        elif request.pooled.add(first, end, total):
-            request.story.add(now_s, "embedded", tokens=end, size=len(total))
-            self.finish(sequence, "stop", now_s)
 
     # -- invariants ---------------------------------------------------------------------------------------
     def problems(self) -> list[str]:

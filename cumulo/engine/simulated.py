@@ -14,7 +14,8 @@ from cumulo.engine.params import SamplingParams
 from cumulo.engine.plan import StepPlan
 from cumulo.engine.request import Request
 from cumulo.engine.scheduler import Scheduler
-from cumulo.engine.simulated_run import Arrival, InFlight, Run, Served, StepCost, take_result
+from cumulo.engine.simulated_lockstep import Lockstep, take_result
+from cumulo.engine.simulated_run import Arrival, InFlight, Run, Served, StepCost
 from cumulo.engine.simulated_stretch import play_stretch
 from cumulo.errors import InvalidRequest
 
@@ -33,7 +34,7 @@ def simulate(
     Stretches in which everybody only decodes are played without asking the scheduler at every step, with the same
     outcome; `step_by_step` asks it.
     """
-    run = Run()
+    run, lockstep = Run(), Lockstep(scheduler)
     clock_s = device_free_s = 0.0
     in_flight: InFlight | None = None
     coming, count = 0, len(arrivals)
@@ -50,12 +51,13 @@ def simulate(
             continue
         if may_stretch and in_flight is not None and scheduler.queue.count == 0:
             until_s = min(stop_s, arrivals[coming].arrived_s if coming < count else stop_s)
-            stretched = play_stretch(scheduler, cost, run, in_flight, shared, clock_s, until_s)
+            stretched = play_stretch(lockstep, cost, run, in_flight, shared, clock_s, until_s)
             if stretched is not None:
                 clock_s, in_flight = stretched
                 device_free_s = in_flight.done_s
                 continue
         plan = scheduler.plan(clock_s)
+        lockstep.follow(plan, run.last_result_s)
         submitted = None
         if plan is not None:
             _note_shared(plan, scheduler, shared)
@@ -70,12 +72,13 @@ def simulate(
             ready = submitted
         if ready is not None:
             clock_s = max(clock_s, ready.done_s)
-            take_result(ready, clock_s, scheduler, run)
+            take_result(ready, clock_s, lockstep, run)
             clock_s += ready.time.apply_s
         elif plan is None:
             raise RuntimeError(
                 "the scheduler plans nothing while nothing is in flight: a bug in the scheduler"
             )
+    lockstep.settle(run.last_result_s)
     run.ended_s = clock_s
     run.all_finished = coming == count and not scheduler.requests
     return run
@@ -121,6 +124,8 @@ def _prompt(arrival: Arrival, number: int) -> bytes:
 
     As bytes, which an array takes over at once; one by one its tokens would cost more than scheduling them.
     """
+    if not arrival.shared:
+        return (array("i", (number,)) * arrival.prompt_tokens).tobytes()
     tokens = array("i")
     for name, length in arrival.shared:
         tokens.extend(array("i", (-1 - name,)) * min(length, arrival.prompt_tokens - len(tokens)))

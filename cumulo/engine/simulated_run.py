@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from cumulo.engine.plan import StepPlan, StepResult
+from cumulo.engine.plan import StepPlan
 from cumulo.engine.scheduler import Scheduler
 from cumulo.errors import InvalidRequest
 
@@ -120,31 +120,13 @@ class Run:
         if rows > self.most_running:
             self.most_running = rows
 
-
-def take_result(ready: InFlight, now_s: float, scheduler: Scheduler, run: Run) -> None:
-    """A step's tokens arrive: who gained one, and who has ended."""
-    plan = ready.plan
-    run.most_blocks = max(run.most_blocks, scheduler.pool.used_count)
-    scheduler.costs.observe_compute(plan.tokens, len(plan.slots), ready.time.device_s)
-    others: dict[float, int] = {}
-    same, same_s = 0, run.last_result_s  # nearly all drew their last token in the step before
-    for sequence in scheduler.apply(plan, StepResult([0] * len(plan.draw_rows)), now_s):
-        served: Served = sequence.request.tag
-        before_s = served.last_token_s
-        served.last_token_s = now_s
-        if before_s == same_s:
-            same += 1
-        elif before_s is None:
-            served.first_token_s = now_s
-        else:
-            others[before_s] = others.get(before_s, 0) + 1
-    if same:
-        others[same_s] = same
-    for before_s, count in others.items():
-        run.gaps_s.append(now_s - before_s)
-        run.gap_counts.append(count)
-    run.last_result_s = now_s
-    close_ended(scheduler)
+    def count_stretch(self, rows: int, steps: int) -> None:
+        """Steps of so many single tokens."""
+        if steps:
+            self.steps += steps
+            self.computed_tokens += rows * steps
+            self.stretch_steps[rows] += steps
+            self.most_running = max(self.most_running, rows)
 
 
 def close_ended(scheduler: Scheduler) -> None:
@@ -153,4 +135,5 @@ def close_ended(scheduler: Scheduler) -> None:
         served.finished = True
         served.cached_tokens, served.preemptions = story.cached_tokens, story.preemptions
         served.recomputed_tokens = story.recomputed_tokens
+        request.sequences = []  # they know each other: apart, both are freed at once and not by the collector
     scheduler.closed.clear()

@@ -4,7 +4,7 @@
 """
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 # What a request waits for. behind_others: its turn by order; fair_share: it is first in order, but others have been
 # served less.
@@ -17,8 +17,7 @@ PreemptionCause = Literal["kv_blocks", "priority", "parked_beams"]
 _MOST_EVENTS_WITH_WAITS = 200  # a longer story only counts the seconds of further waiting
 
 
-@dataclass(frozen=True, slots=True)
-class Event:
+class Event(NamedTuple):  # made five times for every request: a frozen dataclass takes four times as long
     time_s: float  # clock of the engine; only differences mean something
     kind: str
     detail: dict[str, Any]

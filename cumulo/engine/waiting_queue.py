@@ -79,8 +79,10 @@ class WaitingQueue:
         """A new request's first sequence."""
         tenant = sequence.request.share
         if tenant.name not in self._lines:
-            if self._lines:
+            if len(self._lines) > 1:
                 level = min(self._least(priority)[0] for priority in self._levels)
+            elif self._lines:
+                level = next(iter(self._lines.values())).tenant.counter
             else:
                 level = self._last_to_leave.counter if self._last_to_leave is not None else 0.0
             tenant.lift(level)
@@ -104,6 +106,8 @@ class WaitingQueue:
         line = self._lines.get(tenant.name)
         if line is None:
             line = self._lines[tenant.name] = _Line(tenant, self._pushes)
+            if len(self._lines) == 2:
+                self._place(next(iter(self._lines.values())))  # it was alone
         sequence.queued = self._pushes
         line.push(sequence)
         self._place(line)
@@ -135,9 +139,9 @@ class WaitingQueue:
             tenant.rested = True
 
     def _place(self, line: _Line) -> None:
-        """Tell the levels who is first in this line now."""
+        """Tell the levels who is first in this line now. A line that was always alone has no place: nobody asks."""
         place = _place_of(line.first())
-        if place != line.place:
+        if place != line.place and (line.place is not None or len(self._lines) > 1):
             if line.place is not None:
                 level = self._levels[line.place[0]]
                 level.lines -= 1
@@ -145,7 +149,10 @@ class WaitingQueue:
                     del self._levels[line.place[0]]
             line.place = place
             if place is not None:
-                self._levels.setdefault(place[0], _Level()).add(*place, line)
+                found = self._levels.get(place[0])
+                if found is None:
+                    found = self._levels[place[0]] = _Level()
+                found.add(*place, line)
         if place is None:
             del self._lines[line.tenant.name]
             self._last_to_leave = line.tenant
@@ -157,16 +164,17 @@ class WaitingQueue:
             self.passed_over = self._turn = None
             return None
         if len(self._lines) == 1:
-            (earliest,) = (chosen,) = self._lines.values()
-        else:
-            *_, earliest = min(self._earliest(priority) for priority in self._levels)
-            assert earliest.place is not None
-            level = earliest.place[0]
-            *_, chosen = min(self._least(priority) for priority in self._levels if priority <= level)
+            (self._turn,) = self._lines.values()
+            self.passed_over, first = None, self._turn.first()
+            assert first is not None
+            self.level = first.request.priority
+            return first
+        *_, earliest = min(self._earliest(priority) for priority in self._levels)
         assert earliest.place is not None
-        self.level, self._turn = earliest.place[0], chosen
-        self.passed_over = earliest.first() if earliest is not chosen else None
-        return chosen.first()
+        self.level = earliest.place[0]
+        *_, self._turn = min(self._least(priority) for priority in self._levels if priority <= self.level)
+        self.passed_over = earliest.first() if earliest is not self._turn else None
+        return self._turn.first()
 
     def _earliest(self, priority: int) -> tuple[Order, int, _Line]:
         """Of the lines of this level, the first in order."""

@@ -12,17 +12,18 @@ from torch import Tensor
 
 from cumulo.kernels.cuda import registry
 from cumulo.kernels.cuda.fp8 import Fp8Weight
+from cumulo.kernels.cuda.latent_plan import LatentPlan
 from cumulo.kernels.cuda.linear import Weight, choose, linear, prepare
 from cumulo.kernels.cuda.moe import MoEBuffers, mixture
-from cumulo.kernels.cuda.paged_attention import AttentionPlan
+from cumulo.kernels.cuda.paged_attention import AttentionPlan, attention_plan
 from cumulo.kernels.cuda.rms_norm import rms_norm
 from cumulo.kernels.cuda.rope_cache import rope_cache
 from cumulo.kernels.cuda.swiglu import swiglu
-from cumulo.models.attention import Attention
 from cumulo.models.batch import KVCache
-from cumulo.models.decoder import Decoder, Layer
+from cumulo.models.cuda_latent import LatentHalf
+from cumulo.models.cuda_weights import WHOLE, HeadWeights, LayerWeights, RankSlice, layer_weights
+from cumulo.models.decoder import Decoder
 from cumulo.models.linear import Linear
-from cumulo.models.moe import FeedForward, MixtureOfExperts
 from cumulo.spec.gpu_kernels import obstacle_of
 
 
@@ -34,7 +35,7 @@ class StepTensors:
     positions: Tensor  # [T]
     slots: Tensor  # [T]: where each token's K and V are written; -1: nowhere
     logit_rows: Tensor  # [R]: tokens whose logits are wanted
-    attention: AttentionPlan  # prepared for this step
+    attention: AttentionPlan | LatentPlan  # prepared for this step
 
 
 def why_not(decoder: Decoder) -> str | None:
@@ -57,11 +58,14 @@ class CudaDecoder:
         *,
         fp8_weights: bool = False,
         batch_invariant: bool = False,
+        rank_slice: RankSlice = WHOLE,
     ) -> None:
         """Buffers for steps of up to `max_tokens` tokens and `max_outputs` rows of logits.
 
-        `fp8_weights` quantises the layers' matrices to e4m3, one scale an output row, and frees the plain ones.
+        `fp8_weights` quantises the layers' matrices to e4m3, one scale an output row, and frees the plain ones; a
+        mixture's routed experts, its router and latent attention's kv_b stay as they are.
         `batch_invariant` uses only kernels whose rows do not depend on the rows beside them.
+        `rank_slice`: the decoder is one rank's part of a model; its spec has that rank's heads and widths.
         """
         obstacle = why_not(decoder)
         if obstacle is not None:
@@ -72,11 +76,14 @@ class CudaDecoder:
         registry.load_for(registry.device_name(device))
         prepare(device)
         self.max_tokens, self.max_outputs = max_tokens, max_outputs
-        self.invariant, self._fp8 = batch_invariant, fp8_weights
+        self.invariant, self.slice = batch_invariant, rank_slice
         decoder.rotary.at(torch.zeros(0, dtype=torch.int64, device=device))  # makes the table
         assert decoder.rotary.table is not None
         self.cosine, self.sine = (table.contiguous() for table in decoder.rotary.table)
-        self.layers = [self._layer_weights(layer) for layer in decoder.layers]
+        self.layers = [layer_weights(layer, fp8_weights, rank_slice) for layer in decoder.layers]
+        if fp8_weights and device.type == "cuda":
+            torch.cuda.empty_cache()  # what the plain matrices took: the KV cache is one large piece
+        self.windows = tuple(dict.fromkeys(layer.window for layer in self.layers))
         self.head: Weight = (decoder.embed if spec.tied_embeddings else decoder.head).weight
         self.moe_buffers = None
         if spec.moe is not None:
@@ -85,10 +92,16 @@ class CudaDecoder:
         def buffer(rows: int, columns: int) -> Tensor:
             return torch.empty((rows, columns), dtype=self.dtype, device=device)
 
-        heads = spec.heads * spec.head_dim
         self.stream = buffer(max_tokens, spec.hidden)
         self.normed = buffer(max_tokens, spec.hidden)
-        self.qkv = buffer(max_tokens, heads + 2 * spec.kv_heads * spec.head_dim)
+        self.latent = None
+        if spec.mla is None:
+            heads = spec.heads * spec.head_dim
+            self.qkv = buffer(max_tokens, heads + 2 * spec.kv_heads * spec.head_dim)
+        else:
+            heads = spec.heads * spec.mla.value_head_dim
+            self.qkv = buffer(max_tokens, 0)
+            self.latent = LatentHalf(spec, spec.mla, max_tokens, self.dtype, device, batch_invariant)
         self.mixed = buffer(max_tokens, heads)
         widest = max((layer.ffn_width for layer in self.layers), default=0)
         self.gate_up = buffer(max_tokens, 2 * widest)
@@ -112,7 +125,32 @@ class CudaDecoder:
             self.wanted,
             self.logits,
         )
-        return sum(tensor.nbytes for tensor in own) + (self.moe_buffers.nbytes if self.moe_buffers else 0)
+        parts = (self.moe_buffers, self.latent)
+        return sum(tensor.nbytes for tensor in own) + sum(part.nbytes for part in parts if part is not None)
+
+    def attention_plan(
+        self,
+        tokens: int,
+        sequences: int,
+        decode_only: bool,
+        cache: KVCache,
+        max_blocks: int,
+        share_scratch_with: AttentionPlan | LatentPlan | None,
+    ) -> AttentionPlan | LatentPlan:
+        """For steps of so many tokens and sequences of up to `max_blocks` blocks each."""
+        spec, other = self.spec, share_scratch_with
+        if spec.mla is not None:
+            return LatentPlan(
+                tokens, sequences, spec.heads, spec.mla.kv_rank, spec.mla.rope_head_dim, cache.block_size,
+                max_blocks, decode_only, self.invariant, self.device, windows=self.windows,
+                share_scratch_with=other if isinstance(other, LatentPlan) else None,
+            )  # fmt: skip
+        return attention_plan(
+            tokens, sequences, spec.heads, spec.kv_heads, spec.head_dim, cache.block_size, max_blocks,
+            decode_only=decode_only, invariant=self.invariant, device=self.device,
+            chunking_invariant=self.invariant, windows=self.windows, kv_dtype=cache.key_storage.dtype,
+            share_scratch_with=other if isinstance(other, AttentionPlan) else None,
+        )  # fmt: skip
 
     # -- a step --------------------------------------------------------------------------------------------
     def forward(self, step: StepTensors, cache: KVCache, every_row: bool = False) -> Tensor:
@@ -132,6 +170,7 @@ class CudaDecoder:
                 mixed = torch.index_select(mixed, 0, step.logit_rows, out=self.last_mixed[:outputs])
                 if outputs == 0:  # the middle of a prompt
                     break
+            self._begin_sum(stream)
             linear(
                 mixed,
                 layer.output,
@@ -140,7 +179,9 @@ class CudaDecoder:
                 bias=layer.output_bias,
                 invariant=self.invariant,
             )
+            self.slice.sum_over_ranks(stream)
             self._feed_forward(layer, stream)
+            self.slice.sum_over_ranks(stream)
         if outputs == 0:
             return self.logits[:0]
         rows = None if pick else step.logit_rows
@@ -152,19 +193,33 @@ class CudaDecoder:
         """Normed hidden states [R, hidden] -> [R, vocabulary]."""
         return linear(hidden, self.head, out=out, invariant=self.invariant)
 
+    def _begin_sum(self, stream: Tensor) -> None:
+        """Of the slices whose sum becomes the stream, one starts from what it was."""
+        if not self.slice.carries_stream:
+            stream.zero_()
+
     def _attend(
-        self, layer: "LayerWeights", stream: Tensor, step: StepTensors, cache: KVCache, index: int
+        self, layer: LayerWeights, stream: Tensor, step: StepTensors, cache: KVCache, index: int
     ) -> Tensor:
         """Attention's result [T, heads · head_dim], before the output product; keys and values are written."""
-        spec, tokens = self.spec, len(stream)
-        qkv = self._normed_product(stream, layer.attention_norm, layer.qkv, self.qkv[:tokens], layer.qkv_bias)
+        spec, tokens, heads = self.spec, len(stream), layer.attention
         keys, values = cache.keys[index], cache.values[index]
+        mixed = self.mixed[:tokens]
+        if not isinstance(heads, HeadWeights):
+            assert self.latent is not None and isinstance(step.attention, LatentPlan)
+            normed = rms_norm(stream, layer.attention_norm, spec.norm_eps, out=self.normed[:tokens])
+            rotation = (self.cosine, self.sine)
+            return self.latent.attend(
+                heads, normed, keys, rotation, step.positions, step.slots, step.attention, layer.scale,
+                layer.window, mixed,
+            )  # fmt: skip
+        assert isinstance(step.attention, AttentionPlan)
+        qkv = self._normed_product(stream, layer.attention_norm, heads.qkv, self.qkv[:tokens], heads.qkv_bias)
         rope_cache(
             qkv, self.cosine, self.sine, step.positions, step.slots, keys, values, spec.heads,
-            layer.q_norm, layer.k_norm, spec.norm_eps, spec.rope_interleaved,
+            heads.q_norm, heads.k_norm, spec.norm_eps, spec.rope_interleaved,
         )  # fmt: skip
         query = qkv.view(tokens, -1, spec.head_dim)[:, : spec.heads]
-        mixed = self.mixed[:tokens]
         step.attention.attend(
             query,
             keys,
@@ -175,12 +230,13 @@ class CudaDecoder:
         )
         return mixed
 
-    def _feed_forward(self, layer: "LayerWeights", stream: Tensor) -> None:
+    def _feed_forward(self, layer: LayerWeights, stream: Tensor) -> None:
         tokens = len(stream)
         if layer.mixture is not None:
             assert self.moe_buffers is not None
             experts, router = layer.mixture.experts, layer.mixture.router
             normed = rms_norm(stream, layer.ffn_norm, self.spec.norm_eps, out=self.normed[:tokens])
+            self._begin_sum(stream)
             mixture(
                 normed, router.weight, experts.gate_up, experts.down, self.moe_buffers, stream,
                 router.selection_bias, self.invariant,
@@ -190,12 +246,13 @@ class CudaDecoder:
             activated = self._activated(normed, layer, None)  # the expert that every token passes through
         else:
             activated = self._activated(stream, layer, layer.ffn_norm)
+            self._begin_sum(stream)
         assert layer.down is not None
         linear(
             activated, layer.down, out=stream, residual=stream, bias=layer.down_bias, invariant=self.invariant
         )
 
-    def _activated(self, x: Tensor, layer: "LayerWeights", norm: Tensor | None) -> Tensor:
+    def _activated(self, x: Tensor, layer: LayerWeights, norm: Tensor | None) -> Tensor:
         """silu(gate) · up of x, normed first where a norm is given."""
         tokens, width = len(x), layer.ffn_width
         assert layer.gate_up is not None
@@ -226,80 +283,3 @@ class CudaDecoder:
         if self.invariant:
             return False
         return isinstance(weight, Fp8Weight) or choose(tokens, weight, swiglu).kernel != "library"
-
-    # -- weights -------------------------------------------------------------------------------------------
-    def _layer_weights(self, layer: torch.nn.Module) -> "LayerWeights":
-        assert isinstance(layer, Layer) and isinstance(layer.attention, Attention)
-        attention, ffn = layer.attention, layer.ffn
-        normed = self.spec.qk_norm
-        if self._fp8:
-            for linear_layer in layer.modules():
-                if isinstance(linear_layer, Linear) and linear_layer.packed is None:
-                    linear_layer.pack(_Packed(Fp8Weight.quantised(linear_layer.weight)))
-        plain = ffn if isinstance(ffn, FeedForward) else ffn.shared
-        return LayerWeights(
-            attention_norm=layer.attention_norm.weight,
-            qkv=_matrix(attention.qkv),
-            qkv_bias=attention.qkv.bias,
-            q_norm=attention.q_norm.weight if normed else None,
-            k_norm=attention.k_norm.weight if normed else None,
-            output=_matrix(attention.output),
-            output_bias=attention.output.bias,
-            scale=attention.scale,
-            window=attention.window,
-            ffn_norm=layer.ffn_norm.weight,
-            mixture=ffn if isinstance(ffn, MixtureOfExperts) else None,
-            gate_up=None if plain is None else _matrix(plain.gate_up),
-            gate_up_bias=None if plain is None else plain.gate_up.bias,
-            down=None if plain is None else _matrix(plain.down),
-            down_bias=None if plain is None else plain.down.bias,
-            ffn_width=0 if plain is None else plain.down.shape[1],
-        )
-
-
-class _Packed:
-    """A GPU's quantised matrix in the place of a plain one in the torch decoder, which can still be asked for
-    both."""
-
-    def __init__(self, weight: Fp8Weight) -> None:
-        self.weight = weight
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(self.weight.shape)
-
-    @property
-    def nbytes(self) -> int:
-        return self.weight.nbytes
-
-    def matmul(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight)
-
-    def rows(self, indices: Tensor) -> Tensor:
-        return self.weight.dequantised()[indices]
-
-
-def _matrix(layer: Linear) -> Weight:
-    return layer.packed.weight if isinstance(layer.packed, _Packed) else layer.weight
-
-
-@dataclass(slots=True)
-class LayerWeights:
-    """What a layer's products and norms read; a matrix may be plain or quantised for the GPU."""
-
-    attention_norm: Tensor
-    qkv: Weight
-    qkv_bias: Tensor | None
-    q_norm: Tensor | None
-    k_norm: Tensor | None
-    output: Weight
-    output_bias: Tensor | None
-    scale: float
-    window: int | None
-    ffn_norm: Tensor
-    mixture: MixtureOfExperts | None
-    gate_up: Weight | None  # of the plain feed-forward, or of the expert every token passes through
-    gate_up_bias: Tensor | None
-    down: Weight | None
-    down_bias: Tensor | None
-    ffn_width: int

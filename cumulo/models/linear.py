@@ -68,6 +68,10 @@ class Linear(nn.Module):
         y = self.packed.matmul(x)
         return y if self.bias is None else y + self.bias
 
+    def without_bias(self, x: Tensor) -> Tensor:
+        """x Wᵀ: where others have the rest of a sum, the bias is added once, to all of it."""
+        return F.linear(x, self.weight) if self.packed is None else self.packed.matmul(x)
+
     def rows(self, indices: Tensor) -> Tensor:
         """The rows of W at `indices`, in the dtype the model computes in: the embedding of tokens."""
         if self.packed is None:

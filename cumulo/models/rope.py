@@ -82,6 +82,7 @@ class Rotation:
     def __init__(self, cos: Tensor, sin: Tensor, interleaved: bool) -> None:
         """cos and sin are [T, rope_dim / 2] in the dtype of the model."""
         self.interleaved = interleaved
+        self.angles = cos, sin
         # One complex product replaces four real operations, but torch has it for float32 and float64 only.
         self.complex: Tensor | None = None
         if interleaved and cos.dtype in (torch.float32, torch.float64):

@@ -157,14 +157,19 @@ class _Player:
         if (output := self.sent.pop((Kind.SEND_ACTIVATION, *key), None)) is not None:
             output.wait()  # not long: its gradient is here, so it has arrived
         upstream += [None] * (len(alive.outputs) - len(upstream))  # of the objective: one
+        # Before the first thing that is trained nothing has a gradient: a first chunk may be frozen as a whole.
+        learnt = [pair for pair in zip(alive.outputs, upstream, strict=True) if pair[0].requires_grad]
+        outputs, gradients = [pair[0] for pair in learnt], [pair[1] for pair in learnt]
+        gradient = None
         if alive.later is None:
             del self.alive[key]
-            torch.autograd.backward(alive.outputs, upstream)
+            if learnt:
+                torch.autograd.backward(outputs, gradients)
             gradient = None if alive.x is None else alive.x.grad
-        else:
+        elif learnt:
             parameters = self.chunks[action.chunk].parameters()
-            gradient = alive.later.input_gradient(alive.outputs, upstream, alive.x, parameters)
-            alive.outputs.clear()  # what is left of the graph is in `later`
+            gradient = alive.later.input_gradient(outputs, gradients, alive.x, parameters)
+        alive.outputs.clear()  # what is left of the graph is in `later`
         if alive.x is not None and gradient is not None:
             self._pass_on(Kind.SEND_GRADIENT, action, action.chunk - 1, gradient, self.gradients)
 

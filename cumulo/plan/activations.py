@@ -21,6 +21,11 @@ class LayerBytes:
     whole: float  # between them: divided by t only with sequence parallelism
     scores: float  # of the attention between its projections: s numbers for each head; divided by t
     input: float  # what full recomputation keeps, itself part of `whole`
+    # What need not be kept where one operation is computed again.
+    norm: float  # the norms' outputs, of `whole`
+    activation: float  # what it gives, of `split`
+    attention: float  # its result, its statistics, what lies between it and the projections; of `split`
+    latents: float  # the same of `whole`: normed latents
     working: float  # beside what is kept, the most that backward holds at once; divided by t
 
 
@@ -31,7 +36,14 @@ def layer_bytes_per_token(job: TrainJob, layer_has_experts: bool, recompute: Rec
     between = tp if job.layout.sequence_parallel else 1
     if recompute == "full":
         return layer.input / between
+    again = recompute.split("+")
     kept = layer.split / tp + layer.whole / between
+    if "norm" in again:
+        kept -= layer.norm / between
+    if "activation" in again:
+        kept -= layer.activation / tp
+    if "attention" in again:
+        return kept - layer.attention / tp - layer.latents / between
     return kept if recompute == "selective" else kept + layer.scores / tp
 
 
@@ -58,9 +70,11 @@ def _count(
     into = 2 * each * model.hidden  # what attention and feed-forward take: the norms' outputs
     masks = 2 * model.hidden if dropout else 0  # a byte each, after attention and after the feed-forward
     attention, latents = _attention(model, each)
+    normed = into
     moe = model.moe
     if moe is not None and layer_has_experts:
         forward, routed = _experts(model, moe, each)
+        normed //= 2  # the router and the experts are no one operation with the norm before them
         widest = moe.experts_per_token * moe.expert_hidden + moe.shared_hidden
     else:
         forward, routed = _feed_forward(model, model.ffn_hidden, each), 0
@@ -72,6 +86,10 @@ def _count(
         whole=norms + into + masks + latents + routed,
         scores=of_score * model.heads * scores_length,
         input=each * model.hidden,
+        norm=normed,
+        activation=each * widest,
+        attention=_attention_again(model, each),
+        latents=0 if model.mla is None else each * ((model.mla.q_rank or 0) + model.mla.kv_rank),
         # Gradients of the widest pair of tensors: the feed-forward's inner ones, or the scores'.
         working=max(each * widest * (3 if model.gated_ffn else 2), 2 * each * model.heads * scores_length),
     )
@@ -91,6 +109,16 @@ def _attention(model: ModelSpec, each: int) -> tuple[int, int]:
     # Each latent before and after its norm; the rotated part of the key, which all heads share.
     latents = 2 * (mla.q_rank or 0) + 2 * mla.kv_rank + mla.rope_head_dim
     return each * (query_key + value) + statistics, each * latents
+
+
+def _attention_again(model: ModelSpec, each: int) -> int:
+    """What is made again of what the projections gave, which is kept in place of turned queries and keys."""
+    if model.mla is None:
+        before_norm = (model.heads + model.kv_heads) * model.head_dim if model.qk_norm else 0
+        return each * (before_norm + model.heads * model.head_dim) + 4 * model.heads
+    all_of_it, _ = _attention(model, each)
+    projected = 0 if model.mla.q_rank else model.heads * (model.mla.nope_head_dim + model.mla.rope_head_dim)
+    return all_of_it - each * projected
 
 
 def _feed_forward(model: ModelSpec, width: int, each: int) -> int:

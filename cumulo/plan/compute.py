@@ -105,6 +105,7 @@ class LayerWork:
     expert_ranks: int = 1
     window: int | None = None
     flash: bool = True
+    host_waits: bool = False  # for how many tokens each expert gets
 
 
 @lru_cache(4096)
@@ -112,19 +113,15 @@ def layer(model: ModelSpec, moe: bool, work: LayerWork, profile: Profile, device
     """One layer's forward and backward, without communication and recomputation."""
     rate = rates(profile, device)
     products = _attention_products_s(model, work, rate)
-    width = model.ffn_hidden
     if moe and model.moe is not None:
         products += _expert_products_s(model, model.moe, work, rate, profile.expert_imbalance)
-        width = model.moe.experts_per_token * model.moe.expert_hidden + model.moe.shared_hidden
     else:
         products += _feed_forward_s(model, model.ffn_hidden, work.tokens, work.tensor, rate)
-    number_s = work.tokens * rate.number_bytes * rate.byte_s  # one number of each token, read or written
-    elementwise_s = number_s * profile.elementwise_passes * _elementwise_width(model, width, work)
+    elementwise_s = between_s(model, moe, work, profile, device)
     host_s = 0.0
     if moe and model.moe is not None:
-        copies = model.moe.experts_per_token * model.hidden / (work.tensor if work.sequence_parallel else 1)
-        elementwise_s += number_s * profile.expert_passes * copies
-        host_s = profile.expert_launch_s
+        elementwise_s += _copies_s(model, model.moe, work, profile, rate)
+        host_s = profile.expert_launch_s * model.moe.experts / work.expert_ranks if work.host_waits else 0.0
     forward_attention_s, backward_attention_s = _attention_s(model, work, rate, profile)
     forward = Seconds(products, forward_attention_s, elementwise_s, profile.launch_s)
     inputs = Seconds(products, backward_attention_s, 2 * elementwise_s, profile.launch_s)
@@ -243,7 +240,23 @@ def _expert_products_s(
     return routed_s + shared_s + product_s(rate, work.tokens, moe.experts, model.hidden)
 
 
-def _elementwise_width(model: ModelSpec, ffn_width: int, work: LayerWork) -> float:
+def between_s(model: ModelSpec, moe: bool, work: LayerWork, profile: Profile, device: Device) -> float:
+    """Of a layer's forward, what lies between its products, without the exchange of tokens."""
+    rate = rates(profile, device)
+    return work.tokens * rate.number_bytes * _elementwise_width(model, moe, work) * rate.elementwise_byte_s
+
+
+def _copies_s(model: ModelSpec, moe: MoESpec, work: LayerWork, profile: Profile, rate: Rates) -> float:
+    """A token's copies sorted, quantised, brought back and added up; biases added where nothing fuses them."""
+    border = model.hidden / (work.tensor if work.sequence_parallel else 1)
+    numbers = profile.expert_passes * border
+    if model.mlp_bias:
+        inside = (3 if model.gated_ffn else 2) * moe.expert_hidden / work.tensor
+        numbers += profile.expert_bias_passes * (border + inside)
+    return work.tokens * moe.experts_per_token * numbers * rate.number_bytes * rate.byte_s
+
+
+def _elementwise_width(model: ModelSpec, moe: bool, work: LayerWork) -> float:
     """Numbers moved for each token in forward, if everything between two products were one kernel.
 
     Two residual additions with the norms after them read and write the stream twice each; queries and keys are
@@ -252,6 +265,9 @@ def _elementwise_width(model: ModelSpec, ffn_width: int, work: LayerWork) -> flo
     stream = 8 * model.hidden
     heads = model.heads * (model.head_dim if model.mla is None else model.mla.value_head_dim)
     rotated = 0 if model.learned_positions else 2 * (heads + model.kv_heads * model.head_dim)
-    activated = (3 if model.gated_ffn else 2) * ffn_width
+    width = model.ffn_hidden
+    if moe and model.moe is not None:
+        width = model.moe.experts_per_token * model.moe.expert_hidden + model.moe.shared_hidden
+    activated = (3 if model.gated_ffn else 2) * width
     shared = work.tensor if work.sequence_parallel else 1
     return stream / shared + (rotated + activated) / work.tensor

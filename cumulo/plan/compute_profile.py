@@ -40,10 +40,14 @@ class Profile:
     weight_bytes: float  # moved for each held parameter in each micro-batch: accumulation, casts, copies
     optimizer_bytes: float  # moved for each parameter the rank updates
     launch_s: float  # of one layer's forward: what the host adds that the device does not hide
-    expert_passes: float  # over a mixture's token copies in forward: sorted, sent, brought back and added up
-    expert_launch_s: (
-        float  # host time of a mixture layer's pass, for which the device waits where it is faster
+    expert_passes: (
+        float  # in forward over a mixture's token copies: sorted, quantised, brought back and added up
     )
+    expert_bias_passes: float  # more of them, also over what is inside experts, where these have biases
+    # Where the host waits for the sizes of an all-to-all: its time for each expert of a rank in a layer's forward,
+    # which counts where the device is faster, and when a stage takes up another chunk; backward: twice that.
+    expert_launch_s: float
+    chunk_launch_s: float
     step_s: float  # of one step: data, logging, clipping, synchronisation
 
     # -- what of its communication a device waits for -------------------------------------------------------
@@ -51,6 +55,7 @@ class Profile:
     tensor_overlapped_exposed: float  # with the job's `overlap_tensor`
     context_exposed: float
     expert_exposed: float
+    expert_overlapped_exposed: float  # with the job's `overlap_expert`
     data_exposed: float
     data_rate: float  # of what the network could give them, the share that data-parallel collectives get
     # Gradients and weights travel in pieces of this size, each with a collective's latency; 0: layer by layer.

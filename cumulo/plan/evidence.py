@@ -10,6 +10,7 @@ docs/plan-validation.md says how its settings were picked.
 
 import csv
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
@@ -22,9 +23,16 @@ from cumulo.spec.cluster import Cluster
 LEVEL = 0.9
 NEIGHBOURS = 24  # rows that have a say
 REACH = 2.0  # distance at which a row's say falls to 1/e
-WIDENING = 0.1  # of the interval, for each unit of distance to the nearest row
+# Of the interval, for each unit of distance to the nearest row: so that nearly nine in ten rows of a source that is
+# left out lie inside (`fit_training.py --leave-out source`).
+WIDENING = 0.5
 LEAST = 0.02  # half-width: what is printed is rounded, and runs differ from day to day
 BORROWED = 0.20  # half-width at least where constants or rows are of other devices or number formats
+
+# Half-width that each of these adds where no row of the software has it, half of that where rows of other software
+# on such devices do: 90% quantiles of errors under constants fitted without the rows that have it
+# (`fit_training.py --leave-out way`).
+_UNWITNESSED = {"experts": 0.40, "cp": 0.25, "pp": 0.20, "tp": 0.20}
 
 # What a doubling of a quantity counts in the distance between two jobs.
 _WEIGHTS = {
@@ -150,16 +158,16 @@ def half_width(
     job: TrainJob,
     cluster: Cluster,
     borrowed: bool = False,
-    without: str | None = None,
+    without: Collection[str] = (),
     software: str | None = None,
 ) -> float:
-    """Of the interval, as a logarithm. `without`: a row that must not vouch for itself."""
+    """Of the interval, as a logarithm. `without`: rows that must not vouch for themselves."""
     mine = features(job, cluster, software)
     near = sorted(
         (
             (distance(mine, witness.features), witness.unseen)
             for witness in witnesses()
-            if not witness.row.held_out and witness.row.name != without
+            if not witness.row.held_out and witness.row.name not in without
         ),
     )[:NEIGHBOURS]
     nearest = near[0][0]
@@ -176,7 +184,31 @@ def half_width(
     width = max(LEAST, quantile) * (1 + WIDENING * nearest)
     if borrowed or cluster.device.name not in witnessed_devices():
         width = max(width, BORROWED)
-    return width
+    return math.hypot(width, *_unwitnessed(mine).values())
+
+
+def _ways(one: Features) -> frozenset[str]:
+    """What a job's time depends on that not every job has."""
+    sizes = dict(zip(_WEIGHTS, one.logs, strict=True))
+    found = {axis for axis in ("tp", "pp", "cp") if sizes[axis] > 0}
+    return frozenset(found | ({"experts"} if one.experts else set()))
+
+
+@cache
+def _witnessed_ways(software: str | None, device: str) -> frozenset[str]:
+    """Those of the fitted rows on a generation of devices; of all software, or of one."""
+    seen = (witness.features for witness in witnesses() if not witness.row.held_out)
+    alike = (one for one in seen if one.device == device and software in (None, one.software))
+    return frozenset().union(*map(_ways, alike))
+
+
+def _unwitnessed(one: Features) -> dict[str, float]:
+    """What nothing of the software on such devices shows, and the half-width that it adds."""
+    others = _witnessed_ways(None, one.device)
+    return {
+        way: _UNWITNESSED[way] * (0.5 if way in others else 1.0)
+        for way in sorted(_ways(one) - _witnessed_ways(one.software, one.device))
+    }
 
 
 def judge(job: TrainJob, cluster: Cluster, profile: Profile, borrowed: tuple[str, ...]) -> Judgement:
@@ -197,6 +229,9 @@ def _sentences(job: TrainJob, cluster: Cluster, profile: Profile) -> tuple[str, 
     found.append(f"nearest published rows: {named}")
     if cluster.device.name not in witnessed_devices():
         found.append(f"no published row is of a {cluster.device.name}")
+    if unseen := _unwitnessed(mine):
+        names = ", ".join({"tp": "tensor", "pp": "pipeline", "cp": "context"}.get(way, way) for way in unseen)
+        found.append(f"no published row of {mine.software} on {mine.device} devices shows: {names}")
     outside = _outside(mine, [witness.features for witness in same or near])
     found.append(
         f"outside of them: {outside}" if outside else "inside the range of the published rows of its kind"

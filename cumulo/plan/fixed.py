@@ -1,9 +1,10 @@
 """One given layout, from text such as `tp=8,pp=16,dp=64,zero=1`. `cumulo plan train --fixed` times it."""
 
 import difflib
+from typing import get_args
 
 from cumulo.errors import ConfigError
-from cumulo.plan.job import TrainJob, tensor_problems
+from cumulo.plan.job import Recompute, TrainJob, tensor_problems
 from cumulo.plan.search_space import TrainGoal
 from cumulo.spec.layout import Layout
 
@@ -34,7 +35,7 @@ def fixed_job(text: str, goal: TrainGoal) -> TrainJob:
         elif name == "micro_batch":
             job[name] = _number(name, value)
         elif name == "recompute":
-            job[name] = _one_of(name, value, {"none": "none", "selective": "selective", "full": "full"})
+            job[name] = _one_of(name, value, {choice: choice for choice in get_args(Recompute)})
         else:
             raise ConfigError(f"--fixed knows no {name!r}{_nearest(name)}")
     tp = layout.get("tp")
@@ -48,15 +49,7 @@ def fixed_job(text: str, goal: TrainGoal) -> TrainJob:
             f"{split} is a layout of {split.world:,} GPUs, and there are {goal.cluster.gpus:,}; "
             f"say --gpus {split.world}, or leave dp out"
         )
-    return TrainJob(
-        goal.model,
-        split,
-        goal.global_batch,
-        goal.sequence_length,
-        dtype=goal.dtype,
-        optimizer=goal.optimizer,
-        **job,  # type: ignore[arg-type]
-    )
+    return goal.job(split, **job)  # type: ignore[arg-type]
 
 
 def _data_parallel(layout: dict[str, object], goal: TrainGoal) -> int:

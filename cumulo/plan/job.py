@@ -9,14 +9,23 @@ the cost model and the search all take one.
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from typing import Literal
+from typing import Literal, get_args
 
 from cumulo.errors import ConfigError
 from cumulo.pipeline.catalog import family
 from cumulo.spec.layout import Layout
 from cumulo.spec.model import ModelSpec
 
-Recompute = Literal["none", "selective", "full"]
+# What backward computes again. full: whole layers, of which only the input is kept. selective: the attention
+# between its projections (Korthikanti et al. 2022; with flash attention it is what the kernel does anyway). Joined
+# by +: the operations that cumulo.train can compute again by themselves, under its names.
+Recompute = Literal[
+    "none", "selective", "full",
+    "norm", "activation", "attention", "norm+activation", "norm+attention", "activation+attention",
+    "norm+activation+attention",
+]  # fmt: skip
+OPERATIONS = ("norm", "activation", "attention")
+OptimizerKind = Literal["adamw", "adamw8bit", "muon"]  # as cumulo.train names them
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8": 1}
 
 
@@ -27,17 +36,24 @@ class TrainJob:
     global_batch: int  # sequences of one optimizer step, over everything
     sequence_length: int
     micro_batch: int = 1  # sequences computed at once by one data-parallel rank
-    # What backward computes again. selective: the attention between its projections (Korthikanti et al. 2022; with
-    # flash attention it is what the kernel does anyway). full: whole layers, of which only the input is kept.
     recompute: Recompute = "none"
     recompute_layers: int | None = None  # with full: of each chunk only this many layers; None: all
     dtype: Literal["bfloat16", "float16", "float32", "float8"] = "bfloat16"  # of the matrix products
     gradient_dtype: Literal["float32", "bfloat16", "float16"] = "float32"  # in which gradients are summed
-    optimizer: Literal["adamw", "muon"] = "adamw"
+    optimizer: OptimizerKind = "adamw"
+    offload_optimizer: bool = False  # its states and its step are in the host's memory
+    offload_activations: bool = False  # what backward needs waits in the host's memory
     master_weights: bool = True  # below 32 bits: the optimizer keeps a float32 copy
     flash_attention: bool = True  # scores are never stored
     fused_loss: bool = True  # logits become the loss a piece at a time; False: all of a micro-batch's at once
     dropout: bool = False  # its masks are stored
+    # How tokens reach their experts. once: a token travels once to each rank that wants it, in sizes only the
+    # device knows (DeepEP, HybridEP). all-to-all: once for each expert, and the host waits for sizes in each layer.
+    expert_exchange: Literal["all-to-all", "once"] = "all-to-all"
+    overlap_expert: bool = False  # ... behind the computation of another micro-batch
+    predict_ahead: int = (
+        0  # further tokens that extra layers predict (DeepSeek-V3, section 2.2); their time counts
+    )
     overlap_data: bool = True  # gradients and weights travel while layers compute
     overlap_tensor: bool = False  # tensor-parallel collectives are cut up and hidden behind matrix products
     software: str = "current"  # the generation of software whose efficiency curves hold
@@ -91,6 +107,11 @@ class TrainJob:
         """Of each chunk: its layers without and with experts."""
         return _chunk_kinds(self.model, self.chunks)
 
+    @property
+    def recomputed_operations(self) -> tuple[str, ...]:
+        """Those that are computed again by themselves, not as part of a whole layer."""
+        return tuple(name for name in OPERATIONS if name in self.recompute.split("+"))
+
     # -- bytes of a number ------------------------------------------------------------------------------
     @property
     def weight_bytes_each(self) -> int:
@@ -137,6 +158,8 @@ def _problems(job: TrainJob) -> Iterator[str]:
         if getattr(job, name) < 1:
             yield f"{name.replace('_', ' ')} must be 1 or more, got {getattr(job, name)}"
             return
+    if job.recompute not in get_args(Recompute):
+        yield f"recompute is none, full, selective, or some of {'+'.join(OPERATIONS)}, got {job.recompute!r}"
     yield from tensor_problems(model, layout.tp)
     if model.moe is not None and model.moe.experts % layout.ep:
         yield _not_shared("ep", layout.ep, "experts", model.moe.experts)
@@ -163,6 +186,8 @@ def _problems(job: TrainJob) -> Iterator[str]:
         refusal := family(layout.schedule).refusal(layout.pp, job.micro_batches, job.chunks_per_stage)
     ):
         yield refusal
+    if job.predict_ahead < 0:
+        yield f"predict_ahead is the number of further tokens to predict, 0 or more; got {job.predict_ahead}"
     if job.recompute_layers is not None and (job.recompute != "full" or job.recompute_layers < 0):
         yield f"recompute_layers {job.recompute_layers} goes with full recomputation and is 0 or more"
 

@@ -7,12 +7,14 @@ States are exact (`memory_states`). Activations are counted tensor by tensor (`a
 micro-batches that the job's own pipeline schedule keeps alive (`memory_live`).
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 
 from cumulo.plan.activations import layer_bytes_per_token, working_bytes_per_token
 from cumulo.plan.job import DTYPE_BYTES, TrainJob
 from cumulo.plan.memory_ledger import MemoryLedger
-from cumulo.plan.memory_live import StageLoad, enough_micro_batches, stage_loads
+from cumulo.plan.memory_live import StageLoad, enough_micro_batches, least_alive, places_of, stage_loads
 from cumulo.plan.memory_states import layer_elements, stage_elements, state_bytes
 
 # What never passes through the framework's allocator: the driver's context and loaded kernels, and the buffers of
@@ -31,6 +33,59 @@ def peak_memory(job: TrainJob) -> MemoryLedger:
     stages = _heaviest_stages(job.chunk_kinds, layout.schedule, layout.pp, played, job.chunks_per_stage)
     ledgers = _Ledgers(job)
     return max((ledgers.of(stage) for stage in stages), key=lambda ledger: ledger.total)
+
+
+def least_memory_bytes(job: TrainJob) -> float:
+    """Never above `peak_memory(job).total`, and close to it; no schedule is played. Of stages at both ends."""
+    layer, last = layer_memory(job), job.layout.pp - 1
+    return max(
+        least_state_bytes(job, stage) + least_activation_bytes(layer, stage_layers(job, stage))
+        for stage in {0, min(1, last), last}
+    )
+
+
+def least_state_bytes(job: TrainJob, stage: int) -> int:
+    """What a stage holds apart from activations and logits."""
+    places = places_of(job.layout.schedule, job.layout.pp, job.chunks_per_stage, stage)
+    states = state_bytes(job, stage_elements(job, places))
+    held = states.weights + states.gradients + states.optimizer
+    return held + _largest(job, _gathered_bytes) + _reserved_bytes(job, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerMemory:
+    """What one micro-batch of a rank takes, whatever the stages."""
+
+    kept: tuple[int, int]  # by a layer without experts, and with them; nothing where it is offloaded
+    working: int  # in backward, beside what is kept
+
+
+def layer_memory(job: TrainJob) -> LayerMemory:
+    kept = (0, 0) if job.offload_activations else (_layer_bytes(job, False), _layer_bytes(job, True))
+    return LayerMemory(kept, WORKSPACE_BYTES + _largest(job, _working_bytes))
+
+
+@dataclass(frozen=True, slots=True)
+class StageLayers:
+    """What a stage holds at once at least."""
+
+    alive: int  # micro-batches of its chunks, added up
+    chunks: tuple[tuple[int, int], ...]  # of each, layers without experts and with them
+
+
+def stage_layers(job: TrainJob, stage: int) -> StageLayers:
+    schedule, stages, each = job.layout.schedule, job.layout.pp, job.chunks_per_stage
+    places, kinds = places_of(schedule, stages, each, stage), job.chunk_kinds
+    alive = least_alive(schedule, stages, job.micro_batches, each, stage)
+    return StageLayers(alive, tuple(kinds[chunk] for chunk, _ in places))
+
+
+def least_activation_bytes(layer: LayerMemory, held: StageLayers) -> float:
+    """What a stage keeps and works with at least."""
+    plain, experts = layer.kept
+    kept = min(without * plain + having * experts for without, having in held.chunks)
+    # The ledger rounds chunk by chunk, to whole bytes.
+    return (1 - 1e-9) * (1 + FRAGMENT_SHARE) * (held.alive * kept + layer.working)
 
 
 def stage_memory(job: TrainJob, stage: int) -> MemoryLedger:
@@ -61,20 +116,21 @@ class _Ledgers:
         self.job, self.last, self.kinds = job, job.chunks - 1, job.chunk_kinds
         self.loads = stage_loads_of(job)
         self.logits = logits_bytes(job)
-        self.working = [_working_bytes(job, has_experts) for has_experts in self._present()]
-        self.gathered = [_gathered_bytes(job, has_experts) for has_experts in self._present()]
+        self.working = _largest(job, _working_bytes)
+        self.gathered = _largest(job, _gathered_bytes)
+        self.layer = _largest(job, _layer_bytes)
         self.kept: dict[tuple[tuple[int, int], bool], int] = {}
-
-    def _present(self) -> list[bool]:
-        return [has_experts for has_experts in (False, True) if any(kind[has_experts] for kind in self.kinds)]
 
     def of(self, stage: int) -> MemoryLedger:
         job, load = self.job, self.loads[stage]
         states = state_bytes(job, stage_elements(job, load.places))
         activations = load.peak({place: self._kept(place[0]) for place in load.places})
+        away = 0
+        if job.offload_activations:
+            away, activations = activations, min(activations, self.layer)
         loss = self.logits if any(chunk == self.last for chunk, _ in load.places) else 0
         # The loss is over before backward enters the first layer, so the two never need their memory at once.
-        temporary = WORKSPACE_BYTES + max(0, max(self.working) - loss) + max(self.gathered)
+        temporary = WORKSPACE_BYTES + max(0, self.working - loss) + self.gathered
         return MemoryLedger(
             stage=stage,
             weights=states.weights,
@@ -84,6 +140,7 @@ class _Ledgers:
             logits=loss,
             temporary=temporary,
             reserved=_reserved_bytes(job, activations + loss + temporary),
+            host=states.host + away,
         )
 
     def _kept(self, chunk: int) -> int:
@@ -120,14 +177,27 @@ def logits_bytes(job: TrainJob) -> int:
     return min(whole, LOSS_PIECE_BYTES) if job.fused_loss else whole
 
 
+def _largest(job: TrainJob, of_layer: Callable[[TrainJob, bool], int]) -> int:
+    """Of the kinds of layers that the model has, without and with experts."""
+    present = [
+        has_experts for has_experts in (False, True) if any(kind[has_experts] for kind in job.chunk_kinds)
+    ]
+    return max(of_layer(job, has_experts) for has_experts in present)
+
+
+def _layer_bytes(job: TrainJob, has_experts: bool) -> int:
+    """What one layer keeps of one micro-batch. Offloaded, no more is on the device: what has just been computed is
+    on its way to the host, or what backward needs next on its way back."""
+    return round(layer_bytes_per_token(job, has_experts, job.recompute) * job.tokens_per_rank)
+
+
 def _working_bytes(job: TrainJob, has_experts: bool) -> int:
     """What backward of one layer needs beside what is kept; a recomputed layer is alive as a whole."""
     per_token = working_bytes_per_token(job, has_experts)
-    if job.recompute == "full":
+    if job.recompute != "none":
         per_token += layer_bytes_per_token(job, has_experts, "none")
-    elif job.recompute == "selective":
-        per_token += layer_bytes_per_token(job, has_experts, "none")
-        per_token -= layer_bytes_per_token(job, has_experts, "selective")
+    if job.recompute not in ("none", "full"):
+        per_token -= layer_bytes_per_token(job, has_experts, job.recompute)
     return round(per_token * job.tokens_per_rank)
 
 

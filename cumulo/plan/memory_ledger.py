@@ -15,6 +15,7 @@ class MemoryLedger:
     logits: int  # the loss's own: logits and their gradients
     temporary: int  # gathered weights, communication buffers, one layer's working memory
     reserved: int  # the driver's context and libraries, and the allocator's fragments
+    host: int = 0  # beside the device, in its host's memory: what was offloaded
 
     @property
     def states(self) -> int:

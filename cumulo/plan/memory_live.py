@@ -40,6 +40,8 @@ def stage_loads(
     """Of every stage."""
     if stages == 1:
         return (StageLoad(((0, 0),), ((1,),)),)
+    if schedule == "gpipe":  # all forwards come first
+        return tuple(StageLoad(((stage, 0),), ((micro_batches,),)) for stage in range(stages))
     played = enough_micro_batches(schedule, stages, micro_batches)
     if played != micro_batches:
         return stage_loads(schedule, stages, played, chunks_per_stage)
@@ -48,13 +50,42 @@ def stage_loads(
 
 
 def enough_micro_batches(schedule: str, stages: int, micro_batches: int) -> int:
-    """After 2 micro-batches a stage the pattern repeats: further ones change no peak (a test compares them).
+    """After 2 micro-batches a stage the pattern repeats: further rounds change no peak (a test compares them).
 
-    Not so for GPipe, which holds all of them, nor for rounds that the stages do not divide (interleaved).
+    Not so for GPipe, which holds all of them, nor for interleaved rounds that the stages do not divide.
     """
-    if schedule == "gpipe" or micro_batches <= 2 * stages or micro_batches % stages:
+    over = micro_batches % stages
+    if schedule == "gpipe" or micro_batches <= 2 * stages or (over and schedule == "interleaved-1f1b"):
         return micro_batches
-    return 2 * stages
+    return 2 * stages + over
+
+
+def least_alive(schedule: str, stages: int, micro_batches: int, chunks_per_stage: int, stage: int) -> int:
+    """What a stage holds at once at least, micro-batches of its chunks added up: no schedule is played (a test
+    compares them)."""
+    if stages == 1:
+        return 1
+    if schedule == "zb-h1":
+        return min(micro_batches, stages)
+    if schedule == "zb-v":
+        return min(micro_batches + 1 + stage, 2 * stages, 2 * micro_batches)
+    if schedule == "dualpipe":
+        return stages + 1
+    if schedule == "dualpipe-v":
+        return 2 * stages + 1
+    if schedule == "interleaved-1f1b" and micro_batches % stages == 0:
+        ahead = (chunks_per_stage - 1) * stages + 2 * (stages - stage) - 1
+        return min(micro_batches * chunks_per_stage, ahead)
+    return min(micro_batches, stages - stage) * chunks_per_stage
+
+
+def places_of(schedule: str, stages: int, chunks_per_stage: int, stage: int) -> tuple[Place, ...]:
+    """The chunks of a stage."""
+    if schedule == "dualpipe" and stages > 1:
+        return ((stage, 0), (stages - 1 - stage, 1))
+    if schedule in ("zb-v", "dualpipe-v") and stages > 1:
+        return ((stage, 0), (2 * stages - 1 - stage, 0))
+    return tuple((stage + lap * stages, 0) for lap in range(chunks_per_stage))
 
 
 def _load(plan: PipelineSchedule, stage: int) -> StageLoad:

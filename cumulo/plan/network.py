@@ -87,7 +87,8 @@ class Network:
         cluster, fabric = self.cluster, self.cluster.fabric
         domain, block = cluster.node.scale_up_gpus, ranks * stride
         per_domain = max(1, min(ranks, domain // stride))
-        if block < domain and domain % block:
+        whole_nodes = domain > cluster.node.gpus and block % cluster.node.gpus == 0
+        if block < domain and domain % block and not whole_nodes:
             per_domain = -(-ranks // 2)  # groups lie one after another, and some of them across a border
         domains = -(-ranks // per_domain)
         card = cluster.node.nic_bytes_per_s * network_constants().transport_share[fabric.transport]

@@ -57,14 +57,19 @@ def measured(profiles: Mapping[str, Profile] | None = None) -> Iterator[Timing]:
                 yield Timing(run, kind, dtype, ranks, 1, int(size), float(time_us) * 1e-6, line.at(int(size)))
 
 
-def published() -> Iterator[Timing]:
-    """Runs of one or more nodes; rows of one run share everything but the size."""
+def published_runs() -> Mapping[str, Mapping[str, Any]]:
     runs: Mapping[str, Mapping[str, Any]] = yaml.safe_load("\n".join(_lines("collectives_published.yaml")))
-    for name, run in runs.items():
+    return runs
+
+
+def published(card_factors: Mapping[str, float] | None = None) -> Iterator[Timing]:
+    """Runs of one or more nodes; rows of one run share everything but the size. `card_factors`: of a run's network
+    cards, in place of the 1 that is the transport's share."""
+    for name, run in published_runs().items():
         node = catalog.node(run["node"])
         node = replace(
             node,
-            nic_bytes_per_s=run["nic_gbps"] * 1e9,
+            nic_bytes_per_s=run["nic_gbps"] * 1e9 * (card_factors or {}).get(name, 1.0),
             scale_up_gpus=run.get("scale_up_gpus", node.scale_up_gpus),
         )
         fabric = Fabric(name, "rail", run["transport"], switch_ports=64, latency_s=run["latency_us"] * 1e-6)
@@ -72,8 +77,9 @@ def published() -> Iterator[Timing]:
         for size, time_us in run["times_us"].items():
             line = chosen("all_reduce", size, group, run.get("in_switch", True))
             domains = group.reach.domains
+            predicted_s = line.at(size) + run.get("alone_us", 0.0) * 1e-6
             yield Timing(
-                name, "all_reduce", "float", run["ranks"], domains, size, time_us * 1e-6, line.at(size)
+                name, "all_reduce", "float", run["ranks"], domains, size, time_us * 1e-6, predicted_s
             )
 
 

@@ -89,6 +89,9 @@ def _row(line: Mapping[str, str], catalog: Catalog) -> PublishedRow:
         gradient_dtype=line["gradient_dtype"],  # type: ignore[arg-type]
         flash_attention=bool(number["flash"]),
         overlap_tensor=bool(number["overlap_tensor"]),
+        expert_exchange=line.get("expert_exchange") or "all-to-all",  # type: ignore[arg-type]
+        overlap_expert=bool(number.get("overlap_expert", 0)),
+        predict_ahead=number.get("predict_ahead", 0),
         software=line["software"],
     )
     cluster = catalog.cluster(number["gpus"], node=line["node"])

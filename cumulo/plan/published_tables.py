@@ -6,57 +6,24 @@ What a table does not print and how it was filled in is said beside each reader,
 """
 
 import csv
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from cumulo.errors import ConfigError
-
-Line = dict[str, str]
-Given = Mapping[str, str]
-
-COLUMNS = [
-    "id", "source", "software", "node", "gpus", "model", "layers", "hidden", "heads", "kv_heads", "ffn",
-    "gated", "vocabulary", "tied", "learned_positions", "sequence", "dp", "tp", "pp", "cp", "ep", "zero",
-    "sequence_parallel", "schedule", "chunks_per_stage", "micro_batch", "global_batch", "recompute",
-    "dtype", "gradient_dtype", "flash", "overlap_tensor", "reported", "unit",
-]  # fmt: skip
-_GPT = {"gated": 0, "tied": 1, "learned_positions": 1}
-_LLAMA = {"gated": 1, "tied": 0, "learned_positions": 0}
-_NEMOTRON = {"gated": 0, "tied": 0, "learned_positions": 0}
-HARDWARE, MODEL_FLOPS, FULL_MFU = (
-    "tflops-hardware-full-recompute",
-    "tflops-model",
-    "mfu-percent-full-attention",
+from cumulo.plan.published_lines import (
+    FULL_MFU,
+    GPT,
+    HARDWARE,
+    MODEL_FLOPS,
+    MODELS,
+    SECONDS,
+    TOKENS,
+    Given,
+    Line,
+    line_of,
+    shape_of,
 )
-SECONDS, TOKENS = "step-seconds", "tokens-per-second-per-gpu"
-
-
-def _shape(
-    layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, kind: Mapping[str, int]
-) -> dict[str, int]:
-    return {"layers": layers, "hidden": hidden, "heads": heads, "kv_heads": kv_heads, "ffn": ffn, **kind}
-
-
-# Tables that print a model's name only. NeMo's sizes follow from its printed TFLOP/s over tokens/s.
-MODELS: dict[str, dict[str, int]] = {
-    "GPT3-5B": {**_shape(24, 4096, 32, 32, 16384, _GPT), "vocabulary": 51200},
-    "GPT3-20B": {**_shape(44, 6144, 48, 48, 24576, _GPT), "vocabulary": 51200},
-    "GPT3-175B": {**_shape(96, 12288, 96, 96, 49152, _GPT), "vocabulary": 51200},
-    "LLAMA2-7B": {**_shape(32, 4096, 32, 32, 11008, _LLAMA), "vocabulary": 32000},
-    "LLAMA2-13B": {**_shape(40, 5120, 40, 40, 13824, _LLAMA), "vocabulary": 32000},
-    "LLAMA2-70B": {**_shape(80, 8192, 64, 8, 28672, _LLAMA), "vocabulary": 32000},
-    "LLAMA3-8B": {**_shape(32, 4096, 32, 8, 14336, _LLAMA), "vocabulary": 128256},
-    "LLAMA3-70B": {**_shape(80, 8192, 64, 8, 28672, _LLAMA), "vocabulary": 128256},
-    "LLAMA3-405B": {**_shape(126, 16384, 128, 8, 53248, _LLAMA), "vocabulary": 128256},
-    "NEMOTRON-8B": {**_shape(32, 4096, 32, 32, 16384, _NEMOTRON), "vocabulary": 256000},
-    "NEMOTRON-22B": {**_shape(40, 6144, 48, 48, 24576, _NEMOTRON), "vocabulary": 256000},
-    "NEMOTRON-340B": {**_shape(96, 18432, 96, 8, 73728, _NEMOTRON), "vocabulary": 256000},
-    # Nanotron's benchmark script: no grouped heads, embeddings tied below 4B.
-    "nanotron-1.34": {**_shape(16, 2048, 32, 32, 8192, _LLAMA | {"tied": 1}), "vocabulary": 131072},
-    "nanotron-3.57": {**_shape(28, 3072, 32, 32, 8192, _LLAMA | {"tied": 1}), "vocabulary": 131072},
-    "nanotron-8.86": {**_shape(32, 4096, 32, 32, 14336, _LLAMA), "vocabulary": 131072},
-    "nanotron-80.0": {**_shape(80, 8192, 64, 64, 28672, _LLAMA), "vocabulary": 131072},
-}
+from cumulo.plan.published_nemo import read_nemo
 
 
 def lines_of(folder: Path, refused: list[str] | None = None) -> list[Line]:
@@ -88,21 +55,10 @@ def lines_of(folder: Path, refused: list[str] | None = None) -> list[Line]:
     return found
 
 
-def _line(**values: object) -> Line:
-    defaults: dict[str, object] = {
-        "cp": 1, "ep": 1, "zero": 0, "sequence_parallel": 0, "schedule": "1f1b", "recompute": "none",
-        "dtype": "bfloat16", "gradient_dtype": "float32", "flash": 1, "overlap_tensor": 0,
-    }  # fmt: skip
-    merged = {**defaults, **values}
-    if merged.get("chunks_per_stage"):
-        merged["schedule"] = "interleaved-1f1b"
-    return {name: str(merged.get(name, "")) for name in COLUMNS}
-
-
 def _gpt(given: Given, vocabulary: int, sequence: int) -> dict[str, object]:
     hidden = int(given["hidden"])
     return {
-        **_shape(int(given["layers"]), hidden, int(given["heads"]), int(given["heads"]), 4 * hidden, _GPT),
+        **shape_of(int(given["layers"]), hidden, int(given["heads"]), int(given["heads"]), 4 * hidden, GPT),
         "vocabulary": vocabulary,
         "sequence": sequence,
     }
@@ -119,7 +75,7 @@ def _narayanan(given: Given) -> Iterator[Line]:
         if scheme
         else f"t1-{given['model']}"
     )
-    yield _line(
+    yield line_of(
         id=f"narayanan2021-{name}",
         source=f"narayanan2021-table{2 if scheme else 1}",
         software="deepspeed-2021" if zero3 else "megatron-2021",
@@ -149,7 +105,7 @@ def _korthikanti(given: Given) -> Iterator[Line]:
         ("iter_time_selective_plus_sp_s", "selective"),
     ):
         if given[column]:
-            yield _line(
+            yield line_of(
                 id=f"korthikanti2022-{given['model']}-dp{given['dp']}-{recompute}",
                 source="korthikanti2022",
                 software="megatron-2021",
@@ -175,7 +131,7 @@ def _megatron_core(given: Given) -> Iterator[Line]:
     """Micro-batches and interleaving are not printed: one micro-batch for each rank without a pipeline, else single
     sequences over two chunks for each stage."""
     tp, pp, dp = int(given["tp"]), int(given["pp"]), int(given["dp"])
-    yield _line(
+    yield line_of(
         id=f"megatron-core-r0.8-{given['model']}",
         source="megatron-core-r0.8",
         software="megatron-core-2024",
@@ -196,81 +152,6 @@ def _megatron_core(given: Given) -> Iterator[Line]:
     )
 
 
-def _nemo(given: Given) -> Iterator[Line]:
-    """NeMo's and Megatron-Bridge's summaries, less what a job here cannot express: fine-tuning rows, which print no
-    sequence length (packed samples of unknown lengths); 4-bit rows; mixtures that drop tokens; GPT-OSS, for its
-    attention sinks and its clamped experts with biases; DeepSeek-V3 with multi-token prediction, which the tables
-    name or count (0.26 TFLOP for each token, where the model alone has 0.25).
-
-    Experts over more ranks than hold other tokens share their matrices with tensor-parallel ranks, and are counted
-    so; a chunk has a layer at least."""
-    tuned = given.get("section", "Pretraining") != "Pretraining"
-    name = given["model"].upper()
-    predicts_more = "DEEPSEEK" in name and (given["container"] in _WITH_MTP or "W/ MTP" in name)
-    if tuned or predicts_more or "FP4" in given["precision"] or "DROP)" in name or "OSS" in name:
-        return
-    tp, pp, cp, gpus = (int(given[name]) for name in ("tp", "pp", "cp", "num_gpus"))
-    container = given["container"].removeprefix("NeMo")
-    bridge = container >= "25"
-    shape, layers = _named_model(given["model"])
-    dp = gpus // tp // pp // cp
-    virtual = min(int(given.get("vp") or 1), layers // pp)
-    precision = given["precision"].lower()
-    sharded = given.get("fsdp") not in (None, "", "0")
-    yield _line(
-        id=f"nemo-{container}-{given['model'].lower()}-{gpus}"
-        if not bridge
-        else f"bridge-{container}-{given['system'].removeprefix('DGX-').lower()}-"
-        f"{given['model'].lower().replace(' ', '-')}-{gpus}-{precision}",
-        source=f"{'megatron-bridge' if bridge else 'nemo'}-{container}",
-        software="megatron-bridge-2025" if bridge else "megatron-core-2024",
-        node=_NODES[given["system"]],
-        gpus=gpus,
-        **shape,
-        sequence=given["sequence_length"],
-        dp=dp,
-        tp=tp,
-        pp=pp,
-        cp=cp,
-        ep=min(int(given.get("ep") or 1), dp * cp),
-        zero=3 if sharded else 1,
-        sequence_parallel=int(tp > 1),
-        chunks_per_stage=virtual if virtual > 1 and pp > 1 else "",
-        micro_batch=given["mbs"],
-        global_batch=given["gbs"],
-        dtype="bfloat16" if precision == "bf16" else "float8",
-        overlap_tensor=int(tp > 1),
-        reported=given["tokens_sec_gpu"],
-        unit=TOKENS,
-    )
-
-
-_WITH_MTP = ("25.09", "26.02")
-_NODES = {
-    "DGX-H100": "dgx-h100",
-    "DGX-B200": "dgx-b200",
-    "DGX-B300": "dgx-b300",
-    "DGX-GB200": "gb200-nvl72",
-    "DGX-GB300": "gb300-nvl72",
-}
-# Mixtures are taken from the catalogue: name and layers.
-_MIXTURES = {
-    "DEEPSEEKV3": ("deepseek-v3", 61),
-    "QWEN3-30B-A3B": ("qwen3-30b-a3b", 48),
-    "QWEN3-235B-A22B": ("qwen3-235b-a22b", 94),
-}
-
-
-def _named_model(name: str) -> tuple[dict[str, object], int]:
-    """Its columns, and its layers."""
-    known = name.upper().split(" (")[0].replace("_", "-").replace(" ", "-").replace("LLAMA3.1", "LLAMA3")
-    if known in _MIXTURES:
-        return {"model": _MIXTURES[known][0]}, _MIXTURES[known][1]
-    if known not in MODELS:
-        raise ConfigError(f"the sizes of {name} are not known; known are: {', '.join([*MODELS, *_MIXTURES])}")
-    return dict(MODELS[known]), MODELS[known]["layers"]
-
-
 def _torchtitan(given: Given) -> Iterator[Line]:
     """As many micro-batches as stages, which is torchtitan's default; with a pipeline, weights stay gathered."""
     technique, h200 = given["technique"].lower(), "H200" in given["gpu"]
@@ -280,7 +161,7 @@ def _torchtitan(given: Given) -> Iterator[Line]:
     tp, pp, kilo = int(given["tp"]), int(given["pp"]), int(given["seq_len"]) // 1024
     interleaved = given["pp_schedule"] == "Interleaved1F1B"
     label = technique.replace("(fp8 all-gather)", "").replace(" ", "-")
-    yield _line(
+    yield line_of(
         id=f"torchtitan-{given['table'].split('-')[0].lower()}-{size.lower()}-{given['gpus']}-{label}-{kilo}k"
         + ("-interleaved" if interleaved else ""),
         source="torchtitan-h200-2025"
@@ -313,14 +194,14 @@ def _llm_foundry(given: Given) -> Iterator[Line]:
     gpus, hidden = int(given["num_gpus"]), int(given["d_model"])
     gpu, eight = given["gpu"].replace("_", "-"), "fp8" in given["precision"]
     nodes = {"h100-80gb": "dgx-h100", "a100-80gb": "dgx-a100", "a100-40gb": "dgx-a100-40gb"}
-    yield _line(
+    yield line_of(
         id=f"llm-foundry-{gpu}-{'fp8' if eight else 'bf16'}-{given['model']}-{gpus}-{given['seqlen_t']}",
         source=f"llm-foundry-{gpu}{'-fp8' if eight else ''}",
         software="fsdp-2023",
         node=nodes[gpu],
         gpus=gpus,
-        **_shape(
-            int(given["n_layers"]), hidden, int(given["n_heads"]), int(given["n_heads"]), 4 * hidden, _GPT
+        **shape_of(
+            int(given["n_layers"]), hidden, int(given["n_heads"]), int(given["n_heads"]), 4 * hidden, GPT
         ),
         vocabulary=given["vocab_size"],
         sequence=given["seqlen_t"],
@@ -341,7 +222,7 @@ def _llm_foundry(given: Given) -> Iterator[Line]:
 def _nanotron(given: Given) -> Iterator[Line]:
     """The figure prints no sequence length; the script that made it has 4,096, which fits the printed 1M tokens."""
     tp = int(given["tp"])
-    yield _line(
+    yield line_of(
         id=f"nanotron-{given['params_b']}b-{given['gpus']}",
         source="nanotron-2025",
         software="nanotron-2025",
@@ -367,8 +248,8 @@ READERS: dict[str, Callable[[Given], Iterator[Line]]] = {
     "megatron_sc21": _narayanan,
     "korthikanti2022_throughput": _korthikanti,
     "megatron_core": _megatron_core,
-    "nemo": _nemo,
-    "megatron_bridge": _nemo,
+    "nemo": read_nemo,
+    "megatron_bridge": read_nemo,
     "torchtitan": _torchtitan,
     "llm_foundry": _llm_foundry,
     "nanotron": _nanotron,

@@ -2,8 +2,11 @@
 
 Branch and bound, best first. A shape (sizes of all axes and the micro-batch) is bounded by the arithmetic of one
 rank, which no schedule avoids; a pipeline also by how long its stages wait to begin; a plan by the cost model's own
-lower bound. Only plans that fit into memory and may still win are timed by playing their schedule. No bound is ever
-above the time it bounds, so the best plan found is the best of the space (a test compares with trying all).
+lower bound. Only plans that fit into memory and may still win are timed by playing their schedule. Plans that
+differ in their recomputation only are tried from little to much: more of it never shortens the pipeline.
+
+No bound is ever above the time it bounds, so the best plan found is the best of the space (a test compares with
+trying all).
 """
 
 import heapq
@@ -13,8 +16,9 @@ from dataclasses import dataclass, replace
 from cumulo.pipeline.catalog import FAMILIES
 from cumulo.plan.compute_profile import shipped
 from cumulo.plan.estimate import TrainEstimate
-from cumulo.plan.job import Recompute, TrainJob
-from cumulo.plan.memory import peak_memory
+from cumulo.plan.job import TrainJob
+from cumulo.plan.memory import least_memory_bytes, peak_memory
+from cumulo.plan.offload import plan_time
 from cumulo.plan.search_bounds import Bounds
 from cumulo.plan.search_space import (
     Choices,
@@ -27,7 +31,6 @@ from cumulo.plan.search_space import (
     shapes,
     zero_stages,
 )
-from cumulo.plan.train_time import estimate
 
 # Bounds and estimates add the same numbers in different orders: what differs by less is equal.
 _SLACK = 1 - 1e-9
@@ -48,36 +51,40 @@ class SearchResult:
     timed: int  # how many were timed by playing their schedule
 
 
-def search(goal: TrainGoal, choices: Choices | None = None, keep: int = 5) -> SearchResult:
-    """The `keep` best meshes, each with its best schedule, ZeRO stage, recomputation and micro-batch."""
-    return _Search(goal, choices or Choices(), keep).run()
+def search(
+    goal: TrainGoal, choices: Choices | None = None, keep: int = 5, faster_than_s: float = _NEVER
+) -> SearchResult:
+    """The `keep` best meshes, each with its best schedule, ZeRO stage, recomputation and micro-batch: of those that
+    are `faster_than_s`."""
+    return _Search(goal, choices or Choices(), keep, faster_than_s).run()
 
 
 def timed(job: TrainJob, goal: TrainGoal) -> Plan:
     """One given plan."""
-    return Plan(job, replace(estimate(job, goal.cluster), memory=peak_memory(job)))
+    return Plan(job, replace(plan_time(job, goal.cluster), memory=peak_memory(job)))
 
 
 @dataclass(frozen=True, slots=True)
 class _Branch:
-    """All plans of a shape; with a schedule, those that have it and one recompute choice; with a job, that one."""
+    """All plans of a shape; with a schedule, those that have it; with a variant, that one and those that differ
+    from it only in recomputing more; with a job, the same, and the bound was worked out for this job."""
 
     shape: Shape
     schedule: str | None = None
     chunks_per_stage: int | None = None
-    recompute: Recompute = "none"
+    variant: Variant | None = None
     job: TrainJob | None = None
 
 
 class _Search:
     """The state of one search."""
 
-    def __init__(self, goal: TrainGoal, choices: Choices, keep: int) -> None:
-        self.goal, self.choices, self.keep = goal, choices, keep
+    def __init__(self, goal: TrainGoal, choices: Choices, keep: int, faster_than_s: float) -> None:
+        self.goal, self.choices, self.keep, self.most = goal, choices, keep, len(choices.recompute)
         profile, _ = shipped().find(goal.cluster.device, goal.dtype, "current")
         self.bounds = Bounds(goal, profile)
         self.best: dict[tuple[int, ...], tuple[float, TrainJob]] = {}  # by mesh
-        self.worst_kept_s = _NEVER
+        self.worst_kept_s = faster_than_s  # or of the last that is kept
         self.enumerated = self.too_large = self.timed = 0
         self.order = itertools.count()  # equal bounds: first come, first served
         self.queue: list[tuple[float, int, _Branch]] = []
@@ -94,10 +101,12 @@ class _Search:
                 break  # and so are all after it
             if self._hopeless(bound_s, branch.shape):
                 continue
-            if branch.job is not None:
-                self._try(branch.shape, branch.job)
+            if branch.variant is not None:
+                self._try(branch.shape, branch.variant, branch.job)
             elif branch.schedule is not None:
-                self._branch_by_zero(branch, branch.schedule)
+                for zero in self._zero_stages(branch.shape):
+                    first = Variant(branch.schedule, branch.chunks_per_stage, zero, self.choices.recompute[0])
+                    self._push_variant(branch.shape, first)
             else:
                 self._branch_by_schedule(branch.shape)
         ranked = sorted(self.best.values(), key=lambda found: found[0])[: self.keep]
@@ -109,37 +118,58 @@ class _Search:
 
     def _branch_by_schedule(self, shape: Shape) -> None:
         for schedule, chunks in self._pipelines(shape):
-            for recompute in self.choices.recompute:
-                each = chunks or FAMILIES[schedule].chunks_per_stage
-                bound_s = self.bounds.pipeline_s(shape, schedule, each, recompute)
-                if not self._hopeless(bound_s, shape):
-                    self._push(bound_s, _Branch(shape, schedule, chunks, recompute))
+            each = chunks or FAMILIES[schedule].chunks_per_stage
+            bound_s = self.bounds.pipeline_s(shape, schedule, each, self.choices.recompute[0])
+            if not self._hopeless(bound_s, shape):
+                self._push(bound_s, _Branch(shape, schedule, chunks))
 
-    def _branch_by_zero(self, branch: _Branch, schedule: str) -> None:
-        """The plans of a branch differ in their ZeRO stage only, so they share the time of their pipeline."""
-        for zero in self._zero_stages(branch.shape):
-            needs = self.bounds.memory_bytes(branch.shape, zero, branch.recompute)
-            if needs > self.goal.memory_limit_bytes:
-                self.too_large += 1
-                continue
-            variant = Variant(schedule, branch.chunks_per_stage, zero, branch.recompute)
-            job = job_of(branch.shape, variant, self.goal)
-            if self._hopeless(self.bounds.schedule_s(branch.shape, job), branch.shape):
-                return
-            bound_s = self.bounds.plan_s(branch.shape, job)
-            if not self._hopeless(bound_s, branch.shape):
-                self._push(bound_s, _Branch(branch.shape, job=job))
-
-    def _try(self, shape: Shape, job: TrainJob) -> None:
-        if peak_memory(job).total > self.goal.memory_limit_bytes:
-            self.too_large += 1
+    def _push_variant(self, shape: Shape, variant: Variant | None, least_s: float = 0.0) -> None:
+        """The first that may fit into memory, of this and those that recompute more; all take `least_s`."""
+        if least_s >= _SLACK * self._best_s(shape):
             return
+        while variant and self.bounds.memory_bytes(shape, variant) > self.goal.memory_limit_bytes:
+            self.too_large += 1
+            variant = self._recompute_more(variant)
+        if variant is not None:
+            each = variant.chunks_per_stage or FAMILIES[variant.schedule].chunks_per_stage
+            bound_s = self.bounds.pipeline_s(shape, variant.schedule, each, variant.recompute)
+            if not self._hopeless(max(bound_s, least_s), shape):
+                self._push(max(bound_s, least_s), _Branch(shape, variant=variant))
+
+    def _recompute_more(self, variant: Variant) -> Variant | None:
+        later = self.choices.recompute.index(variant.recompute) + 1
+        return variant._replace(recompute=self.choices.recompute[later]) if later < self.most else None
+
+    def _try(self, shape: Shape, variant: Variant, job: TrainJob | None) -> None:
+        if job is None:  # a closer bound decides whether its turn has come
+            job = job_of(shape, variant, self.goal)
+            bound_s = self.bounds.schedule_s(shape, job)
+            # What recomputes more takes longer, but more can travel behind it: as much as behind the last choice.
+            bound_s += self.bounds.beside_s(shape, job, self.choices.recompute[-1])
+            if not self._hopeless(bound_s, shape):
+                self._push(bound_s, _Branch(shape, variant=variant, job=job))
+            return
+        least_s, limit = 0.0, self.goal.memory_limit_bytes
+        if not self._hopeless(self.bounds.plan_s(shape, job), shape):
+            if least_memory_bytes(job) > limit or peak_memory(job).total > limit:
+                self.too_large += 1
+            else:
+                least_s = self._time(shape, job)
+        self._push_variant(shape, self._recompute_more(variant), least_s)
+
+    def _time(self, shape: Shape, job: TrainJob) -> float:
+        """By playing its schedule. Returns what no plan that recomputes more can be below: its pipeline takes as
+        long, and behind the last choice's layers more can travel than behind any other's."""
         self.timed += 1
-        step_s = estimate(job, self.goal.cluster, self.bounds.profile, explain=False).step_s
-        if step_s < self._best_s(shape):
+        step_s = plan_time(job, self.goal.cluster, self.bounds.profile, explain=False).step_s
+        if step_s < min(self._best_s(shape), self.worst_kept_s):
             self.best[shape.mesh] = (step_s, job)
             if len(self.best) >= self.keep:
                 self.worst_kept_s = sorted(found[0] for found in self.best.values())[self.keep - 1]
+        if self.goal.offload_activations:  # the more is recomputed, the less there is to move
+            return 0.0
+        pipeline_s = step_s - (self.bounds.plan_s(shape, job) - self.bounds.schedule_s(shape, job))
+        return pipeline_s + self.bounds.beside_s(shape, job, self.choices.recompute[-1])
 
     def _pipelines(self, shape: Shape) -> tuple[tuple[str, int | None], ...]:
         micro_batches = shape.micro_batches(self.goal.global_batch)

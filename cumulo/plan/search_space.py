@@ -4,6 +4,7 @@ A `Shape` fixes what decides how much a rank computes; the `Variant`s of a shape
 stage and recomputation only. The search bounds whole shapes before it looks at their variants.
 """
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -11,7 +12,7 @@ from typing import Literal, NamedTuple
 
 from cumulo.errors import ConfigError
 from cumulo.pipeline.catalog import FAMILIES
-from cumulo.plan.job import Recompute, TrainJob
+from cumulo.plan.job import OPERATIONS, OptimizerKind, Recompute, TrainJob
 from cumulo.spec.cluster import Cluster
 from cumulo.spec.layout import Layout
 from cumulo.spec.model import ModelSpec
@@ -29,7 +30,9 @@ class TrainGoal:
     sequence_length: int
     memory_bytes: int | None = None  # that a rank may use; None: the device's
     dtype: Literal["bfloat16", "float16", "float32", "float8"] = "bfloat16"
-    optimizer: Literal["adamw", "muon"] = "adamw"
+    optimizer: OptimizerKind = "adamw"
+    offload_optimizer: bool = False
+    offload_activations: bool = False
 
     def __post_init__(self) -> None:
         for name in ("global_batch", "sequence_length"):
@@ -41,6 +44,21 @@ class TrainGoal:
     @property
     def memory_limit_bytes(self) -> int:
         return self.cluster.device.memory_bytes if self.memory_bytes is None else self.memory_bytes
+
+    def job(self, layout: Layout, micro_batch: int = 1, recompute: Recompute = "none") -> TrainJob:
+        """This training, split so."""
+        return TrainJob(
+            model=self.model,
+            layout=layout,
+            global_batch=self.global_batch,
+            sequence_length=self.sequence_length,
+            micro_batch=micro_batch,
+            recompute=recompute,
+            dtype=self.dtype,
+            optimizer=self.optimizer,
+            offload_optimizer=self.offload_optimizer,
+            offload_activations=self.offload_activations,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +72,16 @@ class Choices:
     chunks_per_stage: tuple[int, ...] = (2, 3, 4, 6, 8)  # of interleaved-1f1b
     zero: tuple[ZeroStage, ...] = (0, 1, 2, 3)
     zero_with_pipeline: tuple[ZeroStage, ...] = (0, 1, 3)
-    recompute: tuple[Recompute, ...] = ("none", "full")
+    recompute: tuple[Recompute, ...] = ("none", "norm+activation", "norm+activation+attention", "full")
     sequence_parallel: tuple[bool, ...] = (True, False)  # where there is tensor parallelism
+
+    def __post_init__(self) -> None:
+        steps = [_parts_of_a_layer(choice) for choice in self.recompute]
+        if not steps or any(not less < more for less, more in itertools.pairwise(steps)):
+            raise ConfigError(
+                f"recompute choices go from little to much, each with what the one before it has: none, "
+                f"{OPERATIONS[0]}, …, full; got {', '.join(self.recompute)}"
+            )
 
 
 class Shape(NamedTuple):
@@ -82,6 +108,11 @@ class Variant(NamedTuple):
     chunks_per_stage: int | None
     zero: ZeroStage
     recompute: Recompute
+
+
+def _parts_of_a_layer(recompute: Recompute) -> frozenset[str]:
+    everything = (*OPERATIONS, "selective", "products")
+    return frozenset({"none": (), "full": everything}.get(recompute, recompute.split("+")))
 
 
 def shapes(goal: TrainGoal, choices: Choices) -> Iterator[Shape]:
@@ -140,17 +171,7 @@ def job_of(shape: Shape, variant: Variant, goal: TrainGoal) -> TrainJob:
         schedule=variant.schedule,
         chunks_per_stage=variant.chunks_per_stage,
     )
-    return TrainJob(
-        model=goal.model,
-        layout=layout,
-        global_batch=goal.global_batch,
-        sequence_length=goal.sequence_length,
-        micro_batch=shape.micro_batch,
-        recompute=variant.recompute,
-        dtype=goal.dtype,
-        gradient_dtype="float32",
-        optimizer=goal.optimizer,
-    )
+    return goal.job(layout, shape.micro_batch, variant.recompute)
 
 
 def tensor_sizes(model: ModelSpec, cluster: Cluster) -> list[int]:

@@ -152,6 +152,13 @@ class Replica:
             )
         return replace(self, max_context=longest)
 
+    def roomy_context(self) -> int:
+        """To serve with: a sample's longest request is not the longest that will ever come. The next power of two,
+        where model and KV cache hold that."""
+        memory, longest = self.memory(), self.max_context or self.spec.max_context
+        held = memory.kv_blocks * self.engine_config().block_size
+        return min(1 << (longest - 1).bit_length(), self.spec.max_context, max(held, longest))
+
     def __str__(self) -> str:
         split = f"tp{self.tp}" + (f" ep{self.ep}" if self.ep > 1 else "")
         return f"{self.tp} × {self.device.name} ({split}, {self.weights})" if self.tp > 1 else (

@@ -12,6 +12,7 @@ A step is a roofline by parts, one after the other as the engine runs them:
 The host's part is apart: it runs while the device computes the step before (`engine/simulated.py`).
 """
 
+from bisect import bisect_left
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -53,21 +54,22 @@ class StepLoad(NamedTuple):
 
 def load_of(plan: StepPlan, window: int | None = None, shared: Mapping[int, int] | None = None) -> StepLoad:
     """`shared`: by slot, tokens of its context that others read as well."""
-    rows, tokens = len(plan.slots), sum(plan.counts)
-    chunks = [(start, count) for start, count in zip(plan.starts, plan.counts, strict=True) if count != 1]
-    if window is None:
-        decode_context = sum(plan.starts) + tokens - sum(start + count for start, count in chunks)
-    else:
-        single = (start + 1 for start, count in zip(plan.starts, plan.counts, strict=True) if count == 1)
-        decode_context = sum(min(seen, window) for seen in single)
+    rows, starts = len(plan.slots), plan.starts
+    if window is not None:
+        starts = [min(start, window - 1) for start in starts]
+    decode_context, chunk_pairs, chunk_context = sum(starts) + rows, 0, 0
+    for start, count in [row for row in zip(plan.starts, plan.counts, strict=True) if row[1] != 1]:
+        decode_context -= 1 + (start if window is None else min(start, window - 1))
+        chunk_pairs += pairs(start, count, window)
+        chunk_context += count + (start if window is None else min(start, window))
     return StepLoad(
-        tokens,
+        sum(plan.counts),
         rows,
         len(plan.draw_rows),
         decode_context,
-        sum(shared.get(slot, 0) for slot in plan.slots) if shared else 0,
-        sum(pairs(start, count, window) for start, count in chunks),
-        sum((start if window is None else min(start, window)) + count for start, count in chunks),
+        sum([shared.get(slot, 0) for slot in plan.slots]) if shared else 0,
+        chunk_pairs,
+        chunk_context,
         len(plan.swap_in) + len(plan.swap_out),
     )
 
@@ -82,10 +84,9 @@ def pairs(start: int, count: int, window: int | None = None) -> int:
 
 def padded_rows(rows: int) -> int:
     """What a captured step of decodes is rounded up to (engine/step_words.py)."""
-    for size in _DECODE_SIZES:
-        if rows <= size:
-            return size
-    return -(-rows // 32) * 32
+    if rows > _DECODE_SIZES[-1]:
+        return -(-rows // 32) * 32
+    return _DECODE_SIZES[bisect_left(_DECODE_SIZES, rows)]
 
 
 def padded_tokens(tokens: int) -> int:
@@ -145,6 +146,7 @@ class StepCostModel:
         swap = device.host_bytes_per_s if swap_bytes_per_s is None else swap_bytes_per_s
         self._block_s = block_size * work.kv_bytes_per_token / swap
         self._decodes: dict[int, DecodeTime] = {}
+        self._products: dict[tuple[int, int], tuple[float, float, float, float]] = {}
         self._spent = [0.0] * len(PARTS)  # by all steps asked about
 
     # -- StepCost -------------------------------------------------------------------------------------------
@@ -192,21 +194,16 @@ class StepCostModel:
 
     def parts(self, load: StepLoad) -> tuple[float, ...]:
         """Seconds by PARTS; products are named after what bounds them: weights streaming or arithmetic."""
-        work, profile = self.work, self.profile
         tokens, draws = load.tokens, load.draws
-        if profile.rounds_up:
+        if self.profile.rounds_up:
             tokens = padded_rows(tokens) if tokens == load.rows else padded_tokens(tokens)
             draws = padded_rows(draws) if draws else 0
-        dense_s = _together(self._weights_s, tokens * self._token_s, self._power)
+        found = self._products.get((tokens, draws))
+        if found is None:
+            found = self._products[tokens, draws] = self._products_s(tokens, draws)
+        dense_s, expert_s, draw_s, communication_s = found
         streaming = self._weights_s > tokens * self._token_s
-        expert_s = 0.0
-        if work.experts:
-            hit_s = work.experts_hit(tokens) * self._expert_s
-            expert_s = _together(hit_s, tokens * self._expert_token_s, self._expert_power)
         read = load.decode_context - load.shared_context * self._shared_saving
-        draw_s = 0.0
-        if draws:
-            draw_s = _together(self._head_s, draws * self._draw_s, self._power) + draws * self._logits_s
         return (
             dense_s if streaming else 0.0,
             0.0 if streaming else dense_s,
@@ -216,9 +213,20 @@ class StepCostModel:
             tokens * self._elementwise_s,
             draw_s,
             self._fixed_s + self._batch_s * (1 - 1 / load.rows),
-            self._communication_s(tokens),
+            communication_s,
             load.swapped_blocks * self._block_s,
         )
+
+    def _products_s(self, tokens: int, draws: int) -> tuple[float, float, float, float]:
+        """Of the layers, the experts, the draws and between ranks; padded, few sizes come up again and again."""
+        dense_s = _together(self._weights_s, tokens * self._token_s, self._power)
+        expert_s = draw_s = 0.0
+        if self.work.experts:
+            hit_s = self.work.experts_hit(tokens) * self._expert_s
+            expert_s = _together(hit_s, tokens * self._expert_token_s, self._expert_power)
+        if draws:
+            draw_s = _together(self._head_s, draws * self._draw_s, self._power) + draws * self._logits_s
+        return dense_s, expert_s, draw_s, self._communication_s(tokens)
 
     def _communication_s(self, tokens: int) -> float:
         work, seconds = self.work, 0.0

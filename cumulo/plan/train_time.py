@@ -18,6 +18,7 @@ from cumulo.plan.job import TrainJob
 from cumulo.plan.network import collective_s
 from cumulo.plan.train_time_chunks import Chunks, chunks_of, network_of
 from cumulo.plan.train_time_data import AroundTime, around
+from cumulo.plan.train_time_experts import distinct
 from cumulo.plan.train_time_flops import model_flops
 from cumulo.plan.train_time_pipeline import bound_s, messages_of_stage, played_s
 from cumulo.spec.cluster import Cluster
@@ -40,7 +41,7 @@ def estimate(
     """What one step takes, by playing the schedule; `explain` False leaves the published rows near it out."""
     profile, borrowed = _profile(job, cluster, profile)
     time = step_time(job, cluster, profile, play=True)
-    flops = model_flops(job.model, job.sequence_length) * job.tokens_per_step
+    flops = model_flops(job.model, job.sequence_length, ahead=job.predict_ahead) * job.tokens_per_step
     peak = cluster.device.flops(job.dtype) * job.layout.world
     recomputed = 1 + _recomputed_share(time)
     found = evidence.judge(job, cluster, profile, borrowed) if explain else evidence.UNJUDGED
@@ -141,7 +142,10 @@ def _link_bytes(job: TrainJob, time: StepTime) -> tuple[tuple[str, float], ...]:
         )
         rows.append(("cp", m * layers * (3 + again) * (layout.cp - 1) * key_value))
     if layout.ep > 1 and model.moe is not None:
-        copies = stream * model.moe.experts_per_token / (layout.tp if layout.sequence_parallel else 1)
+        sent_to = (
+            distinct(layout.ep, model.moe) if job.expert_exchange == "once" else model.moe.experts_per_token
+        )
+        copies = stream * sent_to / (layout.tp if layout.sequence_parallel else 1)
         rows.append(("ep", m * layers * (2 + again) * 2 * copies * (layout.ep - 1) / layout.ep))
     if layout.pp > 1:
         sent = messages_of_stage(layout.pp, m, job.chunks_per_stage)

@@ -3,16 +3,30 @@ layer. `train_time` plays the pipeline with them.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from cumulo.pipeline.costs import ChunkCost
-from cumulo.plan.compute import LayerWork, Passes, Seconds, add, embedding, head, layer, scale
+from cumulo.plan.compute import (
+    LayerWork,
+    Passes,
+    Seconds,
+    add,
+    between_s,
+    embedding,
+    head,
+    layer,
+    product_s,
+    rates,
+    scale,
+)
 from cumulo.plan.compute_profile import Profile
 from cumulo.plan.job import TrainJob
 from cumulo.plan.network import Network, collective_s
+from cumulo.plan.recompute import operations_again
+from cumulo.plan.train_time_experts import exchanged_s
 from cumulo.spec.cluster import Cluster
-from cumulo.spec.model import ModelSpec
+from cumulo.spec.model import ModelSpec, MoESpec
 
 
 @lru_cache(64)
@@ -44,10 +58,11 @@ def chunks_of(job: TrainJob, cluster: Cluster, profile: Profile) -> Chunks:
     kinds = layer_kinds(model)
     costs = {kind: _layer(job, cluster, profile, *kind) for kind in set(kinds)}
     loss = head(model, job.padded_vocabulary, tokens, job.layout.tp, profile, cluster.device)
+    ends = [loss, *_ahead(job, profile, cluster, costs[kinds[-1]][0], loss)]
     counts = job.chunk_layers
-    if profile.balances_stages and last:
+    if last and (profile.balances_stages or job.predict_ahead):
         mean = sum(costs[kind][0].total for kind in kinds) / len(kinds)
-        counts = balanced_layers(model.layers, job.chunks, loss.total / mean)
+        counts = balanced_layers(model.layers, job.chunks, sum(part.total for part in ends) / mean)
     made: dict[tuple[tuple[LayerKind, ...], bool, bool], tuple[Passes, ChunkCost, Seconds]] = {}
     found: list[tuple[Passes, ChunkCost, Seconds]] = []
     begin = 0
@@ -57,7 +72,9 @@ def chunks_of(job: TrainJob, cluster: Cluster, profile: Profile) -> Chunks:
         look = (mine, chunk == 0, chunk == last)
         if look not in made:
             extra = [embedding(model, tokens, profile, cluster.device)] if chunk == 0 else []
-            made[look] = _chunk(job, mine, costs, extra + [loss] * (chunk == last))
+            if any(moe for moe, _ in mine):
+                extra += _taken_up(job, profile)
+            made[look] = _chunk(job, mine, costs, extra + ends * (chunk == last))
         found.append(made[look])
     # Tensor-parallel ranks each send their part and gather on the other side (Narayanan et al. 2021, section 4.1).
     message = tokens * model.hidden * job.activation_bytes_each / job.layout.tp
@@ -92,6 +109,32 @@ def _chunk(
     return passes, cost, recomputed
 
 
+def _host_waits(job: TrainJob) -> bool:
+    """In a layer with experts, for their sizes, and with nothing else for the device to do meanwhile."""
+    return job.expert_exchange == "all-to-all" and not job.overlap_expert
+
+
+def _taken_up(job: TrainJob, profile: Profile) -> list[Passes]:
+    """What the host does for each expert when a stage takes up another chunk."""
+    if job.model.moe is None or job.chunks_per_stage == 1 or not _host_waits(job):
+        return []
+    once = Seconds(launch=profile.chunk_launch_s * job.model.moe.experts / job.layout.ep)
+    return [Passes(once, once, once)]
+
+
+def _ahead(
+    job: TrainJob, profile: Profile, cluster: Cluster, layer_cost: Passes, loss: Passes
+) -> list[Passes]:
+    """What predicts further tokens, each with a layer, the loss again, and a product that joins the layer's input
+    with the next token's embedding (DeepSeek-AI 2024, equations 21 to 23)."""
+    if not job.predict_ahead:
+        return []
+    rate = rates(profile, cluster.device)
+    hidden = job.model.hidden
+    product = Seconds(matmul=product_s(rate, job.tokens_per_rank, hidden / job.layout.tp, 2 * hidden))
+    return [layer_cost, loss, Passes(product, product, product)] * job.predict_ahead
+
+
 def balanced_layers(layers: int, chunks: int, head_layers: float) -> tuple[int, ...]:
     """Layers of each chunk where the last one's loss counts as `head_layers` layers, one layer at least in each."""
     each = (layers + head_layers) / chunks
@@ -113,6 +156,7 @@ def _layer(
         expert_ranks=layout.ep,
         window=window,
         flash=job.flash_attention,
+        host_waits=moe and _host_waits(job),
     )
     plain = layer(job.model, moe, work, profile, cluster.device)
     waits = _waits(job, cluster, profile, moe)
@@ -132,6 +176,10 @@ def _layer(
             elementwise=plain.forward.elementwise if share else 0.0,
             launch=share * plain.forward.launch,
         )
+    elif job.recomputed_operations:
+        between = between_s(job.model, moe, work, profile, cluster.device)
+        once = replace(plain, forward=plain.forward._replace(elementwise=between))
+        again = operations_again(job, moe, once, waits)
     else:
         again = Seconds()
     return Passes(forward, backward, plain.backward_weight), again
@@ -147,7 +195,9 @@ def _waits(job: TrainJob, cluster: Cluster, profile: Profile, moe: bool) -> Seco
         job.overlap_tensor,
         float(job.tokens_per_rank * job.model.hidden * job.activation_bytes_each),
         float(job.tokens_per_rank * 2 * job.model.kv_heads * job.model.head_dim * job.activation_bytes_each),
-        job.model.moe.experts_per_token if job.model.moe is not None else 0,
+        job.model.moe,
+        job.expert_exchange == "once",
+        job.overlap_expert,
         cluster,
         profile,
     )
@@ -162,7 +212,9 @@ def waits_of(
     overlap_tensor: bool,
     stream_bytes: float,
     key_value_bytes: float,
-    copies: int,
+    moe: MoESpec | None,
+    once: bool,
+    overlap_expert: bool,
     cluster: Cluster,
     profile: Profile,
 ) -> Seconds:
@@ -182,7 +234,13 @@ def waits_of(
     if cp > 1:
         ring = network.group(cp, tp)
         context_s = (cp - 1) * collective_s("send_recv", key_value_bytes / tp, ring) * profile.context_exposed
-    if ep > 1:
-        sent = stream_bytes * copies / (tp if sequence_parallel else 1)
-        expert_s = 2 * collective_s("all_to_all", sent, network.group(ep, tp)) * profile.expert_exposed
+    if ep > 1 and moe is not None:
+        own_bytes = stream_bytes / (tp if sequence_parallel else 1)
+        exchange_s = exchanged_s(own_bytes, moe, network, ep, tp, once)
+        exposed = 1.0  # nothing hides what crosses the network
+        if overlap_expert:
+            exposed = profile.expert_overlapped_exposed
+        elif network.group(ep, tp).reach.domains == 1:
+            exposed = profile.expert_exposed
+        expert_s = 2 * exchange_s * exposed
     return Seconds(tensor=tensor_s, context=context_s, expert=expert_s)

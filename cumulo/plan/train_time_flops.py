@@ -9,20 +9,28 @@ from cumulo.spec.model import ModelSpec
 
 
 @lru_cache(512)
-def model_flops(model: ModelSpec, sequence: int, causal: bool = True) -> float:
+def model_flops(model: ModelSpec, sequence: int, causal: bool = True, ahead: int = 0) -> float:
     """For one token, forward and backward: 6 for each weight it meets in a product, and attention, of which
-    `causal` counts only the half that the mask leaves."""
-    attention = sum(
-        attention_flops(model, 1, sequence, model.window_of_layer(index)) for index in range(model.layers)
-    )
+    `causal` counts only the half that the mask leaves. `ahead`: further tokens that are predicted, each with a
+    layer like the last, the loss again and a product that joins two streams."""
+    last = model.layers - 1
+    layers = (*range(model.layers), *[last] * ahead)
+    attention = sum(attention_flops(model, 1, sequence, model.window_of_layer(index)) for index in layers)
     if not causal:
         attention *= 2 * sequence / (sequence + 1)
-    return 6 * met_weights(model) + 3 * attention
+    joined = ahead * (layer_weights(model, last) + model.vocab_size * model.hidden + 2 * model.hidden**2)
+    return 6 * (met_weights(model) + joined) + 3 * attention
 
 
 @lru_cache(512)
 def met_weights(model: ModelSpec) -> int:
     """Weights of matrix products that one token meets, the vocabulary's included."""
+    layers = sum(layer_weights(model, index) for index in range(model.layers))
+    return layers + model.vocab_size * model.hidden
+
+
+def layer_weights(model: ModelSpec, index: int) -> int:
+    """Those of one layer."""
     hidden = model.hidden
     if model.mla is None:
         attention = hidden * (2 * model.heads + 2 * model.kv_heads) * model.head_dim
@@ -34,14 +42,10 @@ def met_weights(model: ModelSpec) -> int:
         attention += mla.kv_rank * model.heads * (mla.nope_head_dim + mla.value_head_dim)
         attention += model.heads * mla.value_head_dim * hidden
     matrices = 3 if model.gated_ffn else 2
-    total = model.layers * attention + model.vocab_size * hidden
-    for index in range(model.layers):
-        if model.moe is not None and model.is_moe_layer(index):
-            width = model.moe.experts_per_token * model.moe.expert_hidden + model.moe.shared_hidden
-            total += matrices * width * hidden + model.moe.experts * hidden
-        else:
-            total += matrices * model.ffn_hidden * hidden
-    return total
+    if model.moe is None or not model.is_moe_layer(index):
+        return attention + matrices * model.ffn_hidden * hidden
+    width = model.moe.experts_per_token * model.moe.expert_hidden + model.moe.shared_hidden
+    return attention + matrices * width * hidden + model.moe.experts * hidden
 
 
 def megatron_flops(model: ModelSpec, tokens: float, sequence: int, full_recompute: bool) -> float:

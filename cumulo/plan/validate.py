@@ -48,7 +48,7 @@ class Summary:
 def predict(row: PublishedRow) -> Prediction:
     profile, borrowed = compute_profile.shipped_for(row.cluster.device, row.job.dtype, row.job.software)
     time = step_time(row.job, row.cluster, profile, play=True)
-    own = None if row.held_out else row.name  # a fitted row must not vouch for itself
+    own = () if row.held_out else (row.name,)  # a fitted row must not vouch for itself
     width = evidence.half_width(row.job, row.cluster, bool(borrowed), without=own)
     return Prediction(row, time.step_s, width)
 

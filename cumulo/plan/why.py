@@ -1,16 +1,17 @@
 """Why a plan is the best: what bounds it, what the next loses by, what one change would gain. `cumulo plan train`
 prints it."""
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from cumulo.errors import ConfigError
-from cumulo.pipeline.catalog import FAMILIES
 from cumulo.plan.job import TrainJob
 from cumulo.plan.memory import peak_memory
+from cumulo.plan.offload import plan_time
 from cumulo.plan.search import Plan, search
 from cumulo.plan.search_space import Choices, TrainGoal
-from cumulo.plan.train_time import estimate
+from cumulo.spec.cluster import Cluster
 
 # What one would do about each part of a step.
 _REMEDIES = {
@@ -24,6 +25,8 @@ _REMEDIES = {
     "pipeline bubble": "more micro-batches, fewer stages, or another schedule",
     "data parallel": "a faster network, or a larger batch",
     "optimizer": "sharing the optimizer's states with ZeRO",
+    "optimizer on the host": "sharing the optimizer's states with ZeRO instead, or adamw8bit",
+    "activations to the host": "recomputing instead",
 }
 
 
@@ -57,36 +60,104 @@ def loses_by(best: Plan, other: Plan) -> str:
     return f"{lost_s / best.estimate.step_s:.1%} slower" + (f": {', '.join(causes)}" if causes else "")
 
 
-def changes(plan: Plan, goal: TrainGoal) -> tuple[Change, ...]:
-    """One thing different at a time, best first."""
+def changes(plan: Plan, goal: TrainGoal, searched: bool = True) -> tuple[Change, ...]:
+    """One thing different at a time, best first. Of a plan that was given and not searched for, also one thing of
+    its layout: nothing else of it changes."""
     step_s = plan.estimate.step_s
-    found = [Change(what, other_s, 1 - other_s / step_s) for what, other_s in _changed(plan, goal)]
+    different = _searched(plan, goal) if searched else _given(plan, goal)
+    found = [
+        Change(what, other_s, 1 - other_s / step_s) for what, other_s in (*_around(plan, goal), *different)
+    ]
     return tuple(sorted(found, key=lambda change: change.step_s))
 
 
-def _changed(plan: Plan, goal: TrainGoal) -> Iterator[tuple[str, float]]:
+def _around(plan: Plan, goal: TrainGoal) -> Iterator[tuple[str, float]]:
+    """Another cluster, or another batch."""
     job, cluster = plan.job, goal.cluster
     node, device = cluster.node, cluster.device
     faster_network = replace(cluster, node=replace(node, nic_bytes_per_s=2 * node.nic_bytes_per_s))
     faster_links = replace(device, link_bytes_per_s=2 * device.link_bytes_per_s)
-    yield "twice the network", estimate(job, faster_network, explain=False).step_s
-    linked = replace(cluster, node=replace(node, device=faster_links))
-    yield "twice the scale-up links", estimate(job, linked, explain=False).step_s
-    roomier = search(replace(goal, memory_bytes=2 * goal.memory_limit_bytes), _around(job), keep=1).plans
-    if roomier:
-        yield "twice the memory", min(roomier[0].estimate.step_s, plan.estimate.step_s)
+    yield "twice the network", _step_s(job, faster_network)
+    yield "twice the scale-up links", _step_s(job, replace(cluster, node=replace(node, device=faster_links)))
     if twice := _try(job, global_batch=2 * job.global_batch):
-        yield "twice the batch, for as many tokens", estimate(twice, cluster, explain=False).step_s / 2
-    for schedule in FAMILIES if job.layout.pp > 1 else ():
-        layout = replace(job.layout, schedule=schedule, chunks_per_stage=None)
-        other = _try(job, layout=layout) if schedule != job.layout.schedule else None
-        if other and peak_memory(other).total <= goal.memory_limit_bytes:
-            yield f"schedule {schedule}", estimate(other, cluster, explain=False).step_s
+        yield "twice the batch, for as many tokens", _step_s(twice, cluster) / 2
 
 
-def _around(job: TrainJob) -> Choices:
-    """For a quick second look: sequence parallelism as the plan has it."""
-    return Choices(sequence_parallel=(job.layout.sequence_parallel,) if job.layout.tp > 1 else (True,))
+def _searched(plan: Plan, goal: TrainGoal) -> Iterator[tuple[str, float]]:
+    """The best plan of a space: all that could be better needs more memory, or is not in the space."""
+    job, limit = plan.job, goal.memory_limit_bytes
+    # For a quick second look: sequence parallelism as the plan has it.
+    choices = Choices(sequence_parallel=(job.layout.sequence_parallel,) if job.layout.tp > 1 else (True,))
+    step_s = plan.estimate.step_s
+    roomier = search(replace(goal, memory_bytes=2 * limit), choices, 1, faster_than_s=step_s).plans
+    yield "twice the memory", roomier[0].estimate.step_s if roomier else step_s
+    for what, other in _schedules(job):
+        if peak_memory(other).total <= limit:
+            yield what, _step_s(other, goal.cluster)
+
+
+def _given(plan: Plan, goal: TrainGoal) -> Iterator[tuple[str, float]]:
+    """A given layout with one thing changed, as far as memory allows; and the best of those that need twice it."""
+    limit = goal.memory_limit_bytes
+    roomier: list[tuple[float, str]] = []
+    for what, other in _neighbours(plan.job, goal):
+        needed = peak_memory(other).total
+        if needed <= 2 * limit:
+            step_s = _step_s(other, goal.cluster)
+            if needed <= limit:
+                yield what, step_s
+            else:
+                roomier.append((step_s, what))
+    if roomier and (best := min(roomier))[0] < plan.estimate.step_s:
+        yield f"twice the memory, and {best[1]}", best[0]
+
+
+def _neighbours(job: TrainJob, goal: TrainGoal) -> Iterator[tuple[str, TrainJob]]:
+    layout, choices = job.layout, Choices()
+    yield from _schedules(job)
+    stages = choices.zero if layout.pp == 1 else choices.zero_with_pipeline
+    different: list[tuple[str, dict[str, object]]] = [
+        (f"zero {zero}", {"zero": zero}) for zero in stages if zero != layout.zero and layout.data_ranks > 1
+    ]
+    different += [
+        (f"{more} {2 * getattr(layout, more)}, {less} {getattr(layout, less) // 2}",
+         {more: 2 * getattr(layout, more), less: getattr(layout, less) // 2})
+        for more, less in itertools.permutations(("dp", "tp", "pp", "cp"), 2)
+        if getattr(layout, less) % 2 == 0
+        and (more != "tp" or 2 * layout.tp <= goal.cluster.scale_up_gpus)
+    ]  # fmt: skip
+    if job.model.moe is not None:
+        different += [(f"ep {size}", {"ep": size}) for size in (layout.ep // 2, 2 * layout.ep) if size]
+    if layout.tp > 1:
+        other = not layout.sequence_parallel
+        words = "with sequence parallelism" if other else "without sequence parallelism"
+        different.append((words, {"sequence_parallel": other}))
+    for what, fields in different:
+        if (found := _with_layout(job, **fields)) is not None:
+            yield what, found
+    for recompute in choices.recompute:
+        if recompute != job.recompute and (found := _try(job, recompute=recompute, recompute_layers=None)):
+            yield f"recompute {recompute}", found
+    for size in (job.micro_batch // 2, 2 * job.micro_batch):
+        if size and (found := _try(job, micro_batch=size)):
+            yield f"micro-batch {size}", found
+
+
+def _schedules(job: TrainJob) -> Iterator[tuple[str, TrainJob]]:
+    for schedule in Choices().schedules if job.layout.pp > 1 else ():
+        if schedule != job.layout.schedule and (
+            found := _with_layout(job, schedule=schedule, chunks_per_stage=None)
+        ):
+            yield f"schedule {schedule}", found
+
+
+def _with_layout(job: TrainJob, **fields: object) -> TrainJob | None:
+    if fields.get("tp") == 1:
+        fields["sequence_parallel"] = False
+    try:
+        return replace(job, layout=replace(job.layout, **fields))  # type: ignore[arg-type]
+    except ConfigError:
+        return None
 
 
 def _try(job: TrainJob, **different: object) -> TrainJob | None:
@@ -94,3 +165,7 @@ def _try(job: TrainJob, **different: object) -> TrainJob | None:
         return replace(job, **different)  # type: ignore[arg-type]
     except ConfigError:
         return None
+
+
+def _step_s(job: TrainJob, cluster: Cluster) -> float:
+    return plan_time(job, cluster, explain=False).step_s

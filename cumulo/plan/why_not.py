@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from cumulo.errors import ConfigError, OutOfMemory
 from cumulo.plan.job import TrainJob
-from cumulo.plan.memory import peak_memory
+from cumulo.plan.memory import least_memory_bytes, peak_memory
 from cumulo.plan.memory_ledger import MemoryLedger
 from cumulo.plan.search_space import Choices, TrainGoal, Variant, job_of, pipelines, shapes, zero_stages
 from cumulo.spec.cluster import Cluster
@@ -37,8 +37,17 @@ def refuse(goal: TrainGoal) -> None:
 
 def least_memory(goal: TrainGoal) -> tuple[MemoryLedger, str] | None:
     """Of all ways to split, the one that needs least: everything shared, everything recomputed."""
-    found = [(peak_memory(job), str(job.layout)) for job in _smallest_jobs(goal)]
-    return min(found, key=lambda entry: entry[0].total) if found else None
+    best: tuple[MemoryLedger, str] | None = None
+    # By a bound first, which plays no schedule: few are left to be looked at closely.
+    for least_bytes, job in sorted(
+        ((least_memory_bytes(job), job) for job in _smallest_jobs(goal)), key=lambda entry: entry[0]
+    ):
+        if best is not None and least_bytes >= best[0].total:
+            break
+        ledger = peak_memory(job)
+        if best is None or ledger.total < best[0].total:
+            best = ledger, str(job.layout)
+    return best
 
 
 def _smallest_jobs(goal: TrainGoal) -> Iterator[TrainJob]:

@@ -10,6 +10,7 @@ from cumulo.models.attention import Attention, LatentAttention
 from cumulo.models.linear import RMSNorm
 from cumulo.models.rope import Rotation
 from cumulo.spec.model import MLASpec, ModelSpec
+from cumulo.train.arithmetic import Arithmetic, fusible, product
 from cumulo.train.document_mask import Documents
 from cumulo.train.recompute import Recompute
 from cumulo.train.split import Split
@@ -26,29 +27,50 @@ class TrainingAttention(Attention):
         layer: int,
         split: Split,
         recompute: Recompute,
+        fused: Arithmetic | None = None,
         *,
         dtype: torch.dtype,
         device: torch.device | str,
     ) -> None:
         super().__init__(spec, layer, dtype=dtype, device=device)
-        self.tensor, self.recompute = split.tensor, recompute
+        self.tensor, self.recompute, self.fused = split.tensor, recompute, fused
 
     def forward(  # type: ignore[override]
         self, x: Tensor, norm: RMSNorm, rotation: Rotation, documents: Documents
     ) -> Tensor:
+        """x and what attention adds to it."""
+        if self.fused is not None and fusible(self.qkv, self.output):
+            return self._fused(x, norm, rotation, documents, self.fused)
         projected = self.recompute.operation("norm", self._project, x, norm)
         partial = self.recompute.operation("attention", self._mix, projected, rotation, documents)
-        return self.tensor.leave(partial, self.output.bias)
+        return x + self.tensor.leave(partial, self.output.bias)
+
+    def _fused(
+        self, x: Tensor, norm: RMSNorm, rotation: Rotation, documents: Documents, arithmetic: Arithmetic
+    ) -> Tensor:
+        # Imported here: without a GPU there need be no Triton.
+        from cumulo.train.fused import normed_product, rotated
+
+        x, projected = normed_product(x, norm.weight, self.qkv.weight, norm.eps, arithmetic)
+        if self.qk_norm or rotation.interleaved:
+            query, key, value = self._turned(projected, rotation)
+        else:
+            query, key, value = rotated(projected, *rotation.angles, self.heads, self.kv_heads)
+        mixed = documents.attend(query, key, value, self.scale, self.window)
+        return product(mixed.flatten(1), self.output.weight, arithmetic, residual=x)
 
     def _project(self, x: Tensor, norm: RMSNorm) -> Tensor:
         return self.qkv(self.tensor.enter(norm(x)))
 
-    def _mix(self, projected: Tensor, rotation: Rotation, documents: Documents) -> Tensor:
+    def _turned(self, projected: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
         states = projected.view(len(projected), -1, self.head_dim)
         query, key, value = states.split((self.heads, self.kv_heads, self.kv_heads), 1)
         if self.qk_norm:
             query, key = self.q_norm(query), self.k_norm(key)
-        query, key = rotation.apply(query), rotation.apply(key)
+        return rotation.apply(query), rotation.apply(key), value
+
+    def _mix(self, projected: Tensor, rotation: Rotation, documents: Documents) -> Tensor:
+        query, key, value = self._turned(projected, rotation)
         mixed = documents.attend(query, key, value, self.scale, self.window)
         return self.tensor.partial(self.output, mixed.flatten(1))
 
@@ -78,7 +100,7 @@ class TrainingLatentAttention(LatentAttention):
     ) -> Tensor:
         query, compressed = self.recompute.operation("norm", self._project, x, norm)
         partial = self.recompute.operation("attention", self._mix, query, compressed, rotation, documents)
-        return self.tensor.leave(partial, self.output.bias)
+        return x + self.tensor.leave(partial, self.output.bias)
 
     def _project(self, x: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:
         """The queries, or the latent they are made of, and the keys' and values' latent."""

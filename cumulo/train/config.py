@@ -139,6 +139,10 @@ class TrainConfig:
     device: str = "auto"  # auto: the GPU if there is one
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"  # weights and computation
     master_weights: bool = True  # with bfloat16: the optimizer keeps a float32 copy
+    # Of the products inside layers, those of experts excepted: as dtype says, or in 8 bits where a GPU has them,
+    # with one scale a matrix (fp8) or one for 128 numbers (fp8_blocks).
+    products: Literal["wide", "fp8", "fp8_blocks"] = "wide"
+    compile: bool = False  # layers by torch.compile, instead of our own joined operations
     recompute: bool = False  # activation checkpointing: forward again in backward, to save memory
     # Instead of whole layers, only these operations again: cheap to compute, and large to keep.
     recompute_operations: tuple[Literal["norm", "activation", "attention"], ...] = ()
@@ -146,6 +150,9 @@ class TrainConfig:
     balance_loss: float = 0.01  # weight of the experts' balance
     # Routers with a selection bias: how far it moves against the load in a step (DeepSeek-V3 takes 0.001); 0: not.
     expert_bias_rate: float = 0.0
+    expert_rebalance_every_steps: int = (
+        0  # with layout.ep: experts move to even out the ranks' load; 0: they stay
+    )
     evaluate_every_steps: int = 0  # 0: only at the end; held out: 1% of the documents, drawn by lot
     evaluate_sequences: int = 64  # 0: nothing is held out
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -269,6 +276,7 @@ def _problems(config: TrainConfig) -> Iterator[str]:
         "optimizer.clip_norm": optimizer.clip_norm, "optimizer.weight_decay": optimizer.weight_decay,
         "checkpoint.every_steps": config.checkpoint.every_steps, "balance_loss": config.balance_loss,
         "expert_bias_rate": config.expert_bias_rate,
+        "expert_rebalance_every_steps": config.expert_rebalance_every_steps,
         "evaluate_every_steps": config.evaluate_every_steps, "evaluate_sequences": config.evaluate_sequences,
         "checkpoint.memory_every_steps": config.checkpoint.memory_every_steps,
         "faults.most_restarts": config.faults.most_restarts,
@@ -280,8 +288,6 @@ def _problems(config: TrainConfig) -> Iterator[str]:
         yield "recompute computes whole layers again, recompute_operations parts of them: set one of the two"
     if config.lora is not None and config.model.start_from is None:
         yield "lora adapts an existing model: set model.start_from"
-    if config.lora is not None and config.layout.world > 1:
-        yield f"lora trains in one process: leave layout ({config.layout}) out"
     if config.lora is not None and config.lora.rank < 1:
         yield f"lora.rank must be 1 or more, got {config.lora.rank}"
     if not config.data.sources:

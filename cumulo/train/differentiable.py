@@ -8,7 +8,7 @@ from torch import Tensor
 
 # Renamed in torch 2.13.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def sum_gradients(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -113,7 +113,7 @@ def _gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 def _sum_and_cut(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     own = x.new_empty(len(x) // group.size(), *x.shape[1:])
-    _reduce_scatter(own, x.contiguous(), group=group)
+    reduce_scatter(own, x.contiguous(), group=group)
     return own
 
 

@@ -9,20 +9,26 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from cumulo.spec.layout import Axis
 from cumulo.train.groups import Groups
 from cumulo.train.model import TrainingDecoder
 
 
-@torch.no_grad()
 def steer_selection_biases(models: Sequence[TrainingDecoder], rate: float, groups: Groups | None) -> None:
     """`models`: this rank's chunks, whose loads since the last time are used up; `groups`: None in one process."""
+    moe = models[0].spec.moe
+    if moe is not None and moe.selection_bias:
+        move_biases(models, rate, take_loads(models, groups))
+
+
+def take_loads(models: Sequence[TrainingDecoder], groups: Groups | None) -> Tensor:
+    """How often each expert was chosen since the last time, by all ranks' tokens: [layers, experts]."""
     spec = models[0].spec
-    if spec.moe is None or not spec.moe.selection_bias:
-        return
+    experts = 0 if spec.moe is None else spec.moe.experts
     device = next(models[0].parameters()).device
-    loads = torch.zeros(spec.layers, spec.moe.experts, dtype=torch.float64, device=device)
+    loads = torch.zeros(spec.layers, experts, dtype=torch.float64, device=device)
     for model in models:
         for layer, load in model.take_loads().items():
             loads[layer] += load
@@ -31,6 +37,11 @@ def steer_selection_biases(models: Sequence[TrainingDecoder], rate: float, group
     for axis in axes:
         if groups is not None and groups.size(axis) > 1:
             dist.all_reduce(loads, group=groups.of(axis))
+    return loads
+
+
+@torch.no_grad()
+def move_biases(models: Sequence[TrainingDecoder], rate: float, loads: Tensor) -> None:
     steps = rate * (loads.mean(1, keepdim=True) - loads).sign()
     for model in models:
         for name, parameter in model.named_parameters():

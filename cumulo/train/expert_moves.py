@@ -1,43 +1,48 @@
-"""Renumber experts in place: weights, or whatever has their shape, move to the ranks of their new numbers. For runs
-that `cumulo.train.expert_placement` finds uneven."""
+"""Experts change places: rows of weights and of whatever goes with them travel between ranks, in one message per
+pair of ranks. Called by `expert_balance.py`."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+Rows = Sequence[Sequence[int]]  # by rank of a group: which expert each of its rows is
+
 
 @torch.no_grad()
-def renumber_experts(
-    held: Mapping[str, Tensor], orders: Mapping[int, Sequence[int]], group: dist.ProcessGroup | None
+def exchange_rows(
+    tensors: Sequence[Tensor], before: Rows, after: Rows, group: dist.ProcessGroup, device: torch.device
 ) -> None:
-    """`held`: this rank's tensors by parameter name, such as weights or a moment of the optimizer, not cut by ZeRO.
-    `orders`: of some layers, the old numbers of the experts in their new order. `group`: the ranks that share out
-    the experts, None: all are here. Every rank calls it with the same layers."""
-    for name, tensor in held.items():
-        if ".ffn." not in name or int(name.split(".")[1]) not in orders:
-            continue
-        order = orders[int(name.split(".")[1])]
-        if ".experts." in name:
-            tensor.copy_(_moved(tensor, order, group))
-        elif ".router." in name:
-            tensor.copy_(tensor[torch.tensor(order, device=tensor.device)])
+    """In place: row n of each tensor is of expert `before[own][n]` and becomes of expert `after[own][n]`.
 
-
-def _moved(own: Tensor, order: Sequence[int], group: dist.ProcessGroup | None) -> Tensor:
-    if group is None:
-        return own[torch.tensor(order, device=own.device)]
-    size, ranks, rank = len(own), group.size(), group.rank()
-    wanted = [
-        order[other * size : (other + 1) * size] for other in range(ranks)
-    ]  # by each rank, in its order
-    leaving = [[expert for expert in one if expert // size == rank] for one in wanted]
-    arriving = [[expert for expert in wanted[rank] if expert // size == other] for other in range(ranks)]
-    sent = own[torch.tensor([expert % size for one in leaving for expert in one], device=own.device)]
-    received = torch.empty_like(own)
+    Every rank of the group calls it with the same two; a rank without rows may have no tensors. `device`: whose
+    memory the group can send from, wherever the tensors are.
+    """
+    rank = group.rank()
+    own, wanted = list(before[rank]), after[rank]
+    leaving = [[own.index(expert) for expert in theirs if expert in own] for theirs in after]
+    arriving = [[expert for expert in wanted if expert in theirs] for theirs in before]
+    came = {expert: row for row, expert in enumerate(expert for experts in arriving for expert in experts)}
+    tensors = tensors if own else []
+    parts = [_bytes(tensor.to(device)) for tensor in tensors]
+    index = _index([row for rows in leaving for row in rows], device)
+    sent = torch.cat(parts, 1)[index] if parts else torch.empty((0, 1), dtype=torch.uint8, device=device)
+    received = sent.new_empty(len(wanted), sent.shape[1])
     dist.all_to_all_single(
-        received, sent, [len(one) for one in arriving], [len(one) for one in leaving], group=group
+        received, sent, [len(experts) for experts in arriving], [len(rows) for rows in leaving], group=group
     )
-    came = {expert: place for place, expert in enumerate(expert for one in arriving for expert in one)}
-    return received[torch.tensor([came[expert] for expert in wanted[rank]], device=own.device)]
+    in_order, begin = received[_index([came[expert] for expert in wanted], device)], 0
+    for tensor, part in zip(tensors, parts, strict=True):
+        end = begin + part.shape[1]
+        tensor.copy_(in_order[:, begin:end].contiguous().view(tensor.dtype).view(tensor.shape))
+        begin = end
+
+
+def _index(numbers: list[int], device: torch.device) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.int64, device=device)
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """[rows, bytes of a row]."""
+    return tensor.detach().reshape(len(tensor), -1).contiguous().view(torch.uint8)

@@ -46,13 +46,19 @@ def inverse(order: Tensor) -> Tensor:
 
 
 class ExpertParallel:
-    """Rank r of the group holds the r-th run of experts."""
+    """Rank r of the group holds the r-th run of experts, or of the order they were placed in."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group, self.size = group, group.size()
+        self._places: dict[ApplyExperts, Tensor] = {}  # of each layer's experts: where each one is
+
+    def place(self, experts: ApplyExperts, order: Tensor) -> None:
+        """From now on these experts lie in another order over the ranks."""
+        self._places[experts] = inverse(order)
 
     def apply(self, experts: ApplyExperts, x: Tensor, chosen: Tensor, total: int) -> Tensor:
-        order = ByExpert.of(chosen, total)
+        places = self._places.get(experts)
+        order = ByExpert.of(chosen if places is None else places[chosen], total)
         sent = order.counts.view(self.size, -1)  # [rank, its experts]
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=self.group)

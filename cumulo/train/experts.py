@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from cumulo.models.linear import RMSNorm
 from cumulo.models.moe import Experts, FeedForward, Router, gated
 from cumulo.spec.model import ModelSpec, MoESpec
+from cumulo.train.arithmetic import Arithmetic, fusible
 from cumulo.train.recompute import Recompute
 from cumulo.train.split import Split
 
@@ -31,16 +32,24 @@ class TrainingFeedForward(FeedForward):
         width: int,
         split: Split,
         recompute: Recompute,
+        fused: Arithmetic | None = None,
         *,
         dtype: torch.dtype,
         device: torch.device | str,
     ) -> None:
         super().__init__(spec, width, dtype=dtype, device=device)
-        self.tensor, self.recompute = split.tensor, recompute
+        self.tensor, self.recompute, self.fused = split.tensor, recompute, fused
 
     def forward(self, x: Tensor, norm: RMSNorm) -> Tensor:  # type: ignore[override]
+        """x and what the feed-forward adds to it."""
+        if self.fused is not None and fusible(self.gate_up, self.down):
+            # Imported here: without a GPU there need be no Triton.
+            from cumulo.train.fused import gated_product, normed_product
+
+            x, hidden = normed_product(x, norm.weight, self.gate_up.weight, norm.eps, self.fused)
+            return gated_product(x, hidden, self.down.weight, self.fused)
         hidden = self.recompute.operation("norm", self._widen, x, norm)
-        return self.tensor.leave(self._narrow(hidden), self.down.bias)
+        return x + self.tensor.leave(self._narrow(hidden), self.down.bias)
 
     def partial(self, x: Tensor) -> Tensor:
         """Inside the region, before ranks are summed."""
@@ -128,7 +137,12 @@ class TrainingMixture(nn.Module):
             )
 
     def forward(self, x: Tensor, norm: RMSNorm, rows: int) -> tuple[Tensor, Usage]:
-        tensor, x = self.split.tensor, norm(x)
+        """x and what the experts add to it, and how they were used."""
+        change, usage = self._change(norm(x), rows)
+        return x + change, usage
+
+    def _change(self, x: Tensor, rows: int) -> tuple[Tensor, Usage]:
+        tensor = self.split.tensor
         scores = self.router.scores(x)
         weights, chosen = self.router.choose(scores)
         usage = self._usage(scores, chosen, rows)

@@ -33,15 +33,17 @@ class FullySharded:
         pieces: Mapping[str, Piece],
         groups: Groups,
         wide_gradients: bool,
+        device: torch.device,
     ) -> None:
+        """What of `chunks` is on the meta device gets memory on `device`, once it is cut, and no values."""
         self._chunks, self._groups, self._rest = chunks, groups, RestGroups(pieces, groups)
         self._reshard = groups.layout.zero == 3
         # FSDP2 takes no parameter that two of its roots share, such as a tied embedding of the first and the last
-        # chunk; and what is not trained is small here. Both stay whole, with their optimizer state shared out.
+        # chunk; and a selection bias is steered as a whole. Both stay whole, with their optimizer state shared out.
+        _allocate(chunks, _outside(chunks), device)
         outside = _outside(chunks)
         self._others = Zero1(outside, pieces, groups, wide_gradients)
-        device_type = next(next(iter(chunks.values())).parameters()).device.type
-        self._mesh, self._expert_mesh = _mesh(groups, device_type), _expert_mesh(groups, device_type)
+        self._mesh, self._expert_mesh = _mesh(groups, device.type), _expert_mesh(groups, device.type)
         self._leaves: dict[int, dict[nn.Parameter, None]] = {chunk: {} for chunk in chunks}
         self._sharded: dict[str, DTensor] = {}
         dtypes: dict[str, torch.dtype] = {}
@@ -49,6 +51,9 @@ class FullySharded:
             dtypes |= {name: parameter.dtype for name, parameter in module.named_parameters()}
             ignored = set(outside[chunk].values())
             self._shard(module, ignored, wide_gradients)
+            module._apply(
+                lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor
+            )
             self._watch(chunk, module)
             for name, parameter in module.named_parameters():
                 if isinstance(parameter, DTensor):
@@ -80,6 +85,8 @@ class FullySharded:
             _as_fsdp(module)._get_fsdp_state()._root_post_backward_final_callback()
         found: dict[str, Tensor] = {}
         for name, parameter in self._sharded.items():
+            if not parameter.requires_grad:
+                continue
             gradient = parameter.grad
             assert isinstance(gradient, DTensor | None)
             own = self.shards[name].tensor
@@ -87,16 +94,16 @@ class FullySharded:
         self._sum_rest(found)
         return found | self._others.finish()
 
-    def spread(self) -> None:
+    def spread(self, frozen: bool = False) -> None:
         """Gathered weights are dropped: the next forward gathers the new ones."""
         for module in self._chunks.values():
             for layer in _fsdp_modules(module):
                 layer.reshard()
-        self._others.spread()
+        self._others.spread(frozen)
 
     # -- sharding ------------------------------------------------------------------------------------------
     def _shard(self, module: nn.Module, ignored: set[nn.Parameter], wide: bool) -> None:
-        dtype = next(p.dtype for p in module.parameters() if p.requires_grad)
+        dtype = next((p.dtype for p in module.parameters() if p.requires_grad), None)
         policy = MixedPrecisionPolicy()
         if wide and dtype in (torch.bfloat16, torch.float16):
             policy = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
@@ -126,7 +133,8 @@ class FullySharded:
         axis = zero_axis(piece)
         begin, end = zero_rows(piece.shape[0], self._groups.size(axis), self._groups.index(axis))
         holders = len(piece.holders) // self._groups.size(axis)
-        return Shard(parameter.to_local().detach(), piece, begin, end, holders, True, dtype)
+        own = parameter.to_local().detach()
+        return Shard(own, piece, begin, end, holders, parameter.requires_grad, dtype)
 
     def _watch(self, chunk: int, module: nn.Module) -> None:
         """Note the gathered parameters at the first forward: FSDP2 takes them off the modules behind it."""
@@ -167,9 +175,25 @@ def _outside(chunks: Mapping[int, nn.Module]) -> dict[int, dict[str, nn.Paramete
         for name in own:
             homes[name] = homes.get(name, 0) + 1
     return {
-        chunk: {name: p for name, p in own.items() if homes[name] > 1 or not p.requires_grad}
+        chunk: {name: p for name, p in own.items() if homes[name] > 1 or name.endswith("selection_bias")}
         for chunk, own in named.items()
     }
+
+
+def _allocate(
+    chunks: Mapping[int, nn.Module], outside: Mapping[int, Mapping[str, nn.Parameter]], device: torch.device
+) -> None:
+    """Memory for what stays whole: one tensor for all chunks that have it."""
+    made: dict[str, nn.Parameter] = {}
+    for chunk, named in outside.items():
+        for name, parameter in named.items():
+            if not parameter.is_meta:
+                continue
+            if name not in made:
+                whole = torch.empty_like(parameter, device=device)
+                made[name] = nn.Parameter(whole, requires_grad=parameter.requires_grad)
+            path, _, last = name.rpartition(".")
+            setattr(chunks[chunk].get_submodule(path), last, made[name])
 
 
 def _mesh(groups: Groups, device_type: str) -> DeviceMesh:
@@ -195,9 +219,9 @@ def _layers(module: nn.Module) -> Iterable[nn.Module]:
 
 
 def _widen(module: nn.Module, ignored: set[nn.Parameter]) -> None:
-    """In place: what is not yet sharded becomes float32."""
+    """In place: what is trained and not yet sharded becomes float32."""
     for parameter in module.parameters():
-        if parameter not in ignored and not isinstance(parameter, DTensor):
+        if parameter.requires_grad and parameter not in ignored and not isinstance(parameter, DTensor):
             parameter.data = parameter.data.float()
 
 

@@ -2,18 +2,24 @@
 Pure; the trainer fills it, the command shows it, and `ledger.json` keeps it."""
 
 import json
+import math
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import get_args
 
 from cumulo.errors import ConfigError, OutOfMemory
-from cumulo.plan.job import TrainJob
+from cumulo.plan.job import Recompute, TrainJob
 from cumulo.plan.memory import peak_memory, stage_memory
 from cumulo.plan.memory_ledger import MemoryLedger
 from cumulo.plan.train_time import estimate
 from cumulo.spec.catalog import cluster, shipped
+from cumulo.spec.layout import Place
 from cumulo.spec.model import ModelSpec
+from cumulo.train.adapters import adapter_shapes
 from cumulo.train.config import TrainConfig
+from cumulo.train.cpu_activations import cpu_activation_bytes
+from cumulo.train.pieces import pieces
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,22 +50,54 @@ def predict(
     """`device_name`: of the GPU; None: a CPU. `peak_flops`: of all ranks. None: the planner knows no such job."""
     if config.dtype == "float64":
         return None
+    on_gpu = device_name is not None  # otherwise the host's memory is the only one
     try:
         job = TrainJob(
             spec, config.layout, config.batch_sequences, config.data.sequence_length, config.micro_batch,
-            recompute="full" if config.recompute else "none", dtype=config.dtype,
+            recompute=_recompute(config), dtype=config.dtype,
             gradient_dtype="float32" if config.dtype == "float32" or config.master_weights else config.dtype,
-            optimizer="muon" if config.optimizer.kind == "muon" else "adamw", master_weights=config.master_weights,
+            optimizer=config.optimizer.kind, offload_optimizer=on_gpu and config.optimizer.offload,
+            offload_activations=on_gpu and config.offload_activations, master_weights=config.master_weights,
         )  # fmt: skip
     except ConfigError:
         return None
-    memory, first = peak_memory(job), stage_memory(job, 0)
+    memory, first = (
+        _as_trained(ledger, job, config, on_gpu) for ledger in (peak_memory(job), stage_memory(job, 0))
+    )
     if (known := _catalogued(device_name)) is None:
         basis = "all FLOPs at the rate of a matrix product timed here: the least it can take"
         return Prediction(memory, first, step_flops / peak_flops, basis, ())
     found = estimate(job, cluster(config.layout.world, device=known), explain=False)
     basis = f"cost model of {known}, {found.interval.low:.3g} to {found.interval.high:.3g} s"
     return Prediction(memory, first, found.step_s, basis, found.link_bytes)
+
+
+def _recompute(config: TrainConfig) -> Recompute:
+    if config.recompute:
+        return "full"
+    names: tuple[Recompute, ...] = get_args(Recompute)
+    asked = set(config.recompute_operations)
+    return next((name for name in names if asked and set(name.split("+")) == asked), "none")
+
+
+def _as_trained(memory: MemoryLedger, job: TrainJob, config: TrainConfig, on_gpu: bool) -> MemoryLedger:
+    """The planner's ledger, with what it does not know of: torch's operations on a CPU, and adapters."""
+    if not on_gpu:
+        memory = replace(memory, activations=cpu_activation_bytes(job, memory.stage))
+    if config.lora is None:
+        return memory
+    rank = job.layout.rank(Place(memory.stage, 0, 0, 0))
+    plain, adapters = (
+        sum(math.prod(piece.shape) for piece in pieces(job.model, job.layout, rank, shapes).values())
+        for shapes in (None, adapter_shapes(job.model, config.lora))
+    )
+    share = adapters / plain  # of what would have gradients and states without them
+    return replace(
+        memory,
+        weights=round(memory.weights * (1 + share)),
+        gradients=round(memory.gradients * share),
+        optimizer=round(memory.optimizer * share),
+    )
 
 
 def refuse_if_too_large(
@@ -86,9 +124,11 @@ def entries(
     step_s: float,
     weights_bytes: int | None,
     optimizer_bytes: int | None,
+    kept_bytes: int | None,
     peak_bytes: int,
     on_gpu: bool,
 ) -> list[Entry]:
+    """`kept_bytes`: for backward, where it was measured."""
     memory = prediction.first
     exact, counted = "counted from the spec and the layout", "counted tensor by tensor"
     found = [
@@ -96,7 +136,7 @@ def entries(
         Entry("weights", "bytes", memory.weights, weights_bytes, exact),
         Entry("gradients", "bytes", memory.gradients, None, exact),
         Entry("optimizer", "bytes", memory.optimizer, optimizer_bytes, exact),
-        Entry("activations", "bytes", memory.activations, None, counted),
+        Entry("activations", "bytes", memory.activations, kept_bytes, counted),
         Entry("logits", "bytes", memory.logits, None, counted),
     ]
     if on_gpu:

@@ -1,7 +1,9 @@
-"""Low-rank adapters (Hu et al. 2021): train two thin matrices beside frozen ones. The trainer applies them.
+"""Low-rank adapters (Hu et al. 2021): train two thin matrices beside frozen ones. Runs of one and of many processes
+put them into their models, or their parts of one.
 
 The frozen weight keeps its name, so the adapted model is the model plus parameters `lora_a` and `lora_b`; an export
-adds their product to the weight, and nothing of the adapter is left to serve.
+adds their product to the weight, and nothing of the adapter is left to serve. A sliced matrix has its adapter
+sliced alike: by rows B, by columns A, and the other one is whole on every rank.
 """
 
 from collections.abc import Callable, Mapping
@@ -10,11 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cumulo.errors import ConfigError
 from cumulo.models.linear import Linear
-from cumulo.train import strict
+from cumulo.train.adapters import adapter_shapes
 from cumulo.train.config import LoraConfig
 from cumulo.train.initialise import seeded_normal
+from cumulo.train.model import TrainingDecoder
+from cumulo.train.pieces import is_adapter
 
 
 class AdaptedLinear(nn.Module):
@@ -27,41 +30,60 @@ class AdaptedLinear(nn.Module):
         outputs, inputs = linear.shape
         self.weight, self.bias, self.scale = linear.weight, linear.bias, scale
         self.lora_a = nn.Parameter(linear.weight.new_empty(rank, inputs))
-        self.lora_b = nn.Parameter(linear.weight.new_zeros(outputs, rank))
+        self.lora_b = nn.Parameter(linear.weight.new_empty(outputs, rank))
 
     def forward(self, x: Tensor) -> Tensor:
+        return self._adapted(x, F.linear(x, self.weight, self.bias))
+
+    def without_bias(self, x: Tensor) -> Tensor:
+        return self._adapted(x, F.linear(x, self.weight))
+
+    def _adapted(self, x: Tensor, y: Tensor) -> Tensor:
         low = F.linear(F.linear(x, self.lora_a), self.lora_b)
-        return torch.add(F.linear(x, self.weight, self.bias), low, alpha=self.scale)
+        return torch.add(y, low, alpha=self.scale)
 
 
-def adapt(model: nn.Module, config: LoraConfig, seed: int) -> None:
-    """Freeze `model` and put adapters beside its projections named in `config.targets`."""
+def adapt(model: TrainingDecoder, config: LoraConfig, seed: int) -> None:
+    """Freeze `model` and put new adapters beside its projections named in `config.targets`."""
+    add_adapters(model, config)
+    for name, parameter in model.named_parameters():
+        if is_adapter(name):
+            initialise_adapter(name, parameter, seed)
+
+
+def add_adapters(model: TrainingDecoder, config: LoraConfig) -> None:
+    """Freeze `model`, or a part of one, and make room for its adapters."""
     model.requires_grad_(False)
-    linears = {name: module for name, module in model.named_modules() if isinstance(module, Linear)}
-    kinds = {name.rsplit(".", 1)[-1] for name in linears if name.startswith("layers.")}
-    for target in config.targets:
-        if target not in kinds:
-            raise ConfigError(
-                f"lora.targets: this model has no projection {target!r}{strict.nearest(target, sorted(kinds))}"
-            )
-    for name, linear in linears.items():
-        path, _, last = name.rpartition(".")
-        if name.startswith("layers.") and last in config.targets:
+    wanted = {name.rpartition(".")[0] for name in adapter_shapes(model.spec, config)}
+    for name, linear in list(model.named_modules()):
+        if name in wanted and isinstance(linear, Linear):
+            path, _, last = name.rpartition(".")
             adapted = AdaptedLinear(linear, config.rank, config.alpha / config.rank)
-            with torch.no_grad():
-                normal = seeded_normal(f"{name}.lora_a", adapted.lora_a, seed)
-                adapted.lora_a.copy_(normal / linear.shape[1] ** 0.5)
             setattr(model.get_submodule(path), last, adapted)
 
 
 @torch.no_grad()
-def merged_parameters(model: nn.Module) -> Mapping[str, Tensor]:
+def initialise_adapter(name: str, parameter: Tensor, seed: int) -> None:
+    """`parameter` is whole: its numbers depend on its name and its shape."""
+    if name.endswith(".lora_a"):
+        parameter.copy_(seeded_normal(name, parameter, seed) / parameter.shape[1] ** 0.5)
+    else:
+        parameter.zero_()
+
+
+@torch.no_grad()
+def merged(parameters: Mapping[str, Tensor], config: LoraConfig | None) -> dict[str, Tensor]:
     """The parameters of the plain model, adapters added to the weights they stand beside."""
-    found: dict[str, Tensor] = {
-        name: parameter.detach() for name, parameter in model.named_parameters() if ".lora_" not in name
-    }
-    for name, module in model.named_modules():
-        if isinstance(module, AdaptedLinear):
-            product = module.lora_b.float() @ module.lora_a.float() * module.scale
-            found[f"{name}.weight"] = (module.weight.float() + product).to(module.weight.dtype)
+    found = {name: parameter.detach() for name, parameter in parameters.items() if not is_adapter(name)}
+    if config is None:
+        return found
+    for name, lora_a in parameters.items():
+        module, _, last = name.rpartition(".")
+        if last == "lora_a":
+            weight = found[f"{module}.weight"]
+            wide = torch.promote_types(weight.dtype, torch.float32)
+            product = parameters[f"{module}.lora_b"].to(wide) @ lora_a.to(wide)
+            found[f"{module}.weight"] = (
+                weight.to(wide).add(product, alpha=config.alpha / config.rank).to(weight)
+            )
     return found

@@ -17,6 +17,7 @@ from cumulo.models.linear import Linear, RMSNorm
 from cumulo.models.rope import RotaryTable, Rotation
 from cumulo.spec.check import refuse_unplayable
 from cumulo.spec.model import ModelSpec
+from cumulo.train.arithmetic import WIDE, Arithmetic, use_arithmetic
 from cumulo.train.attention import TrainingAttention, TrainingLatentAttention
 from cumulo.train.document_mask import Documents, OwnTokens
 from cumulo.train.experts import TrainingFeedForward, TrainingMixture, Usage, balance_sum
@@ -47,6 +48,7 @@ class TrainingLayer(nn.Module):
         layer: int,
         split: Split,
         recompute: Recompute,
+        fused: Arithmetic | None,
         *,
         dtype: torch.dtype,
         device: torch.device | str,
@@ -55,7 +57,9 @@ class TrainingLayer(nn.Module):
         super().__init__()
         self.attention_norm = RMSNorm(spec.hidden, spec.norm_eps, dtype=dtype, device=device)
         if spec.mla is None:
-            self.attention = TrainingAttention(spec, layer, split, recompute, dtype=dtype, device=device)
+            self.attention = TrainingAttention(
+                spec, layer, split, recompute, fused, dtype=dtype, device=device
+            )
         else:
             self.attention = TrainingLatentAttention(
                 spec, spec.mla, layer, split, recompute, dtype=dtype, device=device
@@ -65,17 +69,21 @@ class TrainingLayer(nn.Module):
             self.ffn = TrainingMixture(spec, spec.moe, split, recompute, dtype=dtype, device=device)
         else:
             self.ffn = TrainingFeedForward(
-                spec, spec.ffn_hidden, split, recompute, dtype=dtype, device=device
+                spec, spec.ffn_hidden, split, recompute, fused, dtype=dtype, device=device
             )
 
     def forward(
         self, x: Tensor, rotation: Rotation, documents: Documents, rows: int
     ) -> tuple[Tensor, Usage | None]:
-        x = x + self.attention(x, self.attention_norm, rotation, documents)
+        x = self.attention(x, self.attention_norm, rotation, documents)
         if isinstance(self.ffn, TrainingMixture):
-            change, usage = self.ffn(x, self.ffn_norm, rows)
-            return x + change, usage
-        return x + self.ffn(x, self.ffn_norm), None
+            return self.ffn(x, self.ffn_norm, rows)
+        return self.ffn(x, self.ffn_norm), None
+
+
+def joins_operations(device: torch.device, dtype: torch.dtype, split: Split) -> bool:
+    """Where the operations of `train.fused` are known to be right."""
+    return device.type == "cuda" and dtype.itemsize == 2 and split.tensor.size == 1
 
 
 class TrainingDecoder(nn.Module):
@@ -90,24 +98,36 @@ class TrainingDecoder(nn.Module):
         recompute: bool | Collection[str] = False,
         split: Split = WHOLE,
         part: ChunkPart | None = None,
+        arithmetic: Arithmetic = WIDE,
+        fused: bool | None = None,
     ) -> None:
         """`spec`: of the whole model; `part`: the layers to hold, None: all.
         `recompute`: keep only each layer's input and compute the layer again for its gradients, or only some
-        operations of it (see `Recompute`)."""
+        operations of it (see `Recompute`).
+        `arithmetic`: of the products inside layers.
+        `fused`: operations joined as a GPU likes them (`train.fused`); None: where they are known to be right."""
         super().__init__()
         refuse_unplayable(spec)
         self.spec, self.dtype, self.split = spec, dtype, split
         self.recompute = Recompute.of(recompute)
         self.part = part or ChunkPart(0, range(spec.layers), first=True, last=True)
         local = split.local(spec)
+        if fused is None:
+            fused = joins_operations(torch.device(device), dtype, split)
+        joined = arithmetic if fused else None
         if self.part.holds("embed.weight", spec.tied_embeddings):
             self.embed = Linear(spec.hidden, local.vocab_size, dtype=dtype, device=device)
         self.layers = nn.ModuleDict(
             {
-                str(layer): TrainingLayer(local, layer, split, self.recompute, dtype=dtype, device=device)
+                str(layer): TrainingLayer(
+                    local, layer, split, self.recompute, joined, dtype=dtype, device=device
+                )
                 for layer in self.part.layers
             }
         )
+        if arithmetic is not WIDE:
+            for module in self.layers.values():
+                use_arithmetic(module, arithmetic)
         if self.part.last:
             self.final_norm = RMSNorm(spec.hidden, spec.norm_eps, dtype=dtype, device=device)
             if not spec.tied_embeddings:
@@ -117,6 +137,10 @@ class TrainingDecoder(nn.Module):
         for name, parameter in self.named_parameters():
             # The selection bias is steered by the load of the experts, never by a gradient (DeepSeek-V3, 2.1.2).
             parameter.requires_grad_(not name.endswith("selection_bias"))
+
+    def compile_layers(self) -> None:
+        for layer in self.layers.values():
+            layer.compile()
 
     @property
     def output_weight(self) -> nn.Parameter:

@@ -15,12 +15,13 @@ from cumulo.checkpoint.held import Held, all_parts, held_whole
 from cumulo.checkpoint.store import Checkpoint
 from cumulo.models.load import LoadedModel
 from cumulo.spec.model import ModelSpec
+from cumulo.train.arithmetic import ARITHMETICS
 from cumulo.train.config import TrainConfig
 from cumulo.train.expert_bias import steer_selection_biases
 from cumulo.train.groups import Groups
 from cumulo.train.initialise import initialise
 from cumulo.train.loader import to_device
-from cumulo.train.lora import adapt, merged_parameters
+from cumulo.train.lora import adapt, merged
 from cumulo.train.model import TrainingDecoder
 from cumulo.train.offload import offload_activations
 from cumulo.train.optimizer import Optimizer
@@ -86,6 +87,8 @@ class AloneRun:
             getattr(torch, config.dtype),
             device,
             recompute=config.recompute or config.recompute_operations,
+            arithmetic=ARITHMETICS[config.products],
+            fused=False if config.compile else None,
         )
         if start is None:
             initialise(dict(self.model.named_parameters()), spec, config.seed)
@@ -95,6 +98,8 @@ class AloneRun:
             adapt(self.model, config.lora, config.seed)
         if config.offload_activations:
             offload_activations(self.model)
+        if config.compile:
+            self.model.compile_layers()
         self.optimizer = Optimizer(
             dict(self.model.named_parameters()), config.optimizer, spec, config.master_weights
         )
@@ -139,7 +144,7 @@ class AloneRun:
         self.optimizer.loaded()
 
     def whole_parameters(self, checkpoint: Checkpoint) -> Mapping[str, Tensor]:
-        return merged_parameters(self.model)
+        return merged(dict(self.model.named_parameters()), self.config.lora)
 
     def weights_bytes(self) -> int | None:
         return sum(parameter.nbytes for parameter in self.model.parameters())
@@ -195,12 +200,13 @@ class RankedRun:
         self.run.optimizer.loaded()
 
     def whole_parameters(self, checkpoint: Checkpoint) -> Mapping[str, Tensor]:
-        return stored_parameters(checkpoint)
+        return merged(stored_parameters(checkpoint), self.config.lora)
 
     def weights_bytes(self) -> int | None:
         if self.groups.layout.zero >= 2:
             return None
-        return sum(parameter.nbytes for parameter in self.run.parameters.values())
+        held = {parameter for chunk in self.run.chunks.values() for parameter in chunk.parameters()}
+        return sum(parameter.nbytes for parameter in held)
 
 
 def stored_parameters(checkpoint: Checkpoint) -> dict[str, Tensor]:

@@ -54,9 +54,7 @@ class Optimizer:
         for name, tensor in self.moved.items():
             if config.kind == "muon" and is_inner_matrix(name, tensor):
                 by_muon[name] = tensor
-            elif (
-                config.kind == "adamw8bit" and name != "embed.weight" and tensor.numel() >= _LEAST_FOR_8_BITS
-            ):
+            elif config.kind == "adamw8bit" and _bears_8_bits(name, tensor):
                 in_8_bits[name] = tensor
             else:
                 rest[name] = tensor

@@ -22,15 +22,21 @@ from cumulo.pipeline.communication import Sends, with_communication
 from cumulo.pipeline.run import Wire, play
 from cumulo.spec.layout import Layout
 from cumulo.spec.model import ModelSpec
+from cumulo.spec.parameters import parameter_shapes
+from cumulo.train.adapters import adapter_shapes
+from cumulo.train.arithmetic import ARITHMETICS
 from cumulo.train.config import TrainConfig
-from cumulo.train.expert_bias import steer_selection_biases
+from cumulo.train.expert_balance import ExpertBalance
+from cumulo.train.expert_bias import move_biases, take_loads
+from cumulo.train.expert_parallel import ExpertParallel
 from cumulo.train.groups import Groups
 from cumulo.train.initialise import initialise
 from cumulo.train.loader import DeviceBatch, to_device
-from cumulo.train.model import TrainingDecoder
+from cumulo.train.lora import add_adapters, initialise_adapter
+from cumulo.train.model import TrainingDecoder, joins_operations
 from cumulo.train.offload import offload_activations
 from cumulo.train.packing import Batch
-from cumulo.train.pieces import chunk_parts, held_chunks, pieces
+from cumulo.train.pieces import chunk_parts, held_chunks, is_adapter, pieces
 from cumulo.train.sharded_optimizer import ShardedOptimizer, gradient_sink
 from cumulo.train.sink import Shard
 from cumulo.train.split import split_for
@@ -50,31 +56,46 @@ class ParallelRun:
         self.spec, self.config, self.groups, self.device = spec, config, groups, device
         self.layout = layout = groups.layout
         self.dtype: torch.dtype = getattr(torch, config.dtype)
-        self.pieces = pieces(spec, layout, groups.rank)
+        shapes = parameter_shapes(spec)
+        if config.lora is not None:
+            shapes |= adapter_shapes(spec, config.lora)
+        self.pieces = pieces(spec, layout, groups.rank, shapes)
         split, parts = split_for(layout, groups), chunk_parts(spec, layout)
         self.chunks = {
             chunk: TrainingDecoder(
                 spec,
                 self.dtype,
-                device,
+                "meta" if layout.zero >= 2 else device,  # of what is shared out, only the shares get memory
                 recompute=config.recompute or config.recompute_operations,
                 split=split,
                 part=parts[chunk],
+                arithmetic=ARITHMETICS[config.products],
+                fused=not config.compile and joins_operations(device, self.dtype, split),
             )
             for chunk, _ in held_chunks(layout, groups.place.pp)
         }
-        self.parameters = _shared_parameters(self.chunks)
-        self._fill(start)
+        for model in self.chunks.values():
+            if config.lora is not None:
+                add_adapters(model, config.lora)
+            if config.compile:
+                model.compile_layers()
+        _share_parameters(self.chunks)
         if config.offload_activations:
             for chunk in self.chunks.values():
                 offload_activations(chunk)
-        self.sink = gradient_sink(self.chunks, self.pieces, groups, config.master_weights)
+        self.sink = gradient_sink(self.chunks, self.pieces, groups, config.master_weights, device)
+        self._fill(start)
         self.optimizer = ShardedOptimizer(self.sink, config.optimizer, spec, config.master_weights, groups)
+        self.balance: ExpertBalance | None = None
+        every = config.expert_rebalance_every_steps
+        if every and spec.moe is not None and isinstance(split.experts, ExpertParallel):
+            models = list(self.chunks.values())
+            self.balance = ExpertBalance(models, self.optimizer, spec.moe, groups, split.experts, every)
 
     @property
     def shards(self) -> Mapping[str, Shard]:
         """What this rank's optimizer moves and a checkpoint keeps, by the parameter's name."""
-        return self.sink.shards
+        return self.sink.shards if self.balance is None else self.balance.placed(self.sink.shards)
 
     def gradients(self, batch: Batch, learnt_total: int, rows_total: int) -> StepLoss:
         """Leave the gradients of the whole batch's mean loss with the optimizer.
@@ -106,11 +127,18 @@ class ParallelRun:
         return norm
 
     def move(self, share: float) -> None:
-        """Move the weights by the gradients that are there, and the experts' biases by their load."""
+        """Move the weights by the gradients that are there, and by their load the experts' biases and places."""
         self.optimizer.step(share)
-        rate = self.config.expert_bias_rate
-        if rate:
-            steer_selection_biases(list(self.chunks.values()), rate, self.groups)
+        rate, moe = self.config.expert_bias_rate, self.spec.moe
+        steers = rate > 0 and moe is not None and moe.selection_bias
+        if not steers and self.balance is None:
+            return
+        models = list(self.chunks.values())
+        loads = take_loads(models, self.groups)
+        if steers:
+            move_biases(models, rate, loads)
+        if self.balance is not None:
+            self.balance.after_step(loads)
 
     @torch.no_grad()
     def token_sum(self, batch: Batch, micro: int) -> float:
@@ -126,16 +154,21 @@ class ParallelRun:
     # -- parts -------------------------------------------------------------------------------------------------
     @torch.no_grad()
     def _fill(self, start: Mapping[str, Tensor] | None) -> None:
-        """One whole parameter at a time: a rank needs memory for its own parts and for one that is whole."""
-        for name, parameter in self.parameters.items():
-            piece = self.pieces[name]
-            if start is None:
-                whole = torch.empty(piece.whole, dtype=self.dtype)
-                initialise({name: whole}, self.spec, self.config.seed)
+        """One whole parameter at a time: a rank needs memory for its own shares and for one that is whole."""
+        for name, shard in self.sink.shards.items():
+            if not shard.tensor.numel():
+                continue
+            if start is None or is_adapter(name):
+                whole = torch.empty(shard.piece.whole, dtype=shard.dtype)
+                if is_adapter(name):
+                    initialise_adapter(name, whole, self.config.seed)
+                else:
+                    initialise({name: whole}, self.spec, self.config.seed)
             else:
-                whole = start[name]
-            for box in piece.boxes:
-                parameter[box.held_slices].copy_(whole[box.whole_slices])
+                whole = start[name].to(shard.dtype)  # a master copy begins as the weight that it is of
+            for box in shard.piece.cut_rows(shard.begin, shard.end):
+                shard.tensor[box.held_slices].copy_(whole[box.whole_slices])
+        self.sink.spread(frozen=True)
 
     def _cut(self, batch: Batch, micro: int) -> list[DeviceBatch]:
         return [
@@ -212,15 +245,14 @@ class _ChunkLoss:
         )
 
 
-def _shared_parameters(chunks: Mapping[int, nn.Module]) -> dict[str, nn.Parameter]:
-    """All parameters by name. Where two chunks of a rank have the same one (a tied embedding), it is one tensor."""
+def _share_parameters(chunks: Mapping[int, nn.Module]) -> None:
+    """Where two chunks of a rank have the same parameter (a tied embedding), it becomes one tensor."""
     found: dict[str, nn.Parameter] = {}
     for module in chunks.values():
         for name, parameter in list(module.named_parameters()):
             if found.setdefault(name, parameter) is not parameter:
                 path, _, last = name.rpartition(".")
                 setattr(module.get_submodule(path), last, found[name])
-    return found
 
 
 @lru_cache(maxsize=8)

@@ -6,7 +6,7 @@ Models are built from it, gradients are summed by it, norms count by it, and che
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -109,14 +109,17 @@ def held_chunks(layout: Layout, stage: int) -> tuple[tuple[int, int], ...]:
     )
 
 
-def pieces(spec: ModelSpec, layout: Layout, rank: int) -> dict[str, Piece]:
-    """Everything a rank holds, by the parameter's name. A stage with two copies of one chunk has it once."""
+def pieces(
+    spec: ModelSpec, layout: Layout, rank: int, shapes: Mapping[str, tuple[int, ...]] | None = None
+) -> dict[str, Piece]:
+    """Everything a rank holds, by the parameter's name. A stage with two copies of one chunk has it once.
+    `shapes`: of whole parameters, where the model has others than its spec says, such as adapters."""
     at = layout.place(rank)
     parts = chunk_parts(spec, layout)
     own = [parts[chunk] for chunk, _ in held_chunks(layout, at.pp)]
     return {
-        name: _piece(spec, layout, rank, name, shape)
-        for name, shape in parameter_shapes(spec).items()
+        name: piece_of(spec, layout, rank, name, shape)
+        for name, shape in (parameter_shapes(spec) if shapes is None else shapes).items()
         if any(part.holds(name, spec.tied_embeddings) for part in own)
     }
 
@@ -141,7 +144,13 @@ def _sample_placement(name: str, stages: int, micro_batches: int, chunks: int) -
     return family(name).generate(stages, micro_batches, chunks).placement
 
 
-def _piece(spec: ModelSpec, layout: Layout, rank: int, name: str, shape: tuple[int, ...]) -> Piece:
+def is_adapter(name: str) -> bool:
+    """Whether a parameter is one of a low-rank adapter's two."""
+    return name.endswith((".lora_a", ".lora_b"))
+
+
+def piece_of(spec: ModelSpec, layout: Layout, rank: int, name: str, shape: tuple[int, ...]) -> Piece:
+    """A rank's part of one parameter, of which it holds some."""
     at = layout.place(rank)
     expert = ".experts." in name
     boxes: list[Box] = [whole_box(shape)]
@@ -163,13 +172,19 @@ def _piece(spec: ModelSpec, layout: Layout, rank: int, name: str, shape: tuple[i
         tuple(boxes),
         expert,
         cut is not None,
-        layout.tp > 1 and cut is None and (layout.sequence_parallel or name.endswith(_INSIDE)),
+        layout.tp > 1
+        and cut is None
+        and (layout.sequence_parallel or name.endswith(_INSIDE) or is_adapter(name)),
         tuple(sorted(_holders(spec, layout, rank, name, expert, cut is not None))),
     )
 
 
 def _tp_cut(spec: ModelSpec, name: str, shape: tuple[int, ...]) -> tuple[int, tuple[int, ...]] | None:
     """(dimension, its parts) along which tensor parallelism slices a parameter; None: it is whole everywhere."""
+    if is_adapter(name):  # B has the rows of the matrix that it adapts, A its columns
+        module, _, last = name.rpartition(".")
+        cut = _tp_cut(spec, f"{module}.weight", shape)
+        return cut if cut is not None and cut[0] == (1 if last == "lora_a" else 0) else None
     if name in ("embed.weight", "head.weight"):
         return 0, (shape[0],)
     if name.endswith(("attention.qkv.weight", "attention.qkv.bias")):

@@ -27,11 +27,17 @@ from cumulo.train.zero1 import Zero1
 
 
 def gradient_sink(
-    chunks: Mapping[int, nn.Module], pieces: Mapping[str, Piece], groups: Groups, wide_gradients: bool
+    chunks: Mapping[int, nn.Module],
+    pieces: Mapping[str, Piece],
+    groups: Groups,
+    wide_gradients: bool,
+    device: torch.device | None = None,
 ) -> GradientSink:
-    """The sink of a layout's ZeRO stage. `chunks`: this rank's by number, weights in place, global names."""
+    """The sink of a layout's ZeRO stage. `chunks`: this rank's by number, with global names. `device`: where
+    those of ZeRO 2 and 3 are to be that are on the meta device until now; their shares then have no values yet."""
     if groups.layout.zero >= 2:
-        return FullySharded(chunks, pieces, groups, wide_gradients)
+        place = device or next(next(iter(chunks.values())).parameters()).device
+        return FullySharded(chunks, pieces, groups, wide_gradients, place)
     parameters = {chunk: dict(module.named_parameters()) for chunk, module in chunks.items()}
     kind = Zero1 if groups.layout.zero else DataParallel
     return kind(parameters, pieces, groups, wide_gradients)
@@ -104,4 +110,4 @@ class ShardedOptimizer:
     def loaded(self) -> None:
         """After `state` and `weights` were overwritten: bring everything that follows from them up to date."""
         self.inner.loaded()
-        self.sink.spread()
+        self.sink.spread(frozen=True)

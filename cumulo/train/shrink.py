@@ -46,8 +46,9 @@ def shrink(config: TrainConfig, spec: ModelSpec, steps: int) -> Shrunk:
             model=ModelConfig(start_from="the shrunk model"),
             data=DataConfig(sequence_length=length),
             schedule=ScheduleConfig("constant", warmup_steps=0),
-            lora=None,
+            lora=None if config.lora is None else replace(config.lora, rank=min(config.lora.rank, _HEAD)),
             layout=layout,
+            expert_rebalance_every_steps=min(config.expert_rebalance_every_steps, 2),
         ),
     )
 

@@ -58,8 +58,9 @@ class GradientSink(Protocol):
         """After the last backward: each trained shard's gradient, summed over all ranks that have a part of it."""
         ...
 
-    def spread(self) -> None:
-        """After the shards were written: every rank computes with the new weights."""
+    def spread(self, frozen: bool = False) -> None:
+        """After the shards were written: every rank computes with the new weights. `frozen`: all of them were, not
+        only those that are trained."""
         ...
 
 

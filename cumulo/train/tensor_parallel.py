@@ -26,7 +26,7 @@ class TensorParallel:
         return gathered(x, self.group) if self.sequence_parallel else sum_gradients(x, self.group)
 
     def partial(self, linear: Linear, x: Tensor) -> Tensor:
-        return linear(x) if linear.bias is None else F.linear(x, linear.weight)
+        return linear(x) if linear.bias is None else linear.without_bias(x)
 
     def leave(self, y: Tensor, bias: Tensor | None) -> Tensor:
         left = summed_and_cut(y, self.group) if self.sequence_parallel else summed(y, self.group)

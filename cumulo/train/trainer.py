@@ -22,23 +22,26 @@ from cumulo.checkpoint.store import Checkpoint, CheckpointStore, Store
 from cumulo.checkpoint.team import Team
 from cumulo.engine.machine_memory import available_memory, gpu_memory
 from cumulo.errors import ConfigError, TrainingError
+from cumulo.train.arithmetic import refuse_products
 from cumulo.train.config import TrainConfig, config_text
 from cumulo.train.evaluate import held_out_loss
 from cumulo.train.groups import Groups
 from cumulo.train.guard import SpikeGuard
 from cumulo.train.hang import HangWatch
 from cumulo.train.interrupt import StopRequest
+from cumulo.train.kept import KeptActivations
 from cumulo.train.launch import local_ranks
 from cumulo.train.ledger import Entry, entries, predict, refuse_if_too_large, write_ledger
 from cumulo.train.loader import BatchLoader
 from cumulo.train.log import RunLog, StepRecord
 from cumulo.train.meter import peak_flops, peak_memory_bytes, training_flops_per_token
 from cumulo.train.model_run import AloneRun, ModelRun, RankedRun
-from cumulo.train.packing import Packing, split_documents
+from cumulo.train.packing import Batch, Packing, split_documents
 from cumulo.train.plot import loss_plot
 from cumulo.train.prepare import Prepared, prepare
 from cumulo.train.schedule import learning_rate_share
 from cumulo.train.state import Progressed, restore, saved_facts
+from cumulo.train.step import StepLoss
 
 
 class Watcher(Protocol):
@@ -174,17 +177,24 @@ class Trainer:
             place = memory_folder(Path(config.checkpoint.memory_folder), self.folder)
             self.memory = MemoryStore(place, self.watcher.tell, self.team)
         self.saver = Saver(self.team.rank, self.watcher.tell)
+        if config.checkpoint.asynchronous and (
+            config.checkpoint.every_steps or config.checkpoint.memory_every_steps
+        ):
+            self.saver.prepare(self.model_run.state())
         self.watch: HangWatch | None = None
         if self.ranks is not None:
             self.watch = HangWatch(
                 self.folder / "hang", self.team.rank, self.team.size, config.faults.hang_after_s
             )
+        self.kept_bytes: int | None = None
         self.guard = SpikeGuard(config.guard)
         self.progress = Progressed()
 
     def _predict(self) -> None:
         """Memory and time, before anything is allocated; what does not fit is refused."""
         config, on_gpu = self.config, self.device.type == "cuda"
+        micro_batch_tokens = config.micro_batch * config.data.sequence_length
+        refuse_products(config.products, self.dtype, self.device, micro_batch_tokens, self.spec)
         self.flops_per_token = training_flops_per_token(self.spec, config.data.sequence_length)
         peak, self.peak_source = peak_flops(self.device, self.dtype)
         self.peak = peak * config.layout.world
@@ -228,7 +238,7 @@ class Trainer:
                 if stop:
                     break
                 share = learning_rate_share(config.schedule, self.progress.step, config.steps)
-                found = run.gradients(batch, learnt)
+                found = self._gradients(batch, learnt)
                 norm = run.clip()
                 complaint = self.guard.complaint(found.loss, norm)
                 if complaint is not None and config.guard.action != "ignore":
@@ -266,6 +276,17 @@ class Trainer:
             time.perf_counter() - begin, stall_s, block_s, peak_memory_bytes(self.device), self.folder / "model",
             self.folder / "loss.svg", self._ledger(),
         )  # fmt: skip
+
+    def _gradients(self, batch: Batch, learnt: int) -> StepLoss:
+        """In the first step, what is kept for backward is counted: on a CPU, where nothing else would say."""
+        config = self.config
+        counts = self.kept_bytes is None and self.prediction is not None and self.device.type == "cpu"
+        if not counts or config.compile or config.offload_activations:
+            return self.model_run.gradients(batch, learnt)
+        with KeptActivations() as kept:
+            found = self.model_run.gradients(batch, learnt)
+        self.kept_bytes = kept.peak_bytes
+        return found
 
     def _loader(self) -> BatchLoader:
         config = self.config
@@ -330,12 +351,14 @@ class Trainer:
             return ()
         seconds = sorted(record.step_s for record in self.log.records)[len(self.log.records) // 2]
         optimizer: int | None = None
-        if self.config.optimizer.kind != "adamw8bit":  # whose saved state is wider than the kept one
+        # That of 8 bits is saved wider than it is kept; that in the host's memory is no part of a GPU's.
+        away = self.config.optimizer.offload and self.device.type == "cuda"
+        if self.config.optimizer.kind != "adamw8bit" and not away:
             held = self.model_run.state()
             optimizer = sum(one.tensor.nbytes for name, one in held.items() if name.startswith("optimizer."))
         found = entries(
-            self.prediction, seconds, self.model_run.weights_bytes(), optimizer, peak_memory_bytes(self.device),
-            self.device.type == "cuda",
+            self.prediction, seconds, self.model_run.weights_bytes(), optimizer, self.kept_bytes,
+            peak_memory_bytes(self.device), self.device.type == "cuda",
         )  # fmt: skip
         write_ledger(self.folder / "ledger.json", found)
         return tuple(found)

@@ -28,9 +28,11 @@ from cumulo.spec.layout import Layout
 from cumulo.spec.model import ModelSpec
 from cumulo.spec.parameters import parameter_shapes
 from cumulo.train.config import TrainConfig
+from cumulo.train.expert_bias import steer_selection_biases
 from cumulo.train.groups import Groups
 from cumulo.train.initialise import initialise, seeded_normal
 from cumulo.train.layout_check import check_layout
+from cumulo.train.lora import adapt
 from cumulo.train.model import TrainingDecoder
 from cumulo.train.new_spec import new_spec
 from cumulo.train.optimizer import Optimizer
@@ -90,6 +92,8 @@ def train_alone(spec: ModelSpec, config: TrainConfig) -> Outcome:
     """The single-process trainer's own steps."""
     model = TrainingDecoder(spec, torch.float64)
     model.load_state_dict(start_weights(spec, config.seed))
+    if config.lora is not None:
+        adapt(model, config.lora, config.seed)
     optimizer = Optimizer(dict(model.named_parameters()), config.optimizer, spec, config.master_weights)
     outcome = Outcome([], [], [], {})
     for step in range(config.steps):
@@ -101,6 +105,8 @@ def train_alone(spec: ModelSpec, config: TrainConfig) -> Outcome:
         outcome.balances.append(loss.balance)
         outcome.norms.append(float(optimizer.clip()))
         optimizer.step(1.0)
+        if config.expert_bias_rate:
+            steer_selection_biases([model], config.expert_bias_rate, None)
         optimizer.zero_grad()
     outcome.weights.update({name: ((), p.detach()) for name, p in model.named_parameters()})
     return outcome
@@ -160,7 +166,7 @@ def largest_difference(spec: ModelSpec, alone: Outcome, ranks: Sequence[Outcome]
     """The largest relative difference on any rank, and where it is. Weights are held against the largest of their
     tensor; infinity where no rank has a part of a parameter."""
     found: list[tuple[float, str]] = [(0.0, "nowhere")]
-    missing = {name: torch.ones(shape, dtype=torch.bool) for name, shape in parameter_shapes(spec).items()}
+    missing = {name: torch.ones_like(whole, dtype=torch.bool) for name, (_, whole) in alone.weights.items()}
     for rank, own in enumerate(ranks):
         for what in ("losses", "balances", "norms"):
             pairs = zip(getattr(own, what), getattr(alone, what), strict=True)

@@ -11,7 +11,7 @@ from torch import Tensor
 from cumulo.spec.box import Box
 from cumulo.spec.model import ModelSpec
 from cumulo.train.groups import Groups
-from cumulo.train.pieces import pieces, zero_rows
+from cumulo.train.pieces import piece_of, zero_rows
 from cumulo.train.sink import Shard, zero_axis
 
 
@@ -25,7 +25,7 @@ class WholeMatrix:
         self._slice_group = groups.of("tp") if piece.sliced and layout.tp > 1 else None
         # Every slice's boxes, in the order of the tensor-parallel ranks.
         members = groups.members("tp") if self._slice_group else (groups.rank,)
-        self._slices = [pieces(spec, layout, rank)[piece.name].boxes for rank in members]
+        self._slices = [piece_of(spec, layout, rank, piece.name, piece.whole).boxes for rank in members]
         self._own = members.index(groups.rank)
 
     @property

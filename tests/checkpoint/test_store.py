@@ -86,7 +86,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(
 ) -> None:
     run.save(1, state(1.0), {}, later=False)
     run.save(2, state(2.0), {}, later=False)
-    (data,) = (run.store.paths()[0] / "tensors").glob("*.distcp")
+    data = next((run.store.paths()[0] / "tensors").glob("*.distcp"))
     content = bytearray(data.read_bytes())
     if harm == "flip":
         content[len(content) // 2] ^= 1

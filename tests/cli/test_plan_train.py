@@ -1,6 +1,7 @@
 """`cumulo plan train` as a user runs it."""
 
 import json
+import random
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
@@ -13,7 +14,7 @@ from cumulo.spec.counting import parameter_count
 from cumulo.spec.layout import Layout
 from cumulo.train.config import load_config
 from cumulo.train.new_spec import new_spec
-from tests.cli.conftest import ROOT, Run
+from tests.cli.conftest import ROOT, Run, cumulo_process
 
 SMALL = ("plan", "train", "qwen3-0.6b", "--gpus", "8", "--batch", "64", "--sequence", "2048")
 
@@ -28,7 +29,9 @@ def test_a_plan_is_ranked_explained_and_costed(cumulo: Run) -> None:
     assert figures["throughput"] == pytest.approx(64 * 2048 / best["step_s"])
     assert sum(best["breakdown_s"].values()) == pytest.approx(best["step_s"])
     assert sum(best["memory_bytes"].values()) / 2**30 == pytest.approx(figures["memory"])
-    assert figures["run"] == pytest.approx(1e10 / figures["throughput"] / 86400)
+    waited_s = figures["data loading"] + figures["checkpoints"]
+    assert 0 < waited_s < 0.01 * best["step_s"]
+    assert figures["run"] == pytest.approx(1e10 / (64 * 2048) * (best["step_s"] + waited_s) / 86400)
     assert figures["price"] == pytest.approx(figures["run"] * 24 * 8 * 2.99)
     assert best["interval_s"][0] < best["step_s"] < best["interval_s"][1]
     assert {"twice the network", "twice the memory"} <= {change["what"] for change in report["changes"]}
@@ -70,6 +73,76 @@ def test_a_plan_file_is_a_configuration_that_the_trainer_takes(cumulo: Run, tmp_
     spec = new_spec(config, config.data.tokenizer.vocab_size, ())
     assert parameter_count(spec) == pytest.approx(parameter_count(model("qwen3-0.6b")), rel=1e-3)
     assert path.read_text().startswith("# cumulo plan train qwen3-0.6b --gpus 8 --device h100-sxm")
+
+
+def test_the_command_in_a_plan_file_makes_the_same_file_again(cumulo: Run, tmp_path: Path) -> None:
+    asked = ("--fixed", "tp=2,pp=2,recompute=norm+activation", "--optimizer", "adamw8bit", "--tokens", "1e9")
+    first, again = tmp_path / "first.yaml", tmp_path / "again.yaml"
+    asked += ("--offload-optimizer", "--checkpoint-minutes", "7.5", "--sync-checkpoints")
+    assert cumulo(*SMALL, *asked, "--no-why", "--out", str(first)).code == 0
+    command = first.read_text().splitlines()[0].removeprefix("# cumulo ").split()
+    assert "64" in command and "2048" in command  # the batch and the sequence
+    assert cumulo(*command, "--no-why", "--out", str(again)).code == 0
+    assert again.read_text() == first.read_text()
+    config = load_config(first)
+    assert config.recompute_operations == ("norm", "activation") and not config.recompute
+    assert (config.optimizer.kind, config.optimizer.offload) == ("adamw8bit", True)
+    assert config.checkpoint.every_steps > 1 and not config.checkpoint.asynchronous
+
+
+POCKET = """models:
+  pocket: {family: llama, vocab_size: 512, hidden: 128, layers: 4, heads: 4, kv_heads: 2, head_dim: 32,
+           ffn_hidden: 256, max_context: 64, tied_embeddings: true}
+"""
+
+
+@pytest.mark.slow
+def test_a_plan_is_run_as_it_was_planned_and_measured_beside_its_prediction(
+    cumulo: Run, tmp_path: Path
+) -> None:
+    """Two processes on the CPU, from nothing but a model's sizes and some texts."""
+    (tmp_path / "mine.yaml").write_text(POCKET)
+    drawn = random.Random(0)
+    words = [
+        "quick",
+        "brown",
+        "foxes",
+        "jump",
+        "over",
+        "lazy",
+        "dogs",
+        "while",
+        "birds",
+        "sing",
+        "of",
+        "rain",
+    ]
+    for number in range(12):
+        (tmp_path / f"{number}.txt").write_text(" ".join(drawn.choices(words, k=300)))
+    plan, report, run = tmp_path / "plan.yaml", tmp_path / "plan.json", tmp_path / "run"
+    planned = cumulo(
+        "plan", "train", "pocket", "--gpus", "2", "--device", "cpu", "--dtype", "float32", "--batch", "8",
+        "--sequence", "64", "--tokens", "2048", "--fixed", "tp=2,zero=0,micro_batch=4",
+        "--catalog", str(tmp_path / "mine.yaml"), "--no-why", "--out", str(plan), "--json", str(report),
+    )  # fmt: skip
+    assert planned.code == 0, planned.err
+    ran = cumulo_process(
+        "train", str(plan), "--folder", str(run), "--set", f"data.sources=[{tmp_path}]", "--set", "data.workers=1",
+        "--set", "evaluate_sequences=0",
+    )  # fmt: skip
+    assert ran.code == 0, ran.err
+    assert "2 processes: tp2" in ran.err
+    assert "predicted" in ran.out
+    assert len((run / "log.csv").read_text().splitlines()) == 1 + 2048 // (8 * 64)  # a heading, and the steps
+    assert load_config(run / "config.yaml").layout == load_config(plan).layout == Layout(tp=2)
+    prediction = json.loads(report.read_text())
+    ledger = {entry["name"]: entry for entry in json.loads((run / "ledger.json").read_text())}
+    for name in ("weights", "optimizer"):
+        assert ledger[name]["predicted"] == prediction["plans"][0]["memory_bytes"][name]
+        assert ledger[name]["measured"] == pytest.approx(ledger[name]["predicted"], rel=0.01)
+    assert ledger["step"]["measured"] > 0 and ledger["step"]["predicted"] > 0
+    saved = sum(file.stat().st_size for file in (run / "checkpoints").rglob("*") if file.is_file())
+    assert saved == pytest.approx(prediction["stalls"]["checkpoint_bytes"], rel=0.1)
 
 
 def test_the_timeline_of_a_plan_is_drawn(cumulo: Run, tmp_path: Path) -> None:
@@ -118,6 +191,12 @@ def test_the_example_catalogue_is_planned_for(cumulo: Run) -> None:
         (("gpt-1t", "--gpus", "8", "--batch", "8"), "no layout fits"),
         (("gpt3-125m", "--gpus", "8", "--no-why", "--out", "x.yaml"), "cannot be run by `cumulo train`"),
         (("llama-3.1-9b", "--gpus", "8"), "did you mean llama-3.1-8b"),
+        (
+            ("llama-3.1-8b", "--gpus", "8", "--optimizer", "sgd"),
+            "--optimizer is adamw, adamw8bit, muon; got 'sgd'",
+        ),
+        (("llama-3.1-8b", "--gpus", "8", "--fixed", "recompute=norms"), "--fixed recompute is none or"),
+        (("llama-3.1-8b", "--gpus", "8", "--storage-gb-s", "-1"), "--storage-gb-s must be more than 0"),
     ],
 )
 def test_what_makes_no_sense_gets_the_reason_and_what_would(
@@ -146,6 +225,68 @@ def test_a_missed_deadline_names_a_cluster_that_keeps_it(cumulo: Run) -> None:
     enough = ran.err.split(" GPUs would take")[0].split()[-1]
     assert cumulo(*SMALL[:4], enough, *SMALL[5:], *limits).code == 0
     assert "leave --fixed out" in cumulo(*SMALL, *limits, "--fixed", "dp=8").err
+
+
+def test_the_named_cluster_is_not_much_larger_than_needed(cumulo: Run) -> None:
+    """The next smaller one that was tried is too small."""
+    asked = ("--batch", "192", "--tokens", "1e12", "--deadline-days", "11", "--no-why")
+    enough = int(cumulo(*SMALL, *asked).err.split(" GPUs would take")[0].split()[-1])
+    assert enough % 8 == 0 and enough & (enough - 1)  # whole nodes, and not only powers of two
+    smaller = 1 << (enough.bit_length() - 1)
+    assert cumulo(*SMALL, *asked, "--gpus", str(smaller)).code == 2
+    assert cumulo(*SMALL, *asked, "--gpus", str(enough)).code == 0
+
+
+def test_a_deadline_that_no_cluster_keeps_says_what_to_change(cumulo: Run) -> None:
+    ran = cumulo(*SMALL, "--tokens", "1e15", "--deadline-days", "1", "--no-why")
+    assert ran.code == 2
+    assert "more GPUs of this kind do not keep it either" in ran.err
+    assert "raise --batch, which is now 64 sequences" in ran.err
+
+
+def test_a_budget_is_kept_by_fewer_gpus_or_not_at_all(cumulo: Run) -> None:
+    ran = cumulo(*SMALL, "--tokens", "1e12", "--budget", "1", "--no-why")
+    assert ran.code == 2
+    assert "the budget is $1; nothing down to an eighth of the GPUs keeps it: raise --budget" in ran.err
+
+
+def test_what_one_change_of_a_given_layout_would_gain_leaves_the_rest_as_it_is(cumulo: Run) -> None:
+    given = "dp=4,tp=2,zero=1,micro_batch=2"
+    ran = cumulo(*SMALL, "--fixed", given, "--json", "-")
+    report = json.loads(ran.out)
+    found = {change["what"]: change["step_s"] for change in report["changes"]}
+    assert {"zero 3", "micro-batch 4", "dp 8, tp 1", "recompute full", "twice the network"} <= set(found)
+    assert "twice the memory" not in found  # that would be another layout
+    for what, other in {
+        "zero 3": "dp=4,tp=2,zero=3,micro_batch=2",
+        "dp 8, tp 1": "dp=8,tp=1,zero=1,micro_batch=2",
+        "micro-batch 4": "dp=4,tp=2,zero=1,micro_batch=4",
+        "recompute norm+activation": f"{given},recompute=norm+activation",
+        "with sequence parallelism": f"{given},sp=true",
+    }.items():
+        (plan,) = json.loads(cumulo(*SMALL, "--fixed", other, "--no-why", "--json", "-").out)["plans"]
+        assert found[what] == pytest.approx(plan["step_s"]), what
+
+
+def test_what_does_not_fit_now_is_named_with_the_memory_it_needs(cumulo: Run) -> None:
+    """8 billion parameters on a GPU of 80 GB: without ZeRO they take 128."""
+    ran = cumulo(
+        "plan", "train", "llama-3.1-8b", "--gpus", "8", "--batch", "64", "--fixed", "dp=8,zero=3,recompute=full",
+        "--json", "-",
+    )  # fmt: skip
+    found = {change["what"]: change["gain"] for change in json.loads(ran.out)["changes"]}
+    (roomier,) = (gain for what, gain in found.items() if what.startswith("twice the memory, and"))
+    assert roomier > 0
+
+
+def test_offloading_takes_memory_off_the_gpu_and_time_of_the_step(cumulo: Run) -> None:
+    asked = ("plan", "train", "llama-3.1-8b", "--gpus", "1", "--batch", "8", "--fixed", "dp=1,recompute=full",
+             "--no-why", "--json", "-")  # fmt: skip
+    here, there = json.loads(cumulo(*asked).out), json.loads(cumulo(*asked, "--offload-optimizer").out)
+    (kept,), (moved,) = here["plans"], there["plans"]
+    assert moved["memory_bytes"]["optimizer"] == 0 and moved["host_bytes"] > kept["memory_bytes"]["optimizer"]
+    assert moved["step_s"] > kept["step_s"]
+    assert sum(moved["breakdown_s"].values()) == pytest.approx(moved["step_s"])
 
 
 @pytest.mark.parametrize("arguments", [("plan", "--help"), SMALL])

@@ -133,6 +133,15 @@ def test_a_plan_names_the_cheapest_the_second_best_and_what_bounds_it(
     assert "rests on" in text and "were simulated" in text
 
 
+def test_a_plan_serves_longer_requests_than_its_sample_has(
+    plan_app: typer.Typer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["serve", "llama-3.1-8b", "--rate", "5", "--slo", "itl=40ms", "--devices", "h200", "--together"]
+    with pytest.raises(SystemExit, match="0"):
+        plan_app([*words, *FAST])
+    assert "cumulo serve MODEL --max-context 256" in " ".join(capsys.readouterr().err.split())
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [
@@ -149,7 +158,6 @@ def test_a_plan_names_the_cheapest_the_second_best_and_what_bounds_it(
         (["--find-capacity"], "add --slo"),
         (["--slo", "e2e=1s"], "bounds ttft and itl"),
         (["--slo", "ttft=0s"], "more than 0 s"),
-        (["--shared-prefix", "-1"], "0 or more are needed"),
         (["--requests", "1"], "2 or more"),
         (["--input", "200000"], "131,072"),
         (["--trace", "missing.jsonl"], "cannot read the trace"),

@@ -1,5 +1,6 @@
 """What is decided before an engine runs: the device, options that do not go together, and the first steps."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from cumulo.engine.params import SamplingParams
 from cumulo.engine.player import refuse_kernel_options
 from cumulo.errors import CumuloError
 from cumulo.spec.gpu_kernels import obstacle_of
+from cumulo.spec.model import MLASpec
 from tests.engine.tiny_engine import SPECS, make_decoder, make_engine, run
 
 
@@ -68,13 +70,23 @@ def test_a_gpu_takes_blocks_that_its_attention_has_tiles_for(block_size: int) ->
 
 
 def test_options_of_the_kernels_are_refused_where_pytorchs_operators_run() -> None:
-    obstacle = obstacle_of(SPECS["latent"], "bfloat16")
+    obstacle = obstacle_of(SPECS["latent"], "bfloat16")  # of rank 12
     assert obstacle is not None and obstacle_of(SPECS["experts"], "bfloat16") is None
     assert obstacle_of(SPECS["dense"], "float64") is not None
     refuse_kernel_options(EngineConfig(), obstacle)
     for options in ({"weights": "fp8"}, {"kv_dtype": "fp8"}, {"batch_invariant": True}):
         with pytest.raises(CumuloError, match=rf"{next(iter(options))}=.*latent attention"):
             refuse_kernel_options(EngineConfig(**options), obstacle)
+
+
+def test_latent_attention_runs_on_the_kernels_where_its_key_fits_them() -> None:
+    def obstacle(rank: int, rope: int, dtype: str = "bfloat16") -> str | None:
+        mla = MLASpec(None, kv_rank=rank, nope_head_dim=128, rope_head_dim=rope, value_head_dim=128)
+        return obstacle_of(replace(SPECS["latent"], heads=128, kv_heads=1, mla=mla), dtype)
+
+    assert obstacle(512, 64) is None and obstacle(256, 32, "float32") is None  # DeepSeek-V3, MiniCPM3
+    assert "powers of two" in str(obstacle(384, 64)) and "powers of two" in str(obstacle(512, 8))
+    assert "does not fit" in str(obstacle(1024, 64)) and "does not fit" in str(obstacle(512, 64, "float32"))
 
 
 @pytest.mark.parametrize("options", [{"weights": "fp8"}, {"kv_dtype": "fp8"}, {"batch_invariant": True}])

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cumulo.engine.block_pool import BlockPool, chain_hash, root_hash
+from cumulo.engine.block_pool import BlockPool, chain_hashes, root_hash
 
 
 @settings(max_examples=100, deadline=None)
@@ -67,10 +67,11 @@ def test_hash_chains_depend_on_tokens_order_salt_and_everything_before():
     one, two = array("i", [1, 2]), array("i", [3, 4])
     root = root_hash("")
     hashes = {
-        chain_hash(root, one),
-        chain_hash(root, two),
-        chain_hash(chain_hash(root, one), two),
-        chain_hash(root_hash("salt"), one),
-        chain_hash(root, array("i", [2, 1])),
+        *chain_hashes(root, one + two, 2),
+        *chain_hashes(root, two, 2),
+        *chain_hashes(root_hash("salt"), one, 2),
+        *chain_hashes(root, array("i", [2, 1]), 2),
     }
     assert len(hashes) == 5
+    first, second = chain_hashes(root, one + two, 2)
+    assert [second] == chain_hashes(first, two, 2)

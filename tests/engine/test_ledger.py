@@ -17,6 +17,7 @@ from rich.console import Console
 
 from cumulo.engine.config import EngineConfig
 from cumulo.engine.ledger import GIB, activation_bytes, logit_bytes, plan_memory
+from cumulo.engine.ledger_gpu import fp8_saved_bytes
 from cumulo.engine.machine_memory import PeakMemory, available_memory, resident_bytes
 from cumulo.engine.runner_torch import TorchRunner
 from cumulo.errors import CumuloError, OutOfMemory
@@ -71,6 +72,32 @@ def test_configured_kv_is_taken_as_it_is() -> None:
 def test_weights_that_do_not_fit_are_refused_for_what_they_are() -> None:
     with pytest.raises(OutOfMemory, match=r"weights alone take 15\.0 GiB"):
         plan_memory(LLAMA_8B, 15 * GIB, EngineConfig(), 12 * GIB)
+
+
+def test_eight_bit_weights_are_counted_as_held_and_must_fit_before_they_are_quantised() -> None:
+    """Llama-3.1-8B by hand: 6,979,321,856 numbers in the layers' matrices, which have 1,376,256 rows in all."""
+    config = EngineConfig(device="cuda", weights="fp8", max_context=8192)
+    loaded = weight_bytes(LLAMA_8B, "bfloat16")
+    held = loaded - fp8_saved_bytes(LLAMA_8B, 2)
+    assert loaded - held == 6_979_321_856 - 4 * 1_376_256
+    plan = plan_memory(LLAMA_8B, held, config, 80 * GIB, loading_bytes=loaded)
+    plain = plan_memory(LLAMA_8B, loaded, dataclasses.replace(config, weights="auto"), 80 * GIB)
+    gained = (plan.kv_blocks - plain.kv_blocks) * 64 * LLAMA_8B.kv_bytes_per_token(2)
+    assert 0 <= loaded - held - gained < 64 * LLAMA_8B.kv_bytes_per_token(2)  # all of it goes to the KV cache
+    assert "8 bits" in plan.ledger["weights"].how and "8 bits" not in plain.ledger["weights"].how
+    with pytest.raises(
+        OutOfMemory, match=r"weights=fp8 .*before they are quantised.* 15\.0 GiB of 14\.5 GiB"
+    ):
+        plan_memory(LLAMA_8B, held, config, 15 * GIB, loading_bytes=loaded)
+
+
+def test_the_ledger_says_that_routed_experts_are_not_quantised() -> None:
+    spec = dataclasses.replace(LLAMA_8B, moe=MoESpec(8, 2, 1024))
+    config = EngineConfig(device="cuda", weights="fp8", max_context=8192)
+    plan = plan_memory(spec, 10 * GIB, config, 80 * GIB)
+    assert "routed experts too in bfloat16" in plan.ledger["weights"].how
+    attention = spec.layers * (6144 + 4096) * 4096
+    assert fp8_saved_bytes(spec, 2) == attention - 4 * spec.layers * (6144 + 4096)
 
 
 @settings(max_examples=150, deadline=None)

@@ -22,18 +22,19 @@ from triton import next_power_of_2  # noqa: E402
 
 from cumulo.engine import step_words  # noqa: E402
 from cumulo.engine.engine import Engine  # noqa: E402
-from cumulo.engine.ledger import gpu_buffer_bytes, gpu_logit_bytes, gpu_table_bytes  # noqa: E402
+from cumulo.engine.ledger_gpu import fp8_saved_bytes, gpu_buffer_bytes, gpu_logit_bytes, gpu_table_bytes  # noqa: E402
 from cumulo.engine.params import SamplingParams  # noqa: E402
 from cumulo.engine.plan import StepPlan  # noqa: E402
 from cumulo.engine.runner_cuda import CudaRunner  # noqa: E402
-from cumulo.engine.runner_torch import TorchRunner  # noqa: E402
+from cumulo.engine.runner_torch import TorchRunner, held_weight_bytes  # noqa: E402
 from cumulo.engine.scheduler import Scheduler  # noqa: E402
 from cumulo.engine.scheduler_config import SchedulerConfig  # noqa: E402
 from cumulo.kernels.cuda import small_linear  # noqa: E402
 from cumulo.models.batch import KVCache  # noqa: E402
 from cumulo.models.cuda_decoder import CudaDecoder  # noqa: E402
 from cumulo.models.decoder import Decoder  # noqa: E402
-from cumulo.spec.model import ModelSpec, MoESpec  # noqa: E402
+from cumulo.spec.counting import weight_bytes  # noqa: E402
+from cumulo.spec.model import MLASpec, ModelSpec, MoESpec  # noqa: E402
 from tests.engine.random_planner import RandomPlanner  # noqa: E402
 from tests.engine.random_planner import Sequence as PlannedSequence  # noqa: E402
 
@@ -47,7 +48,16 @@ SPECS = {
     "dense": ModelSpec(**BASE),
     "window": ModelSpec(**BASE, sliding_window=9, qk_norm=True, tied_embeddings=True, qkv_bias=True),
     "experts": ModelSpec(**BASE, moe=MoESpec(experts=4, experts_per_token=2, expert_hidden=16)),
-}
+    "latent": ModelSpec(
+        **BASE, mla=MLASpec(24, kv_rank=32, nope_head_dim=16, rope_head_dim=16, value_head_dim=12),
+        rope_interleaved=True, qkv_bias=True,
+    ),
+    "latent experts": ModelSpec(
+        **BASE, mla=MLASpec(None, kv_rank=16, nope_head_dim=8, rope_head_dim=16, value_head_dim=16),
+        moe=MoESpec(experts=4, experts_per_token=2, expert_hidden=16, shared_hidden=24, dense_layers=(0,),
+                    scoring="sigmoid", groups=2, group_score="top2sum", selection_bias=True),
+    ),
+}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -91,7 +101,7 @@ def make_engine(
         model = CudaDecoder(
             decoder, config.max_tokens_per_step, config.max_running, batch_invariant=invariant
         )
-        runner = CudaRunner(model, cache, batch_invariant=invariant, **shared)
+        runner = CudaRunner(model, cache, **shared)
     else:
         runner = TorchRunner(decoder, cache, **shared)
     return Engine(Scheduler(config), runner, None, vocab_size=53, eos_ids=(7,), overlap=overlap)
@@ -117,7 +127,7 @@ def prompt(length: int, seed: int) -> list[int]:
     return torch.randint(8, 53, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-@pytest.mark.parametrize("name", ["window", "experts"])  # "dense": preemption and cuts below
+@pytest.mark.parametrize("name", ["window", "experts", "latent", "latent experts"])  # "dense": below
 def test_the_kernels_give_the_tokens_of_the_torch_runner(name: str) -> None:
     decoder = make_decoder(name)
     requests = [
@@ -148,18 +158,25 @@ def test_draws_with_cuts_are_the_torch_runners_and_need_no_host(monkeypatch: pyt
     assert run(make_engine(decoder, on_kernels=True), requests) == expected
 
 
-def test_preemption_by_recomputation_and_by_swap_changes_no_token() -> None:
-    decoder = make_decoder("dense")
+@pytest.mark.parametrize(
+    "name, way",
+    [
+        ("dense", dict(preemption="recompute")),
+        ("dense", dict(preemption="swap", host_blocks=12)),
+        ("latent", dict(preemption="swap", host_blocks=12)),  # whose values are no memory of their own
+    ],
+)
+def test_preemption_by_recomputation_and_by_swap_changes_no_token(name: str, way: dict) -> None:
+    decoder = make_decoder(name)
     requests = [
         (prompt(14, seed), SamplingParams(temperature=0, max_tokens=7, ignore_eos=True)) for seed in range(3)
     ]
     expected = run(make_engine(decoder, on_kernels=False, overlap=False), requests)
     small = dict(blocks=4, max_running=3, max_context=64)
-    for way in (dict(preemption="recompute"), dict(preemption="swap", host_blocks=12)):
-        preempted: list[int] = []
-        engine = make_engine(decoder, on_kernels=True, **way, **small)
-        assert run(engine, requests, preempted) == expected
-        assert sum(preempted) > 0
+    preempted: list[int] = []
+    engine = make_engine(decoder, on_kernels=True, **way, **small)
+    assert run(engine, requests, preempted) == expected
+    assert sum(preempted) > 0
 
 
 def test_embeddings_and_prompt_log_probabilities_are_the_torch_runners() -> None:
@@ -183,7 +200,7 @@ def test_embeddings_and_prompt_log_probabilities_are_the_torch_runners() -> None
         assert a is None or (a.token == b.token and abs(a.logprob - b.logprob) < 1e-5)
 
 
-@pytest.mark.parametrize("name", ["window", "experts"])
+@pytest.mark.parametrize("name", ["window", "experts", "latent"])
 def test_in_batch_invariant_mode_company_and_chunking_change_no_bit(name: str) -> None:
     decoder = make_decoder(name)
     wanted = (prompt(19, 1), SamplingParams(temperature=0, max_tokens=3, logprobs=0))
@@ -282,5 +299,13 @@ def test_the_ledger_predicts_what_the_runner_holds_to_the_byte(name: str) -> Non
         "activations": gpu_buffer_bytes(SPECS[name], 40, 7, 4),
         "logits": gpu_logit_bytes(53, 7, 4),
         "token tables": gpu_table_bytes(7, 40, 120, 16),
+        "weights": weight_bytes(SPECS[name], "float32"),
     }
     assert predicted == {part: held[part] for part in predicted}
+
+
+@pytest.mark.parametrize("name", list(SPECS))
+def test_the_ledger_counts_eight_bit_weights_as_they_are_held(name: str) -> None:
+    model = CudaDecoder(make_decoder(name), 16, 2, fp8_weights=True)
+    predicted = weight_bytes(SPECS[name], "float32") - fp8_saved_bytes(SPECS[name], 4)
+    assert held_weight_bytes(model) == predicted < weight_bytes(SPECS[name], "float32")

@@ -12,6 +12,7 @@ from cumulo.engine import engine as engine_module
 from cumulo.engine.engine import Engine
 from cumulo.engine.params import SamplingParams
 from cumulo.engine.plan import StepPlan, StepResult
+from cumulo.engine.request import State
 from cumulo.engine.scheduler import Scheduler
 from cumulo.engine.scheduler_config import SchedulerConfig
 from cumulo.engine.simulated import simulate
@@ -73,8 +74,21 @@ def outcome(run: Run) -> tuple[Any, ...]:
     return served, gaps, run.steps, run.computed_tokens, run.ended_s, run.most_running, run.most_blocks
 
 
-# 52: a sequence ends in the very step in which the blocks run out.
-@pytest.mark.parametrize("seed", [*range(12), 52])
+def state(scheduler: Scheduler) -> tuple[Any, ...]:
+    """Everything later decisions depend on."""
+    pool, residency = scheduler.pool, scheduler.residency
+    running = [
+        (one.slot, one.computed, one.pending, one.tokens, one.blocks, one.request.tag.last_token_s)
+        for one in scheduler.running
+        if one.state == State.RUNNING
+    ]
+    served = [(one.prompt_tokens, one.output_tokens) for one in scheduler.shares.tenants.values()]
+    cached, free = pool.block_of, list(pool._free)  # the order says who is evicted next
+    return running, served, cached, free, residency.free_slots, scheduler.next_plan.index, pool.evictions
+
+
+# 52: a sequence ends in the very step in which the blocks run out. 224: it gives way while its last token is drawn.
+@pytest.mark.parametrize("seed", [*range(12), 52, 224])
 def test_a_stretch_played_at_once_ends_as_if_the_scheduler_had_been_asked_at_every_step(seed: int) -> None:
     rng = random.Random(seed)
     settings = config(
@@ -91,8 +105,16 @@ def test_a_stretch_played_at_once_ends_as_if_the_scheduler_had_been_asked_at_eve
     assert fast.device_busy_s == pytest.approx(slow.device_busy_s, rel=1e-12)
     assert all(one.finished for one in fast.served)
     assert books[1].problems() == []
-    assert books[0].pool.block_of.keys() == books[1].pool.block_of.keys()
-    assert books[0].residency.free_slots == books[1].residency.free_slots
+    assert state(books[0]) == state(books[1])
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_run_that_is_stopped_in_a_stretch_leaves_the_scheduler_as_step_by_step_does(seed: int) -> None:
+    settings, cost = config(blocks=(40, 512)[seed % 2]), LinearCost(submit_s=1e-4)
+    books = [Scheduler(settings), Scheduler(settings)]
+    for scheduler, step_by_step in zip(books, (True, False), strict=True):
+        simulate(traffic(seed), scheduler, cost, stop_s=1.0 + seed / 3, step_by_step=step_by_step)
+    assert books[0].running and state(books[0]) == state(books[1])
 
 
 def test_small_pools_preempt_in_the_simulation_too() -> None:

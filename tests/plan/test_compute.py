@@ -110,10 +110,12 @@ def test_the_vocabulary_stays_in_16_bits_under_8_bit_layers() -> None:
 def test_a_mixture_layer_waits_for_its_host_only_where_the_device_is_faster() -> None:
     model, profile = catalog.model("qwen3-30b-a3b"), PROFILES.named("megatron-bridge-2025-blackwell-fp8")
     device = catalog.device("b200")
-    small = layer(model, True, LayerWork(64, 4096, expert_ranks=8), profile, device)
-    large = layer(model, True, LayerWork(262144, 4096, expert_ranks=8), profile, device)
-    assert small.forward.total == pytest.approx(profile.expert_launch_s)
-    assert small.total == pytest.approx(3 * profile.expert_launch_s)
+    small = layer(model, True, LayerWork(64, 4096, expert_ranks=8, host_waits=True), profile, device)
+    large = layer(model, True, LayerWork(262144, 4096, expert_ranks=8, host_waits=True), profile, device)
+    free = layer(model, True, LayerWork(64, 4096, expert_ranks=8), profile, device)
+    assert free.forward.total < small.forward.total / 2
+    assert small.forward.total == pytest.approx(16 * profile.expert_launch_s)
+    assert small.total == pytest.approx(3 * 16 * profile.expert_launch_s)
     assert large.forward.launch == pytest.approx(profile.launch_s)
 
 

@@ -55,6 +55,14 @@ def test_groups_that_do_not_divide_a_domain_lie_across_its_border():
     assert collective_s("all_reduce", GIB, H100.group(5)) > collective_s("all_reduce", GIB, H100.group(8))
 
 
+def test_jobs_leave_nodes_of_a_rack_empty_so_that_groups_stay_inside():
+    racks = Network(
+        catalog.cluster(256, "gb200")
+    )  # 64 GPUs in each of four racks of 72, as published runs have it
+    assert (racks.group(32).reach.domains, racks.group(64).reach.domains) == (1, 1)
+    assert racks.group(5).reach.domains == 2  # no whole nodes of 4
+
+
 def test_one_rank_alone_costs_nothing():
     assert all(collective_s(kind, GIB, H100.group(1)) == 0 for kind in KINDS)
 

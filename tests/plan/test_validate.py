@@ -13,7 +13,8 @@ from cumulo.cli.plan_validate import validate
 from cumulo.errors import ConfigError
 from cumulo.plan import evidence
 from cumulo.plan.published import PublishedRow, citations, rows
-from cumulo.plan.published_tables import COLUMNS, lines_of
+from cumulo.plan.published_lines import COLUMNS
+from cumulo.plan.published_tables import lines_of
 from cumulo.plan.validate import Prediction, by_source, predict, quantile, scatter_svg
 from cumulo.spec import catalog
 
@@ -123,6 +124,32 @@ def test_tables_in_their_publishers_columns_become_rows(tmp_path: Path) -> None:
         same = next(line for line in csv.DictReader(file) if line["id"] == "megatron-core-r0.8-70B")
     assert list(found[0]) == COLUMNS
     assert found == [same]
+
+
+def test_rows_of_mixtures_get_what_their_recipes_say_and_what_is_dropped_or_4_bit_is_left_out(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "megatron_bridge.csv").write_text(
+        "system,precision,container,model,num_gpus,gbs,mbs,sequence_length,fsdp,tp,pp,cp,vp,ep,tokens_sec_gpu\n"
+        "DGX-B200,MXFP8,NeMo26.04.01,DeepSeekV3,256,4096,1,4096,0,1,8,1,2,32,3328\n"
+        "DGX-H100,BF16,NeMo26.02,GPT OSS 120B,64,1280,1,4096,0,1,4,1,n/a,8,5993\n"
+        "DGX-H100,FP8,NeMo26.04.01,Qwen3_235B_a22B,256,8192,1,4096,0,2,8,1,4,32,1696\n"
+        "DGX-GB300,NVFP4,NeMo26.04.01,LLAMA3_70B,64,256,1,8192,0,1,4,1,5,n/a,7296\n"
+        "DGX-H100,FP8-CS,NeMo25.09,Qwen3_30B_a3B (tokendrop),16,512,2,4096,0,1,2,1,24,8,10494\n"
+    )
+    found = {line["id"]: line for line in lines_of(tmp_path)}
+    deepseek, oss, qwen = found.values()
+    assert (deepseek["expert_exchange"], deepseek["overlap_expert"], deepseek["predict_ahead"]) == (
+        "once",
+        "1",
+        "1",
+    )
+    assert (oss["expert_exchange"], oss["recompute"], oss["ep"]) == ("all-to-all", "norm+activation", "8")
+    assert (qwen["ep"], qwen["tp"]) == ("16", "2")  # 32 ranks with whole experts: 16 pairs that share them
+    shipped = Path(evidence.__file__).parent / "data" / "published_training.csv"
+    with shipped.open(newline="") as file:
+        same = {line["id"]: line for line in csv.DictReader(file) if line["id"] in found}
+    assert same == found
 
 
 def test_a_row_that_cannot_be_is_left_out_with_its_reason(tmp_path: Path) -> None:

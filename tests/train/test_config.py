@@ -30,7 +30,6 @@ EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("train-*.yaml"))
         ({"schedule": {"warmup_steps": 300}}, "must be fewer than steps 300"),
         ({"guard": {"action": "rollback"}, "checkpoint": {"every_steps": 0}}, "rollback needs checkpoints"),
         ({"lora": {"rank": 4}}, "set model.start_from"),
-        ({"lora": {}, "layout": {"cp": 2}, "model": {"start_from": "x"}}, "lora trains in one process"),
         ({"layout": {"shedule": "1f1b"}}, "config.layout has no setting 'shedule'; did you mean 'schedule'"),
         (
             {"layout": {"dp": 2}},

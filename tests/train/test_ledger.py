@@ -8,7 +8,7 @@ import pytest
 
 from cumulo.errors import OutOfMemory
 from cumulo.spec.layout import Layout
-from cumulo.train.config import config_from, known_spec
+from cumulo.train.config import LoraConfig, ModelConfig, config_from, known_spec
 from cumulo.train.ledger import predict, refuse_if_too_large
 from tests.train.ranked import tiny, train, write_texts
 
@@ -21,10 +21,25 @@ def test_weights_and_optimizer_are_as_large_as_predicted(layout: Layout, tmp_pat
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_multiple=256))
     train(config)
     found = {entry["name"]: entry for entry in json.loads((tmp_path / "run/ledger.json").read_text())}
-    for name in ("weights", "optimizer"):
+    for name in ("weights", "optimizer", "activations"):
         assert found[name]["measured"] == pytest.approx(found[name]["predicted"], rel=0.02), name
     assert found["step"]["measured"] > 0
-    assert found["activations"]["predicted"] > 0
+
+
+def test_adapters_alone_have_gradients_and_states(tmp_path: Path) -> None:
+    source = write_texts(tmp_path / "texts.jsonl")
+    base = tiny(tmp_path / "base", source, Layout(), dtype="float32", steps=3, evaluate_sequences=0)
+    base = dataclasses.replace(base, model=dataclasses.replace(base.model, vocab_multiple=256))
+    train(base)
+    start = ModelConfig(start_from=str(tmp_path / "base/model"))
+    train(dataclasses.replace(base, folder=str(tmp_path / "run"), model=start, lora=LoraConfig(rank=2)))
+    whole, found = (
+        {entry["name"]: entry for entry in json.loads((tmp_path / name / "ledger.json").read_text())}
+        for name in ("base", "run")
+    )
+    for name in ("weights", "optimizer"):
+        assert found[name]["measured"] == pytest.approx(found[name]["predicted"], rel=0.02), name
+    assert found["gradients"]["predicted"] < whole["gradients"]["predicted"] / 3
 
 
 def test_what_does_not_fit_is_refused_with_what_to_change() -> None:

@@ -1,6 +1,8 @@
 """Groups and ParallelRun: what a rank builds, and losses without gradients."""
 
+import math
 from dataclasses import replace
+from pathlib import Path
 from typing import get_args
 
 import pytest
@@ -15,7 +17,7 @@ from cumulo.errors import ConfigError
 from cumulo.spec.layout import Axis, Layout
 from cumulo.spec.model import ModelSpec
 from cumulo.spec.parameters import parameter_shapes
-from cumulo.train.config import TrainConfig
+from cumulo.train.config import LoraConfig, TrainConfig
 from cumulo.train.groups import Groups
 from cumulo.train.initialise import initialise
 from cumulo.train.loader import to_device
@@ -85,6 +87,36 @@ def test_a_new_model_has_the_weights_it_has_in_one_process(zero: int) -> None:
                 assert torch.equal(part, expected[name][where])
                 missing[name][where] = False
     assert not any(where.any() for where in missing.values())
+
+
+def peak_growth_bytes(rank: int, spec: ModelSpec, config: TrainConfig) -> int | None:
+    """By how much this process's resident memory grew at most while its part of a model was made; None: unknown."""
+    groups = Groups(config.layout, rank)
+    ParallelRun(replace(spec, hidden=16, heads=2, kv_heads=2, ffn_hidden=16), config, groups, CPU)  # imports
+    try:
+        Path("/proc/self/clear_refs").write_text("5")  # the peak is now what is used now
+    except OSError:
+        return None
+    before = resident_peak_bytes()
+    ParallelRun(spec, config, groups, CPU)
+    return resident_peak_bytes() - before
+
+
+def resident_peak_bytes() -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+def test_what_is_shared_out_is_never_whole_in_memory(zero: int) -> None:
+    spec = replace(DENSE, layers=8, hidden=384, heads=4, kv_heads=4, head_dim=96, ffn_hidden=1024)
+    whole_bytes = 8 * sum(math.prod(shape) for shape in parameter_shapes(spec).values())
+    layout = Layout(dp=4, zero=zero)  # type: ignore[arg-type]
+    config = train_config(layout, rows=4, lora=LoraConfig(rank=1))  # so that weights are all there is
+    grown = run_ranks(peak_growth_bytes, 4, spec, config)
+    if None in grown:
+        pytest.skip("this system does not say how much memory a process has used at most")
+    assert max(grown) < 0.75 * whole_bytes  # a quarter, and one parameter at a time
 
 
 def loss_without_gradients(rank: int, spec: ModelSpec, config: TrainConfig) -> float:

@@ -84,7 +84,7 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_bits(harm: bool, tmp_path: P
     stopped = Trainer(config, watcher=Interrupting(at_step=6)).run()
     assert (stopped.finished, stopped.steps) == (False, 6)
     if harm:
-        (data,) = (tmp_path / "broken/checkpoints/step-000000006/tensors").glob("*.distcp")
+        data = next((tmp_path / "broken/checkpoints/step-000000006/tensors").glob("*.distcp"))
         content = bytearray(data.read_bytes())
         content[len(content) // 2] ^= 1
         data.write_bytes(content)
@@ -97,6 +97,23 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_bits(harm: bool, tmp_path: P
     assert resumed.held_out_loss == whole.held_out_loss
     for own, expected in zip(*(_weights(result.model_folder) for result in (resumed, whole)), strict=True):
         assert torch.equal(own, expected)
+
+
+@pytest.mark.thorough
+def test_compiled_layers_train_alike(tmp_path: Path, source: Path) -> None:
+    plain, compiled = (
+        Trainer(tiny(tmp_path / str(on), source, steps=3, compile=on)).run() for on in (False, True)
+    )
+    for one, other in zip(losses(plain.records), losses(compiled.records), strict=True):
+        assert one == pytest.approx(other, rel=1e-5)
+
+
+def test_products_in_8_bits_are_refused_where_there_are_none(tmp_path: Path, source: Path) -> None:
+    config = tiny(tmp_path / "run", source, dtype="bfloat16", products="fp8")
+    with pytest.raises(ConfigError, match="needs a GPU with 8-bit products"):
+        Trainer(config).run()
+    with pytest.raises(ConfigError, match="goes with dtype: bfloat16, and dtype is float32"):
+        Trainer(dataclasses.replace(config, dtype="float32", folder=str(tmp_path / "other"))).run()
 
 
 def _weights(folder: Path) -> list[torch.Tensor]:

@@ -1,14 +1,19 @@
 """ZeRO 0 to 3 against one process: the same weights, from ranks that see some of the rows and keep less."""
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from cumulo.spec.layout import Layout
 from cumulo.spec.model import ModelSpec
 from cumulo.train.config import OptimizerConfig
+from cumulo.train.groups import Groups
+from cumulo.train.pieces import pieces
+from cumulo.train.sharded_optimizer import gradient_sink
 from cumulo.train.verify import largest_difference, train_alone
 from tests.train.data_case import DENSE, EXPERTS, Case, alone, together
 from tests.train.layout_runs import SPECS, train_config, train_parallel
@@ -92,6 +97,42 @@ def test_muon_makes_whole_matrices_orthogonal_however_they_are_sliced(name: str,
     )
     difference, where = largest_difference(spec, train_alone(spec, config), train_parallel(spec, config))
     assert difference < 1e-9, where
+
+
+class SentBytes(TorchDispatchMode):
+    """What a ring algorithm sends for the collectives that torch is asked for, in parts of what each is about."""
+
+    def __init__(self, ranks: int) -> None:
+        super().__init__()
+        self.rounds = (ranks - 1) / ranks
+        self.all_reduced = self.reduce_scattered = 0.0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.c10d.allreduce_.default:
+            self.all_reduced += 2 * self.rounds * sum(tensor.nbytes for tensor in args[0])
+        elif func is torch.ops.c10d._reduce_scatter_base_.default:
+            self.reduce_scattered += self.rounds * args[1].nbytes
+        return func(*args, **(kwargs or {}))
+
+
+def sent_for_gradients(rank: int, layout: Layout) -> tuple[float, float]:
+    groups, case = Groups(layout, rank), Case()
+    model = case.model()
+    sink = gradient_sink({0: model}, pieces(case.spec, layout, rank), groups, wide_gradients=True)
+    with SentBytes(layout.world) as sent:
+        sink.begin()
+        objective = case.objective(model, 0, 0, 2)
+        sink.last(0)
+        objective.backward()
+        sink.finish()
+    return sent.all_reduced, sent.reduce_scattered
+
+
+def test_sharing_out_the_optimizer_halves_what_is_sent_for_gradients() -> None:
+    whole, nothing = run_ranks(sent_for_gradients, 2, Layout(dp=2))[0]
+    none, half = run_ranks(sent_for_gradients, 2, Layout(dp=2, zero=1))[0]
+    assert nothing == none == 0 and whole > 0
+    assert half == pytest.approx(whole / 2, rel=0.02)  # an odd number of rows is filled up
 
 
 def compare(layout: Layout, case: Case) -> None:

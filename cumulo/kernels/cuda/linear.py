@@ -129,7 +129,8 @@ def linear(
 
     x [M, K]; weight [N, K]; with `swiglu` f pairs the first half of the rows with the second and out is [M, N/2].
     `invariant`: a row's bits do not depend on the rows beside it (slower). `dependent_launch`: the kernel before is
-    one that made no weights; the product may ask for its own while that one ends.
+    one that made no weights; the product may ask for its own while that one ends. `linear_tune` prints what that
+    gains for each winner; the decoder does not ask for it.
     """
     if isinstance(x, Fp8Rows):
         if not isinstance(weight, Fp8Weight):

@@ -6,7 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cumulo.kernels.cuda.linear_cross_entropy import default_chunk_rows, linear_cross_entropy, work
+from cumulo.kernels.cuda.cross_entropy_rows import default_chunk_rows
+from cumulo.kernels.cuda.linear_cross_entropy import linear_cross_entropy, work
 from cumulo.kernels.cuda.timing import eager_us
 from cumulo.kernels.cuda.work import KernelRow
 

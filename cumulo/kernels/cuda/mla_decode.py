@@ -1,4 +1,4 @@
-"""Latent attention (MLA) of sequences with one new token each, in the absorbed form. The GPU decoder calls it.
+"""Latent attention (MLA) of sequences with one new token each, in the absorbed form. LatentPlan calls it.
 
 All heads share one key per position, [latent, rotated part], whose latent part is also the value (DeepSeek-V2
 2024, section 2.1; absorbed as in cumulo/models/attention.py). Must move rank + rope numbers per position once
@@ -170,7 +170,9 @@ class MlaPlan:
         *,
         windows: Sequence[int | None] = (None,),
         config: MlaConfig | None = None,
+        share_scratch_with: "MlaPlan | None" = None,
     ) -> None:
+        """Plans that never run at the same time may share the memory of partial results."""
         if rank & (rank - 1) or rope & (rope - 1) or min(rank, rope) < 16:
             raise CumuloError(
                 f"latent attention of rank {rank} with {rope} rotated columns has no kernel: "
@@ -193,9 +195,20 @@ class MlaPlan:
         self.items = [
             torch.zeros((slots, ITEM_FIELDS), dtype=torch.int32, device=device) for _ in self.windows
         ]
-        self.partial = torch.empty(slots * heads * rank, dtype=torch.float32, device=device)
-        self.partial_lse = torch.empty(slots * heads, dtype=torch.float32, device=device)
+        self.partial: Tensor
+        self.partial_lse: Tensor
+        other = share_scratch_with
+        if other is not None and other.partial_lse.numel() >= slots * heads and other.rank == rank:
+            self.partial, self.partial_lse = other.partial, other.partial_lse
+        else:
+            self.partial = torch.empty(slots * heads * rank, dtype=torch.float32, device=device)
+            self.partial_lse = torch.empty(slots * heads, dtype=torch.float32, device=device)
         self.tables: Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Device memory it keeps, shared scratch included."""
+        return sum(tensor.nbytes for tensor in (*self.items, self.partial, self.partial_lse))
 
     def prepare(self, query_starts: Tensor, context_lengths: Tensor, block_tables: Tensor) -> None:
         """Build this step's work list; the rules are AttentionPlan.prepare's."""

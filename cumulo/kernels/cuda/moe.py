@@ -43,7 +43,13 @@ def route_reference(
     wide = torch.promote_types(x.dtype, torch.float32)
     logits = F.linear(x.to(wide), router.to(wide))
     scores = logits.softmax(-1) if moe.scoring == "softmax" else logits.sigmoid()
-    chosen = (scores if bias is None else scores + bias).topk(moe.experts_per_token, -1).indices
+    preference = scores if bias is None else scores + bias
+    if moe.groups > 1:
+        grouped = preference.view(len(x), moe.groups, -1)
+        strength = grouped.topk(1 if moe.group_score == "max" else 2, -1).values.sum(-1)
+        kept = torch.zeros_like(strength).scatter_(-1, strength.topk(moe.top_groups, -1).indices, 1.0) > 0
+        preference = grouped.masked_fill(~kept[..., None], float("-inf")).flatten(1)
+    chosen = preference.topk(moe.experts_per_token, -1).indices
     weights = scores.gather(-1, chosen)
     if moe.normalise_weights:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
@@ -52,8 +58,31 @@ def route_reference(
 
 # -- who goes where -------------------------------------------------------------------------------------------
 @triton.jit
+def _in_best_groups(preference, expert, group_size, E: tl.constexpr, GROUPS: tl.constexpr, TOP: tl.constexpr,
+                    TWO: tl.constexpr, PADDED_GROUPS: tl.constexpr):  # fmt: skip
+    """Which experts are in the TOP groups with the best expert, or with TWO the best pair (DeepSeek-V3, 2.1.2)."""
+    group = expert // group_size
+    place = tl.arange(0, PADDED_GROUPS)
+    strength = tl.full((PADDED_GROUPS,), float("-inf"), tl.float32)
+    for index in tl.static_range(GROUPS):
+        own = tl.where(group == index, preference, float("-inf"))
+        best = tl.max(own, 0)
+        if TWO:
+            first = tl.min(tl.where(own == best, expert, E), 0)
+            best += tl.max(tl.where(expert == first, float("-inf"), own), 0)
+        strength = tl.where(place == index, best, strength)
+    kept = expert < 0
+    for _ in tl.static_range(TOP):
+        winner = tl.min(tl.where(strength == tl.max(strength, 0), place, PADDED_GROUPS), 0)
+        kept = kept | (group == winner)
+        strength = tl.where(place == winner, float("-inf"), strength)
+    return kept
+
+
+@triton.jit
 def _route(logits, bias, chosen, weights, experts, scale, K: tl.constexpr, E: tl.constexpr, SOFTMAX: tl.constexpr,
-           NORMALISE: tl.constexpr, BIASED: tl.constexpr, PADDED_K: tl.constexpr):  # fmt: skip
+           NORMALISE: tl.constexpr, BIASED: tl.constexpr, PADDED_K: tl.constexpr, GROUPS: tl.constexpr,
+           TOP_GROUPS: tl.constexpr, BY_TWO: tl.constexpr, PADDED_GROUPS: tl.constexpr):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, E)
     inside = expert < experts
@@ -67,6 +96,11 @@ def _route(logits, bias, chosen, weights, experts, scale, K: tl.constexpr, E: tl
     if BIASED:
         preference += tl.load(bias + expert, mask=inside, other=0.0).to(tl.float32)
     preference = tl.where(inside, preference, float("-inf"))
+    if GROUPS > 1:
+        kept = _in_best_groups(
+            preference, expert, experts // GROUPS, E, GROUPS, TOP_GROUPS, BY_TWO, PADDED_GROUPS
+        )
+        preference = tl.where(kept, preference, float("-inf"))
     place = tl.arange(0, PADDED_K)
     picked = tl.zeros((PADDED_K,), tl.int32)
     held = tl.zeros((PADDED_K,), tl.float32)
@@ -294,7 +328,8 @@ def mixture(
         logits, logits if bias is None else bias, buffers.chosen, buffers.weights, experts, moe.routed_scale,
         K=per_token, E=triton.next_power_of_2(experts), SOFTMAX=moe.scoring == "softmax",
         NORMALISE=moe.normalise_weights, BIASED=bias is not None, PADDED_K=triton.next_power_of_2(per_token),
-        num_warps=1,
+        GROUPS=moe.groups, TOP_GROUPS=moe.top_groups, BY_TWO=moe.group_score == "top2sum",
+        PADDED_GROUPS=triton.next_power_of_2(moe.groups), num_warps=1,
     )  # fmt: skip
     direct = choices <= DIRECT_CHOICES and not invariant
     up_config, down_config = configs or grouped_configs(choices, experts, invariant, direct)

@@ -14,7 +14,7 @@ from torch import Tensor
 from cumulo.kernels.cuda.timing import copies_past_cache, graph_us
 from cumulo.kernels.cuda.work import KernelRow, Work
 
-_BACKWARD_ROWS = 64  # rows of which one program sums the weight's gradient: the order of the sum is fixed
+_BACKWARD_PROGRAMS = 1024  # about: each sums the weight's gradient over its rows, in a fixed order
 
 
 def reference(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
@@ -77,9 +77,8 @@ def _warps(block: int) -> int:
 
 # -- for training ---------------------------------------------------------------------------------------------
 @triton.jit
-def _backward(
-    x, weight, grad_out, grad_x, grad_weight, rows, size, eps, ROWS: tl.constexpr, BLOCK: tl.constexpr
-):
+def _backward(x, weight, grad_out, grad_x, grad_weight, added, normed, rows, size, eps, ADD: tl.constexpr,
+              NORMED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     program = tl.program_id(0)
     columns = tl.arange(0, BLOCK)
     inside = columns < size
@@ -95,22 +94,38 @@ def _backward(
         weighted = g * w
         # d/dx of x/rms(x): what is parallel to x is removed (Zhang & Sennrich 2019, section 3).
         dx = scale * (weighted - unit * (tl.sum(weighted * unit, 0) / size))
+        if ADD:
+            dx += tl.load(added + row * size + columns, mask=live, other=0.0).to(tl.float32)
         tl.store(grad_x + row * size + columns, dx.to(grad_x.dtype.element_ty), mask=live)
+        if NORMED:
+            tl.store(normed + row * size + columns, (unit * w).to(normed.dtype.element_ty), mask=live)
         total += g * unit
     tl.store(grad_weight + program * size + columns, total, mask=inside)
 
 
-def backward(x: Tensor, weight: Tensor, grad_out: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Gradients of x and weight; the weight's is summed in a fixed order, so runs are bit-equal."""
+def backward(
+    x: Tensor,
+    weight: Tensor,
+    grad_out: Tensor,
+    eps: float,
+    added: Tensor | None = None,
+    normed: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Gradients of x and weight; the weight's is summed in a fixed order, so runs are bit-equal.
+
+    `added` joins the gradient of x (what came past the norm, over a residual); `normed` is filled with forward's
+    result, for those who did not keep it."""
     x, grad_out = x.contiguous(), grad_out.contiguous()
     rows, size = x.shape
-    programs = max(1, -(-rows // _BACKWARD_ROWS))
+    each = min(64, max(4, triton.next_power_of_2(triton.cdiv(rows, _BACKWARD_PROGRAMS)))) if rows else 0
+    programs = max(1, triton.cdiv(rows, each)) if rows else 1
     grad_x = torch.empty_like(x)
     partial = torch.empty((programs, size), dtype=torch.float32, device=x.device)
     block = triton.next_power_of_2(size)
     _backward[(programs,)](
-        x, weight, grad_out, grad_x, partial, rows, size, eps,
-        ROWS=_BACKWARD_ROWS if rows else 0, BLOCK=block, num_warps=_warps(block),
+        x, weight, grad_out, grad_x, partial, x if added is None else added.contiguous(),
+        x if normed is None else normed, rows, size, eps, ADD=added is not None, NORMED=normed is not None,
+        ROWS=each, BLOCK=block, num_warps=_warps(block),
     )  # fmt: skip
     return grad_x, partial.sum(0).to(weight.dtype)
 

@@ -35,7 +35,7 @@ def _forward(gate_up, out, width, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _backward(gate_up, grad_out, grad, width, BLOCK: tl.constexpr):
+def _backward(gate_up, grad_out, grad, out, width, FORWARD: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < width
@@ -47,6 +47,8 @@ def _backward(gate_up, grad_out, grad, width, BLOCK: tl.constexpr):
     d_up = g * gate * s
     tl.store(grad + row * 2 * width + columns, d_gate.to(grad.dtype.element_ty), mask=inside)
     tl.store(grad + row * 2 * width + width + columns, d_up.to(grad.dtype.element_ty), mask=inside)
+    if FORWARD:
+        tl.store(out + row * width + columns, (gate * s * up).to(out.dtype.element_ty), mask=inside)
 
 
 def swiglu(gate_up: Tensor, out: Tensor | None = None) -> Tensor:
@@ -57,6 +59,19 @@ def swiglu(gate_up: Tensor, out: Tensor | None = None) -> Tensor:
     if rows:
         _forward[(rows, triton.cdiv(width, _BLOCK))](gate_up, out, width, BLOCK=_BLOCK, num_warps=4)
     return out
+
+
+def backward(gate_up: Tensor, grad_out: Tensor, out: Tensor | None = None) -> Tensor:
+    """Gradient of gate_up [T, 2F], contiguous; `out` is filled with forward's result, for those who did not keep
+    it."""
+    grad = torch.empty_like(gate_up)
+    rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    if rows:
+        _backward[(rows, triton.cdiv(width, _BLOCK))](
+            gate_up, grad_out.contiguous(), grad, grad if out is None else out, width, FORWARD=out is not None,
+            BLOCK=_BLOCK, num_warps=4,
+        )  # fmt: skip
+    return grad
 
 
 @torch.library.custom_op("cumulo::swiglu", mutates_args=())
@@ -77,13 +92,7 @@ def _fake(gate_up: Tensor) -> Tensor:
 @torch.library.custom_op("cumulo::swiglu_backward", mutates_args=())
 def swiglu_backward_op(gate_up: Tensor, grad_out: Tensor) -> Tensor:
     flat = gate_up.reshape(-1, gate_up.shape[-1]).contiguous()
-    grad = torch.empty_like(flat)
-    rows, width = flat.shape[0], flat.shape[1] // 2
-    if rows:
-        _backward[(rows, triton.cdiv(width, _BLOCK))](
-            flat, grad_out.contiguous(), grad, width, BLOCK=_BLOCK, num_warps=4
-        )
-    return grad.view(gate_up.shape)
+    return backward(flat, grad_out).view(gate_up.shape)
 
 
 @swiglu_backward_op.register_fake

@@ -6,8 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from cumulo.kernels.cuda import cross_entropy_rows
 from cumulo.kernels.cuda import linear_cross_entropy as module
 from cumulo.kernels.cuda.linear_cross_entropy import linear_cross_entropy, reference
+from cumulo.kernels.cuda.token_cross_entropy import token_cross_entropy_op
 from tests.kernels.cuda.tolerance import check_close, relative_error
 
 ROWS, VOCABULARY, HIDDEN = 11, 37, 16
@@ -67,7 +69,7 @@ def test_half_precision_loses_no_more_than_torchs(reduction: str, device: torch.
 def test_rows_longer_than_a_block_and_a_strided_input(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_BLOCK", 16)
+    monkeypatch.setattr(cross_entropy_rows, "_BLOCK", 16)
     x, weight, targets = inputs(device)
     wide = torch.cat((x, x), 1)[:, :HIDDEN]
     found = loss_and_gradients(linear_cross_entropy, wide, weight, targets, **EVERYTHING)
@@ -105,15 +107,15 @@ def test_they_are_torch_operators_with_fake_kernels_and_gradients(device: torch.
     x, weight, targets = inputs(device)
     x.requires_grad_()
     weight.requires_grad_()
-    torch.library.opcheck(module.token_cross_entropy_op, (x, weight, targets, 3, 0.1, 0.0, 4))
+    torch.library.opcheck(token_cross_entropy_op, (x, weight, targets, 3, 0.1, 0.0, 4))
     torch.library.opcheck(module.linear_cross_entropy_op, (x, weight, targets, 3, 0.1, 0.0, True, True, 4))
 
 
 def test_the_peak_of_memory_is_a_chunk_of_logits() -> None:
     for rows, vocabulary in ((8192, 128256), (100, 128256), (65536, 49152), (8192, 1000), (1, 5)):
-        chunk = module.default_chunk_rows(rows, vocabulary, 2)
+        chunk = cross_entropy_rows.default_chunk_rows(rows, vocabulary, 2)
         assert 1 <= chunk <= rows and (chunk == rows or chunk % 128 == 0)
-        assert chunk * vocabulary * 2 <= max(module._LOGIT_BYTES * 1.1, 256 * vocabulary * 2)
+        assert chunk * vocabulary * 2 <= max(cross_entropy_rows.logit_bytes() * 1.1, 256 * vocabulary * 2)
 
 
 def test_what_does_not_fit_is_refused_with_the_reason() -> None:

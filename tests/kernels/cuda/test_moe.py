@@ -1,10 +1,13 @@
 """The mixture of experts against every token going through its experts one by one."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from cumulo.kernels.cuda import moe
-from cumulo.spec.model import MoESpec
+from cumulo.models.moe import Router
+from cumulo.spec.model import ModelSpec, MoESpec
 from tests.kernels.cuda.tolerance import relative_error
 
 
@@ -37,6 +40,28 @@ def test_a_mixture_is_the_weighted_sum_of_its_experts(
     found = moe.mixture(*inputs, buffers, before.clone(), bias)
     exact = 1 + moe.reference(*(i.double() for i in inputs), spec, None if bias is None else bias.double())
     assert relative_error(found, exact) < 1e-6
+
+
+@pytest.mark.parametrize("group_score", ["max", "top2sum"])
+def test_experts_are_chosen_within_the_best_groups(group_score: str, device: torch.device) -> None:
+    spec = MoESpec(
+        experts=15, experts_per_token=4, expert_hidden=16, scoring="sigmoid", groups=5, top_groups=2,
+        group_score=group_score,  # type: ignore[arg-type]
+    )  # fmt: skip
+    inputs = layer(spec, 12, 32, device)
+    bias = torch.linspace(-0.3, 0.3, 15, device=device).roll(4)
+    buffers = moe.MoEBuffers(spec, 32, 12, torch.float32, device)
+    found = moe.mixture(*inputs, buffers, torch.zeros_like(inputs[0]), bias)
+    wide = [i.double() for i in inputs]
+    assert relative_error(found, moe.reference(*wide, spec, bias.double())) < 1e-6
+    chosen = buffers.chosen[: 12 * 4].view(12, 4).sort(-1).values
+    assert all(len({expert // 3 for expert in row}) <= 2 for row in chosen.tolist())
+    router = Router(ModelSpec("tiny", 8, 32, 1, 1, 1, 16, 16, 8), spec, dtype=torch.float64, device=device)
+    router.weight.data, router.selection_bias = wide[1], torch.nn.Parameter(bias.double())
+    assert torch.equal(chosen, router(wide[0])[1].sort(-1).values.int())
+    everywhere = replace(spec, groups=1, top_groups=1)
+    free = moe.route_reference(wide[0], wide[1], everywhere, bias.double())[1].sort(-1).values
+    assert not torch.equal(chosen, free.int())  # the groups did exclude someone
 
 
 def test_many_tokens_are_sorted_by_expert_and_one_expert_may_get_all_or_none(device: torch.device) -> None:

@@ -1,0 +1,62 @@
+"""Seconds that computing single operations again adds to a layer's backward. The cost model's layers call it.
+
+The operations are those of cumulo.train: the norm before a block's first product (with sequence parallelism also
+the gathering between them), the feed-forward's activation, and attention between its projections.
+"""
+
+from cumulo.plan.compute import Passes, Seconds
+from cumulo.plan.job import TrainJob
+from cumulo.spec.model import ModelSpec
+
+
+def operations_again(job: TrainJob, has_experts: bool, plain: Passes, waits: Seconds) -> Seconds:
+    """`plain`: the layer without communication; `waits`: for other ranks, in its forward."""
+    operations, forward = job.recomputed_operations, plain.forward
+    numbers = _moved_numbers(job, has_experts)
+    moved = sum(numbers[name] for name in operations) / numbers["all"]
+    gathered = "norm" in operations and job.layout.sequence_parallel
+    attention = "attention" in operations
+    return Seconds(
+        matmul=_product_share(job.model, has_experts) * forward.matmul if attention else 0.0,
+        attention=forward.attention if attention else 0.0,
+        elementwise=moved * forward.elementwise,
+        # A gather and a scatter of the same bytes were waited for.
+        tensor=waits.tensor / 2 if gathered else 0.0,
+        context=waits.context if attention else 0.0,
+    )
+
+
+def _moved_numbers(job: TrainJob, has_experts: bool) -> dict[str, float]:
+    """Of one token in forward, by operation, as the cost model counts them (docs/plan-time.md): 8 h for two
+    residual additions and norms, of which a norm by itself reads and writes h."""
+    model, layout = job.model, job.layout
+    between = layout.tp if layout.sequence_parallel else 1
+    heads = model.heads * (model.head_dim if model.mla is None else model.mla.value_head_dim)
+    rotated = 0 if model.learned_positions else 2 * (heads + model.kv_heads * model.head_dim)
+    width, norms = model.ffn_hidden, 2
+    if has_experts and model.moe is not None:
+        width = model.moe.experts_per_token * model.moe.expert_hidden + model.moe.shared_hidden
+        norms = 1  # the other feeds the router too, and is kept
+    activated = (3 if model.gated_ffn else 2) * width
+    return {
+        "norm": norms * 2 * model.hidden / between,
+        "activation": activated / layout.tp,
+        "attention": rotated / layout.tp,
+        "all": 8 * model.hidden / between + (rotated + activated) / layout.tp,
+    }
+
+
+def _product_share(model: ModelSpec, has_experts: bool) -> float:
+    """Of a layer's products, those between latents and heads: they are part of latent attention's recomputation."""
+    if model.mla is None:
+        return 0.0
+    mla, hidden = model.mla, model.hidden
+    query = model.heads * (mla.nope_head_dim + mla.rope_head_dim)
+    inner = mla.kv_rank * model.heads * (mla.nope_head_dim + mla.value_head_dim) + (mla.q_rank or 0) * query
+    outer = hidden * (
+        mla.kv_rank + mla.rope_head_dim + (mla.q_rank or query) + model.heads * mla.value_head_dim
+    )
+    width = model.ffn_hidden
+    if has_experts and model.moe is not None:
+        width = model.moe.experts_per_token * model.moe.expert_hidden + model.moe.shared_hidden
+    return inner / (inner + outer + (3 if model.gated_ffn else 2) * width * hidden)
