@@ -37,6 +37,7 @@ class Host:
     apply_row_s: float
     arrival_s: float  # take a request in
     arrival_token_s: float
+    prompt_submit_s: float = 0.0  # more for a step that computes prompts: it is not one captured launch
 
 
 @dataclass(frozen=True, slots=True)

@@ -158,8 +158,9 @@ class StepCostModel:
             decode = self.decode(load.rows)
             if decode is not None:
                 return decode.at(load.decode_context, load.shared_context)
+        prompts_s = host.prompt_submit_s if load.tokens > load.rows else 0.0
         return StepTime(
-            host.submit_s + load.rows * host.submit_row_s,
+            host.submit_s + load.rows * host.submit_row_s + prompts_s,
             self._slower * sum(parts),
             host.apply_s + load.draws * host.apply_row_s,
         )

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import get_args
 
 from cumulo.errors import ConfigError, OutOfMemory
+from cumulo.plan.compute_profile import shipped_for
 from cumulo.plan.job import Recompute, TrainJob
 from cumulo.plan.memory import peak_memory, stage_memory
 from cumulo.plan.memory_ledger import MemoryLedger
-from cumulo.plan.train_time import estimate
+from cumulo.plan.offload import plan_time
 from cumulo.spec.catalog import cluster, shipped
 from cumulo.spec.layout import Place
 from cumulo.spec.model import ModelSpec
@@ -54,7 +55,7 @@ def predict(
     try:
         job = TrainJob(
             spec, config.layout, config.batch_sequences, config.data.sequence_length, config.micro_batch,
-            recompute=_recompute(config), dtype=config.dtype,
+            recompute=_recompute(config, on_gpu), dtype=config.dtype if config.products == "wide" else "float8",
             gradient_dtype="float32" if config.dtype == "float32" or config.master_weights else config.dtype,
             optimizer=config.optimizer.kind, offload_optimizer=on_gpu and config.optimizer.offload,
             offload_activations=on_gpu and config.offload_activations, master_weights=config.master_weights,
@@ -67,16 +68,21 @@ def predict(
     if (known := _catalogued(device_name)) is None:
         basis = "all FLOPs at the rate of a matrix product timed here: the least it can take"
         return Prediction(memory, first, step_flops / peak_flops, basis, ())
-    found = estimate(job, cluster(config.layout.world, device=known), explain=False)
+    machines = cluster(config.layout.world, device=known)
+    profile, _ = shipped_for(machines.node.device, job.dtype, "cumulo-2026")
+    found = plan_time(job, machines, profile, explain=False)
     basis = f"cost model of {known}, {found.interval.low:.3g} to {found.interval.high:.3g} s"
     return Prediction(memory, first, found.step_s, basis, found.link_bytes)
 
 
-def _recompute(config: TrainConfig) -> Recompute:
+def _recompute(config: TrainConfig, on_gpu: bool) -> Recompute:
     if config.recompute:
         return "full"
     names: tuple[Recompute, ...] = get_args(Recompute)
     asked = set(config.recompute_operations)
+    joined = on_gpu and config.dtype == "bfloat16" and config.layout.tp == 1 and not config.compile
+    if joined and config.products == "wide":
+        asked |= {"norm", "activation"}  # as `train.fused` does
     return next((name for name in names if asked and set(name.split("+")) == asked), "none")
 
 

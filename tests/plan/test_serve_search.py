@@ -141,7 +141,7 @@ def test_slower_steps_make_everybody_wait_longer() -> None:
 
 # -- capacity ----------------------------------------------------------------------------------------------------
 def test_the_capacity_holds_and_a_little_more_does_not() -> None:
-    traffic, one = some_traffic(), replica()
+    traffic, one = some_traffic(200), replica()
 
     def at(rate: float) -> ServeReport:
         return play(one, traffic.at_rate(rate), SLO.percentile)

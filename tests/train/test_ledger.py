@@ -8,6 +8,7 @@ import pytest
 
 from cumulo.errors import OutOfMemory
 from cumulo.spec.layout import Layout
+from cumulo.spec.model import ModelSpec
 from cumulo.train.config import LoraConfig, ModelConfig, config_from, known_spec
 from cumulo.train.ledger import predict, refuse_if_too_large
 from tests.train.ranked import tiny, train, write_texts
@@ -71,3 +72,20 @@ def test_a_known_gpu_has_a_cost_model_and_an_interval() -> None:
     unknown = predict(config, spec, "Some GPU 9000", 1e12, 1e15)
     assert unknown is not None
     assert unknown.step_s == 1e-3
+
+
+@pytest.mark.parametrize("products", ["wide", "fp8"])
+def test_a_run_on_an_h200_is_predicted(products: str) -> None:
+    """The 1.24B model of benchmarks/train_speed.py, as measured (benchmarks/results/train.json)."""
+    rows = json.loads((Path(__file__).parents[2] / "benchmarks/results/train.json").read_text())["rows"]
+    measured = {row["name"]: row for row in rows}["8" if products == "wide" else "8+fp8"]
+    sizes = {"hidden": 2048, "layers": 16, "heads": 32, "kv_heads": 8, "head_dim": 64, "ffn_hidden": 8192}
+    config = config_from({
+        "batch_sequences": 8, "micro_batch": 8, "dtype": "bfloat16", "master_weights": False, "products": products,
+        "data": {"sequence_length": 4096}, "model": sizes,
+    })  # fmt: skip
+    spec = ModelSpec("llama", vocab_size=128256, max_context=4096, tied_embeddings=True, **sizes)
+    found = predict(config, spec, "NVIDIA H200", 1.0, 1.0)
+    assert found is not None
+    assert 1e3 * found.step_s == pytest.approx(measured["step_ms"], rel=0.05)
+    assert found.memory.peak / 2**30 == pytest.approx(measured["memory_gib"], rel=0.12)

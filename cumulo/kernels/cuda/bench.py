@@ -39,7 +39,9 @@ class Ceilings:
         size = 8192
         source = torch.randint(-100, 100, (1 << 28,), dtype=torch.int32, device="cuda")  # 1 GiB
         target = torch.empty_like(source)
-        copy_us, moved = graph_us(lambda _: target.copy_(source), repeats=4), 2 * source.nbytes
+        # The first is of a chip that has not yet raised its clocks.
+        copy_us = min(graph_us(lambda _: target.copy_(source), repeats=4) for _ in range(3))
+        moved = 2 * source.nbytes
         a, b = (torch.randn(size, size, dtype=torch.bfloat16, device="cuda") for _ in range(2))
         out = torch.empty_like(a)
         flops = 2 * size**3
