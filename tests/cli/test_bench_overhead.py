@@ -50,7 +50,7 @@ def test_a_server_that_does_not_start_says_why() -> None:
 
 
 @needs_built_in_model
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_server_and_engine_are_measured_side_by_side(cumulo: Run, tmp_path: Path) -> None:
     report = tmp_path / "serving.json"
     ran = cumulo(

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cumulo.errors import ConfigError
@@ -25,6 +25,7 @@ def layouts(draw: st.DrawFn) -> Layout:
     )  # fmt: skip
 
 
+@settings(max_examples=25)
 @given(layouts())
 def test_every_axis_cuts_the_ranks_into_groups_of_equal_size(layout: Layout) -> None:
     for axis in AXES:

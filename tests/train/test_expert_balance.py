@@ -142,6 +142,7 @@ def test_the_busiest_rank_has_less_to_do_after_a_move() -> None:
     assert sum(now for now, _ in after) < sum(began for _, began in after)
 
 
+@pytest.mark.thorough
 def test_a_checkpoint_does_not_say_where_experts_lay(tmp_path: Path) -> None:
     """Moving all the time, under one layout after the other, against one process that never stopped."""
     source = write_texts(tmp_path / "texts.jsonl")

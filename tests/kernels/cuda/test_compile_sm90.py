@@ -26,12 +26,16 @@ def compiled(tmp_path: Path, *groups: str) -> list[tuple[Case, Compiled]]:
     return list(zip(cases, compile_for_sm90(cases), strict=True))
 
 
-@pytest.mark.parametrize("group", ["draws, bfloat16", "draws, float32", "small steps"])
+@pytest.mark.parametrize(
+    "group",
+    ["draws, bfloat16", pytest.param("draws, float32", marks=pytest.mark.thorough), "small steps"],
+)
 def test_the_small_kernels_of_a_step_fit(group: str, tmp_path: Path) -> None:
     for _, found in compiled(tmp_path, group):
         found.check_fits()
 
 
+@pytest.mark.thorough
 def test_a_mixtures_products_fit_and_use_the_matrix_units(tmp_path: Path) -> None:
     for case, found in compiled(tmp_path, "mixtures"):
         found.check_fits()
