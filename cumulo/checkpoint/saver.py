@@ -31,9 +31,7 @@ class Saver:
         """Have the memory for a GPU's state before the first save wants it: pinning it takes longer than a step."""
         parts = [part for part in own_parts(state, self.rank) if part.tensor.is_cuda]
         if parts:
-            self._thread = threading.Thread(
-                target=lambda: [self._copy_of(part) for part in parts], name="checkpoint-memory"
-            )
+            self._thread = threading.Thread(target=self._reserve, args=(parts,), name="checkpoint-memory")
             self._thread.start()
 
     def save(
@@ -100,8 +98,18 @@ class Saver:
             self._copied.set()
         self._write(step, copies, facts, stores)
 
+    def _reserve(self, parts: Sequence[Part]) -> None:
+        try:
+            for part in parts:
+                self._copy_of(part)
+        except FAILURES as error:
+            self.tell(f"no memory yet for copies of the state ({cause(error)}): a save will ask for it again")
+
     def _copies_of(self, parts: Sequence[Part]) -> list[Part]:
         """In memory that is kept from save to save: allocating and pinning it is slower than the copy."""
+        here = {(part.name, part.offset) for part in parts}
+        for gone in self._copies.keys() - here:  # experts that moved on
+            del self._copies[gone]
         found: list[Part] = []
         for part in parts:
             copy = self._copy_of(part).copy_(part.tensor.detach(), non_blocking=True)

@@ -17,7 +17,8 @@ def share(name: str, boxes: Sequence[Box], holders: Sequence[int], rank: int, it
     place, count = list(holders).index(rank), len(holders)
     found: list[Box] = []
     for box in boxes:
-        if count > 1 and box.size and math.prod(box.size) * item_bytes >= LEAST_BYTES:
+        large = bool(box.size) and box.size[0] >= count and math.prod(box.size) * item_bytes >= LEAST_BYTES
+        if count > 1 and large:
             first, rows = box.at[0], box.size[0]
             begin, end = first + rows * place // count, first + rows * (place + 1) // count
             found += [_moved(part, begin) for part in cut_rows([box], begin, end)]

@@ -152,7 +152,8 @@ def _rows(plan: "ServePlan") -> "list[Row]":
 def _rejected(plan: "ServePlan") -> str:
     if not plan.rejected:
         return "all fit"
-    few = "; ".join(f"{one.replica}: {one.why_not}" for one in plan.rejected[:2])
+    reasons = dict.fromkeys(f"{one.replica}: {one.why_not}" for one in plan.rejected)
+    few = "; ".join(list(reasons)[:2])
     return f"{len(plan.rejected)} cannot be used, among them {few}"
 
 

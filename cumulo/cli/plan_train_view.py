@@ -40,7 +40,7 @@ def rows(plan: Plan, goal: TrainGoal, cost: RunCost | None, stalls: Stalls) -> l
         free = f"{left / GIB:.1f} GiB are left" if left >= 0 else f"{-left / GIB:.1f} GiB too much"
         result.append(Row("memory", found.memory.total / GIB, "GiB", "lower", note=free))
         if found.memory.host:
-            note = "for each GPU: what was offloaded"
+            note = "for each GPU: what was offloaded; held against no limit"
             result.append(Row("host memory", found.memory.host / GIB, "GiB", "lower", note=note))
     result += _stall_rows(stalls)
     if cost is not None:

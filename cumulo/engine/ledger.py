@@ -119,7 +119,8 @@ def plan_memory(
     if weight_bytes <= usable < loading_bytes:
         raise OutOfMemory(
             f"weights={config.weights} was asked for, but weights are loaded before they are quantised: as they "
-            f"are they take {format_bytes(loading_bytes)} of {format_bytes(usable)} usable; take a smaller model"
+            f"are they take {format_bytes(loading_bytes)} of {format_bytes(usable)} usable; take a larger GPU or "
+            "a smaller model"
         )
     if not needs.fit(usable):
         raise OutOfMemory(refusal(needs, usable))

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from cumulo.errors import InvalidRequest
 from cumulo.pipeline import formulas
-from cumulo.pipeline.actions import PipelineSchedule
+from cumulo.pipeline.actions import Kind, PipelineSchedule
 from cumulo.pipeline.dualpipe import dualpipe
 from cumulo.pipeline.dualpipe_v import dualpipe_v
 from cumulo.pipeline.gpipe import gpipe
@@ -59,6 +59,12 @@ class Family:
         if micro_batches < least:
             return f"{asked}: too few to reach the overlapped part; use {least} or more, or zb-v"
         return None
+
+    @property
+    def parts_backward(self) -> bool:
+        """Whether gradients of weights have places of their own, after those of inputs."""
+        schedule = self.generate(2, 4, self.chunks_per_stage)
+        return any(action.kind is Kind.BACKWARD_WEIGHT for order in schedule.orders for action in order)
 
 
 FAMILIES: dict[str, Family] = {

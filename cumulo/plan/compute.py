@@ -256,18 +256,25 @@ def _copies_s(model: ModelSpec, moe: MoESpec, work: LayerWork, profile: Profile,
     return work.tokens * moe.experts_per_token * numbers * rate.number_bytes * rate.byte_s
 
 
-def _elementwise_width(model: ModelSpec, moe: bool, work: LayerWork) -> float:
-    """Numbers moved for each token in forward, if everything between two products were one kernel.
+class MovedNumbers(NamedTuple):
+    """For each token in forward, over all ranks, if everything between two products were one kernel."""
 
-    Two residual additions with the norms after them read and write the stream twice each; queries and keys are
-    rotated; the activation reads its inputs and writes its output.
-    """
-    stream = 8 * model.hidden
+    stream: int  # two residual additions with the norms after them read and write it twice each
+    rotated: int  # queries and keys
+    activated: int  # the activation reads its inputs and writes its output
+
+
+def moved_numbers(model: ModelSpec, moe: bool) -> MovedNumbers:
     heads = model.heads * (model.head_dim if model.mla is None else model.mla.value_head_dim)
     rotated = 0 if model.learned_positions else 2 * (heads + model.kv_heads * model.head_dim)
     width = model.ffn_hidden
     if moe and model.moe is not None:
         width = model.moe.experts_per_token * model.moe.expert_hidden + model.moe.shared_hidden
-    activated = (3 if model.gated_ffn else 2) * width
+    return MovedNumbers(8 * model.hidden, rotated, (3 if model.gated_ffn else 2) * width)
+
+
+def _elementwise_width(model: ModelSpec, moe: bool, work: LayerWork) -> float:
+    """The same on one rank."""
+    moved = moved_numbers(model, moe)
     shared = work.tensor if work.sequence_parallel else 1
-    return stream / shared + (rotated + activated) / work.tensor
+    return moved.stream / shared + (moved.rotated + moved.activated) / work.tensor

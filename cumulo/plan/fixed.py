@@ -4,7 +4,7 @@ import difflib
 from typing import get_args
 
 from cumulo.errors import ConfigError
-from cumulo.plan.job import Recompute, TrainJob, tensor_problems
+from cumulo.plan.job import OPERATIONS, Recompute, TrainJob, tensor_problems
 from cumulo.plan.search_space import TrainGoal
 from cumulo.spec.layout import Layout
 
@@ -35,7 +35,7 @@ def fixed_job(text: str, goal: TrainGoal) -> TrainJob:
         elif name == "micro_batch":
             job[name] = _number(name, value)
         elif name == "recompute":
-            job[name] = _one_of(name, value, {choice: choice for choice in get_args(Recompute)})
+            job[name] = _recompute(value)
         else:
             raise ConfigError(f"--fixed knows no {name!r}{_nearest(name)}")
     tp = layout.get("tp")
@@ -76,6 +76,17 @@ def _one_of(name: str, value: str, choices: dict[str, object]) -> object:
     if value.lower() not in choices:
         raise ConfigError(f"--fixed {name} is {' or '.join(choices)}, got {value!r}")
     return choices[value.lower()]
+
+
+def _recompute(value: str) -> str:
+    """Operations may come in any order."""
+    parts = [part.strip() for part in value.lower().split("+")]
+    found = "+".join(sorted(parts, key=lambda part: OPERATIONS.index(part) if part in OPERATIONS else -1))
+    if found not in get_args(Recompute):
+        raise ConfigError(
+            f"--fixed recompute is none, full, selective, or some of {'+'.join(OPERATIONS)}, got {value!r}"
+        )
+    return found
 
 
 def _nearest(name: str) -> str:

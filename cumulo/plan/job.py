@@ -51,9 +51,7 @@ class TrainJob:
     # device knows (DeepEP, HybridEP). all-to-all: once for each expert, and the host waits for sizes in each layer.
     expert_exchange: Literal["all-to-all", "once"] = "all-to-all"
     overlap_expert: bool = False  # ... behind the computation of another micro-batch
-    predict_ahead: int = (
-        0  # further tokens that extra layers predict (DeepSeek-V3, section 2.2); their time counts
-    )
+    predict_ahead: int = 0  # further tokens that extra layers predict (DeepSeek-V3, section 2.2)
     overlap_data: bool = True  # gradients and weights travel while layers compute
     overlap_tensor: bool = False  # tensor-parallel collectives are cut up and hidden behind matrix products
     software: str = "current"  # the generation of software whose efficiency curves hold

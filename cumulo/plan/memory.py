@@ -164,9 +164,13 @@ def chunk_activation_bytes(job: TrainJob, chunk: int) -> int:
             per_token += count * share * chosen
             if share < 1:
                 per_token += count * (1 - share) * layer_bytes_per_token(job, bool(has_experts), "none")
-    if chunk == job.chunks - 1:  # inputs of the final norm and of the head
+    if chunk == job.chunks - 1:
         between = job.layout.tp if job.layout.sequence_parallel else 1
-        per_token += 2 * job.activation_bytes_each * model.hidden / between
+        stream = job.activation_bytes_each * model.hidden / between
+        per_token += 2 * stream  # inputs of the final norm and of the head
+        if job.predict_ahead:  # these once more, the next token's embedding, and the two that a product joins
+            layer = layer_bytes_per_token(job, model.is_moe_layer(model.layers - 1), job.recompute)
+            per_token += job.predict_ahead * (layer + 5 * stream)
     return round(per_token * job.tokens_per_rank)
 
 
@@ -174,7 +178,7 @@ def logits_bytes(job: TrainJob) -> int:
     """Logits as they come and the float32 softmax made of them, which in backward become their gradients."""
     each = job.activation_bytes_each + 4
     whole = each * job.tokens_per_rank * (job.padded_vocabulary // job.layout.tp)
-    return min(whole, LOSS_PIECE_BYTES) if job.fused_loss else whole
+    return min(whole, LOSS_PIECE_BYTES) if job.fused_loss else (1 + job.predict_ahead) * whole
 
 
 def _largest(job: TrainJob, of_layer: Callable[[TrainJob, bool], int]) -> int:

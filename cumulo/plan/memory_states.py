@@ -86,22 +86,37 @@ def chunk_elements(job: TrainJob, chunk: int) -> Elements:
     return found
 
 
+def ahead_elements(job: TrainJob) -> Elements:
+    """Of what predicts one further token, beside embedding and head: a layer like the last, the product that joins
+    its input with the next token's embedding, a norm of each of the two and one before the head (DeepSeek-AI 2024,
+    equations 21 to 23)."""
+    model, layout = job.model, job.layout
+    layer = layer_elements(model, model.is_moe_layer(model.layers - 1), layout.tp, layout.ep)
+    norms = 3 * model.hidden * (2 if model.norm_bias else 1)
+    wide = norms if model.hidden < LEAST_FOR_8_BITS else 0
+    return layer.plus(Elements(matrices=2 * model.hidden * model.hidden // layout.tp, rest=norms, wide=wide))
+
+
 def stage_elements(job: TrainJob, places: tuple[Place, ...]) -> Elements:
-    """Of all the chunks of a stage. A tied embedding is held where the model begins and where it ends."""
+    """Of all the chunks of a stage. A tied embedding is held where the model begins and where it ends, and so is
+    one from which further tokens are predicted."""
     model = job.model
     found = Elements()
     for chunk, _ in places:
         found = found.plus(chunk_elements(job, chunk))
     begins = sum(chunk == 0 for chunk, _ in places)
     ends = sum(chunk == job.chunks - 1 for chunk, _ in places)
-    tables = max(begins, ends) if model.tied_embeddings else begins + ends
+    embeddings = max(begins, ends) if model.tied_embeddings or job.predict_ahead else begins
+    tables = embeddings if model.tied_embeddings else embeddings + ends
     table = job.padded_vocabulary // job.layout.tp * model.hidden
     rest = tables * table
-    wide = (tables if model.tied_embeddings else begins) * table
+    wide = embeddings * table
     if model.learned_positions:
         rest += begins * model.max_context * model.hidden
     norm = ends * model.hidden * (2 if model.norm_bias else 1)
     wide += norm if model.hidden < LEAST_FOR_8_BITS else 0
+    if job.predict_ahead:
+        found = found.plus(ahead_elements(job), ends * job.predict_ahead)
     return found.plus(Elements(rest=rest + norm, wide=wide))
 
 

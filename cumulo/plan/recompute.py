@@ -1,10 +1,13 @@
-"""Seconds that computing single operations again adds to a layer's backward. The cost model's layers call it.
+"""Seconds that computing single operations again adds to a layer's backward, and messages that are sent again. The
+cost model calls it.
 
 The operations are those of cumulo.train: the norm before a block's first product (with sequence parallelism also
 the gathering between them), the feed-forward's activation, and attention between its projections.
 """
 
-from cumulo.plan.compute import Passes, Seconds
+from typing import NamedTuple
+
+from cumulo.plan.compute import Passes, Seconds, moved_numbers
 from cumulo.plan.job import TrainJob
 from cumulo.spec.model import ModelSpec
 
@@ -14,16 +17,45 @@ def operations_again(job: TrainJob, has_experts: bool, plain: Passes, waits: Sec
     operations, forward = job.recomputed_operations, plain.forward
     numbers = _moved_numbers(job, has_experts)
     moved = sum(numbers[name] for name in operations) / numbers["all"]
-    gathered = "norm" in operations and job.layout.sequence_parallel
     attention = "attention" in operations
     return Seconds(
         matmul=_product_share(job.model, has_experts) * forward.matmul if attention else 0.0,
         attention=forward.attention if attention else 0.0,
         elementwise=moved * forward.elementwise,
-        # A gather and a scatter of the same bytes were waited for.
-        tensor=waits.tensor / 2 if gathered else 0.0,
+        # A gather and a scatter of the same bytes were waited for, around each of two blocks.
+        tensor=waits.tensor * _norms(has_experts) / 4 if _gathers_again(job) else 0.0,
         context=waits.context if attention else 0.0,
     )
+
+
+class SentAgain(NamedTuple):
+    """Bytes that recomputation sends, as a share of what forward does, on average over the layers."""
+
+    tensor: float = 0.0
+    context: float = 0.0
+    expert: float = 0.0
+
+
+def sent_again(job: TrainJob) -> SentAgain:
+    model = job.model
+    if job.recompute == "full":
+        most = model.layers if job.recompute_layers is None else job.recompute_layers
+        share = sum(min(most, layers) for layers in job.chunk_layers) / model.layers
+        return SentAgain(share, share, share)
+    norms = sum(_norms(model.is_moe_layer(layer)) for layer in range(model.layers)) / model.layers
+    return SentAgain(
+        tensor=norms / 4 if _gathers_again(job) else 0.0,
+        context=1.0 if "attention" in job.recomputed_operations else 0.0,
+    )
+
+
+def _gathers_again(job: TrainJob) -> bool:
+    return "norm" in job.recomputed_operations and job.layout.sequence_parallel
+
+
+def _norms(has_experts: bool) -> int:
+    """Of a layer's two, those computed again: one before experts feeds the router too, and is kept."""
+    return 1 if has_experts else 2
 
 
 def _moved_numbers(job: TrainJob, has_experts: bool) -> dict[str, float]:
@@ -31,18 +63,12 @@ def _moved_numbers(job: TrainJob, has_experts: bool) -> dict[str, float]:
     residual additions and norms, of which a norm by itself reads and writes h."""
     model, layout = job.model, job.layout
     between = layout.tp if layout.sequence_parallel else 1
-    heads = model.heads * (model.head_dim if model.mla is None else model.mla.value_head_dim)
-    rotated = 0 if model.learned_positions else 2 * (heads + model.kv_heads * model.head_dim)
-    width, norms = model.ffn_hidden, 2
-    if has_experts and model.moe is not None:
-        width = model.moe.experts_per_token * model.moe.expert_hidden + model.moe.shared_hidden
-        norms = 1  # the other feeds the router too, and is kept
-    activated = (3 if model.gated_ffn else 2) * width
+    stream, rotated, activated = moved_numbers(model, has_experts)
     return {
-        "norm": norms * 2 * model.hidden / between,
+        "norm": _norms(has_experts) * 2 * model.hidden / between,
         "activation": activated / layout.tp,
         "attention": rotated / layout.tp,
-        "all": 8 * model.hidden / between + (rotated + activated) / layout.tp,
+        "all": stream / between + (rotated + activated) / layout.tp,
     }
 
 

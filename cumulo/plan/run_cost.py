@@ -90,10 +90,10 @@ class _Asked:
         """The best plan's cost on so many GPUs; None: there is none."""
         try:
             goal = replace(self.goal, cluster=replace(self.goal.cluster, gpus=gpus))
-        except ConfigError:
+            plans = search(goal, keep=1).plans
+            return _cost(plans[0], goal, self.tokens, self.storage) if plans else None
+        except ConfigError:  # no whole nodes, or a step longer than the time between two checkpoints
             return None
-        plans = search(goal, keep=1).plans
-        return _cost(plans[0], goal, self.tokens, self.storage) if plans else None
 
 
 def _cost(plan: Plan, goal: TrainGoal, tokens: float, storage: Storage) -> RunCost:

@@ -9,6 +9,7 @@ H the rate between a device and its host, M the job's mean time to failure, τ t
     τ             Daly (2006), equation 37, for M; no shorter than a step, nor than ten times what is written behind
 """
 
+import math
 from dataclasses import dataclass, replace
 
 from cumulo.errors import ConfigError
@@ -34,12 +35,12 @@ class Storage:
     interval_s: float | None = None  # between two checkpoints; None: the best for the rate of failures
 
     def __post_init__(self) -> None:
-        for name, value in (
-            ("--storage-gb-s", self.node_bytes_per_s),
-            ("--checkpoint-minutes", self.interval_s),
+        for name, value, unit, instead in (
+            ("--storage-gb-s", self.node_bytes_per_s, 1e9, "1 is usual"),
+            ("--checkpoint-minutes", self.interval_s, 60, "leave it out for the best"),
         ):
             if value is not None and not 0 < value < float("inf"):
-                raise ConfigError(f"{name} must be more than 0 and finite")
+                raise ConfigError(f"{name} must be more than 0 and finite, got {value / unit:g}; {instead}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +72,17 @@ def stalls_of(job: TrainJob, cluster: Cluster, step_s: float, storage: Storage) 
     write_s = saved / (storage.node_bytes_per_s * cluster.nodes)
     stop_s = saved / layout.world / cluster.device.host_bytes_per_s if storage.asynchronous else write_s
     interval_s = storage.interval_s or _best_interval_s(cluster, step_s, stop_s, write_s, storage)
-    if storage.asynchronous and interval_s < write_s:
+    away_s = write_s if storage.asynchronous else 0.0
+    least_minutes = math.ceil(max(step_s, away_s) / 6) / 10
+    if interval_s < away_s:
         raise ConfigError(
             f"a checkpoint of {saved / 1e9:,.0f} GB takes {write_s:,.0f} s to be written, and the next is due "
-            f"after {interval_s:,.0f} s; raise --checkpoint-minutes to {write_s / 60:.2g} or --storage-gb-s"
+            f"after {interval_s:,.0f} s; raise --checkpoint-minutes to {least_minutes:g} or --storage-gb-s"
+        )
+    if interval_s < step_s:
+        raise ConfigError(
+            f"a checkpoint is saved between two steps, and a step takes {step_s:,.3g} s, longer than the "
+            f"{interval_s:,.3g} s between two checkpoints; raise --checkpoint-minutes to {least_minutes:g}"
         )
     return Stalls(
         data_s=max(0.0, read / storage.node_bytes_per_s - step_s),

@@ -40,6 +40,13 @@ class TrainGoal:
                 raise ConfigError(f"{name.replace('_', ' ')} must be 1 or more, got {getattr(self, name)}")
         if self.memory_bytes is not None and self.memory_bytes <= 0:
             raise ConfigError(f"the memory of a GPU must be more than 0 bytes, got {self.memory_bytes}")
+        device = self.cluster.device
+        if device.generation == "cpu" and (self.offload_optimizer or self.offload_activations):
+            asked = "--offload-optimizer" if self.offload_optimizer else "--offload-activations"
+            raise ConfigError(
+                f"{asked} moves memory from a device to its host, and {device.name} is the host itself; leave it "
+                f"out, or take another --device"
+            )
 
     @property
     def memory_limit_bytes(self) -> int:

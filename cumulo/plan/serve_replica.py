@@ -79,6 +79,7 @@ class Replica:
             max_running=self.max_running,
             max_tokens_per_step=self.max_tokens_per_step,
             prefix_cache=self.prefix_cache,
+            weights="fp8" if self.weights == "float8" else "auto",
         ).settled("cpu" if on_cpu else "cuda")
 
     def memory(self) -> MemoryPlan:
@@ -96,9 +97,11 @@ class Replica:
 
     def _memory(self) -> MemoryPlan:
         free = self.device.memory_bytes - (0 if self.device.generation == "cpu" else _DRIVER_BYTES)
-        return plan_memory(
-            rank_spec(self.spec, self.tp, self.ep), self.work().held_bytes, self.engine_config(), free
-        )
+        held, loading = self.work().held_bytes, 0
+        if self.weights == "float8":  # the engine loads weights as they are, and then quantises
+            loading = step_work(self.spec, FORMATS["bfloat16"], self.tp, self.ep).held_bytes
+        spec = rank_spec(self.spec, self.tp, self.ep)
+        return plan_memory(spec, held, self.engine_config(), free, loading_bytes=loading)
 
     def _smallest_that_fits(self) -> int | None:
         """More tensor-parallel ranks, up to as many as there are heads."""
@@ -155,9 +158,13 @@ class Replica:
     def roomy_context(self) -> int:
         """To serve with: a sample's longest request is not the longest that will ever come. The next power of two,
         where model and KV cache hold that."""
-        memory, longest = self.memory(), self.max_context or self.spec.max_context
-        held = memory.kv_blocks * self.engine_config().block_size
-        return min(1 << (longest - 1).bit_length(), self.spec.max_context, max(held, longest))
+        longest = self.max_context or self.spec.max_context
+        roomy = min(1 << (longest - 1).bit_length(), self.spec.max_context)
+        try:
+            replace(self, max_context=roomy)._memory()
+        except OutOfMemory:
+            return longest
+        return roomy
 
     def __str__(self) -> str:
         split = f"tp{self.tp}" + (f" ep{self.ep}" if self.ep > 1 else "")

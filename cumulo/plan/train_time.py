@@ -16,6 +16,7 @@ from cumulo.plan.compute_profile import Profile
 from cumulo.plan.estimate import Interval, TrainEstimate
 from cumulo.plan.job import TrainJob
 from cumulo.plan.network import collective_s
+from cumulo.plan.recompute import sent_again
 from cumulo.plan.train_time_chunks import Chunks, chunks_of, network_of
 from cumulo.plan.train_time_data import AroundTime, around
 from cumulo.plan.train_time_experts import distinct
@@ -130,23 +131,23 @@ def _link_bytes(job: TrainJob, time: StepTime) -> tuple[tuple[str, float], ...]:
     model, layout, m = job.model, job.layout, job.micro_batches
     stream = job.tokens_per_rank * model.hidden * job.activation_bytes_each
     layers = model.layers / layout.pp
-    again = 1 if job.recompute == "full" else 0
+    again = sent_again(job)
     rows: list[tuple[str, float]] = []
     if (
         layout.tp > 1
     ):  # an all-reduce, or a gather and a scatter, moves 2(t−1)/t of the stream; two in each pass
-        rows.append(("tp", m * layers * (2 + again) * 2 * stream * 2 * (layout.tp - 1) / layout.tp))
+        rows.append(("tp", m * layers * (2 + again.tensor) * 2 * stream * 2 * (layout.tp - 1) / layout.tp))
     if layout.cp > 1:
         key_value = (
             job.tokens_per_rank * 2 * model.kv_heads * model.head_dim * job.activation_bytes_each / layout.tp
         )
-        rows.append(("cp", m * layers * (3 + again) * (layout.cp - 1) * key_value))
+        rows.append(("cp", m * layers * (3 + again.context) * (layout.cp - 1) * key_value))
     if layout.ep > 1 and model.moe is not None:
         sent_to = (
             distinct(layout.ep, model.moe) if job.expert_exchange == "once" else model.moe.experts_per_token
         )
         copies = stream * sent_to / (layout.tp if layout.sequence_parallel else 1)
-        rows.append(("ep", m * layers * (2 + again) * 2 * copies * (layout.ep - 1) / layout.ep))
+        rows.append(("ep", m * layers * (2 + again.expert) * 2 * copies * (layout.ep - 1) / layout.ep))
     if layout.pp > 1:
         sent = messages_of_stage(layout.pp, m, job.chunks_per_stage)
         rows.append(("pp", sent * time.chunks.message_bytes))

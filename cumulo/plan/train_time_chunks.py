@@ -58,7 +58,7 @@ def chunks_of(job: TrainJob, cluster: Cluster, profile: Profile) -> Chunks:
     kinds = layer_kinds(model)
     costs = {kind: _layer(job, cluster, profile, *kind) for kind in set(kinds)}
     loss = head(model, job.padded_vocabulary, tokens, job.layout.tp, profile, cluster.device)
-    ends = [loss, *_ahead(job, profile, cluster, costs[kinds[-1]][0], loss)]
+    ends = [loss, *_ahead(job, profile, cluster, costs[kinds[-1]], loss)]
     counts = job.chunk_layers
     if last and (profile.balances_stages or job.predict_ahead):
         mean = sum(costs[kind][0].total for kind in kinds) / len(kinds)
@@ -123,16 +123,18 @@ def _taken_up(job: TrainJob, profile: Profile) -> list[Passes]:
 
 
 def _ahead(
-    job: TrainJob, profile: Profile, cluster: Cluster, layer_cost: Passes, loss: Passes
+    job: TrainJob, profile: Profile, cluster: Cluster, layer_cost: tuple[Passes, Seconds], loss: Passes
 ) -> list[Passes]:
     """What predicts further tokens, each with a layer, the loss again, and a product that joins the layer's input
     with the next token's embedding (DeepSeek-AI 2024, equations 21 to 23)."""
     if not job.predict_ahead:
         return []
+    once, again = layer_cost
+    further = replace(once, backward_input=add(once.backward_input, again))
     rate = rates(profile, cluster.device)
     hidden = job.model.hidden
     product = Seconds(matmul=product_s(rate, job.tokens_per_rank, hidden / job.layout.tp, 2 * hidden))
-    return [layer_cost, loss, Passes(product, product, product)] * job.predict_ahead
+    return [further, loss, Passes(product, product, product)] * job.predict_ahead
 
 
 def balanced_layers(layers: int, chunks: int, head_layers: float) -> tuple[int, ...]:

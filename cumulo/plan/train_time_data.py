@@ -57,7 +57,7 @@ def heaviest_stage(job: TrainJob) -> Elements:
     experts = min(per_stage, sum(moe for moe, _ in layer_kinds(model)))
     table = job.padded_vocabulary * model.hidden // layout.tp
     tables = 1 if layout.pp > 1 or model.tied_embeddings else 2
-    found = Elements(rest=tables * table)
+    found = Elements(rest=tables * table, wide=table)  # of an embedding, moments are never in 8 bits
     if experts:
         found = found.plus(layer_elements(model, True, layout.tp, layout.ep), experts)
     if experts < per_stage:

@@ -11,9 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from cumulo.errors import ConfigError
 from cumulo.models.linear import Linear
-from cumulo.spec.model import ModelSpec
 
 if TYPE_CHECKING:
     from cumulo.kernels.cuda.fp8_pair import Fp8Pair
@@ -117,34 +115,6 @@ FP8_BLOCKS: Arithmetic = _Fp8Blocks()
 ARITHMETICS: Mapping[str, Arithmetic] = {"wide": WIDE, "fp8": FP8, "fp8_blocks": FP8_BLOCKS}
 
 
-def refuse_products(
-    products: str, dtype: torch.dtype, device: torch.device, tokens: int, spec: ModelSpec
-) -> None:
-    """Where this device or these sizes cannot have them; `tokens` of a micro-batch."""
-    if products == "wide":
-        return
-    if dtype != torch.bfloat16:
-        raise ConfigError(
-            f"products: {products} goes with dtype: bfloat16, and dtype is {dtype}".replace("torch.", "")
-        )
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 9):
-        raise ConfigError(
-            f"products: {products} needs a GPU with 8-bit products (Ada, Hopper or newer), and this run is on "
-            f"{device.type}; leave it wide"
-        )
-    sizes = {
-        "micro_batch · data.sequence_length": tokens, "model.hidden": spec.hidden,
-        "model.ffn_hidden": spec.ffn_hidden, "model.heads · head_dim": spec.heads * spec.head_dim,
-        "model.kv_heads · head_dim": 2 * spec.kv_heads * spec.head_dim,
-    }  # fmt: skip
-    divisor = ARITHMETICS[products].divisor
-    for name, size in sizes.items():
-        if size % divisor:
-            raise ConfigError(
-                f"products: {products} needs sizes that divide by {divisor}, and {name} is {size}"
-            )
-
-
 def product(x: Tensor, weight: Tensor, arithmetic: Arithmetic, residual: Tensor | None = None) -> Tensor:
     """x weightᵀ, and the residual if there is one; differentiable."""
     return _Product.apply(x, weight, residual, arithmetic)  # type: ignore[no-untyped-call, no-any-return]
@@ -179,8 +149,11 @@ class ArithmeticLinear(Linear):
         self.weight, self.bias, self.arithmetic = linear.weight, linear.bias, arithmetic
 
     def forward(self, x: Tensor) -> Tensor:
-        y = product(x, self.weight, self.arithmetic)
+        y = self.without_bias(x)
         return y if self.bias is None else y + self.bias
+
+    def without_bias(self, x: Tensor) -> Tensor:
+        return product(x, self.weight, self.arithmetic)
 
 
 def use_arithmetic(layer: nn.Module, arithmetic: Arithmetic) -> None:

@@ -39,7 +39,8 @@ class TrainingAttention(Attention):
         self, x: Tensor, norm: RMSNorm, rotation: Rotation, documents: Documents
     ) -> Tensor:
         """x and what attention adds to it."""
-        if self.fused is not None and fusible(self.qkv, self.output):
+        again = "attention" in self.recompute.operations  # which overwriting what it is computed from forbids
+        if self.fused is not None and not again and fusible(self.qkv, self.output):
             return self._fused(x, norm, rotation, documents, self.fused)
         projected = self.recompute.operation("norm", self._project, x, norm)
         partial = self.recompute.operation("attention", self._mix, projected, rotation, documents)

@@ -288,6 +288,14 @@ def _problems(config: TrainConfig) -> Iterator[str]:
         yield "recompute computes whole layers again, recompute_operations parts of them: set one of the two"
     if config.lora is not None and config.model.start_from is None:
         yield "lora adapts an existing model: set model.start_from"
+    if config.products != "wide" and config.dtype != "bfloat16":
+        yield f"products: {config.products} goes with dtype: bfloat16, and dtype is {config.dtype}"
+    if config.products != "wide" and config.lora is not None:
+        yield f"products: {config.products} is not for matrices with adapters: leave it wide, or lora out"
+    if config.compile and (config.layout.pp > 1 or config.layout.ep > 1):
+        yield f"compile does not know pipelines and spread experts yet: leave out it, or them ({config.layout})"
+    if config.expert_rebalance_every_steps and config.layout.ep == 1:
+        yield "expert_rebalance_every_steps moves experts between ranks, and layout.ep is 1: set both or none"
     if config.lora is not None and config.lora.rank < 1:
         yield f"lora.rank must be 1 or more, got {config.lora.rank}"
     if not config.data.sources:

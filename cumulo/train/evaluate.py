@@ -13,8 +13,9 @@ def held_out_loss(run: ModelRun, packing: Packing, config: TrainConfig) -> float
     """Nats per token over the first `evaluate_sequences`; what fills up the last micro-batches does not count."""
     part, parts = run.data_place
     count = min(config.evaluate_sequences, packing.samples_per_epoch)
-    # Cuts of a sequence need the tokens of a whole micro-batch; without them a smaller one will do.
-    micro = config.micro_batch if config.layout.world > parts else min(config.micro_batch, count)
+    # Cuts of a sequence and 8-bit products need the tokens of a whole micro-batch; others do with fewer.
+    whole = config.layout.world > parts or config.products != "wide"
+    micro = config.micro_batch if whole else min(config.micro_batch, count)
     own = -(-count // (parts * micro)) * micro
     total, learnt = 0.0, 0
     for first in range(part * own, (part + 1) * own, micro):

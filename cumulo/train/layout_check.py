@@ -121,3 +121,8 @@ def _pipeline(config: "TrainConfig", spec: ModelSpec) -> Iterator[str]:
 def _fitting(size: int, wanted: int) -> int:
     """The largest divisor of `size` that is no more than `wanted`."""
     return max(divisor for divisor in range(1, wanted + 1) if size % divisor == 0)
+
+
+def parts_backward(layout: Layout) -> bool:
+    """Whether its pipeline computes gradients of weights apart from those of inputs."""
+    return layout.pp > 1 and family(layout.schedule).parts_backward

@@ -20,6 +20,7 @@ from cumulo.spec.model import ModelSpec
 from cumulo.train.adapters import adapter_shapes
 from cumulo.train.config import TrainConfig
 from cumulo.train.cpu_activations import cpu_activation_bytes
+from cumulo.train.layout_check import parts_backward
 from cumulo.train.pieces import pieces
 
 
@@ -55,7 +56,8 @@ def predict(
     try:
         job = TrainJob(
             spec, config.layout, config.batch_sequences, config.data.sequence_length, config.micro_batch,
-            recompute=_recompute(config, on_gpu), dtype=config.dtype if config.products == "wide" else "float8",
+            recompute=_recompute(config, spec, on_gpu),
+            dtype=config.dtype if config.products == "wide" else "float8",
             gradient_dtype="float32" if config.dtype == "float32" or config.master_weights else config.dtype,
             optimizer=config.optimizer.kind, offload_optimizer=on_gpu and config.optimizer.offload,
             offload_activations=on_gpu and config.offload_activations, master_weights=config.master_weights,
@@ -75,15 +77,24 @@ def predict(
     return Prediction(memory, first, found.step_s, basis, found.link_bytes)
 
 
-def _recompute(config: TrainConfig, on_gpu: bool) -> Recompute:
+def _recompute(config: TrainConfig, spec: ModelSpec, on_gpu: bool) -> Recompute:
     if config.recompute:
         return "full"
     names: tuple[Recompute, ...] = get_args(Recompute)
     asked = set(config.recompute_operations)
-    joined = on_gpu and config.dtype == "bfloat16" and config.layout.tp == 1 and not config.compile
-    if joined and config.products == "wide":
-        asked |= {"norm", "activation"}  # as `train.fused` does
+    if on_gpu and config.dtype == "bfloat16" and _joined(config, spec):
+        # `train.fused` computes both again, or keeps them in 8 bits, whatever was asked for.
+        asked = (
+            asked | {"norm", "activation"} if config.products == "wide" else asked - {"norm", "activation"}
+        )
     return next((name for name in names if asked and set(name.split("+")) == asked), "none")
+
+
+def _joined(config: TrainConfig, spec: ModelSpec) -> bool:
+    """Whether all of a layer is: grouped heads and a dense feed-forward, without biases and adapters."""
+    plain = spec.moe is None and spec.mla is None and not (spec.qkv_bias or spec.output_bias or spec.mlp_bias)
+    alone = config.layout.tp == 1 and not config.compile and not parts_backward(config.layout)
+    return plain and alone and config.lora is None
 
 
 def _as_trained(memory: MemoryLedger, job: TrainJob, config: TrainConfig, on_gpu: bool) -> MemoryLedger:

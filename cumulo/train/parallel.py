@@ -31,6 +31,7 @@ from cumulo.train.expert_bias import move_biases, take_loads
 from cumulo.train.expert_parallel import ExpertParallel
 from cumulo.train.groups import Groups
 from cumulo.train.initialise import initialise
+from cumulo.train.layout_check import parts_backward
 from cumulo.train.loader import DeviceBatch, to_device
 from cumulo.train.lora import add_adapters, initialise_adapter
 from cumulo.train.model import TrainingDecoder, joins_operations
@@ -61,6 +62,10 @@ class ParallelRun:
             shapes |= adapter_shapes(spec, config.lora)
         self.pieces = pieces(spec, layout, groups.rank, shapes)
         split, parts = split_for(layout, groups), chunk_parts(spec, layout)
+        # Joined operations compute a weight's gradient with its input's; some schedules need the two apart.
+        joins = (
+            joins_operations(device, self.dtype, split) and not config.compile and not parts_backward(layout)
+        )
         self.chunks = {
             chunk: TrainingDecoder(
                 spec,
@@ -70,7 +75,7 @@ class ParallelRun:
                 split=split,
                 part=parts[chunk],
                 arithmetic=ARITHMETICS[config.products],
-                fused=not config.compile and joins_operations(device, self.dtype, split),
+                fused=joins,
             )
             for chunk, _ in held_chunks(layout, groups.place.pp)
         }

@@ -22,7 +22,6 @@ from cumulo.checkpoint.store import Checkpoint, CheckpointStore, Store
 from cumulo.checkpoint.team import Team
 from cumulo.engine.machine_memory import available_memory, gpu_memory
 from cumulo.errors import ConfigError, TrainingError
-from cumulo.train.arithmetic import refuse_products
 from cumulo.train.config import TrainConfig, config_text
 from cumulo.train.evaluate import held_out_loss
 from cumulo.train.groups import Groups
@@ -39,6 +38,7 @@ from cumulo.train.model_run import AloneRun, ModelRun, RankedRun
 from cumulo.train.packing import Batch, Packing, split_documents
 from cumulo.train.plot import loss_plot
 from cumulo.train.prepare import Prepared, prepare
+from cumulo.train.products_check import refuse_products
 from cumulo.train.schedule import learning_rate_share
 from cumulo.train.state import Progressed, restore, saved_facts
 from cumulo.train.step import StepLoss
@@ -177,9 +177,9 @@ class Trainer:
             place = memory_folder(Path(config.checkpoint.memory_folder), self.folder)
             self.memory = MemoryStore(place, self.watcher.tell, self.team)
         self.saver = Saver(self.team.rank, self.watcher.tell)
-        if config.checkpoint.asynchronous and (
-            config.checkpoint.every_steps or config.checkpoint.memory_every_steps
-        ):
+        saves = config.checkpoint.every_steps or config.checkpoint.memory_every_steps
+        # 8-bit moments are saved as wider ones, which then should not exist a step longer than they must.
+        if saves and config.checkpoint.asynchronous and config.optimizer.kind != "adamw8bit":
             self.saver.prepare(self.model_run.state())
         self.watch: HangWatch | None = None
         if self.ranks is not None:
@@ -193,8 +193,7 @@ class Trainer:
     def _predict(self) -> None:
         """Memory and time, before anything is allocated; what does not fit is refused."""
         config, on_gpu = self.config, self.device.type == "cuda"
-        micro_batch_tokens = config.micro_batch * config.data.sequence_length
-        refuse_products(config.products, self.dtype, self.device, micro_batch_tokens, self.spec)
+        refuse_products(config, self.spec, self.device)
         self.flops_per_token = training_flops_per_token(self.spec, config.data.sequence_length)
         peak, self.peak_source = peak_flops(self.device, self.dtype)
         self.peak = peak * config.layout.world

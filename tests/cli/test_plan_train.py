@@ -195,8 +195,12 @@ def test_the_example_catalogue_is_planned_for(cumulo: Run) -> None:
             ("llama-3.1-8b", "--gpus", "8", "--optimizer", "sgd"),
             "--optimizer is adamw, adamw8bit, muon; got 'sgd'",
         ),
-        (("llama-3.1-8b", "--gpus", "8", "--fixed", "recompute=norms"), "--fixed recompute is none or"),
+        (("llama-3.1-8b", "--gpus", "8", "--fixed", "recompute=norms"), "--fixed recompute is none, full,"),
         (("llama-3.1-8b", "--gpus", "8", "--storage-gb-s", "-1"), "--storage-gb-s must be more than 0"),
+        (
+            ("qwen3-0.6b", "--gpus", "1", "--device", "cpu", "--dtype", "float32", "--offload-activations"),
+            "--offload-activations moves memory from a device to its host, and cpu is the host itself",
+        ),
     ],
 )
 def test_what_makes_no_sense_gets_the_reason_and_what_would(
@@ -206,6 +210,12 @@ def test_what_makes_no_sense_gets_the_reason_and_what_would(
     assert ran.code == 2
     assert reason in ran.err
     assert len(ran.err.strip().splitlines()) == 1
+
+
+def test_recomputed_operations_are_named_in_any_order(cumulo: Run) -> None:
+    ran = cumulo(*SMALL, "--fixed", "dp=8,recompute=attention+norm", "--no-why", "--json", "-")
+    assert ran.code == 0, ran.err
+    assert json.loads(ran.out)["plans"][0]["recompute"] == "norm+attention"
 
 
 def test_a_model_that_does_not_fit_is_told_how_many_gpus_would_hold_it(cumulo: Run) -> None:

@@ -121,6 +121,39 @@ def test_a_tied_embedding_is_held_where_the_model_begins_and_where_it_ends() -> 
     assert sum(stage_elements(around, load.places).total for load in stage_loads("zb-v", 2, 64, 2)) == whole
 
 
+def test_what_predicts_a_further_token_has_the_parameters_of_deepseeks_files() -> None:
+    """Their numbers by format, as the hub lists them for DeepSeek-V3 and R1, without the scales of the 8-bit ones.
+    The files have the embedding and the head, which it shares with the model, a second time."""
+    published = {"BF16": 3_918_786_560, "F8_E4M3": 680_571_043_840, "F32": 15_104}
+    job = replace(_job("deepseek-v3"), predict_ahead=1)
+    tables = 2 * job.model.vocab_size * job.model.hidden
+    assert stage_elements(job, ((0, 0),)).total + tables == sum(published.values())
+
+
+@pytest.mark.parametrize(("schedule", "copies"), [("1f1b", 1), ("zb-v", 0), ("dualpipe", 0)])
+def test_further_tokens_are_predicted_where_the_model_ends(schedule: str, copies: int) -> None:
+    """From an embedding that stage may have already, where it has the first chunk too."""
+    plain = _job("llama-3.1-8b", pp=2, schedule=schedule)
+    job = replace(plain, predict_ahead=1)
+    one, two = (replace(_job("llama-3.1-8b"), predict_ahead=ahead) for ahead in (1, 2))
+    own = stage_elements(two, ((0, 0),)).total - stage_elements(one, ((0, 0),)).total
+    more = [
+        stage_elements(job, load.places).total - stage_elements(plain, load.places).total
+        for load in stage_loads_of(job)
+    ]
+    table = job.padded_vocabulary * job.model.hidden
+    expected = {"1f1b": [0, own], "zb-v": [own, 0], "dualpipe": [own, own]}[schedule]
+    assert more == [size + (copies * table if size else 0) for size in expected]
+
+
+@pytest.mark.parametrize("recompute", ["none", "norm+activation", "full"])
+def test_a_further_token_keeps_as_much_as_a_layer_and_what_joins_it(recompute: Recompute) -> None:
+    job = replace(_job("llama-3.1-8b"), recompute=recompute)
+    layer = replace(job, model=replace(job.model, layers=job.model.layers + 1))
+    ahead = peak_memory(replace(job, predict_ahead=1)).activations - peak_memory(layer).activations
+    assert ahead == 5 * 2 * job.model.hidden * job.tokens_per_rank
+
+
 def test_experts_are_shared_by_the_ranks_that_hold_the_same() -> None:
     """8 data ranks, experts over 4: each is on 2 ranks, which share its states; the rest is shared by 8."""
     elements = Elements(matrices=800, experts=400)
@@ -296,13 +329,14 @@ def test_what_a_stage_holds_at_least_is_counted_without_playing_the_schedule(
     st.sampled_from(["gpt3-125m", "deepseek-v2-lite", "qwen3-0.6b"]),
     st.integers(2, 9),
     st.sampled_from(["none", "norm+activation", "full"]),
+    st.sampled_from([0, 2]),
 )
 def test_the_peak_is_that_of_the_worst_stage(
-    schedule: str, stages: int, name: str, rounds: int, recompute: Recompute
+    schedule: str, stages: int, name: str, rounds: int, recompute: Recompute, ahead: int
 ) -> None:
     """The ledger looks at a few stages only; the others must not need more."""
     layout = Layout(pp=stages, schedule=schedule)
-    job = TrainJob(model(name), layout, rounds * stages, 1024, recompute=recompute)
+    job = TrainJob(model(name), layout, rounds * stages, 1024, recompute=recompute, predict_ahead=ahead)
     worst = max(stage_memory(job, stage).total for stage in range(stages))
     assert least_memory_bytes(job) <= peak_memory(job).total == worst
 

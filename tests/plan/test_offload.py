@@ -4,9 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from cumulo.plan.job import TrainJob
+from cumulo.plan.job import OptimizerKind, TrainJob
+from cumulo.plan.memory import peak_memory
+from cumulo.plan.memory_states import state_bytes
 from cumulo.plan.offload import HOST_MEMORY_BYTES_PER_S, activations_s, optimizer_s, plan_time
 from cumulo.plan.train_time import estimate
+from cumulo.plan.train_time_data import heaviest_stage
 from cumulo.spec.catalog import cluster, model
 from cumulo.spec.layout import Layout
 
@@ -36,6 +39,16 @@ def test_what_is_offloaded_is_in_the_step_and_its_parts() -> None:
     assert sum(parts.values()) == pytest.approx(found.step_s)
     assert found.tokens_per_s == pytest.approx(job.tokens_per_step / found.step_s)
     assert found.mfu / plain.mfu == pytest.approx(plain.step_s / found.step_s)
+
+
+@pytest.mark.parametrize("name", ["llama-3.1-8b", "qwen2-0.5b"])
+@pytest.mark.parametrize("kind", ["adamw", "adamw8bit", "muon"])
+def test_the_step_on_the_host_passes_over_the_very_states_of_the_ledger(
+    name: str, kind: OptimizerKind
+) -> None:
+    """adamw8bit keeps the embedding's moments in float32, in both."""
+    job = replace(JOB, model=model(name), optimizer=kind, offload_optimizer=True)
+    assert state_bytes(job, heaviest_stage(job)).host == pytest.approx(peak_memory(job).host, rel=1e-4)
 
 
 def test_activations_hide_behind_the_arithmetic_as_far_as_it_goes() -> None:

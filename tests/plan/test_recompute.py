@@ -1,6 +1,7 @@
 """What computing operations again adds to a step: from little to much, and each by its own arithmetic."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 
@@ -63,6 +64,39 @@ def test_norms_under_sequence_parallelism_gather_their_tokens_again() -> None:
     split = LAYOUTS[1]
     assert _chunks("llama-3.1-8b", split, "norm").recomputed[0].tensor > 0
     assert _chunks("llama-3.1-8b", split, "activation").recomputed[0].tensor == 0
+
+
+def test_before_experts_one_norm_of_two_is_repeated_with_its_gather() -> None:
+    """Of two gathers and two scatters that forward waits for: two gathers, or one where the router keeps a norm."""
+    split = LAYOUTS[1]
+    for name, share in (("llama-3.1-8b", 1 / 2), ("qwen3-30b-a3b", 1 / 4)):
+        chunk = _chunks(name, split, "norm")
+        assert chunk.recomputed[0].tensor == pytest.approx(share * chunk.passes[0].forward.tensor)
+
+
+@pytest.mark.parametrize(
+    ("name", "recompute", "tp", "cp"),
+    [
+        ("llama-3.1-8b", "norm", 2.5, 3),
+        ("llama-3.1-8b", "activation", 2, 3),
+        ("llama-3.1-8b", "attention", 2, 4),
+        ("llama-3.1-8b", "norm+activation+attention", 2.5, 4),
+        ("llama-3.1-8b", "full", 3, 4),
+        ("qwen3-30b-a3b", "norm", 2.25, 3),
+    ],
+)
+def test_what_is_sent_follows_what_is_computed_again(
+    name: str, recompute: Recompute, tp: float, cp: float
+) -> None:
+    """In forwards: without recomputation, 2 of tensor parallelism and 3 of context parallelism."""
+    layout = Layout(dp=4, tp=2, cp=2, sequence_parallel=True)
+    plain = TrainJob(model(name), layout, 16, 4096)
+    before = dict(estimate(plain, GPUS, explain=False).link_bytes)
+    sent = dict(estimate(replace(plain, recompute=recompute), GPUS, explain=False).link_bytes)
+    assert (2 * sent["tp"] / before["tp"], 3 * sent["cp"] / before["cp"]) == pytest.approx((tp, cp))
+    alone = replace(plain, layout=replace(layout, sequence_parallel=False))
+    norms = replace(alone, recompute="norm")  # nothing is gathered behind them
+    assert estimate(norms, GPUS, explain=False).link_bytes == estimate(alone, GPUS, explain=False).link_bytes
 
 
 def test_norms_and_activations_cost_little_and_everything_a_third() -> None:

@@ -63,10 +63,25 @@ def test_checkpoints_half_as_often_cost_half_as_much() -> None:
 
 
 def test_a_checkpoint_that_is_not_away_before_the_next_is_refused_with_what_to_change() -> None:
-    with pytest.raises(ConfigError, match=r"takes 277 s to be written.*--checkpoint-minutes to 4\.6"):
+    with pytest.raises(ConfigError, match=r"takes 277 s to be written.*--checkpoint-minutes to 4\.7 "):
         _stalls(interval_s=60.0, node_bytes_per_s=1e7)
-    with pytest.raises(ConfigError, match="--storage-gb-s must be more than 0"):
-        Storage(node_bytes_per_s=0.0)
+    assert _stalls(interval_s=60 * 4.7, node_bytes_per_s=1e7).interval_s == 282
+    with pytest.raises(
+        ConfigError, match="--storage-gb-s must be more than 0 and finite, got -2; 1 is usual"
+    ):
+        Storage(node_bytes_per_s=-2e9)
+    with pytest.raises(
+        ConfigError, match=r"--checkpoint-minutes must be .* got 0; leave it out for the best"
+    ):
+        Storage(interval_s=0.0)
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_checkpoints_more_often_than_steps_are_refused_with_the_least_that_is_not(asynchronous: bool) -> None:
+    with pytest.raises(ConfigError, match=r"a step takes 65 s.*the 60 s .*--checkpoint-minutes to 1\.1$"):
+        _stalls(step_s=65.0, interval_s=60.0, asynchronous=asynchronous)
+    found = _stalls(step_s=65.0, interval_s=66.0, asynchronous=asynchronous)
+    assert found.checkpoint_s <= found.stop_s  # of a step: no more than one
 
 
 @pytest.mark.parametrize(("kind", "bytes_each"), [("adamw", 14), ("adamw8bit", 14)])

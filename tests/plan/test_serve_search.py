@@ -37,6 +37,22 @@ def replica(
     return Replica(catalog.model(model), cluster.node, cluster.fabric, tp, 1, weights, max_context=4096)
 
 
+# -- memory ------------------------------------------------------------------------------------------------------
+def test_8_bit_weights_must_fit_before_they_are_quantised() -> None:
+    with pytest.raises(CumuloError, match=r"tp 2 would fit: .* loaded before they are quantised"):
+        replica("h100-sxm", "llama-3.1-70b", weights="float8").memory()
+    assert replica("h100-sxm", "llama-3.1-70b", tp=2, weights="float8").memory().kv_blocks > 0
+
+
+@pytest.mark.parametrize(("device", "model"), [("rtx-4090", "llama-3.1-8b"), ("l40s", "qwen3-14b")])
+@pytest.mark.parametrize("longest", [3000, 20_000, 33_000])
+def test_the_context_to_serve_with_is_one_that_fits(device: str, model: str, longest: int) -> None:
+    sampled = replace(replica(device, model), max_context=longest)
+    roomy = sampled.roomy_context()
+    assert longest <= roomy <= 2 * longest
+    replace(sampled, max_context=roomy).memory()
+
+
 # -- traffic -----------------------------------------------------------------------------------------------------
 def test_a_rate_stretches_time_and_changes_nothing_else() -> None:
     slow, fast = some_traffic().at_rate(2.0), some_traffic().at_rate(20.0)

@@ -5,6 +5,8 @@ What `fp8_pair` makes, but an outlier costs only its own block bits, so e4m3 doe
 element out, for a tile of 128 × 128 has all that its scales depend on. Both sizes divide by 128.
 """
 
+from collections.abc import Iterator
+
 import torch
 import torch.nn.functional as F
 import triton
@@ -12,7 +14,8 @@ import triton.language as tl
 from torch import Tensor
 
 from cumulo.kernels.cuda.fp8_pair import E4M3, SMALLEST_SCALE, Fp8Pair
-from cumulo.kernels.cuda.work import Work
+from cumulo.kernels.cuda.timing import graph_us
+from cumulo.kernels.cuda.work import KernelRow, Work
 
 BLOCK = 128
 
@@ -85,3 +88,14 @@ def dequantised(data: Tensor, scale: Tensor) -> Tensor:
 
 def work(rows: int, columns: int, element_bytes: int) -> Work:
     return Work(bytes=rows * columns * (element_bytes + 2), flops=4 * rows * columns)
+
+
+def bench_rows() -> Iterator[KernelRow]:
+    for rows, columns in ((32768, 16384), (32768, 2048)):
+        x = torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16)
+        found = fp8_blocks(x)
+        error = float((dequantised(found.data, found.scale) - x.float()).norm() / x.float().norm())
+        yield KernelRow(
+            "fp8_blocks", f"{rows}x{columns}", work(rows, columns, 2), graph_us(lambda _: fp8_blocks(x)),
+            {"torch": graph_us(lambda _: reference(x))}, error=error,
+        )  # fmt: skip

@@ -7,6 +7,7 @@ for its largest magnitude, which no element can be scaled without) and two bytes
 Weights and activations are e4m3, gradients e5m2, which gives up a bit for range (Micikevicius et al. 2022).
 """
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -14,7 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cumulo.kernels.cuda.work import Work
+from cumulo.kernels.cuda.timing import graph_us
+from cumulo.kernels.cuda.work import KernelRow, Work
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 SMALLEST_SCALE = 1e-12  # a matrix of zeros has some scale
@@ -96,3 +98,15 @@ def product(
 
 def work(rows: int, columns: int, element_bytes: int) -> Work:
     return Work(bytes=rows * columns * (2 * element_bytes + 2), flops=2 * rows * columns)
+
+
+def bench_rows() -> Iterator[KernelRow]:
+    """A layer's gradients in training: the gate's, and those of the residual stream."""
+    for rows, columns in ((32768, 16384), (32768, 2048)):
+        x = torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16)
+        found, exact = fp8_pair(x), x.double()
+        error = float((found.data.double() * found.scale - exact).norm() / exact.norm())
+        yield KernelRow(
+            "fp8_pair", f"{rows}x{columns}", work(rows, columns, 2), graph_us(lambda _: fp8_pair(x)),
+            {"torch": graph_us(lambda _: reference(x))}, error=error,
+        )  # fmt: skip

@@ -51,7 +51,7 @@ def scaled_op(x: Tensor, scale: Tensor) -> Tensor:
 
 
 @scaled_op.register_fake
-def _fakescaled_into(x: Tensor, scale: Tensor) -> Tensor:
+def _fake_scaled(x: Tensor, scale: Tensor) -> Tensor:
     return torch.empty_like(x)
 
 

@@ -6,12 +6,15 @@ side by side as the product before wants them. Pairs are the halves of a head (S
 out); the arithmetic is in float32.
 """
 
+from collections.abc import Iterator
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from cumulo.kernels.cuda.work import Work
+from cumulo.kernels.cuda.timing import graph_us
+from cumulo.kernels.cuda.work import KernelRow, Work
 
 
 def reference(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -99,3 +102,21 @@ def work(
 ) -> Work:
     moved = (heads + (2 if backward else 1) * kv_heads) * dim
     return Work(bytes=2 * tokens * moved * element_bytes, flops=3 * tokens * (heads + kv_heads) * dim)
+
+
+def bench_rows() -> Iterator[KernelRow]:
+    tokens, heads, kv_heads, dim = 32768, 32, 8, 64
+    qkv = torch.randn(tokens, (heads + 2 * kv_heads) * dim, device="cuda", dtype=torch.bfloat16)
+    angle = torch.rand(tokens, dim // 2, device="cuda") * 6
+    cos, sin = angle.cos().bfloat16(), angle.sin().bfloat16()
+    states = qkv.view(tokens, -1, dim)[:, : heads + kv_heads]
+    exact = reference(states.double(), cos.double(), sin.double())
+    turned = qkv.clone()
+    rotate_(turned, cos, sin, heads, kv_heads)
+    found = turned.view(tokens, -1, dim)[:, : heads + kv_heads]
+    yield KernelRow(
+        "rotate", f"{tokens} tokens {heads}/{kv_heads} heads d={dim}", work(tokens, heads, kv_heads, dim, 2),
+        graph_us(lambda _: rotate_(turned, cos, sin, heads, kv_heads)),
+        {"torch": graph_us(lambda _: reference(states, cos, sin))},
+        error=float((found.double() - exact).norm() / exact.norm()),
+    )  # fmt: skip

@@ -36,7 +36,11 @@ def batch(device: torch.device) -> DeviceBatch:
 
 
 def gradients(
-    spec: ModelSpec, arithmetic: Arithmetic, fused: bool, device: torch.device, recompute: bool = False
+    spec: ModelSpec,
+    arithmetic: Arithmetic,
+    fused: bool,
+    device: torch.device,
+    recompute: bool | tuple[str, ...] = False,
 ) -> dict[str, torch.Tensor]:
     model = TrainingDecoder(
         spec, torch.float32, device, arithmetic=arithmetic, fused=fused, recompute=recompute
@@ -58,9 +62,9 @@ def gradients(
 
 
 @pytest.mark.parametrize("qk_norm", [False, True])
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("recompute", [False, True, ("norm", "attention")], ids=str)
 def test_the_joined_layer_has_the_gradients_of_the_plain_one(
-    qk_norm: bool, recompute: bool, device: torch.device
+    qk_norm: bool, recompute: bool | tuple[str, ...], device: torch.device
 ) -> None:
     spec = dataclasses.replace(SPEC, qk_norm=qk_norm)
     plain = gradients(spec, WIDE, False, device)
