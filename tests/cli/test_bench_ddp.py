@@ -5,7 +5,7 @@ import pytest
 from cumulo.cli import bench_ddp
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_both_sides_train_the_same_model() -> None:
     told: list[str] = []
     ratio, ours, theirs, difference = bench_ddp.measure(2, rounds=1, steps=1, tell=told.append)

@@ -81,7 +81,7 @@ def test_the_judge_computes_exactly_and_reads_patterns_as_ecma_does():
         Judge({"pattern": r"\p{Letter}"}, "draft7")
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @needs_built_in_model
 def test_every_finished_answer_of_the_built_in_model_fits_the_suites_schema(suite):
     with LLM(config=EngineConfig(max_running=16, kv_memory_gib=0.25, max_context=1024, threads=1)) as llm:

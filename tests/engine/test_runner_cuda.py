@@ -127,7 +127,9 @@ def prompt(length: int, seed: int) -> list[int]:
     return torch.randint(8, 53, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-@pytest.mark.parametrize("name", ["window", "experts", "latent", "latent experts"])  # "dense": below
+@pytest.mark.parametrize(  # "dense": below
+    "name", ["window", "experts", "latent", pytest.param("latent experts", marks=pytest.mark.thorough)]
+)
 def test_the_kernels_give_the_tokens_of_the_torch_runner(name: str) -> None:
     decoder = make_decoder(name)
     requests = [

@@ -35,6 +35,7 @@ def test_every_axis_cuts_the_ranks_into_groups_of_equal_size(layout: Layout) -> 
         assert all(layout.group(axis, rank) == group for group in groups for rank in group)
 
 
+@settings(max_examples=25)
 @given(layouts())
 def test_the_mesh_is_the_array_one_can_print(layout: Layout) -> None:
     mesh = np.arange(layout.world).reshape(layout.pp, layout.dp, layout.cp, layout.tp)
@@ -46,6 +47,7 @@ def test_the_mesh_is_the_array_one_can_print(layout: Layout) -> None:
         assert layout.group("data", rank) == tuple(mesh[at.pp, :, :, at.tp].flatten())
 
 
+@settings(max_examples=25)
 @given(layouts())
 def test_shards_and_their_copies_make_up_the_data_ranks(layout: Layout) -> None:
     for pair in (("shard", "copies"), ("ep", "expert_data")):

@@ -139,6 +139,7 @@ def test_targets_that_a_model_has_not_are_refused_by_name() -> None:
         adapter_shapes(LATENT, LoraConfig(targets=("kv_c",)))
 
 
+@pytest.mark.thorough
 def test_an_adapted_run_goes_on_under_other_layouts(tmp_path: Path) -> None:
     """Four layouts one after the other, and the exported model, against one process that never stopped."""
     source = write_texts(tmp_path / "texts.jsonl")

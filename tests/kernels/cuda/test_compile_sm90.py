@@ -28,7 +28,11 @@ def compiled(tmp_path: Path, *groups: str) -> list[tuple[Case, Compiled]]:
 
 @pytest.mark.parametrize(
     "group",
-    ["draws, bfloat16", pytest.param("draws, float32", marks=pytest.mark.thorough), "small steps"],
+    [
+        "draws, bfloat16",
+        pytest.param("draws, float32", marks=pytest.mark.thorough),
+        pytest.param("small steps", marks=pytest.mark.thorough),
+    ],
 )
 def test_the_small_kernels_of_a_step_fit(group: str, tmp_path: Path) -> None:
     for _, found in compiled(tmp_path, group):
