@@ -14,6 +14,8 @@ from hypothesis import settings
 from tests import thorough
 
 settings.register_profile("cumulo", deadline=None, derandomize=True)
+# Other cases than always: pytest --hypothesis-profile=hunt --hypothesis-seed=1
+settings.register_profile("hunt", deadline=None)
 settings.load_profile("cumulo")
 
 

@@ -365,7 +365,10 @@ class Scheduler:
         blocks = len(victim.blocks)
         choice = self.residency.send_away(victim, plan)
         victim.request.story.preempt(now_s, plan.index, cause, by.request.id, why, blocks, choice.why)
-        self.queue.enter(victim)
+        if victim.candidates is None:
+            self.queue.enter(victim)
+        else:  # a beam with nothing to compute until its fellows are there, too
+            self.queue.park(victim)
 
     # -- results ------------------------------------------------------------------------------------------
     def apply(self, plan: StepPlan, result: StepResult, now_s: float) -> list[Sequence]:

@@ -24,7 +24,7 @@ def searched_alone(made: Request) -> list[tuple[list[int], float]]:
         beams = [[*beams[parent], token] for parent, token in zip(step.parents, step.tokens, strict=True)]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(
     width=st.integers(1, 4),
     prompt=st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=20),
@@ -33,16 +33,27 @@ def searched_alone(made: Request) -> list[tuple[list[int], float]]:
     block_size=st.sampled_from([1, 3, 4, 16]),
     overlap=st.booleans(),
     host_blocks=st.sampled_from([0, 20]),
+    preemption=st.sampled_from(["auto", "swap"]),
     prefix_cache=st.booleans(),
     rivals=st.integers(0, 3),
 )
 def test_beams_find_the_same_hypotheses_in_any_memory(
-    width, prompt, max_tokens, spare_blocks, block_size, overlap, host_blocks, prefix_cache, rivals
+    width,
+    prompt,
+    max_tokens,
+    spare_blocks,
+    block_size,
+    overlap,
+    host_blocks,
+    preemption,
+    prefix_cache,
+    rivals,
 ):
     longest = max(len(prompt), 4) + max(max_tokens, 12)
     scheduler, runner = make(
         blocks=-(-longest // block_size) + spare_blocks, block_size=block_size, max_running=5,
         max_tokens_per_step=7, host_blocks=host_blocks, prefix_cache=prefix_cache,
+        preemption=preemption if host_blocks else "recompute",
     )  # fmt: skip
     searched = request("beams", prompt, max_tokens=max_tokens, beam_width=width, n=width)
     others = [request(f"other{i}", [i, 1, 2], seed=i, max_tokens=12) for i in range(rivals)]

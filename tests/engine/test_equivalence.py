@@ -8,46 +8,18 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cumulo.engine.params import SamplingParams
+from tests.engine.equivalence import Lengths, Way, check, draw_requests, run_alone
 from tests.engine.tiny_engine import SPECS, VOCAB, make_decoder, make_engine, run
 
 DECODERS = {name: make_decoder(name) for name in SPECS}
 
 
-def draw_requests(rng: random.Random, count: int) -> list[tuple[list[int], SamplingParams, int, str]]:
-    prefix = [rng.randrange(VOCAB) for _ in range(rng.randrange(1, 40))]
-    drawn = []
-    for _ in range(count):
-        prompt = (prefix if rng.random() < 0.6 else []) + [
-            rng.randrange(VOCAB) for _ in range(rng.randrange(1, 20))
-        ]
-        kind = rng.random()
-        common = dict(max_tokens=rng.randrange(1, 20), ignore_eos=rng.random() < 0.5)
-        if kind < 0.35:
-            params = SamplingParams(temperature=0, **common)
-        elif kind < 0.75:
-            params = SamplingParams(
-                temperature=rng.choice([0.5, 1.0, 2.0]), top_k=rng.choice([0, 5]), top_p=rng.choice([1.0, 0.8]),
-                min_p=rng.choice([0.0, 0.05]), seed=rng.randrange(1000), n=rng.choice([1, 1, 2, 3]),
-                repetition_penalty=rng.choice([1.0, 1.3]), presence_penalty=rng.choice([0.0, 0.5]),
-                frequency_penalty=rng.choice([0.0, 0.3]), logit_bias={3: 1.5} if rng.random() < 0.3 else {},
-                min_tokens=rng.choice([0, 1]), logprobs=rng.choice([None, 2]), **common,
-            )  # fmt: skip
-        elif kind < 0.9:
-            params = SamplingParams(beam_width=rng.choice([2, 3]), **common)
-        else:
-            params = SamplingParams(temperature=0, prompt_logprobs=1, **common)
-        drawn.append((prompt, params, rng.choice([0, 0, 1]), rng.choice(["", "", "tenant"])))
-    return drawn
-
-
-def result_of(output):
-    return [(s.token_ids, s.finish_reason) for s in output.samples]
+def maker(name: str):
+    return lambda **options: make_engine(DECODERS[name], **{"blocks": 64, **options})
 
 
 def alone(name: str, prompt, params):
-    engine = make_engine(DECODERS[name], blocks=64, block_size=16, prefix_cache=False)
-    engine.add(prompt, params, request_id="alone")
-    return run(engine)["alone"]
+    return run_alone(maker(name), prompt, params)
 
 
 @pytest.mark.slow
@@ -67,39 +39,9 @@ def test_tokens_do_not_depend_on_what_happens_around_them(
     name, seed, block_size, spare_blocks, budget, prefix_cache, overlap, preemption, count
 ):
     rng = random.Random(seed)
-    requests = draw_requests(rng, count)
-    longest = max(len(prompt) + params.max_tokens for prompt, params, _, _ in requests)
-    engine = make_engine(
-        DECODERS[name], blocks=-(-longest // block_size) + spare_blocks, block_size=block_size, max_running=5,
-        max_tokens_per_step=budget, prefix_cache=prefix_cache, preemption=preemption,
-        host_blocks=60 if preemption == "swap" else 0, overlap=overlap,
-    )  # fmt: skip
-    victims = {f"r{i}" for i in range(count) if rng.random() < 0.15}
-    for index, (prompt, params, priority, salt) in enumerate(requests):
-        engine.add(prompt, params, request_id=f"r{index}", priority=priority, cache_salt=salt)
-    abort_at = rng.randrange(1, 12)
-
-    def between(step: int) -> None:
-        if step == abort_at:
-            for victim in victims:
-                engine.abort(victim)
-
-    outputs = run(engine, between)
-    engine.runner.close()
-    assert len(outputs) == count, "a request was lost"
-    for index, (prompt, params, _, _) in enumerate(requests):
-        expected = alone(name, prompt, params)
-        got = outputs[f"r{index}"]
-        if f"r{index}" in victims and any(s.finish_reason == "abort" for s in got.samples):
-            if params.beam_width is None and params.n == 1:
-                tokens = got.samples[0].token_ids
-                assert tokens == expected.samples[0].token_ids[: len(tokens)]
-            continue
-        assert result_of(got) == result_of(expected)
-        if params.prompt_logprobs is not None:
-            assert [p.token for p in got.prompt_logprobs] == prompt[1:]
-            for ours, theirs in zip(got.prompt_logprobs, expected.prompt_logprobs, strict=True):
-                assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-9)
+    requests = draw_requests(rng, count, VOCAB, Lengths())
+    way = Way(block_size, spare_blocks, budget, prefix_cache, overlap, preemption)
+    check(maker(name), rng, requests, way, nats=1e-9)
 
 
 def test_preemption_by_either_means_really_happens_and_changes_nothing():

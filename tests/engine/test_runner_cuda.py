@@ -4,107 +4,31 @@ runner's.
 With a GPU the same tests run on it, captured graphs included.
 """
 
-import os
 from collections import deque
 from collections.abc import Iterator
-from importlib.util import find_spec
 
 import pytest
 import torch
 
-HAS_GPU = torch.cuda.is_available()
-if not HAS_GPU:
-    os.environ["TRITON_INTERPRET"] = "1"
-if find_spec("triton") is None:
-    pytest.skip("Triton is not installed", allow_module_level=True)
-
-from triton import next_power_of_2  # noqa: E402
-
-from cumulo.engine import step_words  # noqa: E402
-from cumulo.engine.engine import Engine  # noqa: E402
-from cumulo.engine.ledger_gpu import fp8_saved_bytes, gpu_buffer_bytes, gpu_logit_bytes, gpu_table_bytes  # noqa: E402
-from cumulo.engine.params import SamplingParams  # noqa: E402
-from cumulo.engine.plan import StepPlan  # noqa: E402
-from cumulo.engine.runner_cuda import CudaRunner  # noqa: E402
-from cumulo.engine.runner_torch import TorchRunner, held_weight_bytes  # noqa: E402
-from cumulo.engine.scheduler import Scheduler  # noqa: E402
-from cumulo.engine.scheduler_config import SchedulerConfig  # noqa: E402
-from cumulo.kernels.cuda import small_linear  # noqa: E402
-from cumulo.models.batch import KVCache  # noqa: E402
-from cumulo.models.cuda_decoder import CudaDecoder  # noqa: E402
-from cumulo.models.decoder import Decoder  # noqa: E402
-from cumulo.spec.counting import weight_bytes  # noqa: E402
-from cumulo.spec.model import MLASpec, ModelSpec, MoESpec  # noqa: E402
-from tests.engine.random_planner import RandomPlanner  # noqa: E402
-from tests.engine.random_planner import Sequence as PlannedSequence  # noqa: E402
+from tests.engine.tiny_cuda_engine import DEVICE, SPECS, make_decoder, make_engine, use_few_programs  # isort: skip
+from cumulo.engine.engine import Engine
+from cumulo.engine.ledger_gpu import fp8_saved_bytes, gpu_buffer_bytes, gpu_logit_bytes, gpu_table_bytes
+from cumulo.engine.params import SamplingParams
+from cumulo.engine.plan import StepPlan
+from cumulo.engine.runner_cuda import CudaRunner
+from cumulo.engine.runner_torch import TorchRunner, held_weight_bytes
+from cumulo.models.batch import KVCache
+from cumulo.models.cuda_decoder import CudaDecoder
+from cumulo.spec.counting import weight_bytes
+from tests.engine.random_planner import RandomPlanner
+from tests.engine.random_planner import Sequence as PlannedSequence
 
 pytestmark = pytest.mark.slow
-DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
-BASE = dict(
-    family="tiny", vocab_size=53, hidden=32, layers=2, heads=2, kv_heads=1, head_dim=16, ffn_hidden=48,
-    max_context=128, eos_token_ids=(7,),
-)  # fmt: skip
-SPECS = {
-    "dense": ModelSpec(**BASE),
-    "window": ModelSpec(**BASE, sliding_window=9, qk_norm=True, tied_embeddings=True, qkv_bias=True),
-    "experts": ModelSpec(**BASE, moe=MoESpec(experts=4, experts_per_token=2, expert_hidden=16)),
-    "latent": ModelSpec(
-        **BASE, mla=MLASpec(24, kv_rank=32, nope_head_dim=16, rope_head_dim=16, value_head_dim=12),
-        rope_interleaved=True, qkv_bias=True,
-    ),
-    "latent experts": ModelSpec(
-        **BASE, mla=MLASpec(None, kv_rank=16, nope_head_dim=8, rope_head_dim=16, value_head_dim=16),
-        moe=MoESpec(experts=4, experts_per_token=2, expert_hidden=16, shared_hidden=24, dense_layers=(0,),
-                    scoring="sigmoid", groups=2, group_score="top2sum", selection_bias=True),
-    ),
-}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
 def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An interpreted program takes milliseconds, however large: a GPU's tile of one row would take the whole time,
-    and so would tokens that only fill up a shape."""
-    if not HAS_GPU:
-        monkeypatch.setattr(step_words, "_EAGER_STEP", 16)
-        monkeypatch.setattr(
-            small_linear,
-            "default_config",
-            lambda n, k, *_: small_linear.SmallConfig(64, next_power_of_2(k), 4),
-        )
-
-
-def make_decoder(name: str) -> Decoder:
-    decoder = Decoder(SPECS[name], torch.float32)
-    generator = torch.Generator().manual_seed(3)
-    for parameter in decoder.parameters():
-        wide = parameter.dim() > 1
-        random = torch.randn(parameter.shape, generator=generator)
-        parameter.data = 0.3 * random if wide else 1 + 0.3 * random
-    return decoder.to(DEVICE)
-
-
-def make_engine(
-    decoder: Decoder, on_kernels: bool, overlap: bool = True, invariant: bool = False, **options
-) -> Engine:
-    defaults = dict(blocks=24, block_size=16, max_context=120, max_running=6, max_tokens_per_step=48)
-    config = SchedulerConfig(**{**defaults, **options})
-    cache = KVCache(decoder.spec, config.blocks, config.block_size, torch.float32, DEVICE)
-    cache.key_storage.fill_(torch.nan)  # whatever a block held before must not matter
-    cache.value_storage.fill_(torch.nan)
-    shared = dict(
-        max_slots=config.max_running,
-        max_context=config.max_context,
-        eos_token_ids=(7,),
-        host_blocks=config.host_blocks,
-    )
-    if on_kernels:
-        model = CudaDecoder(
-            decoder, config.max_tokens_per_step, config.max_running, batch_invariant=invariant
-        )
-        runner = CudaRunner(model, cache, **shared)
-    else:
-        runner = TorchRunner(decoder, cache, **shared)
-    return Engine(Scheduler(config), runner, None, vocab_size=53, eos_ids=(7,), overlap=overlap)
+    use_few_programs(monkeypatch)
 
 
 def run(
@@ -131,7 +55,7 @@ def prompt(length: int, seed: int) -> list[int]:
     "name", ["window", "experts", "latent", pytest.param("latent experts", marks=pytest.mark.thorough)]
 )
 def test_the_kernels_give_the_tokens_of_the_torch_runner(name: str) -> None:
-    decoder = make_decoder(name)
+    decoder = make_decoder(SPECS[name])
     requests = [
         (prompt(20, 1), SamplingParams(temperature=0, max_tokens=3)),
         (prompt(3, 2), SamplingParams(temperature=0.8, seed=5, max_tokens=3)),
@@ -150,7 +74,7 @@ def test_the_kernels_give_the_tokens_of_the_torch_runner(name: str) -> None:
 
 
 def test_draws_with_cuts_are_the_torch_runners_and_need_no_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    decoder = make_decoder("dense")
+    decoder = make_decoder(SPECS["dense"])
     requests = [
         (prompt(3, 1), SamplingParams(temperature=0.9, top_k=9, top_p=0.8, seed=1, max_tokens=2)),
         (prompt(2, 2), SamplingParams(temperature=1, seed=3, max_tokens=2)),
@@ -169,7 +93,7 @@ def test_draws_with_cuts_are_the_torch_runners_and_need_no_host(monkeypatch: pyt
     ],
 )
 def test_preemption_by_recomputation_and_by_swap_changes_no_token(name: str, way: dict) -> None:
-    decoder = make_decoder(name)
+    decoder = make_decoder(SPECS[name])
     requests = [
         (prompt(14, seed), SamplingParams(temperature=0, max_tokens=7, ignore_eos=True)) for seed in range(3)
     ]
@@ -182,7 +106,7 @@ def test_preemption_by_recomputation_and_by_swap_changes_no_token(name: str, way
 
 
 def test_embeddings_and_prompt_log_probabilities_are_the_torch_runners() -> None:
-    decoder = make_decoder("dense")
+    decoder = make_decoder(SPECS["dense"])
     found = []
     for on_kernels in (False, True):
         engine = make_engine(decoder, on_kernels)
@@ -204,7 +128,7 @@ def test_embeddings_and_prompt_log_probabilities_are_the_torch_runners() -> None
 
 @pytest.mark.parametrize("name", ["window", "experts", "latent"])
 def test_in_batch_invariant_mode_company_and_chunking_change_no_bit(name: str) -> None:
-    decoder = make_decoder(name)
+    decoder = make_decoder(SPECS[name])
     wanted = (prompt(19, 1), SamplingParams(temperature=0, max_tokens=3, logprobs=0))
     others = [(prompt(2 + 2 * seed, seed), SamplingParams(temperature=1, max_tokens=2)) for seed in (2, 3)]
 
@@ -249,7 +173,7 @@ class Twins:
 
 
 def test_random_plans_with_steps_in_flight_give_the_torch_runners_tokens() -> None:
-    decoder, slots, size = make_decoder("window"), 5, 16
+    decoder, slots, size = make_decoder(SPECS["window"]), 5, 16
     caches = [KVCache(decoder.spec, 12, size, torch.float32, DEVICE) for _ in range(2)]
     shared = dict(max_slots=slots, max_context=40, eos_token_ids=(7,), host_blocks=8)
     kernels = CudaRunner(CudaDecoder(decoder, 96, slots), caches[0], **shared)
@@ -277,7 +201,7 @@ def test_random_plans_with_steps_in_flight_give_the_torch_runners_tokens() -> No
 
 
 def test_a_step_that_cannot_be_captured_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
-    decoder = make_decoder("dense")
+    decoder = make_decoder(SPECS["dense"])
     requests = [(prompt(3, 1), SamplingParams(temperature=0, max_tokens=4, ignore_eos=True))]
     expected = run(make_engine(decoder, on_kernels=False, overlap=False), requests)
     engine = make_engine(decoder, on_kernels=True)
@@ -295,7 +219,9 @@ def test_a_step_that_cannot_be_captured_is_launched(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("name", list(SPECS))
 def test_the_ledger_predicts_what_the_runner_holds_to_the_byte(name: str) -> None:
-    runner = make_engine(make_decoder(name), on_kernels=True, max_tokens_per_step=40, max_running=7).runner
+    runner = make_engine(
+        make_decoder(SPECS[name]), on_kernels=True, max_tokens_per_step=40, max_running=7
+    ).runner
     held = runner.memory_bytes()
     predicted = {
         "activations": gpu_buffer_bytes(SPECS[name], 40, 7, 4),
@@ -308,6 +234,6 @@ def test_the_ledger_predicts_what_the_runner_holds_to_the_byte(name: str) -> Non
 
 @pytest.mark.parametrize("name", list(SPECS))
 def test_the_ledger_counts_eight_bit_weights_as_they_are_held(name: str) -> None:
-    model = CudaDecoder(make_decoder(name), 16, 2, fp8_weights=True)
+    model = CudaDecoder(make_decoder(SPECS[name]), 16, 2, fp8_weights=True)
     predicted = weight_bytes(SPECS[name], "float32") - fp8_saved_bytes(SPECS[name], 4)
     assert held_weight_bytes(model) == predicted < weight_bytes(SPECS[name], "float32")

@@ -41,8 +41,11 @@ def decode_config(
     return replace(default, **TUNED.get(key, {}))
 
 
-def chunk_config(group: int, head_dim: int, kv_dtype: torch.dtype, block_size: int) -> ChunkConfig:
-    """A row's bits do not depend on the batch whatever these are: they depend on the model and cache only.
+def chunk_config(
+    group: int, head_dim: int, kv_dtype: torch.dtype, block_size: int, invariant: bool
+) -> ChunkConfig:
+    """A row's bits do not depend on the batch whatever these are. With `invariant` they do not depend on the size
+    of a page either, so what was tuned for one is left alone.
 
     Two programs of 64 rows on a multiprocessor take turns at the matrix units, which on an H200 was worth more
     than the shared loads of one of 128 (447 and 401 TFLOP/s). An 8-bit cache, whose keys pass through
@@ -54,6 +57,8 @@ def chunk_config(group: int, head_dim: int, kv_dtype: torch.dtype, block_size: i
         default = ChunkConfig(key_tile=64, num_stages=3)
     else:
         default = ChunkConfig(rows=64, key_tile=64, num_warps=4, num_stages=3)
+    if invariant:
+        return default
     return replace(default, **TUNED.get(chunk_key(group, head_dim, kv_dtype, block_size), {}))
 
 

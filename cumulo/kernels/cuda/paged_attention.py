@@ -63,7 +63,7 @@ class AttentionPlan:
         self.decode = decode or decode_config(
             group, head_dim, kv_dtype, sequences * kv_heads, multiprocessors, self.invariant
         )
-        self.chunk = chunk or chunk_config(group, head_dim, kv_dtype, block_size)
+        self.chunk = chunk or chunk_config(group, head_dim, kv_dtype, block_size, self.invariant)
         self.block_size = block_size
         self.chunk_from = 1 if chunking_invariant else 2  # new tokens from which a sequence is a chunk
         self.query_tile = self.chunk.query_tile(group)
@@ -253,7 +253,7 @@ def attention_plan(
         max_blocks=max_blocks,
         decode_only=decode_only,
         invariant=invariant,
-        device=torch.device(device),
+        device=torch.empty(0, device=device).device,  # "cuda" becomes "cuda:0"
         chunking_invariant=chunking_invariant,
         windows=windows,
         kv_dtype=kv_dtype,

@@ -33,6 +33,7 @@ from cumulo.kernels.cuda.sample import (
     SampleBuffers,
     uniform,
 )  # fmt: skip
+from cumulo.kernels.cuda.sample_cuts_row import draw_row, held_above, order_key
 from cumulo.kernels.cuda.work import Work
 
 CANDIDATES = 4096  # a row with more is drawn from where it lies
@@ -64,13 +65,6 @@ def reference(
 
 
 @triton.jit
-def _key(x, UNUSED: tl.constexpr):
-    """An integer in the order of the logits; both zeros are one."""
-    bits = tl.where(x == 0, 0.0, x).to(tl.int32, bitcast=True)
-    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)) >> UNUSED
-
-
-@triton.jit
 def _cuts(draw, vocabulary, TOP_K: tl.constexpr, TOP_P: tl.constexpr, MIN_P: tl.constexpr):
     """top_k (the vocabulary's size: none), top_p and min_p of a draw."""
     k = tl.load(draw + TOP_K)
@@ -99,13 +93,13 @@ def _bound(draws, maxima, masses, tops, bounds, totals, vocabulary, parts, tops_
         mass = tl.where(peaks == float("-inf"), 0.0, mass * tl.exp((peaks - peak) / temperature))
         total = tl.sum(mass.to(tl.float64), 0)
         tl.store(totals + row, total)
-        lowest = _key(tl.full((), LOWEST, tl.float32), UNUSED)
+        lowest = order_key(tl.full((), LOWEST, tl.float32), UNUSED)
         bound = lowest
         if k < vocabulary:
             if k <= tops_count:
                 slot = tl.arange(0, TOPS)
                 top = tl.load(tops + row * tops_count + slot, mask=slot < tops_count, other=float("-inf"))
-                keys = _key(top, UNUSED)
+                keys = order_key(top, UNUSED)
                 low = tl.min(tl.where(slot < tops_count, keys, NO_CUT), 0).to(tl.int64)
                 high = tl.max(keys, 0).to(tl.int64)
                 while low < high:  # the largest key that k blocks reach
@@ -119,7 +113,7 @@ def _bound(draws, maxima, masses, tops, bounds, totals, vocabulary, parts, tops_
             light = tl.log(tl.maximum(total * (1 - p.to(tl.float64)) * 0.0009765625, 1e-30)).to(tl.float32)
             reach = temperature * tl.where(p < 1, light, tl.log(tl.maximum(min_p, 1e-30)))
             value = peak + reach - 1e-5 * (tl.abs(peak) + tl.abs(reach))
-            bound = tl.maximum(_key(value, UNUSED), lowest)
+            bound = tl.maximum(order_key(value, UNUSED), lowest)
     tl.store(bounds + row, bound)
 
 
@@ -130,12 +124,12 @@ def _count(logits, maxima, bounds, counts, vocabulary, logit_stride, parts, UNUS
     row, part = tl.program_id(0), tl.program_id(1)
     bound = tl.load(bounds + row)
     count = 0
-    if _key(tl.load(maxima + row * parts + part), UNUSED) >= bound:
+    if order_key(tl.load(maxima + row * parts + part), UNUSED) >= bound:
         token = part * PART + tl.arange(0, PART)
         x = tl.load(
             logits + row.to(tl.int64) * logit_stride + token, mask=token < vocabulary, other=float("-inf")
         )
-        count = tl.sum((_key(x.to(tl.float32), UNUSED) >= bound).to(tl.int32), 0)
+        count = tl.sum((order_key(x.to(tl.float32), UNUSED) >= bound).to(tl.int32), 0)
     tl.store(counts + row * parts + part, count)
 
 
@@ -157,139 +151,13 @@ def _compact(logits, draws, maxima, bounds, counts, keys, weights, tokens, vocab
         for start in range(part * PART, part * PART + PART, CHUNK):
             token = start + tl.arange(0, CHUNK)
             x = tl.load(source + token, mask=token < vocabulary, other=float("-inf")).to(tl.float32)
-            key = _key(x, UNUSED)
+            key = order_key(x, UNUSED)
             kept = key >= bound
             place = before + tl.cumsum(kept.to(tl.int32), 0) - 1
             tl.store(keys + first + place, key, mask=kept)
             tl.store(weights + first + place, tl.exp((x - peak) * (1.0 / temperature)), mask=kept)
             tl.store(tokens + first + place, token, mask=kept)
             before += tl.sum(kept.to(tl.int32), 0)
-
-
-@triton.jit
-def _chunk(start, row, UNUSED: tl.constexpr, FULL: tl.constexpr, CHUNK: tl.constexpr):
-    """Keys, weights and tokens from `start` on, and which of them count: of the row's candidates, or with FULL of
-    the row itself. `row` is (number of elements, logits, bound, peak, 1 / temperature, keys, weights, tokens).
-    """
-    count, logits, bound, peak, cooled, keys, weights, tokens = row
-    index = start + tl.arange(0, CHUNK)
-    inside = index < count
-    if FULL:
-        x = tl.load(logits + index, mask=inside, other=float("-inf")).to(tl.float32)
-        key = _key(x, UNUSED)
-        weight = tl.exp((x - peak) * cooled)
-        token = index
-        inside = key >= bound
-    else:
-        key = tl.load(keys + index, mask=inside, other=0)
-        weight = tl.load(weights + index, mask=inside, other=0.0)
-        token = tl.load(tokens + index, mask=inside, other=0)
-    return key, weight, token, inside
-
-
-@triton.jit
-def _above(pivot, row, MASS: tl.constexpr, UNUSED: tl.constexpr, FULL: tl.constexpr, CHUNK: tl.constexpr):
-    """The mass of the tokens above a key, or their number."""
-    held = tl.zeros((CHUNK,), tl.float64)
-    for start in range(0, row[0], CHUNK):
-        key, weight, _, inside = _chunk(start, row, UNUSED, FULL, CHUNK)
-        if MASS:
-            held += tl.where(inside & (key > pivot), weight, 0.0).to(tl.float64)
-        else:
-            held += tl.where(inside & (key > pivot), 1.0, 0.0).to(tl.float64)
-    return tl.sum(held, 0)
-
-
-@triton.jit
-def _equal(pivot, row, UNUSED: tl.constexpr, FULL: tl.constexpr, CHUNK: tl.constexpr):
-    """How many tokens have exactly this key, and the weight of each of them."""
-    number = tl.zeros((CHUNK,), tl.int32)
-    each = tl.zeros((CHUNK,), tl.float32)
-    for start in range(0, row[0], CHUNK):
-        key, weight, _, inside = _chunk(start, row, UNUSED, FULL, CHUNK)
-        same = inside & (key == pivot)
-        number += same.to(tl.int32)
-        each = tl.maximum(each, tl.where(same, weight, 0.0))
-    return tl.sum(number, 0), tl.max(each, 0).to(tl.float64)
-
-
-@triton.jit
-def _threshold(limit, low, high, row, MASS: tl.constexpr, UNUSED: tl.constexpr, FULL: tl.constexpr,
-               CHUNK: tl.constexpr):  # fmt: skip
-    """The smallest key from low to high above which less than `limit` lies (of mass, or of tokens)."""
-    low, high = low.to(tl.int64), high.to(tl.int64)
-    while low < high:
-        middle = (low + high) >> 1
-        enough = _above(middle.to(tl.int32), row, MASS, UNUSED, FULL, CHUNK) < limit
-        low = tl.where(enough, low, middle + 1)
-        high = tl.where(enough, middle, high)
-    return low.to(tl.int32)
-
-
-@triton.jit
-def _left(
-    start, seen, border, equals, min_p, row, UNUSED: tl.constexpr, FULL: tl.constexpr, CHUNK: tl.constexpr
-):
-    """The weights that the cuts leave of a chunk, 0 for the others; its tokens; how many lie on the border."""
-    key, weight, token, inside = _chunk(start, row, UNUSED, FULL, CHUNK)
-    same = (inside & (key == border)).to(tl.int32)
-    kept = (key > border) | ((same > 0) & (seen + tl.cumsum(same, 0) <= equals))
-    held = tl.where(inside & kept & (weight >= min_p), weight, 0.0).to(tl.float64)
-    return held, token, tl.sum(same, 0)
-
-
-@triton.jit
-def _draw(number, k, p, min_p, total, top, vocabulary, row, UNUSED: tl.constexpr, FULL: tl.constexpr,
-          CHUNK: tl.constexpr):  # fmt: skip
-    """The token that `number` picks from what the cuts leave."""
-    border = row[2]  # every key above it stays, and of those equal to it the first `equals` tokens
-    equals = vocabulary
-    if k < vocabulary:
-        border = _threshold(k.to(tl.float64), border, top, row, False, UNUSED, FULL, CHUNK)
-        equals = k - _above(border, row, False, UNUSED, FULL, CHUNK).to(tl.int32)
-    if p < 1:
-        if k < vocabulary:  # of what top-k has left
-            found, each = _equal(border, row, UNUSED, FULL, CHUNK)
-            total = (
-                _above(border, row, True, UNUSED, FULL, CHUNK)
-                + tl.minimum(found, equals).to(tl.float64) * each
-            )
-        mass = p.to(tl.float64) * total
-        lower = border
-        border = _threshold(mass, lower, top, row, True, UNUSED, FULL, CHUNK)
-        found, each = _equal(border, row, UNUSED, FULL, CHUNK)
-        rest = mass - _above(border, row, True, UNUSED, FULL, CHUNK)
-        # A token stays if the likelier ones do not reach the mass: of equals, as many as it takes to reach it.
-        wanted = tl.zeros((), tl.int32)
-        while wanted < found:
-            middle = (wanted + found) >> 1
-            reaches = middle.to(tl.float64) * each >= rest
-            found = tl.where(reaches, middle, found)
-            wanted = tl.where(reaches, wanted, middle + 1)
-        equals = tl.where(border == lower, tl.minimum(equals, wanted), wanted)
-    # In token order, as on a CPU: first what is left weighs, then where the number falls.
-    mass_left = tl.zeros((CHUNK,), tl.float64)
-    seen = tl.zeros((), tl.int32)
-    for start in range(0, row[0], CHUNK):
-        held, _, same = _left(start, seen, border, equals, min_p, row, UNUSED, FULL, CHUNK)
-        mass_left += held
-        seen += same
-    target = number * tl.sum(mass_left, 0)
-    reached = tl.zeros((), tl.float64)
-    seen = tl.zeros((), tl.int32)
-    chosen = vocabulary
-    last = tl.zeros((), tl.int32)
-    for start in range(0, row[0], CHUNK):
-        held, token, same = _left(start, seen, border, equals, min_p, row, UNUSED, FULL, CHUNK)
-        cumulative = reached + tl.cumsum(held, 0)
-        chosen = tl.minimum(
-            chosen, tl.min(tl.where((held > 0) & (cumulative > target), token, vocabulary), 0)
-        )
-        last = tl.maximum(last, tl.max(tl.where(held > 0, token, 0), 0))
-        reached += tl.sum(held, 0)
-        seen += same
-    # Rounding can put the target on the total: then the last token with weight.
-    return tl.minimum(chosen, last)
 
 
 @triton.jit
@@ -320,7 +188,7 @@ def _finish(logits, draws, maxima, bounds, totals, counts, keys, weights, tokens
         by_mass = (k >= vocabulary) & (p < 1)
         if FULL:
             # Top-p alone has only a guessed bound, which may have been what failed.
-            bound = tl.where(by_mass, _key(tl.full((), LOWEST, tl.float32), UNUSED), bound)
+            bound = tl.where(by_mass, order_key(tl.full((), LOWEST, tl.float32), UNUSED), bound)
             count = vocabulary
         first = index.to(tl.int64) * CANDIDATES
         source = logits + index.to(tl.int64) * logit_stride
@@ -330,12 +198,13 @@ def _finish(logits, draws, maxima, bounds, totals, counts, keys, weights, tokens
             sound = count <= CANDIDATES
             if sound & by_mass:
                 sound = (
-                    _above(bound - 1, row, True, UNUSED, FULL, CHUNK) >= p.to(tl.float64) * total * 1.00001
+                    held_above(bound - 1, row, True, UNUSED, FULL, CHUNK)
+                    >= p.to(tl.float64) * total * 1.00001
                 )
             tl.store(unfinished + index, tl.where(sound, 0, 1))
         if sound:
-            token = _draw(
-                number, k, p, min_p, total, _key(peak, UNUSED), vocabulary, row, UNUSED, FULL, CHUNK
+            token = draw_row(
+                number, k, p, min_p, total, order_key(peak, UNUSED), vocabulary, row, UNUSED, FULL, CHUNK
             )
             tl.store(picked + index, token)
             slot = tl.load(draw + SLOT).to(tl.int64)

@@ -35,8 +35,9 @@ def compiled(tmp_path: Path, *groups: str) -> list[tuple[Case, Compiled]]:
     ],
 )
 def test_the_small_kernels_of_a_step_fit(group: str, tmp_path: Path) -> None:
-    for _, found in compiled(tmp_path, group):
-        found.check_fits()
+    for case, found in compiled(tmp_path, group):
+        # A draw from a whole row has 16 warps, and Triton 3.6 puts two of its registers aside.
+        found.check_fits(spilled_bytes=8 if case.num_warps == 16 else 0)
 
 
 @pytest.mark.thorough
