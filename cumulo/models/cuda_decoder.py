@@ -217,7 +217,7 @@ class CudaDecoder:
         qkv = self._normed_product(stream, layer.attention_norm, heads.qkv, self.qkv[:tokens], heads.qkv_bias)
         rope_cache(
             qkv, self.cosine, self.sine, step.positions, step.slots, keys, values, spec.heads,
-            heads.q_norm, heads.k_norm, spec.norm_eps, spec.rope_interleaved,
+            heads.q_norm, heads.k_norm, spec.norm_eps, spec.rope_interleaved, invariant=self.invariant,
         )  # fmt: skip
         query = qkv.view(tokens, -1, spec.head_dim)[:, : spec.heads]
         step.attention.attend(

@@ -89,13 +89,18 @@ def make_decoder(spec: ModelSpec, dtype: torch.dtype = torch.float32) -> Decoder
 
 
 def make_engine(
-    decoder: Decoder, on_kernels: bool, overlap: bool = True, invariant: bool = False, **options: Any
-) -> Engine:
+    decoder: Decoder, on_kernels: bool, overlap: bool = True, invariant: bool = False, fp8: bool = False,
+    **options: Any,
+) -> Engine:  # fmt: skip
+    """With `fp8` weights and keys and values in 8 bits; it takes the decoder's plain weights away."""
     defaults = dict(blocks=24, block_size=16, max_context=120, max_running=6, max_tokens_per_step=48)
     config = SchedulerConfig(**{**defaults, **options})
-    cache = KVCache(decoder.spec, config.blocks, config.block_size, decoder.dtype, DEVICE)
-    cache.key_storage.fill_(torch.nan)  # whatever a block held before must not matter
-    cache.value_storage.fill_(torch.nan)
+    kv_dtype = torch.float8_e4m3fn if fp8 else decoder.dtype
+    cache = KVCache(decoder.spec, config.blocks, config.block_size, kv_dtype, DEVICE)
+    for storage in (cache.key_storage, cache.value_storage):
+        storage.copy_(
+            torch.full_like(storage, torch.nan, dtype=torch.float32)
+        )  # what a block held cannot matter
     shared: dict[str, Any] = dict(
         max_slots=config.max_running,
         max_context=config.max_context,
@@ -104,7 +109,11 @@ def make_engine(
     )
     if on_kernels:
         model = CudaDecoder(
-            decoder, config.max_tokens_per_step, config.max_running, batch_invariant=invariant
+            decoder,
+            config.max_tokens_per_step,
+            config.max_running,
+            fp8_weights=fp8,
+            batch_invariant=invariant,
         )
         runner = CudaRunner(model, cache, **shared)
     else:

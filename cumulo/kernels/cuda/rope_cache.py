@@ -93,10 +93,11 @@ head_stride, eps, k_scale, v_scale, block_size, HEADS: tl.constexpr, KV_HEADS: t
 def rope_cache(
     qkv: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, slots: Tensor, keys: Tensor, values: Tensor,
     heads: int, q_norm: Tensor | None = None, k_norm: Tensor | None = None, eps: float = 0.0,
-    interleaved: bool = False, k_scale: float = 1.0, v_scale: float = 1.0,
+    interleaved: bool = False, k_scale: float = 1.0, v_scale: float = 1.0, invariant: bool = False,
 ) -> None:  # fmt: skip
     """qkv [T, (heads + 2 kv_heads) · D]: queries are rotated in place, keys (rotated) and values go to
-    keys, values [blocks, kv_heads, block_size, D] at flat `slots` (-1: nowhere). cos, sin: [positions, D / 2].
+    keys, values [blocks, kv_heads, block_size, D] at flat `slots` (-1: nowhere). cos, sin: [positions, D / 2]. With
+    `invariant` a token's bits do not depend on how many there are.
     """
     tokens = qkv.shape[0]
     if tokens == 0:
@@ -105,7 +106,7 @@ def rope_cache(
     group = 1
     while group < 8 and heads % (2 * group) == 0 and kv_heads % (2 * group) == 0:
         group *= 2
-    if tokens <= 64:
+    if tokens <= 64 and not invariant:  # a norm's sum has another order in another group
         group = 1  # more programs rather than longer ones: there are SMs to spare
     _kernel[(tokens, (heads + 2 * kv_heads) // group)](
         qkv, cos, sin, positions, slots, cos if q_norm is None else q_norm, cos if k_norm is None else k_norm,

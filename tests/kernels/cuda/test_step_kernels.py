@@ -111,6 +111,37 @@ def test_heads_are_normed_and_turned_and_keys_and_values_reach_their_pages(
     assert torch.equal(qkv[4], before[4])
 
 
+def test_in_invariant_mode_a_token_is_turned_to_the_same_bits_alone_and_among_many(
+    device: torch.device,
+) -> None:
+    heads, kv_heads, dim, tokens = 4, 2, 128, 66
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float16
+    together = random(tokens, (heads + 2 * kv_heads) * dim, dtype=dtype, device=device)
+    alone = together[:1].clone()
+    angles = torch.rand(tokens, dim // 2, generator=torch.Generator().manual_seed(1)) * 6
+    cos, sin = angles.cos().to(device, dtype), angles.sin().to(device, dtype)
+    norms = [random(dim, dtype=dtype, device=device, seed=s) for s in (4, 5)]
+    places = torch.arange(tokens, dtype=torch.int32, device=device)
+    found = []
+    for qkv in (together, alone):
+        keys, values = (torch.zeros(8, kv_heads, 16, dim, dtype=dtype, device=device) for _ in range(2))
+        rope_cache.rope_cache(
+            qkv,
+            cos,
+            sin,
+            places[: len(qkv)],
+            places[: len(qkv)],
+            keys,
+            values,
+            heads,
+            *norms,
+            1e-5,
+            invariant=True,
+        )
+        found.append((qkv[0], keys[0, :, 0], values[0, :, 0]))
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(*found, strict=True))
+
+
 def test_a_steps_inputs_are_read_off_the_slots_and_padding_goes_nowhere(device: torch.device) -> None:
     def column(*values: int) -> Tensor:
         return torch.tensor(values, dtype=torch.int32, device=device)
