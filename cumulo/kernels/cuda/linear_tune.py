@@ -54,6 +54,11 @@ def products(name: str, hidden: int, qkv: int, attention: int, ffn: int, vocabul
 MODELS = {
     "Qwen3-0.6B": products("Qwen3-0.6B", 1024, 4096, 2048, 3072, 151936),
     "Llama-3.1-8B": products("Llama-3.1-8B", 4096, 6144, 4096, 14336, 128256),
+    "Qwen3-30B-A3B": [  # its experts are not `linear`'s
+        product
+        for product in products("Qwen3-30B-A3B", 2048, 5120, 4096, 0, 151936)
+        if "gate/up" not in product.name and "down" not in product.name
+    ],
 }
 
 
@@ -70,9 +75,10 @@ def candidates(product: Product, m: int, kind: str) -> list[Choice]:
         configs = dict.fromkeys((default, *small_linear.CANDIDATES[: None if m == 1 else 4]))
         # Tiles wider than a row are mostly mask.
         found += [Choice("small", config) for config in configs if config.block_k < 2 * k]
-    if m >= 4:
+    # Widening 8-bit weights for plain multiply-adds takes more instructions than the memory leaves time for.
+    if m >= 4 or kind == "fp8":
         configs_skinny = skinny_linear.candidates(m, n, k, swiglu, 1 if kind == "fp8" else 2)
-        found += [Choice("skinny", config) for config in configs_skinny[: 11 if m in (16, 64) else 5]]
+        found += [Choice("skinny", config) for config in configs_skinny[: 14 if m in (1, 16, 64) else 6]]
     return found
 
 

@@ -16,11 +16,12 @@ import triton.language as tl
 from torch import Tensor
 
 from cumulo.kernels.cuda.invariant_matmul import invariant_matmul
+from cumulo.kernels.cuda.moe_few import experts_of_few
 from cumulo.kernels.cuda.small_linear import MAX_ROWS, small_linear
 from cumulo.kernels.cuda.work import Work
 from cumulo.spec.model import MoESpec
 
-DIRECT_CHOICES = 64  # with so few choices each is a tile of its own: nothing is sorted
+FEW_CHOICES = 64  # so few are not sorted: each is a product of its own (moe_few)
 _SORT_CHUNK = 4096
 
 
@@ -174,10 +175,9 @@ class GroupedConfig:
 
 
 @triton.jit
-def _grouped(x, weight, out, weights, order, tile_experts, chosen, choices, tiles, columns, depth, x_stride,
-             expert_stride, PER_TOKEN: tl.constexpr, SWIGLU: tl.constexpr, WEIGHTED: tl.constexpr,
-             DIRECT: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-             DEPTH: tl.constexpr, GROUP: tl.constexpr):  # fmt: skip
+def _grouped(x, weight, out, weights, order, tile_experts, tiles, columns, depth, x_stride, expert_stride,
+             PER_TOKEN: tl.constexpr, SWIGLU: tl.constexpr, WEIGHTED: tl.constexpr, EVEN: tl.constexpr,
+             ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr):  # fmt: skip
     program = tl.program_id(0)
     column_tiles = (columns + COLUMNS - 1) // COLUMNS
     # Neighbouring programs take the same few row tiles through all columns: both sides stay in the L2 cache.
@@ -188,12 +188,8 @@ def _grouped(x, weight, out, weights, order, tile_experts, chosen, choices, tile
     tile = first + within % in_group
     column_tile = within // in_group
     row = tl.arange(0, ROWS)
-    if DIRECT:
-        expert = tl.load(chosen + tile).to(tl.int64)
-        choice = tl.where(row == 0, tile, -1)
-    else:
-        expert = tl.load(tile_experts + tile).to(tl.int64)
-        choice = tl.load(order + tile * ROWS + row)
+    expert = tl.load(tile_experts + tile).to(tl.int64)
+    choice = tl.load(order + tile * ROWS + row)
     if expert >= 0:
         live = choice >= 0
         source = tl.where(live, choice // PER_TOKEN, 0).to(tl.int64)
@@ -274,10 +270,8 @@ class MoEBuffers:
 TUNED: dict[str, tuple[GroupedConfig, GroupedConfig]] = {}
 
 
-def shape_class(choices: int, experts: int, direct: bool) -> str:
+def shape_class(choices: int, experts: int) -> str:
     """Shapes that share their tiles: by how many choices an expert gets on average."""
-    if direct:
-        return f"direct {triton.next_power_of_2(choices)}"
     return next((f"up to {most} each" for most in (8, 24, 96) if choices <= most * experts), "many each")
 
 
@@ -287,15 +281,15 @@ def use(tuned: Mapping[str, Sequence[Mapping[str, int]]]) -> None:
 
 
 def grouped_configs(
-    choices: int, experts: int, invariant: bool = False, direct: bool = False
+    choices: int, experts: int, invariant: bool = False
 ) -> tuple[GroupedConfig, GroupedConfig]:
     """For gate and up with SwiGLU, and for down."""
     if invariant:
         return GroupedConfig(64, 64, 64, 4, 3), GroupedConfig(64, 128, 64, 4, 3)
-    tuned = TUNED.get(shape_class(choices, experts, direct))
+    tuned = TUNED.get(shape_class(choices, experts))
     if tuned is not None:
         return tuned
-    average = 1 if direct else choices / experts
+    average = choices / experts
     if average <= 8:
         return GroupedConfig(16, 32, 128, 4, 4), GroupedConfig(16, 64, 128, 4, 4)
     if average <= 24:
@@ -331,32 +325,22 @@ def mixture(
         GROUPS=moe.groups, TOP_GROUPS=moe.top_groups, BY_TWO=moe.group_score == "top2sum",
         PADDED_GROUPS=triton.next_power_of_2(moe.groups), num_warps=1,
     )  # fmt: skip
-    direct = choices <= DIRECT_CHOICES and not invariant
-    up_config, down_config = configs or grouped_configs(choices, experts, invariant, direct)
+    if choices <= FEW_CHOICES and not invariant and configs is None:
+        experts_of_few(
+            x, gate_up, down, buffers.chosen[:choices], buffers.weights, buffers.activated, residual
+        )
+        return residual
+    up_config, down_config = configs or grouped_configs(choices, experts, invariant)
     rows = up_config.rows
     assert rows == down_config.rows
-    tiles = choices if direct else min(choices, -(-choices // rows) + experts)
-    if not direct:
-        _count[(experts,)](buffers.chosen, buffers.counts, choices, CHUNK=_SORT_CHUNK, num_warps=8)
-        _sort[(experts,)](
-            buffers.chosen, buffers.counts, buffers.order, buffers.tile_experts, choices, experts, tiles,
-            TILE=rows, E=triton.next_power_of_2(experts), CHUNK=_SORT_CHUNK, num_warps=8,
-        )  # fmt: skip
-    _product(
-        x, gate_up, buffers.activated, buffers, up_config, choices, tiles, per_token, direct, swiglu=True
-    )
-    _product(
-        buffers.activated,
-        down,
-        buffers.results,
-        buffers,
-        down_config,
-        choices,
-        tiles,
-        1,
-        direct,
-        swiglu=False,
-    )
+    tiles = min(choices, -(-choices // rows) + experts)
+    _count[(experts,)](buffers.chosen, buffers.counts, choices, CHUNK=_SORT_CHUNK, num_warps=8)
+    _sort[(experts,)](
+        buffers.chosen, buffers.counts, buffers.order, buffers.tile_experts, choices, experts, tiles,
+        TILE=rows, E=triton.next_power_of_2(experts), CHUNK=_SORT_CHUNK, num_warps=8,
+    )  # fmt: skip
+    _product(x, gate_up, buffers.activated, buffers, up_config, tiles, per_token, swiglu=True)
+    _product(buffers.activated, down, buffers.results, buffers, down_config, tiles, 1, swiglu=False)
     block = min(1024, triton.next_power_of_2(hidden))
     _combine[(tokens, triton.cdiv(hidden, block))](
         buffers.results, residual, hidden, K=per_token, BLOCK=block, num_warps=4
@@ -365,16 +349,15 @@ def mixture(
 
 
 def _product(
-    x: Tensor, weight: Tensor, out: Tensor, buffers: MoEBuffers, config: GroupedConfig, choices: int, tiles: int,
-    per_token: int, direct: bool, swiglu: bool,
+    x: Tensor, weight: Tensor, out: Tensor, buffers: MoEBuffers, config: GroupedConfig, tiles: int, per_token: int,
+    swiglu: bool,
 ) -> None:  # fmt: skip
     columns = weight.shape[1] // (2 if swiglu else 1)
     depth = weight.shape[2]
     _grouped[(tiles * triton.cdiv(columns, config.columns),)](
-        x, weight, out, buffers.weights, buffers.order, buffers.tile_experts, buffers.chosen, choices, tiles,
-        columns, depth, x.stride(0), weight.stride(0), PER_TOKEN=per_token, SWIGLU=swiglu, WEIGHTED=not swiglu,
-        DIRECT=direct,
-        EVEN=depth % config.depth == 0, ROWS=config.rows, COLUMNS=config.columns, DEPTH=config.depth, GROUP=8,
+        x, weight, out, buffers.weights, buffers.order, buffers.tile_experts, tiles, columns, depth, x.stride(0),
+        weight.stride(0), PER_TOKEN=per_token, SWIGLU=swiglu, WEIGHTED=not swiglu, EVEN=depth % config.depth == 0,
+        ROWS=config.rows, COLUMNS=config.columns, DEPTH=config.depth, GROUP=8,
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
 

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from cumulo.kernels.cuda.moe import (
-    DIRECT_CHOICES,
     GroupedConfig,
     MoEBuffers,
     mixture,
@@ -20,7 +19,7 @@ from cumulo.kernels.cuda.timing import graph_us
 from cumulo.kernels.cuda.work import KernelRow
 from cumulo.spec.model import MoESpec
 
-_TUNED_TOKENS = (1, 4, 64, 256, 512, 8192)
+_TUNED_TOKENS = (64, 256, 512, 8192)
 
 
 def tune() -> dict[str, list[dict[str, int]]]:
@@ -49,7 +48,7 @@ def tune() -> dict[str, list[dict[str, int]]]:
         if best is None:
             continue
         choices = tokens * moe.experts_per_token
-        key = shape_class(choices, moe.experts, choices <= DIRECT_CHOICES)
+        key = shape_class(choices, moe.experts)
         found[key] = [asdict(config) for config in best]
         floor = work(tokens, hidden, moe).floor_us(4.3e12, 690e12)
         print(f"moe T={tokens}, {key}: {best_us:.1f} us, {100 * floor / best_us:.0f}% of roofline: {best}")
@@ -82,14 +81,6 @@ def _candidates(tokens: int) -> list[tuple[GroupedConfig, GroupedConfig]]:
 
 
 def _tiles(tokens: int) -> list[tuple[int, int, int, int, int]]:
-    if tokens <= 8:
-        return [
-            (16, 16, 128, 4, 4),
-            (16, 32, 128, 4, 4),
-            (16, 32, 256, 4, 3),
-            (16, 16, 256, 4, 3),
-            (16, 64, 128, 4, 3),
-        ]
     if tokens <= 512:
         rows = {64: 16, 256: 32, 512: 64}[tokens]
         return [

@@ -49,6 +49,8 @@ TILES = (
     (64, 128, 4, 4),
     (64, 128, 4, 6),
     (64, 256, 4, 3),
+    (64, 256, 4, 5),
+    (32, 256, 4, 5),
     (128, 64, 4, 6),
     (128, 128, 4, 4),
     (128, 128, 8, 4),
@@ -87,7 +89,7 @@ def candidates(m: int, n: int, k: int, swiglu: bool = False, element_bytes: int 
         found += [
             SkinnyConfig(block_n, block_k, each, warps, stages) for each in {splits, max(1, splits // 2)}
         ]
-    return list(dict.fromkeys(found))[:12]
+    return list(dict.fromkeys(found))[:16]
 
 
 @triton.jit
