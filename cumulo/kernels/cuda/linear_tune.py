@@ -75,10 +75,10 @@ def candidates(product: Product, m: int, kind: str) -> list[Choice]:
         configs = dict.fromkeys((default, *small_linear.CANDIDATES[: None if m == 1 else 4]))
         # Tiles wider than a row are mostly mask.
         found += [Choice("small", config) for config in configs if config.block_k < 2 * k]
-    # Widening 8-bit weights for plain multiply-adds takes more instructions than the memory leaves time for.
-    if m >= 4 or kind == "fp8":
+    # Of 8-bit weights the memory brings twice as many: plain multiply-adds keep up with it for one row only.
+    if m >= 4 or (kind == "fp8" and m > 1):
         configs_skinny = skinny_linear.candidates(m, n, k, swiglu, 1 if kind == "fp8" else 2)
-        found += [Choice("skinny", config) for config in configs_skinny[: 14 if m in (1, 16, 64) else 6]]
+        found += [Choice("skinny", config) for config in configs_skinny[: 14 if m in (16, 64) else 6]]
     return found
 
 

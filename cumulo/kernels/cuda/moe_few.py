@@ -22,8 +22,8 @@ class FewConfig:
     num_warps: int
 
 
-UP = FewConfig(2, 1024, 4)
-DOWN = FewConfig(4, 256, 4)
+UP = FewConfig(1, 1024, 2)
+DOWN = FewConfig(4, 128, 2)
 
 
 @triton.jit

@@ -45,6 +45,8 @@ CANDIDATES = (
     SmallConfig(2, 512, 2),
     SmallConfig(4, 1024, 4),
     SmallConfig(8, 512, 4),
+    SmallConfig(2, 2048, 4),
+    SmallConfig(4, 512, 2),
 )
 
 
