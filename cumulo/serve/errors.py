@@ -79,9 +79,10 @@ def validation_error(error: RequestValidationError) -> ApiError:
         return invalid("the request has no body; send a JSON object with Content-Type: application/json")
     if kind == "missing":
         return invalid(f"'{param}' is missing", param, "missing_required_parameter")
-    if kind == "unsupported":
+    if kind in ("unsupported", "misspelt"):
         name = first["ctx"]["name"]
-        return invalid(first["msg"], f"{param}.{name}" if param else name, "unsupported_parameter")
+        code = "unsupported_parameter" if kind == "unsupported" else "unknown_parameter"
+        return invalid(first["msg"], f"{param}.{name}" if param else name, code)
     if kind == "extra_forbidden":
         return invalid(
             f"'{param}' is not a field this server knows; leave it out", param, "unknown_parameter"

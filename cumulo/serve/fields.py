@@ -4,7 +4,8 @@ Neutral values are no request for anything: null for any field that OpenAI's API
 and the few defaults named in `neutral`, are taken as left out. 4.0 is an integer, as JSON Schema has it.
 """
 
-from typing import Any, ClassVar
+import difflib
+from typing import Any, ClassVar, get_args
 
 from pydantic import BaseModel, ConfigDict, model_validator
 from pydantic_core import PydanticCustomError
@@ -24,6 +25,7 @@ class Strict(BaseModel):
         kept = {}
         for name, value in data.items():
             if name not in cls.neutral:
+                cls._refuse_misspelt(name)
                 kept[name] = _whole(value)
             elif value is not None and not any(
                 type(value) is type(harmless) and value == harmless for harmless in cls.neutral[name]
@@ -32,6 +34,37 @@ class Strict(BaseModel):
                     "unsupported", "'{name}' is not supported by this server; leave it out", {"name": name}
                 )
         return kept
+
+    @classmethod
+    def _refuse_misspelt(cls, name: str) -> None:
+        """An unknown name that is nearly a known one; others are refused by pydantic."""
+        if name in cls.model_fields:
+            return
+        known = [*cls.model_fields, *(field.alias for field in cls.model_fields.values() if field.alias)]
+        near = [] if name in known else difflib.get_close_matches(name, known, 1, 0.75)
+        if near:
+            raise PydanticCustomError(
+                "misspelt",
+                "'{name}' is not a field this server knows; did you mean '{near}'?",
+                {"name": name, "near": near[0]},
+            )
+
+
+class TextOnly(Strict):
+    """A part of a message. Others than text are refused in words of their own."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_text(cls, data: Any) -> Any:
+        kinds = get_args(cls.model_fields["type"].annotation)
+        kind = data.get("type") if isinstance(data, dict) else None
+        if isinstance(kind, str) and kind not in kinds:
+            raise PydanticCustomError(
+                "unsupported_part",
+                "this server reads text only (parts of type {kinds}), not '{kind}'",
+                {"kind": kind, "kinds": " or ".join(f"'{known}'" for known in kinds)},
+            )
+        return data
 
 
 def _whole(value: Any, depth: int = 2) -> Any:

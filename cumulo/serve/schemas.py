@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, StringConstraints
 
-from cumulo.serve.fields import Strict
+from cumulo.serve.fields import Strict, TextOnly
 from cumulo.serve.schemas_form import MAX_CALLS, MAX_TOOLS, NamedTool, ResponseFormat, Tool, ToolCall
 
 MAX_STOP_STRINGS = 32
@@ -67,7 +67,7 @@ class Sampling(Strict):
     explain: bool | None = Field(None, description="Extension: add the request's story to the answer.")
 
 
-class TextPart(Strict):
+class TextPart(TextOnly):
     type: Literal["text"]
     text: str
 

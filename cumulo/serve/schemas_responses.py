@@ -4,7 +4,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, StringConstraints
 
-from cumulo.serve.fields import Strict
+from cumulo.serve.fields import Strict, TextOnly
 from cumulo.serve.schemas import Label
 from cumulo.serve.schemas_form import Description, Schema
 
@@ -24,7 +24,7 @@ class TextOptions(Strict):
     neutral: ClassVar[dict[str, tuple[Any, ...]]] = {"verbosity": ("medium",)}
 
 
-class InputText(Strict):
+class InputText(TextOnly):
     type: Literal["input_text", "output_text"]
     text: str
     # Parts of an earlier answer come back with these.

@@ -76,6 +76,16 @@ def test_unknown_fields_of_a_message_are_named(server: RunningServer) -> None:
     picture = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}
     error = error_of(server.post("/v1/chat/completions", CHAT | {"messages": [picture]}))
     assert error["param"].startswith("messages[0].content")
+    assert "reads text only (parts of type 'text'), not 'image_url'" in error["message"]
+
+
+def test_a_misspelt_field_gets_the_nearest_name(server: RunningServer) -> None:
+    error = error_of(server.post("/v1/chat/completions", CHAT | {"max_token": 3}))
+    assert error["message"] == "'max_token' is not a field this server knows; did you mean 'max_tokens'?"
+    assert (error["param"], error["code"]) == ("max_token", "unknown_parameter")
+    message = {"role": "user", "conten": "Hi"}
+    error = error_of(server.post("/v1/chat/completions", CHAT | {"messages": [message]}))
+    assert error["param"] == "messages[0].conten" and "did you mean 'content'?" in error["message"]
 
 
 @pytest.mark.parametrize(

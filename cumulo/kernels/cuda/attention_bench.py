@@ -253,7 +253,7 @@ def _mla_rows(device: torch.device) -> Iterator[KernelRow]:
         out = torch.full((batch, heads, rank), float("nan"), device=device, dtype=torch.bfloat16)
         starts = torch.arange(batch + 1, device=device, dtype=torch.int32)
         lengths = torch.full((batch,), context, device=device, dtype=torch.int32)
-        plan = mla_decode.MlaPlan(batch, heads, rank, rope, BLOCK_SIZE, pages, False, device)
+        plan = mla_decode.MlaPlan(batch, heads, rank, rope, BLOCK_SIZE, pages, device)
         plan.prepare(starts, lengths, tables)
         scale = 192**-0.5
         us = graph_us(lambda i: plan.attend(query, keys[i], out, scale), layers)

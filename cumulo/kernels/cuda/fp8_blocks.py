@@ -72,6 +72,23 @@ def fp8_blocks(x: Tensor) -> Fp8Pair:
     return Fp8Pair(data.to(E4M3), scale.t(), transposed.to(E4M3), transposed_scale.t())
 
 
+@torch.library.custom_op("cumulo::fp8_blocks", mutates_args=())
+def fp8_blocks_op(x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The matrix and its scales, the transpose and its scales."""
+    data, scale, transposed, transposed_scale = fp8_blocks(x)
+    return data, scale, transposed, transposed_scale
+
+
+@fp8_blocks_op.register_fake
+def _(x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    rows, columns = x.shape
+    scales = [
+        x.new_empty((b // BLOCK, a), dtype=torch.float32).t() for a, b in ((rows, columns), (columns, rows))
+    ]
+    data = [x.new_empty(shape, dtype=E4M3) for shape in ((rows, columns), (columns, rows))]
+    return data[0], scales[0], data[1], scales[1]
+
+
 def product(
     left: Tensor, left_scale: Tensor, right: Tensor, right_scale: Tensor, dtype: torch.dtype
 ) -> Tensor:

@@ -89,6 +89,20 @@ def fp8_pair(x: Tensor, dtype: torch.dtype = E4M3) -> Fp8Pair:
     return Fp8Pair(data.to(dtype), scale, transposed.to(dtype), scale)
 
 
+@torch.library.custom_op("cumulo::fp8_pair", mutates_args=())
+def fp8_pair_op(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """The matrix, its transpose, and the scale of both."""
+    pair = fp8_pair(x, dtype)
+    return pair.data, pair.transposed, pair.scale
+
+
+@fp8_pair_op.register_fake
+def _(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    rows, columns = x.shape
+    data, transposed = x.new_empty((rows, columns), dtype=dtype), x.new_empty((columns, rows), dtype=dtype)
+    return data, transposed, x.new_empty((), dtype=torch.float32)
+
+
 def product(
     left: Tensor, left_scale: Tensor, right: Tensor, right_scale: Tensor, dtype: torch.dtype, fast: bool
 ) -> Tensor:

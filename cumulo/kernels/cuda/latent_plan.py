@@ -46,7 +46,7 @@ class LatentPlan:
         if not invariant:
             shared = share_scratch_with.decodes if share_scratch_with is not None else None
             self.decodes = MlaPlan(
-                sequences, heads, rank, rope, block_size, max_blocks, False, device, windows=windows, config=decode,
+                sequences, heads, rank, rope, block_size, max_blocks, device, windows=windows, config=decode,
                 share_scratch_with=shared,
             )  # fmt: skip
         self.chunk = chunk or MlaChunkConfig()
@@ -112,3 +112,30 @@ class LatentPlan:
                 query, keys, out, self.tiles, self.tables, scale, window, k_scale, lse, self.chunk
             )
         return out
+
+
+@torch.library.custom_op("cumulo::latent_attention", mutates_args=())
+def latent_attention_op(
+    query: Tensor, keys: Tensor, query_starts: Tensor, context_lengths: Tensor, block_tables: Tensor, rank: int,
+    scale: float, window: int | None = None, k_scale: float = 1.0,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """One step without a plan of one's own: (out, lse)."""
+    tokens, heads, dim = query.shape
+    plan = LatentPlan(
+        tokens, len(context_lengths), heads, rank, dim - rank, keys.shape[2], block_tables.shape[1], False, False,
+        query.device, windows=(window,),
+    )  # fmt: skip
+    out = query.new_zeros((tokens, heads, rank))
+    lse = torch.full((tokens, heads), float("-inf"), dtype=torch.float32, device=query.device)
+    plan.prepare(query_starts, context_lengths, block_tables)
+    plan.attend(query, keys, out, scale, window, k_scale, lse)
+    return out, lse
+
+
+@latent_attention_op.register_fake
+def _(
+    query: Tensor, keys: Tensor, query_starts: Tensor, context_lengths: Tensor, block_tables: Tensor, rank: int,
+    scale: float, window: int | None = None, k_scale: float = 1.0,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    tokens, heads, _ = query.shape
+    return query.new_empty((tokens, heads, rank)), query.new_empty((tokens, heads), dtype=torch.float32)

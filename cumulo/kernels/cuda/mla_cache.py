@@ -90,6 +90,22 @@ def mla_cache(
     )  # fmt: skip
 
 
+@torch.library.custom_op("cumulo::mla_cache", mutates_args=("query", "keys"))
+def mla_cache_op(
+    projected: Tensor, compressed: Tensor, norm: Tensor, cos: Tensor, sin: Tensor, positions: Tensor,
+    slots: Tensor, query: Tensor, keys: Tensor, eps: float, interleaved: bool,
+) -> None:  # fmt: skip
+    mla_cache(projected, compressed, norm, cos, sin, positions, slots, query, keys, eps, interleaved)
+
+
+@mla_cache_op.register_fake
+def _(
+    projected: Tensor, compressed: Tensor, norm: Tensor, cos: Tensor, sin: Tensor, positions: Tensor,
+    slots: Tensor, query: Tensor, keys: Tensor, eps: float, interleaved: bool,
+) -> None:  # fmt: skip
+    return None
+
+
 def work(tokens: int, heads: int, rank: int, rope: int, element_bytes: int) -> Work:
     numbers = tokens * (rank + rope + heads * rope)
     return Work(bytes=2 * numbers * element_bytes, flops=tokens * (4 * rank + 3 * rope * (heads + 1)))

@@ -20,8 +20,6 @@ from torch import Tensor
 
 from cumulo.errors import CumuloError
 from cumulo.kernels.cuda.attention_work_list import (
-    INVARIANT_ITEMS,
-    INVARIANT_TILES,
     ITEM_FIELDS,
     build_work_list,
 )
@@ -165,7 +163,6 @@ class MlaPlan:
         rope: int,
         block_size: int,
         max_blocks: int,
-        invariant: bool,
         device: torch.device | str,
         *,
         windows: Sequence[int | None] = (None,),
@@ -179,19 +176,14 @@ class MlaPlan:
                 "both must be powers of two from 16 up"
             )
         device = torch.device(device)
-        self.heads, self.rank, self.rope, self.invariant = heads, rank, rope, invariant
+        self.heads, self.rank, self.rope = heads, rank, rope
         self.block_size = block_size
         self.windows = tuple(dict.fromkeys(windows))
         self.config = config or default_config(heads)
         most_tiles = -(-max_blocks * block_size // self.config.key_tile) + 1
-        if invariant:
-            slots = sequences * min(INVARIANT_ITEMS, -(-most_tiles // INVARIANT_TILES))
-        else:
-            sms = (
-                torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-            )
-            wanted = -(-self.config.items_per_sm * sms // -(-heads // self.config.rows))
-            slots = min(max(wanted, sequences + sequences // 2), sequences * most_tiles)
+        sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+        wanted = -(-self.config.items_per_sm * sms // -(-heads // self.config.rows))
+        slots = min(max(wanted, sequences + sequences // 2), sequences * most_tiles)
         self.items = [
             torch.zeros((slots, ITEM_FIELDS), dtype=torch.int32, device=device) for _ in self.windows
         ]
@@ -225,7 +217,7 @@ class MlaPlan:
                 query_tile=1,
                 min_tiles=self.config.min_tiles,
                 window=window,
-                invariant=self.invariant,
+                invariant=False,
                 chunk_from=2,
             )
 
@@ -322,54 +314,6 @@ def reference(
         k_scale=k_scale,
         v_scale=k_scale,
     )
-
-
-@torch.library.custom_op("cumulo::mla_decode", mutates_args=())
-def mla_decode_op(
-    query: Tensor,
-    keys: Tensor,
-    query_starts: Tensor,
-    context_lengths: Tensor,
-    block_tables: Tensor,
-    rank: int,
-    scale: float,
-    window: int | None = None,
-    k_scale: float = 1.0,
-) -> tuple[Tensor, Tensor]:
-    """One decode step without a plan of one's own: (out, lse)."""
-    tokens, heads, dim = query.shape
-    plan = MlaPlan(
-        len(context_lengths),
-        heads,
-        rank,
-        dim - rank,
-        keys.shape[2],
-        block_tables.shape[1],
-        False,
-        query.device,
-        windows=(window,),
-    )
-    out = query.new_zeros((tokens, heads, rank))
-    lse = torch.full((tokens, heads), float("-inf"), dtype=torch.float32, device=query.device)
-    plan.prepare(query_starts, context_lengths, block_tables)
-    plan.attend(query, keys, out, scale, window, k_scale, lse)
-    return out, lse
-
-
-@mla_decode_op.register_fake
-def _(
-    query: Tensor,
-    keys: Tensor,
-    query_starts: Tensor,
-    context_lengths: Tensor,
-    block_tables: Tensor,
-    rank: int,
-    scale: float,
-    window: int | None = None,
-    k_scale: float = 1.0,
-) -> tuple[Tensor, Tensor]:
-    tokens, heads, _ = query.shape
-    return query.new_empty((tokens, heads, rank)), query.new_empty((tokens, heads), dtype=torch.float32)
 
 
 def work(contexts: Sequence[int], heads: int, rank: int, rope: int, kv_bytes: int = 2) -> Work:

@@ -97,6 +97,27 @@ def rotated_back(grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, cos: Tensor, si
     return packed
 
 
+@torch.library.custom_op("cumulo::rotate_", mutates_args=("qkv",))
+def rotate_op(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int) -> None:
+    rotate_(qkv, cos, sin, heads, kv_heads)
+
+
+@rotate_op.register_fake
+def _(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int) -> None:
+    return None
+
+
+@torch.library.custom_op("cumulo::rotated_back", mutates_args=())
+def rotated_back_op(grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    return rotated_back(grad_q, grad_k, grad_v, cos, sin)
+
+
+@rotated_back_op.register_fake
+def _(grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    tokens, heads, dim = grad_q.shape
+    return grad_q.new_empty((tokens, (heads + 2 * grad_k.shape[1]) * dim))
+
+
 def work(
     tokens: int, heads: int, kv_heads: int, dim: int, element_bytes: int, backward: bool = False
 ) -> Work:

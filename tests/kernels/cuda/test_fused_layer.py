@@ -169,3 +169,13 @@ def test_a_product_in_8_bits_keeps_its_inputs_in_8_bits_only(device: torch.devic
         product(x, weight, FP8)
     wide = [tensor for tensor in kept if tensor.dtype == torch.float32 and tensor.ndim]
     assert [tensor.data_ptr() for tensor in wide] == [weight.data_ptr()]
+
+
+def test_the_custom_operations_pass_opcheck(device: torch.device) -> None:
+    x = torch.randn(128, 256, generator=torch.Generator().manual_seed(2)).to(device, half(device))
+    torch.library.opcheck(pair.fp8_pair_op, (x, pair.E4M3))
+    torch.library.opcheck(blocks.fp8_blocks_op, (x,))
+    qkv, cos, sin = x[:4, :64].contiguous(), x[4:8, :8].contiguous(), x[8:12, :8].contiguous()
+    torch.library.opcheck(rotate.rotate_op, (qkv, cos, sin, 2, 1))
+    grads = [x[:4, : 16 * n].reshape(4, n, 16) for n in (2, 1, 1)]
+    torch.library.opcheck(rotate.rotated_back_op, (*grads, cos, sin))

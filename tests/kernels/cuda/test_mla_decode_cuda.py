@@ -8,7 +8,7 @@ import torch
 from cumulo.errors import CumuloError
 from cumulo.kernels.cuda.merge import merge
 from cumulo.kernels.cuda.merge import reference as merge_reference
-from cumulo.kernels.cuda.mla_decode import MlaConfig, MlaPlan, mla_decode_op, reference
+from cumulo.kernels.cuda.mla_decode import MlaConfig, MlaPlan, reference
 from cumulo.kernels.paged_attention import reference as cpu_reference
 from tests.kernels.cuda.paged_case import PagedCase
 from tests.kernels.cuda.tolerance import poisoned, relative_error
@@ -21,11 +21,9 @@ def latent_case(lengths: list[int], heads: int, device: torch.device) -> PagedCa
     return PagedCase([(1, n) for n in lengths], heads, 1, RANK + ROPE, device=device)
 
 
-def run(
-    case: PagedCase, invariant: bool = False, config: MlaConfig | None = SMALL, **options: int
-) -> torch.Tensor:
+def run(case: PagedCase, config: MlaConfig | None = SMALL, **options: int) -> torch.Tensor:
     plan = MlaPlan(
-        len(case.sequences), case.heads, RANK, ROPE, case.block_size, case.block_tables.shape[1], invariant,
+        len(case.sequences), case.heads, RANK, ROPE, case.block_size, case.block_tables.shape[1],
         case.device, windows=(options.get("window"),), config=config,
     )  # fmt: skip
     plan.prepare(case.query_starts, case.context_lengths, case.block_tables)
@@ -61,35 +59,9 @@ def test_the_default_configuration_matches_and_the_cpu_form_agrees(device: torch
     assert relative_error(out, cpu) < 2e-3
 
 
-def test_a_latent_request_has_the_same_bits_whatever_else_is_in_the_batch(device: torch.device) -> None:
-    case = latent_case([300, 9, 120], 16, device)
-    together = run(case, invariant=True)
-    for sequence, entry in enumerate(case.sequences):
-        alone = PagedCase([entry], 16, 1, RANK + ROPE, device=device)
-        alone.keys, alone.query = case.keys, case.query[sequence : sequence + 1]
-        alone.block_tables = case.block_tables[sequence : sequence + 1]
-        assert torch.equal(run(alone, invariant=True), together[sequence : sequence + 1])
-
-
-def test_the_latent_custom_operation_passes_opcheck(device: torch.device) -> None:
-    case = latent_case([20, 33], 4, device)
-    torch.library.opcheck(
-        mla_decode_op,
-        (
-            case.query,
-            case.keys.nan_to_num(),
-            case.query_starts,
-            case.context_lengths,
-            case.block_tables,
-            RANK,
-            0.3,
-        ),
-    )
-
-
 def test_a_rank_without_a_kernel_is_refused_in_words(device: torch.device) -> None:
     with pytest.raises(CumuloError, match="powers of two"):
-        MlaPlan(1, 16, 100, 64, 64, 4, False, device)
+        MlaPlan(1, 16, 100, 64, 64, 4, device)
 
 
 def sides(device: torch.device, dim: int = 24) -> list[torch.Tensor]:

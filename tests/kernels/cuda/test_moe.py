@@ -78,6 +78,16 @@ def test_many_tokens_are_sorted_by_expert_and_one_expert_may_get_all_or_none(dev
     assert torch.equal(found, again)
 
 
+@pytest.mark.parametrize("tokens", [3, 23])
+def test_the_custom_operation_passes_opcheck(tokens: int, device: torch.device) -> None:
+    spec = MoESpec(experts=6, experts_per_token=3, expert_hidden=24)
+    inputs = layer(spec, tokens, 40, device)
+    residual = torch.ones(tokens, 40, device=device)
+    torch.library.opcheck(
+        moe.mixture_op, (*inputs, residual, None, 3, "softmax", True, 1.0, 1, 1, "max"),
+    )  # fmt: skip
+
+
 def test_in_invariant_mode_a_token_does_not_feel_its_step_mates(device: torch.device) -> None:
     spec = MoESpec(experts=4, experts_per_token=2, expert_hidden=16)
     x, router, gate_up, down = layer(spec, 19, 32, device)
