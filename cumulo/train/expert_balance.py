@@ -48,13 +48,26 @@ class ExpertBalance:
         }
         self.orders = {layer: tuple(range(moe.experts)) for layer in self._experts}
 
-    def after_step(self, loads: Tensor) -> None:
-        """`loads`: [layers, experts] of the step, over all ranks."""
+    def after_step(self, loads: Tensor) -> str | None:
+        """`loads`: [layers, experts] of the step, over all ranks. If experts moved, what there is to say of it."""
         self._loads = loads if self._loads is None else self._loads + loads
         self._steps += 1
-        if self._steps % self._every_steps == 0:
-            measured, self._loads = self._loads.tolist(), None
-            self.place({layer: self._better(measured[layer], order) for layer, order in self.orders.items()})
+        if self._steps % self._every_steps:
+            return None
+        measured, self._loads = self._loads.tolist(), None
+        before = dict(self.orders)
+        self.place({layer: self._better(measured[layer], order) for layer, order in before.items()})
+        moved = [layer for layer, order in before.items() if order != self.orders[layer]]
+        if not moved:
+            return None
+        was, is_now = (
+            max(heaviest_share(measured[layer], orders[layer], self._split.size) for layer in moved)
+            for orders in (before, self.orders)
+        )
+        return (
+            f"experts moved in {len(moved)} of {len(before)} layers: the busiest rank had {was:.2f} times the mean "
+            f"load, and would have had {is_now:.2f}"
+        )
 
     def place(self, orders: Mapping[int, tuple[int, ...]]) -> None:
         """Give each layer's ranks their runs of an order of its experts."""

@@ -46,8 +46,8 @@ class ModelRun(Protocol):
         """Limit the gradients' norm over everything; returns what it was."""
         ...
 
-    def step(self, share: float) -> None:
-        """Move the weights and forget the gradients."""
+    def step(self, share: float) -> str | None:
+        """Move the weights and forget the gradients; what the user should hear of it, if anything."""
         ...
 
     def forget(self) -> None:
@@ -116,11 +116,12 @@ class AloneRun:
     def clip(self) -> float:
         return float(self.optimizer.clip())
 
-    def step(self, share: float) -> None:
+    def step(self, share: float) -> str | None:
         self.optimizer.step(share)
         if self.config.expert_bias_rate:
             steer_selection_biases([self.model], self.config.expert_bias_rate, None)
         self.forget()
+        return None
 
     def forget(self) -> None:
         self.optimizer.zero_grad()
@@ -182,9 +183,10 @@ class RankedRun:
     def clip(self) -> float:
         return float(self.run.optimizer.clip())
 
-    def step(self, share: float) -> None:
-        self.run.move(share)
+    def step(self, share: float) -> str | None:
+        news = self.run.move(share)
         self.forget()
+        return news
 
     def forget(self) -> None:
         self.run.optimizer.zero_grad()

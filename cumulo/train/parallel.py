@@ -131,19 +131,19 @@ class ParallelRun:
         self.optimizer.zero_grad()
         return norm
 
-    def move(self, share: float) -> None:
-        """Move the weights by the gradients that are there, and by their load the experts' biases and places."""
+    def move(self, share: float) -> str | None:
+        """Move the weights by the gradients that are there, and by their load the experts' biases and places, which
+        is news."""
         self.optimizer.step(share)
         rate, moe = self.config.expert_bias_rate, self.spec.moe
         steers = rate > 0 and moe is not None and moe.selection_bias
         if not steers and self.balance is None:
-            return
+            return None
         models = list(self.chunks.values())
         loads = take_loads(models, self.groups)
         if steers:
             move_biases(models, rate, loads)
-        if self.balance is not None:
-            self.balance.after_step(loads)
+        return None if self.balance is None else self.balance.after_step(loads)
 
     @torch.no_grad()
     def token_sum(self, batch: Batch, micro: int) -> float:

@@ -246,12 +246,14 @@ class Trainer:
                     loader = self._loader()
                     continue
                 saved_s = self.saver.settle()
-                run.step(share)
+                news = run.step(share)
                 if self.watch is not None:
                     self.watch.pause()
                 self.progress = self.progress.after(config.batch_sequences, learnt)
                 step = self.progress.step
                 step_s = time.perf_counter() - step_begin
+                if news is not None:
+                    self.watcher.tell(f"step {step}: {news}")
                 held_out = self._evaluate() if self._evaluates_after(step) else None
                 saved_s += self._save_after(step)
                 speed = config.batch_sequences * self.packing.length / step_s
