@@ -16,9 +16,13 @@ import uuid
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from cumulo.errors import ConfigError, TrainingError
 from cumulo.train.config import TrainConfig
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 REFUSED = 2  # exit code of a rank whose run cannot go on, whoever starts it again
 LOST = 3  # of a rank that has lost another
@@ -66,10 +70,7 @@ def launch(command: Sequence[str], processes: int, most_restarts: int, tell: Cal
         except SignalException:
             return  # the ranks have saved and said so
         except ChildFailedError as error:
-            rank, failure = next(
-                (item for item in error.failures.items() if item[1].exitcode == REFUSED),
-                error.get_first_failure(),
-            )
+            rank, failure = _cause(error)
             why = _end_of(failure.exitcode)
             if failure.exitcode == REFUSED:
                 raise TrainingError(failure.message) from None
@@ -81,6 +82,18 @@ def launch(command: Sequence[str], processes: int, most_restarts: int, tell: Cal
             restarts += 1
             now = datetime.now(UTC).strftime("%H:%M:%S")
             tell(f"{now} rank {rank} {why}; starting all {processes} again ({restarts} of {most_restarts})")
+
+
+def _cause(error: "ChildFailedError") -> "tuple[int, ProcessFailure]":
+    """Who began it: a rank that is killed pulls the others down, and may be found after them."""
+
+    def rank_of(exit_code: int) -> int:
+        if exit_code == REFUSED:
+            return 0
+        return 1 if exit_code < 0 and exit_code != -signal.SIGTERM else 3 if exit_code == LOST else 2
+
+    first = error.get_first_failure()
+    return min([first, *error.failures.items()], key=lambda item: rank_of(item[1].exitcode))
 
 
 def _run_agent(command: Sequence[str], processes: int) -> None:

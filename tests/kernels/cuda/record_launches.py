@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cumulo.kernels.cuda import moe, rms_norm, rope_cache, sample, sample_cuts, step_inputs, swiglu
+from cumulo.kernels.cuda import moe, moe_few, rms_norm, rope_cache, sample, sample_cuts, step_inputs, swiglu
 from cumulo.spec.model import MoESpec
 from tests.kernels.cuda.compile_sm90 import Case
 
@@ -116,6 +116,13 @@ def mixtures() -> None:
             moe.mixture(x, router, gate_up, down, buffers, x.clone())
         finally:
             moe._router_logits = original
+    # Experts of a few tokens: Mixtral's are wide, DeepSeek-V3's many.
+    for hidden, width, per_token in ((4096, 14336, 2), (7168, 2048, 8)):
+        x, shares = _bf16(1, hidden), torch.zeros(per_token)
+        moe_few.experts_of_few(
+            x, _bf16(1, 2 * width, hidden), _bf16(1, hidden, width), _ints(per_token), shares,
+            _bf16(per_token, width), x.clone(),
+        )  # fmt: skip
 
 
 GROUPS: dict[str, Callable[[], None]] = {
