@@ -336,6 +336,17 @@ def measure_start(name: str, repeats: int) -> dict[str, Any]:
             "vllm": vllm, "must": must, "aim": aim, "ok": best <= must, "cold": round(times[0], 1)}  # fmt: skip
 
 
+def attention_rows() -> list[dict[str, Any]]:
+    """The kernels of the table, in microseconds; `cumulo bench kernels` has all of them, with their rivals."""
+    from cumulo.kernels.cuda import bench
+
+    found = [row for row in bench.rows(("attention",)) if row.get("must")]
+    for row in found:
+        row["ok"] = row["value"] is not None and row["value"] <= row["must"]
+        row["roofline_percent"] = 100 * row.get("more", {}).get("roofline_share", 0.0)
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -345,6 +356,9 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument(
         "--start", action="store_true", help="also process start to first token of the 8B model"
+    )
+    parser.add_argument(
+        "--attention", action="store_true", help="also the attention kernels that have a target"
     )
     parser.add_argument("--json", default="")
     parser.add_argument("--no-graphs", action="store_true")
@@ -364,6 +378,8 @@ def main() -> None:
 
             traceback.print_exc()
             rows.append({"name": name, "error": f"{type(error).__name__}: {error}"})
+    if chosen.attention:
+        rows += attention_rows()
     if chosen.start:
         rows.append(measure_start("llama-3.1-8b", chosen.repeats))
     machine = {

@@ -22,7 +22,7 @@ def table(report: dict) -> str:
         "| | unit | Cumulo | vLLM 0.26 | must | aim | roofline |", "|---|---|---|---|---|---|---|",
     ]  # fmt: skip
     for row in report["rows"]:
-        if "value" not in row:
+        if row.get("value") is None:
             continue
         share = f"{row['roofline_percent']:.0f}%" if row.get("roofline_percent") else ""
         reached = f"**{number(row['value'])}**" if row.get("ok") else f"{number(row['value'])} (missed)"
