@@ -26,7 +26,7 @@ from cumulo.engine.runner_cuda import CudaRunner  # noqa: E402
 from cumulo.engine.runner_torch import TorchRunner  # noqa: E402
 from cumulo.engine.scheduler import Scheduler  # noqa: E402
 from cumulo.engine.scheduler_config import SchedulerConfig  # noqa: E402
-from cumulo.kernels.cuda import small_linear  # noqa: E402
+from cumulo.kernels.cuda import moe_few, small_linear  # noqa: E402
 from cumulo.models.batch import KVCache  # noqa: E402
 from cumulo.models.cuda_decoder import CudaDecoder  # noqa: E402
 from cumulo.models.decoder import Decoder  # noqa: E402
@@ -64,6 +64,8 @@ def use_few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
             "default_config",
             lambda n, k, *_: small_linear.SmallConfig(64, next_power_of_2(k), 4),
         )
+        for name in ("UP", "DOWN"):
+            monkeypatch.setattr(moe_few, name, moe_few.FewConfig(64, 1024, 4))
 
 
 def widened(spec: ModelSpec) -> ModelSpec:

@@ -5,10 +5,18 @@ from dataclasses import replace
 import pytest
 import torch
 
-from cumulo.kernels.cuda import moe
+from cumulo.kernels.cuda import moe, moe_few
 from cumulo.models.moe import Router
 from cumulo.spec.model import ModelSpec, MoESpec
 from tests.kernels.cuda.tolerance import relative_error
+
+
+@pytest.fixture(autouse=True)
+def few_programs(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An interpreted program takes milliseconds, however large."""
+    if device.type == "cpu":
+        for name in ("UP", "DOWN"):
+            monkeypatch.setattr(moe_few, name, moe_few.FewConfig(16, 1024, 4))
 
 
 def layer(spec: MoESpec, tokens: int, hidden: int, device: torch.device, seed: int = 0):
@@ -78,7 +86,7 @@ def test_many_tokens_are_sorted_by_expert_and_one_expert_may_get_all_or_none(dev
     assert torch.equal(found, again)
 
 
-@pytest.mark.parametrize("tokens", [3, 23])
+@pytest.mark.parametrize("tokens", [1, pytest.param(23, marks=pytest.mark.thorough)])
 def test_the_custom_operation_passes_opcheck(tokens: int, device: torch.device) -> None:
     spec = MoESpec(experts=6, experts_per_token=3, expert_hidden=24)
     inputs = layer(spec, tokens, 40, device)
