@@ -27,10 +27,12 @@ run: $(VENV)/.ready
 chat: $(VENV)/.ready
 	@$(BIN)/cumulo chat $(MODEL) $(ARGS)
 
-# A file's tests stay with one worker, which starts their server once. One thread per worker: the models are tiny, and the workers already fill the cores. The compiled kernels'
-# cache lies in the virtual environment: tests touch nothing outside the checkout.
+# A file's tests stay with one worker, which then starts their server once. One thread per worker: the models are
+# tiny, and the workers already fill the cores. The compiled kernels' cache lies in the virtual environment: tests
+# touch nothing outside the checkout.
 test: $(VENV)/.ready-test
-	@XDG_CACHE_HOME=$(CURDIR)/$(VENV)/cache OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder $(ARGS)
+	@XDG_CACHE_HOME=$(CURDIR)/$(VENV)/cache OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 \
+	  $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder $(ARGS)
 
 lint: $(VENV)/.ready-lint
 	@$(BIN)/ruff format --check .

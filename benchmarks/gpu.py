@@ -340,7 +340,7 @@ def attention_rows() -> list[dict[str, Any]]:
     """The kernels of the table, in microseconds; `cumulo bench kernels` has all of them, with their rivals."""
     from cumulo.kernels.cuda import bench
 
-    found = [row for row in bench.rows(("attention",)) if row.get("must")]
+    found = [row for row in bench.rows(("attention",)) if row.get("must") is not None]
     for row in found:
         row["ok"] = row["value"] is not None and row["value"] <= row["must"]
         row["roofline_percent"] = 100 * row.get("more", {}).get("roofline_share", 0.0)
@@ -379,7 +379,10 @@ def main() -> None:
             traceback.print_exc()
             rows.append({"name": name, "error": f"{type(error).__name__}: {error}"})
     if chosen.attention:
-        rows += attention_rows()
+        try:
+            rows += attention_rows()
+        except Exception as error:
+            rows.append({"name": "attention", "error": f"{type(error).__name__}: {error}"})
     if chosen.start:
         rows.append(measure_start("llama-3.1-8b", chosen.repeats))
     machine = {

@@ -22,10 +22,12 @@ def table(report: dict) -> str:
         "| | unit | Cumulo | vLLM 0.26 | must | aim | roofline |", "|---|---|---|---|---|---|---|",
     ]  # fmt: skip
     for row in report["rows"]:
-        if row.get("value") is None:
+        if "value" not in row:
             continue
         share = f"{row['roofline_percent']:.0f}%" if row.get("roofline_percent") else ""
-        reached = f"**{number(row['value'])}**" if row.get("ok") else f"{number(row['value'])} (missed)"
+        reached = (
+            f"**{number(row['value'])}**" if row.get("ok") else f"{number(row['value'])} (missed)".strip()
+        )
         cells = (row["name"], row["unit"], reached, number(row.get("vllm")), number(row.get("must")),
                  number(row.get("aim")), share)  # fmt: skip
         lines.append("| " + " | ".join(cells) + " |")

@@ -361,7 +361,7 @@ class Scheduler:
     def _preempt(
         self, victim: Sequence, plan: StepPlan, now_s: float, cause: PreemptionCause, by: Sequence, why: str
     ) -> None:
-        """Take the victim's blocks and slot; it goes back to the queue, in its old place."""
+        """Take the victim's blocks and slot; if it has something to do, it takes its old place in the queue."""
         blocks = len(victim.blocks)
         choice = self.residency.send_away(victim, plan)
         victim.request.story.preempt(now_s, plan.index, cause, by.request.id, why, blocks, choice.why)

@@ -23,30 +23,34 @@ class Strict(BaseModel):
         if not isinstance(data, dict):
             return data
         kept = {}
+        unknown = None
         for name, value in data.items():
             if name not in cls.neutral:
-                cls._refuse_misspelt(name)
                 kept[name] = _whole(value)
+                if unknown is None and name not in cls.model_fields:
+                    unknown = name
             elif value is not None and not any(
                 type(value) is type(harmless) and value == harmless for harmless in cls.neutral[name]
             ):
                 raise PydanticCustomError(
                     "unsupported", "'{name}' is not supported by this server; leave it out", {"name": name}
                 )
+        if unknown is not None:
+            cls._refuse_misspelt(unknown)
         return kept
 
     @classmethod
     def _refuse_misspelt(cls, name: str) -> None:
-        """An unknown name that is nearly a known one; others are refused by pydantic."""
-        if name in cls.model_fields:
+        """An unknown name that is nearly a known one; others are refused by pydantic. Only the first unknown one is
+        looked at: comparing takes time, and one error is told."""
+        known = [field.alias or one for one, field in cls.model_fields.items()]
+        if name in known or len(name) > 64:
             return
-        known = [*cls.model_fields, *(field.alias for field in cls.model_fields.values() if field.alias)]
-        near = [] if name in known else difflib.get_close_matches(name, known, 1, 0.75)
-        if near:
+        for near in difflib.get_close_matches(name, known, 1, 0.75):
             raise PydanticCustomError(
                 "misspelt",
                 "'{name}' is not a field this server knows; did you mean '{near}'?",
-                {"name": name, "near": near[0]},
+                {"name": _writable(name), "near": near},
             )
 
 
@@ -62,9 +66,14 @@ class TextOnly(Strict):
             raise PydanticCustomError(
                 "unsupported_part",
                 "this server reads text only (parts of type {kinds}), not '{kind}'",
-                {"kind": kind, "kinds": " or ".join(f"'{known}'" for known in kinds)},
+                {"kind": _writable(kind[:64]), "kinds": " or ".join(f"'{known}'" for known in kinds)},
             )
         return data
+
+
+def _writable(text: str) -> str:
+    """JSON may hold half a surrogate pair, which has no UTF-8 to put into a message."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def _whole(value: Any, depth: int = 2) -> Any:

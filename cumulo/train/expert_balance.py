@@ -64,9 +64,10 @@ class ExpertBalance:
             max(heaviest_share(measured[layer], orders[layer], self._split.size) for layer in moved)
             for orders in (before, self.orders)
         )
+        where = " of this stage" if self._groups.layout.pp > 1 else ""
         return (
-            f"experts moved in {len(moved)} of {len(before)} layers: the busiest rank had {was:.2f} times the mean "
-            f"load, and would have had {is_now:.2f}"
+            f"experts moved in {len(moved)} of {len(before)} layers{where}: the busiest rank had {was:.2f} times "
+            f"the mean load, and would have had {is_now:.2f}"
         )
 
     def place(self, orders: Mapping[int, tuple[int, ...]]) -> None:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 REFUSED = 2  # exit code of a rank whose run cannot go on, whoever starts it again
 LOST = 3  # of a rank that has lost another
 HUNG = 4  # of a rank that has waited for too long
+_AGENT_PATIENCE_S = 30  # torch's agent gives ranks so long between SIGTERM and SIGKILL
 _STOP_S = 600  # after Ctrl-C: for the step, the checkpoint and the export
 
 
@@ -85,15 +86,18 @@ def launch(command: Sequence[str], processes: int, most_restarts: int, tell: Cal
 
 
 def _cause(error: "ChildFailedError") -> "tuple[int, ProcessFailure]":
-    """Who began it: a rank that is killed pulls the others down, and may be found after them."""
-
-    def rank_of(exit_code: int) -> int:
-        if exit_code == REFUSED:
-            return 0
-        return 1 if exit_code < 0 and exit_code != -signal.SIGTERM else 3 if exit_code == LOST else 2
-
+    """Who began it. A rank that is killed pulls the others down, and may be found after those that lost it; whom
+    the agent kills itself, because it does not end, is found later still."""
+    failures = list(error.failures.items())
     first = error.get_first_failure()
-    return min([first, *error.failures.items()], key=lambda item: rank_of(item[1].exitcode))
+    for rank, failure in failures:
+        if failure.exitcode == REFUSED:
+            return rank, failure
+    if first[1].exitcode not in (LOST, -signal.SIGTERM):
+        return first
+    soon = first[1].timestamp + _AGENT_PATIENCE_S
+    others = [item for item in failures if item[1].exitcode not in (LOST, -signal.SIGTERM)]
+    return next((item for item in others if item[1].timestamp < soon), first)
 
 
 def _run_agent(command: Sequence[str], processes: int) -> None:

@@ -101,6 +101,7 @@ def test_an_answer_that_does_not_fit_is_a_failure_and_misses_what_it_must():
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 @needs_built_in_model
 def test_masks_are_timed_and_compared_with_steps_without():
     config = EngineConfig(max_running=16, kv_memory_gib=0.25, threads=1)

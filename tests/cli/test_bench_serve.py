@@ -142,6 +142,7 @@ def test_it_explains_itself_with_an_example(cumulo: Run) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_the_generator_measures_itself(cumulo: Run) -> None:
     ran = cumulo("bench", "serve", "--self-test", "--json", "-")
     rows = {row["name"]: row for row in json.loads(ran.out)["rows"]}

@@ -126,7 +126,7 @@ def test_embeddings_and_prompt_log_probabilities_are_the_torch_runners() -> None
         assert a is None or (a.token == b.token and abs(a.logprob - b.logprob) < 1e-5)
 
 
-@pytest.mark.parametrize("name", ["window", "experts", "latent"])
+@pytest.mark.parametrize("name", ["window", "experts", pytest.param("latent", marks=pytest.mark.thorough)])
 def test_in_batch_invariant_mode_company_and_chunking_change_no_bit(name: str) -> None:
     decoder = make_decoder(SPECS[name])
     wanted = (prompt(19, 1), SamplingParams(temperature=0, max_tokens=3, logprobs=0))
@@ -196,7 +196,7 @@ def test_random_plans_with_steps_in_flight_give_the_torch_runners_tokens() -> No
         planner.step()
     while twins.pending:
         twins.compare()
-    assert planner.checked > 8
+    assert planner.checked > (12 if HAS_GPU else 8)
     kernels.close()
 
 

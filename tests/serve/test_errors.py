@@ -120,6 +120,14 @@ def test_a_lone_surrogate_is_400(server: RunningServer) -> None:
             server.url + path, content=content, headers={"Content-Type": "application/json"}
         )
         assert "surrogate" in error_of(response)["message"]
+    odd = {"role": "user", "content": [{"type": "\ud800", "text": "x"}]}
+    for change in ({"messages": [odd]}, {"max_tokens\ud800": 3}):
+        response = httpx.post(
+            server.url + "/v1/chat/completions",
+            content=json.dumps(CHAT | change),
+            headers={"Content-Type": "application/json"},
+        )
+        error_of(response)
 
 
 def test_an_unknown_model_is_404(server: RunningServer, client: openai.OpenAI) -> None:

@@ -25,7 +25,7 @@ def layouts(draw: st.DrawFn) -> Layout:
     )  # fmt: skip
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(layouts())
 def test_every_axis_cuts_the_ranks_into_groups_of_equal_size(layout: Layout) -> None:
     for axis in AXES:

@@ -40,25 +40,27 @@ class Product:
     swiglu: bool = False
 
 
-def products(name: str, hidden: int, qkv: int, attention: int, ffn: int, vocabulary: int) -> list[Product]:
-    """The five products of a dense decoder's step."""
-    return [
+def products(
+    name: str, hidden: int, qkv: int, attention: int, ffn: int | None, vocabulary: int
+) -> list[Product]:
+    """The products of a decoder's step; without `ffn`, of a mixture's, whose experts are not `linear`'s."""
+    found = [
         Product(f"{name} qkv", qkv, hidden, norm=True),
         Product(f"{name} o", hidden, attention, residual=True),
-        Product(f"{name} gate/up", 2 * ffn, hidden, norm=True, swiglu=True),
-        Product(f"{name} down", hidden, ffn, residual=True),
         Product(f"{name} head", vocabulary, hidden),
     ]
+    if ffn is not None:
+        found[2:2] = [
+            Product(f"{name} gate/up", 2 * ffn, hidden, norm=True, swiglu=True),
+            Product(f"{name} down", hidden, ffn, residual=True),
+        ]
+    return found
 
 
 MODELS = {
     "Qwen3-0.6B": products("Qwen3-0.6B", 1024, 4096, 2048, 3072, 151936),
     "Llama-3.1-8B": products("Llama-3.1-8B", 4096, 6144, 4096, 14336, 128256),
-    "Qwen3-30B-A3B": [  # its experts are not `linear`'s
-        product
-        for product in products("Qwen3-30B-A3B", 2048, 5120, 4096, 0, 151936)
-        if "gate/up" not in product.name and "down" not in product.name
-    ],
+    "Qwen3-30B-A3B": products("Qwen3-30B-A3B", 2048, 5120, 4096, None, 151936),
 }
 
 

@@ -19,10 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from cumulo.errors import CumuloError
-from cumulo.kernels.cuda.attention_work_list import (
-    ITEM_FIELDS,
-    build_work_list,
-)
+from cumulo.kernels.cuda.attention_work_list import ITEM_FIELDS, build_work_list
 from cumulo.kernels.cuda.split_merge import LN_2, LOG2_E, merge_splits
 from cumulo.kernels.cuda.work import Work
 

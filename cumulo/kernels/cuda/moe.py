@@ -1,5 +1,5 @@
 """A mixture of experts on the device: choose experts, sort the choices by expert, two grouped products,
-weighted sum.
+weighted sum. Few choices, of many experts, are not sorted: `moe_few` takes them one by one.
 
 Must move: the weights of every expert that is chosen, once; computes 6 · hidden · width FLOPs per choice. Few
 tokens are bound by the first, thousands by the second. Nothing here waits for the host: how many tokens an expert
@@ -22,7 +22,7 @@ from cumulo.kernels.cuda.small_linear import MAX_ROWS, small_linear
 from cumulo.kernels.cuda.work import Work
 from cumulo.spec.model import MoESpec
 
-FEW_CHOICES = 64  # so few are not sorted: each is a product of its own (moe_few)
+FEW_CHOICES = 64  # so few, if half of the experts are free, seldom meet: each is a product of its own
 
 
 def reference(
@@ -194,7 +194,7 @@ def mixture(
     choices = tokens * per_token
     logits = _router_logits(x, router, buffers.logits[:tokens], invariant)
     route(logits, bias, moe, buffers.chosen, buffers.weights)
-    if choices <= FEW_CHOICES and not invariant and configs is None:
+    if choices <= min(FEW_CHOICES, experts // 2) and not invariant and configs is None:
         experts_of_few(
             x, gate_up, down, buffers.chosen[:choices], buffers.weights, buffers.activated, residual
         )

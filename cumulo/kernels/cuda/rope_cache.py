@@ -90,6 +90,16 @@ head_stride, eps, k_scale, v_scale, block_size, HEADS: tl.constexpr, KV_HEADS: t
             tl.store(target + high[None, :], b.to(values.dtype.element_ty))
 
 
+def _heads_at_once(tokens: int, heads: int, kv_heads: int, invariant: bool) -> int:
+    """A norm's sum has another order in another group, so with `invariant` it does not depend on the tokens."""
+    if tokens <= 64 and not invariant:
+        return 1  # more programs rather than longer ones: there are SMs to spare
+    group = 1
+    while group < 8 and heads % (2 * group) == 0 and kv_heads % (2 * group) == 0:
+        group *= 2
+    return group
+
+
 def rope_cache(
     qkv: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, slots: Tensor, keys: Tensor, values: Tensor,
     heads: int, q_norm: Tensor | None = None, k_norm: Tensor | None = None, eps: float = 0.0,
@@ -103,11 +113,7 @@ def rope_cache(
     if tokens == 0:
         return
     kv_heads, block_size, dim = keys.shape[1], keys.shape[2], keys.shape[3]
-    group = 1
-    while group < 8 and heads % (2 * group) == 0 and kv_heads % (2 * group) == 0:
-        group *= 2
-    if tokens <= 64 and not invariant:  # a norm's sum has another order in another group
-        group = 1  # more programs rather than longer ones: there are SMs to spare
+    group = _heads_at_once(tokens, heads, kv_heads, invariant)
     _kernel[(tokens, (heads + 2 * kv_heads) // group)](
         qkv, cos, sin, positions, slots, cos if q_norm is None else q_norm, cos if k_norm is None else k_norm,
         keys, values, qkv.stride(0), keys.stride(0), keys.stride(1), eps, k_scale, v_scale, block_size,

@@ -89,7 +89,7 @@ def _left(
 
 @triton.jit
 def draw_row(number, k, p, min_p, total, top, vocabulary, row, UNUSED: tl.constexpr, FULL: tl.constexpr,
-          CHUNK: tl.constexpr):  # fmt: skip
+             CHUNK: tl.constexpr):  # fmt: skip
     """The token that `number` picks from what the cuts leave."""
     border = row[2]  # every key above it stays, and of those equal to it the first `equals` tokens
     equals = vocabulary

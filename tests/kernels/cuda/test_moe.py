@@ -35,7 +35,7 @@ def layer(spec: MoESpec, tokens: int, hidden: int, device: torch.device, seed: i
     )
 
 
-@pytest.mark.parametrize("tokens", [1, 5, 23])
+@pytest.mark.parametrize("tokens", [1, 5, 23])  # one by one; sorted
 @pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
 def test_a_mixture_is_the_weighted_sum_of_its_experts(
     tokens: int, scoring: str, device: torch.device
@@ -48,6 +48,30 @@ def test_a_mixture_is_the_weighted_sum_of_its_experts(
     found = moe.mixture(*inputs, buffers, before.clone(), bias)
     exact = 1 + moe.reference(*(i.double() for i in inputs), spec, None if bias is None else bias.double())
     assert relative_error(found, exact) < 1e-6
+
+
+def test_experts_of_a_few_tokens_in_several_tiles(device: torch.device) -> None:
+    """Rows and columns that tiles do not divide, and more than one tile of both."""
+    spec = MoESpec(experts=8, experts_per_token=2, expert_hidden=25)
+    x, _, gate_up, down = layer(spec, 2, 41, device)
+    chosen = torch.tensor([6, 1, 3, 6], dtype=torch.int32, device=device)
+    shares = torch.tensor([0.7, 0.3, 0.25, 0.75], device=device)
+    activated, found = torch.full((4, 25), torch.nan, device=device), torch.ones(2, 41, device=device)
+    tiles = moe_few.FewConfig(4, 16, 1)
+    moe_few.experts_of_few(x, gate_up, down, chosen, shares, activated, found, (tiles, tiles))
+    exact = torch.ones(2, 41, dtype=torch.float64, device=device)
+    for choice, expert in enumerate(chosen.tolist()):
+        gate, up = (gate_up[expert].double() @ x[choice // 2].double()).chunk(2)
+        part = down[expert].double() @ (torch.nn.functional.silu(gate) * up)
+        exact[choice // 2] += shares[choice].double() * part
+    assert relative_error(found, exact) < 1e-6
+
+
+def test_tiles_of_the_second_product_widen_with_its_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(moe_few, "DOWN", moe_few.FewConfig(4, 128, 2))
+    assert moe_few.down_config(768, 8) == moe_few.DOWN
+    assert moe_few.down_config(14336, 2) == moe_few.FewConfig(4, 1024, 8)
+    assert moe_few.down_config(2048, 8) == moe_few.FewConfig(4, 512, 8)
 
 
 @pytest.mark.parametrize("group_score", ["max", "top2sum"])

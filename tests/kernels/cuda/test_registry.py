@@ -58,6 +58,14 @@ def test_what_was_measured_on_a_device_is_used_on_its_like_and_nowhere_else(tmp_
     assert registry.load_for("NVIDIA H200", tmp_path) == []  # once is enough
 
 
+def test_in_invariant_mode_prompts_have_the_same_tiles_on_pages_of_any_size() -> None:
+    key = attention_config.chunk_key(4, 128, torch.bfloat16, 64)
+    attention_config.use({key: {"key_tile": 128, "overlap": 2}})
+    chosen = [attention_config.chunk_config(4, 128, torch.bfloat16, page, True) for page in (16, 64)]
+    assert chosen[0] == chosen[1] and not chosen[1].overlap
+    assert attention_config.chunk_config(4, 128, torch.bfloat16, 64, False).overlap == 2
+
+
 def test_a_table_for_other_kernels_is_passed_over_and_the_rest_is_used(tmp_path: Path) -> None:
     tables = {
         "linear": {"bf16 m1 n64 k32": {"kernel": "forgotten", "config": {"option": 1}}},
