@@ -3,7 +3,7 @@
 import re
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -155,7 +155,8 @@ def test_a_message_sent_before_the_page_is_connected_is_answered(browser: Any, s
         box.press("Enter")
         page.evaluate("window.did_handshake = true")
         page.wait_for_selector(".said.user")
-        page.get_by_label("Stop").click()
+        with suppress(Exception):  # playwright's: a short answer has ended by itself, and the button is gone
+            page.get_by_label("Stop").click(timeout=5000)
         page.wait_for_selector(".foot")
 
 
