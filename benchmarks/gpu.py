@@ -28,6 +28,7 @@ import torch
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.gpu_roofline import Ceilings, Roofline, measure_ceilings  # noqa: E402
 from cumulo.engine.assembly import free_memory, start_engine  # noqa: E402
 from cumulo.engine.config import EngineConfig  # noqa: E402
 from cumulo.engine.engine import Engine  # noqa: E402
@@ -58,84 +59,6 @@ TARGETS: dict[tuple[str, str], tuple[float, float, float]] = {
 }
 IN_SECONDS = ("prefill8k", "prefix")
 START_TARGET = (114.0, 30.0, 10.0)
-
-
-@dataclass
-class Ceilings:
-    bytes_per_s: float
-    flops_per_s: float
-    fp8_flops_per_s: float
-
-
-def measure_ceilings() -> Ceilings:
-    """Copy bandwidth (read and written) and the rates of large products of random data."""
-    source = torch.empty(2**30, dtype=torch.int32, device="cuda").random_()
-    target = torch.empty_like(source)
-
-    def best_s(work: Any) -> float:
-        work()
-        times = []
-        for _ in range(5):
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            work()
-            end.record()
-            end.synchronize()
-            times.append(start.elapsed_time(end) / 1e3)
-        return min(times)
-
-    bandwidth = 2 * source.nbytes / best_s(lambda: target.copy_(source))
-    n = 8192
-    a, b = (torch.randn(n, n, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    flops = 2 * n**3 / best_s(lambda: a @ b)
-    x, y = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn).t().contiguous().t()
-    one = torch.ones((), device="cuda")
-    fp8 = (
-        2
-        * n**3
-        / best_s(lambda: torch._scaled_mm(x, y, one, one, out_dtype=torch.bfloat16, use_fast_accum=True))
-    )
-    return Ceilings(bandwidth, flops, fp8)
-
-
-@dataclass
-class Roofline:
-    """Adds up the least time of every step a runner is given."""
-
-    spec: ModelSpec
-    ceilings: Ceilings
-    weight_bytes: float  # of one parameter
-    kv_bytes_per_token: int
-    floor_s: float = 0.0
-    steps: int = 0
-    seen: list[tuple[int, int]] = field(default_factory=list)
-
-    def take(self, plan: StepPlan) -> None:
-        if not plan.slots:
-            return
-        spec, tokens = self.spec, plan.tokens
-        contexts = sum(start + count for start, count in zip(plan.starts, plan.counts, strict=True))
-        pairs = sum(c * s + c * (c + 1) // 2 for s, c in zip(plan.starts, plan.counts, strict=True))
-        per_layer, active = layer_parameters(spec, tokens)
-        head = spec.vocab_size * spec.hidden
-        moved = self.weight_bytes * spec.layers * per_layer + 2 * head + contexts * self.kv_bytes_per_token
-        rate = self.ceilings.fp8_flops_per_s if self.weight_bytes == 1 else self.ceilings.flops_per_s
-        compute_s = 2 * tokens * spec.layers * active / rate
-        compute_s += 2 * len(plan.draw_rows) * head / self.ceilings.flops_per_s
-        compute_s += 4 * spec.heads * spec.head_dim * spec.layers * pairs / self.ceilings.flops_per_s
-        self.floor_s += max(moved / self.ceilings.bytes_per_s, compute_s)
-        self.steps += 1
-
-
-def layer_parameters(spec: ModelSpec, tokens: int) -> tuple[float, float]:
-    """Parameters of a layer that so many tokens read, and that one token computes with."""
-    heads = (2 * spec.heads + 2 * spec.kv_heads) * spec.head_dim * spec.hidden
-    if spec.moe is None:
-        return heads + 3 * spec.hidden * spec.ffn_hidden, heads + 3 * spec.hidden * spec.ffn_hidden
-    moe, expert = spec.moe, 3 * spec.hidden * spec.moe.expert_hidden
-    hit = moe.experts * (1 - (1 - moe.experts_per_token / moe.experts) ** tokens)
-    router = spec.hidden * moe.experts
-    return heads + router + hit * expert, heads + router + moe.experts_per_token * expert
 
 
 def random_decoder(spec: ModelSpec, seed: int = 0) -> Decoder:

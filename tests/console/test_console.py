@@ -158,6 +158,7 @@ def test_a_message_sent_before_the_page_is_connected_is_answered(browser: Any, s
         with suppress(Exception):  # playwright's: a short answer has ended by itself, and the button is gone
             page.get_by_label("Stop").click(timeout=5000)
         page.wait_for_selector(".foot")
+        assert "Hello!" in text_of(page, ".said.user")
 
 
 def test_regenerate_replaces_the_answer_and_clear_forgets_everything(

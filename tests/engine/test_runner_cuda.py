@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.engine.tiny_cuda_engine import DEVICE, HAS_GPU, SPECS, make_decoder, make_engine, use_few_programs  # isort: skip
+from tests.engine.tiny_cuda_engine import DEVICE, SPECS, make_decoder, make_engine, use_few_programs  # isort: skip
 from cumulo.engine.engine import Engine
 from cumulo.engine.ledger_gpu import fp8_saved_bytes, gpu_buffer_bytes, gpu_logit_bytes, gpu_table_bytes
 from cumulo.engine.params import SamplingParams
@@ -192,11 +192,11 @@ def test_random_plans_with_steps_in_flight_give_the_torch_runners_tokens() -> No
                 prompt(6 + 4 * index, index), 6 + 4 * index, params, index, 0, samples_left=index % 2
             )
         )
-    for _ in range(14 if HAS_GPU else 10):
+    for _ in range(14):
         planner.step()
     while twins.pending:
         twins.compare()
-    assert planner.checked > (12 if HAS_GPU else 8)
+    assert planner.checked > 12
     kernels.close()
 
 
