@@ -17,6 +17,7 @@ from cumulo.models.hub import resolve
 from cumulo.models.tokenizer import Tokenizer, load_tokenizer
 from cumulo.models.tokenizer_gguf import tokenizer_from_gguf
 from cumulo.serve.model_formats import ModelFormats
+from cumulo.serve.openai.continuation import up_to_open_end, with_open_end
 
 Result = TypeVar("Result")
 _LONG_CHARACTERS = 8_000  # a few milliseconds of work: more would hold up everybody's streams
@@ -69,8 +70,11 @@ class ModelText:
         tools: Sequence[Mapping[str, Any]] = (),
         *,
         add_generation_prompt: bool = True,
+        variables: Mapping[str, Any] = {},
+        continue_final_message: bool = False,
     ) -> tuple[str, list[int]]:
-        """The prompt the model's chat template makes of messages and tools, and its tokens."""
+        """The prompt the model's chat template makes of messages and tools, and its tokens. `variables`: further
+        ones for the template. `continue_final_message`: the prompt ends inside the last message."""
         characters = sum(len(message.get("content") or "") for message in messages)
         self._refuse_hopeless(characters)
         size = characters + 16 * len(messages)
@@ -78,7 +82,10 @@ class ModelText:
             size = _LONG_CHARACTERS  # schemas and arguments may be of any size
 
         def render() -> tuple[str, list[int]]:
-            text = self.tokenizer.apply_chat_template(messages, add_generation_prompt, tools)
+            shown = with_open_end(messages) if continue_final_message else messages
+            text = self.tokenizer.apply_chat_template(shown, add_generation_prompt, tools, **variables)
+            if continue_final_message:
+                text = up_to_open_end(text)
             return text, self.tokenizer.encode(text)
 
         return await self._apart(size, render)

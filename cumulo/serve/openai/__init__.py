@@ -1,0 +1,1 @@
+"""What OpenAI's API has and the endpoints share: one idea per file."""
