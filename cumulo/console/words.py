@@ -33,7 +33,7 @@ def clock_time(monotonic_s: float) -> str:
 
 def short_id(request_id: str, length: int) -> str:
     """The beginning of a request's random part; of a call with several prompts, also which one it is: ab12…-3."""
-    _, _, rest = request_id.partition("-")
+    _, _, rest = request_id.replace("_", "-", 1).partition("-")  # chatcmpl-…, resp_…
     random, _, position = (rest or request_id).partition("-")
     return f"{random[:length]}-{position}" if position else random[:length]
 

@@ -29,8 +29,9 @@ Batch = list[tuple[int, Delta | Finished]]  # what is new, with the position of 
 
 class Call:
     def __init__(self, service: "Service", request: Request, prefix: str) -> None:
+        """`prefix`: how ids of this endpoint's answers begin, separator included (`chatcmpl-`, `resp_`)."""
         self.service = service
-        self.id = f"{prefix}-{secrets.token_hex(12)}"
+        self.id = f"{prefix}{secrets.token_hex(12)}"
         self.created = int(time.time())
         self.received_s: float = request.scope["state"]["received_s"]
         self.caller: Caller = request.scope["state"]["caller"]

@@ -31,7 +31,7 @@ _NOT_BEGUN = object()
 )
 async def create_chat_completion(body: ChatRequest, request: Request) -> Response:
     service: Service = request.app.state.service
-    call, form, params = await begin_chat(service, request, body, "chatcmpl")
+    call, form, params = await begin_chat(service, request, body, "chatcmpl-")
     ends = frozenset((*service.info.eos_ids, *params.stop_token_ids))
     if body.stream:
         return await open_stream(call, ChatEvents(call, body, form, ends))

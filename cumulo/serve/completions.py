@@ -35,7 +35,7 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
         raise invalid("max_tokens: 0 asks for nothing unless echo is true", "max_tokens")
     params = completion_params(body, service.info.generation_defaults)
     prompts = await _tokens(body, service)
-    call = Call(service, request, "cmpl")
+    call = Call(service, request, "cmpl-")
     if service.options.log_prompts:
         log.info("%s prompt: %r", call.id, body.prompt)
     call.submit(

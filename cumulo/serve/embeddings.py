@@ -48,7 +48,7 @@ async def create_embeddings(body: EmbeddingRequest, request: Request) -> Respons
             "invalid_value",
         )
     inputs = await _tokens(body, service)
-    call = Call(service, request, "embd")
+    call = Call(service, request, "embd-")
     if service.options.log_prompts:
         log.info("%s input: %r", call.id, body.input)
     call.submit(

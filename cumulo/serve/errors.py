@@ -14,8 +14,10 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
+from starlette.types import Scope
 
 from cumulo.errors import CumuloError
+from cumulo.serve.anthropic import error_shape
 
 log = logging.getLogger(__name__)
 
@@ -101,6 +103,9 @@ def _telling(problems: Sequence[Any]) -> dict[str, Any]:
     return next((problem for problem in same_field if not problem["type"].endswith("_type")), first)
 
 
+_TYPES = ("str", "int", "float", "NamedTool", "AllowedTools", "ChosenFunction")  # names of types that are no fields
+
+
 def _field_name(place: list[Any]) -> str:
     """As the client wrote it: pydantic's names of the types it tried are left out."""
     name = ""
@@ -108,25 +113,33 @@ def _field_name(place: list[Any]) -> str:
         if (
             index
             and isinstance(part, str)
-            and ("[" in part or "-" in part or part in ("str", "int", "float", "NamedTool"))
+            and ("[" in part or "-" in part or part in _TYPES)
         ):
             continue
         name += f"[{part}]" if isinstance(part, int) else f".{part}" if name else str(part)
     return name
 
 
+def shaped(error: ApiError, scope: Scope) -> Response:
+    """The error as the API that the path belongs to words it."""
+    if not error_shape.speaks_anthropic(scope["path"]):
+        return error.response()
+    body = error_shape.error_body(error.status, error.message, error_shape.request_id(scope))
+    return Response(body, error.status, error.headers, "application/json")
+
+
 def install(app: FastAPI) -> None:
     @app.exception_handler(ApiError)
     async def api_error(request: Request, error: ApiError) -> Response:
-        return error.response()
+        return shaped(error, request.scope)
 
     @app.exception_handler(RequestValidationError)
     async def not_valid(request: Request, error: RequestValidationError) -> Response:
-        return validation_error(error).response()
+        return shaped(validation_error(error), request.scope)
 
     @app.exception_handler(CumuloError)
     async def user_error(request: Request, error: CumuloError) -> Response:
-        return invalid(str(error)).response()
+        return shaped(invalid(str(error)), request.scope)
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:
@@ -136,7 +149,7 @@ def install(app: FastAPI) -> None:
         elif error.status_code == 405:
             possible = (error.headers or {}).get("Allow", "another method")
             message = f"{request.method} is not possible on {request.url.path}; use {possible}"
-        return ApiError(error.status_code, message, headers=error.headers).response()
+        return shaped(ApiError(error.status_code, message, headers=error.headers), request.scope)
 
     @app.exception_handler(ClientGone)
     async def client_gone(request: Request, error: ClientGone) -> Response:
@@ -145,4 +158,4 @@ def install(app: FastAPI) -> None:
     @app.exception_handler(Exception)
     async def bug(request: Request, error: Exception) -> Response:
         log.error("%s %s failed", request.method, request.url.path, exc_info=error)
-        return ApiError(500, "the server failed on this request; its log says more").response()
+        return shaped(ApiError(500, "the server failed on this request; its log says more"), request.scope)

@@ -5,7 +5,7 @@ of its own, as OpenAI's client expects it; before the first byte it is an ordina
 """
 
 import logging
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import msgspec
 from starlette.responses import Response
@@ -34,6 +34,13 @@ class EventWriter(Protocol):
     def end(self) -> bytes:
         """What follows when all is told."""
         ...
+
+
+@runtime_checkable
+class FailureWriter(Protocol):
+    """An EventWriter whose API has words of its own for a failure in the middle of a stream."""
+
+    def fail(self, error: ApiError) -> bytes: ...
 
 
 def json_response(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
@@ -117,8 +124,12 @@ class EventStream(Response):
         except ClientGone:
             raise
         except ApiError as error:
-            return b"data: " + error.body() + b"\n\n", False
+            return self._failure(error), False
         except Exception:
             log.exception("the stream of %s failed", self._call.id)
-            failure = ApiError(500, "the server failed on this request")
-            return b"data: " + failure.body() + b"\n\n", False
+            return self._failure(ApiError(500, "the server failed on this request")), False
+
+    def _failure(self, error: ApiError) -> bytes:
+        if isinstance(self._writer, FailureWriter):
+            return self._writer.fail(error)
+        return b"data: " + error.body() + b"\n\n"

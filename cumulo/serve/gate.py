@@ -14,7 +14,8 @@ from fastapi import HTTPException
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from cumulo.serve.errors import ApiError
+from cumulo.serve.anthropic.error_shape import speaks_anthropic
+from cumulo.serve.errors import ApiError, shaped
 from cumulo.serve.keys import Caller
 from cumulo.serve.service import Service
 
@@ -45,7 +46,7 @@ class Gate:
                 self._check(scope)
             await self._app(scope, exchange.receive, exchange.send)
         except ApiError as error:
-            await error.response()(scope, receive, exchange.send)
+            await shaped(error, scope)(scope, receive, exchange.send)
         finally:
             if exchange.status:
                 if scope["path"].startswith(_PROTECTED):  # probes and pages would hide the share of errors
@@ -138,6 +139,8 @@ class _Exchange:
             # A stream has it already, as its last.
             if call_id is not None and not (headers and headers[-1][0] == b"x-request-id"):
                 MutableHeaders(scope=message)["x-request-id"] = call_id
+            if call_id is not None and speaks_anthropic(self._scope["path"]):
+                MutableHeaders(scope=message)["request-id"] = call_id  # where Anthropic's clients look
         elif self.status == 413 and not message.get("more_body"):
             await self._send({**message, "more_body": True})
             await self._discard_body()

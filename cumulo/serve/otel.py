@@ -33,6 +33,7 @@ log = logging.getLogger(__name__)
 OPERATIONS = {  # by path; everything else is not traced
     "/v1/chat/completions": "chat",
     "/v1/responses": "chat",
+    "/v1/messages": "chat",
     "/v1/completions": "text_completion",
     "/v1/embeddings": "embeddings",
 }

@@ -28,7 +28,7 @@ Item = dict[str, Any]
 async def create_response(body: ResponsesRequest, request: Request) -> Response:
     """Nothing is kept: send the earlier items again to go on (`previous_response_id` is refused)."""
     service: Service = request.app.state.service
-    call, form, _ = await begin_chat(service, request, _as_chat(body), "resp", guide_param="text.format")
+    call, form, _ = await begin_chat(service, request, _as_chat(body), "resp_", guide_param="text.format")
     output = Output(call.id, form.reader())
     if body.stream:
         return await open_stream(call, ResponseEvents(call, body, output))

@@ -62,6 +62,7 @@ def test_times_are_written_in_the_unit_one_would_say() -> None:
 
 def test_a_short_id_tells_the_prompts_of_one_call_apart() -> None:
     assert short_id("chatcmpl-0123456789abcdef", 8) == "01234567"
+    assert short_id("resp_0123456789abcdef", 8) == "01234567"
     assert [short_id(f"embd-0123456789abcdef-{n}", 8) for n in (0, 11)] == ["01234567-0", "01234567-11"]
     assert short_id("unusual", 4) == "unus"
 

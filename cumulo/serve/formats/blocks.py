@@ -1,0 +1,83 @@
+"""Blocks: an answer's pieces gathered into thoughts, texts and calls, in order. Used by /v1/responses (as items) and
+/v1/messages (as content blocks), whole or streamed: both only spell what changes here.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from cumulo.serve.formats.events import Event, Text, ToolCallStart
+from cumulo.serve.formats.reasoning import Reasoning
+
+Kind = Literal["thoughts", "text", "call"]
+
+
+@dataclass(slots=True)
+class Block:
+    kind: Kind
+    index: int  # in the answer
+    text: str = ""  # of a call: its arguments
+    call_id: str = ""
+    name: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    block: Block
+
+
+@dataclass(frozen=True, slots=True)
+class Grown:
+    block: Block
+    text: str  # what is new
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    block: Block
+
+
+Change = Begun | Grown | Ended
+
+
+class Blocks:
+    """Grows piece by piece. At any time at most the last block is unfinished."""
+
+    def __init__(self) -> None:
+        self.blocks: list[Block] = []
+        self._open = False
+
+    def add(self, pieces: Iterable[Reasoning | Event]) -> list[Change]:
+        changes: list[Change] = []
+        for piece in pieces:
+            if isinstance(piece, ToolCallStart):
+                changes += self._begin("call", piece.id, piece.name)
+            elif isinstance(piece, Text | Reasoning):
+                kind: Kind = "text" if isinstance(piece, Text) else "thoughts"
+                if not self._open or self.blocks[-1].kind != kind:
+                    changes += self._begin(kind)
+                changes.append(self._grow(piece.text))
+            else:
+                changes.append(self._grow(piece.fragment))
+        return changes
+
+    def close(self) -> list[Change]:
+        """The answer is complete. One that says nothing at all is one empty text."""
+        begun = [] if self.blocks else self._begin("text")
+        return begun + self._end()
+
+    def _begin(self, kind: Kind, call_id: str = "", name: str = "") -> list[Change]:
+        ended = self._end()
+        self.blocks.append(Block(kind, len(self.blocks), call_id=call_id, name=name))
+        self._open = True
+        return [*ended, Begun(self.blocks[-1])]
+
+    def _grow(self, text: str) -> Grown:
+        self.blocks[-1].text += text
+        return Grown(self.blocks[-1], text)
+
+    def _end(self) -> list[Change]:
+        if not self._open:
+            return []
+        self._open = False
+        return [Ended(self.blocks[-1])]
