@@ -8,7 +8,7 @@ from starlette.responses import Response
 
 from cumulo.engine.outputs import Delta
 from cumulo.engine.params import SamplingParams
-from cumulo.serve.answer_form import AnswerForm, answer_form, check_form, tool_use
+from cumulo.serve.answer_form import AnswerForm, ToolUse, answer_form, check_form, tool_use
 from cumulo.serve.answer_reader import AnswerReader, delta_of, message_of
 from cumulo.serve.call import Batch, Call
 from cumulo.serve.conversation import conversation
@@ -45,14 +45,7 @@ async def begin_chat(
     `response_format`, where that is not its name."""
     service.check_model(body.model)
     service.check_ready()
-    use = tool_use(body)
-    check_form(body.response_format)
-    tools = use.shown if use is not None else []
-    prompt, tokens = await service.text.encode_chat(
-        conversation(body.messages, service.text.formats, tools),
-        tools if service.text.formats.template_shows_tools else (),
-        add_generation_prompt=body.add_generation_prompt is not False,
-    )
+    use, prompt, tokens = await chat_prompt(service, body)
     form = answer_form(body, use, service.text, prompt)
     params = service.chat_params.of(body, service.info.generation_defaults, form.guide, form.show_special)
     call = Call(service, request, prefix)
@@ -67,6 +60,19 @@ async def begin_chat(
         guide_param=guide_param or form.guide_param,
     )
     return call, form, params
+
+
+async def chat_prompt(service: Service, body: ChatRequest) -> tuple[ToolUse | None, str, list[int]]:
+    """Which tools the answer may call, and the prompt as text and as tokens."""
+    use = tool_use(body)
+    check_form(body.response_format)
+    tools = use.shown if use is not None else []
+    prompt, tokens = await service.text.encode_chat(
+        conversation(body.messages, service.text.formats, tools),
+        tools if service.text.formats.template_shows_tools else (),
+        add_generation_prompt=body.add_generation_prompt is not False,
+    )
+    return use, prompt, tokens
 
 
 async def _whole(call: Call, body: ChatRequest, form: AnswerForm, ends: frozenset[int]) -> dict[str, Any]:
