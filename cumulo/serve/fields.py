@@ -2,13 +2,19 @@
 
 Neutral values are no request for anything: null for any field that OpenAI's API has and this server has not,
 and the few defaults named in `neutral`, are taken as left out. 4.0 is an integer, as JSON Schema has it.
+Parts of a body with `ignores_unknown` (messages, their parts and calls, tools) leave out what they do not know, and
+the client is warned: libraries hand back messages with fields of their own. In lenient mode every body does.
+Validation stops at the first wrong item of a list, and counts a dictionary before it looks at its items.
 """
 
 import difflib
 from typing import Any, ClassVar, get_args
 
-from pydantic import BaseModel, ConfigDict, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, model_validator
+from pydantic_core import CoreSchema, PydanticCustomError
+
+from cumulo.serve.bodies import warnings
+from cumulo.serve.bodies.stop_early import stopping_early
 
 
 class Strict(BaseModel):
@@ -16,37 +22,69 @@ class Strict(BaseModel):
 
     # Fields of OpenAI's API that are not supported, each with the values that ask for nothing.
     neutral: ClassVar[dict[str, tuple[Any, ...]]] = {}
+    ignores_unknown: ClassVar[bool] = False
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        schema: CoreSchema = stopping_early(handler(source))
+        return schema
 
     @model_validator(mode="before")
     @classmethod
     def _drop_neutral(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
+        notes = warnings.current()
+        if notes is not None:
+            notes.begin(data)
         kept = {}
-        unknown = None
+        unknown = []
         for name, value in data.items():
-            if name not in cls.neutral:
+            if name in cls.neutral:
+                if value is not None and not any(
+                    type(value) is type(harmless) and value == harmless for harmless in cls.neutral[name]
+                ):
+                    raise PydanticCustomError(
+                        "unsupported",
+                        "'{name}' is not supported by this server; leave it out",
+                        {"name": name},
+                    )
+            elif name in cls.model_fields:
                 kept[name] = _whole(value)
-                if unknown is None and name not in cls.model_fields:
-                    unknown = name
-            elif value is not None and not any(
-                type(value) is type(harmless) and value == harmless for harmless in cls.neutral[name]
-            ):
-                raise PydanticCustomError(
-                    "unsupported", "'{name}' is not supported by this server; leave it out", {"name": name}
-                )
-        if unknown is not None:
-            cls._refuse_misspelt(unknown)
+            else:
+                unknown.append(name)
+        if unknown:
+            aliases = {field.alias for field in cls.model_fields.values()}
+            for name in [name for name in unknown if name in aliases]:
+                unknown.remove(name)
+                kept[name] = _whole(data[name])
+        if unknown:
+            cls._tell_unknown(data, unknown, kept, notes)
         return kept
 
     @classmethod
-    def _refuse_misspelt(cls, name: str) -> None:
-        """An unknown name that is nearly a known one; others are refused by pydantic. Only the first unknown one is
-        looked at: comparing takes time, and one error is told."""
+    def _tell_unknown(
+        cls, data: dict[str, Any], unknown: list[str], kept: dict[str, Any], notes: warnings.Notes | None
+    ) -> None:
+        """Ignore unknown fields with a warning, or refuse the first: one error is told."""
+        if notes is not None and notes.lenient:
+            ignored = True
+        else:
+            ignored = cls.ignores_unknown
+            cls._refuse_misspelt(unknown[0], data if ignored else {})
+        if not ignored:
+            kept[unknown[0]] = data[unknown[0]]  # refused by pydantic, after what is wrong with known fields
+        elif notes is not None:
+            for name in unknown:
+                notes.ignore(data, name)
+
+    @classmethod
+    def _refuse_misspelt(cls, name: str, given: dict[str, Any]) -> None:
+        """An unknown name that is nearly a known one which is not among those `given`."""
         known = [field.alias or one for one, field in cls.model_fields.items()]
-        if name in known or len(name) > 64:
+        if len(name) > 64:
             return
-        for near in difflib.get_close_matches(name, known, 1, 0.75):
+        for near in difflib.get_close_matches(name, [one for one in known if one not in given], 1, 0.75):
             raise PydanticCustomError(
                 "misspelt",
                 "'{name}' is not a field this server knows; did you mean '{near}'?",

@@ -1,0 +1,1 @@
+"""Request and answer bodies: how large they may be, where they are read, and what a client is told about them."""
