@@ -7,9 +7,12 @@ from fastapi.openapi.utils import get_openapi
 from starlette.middleware.cors import CORSMiddleware
 
 from cumulo import __version__
-from cumulo.serve import chat, completions, direct_route, docs_page, embeddings, errors, operation, responses
+from cumulo.serve import chat, completions, direct_route, docs_page, embeddings, errors, operation
 from cumulo.serve.gate import Gate
 from cumulo.serve.plain_chat import read_chat
+from cumulo.serve.rank import endpoints as rank
+from cumulo.serve.responses import endpoints as responses
+from cumulo.serve.responses.request import ResponsesRequest
 from cumulo.serve.schemas import CompletionRequest
 from cumulo.serve.service import Service
 
@@ -27,13 +30,14 @@ def create_app(service: Service) -> FastAPI:
     )
     app.state.service = service
     errors.install(app)
-    for part in (chat, completions, responses, embeddings, operation):
+    for part in (chat, completions, responses, embeddings, rank, operation):
         app.include_router(part.router)
     direct_route.install(
         app,
         {
             "/v1/chat/completions": (read_chat, chat.create_chat_completion),
             "/v1/completions": (CompletionRequest.model_validate_json, completions.create_completion),
+            "/v1/responses": (ResponsesRequest.model_validate_json, responses.create_response),
         },
     )
     docs_page.install(app)
@@ -43,7 +47,7 @@ def create_app(service: Service) -> FastAPI:
             CORSMiddleware,
             allow_origins=list(service.options.cors_origins),
             allow_methods=["GET", "POST"],
-            allow_headers=["Authorization", "Content-Type"],
+            allow_headers=["Authorization", "Content-Type", "X-Api-Key"],
             expose_headers=["X-Request-Id", "Retry-After"],
         )
     app.openapi = lambda: _description(app, service)  # type: ignore[method-assign]
@@ -65,6 +69,8 @@ def _description(app: FastAPI, service: Service) -> dict[str, Any]:
             "CompletionRequest",
             "ResponsesRequest",
             "EmbeddingRequest",
+            "ScoreRequest",
+            "RerankRequest",
         ):  # a tool that reads this can ask right away
             parts["schemas"][name]["properties"]["model"]["enum"] = [service.model_name]
         if service.keys is not None:

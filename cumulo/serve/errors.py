@@ -70,9 +70,16 @@ def invalid(message: str, param: str | None = None, code: str | None = None) -> 
 
 
 def validation_error(error: RequestValidationError) -> ApiError:
-    """The first thing wrong with a request, named the way the client wrote it."""
-    first = _telling(error.errors())
-    place = [part for part in first.get("loc", ()) if part not in ("body", "query", "path")]
+    return problem_error(error.errors())
+
+
+def problem_error(problems: Sequence[Any]) -> ApiError:
+    """The first thing wrong with a request, named the way the client wrote it. `problems` are pydantic's, FastAPI
+    puts "body" before their places."""
+    first = _telling(problems)
+    place = list(first.get("loc", ()))
+    if place and place[0] in ("body", "query", "path"):  # where in the request; a field may have such a name, too
+        place = place[1:]
     param = _field_name(place)
     kind = first["type"]
     if kind == "json_invalid":
@@ -99,22 +106,19 @@ def validation_error(error: RequestValidationError) -> ApiError:
 def _telling(problems: Sequence[Any]) -> dict[str, Any]:
     """Of a field that may be of several types, all are tried; the one of the right type tells what is wrong."""
     first: dict[str, Any] = problems[0]
-    same_field = [problem for problem in problems if problem["loc"][:2] == first["loc"][:2]]
+    depth = 2 if first["loc"][:1] == ("body",) else 1
+    same_field = [problem for problem in problems if problem["loc"][:depth] == first["loc"][:depth]]
     return next((problem for problem in same_field if not problem["type"].endswith("_type")), first)
 
 
-_TYPES = ("str", "int", "float", "NamedTool", "AllowedTools", "ChosenFunction")  # names of types that are no fields
+_TYPES = ("str", "int", "float", "NamedTool", "AllowedTools", "ChosenFunction")  # pydantic's, no fields
 
 
 def _field_name(place: list[Any]) -> str:
     """As the client wrote it: pydantic's names of the types it tried are left out."""
     name = ""
     for index, part in enumerate(place):
-        if (
-            index
-            and isinstance(part, str)
-            and ("[" in part or "-" in part or part in _TYPES)
-        ):
+        if index and isinstance(part, str) and ("[" in part or "-" in part or part in _TYPES):
             continue
         name += f"[{part}]" if isinstance(part, int) else f".{part}" if name else str(part)
     return name

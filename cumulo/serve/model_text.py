@@ -16,10 +16,15 @@ from cumulo.models.gguf_file import open_gguf
 from cumulo.models.hub import resolve
 from cumulo.models.tokenizer import Tokenizer, load_tokenizer
 from cumulo.models.tokenizer_gguf import tokenizer_from_gguf
+from cumulo.serve.bodies.warnings import warn
 from cumulo.serve.model_formats import ModelFormats
 from cumulo.serve.openai.continuation import up_to_open_end, with_open_end
 
 Result = TypeVar("Result")
+_TAKEN_AS_TEXT = (
+    "the text spells special tokens of this model, and they were taken as plain text; "
+    "parse_special_tokens: true recognises them"
+)
 _LONG_CHARACTERS = 8_000  # a few milliseconds of work: more would hold up everybody's streams
 
 
@@ -27,6 +32,7 @@ class ModelText:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
         self.formats = ModelFormats.of(tokenizer)
+        self.parse_special_tokens = False  # whether callers' texts may contain special tokens
         self.max_context = 0  # set when the engine has said it; 0: not known yet
         self._longest_token_bytes = max(
             1, max((len(tokenizer.token_bytes(token)) for token in range(tokenizer.vocab_size)), default=1)
@@ -34,7 +40,9 @@ class ModelText:
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenise")
 
     @classmethod
-    def load(cls, model: str | None, chat_template: Path | None = None) -> "ModelText":
+    def load(
+        cls, model: str | None, chat_template: Path | None = None, parse_special_tokens: bool = False
+    ) -> "ModelText":
         source = resolve(model)
         tokenizer = (
             tokenizer_from_gguf(open_gguf(source.path).metadata)
@@ -47,22 +55,32 @@ class ModelText:
             except (OSError, ValueError) as error:
                 raise CumuloError(f"the chat template {chat_template} cannot be read: {error}") from error
         text = cls(tokenizer)
+        text.parse_special_tokens = parse_special_tokens
         with contextlib.suppress(CumuloError):  # a model without a template serves completions
             tokenizer.prepare_chats()
         return text
 
-    async def encode(self, text: str, add_special: bool = True) -> list[int]:
-        self._refuse_hopeless(len(text))
-        return await self._apart(len(text), self.tokenizer.encode, text, add_special)
+    async def encode(
+        self, text: str, add_special: bool = True, parse_special_tokens: bool | None = None
+    ) -> list[int]:
+        """`parse_special_tokens`: the text's own special tokens are recognised; None: as the server was started."""
+        return (await self.encode_many([text], add_special, parse_special_tokens))[0]
 
-    async def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
+    async def encode_many(
+        self, texts: Sequence[str], add_special: bool = True, parse_special_tokens: bool | None = None
+    ) -> list[list[int]]:
         for text in texts:
             self._refuse_hopeless(len(text))
+        parse = self.parse_special_tokens if parse_special_tokens is None else parse_special_tokens
 
-        def encode_all() -> list[list[int]]:
-            return [self.tokenizer.encode(text, add_special=True) for text in texts]
+        def encode_all() -> tuple[list[list[int]], bool]:
+            taken_as_text = not parse and any(map(self.tokenizer.control.occur_in, texts))
+            return [self.tokenizer.encode(text, add_special, parse) for text in texts], taken_as_text
 
-        return await self._apart(sum(map(len, texts)), encode_all)
+        tokens, taken_as_text = await self._apart(sum(map(len, texts)), encode_all)
+        if taken_as_text:
+            warn(_TAKEN_AS_TEXT)
+        return tokens
 
     async def encode_chat(
         self,
@@ -78,15 +96,19 @@ class ModelText:
         characters = sum(len(message.get("content") or "") for message in messages)
         self._refuse_hopeless(characters)
         size = characters + 16 * len(messages)
-        if tools or any("tool_calls" in message for message in messages):
+        if tools or variables or any("tool_calls" in message for message in messages):
             size = _LONG_CHARACTERS  # schemas and arguments may be of any size
 
         def render() -> tuple[str, list[int]]:
             shown = with_open_end(messages) if continue_final_message else messages
-            text = self.tokenizer.apply_chat_template(shown, add_generation_prompt, tools, **variables)
-            if continue_final_message:
-                text = up_to_open_end(text)
-            return text, self.tokenizer.encode(text)
+            return self.tokenizer.render_chat(
+                shown,
+                add_generation_prompt,
+                tools,
+                variables,
+                cut=up_to_open_end if continue_final_message else None,
+                parse_special_tokens=self.parse_special_tokens,
+            )
 
         return await self._apart(size, render)
 
