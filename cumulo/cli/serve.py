@@ -30,12 +30,22 @@ def serve(
         str | None,
         typer.Option(metavar="NAME", help="Make a key, add its hash to --api-keys FILE, print it and stop."),
     ] = None,
+    cache_group: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="With --new-api-key: keys of this group share cached prefixes."),
+    ] = None,
     requests_per_minute: Annotated[
         int | None, typer.Option(help="Limit per key (with --new-api-key: of the new one).")
     ] = None,
     tokens_per_minute: Annotated[
         int | None, typer.Option(help="Limit per key, prompt and answer tokens together.")
     ] = None,
+    default_max_tokens: Annotated[
+        int,
+        typer.Option(
+            help="Longest chat answer where a request has no max_tokens; 0: as many as fit the context."
+        ),
+    ] = 4096,
     max_queue: Annotated[int, typer.Option(help="Requests that may wait; beyond: 429.")] = 1024,
     max_running: Annotated[int | None, typer.Option(help="Sequences computed at the same time.")] = None,
     max_body_mib: Annotated[float, typer.Option(help="Largest request body; beyond: 413.")] = 4.0,
@@ -45,16 +55,49 @@ def serve(
     drain_timeout: Annotated[
         float, typer.Option(help="Seconds running requests may take to finish after SIGTERM or Ctrl-C.")
     ] = 30.0,
+    max_connections: Annotated[
+        int, typer.Option(help="Open connections; beyond: the longest idle are closed, then 503.")
+    ] = 4096,
+    max_connections_per_address: Annotated[
+        int | None, typer.Option(help="Open connections of one client address; left out: half of all.")
+    ] = None,
+    header_timeout: Annotated[
+        float, typer.Option(help="Seconds a client may take to send a request's header.")
+    ] = 10.0,
+    body_timeout: Annotated[float, typer.Option(help="Seconds a client may pause while it sends a body.")] = 20.0,
+    keep_alive_timeout: Annotated[
+        float, typer.Option(help="Seconds a connection may be idle between two requests.")
+    ] = 75.0,
+    write_timeout: Annotated[
+        float, typer.Option(help="Seconds in which a client reads nothing of its answer; then it is aborted.")
+    ] = 60.0,
+    allow_host: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="A name clients may use for this server, such as a reverse proxy's; may be repeated; '*': any.",
+        ),
+    ] = None,
     cors_origin: Annotated[
         list[str] | None, typer.Option(help="A web origin that may call; may be repeated. None by default.")
     ] = None,
     chat_template: Annotated[
         Path | None, typer.Option(metavar="FILE", help="A jinja2 template instead of the model's own.")
     ] = None,
+    parse_special_tokens: Annotated[
+        bool,
+        typer.Option(
+            "--parse-special-tokens",
+            help="Recognise special tokens that callers write, such as <|im_end|>. Unsafe with texts you do not trust.",
+        ),
+    ] = False,
     open_browser: Annotated[
         bool, typer.Option("--open", help="Open the console in a browser, where there is a screen.")
     ] = False,
     stories: Annotated[int, typer.Option(help="Requests kept for `cumulo explain`.")] = 1000,
+    stored_responses: Annotated[
+        int, typer.Option(help="Responses of /v1/responses kept in memory to be continued; 0: none.")
+    ] = 1000,
     log_prompts: Annotated[
         bool, typer.Option("--log-prompts", help="Write prompts and answers to the log.")
     ] = False,
@@ -81,8 +124,10 @@ def serve(
     from cumulo.errors import CumuloError
 
     if new_api_key is not None:
-        _make_key(api_keys, new_api_key, requests_per_minute, tokens_per_minute)
+        _make_key(api_keys, new_api_key, requests_per_minute, tokens_per_minute, cache_group)
         return
+    if cache_group is not None:
+        raise CumuloError("--cache-group belongs to a new key: give --new-api-key NAME too")
     if log_level not in ("debug", "info", "warning", "error"):
         raise CumuloError(f"--log-level is debug, info, warning or error, not {log_level!r}")
     if max_running is not None and max_running < 1:
@@ -95,11 +140,14 @@ def serve(
             f"the server needs packages that are not installed ({error.name}): pip install 'cumulo[serve]'"
         ) from error
     from cumulo.cli.terminal import note
+    from cumulo.serve.observe import steady_stderr
 
+    steady_stderr.install()  # before the first note: one that cannot be written must not end the server
     chosen = ServeOptions(
         model=model,
         name=name,
         chat_template=chat_template,
+        parse_special_tokens=parse_special_tokens,
         engine=options.engine_config(
             threads=threads,
             max_context=max_context,
@@ -114,12 +162,21 @@ def serve(
         api_keys=api_keys,
         requests_per_minute=requests_per_minute,
         tokens_per_minute=tokens_per_minute,
+        default_max_tokens=default_max_tokens,
         max_queue=max_queue,
         max_body_bytes=int(max_body_mib * (1 << 20)),
         stall_timeout_s=stall_timeout,
         drain_timeout_s=drain_timeout,
+        max_connections=max_connections,
+        max_connections_per_address=max_connections_per_address,
+        header_timeout_s=header_timeout,
+        body_timeout_s=body_timeout,
+        keep_alive_timeout_s=keep_alive_timeout,
+        write_timeout_s=write_timeout,
+        allow_hosts=tuple(allow_host or ()),
         cors_origins=tuple(cors_origin or ()),
         stories=stories,
+        stored_responses=stored_responses,
         log_prompts=log_prompts,
         log_level=log_level,
         otlp_endpoint=otlp_endpoint or _standard_otlp_endpoint(),
@@ -188,10 +245,12 @@ def _console() -> "Callable[[FastAPI], None] | None":
     return install
 
 
-def _make_key(path: Path | None, name: str, requests: int | None, tokens: int | None) -> None:
+def _make_key(
+    path: Path | None, name: str, requests: int | None, tokens: int | None, cache_group: str | None
+) -> None:
     from cumulo.errors import CumuloError
     from cumulo.serve.keys import new_key
 
     if path is None:
         raise CumuloError("--new-api-key needs --api-keys FILE: where the key's hash is kept")
-    print(new_key(path, name, requests, tokens))
+    print(new_key(path, name, requests, tokens, cache_group))

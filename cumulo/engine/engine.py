@@ -186,8 +186,11 @@ class Engine:
         logprobs = sequence.logprobs[-len(tokens) :] if request.params.logprobs is not None and tokens else []
         if sequence.state == State.FINISHED:
             request.tag.told.add(sequence.sample_index)
+        of_prompt = request.prompt_logprobs if sequence.output_length == 1 else None
         output.deltas.append(
-            Delta(request.id, sequence.sample_index, text, tokens, sequence.finish_reason, logprobs)
+            Delta(
+                request.id, sequence.sample_index, text, tokens, sequence.finish_reason, logprobs, of_prompt
+            )
         )
 
     # -- ends -------------------------------------------------------------------------------------------
@@ -203,7 +206,16 @@ class Engine:
         samples = self._beams(request) if searched else self._samples(request)
         if client.stream and request.beam is not None:
             output.deltas += [
-                Delta(request.id, s.index, s.text, s.token_ids, s.finish_reason, s.logprobs) for s in samples
+                Delta(
+                    request.id,
+                    s.index,
+                    s.text,
+                    s.token_ids,
+                    s.finish_reason,
+                    s.logprobs,
+                    request.prompt_logprobs,
+                )
+                for s in samples
             ]
         output.finished.append(
             RequestOutput(

@@ -19,6 +19,7 @@ class Delta:
     token_ids: list[int]
     finish_reason: FinishReason | None = None
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] | None = None  # with a sample's first token, where asked for
 
 
 @dataclass(frozen=True, slots=True)

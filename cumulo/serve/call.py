@@ -37,6 +37,10 @@ class Call:
         self.caller: Caller = request.scope["state"]["caller"]
         request.scope["state"]["call_id"] = self.id
         self.finished: list[Finished | None] = []
+        self.prompts: list[list[int]] = []  # as token ids; known once submitted
+        self.default_limit: int | None = (
+            None  # output tokens, where the server and not the client set the limit
+        )
         self._receive = request.receive
         self._inbox = Inbox()
         self._request_ids: list[str] = []
@@ -71,9 +75,9 @@ class Call:
         self._guide_param = guide_param
         at_a_time = at_a_time or len(prompts)
         self.service.admit(self, prompts, params, at_a_time)
-        # A salt is a secret between a caller's own requests: two callers' salts never meet.
-        salt = f"{self.caller.name}/{cache_salt}" if cache_salt else ""
+        salt = self.caller.salt(cache_salt)
         self.finished = [None] * len(prompts)
+        self.prompts = prompts
         self._unfinished = len(prompts)
 
         def send(position: int, tokens: list[int]) -> None:

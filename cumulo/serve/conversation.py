@@ -82,12 +82,33 @@ def _missing(param: str) -> ApiError:
     return invalid(f"'{param}' is missing", param, "missing_required_parameter")
 
 
-def _entry(message: Message, place: str) -> TemplateMessage:
+def text_of(message: Message) -> str:
     content = message.content or ""
-    text = content if isinstance(content, str) else "\n".join(part.text for part in content)
+    return content if isinstance(content, str) else "\n".join(part.text for part in content)
+
+
+def check_continued(messages: Sequence[Message], add_generation_prompt: bool | None) -> None:
+    """What `continue_final_message` needs."""
+    last, param = messages[-1], "continue_final_message"
+    if add_generation_prompt:
+        raise invalid(
+            "continue_final_message and add_generation_prompt exclude each other: one continues the last message, "
+            "the other begins a new one; leave one of them out",
+            param,
+        )
+    if last.role != "assistant" or last.tool_calls or last.function_call:
+        kind = "an assistant that calls tools" if last.role == "assistant" else last.role
+        raise invalid(
+            f"continue_final_message continues an assistant's text, and the last message is of the role {kind}: "
+            "add an assistant message with the beginning of the answer, or leave continue_final_message out",
+            param,
+        )
+
+
+def _entry(message: Message, place: str) -> TemplateMessage:
     entry: TemplateMessage = {
         "role": "system" if message.role == "developer" else message.role,
-        "content": text,
+        "content": text_of(message),
     }
     if message.name is not None:
         entry["name"] = message.name

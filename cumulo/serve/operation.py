@@ -6,11 +6,15 @@ from fastapi import APIRouter, Query, Request
 from starlette.responses import Response
 
 from cumulo import __version__
-from cumulo.serve.conversation import conversation
+from cumulo.serve.conversation import check_continued, conversation, template_tools
 from cumulo.serve.descriptions import answers, plain
 from cumulo.serve.errors import ApiError, invalid
 from cumulo.serve.events import json_response
-from cumulo.serve.schemas import DetokenizeRequest, TokenizeRequest
+from cumulo.serve.messages import Ready
+from cumulo.serve.model_text import ModelText
+from cumulo.serve.openai.legacy_functions import with_tool_calls
+from cumulo.serve.openai.template_variables import template_variables
+from cumulo.serve.schemas import DetokenizeRequest, Message, TokenizeRequest
 from cumulo.serve.schemas_out import (
     Detokenized,
     ExplanationList,
@@ -73,7 +77,19 @@ async def ready(request: Request) -> Response:
     responses={200: {"description": "Prometheus' text format", "content": {"text/plain": {}}}},
 )
 async def metrics(request: Request) -> Response:
-    return Response(_service(request).metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+    """With API keys, their names are shown to callers whose key may see them; others see numbers."""
+    service = _service(request)
+    text = service.metrics.text(with_names=_may_see_names(service, request))
+    return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+def _may_see_names(service: Service, request: Request) -> bool:
+    """The path needs no key, so nobody has looked for one yet."""
+    if service.keys is None:
+        return True
+    scheme, _, key = request.headers.get("authorization", "").partition(" ")
+    caller = service.keys.caller_of(key.strip()) if scheme.lower() == "bearer" else None
+    return caller is not None and caller.may_see_names
 
 
 @router.get("/version", summary="Cumulo's version", responses={200: plain(Version, "The version.")})
@@ -90,7 +106,14 @@ def _model(service: Service) -> dict[str, Any]:
         "created": int(service.started_s),
         "owned_by": "cumulo",
         "max_model_len": info.max_context if info is not None else None,
+        "generation_defaults": _defaults(service, info) if info is not None else None,
     }
+
+
+def _defaults(service: Service, info: Ready) -> dict[str, Any]:
+    """What a request gets for fields it leaves out: the model's recommendation, then OpenAI's default."""
+    openai = {"temperature": 1.0, "top_p": 1.0}
+    return {**openai, **info.generation_defaults, "max_tokens": service.options.default_max_tokens or None}
 
 
 @router.get("/v1/models", summary="What is served", responses=answers(plain(ModelList, "The models."), 401))
@@ -119,11 +142,11 @@ async def tokenize(body: TokenizeRequest, request: Request) -> Response:
     if (body.prompt is None) == (body.messages is None):
         raise invalid("give either prompt or messages", "prompt")
     if body.messages is not None:
-        messages = conversation(body.messages, service.text.formats)
-        _, tokens = await service.text.encode_chat(messages, add_generation_prompt=body.add_generation_prompt)
+        tokens = await _chat_tokens(body, body.messages, service.text)
     else:
+        _refuse_for_prompts(body)
         assert body.prompt is not None
-        tokens = await service.text.encode(body.prompt, add_special=body.add_special_tokens)
+        tokens = await service.text.encode(body.prompt, body.add_special_tokens, body.parse_special_tokens)
     spelled = [service.text.token_text(token)[0] for token in tokens] if body.return_token_strs else None
     info = service.engine.info
     return json_response(
@@ -134,6 +157,27 @@ async def tokenize(body: TokenizeRequest, request: Request) -> Response:
             "token_strs": spelled,
         }
     )
+
+
+async def _chat_tokens(body: TokenizeRequest, given: list[Message], text: ModelText) -> list[int]:
+    """As a chat completion with the same fields would send them to the engine."""
+    if body.continue_final_message:
+        check_continued(given, body.add_generation_prompt)
+    tools = template_tools(body.tools or [])
+    _, tokens = await text.encode_chat(
+        conversation(with_tool_calls(given), text.formats, tools),
+        tools if text.formats.template_shows_tools else (),
+        add_generation_prompt=body.add_generation_prompt is not False and not body.continue_final_message,
+        variables=template_variables(body.chat_template_kwargs, body.reasoning_effort, text),
+        continue_final_message=bool(body.continue_final_message),
+    )
+    return tokens
+
+
+def _refuse_for_prompts(body: TokenizeRequest) -> None:
+    for name in ("tools", "chat_template_kwargs", "reasoning_effort", "continue_final_message"):
+        if getattr(body, name):
+            raise invalid(f"{name} goes with messages, not with a prompt: leave it out", name)
 
 
 @router.post("/detokenize", summary="Tokens to text", responses=answers(plain(Detokenized, "The text.")))

@@ -12,6 +12,7 @@ class ServeOptions:
     model: str | None = None  # None: the built-in one
     name: str | None = None  # what clients call the model; None: its own name
     chat_template: Path | None = None  # a jinja2 file instead of the model's own
+    parse_special_tokens: bool = False  # recognise special tokens in what callers write, too
     engine: EngineConfig = field(default_factory=EngineConfig)
     host: str = "127.0.0.1"  # only this machine; 0.0.0.0 for every network it is in
     port: int = 8000  # 0: any free one
@@ -20,13 +21,24 @@ class ServeOptions:
         None  # per key without a limit of its own; without keys, for all together
     )
     tokens_per_minute: int | None = None  # prompt and output tokens, counted likewise
+    default_max_tokens: int = (
+        4096  # of chat answers whose request has no limit; 0: as many as fit the context
+    )
     max_queue: int = 1024  # sequences that may wait for a place; beyond, 429
     max_body_bytes: int = 4 << 20  # beyond, 413
     stall_timeout_s: float = 60.0  # an engine that has work and finishes no step for this long is restarted
     start_timeout_s: float = 900.0  # to load the model
     drain_timeout_s: float = 30.0  # after SIGTERM: how long running requests may take to finish
+    max_connections: int = 4096  # open at the same time; beyond, the longest idle are closed, then 503
+    max_connections_per_address: int | None = None  # of one client address; None: half of max_connections
+    header_timeout_s: float = 10.0  # for a new connection's first byte, and from there to the end of the header
+    body_timeout_s: float = 20.0  # longest pause in a body; after it, 4,096 bytes a second on average
+    keep_alive_timeout_s: float = 75.0  # between two requests on a connection
+    write_timeout_s: float = 60.0  # longest time in which a client reads nothing of its answer
+    allow_hosts: tuple[str, ...] = ()  # names in `Host` beyond this machine's own; "*": any
     cors_origins: tuple[str, ...] = ()  # web pages that may call; none by default
     stories: int = 1000  # requests whose story is kept for /v1/requests/{id}/explain
+    stored_responses: int = 1000  # of /v1/responses, in memory and at most 64 MiB; 0: none is kept
     log_prompts: bool = False  # prompts and answers in the log: off unless asked for
     log_level: str = "info"
     otlp_endpoint: str | None = (
@@ -41,9 +53,18 @@ class ServeOptions:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise CumuloError(f"{name} must be 1 or more, got {value}; leave it out for no limit")
-        for name in ("stall_timeout_s", "start_timeout_s"):
+        for name in (
+            "stall_timeout_s", "start_timeout_s", "header_timeout_s", "body_timeout_s", "keep_alive_timeout_s",
+            "write_timeout_s",
+        ):  # fmt: skip
             if not getattr(self, name) > 0:
                 raise CumuloError(f"{name} must be more than 0 seconds, got {getattr(self, name)}")
+        if self.default_max_tokens < 0:
+            raise CumuloError(
+                f"default_max_tokens must be 1 or more, or 0 for as many as fit, got {self.default_max_tokens}"
+            )
+        if self.stored_responses < 0:
+            raise CumuloError(f"stored_responses must be 0 or more, got {self.stored_responses}; 0: none is kept")
         if self.max_queue < 0 or self.drain_timeout_s < 0:
             raise CumuloError("max_queue and drain_timeout_s must be 0 or more")
         if self.otlp_endpoint is not None and not self.otlp_endpoint.startswith(("http://", "https://")):
@@ -51,5 +72,9 @@ class ServeOptions:
                 f"otlp_endpoint must be the URL of a collector that speaks OTLP over HTTP, for instance "
                 f"http://127.0.0.1:4318, got {self.otlp_endpoint!r}"
             )
+        for name in ("max_connections", "max_connections_per_address"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise CumuloError(f"{name} must be 1 or more, got {value}")
         if not 0 <= self.port <= 65535:
             raise CumuloError(f"port must be 0 to 65535, got {self.port}")

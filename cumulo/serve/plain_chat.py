@@ -22,6 +22,7 @@ Penalty = Annotated[float, Meta(ge=-2, le=2)]
 
 class PlainStreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     include_usage: bool = False
+    continuous_usage_stats: ClassVar[bool] = False
 
 
 class PlainMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -32,6 +33,7 @@ class PlainMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tool_calls: ClassVar[None] = None
     tool_call_id: ClassVar[None] = None
     reasoning_content: ClassVar[None] = None
+    function_call: ClassVar[None] = None
 
 
 class PlainChat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -74,6 +76,19 @@ class PlainChat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tool_choice: ClassVar[None] = None
     parallel_tool_calls: ClassVar[None] = None
     add_generation_prompt: ClassVar[None] = None
+    functions: ClassVar[None] = None
+    function_call: ClassVar[None] = None
+    reasoning_effort: ClassVar[None] = None
+    store: ClassVar[None] = None
+    service_tier: ClassVar[None] = None
+    continue_final_message: ClassVar[None] = None
+    echo: ClassVar[None] = None
+    chat_template_kwargs: ClassVar[None] = None
+    use_beam_search: ClassVar[None] = None
+    beam_width: ClassVar[None] = None
+    length_penalty: ClassVar[None] = None
+    return_token_ids: ClassVar[None] = None
+    prompt_logprobs: ClassVar[None] = None
 
 
 _decode = msgspec.json.Decoder(PlainChat).decode

@@ -8,20 +8,40 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, StringConstraints
 
 from cumulo.serve.fields import Strict, TextOnly
-from cumulo.serve.schemas_form import MAX_CALLS, MAX_TOOLS, NamedTool, ResponseFormat, Tool, ToolCall
+from cumulo.serve.schemas_form import (
+    MAX_CALLS,
+    MAX_TOOLS,
+    AllowedTools,
+    CalledFunction,
+    ChosenFunction,
+    Function,
+    NamedTool,
+    ResponseFormat,
+    Tool,
+    ToolCall,
+)
 
 MAX_STOP_STRINGS = 32
 MAX_STOP_CHARACTERS = 512
 MAX_BIASES = 1024
 MAX_PROMPTS = 128
+MAX_BEAMS = 50
+MAX_TEMPLATE_VARIABLES = 64
 
 StopString = Annotated[str, StringConstraints(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 Token = Annotated[int, Field(ge=0, lt=1 << 31)]
 Label = Annotated[str, StringConstraints(max_length=512)]
+TemplateVariables = Annotated[dict[str, Any], Field(max_length=MAX_TEMPLATE_VARIABLES)]
+
+
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 class StreamOptions(Strict):
     include_usage: bool = Field(False, description="Send token counts in a last chunk of their own.")
+    continuous_usage_stats: bool = Field(
+        False, description="Extension, with include_usage: every chunk has the token counts so far."
+    )
     neutral: ClassVar[dict[str, tuple[Any, ...]]] = {"include_obfuscation": (False, True)}
 
 
@@ -65,6 +85,30 @@ class Sampling(Strict):
         None, description="Extension: share cached prefixes only with requests of the same salt."
     )
     explain: bool | None = Field(None, description="Extension: add the request's story to the answer.")
+    use_beam_search: bool | None = Field(
+        None, description="Extension: search for the n likeliest answers instead of sampling."
+    )
+    beam_width: int | None = Field(
+        None,
+        ge=1,
+        le=MAX_BEAMS,
+        description="Extension: beam search with so many beams; left out: n of them.",
+    )
+    length_penalty: float | None = Field(
+        None,
+        ge=-10,
+        le=10,
+        description="Extension: a beam's score is its log-probability / length ** this; 1.",
+    )
+    return_token_ids: bool | None = Field(
+        None, description="Extension: add the token ids of the prompt and of every answer."
+    )
+    prompt_logprobs: int | None = Field(
+        None,
+        ge=0,
+        le=20,
+        description="Extension: log-probabilities of the prompt's tokens, with alternatives.",
+    )
 
 
 class TextPart(TextOnly):
@@ -75,7 +119,7 @@ class TextPart(TextOnly):
 class Message(Strict):
     """Which fields a role needs is checked where messages become a prompt (conversation.py)."""
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | Annotated[list[TextPart], Field(min_length=1)] | None = Field(
         None, description="May be left out only by an assistant that called tools."
     )
@@ -84,11 +128,14 @@ class Message(Strict):
         None, description="Assistant: the calls it made."
     )
     tool_call_id: Label | None = Field(None, description="Tool: the call whose result this is.")
+    function_call: CalledFunction | None = Field(
+        None, description="Assistant: the call it made, in the form that came before tool_calls."
+    )
     reasoning_content: str | None = Field(
         None, description="Assistant: what it thought before; used if the model's chat template does."
     )
     neutral: ClassVar[dict[str, tuple[Any, ...]]] = {
-        "refusal": (), "audio": (), "annotations": ([],), "function_call": (), "parsed": (),
+        "refusal": (), "audio": (), "annotations": ([],), "parsed": (),
     }  # fmt: skip
 
 
@@ -108,18 +155,40 @@ class ChatRequest(Sampling):
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = Field(
         None, description="What the model may call."
     )
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = Field(
-        None, description="Whether it may, must, or must call this one. Left out: auto if there are tools."
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedTools | None = Field(
+        None,
+        description="Whether it may, must, must call this one, or which ones. Left out: auto if there are tools.",
     )
     parallel_tool_calls: bool | None = Field(None, description="false: at most one call per answer.")
+    functions: Annotated[list[Function], Field(max_length=MAX_TOOLS)] | None = Field(
+        None, description="The form that came before tools; the answer calls one in function_call."
+    )
+    function_call: Literal["none", "auto"] | ChosenFunction | None = Field(
+        None, description="The form that came before tool_choice."
+    )
+    reasoning_effort: ReasoningEffort | None = Field(
+        None,
+        description="A variable of the model's chat template; none and minimal also switch thinking off.",
+    )
+    store: bool | None = Field(None, description="Accepted for compatibility; nothing is stored.")
+    service_tier: Literal["auto", "default", "flex", "scale", "priority", "fast"] | None = Field(
+        None, description="Accepted for compatibility: every request is served as default."
+    )
     add_generation_prompt: bool | None = Field(
         None, description="Extension: false leaves out the template's opening of an answer."
     )
+    continue_final_message: bool | None = Field(
+        None, description="Extension: the answer continues the last message, which must be an assistant's."
+    )
+    echo: bool | None = Field(
+        None, description="Extension, with continue_final_message: the answer begins with the continued text."
+    )
+    chat_template_kwargs: TemplateVariables | None = Field(
+        None, description="Extension: variables for the model's chat template, for instance enable_thinking."
+    )
     neutral: ClassVar[dict[str, tuple[Any, ...]]] = {
-        "audio": (), "function_call": ("none",), "functions": (), "modalities": (["text"],), "moderation": (),
-        "prediction": (), "prompt_cache_options": (), "prompt_cache_retention": (),
-        "reasoning_effort": (), "service_tier": ("auto", "default"),
-        "store": (False,), "verbosity": (), "web_search_options": (),
+        "audio": (), "modalities": (["text"],), "moderation": (), "prediction": (), "prompt_cache_options": (),
+        "prompt_cache_retention": (), "verbosity": ("medium",), "web_search_options": (),
     }  # fmt: skip
 
 
@@ -137,8 +206,9 @@ class CompletionRequest(Sampling):
         None, ge=0, le=20, description="Log-probabilities with so many alternatives."
     )
     best_of: int | None = Field(None, ge=1, le=128, description="Draw so many, return the n likeliest.")
-    echo: bool | None = Field(
-        False, description="Put the prompt before the answer; not with stream or best_of."
+    echo: bool | None = Field(False, description="Put the prompt before the answer.")
+    parse_special_tokens: bool | None = Field(
+        None, description="Extension: true recognises special tokens written in the prompt; otherwise they are text."
     )
     neutral: ClassVar[dict[str, tuple[Any, ...]]] = {"suffix": ("",)}
 
@@ -148,7 +218,25 @@ class TokenizeRequest(Strict):
     prompt: str | None = None
     messages: Annotated[list[Message], Field(min_length=1)] | None = None
     add_special_tokens: bool = Field(True, description="With a prompt: add those the model was trained with.")
-    add_generation_prompt: bool = Field(True, description="With messages: open the answer.")
+    parse_special_tokens: bool | None = Field(
+        None, description="Extension: true recognises special tokens written in the prompt; otherwise they are text."
+    )
+    add_generation_prompt: bool | None = Field(
+        None,
+        description="With messages: open the answer. Left out: true, unless the last message is continued.",
+    )
+    continue_final_message: bool | None = Field(
+        None, description="With messages: end inside the last one, as chat completions do."
+    )
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = Field(
+        None, description="With messages: the tools that the prompt describes."
+    )
+    chat_template_kwargs: TemplateVariables | None = Field(
+        None, description="With messages: variables for the model's chat template."
+    )
+    reasoning_effort: ReasoningEffort | None = Field(
+        None, description="With messages: as chat completions take it."
+    )
     return_token_strs: bool = Field(False, description="Also give each token's text.")
 
 

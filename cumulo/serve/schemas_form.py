@@ -2,7 +2,8 @@
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, StringConstraints
+from pydantic import Field, StringConstraints, model_validator
+from pydantic_core import PydanticCustomError
 
 from cumulo.serve.fields import Strict
 
@@ -51,6 +52,20 @@ class Tool(Strict):
     type: Literal["function"]
     function: Function
 
+    @model_validator(mode="before")
+    @classmethod
+    def _is_function(cls, data: Any) -> Any:
+        """OpenAI's other kinds (`custom` and what its own servers run) are refused in words of their own."""
+        kind = data.get("type") if isinstance(data, dict) else None
+        if isinstance(kind, str) and kind != "function":
+            raise PydanticCustomError(
+                "unsupported_tool",
+                "this server calls tools of the type 'function', not '{kind}'; describe it as a function with a "
+                "JSON schema of its parameters",
+                {"kind": kind[:64].encode("utf-8", "backslashreplace").decode()},
+            )
+        return data
+
 
 class ChosenFunction(Strict):
     name: str
@@ -59,6 +74,18 @@ class ChosenFunction(Strict):
 class NamedTool(Strict):
     type: Literal["function"]
     function: ChosenFunction
+
+
+class AllowedList(Strict):
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], Field(min_length=1, max_length=MAX_TOOLS)]
+
+
+class AllowedTools(Strict):
+    """A choice among some of the tools: the model sees all of them and calls none but these."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedList
 
 
 class CalledFunction(Strict):

@@ -24,7 +24,7 @@ class Usage(BaseModel):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
-    prompt_tokens_details: CachedTokens
+    prompt_tokens_details: CachedTokens | None = None  # not in the counts of an unfinished stream
 
 
 class TokenLogprob(BaseModel):
@@ -59,13 +59,24 @@ class AssistantMessage(BaseModel):
     refusal: None
     reasoning_content: str | None = None
     tool_calls: list[MessageToolCall] | None = None
+    function_call: FunctionCall | None = None
+
+
+class PromptLogprob(BaseModel):
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
 
 
 class ChatChoice(BaseModel):
     index: int
     message: AssistantMessage
     logprobs: ChatLogprobs | None
-    finish_reason: Literal["stop", "length", "tool_calls"]
+    finish_reason: Literal["stop", "length", "tool_calls", "function_call"]
+    token_ids: list[int] | None = None
 
 
 class ExplanationTimes(BaseModel):
@@ -115,6 +126,9 @@ class ChatCompletion(BaseModel):
     model: str
     choices: list[ChatChoice]
     usage: Usage
+    service_tier: str | None = None
+    prompt_logprobs: PromptLogprobs | None = None
+    prompt_token_ids: list[int] | None = None
     explain: list[Explanation] | None = None
 
 
@@ -130,6 +144,9 @@ class CompletionChoice(BaseModel):
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: Literal["stop", "length"]
+    prompt_logprobs: PromptLogprobs | None = None
+    prompt_token_ids: list[int] | None = None
+    token_ids: list[int] | None = None
 
 
 class Completion(BaseModel):
@@ -148,6 +165,7 @@ class Model(BaseModel):
     created: int
     owned_by: str
     max_model_len: int | None
+    generation_defaults: dict[str, float | None] | None  # what a request that leaves it out gets
 
 
 class ModelList(BaseModel):
@@ -183,7 +201,9 @@ class ResponseObject(BaseModel):
     id: str
     object: Literal["response"]
     created_at: int
+    completed_at: int | None
     status: Literal["completed", "incomplete"]
+    background: Literal[False]
     error: None
     incomplete_details: dict[str, str] | None
     instructions: str | None
@@ -192,9 +212,29 @@ class ResponseObject(BaseModel):
     model: str
     output: list[dict[str, Any]]
     parallel_tool_calls: bool
+    previous_response_id: str | None
+    reasoning: dict[str, str | None]
+    store: bool
     temperature: float | None
     text: dict[str, Any]
-    tool_choice: Literal["none"]
-    tools: list[Any]
+    tool_choice: str | dict[str, Any]
+    tools: list[dict[str, Any]]
+    top_logprobs: int
     top_p: float | None
+    truncation: Literal["auto", "disabled"]
     usage: dict[str, Any]
+    user: str | None
+
+
+class DeletedResponse(BaseModel):
+    id: str
+    object: Literal["response"]
+    deleted: Literal[True]
+
+
+class ResponseItems(BaseModel):
+    object: Literal["list"]
+    data: list[dict[str, Any]]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool

@@ -18,6 +18,7 @@ from cumulo.serve.messages import Finished, Ready, Stats, StepRecord, Submit
 from cumulo.serve.metrics import Metrics
 from cumulo.serve.model_text import ModelText
 from cumulo.serve.options import ServeOptions
+from cumulo.serve.responses.stored import StoredResponses
 from cumulo.serve.sampling import ChatParams
 from cumulo.serve.stories import Record, Stories
 
@@ -48,6 +49,7 @@ class Service:
         self.chat_params = ChatParams()
         self.metrics = Metrics(model_name)
         self.stories = Stories(options.stories)
+        self.stored_responses = StoredResponses(options.stored_responses)
         self.recent_steps: deque[StepRecord] = deque(maxlen=_RECENT_STEPS)
         self.fairness_index = 1.0
         self.draining = False
@@ -151,6 +153,7 @@ class Service:
                 samples=submit.params.n,
                 stream=submit.stream,
                 priority=submit.priority,
+                default_limit=call.default_limit,
             )
         )
 

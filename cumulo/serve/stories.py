@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from cumulo.engine.story import Story
+from cumulo.engine.story import Event, Story
 
 _MOST_TOKEN_TIMES = 4096  # per request: the gaps of longer answers are judged by their beginning
 
@@ -34,6 +34,7 @@ class Record:
     samples: int
     stream: bool
     priority: int = 0
+    default_limit: int | None = None  # output tokens, where the server and not the client set the limit
     token_times_s: "array[float]" = field(default_factory=lambda: array("d"))
     retried: bool = False
     ended_s: float | None = None
@@ -117,9 +118,17 @@ def explanation(record: Record) -> dict[str, Any]:
         "retried_after_engine_restart": record.retried,
         "events": [
             {"at_ms": to_ms(event.time_s), "kind": event.kind, "words": event.describe(), **event.detail}
-            for event in (story.events if story else ())
+            for event in (*_before(record), *(story.events if story else ()))
         ],
     }
+
+
+def _before(record: Record) -> list[Event]:
+    """What the API process decided before the engine heard of the request."""
+    if record.default_limit is None:
+        return []
+    why = "the request has no max_tokens and this is the server's --default-max-tokens"
+    return [Event(record.submitted_s, "limited", {"limit": record.default_limit, "why": why})]
 
 
 def summary(record: Record) -> str:
@@ -163,6 +172,8 @@ def summary(record: Record) -> str:
         parts.append("ended with its embedding")
     else:
         parts.append(f"ended by {record.outcome} after {story.output_tokens} tokens")
+        if record.outcome == "length" and record.default_limit is not None:
+            parts.append("the server's default, because the request has no max_tokens")
     if record.ended_s is not None:
         parts.append(f"{_ms(record.ended_s - record.received_s)} in all")
     return "; ".join(parts) + "."

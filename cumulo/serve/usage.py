@@ -6,12 +6,14 @@ from typing import Any
 from cumulo.serve.messages import Finished
 
 
-def usage(results: Iterable[Finished], dropped_tokens: int = 0) -> dict[str, Any]:
-    """The sum over a call's requests; a prompt counts once however many samples share it."""
+def usage(results: Iterable[Finished], dropped_tokens: int = 0, searched: bool = False) -> dict[str, Any]:
+    """The sum over a call's requests; a prompt counts once however many samples share it. `searched`: by beam
+    search, of which the answers count and not the beams that were given up."""
     prompt = output = cached = 0
     for finished in results:
         prompt += finished.story.prompt_tokens
-        output += finished.story.output_tokens
+        returned = sum(len(sample.token_ids) for sample in finished.samples)
+        output += returned if searched else finished.story.output_tokens
         cached += finished.story.cached_tokens
     output -= dropped_tokens
     return {

@@ -11,7 +11,7 @@ from typing import Any
 from cumulo.errors import InvalidRequest
 
 _MARK = "cumulo-continues-this-message-here"
-# Behind the mark stands a space: where it is gone, the template trims contents, and the text's own end is trimmed too.
+# Behind the mark stands a space: where that is gone, the template trims contents, and the text's end goes likewise.
 _MARK_AND_SPACE = f"{_MARK} "
 
 
