@@ -1,5 +1,5 @@
-"""Blocks: an answer's pieces gathered into thoughts, texts and calls, in order. Used by /v1/responses (as items) and
-/v1/messages (as content blocks), whole or streamed: both only spell what changes here.
+"""Blocks: an answer's pieces gathered into thoughts, texts and calls, in order. Used by /v1/responses (as items)
+and /v1/messages (as content blocks), whole or streamed: both only spell what changes here.
 """
 
 from collections.abc import Iterable

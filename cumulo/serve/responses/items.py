@@ -1,0 +1,153 @@
+"""Output: an answer's blocks as the items of a response, and every change as an event of its stream."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from cumulo.engine.plan import TokenLogprobs
+from cumulo.serve.answer_reader import AnswerReader, Piece
+from cumulo.serve.formats import Text
+from cumulo.serve.formats.blocks import Begun, Block, Blocks, Change, Grown
+from cumulo.serve.responses.request import (
+    FunctionCall,
+    FunctionCallOutput,
+    InputItem,
+    InputMessage,
+    InputText,
+)
+from cumulo.serve.responses.text_logprobs import TextLogprobs
+
+Item = dict[str, Any]
+
+
+class Output:
+    """The whole answer and the streamed one are made by the same calls; a whole one leaves the events alone."""
+
+    def __init__(self, response_id: str, reader: AnswerReader | None, logprobs: TextLogprobs | None) -> None:
+        self.items: list[Item] = []
+        self.finish_reason: str | None = None
+        self._suffix = response_id.removeprefix("resp_")
+        self._reader, self._logprobs = reader, logprobs
+        self._blocks = Blocks()
+
+    @property
+    def thoughts(self) -> str:
+        return "".join(block.text for block in self._blocks.blocks if block.kind == "thoughts")
+
+    def add(self, text: str, last: bool, entries: Sequence[TokenLogprobs] = ()) -> list[Item]:
+        pieces: list[Piece] = [Text(text)] if text else []
+        if self._reader is not None:
+            pieces = self._reader.read(text, last)
+        if self._logprobs is not None:
+            self._logprobs.push(entries)
+        return [event for change in self._blocks.add(pieces) for event in self._events(change)]
+
+    def close(self, finish_reason: str) -> list[Item]:
+        """The answer is complete."""
+        self.finish_reason = finish_reason
+        return [event for change in self._blocks.close() for event in self._events(change)]
+
+    # -- one change as events, in the order that OpenAI's API has them ------------------------------------
+    def _events(self, change: Change) -> list[Item]:
+        if isinstance(change, Begun):
+            return self._begin(change.block)
+        if isinstance(change, Grown):
+            return [self._grow(change.block, change.text)]
+        return self._end(change.block)
+
+    def _begin(self, block: Block) -> list[Item]:
+        item = _new_item(block, self._suffix)
+        self.items.append(item)
+        added = {"type": "response.output_item.added", "output_index": block.index}
+        if block.kind == "call":
+            return [{**added, "item": dict(item)}]
+        return [
+            {**added, "item": {**item, "content": []}},
+            {
+                **self._place(block, "response.content_part.added"),
+                "content_index": 0,
+                "part": _new_item(block, self._suffix)["content"][0],
+            },
+        ]
+
+    def _grow(self, block: Block, text: str) -> Item:
+        item = self.items[block.index]
+        entries = self._logprobs.take(text) if self._logprobs is not None else []
+        if block.kind == "call":
+            item["arguments"] += text
+            return {**self._place(block, "response.function_call_arguments.delta"), "delta": text}
+        part = item["content"][0]
+        part["text"] += text
+        grown = {**self._place(block, f"response.{part['type']}.delta"), "content_index": 0, "delta": text}
+        if block.kind == "text":
+            part["logprobs"] += entries
+            grown["logprobs"] = entries
+        return grown
+
+    def _end(self, block: Block) -> list[Item]:
+        item = self.items[block.index]
+        item["status"] = "incomplete" if self.finish_reason == "length" else "completed"
+        done = {"type": "response.output_item.done", "output_index": block.index, "item": item}
+        if block.kind == "call":
+            told = {"name": block.name, "arguments": block.text}
+            return [{**self._place(block, "response.function_call_arguments.done"), **told}, done]
+        part = item["content"][0]
+        spoken = {"content_index": 0, "text": part["text"]}
+        if block.kind == "text":
+            spoken["logprobs"] = part["logprobs"]
+        return [
+            {**self._place(block, f"response.{part['type']}.done"), **spoken},
+            {**self._place(block, "response.content_part.done"), "content_index": 0, "part": part},
+            done,
+        ]
+
+    def _place(self, block: Block, kind: str) -> Item:
+        return {"type": kind, "item_id": self.items[block.index]["id"], "output_index": block.index}
+
+
+def _new_item(block: Block, suffix: str) -> Item:
+    place = f"{suffix}_{block.index}"
+    if block.kind == "call":
+        told = {"call_id": block.call_id, "name": block.name, "arguments": ""}
+        return {"id": f"fc_{place}", "type": "function_call", "status": "in_progress", **told}
+    if block.kind == "thoughts":
+        part: Item = {"type": "reasoning_text", "text": ""}
+        item: Item = {"id": f"rs_{place}", "type": "reasoning", "summary": [], "encrypted_content": None}
+    else:
+        part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+        item = {"id": f"msg_{place}", "type": "message", "role": "assistant"}
+    return {**item, "status": "in_progress", "content": [part]}
+
+
+# -- input items as the API gives them back ---------------------------------------------------------------
+def spelled_inputs(items: Sequence[InputItem], response_id: str) -> list[Item]:
+    """Each with an id, and messages in parts."""
+    suffix = response_id.removeprefix("resp_")
+    return [_spelled_input(item, f"{suffix}_in{index}") for index, item in enumerate(items)]
+
+
+def _spelled_input(item: InputItem, place: str) -> Item:
+    spelled = item.model_dump(exclude_none=True, exclude={"parsed_arguments"})
+    if isinstance(item, InputMessage):
+        kind = "output_text" if item.role == "assistant" else "input_text"
+        parts = [(kind, item.content)] if isinstance(item.content, str) else _told(item.content)
+        spelled["content"] = [_spelled_part(*part) for part in parts]
+        prefix = "msg_"
+    elif isinstance(item, FunctionCall):
+        prefix = "fc_"
+    elif isinstance(item, FunctionCallOutput):
+        prefix = "fco_"
+        if not isinstance(item.output, str):
+            spelled["output"] = [_spelled_part(*part) for part in _told(item.output)]
+    else:
+        prefix = "rs_"
+        spelled.setdefault("summary", [])
+    return {"id": f"{prefix}{place}", "status": "completed", **spelled}
+
+
+def _told(parts: Sequence[InputText]) -> list[tuple[str, str]]:
+    return [(part.type, part.text) for part in parts]
+
+
+def _spelled_part(kind: str, text: str) -> Item:
+    more: Item = {"annotations": []} if kind == "output_text" else {}
+    return {"type": kind, "text": text, **more}

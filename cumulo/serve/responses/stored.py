@@ -1,0 +1,111 @@
+"""StoredResponses: the responses kept for `previous_response_id` and GET /v1/responses/{id}. Owned by the Service.
+
+They live in memory, as JSON, until the server stops or newer ones need the room. A caller sees their own only, and
+whoever keeps the most is the first to lose some: nobody can push out what others keep.
+"""
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+_to_json = msgspec.json.Encoder().encode
+_from_json = msgspec.json.decode
+MOST_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class StoredResponse:
+    """Complete in itself, so that none is lost with another: the items include those of earlier responses."""
+
+    response: bytes
+    input_items: bytes  # everything the model was asked with, oldest first
+    output_items: bytes  # without log-probabilities: they are no part of a conversation
+
+    @classmethod
+    def of(cls, response: dict[str, Any], input_items: list[dict[str, Any]]) -> "StoredResponse":
+        output = [_without_logprobs(item) for item in response["output"]]
+        return cls(_to_json(response), _to_json(input_items), _to_json(output))
+
+    @property
+    def size_bytes(self) -> int:
+        return len(self.response) + len(self.input_items) + len(self.output_items)
+
+    def inputs(self) -> list[dict[str, Any]]:
+        items: list[dict[str, Any]] = _from_json(self.input_items)
+        return items
+
+    def conversation(self) -> list[dict[str, Any]]:
+        """What a response that continues this one begins with."""
+        outputs: list[dict[str, Any]] = _from_json(self.output_items)
+        return self.inputs() + outputs
+
+
+class StoredResponses:
+    def __init__(self, most: int, most_bytes: int = MOST_BYTES) -> None:
+        """`most` 0: nothing is kept."""
+        self.most, self.most_bytes = most, most_bytes
+        self.count = self.size_bytes = 0
+        self._shelves: dict[str, _Shelf] = {}  # by caller
+
+    def put(self, caller: str, response_id: str, stored: StoredResponse) -> None:
+        if not self.most or stored.size_bytes > self.most_bytes:
+            return
+        shelf = self._shelves.setdefault(caller, _Shelf())
+        shelf.put(response_id, stored)
+        self.count += 1
+        self.size_bytes += stored.size_bytes
+        while self.count > self.most:
+            self._drop_oldest(max(self._shelves, key=lambda name: len(self._shelves[name].kept)))
+        while self.size_bytes > self.most_bytes:
+            self._drop_oldest(max(self._shelves, key=lambda name: self._shelves[name].size_bytes))
+
+    def get(self, caller: str, response_id: str) -> StoredResponse | None:
+        """None: there is no such response, or it is somebody else's. What is used stays longest."""
+        shelf = self._shelves.get(caller)
+        if shelf is None or response_id not in shelf.kept:
+            return None
+        shelf.kept.move_to_end(response_id)
+        return shelf.kept[response_id]
+
+    def delete(self, caller: str, response_id: str) -> bool:
+        shelf = self._shelves.get(caller)
+        if shelf is None or response_id not in shelf.kept:
+            return False
+        self._drop(caller, response_id)
+        return True
+
+    def _drop_oldest(self, caller: str) -> None:
+        self._drop(caller, next(iter(self._shelves[caller].kept)))
+
+    def _drop(self, caller: str, response_id: str) -> None:
+        shelf = self._shelves[caller]
+        dropped_bytes = shelf.drop(response_id)
+        self.count -= 1
+        self.size_bytes -= dropped_bytes
+        if not shelf.kept:
+            del self._shelves[caller]
+
+
+class _Shelf:
+    """One caller's responses, the one that was used longest ago first."""
+
+    def __init__(self) -> None:
+        self.kept: OrderedDict[str, StoredResponse] = OrderedDict()
+        self.size_bytes = 0
+
+    def put(self, response_id: str, stored: StoredResponse) -> None:
+        self.kept[response_id] = stored
+        self.size_bytes += stored.size_bytes
+
+    def drop(self, response_id: str) -> int:
+        dropped_bytes = self.kept.pop(response_id).size_bytes
+        self.size_bytes -= dropped_bytes
+        return dropped_bytes
+
+
+def _without_logprobs(item: dict[str, Any]) -> dict[str, Any]:
+    if item["type"] != "message":
+        return item
+    return {**item, "content": [{**part, "logprobs": []} for part in item["content"]]}

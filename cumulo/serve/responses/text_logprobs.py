@@ -1,0 +1,38 @@
+"""TextLogprobs: which tokens' log-probabilities belong to an answer's text, and which to its thoughts and calls.
+
+The engine reports tokens, the reader gives texts without markers. Used by `items` where the request includes them.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+from cumulo.engine.plan import TokenLogprobs
+from cumulo.serve.logprobs import chat_logprobs
+from cumulo.serve.model_text import ModelText
+
+Entry = dict[str, Any]
+
+
+class TextLogprobs:
+    def __init__(self, text: ModelText, top: int) -> None:
+        self._text, self._top = text, top
+        self._pending: list[Entry] = []  # of tokens whose text the reader has not given yet
+
+    def push(self, entries: Iterable[TokenLogprobs]) -> None:
+        self._pending += chat_logprobs(self._text, entries, self._top)["content"]
+
+    def take(self, text: str) -> list[Entry]:
+        """The entries of the tokens that make this next text. Those of markers before it are dropped."""
+        joined = "".join(entry["token"] for entry in self._pending)
+        begins = joined.find(text)
+        if begins < 0:  # a character cut in two tokens is spelled as two unknown ones
+            taken, self._pending = self._pending, []
+            return taken
+        taken = []
+        position = 0
+        while self._pending and position < begins + len(text):
+            entry = self._pending.pop(0)
+            position += len(entry["token"])
+            if position > begins:
+                taken.append(entry)
+        return taken
