@@ -48,7 +48,17 @@ def serve(
     ] = 4096,
     max_queue: Annotated[int, typer.Option(help="Requests that may wait; beyond: 429.")] = 1024,
     max_running: Annotated[int | None, typer.Option(help="Sequences computed at the same time.")] = None,
+    shared_step_ms: Annotated[
+        float | None,
+        typer.Option(help="While several keys ask, a step computes prompts for about this long; default 40."),
+    ] = None,
     max_body_mib: Annotated[float, typer.Option(help="Largest request body; beyond: 413.")] = 4.0,
+    lenient: Annotated[
+        bool,
+        typer.Option(
+            "--lenient", help="Ignore unknown fields of requests, with a warning header, instead of 400."
+        ),
+    ] = False,
     stall_timeout: Annotated[
         float, typer.Option(help="Seconds without a finished step after which the engine is restarted.")
     ] = 60.0,
@@ -156,6 +166,7 @@ def serve(
             weights=weights,
             kv_dtype=kv_dtype,
             max_running=max_running,
+            shared_step_s=None if shared_step_ms is None else shared_step_ms / 1e3,
         ),
         host=host,
         port=port,
@@ -165,6 +176,7 @@ def serve(
         default_max_tokens=default_max_tokens,
         max_queue=max_queue,
         max_body_bytes=int(max_body_mib * (1 << 20)),
+        lenient=lenient,
         stall_timeout_s=stall_timeout,
         drain_timeout_s=drain_timeout,
         max_connections=max_connections,

@@ -118,6 +118,7 @@ def start_engine(
             preemption=config.preemption,
             host_blocks=memory.host_blocks,
             priority_step_s=config.priority_step_s,
+            shared_step_s=config.shared_step_s,
         )
     )
     if memory.host_blocks:

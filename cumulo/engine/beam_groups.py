@@ -5,10 +5,13 @@ continuations are chosen: a parent's first child goes on in its place, further c
 (copy-on-write), childless beams end.
 """
 
+from bisect import insort
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from cumulo.engine.beam import BeamSearch
 from cumulo.engine.request import Request, Sequence, State
+from cumulo.engine.residency import new_slot
 
 if TYPE_CHECKING:
     from cumulo.engine.scheduler import Scheduler
@@ -46,20 +49,47 @@ def advance_beams(scheduler: "Scheduler", request: Request, now_s: float) -> Non
     parents = [live[index] for index in step.parents]
     for sequence in live:
         if sequence not in parents:
-            scheduler.drop_beam(sequence)
+            _drop(scheduler, sequence)
     generation: list[Sequence] = []
     for index, parent in enumerate(parents):
         # Forks before take-overs: a parent must not have grown when its other children are made.
         if parent in parents[:index]:
-            generation.append(scheduler.fork_beam(parent, index))
+            generation.append(_fork(scheduler, parent, index))
         else:
             generation.append(parent)
     for index, (sequence, token) in enumerate(zip(generation, step.tokens, strict=True)):
         sequence.tokens.append(token)
         sequence.sample_index = index
         _one_token_at_a_time(sequence)
-        scheduler.restate_beam(sequence)
+        _restate(scheduler, sequence)
     request.sequences = generation
+
+
+def _drop(scheduler: "Scheduler", sequence: Sequence) -> None:
+    """A beam without children: its blocks go, its slot stays with the request."""
+    slot = scheduler.remove(sequence)
+    if slot is not None:
+        sequence.request.reserved_slots.append(slot)
+
+
+def _fork(scheduler: "Scheduler", parent: Sequence, sample_index: int) -> Sequence:
+    """A second child: shares the parent's blocks if those are here and a slot is, else waits."""
+    twin = parent.fork(sample_index)
+    if parent.state == State.RUNNING and parent.request.reserved_slots:
+        scheduler.residency.seat_twin(twin)
+        insort(scheduler.running, twin, key=attrgetter("request.order"))
+    else:
+        twin.blocks, twin.capacity, twin.computed, twin.lost = [], 0, 0, twin.computed
+        scheduler.queue.park(twin)
+    return twin
+
+
+def _restate(scheduler: "Scheduler", sequence: Sequence) -> None:
+    """A beam was given its next token: tell the runner, or queue it if it has to wait."""
+    if sequence.state == State.RUNNING:
+        scheduler.next_plan.begin.append(new_slot(sequence))
+    else:
+        scheduler.queue.push(sequence)
 
 
 def _one_token_at_a_time(sequence: Sequence) -> None:

@@ -21,6 +21,9 @@ class EngineConfig:
     preemption: Literal["auto", "recompute", "swap"] = "auto"  # auto: whichever is predicted cheaper
     swap_gib: float = 0.0  # host memory for swapped-out blocks; 0: preemption always recomputes
     priority_step_s: float = 30.0  # a request one priority lower overtakes those that came this much later
+    # While several tenants (API keys) are about, a step computes prompts for about this long: a newcomer waits
+    # for no step that another's long prompt has filled
+    shared_step_s: float = 0.04
     overlap: bool = True  # plan step N+1 and finish N-1 while N runs
     threads: int | None = None  # CPU threads; None: torch's default
     dtype: str = "auto"  # of activations and KV; auto: float32 on a CPU, bfloat16 on a GPU
@@ -46,6 +49,8 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and (value < 0 or (value == 0 and name in ("max_context", "threads"))):
                 raise CumuloError(f"{name} must be positive, got {value}")
+        if not self.shared_step_s > 0:
+            raise CumuloError(f"shared_step_s must be more than 0 seconds, got {self.shared_step_s}")
         if self.kv_blocks is not None and self.kv_blocks < 1:
             raise CumuloError(f"kv_blocks must be 1 or more, got {self.kv_blocks}")
 

@@ -7,13 +7,15 @@ that nobody saves up a claim while away. Two tenants who always have something w
 within 2 * max(prompt weight * longest prompt, output weight * tokens of a running batch): their theorem.
 """
 
-from collections import deque
+from collections import OrderedDict, deque
 from dataclasses import dataclass
 
 PROMPT_WEIGHT = 1.0
 OUTPUT_WEIGHT = 2.0  # the paper's: drawing a token costs about twice as much as reading one
 WINDOW_S = 60.0  # what the index looks at
 _SLICE_S = 1.0
+RECENT_HALF_LIFE_S = 10.0  # of what `Tenant.recent` remembers
+ABOUT_S = 30.0  # a tenant whose last request ended this long ago is gone: steps need not be shared with it
 _MANY_TENANTS = 1024  # beyond this, those that are away and owe nothing are forgotten
 
 
@@ -21,8 +23,8 @@ class Tenant:
     """One who is owed a fair share: an API key, or everybody where there are no keys."""
 
     __slots__ = (
-        "_lift", "_told", "name", "output_tokens", "prompt_tokens", "requests", "rested", "served_at_slice",
-        "waiting",
+        "_lift", "_recent", "_recent_of", "_recent_s", "_told", "name", "output_tokens", "prompt_tokens",
+        "requests", "rested", "served_at_slice", "waiting",
     )  # fmt: skip
 
     def __init__(self, name: str) -> None:
@@ -35,6 +37,7 @@ class Tenant:
         self.served_at_slice = 0.0
         self._lift = 0.0
         self._told = (0, 0)
+        self._recent, self._recent_of, self._recent_s = 0.0, 0.0, 0.0
 
     @property
     def served(self) -> float:
@@ -48,6 +51,15 @@ class Tenant:
     def lift(self, level: float) -> None:
         """Back from idleness: what it did not ask for meanwhile is not owed to it."""
         self._lift = max(self._lift, level - self.served)
+
+    def recent(self, now_s: float) -> float:
+        """Weighted tokens served in the last seconds, older ones counting less and less. A prompt counts whole when
+        it is admitted."""
+        served = self.served
+        aged = 0.5 ** ((now_s - self._recent_s) / RECENT_HALF_LIFE_S)
+        self._recent = self._recent * aged + served - self._recent_of
+        self._recent_of, self._recent_s = served, now_s
+        return self._recent
 
     def take_served(self) -> tuple[int, int]:
         """Prompt and output tokens since this was last asked."""
@@ -77,6 +89,30 @@ class FairShares:
         self._slices: deque[_Slice] = deque()
         self._slice_ends_s: float | None = None
         self._forget_beyond = _MANY_TENANTS
+        self._here = 0  # tenants that have requests
+        self._left_s: OrderedDict[str, float] = (
+            OrderedDict()
+        )  # when the last request of others ended; oldest first
+
+    # -- who is about -------------------------------------------------------------------------------------
+    def came(self, tenant: Tenant) -> None:
+        """One more request of this tenant."""
+        tenant.requests += 1
+        if tenant.requests == 1:
+            self._here += 1
+            self._left_s.pop(tenant.name, None)
+
+    def went(self, tenant: Tenant, now_s: float) -> None:
+        tenant.requests -= 1
+        if tenant.requests == 0:
+            self._here -= 1
+            self._left_s[tenant.name] = now_s
+
+    def several_about(self, now_s: float) -> bool:
+        """Whether more than one tenant has requests, or had some a moment ago and may be back at any time."""
+        while self._left_s and next(iter(self._left_s.values())) < now_s - ABOUT_S:
+            self._left_s.popitem(last=False)
+        return self._here + len(self._left_s) > 1
 
     def tenant(self, name: str) -> Tenant:
         found = self.tenants.get(name)

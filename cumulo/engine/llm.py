@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -97,15 +98,18 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         on_progress: Callable[[Progress], None] | None = None,
+        parse_special_tokens: bool = True,
     ) -> list[RequestOutput]:
         """Continue one prompt or many (texts or token ids), in one batch; outputs in the order of prompts.
 
-        A single prompt that cannot be served raises InvalidRequest. Of several, the bad ones come back with
-        `error` set and the others are served.
+        Special tokens written out in a prompt are recognised; with `parse_special_tokens=False`, for texts from
+        people you do not trust, they are plain text. A single prompt that cannot be served raises InvalidRequest.
+        Of several, the bad ones come back with `error` set and the others are served.
         """
-        if isinstance(prompts, (str, bytes)) or (len(prompts) > 0 and isinstance(prompts[0], int)):
-            return self._run([prompts], params, self._encode_prompt, on_progress)
-        return self._run(list(prompts), params, self._encode_prompt, on_progress)
+        one = isinstance(prompts, (str, bytes)) or (len(prompts) > 0 and isinstance(prompts[0], int))
+        several: list[Any] = [prompts] if one else list(prompts)
+        encode = partial(self._encode_prompt, parse_special_tokens=parse_special_tokens)
+        return self._run(several, params, encode, on_progress)
 
     def chat(
         self,
@@ -113,13 +117,16 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         on_progress: Callable[[Progress], None] | None = None,
+        parse_special_tokens: bool = False,
     ) -> list[RequestOutput]:
-        """Answer one conversation or many, through the model's own chat template."""
+        """Answer one conversation or many, through the model's own chat template. Special tokens written out in
+        messages are plain text, unless `parse_special_tokens`."""
         if len(messages) == 0:
             raise InvalidRequest("there are no messages to answer")
         one = isinstance(messages[0], Mapping)
         conversations = [messages] if one else list(messages)
-        return self._run(conversations, params, self._encode_chat, on_progress)
+        encode = partial(self._encode_chat, parse_special_tokens=parse_special_tokens)
+        return self._run(conversations, params, encode, on_progress)
 
     def stream(
         self, prompt: Prompt | Sequence[Message], params: SamplingParams | None = None
@@ -266,15 +273,18 @@ class LLM:
     def _params(self, params: SamplingParams | None) -> SamplingParams:
         return params if params is not None else SamplingParams(**self._assembly.model.generation_defaults)
 
-    def _encode_prompt(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+    def _encode_prompt(
+        self, prompt: Prompt, parse_special_tokens: bool = True
+    ) -> tuple[str | None, list[int]]:
         if isinstance(prompt, (str, bytes)):
-            tokens = self.tokenizer.encode(prompt, add_special=True)
+            tokens = self.tokenizer.encode(prompt, True, parse_special_tokens)
             return (prompt if isinstance(prompt, str) else prompt.decode()), tokens
         return None, list(prompt)
 
-    def _encode_chat(self, messages: Sequence[Message]) -> tuple[str | None, list[int]]:
-        text = self.tokenizer.apply_chat_template(messages)
-        return text, self.tokenizer.encode(text)
+    def _encode_chat(
+        self, messages: Sequence[Message], parse_special_tokens: bool = False
+    ) -> tuple[str | None, list[int]]:
+        return self.tokenizer.render_chat(messages, parse_special_tokens=parse_special_tokens)
 
     # -- the end ----------------------------------------------------------------------------------------
     def _require_open(self) -> None:

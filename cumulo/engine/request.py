@@ -129,6 +129,11 @@ class Sequence:
         return len(self.tokens) - self.prompt_length
 
     @property
+    def to_compute(self) -> int:
+        """Known tokens that are not computed."""
+        return len(self.tokens) - self.computed
+
+    @property
     def output_tokens(self) -> list[int]:
         return self.tokens[self.prompt_length :].tolist()
 

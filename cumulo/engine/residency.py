@@ -40,6 +40,12 @@ class Residency:
         cached = pool.cached_prefix(sequence.extend_hashes(usable, pool.block_size))
         return cached, needed - len(cached) + pool.idle_among(cached)
 
+    def tokens_to_compute(self, sequence: Sequence) -> int:
+        """Of a waiting sequence, what the prefix cache and host memory do not have."""
+        if sequence.host_blocks:
+            return len(sequence.tokens) - sequence.computed
+        return len(sequence.tokens) - len(self.blocks_wanted(sequence)[0]) * self.pool.block_size
+
     def shortage(self, sequence: Sequence, running: int) -> tuple[int, int]:
         """How many slots and blocks are missing to seat the sequence; (0, 0) or less: it fits."""
         _, blocks = self.blocks_wanted(sequence)

@@ -2,7 +2,8 @@
 
 One rule: each sequence has tokens not yet computed, and a step spends its token budget on them. So chunked
 prefill, decoding, prefix hits and recomputation after preemption are the same case. Sequences that need one
-token go first (nobody who is being answered waits for somebody's long prompt), then prompts in order.
+token go first (nobody who is being answered waits for somebody's long prompt), then prompts: in order, or, while
+several tenants are about, by what each has been served (prompt_shares.py).
 
 Order is `arrival + priority * priority_step_s`: a more important request overtakes, and one that has waited
 long enough is overtaken no more, so nobody starves. Among tenants of a priority, who has been served least is
@@ -11,13 +12,15 @@ alone always fits (checked on arrival); the oldest may always take blocks from y
 """
 
 from bisect import insort
+from collections.abc import Collection
 from operator import attrgetter
 
 from cumulo.engine.admission_rules import output_limit
 from cumulo.engine.beam_groups import start_beam
-from cumulo.engine.fairness import FairShares
+from cumulo.engine.fairness import FairShares, Tenant
 from cumulo.engine.plan import StepPlan, StepResult
 from cumulo.engine.preemption import PreemptionCosts, less_important, victim_for
+from cumulo.engine.prompt_shares import SHORT_SHARE, Want, by_share, shared_step_tokens
 from cumulo.engine.request import FinishReason, Request, Sequence, State
 from cumulo.engine.residency import Residency, new_slot
 from cumulo.engine.scheduler_config import SchedulerConfig
@@ -72,7 +75,7 @@ class Scheduler:
             start_beam(request)
         self.requests[request.id] = request
         request.share = self.shares.tenant(request.share.name)
-        request.share.requests += 1
+        self.shares.came(request.share)
         self.queue.arrive(leader)
 
     def abort(self, request_id: str, now_s: float) -> bool:
@@ -100,7 +103,7 @@ class Scheduler:
         """End one sequence and free what it holds. Ending it twice does nothing."""
         if sequence.state == State.FINISHED:
             return
-        slot = self._remove(sequence)
+        slot = self.remove(sequence)
         if slot is not None:
             self.next_plan.end.append(slot)
             self.residency.free_slots.append(slot)
@@ -112,7 +115,7 @@ class Scheduler:
         )
         self._close_if_done(request, now_s)
 
-    def _remove(self, sequence: Sequence) -> int | None:
+    def remove(self, sequence: Sequence) -> int | None:
         """Take a sequence out of the running or the queue; the slot it had, if any, is the caller's."""
         slot, was, sequence.state = None, sequence.state, State.FINISHED
         if was == State.RUNNING:
@@ -126,34 +129,9 @@ class Scheduler:
         if request.finished and self.requests.pop(request.id, None) is not None:
             self.residency.free_slots += request.reserved_slots
             request.reserved_slots = []
-            request.share.requests -= 1
+            self.shares.went(request.share, now_s)
             request.story.finish(now_s, sum(s.output_length for s in request.sequences))
             self.closed.append(request)
-
-    # -- beams: called by beam_groups between two plans ---------------------------------------------------
-    def drop_beam(self, sequence: Sequence) -> None:
-        """A beam without children: its blocks go, its slot stays with the request."""
-        slot = self._remove(sequence)
-        if slot is not None:
-            sequence.request.reserved_slots.append(slot)
-
-    def fork_beam(self, parent: Sequence, sample_index: int) -> Sequence:
-        """A second child: shares the parent's blocks if those are here and a slot is, else waits."""
-        twin = parent.fork(sample_index)
-        if parent.state == State.RUNNING and parent.request.reserved_slots:
-            self.residency.seat_twin(twin)
-            insort(self.running, twin, key=_by_order)
-        else:
-            twin.blocks, twin.capacity, twin.computed, twin.lost = [], 0, 0, twin.computed
-            self.queue.park(twin)
-        return twin
-
-    def restate_beam(self, sequence: Sequence) -> None:
-        """A beam was given its next token: tell the runner, or queue it if it has to wait."""
-        if sequence.state == State.RUNNING:
-            self.next_plan.begin.append(new_slot(sequence))
-        else:
-            self.queue.push(sequence)
 
     # -- planning -----------------------------------------------------------------------------------------
     def plan(self, now_s: float) -> StepPlan | None:
@@ -195,23 +173,24 @@ class Scheduler:
         plan.counts, plan.draw_rows, plan.draw_slots = [1] * len(rows), list(range(len(rows))), slots[:]
         draws = rows[:]
 
-        # Then prompts (and recomputed contexts), oldest first; then newcomers, unless room is short.
-        for sequence in chunks:
-            if budget == 0:
-                break
-            if sequence.state == State.RUNNING:
-                budget -= self._plan_chunk(sequence, budget, plan, rows, draws, now_s)
+        # Then prompts (and recomputed contexts) and newcomers, unless room is short.
+        chunks = [sequence for sequence in chunks if sequence.state == State.RUNNING]
+        may_admit = not starved and not self.residency.slots_freed
+        share = self._share_prompts if self.shares.several_about(now_s) else self._order_prompts
+        spent = not budget
+        for sequence, count, cut in share(chunks, budget, may_admit, plan, now_s) if budget else ():
+            if count:
+                self._plan_chunk(sequence, count, cut, plan, rows, draws, now_s)
+                budget -= count
+            spent = spent or cut or budget <= 0
         if starved:
             self._tell_first(now_s, "kv_blocks", "a KV block for one that runs already")
         elif self.residency.slots_freed:
             self._tell_first(now_s, "slots", "the slots that preemption frees after this step")
-        else:
-            while budget > 0 and (newcomer := self._admit_next(plan, now_s)) is not None:
-                budget -= self._plan_chunk(newcomer, budget, plan, rows, draws, now_s)
-            if budget <= 0:
-                self._tell_first(now_s, "token_budget", "a step with tokens to spare")
+        elif spent:
+            self._tell_first(now_s, "token_budget", "a step with tokens to spare")
         if not rows and (newcomer := self._admit_past_parked(plan, now_s)) is not None:
-            self._plan_chunk(newcomer, budget, plan, rows, draws, now_s)
+            self._plan_chunk(newcomer, min(newcomer.to_compute, budget), False, plan, rows, draws, now_s)
         self.residency.plan_complete()
         if not rows:
             self.next_plan = plan  # nothing to run: what changed becomes the beginning of the next plan
@@ -219,13 +198,56 @@ class Scheduler:
         self.in_flight[index] = Flight(rows, draws)
         return plan
 
+    def _order_prompts(
+        self, chunks: list[Sequence], budget: int, may_admit: bool, plan: StepPlan, now_s: float
+    ) -> list[tuple[Sequence, int, bool]]:
+        """One tenant: its prompts in order, then newcomers while tokens are left. Prompts that take further steps
+        anyway leave room for a short newcomer."""
+        held = 0
+        if (
+            may_admit
+            and sum(sequence.to_compute for sequence in chunks) > budget
+            and (first := self.queue.first()) is not None
+        ):
+            need = self.residency.tokens_to_compute(first)
+            held = need if need <= budget // SHORT_SHARE and self._obstacle(first) is None else 0
+        given: list[tuple[Sequence, int, bool]] = []
+        left = budget - held
+        for sequence in chunks:
+            given.append((sequence, min(sequence.to_compute, left), False))
+            left -= given[-1][1]
+        left += held
+        while may_admit and left > 0 and (newcomer := self._admit_next(plan, now_s)) is not None:
+            given.append((newcomer, min(newcomer.to_compute, left), False))
+            left -= given[-1][1]
+        return given
+
+    def _share_prompts(
+        self, chunks: list[Sequence], budget: int, may_admit: bool, plan: StepPlan, now_s: float
+    ) -> list[tuple[Sequence, int, bool]]:
+        """Several tenants: those who have no prompt in the step yet come in, one each; then all by their shares."""
+        bound = shared_step_tokens(budget, self.config.shared_step_s, self.costs.prompt_s_per_token)
+        seated, running, new = chunks[:], sum(sequence.to_compute for sequence in chunks), 0
+        served = {sequence.request.share for sequence in chunks}
+        while may_admit and new < bound:
+            newcomer = self._admit_next(plan, now_s, served)
+            if newcomer is None and running + new < bound:
+                newcomer = self._admit_next(plan, now_s)
+            if newcomer is None:
+                break
+            seated.append(newcomer)
+            served.add(newcomer.request.share)
+            new += newcomer.to_compute
+        wants = [Want(s.request.share, s.to_compute, s.request.priority) for s in seated]
+        given = by_share(wants, budget, bound, now_s)
+        return [(s, count, count < min(s.to_compute, budget)) for s, count in zip(seated, given, strict=True)]
+
     def _plan_chunk(
-        self, sequence: Sequence, budget: int, plan: StepPlan, rows: list[Sequence], draws: list[Sequence],
-        now_s: float,
-    ) -> int:  # fmt: skip
-        """Add a row for as many of the sequence's uncomputed tokens as the budget allows; returns how many."""
+        self, sequence: Sequence, count: int, cut: bool, plan: StepPlan, rows: list[Sequence],
+        draws: list[Sequence], now_s: float,
+    ) -> None:  # fmt: skip
+        """Add a row for so many of the sequence's uncomputed tokens; `cut`: alone it would have had more."""
         start, request = sequence.computed, sequence.request
-        count = min(len(sequence.tokens) - start, budget)
         row = len(plan.slots)
         plan.slots.append(sequence.slot)
         plan.starts.append(start)
@@ -233,14 +255,14 @@ class Scheduler:
         rows.append(sequence)
         sequence.computed = start + count
         sequence.last_step = plan.index
-        request.story.add(now_s, "chunk", step=plan.index, start=start, count=count)
+        request.story.chunk(now_s, plan.index, start, count, cut)
         if request.prompt_logprobs is not None and start < sequence.prompt_length:
             plan.prompt_logprob_rows.append(row)
         if request.pooled is not None:
             if (first := request.pooled.first_wanted(start, sequence.computed)) is not None:
                 plan.pool_rows.append(row)
                 plan.pool_starts.append(first)
-            return count  # nothing is drawn
+            return  # nothing is drawn
         if sequence.computed == len(sequence.tokens):
             drawn = [sequence]
             if request.forks_left:
@@ -250,7 +272,6 @@ class Scheduler:
                 plan.draw_slots.append(member.slot)
                 draws.append(member)
                 member.pending += 1
-        return count
 
     def _fork_samples(self, leader: Sequence, plan: StepPlan, now_s: float) -> list[Sequence]:
         """Parallel samples begin: they share the prompt's blocks and are drawn from the same logits."""
@@ -303,9 +324,10 @@ class Scheduler:
         if (passed_over := self.queue.passed_over) is not None:
             passed_over.request.story.block(now_s, "fair_share", "those whose keys have been served less")
 
-    def _admit_next(self, plan: StepPlan, now_s: float) -> Sequence | None:
-        """Give the first waiting sequence a slot and blocks for all its known tokens, if there is room."""
-        sequence = self.queue.first()
+    def _admit_next(self, plan: StepPlan, now_s: float, passing: Collection[Tenant] = ()) -> Sequence | None:
+        """Give the first waiting sequence a slot and blocks for all its known tokens, if there is room. Tenants in
+        `passing` are passed over."""
+        sequence = self.queue.first(passing)
         if sequence is None:
             return None
         self._tell_passed_over(now_s)

@@ -34,6 +34,8 @@ _WORDS = {
     "blocked": "waits for {why}",
     "admitted": "admitted to step {step}: {cached} of {tokens} tokens from the prefix cache",
     "chunk": "step {step} computes {count} tokens from position {start}",
+    "shared": "steps {step} to {last_step} compute {count} tokens from position {start}, a few in each: the steps' "
+    "prompt budget is shared with other keys",
     "forked": "{samples} samples share the computed prompt",
     "preempted": "preempted in step {step} by {by}, {why}: {blocks} blocks freed; {how}",
     "resumed": "resumed in step {step} by {how}: {recomputed} tokens to recompute, {cached} from the cache",
@@ -81,6 +83,17 @@ class Story:
             since_s = self.arrived_s if self.waits_since_s is None else self.waits_since_s
             self.waits_s[self.waits_for] = self.waits_s.get(self.waits_for, 0.0) + now_s - since_s
         self.waits_for, self.waits_since_s = cause, now_s
+
+    def chunk(self, now_s: float, step: int, start: int, count: int, cut: bool) -> None:
+        """Prompt tokens are computed; `cut`: fewer than could be, because other tenants have a share of the step.
+        Many such pieces are one event."""
+        last = self.events[-1]
+        if not cut:
+            self.add(now_s, "chunk", step=step, start=start, count=count)
+        elif last.kind == "shared" and last.detail["start"] + last.detail["count"] == start:
+            last.detail.update(last_step=step, count=last.detail["count"] + count)
+        else:
+            self.add(now_s, "shared", step=step, last_step=step, start=start, count=count)
 
     def finish(self, now_s: float, output_tokens: int) -> None:
         self._wait(now_s, None)

@@ -12,6 +12,7 @@ as with a hundred thousand, of one tenant or of as many.
 """
 
 import heapq
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from cumulo.engine.fairness import FairShares, Tenant
@@ -44,13 +45,16 @@ class _Line:
         heapq.heappush(self.heap, (sequence.request.order, sequence.queued, sequence))
 
 
+_ByCounter = tuple[float, Order, int, _Line]
+
+
 @dataclass(slots=True)
 class _Level:
     """The lines whose first has this priority; entries that no longer say so are dropped when they come up."""
 
     lines: int = 0
     by_order: list[tuple[Order, int, _Line]] = field(default_factory=list)
-    by_counter: list[tuple[float, Order, int, _Line]] = field(default_factory=list)
+    by_counter: list[_ByCounter] = field(default_factory=list)
 
     def add(self, priority: int, order: Order, line: _Line) -> None:
         self.lines += 1
@@ -80,7 +84,7 @@ class WaitingQueue:
         tenant = sequence.request.share
         if tenant.name not in self._lines:
             if len(self._lines) > 1:
-                level = min(self._least(priority)[0] for priority in self._levels)
+                level = min(found[0] for priority in self._levels if (found := self._least(priority)))
             elif self._lines:
                 level = next(iter(self._lines.values())).tenant.counter
             else:
@@ -158,13 +162,16 @@ class WaitingQueue:
             self._last_to_leave = line.tenant
 
     # -- who is next --------------------------------------------------------------------------------------
-    def first(self) -> Sequence | None:
-        """Whose turn it is; None if nobody can be admitted."""
+    def first(self, passing: Collection[Tenant] = ()) -> Sequence | None:
+        """Whose turn it is, tenants in `passing` left out; None if nobody can be admitted."""
         if not self._lines:
             self.passed_over = self._turn = None
             return None
         if len(self._lines) == 1:
             (self._turn,) = self._lines.values()
+            if self._turn.tenant in passing:
+                self.passed_over = self._turn = None
+                return None
             self.passed_over, first = None, self._turn.first()
             assert first is not None
             self.level = first.request.priority
@@ -172,7 +179,13 @@ class WaitingQueue:
         *_, earliest = min(self._earliest(priority) for priority in self._levels)
         assert earliest.place is not None
         self.level = earliest.place[0]
-        *_, self._turn = min(self._least(priority) for priority in self._levels if priority <= self.level)
+        found = [self._least(priority, passing) for priority in self._levels if priority <= self.level]
+        *_, self._turn = min(
+            (one for one in found if one is not None), default=(None,), key=lambda entry: entry[:3]
+        )
+        if self._turn is None:
+            self.passed_over = None
+            return None
         self.passed_over = earliest.first() if earliest is not self._turn else None
         return self._turn.first()
 
@@ -183,17 +196,23 @@ class WaitingQueue:
             heapq.heappop(heap)
         return heap[0]
 
-    def _least(self, priority: int) -> tuple[float, Order, int, _Line]:
-        """Of the lines of this level, the one whose tenant has been served least."""
-        heap = self._levels[priority].by_counter
-        while True:
+    def _least(self, priority: int, passing: Collection[Tenant] = ()) -> _ByCounter | None:
+        """Of the lines of this level, the one whose tenant has been served least; None: all are passed over."""
+        heap, aside = self._levels[priority].by_counter, list[_ByCounter]()
+        found: _ByCounter | None = None
+        while heap and found is None:
             counter, order, number, line = heap[0]
             if line.place != (priority, order):
                 heapq.heappop(heap)
             elif counter != line.tenant.counter:
                 heapq.heapreplace(heap, (line.tenant.counter, order, number, line))
+            elif line.tenant in passing:
+                aside.append(heapq.heappop(heap))
             else:
-                return heap[0]
+                found = heap[0]
+        for entry in aside:
+            heapq.heappush(heap, entry)
+        return found
 
 
 def _place_of(sequence: Sequence | None) -> tuple[int, Order] | None:

@@ -1,7 +1,9 @@
 """API keys: a file that holds no key, only salted hashes. Made by `cumulo serve --new-api-key`, read by the gate.
 
 The file is JSON: {"keys": [{"name", "salt", "sha256", "requests_per_minute"?, "tokens_per_minute"?,
-"may_go_first"?}, ...]}; who may go first may send priorities below 0, which no fair share holds back.
+"may_go_first"?, "cache_group"?, "may_see_names"?}, ...]}. A key that may go first may send priorities below 0,
+which no fair share holds back. Keys of one cache group share cached prefixes; any other key has a prefix cache of
+its own. A key that may see names reads the names of all keys in /metrics.
 A key is 256 random bits, so one round of SHA-256 is as good as many: there is nothing to guess.
 """
 
@@ -32,6 +34,13 @@ class Caller:
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
     may_go_first: bool = True  # may send a priority below 0; with keys only those whose entry says so
+    may_see_names: bool = True  # of other callers, in /metrics; with keys only those whose entry says so
+    cache_scope: str = ""  # callers of different scopes never share cached prefixes
+
+    def salt(self, own: str) -> str:
+        """What the caller's prefixes are hashed with. `own`: the salt that the request gave. Written as JSON, so
+        that no two pairs of scope and salt look the same."""
+        return json.dumps([self.cache_scope, own]) if self.cache_scope or own else ""
 
 
 class KeyEntry(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
@@ -41,6 +50,13 @@ class KeyEntry(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
     may_go_first: bool = False
+    may_see_names: bool = False
+    cache_group: str | None = None
+
+    @property
+    def cache_scope(self) -> str:
+        """By the random salt, not the name: a name may be given to somebody else later."""
+        return f"key {self.salt}" if self.cache_group is None else f"group {self.cache_group}"
 
 
 class _KeyFile(msgspec.Struct, forbid_unknown_fields=True):
@@ -69,6 +85,8 @@ class ApiKeys:
                     entry.requests_per_minute or self._default.requests_per_minute,
                     entry.tokens_per_minute or self._default.tokens_per_minute,
                     entry.may_go_first,
+                    entry.may_see_names,
+                    entry.cache_scope,
                 )
         return found
 
@@ -106,7 +124,11 @@ def read_keys(path: Path) -> list[KeyEntry]:
 
 
 def new_key(
-    path: Path, name: str, requests_per_minute: int | None = None, tokens_per_minute: int | None = None
+    path: Path,
+    name: str,
+    requests_per_minute: int | None = None,
+    tokens_per_minute: int | None = None,
+    cache_group: str | None = None,
 ) -> str:
     """Add a key to the file (made if need be, readable by its owner only); returns it, for this once."""
     entries = read_keys(path) if path.exists() else []
@@ -115,7 +137,16 @@ def new_key(
             f"{path} already has a key named {name!r}; choose another name, or remove that entry"
         )
     key, salt = f"ck-{secrets.token_urlsafe(32)}", secrets.token_hex(16)
-    entries.append(KeyEntry(name, salt, hash_key(key, salt), requests_per_minute, tokens_per_minute))
+    entries.append(
+        KeyEntry(
+            name,
+            salt,
+            hash_key(key, salt),
+            requests_per_minute,
+            tokens_per_minute,
+            cache_group=cache_group,
+        )
+    )
     content = json.dumps({"keys": msgspec.to_builtins(entries)}, indent=2) + "\n"
     # Written aside and renamed, so that a server reading it never sees half a file.
     aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")

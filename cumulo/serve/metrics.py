@@ -5,9 +5,9 @@ after them comes what vLLM does not have: why requests wait, why they are preemp
 evenly tenants are served, and how far the memory plan's predictions were off.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, generate_latest
 
 from cumulo.serve.messages import FairnessReport, Ready, Stats
 from cumulo.serve.stories import Record
@@ -103,7 +103,7 @@ class Metrics:
             "cumulo:tenant_tokens", "Tokens computed (prompt) and drawn (output), by API key.",
             (*_LABELS, "tenant", "kind"), registry=self.registry,
         )  # fmt: skip
-        self._tenants: set[str] = set()
+        self._tenants: dict[str, str] = {}  # names with a series of their own: what strangers see instead
         self._ledger = Gauge(
             "cumulo:ledger_predicted_over_measured", "Memory planned over memory held, by part.",
             (*_LABELS, "component"), registry=self.registry,
@@ -114,6 +114,11 @@ class Metrics:
             Counter, "wait_seconds", "Seconds requests waited, by what for.", "reason"
         )
         self._http = self._labelled(Counter, "http_responses", "Answers sent, by status.", "status")
+        self._refused = self._labelled(
+            Counter, "connections_refused", "Requests refused and connections closed, by reason.", "reason"
+        )
+        self.connections = gauge("connections", "Open connections, sockets of the console included.")
+        self.log_lines_lost = gauge("log_lines_lost", "Lines of the log that standard error did not take.")
         self.cached_blocks = gauge("prefix_cache_blocks", "KV blocks that hold a prefix worth sharing.")
         self.step = histogram("step_duration_seconds", "Time the runner took for a step.", _BETWEEN_TOKENS_S)
         self.restarts = gauge("engine_restarts", "Times the engine process was replaced.")
@@ -151,7 +156,7 @@ class Metrics:
         for name, prompt_tokens, output_tokens in report.served:
             if name not in self._tenants:
                 if len(self._tenants) < MOST_TENANTS:
-                    self._tenants.add(name)
+                    self._tenants[name] = f"key-{len(self._tenants) + 1}"
                 else:
                     name = OTHER_TENANTS
             for kind, tokens in (("prompt", prompt_tokens), ("output", output_tokens)):
@@ -167,6 +172,10 @@ class Metrics:
             if row["measured_bytes"]:
                 ratio = row["predicted_bytes"] / row["measured_bytes"]
                 self._ledger.labels(*self._values, row["name"].replace(" ", "_")).set(ratio)
+
+    def on_refusal(self, reason: str) -> None:
+        """By the HTTP transport: before anything looked at the request."""
+        self._refused(reason).inc()
 
     def on_response(self, status: int) -> None:
         self._http(str(status)).inc()
@@ -203,5 +212,24 @@ class Metrics:
                 self.preempted.inc()
                 self._preempted_by(event.detail["cause"]).inc()
 
-    def text(self) -> bytes:
-        return generate_latest(self.registry)
+    def text(self, with_names: bool = True) -> bytes:
+        """`with_names`: of API keys. Without, they are numbered in the order they were first seen."""
+        return generate_latest(self.registry if with_names else _Unnamed(self.registry, self._tenants))
+
+
+class _Unnamed(CollectorRegistry):
+    """The metrics of a registry with numbers in place of the tenants' names."""
+
+    def __init__(self, registry: CollectorRegistry, numbers: Mapping[str, str]) -> None:
+        super().__init__()
+        self._named, self._numbers = registry, numbers
+
+    def collect(self) -> Iterator[Metric]:
+        for metric in self._named.collect():
+            metric.samples = [
+                sample._replace(labels=sample.labels | {"tenant": self._numbers.get(tenant, OTHER_TENANTS)})
+                if (tenant := sample.labels.get("tenant")) is not None
+                else sample
+                for sample in metric.samples
+            ]
+            yield metric

@@ -27,6 +27,8 @@ needs_built_in_model = pytest.mark.skipif(
 
 
 class RunningServer:
+    operator_key: str | None = None  # with which `sample` reads /metrics
+
     def __init__(self, *options: str) -> None:
         # A file, not a pipe: nobody reads while the server writes.
         self._log = tempfile.NamedTemporaryFile(prefix="cumulo-serve-", suffix=".log")  # noqa: SIM115
@@ -85,9 +87,10 @@ class RunningServer:
         """One number of /metrics: the sum over what matches the labels."""
         from prometheus_client.parser import text_string_to_metric_families
 
+        headers = {"Authorization": f"Bearer {self.operator_key}"} if self.operator_key else {}
         return sum(
             sample.value
-            for family in text_string_to_metric_families(self.get("/metrics").text)
+            for family in text_string_to_metric_families(self.get("/metrics", headers=headers).text)
             for sample in family.samples
             if sample.name == metric and labels.items() <= sample.labels.items()
         )

@@ -1,5 +1,6 @@
 """Two API keys at one server: who asks for much does not keep the other from being answered."""
 
+import json
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -17,8 +18,12 @@ HEAVY_REQUESTS, HEAVY_OUTPUT, LIGHT_REQUESTS, LIGHT_OUTPUT = 24, 8, 3, 2
 @pytest.fixture(scope="module")
 def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RunningServer, str, str]]:
     path = tmp_path_factory.mktemp("keys") / "keys.json"
-    heavy, light = new_key(path, "heavy"), new_key(path, "light")
-    with running_server("--api-keys", str(path), "--max-running", "2") as server:
+    heavy, light, operator = new_key(path, "heavy"), new_key(path, "light"), new_key(path, "operator")
+    entries = json.loads(path.read_text())
+    entries["keys"][2]["may_see_names"] = True
+    path.write_text(json.dumps(entries))
+    with running_server("--api-keys", str(path), "--max-running", "2", "--no-console") as server:
+        server.operator_key = operator
         yield server, heavy, light
 
 
@@ -86,6 +91,64 @@ def test_a_light_users_requests_overtake_a_heavy_users_queue(guarded: tuple[Runn
     assert 0.5 <= server.sample("cumulo:fairness_index") <= 1
     for reason in ("slots", "behind_others", "fair_share"):
         assert server.sample("cumulo:wait_seconds_total", reason=reason) > 0, reason
+
+
+def test_a_long_prompt_of_one_key_does_not_delay_anothers_first_token(
+    guarded: tuple[RunningServer, str, str],
+) -> None:
+    server, heavy_key, light_key = guarded
+    heavy_call: list[Any] = []
+    greedy: dict[str, Any] = {"model": MODEL, "temperature": 0, "max_tokens": 1}
+
+    def ask_for_much() -> None:
+        prompt = [token % 40_000 + 100 for token in range(1_500)]
+        heavy_call.append(server.client(heavy_key).completions.create(prompt=prompt, **greedy))
+
+    client = server.client(light_key)
+    client.completions.create(prompt=[500], **greedy)  # it is about, so steps are shared
+    asking = threading.Thread(target=ask_for_much)
+    asking.start()
+    wait_for(lambda: server.sample("cumulo:num_requests_running") > 0, "the long prompt", server)
+    light_id = client.completions.create(prompt=[501], **greedy).id
+    asking.join(120)
+    (heavy,), (light,) = (
+        stories_of(server, heavy_key, heavy_call[0].id),
+        stories_of(server, light_key, light_id),
+    )
+    assert moment_ms(heavy, "admitted") < moment_ms(light, "arrived")
+    assert moment_ms(light, "first_token") < moment_ms(heavy, "first_token")
+    assert any("shared with other keys" in event["words"] for event in heavy["events"]), heavy["events"]
+
+
+def test_a_key_does_not_see_what_another_key_has_cached(guarded: tuple[RunningServer, str, str]) -> None:
+    server, heavy_key, light_key = guarded
+
+    def cached(key: str, prompt: list[int], salt: str | None = None) -> int:
+        answer = server.client(key).completions.create(
+            model=MODEL, prompt=prompt, max_tokens=1, extra_body={"cache_salt": salt}
+        )
+        assert answer.usage is not None and answer.usage.prompt_tokens_details is not None
+        return answer.usage.prompt_tokens_details.cached_tokens or 0
+
+    prompt = [token + 700 for token in range(64)]
+    assert cached(heavy_key, prompt) == 0
+    assert cached(heavy_key, prompt) >= 32
+    assert cached(light_key, prompt) == 0
+    assert cached(light_key, prompt) >= 32
+    assert cached(light_key, prompt, "own") == 0
+
+
+def test_names_of_keys_in_the_metrics_are_for_keys_that_may_see_them(
+    guarded: tuple[RunningServer, str, str],
+) -> None:
+    server, heavy_key, _ = guarded
+    server.client(heavy_key).completions.create(model=MODEL, prompt=[5, 6], max_tokens=1)
+    wait_for(lambda: 'tenant="' in server.get("/metrics").text, "a tenant's series", server, 20)
+    for headers in ({}, {"Authorization": f"Bearer {heavy_key}"}):
+        shown = server.get("/metrics", headers=headers).text
+        assert 'tenant="key-1"' in shown and "heavy" not in shown and "light" not in shown
+    seen = server.get("/metrics", headers={"Authorization": f"Bearer {server.operator_key}"}).text
+    assert 'tenant="heavy"' in seen
 
 
 def test_the_memory_plans_ratios_are_in_the_metrics(guarded: tuple[RunningServer, str, str]) -> None:

@@ -28,12 +28,35 @@ def test_a_key_is_known_again_and_not_kept(tmp_path: Path) -> None:
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     keys = ApiKeys(path, ANYONE)
     # What the entry leaves open is the server's default; going first is for those it names.
-    assert keys.caller_of(ann) == Caller("ann", 7, None, may_go_first=False)
-    assert keys.caller_of(bob) == Caller("bob", 3, 50, may_go_first=False)
+    for key, name, requests, tokens in ((ann, "ann", 7, None), (bob, "bob", 3, 50)):
+        caller = keys.caller_of(key)
+        assert caller is not None and not caller.may_go_first and not caller.may_see_names
+        assert (caller.name, caller.requests_per_minute, caller.tokens_per_minute) == (name, requests, tokens)
     for wrong in ("", ann[:-1], ann + "x", ann.upper(), "x" * 10_000, "\ud800"):
         assert keys.caller_of(wrong) is None
     salts = {entry.salt for entry in read_keys(path)}
     assert len(salts) == 2
+
+
+def test_callers_share_cached_prefixes_only_within_a_group_and_salts_cannot_collide(tmp_path: Path) -> None:
+    path = tmp_path / "keys.json"
+    made = {name: new_key(path, name) for name in ("a", "a/b", 'a", "b')}
+    made |= {name: new_key(path, name, cache_group="team") for name in ("c", "d")}
+    keys = ApiKeys(path, ANYONE)
+    callers = {name: keys.caller_of(key) for name, key in made.items()}
+    salts = {
+        (name, own): caller.salt(own)
+        for name, caller in callers.items() if caller is not None
+        for own in ("", "x", "b/x", '", "x', "team")
+    }  # fmt: skip
+    assert len(salts) == 25
+    same = [pair for pair in salts if salts[pair] == salts[pair[0], ""] and pair[1]]
+    assert same == []
+    groups = {salt: {name for name, own in salts if salts[name, own] == salt} for salt in salts.values()}
+    assert sorted(map(sorted, {frozenset(names) for names in groups.values()})) == [
+        ["a"], ['a", "b'], ["a/b"], ["c", "d"],
+    ]  # fmt: skip
+    assert ANYONE.salt("") == "" and ANYONE.salt("x") not in salts.values()
 
 
 def test_a_second_key_of_the_same_name_is_refused(tmp_path: Path) -> None:

@@ -1,0 +1,156 @@
+"""A step's prompt tokens between tenants: the split itself, and what the real scheduler makes of it."""
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cumulo.engine.fairness import ABOUT_S, RECENT_HALF_LIFE_S, FairShares, Tenant
+from cumulo.engine.params import SamplingParams
+from cumulo.engine.plan import StepPlan, StepResult
+from cumulo.engine.prompt_shares import Want, by_share, shared_step_tokens
+from cumulo.engine.request import Request
+from cumulo.engine.scheduler import Scheduler
+from cumulo.engine.scheduler_config import SchedulerConfig
+
+
+def tenant(name: str, served: int = 0) -> Tenant:
+    made = Tenant(name)
+    made.prompt_tokens = served
+    return made
+
+
+def test_a_short_prompt_of_a_tenant_served_less_is_computed_in_one_step() -> None:
+    heavy, light = tenant("heavy", 3500), tenant("light", 40)
+    assert by_share([Want(heavy, 3500), Want(light, 40)], 512, 16, 0.0) == [4, 40]
+
+
+def test_a_burst_is_bounded_and_the_others_get_on() -> None:
+    heavy, light = tenant("heavy", 9000), tenant("light", 3000)
+    assert by_share([Want(heavy, 3500), Want(light, 3000)], 512, 16, 0.0) == [4, 64]
+
+
+def test_tenants_served_alike_split_a_step_evenly_and_leave_what_they_do_not_need() -> None:
+    wants = [Want(tenant("a", 100), 3), Want(tenant("b", 100), 50), Want(tenant("c", 110), 50)]
+    assert by_share(wants, 512, 31, 0.0) == [3, 14, 14]
+
+
+def test_what_was_served_long_ago_does_not_count() -> None:
+    old = tenant("old", 8000)
+    assert old.recent(0.0) == 8000
+    assert old.recent(RECENT_HALF_LIFE_S) == 4000
+    old.prompt_tokens += 10
+    assert old.recent(20 * RECENT_HALF_LIFE_S) < 11
+
+
+def test_more_important_prompts_go_before_shares() -> None:
+    heavy, light = tenant("heavy", 9000), tenant("light", 10)
+    assert by_share([Want(light, 20, priority=1), Want(heavy, 16, priority=0)], 512, 16, 0.0) == [0, 16]
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    served=st.lists(st.integers(0, 10_000), min_size=1, max_size=6),
+    tokens=st.lists(st.tuples(st.integers(0, 5), st.integers(1, 4000)), min_size=1, max_size=12),
+    bound=st.integers(1, 512),
+    spare=st.integers(0, 512),
+)
+def test_a_split_stays_within_its_bounds_and_always_gets_on(
+    served: list[int], tokens: list[tuple[int, int]], bound: int, spare: int
+) -> None:
+    tenants = [tenant(str(number), amount) for number, amount in enumerate(served)]
+    wants = [Want(tenants[number % len(tenants)], count) for number, count in tokens]
+    given_tokens = by_share(wants, bound + spare, bound, 0.0)
+    assert all(0 <= count <= want.tokens for count, want in zip(given_tokens, wants, strict=True))
+    total = sum(given_tokens)
+    assert min(bound, sum(want.tokens for want in wants)) <= total <= min(bound + spare, 5 * bound)
+
+
+def test_a_shared_step_is_as_long_as_it_may_be() -> None:
+    assert shared_step_tokens(512, 0.04, 2.6e-3) == 15
+    assert shared_step_tokens(512, 0.04, 1e-6) == 512  # a fast device: nothing is cut
+    assert shared_step_tokens(512, 0.04, 1.0) == 8  # a slow one: not token by token
+
+
+def test_a_tenant_is_about_until_a_while_after_its_last_request() -> None:
+    shares = FairShares()
+    ann, bob = shares.tenant("ann"), shares.tenant("bob")
+    shares.came(ann)
+    shares.came(ann)
+    assert not shares.several_about(0.0)
+    shares.came(bob)
+    assert shares.several_about(0.0)
+    shares.went(bob, 1.0)
+    assert shares.several_about(ABOUT_S) and not shares.several_about(2 * ABOUT_S)
+    shares.came(bob)
+    assert shares.several_about(2 * ABOUT_S)
+
+
+# -- the scheduler ------------------------------------------------------------------------------------------
+def make() -> Scheduler:
+    scheduler = Scheduler(
+        SchedulerConfig(
+            blocks=2000,
+            block_size=16,
+            max_context=8192,
+            max_running=8,
+            max_tokens_per_step=512,
+            prefix_cache=False,
+        )
+    )
+    scheduler.costs.prompt_s_per_token = 2.5e-3  # 16 tokens in a shared step
+    return scheduler
+
+
+def ask(scheduler: Scheduler, name: str, tenant_name: str, prompt: int, now_s: float) -> Request:
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    made = Request(name, [1] * prompt, params, seed=0, tenant=tenant_name, arrived_s=now_s)
+    scheduler.add(made)
+    return made
+
+
+def step(scheduler: Scheduler, now_s: float) -> StepPlan:
+    plan = scheduler.plan(now_s)
+    assert plan is not None
+    scheduler.apply(plan, StepResult(tokens=[7] * len(plan.draw_rows)), now_s)
+    assert scheduler.problems() == []
+    return plan
+
+
+def test_a_long_prompt_does_not_keep_another_tenant_waiting() -> None:
+    scheduler = make()
+    for number in range(5):
+        ask(scheduler, f"long-{number}", "heavy", 3500, 0.0)
+    assert step(scheduler, 0.0).counts == [512]  # alone: as fast as can be
+    short = ask(scheduler, "short", "light", 30, 1.0)
+    plan = step(scheduler, 1.0)
+    assert plan.counts == [4, 30] and short.story.first_token_s == 1.0
+    while "short" in scheduler.requests:
+        assert step(scheduler, 1.5).tokens <= 17
+    # Steps stay short for a while: another one may come at any time.
+    assert step(scheduler, 2.0).counts == [16]
+    assert step(scheduler, 2.0 + ABOUT_S).counts == [512]
+    long = scheduler.requests["long-0"].story
+    assert "shared with other keys" in "\n".join(event.describe() for event in long.events)
+    assert len(long.events) < 10
+
+
+def test_a_tenants_further_prompts_wait_behind_its_first_but_not_in_front_of_others() -> None:
+    """The heavy tenant's second prompt is first in the queue when the light one's comes."""
+    scheduler = make()
+    ask(scheduler, "long-0", "heavy", 3500, 0.0)
+    ask(scheduler, "long-1", "heavy", 3500, 0.0)
+    step(scheduler, 0.0)
+    light = ask(scheduler, "light", "light", 30, 1.0)
+    step(scheduler, 1.0)
+    assert light.story.admitted_s == 1.0
+    assert scheduler.requests["long-1"].story.admitted_s is None
+
+
+def test_with_one_tenant_a_long_prompt_leaves_room_for_a_short_newcomer() -> None:
+    scheduler = make()
+    ask(scheduler, "long", "", 3500, 0.0)
+    step(scheduler, 0.0)
+    short = ask(scheduler, "short", "", 30, 1.0)
+    assert step(scheduler, 1.0).counts == [482, 30]
+    assert short.story.first_token_s == 1.0
+    ask(scheduler, "not short", "", 300, 2.0)
+    assert step(scheduler, 2.0).counts == [1, 511]
