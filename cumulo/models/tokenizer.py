@@ -8,15 +8,19 @@ byte fallback alike, so whole, incremental and guided decoding cannot disagree.
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
 import tokenizers
 
 from cumulo.errors import InvalidRequest, ModelError
+from cumulo.models.caller_text import CallerText, Guarded
 from cumulo.models.chat_template import ChatTemplate, Message
+from cumulo.models.control_tokens import ControlTokens
 from cumulo.models.fixed_pieces import FixedPieces, independent_pieces
+from cumulo.models.sought_texts import Sought, sought_texts
 
 Kind = Literal["byte_level", "sentencepiece"]
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -73,20 +77,41 @@ class Tokenizer:
         return len(self._pieces)
 
     # -- text to ids ---------------------------------------------------------------------------------------
-    def encode(self, text: str | bytes, add_special: bool = False) -> list[int]:
-        """Special tokens written out in the text are recognised; `add_special` puts those around it that
-        the model was trained with (usually a begin-of-sequence token)."""
+    def encode(
+        self, text: str | bytes, add_special: bool = False, parse_special_tokens: bool = True
+    ) -> list[int]:
+        """Special tokens written out in the text are recognised, unless `parse_special_tokens` is False: then they
+        are text. `add_special` puts those around it that the model was trained with (usually a begin-of-sequence
+        token)."""
         text = _valid_text(text)
-        if self._fixed is not None and not add_special:
+        if not parse_special_tokens and self.control.occur_in(text):
+            before, after = self.control.around if add_special else ([], [])
+            ids = [*before, *self.control.encode(text), *after]
+        elif self._fixed is not None and not add_special:
             return self._fixed.encode(text)
-        ids: list[int] = self.backend.encode(text, add_special_tokens=add_special).ids
+        else:
+            ids = self.backend.encode(text, add_special_tokens=add_special).ids
         if add_special and self._always_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
             return [self.bos_id, *ids]
         return ids
 
+    @cached_property
+    def control(self) -> ControlTokens:
+        """The tokens that callers' texts must not become."""
+        return ControlTokens(self.backend, self._sought.texts)
+
+    @cached_property
+    def _caller_text(self) -> CallerText:
+        return CallerText(self.control, self._sought)
+
+    @cached_property
+    def _sought(self) -> Sought:
+        return sought_texts(self.chat_template.source) if self.chat_template is not None else Sought()
+
     def prepare_chats(self) -> None:
         """Compile the chat template and tokenise what it puts around every message: now, not in the first request.
         Raises what `apply_chat_template` does."""
+        self.control.prepare()
         prompt = self.apply_chat_template([{"role": "user", "content": ""}])
         if self._fixed is not None:
             self._fixed.keep(prompt)
@@ -128,6 +153,8 @@ class Tokenizer:
     def use_chat_template(self, source: str) -> None:
         """Take this jinja2 template instead of the model's own."""
         self.chat_template = ChatTemplate(source, self.special_texts)
+        for follows in ("_sought", "control", "_caller_text"):  # what was derived from the one before
+            self.__dict__.pop(follows, None)
 
     def apply_chat_template(
         self,
@@ -152,8 +179,50 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         **variables: Any,
     ) -> list[int]:
-        """A template writes its special tokens itself, so none are added."""
-        return self.encode(self.apply_chat_template(messages, add_generation_prompt, tools, **variables))
+        return self.render_chat(messages, add_generation_prompt, tools, variables)[1]
+
+    def render_chat(
+        self,
+        messages: Sequence[Message],
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+        *,
+        cut: Callable[[str], str] | None = None,
+        parse_special_tokens: bool = False,
+    ) -> tuple[str, list[int]]:
+        """The prompt of a conversation and its tokens. A template writes its special tokens itself, so none are
+        added; what callers write stays text, unless `parse_special_tokens`. `cut` shortens what the template wrote.
+        """
+        variables = variables or {}
+        guarded = None if parse_special_tokens else self._guarded(messages, tools, variables)
+        if guarded is not None:
+            messages, tools, variables = guarded.messages, guarded.tools, guarded.variables
+        rendered = self.apply_chat_template(messages, add_generation_prompt, tools, **variables)
+        if cut is not None:
+            rendered = cut(rendered)
+        text = rendered if guarded is None else guarded.restored(rendered)
+        control = self.control
+        if not parse_special_tokens and control.of_normalised and not text.isascii():
+            unlike = True  # normalising may turn other characters into a token's
+        else:
+            unlike = guarded is not None and control.places(rendered) != control.places(text)
+        if not unlike:
+            return text, self.encode(text)
+        _valid_text(text)
+        named = control.renamed(rendered)
+        return text, control.encode(named if guarded is None else guarded.restored(named))
+
+    def _guarded(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None,
+        variables: Mapping[str, Any],
+    ) -> Guarded | None:
+        try:
+            return self._caller_text.guard(messages, tools, variables)
+        except RecursionError:
+            raise InvalidRequest("the messages or tools are nested too deeply") from None
 
 
 def _valid_text(text: str | bytes) -> str:

@@ -19,7 +19,7 @@ from cumulo.serve.logprobs import CompletionColumns, echoed_columns, joined_colu
 from cumulo.serve.messages import Finished
 from cumulo.serve.openai.beams import is_search
 from cumulo.serve.openai.counts import StreamCounts
-from cumulo.serve.sampling import completion_params
+from cumulo.serve.sampling import check_tokens, completion_params
 from cumulo.serve.schemas import CompletionRequest
 from cumulo.serve.schemas_out import Completion
 from cumulo.serve.service import Service
@@ -65,6 +65,7 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
         raise invalid("max_tokens: 0 asks for nothing unless echo is true", "max_tokens")
     params = completion_params(body, service.info.generation_defaults)
     asked = await _asked(body, service, params)
+    check_tokens(asked.prompts, params, service.info.vocab_size)
     call = Call(service, request, "cmpl-")
     if service.options.log_prompts:
         log.info("%s prompt: %r", call.id, body.prompt)

@@ -67,7 +67,7 @@ async def _tokens(body: EmbeddingRequest, service: Service) -> list[list[int]]:
     several = given if isinstance(given, list) and not isinstance(given[0], int) else [given]
     if not isinstance(several[0], str):
         return several
-    inputs = await service.text.encode_many(several)
+    inputs = await service.text.encode_many(several, parse_special_tokens=body.parse_special_tokens)
     for position, tokens in enumerate(inputs):
         if not tokens:
             raise invalid(f"'input[{position}]' has no tokens: there is nothing to embed", "input")

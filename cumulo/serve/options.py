@@ -26,6 +26,7 @@ class ServeOptions:
     )
     max_queue: int = 1024  # sequences that may wait for a place; beyond, 429
     max_body_bytes: int = 4 << 20  # beyond, 413
+    lenient: bool = False  # fields of requests that are not known are ignored with a warning, not refused
     stall_timeout_s: float = 60.0  # an engine that has work and finishes no step for this long is restarted
     start_timeout_s: float = 900.0  # to load the model
     drain_timeout_s: float = 30.0  # after SIGTERM: how long running requests may take to finish

@@ -1,6 +1,7 @@
 """The request bodies of the API, as OpenAI's client sends them, plus documented extensions.
 
-Everything is checked here or by SamplingParams: nothing that arrives is ignored.
+Everything is checked here or by SamplingParams. Nothing that arrives is ignored in silence: fields of messages and
+tools that are not known are left out with a warning.
 """
 
 from typing import Annotated, Any, ClassVar, Literal
@@ -11,20 +12,21 @@ from cumulo.serve.fields import Strict, TextOnly
 from cumulo.serve.schemas_form import (
     MAX_CALLS,
     MAX_TOOLS,
-    AllowedTools,
     CalledFunction,
     ChosenFunction,
     Function,
-    NamedTool,
     ResponseFormat,
     Tool,
     ToolCall,
+    ToolChoice,
 )
 
 MAX_STOP_STRINGS = 32
 MAX_STOP_CHARACTERS = 512
 MAX_BIASES = 1024
 MAX_PROMPTS = 128
+MAX_MESSAGES = 4096
+MAX_PARTS = 4096  # of one message; a body's structure bounds those of all (bodies/structure.py)
 MAX_BEAMS = 50
 MAX_TEMPLATE_VARIABLES = 64
 
@@ -114,13 +116,14 @@ class Sampling(Strict):
 class TextPart(TextOnly):
     type: Literal["text"]
     text: str
+    ignores_unknown: ClassVar[bool] = True
 
 
 class Message(Strict):
     """Which fields a role needs is checked where messages become a prompt (conversation.py)."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | Annotated[list[TextPart], Field(min_length=1)] | None = Field(
+    content: str | Annotated[list[TextPart], Field(min_length=1, max_length=MAX_PARTS)] | None = Field(
         None, description="May be left out only by an assistant that called tools."
     )
     name: Label | None = None
@@ -134,13 +137,14 @@ class Message(Strict):
     reasoning_content: str | None = Field(
         None, description="Assistant: what it thought before; used if the model's chat template does."
     )
+    ignores_unknown: ClassVar[bool] = True
     neutral: ClassVar[dict[str, tuple[Any, ...]]] = {
         "refusal": (), "audio": (), "annotations": ([],), "parsed": (),
     }  # fmt: skip
 
 
 class ChatRequest(Sampling):
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: int | None = Field(None, ge=1, le=1 << 31)
     logprobs: bool | None = Field(False, description="Give each token's log-probability.")
     top_logprobs: int | None = Field(None, ge=0, le=20, description="And of this many alternatives.")
@@ -155,7 +159,7 @@ class ChatRequest(Sampling):
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = Field(
         None, description="What the model may call."
     )
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedTools | None = Field(
+    tool_choice: ToolChoice | None = Field(
         None,
         description="Whether it may, must, must call this one, or which ones. Left out: auto if there are tools.",
     )
@@ -208,7 +212,8 @@ class CompletionRequest(Sampling):
     best_of: int | None = Field(None, ge=1, le=128, description="Draw so many, return the n likeliest.")
     echo: bool | None = Field(False, description="Put the prompt before the answer.")
     parse_special_tokens: bool | None = Field(
-        None, description="Extension: true recognises special tokens written in the prompt; otherwise they are text."
+        None,
+        description="Extension: true recognises special tokens written in the prompt; otherwise they are text.",
     )
     neutral: ClassVar[dict[str, tuple[Any, ...]]] = {"suffix": ("",)}
 
@@ -216,10 +221,11 @@ class CompletionRequest(Sampling):
 class TokenizeRequest(Strict):
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)] | None = None
     add_special_tokens: bool = Field(True, description="With a prompt: add those the model was trained with.")
     parse_special_tokens: bool | None = Field(
-        None, description="Extension: true recognises special tokens written in the prompt; otherwise they are text."
+        None,
+        description="Extension: true recognises special tokens written in the prompt; otherwise they are text.",
     )
     add_generation_prompt: bool | None = Field(
         None,

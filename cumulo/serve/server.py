@@ -6,6 +6,7 @@ status 0. A second signal ends what still runs at once.
 
 import asyncio
 import contextlib
+import functools
 import gc
 import logging
 import signal
@@ -19,8 +20,15 @@ from fastapi import FastAPI
 from cumulo.errors import CumuloError
 from cumulo.models.hub import resolve
 from cumulo.serve.api import create_app
+from cumulo.serve.http.connection import Connection
+from cumulo.serve.http.descriptors import find_room
+from cumulo.serve.http.host_check import AllowedHosts, HostCheck
+from cumulo.serve.http.keeper import Keeper
+from cumulo.serve.http.limits import http_limits
+from cumulo.serve.http.tally import Tally
 from cumulo.serve.messages import Ready
 from cumulo.serve.model_text import ModelText
+from cumulo.serve.observe import steady_stderr
 from cumulo.serve.options import ServeOptions
 from cumulo.serve.service import Service
 
@@ -78,6 +86,11 @@ class _Run:
         tracing: "Tracing | None" = None,
     ) -> None:
         self.service, self._on_ready, self._tracing = service, on_ready, tracing
+        tally = Tally(service.metrics.on_refusal)
+        room = find_room(service.options.max_connections)
+        self._keeper = Keeper(http_limits(service.options, room), tally)
+        service.metrics.connections.set_function(lambda: float(self._keeper.count))
+        service.metrics.log_lines_lost.set_function(lambda: float(steady_stderr.install().lost_lines))
         app = create_app(service)
         if tracing is not None:
             from cumulo.serve.otel import TracingMiddleware
@@ -85,13 +98,18 @@ class _Run:
             app.add_middleware(TracingMiddleware, service=service, tracing=tracing)
         if extend is not None:
             extend(app)
+        hosts = AllowedHosts(service.options.host, service.options.allow_hosts)
         config = uvicorn.Config(
-            app,
+            HostCheck(
+                app, hosts, service.options.cors_origins, tally
+            ),  # before everything, the console included
+            http=functools.partial(Connection, keeper=self._keeper),  # type: ignore[arg-type]
+            backlog=room.backlog,
+            ws_max_size=max(1 << 20, service.options.max_body_bytes),
             log_config=None,
             access_log=False,
             server_header=False,
             timeout_graceful_shutdown=2,  # what is worth waiting for was waited for by the drain
-            timeout_keep_alive=75,
             lifespan="off" if extend is None else "on",
         )
         self._uvicorn = _Server(config, self._on_signal)
@@ -99,10 +117,12 @@ class _Run:
         self.error: Exception | None = None
 
     async def serve(self, listener: socket.socket) -> None:
+        self._keeper.start()
         starting = asyncio.create_task(self._start())
         try:
             await self._uvicorn.serve(sockets=[listener])
         finally:
+            self._keeper.stop()
             starting.cancel()
             await asyncio.wait([starting])
             await self.service.close()
@@ -155,14 +175,12 @@ def run(
 ) -> None:
     """Serve until told to stop. `on_bound` gets the address as soon as it is known; `extend` may add to the
     application before it serves (the console does)."""
-    logging.basicConfig(
-        level=options.log_level.upper(), format="%(asctime)s server %(levelname)s %(message)s"
-    )
+    steady_stderr.start_logging(options.log_level, "server")
     tracing = _tracing(options.otlp_endpoint) if options.otlp_endpoint is not None else None
     source = resolve(options.model)
     listener = bind(options.host, options.port)
     try:
-        text = ModelText.load(options.model, options.chat_template)
+        text = ModelText.load(options.model, options.chat_template, options.parse_special_tokens)
         host, port = listener.getsockname()[:2]
         on_bound(f"http://{f'[{host}]' if ':' in host else host}:{port}")
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:

@@ -88,9 +88,12 @@ def _pair(folder):
 
 def test_a_conversation_is_encoded_as_in_transformers(byte_level_folder):
     ours, theirs = _pair(byte_level_folder)
-    messages = [{"role": "user", "content": "the cat <think> 12"}]
+    messages = [{"role": "user", "content": "the cat < 12 > [it]"}]
     assert ours.apply_chat_template(messages) == theirs.apply_chat_template(messages, tokenize=False)
     assert ours.encode_chat(messages) == theirs.apply_chat_template(messages)["input_ids"]
+    messages = [{"role": "user", "content": "the cat <think> 12"}]
+    _, recognised = ours.render_chat(messages, parse_special_tokens=True)
+    assert recognised == theirs.apply_chat_template(messages)["input_ids"]
 
 
 def test_a_tokenizer_without_a_template_says_what_to_do_instead(sentencepiece_folder):
