@@ -1,5 +1,6 @@
 """The FastAPI application: `create_app` puts gate, endpoints and error shapes together around a Service."""
 
+from dataclasses import replace
 from typing import Any
 
 from fastapi import FastAPI
@@ -8,12 +9,16 @@ from starlette.middleware.cors import CORSMiddleware
 
 from cumulo import __version__
 from cumulo.serve import chat, completions, direct_route, docs_page, embeddings, errors, operation
+from cumulo.serve.anthropic import endpoints as anthropic
+from cumulo.serve.batches import endpoints as batches
+from cumulo.serve.batches import file_endpoints as files
+from cumulo.serve.batches.desk import Batches
+from cumulo.serve.bodies.reader import BodyReader
 from cumulo.serve.gate import Gate
-from cumulo.serve.plain_chat import read_chat
+from cumulo.serve.http.head_requests import HeadAsGet
+from cumulo.serve.plain_chat import read_plain
 from cumulo.serve.rank import endpoints as rank
 from cumulo.serve.responses import endpoints as responses
-from cumulo.serve.responses.request import ResponsesRequest
-from cumulo.serve.schemas import CompletionRequest
 from cumulo.serve.service import Service
 
 
@@ -30,25 +35,25 @@ def create_app(service: Service) -> FastAPI:
     )
     app.state.service = service
     errors.install(app)
-    for part in (chat, completions, responses, embeddings, rank, operation):
-        app.include_router(part.router)
-    direct_route.install(
-        app,
-        {
-            "/v1/chat/completions": (read_chat, chat.create_chat_completion),
-            "/v1/completions": (CompletionRequest.model_validate_json, completions.create_completion),
-            "/v1/responses": (ResponsesRequest.model_validate_json, responses.create_response),
-        },
-    )
+    app.state.batches = service.batches = Batches(app, service)
+    rooms = (chat, completions, responses, anthropic, embeddings, rank, files, batches, operation)
+    parts = [part.router for part in rooms]
+    for router in parts:
+        app.include_router(router)
+    endpoints = direct_route.json_endpoints(parts)
+    endpoints["/v1/chat/completions"] = replace(endpoints["/v1/chat/completions"], quick=read_plain)
+    reader = BodyReader(lambda: service.engine.info.max_context if service.engine.info is not None else 0)
+    direct_route.install(app, endpoints, reader, service.options.lenient)
     docs_page.install(app)
+    app.add_middleware(HeadAsGet)
     app.add_middleware(Gate, service=service)
     if service.options.cors_origins:
         app.add_middleware(
             CORSMiddleware,
             allow_origins=list(service.options.cors_origins),
-            allow_methods=["GET", "POST"],
-            allow_headers=["Authorization", "Content-Type", "X-Api-Key"],
-            expose_headers=["X-Request-Id", "Retry-After"],
+            allow_methods=["GET", "POST", "DELETE"],
+            allow_headers=["Authorization", "Content-Type", "X-Api-Key", "X-Cumulo-Lenient", "Anthropic-Version"],
+            expose_headers=["X-Request-Id", "Request-Id", "X-Cumulo-Warning", "Retry-After"],
         )
     app.openapi = lambda: _description(app, service)  # type: ignore[method-assign]
     return app
@@ -68,6 +73,8 @@ def _description(app: FastAPI, service: Service) -> dict[str, Any]:
             "ChatRequest",
             "CompletionRequest",
             "ResponsesRequest",
+            "MessagesRequest",
+            "CountTokensRequest",
             "EmbeddingRequest",
             "ScoreRequest",
             "RerankRequest",

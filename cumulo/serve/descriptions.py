@@ -4,7 +4,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from cumulo.serve.schemas_out import Error
+from cumulo.serve.schemas_out import AnthropicError, Error
 
 _ERRORS: dict[int, str] = {
     400: "The request is malformed, holds an unknown field, or asks for something impossible.",
@@ -19,7 +19,7 @@ _ERRORS: dict[int, str] = {
 _EVENT: dict[str, Any] = {
     "type": "object",
     "properties": {
-        "event": {"type": "string", "description": "Only of /v1/responses: the kind of event."},
+        "event": {"type": "string", "description": "Of /v1/responses and /v1/messages: the kind of event."},
         "data": {"type": "string", "description": "A chunk as JSON; at the end of completions [DONE]."},
     },
     "required": ["data"],
@@ -35,11 +35,19 @@ def answers(good: dict[str, Any], *errors: int) -> dict[int | str, dict[str, Any
     return described
 
 
+def anthropic_answers(good: dict[str, Any]) -> dict[int | str, dict[str, Any]]:
+    """The same for paths under /v1/messages, whose errors have Anthropic's shape."""
+    described = answers(good)
+    for status in _ERRORS:
+        described[status]["model"] = AnthropicError
+    return described
+
+
 def streamed(model: type[BaseModel]) -> dict[str, Any]:
     """An answer that is JSON, or with `stream: true` server-sent events."""
     return {
         "model": model,
-        "description": "The answer; with `stream: true` as server-sent events of chunks, ended by [DONE].",
+        "description": "The answer; with `stream: true` as server-sent events. Completions end with [DONE].",
         "content": {"text/event-stream": {"schema": _EVENT}},
     }
 

@@ -11,8 +11,8 @@ from pydantic import ValidationError
 from cumulo.serve.errors import ApiError, invalid
 from cumulo.serve.responses.request import (
     AllowedFunctions,
-    FunctionCall,
-    FunctionCallOutput,
+    FunctionCallItem,
+    FunctionCallOutputItem,
     InputItem,
     InputMessage,
     InputText,
@@ -72,7 +72,7 @@ def chat_messages(items: Sequence[InputItem]) -> list[Entry]:
             entry = _assistant(messages, "content", "tool_calls")
             thoughts = "".join(part.text for part in item.content or item.summary or ())
             entry["reasoning_content"] = entry.get("reasoning_content", "") + thoughts
-        elif isinstance(item, FunctionCall):
+        elif isinstance(item, FunctionCallItem):
             function = {"name": item.name, "arguments": item.arguments}
             calls = _assistant(messages).setdefault("tool_calls", [])
             calls.append({"id": item.call_id, "type": "function", "function": function})
@@ -92,7 +92,7 @@ def _assistant(messages: list[Entry], *closing: str) -> Entry:
     return messages[-1]
 
 
-def _result(item: FunctionCallOutput, index: int, called: set[str]) -> Entry:
+def _result(item: FunctionCallOutputItem, index: int, called: set[str]) -> Entry:
     if item.call_id not in called:
         raise invalid(
             f"input[{index}] is the output of the call {item.call_id[:64]!r}, but no function_call with this "

@@ -8,8 +8,8 @@ from cumulo.serve.answer_reader import AnswerReader, Piece
 from cumulo.serve.formats import Text
 from cumulo.serve.formats.blocks import Begun, Block, Blocks, Change, Grown
 from cumulo.serve.responses.request import (
-    FunctionCall,
-    FunctionCallOutput,
+    FunctionCallItem,
+    FunctionCallOutputItem,
     InputItem,
     InputMessage,
     InputText,
@@ -132,9 +132,9 @@ def _spelled_input(item: InputItem, place: str) -> Item:
         parts = [(kind, item.content)] if isinstance(item.content, str) else _told(item.content)
         spelled["content"] = [_spelled_part(*part) for part in parts]
         prefix = "msg_"
-    elif isinstance(item, FunctionCall):
+    elif isinstance(item, FunctionCallItem):
         prefix = "fc_"
-    elif isinstance(item, FunctionCallOutput):
+    elif isinstance(item, FunctionCallOutputItem):
         prefix = "fco_"
         if not isinstance(item.output, str):
             spelled["output"] = [_spelled_part(*part) for part in _told(item.output)]

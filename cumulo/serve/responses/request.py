@@ -28,7 +28,7 @@ class TextOptions(Strict):
     neutral: ClassVar[dict[str, tuple[Any, ...]]] = {"verbosity": ("medium",)}
 
 
-class Reasoning(Strict):
+class ReasoningOptions(Strict):
     effort: ReasoningEffort | None = Field(None, description="As reasoning_effort of chat completions.")
     neutral: ClassVar[dict[str, tuple[Any, ...]]] = {
         "summary": ("auto",), "generate_summary": ("auto",), "context": ("auto",), "mode": ("standard",),
@@ -45,6 +45,7 @@ class InputText(TextOnly):
     prompt_cache_breakpoint: dict[str, Any] | None = Field(
         None, description="Accepted for compatibility: every prompt is cached by its content."
     )
+    ignores_unknown: ClassVar[bool] = True
 
 
 class InputMessage(Strict):
@@ -54,9 +55,10 @@ class InputMessage(Strict):
     id: Label | None = Field(None, description=_OF_EARLIER)
     status: Label | None = Field(None, description=_OF_EARLIER)
     phase: Label | None = Field(None, description=_OF_EARLIER)
+    ignores_unknown: ClassVar[bool] = True
 
 
-class FunctionCall(Strict):
+class FunctionCallItem(Strict):
     type: Literal["function_call"]
     call_id: Annotated[str, StringConstraints(min_length=1, max_length=512)]
     name: Annotated[str, StringConstraints(min_length=1, max_length=256)]
@@ -67,9 +69,10 @@ class FunctionCall(Strict):
     neutral: ClassVar[dict[str, tuple[Any, ...]]] = {
         "async": (False,), "caller": ({"type": "direct"},), "namespace": (),
     }  # fmt: skip
+    ignores_unknown: ClassVar[bool] = True
 
 
-class FunctionCallOutput(Strict):
+class FunctionCallOutputItem(Strict):
     type: Literal["function_call_output"]
     call_id: Annotated[str, StringConstraints(min_length=1, max_length=512)]
     output: str | list[InputText]
@@ -77,11 +80,13 @@ class FunctionCallOutput(Strict):
     name: Label | None = Field(None, description="Not used: the call of this call_id says it.")
     status: Label | None = Field(None, description="Not used.")
     neutral: ClassVar[dict[str, tuple[Any, ...]]] = {"caller": ({"type": "direct"},), "namespace": ()}
+    ignores_unknown: ClassVar[bool] = True
 
 
 class ThoughtText(Strict):
     type: Literal["reasoning_text", "summary_text"]
     text: str
+    ignores_unknown: ClassVar[bool] = True
 
 
 class ReasoningItem(Strict):
@@ -91,6 +96,7 @@ class ReasoningItem(Strict):
     encrypted_content: str | None = Field(None, description="Not used: this server encrypts nothing.")
     id: Label | None = Field(None, description=_OF_EARLIER)
     status: Label | None = Field(None, description=_OF_EARLIER)
+    ignores_unknown: ClassVar[bool] = True
 
 
 def _kind(value: Any, default: str = "") -> str:
@@ -113,8 +119,8 @@ def _check_item(value: Any) -> Any:
 # The tags have a dash, by which errors.py knows them as no part of a field's name.
 InputItem = Annotated[
     Annotated[InputMessage, Tag("item-message")]
-    | Annotated[FunctionCall, Tag("item-function_call")]
-    | Annotated[FunctionCallOutput, Tag("item-function_call_output")]
+    | Annotated[FunctionCallItem, Tag("item-function_call")]
+    | Annotated[FunctionCallOutputItem, Tag("item-function_call_output")]
     | Annotated[ReasoningItem, Tag("item-reasoning")],
     Discriminator(lambda value: f"item-{_kind(value, 'message')}"),
     BeforeValidator(_check_item),
@@ -134,6 +140,7 @@ class FunctionTool(Strict):
     neutral: ClassVar[dict[str, tuple[Any, ...]]] = {
         "allowed_callers": (["direct"],), "async": (False,), "defer_loading": (False,), "output_schema": (),
     }  # fmt: skip
+    ignores_unknown: ClassVar[bool] = True
 
 
 class NamedFunction(Strict):
@@ -210,7 +217,7 @@ class ResponsesRequest(Strict):
         None, description="Whether it may, must, or must call this one. Left out: auto if there are tools."
     )
     parallel_tool_calls: bool | None = Field(None, description="false: at most one call per answer.")
-    reasoning: Reasoning | None = None
+    reasoning: ReasoningOptions | None = None
     truncation: Literal["auto", "disabled"] | None = Field(
         None, description="auto: drop the oldest items if the input is longer than the context."
     )

@@ -6,8 +6,8 @@ from cumulo.errors import InvalidRequest
 from cumulo.serve.chat import chat_prompt
 from cumulo.serve.responses.as_chat import as_chat
 from cumulo.serve.responses.request import (
-    FunctionCall,
-    FunctionCallOutput,
+    FunctionCallItem,
+    FunctionCallOutputItem,
     InputItem,
     InputMessage,
     ResponsesRequest,
@@ -49,10 +49,10 @@ def without_oldest(items: Sequence[InputItem], dropped: int) -> list[InputItem]:
     for index, item in enumerate(items):
         if isinstance(item, InputMessage) and item.role in ("system", "developer"):
             kept.append(item)
-        elif index < dropped or (isinstance(item, FunctionCallOutput) and item.call_id not in called):
+        elif index < dropped or (isinstance(item, FunctionCallOutputItem) and item.call_id not in called):
             continue
         else:
             kept.append(item)
-            if isinstance(item, FunctionCall):
+            if isinstance(item, FunctionCallItem):
                 called.add(item.call_id)
     return kept or [items[-1]]
