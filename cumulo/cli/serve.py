@@ -53,6 +53,15 @@ def serve(
         typer.Option(help="While several keys ask, a step computes prompts for about this long; default 40."),
     ] = None,
     max_body_mib: Annotated[float, typer.Option(help="Largest request body; beyond: 413.")] = 4.0,
+    files: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Keep uploaded files and batches here and resume batches; left out: until the server ends.",
+        ),
+    ] = None,
+    max_file_mib: Annotated[float, typer.Option(help="Largest file of /v1/files; beyond: 413.")] = 100.0,
+    max_files_mib: Annotated[float, typer.Option(help="All files of one key together.")] = 2048.0,
     lenient: Annotated[
         bool,
         typer.Option(
@@ -176,6 +185,9 @@ def serve(
         default_max_tokens=default_max_tokens,
         max_queue=max_queue,
         max_body_bytes=int(max_body_mib * (1 << 20)),
+        files=files,
+        max_file_bytes=int(max_file_mib * (1 << 20)),
+        files_per_key_bytes=int(max_files_mib * (1 << 20)),
         lenient=lenient,
         stall_timeout_s=stall_timeout,
         drain_timeout_s=drain_timeout,

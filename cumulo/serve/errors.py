@@ -74,8 +74,8 @@ def validation_error(error: RequestValidationError) -> ApiError:
 
 
 def problem_error(problems: Sequence[Any]) -> ApiError:
-    """The first thing wrong with a request, named the way the client wrote it. `problems` are pydantic's, FastAPI
-    puts "body" before their places."""
+    """The first thing wrong with a request, named the way the client wrote it. `problems` are pydantic's, with
+    "body" before their places, as FastAPI has them."""
     first = _telling(problems)
     place = list(first.get("loc", ()))
     if place and place[0] in ("body", "query", "path"):  # where in the request; a field may have such a name, too
@@ -106,8 +106,7 @@ def problem_error(problems: Sequence[Any]) -> ApiError:
 def _telling(problems: Sequence[Any]) -> dict[str, Any]:
     """Of a field that may be of several types, all are tried; the one of the right type tells what is wrong."""
     first: dict[str, Any] = problems[0]
-    depth = 2 if first["loc"][:1] == ("body",) else 1
-    same_field = [problem for problem in problems if problem["loc"][:depth] == first["loc"][:depth]]
+    same_field = [problem for problem in problems if problem["loc"][:2] == first["loc"][:2]]
     return next((problem for problem in same_field if not problem["type"].endswith("_type")), first)
 
 

@@ -16,6 +16,8 @@ from pydantic_core import CoreSchema, PydanticCustomError
 from cumulo.serve.bodies import warnings
 from cumulo.serve.bodies.stop_early import stopping_early
 
+_LONGEST_MADE_WHOLE = 65_536
+
 
 class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
@@ -116,9 +118,14 @@ def _writable(text: str) -> str:
 
 def _whole(value: Any, depth: int = 2) -> Any:
     """JSON has one kind of number: what is written 4.0 may stand where an integer is wanted, also in lists. No
-    field is a list of lists of lists; whatever goes deeper is not touched."""
+    field is a list of lists of lists; whatever goes deeper is not touched, nor are lists that take long."""
     if type(value) is float and value.is_integer():
         return int(value)
-    if type(value) is list and depth and not {float, list}.isdisjoint(set(map(type, value))):
+    if (
+        type(value) is list
+        and depth
+        and len(value) <= _LONGEST_MADE_WHOLE
+        and not {float, list}.isdisjoint(set(map(type, value)))
+    ):
         return [_whole(item, depth - 1) for item in value]
     return value

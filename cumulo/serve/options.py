@@ -26,6 +26,9 @@ class ServeOptions:
     )
     max_queue: int = 1024  # sequences that may wait for a place; beyond, 429
     max_body_bytes: int = 4 << 20  # beyond, 413
+    files: Path | None = None  # folder of /v1/files and /v1/batches; None: a temporary one, gone at the end
+    max_file_bytes: int = 100 << 20  # of one uploaded file; beyond, 413
+    files_per_key_bytes: int = 2 << 30  # of all files of one key
     lenient: bool = False  # fields of requests that are not known are ignored with a warning, not refused
     stall_timeout_s: float = 60.0  # an engine that has work and finishes no step for this long is restarted
     start_timeout_s: float = 900.0  # to load the model
@@ -47,7 +50,7 @@ class ServeOptions:
     )
 
     def __post_init__(self) -> None:
-        for name in ("max_body_bytes", "stories"):
+        for name in ("max_body_bytes", "max_file_bytes", "files_per_key_bytes", "stories"):
             if getattr(self, name) < 1:
                 raise CumuloError(f"{name} must be 1 or more, got {getattr(self, name)}")
         for name in ("requests_per_minute", "tokens_per_minute"):

@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 from msgspec import Meta
 
-from cumulo.serve.schemas import MAX_STOP_CHARACTERS, MAX_STOP_STRINGS, ChatRequest
+from cumulo.serve.schemas import MAX_MESSAGES, MAX_STOP_CHARACTERS, MAX_STOP_STRINGS, ChatRequest
 
 Label = Annotated[str, Meta(max_length=512)]
 StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARACTERS)]
@@ -40,7 +40,7 @@ class PlainChat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Its fields have the names, bounds and defaults of ChatRequest's."""
 
     model: str
-    messages: Annotated[list[PlainMessage], Meta(min_length=1)]
+    messages: Annotated[list[PlainMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]
     stream: bool | None = False
     stream_options: PlainStreamOptions | None = None
     n: Annotated[int, Meta(ge=1, le=128)] | None = 1
@@ -91,12 +91,12 @@ class PlainChat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     prompt_logprobs: ClassVar[None] = None
 
 
-_decode = msgspec.json.Decoder(PlainChat).decode
+read_plain = msgspec.json.Decoder(PlainChat).decode
 
 
 def read_chat(body: bytes) -> Any:
     """A PlainChat where the body is one, else a ChatRequest; raises pydantic's ValidationError if it is neither."""
     try:
-        return _decode(body)
+        return read_plain(body)
     except (msgspec.MsgspecError, ValueError):
         return ChatRequest.model_validate_json(body)

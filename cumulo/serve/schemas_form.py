@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, StringConstraints, model_validator
+from pydantic import Discriminator, Field, StringConstraints, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
 from cumulo.serve.fields import Strict
@@ -46,11 +46,13 @@ class Function(Strict):
     strict: bool | None = Field(
         None, description="true: refuse keywords of the schema that cannot be enforced."
     )
+    ignores_unknown: ClassVar[bool] = True
 
 
 class Tool(Strict):
     type: Literal["function"]
     function: Function
+    ignores_unknown: ClassVar[bool] = True
 
     @model_validator(mode="before")
     @classmethod
@@ -88,9 +90,25 @@ class AllowedTools(Strict):
     allowed_tools: AllowedList
 
 
+def _kind_of_choice(given: Any) -> str:
+    """Only one form is tried, so that an error speaks of the form the client meant. errors.py knows these names."""
+    if isinstance(given, dict):
+        return "AllowedTools" if given.get("type") == "allowed_tools" else "NamedTool"
+    return type(given).__name__ if isinstance(given, NamedTool | AllowedTools) else "str"
+
+
+ToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("str")]
+    | Annotated[NamedTool, Tag("NamedTool")]
+    | Annotated[AllowedTools, Tag("AllowedTools")],
+    Discriminator(_kind_of_choice),
+]
+
+
 class CalledFunction(Strict):
     name: Annotated[str, StringConstraints(min_length=1, max_length=256)]
     arguments: str = Field(description="A JSON object, as text.")
+    ignores_unknown: ClassVar[bool] = True
 
 
 class ToolCall(Strict):
@@ -99,5 +117,6 @@ class ToolCall(Strict):
     id: Annotated[str, StringConstraints(max_length=512)]
     type: Literal["function"] = "function"
     function: CalledFunction
+    ignores_unknown: ClassVar[bool] = True
     # OpenAI's client adds these when it hands back what it has parsed or streamed.
     neutral: ClassVar[dict[str, tuple[Any, ...]]] = {"index": tuple(range(MAX_CALLS)), "parsed_arguments": ()}

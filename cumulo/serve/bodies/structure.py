@@ -5,7 +5,8 @@ Parsing and validating cost time and memory per value, not per byte: 4 MiB of te
 
 - objects and lists: a conversation has one per message, part and tool call, and some per tool;
 - strings, keys included;
-- values in all: what is left are numbers, of which a prompt given as tokens has as many as the context.
+- values in all: what is left are numbers, of which a prompt given as tokens has as many as the context;
+- digits of a number: the time to read an integer grows with the square of its digits.
 
 Commas and brackets inside strings do not count. In a small body they are counted all the same at first, because
 that takes microseconds; only where there are too many, and in large bodies, strings are told from structure. That
@@ -20,10 +21,12 @@ from numpy.typing import NDArray
 
 MAX_CONTAINERS = 16_384  # objects and lists
 MAX_STRINGS = 65_536  # keys included
-MAX_VALUES = 1_100_000  # a million tokens, and whatever stands next to them
+MAX_VALUES = 327_680  # OpenAI's API takes 300,000 tokens in one request for embeddings
+MAX_DIGITS = 128  # in a row; in the worst case a few less are refused
 
 _PIECE_BYTES = 1 << 16  # its arrays stay in a core's cache
 _QUOTE, _BACKSLASH, _COMMA, _BRACE, _BRACKET = b'"\\,{['
+_ZERO = np.uint8(ord("0"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,13 +36,16 @@ class Structure:
     containers: int = 0
     strings: int = 0
     values: int = 0
+    long_number: bool = False
 
-    def excess(self) -> str | None:
+    def excess(self, most_values: int = MAX_VALUES) -> str | None:
         """What is too much, in words for the client; None if nothing is."""
+        if self.long_number:
+            return f"the body has a number of more than {MAX_DIGITS} digits: no field takes one"
         for count, most, what in (
             (self.containers, MAX_CONTAINERS, "objects and lists"),
             (self.strings, MAX_STRINGS, "strings (keys included)"),
-            (self.values, MAX_VALUES, "values"),
+            (self.values, most_values, "values"),
         ):
             if count > most:
                 return (
@@ -49,11 +55,11 @@ class Structure:
         return None
 
 
-def excess(body: bytes) -> str | None:
+def excess(body: bytes, most_values: int = MAX_VALUES) -> str | None:
     """What a body has too much of; None if it may be parsed."""
-    if len(body) <= _PIECE_BYTES and rough_structure(body).excess() is None:
+    if len(body) <= _PIECE_BYTES and rough_structure(body).excess(most_values) is None:
         return None
-    return exact_structure(body).excess()
+    return exact_structure(body, most_values).excess(most_values)
 
 
 def rough_structure(body: bytes) -> Structure:
@@ -62,7 +68,7 @@ def rough_structure(body: bytes) -> Structure:
     return Structure(containers, body.count(b'"') // 2, body.count(b",") + containers + 1)
 
 
-def exact_structure(body: bytes) -> Structure:
+def exact_structure(body: bytes, most_values: int = MAX_VALUES) -> Structure:
     """Up to the piece with which a limit is passed: the rest of such a body is not looked at."""
     letters = np.frombuffer(body, np.uint8)
     containers = quotes = commas = 0
@@ -81,10 +87,21 @@ def exact_structure(body: bytes) -> Structure:
         commas += int(np.count_nonzero((piece == _COMMA) & outside))
         quotes += int(np.count_nonzero(marks))
         inside ^= bool(within[-1])
-        counted = Structure(containers, quotes // 2, commas + containers + 1)
-        if counted.excess() is not None:
+        digits = ((piece - _ZERO) < 10) & outside
+        long_number = int(np.count_nonzero(digits)) > MAX_DIGITS and _has_run(digits)
+        counted = Structure(containers, quotes // 2, commas + containers + 1, long_number)
+        if counted.excess(most_values) is not None:
             break
     return counted
+
+
+def _has_run(digits: NDArray[np.bool_]) -> bool:
+    """Whether there are MAX_DIGITS in a row: each round doubles the length of the rows that are known."""
+    length = 1
+    while length < MAX_DIGITS and len(digits) > length:
+        digits = digits[length:] & digits[:-length]
+        length *= 2
+    return bool(digits.any())
 
 
 def _behind_backslash(piece: NDArray[np.uint8], first_is: bool) -> tuple[NDArray[np.bool_], bool]:

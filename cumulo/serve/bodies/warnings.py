@@ -31,6 +31,12 @@ class Notes:
         if text not in self._texts:
             self._texts.append(text)
 
+    def restart(self) -> None:
+        """The body is read again: forget the objects of the first time."""
+        self._root = None
+        self._unknown.clear()
+        self._noted.clear()
+
     def begin(self, data: Any) -> None:
         """The outermost object of a body, which is validated first: places are told from here."""
         if self._root is None:
