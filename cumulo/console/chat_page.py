@@ -1,179 +1,253 @@
-"""The chat page, `/`: talk to the model with every sampling control at hand; stop, ask again, look at the odds."""
+"""The chat page, `/`: conversations that the browser keeps, answers that need no open page, settings."""
 
 import asyncio
-import time
+import contextlib
 from typing import Any
 
 from fastapi import FastAPI
-from nicegui import ui
-from nicegui.events import GenericEventArguments
+from nicegui import background_tasks, ui
 from starlette.requests import Request
 
-from cumulo.console.answer_view import AnswerView
+from cumulo.console.answer_view import AnswerActions, AnswerView
 from cumulo.console.api_caller import ApiCaller, ApiFailure
+from cumulo.console.ask_box import AskBox
+from cumulo.console.browser_store import BrowserStore
 from cumulo.console.calls_view import Results
+from cumulo.console.conversation import Conversation, Entry
+from cumulo.console.history_panel import HistoryActions, HistoryPanel
 from cumulo.console.knobs import Knobs
-from cumulo.console.shell import Shell, empty, show
+from cumulo.console.running_answers import RunningAnswer, RunningAnswers
+from cumulo.console.sessions import Visitor
+from cumulo.console.shell import Shell
+from cumulo.console.shortcuts import Shortcuts
+from cumulo.console.story_panel import StoryPanel
+from cumulo.console.thread_view import ThreadView, TurnActions
 from cumulo.console.tools_box import ToolsProblem
 
-_REDRAW_S = 0.08  # a page is redrawn at most this often, however fast the tokens come
-_TO_END = "const t = document.querySelector('.thread'); if (t) t.scrollTop = t.scrollHeight"
+_REDRAW_S = 0.1  # a page is redrawn at most this often, however fast the tokens come
+_STATUS_S = 1.0
+_LOST = "The server no longer has this answer: it was restarted, or more than an hour has passed."
 
 
 def register(shell: Shell, app: FastAPI) -> None:
+    answers = RunningAnswers()
+
     @ui.page("/", title="Chat · Cumulo")
-    def chat(request: Request) -> None:
+    async def chat(request: Request) -> None:
         with shell.page(request, "/") as visitor:
-            Chat(shell, ApiCaller(app, visitor.key))
+            api = ApiCaller(app, visitor.key, request.headers.get("host", "localhost"))
+            page = Chat(shell, visitor, api, answers)
+            shell.clock(visitor, _STATUS_S, page.tick)
+        await ui.context.client.connected()
+        await page.begin()
 
 
 class Chat:
-    """One conversation, kept by its page: closing or reloading the page forgets it."""
+    """One page: the conversation it shows, and the answer it follows, if one is being made."""
 
-    def __init__(self, shell: Shell, api: ApiCaller) -> None:
-        self._shell, self._api = shell, api
-        self._messages: list[dict[str, Any]] = []  # as the API takes them
-        self._last: AnswerView | None = None
-        self._hang_up: asyncio.Event | None = None  # set while an answer is being made
+    def __init__(self, shell: Shell, visitor: Visitor, api: ApiCaller, answers: RunningAnswers) -> None:
+        self._shell, self._visitor, self._api, self._answers = shell, visitor, api, answers
+        self._client = ui.context.client
+        self._store = BrowserStore(visitor.name)
+        self._conversation = Conversation()
+        self._running: RunningAnswer | None = None
+        self._begun = asyncio.Event()
+        self._info: object = None  # the engine whose recommendations are shown
+        history = HistoryActions(self.new, self.open, self._renamed, self._deleted)
+        self._history = HistoryPanel(self._store, history)
         with ui.element("section").classes("talk"):
-            self._thread = ui.element("div").classes("thread").props('aria-live="polite"')
-            with ui.element("div").classes("ask"):
-                self._build_box()
-        info = shell.service.engine.info
-        with ui.element("aside").classes("knobs") as panel:
-            recommended = info.generation_defaults if info is not None else {}
-            self._knobs = Knobs(recommended, close=lambda: panel.classes(remove="open"))
-        self._open_knobs.on_click(lambda: panel.classes(add="open"))
-        self._show_empty()
-        ui.context.client.on_disconnect(self.stop)
+            with ui.element("div").classes("talk-bar only-narrow"):
+                ui.button("Chats", icon="menu", on_click=self._history.open).props(_FLAT).classes("quiet")
+                open_knobs = ui.button("Settings", icon="tune").props(_FLAT).classes("quiet")
+            self._thread = ThreadView(
+                shell.service.model_name,
+                TurnActions(self.resend, self.delete_turn),
+                AnswerActions(self._open_story, self.regenerate, self.send_results),
+            )
+            self._ask = AskBox(self.send, self.stop)
+        with ui.element("aside").classes("knobs").props('aria-label="Settings"') as panel:
+            self._knobs = Knobs(self._store.keep, close=lambda: panel.classes(remove="open"))
+        open_knobs.on_click(lambda: panel.classes(add="open"))
+        self._story = StoryPanel(shell, visitor)
+        Shortcuts({"new": self.new, "stop": self.stop, "regenerate": self.regenerate})
+        self._thread.draw(self._conversation)
 
-    def _build_box(self) -> None:
-        with ui.element("div").classes("box"):
-            self._input = (
-                ui.textarea(placeholder="Ask something")
-                .props('autogrow borderless dense rows=1 autofocus aria-label="Message"')
-                .on("keydown.enter", self.send, js_handler=_ENTER)
-            )
-            self._send = (
-                ui.button(icon="arrow_upward")
-                .props('round unelevated dense aria-label="Send"')
-                .on("click", self.send, js_handler=_CLICK)
-            )
-            self._stop = ui.button(icon="stop", on_click=self.stop).props(
-                'round unelevated dense aria-label="Stop"'
-            )
-            self._stop.set_visibility(False)
-        with ui.element("div").classes("tools"):
-            self._again = _tool("Regenerate", "refresh", self.regenerate)
-            self._clear = _tool("Clear", "delete_outline", self.clear)
-            self._open_knobs = _tool("Sampling", "tune", None).classes("only-phone")
+    async def begin(self) -> None:
+        """Take up what the browser kept: the conversation of this tab, and its answer if it is under way."""
+        try:
+            with contextlib.suppress(TimeoutError):  # a browser that stores nothing can still chat
+                stored = await self._store.begin()
+                self._knobs.restore(stored["presets"], stored["settings"])
+                kept = Conversation.from_stored(stored["current"])
+                if kept is not None:
+                    self._show(kept)
+                self._history.draw(stored["chats"], self._conversation.id)
+            with contextlib.suppress(ApiFailure):
+                self._knobs.show_models((await self._api.get("/v1/models"))["data"])
+        finally:
+            self._begun.set()
+
+    async def tick(self) -> None:
+        engine = self._shell.service.engine
+        self._ask.set_status("" if engine.state == "ready" else self._shell.engine_status())
+        if engine.info is not None and engine.info is not self._info:
+            self._info = engine.info
+            self._knobs.show_effective(engine.info.generation_defaults)
 
     # -- what the buttons do ------------------------------------------------------------------------------
-    async def send(self, event: GenericEventArguments) -> None:
-        # The text comes with the event: what was typed before the page was connected may be told later than it.
-        text = str(event.args or "").strip()
-        if not text or self._hang_up is not None:
+    async def send(self, text: str) -> None:
+        await self._begun.wait()
+        if self._running is not None or not (text or self._ask.files):
             return
-        self._input.set_value("")
-        if not self._messages:
-            self._thread.clear()
-        self._say(text)
-        await self._answer()
+        place, files = len(self._conversation.entries), self._ask.files
+        self._conversation.say(text, files)
+        self._ask.empty()
+        await self._answer(place, [], text, files)
 
-    def stop(self) -> None:
-        if self._hang_up is not None:
-            self._hang_up.set()
+    async def resend(self, index: int, text: str) -> None:
+        """An edited message is asked instead of the old one; what followed it is dropped."""
+        if self._running is not None or not text.strip():
+            return
+        entries = self._conversation.entries
+        replaced, files = entries[index:], entries[index].get("files", [])
+        del entries[index:]
+        self._conversation.say(text.strip(), files)
+        await self._answer(index, replaced, text.strip(), [])
 
     async def regenerate(self) -> None:
-        """Drop the last answer and ask for another."""
-        if self._hang_up is not None or not self._messages:
+        """Another answer instead of the last one."""
+        entries = self._conversation.entries
+        if self._running is not None or not entries:
             return
-        if self._messages[-1]["role"] == "assistant":
-            self._messages.pop()
-            self._thread.remove(self._thread.default_slot.children[-1])
-            self._last = None
-        await self._answer()
+        place = len(entries) - (entries[-1]["role"] == "assistant")
+        replaced = entries[place:]
+        del entries[place:]
+        await self._answer(place, replaced)
 
     async def send_results(self, results: Results) -> None:
         """What tools returned, typed in by the person; the model goes on from there."""
-        if self._hang_up is None:
-            self._messages.extend(results)
-            await self._answer()
+        if self._running is None:
+            place = len(self._conversation.entries)
+            self._conversation.entries.extend(results)
+            await self._answer(place, [])
 
-    def clear(self) -> None:
-        if self._hang_up is None:
-            self._messages.clear()
-            self._thread.clear()
-            self._last = None
-            self._show_empty()
+    def stop(self) -> None:
+        if self._running is not None:
+            self._running.stop()
+
+    async def delete_turn(self, index: int) -> None:
+        if self._running is None:
+            self._conversation.delete_turn(index)
+            self._thread.draw(self._conversation)
+            await self._save()
+
+    async def new(self) -> None:
+        self._show(Conversation())
+        await self._history.show_current(self._conversation.id)
+        self._client.run_javascript("document.querySelector('.ask textarea').focus()")
+
+    async def open(self, chat_id: str) -> None:
+        kept = await self._store.load(chat_id)
+        if kept is not None:
+            self._show(kept)
+            await self._history.show_current(chat_id)
+
+    def _renamed(self, chat_id: str, title: str) -> None:
+        if chat_id == self._conversation.id:
+            self._conversation.title = title
+
+    async def _deleted(self, chat_id: str) -> None:
+        if chat_id == self._conversation.id:
+            self.stop()
+            await self.new()
+
+    def _open_story(self, request_id: str) -> None:
+        self._story.open(request_id)
 
     # -- the conversation ---------------------------------------------------------------------------------
-    def _say(self, text: str) -> None:
-        self._messages.append({"role": "user", "content": text})
-        with self._thread:
-            ui.label(text).classes("said user")
+    def _show(self, conversation: Conversation) -> None:
+        """Show a conversation; an answer of the one shown before goes on unseen."""
+        self._conversation, self._running = conversation, None
+        self._store.stay(conversation.id)
+        self._story.close()
+        self._ask.complain("")
+        last = conversation.entries[-1] if conversation.entries else {}
+        running = self._answers.get(self._visitor.name, str(last.get("pending", "")))
+        if "pending" in last and running is None:
+            conversation.entries[-1] = {"role": "assistant", "content": "", "about": {"problem": _LOST}}
+            background_tasks.create(self._save())
+        view = self._thread.draw(conversation)
+        self._ask.set_running(running is not None)
+        if running is not None and view is not None:
+            self._running = running
+            background_tasks.create(self._follow(running, view, conversation))
 
-    def _show_empty(self) -> None:
-        with self._thread:
-            show(
-                empty(
-                    f"Talk to {self._shell.service.model_name}",
-                    "Nothing you write here is kept by the server.",
-                )
-            )
-        self._buttons()
-
-    def _buttons(self) -> None:
-        running = self._hang_up is not None
-        self._send.set_visibility(not running)
-        self._stop.set_visibility(running)
-        for button in (self._again, self._clear):
-            button.set_enabled(not running and bool(self._messages))
-
-    async def _answer(self) -> None:
-        if self._last is not None:
-            self._last.close()
-        problem: ToolsProblem | None = None
-        body: dict[str, Any] = {}
+    async def _answer(
+        self, place: int, replaced: list[Entry], asked: str = "", files: list[dict[str, str]] | None = None
+    ) -> None:
+        """Ask for the next entry. If it is refused, the entries from `place` on become `replaced` again, and
+        what was `asked` goes back to where it was written."""
+        conversation = self._conversation
+        self._ask.complain("")
+        undo = {"place": place, "replaced": replaced, "asked": asked, "files": files or []}
         try:
-            body = self._knobs.request(self._shell.service.model_name, self._messages)
-        except ToolsProblem as error:
-            problem = error
-        with self._thread:
-            view = self._last = AnswerView(bool(body.get("logprobs")), self.send_results)
-        if problem is not None:
-            view.fail(f"The tools cannot be used: {problem}")
-            self._messages.append(view.message())
-            self._buttons()
+            body = self._knobs.request(self._shell.service.model_name, conversation.messages())
+        except ToolsProblem as problem:
+            self._undo(conversation, undo, f"The tools cannot be used: {problem}")
             return
-        hang_up = self._hang_up = asyncio.Event()
-        self._buttons()
-        ui.run_javascript(_TO_END)
-        try:
-            await self._stream(body, hang_up, view)
-        except ApiFailure as failure:
-            view.fail(str(failure))
-        finally:
-            self._hang_up = None
-            self._messages.append(view.message())
-            self._buttons()
-            ui.run_javascript(_TO_END)
+        running = self._running = self._answers.begin(self._visitor.name, self._api, body)
+        conversation.entries.append({"role": "assistant", "content": "", "pending": running.id, "undo": undo})
+        view = self._thread.draw(conversation)
+        assert view is not None
+        self._ask.set_running(True)
+        self._store.stay(conversation.id)
+        background_tasks.create(self._follow(running, view, conversation))
+        await self._save()
 
-    async def _stream(self, body: dict[str, Any], hang_up: asyncio.Event, view: AnswerView) -> None:
-        drawn_s = 0.0
-        async for event in self._api.stream("/v1/chat/completions", body, hang_up):
-            view.take(event)
-            if time.monotonic() - drawn_s > _REDRAW_S and not hang_up.is_set():
-                view.draw()
-                ui.run_javascript(_TO_END)
-                drawn_s = time.monotonic()
-        view.finish()
+    async def _follow(self, running: RunningAnswer, view: AnswerView, conversation: Conversation) -> None:
+        """Draw an answer while it comes, as long as this page shows its conversation."""
+        seen = -1
+        with self._client:
+            while not running.done:
+                await running.news(seen)
+                seen = running.version
+                if self._running is not running or self._client.is_deleted:
+                    return
+                view.grow(running.answer)
+                self._thread.look_down()
+                if not running.done:
+                    await asyncio.sleep(_REDRAW_S)
+            if self._running is not running or self._client.is_deleted:
+                return
+            self._running = None
+            self._ask.set_running(False)
+            pending = conversation.entries.pop()
+            if running.refused:
+                self._undo(conversation, pending.get("undo", {}), str(running.answer.problem))
+            else:
+                conversation.entries.append(running.answer.entry())
+                view.finish(running.answer, is_last=True, results=None)
+                self._thread.look_down()
+            await self._save()
+
+    def _undo(self, conversation: Conversation, undo: dict[str, Any], problem: str) -> None:
+        place = int(undo.get("place", len(conversation.entries)))
+        conversation.entries[place:] = list(undo.get("replaced", []))
+        self._thread.draw(conversation)
+        if undo.get("asked") or undo.get("files"):
+            self._ask.put_back(str(undo.get("asked", "")), list(undo.get("files", [])), problem)
+        else:
+            self._ask.complain(problem)
+
+    async def _save(self) -> None:
+        """In the browser. A page that has just gone cannot; the one that comes back will."""
+        with contextlib.suppress(TimeoutError):
+            if self._conversation.entries:
+                if not await self._store.save(self._conversation):
+                    self._ask.complain("This browser has no room to keep the conversation; export it.")
+            else:
+                await self._store.remove(self._conversation.id)
+            await self._history.show_current(self._conversation.id)
 
 
-# Enter sends, Shift+Enter begins a line, and Enter that ends the composing of a character does neither.
-_ENTER = "(e) => { if (!e.shiftKey && !e.isComposing) { e.preventDefault(); emit(e.target.value); } }"
-_CLICK = "() => emit(document.querySelector('.ask textarea').value)"
-
-
-def _tool(text: str, icon: str, action: Any) -> ui.button:
-    return ui.button(text, icon=icon, on_click=action).props("flat dense no-caps size=sm").classes("quiet")
+_FLAT = "flat dense no-caps size=sm"

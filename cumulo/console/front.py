@@ -1,6 +1,6 @@
 """Front: ASGI middleware before everything else; sends the console's paths to its pages and the rest to the API.
 
-It also asks for a key where the server has keys, and refuses sockets opened by other web sites.
+It also asks for a key where the server has keys, and refuses sockets and forms that other web sites send.
 """
 
 from html import escape
@@ -52,12 +52,16 @@ class Front:
             await self._pages(scope, receive, _with_headers(send) if is_page else send)
 
     def _may_connect(self, connection: HTTPConnection) -> bool:
-        origin = connection.headers.get("origin")
-        same_site = origin is None or urlsplit(origin).netloc == connection.headers.get("host")
-        return same_site and self._sessions.visitor(connection.cookies) is not None
+        return _same_site(connection) and self._sessions.visitor(connection.cookies) is not None
 
     async def _session_change(self, request: Request) -> Response:
+        if request.method == "POST" and not _same_site(request):
+            return Response("this form was sent by another web site", 403)
         if request.scope["path"] == "/logout":
+            if request.method != "POST":  # a link or an image must not be able to end a session
+                return Response(
+                    "log out with the button in the console's header", 405, headers={"Allow": "POST"}
+                )
             self._sessions.end(request.cookies)
             response: Response = RedirectResponse("/login", 303)
             response.delete_cookie(COOKIE)
@@ -80,6 +84,12 @@ class Front:
             secure=request.url.scheme == "https",
         )
         return response
+
+
+def _same_site(connection: HTTPConnection) -> bool:
+    """Browsers send Origin with every socket and every form; a program that sends none has no cookies to abuse."""
+    origin = connection.headers.get("origin")
+    return origin is None or urlsplit(origin).netloc == connection.headers.get("host")
 
 
 def _with_headers(send: Send) -> Send:

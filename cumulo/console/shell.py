@@ -1,5 +1,6 @@
 """Shell: what every page of the console shares: header, colours, who looks, and clocks that run only while seen."""
 
+import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from html import escape
@@ -9,6 +10,7 @@ from nicegui import ui
 from starlette.requests import Request
 
 from cumulo.console.sessions import Sessions, Visitor
+from cumulo.console.words import duration
 from cumulo.serve.service import Service
 
 ACCENT = "#2f7d74"
@@ -19,6 +21,11 @@ _THEME_COOKIE = "cumulo_theme"
 _WATCH_VISIBILITY = """
 document.addEventListener('visibilitychange', () => emitEvent('seen', !document.hidden));
 if (document.hidden) emitEvent('seen', false);
+"""
+# By POST: no link or image of another page can log somebody out.
+_LOG_OUT = """
+const form = document.body.appendChild(document.createElement('form'));
+form.method = 'post'; form.action = '/logout'; form.submit();
 """
 
 
@@ -51,11 +58,24 @@ class Shell:
                 'flat round dense aria-label="Dark, light or as the system"'
             ).classes("quiet")
             if self.sessions.needed:
-                ui.button(icon="logout", on_click=lambda: ui.navigate.to("/logout")).props(
+                ui.button(icon="logout", on_click=lambda: ui.run_javascript(_LOG_OUT)).props(
                     'flat round dense aria-label="Log out"'
                 ).classes("quiet")
         with ui.element("main").classes(f"content {here.strip('/') or 'chat'}"):
             yield visitor
+
+    def engine_status(self) -> str:
+        """Why messages are not answered yet; empty when they are."""
+        engine = self.service.engine
+        if self.service.draining:
+            return "The server is shutting down and takes no new messages."
+        if engine.state == "starting":
+            return (
+                f"The engine is loading the model, {duration(time.time() - self.service.started_s)} so far."
+            )
+        if engine.state == "restarting":
+            return "The engine is being restarted after a failure; messages can be sent when it is ready."
+        return ""
 
     def clock(self, visitor: Visitor, interval_s: float, tick: Callable[[], Awaitable[None]]) -> None:
         """Call `tick` now and then at this interval, but only while the page is connected and seen."""

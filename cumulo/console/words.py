@@ -15,6 +15,12 @@ def milliseconds(seconds: float | None) -> str:
     return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
 
 
+def rate(per_second: float) -> str:
+    """Three digits are enough to compare speeds: 7.35, 45.2, 1,310."""
+    decimals = 2 if per_second < 10 else 1 if per_second < 100 else 0
+    return f"{per_second:,.{decimals}f}"
+
+
 def duration(seconds: float) -> str:
     """Days to seconds, the two largest parts."""
     parts: list[str] = []

@@ -6,7 +6,8 @@ import pytest
 
 pytest.importorskip("nicegui")
 
-from cumulo.console.calls_view import Call, _laid_out
+from cumulo.console.calls_view import _laid_out
+from cumulo.console.tool_call import ToolCall
 from cumulo.console.tools_box import EXAMPLE, ToolsProblem, read_tools
 
 
@@ -29,7 +30,6 @@ def test_one_tool_and_bare_functions_are_understood() -> None:
         ('[{"type": "function"}]', "0.function: Field required"),
         ('[{"name": "a b"}]', "0.function.name"),
         ('[{"name": "f", "parameters": []}]', "0.function.parameters"),
-        ('[{"name": "f", "colour": 1}]', "colour"),
         ('[{"name": "f"}, {"name": "f"}]', "two tools are named 'f'"),
         (json.dumps([{"name": f"f{i}"} for i in range(129)]), "at most 128"),
     ],
@@ -41,7 +41,7 @@ def test_what_is_no_tool_is_told_with_its_place(text: str, problem: str) -> None
 
 
 def test_a_call_is_put_together_from_its_pieces_and_can_be_said_again() -> None:
-    call = Call()
+    call = ToolCall()
     call.take({"index": 0, "id": "call_1", "function": {"name": "get_weather", "arguments": ""}})
     call.take({"index": 0, "function": {"arguments": '{"city": "<b>'}})
     assert not call.whole and "cut short" in _laid_out(call)

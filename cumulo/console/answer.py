@@ -1,0 +1,115 @@
+"""Answer: one answer of the model as plain data, collected from the API's events. Made by RunningAnswers.
+
+It has three forms: a message for the API, an entry for the browser's storage, and what the chat page draws.
+"""
+
+import math
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from cumulo.console.tool_call import ToolCall
+
+Odds = list[Any]  # the text of a token (or of the few that spell one character), its probability, words on it
+
+
+@dataclass(slots=True)
+class Answer:
+    text: str = ""
+    request_id: str = ""
+    output_tokens: int = 0
+    finish_reason: str | None = None
+    problem: str | None = None  # why it ended early, in words for the person who asked
+    ttft_s: float | None = None  # time to first token
+    decode_s: float | None = None  # from the first token to the last
+    calls: dict[int, ToolCall] = field(default_factory=dict)
+    odds: list[Odds] = field(default_factory=list)
+    _began_s: float = field(default_factory=time.monotonic)
+    _unspelled: list[dict[str, Any]] = field(default_factory=list)  # tokens that spell no whole character yet
+
+    def take(self, event: dict[str, Any]) -> None:
+        """One event of /v1/chat/completions."""
+        self.request_id = event.get("id", self.request_id)
+        now_s = time.monotonic() - self._began_s
+        for choice in event["choices"]:
+            delta = choice["delta"]
+            piece = delta.get("content") or ""
+            if piece or delta.get("tool_calls"):
+                self.output_tokens += 1
+                if self.ttft_s is None:
+                    self.ttft_s = now_s
+                self.decode_s = now_s - self.ttft_s
+            self.text += piece
+            self.finish_reason = choice["finish_reason"] or self.finish_reason
+            for call in delta.get("tool_calls") or ():
+                self.calls.setdefault(call["index"], ToolCall()).take(call)
+            if choice.get("logprobs"):
+                self._take_odds(choice["logprobs"]["content"])
+        if event.get("usage"):
+            self.output_tokens = event["usage"]["completion_tokens"]
+
+    def _take_odds(self, tokens: list[dict[str, Any]]) -> None:
+        """Tokens in groups that spell whole characters: some characters take several tokens."""
+        for entry in tokens:
+            self._unspelled.append(entry)
+            spelled = _spelling(self._unspelled)
+            if spelled is None and len(self._unspelled) < 4:  # no character has more bytes than that
+                continue
+            group, self._unspelled = self._unspelled, []
+            text = spelled if spelled is not None else "".join(one["token"] for one in group)
+            share = min(math.exp(one["logprob"]) for one in group)
+            self.odds.append([text, round(share, 4), "\n\n".join(map(_told, group))])
+
+    @property
+    def said_nothing(self) -> bool:
+        return not self.text and not self.calls
+
+    @property
+    def decode_tok_s(self) -> float | None:
+        """Tokens per second after the first one."""
+        if self.output_tokens < 2 or not self.decode_s:
+            return None
+        return (self.output_tokens - 1) / self.decode_s
+
+    def entry(self) -> dict[str, Any]:
+        """As a conversation keeps it. Calls that were cut cannot be said again, so they are left out."""
+        about = {
+            "request_id": self.request_id,
+            "output_tokens": self.output_tokens,
+            "finish_reason": self.finish_reason,
+            "problem": self.problem,
+            "ttft_s": self.ttft_s,
+            "decode_s": self.decode_s,
+        }
+        entry: dict[str, Any] = {"role": "assistant", "content": self.text, "about": about}
+        calls = [call.message_part() for call in self.calls.values() if call.whole]
+        if calls:
+            entry["tool_calls"] = calls
+        if self.odds:
+            entry["odds"] = list(self.odds)
+        return entry
+
+    @classmethod
+    def from_entry(cls, entry: dict[str, Any]) -> "Answer":
+        about = entry.get("about", {})
+        answer = cls(text=str(entry.get("content") or ""), odds=list(entry.get("odds", ())))
+        answer.request_id = str(about.get("request_id") or "")
+        answer.output_tokens = int(about.get("output_tokens") or 0)
+        answer.finish_reason, answer.problem = about.get("finish_reason"), about.get("problem")
+        answer.ttft_s, answer.decode_s = about.get("ttft_s"), about.get("decode_s")
+        for index, call in enumerate(entry.get("tool_calls", ())):
+            function = call["function"]
+            answer.calls[index] = ToolCall(call["id"], function["name"], function["arguments"])
+        return answer
+
+
+def _spelling(group: list[dict[str, Any]]) -> str | None:
+    try:
+        return b"".join(bytes(entry["bytes"]) for entry in group).decode()
+    except UnicodeDecodeError:
+        return None
+
+
+def _told(entry: dict[str, Any]) -> str:
+    others = "\n".join(f"{math.exp(o['logprob']):6.1%}  {o['token']!r}" for o in entry["top_logprobs"])
+    return f"probability {math.exp(entry['logprob']):.1%} (log-probability {entry['logprob']:.2f})\n{others}"

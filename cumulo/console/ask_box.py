@@ -1,0 +1,118 @@
+"""AskBox: where a message is written on the chat page: text, attached files, send, stop, and errors."""
+
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Any
+
+from nicegui import ui
+from nicegui.events import GenericEventArguments
+
+from cumulo.console.answer_view import small_button
+from cumulo.console.conversation import LARGEST_FILE_BYTES, MOST_FILES, read_files
+from cumulo.console.shell import show
+
+# Enter sends, Shift+Enter begins a line, and Enter that ends the composing of a character does neither.
+_ENTER = "(e) => { if (!e.shiftKey && !e.isComposing) { e.preventDefault(); emit(e.target.value); } }"
+_CLICK = "() => emit(document.querySelector('.ask textarea').value)"
+# A file is read by the browser: text only, and not more than a message may carry.
+_READ_FILES = """
+for (const file of this.files) {
+  if (file.size > LIMIT) emitEvent('file', {name: file.name, problem: 'is larger than LIMIT bytes'});
+  else file.text().then((text) => emitEvent('file', text.includes('\\u0000') || text.includes('\\ufffd')
+    ? {name: file.name, problem: 'is not a text file'} : {name: file.name, text}));
+}
+this.value = '';
+""".replace("LIMIT", str(LARGEST_FILE_BYTES))
+
+
+class AskBox:
+    def __init__(self, send: Callable[[str], Awaitable[None]], stop: Callable[[], None]) -> None:
+        self._on_send = send
+        self.files: list[dict[str, str]] = []
+        with ui.element("div").classes("ask"):
+            self._problem = ui.label("").classes("problem ask-problem").props("role=alert")
+            self._status = ui.label("").classes("ask-status").props("role=status")
+            self._chips = ui.element("div").classes("chips")
+            with ui.element("div").classes("box"):
+                attach = small_button("Attach a text file", "attach_file", None)
+                attach.on("click", js_handler="() => document.getElementById('ask-file').click()")
+                with attach:
+                    ui.tooltip(f"Attach a text file, up to {LARGEST_FILE_BYTES // 1000} kB.")
+                show(f'<input type="file" id="ask-file" multiple hidden onchange="{_READ_FILES}">')
+                self._input = (
+                    ui.textarea(placeholder="Ask something")
+                    .props('autogrow borderless dense rows=1 autofocus aria-label="Message"')
+                    .on("keydown.enter", self._sent, js_handler=_ENTER)
+                )
+                self._send = (
+                    ui.button(icon="arrow_upward")
+                    .props('round unelevated dense aria-label="Send"')
+                    .on("click", self._sent, js_handler=_CLICK)
+                )
+                self._stop = ui.button(icon="stop", on_click=stop).props(
+                    'round unelevated dense aria-label="Stop"'
+                )
+                with self._stop:
+                    ui.tooltip("Stop the answer (Esc)")
+        for element in (self._problem, self._status, self._stop):
+            element.set_visibility(False)
+        ui.on("file", self._attached)
+
+    def set_running(self, running: bool) -> None:
+        self._send.set_visibility(not running)
+        self._stop.set_visibility(running)
+
+    def set_status(self, words: str) -> None:
+        if words != self._status.text:
+            self._status.set_text(words)
+            self._status.set_visibility(bool(words))
+
+    def complain(self, words: str) -> None:
+        self._problem.set_text(words)
+        self._problem.set_visibility(bool(words))
+
+    def empty(self) -> None:
+        self.complain("")
+        self.files = []
+        self._draw_chips()
+        self._input.value = ""
+        self._input.update()  # also where the page has not told yet what was typed
+
+    def put_back(self, text: str, files: list[dict[str, str]], problem: str) -> None:
+        """A message that was refused is not lost; what was typed meanwhile stays below it."""
+        typed = str(self._input.value or "")
+        self._input.value = f"{text}\n{typed}" if typed.strip() else text
+        self._input.update()
+        self.files = files + self.files
+        self._draw_chips()
+        self.complain(problem)
+
+    # -- events -------------------------------------------------------------------------------------------
+    async def _sent(self, event: GenericEventArguments) -> None:
+        # The text comes with the event: what was typed before the page was connected may be told later than it.
+        await self._on_send(str(event.args or "").strip())
+
+    def _attached(self, event: Any) -> None:
+        given = event.args if isinstance(event.args, dict) else {}
+        name = str(given.get("name", "file"))[:120]
+        if given.get("problem"):
+            self.complain(f"{name} cannot be attached: it {given['problem']}.")
+        elif len(self.files) >= MOST_FILES:
+            self.complain(f"{name} cannot be attached: a message takes at most {MOST_FILES} files.")
+        else:
+            self.files += read_files([given])
+            self.complain("")
+            self._draw_chips()
+
+    def _draw_chips(self) -> None:
+        self._chips.clear()
+        with self._chips:
+            for file in self.files:
+                with ui.element("div").classes("file-chip"):
+                    ui.icon("description")
+                    ui.label(f"{file['name']} ({len(file['text']):,} characters)")
+                    small_button(f"Remove {file['name']}", "close", partial(self._remove, file))
+
+    def _remove(self, file: dict[str, str]) -> None:
+        self.files = [one for one in self.files if one is not file]
+        self._draw_chips()

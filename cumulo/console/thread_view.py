@@ -1,0 +1,118 @@
+"""ThreadView: the messages of a conversation on the chat page. Draws; what the buttons do is the page's."""
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+from nicegui import ui
+from nicegui.events import GenericEventArguments
+
+from cumulo.console.answer import Answer
+from cumulo.console.answer_view import AnswerActions, AnswerView, copy_button, small_button
+from cumulo.console.conversation import Conversation, Entry
+from cumulo.console.shell import empty, show
+
+_LOOK_DOWN = """
+const t = document.querySelector('.thread');
+if (t && (FORCE || t.scrollHeight - t.scrollTop - t.clientHeight < 160)) t.scrollTop = t.scrollHeight
+"""
+_EDITED = (
+    "(e) => { if (e.type !== 'keydown' || (e.key === 'Enter' && !e.shiftKey && !e.isComposing)) {"
+    " e.preventDefault(); emit(e.target.closest('.editing').querySelector('textarea').value); } }"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class TurnActions:
+    """What the buttons at a user's message do; the number is the entry's place in the conversation."""
+
+    resend: Callable[[int, str], Awaitable[None]]
+    delete: Callable[[int], Awaitable[None]]
+
+
+class ThreadView:
+    def __init__(self, model_name: str, turn: TurnActions, answer: AnswerActions) -> None:
+        self._model_name, self._turn, self._answer = model_name, turn, answer
+        self._root = ui.element("div").classes("thread").props('aria-live="polite"')
+        self._client = ui.context.client
+
+    def draw(self, conversation: Conversation) -> AnswerView | None:
+        """All of it anew; the view of the answer that is still being made, if one is."""
+        self._root.clear()
+        running: AnswerView | None = None
+        entries = conversation.entries
+        with self._root:
+            if not entries:
+                show(
+                    empty(
+                        f"Talk to {self._model_name}",
+                        "Conversations are kept in this browser only. Press ? for keyboard shortcuts.",
+                    )
+                )
+            for index, entry in enumerate(entries):
+                if entry["role"] == "user":
+                    self._user(index, entry)
+                elif entry["role"] == "assistant" and "pending" in entry:
+                    running = AnswerView(Answer(), self._answer, running=True)
+                elif entry["role"] == "assistant":
+                    answer = Answer.from_entry(entry)
+                    is_last = index == len(entries) - 1
+                    view = AnswerView(answer, self._answer, running=False)
+                    view.finish(
+                        answer, is_last=is_last, results=None if is_last else _results(entries, index)
+                    )
+        self.look_down(force=True)
+        return running
+
+    def look_down(self, *, force: bool = False) -> None:
+        """To the newest text, unless the reader has scrolled up."""
+        self._client.run_javascript(_LOOK_DOWN.replace("FORCE", "true" if force else "false"))
+
+    def _user(self, index: int, entry: Entry) -> None:
+        with ui.element("div").classes("turn"):
+            with ui.element("div").classes("said user") as bubble:
+                for file in entry.get("files", ()):
+                    with ui.element("div").classes("file-chip"):
+                        ui.icon("description")
+                        ui.label(f"{file['name']} ({len(file['text']):,} characters)")
+                ui.label(entry["content"])
+            with ui.element("div").classes("turn-buttons") as buttons:
+                small_button("Edit", "edit", lambda: self._edit(index, entry, bubble, buttons))
+                copy_button(entry["content"])
+                small_button("Delete turn", "delete_outline", lambda: self._turn.delete(index))
+
+    def _edit(self, index: int, entry: Entry, bubble: ui.element, buttons: ui.element) -> None:
+        buttons.set_visibility(False)
+        bubble.clear()
+        bubble.classes(add="editing")
+
+        async def resend(event: GenericEventArguments) -> None:
+            await self._turn.resend(index, str(event.args or ""))
+
+        def cancel() -> None:
+            bubble.classes(remove="editing")
+            bubble.clear()
+            buttons.set_visibility(True)
+            with bubble:
+                ui.label(entry["content"])
+
+        with bubble:
+            field = ui.textarea(value=entry["content"]).props(
+                'autogrow borderless dense autofocus aria-label="Edit message"'
+            )
+            field.on("keydown", resend, js_handler=_EDITED)
+            with ui.element("div").classes("edit-buttons"):
+                ui.button("Cancel", on_click=cancel).props("flat dense no-caps size=sm").classes("quiet")
+                ui.button("Send").props("unelevated dense no-caps size=sm").on(
+                    "click", resend, js_handler=_EDITED
+                )
+
+
+def _results(entries: list[Entry], index: int) -> dict[str, str]:
+    """What was returned to the calls of this answer."""
+    found: dict[str, Any] = {}
+    for entry in entries[index + 1 :]:
+        if entry["role"] != "tool":
+            break
+        found[str(entry.get("tool_call_id"))] = entry["content"]
+    return found

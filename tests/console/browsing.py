@@ -1,0 +1,99 @@
+"""A real browser for the console's tests: Chromium by playwright, on pages that must end without an error."""
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+
+from tests.serve.running_server import RunningServer, needs_built_in_model
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+_MISSING = [
+    name
+    for name, there in (
+        ("nicegui", find_spec("nicegui")),
+        ("playwright", find_spec("playwright")),
+        ("a Chromium browser", CHROMIUM),
+    )
+    if not there
+]
+in_a_browser = [
+    pytest.mark.slow,
+    pytest.mark.skipif(bool(_MISSING), reason=f"not installed: {', '.join(_MISSING)}"),
+    needs_built_in_model,
+]
+ARGUMENTS = [
+    "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update",
+    "--disable-sync", "--no-first-run",
+]  # fmt: skip
+PATIENCE_MS = 60_000
+DESKTOP = {"viewport": {"width": 1440, "height": 900}, "color_scheme": "light"}
+PHONE = {"viewport": {"width": 390, "height": 844}, "color_scheme": "dark"}
+LONG_TASK = "Count from 1 to 2000, one number per line."
+
+
+@contextmanager
+def looking_at(browser: Any, server: RunningServer, path: str, screen: dict[str, Any]) -> Iterator[Any]:
+    """A page that must end without an error in it and without having asked another host for anything."""
+    context = browser.new_context(**screen)
+    page = context.new_page()
+    page.set_default_timeout(PATIENCE_MS)
+    complaints: list[str] = []
+    page.on("console", lambda message: message.type == "error" and complaints.append(message.text))
+    page.on("pageerror", lambda error: complaints.append(str(error)))
+    page.on("requestfailed", lambda request: complaints.append(f"failed: {request.url}"))
+    own = (server.url, server.url.replace("http", "ws", 1), "data:", "blob:")
+    page.on("request", lambda request: request.url.startswith(own) or complaints.append(request.url))
+    page.on("websocket", lambda socket: socket.url.startswith(own) or complaints.append(socket.url))
+    page.goto(server.url + path)
+    try:
+        yield page
+        assert complaints == []
+    finally:
+        context.close()
+
+
+def ready(page: Any) -> None:
+    """The page is connected and has read what the browser keeps: settings made from here on are told in order."""
+    page.wait_for_function("window.did_handshake")
+    page.locator("ul.chats > *").first.wait_for(state="attached")
+
+
+def settings(page: Any, **numbers: str) -> None:
+    ready(page)
+    for name, value in numbers.items():
+        page.get_by_label(name.replace("_", " ").capitalize(), exact=True).fill(value)
+
+
+def say(page: Any, text: str) -> None:
+    ready(page)
+    box = page.get_by_label("Message", exact=True)
+    box.fill(text)
+    box.press("Enter")
+
+
+def answered(page: Any, answers: int = 1) -> None:
+    """So many answers are shown, all of them are finished, and the browser has stored them."""
+    page.wait_for_function(
+        "(n) => document.querySelectorAll('.said.assistant .foot').length == n"
+        " && document.querySelectorAll('.said.assistant').length == n"
+        " && !Object.values(localStorage).some((kept) => kept.includes('\"pending\"'))",
+        arg=answers,
+    )
+
+
+def begun(page: Any) -> None:
+    """The answer that is being made has a few words already."""
+    page.wait_for_function("document.querySelector('.answer-text.waiting')?.innerText.length > 3")
+
+
+def text_of(page: Any, selector: str) -> str:
+    return str(page.locator(selector).last.inner_text())
+
+
+def stored_chats(page: Any) -> list[dict[str, Any]]:
+    """The conversations in the browser's storage."""
+    return list(page.evaluate("cumuloChats.list().map(({id}) => cumuloChats.load(id))"))

@@ -1,0 +1,25 @@
+"""One server and one browser for all tests of the console."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.console.browsing import ARGUMENTS, CHROMIUM
+from tests.serve.running_server import RunningServer, running_server
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[RunningServer]:
+    with running_server() as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Any]:
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as player:
+        running = player.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
+        yield running
+        running.close()
