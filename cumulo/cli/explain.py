@@ -15,7 +15,9 @@ EXAMPLE = "Example: [bold]cumulo explain chatcmpl-3f2a --trace story.json[/bold]
 
 
 def explain(
-    request_id: Annotated[str, typer.Argument(metavar="ID", help="The `id` of an answer.")],
+    request_id: Annotated[
+        str, typer.Argument(metavar="ID", help="The `id` of an answer, or its beginning as the console shows it.")
+    ],
     server: Annotated[str, typer.Option(help="Where the server is.")] = "http://127.0.0.1:8000",
     api_key: Annotated[
         str | None, typer.Option(help="If the server asks for one.", envvar="OPENAI_API_KEY")

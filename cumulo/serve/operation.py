@@ -25,7 +25,7 @@ from cumulo.serve.schemas_out import (
     Version,
 )
 from cumulo.serve.service import Service
-from cumulo.serve.stories import explanation
+from cumulo.serve.stories import NotUnique, explanation
 from cumulo.serve.trace import chrome_trace
 
 router = APIRouter()
@@ -198,10 +198,14 @@ async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
     responses=answers(plain(ExplanationList, "The story of each of the call's requests."), 400, 401, 404),
 )
 async def explain(request_id: str, request: Request, format: Format = "json") -> Response:
-    """The id is the answer's `id`. With API keys, each caller sees only their own requests."""
+    """The id is the answer's `id`, or the beginning of it that no other request has. With API keys, each caller
+    sees only their own requests."""
     service = _service(request)
     caller = request.scope["state"]["caller"]
-    records = [r for r in service.stories.of_call(request_id) if r.caller == caller.name]
+    try:
+        records = service.stories.named(request_id, lambda name: name == caller.name)
+    except NotUnique as error:
+        raise invalid(str(error), "request_id", "request_not_unique") from error
     if not records:
         raise ApiError(
             404,

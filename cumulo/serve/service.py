@@ -6,6 +6,7 @@ It decides whether a request may come in, and is told by the engine client what 
 import logging
 import time
 from collections import deque
+from typing import TYPE_CHECKING
 
 from cumulo.engine.outputs import Delta
 from cumulo.engine.params import SamplingParams
@@ -17,10 +18,15 @@ from cumulo.serve.limits import RateLimits
 from cumulo.serve.messages import Finished, Ready, Stats, StepRecord, Submit
 from cumulo.serve.metrics import Metrics
 from cumulo.serve.model_text import ModelText
+from cumulo.serve.observe.rejections import Rejections
+from cumulo.serve.observe.step_history import StepHistory
 from cumulo.serve.options import ServeOptions
 from cumulo.serve.responses.stored import StoredResponses
 from cumulo.serve.sampling import ChatParams
 from cumulo.serve.stories import Record, Stories
+
+if TYPE_CHECKING:
+    from cumulo.serve.batches.desk import Batches
 
 log = logging.getLogger(__name__)
 
@@ -49,10 +55,13 @@ class Service:
         self.chat_params = ChatParams()
         self.metrics = Metrics(model_name)
         self.stories = Stories(options.stories)
+        self.rejections = Rejections(options.stories)
+        self.step_history = StepHistory()
         self.stored_responses = StoredResponses(options.stored_responses)
         self.recent_steps: deque[StepRecord] = deque(maxlen=_RECENT_STEPS)
         self.fairness_index = 1.0
         self.draining = False
+        self.batches: Batches | None = None  # set by create_app
         self.unsent = 0  # prompts of running calls that follow as the engine takes them
         self.abort_reason = "the request was aborted"
         self._callers: dict[str, Caller] = {}  # of requests in flight
@@ -65,9 +74,13 @@ class Service:
         info = await self.engine.start()
         self.text.max_context = info.max_context
         self.metrics.on_ready(info)
+        if self.batches is not None:
+            self.batches.start()
         return info
 
     async def close(self) -> None:
+        if self.batches is not None:
+            await self.batches.close()
         await self.engine.close()
         self.text.close()
 
@@ -160,6 +173,7 @@ class Service:
     # -- what becomes of it: the engine client's Observer -------------------------------------------------
     def on_progress(self, stats: Stats) -> None:
         self.recent_steps.extend(stats.records)
+        self.step_history.take(stats, time.perf_counter())
         self.metrics.generation_tokens.inc(self._streamed_tokens)
         self._streamed_tokens = 0
         self.metrics.on_progress(stats)

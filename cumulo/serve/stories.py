@@ -8,16 +8,22 @@ import statistics
 import time
 from array import array
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
 from cumulo.engine.story import Event, Story
 
+_SHORTEST_NAME = 4  # characters; shorter beginnings name too many
 _MOST_TOKEN_TIMES = 4096  # per request: the gaps of longer answers are judged by their beginning
 
 # The engine's clock and this process's are the same one; this is where it stood at a known date.
 _EPOCH_S = time.time() - time.perf_counter()
+
+
+class NotUnique(ValueError):
+    """Several calls have an id that begins like this."""
 
 
 @dataclass(slots=True)
@@ -79,9 +85,39 @@ class Stories:
         names = self._by_call.get(call_or_request_id, [call_or_request_id])
         return [self._records[name] for name in names if name in self._records]
 
+    def named(self, text: str, may_see: Callable[[str], bool]) -> list[Record]:
+        """The records of a call by its id, or by the beginning of it that only one call has, with or without what
+        stands before the random part: the console shows `3f2a91c0b7`, and `3f2a91c0b7-2` for one of several
+        prompts. Only callers that `may_see` says are looked at. NotUnique if several calls begin like this."""
+        exact = [record for record in self.of_call(text) if may_see(record.caller)]
+        if exact or len(text) < _SHORTEST_NAME:
+            return exact
+        found: dict[str, list[Record]] = {}
+        for record in self._records.values():
+            if may_see(record.caller) and _is_short_for(text, record.request_id):
+                found.setdefault(record.call_id, []).append(record)
+        if len(found) > 1:
+            raise NotUnique(f"{len(found)} requests begin with {text!r}; give more of the id")
+        return next(iter(found.values()), [])
+
     def recent(self, count: int) -> list[Record]:
         """Newest first."""
         return list(reversed(self._records.values()))[:count]
+
+
+def _is_short_for(text: str, request_id: str) -> bool:
+    """Whether `request_id` begins like this: `chatcmpl-3f2a`, `3f2a`, or `3f2a-2` where the call has several."""
+    _, _, random = request_id.partition("-")
+    if request_id.startswith(text) or random.startswith(text):
+        return True
+    whole, _, position = random.rpartition("-")
+    beginning, _, wanted = text.rpartition("-")
+    return (
+        bool(position)
+        and position == wanted
+        and (beginning != "")
+        and (whole.startswith(beginning) or request_id.startswith(beginning))
+    )
 
 
 def explanation(record: Record) -> dict[str, Any]:
