@@ -20,7 +20,7 @@ from cumulo.serve.openai.beams import is_search
 from cumulo.serve.openai.counts import StreamCounts
 from cumulo.serve.openai.legacy_functions import as_tools, legacy_delta, legacy_message
 from cumulo.serve.openai.template_variables import template_variables
-from cumulo.serve.sampling import default_limit
+from cumulo.serve.sampling import check_tokens, default_limit
 from cumulo.serve.schemas import ChatRequest
 from cumulo.serve.schemas_out import ChatCompletion
 from cumulo.serve.service import Service
@@ -61,6 +61,7 @@ async def begin_chat(
     params = service.chat_params.of(
         body, service.info.generation_defaults, form.guide, form.show_special, limit
     )
+    check_tokens((), params, service.info.vocab_size)
     call = Call(service, request, prefix)
     call.default_limit = limit
     if service.options.log_prompts:

@@ -1,6 +1,6 @@
 """From a request's fields to SamplingParams: what is left out takes the model's own recommendation."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -115,6 +115,18 @@ def _common(body: ChatRequest | CompletionRequest, defaults: Mapping[str, Any]) 
     fields["include_stop"] = bool(body.include_stop_str_in_output)
     fields["logit_bias"] = _biases(body.logit_bias or {})
     return fields
+
+
+def check_tokens(prompts: Sequence[Sequence[int]], params: SamplingParams, vocab_size: int) -> None:
+    """The engine would refuse token ids that the model does not have; here the field is known, too."""
+    fields = (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids))
+    for name, tokens in (*(("prompt", prompt) for prompt in prompts), *fields):
+        if tokens and max(tokens) >= vocab_size:
+            raise invalid(
+                f"{name} has the token {max(tokens)}; this model's token ids are 0 to {vocab_size - 1}",
+                name,
+                "invalid_value",
+            )
 
 
 def _biases(given: Mapping[str, float]) -> dict[int, float]:

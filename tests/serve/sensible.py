@@ -30,6 +30,15 @@ def sensible(path: str, body: Any) -> Any:
 def _sampling(body: dict[str, Any]) -> None:
     if body.get("stream_options") is not None:
         body["stream"] = True
+    else:
+        body["stream_options"] = None
+    if body.get("prompt_logprobs") is not None:
+        body.update(stream=False, stream_options=None)
+    if body.get("beam_width") or body.get("use_beam_search"):
+        _beams(body)
+    else:
+        for name in ("beam_width", "use_beam_search", "length_penalty"):
+            body.pop(name, None)
     if body.get("min_tokens"):
         body["min_tokens"] = min(body["min_tokens"], 2)
     if body.get("logit_bias"):
@@ -40,10 +49,30 @@ def _sampling(body: dict[str, Any]) -> None:
         body["stop_token_ids"] = [int(token) % _VOCABULARY for token in body["stop_token_ids"]]
 
 
+def _beams(body: dict[str, Any]) -> None:
+    for name in (
+        "temperature", "top_p", "top_k", "min_p", "logprobs", "top_logprobs", "stop", "best_of", "response_format",
+        "tools", "tool_choice", "parallel_tool_calls", "functions", "function_call",
+    ):  # fmt: skip
+        body.pop(name, None)
+    body["n"] = min(body.get("n") or 1, 3)
+    body.update(use_beam_search=True, beam_width=3)
+
+
 def _chat(body: dict[str, Any]) -> None:
     body["messages"] = body["messages"][:2]
     for message in body["messages"]:
         _message(message)
+    last = body["messages"][-1]
+    if last["role"] == "assistant" and not (last.get("tool_calls") or last.get("function_call")):
+        body["add_generation_prompt"] = None if body.get("continue_final_message") else True
+    else:
+        body.pop("continue_final_message", None)
+    if not body.get("continue_final_message"):
+        body.pop("echo", None)
+    variables = body.get("chat_template_kwargs") or {}
+    body["chat_template_kwargs"] = {f"v{number}": value for number, value in enumerate(variables.values())}
+    _functions(body)
     if body.get("max_completion_tokens") is not None:
         body.pop("max_tokens", None)
     if body.get("top_logprobs") is not None:
@@ -51,19 +80,37 @@ def _chat(body: dict[str, Any]) -> None:
     tools = body.get("tools")
     if not tools:
         body.pop("parallel_tool_calls", None)
-        body["tool_choice"] = "none"
+        body["tool_choice"] = None
     else:
         body.pop("ignore_eos", None)
         body.pop("response_format", None)
         for index, tool in enumerate(tools):
             tool["function"]["name"] = f"{tool['function']['name'][:50]}_{index}"
-        if isinstance(body.get("tool_choice"), dict):
-            body["tool_choice"]["function"]["name"] = tools[-1]["function"]["name"]
+        choice = body.get("tool_choice")
+        if isinstance(choice, dict):
+            allowed = choice["allowed_tools"]["tools"] if choice["type"] == "allowed_tools" else [choice]
+            for named in allowed:
+                named["function"]["name"] = tools[-1]["function"]["name"]
     form = body.get("response_format")
     if form is not None:
         _only(form, {"json_schema": "json_schema", "regex": "regex", "grammar": "grammar"})
         if form["type"] != "text":
             body.pop("ignore_eos", None)
+
+
+def _functions(body: dict[str, Any]) -> None:
+    """The older form of tools: only where there are no tools."""
+    functions = body.get("functions")
+    if body.get("tools") or not functions:
+        body.pop("functions", None)
+        body.pop("function_call", None)
+        return
+    for name in ("tools", "tool_choice", "parallel_tool_calls", "response_format", "ignore_eos"):
+        body[name] = None
+    for index, function in enumerate(functions):
+        function["name"] = f"{function['name'][:50]}_{index}"
+    if isinstance(body.get("function_call"), dict):
+        body["function_call"]["name"] = functions[0]["name"]
 
 
 def _message(message: dict[str, Any]) -> None:
@@ -74,8 +121,14 @@ def _message(message: dict[str, Any]) -> None:
     else:
         message.pop("tool_call_id", None)
     if message["role"] != "assistant":
-        message.pop("tool_calls", None)
-        message.pop("reasoning_content", None)
+        for name in ("tool_calls", "reasoning_content", "function_call"):
+            message.pop(name, None)
+    if message["role"] == "function":
+        message["name"] = message.get("name") or "function"
+    if message.get("tool_calls"):
+        message.pop("function_call", None)
+    if message.get("function_call"):
+        message["function_call"]["arguments"] = "{}"
     for call in message.get("tool_calls") or ():
         call["function"]["arguments"] = "{}"
 
@@ -87,11 +140,9 @@ def _completion(body: dict[str, Any]) -> None:
     elif isinstance(prompt, list):
         body["prompt"] = [_prompt(item) for item in prompt]
     if body.get("best_of") is not None:
-        body.update(stream=False, stream_options=None, echo=False)
-        body["best_of"] = max(body["best_of"], body.get("n") or 1)
-    if body.get("echo"):
         body.update(stream=False, stream_options=None)
-    elif body.get("max_tokens") == 0:
+        body["best_of"] = max(body["best_of"], body.get("n") or 1)
+    if body.get("max_tokens") == 0 and not body.get("echo"):
         body["max_tokens"] = 1
 
 

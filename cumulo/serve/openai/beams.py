@@ -43,7 +43,8 @@ def search_for(body: "ChatRequest | CompletionRequest", fields: dict[str, Any]) 
         raise invalid(f"n ({n}) is more than beam_width ({width}): a search returns its best beams", "n")
     for name, neutral in _MEANINGLESS.items():
         value = getattr(body, name, None)
-        if value is not None and value not in neutral:
+        asks_nothing = value is None or value in neutral or getattr(value, "type", None) == "text"
+        if not asks_nothing:
             why = _WHY.get(name, "a search does not draw at random")
             raise invalid(f"{name} has no meaning with beam search ({why}): leave it out", name)
     for name in _DRAWING:
