@@ -156,7 +156,8 @@ def serve(
         from cumulo.serve.server import run
     except ImportError as error:
         raise CumuloError(
-            f"the server needs packages that are not installed ({error.name}): pip install 'cumulo[serve]'"
+            f"the server needs packages that are not installed ({error.name}): "
+            "pip install -e '.[serve]' in Cumulo's folder"
         ) from error
     from cumulo.cli.terminal import note
     from cumulo.serve.observe import steady_stderr
@@ -221,7 +222,7 @@ def serve(
             if open_browser:
                 _open(address)
         elif console:
-            note("there is no console: pip install 'cumulo[console]' for one")
+            note("there is no console: pip install -e '.[console]' in Cumulo's folder for one")
 
     run(chosen, on_bound=on_bound, on_ready=on_ready, extend=extend)
 
@@ -242,7 +243,8 @@ def _standard_otlp_endpoint() -> str | None:
         import cumulo.serve.otel  # noqa: F401
     except ImportError:
         note(
-            "OTEL_EXPORTER_OTLP_ENDPOINT is set, but there are no traces: pip install 'cumulo[otel]' for them"
+            "OTEL_EXPORTER_OTLP_ENDPOINT is set, but there are no traces: pip install -e '.[otel]' in Cumulo's "
+            "folder for them"
         )
         return None
     return endpoint

@@ -16,6 +16,7 @@ from starlette.requests import Request
 
 from cumulo.engine.outputs import Delta
 from cumulo.engine.params import SamplingParams
+from cumulo.serve.batches.in_process import LEAST_PRIORITY_KEY
 from cumulo.serve.engine_client import Failure, Inbox
 from cumulo.serve.errors import ApiError, ClientGone, invalid
 from cumulo.serve.keys import Caller
@@ -23,6 +24,8 @@ from cumulo.serve.messages import Finished, Submit
 
 if TYPE_CHECKING:
     from cumulo.serve.service import Service
+
+_BATCH_AT_A_TIME = 4  # prompts of one line of a batch, so that it leaves the queue to others
 
 Batch = list[tuple[int, Delta | Finished]]  # what is new, with the position of the prompt it belongs to
 
@@ -41,6 +44,7 @@ class Call:
         self.default_limit: int | None = (
             None  # output tokens, where the server and not the client set the limit
         )
+        self._least_priority: int | None = request.scope["state"].get(LEAST_PRIORITY_KEY)
         self._receive = request.receive
         self._inbox = Inbox()
         self._request_ids: list[str] = []
@@ -74,6 +78,8 @@ class Call:
             )
         self._guide_param = guide_param
         at_a_time = at_a_time or len(prompts)
+        if self._least_priority is not None:
+            priority, at_a_time = max(priority, self._least_priority), min(at_a_time, _BATCH_AT_A_TIME)
         self.service.admit(self, prompts, params, at_a_time)
         salt = self.caller.salt(cache_salt)
         self.finished = [None] * len(prompts)
@@ -162,6 +168,10 @@ class Call:
             self.close()
 
     def _as_error(self, failure: Failure) -> ApiError:
+        if failure.busy:
+            return ApiError(
+                503, failure.message, kind="server_error", code="guide_compiler_busy", retry_after_s=2
+            )
         if failure.of_guide:
             message = failure.message
             if self._guide_param == "tools":

@@ -80,15 +80,23 @@ class ApiKeys:
         found: Caller | None = None
         for entry in self._entries:
             if hmac.compare_digest(hash_key(key, entry.salt), entry.sha256):
-                found = Caller(
-                    entry.name,
-                    entry.requests_per_minute or self._default.requests_per_minute,
-                    entry.tokens_per_minute or self._default.tokens_per_minute,
-                    entry.may_go_first,
-                    entry.may_see_names,
-                    entry.cache_scope,
-                )
+                found = self._caller(entry)
         return found
+
+    def named(self, name: str) -> Caller | None:
+        """The caller of this name, for work that outlives its request; None if there is no such key now."""
+        self._look_again()
+        return next((self._caller(entry) for entry in self._entries if entry.name == name), None)
+
+    def _caller(self, entry: KeyEntry) -> Caller:
+        return Caller(
+            entry.name,
+            entry.requests_per_minute or self._default.requests_per_minute,
+            entry.tokens_per_minute or self._default.tokens_per_minute,
+            entry.may_go_first,
+            entry.may_see_names,
+            entry.cache_scope,
+        )
 
     def _mark(self) -> tuple[int, int]:
         status = self._path.stat()

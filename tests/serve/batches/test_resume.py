@@ -1,0 +1,93 @@
+"""A batch goes on after its server: nothing is lost, nothing is done twice, and what came too late is told."""
+
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from cumulo.serve.batches import lines
+from cumulo.serve.batches.record import Record
+from cumulo.serve.batches.results import Results
+from tests.serve.batches.help import CHAT, begin, chat, end_of, line, results
+from tests.serve.running_server import running_server, wait_for
+
+
+@pytest.mark.slow
+def test_a_killed_servers_batches_are_resumed(tiny: Path, tmp_path: Path) -> None:
+    options = (str(tiny), "--files", str(tmp_path / "files"), "--max-running", "4")
+    with running_server(*options) as server:
+        client = server.client()
+        long: dict[str, Any] = {"max_tokens": 60, "ignore_eos": True}
+        batch = begin(client, [line(f"{n}", chat(f"x {n}", **long)) for n in range(60)])
+        late = begin(client, [line(f"{n}", chat("x")) for n in range(3)])
+        output = tmp_path / "files" / f"{batch.id}.output"
+        wait_for(lambda: output.exists() and output.read_bytes().count(b"\n") >= 5, "some results", server)
+        server.end(signal.SIGKILL)
+    # What was being written when the server was killed is cut off.
+    with output.open("ab") as file:
+        file.write(b'{"id":"batch_req_0","custom_id":"59","resp')
+    before = {one["custom_id"]: one["id"] for one in map(json.loads, output.read_bytes().split(b"\n")[:-1])}
+    # And the second one's window is over by now.
+    record_path = tmp_path / "files" / f"{late.id}.json"
+    record = msgspec.json.decode(record_path.read_bytes(), type=Record)
+    record.created_at -= 25 * 3600
+    record.status, record.total = "in_progress", 3
+    record_path.write_bytes(msgspec.json.encode(record))
+    with running_server(*options) as server:
+        client = server.client()
+        ended = end_of(client, batch, server)
+        assert ended.status == "completed" and ended.request_counts
+        assert ended.request_counts.to_dict() == {"total": 60, "completed": 60, "failed": 0}
+        after = {name: one["id"] for name, one in results(client, ended.output_file_id).items()}
+        assert len(after) == 60 and {name: after[name] for name in before} == before
+        expired = end_of(client, late, server)
+        assert expired.status == "expired" and expired.expired_at and expired.output_file_id is None
+        told = results(client, expired.error_file_id)
+        assert {one["error"]["code"] for one in told.values()} == {"batch_expired"} and len(told) == 3
+        # An orderly end keeps what was uploaded; a finished batch stays as it was.
+        assert server.end() == 0
+    assert sorted(path.name for path in (tmp_path / "files").glob("batch_*")) == sorted(
+        [f"{batch.id}.json", f"{late.id}.json"]
+    )
+
+
+def test_results_know_what_is_done_and_cut_off_what_is_not(tmp_path: Path) -> None:
+    first = Results(tmp_path, "batch_0")
+    first.write({"custom_id": "a", "response": 1}, good=True)
+    first.write({"custom_id": "b", "error": 1}, good=False)
+    first.close()
+    with first.output_path.open("ab") as file:
+        file.write(b'{"custom_id":"c"')
+    again = Results(tmp_path, "batch_0")
+    assert again.done == {"a", "b"} and (again.completed, again.failed) == (1, 1)
+    again.write({"custom_id": "c", "response": 2}, good=True)
+    again.close()
+    assert [json.loads(one)["custom_id"] for one in again.output_path.read_text().splitlines()] == ["a", "c"]
+
+
+def check(tmp_path: Path, content: str, limit: int = 1000) -> tuple[int, list[str]]:
+    path = tmp_path / "lines"
+    path.write_text(content, "utf-8")
+    count, errors = lines.check(path, CHAT, limit)
+    return count, [error.code for error in errors]
+
+
+def test_a_file_is_bounded_in_lines_errors_and_length_of_a_line(tmp_path: Path) -> None:
+    good = line("{}", {})
+    assert check(tmp_path, "\n".join(good.replace("{}", str(n), 1) for n in range(3))) == (3, [])
+    assert check(tmp_path, "\n \n") == (0, ["empty_file"])
+    assert check(tmp_path, "x\n" * 1000) == (0, ["invalid_json_line"] * lines.MAX_ERRORS)
+    assert check(tmp_path, good + "\n" + "x" * 2000 + "\n" + good) == (1, ["line_too_long"])
+    many = "\n".join(good.replace("{}", str(n), 1) for n in range(lines.MAX_LINES + 5))
+    assert check(tmp_path, many)[1] == ["too_many_tasks"]
+    assert check(tmp_path, many.rsplit("\n", 5)[0]) == (lines.MAX_LINES, [])
+
+
+def test_lines_are_read_as_they_were_written(tmp_path: Path) -> None:
+    path = tmp_path / "lines"
+    body = '{"messages": [{"content": "é\\u2028"}],  "n": 1.0}'
+    path.write_text(f'\n{{"custom_id": "a", "method": "POST", "url": "{CHAT}", "body": {body}}}\n', "utf-8")
+    assert [(one.custom_id, one.body.decode()) for one in lines.read(path, 1000)] == [("a", body)]
