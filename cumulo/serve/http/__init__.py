@@ -1,0 +1,1 @@
+"""The HTTP transport: connections, their limits and time-outs, and which hosts and origins are answered."""

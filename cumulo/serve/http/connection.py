@@ -1,0 +1,403 @@
+"""Connection: uvicorn's HTTP protocol with limits on what a client may send and how long it may take.
+
+One per TCP connection; uvicorn makes them, the Keeper decides which may stay. The parser (httptools) bounds
+nothing: it collects a header until its line ends, and tells nobody. So every byte it is given is counted here,
+against what it has reported: a stretch of input that completes nothing ends the connection.
+"""
+
+import asyncio
+import enum
+from typing import Any
+
+import httptools
+from uvicorn.config import Config
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+from uvicorn.server import ServerState
+
+from cumulo.serve.errors import ApiError
+from cumulo.serve.http.keeper import Address, Keeper
+
+# Answered on the connections of the reserve, for those who must know how the server is.
+FOR_OPERATORS = (b"/health", b"/ready", b"/metrics")
+_LINGER_S = 2.0  # after an error's answer: to let a client that still sends read it
+_LINGER_BYTES = 1 << 20
+
+
+class Reading(enum.Enum):
+    """What the client is to send next."""
+
+    FIRST_BYTE = "sent nothing"
+    HEAD = "half a header"
+    BODY = "half a body"
+    DONE = "whole request"
+    NEXT = "idle after a request"
+    NOTHING = "refused"
+
+
+class _Refused(Exception):
+    """Raised in the parser's callbacks; `problem` says why."""
+
+
+class Connection(HttpToolsProtocol):
+    address: Address
+    reserved: bool
+
+    def __init__(
+        self,
+        config: Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+        *,
+        keeper: Keeper,
+    ) -> None:
+        super().__init__(config, server_state, app_state, _loop)
+        self._keeper, self._limits = keeper, keeper.limits
+        self._reading = Reading.FIRST_BYTE
+        self._current: RequestResponseCycle | None = (
+            None  # the request that is being read, once its header is
+        )
+        self._running: RequestResponseCycle | None = None  # the request that is being answered
+        self.answered = False  # has a request of this connection had its answer?
+        self._counted_bytes = 0  # what the parser has reported; events without a size count as 1
+        self._silent_bytes = 0  # given to the parser since it last reported anything
+        self._start_bytes = 0  # of `_counted_bytes`, where the present header or body began
+        self._wire_bytes = 0  # of the present body, with its framing
+        self._trailer_bytes = 0
+        self._discarded_bytes = 0
+        self._since_s = self._progress_s = 0.0  # on the keeper's clock
+        self._stalled: tuple[float, int] | None = (
+            None  # when the write buffer was seen to stand still, and its size
+        )
+        self._problem: tuple[ApiError, str] | None = None
+
+    # -- the connection -----------------------------------------------------------------------------------
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._since_s = self._keeper.clock_s
+        self._keeper.admit(self, self.client[0] if self.client else "")
+        self._keeper.waiting(self)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._keeper.release(self)
+        # Uvicorn tells the newest request only; those before it on this connection have lost their client, too.
+        for cycle in (self._running, *(waiting for waiting, _ in self.pipeline)):
+            if cycle is not None:
+                _tell_gone(cycle)
+        self.pipeline.clear()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._reading is Reading.NOTHING:
+            self._discard(len(data))
+            return
+        before_bytes, in_body = self._counted_bytes, self._reading is Reading.BODY
+        if in_body:
+            self._wire_bytes += len(data)
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade:
+            self._upgrade()
+            return
+        except httptools.HttpParserError:
+            self._refuse(*(self._problem or _malformed()))
+            return
+        if self._counted_bytes == before_bytes:
+            self._silent_bytes += len(data)
+            if self._silent_bytes > self._limits.silent_bytes:
+                self._refuse(*self._too_large())
+                return
+        else:
+            self._silent_bytes = 0
+        if in_body and self._reading is Reading.BODY:
+            self._progress_s = self._keeper.clock_s
+            self._check_body()
+
+    def _check_body(self) -> None:
+        limits, body_bytes = self._limits, self._counted_bytes - self._start_bytes
+        framing_bytes = self._wire_bytes - body_bytes
+        if framing_bytes > limits.framing_bytes + limits.framing_per_body_byte * body_bytes:
+            self._refuse(*_too_much_framing())
+        elif body_bytes > limits.body_bytes:
+            error = ApiError(413, "the body is larger than this server reads", code="request_too_large")
+            self._refuse(error, "body_too_large")
+
+    # -- what the parser reports --------------------------------------------------------------------------
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._reading, self._current = Reading.HEAD, None
+        self._since_s = self._keeper.clock_s
+        self._start_bytes = self._counted_bytes
+        self._counted_bytes += 1
+        if self._running is None:
+            self._keeper.waiting(self)
+
+    def on_url(self, url: bytes) -> None:
+        self._counted_bytes += len(url)
+        self.url += url
+        if len(self.url) > self._limits.url_bytes:
+            limit = self._limits.url_bytes
+            error = ApiError(414, f"the URL is longer than the {limit:,} bytes this server takes")
+            self._fail(error, "header_too_large")
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        line_bytes = len(name) + len(value)
+        self._counted_bytes += line_bytes + 4
+        limits = self._limits
+        if self._reading is not Reading.HEAD:  # a trailer: it must not become a header after all checks
+            self._trailer_bytes += line_bytes + 4
+            if self._trailer_bytes > limits.head_bytes:
+                self._fail(*self._too_large())
+            return
+        if (
+            line_bytes > limits.header_line_bytes
+            or len(self.headers) >= limits.headers
+            or self._counted_bytes - self._start_bytes > limits.head_bytes
+        ):
+            self._fail(*self._too_large())
+        name = name.lower()
+        if name == b"expect" and value.lower() == b"100-continue":
+            self.expect_100_continue = True
+        self.headers.append((name, value))
+
+    def on_headers_complete(self) -> None:
+        if self.reserved and not self._may_come_in():
+            error = ApiError(
+                503,
+                "the server has as many connections as it can serve: try again soon",
+                code="too_many_connections",
+                retry_after_s=2,
+            )
+            self._fail(error, "over_limit")
+        if len(self.pipeline) >= self._limits.pipelined:
+            self._fail(
+                ApiError(400, "too many requests were sent without waiting for an answer"), "pipelined"
+            )
+        earlier = self.cycle
+        super().on_headers_complete()
+        # Uvicorn reads no more once a request waits behind another, and so would not notice that the client leaves.
+        self.flow.resume_reading()
+        if self.cycle is not earlier:  # it is no WebSocket's
+            self._current = self.cycle
+            self._running = self._running or self.cycle
+        self._reading = Reading.BODY
+        self._since_s = self._progress_s = self._keeper.clock_s
+        self._start_bytes, self._wire_bytes, self._trailer_bytes = self._counted_bytes, 0, 0
+
+    def _may_come_in(self) -> bool:
+        path = httptools.parse_url(self.url).path
+        return path in FOR_OPERATORS or self._keeper.promote(self)
+
+    def on_body(self, body: bytes) -> None:
+        self._counted_bytes += len(body)
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._counted_bytes += 1
+        super().on_message_complete()
+        if self._running is not None:
+            self._reading = Reading.DONE
+            self._keeper.busy(self)
+        else:  # it was answered before its end
+            self._await_next()
+
+    def on_response_complete(self) -> None:
+        """In place of uvicorn's, which sets a timer for every answer."""
+        self.server_state.total_requests += 1
+        self._running, self.answered = None, True
+        if self.transport.is_closing():
+            return
+        self.flow.resume_reading()
+        if self.pipeline:
+            cycle, app = self.pipeline.pop()
+            self._running = cycle
+            task = self.loop.create_task(cycle.run_asgi(app))
+            task.add_done_callback(self.tasks.discard)
+            self.tasks.add(task)
+            if self._reading is Reading.BODY and cycle is self._current:
+                self._since_s = self._progress_s = self._keeper.clock_s
+                self._keeper.waiting(self)
+        elif self._reading is Reading.DONE:
+            self._await_next()
+        elif self._reading is Reading.HEAD:
+            self._since_s = self._keeper.clock_s
+            self._keeper.waiting(self)
+
+    def _await_next(self) -> None:
+        self._reading = Reading.NEXT
+        self._since_s = self._keeper.clock_s
+        self._keeper.busy(self)
+        self._keeper.waiting(self)
+
+    # -- sockets ------------------------------------------------------------------------------------------
+    def _upgrade(self) -> None:
+        if self._running is not None or not self._should_upgrade():
+            # The request is answered as if it had not asked, but what follows it cannot be told from its body.
+            self._keeper.tally.note("upgrade", "an upgrade that is not possible was asked for")
+            self._end_after_running()
+        elif self._keeper.take_socket(self):
+            self.handle_websocket_upgrade()
+        else:
+            error = ApiError(503, "too many sockets are open: try again later", retry_after_s=10)
+            self._refuse(error, "over_limit")
+
+    # -- ends ---------------------------------------------------------------------------------------------
+    def _fail(self, error: ApiError, reason: str) -> None:
+        self._problem = error, reason
+        raise _Refused
+
+    def _too_large(self) -> tuple[ApiError, str]:
+        if self._reading is Reading.BODY and not self._trailer_bytes:
+            return _too_much_framing()
+        limits = self._limits
+        error = ApiError(
+            431,
+            f"the request's header is too large: this server takes {limits.headers} lines, "
+            f"{limits.header_line_bytes:,} bytes per line and {limits.head_bytes:,} bytes altogether",
+            code="header_too_large",
+        )
+        return error, "header_too_large"
+
+    def _refuse(self, error: ApiError, reason: str) -> None:
+        """Answer with the error where that is possible, and end the connection."""
+        self._keeper.tally.note(reason, "%s; closing %s", error.message, self.describe())
+        if self._owes_answer():
+            if self._reading is Reading.BODY and self.pipeline:
+                self.pipeline.popleft()  # the newest, which is the one at fault
+            self._end_after_running()
+            return
+        told = self._current is not None and self._current.response_started
+        if self._running is not None:
+            _tell_gone(self._running)
+        self._running = None
+        self._reading = Reading.NOTHING
+        if told or self.transport.is_closing():
+            self.transport.abort()
+        else:
+            self._say(error)
+            self._since_s = self._keeper.clock_s
+            self.flow.resume_reading()
+            if self.transport.can_write_eof():
+                self.transport.write_eof()  # and read on for a while: a close would make the client lose the answer
+
+    def _owes_answer(self) -> bool:
+        """Is a whole request being answered? If not, it is the client's turn."""
+        return self._running is not None and (
+            self._reading is not Reading.BODY or self._running is not self._current
+        )
+
+    def _end_after_running(self) -> None:
+        """Whole requests that came before are still answered; then the connection ends."""
+        self._reading = Reading.NOTHING
+        last = self.pipeline[0][0] if self.pipeline else self._running
+        if last is not None:
+            last.keep_alive = False
+
+    def _say(self, error: ApiError) -> None:
+        body = error.body()
+        headers = {
+            "Content-Type": "application/json",
+            "Content-Length": str(len(body)),
+            "Connection": "close",
+            **error.headers,
+        }
+        lines = [b"%s: %s\r\n" % line for line in self.server_state.default_headers]
+        lines += [f"{name}: {value}\r\n".encode("latin-1") for name, value in headers.items()]
+        self.transport.write(b"".join([STATUS_LINE[error.status], *lines, b"\r\n", body]))
+
+    def _discard(self, length: int) -> None:
+        self._discarded_bytes += length
+        if self._discarded_bytes > _LINGER_BYTES and self._running is None:
+            self.transport.abort()
+
+    def give_way(self) -> None:
+        """Called by the Keeper, which needs the place. Only a waiting connection is asked to."""
+        told = self._current is not None and self._current.response_started
+        if self._reading is Reading.HEAD or (self._reading is Reading.BODY and not told):
+            self._say(ApiError(503, "the server needs this connection's place", retry_after_s=2))
+        if self._running is not None:
+            _tell_gone(self._running)
+        self._reading = Reading.NOTHING
+        self._since_s = self._keeper.clock_s
+        self.transport.close()
+
+    def shutdown(self) -> None:
+        if self._reading is Reading.NOTHING and self._running is None:
+            self.transport.abort()
+        else:
+            super().shutdown()
+
+    def describe(self) -> str:
+        """For the log."""
+        return f"a connection from {self.address.name} ({self._reading.value})"
+
+    # -- time-outs ----------------------------------------------------------------------------------------
+    def check(self, now_s: float, step_s: float) -> None:
+        """Called by the Keeper every second or so; `step_s` has passed since."""
+        if self.transport.is_closing() or self.flow.write_paused:
+            if self._is_stalled(now_s):
+                self._keeper.tally.note("write_timeout", "an answer is not read; closing %s", self.describe())
+                self.transport.abort()
+            return
+        self._stalled = None
+        limits, reading, waited_s = self._limits, self._reading, now_s - self._since_s
+        if self._owes_answer():
+            return
+        if reading is Reading.NOTHING:
+            if waited_s > _LINGER_S:
+                self.transport.abort()
+        elif reading is Reading.HEAD:
+            if waited_s > limits.header_timeout_s:
+                error = ApiError(408, f"the header did not come within {limits.header_timeout_s:g} s")
+                self._refuse(error, "header_timeout")
+        elif reading is Reading.FIRST_BYTE:
+            if waited_s > limits.header_timeout_s:
+                self._keeper.tally.note("header_timeout", "closing %s", self.describe())
+                self.transport.close()
+        elif reading is Reading.NEXT:
+            if waited_s > limits.keep_alive_timeout_s:
+                self._keeper.tally.count("keep_alive_timeout")
+                self.transport.close()
+        elif self.flow.read_paused:  # it is not the client who is slow
+            self._since_s += step_s
+            self._progress_s = now_s
+        else:
+            body_bytes = self._counted_bytes - self._start_bytes
+            too_slow = waited_s > limits.body_timeout_s + body_bytes / limits.least_bytes_s
+            if too_slow or now_s - self._progress_s > limits.body_timeout_s:
+                error = ApiError(
+                    408,
+                    f"the body came too slowly: nothing for {limits.body_timeout_s:g} s, or less than "
+                    f"{limits.least_bytes_s:,.0f} bytes a second",
+                )
+                self._refuse(error, "body_timeout")
+
+    def resume_writing(self) -> None:
+        self._stalled = None
+        super().resume_writing()
+
+    def _is_stalled(self, now_s: float) -> bool:
+        """Does what is to be written stand still? Where more was written in between, the count begins anew."""
+        size_bytes = self.transport.get_write_buffer_size()
+        if self._stalled is None or size_bytes > self._stalled[1]:
+            self._stalled = now_s, size_bytes
+        since_s, first_bytes = self._stalled
+        patience_s = self._limits.write_timeout_s
+        if self._reading is Reading.NOTHING and self._running is None:
+            patience_s = min(patience_s, _LINGER_S)
+        return now_s - since_s > patience_s + (first_bytes - size_bytes) / self._limits.least_bytes_s
+
+
+def _tell_gone(cycle: RequestResponseCycle) -> None:
+    if not cycle.response_complete:
+        cycle.disconnected = True
+    cycle.message_event.set()
+
+
+def _malformed() -> tuple[ApiError, str]:
+    return ApiError(400, "this is not a valid HTTP/1.1 request", code="malformed_request"), "malformed"
+
+
+def _too_much_framing() -> tuple[ApiError, str]:
+    message = "the chunks of the body carry too much beside it: sizes, extensions or trailers"
+    return ApiError(400, message, code="malformed_request"), "framing"

@@ -1,0 +1,142 @@
+"""HostCheck: answers only requests that name this server. The outermost ASGI application, put there by `_Run`.
+
+A web page of another site cannot read this server's answers, unless its own name is made to point here (DNS
+rebinding): then the browser takes the two for one site, but still sends the page's name as `Host`. And a page that
+need not read the answer can do harm by sending: browsers say in `Origin` whose page it is.
+"""
+
+import ipaddress
+import socket
+from collections.abc import Iterable
+from urllib.parse import urlsplit
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from cumulo.serve.errors import ApiError
+from cumulo.serve.http.tally import Tally
+
+_READING = ("GET", "HEAD", "OPTIONS")
+_REMEMBERED = 256  # names that were accepted; more come only from somebody who tries
+
+
+class HostCheck:
+    def __init__(self, app: ASGIApp, hosts: "AllowedHosts", origins: Iterable[str], tally: Tally) -> None:
+        self._app, self._hosts, self._tally = app, hosts, tally
+        self._origins = {origin.rstrip("/").lower().encode("latin-1", "replace") for origin in origins}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        kind = scope["type"]
+        if kind == "http" or kind == "websocket":
+            host: bytes | None = None
+            origin: bytes | None = None
+            hosts = 0
+            for name, value in scope["headers"]:
+                if name == b"host":
+                    host = value
+                    hosts += 1
+                elif name == b"origin":
+                    origin = value
+            error = self._problem(scope, host, hosts, origin)
+            if error is not None:
+                await _refuse(error, scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+    def _problem(self, scope: Scope, host: bytes | None, hosts: int, origin: bytes | None) -> ApiError | None:
+        if hosts != 1 and (hosts or scope["http_version"] != "1.0"):  # HTTP/1.0 knows no Host
+            self._tally.note("host", "a request with %d Host headers", hosts)
+            return ApiError(400, f"a request must have one Host header, and this one has {hosts}")
+        if host is not None and host not in self._hosts:
+            shown = host[:80].decode("latin-1")
+            self._tally.note("host", "a request for the host %r was refused", shown)
+            return ApiError(
+                421,
+                f"this server does not answer for the host {shown!r}: use its address, or start it with "
+                f"`--allow-host {_name(host[:80]) or 'NAME'}`",
+                code="host_not_allowed",
+            )
+        if (
+            origin is not None
+            and (scope["type"] == "websocket" or scope["method"] not in _READING)
+            and not self._is_own_or_allowed(origin, host)
+        ):
+            shown = origin[:80].decode("latin-1")
+            self._tally.note("origin", "a request by a page of %r was refused", shown)
+            return ApiError(
+                403,
+                f"web pages of {shown!r} may not send requests to this server: start it with "
+                "`--cors-origin ORIGIN` to allow them",
+                code="origin_not_allowed",
+            )
+        return None
+
+    def _is_own_or_allowed(self, origin: bytes, host: bytes | None) -> bool:
+        origin = origin.lower()
+        own = host is not None and origin.partition(b"://")[2] == host.lower()
+        return own or origin in self._origins or b"*" in self._origins
+
+
+class AllowedHosts:
+    """The names in `Host` that mean this server, whatever the port: a tunnel or a container may give it another.
+
+    Only names can be made to point elsewhere. So addresses are taken as they come where the server listens on a
+    network, and loopback addresses where it listens on this machine only.
+    """
+
+    def __init__(self, bound_host: str, allowed: Iterable[str]) -> None:
+        names = {_name(name.encode("idna" if not name.isascii() else "ascii")) for name in allowed}
+        self._any = "*" in names
+        bound = _address(bound_host.strip("[]"))
+        self._local = bound.is_loopback if bound is not None else bound_host.lower() == "localhost"
+        names |= {"localhost", bound_host.strip("[]").lower()}
+        if not self._local:
+            own = socket.gethostname().lower()
+            names |= {own, own.partition(".")[0]}
+        self._names = names - {""}
+        self._known: set[bytes] = set()
+
+    def __contains__(self, host: bytes) -> bool:
+        if self._any or host in self._known:
+            return True
+        name = _name(host)
+        address = _address(name)
+        good = name in self._names or (address is not None and (not self._local or address.is_loopback))
+        if good and len(self._known) < _REMEMBERED:
+            self._known.add(host)
+        return good
+
+
+def _name(host: bytes) -> str:
+    """A Host header's name or address, without port, brackets and the root's dot; "" where it is neither."""
+    try:
+        parts = urlsplit("//" + host.decode("ascii"))
+        _ = parts.port  # raises ValueError where it is no number
+    except ValueError:
+        return ""
+    if (
+        parts.path
+        or parts.query
+        or parts.fragment
+        or parts.username is not None
+        or parts.password is not None
+    ):
+        return ""
+    return (parts.hostname or "").removesuffix(".")
+
+
+def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    try:
+        return ipaddress.ip_address(name)
+    except ValueError:
+        return None
+
+
+async def _refuse(error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
+    if scope["type"] == "http":
+        await error.response()(scope, receive, send)
+    elif "websocket.http.response" in scope.get("extensions", {}):
+        await receive()
+        await error.response()(scope, receive, send)
+    else:
+        await receive()
+        await send({"type": "websocket.close", "code": 4403})

@@ -1,0 +1,247 @@
+"""What one connection may send: limits of header, framing, trailers and pipelining, and time-outs."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.serve.http.raw import Client, chunked, get, post
+from tests.serve.http.transport import Transport, transport
+from tests.serve.running_server import wait_for
+
+MOST_BYTES = 20 << 20
+SHORT_S = 0.4
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Transport]:
+    with transport() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def hasty() -> Iterator[Transport]:
+    """All time-outs are short."""
+    with transport(
+        header_timeout_s=SHORT_S,
+        body_timeout_s=SHORT_S,
+        keep_alive_timeout_s=SHORT_S,
+        write_timeout_s=SHORT_S,
+    ) as running:
+        yield running
+
+
+# -- what is ordinary ---------------------------------------------------------------------------------------------
+def test_requests_follow_each_other_on_a_connection(served: Transport) -> None:
+    with Client(served.url) as client:
+        for number in range(3):
+            client.send(post(b"x" * number))
+            answer = client.answer()
+            assert answer is not None and f'"body_bytes": {number}'.encode() in answer.body
+
+
+def test_pipelined_requests_are_answered_in_their_order(served: Transport) -> None:
+    with Client(served.url) as client:
+        client.send(b"".join(post(b"y" * size, f"/{size}") for size in range(1, 9)))
+        for size in range(1, 9):
+            answer = client.answer()
+            assert answer is not None and f'"path": "/{size}", "body_bytes": {size}'.encode() in answer.body
+
+
+def test_large_headers_within_the_limits_pass(served: Transport) -> None:
+    with Client(served.url) as client:
+        client.send(get("/" + "p" * 8000, "A: " + "v" * 16000, *(f"B{n}: w" for n in range(98))))
+        answer = client.answer()
+        assert answer is not None and answer.status == 200 and b'"headers": 100' in answer.body
+
+
+def test_a_body_of_one_byte_chunks_passes(served: Transport) -> None:
+    with Client(served.url) as client:
+        client.send(chunked() + b"1\r\nx\r\n" * 50_000 + b"0\r\nT: u\r\n\r\n")
+        answer = client.answer()
+        assert answer is not None and b'"body_bytes": 50000' in answer.body
+        client.send(get("/again"))
+        again = client.answer()
+        assert again is not None and again.status == 200
+
+
+def test_a_large_body_followed_by_a_request_passes(served: Transport) -> None:
+    with Client(served.url) as client:
+        client.send(post(bytes(4 << 20)) + get("/after", "C: " + "v" * 15000))
+        for part in (b'"body_bytes": 4194304', b'"path": "/after"'):
+            answer = client.answer()
+            assert answer is not None and part in answer.body
+
+
+# -- what is too much ---------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("begin", "piece", "status"),
+    [
+        (b"GET / HTTP/1.1\r\nHost: a\r\n", b"X-Header: 0123456789\r\n" * 3000, 431),
+        (b"GET / HTTP/1.1\r\nHost: a\r\nX: ", b"v" * 65536, 431),
+        (b"GET / HTTP/1.1\r\nHost: a\r\n", b"n" * 65536, 431),
+        (b"GET /", b"u" * 65536, 414),
+        (b"", b"\r\n" * 32768, 431),
+        (chunked() + b"1;", b"e" * 65536, 400),
+        (chunked() + b"1\r\nx\r\n", b"1;" + b"e" * 5000 + b"\r\nx\r\n", 400),
+        (chunked() + b"1\r\nx\r\n0\r\n", b"Trailer: 0123456789\r\n" * 3000, 431),
+        (chunked() + b"1\r\nx\r\n0\r\nT: u\r\nV: ", b"v" * 65536, 431),
+        (chunked() + bytes(1 << 20).join([b"100000\r\n", b"\r\n0\r\nT: "]), b"v" * 1400, 400),
+    ],
+    ids=[
+        "header lines", "header value", "header name", "URL", "empty lines", "chunk extension", "chunk extensions",
+        "trailers", "trailer value", "trailer value after a large body",
+    ],
+)  # fmt: skip
+def test_what_never_ends_is_refused_early(served: Transport, begin: bytes, piece: bytes, status: int) -> None:
+    with Client(served.url) as client:
+        client.send(begin)
+        started_bytes = client.sent_bytes
+        client.flood(piece, MOST_BYTES)
+        assert client.lost, "all was taken"
+        assert client.sent_bytes - started_bytes < 8 << 20  # most of it lies in the kernel's buffers
+
+
+@pytest.mark.parametrize(
+    ("request_bytes", "status", "code"),
+    [
+        (get("/", *(f"H{n}: v" for n in range(100))), 431, "header_too_large"),
+        (get("/", "H: " + "v" * 17000), 431, "header_too_large"),
+        (get("/", *(f"H{n}: {'v' * 8000}" for n in range(9))), 431, "header_too_large"),
+        (get("/" + "u" * 9000), 414, None),
+        (b"\r\n" * 40000, 431, "header_too_large"),
+        (chunked() + b"1;" + b"e" * 400_000, 400, "malformed_request"),
+        (chunked() + b"zz\r\n", 400, "malformed_request"),
+        (b"not http at all\r\n\r\n", 400, "malformed_request"),
+    ],
+)
+def test_the_refusal_is_an_error_in_openais_shape(
+    served: Transport, request_bytes: bytes, status: int, code: str | None
+) -> None:
+    with Client(served.url) as client:
+        client.send(request_bytes)
+        answer = client.answer()
+        assert answer is not None and answer.status == status
+        assert answer.headers["connection"] == "close"
+        assert answer.error["code"] == code and answer.error["message"]
+        assert client.is_closed()
+
+
+def test_a_trailer_does_not_become_a_header(served: Transport) -> None:
+    with Client(served.url) as client:
+        client.send(chunked() + b"1\r\nx\r\n0\r\nAuthorization: Bearer stolen\r\n\r\n")
+        answer = client.answer()
+        assert answer is not None and b'"headers": 3' in answer.body
+
+
+def test_too_many_pipelined_requests_end_the_connection_after_those_taken(served: Transport) -> None:
+    with Client(served.url) as client:
+        client.send(b"".join(get(f"/{number}") for number in range(200)))
+        answered = 0
+        while (answer := client.answer()) is not None:
+            assert f'"path": "/{answered}"'.encode() in answer.body
+            answered += 1
+        assert answered == 1 + served.keeper.limits.pipelined
+
+
+def test_what_came_before_a_malformed_request_is_answered(served: Transport) -> None:
+    with Client(served.url) as client:
+        client.send(get("/first") + get("/second") + b"\0\0\0\r\n\r\n")
+        for path in (b"/first", b"/second"):
+            answer = client.answer()
+            assert answer is not None and answer.status == 200 and path in answer.body
+        assert client.is_closed()
+
+
+def test_all_requests_of_a_lost_connection_are_told() -> None:
+    """Uvicorn tells the newest only: the one before it would compute for nobody."""
+    with transport() as served:
+        client = Client(served.url)
+        client.send(get("/hold"))
+        wait_for(lambda: served.holding == 1, "the request")
+        client.send(get("/next"))
+        client.close()
+        wait_for(lambda: served.gone == 1 and served.holding == 0, "the news that the client is gone")
+
+
+# -- what takes too long ------------------------------------------------------------------------------------------
+def test_a_silent_connection_is_closed(hasty: Transport) -> None:
+    with Client(hasty.url) as client:
+        assert client.answer() is None
+
+
+def test_a_header_that_trickles_is_refused(hasty: Transport) -> None:
+    with Client(hasty.url) as client:
+        trickle(client, b"GET / HTTP/1.1\r\nHost: a\r\nX: ")
+        assert client.lost
+    wait_for(lambda: hasty.refused["header_timeout"], "the count")
+
+
+def test_half_a_header_is_answered_with_408(hasty: Transport) -> None:
+    with Client(hasty.url) as client:
+        client.send(b"GET / HTTP/1.1\r\nHost: a\r\nX: ")
+        answer = client.answer()
+        assert answer is not None and answer.status == 408 and "header" in answer.error["message"]
+        assert client.is_closed()
+
+
+@pytest.mark.parametrize(
+    "begin", [post(b"")[:-4].replace(b": 0", b": 100000") + b"\r\n\r\n", chunked() + b"fffff\r\n"]
+)
+def test_half_a_body_is_answered_with_408_and_the_application_told(hasty: Transport, begin: bytes) -> None:
+    gone = hasty.gone
+    with Client(hasty.url) as client:
+        client.send(begin + b"{")
+        answer = client.answer()
+        assert answer is not None and answer.status == 408 and "too slowly" in answer.error["message"]
+        assert client.is_closed()
+    wait_for(lambda: hasty.gone == gone + 1, "the news to the application")
+
+
+def test_a_body_that_trickles_is_refused(hasty: Transport) -> None:
+    with Client(hasty.url) as client:
+        trickle(client, post(b"").replace(b": 0", b": 100000"))
+        assert client.lost
+    wait_for(lambda: hasty.refused["body_timeout"], "the count")
+
+
+def test_an_idle_connection_is_closed_after_a_while(hasty: Transport) -> None:
+    with Client(hasty.url) as client:
+        client.send(get())
+        assert client.answer() is not None and client.is_closed()
+    wait_for(lambda: hasty.refused["keep_alive_timeout"], "the count")
+
+
+def test_a_request_that_computes_long_is_left_alone(hasty: Transport) -> None:
+    with Client(hasty.url) as client, Client(hasty.url) as other:
+        client.send(get("/hold"))
+        wait_for(lambda: hasty.holding, "the request")
+        for _ in range(3):  # three time-outs pass for somebody else
+            with Client(hasty.url) as other:
+                assert other.answer() is None
+        assert client.is_open()
+        hasty.release()
+        answer = client.answer()
+        assert answer is not None and answer.status == 200
+
+
+def test_a_client_that_never_reads_its_answer_is_cut_off(hasty: Transport) -> None:
+    with Client(hasty.url, receive_buffer_bytes=4096) as client:
+        client.send(get("/endless"))
+        wait_for(lambda: hasty.streaming, "the stream")
+        wait_for(lambda: not hasty.streaming, "its end")
+    assert hasty.refused["write_timeout"] == 1
+
+
+def trickle(client: Client, begin: bytes) -> None:
+    """One byte at a time, without an end; waits for the server's answer or close between the bytes."""
+    client.send(begin)
+    client.socket.settimeout(SHORT_S / 8)
+    while client.send(b"v"):
+        try:
+            client.lost = client.socket.recv(65536) is not None
+            return
+        except TimeoutError:
+            continue
+        except ConnectionError:
+            client.lost = True
+            return
