@@ -57,9 +57,9 @@ class StoredResponses:
         self.count += 1
         self.size_bytes += stored.size_bytes
         while self.count > self.most:
-            self._drop_oldest(max(self._shelves, key=lambda name: len(self._shelves[name].kept)))
+            self._drop_oldest(max(self._shelves, key=lambda name: (len(self._shelves[name].kept), name)))
         while self.size_bytes > self.most_bytes:
-            self._drop_oldest(max(self._shelves, key=lambda name: self._shelves[name].size_bytes))
+            self._drop_oldest(max(self._shelves, key=lambda name: (self._shelves[name].size_bytes, name)))
 
     def get(self, caller: str, response_id: str) -> StoredResponse | None:
         """None: there is no such response, or it is somebody else's. What is used stays longest."""
