@@ -10,12 +10,14 @@ from cumulo.engine.outputs import Delta
 from cumulo.engine.params import SamplingParams
 from cumulo.serve.answer_form import AnswerForm, ToolUse, answer_form, check_form, tool_use
 from cumulo.serve.answer_reader import AnswerReader, delta_of, message_of
+from cumulo.serve.bodies.logprob_bound import worded
 from cumulo.serve.call import Batch, Call
 from cumulo.serve.conversation import check_continued, conversation, text_of
 from cumulo.serve.descriptions import answers, streamed
 from cumulo.serve.errors import invalid
 from cumulo.serve.events import DONE, PreparedEvent, event, json_response, open_stream
 from cumulo.serve.logprobs import chat_logprobs, prompt_logprobs, spoken
+from cumulo.serve.messages import Finished
 from cumulo.serve.openai.beams import is_search
 from cumulo.serve.openai.counts import StreamCounts
 from cumulo.serve.openai.legacy_functions import as_tools, legacy_delta, legacy_message
@@ -97,9 +99,15 @@ async def chat_prompt(service: Service, body: ChatRequest) -> tuple[ToolUse | No
     return use, prompt, tokens
 
 
-async def _whole(call: Call, body: ChatRequest, form: AnswerForm, ends: frozenset[int]) -> dict[str, Any]:
-    service = call.service
+async def _whole(call: Call, body: ChatRequest, form: AnswerForm, ends: frozenset[int]) -> Any:
     results = await call.results()
+    return await worded(results, lambda: _worded(call, body, form, ends, results))
+
+
+def _worded(
+    call: Call, body: ChatRequest, form: AnswerForm, ends: frozenset[int], results: list[Finished]
+) -> dict[str, Any]:
+    service = call.service
     choices = []
     for sample in results[0].samples:
         if service.options.log_prompts:

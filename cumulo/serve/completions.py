@@ -11,6 +11,7 @@ from starlette.responses import Response
 from cumulo.engine.outputs import Delta, Sample
 from cumulo.engine.params import SamplingParams
 from cumulo.engine.plan import TokenLogprobs
+from cumulo.serve.bodies.logprob_bound import worded
 from cumulo.serve.call import Batch, Call
 from cumulo.serve.descriptions import answers, streamed
 from cumulo.serve.errors import invalid
@@ -65,6 +66,7 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
         raise invalid("max_tokens: 0 asks for nothing unless echo is true", "max_tokens")
     params = completion_params(body, service.info.generation_defaults)
     asked = await _asked(body, service, params)
+    service.check_lengths(asked.prompts, params)  # first: looking at every token takes long if there are many
     check_tokens(asked.prompts, params, service.info.vocab_size)
     call = Call(service, request, "cmpl-")
     if service.options.log_prompts:
@@ -105,9 +107,13 @@ async def _asked(body: CompletionRequest, service: Service, params: SamplingPara
     return Asked(body, prompts, echoed, ends, params.skip_special_tokens)
 
 
-async def _whole(call: Call, asked: Asked) -> dict[str, Any]:
-    service, body = call.service, asked.body
+async def _whole(call: Call, asked: Asked) -> Any:
     results = await call.results()
+    return await worded(results, lambda: _worded(call, asked, results))
+
+
+def _worded(call: Call, asked: Asked, results: list[Finished]) -> dict[str, Any]:
+    service, body = call.service, asked.body
     choices = []
     for position, finished in enumerate(results):
         for sample in finished.samples:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from cumulo.engine.outputs import Delta
 from cumulo.engine.params import SamplingParams
+from cumulo.serve.bodies.logprob_bound import check_logprobs
 from cumulo.serve.call import Call
 from cumulo.serve.engine_client import EngineClient, EngineSettings, Failure, Inbox, InFlight
 from cumulo.serve.errors import ApiError, invalid
@@ -106,9 +107,7 @@ class Service:
             doing = "loading its model" if self.engine.state == "starting" else "being restarted"
             raise ApiError(503, f"the engine is {doing}; try again soon", code="not_ready", retry_after_s=3)
 
-    def admit(self, call: Call, prompts: list[list[int]], params: SamplingParams, at_a_time: int) -> None:
-        """Raise ApiError unless these prompts may go to the engine now, so many at a time. Charges the caller."""
-        self.check_ready()
+    def check_lengths(self, prompts: list[list[int]], params: SamplingParams) -> None:
         info = self.info
         for tokens in prompts:
             # An embedding leaves no room for an answer.
@@ -119,6 +118,13 @@ class Service:
                     f"{holds}: shorten the {what}",
                     code="context_length_exceeded",
                 )
+
+    def admit(self, call: Call, prompts: list[list[int]], params: SamplingParams, at_a_time: int) -> None:
+        """Raise ApiError unless these prompts may go to the engine now, so many at a time. Charges the caller."""
+        self.check_ready()
+        info = self.info
+        self.check_lengths(prompts, params)
+        check_logprobs(prompts, params, info.max_context)
         waiting = self.engine.waiting
         if waiting + min(at_a_time, len(prompts)) > self.options.max_queue + self._free_places():
             raise ApiError(
