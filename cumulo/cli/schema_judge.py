@@ -29,7 +29,9 @@ class Judge:
         try:
             from jsonschema import validators
         except ImportError as error:
-            raise CumuloError("judging answers needs jsonschema: pip install 'cumulo[bench]'") from error
+            raise CumuloError(
+                "judging answers needs jsonschema: pip install -e '.[bench]' in Cumulo's folder"
+            ) from error
         kind = validators.validator_for({"$schema": DRAFTS[draft]})
         exact = json.loads(json.dumps(_with_python_patterns(schema)), parse_float=_number)
         self._validator = kind(exact, format_checker=kind.FORMAT_CHECKER)

@@ -14,7 +14,7 @@ def train(
     config_file: Annotated[
         Path | None,
         typer.Argument(
-            metavar="[CONFIG.yaml]", help="What to train; none: a small model of Python's own source."
+            metavar="CONFIG.yaml", help="What to train; none: a small model of Python's own source."
         ),
     ] = None,
     changes: Annotated[

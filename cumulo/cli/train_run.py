@@ -1,6 +1,7 @@
 """What `cumulo train` does once its options are read: the configuration, the run, its display and its report."""
 
 import json
+import math
 import os
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ from cumulo.cli.report import Row, table, write_json
 from cumulo.cli.terminal import err, note, out
 from cumulo.errors import ConfigError, CumuloError, TrainingError
 from cumulo.train.builtin import builtin_config, free_folder
-from cumulo.train.config import TrainConfig, config_from, config_text, known_spec, load_config
+from cumulo.train.config import ScheduleConfig, TrainConfig, config_from, config_text, known_spec, load_config
 from cumulo.train.launch import LOST, REFUSED, check_machine, launch, report_refusal, under_torchrun
 from cumulo.train.log import StepRecord
 
@@ -34,7 +35,7 @@ def configuration(path: Path | None, changes: dict[str, str], resume: bool) -> T
     folder = changes.get("folder")
     changes = {name: json.dumps(value) if name == "folder" else value for name, value in changes.items()}
     if path is not None:
-        return load_config(path, changes)
+        return load_config(path, _with_warmup(path, changes))
     if resume:
         if folder is None:
             raise ConfigError(
@@ -46,6 +47,21 @@ def configuration(path: Path | None, changes: dict[str, str], resume: bool) -> T
         return load_config(earlier, changes)
     built_in = yaml.safe_load(config_text(builtin_config(folder or free_folder())))
     return config_from(built_in, "the built-in configuration", changes)
+
+
+def _with_warmup(path: Path, changes: dict[str, str]) -> dict[str, str]:
+    """`--steps` that leave no room for the file's warm-up shorten it, too: who tries ten steps means ten steps."""
+    if "steps" not in changes or "schedule.warmup_steps" in changes or not changes["steps"].isdecimal():
+        return changes
+    steps = int(changes["steps"])
+    try:
+        planned = yaml.safe_load(path.read_text("utf-8"))["schedule"]["warmup_steps"]
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, TypeError, KeyError):
+        planned = ScheduleConfig().warmup_steps
+    if not isinstance(planned, int) or planned < steps:
+        return changes
+    note(f"warm-up shortened from {planned} to {steps // 10} steps, because the run has {steps}")
+    return {**changes, "schedule.warmup_steps": str(steps // 10)}
 
 
 def print_config(config: TrainConfig) -> None:
@@ -152,7 +168,13 @@ def _report(config: TrainConfig, result: "TrainResult", json_file: Path | None) 
         if not result.finished:
             out.print(f"go on: cumulo train --resume --folder {config.folder}", markup=False, soft_wrap=True)
         out.print(f"talk:  cumulo chat {result.model_folder}", markup=False, soft_wrap=True)
+        if result.adapter_folder is not None:
+            words = f"adapter alone, in PEFT's layout: {result.adapter_folder}"
+            out.print(words, markup=False, soft_wrap=True)
     write_json(json_file, rows, losses=[record.loss for record in result.records])
+
+
+_MFU_COUNTS = "3 × forward (2 × for frozen weights), causal attention once, recomputation not counted"
 
 
 def report_rows(result: "TrainResult") -> list[Row]:
@@ -160,7 +182,7 @@ def report_rows(result: "TrainResult") -> list[Row]:
     if not records:
         return []
     tokens_s = sorted(record.tokens_per_s for record in records)[len(records) // 2]
-    mfu = sorted(record.mfu for record in records)[len(records) // 2]
+    known = sorted(record.mfu for record in records if not math.isnan(record.mfu))
     rows = [
         Row("first loss", records[0].loss, "nats/token", "lower"),
         Row("last loss", records[-1].loss, "nats/token", "lower"),
@@ -172,7 +194,11 @@ def report_rows(result: "TrainResult") -> list[Row]:
         Row("tokens", records[-1].tokens, "learnt"),
         Row("time", result.seconds, "s", "lower", note="of this run, preparation left out"),
         Row("speed", tokens_s, "tokens/s", note="median step"),
-        Row("MFU", 100 * mfu, "%", note="3 × forward, causal attention once, recomputation not counted"),
+        *(
+            [Row("MFU", 100 * known[len(known) // 2], "%", note=_MFU_COUNTS)]
+            if 2 * len(known) > len(records)
+            else []
+        ),
         Row("waiting for data", result.data_stall_s, "s", "lower"),
         Row("waiting for checkpoints", result.checkpoint_block_s, "s", "lower"),
         Row("peak memory", result.peak_memory_bytes / 2**30, "GiB", "lower"),
@@ -214,15 +240,16 @@ class Display:
         note(
             f"{parameter_count(run.spec) / 1e6:.2f} M parameters, {run.packing.tokens:,} tokens "
             f"({run.packing.samples_per_epoch:,} sequences of {run.packing.length}) in {run.dataset.documents:,} "
-            f"documents; {run.device.type} {run.config.dtype}, {run.peak / 1e9:,.0f} GFLOP/s (by {run.peak_source})"
+            f"documents; {run.device.type} {run.config.dtype}, {run.ceiling.flops / 1e9:,.0f} GFLOP/s at most (by "
+            f"{run.ceiling.source})"
         )
         self._bar.reset(self._task, description="training", total=self.steps, completed=first_step, words="")
 
     def step(self, record: StepRecord, memory_bytes: int) -> None:
         self._mean = record.loss if self._mean is None else 0.9 * self._mean + 0.1 * record.loss
+        mfu = "" if math.isnan(record.mfu) else f"MFU {100 * record.mfu:.0f}% · "
         words = (
-            f"loss {self._mean:.3f} · {record.tokens_per_s:,.0f} tok/s · MFU {100 * record.mfu:.0f}% · "
-            f"{memory_bytes / 2**30:.1f} GiB"
+            f"loss {self._mean:.3f} · {record.tokens_per_s:,.0f} tok/s · {mfu}{memory_bytes / 2**30:.1f} GiB"
         )
         self._bar.update(self._task, completed=record.step, words=words)
         if not err.is_terminal and (record.step % self._every == 0 or record.step in (1, self.steps)):

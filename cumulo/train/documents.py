@@ -133,5 +133,7 @@ def _parquet(path: Path) -> Any:
     try:
         from pyarrow import parquet
     except ImportError as error:
-        raise ConfigError(f"to read {path} install pyarrow: pip install 'cumulo[train]'") from error
+        raise ConfigError(
+            f"to read {path} install pyarrow: pip install -e '.[train]' in Cumulo's folder"
+        ) from error
     return parquet.ParquetFile(path)

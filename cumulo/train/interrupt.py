@@ -2,6 +2,7 @@
 
 import signal
 import threading
+from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -9,8 +10,10 @@ from typing import Any
 class StopRequest:
     """While entered, the first signal sets `asked`; the second does what it always did."""
 
-    def __init__(self) -> None:
+    def __init__(self, heard: Callable[[], None] = lambda: None) -> None:
+        """`heard` is called at the first signal, so that the person who sent it can be told."""
         self.asked = False
+        self._heard = heard
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> "StopRequest":
@@ -27,6 +30,7 @@ class StopRequest:
     def _ask(self, number: int, frame: FrameType | None) -> None:
         self.asked = True
         self._restore()
+        self._heard()
 
     def _restore(self) -> None:
         for number, handler in self._before.items():

@@ -41,9 +41,9 @@ class Prediction:
     first: MemoryLedger  # of rank 0's stage
     step_s: float
     step_basis: str
-    sent_bytes: tuple[
-        tuple[str, float], ...
-    ]  # by one rank in a step, by axis; empty: not known for this device
+    # By one rank in a step, by axis; empty: not known for this device.
+    sent_bytes: tuple[tuple[str, float], ...]
+    is_least: bool = False  # `step_s` is a bound from below, not an estimate
 
 
 def predict(
@@ -69,7 +69,7 @@ def predict(
     )
     if (known := _catalogued(device_name)) is None:
         basis = "all FLOPs at the rate of a matrix product timed here: the least it can take"
-        return Prediction(memory, first, step_flops / peak_flops, basis, ())
+        return Prediction(memory, first, step_flops / peak_flops, basis, (), is_least=True)
     machines = cluster(config.layout.world, device=known)
     profile, _ = shipped_for(machines.node.device, job.dtype, "cumulo-2026")
     found = plan_time(job, machines, profile, explain=False)
@@ -148,8 +148,11 @@ def entries(
     """`kept_bytes`: for backward, where it was measured."""
     memory = prediction.first
     exact, counted = "counted from the spec and the layout", "counted tensor by tensor"
+    # A bound from below that the run went below was measured wrongly: it is not shown.
+    wrong = prediction.is_least and step_s < prediction.step_s
+    step = [] if wrong else [Entry("step", "s", prediction.step_s, step_s, prediction.step_basis)]
     found = [
-        Entry("step", "s", prediction.step_s, step_s, prediction.step_basis),
+        *step,
         Entry("weights", "bytes", memory.weights, weights_bytes, exact),
         Entry("gradients", "bytes", memory.gradients, None, exact),
         Entry("optimizer", "bytes", memory.optimizer, optimizer_bytes, exact),

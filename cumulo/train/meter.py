@@ -5,10 +5,10 @@ the forward pass (backward is two), attention to what a causal mask shows on ave
 The device's best is its data sheet's dense figure for GPUs in the table, elsewhere a matrix product, timed.
 """
 
+import math
 import resource
 import sys
 import time
-from functools import cache
 
 import torch
 
@@ -19,33 +19,59 @@ from cumulo.spec.model import ModelSpec
 _PEAKS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "4090": 165e12, "B200": 2250e12}
 
 
-def training_flops_per_token(spec: ModelSpec, sequence_length: int) -> int:
-    return 3 * flops_per_token(spec, (sequence_length + 1) // 2)
+def training_flops_per_token(spec: ModelSpec, sequence_length: int, frozen: bool = False) -> int:
+    """`frozen`: the model's own weights are not trained, so their gradients are not computed; adapters' own work is
+    left out."""
+    forward = flops_per_token(spec, (sequence_length + 1) // 2)
+    return 3 * forward - (flops_per_token(spec, 0) if frozen else 0)
 
 
-def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
-    """FLOP/s, and where the figure is from."""
-    if device.type == "cuda" and dtype == torch.bfloat16:
-        name = torch.cuda.get_device_name(device)
-        for part, peak in _PEAKS.items():
-            if part in name:
-                return peak, f"{part}'s data sheet"
-    return _measured(device, dtype), "a matrix product timed here"
+class Ceiling:
+    """What the devices of a run could do at best, in FLOP/s. A GPU's is its data sheet's; any other is the best of
+    several matrix products, timed. Other programs may be busy meanwhile: where a run is faster, it is timed again,
+    and a share that cannot be is not told."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype, ranks: int = 1) -> None:
+        self._device, self._dtype, self._ranks = device, dtype, ranks
+        self._again = 2  # times it may be measured anew
+        sheet = _data_sheet(device, dtype)
+        self.source = "a matrix product timed here" if sheet is None else f"{sheet[0]}'s data sheet"
+        self._sheet = sheet is not None
+        self.flops = ranks * (_measured(device, dtype) if sheet is None else sheet[1])
+
+    def measure_again(self) -> None:
+        if not self._sheet and self._again:
+            self._again -= 1
+            self.flops = max(self.flops, self._ranks * _measured(self._device, self._dtype))
+
+    def share(self, flops: float) -> float:
+        """Of the ceiling; not a number where it would be more than all."""
+        if flops > self.flops:
+            self.measure_again()
+        return flops / self.flops if flops <= self.flops else math.nan
 
 
-@cache
+def _data_sheet(device: torch.device, dtype: torch.dtype) -> tuple[str, float] | None:
+    if device.type != "cuda" or dtype != torch.bfloat16:
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next(((part, peak) for part, peak in _PEAKS.items() if part in name), None)
+
+
 def _measured(device: torch.device, dtype: torch.dtype) -> float:
-    size = 384 if device.type == "cpu" else 8192
-    a = torch.ones(size, size, dtype=dtype, device=device)
-    best_s, spent_s = float("inf"), 0.0
-    while spent_s < 0.05:
-        _wait(device)
-        begin = time.perf_counter()
-        a @ a
-        _wait(device)
-        took_s = time.perf_counter() - begin
-        best_s, spent_s = min(best_s, took_s), spent_s + took_s
-    return 2 * size**3 / best_s
+    """The best of products of a few sizes, over a fifth of a second: a busy machine shows its best now and then."""
+    best = 0.0
+    for size in (384, 768) if device.type == "cpu" else (8192,):
+        a = torch.randn(size, size, device=device).to(dtype)
+        spent_s = 0.0
+        while spent_s < 0.1:
+            _wait(device)
+            begin = time.perf_counter()
+            a @ a
+            _wait(device)
+            took_s = time.perf_counter() - begin
+            best, spent_s = max(best, 2 * size**3 / took_s), spent_s + took_s
+    return best
 
 
 def _wait(device: torch.device) -> None:

@@ -21,7 +21,7 @@ from cumulo.train.expert_bias import steer_selection_biases
 from cumulo.train.groups import Groups
 from cumulo.train.initialise import initialise
 from cumulo.train.loader import to_device
-from cumulo.train.lora import adapt, merged
+from cumulo.train.lora import adapt
 from cumulo.train.model import TrainingDecoder
 from cumulo.train.offload import offload_activations
 from cumulo.train.optimizer import Optimizer
@@ -67,7 +67,7 @@ class ModelRun(Protocol):
         ...
 
     def whole_parameters(self, checkpoint: Checkpoint) -> Mapping[str, Tensor]:
-        """The plain model for an export, by this process alone. `checkpoint` was just written."""
+        """The model for an export, adapters beside it, by this process alone. `checkpoint` was just written."""
         ...
 
     def weights_bytes(self) -> int | None:
@@ -145,7 +145,7 @@ class AloneRun:
         self.optimizer.loaded()
 
     def whole_parameters(self, checkpoint: Checkpoint) -> Mapping[str, Tensor]:
-        return merged(dict(self.model.named_parameters()), self.config.lora)
+        return dict(self.model.named_parameters())
 
     def weights_bytes(self) -> int | None:
         return sum(parameter.nbytes for parameter in self.model.parameters())
@@ -202,7 +202,7 @@ class RankedRun:
         self.run.optimizer.loaded()
 
     def whole_parameters(self, checkpoint: Checkpoint) -> Mapping[str, Tensor]:
-        return merged(stored_parameters(checkpoint), self.config.lora)
+        return stored_parameters(checkpoint)
 
     def weights_bytes(self) -> int | None:
         if self.groups.layout.zero >= 2:

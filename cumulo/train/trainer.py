@@ -17,6 +17,7 @@ import torch
 
 from cumulo.checkpoint.huggingface import export_huggingface
 from cumulo.checkpoint.memory import MemoryStore, memory_folder
+from cumulo.checkpoint.peft import export_peft
 from cumulo.checkpoint.saver import Saver
 from cumulo.checkpoint.store import Checkpoint, CheckpointStore, Store
 from cumulo.checkpoint.team import Team
@@ -33,7 +34,8 @@ from cumulo.train.launch import local_ranks
 from cumulo.train.ledger import Entry, entries, predict, refuse_if_too_large, write_ledger
 from cumulo.train.loader import BatchLoader
 from cumulo.train.log import RunLog, StepRecord
-from cumulo.train.meter import peak_flops, peak_memory_bytes, training_flops_per_token
+from cumulo.train.lora import merged
+from cumulo.train.meter import Ceiling, peak_memory_bytes, training_flops_per_token
 from cumulo.train.model_run import AloneRun, ModelRun, RankedRun
 from cumulo.train.packing import Batch, Packing, split_documents
 from cumulo.train.plot import loss_plot
@@ -77,6 +79,7 @@ class TrainResult:
     checkpoint_block_s: float
     peak_memory_bytes: int
     model_folder: Path
+    adapter_folder: Path | None  # of a run with adapters: they alone, in PEFT's layout
     plot: Path
     ledger: tuple[Entry, ...] = ()  # predicted beside measured; empty: nothing was predicted
 
@@ -125,7 +128,7 @@ class Trainer:
             self.memory.forget()
         self.log = RunLog(self.folder, self.progress.step) if self.lead else None
         try:
-            with StopRequest() as stop, self.watch or contextlib.nullcontext():
+            with StopRequest(self._heard) as stop, self.watch or contextlib.nullcontext():
                 result = self._loop(lambda step: stop.asked or should_stop(step))
         finally:
             self.saver.wait()
@@ -135,6 +138,11 @@ class Trainer:
         if self.memory is not None:
             self.memory.remove()
         return result
+
+    def _heard(self) -> None:
+        """Called by a signal's handler, perhaps in the middle of a line that is being written."""
+        with contextlib.suppress(RuntimeError):
+            self.watcher.tell("stopping: this step is finished and saved first; once more ends at once")
 
     # -- what a run is made of ------------------------------------------------------------------------------
     def _prepare(self) -> Prepared:
@@ -194,12 +202,12 @@ class Trainer:
         """Memory and time, before anything is allocated; what does not fit is refused."""
         config, on_gpu = self.config, self.device.type == "cuda"
         refuse_products(config, self.spec, self.device)
-        self.flops_per_token = training_flops_per_token(self.spec, config.data.sequence_length)
-        peak, self.peak_source = peak_flops(self.device, self.dtype)
-        self.peak = peak * config.layout.world
+        frozen = config.lora is not None
+        self.flops_per_token = training_flops_per_token(self.spec, config.data.sequence_length, frozen)
+        self.ceiling = Ceiling(self.device, self.dtype, config.layout.world)
         name = torch.cuda.get_device_name(self.device) if on_gpu else None
         tokens = config.batch_sequences * config.data.sequence_length
-        self.prediction = predict(config, self.spec, name, self.flops_per_token * tokens, self.peak)
+        self.prediction = predict(config, self.spec, name, self.flops_per_token * tokens, self.ceiling.flops)
         if self.prediction is not None:
             memory = self.prediction.memory
             free = gpu_memory() if on_gpu else available_memory() // local_ranks()
@@ -259,7 +267,7 @@ class Trainer:
                 speed = config.batch_sequences * self.packing.length / step_s
                 record = StepRecord(
                     step, self.progress.tokens, found.loss, found.balance, norm, share, held_out, step_s, speed,
-                    speed * self.flops_per_token / self.peak, loader.stall_s - stalled, saved_s,
+                    self.ceiling.share(speed * self.flops_per_token), loader.stall_s - stalled, saved_s,
                 )  # fmt: skip
                 if self.log is not None:
                     self.log.write(record)
@@ -275,7 +283,7 @@ class Trainer:
         return TrainResult(
             tuple(self.log.records) if self.log is not None else (), held_out, self.progress.step, finished,
             time.perf_counter() - begin, stall_s, block_s, peak_memory_bytes(self.device), self.folder / "model",
-            self.folder / "loss.svg", self._ledger(),
+            self.folder / "adapter" if config.lora is not None else None, self.folder / "loss.svg", self._ledger(),
         )  # fmt: skip
 
     def _gradients(self, batch: Batch, learnt: int) -> StepLoss:
@@ -357,8 +365,13 @@ class Trainer:
         if self.config.optimizer.kind != "adamw8bit" and not away:
             held = self.model_run.state()
             optimizer = sum(one.tensor.nbytes for name, one in held.items() if name.startswith("optimizer."))
+        prediction = self.prediction
+        if prediction.is_least and seconds < prediction.step_s:
+            self.ceiling.measure_again()  # the machine was busy when it was measured
+            work = self.flops_per_token * self.config.batch_sequences * self.packing.length
+            prediction = dataclasses.replace(prediction, step_s=work / self.ceiling.flops)
         found = entries(
-            self.prediction, seconds, self.model_run.weights_bytes(), optimizer, self.kept_bytes,
+            prediction, seconds, self.model_run.weights_bytes(), optimizer, self.kept_bytes,
             peak_memory_bytes(self.device), self.device.type == "cuda",
         )  # fmt: skip
         write_ledger(self.folder / "ledger.json", found)
@@ -367,8 +380,20 @@ class Trainer:
     # -- the end --------------------------------------------------------------------------------------------
     def _export(self, prepared: Prepared, result: TrainResult) -> None:
         saved = Checkpoint(self.store.path_of(result.steps), result.steps, {})
-        parameters = self.model_run.whole_parameters(saved)
-        export_huggingface(result.model_folder, self.spec, parameters, prepared.tokenizer_folder)
+        parameters, lora = self.model_run.whole_parameters(saved), self.config.lora
+        export_huggingface(
+            result.model_folder, self.spec, merged(parameters, lora), prepared.tokenizer_folder
+        )
+        if lora is not None and result.adapter_folder is not None:
+            base = str(self.config.model.start_from)
+            export_peft(
+                result.adapter_folder,
+                self.spec,
+                parameters,
+                rank=lora.rank,
+                alpha=lora.alpha,
+                base_model=base,
+            )
         losses = [(record.step, record.loss) for record in result.records]
         held_out = [
             (record.step, record.held_out_loss)

@@ -110,6 +110,30 @@ def test_a_conversation_in_a_terminal(terminal: Terminal) -> None:
     terminal.wait_for("there is no command /dance")
 
     terminal.wait_for("> ")
+    terminal.type("/set temperature 0.7")
+    terminal.wait_for("temperature is 0.7 from now on")
+    terminal.wait_for("> ")
+    terminal.type("/set top-p 7")
+    terminal.wait_for("top_p must be")
+    terminal.wait_for("> ")
+    terminal.type("/set temprature 1")
+    terminal.wait_for("did you mean temperature")
+    terminal.wait_for("> ")
+    terminal.type("/set max_tokens 3")
+    terminal.wait_for("max_tokens is 3")
+
+    terminal.wait_for("> ")
+    terminal.type('"""Several')
+    terminal.wait_for("… ")
+    terminal.type('lines."""')
+    terminal.wait_for("3 tokens")
+    terminal.wait_for("> ")
+    terminal.type("a line that goes\\")
+    terminal.wait_for("… ")
+    terminal.type("on")
+    terminal.wait_for("3 tokens")
+
+    terminal.wait_for("> ")
     terminal.type("/exit")
     assert terminal.process.wait(timeout=30) == 0
 
@@ -125,5 +149,8 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(terminal: Terminal) -> None
     terminal.type("/why")
     terminal.wait_for("finished: abort")
     terminal.wait_for("> ")
-    terminal.type("/exit")
+    terminal.process.send_signal(signal.SIGINT)
+    terminal.wait_for("Ctrl-C again, Ctrl-D or /exit leaves")
+    terminal.wait_for("> ")
+    terminal.process.send_signal(signal.SIGINT)
     assert terminal.process.wait(timeout=30) == 0

@@ -18,7 +18,7 @@ DASHBOARD: dict[str, Any] = json.loads((FOLDER / "dashboard.json").read_text())
 GROUPS = yaml.safe_load((FOLDER / "alerts.yaml").read_text())["groups"]
 needs_builders = pytest.mark.skipif(
     importlib.util.find_spec("grafana_foundation_sdk") is None,
-    reason="grafana-foundation-sdk is not installed (pip install 'cumulo[dashboards]')",
+    reason="grafana-foundation-sdk is not installed (pip install -e '.[dashboards]')",
 )
 
 

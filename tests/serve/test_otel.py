@@ -22,7 +22,7 @@ from tests.serve.running_server import MODEL, RunningServer, needs_built_in_mode
 needs_otel = pytest.mark.skipif(
     importlib.util.find_spec("opentelemetry") is None
     or importlib.util.find_spec("opentelemetry.exporter") is None,
-    reason="opentelemetry is not installed (pip install 'cumulo[otel]')",
+    reason="opentelemetry is not installed (pip install -e '.[otel]')",
 )
 TRACE, CALLER = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 SECRET = "marmalade quagmire"

@@ -1,6 +1,6 @@
 """The Grafana dashboard, made of panels.py with Grafana's own builders. Run it after changing a panel:
 
-    pip install 'cumulo[dashboards]' && python -m cumulo.serve.monitoring.dashboard
+    pip install -e '.[dashboards]' && python -m cumulo.serve.monitoring.dashboard
 
 rewrites dashboard.json beside this file, which is what users import. Nothing else needs the builders.
 """
