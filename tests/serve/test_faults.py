@@ -3,7 +3,7 @@
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -27,6 +27,33 @@ def begin_stream(client: openai.OpenAI, fields: dict[str, Any]) -> tuple[Any, An
     return stream, next(iter(stream))
 
 
+# What the other two APIs say of a failure in the middle of a stream, and a long answer to each.
+ENDLESS: dict[str, Any] = {"type": "array", "items": {"enum": ["word"]}, "minItems": 1000}
+OTHER_STREAMS: dict[str, tuple[dict[str, Any], str]] = {
+    "/v1/responses": (
+        {"input": "Hi", "text": {"format": {"type": "json_schema", "name": "x", "schema": ENDLESS}}},
+        "response.failed",
+    ),
+    "/v1/messages": (
+        {
+            "max_tokens": 4000,
+            "messages": [{"role": "user", "content": "Hi"}],
+            "output_config": {"format": {"type": "json_schema", "schema": ENDLESS}},
+        },
+        "error",
+    ),
+}
+
+
+def begin_events(server: RunningServer, path: str) -> Iterator[str]:
+    """The lines of a stream of which the first has come."""
+    client = httpx.Client(timeout=60)
+    body = {"model": MODEL, "stream": True, **OTHER_STREAMS[path][0]}
+    lines = client.send(client.build_request("POST", server.url + path, json=body), stream=True).iter_lines()
+    assert next(lines).startswith("event: ")
+    return lines
+
+
 def engine_is_gone(pid: int) -> bool:
     return not os.path.exists(f"/proc/{pid}")  # noqa: PTH110
 
@@ -44,13 +71,17 @@ def test_a_killed_engine_is_replaced_and_everyone_is_answered(hurt: RunningServe
         client = server.client()
         expected = client.chat.completions.create(**SHORT).choices[0].message.content
         stream, _ = begin_stream(client, LONG)
+        others = {path: begin_events(server, path) for path in OTHER_STREAMS}
         # Two that have told their clients nothing yet: they are asked again of the new engine.
         whole = [threads.submit(client.chat.completions.create, **SHORT) for _ in range(2)]
-        wait_for(lambda: server.sample("cumulo:num_requests_running") == 3, "three running", server)
+        wait_for(lambda: server.sample("cumulo:num_requests_running") == 5, "five running", server)
         os.kill(server.engine_pid(), signal.SIGKILL)
         with pytest.raises(openai.APIError, match=r"killed by SIGKILL.*streamed tokens.*send it again"):
             for _ in stream:
                 pass
+        for path, lines in others.items():
+            *_, name, data = [line for line in lines if line]
+            assert name == f"event: {OTHER_STREAMS[path][1]}" and "killed by SIGKILL" in data
         health = httpx.get(f"{server.url}/health")
         assert health.status_code == 503 and health.json()["engine"] == "restarting"
         with pytest.raises(openai.InternalServerError, match="being restarted"):
