@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Discriminator, Field, StringConstraints, Tag, model_validator
+from pydantic import Discriminator, Field, StringConstraints, Tag, field_validator
 from pydantic_core import PydanticCustomError
 
 from cumulo.serve.fields import Strict
@@ -54,11 +54,10 @@ class Tool(Strict):
     function: Function
     ignores_unknown: ClassVar[bool] = True
 
-    @model_validator(mode="before")
+    @field_validator("type", mode="before")
     @classmethod
-    def _is_function(cls, data: Any) -> Any:
+    def _is_function(cls, kind: Any) -> Any:
         """OpenAI's other kinds (`custom` and what its own servers run) are refused in words of their own."""
-        kind = data.get("type") if isinstance(data, dict) else None
         if isinstance(kind, str) and kind != "function":
             raise PydanticCustomError(
                 "unsupported_tool",
@@ -66,7 +65,7 @@ class Tool(Strict):
                 "JSON schema of its parameters",
                 {"kind": kind[:64].encode("utf-8", "backslashreplace").decode()},
             )
-        return data
+        return kind
 
 
 class ChosenFunction(Strict):

@@ -182,7 +182,7 @@ CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{
         ({"tools": None, "parallel_tool_calls": False}, "parallel_tool_calls"),
         ({"tools": [tool(), tool()]}, "tools[1].function.name"),
         ({"tools": [tool("two words")]}, "tools[0].function.name"),
-        ({"tools": [tool(colour="red")]}, "tools[0].function.colour"),
+        ({"tools": [tool(parameter={})]}, "tools[0].function.parameter"),
         ({"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "tools[0].type"),
         ({"tools": [tool(parameters={"type": "frob"})]}, "tools"),
         ({"tools": [tool(parameters={"not": {}}, strict=True)], "tool_choice": "required"}, "tools"),
@@ -196,7 +196,10 @@ CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{
             said(role="assistant", tool_calls=[CALL | {"function": {"name": "f", "arguments": "[]"}}]),
             "messages[1].tool_calls[0].function.arguments",
         ),
-        (said(role="assistant", content="x", function_call={"name": "f"}), "messages[1].function_call"),
+        (
+            said(role="assistant", content="x", function_call={"name": "f"}),
+            "messages[1].function_call.arguments",
+        ),
     ],
 )
 def test_what_does_not_go_together_is_refused_by_name(
