@@ -105,6 +105,7 @@ def start_engine(
 ) -> tuple[Engine, Player]:
     """An engine for a decoder that is in place, whatever its weights came from."""
     guidance = Guidance(tokenizer, decoder.spec.vocab_size, eos_ids) if tokenizer is not None else None
+    decoder.rotary.serve(memory.max_context)
     make = gpu_player if config.device == "cuda" else cpu_player
     player = make(decoder, config, memory, eos_ids, guidance, tell)
     scheduler = Scheduler(

@@ -102,7 +102,10 @@ def open_gguf(path: Path | str) -> GGUFFile:
     names = [f"{match[1]}-{number:05d}-of-{pieces:05d}.gguf" for number in range(1, pieces + 1)]
     absent = [name for name in names if not (path.parent / name).is_file()]
     if absent:
-        raise ModelError(f"{path} is one of {pieces} pieces; missing beside it: {', '.join(absent)}")
+        raise ModelError(
+            f"{path} is one of {pieces} pieces; missing beside it: {', '.join(absent[:5])}"
+            + (f" and {len(absent) - 5} more" if len(absent) > 5 else "")
+        )
     files = [_read_one(path.parent / name) for name in names]
     tensors: dict[str, GGUFTensor] = {}
     for file in files:
@@ -118,7 +121,7 @@ def _gguf_package() -> ModuleType:
         import gguf
     except ImportError as error:
         raise ModelError(
-            "reading a GGUF file needs the `gguf` package: pip install 'cumulo[gguf]'"
+            "reading a GGUF file needs the `gguf` package: pip install -e '.[gguf]' in Cumulo's folder"
         ) from error
     return gguf
 

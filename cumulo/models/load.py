@@ -16,8 +16,9 @@ from cumulo.models.decoder import Decoder
 from cumulo.models.gguf_blocks import is_quantised
 from cumulo.models.gguf_file import GGUFFile, open_gguf
 from cumulo.models.hub import ModelSource, resolve
+from cumulo.models.json_file import in_vocabulary, read_json, shown
 from cumulo.models.placement import check_tensors
-from cumulo.models.tokenizer import Tokenizer, load_tokenizer, read_json
+from cumulo.models.tokenizer import Tokenizer, load_tokenizer
 from cumulo.models.tokenizer_gguf import tokenizer_from_gguf
 from cumulo.models.weights_gguf import load_gguf
 from cumulo.models.weights_safetensors import Progress, load_safetensors, read_directory
@@ -25,7 +26,10 @@ from cumulo.spec.from_huggingface import spec_from_config
 from cumulo.spec.model import ModelSpec
 
 # Fields of a generation config that are sampling parameters of ours, and what GGUF calls them.
-_SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+_SAMPLING_FIELDS = {
+    "temperature": (0, 100), "top_k": (0, 1 << 31), "top_p": (1e-6, 1), "min_p": (0, 1),
+    "repetition_penalty": (0.01, 100),
+}  # fmt: skip
 _GGUF_SAMPLING = {
     "temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p",
     "penalty_repeat": "repetition_penalty",
@@ -89,18 +93,20 @@ def load_model(
         tokenizer = tokenizer_from_gguf(file.metadata) if with_tokenizer else None
         packable = torch.device(device).type == "cpu" and dtype == torch.float32
         keep_quantised &= packable and headers.quantised_parameters > 0
+        found = {name: file.metadata.get(f"general.sampling.{key}") for key, name in _GGUF_SAMPLING.items()}
+        defaults = _sampling_defaults(found, file.path)
+        _check_ends(tokenizer, headers)
         decoder = Decoder(headers.spec, dtype, device)
         load_gguf(file, decoder, headers.spec, keep_quantised, progress)
-        defaults = {
-            name: file.metadata.get(f"general.sampling.{key}") for key, name in _GGUF_SAMPLING.items()
-        }
     else:
         headers = _folder_headers(source)
         tokenizer = load_tokenizer(source.path) if with_tokenizer else None
         keep_quantised = False
+        generation = source.path / "generation_config.json"
+        defaults = _sampling_defaults(read_json(generation), generation)
+        _check_ends(tokenizer, headers)
         decoder = Decoder(headers.spec, dtype, device)
         load_safetensors(source.path, decoder, headers.spec, progress)
-        defaults = read_json(source.path / "generation_config.json")
     return LoadedModel(
         name=source.name,
         source_path=source.path,
@@ -109,8 +115,14 @@ def load_model(
         decoder=decoder,
         tokenizer=tokenizer,
         quantised=keep_quantised,
-        generation_defaults={**source.sampling, **_sampling_defaults(defaults)},
+        generation_defaults={**source.sampling, **defaults},
     )
+
+
+def _check_ends(tokenizer: Tokenizer | None, headers: ModelFiles) -> None:
+    """What ends an answer must be a row of the embedding: the sampler looks it up there."""
+    ends = tokenizer.eos_ids if tokenizer is not None else ()
+    in_vocabulary(ends, f"{headers.path}: what ends an answer", headers.spec.vocab_size)
 
 
 def inspect_model(model: str | Path | None = None) -> ModelFiles:
@@ -172,13 +184,21 @@ def _folder_headers(source: ModelSource) -> ModelFiles:
     )
 
 
-def _sampling_defaults(fields: Mapping[str, Any]) -> dict[str, Any]:
+def _sampling_defaults(fields: Mapping[str, Any], where: Path) -> dict[str, Any]:
     """What may be handed to SamplingParams; `do_sample: false` means greedy."""
     found = {
         name: fields[name]
         for name in _SAMPLING_FIELDS
         if isinstance(fields.get(name), (int, float)) and not isinstance(fields[name], bool)
     }
+    for name, value in found.items():
+        least, most = _SAMPLING_FIELDS[name]
+        if not least <= value <= most or (name == "top_k" and value != int(value)):
+            raise ModelError(
+                f"{where} recommends {name} {shown(value)}, which must be {least:g} to {most:g}; correct the file"
+            )
+    if "top_k" in found:
+        found["top_k"] = int(found["top_k"])
     if fields.get("do_sample") is False:
         found["temperature"] = 0.0
     return found

@@ -19,6 +19,7 @@ from cumulo.spec.from_gguf import spec_from_gguf
 from cumulo.spec.model import MLASpec, ModelSpec, MoESpec
 
 _MOST_EXPERTS = 65536
+_MOST_FACTORS = 65536
 _ROPE_FACTORS = "rope_freqs.weight"
 _UNUSED = re.compile(r"(blk\.\d+\.)?(rope_freqs|attn_rot_embd)\.weight")
 _LATENT_HALVES = re.compile(r"blk\.\d+\.attn_[kv]_b\.weight")
@@ -29,6 +30,10 @@ def spec_of(file: GGUFFile) -> ModelSpec:
     original release, so that caches, adapters and comparisons do not depend on the file format."""
     _check_counts(file)
     factors = file.tensors.get(_ROPE_FACTORS)
+    if factors is not None and factors.rows * factors.columns > _MOST_FACTORS:
+        raise ModelError(
+            f"{_ROPE_FACTORS} has {factors.rows * factors.columns:,} numbers, more than any head"
+        )
     spec = spec_from_gguf(
         file.metadata,
         file.tensors.keys(),

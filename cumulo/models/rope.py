@@ -108,7 +108,10 @@ class Rotation:
 
 
 class RotaryTable:
-    """Cosine and sine of every position up to the longest context, [max_context, rope_dim / 2] each.
+    """Cosine and sine of every position up to the longest context, [positions, rope_dim / 2] each.
+
+    `positions` is the model's own context until an engine that serves a shorter one says so: what a file claims
+    must not decide how much memory is taken.
 
     Made at the first step, on the device of that step's positions, so that a decoder can be built without
     memory (on the meta device) and moved before it is used.
@@ -116,7 +119,12 @@ class RotaryTable:
 
     def __init__(self, spec: ModelSpec, dtype: torch.dtype) -> None:
         self.spec, self.dtype = spec, dtype
+        self.positions = spec.max_context
         self.table: tuple[Tensor, Tensor] | None = None
+
+    def serve(self, max_context: int) -> None:
+        """Before the first step: no token will stand beyond this context (nor, drawn last, one place behind it)."""
+        self.positions, self.table = min(self.positions, max_context + 1), None
 
     def at(self, positions: Tensor) -> Rotation:
         """The rotation of tokens at these positions [T]."""
@@ -126,7 +134,7 @@ class RotaryTable:
         return Rotation(cos[positions], sin[positions], self.spec.rope_interleaved)
 
     def _build(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        positions = torch.arange(self.spec.max_context, dtype=torch.float32)
+        positions = torch.arange(self.positions, dtype=torch.float32)
         angles = positions[:, None] * inverse_frequencies(self.spec)
         magnitude = rotation_magnitude(self.spec)
         cos, sin = angles.cos() * magnitude, angles.sin() * magnitude

@@ -6,7 +6,6 @@ a text is the UTF-8 reading of the joined bytes. That holds for byte-level BPE a
 byte fallback alike, so whole, incremental and guided decoding cannot disagree.
 """
 
-import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
@@ -20,7 +19,9 @@ from cumulo.models.caller_text import CallerText, Guarded
 from cumulo.models.chat_template import ChatTemplate, Message
 from cumulo.models.control_tokens import ControlTokens
 from cumulo.models.fixed_pieces import FixedPieces, independent_pieces
+from cumulo.models.json_file import read_json, token_ids
 from cumulo.models.sought_texts import Sought, sought_texts
+from cumulo.models.tokenizer_file import is_failure, open_tokenizer_file
 
 Kind = Literal["byte_level", "sentencepiece"]
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -84,13 +85,16 @@ class Tokenizer:
         are text. `add_special` puts those around it that the model was trained with (usually a begin-of-sequence
         token)."""
         text = _valid_text(text)
-        if not parse_special_tokens and self.control.occur_in(text):
-            before, after = self.control.around if add_special else ([], [])
-            ids = [*before, *self.control.encode(text), *after]
-        elif self._fixed is not None and not add_special:
-            return self._fixed.encode(text)
-        else:
-            ids = self.backend.encode(text, add_special_tokens=add_special).ids
+        try:
+            if not parse_special_tokens and self.control.occur_in(text):
+                before, after = self.control.around if add_special else ([], [])
+                ids = [*before, *self.control.encode(text), *after]
+            elif self._fixed is not None and not add_special:
+                return self._fixed.encode(text)
+            else:
+                ids = self.backend.encode(text, add_special_tokens=add_special).ids
+        except BaseException as error:
+            raise _refusal(error) from error
         if add_special and self._always_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
             return [self.bos_id, *ids]
         return ids
@@ -211,7 +215,10 @@ class Tokenizer:
             return text, self.encode(text)
         _valid_text(text)
         named = control.renamed(rendered)
-        return text, control.encode(named if guarded is None else guarded.restored(named))
+        try:
+            return text, control.encode(named if guarded is None else guarded.restored(named))
+        except BaseException as error:
+            raise _refusal(error) from error
 
     def _guarded(
         self,
@@ -223,6 +230,13 @@ class Tokenizer:
             return self._caller_text.guard(messages, tools, variables)
         except RecursionError:
             raise InvalidRequest("the messages or tools are nested too deeply") from None
+
+
+def _refusal(error: BaseException) -> BaseException:
+    """What to raise when the library cannot encode a text: its word rules gave up, or it panicked."""
+    if not is_failure(error):
+        return error
+    return InvalidRequest(f"the model's tokenizer fails on this text ({' '.join(str(error).split())[:200]})")
 
 
 def _valid_text(text: str | bytes) -> str:
@@ -257,12 +271,7 @@ def load_tokenizer(folder: Path) -> Tokenizer:
             f"{folder} has no tokenizer.json; if it has another tokenizer file, convert it with "
             "transformers' AutoTokenizer.from_pretrained(folder).save_pretrained(folder)"
         )
-    try:
-        backend = tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises bare Exception for every kind of damage
-        raise ModelError(f"{path} cannot be read: {error}") from error
-    backend.no_truncation()
-    backend.no_padding()
+    backend, description = open_tokenizer_file(path)
     config = read_json(folder / "tokenizer_config.json")
     generation = read_json(folder / "generation_config.json")
     model = read_json(folder / "config.json")
@@ -272,15 +281,20 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     for piece, token_id in vocabulary.items():
         pieces[token_id] = piece
     special_texts = _special_tokens(config)
+    rows = model.get("vocab_size")
+    known = max(len(pieces), rows if type(rows) is int else 0)  # an embedding may have more rows than tokens
     ends: list[int] = []
-    for source in (generation, model):
-        value = source.get("eos_token_id")
-        ends += [item for item in (value if isinstance(value, list) else [value]) if isinstance(item, int)]
+    for source, name in ((generation, "generation_config.json"), (model, "config.json")):
+        for field in ("eos_token_id", "bos_token_id", "pad_token_id"):
+            if source.get(field) == -1 and field == "pad_token_id":
+                continue  # how some releases say that there is none
+            found = token_ids(source.get(field), f"{folder / name}: {field}", known)
+            ends += found if field == "eos_token_id" else ()
     if special_texts.get("eos_token") in vocabulary:
         ends.append(vocabulary[special_texts["eos_token"]])
     bos_text = special_texts.get("bos_token")
     bos_id = vocabulary.get(bos_text) if bos_text else None
-    kind, space_prefix = _decoder_kind(path, json.loads(backend.to_str()))
+    kind, space_prefix = _decoder_kind(path, description)
     return Tokenizer(
         backend,
         kind=kind,
@@ -294,19 +308,6 @@ def load_tokenizer(folder: Path) -> Tokenizer:
         special_texts=special_texts,
         chat_template=_chat_template(folder, config),
     )
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object, or an empty one where there is no such file."""
-    try:
-        content = json.loads(path.read_text("utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, RecursionError) as error:
-        raise ModelError(f"{path} cannot be read: {error}") from error
-    if not isinstance(content, dict):
-        raise ModelError(f"{path} should hold a JSON object, not {type(content).__name__}")
-    return content
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:

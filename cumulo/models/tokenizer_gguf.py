@@ -14,6 +14,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 
 from cumulo.errors import ModelError
 from cumulo.models.tokenizer import Tokenizer
+from cumulo.models.tokenizer_file import check_tokens, is_failure
 
 _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 2, 3, 4, 5, 6  # tokenizer.ggml.token_type
 # Control tokens that end a turn in some family; files often name only one of theirs as eos.
@@ -81,6 +82,7 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
         raise ModelError(
             f"the GGUF file's tokenizer is {model!r}; known: 'gpt2' (byte-level BPE), 'llama' (SentencePiece)"
         )
+    check_tokens("the GGUF file", tokens)
     types = metadata.get("tokenizer.ggml.token_type") or [1] * len(tokens)
     if not isinstance(types, list) or len(types) != len(tokens):
         raise ModelError("tokenizer.ggml.token_type does not have one entry per token; the file is damaged")
@@ -100,7 +102,9 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
         backend.post_processor = _surround(tokens, before, after)
     except ModelError:
         raise
-    except Exception as error:  # the tokenizers library raises bare Exception for every inconsistency
+    except BaseException as error:  # the tokenizers library raises bare Exception, or panics
+        if not is_failure(error):
+            raise
         raise ModelError(f"the GGUF file's vocabulary cannot be used: {error}") from error
     ends = [_token_id(metadata, name, tokens) for name in ("eos", "eot", "eom")]
     ends += [i for i in special if tokens[i] in _TURN_ENDS]

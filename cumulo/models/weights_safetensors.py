@@ -9,6 +9,7 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,13 @@ from safetensors import SafetensorError, safe_open
 from cumulo.errors import ModelError
 from cumulo.models import names_huggingface
 from cumulo.models.decoder import Decoder
+from cumulo.models.json_file import read_json, shown
 from cumulo.models.placement import Placement, check_tensors
 from cumulo.spec.model import ModelSpec
 
 INDEX_NAME = "model.safetensors.index.json"
+_MOST_HEADER_BYTES = 100_000_000  # as in the format's own library
+_MOST_DIMENSIONS = 8
 _ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}  # types that weights may have
 # name of a type -> bits, for types that may lie in a file beside the weights
 _OTHER_BITS = {
@@ -103,17 +107,15 @@ def _weight_map(folder: Path) -> dict[str, str] | None:
     if not index.is_file():
         return None
     try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ModelError(
-            f"{index} is not a valid safetensors index: {type(error).__name__}: {error}"
-        ) from error
+        weight_map = read_json(index).get("weight_map")
+    except ModelError as error:
+        raise ModelError(f"{index} is not a valid safetensors index: {error}") from error
     if not isinstance(weight_map, dict) or not weight_map:
         raise ModelError(f"{index} is not a valid safetensors index: its weight_map is empty or not a table")
     for name in weight_map.values():
         # An index is downloaded data: it must not make us read files outside the model's folder.
         if not isinstance(name, str) or Path(name).name != name:
-            raise ModelError(f"{index} names the file {name!r}, which is not a plain file name")
+            raise ModelError(f"{index} names the file {shown(name)}, which is not a plain file name")
     return weight_map
 
 
@@ -121,7 +123,8 @@ def _files(folder: Path, weight_map: dict[str, str] | None) -> list[Path]:
     if weight_map is not None:
         files = [folder / name for name in sorted(set(weight_map.values()))]
         if missing := [file.name for file in files if not file.is_file()]:
-            raise ModelError(f"{folder} lacks {', '.join(missing)}, which {INDEX_NAME} names")
+            names = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
+            raise ModelError(f"{folder} lacks {names}, which {INDEX_NAME} names")
         return files
     files = sorted(folder.glob("*.safetensors"))
     single = folder / "model.safetensors"
@@ -146,6 +149,10 @@ def read_header(file: Path) -> dict[str, FileTensor]:
                 f"{file} is cut short or not safetensors: its header should have {header_bytes} bytes, "
                 f"the whole file has {size}"
             )
+        if header_bytes > _MOST_HEADER_BYTES:
+            raise ModelError(
+                f"{file} has a header of {header_bytes:,} bytes; safetensors allows {_MOST_HEADER_BYTES:,}"
+            )
         raw = stream.read(header_bytes)
     try:
         header = json.loads(raw)
@@ -155,7 +162,14 @@ def read_header(file: Path) -> dict[str, FileTensor]:
         raise ModelError(f"{file} has a damaged header: it is not a table of tensors")
     header.pop("__metadata__", None)
     data_bytes = size - 8 - header_bytes
-    return {name: _file_tensor(file, name, entry, data_bytes) for name, entry in header.items()}
+    tensors = {name: _file_tensor(file, name, entry, data_bytes) for name, entry in header.items()}
+    places = sorted(
+        (*header[name]["data_offsets"], name) for name, tensor in tensors.items() if tensor.nbytes
+    )
+    for (_, end, name), (begin, _, other) in pairwise(places):
+        if begin < end:
+            raise ModelError(f"{file} has a damaged header: {shown(name)} and {shown(other)} overlap")
+    return tensors
 
 
 def _file_tensor(file: Path, name: str, entry: Any, data_bytes: int) -> FileTensor:
@@ -163,10 +177,14 @@ def _file_tensor(file: Path, name: str, entry: Any, data_bytes: int) -> FileTens
         dtype, shape = entry["dtype"], tuple(entry["shape"])
         begin, end = entry["data_offsets"]
         bits = 8 * _ITEM_BYTES[dtype] if dtype in _ITEM_BYTES else _OTHER_BITS[dtype]
-        if not all(isinstance(number, int) and number >= 0 for number in (*shape, begin, end)):
+        if not all(type(number) is int and number >= 0 for number in (*shape, begin, end)):
             raise ValueError("negative or fractional numbers")
+        if len(shape) > _MOST_DIMENSIONS:
+            raise ValueError("too many dimensions")
     except (KeyError, TypeError, ValueError) as error:
-        raise ModelError(f"{file} has a damaged header: tensor {name!r} is described as {entry!r}") from error
+        raise ModelError(
+            f"{file} has a damaged header: tensor {shown(name)} is described as {shown(entry)}"
+        ) from error
     if end > data_bytes:
         raise ModelError(
             f"{file} is cut short: {name!r} ends at byte {end} of the data, the file has {data_bytes}"

@@ -5,6 +5,7 @@ field is absent, the default is the one the `transformers` class of that family 
 sensible default is demanded by name.
 """
 
+import reprlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -14,6 +15,8 @@ from cumulo.spec.model import MLASpec, ModelSpec, MoESpec, RopeScaling
 
 Config = Mapping[str, Any]
 Fields = dict[str, Any]
+_MOST = 1 << 28  # of any count or size: things are made per layer and per expert before the spec is checked
+_MOST_LAYERS = 100_000
 _DEFAULT_THETA = {"mixtral": 1e6}
 
 
@@ -24,7 +27,7 @@ def spec_from_config(config: Config) -> ModelSpec:
     family = config.get("model_type")
     if family is None:
         raise ModelError("config.json has no 'model_type', so the architecture cannot be known")
-    if family not in _FAMILIES:
+    if not isinstance(family, str) or family not in _FAMILIES:
         raise ModelError(f"unknown architecture {family!r} in config.json; known: {', '.join(_FAMILIES)}")
     if quantization := config.get("quantization_config"):
         method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
@@ -57,12 +60,20 @@ def _need(config: Config, *names: str) -> Any:
 
 def _whole(config: Config, *names: str) -> int:
     value = _need(config, *names)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise ModelError(f"config.json: {' or '.join(names)} must be a whole number, got {value!r}")
+    if isinstance(value, bool) or not isinstance(value, int) or not value >= 0:
+        raise ModelError(
+            f"config.json: {' or '.join(names)} must be a whole number, got {reprlib.repr(value)}"
+        )
+    if value > _MOST:
+        raise ModelError(
+            f"config.json: {' or '.join(names)} is {reprlib.repr(value)}; no model has more than {_MOST:,}"
+        )
     return value
 
 
 def _common(config: Config) -> Fields:
+    if _whole(config, "num_hidden_layers") > _MOST_LAYERS:
+        raise ModelError(f"config.json says {config['num_hidden_layers']:,} layers; no model has so many")
     heads = _whole(config, "num_attention_heads")
     hidden = _whole(config, "hidden_size")
     theta, scaling = _rope(config)

@@ -1,0 +1,59 @@
+"""JSON files of a model folder, read within bounds. Used by everything that opens a Hugging Face folder.
+
+A model's files are someone else's: a file may be gigabytes long, nested a million deep or no regular file at all.
+"""
+
+import json
+import reprlib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from cumulo.errors import ModelError
+
+MOST_BYTES = 64 << 20  # of a configuration; an index of a million tensors has about as much
+_MOST_ENDS = 64
+
+
+def shown(value: Any) -> str:
+    """A value from a file for an error message: one line of a sensible length."""
+    return reprlib.repr(value)
+
+
+def read_json(path: Path, most_bytes: int = MOST_BYTES) -> dict[str, Any]:
+    """A JSON object, or an empty one where there is no such file."""
+    if not path.exists():
+        return {}
+    try:
+        if not path.is_file():
+            raise ModelError(f"{path} is not a regular file")
+        if (size := path.stat().st_size) > most_bytes:
+            raise ModelError(f"{path} has {size:,} bytes; {most_bytes:,} is the most that is read")
+        content = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelError(f"{path} cannot be read: {error}") from error
+    if not isinstance(content, dict):
+        raise ModelError(f"{path} should hold a JSON object, not {type(content).__name__}")
+    return content
+
+
+def token_ids(value: Any, where: str, vocabulary: int) -> list[int]:
+    """The tokens that a field such as eos_token_id names: none, one or several, all in the vocabulary."""
+    found = value if isinstance(value, list) else [] if value is None else [value]
+    if len(found) > _MOST_ENDS:
+        raise ModelError(f"{where} lists {len(found):,} tokens; {_MOST_ENDS} is the most")
+    for token in found:
+        if isinstance(token, bool) or not isinstance(token, int):
+            raise ModelError(f"{where} must be a token's number or a list of them, got {shown(token)}")
+    return in_vocabulary(found, where, vocabulary)
+
+
+def in_vocabulary(tokens: Iterable[int], where: str, vocabulary: int) -> list[int]:
+    found = list(tokens)
+    for token in found:
+        if not 0 <= token < vocabulary:
+            raise ModelError(
+                f"{where} names token {shown(token)}, but the vocabulary has {vocabulary:,} tokens (0 to "
+                f"{vocabulary - 1:,}); the files do not belong together, download the model again"
+            )
+    return found
