@@ -6,125 +6,206 @@ matcher is derived from the slot's tokens alone: before a draw it takes in those
 nothing to keep in step when a plan is made ahead of a sample, a sequence is preempted, or samples fork.
 """
 
-import json
-import re
+import contextlib
+import os
 import threading
+import time
+import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from cumulo.engine.guided_schema import enforceable
+from cumulo.engine.guide_grammar import JSON_WHITESPACE, grammar_text, json_schema_text, refusal
+from cumulo.engine.guide_trial import (
+    GuideCompilerBusy,
+    Trial,
+    VocabularyBytes,
+    compile_guide,
+    load_vocabulary,
+    trial_worker,
+    try_out,
+)
 from cumulo.engine.params import Guide
 from cumulo.engine.sampler import NO_TOKEN_LEFT, TokenMasks
 from cumulo.errors import InvalidRequest
 from cumulo.models.tokenizer import Tokenizer
+from cumulo.sandbox.worker import Worker
 
-# Compiling is bounded by llguidance's own limits, by these, and by the clock: a guide comes from a stranger.
-MAX_SOURCE_CHARACTERS = 128 * 1024
-MAX_REGEX_CHARACTERS = 16 * 1024
-MAX_GRAMMAR_LINES = 500  # the time for chains of terminals grows with the cube of their number
-MAX_PROPERTIES = 1000  # of one object; the time grows with their square
-COMPILE_LIMIT_S = 5.0
-# Of the parser, for one mask: a grammar with very many readings fails instead of holding up everybody's steps.
-MAX_STEP_ITEMS = 5000
+__all__ = [
+    "JSON_WHITESPACE",
+    "Guidance",
+    "GuidedSlots",
+    "grammar_text",
+    "is_fault_of_guide",
+    "json_schema_text",
+]
+
 # llguidance recurses along chains of rules and references; on a usual stack a long one ends the process.
 _COMPILE_STACK_BYTES = 256 << 20
 _CACHED_GUIDES = 64
-# Between JSON tokens: nothing, a space, or a line break with its indentation. Unbounded white space is where
-# small models get lost: they indent until max_tokens.
-JSON_WHITESPACE = r"[ ]|\n([ ]{0,32}|\t{0,8})"
-# Without \uXXXX: a name spelt that way would pass for another one, and escape the schema of its property. Other
-# characters are written as they are; only schemas that name control characters themselves need the escape.
-_ESCAPES = 'nrbtf\\"'
-_NAMES_CONTROL_CHARACTER = re.compile(r"\\u00[01]|\\\\(?:x[01]|u00[01]|[ux]\{|c[A-Za-z]|0)")
-# Forced stretches are left to the model, too: llguidance would spell them out by calling our tokenizer, under
-# the interpreter's lock and in time proportional to their length, at every step.
-_OPTIONS = '%llguidance {"no_forcing": true}'
-_NAMES = {
-    "json_object": "JSON",
-    "json_schema": "JSON schema",
-    "regex": "regular expression",
-    "grammar": "grammar",
-}
+_MOST_KEPT_BYTES = 1 << 30  # all compiled guides together; more are refused until some have ended
+_SLOW_COMPILE_S = 0.1  # from here on compiling gives way to the steps
+_SLOW_MASK_S = (
+    0.15  # of processor time for one mask: its request ends, so that it does not hold up another step
+)
+_RENEWED_WITHIN_S = 0.03
+_REMEMBERED_SLOW = 256
+
+
+@dataclass(frozen=True, slots=True)
+class _Compiled:
+    matcher: Any  # at the beginning of its text; callers get copies
+    kept_bytes: int = 0  # of memory
+    cpu_s: float = 0.0  # that compiling takes
 
 
 class Guidance:
     """Compiles guides for one model. Made once per engine, used from any thread; costs nothing until used.
 
-    A server may call `check` in a thread of its own before it adds the request: `Engine.add` then finds the
-    guide compiled.
+    Each new guide is first tried out in a killable worker (see `guide_trial`). A server does that with workers of
+    its own before it adds the request: `Engine.add` then finds the guide compiled.
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: Sequence[int]) -> None:
         self.vocab_size, self.eos_ids = vocab_size, tuple(eos_ids)
         self._tokenizer = tokenizer
         self._llguidance: Any = None
+        self._plain: VocabularyBytes | None = None
         self._vocabulary: Any = None  # llguidance's view of the tokenizer
-        self._compiled: OrderedDict[Guide, Any] = OrderedDict()  # fresh matchers, the last used at the end
+        # Fresh matchers and the memory each takes: the last used, and whatever a live Guide object stands for, so
+        # that no guide of a waiting request is compiled again between two steps.
+        self._recent: OrderedDict[Guide, _Compiled] = OrderedDict()
+        self._held: dict[int, _Compiled] = {}
+        self._slow: OrderedDict[Guide, None] = OrderedDict()  # took too long in the middle of an answer
         self._lock = threading.Lock()
-        self._overdue: threading.Thread | None = None
+        self._worker: Worker | None = None
 
     def check(self, guide: Guide) -> None:
-        """Compile the guide, or raise InvalidRequest with the reason."""
-        self.matcher(guide)
+        """Try the guide out and compile it. Raises InvalidRequest with the reason, or GuideCompilerBusy."""
+        if not self.knows(guide):
+            with self._lock:
+                if self._worker is None:
+                    self._worker = self.new_worker()
+            self.admit(guide, try_out(self._worker, guide))
+
+    def knows(self, guide: Guide) -> bool:
+        """Whether it is compiled already; then it stays so as long as this object lives. InvalidRequest if it has
+        proved too slow."""
+        with self._lock:
+            if guide in self._slow:
+                raise refusal(guide, _TOO_SLOW)
+            found = self._find(guide)
+            if found is not None:
+                self._hold(guide, found)
+            return found is not None
+
+    def new_worker(self) -> Worker:
+        """A worker for `try_out`. InvalidRequest if this model cannot be guided."""
+        self._library()
+        return trial_worker(self._plain_vocabulary())
+
+    def admit(self, guide: Guide, trial: Trial) -> None:
+        """Compile what has passed its trial."""
+        with self._lock:
+            kept = {id(one): one.kept_bytes for one in (*self._recent.values(), *self._held.values())}
+            if sum(kept.values()) + trial.kept_bytes > _MOST_KEPT_BYTES:
+                raise GuideCompilerBusy(
+                    f"the guides in use take {sum(kept.values()) >> 20:,} MiB already; try again when some "
+                    "requests have ended"
+                )
+        matcher = self._compile(guide, gives_way=trial.cpu_s > _SLOW_COMPILE_S)
+        made = _Compiled(matcher, trial.kept_bytes, trial.cpu_s)
+        with self._lock:
+            self._keep(guide, made)
 
     def matcher(self, guide: Guide) -> Any:
         """A matcher at the beginning of its text, the caller's own."""
         with self._lock:
-            found = self._compiled.get(guide)
-            if found is not None:
-                self._compiled.move_to_end(guide)
-                return found.deep_copy()
-        made = self._compile(guide)
+            found = self._find(guide)
+        if found is None:
+            found = _Compiled(self._compile(guide, gives_way=False))
+            with self._lock:
+                self._keep(guide, found)
+        return found.matcher.deep_copy()
+
+    def fresh(self, guide: Guide) -> Any | None:
+        """A matcher that shares nothing with those before; None if it would hold up a step."""
         with self._lock:
-            self._compiled[guide] = made
-            if len(self._compiled) > _CACHED_GUIDES:
-                self._compiled.popitem(last=False)
-            return made.deep_copy()
+            found = self._find(guide)
+            self._recent.pop(guide, None)
+            if found is None or found.cpu_s > _RENEWED_WITHIN_S:
+                return None
+        made = _Compiled(self._compile(guide, gives_way=False), found.kept_bytes, found.cpu_s)
+        with self._lock:
+            self._keep(guide, made)
+        return made.matcher.deep_copy()
+
+    def forget(self, guide: Guide, slow: bool = False) -> None:
+        """Its matchers share what the lexer has learnt: after a failure it may have no room left. `slow`: it is
+        refused from now on."""
+        with self._lock:
+            self._recent.pop(guide, None)
+            if slow:
+                self._slow[guide] = None
+                if len(self._slow) > _REMEMBERED_SLOW:
+                    self._slow.popitem(last=False)
 
     def executor(self) -> Any:
         """Fills the masks of many matchers in parallel."""
         return self._library().LLExecutor()
 
-    def _compile(self, guide: Guide) -> Any:
+    def close(self) -> None:
+        if self._worker is not None:
+            self._worker.close()
+
+    def _find(self, guide: Guide) -> _Compiled | None:
+        found = self._recent.get(guide)
+        if found is not None:
+            self._recent.move_to_end(guide)
+            return found
+        return self._held.get(id(guide))
+
+    def _keep(self, guide: Guide, made: _Compiled) -> None:
+        self._recent[guide] = made
+        if len(self._recent) > _CACHED_GUIDES:
+            self._recent.popitem(last=False)
+        self._hold(guide, made)
+
+    def _hold(self, guide: Guide, made: _Compiled) -> None:
+        if id(guide) not in self._held:
+            weakref.finalize(guide, self._held.pop, id(guide), None).atexit = False
+        self._held[id(guide)] = made
+
+    def _compile(self, guide: Guide, *, gives_way: bool) -> Any:
+        """On a thread with a large stack; one that takes long leaves the processors to the steps."""
         library, vocabulary = self._library(), self._load_vocabulary()
-        grammar = grammar_text(guide)
-        limits = library.LLParserLimits(verbose_errors=False, step_max_items=MAX_STEP_ITEMS)
-
-        def work() -> tuple[Any, str]:
-            matcher = library.LLMatcher(vocabulary, grammar, log_level=0, limits=limits)
-            if matcher.is_error():
-                return matcher, matcher.get_error()
-            first = matcher.deep_copy()
-            first.compute_bitmask()  # what no text can match shows only here
-            error = first.get_error()
-            return matcher, "no text at all fits it" if error.startswith("NoExtension") else error
-
-        matcher, error = self._bounded(work, guide)
-        if error:
-            raise _refusal(guide, error)
-        return matcher
-
-    def _bounded(self, work: Callable[[], Any], guide: Guide) -> Any:
-        """Run `work` on a large stack; give up on it when it takes too long (it cannot be interrupted)."""
-        if self._overdue is not None and self._overdue.is_alive():
-            raise _refusal(guide, "the compiler is still busy with a very complex one; try again later")
         results: list[Any] = []
-        thread = threading.Thread(target=lambda: results.append(work()), name="cumulo-guide", daemon=True)
-        usual = threading.stack_size(_COMPILE_STACK_BYTES)
-        try:
-            thread.start()
-        finally:
-            threading.stack_size(usual)
-        thread.join(COMPILE_LIMIT_S)
-        if thread.is_alive():
-            self._overdue = thread
-            raise _refusal(guide, f"it is too complex: compiling it takes more than {COMPILE_LIMIT_S:g} s")
+
+        def work() -> None:
+            if gives_way:
+                with contextlib.suppress(OSError):
+                    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 15)
+            try:
+                results.append(compile_guide(library, vocabulary, guide))
+            except InvalidRequest as error:
+                results.append(error)
+
+        with _STACK_SIZE:
+            usual = threading.stack_size(_COMPILE_STACK_BYTES)
+            try:
+                thread = threading.Thread(target=work, name="cumulo-guide", daemon=True)
+                thread.start()
+            finally:
+                threading.stack_size(usual)
+        thread.join()
         if not results:
             raise RuntimeError("llguidance failed while compiling a guide; its error is on standard error")
+        if isinstance(results[0], InvalidRequest):
+            raise results[0]
         return results[0]
 
     def _library(self) -> Any:
@@ -134,120 +215,45 @@ class Guidance:
             except ImportError:
                 raise InvalidRequest(
                     "guided decoding (JSON, regular expressions, grammars) needs the package llguidance: "
-                    "pip install 'cumulo[serve]'"
+                    "pip install -e '.[serve]' in Cumulo's folder"
                 ) from None
             self._llguidance = llguidance
         return self._llguidance
 
+    def _plain_vocabulary(self) -> VocabularyBytes:
+        if self._plain is None:
+            if not self.eos_ids:
+                raise InvalidRequest(
+                    "this model names no end-of-sequence token, so a guided answer could not end; add "
+                    "eos_token_id to its generation_config.json"
+                )
+            tokens = [self._tokenizer.token_bytes(token) for token in range(self.vocab_size)]
+            special = sorted({*self._tokenizer.special_ids, *self.eos_ids})
+            self._plain = VocabularyBytes(tokens, special, list(self.eos_ids), self._tokenizer.bos_id)
+        return self._plain
+
     def _load_vocabulary(self) -> Any:
         with self._lock:
             if self._vocabulary is None:
-                if not self.eos_ids:
-                    raise InvalidRequest(
-                        "this model names no end-of-sequence token, so a guided answer could not end; add "
-                        "eos_token_id to its generation_config.json"
-                    )
-                self._vocabulary = self._library().LLTokenizer(
-                    _Vocabulary(self._tokenizer, self.vocab_size, self.eos_ids),
-                    n_vocab=self.vocab_size,
-                    eos_token=list(self.eos_ids),
-                )
+                self._vocabulary = load_vocabulary(self._library(), self._plain_vocabulary())
             return self._vocabulary
 
 
-class _Vocabulary:
-    """Our tokenizer as llguidance reads one. Special tokens have a name in grammars, not a spelling: text that
-    looks like one is still text."""
-
-    is_tokenizer_wrapper = True
-
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: Sequence[int]) -> None:
-        self.tokens = [tokenizer.token_bytes(token) for token in range(vocab_size)]
-        self.special_token_ids = sorted({*tokenizer.special_ids, *eos_ids})
-        self.eos_token_id, self.bos_token_id = eos_ids[0], tokenizer.bos_id
-        self._tokenizer = tokenizer
-
-    def __call__(self, text: str | bytes) -> list[int]:
-        return self._tokenizer.encode(text)
-
-
-# -- from a guide to llguidance's language -----------------------------------------------------------------
-def grammar_text(guide: Guide) -> str:
-    """The guide as a Lark grammar, or InvalidRequest where that shows already that it cannot be."""
-    source, limit = guide.source, MAX_REGEX_CHARACTERS if guide.kind == "regex" else MAX_SOURCE_CHARACTERS
-    if len(source) > limit:
-        raise _refusal(guide, f"it has {len(source):,} characters; at most {limit:,} are accepted")
-    try:
-        source.encode()
-    except UnicodeEncodeError as error:
-        raise _refusal(guide, f"it is no valid Unicode text (character {error.start})") from None
-    if guide.kind == "regex":
-        from llguidance import regex_to_lark
-
-        # "d": \d is 0-9, as in JSON schemas, not every script's digits.
-        source = f"start: /{regex_to_lark(source, 'd')}/" if source else 'start: ""'
-    elif guide.kind == "grammar":
-        if (lines := source.count("\n") + 1) > MAX_GRAMMAR_LINES:
-            raise _refusal(guide, f"it has {lines:,} lines; at most {MAX_GRAMMAR_LINES} are accepted")
-    else:
-        schema = {"type": "object"} if guide.kind == "json_object" else _read_schema(guide)
-        source = f"start: %json {json_schema_text(schema)}"
-    # The options come last: the positions in error messages stay those of the user's text.
-    return f"{source}\n{_OPTIONS}\n"
-
-
-def json_schema_text(schema: dict[str, Any]) -> str:
-    """A schema for `%json` in a grammar, with our white space unless it says otherwise. InvalidRequest where
-    llguidance would pass over what it says."""
-    options = {"whitespace_pattern": JSON_WHITESPACE}
-    if not _NAMES_CONTROL_CHARACTER.search(json.dumps(schema)):
-        options["json_allowed_escapes"] = _ESCAPES
-    if isinstance(own := schema.get("x-guidance"), dict):
-        options |= own
-    return json.dumps({**enforceable(schema), "x-guidance": options})
-
-
-def _read_schema(guide: Guide) -> dict[str, Any]:
-    try:
-        schema = json.loads(guide.source)
-    except (ValueError, RecursionError) as error:
-        why = "nested too deeply" if isinstance(error, RecursionError) else f"not valid JSON: {error}"
-        raise _refusal(guide, why) from None
-    if schema is True:
-        return {}
-    if not isinstance(schema, dict):
-        raise _refusal(guide, f"a schema is a JSON object, not {json.dumps(schema)[:40]}")
-    parts: list[Any] = [schema]
-    while parts:
-        part = parts.pop()
-        if isinstance(part, dict):
-            if isinstance(named := part.get("properties"), dict) and len(named) > MAX_PROPERTIES:
-                raise _refusal(
-                    guide, f"an object in it has {len(named):,} properties, more than {MAX_PROPERTIES:,}"
-                )
-            parts.extend(part.values())
-        elif isinstance(part, list):
-            parts.extend(part)
-    return schema
-
-
-def _refusal(guide: Guide, reason: str) -> InvalidRequest:
-    """llguidance's reason without what shows our wrapping rather than the user's text."""
-    if guide.kind != "grammar":
-        reason = re.split(r"\n +\d+ \| ", re.sub(r"^at \d+\(\d+\): ", "", reason))[0]
-    kept = [line for line in reason.splitlines() if "<non-verbose/>" not in line and _OPTIONS not in line]
-    reason = "\n".join(kept).strip()
-    if len(reason) > 500:
-        reason = reason[:500] + " ..."
-    return InvalidRequest(f"this {_NAMES[guide.kind]} cannot guide an answer: {reason}")
+_STACK_SIZE = threading.Lock()  # a thread's stack size is set for the whole process
 
 
 _FAILED = "the guide failed"
+_TOO_SLOW = (
+    "it is too complex: finding the next allowed tokens takes too long, and a step's requests all wait for it"
+)
 
 
 def is_fault_of_guide(error: str) -> bool:
     """Whether a request that had begun ended because its own guide could not go on."""
     return error.startswith(_FAILED) or error == NO_TOKEN_LEFT
+
+
+_TIMED_STEPS = 16
 
 
 # -- in the runner -----------------------------------------------------------------------------------------
@@ -256,10 +262,10 @@ class GuidedSlots:
 
     def __init__(self, guidance: Guidance | None) -> None:
         self._guidance = guidance
-        self._matchers: dict[
-            int, tuple[Any, int]
-        ] = {}  # by slot: the matcher, and the output tokens it has seen
+        # By slot: the matcher, the output tokens it has seen, and its guide.
+        self._matchers: dict[int, tuple[Any, int, Guide]] = {}
         self._executor: Any = None
+        self._one_by_one = 0  # steps for which masks are timed each by itself, because a step was slow
 
     def __bool__(self) -> bool:
         return bool(self._matchers)
@@ -270,7 +276,7 @@ class GuidedSlots:
         if guide is not None:
             if self._guidance is None:
                 raise RuntimeError(f"slot {slot} has a guide, but this runner was made without Guidance")
-            self._matchers[slot] = self._guidance.matcher(guide), 0
+            self._matchers[slot] = self._guidance.matcher(guide), 0, guide
 
     def end(self, slot: int) -> None:
         self._matchers.pop(slot, None)
@@ -287,28 +293,77 @@ class GuidedSlots:
         draws = [draw for draw, slot in enumerate(slots.tolist()) if slot in self._matchers]
         if not draws:
             return None
-        matchers = []
+        matchers, guides = [], []
+        begun_s = time.thread_time()
         for draw in draws:
             slot = int(slots[draw])
-            matcher, seen = self._matchers[slot]
+            matcher, seen, guide = self._matchers[slot]
             output = tokens[slot, int(prompt_lengths[slot]) : int(positions[draw])]
             if len(output) > seen:
                 matcher.consume_tokens(output[seen:].tolist())
-                self._matchers[slot] = matcher, len(output)
+                self._matchers[slot] = matcher, len(output), guide
             matchers.append(matcher)
+            guides.append(guide)
         bits = np.zeros((len(draws), -(-vocabulary // 32)), dtype=np.int32)
+        too_slow = self._fill(matchers, bits, begun_s)
+        errors: dict[int, str] = {}
+        for row, (draw, matcher) in enumerate(zip(draws, matchers, strict=True)):
+            if matcher.is_error() and row not in too_slow:
+                matcher = self._renewed(slots, positions, prompt_lengths, tokens, draw, bits[row])
+            if matcher.is_error() or row in too_slow:
+                error = matcher.get_error().replace("<non-verbose/>", "").strip()[:500]
+                errors[draw] = f"{_FAILED}: {error or _TOO_SLOW}"
+                assert self._guidance is not None
+                self._guidance.forget(guides[row], slow=row in too_slow)
+        return TokenMasks(np.array(draws, dtype=np.int64), bits, errors)
+
+    def _renewed(
+        self,
+        slots: NDArray[np.int64],
+        positions: NDArray[np.int64],
+        prompt_lengths: NDArray[np.int64],
+        tokens: NDArray[np.int32],
+        draw: int,
+        row: NDArray[np.int32],
+    ) -> Any:
+        """The slot's matcher with a lexer of its own, where the lexer that all requests with this guide share is
+        full: this text alone may well fit into one. Fails as before if it does not."""
+        slot = int(slots[draw])
+        matcher, seen, guide = self._matchers[slot]
+        if "too many states" not in matcher.get_error():
+            return matcher
+        assert self._guidance is not None
+        fresh = self._guidance.fresh(guide)
+        if fresh is None:
+            return matcher
+        start = int(prompt_lengths[slot])
+        fresh.consume_tokens(tokens[slot, start : start + seen].tolist())
+        fresh.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+        self._matchers[slot] = fresh, seen, guide
+        return fresh
+
+    def _fill(self, matchers: list[Any], bits: NDArray[np.int32], begun_s: float) -> set[int]:
+        """Computes the masks; returns the rows that took too long to be let take another step."""
         row_bytes = bits.shape[1] * bits.itemsize
         if len(matchers) == 1:
             matchers[0].unsafe_compute_mask_ptr(bits.ctypes.data, row_bytes)
-        else:
-            if self._executor is None:
-                assert self._guidance is not None
-                self._executor = self._guidance.executor()
-            jobs = [(matcher, row) for row, matcher in enumerate(matchers)]
-            self._executor.unsafe_compute_mask_ptr(jobs, bits.ctypes.data, row_bytes, len(jobs))
-        errors = {
-            draw: f"{_FAILED}: {matcher.get_error().replace('<non-verbose/>', '').strip()[:500]}"
-            for draw, matcher in zip(draws, matchers, strict=True)
-            if matcher.is_error()
-        }
-        return TokenMasks(np.array(draws, dtype=np.int64), bits, errors)
+            return {0} if time.thread_time() - begun_s > _SLOW_MASK_S else set()
+        too_slow: set[int] = set()
+        if self._one_by_one:
+            self._one_by_one -= 1
+            for row, matcher in enumerate(matchers):
+                begun_s = time.thread_time()
+                matcher.unsafe_compute_mask_ptr(bits.ctypes.data + row * row_bytes, row_bytes)
+                if time.thread_time() - begun_s > _SLOW_MASK_S:
+                    too_slow.add(row)
+                    self._one_by_one = _TIMED_STEPS
+            return too_slow
+        if self._executor is None:
+            assert self._guidance is not None
+            self._executor = self._guidance.executor()
+        jobs = [(matcher, row) for row, matcher in enumerate(matchers)]
+        begun_wall_s = time.perf_counter()
+        self._executor.unsafe_compute_mask_ptr(jobs, bits.ctypes.data, row_bytes, len(jobs))
+        if time.perf_counter() - begun_wall_s > _SLOW_MASK_S:
+            self._one_by_one = _TIMED_STEPS
+        return too_slow

@@ -14,7 +14,7 @@ GuideKind = Literal["json_object", "json_schema", "regex", "grammar"]
 Pooling = Literal["mean", "last"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)  # what is compiled for it lives as long as it does
 class Guide:
     """What an answer must look like: tokens that cannot lead there are never drawn (see guided.py).
 

@@ -1,29 +1,37 @@
 """ChatTemplate: a model's own jinja2 template that turns messages into a prompt. Used by `Tokenizer`.
 
 What goes wrong in a template is the model's fault (it is no valid template, or tries what it must not) or the
-messages' (it refuses them); the errors say which.
+messages' (it refuses them); the errors say which. Templates run in killable workers (`template_worker`), except
+that those which only write contents out are filled in here (`template_skeleton`).
 """
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jinja2
-from jinja2.exceptions import SecurityError
-
 from cumulo.errors import InvalidRequest, ModelError
-from cumulo.models.template_sandbox import TemplateRefusal, budget, template_environment
-from cumulo.models.template_skeleton import Skeletons, contents_are_opaque
+from cumulo.models.template_skeleton import Skeletons
+from cumulo.models.template_worker import MAX_SOURCE_CHARACTERS, OTHER, Stopped, render_apart
 
 Message = Mapping[str, Any]
+
+_MOST_STOPS = 2  # of small conversations; after these the template is not run again
+_SMALL_CHARACTERS = 100_000
 
 
 class ChatTemplate:
     """Compiled on first use: a broken template must not keep a model from plain generation."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str] | None = None) -> None:
+        self._stops = 0
+        self._verdict: str | None = None  # why it is not run any more
+        if len(source) > MAX_SOURCE_CHARACTERS:
+            self._verdict = (
+                f"the model's chat template has {len(source):,} characters; at most {MAX_SOURCE_CHARACTERS:,} are "
+                f"accepted: {OTHER}"
+            )
+            source = ""  # whoever reads it in this process takes no time
         self.source = source
         self.special_tokens = dict(special_tokens or {})  # the template's variables bos_token, eos_token, ...
-        self._compiled: jinja2.Template | None = None
         self._skeletons: Skeletons | None = None  # of a template that never looks at contents
 
     def render(
@@ -35,29 +43,22 @@ class ChatTemplate:
         **variables: Any,
     ) -> str:
         checked = _checked(messages)
-        try:
-            if self._skeletons is not None and not tools and not variables:
-                filled = self._skeletons.fill(checked, add_generation_prompt)
-                if filled is not None:
-                    return filled
-            return self._run(checked, add_generation_prompt, tools, variables)
-        except (InvalidRequest, ModelError):
-            raise
-        except SecurityError as error:
-            raise ModelError(
-                f"the model's chat template was stopped: {error}; give another one with --chat-template"
-            ) from error
-        except TemplateRefusal as error:
-            raise InvalidRequest(f"the model's chat template refuses these messages: {error}") from error
-        except (RecursionError, MemoryError) as error:
-            raise ModelError(
-                "the model's chat template recurses or grows without end; give another with --chat-template"
-            ) from error
-        except Exception as error:  # any Python error the template's own operations can raise
-            raise InvalidRequest(
-                f"the model's chat template fails on these messages ({type(error).__name__}: {error}); "
-                "check roles and contents, or give another template with --chat-template"
-            ) from error
+        if self._skeletons is not None and not tools and not variables:
+            filled = self._skeletons.fill(checked, add_generation_prompt)
+            if filled is not None:
+                return filled
+        return self._run(checked, add_generation_prompt, tools, variables)
+
+    def is_at_hand(
+        self, messages: Sequence[Message], add_generation_prompt: bool, tools: Any, variables: Any
+    ) -> bool:
+        """Whether `render` needs no worker, and so takes microseconds."""
+        return (
+            not tools
+            and not variables
+            and self._skeletons is not None
+            and self._skeletons.knows(messages, add_generation_prompt)
+        )
 
     def _run(
         self,
@@ -66,27 +67,33 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
+        if self._verdict is not None:
+            raise ModelError(self._verdict)
         values = {
+            **(variables or {}),
             "messages": messages,
             "tools": list(tools) if tools else None,
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
         }
-        with budget():
-            return self._compile().render({**self.special_tokens, **(variables or {}), **values})
+        try:
+            rendered = render_apart(self.source, self.special_tokens, values)
+        except Stopped as error:
+            self._count_stop(str(error), messages, tools)
+            raise
+        if rendered.opaque and self._skeletons is None:
+            self._skeletons = Skeletons(self._run)
+        return rendered.text
 
-    def _compile(self) -> jinja2.Template:
-        if self._compiled is None:
-            try:
-                self._compiled = template_environment().from_string(self.source)
-                if contents_are_opaque(self.source):
-                    self._skeletons = Skeletons(self._run)
-            except jinja2.TemplateSyntaxError as error:
-                raise ModelError(
-                    f"the model's chat template is not valid jinja2 (line {error.lineno}: {error.message}); "
-                    "give another one with --chat-template"
-                ) from error
-        return self._compiled
+    def _count_stop(self, why: str, messages: list[dict[str, Any]], tools: Any) -> None:
+        """A template that cannot even do small conversations will never do: others need not wait for it again.
+        One that is slow for large ones only is not judged by them."""
+        if sum(len(str(message.get("content"))) for message in messages) < _SMALL_CHARACTERS and (
+            not tools or len(str(tools)) < _SMALL_CHARACTERS
+        ):
+            self._stops += 1
+        if self._stops >= _MOST_STOPS:
+            self._verdict = f"{why} (it was stopped {self._stops} times and is not run again)"
 
 
 def _checked(messages: Sequence[Message]) -> list[dict[str, Any]]:

@@ -23,6 +23,13 @@ class Sought:
 
 def sought_texts(source: str) -> Sought:
     try:
+        return _read(source)
+    except RecursionError:  # no honest template is nested so deeply; the worker that runs it says so
+        return Sought()
+
+
+def _read(source: str) -> Sought:
+    try:
         tree = Environment(extensions=[loopcontrols]).parse(source)
     except (
         TemplateSyntaxError,

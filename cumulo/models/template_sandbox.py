@@ -1,8 +1,9 @@
-"""The jinja2 environment in which a model's chat template runs. Used by `chat_template`.
+"""The jinja2 environment in which a model's chat template runs. Used by `template_worker`.
 
 A template comes with the model's files, so it is someone else's program. jinja2's immutable sandbox keeps it
 from reaching Python's internals and from changing what it is given. It does not keep it from looping for
-hours or filling the memory, so here every loop round, call and built text is charged to a budget.
+hours or filling the memory, so here every loop round, call and built text is charged to a budget. What gets past
+that meets the limits of the worker's process; this is the line before it, which can say what the template did.
 """
 
 import json
@@ -15,11 +16,12 @@ from functools import wraps
 from itertools import islice
 from typing import Any, cast
 
-from jinja2 import nodes
+from jinja2 import Environment, nodes
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
+from jinja2.nodes import EvalContext
 from jinja2.parser import Parser
-from jinja2.runtime import LoopContext
+from jinja2.runtime import Context, LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 MAX_STEPS = 2_000_000  # loop rounds and calls in one rendering
@@ -69,6 +71,67 @@ def _bounded(value: Any) -> Any:
     return value
 
 
+def text_length(value: Any) -> int:
+    """How long a value is as text, about. A list that holds itself twice over, forty times, is counted without
+    being walked: each object's length is computed once."""
+    if isinstance(value, (str, bytes)):
+        return len(value)
+    if not isinstance(value, (list, tuple, dict)):
+        return 20
+    lengths: dict[int, int] = {}
+    pending: list[tuple[Any, bool]] = [(value, False)]
+    while pending:
+        holder, inner_known = pending.pop()
+        if id(holder) in lengths:
+            continue
+        items = [*holder.keys(), *holder.values()] if isinstance(holder, dict) else holder
+        nested = [item for item in items if isinstance(item, (list, tuple, dict))]
+        if inner_known or not nested:
+            plain = sum(len(item) if isinstance(item, (str, bytes)) else 8 for item in items)
+            lengths[id(holder)] = (
+                2 + 2 * len(items) + plain + sum(lengths.get(id(item), 0) for item in nested)
+            )
+        else:
+            pending.append((holder, True))
+            pending.extend((item, False) for item in nested)
+            _spend(len(items))
+    return lengths[id(value)]
+
+
+def _check_output(value: Any) -> Any:
+    """Before a list or dictionary is written out as text."""
+    if isinstance(value, (list, tuple, dict)):
+        _check_size(text_length(value))
+    return value
+
+
+def _check_join(separator: Any, items: Any) -> Any:
+    """The items, drawn up front where they are not a list."""
+    drawn = items if isinstance(items, (list, tuple, str, dict)) else _loop_items(items)
+    between = len(separator) if isinstance(separator, str) else 0
+    _check_size(sum(text_length(item) for item in drawn) + between * len(drawn))
+    return drawn
+
+
+def _check_insertions(layout: str, values: Iterable[Any], marks: str) -> None:
+    """For % and format: each mark may write the longest value."""
+    longest = max((text_length(value) for value in values), default=0)
+    _check_size(len(layout) + layout.count(marks) * longest)
+
+
+def _inserted(values: Any) -> list[Any]:
+    if isinstance(values, dict):
+        return list(values.values())
+    return list(values) if isinstance(values, tuple) else [values]
+
+
+def _check_lines(text: Any, width: Any) -> None:
+    """Something `width` wide is put before every line, or in place of every tab."""
+    if isinstance(text, str):
+        wide = len(width) if isinstance(width, str) else width if isinstance(width, int) else 8
+        _check_size(len(text) + (text.count("\n") + text.count("\t") + 1) * wide)
+
+
 def _check_widths(arguments: Iterable[Any]) -> None:
     """Numbers given to string methods and filters are widths and counts: no honest template pads so far."""
     for argument in arguments:
@@ -92,12 +155,33 @@ def _bounded_filter(name: str, function: Callable[..., Any]) -> Callable[..., An
     def limited(*arguments: Any, **named: Any) -> Any:
         _spend(1)
         plain = [argument for argument in arguments if isinstance(argument, (str, int))]
-        if name == "replace" and plain:
+        if name == "join":
+            at = next((at for at, one in enumerate(arguments) if not _is_context(one)), None)
+            if at is not None:
+                rest = [*arguments[at + 1 :], named.get("d", "")]
+                arguments = (*arguments[:at], _check_join(rest[0], arguments[at]), *arguments[at + 1 :])
+        elif name in (
+            "string",
+            "tojson",
+            "pprint",
+            "escape",
+            "e",
+            "forceescape",
+            "safe",
+            "urlencode",
+            "xmlattr",
+        ):
+            for argument in arguments:
+                _check_output(argument)
+        elif name == "replace" and plain:
             _check_replacement(plain[0], plain[1:])
         elif name == "format" and plain:
             _check_format(str(plain[0]))
+            _check_insertions(str(plain[0]), [*arguments, *named.values()], "%")
         elif name in ("center", "indent", "batch", "slice", "wordwrap", "truncate"):
             _check_widths([*plain, *named.values()])
+            if name == "indent" and plain:
+                _check_lines(plain[0], named.get("width", plain[1] if len(plain) > 1 else 4))
         return _bounded(function(*arguments, **named))
 
     return limited
@@ -116,7 +200,7 @@ def _concatenate(parts: Iterable[Any]) -> str:
     texts: list[str] = []
     length = 0
     for part in parts:
-        texts.append(str(part))
+        texts.append(str(_check_output(part)))
         length += len(texts[-1])
         _check_size(length)
     _spend(length // CHARACTERS_PER_STEP)
@@ -151,6 +235,10 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
             _check_widths([*arguments, *named.values()])
             if function.__name__ == "replace":
                 _check_replacement(owner, arguments)
+            elif function.__name__ == "join" and arguments:
+                arguments = (_check_join(owner, arguments[0]), *arguments[1:])
+            elif function.__name__ == "expandtabs":
+                _check_lines(owner, next(iter([*arguments, *named.values()]), 8))
         return _bounded(super().call(context, function, *arguments, **named))
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
@@ -162,6 +250,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
             _check_format(value.__self__)
             if "{" in value.__self__.replace("{", "", 1):  # a width may itself be an argument: "{:>{}}"
                 _check_widths([*arguments, *named.values()])
+            _check_insertions(value.__self__, [*arguments, *named.values()], "{")
             return wrapper(*arguments, **named)
 
         return limited
@@ -170,6 +259,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         _spend(1)
         if operator == "%" and isinstance(left, str):
             _check_format(left)
+            _check_insertions(left, _inserted(right), "%")
         elif operator == "**" and _bits(left) * (abs(right) if isinstance(right, int) else 1) > MAX_BITS:
             raise SecurityError("it computed a number of thousands of digits")
         elif operator == "*":
@@ -179,6 +269,11 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
                 if isinstance(sequence, (str, list, tuple)) and isinstance(times, int):
                     _check_size(len(sequence) * times)
         return _bounded(super().call_binop(context, operator, left, right))
+
+
+def _is_context(value: Any) -> bool:
+    """What jinja2 itself gives some filters first."""
+    return isinstance(value, (Environment, Context, EvalContext))
 
 
 def _bits(value: Any) -> int:
@@ -206,7 +301,10 @@ class _GenerationTag(Extension):
 
 def template_environment() -> TemplateEnvironment:
     environment = TemplateEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationTag]
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[loopcontrols, _GenerationTag],
+        finalize=_check_output,
     )
     environment.filters = {name: _bounded_filter(name, f) for name, f in environment.filters.items()}
     environment.filters["tojson"] = _bounded_filter("tojson", _to_json)

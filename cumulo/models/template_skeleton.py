@@ -28,6 +28,12 @@ class Skeletons:
         self._render = render
         self._known: dict[tuple[Any, ...], list[str | int]] = {}
 
+    def knows(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> bool:
+        """Whether `fill` has the skeleton of these messages."""
+        if not all(type(message.get("content")) is str for message in messages):
+            return False
+        return (add_generation_prompt, *(message.get("role") for message in messages)) in self._known
+
     def fill(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> str | None:
         """The prompt; None: run the template."""
         if not 0 < len(messages) <= _MOST_MESSAGES:
@@ -58,7 +64,7 @@ def contents_are_opaque(source: str) -> bool:
     """Whether the template reads only roles and contents of messages, and only writes the contents out."""
     try:
         template = Environment().parse(source)
-    except TemplateSyntaxError:  # a tag that jinja2 does not know by itself
+    except (TemplateSyntaxError, RecursionError):  # a tag that jinja2 does not know by itself
         return False
     loops = [loop for loop in template.find_all(nodes.For) if _is_messages(loop.iter)]
     if any(not isinstance(loop.target, nodes.Name) for loop in loops):

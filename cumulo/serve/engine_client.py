@@ -57,11 +57,13 @@ class EngineSettings:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why a request ended without an answer. `refused`: the request itself is at fault, `of_guide`: its guide."""
+    """Why a request ended without an answer. `refused`: the request itself is at fault, `of_guide`: its guide,
+    `busy`: nobody is, its guide could not be compiled now."""
 
     message: str
     refused: bool = False
     of_guide: bool = False
+    busy: bool = False
 
 
 def _failure_of(finished: Finished) -> Failure:
@@ -254,7 +256,7 @@ class EngineClient:
         elif isinstance(report, Rejected):
             refused = self.in_flight.get(report.request_id)
             if refused is not None:
-                self._end(refused, Failure(report.message, True, report.of_guide))
+                self._end(refused, Failure(report.message, not report.busy, report.of_guide, report.busy))
         elif isinstance(report, BlockMap):
             for answer in self._block_maps:
                 if not answer.done():

@@ -23,6 +23,7 @@ import zmq
 
 from cumulo.engine.assembly import Assembly, assemble
 from cumulo.engine.engine import Engine
+from cumulo.engine.guide_trial import GuideCompilerBusy
 from cumulo.engine.guided import is_fault_of_guide
 from cumulo.engine.outputs import RequestOutput
 from cumulo.engine.params import Guide, SamplingParams
@@ -48,6 +49,7 @@ from cumulo.serve.messages import (
     decode_command,
     encode,
 )
+from cumulo.serve.observe.steady_stderr import start_logging
 from cumulo.serve.step_meter import StepMeter
 
 HEARTBEAT_S = 1.0  # between reports while idle
@@ -84,6 +86,8 @@ class EngineLoop:
                     self._send(Progress(self._stats(), output.deltas, finished))
             elif time.perf_counter() - self._reported_s > HEARTBEAT_S / 2:
                 self._send(Progress(self._stats()))
+        if self._guides is not None:
+            self._guides.close()
 
     def _take_commands(self, wait_s: float) -> bool:
         """Carry out every command that is here, waiting for the first; False when told to stop."""
@@ -117,10 +121,11 @@ class EngineLoop:
         """Requests whose guides are compiled go into the engine; those refused go back."""
         if self._guides is None or not self._guides.pending:
             return
-        for submit, refusal, aborted in self._guides.take():
-            if refusal is not None:
-                self._send(Rejected(submit.request_id, refusal, of_guide=True))
-            elif self._add(submit) and aborted:
+        for checked in self._guides.take():
+            submit = checked.submit
+            if checked.refusal is not None:
+                self._send(Rejected(submit.request_id, checked.refusal, of_guide=True, busy=checked.busy))
+            elif self._add(submit) and checked.aborted:
                 self.engine.abort(submit.request_id)
 
     def _add(self, submit: Submit) -> bool:
@@ -136,6 +141,9 @@ class EngineLoop:
             )
         except InvalidRequest as error:
             self._send(Rejected(submit.request_id, str(error)))
+            return False
+        except GuideCompilerBusy as error:
+            self._send(Rejected(submit.request_id, str(error), of_guide=True, busy=True))
             return False
         return True
 
@@ -207,16 +215,15 @@ def ready_report(assembly: Assembly, job: EngineJob) -> Ready:
 
 
 def warm_up(engine: Engine) -> None:
-    """Two steps and a guide before anyone waits for one: whatever is made on first use is made now."""
+    """Two steps before anyone waits for one: whatever is made on first use is made now. The workers for guides
+    start beside it (GuideChecker)."""
     engine.add([0], SamplingParams(max_tokens=2, ignore_eos=True, temperature=0))
     while engine.has_work:
         engine.step()
     engine.scheduler.shares.take_served()  # nobody's: it is not told
     if engine.guidance is not None:
-        with contextlib.suppress(
-            InvalidRequest
-        ):  # this model cannot be guided; requests that ask are told so
-            engine.guidance.check(Guide("json_object"))
+        with contextlib.suppress(InvalidRequest):  # this model cannot be guided; requests that ask are told so
+            engine.guidance.matcher(Guide("json_object"))  # our own, so it needs no trial
 
 
 def _end_with_parent(stdin: FileIO, socket_folder: Path) -> None:
@@ -234,7 +241,7 @@ def main() -> None:
     job = msgspec.json.decode(stdin.readline(), type=EngineJob)
     folder = Path(job.commands_address.removeprefix("ipc://")).parent
     threading.Thread(target=_end_with_parent, args=(stdin, folder), daemon=True).start()
-    logging.basicConfig(level=job.log_level.upper(), format="%(asctime)s engine %(levelname)s %(message)s")
+    start_logging(job.log_level, "engine")
     context = zmq.Context()
     commands = context.socket(zmq.PULL)
     reports = context.socket(zmq.PUSH)

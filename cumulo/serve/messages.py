@@ -143,6 +143,7 @@ class Rejected(msgspec.Struct, frozen=True, tag="rejected"):
     request_id: str
     message: str
     of_guide: bool = False  # it is the guide that is impossible
+    busy: bool = False  # nothing is impossible: guides cannot be compiled now, later they can
 
 
 class BlockMap(msgspec.Struct, frozen=True, tag="block_map"):

@@ -5,13 +5,13 @@ interpreter's lock), and one that cannot fit the context whatever its tokens are
 """
 
 import asyncio
-import contextlib
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
-from cumulo.errors import CumuloError, InvalidRequest
+from cumulo.errors import CumuloError, InvalidRequest, ModelError
 from cumulo.models.gguf_file import open_gguf
 from cumulo.models.hub import resolve
 from cumulo.models.tokenizer import Tokenizer, load_tokenizer
@@ -21,6 +21,7 @@ from cumulo.serve.model_formats import ModelFormats
 from cumulo.serve.openai.continuation import up_to_open_end, with_open_end
 
 Result = TypeVar("Result")
+log = logging.getLogger(__name__)
 _TAKEN_AS_TEXT = (
     "the text spells special tokens of this model, and they were taken as plain text; "
     "parse_special_tokens: true recognises them"
@@ -56,8 +57,12 @@ class ModelText:
                 raise CumuloError(f"the chat template {chat_template} cannot be read: {error}") from error
         text = cls(tokenizer)
         text.parse_special_tokens = parse_special_tokens
-        with contextlib.suppress(CumuloError):  # a model without a template serves completions
+        try:
             tokenizer.prepare_chats()
+        except ModelError as error:  # it serves completions
+            log.warning("chats will be refused: %s", error)
+        except CumuloError:
+            pass  # no template, or one that refuses an empty message: requests are told
         return text
 
     async def encode(
@@ -96,8 +101,9 @@ class ModelText:
         characters = sum(len(message.get("content") or "") for message in messages)
         self._refuse_hopeless(characters)
         size = characters + 16 * len(messages)
-        if tools or variables or any("tool_calls" in message for message in messages):
-            size = _LONG_CHARACTERS  # schemas and arguments may be of any size
+        template = self.tokenizer.chat_template
+        if template is None or not template.is_at_hand(messages, add_generation_prompt, tools, variables):
+            size = _LONG_CHARACTERS  # its worker may be busy, and schemas and arguments may be of any size
 
         def render() -> tuple[str, list[int]]:
             shown = with_open_end(messages) if continue_final_message else messages

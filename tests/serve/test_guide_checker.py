@@ -7,39 +7,89 @@ import zmq
 
 from cumulo.engine.guided import Guidance
 from cumulo.engine.params import Guide, SamplingParams
-from cumulo.serve.guide_checker import GuideChecker
+from cumulo.serve import guide_checker
+from cumulo.serve.guide_checker import Checked, GuideChecker
 from cumulo.serve.messages import Submit
-from cumulo.serve.model_text import ModelText
-from tests.serve.running_server import needs_built_in_model
+from tests.engine.guided_engine import EOS, TOKENIZER, VOCAB
 
-pytestmark = needs_built_in_model
+pytest.importorskip("llguidance")
+BOMB = Guide("json_schema", '{"type":"integer","multipleOf":99999989}')
 
 
 @pytest.fixture
 def checker() -> Iterator[GuideChecker]:
-    tokenizer = ModelText.load(None).tokenizer
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    yield GuideChecker(Guidance(tokenizer, tokenizer.vocab_size, (2,)), context)
+    made = GuideChecker(Guidance(TOKENIZER, VOCAB, (EOS,)), context)
+    yield made
+    made.close()
     context.destroy(linger=0)
 
 
-def submit(request_id: str, guide: Guide) -> Submit:
-    return Submit(request_id, b"", SamplingParams(guide=guide), stream=False)
+def submit(request_id: str, guide: Guide, tenant: str = "") -> Submit:
+    return Submit(request_id, b"", SamplingParams(guide=guide), stream=False, tenant=tenant)
 
 
-def test_guides_come_back_in_order_with_what_is_wrong_with_them(checker: GuideChecker) -> None:
+def take(checker: GuideChecker, *request_ids: str) -> dict[str, Checked]:
+    """Waits until these are through."""
+    taken: dict[str, Checked] = {}
+    while not set(request_ids) <= set(taken):
+        assert checker.bell.poll(60_000), "the loop is not woken"
+        taken |= {one.submit.request_id: one for one in checker.take()}
+    return taken
+
+
+def test_guides_come_back_with_what_is_wrong_with_them(checker: GuideChecker) -> None:
     assert checker.take() == []
     checker.begin(submit("good", Guide("regex", "[a-z]+")))
     checker.begin(submit("bad", Guide("json_schema", '{"type": "frob"}')))
-    checker.begin(submit("left", Guide("json_object")))
-    assert list(checker.pending) == ["good", "bad", "left"]
-    checker.pending["left"] = True  # as an abort does
-    taken: list[tuple[Submit, str | None, bool]] = []
-    while len(taken) < 3:
-        assert checker.bell.poll(30_000), "the loop is not woken"
-        taken += checker.take()
-    assert [asked.request_id for asked, _, _ in taken] == ["good", "bad", "left"]
-    (_, fine, _), (_, refusal, _), (_, also_fine, aborted) = taken
-    assert fine is None and also_fine is None and aborted
-    assert refusal is not None and "frob" in refusal
+    checker.begin(submit("also good", Guide("json_object")))
+    assert list(checker.pending) == ["good", "bad", "also good"]
+    taken = take(checker, "good", "bad", "also good")
+    assert taken["good"].refusal is None and taken["also good"].refusal is None
+    refusal = taken["bad"].refusal
+    assert refusal is not None and "frob" in refusal and not taken["bad"].busy
     assert checker.checked == 3 and not checker.pending
+
+
+def test_other_keys_and_known_guides_do_not_wait_for_slow_ones(checker: GuideChecker) -> None:
+    checker.begin(submit("known", Guide("regex", "known"), "honest"))
+    take(checker, "known")
+    bombs = [f"bomb {number}" for number in range(6)]
+    for number, name in enumerate(bombs):
+        bomb = Guide("json_schema", f'{{"type":"integer","multipleOf":{99999989 + 2 * number}}}')
+        checker.begin(submit(name, bomb, "attacker"))
+    checker.begin(submit("quick", Guide("regex", "quick"), "honest"))
+    checker.begin(submit("again", Guide("regex", "known"), "honest"))
+    seen = take(checker, "quick", "again")
+    assert seen["quick"].refusal is None and seen["again"].refusal is None
+    assert len(seen) < 8  # most of the attack is still to be done
+    first = seen.get("bomb 0") or take(checker, "bomb 0")["bomb 0"]
+    assert "too complex to compile" in str(first.refusal) and not first.busy
+
+
+def test_a_key_with_very_many_guides_is_told_to_come_back(
+    checker: GuideChecker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checker._queue, "_most_waiting", 3)
+    names = [f"{number}" for number in range(9)]
+    with checker._changed:  # nothing is taken meanwhile
+        for name in names:
+            checker.begin(submit(name, Guide("regex", f"a{name}"), "many"))
+        checker.begin(submit("same", Guide("regex", "a0"), "many"))
+        checker.begin(submit("other", Guide("regex", "a8"), "few"))
+    taken = take(checker, *names, "same", "other")
+    assert [taken[name].busy for name in names] == [False] * 3 + [True] * 6
+    assert "try again" in str(taken["8"].refusal)
+    assert taken["same"].refusal is None and taken["other"].refusal is None
+
+
+def test_a_guide_nobody_waits_for_any_more_is_not_compiled(
+    checker: GuideChecker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[Guide] = []
+    monkeypatch.setattr(guide_checker, "try_out", lambda worker, guide, limits: tried.append(guide))
+    with checker._changed:
+        checker.begin(submit("gone", BOMB))
+        checker.pending["gone"] = True  # as an abort does
+    gone = take(checker, "gone")["gone"]
+    assert gone.aborted and gone.refusal is not None and not tried

@@ -1,0 +1,1 @@
+"""Killable workers: programs of strangers (guides, chat templates) run in processes with limits."""

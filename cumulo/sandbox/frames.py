@@ -1,0 +1,106 @@
+"""How a worker and its owner talk: length-prefixed frames over two pipes.
+
+Jobs go to the worker as Python's marshal format: it trusts its owner. Replies come back as JSON and raw bytes: the
+owner does not trust a process that runs a stranger's program.
+"""
+
+import json
+import marshal
+import os
+import select
+import struct
+import time
+from collections.abc import Callable
+from typing import Any
+
+_LENGTH = struct.Struct("<I")
+MAX_REPLY_BYTES = 160 << 20
+
+Reply = tuple[dict[str, Any], bytes]
+
+
+def job_frame(job: Any) -> bytes:
+    """ValueError for what is not made of plain Python values."""
+    packed = marshal.dumps(job)
+    return _LENGTH.pack(len(packed)) + packed
+
+
+def reply_frame(header: dict[str, Any], payload: bytes = b"") -> bytes:
+    packed = json.dumps(header).encode()
+    return _LENGTH.pack(4 + len(packed) + len(payload)) + _LENGTH.pack(len(packed)) + packed + payload
+
+
+# -- in the worker: blocking ----------------------------------------------------------------------------------
+def read_job(fd: int) -> Any:
+    """The next job; EOFError when the owner is gone."""
+    (length,) = _LENGTH.unpack(_read_exactly(fd, 4))
+    return marshal.loads(_read_exactly(fd, length))
+
+
+def write_all(fd: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]
+
+
+def _read_exactly(fd: int, count: int) -> bytes:
+    parts: list[bytes] = []
+    while count:
+        part = os.read(fd, min(count, 1 << 20))
+        if not part:
+            raise EOFError
+        parts.append(part)
+        count -= len(part)
+    return b"".join(parts)
+
+
+# -- in the owner: with a deadline; the descriptors do not block ------------------------------------------------
+def send_frame(fd: int, frame: bytes, deadline_s: float) -> None:
+    """TimeoutError when the worker does not take it, BrokenPipeError when it is gone."""
+    view = memoryview(frame)
+    while view:
+        try:
+            view = view[os.write(fd, view) :]
+        except BlockingIOError:
+            _wait(fd, select.POLLOUT, deadline_s)
+
+
+def receive_reply(fd: int, deadline_s: float) -> Reply:
+    """TimeoutError when none comes, EOFError when the worker is gone, ValueError for what is no reply."""
+    read = _reader(fd, deadline_s)
+    (length,) = _LENGTH.unpack(read(4))
+    if not 4 <= length <= MAX_REPLY_BYTES:
+        raise ValueError(f"a reply of {length:,} bytes")
+    (header_length,) = _LENGTH.unpack(read(4))
+    if header_length > length - 4:
+        raise ValueError("a reply shorter than its header")
+    header = json.loads(read(header_length))
+    if not isinstance(header, dict):
+        raise ValueError("a reply without a header")
+    return header, read(length - 4 - header_length)
+
+
+def _reader(fd: int, deadline_s: float) -> Callable[[int], bytes]:
+    def read(count: int) -> bytes:
+        parts: list[bytes] = []
+        while count:
+            try:
+                part = os.read(fd, min(count, 1 << 20))
+            except BlockingIOError:
+                _wait(fd, select.POLLIN, deadline_s)
+                continue
+            if not part:
+                raise EOFError
+            parts.append(part)
+            count -= len(part)
+        return b"".join(parts)
+
+    return read
+
+
+def _wait(fd: int, event: int, deadline_s: float) -> None:
+    left_s = deadline_s - time.monotonic()
+    poll = select.poll()
+    poll.register(fd, event)
+    if left_s <= 0 or not poll.poll(left_s * 1000):
+        raise TimeoutError

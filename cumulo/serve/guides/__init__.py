@@ -1,0 +1,1 @@
+"""New guides of all callers: in which order they are compiled."""
