@@ -29,11 +29,13 @@ needs_built_in_model = pytest.mark.skipif(
 class RunningServer:
     operator_key: str | None = None  # with which `sample` reads /metrics
 
-    def __init__(self, *options: str) -> None:
+    def __init__(self, *options: str, most_files: int | None = None) -> None:
+        """`most_files`: the process's limit of open files, soft and hard."""
         # A file, not a pipe: nobody reads while the server writes.
         self._log = tempfile.NamedTemporaryFile(prefix="cumulo-serve-", suffix=".log")  # noqa: SIM115
         self.process = subprocess.Popen(
             [
+                *(["sh", "-c", f'ulimit -n {most_files}; exec "$@"', "sh"] if most_files is not None else []),
                 sys.executable, "-m", "cumulo.cli", "serve", "--port", "0", "--threads", "1",
                 "--kv-memory-gib", "0.5", *options,
             ],

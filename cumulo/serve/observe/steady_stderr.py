@@ -33,7 +33,8 @@ class SteadyStderr(io.TextIOBase):
         self._lock = threading.Lock()
         self._unsent = bytearray()
         self.lost_lines = 0
-        self._untold_lines = 0
+        self._untold_lines = 0  # lost, and not yet said to be
+        self._being_told_lines = 0  # said to be lost by a line that is not sent yet
 
     def write(self, text: str) -> int:
         line = text.encode("utf-8", "backslashreplace")
@@ -43,9 +44,13 @@ class SteadyStderr(io.TextIOBase):
             if len(self._unsent) + len(line) > _MOST_BUFFERED_BYTES:
                 self._lose(line.count(b"\n") or 1)
             else:
-                if self._untold_lines and len(self._unsent) < _MOST_BUFFERED_BYTES // 2:
+                if (
+                    self._untold_lines
+                    and not self._being_told_lines
+                    and len(self._unsent) < _MOST_BUFFERED_BYTES // 2
+                ):
                     self._unsent += b"(%d lines of this log were lost)\n" % self._untold_lines
-                    self._untold_lines = 0
+                    self._being_told_lines, self._untold_lines = self._untold_lines, 0
                 self._unsent += line
                 self._send()
         return len(text)
@@ -57,12 +62,15 @@ class SteadyStderr(io.TextIOBase):
             except BlockingIOError:
                 return
             except (OSError, ValueError):  # a full disk, or no such descriptor
-                self._lose(self._unsent.count(b"\n") or 1)
+                self._untold_lines += self._being_told_lines
+                self._lose((self._unsent.count(b"\n") or 1) - (self._being_told_lines > 0))
+                self._being_told_lines = 0
                 self._unsent.clear()
                 return
             del self._unsent[:sent_bytes]
             if not sent_bytes:
                 return
+        self._being_told_lines = 0
 
     def _lose(self, lines: int) -> None:
         self.lost_lines += lines

@@ -23,7 +23,6 @@ from cumulo.serve.http.keeper import Keeper
 from cumulo.serve.http.limits import HttpLimits
 from cumulo.serve.http.tally import Tally
 
-
 LIMITS = HttpLimits(
     room=Room(connections=100, reserve=4, backlog=128),
     per_address=100,

@@ -1,0 +1,152 @@
+"""A log that cannot be written stops neither the server nor its engine."""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.serve.running_server import ROOT, wait_for
+from tests.serve.tiny_model import NAME, save_tiny_model
+
+CHAT = {"model": NAME, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
+_SCRIPT = """
+import logging, sys, warnings
+from cumulo.cli.terminal import note
+from cumulo.serve.observe import steady_stderr
+steady_stderr.start_logging("info", "test")
+for number in range(6_000):
+    logging.getLogger("x").info("line %d, long enough to fill what there is to fill", number)
+note("a note")
+warnings.warn("a warning")
+print("still alive", steady_stderr.install().lost_lines)
+"""
+
+
+@contextlib.contextmanager
+def full_pipe() -> Iterator[tuple[int, int]]:
+    """A pipe with no room left and nobody who reads: both ends, the writer's as a process finds it."""
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(writer, b"x" * 4096)
+    os.set_blocking(writer, True)
+    try:
+        yield reader, writer
+    finally:
+        os.close(reader)
+        os.close(writer)
+
+
+def run_script(stderr: int | None) -> str:
+    command = [sys.executable, "-c", _SCRIPT]
+    if stderr is None:
+        command = ["sh", "-c", 'exec "$@" 2>&-', "sh", *command]
+    done = subprocess.run(command, cwd=ROOT, stderr=stderr, stdout=subprocess.PIPE, text=True, timeout=120)
+    assert done.returncode == 0
+    return done.stdout
+
+
+def test_lines_are_lost_and_counted_where_nobody_reads() -> None:
+    with full_pipe() as (_, writer):
+        alive, lost = run_script(writer).rsplit(" ", 1)
+        assert alive == "still alive" and int(lost) > 1_000
+        assert os.get_blocking(writer)  # other processes write there, too
+
+
+def test_a_full_disk_stops_nothing() -> None:
+    with Path("/dev/full").open("w") as full:
+        alive, lost = run_script(full.fileno()).rsplit(" ", 1)
+        assert alive == "still alive" and 6_000 < int(lost) < 6_010
+
+
+def test_a_closed_descriptor_stops_nothing() -> None:
+    assert run_script(None).startswith("still alive")
+
+
+def test_every_line_arrives_where_it_can(tmp_path: Path) -> None:
+    with (tmp_path / "log").open("w") as log:
+        assert run_script(log.fileno()) == "still alive 0\n"
+    text = (tmp_path / "log").read_text()
+    assert text.count("long enough") == 6_000 and "a note" in text and "a warning" in text
+
+
+def test_a_reader_that_comes_late_is_told_how_much_is_missing() -> None:
+    from cumulo.serve.observe.steady_stderr import SteadyStderr
+
+    with full_pipe() as (reader, writer):
+        stderr = SteadyStderr(writer)
+        for number in range(10_000):
+            stderr.write(f"line {number} of a log that nobody reads\n")
+        assert stderr.lost_lines > 0
+        os.set_blocking(reader, False)
+        text = b""
+        for last in (False, True):
+            with contextlib.suppress(BlockingIOError):
+                while True:
+                    text += os.read(reader, 65536)
+                    stderr.flush()
+            if not last:
+                stderr.write("the last line\n")
+        assert f"({stderr.lost_lines} lines of this log were lost)\nthe last line\n".encode() in text
+        assert b"line 0 of a log" in text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "pipe",
+        pytest.param("full", marks=pytest.mark.thorough),
+        pytest.param("closed", marks=pytest.mark.thorough),
+    ],
+)
+def test_the_server_serves_whatever_happens_to_its_log(kind: str, tmp_path: Path) -> None:
+    with contextlib.ExitStack() as stack:
+        model = save_tiny_model(tmp_path)
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        command = [
+            sys.executable,
+            "-m",
+            "cumulo.cli",
+            "serve",
+            str(model),
+            "--port",
+            str(port),
+            "--threads",
+            "1",
+        ]
+        command += ["--kv-memory-gib", "0.1"]
+        stderr: int | None = None
+        if kind == "pipe":
+            _, stderr = stack.enter_context(full_pipe())
+        elif kind == "full":
+            stderr = stack.enter_context(Path("/dev/full").open("w")).fileno()
+        else:
+            command = ["sh", "-c", 'exec "$@" 2>&-', "sh", *command]
+        process = subprocess.Popen(command, cwd=ROOT, stderr=stderr, stdout=subprocess.DEVNULL)
+        stack.callback(process.kill)
+        url = f"http://127.0.0.1:{port}"
+        wait_for(lambda: process.poll() is not None or is_ready(url), "readiness")
+        assert process.poll() is None
+        with httpx.Client(base_url=url, timeout=60) as client:
+            for _ in range(100):
+                assert client.post("/v1/chat/completions", json=CHAT).status_code == 200
+            if kind != "closed":
+                assert "cumulo:log_lines_lost" in client.get("/metrics").text
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
+
+
+def is_ready(url: str) -> bool:
+    with contextlib.suppress(httpx.TransportError):
+        return httpx.get(url + "/ready", timeout=5).status_code == 200
+    return False
