@@ -1,0 +1,206 @@
+"""A siege: attackers of every kind beside honest clients. Used by test_siege, and as
+
+    python -m tests.serve.siege --minutes 10
+
+Honest clients have keys of their own and repeat requests whose answers are known: each must be answered, with
+status 200 and with the right text, however busy the attackers are. No attack may get a 5xx other than 503 ("come again").
+Afterwards nothing may run, wait or hold a KV block, and no process of the server may have grown (as in soak.py).
+"""
+
+import argparse
+import asyncio
+import json
+import sys
+import tempfile
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from cumulo.cli.report import machine
+from cumulo.serve.keys import new_key
+from tests.serve.running_server import ROOT, RunningServer, running_server, wait_for
+from tests.serve.soak import Memory
+from tests.serve.tiny_model import NAME, save_tiny_model
+
+SERVER = (
+    "--no-console",
+    "--max-running",
+    "16",
+    "--stories",
+    "200",
+    "--max-context",
+    "512",
+    "--kv-memory-gib",
+    "0.02",
+)
+HONEST_CLIENTS = 4
+PATIENCE_S = 60.0
+PROMPTS = tuple(f"Honest question number {number}." for number in range(12))
+
+
+@dataclass(slots=True)
+class Report:
+    seconds: float
+    answered: int = 0
+    ttft_ms: list[float] = field(default_factory=list)
+    quiet_ttft_ms: list[float] = field(default_factory=list)
+    attacks: Counter[str] = field(default_factory=Counter)
+    problems: list[str] = field(default_factory=list)
+    memories: dict[str, Memory] = field(default_factory=dict)
+
+    def lines(self) -> list[str]:
+        said = [
+            f"{self.answered:,} honest requests answered in {self.seconds:.0f} s beside "
+            f"{sum(self.attacks.values()):,} attacks",
+            f"TTFT undisturbed p50 {_share(self.quiet_ttft_ms, 0.5):.0f} ms, "
+            f"p99 {_share(self.quiet_ttft_ms, 0.99):.0f} ms; besieged p50 {_share(self.ttft_ms, 0.5):.0f} ms, p99 {_share(self.ttft_ms, 0.99):.0f} ms",
+        ]
+        said += [f"  {count:>8,} {kind}" for kind, count in sorted(self.attacks.items())]
+        said += [
+            f"{name}: {memory.fifth(2):.1f} MiB after the warm-up, {memory.fifth(4):.1f} MiB at the end"
+            for name, memory in self.memories.items()
+        ]
+        return said + [f"PROBLEM: {problem}" for problem in self.problems]
+
+
+def _share(times: list[float], share: float) -> float:
+    ordered = sorted(times) or [0.0]
+    return ordered[min(len(ordered) - 1, int(len(ordered) * share))]
+
+
+async def _ask(http: httpx.AsyncClient, prompt: str) -> tuple[str, float]:
+    """A streamed greedy answer, and the milliseconds to its first event."""
+    body = {
+        "model": NAME, "messages": [{"role": "user", "content": prompt}], "temperature": 0, "max_tokens": 12,
+        "stream": True, "ignore_eos": True,
+    }  # fmt: skip
+    text, first_ms, began_s = "", 0.0, time.perf_counter()
+    async with http.stream("POST", "/v1/chat/completions", json=body) as answer:
+        if answer.status_code != 200:
+            raise AssertionError(f"{answer.status_code} {(await answer.aread())[:300]!r}")
+        async for line in answer.aiter_lines():
+            first_ms = first_ms or (time.perf_counter() - began_s) * 1e3
+            if line.startswith("data: {"):
+                event = json.loads(line.removeprefix("data: "))
+                text += "".join(choice["delta"].get("content") or "" for choice in event["choices"])
+    return text, first_ms
+
+
+async def _honest(
+    number: int, url: str, key: str, until_s: float, expected: dict[str, str], report: Report
+) -> None:
+    headers = {"Authorization": f"Bearer {key}"}
+    async with httpx.AsyncClient(base_url=url, timeout=PATIENCE_S, headers=headers) as http:
+        while time.monotonic() < until_s and len(report.problems) < 20:
+            prompt = PROMPTS[(report.answered + number) % len(PROMPTS)]
+            try:
+                text, first_ms = await _ask(http, prompt)
+            except (AssertionError, httpx.HTTPError) as error:
+                report.problems.append(f"an honest request was lost: {error!r}")
+                continue
+            report.answered += 1
+            report.ttft_ms.append(first_ms)
+            if text != expected[prompt]:
+                report.problems.append(f"wrong answer to {prompt!r}: {text!r}, not {expected[prompt]!r}")
+
+
+async def _besiege(server: RunningServer, keys: dict[str, str], seconds: float, seed: int) -> Report:
+    report = Report(seconds)
+    headers = {"Authorization": f"Bearer {keys['ann']}"}
+    async with httpx.AsyncClient(base_url=server.url, timeout=PATIENCE_S, headers=headers) as http:
+        expected = {prompt: (await _ask(http, prompt))[0] for prompt in PROMPTS}
+        for prompt in PROMPTS * 3:
+            report.quiet_ttft_ms.append((await _ask(http, prompt))[1])
+    report.memories = {"server": Memory(server.process.pid), "engine": Memory(server.engine_pid())}
+    attackers = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "tests.serve.siege_attackers", server.url, keys["eve"], str(seconds), str(seed),
+        cwd=ROOT, stdout=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    began_s = time.monotonic()
+    until_s = began_s + seconds
+    clients = [
+        asyncio.create_task(
+            _honest(number, server.url, keys["ann" if number % 2 else "bob"], until_s, expected, report)
+        )
+        for number in range(HONEST_CLIENTS)
+    ]
+    while time.monotonic() < until_s:
+        await asyncio.sleep(0.25)
+        try:
+            for memory in report.memories.values():
+                memory.sample(time.monotonic() - began_s)
+        except FileNotFoundError:
+            report.problems.append("a process of the server ended")
+            break
+    await asyncio.gather(*clients)
+    said, _ = await attackers.communicate()
+    found = json.loads(said or b'{"outcomes": {}, "bad": ["the attackers broke down"]}')
+    report.attacks = Counter(found["outcomes"])
+    report.problems += [f"an attack got {bad}" for bad in found["bad"]]
+    return report
+
+
+def besiege(server: RunningServer, keys: dict[str, str], seconds: float, seed: int = 0) -> Report:
+    engine = server.engine_pid()
+    report = asyncio.run(_besiege(server, keys, seconds, seed))
+    names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "engine_restarts")
+    left: dict[str, float] = {}
+
+    def is_idle() -> bool:
+        left.update({name: server.sample(f"cumulo:{name}") for name in names})
+        return not any(left.values())
+
+    try:
+        wait_for(is_idle, "the end of all requests", server, 60)
+    except AssertionError:
+        report.problems.append(f"not idle a minute after the siege: {left}")
+    if server.engine_pid() != engine:
+        report.problems.append("the engine was replaced")
+    if "Traceback" in server.log:
+        report.problems.append(server.log[server.log.index("Traceback") :][:2000])
+    report.problems += [
+        f"the {name} process grew by {memory.growth_mib:.1f} MiB"
+        for name, memory in report.memories.items()
+        if memory.grew
+    ]
+    return report
+
+
+def make_keys(folder: Path) -> tuple[Path, dict[str, str]]:
+    path = folder / "keys.json"
+    return path, {name: new_key(path, name) for name in ("ann", "bob", "eve")}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    chosen = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        path, keys = make_keys(Path(folder))
+        model = save_tiny_model(Path(folder))
+        with running_server(str(model), "--api-keys", str(path), *SERVER) as server:
+            report = besiege(server, keys, chosen.minutes * 60, chosen.seed)
+    print("\n".join(report.lines()))
+    if chosen.json is not None:
+        rows: list[dict[str, Any]] = [
+            {"name": "siege: honest requests answered", "value": report.answered, "unit": "requests",
+             "better": "higher"},
+            {"name": "siege: problems", "value": len(report.problems), "unit": "", "better": "lower", "must": 0,
+             "ok": not report.problems},
+        ]  # fmt: skip
+        chosen.json.write_text(
+            json.dumps({"machine": machine(), "seconds": report.seconds, "rows": rows}, indent=1)
+        )
+    raise SystemExit(1 if report.problems else 0)
+
+
+if __name__ == "__main__":
+    main()
