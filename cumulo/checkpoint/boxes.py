@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -40,6 +40,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from cumulo.checkpoint.folder import writing_threads
 from cumulo.checkpoint.held import Part
+from cumulo.checkpoint.metadata import CheckedReader, read_metadata
 from cumulo.errors import TrainingError
 
 
@@ -55,12 +56,12 @@ def write_parts(folder: Path, parts: Sequence[Part], group: dist.ProcessGroup | 
 def read_parts(folder: Path, parts: Sequence[Part]) -> None:
     """Overwrite the parts' tensors. Each rank reads for itself what it needs."""
     with quiet():
-        load({}, storage_reader=FileSystemReader(folder), planner=_Loading(parts), no_dist=True)
+        load({}, storage_reader=CheckedReader(folder), planner=_Loading(parts), no_dist=True)
 
 
 def stored_shapes(folder: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Whole shape and type of every tensor in a folder."""
-    entries = FileSystemReader(folder).read_metadata().state_dict_metadata
+    entries = read_metadata(folder).state_dict_metadata
     return {
         name: (tuple(entry.size), entry.properties.dtype)
         for name, entry in entries.items()

@@ -8,7 +8,6 @@
 import math
 import multiprocessing
 import os
-import pickle
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -82,7 +81,7 @@ def verify_layout(config: TrainConfig, steps: int = 20) -> Verdict:
     with tempfile.TemporaryDirectory() as folder:
         _start_ranks(small.spec, small.config, folder)
         files = (Path(folder, str(rank)) for rank in range(small.config.layout.world))
-        ranks = [pickle.loads(file.read_bytes()) for file in files]
+        ranks = [_read_outcome(file) for file in files]
     difference, where = largest_difference(small.spec, alone, ranks)
     return Verdict(small.config.layout, small.spec, steps, difference, where, tuple(alone.losses))
 
@@ -198,10 +197,28 @@ def _start_ranks(spec: ModelSpec, config: TrainConfig, folder: str) -> None:
     start_processes(_rank_process, (spec, config, folder), config.layout.world, start_method="forkserver")
 
 
+def _write_outcome(path: Path, outcome: Outcome) -> None:
+    weights = {
+        name: ([(box.offset, box.size, box.at) for box in boxes], tensor)
+        for name, (boxes, tensor) in outcome.weights.items()
+    }
+    torch.save((outcome.losses, outcome.balances, outcome.norms, weights), path)
+
+
+def _read_outcome(path: Path) -> Outcome:
+    losses, balances, norms, weights = torch.load(
+        path, weights_only=True
+    )  # numbers and tensors, nothing that runs
+    placed = {
+        name: (tuple(Box(*places) for places in boxes), tensor) for name, (boxes, tensor) in weights.items()
+    }
+    return Outcome(losses, balances, norms, placed)
+
+
 def _rank_process(rank: int, spec: ModelSpec, config: TrainConfig, folder: str) -> None:
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     meeting = f"file://{folder}/store"
     dist.init_process_group("gloo", meeting, rank=rank, world_size=config.layout.world, timeout=_TIMEOUT)
-    Path(folder, str(rank)).write_bytes(pickle.dumps(train_rank(rank, spec, config)))
+    _write_outcome(Path(folder, str(rank)), train_rank(rank, spec, config))
     dist.destroy_process_group()
