@@ -39,11 +39,11 @@ def check_logprobs(prompts: Sequence[Sequence[int]], params: SamplingParams, max
     if entries + of_prompts <= MAX_ENTRIES:
         return
     if entries > of_prompts:
+        length = "the whole context" if params.max_tokens is None else f"{params.max_tokens:,} tokens"
         raise invalid(
             f"this request could bring {entries + of_prompts:,} log-probabilities ({len(prompts)} x {answers} "
-            f"answers of up to {'the whole context' if params.max_tokens is None else f'{params.max_tokens:,} tokens'}, "
-            f"{(params.logprobs or 0) + 1} for each token) and an answer holds {MAX_ENTRIES:,}: ask for fewer "
-            "alternatives, fewer answers or a smaller max_tokens",
+            f"answers of up to {length}, {(params.logprobs or 0) + 1} for each token) and an answer holds "
+            f"{MAX_ENTRIES:,}: ask for fewer alternatives, fewer answers or a smaller max_tokens",
             "logprobs",
             "too_many_logprobs",
         )

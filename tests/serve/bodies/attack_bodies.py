@@ -1,0 +1,92 @@
+"""Bodies of nearly 4 MiB that are cheap to send and were expensive to read. Used by the tests of request bodies."""
+
+from dataclasses import dataclass
+
+from tests.serve.tiny_model import NAME
+
+SIZE_BYTES = (4 << 20) - 1024
+_MODEL = f'"model":"{NAME}"'.encode()
+_HELLO = b'"messages":[{"role":"user","content":"Hi"}]'
+_CHAT, _TEXT = "/v1/chat/completions", "/v1/completions"
+
+
+@dataclass(frozen=True, slots=True)
+class Attack:
+    path: str
+    body: bytes
+    told: str  # words of the error
+
+
+def _many(item: bytes) -> bytes:
+    return b",".join([item] * (SIZE_BYTES // (len(item) + 1)))
+
+
+def _keys(value: bytes) -> bytes:
+    size, keys = 0, list[bytes]()
+    while size < SIZE_BYTES:
+        keys.append(b'"key%d":%b' % (len(keys), value))
+        size += len(keys[-1]) + 1
+    return b",".join(keys[:-1])
+
+
+def _body(fields: bytes, with_messages: bool = False) -> bytes:
+    return b"{" + _MODEL + (b"," + _HELLO if with_messages else b"") + b"," + fields + b"}"
+
+
+CONTAINERS, STRINGS, VALUES = "objects and lists", "strings (keys included)", "values"
+
+ATTACKS: dict[str, Attack] = {
+    "parts": Attack(
+        _CHAT, _body(b'"messages":[{"role":"user","content":[' + _many(b"{}") + b"]}]"), CONTAINERS
+    ),
+    "messages": Attack(_CHAT, _body(b'"messages":[' + _many(b"{}") + b"]"), CONTAINERS),
+    "null messages": Attack(_CHAT, _body(b'"messages":[' + _many(b"null") + b"]"), VALUES),
+    "prompts of one token": Attack(_TEXT, _body(b'"prompt":[' + _many(b"[1]") + b"]"), CONTAINERS),
+    "a prompt of floats": Attack(_TEXT, _body(b'"prompt":[' + _many(b"1.5") + b"]"), VALUES),
+    "empty prompts": Attack(_TEXT, _body(b'"prompt":[' + _many(b'""') + b"]"), STRINGS),
+    "input of responses": Attack("/v1/responses", _body(b'"input":[' + _many(b"{}") + b"]"), CONTAINERS),
+    "tools": Attack(_CHAT, _body(b'"tools":[' + _many(b"{}") + b"]", True), CONTAINERS),
+    "stop": Attack(_CHAT, _body(b'"stop":[' + _many(b'"a"') + b"]", True), STRINGS),
+    "logit_bias": Attack(_CHAT, _body(b'"logit_bias":{' + _keys(b"1") + b"}", True), STRINGS),
+    "metadata": Attack(_CHAT, _body(b'"metadata":{' + _keys(b'""') + b"}", True), STRINGS),
+    "unknown fields": Attack(_CHAT, _body(_keys(b"0"), True), STRINGS),
+    "the same field": Attack(_CHAT, _body(_many(b'"n":1'), True), STRINGS),
+    "input of embeddings": Attack("/v1/embeddings", _body(b'"input":[' + _many(b"[]") + b"]"), CONTAINERS),
+    "messages to tokenize": Attack("/tokenize", _body(b'"messages":[' + _many(b"{}") + b"]"), CONTAINERS),
+    "tokens to detokenize": Attack("/detokenize", _body(b'"tokens":[' + _many(b'"a"') + b"]"), STRINGS),
+    "nested lists": Attack(_CHAT, b"[" * SIZE_BYTES, CONTAINERS),
+    "nested objects": Attack(_CHAT, b'{"a":' * (SIZE_BYTES // 5), CONTAINERS),
+    "a number of millions of digits": Attack(
+        _CHAT, _body(b'"seed":' + b"9" * SIZE_BYTES, True), "128 digits"
+    ),
+    "numbers of 4,000 digits": Attack(
+        _CHAT, _body(b'"stop":[' + _many(b"9" * 4000) + b"]", True), "128 digits"
+    ),
+    "nothing that anybody knows": Attack("/v1/nowhere", b"[" + _many(b"{}") + b"]", CONTAINERS),
+}
+
+# Below every limit, and as expensive as that can be.
+WITHIN_LIMITS: dict[str, Attack] = {
+    "16,000 parts": Attack(
+        _CHAT,
+        _body(
+            b'"messages":['
+            + b",".join(
+                [b'{"role":"user","content":[' + b",".join([b'{"type":"text","text":""}'] * 3900) + b"]}"] * 4
+            )
+            + b',{"role":"wizard"}]'
+        ),
+        "messages[4].role",
+    ),
+    "300,000 tokens": Attack(
+        _TEXT, _body(b'"prompt":[' + b",".join([b"321"] * 300_000) + b"]"), "300,000 tokens"
+    ),
+    "300,000 tokens and one that is none": Attack(
+        _TEXT, _body(b'"prompt":[' + b",".join([b"321"] * 300_000) + b",-1]"), "no integer"
+    ),
+    "escapes": Attack(_TEXT, _body(b'"prompt":"' + b"\\n" * (SIZE_BYTES // 2) + b'"'), "characters"),
+    "backslashes": Attack(_TEXT, _body(b'"prompt":"' + b"\\\\" * (SIZE_BYTES // 2) + b'"'), "characters"),
+    "digits of a fraction": Attack(
+        _CHAT, _body(b'"temperature":0.' + b"3" * 120 + b',"stop":"' + b"," * 70_000 + b'"', True), "stop"
+    ),
+}

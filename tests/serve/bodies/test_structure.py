@@ -1,0 +1,93 @@
+"""What is counted in a body: exactly what a parser would make of it, whatever stands in its strings."""
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from cumulo.serve.bodies import structure
+from cumulo.serve.bodies.structure import Structure, exact_structure, excess, rough_structure
+
+odd_texts = st.text(st.sampled_from('{}[],:"\\ \n1éx😀'), max_size=12)
+values = st.recursive(
+    st.one_of(st.none(), st.booleans(), st.integers(), odd_texts),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=4), st.dictionaries(odd_texts, inner, max_size=4)
+    ),
+    max_leaves=12,
+)  # fmt: skip
+
+
+def counted(value: Any) -> tuple[int, int, int]:
+    """Containers, strings and values, by walking what was parsed."""
+    if isinstance(value, str):
+        return 0, 1, 1
+    if not isinstance(value, dict | list):
+        return 0, 0, 1
+    inner = list(value.values()) if isinstance(value, dict) else value
+    sums = [counted(item) for item in inner]
+    keys = len(value) if isinstance(value, dict) else 0
+    containers, strings, values_ = (sum(column) for column in zip((0, 0, 0), *sums, strict=True))
+    return containers + 1, strings + keys, values_ + 1
+
+
+@settings(max_examples=300, deadline=None)
+@given(values, st.booleans(), st.integers(1, 9))
+@example(['\\"', '"[', "\\\\"], False, 1)
+def test_the_counts_are_those_of_the_parsed_body(value: Any, ascii_only: bool, piece: int) -> None:
+    body = json.dumps(value, ensure_ascii=ascii_only).encode()
+    containers, strings, most_values = counted(value)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(structure, "_PIECE_BYTES", piece)  # wherever a piece ends, the counts are the same
+        exact = exact_structure(body)
+    assert (exact.containers, exact.strings) == (containers, strings)
+    # An empty container counts as if something were in it; nothing else is counted that is not there.
+    assert most_values <= exact.values <= most_values + containers
+    rough = rough_structure(body)
+    assert rough.containers >= containers and rough.strings >= strings and rough.values >= exact.values
+
+
+@pytest.mark.parametrize(
+    ("body", "what"),
+    [
+        (b"[" + b"{}," * 16_384 + b"1]", "objects and lists"),
+        (b"[" * 20_000, "objects and lists"),
+        (b"[" + b'"",' * 65_537 + b"1]", "strings"),
+        (b"[" + b"1," * 327_680 + b"1]", "values"),
+        (b'["a",' + b"9" * 70_000 + b"]", "digits"),
+    ],
+)
+def test_too_much_is_said_by_name(body: bytes, what: str) -> None:
+    told = excess(body)
+    assert told is not None and what in told
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        json.dumps({"prompt": "a, b, [c], {d}, " * 200_000}).encode(),  # prose and code have many commas
+        json.dumps({"prompt": '"quoted" \\ ' * 100_000}).encode(),
+        json.dumps({"prompt": "3" * 1_000_000}).encode(),
+        json.dumps({"prompt": list(range(300_000))}).encode(),
+        json.dumps({"messages": [{"role": "user", "content": "Hi"}] * 4096}).encode(),
+        b"",
+    ],
+)
+def test_honest_bodies_may_pass(body: bytes) -> None:
+    assert excess(body) is None
+
+
+def test_a_long_context_takes_as_many_tokens() -> None:
+    body = json.dumps({"prompt": [7] * 1_000_000}).encode()
+    assert excess(body) is not None and excess(body, most_values=1_000_100) is None
+
+
+def test_counting_ends_with_the_piece_that_is_too_much() -> None:
+    seen = exact_structure(b"[" * 4_000_000)
+    assert structure.MAX_CONTAINERS < seen.containers <= 1 << 16
+
+
+def test_small_counts_are_no_excess() -> None:
+    assert Structure(structure.MAX_CONTAINERS, structure.MAX_STRINGS, structure.MAX_VALUES).excess() is None
