@@ -21,7 +21,7 @@ from cumulo.errors import CumuloError
 from cumulo.models.hub import resolve
 from cumulo.serve.api import create_app
 from cumulo.serve.http.connection import Connection
-from cumulo.serve.http.descriptors import find_room
+from cumulo.serve.http.descriptors import BACKLOG, find_room
 from cumulo.serve.http.host_check import AllowedHosts, HostCheck
 from cumulo.serve.http.keeper import Keeper
 from cumulo.serve.http.limits import http_limits
@@ -104,7 +104,7 @@ class _Run:
                 app, hosts, service.options.cors_origins, tally
             ),  # before everything, the console included
             http=functools.partial(Connection, keeper=self._keeper),  # type: ignore[arg-type]
-            backlog=room.backlog,
+            backlog=BACKLOG,
             ws_max_size=max(1 << 20, service.options.max_body_bytes),
             log_config=None,
             access_log=False,
@@ -195,7 +195,8 @@ def _tracing(endpoint: str) -> "Tracing":
         from cumulo.serve.otel import Tracing
     except ImportError as error:
         raise CumuloError(
-            f"traces to {endpoint} need packages that are not installed ({error.name}): pip install 'cumulo[otel]'"
+            f"traces to {endpoint} need packages that are not installed ({error.name}): "
+            "pip install -e '.[otel]' in Cumulo's folder"
         ) from error
     return Tracing(endpoint)
 

@@ -155,6 +155,27 @@ def test_only_a_valid_key_is_let_in(guarded: Guarded) -> None:
 
 
 @needs_built_in_model
+def test_a_key_may_come_as_anthropics_clients_send_it(guarded: Guarded) -> None:
+    server, keys, _ = guarded
+
+    def status(*headers: tuple[str, str]) -> int:
+        return server.get("/v1/models", headers=list(headers)).status_code
+
+    ann, few = keys["ann"], keys["few"]
+    assert status(("X-Api-Key", ann)) == 200
+    assert status(("X-Api-Key", ann), ("Authorization", f"Bearer {ann}")) == 200
+    assert status(("X-Api-Key", ann), ("Authorization", "Basic c29tZWJvZHk6ZWxzZQ==")) == 200
+    for wrong in (
+        [("X-Api-Key", "ck-guessed")],
+        [("X-Api-Key", "")],
+        [("X-Api-Key", ann), ("Authorization", f"Bearer {few}")],
+        [("X-Api-Key", "ck-guessed"), ("Authorization", f"Bearer {ann}")],
+        [("X-Api-Key", ann), ("X-Api-Key", few)],
+    ):
+        assert status(*wrong) == 401
+
+
+@needs_built_in_model
 def test_only_a_key_that_may_go_first_sends_a_priority_below_0(guarded: Guarded) -> None:
     server, keys, path = guarded
 

@@ -94,10 +94,30 @@ def test_places_are_given_back() -> None:
         wait_for(lambda: served.keeper.count == 0, "the end of all connections")
 
 
-def test_descriptors_are_kept_for_the_process_and_the_backlog() -> None:
-    assert room_within(10_000, 4096) == Room(connections=4096, reserve=16, backlog=1250)
+def test_descriptors_are_kept_for_the_process_and_for_newcomers() -> None:
+    assert room_within(10_000, 4096) == Room(connections=4096, reserve=16)
     small = room_within(200, 4096)
-    assert small.connections + small.reserve + small.backlog <= 150
+    assert 100 < small.connections + small.reserve <= 150
     with pytest.raises(CumuloError, match="raise the limit of open files"):
-        room_within(40, 4096)
+        room_within(30, 4096)
     assert room_within(60, 2).connections == 2
+
+
+def test_sockets_take_at_most_a_part_of_the_places() -> None:
+    handshake = get(
+        "/", "Connection: Upgrade", "Upgrade: websocket", "Sec-WebSocket-Version: 13",
+        "Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==",
+    )  # fmt: skip
+    with transport(connections=40) as served, contextlib.ExitStack() as stack:
+        statuses = []
+        for _ in range(15):
+            client = stack.enter_context(Client(served.url))
+            client.send(handshake)
+            answer = client.answer()
+            statuses.append(answer.status if answer is not None else 0)
+        assert statuses == [101] * 10 + [503] * 5
+        for _ in range(60):  # sockets are not idle: they do not give way
+            stack.enter_context(Client(served.url))
+        assert answered(served, "/any") == 200
+        assert served.sockets == 10
+    assert served.sockets == 0

@@ -24,7 +24,7 @@ from cumulo.serve.http.limits import HttpLimits
 from cumulo.serve.http.tally import Tally
 
 LIMITS = HttpLimits(
-    room=Room(connections=100, reserve=4, backlog=128),
+    room=Room(connections=100, reserve=4),
     per_address=100,
     header_timeout_s=30,
     body_timeout_s=30,
@@ -39,7 +39,7 @@ class Transport:
 
     def __init__(self, limits: HttpLimits) -> None:
         self.refused: Counter[str] = Counter()
-        self.holding = self.streaming = self.gone = 0
+        self.holding = self.streaming = self.gone = self.sockets = 0
         self._limits = limits
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
@@ -69,6 +69,14 @@ class Transport:
         self.keeper.stop()
 
     async def _app(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "websocket":
+            await receive()
+            await send({"type": "websocket.accept"})
+            self.sockets += 1
+            while (await receive())["type"] != "websocket.disconnect":
+                pass
+            self.sockets -= 1
+            return
         body = b""
         while True:
             message = await receive()
@@ -114,7 +122,7 @@ class Transport:
 
 @contextlib.contextmanager
 def transport(connections: int = 100, **changed: Any) -> Iterator[Transport]:
-    room = Room(connections=connections, reserve=4, backlog=128)
+    room = Room(connections=connections, reserve=4)
     running = Transport(replace(LIMITS, room=room, **changed))
     try:
         yield running
