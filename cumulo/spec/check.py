@@ -35,6 +35,7 @@ _MOST = {
 }  # fmt: skip
 _MOST_EXPERTS = 1 << 16
 _MOST_SCALING = 1e6
+_MOST_ENDS = 64  # tokens that end an answer
 
 
 def _problems(spec: ModelSpec) -> Iterator[str]:
@@ -42,9 +43,11 @@ def _problems(spec: ModelSpec) -> Iterator[str]:
         if not 0 < getattr(spec, name) <= most:
             yield f"{name} must be more than 0 and at most {most:,}, got {_number(getattr(spec, name))}"
     for name, tokens in (("bos_token_id", (spec.bos_token_id,)), ("eos_token_id", spec.eos_token_ids)):
-        for token in tokens:
-            if token is not None and not 0 <= token < spec.vocab_size:
-                yield f"{name} is {_number(token)}, but the vocabulary has {_number(spec.vocab_size)} tokens"
+        if len(tokens) > _MOST_ENDS:
+            yield f"{name} lists {len(tokens):,} tokens; {_MOST_ENDS} is the most"
+        outside = [token for token in tokens if token is not None and not 0 <= token < spec.vocab_size]
+        if outside:
+            yield f"{name} is {_number(outside[0])}, but the vocabulary has {_number(spec.vocab_size)} tokens"
     if spec.kv_heads > 0 and spec.heads % spec.kv_heads:
         yield f"{spec.heads} heads cannot share {spec.kv_heads} key/value heads evenly"
     if spec.rope_dim % 2:

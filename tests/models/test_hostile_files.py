@@ -1,0 +1,85 @@
+"""Hostile model files are refused in one line, before memory is taken: all in one process with little memory."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.models import tiny
+from tests.models.gguf_conversion import convert
+from tests.models.hostile_files import FOLDER_CASES, GGUF_CASES
+from tests.models.vocabularies import sentencepiece_metadata
+from tests.serve.tiny_model import save_tiny_model
+
+ROOT = Path(__file__).parents[2]
+# Patterns that look bad but are not: they are used as they are.
+HARMLESS = {"pattern (a|aa)+$"}
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    base = tmp_path_factory.mktemp("hostile")
+    good = save_tiny_model(base)
+    (base / "scratch").mkdir()
+    result = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "tests.models.hostile_files",
+            str(good),
+            str(base / "scratch"),
+            *map(str, _gguf(base)),
+        ],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    lines = [json.loads(line) for line in result.stdout.splitlines()]
+    assert result.returncode == 0, f"after {lines[-1:]}: {result.stderr[-2000:]}"
+    return {line["name"]: line for line in lines}
+
+
+def _gguf(base: Path) -> list[Path]:
+    vocabulary = sentencepiece_metadata()
+    size = {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "vocab_size": len(vocabulary["tokenizer.ggml.tokens"]),
+    }
+    tiny.save("llama", base / "for-gguf", **size)
+    files = []
+    for name, changes in GGUF_CASES.items():
+        metadata = vocabulary | changes
+        if changes.get("tokenizer.ggml.tokens") == "long":
+            metadata["tokenizer.ggml.tokens"] = [*vocabulary["tokenizer.ggml.tokens"][:-1], "x" * 100_000]
+        files.append(convert(base / "for-gguf", base / f"{name}.gguf", metadata=metadata))
+    return files
+
+
+@pytest.mark.parametrize("name", [*FOLDER_CASES, *GGUF_CASES])
+def test_a_hostile_file_is_refused_in_one_line(found: dict[str, dict[str, Any]], name: str) -> None:
+    line = found[name]
+    if name in HARMLESS and line["kind"] == "loaded":
+        return
+    assert line["kind"] == "refused", line
+    assert "\n" not in line["message"] and len(line["message"]) < 700, line
+    assert line["grown_mib"] < 300, line
+
+
+def test_serve_says_why_in_one_line_and_ends(tmp_path: Path) -> None:
+    good = save_tiny_model(tmp_path)
+    FOLDER_CASES["added id 2147483648"](good)
+    result = subprocess.run(
+        [sys.executable, "-m", "cumulo.cli", "serve", str(good), "--port", "0", "--no-console"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert result.returncode != 0
+    assert "Traceback" not in result.stderr + result.stdout
+    assert "2147483648" in " ".join((result.stderr + result.stdout).split())
