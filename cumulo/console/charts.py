@@ -1,120 +1,103 @@
-"""Charts of the live page as SVG text: throughput, steps and the map of the KV blocks. Colours are in style.css."""
+"""Charts of the live page as SVG text: columns and lines over time with labelled axes. Colours are in style.css."""
 
-from collections import Counter
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from html import escape
 
-from cumulo.console.words import short_id
-from cumulo.serve.messages import BlockMap, StepRecord
-
-_WIDTH, _HEIGHT = 480, 110
-_MAP_COLUMNS, _MOST_CELLS = 64, 1536
-_INKS = 8  # owners' colours; they repeat beyond
-_NAMED_OWNERS = 8
+_WIDTH, _HEIGHT = 480, 132
+_LEFT, _RIGHT, _TOP, _FOOT = 44, 4, 8, 18  # around the drawing, for the labels
 
 
-def throughput_chart(history: Sequence[tuple[int, int]]) -> str:
-    """Stacked columns, one per second: decode below, prefill above."""
-    most = max((prefill + decode for prefill, decode in history), default=0)
-    return _peak(f"at most {most:,} in a second") + _stacked(history) + _legend()
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """`floor`: the scale never ends below this, so that small values look small. `ends`: the labels below the left
+    and the right end."""
+
+    unit: str
+    floor: float
+    ends: tuple[str, str]
+    most: float | None = None  # a fixed end instead of one that fits the values
+    counts: bool = False  # whole numbers: half of the scale is one, too
 
 
-def steps_chart(steps: Sequence[StepRecord]) -> str:
-    """One column per step: how many tokens, of prompts and of answers; how long it took in its title."""
-    pairs = [(step.prefill_tokens, step.decode_tokens) for step in steps]
-    titles = [
-        f"step {s.index}: {s.prefill_tokens} prefill, {s.decode_tokens} decode tokens, "
-        f"{(s.finished_s - s.started_s) * 1e3:.1f} ms"
-        for s in steps
-    ]
-    most = max((sum(pair) for pair in pairs), default=0)
-    return _peak(f"at most {most:,} tokens in a step") + _stacked(pairs, titles) + _legend()
+def nice_most(value: float, floor: float, steps: tuple[int, ...] = (1, 2, 5, 10)) -> float:
+    """The end of a scale: 1, 2 or 5 times a power of ten, at least the floor and the value."""
+    wanted = max(value, floor)
+    if wanted <= 0:
+        return 1.0
+    power = 10.0 ** math.floor(math.log10(wanted))
+    return next(step * power for step in steps if step * power >= wanted * (1 - 1e-9))
 
 
-def _peak(words: str) -> str:
-    return f'<div class="peak">{words}</div>'
-
-
-def _stacked(pairs: Sequence[tuple[int, int]], titles: Sequence[str] = ()) -> str:
-    most = max((prefill + decode for prefill, decode in pairs), default=0) or 1
-    width, space = _WIDTH / max(1, len(pairs)), _HEIGHT - 8
+def column_chart(values: Sequence[float], axis: Axis, ink: str, titles: Sequence[str] = ()) -> str:
+    """One column per value, oldest left. `titles`: what the pointer tells at each."""
+    most = _most(values, axis)
+    width = (_WIDTH - _LEFT - _RIGHT) / max(1, len(values))
     columns = []
-    for index, (prefill, decode) in enumerate(pairs):
-        foot = float(_HEIGHT - 2)
+    for index, value in enumerate(values):
+        if value <= 0 and not titles:
+            continue
+        height = max(1.0, _span() * min(1.0, value / most)) if value > 0 else 0.0
         title = f"<title>{escape(titles[index])}</title>" if titles else ""
-        for ink, tokens in (("decode", decode), ("prefill", prefill)):
-            if tokens:
-                height = max(1.0, tokens / most * space)
-                foot -= height
-                columns.append(
-                    f'<rect class="ink-{ink}" x="{index * width:.1f}" y="{foot:.1f}" '
-                    f'width="{max(0.5, width - 1):.1f}" height="{height:.1f}">{title}</rect>'
-                )
-    ground = f'<path d="M0 {_HEIGHT - 1.5}H{_WIDTH}" stroke="var(--line)"/>'
-    return f'<svg class="chart" viewBox="0 0 {_WIDTH} {_HEIGHT}">{ground}{"".join(columns)}</svg>'
+        columns.append(
+            f'<rect class="ink-{ink}" x="{_LEFT + index * width:.1f}" y="{_bottom() - height:.1f}" '
+            f'width="{max(0.5, width - (1 if width > 3 else 0)):.1f}" height="{height:.1f}">{title}</rect>'
+        )
+    return _frame(axis, most, "".join(columns))
 
 
-def _legend() -> str:
+def line_chart(lines: Sequence[tuple[str, str, Sequence[float | None]]], axis: Axis) -> str:
+    """Lines of one scale, each with its name, its ink and its values; None leaves a gap."""
+    values = [value for _, _, points in lines for value in points if value is not None]
+    most = _most(values, axis)
+    paths = []
+    for _, ink, points in lines:
+        step = (_WIDTH - _LEFT - _RIGHT) / max(1, len(points) - 1)
+        path, pen = "", "M"
+        for index, value in enumerate(points):
+            if value is None:
+                pen = "M"
+                continue
+            path += f"{pen}{_LEFT + index * step:.1f} {_bottom() - _span() * min(1.0, value / most):.1f}"
+            pen = "L"
+        paths.append(f'<path class="line-{ink}" d="{path}"/>')
+    legend = "".join(f'<span><i class="ink-{ink}"></i>{escape(name)}</span>' for name, ink, _ in lines)
+    return _frame(axis, most, "".join(paths)) + f'<div class="legend">{legend}</div>'
+
+
+def _most(values: Sequence[float], axis: Axis) -> float:
+    steps = (2, 4, 10) if axis.counts else (1, 2, 5, 10)
+    return axis.most or nice_most(max(values, default=0.0), axis.floor, steps)
+
+
+def _bottom() -> float:
+    return _HEIGHT - _FOOT
+
+
+def _span() -> float:
+    return _HEIGHT - _FOOT - _TOP
+
+
+def _frame(axis: Axis, most: float, drawn: str) -> str:
+    """The drawing on lines at nothing, half and all of the scale."""
+    grid = ""
+    for share in (0.0, 0.5, 1.0):
+        y = _bottom() - _span() * share
+        grid += f'<path class="grid" d="M{_LEFT} {y:.1f}H{_WIDTH - _RIGHT}"/>'
+        grid += f'<text x="{_LEFT - 6}" y="{y + 3.5:.1f}" text-anchor="end">{_label(most * share)}</text>'
+    left, right = axis.ends
+    ends = (
+        f'<text x="{_LEFT}" y="{_HEIGHT - 4}">{escape(left)}</text>'
+        f'<text x="{_WIDTH - _RIGHT}" y="{_HEIGHT - 4}" text-anchor="end">{escape(right)}</text>'
+    )
     return (
-        '<div class="legend"><span><i class="ink-decode"></i>decode</span>'
-        '<span><i class="ink-prefill"></i>prefill</span></div>'
+        f'<svg class="chart axes" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{escape(axis.unit)}">'
+        f"{grid}{drawn}{ends}</svg>"
     )
 
 
-def block_chart(blocks: BlockMap, may_see: Callable[[str], bool]) -> str:
-    """A cell per block, or per few blocks where there are many; owners that may not be seen keep their names."""
-    total = len(blocks.owner_of)
-    per_cell = max(1, -(-total // _MOST_CELLS))
-    inks = [
-        _cell_ink(blocks.owner_of[start : start + per_cell], blocks.cached[start : start + per_cell])
-        for start in range(0, total, per_cell)
-    ]
-    rows = -(-len(inks) // _MAP_COLUMNS)
-    cells = "".join(
-        f'<rect class="ink-{ink}" x="{start % _MAP_COLUMNS}" y="{start // _MAP_COLUMNS}" '
-        f'width="{length}" height="1"/>'
-        for ink, start, length in _runs(inks)
-    )
-    grid = "".join(f"M{column} 0V{rows}" for column in range(_MAP_COLUMNS + 1))
-    grid += "".join(f"M0 {row}H{_MAP_COLUMNS}" for row in range(rows + 1))
-    held = Counter(owner for owner in blocks.owner_of if owner >= 0)
-    names = "".join(
-        f'<span><i class="ink-{owner % _INKS}"></i>{_owner(blocks.owners[owner], may_see)} ({count})</span>'
-        for owner, count in held.most_common(_NAMED_OWNERS)
-    )
-    if len(held) > _NAMED_OWNERS:
-        names += f"<span>and {len(held) - _NAMED_OWNERS} more</span>"
-    free_cached = sum(
-        1 for owner, kept in zip(blocks.owner_of, blocks.cached, strict=True) if owner < 0 and kept
-    )
-    free = total - sum(held.values()) - free_cached
-    size = "a block" if per_cell == 1 else f"{per_cell} blocks"
-    return (
-        f'<svg class="chart" viewBox="0 0 {_MAP_COLUMNS} {rows}">{cells}'
-        f'<path d="{grid}" stroke="var(--card)" stroke-width=".14"/></svg><div class="legend">'
-        f'<span><i class="ink-cached"></i>cached, reusable ({free_cached:,})</span>'
-        f'<span><i class="ink-free"></i>free ({free:,})</span>{names}<span>a cell is {size}</span></div>'
-    )
-
-
-def _cell_ink(owners: Sequence[int], cached: bytes) -> str:
-    """The owner if there is one, else whether something cached is there."""
-    owner = max(owners)
-    return str(owner % _INKS) if owner >= 0 else "cached" if any(cached) else "free"
-
-
-def _runs(inks: Sequence[str]) -> list[tuple[str, int, int]]:
-    """Equal cells beside each other in a row are one rectangle: an idle cache is a short drawing."""
-    runs: list[tuple[str, int, int]] = []
-    for index, ink in enumerate(inks):
-        if runs and index % _MAP_COLUMNS and ink == runs[-1][0]:
-            runs[-1] = ink, runs[-1][1], runs[-1][2] + 1
-        else:
-            runs.append((ink, index, 1))
-    return runs
-
-
-def _owner(request_id: str, may_see: Callable[[str], bool]) -> str:
-    if not may_see(request_id):
-        return "someone else"
-    return f'<a href="/requests/{escape(request_id)}">{escape(short_id(request_id, 8))}</a>'
+def _label(value: float) -> str:
+    if value >= 10_000:
+        return f"{value / 1000:,.0f}k"
+    return f"{value:,.0f}" if value >= 10 or value == int(value) else f"{value:g}"

@@ -13,6 +13,7 @@ from nicegui import ui
 
 from cumulo.console import chat_page, live_page, requests_page, system_page
 from cumulo.console.front import Front
+from cumulo.console.machine_use import MachineUse
 from cumulo.console.sessions import Sessions
 from cumulo.console.shell import Shell
 from cumulo.serve.service import Service
@@ -28,8 +29,11 @@ def install(app: FastAPI) -> None:
     service: Service = app.state.service
     sessions = Sessions(service.keys)
     shell = Shell(service, sessions)
-    for page in (chat_page, requests_page, live_page, system_page):
+    machine = MachineUse(lambda: service.engine.engine_pid)
+    pages_app.on_startup(machine.run)
+    for page in (chat_page, requests_page, system_page):
         page.register(shell, app)
+    live_page.register(shell, app, machine)
     logging.getLogger("nicegui").setLevel(logging.WARNING)
     logging.getLogger("uvicorn.error").addFilter(_is_news)
     # NiceGUI looks at every object of the process to find its server; one of torch's complains of that.

@@ -1,48 +1,64 @@
-"""The live page's numbers, from what the service keeps anyway: recent steps and recent requests."""
+"""The live page's numbers, from what the service keeps anyway: the history of steps and recent requests."""
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 
+from cumulo.console.machine_use import Sample
 from cumulo.console.words import percentile
-from cumulo.serve.messages import StepRecord
+from cumulo.serve.observe.step_history import Slice, StepHistory
 from cumulo.serve.stories import Record
 
-WINDOW_S = 60  # what the throughput chart shows
-_JUDGED_S = 300.0  # percentiles are of requests not older than this
+JUDGED_S = 300.0  # percentiles are of requests not older than this
 _RATE_S = 5  # the present rate is the mean of so many seconds
 _MOST_GAPS = 256  # per request
 
 
-@dataclass(slots=True)
-class Throughput:
-    """Tokens per second, second by second. Fed with the same growing list of steps, again and again."""
+@dataclass(frozen=True, slots=True)
+class Window:
+    """How much of the past a chart shows, and in how many slices of how many seconds."""
 
-    seconds: dict[int, tuple[int, int]] = field(default_factory=dict)  # prefill and decode tokens
-    _seen_s: float = 0.0  # when the last step taken in finished
+    label: str
+    slices: int
+    slice_s: float
 
-    def take(self, steps: Iterable[StepRecord], now_s: float) -> None:
-        newest_s = self._seen_s
-        for step in steps:
-            if step.finished_s > self._seen_s:
-                newest_s = max(newest_s, step.finished_s)
-                prefill, decode = self.seconds.get(int(step.finished_s), (0, 0))
-                self.seconds[int(step.finished_s)] = (
-                    prefill + step.prefill_tokens,
-                    decode + step.decode_tokens,
-                )
-        self._seen_s = newest_s
-        for second in [second for second in self.seconds if second < int(now_s) - WINDOW_S]:
-            del self.seconds[second]
+    @property
+    def length_s(self) -> float:
+        return self.slices * self.slice_s
 
-    def history(self, now_s: float) -> list[tuple[int, int]]:
-        """One pair per second of the window, the present one left out: it is not over."""
-        return [self.seconds.get(second, (0, 0)) for second in range(int(now_s) - WINDOW_S, int(now_s))]
 
-    def rate(self, now_s: float) -> tuple[float, float]:
-        """Prefill and decode tokens per second just now."""
-        last = self.history(now_s)[-_RATE_S:]
-        return sum(prefill for prefill, _ in last) / _RATE_S, sum(decode for _, decode in last) / _RATE_S
+WINDOWS = (Window("1 min", 60, 1), Window("10 min", 60, 10), Window("1 hour", 120, 30))
+
+
+def slices(history: StepHistory, window: Window, now_s: float) -> list[Slice]:
+    if window.slice_s < history.tens.width_s:
+        return history.seconds.last(now_s, window.slices)
+    return history.tens.last(now_s, window.slices, int(window.slice_s / history.tens.width_s))
+
+
+def rates(history: StepHistory, now_s: float) -> tuple[float, float]:
+    """Prefill and decode tokens per second just now."""
+    last = history.seconds.last(now_s, _RATE_S)
+    return (
+        sum(part.prefill_tokens for part in last) / _RATE_S,
+        sum(part.decode_tokens for part in last) / _RATE_S,
+    )
+
+
+def machine_line(
+    samples: Sequence[Sample], values: Sequence[float | None], window: Window, now_s: float
+) -> list[float | None]:
+    """One value per slice of a window: the last sample in it; where a slice has none, the one before goes on."""
+    points: list[float | None] = [None] * window.slices
+    start_s = now_s - window.length_s
+    for sample, value in zip(samples, values, strict=True):
+        index = int((sample.time_s - start_s) / window.slice_s)
+        if 0 <= index < window.slices:
+            points[index] = value
+    for index in range(1, window.slices):
+        if points[index] is None:
+            points[index] = points[index - 1]
+    return points
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,19 +68,22 @@ class Latencies:
     first_p99_s: float | None
     gap_p50_s: float | None
     gap_p99_s: float | None
+    preemptions: int
 
 
 def latencies(records: Iterable[Record], now_s: float) -> Latencies:
     """Of the requests that were received within the last minutes."""
     firsts: list[float] = []
     gaps: list[float] = []
-    count = 0
+    count = preemptions = 0
     for record in records:
-        if record.received_s < now_s - _JUDGED_S:
+        if record.received_s < now_s - JUDGED_S:
             continue
         count += 1
-        if record.story is not None and record.story.ttft_s is not None:
-            firsts.append(record.story.ttft_s)
+        if record.story is not None:
+            preemptions += record.story.preemptions
+            if record.story.ttft_s is not None:
+                firsts.append(record.story.ttft_s)
         if record.samples == 1:
             times = record.token_times_s[-_MOST_GAPS:]
             gaps.extend(later - earlier for earlier, later in pairwise(times))
@@ -74,4 +93,5 @@ def latencies(records: Iterable[Record], now_s: float) -> Latencies:
         percentile(firsts, 0.99),
         percentile(gaps, 0.5),
         percentile(gaps, 0.99),
+        preemptions,
     )

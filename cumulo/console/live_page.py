@@ -1,4 +1,4 @@
-"""The live page: how fast, how long one waits, what the last steps held, who owns the KV blocks, memory."""
+"""The live page: throughput, latency, queue and KV cache now and over the last hour; use of the machine."""
 
 import asyncio
 import time
@@ -8,94 +8,159 @@ from fastapi import FastAPI
 from nicegui import ui
 from starlette.requests import Request
 
-from cumulo.console.charts import block_chart, steps_chart, throughput_chart
-from cumulo.console.live_numbers import Throughput, latencies
+from cumulo.console.block_chart import block_chart
+from cumulo.console.charts import Axis, column_chart, line_chart
+from cumulo.console.live_numbers import WINDOWS, Window, latencies, machine_line, rates, slices
+from cumulo.console.machine_use import MachineUse
+from cumulo.console.memory_ledger import ledger_html
 from cumulo.console.sessions import Visitor
 from cumulo.console.shell import Shell, empty, show
-from cumulo.console.story_view import tile
+from cumulo.console.tiles import tile
 from cumulo.engine.ledger import format_bytes
-from cumulo.serve.messages import BlockMap, Ready
+from cumulo.serve.messages import BlockMap, Ready, StepRecord
+from cumulo.serve.observe.step_history import Slice
 
 _REFRESH_S = 1.0
 _STEPS_SHOWN = 96
-_STEPS_TOLD = 6
 _JUDGED_REQUESTS = 64
 _MAP_PATIENCE_S = 2.0
+_FAIRNESS = "Jain's index over API keys in the last minute; 1 is even."
+_EVICTIONS = "Cached prefixes that were dropped to make room for new blocks."
 
 
-def register(shell: Shell, app: FastAPI) -> None:
+def register(shell: Shell, app: FastAPI, machine: MachineUse) -> None:
     @ui.page("/live", title="Live · Cumulo")
     def live(request: Request) -> None:
         with shell.page(request, "/live") as visitor:
-            page = _Live(shell, visitor)
+            page = _Live(shell, visitor, machine)
             shell.clock(visitor, _REFRESH_S, page.tick)
 
 
 class _Live:
-    def __init__(self, shell: Shell, visitor: Visitor) -> None:
-        self._service, self._visitor = shell.service, visitor
-        self._throughput = Throughput()
+    def __init__(self, shell: Shell, visitor: Visitor, machine: MachineUse) -> None:
+        self._service, self._visitor, self._machine = shell.service, visitor, machine
         self._map_mark: object = None  # what the block map drawn last belonged to
-        self._tiles = show("", "tiles")
+        self._tiles = show("", "tiles six")
+        with ui.element("div").classes("filters"):
+            self._window = ui.toggle(
+                {number: window.label for number, window in enumerate(WINDOWS)},
+                value=0,
+                on_change=self._draw_history,
+            ).props("unelevated dense no-caps toggle-color=primary padding='4px 10px'")
+            self._span = ui.label("").classes("soft small")
         with ui.element("div").classes("pair"):
-            with ui.element("div"):
-                self._rates = _card("Tokens per second, the last minute")
-                self._map = _card("KV blocks")
-            with ui.element("div"):
-                self._steps = _card(f"What the last {_STEPS_SHOWN} steps held")
-        self._ledger = _card("Memory: predicted beside measured")
+            self._decode = _card("Decode throughput, tokens/s", "Output tokens computed per second.")
+            self._prefill = _card("Prefill throughput, tokens/s", "Prompt tokens computed per second.")
+            self._requests = _card(
+                "Running and queued, sequences",
+                "Sequences that the engine computes, and those that wait for a place.",
+            )
+            self._busy = _card("CPU, memory and GPU use, %", "Of the whole machine that runs the server.")
+            self._steps = _card(
+                f"Time of the last {_STEPS_SHOWN} steps, ms",
+                "A step computes one token of every running sequence and a part of the waiting prompts.",
+            )
+            self._map = _card("KV cache blocks", "Which request holds which block of the KV cache.")
+        self._machine_tiles = show("", "tiles")
+        self._ledger = _card(
+            "Memory ledger", "What was predicted before loading, and what was measured after."
+        )
         self._map.set_content(empty("Nothing to show yet", "The map appears when the engine runs."))
         self._ledger_drawn_for: Ready | None = None
 
     async def tick(self) -> None:
-        now_s = time.perf_counter()
-        steps = list(self._service.recent_steps)
-        self._throughput.take(steps, now_s)
-        self._draw_tiles(now_s)
-        if steps:
-            self._rates.set_content(throughput_chart(self._throughput.history(now_s)))
-            told = "".join(
-                f'<tr><td class="num">{s.index}</td><td class="right num">{s.prefill_tokens}</td>'
-                f'<td class="right num">{s.decode_tokens}</td>'
-                f'<td class="right num">{(s.finished_s - s.started_s) * 1e3:.1f} ms</td></tr>'
-                for s in reversed(steps[-_STEPS_TOLD:])
-            )
-            self._steps.set_content(
-                steps_chart(steps[-_STEPS_SHOWN:])
-                + '<table class="plain"><tr><th>step</th><th class="right">prefill tokens</th>'
-                f'<th class="right">decodes</th><th class="right">took</th></tr>{told}</table>'
-            )
-        else:
-            for chart in (self._rates, self._steps):
-                chart.set_content(empty("Nothing computed yet", "Ask something on the Chat page."))
+        self._draw_tiles(time.perf_counter())
+        self._draw_history()
+        steps = list(self._service.recent_steps)[-_STEPS_SHOWN:]
+        self._steps.set_content(
+            _steps_html(steps) if steps else empty("Nothing computed yet", "Ask something on the Chat page.")
+        )
         info = self._service.engine.info
         if info is not None and info is not self._ledger_drawn_for:
-            self._ledger.set_content(_ledger_html(info))
+            self._ledger.set_content(ledger_html(info))
             self._ledger_drawn_for = info
         await self._draw_map()
 
     def _draw_tiles(self, now_s: float) -> None:
-        engine = self._service.engine
-        stats = engine.stats
-        prefill, decode = self._throughput.rate(now_s)
+        engine, stats = self._service.engine, self._service.engine.stats
+        prefill, decode = rates(self._service.step_history, now_s)
         late = latencies(self._service.stories.recent(_JUDGED_REQUESTS), now_s)
         used = (
-            stats.blocks_used / stats.blocks_total * 100 if stats is not None and stats.blocks_total else 0.0
+            100 * stats.blocks_used / stats.blocks_total if stats is not None and stats.blocks_total else 0.0
         )
+        recent = f"of the last {late.requests} requests, at most 5 minutes old"
         tiles = (
-            ("output", round(decode), "tokens/s"),
-            ("prefill", round(prefill), "tokens/s"),
-            ("running", stats.running if stats is not None else 0, ""),
-            ("waiting", engine.waiting, ""),
-            ("fairness", self._service.fairness_index, ""),
-            ("first token, median", _ms(late.first_p50_s), "ms"),
-            ("first token, p99", _ms(late.first_p99_s), "ms"),
-            ("gap, median", _ms(late.gap_p50_s), "ms"),
-            ("gap, p99", _ms(late.gap_p99_s), "ms"),
-            ("KV blocks in use", used, "%"),
-            ("evictions", stats.evictions if stats is not None else 0, ""),
-        )
+            ("Decode", round(decode), "tokens/s", "Output tokens per second, mean of the last 5 s."),
+            ("Prefill", round(prefill), "tokens/s", "Prompt tokens per second, mean of the last 5 s."),
+            ("Running", stats.running if stats is not None else 0, "", "Sequences that the engine computes now."),
+            ("Queue", engine.waiting, "", "Requests that wait for a place in the engine."),
+            ("KV cache usage", used, "%", "Share of the KV cache's blocks that running requests hold."),
+            ("Preemptions", late.preemptions, "", f"Times that requests gave up their KV blocks, {recent}."),
+            ("TTFT p50", _ms(late.first_p50_s), "ms", f"Time to first token: median {recent}."),
+            ("TTFT p99", _ms(late.first_p99_s), "ms", f"Time to first token: 99th percentile {recent}."),
+            ("ITL p50", _ms(late.gap_p50_s), "ms", f"Inter-token latency: median gap between tokens {recent}."),
+            ("ITL p99", _ms(late.gap_p99_s), "ms", f"Inter-token latency: 99th percentile {recent}."),
+            ("Fairness index", self._service.fairness_index, "", _FAIRNESS),
+            ("Cache evictions", stats.evictions if stats is not None else 0, "", _EVICTIONS),
+        )  # fmt: skip
         self._tiles.set_content("".join(tile(*one) for one in tiles))
+
+    def _draw_history(self) -> None:
+        now_s, window = time.perf_counter(), WINDOWS[int(self._window.value or 0)]
+        parts = slices(self._service.step_history, window, now_s)
+        ends = (f"{window.label} ago", "now")
+        self._span.set_text(
+            f"one column is {window.slice_s:g} s" if window.slice_s > 1 else "one column is 1 s"
+        )
+        for card, ink, tokens in (
+            (self._decode, "decode", [part.decode_tokens for part in parts]),
+            (self._prefill, "prefill", [part.prefill_tokens for part in parts]),
+        ):
+            values = [count / window.slice_s for count in tokens]
+            card.set_content(column_chart(values, Axis("tokens/s", 10, ends), ink))
+        self._requests.set_content(_requests_chart(parts, ends))
+        self._draw_machine(now_s, window, ends)
+
+    def _draw_machine(self, now_s: float, window: Window, ends: tuple[str, str]) -> None:
+        samples = list(self._machine.samples)
+        if not samples:
+            self._busy.set_content(
+                empty("Not known on this system", "It is read from /proc, which Linux has.")
+            )
+            return
+        lines = [
+            ("CPU", "decode", [s.cpu_percent for s in samples]),
+            ("memory", "2", [s.memory_percent for s in samples]),
+        ]
+        last = samples[-1]
+        total = format_bytes(last.memory_total_bytes)
+        for number in range(len(last.gpus)):
+            name = "GPU" if len(last.gpus) == 1 else f"GPU {number}"
+            busy = [
+                float(s.gpus[number].utilization_percent) if number < len(s.gpus) else 0.0 for s in samples
+            ]
+            lines.append((name, str((number + 3) % 8), busy))
+        drawn = [(name, ink, machine_line(samples, values, window, now_s)) for name, ink, values in lines]
+        self._busy.set_content(line_chart(drawn, Axis("%", 100, ends, most=100)))
+        tiles = [
+            ("CPU use", last.cpu_percent, "%", "Share of all cores' time that was busy in the last 5 s."),
+            ("Memory in use", *_gib(last.memory_used_bytes), f"Of {total}, by all processes."),
+            ("Engine memory", *_gib(last.engine_bytes), "Resident memory (RSS) of the engine's process."),
+            ("API server memory", *_gib(last.server_bytes), "Resident memory (RSS) of the server process."),
+        ]  # fmt: skip
+        for number, gpu in enumerate(last.gpus):
+            name = "GPU" if len(last.gpus) == 1 else f"GPU {number}"
+            tiles += [
+                (f"{name} use", float(gpu.utilization_percent), "%", "Share of time in which a kernel ran."),
+                (
+                    f"{name} memory",
+                    *_gib(gpu.used_bytes),
+                    f"Of {format_bytes(gpu.total_bytes)}, by all processes.",
+                ),
+            ]
+        columns = {4: "four", 6: "six"}.get(len(tiles), "four")
+        self._machine_tiles.classes(replace=f"tiles {columns}")
+        self._machine_tiles.set_content("".join(tile(*one) for one in tiles))
 
     async def _draw_map(self) -> None:
         """Asks the engine only when a step has passed since: an idle engine is left alone."""
@@ -119,38 +184,43 @@ class _Live:
         return self._visitor.key is None or (record is not None and self._visitor.may_see(record.caller))
 
 
-def _card(title: str) -> ui.html:
+def _card(title: str, explained: str) -> ui.html:
     with ui.element("div").classes("card"):
-        show(f"<h2>{escape(title)}</h2>")
+        show(f'<h2 title="{escape(explained)}">{escape(title)}</h2>')
         return show("")
+
+
+def _requests_chart(parts: list[Slice], ends: tuple[str, str]) -> str:
+    lines = (
+        ("running", "decode", [float(part.running) for part in parts]),
+        ("queued", "prefill", [float(part.waiting) for part in parts]),
+    )
+    return line_chart(lines, Axis("sequences", 4, ends, counts=True))
+
+
+def _steps_html(steps: list[StepRecord]) -> str:
+    times_ms = [(step.finished_s - step.started_s) * 1e3 for step in steps]
+    titles = [
+        f"step {step.index}: {time_ms:.1f} ms, {step.prefill_tokens} prefill and {step.decode_tokens} decode tokens"
+        for step, time_ms in zip(steps, times_ms, strict=True)
+    ]
+    last = steps[-1]
+    told = (
+        f"Last step: {times_ms[-1]:.1f} ms for {last.prefill_tokens:,} prefill and {last.decode_tokens:,} decode "
+        "tokens. The pointer tells the same of every step."
+    )
+    ends = (f"step {steps[0].index:,}", f"step {last.index:,}")
+    chart = column_chart(times_ms, Axis("ms", 10, ends), "decode", titles)
+    return f'{chart}<p class="soft small told">{told}</p>'
 
 
 def _ms(seconds: float | None) -> float | None:
     return None if seconds is None else seconds * 1e3
 
 
-def _ledger_html(info: Ready) -> str:
-    rows = "".join(
-        f'<tr><td>{escape(row["name"])}</td><td class="right num">{format_bytes(row["predicted_bytes"])}</td>'
-        f'<td class="right num">{_measured(row["measured_bytes"])}</td>'
-        f'<td class="right num">{_ratio(row["predicted_bytes"], row["measured_bytes"])}</td>'
-        f'<td class="soft small wide-only">{escape(row["how"])}</td></tr>'
-        for row in info.ledger["rows"]
-    )
-    total = info.ledger
-    return (
-        '<table class="plain"><tr><th>part</th><th class="right">predicted</th><th class="right">measured</th>'
-        f'<th class="right">ratio</th><th class="wide-only">how</th></tr>{rows}<tr><td><b>total</b></td>'
-        f'<td class="right num"><b>{format_bytes(total["predicted_bytes"])}</b></td>'
-        f'<td class="right num"><b>{_measured(total["measured_bytes"])}</b></td><td></td>'
-        f'<td class="soft small wide-only">of {format_bytes(total["available_bytes"])} that were available</td>'
-        "</tr></table>"
-    )
-
-
-def _measured(count: int | None) -> str:
-    return "–" if count is None else format_bytes(count)
-
-
-def _ratio(predicted: int, measured: int | None) -> str:
-    return "–" if measured is None or not predicted else f"{measured / predicted:.2f}"
+def _gib(count: int | None) -> tuple[str | None, str]:
+    """A number of bytes and its unit."""
+    if count is None:
+        return None, ""
+    number, unit = format_bytes(count).split(" ")
+    return number, unit

@@ -1,17 +1,23 @@
-"""The requests page: the last requests in a table with filters; a request's own page tells its story."""
+"""The requests page: a table with filters, a page for each request's story, and two stories compared."""
+
+import asyncio
+import time
 
 from fastapi import FastAPI
 from nicegui import ui
 from starlette.requests import Request
 
-from cumulo.console.request_table import _table, badge, matching
+from cumulo.console.request_table import STATUSES, Filter, badge, rows_of, table_html
 from cumulo.console.sessions import Visitor
 from cumulo.console.shell import Shell, empty, show
-from cumulo.console.story_view import story_html
+from cumulo.console.story_view import compared_html, story_html
+from cumulo.serve.stories import NotUnique, Record
 
 _MOST_ROWS = 200
 _REFRESH_S = 1.5
-_OUTCOMES = ("all", "running", "stop", "length", "abort", "error")
+_PATIENCE_S = 1.0
+_TIMES = {0: "any time", 60: "last minute", 300: "last 5 minutes", 3600: "last hour"}
+_ALL_KEYS = "all keys"
 
 
 def register(shell: Shell, app: FastAPI) -> None:
@@ -19,6 +25,11 @@ def register(shell: Shell, app: FastAPI) -> None:
     def requests(request: Request) -> None:
         with shell.page(request, "/requests") as visitor:
             _Table(shell, visitor)
+
+    @ui.page("/requests/compare", title="Two requests · Cumulo")
+    def compare(request: Request, a: str = "", b: str = "") -> None:
+        with shell.page(request, "/requests") as visitor:
+            _compare(shell, visitor, a, b)
 
     @ui.page("/requests/{request_id}", title="A request · Cumulo")
     def one(request: Request, request_id: str) -> None:
@@ -29,41 +40,105 @@ def register(shell: Shell, app: FastAPI) -> None:
 class _Table:
     def __init__(self, shell: Shell, visitor: Visitor) -> None:
         self._shell, self._visitor = shell, visitor
+        self._queued: frozenset[str] = frozenset()
+        self._picked: list[str] = []
         with ui.element("div").classes("filters"):
-            self._outcome = ui.toggle(list(_OUTCOMES), value="all", on_change=self._draw).props(
+            self._status = ui.toggle(list(STATUSES), value="all", on_change=self._draw).props(
                 "unelevated dense no-caps toggle-color=primary padding='4px 10px'"
             )
-            self._words = (
-                ui.input(placeholder="Part of an id or caller", on_change=self._draw)
-                .props('outlined dense clearable debounce=200 aria-label="Filter by id or caller"')
-            )  # fmt: skip
+            self._key = ui.select([_ALL_KEYS], value=_ALL_KEYS, label="API key", on_change=self._draw)
+            self._time = ui.select(_TIMES, value=0, label="Received", on_change=self._draw)
+            for field in (self._key, self._time):
+                field.props("outlined dense options-dense")
+            self._words = ui.input(placeholder="Part of an id, key or reason", on_change=self._draw).props(
+                'outlined dense clearable debounce=200 aria-label="Filter by id, key or reason"'
+            )
+            self._compare = ui.button("Compare", icon="compare", on_click=self._open_comparison)
+            self._compare.props("flat dense no-caps").classes("quiet").tooltip(
+                "Shows the stories of two requests side by side; choose them in the first column."
+            )
         self._body = show("", "card")
+        ui.on("pick", self._pick)
         self._draw()
         shell.clock(visitor, _REFRESH_S, self._tick)
 
     async def _tick(self) -> None:
+        self._queued = await self._waiting()
         self._draw()
 
+    async def _waiting(self) -> frozenset[str]:
+        """Requests without a KV block, asked of the engine only while something waits there."""
+        service = self._shell.service
+        engine = service.engine
+        if not engine.waiting or engine.state != "ready":
+            return frozenset()
+        asked = asyncio.create_task(engine.block_map())
+        await asyncio.wait([asked], timeout=_PATIENCE_S)
+        if not asked.done():
+            asked.cancel()
+            return self._queued
+        if asked.cancelled() or asked.exception() is not None:
+            return frozenset()
+        return frozenset(engine.in_flight) - frozenset(asked.result().owners)
+
     def _draw(self) -> None:
-        stories = self._shell.service.stories
-        seen = [
-            r for r in stories.recent(self._shell.service.options.stories) if self._visitor.may_see(r.caller)
-        ]
-        chosen = list(matching(seen, str(self._outcome.value), self._words.value or ""))[:_MOST_ROWS]
-        if chosen:
-            self._body.set_content(_table(chosen))
+        service, visitor = self._shell.service, self._visitor
+        seen = rows_of(
+            (r for r in service.stories.recent(service.options.stories) if visitor.may_see(r.caller)),
+            (r for r in service.rejections.recent() if visitor.may_see(r.caller)),
+            self._queued,
+        )
+        self._offer_keys(sorted({row.caller for row in seen}))
+        since_s = time.perf_counter() - self._time.value if self._time.value else 0.0
+        caller = "" if self._key.value == _ALL_KEYS else str(self._key.value)
+        chosen = Filter(str(self._status.value), caller, since_s, self._words.value or "")
+        rows = [row for row in seen if row.is_let_through(chosen)][:_MOST_ROWS]
+        self._compare.set_enabled(len(self._picked) == 2)
+        if rows:
+            self._body.set_content(table_html(rows, self._picked))
         elif seen:
-            self._body.set_content(empty("No request matches", "Choose “all”, or clear the field."))
+            self._body.set_content(empty("No request matches", "Change the filters above."))
         else:
-            self._body.set_content(empty("No requests yet", "Whatever is asked of this server appears here."))
+            self._body.set_content(empty("No requests yet", "Every request to this server appears here."))
+
+    def _offer_keys(self, callers: list[str]) -> None:
+        options = [_ALL_KEYS, *callers]
+        if options != self._key.options:
+            kept = self._key.value if self._key.value in options else _ALL_KEYS
+            self._key.set_options(options, value=kept)
+
+    def _pick(self, event: object) -> None:
+        """The third choice replaces the first."""
+        name = str(getattr(event, "args", ""))
+        if name in self._picked:
+            self._picked.remove(name)
+        else:
+            self._picked = [*self._picked, name][-2:]
+        self._draw()
+
+    def _open_comparison(self) -> None:
+        first, second = self._picked
+        ui.navigate.to(f"/requests/compare?a={first}&b={second}")
+
+
+def _find(shell: Shell, visitor: Visitor, request_id: str) -> list[Record]:
+    """By its id or a short form of it; an empty list, and words on the page, if there is none."""
+    stories, kept = shell.service.stories, shell.service.options.stories
+    hint = f"The server keeps the last {kept:,} requests, until it is restarted."
+    records: list[Record] = []
+    try:
+        records = stories.named(request_id, visitor.may_see)
+    except NotUnique as error:
+        hint = f"{error}.".capitalize()
+    if not records:
+        show(empty("Nothing is known of this request", hint), "card")
+    return records
 
 
 def _tell(shell: Shell, visitor: Visitor, request_id: str) -> None:
-    records = [r for r in shell.service.stories.of_call(request_id) if visitor.may_see(r.caller)]
-    show('<a href="/requests">← all requests</a>', "small").style("margin-bottom: 12px")
+    show('<a href="/requests">← all requests</a>', "small back")
+    records = _find(shell, visitor, request_id)
     if not records:
-        kept = shell.service.options.stories
-        show(empty("Nothing is known of this request", f"The last {kept:,} requests are kept."), "card")
         return
     body = show("")
 
@@ -77,3 +152,12 @@ def _tell(shell: Shell, visitor: Visitor, request_id: str) -> None:
             draw()
 
         shell.clock(visitor, _REFRESH_S, tick)
+
+
+def _compare(shell: Shell, visitor: Visitor, first: str, second: str) -> None:
+    show('<a href="/requests">← all requests</a>', "small back")
+    found = [_find(shell, visitor, name) for name in (first, second)]
+    if all(found):
+        one, other = found[0][0], found[1][0]
+        show(compared_html(one, other))
+        show(story_html(one, badge(one)) + story_html(other, badge(other)), "pair stories")

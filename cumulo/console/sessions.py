@@ -24,8 +24,12 @@ class Visitor:
 
     name: str
     key: str | None = None
+    may_see_names: bool = False  # an operator's key: may see calls whose caller is not known
 
-    def may_see(self, caller: str) -> bool:
+    def may_see(self, caller: str | None) -> bool:
+        """None: a call without a valid key."""
+        if caller is None:
+            return self.key is None or self.may_see_names
         return self.key is None or caller == self.name
 
 
@@ -57,7 +61,7 @@ class Sessions:
             return Visitor("anyone")
         key, until_s = self._sessions.get(_digest(cookies.get(COOKIE, "")), ("", 0.0))
         caller = self._caller(key) if time.monotonic() < until_s else None
-        return Visitor(caller.name, key) if caller is not None else None
+        return Visitor(caller.name, key, caller.may_see_names) if caller is not None else None
 
     def still_valid(self, visitor: Visitor) -> bool:
         return visitor.key is None or self._caller(visitor.key) is not None

@@ -3,7 +3,8 @@
 from html import escape
 from typing import Any
 
-from cumulo.console.words import clock_time
+from cumulo.console.tiles import rounded, tile
+from cumulo.console.words import clock_time, short_id
 from cumulo.serve.stories import Record, explanation
 
 _WIDTH, _BAR_Y, _BAR_HEIGHT = 900, 8, 22
@@ -14,39 +15,67 @@ def story_html(record: Record, badge: str) -> str:
     told = explanation(record)
     error = f'<p class="words" style="color: var(--bad)">{escape(record.error)}</p>' if record.error else ""
     return (
-        f'<div class="card"><h2 class="mono">{escape(record.request_id)} {badge}</h2>'
+        f'<div class="story"><div class="card"><h2 class="mono">{escape(record.request_id)} {badge}</h2>'
         f'<p class="words">{escape(told["summary"])}</p>{error}{_line(record)}'
         f'<p class="soft small" style="margin: 8px 0 0">received at {clock_time(record.received_s)} from '
-        f"{escape(record.caller)}, {'streamed' if record.stream else 'answered at once'}"
+        f"{escape(record.caller)}, {'streamed' if record.stream else 'not streamed'}"
         f"{f', {record.samples} samples' if record.samples > 1 else ''}</p></div>"
-        f"{_tiles(told)}{_events(told)}"
+        f"{_tiles(told)}{_events(told)}</div>"
     )
+
+
+_NUMBERS = (  # term, where in an explanation, unit, tooltip
+    ("Prompt", ("tokens", "prompt"), "tokens", "Tokens of the prompt."),
+    ("Cached", ("tokens", "cached"), "tokens", "Prompt tokens that came from the prefix cache."),
+    ("Output", ("tokens", "output"), "tokens", "Tokens of the answer."),
+    ("Recomputed", ("tokens", "recomputed"), "tokens", "Tokens computed again after a preemption."),
+    ("Preemptions", ("preemptions",), "", "Times the request gave up its KV blocks to others."),
+    ("Queue time", ("times_ms", "queued"), "ms", "From its arrival in the engine until it got a place."),
+    ("TTFT", ("times_ms", "first_token"), "ms", "Time to first token, from when the server received it."),
+    ("ITL p50", ("times_ms", "gap_median"), "ms", "Inter-token latency: median gap between two tokens."),
+    ("ITL max", ("times_ms", "gap_max"), "ms", "The longest gap between two tokens."),
+    ("Total time", ("times_ms", "total"), "ms", "From when the server received it until it was complete."),
+)
+
+
+def _number(told: dict[str, Any], place: tuple[str, ...]) -> float | None:
+    value: Any = told
+    for part in place:
+        value = value[part]
+    return None if value is None else value if isinstance(value, int) else float(value)
 
 
 def _tiles(told: dict[str, Any]) -> str:
-    times, tokens = told["times_ms"], told["tokens"]
-    tiles = (
-        ("prompt tokens", tokens["prompt"], ""),
-        ("from the cache", tokens["cached"], ""),
-        ("output tokens", tokens["output"], ""),
-        ("recomputed", tokens["recomputed"], ""),
-        ("preemptions", told["preemptions"], ""),
-        ("queued", times["queued"], "ms"),
-        ("first token", times["first_token"], "ms"),
-        ("median gap", times["gap_median"], "ms"),
-        ("longest gap", times["gap_max"], "ms"),
-        ("total", times["total"], "ms"),
+    tiles = "".join(
+        tile(term, _number(told, place), unit, explained) for term, place, unit, explained in _NUMBERS
     )
-    return '<div class="tiles">' + "".join(tile(*one) for one in tiles) + "</div>"
+    return f'<div class="tiles">{tiles}</div>'
 
 
-def tile(name: str, value: float | None, unit: str) -> str:
-    text = "–" if value is None else f"{value:,}" if isinstance(value, int) else _rounded(value)
-    return f"<div class=tile><span>{escape(name)}</span><b>{text}<small>{escape(unit)}</small></b></div>"
+def compared_html(one: Record, other: Record) -> str:
+    """The numbers of two requests next to each other, and how many times the second is the first."""
+    left, right = explanation(one), explanation(other)
+    rows = ""
+    for term, place, unit, explained in _NUMBERS:
+        a, b = _number(left, place), _number(right, place)
+        ratio = f"{b / a:.2f}×" if a and b is not None else "–"
+        rows += (
+            f'<tr><td title="{escape(explained)}">{term}{f", {unit}" if unit else ""}</td>'
+            f'<td class="right num">{_cell(a)}</td><td class="right num">{_cell(b)}</td>'
+            f'<td class="right num">{ratio}</td></tr>'
+        )
+    names = "".join(
+        f'<th class="right mono">{escape(short_id(record.request_id, 10))}</th>' for record in (one, other)
+    )
+    return (
+        '<div class="card"><h2>Two requests compared</h2><table class="plain compared"><thead><tr><th></th>'
+        f'{names}<th class="right" title="The second divided by the first">ratio</th></tr></thead>'
+        f"<tbody>{rows}</tbody></table></div>"
+    )
 
 
-def _rounded(value: float) -> str:
-    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}"
+def _cell(value: float | None) -> str:
+    return "–" if value is None else f"{value:,}" if isinstance(value, int) else rounded(value)
 
 
 def _events(told: dict[str, Any]) -> str:
@@ -73,7 +102,7 @@ def _line(record: Record) -> str:
     admitted_s = story.admitted_s if story.admitted_s is not None else end_s
     first_s = story.first_token_s if story.first_token_s is not None else end_s
     edges = [record.received_s, record.submitted_s, admitted_s, first_s, end_s]
-    names = ("tokenised", "until admitted", "prefill", "decode")
+    names = ("tokenise", "queue", "prefill", "decode")
     inks = ("ink-6", "ink-free", "ink-prefill", "ink-decode")
     bars = "".join(
         f'<rect class="{ink}" x="{at(start):.1f}" y="{_BAR_Y}" width="{max(0.6, at(end) - at(start)):.1f}" '

@@ -1,6 +1,5 @@
 """The system page: which model, where it runs, what versions, how it is configured."""
 
-import dataclasses
 import platform
 import time
 from html import escape
@@ -12,10 +11,10 @@ from nicegui import ui
 from starlette.requests import Request
 
 from cumulo import __version__
+from cumulo.console.knobs import effective
+from cumulo.console.resolved_options import engine_rows, server_rows
 from cumulo.console.shell import Shell, empty, show
 from cumulo.console.words import duration
-from cumulo.engine.config import EngineConfig
-from cumulo.serve.options import ServeOptions
 from cumulo.serve.service import Service
 
 _PACKAGES = (
@@ -30,25 +29,28 @@ _PACKAGES = (
     "nicegui",
 )
 
-_AUTO = ("block_size", "max_running", "max_tokens_per_step")  # whose 0 is the device's default
-
 
 def register(shell: Shell, app: FastAPI) -> None:
     @ui.page("/system", title="System · Cumulo")
     def system(request: Request) -> None:
         with shell.page(request, "/system") as visitor:
-            top = show("", "pair")
+            top, versions = show("", "pair"), _card("Versions", _versions())
+            middle = show("", "pair")
 
             async def tick() -> None:
-                content = _card("Model", _model(shell.service)) + _card("Server", _server(shell.service))
-                top.set_content(content)
+                service = shell.service
+                top.set_content(_card("Model", _model(service)) + _card("Server", _server(service)))
+                info = service.engine.info
+                engine = engine_rows(service.options.engine, info) if info is not None else []
+                middle.set_content(versions + _card("Engine options", engine))
 
             shell.clock(visitor, 5.0, tick)
+            options = server_rows(shell.service.options, shell.service.model_name)
+            half = -(-len(options) // 2)
             show(
-                _card("Versions", _versions()) + _card("Engine", _options(shell.service.options.engine)),
+                _card("Server options", options[:half]) + _card("Server options, continued", options[half:]),
                 "pair",
             )
-            show(_card("Options", _options(shell.service.options)))
             show(
                 '<a href="/docs">API description</a> · <a href="/metrics">Prometheus metrics</a> · '
                 '<a href="/health">health</a>',
@@ -62,15 +64,19 @@ def _model(service: Service) -> list[tuple[str, Any]]:
         return []
     return [
         ("name", service.model_name),
-        ("made of", info.model_name),
-        ("context", f"{info.max_context:,} tokens"),
+        ("loaded from", info.model_name),
+        ("max context", f"{info.max_context:,} tokens"),
         ("vocabulary", f"{info.vocab_size:,} tokens"),
-        ("runs on", info.runs_on),
+        ("computed by", info.runs_on),
         ("KV cache", f"{info.kv_blocks:,} blocks of {info.block_size} tokens"),
-        ("at once", f"{info.max_running:,} sequences, {info.max_tokens_per_step:,} tokens a step"),
+        ("batch", f"at most {info.max_running:,} sequences and {info.max_tokens_per_step:,} tokens per step"),
         (
-            "recommended sampling",
-            ", ".join(f"{k} {v}" for k, v in info.generation_defaults.items()) or "none",
+            "default sampling",
+            ", ".join(
+                f"{name} {value}"
+                for name, value in effective(info.generation_defaults).items()
+                if name not in ("max_tokens", "seed")
+            ),
         ),
     ]
 
@@ -79,9 +85,9 @@ def _server(service: Service) -> list[tuple[str, Any]]:
     engine = service.engine
     rows = [
         ("engine", "draining" if service.draining else engine.state),
-        ("up for", duration(time.time() - service.started_s)),
+        ("uptime", duration(time.time() - service.started_s)),
         ("engine restarts", engine.restarts),
-        ("API keys", "asked for" if service.keys is not None else "not asked for"),
+        ("API keys", "required" if service.keys is not None else "not required"),
         ("machine", f"{platform.machine()}, {platform.system()} {platform.release()}"),
     ]
     if engine.last_failure:
@@ -99,30 +105,11 @@ def _versions() -> list[tuple[str, Any]]:
     return rows
 
 
-def _options(options: ServeOptions | EngineConfig) -> list[tuple[str, Any]]:
-    """Every option and its value; what is not set was left to the engine or has no limit. What the engine chose
-    for "auto" the card of the model says."""
-    return [
-        (field.name, "not set" if value is None else "auto" if value == 0 and field.name in _AUTO else value)
-        for field in dataclasses.fields(options)
-        if field.name not in ("engine", "api_keys", "seed")
-        for value in [getattr(options, field.name)]
-    ]
-
-
 def _card(title: str, rows: list[tuple[str, Any]]) -> str:
     if not rows:
         return f'<div class="card"><h2>{title}</h2>{empty("Loading the model", "This takes a moment.")}</div>'
     cells = "".join(
-        f'<tr><td class="soft">{escape(name)}</td><td class="num small">{escape(_text(value))}</td></tr>'
+        f'<tr><td class="soft">{escape(name)}</td><td class="num small">{escape(str(value))}</td></tr>'
         for name, value in rows
     )
     return f'<div class="card"><h2>{title}</h2><table class="plain">{cells}</table></div>'
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, tuple):
-        return ", ".join(map(str, value)) or "none"
-    return str(value)

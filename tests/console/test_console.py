@@ -1,5 +1,10 @@
 """The console's other pages in a real browser, on a real server, and who may see them."""
 
+import os
+import signal
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +20,7 @@ from tests.console.browsing import (
     begun,
     in_a_browser,
     looking_at,
+    ready,
     say,
     settings,
     text_of,
@@ -70,9 +76,101 @@ def test_tools_can_be_entered_called_and_answered(browser: Any, server: RunningS
         page.get_by_role("button", name="Send result").click()
         answered(page, 2)
         assert page.get_by_role("button", name="Send result").count() == 0, "it was answered already"
-        assert page.locator(".problem").count() == 0
+        assert page.locator(".problem:visible").count() == 0
         words = text_of(page, ".said.assistant").split()
         assert len(words) > 5, "the model went on"
+
+
+def test_rejected_calls_appear_with_their_reason_and_two_stories_are_compared(
+    browser: Any, server: RunningServer
+) -> None:
+    asked = [
+        server.client()
+        .chat.completions.create(
+            model=MODEL, max_tokens=count, messages=[{"role": "user", "content": "Compare " * count}]
+        )
+        .id
+        for count in (2, 5)
+    ]
+    refused = server.post("/v1/chat/completions", {"model": MODEL, "messages": [], "temperatur": 1})
+    assert refused.status_code == 400
+    with looking_at(browser, server, "/requests", DESKTOP) as page:
+        page.locator(".filters").get_by_text("rejected", exact=True).click()
+        row = page.locator("tr.rejected").first
+        row.wait_for()
+        assert "400" in row.inner_text() and "did you mean 'temperature'?" in row.inner_text()
+        page.get_by_label("Filter by id, key or reason").fill("no such words")
+        page.get_by_text("No request matches").wait_for()
+        page.get_by_label("Filter by id, key or reason").fill("")
+        page.locator(".filters").get_by_text("all", exact=True).click()
+        for name in asked:
+            page.get_by_label(f"Compare {name}").check()
+        page.get_by_role("button", name="Compare").click()
+        page.locator("table.compared").wait_for()
+        assert page.locator("ol.events").count() == 2
+        output = page.locator("table.compared tr", has_text="Output, tokens").inner_text().split()
+        assert output[-3:] == ["2", "5", "2.50×"]
+        # The short id that the table shows is enough for the command.
+        page.goto(server.url + "/requests")
+        short = page.locator(f'a[href="/requests/{asked[1]}"]').inner_text()
+    command = [sys.executable, "-m", "cumulo.cli", "explain", short, "--server", server.url]
+    told = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert asked[1] in told.stdout and "finished: length after 5 tokens" in told.stdout
+
+
+def test_live_names_its_numbers_and_shows_an_hour(browser: Any, server: RunningServer) -> None:
+    with looking_at(browser, server, "/live", DESKTOP) as page:
+        page.get_by_text("cached, reusable").wait_for()
+        tiles = page.locator(".tile")
+        for term, words in (
+            ("TTFT p50", "Time to first token"),
+            ("ITL p99", "Inter-token latency"),
+            ("Fairness index", "Jain's index"),
+            ("KV cache usage", "blocks that running requests hold"),
+            ("Engine memory", "Resident memory"),
+        ):
+            tile = tiles.filter(has_text=term)
+            tile.first.wait_for()
+            assert words in str(tile.first.get_attribute("data-tip")), term
+        assert page.locator(".tiles").first.locator(".tile").count() % 6 == 0, "the grid has no holes"
+        page.get_by_text("1 hour", exact=True).click()
+        page.get_by_text("one column is 30 s").wait_for()
+        page.get_by_text("1 hour ago").first.wait_for()
+        answer = server.client().chat.completions.create(
+            model=MODEL, max_tokens=8, messages=[{"role": "user", "content": "Hi"}]
+        )
+        page.get_by_text("1 min", exact=True).click()
+        decode = page.locator(".card", has_text="Decode throughput").locator("rect.ink-decode")
+        decode.first.wait_for(state="attached")
+        assert answer.usage is not None and answer.usage.completion_tokens
+
+
+def test_system_shows_values_that_apply(browser: Any, server: RunningServer) -> None:
+    with looking_at(browser, server, "/system", DESKTOP) as page:
+        page.get_by_text("max_tokens_per_step").wait_for()
+        values = page.locator("table.plain td:last-child").all_inner_texts()
+        assert "512.0 MiB" not in values and "0.5 GiB" in values and "float32" in values
+        assert not {"auto", "None", "not set", ""} & set(values)
+        assert page.get_by_text("temperature 0.2, top_p 0.9").count() == 1, (
+            "what the built-in model recommends"
+        )
+
+
+@pytest.mark.thorough
+def test_queued_requests_and_an_engine_that_is_not_ready_are_shown(browser: Any) -> None:
+    with running_server("--max-running", "1") as server, ThreadPoolExecutor() as pool:
+        body = {"model": MODEL, "messages": [{"role": "user", "content": LONG_TASK}], "max_tokens": 150}
+        calls = [pool.submit(server.post, "/v1/chat/completions", body) for _ in range(2)]
+        with looking_at(browser, server, "/requests", DESKTOP) as page:
+            page.locator("td .badge.queued").wait_for()
+            page.locator("td .badge.running").wait_for()
+            page.goto(server.url)
+            ready(page)
+            os.kill(server.engine_pid(), signal.SIGKILL)
+            page.get_by_role("status").get_by_text("The engine is being restarted").wait_for()
+            page.locator(".ask-status").wait_for(state="hidden")
+        for call in calls:
+            call.result()
 
 
 def test_the_description_of_the_api_needs_no_other_host(browser: Any, server: RunningServer) -> None:
@@ -115,7 +213,7 @@ def test_a_page_that_is_not_seen_is_sent_nothing(browser: Any, server: RunningSe
             "websocket", lambda socket: socket.on("framereceived", lambda frame: frames.append(str(frame)))
         )
         page.goto(server.url + "/live")
-        page.get_by_text("Memory: predicted").wait_for()
+        page.get_by_text("Memory ledger").wait_for()
         wait_for(lambda: page.wait_for_timeout(50) or any("update" in f for f in frames), "news")
         page.evaluate(
             "Object.defineProperty(document, 'hidden', {value: true, configurable: true});"

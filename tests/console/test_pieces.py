@@ -1,19 +1,30 @@
 """The console's parts that need no browser: numbers, charts, sessions, filters."""
 
+import dataclasses
+import os
 import sys
 from array import array
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 
-from cumulo.console.charts import block_chart
-from cumulo.console.live_numbers import WINDOW_S, Throughput, latencies
+from cumulo.console.block_chart import block_chart, columns_for
+from cumulo.console.charts import Axis, column_chart, line_chart, nice_most
+from cumulo.console.live_numbers import WINDOWS, latencies, machine_line, slices
+from cumulo.console.machine_use import MachineUse, Sample
+from cumulo.console.request_table import Filter, rows_of, table_html
+from cumulo.console.resolved_options import engine_rows, server_rows
 from cumulo.console.sessions import COOKIE, Sessions
 from cumulo.console.words import duration, milliseconds, percentile, short_id
 from cumulo.engine.config import EngineConfig
 from cumulo.engine.story import Story
 from cumulo.serve.keys import ApiKeys, Caller, new_key
-from cumulo.serve.messages import BlockMap, StepRecord
+from cumulo.serve.messages import BlockMap, Ready, Stats, StepRecord
+from cumulo.serve.observe.rejections import Rejection
+from cumulo.serve.observe.step_history import StepHistory
+from cumulo.serve.options import ServeOptions
 from cumulo.serve.stories import Record
 
 
@@ -24,22 +35,8 @@ def record(received_s: float, ttft_s: float, token_times_s: list[float]) -> Reco
     return made
 
 
-def test_a_step_seen_twice_is_counted_once() -> None:
-    throughput = Throughput()
-    steps = [StepRecord(1, 99.0, 99.5, 30, 2, 2), StepRecord(2, 99.5, 99.9, 0, 3, 3)]
-    throughput.take(steps, now_s=100.0)
-    throughput.take([*steps, StepRecord(3, 100.0, 100.1, 7, 0, 0)], now_s=101.0)
-    history = throughput.history(101.0)
-    assert len(history) == WINDOW_S
-    assert history[-2:] == [(30, 5), (7, 0)]
-    assert throughput.rate(101.0) == (37 / 5, 5 / 5)
-
-
-def test_seconds_outside_the_window_are_forgotten() -> None:
-    throughput = Throughput()
-    throughput.take([StepRecord(1, 10.0, 10.5, 1, 1, 1)], now_s=11.0)
-    throughput.take([], now_s=11.0 + WINDOW_S)
-    assert throughput.seconds == {}
+def renamed(made: Record, name: str, received_s: float) -> Record:
+    return dataclasses.replace(made, request_id=name, call_id=name, received_s=received_s)
 
 
 def test_latencies_are_of_recent_requests_only() -> None:
@@ -67,21 +64,96 @@ def test_a_short_id_tells_the_prompts_of_one_call_apart() -> None:
     assert short_id("unusual", 4) == "unus"
 
 
-def test_an_option_left_to_the_engine_is_not_shown_as_zero() -> None:
-    pytest.importorskip("nicegui")
-    from cumulo.console.system_page import _options
-
-    left, chosen = dict(_options(EngineConfig())), dict(_options(EngineConfig(max_running=7)))
-    assert (left["max_running"], left["block_size"], left["swap_gib"]) == ("auto", "auto", 0.0)
-    assert chosen["max_running"] == 7
+def test_options_are_shown_as_they_apply_and_never_as_auto() -> None:
+    info = Ready(
+        "m", 8192, 100, 8, [1], {}, 728, 16, 256, 512, "fused native kernels",
+        {"rows": [{"name": "kv cache", "predicted_bytes": 1 << 29}]},
+    )  # fmt: skip
+    left = dict(engine_rows(EngineConfig(), info))
+    assert left["max_running"] == "256 sequences" and left["block_size"] == "16 tokens"
+    assert left["kv_memory_gib"].startswith("512.0 MiB") and left["device"] == "cpu"
+    assert (left["dtype"], left["kv_dtype"], left["preemption"]) == ("float32", "float32", "recompute")
+    on_gpu = dict(
+        engine_rows(
+            EngineConfig(kv_memory_gib=2.5), msgspec.structs.replace(info, runs_on="GPU kernels on H200")
+        )
+    )
+    assert (on_gpu["device"], on_gpu["dtype"], on_gpu["kv_memory_gib"]) == ("cuda", "bfloat16", "2.5 GiB")
+    server = dict(server_rows(ServeOptions(), "my-model"))
+    assert server["name"] == "my-model" and server["max_body_bytes"] == "4.0 MiB"
+    assert server["drain_timeout_s"] == "30 s" and server["tokens_per_minute"] == "no limit"
+    for shown in (left, on_gpu, server):
+        assert not {"auto", "None", "not set", ""} & set(shown.values())
 
 
 def test_the_block_map_tells_owned_cached_and_free_apart_and_hides_foreign_owners() -> None:
     blocks = BlockMap(["chatcmpl-aaa", "chatcmpl-bbb"], [0, 0, 1, -1, -1, -1], bytes([1, 0, 0, 1, 0, 0]))
     drawn = block_chart(blocks, may_see=lambda request_id: request_id.endswith("aaa"))
-    assert "aaa</a> (2)" in drawn and "bbb" not in drawn and "someone else (1)" in drawn
+    assert "aaa</a> (2)" in drawn and "bbb" not in drawn and "another key (1)" in drawn
     assert "reusable (1)" in drawn and "free (2)" in drawn
     assert drawn.count("<rect") == 4  # equal neighbours are one
+
+
+def test_the_block_maps_last_row_is_full_or_nearly() -> None:
+    assert [columns_for(cells) for cells in (1, 40, 728, 1536)] == [1, 40, 56, 64]
+    assert all(-cells % columns_for(cells) <= 11 for cells in range(700, 1537))
+
+
+def test_a_scale_ends_at_a_round_number_and_not_below_its_floor() -> None:
+    assert [nice_most(value, 10) for value in (0, 3, 11, 26, 51, 1200)] == [10, 10, 20, 50, 100, 2000]
+    drawn = column_chart([1.0, 0.0, 13.0], Axis("tokens/s", 10, ("1 min ago", "now")), "decode")
+    assert drawn.count("<rect") == 2 and ">20</text>" in drawn and ">1 min ago</text>" in drawn
+    drawn = line_chart(
+        (("running", "decode", [1.0, None, 1.0]),), Axis("sequences", 4, ("", ""), counts=True)
+    )
+    assert ">4</text>" in drawn and ">2</text>" in drawn and drawn.count("M") >= 2
+
+
+def test_one_window_shows_seconds_and_another_an_hour() -> None:
+    history = StepHistory()
+    history.take(Stats(1, 1, 1, 0, 0, 9, 0, 0, records=[StepRecord(1, 3595.0, 3595.5, 4, 2, 1)]), 3595.6)
+    minute, _, hour = (slices(history, window, 3600.0) for window in WINDOWS)
+    assert len(minute) == 60 and minute[55].decode_tokens == 2
+    assert len(hour) == 120 and hour[-1].prefill_tokens == 4
+
+
+def test_machine_use_is_read_from_proc(tmp_path: Path) -> None:
+    use = MachineUse(lambda: 7, tmp_path)
+    assert not use.take(), "a system without /proc has nothing to show"
+    (tmp_path / "meminfo").write_text("MemTotal:       1000 kB\nMemFree: 1 kB\nMemAvailable:    250 kB\n")
+    (tmp_path / "7").mkdir()
+    (tmp_path / "7" / "statm").write_text("100 20 3 4 5 6 7")
+    for ticks in ("cpu 10 0 10 80 0 0 0 0 0 0", "cpu 30 0 20 100 10 0 0 0 0 0"):
+        (tmp_path / "stat").write_text(ticks + "\ncpu0 1 2 3\n")
+        assert use.take()
+    (sample,) = use.samples
+    assert sample.cpu_percent == pytest.approx(50.0) and sample.memory_percent == 75.0
+    assert sample.engine_bytes == 20 * os.sysconf("SC_PAGE_SIZE") and sample.server_bytes is None
+
+
+def test_samples_of_the_machine_fill_the_slices_between_them() -> None:
+    samples = [Sample(time_s, 0.0, 1, 2, None, None) for time_s in (10.0, 25.0)]
+    line = machine_line(samples, [30.0, 60.0], WINDOWS[0], now_s=60.0)
+    assert line[9:12] == [None, 30.0, 30.0] and line[24:26] == [30.0, 60.0] and line[-1] == 60.0
+
+
+def test_requests_are_filtered_by_status_key_time_and_words() -> None:
+    running = record(1000.0, 0.2, [])
+    waiting = renamed(running, "chatcmpl-2", 1001.0)
+    refused = Rejection(
+        1002.0, 0.0, "/v1/chat/completions", 429, "other", b'{"error": {"message": "queue <full>"}}'
+    )
+    rows = rows_of([running, waiting], [refused], queued_ids={"chatcmpl-2"})
+    assert [row.status for row in rows] == ["rejected", "queued", "running"]
+
+    def kept(**chosen: Any) -> list[str]:
+        return [row.status for row in rows if row.is_let_through(Filter(**chosen))]
+
+    assert kept(status="queued") == ["queued"] and kept(caller="other") == ["rejected"]
+    assert kept(since_s=1000.5) == ["rejected", "queued"] and kept(words="FULL") == ["rejected"]
+    assert kept(words="chatcmpl-1") == ["running"] and kept(caller="nobody") == []
+    drawn = table_html(rows, picked=["chatcmpl-2"])
+    assert "queue &lt;full&gt;" in drawn and "rejected 429" in drawn and drawn.count(" checked") == 1
 
 
 def test_a_large_block_map_stays_a_small_drawing() -> None:

@@ -48,8 +48,8 @@ class Series:
         return found
 
     def last(self, now_s: float, count: int, per_slice: int = 1) -> list[Slice]:
-        """The last `count` slices, oldest first, each made of `per_slice` of ours. The present one is not over and is
-        left out."""
+        """The last `count` slices, oldest first, each made of `per_slice` of ours. The present one is left out: it
+        is not over."""
         end = int(now_s // self.width_s)
         merged = []
         for position in range(count):

@@ -1,0 +1,93 @@
+"""Options as the system page shows them: every one with the value that applies, never "auto" or "not set"."""
+
+import dataclasses
+import os
+from typing import Any
+
+from cumulo.engine.config import EngineConfig
+from cumulo.engine.ledger import format_bytes
+from cumulo.serve.messages import Ready
+from cumulo.serve.options import ServeOptions
+
+Rows = list[tuple[str, str]]
+
+_UNSET = {  # what None means, option by option
+    "model": "the built-in model",
+    "chat_template": "the model's own template",
+    "requests_per_minute": "no limit",
+    "tokens_per_minute": "no limit",
+    "otlp_endpoint": "no traces are sent",
+    "files": "a temporary folder",
+}
+_HIDDEN = ("engine", "api_keys", "seed")
+
+
+def server_rows(options: ServeOptions, model_name: str) -> Rows:
+    derived: dict[str, Any] = {
+        "name": model_name,
+        "max_connections_per_address": options.max_connections // 2,
+    }
+    return [
+        (field.name, shown(field.name, derived.get(field.name) if value is None else value))
+        for field in dataclasses.fields(options)
+        if field.name not in _HIDDEN
+        for value in [getattr(options, field.name)]
+    ]
+
+
+def engine_rows(config: EngineConfig, info: Ready) -> Rows:
+    """What was left to the engine is shown as the engine decided it."""
+    on_cpu = info.runs_on.startswith(("fused native", "PyTorch operators:"))
+    settled = config.settled("cpu" if on_cpu else "cuda")
+    known: dict[str, Any] = {
+        "block_size": f"{info.block_size} tokens",
+        "kv_blocks": info.kv_blocks,
+        "max_context": f"{info.max_context:,} tokens",
+        "max_running": f"{info.max_running:,} sequences",
+        "max_tokens_per_step": info.max_tokens_per_step,
+        "threads": config.threads or f"all cores ({len(_cores())})",
+        "kv_memory_gib": config.kv_memory_gib or _kv_memory(info),
+        "preemption": _preemption(config),
+        "weights": "as the model's file has them" if config.weights == "auto" else config.weights,
+        "kv_dtype": settled.dtype if config.kv_dtype == "auto" else config.kv_dtype,
+    }
+    return [
+        (field.name, shown(field.name, known.get(field.name, getattr(settled, field.name))))
+        for field in dataclasses.fields(settled)
+        if field.name not in _HIDDEN
+    ]
+
+
+def _cores() -> set[int]:
+    """Those that this process may use."""
+    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+
+
+def _kv_memory(info: Ready) -> str:
+    held = [row["predicted_bytes"] for row in info.ledger["rows"] if row["name"].lower().startswith("kv")]
+    return f"{format_bytes(sum(held))}, chosen from what was free" if held else "chosen from what was free"
+
+
+def _preemption(config: EngineConfig) -> str:
+    if config.preemption != "auto":
+        return config.preemption
+    return "recompute or swap, whichever is faster" if config.swap_gib else "recompute"
+
+
+def shown(name: str, value: Any) -> str:
+    """A value with its unit, for people."""
+    if value is None:
+        return _UNSET.get(name, "none")
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, tuple):
+        return ", ".join(map(str, value)) or "none"
+    if isinstance(value, str):
+        return value
+    if name.endswith("_bytes"):
+        return format_bytes(int(value))
+    if name.endswith("_gib"):
+        return f"{value:g} GiB"
+    if name.endswith("_s"):
+        return f"{value:g} s"
+    return f"{value:,}" if isinstance(value, int) and name != "port" else str(value)

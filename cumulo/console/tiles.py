@@ -1,0 +1,19 @@
+"""Tiles: numbers in a row, each with the field's term, its unit and a sentence that explains it. For all pages."""
+
+from html import escape
+
+
+def tile(term: str, value: float | str | None, unit: str, explained: str) -> str:
+    """`value`: a text stands as it is; None is not known."""
+    if isinstance(value, str):
+        text = escape(value)
+    else:
+        text = "–" if value is None else f"{value:,}" if isinstance(value, int) else rounded(value)
+    return (
+        f'<div class="tile" tabindex="0" data-tip="{escape(explained)}"><span>{escape(term)}</span>'
+        f"<b>{text}<small>{escape(unit)}</small></b></div>"
+    )
+
+
+def rounded(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}"

@@ -1,0 +1,188 @@
+"""Conversations, answers and running answers as plain data; no browser, no server."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+pytest.importorskip("nicegui")
+
+from cumulo.console.answer import Answer
+from cumulo.console.api_caller import ApiCaller, ApiFailure
+from cumulo.console.conversation import LARGEST_STORED_BYTES, Conversation, fenced, read_files
+from cumulo.console.knobs import effective
+from cumulo.console.presets import BUILT_IN, read_own
+from cumulo.console.running_answers import RunningAnswers
+
+SAID = [
+    {"role": "user", "content": "a"},
+    {"role": "assistant", "content": "b", "about": {}},
+    {"role": "user", "content": "c"},
+    {"role": "assistant", "content": "", "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "{}"}}]},
+    {"role": "tool", "tool_call_id": "1", "content": "d"},
+    {"role": "assistant", "content": "e"},
+]  # fmt: skip
+
+
+def chunk(content: str, **more: Any) -> dict[str, Any]:
+    return {"id": "chatcmpl-1", "choices": [{"delta": {"content": content}, "finish_reason": None, **more}]}
+
+
+def test_a_turn_is_a_message_and_everything_that_answers_it() -> None:
+    talk = Conversation(entries=[dict(entry) for entry in SAID])
+    assert talk.turn_of(4) == range(2, 6) and talk.turn_of(1) == range(2)
+    talk.delete_turn(3)
+    assert [entry["content"] for entry in talk.entries] == ["a", "b"]
+
+
+def test_messages_hold_only_what_the_api_takes_and_files_become_fences() -> None:
+    talk = Conversation(entries=[dict(entry) for entry in SAID])
+    talk.entries.append({"role": "assistant", "content": "", "pending": "x"})
+    assert [sorted(message) for message in talk.messages()][1] == ["content", "role"]
+    assert len(talk.messages()) == len(SAID), "what has not been said yet is not sent"
+    talk = Conversation()
+    talk.say("Why?", [{"name": "a.md", "text": "```\nx\n```\n"}])
+    assert talk.messages()[0]["content"] == "File: a.md\n````\n```\nx\n```\n````\n\nWhy?"
+    assert fenced("b", "plain").count("```") == 2
+
+
+def test_what_a_browser_stored_is_checked_before_it_is_used() -> None:
+    talk = Conversation(entries=[dict(entry) for entry in SAID])
+    again = Conversation.from_stored(talk.stored())
+    assert again is not None and again.entries == talk.entries and again.id == talk.id
+    good = talk.stored()
+    for wrong in (
+        None, [], {}, good | {"id": "../x"}, good | {"entries": [1]},
+        good | {"entries": [{"role": "system", "content": ""}]},
+        good | {"entries": [{"role": "user", "content": 1}]},
+        good | {"entries": [{"role": "assistant", "content": "", "tool_calls": [{"id": 1}]}]},
+    ):  # fmt: skip
+        assert Conversation.from_stored(wrong) is None, wrong
+
+
+def test_a_long_conversation_loses_probabilities_first_then_its_oldest_turns() -> None:
+    odds = [["token", 0.5, "x" * 100]] * 4000
+    talk = Conversation(
+        entries=[{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "odds": odds}] * 2
+    )
+    kept = talk.stored()["entries"]
+    assert len(kept) == 4 and not any("odds" in entry for entry in kept)
+    talk = Conversation(
+        entries=[{"role": "user", "content": str(n) * (LARGEST_STORED_BYTES // 3)} for n in range(5)]
+    )
+    assert [entry["content"][0] for entry in talk.stored()["entries"]] == ["3", "4"]
+
+
+def test_files_that_are_none_or_too_large_are_left_out() -> None:
+    assert read_files(
+        [{"name": "a", "text": "b"}, {"name": "c"}, 1, {"name": "d", "text": "x" * 300_000}]
+    ) == [{"name": "a", "text": "b"}]
+    assert read_files("text") == []
+
+
+def test_an_answer_is_collected_and_survives_storage() -> None:
+    answer = Answer()
+    for byte in "é".encode():
+        odds = {"token": "?", "bytes": [byte], "logprob": -0.7, "top_logprobs": []}
+        answer.take(chunk("é" if byte == 0xA9 else "", logprobs={"content": [odds]}))
+    answer.take({"id": "chatcmpl-1", "choices": [{"delta": {}, "finish_reason": "length"}]})
+    answer.take({"id": "chatcmpl-1", "choices": [], "usage": {"completion_tokens": 2}})
+    assert (answer.text, answer.output_tokens, answer.finish_reason) == ("é", 2, "length")
+    assert [(text, share) for text, share, _ in answer.odds] == [("é", 0.4966)], (
+        "two tokens spell one character"
+    )
+    again = Answer.from_entry(answer.entry())
+    assert (again.text, again.request_id, again.odds, again.ttft_s) == (
+        "é",
+        "chatcmpl-1",
+        answer.odds,
+        answer.ttft_s,
+    )
+
+
+class Scripted(ApiCaller):
+    """An API that says what the test wants, when it wants."""
+
+    def __init__(self, events: list[Any]) -> None:
+        self._events = events
+        self.go_on = asyncio.Event()
+
+    async def stream(self, path: str, body: dict[str, Any], hang_up: asyncio.Event) -> Any:
+        for event in self._events:
+            if isinstance(event, Exception):
+                raise event
+            yield event
+            await self.go_on.wait()
+
+
+def test_an_answer_goes_on_without_a_page_and_only_its_owner_finds_it() -> None:
+    async def run() -> None:
+        answers, api = RunningAnswers(), Scripted([chunk("Hello"), chunk(" you")])
+        running = answers.begin("mine", api, {})
+        await running.news(0)
+        assert running.answer.text == "Hello" and not running.done
+        assert answers.get("other", running.id) is None and answers.get("mine", "none") is None
+        api.go_on.set()
+        while not running.done:
+            await running.news(running.version)
+        found = answers.get("mine", running.id)
+        assert found is not None and found.answer.text == "Hello you" and not found.refused
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+
+
+def test_a_refusal_is_told_from_a_failure_in_the_middle() -> None:
+    async def run() -> None:
+        for events, refused in (
+            ([ApiFailure("queue full")], True),
+            ([chunk("Hel"), ApiFailure("engine died")], False),
+        ):
+            api = Scripted(events)
+            api.go_on.set()
+            running = RunningAnswers().begin("mine", api, {})
+            while not running.done:
+                await running.news(running.version)
+            assert running.refused is refused and running.answer.problem is not None
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+
+
+def test_finished_answers_do_not_pile_up() -> None:
+    async def run() -> None:
+        answers, api = RunningAnswers(), Scripted([])
+        for _ in range(400):
+            running = answers.begin("mine", api, {})
+            while not running.done:
+                await running.news(running.version)
+        assert len(answers._answers) <= 257
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+
+
+def test_empty_fields_show_what_applies() -> None:
+    shown = effective({"temperature": 0.2, "top_p": 0.9})
+    assert (shown["temperature"], shown["top_p"], shown["top_k"], shown["seed"]) == (
+        "0.2",
+        "0.9",
+        "0",
+        "random",
+    )
+
+
+def test_stored_presets_are_checked_and_bounded() -> None:
+    assert read_own({"a": "b", "c": 1, "": "d", "x" * 99: "e"}) == {"a": "b"}
+    assert len(read_own({str(n): "p" for n in range(99)})) == 50
+    assert read_own([1]) == {} and all(BUILT_IN.values())
+
+
+@pytest.mark.parametrize("text", ["", "not json", '{"error": 3}'])
+def test_an_error_that_is_no_json_still_tells_its_status(text: str) -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 421, "headers": []})
+        await send({"type": "http.response.body", "body": text.encode()})
+
+    async def run() -> None:
+        with pytest.raises(ApiFailure, match="status 421"):
+            await ApiCaller(app, None).get("/v1/models")
+
+    asyncio.run(run())
