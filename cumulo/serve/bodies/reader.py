@@ -8,6 +8,7 @@ Whatever has too much structure is refused before it is parsed.
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
@@ -19,7 +20,7 @@ from starlette.types import Message, Receive, Scope
 
 from cumulo.serve.bodies.places import FairPlaces
 from cumulo.serve.bodies.structure import MAX_VALUES, Structure, excess, rough_structure
-from cumulo.serve.errors import invalid, problem_error
+from cumulo.serve.errors import ApiError, invalid, problem_error
 
 Read = Callable[[bytes], Any]  # raises one of these on a body that is not in good form
 _NOT_IN_GOOD_FORM = (ValueError, msgspec.MsgspecError)
@@ -32,6 +33,7 @@ IN_MEMORY, IN_MEMORY_EACH = (
     16,
 )  # large bodies that are received or read at the same time: in all, per caller
 PATIENCE_S = 10.0  # how long a large body waits for its place
+SLACK_S, PACE_BYTES_S = 30.0, 1 << 16  # how slowly it may arrive once it has one
 
 
 # The messages that brought a body, for FastAPI to read it, or else what was made of it.
@@ -122,13 +124,18 @@ def _is_small(whole: bytes) -> bool:
 
 
 def _caller(scope: Scope) -> str:
+    """Whose body it is: a key's, or where no keys are asked for, an address's."""
     caller = scope.get("state", {}).get("caller")
-    return caller.name if caller is not None else ""
+    if caller is not None and caller.name != "anyone":
+        return f"key {caller.name}"
+    client = scope.get("client")
+    return client[0] if client else ""
 
 
 async def _receive(messages: list[Message], receive: Receive, most_bytes: int | None) -> bool:
     """Add what arrives to `messages` until the body is complete, or larger than this; whether it is complete."""
     received_bytes = 0
+    began_s = time.monotonic()
     while True:
         message = await receive()
         messages.append(message)
@@ -137,3 +144,10 @@ async def _receive(messages: list[Message], receive: Receive, most_bytes: int | 
         received_bytes += len(message.get("body", b""))
         if most_bytes is not None and received_bytes > most_bytes:
             return False
+        if most_bytes is None and time.monotonic() - began_s > SLACK_S + received_bytes / PACE_BYTES_S:
+            raise ApiError(
+                408,
+                f"a large body must arrive at {PACE_BYTES_S >> 10} KiB/s or more: others wait for its place",
+                code="body_too_slow",
+                headers={"Connection": "close"},
+            )
