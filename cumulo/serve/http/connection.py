@@ -34,6 +34,10 @@ class Reading(enum.Enum):
     NOTHING = "refused"
 
 
+# Looked up for every request: a name of the module is quicker than an attribute of the class.
+_HEAD, _BODY, _DONE = Reading.HEAD, Reading.BODY, Reading.DONE
+
+
 class _Refused(Exception):
     """Raised in the parser's callbacks; `problem` says why."""
 
@@ -59,11 +63,14 @@ class Connection(HttpToolsProtocol):
         )
         self._running: RequestResponseCycle | None = None  # the request that is being answered
         self.answered = False  # has a request of this connection had its answer?
-        self._counted_bytes = 0  # what the parser has reported; events without a size count as 1
+        self._block_bytes = 0  # of the input that is being parsed
+        self._head_bytes = 0  # of all input in which the present header came
+        self._body_bytes = 0  # of the present body, without its framing
+        self._wire_bytes = 0  # of the present body, with it
         self._silent_bytes = 0  # given to the parser since it last reported anything
-        self._start_bytes = 0  # of `_counted_bytes`, where the present header or body began
-        self._wire_bytes = 0  # of the present body, with its framing
-        self._trailer_bytes = 0
+        self.headers, self.url = [], b""
+        self._reported = self._reading, 0, 0, 0  # what it had reported by then
+        self._in_line = False  # has the Keeper been told that this request is not whole yet?
         self._discarded_bytes = 0
         self._since_s = self._progress_s = 0.0  # on the keeper's clock
         self._stalled: tuple[float, int] | None = (
@@ -77,6 +84,7 @@ class Connection(HttpToolsProtocol):
         self._since_s = self._keeper.clock_s
         self._keeper.admit(self, self.client[0] if self.client else "")
         self._keeper.waiting(self)
+        self._in_line = True
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._keeper.release(self)
@@ -91,9 +99,12 @@ class Connection(HttpToolsProtocol):
         if self._reading is Reading.NOTHING:
             self._discard(len(data))
             return
-        before_bytes, in_body = self._counted_bytes, self._reading is Reading.BODY
+        self._block_bytes = len(data)
+        in_body = self._reading is _BODY
         if in_body:
             self._wire_bytes += len(data)
+        else:
+            self._head_bytes += len(data)
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade:
@@ -102,21 +113,47 @@ class Connection(HttpToolsProtocol):
         except httptools.HttpParserError:
             self._refuse(*(self._problem or _malformed()))
             return
-        if self._counted_bytes == before_bytes:
-            self._silent_bytes += len(data)
+        if self._reading is _DONE:  # the way of almost all requests: they come whole
+            self._silent_bytes = 0
+        else:
+            self._check_unfinished(in_body)
+
+    def _check_unfinished(self, in_body: bool) -> None:
+        """What came did not complete a request: is there progress, and is it not too much already?"""
+        reported = self._reading, len(self.headers), len(self.url), self._body_bytes
+        if reported != self._reported:
+            self._silent_bytes, self._reported = 0, reported
+        else:
+            self._silent_bytes += self._block_bytes
             if self._silent_bytes > self._limits.silent_bytes:
                 self._refuse(*self._too_large())
                 return
-        else:
-            self._silent_bytes = 0
-        if in_body and self._reading is Reading.BODY:
+        if not self._in_line and self._running in (None, self._current):
+            self._in_line = True
+            self._keeper.waiting(self)
+        if self._reading is _HEAD:
+            if self._head_bytes > self._limits.header_line_bytes and self._is_too_large():
+                self._refuse(*self._too_large())
+        elif in_body and self._reading is _BODY:
             self._progress_s = self._keeper.clock_s
             self._check_body()
 
+    def _is_too_large(self) -> bool:
+        """Of headers or trailers, those that are complete."""
+        limits, total_bytes = self._limits, 0
+        for name, value in self.headers:
+            line_bytes = len(name) + len(value) + 4
+            total_bytes += line_bytes
+            if line_bytes > limits.header_line_bytes:
+                return True
+        return total_bytes > limits.head_bytes
+
     def _check_body(self) -> None:
-        limits, body_bytes = self._limits, self._counted_bytes - self._start_bytes
+        limits, body_bytes = self._limits, self._body_bytes
         framing_bytes = self._wire_bytes - body_bytes
-        if framing_bytes > limits.framing_bytes + limits.framing_per_body_byte * body_bytes:
+        if framing_bytes > limits.header_line_bytes and self._is_too_large():
+            self._refuse(*self._too_large())
+        elif framing_bytes > limits.framing_bytes + limits.framing_per_body_byte * body_bytes:
             self._refuse(*_too_much_framing())
         elif body_bytes > limits.body_bytes:
             error = ApiError(413, "the body is larger than this server reads", code="request_too_large")
@@ -125,15 +162,11 @@ class Connection(HttpToolsProtocol):
     # -- what the parser reports --------------------------------------------------------------------------
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._reading, self._current = Reading.HEAD, None
+        self._reading, self._current, self._in_line = _HEAD, None, False
         self._since_s = self._keeper.clock_s
-        self._start_bytes = self._counted_bytes
-        self._counted_bytes += 1
-        if self._running is None:
-            self._keeper.waiting(self)
+        self._head_bytes = self._block_bytes
 
     def on_url(self, url: bytes) -> None:
-        self._counted_bytes += len(url)
         self.url += url
         if len(self.url) > self._limits.url_bytes:
             limit = self._limits.url_bytes
@@ -141,26 +174,18 @@ class Connection(HttpToolsProtocol):
             self._fail(error, "header_too_large")
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        line_bytes = len(name) + len(value)
-        self._counted_bytes += line_bytes + 4
-        limits = self._limits
-        if self._reading is not Reading.HEAD:  # a trailer: it must not become a header after all checks
-            self._trailer_bytes += line_bytes + 4
-            if self._trailer_bytes > limits.head_bytes:
-                self._fail(*self._too_large())
-            return
-        if (
-            line_bytes > limits.header_line_bytes
-            or len(self.headers) >= limits.headers
-            or self._counted_bytes - self._start_bytes > limits.head_bytes
-        ):
+        """Also called for trailers, which go into a list of their own: they were not there when all was checked."""
+        headers = self.headers
+        if len(headers) >= self._limits.headers:
             self._fail(*self._too_large())
         name = name.lower()
         if name == b"expect" and value.lower() == b"100-continue":
             self.expect_100_continue = True
-        self.headers.append((name, value))
+        headers.append((name, value))
 
     def on_headers_complete(self) -> None:
+        if self._head_bytes > self._limits.header_line_bytes and self._is_too_large():
+            self._fail(*self._too_large())
         if self.reserved and not self._may_come_in():
             error = ApiError(
                 503,
@@ -175,28 +200,29 @@ class Connection(HttpToolsProtocol):
             )
         earlier = self.cycle
         super().on_headers_complete()
-        # Uvicorn reads no more once a request waits behind another, and so would not notice that the client leaves.
-        self.flow.resume_reading()
+        if self.pipeline:
+            # Uvicorn reads no more once a request waits behind another: it would not notice that the client leaves.
+            self.flow.resume_reading()
         if self.cycle is not earlier:  # it is no WebSocket's
             self._current = self.cycle
             self._running = self._running or self.cycle
-        self._reading = Reading.BODY
+            self.headers = []
+        self._reading = _BODY
         self._since_s = self._progress_s = self._keeper.clock_s
-        self._start_bytes, self._wire_bytes, self._trailer_bytes = self._counted_bytes, 0, 0
+        self._body_bytes = self._wire_bytes = 0
 
     def _may_come_in(self) -> bool:
         path = httptools.parse_url(self.url).path
         return path in FOR_OPERATORS or self._keeper.promote(self)
 
     def on_body(self, body: bytes) -> None:
-        self._counted_bytes += len(body)
+        self._body_bytes += len(body)
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        self._counted_bytes += 1
         super().on_message_complete()
         if self._running is not None:
-            self._reading = Reading.DONE
+            self._reading = _DONE
             self._keeper.busy(self)
         else:  # it was answered before its end
             self._await_next()
@@ -204,7 +230,10 @@ class Connection(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         """In place of uvicorn's, which sets a timer for every answer."""
         self.server_state.total_requests += 1
-        self._running, self.answered = None, True
+        self._running = None
+        if not self.answered:
+            self._keeper.busy(self)  # out of the line of strangers
+            self.answered = True
         if self.transport.is_closing():
             return
         self.flow.resume_reading()
@@ -217,16 +246,16 @@ class Connection(HttpToolsProtocol):
             if self._reading is Reading.BODY and cycle is self._current:
                 self._since_s = self._progress_s = self._keeper.clock_s
                 self._keeper.waiting(self)
-        elif self._reading is Reading.DONE:
+        elif self._reading is _DONE:
             self._await_next()
-        elif self._reading is Reading.HEAD:
-            self._since_s = self._keeper.clock_s
+        else:
+            if self._reading is _HEAD:
+                self._since_s = self._keeper.clock_s
             self._keeper.waiting(self)
 
     def _await_next(self) -> None:
-        self._reading = Reading.NEXT
+        self._reading, self._in_line = Reading.NEXT, True
         self._since_s = self._keeper.clock_s
-        self._keeper.busy(self)
         self._keeper.waiting(self)
 
     # -- sockets ------------------------------------------------------------------------------------------
@@ -247,7 +276,7 @@ class Connection(HttpToolsProtocol):
         raise _Refused
 
     def _too_large(self) -> tuple[ApiError, str]:
-        if self._reading is Reading.BODY and not self._trailer_bytes:
+        if self._reading is Reading.BODY and not self.headers:
             return _too_much_framing()
         limits = self._limits
         error = ApiError(
@@ -362,8 +391,7 @@ class Connection(HttpToolsProtocol):
             self._since_s += step_s
             self._progress_s = now_s
         else:
-            body_bytes = self._counted_bytes - self._start_bytes
-            too_slow = waited_s > limits.body_timeout_s + body_bytes / limits.least_bytes_s
+            too_slow = waited_s > limits.body_timeout_s + self._body_bytes / limits.least_bytes_s
             if too_slow or now_s - self._progress_s > limits.body_timeout_s:
                 error = ApiError(
                     408,

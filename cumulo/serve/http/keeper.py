@@ -130,8 +130,10 @@ class Keeper:
     def busy(self, connection: "Connection") -> None:
         """Our turn."""
         address = connection.address
-        address.strangers.pop(connection, None)
-        address.known.pop(connection, None)
+        if connection.answered:
+            address.known.pop(connection, None)
+        else:
+            address.strangers.pop(connection, None)
 
     # -- sockets ------------------------------------------------------------------------------------------
     def take_socket(self, connection: "Connection") -> bool:
