@@ -1,0 +1,143 @@
+"""Chat templates that mean harm are stopped by their worker's limits, and honest ones go on beside them."""
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from cumulo.errors import CumuloError, InvalidRequest, ModelError
+from cumulo.models import template_worker
+from cumulo.models.chat_template import ChatTemplate
+from cumulo.models.sought_texts import sought_texts
+
+USER = {"role": "user", "content": "Hi"}
+DOUBLING = (
+    "{% set ns = namespace(a=['x']) %}{% for i in range(40) %}{% set ns.a = [ns.a, ns.a] %}{% endfor %}"
+)
+# Two lists that contain themselves twice over are compared item by item: no check of sizes foresees it.
+COMPARING = (
+    "{% set ns = namespace(a=['x'], b=['x']) %}{% for i in range(40) %}{% set ns.a = [ns.a, ns.a] %}"
+    "{% set ns.b = [ns.b, ns.b] %}{% endfor %}{{ ns.a == ns.b }}"
+)
+HONEST = "{{ messages[0].content | trim }}"
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        "{{ ns.a | string }}", "{{ ns.a }}", "{{ ns.a ~ '' }}", "{{ ns.a | tojson }}", "{{ '%s' % [ns.a] }}",
+        "{{ '{}'.format(ns.a) }}", "{{ [ns.a] | join }}", "{{ ns.a | pprint }}", "{{ {'a': ns.a} }}",
+    ],
+)  # fmt: skip
+def test_a_list_that_doubles_forty_times_is_not_written_out(use: str) -> None:
+    with pytest.raises(ModelError, match="it built a value of more than"):
+        ChatTemplate(DOUBLING + use).render([USER])
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ ('a' * 30000000, 'b') | join('c' * 30000000) }}",
+        "{% set b = 'a' * 9000000 %}{{ [b, b, b, b, b] | join }}{{ ''.join([b, b, b, b]) }}",
+        "{% set b = 'a' * 9000000 %}{{ ''.join([b, b, b, b]) }}",
+        "{{ ('\t' * 1000000).expandtabs(1000000) }}",
+        "{{ ('a\n' * 1000000) | indent(1000000) }}",
+        "{{ ('%(a)s' * 1000) % {'a': 'a' * 1000000} }}",
+        "{{ ('{0}' * 1000).format('a' * 1000000) }}",
+        "{{ ('%s' * 20) | format('a' * 9000000) }}",
+    ],
+)
+def test_gigabytes_are_refused_before_they_are_made(source: str) -> None:
+    with pytest.raises(ModelError, match="it built a value of more than"):
+        ChatTemplate(source).render([USER])
+
+
+def test_what_takes_all_the_time_is_ended_and_not_tried_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs: list[str] = []
+    run = template_worker.render_apart
+    monkeypatch.setattr(
+        "cumulo.models.chat_template.render_apart",
+        lambda source, *more: (runs.append(source), run(source, *more))[1],
+    )
+    template, before = ChatTemplate(COMPARING), resident_bytes()
+    for _ in range(2):
+        with pytest.raises(ModelError, match=r"stopped: it takes more than .* s"):
+            template.render([USER])
+    stops = template._stops
+    assert ChatTemplate(HONEST).render([USER]) == "Hi"
+    if stops == 2:  # not where the machine was so busy that the clock ended it
+        with pytest.raises(ModelError, match="it was stopped 2 times and is not run again"):
+            template.render([USER])
+        assert runs.count(COMPARING) == 2
+    assert resident_bytes() < before + (64 << 20)
+
+
+def test_honest_templates_are_rendered_while_a_hostile_one_runs() -> None:
+    ended: list[str] = []
+
+    def hostile() -> None:
+        with pytest.raises(ModelError):
+            ChatTemplate(COMPARING).render([USER])
+        ended.append("hostile")
+
+    thread = threading.Thread(target=hostile)
+    thread.start()
+    honest = ChatTemplate(HONEST)
+    for _ in range(20):
+        assert honest.render([USER]) == "Hi"
+    ended.append("honest")
+    thread.join()
+    assert sorted(ended) == ["honest", "hostile"]
+
+
+def test_memory_is_bounded_whatever_fills_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dictionaries of small values are charged by number, not by size."""
+    monkeypatch.setattr(
+        template_worker, "LIMITS", template_worker.Limits(cpu_s=20, wall_s=60, memory_bytes=24 << 20)
+    )
+    grows = (
+        "{% set ns = namespace(a=[]) %}{% for i in range(90000) %}"
+        "{% set ns.a = [{'a': i, 'b': 1, 'c': 2, 'd': 3, 'e': 4, 'f': 5, 'more': ns.a}] %}{% endfor %}x"
+    )
+    with pytest.raises(ModelError, match="it needs more than 24 MiB of memory"):
+        ChatTemplate(grows).render([USER])
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["{{ " + "(" * 30000 + "1" + ")" * 30000 + " }}", "{{ a" + ".b" * 40000 + " }}", "{% if 1 %}" * 5000],
+    ids=["brackets", "attributes", "ifs"],
+)
+def test_templates_nested_very_deeply_are_refused(source: str) -> None:
+    with pytest.raises(CumuloError, match="chat template"):
+        ChatTemplate(source).render([USER])
+    sought_texts(source)
+
+
+def test_a_template_of_any_size_is_refused_without_reading_it() -> None:
+    template = ChatTemplate("{% if 1 %}" * 1_000_000)
+    with pytest.raises(ModelError, match="at most 131,072 are accepted"):
+        template.render([USER])
+
+
+def test_a_prompt_much_longer_than_its_messages_is_refused_before_it_is_tokenised() -> None:
+    with pytest.raises(ModelError, match="it wrote 9,000,000 characters"):
+        ChatTemplate("{{ 'a' * 9000000 }}").render([USER])
+    long = "word " * 200_000
+    assert ChatTemplate(HONEST).render([{"role": "user", "content": long}]) == long.strip()
+
+
+def test_values_of_other_types_arrive_as_plain_ones() -> None:
+    class Text(str):
+        pass
+
+    found = ChatTemplate("{{ mood }} {{ more | tojson }}").render(
+        [USER], mood=Text("glad"), more={"a": (1, Text("b")), "c": range(2)}
+    )
+    assert found == 'glad {"a": [1, "b"], "c": [0, 1]}'
+    with pytest.raises(InvalidRequest, match="not object"):
+        ChatTemplate(HONEST).render([USER], mood=object())
