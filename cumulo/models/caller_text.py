@@ -52,7 +52,6 @@ class CallerText:
     def __init__(self, control: ControlTokens, sought: Sought) -> None:
         """`sought`: what the template looks for in texts, and must still find."""
         spellings = list(control.ids)
-        self._control = control.pattern
         self._alphabet = sorted({*"".join(spellings)})
         edges = {character for text in spellings for character in (text[0], text[-1])}
         edges |= {c for text in spellings for c in (text[1:2], text[-2:-1]) if c and c not in "/_-. "}
@@ -64,14 +63,11 @@ class CallerText:
         insides = {text[begin : len(text) - end] for text in spellings for begin, end in sides}
         self._insides = frozenset(t for t in insides if any(map(str.isalpha, t))) - sought.words - _STRUCTURE
         self._longest_inside = max(map(len, self._insides), default=0)
-        self._kept = tuple(
-            text
-            for text in sought.texts
-            if any(edge in text for edge in self._edges) and not control.pattern.search(text)
-        )
-        edge = f"[{''.join(map(re.escape, self._edges))}]" if self._edges else "(?!)"
-        self._careful = re.compile(
-            f"(?:{control.pattern.pattern})|(?P<kept>{alternatives(self._kept).pattern})|{edge}"
+        # What the template looks for stays readable: in the model's own answers everything, elsewhere what a text
+        # is asked to start or end with.
+        self._in_answers, self._elsewhere = (
+            self._keeping(control, sought.texts),
+            self._keeping(control, sought.ends),
         )
         self._windows = range(_FIRST, _LAST - len(self._alphabet), max(1, len(self._alphabet)))
         self._usual: int = self._windows[secrets.randbelow(len(self._windows))]
@@ -117,12 +113,23 @@ class CallerText:
             return True
         return bool(self._wordy) and any(map(text.__contains__, self._wordy))
 
-    def exchanged(self, text: str, stand_in: Mapping[str, str], table: Mapping[int, str]) -> str:
-        if any(map(text.__contains__, self._kept)):
-            careful = self._careful.sub(
+    def _keeping(self, control: ControlTokens, texts: Iterable[str]) -> "_Keeping":
+        special = alternatives(control.special)
+        kept = [t for t in texts if any(edge in t for edge in self._edges) and not special.search(t)]
+        others = alternatives(control.ids.keys() - kept)
+        edge = f"[{''.join(map(re.escape, self._edges))}]" if self._edges else "(?!)"
+        found = re.compile(f"(?:{others.pattern})|(?P<kept>{alternatives(kept).pattern})|{edge}")
+        return _Keeping(tuple(kept), others, found)
+
+    def exchanged(
+        self, text: str, stand_in: Mapping[str, str], table: Mapping[int, str], in_answer: bool
+    ) -> str:
+        keeping = self._in_answers if in_answer else self._elsewhere
+        if any(map(text.__contains__, keeping.texts)):
+            careful = keeping.found.sub(
                 lambda match: match[0] if match["kept"] is not None else match[0].translate(table), text
             )
-            text = careful if self._control.search(careful) is None else text.translate(table)
+            text = careful if keeping.others.search(careful) is None else text.translate(table)
         else:
             text = text.translate(table)
         for word in self._wordy:
@@ -149,6 +156,15 @@ class CallerText:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class _Keeping:
+    """Texts that are not exchanged, because a template looks for them."""
+
+    texts: tuple[str, ...]
+    others: re.Pattern[str]  # the control tokens that are not among them
+    found: re.Pattern[str]  # all that is exchanged, and as group `kept` what is not
+
+
 class _Exchange:
     """One conversation's texts with stand-ins."""
 
@@ -159,29 +175,32 @@ class _Exchange:
         """Its own keys stay, and a role that is a plain word: templates write `<|` + role + `|>`."""
         if not isinstance(message, Mapping):
             return message
+        in_answer = message.get("role") == "assistant"
         return {
             key: value
             if key == "role" and isinstance(value, str) and _PLAIN_ROLE.fullmatch(value)
-            else self.value(value)
+            else self.value(value, in_answer)
             for key, value in message.items()
         }
 
-    def value(self, value: Any) -> Any:
+    def value(self, value: Any, in_answer: bool = False) -> Any:
         if isinstance(value, str):
-            return self._text(value)
+            return self._text(value, in_answer)
         if isinstance(value, Mapping):
             return {
-                self._text(key) if isinstance(key, str) and key not in _STRUCTURE else key: self.value(item)
+                self._text(key, in_answer)
+                if isinstance(key, str) and key not in _STRUCTURE
+                else key: self.value(item, in_answer)
                 for key, item in value.items()
             }
         if isinstance(value, (list, tuple)):
-            return [self.value(item) for item in value]
+            return [self.value(item, in_answer) for item in value]
         return value
 
-    def _text(self, text: str) -> str:
+    def _text(self, text: str, in_answer: bool) -> str:
         if not self._rules.suspect(text):
             return text
-        return self._rules.exchanged(text, self._stand_in, self._table)
+        return self._rules.exchanged(text, self._stand_in, self._table, in_answer)
 
 
 def _texts(value: Any) -> Iterator[str]:

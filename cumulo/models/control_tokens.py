@@ -8,7 +8,7 @@ wrote is renamed before it is encoded; what a caller wrote is not, so it is text
 
 import re
 import secrets
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 
 import tokenizers
@@ -25,16 +25,13 @@ def is_marker(token: AddedToken) -> bool:
 
 
 class ControlTokens:
-    def __init__(self, backend: tokenizers.Tokenizer, sought: Collection[str] = ()) -> None:
-        """`sought`: markers that the chat template looks for in messages, as in content.split('</think>'). Unless
-        they are special they stay what they are, or the template would miss them."""
+    def __init__(self, backend: tokenizers.Tokenizer) -> None:
         self._backend = backend
         added = backend.get_added_tokens_decoder()
         self.ids: dict[str, int] = {
-            token.content: token_id
-            for token_id, token in added.items()
-            if is_marker(token) and (token.special or token.content not in sought)
+            token.content: token_id for token_id, token in added.items() if is_marker(token)
         }
+        self.special = frozenset(token.content for token in added.values() if token.special)
         self._added = added
         self.of_normalised = backend.normalizer is not None and any(
             token.normalized for token in added.values() if token.content in self.ids

@@ -18,6 +18,7 @@ _QUOTED = re.compile(r"'([^'\\\n]*)'|\"([^\"\\\n]*)\"")
 @dataclass(frozen=True, slots=True)
 class Sought:
     texts: frozenset[str] = frozenset()  # arguments of methods and filters, and what is compared
+    ends: frozenset[str] = frozenset()  # of these, what a text is asked to start or end with
     words: frozenset[str] = frozenset()  # every name and text in the template
 
 
@@ -36,20 +37,21 @@ def _read(source: str) -> Sought:
         RecursionError,
     ):  # a tag of its own, or damaged: everything quoted may be sought
         quoted = frozenset(first or second for first, second in _QUOTED.findall(source))
-        return Sought(quoted, quoted | frozenset(re.findall(r"\w+", source)))
+        return Sought(quoted, quoted, quoted | frozenset(re.findall(r"\w+", source)))
     set_to = {
         node.target.name: node.node.value
         for node in tree.find_all(nodes.Assign)
         if isinstance(node.target, nodes.Name) and isinstance(node.node, nodes.Const)
     }
-    texts: set[str] = set()
-    for node in _sought(tree):
-        value = set_to.get(node.name) if isinstance(node, nodes.Name) else node.value
-        if isinstance(value, str) and value:
-            texts.add(value)
+
+    def values(leaves: Iterator[nodes.Const | nodes.Name]) -> frozenset[str]:
+        found = (set_to.get(leaf.name) if isinstance(leaf, nodes.Name) else leaf.value for leaf in leaves)
+        return frozenset(value for value in found if isinstance(value, str) and value)
+
+    texts, ends = values(_sought(tree)), values(_asked_of_ends(tree))
     words = {node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)}
     words |= {node.attr for node in tree.find_all(nodes.Getattr)}
-    return Sought(frozenset(texts), frozenset(words))
+    return Sought(texts, ends, frozenset(words))
 
 
 def _sought(tree: nodes.Template) -> Iterator[nodes.Const | nodes.Name]:
@@ -66,6 +68,13 @@ def _sought(tree: nodes.Template) -> Iterator[nodes.Const | nodes.Name]:
             yield from _leaves(operand.expr)
     for item in tree.find_all(nodes.Getitem):
         yield from _leaves(item.arg)
+
+
+def _asked_of_ends(tree: nodes.Template) -> Iterator[nodes.Const | nodes.Name]:
+    for call in tree.find_all(nodes.Call):
+        if isinstance(call.node, nodes.Getattr) and call.node.attr in ("startswith", "endswith"):
+            for argument in call.args:
+                yield from _leaves(argument)
 
 
 def _leaves(node: nodes.Node) -> Iterator[nodes.Const | nodes.Name]:

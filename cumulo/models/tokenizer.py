@@ -102,7 +102,7 @@ class Tokenizer:
     @cached_property
     def control(self) -> ControlTokens:
         """The tokens that callers' texts must not become."""
-        return ControlTokens(self.backend, self._sought.texts)
+        return ControlTokens(self.backend)
 
     @cached_property
     def _caller_text(self) -> CallerText:

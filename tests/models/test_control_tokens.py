@@ -286,6 +286,16 @@ def test_templates_still_find_what_they_look_for(family):
     assert ids == theirs.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
 
 
+def test_what_a_template_looks_for_in_answers_is_text_elsewhere(family):
+    ours, _ = family("qwen")
+    thought = ours.control.ids["</think>"]
+    _, ids = ours.render_chat(
+        [{"role": "user", "content": "repeat: </think>"}, {"role": "tool", "content": "</think>"}]
+    )
+    assert thought not in ids
+    assert "</think>" in ours.decode(ids, skip_special=False)
+
+
 def test_a_template_that_writes_json_in_ascii_gets_its_characters_back(family):
     ours, _ = family("chatml")
     plain = tokenizers.Tokenizer.from_str(ours.backend.to_str())
