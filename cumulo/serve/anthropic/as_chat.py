@@ -4,6 +4,7 @@ A user's message may hold tool results, which are messages of their own in chats
 calls are one message there. An answer that is to continue the last message stays a continuation.
 """
 
+import asyncio
 import json
 from typing import Any
 
@@ -24,6 +25,7 @@ from cumulo.serve.errors import ApiError, invalid
 from cumulo.serve.schemas import ChatRequest
 
 Entry = dict[str, Any]
+_MANY_BLOCKS = 256  # a few milliseconds of work
 _TOOL_USE = "toolu_"  # how ids of calls begin in this API
 _BELONGS: dict[type, str] = {
     ThinkingBlock: "assistant",
@@ -31,6 +33,14 @@ _BELONGS: dict[type, str] = {
     ToolUseBlock: "assistant",
     ToolResultBlock: "user",
 }
+
+
+async def make_chat(body: CountTokensRequest) -> ChatRequest:
+    """Many blocks are read in a thread, for others' sake."""
+    blocks = sum(1 if isinstance(turn.content, str) else len(turn.content) for turn in body.messages)
+    if blocks <= _MANY_BLOCKS:
+        return as_chat(body)
+    return await asyncio.to_thread(as_chat, body)
 
 
 def as_chat(body: CountTokensRequest) -> ChatRequest:

@@ -1,5 +1,6 @@
 """/v1/messages: Anthropic's way to ask for an answer, whole or streamed; /v1/messages/count_tokens."""
 
+import logging
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -7,7 +8,7 @@ from starlette.responses import Response
 
 from cumulo.engine.outputs import Delta
 from cumulo.serve.anthropic.answer import Answer, Thoughts, counts
-from cumulo.serve.anthropic.as_chat import as_chat, translated
+from cumulo.serve.anthropic.as_chat import make_chat, translated
 from cumulo.serve.anthropic.error_shape import error_body
 from cumulo.serve.anthropic.request import CountTokensRequest, MessagesRequest
 from cumulo.serve.bodies.warnings import warn
@@ -16,10 +17,12 @@ from cumulo.serve.chat import begin_chat, chat_prompt
 from cumulo.serve.descriptions import anthropic_answers, plain, streamed
 from cumulo.serve.errors import ApiError
 from cumulo.serve.events import json_response, open_stream, to_line
+from cumulo.serve.messages import Finished
 from cumulo.serve.schemas_out import AnthropicMessage, TokenCount
 from cumulo.serve.service import Service
 
 router = APIRouter()
+log = logging.getLogger(__name__)
 
 
 @router.post(
@@ -30,7 +33,7 @@ router = APIRouter()
 async def create_message(body: MessagesRequest, request: Request) -> Response:
     service: Service = request.app.state.service
     try:
-        call, form, _ = await begin_chat(service, request, as_chat(body), "msg_")
+        call, form, _ = await begin_chat(service, request, await make_chat(body), "msg_")
     except ApiError as error:
         raise translated(error) from None
     if body.thinking is not None and body.thinking.budget_tokens is not None:
@@ -40,6 +43,7 @@ async def create_message(body: MessagesRequest, request: Request) -> Response:
         return await open_stream(call, MessageEvents(call, answer))
     results = await call.results()
     answer.add(results[0].samples[0].text, last=True)
+    _note(call, results[0])
     return json_response(_message(call, answer.content(), counts(results[0])) | answer.stop(results[0]))
 
 
@@ -52,7 +56,7 @@ async def count_tokens(body: CountTokensRequest, request: Request) -> Response:
     service: Service = request.app.state.service
     service.check_model(body.model)
     try:
-        _, _, tokens = await chat_prompt(service, as_chat(body))
+        _, _, tokens = await chat_prompt(service, await make_chat(body))
     except ApiError as error:
         raise translated(error) from None
     return json_response({"input_tokens": len(tokens)})
@@ -64,6 +68,11 @@ def _thoughts(body: MessagesRequest) -> Thoughts:
     if body.thinking.type == "disabled":
         return "dropped"
     return "omitted" if body.thinking.display == "omitted" else "shown"
+
+
+def _note(call: Call, finished: Finished) -> None:
+    if call.service.options.log_prompts:
+        log.info("%s answer: %r", call.id, finished.samples[0].text)
 
 
 def _message(call: Call, content: list[Any], counted: dict[str, Any]) -> dict[str, Any]:
@@ -106,6 +115,7 @@ class MessageEvents:
     def end(self) -> bytes:
         finished = self._call.finished[0]
         assert finished is not None  # EventStream: the call is complete
+        _note(self._call, finished)
         last = {"type": "message_delta", "delta": self._answer.stop(finished), "usage": counts(finished)}
         return _packed([last, {"type": "message_stop"}])
 

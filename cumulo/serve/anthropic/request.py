@@ -6,7 +6,7 @@ from pydantic import BeforeValidator, Discriminator, Field, StringConstraints, T
 from pydantic_core import PydanticCustomError
 
 from cumulo.serve.fields import Strict
-from cumulo.serve.schemas import MAX_STOP_STRINGS, Label, StopString
+from cumulo.serve.schemas import MAX_MESSAGES, MAX_PARTS, MAX_STOP_STRINGS, Label, StopString
 from cumulo.serve.schemas_form import MAX_TOOLS, Description, FunctionName, Schema
 
 CacheControl = Annotated[
@@ -78,7 +78,7 @@ PlainBlock = Annotated[TextBlock, _only("text")]
 class ToolResultBlock(Strict):
     type: Literal["tool_result"]
     tool_use_id: ToolUseId
-    content: str | list[PlainBlock] | None = None
+    content: str | Annotated[list[PlainBlock], Field(max_length=MAX_PARTS)] | None = None
     is_error: bool | None = Field(None, description="true: the model is told that the tool failed.")
     cache_control: CacheControl | None = None
     toolset_name: Label | None = Field(None, description="Not used.")
@@ -99,7 +99,7 @@ Block = Annotated[
 
 class Turn(Strict):
     role: Literal["user", "assistant", "system"]
-    content: str | list[Block]
+    content: str | Annotated[list[Block], Field(max_length=MAX_PARTS)]
     ignores_unknown: ClassVar[bool] = True
 
 
@@ -170,8 +170,8 @@ class CountTokensRequest(Strict):
     """What makes the prompt."""
 
     model: str = Field(description="The served model's name, as /v1/models lists it.")
-    messages: Annotated[list[Turn], Field(min_length=1)]
-    system: str | list[PlainBlock] | None = None
+    messages: Annotated[list[Turn], Field(min_length=1, max_length=MAX_MESSAGES)]
+    system: str | Annotated[list[PlainBlock], Field(max_length=MAX_PARTS)] | None = None
     tools: (
         Annotated[list[Annotated[CustomTool, BeforeValidator(_is_custom)]], Field(max_length=MAX_TOOLS)]
         | None

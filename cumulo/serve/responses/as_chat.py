@@ -3,6 +3,7 @@
 Items are finer than messages: an assistant's thoughts, text and calls are items of their own, and one message.
 """
 
+import asyncio
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,10 +25,17 @@ from cumulo.serve.responses.request import (
 from cumulo.serve.schemas import ChatRequest
 
 Entry = dict[str, Any]
+MANY_ITEMS = 256  # a few milliseconds of work
+
+
+async def make_chat(body: ResponsesRequest, items: Sequence[InputItem]) -> ChatRequest:
+    """`items`: the whole conversation, earlier responses included. Many are read in a thread, for others' sake."""
+    if len(items) <= MANY_ITEMS:
+        return as_chat(body, items)
+    return await asyncio.to_thread(as_chat, body, items)
 
 
 def as_chat(body: ResponsesRequest, items: Sequence[InputItem]) -> ChatRequest:
-    """`items`: the whole conversation, earlier responses included."""
     if body.top_logprobs and not body.wants_logprobs:
         raise invalid('top_logprobs needs include: ["message.output_text.logprobs"]', "top_logprobs")
     messages: list[Entry] = [{"role": "system", "content": body.instructions}] if body.instructions else []

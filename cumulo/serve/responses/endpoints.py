@@ -1,11 +1,17 @@
 """The routes of /v1/responses: make a response, read it again, delete it, list what it was asked with."""
 
-from typing import Annotated, Any, Literal
+import asyncio
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Literal
 
 from fastapi import APIRouter, Query, Request
 from starlette.responses import Response
 
 from cumulo.engine.outputs import Delta
+from cumulo.engine.plan import TokenLogprobs
+from cumulo.serve.bodies.reader import LARGE_BYTES
 from cumulo.serve.call import Batch, Call
 from cumulo.serve.chat import begin_chat
 from cumulo.serve.descriptions import answers, plain, streamed
@@ -13,7 +19,7 @@ from cumulo.serve.errors import ApiError, invalid
 from cumulo.serve.events import json_response, open_stream, to_line
 from cumulo.serve.logprobs import spoken
 from cumulo.serve.messages import Finished
-from cumulo.serve.responses.as_chat import as_chat, translated
+from cumulo.serve.responses.as_chat import MANY_ITEMS, make_chat, translated
 from cumulo.serve.responses.items import Item, Output, spelled_inputs
 from cumulo.serve.responses.request import InputItem, InputMessage, ResponsesRequest, input_items
 from cumulo.serve.responses.response import response_object
@@ -24,6 +30,7 @@ from cumulo.serve.schemas_out import DeletedResponse, ResponseItems, ResponseObj
 from cumulo.serve.service import Service
 
 router = APIRouter()
+log = logging.getLogger(__name__)
 
 
 @router.post("/v1/responses", summary="Answer an input", responses=answers(streamed(ResponseObject)))
@@ -45,22 +52,49 @@ async def _ask(body: ResponsesRequest, request: Request) -> "_Asked":
         raise invalid("this server keeps no responses (--stored-responses 0): send store: false", "store")
     service.check_model(body.model)
     service.check_ready()
-    earlier: list[Item] = []
+    stored = None
     if body.previous_response_id is not None:
-        earlier = _stored(request, body.previous_response_id, "previous_response_id").conversation()
-    own: list[InputItem] = _one_message(body.input) if isinstance(body.input, str) else body.input
-    items = [*input_items.validate_python(earlier), *own]
-    shown = await fitted(service, body, items) if body.truncation == "auto" else items
+        stored = _stored(request, body.previous_response_id, "previous_response_id")
+    asked = await _conversation(body, stored)
+    if body.truncation == "auto":
+        asked = asked.only(await fitted(service, body, asked.items))
     formed = body.text is not None and body.text.format is not None and body.text.format.type != "text"
     try:
+        chat = await make_chat(body, asked.items)
         call, form, params = await begin_chat(
-            service, request, as_chat(body, shown), "resp_", guide_param="text.format" if formed else None
+            service, request, chat, "resp_", guide_param="text.format" if formed else None
         )
     except ApiError as error:
         raise translated(error) from None
     logprobs = TextLogprobs(service.text, body.top_logprobs or 0) if body.wants_logprobs else None
     ends = frozenset((*service.info.eos_ids, *params.stop_token_ids))
-    return _Asked(call, body, Output(call.id, form.reader(), logprobs), [*earlier], own, ends)
+    return _Asked(call, body, Output(call.id, form.reader(), logprobs), asked.spelled, ends)
+
+
+@dataclass(frozen=True, slots=True)
+class _Conversation:
+    """What the model is asked with, oldest first: to be read, and to be kept."""
+
+    items: Sequence[InputItem]
+    spelled: list[Item]
+
+    def only(self, kept: Sequence[InputItem]) -> "_Conversation":
+        """Without what was dropped: a conversation that is cut does not grow for ever."""
+        places = {id(item) for item in kept}
+        pairs = zip(self.items, self.spelled, strict=True)
+        return _Conversation(kept, [spelled for item, spelled in pairs if id(item) in places])
+
+
+async def _conversation(body: ResponsesRequest, stored: StoredResponse | None) -> _Conversation:
+    def read() -> _Conversation:
+        earlier = stored.conversation() if stored is not None else []
+        own: list[InputItem] = _one_message(body.input) if isinstance(body.input, str) else body.input
+        return _Conversation([*input_items.validate_python(earlier), *own], [*earlier, *spelled_inputs(own)])
+
+    much = len(body.input) > MANY_ITEMS and not isinstance(body.input, str)
+    if much or (stored is not None and stored.size_bytes > LARGE_BYTES):
+        return await asyncio.to_thread(read)  # everybody's streams go on meanwhile
+    return read()
 
 
 def _one_message(text: str) -> list[InputItem]:
@@ -75,23 +109,23 @@ class _Asked:
         call: Call,
         body: ResponsesRequest,
         output: Output,
-        earlier: list[Item],
-        own: list[InputItem],
+        inputs: list[Item],
         ends: frozenset[int],
     ) -> None:
         self.call, self.body, self.output = call, body, output
-        self._earlier, self._own, self._ends = earlier, own, ends
+        self._inputs, self._ends = inputs, ends
 
-    def spoken(self, entries: Any, finish_reason: str | None) -> Any:
-        return spoken(entries, finish_reason, self._ends)
+    def spoken(self, entries: Sequence[TokenLogprobs], reason: str | None) -> Sequence[TokenLogprobs]:
+        return spoken(entries, reason, self._ends)
 
     def finish(self, results: list[Finished]) -> Item:
+        service = self.call.service
+        if service.options.log_prompts:
+            log.info("%s answer: %r", self.call.id, results[0].samples[0].text)
         response = response_object(self.call, self.body, self.output, results)
-        if self.body.store is not False:
-            inputs = self._earlier + spelled_inputs(self._own, self.call.id)
-            self.call.service.stored_responses.put(
-                self.call.caller.name, self.call.id, StoredResponse.of(response, inputs)
-            )
+        if response["store"]:
+            kept = StoredResponse.of(response, self._inputs)
+            response["store"] = service.stored_responses.put(self.call.caller.name, self.call.id, kept)
         return response
 
 

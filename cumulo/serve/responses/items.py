@@ -1,5 +1,6 @@
 """Output: an answer's blocks as the items of a response, and every change as an event of its stream."""
 
+import secrets
 from collections.abc import Sequence
 from typing import Any
 
@@ -119,9 +120,9 @@ def _new_item(block: Block, suffix: str) -> Item:
 
 
 # -- input items as the API gives them back ---------------------------------------------------------------
-def spelled_inputs(items: Sequence[InputItem], response_id: str) -> list[Item]:
+def spelled_inputs(items: Sequence[InputItem]) -> list[Item]:
     """Each with an id, and messages in parts."""
-    suffix = response_id.removeprefix("resp_")
+    suffix = secrets.token_hex(12)
     return [_spelled_input(item, f"{suffix}_in{index}") for index, item in enumerate(items)]
 
 

@@ -6,7 +6,7 @@ from pydantic import BeforeValidator, Discriminator, Field, StringConstraints, T
 from pydantic_core import PydanticCustomError
 
 from cumulo.serve.fields import Strict, TextOnly
-from cumulo.serve.schemas import Label, ReasoningEffort
+from cumulo.serve.schemas import MAX_MESSAGES, MAX_PARTS, Label, ReasoningEffort
 from cumulo.serve.schemas_form import MAX_TOOLS, Description, FunctionName, Schema
 
 _OF_EARLIER = "Of an earlier answer; not used."
@@ -51,7 +51,7 @@ class InputText(TextOnly):
 class InputMessage(Strict):
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[InputText], Field(min_length=1)]
+    content: str | Annotated[list[InputText], Field(min_length=1, max_length=MAX_PARTS)]
     id: Label | None = Field(None, description=_OF_EARLIER)
     status: Label | None = Field(None, description=_OF_EARLIER)
     phase: Label | None = Field(None, description=_OF_EARLIER)
@@ -75,7 +75,7 @@ class FunctionCallItem(Strict):
 class FunctionCallOutputItem(Strict):
     type: Literal["function_call_output"]
     call_id: Annotated[str, StringConstraints(min_length=1, max_length=512)]
-    output: str | list[InputText]
+    output: str | Annotated[list[InputText], Field(max_length=MAX_PARTS)]
     id: Label | None = Field(None, description="Not used.")
     name: Label | None = Field(None, description="Not used: the call of this call_id says it.")
     status: Label | None = Field(None, description="Not used.")
@@ -194,7 +194,7 @@ def _writable(kind: str) -> str:
 # -- the request ------------------------------------------------------------------------------------------
 class ResponsesRequest(Strict):
     model: str = Field(description="The served model's name, as /v1/models lists it.")
-    input: str | Annotated[list[InputItem], Field(min_length=1)]
+    input: str | Annotated[list[InputItem], Field(min_length=1, max_length=MAX_MESSAGES)]
     instructions: str | None = Field(None, description="A system message before everything else.")
     previous_response_id: Label | None = Field(
         None, description="Continue this stored response; its instructions are not taken over."

@@ -13,6 +13,7 @@ import msgspec
 _to_json = msgspec.json.Encoder().encode
 _from_json = msgspec.json.decode
 MOST_BYTES = 64 << 20
+MOST_BYTES_EACH = 8 << 20  # a conversation grows with every response that continues another
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,15 +44,18 @@ class StoredResponse:
 
 
 class StoredResponses:
-    def __init__(self, most: int, most_bytes: int = MOST_BYTES) -> None:
+    def __init__(
+        self, most: int, most_bytes: int = MOST_BYTES, most_bytes_each: int = MOST_BYTES_EACH
+    ) -> None:
         """`most` 0: nothing is kept."""
-        self.most, self.most_bytes = most, most_bytes
+        self.most, self.most_bytes, self._most_bytes_each = most, most_bytes, min(most_bytes, most_bytes_each)
         self.count = self.size_bytes = 0
         self._shelves: dict[str, _Shelf] = {}  # by caller
 
-    def put(self, caller: str, response_id: str, stored: StoredResponse) -> None:
-        if not self.most or stored.size_bytes > self.most_bytes:
-            return
+    def put(self, caller: str, response_id: str, stored: StoredResponse) -> bool:
+        """Whether it is kept: one that is too large is not."""
+        if not self.most or stored.size_bytes > self._most_bytes_each:
+            return False
         shelf = self._shelves.setdefault(caller, _Shelf())
         shelf.put(response_id, stored)
         self.count += 1
@@ -60,6 +64,7 @@ class StoredResponses:
             self._drop_oldest(max(self._shelves, key=lambda name: (len(self._shelves[name].kept), name)))
         while self.size_bytes > self.most_bytes:
             self._drop_oldest(max(self._shelves, key=lambda name: (self._shelves[name].size_bytes, name)))
+        return True
 
     def get(self, caller: str, response_id: str) -> StoredResponse | None:
         """None: there is no such response, or it is somebody else's. What is used stays longest."""

@@ -28,11 +28,12 @@ class TextLogprobs:
         if begins < 0:  # a character cut in two tokens is spelled as two unknown ones
             taken, self._pending = self._pending, []
             return taken
-        taken = []
-        position = 0
-        while self._pending and position < begins + len(text):
-            entry = self._pending.pop(0)
+        position = first = last = 0
+        for entry in self._pending:
+            if position >= begins + len(text):
+                break
             position += len(entry["token"])
-            if position > begins:
-                taken.append(entry)
+            last += 1
+            first += position <= begins
+        taken, self._pending = self._pending[first:last], self._pending[last:]
         return taken

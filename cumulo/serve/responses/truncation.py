@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from cumulo.errors import InvalidRequest
 from cumulo.serve.chat import chat_prompt
-from cumulo.serve.responses.as_chat import as_chat
+from cumulo.serve.responses.as_chat import make_chat
 from cumulo.serve.responses.request import (
     FunctionCallItem,
     FunctionCallOutputItem,
@@ -22,7 +22,7 @@ async def fitted(service: Service, body: ResponsesRequest, items: Sequence[Input
 
     async def fits(dropped: int) -> bool:
         try:
-            _, _, tokens = await chat_prompt(service, as_chat(body, without_oldest(items, dropped)))
+            _, _, tokens = await chat_prompt(service, await make_chat(body, without_oldest(items, dropped)))
         except InvalidRequest:  # too long to be tokenised at all
             return False
         return len(tokens) <= room_tokens

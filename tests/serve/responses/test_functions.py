@@ -89,8 +89,8 @@ def test_the_client_parses_arguments_of_a_pydantic_tool(client: openai.OpenAI) -
     class Weather(pydantic.BaseModel):
         city: str = pydantic.Field(max_length=12)
 
-    tool: Any = openai.pydantic_function_tool(Weather)["function"]
-    response = client.responses.parse(**ASK, tools=[{"type": "function", **tool}], tool_choice="required")
+    tools: Any = [openai.pydantic_function_tool(Weather)]
+    response = client.responses.parse(**ASK, tools=tools, tool_choice="required")
     call: Any = response.output[0]
     assert isinstance(call.parsed_arguments, Weather)
 
