@@ -1,7 +1,7 @@
 # Every target does its own set-up: on a fresh machine Python 3.11 to 3.14, make and a C++ compiler are enough.
 # Set-up talks on stderr and never reads stdin, so `echo question | make chat` prints nothing but the answer.
 .DEFAULT_GOAL := help
-.PHONY: help install run chat test lint bench clean
+.PHONY: help install run chat test test-thorough lint bench clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -17,6 +17,7 @@ help:
 	  'make run      the server and its console at http://127.0.0.1:8000; MODEL=... for another model, ARGS=...' \
 	  'make chat     talk with the built-in model; MODEL=... for another, ARGS=... for options' \
 	  'make test     all tests' \
+	  'make test-thorough  all tests in their long forms: hours' \
 	  'make lint     formatting, lint, types and layers' \
 	  'make bench    engine, scheduler and kernels, against transformers and llama.cpp' \
 	  'make clean    remove the virtual environment and caches' \
@@ -45,6 +46,10 @@ chat: $(VENV)/.ready
 test: $(VENV)/.ready-test
 	@XDG_CACHE_HOME=$(CURDIR)/$(VENV)/cache OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 \
 	  $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder $(ARGS)
+
+# Everything, also what is one of many like cases, and the long forms of soak, kill and siege: hours on two cores.
+test-thorough: ARGS += --thorough
+test-thorough: test
 
 lint: $(VENV)/.ready-lint
 	@$(BIN)/ruff format --check .
@@ -87,7 +92,17 @@ $(VENV)/.ready: $(VENV)/.torch pyproject.toml
 	@touch $@
 	$(SAY) 'The command is $(BIN)/cumulo. For `cumulo` alone: `make install`, or `. $(BIN)/activate` in this shell.'
 
-$(VENV)/.ready-test: $(VENV)/.ready
+# The frameworks that talk to the server in tests/clients have an environment of their own: they want other versions
+# than the tests. Where they cannot be installed, their tests are skipped.
+$(VENV)/.clients: $(VENV)/.torch tests/clients/requirements.txt
+	$(SAY) 'installing the client libraries that are tested against the server'
+	@$(BIN)/python -m venv $(VENV)/clients </dev/null 1>&2 && \
+	  $(VENV)/clients/bin/python -m pip install -qq --disable-pip-version-check \
+	    -r tests/clients/requirements.txt </dev/null 1>&2 || \
+	  echo 'they cannot be installed here: their tests are skipped' 1>&2
+	@touch $@
+
+$(VENV)/.ready-test: $(VENV)/.ready $(VENV)/.clients
 	$(SAY) 'installing what the tests need'
 	@$(PIP_INSTALL) -e '.[gguf,serve,console,test]'
 	@touch $@

@@ -40,6 +40,7 @@ class Batches:
         self._waiting: dict[str, deque[Record]] = {}  # by key
         self._workers: dict[str, asyncio.Task[None]] = {}
         self._current: dict[str, BatchRun] = {}  # by batch
+        self._writing = asyncio.Lock()
         registry = service.metrics.registry
         self._gauge = Gauge(
             "cumulo:batches", "Batches that are kept, by status.", (*_LABELS, "status"), registry=registry
@@ -182,8 +183,9 @@ class Batches:
         record.status = status
         if status not in record.times:
             record.times = {**record.times, status: int(time.time())}
-        content = msgspec.json.encode(record)
-        await asyncio.to_thread(write_aside, self.store.folder / f"{record.id}.json", content)
+        async with self._writing:  # what is encoded last is written last
+            content = msgspec.json.encode(record)
+            await asyncio.to_thread(write_aside, self.store.folder / f"{record.id}.json", content)
         self._show()
 
     # -- metrics ------------------------------------------------------------------------------------------

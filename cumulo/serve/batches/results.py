@@ -23,7 +23,7 @@ _decode = msgspec.json.Decoder(_Written).decode
 
 
 class Results:
-    """Opens both files, and reads which requests they already answer (`done`). Blocks: made in a thread."""
+    """Reads which requests the files already answer (`done`). Blocks: made in a thread."""
 
     def __init__(self, folder: Path, batch_id: str) -> None:
         self.output_path = folder / f"{batch_id}.output"
@@ -32,10 +32,7 @@ class Results:
         self.done: set[str] = set()
         self.completed = self._recover(self.output_path)
         self.failed = self._recover(self.error_path)
-        self._output, self._errors = (
-            os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-            for path in (self.output_path, self.error_path)
-        )
+        self._descriptors: dict[bool, int] = {}  # good or not; a file is made by its first line
 
     def _recover(self, path: Path) -> int:
         if not path.exists():
@@ -55,9 +52,12 @@ class Results:
         """Blocks: called in a thread."""
         rest = memoryview(to_json(content) + b"\n")
         with self._lock:
-            descriptor = self._output if good else self._errors
+            if good not in self._descriptors:
+                path = self.output_path if good else self.error_path
+                flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+                self._descriptors[good] = os.open(path, flags, 0o600)
             while rest:
-                rest = rest[os.write(descriptor, rest) :]
+                rest = rest[os.write(self._descriptors[good], rest) :]
             self.done.add(content["custom_id"])
             if good:
                 self.completed += 1
@@ -66,6 +66,6 @@ class Results:
 
     def close(self) -> None:
         """Everything written is on disk before the record says so."""
-        for descriptor in (self._output, self._errors):
+        for descriptor in self._descriptors.values():
             os.fsync(descriptor)
             os.close(descriptor)

@@ -61,7 +61,8 @@ class BatchRun:
                 await self._validate()
             results = await asyncio.to_thread(Results, self._batches.store.folder, record.id)
             try:
-                record.completed, record.failed = results.completed, results.failed
+                if record.output_file_id is None and record.error_file_id is None:  # else they have moved
+                    record.completed, record.failed = results.completed, results.failed
                 if record.status == "in_progress" and record.becomes is None:
                     await self._work(results)
                 if record.becomes == "expired":

@@ -69,8 +69,9 @@ class FileStore:
         self._files: dict[str, StoredFile] = {}
         for path in sorted(self.folder.glob("file-*.json")):
             self._read(path)
-        for path in self.folder.glob("*.upload"):  # of a server that was killed meanwhile
-            path.unlink(missing_ok=True)
+        for pattern in ("*.upload", ".*.json.*"):  # of a server that was killed meanwhile
+            for path in self.folder.glob(pattern):
+                path.unlink(missing_ok=True)
 
     def _read(self, path: Path) -> None:
         try:
@@ -148,7 +149,7 @@ class FileStore:
 
 def write_aside(path: Path, content: bytes) -> None:
     """Written aside and renamed: after a crash the file is the old one or the new one, never half of one."""
-    aside = path.with_name(f".{path.name}.new")
+    aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     with os.fdopen(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
         file.write(content)
         file.flush()

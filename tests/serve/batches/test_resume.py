@@ -20,15 +20,15 @@ def test_a_killed_servers_batches_are_resumed(tiny: Path, tmp_path: Path) -> Non
     options = (str(tiny), "--files", str(tmp_path / "files"), "--max-running", "4")
     with running_server(*options) as server:
         client = server.client()
-        long: dict[str, Any] = {"max_tokens": 60, "ignore_eos": True}
-        batch = begin(client, [line(f"{n}", chat(f"x {n}", **long)) for n in range(60)])
+        long: dict[str, Any] = {"max_tokens": 40, "ignore_eos": True}
+        batch = begin(client, [line(f"{n}", chat(f"x {n}", **long)) for n in range(40)])
         late = begin(client, [line(f"{n}", chat("x")) for n in range(3)])
         output = tmp_path / "files" / f"{batch.id}.output"
         wait_for(lambda: output.exists() and output.read_bytes().count(b"\n") >= 5, "some results", server)
         server.end(signal.SIGKILL)
     # What was being written when the server was killed is cut off.
     with output.open("ab") as file:
-        file.write(b'{"id":"batch_req_0","custom_id":"59","resp')
+        file.write(b'{"id":"batch_req_0","custom_id":"39","resp')
     before = {one["custom_id"]: one["id"] for one in map(json.loads, output.read_bytes().split(b"\n")[:-1])}
     # And the second one's window is over by now.
     record_path = tmp_path / "files" / f"{late.id}.json"
@@ -36,13 +36,23 @@ def test_a_killed_servers_batches_are_resumed(tiny: Path, tmp_path: Path) -> Non
     record.created_at -= 25 * 3600
     record.status, record.total = "in_progress", 3
     record_path.write_bytes(msgspec.json.encode(record))
+    # A third one had just moved its results when the server was killed.
+    moved = record.__copy__()
+    moved.id, moved.created_at, moved.status = "batch_moved", record.created_at + 25 * 3600, "finalizing"
+    moved.becomes, moved.total, moved.completed, moved.output_file_id = "completed", 1, 1, "file-moved"
+    (tmp_path / "files" / "batch_moved.json").write_bytes(msgspec.json.encode(moved))
+    (tmp_path / "files" / "file-moved.data").write_text('{"custom_id":"a"}\n')
     with running_server(*options) as server:
         client = server.client()
+        finalized = end_of(client, client.batches.retrieve("batch_moved"), server)
+        assert finalized.status == "completed" and finalized.request_counts
+        assert finalized.request_counts.completed == 1
+        assert set(results(client, finalized.output_file_id)) == {"a"}
         ended = end_of(client, batch, server)
         assert ended.status == "completed" and ended.request_counts
-        assert ended.request_counts.to_dict() == {"total": 60, "completed": 60, "failed": 0}
+        assert ended.request_counts.to_dict() == {"total": 40, "completed": 40, "failed": 0}
         after = {name: one["id"] for name, one in results(client, ended.output_file_id).items()}
-        assert len(after) == 60 and {name: after[name] for name in before} == before
+        assert len(after) == 40 and {name: after[name] for name in before} == before
         expired = end_of(client, late, server)
         assert expired.status == "expired" and expired.expired_at and expired.output_file_id is None
         told = results(client, expired.error_file_id)
@@ -50,7 +60,7 @@ def test_a_killed_servers_batches_are_resumed(tiny: Path, tmp_path: Path) -> Non
         # An orderly end keeps what was uploaded; a finished batch stays as it was.
         assert server.end() == 0
     assert sorted(path.name for path in (tmp_path / "files").glob("batch_*")) == sorted(
-        [f"{batch.id}.json", f"{late.id}.json"]
+        [f"{batch.id}.json", f"{late.id}.json", "batch_moved.json"]
     )
 
 
