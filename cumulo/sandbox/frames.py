@@ -10,10 +10,10 @@ import os
 import select
 import struct
 import time
-from collections.abc import Callable
 from typing import Any
 
 _LENGTH = struct.Struct("<I")
+_LENGTHS = struct.Struct("<II")
 MAX_REPLY_BYTES = 160 << 20
 
 Reply = tuple[dict[str, Any], bytes]
@@ -67,35 +67,36 @@ def send_frame(fd: int, frame: bytes, deadline_s: float) -> None:
 
 def receive_reply(fd: int, deadline_s: float) -> Reply:
     """TimeoutError when none comes, EOFError when the worker is gone, ValueError for what is no reply."""
-    read = _reader(fd, deadline_s)
-    (length,) = _LENGTH.unpack(read(4))
-    if not 4 <= length <= MAX_REPLY_BYTES:
-        raise ValueError(f"a reply of {length:,} bytes")
-    (header_length,) = _LENGTH.unpack(read(4))
-    if header_length > length - 4:
-        raise ValueError("a reply shorter than its header")
-    header = json.loads(read(header_length))
+    data = _receive_some(fd, deadline_s)
+    while len(data) < 8:
+        data += _receive_some(fd, deadline_s)
+    length, header_length = _LENGTHS.unpack_from(data)
+    if not 4 <= length <= MAX_REPLY_BYTES or header_length > length - 4:
+        raise ValueError(f"a reply of {length:,} bytes with a header of {header_length:,}")
+    if len(data) < length + 4:
+        parts, missing = [data], length + 4 - len(data)
+        while missing > 0:
+            parts.append(_receive_some(fd, deadline_s))
+            missing -= len(parts[-1])
+        data = b"".join(parts)
+    if len(data) != length + 4:
+        raise ValueError("more than a reply")  # one job, one reply
+    header = json.loads(data[8 : 8 + header_length])
     if not isinstance(header, dict):
         raise ValueError("a reply without a header")
-    return header, read(length - 4 - header_length)
+    return header, data[8 + header_length :]
 
 
-def _reader(fd: int, deadline_s: float) -> Callable[[int], bytes]:
-    def read(count: int) -> bytes:
-        parts: list[bytes] = []
-        while count:
-            try:
-                part = os.read(fd, min(count, 1 << 20))
-            except BlockingIOError:
-                _wait(fd, select.POLLIN, deadline_s)
-                continue
-            if not part:
-                raise EOFError
-            parts.append(part)
-            count -= len(part)
-        return b"".join(parts)
-
-    return read
+def _receive_some(fd: int, deadline_s: float) -> bytes:
+    while True:
+        _wait(fd, select.POLLIN, deadline_s)
+        try:
+            part = os.read(fd, 1 << 18)
+        except BlockingIOError:
+            continue
+        if not part:
+            raise EOFError
+        return part
 
 
 def _wait(fd: int, event: int, deadline_s: float) -> None:
