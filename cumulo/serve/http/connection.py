@@ -15,6 +15,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from cumulo.serve.errors import ApiError
+from cumulo.serve.http import refusals
 from cumulo.serve.http.keeper import Address, Keeper
 
 # Answered on the connections of the reserve, for those who must know how the server is.
@@ -111,7 +112,7 @@ class Connection(HttpToolsProtocol):
             self._upgrade()
             return
         except httptools.HttpParserError:
-            self._refuse(*(self._problem or _malformed()))
+            self._refuse(*(self._problem or refusals.malformed()))
             return
         if self._reading is _DONE:  # the way of almost all requests: they come whole
             self._silent_bytes = 0
@@ -154,10 +155,9 @@ class Connection(HttpToolsProtocol):
         if framing_bytes > limits.header_line_bytes and self._is_too_large():
             self._refuse(*self._too_large())
         elif framing_bytes > limits.framing_bytes + limits.framing_per_body_byte * body_bytes:
-            self._refuse(*_too_much_framing())
+            self._refuse(*refusals.too_much_framing())
         elif body_bytes > limits.body_bytes:
-            error = ApiError(413, "the body is larger than this server reads", code="request_too_large")
-            self._refuse(error, "body_too_large")
+            self._refuse(*refusals.body_too_large())
 
     # -- what the parser reports --------------------------------------------------------------------------
     def on_message_begin(self) -> None:
@@ -169,9 +169,7 @@ class Connection(HttpToolsProtocol):
     def on_url(self, url: bytes) -> None:
         self.url += url
         if len(self.url) > self._limits.url_bytes:
-            limit = self._limits.url_bytes
-            error = ApiError(414, f"the URL is longer than the {limit:,} bytes this server takes")
-            self._fail(error, "header_too_large")
+            self._fail(*refusals.url_too_long(self._limits))
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Also called for trailers, which go into a list of their own: they were not there when all was checked."""
@@ -187,17 +185,9 @@ class Connection(HttpToolsProtocol):
         if self._head_bytes > self._limits.header_line_bytes and self._is_too_large():
             self._fail(*self._too_large())
         if self.reserved and not self._may_come_in():
-            error = ApiError(
-                503,
-                "the server has as many connections as it can serve: try again soon",
-                code="too_many_connections",
-                retry_after_s=2,
-            )
-            self._fail(error, "over_limit")
+            self._fail(*refusals.too_many_connections())
         if len(self.pipeline) >= self._limits.pipelined:
-            self._fail(
-                ApiError(400, "too many requests were sent without waiting for an answer"), "pipelined"
-            )
+            self._fail(*refusals.too_many_pipelined())
         earlier = self.cycle
         super().on_headers_complete()
         if self.pipeline:
@@ -267,8 +257,7 @@ class Connection(HttpToolsProtocol):
         elif self._keeper.take_socket(self):
             self.handle_websocket_upgrade()
         else:
-            error = ApiError(503, "too many sockets are open: try again later", retry_after_s=10)
-            self._refuse(error, "over_limit")
+            self._refuse(*refusals.too_many_sockets())
 
     # -- ends ---------------------------------------------------------------------------------------------
     def _fail(self, error: ApiError, reason: str) -> None:
@@ -277,15 +266,8 @@ class Connection(HttpToolsProtocol):
 
     def _too_large(self) -> tuple[ApiError, str]:
         if self._reading is Reading.BODY and not self.headers:
-            return _too_much_framing()
-        limits = self._limits
-        error = ApiError(
-            431,
-            f"the request's header is too large: this server takes {limits.headers} lines, "
-            f"{limits.header_line_bytes:,} bytes per line and {limits.head_bytes:,} bytes altogether",
-            code="header_too_large",
-        )
-        return error, "header_too_large"
+            return refusals.too_much_framing()
+        return refusals.header_too_large(self._limits)
 
     def _refuse(self, error: ApiError, reason: str) -> None:
         """Answer with the error where that is possible, and end the connection."""
@@ -377,8 +359,7 @@ class Connection(HttpToolsProtocol):
                 self.transport.abort()
         elif reading is Reading.HEAD:
             if waited_s > limits.header_timeout_s:
-                error = ApiError(408, f"the header did not come within {limits.header_timeout_s:g} s")
-                self._refuse(error, "header_timeout")
+                self._refuse(*refusals.header_too_slow(limits))
         elif reading is Reading.FIRST_BYTE:
             if waited_s > limits.header_timeout_s:
                 self._keeper.tally.note("header_timeout", "closing %s", self.describe())
@@ -393,12 +374,7 @@ class Connection(HttpToolsProtocol):
         else:
             too_slow = waited_s > limits.body_timeout_s + self._body_bytes / limits.least_bytes_s
             if too_slow or now_s - self._progress_s > limits.body_timeout_s:
-                error = ApiError(
-                    408,
-                    f"the body came too slowly: nothing for {limits.body_timeout_s:g} s, or less than "
-                    f"{limits.least_bytes_s:,.0f} bytes a second",
-                )
-                self._refuse(error, "body_timeout")
+                self._refuse(*refusals.body_too_slow(limits))
 
     def resume_writing(self) -> None:
         self._stalled = None
@@ -420,12 +396,3 @@ def _tell_gone(cycle: RequestResponseCycle) -> None:
     if not cycle.response_complete:
         cycle.disconnected = True
     cycle.message_event.set()
-
-
-def _malformed() -> tuple[ApiError, str]:
-    return ApiError(400, "this is not a valid HTTP/1.1 request", code="malformed_request"), "malformed"
-
-
-def _too_much_framing() -> tuple[ApiError, str]:
-    message = "the chunks of the body carry too much beside it: sizes, extensions or trailers"
-    return ApiError(400, message, code="malformed_request"), "framing"
