@@ -186,7 +186,7 @@ def test_some_of_the_tools_may_be_allowed(client: openai.OpenAI, server: Running
     [
         (
             {"tools": [{"type": "custom", "custom": {"name": "x"}}]},
-            "tools[0]",
+            "tools[0].type",
             "of the type 'function', not 'custom'",
         ),
         (
