@@ -11,12 +11,17 @@ import typer
 
 from cumulo.cli import options
 
-EXAMPLE = "Example: [bold]cumulo explain chatcmpl-3f2a --trace story.json[/bold] (open it in ui.perfetto.dev)"
+EXAMPLE = (
+    "Example: [bold]cumulo explain last --trace story.json[/bold], then open the file in ui.perfetto.dev"
+)
 
 
 def explain(
     request_id: Annotated[
-        str, typer.Argument(metavar="ID", help="The `id` of an answer, or its beginning as the console shows it.")
+        str,
+        typer.Argument(
+            metavar="ID", help="The `id` of an answer, its beginning as the console shows it, or `last`."
+        ),
     ],
     server: Annotated[str, typer.Option(help="Where the server is.")] = "http://127.0.0.1:8000",
     api_key: Annotated[

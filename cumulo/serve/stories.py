@@ -15,6 +15,7 @@ from typing import Any
 
 from cumulo.engine.story import Event, Story
 
+LAST = "last"  # what people call the newest request
 _SHORTEST_NAME = 4  # characters; shorter beginnings name too many
 _MOST_TOKEN_TIMES = 4096  # per request: the gaps of longer answers are judged by their beginning
 
@@ -88,7 +89,10 @@ class Stories:
     def named(self, text: str, may_see: Callable[[str], bool]) -> list[Record]:
         """The records of a call by its id, or by the beginning of it that only one call has, with or without what
         stands before the random part: the console shows `3f2a91c0b7`, and `3f2a91c0b7-2` for one of several
-        prompts. Only callers that `may_see` says are looked at. NotUnique if several calls begin like this."""
+        prompts; `last` is the newest. Only callers that `may_see` says are looked at. NotUnique if several calls begin like this."""
+        if text == LAST:
+            newest = (record for record in reversed(self._records.values()) if may_see(record.caller))
+            text = next((record.call_id for record in newest), text)
         exact = [record for record in self.of_call(text) if may_see(record.caller)]
         if exact or len(text) < _SHORTEST_NAME:
             return exact

@@ -3,8 +3,8 @@
     python -m tests.serve.siege --minutes 10
 
 Honest clients have keys of their own and repeat requests whose answers are known: each must be answered, with
-status 200 and with the right text, however busy the attackers are. No attack may get a 5xx other than 503 ("come again").
-Afterwards nothing may run, wait or hold a KV block, and no process of the server may have grown (as in soak.py).
+status 200 and with the right text, however busy the attackers are. No attack may get a 5xx other than 503 ("come
+again"). Afterwards nothing may run, wait or hold a KV block, and no process of the server may have grown (as in soak.py).
 """
 
 import argparse
@@ -57,7 +57,8 @@ class Report:
             f"{self.answered:,} honest requests answered in {self.seconds:.0f} s beside "
             f"{sum(self.attacks.values()):,} attacks",
             f"TTFT undisturbed p50 {_share(self.quiet_ttft_ms, 0.5):.0f} ms, "
-            f"p99 {_share(self.quiet_ttft_ms, 0.99):.0f} ms; besieged p50 {_share(self.ttft_ms, 0.5):.0f} ms, p99 {_share(self.ttft_ms, 0.99):.0f} ms",
+            f"p99 {_share(self.quiet_ttft_ms, 0.99):.0f} ms; besieged "
+            f"p50 {_share(self.ttft_ms, 0.5):.0f} ms, p99 {_share(self.ttft_ms, 0.99):.0f} ms",
         ]
         said += [f"  {count:>8,} {kind}" for kind, count in sorted(self.attacks.items())]
         said += [

@@ -1,0 +1,173 @@
+"""What people are told to type exists, and runs as it stands."""
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.cli.conftest import ROOT, needs_built_in_model
+from tests.docs.pages import PAGES, all_commands, blocks, help_examples, problem_with
+from tests.serve.running_server import MODEL, wait_for
+
+PATIENCE_S = 900  # a hang guard
+SERVER = "cumulo serve"
+
+
+def test_every_command_that_people_are_told_to_type_exists() -> None:
+    found = list(all_commands())
+    assert len(found) > 60
+    wrong = [f"{where}: {problem}" for where, line in found if (problem := problem_with(line)) is not None]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_a_command_that_does_not_exist_is_noticed() -> None:
+    assert problem_with("cumulo serve --port 8000") is None
+    assert problem_with('echo "x" | cumulo chat --system "Be brief."  # a comment --nothing') is None
+    assert "--prot" in str(problem_with("cumulo serve --prot 8000"))
+    assert "fly" in str(problem_with("cumulo plan fly"))
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A home with nothing in it but what README's first command puts there, and a copy of the examples."""
+    home = tmp_path_factory.mktemp("home")
+    shutil.copytree(ROOT / "examples", home / "work" / "examples")
+    (home / "work" / "question.txt").write_text("What is the capital of France?")
+    (home / "work" / "prompts.txt").write_text("The sun rises in the\nTwo and two are\n")
+    (home / "work" / "prompts.jsonl").write_text('{"prompt": "The sun rises in the", "max_tokens": 4}\n')
+    (home / "work" / "texts").mkdir()
+    (home / "work" / "texts" / "a.txt").write_text("the cat sat on the mat. " * 200)
+    (home / "work" / "trace.jsonl").write_text(
+        '{"arrival_s": 0.0, "prompt_tokens": 90, "output_tokens": 12, "prefix": "a", "prefix_tokens": 64}\n'
+    )
+    return home
+
+
+def shell(home: Path, line: str) -> subprocess.CompletedProcess[str]:
+    """As a person would type it, in a shell that finds nothing of the checkout but the installed command."""
+    environment = {
+        "HOME": str(home), "PATH": f"{home}/.local/bin:/usr/bin:/bin", "COLUMNS": "120", "LANG": "C.UTF-8",
+        "XDG_CACHE_HOME": os.environ.get("XDG_CACHE_HOME", f"{home}/.cache"), "OMP_NUM_THREADS": "1",
+    }  # fmt: skip
+    folder = ROOT if line.startswith("make ") else home / "work"
+    return subprocess.run(
+        ["bash", "-c", line], cwd=folder, env=environment, capture_output=True, text=True, timeout=PATIENCE_S,
+        check=False, stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def installed(home: Path) -> Path:
+    if shutil.which("make") is None or not (ROOT / ".venv/.ready").exists():
+        pytest.skip("needs make, and an environment that make has set up")
+    done = shell(home, "make install")
+    assert done.returncode == 0, done.stderr
+    assert (home / ".local/bin/cumulo").exists()
+    assert "export PATH" not in done.stderr  # it is on the path already
+    return home
+
+
+@pytest.fixture(scope="module")
+def server(installed: Path) -> Iterator[str]:
+    """`cumulo serve` at the address that the pages name."""
+    with socket.socket() as trial:
+        trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            trial.bind(("127.0.0.1", 8000))
+        except OSError:
+            pytest.skip("the pages say port 8000, and another program has it")
+    log = installed / "serve.log"
+    with log.open("w") as stream:
+        process = subprocess.Popen(
+            [installed / ".local/bin/cumulo", "serve", "--threads", "1"], stdout=stream, stderr=stream,
+            cwd=installed / "work",
+        )  # fmt: skip
+    try:
+        wait_for(lambda: "is ready at" in log.read_text() or process.poll() is not None, "the server")
+        assert process.poll() is None, log.read_text()
+        yield "http://127.0.0.1:8000"
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(60)
+
+
+@needs_built_in_model
+@pytest.mark.slow
+def test_readmes_commands_run_line_by_line(installed: Path) -> None:
+    commands = [command for block in blocks() if block.page == PAGES[0] for command in block.commands]
+    assert commands[0] == "make install" and any("cumulo chat" in command for command in commands)
+    for command in commands[1:]:
+        done = shell(installed, command)
+        assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+        if "capital of France" in command:
+            assert "Paris" in done.stdout
+
+
+@needs_built_in_model
+@pytest.mark.slow
+def test_readmes_programs_run_as_they_stand(installed: Path, server: str) -> None:
+    programs = [block for block in blocks() if block.page == PAGES[0] and block.language == "python"]
+    assert len(programs) == 2
+    for block in programs:
+        done = subprocess.run(
+            [sys.executable, "-c", block.text], capture_output=True, text=True, cwd=installed / "work",
+            timeout=PATIENCE_S, check=False, env=os.environ | {"PYTHONPATH": str(ROOT)},
+        )  # fmt: skip
+        assert done.returncode == 0, f"{block.name}\n{done.stderr}"
+        assert len(done.stdout.split()) > 10, done.stdout
+
+
+_QUICK = ("cumulo schedule", "cumulo explain")  # the other verbs are run by tests of their own, too
+
+
+def _marks(line: str) -> list[pytest.MarkDecorator]:
+    return [pytest.mark.slow] if line.startswith(_QUICK) else [pytest.mark.slow, pytest.mark.thorough]
+
+
+_HELP = sorted({line for _, line in help_examples()})
+
+
+@needs_built_in_model
+@pytest.mark.parametrize("line", [pytest.param(line, marks=_marks(line), id=line[:60]) for line in _HELP])
+def test_an_example_of_the_help_runs_as_it_stands(
+    installed: Path, request: pytest.FixtureRequest, line: str
+) -> None:
+    if line.startswith(SERVER):
+        request.getfixturevalue("server")
+        return
+    if line.startswith(("cumulo bench serve", "cumulo explain")):
+        url = request.getfixturevalue("server")
+        httpx.post(
+            f"{url}/v1/completions", json={"model": MODEL, "prompt": "Hi", "max_tokens": 1}, timeout=60
+        )
+    done = shell(installed, line)
+    assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
+
+
+_BLOCKS = [block for block in blocks() if block.page != PAGES[0] and block.commands]
+
+
+@needs_built_in_model
+@pytest.mark.thorough
+@pytest.mark.parametrize("number", range(len(_BLOCKS)), ids=[block.name for block in _BLOCKS])
+def test_a_block_of_the_documentation_runs_as_it_stands(
+    installed: Path, request: pytest.FixtureRequest, number: int
+) -> None:
+    block = _BLOCKS[number]
+    if block.not_run is not None:
+        pytest.skip(block.not_run)
+    for command in block.commands:
+        if command.startswith(SERVER) and "--new-api-key" not in command:
+            request.getfixturevalue("server")
+            continue
+        if command.startswith("make "):
+            continue  # it is installed
+        done = shell(installed, command)
+        assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
