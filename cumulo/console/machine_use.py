@@ -1,7 +1,7 @@
 """MachineUse: CPU, memory and GPU use of this machine, sampled every few seconds. Shown by the Live page.
 
-Read from /proc, as top does; on systems without it there is nothing to show. One sample takes well under a
-millisecond and is taken whether or not a page looks, so that a page has an hour to show when it opens.
+Read from /proc, as top does; on systems without it there is nothing to show. A sample takes a few milliseconds at
+most and is taken whether or not a page looks, so that a page has an hour to show when it opens.
 """
 
 import asyncio
@@ -43,7 +43,8 @@ class MachineUse:
     async def run(self) -> None:
         """Sample until cancelled."""
         self._gpus = await asyncio.to_thread(GpuUse)  # opening a driver may take a while
-        while self.take():
+        # In a thread: a GPU's driver takes its milliseconds, which belong to the streams.
+        while await asyncio.to_thread(self.take):
             await asyncio.sleep(SAMPLE_S)
 
     def take(self) -> bool:
