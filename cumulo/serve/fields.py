@@ -10,7 +10,7 @@ Validation stops at the first wrong item of a list, and counts a dictionary befo
 import difflib
 from typing import Any, ClassVar, get_args
 
-from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, model_validator
+from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, GetJsonSchemaHandler, model_validator
 from pydantic_core import CoreSchema, PydanticCustomError
 
 from cumulo.serve.bodies import warnings
@@ -29,6 +29,16 @@ class Strict(BaseModel):
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         schema: CoreSchema = stopping_early(handler(source))
+        return schema
+
+    @classmethod
+    def __get_pydantic_json_schema__(
+        cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
+        """The description says of what is ignored that it may be there."""
+        schema = handler(core_schema)
+        if cls.ignores_unknown:
+            handler.resolve_ref_schema(schema).pop("additionalProperties", None)
         return schema
 
     @model_validator(mode="before")
