@@ -8,6 +8,9 @@ from typing import Any
 
 import pytest
 
+from cumulo.engine.config import EngineConfig
+from cumulo.engine.llm import LLM
+from cumulo.engine.params import SamplingParams
 from tests.models import tiny
 from tests.models.gguf_conversion import convert
 from tests.models.hostile_files import FOLDER_CASES, GGUF_CASES
@@ -79,3 +82,15 @@ def test_serve_says_why_in_one_line_and_ends(tmp_path: Path) -> None:
     assert result.returncode != 0
     assert "Traceback" not in result.stderr + result.stdout
     assert "2147483648" in " ".join((result.stderr + result.stdout).split())
+
+
+def test_a_claimed_context_takes_no_memory_for_angles(tmp_path: Path) -> None:
+    """The longest context a file may claim, served with a short one."""
+    good = save_tiny_model(tmp_path, max_context=1 << 27)
+    with LLM(good, config=EngineConfig(max_context=64, kv_blocks=8, threads=1)) as llm:
+        answer = llm.generate("the cat", SamplingParams(max_tokens=4, temperature=0, ignore_eos=True))[0]
+        table = llm._assembly.model.decoder.rotary.table
+        assert table is not None and len(table[0]) == 65
+    with LLM(save_tiny_model(tmp_path / "short"), config=EngineConfig(kv_blocks=32, threads=1)) as llm:
+        usual = llm.generate("the cat", SamplingParams(max_tokens=4, temperature=0, ignore_eos=True))[0]
+    assert answer.text == usual.text
