@@ -35,17 +35,18 @@ class Guarded:
     messages: list[Any]
     tools: list[Any] | None
     variables: dict[str, Any]
-    originals: Mapping[int, str]  # stand-in to character, for str.translate
+    originals: Mapping[str, str]  # stand-in to character
 
     def restored(self, text: str) -> str:
-        text = text.translate(self.originals)
+        for private, character in self.originals.items():  # few, and faster than str.translate
+            text = text.replace(private, character)
         if "\\ud" in text:  # a template that writes JSON in ASCII has escaped the stand-ins
             text = _ESCAPED.sub(self._unescaped, text)
         return text
 
     def _unescaped(self, match: re.Match[str]) -> str:
         character: str = json.loads(f'"{match[0]}"')
-        return self.originals.get(ord(character), match[0])
+        return self.originals.get(character, match[0])
 
 
 class CallerText:
@@ -90,7 +91,7 @@ class CallerText:
             [exchange.message(message) for message in messages],
             None if tools is None else [exchange.value(tool) for tool in tools],
             {name: exchange.value(value) for name, value in variables.items()},
-            {ord(private): character for character, private in stand_in.items()},
+            {stand_in[character]: character for character in (*self._edges, *exchange.letters)},
         )
 
     def _any_suspect(self, messages: Sequence[Any], tools: Any, variables: Any) -> bool:
@@ -122,7 +123,12 @@ class CallerText:
         return _Keeping(tuple(kept), others, found)
 
     def exchanged(
-        self, text: str, stand_in: Mapping[str, str], table: Mapping[int, str], in_answer: bool
+        self,
+        text: str,
+        stand_in: Mapping[str, str],
+        table: Mapping[int, str],
+        letters: set[str],
+        in_answer: bool,
     ) -> str:
         keeping = self._in_answers if in_answer else self._elsewhere
         if any(map(text.__contains__, keeping.texts)):
@@ -131,12 +137,16 @@ class CallerText:
             )
             text = careful if keeping.others.search(careful) is None else text.translate(table)
         else:
-            text = text.translate(table)
+            for edge in self._edges:
+                text = text.replace(edge, stand_in[edge])
         for word in self._wordy:
-            text = text.replace(word, stand_in[word[0]] + word[1:])
-        if text.strip() in self._insides:
+            if word in text:
+                text = text.replace(word, stand_in[word[0]] + word[1:])
+                letters.add(word[0])
+        if len(text) <= self._longest_inside and text.strip() in self._insides:
             bare = text.lstrip()
             text = text[: len(text) - len(bare)] + stand_in[bare[0]] + bare[1:]
+            letters.add(bare[0])
         return text
 
     def table(self, stand_in: Mapping[str, str]) -> dict[int, str]:
@@ -170,6 +180,7 @@ class _Exchange:
 
     def __init__(self, rules: CallerText, stand_in: Mapping[str, str]) -> None:
         self._rules, self._stand_in, self._table = rules, stand_in, rules.table(stand_in)
+        self.letters: set[str] = set()  # those exchanged besides the edges
 
     def message(self, message: Any) -> Any:
         """Its own keys stay, and a role that is a plain word: templates write `<|` + role + `|>`."""
@@ -200,7 +211,7 @@ class _Exchange:
     def _text(self, text: str, in_answer: bool) -> str:
         if not self._rules.suspect(text):
             return text
-        return self._rules.exchanged(text, self._stand_in, self._table, in_answer)
+        return self._rules.exchanged(text, self._stand_in, self._table, self.letters, in_answer)
 
 
 def _texts(value: Any) -> Iterator[str]:
