@@ -1,7 +1,7 @@
 # Every target does its own set-up: on a fresh machine Python 3.11 to 3.14, make and a C++ compiler are enough.
 # Set-up talks on stderr and never reads stdin, so `echo question | make chat` prints nothing but the answer.
 .DEFAULT_GOAL := help
-.PHONY: help install run chat test test-thorough lint bench clean
+.PHONY: help install run chat test test-thorough lint bench docs clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -20,6 +20,7 @@ help:
 	  'make test-thorough  all tests in their long forms: hours' \
 	  'make lint     formatting, lint, types and layers' \
 	  'make bench    engine, scheduler and kernels, against transformers and llama.cpp' \
+	  'make docs     the documentation as a site, at http://127.0.0.1:8001' \
 	  'make clean    remove the virtual environment and caches' \
 	  '' \
 	  'A question can be piped:  echo "What is the capital of France?" | make chat'
@@ -61,6 +62,9 @@ bench: $(VENV)/.ready-bench
 	@$(BIN)/cumulo bench engine --against transformers,llama.cpp $(ARGS)
 	@$(BIN)/cumulo bench scheduler
 	@$(BIN)/cumulo bench kernels
+
+docs: $(VENV)/.ready-docs
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis build dist
@@ -110,6 +114,11 @@ $(VENV)/.ready-test: $(VENV)/.ready $(VENV)/.clients
 $(VENV)/.ready-lint: $(VENV)/.ready
 	$(SAY) 'installing what linting needs'
 	@$(PIP_INSTALL) -e '.[gguf,serve,console,lint]'
+	@touch $@
+
+$(VENV)/.ready-docs: $(VENV)/.ready
+	$(SAY) 'installing what builds the documentation'
+	@$(PIP_INSTALL) -e '.[docs]'
 	@touch $@
 
 $(VENV)/.ready-bench: $(VENV)/.ready

@@ -1,0 +1,62 @@
+"""Links between pages lead somewhere, and the site builds."""
+
+import os
+import re
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import ROOT
+from tests.docs.pages import PAGES
+
+_LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
+
+
+def anchors(page: Path) -> set[str]:
+    """As GitHub and MkDocs make them of headings."""
+    text = re.sub(r"^```.*?^```", "", page.read_text("utf-8"), flags=re.S | re.M)
+    headings = re.findall(r"^#+ (.*)$", text, re.M)
+    plain = [
+        re.sub(r"[^\w\s-]", "", re.sub(r"`|\[|\]\([^)]*\)", "", heading)).strip().lower()
+        for heading in headings
+    ]
+    return {re.sub(r"\s", "-", heading) for heading in plain} | {
+        re.sub(r"[\s-]+", "-", heading) for heading in plain
+    }
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_a_pages_links_lead_somewhere(page: Path) -> None:
+    broken = []
+    for target in _LINK.findall(page.read_text("utf-8")):
+        path, _, anchor = target.partition("#")
+        if path.startswith(("http://", "https://", "mailto:")):
+            continue
+        found = (page.parent / path).resolve() if path else page
+        if not found.exists() or (anchor and found.suffix == ".md" and anchor not in anchors(found)):
+            broken.append(target)
+    assert not broken, f"{page.name}: {broken}"
+
+
+def test_every_page_is_in_the_sites_navigation() -> None:
+    navigation = (ROOT / "mkdocs.yml").read_text("utf-8")
+    missing = [
+        str(page.relative_to(ROOT / "docs"))
+        for page in PAGES[1:]
+        if str(page.relative_to(ROOT / "docs")) not in navigation
+    ]
+    assert not missing
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("mkdocs") is None, reason="mkdocs-material is not installed (make docs)")
+def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")],
+        cwd=ROOT, capture_output=True, text=True, check=False, env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "site" / "start" / "run-a-model.html").exists()
