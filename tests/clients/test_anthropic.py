@@ -7,7 +7,7 @@ import pytest
 from tests.serve.running_server import MODEL, RunningServer, needs_built_in_model
 
 anthropic = pytest.importorskip("anthropic", reason="Anthropic's client is not installed")
-pytestmark = needs_built_in_model
+pytestmark = [needs_built_in_model, pytest.mark.slow]
 
 SCHEMA = {
     "type": "object",
