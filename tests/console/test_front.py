@@ -1,0 +1,54 @@
+"""The console's front door without a browser: who may log out, and from where."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("nicegui")
+
+from starlette.responses import PlainTextResponse
+from starlette.testclient import TestClient
+
+from cumulo.console.front import Front
+from cumulo.console.sessions import COOKIE, Sessions
+from cumulo.serve.keys import ApiKeys, Caller, new_key
+
+HOST = "console.example"
+
+
+@pytest.fixture
+def visit(tmp_path: Path) -> TestClient:
+    """Somebody who has logged in."""
+    key = new_key(tmp_path / "keys.json", "mine")
+    sessions = Sessions(ApiKeys(tmp_path / "keys.json", Caller("anyone")))
+    front = Front(PlainTextResponse("api"), PlainTextResponse("page"), sessions)
+    client = TestClient(front, base_url=f"http://{HOST}", follow_redirects=False)
+    answer = client.post("/login", data={"key": key}, headers={"Origin": f"http://{HOST}"})
+    assert answer.status_code == 303 and COOKIE in answer.cookies
+    assert client.get("/live").text == "page"
+    return client
+
+
+def is_logged_in(visit: TestClient) -> bool:
+    return bool(visit.get("/live").status_code == 200)
+
+
+@pytest.mark.parametrize("method", ["GET", "HEAD", "PUT", "DELETE"])
+def test_no_link_and_no_image_can_log_somebody_out(visit: TestClient, method: str) -> None:
+    answer = visit.request(method, "/logout")
+    assert answer.status_code == 405 and answer.headers["allow"] == "POST"
+    assert "set-cookie" not in answer.headers and is_logged_in(visit)
+
+
+@pytest.mark.parametrize("origin", ["http://elsewhere.example", "null", f"http://{HOST}.elsewhere.example"])
+def test_no_form_of_another_site_logs_in_or_out(visit: TestClient, origin: str) -> None:
+    for path in ("/logout", "/login"):
+        assert visit.post(path, headers={"Origin": origin}).status_code == 403
+    assert is_logged_in(visit)
+
+
+def test_the_consoles_own_form_logs_out(visit: TestClient) -> None:
+    answer: Any = visit.post("/logout", headers={"Origin": f"http://{HOST}"})
+    assert answer.status_code == 303 and answer.headers["location"] == "/login"
+    assert not is_logged_in(visit)
