@@ -21,10 +21,36 @@ def sensible(path: str, body: Any) -> Any:
         _sampling(body)
         _completion(body)
     elif path == "/v1/responses":
-        wanted = (body.get("text") or {}).get("format")
-        if wanted is not None:
-            _only(wanted, {"json_schema": "schema", "regex": "regex", "grammar": "grammar"})
+        _responses(body)
     return body
+
+
+def _responses(body: dict[str, Any]) -> None:
+    body.pop("previous_response_id", None)  # none is known
+    if body.get("top_logprobs"):
+        body["include"] = ["message.output_text.logprobs"]
+    wanted = (body.get("text") or {}).get("format")
+    if wanted is not None:
+        _only(wanted, {"json_schema": "schema", "regex": "regex", "grammar": "grammar"})
+    if isinstance(body["input"], list):
+        called = {"type": "function_call", "call_id": "call", "name": "f", "arguments": "{}"}
+        for item in body["input"]:
+            if item.get("type") == "function_call":
+                item["arguments"] = "{}"
+            elif item.get("type") == "function_call_output":
+                item["call_id"] = "call"
+        body["input"].insert(0, called)
+    tools = body.get("tools")
+    if not tools:
+        body["tool_choice"] = None
+        return
+    body.pop("text", None)
+    for index, tool in enumerate(tools):
+        tool["name"] = f"{tool['name'][:50]}_{index}"
+    choice = body.get("tool_choice")
+    if isinstance(choice, dict):
+        for named in choice["tools"] if choice["type"] == "allowed_tools" else [choice]:
+            named["name"] = tools[-1]["name"]
 
 
 def _sampling(body: dict[str, Any]) -> None:
