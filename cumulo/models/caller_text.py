@@ -72,6 +72,7 @@ class CallerText:
         )
         self._windows = range(_FIRST, _LAST - len(self._alphabet), max(1, len(self._alphabet)))
         self._usual: int = self._windows[secrets.randbelow(len(self._windows))]
+        self._usual_stand_ins = self._stand_ins(self._usual)
 
     def guard(
         self,
@@ -85,7 +86,7 @@ class CallerText:
         if not self._alphabet or not self._any_suspect(messages, tools, variables):
             return None
         first = self._unused([*_texts(messages), *_texts(tools), *_texts(variables)])
-        stand_in = {character: chr(first + place) for place, character in enumerate(self._alphabet)}
+        stand_in = self._usual_stand_ins if first == self._usual else self._stand_ins(first)
         exchange = _Exchange(self, stand_in)
         return Guarded(
             [exchange.message(message) for message in messages],
@@ -148,6 +149,9 @@ class CallerText:
             text = text[: len(text) - len(bare)] + stand_in[bare[0]] + bare[1:]
             letters.add(bare[0])
         return text
+
+    def _stand_ins(self, first: int) -> dict[str, str]:
+        return {character: chr(first + place) for place, character in enumerate(self._alphabet)}
 
     def table(self, stand_in: Mapping[str, str]) -> dict[int, str]:
         return {ord(edge): stand_in[edge] for edge in self._edges}
