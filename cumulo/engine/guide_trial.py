@@ -204,8 +204,8 @@ def _any_token(mask: Sequence[int], chance: random.Random) -> int | None:
     start = chance.randrange(len(mask))
     for place in (*range(start, len(mask)), *range(start)):
         if mask[place]:
-            bits: list[int] = [bit for bit in range(8) if mask[place] >> bit & 1]
-            return place * 8 + chance.choice(bits)
+            bits = [bit for bit in range(8) if mask[place] >> bit & 1]
+            return int(place) * 8 + bits[chance.randrange(len(bits))]
     return None
 
 
