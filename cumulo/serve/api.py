@@ -38,6 +38,7 @@ def create_app(service: Service) -> FastAPI:
     app.state.batches = service.batches = Batches(app, service)
     rooms = (chat, completions, responses, anthropic, embeddings, rank, files, batches, operation)
     parts = [part.router for part in rooms]
+    app.state.routes = [route for router in parts for route in router.routes]
     for router in parts:
         app.include_router(router)
     endpoints = direct_route.json_endpoints(parts)

@@ -78,7 +78,8 @@ def problem_error(problems: Sequence[Any]) -> ApiError:
     "body" before their places, as FastAPI has them."""
     first = _telling(problems)
     place = list(first.get("loc", ()))
-    if place and place[0] in ("body", "query", "path"):  # where in the request; a field may have such a name, too
+    # Where in the request it is; a field may have such a name, too.
+    if place and place[0] in ("body", "query", "path"):
         place = place[1:]
     param = _field_name(place)
     kind = first["type"]
@@ -131,6 +132,14 @@ def shaped(error: ApiError, scope: Scope) -> Response:
     return Response(body, error.status, error.headers, "application/json")
 
 
+def _methods(request: Request) -> str:
+    """What a path can be asked with. It may have several routes, and the router names only the first one's."""
+    routes: Sequence[Any] = getattr(request.app.state, "routes", ())
+    path = request.scope["path"]
+    found = {method for route in routes if route.path_regex.match(path) for method in route.methods}
+    return ", ".join(sorted(found))
+
+
 def install(app: FastAPI) -> None:
     @app.exception_handler(ApiError)
     async def api_error(request: Request, error: ApiError) -> Response:
@@ -149,10 +158,12 @@ def install(app: FastAPI) -> None:
         message = str(error.detail)
         if error.status_code == 404:
             message = f"there is no {request.url.path} here; /docs lists what there is"
-        elif error.status_code == 405:
-            possible = (error.headers or {}).get("Allow", "another method")
+        headers = error.headers
+        if error.status_code == 405:
+            possible = _methods(request) or (headers or {}).get("Allow", "another method")
             message = f"{request.method} is not possible on {request.url.path}; use {possible}"
-        return shaped(ApiError(error.status_code, message, headers=error.headers), request.scope)
+            headers = {**(headers or {}), "Allow": possible}
+        return shaped(ApiError(error.status_code, message, headers=headers), request.scope)
 
     @app.exception_handler(ClientGone)
     async def client_gone(request: Request, error: ClientGone) -> Response:
