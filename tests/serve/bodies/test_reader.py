@@ -76,7 +76,7 @@ def test_a_large_body_that_arrives_slowly_loses_its_place(monkeypatch: pytest.Mo
 def test_a_sender_that_leaves_half_way_frees_its_place() -> None:
     async def play() -> None:
         bodies = BodyReader()
-        waiting = [
+        waiting: list[dict[str, Any]] = [
             {"type": "http.request", "body": b"a" * 70_000, "more_body": True},
             {"type": "http.disconnect"},
         ]
