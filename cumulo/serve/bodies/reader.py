@@ -26,6 +26,7 @@ Read = Callable[[bytes], Any]  # raises one of these on a body that is not in go
 _NOT_IN_GOOD_FORM = (ValueError, msgspec.MsgspecError)
 
 LARGE_BYTES = 1 << 16
+_TINY_BYTES = 2_048  # has no room for much structure, so it is not counted
 # More structure than this takes milliseconds to validate, however short it is written.
 _SMALL = Structure(containers=512, strings=4_096, values=8_192)
 IN_MEMORY, IN_MEMORY_EACH = (
@@ -113,6 +114,8 @@ def read_large(whole: bytes, most_values: int, model: type[BaseModel] | None, qu
 
 
 def _is_small(whole: bytes) -> bool:
+    if len(whole) <= _TINY_BYTES:
+        return True
     if len(whole) > LARGE_BYTES:
         return False
     found = rough_structure(whole)

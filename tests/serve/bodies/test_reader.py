@@ -49,7 +49,7 @@ def test_small_bodies_are_read_at_once_and_large_ones_in_a_thread() -> None:
     here = threading.current_thread().name
     assert read((small,), Where)[1].threads == [here]
     assert read((large[:100], large[100:]), Where)[1].threads[0].startswith("read-body")
-    many = b'{"text": "' + b"[" * 600 + b'"}'  # short, but perhaps with much structure
+    many = b'{"text": "' + b"[" * 3000 + b'"}'  # short, but perhaps with much structure
     assert read((many,), Where)[1].threads[0].startswith("read-body")
 
 
