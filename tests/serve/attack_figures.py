@@ -1,0 +1,138 @@
+"""What each attack does to an honest client's TTFT and to /health, as a table:
+
+    python -m tests.serve.attack_figures [--json figures.json]
+
+One server with the built-in model, a key for the attacker and a key for the honest client, who asks one short
+question after the other (attack_probe.py). Every attack is measured beside undisturbed requests of the same minute.
+Timings are no test: they depend on the machine, and the ratio is what counts.
+"""
+
+import argparse
+import json
+import random
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from cumulo.cli.report import Row, machine
+from cumulo.serve.keys import new_key
+from tests.serve.attack_probe import Probe
+from tests.serve.bodies.attack_bodies import ATTACKS
+from tests.serve.http.raw import Client
+from tests.serve.running_server import MODEL, RunningServer
+
+SERVER = ("--no-console", "--max-context", "4096")
+
+
+class Attacks:
+    """Each public method is one attack of a second or a few."""
+
+    def __init__(self, server: RunningServer, key: str) -> None:
+        self._url = server.url
+        self._http = httpx.Client(
+            base_url=server.url,
+            timeout=120,
+            headers={"Authorization": f"Bearer {key}", "Content-Type": "application/json"},
+        )
+        self._chance = random.Random(0)
+
+    def huge_bodies(self) -> None:
+        """Bodies of 4 MiB with a million values, one after the other."""
+        for name in ("parts", "messages", "prompts of one token", "input of responses"):
+            attack = ATTACKS[name]
+            self._http.post(attack.path, content=attack.body)
+
+    def hostile_schemas(self) -> None:
+        """A schema whose automaton has a hundred million states."""
+        schema = {"type": "integer", "multipleOf": self._chance.choice([99_999_989, 99_999_971, 99_999_959])}
+        form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+        self._post("/v1/chat/completions", self._chat(response_format=form))
+
+    def header_floods(self) -> None:
+        """Header lines without end, before any key is shown."""
+        client = Client(self._url)
+        client.send(b"GET / HTTP/1.1\r\nHost: x\r\n")
+        client.flood(b"X-Header: value\r\n" * 1000, 64 << 20)
+        client.socket.close()
+
+    def half_sent_requests(self) -> None:
+        """300 connections that begin a request and stop."""
+        held = [Client(self._url) for _ in range(300)]
+        for client in held:
+            client.send(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Le")
+        time.sleep(2)
+        for client in held:
+            client.socket.close()
+
+    def long_prompts(self) -> None:
+        """Four prompts of 3,500 tokens at once, of which nothing is cached."""
+        prompts = [[self._chance.randrange(100, 40_000) for _ in range(3500)] for _ in range(4)]
+        self._post("/v1/completions", {"model": MODEL, "prompt": prompts, "max_tokens": 1})
+
+    def log_probabilities(self) -> None:
+        """Many answers with twenty log-probabilities for each token."""
+        self._post("/v1/chat/completions", self._chat(n=8, logprobs=True, top_logprobs=20, max_tokens=32))
+
+    def _chat(self, **more: Any) -> dict[str, Any]:
+        return {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2} | more
+
+    def _post(self, path: str, body: dict[str, Any]) -> None:
+        self._http.post(path, content=json.dumps(body))
+
+
+def together(attack: Callable[[], None], count: int) -> None:
+    threads = [threading.Thread(target=attack) for _ in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--requests", type=int, default=40, help="honest requests per figure")
+    parser.add_argument("--only", default="", help="part of an attack's name")
+    chosen = parser.parse_args()
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "keys.json"
+        honest, attacker = new_key(path, "honest"), new_key(path, "attacker")
+        server = RunningServer("--api-keys", str(path), *SERVER)
+        try:
+            attacks = Attacks(server, attacker)
+            names = [name for name in vars(Attacks) if not name.startswith("_") and chosen.only in name]
+            with Probe(server, key=honest, at_least=chosen.requests) as probe:
+                probe.figures()
+                for name in names:
+                    quiet = probe.figures()
+                    during = probe.figures(lambda name=name: getattr(attacks, name)())  # type: ignore[misc]
+                    print(f"{name}\n  quiet   {quiet}\n  during  {during}", flush=True)
+                    ratio = during.ttft_p99_ms / quiet.ttft_p99_ms
+                    rows += [
+                        Row(f"{name}: TTFT p99 over undisturbed", ratio, "", "lower", must=2.0),
+                        Row(f"{name}: slowest /health", during.health_worst_ms / 1e3, "s", "lower", must=1.0),
+                        Row(
+                            f"{name}: honest requests lost",
+                            float(len(during.failures)),
+                            "",
+                            "lower",
+                            must=0.0,
+                        ),
+                    ]
+        finally:
+            server.end()
+    if chosen.json is not None:
+        report = {"machine": machine(), "rows": [row.as_dict() for row in rows]}
+        chosen.json.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
