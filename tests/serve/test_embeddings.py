@@ -227,7 +227,7 @@ def test_an_embedding_has_a_story_a_trace_and_its_place_in_the_metrics(
 def test_a_client_that_hangs_up_ends_its_embeddings(embedder: RunningServer, keys: dict[str, str]) -> None:
     body = json.dumps(CAT | {"input": [[5 + number % 50] * CONTEXT for number in range(1500)]}).encode()
     head = (
-        f"POST /v1/embeddings HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {keys['ann']}\r\n"
+        f"POST /v1/embeddings HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {keys['ann']}\r\n"
         f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
     )
     done = embedder.sample("cumulo:request_success_total", finished_reason="stop")

@@ -165,6 +165,8 @@ class Connection(HttpToolsProtocol):
         self._reading, self._current, self._in_line = _HEAD, None, False
         self._since_s = self._keeper.clock_s
         self._head_bytes = self._block_bytes
+        # A request that looks like the one before it on this connection is news all the same.
+        self._silent_bytes, self._reported = 0, (Reading.NOTHING, 0, 0, 0)
 
     def on_url(self, url: bytes) -> None:
         self.url += url

@@ -245,3 +245,12 @@ def trickle(client: Client, begin: bytes) -> None:
         except ConnectionError:
             client.lost = True
             return
+
+
+def test_the_same_large_request_again_and_again_is_no_silence(served: Transport) -> None:
+    """The second one's first block reports what the first one's last report was."""
+    with Client(served.url) as client:
+        for _ in range(30):
+            client.send(post(b"z" * 400_000))
+            answer = client.answer()
+            assert answer is not None and answer.status == 200 and b'"body_bytes": 400000' in answer.body
