@@ -53,7 +53,13 @@ def create_app(service: Service) -> FastAPI:
             CORSMiddleware,
             allow_origins=list(service.options.cors_origins),
             allow_methods=["GET", "POST", "DELETE"],
-            allow_headers=["Authorization", "Content-Type", "X-Api-Key", "X-Cumulo-Lenient", "Anthropic-Version"],
+            allow_headers=[
+                "Authorization",
+                "Content-Type",
+                "X-Api-Key",
+                "X-Cumulo-Lenient",
+                "Anthropic-Version",
+            ],
             expose_headers=["X-Request-Id", "Request-Id", "X-Cumulo-Warning", "Retry-After"],
         )
     app.openapi = lambda: _description(app, service)  # type: ignore[method-assign]

@@ -222,7 +222,9 @@ def warm_up(engine: Engine) -> None:
         engine.step()
     engine.scheduler.shares.take_served()  # nobody's: it is not told
     if engine.guidance is not None:
-        with contextlib.suppress(InvalidRequest):  # this model cannot be guided; requests that ask are told so
+        with contextlib.suppress(
+            InvalidRequest
+        ):  # this model cannot be guided; requests that ask are told so
             engine.guidance.matcher(Guide("json_object"))  # our own, so it needs no trial
 
 

@@ -35,7 +35,9 @@ class ServeOptions:
     drain_timeout_s: float = 30.0  # after SIGTERM: how long running requests may take to finish
     max_connections: int = 4096  # open at the same time; beyond, the longest idle are closed, then 503
     max_connections_per_address: int | None = None  # of one client address; None: half of max_connections
-    header_timeout_s: float = 10.0  # for a new connection's first byte, and from there to the end of the header
+    header_timeout_s: float = (
+        10.0  # for a new connection's first byte, and from there to the end of the header
+    )
     body_timeout_s: float = 20.0  # longest pause in a body; after it, 4,096 bytes a second on average
     keep_alive_timeout_s: float = 75.0  # between two requests on a connection
     write_timeout_s: float = 60.0  # longest time in which a client reads nothing of its answer
@@ -68,7 +70,9 @@ class ServeOptions:
                 f"default_max_tokens must be 1 or more, or 0 for as many as fit, got {self.default_max_tokens}"
             )
         if self.stored_responses < 0:
-            raise CumuloError(f"stored_responses must be 0 or more, got {self.stored_responses}; 0: none is kept")
+            raise CumuloError(
+                f"stored_responses must be 0 or more, got {self.stored_responses}; 0: none is kept"
+            )
         if self.max_queue < 0 or self.drain_timeout_s < 0:
             raise CumuloError("max_queue and drain_timeout_s must be 0 or more")
         if self.otlp_endpoint is not None and not self.otlp_endpoint.startswith(("http://", "https://")):

@@ -35,7 +35,8 @@ class EmbeddingRequest(Strict):
         "mean", description="Extension: the mean of all tokens' final hidden states, or the last token's."
     )
     parse_special_tokens: bool | None = Field(
-        None, description="Extension: true recognises special tokens written in the input; otherwise they are text."
+        None,
+        description="Extension: true recognises special tokens written in the input; otherwise they are text.",
     )
     priority: int | None = Field(None, ge=-100, le=100, description="Extension: lower goes first.")
     cache_salt: Label | None = Field(

@@ -89,7 +89,8 @@ class Stories:
     def named(self, text: str, may_see: Callable[[str], bool]) -> list[Record]:
         """The records of a call by its id, or by the beginning of it that only one call has, with or without what
         stands before the random part: the console shows `3f2a91c0b7`, and `3f2a91c0b7-2` for one of several
-        prompts; `last` is the newest. Only callers that `may_see` says are looked at. NotUnique if several calls begin like this."""
+        prompts; `last` is the newest. Only callers that `may_see` says are looked at. NotUnique if several calls
+        begin like this."""
         if text == LAST:
             newest = (record for record in reversed(self._records.values()) if may_see(record.caller))
             text = next((record.call_id for record in newest), text)

@@ -4,7 +4,8 @@
 
 Honest clients have keys of their own and repeat requests whose answers are known: each must be answered, with
 status 200 and with the right text, however busy the attackers are. No attack may get a 5xx other than 503 ("come
-again"). Afterwards nothing may run, wait or hold a KV block, and no process of the server may have grown (as in soak.py).
+again"). Afterwards nothing may run, wait or hold a KV block, and no process of the server may have grown (as in
+soak.py).
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Adapters leave a run in PEFT's layout, too: `peft` itself loads them, and they compute what the merged model does."""
+"""Adapters leave a run in PEFT's layout, too: `peft` loads them, and they compute what the merged model does."""
 
 import json
 from dataclasses import replace
