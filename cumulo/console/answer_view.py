@@ -72,9 +72,10 @@ _EXPLAINED = "Output tokens, time to first token (TTFT), and decode speed after 
 
 def summary(answer: Answer) -> str:
     parts = [f"{answer.output_tokens:,} token{'' if answer.output_tokens == 1 else 's'}"]
-    if answer.ttft_s is not None:
+    timed = answer.ttft_s is not None and not answer.calls  # a call is sent as a whole: its times tell nothing
+    if answer.ttft_s is not None and timed:
         parts.append(f"TTFT {milliseconds(answer.ttft_s)}")
-    if answer.decode_tok_s is not None:
+    if answer.decode_tok_s is not None and timed:
         parts.append(f"{rate(answer.decode_tok_s)} tokens/s")
     if answer.finish_reason not in ("stop", "tool_calls") and not answer.problem:
         parts.append(_ENDS.get(answer.finish_reason, str(answer.finish_reason)))

@@ -250,4 +250,4 @@ class Chat:
             await self._history.show_current(self._conversation.id)
 
 
-_FLAT = "flat dense no-caps size=sm"
+_FLAT = "flat dense no-caps"
