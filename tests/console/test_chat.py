@@ -306,7 +306,7 @@ def test_keys_of_the_keyboard(browser: Any, server: RunningServer) -> None:
         page.keyboard.press("?")
         page.get_by_text("Keyboard shortcuts", exact=True).wait_for()
         page.keyboard.press("Escape")
-        page.get_by_text("Keyboard shortcuts", exact=True).wait_for(state="detached")
+        page.locator(".q-dialog").wait_for(state="detached")  # until then, keys are the dialog's
         focused = "(label) => document.activeElement?.getAttribute('aria-label') == label"
         page.keyboard.press("Control+k")
         page.wait_for_function(focused, arg="Search conversations")
