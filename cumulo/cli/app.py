@@ -22,7 +22,7 @@ from cumulo.cli import (
 
 app = typer.Typer(
     name="cumulo",
-    help="Run language models on this machine: chat, generate, measure, and ask why.",
+    help="Run, serve, train and plan language models.",
     epilog='Try: [bold]echo "What is the capital of France?" | cumulo chat[/bold]',
     rich_markup_mode="rich",
     no_args_is_help=True,
@@ -53,7 +53,8 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def options(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version.")
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit."),
     ] = False,
 ) -> None:
-    """Run language models on this machine: chat, generate, measure, and ask why."""
+    """Run, serve, train and plan language models."""

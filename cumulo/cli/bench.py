@@ -1,4 +1,4 @@
-"""`cumulo bench VERB`: figures beside what they must reach, as table and as JSON."""
+"""`cumulo bench VERB`: measurements next to the values they must reach, as a table and as JSON."""
 
 from pathlib import Path
 from typing import Annotated
@@ -8,7 +8,9 @@ import typer
 from cumulo.cli import bench_serve, options
 
 app = typer.Typer(
-    help="Measure: every figure beside what it must reach.", no_args_is_help=True, rich_markup_mode="rich"
+    help="Measure performance. Reports show every figure next to the value it must reach.",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
 )
 app.command("serve", epilog=bench_serve.EXAMPLE)(bench_serve.serve)
 
@@ -17,14 +19,16 @@ app.command("serve", epilog=bench_serve.EXAMPLE)(bench_serve.serve)
 def engine(
     model: options.ModelArgument = None,
     against: Annotated[
-        str, typer.Option(help="Rivals measured in turns with Cumulo: transformers, llama.cpp or both.")
+        str, typer.Option(help="Also measure these in turns with Cumulo: transformers, llama.cpp or both.")
     ] = "",
     threads: options.Threads = None,
-    rounds: Annotated[int, typer.Option(min=1, help="How often everything is measured.")] = 5,
-    quality: Annotated[bool, typer.Option(help="Also compare with the file dequantised to float32.")] = True,
+    rounds: Annotated[int, typer.Option(min=1, help="Number of measurements.")] = 5,
+    quality: Annotated[
+        bool, typer.Option(help="Also compare the outputs with the model dequantized to float32.")
+    ] = True,
     json_file: options.JsonOption = None,
 ) -> None:
-    """Decode and prefill speed, alone or against rivals, and how true the fast path is to the file."""
+    """Measure decode and prefill speed, also against other engines, and the accuracy of the fast path."""
     from cumulo.cli import bench_engine
     from cumulo.cli.report import available_cores
     from cumulo.cli.terminal import loading
@@ -44,10 +48,10 @@ def engine(
 
 @app.command(epilog="Example: [bold]cumulo bench scheduler[/bold]")
 def scheduler(
-    repeats: Annotated[int, typer.Option(min=1, help="How often everything is measured.")] = 5,
+    repeats: Annotated[int, typer.Option(min=1, help="Number of measurements.")] = 5,
     json_file: options.JsonOption = None,
 ) -> None:
-    """What planning a step costs on one core, and what a long queue adds."""
+    """Measure the time the scheduler needs per step on one core, also with a long queue."""
     from cumulo.cli import bench_scheduler
     from cumulo.cli.terminal import working
 
@@ -58,12 +62,15 @@ def scheduler(
 
 @app.command(epilog="Example: [bold]cumulo bench checkpoint --mebibytes 512[/bold]")
 def checkpoint(
-    mebibytes: Annotated[int, typer.Option(min=16, help="Size of the state.")] = 1024,
-    repeats: Annotated[int, typer.Option(min=1, help="How often everything is measured.")] = 3,
-    folder: Annotated[Path | None, typer.Option(help="On which disk; none: that of temporary files.")] = None,
+    mebibytes: Annotated[int, typer.Option(min=16, help="Size of the training state, in MiB.")] = 1024,
+    repeats: Annotated[int, typer.Option(min=1, help="Number of measurements.")] = 3,
+    folder: Annotated[
+        Path | None,
+        typer.Option(help="Folder on the disk to measure. Default: the folder for temporary files."),
+    ] = None,
     json_file: options.JsonOption = None,
 ) -> None:
-    """How long an asynchronous checkpoint holds training up, beside one that is waited for."""
+    """Measure how long an asynchronous checkpoint stops training, next to a synchronous one."""
     from cumulo.cli import bench_checkpoint
     from cumulo.cli.terminal import working
 
@@ -74,10 +81,10 @@ def checkpoint(
 
 @app.command(epilog="Example: [bold]cumulo bench data[/bold]")
 def data(
-    repeats: Annotated[int, typer.Option(min=1, help="How often everything is measured.")] = 3,
+    repeats: Annotated[int, typer.Option(min=1, help="Number of measurements.")] = 3,
     json_file: options.JsonOption = None,
 ) -> None:
-    """How fast training batches are read from a memory-mapped dataset, on one core."""
+    """Measure how fast training batches are read from a memory-mapped dataset on one core."""
     from cumulo.cli import bench_data
     from cumulo.cli.terminal import working
 
@@ -88,12 +95,12 @@ def data(
 
 @app.command(epilog="Example: [bold]cumulo bench ddp[/bold]")
 def ddp(
-    processes: Annotated[int, typer.Option(min=2, help="How many train together.")] = 4,
-    rounds: Annotated[int, typer.Option(min=1, help="How often both sides are measured.")] = 7,
-    steps: Annotated[int, typer.Option(min=1, help="Steps of a side's turn.")] = 4,
+    processes: Annotated[int, typer.Option(min=2, help="Number of processes.")] = 4,
+    rounds: Annotated[int, typer.Option(min=1, help="Number of measurements of both sides.")] = 7,
+    steps: Annotated[int, typer.Option(min=1, help="Steps per measurement.")] = 4,
     json_file: options.JsonOption = None,
 ) -> None:
-    """Data-parallel training steps of several processes over gloo, against torch's DistributedDataParallel."""
+    """Measure data-parallel training over gloo against torch's DistributedDataParallel."""
     from cumulo.cli import bench_ddp
     from cumulo.cli.terminal import working
 
@@ -107,17 +114,17 @@ def ddp(
 def overhead(
     model: options.ModelArgument = None,
     threads: options.Threads = None,
-    rounds: Annotated[int, typer.Option(min=1, help="How often both sides are measured.")] = 5,
-    requests: Annotated[int, typer.Option(min=16, help="Conversations per round, 16 at once.")] = 32,
+    rounds: Annotated[int, typer.Option(min=1, help="Number of measurements of both sides.")] = 5,
+    requests: Annotated[int, typer.Option(min=16, help="Requests per round; 16 run at the same time.")] = 32,
     output_tokens: Annotated[
-        str, typer.Option("--output", help="Tokens of an answer: 64, uniform:64-128, ...")
+        str, typer.Option("--output", help="Answer length in tokens, for example 64 or uniform:64-128.")
     ] = "uniform:64-128",
     first_tokens: Annotated[
-        int, typer.Option(min=1, help="Requests made one at a time, for their first token.")
+        int, typer.Option(min=1, help="Number of single requests for measuring TTFT.")
     ] = 40,
     json_file: options.JsonOption = None,
 ) -> None:
-    """What the server costs over the engine alone: throughput kept, and time added to the first token."""
+    """Measure what the HTTP server adds to the engine: share of throughput kept, and time added to TTFT."""
     from cumulo.cli import bench_overhead
     from cumulo.cli.report import available_cores
     from cumulo.cli.terminal import loading
@@ -134,11 +141,14 @@ def overhead(
 @app.command(epilog="Example: [bold]cumulo bench kernels[/bold]")
 def kernels(
     only: Annotated[
-        str, typer.Option(help="On a GPU: parts of operations' names, separated by commas: moe,sample.")
+        str,
+        typer.Option(
+            help="GPU only: measure operations whose names contain one of these, for example moe,sample."
+        ),
     ] = "",
     json_file: options.JsonOption = None,
 ) -> None:
-    """Each operation's kernels against the machine's ceilings and their rivals: a GPU's where there is one."""
+    """Measure each kernel against the limits of the device (the GPU if there is one) and against other kernels."""
     from cumulo.cli.report import Row
     from cumulo.cli.terminal import working
 
@@ -162,14 +172,16 @@ def kernels(
 def guided(
     model: options.ModelArgument = None,
     schemas: Annotated[
-        int, typer.Option(min=1, help="How many of the JSON Schema Test Suite's schemas are asked for.")
+        int, typer.Option(min=1, help="Number of schemas to draw from the JSON Schema Test Suite.")
     ] = 200,
-    steps: Annotated[int, typer.Option(min=20, help="Steps with guides and without, in turn.")] = 200,
-    seed: Annotated[int, typer.Option(help="Which schemas are drawn.")] = 1,
+    steps: Annotated[
+        int, typer.Option(min=20, help="Number of steps to time with guides, and as many without.")
+    ] = 200,
+    seed: Annotated[int, typer.Option(help="Random seed for drawing the schemas.")] = 1,
     threads: options.Threads = None,
     json_file: options.JsonOption = None,
 ) -> None:
-    """Whether every guided answer fits its schema, and what the masks add to a step of 16 sequences."""
+    """Check that every guided answer fits its schema, and measure what the masks add to a step of 16 sequences."""
     from cumulo.cli.terminal import loading
 
     config = options.engine_config(threads=threads, max_running=16, kv_memory_gib=0.5)
@@ -190,7 +202,7 @@ def _warn_if_busy() -> None:
     load = os.getloadavg()[0]
     if load > 0.5 * available_cores():
         note(
-            f"the machine is busy (load {load:.1f}): figures and ratios will be off; measure when it is idle"
+            f"the machine is busy (load {load:.1f}): the results will be wrong; measure again when it is idle"
         )
 
 

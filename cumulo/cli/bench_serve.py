@@ -1,4 +1,4 @@
-"""`cumulo bench serve`: load for any OpenAI-compatible server, and what it makes of it."""
+"""`cumulo bench serve`: a load test for any OpenAI-compatible server."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -18,31 +18,40 @@ _LOAD, _WORK, _REPORT = "Load (one of)", requested.REQUESTS, "Report"
 
 def serve(
     url: Annotated[str, typer.Argument(help="The server's address.")] = "http://127.0.0.1:8000",
-    model: Annotated[str, typer.Option("--model", "-m", help="Left out: the first one it lists.")] = "",
-    endpoint: Annotated[str, typer.Option(help="chat or completions.")] = "chat",
+    model: Annotated[
+        str, typer.Option("--model", "-m", help="Model name. Default: the first model the server lists.")
+    ] = "",
+    endpoint: Annotated[str, typer.Option(help="Endpoint to call: chat or completions.")] = "chat",
     api_key: Annotated[
-        str, typer.Option(envvar="OPENAI_API_KEY", help="Sent as bearer token.", show_default=False)
+        str,
+        typer.Option(envvar="OPENAI_API_KEY", help="API key, sent as a bearer token.", show_default=False),
     ] = "",
     concurrency: Annotated[
-        str, typer.Option(help="Closed loop: so many at once; '1,4,16' is a sweep.", rich_help_panel=_LOAD)
+        str,
+        typer.Option(
+            help="Closed loop: number of concurrent requests; '1,4,16' measures each.", rich_help_panel=_LOAD
+        ),
     ] = "",
     rate: Annotated[
         str,
         typer.Option(
-            help="Open loop: so many new ones per second; '1,2,4' is a sweep, '1:8' a ramp.",
+            help="Open loop: request rate, in requests/s; '1,2,4' measures each, '1:8' is a ramp.",
             rich_help_panel=_LOAD,
         ),
     ] = "",
     trace: Annotated[
         Path | None,
         typer.Option(
-            help="CSV or JSON lines with a time and two lengths per request.", rich_help_panel=_LOAD
+            help="Replay a trace: CSV or JSON Lines with a time and two lengths per request.",
+            rich_help_panel=_LOAD,
         ),
     ] = None,
     arrivals: Annotated[str, typer.Option(help=requested.ARRIVALS, rich_help_panel=_LOAD)] = "poisson",
-    trace_speed: Annotated[float, typer.Option(help="2: twice as fast.", rich_help_panel=_LOAD)] = 1.0,
+    trace_speed: Annotated[
+        float, typer.Option(help="Speed of the replay; 2: twice as fast.", rich_help_panel=_LOAD)
+    ] = 1.0,
     trace_unit: Annotated[
-        str, typer.Option(help="Unit of the trace's times: s or ms.", rich_help_panel=_LOAD)
+        str, typer.Option(help="Unit of the times in the trace: s or ms.", rich_help_panel=_LOAD)
     ] = "s",
     requests: Annotated[
         int | None, typer.Option(min=1, help="Conversations per level.", rich_help_panel=_LOAD)
@@ -50,12 +59,14 @@ def serve(
     duration: Annotated[
         str,
         typer.Option(
-            help="Time per level; 30s unless --requests or --trace is given.", rich_help_panel=_LOAD
+            help="Time per level. Default: 30s, unless --requests or --trace is given.", rich_help_panel=_LOAD
         ),
     ] = "",
     warmup: Annotated[
         int | None,
-        typer.Option(min=0, help="Conversations at a level's beginning to leave out.", rich_help_panel=_LOAD),
+        typer.Option(
+            min=0, help="Conversations at the start of a level that are not measured.", rich_help_panel=_LOAD
+        ),
     ] = None,
     settle: Annotated[str, typer.Option(help="Pause between levels.", rich_help_panel=_LOAD)] = "1s",
     input_tokens: requested.Input = "128",
@@ -63,48 +74,73 @@ def serve(
     shared_prefix: requested.SharedPrefix = 0,
     prefixes: requested.Prefixes = 1,
     turns: Annotated[
-        str, typer.Option(help="Turns of a conversation, as a length.", rich_help_panel=_WORK)
+        str, typer.Option(help="Turns per conversation, in the same forms as --input.", rich_help_panel=_WORK)
     ] = "1",
     think: Annotated[
-        str, typer.Option(help="Mean pause between turns, as in 2s.", rich_help_panel=_WORK)
+        str, typer.Option(help="Mean pause between turns, for example 2s.", rich_help_panel=_WORK)
     ] = "0s",
     extra: Annotated[
-        str, typer.Option(help="JSON object merged into every request.", rich_help_panel=_WORK)
+        str, typer.Option(help="A JSON object that is merged into every request.", rich_help_panel=_WORK)
     ] = "",
-    seed: Annotated[str, typer.Option(help="Same seed, same requests.", rich_help_panel=_WORK)] = "0",
-    timeout: Annotated[str, typer.Option(help="Longest wait for an answer.", rich_help_panel=_WORK)] = "600s",
+    seed: Annotated[
+        str, typer.Option(help="Random seed. The same seed gives the same requests.", rich_help_panel=_WORK)
+    ] = "0",
+    timeout: Annotated[
+        str, typer.Option(help="Maximum time to wait for an answer.", rich_help_panel=_WORK)
+    ] = "600s",
     retries: Annotated[
-        int, typer.Option(min=0, help="Tries after 429 or 503, as Retry-After says.", rich_help_panel=_WORK)
+        int,
+        typer.Option(
+            min=0, help="Number of retries after 429 or 503, following Retry-After.", rich_help_panel=_WORK
+        ),
     ] = 0,
     slo: Annotated[
-        str, typer.Option(help="The objective: ttft=500ms,itl=50ms,tpot=..,e2e=..", rich_help_panel=_REPORT)
+        str,
+        typer.Option(
+            help="Latency objective (SLO), for example ttft=500ms,itl=50ms; also tpot and e2e.",
+            rich_help_panel=_REPORT,
+        ),
     ] = "",
     slo_share: Annotated[
-        float, typer.Option(help="Share of requests that must keep it.", rich_help_panel=_REPORT)
+        float,
+        typer.Option(help="Share of requests that must meet the SLO, from 0 to 1.", rich_help_panel=_REPORT),
     ] = 0.95,
     find_rate: Annotated[
-        bool, typer.Option(help="Find the highest rate that holds --slo.", rich_help_panel=_REPORT)
+        bool, typer.Option(help="Find the highest request rate that meets --slo.", rich_help_panel=_REPORT)
     ] = False,
-    tolerance: Annotated[float, typer.Option(help="How closely to find it.", rich_help_panel=_REPORT)] = 0.1,
+    tolerance: Annotated[
+        float,
+        typer.Option(help="Relative accuracy of the rate that --find-rate finds.", rich_help_panel=_REPORT),
+    ] = 0.1,
     search_time: Annotated[
-        str, typer.Option(help="The longest the search may take.", rich_help_panel=_REPORT)
+        str, typer.Option(help="Maximum time for the search.", rich_help_panel=_REPORT)
     ] = "30m",
     html: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="A page with plots.", rich_help_panel=_REPORT)
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Write an HTML report with charts to this file.", rich_help_panel=_REPORT
+        ),
     ] = None,
     records: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Every request as JSON lines.", rich_help_panel=_REPORT),
+        typer.Option(
+            metavar="FILE", help="Write every request to this file as JSON Lines.", rich_help_panel=_REPORT
+        ),
     ] = None,
     json_file: options.JsonOption = None,
     self_test: Annotated[
-        bool, typer.Option("--self-test", help="Measure the generator itself.", rich_help_panel=_REPORT)
+        bool,
+        typer.Option(
+            "--self-test",
+            help="Measure the load generator itself, without a server.",
+            rich_help_panel=_REPORT,
+        ),
     ] = False,
 ) -> None:
-    """Load a server: latencies, throughput, goodput under an objective, and the highest rate it holds.
+    """Load-test a server: TTFT, ITL, throughput, goodput under an SLO, and the highest rate that meets it.
 
-    Closed loop (--concurrency), open loop (--rate) or a recorded trace (--trace); works against any
-    OpenAI-compatible server. Without any of them: 8 requests at once.
+    It works with any OpenAI-compatible server. The load is a closed loop (--concurrency), an open loop (--rate) or
+    a recorded trace (--trace). The default is 8 concurrent requests.
     """
     chosen = dict(locals())
     if self_test:
@@ -156,9 +192,9 @@ def settings(chosen: dict[str, Any]) -> "Settings":
     slo = parse_slo(chosen["slo"], chosen["slo_share"]) if chosen["slo"] else None
     if chosen["find_rate"]:
         if slo is None:
-            raise CumuloError("--find-rate needs an objective to hold: add --slo, as in --slo ttft=500ms")
+            raise CumuloError("--find-rate needs an SLO: add --slo, for example --slo ttft=500ms")
         if len(loads) != 1 or not isinstance(loads[0], Arrivals) or loads[0].final_rate is not None:
-            raise CumuloError("--find-rate needs one rate to start from: add --rate, as in --rate 1")
+            raise CumuloError("--find-rate needs one rate to start from: add --rate, for example --rate 1")
         if not chosen["tolerance"] > 0:
             raise CumuloError(f"--tolerance must be more than 0, got {chosen['tolerance']:g}")
     workload = Workload(
@@ -171,7 +207,9 @@ def settings(chosen: dict[str, Any]) -> "Settings":
     )
     workload.conversation(0, chosen["seed"], None, measured=True)  # lengths that cannot be drawn show here
     if any(isinstance(load, Replay) for load in loads) and workload != Workload():
-        raise CumuloError("a trace brings its own lengths; leave out --input, --output, --turns and prefixes")
+        raise CumuloError(
+            "a trace contains its own lengths; remove --input, --output, --turns and the prefix options"
+        )
     target = Target(chosen["model"], chosen["endpoint"], chosen["api_key"], extra=_extra(chosen["extra"]))
     return Settings(
         chosen["url"], target, loads, workload, chosen["requests"], duration_s, chosen["warmup"], slo,
@@ -191,7 +229,7 @@ def _loads(chosen: dict[str, Any], duration_s: float | None) -> "list[Load]":
 
     given = [name for name in ("concurrency", "rate", "trace") if chosen[name]]
     if len(given) > 1:
-        raise CumuloError(f"--{' and --'.join(given)} exclude each other; keep one")
+        raise CumuloError(f"--{' and --'.join(given)} cannot be combined; keep one of them")
     process, burst_size = parse_process(chosen["arrivals"])
     if chosen["rate"]:
         return list(parse_rates(chosen["rate"], process, burst_size, duration_s))
@@ -233,7 +271,7 @@ def _self_test(json_file: Path | None) -> None:
         return True
 
     with view:
-        view.begin("the generator against a canned server", 0, 1)
+        view.begin("the load generator against a test server", 0, 1)
         figures = asyncio.run(measure(watch=watch))
     rows = bench_serve_report.self_test_rows(figures)
     (err if str(json_file) == "-" else out).print(report.table("load generator, one core", rows))

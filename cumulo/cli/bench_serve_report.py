@@ -11,6 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from cumulo import __version__
+from cumulo.cli.quantities import number
 from cumulo.cli.report import Row, machine, table, write_json
 from cumulo.cli.terminal import err, note, out
 from cumulo.errors import CumuloError
@@ -71,7 +72,7 @@ class View:
         recent = [record for record in level.records[-50:] if record.ttft_s is not None]
         ttft_s = statistics.median(r.ttft_s for r in recent if r.ttft_s is not None) if recent else None
         failed = sum(record.error is not None for record in level.records)
-        now = f"{len(level.running)} under way · {tok_s:,.0f} tok/s · TTFT {show_duration(ttft_s)}"
+        now = f"{len(level.running)} running · {tok_s:,.0f} tok/s · TTFT {show_duration(ttft_s)}"
         now += f" · [red]{failed} failed[/red]" if failed else ""
         self._progress.update(
             self._task, completed=len(level.records), total=level.schedule.requests, now=now
@@ -84,7 +85,7 @@ class View:
             ttft = _at(summary.ttft_s, "p50")
             note(
                 f"{result.label}: {summary.succeeded} of {summary.requests} requests, "
-                f"{summary.output_tok_s:,.4g} tokens/s, TTFT p50 {show_duration(ttft)}"
+                f"{number(summary.output_tok_s)} tokens/s, TTFT p50 {show_duration(ttft)}"
             )
 
 
@@ -96,13 +97,13 @@ def rows(campaign: Campaign) -> list[Row]:
     if campaign.search is not None:
         how = campaign.search_end or "confirmed by a second trial"
         found.append(
-            Row("highest rate that holds the objective", campaign.search.confirmed, "requests/s", must=0.0,
+            Row("highest rate that meets the SLO", campaign.search.confirmed, "requests/s", must=0.0,
                 note=f"{campaign.settings.slo}; {how}")
         )  # fmt: skip
-    for number, result in enumerate(results, start=1):
+    for trial, result in enumerate(results, start=1):
         prefix = "" if is_single else f"{result.label}: "
         if campaign.search is not None:
-            prefix = f"trial {number}, {result.label}: "
+            prefix = f"trial {trial}, {result.label}: "
         found += _level_rows(prefix, result, campaign, is_single)
     return found
 
@@ -122,21 +123,21 @@ def _level_rows(prefix: str, result: LevelResult, campaign: Campaign, is_single:
         for percentile in PERCENTILES:
             value = _at(spread, percentile)
             made.append(
-                Row(f"{prefix}{name}, {percentile}", None if value is None else value * 1e3, "ms", "lower")
+                Row(f"{prefix}{name} {percentile}", None if value is None else value * 1e3, "ms", "lower")
             )
     slo = campaign.settings.slo
     if slo is not None:
         made += [
             Row(f"{prefix}goodput", summary.goodput_req_s, "requests/s", note=str(slo)),
-            Row(f"{prefix}kept the objective", summary.slo_share, "of requests",
+            Row(f"{prefix}met the SLO", summary.slo_share, "of requests",
                 must=slo.share if is_single else None, note=result.verdict or ""),
         ]  # fmt: skip
     late = _at(summary.lateness_s, "p99")
-    busy = " (the generator may be the bottleneck)" if result.cpu_share > BUSY_CORE_SHARE else ""
+    busy = " (the load generator may be the bottleneck)" if result.cpu_share > BUSY_CORE_SHARE else ""
     made += [
-        Row(f"{prefix}sent late, p99", None if late is None else late * 1e3, "ms", "lower"),
-        Row(f"{prefix}generator's share of a core", result.cpu_share, "", "lower",
-            note=f"{result.most_running} requests at once at most{busy}"),
+        Row(f"{prefix}sent late p99", None if late is None else late * 1e3, "ms", "lower"),
+        Row(f"{prefix}load generator's share of a core", result.cpu_share, "", "lower",
+            note=f"at most {result.most_running} concurrent requests{busy}"),
     ]  # fmt: skip
     return made
 
@@ -144,8 +145,8 @@ def _level_rows(prefix: str, result: LevelResult, campaign: Campaign, is_single:
 def _spreads(result: LevelResult) -> list[tuple[str, Spread | None]]:
     summary = result.summary
     return [
-        ("time to first token", summary.ttft_s), ("between tokens", summary.itl_s),
-        ("per token after the first", summary.tpot_s), ("end to end", summary.e2e_s),
+        ("TTFT", summary.ttft_s), ("ITL", summary.itl_s), ("TPOT", summary.tpot_s),
+        ("end-to-end latency", summary.e2e_s),
     ]  # fmt: skip
 
 
@@ -156,7 +157,7 @@ def levels_table(campaign: Campaign) -> Table:
     any_failed = any(level.summary.requests > level.summary.succeeded for level in campaign.results)
     heads = ["load", "sent", *(["fail"] if any_failed else []), "req/s", "tok/s"]
     heads += ["TTFT\np50", "TTFT\np99", "ITL\np50", "ITL\np99"]
-    heads += ["kept", "" if searched else "good/s"] if with_slo else ["end to\nend p50"]
+    heads += ["met\nSLO", "" if searched else "good/s"] if with_slo else ["end to\nend p50"]
     for head in heads:
         result.add_column(head, justify="left" if head in ("load", "") else "right", no_wrap=True)
     for level in campaign.results:
@@ -165,7 +166,7 @@ def levels_table(campaign: Campaign) -> Table:
         cells = [level.label, str(summary.requests)]
         if any_failed:
             cells.append(f"[red]{failed}[/red]" if failed else "0")
-        cells += [f"{summary.completed_req_s:.3g}", f"{summary.output_tok_s:,.4g}"]
+        cells += [f"{summary.completed_req_s:.3g}", number(summary.output_tok_s)]
         for spread in (summary.ttft_s, summary.itl_s):
             cells += [show_duration(_at(spread, percentile)) for percentile in ("p50", "p99")]
         if not with_slo:
@@ -202,7 +203,9 @@ def finish(campaign: Campaign, json_file: Path | None, html: Path | None, record
     title = f"{campaign.target.model} at {campaign.url}"
     if len(campaign.results) == 1 and campaign.search is None:
         console.print(
-            table(title, [row for row in made if not row.name.endswith(PERCENTILES) or "late" in row.name])
+            table(
+                title, [row for row in made if not row.name.endswith(PERCENTILES) or "sent late" in row.name]
+            )
         )
         console.print(latencies_table(campaign.results[0]))
     else:
@@ -238,11 +241,11 @@ def finish(campaign: Campaign, json_file: Path | None, html: Path | None, record
 def _warn(campaign: Campaign) -> None:
     busiest = max((result.cpu_share for result in campaign.results), default=0.0)
     if busiest > BUSY_CORE_SHARE:
-        note(f"the generator itself took {busiest:.0%} of a core: figures may be its own, not the server's")
+        note(f"the load generator used {busiest:.0%} of a core: it may limit the results, not the server")
     if not campaign.target.dialect.ignore_eos:
-        note("the server takes no ignore_eos: answers may be shorter than planned")
+        note("the server does not accept ignore_eos: answers may be shorter than planned")
     if not campaign.target.dialect.usage:
-        note("the server counts no tokens in its streams: a chunk counts as one")
+        note("the server does not report token counts in its streams: each chunk counts as one token")
 
 
 def _details(result: LevelResult) -> dict[str, Any]:
@@ -277,7 +280,7 @@ def _workload(campaign: Campaign) -> str:
         return "a recorded trace"
     words = f"prompts of {work.input_tokens} tokens, answers of {work.output_tokens}"
     if work.prefix_tokens:
-        words += f"; before them one of {work.prefixes} shared prefixes of {work.prefix_tokens}"
+        words += f"; {work.prefixes} shared prefixes of {work.prefix_tokens} tokens"
     if str(work.turns) != "1":
         words += f"; conversations of {work.turns} turns"
     return words
@@ -289,18 +292,18 @@ def _machine_words() -> str:
 
 
 def self_test_rows(figures: SelfTest) -> list[Row]:
-    """The issue's bar: not the bottleneck at 2,000 streamed tokens per second on one core."""
+    """The generator must not be the bottleneck at 2,000 streamed tokens per second on one core."""
     pace = f"{RATE_TOK_S:,.0f} tokens/s, each in its own packet"
     return [
-        Row("core taken at 2,000 tokens/s", figures.cores_at_2000_tok_s, "of one", "lower", must=0.5, aim=0.2,
+        Row("share of a core at 2,000 tokens/s", figures.cores_at_2000_tok_s, "", "lower", must=0.5, aim=0.2,
             note=pace),
         Row("tokens per CPU second, paced", figures.paced_tok_per_cpu_s, "tokens", must=2 * RATE_TOK_S,
-            note=f"{figures.paced_tok_s:,.0f} tokens/s came"),
-        Row("tokens per CPU second, flat out", figures.flat_out_tok_per_cpu_s, "tokens",
-            note=f"{figures.flat_out_tok_s:,.0f} tokens/s came"),
-        Row("from the server's write to our clock, p50", figures.delay_s.p50 * 1e3, "ms", "lower", note=pace),
-        Row("from the server's write to our clock, p99", figures.delay_s.p99 * 1e3, "ms", "lower", note=pace),
-        Row("CPU per request beside its tokens", figures.request_cpu_s * 1e3, "ms", "lower"),
+            note=f"{figures.paced_tok_s:,.0f} tokens/s received"),
+        Row("tokens per CPU second, at full speed", figures.flat_out_tok_per_cpu_s, "tokens",
+            note=f"{figures.flat_out_tok_s:,.0f} tokens/s received"),
+        Row("delay from server write to measurement, p50", figures.delay_s.p50 * 1e3, "ms", "lower", note=pace),
+        Row("delay from server write to measurement, p99", figures.delay_s.p99 * 1e3, "ms", "lower", note=pace),
+        Row("CPU time per request, without its tokens", figures.request_cpu_s * 1e3, "ms", "lower"),
     ]  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""`cumulo calibrate`: measures this machine and writes a device profile that the planner reads."""
+"""`cumulo calibrate`: measures this machine and writes a device profile for the planner."""
 
 import math
 import time
@@ -28,20 +28,22 @@ _NAMES = {
 
 
 def calibrate(
-    out: Annotated[Path, typer.Option(help="Where the profile is written.")] = Path("profile.yaml"),
+    out: Annotated[Path, typer.Option(help="File to write the profile to.")] = Path("profile.yaml"),
     device: Annotated[
-        str | None, typer.Option(help="The device's name in the catalogue; found by itself if known.")
+        str | None, typer.Option(help="Device, by its name in the catalogue. Default: detected.")
     ] = None,
-    dtype: Annotated[str, typer.Option(help="Number format of the matrix products.")] = "",
-    seconds: Annotated[float, typer.Option(min=0.01, help="How long each operation is repeated.")] = 0.3,
+    dtype: Annotated[
+        str, typer.Option(help="Number format of the matrix products: bfloat16, float16 or float32.")
+    ] = "",
+    seconds: Annotated[float, typer.Option(min=0.01, help="Seconds to repeat each operation.")] = 0.3,
     software: Annotated[
-        str, typer.Option(help="The name under which jobs ask for this profile.")
+        str, typer.Option(help="Name of the profile, by which jobs refer to it.")
     ] = "measured-here",
 ) -> None:
-    """Measure matrix products, attention, memory-bound operations, loss, optimizer and launches on this machine.
+    """Measure this machine and write a device profile for the planner.
 
-    Constants that one device cannot show, like how much of its collectives it waits for, are taken from the profile
-    that ships for devices of its generation.
+    It measures matrix products, attention, memory-bound operations, loss, optimizer and launches. Constants that a
+    single device cannot show, such as the cost of collectives, come from the built-in profile of its generation.
     """
     import torch
     from rich.console import Console
@@ -52,7 +54,7 @@ def calibrate(
     from cumulo.spec import catalog
 
     if not out.parent.is_dir():
-        raise ConfigError(f"there is no folder {out.parent} to write {out.name} into")
+        raise ConfigError(f"cannot write {out}: the folder {out.parent} does not exist")
     console = Console()
     cuda = torch.cuda.is_available()
     found = (
@@ -60,7 +62,7 @@ def calibrate(
     )
     dtype = dtype or ("bfloat16" if cuda else "float32")
     if dtype not in ("bfloat16", "float16", "float32"):
-        raise ConfigError(f"calibration measures bfloat16, float16 or float32 products, not {dtype}")
+        raise ConfigError(f"--dtype must be bfloat16, float16 or float32, got {dtype}")
     profiles = Profiles.load()
     base, borrowed = profiles.find(found, dtype)
     base_name = profiles.name_for(found, dtype)
@@ -73,7 +75,7 @@ def calibrate(
     profile = calibrated(base, found, dtype, measured, software, note)
     out.write_text(as_yaml(profile, base_name, profiles.named(base_name)), "utf-8")
     table = Table(title=f"{found.name}, {dtype}")
-    for name in ("constant", "measured", "shipped"):
+    for name in ("constant", "measured", "built-in"):
         table.add_column(name, justify="left" if name == "constant" else "right")
     for name in constants():
         if getattr(profile, name) != getattr(base, name):
@@ -81,7 +83,7 @@ def calibrate(
     console.print(table)
     for line in borrowed:
         console.print(f"not measured: {line}", highlight=False)
-    console.print(f"written: {out}")
+    console.print(f"profile written to {out}")
 
 
 def _present_device(name: str | None) -> "Device":
@@ -92,7 +94,7 @@ def _present_device(name: str | None) -> "Device":
     for part, known in _NAMES.items():
         if part in name:
             return catalog.device(known)
-    raise ConfigError(f"the catalogue has no device for {name!r}; name the nearest one with --device")
+    raise ConfigError(f"the catalogue contains no device for {name!r}; choose the nearest one with --device")
 
 
 class _Machine:

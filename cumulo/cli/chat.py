@@ -12,7 +12,7 @@ EXAMPLE = 'Example: [bold]echo "What is the capital of France?" | cumulo chat[/b
 
 def chat(
     model: options.ModelArgument = None,
-    system: Annotated[str | None, typer.Option(help="A system message to begin with.")] = None,
+    system: Annotated[str | None, typer.Option(help="System message.")] = None,
     temperature: options.Temperature = None,
     top_k: options.TopK = 0,
     top_p: options.TopP = 0.9,
@@ -28,9 +28,9 @@ def chat(
     weights: options.Weights = None,
     kv_dtype: options.KvDtype = None,
 ) -> None:
-    """Talk with a model. In a pipe: reads the question from stdin and prints only the answer.
+    """Chat with a model. In a pipe, it reads the question from stdin and prints only the answer.
 
-    In a terminal the temperature is 0.2 unless given, and /help lists what can be typed. In a pipe it
+    In a terminal, the default temperature is 0.2, and /help lists the commands. In a pipe, the default temperature
     is 0, so that the same question gets the same answer.
     """
     from cumulo.cli import conversation

@@ -1,4 +1,4 @@
-"""The examination behind `cumulo doctor`: each finding is a row, so the table and the JSON say the same."""
+"""The checks behind `cumulo doctor`. Each finding is a row, so the table and the JSON agree."""
 
 import os
 import shutil
@@ -26,7 +26,7 @@ EXPECTED_OF_BUILT_IN = "Paris"
 
 
 def examine(model: str | None, config: EngineConfig, quick: bool, json_file: Path | None) -> bool:
-    """Print every section as it is known; True if nothing that must hold is amiss."""
+    """Print every section as it is known; True if no check failed."""
     console = err if str(json_file) == "-" else out
     rows: list[Row] = []
 
@@ -53,12 +53,13 @@ def examine(model: str | None, config: EngineConfig, quick: bool, json_file: Pat
         except CumuloError as error:
             section("Loading", [Row("loads", False, must=True, note=str(error))])
     report.write_json(json_file, rows, **extra)
-    amiss = [row for row in rows if not row.ok]
-    if amiss:
-        console.print(f"[bold red]{len(amiss)} amiss:[/bold red] " + "; ".join(row.name for row in amiss))
+    failed = [row for row in rows if not row.ok]
+    if failed:
+        count = f"{len(failed)} check{'s' if len(failed) > 1 else ''} failed"
+        console.print(f"[bold red]{count}:[/bold red] " + "; ".join(row.name for row in failed))
     else:
-        console.print("[bold green]all well[/bold green]")
-    return not amiss
+        console.print("[bold green]all checks passed[/bold green]")
+    return not failed
 
 
 def _machine() -> list[Row]:
@@ -66,10 +67,10 @@ def _machine() -> list[Row]:
     return [
         Row("system", f"{facts['platform']}, {facts['architecture']}"),
         Row("processor", facts["cpu"]),
-        Row("cores this process may use", facts["cores"]),
+        Row("available cores", facts["cores"]),
         Row("instruction sets", " ".join(facts["cpu_features"]) or "unknown"),
         Row("memory", facts["memory_gib"], "GiB"),
-        Row("memory available", round(available_memory() / 2**30, 1), "GiB"),
+        Row("available memory", round(available_memory() / 2**30, 1), "GiB"),
     ]
 
 
@@ -78,7 +79,7 @@ def _software() -> list[Row]:
 
     rows = [
         Row("python", report.machine()["python"]),
-        Row("torch", torch.__version__, note=f"{torch.get_num_threads()} threads unless told otherwise"),
+        Row("torch", torch.__version__, note=f"{torch.get_num_threads()} threads by default"),
     ]
     for package, why in (("gguf", "reads GGUF files"), ("huggingface_hub", "downloads models by name")):
         rows.append(Row(package, _version(package) or "not installed", note=f"optional: {why}"))
@@ -87,7 +88,7 @@ def _software() -> list[Row]:
         Row(
             "C++ compiler",
             compiler or "none",
-            note="" if compiler else "without one the torch kernels are used",
+            note="" if compiler else "optional: without it, the slower torch kernels are used",
         )
     )
     rows += _kernels()
@@ -108,10 +109,10 @@ def _kernels() -> list[Row]:
 
     library = native()
     if library is None:
-        return [Row("native kernels", "none", note="plain torch is used instead: right, but slower")]
+        return [Row("native kernels", "none", note="the torch kernels are used instead: correct, but slower")]
     return [
         Row("native kernels", library.dot_name, note=str(library.path)),
-        Row("threads", "shared with torch" if library.shares_torch_threads else "a pool of their own"),
+        Row("kernel threads", "shared with torch" if library.shares_torch_threads else "a separate pool"),
     ]
 
 
@@ -134,9 +135,9 @@ def _model(model: str | None) -> list[Row]:
         Row("found", True, must=True, note=str(files.path)),
         Row("name", files.name),
         Row("family", files.spec.family),
-        Row("parameters", round(files.parameters / 1e6, 1), "million"),
+        Row("parameters", round(files.parameters / 1e6, 1), "M"),
         Row("weights", round(files.weight_bytes / 2**20, 1), "MiB", note=types),
-        Row("trained context", files.spec.max_context, "tokens"),
+        Row("maximum context", files.spec.max_context, "tokens"),
     ]
 
 
@@ -159,9 +160,9 @@ def _self_test(llm: "LLM", built_in: bool) -> list[Row]:
     right = not output.error and (EXPECTED_OF_BUILT_IN in text if built_in else bool(text))
     speed = output.story.decode_tok_s
     return [
-        Row("computed by", llm.runs_on),
-        Row("answers", right, must=True, note=output.error or f"{QUESTION} {text}"),
-        Row("time to first token", output.story.ttft_s, "s", "lower"),
-        Row("decode, 1 sequence", speed, "tok/s"),
-        Row("time in all", elapsed_s, "s", "lower"),
+        Row("runs on", llm.runs_on),
+        Row("answer", right, must=True, note=output.error or f"{QUESTION} {text}"),
+        Row("TTFT", output.story.ttft_s, "s", "lower"),
+        Row("decode throughput, 1 sequence", speed, "tok/s"),
+        Row("total time", elapsed_s, "s", "lower"),
     ]

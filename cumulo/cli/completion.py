@@ -65,7 +65,7 @@ def parse_lines(text: str, source: str, sampling: Mapping[str, Any]) -> list[Job
     """One job per line that is not blank; lines are JSON objects if the first one is."""
     lines = [(number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
     if not lines:
-        raise InvalidRequest(f"{source} holds no prompt: every line is blank")
+        raise InvalidRequest(f"{source} contains no prompt: every line is blank")
     if not lines[0][1].lstrip().startswith("{"):
         params = options.sampling(sampling)
         return [Job(line, params) for _, line in lines]

@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     from cumulo.engine.story import Story
 
 HELP = """\
-/clear             forget the conversation (the system message stays)
-/system [TEXT]     set the system message and start over; without TEXT: show it
-/set [NAME VALUE]  change a sampling option, for instance /set temperature 0.7; without NAME: show them
-/stats             tokens and speed so far, and the memory ledger
-/why               the story of the last answer: waiting, cache hits, chunks, timing
-/help              this list
-/exit              leave (so do Ctrl-D and Ctrl-C twice); Ctrl-C stops an answer
+/clear             delete the conversation (the system message stays)
+/system [TEXT]     set the system message and start a new conversation; without TEXT: show it
+/set [NAME VALUE]  change a sampling option, for example /set temperature 0.7; without NAME: show all
+/stats             show tokens and speed so far, and the memory ledger
+/why               show the story of the last answer: queueing, cache hits, chunks, timing
+/help              show this list
+/exit              exit (also Ctrl-D, or Ctrl-C twice); Ctrl-C stops an answer
 
 A line that ends in \\ continues on the next one. \"\"\" begins a message of several lines, and \"\"\" ends it."""
 _SETTABLE = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_tokens", "seed")
@@ -42,7 +42,7 @@ def answer_stdin(
     question = read_stdin().strip()
     if not question:
         raise InvalidRequest(
-            'there is no question on standard input; try: echo "What is the capital of France?" | cumulo chat'
+            'standard input contains no question; try: echo "What is the capital of France?" | cumulo chat'
         )
     with load_llm(model, config) as llm:
         turn = Turn()
@@ -116,7 +116,7 @@ class Turn:
         if self.tok_s is not None:
             parts.append(f"{self.tok_s:.1f} tok/s")
         if self.ttft_s is not None:
-            parts.append(f"first after {self.ttft_s:.2f} s")
+            parts.append(f"TTFT {self.ttft_s:.2f} s")
         if self.story is not None and self.story.cached_tokens:
             parts.append(f"{self.story.cached_tokens} of {self.story.prompt_tokens} prompt tokens cached")
         if self.interrupted:
@@ -146,7 +146,7 @@ class Session:
         except CumuloError as error:
             print_error(error)
             if self.history:
-                note("the conversation so far counts towards the context; /clear forgets it")
+                note("the conversation so far counts towards the context; /clear deletes it")
             return
         self.turns.append(turn)
         self.history += [
@@ -165,7 +165,7 @@ class Session:
             out.print(HELP, markup=False)
         elif word == "/clear":
             self.history.clear()
-            note("forgotten")
+            note("conversation deleted")
         elif word == "/system":
             self._set_system(rest)
         elif word == "/set":
@@ -175,7 +175,7 @@ class Session:
         elif word == "/why":
             self._show_why()
         else:
-            note(f"there is no command {word}; /help lists them")
+            note(f"there is no command {word}; /help lists the commands")
         return True
 
     def _set_system(self, text: str) -> None:
@@ -184,7 +184,7 @@ class Session:
             return
         self.system = text
         self.history.clear()
-        note("system message set; the conversation starts over")
+        note("system message set; a new conversation starts")
 
     def _set_option(self, text: str) -> None:
         name, _, value = text.replace("=", " ").partition(" ")
@@ -195,7 +195,7 @@ class Session:
             return
         if name not in _SETTABLE:
             near = get_close_matches(name, _SETTABLE, 1)
-            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(_SETTABLE)}"
+            hint = f"did you mean {near[0]}?" if near else f"the options are {', '.join(_SETTABLE)}"
             note(f"there is no option {name}; {hint}")
             return
         try:
@@ -207,7 +207,7 @@ class Session:
         except CumuloError as error:
             print_error(error)
         else:
-            note(f"{name} is {getattr(self.params, name)} from now on")
+            note(f"{name} is now {getattr(self.params, name)}")
 
     def _show_stats(self) -> None:
         tokens, decode_s = sum(t.tokens for t in self.turns), sum(t.decode_s for t in self.turns)
@@ -218,10 +218,10 @@ class Session:
 
     def _show_why(self) -> None:
         if not self.turns:
-            note("nothing has been answered yet")
+            note("there is no answer yet")
             return
         story = self.turns[-1].story
-        out.print(story.describe() if story else "the last answer left no story", markup=False)
+        out.print(story.describe() if story else "there is no story of the last answer", markup=False)
 
 
 @dataclass(slots=True)

@@ -1,4 +1,4 @@
-"""`cumulo data VERB`: build a dataset for training, or look into one."""
+"""`cumulo data VERB`: build a dataset for training, or show a document of one."""
 
 from pathlib import Path
 from typing import Annotated
@@ -6,24 +6,28 @@ from typing import Annotated
 import typer
 
 app = typer.Typer(
-    help="Datasets for training: memory-mapped token ids.", no_args_is_help=True, rich_markup_mode="rich"
+    help="Build and inspect datasets for training.", no_args_is_help=True, rich_markup_mode="rich"
 )
 
 
 @app.command(epilog="Example: [bold]cumulo data build /tmp/stdlib python-stdlib --vocab-size 2048[/bold]")
 def build(
-    folder: Annotated[Path, typer.Argument(help="Where the dataset goes; its tokenizer goes beside it.")],
+    folder: Annotated[
+        Path, typer.Argument(help="Folder for the dataset. Its tokenizer is written next to it.")
+    ],
     sources: Annotated[
-        list[str], typer.Argument(help="Text, .jsonl or .parquet files, folders, or python-stdlib.")
+        list[str], typer.Argument(help="Text, .jsonl or .parquet files, folders of them, or python-stdlib.")
     ],
     tokenizer: Annotated[
-        Path | None, typer.Option(help="A folder with tokenizer.json; left out: one is trained.")
+        Path | None, typer.Option(help="A folder with tokenizer.json. Default: train a new tokenizer.")
     ] = None,
-    vocab_size: Annotated[int, typer.Option(help="Of the trained tokenizer; 0: plain bytes.")] = 2048,
-    text_field: Annotated[str, typer.Option(help="Of a JSONL or Parquet row.")] = "text",
-    workers: Annotated[int, typer.Option(min=1, help="Processes that tokenise.")] = 2,
+    vocab_size: Annotated[int, typer.Option(help="Vocabulary size of the new tokenizer; 0: bytes.")] = 2048,
+    text_field: Annotated[
+        str, typer.Option(help="Field of a JSONL or Parquet row that contains the text.")
+    ] = "text",
+    workers: Annotated[int, typer.Option(min=1, help="Number of processes that tokenize.")] = 2,
 ) -> None:
-    """Tokenise sources into one file. Interrupted, the same command goes on where it was."""
+    """Tokenize sources into one memory-mapped file. After an interruption, the same command resumes."""
     from cumulo.cli.terminal import loading, out
     from cumulo.train.dataset_build import build_dataset
     from cumulo.train.prepare import trained_tokenizer
@@ -41,13 +45,13 @@ def build(
 
 @app.command(epilog="Example: [bold]cumulo data show /tmp/stdlib --document 0[/bold]")
 def show(
-    folder: Annotated[Path, typer.Argument(help="A built dataset.")],
-    document: Annotated[int, typer.Option(min=0, help="Which document to print.")] = 0,
+    folder: Annotated[Path, typer.Argument(help="Folder of a dataset.")],
+    document: Annotated[int, typer.Option(min=0, help="Number of the document to print.")] = 0,
     tokenizer: Annotated[
-        Path | None, typer.Option(help="A folder with tokenizer.json; left out: the one built beside it.")
+        Path | None, typer.Option(help="A folder with tokenizer.json. Default: the one next to the dataset.")
     ] = None,
 ) -> None:
-    """Print a document as the model will read it."""
+    """Print a document of a dataset as the model reads it."""
     from cumulo.cli.terminal import out
     from cumulo.errors import ConfigError
     from cumulo.models.tokenizer import load_tokenizer
@@ -55,7 +59,9 @@ def show(
 
     dataset = TokenDataset(folder)
     if document >= dataset.documents:
-        raise ConfigError(f"{folder} has documents 0 to {dataset.documents - 1}, there is no {document}")
+        raise ConfigError(
+            f"--document {document} does not exist: {folder} contains documents 0 to {dataset.documents - 1}"
+        )
     beside = folder.parent / "tokenizer"  # inside a run's folder
     own = tokenizer or (beside if beside.is_dir() else folder.with_name(folder.name + "-tokenizer"))
     ids = dataset.tokens[dataset.starts[document] : dataset.starts[document + 1]].tolist()

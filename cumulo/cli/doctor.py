@@ -1,4 +1,4 @@
-"""`cumulo doctor`: is this machine ready, what will a model take, and does it answer?"""
+"""`cumulo doctor`: checks the machine, the packages and a model, and measures the memory it uses."""
 
 from typing import Annotated
 
@@ -11,7 +11,7 @@ EXAMPLE = "Example: [bold]cumulo doctor --json report.json[/bold]"
 
 def doctor(
     model: options.ModelArgument = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Do not load the model.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Skip the checks that load the model.")] = False,
     json_file: options.JsonOption = None,
     threads: options.Threads = None,
     max_context: options.MaxContext = None,
@@ -20,7 +20,7 @@ def doctor(
     weights: options.Weights = None,
     kv_dtype: options.KvDtype = None,
 ) -> None:
-    """Check the machine, the packages and the model; show predicted beside measured memory."""
+    """Check the machine, the packages and the model, and show predicted next to measured memory."""
     from cumulo.cli import checkup
 
     config = options.engine_config(

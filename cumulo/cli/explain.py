@@ -20,19 +20,19 @@ def explain(
     request_id: Annotated[
         str,
         typer.Argument(
-            metavar="ID", help="The `id` of an answer, its beginning as the console shows it, or `last`."
+            metavar="ID", help="The `id` of an answer, the short form that the console shows, or `last`."
         ),
     ],
-    server: Annotated[str, typer.Option(help="Where the server is.")] = "http://127.0.0.1:8000",
+    server: Annotated[str, typer.Option(help="Address of the server.")] = "http://127.0.0.1:8000",
     api_key: Annotated[
-        str | None, typer.Option(help="If the server asks for one.", envvar="OPENAI_API_KEY")
+        str | None, typer.Option(help="API key, if the server requires one.", envvar="OPENAI_API_KEY")
     ] = None,
     trace: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Also write a Chrome/Perfetto trace there.")
+        Path | None, typer.Option(metavar="FILE", help="Also write a Chrome/Perfetto trace to this file.")
     ] = None,
     json_file: options.JsonOption = None,
 ) -> None:
-    """Tell a request's story: how long it waited for what, what was cached, who preempted it."""
+    """Explain a request of a running server: queueing, prefix cache hits, chunks, preemptions and latencies."""
     from cumulo.cli.terminal import note, out
 
     story = _get(server, request_id, api_key)
@@ -67,9 +67,9 @@ def _get(server: str, request_id: str, api_key: str | None, form: str = "json") 
             message = json.load(error)["error"]["message"]
         except (ValueError, KeyError, TypeError):
             message = f"{error.code} {error.reason}"
-        raise CumuloError(f"{server} says: {message}") from error
+        raise CumuloError(f"{server} answered: {message}") from error
     except (OSError, ValueError) as error:
         reason = error.reason if isinstance(error, urllib.error.URLError) else error
         raise CumuloError(
-            f"no Cumulo server answers at {server} ({reason}); name it with --server"
+            f"no Cumulo server answers at {server} ({reason}); give its address with --server"
         ) from error

@@ -14,7 +14,8 @@ EXAMPLE = (
 
 def generate(
     prompt: Annotated[
-        str | None, typer.Argument(help="The prompt; '-': one prompt (or JSON object) per line of stdin.")
+        str | None,
+        typer.Argument(help="The prompt; '-': read one prompt or JSON object per line from stdin."),
     ] = None,
     model: options.ModelOption = None,
     file: Annotated[
@@ -22,32 +23,43 @@ def generate(
         typer.Option(
             "--file",
             "-f",
-            help='One prompt per line, or JSON Lines: {"prompt": "..."} or {"messages": [...]}, '
-            "with sampling options of its own if wanted.",
+            help='A file with one prompt per line, or JSON Lines: {"prompt": "..."} or {"messages": [...]}, '
+            "optionally with sampling options.",
         ),
     ] = None,
     chat: Annotated[
-        bool, typer.Option("--chat", help="Put each prompt into the model's chat template.")
+        bool, typer.Option("--chat", help="Apply the model's chat template to each prompt.")
     ] = False,
     temperature: options.Temperature = None,
     top_k: options.TopK = 0,
     top_p: options.TopP = 1.0,
     min_p: options.MinP = 0.0,
     repetition_penalty: options.RepetitionPenalty = 1.0,
-    presence_penalty: Annotated[float, typer.Option(help="Subtracted once per token already said.")] = 0.0,
-    frequency_penalty: Annotated[float, typer.Option(help="Subtracted each time it was said.")] = 0.0,
+    presence_penalty: Annotated[
+        float, typer.Option(help="Subtracted from the logit of every token that has appeared.")
+    ] = 0.0,
+    frequency_penalty: Annotated[
+        float, typer.Option(help="Subtracted from a token's logit for each time it has appeared.")
+    ] = 0.0,
     max_tokens: options.MaxTokens = 128,
-    min_tokens: Annotated[int, typer.Option(help="No end before this many tokens.")] = 0,
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on past the model's own end.")] = False,
+    min_tokens: Annotated[int, typer.Option(help="Minimum number of tokens in the answer.")] = 0,
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos", help="Continue after the end-of-sequence token.")
+    ] = False,
     seed: options.Seed = None,
     stop: options.Stop = None,
-    n: Annotated[int, typer.Option("--n", "-n", help="Answers per prompt.")] = 1,
-    best_of: Annotated[int | None, typer.Option(help="Draw this many, keep the n likeliest.")] = None,
+    n: Annotated[int, typer.Option("--n", "-n", help="Number of answers per prompt.")] = 1,
+    best_of: Annotated[
+        int | None, typer.Option(help="Draw this many answers and keep the n most likely.")
+    ] = None,
     beam_width: Annotated[int | None, typer.Option(help="Beam search with this many beams.")] = None,
     logprobs: Annotated[
-        int | None, typer.Option(help="Log-probabilities with this many alternatives.")
+        int | None, typer.Option(help="Return log-probabilities with this many alternatives per token.")
     ] = None,
-    why: Annotated[bool, typer.Option("--why", help="Print each request's story.")] = False,
+    why: Annotated[
+        bool,
+        typer.Option("--why", help="Print the story of each request: queueing, cache hits, chunks, timing."),
+    ] = False,
     json_file: options.JsonOption = None,
     threads: options.Threads = None,
     max_context: options.MaxContext = None,
@@ -56,7 +68,7 @@ def generate(
     weights: options.Weights = None,
     kv_dtype: options.KvDtype = None,
 ) -> None:
-    """Complete prompts. Several prompts run together in one batch."""
+    """Complete one or more prompts. Several prompts run together in one batch."""
     from cumulo.cli import completion
 
     sampling = {

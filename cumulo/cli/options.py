@@ -10,36 +10,55 @@ if TYPE_CHECKING:
     from cumulo.engine.config import EngineConfig
     from cumulo.engine.params import SamplingParams
 
-MODEL_HELP = "A folder, a GGUF file, a Hugging Face name; left out: the built-in SmolLM2-135M-Instruct."
+MODEL_HELP = (
+    "A folder, a GGUF file or a Hugging Face model name. Default: the built-in SmolLM2-135M-Instruct."
+)
 
 ModelArgument = Annotated[str | None, typer.Argument(metavar="MODEL", help=MODEL_HELP, show_default=False)]
 ModelOption = Annotated[str | None, typer.Option("--model", "-m", help=MODEL_HELP, show_default=False)]
 JsonOption = Annotated[
-    Path | None, typer.Option("--json", metavar="FILE", help="Also write the report there ('-': stdout).")
+    Path | None,
+    typer.Option("--json", metavar="FILE", help="Also write the report to this file as JSON; '-': stdout."),
 ]
-Threads = Annotated[int | None, typer.Option(help="CPU threads; left out: torch's default.")]
+Threads = Annotated[int | None, typer.Option(help="Number of CPU threads. Default: torch's default.")]
 MaxContext = Annotated[
-    int | None, typer.Option(help="Longest prompt + answer in tokens; left out: what the model allows.")
+    int | None,
+    typer.Option(
+        help="Maximum length of prompt and answer together, in tokens. Default: the model's maximum."
+    ),
 ]
 KvMemory = Annotated[
-    float | None, typer.Option("--kv-memory-gib", help="Memory for the KV cache; left out: chosen for you.")
+    float | None,
+    typer.Option(
+        "--kv-memory-gib", help="Memory for the KV cache, in GiB. Default: chosen from the free memory."
+    ),
 ]
-Device = Annotated[str | None, typer.Option(help="cpu or cuda; left out: a GPU if there is one.")]
+Device = Annotated[str | None, typer.Option(help="cpu or cuda. Default: cuda if a GPU is present.")]
 Weights = Annotated[
     str | None,
-    typer.Option(help="fp8: quantise the layers' matrices to 8 bits, routed experts excepted (GPU)."),
+    typer.Option(help="fp8: quantize the layers' weights to 8 bits, except routed experts (GPU only)."),
 ]
 KvDtype = Annotated[
-    str | None, typer.Option("--kv-dtype", help="fp8: keys and values take one byte a number (GPU).")
+    str | None, typer.Option("--kv-dtype", help="fp8: store the KV cache in 8 bits (GPU only).")
 ]
-Temperature = Annotated[float | None, typer.Option(help="0 always takes the likeliest token.")]
-TopK = Annotated[int, typer.Option(help="Keep the k likeliest tokens; 0: all.")]
-TopP = Annotated[float, typer.Option(help="Keep the smallest set of tokens whose probability reaches p.")]
-MinP = Annotated[float, typer.Option(help="Drop tokens less likely than this share of the likeliest one.")]
-RepetitionPenalty = Annotated[float, typer.Option(help="Above 1 discourages tokens already seen.")]
-MaxTokens = Annotated[int, typer.Option(help="Longest answer in tokens.")]
-Seed = Annotated[int | None, typer.Option(help="Same seed, same answer.")]
-Stop = Annotated[list[str] | None, typer.Option(help="Text that ends an answer; may be repeated.")]
+Temperature = Annotated[
+    float | None, typer.Option(help="Sampling temperature; 0: always the most likely token.")
+]
+TopK = Annotated[int, typer.Option(help="Sample from the k most likely tokens; 0: from all.")]
+TopP = Annotated[
+    float, typer.Option(help="Sample from the smallest set of tokens whose probabilities sum to p.")
+]
+MinP = Annotated[
+    float, typer.Option(help="Drop tokens less likely than this fraction of the most likely one.")
+]
+RepetitionPenalty = Annotated[
+    float, typer.Option(help="Values above 1 make tokens that have already appeared less likely.")
+]
+MaxTokens = Annotated[int, typer.Option(help="Maximum number of tokens in the answer.")]
+Seed = Annotated[int | None, typer.Option(help="Random seed. The same seed gives the same answer.")]
+Stop = Annotated[
+    list[str] | None, typer.Option(help="Stop the answer at this text. Can be given more than once.")
+]
 
 
 def engine_config(**chosen: Any) -> "EngineConfig":
@@ -56,9 +75,9 @@ def engine_config(**chosen: Any) -> "EngineConfig":
         raise CumuloError(f"--kv-memory-gib must be more than 0, got {kv_gib}")
     for name in ("weights", "kv_dtype"):
         if chosen.get(name) not in (None, "auto", "fp8"):
-            raise CumuloError(f"--{name.replace('_', '-')} is auto or fp8, not {chosen[name]!r}")
+            raise CumuloError(f"--{name.replace('_', '-')} must be auto or fp8, got {chosen[name]!r}")
     if chosen.get("device") not in (None, "auto", "cpu", "cuda"):
-        raise CumuloError(f"--device is cpu or cuda, not {chosen['device']!r}")
+        raise CumuloError(f"--device must be cpu or cuda, got {chosen['device']!r}")
     return EngineConfig(**{key: value for key, value in chosen.items() if value is not None})
 
 

@@ -1,11 +1,11 @@
-"""`cumulo plan`: know before you run. Training, serving, a whole cluster, and how right it has been."""
+"""`cumulo plan`: predictions for training, serving and a whole cluster, and how accurate they have been."""
 
 import typer
 
 from cumulo.cli import plan_cluster, plan_serve, plan_train, plan_validate
 
 app = typer.Typer(
-    help="Know before you run: will it fit, how fast will it be, how to split it, what will it cost?",
+    help="Plan before you run: memory, speed, parallelism and cost.",
     no_args_is_help=True,
     rich_markup_mode="rich",
 )

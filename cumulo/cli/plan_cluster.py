@@ -1,4 +1,4 @@
-"""`cumulo plan cluster`: the 100,000-GPU question, as a table here and a report with pictures in a file."""
+"""`cumulo plan cluster`: what a training cluster of up to 100,000 GPUs does: a table, and a report with charts."""
 
 from dataclasses import fields, replace
 from pathlib import Path
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 EXAMPLE = (
     "Example: [bold]cumulo plan cluster llama-3.1-405b --gpus 100000 --tokens 15e12 --report plan.html[/bold]"
 )
-_JOB, _CLUSTER, _ASSUMED, _REPORT = "Training", "Cluster", "Assumptions (left out: as published)", "Report"
+_JOB, _CLUSTER, _ASSUMED, _REPORT = "Training", "Cluster", "Assumptions (default: published values)", "Report"
 # What the terminal shows; the report has the rest.
 _SHOWN = (
     "job_gpus", "nodes_beside_job", "spare_nodes", "step_s", "mfu", "training_tok_s", "switches", "cables",
@@ -33,37 +33,74 @@ def _assumed(text: str) -> Any:
 
 def cluster(
     model: asked.ModelName,
-    gpus: Annotated[int, typer.Option(help="All there are, spares included.", rich_help_panel=_CLUSTER)],
-    device: Annotated[str | None, typer.Option(rich_help_panel=_CLUSTER)] = None,
-    node: Annotated[str | None, typer.Option(help="In place of --device.", rich_help_panel=_CLUSTER)] = None,
-    fabric: Annotated[str, typer.Option(rich_help_panel=_CLUSTER)] = "rail-infiniband",
-    batch: Annotated[int, typer.Option(help="Sequences of a step.", rich_help_panel=_JOB)] = 6144,
-    sequence: Annotated[int, typer.Option(help="Tokens of a sequence.", rich_help_panel=_JOB)] = 8192,
-    tokens: Annotated[float, typer.Option(help="To be trained on: 15e12.", rich_help_panel=_JOB)] = 1e12,
-    dtype: Annotated[str, typer.Option(help="bfloat16 or float8.", rich_help_panel=_JOB)] = "bfloat16",
+    gpus: Annotated[
+        int, typer.Option(help="Number of GPUs in the cluster, spares included.", rich_help_panel=_CLUSTER)
+    ],
+    device: Annotated[
+        str | None,
+        typer.Option(
+            help="Device, by its name in the catalogue. Default: h100-sxm.", rich_help_panel=_CLUSTER
+        ),
+    ] = None,
+    node: Annotated[
+        str | None,
+        typer.Option(
+            help="Node type, by its name in the catalogue; replaces --device.", rich_help_panel=_CLUSTER
+        ),
+    ] = None,
+    fabric: Annotated[
+        str, typer.Option(help="Network fabric, by its name in the catalogue.", rich_help_panel=_CLUSTER)
+    ] = "rail-infiniband",
+    batch: Annotated[
+        int, typer.Option(help="Global batch size, in sequences per step.", rich_help_panel=_JOB)
+    ] = 6144,
+    sequence: Annotated[int, typer.Option(help="Sequence length, in tokens.", rich_help_panel=_JOB)] = 8192,
+    tokens: Annotated[
+        float, typer.Option(help="Tokens to train on, for example 15e12.", rich_help_panel=_JOB)
+    ] = 1e12,
+    dtype: Annotated[
+        str, typer.Option(help="Number format: bfloat16 or float8.", rich_help_panel=_JOB)
+    ] = "bfloat16",
     fixed: Annotated[
         str,
         typer.Option(
-            help="tp=8,pp=16,dp=64,… as in `plan train`, instead of a search.", rich_help_panel=_JOB
+            help="Use this layout instead of searching for one, as in `cumulo plan train`: tp=8,pp=16,dp=64.",
+            rich_help_panel=_JOB,
         ),
     ] = "",
-    failures: Annotated[float | None, _assumed("Per 1,000 node-days of 8 GPUs.")] = None,
-    broken_share: Annotated[float | None, _assumed("Failures after which a node is repaired.")] = None,
-    repair: Annotated[float | None, _assumed("Hours a broken node is away.")] = None,
-    detect: Annotated[float | None, _assumed("Seconds until a failed job is placed again.")] = None,
-    storage: Annotated[float | None, _assumed("GB/s of the storage.")] = None,
-    stall: Annotated[float | None, _assumed("Share of time that checkpoints may take.")] = None,
-    pue: Annotated[float | None, _assumed("Power of the building over that of its machines.")] = None,
-    price: Annotated[float | None, _assumed("USD for a GPU and hour.")] = None,
-    seed: Annotated[int, typer.Option(help="Of the simulated failures.", rich_help_panel=_REPORT)] = 0,
+    failures: Annotated[float | None, _assumed("Failures per 1,000 node-days, for nodes of 8 GPUs.")] = None,
+    broken_share: Annotated[
+        float | None, _assumed("Share of failures after which a node needs repair, from 0 to 1.")
+    ] = None,
+    repair: Annotated[float | None, _assumed("Hours to repair a node.")] = None,
+    detect: Annotated[
+        float | None, _assumed("Seconds from a failure until the job is placed on working nodes.")
+    ] = None,
+    storage: Annotated[float | None, _assumed("Storage bandwidth, in GB/s.")] = None,
+    stall: Annotated[
+        float | None, _assumed("Share of time that checkpoints can stop training, from 0 to 1.")
+    ] = None,
+    pue: Annotated[
+        float | None,
+        _assumed("Power usage effectiveness: power of the building divided by power of its machines."),
+    ] = None,
+    price: Annotated[float | None, _assumed("Price per GPU hour, in dollars.")] = None,
+    seed: Annotated[
+        int, typer.Option(help="Random seed of the simulated failures.", rich_help_panel=_REPORT)
+    ] = 0,
     report_file: Annotated[
         Path | None,
-        typer.Option("--report", metavar="FILE", help="HTML, with pictures.", rich_help_panel=_REPORT),
+        typer.Option(
+            "--report",
+            metavar="FILE",
+            help="Write an HTML report with charts to this file.",
+            rich_help_panel=_REPORT,
+        ),
     ] = None,
     catalog_file: asked.CatalogFile = None,
     json_file: options.JsonOption = None,
 ) -> None:
-    """A model to pre-train and GPUs in; fabric, layout, storage, failures, power, money and goodput out."""
+    """Plan a cluster for pre-training MODEL: fabric, layout, storage, failures, power, price and goodput."""
     from cumulo.cli import report as reports
     from cumulo.cli.terminal import note, out, working
     from cumulo.errors import ConfigError
@@ -98,12 +135,12 @@ def cluster(
         out.print(f"layout: {plan.training.job.layout}; checkpoints: {plan.checkpoints[0].name}")
         idle = plan.sheet["nodes_beside_job"] - plan.sheet["spare_nodes"]
         if not fixed and idle > 0.1 * plan.sheet["nodes"]:
-            note(f"{idle:,.0f} nodes neither train nor are needed as spares: a larger --batch could use them")
+            note(f"{idle:,.0f} nodes neither train nor are needed as spares; a larger --batch can use them")
         most = plan.sheet.figures[plan.gains[0]]
         out.print(
-            f"what would help most: {most.label}, {most.value:+.1%} goodput"
+            f"largest possible improvement: {most.label}, {most.value:+.1%} goodput"
             if most.value >= 0.001
-            else "failures, restarts and checkpoints cost less than 0.1% of the goodput each"
+            else "failures, restarts and checkpoints each cost less than 0.1% of the goodput"
         )
 
 
@@ -125,7 +162,7 @@ def _goal(
     from cumulo.plan.cluster_goal import ClusterGoal
 
     if dtype not in ("bfloat16", "float8"):
-        raise ConfigError(f"--dtype is bfloat16 or float8, got {dtype!r}")
+        raise ConfigError(f"--dtype must be bfloat16 or float8, got {dtype!r}")
     catalog = asked.load_catalog(catalog_file)
     found = catalog.cluster(gpus, device or (None if node else "h100-sxm"), node, fabric)
     if price is not None:
@@ -167,14 +204,14 @@ def fixed_job(text: str, goal: "ClusterGoal") -> "TrainJob":
     gpus = math.prod(map(int, sizes.values()))
     if gpus > goal.cluster.gpus:
         raise ConfigError(
-            f"the layout {text} needs {gpus:,} GPUs, and there are {goal.cluster.gpus:,}; make dp smaller, or "
-            f"ask for more GPUs"
+            f"the layout {text} needs {gpus:,} GPUs, but the cluster contains {goal.cluster.gpus:,}; make dp "
+            f"smaller, or raise --gpus"
         )
     usual = "zero=1,sp=true" if int(sizes.get("tp", 1)) > 1 else "zero=1"
     job = parse(f"{usual},{text}", goal.on(max(1, gpus)))
     if "dp" not in sizes:
         raise ConfigError(
-            f"--fixed {text} leaves dp out; say how many copies train, the other nodes are spares"
+            f"--fixed {text} does not contain dp; add dp=N, the number of model copies (the other nodes are spares)"
         )
     return job
 
@@ -205,7 +242,7 @@ def _table(plan: "ClusterPlan") -> Any:
     table = Table(title=f"{plan.goal.model_name} on {plan.goal.cluster}", title_justify="left")
     table.add_column("")
     table.add_column("", justify="right")
-    table.add_column("worked out as")
+    table.add_column("calculation")
     for name in _SHOWN:
         figure = plan.sheet.figures[name]
         how = plan.sheet.inserted(name) if figure.formula else figure.source

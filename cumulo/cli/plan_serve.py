@@ -1,4 +1,4 @@
-"""`cumulo plan serve`: the cheapest deployment that keeps an objective, why, and what comes second."""
+"""`cumulo plan serve`: the cheapest deployment that meets an SLO, why it is, and which one comes second."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -25,28 +25,33 @@ _WHERE, _REPORT = "Deployment", "Report"
 def serve(
     model: asked.ModelName,
     rate: Annotated[
-        float, typer.Option(help="Requests per second, all replicas together.", rich_help_panel=asked.TRAFFIC)
+        float,
+        typer.Option(
+            help="Request rate of all replicas together, in requests/s.", rich_help_panel=asked.TRAFFIC
+        ),
     ],
     slo: asked.SloOption,
     devices: Annotated[
         str,
         typer.Option(
-            help="Which to consider, with commas; left out: all GPUs of the catalogue.",
+            help="Devices to consider, separated by commas. Default: every GPU in the catalogue.",
             rich_help_panel=_WHERE,
         ),
     ] = "",
     weights: Annotated[
-        str, typer.Option(help="Which formats to consider.", rich_help_panel=_WHERE)
+        str, typer.Option(help="Weight formats to consider, separated by commas.", rich_help_panel=_WHERE)
     ] = "bfloat16,float8",
     split: Annotated[
         bool | None,
         typer.Option(
             "--split/--together",
-            help="Prefill apart from decode, or not; left out: both.",
+            help="Run prefill on replicas of its own, or together with decode. Default: consider both.",
             rich_help_panel=_WHERE,
         ),
     ] = None,
-    max_gpus: Annotated[int | None, typer.Option(help="No more than these.", rich_help_panel=_WHERE)] = None,
+    max_gpus: Annotated[
+        int | None, typer.Option(help="Maximum number of GPUs. Default: no limit.", rich_help_panel=_WHERE)
+    ] = None,
     input_tokens: requested.Input = "512",
     output_tokens: requested.Output = "128",
     shared_prefix: requested.SharedPrefix = 0,
@@ -58,12 +63,19 @@ def serve(
     slo_percentile: asked.SloPercentile = 99.0,
     svg: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Latencies of the best over load.", rich_help_panel=_REPORT),
+        typer.Option(
+            metavar="FILE",
+            help="Write a chart of the best deployment's latencies over the request rate (SVG).",
+            rich_help_panel=_REPORT,
+        ),
     ] = None,
     catalog_file: asked.CatalogFile = None,
     json_file: options.JsonOption = None,
 ) -> None:
-    """Model, traffic and objective in; devices, parallelism, weight format, replicas, predicted latencies out."""
+    """Find the cheapest deployment that meets an SLO.
+
+    The report names devices, parallelism, weight format and replicas, with the predicted latencies.
+    """
     from cumulo.cli import report as reports
     from cumulo.cli.terminal import note, out, working
     from cumulo.errors import ConfigError
@@ -73,11 +85,11 @@ def serve(
 
     check_rate(rate)
     if max_gpus is not None and max_gpus < 1:
-        raise ConfigError(f"--max-gpus must be 1 or more, got {max_gpus}; leave it out for no limit")
+        raise ConfigError(f"--max-gpus must be 1 or more, got {max_gpus}; omit it for no limit")
     catalog = asked.load_catalog(catalog_file)
     objective = asked.parse_objective(slo, slo_percentile)
     if objective is None:
-        raise ConfigError("a deployment is planned for an objective: add --slo ttft=500ms,itl=50ms")
+        raise ConfigError("a deployment plan needs an SLO: add --slo, for example --slo ttft=500ms,itl=50ms")
     traffic = asked.make_traffic(
         input_tokens, output_tokens, shared_prefix, prefixes, arrivals, trace, requests, seed
     )
@@ -96,22 +108,24 @@ def serve(
         view.write_picture(
             svg, list(plan.capacity.trials), objective, f"{model}: a replica of {best.replica}"
         )
-        note(f"picture written to {svg}")
+        note(f"chart written to {svg}")
     reports.write_json(json_file, rows, plans=[_as_dict(one) for one in plan.deployments])
     if str(json_file) != "-":
         out.print(f"[bold]{model}[/bold], {rate:g} requests/s: [bold]{best}[/bold]")
         out.print(reports.table("", rows))
         out.print(
-            f"of {plan.enumerated} kinds of replica, {plan.simulated} were simulated; {_rejected(plan)}",
+            f"{plan.simulated} of {plan.enumerated} kinds of replica were simulated; {_rejected(plan)}",
             style="dim",
         )
-        out.print(f"rests on: {best.replica.profile.evidence}", style="dim")
+        out.print(f"evidence: {best.replica.profile.evidence}", style="dim")
         if best.replica.tp == 1 and not best.prefill_replicas:
             fp8 = " --weights fp8" if best.replica.weights == "float8" else ""
-            note(f"each replica: cumulo serve MODEL{fp8} --max-context {best.replica.roomy_context()}")
+            note(
+                f"start each replica with: cumulo serve MODEL{fp8} --max-context {best.replica.roomy_context()}"
+            )
         else:
             note(
-                "Cumulo's engine runs on one device today: tensor parallelism and split prefill are predicted only"
+                "Cumulo serves from one device today: tensor parallelism and separate prefill are predictions only"
             )
 
 
@@ -131,30 +145,32 @@ def _rows(plan: "ServePlan") -> "list[Row]":
             "lower",
             note=f"{best.gpus} GPU{'s' if best.gpus > 1 else ''}",
         ),
-        Row("price of output", best.price_per_million_tokens, "$/M tokens", "lower"),
+        Row("price of output tokens", best.price_per_million_tokens, "$/M tokens", "lower"),
         Row(
             "headroom",
             100 * (best.headroom or 0.0),
             "%",
             "higher",
-            note=f"then bounded by {plan.capacity.bound}",
+            note=f"beyond that, limited by {plan.capacity.bound}",
         ),
     ]
     for second in plan.deployments[1:]:
         more = second.price_per_hour / best.price_per_hour - 1
         # Which of two is cheaper cannot be told where they are closer than the predictions.
         unsure = more < best.replica.profile.error + second.replica.profile.error
-        words = f"{second}: {100 * more:.0f}% dearer" + (", within the predictions' error" if unsure else "")
+        words = f"{second}: {100 * more:.0f}% more expensive" + (
+            ", within the prediction error" if unsure else ""
+        )
         rows.append(Row("second best", second.price_per_hour, "$/h", "lower", note=words))
     return rows
 
 
 def _rejected(plan: "ServePlan") -> str:
     if not plan.rejected:
-        return "all fit"
+        return "all of them fit"
     reasons = dict.fromkeys(f"{one.replica}: {one.why_not}" for one in plan.rejected)
     few = "; ".join(list(reasons)[:2])
-    return f"{len(plan.rejected)} cannot be used, among them {few}"
+    return f"{len(plan.rejected)} cannot be used, for example {few}"
 
 
 def _as_dict(one: "Deployment") -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""`cumulo plan train`: the best way to train a model on a cluster, what it takes, and why."""
+"""`cumulo plan train`: the fastest way to train a model on a cluster, what it needs, and why it is the fastest."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, get_args
@@ -23,101 +23,129 @@ _JOB, _CLUSTER, _LIMITS, _REPORT = "Training", "Cluster", "Limits", "Report"
 
 def train(
     model: asked.ModelName,
-    gpus: Annotated[int, typer.Option(help="All of which are used.", rich_help_panel=_CLUSTER)],
+    gpus: Annotated[
+        int, typer.Option(help="Number of GPUs. The plan uses all of them.", rich_help_panel=_CLUSTER)
+    ],
     device: Annotated[
-        str | None, typer.Option(help="Of the catalogue; left out: h100-sxm.", rich_help_panel=_CLUSTER)
+        str | None,
+        typer.Option(
+            help="Device, by its name in the catalogue. Default: h100-sxm.", rich_help_panel=_CLUSTER
+        ),
     ] = None,
     node: Annotated[
         str | None,
-        typer.Option(help="Of the catalogue; left out: the device's first.", rich_help_panel=_CLUSTER),
+        typer.Option(
+            help="Node type, by its name in the catalogue. Default: the first one with the device.",
+            rich_help_panel=_CLUSTER,
+        ),
     ] = None,
     fabric: Annotated[
-        str, typer.Option(help="Of the catalogue.", rich_help_panel=_CLUSTER)
+        str, typer.Option(help="Network fabric, by its name in the catalogue.", rich_help_panel=_CLUSTER)
     ] = "rail-infiniband",
-    batch: Annotated[int, typer.Option(help="Sequences of a step.", rich_help_panel=_JOB)] = 1024,
-    sequence: Annotated[int, typer.Option(help="Tokens of a sequence.", rich_help_panel=_JOB)] = 4096,
+    batch: Annotated[
+        int, typer.Option(help="Global batch size, in sequences per step.", rich_help_panel=_JOB)
+    ] = 1024,
+    sequence: Annotated[int, typer.Option(help="Sequence length, in tokens.", rich_help_panel=_JOB)] = 4096,
     dtype: Annotated[
-        str, typer.Option(help="bfloat16, float16, float32 or float8.", rich_help_panel=_JOB)
+        str, typer.Option(help="Number format: bfloat16, float16, float32 or float8.", rich_help_panel=_JOB)
     ] = "bfloat16",
     optimizer: Annotated[
-        str, typer.Option(help="adamw, adamw8bit or muon, as `cumulo train` has them.", rich_help_panel=_JOB)
+        str, typer.Option(help="adamw, adamw8bit or muon, as in `cumulo train`.", rich_help_panel=_JOB)
     ] = "adamw",
     offload_optimizer: Annotated[
         bool,
-        typer.Option("--offload-optimizer", help="Its states in the host's memory.", rich_help_panel=_JOB),
+        typer.Option(
+            "--offload-optimizer", help="Keep the optimizer states in host memory.", rich_help_panel=_JOB
+        ),
     ] = False,
     offload_activations: Annotated[
         bool,
         typer.Option(
             "--offload-activations",
-            help="What backward needs waits in the host's memory.",
+            help="Keep activations in host memory until the backward pass needs them.",
             rich_help_panel=_JOB,
         ),
     ] = False,
     tokens: Annotated[
-        float | None, typer.Option(help="Of the whole run, as in 15e12.", rich_help_panel=_JOB)
+        float | None, typer.Option(help="Tokens of the whole run, for example 15e12.", rich_help_panel=_JOB)
     ] = None,
     fixed: Annotated[
         str | None,
         typer.Option(
-            help="Time this layout instead of searching: tp=8,pp=16,dp=64,zero=1,schedule=1f1b,chunks=2,sp=true,"
-            "micro_batch=1,recompute=full (or norm+activation+attention, or some of these); also cp, ep, ulysses, "
-            "shard.",
+            help="Predict this layout instead of searching for one: tp=8,pp=16,dp=64,zero=1,schedule=1f1b,chunks=2,"
+            "sp=true,micro_batch=1,recompute=full. recompute can also be norm, activation, attention, or several "
+            "of them joined by +. Other keys: cp, ep, ulysses, shard.",
             rich_help_panel=_JOB,
         ),
     ] = None,
     storage_gb_s: Annotated[
-        float, typer.Option(help="That a node reads data and writes checkpoints.", rich_help_panel=_CLUSTER)
+        float,
+        typer.Option(
+            help="Storage bandwidth per node, in GB/s, for reading data and writing checkpoints.",
+            rich_help_panel=_CLUSTER,
+        ),
     ] = 1.0,
     checkpoint_minutes: Annotated[
         float | None,
         typer.Option(
-            help="Between two checkpoints; left out: best for the rate of failures.", rich_help_panel=_JOB
+            help="Minutes between two checkpoints. Default: the best interval for the failure rate.",
+            rich_help_panel=_JOB,
         ),
     ] = None,
     asynchronous: Annotated[
         bool,
         typer.Option(
             "--async-checkpoints/--sync-checkpoints",
-            help="Written while training goes on, or with training stopped.",
+            help="Write checkpoints while training continues, or stop training to write them.",
             rich_help_panel=_JOB,
         ),
     ] = True,
     memory_gib: Annotated[
         float | None,
-        typer.Option(help="Of a GPU; left out: all the device has.", rich_help_panel=_LIMITS),
+        typer.Option(
+            help="Usable memory per GPU, in GiB. Default: all of the device's memory.",
+            rich_help_panel=_LIMITS,
+        ),
     ] = None,
     deadline_days: Annotated[
-        float | None, typer.Option(help="For --tokens.", rich_help_panel=_LIMITS)
+        float | None,
+        typer.Option(help="Longest acceptable run time for --tokens, in days.", rich_help_panel=_LIMITS),
     ] = None,
     budget: Annotated[
-        float | None, typer.Option(help="In dollars, for --tokens.", rich_help_panel=_LIMITS)
+        float | None,
+        typer.Option(help="Highest acceptable price for --tokens, in dollars.", rich_help_panel=_LIMITS),
     ] = None,
     out_file: Annotated[
         Path | None,
         typer.Option(
             "--out",
             metavar="FILE",
-            help="Write the best plan there; `cumulo train` runs it.",
+            help="Write the best plan to this file. `cumulo train FILE` runs it.",
             rich_help_panel=_REPORT,
         ),
     ] = None,
     timeline_file: Annotated[
         Path | None,
         typer.Option(
-            "--timeline", metavar="FILE", help="Draw its pipeline there (SVG).", rich_help_panel=_REPORT
+            "--timeline",
+            metavar="FILE",
+            help="Draw the pipeline of the best plan into this file (SVG).",
+            rich_help_panel=_REPORT,
         ),
     ] = None,
     why: Annotated[
-        bool, typer.Option("--why/--no-why", help="What one change would gain.", rich_help_panel=_REPORT)
+        bool,
+        typer.Option(
+            "--why/--no-why", help="Show how much a single change would save.", rich_help_panel=_REPORT
+        ),
     ] = True,
     catalog_file: asked.CatalogFile = None,
     json_file: options.JsonOption = None,
 ) -> None:
-    """Find the fastest way to train MODEL: layout, schedule, memory, time, bytes, money, and why.
+    """Find the fastest way to train MODEL on a cluster: layout, schedule, memory, time, traffic, price, and why.
 
-    Every plan of the space is considered; the best is the best of all of them, by the cost model that
-    `cumulo plan validate` holds against published results.
+    The search considers every plan in its space and ranks them by predicted step time. `cumulo plan validate`
+    compares the predictions with published results.
     """
     from shlex import quote
 
@@ -140,7 +168,7 @@ def train(
         ("--optimizer", optimizer, get_args(OptimizerKind)),
     ):
         if value not in choices:
-            raise ConfigError(f"{name} is {', '.join(choices)}; got {value!r}")
+            raise ConfigError(f"{name} must be one of {', '.join(choices)}; got {value!r}")
     for option, amount in (("--tokens", tokens), ("--memory-gib", memory_gib)):
         if amount is not None and not 0 < amount < float("inf"):
             raise ConfigError(f"{option} must be more than 0 and finite, got {amount:g}")
@@ -203,8 +231,8 @@ def _plans(goal: "TrainGoal", fixed: str | None) -> "SearchResult":
         needed = plan.estimate.memory.total if plan.estimate.memory else 0
         if needed > goal.memory_limit_bytes:
             note(
-                f"this layout needs {needed / 2**30:.1f} GiB on a GPU, and there are "
-                f"{goal.memory_limit_bytes / 2**30:.1f} GiB: it is timed as if it fitted"
+                f"this layout needs {needed / 2**30:.1f} GiB per GPU, but only "
+                f"{goal.memory_limit_bytes / 2**30:.1f} GiB are available: the time is predicted as if it fitted"
             )
         return SearchResult((plan,), 1, int(needed > goal.memory_limit_bytes), 1)
     result = search(goal)

@@ -1,4 +1,4 @@
-"""What `cumulo plan train` prints: the ranking, the memory ledger, the step's parts, bytes, costs, and why."""
+"""What `cumulo plan train` prints: the ranking, memory, the parts of a step, network traffic, costs, and why."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -7,6 +7,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from cumulo.cli.quantities import quantity
 from cumulo.cli.report import Row, table
 from cumulo.plan.run_cost import RunCost
 from cumulo.plan.run_stalls import Stalls
@@ -17,7 +18,7 @@ from cumulo.spec.model_file import plain
 
 GIB = 2**30
 _MOST_CHANGES = 8
-_FLOPS = "model FLOPs: products and causal attention, ×3 for forward and backward"
+_FLOPS = "model FLOPs: matrix products and causal attention, × 3 for forward and backward"
 _LINKS = {
     "tp": "tensor parallel", "cp": "context parallel", "ep": "expert parallel", "pp": "pipeline",
     "dp": "data parallel",
@@ -29,57 +30,70 @@ def rows(plan: Plan, goal: TrainGoal, cost: RunCost | None, stalls: Stalls) -> l
     found = plan.estimate
     interval = found.interval
     result = [
-        Row("step", found.step_s, "s", "lower", note=f"90%: {interval.low:.4g} to {interval.high:.4g} s"),
+        Row(
+            "step time",
+            found.step_s,
+            "s",
+            "lower",
+            note=f"90% interval: {_seconds(interval.low)} to {_seconds(interval.high)}",
+        ),
         Row("throughput", found.tokens_per_s, "tokens/s"),
-        Row("each GPU", found.tokens_per_s / goal.cluster.gpus, "tokens/s"),
+        Row("throughput per GPU", found.tokens_per_s / goal.cluster.gpus, "tokens/s"),
         Row("MFU", 100 * found.mfu, "%", note=_FLOPS),
-        Row("HFU", 100 * found.hfu, "%", note="with what is recomputed"),
+        Row("HFU", 100 * found.hfu, "%", note="counts recomputation, too"),
     ]
     if found.memory is not None:
         left = goal.memory_limit_bytes - found.memory.total
-        free = f"{left / GIB:.1f} GiB are left" if left >= 0 else f"{-left / GIB:.1f} GiB too much"
-        result.append(Row("memory", found.memory.total / GIB, "GiB", "lower", note=free))
+        free = f"{left / GIB:.1f} GiB free" if left >= 0 else f"{-left / GIB:.1f} GiB too much"
+        result.append(Row("memory per GPU", found.memory.total / GIB, "GiB", "lower", note=free))
         if found.memory.host:
-            note = "for each GPU: what was offloaded; held against no limit"
+            note = "per GPU, for offloaded states; not checked against a limit"
             result.append(Row("host memory", found.memory.host / GIB, "GiB", "lower", note=note))
     result += _stall_rows(stalls)
     if cost is not None:
         result += [
             Row(
-                "run",
+                "run time",
                 cost.days,
                 "days",
                 "lower",
-                note=f"{cost.tokens:.3g} tokens, nothing fails; {cost.stalled_days:.2g} days of it stalled",
+                note=f"{quantity(cost.tokens, 'tokens')}, without failures; "
+                f"{quantity(cost.stalled_days, 'days')} of it stalled",
             ),
-            Row("energy", cost.energy_mwh, "MWh", "lower", note="nodes at full load, without cooling"),
+            Row(
+                "energy", cost.energy_mwh, "MWh", "lower", note="nodes at full load; cooling is not included"
+            ),
             Row(
                 "price",
                 cost.money,
                 "$",
                 "lower",
-                note=f"${goal.cluster.device.price_per_hour:g} a GPU and hour",
+                note=f"${goal.cluster.device.price_per_hour:g} per GPU hour",
             ),
         ]
     return result
 
 
+def _seconds(value: float) -> str:
+    return quantity(value, "s")
+
+
 def _stall_rows(stalls: Stalls) -> list[Row]:
-    saved = f"{stalls.checkpoint_bytes / 1e9:,.3g} GB every {stalls.interval_s / 60:,.3g} min"
+    saved = f"{quantity(stalls.checkpoint_bytes / 1e9, 'GB')} every {_seconds(stalls.interval_s)}"
     return [
         Row(
-            "data loading",
+            "data loading stall",
             stalls.data_s,
             "s/step",
             "lower",
-            note=f"waited; a node reads {stalls.read_bytes_per_s / 1e6:,.3g} MB/s",
+            note=f"each node reads {quantity(stalls.read_bytes_per_s / 1e6, 'MB/s')}",
         ),
         Row(
-            "checkpoints",
+            "checkpoint stall",
             stalls.checkpoint_s,
             "s/step",
             "lower",
-            note=f"waited; {saved} stop training for {stalls.stop_s:.2g} s, written in {stalls.write_s:,.3g} s",
+            note=f"{saved}; stops training for {_seconds(stalls.stop_s)}, written in {_seconds(stalls.write_s)}",
         ),
     ]
 
@@ -129,26 +143,34 @@ def show(
         f"[bold]{model}[/bold] on {goal.cluster}: {job.global_batch:,} sequences of {job.sequence_length:,} tokens"
     )
     out.print(
-        f"[bold green]{job.layout}[/bold green], micro-batch {job.micro_batch} ({job.micro_batches} a step), "
-        f"{_RECOMPUTE.get(job.recompute, f'{job.recompute} recomputed')}"
+        f"[bold green]{job.layout}[/bold green], micro-batch size {job.micro_batch} "
+        f"({job.micro_batches} per step), {_RECOMPUTE.get(job.recompute, f'{job.recompute} recomputed')}"
     )
     out.print(table("", rows(best, goal, cost, stalls)))
     parts = (*best.estimate.breakdown, *stalls.rows())
-    out.print(_shares("The step, and what is waited for between steps", parts, 1.0, "s"))
+    out.print(_shares("Step time by part", parts, "s"))
     if best.estimate.memory is not None:
-        out.print(_shares("Memory of a GPU", best.estimate.memory.rows(), GIB, "GiB"))
+        out.print(
+            _shares(
+                "Memory per GPU", [(name, size / GIB) for name, size in best.estimate.memory.rows()], "GiB"
+            )
+        )
     if best.estimate.link_bytes:
-        sent = [(_LINKS.get(name, name), size) for name, size in best.estimate.link_bytes]
-        out.print(_shares("Sent by a GPU in a step", sent, GIB, "GiB"))
+        sent = [(_LINKS.get(name, name), size / GIB) for name, size in best.estimate.link_bytes]
+        out.print(_shares("Network traffic per GPU and step", sent, "GiB"))
     if len(result.plans) > 1:
         out.print(_ranking(result))
     _print_why(out, best, result, gains)
 
 
-_RECOMPUTE = {"none": "nothing recomputed", "selective": "scores recomputed", "full": "all recomputed"}
+_RECOMPUTE = {
+    "none": "no recomputation",
+    "selective": "attention scores recomputed",
+    "full": "full recomputation",
+}
 
 
-def _shares(title: str, parts: Sequence[tuple[str, float]], unit: float, name: str) -> Table:
+def _shares(title: str, parts: Sequence[tuple[str, float]], unit: str) -> Table:
     result = Table(title=title, title_justify="left", title_style="bold", box=None, show_header=False)
     result.add_column("")
     result.add_column("", justify="right")
@@ -157,16 +179,17 @@ def _shares(title: str, parts: Sequence[tuple[str, float]], unit: float, name: s
     whole = sum(size for _, size in parts) or 1.0
     for part, size in sorted(parts, key=lambda entry: -entry[1]):
         if size:
-            result.add_row(part, f"{size / unit:.3g}", name, f"{size / whole:.1%}")
+            figure, shown_unit = quantity(size, unit).rsplit(" ", 1)
+            result.add_row(part, figure, shown_unit, f"{size / whole:.1%}")
     return result
 
 
 def _ranking(result: SearchResult) -> Table:
     found = Table(
-        title="Best of each mesh", title_justify="left", title_style="bold", box=None, header_style="dim"
+        title="Best plan of each mesh", title_justify="left", title_style="bold", box=None, header_style="dim"
     )
     found.add_column("layout")
-    for heading in ("micro-batch", "recompute", "step", "MFU", "memory"):
+    for heading in ("micro-batch", "recompute", "step time", "MFU", "memory"):
         found.add_column(heading, justify="right")
     found.add_column("", style="dim")
     best = result.plans[0]
@@ -176,7 +199,7 @@ def _ranking(result: SearchResult) -> Table:
             str(plan.job.layout),
             str(plan.job.micro_batch),
             plan.job.recompute,
-            f"{plan.estimate.step_s:.4g} s",
+            _seconds(plan.estimate.step_s),
             f"{plan.estimate.mfu:.1%}",
             memory,
             "" if plan is best else loses_by(best, plan),
@@ -186,16 +209,16 @@ def _ranking(result: SearchResult) -> Table:
 
 def _print_why(out: Console, best: Plan, result: SearchResult, gains: Sequence[Change]) -> None:
     out.print("[bold]Why[/bold]")
-    out.print(f"bounded by {'; '.join(bounds_of(best))}")
+    out.print(f"limited by {'; '.join(bounds_of(best))}")
     for change in gains[:_MOST_CHANGES]:
         if change.gain >= 0.005:
             out.print(f"{change.what}: {change.gain:.1%} less time")
     if gains and max(change.gain for change in gains) < 0.005:
-        out.print("no single change of network, links, memory, batch or layout would gain half a percent")
+        out.print("no single change of network, links, memory, batch or layout would save half a percent")
     for sentence in best.estimate.evidence:
         out.print(sentence, style="dim", markup=False)
     out.print(
-        f"{result.enumerated:,} plans in the space; {result.too_large:,} of those looked at do not fit; "
-        f"{result.timed:,} timed by playing their schedule",
+        f"the space contains {result.enumerated:,} plans; {result.too_large:,} of those examined do not fit into "
+        f"memory; {result.timed:,} were timed by simulating their pipeline schedule",
         style="dim",
     )

@@ -22,23 +22,28 @@ def validate(
     tables: Annotated[
         Path | None,
         typer.Option(
-            help="Predict the rows of these published tables (a folder of CSV files) instead of those shipped."
+            help="A folder of CSV files with published results to predict, instead of the built-in ones."
         ),
     ] = None,
     held_out: Annotated[
-        bool, typer.Option("--held-out", help="Only rows that the constants were not fitted to.")
+        bool, typer.Option("--held-out", help="Use only rows that the constants were not fitted to.")
     ] = False,
-    worst: Annotated[int, typer.Option(min=0, help="Also print this many rows that are furthest off.")] = 0,
+    worst: Annotated[int, typer.Option(min=0, help="Also print this many rows with the largest errors.")] = 0,
     svg: Annotated[
-        Path | None, typer.Option(help="Draw predicted over published step times into this file.")
+        Path | None,
+        typer.Option(help="Write a chart of predicted over published step times to this file (SVG)."),
     ] = None,
-    json: Annotated[Path | None, typer.Option(help="Write the figures to this file ('-': stdout).")] = None,
-    sources: Annotated[bool, typer.Option("--sources", help="Print where the rows were published.")] = False,
+    json: Annotated[
+        Path | None, typer.Option(help="Write the report to this file as JSON; '-': stdout.")
+    ] = None,
+    sources: Annotated[
+        bool, typer.Option("--sources", help="Print the sources of the published results.")
+    ] = False,
 ) -> None:
-    """Predict every published training result again, and print the errors by source.
+    """Compare the planner's predictions with published training results, by source.
 
-    Errors are of step time: +5% is a step predicted 5% longer than it was. The bar is a median of 6% and a 90th
-    percentile of 15%; stated 90% intervals should contain 85 to 95% of the rows that were held out of the fit.
+    Errors are errors of step time: +5% means that the predicted step is 5% too long. The target is a median error
+    of 6% and a 90th percentile of 15%. The 90% intervals should contain 85 to 95% of the held-out rows.
     """
     from rich.console import Console
     from rich.progress import track
@@ -51,9 +56,9 @@ def validate(
     chosen = [row for row in _rows(tables, console) if row.held_out or not held_out]
     if not chosen:
         raise ConfigError(
-            "none of these rows is held out; leave --held-out away"
+            "none of these rows is held out; remove --held-out"
             if held_out
-            else f"{tables} has no published rows that state their layout; see docs/plan-time.md for the tables"
+            else f"{tables} contains no published rows that state their layout; docs/plan-time.md has the format"
         )
     predictions = [predict(row) for row in track(chosen, "predicting", console=console, transient=True)]
     # With held-out rows only, "all" would be "all held out" once more.
@@ -73,8 +78,8 @@ def validate(
         try:
             svg.write_text(scatter_svg(predictions), "utf-8")
         except OSError as error:
-            raise ConfigError(f"cannot draw into {svg}: {error.strerror}") from error
-        console.print(f"drawn: {svg}")
+            raise ConfigError(f"cannot write {svg}: {error.strerror}") from error
+        console.print(f"chart written to {svg}")
     report.write_json(json, _report(summaries))
 
 
@@ -85,7 +90,7 @@ def _rows(tables: Path | None, console: "Console") -> "list[PublishedRow]":
     if tables is None:
         return list(rows())
     if not tables.is_dir():
-        raise ConfigError(f"{tables} is not a folder of tables; give the folder that has the CSV files")
+        raise ConfigError(f"{tables} is not a folder of tables; give the folder that contains the CSV files")
     refused: list[str] = []
     found: list[PublishedRow] = []
     for line in lines_of(tables, refused):
@@ -101,7 +106,7 @@ def _rows(tables: Path | None, console: "Console") -> "list[PublishedRow]":
 def _table(summaries: "list[Summary]") -> "Table":
     from rich.table import Table
 
-    table = Table(title="Published training results, predicted again")
+    table = Table(title="Predictions against published training results")
     table.add_column("source")
     for name in ("rows", "median", "p90", "worst", "bias", "in interval"):
         table.add_column(name, justify="right")

@@ -1,4 +1,4 @@
-"""The form every reporting verb shares: rows with what they must reach, and the machine they ran on."""
+"""The form that every reporting verb shares: rows with their bounds, and the machine they were measured on."""
 
 import json
 import math
@@ -16,6 +16,7 @@ from typing import Any, Literal
 from rich.markup import escape
 from rich.table import Table
 
+from cumulo.cli import quantities
 from cumulo.errors import CumuloError
 
 
@@ -101,10 +102,11 @@ def table(title: str, rows: Sequence[Row]) -> Table:
     result.add_column("", no_wrap=True)
     result.add_column("", style="dim", overflow="fold")
     for row in rows:
-        value = _number(row.value)
-        cells = [row.name, f"{value} {row.unit}".strip()] if worded else [row.name, value, row.unit]
+        size, unit = _scale(row)
+        value = _shown(row.value, size, unit)
+        cells = [row.name, f"{value} {unit}".strip()] if worded else [row.name, value, unit]
         if bounded:
-            cells += [_bound(row, row.must), _bound(row, row.aim)]
+            cells += [_bound(row, row.must, size, unit), _bound(row, row.aim, size, unit)]
         result.add_row(*cells, _verdict(row), escape(row.note))
     result.show_header = bounded
     return result
@@ -114,28 +116,33 @@ def _verdict(row: Row) -> str:
     if row.must is None and row.aim is None:
         return ""
     if not row.ok:
-        return f"[bold red]{'amiss' if isinstance(row.must, bool) else 'misses must'}[/bold red]"
+        return f"[bold red]{'failed' if isinstance(row.must, bool) else 'misses must'}[/bold red]"
     if row.aim is not None and row.reaches(row.aim):
         return "[bold green]reaches aim[/bold green]"
     return "[green]ok[/green]"
 
 
-def _bound(row: Row, bound: float | bool | None) -> str:
+def _scale(row: Row) -> tuple[float, str]:
+    """The unit that suits the value; its bounds are written in the same one."""
+    if row.value is None or isinstance(row.value, (str, bool)):
+        return 1.0, row.unit
+    return quantities.scale(row.value, row.unit)
+
+
+def _bound(row: Row, bound: float | bool | None, size: float, unit: str) -> str:
     if bound is None:
         return ""
-    return f"{'≥' if row.better == 'higher' else '≤'} {_number(bound)}"
+    return f"{'≥' if row.better == 'higher' else '≤'} {_shown(bound, size, unit)}"
 
 
-def _number(value: float | int | str | bool | None) -> str:
+def _shown(value: float | int | str | bool | None, size: float, unit: str) -> str:
     if value is None:
         return "-"
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, str):
         return value
-    if isinstance(value, int) or abs(value) >= 1000:
-        return f"{value:,.0f}"
-    return f"{value:.3g}" if abs(value) < 100 else f"{value:.1f}"
+    return quantities.number(value if size == 1 else value / size, unit)
 
 
 def _cpu() -> tuple[str, list[str]]:

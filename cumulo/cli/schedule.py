@@ -1,4 +1,4 @@
-"""`cumulo schedule`: what a pipeline schedule does, how much of it is idle, and what its paper says."""
+"""`cumulo schedule`: the timeline of a pipeline schedule, and its bubble next to the published formula."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -14,36 +14,44 @@ if TYPE_CHECKING:
     from cumulo.pipeline.simulate import Timeline
 
 EXAMPLE = "Example: [bold]cumulo schedule zb-v --stages 4 --micro-batches 8 --svg zb-v.svg[/bold]"
-_NAMES = "gpipe, 1f1b, interleaved-1f1b, zb-h1, zb-v, dualpipe, dualpipe-v."
+_NAMES = "Schedule: gpipe, 1f1b, interleaved-1f1b, zb-h1, zb-v, dualpipe or dualpipe-v."
 
 
 def schedule(
     name: Annotated[str, typer.Argument(metavar="NAME", help=_NAMES)],
-    stages: Annotated[int, typer.Option(help="Ranks of the pipeline.")] = 4,
-    micro_batches: Annotated[int, typer.Option(help="Micro-batches of a step.")] = 8,
-    chunks: Annotated[
-        int | None, typer.Option(help="Chunks of the model on each stage, for interleaved-1f1b.")
-    ] = None,
-    forward_ms: Annotated[
-        float, typer.Option(help="Forward of a micro-batch through 1/stages of the model.")
+    stages: Annotated[int, typer.Option(help="Number of pipeline stages.")] = 4,
+    micro_batches: Annotated[int, typer.Option(help="Micro-batches per step.")] = 8,
+    chunks: Annotated[int | None, typer.Option(help="Model chunks per stage, for interleaved-1f1b.")] = None,
+    forward_ms: Annotated[float, typer.Option(help="Forward time of a micro-batch on one stage, in ms.")] = 1,
+    backward_input_ms: Annotated[
+        float, typer.Option(help="Time of the input-gradient half of the backward pass, in ms.")
     ] = 1,
-    backward_input_ms: Annotated[float, typer.Option(help="Gradient of its input.")] = 1,
-    backward_weight_ms: Annotated[float, typer.Option(help="Gradient of its weights.")] = 1,
+    backward_weight_ms: Annotated[
+        float, typer.Option(help="Time of the weight-gradient half of the backward pass, in ms.")
+    ] = 1,
     overlap_saving: Annotated[
-        float, typer.Option(help="Share of forward + backward saved where DualPipe overlaps them.")
+        float,
+        typer.Option(
+            help="Share of forward and backward time saved where DualPipe overlaps them, from 0 to 1."
+        ),
     ] = 0,
-    latency_us: Annotated[float, typer.Option(help="Of a message between stages.")] = 0,
-    message_mib: Annotated[float, typer.Option(help="An activation or gradient of a micro-batch.")] = 0,
+    latency_us: Annotated[float, typer.Option(help="Latency of a message between stages, in µs.")] = 0,
+    message_mib: Annotated[
+        float, typer.Option(help="Size of a micro-batch's activation or gradient, in MiB.")
+    ] = 0,
     bandwidth_gb_s: Annotated[
-        float | None, typer.Option(help="Between two stages, each way; left out: no limit.")
+        float | None,
+        typer.Option(help="Bandwidth between two stages in each direction, in GB/s. Default: no limit."),
     ] = None,
-    svg: Annotated[Path | None, typer.Option(metavar="FILE", help="Also draw the timeline there.")] = None,
+    svg: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Also draw the timeline into this file (SVG).")
+    ] = None,
     perfetto: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Also write a Chrome/Perfetto trace there.")
+        Path | None, typer.Option(metavar="FILE", help="Also write a Chrome/Perfetto trace to this file.")
     ] = None,
     json_file: options.JsonOption = None,
 ) -> None:
-    """Draw a pipeline schedule's timeline; its bubble and memory beside the published formula."""
+    """Draw the timeline of a pipeline schedule, with its bubble and memory next to the published formula."""
     from dataclasses import replace
 
     from cumulo.cli import report
@@ -67,7 +75,7 @@ def schedule(
     title = f"{chosen.name}: {stages} stages, {micro_batches} micro-batches"
     if svg is not None:
         _write(svg, to_svg(timeline, title))
-        note(f"picture written to {svg}")
+        note(f"chart written to {svg}")
     if perfetto is not None:
         _write(perfetto, to_perfetto(timeline))
         note(f"trace written to {perfetto}; open it in https://ui.perfetto.dev")
@@ -85,10 +93,10 @@ def _rows(chosen: "Family", timeline: "Timeline", costs: "Costs", peak: int) -> 
     schedule, formula = timeline.schedule, chosen.formula
     stages, micro_batches = schedule.stages, schedule.micro_batches
     idle_s = max(timeline.inner_bubble_s if formula.inner else timeline.bubble_s)
-    where = "from a stage's own first action to its last" if formula.inner else "over the step"
+    where = "from a stage's first action to its last" if formula.inner else "over the whole step"
     rows = [
-        Row("step", timeline.makespan_s * 1e3, "ms", "lower"),
-        Row("bubble", timeline.bubble_ratio * 100, "%", "lower", note="idle share of all stages' time"),
+        Row("step time", timeline.makespan_s * 1e3, "ms", "lower"),
+        Row("bubble", timeline.bubble_ratio * 100, "%", "lower", note="idle share of the time of all stages"),
         Row("bubble of the worst stage", idle_s * 1e3, "ms", "lower", note=where),
     ]
     if formula.applies(stages, micro_batches, costs):
@@ -96,7 +104,7 @@ def _rows(chosen: "Family", timeline: "Timeline", costs: "Costs", peak: int) -> 
         rows.append(Row("published bubble", published_s * 1e3, "ms", "lower", note=formula.text))
     else:
         least = formula.least_micro_batches(stages)
-        needs = f"holds for {formula.condition}, {least} or more micro-batches, free communication"
+        needs = f"applies to {formula.condition}, {least} or more micro-batches, free communication"
         rows.append(Row("published bubble", None, "ms", "lower", note=f"{formula.text} {needs}"))
     published_peak = formula.peak(stages, micro_batches, schedule.chunks_per_stage)
     size = f"of 1/{schedule.chunks} of the model" if schedule.chunks > 1 else "of the model"
@@ -128,9 +136,14 @@ def _print_picture(timeline: "Timeline") -> None:
         for cell in row:
             line.append(cell.text, styles[cell.kind][cell.second] if cell.kind else "on default")
         out.print(line, no_wrap=True, crop=True)
-    out.print("F forward · B backward · I its input-gradient half · W its weight-gradient half", style="dim")
+    out.print(
+        "F forward · B backward · I input-gradient half of backward · W weight-gradient half of backward",
+        style="dim",
+    )
     if wanted > room:
-        note(f"{wanted + margin} columns would show every micro-batch's number; --svg FILE draws them, too")
+        note(
+            f"{wanted + margin} columns are needed to show every micro-batch's number; --svg FILE draws them, too"
+        )
 
 
 def _write(path: Path, text: str) -> None:

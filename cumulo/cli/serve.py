@@ -20,117 +20,148 @@ EXAMPLE = (
 
 def serve(
     model: options.ModelArgument = None,
-    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0: every network.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port to listen on; 0: any free one.")] = 8000,
-    name: Annotated[str | None, typer.Option(help="What clients call the model.")] = None,
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; 0.0.0.0: all network interfaces.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on; 0: any free port.")] = 8000,
+    name: Annotated[
+        str | None, typer.Option(help="Name of the model in the API. Default: the model's own name.")
+    ] = None,
     api_keys: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Ask for one of the keys in this file.")
+        Path | None, typer.Option(metavar="FILE", help="Require one of the API keys in this file.")
     ] = None,
     new_api_key: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="Make a key, add its hash to --api-keys FILE, print it and stop."),
+        typer.Option(
+            metavar="NAME", help="Create a key, add its hash to --api-keys FILE, print the key and exit."
+        ),
     ] = None,
     cache_group: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="With --new-api-key: keys of this group share cached prefixes."),
+        typer.Option(
+            metavar="NAME", help="With --new-api-key: keys of the same group share the prefix cache."
+        ),
     ] = None,
     requests_per_minute: Annotated[
-        int | None, typer.Option(help="Limit per key (with --new-api-key: of the new one).")
+        int | None, typer.Option(help="Request limit per key; with --new-api-key: limit of the new key.")
     ] = None,
     tokens_per_minute: Annotated[
-        int | None, typer.Option(help="Limit per key, prompt and answer tokens together.")
+        int | None, typer.Option(help="Token limit per key, for prompts and answers together.")
     ] = None,
     default_max_tokens: Annotated[
         int,
         typer.Option(
-            help="Longest chat answer where a request has no max_tokens; 0: as many as fit the context."
+            help="Max tokens of a chat answer if the request does not set max_tokens; 0: the rest of the context."
         ),
     ] = 4096,
-    max_queue: Annotated[int, typer.Option(help="Requests that may wait; beyond: 429.")] = 1024,
-    max_running: Annotated[int | None, typer.Option(help="Sequences computed at the same time.")] = None,
+    max_queue: Annotated[
+        int, typer.Option(help="Maximum number of queued requests; more are refused with 429.")
+    ] = 1024,
+    max_running: Annotated[int | None, typer.Option(help="Maximum number of running sequences.")] = None,
     shared_step_ms: Annotated[
         float | None,
-        typer.Option(help="While several keys ask, a step computes prompts for about this long; default 40."),
+        typer.Option(help="Prefill time per step while several keys have requests, in ms. Default: 40."),
     ] = None,
-    max_body_mib: Annotated[float, typer.Option(help="Largest request body; beyond: 413.")] = 4.0,
+    max_body_mib: Annotated[
+        float, typer.Option(help="Maximum size of a request body, in MiB; larger ones are refused with 413.")
+    ] = 4.0,
     files: Annotated[
         Path | None,
         typer.Option(
             metavar="DIR",
-            help="Keep uploaded files and batches here and resume batches; left out: until the server ends.",
+            help="Keep uploaded files and batches in this folder, and resume batches after a restart. Default: a "
+            "temporary folder, deleted when the server stops.",
         ),
     ] = None,
-    max_file_mib: Annotated[float, typer.Option(help="Largest file of /v1/files; beyond: 413.")] = 100.0,
-    max_files_mib: Annotated[float, typer.Option(help="All files of one key together.")] = 2048.0,
+    max_file_mib: Annotated[
+        float,
+        typer.Option(help="Maximum size of a file in /v1/files, in MiB; larger ones are refused with 413."),
+    ] = 100.0,
+    max_files_mib: Annotated[
+        float, typer.Option(help="Maximum size of all files of one key, in MiB.")
+    ] = 2048.0,
     lenient: Annotated[
         bool,
         typer.Option(
-            "--lenient", help="Ignore unknown fields of requests, with a warning header, instead of 400."
+            "--lenient",
+            help="Ignore unknown fields of requests and warn in a header, instead of answering 400.",
         ),
     ] = False,
     stall_timeout: Annotated[
-        float, typer.Option(help="Seconds without a finished step after which the engine is restarted.")
+        float, typer.Option(help="Restart the engine after this many seconds without a finished step.")
     ] = 60.0,
     drain_timeout: Annotated[
-        float, typer.Option(help="Seconds running requests may take to finish after SIGTERM or Ctrl-C.")
+        float, typer.Option(help="Seconds that running requests have to finish after SIGTERM or Ctrl-C.")
     ] = 30.0,
     max_connections: Annotated[
-        int, typer.Option(help="Open connections; beyond: the longest idle are closed, then 503.")
+        int,
+        typer.Option(
+            help="Maximum number of open connections; beyond it, idle ones are closed, then new ones get 503."
+        ),
     ] = 4096,
     max_connections_per_address: Annotated[
-        int | None, typer.Option(help="Open connections of one client address; left out: half of all.")
+        int | None,
+        typer.Option(help="Maximum number of open connections per client address. Default: half of all."),
     ] = None,
     header_timeout: Annotated[
-        float, typer.Option(help="Seconds a client may take to send a request's header.")
+        float, typer.Option(help="Seconds that a client has to send the header of a request.")
     ] = 10.0,
-    body_timeout: Annotated[float, typer.Option(help="Seconds a client may pause while it sends a body.")] = 20.0,
+    body_timeout: Annotated[
+        float, typer.Option(help="Seconds that a client can pause while it sends a body.")
+    ] = 20.0,
     keep_alive_timeout: Annotated[
-        float, typer.Option(help="Seconds a connection may be idle between two requests.")
+        float, typer.Option(help="Seconds that a connection can be idle between two requests.")
     ] = 75.0,
     write_timeout: Annotated[
-        float, typer.Option(help="Seconds in which a client reads nothing of its answer; then it is aborted.")
+        float,
+        typer.Option(help="Abort an answer after this many seconds in which the client reads none of it."),
     ] = 60.0,
     allow_host: Annotated[
         list[str] | None,
         typer.Option(
             metavar="NAME",
-            help="A name clients may use for this server, such as a reverse proxy's; may be repeated; '*': any.",
+            help="Host name that clients can use for this server, such as a reverse proxy's. Can be given more "
+            "than once; '*': any name.",
         ),
     ] = None,
     cors_origin: Annotated[
-        list[str] | None, typer.Option(help="A web origin that may call; may be repeated. None by default.")
+        list[str] | None,
+        typer.Option(
+            help="Web origin that can call the server (CORS). Can be given more than once. Default: none."
+        ),
     ] = None,
     chat_template: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="A jinja2 template instead of the model's own.")
+        Path | None,
+        typer.Option(metavar="FILE", help="Jinja2 chat template to use instead of the model's own."),
     ] = None,
     parse_special_tokens: Annotated[
         bool,
         typer.Option(
             "--parse-special-tokens",
-            help="Recognise special tokens that callers write, such as <|im_end|>. Unsafe with texts you do not trust.",
+            help="Parse special tokens in requests, such as <|im_end|>. Unsafe for text you do not trust.",
         ),
     ] = False,
     open_browser: Annotated[
-        bool, typer.Option("--open", help="Open the console in a browser, where there is a screen.")
+        bool, typer.Option("--open", help="Open the console in a browser, if there is a screen.")
     ] = False,
-    stories: Annotated[int, typer.Option(help="Requests kept for `cumulo explain`.")] = 1000,
+    stories: Annotated[int, typer.Option(help="Number of requests kept for `cumulo explain`.")] = 1000,
     stored_responses: Annotated[
-        int, typer.Option(help="Responses of /v1/responses kept in memory to be continued; 0: none.")
+        int, typer.Option(help="Number of responses of /v1/responses kept in memory; 0: none.")
     ] = 1000,
     log_prompts: Annotated[
         bool, typer.Option("--log-prompts", help="Write prompts and answers to the log.")
     ] = False,
-    log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
+    log_level: Annotated[str, typer.Option(help="Log level: debug, info, warning or error.")] = "info",
     otlp_endpoint: Annotated[
         str | None,
         typer.Option(
             metavar="URL",
-            help="Send traces to this OpenTelemetry collector (OTLP/HTTP); left out: "
+            help="Send traces to this OpenTelemetry collector (OTLP/HTTP). Default: "
             "$OTEL_EXPORTER_OTLP_ENDPOINT, or none.",
         ),
     ] = None,
     console: Annotated[
-        bool, typer.Option("--console/--no-console", help="Web pages at / to chat and to watch the engine.")
+        bool, typer.Option("--console/--no-console", help="Serve the web console at /.")
     ] = True,
     threads: options.Threads = None,
     max_context: options.MaxContext = None,
@@ -139,16 +170,16 @@ def serve(
     weights: options.Weights = None,
     kv_dtype: options.KvDtype = None,
 ) -> None:
-    """Serve a model to OpenAI clients: /v1/chat/completions, /v1/completions and more; /docs lists all."""
+    """Serve a model with an OpenAI-compatible API. /docs lists all endpoints."""
     from cumulo.errors import CumuloError
 
     if new_api_key is not None:
         _make_key(api_keys, new_api_key, requests_per_minute, tokens_per_minute, cache_group)
         return
     if cache_group is not None:
-        raise CumuloError("--cache-group belongs to a new key: give --new-api-key NAME too")
+        raise CumuloError("--cache-group applies to a new key: add --new-api-key NAME")
     if log_level not in ("debug", "info", "warning", "error"):
-        raise CumuloError(f"--log-level is debug, info, warning or error, not {log_level!r}")
+        raise CumuloError(f"--log-level must be debug, info, warning or error, got {log_level!r}")
     if max_running is not None and max_running < 1:
         raise CumuloError(f"--max-running must be 1 or more, got {max_running}")
     try:
@@ -222,7 +253,9 @@ def serve(
             if open_browser:
                 _open(address)
         elif console:
-            note("there is no console: pip install -e '.[console]' in Cumulo's folder for one")
+            note(
+                "the console is not installed; to install it: pip install -e '.[console]' in Cumulo's folder"
+            )
 
     run(chosen, on_bound=on_bound, on_ready=on_ready, extend=extend)
 
@@ -237,14 +270,14 @@ def _standard_otlp_endpoint() -> str | None:
     if not endpoint:
         return None
     if not endpoint.startswith(("http://", "https://")):
-        note(f"OTEL_EXPORTER_OTLP_ENDPOINT is {endpoint!r}, not an http(s) URL: there are no traces")
+        note(f"OTEL_EXPORTER_OTLP_ENDPOINT is {endpoint!r}, not an http(s) URL: traces are off")
         return None
     try:
         import cumulo.serve.otel  # noqa: F401
     except ImportError:
         note(
-            "OTEL_EXPORTER_OTLP_ENDPOINT is set, but there are no traces: pip install -e '.[otel]' in Cumulo's "
-            "folder for them"
+            "OTEL_EXPORTER_OTLP_ENDPOINT is set, but traces are off: they need pip install -e '.[otel]' in "
+            "Cumulo's folder"
         )
         return None
     return endpoint
@@ -278,5 +311,5 @@ def _make_key(
     from cumulo.serve.keys import new_key
 
     if path is None:
-        raise CumuloError("--new-api-key needs --api-keys FILE: where the key's hash is kept")
+        raise CumuloError("--new-api-key needs --api-keys FILE, the file that stores the hash of the key")
     print(new_key(path, name, requests, tokens, cache_group))

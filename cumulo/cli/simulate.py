@@ -1,4 +1,4 @@
-"""`cumulo simulate serve`: the engine's scheduler under load in virtual time, on hardware one does not have."""
+"""`cumulo simulate serve`: the engine's scheduler under load, in virtual time, on hardware you may not have."""
 
 import time
 from pathlib import Path
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     no_args_is_help=True,
-    help="Play what would run, with the schedulers that will run it, in virtual time.",
+    help="Simulate a deployment in virtual time, with the real scheduler.",
     rich_markup_mode="rich",
 )
 EXAMPLE = (
@@ -29,25 +29,45 @@ _WHERE, _REPORT = "Deployment", "Report"
 @app.command(epilog=EXAMPLE)
 def serve(
     model: asked.ModelName,
-    device: Annotated[str, typer.Option(help="Of the catalogue.", rich_help_panel=_WHERE)] = "h200",
-    tp: Annotated[int, typer.Option(help="GPUs that share every matrix.", rich_help_panel=_WHERE)] = 1,
+    device: Annotated[
+        str, typer.Option(help="Device, by its name in the catalogue.", rich_help_panel=_WHERE)
+    ] = "h200",
+    tp: Annotated[
+        int,
+        typer.Option(
+            help="Tensor parallelism: number of GPUs that share every matrix.", rich_help_panel=_WHERE
+        ),
+    ] = 1,
     ep: Annotated[
-        int, typer.Option(help="Of these, over how many experts are spread.", rich_help_panel=_WHERE)
+        int,
+        typer.Option(
+            help="Expert parallelism: number of those GPUs that the experts are spread over.",
+            rich_help_panel=_WHERE,
+        ),
     ] = 1,
     weights: Annotated[
-        str, typer.Option(help="bfloat16, float8 or float32.", rich_help_panel=_WHERE)
+        str, typer.Option(help="Weight format: bfloat16, float8 or float32.", rich_help_panel=_WHERE)
     ] = "bfloat16",
     max_running: Annotated[
-        int, typer.Option(help="Sequences at a time; 0: the engine's default.", rich_help_panel=_WHERE)
+        int,
+        typer.Option(
+            help="Maximum number of running sequences; 0: the engine's default.", rich_help_panel=_WHERE
+        ),
     ] = 0,
     max_tokens_per_step: Annotated[
-        int, typer.Option(help="Tokens of a step; 0: the engine's default.", rich_help_panel=_WHERE)
+        int,
+        typer.Option(
+            help="Maximum number of tokens in a step; 0: the engine's default.", rich_help_panel=_WHERE
+        ),
     ] = 0,
     prefix_cache: Annotated[
-        bool, typer.Option(help="Shared prefixes are computed once.", rich_help_panel=_WHERE)
+        bool, typer.Option(help="Reuse the KV cache of shared prefixes.", rich_help_panel=_WHERE)
     ] = True,
     rate: Annotated[
-        str, typer.Option(help="Requests per second; '5,10,20' is a sweep.", rich_help_panel=asked.TRAFFIC)
+        str,
+        typer.Option(
+            help="Request rate, in requests/s; '5,10,20' simulates each rate.", rich_help_panel=asked.TRAFFIC
+        ),
     ] = "",
     input_tokens: requested.Input = "512",
     output_tokens: requested.Output = "128",
@@ -62,22 +82,29 @@ def serve(
     find_capacity: Annotated[
         bool,
         typer.Option(
-            "--find-capacity", help="Find the highest rate that holds --slo.", rich_help_panel=_REPORT
+            "--find-capacity", help="Find the highest request rate that meets --slo.", rich_help_panel=_REPORT
         ),
     ] = False,
     think: Annotated[
-        str, typer.Option(help="What a user does between answer and next question.", rich_help_panel=_REPORT)
+        str,
+        typer.Option(
+            help="Time a user waits between an answer and the next question.", rich_help_panel=_REPORT
+        ),
     ] = "30s",
     svg: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Latencies over load as a picture.", rich_help_panel=_REPORT),
+        typer.Option(
+            metavar="FILE",
+            help="Write a chart of the latencies over the request rate (SVG).",
+            rich_help_panel=_REPORT,
+        ),
     ] = None,
     catalog_file: asked.CatalogFile = None,
     json_file: options.JsonOption = None,
 ) -> None:
-    """Serve simulated traffic: the real scheduler and block pool, step times from the device's cost model.
+    """Simulate a server under load: the real scheduler and block pool, with step times from a cost model.
 
-    Latencies are the engine's own: what HTTP and tokenisation add is not in them.
+    Latencies are those of the engine. They do not include HTTP and tokenization.
     """
     from cumulo.cli import report as reports
     from cumulo.cli.terminal import note, out, working
@@ -114,7 +141,9 @@ def serve(
 
         if find_capacity:
             if objective is None:
-                raise ConfigError("--find-capacity needs an objective to hold: add --slo ttft=500ms,itl=50ms")
+                raise ConfigError(
+                    "--find-capacity needs an SLO: add --slo, for example --slo ttft=500ms,itl=50ms"
+                )
             capacity = search(at, objective, start=rates[0] or 1.0)
             trials = list(capacity.trials)
         else:
@@ -135,7 +164,7 @@ def serve(
     rows += view.effort_rows(simulated_s, cpu_s)
     if svg is not None:
         view.write_picture(svg, trials, objective, f"{model} on {replica}")
-        note(f"picture written to {svg}")
+        note(f"chart written to {svg}")
     extra = {
         "trials": [
             {"rate": view.finite(one.rate), "holds": one.holds, **one.report.as_dict()} for one in trials
@@ -145,9 +174,9 @@ def serve(
     if str(json_file) != "-":
         out.print(f"[bold]{model}[/bold] on [bold]{replica}[/bold]")
         if len(trials) > 1:
-            out.print(view.sweep_table(trials))
+            out.print(view.sweep_table(trials, objective is not None))
         out.print(reports.table("", rows))
-        out.print(f"rests on: {evidence}", style="dim")
+        out.print(f"evidence: {evidence}", style="dim")
 
 
 def _rates(text: str, trace: Path | None) -> list[float | None]:

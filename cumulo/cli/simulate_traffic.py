@@ -1,4 +1,4 @@
-"""What `cumulo simulate` and `cumulo plan serve` are asked: their common options, and what these become."""
+"""The options that `cumulo simulate` and `cumulo plan serve` share, and the objects made from them."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -17,7 +17,8 @@ TRAFFIC = "Traffic"
 ModelName = Annotated[
     str,
     typer.Argument(
-        metavar="MODEL", help="A name of the catalogue, as llama-3.1-8b, or a folder with a config.json."
+        metavar="MODEL",
+        help="A model name from the catalogue, such as llama-3.1-8b, or a folder with a config.json.",
     ),
 ]
 Arrivals = Annotated[str, typer.Option(help=ARRIVALS, rich_help_panel=TRAFFIC)]
@@ -25,19 +26,27 @@ Trace = Annotated[
     Path | None,
     typer.Option(
         metavar="FILE",
-        help="Replay: JSON lines with arrival_s, prompt_tokens, output_tokens and, where prompts share their "
-        "beginning, prefix and prefix_tokens; or a public trace (Azure, BurstGPT, Mooncake).",
+        help="Replay a trace: JSON Lines with arrival_s, prompt_tokens, output_tokens and, for prompts with a "
+        "shared prefix, prefix and prefix_tokens; or a public trace (Azure, BurstGPT, Mooncake).",
         rich_help_panel=TRAFFIC,
     ),
 ]
-Requests = Annotated[int, typer.Option(help="Simulated at each rate.", rich_help_panel=TRAFFIC)]
-SeedOption = Annotated[int, typer.Option(help="Same seed, same traffic.", rich_help_panel=TRAFFIC)]
-SloOption = Annotated[str, typer.Option(help="The objective: ttft=500ms,itl=50ms.", rich_help_panel=TRAFFIC)]
+Requests = Annotated[
+    int, typer.Option(help="Number of requests to simulate at each rate.", rich_help_panel=TRAFFIC)
+]
+SeedOption = Annotated[
+    int, typer.Option(help="Random seed. The same seed gives the same traffic.", rich_help_panel=TRAFFIC)
+]
+SloOption = Annotated[
+    str,
+    typer.Option(help="Latency objective (SLO), for example ttft=500ms,itl=50ms.", rich_help_panel=TRAFFIC),
+]
 SloPercentile = Annotated[
-    float, typer.Option(help="Percentile of each figure that must keep it.", rich_help_panel=TRAFFIC)
+    float, typer.Option(help="Percentile of TTFT and ITL that must meet the SLO.", rich_help_panel=TRAFFIC)
 ]
 CatalogFile = Annotated[
-    Path | None, typer.Option("--catalog", metavar="FILE", help="Your own devices and models (YAML).")
+    Path | None,
+    typer.Option("--catalog", metavar="FILE", help="A YAML file with devices and models of your own."),
 ]
 
 
@@ -73,7 +82,7 @@ def parse_objective(text: str, percentile: float) -> "Slo | None":
         return None
     bounds = parse_slo(text)
     if bounds.tpot_s is not None or bounds.e2e_s is not None:
-        raise ConfigError("a simulated objective bounds ttft and itl; leave tpot and e2e out")
+        raise ConfigError("a simulated SLO can bound only ttft and itl: remove tpot and e2e from --slo")
     return Slo(bounds.ttft_s, bounds.itl_s, percentile)
 
 
@@ -94,7 +103,9 @@ def make_traffic(
     if trace is not None:
         return read_any_trace(trace)
     if requests < 2:
-        raise ConfigError(f"--requests must be 2 or more to have a rate, got {requests}; 1000 is usual")
+        raise ConfigError(
+            f"--requests must be 2 or more, because a rate needs two arrivals; got {requests} (1000 is usual)"
+        )
     process, burst = parse_process(arrivals)
     times_s = Process(1.0, process, burst).times_s(random.Random(f"{seed}/arrivals"))
     return drawn_traffic(

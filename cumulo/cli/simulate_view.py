@@ -1,9 +1,11 @@
-"""What a simulated deployment looks like: rows, a table of rates, a picture. Of `simulate` and `plan serve`."""
+"""The report of a simulated deployment: rows, a table of rates, a chart. `simulate` and `plan serve` print it."""
 
 import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from cumulo.cli.quantities import quantity
 
 if TYPE_CHECKING:
     from cumulo.cli.report import Row
@@ -21,27 +23,33 @@ def report_rows(
     """`between`: the same with all steps as much faster and slower as the profile may be wrong."""
     from cumulo.cli.report import Row
 
-    def interval(pick: Callable[["ServeReport"], float]) -> str:
+    def interval(pick: Callable[["ServeReport"], float], unit: str) -> str:
         if between is None:
             return ""
         # Queues are chaotic: slower steps can, by chance, make a percentile better.
         low, *_, high = sorted(map(pick, (result, *between)))
-        return f"{_figure(low)} to {_figure(high)}"
+        return f"range {quantity(low, unit)} to {quantity(high, unit)}"
 
     rows = [
         Row(
-            "requests",
+            "request rate",
             finite(rate),
-            "/s",
+            "requests/s",
             "higher",
             note=f"{result.finished:,} of {result.requests:,} answered",
         ),
-        Row("output", result.output_tok_s, "tok/s", "higher", note=interval(lambda one: one.output_tok_s)),
+        Row(
+            "output throughput",
+            result.output_tok_s,
+            "tok/s",
+            "higher",
+            note=interval(lambda one: one.output_tok_s, "tok/s"),
+        ),
     ]
     for name, kind, bound in (
-        ("first token", "ttft_s", slo.ttft_s if slo else None),
-        ("between tokens", "itl_s", slo.itl_s if slo else None),
-        ("whole answer", "e2e_s", None),
+        ("TTFT", "ttft_s", slo.ttft_s if slo else None),
+        ("ITL", "itl_s", slo.itl_s if slo else None),
+        ("end-to-end latency", "e2e_s", None),
     ):
         if getattr(result, kind) is None:
             continue
@@ -55,15 +63,17 @@ def report_rows(
                 return 1e3 * float(getattr(getattr(one, kind), field))
 
             must = None if bound is None or field != "at_slo" else 1e3 * bound
-            rows.append(Row(f"{name}, {label}", pick(result), "ms", "lower", must=must, note=interval(pick)))
+            rows.append(
+                Row(f"{name} {label}", pick(result), "ms", "lower", must=must, note=interval(pick, "ms"))
+            )
     shares = sorted(result.time_by_part.items(), key=lambda item: -item[1])[:3]
     words = ", ".join(f"{name} {100 * share:.0f}%" for name, share in shares)
     rows += [
-        Row("step", 1e3 * result.mean_step_s, "ms", "lower", note=f"{result.bound_by}: {words}"),
+        Row("mean step time", 1e3 * result.mean_step_s, "ms", "lower", note=f"{result.bound_by}: {words}"),
         Row("device busy", 100 * result.device_busy, "%", "higher"),
-        Row("sequences at a time, most", result.most_running, "", "higher"),
-        Row("KV cache used, most", 100 * result.kv_used, "%", "lower"),
-        Row("prompt tokens from the cache", 100 * result.cached_share, "%", "higher"),
+        Row("running sequences, peak", result.most_running, "", "higher"),
+        Row("KV cache usage, peak", 100 * result.kv_used, "%", "lower"),
+        Row("prefix cache hit rate", 100 * result.cached_share, "%", "higher"),
         Row(
             "preemptions",
             result.preemptions,
@@ -80,21 +90,17 @@ def finite(rate: float) -> float | None:
     return rate if math.isfinite(rate) else None
 
 
-def _figure(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
-
-
 def capacity_rows(rate: float, users: float, think_s: float, bound: str) -> "list[Row]":
     from cumulo.cli.report import Row
 
     return [
-        Row("highest rate that holds", rate, "/s", "higher", note=f"then bounded by {bound}"),
+        Row("highest rate within the SLO", rate, "requests/s", "higher", note=f"limited by {bound}"),
         Row(
-            "users",
+            "concurrent users",
             int(users),
             "",
             "higher",
-            note=f"who think {think_s:g} s between an answer and their next question",
+            note=f"each waits {think_s:g} s between an answer and the next question",
         ),
     ]
 
@@ -104,25 +110,26 @@ def effort_rows(simulated_s: float, cpu_s: float) -> "list[Row]":
 
     return [
         Row(
-            "simulated",
+            "simulation speed",
             simulated_s / cpu_s,
             "× real time",
             "higher",
-            note=f"{simulated_s:,.0f} s in {cpu_s:.2g} s of one core",
+            note=f"{quantity(simulated_s, 's')} simulated in {quantity(cpu_s, 's')} on one core",
         )
     ]
 
 
-def sweep_table(trials: "list[Trial]") -> Any:
+def sweep_table(trials: "list[Trial]", judged: bool) -> Any:
+    """`judged`: there is an SLO to meet."""
     from rich.table import Table
 
     table = Table(box=None, header_style="dim")
-    for name in ("requests/s", "tok/s", "ttft p50", "ttft p99", "itl p50", "itl p99", ""):
+    for name in ("requests/s", "tok/s", "TTFT p50", "TTFT p99", "ITL p50", "ITL p99", ""):
         table.add_column(name, justify="right")
     for one in trials:
         spreads = [spread for spread in (one.report.ttft_s, one.report.itl_s) if spread is not None]
-        cells = [f"{1e3 * value:,.1f} ms" for spread in spreads for value in (spread.p50, spread.p99)]
-        verdict = "[green]holds[/green]" if one.holds else "[red]misses[/red]"
+        cells = [quantity(value, "s") for spread in spreads for value in (spread.p50, spread.p99)]
+        verdict = "" if not judged else "[green]meets SLO[/green]" if one.holds else "[red]misses SLO[/red]"
         table.add_row(
             f"{one.rate:.4g}", f"{one.report.output_tok_s:,.0f}", *cells, *[""] * (4 - len(cells)), verdict
         )
@@ -139,7 +146,7 @@ _STYLE = (
 
 
 def write_picture(path: Path, trials: "list[Trial]", slo: "Slo | None", title: str) -> None:
-    """Percentiles of both latencies over the rate, on logarithmic axes: the knee is what one looks for."""
+    """Draw percentiles of TTFT and ITL over the request rate on logarithmic axes, which show the knee."""
     from html import escape
 
     from cumulo.errors import CumuloError
@@ -147,8 +154,8 @@ def write_picture(path: Path, trials: "list[Trial]", slo: "Slo | None", title: s
 
     series = []
     for color, (name, field, percentile) in enumerate(
-        (("first token p50", "ttft_s", "p50"), ("first token p99", "ttft_s", "p99"),
-         ("between tokens p50", "itl_s", "p50"), ("between tokens p99", "itl_s", "p99"))
+        (("TTFT p50", "ttft_s", "p50"), ("TTFT p99", "ttft_s", "p99"), ("ITL p50", "itl_s", "p50"),
+         ("ITL p99", "itl_s", "p99"))
     ):  # fmt: skip
         points = [
             (one.rate, 1e3 * getattr(spread, percentile))
@@ -158,7 +165,7 @@ def write_picture(path: Path, trials: "list[Trial]", slo: "Slo | None", title: s
         series.append(Series(name, points, "both", color))
     bounds = [] if slo is None else [
         (f"{name} ≤ {1e3 * bound:g} ms", 1e3 * bound)
-        for name, bound in (("first token", slo.ttft_s), ("between tokens", slo.itl_s))
+        for name, bound in (("TTFT", slo.ttft_s), ("ITL", slo.itl_s))
         if bound is not None
     ]  # fmt: skip
     text = draw(Chart(title, "requests per second", "milliseconds", series, y_log=True, bounds=bounds))

@@ -14,39 +14,43 @@ def train(
     config_file: Annotated[
         Path | None,
         typer.Argument(
-            metavar="CONFIG.yaml", help="What to train; none: a small model of Python's own source."
+            metavar="CONFIG.yaml",
+            help="Configuration file. Default: a small model trained on Python's standard library.",
         ),
     ] = None,
     changes: Annotated[
         list[str] | None,
-        typer.Option("--set", help="Change a setting: --set optimizer.learning_rate=1e-3. Repeatable."),
+        typer.Option(
+            "--set",
+            help="Change a setting, for example --set optimizer.learning_rate=1e-3. Can be given more than once.",
+        ),
     ] = None,
-    folder: Annotated[Path | None, typer.Option(help="Where the run is kept.")] = None,
-    steps: Annotated[int | None, typer.Option(help="How many optimizer steps.")] = None,
+    folder: Annotated[Path | None, typer.Option(help="Folder of the run.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Number of optimizer steps.")] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on from the folder's latest good checkpoint.")
+        bool, typer.Option("--resume", help="Resume from the latest valid checkpoint in the folder.")
     ] = False,
     show_config: Annotated[
-        bool, typer.Option("--show-config", help="Print the configuration in full and end.")
+        bool, typer.Option("--show-config", help="Print the complete configuration and exit.")
     ] = False,
     explain_layout: Annotated[
-        bool, typer.Option("--explain-layout", help="Print which rank stands where, holds what, and end.")
+        bool, typer.Option("--explain-layout", help="Print the place and the shards of every rank, and exit.")
     ] = False,
     verify_layout: Annotated[
         bool,
         typer.Option(
             "--verify-layout",
-            help="Prove on the CPU that the layout computes what one process computes, and end.",
+            help="Check on the CPU that the layout computes the same result as one process, and exit.",
         ),
     ] = False,
     json_file: options.JsonOption = None,
 ) -> None:
-    """Train a model. Ctrl-C saves and ends; --resume goes on to the same result as without the break.
+    """Train a model. Ctrl-C saves a checkpoint and exits; --resume leads to the same result as an unbroken run.
 
-    With a layout of several ranks it starts that many processes, and starts them again when one dies. On several
-    machines: torchrun --nnodes 2 --nproc-per-node 8 ... -m cumulo train CONFIG.yaml on each.
+    For a layout of several ranks, it starts one process per rank and restarts them when one dies. For several
+    machines, run torchrun --nnodes 2 --nproc-per-node 8 ... -m cumulo train CONFIG.yaml on each.
 
-    The run's folder then has model/ (for cumulo chat and transformers), checkpoints/, log.csv and loss.svg.
+    The folder of the run contains model/ (for cumulo chat and transformers), checkpoints/, log.csv and loss.svg.
     """
     from cumulo.cli import train_run
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NoReturn
 import yaml
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
+from cumulo.cli.quantities import quantity
 from cumulo.cli.report import Row, table, write_json
 from cumulo.cli.terminal import err, note, out
 from cumulo.errors import ConfigError, CumuloError, TrainingError
@@ -31,19 +32,17 @@ def parse_change(text: str) -> tuple[str, str]:
 
 
 def configuration(path: Path | None, changes: dict[str, str], resume: bool) -> TrainConfig:
-    """From the file, or from the folder of the run to go on with, or the built-in one; changes on top."""
+    """From the file, from the folder of the run to resume, or the built-in one; then apply the changes."""
     folder = changes.get("folder")
     changes = {name: json.dumps(value) if name == "folder" else value for name, value in changes.items()}
     if path is not None:
         return load_config(path, _with_warmup(path, changes))
     if resume:
         if folder is None:
-            raise ConfigError(
-                "--resume needs to know which run: give its --folder, or its configuration file"
-            )
+            raise ConfigError("--resume needs a run to resume: give its --folder or its configuration file")
         earlier = Path(folder) / "config.yaml"
         if not earlier.is_file():
-            raise ConfigError(f"{folder} holds no run to go on with: it has no config.yaml")
+            raise ConfigError(f"{folder} contains no run to resume: there is no config.yaml in it")
         return load_config(earlier, changes)
     built_in = yaml.safe_load(config_text(builtin_config(folder or free_folder())))
     return config_from(built_in, "the built-in configuration", changes)
@@ -143,7 +142,9 @@ def _run_rank(config: TrainConfig, resume: bool, json_file: Path | None) -> None
     except RuntimeError as error:
         if not lost_another(error):
             raise
-        note(f"rank {os.environ['RANK']} lost another: {str(error).splitlines()[0][:120]}")
+        note(
+            f"rank {os.environ['RANK']} lost the connection to another rank: {str(error).splitlines()[0][:120]}"
+        )
         _end(LOST)
     finally:
         if display is not None:
@@ -162,14 +163,14 @@ def _end(code: int) -> NoReturn:
 def _report(config: TrainConfig, result: "TrainResult", json_file: Path | None) -> None:
     rows = report_rows(result)
     if str(json_file) != "-":
-        done = "finished" if result.finished else f"stopped after step {result.steps}, saved"
+        done = "finished" if result.finished else f"stopped after step {result.steps}; checkpoint saved"
         out.print(table(f"{config.folder}: {done}", rows))
         out.print(f"\nlog {config.folder}/log.csv · plot {result.plot}", markup=False, soft_wrap=True)
         if not result.finished:
-            out.print(f"go on: cumulo train --resume --folder {config.folder}", markup=False, soft_wrap=True)
-        out.print(f"talk:  cumulo chat {result.model_folder}", markup=False, soft_wrap=True)
+            out.print(f"resume: cumulo train --resume --folder {config.folder}", markup=False, soft_wrap=True)
+        out.print(f"chat: cumulo chat {result.model_folder}", markup=False, soft_wrap=True)
         if result.adapter_folder is not None:
-            words = f"adapter alone, in PEFT's layout: {result.adapter_folder}"
+            words = f"adapter in PEFT layout: {result.adapter_folder}"
             out.print(words, markup=False, soft_wrap=True)
     write_json(json_file, rows, losses=[record.loss for record in result.records])
 
@@ -191,9 +192,9 @@ def report_rows(result: "TrainResult") -> list[Row]:
         rows.append(Row("held-out loss", result.held_out_loss, "nats/token", "lower", note="not trained on"))
     return [
         *rows,
-        Row("tokens", records[-1].tokens, "learnt"),
-        Row("time", result.seconds, "s", "lower", note="of this run, preparation left out"),
-        Row("speed", tokens_s, "tokens/s", note="median step"),
+        Row("tokens", records[-1].tokens, "trained"),
+        Row("time", result.seconds, "s", "lower", note="of this run, without preparation"),
+        Row("throughput", tokens_s, "tokens/s", note="of the median step"),
         *(
             [Row("MFU", 100 * known[len(known) // 2], "%", note=_MFU_COUNTS)]
             if 2 * len(known) > len(records)
@@ -210,12 +211,12 @@ def ledger_row(entry: "Entry") -> Row:
     """What was measured, with what had been predicted."""
     scale, unit = (2**20, "MiB") if entry.unit == "bytes" else (1, entry.unit)
     measured = (entry.measured or 0.0) / scale
-    words = f"predicted {entry.predicted / scale:.4g} {unit} ({entry.basis})"
+    words = f"predicted {quantity(entry.predicted / scale, unit)} ({entry.basis})"
     return Row(entry.name, measured, unit, "lower", note=words, more={"predicted": entry.predicted / scale})
 
 
 class Display:
-    """A progress bar in a terminal; elsewhere a line now and then."""
+    """A progress bar in a terminal; elsewhere, about 20 lines per run."""
 
     def __init__(self, config: TrainConfig) -> None:
         self.steps = config.steps
@@ -240,7 +241,7 @@ class Display:
         note(
             f"{parameter_count(run.spec) / 1e6:.2f} M parameters, {run.packing.tokens:,} tokens "
             f"({run.packing.samples_per_epoch:,} sequences of {run.packing.length}) in {run.dataset.documents:,} "
-            f"documents; {run.device.type} {run.config.dtype}, {run.ceiling.flops / 1e9:,.0f} GFLOP/s at most (by "
+            f"documents; {run.device.type} {run.config.dtype}, {run.ceiling.flops / 1e9:,.0f} GFLOP/s peak ("
             f"{run.ceiling.source})"
         )
         self._bar.reset(self._task, description="training", total=self.steps, completed=first_step, words="")

@@ -14,8 +14,8 @@ class Prompt:
     def read(self) -> str | None:
         """The next message or command; empty: nothing was said; None: the person leaves.
 
-        A line that ends in a backslash goes on in the next one; three double quotes begin a text of several lines,
-        and three more end it."""
+        A line that ends in a backslash continues on the next one; three double quotes begin a text of several
+        lines, and three more end it."""
         try:
             text = _lines()
         except EOFError:
@@ -26,7 +26,7 @@ class Prompt:
             if self._interrupted:
                 return None
             self._interrupted = True
-            note("Ctrl-C again, Ctrl-D or /exit leaves")
+            note("press Ctrl-C again to exit (or Ctrl-D, or type /exit)")
             return ""
         self._interrupted = False
         return text

@@ -42,8 +42,8 @@ def storage(goal: ClusterGoal, job: TrainJob, sheet: Sheet) -> None:
         "kept of a parameter in a checkpoint",
         "its float32 copy and two moments; what computes is made from them",
     )
-    sheet.work_out("checkpoint_bytes", "parameters * state_bytes_each", "bytes", "a checkpoint")
-    sheet.work_out("shard_bytes", "checkpoint_bytes / job_gpus", "bytes", "a GPU's part of it")
+    sheet.work_out("checkpoint_bytes", "parameters * state_bytes_each", "bytes", "checkpoint size")
+    sheet.work_out("shard_bytes", "checkpoint_bytes / job_gpus", "bytes", "checkpoint size per GPU")
     sheet.work_out("copy_s", "shard_bytes / host_bytes_per_s", "s", "copying a checkpoint to host memory")
     sheet.work_out("write_s", "checkpoint_bytes / (storage * 1e9)", "s", "writing a checkpoint to storage")
     sheet.work_out("send_s", "shard_bytes / nic_bytes_per_s", "s", "sending a GPU's part to another node")
@@ -62,7 +62,7 @@ def storage(goal: ClusterGoal, job: TrainJob, sheet: Sheet) -> None:
     sheet.given(
         "token_bytes", token_bytes, "bytes", "a token on disk", f"vocabulary of {goal.model.vocab_size:,}"
     )
-    sheet.work_out("read_bytes_per_s", "training_tok_s * token_bytes", "bytes/s", "data read")
+    sheet.work_out("read_bytes_per_s", "training_tok_s * token_bytes", "bytes/s", "data reading rate")
 
 
 def checkpoint_tiers(sheet: Sheet) -> list[CheckpointTier]:

@@ -170,19 +170,19 @@ def _training(goal: ClusterGoal, sheet: Sheet) -> tuple[Plan, Cluster]:
         )
     sheet.given("job_gpus", layout.world, "", "GPUs of the job", f"layout {layout}")
     sheet.work_out("job_nodes", "ceil(job_gpus / gpus_per_node)", "", "nodes of the job")
-    sheet.work_out("nodes_beside_job", "nodes - job_nodes", "", "nodes beside the job's")
+    sheet.work_out("nodes_beside_job", "nodes - job_nodes", "", "nodes that are not part of the job")
     sheet.given("batch", best.job.global_batch, "sequences", "batch", "asked for")
     sheet.given("sequence", best.job.sequence_length, "tokens", "sequence", "asked for")
     sheet.given(
         "step_s",
         estimate.step_s,
         "s",
-        "time of a step",
-        "cost model, playing the schedule: docs/plan-time.md",
+        "step time",
+        "cost model with a simulated pipeline schedule: docs/plan-time.md",
     )
-    sheet.given("mfu", estimate.mfu, "share", "model FLOPs over peak", "cost model: docs/plan-time.md")
-    sheet.work_out("tokens_per_step", "batch * sequence", "tokens", "tokens of a step")
-    sheet.work_out("training_tok_s", "tokens_per_step / step_s", "tokens/s", "speed while training")
+    sheet.given("mfu", estimate.mfu, "share", "MFU: model FLOPs over peak", "cost model: docs/plan-time.md")
+    sheet.work_out("tokens_per_step", "batch * sequence", "tokens", "tokens per step")
+    sheet.work_out("training_tok_s", "tokens_per_step / step_s", "tokens/s", "training throughput")
     return best, Cluster(node, layout.world, goal.cluster.fabric)
 
 
@@ -191,14 +191,16 @@ def _results(
 ) -> None:
     key = best.key
     formula = ettr_formula(key, best.stall, best.away)
-    sheet.work_out("ettr_formula", formula, "share", "share of time that trains, by formula", best.name)
-    sheet.given("ettr_simulated", outcome.ettr, "share", "share of time that trains, simulated", SIMULATED)
+    sheet.work_out("ettr_formula", formula, "share", "ETTR, share of time that trains, by formula", best.name)
+    sheet.given(
+        "ettr_simulated", outcome.ettr, "share", "ETTR, share of time that trains, simulated", SIMULATED
+    )
     for name, share, label in (
         ("ettr_low", outcome.ettr_low, "1 in 20 simulated runs trains less than"),
         ("ettr_high", outcome.ettr_high, "1 in 20 simulated runs trains more than"),
-        ("lost_share", outcome.lost, "share of time that trains again what a failure undid"),
+        ("lost_share", outcome.lost, "share of time that repeats work lost in failures"),
         ("checkpoint_share", outcome.checkpoints, "share of time that checkpoints stop training"),
-        ("restart_share", outcome.restarts, "share of time from failures to training"),
+        ("restart_share", outcome.restarts, "share of time between a failure and the restart"),
         ("repair_share", outcome.no_spare, "share of time that waits for a repair"),
     ):
         sheet.given(name, share, "share", label, SIMULATED)
@@ -210,16 +212,12 @@ def _results(
         "write_behind",
         f"checkpoint_bytes / interval_{key}_s / 1e9",
         "GB/s",
-        "storage, were every checkpoint written to it",
+        "storage bandwidth if every checkpoint is written to it",
     )
-    sheet.work_out(
-        "goodput_tok_s", "training_tok_s * ettr_simulated", "tokens/s", "goodput: tokens that count"
-    )
-    sheet.given("tokens", goal.tokens, "tokens", "to be trained on", "asked for")
-    sheet.work_out("days", "tokens / goodput_tok_s / 86400", "days", "the whole run")
-    sheet.work_out(
-        "failures_in_run", "days * 86400 * ettr_simulated / mttf_s", "", "failures while it trains"
-    )
+    sheet.work_out("goodput_tok_s", "training_tok_s * ettr_simulated", "tokens/s", "goodput")
+    sheet.given("tokens", goal.tokens, "tokens", "tokens to train on", "asked for")
+    sheet.work_out("days", "tokens / goodput_tok_s / 86400", "days", "run time")
+    sheet.work_out("failures_in_run", "days * 86400 * ettr_simulated / mttf_s", "", "failures during the run")
     device, node = goal.cluster.device, goal.cluster.node
     sheet.given("device_w", device.power_w, "W", "power of a GPU", f"catalogue: {device.name}")
     sheet.given("node_w", node.power_w, "W", "power of the rest of a node", f"catalogue: {node.name}")
@@ -238,6 +236,6 @@ def _results(
         f"--price, or the catalogue's guide for {device.name}",
     )
     sheet.work_out(
-        "cost_trillion", "gpus * price * 1e12 / goodput_tok_s / 3600", "USD", "money for a trillion tokens"
+        "cost_trillion", "gpus * price * 1e12 / goodput_tok_s / 3600", "USD", "price of a trillion tokens"
     )
-    sheet.work_out("cost_run", "cost_trillion * tokens / 1e12", "USD", "money for the run")
+    sheet.work_out("cost_run", "cost_trillion * tokens / 1e12", "USD", "price of the run")

@@ -238,6 +238,10 @@ def value(figure: Figure) -> str:
         return f"{amount:.2%}" if amount >= 1e-4 or amount == 0 else f"{amount:.1e}"
     if unit == "s" and (amount >= 600 or 0 < amount < 0.1):
         return f"{number(amount / 60)} min" if amount >= 600 else f"{number(amount * 1e3)} ms"
+    if unit == "h" and 0 < amount < 1:
+        return f"{number(amount * 60)} min"
+    if unit == "GB/s":
+        amount, unit = amount * 1e9, "B/s"
     if unit in ("W", "B", "B/s", "tokens", "tokens/s", "USD"):
         for factor, prefix, word in _PREFIXES:
             if amount >= factor:

@@ -234,7 +234,9 @@ def _sentences(job: TrainJob, cluster: Cluster, profile: Profile) -> tuple[str, 
         found.append(f"no published row of {mine.software} on {mine.device} devices shows: {names}")
     outside = _outside(mine, [witness.features for witness in same or near])
     found.append(
-        f"outside of them: {outside}" if outside else "inside the range of the published rows of its kind"
+        f"outside the range of the published rows: {outside}"
+        if outside
+        else "inside the range of the published rows of its kind"
     )
     return tuple(found)
 

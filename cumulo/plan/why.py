@@ -15,17 +15,17 @@ from cumulo.spec.cluster import Cluster
 
 # What one would do about each part of a step.
 _REMEDIES = {
-    "matrix products": "a faster device, or fewer bits",
-    "attention": "a faster device, or shorter sequences",
+    "matrix products": "a faster device or a smaller number format",
+    "attention": "a faster device or shorter sequences",
     "memory-bound": "more memory bandwidth",
     "launches": "larger micro-batches",
-    "tensor parallel": "less tensor parallelism, or faster scale-up links",
+    "tensor parallel": "less tensor parallelism or faster scale-up links",
     "context parallel": "less context parallelism",
-    "expert parallel": "fewer ranks to spread experts over, or faster links",
+    "expert parallel": "less expert parallelism or faster links",
     "pipeline bubble": "more micro-batches, fewer stages, or another schedule",
-    "data parallel": "a faster network, or a larger batch",
-    "optimizer": "sharing the optimizer's states with ZeRO",
-    "optimizer on the host": "sharing the optimizer's states with ZeRO instead, or adamw8bit",
+    "data parallel": "a faster network or a larger batch",
+    "optimizer": "sharding the optimizer states with ZeRO",
+    "optimizer on the host": "sharding the optimizer states with ZeRO instead, or adamw8bit",
     "activations to the host": "recomputing instead",
 }
 
@@ -44,7 +44,7 @@ def bounds_of(plan: Plan) -> tuple[str, ...]:
     parts = sorted(plan.estimate.breakdown, key=lambda part: -part[1])
     return tuple(
         f"{name} {seconds / plan.estimate.step_s:.0%}"
-        + (f" (helped by {_REMEDIES[name]})" if name in _REMEDIES else "")
+        + (f" (improved by {_REMEDIES[name]})" if name in _REMEDIES else "")
         for name, seconds in parts
         if seconds >= 0.1 * plan.estimate.step_s
     )
@@ -56,8 +56,12 @@ def loses_by(best: Plan, other: Plan) -> str:
     more = {name: second.get(name, 0.0) - first.get(name, 0.0) for name in {*first, *second}}
     lost_s = other.estimate.step_s - best.estimate.step_s
     worst = sorted(more.items(), key=lambda part: (-part[1], part[0]))
-    causes = [f"{name} +{seconds:.3g} s" for name, seconds in worst[:2] if seconds > 0.1 * lost_s > 0]
+    causes = [f"{name} +{_shown(seconds)}" for name, seconds in worst[:2] if seconds > 0.1 * lost_s > 0]
     return f"{lost_s / best.estimate.step_s:.1%} slower" + (f": {', '.join(causes)}" if causes else "")
+
+
+def _shown(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
 
 
 def changes(plan: Plan, goal: TrainGoal, searched: bool = True) -> tuple[Change, ...]:
@@ -80,7 +84,7 @@ def _around(plan: Plan, goal: TrainGoal) -> Iterator[tuple[str, float]]:
     yield "twice the network", _step_s(job, faster_network)
     yield "twice the scale-up links", _step_s(job, replace(cluster, node=replace(node, device=faster_links)))
     if twice := _try(job, global_batch=2 * job.global_batch):
-        yield "twice the batch, for as many tokens", _step_s(twice, cluster) / 2
+        yield "twice the batch, for the same number of tokens", _step_s(twice, cluster) / 2
 
 
 def _searched(plan: Plan, goal: TrainGoal) -> Iterator[tuple[str, float]]:

@@ -20,15 +20,15 @@ def test_a_closed_loop_reports_as_table_json_html_and_records(cumulo: Run, tmp_p
         )  # fmt: skip
     assert ran.code == 0, ran.err
     assert "toy-model" in ran.out and "p99" in ran.out
-    assert [line for line in ran.out.splitlines() if line.startswith("time to first token")]
+    assert [line for line in ran.out.splitlines() if line.startswith("TTFT")]
     report = json.loads(files["load.json"].read_text())
     rows = {row["name"]: row for row in report["rows"]}
     assert set(report) == {"machine", "rows", "server", "levels"}
     assert rows["requests failed"] | {"note": ""} == rows["requests failed"] | {
         "value": 0, "unit": "of 9", "better": "lower", "must": 0, "ok": True, "note": "",
     }  # fmt: skip
-    assert rows["kept the objective"]["value"] == 1.0 and rows["kept the objective"]["must"] == 0.95
-    assert 0 < rows["time to first token, p50"]["value"] <= rows["time to first token, p99"]["value"]
+    assert rows["met the SLO"]["value"] == 1.0 and rows["met the SLO"]["must"] == 0.95
+    assert 0 < rows["TTFT p50"]["value"] <= rows["TTFT p99"]["value"]
     assert report["levels"][0]["requests"] == 9
     assert report["server"]["ignore_eos"] is True
     records = [json.loads(line) for line in files["load.jsonl"].read_text().splitlines()]
@@ -115,7 +115,7 @@ def test_nobody_at_the_address_is_one_line_that_says_what_to_do(cumulo: Run) -> 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--rate", "1", "--concurrency", "2"], "exclude each other"),
+        (["--rate", "1", "--concurrency", "2"], "cannot be combined"),
         (["--find-rate", "--rate", "1"], "add --slo"),
         (["--find-rate", "--slo", "ttft=1s"], "add --rate"),
         (["--rate", "1:5", "--requests", "3"], "add --duration"),
@@ -147,5 +147,5 @@ def test_the_generator_measures_itself(cumulo: Run) -> None:
     ran = cumulo("bench", "serve", "--self-test", "--json", "-")
     rows = {row["name"]: row for row in json.loads(ran.out)["rows"]}
     assert ran.code == 0
-    assert rows["core taken at 2,000 tokens/s"]["ok"]
+    assert rows["share of a core at 2,000 tokens/s"]["ok"]
     assert rows["tokens per CPU second, paced"]["value"] > 4000

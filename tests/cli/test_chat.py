@@ -23,7 +23,7 @@ def test_a_piped_question_gets_only_its_answer_on_stdout(cumulo: Run) -> None:
     assert "Paris" in ran.out
     assert "\x1b" not in ran.out
     assert "tok/s" not in ran.out
-    assert re.search(r"\d+ tokens · [\d.]+ tok/s · first after", ran.err)
+    assert re.search(r"\d+ tokens · [\d.]+ tok/s · TTFT", ran.err)
 
 
 def test_the_same_piped_question_gets_the_same_answer(cumulo: Run) -> None:
@@ -89,7 +89,7 @@ def test_a_conversation_in_a_terminal(terminal: Terminal) -> None:
     terminal.wait_for("/help lists the commands")
     terminal.wait_for("> ")
     terminal.type("What is the capital of France?")
-    assert "Paris" in terminal.wait_for(r"tok/s.*first after [\d.]+ s")
+    assert "Paris" in terminal.wait_for(r"tok/s.*TTFT [\d.]+ s")
 
     terminal.wait_for("> ")
     terminal.type("And of Italy? Answer in one word.")
@@ -111,7 +111,7 @@ def test_a_conversation_in_a_terminal(terminal: Terminal) -> None:
 
     terminal.wait_for("> ")
     terminal.type("/set temperature 0.7")
-    terminal.wait_for("temperature is 0.7 from now on")
+    terminal.wait_for("temperature is now 0.7")
     terminal.wait_for("> ")
     terminal.type("/set top-p 7")
     terminal.wait_for("top_p must be")
@@ -120,7 +120,7 @@ def test_a_conversation_in_a_terminal(terminal: Terminal) -> None:
     terminal.wait_for("did you mean temperature")
     terminal.wait_for("> ")
     terminal.type("/set max_tokens 3")
-    terminal.wait_for("max_tokens is 3")
+    terminal.wait_for("max_tokens is now 3")
 
     terminal.wait_for("> ")
     terminal.type('"""Several')
@@ -150,7 +150,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(terminal: Terminal) -> None
     terminal.wait_for("finished: abort")
     terminal.wait_for("> ")
     terminal.process.send_signal(signal.SIGINT)
-    terminal.wait_for("Ctrl-C again, Ctrl-D or /exit leaves")
+    terminal.wait_for(r"press Ctrl-C again to exit")
     terminal.wait_for("> ")
     terminal.process.send_signal(signal.SIGINT)
     assert terminal.process.wait(timeout=30) == 0

@@ -35,7 +35,7 @@ def test_chat_turns_prompts_into_messages() -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        (" \n\n", "holds no prompt"),
+        (" \n\n", "contains no prompt"),
         ('{"prompt": "a"}\n{"prompt": ', "line 2 is not JSON"),
         ('{"prompt": "a"}\n\n"b"', "line 3 must be an object"),
         ('{"text": "a"}', 'either "prompt" or "messages"'),

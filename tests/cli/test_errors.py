@@ -46,7 +46,7 @@ def test_a_missing_prompt_file_is_named(cumulo: Run, tmp_path: Path) -> None:
 def test_a_pipe_without_a_question_says_how_to_ask_one(cumulo: Run) -> None:
     ran = cumulo("chat", stdin="  \n")
     assert ran.code == 2
-    assert "no question on standard input" in ran.err
+    assert "standard input contains no question" in ran.err
 
 
 @pytest.mark.parametrize("verb", [["chat"], ["generate", "-"]])

@@ -5,8 +5,12 @@ import json
 import math
 from pathlib import Path
 
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from rich.console import Console
 
+from cumulo.cli.quantities import quantity, scale
 from cumulo.cli.report import Row, machine, table, write_json
 
 
@@ -64,7 +68,7 @@ def test_the_table_says_what_is_missed_and_what_is_reached() -> None:
 
 def test_findings_are_shown_in_words() -> None:
     lines = _lines([Row("found", False, must=True, note="see [here]"), Row("memory", 2.5, "GiB")])
-    assert lines[-2].split() == ["found", "no", "amiss", "see", "[here]"]
+    assert lines[-2].split() == ["found", "no", "failed", "see", "[here]"]
     assert lines[-1].split() == ["memory", "2.5", "GiB"]
 
 
@@ -72,3 +76,40 @@ def _lines(rows: list[Row]) -> list[str]:
     console = Console(width=120, file=io.StringIO())
     console.print(table("title", rows))
     return [line for line in console.file.getvalue().splitlines() if line.strip()]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("value", "unit", "shown"),
+    [
+        (5680.0, "GB", "5.68 TB"),
+        (28.0, "s", "28 s"),
+        (16.7, "requests/s", "16.7 requests/s"),
+        (0.00184, "s", "1.84 ms"),
+        (5.52e-6, "s/step", "5.52 µs/step"),
+        (0.0258, "days", "37.2 min"),
+        (1e9, "tokens", "1 B tokens"),
+        (449_001, "tokens/s", "449,001 tokens/s"),
+        (2.22e-14, "%", "< 0.01 %"),
+        (14.8, "$", "14.80 $"),
+        (0.0, "s", "0 s"),
+        (999.7, "ms", "1 s"),
+        (8192, "tokens", "8,192 tokens"),
+    ],
+)
+def test_numbers_are_written_as_people_read_them(value: float, unit: str, shown: str) -> None:
+    assert quantity(value, unit) == shown
+
+
+def test_bounds_are_written_in_the_unit_of_their_figure() -> None:
+    lines = _lines(
+        [Row("TTFT p99", 424.4, "ms", "lower", must=500.0), Row("search", 1500.0, "ms", "lower", must=2000.0)]
+    )
+    assert lines[-2].split() == ["TTFT", "p99", "424", "ms", "≤", "500", "ok"]
+    assert lines[-1].split() == ["search", "1.5", "s", "≤", "2", "ok"]
+
+
+@given(st.floats(1e-9, 1e15), st.sampled_from(["s", "ms", "GiB", "GB/s", "tokens", "days", "MWh"]))
+def test_a_scaled_number_is_the_number_it_was(value: float, unit: str) -> None:
+    size, name = scale(value, unit)
+    back, same = scale(value / size, name)
+    assert back == 1 and same == name

@@ -46,7 +46,7 @@ def test_a_mistake_in_the_configuration_is_one_line(cumulo: Run, tmp_path: Path)
     assert "no setting 'learnin_rate'; did you mean 'learning_rate'?" in ran.err
     assert "NAME=VALUE" in cumulo("train", str(config), "--set", "steps").err
     assert "cannot read" in cumulo("train", str(tmp_path / "none.yaml")).err
-    assert "holds no run" in cumulo("train", "--resume", "--folder", str(tmp_path)).err
+    assert "contains no run to resume" in cumulo("train", "--resume", "--folder", str(tmp_path)).err
     assert not (tmp_path / "run").exists()
 
 
@@ -64,4 +64,4 @@ def test_a_dataset_is_built_and_shown(cumulo: Run, tmp_path: Path) -> None:
     assert built.code == 0, built.err
     assert "in 1 documents" in built.out
     assert cumulo("data", "show", str(tmp_path / "set")).out.startswith("the lazy dog sleeps. the lazy")
-    assert "there is no 3" in cumulo("data", "show", str(tmp_path / "set"), "--document", "3").err
+    assert "--document 3 does not exist" in cumulo("data", "show", str(tmp_path / "set"), "--document", "3").err

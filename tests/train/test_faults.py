@@ -238,7 +238,7 @@ def test_ctrl_c_reaches_all_ranks_and_they_save(tmp_path: Path) -> None:
     run.send_signal(signal.SIGINT)
     text, _ = run.communicate(timeout=200)
     assert run.returncode == 0, text
-    (stopped,) = re.findall(r"stopped after step (\d+), saved", " ".join(text.split()))
+    (stopped,) = re.findall(r"stopped after step (\d+); checkpoint saved", " ".join(text.split()))
     assert (tmp_path / f"run/checkpoints/step-{int(stopped):09d}").is_dir()
     assert (tmp_path / "run/model/model.safetensors").is_file()
     assert len(read_log(log)) == int(stopped)
