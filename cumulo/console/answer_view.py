@@ -7,9 +7,9 @@ from typing import Any
 
 from nicegui import ui
 
-from cumulo.console.answer import Answer
-from cumulo.console.answer_text import AnswerText
 from cumulo.console.calls_view import CallsView, Results
+from cumulo.console.chat.answer import Answer
+from cumulo.console.chat.answer_text import AnswerText
 from cumulo.console.words import milliseconds, rate
 
 _ENDS = {
@@ -72,7 +72,9 @@ _EXPLAINED = "Output tokens, time to first token (TTFT), and decode speed after 
 
 def summary(answer: Answer) -> str:
     parts = [f"{answer.output_tokens:,} token{'' if answer.output_tokens == 1 else 's'}"]
-    timed = answer.ttft_s is not None and not answer.calls  # a call is sent as a whole: its times tell nothing
+    timed = (
+        answer.ttft_s is not None and not answer.calls
+    )  # a call is sent as a whole: its times tell nothing
     if answer.ttft_s is not None and timed:
         parts.append(f"TTFT {milliseconds(answer.ttft_s)}")
     if answer.decode_tok_s is not None and timed:

@@ -8,8 +8,8 @@ from typing import Any
 from nicegui import ui
 from nicegui.events import GenericEventArguments
 
+from cumulo.console.chat.tool_call import ToolCall
 from cumulo.console.shell import show
-from cumulo.console.tool_call import ToolCall
 
 Results = list[dict[str, Any]]  # messages of the role `tool`, in the order of the calls
 

@@ -10,18 +10,18 @@ from starlette.requests import Request
 
 from cumulo.console.answer_view import AnswerActions, AnswerView
 from cumulo.console.api_caller import ApiCaller, ApiFailure
-from cumulo.console.ask_box import AskBox
-from cumulo.console.browser_store import BrowserStore
 from cumulo.console.calls_view import Results
-from cumulo.console.conversation import Conversation, Entry
-from cumulo.console.history_panel import HistoryActions, HistoryPanel
+from cumulo.console.chat.ask_box import AskBox
+from cumulo.console.chat.browser_store import BrowserStore
+from cumulo.console.chat.conversation import Conversation, Entry
+from cumulo.console.chat.history_panel import HistoryActions, HistoryPanel
+from cumulo.console.chat.running_answers import RunningAnswer, RunningAnswers
+from cumulo.console.chat.shortcuts import Shortcuts
+from cumulo.console.chat.story_panel import StoryPanel
+from cumulo.console.chat.thread_view import ThreadView, TurnActions
 from cumulo.console.knobs import Knobs
-from cumulo.console.running_answers import RunningAnswer, RunningAnswers
 from cumulo.console.sessions import Visitor
 from cumulo.console.shell import Shell
-from cumulo.console.shortcuts import Shortcuts
-from cumulo.console.story_panel import StoryPanel
-from cumulo.console.thread_view import ThreadView, TurnActions
 from cumulo.console.tools_box import ToolsProblem
 
 _REDRAW_S = 0.1  # a page is redrawn at most this often, however fast the tokens come

@@ -6,7 +6,7 @@ from typing import Any
 from nicegui import ui
 
 from cumulo.console.answer_view import small_button
-from cumulo.console.presets import Presets, read_own
+from cumulo.console.chat.presets import Presets, read_own
 from cumulo.console.tools_box import ToolsBox
 from cumulo.engine.params import SamplingParams
 
@@ -34,6 +34,14 @@ def effective(recommended: Mapping[str, Any]) -> dict[str, str]:
     return shown | {"max_tokens": f"{_ANSWER_TOKENS}", "seed": "random"}
 
 
+def model_options(models: list[dict[str, Any]]) -> dict[str, str]:
+    """Models as /v1/models lists them, by id; adapters are those that name a parent."""
+    return {
+        str(model["id"]): f"{model['id']} (adapter)" if model.get("parent") else str(model["id"])
+        for model in models
+    }
+
+
 class Knobs:
     def __init__(self, keep: Callable[[str, Any], None], close: Callable[[], Any]) -> None:
         """`keep` stores presets and settings in the browser."""
@@ -58,11 +66,7 @@ class Knobs:
         self._restoring = False
 
     def show_models(self, models: list[dict[str, Any]]) -> None:
-        """Models as /v1/models lists them; adapters are those that name a parent."""
-        options = {
-            str(model["id"]): f"{model['id']} (adapter)" if model.get("parent") else str(model["id"])
-            for model in models
-        }
+        options = model_options(models)
         kept = self._model.value if self._model.value in options else next(iter(options), None)
         self._model.set_options(options, value=kept)
         self._model.set_enabled(len(options) > 1)

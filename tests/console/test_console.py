@@ -47,7 +47,9 @@ def test_a_stopped_answer_ends_in_the_engine_and_is_found_in_requests(
         row = page.locator(f'tr:has(a[href="/requests/{request_id}"])')
         row.wait_for()
         assert "abort" in row.inner_text()
-        assert set(page.locator("tbody .badge").all_inner_texts()) == {"abort"}  # what ended well is filtered out
+        assert set(page.locator("tbody .badge").all_inner_texts()) == {
+            "abort"
+        }  # what ended well is filtered out
         row.locator("a").click()
         page.wait_for_selector("ol.events")
         assert "finished: abort" in text_of(page, "ol.events")

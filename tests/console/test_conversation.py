@@ -7,12 +7,12 @@ import pytest
 
 pytest.importorskip("nicegui")
 
-from cumulo.console.answer import Answer
 from cumulo.console.api_caller import ApiCaller, ApiFailure
-from cumulo.console.conversation import LARGEST_STORED_BYTES, Conversation, fenced, read_files
-from cumulo.console.knobs import effective
-from cumulo.console.presets import BUILT_IN, read_own
-from cumulo.console.running_answers import RunningAnswers
+from cumulo.console.chat.answer import Answer
+from cumulo.console.chat.conversation import LARGEST_STORED_BYTES, Conversation, fenced, read_files
+from cumulo.console.chat.presets import BUILT_IN, read_own
+from cumulo.console.chat.running_answers import RunningAnswers
+from cumulo.console.knobs import effective, model_options
 
 SAID = [
     {"role": "user", "content": "a"},
@@ -56,6 +56,10 @@ def test_what_a_browser_stored_is_checked_before_it_is_used() -> None:
         good | {"entries": [{"role": "system", "content": ""}]},
         good | {"entries": [{"role": "user", "content": 1}]},
         good | {"entries": [{"role": "assistant", "content": "", "tool_calls": [{"id": 1}]}]},
+        good | {"entries": [{"role": "assistant", "content": "", "tool_calls": 1}]},
+        good | {"entries": [{"role": "assistant", "content": "", "about": {"output_tokens": "many"}}]},
+        good | {"entries": [{"role": "assistant", "content": "", "odds": [["a", "b", "c"]]}]},
+        good | {"entries": [{"role": "user", "content": "", "files": [{"name": "a"}]}]},
     ):  # fmt: skip
         assert Conversation.from_stored(wrong) is None, wrong
 
@@ -157,6 +161,11 @@ def test_finished_answers_do_not_pile_up() -> None:
         assert len(answers._answers) <= 257
 
     asyncio.run(asyncio.wait_for(run(), 60))
+
+
+def test_adapters_are_named_as_such_in_the_choice_of_models() -> None:
+    listed = [{"id": "base"}, {"id": "pirate", "parent": "base"}]
+    assert model_options(listed) == {"base": "base", "pirate": "pirate (adapter)"}
 
 
 def test_empty_fields_show_what_applies() -> None:

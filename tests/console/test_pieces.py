@@ -16,7 +16,7 @@ from cumulo.console.live_numbers import WINDOWS, latencies, machine_line, slices
 from cumulo.console.machine_use import MachineUse, Sample
 from cumulo.console.request_table import Filter, rows_of, table_html
 from cumulo.console.resolved_options import engine_rows, server_rows
-from cumulo.console.sessions import COOKIE, Sessions
+from cumulo.console.sessions import COOKIE, Sessions, Visitor
 from cumulo.console.words import duration, milliseconds, percentile, short_id
 from cumulo.engine.config import EngineConfig
 from cumulo.engine.story import Story
@@ -173,6 +173,8 @@ def test_a_revoked_key_ends_its_session(tmp_path: Path) -> None:
     visitor = sessions.visitor({COOKIE: token})
     assert visitor is not None and visitor.name == "mine"
     assert visitor.may_see("mine") and not visitor.may_see("other")
+    assert not visitor.may_see(None), "calls without a valid key are the operator's to see"
+    assert Visitor("operator", "ck-1", may_see_names=True).may_see(None) and Visitor("anyone").may_see(None)
     keys._entries.clear()  # what reading a file without the key leaves
     assert sessions.visitor({COOKIE: token}) is None and not sessions.still_valid(visitor)
 

@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("nicegui")
 
 from cumulo.console.calls_view import _laid_out
-from cumulo.console.tool_call import ToolCall
+from cumulo.console.chat.tool_call import ToolCall
 from cumulo.console.tools_box import EXAMPLE, ToolsProblem, read_tools
 
 

@@ -7,9 +7,9 @@ from typing import Any
 from nicegui import ui
 from nicegui.events import GenericEventArguments
 
-from cumulo.console.answer import Answer
 from cumulo.console.answer_view import AnswerActions, AnswerView, copy_button, small_button
-from cumulo.console.conversation import Conversation, Entry
+from cumulo.console.chat.answer import Answer
+from cumulo.console.chat.conversation import Conversation, Entry
 from cumulo.console.shell import empty, show
 
 _LOOK_DOWN = """

@@ -16,6 +16,7 @@ MOST_FILES = 5
 LARGEST_STORED_BYTES = 700_000  # one message from the browser must carry it: sockets take a megabyte
 _LONGEST_TITLE = 80
 _ROLES = ("user", "assistant", "tool")
+_NUMBERS = ("output_tokens", "ttft_s", "decode_s")
 Entry = dict[str, Any]
 
 
@@ -122,17 +123,47 @@ def _says_something(entry: Entry) -> bool:
 
 
 def _is_entry(entry: Any) -> bool:
+    """Whether it has the shape of what was stored; the page would fail on anything else."""
     if not isinstance(entry, dict) or entry.get("role") not in _ROLES:
         return False
-    if not isinstance(entry.get("content"), str):
-        return False
-    return all(
-        isinstance(call, dict)
+    calls, odds, files = entry.get("tool_calls", []), entry.get("odds", []), entry.get("files", [])
+    return (
+        isinstance(entry.get("content"), str)
+        and isinstance(calls, list)
+        and all(map(_is_call, calls))
+        and isinstance(odds, list)
+        and all(map(_is_odds, odds))
+        and read_files(files) == files
+        and _is_about(entry.get("about", {}))
+        and isinstance(entry.get("pending", ""), str)
+        and isinstance(entry.get("undo", {}), dict)
+    )
+
+
+def _is_call(call: Any) -> bool:
+    function = call.get("function") if isinstance(call, dict) else None
+    return (
+        isinstance(function, dict)
         and isinstance(call.get("id"), str)
-        and isinstance(call.get("function"), dict)
-        and all(isinstance(call["function"].get(part), str) for part in ("name", "arguments"))
-        for call in entry.get("tool_calls", ())
-    ) and read_files(entry.get("files", [])) == entry.get("files", [])
+        and all(isinstance(function.get(part), str) for part in ("name", "arguments"))
+    )
+
+
+def _is_odds(odds: Any) -> bool:
+    return (
+        isinstance(odds, list)
+        and len(odds) == 3
+        and isinstance(odds[0], str)
+        and isinstance(odds[1], int | float)
+        and isinstance(odds[2], str)
+    )
+
+
+def _is_about(about: Any) -> bool:
+    return isinstance(about, dict) and all(
+        value is None or isinstance(value, int | float if name in _NUMBERS else str)
+        for name, value in about.items()
+    )
 
 
 def _size(entries: list[Entry]) -> int:

@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from cumulo.console.tool_call import ToolCall
+from cumulo.console.chat.tool_call import ToolCall
 
 Odds = list[Any]  # the text of a token (or of the few that spell one character), its probability, words on it
 

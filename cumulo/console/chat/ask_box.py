@@ -8,7 +8,7 @@ from nicegui import ui
 from nicegui.events import GenericEventArguments
 
 from cumulo.console.answer_view import small_button
-from cumulo.console.conversation import LARGEST_FILE_BYTES, MOST_FILES, read_files
+from cumulo.console.chat.conversation import LARGEST_FILE_BYTES, MOST_FILES, read_files
 from cumulo.console.shell import show
 
 # Enter sends, Shift+Enter begins a line, and Enter that ends the composing of a character does neither.

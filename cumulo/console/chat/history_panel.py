@@ -9,7 +9,7 @@ from typing import Any
 from nicegui import ui
 
 from cumulo.console.answer_view import small_button
-from cumulo.console.browser_store import BrowserStore
+from cumulo.console.chat.browser_store import BrowserStore
 
 _MOST_SHOWN = 100
 

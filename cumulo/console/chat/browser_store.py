@@ -10,7 +10,7 @@ from typing import Any
 
 from nicegui import ui
 
-from cumulo.console.conversation import Conversation
+from cumulo.console.chat.conversation import Conversation
 
 _SCRIPT = (Path(__file__).parent / "web" / "browser_store.js").read_text("utf-8")
 _PATIENCE_S = 20.0

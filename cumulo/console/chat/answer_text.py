@@ -8,7 +8,7 @@ from typing import Any
 
 from nicegui.element import Element
 
-from cumulo.console.answer import Odds
+from cumulo.console.chat.answer import Odds
 
 
 class AnswerText(

@@ -10,8 +10,8 @@ import time
 from collections import OrderedDict
 from typing import Any
 
-from cumulo.console.answer import Answer
 from cumulo.console.api_caller import ApiCaller, ApiFailure
+from cumulo.console.chat.answer import Answer
 
 _KEPT_S = 3600.0
 _MOST_KEPT = 256
