@@ -127,7 +127,7 @@ def pages(browser: Any, url: str, count: int) -> Iterator[None]:
         for _ in range(count):
             page = context.new_page()
             page.goto(f"{url}/live", timeout=60_000)
-            page.get_by_text("Memory: predicted").wait_for(timeout=60_000)
+            page.get_by_text("Memory ledger").wait_for(timeout=60_000)
         time.sleep(SETTLE_S)
         yield
     finally:
