@@ -123,10 +123,10 @@ def _verdict(row: Row) -> str:
 
 
 def _scale(row: Row) -> tuple[float, str]:
-    """The unit that suits the value; its bounds are written in the same one."""
+    """The unit that suits the value and its bounds, which are written in the same one."""
     if row.value is None or isinstance(row.value, (str, bool)):
         return 1.0, row.unit
-    return quantities.scale(row.value, row.unit)
+    return quantities.scale(max(abs(row.value), row.must or 0, row.aim or 0), row.unit)
 
 
 def _bound(row: Row, bound: float | bool | None, size: float, unit: str) -> str:

@@ -43,7 +43,7 @@ def test_the_words_on_the_screen_say_what_bounds_the_step_and_what_comes_second(
     for words in (
         "Memory per GPU",
         "Step time by part",
-        "Best of each mesh",
+        "Best plan of each mesh",
         "limited by",
         "slower",
         "the space contains",
