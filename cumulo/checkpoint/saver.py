@@ -136,4 +136,4 @@ class Saver:
 
     def _tell_failure(self, step: int, place: str, error: BaseException) -> None:
         self.failed = f"the checkpoint of step {step} could not be written to {place}: {cause(error)}"
-        self.tell(f"{self.failed}; training goes on, the previous checkpoint is kept")
+        self.tell(f"{self.failed}; training continues, and the previous checkpoint is kept")

@@ -109,7 +109,7 @@ class CheckpointStore:
             self.tell(f"{path} is damaged: {problem}; trying the one before it")
         if paths:
             raise TrainingError(
-                f"none of the {len(paths)} checkpoints in {self.folder} is whole; begin again in another folder"
+                f"none of the {len(paths)} checkpoints in {self.folder} is complete; start again in another folder"
             )
         return None
 
@@ -127,7 +127,7 @@ class CheckpointStore:
             self.team.together(lambda: read_parts(checkpoint.path / "tensors", all_parts(state)))
         except FAILURES as error:
             raise TrainingError(
-                f"{checkpoint.path} does not hold this model and optimizer ({cause(error)}); "
+                f"{checkpoint.path} does not contain this model and optimizer ({cause(error)}); "
                 "was the configuration changed since it was written?"
             ) from error
 

@@ -3,6 +3,7 @@
 Newer releases of typer write <str>, <int> and <bool>, older ones TEXT, INTEGER and nothing: with this all agree.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
 
@@ -14,6 +15,8 @@ def use_plain_types(command: Any) -> None:
     for parameter in command.params:
         if parameter.param_type_name == "argument":  # it is named, and its help says what it is
             parameter.display_type_rich = lambda ctx: ""
+            parameter.metavar = parameter.metavar or parameter.name.upper()
+            parameter.get_usage_pieces = _usage(parameter)
         elif parameter.metavar is None:
             parameter.metavar = _word(parameter)
     ask_help = command.get_help_option
@@ -27,6 +30,12 @@ def use_plain_types(command: Any) -> None:
     command.get_help_option = help_option
     for inner in getattr(command, "commands", {}).values():
         use_plain_types(inner)
+
+
+def _usage(parameter: Any) -> Callable[[Any], list[str]]:
+    """NAME, or [NAME] where it can be omitted, with ... where there can be several; never {NAME} or [[NAME]]."""
+    name = parameter.metavar if parameter.required else f"[{parameter.metavar}]"
+    return lambda ctx: [name if parameter.nargs == 1 else f"{name}..."]
 
 
 def _word(parameter: Any) -> str | None:

@@ -172,10 +172,10 @@ def device_kind(device: str) -> str:
     if obstacle is not None:
         if device == "auto":
             return "cpu"
-        raise CumuloError(f"device=cuda was asked for, but {obstacle}; leave it out or say cpu")
+        raise CumuloError(f"device=cuda was asked for, but {obstacle}; omit device, or use device=cpu")
     if find_spec("triton") is None:
         raise CumuloError(
-            "there is a GPU, but not Triton, which compiles its kernels: pip install triton, or say device=cpu"
+            "the GPU kernels need Triton, which is not installed: pip install triton, or use device=cpu"
         )
     return "cuda"
 

@@ -62,13 +62,13 @@ class EngineConfig:
         if kind == "cpu":
             for name in ("weights", "kv_dtype"):
                 if getattr(self, name) == "fp8":
-                    raise CumuloError(f"{name}=fp8 needs a GPU; on a CPU leave {name} out")
+                    raise CumuloError(f"{name}=fp8 needs a GPU; on a CPU, omit {name}")
             if self.batch_invariant:
-                raise CumuloError("batch_invariant is a mode of the GPU's kernels; on a CPU leave it out")
+                raise CumuloError("batch_invariant needs a GPU; on a CPU, omit it")
         elif settled.block_size < 16 or settled.block_size & (settled.block_size - 1):
             raise CumuloError(
-                f"block_size={settled.block_size} was asked for, but on a GPU a block is a tile of attention: "
-                "choose a power of two from 16 up, or leave block_size out"
+                f"block_size={settled.block_size} was asked for, but on a GPU it must be a power of two, 16 or "
+                "more; choose one, or omit block_size"
             )
         return settled
 

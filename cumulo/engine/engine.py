@@ -100,17 +100,17 @@ class Engine:
         ):
             if tokens and not (min(tokens) >= 0 and max(tokens) < self.vocab_size):
                 bad = next(t for t in tokens if not 0 <= t < self.vocab_size)
-                raise InvalidRequest(f"{name} holds token {bad}; token ids are 0 to {self.vocab_size - 1}")
+                raise InvalidRequest(f"{name} contains token {bad}; token ids are 0 to {self.vocab_size - 1}")
         if params.stop and self.tokenizer is None:
             raise InvalidRequest(
                 "stop strings need a tokenizer, and this engine has none: use stop_token_ids"
             )
         if params.guide is not None:
             if self.guidance is None:
-                raise InvalidRequest("a guide needs a tokenizer, and this engine has none: leave guide out")
+                raise InvalidRequest("a guide needs a tokenizer, and this engine has none: omit guide")
             self.guidance.check(params.guide)
         if request.tag.stream and params.pooling is not None:
-            raise InvalidRequest("an embedding comes whole, so it cannot be streamed: leave stream out")
+            raise InvalidRequest("an embedding cannot be streamed: omit stream")
         if request.tag.stream and params.best_of is not None and params.best_of > params.n:
             raise InvalidRequest(
                 "best_of is known only at the end, so it cannot be streamed: use n, or no stream"

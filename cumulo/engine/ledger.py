@@ -113,7 +113,7 @@ def plan_memory(
     usable = int(available_bytes * (1 - (_GPU_SHARE_LEFT_FREE if on_gpu else _SHARE_LEFT_FREE)))
     if config.max_context is not None and config.max_context > spec.max_context:
         raise CumuloError(
-            f"max_context={config.max_context} was asked for, but this model was made for "
+            f"max_context={config.max_context} was asked for, but this model supports at most "
             f"{spec.max_context:,} tokens; set max_context={spec.max_context} or less"
         )
     if weight_bytes <= usable < loading_bytes:

@@ -97,13 +97,13 @@ def open_gguf(path: Path | str) -> GGUFFile:
     if match is None or int(match[3]) != pieces:
         raise ModelError(
             f"{path} says it is one of {pieces} pieces, but is not named like one "
-            f"(NAME-00001-of-{pieces:05d}.gguf); give it and its siblings their original names back"
+            f"(NAME-00001-of-{pieces:05d}.gguf); give all pieces their original names"
         )
     names = [f"{match[1]}-{number:05d}-of-{pieces:05d}.gguf" for number in range(1, pieces + 1)]
     absent = [name for name in names if not (path.parent / name).is_file()]
     if absent:
         raise ModelError(
-            f"{path} is one of {pieces} pieces; missing beside it: {', '.join(absent[:5])}"
+            f"{path} is one of {pieces} pieces; missing next to it: {', '.join(absent[:5])}"
             + (f" and {len(absent) - 5} more" if len(absent) > 5 else "")
         )
     files = [_read_one(path.parent / name) for name in names]

@@ -83,8 +83,8 @@ def _in_folder(folder: Path) -> ModelSource:
         return ModelSource(heads[0], "gguf", heads[0].stem)
     if heads:
         listing = ", ".join(file.name for file in heads)
-        raise ModelError(f"{folder} holds several GGUF files ({listing}); name one of them")
-    raise ModelError(f"{folder} holds no model: neither config.json with safetensors nor a .gguf file")
+        raise ModelError(f"{folder} contains several GGUF files ({listing}); name one of them")
+    raise ModelError(f"{folder} contains no model: neither config.json with safetensors nor a .gguf file")
 
 
 def _download_folder(name: str) -> Path:

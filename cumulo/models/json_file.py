@@ -28,12 +28,12 @@ def read_json(path: Path, most_bytes: int = MOST_BYTES) -> dict[str, Any]:
         if not path.is_file():
             raise ModelError(f"{path} is not a regular file")
         if (size := path.stat().st_size) > most_bytes:
-            raise ModelError(f"{path} has {size:,} bytes; {most_bytes:,} is the most that is read")
+            raise ModelError(f"{path} has {size:,} bytes; the maximum is {most_bytes:,}")
         content = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{path} cannot be read: {error}") from error
     if not isinstance(content, dict):
-        raise ModelError(f"{path} should hold a JSON object, not {type(content).__name__}")
+        raise ModelError(f"{path} must contain a JSON object, not {type(content).__name__}")
     return content
 
 
@@ -41,7 +41,7 @@ def token_ids(value: Any, where: str, vocabulary: int) -> list[int]:
     """The tokens that a field such as eos_token_id names: none, one or several, all in the vocabulary."""
     found = value if isinstance(value, list) else [] if value is None else [value]
     if len(found) > _MOST_ENDS:
-        raise ModelError(f"{where} lists {len(found):,} tokens; {_MOST_ENDS} is the most")
+        raise ModelError(f"{where} lists {len(found):,} tokens; the maximum is {_MOST_ENDS}")
     for token in found:
         if isinstance(token, bool) or not isinstance(token, int):
             raise ModelError(f"{where} must be a token's number or a list of them, got {shown(token)}")

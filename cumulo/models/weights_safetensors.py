@@ -60,7 +60,7 @@ def load_safetensors(
     if odd := [f"{p.source} is {tensors[p.source].dtype}" for p in placements
                if tensors[p.source].dtype not in _ITEM_BYTES]:  # fmt: skip
         raise ModelError(
-            f"{folder} holds weights of a type that is not known here: {'; '.join(odd[:10])}"
+            f"{folder} contains weights of an unsupported type: {'; '.join(odd[:10])}"
             f"{f'; and {len(odd) - 10} more' if len(odd) > 10 else ''}; known: {', '.join(_ITEM_BYTES)}"
         )
     by_file: dict[Path, list[Placement]] = {}
@@ -93,7 +93,7 @@ def read_directory(folder: Path) -> dict[str, FileTensor]:
     for file in _files(folder, weight_map):
         for name, tensor in read_header(file).items():
             if name in tensors:
-                raise ModelError(f"{file} holds {name!r}, which is also in {tensors[name].file.name}")
+                raise ModelError(f"{file} contains {name!r}, which is also in {tensors[name].file.name}")
             tensors[name] = tensor
     for name, file_name in (weight_map or {}).items():
         if name not in tensors or tensors[name].file.name != file_name:
@@ -132,9 +132,9 @@ def _files(folder: Path, weight_map: dict[str, str] | None) -> list[Path]:
         return [single] if single in files else files
     if files:
         names = ", ".join(file.name for file in files[:5])
-        raise ModelError(f"{folder} holds several weight files ({names}) but no {INDEX_NAME} to join them")
+        raise ModelError(f"{folder} contains several weight files ({names}) but no {INDEX_NAME} to join them")
     old = " (only older .bin files: convert them to safetensors)" if list(folder.glob("*.bin")) else ""
-    raise ModelError(f"{folder} holds no .safetensors file{old}")
+    raise ModelError(f"{folder} contains no .safetensors file{old}")
 
 
 def read_header(file: Path) -> dict[str, FileTensor]:

@@ -67,13 +67,14 @@ class Assumptions:
                 raise ConfigError(f"{one.name} must be 0 or more, got {getattr(self, one.name).value}")
         if self.pue.value < 1:
             raise ConfigError(
-                f"a building takes at least the power of its machines: pue ≥ 1, got {self.pue.value}"
+                "pue must be 1 or more, because a building uses at least the power of its machines; got "
+                f"{self.pue.value}"
             )
         for name in ("failures", "storage", "stall"):
             if getattr(self, name).value == 0:
                 raise ConfigError(f"{name} must be more than 0: a plan without it has no optimum")
         if self.broken_share.value > 1:
-            raise ConfigError(f"broken_share is a share, from 0 to 1, got {self.broken_share.value}")
+            raise ConfigError(f"broken_share must be between 0 and 1, got {self.broken_share.value}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,12 +93,14 @@ class ClusterGoal:
 
     def __post_init__(self) -> None:
         if not 0 < self.tokens < math.inf:
-            raise ConfigError(f"there must be tokens to train on, as 15e12; got {self.tokens:g}")
+            raise ConfigError(
+                f"--tokens must be more than 0 and finite, for example 15e12; got {self.tokens:g}"
+            )
         if not self.cluster.device.price_per_hour < math.inf:
             raise ConfigError("the price of a GPU must be a number of dollars, got inf")
         if self.fixed is not None and self.fixed.layout.world > self.cluster.gpus:
             raise ConfigError(
-                f"the layout {self.fixed.layout} needs {self.fixed.layout.world:,} GPUs, and there are "
+                f"the layout {self.fixed.layout} needs {self.fixed.layout.world:,} GPUs, but the cluster has "
                 f"{self.cluster.gpus:,}; make dp smaller, or ask for more GPUs"
             )
 

@@ -165,8 +165,9 @@ def _training(goal: ClusterGoal, sheet: Sheet) -> tuple[Plan, Cluster]:
     held = goal.cluster.device.memory_bytes
     if estimate.memory is not None and estimate.memory.total > held:
         raise ConfigError(
-            f"the layout {layout} needs {estimate.memory.total / 2**30:.1f} GiB of a {goal.cluster.device.name} "
-            f"that has {held / 2**30:.1f}; use a larger tp or pp, zero=3 or recompute=full, or leave --fixed out"
+            f"the layout {layout} needs {estimate.memory.total / 2**30:.1f} GiB per GPU, but a "
+            f"{goal.cluster.device.name} has {held / 2**30:.1f} GiB; use a larger tp or pp, zero=3 or "
+            "recompute=full, or omit --fixed"
         )
     sheet.given("job_gpus", layout.world, "", "GPUs of the job", f"layout {layout}")
     sheet.work_out("job_nodes", "ceil(job_gpus / gpus_per_node)", "", "nodes of the job")

@@ -37,7 +37,7 @@ def fixed_job(text: str, goal: TrainGoal) -> TrainJob:
         elif name == "recompute":
             job[name] = _recompute(value)
         else:
-            raise ConfigError(f"--fixed knows no {name!r}{_nearest(name)}")
+            raise ConfigError(f"--fixed does not accept {name!r}{_nearest(name)}")
     tp = layout.get("tp")
     if isinstance(tp, int) and tp > 0 and (problems := list(tensor_problems(goal.model, tp))):
         raise ConfigError("; ".join(problems))
@@ -46,8 +46,8 @@ def fixed_job(text: str, goal: TrainGoal) -> TrainJob:
     split = Layout(**layout)  # type: ignore[arg-type]
     if split.world != goal.cluster.gpus:
         raise ConfigError(
-            f"{split} is a layout of {split.world:,} GPUs, and there are {goal.cluster.gpus:,}; "
-            f"say --gpus {split.world}, or leave dp out"
+            f"{split} is a layout of {split.world:,} GPUs, but the cluster has {goal.cluster.gpus:,}; "
+            f"use --gpus {split.world}, or omit dp"
         )
     return goal.job(split, **job)  # type: ignore[arg-type]
 
@@ -61,7 +61,7 @@ def _data_parallel(layout: dict[str, object], goal: TrainGoal) -> int:
         near = min(
             (size for size in range(1, gpus + 1) if gpus % size == 0), key=lambda size: abs(size - ranks)
         )
-        raise ConfigError(f"tp × pp × cp = {ranks} does not divide {gpus:,} GPUs; {near:,} would")
+        raise ConfigError(f"tp × pp × cp = {ranks} does not divide {gpus:,} GPUs; {near:,} does")
     return gpus // ranks
 
 
@@ -69,12 +69,12 @@ def _number(name: str, value: str) -> int:
     try:
         return int(value)
     except ValueError:
-        raise ConfigError(f"--fixed {name} is a whole number, got {value!r}") from None
+        raise ConfigError(f"--fixed {name} must be a whole number, got {value!r}") from None
 
 
 def _one_of(name: str, value: str, choices: dict[str, object]) -> object:
     if value.lower() not in choices:
-        raise ConfigError(f"--fixed {name} is {' or '.join(choices)}, got {value!r}")
+        raise ConfigError(f"--fixed {name} must be {' or '.join(choices)}, got {value!r}")
     return choices[value.lower()]
 
 
@@ -84,7 +84,7 @@ def _recompute(value: str) -> str:
     found = "+".join(sorted(parts, key=lambda part: OPERATIONS.index(part) if part in OPERATIONS else -1))
     if found not in get_args(Recompute):
         raise ConfigError(
-            f"--fixed recompute is none, full, selective, or some of {'+'.join(OPERATIONS)}, got {value!r}"
+            f"--fixed recompute must be none, full, selective, or some of {'+'.join(OPERATIONS)}, got {value!r}"
         )
     return found
 

@@ -50,7 +50,7 @@ def lines_of(folder: Path, refused: list[str] | None = None) -> list[Line]:
                     found.append(line)
     if not found:
         raise ConfigError(
-            f"{folder} has no table that is known; known are files whose names begin with: {', '.join(READERS)}"
+            f"{folder} contains no known table; names of known files begin with: {', '.join(READERS)}"
         )
     return found
 

@@ -68,13 +68,15 @@ def check_limits(
     if limits.deadline_days is None and limits.budget is None:
         return
     if tokens is None:
-        raise ConfigError("a deadline or a budget is for a whole run: add --tokens, as in --tokens 15e12")
+        raise ConfigError(
+            "--deadline-days and --budget need the length of the run: add --tokens, for example --tokens 15e12"
+        )
     cost = _cost(plan, goal, tokens, storage)
     missed = limits.missed(cost)
     if missed is None:
         return
     if not searched:
-        raise ConfigError(f"{missed}; leave --fixed out to search for a layout that keeps it")
+        raise ConfigError(f"{missed}; omit --fixed to search for a layout within the limit")
     asked = _Asked(goal, tokens, limits, storage)
     raise ConfigError(f"{missed}; {_sooner(asked, cost) if limits.late(cost) else _cheaper(asked)}")
 

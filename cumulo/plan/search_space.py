@@ -44,8 +44,8 @@ class TrainGoal:
         if device.generation == "cpu" and (self.offload_optimizer or self.offload_activations):
             asked = "--offload-optimizer" if self.offload_optimizer else "--offload-activations"
             raise ConfigError(
-                f"{asked} moves memory from a device to its host, and {device.name} is the host itself; leave it "
-                f"out, or take another --device"
+                f"{asked} moves memory from a device to its host, and {device.name} is the host itself; omit it, "
+                f"or choose another --device"
             )
 
     @property

@@ -73,7 +73,10 @@ def find_capacity(
         while holds(high := high * 2):
             low = high
             if high > MOST_RATE:
-                raise ConfigError(f"{MOST_RATE:,.0f} requests per second and more hold: give longer requests")
+                raise ConfigError(
+                    f"{MOST_RATE:,.0f} requests/s and more meet the SLO, so there is no highest rate to "
+                    "find; use longer requests"
+                )
     else:
         while not holds(low := low / 2):
             high = low

@@ -53,7 +53,7 @@ class Replica:
     @property
     def form(self) -> Format:
         if self.weights not in FORMATS:
-            raise ConfigError(f"weights are {', '.join(FORMATS)}; got {self.weights!r}")
+            raise ConfigError(f"weights must be one of {', '.join(FORMATS)}; got {self.weights!r}")
         return FORMATS[self.weights]
 
     @property
@@ -66,9 +66,7 @@ class Replica:
 
     def work(self) -> StepWork:
         if self.ep not in (1, self.tp):
-            raise ConfigError(
-                f"ep {self.ep} of a replica of {self.tp} GPUs: experts go over all of them; try {self.tp}"
-            )
+            raise ConfigError(f"ep must be 1 or {self.tp}, the number of GPUs of the replica; got {self.ep}")
         return step_work(self.spec, self.form, self.tp, self.ep)
 
     def engine_config(self) -> EngineConfig:
@@ -150,7 +148,7 @@ class Replica:
         longest = max(one.prompt_tokens + one.output_tokens for one in arrivals)
         if longest > self.spec.max_context:
             raise ConfigError(
-                f"a request of this traffic has {longest:,} tokens with its answer; the model was made for "
+                f"a request of this traffic has {longest:,} tokens with its answer; the model supports "
                 f"{self.spec.max_context:,}: shorten prompts or answers"
             )
         return replace(self, max_context=longest)

@@ -76,7 +76,7 @@ def search(
     check_rate(wanted.rate)
     every = sorted(candidates, key=lambda one: one.least_price(wanted.rate))
     if not every:
-        raise ConfigError("no device is left to choose from: name one with --devices, or leave it out")
+        raise ConfigError("--devices contains no device: name one or more, or omit it")
     found: list[Deployment] = []
     simulated = 0
     for one in every:

@@ -17,7 +17,9 @@ def timeline(job: TrainJob, cluster: Cluster) -> Timeline:
     """Of one data-parallel rank; a long step is shown until its pattern repeats."""
     layout = job.layout
     if layout.pp == 1:
-        raise ConfigError("this plan has one stage, so there is no pipeline to draw; leave --timeline out")
+        raise ConfigError(
+            "this plan has one pipeline stage, so there is no pipeline to draw; omit --timeline"
+        )
     profile, _ = shipped().find(cluster.device, job.dtype, job.software)
     time = step_time(job, cluster, profile, play=False)
     neighbours = network_of(cluster).group(2, layout.world // layout.pp)

@@ -29,15 +29,15 @@ class Slo:
     def __post_init__(self) -> None:
         if self.ttft_s is None and self.itl_s is None:
             raise ConfigError(
-                "an objective needs a bound: ttft (time to first token), itl (between tokens), or both"
+                "an SLO needs a bound on ttft (time to first token), on itl (inter-token latency), or on both"
             )
         for name in ("ttft_s", "itl_s"):
             bound = getattr(self, name)
             if bound is not None and not 0 < bound < math.inf:
-                raise ConfigError(f"the objective's {name[:-2]} must be more than 0 s, got {bound:g}")
+                raise ConfigError(f"the SLO's {name[:-2]} must be more than 0 s, got {bound:g}")
         if not 0 < self.percentile < 100:
             raise ConfigError(
-                f"the objective's percentile lies between 0 and 100, got {self.percentile:g}; 99 is usual"
+                f"the SLO's percentile must be between 0 and 100, got {self.percentile:g}; 99 is usual"
             )
 
 
@@ -47,7 +47,7 @@ class Traffic:
 
     def __post_init__(self) -> None:
         if not self.arrivals:
-            raise ConfigError("there is no request in this traffic: one or more are needed")
+            raise ConfigError("this traffic contains no request; it needs one or more")
 
     @property
     def rate(self) -> float:
@@ -58,7 +58,9 @@ class Traffic:
     def at_rate(self, rate: float) -> "Traffic":
         check_rate(rate)
         if math.isinf(self.rate):
-            raise ConfigError("all requests of this traffic come at once: it has no rate to change")
+            raise ConfigError(
+                "all requests of this traffic arrive at the same time, so it has no rate to change; omit --rate"
+            )
         factor = self.rate / rate
         return Traffic(tuple(replace(one, arrived_s=one.arrived_s * factor) for one in self.arrivals))
 
@@ -79,7 +81,7 @@ class Traffic:
 
 def check_rate(rate: float) -> None:
     if not 0 < rate < math.inf:
-        raise ConfigError(f"a rate is more than 0 requests per second, got {rate:g}; try 1")
+        raise ConfigError(f"the rate must be more than 0 requests/s, got {rate:g}; try 1")
 
 
 def drawn_traffic(
@@ -97,7 +99,9 @@ def drawn_traffic(
     if count < 1:
         raise ConfigError(f"a simulation needs 1 request or more, got {count}")
     if prefix_tokens < 0 or prefixes < 1:
-        raise ConfigError(f"{prefixes} prefixes of {prefix_tokens} tokens: 1 or more of 0 or more are needed")
+        raise ConfigError(
+            f"--prefixes must be 1 or more and --shared-prefix 0 or more, got {prefixes} and {prefix_tokens}"
+        )
     rng = random.Random(seed)
     arrivals = []
     for time_s in times_s[:count]:

@@ -40,7 +40,7 @@ class Catalog:
         for path in files:
             for kind, entries in _read(path).items():
                 if kind not in _KINDS:
-                    raise ConfigError(f"{path} has no table {kind!r}{_nearest(kind, _KINDS)}")
+                    raise ConfigError(f"{path} contains an unknown table {kind!r}{_nearest(kind, _KINDS)}")
                 if not isinstance(entries, Mapping):
                     raise ConfigError(f"{path}: {kind} must be a table of names, got {entries!r}")
                 tables[kind] |= entries
@@ -73,11 +73,13 @@ class Catalog:
         """`gpus` of a device, in the first node of the catalogue that has it, or in the node named."""
         if node is None:
             if device is None:
-                raise ConfigError("a cluster needs a device or a node: name one of them")
+                raise ConfigError("a cluster needs a device or a node: give --device or --node")
             node = self._node_with(device)
         found = self.node(node)
         if device is not None and found.device.name != self.device(device).name:
-            raise ConfigError(f"node {node} has {found.device.name}, not {device}; leave one of the two out")
+            raise ConfigError(
+                f"node {node} contains {found.device.name}, not {device}; give only one of --node and --device"
+            )
         return Cluster(found, gpus, self.fabric(fabric))
 
     def _node_with(self, device: str) -> str:
@@ -85,7 +87,9 @@ class Catalog:
         for name, fields in self.tables["nodes"].items():
             if fields.get("device") == device:
                 return name
-        raise ConfigError(f"no node of the catalogue has {device}; add one under `nodes:` in your own file")
+        raise ConfigError(
+            f"no node in the catalogue contains {device}; add one under `nodes:` in your own file"
+        )
 
     def _fields(self, kind: str, name: str) -> dict[str, Any]:
         return {"name": name, **self._entry(kind, name)}
@@ -93,7 +97,7 @@ class Catalog:
     def _entry(self, kind: str, name: str) -> Mapping[str, Any]:
         entries = self.tables[kind]
         if name not in entries:
-            raise ConfigError(f"the catalogue has no {kind[:-1]} {name!r}{_nearest(name, entries)}")
+            raise ConfigError(f"the catalogue contains no {kind[:-1]} {name!r}{_nearest(name, entries)}")
         return _table(entries[name], f"{kind[:-1]} {name}")
 
 

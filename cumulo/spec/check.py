@@ -24,7 +24,7 @@ def refuse_unplayable(spec: ModelSpec) -> None:
     if not spec.gated_ffn or spec.learned_positions or spec.norm_bias:
         raise ModelError(
             f"a {spec.family} model with learned positions, LayerNorm or an ungated feed-forward can be planned, "
-            "but not run here; what runs is of the Llama, Qwen, Mistral, Mixtral and DeepSeek families"
+            "but not run; Cumulo runs the Llama, Qwen, Mistral, Mixtral and DeepSeek families"
         )
 
 

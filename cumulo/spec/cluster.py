@@ -22,8 +22,8 @@ class Cluster:
         if self.gpus > self.node.gpus and self.gpus % self.node.gpus:
             below = self.gpus // self.node.gpus * self.node.gpus
             raise ConfigError(
-                f"{self.gpus} GPUs are not whole nodes of {self.node.gpus} ({self.node.name}); "
-                f"{below} or {below + self.node.gpus} would be"
+                f"{self.gpus} GPUs do not fill whole nodes of {self.node.gpus} ({self.node.name}); "
+                f"use {below} or {below + self.node.gpus}"
             )
 
     @property

@@ -47,7 +47,7 @@ class _Metadata:
         value = self.need(name) if default is None else self.get(name, default)
         values = set(value) if isinstance(value, list) else {value}
         if len(values) != 1:
-            raise ModelError(f"'{self.architecture}.{name}' differs between layers, which is not known here")
+            raise ModelError(f"'{self.architecture}.{name}' differs between layers, which is not supported")
         (value,) = values
         if isinstance(value, bool) or not isinstance(value, int):
             raise ModelError(f"'{self.architecture}.{name}' must be a whole number, got {value!r}")
@@ -77,7 +77,9 @@ def spec_from_gguf(
         raise ModelError(f"the GGUF metadata has a field of the wrong kind: {error}") from error
     if rope_factors is not None:
         if fields["rope_scaling"] is not None:
-            raise ModelError("the GGUF file has both a rope scaling and rope_freqs.weight; only one can hold")
+            raise ModelError(
+                "the GGUF file contains both a rope scaling and rope_freqs.weight; only one of them is possible"
+            )
         factors = tuple(float(factor) for factor in rope_factors)
         fields["rope_scaling"] = RopeScaling("factors", 1.0, fields["max_context"], factors=factors)
     return checked(ModelSpec(**fields), "the GGUF metadata")
@@ -93,7 +95,9 @@ def _common(data: _Metadata) -> Fields:
     head_dim = data.number("attention.key_length", hidden // max(heads, 1))
     rotated = data.number("rope.dimension_count", head_dim)
     if rotated != head_dim and data.architecture != "deepseek2":
-        raise ModelError(f"the GGUF file rotates {rotated} of {head_dim} dimensions of a head; known: all")
+        raise ModelError(
+            f"the GGUF file rotates {rotated} of {head_dim} dimensions of a head; only full rotation is supported"
+        )
     return {
         "family": data.architecture,
         "vocab_size": _vocabulary(data),

@@ -23,21 +23,22 @@ _DEFAULT_THETA = {"mixtral": 1e6}
 def spec_from_config(config: Config) -> ModelSpec:
     """The spec of a configuration, or a ModelError that names the unknown architecture or missing field."""
     if not isinstance(config, Mapping):
-        raise ModelError(f"config.json must hold a table of fields, got {type(config).__name__}")
+        raise ModelError(f"config.json must contain a table of fields, got {type(config).__name__}")
     family = config.get("model_type")
     if family is None:
-        raise ModelError("config.json has no 'model_type', so the architecture cannot be known")
+        raise ModelError("config.json contains no 'model_type', so the architecture is unknown")
     if not isinstance(family, str) or family not in _FAMILIES:
         raise ModelError(f"unknown architecture {family!r} in config.json; known: {', '.join(_FAMILIES)}")
     if quantization := config.get("quantization_config"):
         method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
         raise ModelError(
-            f"the weights are quantised with {method!r}; use the unquantised model or a GGUF file"
+            f"the weights are quantized with {method!r}, which is not supported; use the original model "
+            "or a GGUF file"
         )
     activation = config.get("hidden_act", "silu")
     if activation not in ("silu", "swish"):
         raise ModelError(
-            f"config.json asks for hidden_act {activation!r}; {family} is known with 'silu' only"
+            f"config.json asks for hidden_act {activation!r}; {family} is supported only with 'silu'"
         )
     try:
         fields = _common(config)
@@ -73,7 +74,9 @@ def _whole(config: Config, *names: str) -> int:
 
 def _common(config: Config) -> Fields:
     if _whole(config, "num_hidden_layers") > _MOST_LAYERS:
-        raise ModelError(f"config.json says {config['num_hidden_layers']:,} layers; no model has so many")
+        raise ModelError(
+            f"config.json says {config['num_hidden_layers']:,} layers, which is more than any model has"
+        )
     heads = _whole(config, "num_attention_heads")
     hidden = _whole(config, "hidden_size")
     theta, scaling = _rope(config)
@@ -103,11 +106,13 @@ def _rope(config: Config) -> tuple[float, RopeScaling | None]:
     family = config["model_type"]
     table = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if any(isinstance(value, Mapping) for value in table.values()):
-        raise ModelError("config.json has rotary parameters per layer type; only one set for all is known")
+        raise ModelError(
+            "config.json contains rotary parameters per layer type; only one set for all layers is supported"
+        )
     theta = float(table.get("rope_theta") or config.get("rope_theta") or _DEFAULT_THETA.get(family, 10000.0))
     partial = table.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
     if partial != 1.0:
-        raise ModelError(f"config.json rotates only {partial} of each head; known: all of it")
+        raise ModelError(f"config.json rotates only {partial} of each head; only full rotation is supported")
     kind = table.get("rope_type") or table.get("type") or "default"
     if kind == "default":
         return theta, None

@@ -44,7 +44,7 @@ def find_files(sources: Sequence[str]) -> list[Path]:
             )
             if not found:
                 raise ConfigError(
-                    f"{path} holds no {', '.join((*_TEXT, *_ROWS))} file; name the files themselves"
+                    f"{path} contains no {', '.join((*_TEXT, *_ROWS))} file; name the files themselves"
                 )
             files += found
         elif path.is_file():
@@ -52,7 +52,7 @@ def find_files(sources: Sequence[str]) -> list[Path]:
         else:
             raise ConfigError(
                 f"there is no dataset at {source!r}; name a file, a folder, or "
-                f"{STANDARD_LIBRARY} for Python's own source"
+                f"{STANDARD_LIBRARY} for Python's standard library"
             )
     return files
 
@@ -106,7 +106,7 @@ def read_rows(piece: Piece, text_field: str) -> Iterator[Any]:
             yield path.read_text("utf-8")
         except UnicodeDecodeError as error:
             raise TrainingError(
-                f"{path} is not UTF-8 text (byte {error.start}); convert it or leave it out"
+                f"{path} is not UTF-8 text (byte {error.start}); convert it, or remove it from the sources"
             ) from error
 
 

@@ -22,7 +22,7 @@ class TokenDataset:
                 self.learnt = np.memmap(folder / "learnt.bin", dtype=np.uint8, mode="r")
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise TrainingError(
-                f"{folder} is not a whole dataset ({error}); build it again: cumulo data build"
+                f"{folder} is not a complete dataset ({error}); build it again: cumulo data build"
             ) from error
         lengths = {len(self.tokens), int(self.starts[-1]), facts["tokens"]}
         if self.learnt is not None:

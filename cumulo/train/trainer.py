@@ -406,7 +406,9 @@ class Trainer:
 
 def refuse_to_overwrite(folder: Path) -> None:
     if any((folder / "checkpoints").glob("step-*")):
-        raise ConfigError(f"{folder} already has checkpoints; go on with --resume, or set another folder")
+        raise ConfigError(
+            f"{folder} already contains checkpoints; resume them with --resume, or choose another --folder"
+        )
 
 
 def _every(steps: int, step: int) -> bool:

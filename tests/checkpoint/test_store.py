@@ -157,5 +157,5 @@ def test_a_checkpoint_of_another_model_is_refused(run: Saved) -> None:
     run.save(1, state(1.0), {}, later=False)
     checkpoint = run.latest()
     assert checkpoint is not None
-    with pytest.raises(TrainingError, match="does not hold this model"):
+    with pytest.raises(TrainingError, match="does not contain this model"):
         run.store.load(checkpoint, held_whole({"model.other": torch.zeros(3)}))

@@ -34,6 +34,20 @@ def test_every_verb_explains_itself_with_an_example(cumulo: Run, verb: tuple[str
         assert "cumulo " + " ".join(verb) in ran.out.split("Example: ")[1]
 
 
+@pytest.mark.parametrize(
+    ("verb", "usage"),
+    [
+        (("explain",), "explain [OPTIONS] ID"),
+        (("train",), "train [OPTIONS] [CONFIG.yaml]"),
+        (("data", "build"), "data build [OPTIONS] FOLDER SOURCES..."),
+        (("generate",), "generate [OPTIONS] [PROMPT]"),
+    ],
+)
+def test_usage_lines_name_arguments_as_users_know_them(verb: tuple[str, ...], usage: str) -> None:
+    ran = cumulo_process(*verb, "--help")  # a process: help is set up in `main`
+    assert f"Usage: cumulo {usage}" in " ".join(ran.out.split())
+
+
 def test_help_imports_no_torch() -> None:
     script = (
         "import sys\nfrom cumulo.cli import main\nsys.argv = ['cumulo', '--help']\n"

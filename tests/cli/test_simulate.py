@@ -85,7 +85,7 @@ def test_requests_that_all_come_at_once_have_no_rate(tmp_path: Path) -> None:
     trace.write_text(10 * line)
     found = report_of(tmp_path / "a.json", "simulate", "serve", "llama-3.1-8b", "--trace", str(trace))
     assert found["trials"][0]["rate"] is None and found["trials"][0]["finished"] == 10
-    with pytest.raises(CumuloError, match="come at once"):
+    with pytest.raises(CumuloError, match="arrive at the same time"):
         run("simulate", "serve", "llama-3.1-8b", "--trace", str(trace), "--rate", "5")
 
 
@@ -153,7 +153,7 @@ def test_a_plan_serves_longer_requests_than_its_sample_has(
         (["--tp", "3"], "does not divide"),
         (["--tp", "0"], "does not divide"),
         (["--ep", "2", "--tp", "2"], "no experts"),
-        (["--weights", "int3"], "weights are bfloat16"),
+        (["--weights", "int3"], "weights must be one of bfloat16"),
         (["--device", "cpu"], "no measured products of bfloat16"),
         (["--find-capacity"], "add --slo"),
         (["--slo", "e2e=1s"], "can bound only ttft and itl"),

@@ -36,7 +36,7 @@ def test_a_run_reports_and_leaves_a_model_that_answers(cumulo: Run, tmp_path: Pa
     assert answer.code == 0, answer.err
     refused = cumulo("train", str(config))
     assert refused.code == 2
-    assert "already has checkpoints; go on with --resume" in refused.err
+    assert "already contains checkpoints; resume them with --resume" in refused.err
 
 
 def test_a_mistake_in_the_configuration_is_one_line(cumulo: Run, tmp_path: Path) -> None:

@@ -112,7 +112,7 @@ def test_impossible_requests_are_refused_by_name_and_cost_nothing():
         engine.add([1, 9999], GREEDY)
     with pytest.raises(InvalidRequest, match="token -1"):
         engine.add([-1], GREEDY)
-    with pytest.raises(InvalidRequest, match="logit_bias holds token 500"):
+    with pytest.raises(InvalidRequest, match="logit_bias contains token 500"):
         engine.add([1], SamplingParams(logit_bias={500: 1.0}))
     with pytest.raises(InvalidRequest, match="stop strings need a tokenizer"):
         engine.add([1], SamplingParams(stop="x"))

@@ -165,7 +165,7 @@ def test_a_type_that_cannot_be_read_is_named_with_its_tensor_and_the_ones_that_c
 def test_without_the_gguf_package_the_error_says_what_to_install(tmp_path, monkeypatch):
     path = small_file(tmp_path / "m.gguf")
     monkeypatch.setitem(sys.modules, "gguf", None)
-    with pytest.raises(ModelError, match=r"cumulo\[gguf\]"):
+    with pytest.raises(ModelError, match=r"pip install -e '\.\[gguf\]'"):
         open_gguf(path)
 
 

@@ -240,6 +240,6 @@ def test_a_tensor_in_two_shards_is_refused(tmp_path: Path) -> None:
 def test_a_folder_without_weights_says_so(tmp_path: Path) -> None:
     spec = saved(tmp_path)
     (tmp_path / "model.safetensors").unlink()
-    assert "holds no .safetensors file" in refusal(tmp_path, spec)
+    assert "contains no .safetensors file" in refusal(tmp_path, spec)
     (tmp_path / "pytorch_model.bin").touch()
     assert "convert them" in refusal(tmp_path, spec)

@@ -119,7 +119,7 @@ def test_a_users_file_goes_on_top(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("device: {}", "no table 'device'; did you mean devices"),
+        ("device: {}", "unknown table 'device'; did you mean devices"),
         ("devices: {x: {year: 2020}}", "missing field"),
         ("nodes: {x: {device: h200, gpus: 0, nic_bytes_per_s: 1.0, power_w: 1}}", "gpus must be more than 0"),
         (
@@ -143,7 +143,7 @@ def test_a_wrong_catalogue_is_refused_with_the_reason(tmp_path: Path, text: str,
 
 
 def test_a_cluster_is_of_whole_nodes() -> None:
-    with pytest.raises(ConfigError, match=r"12 GPUs are not whole nodes of 8 .* 8 or 16 would be"):
+    with pytest.raises(ConfigError, match=r"12 GPUs do not fill whole nodes of 8 .* use 8 or 16"):
         catalog.cluster(12, device="h100-sxm")
     with pytest.raises(ConfigError, match="1 or more GPUs, got 0"):
         catalog.cluster(0, device="h100-sxm")

@@ -124,7 +124,7 @@ def test_a_damaged_dataset_is_refused(tmp_path: Path, tokenizer: Path) -> None:
     with pytest.raises(TrainingError, match="is damaged"):
         TokenDataset(built)
     (built / "tokens.bin").unlink()
-    with pytest.raises(TrainingError, match="not a whole dataset"):
+    with pytest.raises(TrainingError, match="not a complete dataset"):
         TokenDataset(built)
 
 

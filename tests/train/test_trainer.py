@@ -142,7 +142,7 @@ def test_the_loss_falls_and_others_can_load_the_model(tmp_path: Path, source: Pa
     # The exported model has the loss that training reported: the mean over a text is near, not that of chance.
     own = torch.nn.functional.cross_entropy(expected[:-1], torch.tensor(tokens[1:]))
     assert own < 3.5
-    with pytest.raises(ConfigError, match="already has checkpoints"):
+    with pytest.raises(ConfigError, match="already contains checkpoints"):
         Trainer(tiny(tmp_path / "run", source)).run()
 
 
