@@ -103,7 +103,9 @@ class Saver:
             for part in parts:
                 self._copy_of(part)
         except FAILURES as error:
-            self.tell(f"no memory yet for copies of the state ({cause(error)}): a save will ask for it again")
+            self.tell(
+                f"there is no memory for a copy of the state yet ({cause(error)}): the next save tries again"
+            )
 
     def _copies_of(self, parts: Sequence[Part]) -> list[Part]:
         """In memory that is kept from save to save: allocating and pinning it is slower than the copy."""

@@ -106,7 +106,7 @@ class CheckpointStore:
             problem = self._damage(path)
             if problem is None:
                 return self._opened(path)
-            self.tell(f"{path} is damaged: {problem}; trying the one before it")
+            self.tell(f"{path} is damaged: {problem}; trying the previous one")
         if paths:
             raise TrainingError(
                 f"none of the {len(paths)} checkpoints in {self.folder} is complete; start again in another folder"

@@ -81,13 +81,13 @@ def print_verdict(config: TrainConfig, json_file: Path | None) -> None:
         verdict = verify_layout(config)
     row = Row(
         "largest difference", verdict.difference, "relative", "lower", must=TOLERANCE,
-        note=f"of {verdict.steps} steps' losses, norms, and the weights after them; at {verdict.where}",
+        note=f"of losses, gradient norms and final weights over {verdict.steps} steps; at {verdict.where}",
     )  # fmt: skip
     if str(json_file) != "-":
         out.print(table(f"{verdict.layout} in float64 against one process", [row]))
     write_json(json_file, [row], losses=list(verdict.losses))
     if not verdict.same:
-        raise TrainingError(f"layout {verdict.layout} does not compute what one process computes")
+        raise TrainingError(f"layout {verdict.layout} does not compute the same result as one process")
 
 
 def run(config: TrainConfig, resume: bool, json_file: Path | None) -> None:

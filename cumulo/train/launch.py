@@ -82,7 +82,9 @@ def launch(command: Sequence[str], processes: int, most_restarts: int, tell: Cal
                 ) from None
             restarts += 1
             now = datetime.now(UTC).strftime("%H:%M:%S")
-            tell(f"{now} rank {rank} {why}; starting all {processes} again ({restarts} of {most_restarts})")
+            tell(
+                f"{now} rank {rank} {why}; restarting all {processes} processes ({restarts} of {most_restarts})"
+            )
 
 
 def _cause(error: "ChildFailedError") -> "tuple[int, ProcessFailure]":

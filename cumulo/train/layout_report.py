@@ -17,11 +17,11 @@ _MEANINGS: dict[Axis, str] = {
     "tp": "slice every matrix",
     "cp": "have pieces of the same sequences",
     "ulysses": "exchange heads",
-    "ring": "pass keys and values round",
-    "dp": "have other samples",
-    "ep": "have other experts",
-    "pp": "have other layers",
-    "shard": "share out weights, gradients or optimizer state (ZeRO)",
+    "ring": "pass keys and values around a ring",
+    "dp": "have different samples",
+    "ep": "have different experts",
+    "pp": "have different layers",
+    "shard": "shard weights, gradients or optimizer state (ZeRO)",
     "copies": "have the same shards",
 }
 
@@ -45,7 +45,7 @@ def _lines(config: TrainConfig, spec: ModelSpec | None) -> Iterator[str]:
 
 def _ranks(layout: Layout, spec: ModelSpec | None) -> Iterator[str]:
     yield "  rank   pp  dp  cp  tp" + (
-        "   layers        parameters: computed with, moved by this rank" if spec else ""
+        "   layers        parameters: used, updated by this rank" if spec else ""
     )
     for rank in range(min(layout.world, _SHOWN_RANKS)):
         at = layout.place(rank)

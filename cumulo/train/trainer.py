@@ -142,7 +142,9 @@ class Trainer:
     def _heard(self) -> None:
         """Called by a signal's handler, perhaps in the middle of a line that is being written."""
         with contextlib.suppress(RuntimeError):
-            self.watcher.tell("stopping: this step is finished and saved first; once more ends at once")
+            self.watcher.tell(
+                "stopping after this step, and saving a checkpoint; press Ctrl-C again to stop at once"
+            )
 
     # -- what a run is made of ------------------------------------------------------------------------------
     def _prepare(self) -> Prepared:
@@ -219,14 +221,14 @@ class Trainer:
             stored = self.team.first(self.store.steps)
             if copy.step >= max(stored, default=0):
                 self.progress = restore(self, copy, self.memory)
-                self.watcher.tell(f"going on after step {copy.step}, from memory ({copy.path})")
+                self.watcher.tell(f"resuming after step {copy.step}, from memory ({copy.path})")
                 return
         checkpoint = self.store.latest()
         if checkpoint is None:
-            self.watcher.tell(f"{self.folder} has no checkpoint yet: beginning at step 1")
+            self.watcher.tell(f"{self.folder} contains no checkpoint yet: starting at step 1")
             return
         self.progress = restore(self, checkpoint, self.store)
-        self.watcher.tell(f"going on after step {self.progress.step}, from {checkpoint.path}")
+        self.watcher.tell(f"resuming after step {self.progress.step}, from {checkpoint.path}")
 
     # -- the loop -------------------------------------------------------------------------------------------
     def _loop(self, should_stop: Callable[[int], bool]) -> TrainResult:
@@ -352,7 +354,9 @@ class Trainer:
         self.progress = dataclasses.replace(back, samples=after, rollbacks=rollbacks + 1)
         if self.log is not None:
             self.log.forget_after(self.progress.step)
-        self.watcher.tell(f"step {step}: {complaint}; back to step {self.progress.step}, past that data")
+        self.watcher.tell(
+            f"step {step}: {complaint}; back to step {self.progress.step}, and the data of that step is skipped"
+        )
 
     def _ledger(self) -> tuple[Entry, ...]:
         """Of rank 0, which keeps it."""

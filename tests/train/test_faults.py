@@ -225,7 +225,7 @@ def test_a_run_that_cannot_go_on_says_so_once_and_is_not_started_again(tmp_path:
     text, _ = run.communicate(timeout=300)
     assert run.returncode == 2, text
     assert len(re.findall(r"stopped at step \d+: the loss", " ".join(text.split()))) == 1
-    assert "starting all" not in text
+    assert "restarting all" not in text
 
 
 @pytest.mark.slow
@@ -300,7 +300,7 @@ def test_when_a_node_is_lost_the_run_goes_on_without_it_from_its_copy_in_a_peers
         _end(first)
         _end(second)
     text = (tmp_path / "first.txt").read_text()
-    assert re.search(r"going on after step \d+, from memory", text), text
+    assert re.search(r"resuming after step \d+, from memory", text), text
     assert difference(read_log(log), expected) < 1e-9
 
 

@@ -50,4 +50,4 @@ def test_large_layouts_are_cut_short_and_a_model_that_is_not_known_is_left_out()
     text = explain_layout(config, None)
     assert "... and 32 more" in text
     assert "parameters" not in text
-    assert "have other samples: (0 1 2" in text
+    assert "have different samples: (0 1 2" in text

@@ -151,7 +151,7 @@ def test_a_run_that_changes_its_layout_after_every_step_learns_the_same(chain: i
         config = tiny(tmp_path / "broken", source, layout, experts, steps=7)
         heard, found, held_out = train(config, resume=leg > 0, stop_after=leg + 1)
         if leg > 0:
-            assert f"going on after step {leg}" in heard[-1]
+            assert f"resuming after step {leg}" in heard[-1]
         assert difference(found, expected[: leg + 1]) < 1e-9, layouts[: leg + 1]
     assert held_out == pytest.approx(expected_held_out, rel=1e-9)
     weights = [load_model(tmp_path / name / "model").decoder.parameters() for name in ("whole", "broken")]

@@ -90,7 +90,7 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_bits(harm: bool, tmp_path: P
         data.write_bytes(content)
     watcher = Interrupting()
     resumed = Trainer(config, resume=True, watcher=watcher).run()
-    assert f"going on after step {4 if harm else 6}" in watcher.heard[-1]
+    assert f"resuming after step {4 if harm else 6}" in watcher.heard[-1]
     assert any("step-000000006 is damaged" in message for message in watcher.heard) == harm
     assert losses(resumed.records) == losses(whole.records)
     assert losses(tuple(read_log(tmp_path / "broken/log.csv"))) == losses(whole.records)
