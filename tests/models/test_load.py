@@ -206,7 +206,7 @@ def test_without_a_network_the_error_says_so(monkeypatch):
 
 def test_without_the_hub_package_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(ModelError, match=r"cumulo\[hub\]"):
+    with pytest.raises(ModelError, match=r"pip install -e .\.\[hub\]"):
         hub.resolve("owner/model")
 
 
