@@ -6,12 +6,14 @@ evenly tenants are served, and how far the memory plan's predictions were off.
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from typing import TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, generate_latest
 
 from cumulo.serve.messages import FairnessReport, Ready, Stats
 from cumulo.serve.stories import Record
 
+Kind = TypeVar("Kind", Counter, Gauge)
 MOST_TENANTS = 100  # that have a series of their own
 OTHER_TENANTS = "(others)"
 _LABELS = ("model_name", "engine")
@@ -113,6 +115,10 @@ class Metrics:
         self._wait_by = self._labelled(
             Counter, "wait_seconds", "Seconds requests waited, by what for.", "reason"
         )
+        self.batches = self._labelled(Gauge, "batches", "Batches that are kept, by status.", "status")
+        self.batch_requests = self._labelled(
+            Counter, "batch_requests", "Requests of batches that have ended, by how.", "outcome"
+        )
         self._http = self._labelled(Counter, "http_responses", "Answers sent, by status.", "status")
         self._refused = self._labelled(
             Counter, "connections_refused", "Requests refused and connections closed, by reason.", "reason"
@@ -135,7 +141,7 @@ class Metrics:
         metric = Histogram(f"cumulo:{name}", text, _LABELS, registry=self.registry, buckets=buckets)
         return metric.labels(*self._values)
 
-    def _labelled(self, kind: type[Counter], name: str, text: str, label: str) -> Callable[[str], Counter]:
+    def _labelled(self, kind: type[Kind], name: str, text: str, label: str) -> Callable[[str], Kind]:
         metric = kind(f"cumulo:{name}", text, (*_LABELS, label), registry=self.registry)
         return lambda value: metric.labels(*self._values, value)
 

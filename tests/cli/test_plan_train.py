@@ -195,7 +195,10 @@ def test_the_example_catalogue_is_planned_for(cumulo: Run) -> None:
             ("llama-3.1-8b", "--gpus", "8", "--optimizer", "sgd"),
             "--optimizer must be one of adamw, adamw8bit, muon; got 'sgd'",
         ),
-        (("llama-3.1-8b", "--gpus", "8", "--fixed", "recompute=norms"), "--fixed recompute must be none, full,"),
+        (
+            ("llama-3.1-8b", "--gpus", "8", "--fixed", "recompute=norms"),
+            "--fixed recompute must be none, full,",
+        ),
         (("llama-3.1-8b", "--gpus", "8", "--storage-gb-s", "-1"), "--storage-gb-s must be more than 0"),
         (
             ("qwen3-0.6b", "--gpus", "1", "--device", "cpu", "--dtype", "float32", "--offload-activations"),

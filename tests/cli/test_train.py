@@ -64,4 +64,6 @@ def test_a_dataset_is_built_and_shown(cumulo: Run, tmp_path: Path) -> None:
     assert built.code == 0, built.err
     assert "in 1 documents" in built.out
     assert cumulo("data", "show", str(tmp_path / "set")).out.startswith("the lazy dog sleeps. the lazy")
-    assert "--document 3 does not exist" in cumulo("data", "show", str(tmp_path / "set"), "--document", "3").err
+    assert (
+        "--document 3 does not exist" in cumulo("data", "show", str(tmp_path / "set"), "--document", "3").err
+    )

@@ -195,7 +195,10 @@ def test_a_batch_too_small_for_the_cluster_is_said():
         (("llama-3.1-405b", "--gpus", "1024", "--fixed", "tp=8,pp=16,dp=64"), "needs 8,192 GPUs"),
         (("llama-3.1-405b", "--gpus", "1024", "--fixed", "tp=7,pp=16,dp=4"), "tp 7 cannot share"),
         (("llama-3.1-405b", "--gpus", "1024", "--fixed", "tensor=8"), "does not accept 'tensor'"),
-        (("llama-3.1-405b", "--gpus", "1024", "--fixed", "tp=8,pp=2,dp=64"), "GiB per GPU, but a h100-sxm has"),
+        (
+            ("llama-3.1-405b", "--gpus", "1024", "--fixed", "tp=8,pp=2,dp=64"),
+            "GiB per GPU, but a h100-sxm has",
+        ),
     ],
 )
 def test_nonsense_gets_the_reason(arguments, reason):

@@ -12,8 +12,6 @@ from collections import Counter, deque
 from typing import get_args
 
 import msgspec
-from prometheus_client import Counter as CounterMetric
-from prometheus_client import Gauge
 from starlette.types import ASGIApp
 
 from cumulo.serve.batches.record import Record, Status
@@ -28,7 +26,6 @@ log = logging.getLogger(__name__)
 
 MAX_UNFINISHED_PER_KEY = 100
 MAX_BATCHES_PER_KEY = 1000  # the oldest that has ended is forgotten; its files stay
-_LABELS = ("model_name", "engine")
 
 
 class Batches:
@@ -41,14 +38,6 @@ class Batches:
         self._workers: dict[str, asyncio.Task[None]] = {}
         self._current: dict[str, BatchRun] = {}  # by batch
         self._writing = asyncio.Lock()
-        registry = service.metrics.registry
-        self._gauge = Gauge(
-            "cumulo:batches", "Batches that are kept, by status.", (*_LABELS, "status"), registry=registry
-        )
-        self._requests = CounterMetric(
-            "cumulo:batch_requests", "Requests of batches that have ended, by how.", (*_LABELS, "outcome"),
-            registry=registry,
-        )  # fmt: skip
         for path in sorted(self.store.folder.glob("batch_*.json")):
             try:
                 record = msgspec.json.decode(path.read_bytes(), type=Record)
@@ -190,9 +179,9 @@ class Batches:
 
     # -- metrics ------------------------------------------------------------------------------------------
     def count_request(self, outcome: str) -> None:
-        self._requests.labels(self.service.model_name, "0", outcome).inc()
+        self.service.metrics.batch_requests(outcome).inc()
 
     def _show(self) -> None:
         counts = Counter(record.status for record in self._records.values())
         for status in get_args(Status):
-            self._gauge.labels(self.service.model_name, "0", status).set(counts[status])
+            self.service.metrics.batches(status).set(counts[status])

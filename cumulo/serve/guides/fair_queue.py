@@ -13,7 +13,7 @@ from typing import Literal
 from cumulo.engine.params import Guide
 from cumulo.serve.messages import Submit
 
-MOST_WAITING = 64  # different guides of one key
+MOST_WAITING = 128  # different guides of one key
 _FORGOTTEN_HALF_S = 20.0  # after this time half of what a key has used is forgotten
 
 Lane = Literal["quick", "slow"]

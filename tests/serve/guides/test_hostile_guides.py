@@ -139,7 +139,7 @@ def test_another_keys_guided_requests_all_succeed_during_a_flood(
 def test_a_key_with_too_many_guides_waiting_is_told_when_to_come_back(
     server: RunningServer, keys: tuple[Path, Keys]
 ) -> None:
-    with Flood(server, keys[1]["attacker"], clients=72) as flood:
+    with Flood(server, keys[1]["attacker"], clients=140) as flood:
         wait_for(lambda: [one for one in flood.answers if one.status_code == 503], "a refusal", server)
         assert ask(server, keys[1]["honest"], person(1)).status_code == 200
     busy = next(one for one in flood.answers if one.status_code == 503)
