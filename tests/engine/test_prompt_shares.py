@@ -29,8 +29,17 @@ def test_a_burst_is_bounded_and_the_others_get_on() -> None:
 
 
 def test_tenants_served_alike_split_a_step_evenly_and_leave_what_they_do_not_need() -> None:
-    wants = [Want(tenant("a", 100), 3), Want(tenant("b", 100), 50), Want(tenant("c", 110), 50)]
+    wants = [Want(tenant("a", 300), 3), Want(tenant("b", 100), 500), Want(tenant("c", 110), 500)]
     assert by_share(wants, 512, 31, 0.0) == [3, 14, 14]
+
+
+def test_short_prompts_go_first_unless_their_tenant_has_had_much_more() -> None:
+    long, short = tenant("long", 1800), tenant("short", 1300)
+    assert by_share([Want(long, 3000), Want(short, 22)], 512, 8, 0.0) == [2, 22]
+    assert by_share([Want(long, 3000), Want(short, 65)], 512, 8, 0.0) == [4, 4]  # not short
+    greedy = tenant("greedy", 4000)
+    assert by_share([Want(long, 3000), Want(greedy, 22)], 512, 8, 0.0) == [64, 2]
+    assert by_share([Want(short, 12), Want(tenant("also short", 1000), 15)], 512, 8, 0.0) == [12, 15]
 
 
 def test_what_was_served_long_ago_does_not_count() -> None:
@@ -61,13 +70,17 @@ def test_a_split_stays_within_its_bounds_and_always_gets_on(
     given_tokens = by_share(wants, bound + spare, bound, 0.0)
     assert all(0 <= count <= want.tokens for count, want in zip(given_tokens, wants, strict=True))
     total = sum(given_tokens)
-    assert min(bound, sum(want.tokens for want in wants)) <= total <= min(bound + spare, 5 * bound)
+    assert (
+        min(bound, sum(want.tokens for want in wants))
+        <= total
+        <= min(bound + spare, max(64, 4 * bound) + bound)
+    )
 
 
 def test_a_shared_step_is_as_long_as_it_may_be() -> None:
     assert shared_step_tokens(512, 0.04, 2.6e-3) == 15
     assert shared_step_tokens(512, 0.04, 1e-6) == 512  # a fast device: nothing is cut
-    assert shared_step_tokens(512, 0.04, 1.0) == 8  # a slow one: not token by token
+    assert shared_step_tokens(512, 0.04, 1.0) == 4  # a slow one: not token by token
 
 
 def test_a_tenant_is_about_until_a_while_after_its_last_request() -> None:
