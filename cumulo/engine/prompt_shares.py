@@ -40,8 +40,8 @@ def shared_step_tokens(budget: int, shared_step_s: float, s_per_token: float) ->
 
 def by_share(wants: ListLike[Want], budget: int, bound: int, now_s: float) -> list[int]:
     """Several tenants: short prompts at once, and about `bound` tokens of the others, split evenly between the
-    tenants that want them; one that was served clearly less in the last seconds gets more. Within a tenant the given
-    order holds, and more important sequences go before all that."""
+    tenants that want them; one that was served clearly less in the last seconds gets more. Within a tenant the
+    given order holds, and more important sequences go before all that."""
     given = [0] * len(wants)
     for priority in sorted({want.priority for want in wants}):
         level = [index for index, want in enumerate(wants) if want.priority == priority]
