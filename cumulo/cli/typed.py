@@ -39,7 +39,7 @@ def _lines() -> str:
     lines = []
     while line.endswith("\\"):
         lines.append(line[:-1])
-        line = input("… ")
+        line = input("... ")
     return "\n".join([*lines, line]).strip()
 
 
@@ -47,5 +47,5 @@ def _fenced(line: str) -> str:
     lines = []
     while _FENCE not in line:
         lines.append(line)
-        line = input("… ")
+        line = input("... ")
     return "\n".join([*lines, line.partition(_FENCE)[0]]).strip()

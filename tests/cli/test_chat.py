@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -67,6 +67,17 @@ class Terminal:
         found, self.seen = self.seen[: match.end()], self.seen[match.end() :]
         return found
 
+    def interrupt(self, seen: Callable[[], bool]) -> None:
+        """Ctrl-C until it is heard: one that comes between the prompt and the wait for a key is heard with the next
+        key only."""
+        deadline = time.monotonic() + 60
+        while not seen():
+            assert time.monotonic() < deadline, self.seen
+            self.process.send_signal(signal.SIGINT)
+            for _ in range(20):
+                if not seen():
+                    self._read()
+
     def _read(self) -> bool:
         if select.select([self.master], [], [], 1.0)[0]:
             try:
@@ -124,12 +135,12 @@ def test_a_conversation_in_a_terminal(terminal: Terminal) -> None:
 
     terminal.wait_for("> ")
     terminal.type('"""Several')
-    terminal.wait_for("… ")
+    terminal.wait_for(r"\.\.\. ")
     terminal.type('lines."""')
     terminal.wait_for("3 tokens")
     terminal.wait_for("> ")
     terminal.type("a line that goes\\")
-    terminal.wait_for("… ")
+    terminal.wait_for(r"\.\.\. ")
     terminal.type("on")
     terminal.wait_for("3 tokens")
 
