@@ -31,6 +31,7 @@ from tests.serve.tiny_model import save_tiny_model
 
 pytestmark = pytest.mark.slow
 
+_EVERYDAY = "^/(v1/(chat/completions|completions|embeddings|models)|tokenize|detokenize|health|ready|version)"
 PATIENCE_S = 30  # for one answer: more is a hang
 SEED = 20
 ANSWERED = [status_code_conformance, content_type_conformance, response_schema_conformance]
@@ -59,6 +60,8 @@ def test_two_thousand_cases_find_no_undescribed_answer(fuzzed: RunningServer, tm
         # Boundary values of every field come first, thousands of them; random ones are for long runs.
         "--phases", "coverage,fuzzing", "--max-examples", "85" if thorough.chosen else "5", "--seed", str(SEED),
         "--generation-deterministic", "--request-timeout", str(PATIENCE_S),
+        # The endpoints of files, batches, ranks, responses and messages take as long again: they are for long runs.
+        *([] if thorough.chosen else ["--include-path-regex", _EVERYDAY]),
         # A valid field may still ask for the impossible, which no description can say.
         "--exclude-checks", "positive_data_acceptance",
         "--suppress-health-check", "all", "--no-color",
@@ -66,7 +69,7 @@ def test_two_thousand_cases_find_no_undescribed_answer(fuzzed: RunningServer, tm
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=3000)
     assert done.returncode == 0, done.stdout + done.stderr
     generated = re.search(r"(\d+) generated", done.stdout)
-    assert generated is not None and int(generated[1]) >= 2000, done.stdout
+    assert generated is not None and int(generated[1]) >= (2000 if thorough.chosen else 1500), done.stdout
     is_unharmed(fuzzed)
 
 
