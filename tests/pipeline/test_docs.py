@@ -12,7 +12,9 @@ PAGE = Path(__file__).parents[2] / "docs" / "pipeline.md"
 
 def test_the_table_of_bubbles_is_measured() -> None:
     rows = {}
-    for line in PAGE.read_text("utf-8").split("## Which schedule to choose")[1].split("## Formulas")[0].splitlines():
+    for line in (
+        PAGE.read_text("utf-8").split("## Which schedule to choose")[1].split("## Formulas")[0].splitlines()
+    ):
         if line.startswith("| `"):
             name, *cells = (cell.strip() for cell in line.strip("|").split("|"))
             rows[name.strip("`")] = cells
