@@ -160,8 +160,8 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(terminal: Terminal) -> None
     terminal.type("/why")
     terminal.wait_for("finished: abort")
     terminal.wait_for("> ")
-    terminal.process.send_signal(signal.SIGINT)
-    terminal.wait_for(r"press Ctrl-C again to exit")
+    terminal.interrupt(lambda: "press Ctrl-C again to exit" in terminal.seen)
+    terminal.wait_for("press Ctrl-C again to exit")
     terminal.wait_for("> ")
-    terminal.process.send_signal(signal.SIGINT)
-    assert terminal.process.wait(timeout=30) == 0
+    terminal.interrupt(lambda: terminal.process.poll() is not None)
+    assert terminal.process.wait() == 0

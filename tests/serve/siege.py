@@ -40,6 +40,10 @@ SERVER = (
 )
 HONEST_CLIENTS = 4
 PATIENCE_S = 60.0
+# In less than this, first uses (a grammar, log-probabilities, a worker) look like a leak: only what an attack could
+# take at once, hundreds of MiB, is then told from them.
+LONG_ENOUGH_TO_SEE_A_LEAK_S = 120.0
+SHORT_GROWTH_MIB = 64.0
 PROMPTS = tuple(f"Honest question number {number}." for number in range(12))
 
 
@@ -167,7 +171,7 @@ def besiege(server: RunningServer, keys: dict[str, str], seconds: float, seed: i
     report.problems += [
         f"the {name} process grew by {memory.growth_mib:.1f} MiB"
         for name, memory in report.memories.items()
-        if memory.grew
+        if (memory.grew if report.seconds >= LONG_ENOUGH_TO_SEE_A_LEAK_S else memory.growth_mib > SHORT_GROWTH_MIB)
     ]
     return report
 
