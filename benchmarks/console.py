@@ -23,8 +23,8 @@ from typing import Any
 import httpx
 from playwright.sync_api import sync_playwright
 
-from cumulo.cli import report
-from cumulo.cli.report import Row
+from cumulo.base import report
+from cumulo.base.report import Row
 
 PAGES = 5
 CLIENTS = 16

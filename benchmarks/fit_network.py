@@ -15,8 +15,8 @@ import statistics
 from collections.abc import Callable
 from pathlib import Path
 
-from cumulo.plan.network_check import Timing, measured, published, published_runs
-from cumulo.plan.network_profile import profile_from
+from cumulo.plan.network.check import Timing, measured, published, published_runs
+from cumulo.plan.network.profile import profile_from
 from cumulo.spec import catalog
 
 DEVICES = {"ampere": "a100-80gb", "hopper": "h100-sxm"}

@@ -23,13 +23,13 @@ import numpy as np
 import yaml
 from training_families import FAMILIES, LIMITS, PRIORS, TIED, Family
 
-from cumulo.plan import compute_profile
-from cumulo.plan.compute_profile import Profile, Profiles
-from cumulo.plan.evidence import half_width
-from cumulo.plan.published import PublishedRow, rows
-from cumulo.plan.train_time import step_time
+from cumulo.plan.evidence.published import PublishedRow, rows
+from cumulo.plan.evidence.weights import half_width
+from cumulo.plan.time import compute_profile
+from cumulo.plan.time.compute_profile import Profile, Profiles
+from cumulo.plan.time.step import step_time
 
-PROFILES = Path(compute_profile.__file__).parent / "data" / "profiles.yaml"
+PROFILES = Path(compute_profile.__file__).parents[1] / "data" / "profiles.yaml"
 
 FOLDS = 5
 NOISE = 0.03  # errors below this count by their square, above by their size

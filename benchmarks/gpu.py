@@ -31,10 +31,10 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.gpu_roofline import Ceilings, Roofline, measure_ceilings  # noqa: E402
 from cumulo.engine.assembly import free_memory, start_engine  # noqa: E402
 from cumulo.engine.config import EngineConfig  # noqa: E402
+from cumulo.engine.decide.params import SamplingParams  # noqa: E402
+from cumulo.engine.decide.plan import StepPlan  # noqa: E402
 from cumulo.engine.engine import Engine  # noqa: E402
-from cumulo.engine.ledger import plan_memory  # noqa: E402
-from cumulo.engine.params import SamplingParams  # noqa: E402
-from cumulo.engine.plan import StepPlan  # noqa: E402
+from cumulo.engine.memory.ledger import plan_memory  # noqa: E402
 from cumulo.models.decoder import Decoder  # noqa: E402
 from cumulo.spec.from_huggingface import spec_from_config  # noqa: E402
 from cumulo.spec.model import ModelSpec  # noqa: E402
@@ -196,7 +196,7 @@ def save_random(name: str, folder: Path) -> None:
     """A model folder as a user would have it: config.json and sharded safetensors."""
     from safetensors.torch import save_file
 
-    from cumulo.models.names_huggingface import placements
+    from cumulo.models.files.names_huggingface import placements
 
     spec = spec_from_config(FILE["models"][name])
     (folder / "config.json").write_text(json.dumps(FILE["models"][name]))
@@ -232,7 +232,7 @@ import sys, time
 sys.path.insert(0, {root!r})
 from cumulo.engine.assembly import assemble
 from cumulo.engine.config import EngineConfig
-from cumulo.engine.params import SamplingParams
+from cumulo.engine.decide.params import SamplingParams
 engine = assemble({folder!r}, EngineConfig(max_context=9096), False, None, with_tokenizer=False).engine
 engine.add(list(range(1, 129)), SamplingParams(temperature=1.0, max_tokens=1))
 while engine.has_work:

@@ -23,8 +23,8 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
 from cumulo.engine.config import EngineConfig  # noqa: E402
+from cumulo.engine.decide.params import SamplingParams  # noqa: E402
 from cumulo.engine.llm import LLM  # noqa: E402
-from cumulo.engine.params import SamplingParams  # noqa: E402
 
 QUESTIONS = (
     "What is the capital of {}?", "Write one sentence about {}.", "Name three things found in {}.",

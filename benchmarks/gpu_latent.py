@@ -22,10 +22,10 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.gpu import random_decoder  # noqa: E402
 from cumulo.engine.assembly import free_memory, start_engine  # noqa: E402
 from cumulo.engine.config import EngineConfig  # noqa: E402
+from cumulo.engine.decide.params import SamplingParams  # noqa: E402
 from cumulo.engine.engine import Engine  # noqa: E402
-from cumulo.engine.ledger import plan_memory  # noqa: E402
-from cumulo.engine.params import SamplingParams  # noqa: E402
-from cumulo.models import cuda_decoder  # noqa: E402
+from cumulo.engine.memory.ledger import plan_memory  # noqa: E402
+from cumulo.models.play import cuda_decoder  # noqa: E402
 from cumulo.spec.model import MLASpec, ModelSpec, MoESpec  # noqa: E402
 
 # (sequences, prompt, output): tokens per second count outputs; a prefill alone is in seconds.

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from cumulo.engine.plan import StepPlan
+from cumulo.engine.decide.plan import StepPlan
 from cumulo.spec.model import ModelSpec
 
 

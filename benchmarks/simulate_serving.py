@@ -27,19 +27,19 @@ sys.path.insert(0, str(ROOT))
 
 import yaml  # noqa: E402
 
-from cumulo.cli.report import Row, write_json  # noqa: E402
-from cumulo.engine.plan import StepPlan  # noqa: E402
-from cumulo.engine.scheduler import Scheduler  # noqa: E402
-from cumulo.engine.simulated import simulate  # noqa: E402
-from cumulo.engine.simulated_run import Arrival, StepTime  # noqa: E402
-from cumulo.plan.serve_capacity import play  # noqa: E402
-from cumulo.plan.serve_profile import Host, Reached, ServingProfile, shipped_profiles  # noqa: E402
-from cumulo.plan.serve_replica import FORMATS, Replica  # noqa: E402
-from cumulo.plan.serve_report import Percentiles, report  # noqa: E402
-from cumulo.plan.step_cost import StepCostModel, StepLoad, load_of  # noqa: E402
-from cumulo.plan.step_cost_fit import Measured, fit, get  # noqa: E402
-from cumulo.plan.step_cost_work import Format, step_work  # noqa: E402
-from cumulo.plan.traffic import drawn_traffic  # noqa: E402
+from cumulo.base.report import Row, write_json  # noqa: E402
+from cumulo.engine.decide.plan import StepPlan  # noqa: E402
+from cumulo.engine.decide.scheduler import Scheduler  # noqa: E402
+from cumulo.engine.simulate.engine import simulate  # noqa: E402
+from cumulo.engine.simulate.run import Arrival, StepTime  # noqa: E402
+from cumulo.plan.serve.capacity import play  # noqa: E402
+from cumulo.plan.serve.profile import Host, Reached, ServingProfile, shipped_profiles  # noqa: E402
+from cumulo.plan.serve.replica import FORMATS, Replica  # noqa: E402
+from cumulo.plan.serve.report import Percentiles, report  # noqa: E402
+from cumulo.plan.serve.step_cost import StepCostModel, StepLoad, load_of  # noqa: E402
+from cumulo.plan.serve.step_cost_fit import Measured, fit, get  # noqa: E402
+from cumulo.plan.serve.step_cost_work import Format, step_work  # noqa: E402
+from cumulo.plan.serve.traffic import drawn_traffic  # noqa: E402
 from cumulo.spec import catalog  # noqa: E402
 from cumulo.spec.device import Device  # noqa: E402
 from cumulo.spec.model import ModelSpec  # noqa: E402

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cumulo.engine.plan import StepPlan
-from cumulo.engine.simulated_run import Arrival
-from cumulo.plan.serve_replica import FORMATS
-from cumulo.plan.step_cost import StepLoad, load_of
-from cumulo.plan.step_cost_work import Format
+from cumulo.engine.decide.plan import StepPlan
+from cumulo.engine.simulate.run import Arrival
+from cumulo.plan.serve.replica import FORMATS
+from cumulo.plan.serve.step_cost import StepLoad, load_of
+from cumulo.plan.serve.step_cost_work import Format
 from cumulo.spec.model import ModelSpec
 
 FILE = json.loads((Path(__file__).parent / "workloads.json").read_text())
@@ -36,7 +36,7 @@ class Seen:
 
 def serve_really(engine: Any, arrivals: Sequence[Arrival], seed: int) -> Seen:
     """Play a trace in real time and note everything."""
-    from cumulo.engine.params import SamplingParams
+    from cumulo.engine.decide.params import SamplingParams
 
     seen, rng = Seen(), random.Random(seed)
     scheduler, runner = engine.scheduler, engine.runner

@@ -10,7 +10,7 @@ torch.compile), `plain` (neither that nor our joined operations), `recompute`, `
 documents).
 
 Tokens and targets are random and weights are drawn as for a new model, so gradients are real. MFU counts 3 × the
-forward pass, attention as a causal mask shows it, over the device's data sheet (cumulo/train/meter.py).
+forward pass, attention as a causal mask shows it, over the device's data sheet (cumulo/train/run/meter.py).
 
 `--trainer` trains the same model through the trainer, from a dataset file, with its log and an asynchronous
 checkpoint, and says what that costs.
@@ -39,14 +39,14 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from cumulo.spec.counting import parameter_count
 from cumulo.spec.model import ModelSpec
-from cumulo.train.arithmetic import ARITHMETICS
-from cumulo.train.config import OptimizerConfig, TrainConfig, config_from
-from cumulo.train.meter import peak_flops, training_flops_per_token
-from cumulo.train.model import TrainingDecoder
-from cumulo.train.optimizer import Optimizer
-from cumulo.train.packing import Batch
-from cumulo.train.step import compute_gradients
-from cumulo.train.trainer import Trainer
+from cumulo.train.data.packing import Batch
+from cumulo.train.decide.config import OptimizerConfig, TrainConfig, config_from
+from cumulo.train.model.arithmetic import ARITHMETICS
+from cumulo.train.model.model import TrainingDecoder
+from cumulo.train.optimizer.optimizer import Optimizer
+from cumulo.train.run.meter import peak_flops, training_flops_per_token
+from cumulo.train.run.step import compute_gradients
+from cumulo.train.run.trainer import Trainer
 
 LARGE = ModelSpec(
     "llama", vocab_size=128256, hidden=2048, layers=16, heads=32, kv_heads=8, head_dim=64, ffn_hidden=8192,

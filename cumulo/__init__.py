@@ -7,9 +7,9 @@ so that `import cumulo` stays cheap and free of torch for the commands that only
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from cumulo.engine.decide.params import Guide as Guide
+    from cumulo.engine.decide.params import SamplingParams as SamplingParams
     from cumulo.engine.llm import LLM as LLM
-    from cumulo.engine.params import Guide as Guide
-    from cumulo.engine.params import SamplingParams as SamplingParams
 
 __version__ = "0.1.0"
 __all__ = ["LLM", "Guide", "SamplingParams", "__version__"]
@@ -21,7 +21,7 @@ def __getattr__(name: str) -> Any:
 
         return LLM
     if name in ("Guide", "SamplingParams"):
-        from cumulo.engine import params
+        from cumulo.engine.decide import params
 
         return getattr(params, name)
     raise AttributeError(f"module 'cumulo' has no attribute {name!r}")

@@ -8,7 +8,7 @@ def main() -> None:
     from typer.main import get_command
 
     from cumulo.cli.app import app
-    from cumulo.cli.help_words import use_plain_types
+    from cumulo.cli.shared.help_words import use_plain_types
     from cumulo.errors import CumuloError
 
     command = get_command(app)
@@ -16,7 +16,7 @@ def main() -> None:
     try:
         command(prog_name="cumulo")
     except CumuloError as error:
-        from cumulo.cli.terminal import print_error
+        from cumulo.cli.shared.terminal import print_error
 
         print_error(error)
         sys.exit(2)

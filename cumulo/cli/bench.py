@@ -5,7 +5,8 @@ from typing import Annotated
 
 import typer
 
-from cumulo.cli import bench_serve, options
+from cumulo.cli import bench_serve
+from cumulo.cli.shared import options
 
 app = typer.Typer(
     help="Measure performance. Reports show every figure next to the value it must reach.",
@@ -29,9 +30,9 @@ def engine(
     json_file: options.JsonOption = None,
 ) -> None:
     """Measure decode and prefill speed, also against other engines, and the accuracy of the fast path."""
-    from cumulo.cli import bench_engine
-    from cumulo.cli.report import available_cores
-    from cumulo.cli.terminal import loading
+    from cumulo.base.report import available_cores
+    from cumulo.bench import engine as bench_engine
+    from cumulo.cli.shared.terminal import loading
 
     config = options.engine_config(threads=threads)
     threads = config.threads or available_cores()
@@ -40,7 +41,7 @@ def engine(
     with loading(lines=True) as show:
         rows = bench_engine.measure(model, rivals, threads, rounds, show)
         if quality:
-            from cumulo.cli import bench_quality
+            from cumulo.bench import quality as bench_quality
 
             rows += bench_quality.measure(model, threads, show)
     _finish(f"engine, {threads} threads", rows, json_file)
@@ -52,8 +53,8 @@ def scheduler(
     json_file: options.JsonOption = None,
 ) -> None:
     """Measure the time the scheduler needs per step on one core, also with a long queue."""
-    from cumulo.cli import bench_scheduler
-    from cumulo.cli.terminal import working
+    from cumulo.bench import scheduler as bench_scheduler
+    from cumulo.cli.shared.terminal import working
 
     with working("scheduler") as tell:
         rows = bench_scheduler.measure(repeats, tell)
@@ -71,8 +72,8 @@ def checkpoint(
     json_file: options.JsonOption = None,
 ) -> None:
     """Measure how long an asynchronous checkpoint stops training, next to a synchronous one."""
-    from cumulo.cli import bench_checkpoint
-    from cumulo.cli.terminal import working
+    from cumulo.bench import checkpoint as bench_checkpoint
+    from cumulo.cli.shared.terminal import working
 
     with working("checkpoints") as tell:
         rows = bench_checkpoint.measure(mebibytes, repeats, folder, tell)
@@ -85,8 +86,8 @@ def data(
     json_file: options.JsonOption = None,
 ) -> None:
     """Measure how fast training batches are read from a memory-mapped dataset on one core."""
-    from cumulo.cli import bench_data
-    from cumulo.cli.terminal import working
+    from cumulo.bench import data as bench_data
+    from cumulo.cli.shared.terminal import working
 
     with working("data") as tell:
         rows = bench_data.measure(repeats, tell)
@@ -101,8 +102,8 @@ def ddp(
     json_file: options.JsonOption = None,
 ) -> None:
     """Measure data-parallel training over gloo against torch's DistributedDataParallel."""
-    from cumulo.cli import bench_ddp
-    from cumulo.cli.terminal import working
+    from cumulo.bench import ddp as bench_ddp
+    from cumulo.cli.shared.terminal import working
 
     _warn_if_busy()
     with working("ddp") as tell:
@@ -125,10 +126,10 @@ def overhead(
     json_file: options.JsonOption = None,
 ) -> None:
     """Measure what the HTTP server adds to the engine: share of throughput kept, and time added to TTFT."""
-    from cumulo.cli import bench_overhead
-    from cumulo.cli.report import available_cores
-    from cumulo.cli.terminal import loading
-    from cumulo.serve.load.lengths import parse_lengths
+    from cumulo.base.report import available_cores
+    from cumulo.bench import overhead as bench_overhead
+    from cumulo.cli.shared.terminal import loading
+    from cumulo.load.lengths import parse_lengths
 
     lengths = parse_lengths(output_tokens, "--output")
     threads = options.engine_config(threads=threads).threads or available_cores()
@@ -149,8 +150,8 @@ def kernels(
     json_file: options.JsonOption = None,
 ) -> None:
     """Measure each kernel against the limits of the device (the GPU if there is one) and against other kernels."""
-    from cumulo.cli.report import Row
-    from cumulo.cli.terminal import working
+    from cumulo.base.report import Row
+    from cumulo.cli.shared.terminal import working
 
     with working("kernels") as tell:
         import torch
@@ -162,7 +163,7 @@ def kernels(
             rows = [Row(**row) for row in gpu_bench.rows(words, tell)]
             title = f"kernels, {torch.cuda.get_device_name()}"
         else:
-            from cumulo.kernels import bench as kernel_bench
+            from cumulo.kernels.cpu import bench as kernel_bench
 
             rows, title = [Row(**row) for row in kernel_bench.rows()], "kernels"
     _finish(title, rows, json_file)
@@ -182,11 +183,11 @@ def guided(
     json_file: options.JsonOption = None,
 ) -> None:
     """Check that every guided answer fits its schema, and measure what the masks add to a step of 16 sequences."""
-    from cumulo.cli.terminal import loading
+    from cumulo.cli.shared.terminal import loading
 
     config = options.engine_config(threads=threads, max_running=16, kv_memory_gib=0.5)
     with loading(lines=True) as show:
-        from cumulo.cli import bench_guided
+        from cumulo.bench import guided as bench_guided
 
         rows = bench_guided.measure(model, config, schemas, steps, seed, show)
     _finish("guided decoding, 16 sequences", rows, json_file)
@@ -196,8 +197,8 @@ def _warn_if_busy() -> None:
     """Other programs make every figure worse, and not every side's alike: say so before measuring."""
     import os
 
-    from cumulo.cli.report import available_cores
-    from cumulo.cli.terminal import note
+    from cumulo.base.report import available_cores
+    from cumulo.cli.shared.terminal import note
 
     load = os.getloadavg()[0]
     if load > 0.5 * available_cores():
@@ -208,8 +209,8 @@ def _warn_if_busy() -> None:
 
 def _finish(title: str, rows: list, json_file: options.JsonOption) -> None:  # type: ignore[type-arg]
     """Show and write the rows; a missed `must` is exit code 1, so that scripts notice."""
-    from cumulo.cli import report
-    from cumulo.cli.terminal import err, out
+    from cumulo.base import report
+    from cumulo.cli.shared.terminal import err, out
 
     facts = report.machine()
     console = err if str(json_file) == "-" else out

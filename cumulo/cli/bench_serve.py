@@ -5,12 +5,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cumulo.cli import options
-from cumulo.cli import traffic_options as requested
+from cumulo.cli.shared import options
+from cumulo.cli.shared import traffic_options as requested
 
 if TYPE_CHECKING:
-    from cumulo.serve.load.campaign import Campaign, Load, Settings
-    from cumulo.serve.load.player import Level
+    from cumulo.load.campaign import Campaign, Load, Settings
+    from cumulo.load.player import Level
 
 EXAMPLE = "Example: [bold]cumulo bench serve --rate 1,2,4 --slo ttft=500ms,itl=50ms --html load.html[/bold]"
 _LOAD, _WORK, _REPORT = "Load (one of)", requested.REQUESTS, "Report"
@@ -146,8 +146,8 @@ def serve(
     if self_test:
         _self_test(json_file)
         return
-    from cumulo.cli import bench_serve_report as report
-    from cumulo.serve.load.campaign import Campaign
+    from cumulo.cli.view import bench_serve_report as report
+    from cumulo.load.campaign import Campaign
 
     campaign = Campaign(settings(chosen), view := report.View())
     interrupted = _run(campaign, view)
@@ -175,13 +175,13 @@ def _run(campaign: "Campaign", view: Any) -> bool:
 def settings(chosen: dict[str, Any]) -> "Settings":
     """The command line's options as a campaign's settings."""
     from cumulo.errors import CumuloError
-    from cumulo.serve.load.arrivals import Arrivals
-    from cumulo.serve.load.campaign import Replay, Settings
-    from cumulo.serve.load.client import Target
-    from cumulo.serve.load.lengths import parse_lengths
-    from cumulo.serve.load.schedule import Workload
-    from cumulo.serve.load.slo import parse_slo
-    from cumulo.serve.load.units import parse_duration_s
+    from cumulo.load.arrivals import Arrivals
+    from cumulo.load.campaign import Replay, Settings
+    from cumulo.load.client import Target
+    from cumulo.load.lengths import parse_lengths
+    from cumulo.load.schedule import Workload
+    from cumulo.load.slo import parse_slo
+    from cumulo.load.units import parse_duration_s
 
     if chosen["endpoint"] not in ("chat", "completions"):
         raise CumuloError(f"--endpoint must be chat or completions, got {chosen['endpoint']!r}")
@@ -222,10 +222,10 @@ def settings(chosen: dict[str, Any]) -> "Settings":
 
 def _loads(chosen: dict[str, Any], duration_s: float | None) -> "list[Load]":
     from cumulo.errors import CumuloError
-    from cumulo.serve.load.arrivals import parse_process, parse_rates
-    from cumulo.serve.load.campaign import Replay
-    from cumulo.serve.load.trace import read_trace
-    from cumulo.serve.load.units import parse_count
+    from cumulo.load.arrivals import parse_process, parse_rates
+    from cumulo.load.campaign import Replay
+    from cumulo.load.trace import read_trace
+    from cumulo.load.units import parse_count
 
     given = [name for name in ("concurrency", "rate", "trace") if chosen[name]]
     if len(given) > 1:
@@ -260,9 +260,10 @@ def _extra(text: str) -> dict[str, Any]:
 def _self_test(json_file: Path | None) -> None:
     import asyncio
 
-    from cumulo.cli import bench_serve_report, report
-    from cumulo.cli.terminal import err, out
-    from cumulo.serve.load.self_test import measure
+    from cumulo.base import report
+    from cumulo.cli.shared.terminal import err, out
+    from cumulo.cli.view import bench_serve_report
+    from cumulo.load.self_test import measure
 
     view = bench_serve_report.View()
 

@@ -14,7 +14,7 @@ from cumulo.errors import ConfigError
 if TYPE_CHECKING:
     import torch
 
-    from cumulo.plan.calibration import Kind, Measurement
+    from cumulo.plan.time.calibration import Kind, Measurement
     from cumulo.spec.device import Device
 
 EXAMPLE = "Try: [bold]cumulo calibrate --out profile.yaml[/bold]"
@@ -49,8 +49,8 @@ def calibrate(
     from rich.console import Console
     from rich.table import Table
 
-    from cumulo.plan.calibration import as_yaml, calibrated, constants
-    from cumulo.plan.compute_profile import Profiles
+    from cumulo.plan.time.calibration import as_yaml, calibrated, constants
+    from cumulo.plan.time.compute_profile import Profiles
     from cumulo.spec import catalog
 
     if not out.parent.is_dir():
@@ -123,7 +123,7 @@ class _Machine:
         self, kind: "Kind", run: Callable[[], object], work: float, operand_bytes: float = 0.0
     ) -> "Measurement":
         """The median of as many runs as fit into the time, after one that is not counted."""
-        from cumulo.plan.calibration import Measurement
+        from cumulo.plan.time.calibration import Measurement
 
         run()
         times: list[float] = []

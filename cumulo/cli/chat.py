@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from cumulo.cli import options
+from cumulo.cli.shared import options
 
 EXAMPLE = 'Example: [bold]echo "What is the capital of France?" | cumulo chat[/bold]'
 
@@ -33,7 +33,7 @@ def chat(
     In a terminal, the default temperature is 0.2, and /help lists the commands. In a pipe, the default temperature
     is 0, so that the same question gets the same answer.
     """
-    from cumulo.cli import conversation
+    from cumulo.cli.talk import conversation
 
     interactive = sys.stdin.isatty()
     if temperature is None:

@@ -28,10 +28,10 @@ def build(
     workers: Annotated[int, typer.Option(min=1, help="Number of processes that tokenize.")] = 2,
 ) -> None:
     """Tokenize sources into one memory-mapped file. After an interruption, the same command resumes."""
-    from cumulo.cli.terminal import loading, out
-    from cumulo.train.dataset_build import build_dataset
-    from cumulo.train.prepare import trained_tokenizer
-    from cumulo.train.token_file import TokenDataset
+    from cumulo.cli.shared.terminal import loading, out
+    from cumulo.train.data.dataset_build import build_dataset
+    from cumulo.train.data.prepare import trained_tokenizer
+    from cumulo.train.data.token_file import TokenDataset
 
     with loading(lines=True) as show:
         if tokenizer is None:
@@ -52,10 +52,10 @@ def show(
     ] = None,
 ) -> None:
     """Print a document of a dataset as the model reads it."""
-    from cumulo.cli.terminal import out
+    from cumulo.cli.shared.terminal import out
     from cumulo.errors import ConfigError
-    from cumulo.models.tokenizer import load_tokenizer
-    from cumulo.train.token_file import TokenDataset
+    from cumulo.models.text.tokenizer import load_tokenizer
+    from cumulo.train.data.token_file import TokenDataset
 
     dataset = TokenDataset(folder)
     if document >= dataset.documents:

@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from cumulo.cli import options
+from cumulo.cli.shared import options
 
 EXAMPLE = "Example: [bold]cumulo doctor --json report.json[/bold]"
 
@@ -21,7 +21,7 @@ def doctor(
     kv_dtype: options.KvDtype = None,
 ) -> None:
     """Check the machine, the packages and the model, and show predicted next to measured memory."""
-    from cumulo.cli import checkup
+    from cumulo.cli.view import checkup
 
     config = options.engine_config(
         threads=threads,

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from cumulo.cli import options
+from cumulo.cli.shared import options
 
 EXAMPLE = (
     "Example: [bold]cumulo explain last --trace story.json[/bold], then open the file in ui.perfetto.dev"
@@ -33,7 +33,7 @@ def explain(
     json_file: options.JsonOption = None,
 ) -> None:
     """Explain a request of a running server: queueing, prefix cache hits, chunks, preemptions and latencies."""
-    from cumulo.cli.terminal import note, out
+    from cumulo.cli.shared.terminal import note, out
 
     story = _get(server, request_id, api_key)
     if json_file is not None:

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from cumulo.cli import options
+from cumulo.cli.shared import options
 
 EXAMPLE = (
     'Example: [bold]cumulo generate "The capital of France is" --temperature 0 --max-tokens 16 --why[/bold]'
@@ -69,7 +69,7 @@ def generate(
     kv_dtype: options.KvDtype = None,
 ) -> None:
     """Complete one or more prompts. Several prompts run together in one batch."""
-    from cumulo.cli import completion
+    from cumulo.cli.talk import completion
 
     sampling = {
         "temperature": 1.0 if temperature is None else temperature,

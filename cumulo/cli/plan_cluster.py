@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cumulo.cli import options
-from cumulo.cli import simulate_traffic as asked
+from cumulo.cli.shared import options
+from cumulo.cli.shared import traffic as asked
 
 if TYPE_CHECKING:
-    from cumulo.cli.report import Row
-    from cumulo.plan.cluster_goal import Assumptions, ClusterGoal
-    from cumulo.plan.cluster_plan import ClusterPlan
+    from cumulo.base.report import Row
+    from cumulo.plan.cluster.goal import Assumptions, ClusterGoal
+    from cumulo.plan.cluster.plan import ClusterPlan
     from cumulo.plan.job import TrainJob
 
 EXAMPLE = (
@@ -101,11 +101,11 @@ def cluster(
     json_file: options.JsonOption = None,
 ) -> None:
     """Plan a cluster for pre-training MODEL: fabric, layout, storage, failures, power, price and goodput."""
-    from cumulo.cli import report as reports
-    from cumulo.cli.terminal import note, out, working
+    from cumulo.base import report as reports
+    from cumulo.cli.shared.terminal import note, out, working
     from cumulo.errors import ConfigError
-    from cumulo.plan.cluster_plan import plan_cluster
-    from cumulo.plan.cluster_report import report
+    from cumulo.plan.cluster.plan import plan_cluster
+    from cumulo.plan.cluster.report import report
 
     given = {
         "failures": failures,
@@ -159,7 +159,7 @@ def _goal(
     catalog_file: Path | None,
 ) -> "ClusterGoal":
     from cumulo.errors import ConfigError
-    from cumulo.plan.cluster_goal import ClusterGoal
+    from cumulo.plan.cluster.goal import ClusterGoal
 
     if dtype not in ("bfloat16", "float8"):
         raise ConfigError(f"--dtype must be bfloat16 or float8, got {dtype!r}")
@@ -180,7 +180,7 @@ def _goal(
 
 
 def _assumptions(given: dict[str, float | None]) -> "Assumptions":
-    from cumulo.plan.cluster_goal import Assumptions
+    from cumulo.plan.cluster.goal import Assumptions
 
     usual = Assumptions()
     told = {
@@ -198,7 +198,7 @@ def fixed_job(text: str, goal: "ClusterGoal") -> "TrainJob":
     import re
 
     from cumulo.errors import ConfigError
-    from cumulo.plan.fixed import fixed_job as parse
+    from cumulo.plan.search.fixed import fixed_job as parse
 
     sizes = dict(re.findall(r"\b(dp|tp|pp|cp)\s*=\s*(\d+)", text))
     gpus = math.prod(map(int, sizes.values()))
@@ -217,7 +217,7 @@ def fixed_job(text: str, goal: "ClusterGoal") -> "TrainJob":
 
 
 def _rows(plan: "ClusterPlan") -> "list[Row]":
-    from cumulo.cli.report import Row
+    from cumulo.base.report import Row
 
     sheet = plan.sheet
     return [
@@ -237,7 +237,7 @@ def _rows(plan: "ClusterPlan") -> "list[Row]":
 def _table(plan: "ClusterPlan") -> Any:
     from rich.table import Table
 
-    from cumulo.plan.cluster_report import value
+    from cumulo.plan.cluster.report import value
 
     table = Table(title=f"{plan.goal.model_name} on {plan.goal.cluster}", title_justify="left")
     table.add_column("")

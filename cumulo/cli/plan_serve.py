@@ -5,15 +5,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cumulo.cli import options
-from cumulo.cli import simulate_traffic as asked
-from cumulo.cli import simulate_view as view
-from cumulo.cli import traffic_options as requested
+from cumulo.cli.shared import options
+from cumulo.cli.shared import traffic as asked
+from cumulo.cli.shared import traffic_options as requested
+from cumulo.cli.view import simulate as view
 
 if TYPE_CHECKING:
-    from cumulo.cli.report import Row
-    from cumulo.plan.serve_deployment import Deployment
-    from cumulo.plan.serve_search import ServePlan
+    from cumulo.base.report import Row
+    from cumulo.plan.serve.deployment import Deployment
+    from cumulo.plan.serve.search import ServePlan
 
 EXAMPLE = (
     "Example: [bold]cumulo plan serve llama-3.1-8b --rate 50 --input lognormal:400,0.8,4000 --output 200 "
@@ -76,12 +76,12 @@ def serve(
 
     The report names devices, parallelism, weight format and replicas, with the predicted latencies.
     """
-    from cumulo.cli import report as reports
-    from cumulo.cli.terminal import note, out, working
+    from cumulo.base import report as reports
+    from cumulo.cli.shared.terminal import note, out, working
     from cumulo.errors import ConfigError
-    from cumulo.plan.serve_capacity import play_between
-    from cumulo.plan.serve_search import Wanted, kinds, search
-    from cumulo.plan.traffic import check_rate
+    from cumulo.plan.serve.capacity import play_between
+    from cumulo.plan.serve.search import Wanted, kinds, search
+    from cumulo.plan.serve.traffic import check_rate
 
     check_rate(rate)
     if max_gpus is not None and max_gpus < 1:
@@ -134,7 +134,7 @@ def _names(text: str) -> list[str]:
 
 
 def _rows(plan: "ServePlan") -> "list[Row]":
-    from cumulo.cli.report import Row
+    from cumulo.base.report import Row
 
     best = plan.best
     rows = [

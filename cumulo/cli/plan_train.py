@@ -5,13 +5,13 @@ from typing import TYPE_CHECKING, Annotated, get_args
 
 import typer
 
-from cumulo.cli import options
-from cumulo.cli import simulate_traffic as asked
+from cumulo.cli.shared import options
+from cumulo.cli.shared import traffic as asked
 
 if TYPE_CHECKING:
     from cumulo.plan.job import TrainJob
-    from cumulo.plan.search import SearchResult
-    from cumulo.plan.search_space import TrainGoal
+    from cumulo.plan.search.search import SearchResult
+    from cumulo.plan.search.space import TrainGoal
     from cumulo.spec.cluster import Cluster
 
 EXAMPLE = (
@@ -149,16 +149,16 @@ def train(
     """
     from shlex import quote
 
-    from cumulo.cli import plan_train_view as view
-    from cumulo.cli import report
-    from cumulo.cli.terminal import out, working
+    from cumulo.base import report
+    from cumulo.cli.shared.terminal import out, working
+    from cumulo.cli.view import plan_train as view
     from cumulo.errors import ConfigError
     from cumulo.plan.job import OptimizerKind
-    from cumulo.plan.plan_file import plan_text
-    from cumulo.plan.run_cost import Limits, RunCost, check_limits
-    from cumulo.plan.run_stalls import Storage, stalls_of
-    from cumulo.plan.search_space import TrainGoal
-    from cumulo.plan.why import changes
+    from cumulo.plan.search.plan_file import plan_text
+    from cumulo.plan.search.run_cost import Limits, RunCost, check_limits
+    from cumulo.plan.search.run_stalls import Storage, stalls_of
+    from cumulo.plan.search.space import TrainGoal
+    from cumulo.plan.search.why import changes
 
     limits = Limits(deadline_days, budget)
     interval_s = None if checkpoint_minutes is None else 60 * checkpoint_minutes
@@ -221,10 +221,10 @@ def train(
 
 
 def _plans(goal: "TrainGoal", fixed: str | None) -> "SearchResult":
-    from cumulo.cli.terminal import note
-    from cumulo.plan.fixed import fixed_job
-    from cumulo.plan.search import SearchResult, search, timed
-    from cumulo.plan.why_not import refuse
+    from cumulo.cli.shared.terminal import note
+    from cumulo.plan.search.fixed import fixed_job
+    from cumulo.plan.search.search import SearchResult, search, timed
+    from cumulo.plan.search.why_not import refuse
 
     if fixed is not None:
         plan = timed(fixed_job(fixed, goal), goal)
@@ -242,8 +242,8 @@ def _plans(goal: "TrainGoal", fixed: str | None) -> "SearchResult":
 
 
 def _timeline(job: "TrainJob", cluster: "Cluster", model: str) -> str:
-    from cumulo.pipeline.draw import to_svg
-    from cumulo.plan.timeline import timeline
+    from cumulo.pipeline.draw.svg import to_svg
+    from cumulo.plan.time.timeline import timeline
 
     played = timeline(job, cluster)
     title = f"{model}: {job.layout}, {played.schedule.micro_batches} of {job.micro_batches} micro-batches"
@@ -251,7 +251,7 @@ def _timeline(job: "TrainJob", cluster: "Cluster", model: str) -> str:
 
 
 def _write_files(texts: "list[tuple[Path, str]]") -> None:
-    from cumulo.cli.terminal import note
+    from cumulo.cli.shared.terminal import note
     from cumulo.errors import CumuloError
 
     for path, text in texts:

@@ -11,9 +11,9 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from cumulo.cli.report import Row
-    from cumulo.plan.published import PublishedRow
-    from cumulo.plan.validate import Summary
+    from cumulo.base.report import Row
+    from cumulo.plan.evidence.published import PublishedRow
+    from cumulo.plan.evidence.validate import Summary
 
 EXAMPLE = "Try: [bold]cumulo plan validate --held-out --worst 5[/bold]"
 
@@ -48,9 +48,9 @@ def validate(
     from rich.console import Console
     from rich.progress import track
 
-    from cumulo.cli import report
-    from cumulo.plan.published import citations
-    from cumulo.plan.validate import by_source, predict, scatter_svg
+    from cumulo.base import report
+    from cumulo.plan.evidence.published import citations
+    from cumulo.plan.evidence.validate import by_source, predict, scatter_svg
 
     console = Console(stderr=str(json) == "-")
     chosen = [row for row in _rows(tables, console) if row.held_out or not held_out]
@@ -84,8 +84,8 @@ def validate(
 
 
 def _rows(tables: Path | None, console: "Console") -> "list[PublishedRow]":
-    from cumulo.plan.published import rows, rows_of
-    from cumulo.plan.published_tables import lines_of
+    from cumulo.plan.evidence.published import rows, rows_of
+    from cumulo.plan.evidence.published_tables import lines_of
 
     if tables is None:
         return list(rows())
@@ -126,8 +126,8 @@ def _table(summaries: "list[Summary]") -> "Table":
 
 
 def _report(summaries: "list[Summary]") -> "list[Row]":
-    from cumulo.cli.report import Row
-    from cumulo.plan.validate import COVERAGE_BAR, MEDIAN_BAR, P90_BAR
+    from cumulo.base.report import Row
+    from cumulo.plan.evidence.validate import COVERAGE_BAR, MEDIAN_BAR, P90_BAR
 
     found: list[Row] = []
     for summary in summaries:

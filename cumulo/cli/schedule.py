@@ -5,13 +5,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cumulo.cli import options
+from cumulo.cli.shared import options
 
 if TYPE_CHECKING:
-    from cumulo.cli.report import Row
-    from cumulo.pipeline.catalog import Family
-    from cumulo.pipeline.costs import Costs
-    from cumulo.pipeline.simulate import Timeline
+    from cumulo.base.report import Row
+    from cumulo.pipeline.decide.catalog import Family
+    from cumulo.pipeline.decide.costs import Costs
+    from cumulo.pipeline.simulate.timeline import Timeline
 
 EXAMPLE = "Example: [bold]cumulo schedule zb-v --stages 4 --micro-batches 8 --svg zb-v.svg[/bold]"
 _NAMES = "Schedule: gpipe, 1f1b, interleaved-1f1b, zb-h1, zb-v, dualpipe or dualpipe-v."
@@ -54,13 +54,13 @@ def schedule(
     """Draw the timeline of a pipeline schedule, with its bubble and memory next to the published formula."""
     from dataclasses import replace
 
-    from cumulo.cli import report
-    from cumulo.cli.terminal import note, out
-    from cumulo.pipeline.catalog import build, family
-    from cumulo.pipeline.check import check
-    from cumulo.pipeline.costs import Costs, Link
-    from cumulo.pipeline.draw import to_perfetto, to_svg
-    from cumulo.pipeline.simulate import simulate
+    from cumulo.base import report
+    from cumulo.cli.shared.terminal import note, out
+    from cumulo.pipeline.decide.catalog import build, family
+    from cumulo.pipeline.decide.check import check
+    from cumulo.pipeline.decide.costs import Costs, Link
+    from cumulo.pipeline.draw.svg import to_perfetto, to_svg
+    from cumulo.pipeline.simulate.timeline import simulate
 
     chosen = family(name)
     built = build(name, stages, micro_batches, chunks)
@@ -88,7 +88,7 @@ def schedule(
 
 
 def _rows(chosen: "Family", timeline: "Timeline", costs: "Costs", peak: int) -> "list[Row]":
-    from cumulo.cli.report import Row
+    from cumulo.base.report import Row
 
     schedule, formula = timeline.schedule, chosen.formula
     stages, micro_batches = schedule.stages, schedule.micro_batches
@@ -118,9 +118,9 @@ def _rows(chosen: "Family", timeline: "Timeline", costs: "Costs", peak: int) -> 
 def _print_picture(timeline: "Timeline") -> None:
     from rich.text import Text
 
-    from cumulo.cli.terminal import note, out
-    from cumulo.pipeline.actions import Kind
-    from cumulo.pipeline.draw_text import columns_to_read, text_rows
+    from cumulo.cli.shared.terminal import note, out
+    from cumulo.pipeline.decide.actions import Kind
+    from cumulo.pipeline.draw.text import columns_to_read, text_rows
 
     # Background for each kind; the second colour is for a later chunk or the reverse direction.
     styles = {

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cumulo.cli import options
+from cumulo.cli.shared import options
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
-    from cumulo.serve.messages import Ready
+    from cumulo.serve.engine_link.messages import Ready
 
 EXAMPLE = (
     "Example: [bold]cumulo serve --port 8000[/bold], then point any OpenAI client at http://127.0.0.1:8000/v1"
@@ -190,7 +190,7 @@ def serve(
             f"the server needs packages that are not installed ({error.name}): "
             "pip install -e '.[serve]' in Cumulo's folder"
         ) from error
-    from cumulo.cli.terminal import note
+    from cumulo.cli.shared.terminal import note
     from cumulo.serve.observe import steady_stderr
 
     steady_stderr.install()  # before the first note: one that cannot be written must not end the server
@@ -264,7 +264,7 @@ def _standard_otlp_endpoint() -> str | None:
     """OpenTelemetry's own variable. It may be meant for other programs, so what we cannot use is passed over."""
     import os
 
-    from cumulo.cli.terminal import note
+    from cumulo.cli.shared.terminal import note
 
     endpoint = os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT")
     if not endpoint:
@@ -273,7 +273,7 @@ def _standard_otlp_endpoint() -> str | None:
         note(f"OTEL_EXPORTER_OTLP_ENDPOINT is {endpoint!r}, not an http(s) URL: traces are off")
         return None
     try:
-        import cumulo.serve.otel  # noqa: F401
+        import cumulo.serve.observe.otel  # noqa: F401
     except ImportError:
         note(
             "OTEL_EXPORTER_OTLP_ENDPOINT is set, but traces are off: they need pip install -e '.[otel]' in "
@@ -308,7 +308,7 @@ def _make_key(
     path: Path | None, name: str, requests: int | None, tokens: int | None, cache_group: str | None
 ) -> None:
     from cumulo.errors import CumuloError
-    from cumulo.serve.keys import new_key
+    from cumulo.serve.access.keys import new_key
 
     if path is None:
         raise CumuloError("--new-api-key needs --api-keys FILE, the file that stores the hash of the key")

@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cumulo.cli import options
-from cumulo.cli import simulate_traffic as asked
-from cumulo.cli import simulate_view as view
-from cumulo.cli import traffic_options as requested
+from cumulo.cli.shared import options
+from cumulo.cli.shared import traffic as asked
+from cumulo.cli.shared import traffic_options as requested
+from cumulo.cli.view import simulate as view
 
 if TYPE_CHECKING:
-    from cumulo.plan.serve_report import ServeReport
+    from cumulo.plan.serve.report import ServeReport
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -106,13 +106,13 @@ def serve(
 
     Latencies are those of the engine. They do not include HTTP and tokenization.
     """
-    from cumulo.cli import report as reports
-    from cumulo.cli.terminal import note, out, working
+    from cumulo.base import report as reports
+    from cumulo.cli.shared.terminal import note, out, working
     from cumulo.errors import ConfigError
-    from cumulo.plan.serve_capacity import Trial, play, play_between
-    from cumulo.plan.serve_capacity import find_capacity as search
-    from cumulo.plan.serve_replica import Replica
-    from cumulo.serve.load.units import parse_duration_s
+    from cumulo.load.units import parse_duration_s
+    from cumulo.plan.serve.capacity import Trial, play, play_between
+    from cumulo.plan.serve.capacity import find_capacity as search
+    from cumulo.plan.serve.replica import Replica
 
     catalog = asked.load_catalog(catalog_file)
     spec = asked.model_spec(model, catalog)
@@ -180,7 +180,7 @@ def serve(
 
 
 def _rates(text: str, trace: Path | None) -> list[float | None]:
-    from cumulo.serve.load.units import parse_number
+    from cumulo.load.units import parse_number
 
     if not text:
         return [None if trace is not None else 1.0]

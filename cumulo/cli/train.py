@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from cumulo.cli import options
+from cumulo.cli.shared import options
 
 EXAMPLE = "Example: [bold]cumulo train --steps 20 --folder /tmp/first-run[/bold]"
 

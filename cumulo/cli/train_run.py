@@ -10,18 +10,25 @@ from typing import TYPE_CHECKING, NoReturn
 import yaml
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from cumulo.cli.quantities import quantity
-from cumulo.cli.report import Row, table, write_json
-from cumulo.cli.terminal import err, note, out
+from cumulo.base.quantities import quantity
+from cumulo.base.report import Row, table, write_json
+from cumulo.cli.shared.terminal import err, note, out
 from cumulo.errors import ConfigError, CumuloError, TrainingError
-from cumulo.train.builtin import builtin_config, free_folder
-from cumulo.train.config import ScheduleConfig, TrainConfig, config_from, config_text, known_spec, load_config
-from cumulo.train.launch import LOST, REFUSED, check_machine, launch, report_refusal, under_torchrun
-from cumulo.train.log import StepRecord
+from cumulo.train.decide.config import (
+    ScheduleConfig,
+    TrainConfig,
+    config_from,
+    config_text,
+    known_spec,
+    load_config,
+)
+from cumulo.train.run.builtin import builtin_config, free_folder
+from cumulo.train.run.launch import LOST, REFUSED, check_machine, launch, report_refusal, under_torchrun
+from cumulo.train.run.log import StepRecord
 
 if TYPE_CHECKING:
-    from cumulo.train.ledger import Entry
-    from cumulo.train.trainer import Trainer, TrainResult
+    from cumulo.train.decide.ledger import Entry
+    from cumulo.train.run.trainer import Trainer, TrainResult
 
 
 def parse_change(text: str) -> tuple[str, str]:
@@ -68,7 +75,7 @@ def print_config(config: TrainConfig) -> None:
 
 
 def print_layout(config: TrainConfig) -> None:
-    from cumulo.train.layout_report import explain_layout
+    from cumulo.train.decide.layout_report import explain_layout
 
     out.print(explain_layout(config, known_spec(config)), markup=False, soft_wrap=True)
 
@@ -76,7 +83,7 @@ def print_layout(config: TrainConfig) -> None:
 def print_verdict(config: TrainConfig, json_file: Path | None) -> None:
     """Train the configuration's kind of model, made small, in one process and under its layout."""
     with err.status("training in one process, and under the layout"):
-        from cumulo.train.verify import TOLERANCE, verify_layout
+        from cumulo.train.run.verify import TOLERANCE, verify_layout
 
         verdict = verify_layout(config)
     row = Row(
@@ -99,7 +106,7 @@ def run(config: TrainConfig, resume: bool, json_file: Path | None) -> None:
         _launch(config, resume, json_file)
         return
     with err.status("starting"):
-        from cumulo.train.trainer import Trainer
+        from cumulo.train.run.trainer import Trainer
     display = Display(config)
     try:
         result = Trainer(config, resume=resume, watcher=display).run()
@@ -111,8 +118,8 @@ def run(config: TrainConfig, resume: bool, json_file: Path | None) -> None:
 def _launch(config: TrainConfig, resume: bool, json_file: Path | None) -> None:
     """Prepare what can be, once and where errors are seen, then start the ranks on what is in the folder."""
     with err.status("starting"):
-        from cumulo.train.prepare import prepare
-        from cumulo.train.trainer import refuse_to_overwrite
+        from cumulo.train.data.prepare import prepare
+        from cumulo.train.run.trainer import refuse_to_overwrite
     check_machine(config)
     if not resume:
         refuse_to_overwrite(Path(config.folder))
@@ -130,7 +137,7 @@ def _launch(config: TrainConfig, resume: bool, json_file: Path | None) -> None:
 
 
 def _run_rank(config: TrainConfig, resume: bool, json_file: Path | None) -> None:
-    from cumulo.train.worker import lost_another, run_worker
+    from cumulo.train.run.worker import lost_another, run_worker
 
     first = os.environ["RANK"] == "0"
     display = Display(config) if first else None

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from html import escape
 
 from cumulo.console.words import short_id
-from cumulo.serve.messages import BlockMap
+from cumulo.serve.engine_link.messages import BlockMap
 
 _MOST_CELLS = 1536
 _FEWEST_COLUMNS, _MOST_COLUMNS = 56, 80

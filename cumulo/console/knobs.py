@@ -8,7 +8,7 @@ from nicegui import ui
 from cumulo.console.answer_view import small_button
 from cumulo.console.chat.presets import Presets, read_own
 from cumulo.console.tools_box import ToolsBox
-from cumulo.engine.params import SamplingParams
+from cumulo.engine.decide.params import SamplingParams
 
 _WHOLE = ("top_k", "max_tokens", "seed")
 _FIELDS = (  # name, label, least, most, step, tooltip

@@ -7,7 +7,7 @@ from itertools import pairwise
 from cumulo.console.machine_use import Sample
 from cumulo.console.words import percentile
 from cumulo.serve.observe.step_history import Slice, StepHistory
-from cumulo.serve.stories import Record
+from cumulo.serve.observe.stories import Record
 
 JUDGED_S = 300.0  # percentiles are of requests not older than this
 _RATE_S = 5  # the present rate is the mean of so many seconds

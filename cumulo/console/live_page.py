@@ -16,8 +16,8 @@ from cumulo.console.memory_ledger import ledger_html
 from cumulo.console.sessions import Visitor
 from cumulo.console.shell import Shell, empty, show
 from cumulo.console.tiles import tile
-from cumulo.engine.ledger import format_bytes
-from cumulo.serve.messages import BlockMap, Ready, StepRecord
+from cumulo.engine.memory.ledger import format_bytes
+from cumulo.serve.engine_link.messages import BlockMap, Ready, StepRecord
 from cumulo.serve.observe.step_history import Slice
 
 _REFRESH_S = 1.0

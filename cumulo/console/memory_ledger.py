@@ -2,8 +2,8 @@
 
 from html import escape
 
-from cumulo.engine.ledger import format_bytes
-from cumulo.serve.messages import Ready
+from cumulo.engine.memory.ledger import format_bytes
+from cumulo.serve.engine_link.messages import Ready
 
 
 def ledger_html(info: Ready) -> str:

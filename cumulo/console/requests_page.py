@@ -11,7 +11,7 @@ from cumulo.console.request_table import STATUSES, Filter, badge, rows_of, table
 from cumulo.console.sessions import Visitor
 from cumulo.console.shell import Shell, empty, show
 from cumulo.console.story_view import compared_html, story_html
-from cumulo.serve.stories import NotUnique, Record
+from cumulo.serve.observe.stories import NotUnique, Record
 
 _MOST_ROWS = 200
 _REFRESH_S = 1.5

@@ -5,8 +5,8 @@ import os
 from typing import Any
 
 from cumulo.engine.config import EngineConfig
-from cumulo.engine.ledger import format_bytes
-from cumulo.serve.messages import Ready
+from cumulo.engine.memory.ledger import format_bytes
+from cumulo.serve.engine_link.messages import Ready
 from cumulo.serve.options import ServeOptions
 
 Rows = list[tuple[str, str]]

@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from cumulo.serve.keys import ApiKeys, Caller
+from cumulo.serve.access.keys import ApiKeys, Caller
 
 COOKIE = "cumulo_console"
 LIFETIME_S = 12 * 3600

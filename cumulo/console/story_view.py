@@ -5,7 +5,7 @@ from typing import Any
 
 from cumulo.console.tiles import rounded, tile
 from cumulo.console.words import clock_time, short_id
-from cumulo.serve.stories import Record, explanation
+from cumulo.serve.observe.stories import Record, explanation
 
 _WIDTH, _BAR_Y, _BAR_HEIGHT = 900, 8, 22
 _MOST_TICKS = 400

@@ -10,20 +10,21 @@ from pathlib import Path
 
 import torch
 
+from cumulo.base.machine_memory import available_memory
 from cumulo.engine.config import EngineConfig
+from cumulo.engine.decide.params import SamplingParams
+from cumulo.engine.decide.scheduler import Scheduler
+from cumulo.engine.decide.scheduler_config import SchedulerConfig
 from cumulo.engine.engine import Engine
-from cumulo.engine.guided import Guidance
-from cumulo.engine.ledger import Ledger, MemoryPlan, plan_memory
-from cumulo.engine.ledger_gpu import fp8_saved_bytes
-from cumulo.engine.machine_memory import available_memory, gpu_memory
-from cumulo.engine.params import SamplingParams
-from cumulo.engine.player import Player, cpu_player, gpu_player, refuse_kernel_options
-from cumulo.engine.scheduler import Scheduler
-from cumulo.engine.scheduler_config import SchedulerConfig
+from cumulo.engine.guides.guided import Guidance
+from cumulo.engine.memory.ledger import Ledger, MemoryPlan, plan_memory
+from cumulo.engine.memory.ledger_gpu import fp8_saved_bytes
+from cumulo.engine.play.player import Player, cpu_player, gpu_player, refuse_kernel_options
 from cumulo.errors import CumuloError
+from cumulo.kernels.cuda.device_memory import gpu_memory
 from cumulo.models.decoder import Decoder
-from cumulo.models.load import LoadedModel, ModelFiles, inspect_model, load_model
-from cumulo.models.tokenizer import Tokenizer
+from cumulo.models.files.load import LoadedModel, ModelFiles, inspect_model, load_model
+from cumulo.models.text.tokenizer import Tokenizer
 from cumulo.spec.gpu_kernels import obstacle_of
 
 

@@ -11,16 +11,16 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from cumulo.engine.embedding import normalised
-from cumulo.engine.guided import Guidance
+from cumulo.engine.decide.params import SamplingParams
+from cumulo.engine.decide.plan import PendingStep, Runner, StepPlan
+from cumulo.engine.decide.request import Request, Sequence, State
+from cumulo.engine.decide.scheduler import Scheduler
+from cumulo.engine.guides.guided import Guidance
 from cumulo.engine.outputs import Delta, RequestOutput, Sample
-from cumulo.engine.params import SamplingParams
-from cumulo.engine.plan import PendingStep, Runner, StepPlan
-from cumulo.engine.request import Request, Sequence, State
-from cumulo.engine.scheduler import Scheduler
+from cumulo.engine.play.embedding import normalised
 from cumulo.engine.text_stream import TextStream
 from cumulo.errors import InvalidRequest
-from cumulo.models.tokenizer import Tokenizer
+from cumulo.models.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 

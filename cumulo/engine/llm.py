@@ -17,14 +17,14 @@ from typing import Any
 
 from cumulo.engine.assembly import Assembly, assemble
 from cumulo.engine.config import EngineConfig
-from cumulo.engine.embedding import shortened
+from cumulo.engine.decide.params import Pooling, SamplingParams
+from cumulo.engine.decide.story import Story
 from cumulo.engine.engine import Engine
-from cumulo.engine.ledger import Ledger
+from cumulo.engine.memory.ledger import Ledger
 from cumulo.engine.outputs import Delta, Progress, RequestOutput
-from cumulo.engine.params import Pooling, SamplingParams
-from cumulo.engine.story import Story
+from cumulo.engine.play.embedding import shortened
 from cumulo.errors import CumuloError, InvalidRequest
-from cumulo.models.tokenizer import Tokenizer
+from cumulo.models.text.tokenizer import Tokenizer
 from cumulo.spec.model import ModelSpec
 
 Message = Mapping[str, Any]

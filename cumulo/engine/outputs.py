@@ -3,9 +3,9 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from cumulo.engine.plan import TokenLogprobs
-from cumulo.engine.request import FinishReason
-from cumulo.engine.story import Story
+from cumulo.engine.decide.plan import TokenLogprobs
+from cumulo.engine.decide.request import FinishReason
+from cumulo.engine.decide.story import Story
 
 
 @dataclass(frozen=True, slots=True)

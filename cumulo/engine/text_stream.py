@@ -1,8 +1,8 @@
 """TextStream: turns one sample's tokens into text as they come, and watches for stop strings."""
 
-from cumulo.engine.params import SamplingParams
-from cumulo.models.detokenizer import IncrementalDetokenizer, StopStringMatcher
-from cumulo.models.tokenizer import Tokenizer
+from cumulo.engine.decide.params import SamplingParams
+from cumulo.models.text.detokenizer import IncrementalDetokenizer, StopStringMatcher
+from cumulo.models.text.tokenizer import Tokenizer
 
 
 class TextStream:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from cumulo.kernels.paged_attention import paged_attention
+from cumulo.kernels.cpu.paged_attention import paged_attention
 from cumulo.models.batch import ForwardBatch, KVCache
 from cumulo.models.linear import Linear, RMSNorm
 from cumulo.models.rope import Rotation, yarn_magnitude

@@ -8,7 +8,7 @@ MFU and HFU are those over the peak rate of all devices in the job's number form
 
 from dataclasses import dataclass
 
-from cumulo.plan.memory_ledger import MemoryLedger
+from cumulo.plan.memory.ledger import MemoryLedger
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,8 @@ from functools import cache
 from typing import Literal, get_args
 
 from cumulo.errors import ConfigError
-from cumulo.pipeline.catalog import family
-from cumulo.spec.layout import Layout
+from cumulo.layout.layout import Layout
+from cumulo.pipeline.decide.catalog import family
 from cumulo.spec.model import ModelSpec
 
 # What backward computes again. full: whole layers, of which only the input is kept. selective: the attention

@@ -8,15 +8,16 @@ from fastapi.openapi.utils import get_openapi
 from starlette.middleware.cors import CORSMiddleware
 
 from cumulo import __version__
-from cumulo.serve import chat, completions, direct_route, docs_page, embeddings, errors, operation
+from cumulo.serve import direct_route, docs_page, errors, operation
+from cumulo.serve.access.gate import Gate
 from cumulo.serve.anthropic import endpoints as anthropic
 from cumulo.serve.batches import endpoints as batches
 from cumulo.serve.batches import file_endpoints as files
 from cumulo.serve.batches.desk import Batches
 from cumulo.serve.bodies.reader import BodyReader
-from cumulo.serve.gate import Gate
 from cumulo.serve.http.head_requests import HeadAsGet
-from cumulo.serve.plain_chat import read_plain
+from cumulo.serve.openai import chat, completions, embeddings
+from cumulo.serve.openai.plain_chat import read_plain
 from cumulo.serve.rank import endpoints as rank
 from cumulo.serve.responses import endpoints as responses
 from cumulo.serve.service import Service

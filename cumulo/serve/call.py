@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING
 
 from starlette.requests import Request
 
+from cumulo.engine.decide.params import SamplingParams
 from cumulo.engine.outputs import Delta
-from cumulo.engine.params import SamplingParams
+from cumulo.serve.access.keys import Caller
 from cumulo.serve.batches.in_process import LEAST_PRIORITY_KEY
-from cumulo.serve.engine_client import Failure, Inbox
+from cumulo.serve.engine_link.engine_client import Failure, Inbox
+from cumulo.serve.engine_link.messages import Finished, Submit
 from cumulo.serve.errors import ApiError, ClientGone, invalid
-from cumulo.serve.keys import Caller
-from cumulo.serve.messages import Finished, Submit
 
 if TYPE_CHECKING:
     from cumulo.serve.service import Service

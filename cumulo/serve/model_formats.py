@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cumulo.errors import CumuloError
-from cumulo.models.tokenizer import Tokenizer
+from cumulo.models.text.tokenizer import Tokenizer
 from cumulo.serve.formats import ToolFormat, detect_reasoning, detect_tool_format, hides_markers
 from cumulo.serve.formats.detect import special_token
 from cumulo.serve.formats.reasoning import CLOSE, OPEN

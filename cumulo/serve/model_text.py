@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from cumulo.errors import CumuloError, InvalidRequest, ModelError
-from cumulo.models.gguf_file import open_gguf
-from cumulo.models.hub import resolve
-from cumulo.models.tokenizer import Tokenizer, load_tokenizer
-from cumulo.models.tokenizer_gguf import tokenizer_from_gguf
+from cumulo.models.files.gguf_file import open_gguf
+from cumulo.models.files.hub import resolve
+from cumulo.models.text.tokenizer import Tokenizer, load_tokenizer
+from cumulo.models.text.tokenizer_gguf import tokenizer_from_gguf
 from cumulo.serve.bodies.warnings import warn
 from cumulo.serve.model_formats import ModelFormats
 from cumulo.serve.openai.continuation import up_to_open_end, with_open_end

@@ -6,16 +6,17 @@ from fastapi import APIRouter, Query, Request
 from starlette.responses import Response
 
 from cumulo import __version__
-from cumulo.serve.conversation import check_continued, conversation, template_tools
-from cumulo.serve.descriptions import answers, plain
+from cumulo.serve.engine_link.messages import Ready
 from cumulo.serve.errors import ApiError, invalid
-from cumulo.serve.events import json_response
-from cumulo.serve.messages import Ready
 from cumulo.serve.model_text import ModelText
+from cumulo.serve.observe.stories import NotUnique, explanation
+from cumulo.serve.observe.trace import chrome_trace
+from cumulo.serve.openai.conversation import check_continued, conversation, template_tools
+from cumulo.serve.openai.descriptions import answers, plain
+from cumulo.serve.openai.events import json_response
 from cumulo.serve.openai.legacy_functions import with_tool_calls
-from cumulo.serve.openai.template_variables import template_variables
-from cumulo.serve.schemas import DetokenizeRequest, Message, TokenizeRequest
-from cumulo.serve.schemas_out import (
+from cumulo.serve.openai.schemas import DetokenizeRequest, Message, TokenizeRequest
+from cumulo.serve.openai.schemas_out import (
     Detokenized,
     ExplanationList,
     Health,
@@ -24,9 +25,8 @@ from cumulo.serve.schemas_out import (
     Tokenized,
     Version,
 )
+from cumulo.serve.openai.template_variables import template_variables
 from cumulo.serve.service import Service
-from cumulo.serve.stories import NotUnique, explanation
-from cumulo.serve.trace import chrome_trace
 
 router = APIRouter()
 Format = Annotated[Literal["json", "trace"], Query(description="trace: a Chrome/Perfetto trace")]

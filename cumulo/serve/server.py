@@ -18,22 +18,22 @@ import uvicorn
 from fastapi import FastAPI
 
 from cumulo.errors import CumuloError
-from cumulo.models.hub import resolve
+from cumulo.models.files.hub import resolve
 from cumulo.serve.api import create_app
+from cumulo.serve.engine_link.messages import Ready
 from cumulo.serve.http.connection import Connection
 from cumulo.serve.http.descriptors import BACKLOG, find_room
 from cumulo.serve.http.host_check import AllowedHosts, HostCheck
 from cumulo.serve.http.keeper import Keeper
 from cumulo.serve.http.limits import http_limits
 from cumulo.serve.http.tally import Tally
-from cumulo.serve.messages import Ready
 from cumulo.serve.model_text import ModelText
 from cumulo.serve.observe import steady_stderr
 from cumulo.serve.options import ServeOptions
 from cumulo.serve.service import Service
 
 if TYPE_CHECKING:
-    from cumulo.serve.otel import Tracing
+    from cumulo.serve.observe.otel import Tracing
 
 log = logging.getLogger(__name__)
 
@@ -93,7 +93,7 @@ class _Run:
         service.metrics.log_lines_lost.set_function(lambda: float(steady_stderr.install().lost_lines))
         app = create_app(service)
         if tracing is not None:
-            from cumulo.serve.otel import TracingMiddleware
+            from cumulo.serve.observe.otel import TracingMiddleware
 
             app.add_middleware(TracingMiddleware, service=service, tracing=tracing)
         if extend is not None:
@@ -192,7 +192,7 @@ def run(
 def _tracing(endpoint: str) -> "Tracing":
     """Imported only when asked for: its packages are an extra, and cost start-up time."""
     try:
-        from cumulo.serve.otel import Tracing
+        from cumulo.serve.observe.otel import Tracing
     except ImportError as error:
         raise CumuloError(
             f"traces to {endpoint} need packages that are not installed ({error.name}): "

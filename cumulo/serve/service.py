@@ -8,23 +8,23 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING
 
+from cumulo.engine.decide.params import SamplingParams
 from cumulo.engine.outputs import Delta
-from cumulo.engine.params import SamplingParams
+from cumulo.serve.access.keys import ApiKeys, Caller
+from cumulo.serve.access.limits import RateLimits
 from cumulo.serve.bodies.logprob_bound import check_logprobs
 from cumulo.serve.call import Call
-from cumulo.serve.engine_client import EngineClient, EngineSettings, Failure, Inbox, InFlight
+from cumulo.serve.engine_link.engine_client import EngineClient, EngineSettings, Failure, Inbox, InFlight
+from cumulo.serve.engine_link.messages import Finished, Ready, Stats, StepRecord, Submit
 from cumulo.serve.errors import ApiError, invalid
-from cumulo.serve.keys import ApiKeys, Caller
-from cumulo.serve.limits import RateLimits
-from cumulo.serve.messages import Finished, Ready, Stats, StepRecord, Submit
-from cumulo.serve.metrics import Metrics
 from cumulo.serve.model_text import ModelText
+from cumulo.serve.observe.metrics import Metrics
 from cumulo.serve.observe.rejections import Rejections
 from cumulo.serve.observe.step_history import StepHistory
+from cumulo.serve.observe.stories import Record, Stories
+from cumulo.serve.openai.sampling import ChatParams
 from cumulo.serve.options import ServeOptions
 from cumulo.serve.responses.stored import StoredResponses
-from cumulo.serve.sampling import ChatParams
-from cumulo.serve.stories import Record, Stories
 
 if TYPE_CHECKING:
     from cumulo.serve.batches.desk import Batches

@@ -11,13 +11,13 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cumulo.checkpoint.held import held_whole, own_parts
-from cumulo.checkpoint.memory import MemoryStore, memory_folder
-from cumulo.checkpoint.memory_plan import MemoryFile, fetches, file_of, freshest, keepers, overlap
-from cumulo.checkpoint.team import Team
+from cumulo.checkpoint.decide.memory_plan import MemoryFile, fetches, file_of, freshest, keepers, overlap
+from cumulo.checkpoint.play.held import held_whole, own_parts
+from cumulo.checkpoint.play.memory import MemoryStore, memory_folder
 from cumulo.errors import TrainingError
-from cumulo.spec.box import Box
-from cumulo.spec.layout import Layout
+from cumulo.layout.box import Box
+from cumulo.layout.layout import Layout
+from cumulo.ranks.team import Team
 from tests.train.pool import run_ranks
 from tests.train.test_resume import DENSE, MOE, assert_same, rank_state, whole_state
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from cumulo.checkpoint.folder import UNFINISHED, write_whole
-from cumulo.checkpoint.held import held_whole
-from cumulo.checkpoint.saver import Saver
-from cumulo.checkpoint.store import Checkpoint, CheckpointStore
+from cumulo.checkpoint.play.folder import UNFINISHED, write_whole
+from cumulo.checkpoint.play.held import held_whole
+from cumulo.checkpoint.play.saver import Saver
+from cumulo.checkpoint.play.store import Checkpoint, CheckpointStore
 from cumulo.errors import TrainingError
 
 

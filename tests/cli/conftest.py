@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from cumulo.cli import main, terminal
+from cumulo.cli import main
+from cumulo.cli.shared import terminal
 
 ROOT = Path(__file__).parents[2]
 

@@ -76,7 +76,7 @@ def test_a_user_error_is_one_line_and_exit_code_two(cumulo: Run, monkeypatch: py
     def fail(*_: object) -> None:
         raise CumuloError("the [file] is\nmissing: get one")
 
-    monkeypatch.setattr("cumulo.cli.completion.run", fail)
+    monkeypatch.setattr("cumulo.cli.talk.completion.run", fail)
     ran = cumulo("generate", "hello")
     assert ran.code == 2
     assert ran.err == "error: the [file] is missing: get one\n"
@@ -87,6 +87,6 @@ def test_an_error_of_ours_keeps_its_traceback(cumulo: Run, monkeypatch: pytest.M
     def fail(*_: object) -> None:
         raise ZeroDivisionError("a bug")
 
-    monkeypatch.setattr("cumulo.cli.completion.run", fail)
+    monkeypatch.setattr("cumulo.cli.talk.completion.run", fail)
     with pytest.raises(ZeroDivisionError):
         cumulo("generate", "hello")

@@ -4,9 +4,10 @@ import statistics
 
 import pytest
 
-from cumulo.cli import bench_engine, bench_scheduler
-from cumulo.cli.bench_engine import MEASUREMENTS, _order, _Prompts, _rows, parse_rivals
-from cumulo.cli.bench_text import english
+from cumulo.bench import engine as bench_engine
+from cumulo.bench import scheduler as bench_scheduler
+from cumulo.bench.engine import MEASUREMENTS, _order, _Prompts, _rows, parse_rivals
+from cumulo.bench.text import english
 from cumulo.errors import CumuloError
 
 

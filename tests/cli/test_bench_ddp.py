@@ -2,7 +2,7 @@
 
 import pytest
 
-from cumulo.cli import bench_ddp
+from cumulo.bench import ddp as bench_ddp
 
 
 @pytest.mark.thorough

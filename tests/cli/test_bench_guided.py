@@ -7,11 +7,12 @@ from itertools import islice
 
 import pytest
 
-from cumulo.cli import bench_guided, schema_suite
-from cumulo.cli.schema_judge import CannotJudge, Judge
+from cumulo.bench import guided as bench_guided
+from cumulo.bench import schema_suite
+from cumulo.bench.schema_judge import CannotJudge, Judge
 from cumulo.engine.config import EngineConfig
+from cumulo.engine.decide.params import Guide
 from cumulo.engine.llm import LLM
-from cumulo.engine.params import Guide
 from cumulo.errors import CumuloError, InvalidRequest
 from tests.engine.guided_engine import GUIDANCE
 

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from cumulo.cli.bench_overhead import Round, _Texts, rows
-from cumulo.cli.bench_overhead_client import FirstToken
-from cumulo.cli.bench_server import ServerProcess
+from cumulo.bench.overhead import Round, _Texts, rows
+from cumulo.bench.overhead_client import FirstToken
+from cumulo.bench.server import ServerProcess
 from cumulo.errors import CumuloError
-from cumulo.serve.load.lengths import Uniform
+from cumulo.load.lengths import Uniform
 from tests.cli.conftest import Run
 from tests.serve.running_server import needs_built_in_model
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.conftest import Run
-from tests.serve.load.toy_server import Behaviour, ToyServer
+from tests.load.toy_server import Behaviour, ToyServer
 
 
 def test_a_closed_loop_reports_as_table_json_html_and_records(cumulo: Run, tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from cumulo.cli.completion import parse_lines, read_jobs
+from cumulo.cli.talk.completion import parse_lines, read_jobs
 from cumulo.errors import InvalidRequest
 
 DEFAULTS = {"temperature": 0.5, "max_tokens": 9}

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from cumulo.cli.quantities import quantity, scale
-from cumulo.cli.report import Row, machine, table, write_json
+from cumulo.base.quantities import quantity, scale
+from cumulo.base.report import Row, machine, table, write_json
 
 
 def test_a_row_without_a_bound_is_ok() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from cumulo.serve.keys import new_key
+from cumulo.serve.access.keys import new_key
 from tests.console.browsing import (
     DESKTOP,
     LONG_TASK,

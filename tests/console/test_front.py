@@ -12,7 +12,7 @@ from starlette.testclient import TestClient
 
 from cumulo.console.front import Front
 from cumulo.console.sessions import COOKIE, Sessions
-from cumulo.serve.keys import ApiKeys, Caller, new_key
+from cumulo.serve.access.keys import ApiKeys, Caller, new_key
 
 HOST = "console.example"
 

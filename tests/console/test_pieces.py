@@ -19,13 +19,13 @@ from cumulo.console.resolved_options import engine_rows, server_rows
 from cumulo.console.sessions import COOKIE, Sessions, Visitor
 from cumulo.console.words import duration, milliseconds, percentile, short_id
 from cumulo.engine.config import EngineConfig
-from cumulo.engine.story import Story
-from cumulo.serve.keys import ApiKeys, Caller, new_key
-from cumulo.serve.messages import BlockMap, Ready, Stats, StepRecord
+from cumulo.engine.decide.story import Story
+from cumulo.serve.access.keys import ApiKeys, Caller, new_key
+from cumulo.serve.engine_link.messages import BlockMap, Ready, Stats, StepRecord
 from cumulo.serve.observe.rejections import Rejection
 from cumulo.serve.observe.step_history import StepHistory
+from cumulo.serve.observe.stories import Record
 from cumulo.serve.options import ServeOptions
-from cumulo.serve.stories import Record
 
 
 def record(received_s: float, ttft_s: float, token_times_s: list[float]) -> Record:

@@ -8,7 +8,7 @@ swapped back changes the output, as it would with a model, and is reported at on
 from dataclasses import dataclass
 from hashlib import blake2b
 
-from cumulo.engine.plan import StepPlan, StepResult, TokenLogprobs
+from cumulo.engine.decide.plan import StepPlan, StepResult, TokenLogprobs
 
 
 def next_token(context: list[int], seed: int, sample_index: int, vocab: int) -> int:

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from cumulo.engine.decide.params import SamplingParams
 from cumulo.engine.engine import Engine
 from cumulo.engine.outputs import RequestOutput
-from cumulo.engine.params import SamplingParams
 from tests.engine.tiny_engine import run
 
 Request = tuple[list[int], SamplingParams, int, str]  # prompt, parameters, priority, cache salt

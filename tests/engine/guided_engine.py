@@ -5,14 +5,14 @@ from dataclasses import replace
 import tokenizers
 import torch
 
+from cumulo.engine.decide.scheduler import Scheduler
+from cumulo.engine.decide.scheduler_config import SchedulerConfig
 from cumulo.engine.engine import Engine
-from cumulo.engine.guided import Guidance
-from cumulo.engine.runner_torch import TorchRunner
-from cumulo.engine.scheduler import Scheduler
-from cumulo.engine.scheduler_config import SchedulerConfig
+from cumulo.engine.guides.guided import Guidance
+from cumulo.engine.play.runner_torch import TorchRunner
 from cumulo.models.batch import KVCache
 from cumulo.models.decoder import Decoder
-from cumulo.models.tokenizer import Tokenizer, byte_alphabet
+from cumulo.models.text.tokenizer import Tokenizer, byte_alphabet
 from tests.engine.tiny_engine import SPECS
 
 _SPELLING = {byte: character for character, byte in byte_alphabet().items()}

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from cumulo.engine.params import SamplingParams
-from cumulo.engine.random_numbers import uniform
+from cumulo.engine.decide.params import SamplingParams
+from cumulo.engine.sampling.random_numbers import uniform
 
 
 def naive_scores(

@@ -7,11 +7,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from cumulo.engine.decide.params import Pooling, SamplingParams
+from cumulo.engine.decide.scheduler import Scheduler
+from cumulo.engine.decide.scheduler_config import SchedulerConfig
 from cumulo.engine.engine import Engine
-from cumulo.engine.params import Pooling, SamplingParams
-from cumulo.engine.runner_torch import TorchRunner
-from cumulo.engine.scheduler import Scheduler
-from cumulo.engine.scheduler_config import SchedulerConfig
+from cumulo.engine.play.runner_torch import TorchRunner
 from cumulo.models.batch import KVCache
 from tests.engine.tiny_engine import run
 

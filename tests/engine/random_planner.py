@@ -8,8 +8,8 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from cumulo.engine.params import SamplingParams
-from cumulo.engine.plan import NewSlot, Runner, StepPlan
+from cumulo.engine.decide.params import SamplingParams
+from cumulo.engine.decide.plan import NewSlot, Runner, StepPlan
 
 
 @dataclass

@@ -9,8 +9,8 @@ import torch
 from cumulo.engine import assembly
 from cumulo.engine.assembly import compile_kernels, device_kind
 from cumulo.engine.config import EngineConfig
-from cumulo.engine.params import SamplingParams
-from cumulo.engine.player import refuse_kernel_options
+from cumulo.engine.decide.params import SamplingParams
+from cumulo.engine.play.player import refuse_kernel_options
 from cumulo.errors import CumuloError
 from cumulo.spec.gpu_kernels import obstacle_of
 from cumulo.spec.model import MLASpec

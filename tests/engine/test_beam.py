@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
-from cumulo.engine.beam import BeamSearch
+from cumulo.engine.decide.beam import BeamSearch
 
 VOCABULARY = 12
 

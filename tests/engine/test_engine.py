@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from cumulo.engine.params import SamplingParams
+from cumulo.engine.decide.params import SamplingParams
 from cumulo.errors import InvalidRequest
 from tests.engine.tiny_engine import VOCAB, make_decoder, make_engine, run
 
@@ -205,7 +205,7 @@ def test_the_engine_is_idle_and_cheap_when_nothing_is_asked():
 
 def test_torch_is_not_imported_by_what_decides():
     code = (
-        "import sys; import cumulo.engine.scheduler, cumulo.engine.params, cumulo.spec.model; "
+        "import sys; import cumulo.engine.decide.scheduler, cumulo.engine.decide.params, cumulo.spec.model; "
         "sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cumulo.engine.params import SamplingParams
+from cumulo.engine.decide.params import SamplingParams
 from tests.engine.equivalence import Lengths, Way, check, draw_requests, run_alone
 from tests.engine.tiny_engine import SPECS, VOCAB, make_decoder, make_engine, run
 

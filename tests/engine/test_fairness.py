@@ -6,12 +6,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cumulo.engine.fairness import OUTPUT_WEIGHT, PROMPT_WEIGHT, WINDOW_S, FairShares, Tenant, jain_index
-from cumulo.engine.params import SamplingParams
-from cumulo.engine.plan import StepResult
-from cumulo.engine.request import Request
-from cumulo.engine.scheduler import Scheduler
-from cumulo.engine.scheduler_config import SchedulerConfig
+from cumulo.engine.decide.fairness import (
+    OUTPUT_WEIGHT,
+    PROMPT_WEIGHT,
+    WINDOW_S,
+    FairShares,
+    Tenant,
+    jain_index,
+)
+from cumulo.engine.decide.params import SamplingParams
+from cumulo.engine.decide.plan import StepResult
+from cumulo.engine.decide.request import Request
+from cumulo.engine.decide.scheduler import Scheduler
+from cumulo.engine.decide.scheduler_config import SchedulerConfig
 
 
 def make(**options: object) -> Scheduler:

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from cumulo.engine import guide_trial, guided
-from cumulo.engine.guided import Guidance
-from cumulo.engine.params import Guide, SamplingParams
+from cumulo.engine.decide.params import Guide, SamplingParams
+from cumulo.engine.guides import guided
+from cumulo.engine.guides import trial as guide_trial
+from cumulo.engine.guides.guided import Guidance
 from cumulo.errors import InvalidRequest
 from tests.engine.guided_engine import EOS, TOKENIZER, VOCAB, make_engine
 from tests.engine.tiny_engine import run

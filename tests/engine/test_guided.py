@@ -12,10 +12,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cumulo.engine import sampler
-from cumulo.engine.guided import Guidance
+from cumulo.engine.decide.params import Guide, SamplingParams
+from cumulo.engine.guides.guided import Guidance
 from cumulo.engine.llm import LLM
-from cumulo.engine.params import Guide, SamplingParams
+from cumulo.engine.sampling import sampler
 from cumulo.errors import InvalidRequest
 from tests.engine.guided_engine import CLOSING, EOS, GUIDANCE, SPECIAL, TOKENIZER, VOCAB, make_engine
 from tests.engine.guided_schemas import SCHEMAS
@@ -391,7 +391,7 @@ def test_a_long_chain_of_references_does_not_end_the_process():
     """On a thread of usual stack size llguidance overruns its stack at a few thousand."""
     program = """
 import json
-from cumulo.engine.params import Guide
+from cumulo.engine.decide.params import Guide
 from tests.engine.guided_engine import GUIDANCE
 chain = {f"a{i}": {"$ref": f"#/$defs/a{i + 1}"} for i in range(3500)} | {"a3500": {"type": "boolean"}}
 schema = json.dumps({"$defs": chain, "$ref": "#/$defs/a0"}, separators=(",", ":"))

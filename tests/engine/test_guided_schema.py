@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cumulo.engine.guided_schema import enforceable
-from cumulo.engine.params import Guide
+from cumulo.engine.decide.params import Guide
+from cumulo.engine.guides.schema import enforceable
 from cumulo.errors import InvalidRequest
 from tests.engine.guided_engine import GUIDANCE
 

@@ -15,11 +15,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
+from cumulo.base.machine_memory import PeakMemory, available_memory, resident_bytes
 from cumulo.engine.config import EngineConfig
-from cumulo.engine.ledger import GIB, activation_bytes, logit_bytes, plan_memory
-from cumulo.engine.ledger_gpu import fp8_saved_bytes
-from cumulo.engine.machine_memory import PeakMemory, available_memory, resident_bytes
-from cumulo.engine.runner_torch import TorchRunner
+from cumulo.engine.memory.ledger import GIB, activation_bytes, logit_bytes, plan_memory
+from cumulo.engine.memory.ledger_gpu import fp8_saved_bytes
+from cumulo.engine.play.runner_torch import TorchRunner
 from cumulo.errors import CumuloError, OutOfMemory
 from cumulo.models.batch import KVCache
 from cumulo.models.decoder import Decoder
@@ -218,7 +218,7 @@ def test_predictions_hold_for_a_real_model_of_each_kind(kind: str) -> None:
 @pytest.mark.slow
 def test_predictions_hold_for_the_built_in_model() -> None:
     """Weights within 5% of the file's bytes though packed anew; a step's peak within its prediction."""
-    from cumulo.models.load import inspect_model, load_model
+    from cumulo.models.files.load import inspect_model, load_model
 
     files = inspect_model(None)
     config = EngineConfig(kv_blocks=100, max_running=8, max_tokens_per_step=256).settled("cpu")

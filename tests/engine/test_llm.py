@@ -7,7 +7,7 @@ import pytest
 from cumulo import LLM, SamplingParams
 from cumulo.engine.config import EngineConfig
 from cumulo.errors import CumuloError, InvalidRequest, ModelError, OutOfMemory
-from cumulo.models import hub
+from cumulo.models.files import hub
 
 try:
     hub.resolve(None)

@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cumulo.engine.embedding import normalised, shortened
-from cumulo.engine.params import SamplingParams
-from cumulo.engine.pooling import Pooled
+from cumulo.engine.decide.params import SamplingParams
+from cumulo.engine.decide.pooling import Pooled
+from cumulo.engine.play.embedding import normalised, shortened
 from cumulo.errors import InvalidRequest
 from cumulo.models.decoder import Decoder
-from cumulo.models.fused import FusedDecoder
-from cumulo.models.weights_safetensors import load_safetensors
+from cumulo.models.files.weights_safetensors import load_safetensors
+from cumulo.models.play.fused import FusedDecoder
 from cumulo.spec.from_huggingface import spec_from_config
 from tests.engine.pooled_reference import engine_embeddings, reference_embedding
 from tests.engine.tiny_engine import VOCAB, make_decoder, make_engine, run

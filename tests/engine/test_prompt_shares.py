@@ -3,13 +3,13 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cumulo.engine.fairness import ABOUT_S, RECENT_HALF_LIFE_S, FairShares, Tenant
-from cumulo.engine.params import SamplingParams
-from cumulo.engine.plan import StepPlan, StepResult
-from cumulo.engine.prompt_shares import Want, by_share, shared_step_tokens
-from cumulo.engine.request import Request
-from cumulo.engine.scheduler import Scheduler
-from cumulo.engine.scheduler_config import SchedulerConfig
+from cumulo.engine.decide.fairness import ABOUT_S, RECENT_HALF_LIFE_S, FairShares, Tenant
+from cumulo.engine.decide.params import SamplingParams
+from cumulo.engine.decide.plan import StepPlan, StepResult
+from cumulo.engine.decide.prompt_shares import Want, by_share, shared_step_tokens
+from cumulo.engine.decide.request import Request
+from cumulo.engine.decide.scheduler import Scheduler
+from cumulo.engine.decide.scheduler_config import SchedulerConfig
 
 
 def tenant(name: str, served: int = 0) -> Tenant:

@@ -11,14 +11,19 @@ import pytest
 import torch
 
 from tests.engine.tiny_cuda_engine import DEVICE, SPECS, make_decoder, make_engine, use_few_programs  # isort: skip
+from cumulo.engine.decide.params import SamplingParams
+from cumulo.engine.decide.plan import StepPlan
 from cumulo.engine.engine import Engine
-from cumulo.engine.ledger_gpu import fp8_saved_bytes, gpu_buffer_bytes, gpu_logit_bytes, gpu_table_bytes
-from cumulo.engine.params import SamplingParams
-from cumulo.engine.plan import StepPlan
-from cumulo.engine.runner_cuda import CudaRunner
-from cumulo.engine.runner_torch import TorchRunner, held_weight_bytes
+from cumulo.engine.memory.ledger_gpu import (
+    fp8_saved_bytes,
+    gpu_buffer_bytes,
+    gpu_logit_bytes,
+    gpu_table_bytes,
+)
+from cumulo.engine.play.runner_cuda import CudaRunner
+from cumulo.engine.play.runner_torch import TorchRunner, held_weight_bytes
 from cumulo.models.batch import KVCache
-from cumulo.models.cuda_decoder import CudaDecoder
+from cumulo.models.play.cuda_decoder import CudaDecoder
 from cumulo.spec.counting import weight_bytes
 from tests.engine.random_planner import RandomPlanner
 from tests.engine.random_planner import Sequence as PlannedSequence

@@ -11,10 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cumulo.engine.params import SamplingParams
-from cumulo.engine.plan import NewSlot, StepPlan
-from cumulo.engine.runner_torch import TorchRunner
-from cumulo.engine.slot_table import SlotTable
+from cumulo.engine.decide.params import SamplingParams
+from cumulo.engine.decide.plan import NewSlot, StepPlan
+from cumulo.engine.play.runner_torch import TorchRunner
+from cumulo.engine.play.slot_table import SlotTable
 from cumulo.models.batch import ForwardBatch, KVCache
 from cumulo.models.decoder import Decoder
 from cumulo.spec.model import MLASpec, ModelSpec

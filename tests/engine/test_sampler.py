@@ -17,11 +17,11 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from cumulo.engine.params import SamplingParams
-from cumulo.engine.plan import NewSlot, StepPlan
-from cumulo.engine.random_numbers import mix, uniform
-from cumulo.engine.sampler import Drawn, draw
-from cumulo.engine.slot_table import SlotTable
+from cumulo.engine.decide.params import SamplingParams
+from cumulo.engine.decide.plan import NewSlot, StepPlan
+from cumulo.engine.play.slot_table import SlotTable
+from cumulo.engine.sampling.random_numbers import mix, uniform
+from cumulo.engine.sampling.sampler import Drawn, draw
 from tests.engine.naive_sampler import naive_draw, naive_probabilities, naive_scores
 
 EOS = 2

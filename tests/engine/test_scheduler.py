@@ -7,11 +7,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cumulo.engine.params import SamplingParams
-from cumulo.engine.plan import StepPlan
-from cumulo.engine.request import Request, State
-from cumulo.engine.scheduler import Scheduler
-from cumulo.engine.scheduler_config import SchedulerConfig
+from cumulo.engine.decide.params import SamplingParams
+from cumulo.engine.decide.plan import StepPlan
+from cumulo.engine.decide.request import Request, State
+from cumulo.engine.decide.scheduler import Scheduler
+from cumulo.engine.decide.scheduler_config import SchedulerConfig
 from cumulo.errors import CumuloError, InvalidRequest
 from tests.engine.cell_runner import CellRunner, next_token
 

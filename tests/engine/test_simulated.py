@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from cumulo.engine import engine as engine_module
+from cumulo.engine.decide.params import SamplingParams
+from cumulo.engine.decide.plan import StepPlan, StepResult
+from cumulo.engine.decide.request import State
+from cumulo.engine.decide.scheduler import Scheduler
+from cumulo.engine.decide.scheduler_config import SchedulerConfig
 from cumulo.engine.engine import Engine
-from cumulo.engine.params import SamplingParams
-from cumulo.engine.plan import StepPlan, StepResult
-from cumulo.engine.request import State
-from cumulo.engine.scheduler import Scheduler
-from cumulo.engine.scheduler_config import SchedulerConfig
-from cumulo.engine.simulated import simulate
-from cumulo.engine.simulated_run import Arrival, DecodeTime, Run, StepTime
+from cumulo.engine.simulate.engine import simulate
+from cumulo.engine.simulate.run import Arrival, DecodeTime, Run, StepTime
 from cumulo.errors import InvalidRequest
 
 

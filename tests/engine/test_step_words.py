@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cumulo.engine.step_words import DRAW_WORDS, StepShape, shape_of
+from cumulo.engine.play.step_words import DRAW_WORDS, StepShape, shape_of
 
 
 @given(data=st.data(), most_tokens=st.integers(1, 10_000), most_rows=st.integers(1, 600), cuts=st.booleans())
@@ -30,5 +30,5 @@ def test_a_step_larger_than_the_buffers_is_refused(step: tuple[int, int, int]) -
 
 
 def test_the_words_of_a_draw_stand_where_the_sampling_kernel_reads_them() -> None:
-    sample = pytest.importorskip("cumulo.kernels.cuda.sample")
+    sample = pytest.importorskip("cumulo.kernels.cuda.sampling.sample")
     assert [getattr(sample, word.upper()) for word in DRAW_WORDS] == list(range(sample.COLUMNS))

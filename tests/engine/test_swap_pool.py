@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from cumulo.engine import swap_pool
-from cumulo.engine.swap_pool import SwapPool
+from cumulo.engine.play import swap_pool
+from cumulo.engine.play.swap_pool import SwapPool
 from cumulo.models.batch import KVCache
 from cumulo.spec.model import ModelSpec
 

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cumulo.engine.fairness import FairShares, Tenant
-from cumulo.engine.params import SamplingParams
-from cumulo.engine.request import Request, Sequence, State
-from cumulo.engine.waiting_queue import WaitingQueue
+from cumulo.engine.decide.fairness import FairShares, Tenant
+from cumulo.engine.decide.params import SamplingParams
+from cumulo.engine.decide.request import Request, Sequence, State
+from cumulo.engine.decide.waiting_queue import WaitingQueue
 
 PARAMS = SamplingParams(max_tokens=4)
 

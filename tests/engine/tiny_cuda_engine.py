@@ -20,16 +20,17 @@ if find_spec("triton") is None:
 
 from triton import next_power_of_2  # noqa: E402
 
-from cumulo.engine import step_words  # noqa: E402
+from cumulo.engine.decide.scheduler import Scheduler  # noqa: E402
+from cumulo.engine.decide.scheduler_config import SchedulerConfig  # noqa: E402
 from cumulo.engine.engine import Engine  # noqa: E402
-from cumulo.engine.runner_cuda import CudaRunner  # noqa: E402
-from cumulo.engine.runner_torch import TorchRunner  # noqa: E402
-from cumulo.engine.scheduler import Scheduler  # noqa: E402
-from cumulo.engine.scheduler_config import SchedulerConfig  # noqa: E402
-from cumulo.kernels.cuda import moe_few, small_linear  # noqa: E402
+from cumulo.engine.play import step_words  # noqa: E402
+from cumulo.engine.play.runner_cuda import CudaRunner  # noqa: E402
+from cumulo.engine.play.runner_torch import TorchRunner  # noqa: E402
+from cumulo.kernels.cuda.linear import small_linear  # noqa: E402
+from cumulo.kernels.cuda.moe import few as moe_few  # noqa: E402
 from cumulo.models.batch import KVCache  # noqa: E402
-from cumulo.models.cuda_decoder import CudaDecoder  # noqa: E402
 from cumulo.models.decoder import Decoder  # noqa: E402
+from cumulo.models.play.cuda_decoder import CudaDecoder  # noqa: E402
 from cumulo.spec.model import MLASpec, ModelSpec, MoESpec  # noqa: E402
 
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")

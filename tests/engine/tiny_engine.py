@@ -2,11 +2,11 @@
 
 import torch
 
+from cumulo.engine.decide.scheduler import Scheduler
+from cumulo.engine.decide.scheduler_config import SchedulerConfig
 from cumulo.engine.engine import Engine
 from cumulo.engine.outputs import RequestOutput
-from cumulo.engine.runner_torch import TorchRunner
-from cumulo.engine.scheduler import Scheduler
-from cumulo.engine.scheduler_config import SchedulerConfig
+from cumulo.engine.play.runner_torch import TorchRunner
 from cumulo.models.batch import KVCache
 from cumulo.models.decoder import Decoder
 from cumulo.spec.model import MLASpec, ModelSpec, MoESpec

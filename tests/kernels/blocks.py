@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from cumulo.kernels.affine_blocks import AffineBlocks
+from cumulo.kernels.cpu.affine_blocks import AffineBlocks
 
 
 def random_blocks(

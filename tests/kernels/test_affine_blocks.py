@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from cumulo.kernels.affine_blocks import AffineBlocks, concat_rows
+from cumulo.kernels.cpu.affine_blocks import AffineBlocks, concat_rows
 from tests.kernels.blocks import random_blocks
 
 

@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from cumulo.kernels import build as build_module
-from cumulo.kernels import library as library_module
-from cumulo.kernels.build import BuildFailed, build, default_cache_folder, library_name
-from cumulo.kernels.library import NativeLibrary, native
-from cumulo.kernels.packed_linear import PackedWeight
+from cumulo.kernels.cpu import build as build_module
+from cumulo.kernels.cpu import library as library_module
+from cumulo.kernels.cpu.build import BuildFailed, build, default_cache_folder, library_name
+from cumulo.kernels.cpu.library import NativeLibrary, native
+from cumulo.kernels.cpu.packed_linear import PackedWeight
 from tests.kernels.blocks import random_blocks
 
 

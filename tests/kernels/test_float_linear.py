@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cumulo.kernels.float_linear import float_linear
+from cumulo.kernels.cpu.float_linear import float_linear
 
 
 @settings(max_examples=40, deadline=None)

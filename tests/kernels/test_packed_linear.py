@@ -6,8 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cumulo.kernels.affine_blocks import AffineBlocks
-from cumulo.kernels.packed_linear import PackedWeight
+from cumulo.kernels.cpu.affine_blocks import AffineBlocks
+from cumulo.kernels.cpu.packed_linear import PackedWeight
 from tests.kernels.blocks import random_blocks
 
 FORMATS = [(4, 32), (4, 16), (8, 32), (8, 16)]

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from cumulo.kernels import paged_attention as paged_attention_file
-from cumulo.kernels.paged_attention import paged_attention, reference
+from cumulo.kernels.cpu import paged_attention as paged_attention_file
+from cumulo.kernels.cpu.paged_attention import paged_attention, reference
 
 
 @dataclass

@@ -192,7 +192,7 @@ GGUF_CASES: dict[str, dict[str, Any]] = {
 
 def outcomes(good: Path, scratch: Path, gguf_files: list[Path]) -> Iterator[dict[str, Any]]:
     from cumulo.errors import CumuloError
-    from cumulo.models.load import inspect_model, load_model
+    from cumulo.models.files.load import inspect_model, load_model
 
     load_model(good)  # what is imported on the way is not the hostile file's
     held = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()

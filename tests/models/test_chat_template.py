@@ -4,7 +4,7 @@ import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from cumulo.errors import CumuloError, InvalidRequest, ModelError
-from cumulo.models.chat_template import ChatTemplate
+from cumulo.models.text.chat_template import ChatTemplate
 
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] "

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from cumulo.models.tokenizer import Tokenizer, load_tokenizer
-from cumulo.models.tokenizer_gguf import tokenizer_from_gguf
+from cumulo.models.text.tokenizer import Tokenizer, load_tokenizer
+from cumulo.models.text.tokenizer_gguf import tokenizer_from_gguf
 
 from .vocabularies import TEXT, byte_level_metadata, sentencepiece_metadata
 

@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cumulo.models.decoder import Decoder
+from cumulo.models.files.names_huggingface import placements
+from cumulo.models.files.placement import Placement
+from cumulo.models.files.weights_safetensors import load_safetensors
 from cumulo.models.moe import MixtureOfExperts
-from cumulo.models.names_huggingface import placements
-from cumulo.models.placement import Placement
 from cumulo.models.rope import RotaryTable, inverse_frequencies
-from cumulo.models.weights_safetensors import load_safetensors
 from cumulo.spec.from_huggingface import spec_from_config
 from cumulo.spec.model import ModelSpec, MoESpec, RopeScaling
 from cumulo.spec.parameters import parameter_shapes

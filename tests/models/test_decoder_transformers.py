@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from cumulo.models.decoder import Decoder
-from cumulo.models.weights_safetensors import load_safetensors
+from cumulo.models.files.weights_safetensors import load_safetensors
 from cumulo.spec.from_huggingface import spec_from_config
 from cumulo.spec.model import ModelSpec
 from tests.models import tiny

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cumulo.errors import InvalidRequest
-from cumulo.models.detokenizer import IncrementalDetokenizer, StopStringMatcher
-from cumulo.models.tokenizer_gguf import tokenizer_from_gguf
+from cumulo.models.text.detokenizer import IncrementalDetokenizer, StopStringMatcher
+from cumulo.models.text.tokenizer_gguf import tokenizer_from_gguf
 from tests.models.vocabularies import byte_level_metadata, sentencepiece_metadata
 
 BYTE_LEVEL = tokenizer_from_gguf(byte_level_metadata())

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
-from cumulo.models.fixed_pieces import LONGEST_TEXT, FixedPieces, independent_pieces
-from cumulo.models.tokenizer import byte_alphabet
+from cumulo.models.text.fixed_pieces import LONGEST_TEXT, FixedPieces, independent_pieces
+from cumulo.models.text.tokenizer import byte_alphabet
 
 
 def byte_level(*added: AddedToken) -> tokenizers.Tokenizer:
@@ -66,9 +66,9 @@ def test_tokenizers_whose_pieces_depend_on_each_other_are_recognised() -> None:
 
 @pytest.mark.parametrize("add_special", [False, True])
 def test_the_builtin_model_tokenises_conversations_as_its_backend_does(add_special: bool) -> None:
-    from cumulo.models.gguf_file import open_gguf
-    from cumulo.models.hub import resolve
-    from cumulo.models.tokenizer_gguf import tokenizer_from_gguf
+    from cumulo.models.files.gguf_file import open_gguf
+    from cumulo.models.files.hub import resolve
+    from cumulo.models.text.tokenizer_gguf import tokenizer_from_gguf
 
     tokenizer = tokenizer_from_gguf(open_gguf(resolve(None).path).metadata)
     tokenizer.prepare_chats()

@@ -5,10 +5,10 @@ import dataclasses
 import pytest
 import torch
 
-from cumulo.kernels.packed_linear import PackedWeight
+from cumulo.kernels.cpu.packed_linear import PackedWeight
 from cumulo.models.decoder import Decoder
-from cumulo.models.fused import FusedDecoder, why_not
 from cumulo.models.linear import Linear
+from cumulo.models.play.fused import FusedDecoder, why_not
 from cumulo.spec.model import ModelSpec, MoESpec, RopeScaling
 from tests.kernels.blocks import random_blocks
 from tests.models.stepper import Stepper

@@ -4,9 +4,9 @@ import gguf
 import numpy as np
 import pytest
 
-from cumulo.models.gguf_blocks import affine_blocks, float_array, is_quantised
-from cumulo.models.gguf_file import BLOCK_TYPES, FLOAT_TYPES, GGUFTensor, open_gguf
-from cumulo.models.hub import built_in_model
+from cumulo.models.files.gguf_blocks import affine_blocks, float_array, is_quantised
+from cumulo.models.files.gguf_file import BLOCK_TYPES, FLOAT_TYPES, GGUFTensor, open_gguf
+from cumulo.models.files.hub import built_in_model
 
 ROWS, COLUMNS = 7, 768
 

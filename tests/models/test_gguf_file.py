@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from cumulo.errors import ModelError
-from cumulo.models.gguf_blocks import float_array
-from cumulo.models.gguf_file import open_gguf
-from cumulo.models.hub import built_in_model
+from cumulo.models.files.gguf_blocks import float_array
+from cumulo.models.files.gguf_file import open_gguf
+from cumulo.models.files.hub import built_in_model
 from tests.models.gguf_writing import write_gguf
 
 METADATA = {

@@ -11,13 +11,13 @@ from transformers import AutoModelForCausalLM
 
 from cumulo.errors import ModelError
 from cumulo.models.decoder import Decoder
-from cumulo.models.gguf_blocks import float_array
-from cumulo.models.gguf_file import open_gguf
-from cumulo.models.hub import built_in_model
-from cumulo.models.names_gguf import spec_of
-from cumulo.models.tokenizer_gguf import tokenizer_from_gguf
-from cumulo.models.weights_gguf import load_gguf
-from cumulo.models.weights_safetensors import load_safetensors
+from cumulo.models.files.gguf_blocks import float_array
+from cumulo.models.files.gguf_file import open_gguf
+from cumulo.models.files.hub import built_in_model
+from cumulo.models.files.names_gguf import spec_of
+from cumulo.models.files.weights_gguf import load_gguf
+from cumulo.models.files.weights_safetensors import load_safetensors
+from cumulo.models.text.tokenizer_gguf import tokenizer_from_gguf
 from cumulo.spec.from_gguf import spec_from_gguf
 from cumulo.spec.from_huggingface import spec_from_config
 from tests.engine.pooled_reference import engine_embeddings, reference_embedding

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from cumulo.engine.config import EngineConfig
+from cumulo.engine.decide.params import SamplingParams
 from cumulo.engine.llm import LLM
-from cumulo.engine.params import SamplingParams
 from tests.models import tiny
 from tests.models.gguf_conversion import convert
 from tests.models.hostile_files import FOLDER_CASES, GGUF_CASES

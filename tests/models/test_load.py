@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from cumulo.errors import CumuloError, ModelError
-from cumulo.models import hub
-from cumulo.models.load import inspect_model, load_model
-from cumulo.models.tokenizer_gguf import tokenizer_from_gguf
+from cumulo.models.files import hub
+from cumulo.models.files.load import inspect_model, load_model
+from cumulo.models.text.tokenizer_gguf import tokenizer_from_gguf
 from tests.models import tiny
 from tests.models.gguf_conversion import convert
 from tests.models.stepper import Stepper

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from cumulo.errors import ModelError
 from cumulo.models.decoder import Decoder
-from cumulo.models.weights_safetensors import INDEX_NAME, load_safetensors, read_directory
+from cumulo.models.files.weights_safetensors import INDEX_NAME, load_safetensors, read_directory
 from cumulo.spec.from_huggingface import spec_from_config
 from cumulo.spec.model import ModelSpec
 from tests.models import tiny

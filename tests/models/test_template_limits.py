@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from cumulo.errors import CumuloError, InvalidRequest, ModelError
-from cumulo.models import template_worker
-from cumulo.models.chat_template import ChatTemplate
-from cumulo.models.sought_texts import sought_texts
+from cumulo.models.text import template_worker
+from cumulo.models.text.chat_template import ChatTemplate
+from cumulo.models.text.sought_texts import sought_texts
 
 USER = {"role": "user", "content": "Hi"}
 DOUBLING = (
@@ -60,7 +60,7 @@ def test_what_takes_all_the_time_is_ended_and_not_tried_for_ever(monkeypatch: py
     runs: list[str] = []
     run = template_worker.render_apart
     monkeypatch.setattr(
-        "cumulo.models.chat_template.render_apart",
+        "cumulo.models.text.chat_template.render_apart",
         lambda source, *more: (runs.append(source), run(source, *more))[1],
     )
     template, before = ChatTemplate(COMPARING), resident_bytes()

@@ -5,8 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cumulo.errors import InvalidRequest
-from cumulo.models.chat_template import ChatTemplate
-from cumulo.models.template_skeleton import contents_are_opaque
+from cumulo.models.text.chat_template import ChatTemplate
+from cumulo.models.text.template_skeleton import contents_are_opaque
 
 CHATML = (
     "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}"

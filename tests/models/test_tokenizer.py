@@ -9,8 +9,8 @@ from tokenizers import AddedToken
 from transformers import AutoTokenizer, LlamaTokenizer, PreTrainedTokenizerFast
 
 from cumulo.errors import InvalidRequest, ModelError
-from cumulo.models.tokenizer import load_tokenizer
-from cumulo.models.tokenizer_gguf import tokenizer_from_gguf
+from cumulo.models.text.tokenizer import load_tokenizer
+from cumulo.models.text.tokenizer_gguf import tokenizer_from_gguf
 from tests.models.vocabularies import TEXT, byte_level_metadata, sentencepiece_metadata
 
 TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m.role + ': ' + m.content + eos_token }}{% endfor %}"

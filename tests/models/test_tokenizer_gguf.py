@@ -9,9 +9,9 @@ from tokenizers import decoders, models, pre_tokenizers
 from transformers import AutoTokenizer
 
 from cumulo.errors import ModelError
-from cumulo.models.gguf_file import open_gguf
-from cumulo.models.hub import built_in_model
-from cumulo.models.tokenizer_gguf import _WORD_RULES, tokenizer_from_gguf
+from cumulo.models.files.gguf_file import open_gguf
+from cumulo.models.files.hub import built_in_model
+from cumulo.models.text.tokenizer_gguf import _WORD_RULES, tokenizer_from_gguf
 from tests.models.gguf_writing import write_gguf
 from tests.models.vocabularies import TEXT, byte_level_metadata, sentencepiece_metadata, trained_sentencepiece
 

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 from hypothesis import strategies as st
 
-from cumulo.pipeline.actions import PipelineSchedule
-from cumulo.pipeline.catalog import FAMILIES, build
-from cumulo.pipeline.costs import ChunkCost, Costs
+from cumulo.pipeline.decide.actions import PipelineSchedule
+from cumulo.pipeline.decide.catalog import FAMILIES, build
+from cumulo.pipeline.decide.costs import ChunkCost, Costs
 
 NAMES = tuple(FAMILIES)
 

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cumulo.pipeline.actions import Action, Kind, PipelineSchedule
-from cumulo.pipeline.catalog import build
-from cumulo.pipeline.check import check
-from cumulo.pipeline.communication import Sends, with_communication
-from cumulo.pipeline.stall import ScheduleError
+from cumulo.pipeline.decide.actions import Action, Kind, PipelineSchedule
+from cumulo.pipeline.decide.catalog import build
+from cumulo.pipeline.decide.check import check
+from cumulo.pipeline.decide.communication import Sends, with_communication
+from cumulo.pipeline.decide.stall import ScheduleError
 from tests.pipeline.strategies import schedules
 
 Order = list[Action]

@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-from cumulo.pipeline.catalog import FAMILIES, build
-from cumulo.pipeline.check import peak_live_activations
-from cumulo.pipeline.costs import Costs
-from cumulo.pipeline.simulate import simulate
+from cumulo.pipeline.decide.catalog import FAMILIES, build
+from cumulo.pipeline.decide.check import peak_live_activations
+from cumulo.pipeline.decide.costs import Costs
+from cumulo.pipeline.simulate.timeline import simulate
 
 PAGE = Path(__file__).parents[2] / "docs" / "pipeline.md"
 

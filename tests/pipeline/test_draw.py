@@ -6,12 +6,12 @@ from xml.etree import ElementTree
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cumulo.pipeline.actions import PipelineSchedule
-from cumulo.pipeline.catalog import build
-from cumulo.pipeline.costs import Costs, Link
-from cumulo.pipeline.draw import to_perfetto, to_svg
-from cumulo.pipeline.draw_text import columns_to_read, text_rows
-from cumulo.pipeline.simulate import simulate
+from cumulo.pipeline.decide.actions import PipelineSchedule
+from cumulo.pipeline.decide.catalog import build
+from cumulo.pipeline.decide.costs import Costs, Link
+from cumulo.pipeline.draw.svg import to_perfetto, to_svg
+from cumulo.pipeline.draw.text import columns_to_read, text_rows
+from cumulo.pipeline.simulate.timeline import simulate
 from tests.pipeline.strategies import schedules
 
 SVG = "{http://www.w3.org/2000/svg}"

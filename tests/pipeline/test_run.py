@@ -12,10 +12,10 @@ pytest.importorskip("torch.distributed", reason="this torch has no distributed p
 
 import torch.distributed as dist
 
-from cumulo.pipeline.catalog import build
-from cumulo.pipeline.communication import Sends, with_communication
-from cumulo.pipeline.deferred import DeferredWeights
-from cumulo.pipeline.run import Wire, play
+from cumulo.pipeline.decide.catalog import build
+from cumulo.pipeline.decide.communication import Sends, with_communication
+from cumulo.pipeline.play.deferred import DeferredWeights
+from cumulo.pipeline.play.run import Wire, play
 from tests.train.pool import run_ranks
 
 ROWS, WIDTH = 3, 8

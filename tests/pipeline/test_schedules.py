@@ -7,12 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cumulo.errors import InvalidRequest
-from cumulo.pipeline.catalog import FAMILIES, build, family
-from cumulo.pipeline.check import check, peak_live_activations
-from cumulo.pipeline.communication import Sends
-from cumulo.pipeline.costs import ChunkCost, Costs
-from cumulo.pipeline.interleaved import round_sizes
-from cumulo.pipeline.simulate import simulate
+from cumulo.pipeline.decide.catalog import FAMILIES, build, family
+from cumulo.pipeline.decide.check import check, peak_live_activations
+from cumulo.pipeline.decide.communication import Sends
+from cumulo.pipeline.decide.costs import ChunkCost, Costs
+from cumulo.pipeline.decide.interleaved import round_sizes
+from cumulo.pipeline.simulate.timeline import simulate
 from tests.pipeline.strategies import NAMES, chunk_costs, equal, shapes
 
 

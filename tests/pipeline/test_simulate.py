@@ -7,11 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cumulo.errors import InvalidRequest
-from cumulo.pipeline.actions import Action, Kind, PipelineSchedule, blocks
-from cumulo.pipeline.catalog import build
-from cumulo.pipeline.communication import Sends
-from cumulo.pipeline.costs import ChunkCost, Costs, Link
-from cumulo.pipeline.simulate import simulate
+from cumulo.pipeline.decide.actions import Action, Kind, PipelineSchedule, blocks
+from cumulo.pipeline.decide.catalog import build
+from cumulo.pipeline.decide.communication import Sends
+from cumulo.pipeline.decide.costs import ChunkCost, Costs, Link
+from cumulo.pipeline.simulate.timeline import simulate
 from tests.pipeline.strategies import schedules
 
 

@@ -9,8 +9,8 @@ pytest.importorskip("torch.distributed.pipelining", reason="this torch has no di
 
 from torch.distributed.pipelining import schedules as torch_schedules
 
-from cumulo.pipeline.actions import Action, PipelineSchedule
-from cumulo.pipeline.catalog import build
+from cumulo.pipeline.decide.actions import Action, PipelineSchedule
+from cumulo.pipeline.decide.catalog import build
 
 Step = tuple[str, int, int]  # (kind, micro-batch, chunk)
 SIZES = [(2, 4), (3, 9), (4, 8), (4, 10), (5, 20), (8, 16), (8, 20), (16, 32)]

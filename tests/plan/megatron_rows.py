@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from cumulo.errors import ConfigError
+from cumulo.layout.layout import Layout
 from cumulo.plan.job import Recompute, TrainJob
-from cumulo.spec.layout import Layout
 from cumulo.spec.model import ModelSpec, MoESpec
 
 

@@ -3,9 +3,9 @@
 import pytest
 
 from cumulo.errors import ConfigError
-from cumulo.plan.calibration import Measurement, as_yaml, calibrated, product_constants
-from cumulo.plan.compute import BACKWARD_ATTENTION, product_s, rates
-from cumulo.plan.compute_profile import Profiles
+from cumulo.plan.time.calibration import Measurement, as_yaml, calibrated, product_constants
+from cumulo.plan.time.compute import BACKWARD_ATTENTION, product_s, rates
+from cumulo.plan.time.compute_profile import Profiles
 from cumulo.spec import catalog
 
 DEVICE = catalog.device("h100-sxm")

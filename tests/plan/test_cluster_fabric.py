@@ -1,15 +1,15 @@
-"""Switches and cables counted, and where traffic goes: cumulo/plan/cluster_fabric.py."""
+"""Switches and cables counted, and where traffic goes: cumulo/plan/cluster/fabric.py."""
 
 import pytest
 
-from cumulo.plan.cluster_fabric import axes, count_switches, traffic_of
-from cumulo.plan.cluster_sheet import Sheet
+from cumulo.layout.layout import Layout
+from cumulo.plan.cluster.fabric import axes, count_switches, traffic_of
+from cumulo.plan.cluster.sheet import Sheet
 from cumulo.plan.job import TrainJob
-from cumulo.plan.network import Network
+from cumulo.plan.network.collectives import Network
 from cumulo.spec import catalog
 from cumulo.spec.cluster import Cluster
 from cumulo.spec.fabric import Fabric
-from cumulo.spec.layout import Layout
 
 NODE = catalog.node("dgx-h100")
 

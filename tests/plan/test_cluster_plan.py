@@ -1,4 +1,4 @@
-"""The plan of a whole cluster, its report and its command: cumulo/plan/cluster_plan.py, cli/plan_cluster.py."""
+"""The plan of a whole cluster, its report and its command: cumulo/plan/cluster/plan.py, cli/plan_cluster.py."""
 
 import json
 import re
@@ -12,9 +12,9 @@ from typer.testing import CliRunner
 from cumulo.cli.plan_cluster import cluster as command
 from cumulo.cli.plan_cluster import fixed_job
 from cumulo.errors import ConfigError
-from cumulo.plan.cluster_goal import Assumption, Assumptions, ClusterGoal, job_sizes
-from cumulo.plan.cluster_plan import plan_cluster
-from cumulo.plan.cluster_report import report
+from cumulo.plan.cluster.goal import Assumption, Assumptions, ClusterGoal, job_sizes
+from cumulo.plan.cluster.plan import plan_cluster
+from cumulo.plan.cluster.report import report
 from cumulo.spec import catalog
 
 FIXED = "tp=8,pp=16,dp=128,zero=2"  # as Llama 3 was trained

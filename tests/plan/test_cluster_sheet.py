@@ -1,4 +1,4 @@
-"""Numbers that know where they come from: cumulo/plan/cluster_sheet.py."""
+"""Numbers that know where they come from: cumulo/plan/cluster/sheet.py."""
 
 import ast
 import math
@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cumulo.plan.cluster_sheet import Sheet, number
+from cumulo.plan.cluster.sheet import Sheet, number
 
 
 def sheet_of(**values):

@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 
 from cumulo.errors import ConfigError
-from cumulo.plan import compute_profile
-from cumulo.plan.compute import (
+from cumulo.plan.time import compute_profile
+from cumulo.plan.time.compute import (
     LayerWork,
     Seconds,
     add,
@@ -19,8 +19,8 @@ from cumulo.plan.compute import (
     scale,
     visible_keys,
 )
-from cumulo.plan.compute_profile import Profiles
-from cumulo.plan.train_time_flops import megatron_flops, met_weights, model_flops
+from cumulo.plan.time.compute_profile import Profiles
+from cumulo.plan.time.flops import megatron_flops, met_weights, model_flops
 from cumulo.spec import catalog
 from cumulo.spec.model import ModelSpec
 from cumulo.spec.parameters import parameter_shapes
@@ -57,9 +57,9 @@ def test_a_layer_takes_what_korthikanti_et_al_measured(
     sequence_parallel: bool, forward_ms: float, backward_ms: float
 ) -> None:
     """Table 4: one layer of the 22B model, 4 sequences, 8-way tensor parallel, communication included."""
+    from cumulo.layout.layout import Layout
     from cumulo.plan.job import TrainJob
-    from cumulo.plan.train_time_chunks import chunks_of
-    from cumulo.spec.layout import Layout
+    from cumulo.plan.time.chunks import chunks_of
 
     def seconds(layers: int) -> tuple[float, float]:
         job = TrainJob(

@@ -13,24 +13,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cumulo.errors import ConfigError
-from cumulo.pipeline.catalog import FAMILIES, build
-from cumulo.pipeline.check import peak_live_activations
-from cumulo.plan.activations import layer_bytes_per_token
+from cumulo.layout.layout import Layout, Place
+from cumulo.pipeline.decide.catalog import FAMILIES, build
+from cumulo.pipeline.decide.check import peak_live_activations
 from cumulo.plan.job import OPERATIONS, OptimizerKind, Recompute, TrainJob, split_layers
-from cumulo.plan.memory import least_memory_bytes, peak_memory, stage_loads_of, stage_memory
-from cumulo.plan.memory_live import least_alive, places_of, stage_loads
-from cumulo.plan.memory_states import BLOCK, LEAST_FOR_8_BITS, Elements, stage_elements, state_bytes
+from cumulo.plan.memory.activations import layer_bytes_per_token
+from cumulo.plan.memory.live import least_alive, places_of, stage_loads
+from cumulo.plan.memory.peak import least_memory_bytes, peak_memory, stage_loads_of, stage_memory
+from cumulo.plan.memory.states import BLOCK, LEAST_FOR_8_BITS, Elements, stage_elements, state_bytes
 from cumulo.spec.catalog import model
 from cumulo.spec.counting import parameter_count
-from cumulo.spec.layout import Layout, Place
 from cumulo.spec.model import ModelSpec
-from cumulo.train import adam8bit
-from cumulo.train.adam8bit import Adam8bit
-from cumulo.train.config import OptimizerConfig
-from cumulo.train.model import TrainingDecoder
-from cumulo.train.optimizer import _LEAST_FOR_8_BITS, Optimizer
-from cumulo.train.pieces import pieces
-from cumulo.train.recompute import Operation
+from cumulo.train.decide.config import OptimizerConfig
+from cumulo.train.decide.pieces import pieces
+from cumulo.train.model.model import TrainingDecoder
+from cumulo.train.model.recompute import Operation
+from cumulo.train.optimizer import adam8bit
+from cumulo.train.optimizer.adam8bit import Adam8bit
+from cumulo.train.optimizer.optimizer import _LEAST_FOR_8_BITS, Optimizer
 from tests.plan.megatron_rows import ROWS, MeasuredPeak, job_of_row
 from tests.train.split_case import DENSE, SPARSE
 

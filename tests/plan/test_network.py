@@ -1,4 +1,4 @@
-"""What a collective costs: cumulo/plan/network.py, network_lines.py, network_profile.py."""
+"""What a collective costs: cumulo/plan/network/collectives.py, plan/network/lines.py, plan/network/profile.py."""
 
 import subprocess
 import sys
@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cumulo.errors import ConfigError
-from cumulo.plan.network import Network, chosen, collective_s
-from cumulo.plan.network_lines import KINDS
+from cumulo.plan.network.collectives import Network, chosen, collective_s
+from cumulo.plan.network.lines import KINDS
 from cumulo.spec import catalog
 from cumulo.spec.cluster import Cluster
 from cumulo.spec.fabric import Fabric
@@ -146,5 +146,5 @@ def test_a_group_without_ranks_is_refused():
 
 
 def test_the_network_model_imports_no_torch():
-    code = "import sys, cumulo.plan.network_check as c; list(c.published()); sys.exit('torch' in sys.modules)"
+    code = "import sys, cumulo.plan.network.check as c; list(c.published()); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,4 +1,4 @@
-"""The network model against measurements nobody here made: cumulo/plan/network_check.py."""
+"""The network model against measurements nobody here made: cumulo/plan/network/check.py."""
 
 import statistics
 from pathlib import Path
@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 import cumulo.plan
-from cumulo.plan.network_check import measured, published
+from cumulo.plan.network.check import measured, published
 
 MEASURED = list(measured())
 PUBLISHED = list(published())

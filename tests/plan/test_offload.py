@@ -4,14 +4,14 @@ from dataclasses import replace
 
 import pytest
 
+from cumulo.layout.layout import Layout
 from cumulo.plan.job import OptimizerKind, TrainJob
-from cumulo.plan.memory import peak_memory
-from cumulo.plan.memory_states import state_bytes
-from cumulo.plan.offload import HOST_MEMORY_BYTES_PER_S, activations_s, optimizer_s, plan_time
-from cumulo.plan.train_time import estimate
-from cumulo.plan.train_time_data import heaviest_stage
+from cumulo.plan.memory.peak import peak_memory
+from cumulo.plan.memory.states import state_bytes
+from cumulo.plan.search.offload import HOST_MEMORY_BYTES_PER_S, activations_s, optimizer_s, plan_time
+from cumulo.plan.time.data_parallel import heaviest_stage
+from cumulo.plan.time.step import estimate
 from cumulo.spec.catalog import cluster, model
-from cumulo.spec.layout import Layout
 
 GPUS = cluster(8, "h100-sxm")
 JOB = TrainJob(model("llama-3.1-8b"), Layout(dp=8, zero=1), 64, 4096)

@@ -5,13 +5,13 @@ from dataclasses import replace
 
 import pytest
 
-from cumulo.plan.compute_profile import shipped
+from cumulo.layout.layout import Layout
 from cumulo.plan.job import Recompute, TrainJob
-from cumulo.plan.search_space import Choices
-from cumulo.plan.train_time import estimate
-from cumulo.plan.train_time_chunks import Chunks, chunks_of
+from cumulo.plan.search.space import Choices
+from cumulo.plan.time.chunks import Chunks, chunks_of
+from cumulo.plan.time.compute_profile import shipped
+from cumulo.plan.time.step import estimate
 from cumulo.spec.catalog import cluster, model
-from cumulo.spec.layout import Layout
 
 GPUS = cluster(16, "h100-sxm")
 LAYOUTS = [Layout(dp=16), Layout(dp=2, tp=4, pp=2, sequence_parallel=True), Layout(dp=4, tp=2, cp=2)]

@@ -5,12 +5,12 @@ from dataclasses import replace
 import pytest
 
 from cumulo.errors import ConfigError
-from cumulo.plan.cluster_failures import Recovery, best_interval_s
+from cumulo.layout.layout import Layout
+from cumulo.plan.cluster.failures import Recovery, best_interval_s
 from cumulo.plan.job import TrainJob
-from cumulo.plan.run_stalls import Stalls, Storage, checkpoint_bytes, stalls_of
+from cumulo.plan.search.run_stalls import Stalls, Storage, checkpoint_bytes, stalls_of
 from cumulo.spec.catalog import cluster, model
 from cumulo.spec.counting import parameter_count
-from cumulo.spec.layout import Layout
 
 JOB = TrainJob(
     model("llama-3.1-405b"), Layout(dp=128, tp=8, pp=16, zero=1), global_batch=2048, sequence_length=8192

@@ -7,17 +7,16 @@ from dataclasses import replace
 import pytest
 
 from cumulo.errors import ConfigError, OutOfMemory
-from cumulo.pipeline.actions import PipelineSchedule
-from cumulo.pipeline.catalog import FAMILIES, build
-from cumulo.plan import memory_live
-from cumulo.plan.compute_profile import shipped
-from cumulo.plan.fixed import fixed_job
+from cumulo.pipeline.decide.actions import PipelineSchedule
+from cumulo.pipeline.decide.catalog import FAMILIES, build
 from cumulo.plan.job import TrainJob
-from cumulo.plan.memory import least_memory_bytes, peak_memory
-from cumulo.plan.offload import plan_time
-from cumulo.plan.search import search, timed
-from cumulo.plan.search_bounds import Bounds
-from cumulo.plan.search_space import (
+from cumulo.plan.memory import live as memory_live
+from cumulo.plan.memory.peak import least_memory_bytes, peak_memory
+from cumulo.plan.search.bounds import Bounds
+from cumulo.plan.search.fixed import fixed_job
+from cumulo.plan.search.offload import plan_time
+from cumulo.plan.search.search import search, timed
+from cumulo.plan.search.space import (
     Choices,
     Shape,
     TrainGoal,
@@ -27,8 +26,9 @@ from cumulo.plan.search_space import (
     shapes,
     zero_stages,
 )
-from cumulo.plan.train_time import lower_bound_s
-from cumulo.plan.why_not import least_memory, refuse
+from cumulo.plan.search.why_not import least_memory, refuse
+from cumulo.plan.time.compute_profile import shipped
+from cumulo.plan.time.step import lower_bound_s
 from cumulo.spec.catalog import cluster, model
 
 FEW = Choices(

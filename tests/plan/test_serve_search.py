@@ -8,14 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cumulo.engine.simulated_run import Arrival
+from cumulo.engine.simulate.run import Arrival
 from cumulo.errors import ConfigError, CumuloError
-from cumulo.plan.serve_capacity import find_capacity, play
-from cumulo.plan.serve_replica import Replica
-from cumulo.plan.serve_report import Percentiles, ServeReport, grows
-from cumulo.plan.serve_search import Wanted, _split, _together, kinds, search
-from cumulo.plan.serve_split import decode, landings, prefill
-from cumulo.plan.traffic import Slo, Traffic, drawn_traffic, read_traffic
+from cumulo.plan.serve.capacity import find_capacity, play
+from cumulo.plan.serve.replica import Replica
+from cumulo.plan.serve.report import Percentiles, ServeReport, grows
+from cumulo.plan.serve.search import Wanted, _split, _together, kinds, search
+from cumulo.plan.serve.split import decode, landings, prefill
+from cumulo.plan.serve.traffic import Slo, Traffic, drawn_traffic, read_traffic
 from cumulo.spec import catalog
 
 SLO = Slo(ttft_s=0.3, itl_s=0.03)

@@ -9,15 +9,23 @@ from typing import Any
 
 import pytest
 
-from cumulo.engine.plan import StepPlan
-from cumulo.engine.simulated_run import Arrival, Run
+from cumulo.engine.decide.plan import StepPlan
+from cumulo.engine.simulate.run import Arrival, Run
 from cumulo.errors import ConfigError
-from cumulo.plan.network import Network
-from cumulo.plan.serve_profile import profile_for, read_profile, shipped_profiles
-from cumulo.plan.serve_replica import Replica
-from cumulo.plan.step_cost import PARTS, StepCostModel, StepLoad, load_of, padded_rows, padded_tokens, pairs
-from cumulo.plan.step_cost_fit import Measured, fit, get, put
-from cumulo.plan.step_cost_work import Format, rank_spec, step_work
+from cumulo.plan.network.collectives import Network
+from cumulo.plan.serve.profile import profile_for, read_profile, shipped_profiles
+from cumulo.plan.serve.replica import Replica
+from cumulo.plan.serve.step_cost import (
+    PARTS,
+    StepCostModel,
+    StepLoad,
+    load_of,
+    padded_rows,
+    padded_tokens,
+    pairs,
+)
+from cumulo.plan.serve.step_cost_fit import Measured, fit, get, put
+from cumulo.plan.serve.step_cost_work import Format, rank_spec, step_work
 from cumulo.spec import catalog
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -88,7 +96,7 @@ def test_a_plans_load_counts_decodes_and_chunks_apart() -> None:
 
 
 def test_steps_are_padded_as_the_runner_pads_them() -> None:
-    words = pytest.importorskip("cumulo.engine.step_words")
+    words = pytest.importorskip("cumulo.engine.play.step_words")
     for count in [*range(1, 600), 1023, 1024, 2049, 5000, 8192]:
         assert padded_rows(count) == words.round_rows(count)
         assert padded_tokens(count) == words.round_tokens(count)
@@ -131,7 +139,7 @@ def test_more_of_anything_never_takes_less() -> None:
 
 
 def test_tensor_parallel_pays_two_all_reduces_a_layer() -> None:
-    from cumulo.plan.network import collective_s
+    from cumulo.plan.network.collectives import collective_s
 
     cluster = catalog.cluster(2, "h200")
     group = Network(cluster).group(2)

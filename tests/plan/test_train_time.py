@@ -8,13 +8,13 @@ from dataclasses import replace
 
 import pytest
 
-from cumulo.plan import compute_profile
+from cumulo.layout.layout import Layout
 from cumulo.plan.job import TrainJob
-from cumulo.plan.train_time import estimate, lower_bound_s
-from cumulo.plan.train_time_chunks import balanced_layers
-from cumulo.plan.train_time_data import around, heaviest_stage
+from cumulo.plan.time import compute_profile
+from cumulo.plan.time.chunks import balanced_layers
+from cumulo.plan.time.data_parallel import around, heaviest_stage
+from cumulo.plan.time.step import estimate, lower_bound_s
 from cumulo.spec import catalog
-from cumulo.spec.layout import Layout
 from cumulo.spec.model import ModelSpec
 
 GPT_175B = TrainJob(

@@ -6,15 +6,15 @@ from dataclasses import replace
 import pytest
 
 from cumulo.errors import ConfigError
-from cumulo.plan import compute_profile
+from cumulo.layout.layout import Layout
+from cumulo.plan.evidence.published import rows
 from cumulo.plan.job import TrainJob
-from cumulo.plan.network import Network
-from cumulo.plan.published import rows
-from cumulo.plan.train_time import estimate, step_time
-from cumulo.plan.train_time_experts import distinct, exchanged_s
-from cumulo.plan.train_time_flops import model_flops
+from cumulo.plan.network.collectives import Network
+from cumulo.plan.time import compute_profile
+from cumulo.plan.time.experts import distinct, exchanged_s
+from cumulo.plan.time.flops import model_flops
+from cumulo.plan.time.step import estimate, step_time
 from cumulo.spec import catalog
-from cumulo.spec.layout import Layout
 from cumulo.spec.model import MoESpec
 
 QWEN = catalog.model("qwen3-30b-a3b")

@@ -4,10 +4,10 @@ import random
 
 import pytest
 
-from cumulo.pipeline.catalog import build
-from cumulo.pipeline.costs import ChunkCost, Costs, Link
-from cumulo.pipeline.simulate import simulate
-from cumulo.plan.train_time_pipeline import bound_s, played_s
+from cumulo.pipeline.decide.catalog import build
+from cumulo.pipeline.decide.costs import ChunkCost, Costs, Link
+from cumulo.pipeline.simulate.timeline import simulate
+from cumulo.plan.time.pipeline import bound_s, played_s
 
 SCHEDULES = [
     ("gpipe", 4, 1),

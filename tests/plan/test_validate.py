@@ -11,11 +11,11 @@ from typer.testing import CliRunner
 
 from cumulo.cli.plan_validate import validate
 from cumulo.errors import ConfigError
-from cumulo.plan import evidence
-from cumulo.plan.published import PublishedRow, citations, rows
-from cumulo.plan.published_lines import COLUMNS
-from cumulo.plan.published_tables import lines_of
-from cumulo.plan.validate import Prediction, by_source, predict, quantile, scatter_svg
+from cumulo.plan.evidence import weights as evidence
+from cumulo.plan.evidence.published import PublishedRow, citations, rows
+from cumulo.plan.evidence.published_lines import COLUMNS
+from cumulo.plan.evidence.published_tables import lines_of
+from cumulo.plan.evidence.validate import Prediction, by_source, predict, quantile, scatter_svg
 from cumulo.spec import catalog
 
 
@@ -92,7 +92,7 @@ def test_an_interval_is_wider_far_from_all_rows() -> None:
 def test_what_lies_outside_the_rows_is_said() -> None:
     from dataclasses import replace
 
-    from cumulo.plan.train_time import estimate
+    from cumulo.plan.time.step import estimate
 
     row = row_named("megatron-core-r0.8-462B")
     layout = replace(row.job.layout, dp=96)
@@ -119,7 +119,7 @@ def test_tables_in_their_publishers_columns_become_rows(tmp_path: Path) -> None:
     )
     (tmp_path / "notes.csv").write_text("a,b\n1,2\n")
     found = lines_of(tmp_path)
-    shipped = Path(evidence.__file__).parent / "data" / "published_training.csv"
+    shipped = Path(evidence.__file__).parents[1] / "data" / "published_training.csv"
     with shipped.open(newline="") as file:
         same = next(line for line in csv.DictReader(file) if line["id"] == "megatron-core-r0.8-70B")
     assert list(found[0]) == COLUMNS
@@ -146,7 +146,7 @@ def test_rows_of_mixtures_get_what_their_recipes_say_and_what_is_dropped_or_4_bi
     )
     assert (oss["expert_exchange"], oss["recompute"], oss["ep"]) == ("all-to-all", "norm+activation", "8")
     assert (qwen["ep"], qwen["tp"]) == ("16", "2")  # 32 ranks with whole experts: 16 pairs that share them
-    shipped = Path(evidence.__file__).parent / "data" / "published_training.csv"
+    shipped = Path(evidence.__file__).parents[1] / "data" / "published_training.csv"
     with shipped.open(newline="") as file:
         same = {line["id"]: line for line in csv.DictReader(file) if line["id"] in found}
     assert same == found

@@ -20,8 +20,8 @@ from typing import Any
 
 import httpx
 
-from cumulo.cli.report import Row, machine
-from cumulo.serve.keys import new_key
+from cumulo.base.report import Row, machine
+from cumulo.serve.access.keys import new_key
 from tests.serve.attack_probe import Probe
 from tests.serve.bodies.attack_bodies import ATTACKS
 from tests.serve.http.raw import Client

@@ -16,7 +16,7 @@ from typing import Any
 
 import httpx
 
-from cumulo.cli.report import machine
+from cumulo.base.report import machine
 from tests.serve.running_server import MODEL, RunningServer, running_server, wait_for
 
 MUST_BE_BACK_S = 15.0

@@ -21,8 +21,8 @@ from typing import Any
 
 import httpx
 
-from cumulo.cli.report import machine
-from cumulo.serve.keys import new_key
+from cumulo.base.report import machine
+from cumulo.serve.access.keys import new_key
 from tests.serve.running_server import ROOT, RunningServer, running_server, wait_for
 from tests.serve.soak import Memory
 from tests.serve.tiny_model import NAME, save_tiny_model
@@ -171,7 +171,11 @@ def besiege(server: RunningServer, keys: dict[str, str], seconds: float, seed: i
     report.problems += [
         f"the {name} process grew by {memory.growth_mib:.1f} MiB"
         for name, memory in report.memories.items()
-        if (memory.grew if report.seconds >= LONG_ENOUGH_TO_SEE_A_LEAK_S else memory.growth_mib > SHORT_GROWTH_MIB)
+        if (
+            memory.grew
+            if report.seconds >= LONG_ENOUGH_TO_SEE_A_LEAK_S
+            else memory.growth_mib > SHORT_GROWTH_MIB
+        )
     ]
     return report
 

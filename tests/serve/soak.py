@@ -23,7 +23,7 @@ from typing import Any
 
 import httpx
 
-from cumulo.cli.report import machine
+from cumulo.base.report import machine
 from tests.serve.running_server import RunningServer, running_server, wait_for
 from tests.serve.soak_clients import CLIENTS, PROBES, Hurt, Visit, weights
 from tests.serve.tiny_model import save_tiny_model

@@ -10,8 +10,8 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from cumulo.serve.metrics import Metrics
 from cumulo.serve.monitoring import panels
+from cumulo.serve.observe.metrics import Metrics
 
 FOLDER = Path(panels.__file__).parent
 DASHBOARD: dict[str, Any] = json.loads((FOLDER / "dashboard.json").read_text())

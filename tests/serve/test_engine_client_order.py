@@ -2,11 +2,11 @@
 
 import asyncio
 
+from cumulo.engine.decide.params import SamplingParams
+from cumulo.engine.decide.story import Story
 from cumulo.engine.outputs import Delta
-from cumulo.engine.params import SamplingParams
-from cumulo.engine.story import Story
-from cumulo.serve.engine_client import EngineClient, EngineSettings, Failure, Inbox, InFlight
-from cumulo.serve.messages import Finished, Progress, Stats, Submit
+from cumulo.serve.engine_link.engine_client import EngineClient, EngineSettings, Failure, Inbox, InFlight
+from cumulo.serve.engine_link.messages import Finished, Progress, Stats, Submit
 
 
 class Noting:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from cumulo.serve.keys import new_key
+from cumulo.serve.access.keys import new_key
 from tests.serve.running_server import MODEL, RunningServer, needs_built_in_model, running_server, wait_for
 
 pytestmark = [needs_built_in_model, pytest.mark.slow]

@@ -5,11 +5,11 @@ from collections.abc import Iterator
 import pytest
 import zmq
 
-from cumulo.engine.guided import Guidance
-from cumulo.engine.params import Guide, SamplingParams
-from cumulo.serve import guide_checker
-from cumulo.serve.guide_checker import Checked, GuideChecker
-from cumulo.serve.messages import Submit
+from cumulo.engine.decide.params import Guide, SamplingParams
+from cumulo.engine.guides.guided import Guidance
+from cumulo.serve.engine_link import guide_checker
+from cumulo.serve.engine_link.guide_checker import Checked, GuideChecker
+from cumulo.serve.engine_link.messages import Submit
 from tests.engine.guided_engine import EOS, TOKENIZER, VOCAB
 
 pytest.importorskip("llguidance")

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cumulo.errors import CumuloError
-from cumulo.serve.keys import ApiKeys, Caller, new_key, read_keys
-from cumulo.serve.limits import RateLimits
+from cumulo.serve.access.keys import ApiKeys, Caller, new_key, read_keys
+from cumulo.serve.access.limits import RateLimits
 from tests.cli.conftest import cumulo_process
 from tests.serve.running_server import MODEL, RunningServer, needs_built_in_model, running_server, wait_for
 

@@ -12,11 +12,11 @@ from typing import Any
 import httpx
 import pytest
 
-from cumulo.engine.story import Story
+from cumulo.engine.decide.story import Story
 from cumulo.errors import CumuloError
+from cumulo.serve.observe.phases import phases
+from cumulo.serve.observe.stories import Record
 from cumulo.serve.options import ServeOptions
-from cumulo.serve.phases import phases
-from cumulo.serve.stories import Record
 from tests.serve.running_server import MODEL, RunningServer, needs_built_in_model, running_server, wait_for
 
 needs_otel = pytest.mark.skipif(
@@ -91,7 +91,7 @@ def test_nothing_of_opentelemetry_is_imported_unless_it_is_asked_for() -> None:
 # -- a preemption, as a collector sees it -------------------------------------------------------------------------
 @needs_otel
 def test_a_preempted_request_shows_when_it_was_away() -> None:
-    from cumulo.serve.otel import Tracing
+    from cumulo.serve.observe.otel import Tracing
     from tests.serve.otlp_receiver import OtlpReceiver, attributes
 
     collector = OtlpReceiver()

@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from cumulo.serve.conversation import conversation
 from cumulo.serve.model_formats import ModelFormats
-from cumulo.serve.plain_chat import PlainChat, PlainMessage, read_chat
-from cumulo.serve.sampling import ChatParams, chat_params
-from cumulo.serve.schemas import ChatRequest, Message
+from cumulo.serve.openai.conversation import conversation
+from cumulo.serve.openai.plain_chat import PlainChat, PlainMessage, read_chat
+from cumulo.serve.openai.sampling import ChatParams, chat_params
+from cumulo.serve.openai.schemas import ChatRequest, Message
 
 BODY: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}
 DEFAULTS = {"temperature": 0.6, "top_k": 20}

@@ -12,11 +12,11 @@ import jsonschema
 import openai
 import pytest
 
-from cumulo.engine.guided import Guidance
-from cumulo.serve.answer_form import answer_form
-from cumulo.serve.conversation import conversation, template_tools
+from cumulo.engine.guides.guided import Guidance
 from cumulo.serve.model_text import ModelText
-from cumulo.serve.schemas import ChatRequest
+from cumulo.serve.openai.answer_form import answer_form
+from cumulo.serve.openai.conversation import conversation, template_tools
+from cumulo.serve.openai.schemas import ChatRequest
 from tests.serve.running_server import MODEL, RunningServer, needs_built_in_model, running_server
 
 pytestmark = needs_built_in_model

@@ -3,11 +3,11 @@
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from cumulo.engine.story import PreemptionCause, Story
-from cumulo.serve.messages import FairnessReport, Ready, Stats
-from cumulo.serve.metrics import MOST_TENANTS, OTHER_TENANTS, Metrics
-from cumulo.serve.stories import Record, Stories, explanation
-from cumulo.serve.trace import chrome_trace
+from cumulo.engine.decide.story import PreemptionCause, Story
+from cumulo.serve.engine_link.messages import FairnessReport, Ready, Stats
+from cumulo.serve.observe.metrics import MOST_TENANTS, OTHER_TENANTS, Metrics
+from cumulo.serve.observe.stories import Record, Stories, explanation
+from cumulo.serve.observe.trace import chrome_trace
 
 
 def eventful(cause: PreemptionCause = "kv_blocks") -> Story:

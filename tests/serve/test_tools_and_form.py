@@ -7,9 +7,9 @@ import jsonschema
 import openai
 import pytest
 
-from cumulo.engine.guided import Guidance
+from cumulo.engine.guides.guided import Guidance
 from cumulo.errors import InvalidRequest
-from cumulo.models.tokenizer import Tokenizer
+from cumulo.models.text.tokenizer import Tokenizer
 from cumulo.serve.formats import ToolFormat, tool_guide
 from cumulo.serve.model_text import ModelText
 from tests.serve.running_server import MODEL, RunningServer, needs_built_in_model

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cumulo.errors import ConfigError
-from cumulo.spec.layout import Layout
+from cumulo.layout.layout import Layout
 
 AXES = (
     "world", "pp", "dp", "cp", "tp", "data", "ep", "expert_data", "ring", "ulysses", "shard", "copies",

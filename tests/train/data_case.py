@@ -7,18 +7,18 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from cumulo.pipeline.deferred import DeferredWeights
-from cumulo.spec.layout import Layout
+from cumulo.layout.layout import Layout
+from cumulo.pipeline.play.deferred import DeferredWeights
+from cumulo.ranks.groups import Groups
 from cumulo.spec.model import ModelSpec, MoESpec
-from cumulo.train.config import OptimizerConfig
-from cumulo.train.groups import Groups
-from cumulo.train.initialise import initialise
-from cumulo.train.loader import DeviceBatch, to_device
-from cumulo.train.model import TrainingDecoder
-from cumulo.train.optimizer import Optimizer
-from cumulo.train.packing import Batch
-from cumulo.train.pieces import pieces
-from cumulo.train.sharded_optimizer import ShardedOptimizer, gradient_sink
+from cumulo.train.data.loader import DeviceBatch, to_device
+from cumulo.train.data.packing import Batch
+from cumulo.train.decide.config import OptimizerConfig
+from cumulo.train.decide.pieces import pieces
+from cumulo.train.model.initialise import initialise
+from cumulo.train.model.model import TrainingDecoder
+from cumulo.train.optimizer.optimizer import Optimizer
+from cumulo.train.optimizer.sharded_optimizer import ShardedOptimizer, gradient_sink
 
 DENSE = ModelSpec("llama", 37, 16, 2, 4, 2, 4, 24, 64)
 EXPERTS = ModelSpec("mixtral", 37, 16, 2, 4, 2, 4, 24, 64, moe=MoESpec(6, 2, 12))

@@ -17,10 +17,10 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from cumulo.spec.layout import Layout
-from cumulo.train.config import CheckpointConfig, FaultConfig, TrainConfig, config_text
-from cumulo.train.log import StepRecord, read_log
-from cumulo.train.trainer import Trainer
+from cumulo.layout.layout import Layout
+from cumulo.train.decide.config import CheckpointConfig, FaultConfig, TrainConfig, config_text
+from cumulo.train.run.log import StepRecord, read_log
+from cumulo.train.run.trainer import Trainer
 from tests.train.ranked import tiny, write_texts
 
 _STEPS_BETWEEN = 5

@@ -3,10 +3,10 @@
 from dataclasses import replace
 from typing import Any
 
-from cumulo.spec.layout import Layout
+from cumulo.layout.layout import Layout
 from cumulo.spec.model import MLASpec, ModelSpec, MoESpec
-from cumulo.train.config import DataConfig, ModelConfig, OptimizerConfig, ScheduleConfig, TrainConfig
-from cumulo.train.verify import Outcome, train_rank
+from cumulo.train.decide.config import DataConfig, ModelConfig, OptimizerConfig, ScheduleConfig, TrainConfig
+from cumulo.train.run.verify import Outcome, train_rank
 from tests import thorough
 from tests.train.pool import run_ranks
 

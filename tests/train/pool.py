@@ -61,7 +61,7 @@ class Pool:
     def __init__(self) -> None:
         self._context = multiprocessing.get_context("forkserver")
         # What ranks import, and what torch imports at the first step of an optimizer.
-        self._context.set_forkserver_preload(["tests.train.pool", "cumulo.train.verify", "torch._dynamo"])
+        self._context.set_forkserver_preload(["tests.train.pool", "cumulo.train.run.verify", "torch._dynamo"])
         self._folder = Path(tempfile.mkdtemp(prefix="cumulo-ranks-"))
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._workers: list[_Worker] = []

@@ -8,10 +8,11 @@ from typing import Any
 
 import torch.distributed as dist
 
-from cumulo.checkpoint.team import Team
-from cumulo.spec.layout import Layout
+from cumulo.layout.layout import Layout
+from cumulo.ranks.groups import Groups
+from cumulo.ranks.team import Team
 from cumulo.spec.model import MoESpec
-from cumulo.train.config import (
+from cumulo.train.decide.config import (
     CheckpointConfig,
     DataConfig,
     ModelConfig,
@@ -20,9 +21,8 @@ from cumulo.train.config import (
     TokenizerConfig,
     TrainConfig,
 )
-from cumulo.train.groups import Groups
-from cumulo.train.log import StepRecord, read_log
-from cumulo.train.trainer import Ranks, Silent, Trainer
+from cumulo.train.run.log import StepRecord, read_log
+from cumulo.train.run.trainer import Ranks, Silent, Trainer
 from tests.train.pool import run_ranks
 
 WORDS = ("the", "cat", "sat", "on", "a", "mat", "and", "saw", "that", "dog", "had", "hat", "of")

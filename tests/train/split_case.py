@@ -9,15 +9,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cumulo.spec.layout import Layout
+from cumulo.layout.layout import Layout
+from cumulo.ranks.groups import Groups
 from cumulo.spec.model import MLASpec, ModelSpec, MoESpec
-from cumulo.train.groups import Groups
-from cumulo.train.initialise import seeded_normal
-from cumulo.train.loader import to_device
-from cumulo.train.model import TrainingDecoder
-from cumulo.train.packing import IGNORED, Batch
-from cumulo.train.pieces import Piece, pieces
-from cumulo.train.split import split_for
+from cumulo.train.data.loader import to_device
+from cumulo.train.data.packing import IGNORED, Batch
+from cumulo.train.decide.pieces import Piece, pieces
+from cumulo.train.model.initialise import seeded_normal
+from cumulo.train.model.model import TrainingDecoder
+from cumulo.train.model.split import split_for
 from tests.train.pool import run_ranks
 
 DENSE = ModelSpec(

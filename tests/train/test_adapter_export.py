@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from cumulo.spec.layout import Layout
-from cumulo.train.config import LoraConfig, ModelConfig
-from cumulo.train.trainer import Trainer
+from cumulo.layout.layout import Layout
+from cumulo.train.decide.config import LoraConfig, ModelConfig
+from cumulo.train.run.trainer import Trainer
 from tests.train.ranked import tiny, write_texts
 
 

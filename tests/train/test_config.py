@@ -6,8 +6,8 @@ import pytest
 import yaml
 
 from cumulo.errors import ConfigError
-from cumulo.train.builtin import builtin_config, free_folder
-from cumulo.train.config import TrainConfig, config_from, config_text, load_config
+from cumulo.train.decide.config import TrainConfig, config_from, config_text, load_config
+from cumulo.train.run.builtin import builtin_config, free_folder
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("train-*.yaml"))
 

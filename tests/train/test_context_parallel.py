@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from cumulo.spec.layout import Layout
-from cumulo.train.context_parallel import ScatteredDocuments
-from cumulo.train.document_mask import DocumentMask
-from cumulo.train.loader import to_device
-from cumulo.train.ring_attention import Ring, ring_attention
+from cumulo.layout.layout import Layout
+from cumulo.ranks.ring_attention import Ring, ring_attention
+from cumulo.train.data.loader import to_device
+from cumulo.train.model.document_mask import DocumentMask
+from cumulo.train.parallel.context_parallel import ScatteredDocuments
 from tests.train.split_case import DENSE, LATENT, SPARSE, TIED, Case, check, make_batch, rows
 
 LAYOUTS = {

@@ -7,11 +7,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from cumulo.spec.layout import Layout
-from cumulo.train import data_parallel
-from cumulo.train.data_parallel import DataParallel
-from cumulo.train.groups import Groups
-from cumulo.train.pieces import pieces
+from cumulo.layout.layout import Layout
+from cumulo.ranks.groups import Groups
+from cumulo.train.decide.pieces import pieces
+from cumulo.train.optimizer import data_parallel
+from cumulo.train.optimizer.data_parallel import DataParallel
 from tests.train.data_case import DENSE, ROWS, Case
 from tests.train.pool import run_ranks
 

@@ -12,16 +12,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cumulo.models.load import load_model
-from cumulo.spec.layout import Layout
+from cumulo.layout.layout import Layout
+from cumulo.models.files.load import load_model
+from cumulo.ranks.groups import Groups
 from cumulo.spec.model import ModelSpec, MoESpec
-from cumulo.train.config import LoraConfig, OptimizerConfig, TrainConfig
-from cumulo.train.expert_moves import exchange_rows
-from cumulo.train.expert_placement import heaviest_share
-from cumulo.train.groups import Groups
-from cumulo.train.parallel import ParallelRun
-from cumulo.train.pieces import pieces, pipeline_chunks, zero_rows
-from cumulo.train.verify import (
+from cumulo.train.decide.config import LoraConfig, OptimizerConfig, TrainConfig
+from cumulo.train.decide.expert_placement import heaviest_share
+from cumulo.train.decide.pieces import pieces, pipeline_chunks, zero_rows
+from cumulo.train.parallel.expert_moves import exchange_rows
+from cumulo.train.parallel.parallel import ParallelRun
+from cumulo.train.run.verify import (
     TOLERANCE,
     Outcome,
     largest_difference,

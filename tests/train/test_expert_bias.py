@@ -6,18 +6,18 @@ from typing import Any
 import pytest
 import torch
 
-from cumulo.spec.layout import Layout
-from cumulo.train.config import TrainConfig
-from cumulo.train.expert_bias import steer_selection_biases
-from cumulo.train.groups import Groups
-from cumulo.train.loader import to_device
-from cumulo.train.model import TrainingDecoder
-from cumulo.train.optimizer import Optimizer
-from cumulo.train.parallel import ParallelRun
-from cumulo.train.pieces import pieces
-from cumulo.train.split import split_for
-from cumulo.train.step import compute_gradients
-from cumulo.train.verify import random_batch, start_weights
+from cumulo.layout.layout import Layout
+from cumulo.ranks.groups import Groups
+from cumulo.train.data.loader import to_device
+from cumulo.train.decide.config import TrainConfig
+from cumulo.train.decide.pieces import pieces
+from cumulo.train.model.model import TrainingDecoder
+from cumulo.train.model.split import split_for
+from cumulo.train.optimizer.optimizer import Optimizer
+from cumulo.train.parallel.expert_bias import steer_selection_biases
+from cumulo.train.parallel.parallel import ParallelRun
+from cumulo.train.run.step import compute_gradients
+from cumulo.train.run.verify import random_batch, start_weights
 from tests.train.layout_runs import LATENT as SPEC
 from tests.train.layout_runs import train_config
 from tests.train.pool import run_ranks

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from cumulo.spec.layout import Layout
-from cumulo.train.experts import TrainingExperts
-from cumulo.train.recompute import Recompute
+from cumulo.layout.layout import Layout
+from cumulo.train.model.experts import TrainingExperts
+from cumulo.train.model.recompute import Recompute
 from tests.train.split_case import LATENT, SPARSE, Case, check, fill, rows
 
 

@@ -18,16 +18,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from cumulo.checkpoint.saver import Saver
-from cumulo.checkpoint.store import CheckpointStore
-from cumulo.checkpoint.team import Team
+from cumulo.checkpoint.play.saver import Saver
+from cumulo.checkpoint.play.store import CheckpointStore
 from cumulo.errors import ConfigError, TrainingError
-from cumulo.spec.layout import Layout
-from cumulo.train.config import CheckpointConfig, GuardConfig, config_text
-from cumulo.train.elastic import fitted
-from cumulo.train.hang import HangWatch, Standing, verdict
-from cumulo.train.launch import HUNG
-from cumulo.train.log import read_log
+from cumulo.layout.layout import Layout
+from cumulo.ranks.team import Team
+from cumulo.train.decide.config import CheckpointConfig, GuardConfig, config_text
+from cumulo.train.decide.elastic import fitted
+from cumulo.train.run.hang import HangWatch, Standing, verdict
+from cumulo.train.run.launch import HUNG
+from cumulo.train.run.log import read_log
 from tests.train.kill import ranks_of, torment
 from tests.train.pool import run_ranks
 from tests.train.ranked import tiny, train, write_texts

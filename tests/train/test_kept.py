@@ -7,18 +7,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from cumulo.layout.layout import Layout
 from cumulo.plan.job import TrainJob
-from cumulo.spec.layout import Layout
+from cumulo.ranks.groups import Groups
 from cumulo.spec.model import MLASpec, ModelSpec, MoESpec
-from cumulo.train.config import DataConfig, ModelConfig, TrainConfig
-from cumulo.train.cpu_activations import cpu_activation_bytes
-from cumulo.train.groups import Groups
-from cumulo.train.initialise import initialise
-from cumulo.train.kept import KeptActivations
-from cumulo.train.loader import to_device
-from cumulo.train.model import TrainingDecoder
-from cumulo.train.parallel import ParallelRun
-from cumulo.train.verify import random_batch
+from cumulo.train.data.loader import to_device
+from cumulo.train.decide.config import DataConfig, ModelConfig, TrainConfig
+from cumulo.train.decide.cpu_activations import cpu_activation_bytes
+from cumulo.train.model.initialise import initialise
+from cumulo.train.model.model import TrainingDecoder
+from cumulo.train.parallel.parallel import ParallelRun
+from cumulo.train.run.kept import KeptActivations
+from cumulo.train.run.verify import random_batch
 from tests.train.pool import run_ranks
 
 CPU = torch.device("cpu")

@@ -4,10 +4,10 @@ import re
 
 import pytest
 
+from cumulo.layout.layout import Layout
 from cumulo.spec.counting import parameter_count
-from cumulo.spec.layout import Layout
-from cumulo.train.config import TrainConfig, config_from, known_spec
-from cumulo.train.layout_report import explain_layout
+from cumulo.train.decide.config import TrainConfig, config_from, known_spec
+from cumulo.train.decide.layout_report import explain_layout
 
 
 def config_of(layout: dict[str, object]) -> TrainConfig:

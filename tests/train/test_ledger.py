@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from cumulo.errors import OutOfMemory
-from cumulo.spec.layout import Layout
+from cumulo.layout.layout import Layout
 from cumulo.spec.model import ModelSpec
-from cumulo.train.config import LoraConfig, ModelConfig, config_from, known_spec
-from cumulo.train.ledger import predict, refuse_if_too_large
+from cumulo.train.decide.config import LoraConfig, ModelConfig, config_from, known_spec
+from cumulo.train.decide.ledger import predict, refuse_if_too_large
 from tests.train.ranked import tiny, train, write_texts
 
 

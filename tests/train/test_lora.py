@@ -12,16 +12,16 @@ import torch
 from torch import Tensor
 
 from cumulo.errors import ConfigError
-from cumulo.models.load import load_model
-from cumulo.spec.layout import Layout
+from cumulo.layout.layout import Layout
+from cumulo.models.files.load import load_model
+from cumulo.ranks.groups import Groups
 from cumulo.spec.model import ModelSpec, MoESpec
-from cumulo.train.adapters import adapter_shapes
-from cumulo.train.config import LoraConfig, ModelConfig, OptimizerConfig, TrainConfig
-from cumulo.train.groups import Groups
-from cumulo.train.lora import merged
-from cumulo.train.parallel import ParallelRun
-from cumulo.train.pieces import is_adapter, pieces, pipeline_chunks
-from cumulo.train.verify import TOLERANCE, largest_difference, random_batch, start_weights, train_alone
+from cumulo.train.decide.adapters import adapter_shapes
+from cumulo.train.decide.config import LoraConfig, ModelConfig, OptimizerConfig, TrainConfig
+from cumulo.train.decide.pieces import is_adapter, pieces, pipeline_chunks
+from cumulo.train.model.lora import merged
+from cumulo.train.parallel.parallel import ParallelRun
+from cumulo.train.run.verify import TOLERANCE, largest_difference, random_batch, start_weights, train_alone
 from tests.train.layout_runs import DENSE, EXPERTS, LATENT, train_config, train_parallel
 from tests.train.pool import run_ranks
 from tests.train.ranked import tiny, train, write_texts

@@ -6,14 +6,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from cumulo.spec.layout import Layout
-from cumulo.train.adam8bit import BLOCK, Adam8bit, Quantised, levels
-from cumulo.train.config import OptimizerConfig
-from cumulo.train.groups import Groups
-from cumulo.train.offload import offload_activations
-from cumulo.train.optimizer import Optimizer
-from cumulo.train.pieces import pieces
-from cumulo.train.sharded_optimizer import ShardedOptimizer, gradient_sink
+from cumulo.layout.layout import Layout
+from cumulo.ranks.groups import Groups
+from cumulo.train.decide.config import OptimizerConfig
+from cumulo.train.decide.pieces import pieces
+from cumulo.train.model.offload import offload_activations
+from cumulo.train.optimizer.adam8bit import BLOCK, Adam8bit, Quantised, levels
+from cumulo.train.optimizer.optimizer import Optimizer
+from cumulo.train.optimizer.sharded_optimizer import ShardedOptimizer, gradient_sink
 from tests.train.data_case import DENSE, Case, alone
 from tests.train.pool import run_ranks
 

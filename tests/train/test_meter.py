@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from cumulo.spec.counting import flops_per_token
-from cumulo.train import meter
-from cumulo.train.meter import Ceiling, training_flops_per_token
+from cumulo.train.run import meter
+from cumulo.train.run.meter import Ceiling, training_flops_per_token
 from tests.train.layout_runs import DENSE
 
 

@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 from cumulo.spec.model import ModelSpec
-from cumulo.train.config import OptimizerConfig, ScheduleConfig
-from cumulo.train.muon import MuonMatrix, muon_step, orthogonalise
-from cumulo.train.optimizer import Optimizer, fused_parts
-from cumulo.train.schedule import learning_rate_share
+from cumulo.train.decide.config import OptimizerConfig, ScheduleConfig
+from cumulo.train.decide.schedule import learning_rate_share
+from cumulo.train.optimizer.muon import MuonMatrix, muon_step, orthogonalise
+from cumulo.train.optimizer.optimizer import Optimizer, fused_parts
 
 SPEC = ModelSpec("llama", 32, 16, 1, 4, 2, 4, 24, 64)
 

@@ -14,16 +14,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cumulo.errors import ConfigError
-from cumulo.spec.layout import Axis, Layout
+from cumulo.layout.layout import Axis, Layout
+from cumulo.ranks.groups import Groups
 from cumulo.spec.model import ModelSpec
 from cumulo.spec.parameters import parameter_shapes
-from cumulo.train.config import LoraConfig, TrainConfig
-from cumulo.train.groups import Groups
-from cumulo.train.initialise import initialise
-from cumulo.train.loader import to_device
-from cumulo.train.model import TrainingDecoder
-from cumulo.train.parallel import ParallelRun
-from cumulo.train.verify import random_batch, start_weights, train_rank
+from cumulo.train.data.loader import to_device
+from cumulo.train.decide.config import LoraConfig, TrainConfig
+from cumulo.train.model.initialise import initialise
+from cumulo.train.model.model import TrainingDecoder
+from cumulo.train.parallel.parallel import ParallelRun
+from cumulo.train.run.verify import random_batch, start_weights, train_rank
 from tests.train.layout_runs import DENSE, EXPERTS, train_config
 from tests.train.pool import run_ranks
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from cumulo.errors import ConfigError
-from cumulo.spec.layout import Layout
+from cumulo.layout.layout import Layout
 from cumulo.spec.model import ModelSpec
-from cumulo.train.config import TrainConfig, config_from
-from cumulo.train.products_check import refuse_products
+from cumulo.train.decide.config import TrainConfig, config_from
+from cumulo.train.model.products_check import refuse_products
 
 DENSE = ModelSpec(
     "llama",
@@ -72,7 +72,7 @@ def test_what_does_not_go_together_is_refused(changes: dict[str, Any], words: st
 
 
 def test_schedules_that_part_backward_are_known() -> None:
-    from cumulo.train.layout_check import parts_backward
+    from cumulo.train.decide.layout_check import parts_backward
 
     parted = [
         name

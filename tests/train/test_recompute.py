@@ -8,10 +8,10 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from cumulo.errors import ConfigError
-from cumulo.spec.layout import Layout
+from cumulo.layout.layout import Layout
 from cumulo.spec.model import ModelSpec
-from cumulo.train.loader import to_device
-from cumulo.train.model import TrainingDecoder
+from cumulo.train.data.loader import to_device
+from cumulo.train.model.model import TrainingDecoder
 from tests.train.split_case import DENSE, LATENT, SPARSE, Case, check, make_batch, rows, whole_model
 
 SPECS = {"sparse": SPARSE, "latent": LATENT}

@@ -10,19 +10,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from cumulo.checkpoint.boxes import read_parts, stored_shapes, write_parts
-from cumulo.checkpoint.held import Held, all_parts, held_whole, own_parts
+from cumulo.checkpoint.play.boxes import read_parts, stored_shapes, write_parts
+from cumulo.checkpoint.play.held import Held, all_parts, held_whole, own_parts
 from cumulo.errors import ConfigError
-from cumulo.models.load import load_model
-from cumulo.spec.layout import Layout
+from cumulo.layout.layout import Layout
+from cumulo.models.files.load import load_model
 from cumulo.spec.model import MLASpec, ModelSpec, MoESpec
 from cumulo.spec.parameters import parameter_shapes
-from cumulo.train.config import TrainConfig
-from cumulo.train.log import StepRecord
-from cumulo.train.new_spec import new_spec
-from cumulo.train.parallel_state import held_state
-from cumulo.train.pieces import pieces, zero_rows
-from cumulo.train.sink import Shard, zero_axis
+from cumulo.train.decide.config import TrainConfig
+from cumulo.train.decide.new_spec import new_spec
+from cumulo.train.decide.pieces import pieces, zero_rows
+from cumulo.train.optimizer.sink import Shard, zero_axis
+from cumulo.train.parallel.parallel_state import held_state
+from cumulo.train.run.log import StepRecord
 from tests.train.ranked import tiny, train, write_texts
 
 DENSE = ModelSpec("llama", 64, 16, 4, 4, 4, 8, 24, 64, tied_embeddings=True, qkv_bias=True)
@@ -102,7 +102,9 @@ def test_any_layout_finds_its_parts_in_what_any_other_stored(
 ) -> None:
     drawn = random.Random(case)
     if case % 2:
-        monkeypatch.setattr("cumulo.checkpoint.share.LEAST_BYTES", 256)  # boxes are shared out by rows, too
+        monkeypatch.setattr(
+            "cumulo.checkpoint.decide.share.LEAST_BYTES", 256
+        )  # boxes are shared out by rows, too
     spec = (DENSE, MOE, LATENT)[case % 3]
     before, after = drawn_layout(drawn, spec), drawn_layout(drawn, spec)
     whole = whole_state(spec)
@@ -124,7 +126,7 @@ def test_any_layout_finds_its_parts_in_what_any_other_stored(
 
 
 def test_a_state_is_stored_once_and_evenly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cumulo.checkpoint.share.LEAST_BYTES", 256)
+    monkeypatch.setattr("cumulo.checkpoint.decide.share.LEAST_BYTES", 256)
     whole, layout = whole_state(DENSE), Layout(dp=4, tp=2)
     stored = [
         sum(part.tensor.nbytes for part in own_parts(rank_state(DENSE, layout, rank, whole), rank))

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from cumulo.errors import ModelError
-from cumulo.spec.layout import Layout
-from cumulo.train.loader import to_device
-from cumulo.train.model import TrainingDecoder
-from cumulo.train.pieces import chunk_parts
+from cumulo.layout.layout import Layout
+from cumulo.train.data.loader import to_device
+from cumulo.train.decide.pieces import chunk_parts
+from cumulo.train.model.model import TrainingDecoder
 from tests.train.split_case import DENSE, LATENT, SPARSE, TIED, Case, check, make_batch, rows, whole_model
 
 SPECS = {"dense": DENSE, "tied": TIED, "sparse": SPARSE, "latent": LATENT}

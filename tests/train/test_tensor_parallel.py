@@ -2,8 +2,8 @@
 
 import pytest
 
-from cumulo.spec.layout import Layout
-from cumulo.train import loss
+from cumulo.layout.layout import Layout
+from cumulo.train.model import loss
 from tests.train.pool import run_ranks
 from tests.train.split_case import DENSE, LATENT, SPARSE, TIED, Case, check, differences, rows
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from cumulo.errors import ConfigError, TrainingError
-from cumulo.models.load import load_model
-from cumulo.train.config import (
+from cumulo.models.files.load import load_model
+from cumulo.train.decide.config import (
     CheckpointConfig,
     DataConfig,
     GuardConfig,
@@ -24,8 +24,8 @@ from cumulo.train.config import (
     TokenizerConfig,
     TrainConfig,
 )
-from cumulo.train.log import StepRecord, read_log
-from cumulo.train.trainer import Silent, Trainer
+from cumulo.train.run.log import StepRecord, read_log
+from cumulo.train.run.trainer import Silent, Trainer
 from tests.models.stepper import Stepper
 
 WORDS = ("the", "cat", "sat", "on", "a", "mat", "and", "saw", "that", "dog", "had", "hat", "of")

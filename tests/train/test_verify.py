@@ -14,14 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cumulo.errors import ConfigError
-from cumulo.pipeline.catalog import FAMILIES
-from cumulo.spec.box import whole_box
-from cumulo.spec.layout import Layout
+from cumulo.layout.box import whole_box
+from cumulo.layout.layout import Layout
+from cumulo.pipeline.decide.catalog import FAMILIES
 from cumulo.spec.model import MLASpec, ModelSpec, MoESpec
-from cumulo.train.config import DataConfig, ModelConfig, TokenizerConfig, TrainConfig, config_from
-from cumulo.train.layout_check import layout_problems
-from cumulo.train.shrink import MOST_PROCESSES, shrink
-from cumulo.train.verify import Outcome, largest_difference, train_alone, verify_layout
+from cumulo.train.decide.config import DataConfig, ModelConfig, TokenizerConfig, TrainConfig, config_from
+from cumulo.train.decide.layout_check import layout_problems
+from cumulo.train.decide.shrink import MOST_PROCESSES, shrink
+from cumulo.train.run.verify import Outcome, largest_difference, train_alone, verify_layout
 from tests.train.layout_runs import DENSE, train_config
 
 LLAMA = ModelSpec("llama", 128256, 4096, 32, 32, 8, 128, 14336, 8192)

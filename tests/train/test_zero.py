@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cumulo.spec.layout import Layout
+from cumulo.layout.layout import Layout
+from cumulo.ranks.groups import Groups
 from cumulo.spec.model import ModelSpec
-from cumulo.train.config import OptimizerConfig
-from cumulo.train.groups import Groups
-from cumulo.train.pieces import pieces
-from cumulo.train.sharded_optimizer import gradient_sink
-from cumulo.train.verify import largest_difference, train_alone
+from cumulo.train.decide.config import OptimizerConfig
+from cumulo.train.decide.pieces import pieces
+from cumulo.train.optimizer.sharded_optimizer import gradient_sink
+from cumulo.train.run.verify import largest_difference, train_alone
 from tests.train.data_case import DENSE, EXPERTS, Case, alone, together
 from tests.train.layout_runs import SPECS, train_config, train_parallel
 from tests.train.pool import run_ranks

@@ -80,8 +80,9 @@ def _figure(name: str, value: float, unit: str) -> dict[str, Any]:
 
 
 def operations(only: Sequence[str] = ()) -> list[str]:
-    """Modules of this folder that have benchmark rows; with `only`, those whose name holds one of the words."""
-    names = [found.name for found in pkgutil.iter_modules(package.__path__)]
+    """Modules under this folder that have benchmark rows; with `only`, those whose name holds one of the words."""
+    found = pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
+    names = [module.name.removeprefix(f"{package.__name__}.") for module in found if not module.ispkg]
     wanted = [name for name in names if not only or any(word in name for word in only)]
     return [name for name in wanted if _has_rows(name)]
 

@@ -38,11 +38,12 @@ class Table:
 
 
 TABLES = (
-    Table("paged_attention", "attention_bench:tune", "attention_config:use"),
-    Table("linear", "linear_tune:tune", "linear:use_winners", "linear:winners"),
-    Table("moe", "moe_bench:tune", "moe:use"),
+    Table("paged_attention", "attention.bench:tune", "attention.config:use"),
+    Table("linear", "linear.tune:tune", "linear.linear:use_winners", "linear.linear:winners"),
+    Table("moe", "moe.bench:tune", "moe.moe:use"),
     Table(
-        "flash_attention", "flash_attention_bench:tune", "flash_attention:use_winners", "flash_attention:winners"
+        "flash_attention", "attention.flash_attention_bench:tune", "attention.flash_attention:use_winners",
+        "attention.flash_attention:winners",
     ),
 )  # fmt: skip
 

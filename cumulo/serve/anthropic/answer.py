@@ -4,12 +4,12 @@ from typing import Any, Literal
 
 from pydantic_core import from_json
 
-from cumulo.serve.answer_reader import AnswerReader, Piece
 from cumulo.serve.anthropic.as_chat import tool_use_id
+from cumulo.serve.engine_link.messages import Finished
 from cumulo.serve.formats import Reasoning, Text
 from cumulo.serve.formats.blocks import Begun, Block, Blocks, Change, Grown
-from cumulo.serve.messages import Finished
-from cumulo.serve.usage import usage
+from cumulo.serve.openai.answer_reader import AnswerReader, Piece
+from cumulo.serve.openai.usage import usage
 
 Item = dict[str, Any]
 Thoughts = Literal["shown", "omitted", "dropped"]

@@ -22,7 +22,7 @@ from cumulo.serve.anthropic.request import (
     Turn,
 )
 from cumulo.serve.errors import ApiError, invalid
-from cumulo.serve.schemas import ChatRequest
+from cumulo.serve.openai.schemas import ChatRequest
 
 Entry = dict[str, Any]
 _MANY_BLOCKS = 256  # a few milliseconds of work

@@ -13,12 +13,12 @@ from cumulo.serve.anthropic.error_shape import error_body
 from cumulo.serve.anthropic.request import CountTokensRequest, MessagesRequest
 from cumulo.serve.bodies.warnings import warn
 from cumulo.serve.call import Batch, Call
-from cumulo.serve.chat import begin_chat, chat_prompt
-from cumulo.serve.descriptions import anthropic_answers, plain, streamed
+from cumulo.serve.engine_link.messages import Finished
 from cumulo.serve.errors import ApiError
-from cumulo.serve.events import json_response, open_stream, to_line
-from cumulo.serve.messages import Finished
-from cumulo.serve.schemas_out import AnthropicMessage, TokenCount
+from cumulo.serve.openai.chat import begin_chat, chat_prompt
+from cumulo.serve.openai.descriptions import anthropic_answers, plain, streamed
+from cumulo.serve.openai.events import json_response, open_stream, to_line
+from cumulo.serve.openai.schemas_out import AnthropicMessage, TokenCount
 from cumulo.serve.service import Service
 
 router = APIRouter()

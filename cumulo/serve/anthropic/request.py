@@ -5,9 +5,9 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Discriminator, Field, StringConstraints, Tag
 from pydantic_core import PydanticCustomError
 
-from cumulo.serve.fields import Strict
-from cumulo.serve.schemas import MAX_MESSAGES, MAX_PARTS, MAX_STOP_STRINGS, Label, StopString
-from cumulo.serve.schemas_form import MAX_TOOLS, Description, FunctionName, Schema
+from cumulo.serve.openai.fields import Strict
+from cumulo.serve.openai.schemas import MAX_MESSAGES, MAX_PARTS, MAX_STOP_STRINGS, Label, StopString
+from cumulo.serve.openai.schemas_form import MAX_TOOLS, Description, FunctionName, Schema
 
 CacheControl = Annotated[
     dict[str, Any], Field(description="Accepted for compatibility: every prompt is cached by its content.")

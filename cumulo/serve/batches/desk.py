@@ -14,12 +14,12 @@ from typing import get_args
 import msgspec
 from starlette.types import ASGIApp
 
+from cumulo.serve.access.keys import Caller
 from cumulo.serve.batches.record import Record, Status
 from cumulo.serve.batches.run import BatchRun
 from cumulo.serve.batches.schemas import BatchRequest
 from cumulo.serve.batches.store import FileStore, write_aside
 from cumulo.serve.errors import ApiError, invalid
-from cumulo.serve.keys import Caller
 from cumulo.serve.service import Service
 
 log = logging.getLogger(__name__)

@@ -9,8 +9,8 @@ from cumulo.serve.batches.desk import Batches
 from cumulo.serve.batches.paging import page
 from cumulo.serve.batches.record import Record
 from cumulo.serve.batches.schemas import BatchList, BatchObject, BatchRequest
-from cumulo.serve.descriptions import answers, plain
-from cumulo.serve.events import json_response
+from cumulo.serve.openai.descriptions import answers, plain
+from cumulo.serve.openai.events import json_response
 
 router = APIRouter()
 

@@ -15,9 +15,9 @@ from cumulo.serve.batches.desk import Batches
 from cumulo.serve.batches.paging import page
 from cumulo.serve.batches.schemas import DeletedFile, FileList, FileObject
 from cumulo.serve.batches.store import StoredFile
-from cumulo.serve.descriptions import answers, plain
 from cumulo.serve.errors import ApiError, invalid
-from cumulo.serve.events import json_response
+from cumulo.serve.openai.descriptions import answers, plain
+from cumulo.serve.openai.events import json_response
 
 router = APIRouter()
 

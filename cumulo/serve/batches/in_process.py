@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from starlette.types import ASGIApp, Message
 
+from cumulo.serve.access.keys import Caller
 from cumulo.serve.errors import ApiError
-from cumulo.serve.keys import Caller
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from cumulo.serve.events import to_json
+from cumulo.serve.openai.events import to_json
 
 
 class _Written(msgspec.Struct):

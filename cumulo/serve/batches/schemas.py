@@ -4,8 +4,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 
-from cumulo.serve.fields import Strict
-from cumulo.serve.schemas import Label
+from cumulo.serve.openai.fields import Strict
+from cumulo.serve.openai.schemas import Label
 
 Endpoint = Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses"]
 Metadata = Annotated[dict[str, Label], Field(max_length=16)]

@@ -13,9 +13,9 @@ from typing import Any
 
 import msgspec
 
-from cumulo.engine.params import SamplingParams
+from cumulo.engine.decide.params import SamplingParams
+from cumulo.serve.engine_link.messages import Finished
 from cumulo.serve.errors import invalid
-from cumulo.serve.messages import Finished
 
 MAX_ENTRIES = 262_144
 _FEW_ENTRIES = 2_048  # a few milliseconds to word

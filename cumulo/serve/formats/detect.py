@@ -3,7 +3,7 @@
 from collections.abc import Collection
 from typing import Literal
 
-from cumulo.models.tokenizer import Tokenizer
+from cumulo.models.text.tokenizer import Tokenizer
 from cumulo.serve.formats import hermes, llama3, mistral, reasoning
 from cumulo.serve.formats.events import ToolCallParser
 

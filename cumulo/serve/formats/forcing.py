@@ -9,10 +9,10 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from cumulo.engine.guided import json_schema_text
-from cumulo.engine.params import Guide
+from cumulo.engine.decide.params import Guide
+from cumulo.engine.guides.guided import json_schema_text
 from cumulo.errors import InvalidRequest
-from cumulo.models.tokenizer import Tokenizer
+from cumulo.models.text.tokenizer import Tokenizer
 from cumulo.serve.formats import hermes, mistral, reasoning
 from cumulo.serve.formats.detect import ToolFormat, special_token
 

@@ -6,7 +6,7 @@ A minute second by second and an hour in slices of ten seconds: 480 slices in al
 from collections import OrderedDict
 from dataclasses import dataclass
 
-from cumulo.serve.messages import Stats
+from cumulo.serve.engine_link.messages import Stats
 
 
 @dataclass(slots=True)

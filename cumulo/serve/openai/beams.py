@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from cumulo.serve.errors import invalid
 
 if TYPE_CHECKING:
-    from cumulo.serve.schemas import ChatRequest, CompletionRequest
+    from cumulo.serve.openai.schemas import ChatRequest, CompletionRequest
 
 # Fields that a search has no use for, each with the values that ask for nothing.
 _MEANINGLESS: dict[str, tuple[Any, ...]] = {

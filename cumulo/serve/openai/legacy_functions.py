@@ -7,11 +7,11 @@ of the role `function` is the result of the call before it.
 from collections.abc import Sequence
 from typing import Any
 
-from cumulo.serve.answer_reader import Piece, delta_of, message_of
 from cumulo.serve.errors import invalid
 from cumulo.serve.formats import Reasoning, Text, ToolCallStart
-from cumulo.serve.schemas import ChatRequest, Message
-from cumulo.serve.schemas_form import NamedTool, Tool, ToolCall
+from cumulo.serve.openai.answer_reader import Piece, delta_of, message_of
+from cumulo.serve.openai.schemas import ChatRequest, Message
+from cumulo.serve.openai.schemas_form import NamedTool, Tool, ToolCall
 
 
 def as_tools(body: ChatRequest) -> ChatRequest:

@@ -7,14 +7,14 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from cumulo.serve.call import Call
-from cumulo.serve.descriptions import answers, plain
 from cumulo.serve.errors import invalid
-from cumulo.serve.events import json_response
+from cumulo.serve.observe.stories import explanation
+from cumulo.serve.openai.descriptions import answers, plain
+from cumulo.serve.openai.events import json_response
+from cumulo.serve.openai.usage import usage
 from cumulo.serve.rank.schemas import Ranking, RerankAnswer, RerankRequest, ScoreList, ScoreRequest
 from cumulo.serve.rank.scoring import Pair, Scored, score
 from cumulo.serve.service import Service
-from cumulo.serve.stories import explanation
-from cumulo.serve.usage import usage
 
 router = APIRouter()
 log = logging.getLogger(__name__)

@@ -4,10 +4,10 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field, StringConstraints
 
-from cumulo.engine.params import Pooling
-from cumulo.serve.fields import Strict
-from cumulo.serve.schemas import Label
-from cumulo.serve.schemas_out import CachedTokens, Explanation
+from cumulo.engine.decide.params import Pooling
+from cumulo.serve.openai.fields import Strict
+from cumulo.serve.openai.schemas import Label
+from cumulo.serve.openai.schemas_out import CachedTokens, Explanation
 
 MAX_DOCUMENTS = 1000  # as many as Cohere's API advises
 

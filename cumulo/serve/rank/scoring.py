@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cumulo.engine.params import SamplingParams
+from cumulo.engine.decide.params import SamplingParams
 from cumulo.serve.call import Call
+from cumulo.serve.engine_link.messages import Finished
 from cumulo.serve.errors import ApiError, invalid
-from cumulo.serve.messages import Finished
 from cumulo.serve.model_text import ModelText
 from cumulo.serve.rank.schemas import Ranking
 

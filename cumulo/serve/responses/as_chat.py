@@ -10,6 +10,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from cumulo.serve.errors import ApiError, invalid
+from cumulo.serve.openai.schemas import ChatRequest
 from cumulo.serve.responses.request import (
     AllowedFunctions,
     FunctionCallItem,
@@ -22,7 +23,6 @@ from cumulo.serve.responses.request import (
     ResponsesRequest,
     TextFormat,
 )
-from cumulo.serve.schemas import ChatRequest
 
 Entry = dict[str, Any]
 MANY_ITEMS = 256  # a few milliseconds of work

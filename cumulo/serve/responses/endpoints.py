@@ -9,16 +9,17 @@ from typing import Annotated, Literal
 from fastapi import APIRouter, Query, Request
 from starlette.responses import Response
 
+from cumulo.engine.decide.plan import TokenLogprobs
 from cumulo.engine.outputs import Delta
-from cumulo.engine.plan import TokenLogprobs
 from cumulo.serve.bodies.reader import LARGE_BYTES
 from cumulo.serve.call import Batch, Call
-from cumulo.serve.chat import begin_chat
-from cumulo.serve.descriptions import answers, plain, streamed
+from cumulo.serve.engine_link.messages import Finished
 from cumulo.serve.errors import ApiError, invalid
-from cumulo.serve.events import json_response, open_stream, to_line
-from cumulo.serve.logprobs import spoken
-from cumulo.serve.messages import Finished
+from cumulo.serve.openai.chat import begin_chat
+from cumulo.serve.openai.descriptions import answers, plain, streamed
+from cumulo.serve.openai.events import json_response, open_stream, to_line
+from cumulo.serve.openai.logprobs import spoken
+from cumulo.serve.openai.schemas_out import DeletedResponse, ResponseItems, ResponseObject
 from cumulo.serve.responses.as_chat import MANY_ITEMS, make_chat, translated
 from cumulo.serve.responses.items import Item, Output, spelled_inputs
 from cumulo.serve.responses.request import InputItem, InputMessage, ResponsesRequest, input_items
@@ -26,7 +27,6 @@ from cumulo.serve.responses.response import response_object
 from cumulo.serve.responses.stored import StoredResponse
 from cumulo.serve.responses.text_logprobs import TextLogprobs
 from cumulo.serve.responses.truncation import fitted
-from cumulo.serve.schemas_out import DeletedResponse, ResponseItems, ResponseObject
 from cumulo.serve.service import Service
 
 router = APIRouter()

@@ -4,10 +4,10 @@ import secrets
 from collections.abc import Sequence
 from typing import Any
 
-from cumulo.engine.plan import TokenLogprobs
-from cumulo.serve.answer_reader import AnswerReader, Piece
+from cumulo.engine.decide.plan import TokenLogprobs
 from cumulo.serve.formats import Text
 from cumulo.serve.formats.blocks import Begun, Block, Blocks, Change, Grown
+from cumulo.serve.openai.answer_reader import AnswerReader, Piece
 from cumulo.serve.responses.request import (
     FunctionCallItem,
     FunctionCallOutputItem,

@@ -5,9 +5,9 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Discriminator, Field, StringConstraints, Tag, TypeAdapter
 from pydantic_core import PydanticCustomError
 
-from cumulo.serve.fields import Strict, TextOnly
-from cumulo.serve.schemas import MAX_MESSAGES, MAX_PARTS, Label, ReasoningEffort
-from cumulo.serve.schemas_form import MAX_TOOLS, Description, FunctionName, Schema
+from cumulo.serve.openai.fields import Strict, TextOnly
+from cumulo.serve.openai.schemas import MAX_MESSAGES, MAX_PARTS, Label, ReasoningEffort
+from cumulo.serve.openai.schemas_form import MAX_TOOLS, Description, FunctionName, Schema
 
 _OF_EARLIER = "Of an earlier answer; not used."
 

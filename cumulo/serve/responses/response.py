@@ -4,11 +4,11 @@ import time
 from typing import Any
 
 from cumulo.serve.call import Call
+from cumulo.serve.engine_link.messages import Finished
 from cumulo.serve.errors import ApiError
-from cumulo.serve.messages import Finished
+from cumulo.serve.openai.usage import usage
 from cumulo.serve.responses.items import Output
 from cumulo.serve.responses.request import ResponsesRequest
-from cumulo.serve.usage import usage
 
 
 def response_object(

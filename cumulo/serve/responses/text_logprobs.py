@@ -6,9 +6,9 @@ The engine reports tokens, the reader gives texts without markers. Used by `item
 from collections.abc import Iterable
 from typing import Any
 
-from cumulo.engine.plan import TokenLogprobs
-from cumulo.serve.logprobs import chat_logprobs
+from cumulo.engine.decide.plan import TokenLogprobs
 from cumulo.serve.model_text import ModelText
+from cumulo.serve.openai.logprobs import chat_logprobs
 
 Entry = dict[str, Any]
 

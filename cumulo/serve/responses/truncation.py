@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from cumulo.errors import InvalidRequest
-from cumulo.serve.chat import chat_prompt
+from cumulo.serve.openai.chat import chat_prompt
 from cumulo.serve.responses.as_chat import make_chat
 from cumulo.serve.responses.request import (
     FunctionCallItem,

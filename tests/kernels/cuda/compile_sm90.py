@@ -26,7 +26,7 @@ TELLING = ("HGMMA", "QGMMA", "HMMA", "UTMALDG", "LDGSTS", "LDG", "LDL", "STL", "
 class Case:
     """One kernel with the types of its arguments and its constants, as a launch would give them."""
 
-    kernel: str  # "cumulo.kernels.cuda.small_linear:_kernel"
+    kernel: str  # "cumulo.kernels.cuda.linear.small_linear:_kernel"
     types: Mapping[str, str]  # "*bf16", "i32", "fp32"; "i32:16" is an integer known to be a multiple of 16
     constants: Mapping[str, Any] = field(default_factory=dict)  # constexpr, and arguments given as None or 1
     num_warps: int = 4

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from cumulo.kernels.cuda.paged_attention import AttentionPlan, attention_plan, reference
+from cumulo.kernels.cuda.attention.paged_attention import AttentionPlan, attention_plan, reference
 from tests.kernels.cuda.tolerance import poisoned
 
 

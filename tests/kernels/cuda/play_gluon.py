@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cumulo.kernels.cuda import paged_attention_overlap as played
-from cumulo.kernels.cuda.split_merge import LN_2, LOG2_E
+from cumulo.kernels.cuda.attention import paged_attention_overlap as played
+from cumulo.kernels.cuda.attention.split_merge import LN_2, LOG2_E
 
 
 class Scalar(int):

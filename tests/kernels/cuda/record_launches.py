@@ -15,7 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cumulo.kernels.cuda import moe, moe_few, rms_norm, rope_cache, sample, sample_cuts, step_inputs, swiglu
+from cumulo.kernels.cuda.elementwise import rms_norm, rope_cache, step_inputs, swiglu
+from cumulo.kernels.cuda.moe import few as moe_few
+from cumulo.kernels.cuda.moe import moe
+from cumulo.kernels.cuda.sampling import sample, sample_cuts
 from cumulo.spec.model import MoESpec
 from tests.kernels.cuda.compile_sm90 import Case
 

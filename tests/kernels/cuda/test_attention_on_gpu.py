@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from cumulo.kernels.cuda.attention_config import chunk_config, decode_config
-from cumulo.kernels.cuda.mla_decode import default_config
-from cumulo.kernels.cuda.paged_attention_chunk import ChunkConfig
-from cumulo.kernels.cuda.paged_attention_decode import DecodeConfig
+from cumulo.kernels.cuda.attention.config import chunk_config, decode_config
+from cumulo.kernels.cuda.attention.mla_decode import default_config
+from cumulo.kernels.cuda.attention.paged_attention_chunk import ChunkConfig
+from cumulo.kernels.cuda.attention.paged_attention_decode import DecodeConfig
 from tests.kernels.cuda.compile_sm90 import SHARED_BYTES_PER_BLOCK, Case, compile_for_sm90
 from tests.kernels.cuda.paged_case import PagedCase
 
@@ -130,7 +130,7 @@ PLAIN = {"HAS_WINDOW": False, "HAS_CAP": False, "HAS_LSE": True}
 def decode_case(config: DecodeConfig, group: int = 4) -> Case:
     at_once = max(1, min(16, config.merge_registers * 32 * config.num_warps // (group * 128)))
     return Case(
-        "cumulo.kernels.cuda.paged_attention_decode:_decode", TYPES,
+        "cumulo.kernels.cuda.attention.paged_attention_decode:_decode", TYPES,
         dict(KV_HEADS=8, GROUP=group, ROWS=16, DIM=128, COLUMNS=128, PAGE=64, TILE=config.key_tile,
              MERGE_ROWS=group, MERGE_AT_ONCE=at_once, **PLAIN),
         config.num_warps, config.num_stages,
@@ -140,7 +140,8 @@ def decode_case(config: DecodeConfig, group: int = 4) -> Case:
 def chunk_case(config: ChunkConfig, group: int = 4) -> Case:
     described = dict.fromkeys(("keys", "values"), f"tensordesc<bf16[{config.key_tile},128]>")
     return Case(
-        "cumulo.kernels.cuda.paged_attention_chunk:_chunk", TYPES | (described if config.descriptors else {}),
+        "cumulo.kernels.cuda.attention.paged_attention_chunk:_chunk",
+        TYPES | (described if config.descriptors else {}),
         dict(KV_HEADS=8, GROUP=group, ROWS=config.rows, QUERY_TILE=config.query_tile(group), DIM=128, COLUMNS=128,
              PAGE=64, TILE=config.key_tile, DESCRIPTORS=config.descriptors, **PLAIN),
         config.num_warps, config.num_stages,
@@ -153,12 +154,12 @@ def test_default_configurations_fit_a_hopper_multiprocessor() -> None:
     many = decode_config(4, 128, torch.bfloat16, 512, 132, False)
     latent = default_config(128)
     work_list = Case(
-        "cumulo.kernels.cuda.attention_work_list:_build", TYPES,
+        "cumulo.kernels.cuda.attention.work_list:_build", TYPES,
         dict(PAGE=64, KEY_TILE=64, QUERY_TILE=32, SEQUENCES=256, HAS_WINDOW=True, INVARIANT=False, DECODES=True,
              CHUNKS=True, CHUNK_FROM=2, INVARIANT_TILES=4, INVARIANT_ITEMS=16, FILL=256),
     )  # fmt: skip
     mla = Case(
-        "cumulo.kernels.cuda.mla_decode:_mla", TYPES,
+        "cumulo.kernels.cuda.attention.mla_decode:_mla", TYPES,
         dict(HEADS=128, ROWS=latent.rows, RANK=512, ROPE=64, PAGE=64, TILE=latent.key_tile, HAS_WINDOW=False,
              HAS_LSE=True),
         latent.num_warps, latent.num_stages,

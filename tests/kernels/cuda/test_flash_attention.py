@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from cumulo.kernels.cuda import flash_attention as door
-from cumulo.kernels.cuda.flash_attention_backward import BackwardConfig
-from cumulo.kernels.cuda.flash_attention_forward import ForwardConfig, launch_forward
+from cumulo.kernels.cuda.attention import flash_attention as door
+from cumulo.kernels.cuda.attention.flash_attention_backward import BackwardConfig
+from cumulo.kernels.cuda.attention.flash_attention_forward import ForwardConfig, launch_forward
 from tests.kernels.cuda.tolerance import check_close, poisoned, relative_error
 
 SMALL = (ForwardConfig(32, 16, 4, 1), (BackwardConfig(32, 16, 4, 1), BackwardConfig(16, 32, 4, 1)))

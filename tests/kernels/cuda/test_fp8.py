@@ -4,11 +4,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from cumulo.kernels.cuda import fp8_block_matmul, fp8_quantise
-from cumulo.kernels.cuda.fp8 import Fp8Weight, fp8_linear_wide
-from cumulo.kernels.cuda.fp8_quantise import quantise
-from cumulo.kernels.cuda.skinny_linear import SkinnyConfig, skinny_linear
-from cumulo.kernels.cuda.small_linear import SmallConfig, small_linear
+from cumulo.kernels.cuda.linear import fp8_block_matmul, fp8_quantise
+from cumulo.kernels.cuda.linear.fp8 import Fp8Weight, fp8_linear_wide
+from cumulo.kernels.cuda.linear.fp8_quantise import quantise
+from cumulo.kernels.cuda.linear.skinny_linear import SkinnyConfig, skinny_linear
+from cumulo.kernels.cuda.linear.small_linear import SmallConfig, small_linear
 from tests.kernels.cuda.compile_sm90 import Case, compile_for_sm90
 from tests.kernels.cuda.tolerance import relative_error
 
@@ -126,7 +126,7 @@ def test_on_hopper_blocks_are_multiplied_by_the_8_bit_matrix_unit() -> None:
     (made,) = compile_for_sm90(
         [
             Case(
-                kernel="cumulo.kernels.cuda.fp8_block_matmul:_block_matmul_kernel",
+                kernel="cumulo.kernels.cuda.linear.fp8_block_matmul:_block_matmul_kernel",
                 types={
                     **dict.fromkeys(("x", "weight"), "*fp8e4nv"),
                     **dict.fromkeys(("x_scales", "weight_scales"), "*fp32"),

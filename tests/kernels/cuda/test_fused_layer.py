@@ -5,15 +5,15 @@ import dataclasses
 import pytest
 import torch
 
-from cumulo.kernels.cuda import fp8_blocks as blocks
-from cumulo.kernels.cuda import fp8_pair as pair
-from cumulo.kernels.cuda import rotate
+from cumulo.kernels.cuda.elementwise import rotate
+from cumulo.kernels.cuda.linear import fp8_blocks as blocks
+from cumulo.kernels.cuda.linear import fp8_pair as pair
 from cumulo.spec.model import ModelSpec
-from cumulo.train.arithmetic import FP8, FP8_BLOCKS, WIDE, Arithmetic, product
-from cumulo.train.initialise import initialise
-from cumulo.train.loader import DeviceBatch, to_device
-from cumulo.train.model import TrainingDecoder
-from cumulo.train.packing import Batch
+from cumulo.train.data.loader import DeviceBatch, to_device
+from cumulo.train.data.packing import Batch
+from cumulo.train.model.arithmetic import FP8, FP8_BLOCKS, WIDE, Arithmetic, product
+from cumulo.train.model.initialise import initialise
+from cumulo.train.model.model import TrainingDecoder
 from tests.kernels.cuda.tolerance import relative_error
 
 SPEC = ModelSpec(

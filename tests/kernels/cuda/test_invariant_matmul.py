@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from cumulo.kernels.cuda import invariant_matmul as op
-from cumulo.kernels.cuda.fp8 import Fp8Weight
-from cumulo.kernels.cuda.invariant_matmul import FEW_ROWS, MANY_ROWS, InvariantConfig, invariant_matmul
+from cumulo.kernels.cuda.linear.fp8 import Fp8Weight
+from cumulo.kernels.cuda.linear.invariant_matmul import FEW_ROWS, MANY_ROWS, InvariantConfig, invariant_matmul
+from cumulo.kernels.cuda.linear.linear import invariant_matmul as op
 from tests.kernels.cuda.compile_sm90 import Case, compile_for_sm90
 from tests.kernels.cuda.test_small_linear import inputs
 from tests.kernels.cuda.tolerance import check_close, poisoned, relative_error
@@ -80,7 +80,7 @@ def test_on_hopper_both_tiles_fit_and_use_the_wide_matrix_unit() -> None:
     def case(config: InvariantConfig, weight: str) -> Case:
         integers = ("M", "N", "K", "stride_xm", "stride_wn", "stride_out")
         return Case(
-            kernel="cumulo.kernels.cuda.invariant_matmul:_invariant_matmul_kernel",
+            kernel="cumulo.kernels.cuda.linear.invariant_matmul:_invariant_matmul_kernel",
             types={
                 **dict.fromkeys(("x", "out", "bias"), "*bf16"),
                 **dict.fromkeys(integers, "i32:16"),

@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from cumulo.errors import CumuloError
-from cumulo.kernels.cuda.latent_plan import LatentPlan, latent_attention_op
-from cumulo.kernels.cuda.mla_cache import mla_cache, mla_cache_op
-from cumulo.kernels.cuda.mla_cache import reference as cache_reference
-from cumulo.kernels.cuda.mla_chunk import MlaChunkConfig
-from cumulo.kernels.cuda.mla_decode import MlaConfig, reference
+from cumulo.kernels.cuda.attention.latent_plan import LatentPlan, latent_attention_op
+from cumulo.kernels.cuda.attention.mla_cache import mla_cache, mla_cache_op
+from cumulo.kernels.cuda.attention.mla_cache import reference as cache_reference
+from cumulo.kernels.cuda.attention.mla_chunk import MlaChunkConfig
+from cumulo.kernels.cuda.attention.mla_decode import MlaConfig, reference
 from tests.kernels.cuda.compile_sm90 import SHARED_BYTES_PER_BLOCK, Case, compile_for_sm90
 from tests.kernels.cuda.paged_case import PagedCase
 from tests.kernels.cuda.test_attention_on_gpu import TYPES
@@ -197,7 +197,7 @@ def test_a_captured_step_of_deepseeks_shape_matches(heads: int, device: torch.de
 def test_the_kernels_fit_a_hopper_multiprocessor_at_deepseeks_shape() -> None:
     config = MlaChunkConfig()
     chunk = Case(
-        "cumulo.kernels.cuda.mla_chunk:_mla_chunk", TYPES,
+        "cumulo.kernels.cuda.attention.mla_chunk:_mla_chunk", TYPES,
         dict(HEADS=16, AT_ONCE=16, QUERY_TILE=config.query_tile(16), ROWS=config.rows, RANK=512, ROPE=64, PAGE=64,
              TILE=config.key_tile, HAS_WINDOW=False, HAS_LSE=False),
         config.num_warps, config.num_stages,
@@ -208,7 +208,10 @@ def test_the_kernels_fit_a_hopper_multiprocessor_at_deepseeks_shape() -> None:
         bf16 | strides | dict(positions="*i32", slots="*i32", head_dim="i32:16", eps="fp32", block_size="i32")
     )
     cache = Case(
-        "cumulo.kernels.cuda.mla_cache:_kernel", types, dict(HEADS=16, RANK=512, ROPE=64, INTERLEAVED=True), 1
+        "cumulo.kernels.cuda.attention.mla_cache:_kernel",
+        types,
+        dict(HEADS=16, RANK=512, ROPE=64, INTERLEAVED=True),
+        1,
     )
     chunk_made, cache_made = compile_for_sm90([chunk, cache])
     cache_made.check_fits()

@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from cumulo.kernels.cuda import linear as door
-from cumulo.kernels.cuda.fp8 import Fp8Weight
-from cumulo.kernels.cuda.fp8_quantise import quantise
-from cumulo.kernels.cuda.linear import Choice, Weight, choose, linear
-from cumulo.kernels.cuda.skinny_linear import SkinnyConfig
-from cumulo.kernels.cuda.small_linear import SmallConfig, reference
-from cumulo.kernels.cuda.w4 import W4Config, W4Weight
+from cumulo.kernels.cuda.linear import linear as door
+from cumulo.kernels.cuda.linear.fp8 import Fp8Weight
+from cumulo.kernels.cuda.linear.fp8_quantise import quantise
+from cumulo.kernels.cuda.linear.linear import Choice, Weight, choose, linear
+from cumulo.kernels.cuda.linear.skinny_linear import SkinnyConfig
+from cumulo.kernels.cuda.linear.small_linear import SmallConfig, reference
+from cumulo.kernels.cuda.linear.w4 import W4Config, W4Weight
 from tests.kernels.cuda.test_small_linear import inputs
 from tests.kernels.cuda.tolerance import poisoned, relative_error
 

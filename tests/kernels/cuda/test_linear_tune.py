@@ -6,9 +6,10 @@ from types import ModuleType
 import pytest
 import torch
 
-from cumulo.kernels.cuda import fp8, invariant_matmul, linear, linear_tune, skinny_linear, small_linear, w4
-from cumulo.kernels.cuda.linear import ROW_CLASSES, Choice, choose, shape_key
-from cumulo.kernels.cuda.linear_tune import MODELS, Product, candidates
+from cumulo.kernels.cuda.linear import fp8, invariant_matmul, linear, skinny_linear, small_linear, w4
+from cumulo.kernels.cuda.linear import tune as linear_tune
+from cumulo.kernels.cuda.linear.linear import ROW_CLASSES, Choice, choose, shape_key
+from cumulo.kernels.cuda.linear.tune import MODELS, Product, candidates
 
 
 @pytest.fixture(autouse=True)

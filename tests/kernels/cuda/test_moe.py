@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from cumulo.kernels.cuda import moe, moe_few
+from cumulo.kernels.cuda.moe import few as moe_few
+from cumulo.kernels.cuda.moe import moe
 from cumulo.models.moe import Router
 from cumulo.spec.model import ModelSpec, MoESpec
 from tests.kernels.cuda.tolerance import relative_error

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from cumulo.errors import CumuloError
-from cumulo.kernels.cuda.paged_attention import attention_plan, paged_attention_op, work
-from cumulo.kernels.cuda.paged_attention_chunk import ChunkConfig
-from cumulo.kernels.cuda.paged_attention_decode import DecodeConfig
+from cumulo.kernels.cuda.attention.paged_attention import attention_plan, paged_attention_op, work
+from cumulo.kernels.cuda.attention.paged_attention_chunk import ChunkConfig
+from cumulo.kernels.cuda.attention.paged_attention_decode import DecodeConfig
 from tests.kernels.cuda.paged_case import PagedCase
 
 # Small enough for the interpreter, and enough items that sequences are split.

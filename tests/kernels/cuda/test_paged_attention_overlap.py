@@ -4,9 +4,9 @@ real thing on one."""
 import pytest
 import torch
 
-from cumulo.kernels.cuda.attention_bench import CHUNK
-from cumulo.kernels.cuda.paged_attention_chunk import ChunkConfig
-from cumulo.kernels.cuda.paged_attention_overlap import page_layout
+from cumulo.kernels.cuda.attention.bench import CHUNK
+from cumulo.kernels.cuda.attention.paged_attention_chunk import ChunkConfig
+from cumulo.kernels.cuda.attention.paged_attention_overlap import page_layout
 from tests.kernels.cuda.compile_sm90 import Case, compile_for_sm90
 from tests.kernels.cuda.paged_case import PagedCase
 from tests.kernels.cuda.play_gluon import Player, pages, pointer
@@ -70,7 +70,7 @@ def hopper_case(config: ChunkConfig, group: int, dim: int = 128) -> Case:
     for name in ("query_token", "query_head", "out_token", "out_head", "lse_token", "table"):
         types[f"{name}_stride"] = "i32:16"
     return Case(
-        "cumulo.kernels.cuda.paged_attention_overlap:_chunk_overlapped", types,
+        "cumulo.kernels.cuda.attention.paged_attention_overlap:_chunk_overlapped", types,
         dict(KV_HEADS=8, GROUP=group, ROWS=config.rows, QUERY_TILE=config.query_tile(group), DIM=dim, PAGE=64,
              TILE=config.key_tile, SLOTS=config.num_stages, BUNDLE=config.overlap, HAS_LSE=True,
              num_warps=config.num_warps),

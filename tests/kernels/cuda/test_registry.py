@@ -8,11 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from cumulo.kernels.cuda import attention_config, bench, linear, moe, registry
+from cumulo.kernels.cuda import bench, registry
+from cumulo.kernels.cuda.attention import config as attention_config
 from cumulo.kernels.cuda.bench import Ceilings, as_dict
-from cumulo.kernels.cuda.linear import Choice
-from cumulo.kernels.cuda.moe import GroupedConfig
-from cumulo.kernels.cuda.small_linear import SmallConfig
+from cumulo.kernels.cuda.linear import linear
+from cumulo.kernels.cuda.linear.linear import Choice
+from cumulo.kernels.cuda.linear.small_linear import SmallConfig
+from cumulo.kernels.cuda.moe import moe
+from cumulo.kernels.cuda.moe.moe import GroupedConfig
 from cumulo.kernels.cuda.work import KernelRow, Work
 
 CEILINGS = Ceilings(4e12, 700e12, 1200e12)

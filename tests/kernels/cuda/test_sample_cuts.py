@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from cumulo.engine.random_numbers import uniform
-from cumulo.engine.sampler import DRAW_COLUMNS, DrawBatch, draw
-from cumulo.engine.step_words import draw_words
-from cumulo.kernels.cuda import sample, sample_cuts
+from cumulo.engine.play.step_words import draw_words
+from cumulo.engine.sampling.random_numbers import uniform
+from cumulo.engine.sampling.sampler import DRAW_COLUMNS, DrawBatch, draw
+from cumulo.kernels.cuda.sampling import sample, sample_cuts
 from tests.kernels.cuda.conftest import HAS_GPU
 
 

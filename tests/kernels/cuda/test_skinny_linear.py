@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from cumulo.kernels.cuda import skinny_linear as op
-from cumulo.kernels.cuda.skinny_linear import SkinnyConfig, skinny_linear
+from cumulo.kernels.cuda.linear import skinny_linear as op
+from cumulo.kernels.cuda.linear.skinny_linear import SkinnyConfig, skinny_linear
 from tests.kernels.cuda.compile_sm90 import Case, compile_for_sm90
 from tests.kernels.cuda.test_small_linear import inputs
 from tests.kernels.cuda.tolerance import check_close, poisoned
@@ -103,7 +103,7 @@ def case(config: SkinnyConfig, m: int, weight: str = "*bf16", scaled: int = 0, *
     flags = {name: fusions.get(name.lower(), False) for name in ("NORM", "SWIGLU", "RESIDUAL", "BIAS", "PDL")}
     integers = ("OUTPUTS", "K", "K_PER_SPLIT", "stride_x", "stride_weight", "stride_out", "stride_residual")
     return Case(
-        kernel="cumulo.kernels.cuda.skinny_linear:_skinny_linear_kernel",
+        kernel="cumulo.kernels.cuda.linear.skinny_linear:_skinny_linear_kernel",
         types={
             **dict.fromkeys(("x", "out", "norm_weight", "residual", "bias"), "*bf16"),
             **dict.fromkeys(integers, "i32:16"),

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from cumulo.kernels.cuda import small_linear as op
-from cumulo.kernels.cuda.small_linear import SmallConfig, small_linear
+from cumulo.kernels.cuda.linear import small_linear as op
+from cumulo.kernels.cuda.linear.small_linear import SmallConfig, small_linear
 from tests.kernels.cuda.compile_sm90 import Case, compile_for_sm90
 from tests.kernels.cuda.tolerance import check_close, poisoned
 
@@ -135,7 +135,7 @@ def case(
     pointers = ("x", "out", "norm_weight", "residual", "bias")
     integers = ("OUTPUTS", "stride_x", "stride_weight", "stride_out", "stride_residual")
     return Case(
-        kernel="cumulo.kernels.cuda.small_linear:_small_linear_kernel",
+        kernel="cumulo.kernels.cuda.linear.small_linear:_small_linear_kernel",
         types={
             **dict.fromkeys(pointers, "*bf16"),
             **dict.fromkeys(integers, "i32:16"),

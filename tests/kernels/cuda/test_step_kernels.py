@@ -5,8 +5,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from cumulo.engine.random_numbers import uniform
-from cumulo.kernels.cuda import rms_norm, rope_cache, sample, step_inputs, swiglu
+from cumulo.engine.sampling.random_numbers import uniform
+from cumulo.kernels.cuda.elementwise import rms_norm, rope_cache, step_inputs, swiglu
+from cumulo.kernels.cuda.sampling import sample
 from tests.kernels.cuda.tolerance import check_close, poisoned, relative_error
 
 DTYPES = [torch.float32, torch.float16]

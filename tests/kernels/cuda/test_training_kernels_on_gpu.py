@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 import torch
 
-from cumulo.kernels.cuda import flash_attention as door
-from cumulo.kernels.cuda import flash_attention_bench as bench
-from cumulo.kernels.cuda.flash_attention_backward import BackwardConfig, default_backward
-from cumulo.kernels.cuda.flash_attention_forward import ForwardConfig, default_forward
+from cumulo.kernels.cuda.attention import flash_attention as door
+from cumulo.kernels.cuda.attention import flash_attention_bench as bench
+from cumulo.kernels.cuda.attention.flash_attention_backward import BackwardConfig, default_backward
+from cumulo.kernels.cuda.attention.flash_attention_forward import ForwardConfig, default_forward
 from tests.kernels.cuda.compile_sm90 import Case, compile_for_sm90
 from tests.kernels.cuda.tolerance import relative_error
 
@@ -110,7 +110,7 @@ def forward_case(config: ForwardConfig, dim: int) -> Case:
         "CAUSAL": True, "SEARCH_STEPS": 4, "DESCRIPTORS": config.descriptors,
     }  # fmt: skip
     return Case(
-        "cumulo.kernels.cuda.flash_attention_forward:_forward",
+        "cumulo.kernels.cuda.attention.flash_attention_forward:_forward",
         {**TYPES, "key_descriptor": source, "value_descriptor": source},
         constants,
         config.num_warps,
@@ -132,7 +132,7 @@ def keys_case(config: BackwardConfig, dim: int) -> Case:
         "GROUP": 4, "DIM": dim, "COLUMNS": dim, "BLOCK_M": config.walk, "BLOCK_N": config.own, "CAUSAL": True,
         "SEARCH_STEPS": 4, "DESCRIPTORS": config.descriptors, "STAGES": config.num_stages,
     }  # fmt: skip
-    name = "cumulo.kernels.cuda.flash_attention_backward:_keys_values"
+    name = "cumulo.kernels.cuda.attention.flash_attention_backward:_keys_values"
     return Case(name, {**TYPES, **types}, constants, config.num_warps, config.num_stages)
 
 
@@ -141,7 +141,7 @@ def queries_case(config: BackwardConfig, dim: int) -> Case:
         "GROUP": 4, "DIM": dim, "COLUMNS": dim, "BLOCK_M": config.own, "BLOCK_N": config.walk, "CAUSAL": True,
         "NUMBER_ROWS": 64, "SEARCH_STEPS": 4,
     }  # fmt: skip
-    name = "cumulo.kernels.cuda.flash_attention_backward:_queries"
+    name = "cumulo.kernels.cuda.attention.flash_attention_backward:_queries"
     return Case(name, TYPES, constants, config.num_warps, config.num_stages)
 
 

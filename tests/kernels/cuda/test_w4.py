@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from cumulo.kernels.cuda import w4
-from cumulo.kernels.cuda.w4 import W4Config, W4Weight, w4_linear
+from cumulo.kernels.cuda.linear import w4
+from cumulo.kernels.cuda.linear.w4 import W4Config, W4Weight, w4_linear
 from tests.kernels.cuda.compile_sm90 import Case, compile_for_sm90
 from tests.kernels.cuda.test_small_linear import inputs
 from tests.kernels.cuda.tolerance import poisoned, relative_error
@@ -88,7 +88,7 @@ def test_on_hopper_codes_become_matrix_operands_without_conversions() -> None:
     integers = ("N", "K", "stride_x", "stride_data", "stride_out", "stride_residual")
     cases = [
         Case(
-            kernel="cumulo.kernels.cuda.w4:_w4_kernel",
+            kernel="cumulo.kernels.cuda.linear.w4:_w4_kernel",
             types={
                 **dict.fromkeys(("x", "out", "bias", "residual"), "*bf16"),
                 **dict.fromkeys(("scales", "minimums", "partials"), "*fp32"),

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cumulo.serve.answer_reader import AnswerReader
 from cumulo.serve.anthropic.answer import Answer, Thoughts
 from cumulo.serve.anthropic.as_chat import as_chat
 from cumulo.serve.anthropic.request import MessagesRequest
 from cumulo.serve.formats import ReasoningParser, tool_call_parser
+from cumulo.serve.openai.answer_reader import AnswerReader
 from cumulo.serve.responses.items import Output
 
 SAID = (

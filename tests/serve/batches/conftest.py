@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from cumulo.serve.keys import new_key
+from cumulo.serve.access.keys import new_key
 from tests.serve.batches.help import Bench
 from tests.serve.running_server import running_server
 from tests.serve.tiny_model import save_tiny_model

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from cumulo.serve.keys import new_key
+from cumulo.serve.access.keys import new_key
 from tests.serve.attack_probe import Figures, Probe
 from tests.serve.bodies.attack_bodies import ATTACKS, WITHIN_LIMITS, Attack
 from tests.serve.running_server import RunningServer, running_server

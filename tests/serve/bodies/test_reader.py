@@ -11,7 +11,7 @@ from pydantic import Field
 from cumulo.serve.bodies import reader
 from cumulo.serve.bodies.reader import BodyReader
 from cumulo.serve.errors import ApiError
-from cumulo.serve.fields import Strict
+from cumulo.serve.openai.fields import Strict
 
 Receive = Callable[[], Awaitable[dict[str, Any]]]
 

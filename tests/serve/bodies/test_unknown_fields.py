@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse, Response
 from cumulo.serve import direct_route
 from cumulo.serve.bodies.reader import BodyReader
 from cumulo.serve.bodies.warnings import open_notes, warn
-from cumulo.serve.schemas import ChatRequest, TokenizeRequest
+from cumulo.serve.openai.schemas import ChatRequest, TokenizeRequest
 from tests.serve.running_server import RunningServer, events_of, running_server
 from tests.serve.tiny_model import NAME, save_tiny_model
 

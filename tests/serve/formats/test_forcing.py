@@ -5,9 +5,9 @@ from importlib.util import find_spec
 
 import pytest
 
-from cumulo.engine.guided import Guidance
+from cumulo.engine.decide.params import SamplingParams
+from cumulo.engine.guides.guided import Guidance
 from cumulo.engine.llm import LLM
-from cumulo.engine.params import SamplingParams
 from cumulo.errors import InvalidRequest
 from cumulo.serve.formats import describe_tools, hides_markers, tool_call_parser, tool_guide
 from tests.engine.guided_engine import CLOSING, EOS, GUIDANCE, TOKENIZER, VOCAB, make_engine, make_tokenizer

@@ -1,8 +1,8 @@
 """FairQueue: the key that used the least compiling time lately goes first; each key's queue is bounded."""
 
-from cumulo.engine.params import Guide, SamplingParams
-from cumulo.serve.guides.fair_queue import FairQueue
-from cumulo.serve.messages import Submit
+from cumulo.engine.decide.params import Guide, SamplingParams
+from cumulo.serve.engine_link.fair_queue import FairQueue
+from cumulo.serve.engine_link.messages import Submit
 
 
 def add(queue: FairQueue, tenant: str, source: str) -> bool:

@@ -11,8 +11,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from cumulo.serve.keys import new_key
-from tests.sandbox.test_worker import wait_until_gone
+from cumulo.serve.access.keys import new_key
+from tests.base.sandbox.test_worker import wait_until_gone
 from tests.serve.running_server import RunningServer, running_server, wait_for
 from tests.serve.tiny_model import NAME, save_tiny_model
 

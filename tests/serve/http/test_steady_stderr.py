@@ -18,7 +18,7 @@ from tests.serve.tiny_model import NAME, save_tiny_model
 CHAT = {"model": NAME, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
 _SCRIPT = """
 import logging, sys, warnings
-from cumulo.cli.terminal import note
+from cumulo.cli.shared.terminal import note
 from cumulo.serve.observe import steady_stderr
 steady_stderr.start_logging("info", "test")
 for number in range(6_000):

@@ -1,6 +1,6 @@
 """The hour of history: what each slice of time contains, and that it stays small."""
 
-from cumulo.serve.messages import Stats, StepRecord
+from cumulo.serve.engine_link.messages import Stats, StepRecord
 from cumulo.serve.observe.step_history import StepHistory
 
 

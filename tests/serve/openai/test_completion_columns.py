@@ -8,18 +8,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cumulo.engine.params import SamplingParams
-from cumulo.engine.plan import TokenLogprobs
+from cumulo.engine.decide.params import SamplingParams
+from cumulo.engine.decide.plan import TokenLogprobs
 from cumulo.engine.text_stream import TextStream
-from cumulo.models.tokenizer import load_tokenizer
-from cumulo.serve.logprobs import (
+from cumulo.models.text.tokenizer import load_tokenizer
+from cumulo.serve.model_text import ModelText
+from cumulo.serve.openai.logprobs import (
     CompletionColumns,
     completion_spelling,
     echoed_columns,
     joined_columns,
     prompt_logprobs,
 )
-from cumulo.serve.model_text import ModelText
 from tests.serve.tiny_model import save_tiny_model
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from cumulo.serve.keys import new_key
+from cumulo.serve.access.keys import new_key
 from tests.engine.pooled_reference import reference_embedding
 from tests.serve.running_server import RunningServer, running_server
 from tests.serve.tiny_model import NAME, save_tiny_model

@@ -6,7 +6,7 @@ from typing import Any
 import openai
 import pytest
 
-from cumulo.serve.keys import new_key
+from cumulo.serve.access.keys import new_key
 from tests.serve.running_server import RunningServer, running_server
 from tests.serve.tiny_model import NAME, save_tiny_model
 

@@ -1,0 +1,128 @@
+"""What memory this machine has left and what this process takes. Read by the engine for its memory ledger."""
+
+import os
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+
+
+def available_memory(root: Path = Path("/")) -> int:
+    """Bytes this process may still take: the least of what the system and every enclosing cgroup allow.
+
+    `root` is where the system's files are looked up; tests put their own there.
+    """
+    limits = [*_meminfo(root), *_cgroup_v2(root), *_cgroup_v1(root)]
+    if limits:
+        return max(0, min(limits))
+    # Not Linux: half of what is built in, for want of anything that says what is free.
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+
+
+def resident_bytes() -> int | None:
+    """Physical memory this process holds now; None where the system does not say."""
+    return _status("VmRSS")
+
+
+class PeakMemory:
+    """Measures how much physical memory a piece of work takes at its peak beyond what was held before.
+
+    >>> with PeakMemory() as peak:
+    ...     work()
+    >>> peak.bytes  # None where the system cannot say
+
+    Memory an earlier peak left with the allocator is used again unseen, so the first run is the telling one.
+    """
+
+    def __init__(self) -> None:
+        self.bytes: int | None = None
+        self._before: int | None = None
+
+    def __enter__(self) -> "PeakMemory":
+        with suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5")  # sets the high-water mark to the present value
+            self._before = _status("VmRSS")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        peak = _status("VmHWM")
+        if self._before is not None and peak is not None:
+            self.bytes = max(0, peak - self._before)
+
+
+def _status(name: str) -> int | None:
+    with suppress(OSError):
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith(f"{name}:"):
+                return int(line.split()[1]) * 1024
+    return None
+
+
+def _meminfo(root: Path) -> list[int]:
+    """MemAvailable: free pages and those the system can reclaim without swapping."""
+    with suppress(OSError):
+        for line in (root / "proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return [int(line.split()[1]) * 1024]
+    return []
+
+
+def _cgroup_v2(root: Path) -> list[int]:
+    """Limit minus use of this process's cgroup and all above it; any of them may be the tightest."""
+    own = next((path for controllers, path in _own_cgroups(root) if controllers == ""), None)
+    if own is None:
+        return []
+    base = root / "sys/fs/cgroup"
+    limits = []
+    for folder in _with_parents(base, own):
+        limit, used = _number(folder / "memory.max"), _number(folder / "memory.current")
+        if limit is not None and used is not None:
+            limits.append(limit - used + _reclaimable(folder / "memory.stat", "inactive_file"))
+    return limits
+
+
+def _cgroup_v1(root: Path) -> list[int]:
+    own = next((path for controllers, path in _own_cgroups(root) if "memory" in controllers.split(",")), None)
+    if own is None:
+        return []
+    limits = []
+    for folder in _with_parents(root / "sys/fs/cgroup/memory", own):
+        limit, used = _number(folder / "memory.limit_in_bytes"), _number(folder / "memory.usage_in_bytes")
+        if (
+            limit is not None and used is not None and limit < 1 << 60
+        ):  # version 1 has a number for "no limit"
+            limits.append(limit - used + _reclaimable(folder / "memory.stat", "total_inactive_file"))
+    return limits
+
+
+def _own_cgroups(root: Path) -> list[tuple[str, str]]:
+    """(controllers, path) of lines like "0::/user.slice" (version 2) or "4:memory:/docker/ab" (1)."""
+    with suppress(OSError):
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+        parts = [line.split(":", 2) for line in lines]
+        return [(part[1], part[2]) for part in parts if len(part) == 3]
+    return []
+
+
+def _with_parents(base: Path, own: str) -> list[Path]:
+    """The cgroup's folder and those above it. In a container its path may not exist: then the base is it."""
+    folder = base / own.strip("/")
+    return [folder, *(parent for parent in folder.parents if parent == base or base in parent.parents)]
+
+
+def _number(path: Path) -> int | None:
+    """The file's number; None if it is missing or says "max"."""
+    with suppress(OSError, ValueError):
+        return int(path.read_text())
+    return None
+
+
+def _reclaimable(path: Path, field: str) -> int:
+    """Cached file pages count as used but are given back on demand."""
+    with suppress(OSError):
+        for line in path.read_text().splitlines():
+            name, _, value = line.partition(" ")
+            if name == field:
+                return int(value)
+    return 0

@@ -1,0 +1,200 @@
+"""The form that every reporting verb shares: rows with their bounds, and the machine they were measured on."""
+
+import json
+import math
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Literal
+
+from rich.markup import escape
+from rich.table import Table
+
+from cumulo.base import quantities
+from cumulo.errors import CumuloError
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One figure. `must` is the least acceptable value, `aim` the wanted one; None: information only."""
+
+    name: str
+    value: float | int | str | bool | None
+    unit: str = ""
+    better: Literal["higher", "lower"] = "higher"
+    must: float | bool | None = None
+    aim: float | bool | None = None
+    note: str = ""
+    more: Mapping[str, Any] = field(default_factory=dict)  # further fields of the JSON row
+
+    @property
+    def ok(self) -> bool:
+        return self.must is None or self.reaches(self.must)
+
+    def reaches(self, bound: float | bool) -> bool:
+        if self.value is None or isinstance(self.value, str) or math.isnan(self.value):
+            return False
+        return self.value >= bound if self.better == "higher" else self.value <= bound
+
+    def as_dict(self) -> dict[str, Any]:
+        fields = {
+            "name": self.name, "value": self.value, "unit": self.unit, "better": self.better,
+            "must": self.must, "aim": self.aim, "ok": self.ok,
+        }  # fmt: skip
+        return fields | ({"note": self.note} if self.note else {}) | dict(self.more)
+
+
+def machine() -> dict[str, Any]:
+    """What the figures were taken on. Package versions are read without importing the packages."""
+    model, features = _cpu()
+    return {
+        "platform": f"{platform.system()} {platform.release()}",
+        "architecture": platform.machine(),
+        "cpu": model,
+        "cores": available_cores(),
+        "cpu_features": features,
+        "memory_gib": round(_memory_bytes() / 2**30, 1),
+        "python": platform.python_version(),
+    } | {name: _version(name) for name in ("cumulo", "torch")}
+
+
+def available_cores() -> int:
+    """Cores this process may use, which in a container is often fewer than the machine has."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def write_json(path: Path | None, rows: Sequence[Row], **extra: Any) -> None:
+    """Write the report to `path` ('-': stdout; None: nowhere)."""
+    if path is None:
+        return
+    report = {"machine": machine(), "rows": [row.as_dict() for row in rows]} | extra
+    text = json.dumps(report, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    if str(path) == "-":
+        sys.stdout.write(text)
+        return
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise CumuloError(f"cannot write the report to {path}: {error.strerror or error}") from error
+
+
+def table(title: str, rows: Sequence[Row]) -> Table:
+    """The rows for a terminal; columns that no row would fill are left out."""
+    # Findings (words, yes or no) read from the left, figures line up on the right.
+    worded = any(isinstance(row.value, (str, bool)) for row in rows)
+    bounded = not worded and any(row.must is not None or row.aim is not None for row in rows)
+    result = Table(title=title, title_justify="left", title_style="bold", header_style="dim", box=None)
+    result.add_column("")
+    result.add_column("", justify="left" if worded else "right", overflow="fold")
+    if not worded:
+        result.add_column("")
+    if bounded:
+        result.add_column("must", justify="right", no_wrap=True)
+        result.add_column("aim", justify="right", no_wrap=True)
+    result.add_column("", no_wrap=True)
+    result.add_column("", style="dim", overflow="fold")
+    for row in rows:
+        size, unit = _scale(row)
+        value = _shown(row.value, size, unit)
+        cells = [row.name, f"{value} {unit}".strip()] if worded else [row.name, value, unit]
+        if bounded:
+            cells += [_bound(row, row.must, size, unit), _bound(row, row.aim, size, unit)]
+        result.add_row(*cells, _verdict(row), escape(row.note))
+    result.show_header = bounded
+    return result
+
+
+def _verdict(row: Row) -> str:
+    if row.must is None and row.aim is None:
+        return ""
+    if not row.ok:
+        return f"[bold red]{'failed' if isinstance(row.must, bool) else 'misses must'}[/bold red]"
+    if row.aim is not None and row.reaches(row.aim):
+        return "[bold green]reaches aim[/bold green]"
+    return "[green]ok[/green]"
+
+
+def _scale(row: Row) -> tuple[float, str]:
+    """The unit that suits the value and its bounds, which are written in the same one."""
+    if row.value is None or isinstance(row.value, (str, bool)):
+        return 1.0, row.unit
+    return quantities.scale(max(abs(row.value), row.must or 0, row.aim or 0), row.unit)
+
+
+def _bound(row: Row, bound: float | bool | None, size: float, unit: str) -> str:
+    if bound is None:
+        return ""
+    return f"{'≥' if row.better == 'higher' else '≤'} {_shown(bound, size, unit)}"
+
+
+def _shown(value: float | int | str | bool | None, size: float, unit: str) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, str):
+        return value
+    return quantities.number(value if size == 1 else value / size, unit)
+
+
+def _cpu() -> tuple[str, list[str]]:
+    """Model name and instruction-set features, from /proc/cpuinfo where there is one."""
+    name, features = _cpu_name(), list[str]()
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return name, []
+    for line in lines:
+        key, _, value = (part.strip() for part in line.partition(":"))
+        if key == "model name" and value:
+            name = value
+        if key in ("flags", "Features") and not features:
+            features = value.split()
+    # The features that decide which matrix kernels are possible; a full x86 list has over a hundred.
+    wanted = {
+        "asimd",
+        "asimddp",
+        "asimdhp",
+        "fphp",
+        "i8mm",
+        "bf16",
+        "sve",
+        "sve2",
+        "fma",
+        "avx",
+        "avx2",
+        "avx_vnni",
+    }
+    return name, [item for item in features if item in wanted or item.startswith(("avx512", "amx"))]
+
+
+def _cpu_name() -> str:
+    """ARM kernels leave the name to lscpu, which knows the part numbers."""
+    if path := shutil.which("lscpu"):
+        text = subprocess.run([path], capture_output=True, text=True, check=False, env={"LC_ALL": "C"}).stdout
+        for line in text.splitlines():
+            if line.startswith("Model name:") and line.split(":", 1)[1].strip(" -"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def _memory_bytes() -> int:
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError):
+        return 0
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,145 @@
+"""Worker: the owner's end of a killable process. Used by guided decoding and by chat templates.
+
+The process is started at the first job, or earlier with `start`. It answers one job at a time; a job that breaks
+its limits is ended by the kernel and raises JobEnded here, and the worker takes the next one.
+"""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from cumulo.base.sandbox.frames import job_frame, receive_reply, send_frame
+from cumulo.base.sandbox.limits import REASONS, JobEnded, JobFailed, Limits, Reason, WorkerUnavailable
+
+_START_LIMIT_S = 60.0  # for loading the code on a busy machine
+_GRACE_S = 3.0  # beyond a job's own limit, before the owner itself ends a worker that does not answer
+_BOOT = (
+    "import sys, json; sys.path[:] = json.loads(sys.argv[1]); "
+    "from cumulo.base.sandbox.child import main; main(sys.argv[2])"
+)
+# What a program needs to find its libraries and its language; secrets in the environment stay outside.
+_KEPT_VARIABLES = ("PATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "TZ", "SYSTEMROOT")
+# One thread and one arena: address space then says how much memory a job takes.
+_OWN_VARIABLES = {"MALLOC_ARENA_MAX": "1", "RAYON_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+
+
+class Worker:
+    """Used from any thread; calls take turns."""
+
+    def __init__(
+        self, entry: str, setup: Callable[[], Any] = lambda: None, *, jobs_per_child: int = -1
+    ) -> None:
+        """`entry`: 'module:function', called in the process with what `setup` returns; it returns the job's code.
+        `jobs_per_child`: after so many jobs a fresh process takes over, whose memory is as at the start."""
+        self._entry, self._setup, self._jobs_per_child = entry, setup, jobs_per_child
+        self._process: subprocess.Popen[bytes] | None = None
+        self._lock = threading.Lock()
+        self._closed = False
+        self.started = 0  # processes so far
+        self._used_s = 0.0  # processor time of the child that does the jobs, after the last one
+
+    def start(self) -> None:
+        """Load the code now rather than at the first job. WorkerUnavailable if it cannot be."""
+        with self._lock:
+            self._running()
+
+    def call(self, job: Any, limits: Limits) -> tuple[dict[str, Any], bytes]:
+        """What the job's code returned. Raises JobEnded, JobFailed or WorkerUnavailable; ValueError for a job that
+        is not made of plain values."""
+        frame = job_frame(((limits.cpu_s, limits.wall_s, limits.memory_bytes, limits.nice_after_s), job))
+        with self._lock:
+            try:
+                return self._exchange(frame, limits)
+            except (JobEnded, JobFailed):
+                raise
+            except BaseException:  # also Ctrl-C: an answer that comes later belongs to nobody
+                self._kill()
+                raise
+
+    def close(self) -> None:
+        """End the process. A call that waits for it in another thread ends with JobEnded."""
+        self._closed = True
+        process = self._process
+        if process is not None:
+            process.kill()
+        with self._lock:
+            self._kill()
+
+    def _exchange(self, frame: bytes, limits: Limits) -> tuple[dict[str, Any], bytes]:
+        process = self._running()
+        assert process.stdin is not None and process.stdout is not None
+        deadline_s = time.monotonic() + limits.wall_s + _GRACE_S
+        try:
+            send_frame(process.stdin.fileno(), frame, deadline_s)
+            header, payload = receive_reply(process.stdout.fileno(), deadline_s)
+        except TimeoutError:
+            self._kill()
+            raise JobEnded("time", limits) from None
+        except (EOFError, BrokenPipeError, ValueError):
+            self._kill()
+            raise JobEnded("lost", limits) from None
+        found = header.get("cpu_s")
+        before_s, self._used_s = self._used_s, found if isinstance(found, float) else 0.0
+        if isinstance(done := header.get("done"), dict):
+            return done, payload
+        if "failed" in header:
+            raise JobFailed(str(header["failed"]))
+        reason: Reason | None = next((known for known in REASONS if known == header.get("ended")), None)
+        if reason is None or reason == "lost":
+            self._kill()  # a child that was killed may have left half a job in the pipe
+        cpu_s, self._used_s = max(0.0, self._used_s - before_s), 0.0
+        raise JobEnded(reason or "lost", limits, cpu_s)
+
+    def _running(self) -> "subprocess.Popen[bytes]":
+        process = self._process
+        if process is not None and process.poll() is None:
+            return process
+        self._kill()
+        if self._closed:
+            raise WorkerUnavailable("the worker is closed")
+        try:
+            return self._start()
+        except (OSError, TimeoutError, EOFError, ValueError) as error:
+            self._kill()
+            raise WorkerUnavailable(f"its process did not start ({type(error).__name__}: {error})") from error
+
+    def _start(self) -> "subprocess.Popen[bytes]":
+        paths = [str(Path(path).absolute()) for path in sys.path]
+        process = self._process = subprocess.Popen(
+            [sys.executable, "-c", _BOOT, json.dumps(paths), self._entry],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            bufsize=0,
+            cwd="/",
+            env={name: os.environ[name] for name in _KEPT_VARIABLES if name in os.environ} | _OWN_VARIABLES,
+            start_new_session=True,  # Ctrl-C in the terminal is the owner's
+        )
+        self.started += 1
+        assert process.stdin is not None and process.stdout is not None
+        os.set_blocking(process.stdin.fileno(), False)
+        os.set_blocking(process.stdout.fileno(), False)
+        deadline_s = time.monotonic() + _START_LIMIT_S
+        send_frame(process.stdin.fileno(), job_frame((self._setup(), self._jobs_per_child)), deadline_s)
+        header, _ = receive_reply(process.stdout.fileno(), deadline_s)
+        if "ready" not in header:
+            raise ValueError(header.get("broken", "no reason given"))
+        return process
+
+    def _kill(self) -> None:
+        process, self._process = self._process, None
+        if process is None:
+            return
+        process.kill()  # its child dies with it
+        process.wait()
+        for pipe in (process.stdin, process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(OSError):
+                    pipe.close()

@@ -1,0 +1,181 @@
+"""What `cumulo bench ddp` measures: data-parallel steps of several processes over gloo, ours against torch's
+DistributedDataParallel, on the same model and tokens in turns, in the same processes."""
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from multiprocessing import get_context
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from cumulo.base.report import Row, available_cores
+from cumulo.errors import CumuloError
+from cumulo.layout.layout import Layout
+from cumulo.ranks.groups import Groups
+from cumulo.spec.model import ModelSpec
+from cumulo.train.data.loader import DeviceBatch
+from cumulo.train.decide.config import OptimizerConfig
+from cumulo.train.decide.pieces import pieces
+from cumulo.train.model.initialise import initialise
+from cumulo.train.model.model import TrainingDecoder
+from cumulo.train.optimizer.sharded_optimizer import ShardedOptimizer, gradient_sink
+
+SPEC = ModelSpec("llama", 4096, 256, 6, 4, 4, 64, 704, 256)
+ROWS, LENGTH = 2, 128  # of one process's step
+OPTIMIZER = OptimizerConfig(clip_norm=0)
+
+
+def measure(processes: int, rounds: int, steps: int, tell: Callable[[str], None]) -> list[Row]:
+    """Rounds of `steps` steps of each side; speeds are of all processes together."""
+    context = get_context("spawn")
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ours, theirs = context.Pipe(duplex=False)
+    started = [
+        context.Process(target=_rank, args=(rank, processes, store.port, rounds, steps, theirs), daemon=True)
+        for rank in range(processes)
+    ]
+    for process in started:
+        process.start()
+    theirs.close()
+    try:
+        found = _listen(ours, [process.sentinel for process in started], rounds, tell)
+    finally:
+        for process in started:
+            process.kill()
+            process.join()
+    tokens = processes * ROWS * LENGTH * steps
+    pairs = list(zip(found["cumulo"], found["torch"], strict=True))
+    ratio, processor_ratio = (
+        statistics.median(other[what] / own[what] for own, other in pairs) for what in (0, 1)
+    )
+    own_s, torch_s = (statistics.median(pair[side][0] for pair in pairs) for side in (0, 1))
+    title = f"{processes} processes, gloo"
+    return [
+        Row(
+            f"data-parallel steps, {title}: ratio to torch's DDP",
+            ratio,
+            "×",
+            must=0.9,
+            aim=1.0,
+            note=f"{processor_ratio:.2f} × in processor time, which others' load changes less",
+        ),
+        Row("Cumulo", tokens / own_s, "tokens/s"),
+        Row("torch DistributedDataParallel", tokens / torch_s, "tokens/s"),
+        Row(
+            "difference of weights after all steps",
+            found["difference"],
+            "of their norm",
+            better="lower",
+            must=1e-3,
+            note="both sides have trained the same model",
+        ),
+    ]
+
+
+def _listen(
+    pipe: Connection, ends: Sequence[int], rounds: int, tell: Callable[[str], None]
+) -> dict[str, Any]:
+    """What rank 0 tells, until it has told everything or a process has ended."""
+    found: dict[str, Any] = {"cumulo": [], "torch": []}
+    tell("starting processes")
+    while "difference" not in found:
+        if pipe not in wait([pipe, *ends]):
+            raise CumuloError("a process of the benchmark died; what it said is above")
+        name, value = pipe.recv()
+        if name == "difference":
+            found[name] = value
+        else:
+            found[name].append(value)
+            tell(f"round {len(found['torch']) + 1} of {rounds}")
+    return found
+
+
+def _rank(rank: int, world: int, port: int, rounds: int, steps: int, report: Connection) -> None:
+    torch.set_num_threads(max(1, available_cores() // world))
+    store = TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    batch = _batch(rank)
+    own, other = _model(), _model()
+    sides = {
+        "cumulo": _our_step(Groups(Layout(dp=world), rank), own, batch),
+        "torch": _torch_step(other, batch),
+    }
+    for step in sides.values():
+        step()
+    for _ in range(rounds):
+        for name, step in sides.items():
+            dist.barrier()
+            begin, computed = time.perf_counter(), time.process_time()
+            for _ in range(steps):
+                step()
+            dist.barrier()
+            if rank == 0:
+                report.send((name, (time.perf_counter() - begin, time.process_time() - computed)))
+    if rank == 0:
+        report.send(("difference", _difference(own, other)))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _our_step(groups: Groups, model: TrainingDecoder, batch: DeviceBatch) -> Callable[[], None]:
+    own = pieces(SPEC, groups.layout, groups.rank)
+    sink = gradient_sink({0: model}, own, groups, wide_gradients=True)
+    optimizer = ShardedOptimizer(sink, OPTIMIZER, SPEC, True, groups)
+
+    def step() -> None:
+        sink.begin()
+        loss = model(batch).token_sum / (groups.layout.dp * batch.learnt_tokens)
+        sink.last(0)
+        loss.backward()
+        optimizer.take(sink.finish())
+        optimizer.step(1.0)
+
+    return step
+
+
+def _torch_step(model: TrainingDecoder, batch: DeviceBatch) -> Callable[[], None]:
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    parameters = list(model.parameters())
+    groups = [
+        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": OPTIMIZER.weight_decay},
+        {"params": [p for p in parameters if p.ndim == 1], "weight_decay": 0.0},
+    ]
+    betas = (OPTIMIZER.beta1, OPTIMIZER.beta2)
+    optimizer = torch.optim.AdamW(
+        groups, lr=OPTIMIZER.learning_rate, betas=betas, eps=OPTIMIZER.epsilon, fused=True
+    )
+
+    def step() -> None:
+        optimizer.zero_grad()
+        (wrapped(batch).token_sum / batch.learnt_tokens).backward()  # it takes the mean over processes
+        optimizer.step()
+
+    return step
+
+
+def _model() -> TrainingDecoder:
+    model = TrainingDecoder(SPEC)
+    initialise(dict(model.named_parameters()), SPEC, seed=0)
+    return model
+
+
+def _batch(rank: int) -> DeviceBatch:
+    random = torch.Generator().manual_seed(rank)
+    drawn = torch.randint(0, SPEC.vocab_size, (ROWS, LENGTH + 1), generator=random)
+    positions = torch.arange(LENGTH).expand(ROWS, LENGTH).contiguous()
+    starts = torch.arange(ROWS + 1, dtype=torch.int32) * LENGTH
+    return DeviceBatch(
+        drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous(), positions, starts, ROWS, LENGTH, ROWS * LENGTH
+    )
+
+
+def _difference(own: nn.Module, other: nn.Module) -> float:
+    """Of all weights together: single ones with hardly any gradient follow its rounding under AdamW."""
+    with torch.no_grad():
+        ours, theirs = (nn.utils.parameters_to_vector(model.parameters()) for model in (own, other))
+        return float((ours - theirs).norm() / theirs.norm())

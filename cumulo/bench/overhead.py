@@ -1,0 +1,187 @@
+"""`cumulo bench overhead`: what serving costs over the engine alone, both measured in one run.
+
+Throughput: the same conversations through `LLM.generate` and, streamed, through a `cumulo serve` of its own, in
+rounds whose order alternates; a ratio is the median of the rounds' ratios. Latency: one request at a time; what
+the client waited for its first token, less what the request's own story says the engine took.
+"""
+
+import asyncio
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from cumulo.base.report import Row
+from cumulo.bench.overhead_client import FirstToken, Streamed, first_tokens_of, stream_all
+from cumulo.bench.server import ServerProcess
+from cumulo.bench.text import english
+from cumulo.bench.worker import Worker
+from cumulo.errors import CumuloError
+from cumulo.load.lengths import Lengths
+
+PLACES = 16  # requests at once
+PROMPT_CHARACTERS = 240  # about 64 tokens of English
+FIRST_CHARACTERS = 120  # of a request asked for its first token: a question of about 30 tokens
+FIRST_TOKENS = 8  # output of a request that is asked for its first token: others are being made behind it
+WARM_UPS = 2
+REST_S = 0.2  # lets the threads of the side before go to sleep
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What both sides are asked to do in a round."""
+
+    texts: list[str]
+    output_tokens: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """One side's share of a round."""
+
+    tokens: int
+    seconds: float
+    cpu_s: dict[str, float]  # by process
+
+    @property
+    def tok_s(self) -> float:
+        return self.tokens / self.seconds
+
+
+def measure(
+    model: str | None,
+    threads: int,
+    rounds: int,
+    requests: int,
+    output_tokens: Lengths,
+    first_tokens: int,
+    tell: Callable[[str, int, int], None],
+) -> list[Row]:
+    """All rows. `requests` are the conversations of a round, with answers of `output_tokens`; `first_tokens`
+    the requests made one at a time."""
+    from cumulo.models.files.hub import resolve
+
+    source = resolve(model)
+    texts = _Texts()
+    total = 2 + 2 * (rounds + 1) + first_tokens
+    options = ("--threads", str(threads), "--max-running", str(PLACES))
+    tell("loading the engine", 0, total)
+    worker = Worker("generate", model, source.path, threads, places=PLACES)
+    try:
+        worker.ask("load")
+        tell("starting the server", 1, total)
+        with ServerProcess(model, options) as server:
+            sides = {
+                "generate": lambda work: _generate(worker, work),
+                "http": lambda work: _http(server, work),
+            }
+            played: dict[str, list[Round]] = {name: [] for name in sides}
+            done = 2
+            for number in range(rounds + 1):  # round 0 warms up
+                work = texts.work(number, requests if number else PLACES, output_tokens)
+                for name in sides if number % 2 else reversed(sides):
+                    label = "warming up" if number == 0 else f"round {number} of {rounds}"
+                    tell(f"{label}: {'LLM.generate' if name == 'generate' else 'HTTP'}", done, total)
+                    time.sleep(REST_S)
+                    result = sides[name](work)
+                    if number:
+                        played[name].append(result)
+                    done += 1
+            waits = _first_tokens(
+                server, texts, first_tokens, lambda made: tell("first tokens", done + made, total)
+            )
+    finally:
+        worker.close()
+    return rows(played["generate"], played["http"], waits)
+
+
+def _generate(worker: Worker, work: Work) -> Round:
+    made = worker.ask("answer", texts=work.texts, output_tokens=work.output_tokens)
+    _check(work, made["output_tokens"])
+    return Round(made["output_tokens"], made["seconds"], {"LLM.generate": made["cpu_s"]})
+
+
+def _http(server: ServerProcess, work: Work) -> Round:
+    before = server.cpu_s, server.engine_cpu_s
+    made: Streamed = asyncio.run(stream_all(server.url, work.texts, work.output_tokens, PLACES))
+    after = server.cpu_s, server.engine_cpu_s
+    _check(work, made.output_tokens)
+    cpu_s = {"the client": made.cpu_s}
+    for name, start_s, end_s in zip(("the API process", "the engine's process"), before, after, strict=True):
+        if start_s is not None and end_s is not None:
+            cpu_s[name] = end_s - start_s
+    return Round(made.output_tokens, made.seconds, cpu_s)
+
+
+def _check(work: Work, output_tokens: int) -> None:
+    if output_tokens != sum(work.output_tokens):
+        raise CumuloError(
+            f"{output_tokens} tokens came where {sum(work.output_tokens)} were asked for: the sides did not do "
+            "the same work (is the context of this model too short?)"
+        )
+
+
+def _first_tokens(
+    server: ServerProcess, texts: "_Texts", count: int, tell: Callable[[int], None]
+) -> list[FirstToken]:
+    questions = texts.take(WARM_UPS + count, FIRST_CHARACTERS)
+    made = first_tokens_of(server.url, questions, FIRST_TOKENS, tell)
+    return made[WARM_UPS:]
+
+
+def rows(generated: Sequence[Round], streamed: Sequence[Round], waits: Sequence[FirstToken]) -> list[Row]:
+    ratios = [http.tok_s / alone.tok_s for http, alone in zip(streamed, generated, strict=True)]
+    added_ms = sorted(wait.added_s * 1e3 for wait in waits)
+    made = [
+        Row(
+            f"{PLACES} at once: streamed over HTTP / LLM.generate", statistics.median(ratios), "×",
+            must=0.9, aim=0.97, note=f"{min(ratios):.3g} to {max(ratios):.3g} in {len(ratios)} rounds",
+        ),
+        Row(f"{PLACES} at once: streamed over HTTP", _median_rate(streamed), "tokens/s"),
+        Row(f"{PLACES} at once: LLM.generate", _median_rate(generated), "tokens/s"),
+        Row(
+            "first token: added to the engine's time, p50", statistics.median(added_ms), "ms", "lower",
+            must=2.0, aim=1.0, note=f"{len(waits)} short questions, one at a time",
+        ),
+        Row("first token: added, p95", added_ms[int(0.95 * (len(added_ms) - 1))], "ms", "lower"),
+        Row(
+            "first token: of it, from the server's receipt to the engine's",
+            statistics.median(wait.before_engine_s * 1e3 for wait in waits), "ms", "lower",
+        ),
+        Row(
+            "first token: as the client sees it, p50",
+            statistics.median(wait.client_s * 1e3 for wait in waits), "ms", "lower",
+        ),
+    ]  # fmt: skip
+    for side in (streamed, generated):
+        for process in side[0].cpu_s:
+            per_token_us = [1e6 * played.cpu_s[process] / played.tokens for played in side]
+            made.append(
+                Row(f"processor time per token: {process}", statistics.median(per_token_us), "µs", "lower")
+            )
+    return made
+
+
+def _median_rate(side: Sequence[Round]) -> float:
+    return statistics.median(played.tok_s for played in side)
+
+
+class _Texts:
+    """Consecutive pieces of real text: never the same one twice, so nothing is found in a prefix cache."""
+
+    def __init__(self) -> None:
+        self._text, self._position = english(), 0
+
+    def take(self, count: int, characters: int = PROMPT_CHARACTERS) -> list[str]:
+        end = self._position + count * characters
+        if end > len(self._text):
+            raise CumuloError(f"the benchmark's text ends after {len(self._text):,} characters: ask for less")
+        starts = range(self._position, end, characters)
+        self._position = end
+        return [self._text[start : start + characters] for start in starts]
+
+    def work(self, seed: int, requests: int, output_tokens: Lengths) -> Work:
+        """Answers of different lengths: they do not all end in the same step."""
+        draw = random.Random(seed)
+        return Work(self.take(requests), [output_tokens.draw(draw) for _ in range(requests)])

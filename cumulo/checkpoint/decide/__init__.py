@@ -1,0 +1,1 @@
+"""Which rank writes and keeps what. Pure."""

@@ -1,0 +1,1 @@
+"""Writes, reads and verifies checkpoints."""

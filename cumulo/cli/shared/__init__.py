@@ -1,0 +1,1 @@
+"""Options and terminal output that several verbs use."""

@@ -1,0 +1,1 @@
+"""Conversations and completions in the terminal."""

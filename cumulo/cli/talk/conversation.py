@@ -1,0 +1,251 @@
+"""The conversation behind `cumulo chat`: turns, slash commands, and Ctrl-C that stops only the answer."""
+
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from rich.markup import escape
+
+from cumulo.cli.shared.terminal import load_llm, note, out, print_error, read_stdin
+from cumulo.cli.shared.typed import Prompt
+from cumulo.errors import CumuloError, InvalidRequest
+
+if TYPE_CHECKING:
+    from cumulo.engine.config import EngineConfig
+    from cumulo.engine.decide.params import SamplingParams
+    from cumulo.engine.decide.story import Story
+    from cumulo.engine.llm import LLM
+
+HELP = """\
+/clear             delete the conversation (the system message stays)
+/system [TEXT]     set the system message and start a new conversation; without TEXT: show it
+/set [NAME VALUE]  change a sampling option, for example /set temperature 0.7; without NAME: show all
+/stats             show tokens and speed so far, and the memory ledger
+/why               show the story of the last answer: queueing, cache hits, chunks, timing
+/help              show this list
+/exit              exit (also Ctrl-D, or Ctrl-C twice); Ctrl-C stops an answer
+
+A line that ends in \\ continues on the next one. \"\"\" begins a message of several lines, and \"\"\" ends it."""
+_SETTABLE = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_tokens", "seed")
+
+
+def answer_stdin(
+    model: str | None, config: "EngineConfig", params: "SamplingParams", system: str | None
+) -> None:
+    """One question from stdin; only the answer goes to stdout."""
+    question = read_stdin().strip()
+    if not question:
+        raise InvalidRequest(
+            'standard input contains no question; try: echo "What is the capital of France?" | cumulo chat'
+        )
+    with load_llm(model, config) as llm:
+        turn = Turn()
+        for text in turn.run(llm, _messages(system, [], question), params):
+            sys.stdout.write(text)
+            sys.stdout.flush()
+        print(flush=True)
+        if turn.error:
+            raise CumuloError(turn.error)
+        note(turn.summary())
+
+
+def talk(model: str | None, config: "EngineConfig", params: "SamplingParams", system: str | None) -> None:
+    """The loop of a terminal session."""
+    with suppress(ImportError):
+        import readline  # noqa: F401  (line editing and history for input())
+
+    with load_llm(model, config) as llm:
+        session = Session(llm, params, system)
+        out.print(f"[bold]{escape(llm.model_name)}[/bold] [dim]· /help lists the commands[/dim]")
+        prompt = Prompt()
+        while (line := prompt.read()) is not None:
+            if line.startswith("/"):
+                if not session.command(line):
+                    break
+            elif line:
+                session.ask(line)
+
+
+@dataclass(slots=True)
+class Turn:
+    """One answer while it streams: its text, its times, and its story at the end."""
+
+    text: str = ""
+    tokens: int = 0
+    ttft_s: float | None = None
+    decode_s: float = 0.0
+    interrupted: bool = False
+    error: str | None = None
+    story: "Story | None" = None
+
+    def run(self, llm: "LLM", messages: list[dict[str, str]], params: "SamplingParams") -> Iterator[str]:
+        """Yield the answer's text as it arrives; closing early aborts the request."""
+        began_s = time.perf_counter()
+        stream = llm.stream(messages, params)
+        with _interruptible() as interrupt:
+            for delta in stream:
+                now_s = time.perf_counter()
+                if delta.token_ids and self.ttft_s is None:
+                    self.ttft_s = now_s - began_s
+                self.tokens += len(delta.token_ids)
+                if self.ttft_s is not None:
+                    self.decode_s = now_s - began_s - self.ttft_s
+                self.text += delta.text
+                yield delta.text
+                if interrupt.asked:
+                    self.interrupted = True
+                    break
+        stream.close()
+        output: Any = getattr(stream, "output", None)
+        if output is not None:
+            self.story, self.error = output.story, output.error
+
+    @property
+    def tok_s(self) -> float | None:
+        """Decoding speed: the first token is the prompt's doing, so it does not count."""
+        return (self.tokens - 1) / self.decode_s if self.tokens > 1 and self.decode_s > 0 else None
+
+    def summary(self) -> str:
+        parts = [f"{self.tokens} token{'' if self.tokens == 1 else 's'}"]
+        if self.tok_s is not None:
+            parts.append(f"{self.tok_s:.1f} tok/s")
+        if self.ttft_s is not None:
+            parts.append(f"TTFT {self.ttft_s:.2f} s")
+        if self.story is not None and self.story.cached_tokens:
+            parts.append(f"{self.story.cached_tokens} of {self.story.prompt_tokens} prompt tokens cached")
+        if self.interrupted:
+            parts.append("stopped")
+        return " · ".join(parts)
+
+
+@dataclass(slots=True)
+class Session:
+    """A terminal session: the turns so far and the slash commands."""
+
+    llm: "LLM"
+    params: "SamplingParams"
+    system: str | None
+    history: list[dict[str, str]] = field(default_factory=list)
+    turns: list[Turn] = field(default_factory=list)
+
+    def ask(self, question: str) -> None:
+        """Stream one answer; a failed one leaves the conversation as it was."""
+        turn = Turn()
+        try:
+            for text in turn.run(self.llm, _messages(self.system, self.history, question), self.params):
+                out.print(text, end="", markup=False, soft_wrap=True)
+            out.print()
+            if turn.error:
+                raise CumuloError(turn.error)
+        except CumuloError as error:
+            print_error(error)
+            if self.history:
+                note("the conversation so far counts towards the context; /clear deletes it")
+            return
+        self.turns.append(turn)
+        self.history += [
+            {"role": "user", "content": question},
+            {"role": "assistant", "content": turn.text},
+        ]
+        note(turn.summary())
+
+    def command(self, line: str) -> bool:
+        """Carry out a slash command; False ends the session."""
+        word, _, rest = line.partition(" ")
+        rest = rest.strip()
+        if word in ("/exit", "/quit", "/bye"):
+            return False
+        if word == "/help":
+            out.print(HELP, markup=False)
+        elif word == "/clear":
+            self.history.clear()
+            note("conversation deleted")
+        elif word == "/system":
+            self._set_system(rest)
+        elif word == "/set":
+            self._set_option(rest)
+        elif word == "/stats":
+            self._show_stats()
+        elif word == "/why":
+            self._show_why()
+        else:
+            note(f"there is no command {word}; /help lists the commands")
+        return True
+
+    def _set_system(self, text: str) -> None:
+        if not text:
+            note(f"system message: {self.system or '(the model’s own default)'}")
+            return
+        self.system = text
+        self.history.clear()
+        note("system message set; a new conversation starts")
+
+    def _set_option(self, text: str) -> None:
+        name, _, value = text.replace("=", " ").partition(" ")
+        name, value = name.strip().replace("-", "_"), value.strip()
+        if not name:
+            shown = (f"{one} {getattr(self.params, one)}" for one in _SETTABLE)
+            note(" · ".join(shown))
+            return
+        if name not in _SETTABLE:
+            near = get_close_matches(name, _SETTABLE, 1)
+            hint = f"did you mean {near[0]}?" if near else f"the options are {', '.join(_SETTABLE)}"
+            note(f"there is no option {name}; {hint}")
+            return
+        try:
+            number = None if value in ("", "none") else float(value) if "." in value else int(value)
+            changed: dict[str, Any] = {name: number}
+            self.params = replace(self.params, **changed)
+        except ValueError:
+            note(f"/set {name} takes a number, got {value!r}")
+        except CumuloError as error:
+            print_error(error)
+        else:
+            note(f"{name} is now {getattr(self.params, name)}")
+
+    def _show_stats(self) -> None:
+        tokens, decode_s = sum(t.tokens for t in self.turns), sum(t.decode_s for t in self.turns)
+        decoded = sum(max(t.tokens - 1, 0) for t in self.turns)
+        speed = f", {decoded / decode_s:.1f} tok/s while decoding" if decode_s > 0 else ""
+        out.print(f"{len(self.turns)} answers, {tokens} tokens{speed}")
+        out.print(self.llm.ledger)
+
+    def _show_why(self) -> None:
+        if not self.turns:
+            note("there is no answer yet")
+            return
+        story = self.turns[-1].story
+        out.print(story.describe() if story else "there is no story of the last answer", markup=False)
+
+
+@dataclass(slots=True)
+class _Interrupt:
+    asked: bool = False
+
+
+@contextmanager
+def _interruptible() -> Iterator[_Interrupt]:
+    """While inside, the first Ctrl-C only sets a flag (the engine is never cut in half); a second raises."""
+    state = _Interrupt()
+
+    def on_interrupt(signum: int, frame: FrameType | None) -> None:
+        if state.asked:
+            raise KeyboardInterrupt
+        state.asked = True
+
+    previous = signal.signal(signal.SIGINT, on_interrupt)
+    try:
+        yield state
+    finally:
+        signal.signal(signal.SIGINT, previous)
+
+
+def _messages(system: str | None, history: list[dict[str, str]], question: str) -> list[dict[str, str]]:
+    first = [{"role": "system", "content": system}] if system else []
+    return [*first, *history, {"role": "user", "content": question}]

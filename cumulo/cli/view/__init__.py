@@ -1,0 +1,1 @@
+"""Reports as tables in the terminal."""

@@ -1,0 +1,224 @@
+"""What `cumulo plan train` prints: the ranking, memory, the parts of a step, network traffic, costs, and why."""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from cumulo.base.quantities import quantity
+from cumulo.base.report import Row, table
+from cumulo.plan.search.run_cost import RunCost
+from cumulo.plan.search.run_stalls import Stalls
+from cumulo.plan.search.search import Plan, SearchResult
+from cumulo.plan.search.space import TrainGoal
+from cumulo.plan.search.why import Change, bounds_of, loses_by
+from cumulo.spec.model_file import plain
+
+GIB = 2**30
+_MOST_CHANGES = 8
+_FLOPS = "model FLOPs: matrix products and causal attention, × 3 for forward and backward"
+_LINKS = {
+    "tp": "tensor parallel", "cp": "context parallel", "ep": "expert parallel", "pp": "pipeline",
+    "dp": "data parallel",
+}  # fmt: skip
+
+
+def rows(plan: Plan, goal: TrainGoal, cost: RunCost | None, stalls: Stalls) -> list[Row]:
+    """The figures of one plan, as every report has them."""
+    found = plan.estimate
+    interval = found.interval
+    result = [
+        Row(
+            "step time",
+            found.step_s,
+            "s",
+            "lower",
+            note=f"90% interval: {_seconds(interval.low)} to {_seconds(interval.high)}",
+        ),
+        Row("throughput", found.tokens_per_s, "tokens/s"),
+        Row("throughput per GPU", found.tokens_per_s / goal.cluster.gpus, "tokens/s"),
+        Row("MFU", 100 * found.mfu, "%", note=_FLOPS),
+        Row("HFU", 100 * found.hfu, "%", note="counts recomputation, too"),
+    ]
+    if found.memory is not None:
+        left = goal.memory_limit_bytes - found.memory.total
+        free = f"{left / GIB:.1f} GiB free" if left >= 0 else f"{-left / GIB:.1f} GiB too much"
+        result.append(Row("memory per GPU", found.memory.total / GIB, "GiB", "lower", note=free))
+        if found.memory.host:
+            note = "per GPU, for offloaded states; not checked against a limit"
+            result.append(Row("host memory", found.memory.host / GIB, "GiB", "lower", note=note))
+    result += _stall_rows(stalls)
+    if cost is not None:
+        result += [
+            Row(
+                "run time",
+                cost.days,
+                "days",
+                "lower",
+                note=f"{quantity(cost.tokens, 'tokens')}, without failures; "
+                f"{quantity(cost.stalled_days, 'days')} of it stalled",
+            ),
+            Row(
+                "energy", cost.energy_mwh, "MWh", "lower", note="nodes at full load; cooling is not included"
+            ),
+            Row(
+                "price",
+                cost.money,
+                "$",
+                "lower",
+                note=f"${goal.cluster.device.price_per_hour:g} per GPU hour",
+            ),
+        ]
+    return result
+
+
+def _seconds(value: float) -> str:
+    return quantity(value, "s")
+
+
+def _stall_rows(stalls: Stalls) -> list[Row]:
+    saved = f"{quantity(stalls.checkpoint_bytes / 1e9, 'GB')} every {_seconds(stalls.interval_s)}"
+    return [
+        Row(
+            "data loading stall",
+            stalls.data_s,
+            "s/step",
+            "lower",
+            note=f"each node reads {quantity(stalls.read_bytes_per_s / 1e6, 'MB/s')}",
+        ),
+        Row(
+            "checkpoint stall",
+            stalls.checkpoint_s,
+            "s/step",
+            "lower",
+            note=f"{saved}; stops training for {_seconds(stalls.stop_s)}, written in {_seconds(stalls.write_s)}",
+        ),
+    ]
+
+
+def as_dict(result: SearchResult, gains: Sequence[Change], stalls: Stalls) -> dict[str, Any]:
+    """The rest of the JSON report."""
+    return {
+        "plans": [_plan(plan) for plan in result.plans],
+        "stalls": asdict(stalls),
+        "space": {"plans": result.enumerated, "too_large": result.too_large, "timed": result.timed},
+        "changes": [{"what": change.what, "step_s": change.step_s, "gain": change.gain} for change in gains],
+    }
+
+
+def _plan(plan: Plan) -> dict[str, Any]:
+    job, found = plan.job, plan.estimate
+    return {
+        "layout": plain(job.layout),
+        "micro_batch": job.micro_batch,
+        "micro_batches": job.micro_batches,
+        "recompute": job.recompute,
+        "step_s": found.step_s,
+        "interval_s": [found.interval.low, found.interval.high],
+        "tokens_per_s": found.tokens_per_s,
+        "mfu": found.mfu,
+        "hfu": found.hfu,
+        "breakdown_s": dict(found.breakdown),
+        "memory_bytes": dict(found.memory.rows()) if found.memory else None,
+        "host_bytes": found.memory.host if found.memory else 0,
+        "bytes_sent": dict(found.link_bytes),
+        "evidence": list(found.evidence),
+    }
+
+
+def show(
+    out: Console,
+    model: str,
+    goal: TrainGoal,
+    result: SearchResult,
+    gains: Sequence[Change],
+    cost: RunCost | None,
+    stalls: Stalls,
+) -> None:
+    best = result.plans[0]
+    job = best.job
+    out.print(
+        f"[bold]{model}[/bold] on {goal.cluster}: {job.global_batch:,} sequences of {job.sequence_length:,} tokens"
+    )
+    out.print(
+        f"[bold green]{job.layout}[/bold green], micro-batch size {job.micro_batch} "
+        f"({job.micro_batches} per step), {_RECOMPUTE.get(job.recompute, f'{job.recompute} recomputed')}"
+    )
+    out.print(table("", rows(best, goal, cost, stalls)))
+    parts = (*best.estimate.breakdown, *stalls.rows())
+    out.print(_shares("Step time by part", parts, "s"))
+    if best.estimate.memory is not None:
+        out.print(
+            _shares(
+                "Memory per GPU", [(name, size / GIB) for name, size in best.estimate.memory.rows()], "GiB"
+            )
+        )
+    if best.estimate.link_bytes:
+        sent = [(_LINKS.get(name, name), size / GIB) for name, size in best.estimate.link_bytes]
+        out.print(_shares("Network traffic per GPU and step", sent, "GiB"))
+    if len(result.plans) > 1:
+        out.print(_ranking(result))
+    _print_why(out, best, result, gains)
+
+
+_RECOMPUTE = {
+    "none": "no recomputation",
+    "selective": "attention scores recomputed",
+    "full": "full recomputation",
+}
+
+
+def _shares(title: str, parts: Sequence[tuple[str, float]], unit: str) -> Table:
+    result = Table(title=title, title_justify="left", title_style="bold", box=None, show_header=False)
+    result.add_column("")
+    result.add_column("", justify="right")
+    result.add_column("")
+    result.add_column("", justify="right", style="dim")
+    whole = sum(size for _, size in parts) or 1.0
+    for part, size in sorted(parts, key=lambda entry: -entry[1]):
+        if size:
+            figure, shown_unit = quantity(size, unit).rsplit(" ", 1)
+            result.add_row(part, figure, shown_unit, f"{size / whole:.1%}")
+    return result
+
+
+def _ranking(result: SearchResult) -> Table:
+    found = Table(
+        title="Best plan of each mesh", title_justify="left", title_style="bold", box=None, header_style="dim"
+    )
+    found.add_column("layout")
+    for heading in ("micro-batch", "recompute", "step time", "MFU", "memory"):
+        found.add_column(heading, justify="right")
+    found.add_column("", style="dim")
+    best = result.plans[0]
+    for plan in result.plans:
+        memory = f"{plan.estimate.memory.total / GIB:.1f} GiB" if plan.estimate.memory else ""
+        found.add_row(
+            str(plan.job.layout),
+            str(plan.job.micro_batch),
+            plan.job.recompute,
+            _seconds(plan.estimate.step_s),
+            f"{plan.estimate.mfu:.1%}",
+            memory,
+            "" if plan is best else loses_by(best, plan),
+        )
+    return found
+
+
+def _print_why(out: Console, best: Plan, result: SearchResult, gains: Sequence[Change]) -> None:
+    out.print("[bold]Why[/bold]")
+    out.print(f"limited by {'; '.join(bounds_of(best))}")
+    for change in gains[:_MOST_CHANGES]:
+        if change.gain >= 0.005:
+            out.print(f"{change.what}: {change.gain:.1%} less time")
+    if gains and max(change.gain for change in gains) < 0.005:
+        out.print("no single change of network, links, memory, batch or layout would save half a percent")
+    for sentence in best.estimate.evidence:
+        out.print(sentence, style="dim", markup=False)
+    out.print(
+        f"the space contains {result.enumerated:,} plans; {result.too_large:,} of those examined do not fit into "
+        f"memory; {result.timed:,} were timed by simulating their pipeline schedule",
+        style="dim",
+    )

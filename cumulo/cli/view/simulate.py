@@ -1,0 +1,184 @@
+"""The report of a simulated deployment: rows, a table of rates, a chart. `simulate` and `plan serve` print it."""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cumulo.base.quantities import quantity
+
+if TYPE_CHECKING:
+    from cumulo.base.report import Row
+    from cumulo.plan.serve.capacity import Trial
+    from cumulo.plan.serve.report import ServeReport
+    from cumulo.plan.serve.traffic import Slo
+
+
+def report_rows(
+    result: "ServeReport",
+    rate: float,
+    slo: "Slo | None",
+    between: "tuple[ServeReport, ServeReport] | None" = None,
+) -> "list[Row]":
+    """`between`: the same with all steps as much faster and slower as the profile may be wrong."""
+    from cumulo.base.report import Row
+
+    def interval(pick: Callable[["ServeReport"], float], unit: str) -> str:
+        if between is None:
+            return ""
+        # Queues are chaotic: slower steps can, by chance, make a percentile better.
+        low, *_, high = sorted(map(pick, (result, *between)))
+        return f"range {quantity(low, unit)} to {quantity(high, unit)}"
+
+    rows = [
+        Row(
+            "request rate",
+            finite(rate),
+            "requests/s",
+            "higher",
+            note=f"{result.finished:,} of {result.requests:,} answered",
+        ),
+        Row(
+            "output throughput",
+            result.output_tok_s,
+            "tok/s",
+            "higher",
+            note=interval(lambda one: one.output_tok_s, "tok/s"),
+        ),
+    ]
+    for name, kind, bound in (
+        ("TTFT", "ttft_s", slo.ttft_s if slo else None),
+        ("ITL", "itl_s", slo.itl_s if slo else None),
+        ("end-to-end latency", "e2e_s", None),
+    ):
+        if getattr(result, kind) is None:
+            continue
+        for label, field in (
+            ("p50", "p50"),
+            ("p90", "p90"),
+            (f"p{slo.percentile if slo else 99:g}", "at_slo"),
+        ):
+
+            def pick(one: "ServeReport", kind: str = kind, field: str = field) -> float:
+                return 1e3 * float(getattr(getattr(one, kind), field))
+
+            must = None if bound is None or field != "at_slo" else 1e3 * bound
+            rows.append(
+                Row(f"{name} {label}", pick(result), "ms", "lower", must=must, note=interval(pick, "ms"))
+            )
+    shares = sorted(result.time_by_part.items(), key=lambda item: -item[1])[:3]
+    words = ", ".join(f"{name} {100 * share:.0f}%" for name, share in shares)
+    rows += [
+        Row("mean step time", 1e3 * result.mean_step_s, "ms", "lower", note=f"{result.bound_by}: {words}"),
+        Row("device busy", 100 * result.device_busy, "%", "higher"),
+        Row("running sequences, peak", result.most_running, "", "higher"),
+        Row("KV cache usage, peak", 100 * result.kv_used, "%", "lower"),
+        Row("prefix cache hit rate", 100 * result.cached_share, "%", "higher"),
+        Row(
+            "preemptions",
+            result.preemptions,
+            "",
+            "lower",
+            note=f"{result.recomputed_tokens:,} tokens recomputed",
+        ),
+    ]
+    return rows
+
+
+def finite(rate: float) -> float | None:
+    """A trace whose requests all come at once has no rate."""
+    return rate if math.isfinite(rate) else None
+
+
+def capacity_rows(rate: float, users: float, think_s: float, bound: str) -> "list[Row]":
+    from cumulo.base.report import Row
+
+    return [
+        Row("highest rate within the SLO", rate, "requests/s", "higher", note=f"limited by {bound}"),
+        Row(
+            "concurrent users",
+            int(users),
+            "",
+            "higher",
+            note=f"each waits {think_s:g} s between an answer and the next question",
+        ),
+    ]
+
+
+def effort_rows(simulated_s: float, cpu_s: float) -> "list[Row]":
+    from cumulo.base.report import Row
+
+    return [
+        Row(
+            "simulation speed",
+            simulated_s / cpu_s,
+            "× real time",
+            "higher",
+            note=f"{quantity(simulated_s, 's')} simulated in {quantity(cpu_s, 's')} on one core",
+        )
+    ]
+
+
+def sweep_table(trials: "list[Trial]", judged: bool) -> Any:
+    """`judged`: there is an SLO to meet."""
+    from rich.table import Table
+
+    table = Table(box=None, header_style="dim")
+    for name in ("requests/s", "tok/s", "TTFT p50", "TTFT p99", "ITL p50", "ITL p99", ""):
+        table.add_column(name, justify="right")
+    for one in trials:
+        spreads = [spread for spread in (one.report.ttft_s, one.report.itl_s) if spread is not None]
+        cells = [quantity(value, "s") for spread in spreads for value in (spread.p50, spread.p99)]
+        verdict = "" if not judged else "[green]meets SLO[/green]" if one.holds else "[red]misses SLO[/red]"
+        table.add_row(
+            f"{one.rate:.4g}", f"{one.report.output_tok_s:,.0f}", *cells, *[""] * (4 - len(cells)), verdict
+        )
+    return table
+
+
+_COLORS = ("#2563eb", "#1e3a8a", "#f59e0b", "#92400e")
+_STYLE = (
+    "<style>svg{background:#fff;font:12px sans-serif}.grid{stroke:#eee}.axis,.tick{stroke:#888}.line{fill:none;"
+    "stroke-width:2}.bound{stroke:#dc2626;stroke-dasharray:4 4}.note{fill:#dc2626}"
+    + "".join(f".line.s{at}{{stroke:{color}}}.dot.s{at}{{fill:{color}}}" for at, color in enumerate(_COLORS))
+    + "</style>"
+)
+
+
+def write_picture(path: Path, trials: "list[Trial]", slo: "Slo | None", title: str) -> None:
+    """Draw percentiles of TTFT and ITL over the request rate on logarithmic axes, which show the knee."""
+    from html import escape
+
+    from cumulo.errors import CumuloError
+    from cumulo.load.svg import HEIGHT, LEFT, WIDTH, Chart, Series, draw
+
+    series = []
+    for color, (name, field, percentile) in enumerate(
+        (("TTFT p50", "ttft_s", "p50"), ("TTFT p99", "ttft_s", "p99"), ("ITL p50", "itl_s", "p50"),
+         ("ITL p99", "itl_s", "p99"))
+    ):  # fmt: skip
+        points = [
+            (one.rate, 1e3 * getattr(spread, percentile))
+            for one in sorted(trials, key=lambda one: one.rate)
+            if (spread := getattr(one.report, field)) is not None
+        ]
+        series.append(Series(name, points, "both", color))
+    bounds = [] if slo is None else [
+        (f"{name} ≤ {1e3 * bound:g} ms", 1e3 * bound)
+        for name, bound in (("TTFT", slo.ttft_s), ("ITL", slo.itl_s))
+        if bound is not None
+    ]  # fmt: skip
+    text = draw(Chart(title, "requests per second", "milliseconds", series, y_log=True, bounds=bounds))
+    legend = "".join(
+        f'<text x="{LEFT + 130 * index}" y="{HEIGHT + 14}" fill="{color}">{escape(one.name)}</text>'
+        for index, (one, color) in enumerate(zip(series, _COLORS, strict=True))
+    )
+    opening = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{2 * WIDTH}" viewBox="0 -22 {WIDTH} {HEIGHT + 46}">'
+    )
+    heading = f'<text x="{LEFT}" y="-6" font-weight="bold">{escape(title)}</text>'
+    inner = text.partition(">")[2]
+    try:
+        path.write_text(opening + _STYLE + heading + legend + inner, "utf-8")
+    except OSError as error:
+        raise CumuloError(f"cannot write {path}: {error.strerror or error}") from error

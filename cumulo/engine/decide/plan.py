@@ -1,0 +1,98 @@
+"""StepPlan and StepResult: the data between the scheduler, which decides, and a runner, which plays.
+
+A runner keeps one *slot* of state per live sequence (token ids, block table, sampling state). A plan says
+which slots begin or end, which blocks they gain, and which of their tokens to compute. It never carries a
+sampled token: the runner already has it, so step N+1 can be planned before step N has been sampled.
+"""
+
+from collections.abc import Sequence as ListLike
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from cumulo.engine.decide.params import SamplingParams
+
+if TYPE_CHECKING:
+    from cumulo.engine.decide.pooling import Vector
+
+
+class NewSlot(NamedTuple):
+    """A sequence that begins, resumes after preemption, forks or (a beam) was given its next token in this step;
+    replaces what the slot held. Its blocks may be shared with others."""
+
+    slot: int
+    tokens: ListLike[int]  # prompt, and on a resume the output so far
+    prompt_length: int  # tokens[prompt_length:] are output: penalties count them
+    blocks: list[int]
+    params: SamplingParams
+    seed: int  # resolved: given by the user or drawn by the engine
+    sample_index: int = 0  # which of the request's n samples; each draws its own random numbers
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """One step. Lists named alike are columns of one table. The runner does, in this order:
+    end, swap_out, swap_in, begin, extend, replace, copies; then computes all rows (K and V of every row are
+    written before any row attends, layer by layer), then draws.
+    """
+
+    index: int
+    # -- state changes
+    end: list[int] = field(default_factory=list)  # slots whose sequences have ended: their state may go
+    begin: list[NewSlot] = field(default_factory=list)
+    extend: list[tuple[int, int]] = field(default_factory=list)  # (slot, block) appended to its table
+    replace: list[tuple[int, int, int]] = field(default_factory=list)  # (slot, table index, new block)
+    copies: list[tuple[int, int]] = field(default_factory=list)  # copy-on-write: block, block
+    swap_out: list[tuple[int, int]] = field(default_factory=list)  # device block -> host block
+    swap_in: list[tuple[int, int]] = field(default_factory=list)  # host block -> device block
+    # -- rows: tokens [start, start + count) of a slot are computed
+    slots: list[int] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+    # -- draws: row index and the slot that receives the drawn token at position start + count of the row
+    draw_rows: list[int] = field(default_factory=list)
+    draw_slots: list[int] = field(default_factory=list)
+    # rows whose logits at every computed position are wanted (prompt log-probabilities)
+    prompt_logprob_rows: list[int] = field(default_factory=list)
+    # -- embeddings: rows whose final hidden states are wanted, summed from this token's position to the row's end
+    pool_rows: list[int] = field(default_factory=list)
+    pool_starts: list[int] = field(default_factory=list)
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.counts)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log-probabilities (natural, after penalties and bias, before temperature and cuts) at one position."""
+
+    token: int
+    logprob: float
+    rank: int  # 1 = most likely
+    top: list[tuple[int, float]]  # most likely first
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What a runner returns for a plan."""
+
+    tokens: list[int]  # one per draw, in the plan's order
+    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # by draw index, where asked for
+    # by row index: one entry per position start+1 .. start+count that lies inside the prompt
+    prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+    errors: dict[int, str] = field(default_factory=dict)  # by draw index: this sequence failed (NaN logits)
+    pooled: "list[Vector]" = field(default_factory=list)  # one sum per entry of pool_rows
+    started_s: float = 0.0  # time.perf_counter() when the runner began and finished
+    finished_s: float = 0.0
+
+
+class PendingStep(Protocol):
+    def result(self) -> StepResult: ...
+
+
+class Runner(Protocol):
+    """A player of StepPlans. Plans are executed strictly in the order submitted."""
+
+    def submit(self, plan: StepPlan) -> PendingStep: ...
+
+    def close(self) -> None: ...

@@ -1,0 +1,91 @@
+"""Preemption: who gives way when room is short, and how: recomputed later, or swapped to host memory.
+
+Asked by the scheduler (who) and by residency (how).
+"""
+
+from collections.abc import Sequence as ListLike
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Literal
+
+from cumulo.engine.decide.request import Sequence, State
+
+Way = Literal["recompute", "swap"]
+
+_by_counter = attrgetter("request.share.counter")
+
+
+def victim_for(sequence: Sequence, running: ListLike[Sequence], step: int, tenants: int) -> Sequence | None:
+    """Who gives a block to this sequence: among those younger and not yet in this step, of the tenant served most
+    the youngest. Only younger ones, so that the oldest always gets on, whoever it belongs to.
+    `running` is in order, oldest first."""
+    found: Sequence | None = None
+    for other in reversed(running):
+        if other.request.order < sequence.request.order:
+            break
+        if other.state != State.RUNNING or other.last_step == step or other is sequence:
+            continue
+        if found is None or other.request.share.counter > found.request.share.counter:
+            found = other
+        if tenants == 1:
+            break  # the youngest
+    return found
+
+
+def less_important(head: Sequence, running: ListLike[Sequence], level: int) -> list[Sequence]:
+    """Who may have to give way to the first in the queue; taken from the end, of the tenant served most the
+    youngest. Beyond the level whose turn it is and younger in order: any other would only come straight back."""
+    order = head.request.order
+    found = [s for s in running if s.request.priority > level and s.request.order > order]
+    return sorted(found, key=_by_counter)  # stable
+
+
+@dataclass(slots=True)
+class PreemptionCosts:
+    """Measured by the engine while it runs; the starting values only matter before the first step."""
+
+    recompute_s_per_token: float = 1e-3
+    swap_s_per_block: float = 1e-4
+    prompt_s_per_token: float = 1e-3  # of steps of any size that have prompts: for how long a step may be
+
+    def observe_compute(self, tokens: int, rows: int, seconds: float) -> None:
+        """Learn from a step that was mostly prefill: decode steps read all weights for few tokens."""
+        if tokens > rows and seconds > 0:
+            self.prompt_s_per_token += 0.2 * (seconds / tokens - self.prompt_s_per_token)
+        if tokens >= max(16, 4 * rows) and seconds > 0:
+            self.recompute_s_per_token += 0.2 * (seconds / tokens - self.recompute_s_per_token)
+
+
+@dataclass(frozen=True, slots=True)
+class PreemptionChoice:
+    way: Way
+    recompute_s: float
+    swap_s: float
+    why: str
+
+
+def choose_preemption(
+    *,
+    computed_tokens: int,
+    blocks: int,
+    host_blocks_free: int,
+    mode: Literal["auto", "recompute", "swap"],
+    costs: PreemptionCosts,
+) -> PreemptionChoice:
+    """Swapping moves every block twice; recomputing pays for every token again."""
+    recompute_s = computed_tokens * costs.recompute_s_per_token
+    swap_s = 2 * blocks * costs.swap_s_per_block
+    if mode == "recompute":
+        way, why = "recompute", "recomputed later (configured)"
+    elif host_blocks_free < blocks:
+        way, why = "recompute", f"recomputed later: host memory has room for {host_blocks_free} blocks"
+    elif mode == "swap":
+        way, why = "swap", "swapped to host memory (configured)"
+    elif swap_s < recompute_s:
+        way, why = (
+            "swap",
+            f"swapped to host memory ({swap_s * 1e3:.2g} ms against {recompute_s * 1e3:.2g} ms)",
+        )
+    else:
+        way, why = "recompute", f"recomputed later ({recompute_s * 1e3:.2g} ms against {swap_s * 1e3:.2g} ms)"
+    return PreemptionChoice("swap" if way == "swap" else "recompute", recompute_s, swap_s, why)

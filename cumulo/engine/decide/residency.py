@@ -1,0 +1,194 @@
+"""Residency: who has a slot and blocks. Seats sequences, makes room for their next token, sends them away.
+
+Owned by the scheduler, which decides *who*; here it is decided *where*, and written into the plan. Within one
+plan the runner applies changes in a fixed order, so a few things freed while planning are held back until the
+plan is complete: slots, swapped-in host blocks and the sources of copies.
+"""
+
+from collections.abc import Iterable
+
+from cumulo.engine.decide.block_pool import BlockPool
+from cumulo.engine.decide.plan import NewSlot, StepPlan
+from cumulo.engine.decide.preemption import PreemptionChoice, PreemptionCosts, choose_preemption
+from cumulo.engine.decide.request import Request, Sequence, State
+from cumulo.engine.decide.scheduler_config import SchedulerConfig
+
+
+class Residency:
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.config = config
+        self.pool = BlockPool(config.blocks, config.block_size, prefix_cache=config.prefix_cache)
+        self.costs = PreemptionCosts()
+        self.free_slots = list(range(config.max_running - 1, -1, -1))
+        self.free_host_blocks = list(range(config.host_blocks - 1, -1, -1))
+        self.slots_freed: list[int] = []  # these three: held back until the plan is complete
+        self._host_blocks_freed: list[int] = []
+        self._copy_sources: list[int] = []
+
+    # -- is there room? -----------------------------------------------------------------------------------
+    def blocks_wanted(self, sequence: Sequence) -> tuple[list[int], int]:
+        """Cached blocks the sequence can share, and how many free ones seating it takes in all."""
+        request, pool, total = sequence.request, self.pool, len(sequence.tokens)
+        needed = -(-total // pool.block_size)
+        if sequence.host_blocks or not pool.prefix_cache:
+            return [], needed
+        usable = (total - 1) // pool.block_size  # at least one token is computed: its logits are wanted
+        if request.prompt_logprobs is not None and len(request.prompt_logprobs) < sequence.prompt_length - 1:
+            usable = 0
+        if request.pooled is not None and request.pooled.needs_every_token:
+            usable = 0
+        cached = pool.cached_prefix(sequence.extend_hashes(usable, pool.block_size))
+        return cached, needed - len(cached) + pool.idle_among(cached)
+
+    def tokens_to_compute(self, sequence: Sequence) -> int:
+        """Of a waiting sequence, what the prefix cache and host memory do not have."""
+        if sequence.host_blocks:
+            return len(sequence.tokens) - sequence.computed
+        return len(sequence.tokens) - len(self.blocks_wanted(sequence)[0]) * self.pool.block_size
+
+    def shortage(self, sequence: Sequence, running: int) -> tuple[int, int]:
+        """How many slots and blocks are missing to seat the sequence; (0, 0) or less: it fits."""
+        _, blocks = self.blocks_wanted(sequence)
+        # Leave some blocks to those who run, so that a newcomer is not preempted in the next step.
+        blocks += -(-running // 8)
+        slots = 1 + max(0, sequence.request.slots_to_reserve)
+        return slots - len(self.free_slots), blocks - self.pool.free_count
+
+    # -- coming -------------------------------------------------------------------------------------------
+    def seat(self, sequence: Sequence, plan: StepPlan) -> tuple[int, str]:
+        """Give a slot, and blocks for all known tokens. Returns the tokens found in the cache, and how the
+        rest comes back."""
+        request, pool = sequence.request, self.pool
+        cached, _ = self.blocks_wanted(sequence)
+        request.reserved_slots += [self.free_slots.pop() for _ in range(max(0, request.slots_to_reserve))]
+        sequence.slot = self.free_slots.pop()
+        pool.share(cached)
+        needed = -(-len(sequence.tokens) // pool.block_size)
+        sequence.blocks = cached + pool.allocate_many(needed - len(cached))
+        sequence.capacity, sequence.shares_tail = needed * pool.block_size, False
+        if sequence.host_blocks:
+            plan.swap_in.extend(zip(sequence.host_blocks, sequence.blocks, strict=False))
+            self._host_blocks_freed += sequence.host_blocks
+            sequence.host_blocks = []
+            how = "swapping its blocks in"
+        else:
+            sequence.computed = len(cached) * pool.block_size
+            how = "recomputation"
+        sequence.state = State.RUNNING
+        plan.begin.append(new_slot(sequence))
+        return len(cached) * pool.block_size, how
+
+    def seat_twin(self, twin: Sequence) -> None:
+        """A fork takes one of its request's reserved slots and shares all blocks."""
+        twin.slot = twin.request.reserved_slots.pop()
+        self.pool.share(twin.blocks)
+
+    # -- one more token -----------------------------------------------------------------------------------
+    def needs_block(self, sequence: Sequence, position: int) -> bool:
+        """Whether writing `position` takes a free block: there is none yet, or it is shared."""
+        if position >= sequence.capacity:
+            return True
+        if self.pool.references[sequence.blocks[position // self.pool.block_size]] > 1:
+            return True
+        sequence.shares_tail = False
+        return False
+
+    def give_block(self, sequence: Sequence, position: int, plan: StepPlan) -> None:
+        """A fresh block for `position`; if it was shared, a copy of it (copy-on-write)."""
+        pool = self.pool
+        own = pool.allocate()
+        if position >= sequence.capacity:
+            sequence.blocks.append(own)
+            sequence.capacity += pool.block_size
+            plan.extend.append((sequence.slot, own))
+        else:
+            index = position // pool.block_size
+            shared = sequence.blocks[index]
+            sequence.blocks[index] = own
+            plan.copies.append((shared, own))
+            plan.replace.append((sequence.slot, index, own))
+            self._copy_sources.append(
+                shared
+            )  # its reference keeps the source alive until the plan is complete
+        sequence.shares_tail = False
+
+    def register_full(self, rows: Iterable[Sequence], plan: StepPlan) -> None:
+        """Blocks this step filled can serve others from now on."""
+        if not self.pool.prefix_cache:
+            return
+        size = self.pool.block_size
+        for sequence, start, count in zip(rows, plan.starts, plan.counts, strict=True):
+            end = start + count
+            if start // size == end // size or sequence.state != State.RUNNING or sequence.computed < end:
+                continue  # nothing filled, or preempted since
+            full = min(end, len(sequence.tokens)) // size
+            first, hashes = start // size, sequence.extend_hashes(full, size)
+            self.pool.register_many(sequence.blocks[first:full], hashes[first:])
+
+    # -- going --------------------------------------------------------------------------------------------
+    def send_away(self, victim: Sequence, plan: StepPlan) -> PreemptionChoice:
+        """Preemption: blocks go to host memory or are dropped, whichever is predicted cheaper."""
+        held = -(-victim.computed // self.pool.block_size)
+        choice = choose_preemption(
+            computed_tokens=victim.computed, blocks=held, host_blocks_free=len(self.free_host_blocks),
+            mode=self.config.preemption, costs=self.costs,
+        )  # fmt: skip
+        if choice.way == "swap" and held:
+            victim.host_blocks = [self.free_host_blocks.pop() for _ in range(held)]
+            plan.swap_out.extend(zip(victim.blocks, victim.host_blocks, strict=False))
+        else:
+            victim.lost, victim.computed = max(victim.lost, victim.computed), 0
+        self._release_blocks(victim)
+        self.slots_freed.append(victim.slot)
+        # Nobody who waits keeps a slot, or two that wait could keep each other out for ever.
+        self.slots_freed += victim.request.reserved_slots
+        victim.request.reserved_slots = []
+        victim.slot = -1
+        return choice
+
+    def vacate(self, sequence: Sequence) -> int:
+        """The sequence ended between two plans: its blocks are free at once. Returns its slot."""
+        self._release_blocks(sequence)
+        slot, sequence.slot = sequence.slot, -1
+        return slot
+
+    def forget_swapped(self, sequence: Sequence) -> None:
+        self.free_host_blocks += sequence.host_blocks
+        sequence.host_blocks = []
+
+    def reuse_slots(self) -> None:
+        """Slots freed while planning may begin anew: at once, if the plan has no rows."""
+        self.free_slots += self.slots_freed
+        self.slots_freed = []
+
+    def plan_complete(self) -> None:
+        self.pool.release(self._copy_sources)
+        self.free_host_blocks += self._host_blocks_freed
+        self._copy_sources, self._host_blocks_freed = [], []
+        self.reuse_slots()
+
+    def _release_blocks(self, sequence: Sequence) -> None:
+        self.pool.release(sequence.blocks)
+        sequence.blocks, sequence.capacity, sequence.shares_tail = [], 0, False
+
+    # -- invariants ---------------------------------------------------------------------------------------
+    def problems(self, seated: list[Sequence], requests: list[Request]) -> list[str]:
+        """Everything inconsistent in these books; empty when all is well."""
+        found = self.pool.problems(sequence.blocks for sequence in seated)
+        reserved = [slot for request in requests for slot in request.reserved_slots]
+        slots = sorted([sequence.slot for sequence in seated] + self.free_slots + reserved)
+        if slots != list(range(self.config.max_running)):
+            found.append(f"slots are lost or doubled: {slots}")
+        swapped = [block for r in requests for s in r.sequences for block in s.host_blocks]
+        if sorted(swapped + self.free_host_blocks) != list(range(self.config.host_blocks)):
+            found.append("host blocks are lost or doubled")
+        return found
+
+
+def new_slot(sequence: Sequence) -> NewSlot:
+    """What a runner must know of a sequence that begins, resumes or forks."""
+    request = sequence.request
+    return NewSlot(
+        sequence.slot, sequence.tokens[:], sequence.prompt_length, sequence.blocks[:], request.params, request.seed,
+        sequence.sample_index,
+    )  # fmt: skip

@@ -1,0 +1,104 @@
+"""What the result of a step changes: tokens, log-probabilities and embeddings are entered, who is done ends.
+
+Called by the scheduler, which owns the books that are changed here.
+"""
+
+from dataclasses import dataclass
+from math import isfinite
+from typing import TYPE_CHECKING
+
+from cumulo.engine.decide.beam_groups import advance_beams
+from cumulo.engine.decide.plan import StepPlan, StepResult, TokenLogprobs
+from cumulo.engine.decide.request import Request, Sequence, State
+
+if TYPE_CHECKING:
+    from cumulo.engine.decide.pooling import Vector
+    from cumulo.engine.decide.scheduler import Scheduler
+
+
+@dataclass(slots=True)
+class Flight:
+    """Whose a planned step is, until its result is there."""
+
+    rows: list[Sequence]
+    draws: list[Sequence]
+
+
+def take_in(
+    scheduler: "Scheduler", flight: Flight, plan: StepPlan, result: StepResult, now_s: float
+) -> list[Sequence]:
+    """Returns the sequences that gained a token (beams excepted)."""
+    scheduler.residency.register_full(flight.rows, plan)
+    for row, logprobs in result.prompt_logprobs.items():
+        _take_prompt_logprobs(flight.rows[row], plan.starts[row], logprobs)
+    for row, first, total in zip(plan.pool_rows, plan.pool_starts, result.pooled, strict=True):
+        end = plan.starts[row] + plan.counts[row]
+        _take_pooled(scheduler, flight.rows[row], first, end, total, now_s)
+    for index, error in result.errors.items():
+        if flight.draws[index].state != State.FINISHED:
+            scheduler.fail(flight.draws[index].request, error, now_s)
+    beams = _take_logprobs(scheduler, flight.draws, result.logprobs)
+
+    # This loop runs for every sequence at every step: keep it lean.
+    advanced: list[Sequence] = []
+    finished = State.FINISHED
+    for sequence, token in zip(flight.draws, result.tokens, strict=True):
+        sequence.pending -= 1
+        if sequence.state == finished:
+            continue  # failed, aborted, or ended by a stop string, while this step ran
+        request = sequence.request
+        request.share.output_tokens += 1
+        if request.beam is not None:
+            continue
+        tokens = sequence.tokens
+        tokens.append(token)
+        advanced.append(sequence)
+        if request.story.first_token_s is None:
+            request.story.first_token_s = now_s
+            request.story.add(now_s, "first_token")
+        if token in request.stop_ids:
+            scheduler.finish(sequence, "stop", now_s, token)
+        elif len(tokens) >= sequence.limit:
+            scheduler.finish(sequence, "length", now_s)
+    for request in beams:
+        advance_beams(scheduler, request, now_s)
+    return advanced
+
+
+def _take_logprobs(
+    scheduler: "Scheduler", draws: list[Sequence], logprobs: dict[int, TokenLogprobs]
+) -> list[Request]:
+    """Returns the requests whose beams got candidates."""
+    beams: dict[str, Request] = {}
+    for index, found in logprobs.items():
+        sequence = draws[index]
+        if sequence.state == State.FINISHED:
+            continue
+        if sequence.request.beam is None:
+            sequence.cumulative_logprob += found.logprob
+            sequence.logprobs.append(found)
+        else:
+            sequence.candidates = found.top
+            if sequence.state == State.WAITING:
+                scheduler.queue.set_aside(sequence)
+            beams[sequence.request.id] = sequence.request
+    return list(beams.values())
+
+
+def _take_prompt_logprobs(sequence: Sequence, start: int, logprobs: list[TokenLogprobs]) -> None:
+    taken = sequence.request.prompt_logprobs
+    if taken is not None:  # a recomputation delivers some of them again
+        taken.extend(logprobs[len(taken) - start :])
+
+
+def _take_pooled(
+    scheduler: "Scheduler", sequence: Sequence, first: int, end: int, total: "Vector", now_s: float
+) -> None:
+    request = sequence.request
+    if request.pooled is None or sequence.state == State.FINISHED:
+        return  # aborted while this step ran
+    if not isfinite(total.sum()):
+        scheduler.fail(request, "the model returned hidden states that are not finite", now_s)
+    elif request.pooled.add(first, end, total):
+        request.story.add(now_s, "embedded", tokens=end, size=len(total))
+        scheduler.finish(sequence, "stop", now_s)

@@ -1,0 +1,1 @@
+"""What the engine will need of a device's memory."""

@@ -1,0 +1,1 @@
+"""Runners: carry out a StepPlan on a device."""

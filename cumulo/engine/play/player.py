@@ -1,0 +1,125 @@
+"""Player: a decoder with its KV cache and the runner that plays plans on it, one maker per kind of device. Made by
+the assembly; the GPU's parts are imported only where a GPU is used."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from cumulo.engine.config import EngineConfig
+from cumulo.engine.guides.guided import Guidance
+from cumulo.engine.memory.ledger import MemoryPlan
+from cumulo.engine.play.runner_torch import TorchRunner
+from cumulo.errors import CumuloError
+from cumulo.models.batch import KVCache
+from cumulo.models.decoder import Decoder
+from cumulo.models.play.fused import FusedDecoder, why_not
+
+if TYPE_CHECKING:
+    from cumulo.engine.play.runner_cuda import CudaRunner
+
+
+@dataclass(frozen=True, slots=True)
+class Player:
+    runner: "TorchRunner | CudaRunner"
+    runs_on: str  # in words: which code computes
+
+
+def cpu_player(
+    decoder: Decoder,
+    config: EngineConfig,
+    memory: MemoryPlan,
+    eos_ids: tuple[int, ...],
+    guidance: Guidance | None,
+    tell: Callable[[str], None] | None,
+) -> Player:
+    obstacle = why_not(decoder)
+    model: Decoder | FusedDecoder = decoder if obstacle else FusedDecoder(decoder)
+    runs_on = f"PyTorch operators: {obstacle}" if obstacle else "fused native kernels"
+    return Player(_torch_runner(model, decoder, config, memory, eos_ids, guidance), runs_on)
+
+
+def gpu_player(
+    decoder: Decoder,
+    config: EngineConfig,
+    memory: MemoryPlan,
+    eos_ids: tuple[int, ...],
+    guidance: Guidance | None,
+    tell: Callable[[str], None] | None,
+) -> Player:
+    from cumulo.engine.play.runner_cuda import CudaRunner
+    from cumulo.models.play import cuda_decoder
+
+    name = torch.cuda.get_device_name()
+    obstacle = cuda_decoder.why_not(decoder)
+    if obstacle is not None:
+        refuse_kernel_options(config, obstacle)
+        runner = _torch_runner(decoder, decoder, config, memory, eos_ids, guidance)
+        return Player(runner, f"PyTorch operators on {name}: {obstacle}")
+    if tell is not None:
+        tell("preparing the GPU")
+    model = cuda_decoder.CudaDecoder(
+        decoder,
+        config.max_tokens_per_step,
+        config.max_running,
+        fp8_weights=config.weights == "fp8",
+        batch_invariant=config.batch_invariant,
+    )
+    cache = KVCache(
+        decoder.spec,
+        memory.kv_blocks,
+        config.block_size,
+        _kv_dtype(config, decoder.dtype),
+        decoder.final_norm.weight.device,
+    )
+    cuda_runner = CudaRunner(
+        model,
+        cache,
+        max_slots=config.max_running,
+        max_context=memory.max_context,
+        eos_token_ids=eos_ids,
+        host_blocks=memory.host_blocks,
+        guidance=guidance,
+        graphs=config.cuda_graphs,
+    )
+    return Player(cuda_runner, f"GPU kernels on {name}")
+
+
+def refuse_kernel_options(config: EngineConfig, obstacle: str) -> None:
+    """Options that only the GPU's kernels have must not be dropped in silence."""
+    for name, usual in (("weights", "auto"), ("kv_dtype", "auto"), ("batch_invariant", False)):
+        value = getattr(config, name)
+        if value != usual:
+            raise CumuloError(
+                f"{name}={value} was asked for, but this model runs on PyTorch operators, which do not have it "
+                f"({obstacle}); leave {name} out"
+            )
+
+
+def _torch_runner(
+    model: Decoder | FusedDecoder,
+    decoder: Decoder,
+    config: EngineConfig,
+    memory: MemoryPlan,
+    eos_ids: tuple[int, ...],
+    guidance: Guidance | None,
+) -> TorchRunner:
+    cache = KVCache(
+        decoder.spec, memory.kv_blocks, config.block_size, decoder.dtype, decoder.final_norm.weight.device
+    )
+    return TorchRunner(
+        model,
+        cache,
+        max_slots=config.max_running,
+        max_context=memory.max_context,
+        eos_token_ids=eos_ids,
+        host_blocks=memory.host_blocks,
+        overlap=config.overlap,
+        threads=config.threads,
+        guidance=guidance,
+    )
+
+
+def _kv_dtype(config: EngineConfig, dtype: torch.dtype) -> torch.dtype:
+    return torch.float8_e4m3fn if config.kv_dtype == "fp8" else dtype

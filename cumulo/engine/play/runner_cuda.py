@@ -1,0 +1,387 @@
+"""CudaRunner: plays StepPlans on one GPU. The engine submits plans; it decides nothing itself.
+
+A step is one copy of a few words and one launch of a captured graph, which reads the tokens the step before has
+drawn, computes, draws, and writes them where the next step reads them. Nobody waits: the host fetches a step's
+tokens when they have arrived, while the next steps already run. Draws that need the host (guides, penalties,
+log-probabilities) wait for it, in their own steps only.
+"""
+
+import logging
+import time
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from cumulo.engine.decide.plan import StepPlan, StepResult, TokenLogprobs
+from cumulo.engine.guides.guided import Guidance
+from cumulo.engine.play.device_slots import DeviceSlots
+from cumulo.engine.play.runner_torch import held_weight_bytes
+from cumulo.engine.play.slot_table import SlotTable, StepRows
+from cumulo.engine.play.step_words import StepShape, draw_words, gained_blocks, have_cuts, pack, shape_of
+from cumulo.engine.play.swap_pool import SwapPool
+from cumulo.engine.sampling.sampler import Drawn, draw, token_logprobs
+from cumulo.kernels.cuda.attention.latent_plan import LatentPlan
+from cumulo.kernels.cuda.attention.paged_attention import AttentionPlan
+from cumulo.kernels.cuda.elementwise.rms_norm import rms_norm
+from cumulo.kernels.cuda.sampling.sample import SampleBuffers, sample
+from cumulo.kernels.cuda.sampling.sample_cuts import CutBuffers, sample_with_cuts
+from cumulo.models.batch import KVCache
+from cumulo.models.play.cuda_decoder import CudaDecoder, StepTensors
+
+log = logging.getLogger(__name__)
+
+_CAPTURED_TOKENS = 2048  # larger steps keep the GPU busy longer than the host needs to launch them
+_MOST_GRAPHS = 96
+_RESULTS = 8  # steps whose tokens may be on their way to the host
+_PROMPT_LOGIT_ROWS = 64
+
+
+class CudaRunner:
+    def __init__(
+        self,
+        model: CudaDecoder,
+        cache: KVCache,
+        *,
+        max_slots: int,
+        max_context: int,
+        eos_token_ids: Sequence[int] = (),
+        host_blocks: int = 0,
+        guidance: Guidance | None = None,
+        graphs: bool = True,
+    ) -> None:
+        self.model, self.cache, self.device = model, cache, cache.key_storage.device
+        self.table = SlotTable(max_slots, max_context, cache.block_size, eos_token_ids, guidance)
+        self.slots = DeviceSlots(max_slots, max_context, cache.block_size, model.max_tokens, self.device)
+        self.pool = SwapPool(cache, host_blocks) if host_blocks else None
+        self._most = StepShape(model.max_tokens, max_slots, min(max_slots, model.max_outputs))
+        self._buffers = SampleBuffers(max_slots, model.spec.vocab_size, self.device)
+        self._cut_buffers = CutBuffers(max_slots, model.spec.vocab_size, self.device)
+        self._picked = torch.zeros(max_slots, dtype=torch.int32, device=self.device)
+        on_gpu = self.device.type == "cuda"
+        self._arrived = [
+            torch.zeros(max_slots, dtype=torch.int32, pin_memory=on_gpu) for _ in range(_RESULTS)
+        ]
+        self._pending: deque[_PendingStep] = deque()
+        self._owners = np.zeros(max_slots, dtype=np.int64)  # how many sequences each slot has held so far
+        self._submitted = 0
+        self._plans: dict[StepShape, AttentionPlan | LatentPlan] = {}
+        # Others use its scratch: steps run one after the other.
+        self._largest_plan: AttentionPlan | LatentPlan | None = None
+        self._graphs: dict[StepShape, torch.cuda.CUDAGraph] = {}
+        self._seen: set[StepShape] = set()
+        self._use_graphs = graphs and on_gpu
+        self._memory_pool = torch.cuda.graph_pool_handle() if self._use_graphs else None
+        self._capture_stream = torch.cuda.Stream() if self._use_graphs else None
+        self._closed = False
+
+    # -- the Runner protocol ------------------------------------------------------------------------------
+    @torch.inference_mode()
+    def submit(self, plan: StepPlan) -> "_PendingStep":
+        if self._closed:
+            raise RuntimeError("this runner was closed; no more steps can be submitted")
+        pending = _PendingStep(self, len(plan.draw_slots))
+        try:
+            self._change(plan, pending)
+            if plan.slots:
+                self._compute(plan, pending)
+        except Exception as error:
+            pending.failed = error
+        pending.end()
+        self._pending.append(pending)
+        return pending
+
+    def close(self) -> None:
+        self._settle()
+        self._closed = True
+        self._graphs.clear()
+
+    def memory_bytes(self) -> dict[str, int]:
+        """What this runner holds on the device, by the names of the memory ledger's rows."""
+        held = {"weights": held_weight_bytes(self.model), "kv cache": self.cache.nbytes}
+        held["activations"] = self.model.buffer_bytes - self.model.logits.nbytes
+        held["logits"] = self.model.logits.nbytes + self._buffers.nbytes + self._cut_buffers.nbytes
+        held["token tables"] = self.slots.nbytes
+        if self.device.type == "cuda":
+            free, total = torch.cuda.mem_get_info(self.device)
+            held["libraries and graphs"] = max(0, total - free - sum(held.values()))
+        return held
+
+    def measure_step(self, tokens: int, draws: int) -> int | None:
+        """Nothing to measure: a step works in buffers that are held, and counted, already."""
+        return None
+
+    def measure_swap_s(self) -> float:
+        """Seconds to move one block to the host pool, measured on both empty caches before the first step."""
+        if self.pool is None:
+            return float("inf")
+        pairs = [(block, block) for block in range(min(4, self.cache.blocks, self.pool.blocks))]
+        self.pool.take(pairs)
+        self._synchronise()
+        started_s = time.perf_counter()
+        self.pool.take(pairs)
+        self._synchronise()
+        return (time.perf_counter() - started_s) / len(pairs)
+
+    # -- one step -----------------------------------------------------------------------------------------
+    def _change(self, plan: StepPlan, pending: "_PendingStep") -> None:
+        """Everything a plan changes before it computes, in the order it says."""
+        self.table.end(plan.end)
+        if plan.swap_out or plan.swap_in:
+            if self.pool is None:
+                raise RuntimeError(f"step {plan.index} swaps blocks, but this runner has no host blocks")
+            self.pool.take(plan.swap_out)
+            self.pool.give(plan.swap_in)
+        for new in plan.begin:
+            self._owners[new.slot] += 1
+        pending.of_row, rest = gained_blocks(plan, self.table.block_counts)
+        self.table.apply(plan)
+        self.slots.begin(plan.begin)
+        self.slots.set_blocks(rest)
+        if plan.copies:
+            self.cache.copy_blocks(plan.copies)
+
+    def _compute(self, plan: StepPlan, pending: "_PendingStep") -> None:
+        rows = self.table.rows(plan)
+        draw_rows = np.array(plan.draw_rows, dtype=np.int64)
+        slots = np.array(plan.draw_slots, dtype=np.int64)
+        positions = rows.ends[draw_rows]
+        columns = self.table.columns[slots]
+        cuts = bool(have_cuts(columns, self.model.spec.vocab_size).any())
+        shape = shape_of(int(rows.query_starts[-1]), len(rows.slots), len(slots), self._most, cuts)
+        stage = self.slots.stage()
+        logit_rows = rows.query_starts[draw_rows + 1] - 1
+        pack(stage.array, shape, rows, pending.of_row, logit_rows, draw_words(columns, slots, positions))
+        self.slots.send(stage, shape)
+        wide = bool(plan.prompt_logprob_rows or plan.pool_rows)
+        self._play(shape, captured=not wide)
+        self.table.lengths[slots] = positions + 1  # the tokens themselves follow
+        if wide:
+            self._read_positions(plan, rows, pending)
+        special = self._special(columns, slots, positions)
+        if special.any():
+            self._draw_on_host(np.flatnonzero(special), slots, positions, pending)
+        pending.slots, pending.positions, pending.owners = slots, positions, self._owners[slots]
+
+    def _play(self, shape: StepShape, captured: bool) -> None:
+        graph = self._graphs.get(shape) if captured else None
+        if graph is None and captured and self._use_graphs and shape.tokens <= _CAPTURED_TOKENS:
+            # The first step of a shape runs as it is, which compiles what it needs; the second is captured.
+            if shape in self._seen and len(self._graphs) < _MOST_GRAPHS:
+                graph = self._captured(shape)
+            self._seen.add(shape)
+        if graph is not None:
+            graph.replay()
+        else:
+            self._launch(shape, every_row=not captured)
+
+    def _launch(self, shape: StepShape, every_row: bool = False) -> None:
+        """Every kernel of a step of this shape, from the words to the drawn tokens."""
+        slots = self.slots
+        slots.unpack(shape)
+        attention = self._attention(shape)
+        attention.prepare(
+            slots.query_starts(shape), slots.contexts[: shape.rows], slots.step_tables[: shape.rows]
+        )
+        logit_rows, draws = slots.views(shape)
+        tokens = shape.tokens
+        step = StepTensors(
+            slots.token_ids[:tokens], slots.positions[:tokens], slots.kv_slots[:tokens], logit_rows, attention
+        )
+        logits = self.model.forward(step, self.cache, every_row)
+        if shape.cuts:
+            sample_with_cuts(logits, draws, self._buffers, self._cut_buffers, self._picked, slots.tokens)
+        else:
+            sample(logits, draws, self._buffers, self._picked, slots.tokens)
+
+    def _captured(self, shape: StepShape) -> "torch.cuda.CUDAGraph | None":
+        """A step that cannot be captured (for want of memory, say) can still be launched: no request fails."""
+        try:
+            self._graphs[shape] = self._capture(shape)
+        except Exception:
+            log.exception("%s could not be captured; from now on steps of new shapes are launched", shape)
+            self._use_graphs = False
+        return self._graphs.get(shape)
+
+    def _capture(self, shape: StepShape) -> torch.cuda.CUDAGraph:
+        assert self._capture_stream is not None
+        graph = torch.cuda.CUDAGraph()
+        current = torch.cuda.current_stream()
+        self._capture_stream.wait_stream(current)
+        with torch.cuda.stream(self._capture_stream):
+            graph.capture_begin(pool=self._memory_pool, capture_error_mode="thread_local")
+            try:
+                self._launch(shape)
+            except BaseException:
+                with suppress(Exception):  # it would say only that the capture was broken off
+                    graph.capture_end()
+                raise
+            graph.capture_end()
+        current.wait_stream(self._capture_stream)
+        return graph
+
+    def _attention(self, shape: StepShape) -> AttentionPlan | LatentPlan:
+        shape = replace(shape, cuts=False)  # attention does not see how tokens are drawn
+        plan = self._plans.get(shape)
+        if plan is None:
+            plan = self._plans[shape] = self.model.attention_plan(
+                shape.tokens, shape.rows, shape.decodes_only, self.cache, self.slots.tables.shape[1],
+                share_scratch_with=self._largest_plan,
+            )  # fmt: skip
+            if self._largest_plan is None or plan.nbytes > self._largest_plan.nbytes:
+                self._largest_plan = plan
+        return plan
+
+    # -- what needs the host ------------------------------------------------------------------------------
+    def _special(
+        self, columns: NDArray[np.void], slots: NDArray[np.int64], positions: NDArray[np.int64]
+    ) -> NDArray[np.bool_]:
+        """Draws that the device cannot make alone."""
+        special: NDArray[np.bool_] = columns["edited"] | (columns["logprobs"] >= 0)
+        special |= positions - self.table.prompt_lengths[slots] < self.table.min_tokens[slots]
+        if self.table.guided:
+            special |= np.array([params is not None and params.guide is not None for params in
+                                 (self.table.params[slot] for slot in slots.tolist())], dtype=bool)  # fmt: skip
+        return special
+
+    def _draw_on_host(
+        self,
+        draws: NDArray[np.int64],
+        slots: NDArray[np.int64],
+        positions: NDArray[np.int64],
+        pending: "_PendingStep",
+    ) -> None:
+        """Draw these again with everything their parameters ask for; what the device drew is replaced."""
+        self._settle()  # penalties and guides look at the tokens so far
+        logits = self.model.logits[torch.from_numpy(draws).to(self.device)]
+        chosen, where = slots[draws], positions[draws]
+        batch = self.table.draw_batch(chosen, where, np.arange(len(draws)), logits.shape[-1])
+        drawn = draw(logits, batch)
+        pending.host_draws, pending.drawn = draws, drawn
+        self.slots.set_tokens(list(zip(chosen.tolist(), where.tolist(), drawn.tokens.tolist(), strict=True)))
+
+    def _read_positions(self, plan: StepPlan, rows: StepRows, pending: "_PendingStep") -> None:
+        """Log-probabilities of prompt tokens, and sums of hidden states for embeddings."""
+        norm, stream = self.model.decoder.final_norm.weight, self.model.stream
+
+        def hidden(positions: NDArray[np.int64]) -> Tensor:
+            picked = torch.from_numpy(positions.astype(np.int32)).to(self.device)
+            return rms_norm(stream, norm, self.model.spec.norm_eps, rows=picked)
+
+        for row in plan.prompt_logprob_rows:
+            slot, start = int(rows.slots[row]), int(rows.starts[row])
+            count = min(int(rows.counts[row]), int(self.table.prompt_lengths[slot]) - 1 - start)
+            params, entries = self.table.params[slot], list[TokenLogprobs]()
+            wanted = (params.prompt_logprobs or 0) if params is not None else 0
+            for first in range(0, max(0, count), _PROMPT_LOGIT_ROWS):
+                size = min(_PROMPT_LOGIT_ROWS, count - first)
+                logits = self.model.logits_of(
+                    hidden(int(rows.query_starts[row]) + first + np.arange(size))
+                ).float()
+                begin = start + first + 1
+                tokens = self.table.tokens[slot, begin : begin + size].astype(np.int64)
+                entries += token_logprobs(logits, tokens, np.full(size, wanted))
+            pending.prompt_logprobs[row] = entries
+        for row, first in zip(plan.pool_rows, plan.pool_starts, strict=True):
+            begin = int(rows.query_starts[row]) + first - int(rows.starts[row])
+            states = hidden(np.arange(begin, int(rows.query_starts[row + 1])))
+            pending.pooled.append(states.sum(dim=0, dtype=torch.float64).cpu().numpy())
+
+    # -- results ------------------------------------------------------------------------------------------
+    def _settle(self) -> None:
+        """Wait for the tokens of every step submitted so far and enter them into the host's table."""
+        while self._pending:
+            self._pending[0].arrive()
+
+    def _synchronise(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.current_stream().synchronize()
+
+    def send_back(self, draws: int) -> tuple[Tensor, "torch.cuda.Event | None"]:
+        """Start the copy of the drawn tokens to the host."""
+        target = self._arrived[self._submitted % _RESULTS]
+        while len(self._pending) >= _RESULTS:
+            self._pending[0].arrive()
+        self._submitted += 1
+        target[:draws].copy_(self._picked[:draws], non_blocking=True)
+        if self.device.type != "cuda":
+            return target, None
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return target, event
+
+
+class _PendingStep:
+    """A step on its way. `result` waits for it; until then it only knows what the host has computed itself."""
+
+    def __init__(self, runner: CudaRunner, draws: int) -> None:
+        self._runner, self._draws = runner, draws
+        self._submitted_s = time.perf_counter()
+        self._started = torch.cuda.Event(enable_timing=True) if runner.device.type == "cuda" else None
+        if self._started is not None:
+            self._started.record()
+        self.of_row: dict[int, tuple[int, int]] = {}
+        self.slots = self.positions = self.owners = np.zeros(0, dtype=np.int64)
+        self.host_draws: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
+        self.drawn: Drawn | None = None
+        self.prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
+        self.pooled: list[NDArray[np.float64]] = []
+        self.failed: Exception | None = None
+        self._result: StepResult | None = None
+        self._ended: torch.cuda.Event | None = None
+
+    def end(self) -> None:
+        """Everything has been launched: from here on only time has to pass."""
+        if self.failed is None:
+            try:
+                self._target, self._ended = self._runner.send_back(self._draws)
+            except Exception as error:
+                self.failed = error
+
+    def result(self) -> StepResult:
+        while self._result is None and self.failed is None:
+            self._runner._pending[0].arrive()  # steps arrive in order
+        if self.failed is not None:
+            self.arrive()
+            raise self.failed
+        assert self._result is not None
+        return self._result
+
+    def arrive(self) -> None:
+        """Wait for the tokens, enter them into the host's table, and make the result of them."""
+        pending = self._runner._pending
+        if pending and pending[0] is self:
+            pending.popleft()
+        if self.failed is not None or self._result is not None:
+            return
+        try:
+            if self._ended is not None:
+                self._ended.synchronize()
+            finished_s = time.perf_counter()
+            tokens = self._target[: self._draws].numpy().astype(np.int64)
+        except Exception as error:  # a kernel failed: this is the first the host hears of it
+            self.failed = error
+            return
+        elapsed_s = finished_s - self._submitted_s
+        if self._started is not None and self._ended is not None:
+            elapsed_s = self._started.elapsed_time(self._ended) / 1e3
+        result = StepResult(tokens=[], started_s=finished_s - elapsed_s, finished_s=finished_s)
+        if self.drawn is not None:
+            tokens[self.host_draws] = self.drawn.tokens
+            places = self.host_draws.tolist()
+            result.logprobs = {places[index]: entry for index, entry in self.drawn.logprobs.items()}
+            result.errors = {places[index]: error for index, error in self.drawn.errors.items()}
+        for draw_index in np.flatnonzero(tokens < 0).tolist():
+            result.errors[draw_index] = "the model returned NaN or infinite logits"
+        tokens = np.maximum(tokens, 0)
+        # A slot may have been given to another sequence since: a late token must not land in its text.
+        still = self.owners == self._runner._owners[self.slots]
+        self._runner.table.tokens[self.slots[still], self.positions[still]] = tokens[still]
+        result.tokens = tokens.tolist()
+        result.prompt_logprobs, result.pooled = self.prompt_logprobs, self.pooled
+        self._result = result

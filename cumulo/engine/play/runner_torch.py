@@ -1,0 +1,264 @@
+"""TorchRunner: plays StepPlans on a decoder. The engine submits plans; it decides nothing itself.
+
+One step is: apply the plan's changes, one forward pass over all its tokens, draw. With `overlap` a worker
+thread does this while the caller plans the next step; the order of plans is kept either way.
+"""
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from cumulo.base.machine_memory import PeakMemory
+from cumulo.engine.decide.params import SamplingParams
+from cumulo.engine.decide.plan import NewSlot, StepPlan, StepResult, TokenLogprobs
+from cumulo.engine.guides.guided import Guidance
+from cumulo.engine.play.embedding import Vector
+from cumulo.engine.play.slot_table import SlotTable, StepRows
+from cumulo.engine.sampling.sampler import draw, token_logprobs
+from cumulo.models.batch import KVCache
+
+# Prompt log-probabilities need logits at every position; this many positions at a time bound their memory.
+_PROMPT_LOGIT_ROWS = 64
+
+
+class TorchRunner:
+    """The real player. `model` is a Decoder (forward gives hidden states, `logits` turns them into logits)
+    or a model whose forward gives logits at once.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        cache: KVCache,
+        *,
+        max_slots: int,
+        max_context: int,
+        eos_token_ids: Sequence[int] = (),
+        host_blocks: int = 0,
+        overlap: bool = False,
+        threads: int | None = None,
+        guidance: Guidance | None = None,
+    ) -> None:
+        self.model, self.cache = model, cache
+        self.device = cache.key_storage.device
+        self.table = SlotTable(max_slots, max_context, cache.block_size, eos_token_ids, guidance)
+        self.host_cache = (
+            KVCache(cache.spec, host_blocks, cache.block_size, cache.key_storage.dtype)
+            if host_blocks
+            else None
+        )
+        self._two_stages = callable(getattr(model, "logits", None))
+        self._closed = False
+        self._worker: ThreadPoolExecutor | None = None
+        if overlap:
+            # torch keeps a thread count per calling thread, so the worker sets its own.
+            count = threads or torch.get_num_threads()
+            self._worker = ThreadPoolExecutor(
+                max_workers=1,
+                thread_name_prefix="cumulo-runner",
+                initializer=torch.set_num_threads,
+                initargs=(count,),
+            )
+        elif threads is not None:
+            torch.set_num_threads(threads)
+
+    def submit(self, plan: StepPlan) -> "Future[StepResult]":
+        """Execute the plan, now or in the worker thread; what goes wrong is raised by `.result()`."""
+        if self._closed:
+            raise RuntimeError("this runner was closed; no more steps can be submitted")
+        if self._worker is not None:
+            return self._worker.submit(self._execute, plan)
+        done: Future[StepResult] = Future()
+        try:
+            done.set_result(self._execute(plan))
+        except Exception as error:
+            done.set_exception(error)
+        return done
+
+    def close(self) -> None:
+        """Finish what was submitted and stop the worker."""
+        self._closed = True
+        if self._worker is not None:
+            self._worker.shutdown(wait=True)
+
+    def memory_bytes(self) -> dict[str, int]:
+        """What this runner holds, by the names of the memory ledger's rows."""
+        held = {"weights": held_weight_bytes(self.model), "kv cache": self.cache.nbytes}
+        if self.device.type != "cpu":  # tables and swap pool are the host's, the ledger is the device's
+            return held
+        held["token tables"] = self.table.nbytes
+        if self.host_cache is not None:
+            held["swap pool"] = self.host_cache.nbytes
+        return held
+
+    def measure_step(self, tokens: int, draws: int) -> int | None:
+        """Peak memory of a step of this size beyond what is held: the ledger's activations and logits.
+
+        For an idle runner only, best before its first step: it computes nonsense into the first blocks.
+        """
+        rows = max(1, draws)
+        counts = [tokens // rows + (row < tokens % rows) for row in range(rows)]
+        slots = list(range(rows))
+        plan = StepPlan(-1, slots=slots, starts=[0] * rows, counts=counts)
+        for slot, count in zip(slots, counts, strict=True):
+            blocks = [index % self.cache.blocks for index in range(-(-count // self.cache.block_size))]
+            plan.begin.append(NewSlot(slot, [0] * count, count, blocks, SamplingParams(top_p=0.9), 0))
+        plan.draw_rows = plan.draw_slots = slots[:draws]
+        touched = {block for new in plan.begin for block in new.blocks}
+        for storage in (self.cache.key_storage, self.cache.value_storage):
+            storage[:, sorted(touched)] = 0  # commits the cache's pages: they are not this step's
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+            before = torch.cuda.memory_allocated(self.device)
+            self.submit(plan).result()
+            taken: int | None = torch.cuda.max_memory_allocated(self.device) - before
+        else:
+            with PeakMemory() as peak:
+                self.submit(plan).result()
+            taken = peak.bytes
+        self.submit(StepPlan(-1, end=slots)).result()
+        return taken
+
+    def measure_swap_s(self) -> float:
+        """Seconds to move one block to the host pool, measured on both empty caches before the first step."""
+        if self.host_cache is None:
+            return float("inf")
+        pairs = [(block, block) for block in range(min(4, self.cache.blocks, self.host_cache.blocks))]
+        _copy_between(self.cache, self.host_cache, pairs)  # touches the pages
+        started_s = time.perf_counter()
+        _copy_between(self.cache, self.host_cache, pairs)
+        return (time.perf_counter() - started_s) / len(pairs)
+
+    # -- one step -----------------------------------------------------------------------------------------
+    @torch.inference_mode()
+    def _execute(self, plan: StepPlan) -> StepResult:
+        started_s = time.perf_counter()
+        self.table.end(plan.end)
+        self._move_blocks(plan)
+        self.table.apply(plan)
+        self.cache.copy_blocks(plan.copies)
+        result = self._compute(plan) if plan.slots else StepResult(tokens=[])
+        result.started_s, result.finished_s = started_s, time.perf_counter()
+        return result
+
+    def _move_blocks(self, plan: StepPlan) -> None:
+        if not (plan.swap_out or plan.swap_in):
+            return
+        if self.host_cache is None:
+            raise RuntimeError(f"step {plan.index} swaps blocks, but this runner has no host blocks")
+        _copy_between(self.cache, self.host_cache, plan.swap_out)
+        _copy_between(self.host_cache, self.cache, plan.swap_in)
+
+    def _compute(self, plan: StepPlan) -> StepResult:
+        rows = self.table.rows(plan)
+        draw_rows = np.array(plan.draw_rows, dtype=np.int64)
+        drawn_from, logit_row_of_draw = np.unique(draw_rows, return_inverse=True)
+        last_tokens = rows.query_starts[drawn_from + 1] - 1
+        prompts = {row: self._prompt_positions(rows, row) for row in plan.prompt_logprob_rows}
+        pools = [
+            np.arange(rows.query_starts[row] + first - rows.starts[row], rows.query_starts[row + 1])
+            for row, first in zip(plan.pool_rows, plan.pool_starts, strict=True)
+        ]
+        # Logits are wanted at the last token of every drawn row, then at prompt positions; hidden states
+        # themselves where embeddings are made.
+        wanted = [
+            last_tokens,
+            *(int(rows.query_starts[row]) + positions for row, positions in prompts.items()),
+            *pools,
+        ]
+        batch = self.table.forward_batch(rows, np.concatenate(wanted), self.device)
+        output = self.model.forward(batch, self.cache)
+
+        result = StepResult(tokens=[])
+        offset = len(last_tokens)
+        for row, positions in prompts.items():
+            result.prompt_logprobs[row] = self._prompt_logprobs(
+                output[offset : offset + len(positions)], int(rows.slots[row]), int(rows.starts[row])
+            )
+            offset += len(positions)
+        for positions in pools:
+            result.pooled.append(self._sum(output[offset : offset + len(positions)]))
+            offset += len(positions)
+        if len(draw_rows):
+            logits = self._logits(output[: len(last_tokens)])
+            self._draw(plan, rows, logits, draw_rows, logit_row_of_draw, result)
+        return result
+
+    def _draw(
+        self,
+        plan: StepPlan,
+        rows: StepRows,
+        logits: Tensor,
+        draw_rows: NDArray[np.int64],
+        logit_rows: NDArray[np.int64],
+        result: StepResult,
+    ) -> None:
+        slots = np.array(plan.draw_slots, dtype=np.int64)
+        positions = rows.ends[draw_rows]
+        drawn = draw(logits, self.table.draw_batch(slots, positions, logit_rows, logits.shape[-1]))
+        self.table.write_drawn(slots, positions, drawn.tokens)
+        result.tokens = drawn.tokens.tolist()
+        result.logprobs, result.errors = drawn.logprobs, drawn.errors
+
+    def _logits(self, output: Tensor) -> Tensor:
+        return self.model.logits(output) if self._two_stages else output
+
+    def _sum(self, hidden: Tensor) -> Vector:
+        if not self._two_stages:
+            raise RuntimeError("embeddings need hidden states, and this model gives only logits")
+        total: Vector = hidden.sum(dim=0, dtype=torch.float64).cpu().numpy()
+        return total
+
+    # -- prompt log-probabilities -------------------------------------------------------------------------
+    def _prompt_positions(self, rows: StepRows, row: int) -> NDArray[np.int64]:
+        """Offsets into the row of the tokens whose successor is a prompt token."""
+        prompt_length = int(self.table.prompt_lengths[rows.slots[row]])
+        return np.arange(max(0, min(int(rows.counts[row]), prompt_length - 1 - int(rows.starts[row]))))
+
+    def _prompt_logprobs(self, output: Tensor, slot: int, start: int) -> list[TokenLogprobs]:
+        """Of the model's own distribution: bias and penalties shape what is drawn, not what was given."""
+        params = self.table.params[slot]
+        count = (params.prompt_logprobs or 0) if params is not None else 0
+        entries: list[TokenLogprobs] = []
+        for first in range(0, len(output), _PROMPT_LOGIT_ROWS):
+            logits = self._logits(output[first : first + _PROMPT_LOGIT_ROWS])
+            if logits.dtype not in (torch.float32, torch.float64):
+                logits = logits.float()
+            begin = start + first + 1
+            tokens = self.table.tokens[slot, begin : begin + len(logits)].astype(np.int64)
+            entries += token_logprobs(logits, tokens, np.full(len(tokens), count))
+        return entries
+
+
+def held_weight_bytes(model: Any) -> int:
+    """Bytes of a model's parameters and of what its matrices were packed into, each storage counted once."""
+    model = getattr(model, "decoder", model)  # a fused decoder shares the weights of the one it was made from
+    if not isinstance(model, torch.nn.Module):
+        return 0
+    total = sum(parameter.nbytes for parameter in model.parameters())
+    for module in model.modules():
+        packed = getattr(
+            module, "packed", None
+        )  # a Linear has one or none, a stack of experts a dict of lists
+        groups = packed.values() if isinstance(packed, dict) else [[packed]] if packed is not None else []
+        total += sum(int(weight.nbytes) for group in groups for weight in group)
+    return total
+
+
+def _copy_between(source: KVCache, target: KVCache, pairs: list[tuple[int, int]]) -> None:
+    """Copy whole blocks, all layers, from one cache to another."""
+    if not pairs:
+        return
+    sources = torch.tensor([pair[0] for pair in pairs], device=source.key_storage.device)
+    targets = torch.tensor([pair[1] for pair in pairs], device=target.key_storage.device)
+    for taken, given in (
+        (source.key_storage, target.key_storage),
+        (source.value_storage, target.value_storage),
+    ):
+        given.index_copy_(1, targets, taken.index_select(1, sources).to(given.device))

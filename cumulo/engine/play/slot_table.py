@@ -1,0 +1,258 @@
+"""The runner's memory of live sequences: tokens, block tables and sampling parameters, one row per slot.
+
+Plans carry only changes, so a step of a thousand decoding sequences is read out of these arrays with a few
+array operations. Only beginnings and block changes are handled one by one.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from cumulo.engine.decide.params import SamplingParams
+from cumulo.engine.decide.plan import StepPlan
+from cumulo.engine.guides.guided import Guidance, GuidedSlots
+from cumulo.engine.sampling.random_numbers import seed_bits
+from cumulo.engine.sampling.sampler import DRAW_COLUMNS, DrawBatch, LogitEdits
+from cumulo.models.batch import ForwardBatch
+
+_NOTHING = np.zeros(0, dtype=np.int64)
+# A temperature below this leaves no second candidate at float precision; it keeps 0 / 0 out of the sampler.
+_COLDEST = 1e-30
+
+
+@dataclass(slots=True)
+class StepRows:
+    """A plan's row columns as arrays, and where each row's tokens begin among the step's tokens."""
+
+    slots: NDArray[np.int64]
+    starts: NDArray[np.int64]
+    counts: NDArray[np.int64]
+    query_starts: NDArray[np.int64]  # [rows + 1]
+
+    @property
+    def ends(self) -> NDArray[np.int64]:
+        return self.starts + self.counts
+
+
+class SlotTable:
+    """Owns the per-slot state of one runner. Only the runner's thread touches it."""
+
+    def __init__(
+        self,
+        max_slots: int,
+        max_context: int,
+        block_size: int,
+        eos_token_ids: Sequence[int] = (),
+        guidance: Guidance | None = None,
+    ) -> None:
+        self.block_size, self.max_context = block_size, max_context
+        self.eos_token_ids = tuple(eos_token_ids)
+        # Zeroed memory of this size is only reserved: the system commits a page when it is first written,
+        # so what is used grows with the tokens held, not with max_slots * max_context.
+        self.tokens = np.zeros((max_slots, max_context + 1), dtype=np.int32)
+        self.tables = np.zeros((max_slots, -(-(max_context + 1) // block_size)), dtype=np.int32)
+        self.lengths = np.zeros(max_slots, dtype=np.int64)  # tokens known
+        self.block_counts = np.zeros(max_slots, dtype=np.int64)
+        self.prompt_lengths = np.zeros(max_slots, dtype=np.int64)
+        self.min_tokens = np.zeros(max_slots, dtype=np.int64)
+        self.columns = np.zeros(max_slots, dtype=DRAW_COLUMNS)
+        self.params: list[SamplingParams | None] = [None] * max_slots
+        self.guided = GuidedSlots(guidance)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes reserved; those committed are fewer (see __init__)."""
+        arrays = (self.tokens, self.tables, self.lengths, self.block_counts, self.columns)
+        return sum(array.nbytes for array in arrays)
+
+    # -- changes ------------------------------------------------------------------------------------------
+    def apply(self, plan: StepPlan) -> None:
+        """The plan's begin, extend and replace, in this order."""
+        for new in plan.begin:
+            self.tokens[new.slot, : len(new.tokens)] = new.tokens
+            self.lengths[new.slot] = len(new.tokens)
+            self.prompt_lengths[new.slot] = new.prompt_length
+            self._set_blocks(new.slot, new.blocks)
+            self._set_params(new.slot, new.params, new.seed, new.sample_index)
+        for slot, block in plan.extend:
+            self.tables[slot, self.block_counts[slot]] = block
+            self.block_counts[slot] += 1
+        for slot, index, block in plan.replace:
+            self.tables[slot, index] = block
+
+    def write_drawn(
+        self, slots: NDArray[np.int64], positions: NDArray[np.int64], tokens: NDArray[np.int64]
+    ) -> None:
+        self.tokens[slots, positions] = tokens
+        self.lengths[slots] = positions + 1
+
+    def end(self, slots: list[int]) -> None:
+        for slot in slots:
+            self.lengths[slot] = self.block_counts[slot] = 0
+            self.params[slot] = None
+            self.guided.end(slot)
+
+    def _set_blocks(self, slot: int, blocks: list[int]) -> None:
+        self.tables[slot, : len(blocks)] = blocks
+        self.block_counts[slot] = len(blocks)
+
+    def _set_params(self, slot: int, params: SamplingParams, seed: int, sample_index: int) -> None:
+        logprobs = -1 if params.logprobs is None else params.logprobs
+        if params.best_of is not None:
+            logprobs = max(logprobs, 0)  # the samples are ranked by theirs
+        if params.beam_width is not None:
+            # Enough for `width` continuations that do not end, however many end tokens come before them.
+            width = params.beam_width
+            ends = len(self.eos_token_ids) + len(params.stop_token_ids)
+            logprobs = max(logprobs, 2 * width, width + ends)
+        penalised = params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty
+        self.params[slot] = params
+        self.guided.begin(slot, params.guide)
+        self.min_tokens[slot] = params.min_tokens
+        self.columns[slot] = (
+            max(params.temperature, _COLDEST),
+            params.top_k,
+            params.top_p,
+            params.min_p,
+            params.repetition_penalty,
+            params.presence_penalty,
+            params.frequency_penalty,
+            seed_bits(seed),
+            sample_index,
+            params.greedy or params.beam_width is not None,
+            logprobs,
+            bool(penalised or params.logit_bias),
+        )
+
+    # -- reading ------------------------------------------------------------------------------------------
+    def rows(self, plan: StepPlan) -> StepRows:
+        """The plan's rows, checked against what the slots hold: a wrong plan must not compute garbage."""
+        slots = np.array(plan.slots, dtype=np.int64)
+        starts = np.array(plan.starts, dtype=np.int64)
+        counts = np.array(plan.counts, dtype=np.int64)
+        query_starts = np.zeros(len(slots) + 1, dtype=np.int64)
+        np.cumsum(counts, out=query_starts[1:])
+        rows = StepRows(slots, starts, counts, query_starts)
+        wrong = (counts < 1) | (starts < 0) | (rows.ends > self.lengths[slots])
+        wrong |= rows.ends > self.block_counts[slots] * self.block_size
+        if wrong.any():
+            row = int(np.flatnonzero(wrong)[0])
+            slot = int(slots[row])
+            raise RuntimeError(
+                f"step {plan.index} computes tokens {starts[row]} to {rows.ends[row]} of slot {slot}, which "
+                f"holds {self.lengths[slot]} tokens and {self.block_counts[slot]} blocks of {self.block_size}"
+            )
+        return rows
+
+    def forward_batch(
+        self, rows: StepRows, logit_rows: NDArray[np.int64], device: torch.device | str = "cpu"
+    ) -> ForwardBatch:
+        """The decoder's input for all rows of a step, without a loop over them."""
+        ends = rows.ends
+        if int(rows.query_starts[-1]) == len(rows.slots):  # every row is one token: a pure decode step
+            token_slots, positions = rows.slots, rows.starts
+        else:
+            token_slots = np.repeat(rows.slots, rows.counts)
+            first = np.repeat(rows.starts - rows.query_starts[:-1], rows.counts)
+            positions = first + np.arange(len(token_slots))
+        blocks = self.tables[token_slots, positions // self.block_size].astype(np.int64)
+        widest = -(-int(ends.max()) // self.block_size)
+
+        def tensor(array: NDArray[np.generic], dtype: type[np.generic]) -> torch.Tensor:
+            return torch.from_numpy(array.astype(dtype)).to(device)
+
+        return ForwardBatch(
+            token_ids=tensor(self.tokens[token_slots, positions], np.int64),
+            positions=tensor(positions, np.int64),
+            slots=tensor(blocks * self.block_size + positions % self.block_size, np.int64),
+            query_starts=tensor(rows.query_starts, np.int32),
+            context_lengths=tensor(ends, np.int32),
+            block_tables=tensor(self.tables[rows.slots, :widest], np.int32),
+            logit_rows=tensor(logit_rows, np.int64),
+        )
+
+    def draw_batch(
+        self,
+        slots: NDArray[np.int64],
+        positions: NDArray[np.int64],
+        logit_rows: NDArray[np.int64],
+        vocabulary: int,
+    ) -> DrawBatch:
+        """The sampler's input for draws into `slots` at `positions`."""
+        columns = self.columns[slots]
+        short = positions - self.prompt_lengths[slots] < self.min_tokens[slots]
+        batch = DrawBatch(logit_rows, positions, columns)
+        if self.guided:
+            masks = self.guided.masks(slots, positions, self.prompt_lengths, self.tokens, vocabulary)
+            batch.masks = masks
+            if masks is not None and short.any():
+                # A complete answer ends: min_tokens yields where the guide allows nothing but the end.
+                for row, draw in enumerate(masks.draws.tolist()):
+                    short[draw] &= masks.allows_others(row, self._ends(int(slots[draw]), vocabulary))
+        if columns["edited"].any() or short.any():
+            edited = np.flatnonzero(columns["edited"] | short)
+            batch.edits = self._edits(edited, slots, positions, short, vocabulary)
+        return batch
+
+    def _edits(
+        self,
+        draws: NDArray[np.int64],
+        slots: NDArray[np.int64],
+        positions: NDArray[np.int64],
+        short: NDArray[np.bool_],
+        vocabulary: int,
+    ) -> LogitEdits:
+        """Which single logits change. Penalties are read off the tokens themselves, so there is no second
+        record of them that a forked or resumed sequence could leave stale.
+        """
+        bias: list[tuple[int, int, float]] = []
+        seen: list[tuple[int, NDArray[np.int32]]] = []
+        output: list[tuple[int, NDArray[np.int32]]] = []
+        forbidden: list[tuple[int, tuple[int, ...]]] = []
+        for draw in draws.tolist():
+            slot, position = int(slots[draw]), int(positions[draw])
+            params = self.params[slot]
+            if params is None:
+                raise RuntimeError(f"a token is drawn for slot {slot}, which holds no sequence")
+            # Tokens the model has no logit for cannot be drawn: there is nothing to change.
+            bias += [(draw, token, value) for token, value in params.logit_bias.items() if token < vocabulary]
+            if params.repetition_penalty != 1:
+                seen.append((draw, self.tokens[slot, :position]))
+            if params.presence_penalty or params.frequency_penalty:
+                output.append((draw, self.tokens[slot, int(self.prompt_lengths[slot]) : position]))
+            if short[draw]:
+                forbidden.append((draw, self._ends(slot, vocabulary)))
+        seen_draws, seen_tokens = _pairs(seen)
+        output_draws, output_tokens = _pairs(output)
+        forbidden_draws, forbidden_tokens = _pairs(forbidden)
+        return LogitEdits(
+            bias_draws=np.array([draw for draw, _, _ in bias], dtype=np.int64),
+            bias_tokens=np.array([token for _, token, _ in bias], dtype=np.int64),
+            bias_values=np.array([value for _, _, value in bias], dtype=np.float64),
+            seen_draws=seen_draws,
+            seen_tokens=seen_tokens,
+            output_draws=output_draws,
+            output_tokens=output_tokens,
+            forbidden_draws=forbidden_draws,
+            forbidden_tokens=forbidden_tokens,
+        )
+
+    def _ends(self, slot: int, vocabulary: int) -> tuple[int, ...]:
+        """Tokens that would end the slot's sequence."""
+        params = self.params[slot]
+        ends = {*self.eos_token_ids, *(params.stop_token_ids if params is not None else ())}
+        return tuple(token for token in ends if token < vocabulary)
+
+
+def _pairs(
+    groups: Sequence[tuple[int, NDArray[np.int32] | tuple[int, ...]]],
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """[(draw, tokens), ...] as two flat columns."""
+    if not groups:
+        return _NOTHING, _NOTHING
+    counts = [len(tokens) for _, tokens in groups]
+    draws = np.repeat(np.array([draw for draw, _ in groups], dtype=np.int64), counts)
+    return draws, np.concatenate([np.asarray(tokens, dtype=np.int64) for _, tokens in groups])

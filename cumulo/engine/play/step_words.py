@@ -1,0 +1,164 @@
+"""StepWords: a step's plan as one array of int32 words, so that one copy takes it to the device. Used by
+CudaRunner.
+
+A CUDA graph is captured for fixed sizes, so a step is rounded up to a shape: rows, tokens and draws that only
+fill it up have slot -1 and do nothing. The layout of the words follows from the shape alone.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cumulo.engine.decide.plan import StepPlan
+from cumulo.engine.play.slot_table import StepRows
+
+# Columns of a draw, in the sampling kernel's order (kernels/cuda/sampling/sample.py). Floats travel as their bits.
+DRAW_WORDS = (
+    "slot",
+    "position",
+    "temperature",
+    "seed_low",
+    "seed_high",
+    "sample_index",
+    "top_k",
+    "top_p",
+    "min_p",
+)
+_DECODE_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128)
+_EAGER_STEP = (
+    64  # tokens to which a step is rounded up that is not captured: kernels are compiled per divisibility
+)
+
+
+@dataclass(frozen=True, slots=True)
+class StepShape:
+    """What a step is rounded up to."""
+
+    tokens: int
+    rows: int
+    draws: int
+    decodes_only: bool = False  # every row is one token
+    cuts: bool = False  # some draw has top-k, top-p or min-p
+
+    @property
+    def words(self) -> int:
+        return 5 * self.rows + 1 + self.draws * (1 + len(DRAW_WORDS))
+
+
+def round_rows(count: int) -> int:
+    """Up to 128 a few sizes, then multiples of 32: what is wasted stays under a quarter."""
+    for size in _DECODE_SIZES:
+        if count <= size:
+            return size
+    return -(-count // 32) * 32
+
+
+def round_tokens(count: int) -> int:
+    """Eight steps per doubling, at least 64 tokens apart."""
+    step = max(_EAGER_STEP, 1 << max(0, count.bit_length() - 4))
+    return -(-count // step) * step
+
+
+def shape_of(tokens: int, rows: int, draws: int, most: StepShape, cuts: bool = False) -> StepShape:
+    """The shape for a step of so many, none larger than in `most`, which every step must fit into."""
+    if tokens > most.tokens or rows > most.rows or draws > most.draws:
+        raise RuntimeError(
+            f"a step of {tokens} tokens, {rows} rows and {draws} draws does not fit into buffers for "
+            f"{most.tokens}, {most.rows} and {most.draws}"
+        )
+    decodes_only = tokens == rows
+    shape_rows = min(round_rows(rows), most.rows, most.tokens)  # of decodes alone, rows are tokens
+    return StepShape(
+        shape_rows if decodes_only else min(round_tokens(tokens), most.tokens),
+        shape_rows,
+        min(round_rows(draws), most.draws) if draws else 0,
+        decodes_only,
+        cuts,
+    )
+
+
+def pack(
+    out: NDArray[np.int32],
+    shape: StepShape,
+    rows: StepRows,
+    new_blocks: Mapping[int, tuple[int, int]],
+    logit_rows: NDArray[np.int64],
+    draws: NDArray[np.int32],
+) -> None:
+    """Fill the first `shape.words` of `out`. `new_blocks`: by row, the table index and block it gained."""
+    count = len(rows.slots)
+    size = shape.rows
+    slots, starts = out[:size], out[size : 2 * size]
+    query_starts = out[2 * size : 3 * size + 1]
+    indices, blocks = out[3 * size + 1 : 4 * size + 1], out[4 * size + 1 : 5 * size + 1]
+    slots[:count], slots[count:] = rows.slots, -1
+    starts[:count], starts[count:] = rows.starts, 0
+    query_starts[: count + 1], query_starts[count + 1 :] = rows.query_starts, rows.query_starts[-1]
+    indices[:] = -1
+    for row, (index, block) in new_blocks.items():
+        indices[row], blocks[row] = index, block
+    rest = out[5 * size + 1 : shape.words]
+    wanted, columns = rest[: shape.draws], rest[shape.draws :].reshape(shape.draws, len(DRAW_WORDS))
+    wanted[: len(logit_rows)], wanted[len(logit_rows) :] = logit_rows, 0
+    columns[: len(draws)] = draws
+    columns[len(draws) :] = 0
+    columns[len(draws) :, 0] = -1
+
+
+def draw_words(
+    columns: NDArray[np.void], slots: NDArray[np.int64], positions: NDArray[np.int64]
+) -> NDArray[np.int32]:
+    """DRAW_WORDS of every draw, from the slot table's columns of the drawing slots."""
+    words = np.empty((len(slots), len(DRAW_WORDS)), dtype=np.int32)
+    words[:, 0], words[:, 1] = slots, positions
+    temperature = np.where(columns["greedy"], 0.0, columns["temperature"])
+    words[:, 2] = temperature.astype(np.float32).view(np.int32)
+    words[:, 3:5] = columns["seed"].astype("<u8").view("<i4").reshape(-1, 2)
+    words[:, 5], words[:, 6] = columns["sample_index"], np.minimum(columns["top_k"], np.iinfo(np.int32).max)
+    words[:, 7] = _round_down(columns["top_p"]).view(np.int32)
+    words[:, 8] = _round_down(columns["min_p"]).view(np.int32)
+    return words
+
+
+def _round_down(values: NDArray[np.float64]) -> NDArray[np.float32]:
+    """A mass that equal tokens reach exactly must not come out of their reach."""
+    rounded = values.astype(np.float32)
+    return np.where(rounded > values, np.nextafter(rounded, np.float32(0)), rounded)
+
+
+def have_cuts(columns: NDArray[np.void], vocabulary: int) -> NDArray[np.bool_]:
+    """Draws that top-k, top-p or min-p restrict."""
+    cut = (columns["top_k"] > 0) & (columns["top_k"] < vocabulary)
+    cut |= (columns["top_p"] < 1) | (columns["min_p"] > 0)
+    drawn: NDArray[np.bool_] = cut & ~columns["greedy"]
+    return drawn
+
+
+def gained_blocks(
+    plan: StepPlan, held: NDArray[np.int64]
+) -> tuple[dict[int, tuple[int, int]], list[tuple[int, int, int]]]:
+    """The plan's new blocks: by row, at most one each, as (table index, block); and the rest as (slot, index,
+    block).
+
+    `held` is the number of blocks by slot before the plan; a slot that begins in it has those it begins with.
+    """
+    if not plan.extend:
+        return {}, [(slot, index, block) for slot, index, block in plan.replace]
+    begun = {new.slot: len(new.blocks) for new in plan.begin}
+    counts: dict[int, int] = {}
+    row_of = {slot: row for row, slot in enumerate(plan.slots)}
+    of_row: dict[int, tuple[int, int]] = {}
+    rest: list[tuple[int, int, int]] = []
+    for slot, block in plan.extend:
+        index = counts.get(slot)
+        if index is None:
+            index = begun[slot] if slot in begun else int(held[slot])
+        counts[slot] = index + 1
+        row = row_of.get(slot)
+        if row is None or row in of_row:
+            rest.append((slot, index, block))
+        else:
+            of_row[row] = index, block
+    return of_row, rest + [(slot, index, block) for slot, index, block in plan.replace]

@@ -1,0 +1,1 @@
+"""Plays the scheduler's plans in virtual time."""

@@ -1,0 +1,139 @@
+"""What goes into a simulated run and what comes out: arrivals, costs, what became of every request. Made by the
+planner, filled by `simulate`.
+"""
+
+from array import array
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+from cumulo.engine.decide.plan import StepPlan
+from cumulo.engine.decide.scheduler import Scheduler
+from cumulo.errors import InvalidRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """One request of the traffic: when it comes, how long it is, what it shares with others."""
+
+    arrived_s: float
+    prompt_tokens: int
+    output_tokens: int
+    # The beginning of the prompt in pieces (name, tokens): prompts that begin with the same pieces share their KV.
+    shared: tuple[tuple[int, int], ...] = ()
+    # When another engine has drawn its first token: it arrives with keys and values, as swapped-out ones return.
+    first_token_s: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.prompt_tokens < 1 or self.output_tokens < 1:
+            raise InvalidRequest(
+                f"a request needs a prompt and an answer of 1 token or more, got {self.prompt_tokens} and "
+                f"{self.output_tokens}"
+            )
+        if not 0 <= self.arrived_s < float("inf"):
+            raise InvalidRequest(f"requests arrive at 0 s or later, got {self.arrived_s}")
+        if any(tokens < 0 for _, tokens in self.shared):
+            raise InvalidRequest(f"a shared piece has 0 tokens or more, got {self.shared}")
+
+
+class StepTime(NamedTuple):
+    """What one step costs. The host's two parts run while the device computes other steps."""
+
+    submit_s: float  # of the host, to plan the step and hand it over
+    device_s: float
+    apply_s: float  # of the host, to take its tokens in
+
+
+class DecodeTime(NamedTuple):
+    """What a step of so many single tokens costs, whatever their contexts."""
+
+    submit_s: float
+    fixed_s: float  # of the device
+    context_token_s: float  # ... for each token they attend to
+    shared_saving: float  # share of that which is saved on tokens that an earlier sequence holds, too
+    apply_s: float
+
+    def at(self, context_tokens: int, shared_tokens: int) -> StepTime:
+        read = context_tokens - shared_tokens * self.shared_saving
+        return StepTime(self.submit_s, self.fixed_s + read * self.context_token_s, self.apply_s)
+
+
+class StepCost(Protocol):
+    def of(self, plan: StepPlan, shared: Mapping[int, int]) -> StepTime:
+        """`shared`: by slot, tokens of its context that an earlier sequence holds, too."""
+        ...
+
+    def decode(self, rows: int) -> DecodeTime | None:
+        """The same for a step of single tokens; None where it is no such line."""
+        ...
+
+    def arrival_s(self, prompt_tokens: int) -> float:
+        """Of the engine's loop, to take a request in."""
+        ...
+
+
+@dataclass(slots=True)
+class Served:
+    """What became of one request; times are on the simulation's clock."""
+
+    arrival: Arrival
+    first_token_s: float | None = None
+    last_token_s: float | None = None
+    finished: bool = False
+    cached_tokens: int = 0
+    preemptions: int = 0
+    recomputed_tokens: int = 0
+    refused: str | None = None  # why it could never run
+
+
+class InFlight(NamedTuple):
+    plan: StepPlan
+    time: StepTime
+    done_s: float
+
+
+@dataclass(slots=True)
+class Run:
+    """A simulated run: every request, every gap between tokens, and where the device's time went."""
+
+    served: list[Served] = field(default_factory=list)
+    # Gaps between two tokens of a request, over all requests: how long, and how many of that length in a step.
+    gaps_s: "array[float]" = field(default_factory=lambda: array("d"))
+    gap_counts: "array[int]" = field(default_factory=lambda: array("q"))
+    steps: int = 0
+    computed_tokens: int = 0
+    device_busy_s: float = 0.0
+    ended_s: float = 0.0
+    most_running: int = 0
+    most_blocks: int = 0
+    all_finished: bool = True
+    last_result_s: float = -1.0
+    # Steps of stretches, which no cost was asked about one by one: how many of so many rows, and what they read.
+    stretch_steps: Counter[int] = field(default_factory=Counter)
+    stretch_read: float = 0.0
+
+    def count_step(self, rows: int, tokens: int, device_s: float) -> None:
+        self.steps += 1
+        self.computed_tokens += tokens
+        self.device_busy_s += device_s
+        if rows > self.most_running:
+            self.most_running = rows
+
+    def count_stretch(self, rows: int, steps: int) -> None:
+        """Steps of so many single tokens."""
+        if steps:
+            self.steps += steps
+            self.computed_tokens += rows * steps
+            self.stretch_steps[rows] += steps
+            self.most_running = max(self.most_running, rows)
+
+
+def close_ended(scheduler: Scheduler) -> None:
+    for request in scheduler.closed:
+        served, story = request.tag, request.story
+        served.finished = True
+        served.cached_tokens, served.preemptions = story.cached_tokens, story.preemptions
+        served.recomputed_tokens = story.recomputed_tokens
+        request.sequences = []  # they know each other: apart, both are freed at once and not by the collector
+    scheduler.closed.clear()

@@ -1,0 +1,191 @@
+"""The compiled kernels as Python sees them: one library, its structures, a function that plays programs.
+
+`native()` gives the library or None; every operation then has its torch reference to fall back to.
+The structures mirror native/program.h field by field; their sizes are compared when the library is loaded.
+"""
+
+import ctypes
+import re
+import sys
+from collections.abc import Sequence
+from ctypes import POINTER, Structure, c_char_p, c_float, c_int32, c_int64, c_void_p
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+
+from cumulo.kernels.cpu.build import BuildFailed, build
+
+
+class PackedPartStruct(Structure):
+    _fields_ = (
+        ("data", c_void_p),
+        ("rows", c_int64),
+        ("bits", c_int32),
+        ("halves", c_int32),
+        ("has_minimum", c_int32),
+        ("half_floats", c_int32),
+        ("block_bytes", c_int64),
+    )
+
+
+class QuantizedRowsStruct(Structure):
+    _fields_ = (("codes", c_void_p), ("notes", c_void_p), ("groups", c_int32), ("wide", c_int32))
+
+
+class StepStruct(Structure):
+    _fields_ = (
+        ("tokens", c_int64),
+        ("sequences", c_int64),
+        ("outputs", c_int64),
+        ("table_stride", c_int64),
+        ("vocabulary", c_int64),
+        ("position_limit", c_int64),
+        ("blocks", c_int64),
+        ("block_size", c_int64),
+        ("token_ids", c_void_p),
+        ("positions", c_void_p),
+        ("slots", c_void_p),
+        ("output_rows", c_void_p),
+        ("query_starts", c_void_p),
+        ("context_lengths", c_void_p),
+        ("block_tables", c_void_p),
+    )
+
+
+class OpStruct(Structure):
+    _fields_ = (
+        ("kind", c_int32),
+        ("over_outputs", c_int32),
+        ("columns", c_int32),
+        ("out_columns", c_int32),
+        ("x", c_void_p),
+        ("out", c_void_p),
+        ("weight", c_void_p),
+        ("bias", c_void_p),
+        ("accumulate", c_int32),
+        ("parts", c_int32),
+        ("packed", c_void_p),
+        ("quantized", QuantizedRowsStruct),
+        ("keys", c_void_p),
+        ("values", c_void_p),
+        ("query_norm", c_void_p),
+        ("key_norm", c_void_p),
+        ("cosine", c_void_p),
+        ("sine", c_void_p),
+        ("key_block", c_int64),
+        ("key_head", c_int64),
+        ("key_position", c_int64),
+        ("value_block", c_int64),
+        ("value_head", c_int64),
+        ("value_position", c_int64),
+        ("heads", c_int32),
+        ("kv_heads", c_int32),
+        ("head_dim", c_int32),
+        ("value_dim", c_int32),
+        ("block_size", c_int32),
+        ("window", c_int32),
+        ("interleaved", c_int32),
+        ("scale", c_float),
+        ("eps", c_float),
+    )
+
+
+# Kind in program.h
+EMBED, NORM, QUANTIZE, LINEAR, FLOAT_LINEAR, ROTATE, ATTEND, SILU_MUL, GATHER, EMBED_FLOAT = range(10)
+MAX_PARTS = 8
+# check() in program.h
+PROBLEMS = (
+    "",
+    "a token id is",
+    "a position is",
+    "a slot is",
+    "a wanted row is",
+    "the sequences' lengths are",
+    "a block is",
+)
+
+
+class NativeLibrary:
+    """The loaded kernels. Calls release the GIL; threads are torch's own where it uses an OpenMP library."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._library = library = ctypes.CDLL(str(path))
+        library.cumulo_struct_sizes.restype = c_int64
+        expected = (
+            ctypes.sizeof(OpStruct) | ctypes.sizeof(StepStruct) << 16 | ctypes.sizeof(PackedPartStruct) << 32
+        )
+        if library.cumulo_struct_sizes() != expected:
+            raise BuildFailed(f"{path} was compiled from another version of the structures; delete it")
+        library.cumulo_dot_name.restype = c_char_p
+        self.lanes: int = library.cumulo_lanes()
+        self.has_half = bool(library.cumulo_has_half())
+        self.weight_offset: int = library.cumulo_weight_offset()
+        self.notes: int = library.cumulo_notes()
+        self.dot_name: str = library.cumulo_dot_name().decode()
+        self._play = library.cumulo_play
+        self._play.argtypes = (c_void_p, c_int32, POINTER(StepStruct), c_int32)
+        self._play.restype = c_int32
+        self._dequantize_rows = library.cumulo_dequantize_rows
+        self._dequantize_rows.argtypes = (c_void_p, c_int32, c_void_p, c_int64, c_int32, c_void_p)
+        self._dequantize_rows.restype = None
+        library.cumulo_read_bytes.argtypes = (c_void_p, c_int64, c_int32)
+        library.cumulo_read_bytes.restype = c_float
+        library.cumulo_dot_peak.argtypes = (c_int64, c_int32)
+        self.shares_torch_threads = self._adopt_openmp_threads()
+
+    def _adopt_openmp_threads(self) -> bool:
+        """Hand the library the parallel region of the OpenMP runtime torch has loaded: one pool, not two."""
+        torch.get_num_threads()  # makes sure torch has loaded it
+        try:
+            maps = Path("/proc/self/maps").read_text()
+        except OSError:
+            return False
+        for name in sorted(set(re.findall(r"\S*/lib(?:gomp|iomp5|omp)[-.\w]*\.so[.\d]*", maps))):
+            openmp = ctypes.CDLL(name)
+            functions = [
+                getattr(openmp, symbol, None)
+                for symbol in ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
+            ]
+            if all(functions):
+                pointers = [ctypes.cast(function, c_void_p) for function in functions if function]
+                self._library.cumulo_use_threads_of.argtypes = (c_void_p, c_void_p, c_void_p)
+                self._library.cumulo_use_threads_of(*pointers)
+                return True
+        return False
+
+    def play(
+        self, ops: "Sequence[OpStruct] | ctypes.Array[OpStruct]", step: StepStruct, threads: int | None = None
+    ) -> None:
+        """Run the operations one after another; all threads take part in each."""
+        array = ops if isinstance(ops, ctypes.Array) else (OpStruct * len(ops))(*ops)
+        problem = self._play(
+            ctypes.addressof(array), len(array), ctypes.byref(step), threads or torch.get_num_threads()
+        )
+        if problem:
+            raise IndexError(f"{PROBLEMS[problem]} out of range; nothing was computed")
+
+    def dequantize_rows(
+        self, parts: "ctypes.Array[PackedPartStruct]", indices: torch.Tensor, columns: int, out: torch.Tensor
+    ) -> None:
+        self._dequantize_rows(parts, len(parts), indices.data_ptr(), len(indices), columns, out.data_ptr())
+
+    def read_bytes(self, data: torch.Tensor, threads: int) -> None:
+        """Read a float tensor once (the benchmark's bandwidth ceiling)."""
+        self._library.cumulo_read_bytes(data.data_ptr(), data.numel(), threads)
+
+    def dot_peak(self, repeats: int, threads: int) -> int:
+        """Run dot instructions on registers; returns the multiply-adds done."""
+        self._library.cumulo_dot_peak(repeats, threads)
+        return repeats * 8 * 4 * self.lanes * threads
+
+
+@lru_cache(maxsize=1)
+def native() -> NativeLibrary | None:
+    """The library, compiled on first use; None (after one visible line) where that is impossible."""
+    try:
+        return NativeLibrary(build())
+    except (BuildFailed, OSError) as error:
+        print(f"cumulo: CPU kernels unavailable, using plain torch (slower): {error}", file=sys.stderr)
+        return None

@@ -1,0 +1,1 @@
+"""Attention over a paged KV cache, over a latent cache, and for training."""

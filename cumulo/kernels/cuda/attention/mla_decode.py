@@ -1,0 +1,322 @@
+"""Latent attention (MLA) of sequences with one new token each, in the absorbed form. LatentPlan calls it.
+
+All heads share one key per position, [latent, rotated part], whose latent part is also the value (DeepSeek-V2
+2024, section 2.1; absorbed as in cumulo/models/attention.py). Must move rank + rope numbers per position once
+and compute 2 * heads * (2 * rank + rope) FLOPs for it: with 16 heads bound by memory, with 128 about as much by
+the matrix units. So a key tile is loaded once and serves both products, and heads beyond a program's rows find
+it in the L2 cache.
+
+A program takes one item of the work list (some key tiles of one sequence) for up to 64 heads. A partial result
+is rank numbers wide for each head, so a second launch merges them, spread over the device.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from cumulo.errors import CumuloError
+from cumulo.kernels.cuda.attention.split_merge import LN_2, LOG2_E, merge_splits
+from cumulo.kernels.cuda.attention.work_list import ITEM_FIELDS, build_work_list
+from cumulo.kernels.cuda.work import Work
+
+
+@dataclass(frozen=True, slots=True)
+class MlaConfig:
+    """How the kernel cuts its work."""
+
+    rows: int  # heads of a program, padded
+    key_tile: int
+    num_warps: int
+    num_stages: int
+    items_per_sm: int = 4
+    min_tiles: int = 2
+
+
+def default_config(heads: int) -> MlaConfig:
+    """Few heads: several programs on a multiprocessor stream. Many: one, with the matrix units' own tiles."""
+    if heads <= 32:
+        return MlaConfig(rows=max(16, triton.next_power_of_2(heads)), key_tile=32, num_warps=4, num_stages=3)
+    return MlaConfig(rows=64, key_tile=32, num_warps=8, num_stages=3, items_per_sm=2)
+
+
+@triton.jit(do_not_specialize=["window", "table_stride"])
+def _mla(query, keys, out, lse, partial, partial_lse, items, tables, scale, k_scale, window,
+         query_token_stride, query_head_stride, out_token_stride, out_head_stride, lse_token_stride,
+         key_block_stride, key_stride, table_stride, HEADS: tl.constexpr, ROWS: tl.constexpr,
+         RANK: tl.constexpr, ROPE: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
+         HAS_WINDOW: tl.constexpr, HAS_LSE: tl.constexpr):  # fmt: skip
+    item = tl.program_id(1)
+    record = items + item * 8
+    count = tl.load(record + 2)
+    if count == 0:
+        return
+    sequence = tl.load(record)
+    first = tl.load(record + 1)
+    splits = tl.load(record + 3)
+    token = tl.load(record + 5).to(tl.int64)
+    context = tl.load(record + 6)
+
+    head = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    head_mask = head < HEADS
+    latent = tl.arange(0, RANK)
+    rope = tl.arange(0, ROPE)
+    position_in_tile = tl.arange(0, TILE)
+    query_rows = query + token * query_token_stride + head[:, None] * query_head_stride
+    q_latent = tl.load(query_rows + latent[None, :], mask=head_mask[:, None], other=0.0)
+    q_rope = tl.load(query_rows + RANK + rope[None, :], mask=head_mask[:, None], other=0.0)
+    table = tables + sequence.to(tl.int64) * table_stride
+    scale_log2 = scale * k_scale * LOG2_E
+
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    weight = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, RANK], tl.float32)
+    last = first + count - 1
+    if TILE <= PAGE:
+        page = tl.load(record + 7)
+    for tile in tl.range(first, last + 1):
+        position = tile * TILE + position_in_tile
+        visible = position < context
+        if HAS_WINDOW:
+            visible = visible & (position >= context - window)
+        if TILE <= PAGE:
+            within = tile * TILE % PAGE + position_in_tile
+            offset = page.to(tl.int64) * key_block_stride + within * key_stride
+            page = tl.load(
+                table + tl.minimum(tile + 1, last) * TILE // PAGE
+            )  # a tile early: addresses wait for it
+        else:
+            pages = tl.load(table + position // PAGE, mask=position < context, other=0).to(tl.int64)
+            offset = pages * key_block_stride + position % PAGE * key_stride
+        key_rows = keys + offset[:, None]
+        k_latent = tl.load(key_rows + latent[None, :], mask=visible[:, None], other=0.0).to(q_latent.dtype)
+        k_rope = tl.load(key_rows + RANK + rope[None, :], mask=visible[:, None], other=0.0).to(q_rope.dtype)
+        scores = tl.dot(q_rope, k_rope.T, input_precision="ieee")
+        scores = tl.dot(q_latent, k_latent.T, scores, input_precision="ieee")
+        scores = tl.where(visible[None, :], scores * scale_log2, float("-inf"))
+        # An item's every tile has a visible position, so the maximum is finite after the first.
+        new_top = tl.maximum(top, tl.max(scores, axis=1))
+        p = tl.exp2(scores - new_top[:, None])
+        keep = tl.exp2(top - new_top)
+        weight = weight * keep + tl.sum(p, axis=1)
+        acc = tl.dot(p.to(q_latent.dtype), k_latent, acc * keep[:, None], input_precision="ieee")
+        top = new_top
+
+    result = acc * (k_scale / weight)[:, None]
+    log_sum = top + tl.log2(weight)
+    if splits == 1:
+        tl.store(
+            out + token * out_token_stride + head[:, None] * out_head_stride + latent[None, :],
+            result.to(out.dtype.element_ty),
+            mask=head_mask[:, None],
+        )
+        if HAS_LSE:
+            tl.store(lse + token * lse_token_stride + head, log_sum * LN_2, mask=head_mask)
+    else:
+        slot = item.to(tl.int64) * HEADS + head
+        tl.store(partial + slot[:, None] * RANK + latent[None, :], result, mask=head_mask[:, None])
+        tl.store(partial_lse + slot, log_sum, mask=head_mask)
+
+
+@triton.jit
+def _merge(out, lse, partial, partial_lse, items, out_token_stride, out_head_stride, lse_token_stride,
+           HEADS: tl.constexpr, ROWS: tl.constexpr, RANK: tl.constexpr, AT_ONCE: tl.constexpr,
+           HAS_LSE: tl.constexpr):  # fmt: skip
+    """Merge the items of the sequence that begins with this one."""
+    item = tl.program_id(1)
+    record = items + item * 8
+    count = tl.load(record + 2)
+    splits = tl.load(record + 3)
+    first_item = tl.load(record + 4)
+    token = tl.load(record + 5).to(tl.int64)
+    if (count == 0) | (splits < 2) | (first_item != item):
+        return
+    head = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    head_mask = head < HEADS
+    latent = tl.arange(0, RANK)
+    merged, log_sum = merge_splits(
+        partial, partial_lse, item, splits, head, head_mask, latent < RANK, HEADS, RANK, ROWS, RANK, AT_ONCE
+    )
+    tl.store(
+        out + token * out_token_stride + head[:, None] * out_head_stride + latent[None, :],
+        merged.to(out.dtype.element_ty),
+        mask=head_mask[:, None],
+    )
+    if HAS_LSE:
+        tl.store(lse + token * lse_token_stride + head, log_sum * LN_2, mask=head_mask)
+
+
+class MlaPlan:
+    """What all latent-attention layers of a decode step share: work list and partial results."""
+
+    def __init__(
+        self,
+        sequences: int,
+        heads: int,
+        rank: int,
+        rope: int,
+        block_size: int,
+        max_blocks: int,
+        device: torch.device | str,
+        *,
+        windows: Sequence[int | None] = (None,),
+        config: MlaConfig | None = None,
+        share_scratch_with: "MlaPlan | None" = None,
+    ) -> None:
+        """Plans that never run at the same time may share the memory of partial results."""
+        if rank & (rank - 1) or rope & (rope - 1) or min(rank, rope) < 16:
+            raise CumuloError(
+                f"latent attention of rank {rank} with {rope} rotated columns has no kernel: "
+                "both must be powers of two from 16 up"
+            )
+        device = torch.device(device)
+        self.heads, self.rank, self.rope = heads, rank, rope
+        self.block_size = block_size
+        self.windows = tuple(dict.fromkeys(windows))
+        self.config = config or default_config(heads)
+        most_tiles = -(-max_blocks * block_size // self.config.key_tile) + 1
+        sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+        wanted = -(-self.config.items_per_sm * sms // -(-heads // self.config.rows))
+        slots = min(max(wanted, sequences + sequences // 2), sequences * most_tiles)
+        self.items = [
+            torch.zeros((slots, ITEM_FIELDS), dtype=torch.int32, device=device) for _ in self.windows
+        ]
+        self.partial: Tensor
+        self.partial_lse: Tensor
+        other = share_scratch_with
+        if other is not None and other.partial_lse.numel() >= slots * heads and other.rank == rank:
+            self.partial, self.partial_lse = other.partial, other.partial_lse
+        else:
+            self.partial = torch.empty(slots * heads * rank, dtype=torch.float32, device=device)
+            self.partial_lse = torch.empty(slots * heads, dtype=torch.float32, device=device)
+        self.tables: Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Device memory it keeps, shared scratch included."""
+        return sum(tensor.nbytes for tensor in (*self.items, self.partial, self.partial_lse))
+
+    def prepare(self, query_starts: Tensor, context_lengths: Tensor, block_tables: Tensor) -> None:
+        """Build this step's work list; the rules are AttentionPlan.prepare's."""
+        self.tables = block_tables
+        for items, window in zip(self.items, self.windows, strict=True):
+            build_work_list(
+                query_starts,
+                context_lengths,
+                block_tables,
+                items,
+                None,
+                block_size=self.block_size,
+                key_tile=self.config.key_tile,
+                query_tile=1,
+                min_tiles=self.config.min_tiles,
+                window=window,
+                invariant=False,
+                chunk_from=2,
+            )
+
+    def attend(
+        self,
+        query: Tensor,
+        keys: Tensor,
+        out: Tensor,
+        scale: float,
+        window: int | None = None,
+        k_scale: float = 1.0,
+        lse: Tensor | None = None,
+    ) -> Tensor:
+        """One layer: query [T, H, rank + rope] over keys [blocks, 1, block_size, rank + rope] into out [T, H,
+        rank].
+        """
+        assert self.tables is not None, "prepare the plan first"
+        items, config = self.items[self.windows.index(window)], self.config
+        has_lse = lse is not None
+        lse_stride = lse.stride(0) if lse is not None else 0
+        _mla[(-(-self.heads // config.rows), len(items))](
+            query,
+            keys,
+            out,
+            lse,
+            self.partial,
+            self.partial_lse,
+            items,
+            self.tables,
+            scale,
+            k_scale,
+            window or 0,
+            query.stride(0),
+            query.stride(1),
+            out.stride(0),
+            out.stride(1),
+            lse_stride,
+            keys.stride(0),
+            keys.stride(2),
+            self.tables.stride(0),
+            HEADS=self.heads,
+            ROWS=config.rows,
+            RANK=self.rank,
+            ROPE=self.rope,
+            PAGE=keys.shape[2],
+            TILE=config.key_tile,
+            HAS_WINDOW=window is not None,
+            HAS_LSE=has_lse,
+            num_warps=config.num_warps,
+            num_stages=config.num_stages,
+        )
+        _merge[(self.heads, len(items))](
+            out,
+            lse,
+            self.partial,
+            self.partial_lse,
+            items,
+            out.stride(0),
+            out.stride(1),
+            lse_stride,
+            HEADS=self.heads,
+            ROWS=1,
+            RANK=self.rank,
+            AT_ONCE=16,
+            HAS_LSE=has_lse,
+            num_warps=4,
+        )
+        return out
+
+
+def reference(
+    query: Tensor,
+    keys: Tensor,
+    query_starts: Tensor,
+    context_lengths: Tensor,
+    block_tables: Tensor,
+    rank: int,
+    scale: float,
+    window: int | None = None,
+    k_scale: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """The same in torch, chunks included: attention with one kv head whose value is the key's first columns."""
+    from cumulo.kernels.cuda.attention.paged_attention import reference as paged_reference
+
+    return paged_reference(
+        query,
+        keys,
+        keys[..., :rank],
+        query_starts,
+        context_lengths,
+        block_tables,
+        scale,
+        window,
+        k_scale=k_scale,
+        v_scale=k_scale,
+    )
+
+
+def work(contexts: Sequence[int], heads: int, rank: int, rope: int, kv_bytes: int = 2) -> Work:
+    """Of decoding sequences with these context lengths."""
+    positions, sequences = sum(contexts), len(contexts)
+    return Work(
+        bytes=positions * (rank + rope) * kv_bytes + sequences * heads * (2 * rank + rope) * 2,
+        flops=2 * heads * (2 * rank + rope) * positions,
+    )

@@ -1,0 +1,1 @@
+"""Norms, rotations, SwiGLU and the inputs of a step."""

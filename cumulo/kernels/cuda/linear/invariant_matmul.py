@@ -1,0 +1,183 @@
+"""invariant_matmul: x·Wᵀ whose every row has the same bits whatever rows stand beside it. `linear` calls it in the
+batch-invariant mode, for any number of rows.
+
+It must do 2·M·N·K FLOPs (or read the weights, for few rows). A library picks another kernel, or another split of
+k, for another M, and floating-point sums change with their order (He 2025, "Defeating Nondeterminism in LLM
+Inference"). Here k runs from 0 to K in one program, in the same steps for every M; a row's place in its tile
+decides only which lane computes it. Few rows get smaller tiles, so that more programs read the weights: the
+instruction then covers fewer columns, but adds up a cell's products in the same way (a GPU test holds it to that).
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from cumulo.kernels.cuda.linear.skinny_linear import _widen
+from cumulo.kernels.cuda.linear.small_linear import random_bf16
+from cumulo.kernels.cuda.timing import graph_us
+from cumulo.kernels.cuda.work import KernelRow, Work
+
+GROUP = 8
+
+
+@dataclass(frozen=True, slots=True)
+class InvariantConfig:
+    """Tile sizes and pipeline. Only block_k bears on the bits of a result, and it is the same in both below."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+
+
+MANY_ROWS = InvariantConfig(128, 256, 64, 8, 4)  # the tensor cores' favourite shape: 64×256 a warpgroup
+FEW_ROWS = InvariantConfig(64, 64, 64, 4, 6)
+FLOAT32 = InvariantConfig(64, 64, 32, 8, 2)  # no wide matrix unit for exact float32
+
+
+def config_for(m: int, dtype: torch.dtype) -> InvariantConfig:
+    if dtype == torch.float32:
+        return FLOAT32
+    return FEW_ROWS if m <= 256 else MANY_ROWS
+
+
+def reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return F.linear(x, weight, bias)
+
+
+@triton.jit
+def _invariant_matmul_kernel(x, weight, out, bias, scales, M, N, K, stride_xm, stride_xk, stride_wn, stride_wk,
+                             stride_out, BIAS: tl.constexpr, SCALED: tl.constexpr, EVEN_K: tl.constexpr,
+                             BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+                             GROUP: tl.constexpr):  # fmt: skip
+    # Programs that run together share rows of x and W: they go down GROUP row tiles before the next column tile.
+    tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
+    per_group = GROUP * tiles_n
+    first_m = tl.program_id(0) // per_group * GROUP
+    height = tl.minimum(tiles_m - first_m, GROUP)
+    tile_m = first_m + (tl.program_id(0) % per_group) % height
+    tile_n = (tl.program_id(0) % per_group) // height
+    m_offsets = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    n_offsets = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    # Rows past the end compute the last row again and are not stored: no masks in the loop.
+    m_safe = tl.minimum(m_offsets, M - 1).to(tl.int64)
+    n_safe = tl.minimum(n_offsets, N - 1).to(tl.int64)
+    columns = tl.arange(0, BLOCK_K)
+    x_tile = x + m_safe[:, None] * stride_xm + columns[None, :] * stride_xk
+    w_tile = weight + n_safe[:, None] * stride_wn + columns[None, :] * stride_wk
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for k in tl.range(0, K, BLOCK_K):
+        if EVEN_K:
+            a = tl.load(x_tile + k * stride_xk)
+            b = tl.load(w_tile + k * stride_wk)
+        else:
+            inside = (k + columns < K)[None, :]
+            a = tl.load(x_tile + k * stride_xk, mask=inside, other=0.0)
+            b = tl.load(w_tile + k * stride_wk, mask=inside, other=0.0)
+        acc = tl.dot(a, tl.trans(_widen(b, a.dtype)), acc, input_precision="ieee")
+    if SCALED:
+        acc *= tl.load(scales + n_safe)[None, :]
+    if BIAS:
+        acc += tl.load(bias + n_safe).to(tl.float32)[None, :]
+    mask = (m_offsets < M)[:, None] & (n_offsets < N)[None, :]
+    places = out + m_offsets.to(tl.int64)[:, None] * stride_out + n_offsets[None, :]
+    tl.store(places, acc.to(out.dtype.element_ty), mask=mask)
+
+
+def invariant_matmul(
+    x: Tensor,
+    weight: Tensor,
+    out: Tensor | None = None,
+    *,
+    bias: Tensor | None = None,
+    scales: Tensor | None = None,
+    config: InvariantConfig | None = None,
+) -> Tensor:
+    """x [M, K] times weight [N, K] transposed, both of any strides; `scales` [N] for weights in e4m3."""
+    m, k = x.shape
+    n = weight.shape[0]
+    if out is None:
+        out = torch.empty((m, n), dtype=x.dtype, device=x.device)
+    if config is None:
+        config = config_for(m, x.dtype)
+    if m:
+        _invariant_matmul_kernel[(triton.cdiv(m, config.block_m) * triton.cdiv(n, config.block_n),)](
+            x,
+            weight,
+            out,
+            x if bias is None else bias,
+            x if scales is None else scales,
+            m,
+            n,
+            k,
+            x.stride(0),
+            x.stride(1),
+            weight.stride(0),
+            weight.stride(1),
+            out.stride(0),
+            BIAS=bias is not None,
+            SCALED=scales is not None,
+            EVEN_K=k % config.block_k == 0,
+            BLOCK_M=config.block_m,
+            BLOCK_N=config.block_n,
+            BLOCK_K=config.block_k,
+            GROUP=GROUP,
+            num_warps=config.num_warps,
+            num_stages=config.num_stages,
+        )
+    return out
+
+
+@torch.library.custom_op("cumulo::invariant_matmul", mutates_args=())
+def invariant_matmul_op(x: Tensor, weight: Tensor) -> Tensor:
+    return invariant_matmul(x, weight)
+
+
+@invariant_matmul_op.register_fake
+def _(x: Tensor, weight: Tensor) -> Tensor:
+    return x.new_empty((x.shape[0], weight.shape[0]))
+
+
+def _keep(ctx, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:  # type: ignore[no-untyped-def]
+    ctx.save_for_backward(*inputs)
+
+
+def _differentiate(ctx, grad: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[no-untyped-def]
+    x, weight = ctx.saved_tensors
+    return invariant_matmul_op(grad, weight.t()), invariant_matmul_op(grad.t(), x.t())
+
+
+invariant_matmul_op.register_autograd(_differentiate, setup_context=_keep)
+
+
+def work(m: int, n: int, k: int) -> Work:
+    return Work(bytes=2 * (m * k + n * k + m * n), flops=2 * m * n * k)
+
+
+BENCH_SHAPES = ((64, 4096, 4096), (4096, 4096, 4096), (8192, 28672, 4096))
+
+
+def bench_rows(device: torch.device | str = "cuda") -> Iterator[KernelRow]:
+    """Against the library, which is free to choose by shape; the large ones must reach 400 TFLOP/s."""
+    generator = torch.Generator(device).manual_seed(0)
+    for m, n, k in BENCH_SHAPES:
+        x = random_bf16(m, k, device=device, generator=generator)
+        weight = random_bf16(n, k, device=device, generator=generator, std=k**-0.5)
+        out = invariant_matmul(x, weight)
+        exact = reference(x[:128].double(), weight.double())
+        yield KernelRow(
+            name="invariant_matmul",
+            shape=f"m={m} n={n} k={k}",
+            work=work(m, n, k),
+            ours_us=graph_us(lambda i: invariant_matmul(x, weight, out), repeats=5),
+            rivals_us={"cuBLAS": graph_us(lambda i: F.linear(x, weight), repeats=5)},
+            config=str(config_for(m, x.dtype)),
+            error=float((out[:128] - exact).norm() / exact.norm()),
+            must_us=2 * m * n * k / 400e6 if m >= 4096 else None,
+        )

@@ -1,0 +1,232 @@
+"""linear: the one door to every product with a weight on a GPU. The decoder calls it; a table says who does it.
+
+A weight is a plain matrix, e4m3 (`Fp8Weight`) or 4 bits (`W4Weight`). For a few rows the kernels that stream
+weights win, and norm, SwiGLU and residual come with the product; for many the vendor's library does, and they are
+kernels of their own. Where the border lies was measured: `WINNERS` holds what `linear_tune.tune` found for the
+shapes of a device, and those it does not know follow `_default`.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from cumulo.kernels.cuda.elementwise.rms_norm import rms_norm
+from cumulo.kernels.cuda.elementwise.swiglu import swiglu as swiglu_rows
+from cumulo.kernels.cuda.linear.fp8 import Fp8Weight, fp8_linear_wide
+from cumulo.kernels.cuda.linear.fp8_quantise import Fp8Rows
+from cumulo.kernels.cuda.linear.invariant_matmul import invariant_matmul
+from cumulo.kernels.cuda.linear.skinny_linear import SkinnyConfig, skinny_linear, workspace
+from cumulo.kernels.cuda.linear.small_linear import BENCH_SHAPES, SmallConfig, random_bf16, small_linear, work
+from cumulo.kernels.cuda.linear.w4 import W4Config, W4Weight, w4_linear
+from cumulo.kernels.cuda.timing import copies_past_cache, graph_us
+from cumulo.kernels.cuda.work import KernelRow
+
+Weight = Tensor | Fp8Weight | W4Weight
+Config = SmallConfig | SkinnyConfig | W4Config
+
+_CONFIGS: dict[str, type[SmallConfig] | type[SkinnyConfig] | type[W4Config]] = {
+    "small": SmallConfig,
+    "skinny": SkinnyConfig,
+    "w4": W4Config,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Who computes a product: "small", "skinny", "w4" with a configuration, or "library"."""
+
+    kernel: str
+    config: Config | None = None
+
+
+ROW_CLASSES = (1, 2, 4, 16, 64, 128)  # beyond, arithmetic takes the time and the library wins
+WINNERS: dict[str, Choice] = {}
+
+
+def shape_key(m: int, n: int, k: int, kind: str, swiglu: bool) -> str:
+    """The class of shapes that share a choice: rows up to the next of ROW_CLASSES."""
+    rows = next((rows for rows in ROW_CLASSES if rows >= m), "any")
+    return f"{kind} m{rows} n{n} k{k}{' swiglu' if swiglu else ''}"
+
+
+def winners() -> dict[str, Any]:
+    """The table as JSON."""
+    return {
+        key: {"kernel": choice.kernel, "config": None if choice.config is None else asdict(choice.config)}
+        for key, choice in WINNERS.items()
+    }
+
+
+def use_winners(rows: Mapping[str, Any]) -> None:
+    """Take over what `winners` gave on the same kind of device."""
+    for key, row in rows.items():
+        config = None if row["config"] is None else _CONFIGS[row["kernel"]](**row["config"])
+        WINNERS[key] = Choice(row["kernel"], config)
+
+
+def save_winners(path: str | Path) -> None:
+    Path(path).write_text(json.dumps(winners(), indent=1, sort_keys=True))
+
+
+def load_winners(path: str | Path) -> None:
+    use_winners(json.loads(Path(path).read_text()))
+
+
+def prepare(device: torch.device | str) -> None:
+    """Once per device, before any graph is captured: the kernels' scratch memory."""
+    device = torch.device(device)
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    workspace(device)
+
+
+def kind_of(weight: Weight) -> str:
+    if isinstance(weight, Fp8Weight):
+        return "fp8 blocks" if weight.in_blocks else "fp8"
+    if isinstance(weight, W4Weight):
+        return f"w4g{weight.group}"
+    return "bf16" if weight.dtype == torch.bfloat16 else str(weight.dtype).removeprefix("torch.")
+
+
+def choose(m: int, weight: Weight, swiglu: bool = False) -> Choice:
+    """Who computes m rows times this weight."""
+    n, k = weight.shape
+    kind = kind_of(weight)
+    found = WINNERS.get(shape_key(m, n, k, kind, swiglu))
+    return _default(m, kind) if found is None else found
+
+
+def _default(m: int, kind: str) -> Choice:
+    if kind.startswith("w4"):
+        return Choice("w4" if m <= 128 else "library")
+    if m <= 4 and kind != "fp8 blocks":
+        return Choice("small")
+    if kind.startswith("fp8"):
+        return Choice("skinny" if m <= 64 else "library")  # above, the 8-bit tensor cores win
+    return Choice("skinny" if m <= 16 else "library")
+
+
+def linear(
+    x: Tensor | Fp8Rows,
+    weight: Weight,
+    out: Tensor | None = None,
+    *,
+    norm_weight: Tensor | None = None,
+    eps: float = 1e-6,
+    residual: Tensor | None = None,
+    swiglu: bool = False,
+    bias: Tensor | None = None,
+    invariant: bool = False,
+    dependent_launch: bool = False,
+) -> Tensor:
+    """residual + f(norm(x)·Wᵀ + bias) into `out`, which may be `residual`; every part but the product is optional.
+
+    x [M, K]; weight [N, K]; with `swiglu` f pairs the first half of the rows with the second and out is [M, N/2].
+    `invariant`: a row's bits do not depend on the rows beside it (slower). `dependent_launch`: the kernel before is
+    one that made no weights; the product may ask for its own while that one ends. `tune` prints what that
+    gains for each winner; the decoder does not ask for it.
+    """
+    if isinstance(x, Fp8Rows):
+        if not isinstance(weight, Fp8Weight):
+            raise ValueError("rows in e4m3 multiply a weight in e4m3 only")
+        return fp8_linear_wide(x, weight, out, residual=residual, swiglu=swiglu, bias=bias)
+    if invariant:
+        return _invariant(x, weight, out, norm_weight, eps, residual, swiglu, bias)
+    choice = choose(x.shape[0], weight, swiglu)
+    if choice.kernel == "library":
+        return _library(x, weight, out, norm_weight, eps, residual, swiglu, bias)
+    if isinstance(weight, W4Weight):
+        if norm_weight is not None:
+            x = rms_norm(x, norm_weight, eps)
+        config = choice.config if isinstance(choice.config, W4Config) else None
+        return w4_linear(x, weight, out, residual=residual, swiglu=swiglu, bias=bias, config=config)
+    data, scales = (weight.data, weight.scales) if isinstance(weight, Fp8Weight) else (weight, None)
+    if choice.kernel == "small":
+        return small_linear(
+            x, data, out, norm_weight=norm_weight, eps=eps, residual=residual, swiglu=swiglu, bias=bias,
+            scales=scales, config=choice.config if isinstance(choice.config, SmallConfig) else None,
+            dependent_launch=dependent_launch,
+        )  # fmt: skip
+    return skinny_linear(
+        x, data, out, norm_weight=norm_weight, eps=eps, residual=residual, swiglu=swiglu, bias=bias,
+        scales=scales, config=choice.config if isinstance(choice.config, SkinnyConfig) else None,
+        dependent_launch=dependent_launch,
+    )  # fmt: skip
+
+
+def _library(
+    x: Tensor, weight: Weight, out: Tensor | None, norm_weight: Tensor | None, eps: float,
+    residual: Tensor | None, swiglu: bool, bias: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """The vendor's product, with the other parts as kernels around it."""
+    if isinstance(weight, Fp8Weight):
+        return fp8_linear_wide(
+            x, weight, out, norm_weight=norm_weight, eps=eps, residual=residual, swiglu=swiglu, bias=bias
+        )
+    if norm_weight is not None:
+        x = rms_norm(x, norm_weight, eps)
+    plain = weight.dequantised(x.dtype) if isinstance(weight, W4Weight) else weight
+    if swiglu:
+        activated = swiglu_rows(F.linear(x, plain, bias), out if residual is None else None)
+        return activated if residual is None else torch.add(residual, activated, out=out)
+    if residual is not None:
+        if bias is not None:
+            residual = residual + bias
+        # The library adds onto what is in the output while it stores; this costs no pass.
+        return (
+            torch.addmm(residual, x, plain.t(), out=out)
+            if out is not None
+            else torch.addmm(residual, x, plain.t())
+        )
+    if bias is not None:
+        return torch.addmm(bias, x, plain.t(), out=out) if out is not None else F.linear(x, plain, bias)
+    return torch.mm(x, plain.t(), out=out) if out is not None else x @ plain.t()
+
+
+def _invariant(
+    x: Tensor, weight: Weight, out: Tensor | None, norm_weight: Tensor | None, eps: float,
+    residual: Tensor | None, swiglu: bool, bias: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """One kernel for every number of rows; what surrounds it works a row at a time anyway."""
+    if isinstance(weight, W4Weight):
+        raise ValueError(
+            "4-bit weights have no batch-invariant product: use 8-bit or plain ones in this mode"
+        )
+    if isinstance(weight, Fp8Weight) and weight.in_blocks:
+        raise ValueError("weights scaled in blocks have no batch-invariant product: use one scale a row")
+    if norm_weight is not None:
+        x = rms_norm(x, norm_weight, eps)
+    data, scales = (weight.data, weight.scales) if isinstance(weight, Fp8Weight) else (weight, None)
+    y = invariant_matmul(x, data, out if not swiglu and residual is None else None, bias=bias, scales=scales)
+    if swiglu:
+        y = swiglu_rows(y, out if residual is None else None)
+    return y if residual is None else torch.add(residual, y, out=out)
+
+
+def bench_rows(device: torch.device | str = "cuda") -> Iterator[KernelRow]:
+    """Decode products as the decoder asks for them, by the winners in the table, against the library's."""
+    prepare(device)
+    generator = torch.Generator(device).manual_seed(0)
+    for name, n, k, must_us in BENCH_SHAPES:
+        copies = copies_past_cache(2 * n * k)
+        weights = [random_bf16(n, k, device=device, generator=generator, std=k**-0.5) for _ in range(copies)]
+        for m in (1, 4, 16, 64):
+            x = random_bf16(m, k, device=device, generator=generator)
+            out = linear(x, weights[0])
+            exact = x.double() @ weights[0].double().t()
+            yield KernelRow(
+                name="linear",
+                shape=f"{name} m={m} n={n} k={k}",
+                work=work(m, n, k, 2 * n * k),
+                ours_us=graph_us(lambda i: linear(x, weights[i], out), copies),
+                rivals_us={"cuBLAS": graph_us(lambda i: F.linear(x, weights[i]), copies)},
+                config=str(choose(m, weights[0])),
+                error=float((out - exact).norm() / exact.norm()),
+                must_us=must_us if m == 1 else None,
+            )

@@ -1,0 +1,385 @@
+"""skinny_linear: y = x·Wᵀ for up to 128 rows of x on the tensor cores, bound by reading W. `linear` calls it.
+
+It must read the weights once (N·K elements) and do 2·M·N·K FLOPs; below some 200 rows the reading takes longer.
+The product is turned around, yᵀ = W·xᵀ: a tile of W is the tall operand (64 or 128 rows, what `wgmma` wants) and
+the few rows of x the narrow one, so nothing is padded beyond the next power of two, and weights of 8 bits are
+widened in registers on their way to the tensor cores. Loads run several tiles ahead through shared memory.
+
+A matrix with few rows does not fill the GPU: then K is cut into `splits`, each program leaves a partial sum, and
+the one that arrives last adds them *in order of k*, whoever it is: the result does not depend on timing.
+RMSNorm is folded in as in small_linear; block scales (128×128) multiply the product of one block of k.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from cumulo.kernels.cuda.linear.small_linear import BENCH_SHAPES, random_bf16, reference, work
+from cumulo.kernels.cuda.timing import copies_past_cache, graph_us
+from cumulo.kernels.cuda.work import KernelRow
+
+MAX_ROWS = 128
+BLOCK = 128  # side of a scale block (DeepSeek-V3, 2024, section 3.3.2)
+PARTIAL_FLOATS = 8 << 20  # 32 MiB of partial sums a device
+MAX_TILES = 1 << 16
+SHARED_BYTES = 220 << 10
+
+__all__ = ["SkinnyConfig", "bench_rows", "default_config", "reference", "skinny_linear", "work"]
+
+
+@dataclass(frozen=True, slots=True)
+class SkinnyConfig:
+    """Rows of W and columns of k in a tile, programs that share one tile's k, and the pipeline."""
+
+    block_n: int
+    block_k: int
+    splits: int
+    num_warps: int
+    num_stages: int
+
+
+# The splits of a candidate are chosen by the shape; see `candidates`.
+TILES = (
+    (64, 128, 4, 4),
+    (64, 128, 4, 6),
+    (64, 256, 4, 3),
+    (64, 256, 4, 5),
+    (32, 256, 4, 5),
+    (128, 64, 4, 6),
+    (128, 128, 4, 4),
+    (128, 128, 8, 4),
+)
+
+
+def default_config(m: int, n: int, k: int, swiglu: bool = False, multiprocessors: int = 132) -> SkinnyConfig:
+    """At least two programs on every multiprocessor, each with some 64 KiB of W on its way."""
+    block_n, block_k, stages = (64, 128, 5) if m <= 32 and not swiglu else (64, 64, 5 if m <= 32 else 4)
+    splits = splits_for(m, n, k, block_n, block_k, swiglu, multiprocessors)
+    return SkinnyConfig(block_n, block_k, splits, 4, stages)
+
+
+def splits_for(
+    m: int, n: int, k: int, block_n: int, block_k: int, swiglu: bool, multiprocessors: int = 132
+) -> int:
+    """Enough programs for two on every multiprocessor, while each still has four tiles of k to pipeline."""
+    outputs = n // 2 if swiglu else n
+    tiles = -(-outputs // block_n)
+    splits = 1
+    while tiles * splits < 2 * multiprocessors and -(-k // block_k) // (2 * splits) >= 4 and splits < 16:
+        splits *= 2
+    while splits > 1 and not _workspace_suffices(m, tiles, splits, block_n, swiglu):
+        splits //= 2
+    return splits
+
+
+def candidates(m: int, n: int, k: int, swiglu: bool = False, element_bytes: int = 2) -> list[SkinnyConfig]:
+    """What `tune` tries at a shape: the default, and each tile that fits with the splits that fill the device."""
+    found = [default_config(m, n, k, swiglu)]
+    for block_n, block_k, warps, stages in TILES:
+        tile_bytes = block_k * (block_n * element_bytes * (2 if swiglu else 1) + 2 * max(16, m))
+        if stages * tile_bytes > SHARED_BYTES or block_n * m > 8192 * warps // 4:
+            continue  # shared memory, registers
+        splits = splits_for(m, n, k, block_n, block_k, swiglu)
+        found += [
+            SkinnyConfig(block_n, block_k, each, warps, stages) for each in {splits, max(1, splits // 2)}
+        ]
+    return list(dict.fromkeys(found))[:16]
+
+
+@triton.jit
+def _widen(tile, dtype: tl.constexpr):
+    """8-bit weights in the dtype of the activations. By way of float32, because the direct conversion from e4m3 to
+    bfloat16 uses an instruction of a quarter of the rate and would be slower than the memory."""
+    if tile.dtype == tl.float8e4nv and dtype == tl.bfloat16:
+        tile = tile.to(tl.float16).to(tl.float32)
+    return tile.to(dtype)
+
+
+@triton.jit
+def _skinny_linear_kernel(x, weight, out, norm_weight, residual, bias, scales, partials, counters, M, OUTPUTS, K,
+                          K_PER_SPLIT, stride_x, stride_weight, stride_out, stride_residual, stride_scales, eps,
+                          BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+                          SPLITS: tl.constexpr, EVEN_K: tl.constexpr, NORM: tl.constexpr, SWIGLU: tl.constexpr,
+                          RESIDUAL: tl.constexpr, BIAS: tl.constexpr, SCALED: tl.constexpr,
+                          PDL: tl.constexpr):  # fmt: skip
+    """SCALED: 0 no scales, 1 one a row of W, 2 one a 128×128 block of W."""
+    tile, split = tl.program_id(0), tl.program_id(1)
+    n_offsets = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    n_mask = n_offsets < OUTPUTS
+    # Rows past the end read the last row again: no mask on the stream of weights, and they are never stored.
+    n_safe = tl.minimum(n_offsets, OUTPUTS - 1)
+    m_offsets = tl.arange(0, BLOCK_M)
+    m_mask = m_offsets < M
+    k_columns = tl.arange(0, BLOCK_K)
+    x_rows = x + m_offsets[:, None] * stride_x
+    w_rows = weight + n_safe.to(tl.int64)[:, None] * stride_weight
+    u_rows = weight + (n_safe.to(tl.int64) + OUTPUTS)[:, None] * stride_weight
+    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    up = acc
+    squared = tl.zeros(
+        [BLOCK_M, BLOCK_K], tl.float32
+    )  # summed over k at the end: no exchange between threads here
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    first = split * K_PER_SPLIT
+    for k in tl.range(first, tl.minimum(first + K_PER_SPLIT, K), BLOCK_K):
+        offsets = k + k_columns
+        if EVEN_K:
+            w = tl.load(w_rows + offsets[None, :], eviction_policy="evict_first")
+            rows = tl.load(x_rows + offsets[None, :], mask=m_mask[:, None], other=0.0)
+        else:
+            k_mask = offsets < K
+            w = tl.load(
+                w_rows + offsets[None, :], mask=k_mask[None, :], other=0.0, eviction_policy="evict_first"
+            )
+            rows = tl.load(x_rows + offsets[None, :], mask=m_mask[:, None] & k_mask[None, :], other=0.0)
+        if NORM:
+            wide = rows.to(tl.float32)
+            squared += wide * wide
+            gains = tl.load(norm_weight + offsets[None, :], mask=(offsets < K)[None, :], other=0.0)
+            rows = (wide * gains.to(tl.float32)).to(rows.dtype)
+        if SWIGLU:
+            if EVEN_K:
+                u = tl.load(u_rows + offsets[None, :], eviction_policy="evict_first")
+            else:
+                u = tl.load(
+                    u_rows + offsets[None, :],
+                    mask=(offsets < K)[None, :],
+                    other=0.0,
+                    eviction_policy="evict_first",
+                )
+        if SCALED == 2:
+            # BLOCK_N and BLOCK_K divide the side of a block, so one number scales the whole product.
+            scale = tl.load(scales + (tile * BLOCK_N // 128) * stride_scales + k // 128)
+            acc += scale * tl.dot(_widen(w, rows.dtype), tl.trans(rows), input_precision="ieee")
+            if SWIGLU:
+                scale = tl.load(scales + ((OUTPUTS + tile * BLOCK_N) // 128) * stride_scales + k // 128)
+                up += scale * tl.dot(_widen(u, rows.dtype), tl.trans(rows), input_precision="ieee")
+        else:
+            acc = tl.dot(_widen(w, rows.dtype), tl.trans(rows), acc, input_precision="ieee")
+            if SWIGLU:
+                up = tl.dot(_widen(u, rows.dtype), tl.trans(rows), up, input_precision="ieee")
+
+    squares = tl.sum(squared, axis=1) if NORM else tl.zeros([BLOCK_M], tl.float32)
+    is_last = True
+    if SPLITS > 1:
+        # One tile's partial sums lie together: [split][gate, up][BLOCK_N, BLOCK_M], then [split][BLOCK_M] squares.
+        PARTS: tl.constexpr = 2 if SWIGLU else 1
+        CELLS: tl.constexpr = BLOCK_N * BLOCK_M
+        STRIDE: tl.constexpr = SPLITS * (PARTS * CELLS + BLOCK_M)
+        cells = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + m_offsets[None, :]
+        base = partials + tile.to(tl.int64) * STRIDE
+        base_squares = base + SPLITS * PARTS * CELLS
+        tl.store(base + split * PARTS * CELLS + cells, acc, cache_modifier=".cg")
+        if SWIGLU:
+            tl.store(base + (split * PARTS + 1) * CELLS + cells, up, cache_modifier=".cg")
+        if NORM:
+            tl.store(base_squares + split * BLOCK_M + m_offsets, squares, cache_modifier=".cg")
+        tl.debug_barrier()  # every thread's part is written before one thread says so
+        is_last = tl.atomic_add(counters + tile, 1, sem="acq_rel") == SPLITS - 1
+        if is_last:
+            acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+            up = acc
+            squares = tl.zeros([BLOCK_M], tl.float32)
+            for other in range(SPLITS):
+                acc += tl.load(base + other * PARTS * CELLS + cells, cache_modifier=".cg")
+                if SWIGLU:
+                    up += tl.load(base + (other * PARTS + 1) * CELLS + cells, cache_modifier=".cg")
+                if NORM:
+                    squares += tl.load(base_squares + other * BLOCK_M + m_offsets, cache_modifier=".cg")
+            tl.atomic_xchg(counters + tile, 0, sem="relaxed")  # ready for the next launch
+
+    if is_last:
+        y = acc
+        if NORM:
+            rstd = tl.rsqrt(squares / K + eps)
+            y *= rstd[None, :]
+        if SCALED == 1:
+            y *= tl.load(scales + n_safe)[:, None]
+        if BIAS:
+            y += tl.load(bias + n_safe).to(tl.float32)[:, None]
+        if SWIGLU:
+            z = up
+            if NORM:
+                z *= rstd[None, :]
+            if SCALED == 1:
+                z *= tl.load(scales + OUTPUTS + n_safe)[:, None]
+            if BIAS:
+                z += tl.load(bias + OUTPUTS + n_safe).to(tl.float32)[:, None]
+            y = y * tl.sigmoid(y) * z
+        mask = n_mask[:, None] & m_mask[None, :]
+        if RESIDUAL:
+            added = tl.load(
+                residual + m_offsets[None, :] * stride_residual + n_offsets[:, None], mask=mask, other=0.0
+            )
+            y += added.to(tl.float32)
+        places = out + m_offsets[None, :].to(tl.int64) * stride_out + n_offsets[:, None]
+        tl.store(places, y.to(out.dtype.element_ty), mask=mask)
+
+
+_workspaces: dict[torch.device, tuple[Tensor, Tensor]] = {}
+
+
+def workspace(device: torch.device) -> tuple[Tensor, Tensor]:
+    """Partial sums and arrival counters of one device; never moves, so captured graphs may keep its address.
+
+    Work on one device runs on one stream at a time; the first call must not be inside a graph capture.
+    """
+    if device not in _workspaces:
+        _workspaces[device] = (
+            torch.empty(PARTIAL_FLOATS, dtype=torch.float32, device=device),
+            torch.zeros(MAX_TILES, dtype=torch.int32, device=device),
+        )
+    return _workspaces[device]
+
+
+def _workspace_suffices(m: int, tiles: int, splits: int, block_n: int, swiglu: bool) -> bool:
+    block_m = max(16, triton.next_power_of_2(m))
+    return (
+        tiles * splits * ((2 if swiglu else 1) * block_n + 1) * block_m <= PARTIAL_FLOATS
+        and tiles <= MAX_TILES
+    )
+
+
+def skinny_linear(
+    x: Tensor,
+    weight: Tensor,
+    out: Tensor | None = None,
+    *,
+    norm_weight: Tensor | None = None,
+    eps: float = 1e-6,
+    residual: Tensor | None = None,
+    swiglu: bool = False,
+    bias: Tensor | None = None,
+    scales: Tensor | None = None,
+    config: SkinnyConfig | None = None,
+    dependent_launch: bool = False,
+) -> Tensor:
+    """x [M ≤ 128, K] times weight [N, K] into `out`; arguments as in small_linear, and `scales` may be
+    [⌈N/128⌉, ⌈K/128⌉] for weights scaled in blocks."""
+    m, k = x.shape
+    n = weight.shape[0]
+    outputs = n // 2 if swiglu else n
+    if m > MAX_ROWS:
+        raise ValueError(f"skinny_linear takes at most {MAX_ROWS} rows of x, not {m}: use linear")
+    if out is None:
+        out = torch.empty((m, outputs), dtype=x.dtype, device=x.device)
+    if config is None:
+        config = default_config(m, n, k, swiglu)
+    block_n, block_k = config.block_n, config.block_k
+    scaled = 0 if scales is None else scales.dim()
+    if scaled == 2:
+        block_k = min(block_k, BLOCK)
+        if swiglu and outputs % BLOCK:
+            raise ValueError(
+                f"gate rows that end inside a scale block ({outputs} rows) cannot be paired with up rows"
+            )
+    tiles = -(-outputs // block_n)
+    splits = min(config.splits, -(-k // block_k))
+    if splits > 1 and not _workspace_suffices(m, tiles, splits, block_n, swiglu):
+        splits = 1
+    partials, counters = workspace(x.device) if splits > 1 else (x, x)
+    _skinny_linear_kernel[(tiles, splits)](
+        x,
+        weight,
+        out,
+        x if norm_weight is None else norm_weight,
+        x if residual is None else residual,
+        x if bias is None else bias,
+        x if scales is None else scales,
+        partials,
+        counters,
+        m,
+        outputs,
+        k,
+        triton.cdiv(triton.cdiv(k, block_k), splits) * block_k,
+        x.stride(0),
+        weight.stride(0),
+        out.stride(0),
+        0 if residual is None else residual.stride(0),
+        scales.stride(0) if scales is not None and scaled == 2 else 0,
+        eps,
+        BLOCK_M=max(16, triton.next_power_of_2(m)),
+        BLOCK_N=block_n,
+        BLOCK_K=block_k,
+        SPLITS=splits,
+        EVEN_K=k % block_k == 0,
+        NORM=norm_weight is not None,
+        SWIGLU=swiglu,
+        RESIDUAL=residual is not None,
+        BIAS=bias is not None,
+        SCALED=scaled,
+        PDL=dependent_launch,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        **({"launch_pdl": True} if dependent_launch else {}),
+    )
+    return out
+
+
+@torch.library.custom_op("cumulo::skinny_linear", mutates_args=())
+def skinny_linear_op(
+    x: Tensor,
+    weight: Tensor,
+    norm_weight: Tensor | None = None,
+    residual: Tensor | None = None,
+    bias: Tensor | None = None,
+    scales: Tensor | None = None,
+    eps: float = 1e-6,
+    swiglu: bool = False,
+) -> Tensor:
+    return skinny_linear(
+        x,
+        weight,
+        norm_weight=norm_weight,
+        eps=eps,
+        residual=residual,
+        swiglu=swiglu,
+        bias=bias,
+        scales=scales,
+    )
+
+
+@skinny_linear_op.register_fake
+def _(
+    x: Tensor,
+    weight: Tensor,
+    norm_weight: Tensor | None = None,
+    residual: Tensor | None = None,
+    bias: Tensor | None = None,
+    scales: Tensor | None = None,
+    eps: float = 1e-6,
+    swiglu: bool = False,
+) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[0] // (2 if swiglu else 1))
+
+
+def bench_rows(device: torch.device | str = "cuda") -> Iterator[KernelRow]:
+    """The large decode linears at batch sizes between one sequence and where arithmetic takes over."""
+    generator = torch.Generator(device).manual_seed(0)
+    for name, n, k, _ in BENCH_SHAPES:
+        if n > 100_000:
+            continue
+        copies = copies_past_cache(2 * n * k)
+        weights = [random_bf16(n, k, device=device, generator=generator, std=k**-0.5) for _ in range(copies)]
+        for m in (8, 16, 64, 128):
+            x = random_bf16(m, k, device=device, generator=generator)
+            out = torch.empty(m, n, dtype=x.dtype, device=device)
+            skinny_linear(x, weights[0], out)
+            exact = reference(x.double(), weights[0].double())
+            yield KernelRow(
+                name="skinny_linear",
+                shape=f"{name} m={m} n={n} k={k}",
+                work=work(m, n, k, 2 * n * k),
+                ours_us=graph_us(lambda i: skinny_linear(x, weights[i], out), copies),
+                rivals_us={"cuBLAS": graph_us(lambda i: F.linear(x, weights[i]), copies)},
+                config=str(default_config(m, n, k)),
+                error=float((out - exact).norm() / exact.norm()),
+            )

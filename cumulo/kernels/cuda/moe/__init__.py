@@ -1,0 +1,1 @@
+"""Experts: routing, grouped products, and products for a few tokens."""

@@ -1,0 +1,275 @@
+"""A mixture of experts on the device: choose experts, sort the choices by expert, two grouped products,
+weighted sum. Few choices, of many experts, are not sorted: `few` takes them one by one.
+
+Must move: the weights of every expert that is chosen, once; computes 6 · hidden · width FLOPs per choice. Few
+tokens are bound by the first, thousands by the second. Nothing here waits for the host: how many tokens an expert
+got is read by the kernels, and grids are as large as the worst case, whose surplus programs end at once.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from cumulo.kernels.cuda.linear.invariant_matmul import invariant_matmul
+from cumulo.kernels.cuda.linear.small_linear import MAX_ROWS, small_linear
+from cumulo.kernels.cuda.moe.few import experts_of_few
+from cumulo.kernels.cuda.moe.route import route, route_reference, sort_by_expert
+from cumulo.kernels.cuda.work import Work
+from cumulo.spec.model import MoESpec
+
+FEW_CHOICES = 64  # so few, if half of the experts are free, seldom meet: each is a product of its own
+
+
+def reference(
+    x: Tensor, router: Tensor, gate_up: Tensor, down: Tensor, moe: MoESpec, bias: Tensor | None = None
+) -> Tensor:
+    """Every token through its experts, one after the other: [T, hidden]."""
+    weights, chosen = route_reference(x, router, moe, bias)
+    out = torch.zeros_like(x)
+    for token in range(len(x)):
+        for weight, expert in zip(weights[token], chosen[token].tolist(), strict=True):
+            gate, up = F.linear(x[token], gate_up[expert]).chunk(2)
+            out[token] += weight.to(x.dtype) * F.linear(F.silu(gate) * up, down[expert])
+    return out
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedConfig:
+    """Tiles of a grouped product: rows are choices, columns outputs."""
+
+    rows: int
+    columns: int
+    depth: int
+    num_warps: int
+    num_stages: int
+
+
+@triton.jit
+def _grouped(x, weight, out, weights, order, tile_experts, tiles, columns, depth, x_stride, expert_stride,
+             PER_TOKEN: tl.constexpr, SWIGLU: tl.constexpr, WEIGHTED: tl.constexpr, EVEN: tl.constexpr,
+             ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr):  # fmt: skip
+    program = tl.program_id(0)
+    column_tiles = (columns + COLUMNS - 1) // COLUMNS
+    # Neighbouring programs take the same few row tiles through all columns: both sides stay in the L2 cache.
+    group = program // (GROUP * column_tiles)
+    first = group * GROUP
+    in_group = tl.minimum(tiles - first, GROUP)
+    within = program % (GROUP * column_tiles)
+    tile = first + within % in_group
+    column_tile = within // in_group
+    row = tl.arange(0, ROWS)
+    expert = tl.load(tile_experts + tile).to(tl.int64)
+    choice = tl.load(order + tile * ROWS + row)
+    if expert >= 0:
+        live = choice >= 0
+        source = tl.where(live, choice // PER_TOKEN, 0).to(tl.int64)
+        column = column_tile * COLUMNS + tl.arange(0, COLUMNS)
+        k = tl.arange(0, DEPTH)
+        x_at = x + source[:, None] * x_stride + k[None, :]
+        base = weight + expert * expert_stride
+        safe = tl.where(column < columns, column, 0).to(tl.int64)
+        w_at = base + safe[None, :] * depth + k[:, None]
+        acc = tl.zeros((ROWS, COLUMNS), tl.float32)
+        up = tl.zeros((ROWS, COLUMNS), tl.float32)
+        up_at = w_at + columns * depth
+        for at in range(0, depth, DEPTH):
+            if EVEN:
+                a = tl.load(x_at, mask=live[:, None], other=0.0)
+                b = tl.load(w_at)
+            else:
+                a = tl.load(x_at, mask=live[:, None] & (at + k < depth)[None, :], other=0.0)
+                b = tl.load(w_at, mask=(at + k < depth)[:, None], other=0.0)
+            acc = tl.dot(a, b, acc, input_precision="ieee")
+            if SWIGLU:
+                if EVEN:
+                    c = tl.load(up_at)
+                else:
+                    c = tl.load(up_at, mask=(at + k < depth)[:, None], other=0.0)
+                up = tl.dot(a, c, up, input_precision="ieee")
+                up_at += DEPTH
+            x_at += DEPTH
+            w_at += DEPTH
+        if SWIGLU:
+            # rounded where the separate product would round
+            gate = acc.to(out.dtype.element_ty).to(tl.float32)
+            acc = gate * tl.sigmoid(gate) * up.to(out.dtype.element_ty).to(tl.float32)
+        if WEIGHTED:
+            acc = acc * tl.load(weights + choice, mask=live, other=0.0)[:, None]
+        target = out + tl.where(live, choice, 0).to(tl.int64)[:, None] * columns + column[None, :]
+        tl.store(target, acc.to(out.dtype.element_ty), mask=live[:, None] & (column < columns)[None, :])
+
+
+@triton.jit
+def _combine(results, residual, size, K: tl.constexpr, BLOCK: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < size
+    total = tl.load(residual + token * size + column, mask=inside, other=0.0).to(tl.float32)
+    for index in tl.static_range(K):
+        total += tl.load(results + (token * K + index) * size + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(residual + token * size + column, total.to(residual.dtype.element_ty), mask=inside)
+
+
+class MoEBuffers:
+    """What `mixture` works in, for up to `max_tokens` tokens; all layers share it."""
+
+    def __init__(
+        self, moe: MoESpec, hidden: int, max_tokens: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.moe, self.hidden = moe, hidden
+        choices = max_tokens * moe.experts_per_token
+
+        def ints(count: int) -> Tensor:
+            return torch.zeros(count, dtype=torch.int32, device=device)
+
+        self.logits = torch.empty((max_tokens, moe.experts), dtype=torch.float32, device=device)
+        self.weights = torch.empty(choices, dtype=torch.float32, device=device)
+        self.chosen, self.counts = ints(choices), ints(moe.experts)
+        widest = choices + (moe.experts + 1) * 128  # the last tile of every expert, and the grid's rounding
+        self.order, self.tile_experts = ints(widest), ints(widest // 16 + 1)
+        self.activated = torch.empty((choices, moe.expert_hidden), dtype=dtype, device=device)
+        self.results = torch.empty((choices, hidden), dtype=dtype, device=device)
+
+    @property
+    def nbytes(self) -> int:
+        own = (self.logits, self.weights, self.chosen, self.counts, self.order, self.tile_experts)
+        return sum(tensor.nbytes for tensor in own) + self.activated.nbytes + self.results.nbytes
+
+
+# By shape class, what `tune` found on this kind of device.
+TUNED: dict[str, tuple[GroupedConfig, GroupedConfig]] = {}
+
+
+def shape_class(choices: int, experts: int) -> str:
+    """Shapes that share their tiles: by how many choices an expert gets on average."""
+    return next((f"up to {most} each" for most in (8, 24, 96) if choices <= most * experts), "many each")
+
+
+def use(tuned: Mapping[str, Sequence[Mapping[str, int]]]) -> None:
+    """Take in what `tune` returned on this kind of device."""
+    TUNED.update({key: (GroupedConfig(**up), GroupedConfig(**down)) for key, (up, down) in tuned.items()})
+
+
+def grouped_configs(
+    choices: int, experts: int, invariant: bool = False
+) -> tuple[GroupedConfig, GroupedConfig]:
+    """For gate and up with SwiGLU, and for down."""
+    if invariant:
+        return GroupedConfig(64, 64, 64, 4, 3), GroupedConfig(64, 128, 64, 4, 3)
+    tuned = TUNED.get(shape_class(choices, experts))
+    if tuned is not None:
+        return tuned
+    average = choices / experts
+    if average <= 8:
+        return GroupedConfig(16, 32, 128, 4, 4), GroupedConfig(16, 64, 128, 4, 4)
+    if average <= 24:
+        return GroupedConfig(32, 64, 64, 4, 4), GroupedConfig(32, 128, 64, 4, 4)
+    if average <= 96:
+        return GroupedConfig(64, 64, 64, 4, 4), GroupedConfig(64, 128, 64, 4, 4)
+    # Two sums of 128 x 64 fill the registers of four warps to the last.
+    return GroupedConfig(128, 64, 64, 8, 4), GroupedConfig(128, 128, 64, 8, 4)
+
+
+def mixture(
+    x: Tensor,
+    router: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    buffers: MoEBuffers,
+    residual: Tensor,
+    bias: Tensor | None = None,
+    invariant: bool = False,
+    configs: tuple[GroupedConfig, GroupedConfig] | None = None,
+) -> Tensor:
+    """residual += the weighted sum of each token's experts. x and residual [T, hidden], gate_up [E, 2F, hidden],
+    down [E, hidden, F]. `invariant`: a token's result does not depend on its step-mates."""
+    tokens, hidden = x.shape
+    moe = buffers.moe
+    per_token, experts = moe.experts_per_token, moe.experts
+    choices = tokens * per_token
+    logits = _router_logits(x, router, buffers.logits[:tokens], invariant)
+    route(logits, bias, moe, buffers.chosen, buffers.weights)
+    if choices <= min(FEW_CHOICES, experts // 2) and not invariant and configs is None:
+        experts_of_few(
+            x, gate_up, down, buffers.chosen[:choices], buffers.weights, buffers.activated, residual
+        )
+        return residual
+    up_config, down_config = configs or grouped_configs(choices, experts, invariant)
+    rows = up_config.rows
+    assert rows == down_config.rows
+    tiles = min(choices, -(-choices // rows) + experts)
+    sort_by_expert(
+        buffers.chosen, buffers.counts, buffers.order, buffers.tile_experts, choices, experts, tiles, rows
+    )
+    _product(x, gate_up, buffers.activated, buffers, up_config, tiles, per_token, swiglu=True)
+    _product(buffers.activated, down, buffers.results, buffers, down_config, tiles, 1, swiglu=False)
+    block = min(1024, triton.next_power_of_2(hidden))
+    _combine[(tokens, triton.cdiv(hidden, block))](
+        buffers.results, residual, hidden, K=per_token, BLOCK=block, num_warps=4
+    )
+    return residual
+
+
+def _product(
+    x: Tensor, weight: Tensor, out: Tensor, buffers: MoEBuffers, config: GroupedConfig, tiles: int, per_token: int,
+    swiglu: bool,
+) -> None:  # fmt: skip
+    columns = weight.shape[1] // (2 if swiglu else 1)
+    depth = weight.shape[2]
+    _grouped[(tiles * triton.cdiv(columns, config.columns),)](
+        x, weight, out, buffers.weights, buffers.order, buffers.tile_experts, tiles, columns, depth, x.stride(0),
+        weight.stride(0), PER_TOKEN=per_token, SWIGLU=swiglu, WEIGHTED=not swiglu, EVEN=depth % config.depth == 0,
+        ROWS=config.rows, COLUMNS=config.columns, DEPTH=config.depth, GROUP=8,
+        num_warps=config.num_warps, num_stages=config.num_stages,
+    )  # fmt: skip
+
+
+def _router_logits(x: Tensor, router: Tensor, out: Tensor, invariant: bool) -> Tensor:
+    """In float32: a near tie must not flip."""
+    if len(x) <= MAX_ROWS and not invariant:
+        return small_linear(x, router, out=out)
+    if invariant:
+        return invariant_matmul(x, router, out)
+    if x.is_cuda and x.dtype != torch.float32:
+        return torch.mm(x, router.t(), out_dtype=torch.float32)
+    return torch.mm(x.float(), router.t().float(), out=out)
+
+
+@torch.library.custom_op("cumulo::mixture", mutates_args=())
+def mixture_op(
+    x: Tensor, router: Tensor, gate_up: Tensor, down: Tensor, residual: Tensor, bias: Tensor | None,
+    experts_per_token: int, scoring: str, normalise_weights: bool, routed_scale: float, groups: int,
+    top_groups: int, group_score: str,
+) -> Tensor:  # fmt: skip
+    """`mixture` with buffers of its own, by name for tools that look at programs."""
+    experts, _, width = down.shape
+    moe = MoESpec(
+        experts, experts_per_token, width, scoring=scoring, normalise_weights=normalise_weights,  # type: ignore[arg-type]
+        routed_scale=routed_scale, groups=groups, top_groups=top_groups, group_score=group_score,  # type: ignore[arg-type]
+    )  # fmt: skip
+    buffers = MoEBuffers(moe, x.shape[1], len(x), x.dtype, x.device)
+    return mixture(x, router, gate_up, down, buffers, residual.clone(), bias)
+
+
+@mixture_op.register_fake
+def _(
+    x: Tensor, router: Tensor, gate_up: Tensor, down: Tensor, residual: Tensor, bias: Tensor | None,
+    experts_per_token: int, scoring: str, normalise_weights: bool, routed_scale: float, groups: int,
+    top_groups: int, group_score: str,
+) -> Tensor:  # fmt: skip
+    return torch.empty_like(residual)
+
+
+def work(tokens: int, hidden: int, moe: MoESpec, element_bytes: int = 2) -> Work:
+    """With choices spread evenly: how many experts are hit at all decides the bytes of small batches."""
+    choices = tokens * moe.experts_per_token
+    hit = moe.experts * (1 - (1 - moe.experts_per_token / moe.experts) ** tokens)
+    weights = int(hit * 3 * moe.expert_hidden * hidden) * element_bytes
+    return Work(
+        bytes=weights + 3 * tokens * hidden * element_bytes, flops=choices * 6 * hidden * moe.expert_hidden
+    )

@@ -1,0 +1,206 @@
+"""Draw one token per row of logits on the device: greedy, or at a temperature from the whole vocabulary. No host.
+
+The random number of a draw is the same function of (seed, sample, position) as on a CPU
+(engine/sampling/random_numbers.py), and a token is picked the same way: by inverting the cumulative distribution
+in token order.
+
+Must move: the logits once, and one part of each row a second time.
+"""
+
+from collections.abc import Iterator
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from cumulo.kernels.cuda.timing import copies_past_cache, graph_us
+from cumulo.kernels.cuda.work import KernelRow, Work
+
+PART = 4096  # tokens whose maximum and mass one program finds
+BLOCK = 64  # tokens whose maximum is kept where draws have cuts (sample_cuts.py)
+# Columns of a draw, as int32 words; floats are stored as their bits.
+SLOT, POSITION, TEMPERATURE, SEED_LOW, SEED_HIGH, SAMPLE_INDEX, TOP_K, TOP_P, MIN_P, COLUMNS = range(10)
+
+
+def reference(logits: Tensor, temperature: Tensor, numbers: Tensor) -> Tensor:
+    """Tokens from logits [R, V]; numbers in [0, 1) pick, temperature 0 takes the likeliest."""
+    logits = logits.double()
+    warm = temperature.double().clamp_min(1e-30)[:, None]
+    weights = ((logits - logits.amax(-1, keepdim=True)) / warm).exp()
+    cumulative = weights.cumsum(-1)
+    picked = (cumulative <= numbers.double()[:, None] * cumulative[:, -1:]).sum(-1)
+    return torch.where(temperature == 0, logits.argmax(-1), picked.clamp_max(logits.shape[-1] - 1))
+
+
+@triton.jit
+def _mix(value):
+    value = (value ^ (value >> 30)) * tl.full((), 0xBF58476D1CE4E5B9, tl.uint64)
+    value = (value ^ (value >> 27)) * tl.full((), 0x94D049BB133111EB, tl.uint64)
+    return value ^ (value >> 31)
+
+
+@triton.jit
+def uniform(low, high, sample_index, position):
+    """SplitMix64 chained over seed, sample and position: in [0, 1), a multiple of 2^-53 as float64."""
+    golden = tl.full((), 0x9E3779B97F4A7C15, tl.uint64)
+    one = tl.full((), 1, tl.uint64)
+    seed = (high.to(tl.uint32, bitcast=True).to(tl.uint64) << 32) | low.to(tl.uint32, bitcast=True).to(
+        tl.uint64
+    )
+    state = _mix(seed + golden)
+    state = _mix(state + (sample_index.to(tl.uint64) + one) * golden)
+    state = _mix(state + (position.to(tl.uint64) + one) * golden)
+    return (state >> 11).to(tl.float64) * 1.1102230246251565e-16
+
+
+@triton.jit
+def _partial(logits, draws, maxima, places, masses, tops, vocabulary, logit_stride, parts, COLUMNS: tl.constexpr,
+             TEMPERATURE: tl.constexpr, PART: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    row, part = tl.program_id(0), tl.program_id(1)
+    temperature = tl.load(draws + row * COLUMNS + TEMPERATURE).to(tl.float32, bitcast=True)
+    token = part * PART + tl.arange(0, PART)
+    inside = token < vocabulary
+    x = tl.load(logits + row.to(tl.int64) * logit_stride + token, mask=inside, other=float("-inf")).to(
+        tl.float32
+    )
+    peak = tl.max(x, 0)
+    place = tl.min(tl.where(x == peak, token, vocabulary), 0)  # of equals the lowest
+    cooled = 1.0 / tl.where(temperature > 0, temperature, 1.0)
+    # A part that is all -infinity has no mass; NaN anywhere stays NaN.
+    weights = tl.where(x == float("-inf"), 0.0, tl.exp((x - peak) * cooled))
+    tl.store(maxima + row * parts + part, peak)
+    tl.store(places + row * parts + part, place)
+    tl.store(masses + row * parts + part, tl.sum(weights, 0))
+    if BLOCK > 0:
+        blocks: tl.constexpr = PART // BLOCK
+        top = tl.max(tl.reshape(x, (blocks, BLOCK)), 1)
+        tl.store(tops + (row * parts + part).to(tl.int64) * blocks + tl.arange(0, blocks), top)
+
+
+@triton.jit
+def _pick(logits, draws, maxima, places, masses, picked, tokens, vocabulary, logit_stride, token_stride, parts,
+          COLUMNS: tl.constexpr, SLOT: tl.constexpr, POSITION: tl.constexpr, TEMPERATURE: tl.constexpr,
+          SEED_LOW: tl.constexpr, SEED_HIGH: tl.constexpr, SAMPLE_INDEX: tl.constexpr,
+          PART: tl.constexpr, PARTS: tl.constexpr):  # fmt: skip
+    row = tl.program_id(0)
+    draw = draws + row * COLUMNS
+    temperature = tl.load(draw + TEMPERATURE).to(tl.float32, bitcast=True)
+    index = tl.arange(0, PARTS)
+    inside = index < parts
+    peaks = tl.load(maxima + row * parts + index, mask=inside, other=float("-inf"))
+    mass = tl.load(masses + row * parts + index, mask=inside, other=0.0)
+    peak = tl.max(peaks, 0)
+    sound = (tl.sum(tl.where(mass == mass, 0, 1), 0) == 0) & (peak > float("-inf")) & (peak < float("inf"))
+    place = tl.load(places + row * parts + index, mask=inside, other=vocabulary)
+    token = tl.min(tl.where(peaks == peak, place, vocabulary), 0)
+    if temperature > 0:
+        cooled = 1.0 / temperature
+        mass = tl.where(peaks == float("-inf"), 0.0, mass * tl.exp((peaks - peak) * cooled))
+        cumulative = tl.cumsum(mass, 0)
+        total = tl.max(cumulative, 0)
+        number = uniform(tl.load(draw + SEED_LOW), tl.load(draw + SEED_HIGH), tl.load(draw + SAMPLE_INDEX),
+                         tl.load(draw + POSITION))  # fmt: skip
+        target = (number * total.to(tl.float64)).to(tl.float32)
+        last = tl.max(tl.where(mass > 0, index, 0), 0)
+        part = tl.minimum(tl.sum(tl.where(inside & (cumulative <= target), 1, 0), 0), last)
+        before = tl.sum(tl.where(index < part, mass, 0.0), 0)
+        choice = part * PART + tl.arange(0, PART)
+        x = tl.load(
+            logits + row.to(tl.int64) * logit_stride + choice, mask=choice < vocabulary, other=float("-inf")
+        )
+        weights = tl.exp((x.to(tl.float32) - peak) * cooled)
+        reached = before + tl.cumsum(weights, 0)
+        final = tl.max(tl.where(weights > 0, choice, part * PART), 0)
+        token = tl.minimum(part * PART + tl.sum(tl.where(reached <= target, 1, 0), 0), final)
+    token = tl.where(sound, token, -1)  # the host turns this into the request's error
+    tl.store(picked + row, token)
+    slot = tl.load(draw + SLOT).to(tl.int64)
+    if slot >= 0:
+        position = tl.load(draw + POSITION)
+        tl.store(tokens + slot * token_stride + position, tl.maximum(token, 0))
+
+
+class SampleBuffers:
+    """What `sample` keeps between its two kernels, for up to `rows` draws."""
+
+    def __init__(self, rows: int, vocabulary: int, device: torch.device) -> None:
+        self.parts = -(-vocabulary // PART)
+        self.maxima = torch.empty((rows, self.parts), dtype=torch.float32, device=device)
+        self.places = torch.empty((rows, self.parts), dtype=torch.int32, device=device)
+        self.masses = torch.empty((rows, self.parts), dtype=torch.float32, device=device)
+
+    @property
+    def nbytes(self) -> int:
+        return self.maxima.nbytes + self.places.nbytes + self.masses.nbytes
+
+
+def sample(
+    logits: Tensor,
+    draws: Tensor,
+    buffers: SampleBuffers,
+    picked: Tensor,
+    tokens: Tensor,
+    tops: Tensor | None = None,
+) -> None:
+    """logits [R, V] and draws [R, COLUMNS] int32 -> picked [R] int32 (-1: not finite), also entered into
+    tokens[slot, position].
+
+    `tops` [R, parts * PART / BLOCK] float32, if given, gets every block's largest logit.
+    """
+    rows, vocabulary = logits.shape
+    if rows == 0:
+        return
+    parts = buffers.parts
+    _partial[(rows, parts)](
+        logits, draws, buffers.maxima, buffers.places, buffers.masses, tops, vocabulary, logits.stride(0), parts,
+        COLUMNS=COLUMNS, TEMPERATURE=TEMPERATURE, PART=PART, BLOCK=0 if tops is None else BLOCK, num_warps=8,
+    )  # fmt: skip
+    _pick[(rows,)](
+        logits, draws, buffers.maxima, buffers.places, buffers.masses, picked, tokens, vocabulary, logits.stride(0),
+        tokens.stride(0), parts, COLUMNS=COLUMNS, SLOT=SLOT, POSITION=POSITION, TEMPERATURE=TEMPERATURE,
+        SEED_LOW=SEED_LOW, SEED_HIGH=SEED_HIGH, SAMPLE_INDEX=SAMPLE_INDEX, PART=PART,
+        PARTS=triton.next_power_of_2(parts), num_warps=8,
+    )  # fmt: skip
+
+
+@torch.library.custom_op("cumulo::sample", mutates_args=("tokens",))
+def sample_op(logits: Tensor, draws: Tensor, tokens: Tensor) -> Tensor:
+    picked = torch.empty(logits.shape[0], dtype=torch.int32, device=logits.device)
+    rows, vocabulary = logits.shape
+    sample(logits, draws, SampleBuffers(rows, vocabulary, logits.device), picked, tokens)
+    return picked
+
+
+@sample_op.register_fake
+def _fake(logits: Tensor, draws: Tensor, tokens: Tensor) -> Tensor:
+    return torch.empty(logits.shape[0], dtype=torch.int32, device=logits.device)
+
+
+def work(rows: int, vocabulary: int, element_bytes: int) -> Work:
+    return Work(bytes=rows * (vocabulary + PART) * element_bytes, flops=3 * rows * vocabulary)
+
+
+def bench_rows() -> Iterator[KernelRow]:
+    for rows in (1, 512):
+        vocabulary = 151_936
+        copies = copies_past_cache(rows * vocabulary * 2, limit=16)
+        logits = [torch.randn(rows, vocabulary, device="cuda", dtype=torch.bfloat16) for _ in range(copies)]
+        draws = torch.zeros((rows, COLUMNS), dtype=torch.int32, device="cuda")
+        draws[:, TEMPERATURE] = torch.ones(rows, device="cuda").view(torch.int32)
+        draws[:, SLOT] = torch.arange(rows, device="cuda")
+        buffers = SampleBuffers(rows, vocabulary, torch.device("cuda"))
+        picked, tokens = (
+            torch.empty(rows, dtype=torch.int32, device="cuda"),
+            torch.zeros(rows, 4, dtype=torch.int32, device="cuda"),
+        )
+        yield KernelRow(
+            "sample, whole vocabulary", f"R={rows} V={vocabulary}", work(rows, vocabulary, 2),
+            graph_us(lambda i: sample(logits[i], draws, buffers, picked, tokens), copies),
+            {"torch (softmax, exponential trick)": graph_us(lambda i: _torch_draw(logits[i]), copies)},
+        )  # fmt: skip
+
+
+def _torch_draw(logits: Tensor) -> Tensor:
+    probabilities = logits.float().softmax(-1)
+    return probabilities.div_(torch.empty_like(probabilities).exponential_()).argmax(-1)

@@ -1,0 +1,100 @@
+"""One streamed answer as it arrives: when each piece of text came, how it ended, what the server counted.
+
+Fed by a connection through `receive`; `client.py` turns it into a record. OpenAI's chat and completion
+chunks are both understood.
+"""
+
+from array import array
+from typing import Any
+
+from cumulo.load.http_response import Response
+from cumulo.load.json_text import decode
+from cumulo.load.sse import EventStream
+
+_MOST_ERROR_BYTES = 64 << 10
+
+
+class MalformedStream(Exception):
+    """The body is not the event stream an OpenAI-compatible server sends."""
+
+
+class ErrorInStream(Exception):
+    """The server reported an error after it had begun to stream."""
+
+
+class Answer:
+    """Collects a response. Text is kept only where a later turn needs it."""
+
+    __slots__ = (
+        "_events", "_texts", "body", "cached_tokens", "chunk_times_s", "completion_tokens", "done",
+        "finish_reason", "prompt_tokens",
+    )  # fmt: skip
+
+    def __init__(self, keep_text: bool = False) -> None:
+        self.chunk_times_s: array[float] = array("d")
+        self.done = False  # the closing [DONE] came
+        self.finish_reason: str | None = None
+        self.prompt_tokens: int | None = None
+        self.cached_tokens: int | None = None
+        self.completion_tokens: int | None = None
+        self.body = bytearray()  # of an answer that is no stream
+        self._events = EventStream()
+        self._texts: list[str] | None = [] if keep_text else None
+
+    @property
+    def text(self) -> str:
+        return "".join(self._texts or ())
+
+    def receive(self, response: Response, piece: bytes, now_s: float) -> None:
+        if response.status != 200:
+            if len(self.body) < _MOST_ERROR_BYTES:
+                self.body += piece
+            return
+        for data in self._events.feed(piece):
+            if data == b"[DONE]":
+                self.done = True
+                continue
+            try:
+                event = decode(data)
+                self._take(event, now_s)
+            except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+                raise MalformedStream(f"not a chunk of an answer: {data[:80]!r} ({error})") from error
+
+    def check_end(self, response: Response) -> None:
+        """Raise what is wrong with a 200 answer that has ended."""
+        if self.done or (self.finish_reason is not None and not self._events.unfinished):
+            return
+        kind = response.headers.get("content-type", "")
+        if not self.chunk_times_s and "event-stream" not in kind:
+            raise MalformedStream(f"the answer is no event stream but {kind or 'of no stated type'}")
+        raise MalformedStream("the stream ended without a finish reason or [DONE]")
+
+    def _take(self, event: dict[str, Any], now_s: float) -> None:
+        choices = event.get("choices")
+        if choices:
+            choice = choices[0]
+            delta = choice.get("delta")
+            if delta is None:
+                text = choice.get("text")
+            else:
+                # Reasoning and tool calls are generated tokens too.
+                text = delta.get("content") or delta.get("reasoning_content") or delta.get("reasoning")
+                if not text and delta.get("tool_calls"):
+                    text = "\0"
+            if text:
+                self.chunk_times_s.append(now_s)
+                if self._texts is not None and text != "\0":
+                    self._texts.append(text)
+            if choice.get("finish_reason"):
+                self.finish_reason = choice["finish_reason"]
+        elif "error" in event:
+            error = event["error"]
+            raise ErrorInStream(str(error.get("message", error) if isinstance(error, dict) else error))
+        elif choices is None:
+            raise KeyError("no choices")
+        usage = event.get("usage")
+        if usage:
+            self.prompt_tokens = usage.get("prompt_tokens")
+            self.completion_tokens = usage.get("completion_tokens")
+            details = usage.get("prompt_tokens_details") or {}
+            self.cached_tokens = details.get("cached_tokens")

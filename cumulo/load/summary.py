@@ -1,0 +1,153 @@
+"""A level's figures from its records: latencies, throughput, goodput, errors. Pure; read by every report."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from cumulo.load.records import RequestRecord
+from cumulo.load.slo import Slo
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Percentiles with linear interpolation, as numpy's default."""
+
+    count: int
+    mean: float
+    p50: float
+    p90: float
+    p95: float
+    p99: float
+    most: float
+
+    @classmethod
+    def of(cls, values: "Sequence[float] | np.ndarray") -> "Spread | None":
+        if not len(values):
+            return None
+        array = np.asarray(values, dtype=np.float64)
+        p50, p90, p95, p99 = (float(value) for value in np.percentile(array, (50, 90, 95, 99)))
+        return cls(len(array), float(array.mean()), p50, p90, p95, p99, float(array.max()))
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """Of the measured requests of one level; warm-up is excluded everywhere.
+
+    The window runs from when the first measured request was due to when the last one ended. All tokens
+    that arrived inside it count for throughput, those of warm-up requests still running too: the server
+    worked on them then.
+    """
+
+    requests: int
+    succeeded: int
+    errors: dict[str, int]
+    window_s: float
+    ttft_s: Spread | None
+    itl_s: Spread | None
+    tpot_s: Spread | None
+    e2e_s: Spread | None
+    lateness_s: Spread | None  # how late the generator sent
+    offered_req_s: float  # arrivals over the time in which they arrived
+    completed_req_s: float
+    output_tok_s: float
+    input_tok_s: float
+    mean_input_tokens: float | None
+    mean_output_tokens: float | None
+    cached_share: float | None  # of the prompt tokens, where the server tells
+    tokens_per_chunk: float | None
+    slo_met: int | None
+    slo_share: float | None
+    goodput_req_s: float | None
+    goodput_tok_s: float | None
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def summarise(records: Sequence[RequestRecord], slo: Slo | None = None) -> Summary:
+    """Requests the user stopped are left out: they neither succeeded nor failed."""
+    measured = [record for record in records if record.measured and record.error != "stopped"]
+    good = [record for record in measured if record.error is None]
+    start_s = min((record.due_s for record in measured), default=0.0)
+    window_s = max((record.end_s for record in measured), default=0.0) - start_s
+    arriving_s = max((record.due_s for record in measured), default=0.0) - start_s
+    met = None if slo is None else [record for record in good if slo.met_by(record)]
+    input_counts = [record.input_tokens for record in good if record.input_tokens is not None]
+    cached = [record.cached_tokens for record in good if record.cached_tokens is not None]
+    chunks = sum(len(record.chunk_times_s) for record in good)
+
+    def rate(amount: float) -> float:
+        return amount / window_s if window_s > 0 else 0.0
+
+    return Summary(
+        requests=len(measured),
+        succeeded=len(good),
+        errors=dict(Counter(record.error for record in measured if record.error).most_common()),
+        window_s=window_s,
+        ttft_s=Spread.of([record.ttft_s for record in good if record.ttft_s is not None]),
+        itl_s=Spread.of(np.concatenate([np.empty(0), *(np.diff(record.chunk_times_s) for record in good)])),
+        tpot_s=Spread.of([record.tpot_s for record in good if record.tpot_s is not None]),
+        e2e_s=Spread.of([record.e2e_s for record in good]),
+        lateness_s=Spread.of([record.lateness_s for record in measured]),
+        # n arrivals have n − 1 intervals between them
+        offered_req_s=(len(measured) - 1) / arriving_s if arriving_s > 0 else 0.0,
+        completed_req_s=rate(len(good)),
+        output_tok_s=rate(tokens_between(records, start_s, start_s + window_s)),
+        input_tok_s=rate(sum(input_counts)),
+        mean_input_tokens=sum(input_counts) / len(input_counts) if input_counts else None,
+        mean_output_tokens=sum(record.output_tokens for record in good) / len(good) if good else None,
+        cached_share=sum(cached) / max(1, sum(input_counts)) if cached else None,
+        tokens_per_chunk=sum(record.output_tokens for record in good) / chunks if chunks else None,
+        slo_met=None if met is None else len(met),
+        slo_share=None if met is None or not measured else len(met) / len(measured),
+        goodput_req_s=None if met is None else rate(len(met)),
+        goodput_tok_s=None if met is None else rate(sum(record.output_tokens for record in met)),
+    )
+
+
+def tokens_between(records: Sequence[RequestRecord], start_s: float, end_s: float) -> float:
+    """Tokens that arrived in a stretch of time; a request's tokens are spread evenly over its chunks."""
+    total = 0.0
+    for record in records:
+        times = record.chunk_times_s
+        if not times:
+            continue
+        if start_s <= times[0] and times[-1] <= end_s:
+            total += record.output_tokens
+        else:
+            inside = sum(start_s <= time_s <= end_s for time_s in times)
+            total += record.output_tokens * inside / len(times)
+    return total
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """What happened second by second, for plots: one entry per stretch of `step_s`."""
+
+    step_s: float
+    output_tok_s: list[float]
+    running: list[int]  # requests under way at the end of the stretch
+    failed: list[int]
+
+
+def timeline(records: Sequence[RequestRecord], stretches: int = 120) -> Timeline:
+    """The whole level, warm-up included, in at most so many stretches of at least half a second."""
+    end_s = max((record.end_s for record in records), default=0.0)
+    step_s = max(0.5, end_s / stretches)
+    count = max(1, int(np.ceil(end_s / step_s)))
+    tokens = np.zeros(count)
+    change = np.zeros(count + 1, dtype=np.int64)
+    failed = np.zeros(count, dtype=np.int64)
+    for record in records:
+        times = np.asarray(record.chunk_times_s)
+        if len(times):
+            where = np.clip((times / step_s).astype(int), 0, count - 1)
+            np.add.at(tokens, where, record.output_tokens / len(times))
+        change[min(int(max(record.sent_s, 0.0) / step_s), count)] += 1
+        change[min(int(max(record.end_s, 0.0) / step_s), count)] -= 1
+        if record.error:
+            failed[min(int(record.end_s / step_s), count - 1)] += 1
+    return Timeline(step_s, (tokens / step_s).tolist(), np.cumsum(change[:count]).tolist(), failed.tolist())

@@ -1,0 +1,150 @@
+"""Replaying a recorded trace: CSV or JSON lines with a time and two lengths per request.
+
+Reads the column names of the public traces (Azure LLM inference, BurstGPT, Mooncake) besides our own.
+"""
+
+import csv
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from cumulo.errors import CumuloError
+from cumulo.load.schedule import Conversation, Schedule, Turn, count_requests
+
+# Compared without case, blanks and underscores.
+_TIME = ("timestamp", "times", "time", "arrivals", "arrival", "arrivedat", "arrivaltime")
+_INPUT = ("inputtokens", "inputlength", "prompttokens", "promptlength", "contexttokens", "requesttokens")
+_OUTPUT = ("outputtokens", "outputlength", "completiontokens", "generatedtokens", "responsetokens")
+_CONVERSATION = ("conversation", "conversationid", "session", "sessionid", "chatid")
+_BLOCKS = ("hashids", "blocks")
+
+
+@dataclass(frozen=True, slots=True)
+class TraceRow:
+    """One recorded request; times are seconds since the first one."""
+
+    time_s: float
+    input_tokens: int
+    output_tokens: int
+    conversation: str | None = None
+    blocks: tuple[int, ...] = ()
+
+
+def read_trace(path: Path, unit_s: float = 1.0) -> list[TraceRow]:
+    """All rows in order of time. Numeric times are in units of `unit_s`; dates are understood as they are."""
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            rows = [
+                _row(fields, unit_s, f"{path}, line {line}")
+                for line, fields in (_json_lines(file, path) if _is_json(path) else _csv_lines(file))
+            ]
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise CumuloError(f"cannot read the trace {path}: {error}") from error
+    if not rows:
+        raise CumuloError(f"the trace {path} has no rows; one request per line is needed")
+    rows.sort(key=lambda row: row.time_s)
+    first_s = rows[0].time_s
+    return [
+        TraceRow(row.time_s - first_s, row.input_tokens, row.output_tokens, row.conversation, row.blocks)
+        for row in rows
+    ]
+
+
+def plan_trace(
+    rows: list[TraceRow],
+    seed: str,
+    speed: float = 1.0,
+    limit: int | None = None,
+    stop_s: float | None = None,
+    warmup: int = 0,
+) -> Schedule:
+    """The trace as a schedule, `speed` times as fast. Rows of one conversation become its turns."""
+    grouped: dict[str, list[TraceRow]] = {}
+    for number, row in enumerate(rows[:limit]):
+        if stop_s is not None and row.time_s / speed >= stop_s:
+            break
+        grouped.setdefault(f"#{number}" if row.conversation is None else row.conversation, []).append(row)
+    conversations = tuple(
+        Conversation(
+            number,
+            tuple(
+                Turn(row.input_tokens, row.output_tokens, 0.0, row.time_s / speed, row.blocks)
+                for row in turns
+            ),
+            f"{seed}/{number}",
+            turns[0].time_s / speed,
+            seed,
+            measured=number >= warmup,
+        )
+        for number, turns in enumerate(grouped.values())
+    )
+    return Schedule(conversations, requests=count_requests(conversations))
+
+
+def _is_json(path: Path) -> bool:
+    return path.suffix.lower() in (".jsonl", ".ndjson", ".json")
+
+
+def _json_lines(file: Any, path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    for line, text in enumerate(file, start=1):
+        if not text.strip():
+            continue
+        try:
+            fields = json.loads(text)
+        except ValueError as error:
+            raise CumuloError(f"{path}, line {line} is not JSON: {error}") from error
+        if not isinstance(fields, dict):
+            raise CumuloError(
+                f"{path}, line {line}: each line must be a JSON object, got {text.strip()[:60]}"
+            )
+        yield line, fields
+
+
+def _csv_lines(file: Any) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    reader = csv.DictReader(file)
+    for fields in reader:
+        yield reader.line_num, fields
+
+
+def _row(fields: Mapping[str, Any], unit_s: float, where: str) -> TraceRow:
+    plain = {"".join(str(name).lower().split()).replace("_", ""): value for name, value in fields.items()}
+
+    def first(names: tuple[str, ...], what: str) -> Any:
+        for name in names:
+            if plain.get(name) not in (None, ""):
+                return plain[name]
+        raise CumuloError(f"{where} has no {what}; columns there: {', '.join(map(str, fields))}")
+
+    conversation = next((plain[name] for name in _CONVERSATION if plain.get(name) not in (None, "")), None)
+    blocks = next((plain[name] for name in _BLOCKS if isinstance(plain.get(name), list)), ())
+    return TraceRow(
+        _time_s(first(_TIME, "time (timestamp)"), unit_s, where),
+        _length(first(_INPUT, "prompt length (input_tokens)"), "prompt", where),
+        _length(first(_OUTPUT, "answer length (output_tokens)"), "answer", where),
+        None if conversation is None else str(conversation),
+        tuple(blocks),
+    )
+
+
+def _time_s(value: Any, unit_s: float, where: str) -> float:
+    try:
+        return float(value) * unit_s
+    except (TypeError, ValueError):
+        pass
+    try:
+        return datetime.fromisoformat(str(value)).timestamp()
+    except ValueError as error:
+        raise CumuloError(f"{where}: {value!r} is neither a number of seconds nor a date") from error
+
+
+def _length(value: Any, what: str, where: str) -> int:
+    try:
+        length = int(float(value))
+    except (TypeError, ValueError):
+        length = -1
+    if length < 0:
+        raise CumuloError(f"{where}: the {what}'s length must be a whole number of tokens, got {value!r}")
+    return max(1, length)  # a recorded failure has no answer; asking for one token is the nearest request

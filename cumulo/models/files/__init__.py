@@ -1,0 +1,1 @@
+"""Model files: safetensors, GGUF, names of parameters, where files are found."""

@@ -1,0 +1,150 @@
+"""The block formats of GGUF: raw bytes to `AffineBlocks`, integers kept exactly, or to float32. Called by
+`weights_gguf`.
+
+A row is a sequence of fixed-size blocks. The simple formats (Q4_0 ... Q8_0) hold 32 weights under one float16
+scale and perhaps a float16 minimum; the K formats hold 256 in groups of 32 or 16, whose small integer scales
+are multiplied by one float16 per block. Nothing here rounds: products of scales are single float32
+multiplications, as in the reference reader, so dequantised weights are equal to its bit for bit.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+
+from cumulo.kernels.cpu.affine_blocks import AffineBlocks
+from cumulo.models.files.gguf_file import FLOAT_TYPES, GGUFTensor
+
+
+def is_quantised(tensor: GGUFTensor) -> bool:
+    return tensor.type_name not in FLOAT_TYPES
+
+
+def affine_blocks(tensor: GGUFTensor) -> AffineBlocks:
+    """A quantised tensor as codes, scales and minima; dimensions before the last are flattened to rows."""
+    block_bytes, unpack = _FORMATS[tensor.type_name]
+    # Damaged files may hold NaN or infinite scales: they stay what they are, without a warning each.
+    with np.errstate(all="ignore"):
+        return unpack(tensor.raw.reshape(tensor.rows, -1, block_bytes))
+
+
+def float_array(tensor: GGUFTensor) -> np.ndarray:
+    """Any tensor as float32 in its own shape (a view of the file where it is stored so)."""
+    with np.errstate(all="ignore"):
+        if tensor.type_name == "F32":
+            values = tensor.raw.view("<f4")
+        elif tensor.type_name == "F16":
+            values = tensor.raw.view("<f2").astype(np.float32)
+        elif tensor.type_name == "BF16":  # the upper half of a float32
+            values = (tensor.raw.view("<u2").astype(np.uint32) << np.uint32(16)).view(np.float32)
+        else:
+            values = affine_blocks(tensor).dequantize()
+        return values.reshape(tensor.shape)
+
+
+# In all unpackers `blocks` is [rows, blocks per row, bytes per block] uint8.
+
+
+def _half(blocks: np.ndarray, start: int) -> np.ndarray:
+    """The float16 at byte `start` of each block, as float32 [rows, blocks per row]."""
+    return np.ascontiguousarray(blocks[:, :, start : start + 2]).view("<f2")[:, :, 0].astype(np.float32)
+
+
+def _nibbles(packed: np.ndarray, run: int) -> np.ndarray:
+    """[rows, blocks, n] bytes to [rows, blocks, 2n] values: per `run` bytes all low halves, then all high."""
+    rows, blocks, length = packed.shape
+    halves = np.empty((rows, blocks, length // run, 2, run), np.uint8)
+    runs = packed.reshape(rows, blocks, length // run, run)
+    np.bitwise_and(runs, 0x0F, out=halves[:, :, :, 0])
+    np.right_shift(runs, 4, out=halves[:, :, :, 1])
+    return halves.reshape(rows, blocks, 2 * length)
+
+
+def _fifth_bits(packed: np.ndarray) -> np.ndarray:
+    """[rows, blocks, 4] bytes to the 32 bits of each block, lowest first, already shifted to 16."""
+    return np.unpackbits(packed, axis=-1, bitorder="little") << np.uint8(4)
+
+
+def _rows(codes: np.ndarray) -> np.ndarray:
+    return codes.reshape(codes.shape[0], -1)
+
+
+def _q4_0(blocks: np.ndarray) -> AffineBlocks:
+    scale = _half(blocks, 0)
+    # w = d (q - 8): -8 d is exact in float32, so codes can stay unsigned.
+    return AffineBlocks(_rows(_nibbles(blocks[:, :, 2:], 16)), scale, scale * np.float32(-8), 4, 32)
+
+
+def _q4_1(blocks: np.ndarray) -> AffineBlocks:
+    return AffineBlocks(_rows(_nibbles(blocks[:, :, 4:], 16)), _half(blocks, 0), _half(blocks, 2), 4, 32)
+
+
+def _q5_0(blocks: np.ndarray) -> AffineBlocks:
+    codes = _nibbles(blocks[:, :, 6:], 16)
+    codes |= _fifth_bits(blocks[:, :, 2:6])
+    return AffineBlocks(_rows(codes).view(np.int8) - np.int8(16), _half(blocks, 0), None, 8, 32)
+
+
+def _q5_1(blocks: np.ndarray) -> AffineBlocks:
+    codes = _nibbles(blocks[:, :, 8:], 16)
+    codes |= _fifth_bits(blocks[:, :, 4:8])
+    return AffineBlocks(_rows(codes).view(np.int8), _half(blocks, 0), _half(blocks, 2), 8, 32)
+
+
+def _q8_0(blocks: np.ndarray) -> AffineBlocks:
+    codes = np.ascontiguousarray(blocks[:, :, 2:])
+    return AffineBlocks(_rows(codes).view(np.int8), _half(blocks, 0), None, 8, 32)
+
+
+def _k_scales(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Scale and minimum of the eight groups of a Q4_K or Q5_K block: six-bit integers times d and dmin.
+
+    Twelve bytes: the first eight hold the low six bits of groups 0-3's scales and minima, with the top two
+    bits of groups 4-7 above them; the last four hold the low four bits of groups 4-7, scale then minimum.
+    """
+    packed = blocks[:, :, 4:16]
+    first, second, low = packed[:, :, 0:4], packed[:, :, 4:8], packed[:, :, 8:12]
+    scales = np.concatenate([first & 0x3F, (low & 0x0F) | ((first >> 2) & 0x30)], axis=-1)
+    minima = np.concatenate([second & 0x3F, (low >> 4) | ((second >> 2) & 0x30)], axis=-1)
+    scale = _half(blocks, 0)[:, :, None] * scales.astype(np.float32)
+    minimum = _half(blocks, 2)[:, :, None] * minima.astype(np.float32)
+    return _rows(scale), -_rows(minimum)
+
+
+def _q4_k(blocks: np.ndarray) -> AffineBlocks:
+    scale, minimum = _k_scales(blocks)
+    return AffineBlocks(_rows(_nibbles(blocks[:, :, 16:], 32)), scale, minimum, 4, 32)
+
+
+def _q5_k(blocks: np.ndarray) -> AffineBlocks:
+    scale, minimum = _k_scales(blocks)
+    codes = _nibbles(blocks[:, :, 48:], 32)
+    rows, count = codes.shape[:2]
+    # Bit g of byte i is the fifth bit of weight i in group g.
+    high = blocks[:, :, None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None] & np.uint8(1)
+    codes |= high.reshape(rows, count, 256) << np.uint8(4)
+    return AffineBlocks(_rows(codes).view(np.int8), scale, minimum, 8, 32)
+
+
+def _q6_k(blocks: np.ndarray) -> AffineBlocks:
+    codes = _nibbles(blocks[:, :, 0:128], 64)
+    rows, count = codes.shape[:2]
+    # Per half block of 128: 32 bytes whose four bit pairs are the top bits of four runs of 32 weights.
+    pairs = (
+        blocks[:, :, 128:192].reshape(rows, count, 2, 1, 32) >> np.arange(0, 8, 2, dtype=np.uint8)[:, None]
+    )
+    codes |= (pairs & np.uint8(3)).reshape(rows, count, 256) << np.uint8(4)
+    scales = blocks[:, :, 192:208].view(np.int8).astype(np.float32)
+    scale = _half(blocks, 208)[:, :, None] * scales
+    return AffineBlocks(_rows(codes).view(np.int8) - np.int8(32), _rows(scale), None, 8, 16)
+
+
+_FORMATS: dict[str, tuple[int, Callable[[np.ndarray], AffineBlocks]]] = {
+    "Q4_0": (18, _q4_0),
+    "Q4_1": (20, _q4_1),
+    "Q5_0": (22, _q5_0),
+    "Q5_1": (24, _q5_1),
+    "Q8_0": (34, _q8_0),
+    "Q4_K": (144, _q4_k),
+    "Q5_K": (176, _q5_k),
+    "Q6_K": (210, _q6_k),
+}

@@ -1,0 +1,1 @@
+"""Decoders for a device: fused on the CPU, kernels on a GPU."""

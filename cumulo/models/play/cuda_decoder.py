@@ -1,0 +1,285 @@
+"""CudaDecoder: a step of a decoder in GPU kernels, into buffers that never move, so that it can be captured in
+a CUDA graph. `CudaRunner` plays it in place of the torch `Decoder` it was made from, whose weights it shares.
+
+A half-layer is: norm, product, (rotation and pages, attention | SwiGLU), product onto the residual stream. A few
+tokens take the products that stream weights and norm on the way; many take the matrix units.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cumulo.kernels.cuda import registry
+from cumulo.kernels.cuda.attention.latent_plan import LatentPlan
+from cumulo.kernels.cuda.attention.paged_attention import AttentionPlan, attention_plan
+from cumulo.kernels.cuda.elementwise.rms_norm import rms_norm
+from cumulo.kernels.cuda.elementwise.rope_cache import rope_cache
+from cumulo.kernels.cuda.elementwise.swiglu import swiglu
+from cumulo.kernels.cuda.linear.fp8 import Fp8Weight
+from cumulo.kernels.cuda.linear.linear import Weight, choose, linear, prepare
+from cumulo.kernels.cuda.moe.moe import MoEBuffers, mixture
+from cumulo.models.batch import KVCache
+from cumulo.models.decoder import Decoder
+from cumulo.models.linear import Linear
+from cumulo.models.play.cuda_latent import LatentHalf
+from cumulo.models.play.cuda_weights import WHOLE, HeadWeights, LayerWeights, RankSlice, layer_weights
+from cumulo.spec.gpu_kernels import obstacle_of
+
+
+@dataclass(slots=True)
+class StepTensors:
+    """One step on the device, all int32; views of buffers that stay where they are."""
+
+    token_ids: Tensor  # [T]
+    positions: Tensor  # [T]
+    slots: Tensor  # [T]: where each token's K and V are written; -1: nowhere
+    logit_rows: Tensor  # [R]: tokens whose logits are wanted
+    attention: AttentionPlan | LatentPlan  # prepared for this step
+
+
+def why_not(decoder: Decoder) -> str | None:
+    """What keeps a decoder from being played by these kernels, or None."""
+    obstacle = obstacle_of(decoder.spec, str(decoder.dtype).removeprefix("torch."))
+    if obstacle is not None:
+        return obstacle
+    for name, module in decoder.named_modules():
+        if isinstance(module, Linear) and module.packed is not None:
+            return f"{name} is packed for a CPU"
+    return None
+
+
+class CudaDecoder:
+    def __init__(
+        self,
+        decoder: Decoder,
+        max_tokens: int,
+        max_outputs: int,
+        *,
+        fp8_weights: bool = False,
+        batch_invariant: bool = False,
+        rank_slice: RankSlice = WHOLE,
+    ) -> None:
+        """Buffers for steps of up to `max_tokens` tokens and `max_outputs` rows of logits.
+
+        `fp8_weights` quantises the layers' matrices to e4m3, one scale an output row, and frees the plain ones; a
+        mixture's routed experts, its router and latent attention's kv_b stay as they are.
+        `batch_invariant` uses only kernels whose rows do not depend on the rows beside them.
+        `rank_slice`: the decoder is one rank's part of a model; its spec has that rank's heads and widths.
+        """
+        obstacle = why_not(decoder)
+        if obstacle is not None:
+            raise ValueError(f"this decoder cannot be played by the GPU kernels: {obstacle}")
+        self.decoder, self.spec, self.dtype = decoder, decoder.spec, decoder.dtype
+        spec, device = decoder.spec, decoder.embed.weight.device
+        self.device = device
+        registry.load_for(registry.device_name(device))
+        prepare(device)
+        self.max_tokens, self.max_outputs = max_tokens, max_outputs
+        self.invariant, self.slice = batch_invariant, rank_slice
+        decoder.rotary.at(torch.zeros(0, dtype=torch.int64, device=device))  # makes the table
+        assert decoder.rotary.table is not None
+        self.cosine, self.sine = (table.contiguous() for table in decoder.rotary.table)
+        self.layers = [layer_weights(layer, fp8_weights, rank_slice) for layer in decoder.layers]
+        if fp8_weights and device.type == "cuda":
+            torch.cuda.empty_cache()  # what the plain matrices took: the KV cache is one large piece
+        self.windows = tuple(dict.fromkeys(layer.window for layer in self.layers))
+        self.head: Weight = (decoder.embed if spec.tied_embeddings else decoder.head).weight
+        self.moe_buffers = None
+        if spec.moe is not None:
+            self.moe_buffers = MoEBuffers(spec.moe, spec.hidden, max_tokens, self.dtype, device)
+
+        def buffer(rows: int, columns: int) -> Tensor:
+            return torch.empty((rows, columns), dtype=self.dtype, device=device)
+
+        self.stream = buffer(max_tokens, spec.hidden)
+        self.normed = buffer(max_tokens, spec.hidden)
+        self.latent = None
+        if spec.mla is None:
+            heads = spec.heads * spec.head_dim
+            self.qkv = buffer(max_tokens, heads + 2 * spec.kv_heads * spec.head_dim)
+        else:
+            heads = spec.heads * spec.mla.value_head_dim
+            self.qkv = buffer(max_tokens, 0)
+            self.latent = LatentHalf(spec, spec.mla, max_tokens, self.dtype, device, batch_invariant)
+        self.mixed = buffer(max_tokens, heads)
+        widest = max((layer.ffn_width for layer in self.layers), default=0)
+        self.gate_up = buffer(max_tokens, 2 * widest)
+        self.activated = buffer(max_tokens, widest)
+        self.last_stream, self.last_mixed = buffer(max_outputs, spec.hidden), buffer(max_outputs, heads)
+        self.wanted = buffer(max_outputs, spec.hidden)
+        self.logits = buffer(max_outputs, spec.vocab_size)
+
+    @property
+    def buffer_bytes(self) -> int:
+        """What a step works in; the ledger's activations and logits together."""
+        own = (
+            self.stream,
+            self.normed,
+            self.qkv,
+            self.mixed,
+            self.gate_up,
+            self.activated,
+            self.last_stream,
+            self.last_mixed,
+            self.wanted,
+            self.logits,
+        )
+        parts = (self.moe_buffers, self.latent)
+        return sum(tensor.nbytes for tensor in own) + sum(part.nbytes for part in parts if part is not None)
+
+    def attention_plan(
+        self,
+        tokens: int,
+        sequences: int,
+        decode_only: bool,
+        cache: KVCache,
+        max_blocks: int,
+        share_scratch_with: AttentionPlan | LatentPlan | None,
+    ) -> AttentionPlan | LatentPlan:
+        """For steps of so many tokens and sequences of up to `max_blocks` blocks each."""
+        spec, other = self.spec, share_scratch_with
+        if spec.mla is not None:
+            return LatentPlan(
+                tokens, sequences, spec.heads, spec.mla.kv_rank, spec.mla.rope_head_dim, cache.block_size,
+                max_blocks, decode_only, self.invariant, self.device, windows=self.windows,
+                share_scratch_with=other if isinstance(other, LatentPlan) else None,
+            )  # fmt: skip
+        return attention_plan(
+            tokens, sequences, spec.heads, spec.kv_heads, spec.head_dim, cache.block_size, max_blocks,
+            decode_only=decode_only, invariant=self.invariant, device=self.device,
+            chunking_invariant=self.invariant, windows=self.windows, kv_dtype=cache.key_storage.dtype,
+            share_scratch_with=other if isinstance(other, AttentionPlan) else None,
+        )  # fmt: skip
+
+    # -- a step --------------------------------------------------------------------------------------------
+    def forward(self, step: StepTensors, cache: KVCache, every_row: bool = False) -> Tensor:
+        """Compute a step, write its keys and values; the logits [R, vocabulary] of `step.logit_rows`.
+
+        After the last layer's attention only the rows whose logits are wanted go on, usually a few of thousands;
+        with `every_row` all do, and `stream` holds them afterwards.
+        """
+        tokens, outputs = len(step.token_ids), len(step.logit_rows)
+        stream = self.stream[:tokens]
+        torch.index_select(self.decoder.embed.weight, 0, step.token_ids, out=stream)
+        pick = outputs < tokens and not every_row
+        for index, layer in enumerate(self.layers):
+            mixed = self._attend(layer, stream, step, cache, index)
+            if pick and index == len(self.layers) - 1:
+                stream = torch.index_select(stream, 0, step.logit_rows, out=self.last_stream[:outputs])
+                mixed = torch.index_select(mixed, 0, step.logit_rows, out=self.last_mixed[:outputs])
+                if outputs == 0:  # the middle of a prompt
+                    break
+            self._begin_sum(stream)
+            linear(
+                mixed,
+                layer.output,
+                out=stream,
+                residual=stream,
+                bias=layer.output_bias,
+                invariant=self.invariant,
+            )
+            self.slice.sum_over_ranks(stream)
+            self._feed_forward(layer, stream)
+            self.slice.sum_over_ranks(stream)
+        if outputs == 0:
+            return self.logits[:0]
+        rows = None if pick else step.logit_rows
+        norm = self.decoder.final_norm.weight
+        wanted = rms_norm(stream, norm, self.spec.norm_eps, rows=rows, out=self.wanted[:outputs])
+        return self.logits_of(wanted, self.logits[:outputs])
+
+    def logits_of(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """Normed hidden states [R, hidden] -> [R, vocabulary]."""
+        return linear(hidden, self.head, out=out, invariant=self.invariant)
+
+    def _begin_sum(self, stream: Tensor) -> None:
+        """Of the slices whose sum becomes the stream, one starts from what it was."""
+        if not self.slice.carries_stream:
+            stream.zero_()
+
+    def _attend(
+        self, layer: LayerWeights, stream: Tensor, step: StepTensors, cache: KVCache, index: int
+    ) -> Tensor:
+        """Attention's result [T, heads · head_dim], before the output product; keys and values are written."""
+        spec, tokens, heads = self.spec, len(stream), layer.attention
+        keys, values = cache.keys[index], cache.values[index]
+        mixed = self.mixed[:tokens]
+        if not isinstance(heads, HeadWeights):
+            assert self.latent is not None and isinstance(step.attention, LatentPlan)
+            normed = rms_norm(stream, layer.attention_norm, spec.norm_eps, out=self.normed[:tokens])
+            rotation = (self.cosine, self.sine)
+            return self.latent.attend(
+                heads, normed, keys, rotation, step.positions, step.slots, step.attention, layer.scale,
+                layer.window, mixed,
+            )  # fmt: skip
+        assert isinstance(step.attention, AttentionPlan)
+        qkv = self._normed_product(stream, layer.attention_norm, heads.qkv, self.qkv[:tokens], heads.qkv_bias)
+        rope_cache(
+            qkv, self.cosine, self.sine, step.positions, step.slots, keys, values, spec.heads,
+            heads.q_norm, heads.k_norm, spec.norm_eps, spec.rope_interleaved, invariant=self.invariant,
+        )  # fmt: skip
+        query = qkv.view(tokens, -1, spec.head_dim)[:, : spec.heads]
+        step.attention.attend(
+            query,
+            keys,
+            values,
+            mixed.view(tokens, spec.heads, spec.head_dim),
+            layer.scale,
+            window=layer.window,
+        )
+        return mixed
+
+    def _feed_forward(self, layer: LayerWeights, stream: Tensor) -> None:
+        tokens = len(stream)
+        if layer.mixture is not None:
+            assert self.moe_buffers is not None
+            experts, router = layer.mixture.experts, layer.mixture.router
+            normed = rms_norm(stream, layer.ffn_norm, self.spec.norm_eps, out=self.normed[:tokens])
+            self._begin_sum(stream)
+            mixture(
+                normed, router.weight, experts.gate_up, experts.down, self.moe_buffers, stream,
+                router.selection_bias, self.invariant,
+            )  # fmt: skip
+            if layer.gate_up is None:
+                return
+            activated = self._activated(normed, layer, None)  # the expert that every token passes through
+        else:
+            activated = self._activated(stream, layer, layer.ffn_norm)
+            self._begin_sum(stream)
+        assert layer.down is not None
+        linear(
+            activated, layer.down, out=stream, residual=stream, bias=layer.down_bias, invariant=self.invariant
+        )
+
+    def _activated(self, x: Tensor, layer: LayerWeights, norm: Tensor | None) -> Tensor:
+        """silu(gate) · up of x, normed first where a norm is given."""
+        tokens, width = len(x), layer.ffn_width
+        assert layer.gate_up is not None
+        activated = self.activated.view(-1)[: tokens * width].view(tokens, width)
+        if self._fuses(tokens, layer.gate_up, swiglu=True):
+            return linear(
+                x, layer.gate_up, out=activated, norm_weight=norm, eps=self.spec.norm_eps, swiglu=True,
+                bias=layer.gate_up_bias,
+            )  # fmt: skip
+        both = self.gate_up.view(-1)[: tokens * 2 * width].view(tokens, 2 * width)
+        if norm is None:
+            linear(x, layer.gate_up, out=both, bias=layer.gate_up_bias, invariant=self.invariant)
+        else:
+            self._normed_product(x, norm, layer.gate_up, both, layer.gate_up_bias)
+        return swiglu(both, activated)
+
+    def _normed_product(
+        self, x: Tensor, norm: Tensor, weight: Weight, out: Tensor, bias: Tensor | None
+    ) -> Tensor:
+        eps = self.spec.norm_eps
+        if self._fuses(len(x), weight):
+            return linear(x, weight, out=out, norm_weight=norm, eps=eps, bias=bias)
+        normed = rms_norm(x, norm, eps, out=self.normed[: len(x)])
+        return linear(normed, weight, out=out, bias=bias, invariant=self.invariant)
+
+    def _fuses(self, tokens: int, weight: Weight, swiglu: bool = False) -> bool:
+        """Whether the product norms on the way; otherwise our own kernel does, into our own buffer."""
+        if self.invariant:
+            return False
+        return isinstance(weight, Fp8Weight) or choose(tokens, weight, swiglu).kernel != "library"

@@ -1,0 +1,144 @@
+"""What the GPU decoder reads of a layer: its matrices, plain or quantised for the GPU, of the whole model or of one
+rank's slice. `CudaDecoder` asks for it once per layer.
+
+A slice (Shoeybi et al. 2019, section 3) has some of the heads and some of the feed-forward's width: the first
+matrix of each half-layer is cut by rows, the second by columns. So what a half-layer adds to the stream is a
+partial sum, and the ranks' sum is the whole.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cumulo.kernels.cuda.linear.fp8 import Fp8Weight
+from cumulo.kernels.cuda.linear.linear import Weight, linear
+from cumulo.models.attention import Attention, LatentAttention
+from cumulo.models.decoder import Layer
+from cumulo.models.linear import Linear
+from cumulo.models.moe import FeedForward, MixtureOfExperts
+from cumulo.models.play.cuda_latent import LatentWeights
+
+
+@dataclass(frozen=True, slots=True)
+class RankSlice:
+    """How one rank's partial sums become the stream, which all ranks then hold alike."""
+
+    carries_stream: bool  # exactly one rank adds the stream so far, and the biases of the sums
+    sum_over_ranks: Callable[
+        [Tensor], object
+    ]  # in place, in the order of the device's other work: all_reduce
+
+
+WHOLE = RankSlice(True, lambda stream: None)
+
+
+@dataclass(slots=True)
+class HeadWeights:
+    """What attention of grouped heads reads before the output product."""
+
+    qkv: Weight
+    qkv_bias: Tensor | None
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+
+
+@dataclass(slots=True)
+class LayerWeights:
+    """What a layer's products and norms read; a matrix may be plain or quantised for the GPU."""
+
+    attention_norm: Tensor
+    attention: HeadWeights | LatentWeights
+    output: Weight
+    output_bias: Tensor | None
+    scale: float
+    window: int | None
+    ffn_norm: Tensor
+    mixture: MixtureOfExperts | None
+    gate_up: Weight | None  # of the plain feed-forward, or of the expert every token passes through
+    gate_up_bias: Tensor | None
+    down: Weight | None
+    down_bias: Tensor | None
+    ffn_width: int
+
+
+def layer_weights(layer: torch.nn.Module, fp8: bool, rank_slice: RankSlice) -> LayerWeights:
+    """With `fp8` the layer's matrices are quantised and the plain ones freed; routed experts stay as they are."""
+    assert isinstance(layer, Layer)
+    attention, ffn = layer.attention, layer.ffn
+    if fp8:
+        for name, module in layer.named_modules():
+            # kv_b is multiplied per head and transposed, which no 8-bit product does.
+            if isinstance(module, Linear) and module.packed is None and name != "attention.kv_b":
+                module.pack(_Packed(Fp8Weight.quantised(module.weight)))
+    plain = ffn if isinstance(ffn, FeedForward) else ffn.shared
+    carries = rank_slice.carries_stream
+    return LayerWeights(
+        attention_norm=layer.attention_norm.weight,
+        attention=_heads(attention) if isinstance(attention, Attention) else _latent(attention),
+        output=_matrix(attention.output),
+        output_bias=attention.output.bias if carries else None,
+        scale=attention.scale,
+        window=attention.window,
+        ffn_norm=layer.ffn_norm.weight,
+        mixture=ffn if isinstance(ffn, MixtureOfExperts) else None,
+        gate_up=None if plain is None else _matrix(plain.gate_up),
+        gate_up_bias=None if plain is None else plain.gate_up.bias,
+        down=None if plain is None else _matrix(plain.down),
+        down_bias=None if plain is None or not carries else plain.down.bias,
+        ffn_width=0 if plain is None else plain.down.shape[1],
+    )
+
+
+def _heads(attention: Attention) -> HeadWeights:
+    normed = attention.qk_norm
+    return HeadWeights(
+        qkv=_matrix(attention.qkv),
+        qkv_bias=attention.qkv.bias,
+        q_norm=attention.q_norm.weight if normed else None,
+        k_norm=attention.k_norm.weight if normed else None,
+    )
+
+
+def _latent(attention: LatentAttention) -> LatentWeights:
+    mla = attention.mla
+    low = mla.q_rank is not None
+    expansion = attention.kv_b.weight.view(attention.heads, -1, mla.kv_rank)
+    return LatentWeights(
+        q_a=_matrix(attention.q_a) if low else None,
+        q_a_bias=attention.q_a.bias if low else None,
+        q_a_norm=attention.q_a_norm.weight if low else None,
+        q=_matrix(attention.q_b if low else attention.q),
+        kv_a=_matrix(attention.kv_a),
+        kv_a_bias=attention.kv_a.bias,
+        kv_a_norm=attention.kv_a_norm.weight,
+        into_latent=expansion[:, : mla.nope_head_dim],
+        out_of_latent=expansion[:, mla.nope_head_dim :],
+    )
+
+
+class _Packed:
+    """A GPU's quantised matrix in the place of a plain one in the torch decoder, which can still be asked for
+    both."""
+
+    def __init__(self, weight: Fp8Weight) -> None:
+        self.weight = weight
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.weight.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.weight.nbytes
+
+    def matmul(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight)
+
+    def rows(self, indices: Tensor) -> Tensor:
+        return self.weight.dequantised()[indices]
+
+
+def _matrix(layer: Linear) -> Weight:
+    return layer.packed.weight if isinstance(layer.packed, _Packed) else layer.weight

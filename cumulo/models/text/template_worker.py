@@ -1,0 +1,181 @@
+"""Chat templates run in killable workers. Used by `ChatTemplate`; the second half runs in the worker.
+
+A template comes with a model's files: it is someone else's program, and `template_sandbox` cannot foresee all
+that fills the memory or never ends. So it is compiled and run in a process with limits on time and memory.
+All templates of a program share two such processes, which start at the first rendering and stay.
+"""
+
+import atexit
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from queue import Empty, LifoQueue
+from typing import Any
+
+import jinja2
+from jinja2.exceptions import SecurityError
+
+from cumulo.base.sandbox.limits import MIB, JobEnded, JobFailed, Limits, WorkerUnavailable
+from cumulo.base.sandbox.worker import Worker
+from cumulo.errors import InvalidRequest, ModelError
+from cumulo.models.text.template_sandbox import TemplateRefusal, budget, template_environment, text_length
+from cumulo.models.text.template_skeleton import contents_are_opaque
+
+LIMITS = Limits(cpu_s=2.0, wall_s=10.0, memory_bytes=512 * MIB, nice_after_s=0.5)
+MAX_SOURCE_CHARACTERS = 128 * 1024  # the longest ones in use have about 30,000
+_WORKERS = 2
+_PATIENCE_S = 30.0  # for a free worker: both are busy with templates that will be ended
+_MOST_OWN_CHARACTERS = 256_000  # in a prompt, beside what callers wrote: the prompt is tokenised outside
+_COMPILED = 8  # templates a worker keeps
+
+OTHER = "give another one with --chat-template"
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    text: str
+    opaque: bool  # the template only writes contents out and never looks at them (see template_skeleton)
+
+
+class Stopped(ModelError):
+    """The template was ended because of what it did."""
+
+
+def render_apart(source: str, special_tokens: Mapping[str, str], values: Mapping[str, Any]) -> Rendered:
+    """Run a template. ModelError where it is at fault, InvalidRequest where the messages are."""
+    job = (source, dict(special_tokens), dict(values))
+    try:
+        with _worker() as worker:
+            try:
+                reply, text = worker.call(job, LIMITS)
+            except ValueError:  # not made of plain values: what else can be read like them becomes so
+                reply, text = worker.call(_plain(job), LIMITS)
+    except JobEnded as error:
+        # On a busy machine the clock may come before the limit of processor time.
+        is_its_fault = error.reason in ("cpu time", "memory", "stack") or (
+            error.reason == "time" and error.cpu_s > LIMITS.cpu_s / 8
+        )
+        kind = Stopped if is_its_fault else ModelError
+        raise kind(f"the model's chat template was stopped: {error.words}; {OTHER}") from error
+    except JobFailed as error:
+        raise ModelError(f"the model's chat template cannot be run ({error}); {OTHER}") from error
+    except WorkerUnavailable as error:
+        raise ModelError(f"chat templates cannot be run now: {error}") from error
+    if "fault" in reply:
+        raise _error(str(reply["fault"]), str(reply.get("why", "")))
+    return Rendered(text.decode("utf-8", "surrogatepass"), bool(reply["opaque"]))
+
+
+def _error(fault: str, why: str) -> Exception:
+    if fault == "refused":
+        return InvalidRequest(f"the model's chat template refuses these messages: {why}")
+    if fault == "fails":
+        return InvalidRequest(
+            f"the model's chat template fails on these messages ({why}); check roles and contents, or give another "
+            "template with --chat-template"
+        )
+    if fault == "syntax":
+        return ModelError(f"the model's chat template is not valid jinja2 ({why}); {OTHER}")
+    return ModelError(f"the model's chat template was stopped: {why}; {OTHER}")
+
+
+def _plain(value: Any, depth: int = 0) -> Any:
+    """Mappings, sequences and texts of other types as dictionaries, lists and strings."""
+    if depth > 200:
+        raise InvalidRequest("the messages or tools are nested too deeply")
+    if value is None or isinstance(value, (bool, int, float)):
+        return value
+    if isinstance(value, (str, bytes)):
+        return str(value) if isinstance(value, str) else bytes(value)
+    if isinstance(value, Mapping):
+        return {_plain(key, depth + 1): _plain(item, depth + 1) for key, item in value.items()}
+    if isinstance(value, (Sequence, set, frozenset)):
+        return [_plain(item, depth + 1) for item in value]
+    raise InvalidRequest(
+        f"a chat template gets texts, numbers, lists and dictionaries, not {type(value).__name__}"
+    )
+
+
+# -- the workers of this program --------------------------------------------------------------------------------
+class _Pool:
+    def __init__(self) -> None:
+        self.workers = [Worker("cumulo.models.text.template_worker:make") for _ in range(_WORKERS)]
+        self.free: LifoQueue[Worker] = (
+            LifoQueue()
+        )  # the one used last, so that an idle program has one process
+        for worker in self.workers:
+            self.free.put(worker)
+
+    def close(self) -> None:
+        for worker in self.workers:
+            worker.close()
+
+
+_lock = threading.Lock()
+_pool: _Pool | None = None
+
+
+@contextmanager
+def _worker() -> Iterator[Worker]:
+    global _pool
+    with _lock:
+        if _pool is None:
+            _pool = _Pool()
+            atexit.register(_pool.close)
+        pool = _pool
+    try:
+        worker = pool.free.get(timeout=_PATIENCE_S)
+    except Empty:
+        raise WorkerUnavailable("all of their workers are busy; try again") from None
+    try:
+        yield worker
+    finally:
+        pool.free.put(worker)
+
+
+def _forget_pool() -> None:
+    """In a forked process: the workers are the parent's."""
+    global _pool, _lock
+    _pool, _lock = None, threading.Lock()
+
+
+os.register_at_fork(after_in_child=_forget_pool)
+
+
+# -- in the worker ----------------------------------------------------------------------------------------------
+def make(setup: Any) -> Any:
+    environment = template_environment()
+    compiled: OrderedDict[str, tuple[jinja2.Template, bool]] = OrderedDict()
+
+    def work(job: tuple[str, dict[str, str], dict[str, Any]]) -> tuple[dict[str, Any], bytes]:
+        source, special_tokens, values = job
+        try:
+            with budget():
+                if source not in compiled:
+                    compiled[source] = environment.from_string(source), contents_are_opaque(source)
+                    if len(compiled) > _COMPILED:
+                        compiled.popitem(last=False)
+                template, opaque = compiled[source]
+                text = template.render({**special_tokens, **values})
+            most = 8 * text_length(values) + _MOST_OWN_CHARACTERS
+            if len(text) > most:
+                why = f"it wrote {len(text):,} characters, more than {most:,}, for messages this long"
+                return {"fault": "stopped", "why": why}, b""
+            return {"opaque": opaque}, text.encode("utf-8", "surrogatepass")
+        except jinja2.TemplateSyntaxError as error:
+            return {"fault": "syntax", "why": f"line {error.lineno}: {error.message}"}, b""
+        except SecurityError as error:
+            return {"fault": "stopped", "why": str(error)}, b""
+        except TemplateRefusal as error:
+            return {"fault": "refused", "why": str(error)}, b""
+        except RecursionError:
+            return {"fault": "stopped", "why": "it recurses without end, or is nested too deeply"}, b""
+        except MemoryError:
+            raise  # the worker counts it as a broken limit
+        except Exception as error:  # any Python error the template's own operations can raise
+            return {"fault": "fails", "why": f"{type(error).__name__}: {error}"[:2000]}, b""
+
+    return work

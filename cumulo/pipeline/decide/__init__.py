@@ -1,0 +1,1 @@
+"""Pipeline schedules as data, and what checks them. Pure."""

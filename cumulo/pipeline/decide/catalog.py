@@ -1,0 +1,156 @@
+"""Every schedule by name, with what it asks for and what its paper promises; the command, the trainer and the
+planner build schedules here.
+
+    schedule = build("zb-v", stages=8, micro_batches=32)
+"""
+
+import difflib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from cumulo.errors import InvalidRequest
+from cumulo.pipeline.decide import formulas
+from cumulo.pipeline.decide.actions import Kind, PipelineSchedule
+from cumulo.pipeline.decide.dualpipe import dualpipe
+from cumulo.pipeline.decide.dualpipe_v import dualpipe_v
+from cumulo.pipeline.decide.gpipe import gpipe
+from cumulo.pipeline.decide.interleaved import interleaved
+from cumulo.pipeline.decide.one_f_one_b import one_f_one_b
+from cumulo.pipeline.decide.zero_bubble_h1 import zero_bubble_h1
+from cumulo.pipeline.decide.zero_bubble_v import zero_bubble_v
+
+Generator = Callable[[int, int, int], PipelineSchedule]  # (stages, micro-batches, chunks per stage)
+
+
+@dataclass(frozen=True)
+class Family:
+    """One way to schedule a pipeline."""
+
+    name: str
+    title: str
+    paper: str
+    generate: Generator
+    formula: formulas.Formula
+    chunks_per_stage: int  # the default, and the only choice unless `any_chunks`
+    any_chunks: bool = False
+    even_stages: bool = False
+    even_micro_batches: bool = False
+    micro_batches_per_stage: int = 0  # at least this many micro-batches for each stage
+
+    def refusal(self, stages: int, micro_batches: int, chunks_per_stage: int) -> str | None:
+        """Why this combination cannot be scheduled and what to change; None: it can."""
+        asked = f"{self.name} with {stages} stages and {micro_batches} micro-batches"
+        if stages < 1 or micro_batches < 1:
+            return f"{asked}: both must be 1 or more"
+        if self.any_chunks and chunks_per_stage < 2:
+            return (
+                f"{self.name} needs 2 or more chunks per stage, got {chunks_per_stage}; with one it is 1f1b"
+            )
+        if not self.any_chunks and chunks_per_stage != self.chunks_per_stage:
+            return (
+                f"{self.name} has {self.chunks_per_stage} chunk(s) per stage, not {chunks_per_stage}; "
+                "leave the number out, or use interleaved-1f1b"
+            )
+        if self.even_stages and stages % 2:
+            return f"{asked}: the stages must be even, because they work in mirrored pairs; use {stages + 1}"
+        if self.even_micro_batches and micro_batches % 2:
+            return f"{asked}: half of the micro-batches comes from each end; use {micro_batches + 1}"
+        least = self.micro_batches_per_stage * stages
+        if micro_batches < least:
+            return f"{asked}: too few to reach the overlapped part; use {least} or more, or zb-v"
+        return None
+
+    @property
+    def parts_backward(self) -> bool:
+        """Whether gradients of weights have places of their own, after those of inputs."""
+        schedule = self.generate(2, 4, self.chunks_per_stage)
+        return any(action.kind is Kind.BACKWARD_WEIGHT for order in schedule.orders for action in order)
+
+
+FAMILIES: dict[str, Family] = {
+    family.name: family
+    for family in (
+        Family(
+            "gpipe",
+            "all forwards, then all backwards",
+            "Huang et al. 2019",
+            lambda p, m, v: gpipe(p, m),
+            formulas.GPIPE,
+            1,
+        ),
+        Family(
+            "1f1b",
+            "one forward, one backward in turn",
+            "Narayanan et al. 2021 (PipeDream-flush)",
+            lambda p, m, v: one_f_one_b(p, m),
+            formulas.ONE_F_ONE_B,
+            1,
+        ),
+        Family(
+            "interleaved-1f1b",
+            "1F1B over several chunks per stage",
+            "Narayanan et al. 2021 (Megatron-LM)",
+            interleaved,
+            formulas.INTERLEAVED,
+            2,
+            any_chunks=True,
+        ),
+        Family(
+            "zb-h1",
+            "1F1B with weight gradients in the bubble",
+            "Qi et al. 2023",
+            lambda p, m, v: zero_bubble_h1(p, m),
+            formulas.ZERO_BUBBLE_H1,
+            1,
+        ),
+        Family(
+            "zb-v",
+            "two chunks per stage in a V, no bubble inside a stage",
+            "Qi et al. 2023, section 6",
+            lambda p, m, v: zero_bubble_v(p, m),
+            formulas.ZERO_BUBBLE_V,
+            2,
+        ),
+        Family(
+            "dualpipe",
+            "from both ends at once, over two copies of the weights",
+            "DeepSeek-AI 2024",
+            lambda p, m, v: dualpipe(p, m),
+            formulas.DUALPIPE,
+            2,
+            even_stages=True,
+            even_micro_batches=True,
+            micro_batches_per_stage=2,
+        ),
+        Family(
+            "dualpipe-v",
+            "DualPipe folded into a V, one copy of the weights",
+            "DeepSeek-AI 2025",
+            lambda p, m, v: dualpipe_v(p, m),
+            formulas.DUALPIPE_V,
+            2,
+            micro_batches_per_stage=2,
+        ),
+    )
+}
+
+
+def family(name: str) -> Family:
+    """The schedule of that name."""
+    found = FAMILIES.get(name.lower().replace("_", "-"))
+    if found is None:
+        near = difflib.get_close_matches(name.lower(), FAMILIES, n=1)
+        hint = f"; did you mean {near[0]}?" if near else "."
+        raise InvalidRequest(f"there is no schedule {name!r}{hint} There are: {', '.join(FAMILIES)}")
+    return found
+
+
+def build(
+    name: str, stages: int, micro_batches: int, chunks_per_stage: int | None = None
+) -> PipelineSchedule:
+    """The schedule of that name (compute actions only), or a refusal that says what to change."""
+    chosen = family(name)
+    chunks = chosen.chunks_per_stage if chunks_per_stage is None else chunks_per_stage
+    if (refusal := chosen.refusal(stages, micro_batches, chunks)) is not None:
+        raise InvalidRequest(refusal)
+    return chosen.generate(stages, micro_batches, chunks)

@@ -1,0 +1,131 @@
+"""Pictures of a timeline: an SVG file and a Chrome/Perfetto trace. The command and the documentation use them."""
+
+import json
+from html import escape
+
+from cumulo.pipeline.decide.actions import Action, Kind
+from cumulo.pipeline.simulate.timeline import Span, Timeline
+
+# Colour by kind: (first lap or direction, the others). Dark text is readable on all of them.
+COLOURS: dict[Kind, tuple[str, str]] = {
+    Kind.FORWARD: ("#7fb2e5", "#bcd8f4"),
+    Kind.BACKWARD: ("#6cc08b", "#b2e0c3"),
+    Kind.BACKWARD_INPUT: ("#f0b35f", "#f8dbb0"),
+    Kind.BACKWARD_WEIGHT: ("#c58fd6", "#e4caec"),
+}
+NAMES = {
+    Kind.FORWARD: "forward",
+    Kind.BACKWARD: "backward",
+    Kind.BACKWARD_INPUT: "input gradient",
+    Kind.BACKWARD_WEIGHT: "weight gradient",
+}
+_ROW, _GAP, _LEFT, _TOP, _LEGEND = 24, 5, 62, 34, 30  # pixels
+
+
+def is_second(timeline: Timeline, action: Action) -> bool:
+    """Whether an action gets its kind's lighter colour: a later lap over the stages, or the reverse direction."""
+    return action.direction == 1 or action.chunk // timeline.schedule.stages % 2 == 1
+
+
+def to_svg(timeline: Timeline, title: str, width: int = 1200) -> str:
+    """One row per stage, one box per action with its micro-batch; overlapped actions share a row's height."""
+    schedule = timeline.schedule
+    scale = (width - _LEFT - 10) / (timeline.makespan_s or 1.0)
+    height = _TOP + schedule.stages * (_ROW + _GAP) + _LEGEND
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
+        'font-family="system-ui, sans-serif" font-size="11" fill="#1f2933">',
+        f"<title>{escape(title)}</title>",
+        f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
+        f'<text x="10" y="21" font-size="14" font-weight="600">{escape(title)}</text>',
+    ]
+    idle = f"{timeline.bubble_ratio:.1%} idle"
+    parts.append(f'<text x="{width - 10}" y="21" fill="#52606d" text-anchor="end">{idle}</text>')
+    for stage, spans in enumerate(timeline.compute_spans):
+        top = _TOP + stage * (_ROW + _GAP)
+        parts.append(f'<text x="10" y="{top + 16}">stage {stage}</text>')
+        length = timeline.makespan_s * scale
+        parts.append(f'<rect x="{_LEFT}" y="{top}" width="{length:.1f}" height="{_ROW}" fill="#eceff2"/>')
+        overlapped = False  # the action before shares this one's time
+        for span in spans:
+            together = overlapped or span.action.overlaps_next
+            half = _ROW / 2 if together else _ROW
+            y = top + (half if overlapped else 0)
+            parts.append(_box(timeline, span, _LEFT + span.start_s * scale, y, scale, half))
+            overlapped = span.action.overlaps_next
+    parts.append(_legend(timeline, height - 10))
+    parts.append("</svg>\n")
+    return "\n".join(parts)
+
+
+def _box(timeline: Timeline, span: Span, x: float, y: float, scale: float, height: float) -> str:
+    action = span.action
+    colour = COLOURS[action.kind][is_second(timeline, action)]
+    box_width = (span.end_s - span.start_s) * scale
+    label = str(action.micro_batch)
+    size = min(11.0, height - 2, 1.6 * box_width / len(label))
+    text = ""
+    if size >= 5:  # smaller cannot be read; the tooltip still has it
+        middle = y + height / 2 + size * 0.36
+        text = (
+            f'<text x="{x + box_width / 2:.1f}" y="{middle:.1f}" font-size="{size:.1f}" '
+            f'text-anchor="middle">{label}</text>'
+        )
+    return (
+        f"<g><title>{escape(str(action))}, {span.start_s:g} to {span.end_s:g} s</title>"
+        f'<rect x="{x:.1f}" y="{y:.1f}" width="{box_width:.1f}" height="{height:g}" fill="{colour}" '
+        f'stroke="#ffffff" stroke-width="0.6"/>{text}</g>'
+    )
+
+
+def _legend(timeline: Timeline, y: int) -> str:
+    actions = {
+        (span.action.kind, is_second(timeline, span.action)) for row in timeline.compute_spans for span in row
+    }
+    second_means = "reverse" if timeline.schedule.directions == 2 else "other chunk"
+    x, parts = float(_LEFT), []
+    for kind in COLOURS:
+        for second in (False, True):
+            if (kind, second) not in actions:
+                continue
+            name = NAMES[kind] + (f", {second_means}" if second else "")
+            parts.append(
+                f'<rect x="{x:g}" y="{y - 10}" width="12" height="12" fill="{COLOURS[kind][second]}"/>'
+            )
+            parts.append(f'<text x="{x + 16:g}" y="{y}">{name}</text>')
+            x += 28 + 5.9 * len(name)
+    return "\n".join(parts)
+
+
+def to_perfetto(timeline: Timeline) -> str:
+    """The Chrome trace-event format: one track for each stage's compute, one for its sends and receives."""
+    events: list[dict[str, object]] = []
+    for stage, spans in enumerate(timeline.spans):
+        for track, name in enumerate((f"stage {stage}", f"stage {stage} messages")):
+            thread = {"pid": 0, "tid": 2 * stage + track}
+            events.append({"ph": "M", "name": "thread_name", **thread, "args": {"name": name}})
+            events.append(
+                {"ph": "M", "name": "thread_sort_index", **thread, "args": {"sort_index": 2 * stage + track}}
+            )
+        for span in spans:
+            action = span.action
+            events.append(
+                {
+                    "ph": "X",
+                    "name": f"{action.kind}{action.micro_batch}" if action.kind.is_compute else str(action),
+                    "cat": action.kind.name.lower(),
+                    "pid": 0,
+                    "tid": 2 * stage + (not action.kind.is_compute),
+                    "ts": span.start_s * 1e6,
+                    "dur": (span.end_s - span.start_s) * 1e6,
+                    "args": {
+                        "micro_batch": action.micro_batch,
+                        "chunk": action.chunk,
+                        "direction": action.direction,
+                    },
+                }
+            )
+    events.append(
+        {"ph": "M", "name": "process_name", "pid": 0, "args": {"name": f"pipeline {timeline.schedule.name}"}}
+    )
+    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})

@@ -1,0 +1,1 @@
+"""Plays a pipeline schedule in virtual time."""

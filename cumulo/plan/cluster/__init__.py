@@ -1,0 +1,1 @@
+"""Plans a cluster: fabric, failures, checkpoints, bill."""

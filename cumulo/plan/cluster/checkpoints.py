@@ -1,0 +1,159 @@
+"""Where checkpoints go and how often: three tiers, each with its best interval. The cluster planner calls it."""
+
+from dataclasses import dataclass
+
+from cumulo.plan.cluster.failures import Outcome, Recovery, Spares, best_interval_s, ettr, simulate
+from cumulo.plan.cluster.goal import ClusterGoal
+from cumulo.plan.cluster.sheet import Sheet
+from cumulo.plan.job import TrainJob
+from cumulo.plan.memory.states import optimizer_bytes_each
+
+_DAYS, _RUNS = 30.0, 20
+SIMULATED = f"simulated: {_RUNS} runs of {_DAYS:g} days, failure by failure"
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointTier:
+    """One way to keep checkpoints: what stops training, what a failure costs, and how well it does."""
+
+    name: str
+    key: str  # in the sheet's names
+    stall: str  # the figure of how long training stops
+    away: str  # the figure of how long a checkpoint is on its way; "0": it is not
+    what: str  # meanwhile
+    recovery: Recovery
+    interval_s: float  # best by formula
+    ettr: float  # by formula
+
+
+@dataclass(frozen=True, slots=True)
+class SweepPoint:
+    interval_s: float
+    by_formula: float
+    simulated: Outcome
+
+
+def storage(goal: ClusterGoal, job: TrainJob, sheet: Sheet) -> None:
+    """Sizes and times that follow from the model, and what storage they ask for."""
+    sheet.given(
+        "state_bytes_each",
+        optimizer_bytes_each(job, 2),
+        "bytes",
+        "kept of a parameter in a checkpoint",
+        "its float32 copy and two moments; what computes is made from them",
+    )
+    sheet.work_out("checkpoint_bytes", "parameters * state_bytes_each", "bytes", "checkpoint size")
+    sheet.work_out("shard_bytes", "checkpoint_bytes / job_gpus", "bytes", "checkpoint size per GPU")
+    sheet.work_out("copy_s", "shard_bytes / host_bytes_per_s", "s", "copying a checkpoint to host memory")
+    sheet.work_out("write_s", "checkpoint_bytes / (storage * 1e9)", "s", "writing a checkpoint to storage")
+    sheet.work_out("send_s", "shard_bytes / nic_bytes_per_s", "s", "sending a GPU's part to another node")
+    sheet.work_out(
+        "mttf_s", "86400 / (job_nodes * failures_per_node_day)", "s", "mean time to failure of the job"
+    )
+    sheet.work_out("mttf_h", "mttf_s / 3600", "h", "mean time to failure of the job")
+    sheet.work_out(
+        "write_for_stall",
+        "checkpoint_bytes / (2 * mttf_s * stall ** 2) / 1e9",
+        "GB/s",
+        "storage that keeps stalls within their share, if training stops while it writes",
+        "C/τ ≤ share with Young's τ = √(2CM)",
+    )
+    token_bytes = 2 if goal.model.vocab_size <= 65536 else 4
+    sheet.given(
+        "token_bytes", token_bytes, "bytes", "a token on disk", f"vocabulary of {goal.model.vocab_size:,}"
+    )
+    sheet.work_out("read_bytes_per_s", "training_tok_s * token_bytes", "bytes/s", "data reading rate")
+
+
+def checkpoint_tiers(sheet: Sheet) -> list[CheckpointTier]:
+    sheet.work_out(
+        "initialise_s", "initialise * job_gpus / 96000", "s", "setting up communication of this job"
+    )
+    restart = "detect + initialise_s + {load}"
+    found = []
+    copied = "while parts are copied to host memory"
+    for key, name, what, stall, away, load in (
+        ("written", "storage, training stops", "until all is written", "write_s", "0", "write_s"),
+        ("behind", "storage, written behind", copied, "copy_s", "write_s", "write_s"),
+        ("partner", "memory of a partner node", copied, "copy_s", "send_s", "send_s"),
+    ):
+        restart_s = sheet.work_out(
+            f"restart_{key}_s", restart.format(load=load), "s", f"from failure to training: {name}"
+        )
+        away_s = 0.0 if away == "0" else sheet[away]
+        recovery = Recovery(
+            sheet["mttf_s"],
+            sheet[stall],
+            restart_s,
+            least_interval_s=max(away_s, sheet["step_s"]),
+            delay_s=away_s,
+        )
+        interval_s = sheet.given(
+            f"interval_{key}_s",
+            best_interval_s(recovery),
+            "s",
+            f"best interval: {name}",
+            "Daly 2006, equation 37: √(2CM)·(1 + √(C/2M)/3 + C/18M) − C; no shorter than a step, nor than a "
+            "checkpoint takes to be away",
+        )
+        share = sheet.work_out(
+            f"ettr_{key}",
+            ettr_formula(key, stall, away),
+            "share",
+            f"share of time that trains: {name}",
+            "Daly 2006, equation 20",
+        )
+        found.append(CheckpointTier(name, key, stall, away, what, recovery, interval_s, share))
+    sheet.work_out(
+        "both_lost_share",
+        "failures_per_node_day / 86400 * restart_partner_s",
+        "share",
+        "failures in which the partner fails as well, before the job is back",
+    )
+    return found
+
+
+def ettr_formula(key: str, stall: str, away: str, failures: str = "mttf_s") -> str:
+    """Of a tier, in the sheet's names: `cluster_failures.ettr`."""
+    return (
+        f"interval_{key}_s / ({failures} * exp((restart_{key}_s + {away}) / {failures})"
+        f" * (exp((interval_{key}_s + {stall}) / {failures}) - 1))"
+    )
+
+
+def gains(tier: CheckpointTier, sheet: Sheet) -> list[str]:
+    """Figures of what one change would add to the goodput, largest first."""
+    key, stall, away = tier.key, tier.stall, tier.away
+    better = {
+        "gain_failures": ("half the failures", ettr_formula(key, stall, away, "(2 * mttf_s)")),
+        "gain_restart": (
+            "half the time from failure to training",
+            f"ettr_{key} * exp(restart_{key}_s / 2 / mttf_s)",
+        ),
+        "gain_checkpoint": ("checkpoints that stop nothing", ettr_formula(key, "0", away)),
+    }
+    for name, (change, formula) in better.items():
+        sheet.work_out(name, f"{formula} / ettr_{key} - 1", "share", change, "Daly 2006, equation 20")
+    return sorted(better, key=lambda name: sheet[name], reverse=True)
+
+
+def sweep_intervals(tier: CheckpointTier, spares: Spares, seed: int) -> tuple[SweepPoint, ...]:
+    """By formula and simulated, for intervals around the best by formula."""
+    return tuple(
+        SweepPoint(
+            interval_s,
+            ettr(tier.recovery, interval_s),
+            simulate(tier.recovery, interval_s, spares, _DAYS, _RUNS, seed),
+        )
+        for interval_s in _intervals_s(tier)
+    )
+
+
+def _intervals_s(tier: CheckpointTier) -> list[float]:
+    """Around the best by formula, as far as checkpoints can follow one another."""
+    around = (0.125, 0.25, 0.5, 0.7, 1.0, 1.4, 2.0, 4.0, 8.0)
+    return [
+        tier.interval_s * factor
+        for factor in around
+        if factor == 1 or tier.interval_s * factor >= tier.recovery.least_interval_s
+    ]

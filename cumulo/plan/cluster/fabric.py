@@ -1,0 +1,195 @@
+"""The fabric of a cluster, counted, and where a job's traffic goes in it. The cluster planner calls it."""
+
+import math
+from dataclasses import dataclass, replace
+
+from cumulo.errors import ConfigError
+from cumulo.layout.layout import Layout
+from cumulo.plan.cluster.sheet import Sheet
+from cumulo.plan.job import TrainJob
+from cumulo.plan.network.collectives import Group, Network
+from cumulo.plan.network.tiers import Tier, tiers_of
+from cumulo.plan.time.step import estimate
+from cumulo.spec.cluster import Cluster
+
+
+@dataclass(frozen=True, slots=True)
+class TierCount:
+    """One layer of switches, and the cables from it to the layer below (the leaves': to the nodes)."""
+
+    tier: Tier
+    key: str  # in the sheet's names: "leaf" has leaf_switches, leaf_cables and leaf_bytes_per_s
+    switches: int
+    cables_down: int
+    bytes_per_s_down: float  # of all those cables together, each way
+
+
+def count_switches(cluster: Cluster, tiers: tuple[Tier, ...], sheet: Sheet) -> tuple[TierCount, ...]:
+    """What has to be bought. Ports that a part-filled tier leaves free are counted with their switches."""
+    sheet.work_out("cards", "nodes * gpus_per_node", "", "network cards", "one for each GPU")
+    if cluster.fabric.kind == "dragonfly":
+        found = _count_dragonfly(tiers, sheet)
+    else:
+        found = _count_tree(cluster, tiers, sheet)
+    for what in ("switches", "cables"):
+        sheet.work_out(what, " + ".join(f"{count.key}_{what}" for count in found), "", f"{what} in all")
+    return found
+
+
+def _count_tree(cluster: Cluster, tiers: tuple[Tier, ...], sheet: Sheet) -> tuple[TierCount, ...]:
+    found: list[TierCount] = []
+    cables = "cards"
+    for index, tier in enumerate(tiers):
+        key = tier.name.replace("-", "_")
+        _ports(tier, key, sheet)
+        if index:
+            switches = f"ceil({cables} / {key}_down)"
+        elif cluster.fabric.kind == "rail":
+            switches = f"gpus_per_node * ceil(nodes / {key}_down)"
+        else:
+            switches = f"ceil(nodes / floor({key}_down / gpus_per_node))"
+        found.append(_count(tier, key, switches, cables, sheet))
+        if tier.up_ports:
+            # Only as many uplinks as what is below can fill at the tier's oversubscription.
+            cables = f"{key}_uplinks"
+            formula = f"min({key}_switches * {key}_up, ceil({key}_cables * {key}_up / {key}_down))"
+            sheet.work_out(cables, formula, "", f"cables up from all {tier.name} switches")
+    return tuple(found)
+
+
+def _count_dragonfly(tiers: tuple[Tier, ...], sheet: Sheet) -> tuple[TierCount, ...]:
+    """2h switches to a group, each with h cards, 2h − 1 cables inside the group and h out of it; a cable has two
+    ends (Kim et al. 2008)."""
+    switch, group, everything = tiers
+    _ports(switch, "switch", sheet)
+    return (
+        _count(switch, "switch", "ceil(cards / switch_down)", "cards", sheet),
+        _count(group, "group", "0", "floor(switch_switches * switch_up / 2)", sheet),
+        _count(everything, "all", "0", "floor(switch_switches * switch_down / 2)", sheet),
+    )
+
+
+def _ports(tier: Tier, key: str, sheet: Sheet) -> None:
+    how = "catalogue: its ports, split by the oversubscription"
+    sheet.given(f"{key}_down", tier.down_ports, "", f"ports down from a {tier.name} switch", how)
+    if tier.up_ports:
+        sheet.given(f"{key}_up", tier.up_ports, "", f"ports up from a {tier.name} switch", how)
+
+
+def _count(tier: Tier, key: str, switches: str, cables: str, sheet: Sheet) -> TierCount:
+    return TierCount(
+        tier,
+        key,
+        int(sheet.work_out(f"{key}_switches", switches, "", f"switches, {tier.name}")),
+        int(sheet.work_out(f"{key}_cables", cables, "", f"cables below, {tier.name}")),
+        sheet.work_out(
+            f"{key}_bytes_per_s",
+            f"{key}_cables * nic_bytes_per_s",
+            "bytes/s",
+            f"bandwidth below, {tier.name}, each way",
+        ),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class FabricChoice:
+    """The same job on another fabric. The sheet has its step_s, switches and cables under `key`."""
+
+    key: str
+    name: str
+
+
+def other_fabrics(job: TrainJob, cluster: Cluster, sheet: Sheet) -> tuple[FabricChoice, ...]:
+    """Rail and fat-tree with the switches of this fabric, at several oversubscriptions above the leaves."""
+    found: list[FabricChoice] = []
+    for kind in ("rail", "fat-tree"):
+        for ratio in (1, 2, 4):
+            name = f"{kind}, {ratio} : 1"
+            key = f"{kind.replace('-', '_')}_{ratio}"
+            fabric = replace(cluster.fabric, name=name, kind=kind, oversubscription=(float(ratio),))
+            whole = replace(cluster, fabric=fabric)
+            try:
+                tiers = tiers_of(fabric, whole.node, whole.nodes)
+            except ConfigError:
+                continue  # switches with too few ports for this kind
+            scratch = Sheet()
+            for known in ("nodes", "gpus_per_node", "nic_bytes_per_s"):
+                scratch.given(known, sheet[known], "", known, "")
+            count_switches(whole, tiers, scratch)
+            for what in ("switches", "cables"):
+                sheet.given(
+                    f"{key}_{what}", scratch[what], "", f"{name}: {what}", "counted by the same formulas"
+                )
+            step_s = estimate(job, replace(whole, gpus=job.layout.world), explain=False).step_s
+            sheet.given(
+                f"{key}_step_s", step_s, "s", f"{name}: time of a step", "cost model: docs/plan-time.md"
+            )
+            sheet.work_out(
+                f"{key}_slower", f"{key}_step_s / step_s - 1", "share", f"{name}: step against this plan's"
+            )
+            found.append(FabricChoice(key, name))
+    return tuple(found)
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """One parallel axis of a job: who talks, how far. The sheet has dp_bytes and dp_share, and so on."""
+
+    axis: str
+    ranks: int
+    stride: int  # GPUs from one member to the next
+    where: str  # "scale-up", or the highest tier of switches that it passes
+
+
+def traffic_of(
+    job: TrainJob, network: Network, link_bytes: dict[str, float], sheet: Sheet
+) -> tuple[Traffic, ...]:
+    """By axis, those that stay nearest first."""
+    found: list[Traffic] = []
+    for axis, (ranks, stride) in axes(job.layout).items():
+        if axis not in link_bytes:
+            continue
+        group = network.group(ranks, stride)
+        where = _where(group, network)
+        found.append(Traffic(axis, ranks, stride, where))
+        how = "cost model: docs/plan-time.md"
+        sheet.given(f"{axis}_bytes", link_bytes[axis], "bytes", f"{axis}: what a GPU sends in a step", how)
+        label = (
+            f"{axis}: average load of a GPU's {'scale-up links' if where == 'scale-up' else 'network card'}"
+        )
+        if where == "scale-up":
+            sheet.work_out(f"{axis}_share", f"{axis}_bytes / step_s / link_bytes_per_s", "share", label)
+        else:
+            members = group.reach.per_domain
+            sheet.given(
+                f"{axis}_near", members, "", f"{axis}: members in one scale-up domain", "layout and node"
+            )
+            if axis == "ep":  # all-to-all: each member sends its own share to all that are elsewhere
+                sheet.given("ep_ranks", ranks, "", "ep: members", "layout")
+                sent, how = (
+                    "ep_bytes * (ep_ranks - ep_near) / (ep_ranks - 1)",
+                    "all-to-all: to members elsewhere",
+                )
+            else:  # ring: of a domain's members one sends on
+                sent, how = f"{axis}_bytes / {axis}_near", "one in each domain's members sends on"
+            formula = f"{sent} / step_s / nic_bytes_per_s"
+            sheet.work_out(f"{axis}_share", formula, "share", label, how)
+    return tuple(sorted(found, key=lambda traffic: traffic.stride))
+
+
+def axes(layout: Layout) -> dict[str, tuple[int, int]]:
+    """Ranks and stride of each axis in the mesh of `Layout`: arange(world).reshape(pp, dp, cp, tp)."""
+    return {
+        "tp": (layout.tp, 1),
+        "cp": (layout.cp, layout.tp),
+        "ep": (layout.ep, layout.tp),
+        "dp": (layout.dp * layout.cp, layout.tp),
+        "pp": (layout.pp, layout.tp * layout.cp * layout.dp),
+    }
+
+
+def _where(group: Group, network: Network) -> str:
+    if group.reach.domains == 1:
+        return "scale-up"
+    span = math.ceil(group.ranks * group.stride / network.cluster.node.gpus)  # nodes
+    return next(tier.name for tier in network.tiers if tier.nodes >= span or tier is network.tiers[-1])

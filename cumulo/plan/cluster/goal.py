@@ -1,0 +1,140 @@
+"""ClusterGoal: the question that `cumulo plan cluster` answers, and what it assumes until told otherwise."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from typing import Literal
+
+from cumulo.errors import ConfigError
+from cumulo.plan.job import TrainJob
+from cumulo.plan.search.space import TrainGoal, tensor_sizes
+from cumulo.spec.cluster import Cluster
+from cumulo.spec.model import ModelSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Assumption:
+    value: float
+    unit: str
+    label: str
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Assumptions:
+    """Numbers that no specification of a cluster holds. Each says what it rests on; all can be overridden."""
+
+    failures: Assumption = Assumption(
+        3.79,
+        "per 1,000 node-days",
+        "failures that stop the job, of nodes with 8 GPUs",
+        "419 in 54 days of 2,048 nodes: Grattafiori et al. 2024 (Llama 3), Table 5. Meta's research clusters had "
+        "6.5 and 2.34 (Kokolis et al. 2024)",
+    )
+    broken_share: Assumption = Assumption(
+        0.69,
+        "share",
+        "failures after which a node must be repaired",
+        "GPU and host parts, 289 of 419: ibid., Table 5",
+    )
+    repair: Assumption = Assumption(72.0, "h", "time a broken node is away", "assumed")
+    detect: Assumption = Assumption(
+        120.0, "s", "from a failure until the job is placed on nodes that work", "assumed"
+    )
+    initialise: Assumption = Assumption(
+        265.0,
+        "s per 96,000 GPUs",
+        "setting up communication",
+        "NCCL at 96,000 GPUs: arXiv 2510.20171; taken as linear",
+    )
+    storage: Assumption = Assumption(
+        2000.0,
+        "GB/s",
+        "storage, reading or writing",
+        "sustained rate of the Llama 3 cluster: ibid., section 3.3.1",
+    )
+    stall: Assumption = Assumption(
+        0.01, "share", "share of time that checkpoints may stop training", "assumed"
+    )
+    switch_w: Assumption = Assumption(
+        26.9, "W", "power of a switch, for each port", "1,720 W for 64 ports (NVIDIA QM9700)"
+    )
+    pue: Assumption = Assumption(1.2, "", "power of the building over that of its machines", "assumed")
+
+    def __post_init__(self) -> None:
+        for one in fields(self):
+            if not 0 <= getattr(self, one.name).value < math.inf:
+                raise ConfigError(f"{one.name} must be 0 or more, got {getattr(self, one.name).value}")
+        if self.pue.value < 1:
+            raise ConfigError(
+                "pue must be 1 or more, because a building uses at least the power of its machines; got "
+                f"{self.pue.value}"
+            )
+        for name in ("failures", "storage", "stall"):
+            if getattr(self, name).value == 0:
+                raise ConfigError(f"{name} must be more than 0: a plan without it has no optimum")
+        if self.broken_share.value > 1:
+            raise ConfigError(f"broken_share must be between 0 and 1, got {self.broken_share.value}")
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterGoal:
+    """A model to pre-train, and all the GPUs there are, spares included."""
+
+    model_name: str
+    model: ModelSpec
+    cluster: Cluster
+    global_batch: int  # sequences of a step
+    sequence_length: int
+    tokens: float  # to be trained on
+    dtype: Literal["bfloat16", "float16", "float32", "float8"] = "bfloat16"
+    fixed: TrainJob | None = None  # in place of a search
+    assumptions: Assumptions = Assumptions()
+
+    def __post_init__(self) -> None:
+        if not 0 < self.tokens < math.inf:
+            raise ConfigError(
+                f"--tokens must be more than 0 and finite, for example 15e12; got {self.tokens:g}"
+            )
+        if not self.cluster.device.price_per_hour < math.inf:
+            raise ConfigError("the price of a GPU must be a number of dollars, got inf")
+        if self.fixed is not None and self.fixed.layout.world > self.cluster.gpus:
+            raise ConfigError(
+                f"the layout {self.fixed.layout} needs {self.fixed.layout.world:,} GPUs, but the cluster has "
+                f"{self.cluster.gpus:,}; make dp smaller, or ask for more GPUs"
+            )
+
+    def on(self, gpus: int) -> TrainGoal:
+        """The same training on a part of the cluster."""
+        cluster = Cluster(self.cluster.node, gpus, self.cluster.fabric)
+        return TrainGoal(self.model, cluster, self.global_batch, self.sequence_length, dtype=self.dtype)
+
+
+def job_sizes(goal: ClusterGoal, most_gpus: int, states_bytes: float, count: int) -> list[int]:
+    """The `count` most promising numbers of GPUs up to `most_gpus` that a job of this batch can use evenly.
+
+    By how many GPUs compute at a time, N × m ÷ (m + (p − 1)/2) × layers ÷ (p × layers of the fullest stage), of
+    layouts whose states take at most 0.7 of the memory; half of 1F1B's bubble, as zero-bubble schedules have."""
+    best: dict[int, float] = {}
+    layers = goal.model.layers
+    for gpus, stages, micro_batches, share in _sizes(goal, most_gpus):
+        if states_bytes * share <= 0.7 * goal.cluster.device.memory_bytes:
+            even = layers / (stages * math.ceil(layers / stages))
+            busy = gpus * even * micro_batches / (micro_batches + (stages - 1) / 2)
+            best[gpus] = max(busy, best.get(gpus, 0.0))
+    return sorted(best, key=lambda gpus: best[gpus], reverse=True)[:count]
+
+
+def _sizes(goal: ClusterGoal, most_gpus: int) -> Iterator[tuple[int, int, int, float]]:
+    """(GPUs, stages, micro-batches, share of the states that a GPU holds) of all layouts of tp, pp and dp."""
+    node, batch = goal.cluster.node, goal.global_batch
+    replicas = [size for size in range(1, batch + 1) if batch % size == 0]
+    for tp in tensor_sizes(goal.model, goal.on(most_gpus // node.gpus * node.gpus).cluster):
+        for pp in range(1, goal.model.layers + 1):
+            for dp in replicas:
+                gpus = tp * pp * dp
+                if gpus <= most_gpus and (gpus % node.gpus == 0 or gpus < node.gpus):
+                    # ZeRO-1: weights and gradients on every replica, the optimizer's share of each. Of a model with
+                    # experts nearly all is in them, and they are spread over replicas as well.
+                    spread = tp * pp * (math.gcd(goal.model.moe.experts, dp) if goal.model.moe else 1)
+                    yield gpus, pp, batch // dp, (6 + 12 / dp) / 18 / spread

@@ -1,0 +1,1 @@
+"""Published measurements, and the planner's errors against them."""

@@ -1,0 +1,177 @@
+"""Every published row predicted again: errors and interval coverage by source, and a scatter plot.
+`cumulo plan validate` prints what this finds.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from html import escape
+
+from cumulo.plan.evidence import weights as evidence
+from cumulo.plan.evidence.published import PublishedRow
+from cumulo.plan.time import compute_profile
+from cumulo.plan.time.step import step_time
+
+# The bar that the planner is held to, over all rows and over those the fit has not seen.
+MEDIAN_BAR, P90_BAR, COVERAGE_BAR = 0.06, 0.15, (0.85, 0.95)
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    row: PublishedRow
+    predicted_s: float
+    half_width: float  # of the 90% interval, as a logarithm
+
+    @property
+    def error(self) -> float:
+        """+0.05: the step is predicted 5% longer than it was."""
+        return self.predicted_s / self.row.step_s - 1
+
+    @property
+    def covered(self) -> bool:
+        return abs(math.log(self.predicted_s / self.row.step_s)) <= self.half_width
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """Errors of some rows. `bias`: the median error with its sign."""
+
+    name: str
+    rows: int
+    median: float
+    p90: float
+    worst: float
+    worst_row: str
+    bias: float
+    coverage: float
+
+
+def predict(row: PublishedRow) -> Prediction:
+    profile, borrowed = compute_profile.shipped_for(row.cluster.device, row.job.dtype, row.job.software)
+    time = step_time(row.job, row.cluster, profile, play=True)
+    own = () if row.held_out else (row.name,)  # a fitted row must not vouch for itself
+    width = evidence.half_width(row.job, row.cluster, bool(borrowed), without=own)
+    return Prediction(row, time.step_s, width)
+
+
+def summarise(name: str, predictions: Sequence[Prediction]) -> Summary:
+    sizes = sorted(abs(prediction.error) for prediction in predictions)
+    worst = max(predictions, key=lambda prediction: abs(prediction.error))
+    return Summary(
+        name=name,
+        rows=len(sizes),
+        median=quantile(sizes, 0.5),
+        p90=quantile(sizes, 0.9),
+        worst=worst.error,
+        worst_row=worst.row.name,
+        bias=quantile(sorted(prediction.error for prediction in predictions), 0.5),
+        coverage=sum(prediction.covered for prediction in predictions) / len(predictions),
+    )
+
+
+def by_source(predictions: Sequence[Prediction]) -> list[Summary]:
+    """One for each source, in the order they come, then all fitted, all held out, and all."""
+    names = dict.fromkeys(prediction.row.source for prediction in predictions)
+    groups: list[tuple[str, list[Prediction]]] = [
+        (name, [each for each in predictions if each.row.source == name]) for name in names
+    ]
+    groups.append(("all fitted", [each for each in predictions if not each.row.held_out]))
+    groups.append(("all held out", [each for each in predictions if each.row.held_out]))
+    groups.append(("all", list(predictions)))
+    return [summarise(name, some) for name, some in groups if some]
+
+
+def quantile(ordered: Sequence[float], share: float) -> float:
+    """Of ordered numbers, with linear interpolation."""
+    place = share * (len(ordered) - 1)
+    below = math.floor(place)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (place - below) * (ordered[above] - ordered[below])
+
+
+# -- the picture ------------------------------------------------------------------------------------------------
+_SIZE, _LEFT, _BOTTOM, _TOP, _LEGEND = 520, 64, 52, 18, 190
+_COLOURS = (
+    "#2b6cb0",
+    "#c05621",
+    "#2f855a",
+    "#b83280",
+    "#6b46c1",
+    "#0987a0",
+    "#975a16",
+    "#4a5568",
+    "#e53e3e",
+    "#38a169",
+)
+
+
+def scatter_svg(predictions: Iterable[Prediction]) -> str:
+    """Predicted over published step time, both logarithmic: the diagonal is right, the band is ±15%. Hollow dots
+    are rows the fit has not seen."""
+    points = list(predictions)
+    values = [value for point in points for value in (point.predicted_s, point.row.step_s)]
+    low, high = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))
+    side = _SIZE - _LEFT - 20
+
+    def x(seconds: float) -> float:
+        return _LEFT + (math.log10(seconds) - low) / (high - low) * side
+
+    def y(seconds: float) -> float:
+        return _TOP + side - (math.log10(seconds) - low) / (high - low) * side
+
+    width, height = _SIZE + _LEGEND, _TOP + side + _BOTTOM
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img" '
+        'aria-label="predicted against published step time" font-family="system-ui, sans-serif" font-size="11">',
+        "<style>text{fill:#1a202c}.f{stroke:#a0aec0;fill:none}.b{fill:#cbd5e0;opacity:.5}.bg{fill:#fff}"
+        "@media(prefers-color-scheme:dark){text{fill:#e2e8f0}.bg{fill:#1a202c}.b{fill:#4a5568}}</style>",
+        f'<rect class="bg" width="{width}" height="{height}"/>',
+    ]
+    near, far = 10.0**low, 10.0**high
+    band = [
+        (near, near * 1.15),
+        (far / 1.15, far),
+        (far, far),
+        (far, far / 1.15),
+        (near * 1.15, near),
+        (near, near),
+    ]
+    parts.append(f'<polygon class="b" points="{" ".join(f"{x(a):.1f},{y(b):.1f}" for a, b in band)}"/>')
+    parts.append(
+        f'<line class="f" x1="{x(near):.1f}" y1="{y(near):.1f}" x2="{x(far):.1f}" y2="{y(far):.1f}"/>'
+    )
+    for power in range(low, high + 1):
+        tick = 10.0**power
+        parts.append(
+            f'<line class="f" x1="{x(tick):.1f}" x2="{x(tick):.1f}" y1="{y(near):.1f}" y2="{y(near) + 5:.1f}"/>'
+        )
+        parts.append(f'<text x="{x(tick):.1f}" y="{y(near) + 18:.1f}" text-anchor="middle">{tick:g}</text>')
+        parts.append(f'<text x="{_LEFT - 8}" y="{y(tick) + 4:.1f}" text-anchor="end">{tick:g}</text>')
+    parts.append(f'<rect class="f" x="{_LEFT}" y="{_TOP}" width="{side}" height="{side}"/>')
+    parts.append(
+        f'<text x="{_LEFT + side / 2}" y="{height - 8}" text-anchor="middle">published step time, s</text>'
+    )
+    parts.append(
+        f'<text transform="translate(16 {_TOP + side / 2}) rotate(-90)" text-anchor="middle">'
+        "predicted step time, s</text>"
+    )
+    colours = {
+        name: _COLOURS[index % len(_COLOURS)]
+        for index, name in enumerate(dict.fromkeys(point.row.source for point in points))
+    }
+    for point in points:
+        colour = colours[point.row.source]
+        fill = "none" if point.row.held_out else colour
+        parts.append(
+            f'<circle cx="{x(point.row.step_s):.1f}" cy="{y(point.predicted_s):.1f}" r="3" fill="{fill}" '
+            f'stroke="{colour}"><title>{escape(point.row.name)}: published {point.row.step_s:.3g} s, predicted '
+            f"{point.predicted_s:.3g} s ({point.error:+.1%})</title></circle>"
+        )
+    for index, (name, colour) in enumerate(colours.items()):
+        top = _TOP + 10 + 18 * index
+        parts.append(f'<circle cx="{_SIZE}" cy="{top}" r="4" fill="{colour}"/>')
+        parts.append(f'<text x="{_SIZE + 10}" y="{top + 4}">{escape(name)}</text>')
+    foot = _TOP + 10 + 18 * len(colours)
+    parts.append(f'<text x="{_SIZE - 4}" y="{foot + 8}">hollow: held out of the fit</text>')
+    parts.append(f'<text x="{_SIZE - 4}" y="{foot + 24}">band: ±15%</text>')
+    return "".join([*parts, "</svg>"])

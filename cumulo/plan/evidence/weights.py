@@ -1,0 +1,258 @@
+"""What a prediction rests on: the published rows near it, how far outside them it is, and its interval.
+`train_time.estimate` and `cumulo plan validate` ask.
+
+The interval is what the errors of the fitted rows near the question say (a weighted conformal interval:
+Tibshirani et al. 2019): the 90% quantile of their sizes, near rows counting more, widened with the distance to
+the nearest. The errors are those under constants fitted without the row (five folds), since a fitted error is too
+small. No held-out row's error enters it; `cumulo plan validate` counts how many of them it contains, and
+docs/plan-validation.md says how its settings were picked.
+"""
+
+import csv
+import math
+from collections.abc import Collection
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+
+from cumulo.plan.evidence.published import PublishedRow, rows
+from cumulo.plan.job import TrainJob
+from cumulo.plan.time.compute_profile import Profile
+from cumulo.spec.cluster import Cluster
+
+LEVEL = 0.9
+NEIGHBOURS = 24  # rows that have a say
+REACH = 2.0  # distance at which a row's say falls to 1/e
+# Of the interval, for each unit of distance to the nearest row: so that nearly nine in ten rows of a source that is
+# left out lie inside (`fit_training.py --leave-out source`).
+WIDENING = 0.5
+LEAST = 0.02  # half-width: what is printed is rounded, and runs differ from day to day
+BORROWED = 0.20  # half-width at least where constants or rows are of other devices or number formats
+
+# Half-width that each of these adds where no row of the software has it, half of that where rows of other software
+# on such devices do: 90% quantiles of errors under constants fitted without the rows that have it
+# (`fit_training.py --leave-out way`).
+_UNWITNESSED = {"experts": 0.40, "cp": 0.25, "pp": 0.20, "tp": 0.20}
+
+# What a doubling of a quantity counts in the distance between two jobs.
+_WEIGHTS = {
+    "hidden": 0.5,
+    "layers": 0.3,
+    "sequence": 0.4,
+    "tokens of a micro-batch": 0.2,
+    "tp": 0.6,
+    "pp": 0.4,
+    "cp": 0.6,
+    "ep": 0.6,
+    "GPUs": 0.3,
+    "micro-batches": 0.2,
+}
+_OTHER_SOFTWARE, _OTHER_DEVICE, _OTHER_FORMAT, _OTHER_RECOMPUTE, _EXPERTS, _OTHER_SHARING = (
+    3.0,
+    3.0,
+    2.0,
+    0.5,
+    4.0,
+    0.5,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """The interval as factors of the predicted time, and sentences for people."""
+
+    low: float
+    high: float
+    sentences: tuple[str, ...]
+
+
+UNJUDGED = Judgement(math.exp(-BORROWED), math.exp(BORROWED), ())
+
+
+@dataclass(frozen=True, slots=True)
+class Features:
+    """Where a job lies among others."""
+
+    software: str
+    device: str
+    dtype: str
+    recompute: str
+    experts: bool
+    shares_weights: bool
+    logs: tuple[float, ...]  # base 2, in the order of _WEIGHTS
+
+
+@dataclass(frozen=True, slots=True)
+class Witness:
+    """A published row and how far off its prediction was."""
+
+    row: PublishedRow
+    features: Features
+    log_error: float  # of predicted over published
+    unseen: float  # size of the error under constants that were fitted without it
+
+
+def features(job: TrainJob, cluster: Cluster, software: str | None = None) -> Features:
+    """`software`: what the job's means, where it does not name a generation ("current")."""
+    layout = job.layout
+    sizes = (
+        job.model.hidden,
+        job.model.layers,
+        job.sequence_length,
+        job.tokens_per_rank,
+        layout.tp,
+        layout.pp,
+        layout.cp,
+        layout.ep,
+        layout.world,
+        job.micro_batches,
+    )
+    dtype = "16 bits" if job.dtype in ("float16", "bfloat16") else job.dtype
+    return Features(
+        software or job.software,
+        cluster.device.generation,
+        dtype,
+        job.recompute,
+        job.model.moe is not None,
+        layout.zero == 3,
+        tuple(math.log2(size) for size in sizes),
+    )
+
+
+def distance(one: Features, other: Features) -> float:
+    """0 for the same job; about 1 for a model twice as wide and a doubled sequence."""
+    total = 0.0
+    for weight, mine, theirs in zip(_WEIGHTS.values(), one.logs, other.logs, strict=True):
+        total += weight * abs(mine - theirs)
+    total += _OTHER_SOFTWARE * (one.software != other.software)
+    total += _OTHER_DEVICE * (one.device != other.device)
+    total += _OTHER_FORMAT * (one.dtype != other.dtype)
+    total += _OTHER_RECOMPUTE * (one.recompute != other.recompute)
+    total += _EXPERTS * (one.experts != other.experts)
+    return total + _OTHER_SHARING * (one.shares_weights != other.shares_weights)
+
+
+@cache
+def witnesses() -> tuple[Witness, ...]:
+    """All published rows with the errors that the shipped constants leave (`published_training_errors.csv`, written
+    by the fit)."""
+    by_name = {row.name: row for row in rows()}
+    text = (resources.files("cumulo.plan") / "data" / "published_training_errors.csv").read_text("utf-8")
+    found = []
+    for line in csv.DictReader(text.splitlines()):
+        row = by_name[line["id"]]
+        error = math.log(float(line["predicted_over_published"]))
+        unseen = (
+            abs(math.log(float(line["predicted_without_it"]))) if line["predicted_without_it"] else abs(error)
+        )
+        found.append(Witness(row, features(row.job, row.cluster), error, unseen))
+    return tuple(found)
+
+
+@cache
+def witnessed_devices() -> frozenset[str]:
+    return frozenset(witness.row.cluster.device.name for witness in witnesses())
+
+
+def half_width(
+    job: TrainJob,
+    cluster: Cluster,
+    borrowed: bool = False,
+    without: Collection[str] = (),
+    software: str | None = None,
+) -> float:
+    """Of the interval, as a logarithm. `without`: rows that must not vouch for themselves."""
+    mine = features(job, cluster, software)
+    near = sorted(
+        (
+            (distance(mine, witness.features), witness.unseen)
+            for witness in witnesses()
+            if not witness.row.held_out and witness.row.name not in without
+        ),
+    )[:NEIGHBOURS]
+    nearest = near[0][0]
+    weighted = sorted((error, math.exp(-(away - nearest) / REACH)) for away, error in near)
+    total = sum(weight for _, weight in weighted)
+    count = total**2 / sum(weight**2 for _, weight in weighted)  # rows, as their weights count
+    wanted, seen = min(1.0, LEVEL * (1 + 1 / count)) * total, 0.0
+    quantile = weighted[-1][0]
+    for error, weight in weighted:
+        seen += weight
+        if seen >= wanted:
+            quantile = error
+            break
+    width = max(LEAST, quantile) * (1 + WIDENING * nearest)
+    if borrowed or cluster.device.name not in witnessed_devices():
+        width = max(width, BORROWED)
+    return math.hypot(width, *_unwitnessed(mine).values())
+
+
+def _ways(one: Features) -> frozenset[str]:
+    """What a job's time depends on that not every job has."""
+    sizes = dict(zip(_WEIGHTS, one.logs, strict=True))
+    found = {axis for axis in ("tp", "pp", "cp") if sizes[axis] > 0}
+    return frozenset(found | ({"experts"} if one.experts else set()))
+
+
+@cache
+def _witnessed_ways(software: str | None, device: str) -> frozenset[str]:
+    """Those of the fitted rows on a generation of devices; of all software, or of one."""
+    seen = (witness.features for witness in witnesses() if not witness.row.held_out)
+    alike = (one for one in seen if one.device == device and software in (None, one.software))
+    return frozenset().union(*map(_ways, alike))
+
+
+def _unwitnessed(one: Features) -> dict[str, float]:
+    """What nothing of the software on such devices shows, and the half-width that it adds."""
+    others = _witnessed_ways(None, one.device)
+    return {
+        way: _UNWITNESSED[way] * (0.5 if way in others else 1.0)
+        for way in sorted(_ways(one) - _witnessed_ways(one.software, one.device))
+    }
+
+
+def judge(job: TrainJob, cluster: Cluster, profile: Profile, borrowed: tuple[str, ...]) -> Judgement:
+    width = half_width(job, cluster, bool(borrowed), software=profile.software)
+    return Judgement(math.exp(-width), math.exp(width), (*_sentences(job, cluster, profile), *borrowed))
+
+
+def _sentences(job: TrainJob, cluster: Cluster, profile: Profile) -> tuple[str, ...]:
+    mine = features(job, cluster, profile.software)
+    near = sorted(witnesses(), key=lambda witness: distance(mine, witness.features))
+    same = [witness for witness in near if _same_kind(mine, witness.features)]
+    found = [f"constants: {profile.name} ({profile.note})"]
+    named = ", ".join(
+        f"{witness.row.name} (distance {distance(mine, witness.features):.1f}, predicted "
+        f"{math.expm1(witness.log_error):+.0%})"
+        for witness in near[:3]
+    )
+    found.append(f"nearest published rows: {named}")
+    if cluster.device.name not in witnessed_devices():
+        found.append(f"no published row is of a {cluster.device.name}")
+    if unseen := _unwitnessed(mine):
+        names = ", ".join({"tp": "tensor", "pp": "pipeline", "cp": "context"}.get(way, way) for way in unseen)
+        found.append(f"no published row of {mine.software} on {mine.device} devices shows: {names}")
+    outside = _outside(mine, [witness.features for witness in same or near])
+    found.append(
+        f"outside the range of the published rows: {outside}"
+        if outside
+        else "inside the range of the published rows of its kind"
+    )
+    return tuple(found)
+
+
+def _same_kind(one: Features, other: Features) -> bool:
+    return (one.software, one.device, one.dtype) == (other.software, other.device, other.dtype)
+
+
+def _outside(mine: Features, theirs: list[Features]) -> str:
+    """Which quantities lie beyond all rows, and by how much."""
+    parts = []
+    for index, name in enumerate(_WEIGHTS):
+        values = [each.logs[index] for each in theirs]
+        low, high, value = min(values), max(values), mine.logs[index]
+        if value > high + 1e-9:
+            parts.append(f"{name} {2**value:,.0f} (rows reach {2**high:,.0f})")
+        elif value < low - 1e-9:
+            parts.append(f"{name} {2**value:,.0f} (rows begin at {2**low:,.0f})")
+    return ", ".join(parts)

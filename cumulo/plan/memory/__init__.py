@@ -1,0 +1,1 @@
+"""Memory of a training job, part by part."""

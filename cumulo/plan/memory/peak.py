@@ -1,0 +1,225 @@
+"""The memory ledger of a training job: every byte of a rank, by component. Search prunes with it, reports show it.
+
+    peak_memory(job)            # the stage that needs most
+    stage_memory(job, stage=0)  # one of them
+
+States are exact (`states`). Activations are counted tensor by tensor (`activations`), times the
+micro-batches that the job's own pipeline schedule keeps alive (`live`).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+
+from cumulo.plan.job import DTYPE_BYTES, TrainJob
+from cumulo.plan.memory.activations import layer_bytes_per_token, working_bytes_per_token
+from cumulo.plan.memory.ledger import MemoryLedger
+from cumulo.plan.memory.live import StageLoad, enough_micro_batches, least_alive, places_of, stage_loads
+from cumulo.plan.memory.states import layer_elements, stage_elements, state_bytes
+
+# What never passes through the framework's allocator: the driver's context and loaded kernels, and the buffers of
+# NCCL for each kind of group a rank is in; and the share of its memory that an allocator loses to fragments.
+CONTEXT_BYTES = 700 * 2**20
+COMMUNICATOR_BYTES = 200 * 2**20
+FRAGMENT_SHARE = 0.03
+LOSS_PIECE_BYTES = 512 * 2**20  # of the logits at a time, where the loss is fused with the product before it
+WORKSPACE_BYTES = 64 * 2**20  # of the matrix libraries, inside the allocator
+
+
+def peak_memory(job: TrainJob) -> MemoryLedger:
+    """Of a rank of the stage that needs most."""
+    layout = job.layout
+    played = enough_micro_batches(layout.schedule, layout.pp, job.micro_batches)
+    stages = _heaviest_stages(job.chunk_kinds, layout.schedule, layout.pp, played, job.chunks_per_stage)
+    ledgers = _Ledgers(job)
+    return max((ledgers.of(stage) for stage in stages), key=lambda ledger: ledger.total)
+
+
+def least_memory_bytes(job: TrainJob) -> float:
+    """Never above `peak_memory(job).total`, and close to it; no schedule is played. Of stages at both ends."""
+    layer, last = layer_memory(job), job.layout.pp - 1
+    return max(
+        least_state_bytes(job, stage) + least_activation_bytes(layer, stage_layers(job, stage))
+        for stage in {0, min(1, last), last}
+    )
+
+
+def least_state_bytes(job: TrainJob, stage: int) -> int:
+    """What a stage holds apart from activations and logits."""
+    places = places_of(job.layout.schedule, job.layout.pp, job.chunks_per_stage, stage)
+    states = state_bytes(job, stage_elements(job, places))
+    held = states.weights + states.gradients + states.optimizer
+    return held + _largest(job, _gathered_bytes) + _reserved_bytes(job, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerMemory:
+    """What one micro-batch of a rank takes, whatever the stages."""
+
+    kept: tuple[int, int]  # by a layer without experts, and with them; nothing where it is offloaded
+    working: int  # in backward, beside what is kept
+
+
+def layer_memory(job: TrainJob) -> LayerMemory:
+    kept = (0, 0) if job.offload_activations else (_layer_bytes(job, False), _layer_bytes(job, True))
+    return LayerMemory(kept, WORKSPACE_BYTES + _largest(job, _working_bytes))
+
+
+@dataclass(frozen=True, slots=True)
+class StageLayers:
+    """What a stage holds at once at least."""
+
+    alive: int  # micro-batches of its chunks, added up
+    chunks: tuple[tuple[int, int], ...]  # of each, layers without experts and with them
+
+
+def stage_layers(job: TrainJob, stage: int) -> StageLayers:
+    schedule, stages, each = job.layout.schedule, job.layout.pp, job.chunks_per_stage
+    places, kinds = places_of(schedule, stages, each, stage), job.chunk_kinds
+    alive = least_alive(schedule, stages, job.micro_batches, each, stage)
+    return StageLayers(alive, tuple(kinds[chunk] for chunk, _ in places))
+
+
+def least_activation_bytes(layer: LayerMemory, held: StageLayers) -> float:
+    """What a stage keeps and works with at least."""
+    plain, experts = layer.kept
+    kept = min(without * plain + having * experts for without, having in held.chunks)
+    # The ledger rounds chunk by chunk, to whole bytes.
+    return (1 - 1e-9) * (1 + FRAGMENT_SHARE) * (held.alive * kept + layer.working)
+
+
+def stage_memory(job: TrainJob, stage: int) -> MemoryLedger:
+    """Of a rank of one pipeline stage."""
+    return _Ledgers(job).of(stage)
+
+
+@cache
+def _heaviest_stages(
+    kinds: tuple[tuple[int, int], ...], schedule: str, stages: int, micro_batches: int, chunks_per_stage: int
+) -> tuple[int, ...]:
+    """Stages that may need most: of those with chunks alike, the ones no other holds more of everything than."""
+    loads = stage_loads(schedule, stages, micro_batches, chunks_per_stage)
+    heaviest: dict[tuple[tuple[int, int, bool, bool], ...], list[int]] = {}
+    for stage, load in enumerate(loads):
+        alike = tuple((*kinds[chunk], chunk == 0, chunk == len(kinds) - 1) for chunk, _ in load.places)
+        rivals = heaviest.setdefault(alike, [])
+        if not any(loads[rival].holds_at_least(load) for rival in rivals):
+            rivals[:] = [rival for rival in rivals if not load.holds_at_least(loads[rival])]
+            rivals.append(stage)
+    return tuple(stage for rivals in heaviest.values() for stage in rivals)
+
+
+class _Ledgers:
+    """The stages of one job; what depends on the job alone, or is the same for many chunks, is worked out once."""
+
+    def __init__(self, job: TrainJob) -> None:
+        self.job, self.last, self.kinds = job, job.chunks - 1, job.chunk_kinds
+        self.loads = stage_loads_of(job)
+        self.logits = logits_bytes(job)
+        self.working = _largest(job, _working_bytes)
+        self.gathered = _largest(job, _gathered_bytes)
+        self.layer = _largest(job, _layer_bytes)
+        self.kept: dict[tuple[tuple[int, int], bool], int] = {}
+
+    def of(self, stage: int) -> MemoryLedger:
+        job, load = self.job, self.loads[stage]
+        states = state_bytes(job, stage_elements(job, load.places))
+        activations = load.peak({place: self._kept(place[0]) for place in load.places})
+        away = 0
+        if job.offload_activations:
+            away, activations = activations, min(activations, self.layer)
+        loss = self.logits if any(chunk == self.last for chunk, _ in load.places) else 0
+        # The loss is over before backward enters the first layer, so the two never need their memory at once.
+        temporary = WORKSPACE_BYTES + max(0, self.working - loss) + self.gathered
+        return MemoryLedger(
+            stage=stage,
+            weights=states.weights,
+            gradients=states.gradients,
+            optimizer=states.optimizer,
+            activations=activations,
+            logits=loss,
+            temporary=temporary,
+            reserved=_reserved_bytes(job, activations + loss + temporary),
+            host=states.host + away,
+        )
+
+    def _kept(self, chunk: int) -> int:
+        look = (self.kinds[chunk], chunk == self.last)
+        if look not in self.kept:
+            self.kept[look] = chunk_activation_bytes(self.job, chunk)
+        return self.kept[look]
+
+
+def chunk_activation_bytes(job: TrainJob, chunk: int) -> int:
+    """Kept for backward by one micro-batch on one chunk of a rank."""
+    model = job.model
+    kinds = job.chunk_kinds[chunk]
+    layers = sum(kinds)
+    again = layers if job.recompute_layers is None else min(job.recompute_layers, layers)
+    per_token = 0.0
+    for has_experts, count in enumerate(kinds):
+        if count:  # where only some are recomputed, kinds take their share of them
+            share = again / layers if job.recompute == "full" else 1.0
+            chosen = layer_bytes_per_token(job, bool(has_experts), job.recompute)
+            per_token += count * share * chosen
+            if share < 1:
+                per_token += count * (1 - share) * layer_bytes_per_token(job, bool(has_experts), "none")
+    if chunk == job.chunks - 1:
+        between = job.layout.tp if job.layout.sequence_parallel else 1
+        stream = job.activation_bytes_each * model.hidden / between
+        per_token += 2 * stream  # inputs of the final norm and of the head
+        if job.predict_ahead:  # these once more, the next token's embedding, and the two that a product joins
+            layer = layer_bytes_per_token(job, model.is_moe_layer(model.layers - 1), job.recompute)
+            per_token += job.predict_ahead * (layer + 5 * stream)
+    return round(per_token * job.tokens_per_rank)
+
+
+def logits_bytes(job: TrainJob) -> int:
+    """Logits as they come and the float32 softmax made of them, which in backward become their gradients."""
+    each = job.activation_bytes_each + 4
+    whole = each * job.tokens_per_rank * (job.padded_vocabulary // job.layout.tp)
+    return min(whole, LOSS_PIECE_BYTES) if job.fused_loss else (1 + job.predict_ahead) * whole
+
+
+def _largest(job: TrainJob, of_layer: Callable[[TrainJob, bool], int]) -> int:
+    """Of the kinds of layers that the model has, without and with experts."""
+    present = [
+        has_experts for has_experts in (False, True) if any(kind[has_experts] for kind in job.chunk_kinds)
+    ]
+    return max(of_layer(job, has_experts) for has_experts in present)
+
+
+def _layer_bytes(job: TrainJob, has_experts: bool) -> int:
+    """What one layer keeps of one micro-batch. Offloaded, no more is on the device: what has just been computed is
+    on its way to the host, or what backward needs next on its way back."""
+    return round(layer_bytes_per_token(job, has_experts, job.recompute) * job.tokens_per_rank)
+
+
+def _working_bytes(job: TrainJob, has_experts: bool) -> int:
+    """What backward of one layer needs beside what is kept; a recomputed layer is alive as a whole."""
+    per_token = working_bytes_per_token(job, has_experts)
+    if job.recompute != "none":
+        per_token += layer_bytes_per_token(job, has_experts, "none")
+    if job.recompute not in ("none", "full"):
+        per_token -= layer_bytes_per_token(job, has_experts, job.recompute)
+    return round(per_token * job.tokens_per_rank)
+
+
+def _gathered_bytes(job: TrainJob, has_experts: bool) -> int:
+    """ZeRO-3: the layer that computes and the next, whole. ZeRO-2: gradients of a layer before they leave."""
+    if job.layout.zero < 2:
+        return 0
+    elements = layer_elements(job.model, has_experts, job.layout.tp, job.layout.ep).total
+    gathered = 2 * elements * job.weight_bytes_each if job.layout.zero == 3 else 0
+    return gathered + elements * DTYPE_BYTES[job.gradient_dtype]
+
+
+def stage_loads_of(job: TrainJob) -> tuple[StageLoad, ...]:
+    """What every stage of the job holds."""
+    return stage_loads(job.layout.schedule, job.layout.pp, job.micro_batches, job.chunks_per_stage)
+
+
+def _reserved_bytes(job: TrainJob, allocated_again: int) -> int:
+    layout = job.layout
+    groups = sum(size > 1 for size in (layout.dp * layout.cp, layout.tp, layout.pp, layout.cp, layout.ep))
+    return CONTEXT_BYTES + groups * COMMUNICATOR_BYTES + round(FRAGMENT_SHARE * allocated_again)

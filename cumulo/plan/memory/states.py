@@ -1,0 +1,170 @@
+"""Weights, gradients and optimizer states of a rank, to the byte, under every layout. The memory ledger asks.
+
+Symbols: P parameters of a rank before sharing, N ranks that share (ZeRO), w, g, o bytes of a weight, of a gradient
+and of the optimizer's states for it. Rajbhandari et al. 2020, section 5 (w = g = 2, o = 12):
+
+    0: (w + g + o) P      1: (w + g + o/N) P      2: (w + (g + o)/N) P      3: (w + g + o) P/N
+"""
+
+import math
+from dataclasses import dataclass
+from functools import cache
+
+from cumulo.plan.job import DTYPE_BYTES, TrainJob
+from cumulo.plan.memory.live import Place
+from cumulo.spec.model import ModelSpec
+from cumulo.spec.parameters import layer_shapes
+
+
+@dataclass(frozen=True, slots=True)
+class Elements:
+    """Parameters of a rank, by what is done with them."""
+
+    matrices: int = 0  # inside layers, experts apart: what Muon takes
+    experts: int = 0  # matrices that the expert-parallel ranks hold different ones of
+    rest: int = 0  # embedding, head, norms, biases
+    # Of matrices and rest, what keeps whole moments under adamw8bit: the embedding, and tensors of few elements.
+    wide: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.matrices + self.experts + self.rest
+
+    def plus(self, other: "Elements", times: int = 1) -> "Elements":
+        return Elements(
+            self.matrices + times * other.matrices,
+            self.experts + times * other.experts,
+            self.rest + times * other.rest,
+            self.wide + times * other.wide,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class StateBytes:
+    weights: int
+    gradients: int
+    optimizer: int
+    host: int = 0  # in the host's memory: what was offloaded, and the gradients that it takes
+
+
+# As in cumulo.train: tensors that are smaller keep their moments in float32; the others in blocks of bytes, each
+# with a float32 scale (Dettmers et al. 2021).
+LEAST_FOR_8_BITS = 4096
+BLOCK = 256
+
+# Parameters that every tensor-parallel rank holds whole: the router, the way into the latents, and all vectors
+# that are added to or scale the full width.
+_WHOLE = ("router", "q_a", "kv_a", "norm", "output.bias", "down.bias", "selection_bias")
+
+
+@cache
+def layer_elements(model: ModelSpec, layer_has_experts: bool, tp: int, ep: int) -> Elements:
+    """Of one layer on one rank."""
+    matrices = experts = rest = wide = 0
+    for name, shape in layer_shapes(model, layer_has_experts).items():
+        count = math.prod(shape)
+        if ".experts." in name:
+            experts += count // (tp * ep)
+            continue
+        if not any(part in name for part in _WHOLE):
+            count //= tp
+        if len(shape) > 1:
+            matrices += count
+        else:
+            rest += count
+        wide += count if count < LEAST_FOR_8_BITS else 0
+    return Elements(matrices, experts, rest, wide)
+
+
+def chunk_elements(job: TrainJob, chunk: int) -> Elements:
+    """Of one chunk on one rank, without embedding and head."""
+    found = Elements()
+    for has_experts, layers in enumerate(job.chunk_kinds[chunk]):
+        if layers:
+            each = layer_elements(job.model, bool(has_experts), job.layout.tp, job.layout.ep)
+            found = found.plus(each, layers)
+    return found
+
+
+def ahead_elements(job: TrainJob) -> Elements:
+    """Of what predicts one further token, beside embedding and head: a layer like the last, the product that joins
+    its input with the next token's embedding, a norm of each of the two and one before the head (DeepSeek-AI 2024,
+    equations 21 to 23)."""
+    model, layout = job.model, job.layout
+    layer = layer_elements(model, model.is_moe_layer(model.layers - 1), layout.tp, layout.ep)
+    norms = 3 * model.hidden * (2 if model.norm_bias else 1)
+    wide = norms if model.hidden < LEAST_FOR_8_BITS else 0
+    return layer.plus(Elements(matrices=2 * model.hidden * model.hidden // layout.tp, rest=norms, wide=wide))
+
+
+def stage_elements(job: TrainJob, places: tuple[Place, ...]) -> Elements:
+    """Of all the chunks of a stage. A tied embedding is held where the model begins and where it ends, and so is
+    one from which further tokens are predicted."""
+    model = job.model
+    found = Elements()
+    for chunk, _ in places:
+        found = found.plus(chunk_elements(job, chunk))
+    begins = sum(chunk == 0 for chunk, _ in places)
+    ends = sum(chunk == job.chunks - 1 for chunk, _ in places)
+    embeddings = max(begins, ends) if model.tied_embeddings or job.predict_ahead else begins
+    tables = embeddings if model.tied_embeddings else embeddings + ends
+    table = job.padded_vocabulary // job.layout.tp * model.hidden
+    rest = tables * table
+    wide = embeddings * table
+    if model.learned_positions:
+        rest += begins * model.max_context * model.hidden
+    norm = ends * model.hidden * (2 if model.norm_bias else 1)
+    wide += norm if model.hidden < LEAST_FOR_8_BITS else 0
+    if job.predict_ahead:
+        found = found.plus(ahead_elements(job), ends * job.predict_ahead)
+    return found.plus(Elements(rest=rest + norm, wide=wide))
+
+
+def state_bytes(job: TrainJob, elements: Elements) -> StateBytes:
+    """Of a rank with `elements` before sharing, on the device and, where states are offloaded, beside it."""
+    layout = job.layout
+    shared_by = (layout.shard or layout.dp) * layout.cp if layout.zero else 1
+    # Ranks with the same experts: of those that share the rest, one in every ep.
+    experts_shared_by = max(1, shared_by // layout.ep)
+    muon, narrow = job.optimizer == "muon", job.optimizer == "adamw8bit"
+    weights = gradients = optimizer = masters = updated = 0
+    for count, ranks, each in (
+        (elements.matrices, shared_by, _moment_bytes(job, 1 if muon else 2)),
+        (elements.experts, experts_shared_by, _moment_bytes(job, 1 if muon else 2)),
+        (elements.rest, shared_by, _moment_bytes(job, 2)),
+    ):
+        whole, share = count, -(-count // ranks)
+        weights += job.weight_bytes_each * (share if layout.zero >= 3 else whole)
+        gradients += DTYPE_BYTES[job.gradient_dtype] * (share if layout.zero >= 2 else whole)
+        held = share if layout.zero >= 1 else whole
+        updated += held
+        masters += master_bytes_each(job) * held
+        optimizer += 0 if narrow else each * held
+    if narrow:
+        wide = -(-elements.wide // shared_by) if layout.zero else elements.wide
+        blocks = -(-(updated - wide) // BLOCK)
+        optimizer = 2 * blocks * (BLOCK + 4) + _moment_bytes(job, 2) * wide
+    if not job.offload_optimizer:
+        return StateBytes(weights, gradients, masters + optimizer)
+    # One process hands the gradients of each micro-batch over as they come; several sum them on the device first.
+    if layout.world == 1:
+        gradients = job.weight_bytes_each * elements.total
+    # Where weights are shared out they are their own float32 copy, which stays.
+    stays = masters if layout.zero >= 2 else 0
+    host = masters + optimizer + DTYPE_BYTES[job.gradient_dtype] * updated
+    return StateBytes(weights, gradients, stays, host)
+
+
+def master_bytes_each(job: TrainJob) -> int:
+    """Of the float32 copy that is updated, where weights are narrower."""
+    return 4 if job.dtype != "float32" and job.master_weights else 0
+
+
+def _moment_bytes(job: TrainJob, moments: int) -> int:
+    """Moments are as wide as the weights that are updated: the float32 copy where there is one."""
+    return moments * (master_bytes_each(job) or job.weight_bytes_each)
+
+
+def optimizer_bytes_each(job: TrainJob, moments: int) -> int:
+    """Of one parameter, moments in full width: what a checkpoint has of it."""
+    return master_bytes_each(job) + _moment_bytes(job, moments)

@@ -1,0 +1,1 @@
+"""Time of a collective on a fabric."""

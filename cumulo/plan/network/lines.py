@@ -1,0 +1,145 @@
+"""The lines of a collective: latency + bytes × seconds per byte, for each algorithm and protocol that could carry
+it out. `network.Group` keeps them and takes the lowest at a given size; nothing else calls this.
+
+The formulas are those of NCCL's own tuning model (v2.30.7, src/graph/tuning.cc), latency = base + steps × hop and
+time = latency + bytes / bandwidth, with constants corrected by measurement (`data/collectives.yaml`). Symbols: n
+ranks in k scale-up domains of g members each; S bytes as nccl-tests counts them: all ranks' parts together.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from cumulo.plan.network.profile import NVLS_FROM_GPUS, NetworkConstants, Profile, Protocol
+
+Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send_recv"]
+KINDS: tuple[Kind, ...] = (
+    "all_reduce",
+    "all_gather",
+    "reduce_scatter",
+    "all_to_all",
+    "broadcast",
+    "send_recv",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """time = latency_s + bytes × s_per_byte."""
+
+    algorithm: str  # ring, tree, nvls, nvls-tree, direct
+    protocol: str  # ll, ll128, simple
+    latency_s: float
+    s_per_byte: float
+
+    def at(self, size_bytes: float) -> float:
+        return self.latency_s + size_bytes * self.s_per_byte
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """How a group lies on the machine: what the formulas need of the topology."""
+
+    ranks: int  # n
+    per_domain: int  # g, members joined by scale-up links
+    domains: int  # k
+    nic_bytes_per_s: float  # of each member, to its neighbour's domain: after transport and oversubscription
+    far_nic_bytes_per_s: float  # the same to all other domains at once, as an all-to-all needs it
+    net_latency_s: float  # card to card, over the switches between neighbours
+
+
+def lines(kind: Kind, reach: Reach, profile: Profile, net: NetworkConstants) -> tuple[Line, ...]:
+    if reach.ranks == 1:
+        return (Line("none", "none", 0.0, 0.0),)
+    if kind in ("all_to_all", "send_recv"):
+        return tuple(_direct(kind, reach, profile, net))
+    found = [_ring(kind, protocol, reach, profile, net) for protocol in profile.protocols]
+    if kind == "all_reduce":
+        if reach.domains > 1:
+            found += [_tree(protocol, reach, profile, net) for protocol in profile.protocols]
+        if profile.nvls_bytes_per_s and reach.per_domain >= NVLS_FROM_GPUS:
+            found.append(_nvls(reach, profile, net))
+    return tuple(found)
+
+
+def _ring(kind: Kind, protocol: Protocol, reach: Reach, profile: Profile, net: NetworkConstants) -> Line:
+    """n − 1 steps round the ring (all-reduce: twice), each of S/n bytes; 1/g of the steps leave a domain."""
+    n, k = reach.ranks, reach.domains
+    rounds = 2 if kind == "all_reduce" else 1
+    far_steps = rounds * (k - 1)
+    near_steps = rounds * (n - 1) - far_steps
+    hop, rate = profile.hop_s, protocol.bytes_per_s
+    if k > 1:
+        hop = max(hop, net.near_hop_s[protocol.name])
+        rate = min(_far_ring_rate(protocol, reach, profile), _cards(protocol, reach, net))
+    latency = protocol.base_s + near_steps * hop + far_steps * _far_hop_s(net.ring_hop_s, protocol, reach)
+    s_per_byte = (1.0 if kind == "broadcast" else rounds * (n - 1) / n) / rate
+    if kind in ("all_gather", "reduce_scatter"):
+        s_per_byte += 1 / (n * profile.copy_bytes_per_s)
+    return Line("ring", protocol.name, latency, s_per_byte)
+
+
+def _tree(protocol: Protocol, reach: Reach, profile: Profile, net: NetworkConstants) -> Line:
+    """Up and down a double binary tree of domains, a chain inside each (Sanders, Speck and Träff 2009): a chain
+    passes each byte twice; a domain's cards pass it once where there are two domains, else twice."""
+    depth, chain = 2 * math.log2(reach.domains), 2 * (reach.per_domain - 1)
+    far = _cards(protocol, reach, net) / min(2, reach.domains - 1)
+    rate = min(far, 0.5 * _far_ring_rate(protocol, reach, profile))
+    latency = protocol.base_s + chain * max(profile.hop_s, net.near_hop_s[protocol.name])
+    latency += depth * _far_hop_s(net.tree_hop_s, protocol, reach)
+    if protocol.name != "ll":  # the pipeline fills, chunk by chunk
+        channel = min(net.channel_bytes_per_s, 2 * reach.nic_bytes_per_s)
+        latency += (chain + depth) * net.chunk_bytes / channel
+    return Line("tree", protocol.name, latency, 1 / rate)
+
+
+def _nvls(reach: Reach, profile: Profile, net: NetworkConstants) -> Line:
+    """The switch adds up, member after member; between domains a tree, each level of which waits for its switch."""
+    switch = profile.nvls_s * reach.per_domain
+    if reach.domains == 1:
+        return Line("nvls", "simple", switch, 1 / profile.nvls_bytes_per_s)
+    depth = 2 * math.log2(reach.domains)
+    far = _cards(profile.simple, reach, net) / min(2, reach.domains - 1)
+    latency = depth * (switch + net.nvls_tree_hop_s + 2 * reach.net_latency_s)
+    return Line("nvls-tree", "simple", latency, 1 / min(far, profile.nvls_bytes_per_s))
+
+
+def _cards(protocol: Protocol, reach: Reach, net: NetworkConstants) -> float:
+    """Payload that leaves a domain per second, over the cards of its members."""
+    return min(reach.per_domain, net.most_cards) * reach.nic_bytes_per_s * protocol.wire_share
+
+
+def _far_ring_rate(protocol: Protocol, reach: Reach, profile: Profile) -> float:
+    """What a ring through several domains reaches where cards are no limit."""
+    if protocol is profile.ll:
+        return min(protocol.bytes_per_s, profile.ll_far_bytes_per_s[min(reach.domains, 3) - 2])
+    return protocol.bytes_per_s if reach.per_domain > 1 else math.inf
+
+
+def _direct(kind: Kind, reach: Reach, profile: Profile, net: NetworkConstants) -> Iterator[Line]:
+    """Everybody sends to everybody at once (send_recv: to one); links and cards work side by side. With LL there is
+    one channel for each peer, so all of them take as long as one; Simple begins on few channels, then takes all."""
+    one = kind == "send_recv"
+    peers = 1 if one else reach.ranks - 1
+    far_peers = min(peers, reach.ranks - reach.per_domain)
+    part = 1.0 if one else 1 / reach.ranks  # of S, what one peer is sent
+    copy = 0.0 if one else part / profile.copy_bytes_per_s  # of what a rank keeps
+    card = reach.nic_bytes_per_s if one else reach.far_nic_bytes_per_s
+    starts = 0.25 * profile.hop_s * peers
+    near = (peers - far_peers) * part
+    for protocol, base, s_per_byte in (
+        (profile.ll, profile.ll.base_s + profile.hop_s, part / profile.peer_bytes_per_s),
+        (profile.simple, profile.direct_s, near / profile.ll128.bytes_per_s),
+        (profile.simple, profile.simple.base_s, near / profile.simple.bytes_per_s),
+    ):
+        latency = base + starts
+        if far_peers:
+            latency += _far_hop_s(net.ring_hop_s, protocol, reach)
+            s_per_byte = max(s_per_byte, far_peers * part / (card * protocol.wire_share))
+        yield Line("direct", protocol.name, latency, s_per_byte + copy)
+
+
+def _far_hop_s(hops: Mapping[str, float], protocol: Protocol, reach: Reach) -> float:
+    """NCCL counts the network's latency twice for Simple, which must flush."""
+    return hops[protocol.name] + reach.net_latency_s * (2 if protocol.name == "simple" else 1)

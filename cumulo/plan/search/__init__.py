@@ -1,0 +1,1 @@
+"""Finds layouts, ranks them and says why."""

@@ -1,0 +1,202 @@
+"""Bounds below a plan's time, and its memory, that cost microseconds: with them the search drops what cannot win.
+
+Both are admissible: never above what the cost model or the memory ledger says of any plan they stand for.
+"""
+
+import itertools
+from dataclasses import replace
+from functools import cache
+
+from cumulo.layout.layout import Layout
+from cumulo.pipeline.decide.costs import ChunkCost
+from cumulo.plan.job import Recompute, TrainJob
+from cumulo.plan.memory.peak import (
+    LayerMemory,
+    StageLayers,
+    layer_memory,
+    least_activation_bytes,
+    least_state_bytes,
+    stage_layers,
+)
+from cumulo.plan.search.space import Shape, TrainGoal, Variant, job_of
+from cumulo.plan.time.chunks import chunks_of
+from cumulo.plan.time.compute_profile import Profile
+from cumulo.plan.time.data_parallel import around
+from cumulo.plan.time.pipeline import bound_s
+from cumulo.spec.model import ModelSpec
+
+# Schedules whose backward is one action: a stage's last one is followed by those of all chunks before it.
+_WHOLE_BACKWARD = ("1f1b", "interleaved-1f1b", "gpipe")
+_FROM_BOTH_ENDS = "dualpipe"
+
+
+class Bounds:
+    """For one goal. Shapes that differ only in dp and pp have the same work, which is asked for once."""
+
+    def __init__(self, goal: TrainGoal, profile: Profile) -> None:
+        self.goal, self.profile = goal, profile
+        self._model_s = cache(self._count_model_s)
+        self._layer_s = cache(self._count_layer_s)
+        self._most_s = cache(self._count_most_s)
+        self._costs: dict[tuple[object, ...], tuple[ChunkCost, ...]] = {}
+        self._states: dict[tuple[object, ...], int] = {}
+        self._held: dict[tuple[object, ...], StageLayers] = {}
+        self._memory = cache(self._count_memory)
+        # The first whose layers are like most: some mixtures begin with layers that have no experts.
+        self._stage = 1 if goal.model.moe is not None and goal.model.moe.dense_layers else 0
+
+    def shape_s(self, shape: Shape, recompute: Recompute = "none") -> float:
+        """Some stage has at least the average stage's work, under every schedule."""
+        model_s = self._model_s(*shape[1:2], *shape[3:], recompute)
+        return shape.micro_batches(self.goal.global_batch) * model_s / shape.pp + self.profile.step_s
+
+    def pipeline_s(self, shape: Shape, schedule: str, chunks: int, recompute: Recompute) -> float:
+        """With what the average stage waits for the first micro-batch to reach it, and for the last to go back.
+
+        A stage's chunk has at least layers // chunks layers, and stage s waits for s of them: (p - 1)/2 on average.
+        """
+        least_s = self.shape_s(shape, recompute)
+        if shape.pp == 1:
+            return least_s
+        layers = self.goal.model.layers
+        forward_s, both_s = self._layer_s(*shape[1:2], *shape[3:])
+        if schedule == _FROM_BOTH_ENDS:  # and from the nearer end: (p/2 - 1)/2 of p chunks on average
+            return least_s + (shape.pp / 2 - 1) / 2 * (layers // shape.pp) * forward_s
+        layer_s = both_s if schedule in _WHOLE_BACKWARD else forward_s
+        return least_s + (shape.pp - 1) / 2 * (layers // (shape.pp * chunks)) * layer_s
+
+    def schedule_s(self, shape: Shape, job: TrainJob) -> float:
+        """With the costs of the job's own chunks, which other jobs with as many of them share."""
+        costs = self._chunk_costs(shape, job)
+        if shape.pp == 1:
+            pipeline_s = job.micro_batches * (costs[0].forward_s + costs[0].backward_s)
+        else:
+            schedule = job.layout.schedule
+            pipeline_s = bound_s(schedule, shape.pp, job.micro_batches, job.chunks_per_stage, costs)
+            if schedule == _FROM_BOTH_ENDS:
+                pipeline_s = max(pipeline_s, _from_both_ends_s(costs, job.micro_batches))
+        return pipeline_s + self.profile.step_s
+
+    def beside_s(self, shape: Shape, job: TrainJob, recompute: Recompute) -> float:
+        """What is around the layers at least, when gradients and weights travel behind as much as `recompute`."""
+        return self._around_s(job, self._most_s(*shape[1:2], *shape[3:], recompute) / shape.pp)
+
+    def plan_s(self, shape: Shape, job: TrainJob) -> float:
+        """The cost model's own lower bound of a job (`train_time.lower_bound_s`) or better, from shared costs."""
+        costs = self._chunk_costs(shape, job)
+        micro_batch_s = sum(cost.forward_s + cost.backward_s for cost in costs) / shape.pp
+        return self.schedule_s(shape, job) + self._around_s(job, micro_batch_s)
+
+    def _around_s(self, job: TrainJob, micro_batch_s: float) -> float:
+        beside = around(job, self.goal.cluster, self.profile, micro_batch_s)
+        return beside.data_s + beside.optimizer_s + beside.weights_s
+
+    def _chunk_costs(self, shape: Shape, job: TrainJob) -> tuple[ChunkCost, ...]:
+        key = (*shape[1:], job.chunks, job.chunks_per_stage, job.recompute)
+        if key not in self._costs:
+            self._costs[key] = chunks_of(job, self.goal.cluster, self.profile).costs
+        return self._costs[key]
+
+    def memory_bytes(self, shape: Shape, variant: Variant) -> float:
+        """What a stage near the front holds at least: its states, and the micro-batches kept there."""
+        schedule, chunks, zero, recompute = variant
+        stage = min(self._stage, shape.pp - 1)
+        mesh = (*shape[:5], schedule, chunks, zero)
+        states = self._states.get(mesh)
+        if states is None:
+            states = self._states[mesh] = least_state_bytes(job_of(shape, variant, self.goal), stage)
+        micro_batches = shape.micro_batches(self.goal.global_batch)
+        pipeline = (shape.pp, schedule, chunks, micro_batches)
+        held = self._held.get(pipeline)
+        if held is None:
+            held = self._held[pipeline] = stage_layers(job_of(shape, variant, self.goal), stage)
+        return states + least_activation_bytes(self._memory(*shape[1:2], *shape[3:], recompute), held)
+
+    def _count_model_s(
+        self, tp: int, cp: int, ep: int, micro_batch: int, sequence_parallel: bool, recompute: Recompute
+    ) -> float:
+        """Forward and backward of everything, in one chunk."""
+        split = (tp, cp, ep, micro_batch, sequence_parallel, recompute)
+        return sum(self._one_chunk_s(self.goal.model, *split))
+
+    def _count_layer_s(
+        self, tp: int, cp: int, ep: int, micro_batch: int, sequence_parallel: bool
+    ) -> tuple[float, float]:
+        """Forward, and forward and backward, of the cheapest layer, when nothing is computed again."""
+        forward, both = [], []
+        for kind in _kinds(self.goal.model):
+            split = (tp, cp, ep, micro_batch, sequence_parallel, "none")
+            two = self._one_chunk_s(replace(kind, layers=2), *split)  # type: ignore[arg-type]
+            one = self._one_chunk_s(replace(kind, layers=1), *split)  # type: ignore[arg-type]
+            forward.append(two[0] - one[0])
+            both.append(sum(two) - sum(one))
+        return min(forward), min(both)
+
+    def _one_chunk_s(
+        self,
+        model: ModelSpec,
+        tp: int,
+        cp: int,
+        ep: int,
+        micro_batch: int,
+        sequence_parallel: bool,
+        recompute: Recompute,
+    ) -> tuple[float, float]:
+        job = self._job(model, 1, tp, cp, ep, micro_batch, sequence_parallel, recompute)
+        (cost,) = chunks_of(job, self.goal.cluster, self.profile).costs
+        return cost.forward_s, cost.backward_s
+
+    def _count_most_s(
+        self, tp: int, cp: int, ep: int, micro_batch: int, sequence_parallel: bool, recompute: Recompute
+    ) -> float:
+        """Forward and backward of everything at most: in as many chunks as can be, two of a stage, since a chunk
+        may add something where a stage has several. Of an odd number of layers two share a chunk."""
+        model = self.goal.model
+        stages = max(1, model.layers // 2)
+        job = self._job(model, stages, tp, cp, ep, micro_batch, sequence_parallel, recompute, "zb-v")
+        costs = chunks_of(job, self.goal.cluster, self.profile).costs
+        seconds = [cost.forward_s + cost.backward_s for cost in costs]
+        return sum(seconds) + (max(seconds) if model.layers % 2 else 0.0)
+
+    def _count_memory(
+        self, tp: int, cp: int, ep: int, micro_batch: int, sequence_parallel: bool, recompute: Recompute
+    ) -> LayerMemory:
+        model = self.goal.model
+        return layer_memory(self._job(model, 1, tp, cp, ep, micro_batch, sequence_parallel, recompute))
+
+    def _job(
+        self,
+        model: ModelSpec,
+        pp: int,
+        tp: int,
+        cp: int,
+        ep: int,
+        micro_batch: int,
+        sequence_parallel: bool,
+        recompute: Recompute,
+        schedule: str = "1f1b",
+    ) -> TrainJob:
+        """One micro-batch of a rank."""
+        experts = ep if model.moe is not None else 1
+        layout = Layout(ep, tp, pp, cp, experts, 0, sequence_parallel, schedule=schedule)
+        goal = replace(self.goal, model=model, global_batch=ep * micro_batch)
+        return goal.job(layout, micro_batch, recompute)
+
+
+def _from_both_ends_s(costs: tuple[ChunkCost, ...], micro_batches: int) -> float:
+    """A stage begins when the first micro-batch has come from the nearer end, and has half of them from each."""
+    before = [0.0, *itertools.accumulate(cost.forward_s for cost in costs)]
+    busy = [cost.forward_s + cost.backward_s for cost in costs]
+    return max(
+        min(before[stage], before[-2 - stage]) + micro_batches / 2 * (busy[stage] + busy[-1 - stage])
+        for stage in range(len(costs))
+    )
+
+
+def _kinds(model: ModelSpec) -> list[ModelSpec]:
+    """The model as if all its layers were of one kind, for each; windowed, where some are: those are cheapest."""
+    windowed = replace(model, windowed_layers=None)
+    if model.moe is None:
+        return [windowed]
+    experts = replace(windowed, moe=replace(model.moe, dense_layers=()))
+    return [experts, replace(windowed, moe=None)] if model.moe.dense_layers else [experts]

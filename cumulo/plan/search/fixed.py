@@ -1,0 +1,95 @@
+"""One given layout, from text such as `tp=8,pp=16,dp=64,zero=1`. `cumulo plan train --fixed` times it."""
+
+import difflib
+from typing import get_args
+
+from cumulo.errors import ConfigError
+from cumulo.layout.layout import Layout
+from cumulo.plan.job import OPERATIONS, Recompute, TrainJob, tensor_problems
+from cumulo.plan.search.space import TrainGoal
+
+_SIZES = ("dp", "tp", "pp", "cp", "ep", "zero", "ulysses", "shard")
+_OTHERS = {
+    "chunks": "chunks_per_stage",
+    "schedule": "schedule",
+    "sp": "sequence_parallel",
+    "micro_batch": "micro_batch",
+    "recompute": "recompute",
+}
+
+
+def fixed_job(text: str, goal: TrainGoal) -> TrainJob:
+    """What is not said is as a `Layout` has it by itself; dp, left out, is what the GPUs allow."""
+    layout: dict[str, object] = {}
+    job: dict[str, object] = {}
+    for part in filter(None, (piece.strip() for piece in text.split(","))):
+        name, equals, value = (side.strip() for side in part.partition("="))
+        if not equals or not value:
+            raise ConfigError(f"--fixed takes name=value, as in tp=8,pp=16; got {part!r}")
+        if name in _SIZES or name == "chunks":
+            layout[_OTHERS.get(name, name)] = _number(name, value)
+        elif name == "schedule":
+            layout[name] = value
+        elif name == "sp":
+            layout["sequence_parallel"] = _one_of(name, value, {"true": True, "false": False})
+        elif name == "micro_batch":
+            job[name] = _number(name, value)
+        elif name == "recompute":
+            job[name] = _recompute(value)
+        else:
+            raise ConfigError(f"--fixed does not accept {name!r}{_nearest(name)}")
+    tp = layout.get("tp")
+    if isinstance(tp, int) and tp > 0 and (problems := list(tensor_problems(goal.model, tp))):
+        raise ConfigError("; ".join(problems))
+    if "dp" not in layout:
+        layout["dp"] = _data_parallel(layout, goal)
+    split = Layout(**layout)  # type: ignore[arg-type]
+    if split.world != goal.cluster.gpus:
+        raise ConfigError(
+            f"{split} is a layout of {split.world:,} GPUs, but the cluster has {goal.cluster.gpus:,}; "
+            f"use --gpus {split.world}, or omit dp"
+        )
+    return goal.job(split, **job)  # type: ignore[arg-type]
+
+
+def _data_parallel(layout: dict[str, object], goal: TrainGoal) -> int:
+    ranks = 1
+    for axis in ("tp", "pp", "cp"):
+        ranks *= max(1, int(str(layout.get(axis, 1))))
+    gpus = goal.cluster.gpus
+    if gpus % ranks:
+        near = min(
+            (size for size in range(1, gpus + 1) if gpus % size == 0), key=lambda size: abs(size - ranks)
+        )
+        raise ConfigError(f"tp × pp × cp = {ranks} does not divide {gpus:,} GPUs; {near:,} does")
+    return gpus // ranks
+
+
+def _number(name: str, value: str) -> int:
+    try:
+        return int(value)
+    except ValueError:
+        raise ConfigError(f"--fixed {name} must be a whole number, got {value!r}") from None
+
+
+def _one_of(name: str, value: str, choices: dict[str, object]) -> object:
+    if value.lower() not in choices:
+        raise ConfigError(f"--fixed {name} must be {' or '.join(choices)}, got {value!r}")
+    return choices[value.lower()]
+
+
+def _recompute(value: str) -> str:
+    """Operations may come in any order."""
+    parts = [part.strip() for part in value.lower().split("+")]
+    found = "+".join(sorted(parts, key=lambda part: OPERATIONS.index(part) if part in OPERATIONS else -1))
+    if found not in get_args(Recompute):
+        raise ConfigError(
+            f"--fixed recompute must be none, full, selective, or some of {'+'.join(OPERATIONS)}, got {value!r}"
+        )
+    return found
+
+
+def _nearest(name: str) -> str:
+    names = [*_SIZES, *_OTHERS]
+    close = difflib.get_close_matches(name, names, 1)
+    return f"; did you mean {close[0]!r}?" if close else f"; it knows: {', '.join(names)}"

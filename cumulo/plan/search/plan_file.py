@@ -1,0 +1,83 @@
+"""A plan as a file that `cumulo train` runs: a training configuration with the plan's layout. Written by
+`cumulo plan train --out`."""
+
+from typing import Any
+
+import yaml
+
+from cumulo.errors import ConfigError
+from cumulo.plan.job import OPERATIONS
+from cumulo.plan.search.run_stalls import Stalls, Storage
+from cumulo.plan.search.search import Plan
+from cumulo.spec.cluster import Cluster
+from cumulo.spec.model import ModelSpec
+from cumulo.spec.model_file import plain
+
+# What the trainer makes new models of, and what such a model must not have to be one of them.
+_FAMILIES = ("llama", "qwen3", "mixtral", "qwen3_moe")
+GIB = 2**30
+_USUAL_WARMUP_STEPS = 20  # of a training configuration that says nothing of it; there must be more steps
+
+
+def plan_text(
+    plan: Plan, cluster: Cluster, stalls: Stalls, storage: Storage, command: str, steps: int | None = None
+) -> str:
+    """YAML; what was predicted stands in the comments above it, below the command that predicted it."""
+    if obstacle := obstacle_of(plan):
+        raise ConfigError(f"this plan cannot be run by `cumulo train`: {obstacle}")
+    job, estimate = plan.job, plan.estimate
+    settings: dict[str, Any] = {
+        "batch_sequences": job.global_batch,
+        "micro_batch": job.micro_batch,
+        "dtype": job.dtype,
+        "recompute": job.recompute == "full",
+        "recompute_operations": list(job.recomputed_operations),
+        "offload_activations": job.offload_activations,
+        "model": _model(job.model, 128 * job.layout.tp),
+        "data": {
+            "sequence_length": job.sequence_length,
+            "tokenizer": {"vocab_size": job.model.vocab_size},
+        },
+        "optimizer": {"kind": job.optimizer, "offload": job.offload_optimizer},
+        "checkpoint": {
+            "every_steps": max(1, round(stalls.interval_s / estimate.step_s)),
+            "asynchronous": storage.asynchronous,
+        },
+        "layout": plain(job.layout),
+    }
+    if steps is not None:
+        settings = {"steps": steps} | settings
+        if steps <= _USUAL_WARMUP_STEPS:
+            settings["schedule"] = {"warmup_steps": steps - 1}
+    if cluster.device.generation == "cpu":
+        settings["device"] = "cpu"
+    peak = f", {estimate.memory.total / GIB:.1f} GiB" if estimate.memory else ""
+    head = (
+        f"# {command}\n"
+        f"# predicted: {estimate.step_s:.4g} s a step (90%: {estimate.interval.low:.4g} to "
+        f"{estimate.interval.high:.4g} s), {estimate.tokens_per_s:,.0f} tokens/s{peak} on a GPU\n"
+        "# data.sources, data.tokenizer and the learning rate are yours to set: `cumulo train FILE`\n"
+    )
+    return head + yaml.safe_dump(settings, sort_keys=False)
+
+
+def obstacle_of(plan: Plan) -> str | None:
+    """Why the trainer cannot run a plan; None: it can."""
+    job = plan.job
+    if job.model.family not in _FAMILIES:
+        return f"it makes new models of the families {', '.join(_FAMILIES)}, not {job.model.family}"
+    if job.dtype not in ("float32", "bfloat16"):
+        return f"it computes in float32 or bfloat16, not {job.dtype}"
+    if job.recompute == "selective" or job.recompute_layers is not None:
+        return f"it recomputes all layers, or operations of all of them ({', '.join(OPERATIONS)})"
+    return None
+
+
+def _model(spec: ModelSpec, vocab_multiple: int) -> dict[str, Any]:
+    names = ("family", "hidden", "layers", "heads", "kv_heads", "head_dim", "ffn_hidden", "rope_theta", "norm_eps",
+             "tied_embeddings")  # fmt: skip
+    fields: dict[str, Any] = {name: getattr(spec, name) for name in names}
+    fields["vocab_multiple"] = vocab_multiple
+    if spec.moe is not None:
+        fields["moe"] = plain(spec.moe)
+    return fields

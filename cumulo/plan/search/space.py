@@ -1,0 +1,216 @@
+"""What the search for a training plan tries: every way to split a job that is worth trying, as data.
+
+A `Shape` fixes what decides how much a rank computes; the `Variant`s of a shape differ in schedule, ZeRO
+stage and recomputation only. The search bounds whole shapes before it looks at their variants.
+"""
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Literal, NamedTuple
+
+from cumulo.errors import ConfigError
+from cumulo.layout.layout import Layout
+from cumulo.pipeline.decide.catalog import FAMILIES
+from cumulo.plan.job import OPERATIONS, OptimizerKind, Recompute, TrainJob
+from cumulo.spec.cluster import Cluster
+from cumulo.spec.model import ModelSpec
+
+ZeroStage = Literal[0, 1, 2, 3]
+
+
+@dataclass(frozen=True, slots=True)
+class TrainGoal:
+    """What is to be trained, on what."""
+
+    model: ModelSpec
+    cluster: Cluster
+    global_batch: int  # sequences of a step
+    sequence_length: int
+    memory_bytes: int | None = None  # that a rank may use; None: the device's
+    dtype: Literal["bfloat16", "float16", "float32", "float8"] = "bfloat16"
+    optimizer: OptimizerKind = "adamw"
+    offload_optimizer: bool = False
+    offload_activations: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("global_batch", "sequence_length"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name.replace('_', ' ')} must be 1 or more, got {getattr(self, name)}")
+        if self.memory_bytes is not None and self.memory_bytes <= 0:
+            raise ConfigError(f"the memory of a GPU must be more than 0 bytes, got {self.memory_bytes}")
+        device = self.cluster.device
+        if device.generation == "cpu" and (self.offload_optimizer or self.offload_activations):
+            asked = "--offload-optimizer" if self.offload_optimizer else "--offload-activations"
+            raise ConfigError(
+                f"{asked} moves memory from a device to its host, and {device.name} is the host itself; omit it, "
+                f"or choose another --device"
+            )
+
+    @property
+    def memory_limit_bytes(self) -> int:
+        return self.cluster.device.memory_bytes if self.memory_bytes is None else self.memory_bytes
+
+    def job(self, layout: Layout, micro_batch: int = 1, recompute: Recompute = "none") -> TrainJob:
+        """This training, split so."""
+        return TrainJob(
+            model=self.model,
+            layout=layout,
+            global_batch=self.global_batch,
+            sequence_length=self.sequence_length,
+            micro_batch=micro_batch,
+            recompute=recompute,
+            dtype=self.dtype,
+            optimizer=self.optimizer,
+            offload_optimizer=self.offload_optimizer,
+            offload_activations=self.offload_activations,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """Which values are tried. The defaults leave out what another choice is never worse than: gpipe (1f1b takes as
+    long and holds less), and ZeRO-2 with a pipeline, where gradients would travel once for each micro-batch."""
+
+    micro_batches: tuple[int, ...] = (1, 2, 4, 8, 16)  # sequences at once
+    least_tokens_of_piece: int = 1024  # a context-parallel rank's share of a sequence
+    schedules: tuple[str, ...] = ("1f1b", "interleaved-1f1b", "zb-h1", "zb-v", "dualpipe", "dualpipe-v")
+    chunks_per_stage: tuple[int, ...] = (2, 3, 4, 6, 8)  # of interleaved-1f1b
+    zero: tuple[ZeroStage, ...] = (0, 1, 2, 3)
+    zero_with_pipeline: tuple[ZeroStage, ...] = (0, 1, 3)
+    recompute: tuple[Recompute, ...] = ("none", "norm+activation", "norm+activation+attention", "full")
+    sequence_parallel: tuple[bool, ...] = (True, False)  # where there is tensor parallelism
+
+    def __post_init__(self) -> None:
+        steps = [_parts_of_a_layer(choice) for choice in self.recompute]
+        if not steps or any(not less < more for less, more in itertools.pairwise(steps)):
+            raise ConfigError(
+                f"recompute choices go from little to much, each with what the one before it has: none, "
+                f"{OPERATIONS[0]}, …, full; got {', '.join(self.recompute)}"
+            )
+
+
+class Shape(NamedTuple):
+    dp: int
+    tp: int
+    pp: int
+    cp: int
+    ep: int
+    micro_batch: int
+    sequence_parallel: bool
+
+    @property
+    def mesh(self) -> tuple[int, int, int, int, int]:
+        """What plans are told apart by in a ranking."""
+        return self.dp, self.tp, self.pp, self.cp, self.ep
+
+    def micro_batches(self, global_batch: int) -> int:
+        """Of one data-parallel rank in a step."""
+        return global_batch // (self.dp * self.micro_batch)
+
+
+class Variant(NamedTuple):
+    schedule: str
+    chunks_per_stage: int | None
+    zero: ZeroStage
+    recompute: Recompute
+
+
+def _parts_of_a_layer(recompute: Recompute) -> frozenset[str]:
+    everything = (*OPERATIONS, "selective", "products")
+    return frozenset({"none": (), "full": everything}.get(recompute, recompute.split("+")))
+
+
+def shapes(goal: TrainGoal, choices: Choices) -> Iterator[Shape]:
+    """All that use every GPU and divide the model and the batch."""
+    model, gpus = goal.model, goal.cluster.gpus
+    for tp in tensor_sizes(model, goal.cluster):
+        for pp in _divisors(gpus // tp, model.layers):
+            for cp in context_sizes(goal, choices, gpus // (tp * pp)):
+                dp = gpus // (tp * pp * cp)
+                if gpus % (tp * pp * cp) or goal.global_batch % dp:
+                    continue
+                for ep in expert_sizes(model, dp * cp):
+                    for micro_batch in choices.micro_batches:
+                        if goal.global_batch // dp % micro_batch:
+                            continue
+                        for sequence_parallel in choices.sequence_parallel if tp > 1 else (False,):
+                            if not sequence_parallel or goal.sequence_length // cp % tp == 0:
+                                yield Shape(dp, tp, pp, cp, ep, micro_batch, sequence_parallel)
+
+
+def zero_stages(shape: Shape, choices: Choices) -> tuple[ZeroStage, ...]:
+    if shape.dp * shape.cp == 1:
+        return (0,)
+    return choices.zero if shape.pp == 1 else choices.zero_with_pipeline
+
+
+@cache
+def pipelines(
+    stages: int, micro_batches: int, layers: int, choices: Choices
+) -> tuple[tuple[str, int | None], ...]:
+    """(schedule, chunks of a stage) pairs that the stages, micro-batches and layers allow."""
+    if stages == 1:
+        return (("1f1b", None),)
+    found: list[tuple[str, int | None]] = []
+    for name in choices.schedules:
+        family = FAMILIES[name]
+        for chunks in choices.chunks_per_stage if family.any_chunks else (family.chunks_per_stage,):
+            chunks_passed = stages if name == "dualpipe" else stages * chunks
+            if chunks_passed > layers or family.refusal(stages, micro_batches, chunks):
+                continue
+            if family.any_chunks and micro_batches % stages:
+                continue  # rounds of unequal size, which leave a bubble of their own
+            found.append((name, chunks if family.any_chunks else None))
+    return tuple(found)
+
+
+def job_of(shape: Shape, variant: Variant, goal: TrainGoal) -> TrainJob:
+    layout = Layout(
+        dp=shape.dp,
+        tp=shape.tp,
+        pp=shape.pp,
+        cp=shape.cp,
+        ep=shape.ep,
+        zero=variant.zero,
+        sequence_parallel=shape.sequence_parallel,
+        schedule=variant.schedule,
+        chunks_per_stage=variant.chunks_per_stage,
+    )
+    return goal.job(layout, shape.micro_batch, variant.recompute)
+
+
+def tensor_sizes(model: ModelSpec, cluster: Cluster) -> list[int]:
+    """Divisors of everything that is sliced, inside a scale-up domain: farther away tensor parallelism starves."""
+    sliced = [model.heads, model.ffn_hidden]
+    if model.mla is None:
+        sliced.append(model.kv_heads)
+    if model.moe is not None:
+        sliced.append(model.moe.expert_hidden)
+        sliced += [model.moe.shared_hidden] if model.moe.shared_hidden else []
+    return [
+        size
+        for size in _divisors(cluster.gpus, cluster.scale_up_gpus)
+        if not any(count % size for count in sliced)
+    ]
+
+
+def context_sizes(goal: TrainGoal, choices: Choices, ranks: int) -> list[int]:
+    """Sizes whose two pieces of a sequence, one from the front and one from the back, are long enough."""
+    length = goal.sequence_length
+    return [
+        size
+        for size in _divisors(ranks, max(1, length // choices.least_tokens_of_piece))
+        if size == 1 or length % (2 * size) == 0
+    ]
+
+
+def expert_sizes(model: ModelSpec, ranks: int) -> list[int]:
+    if model.moe is None:
+        return [1]
+    return [size for size in _divisors(model.moe.experts, ranks) if ranks % size == 0]
+
+
+def _divisors(number: int, largest: int) -> list[int]:
+    return [size for size in range(1, min(number, largest) + 1) if number % size == 0]

@@ -1,0 +1,175 @@
+"""Why a plan is the best: what bounds it, what the next loses by, what one change would gain. `cumulo plan train`
+prints it."""
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from cumulo.errors import ConfigError
+from cumulo.plan.job import TrainJob
+from cumulo.plan.memory.peak import peak_memory
+from cumulo.plan.search.offload import plan_time
+from cumulo.plan.search.search import Plan, search
+from cumulo.plan.search.space import Choices, TrainGoal
+from cumulo.spec.cluster import Cluster
+
+# What one would do about each part of a step.
+_REMEDIES = {
+    "matrix products": "a faster device or a smaller number format",
+    "attention": "a faster device or shorter sequences",
+    "memory-bound": "more memory bandwidth",
+    "launches": "larger micro-batches",
+    "tensor parallel": "less tensor parallelism or faster scale-up links",
+    "context parallel": "less context parallelism",
+    "expert parallel": "less expert parallelism or faster links",
+    "pipeline bubble": "more micro-batches, fewer stages, or another schedule",
+    "data parallel": "a faster network or a larger batch",
+    "optimizer": "sharding the optimizer states with ZeRO",
+    "optimizer on the host": "sharding the optimizer states with ZeRO instead, or adamw8bit",
+    "activations to the host": "recomputing instead",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One thing that could be different, and the step it would give."""
+
+    what: str
+    step_s: float  # for as many tokens as now
+    gain: float  # share of the step that it saves; below 0: it would take longer
+
+
+def bounds_of(plan: Plan) -> tuple[str, ...]:
+    """The parts of the step that are a tenth of it or more, largest first, with what would help."""
+    parts = sorted(plan.estimate.breakdown, key=lambda part: -part[1])
+    return tuple(
+        f"{name} {seconds / plan.estimate.step_s:.0%}"
+        + (f" (improved by {_REMEDIES[name]})" if name in _REMEDIES else "")
+        for name, seconds in parts
+        if seconds >= 0.1 * plan.estimate.step_s
+    )
+
+
+def loses_by(best: Plan, other: Plan) -> str:
+    """What another plan spends more on."""
+    first, second = dict(best.estimate.breakdown), dict(other.estimate.breakdown)
+    more = {name: second.get(name, 0.0) - first.get(name, 0.0) for name in {*first, *second}}
+    lost_s = other.estimate.step_s - best.estimate.step_s
+    worst = sorted(more.items(), key=lambda part: (-part[1], part[0]))
+    causes = [f"{name} +{_shown(seconds)}" for name, seconds in worst[:2] if seconds > 0.1 * lost_s > 0]
+    return f"{lost_s / best.estimate.step_s:.1%} slower" + (f": {', '.join(causes)}" if causes else "")
+
+
+def _shown(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
+
+
+def changes(plan: Plan, goal: TrainGoal, searched: bool = True) -> tuple[Change, ...]:
+    """One thing different at a time, best first. Of a plan that was given and not searched for, also one thing of
+    its layout: nothing else of it changes."""
+    step_s = plan.estimate.step_s
+    different = _searched(plan, goal) if searched else _given(plan, goal)
+    found = [
+        Change(what, other_s, 1 - other_s / step_s) for what, other_s in (*_around(plan, goal), *different)
+    ]
+    return tuple(sorted(found, key=lambda change: change.step_s))
+
+
+def _around(plan: Plan, goal: TrainGoal) -> Iterator[tuple[str, float]]:
+    """Another cluster, or another batch."""
+    job, cluster = plan.job, goal.cluster
+    node, device = cluster.node, cluster.device
+    faster_network = replace(cluster, node=replace(node, nic_bytes_per_s=2 * node.nic_bytes_per_s))
+    faster_links = replace(device, link_bytes_per_s=2 * device.link_bytes_per_s)
+    yield "twice the network", _step_s(job, faster_network)
+    yield "twice the scale-up links", _step_s(job, replace(cluster, node=replace(node, device=faster_links)))
+    if twice := _try(job, global_batch=2 * job.global_batch):
+        yield "twice the batch, for the same number of tokens", _step_s(twice, cluster) / 2
+
+
+def _searched(plan: Plan, goal: TrainGoal) -> Iterator[tuple[str, float]]:
+    """The best plan of a space: all that could be better needs more memory, or is not in the space."""
+    job, limit = plan.job, goal.memory_limit_bytes
+    # For a quick second look: sequence parallelism as the plan has it.
+    choices = Choices(sequence_parallel=(job.layout.sequence_parallel,) if job.layout.tp > 1 else (True,))
+    step_s = plan.estimate.step_s
+    roomier = search(replace(goal, memory_bytes=2 * limit), choices, 1, faster_than_s=step_s).plans
+    yield "twice the memory", roomier[0].estimate.step_s if roomier else step_s
+    for what, other in _schedules(job):
+        if peak_memory(other).total <= limit:
+            yield what, _step_s(other, goal.cluster)
+
+
+def _given(plan: Plan, goal: TrainGoal) -> Iterator[tuple[str, float]]:
+    """A given layout with one thing changed, as far as memory allows; and the best of those that need twice it."""
+    limit = goal.memory_limit_bytes
+    roomier: list[tuple[float, str]] = []
+    for what, other in _neighbours(plan.job, goal):
+        needed = peak_memory(other).total
+        if needed <= 2 * limit:
+            step_s = _step_s(other, goal.cluster)
+            if needed <= limit:
+                yield what, step_s
+            else:
+                roomier.append((step_s, what))
+    if roomier and (best := min(roomier))[0] < plan.estimate.step_s:
+        yield f"twice the memory, and {best[1]}", best[0]
+
+
+def _neighbours(job: TrainJob, goal: TrainGoal) -> Iterator[tuple[str, TrainJob]]:
+    layout, choices = job.layout, Choices()
+    yield from _schedules(job)
+    stages = choices.zero if layout.pp == 1 else choices.zero_with_pipeline
+    different: list[tuple[str, dict[str, object]]] = [
+        (f"zero {zero}", {"zero": zero}) for zero in stages if zero != layout.zero and layout.data_ranks > 1
+    ]
+    different += [
+        (f"{more} {2 * getattr(layout, more)}, {less} {getattr(layout, less) // 2}",
+         {more: 2 * getattr(layout, more), less: getattr(layout, less) // 2})
+        for more, less in itertools.permutations(("dp", "tp", "pp", "cp"), 2)
+        if getattr(layout, less) % 2 == 0
+        and (more != "tp" or 2 * layout.tp <= goal.cluster.scale_up_gpus)
+    ]  # fmt: skip
+    if job.model.moe is not None:
+        different += [(f"ep {size}", {"ep": size}) for size in (layout.ep // 2, 2 * layout.ep) if size]
+    if layout.tp > 1:
+        other = not layout.sequence_parallel
+        words = "with sequence parallelism" if other else "without sequence parallelism"
+        different.append((words, {"sequence_parallel": other}))
+    for what, fields in different:
+        if (found := _with_layout(job, **fields)) is not None:
+            yield what, found
+    for recompute in choices.recompute:
+        if recompute != job.recompute and (found := _try(job, recompute=recompute, recompute_layers=None)):
+            yield f"recompute {recompute}", found
+    for size in (job.micro_batch // 2, 2 * job.micro_batch):
+        if size and (found := _try(job, micro_batch=size)):
+            yield f"micro-batch {size}", found
+
+
+def _schedules(job: TrainJob) -> Iterator[tuple[str, TrainJob]]:
+    for schedule in Choices().schedules if job.layout.pp > 1 else ():
+        if schedule != job.layout.schedule and (
+            found := _with_layout(job, schedule=schedule, chunks_per_stage=None)
+        ):
+            yield f"schedule {schedule}", found
+
+
+def _with_layout(job: TrainJob, **fields: object) -> TrainJob | None:
+    if fields.get("tp") == 1:
+        fields["sequence_parallel"] = False
+    try:
+        return replace(job, layout=replace(job.layout, **fields))  # type: ignore[arg-type]
+    except ConfigError:
+        return None
+
+
+def _try(job: TrainJob, **different: object) -> TrainJob | None:
+    try:
+        return replace(job, **different)  # type: ignore[arg-type]
+    except ConfigError:
+        return None
+
+
+def _step_s(job: TrainJob, cluster: Cluster) -> float:
+    return plan_time(job, cluster, explain=False).step_s

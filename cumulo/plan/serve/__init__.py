@@ -1,0 +1,1 @@
+"""Plans a deployment that serves a model."""

@@ -1,0 +1,102 @@
+"""How much traffic one replica can take: the highest rate that keeps the objective. Commands and search ask it.
+
+A simulated trial has no noise: at one rate the answer is always the same, so doubling and bisection suffice.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from cumulo.errors import ConfigError
+from cumulo.plan.serve.replica import Replica
+from cumulo.plan.serve.report import ServeReport, report
+from cumulo.plan.serve.traffic import Slo, Traffic, check_rate
+
+LEAST_RATE, MOST_RATE = 1e-3, 1e5
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    rate: float
+    report: ServeReport
+    holds: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    rate: float  # the highest that holds
+    trials: tuple[Trial, ...]  # by rate
+
+    @property
+    def best(self) -> Trial:
+        return max((one for one in self.trials if one.holds), key=lambda one: one.rate)
+
+    @property
+    def bound(self) -> str:
+        """What gives way first, in words."""
+        beyond = [one for one in self.trials if one.rate > self.rate]
+        return beyond[0].report.bound_by if beyond else self.best.report.bound_by
+
+    def users(self, think_s: float) -> float:
+        """People who each wait for an answer, think, and ask again: Little's law (1961) around the whole loop."""
+        answer = self.best.report.e2e_s
+        return self.rate * (think_s + (answer.mean if answer is not None else 0.0))
+
+
+def play(replica: Replica, traffic: Traffic, percentile: float = 99.0, slower: float = 1.0) -> ServeReport:
+    """One run of one replica; `slower` than predicted by so much."""
+    blocks = replica.memory().kv_blocks
+    run, cost = replica.serve(traffic.arrivals, slower)
+    return report(run, blocks, cost.spent(run), percentile)
+
+
+def play_between(replica: Replica, traffic: Traffic, percentile: float) -> tuple[ServeReport, ServeReport]:
+    """The same with every step as much faster, and slower, as the device's profile may be wrong."""
+    error = replica.profile.error
+    return play(replica, traffic, percentile, 1 - error), play(replica, traffic, percentile, 1 + error)
+
+
+def find_capacity(
+    play_at: Callable[[float], ServeReport], slo: Slo, *, start: float = 1.0, tolerance: float = 0.02
+) -> Capacity:
+    """Double (or halve) from `start` until the limit is enclosed, then halve the enclosed ratio."""
+    check_rate(start)
+    trials: dict[float, Trial] = {}
+
+    def holds(rate: float) -> bool:
+        result = play_at(rate)
+        trials[rate] = Trial(rate, result, result.holds(slo))
+        return trials[rate].holds
+
+    low = high = start
+    if holds(start):
+        while holds(high := high * 2):
+            low = high
+            if high > MOST_RATE:
+                raise ConfigError(
+                    f"{MOST_RATE:,.0f} requests/s and more meet the SLO, so there is no highest rate to "
+                    "find; use longer requests"
+                )
+    else:
+        while not holds(low := low / 2):
+            high = low
+            if low < LEAST_RATE:
+                raise ConfigError(_hopeless(trials[low].report, slo))
+    while high / low > 1 + tolerance:
+        middle = math.sqrt(low * high)
+        low, high = (middle, high) if holds(middle) else (low, middle)
+    return Capacity(low, tuple(trials[rate] for rate in sorted(trials)))
+
+
+def _hopeless(alone: ServeReport, slo: Slo) -> str:
+    """A request that has the replica to itself misses the objective: say what it would take."""
+    if alone.refused:
+        return f"requests of this traffic can never run there: {alone.why_refused}"
+    reached = []
+    for name in alone.misses(slo):
+        spread = getattr(alone, f"{name}_s")
+        reached.append(f"{name} {spread.at_slo * 1e3:.1f} ms against {getattr(slo, f'{name}_s') * 1e3:g} ms")
+    return (
+        f"even one request at a time misses the objective: {', '.join(reached)}; bounded by {alone.bound_by}: "
+        "take a faster device, more tensor parallelism, 8-bit weights, or a looser objective"
+    )

@@ -1,0 +1,99 @@
+"""Deployment: replicas of one kind and what they would do, priced. Ranked by the search, shown by the command."""
+
+from dataclasses import dataclass, replace
+
+from cumulo.errors import OutOfMemory
+from cumulo.plan.serve.replica import Replica
+from cumulo.plan.serve.report import ServeReport
+from cumulo.plan.serve.step_cost import StepLoad, pairs
+from cumulo.plan.serve.traffic import Slo, Traffic
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One kind of replica, before anything is simulated."""
+
+    replica: Replica
+    split: bool  # prefill and decode apart
+    most_rate: float  # no replica of this kind can take more; 0: a request alone misses the objective
+    why_not: str = ""  # where it cannot be used at all
+    fits: bool = True  # into memory
+
+    def least_price(self, rate: float) -> float:
+        """USD per hour that so much traffic costs at least."""
+        if self.most_rate <= 0:
+            return float("inf")
+        least = max(2 if self.split else 1, -(-rate // self.most_rate))
+        return least * self.replica.price_per_hour
+
+
+@dataclass(frozen=True, slots=True)
+class Deployment:
+    replica: Replica
+    replicas: int  # of the decode kind, where the two are split
+    prefill_replicas: int  # 0: every replica does both
+    rate: float  # of all traffic
+    report: ServeReport  # of one replica with its share of it
+    headroom: float | None = None  # how much more traffic it would hold, as a share
+
+    @property
+    def gpus(self) -> int:
+        return (self.replicas + self.prefill_replicas) * self.replica.tp
+
+    @property
+    def price_per_hour(self) -> float:
+        return (self.replicas + self.prefill_replicas) * self.replica.price_per_hour
+
+    @property
+    def price_per_million_tokens(self) -> float:
+        """Of output, USD."""
+        tokens_per_hour = 3600 * self.report.output_tok_s * self.replicas
+        return 1e6 * self.price_per_hour / tokens_per_hour if tokens_per_hour else float("inf")
+
+    def __str__(self) -> str:
+        if self.prefill_replicas:
+            return f"{self.prefill_replicas} prefill + {self.replicas} decode replicas of {self.replica}"
+        return f"{self.replicas} replica{'s' if self.replicas > 1 else ''} of {self.replica}"
+
+    def with_headroom(self, headroom: float) -> "Deployment":
+        return replace(self, headroom=headroom)
+
+
+def candidate(replica: Replica, split: bool, traffic: Traffic, slo: Slo) -> Candidate:
+    """What can be said of a kind of replica without simulating it.
+
+    A replica's device is busy with every request at least for what each of its tokens adds to a step; and where the
+    objective bounds the gap between tokens, what a step costs before its first token is paid at least once in each
+    such gap. So it can take at most (1 - fixed / gap) / busy requests per second.
+    """
+    try:
+        replica.memory()
+    except OutOfMemory as error:
+        return Candidate(replica, split, 0.0, str(error), fits=False)
+    cost = replica.cost()
+    prompt, output, shared = traffic.means()
+    fresh = max(1, round(prompt - shared)) if replica.prefix_cache else round(prompt)
+    one_s, two_s = (sum(cost.parts(StepLoad(4096 * n, 1, 1, 0, 0, 0, 0))) for n in (1, 2))
+    token_s = (two_s - one_s) / 4096
+    context = prompt + output / 2
+    kv_s = sum(cost.parts(StepLoad(1, 1, 1, 1 << 20))) - sum(cost.parts(StepLoad(1, 1, 1)))
+    busy_s = fresh * token_s
+    if not split:
+        busy_s += output * (token_s + _kv_share(replica) * context * kv_s / (1 << 20))
+    step_s = sum(cost.parts(StepLoad(1, 1, 1, round(prompt))))
+    room = 1.0
+    if slo.itl_s is not None and not split:
+        if step_s > slo.itl_s:
+            return Candidate(replica, split, 0.0, f"one sequence alone takes {step_s * 1e3:.1f} ms a token")
+        room = 1 - step_s / slo.itl_s
+    first_s = sum(cost.parts(StepLoad(fresh, 1, 1, 0, 0, pairs(round(shared), fresh), fresh)))
+    if slo.ttft_s is not None and first_s > slo.ttft_s:
+        return Candidate(
+            replica, split, 0.0, f"a prompt of {fresh:,} new tokens alone takes {first_s * 1e3:.1f} ms"
+        )
+    return Candidate(replica, split, room / busy_s)
+
+
+def _kv_share(replica: Replica) -> float:
+    """The least that reading a token's keys and values can cost: where others read them, too, caches help."""
+    return 1 / replica.profile.shared_kv_speedup if replica.prefix_cache else 1.0

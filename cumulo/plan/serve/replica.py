@@ -1,0 +1,171 @@
+"""Replica: one engine with the devices it runs on, as the simulator needs it. Made by
+`cumulo simulate` and the search.
+
+Its KV blocks are those the engine's own memory ledger would give it, and its limits the engine's own defaults.
+"""
+
+from dataclasses import dataclass, replace
+
+from cumulo.engine.config import EngineConfig
+from cumulo.engine.decide.scheduler import Scheduler
+from cumulo.engine.decide.scheduler_config import SchedulerConfig
+from cumulo.engine.memory.ledger import GIB, MemoryPlan, format_bytes, plan_memory
+from cumulo.engine.simulate.engine import simulate
+from cumulo.engine.simulate.run import Arrival, Run
+from cumulo.errors import ConfigError, OutOfMemory
+from cumulo.plan.network.collectives import Network
+from cumulo.plan.serve.profile import ServingProfile, profile_for
+from cumulo.plan.serve.step_cost import StepCostModel
+from cumulo.plan.serve.step_cost_work import Format, StepWork, rank_spec, step_work
+from cumulo.spec.cluster import Cluster
+from cumulo.spec.device import Device, Node
+from cumulo.spec.fabric import Fabric
+from cumulo.spec.model import ModelSpec
+
+_DRIVER_BYTES = GIB // 2  # of a GPU's memory, taken before the engine asks how much is free
+FORMATS = {
+    "bfloat16": Format(),
+    "float8": Format(weights="float8", compute="float8"),
+    "float32": Format("float32", "float32", "float32", "float32", "float32", "float32"),
+    "q4_1": Format(
+        "q4_1", "float32", "q8_0", "float32", "float32", "float32"
+    ),  # the built-in model, on a CPU
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Replica:
+    spec: ModelSpec
+    node: Node
+    fabric: Fabric
+    tp: int = 1
+    ep: int = 1  # experts over this many of the tp ranks; 1: every expert is cut like the other matrices
+    weights: str = "bfloat16"
+    max_context: int | None = None  # prompt and answer; None: what the model was made for
+    max_running: int = 0  # 0: the engine's default
+    max_tokens_per_step: int = 0
+    prefix_cache: bool = True
+
+    @property
+    def device(self) -> Device:
+        return self.node.device
+
+    @property
+    def form(self) -> Format:
+        if self.weights not in FORMATS:
+            raise ConfigError(f"weights must be one of {', '.join(FORMATS)}; got {self.weights!r}")
+        return FORMATS[self.weights]
+
+    @property
+    def profile(self) -> ServingProfile:
+        return profile_for(self.device)
+
+    @property
+    def price_per_hour(self) -> float:
+        return self.tp * self.device.price_per_hour
+
+    def work(self) -> StepWork:
+        if self.ep not in (1, self.tp):
+            raise ConfigError(f"ep must be 1 or {self.tp}, the number of GPUs of the replica; got {self.ep}")
+        return step_work(self.spec, self.form, self.tp, self.ep)
+
+    def engine_config(self) -> EngineConfig:
+        on_cpu = self.device.generation == "cpu"
+        return EngineConfig(
+            device="cpu" if on_cpu else "cuda",
+            max_context=self.max_context,
+            max_running=self.max_running,
+            max_tokens_per_step=self.max_tokens_per_step,
+            prefix_cache=self.prefix_cache,
+            weights="fp8" if self.weights == "float8" else "auto",
+        ).settled("cpu" if on_cpu else "cuda")
+
+    def memory(self) -> MemoryPlan:
+        """What the engine's ledger says of one rank; raises OutOfMemory, with what would fit, where it does not."""
+        try:
+            return self._memory()
+        except OutOfMemory as error:
+            held = format_bytes(self.work().held_bytes)
+            more = self._smallest_that_fits()
+            advice = f"; tp {more} would fit" if more else ""
+            raise OutOfMemory(
+                f"{self.weights} weights over {self.tp} × {self.device.name} take {held} of "
+                f"{format_bytes(self.device.memory_bytes)} each{advice}: {error}"
+            ) from error
+
+    def _memory(self) -> MemoryPlan:
+        free = self.device.memory_bytes - (0 if self.device.generation == "cpu" else _DRIVER_BYTES)
+        held, loading = self.work().held_bytes, 0
+        if self.weights == "float8":  # the engine loads weights as they are, and then quantises
+            loading = step_work(self.spec, FORMATS["bfloat16"], self.tp, self.ep).held_bytes
+        spec = rank_spec(self.spec, self.tp, self.ep)
+        return plan_memory(spec, held, self.engine_config(), free, loading_bytes=loading)
+
+    def _smallest_that_fits(self) -> int | None:
+        """More tensor-parallel ranks, up to as many as there are heads."""
+        tp = 2 * self.tp
+        while tp <= self.spec.heads and self.spec.heads % tp == 0:
+            try:
+                replace(self, tp=tp, ep=tp if self.ep > 1 else 1)._memory()
+            except (OutOfMemory, ConfigError):
+                tp *= 2
+            else:
+                return tp
+        return None
+
+    def scheduler(self, host_blocks: int = 0) -> Scheduler:
+        memory, config = self.memory(), self.engine_config()
+        return Scheduler(
+            SchedulerConfig(
+                blocks=memory.kv_blocks,
+                block_size=config.block_size,
+                max_context=memory.max_context,
+                max_running=config.max_running,
+                max_tokens_per_step=config.max_tokens_per_step,
+                prefix_cache=config.prefix_cache,
+                host_blocks=host_blocks,
+            )
+        )
+
+    def cost(self, swap_bytes_per_s: float | None = None, slower: float = 1.0) -> StepCostModel:
+        tensor = expert = None
+        if self.tp > 1:
+            tensor = Network(Cluster(self.node, self.tp, self.fabric)).group(self.tp)
+            expert = tensor if self.ep > 1 else None
+        return StepCostModel(
+            self.work(), self.device, self.profile, weights=self.weights, compute=self.form.compute, tensor=tensor,
+            expert=expert, block_size=self.engine_config().block_size, swap_bytes_per_s=swap_bytes_per_s,
+            slower=slower,
+        )  # fmt: skip
+
+    def serve(self, arrivals: tuple[Arrival, ...], slower: float = 1.0) -> tuple[Run, StepCostModel]:
+        """Play traffic; the cost model comes back knowing where the time went."""
+        cost = self.cost(slower=slower)
+        return simulate(arrivals, self.scheduler(), cost), cost
+
+    def with_context_for(self, arrivals: tuple[Arrival, ...]) -> "Replica":
+        """With room for the longest request, so that none is refused and no memory is planned for longer ones."""
+        longest = max(one.prompt_tokens + one.output_tokens for one in arrivals)
+        if longest > self.spec.max_context:
+            raise ConfigError(
+                f"a request of this traffic has {longest:,} tokens with its answer; the model supports "
+                f"{self.spec.max_context:,}: shorten prompts or answers"
+            )
+        return replace(self, max_context=longest)
+
+    def roomy_context(self) -> int:
+        """To serve with: a sample's longest request is not the longest that will ever come. The next power of two,
+        where model and KV cache hold that."""
+        longest = self.max_context or self.spec.max_context
+        roomy = min(1 << (longest - 1).bit_length(), self.spec.max_context)
+        try:
+            replace(self, max_context=roomy)._memory()
+        except OutOfMemory:
+            return longest
+        return roomy
+
+    def __str__(self) -> str:
+        split = f"tp{self.tp}" + (f" ep{self.ep}" if self.ep > 1 else "")
+        return f"{self.tp} × {self.device.name} ({split}, {self.weights})" if self.tp > 1 else (
+            f"{self.device.name} ({self.weights})"
+        )  # fmt: skip

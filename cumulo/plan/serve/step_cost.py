@@ -1,0 +1,252 @@
+"""Seconds of a StepPlan on a device: the cost model behind the simulated player. Made by `replica`.
+
+A step is a roofline by parts, one after the other as the engine runs them:
+
+    layers' products   (memory^p + compute^p)^(1/p): weights hit over bandwidth, 2·tokens·parameters over rate
+    attention          KV read by decoding sequences over bandwidth; query-key pairs of prompts over the matrix rate
+    between products   bytes of norms, rotation and activation over bandwidth
+    draws              the output matrix, and passes over the logits
+    fixed              so much per layer and per step
+    communication      with tp: two all-reduces a layer; with ep: two all-to-alls a layer with experts
+
+The host's part is apart: it runs while the device computes the step before (`engine/simulate/engine.py`).
+"""
+
+from bisect import bisect_left
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from cumulo.engine.decide.plan import StepPlan
+from cumulo.engine.simulate.run import DecodeTime, Run, StepTime
+from cumulo.errors import ConfigError
+from cumulo.plan.network.collectives import Group, collective_s
+from cumulo.plan.serve.profile import ServingProfile
+from cumulo.plan.serve.step_cost_work import StepWork
+from cumulo.spec.device import Device
+
+PARTS = (
+    "weights",
+    "products",
+    "experts",
+    "attention",
+    "prompts",
+    "elementwise",
+    "draws",
+    "fixed",
+    "communication",
+    "swap",
+)
+_DECODE_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128)
+
+
+class StepLoad(NamedTuple):
+    """A StepPlan in numbers."""
+
+    tokens: int
+    rows: int
+    draws: int
+    decode_context: int = 0  # tokens that decoding sequences attend to, over all of them
+    shared_context: int = 0  # of these, such as an earlier sequence of the step reads, too
+    chunk_pairs: int = 0  # query-key pairs of prompt chunks
+    chunk_context: int = 0  # tokens their chunks attend to
+    swapped_blocks: int = 0
+
+
+def load_of(plan: StepPlan, window: int | None = None, shared: Mapping[int, int] | None = None) -> StepLoad:
+    """`shared`: by slot, tokens of its context that others read as well."""
+    rows, starts = len(plan.slots), plan.starts
+    if window is not None:
+        starts = [min(start, window - 1) for start in starts]
+    decode_context, chunk_pairs, chunk_context = sum(starts) + rows, 0, 0
+    for start, count in [row for row in zip(plan.starts, plan.counts, strict=True) if row[1] != 1]:
+        decode_context -= 1 + (start if window is None else min(start, window - 1))
+        chunk_pairs += pairs(start, count, window)
+        chunk_context += count + (start if window is None else min(start, window))
+    return StepLoad(
+        sum(plan.counts),
+        rows,
+        len(plan.draw_rows),
+        decode_context,
+        sum([shared.get(slot, 0) for slot in plan.slots]) if shared else 0,
+        chunk_pairs,
+        chunk_context,
+        len(plan.swap_in) + len(plan.swap_out),
+    )
+
+
+def pairs(start: int, count: int, window: int | None = None) -> int:
+    """Keys that tokens [start, start + count) see, each itself and all before it within the window."""
+    if window is None or start + count <= window:
+        return count * start + count * (count + 1) // 2
+    growing = max(0, min(count, window - start))
+    return pairs(start, growing) + (count - growing) * window
+
+
+def padded_rows(rows: int) -> int:
+    """What a captured step of decodes is rounded up to (engine/play/step_words.py)."""
+    if rows > _DECODE_SIZES[-1]:
+        return -(-rows // 32) * 32
+    return _DECODE_SIZES[bisect_left(_DECODE_SIZES, rows)]
+
+
+def padded_tokens(tokens: int) -> int:
+    """... and one with prompt chunks."""
+    step = max(64, 1 << max(0, tokens.bit_length() - 4))
+    return -(-tokens // step) * step
+
+
+class StepCostModel:
+    """A StepCost (engine/simulate/run.py) of one rank under a profile. Ranks of a replica run in step."""
+
+    def __init__(
+        self,
+        work: StepWork,
+        device: Device,
+        profile: ServingProfile,
+        *,
+        weights: str,
+        compute: str,
+        tensor: Group | None = None,
+        expert: Group | None = None,
+        block_size: int = 64,
+        swap_bytes_per_s: float | None = None,
+        slower: float = 1.0,
+    ) -> None:
+        """`slower`: every step takes so many times as long, to see what the profile's own error would change."""
+        if weights not in profile.products:
+            known = ", ".join(profile.products)
+            raise ConfigError(f"{device.name} has no measured products of {weights} weights; it has: {known}")
+        self.work, self.profile, self._tensor, self._expert = work, profile, tensor, expert
+        bandwidth, reached, experts = device.memory_bytes_per_s, profile.products[weights], profile.experts
+        rate = device.flops(compute)
+        self._power, self._slower = reached.overlap, slower
+        self._weights_s = work.dense_parameters * work.weight_bytes / (bandwidth * reached.bandwidth)
+        self._token_s = 2 * work.dense_parameters / (rate * reached.matmul)
+        self._expert_power = experts.overlap
+        self._expert_s = work.expert_parameters * work.expert_bytes / (bandwidth * experts.bandwidth)
+        local = work.experts / work.experts_of_model if work.experts else 0.0
+        plain = profile.products.get("bfloat16", reached)
+        wide = (
+            device.flops("bfloat16") if compute == "float8" else rate
+        )  # attention, experts and head stay in 16 bits
+        self._expert_token_s = (
+            2 * work.expert_parameters * work.experts_per_token * local / (wide * experts.matmul)
+        )
+        self._head_s = work.head_parameters * work.head_bytes / (bandwidth * plain.bandwidth)
+        self._draw_s = 2 * work.head_parameters / (wide * plain.matmul)
+        self._logits_s = profile.draw_passes * work.logit_bytes / bandwidth
+        self._kv_s = work.kv_bytes_per_token / (bandwidth * profile.kv_bandwidth)
+        self._shared_saving = 1 - 1 / profile.shared_kv_speedup
+        self._pair_s = work.attention_flops_per_pair / (wide * profile.attention)
+        self._elementwise_s = work.elementwise_bytes_per_token / (bandwidth * profile.elementwise)
+        self._fixed_s = (
+            profile.step_s + work.layers * profile.layer_s + work.moe_layers * profile.expert_layer_s
+        )
+        self._batch_s = work.layers * profile.batch_layer_s
+        swap = device.host_bytes_per_s if swap_bytes_per_s is None else swap_bytes_per_s
+        self._block_s = block_size * work.kv_bytes_per_token / swap
+        self._decodes: dict[int, DecodeTime] = {}
+        self._products: dict[tuple[int, int], tuple[float, float, float, float]] = {}
+        self._spent = [0.0] * len(PARTS)  # by all steps asked about
+
+    # -- StepCost -------------------------------------------------------------------------------------------
+    def of(self, plan: StepPlan, shared: Mapping[int, int] | None = None) -> StepTime:
+        load = load_of(plan, self.work.window, shared)
+        host, parts = self.profile.host, self.parts(load)
+        self._spent = [total + part for total, part in zip(self._spent, parts, strict=True)]
+        if load.tokens == load.rows == load.draws and not load.swapped_blocks:
+            decode = self.decode(load.rows)
+            if decode is not None:
+                return decode.at(load.decode_context, load.shared_context)
+        prompts_s = host.prompt_submit_s if load.tokens > load.rows else 0.0
+        return StepTime(
+            host.submit_s + load.rows * host.submit_row_s + prompts_s,
+            self._slower * sum(parts),
+            host.apply_s + load.draws * host.apply_row_s,
+        )
+
+    def decode(self, rows: int) -> DecodeTime | None:
+        if self.work.window is not None:
+            return None  # contexts stop growing one by one
+        time = self._decodes.get(rows)
+        if time is None:
+            host = self.profile.host
+            time = self._decodes[rows] = DecodeTime(
+                host.submit_s + rows * host.submit_row_s,
+                self._slower * sum(self.parts(StepLoad(rows, rows, rows))),
+                self._slower * self._kv_s,
+                self._shared_saving,
+                host.apply_s + rows * host.apply_row_s,
+            )
+        return time
+
+    def arrival_s(self, prompt_tokens: int) -> float:
+        return self.profile.host.arrival_s + prompt_tokens * self.profile.host.arrival_token_s
+
+    # -- where the time goes --------------------------------------------------------------------------------
+    def spent(self, run: Run) -> dict[str, float]:
+        """Device seconds of a run by PARTS: of the steps asked about one by one, and of its stretches."""
+        total = list(self._spent)
+        for rows, steps in run.stretch_steps.items():
+            for index, part in enumerate(self.parts(StepLoad(rows, rows, rows))):
+                total[index] += steps * part
+        total[PARTS.index("attention")] += run.stretch_read * self._kv_s
+        return dict(zip(PARTS, total, strict=True))
+
+    def parts(self, load: StepLoad) -> tuple[float, ...]:
+        """Seconds by PARTS; products are named after what bounds them: weights streaming or arithmetic."""
+        tokens, draws = load.tokens, load.draws
+        if self.profile.rounds_up:
+            tokens = padded_rows(tokens) if tokens == load.rows else padded_tokens(tokens)
+            draws = padded_rows(draws) if draws else 0
+        found = self._products.get((tokens, draws))
+        if found is None:
+            found = self._products[tokens, draws] = self._products_s(tokens, draws)
+        dense_s, expert_s, draw_s, communication_s = found
+        streaming = self._weights_s > tokens * self._token_s
+        read = load.decode_context - load.shared_context * self._shared_saving
+        return (
+            dense_s if streaming else 0.0,
+            0.0 if streaming else dense_s,
+            expert_s,
+            read * self._kv_s,
+            load.chunk_pairs * self._pair_s + load.chunk_context * self._kv_s,
+            tokens * self._elementwise_s,
+            draw_s,
+            self._fixed_s + self._batch_s * (1 - 1 / load.rows),
+            communication_s,
+            load.swapped_blocks * self._block_s,
+        )
+
+    def _products_s(self, tokens: int, draws: int) -> tuple[float, float, float, float]:
+        """Of the layers, the experts, the draws and between ranks; padded, few sizes come up again and again."""
+        dense_s = _together(self._weights_s, tokens * self._token_s, self._power)
+        expert_s = draw_s = 0.0
+        if self.work.experts:
+            hit_s = self.work.experts_hit(tokens) * self._expert_s
+            expert_s = _together(hit_s, tokens * self._expert_token_s, self._expert_power)
+        if draws:
+            draw_s = _together(self._head_s, draws * self._draw_s, self._power) + draws * self._logits_s
+        return dense_s, expert_s, draw_s, self._communication_s(tokens)
+
+    def _communication_s(self, tokens: int) -> float:
+        work, seconds = self.work, 0.0
+        message = tokens * work.message_bytes
+        if self._tensor is not None:
+            # After attention and after the feed-forward (Shoeybi et al. 2019, section 3); experts bring their own.
+            reductions = 2 * work.layers - (work.moe_layers if self._expert is not None else 0)
+            seconds += reductions * collective_s("all_reduce", message, self._tensor)
+        if self._expert is not None:
+            sent = (
+                message * work.experts_per_token / self._expert.ranks
+            )  # each rank has a share of the tokens
+            seconds += 2 * work.moe_layers * collective_s("all_to_all", sent, self._expert)
+        return seconds
+
+
+def _together(memory_s: float, compute_s: float, power: float) -> float:
+    """Two things that a device does at the same time, not perfectly."""
+    if memory_s == 0 or compute_s == 0:
+        return memory_s + compute_s
+    longer, shorter = (memory_s, compute_s) if memory_s > compute_s else (compute_s, memory_s)
+    return float(longer * (1 + (shorter / longer) ** power) ** (1 / power))

@@ -1,0 +1,147 @@
+"""Traffic: what a deployment is asked to serve, and the objective it must keep. Simulator and planner read it.
+
+Traffic is a list of arrivals, recorded or drawn from a seed, that can be played faster or slower: `at_rate`
+stretches its time, so that two rates differ in nothing but the rate.
+"""
+
+import json
+import math
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from cumulo.engine.simulate.run import Arrival
+from cumulo.errors import ConfigError, InvalidRequest
+
+Draw = Callable[[random.Random], int]
+
+
+@dataclass(frozen=True, slots=True)
+class Slo:
+    """Bounds in seconds on a percentile; None leaves that figure free."""
+
+    ttft_s: float | None = None  # time to first token
+    itl_s: float | None = None  # between two tokens of an answer
+    percentile: float = 99.0
+
+    def __post_init__(self) -> None:
+        if self.ttft_s is None and self.itl_s is None:
+            raise ConfigError(
+                "an SLO needs a bound on ttft (time to first token), on itl (inter-token latency), or on both"
+            )
+        for name in ("ttft_s", "itl_s"):
+            bound = getattr(self, name)
+            if bound is not None and not 0 < bound < math.inf:
+                raise ConfigError(f"the SLO's {name[:-2]} must be more than 0 s, got {bound:g}")
+        if not 0 < self.percentile < 100:
+            raise ConfigError(
+                f"the SLO's percentile must be between 0 and 100, got {self.percentile:g}; 99 is usual"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    arrivals: tuple[Arrival, ...]  # in order of time
+
+    def __post_init__(self) -> None:
+        if not self.arrivals:
+            raise ConfigError("this traffic contains no request; it needs one or more")
+
+    @property
+    def rate(self) -> float:
+        """Requests per second; n arrivals have n - 1 intervals between them. Infinite where all come at once."""
+        span_s = self.arrivals[-1].arrived_s - self.arrivals[0].arrived_s
+        return (len(self.arrivals) - 1) / span_s if span_s > 0 else math.inf
+
+    def at_rate(self, rate: float) -> "Traffic":
+        check_rate(rate)
+        if math.isinf(self.rate):
+            raise ConfigError(
+                "all requests of this traffic arrive at the same time, so it has no rate to change; omit --rate"
+            )
+        factor = self.rate / rate
+        return Traffic(tuple(replace(one, arrived_s=one.arrived_s * factor) for one in self.arrivals))
+
+    def share(self, replicas: int) -> "Traffic":
+        """What one of so many replicas gets when requests are dealt out in turn."""
+        return Traffic(self.arrivals[::replicas])
+
+    def means(self) -> tuple[float, float, float]:
+        """Mean tokens of a prompt, of an answer, and of what prompts have in common with an earlier one."""
+        count, seen, shared = len(self.arrivals), set[tuple[int, int]](), 0
+        for one in self.arrivals:
+            for piece in one.shared:
+                shared += piece[1] if piece in seen else 0
+                seen.add(piece)
+        prompts = sum(one.prompt_tokens for one in self.arrivals)
+        return prompts / count, sum(one.output_tokens for one in self.arrivals) / count, shared / count
+
+
+def check_rate(rate: float) -> None:
+    if not 0 < rate < math.inf:
+        raise ConfigError(f"the rate must be more than 0 requests/s, got {rate:g}; try 1")
+
+
+def drawn_traffic(
+    count: int,
+    prompt_tokens: Draw,
+    output_tokens: Draw,
+    *,
+    times_s: Sequence[float],
+    prefix_tokens: int = 0,
+    prefixes: int = 1,
+    seed: int = 0,
+) -> Traffic:
+    """`count` requests at the given times; each prompt begins with one of `prefixes` common beginnings of
+    `prefix_tokens`, and goes on with `prompt_tokens` of its own."""
+    if count < 1:
+        raise ConfigError(f"a simulation needs 1 request or more, got {count}")
+    if prefix_tokens < 0 or prefixes < 1:
+        raise ConfigError(
+            f"--prefixes must be 1 or more and --shared-prefix 0 or more, got {prefixes} and {prefix_tokens}"
+        )
+    rng = random.Random(seed)
+    arrivals = []
+    for time_s in times_s[:count]:
+        shared = ((rng.randrange(prefixes), prefix_tokens),) if prefix_tokens else ()
+        length = prefix_tokens + prompt_tokens(rng)
+        arrivals.append(Arrival(time_s, length, output_tokens(rng), shared))
+    return Traffic(tuple(arrivals))
+
+
+def read_traffic(path: Path) -> Traffic:
+    """A trace: a JSON object per line with `arrival_s`, `prompt_tokens`, `output_tokens`, and where prompts share
+    their beginning `prefix` (any name) and `prefix_tokens`."""
+    try:
+        lines = path.read_text("utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read the trace {path}: {error}") from error
+    names: dict[Any, int] = {}
+    arrivals = []
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            try:
+                arrivals.append(_arrival(json.loads(line), names))
+            except (ValueError, TypeError, KeyError, InvalidRequest) as error:
+                raise ConfigError(f"{path}, line {number}: {_words(error)}") from error
+    arrivals.sort(key=lambda one: one.arrived_s)
+    first_s = arrivals[0].arrived_s if arrivals else 0.0
+    return Traffic(tuple(replace(one, arrived_s=one.arrived_s - first_s) for one in arrivals))
+
+
+def _arrival(fields: Mapping[str, Any], names: dict[Any, int]) -> Arrival:
+    shared: tuple[tuple[int, int], ...] = ()
+    if fields.get("prefix") is not None:
+        tokens = int(fields["prefix_tokens"])
+        shared = ((names.setdefault(fields["prefix"], len(names)), tokens),)
+    return Arrival(
+        float(fields["arrival_s"]), int(fields["prompt_tokens"]), int(fields["output_tokens"]), shared
+    )
+
+
+def _words(error: Exception) -> str:
+    if isinstance(error, KeyError):
+        return f"there is no {error.args[0]}; a line has arrival_s, prompt_tokens and output_tokens"
+    return f"not a request: {error}"

@@ -1,0 +1,248 @@
+"""Seconds of each chunk of the model for one micro-batch: arithmetic, recomputation, and the collectives inside a
+layer. `step` plays the pipeline with them.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from cumulo.pipeline.decide.costs import ChunkCost
+from cumulo.plan.job import TrainJob
+from cumulo.plan.network.collectives import Network, collective_s
+from cumulo.plan.time.compute import (
+    LayerWork,
+    Passes,
+    Seconds,
+    add,
+    between_s,
+    embedding,
+    head,
+    layer,
+    product_s,
+    rates,
+    scale,
+)
+from cumulo.plan.time.compute_profile import Profile
+from cumulo.plan.time.experts import exchanged_s
+from cumulo.plan.time.recompute import operations_again
+from cumulo.spec.cluster import Cluster
+from cumulo.spec.model import ModelSpec, MoESpec
+
+
+@lru_cache(64)
+def network_of(cluster: Cluster) -> Network:
+    return Network(cluster)
+
+
+@dataclass(frozen=True, slots=True)
+class Chunks:
+    """One micro-batch through each chunk, in the order it passes them. Chunks that are alike share one object."""
+
+    passes: tuple[Passes, ...]
+    costs: tuple[ChunkCost, ...]  # the same, as the pipeline's schedules take it
+    recomputed: tuple[Seconds, ...]  # part of their backward passes
+    message_bytes: float  # an activation between two chunks, of one rank
+
+
+LayerKind = tuple[bool, int | None]  # whether it has experts, and the window of its attention
+
+
+@lru_cache(256)
+def layer_kinds(model: ModelSpec) -> tuple[LayerKind, ...]:
+    return tuple((model.is_moe_layer(index), model.window_of_layer(index)) for index in range(model.layers))
+
+
+def chunks_of(job: TrainJob, cluster: Cluster, profile: Profile) -> Chunks:
+    """One micro-batch through every chunk."""
+    model, tokens, last = job.model, job.tokens_per_rank, job.chunks - 1
+    kinds = layer_kinds(model)
+    costs = {kind: _layer(job, cluster, profile, *kind) for kind in set(kinds)}
+    loss = head(model, job.padded_vocabulary, tokens, job.layout.tp, profile, cluster.device)
+    ends = [loss, *_ahead(job, profile, cluster, costs[kinds[-1]], loss)]
+    counts = job.chunk_layers
+    if last and (profile.balances_stages or job.predict_ahead):
+        mean = sum(costs[kind][0].total for kind in kinds) / len(kinds)
+        counts = balanced_layers(model.layers, job.chunks, sum(part.total for part in ends) / mean)
+    made: dict[tuple[tuple[LayerKind, ...], bool, bool], tuple[Passes, ChunkCost, Seconds]] = {}
+    found: list[tuple[Passes, ChunkCost, Seconds]] = []
+    begin = 0
+    for chunk, count in enumerate(counts):
+        mine = kinds[begin : begin + count]
+        begin += count
+        look = (mine, chunk == 0, chunk == last)
+        if look not in made:
+            extra = [embedding(model, tokens, profile, cluster.device)] if chunk == 0 else []
+            if any(moe for moe, _ in mine):
+                extra += _taken_up(job, profile)
+            made[look] = _chunk(job, mine, costs, extra + ends * (chunk == last))
+        found.append(made[look])
+    # Tensor-parallel ranks each send their part and gather on the other side (Narayanan et al. 2021, section 4.1).
+    message = tokens * model.hidden * job.activation_bytes_each / job.layout.tp
+    passes, chunk_costs, again = zip(*found, strict=True)
+    return Chunks(passes, chunk_costs, again, message)
+
+
+def _chunk(
+    job: TrainJob,
+    kinds: tuple[LayerKind, ...],
+    costs: Mapping[LayerKind, tuple[Passes, Seconds]],
+    parts: list[Passes],
+) -> tuple[Passes, ChunkCost, Seconds]:
+    """Layers of some kinds, and what a chunk at the model's ends has beside them."""
+    share = 1.0
+    if job.recompute == "full" and job.recompute_layers is not None:
+        share = min(1.0, job.recompute_layers / len(kinds))
+    forward = [part.forward for part in parts]
+    inputs = [part.backward_input for part in parts]
+    weights = [part.backward_weight for part in parts]
+    again = []
+    for kind in set(kinds):
+        layer_cost, repeated = costs[kind]
+        times = kinds.count(kind)
+        forward.append(scale(layer_cost.forward, times))
+        inputs.append(scale(layer_cost.backward_input, times))
+        weights.append(scale(layer_cost.backward_weight, times))
+        again.append(scale(repeated, times * share))
+    recomputed = add(*again)
+    passes = Passes(add(*forward), add(*inputs, recomputed), add(*weights))
+    cost = ChunkCost(passes.forward.total, passes.backward_input.total, passes.backward_weight.total)
+    return passes, cost, recomputed
+
+
+def _host_waits(job: TrainJob) -> bool:
+    """In a layer with experts, for their sizes, and with nothing else for the device to do meanwhile."""
+    return job.expert_exchange == "all-to-all" and not job.overlap_expert
+
+
+def _taken_up(job: TrainJob, profile: Profile) -> list[Passes]:
+    """What the host does for each expert when a stage takes up another chunk."""
+    if job.model.moe is None or job.chunks_per_stage == 1 or not _host_waits(job):
+        return []
+    once = Seconds(launch=profile.chunk_launch_s * job.model.moe.experts / job.layout.ep)
+    return [Passes(once, once, once)]
+
+
+def _ahead(
+    job: TrainJob, profile: Profile, cluster: Cluster, layer_cost: tuple[Passes, Seconds], loss: Passes
+) -> list[Passes]:
+    """What predicts further tokens, each with a layer, the loss again, and a product that joins the layer's input
+    with the next token's embedding (DeepSeek-AI 2024, equations 21 to 23)."""
+    if not job.predict_ahead:
+        return []
+    once, again = layer_cost
+    further = replace(once, backward_input=add(once.backward_input, again))
+    rate = rates(profile, cluster.device)
+    hidden = job.model.hidden
+    product = Seconds(matmul=product_s(rate, job.tokens_per_rank, hidden / job.layout.tp, 2 * hidden))
+    return [further, loss, Passes(product, product, product)] * job.predict_ahead
+
+
+def balanced_layers(layers: int, chunks: int, head_layers: float) -> tuple[int, ...]:
+    """Layers of each chunk where the last one's loss counts as `head_layers` layers, one layer at least in each."""
+    each = (layers + head_layers) / chunks
+    last = max(1, round(each - head_layers))
+    rest, more = divmod(layers - last, chunks - 1)
+    return (*(rest + (chunk < more) for chunk in range(chunks - 1)), last)
+
+
+def _layer(
+    job: TrainJob, cluster: Cluster, profile: Profile, moe: bool, window: int | None
+) -> tuple[Passes, Seconds]:
+    """One layer with its collectives, and what recomputation adds to its backward."""
+    layout = job.layout
+    work = LayerWork(
+        tokens=job.tokens_per_rank,
+        sequence=job.sequence_length,
+        tensor=layout.tp,
+        sequence_parallel=layout.sequence_parallel,
+        expert_ranks=layout.ep,
+        window=window,
+        flash=job.flash_attention,
+        host_waits=moe and _host_waits(job),
+    )
+    plain = layer(job.model, moe, work, profile, cluster.device)
+    waits = _waits(job, cluster, profile, moe)
+    forward = add(plain.forward, waits)
+    # The ring of context parallelism brings keys and values again and takes their gradients along.
+    backward = add(plain.backward_input, waits._replace(context=2 * waits.context))
+    if job.recompute == "full":
+        again = forward
+    elif job.recompute == "selective":
+        share = profile.selective_products
+        again = Seconds(
+            matmul=share * plain.forward.matmul,
+            # What flash attention repeats is in its backward already.
+            attention=plain.forward.attention
+            if profile.selective_attention and not job.flash_attention
+            else 0.0,
+            elementwise=plain.forward.elementwise if share else 0.0,
+            launch=share * plain.forward.launch,
+        )
+    elif job.recomputed_operations:
+        between = between_s(job.model, moe, work, profile, cluster.device)
+        once = replace(plain, forward=plain.forward._replace(elementwise=between))
+        again = operations_again(job, moe, once, waits)
+    else:
+        again = Seconds()
+    return Passes(forward, backward, plain.backward_weight), again
+
+
+def _waits(job: TrainJob, cluster: Cluster, profile: Profile, moe: bool) -> Seconds:
+    """What a rank waits for others in one layer's forward."""
+    return waits_of(
+        job.layout.tp,
+        job.layout.cp,
+        job.layout.ep if moe else 1,
+        job.layout.sequence_parallel,
+        job.overlap_tensor,
+        float(job.tokens_per_rank * job.model.hidden * job.activation_bytes_each),
+        float(job.tokens_per_rank * 2 * job.model.kv_heads * job.model.head_dim * job.activation_bytes_each),
+        job.model.moe,
+        job.expert_exchange == "once",
+        job.overlap_expert,
+        cluster,
+        profile,
+    )
+
+
+@lru_cache(4096)
+def waits_of(
+    tp: int,
+    cp: int,
+    ep: int,
+    sequence_parallel: bool,
+    overlap_tensor: bool,
+    stream_bytes: float,
+    key_value_bytes: float,
+    moe: MoESpec | None,
+    once: bool,
+    overlap_expert: bool,
+    cluster: Cluster,
+    profile: Profile,
+) -> Seconds:
+    """`stream_bytes`: the residual stream of the rank's tokens; `key_value_bytes`: all their keys and values."""
+    network = network_of(cluster)
+    tensor_s = context_s = expert_s = 0.0
+    if tp > 1:
+        group = network.group(tp, 1)
+        if sequence_parallel:  # gathered before, reduced and scattered after each of the two blocks
+            each = collective_s("all_gather", stream_bytes, group) + collective_s(
+                "reduce_scatter", stream_bytes, group
+            )
+        else:
+            each = collective_s("all_reduce", stream_bytes, group)
+        exposed = profile.tensor_overlapped_exposed if overlap_tensor else profile.tensor_exposed
+        tensor_s = 2 * each * exposed
+    if cp > 1:
+        ring = network.group(cp, tp)
+        context_s = (cp - 1) * collective_s("send_recv", key_value_bytes / tp, ring) * profile.context_exposed
+    if ep > 1 and moe is not None:
+        own_bytes = stream_bytes / (tp if sequence_parallel else 1)
+        exchange_s = exchanged_s(own_bytes, moe, network, ep, tp, once)
+        exposed = 1.0  # nothing hides what crosses the network
+        if overlap_expert:
+            exposed = profile.expert_overlapped_exposed
+        elif network.group(ep, tp).reach.domains == 1:
+            exposed = profile.expert_exposed
+        expert_s = 2 * exchange_s * exposed
+    return Seconds(tensor=tensor_s, context=context_s, expert=expert_s)

@@ -1,0 +1,280 @@
+"""Seconds of arithmetic and memory traffic: one layer, the embedding and the loss, under a profile.
+`chunks` adds communication and puts them together.
+
+Every operation is a roofline. A product of [m, k] and [k, n] takes
+
+    2·m·n·k / (peak · matmul_efficiency)  +  matmul_traffic · bytes·(m·k + k·n + m·n) / bandwidth
+
+so that its efficiency falls as its arithmetic intensity 1/(1/m + 1/n + 1/k) does. What lies between the products is
+counted by the bytes that ideal fusion would move, times `elementwise_passes`.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+from cumulo.plan.time.compute_profile import Profile
+from cumulo.spec.device import Device
+from cumulo.spec.model import ModelSpec, MoESpec
+
+# Flash attention's backward computes the scores again and four more products: 2.5 times the forward (Dao 2023).
+BACKWARD_ATTENTION = 2.5
+_REFERENCE_HEAD = 128  # the width of a head for which attention efficiencies are stated
+
+
+class Seconds(NamedTuple):
+    """Where one rank's time goes in one pass of one micro-batch."""
+
+    matmul: float = 0.0
+    attention: float = 0.0
+    elementwise: float = 0.0
+    launch: float = 0.0
+    tensor: float = 0.0  # waiting for tensor-parallel ranks
+    context: float = 0.0  # ... for context-parallel ranks
+    expert: float = 0.0  # ... for expert-parallel ranks
+
+    @property
+    def total(self) -> float:
+        return sum(self)
+
+
+def add(*parts: Seconds) -> Seconds:
+    return Seconds(*map(sum, zip(*parts, strict=True))) if len(parts) > 1 else parts[0]
+
+
+def scale(part: Seconds, factor: float) -> Seconds:
+    return Seconds(*(value * factor for value in part))
+
+
+@dataclass(frozen=True, slots=True)
+class Passes:
+    """Of one micro-batch through a layer or a chunk of them."""
+
+    forward: Seconds
+    backward_input: Seconds
+    backward_weight: Seconds
+
+    @property
+    def total(self) -> float:
+        return self.forward.total + self.backward_input.total + self.backward_weight.total
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """A profile on a device: seconds for each unit of work."""
+
+    matmul_flop_s: float
+    matmul_byte_s: float
+    attention_flop_s: float  # forward, heads of 128
+    attention_backward_flop_s: float
+    elementwise_byte_s: float  # of ideally fused traffic
+    byte_s: float  # of plain traffic
+    number_bytes: int  # of an activation
+
+
+@lru_cache(256)
+def rates(profile: Profile, device: Device) -> Rates:
+    wide = profile.dtype if profile.dtype != "float8" else "bfloat16"  # attention stays in 16 bits
+    peak, wide_peak = device.flops(profile.dtype), device.flops(wide)
+    byte_s = 1 / device.memory_bytes_per_s
+    return Rates(
+        matmul_flop_s=1 / (peak * profile.matmul_efficiency),
+        matmul_byte_s=profile.matmul_traffic * byte_s,
+        attention_flop_s=1 / (wide_peak * profile.attention_forward_efficiency),
+        attention_backward_flop_s=1 / (wide_peak * profile.attention_backward_efficiency),
+        elementwise_byte_s=profile.elementwise_passes * byte_s,
+        byte_s=byte_s,
+        number_bytes=4 if profile.dtype == "float32" else 2,
+    )
+
+
+def product_s(rate: Rates, m: float, n: float, k: float, count: float = 1.0) -> float:
+    """`count` products of [m, k] and [k, n]."""
+    traffic = rate.number_bytes * (m * k + k * n + m * n)
+    return count * (2 * m * n * k * rate.matmul_flop_s + traffic * rate.matmul_byte_s)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWork:
+    """What a rank computes of one layer, whatever the pass."""
+
+    tokens: int  # of the micro-batch on this rank, over all tensor-parallel ranks together
+    sequence: int  # keys a query may see at most: the whole sequence, over all context-parallel ranks
+    tensor: int = 1  # tensor-parallel ranks
+    sequence_parallel: bool = False  # they share the tokens between the products
+    expert_ranks: int = 1
+    window: int | None = None
+    flash: bool = True
+    host_waits: bool = False  # for how many tokens each expert gets
+
+
+@lru_cache(4096)
+def layer(model: ModelSpec, moe: bool, work: LayerWork, profile: Profile, device: Device) -> Passes:
+    """One layer's forward and backward, without communication and recomputation."""
+    rate = rates(profile, device)
+    products = _attention_products_s(model, work, rate)
+    if moe and model.moe is not None:
+        products += _expert_products_s(model, model.moe, work, rate, profile.expert_imbalance)
+    else:
+        products += _feed_forward_s(model, model.ffn_hidden, work.tokens, work.tensor, rate)
+    elementwise_s = between_s(model, moe, work, profile, device)
+    host_s = 0.0
+    if moe and model.moe is not None:
+        elementwise_s += _copies_s(model, model.moe, work, profile, rate)
+        host_s = profile.expert_launch_s * model.moe.experts / work.expert_ranks if work.host_waits else 0.0
+    forward_attention_s, backward_attention_s = _attention_s(model, work, rate, profile)
+    forward = Seconds(products, forward_attention_s, elementwise_s, profile.launch_s)
+    inputs = Seconds(products, backward_attention_s, 2 * elementwise_s, profile.launch_s)
+    weights = Seconds(matmul=products, launch=profile.launch_s)
+    # The device waits for a host that is slower than itself; backward is launched as one.
+    forward_wait_s = max(0.0, host_s - forward.total)
+    backward_wait_s = max(0.0, 2 * host_s - inputs.total - weights.total)
+    return Passes(
+        forward._replace(launch=forward.launch + forward_wait_s),
+        inputs._replace(launch=inputs.launch + backward_wait_s),
+        weights,
+    )
+
+
+@lru_cache(1024)
+def embedding(model: ModelSpec, tokens: int, profile: Profile, device: Device) -> Passes:
+    """Rows read and written; backward adds them to the table's gradient."""
+    rate = rates(profile, device)
+    moved_s = tokens * model.hidden * rate.number_bytes * 2 * rate.elementwise_byte_s
+    return Passes(
+        Seconds(elementwise=moved_s, launch=profile.launch_s),
+        Seconds(),
+        Seconds(elementwise=2 * moved_s, launch=profile.launch_s),
+    )
+
+
+@lru_cache(1024)
+def head(
+    model: ModelSpec, vocabulary: int, tokens: int, tensor: int, profile: Profile, device: Device
+) -> Passes:
+    """The last norm, the vocabulary's product and the loss. Its product is 16-bit even where layers use 8."""
+    narrow = profile.dtype == "float8"
+    rate = rates(profile, device)
+    factor = device.flops("float8") / device.flops("bfloat16") if narrow else 1.0
+    product = product_s(rate, tokens, vocabulary / tensor, model.hidden) * factor
+    logits_s = tokens * vocabulary / tensor * profile.logit_bytes * rate.byte_s
+    norm_s = 2 * tokens * model.hidden * rate.number_bytes * rate.elementwise_byte_s
+    return Passes(
+        Seconds(product, 0.0, logits_s / 2 + norm_s, profile.launch_s),
+        Seconds(product, 0.0, logits_s / 2 + 2 * norm_s, profile.launch_s),
+        Seconds(product, 0.0, 0.0, profile.launch_s),
+    )
+
+
+def visible_keys(sequence: int, window: int | None) -> float:
+    """Keys a query sees on average under the causal mask: (s + 1)/2, or what a window leaves of it."""
+    if window is None or window >= sequence:
+        return (sequence + 1) / 2
+    return window - window * (window - 1) / (2 * sequence)
+
+
+def attention_flops(model: ModelSpec, tokens: float, sequence: int, window: int | None) -> float:
+    """Forward, of one layer: scores, and their product with the values, over the causal half."""
+    if model.mla is None:
+        widths = 2 * model.head_dim
+    else:
+        widths = model.mla.nope_head_dim + model.mla.rope_head_dim + model.mla.value_head_dim
+    return 2 * tokens * visible_keys(sequence, window) * model.heads * widths
+
+
+def _attention_s(model: ModelSpec, work: LayerWork, rate: Rates, profile: Profile) -> tuple[float, float]:
+    flops = attention_flops(model, work.tokens, work.sequence, work.window) / work.tensor
+    head_width = model.head_dim if model.mla is None else model.mla.nope_head_dim + model.mla.rope_head_dim
+    half = profile.attention_half_width
+    narrow = (1 + half / head_width) / (1 + half / _REFERENCE_HEAD)
+    forward_s = flops * narrow * rate.attention_flop_s
+    backward_s = BACKWARD_ATTENTION * flops * narrow * rate.attention_backward_flop_s
+    if not work.flash:  # scores are written and read, masked half included
+        stored_s = work.tokens * work.sequence * model.heads / work.tensor * profile.score_bytes * rate.byte_s
+        forward_s, backward_s = forward_s + stored_s, backward_s + 2 * stored_s
+    return forward_s, backward_s
+
+
+def _attention_products_s(model: ModelSpec, work: LayerWork, rate: Rates) -> float:
+    tokens, tensor, hidden = work.tokens, work.tensor, model.hidden
+    if model.mla is None:
+        rows = (model.heads + 2 * model.kv_heads) * model.head_dim / tensor
+        output = product_s(rate, tokens, hidden, model.heads * model.head_dim / tensor)
+        return product_s(rate, tokens, rows, hidden) + output
+    mla = model.mla
+    query = model.heads * (mla.nope_head_dim + mla.rope_head_dim) / tensor
+    if mla.q_rank is None:
+        query_s = product_s(rate, tokens, query, hidden)
+    else:
+        query_s = product_s(rate, tokens, mla.q_rank, hidden) + product_s(rate, tokens, query, mla.q_rank)
+    latent_s = product_s(rate, tokens, mla.kv_rank + mla.rope_head_dim, hidden)
+    up = model.heads * (mla.nope_head_dim + mla.value_head_dim) / tensor
+    return (
+        query_s
+        + latent_s
+        + product_s(rate, tokens, up, mla.kv_rank)
+        + product_s(rate, tokens, hidden, model.heads * mla.value_head_dim / tensor)
+    )
+
+
+def _feed_forward_s(
+    model: ModelSpec, width: int, tokens: float, tensor: int, rate: Rates, count: float = 1.0
+) -> float:
+    gates = 2 if model.gated_ffn else 1
+    inward = product_s(rate, tokens, gates * width / tensor, model.hidden, count)
+    return inward + product_s(rate, tokens, model.hidden, width / tensor, count)
+
+
+def _expert_products_s(
+    model: ModelSpec, moe: MoESpec, work: LayerWork, rate: Rates, imbalance: float
+) -> float:
+    """Each rank holds experts/ep experts, and gets as many token copies as it sends out, if routing is even."""
+    held = moe.experts / work.expert_ranks
+    copies = work.tokens * moe.experts_per_token * imbalance
+    routed_s = _feed_forward_s(model, moe.expert_hidden, copies / held, work.tensor, rate, held)
+    shared_s = (
+        _feed_forward_s(model, moe.shared_hidden, work.tokens, work.tensor, rate)
+        if moe.shared_hidden
+        else 0.0
+    )
+    return routed_s + shared_s + product_s(rate, work.tokens, moe.experts, model.hidden)
+
+
+def between_s(model: ModelSpec, moe: bool, work: LayerWork, profile: Profile, device: Device) -> float:
+    """Of a layer's forward, what lies between its products, without the exchange of tokens."""
+    rate = rates(profile, device)
+    return work.tokens * rate.number_bytes * _elementwise_width(model, moe, work) * rate.elementwise_byte_s
+
+
+def _copies_s(model: ModelSpec, moe: MoESpec, work: LayerWork, profile: Profile, rate: Rates) -> float:
+    """A token's copies sorted, quantised, brought back and added up; biases added where nothing fuses them."""
+    border = model.hidden / (work.tensor if work.sequence_parallel else 1)
+    numbers = profile.expert_passes * border
+    if model.mlp_bias:
+        inside = (3 if model.gated_ffn else 2) * moe.expert_hidden / work.tensor
+        numbers += profile.expert_bias_passes * (border + inside)
+    return work.tokens * moe.experts_per_token * numbers * rate.number_bytes * rate.byte_s
+
+
+class MovedNumbers(NamedTuple):
+    """For each token in forward, over all ranks, if everything between two products were one kernel."""
+
+    stream: int  # two residual additions with the norms after them read and write it twice each
+    rotated: int  # queries and keys
+    activated: int  # the activation reads its inputs and writes its output
+
+
+def moved_numbers(model: ModelSpec, moe: bool) -> MovedNumbers:
+    heads = model.heads * (model.head_dim if model.mla is None else model.mla.value_head_dim)
+    rotated = 0 if model.learned_positions else 2 * (heads + model.kv_heads * model.head_dim)
+    width = model.ffn_hidden
+    if moe and model.moe is not None:
+        width = model.moe.experts_per_token * model.moe.expert_hidden + model.moe.shared_hidden
+    return MovedNumbers(8 * model.hidden, rotated, (3 if model.gated_ffn else 2) * width)
+
+
+def _elementwise_width(model: ModelSpec, moe: bool, work: LayerWork) -> float:
+    """The same on one rank."""
+    moved = moved_numbers(model, moe)
+    shared = work.tensor if work.sequence_parallel else 1
+    return moved.stream / shared + (moved.rotated + moved.activated) / work.tensor

@@ -1,0 +1,116 @@
+"""Seconds of what happens around the layers: gradients and weights that travel between data-parallel ranks, the
+optimizer, and memory traffic of weights. `step` adds them to the pipeline's time.
+
+Symbols: P parameters of a rank before sharing, w and g bytes of a weight and a gradient, m micro-batches.
+
+    ZeRO-0      all-reduce of g·P once
+    ZeRO-1, 2   reduce-scatter of g·P and all-gather of w·P once
+    ZeRO-3      for each micro-batch, two all-gathers of w·P and a reduce-scatter of g·P
+"""
+
+from dataclasses import dataclass
+
+from cumulo.plan.job import DTYPE_BYTES, TrainJob
+from cumulo.plan.memory.states import Elements, layer_elements
+from cumulo.plan.network.collectives import Group, collective_s
+from cumulo.plan.time.chunks import layer_kinds, network_of
+from cumulo.plan.time.compute import rates
+from cumulo.plan.time.compute_profile import Profile
+from cumulo.spec.cluster import Cluster
+
+
+@dataclass(frozen=True, slots=True)
+class AroundTime:
+    data_s: float  # of the collectives, what computation does not hide
+    optimizer_s: float
+    weights_s: float  # accumulation, casts and copies, in all micro-batches
+    sent_bytes: float  # by one rank to its data-parallel peers
+
+
+def around(job: TrainJob, cluster: Cluster, profile: Profile, micro_batch_s: float) -> AroundTime:
+    """`micro_batch_s`: forward and backward of one micro-batch on a stage, behind which data can travel."""
+    byte_s = rates(profile, cluster.device).byte_s
+    elements = heaviest_stage(job)
+    layout, m = job.layout, job.micro_batches
+    shared_by = (layout.shard or layout.dp) * layout.cp if layout.zero else 1
+    updated = (elements.matrices + elements.rest) / shared_by + elements.experts / max(
+        1, shared_by // layout.ep
+    )
+    travel_s, sent_bytes = _travel(job, cluster, elements, profile.bucket_bytes)
+    if layout.zero == 3:
+        data_s = m * _exposed(job, profile, travel_s, micro_batch_s)
+        sent_bytes *= m
+    else:  # gradients travel behind the last micro-batch's backward, weights behind the next step's first forward
+        data_s = _exposed(job, profile, travel_s, micro_batch_s)
+    return AroundTime(
+        data_s=data_s,
+        optimizer_s=updated * profile.optimizer_bytes * byte_s,
+        weights_s=m * elements.total * profile.weight_bytes * byte_s,
+        sent_bytes=sent_bytes,
+    )
+
+
+def heaviest_stage(job: TrainJob) -> Elements:
+    """Parameters of a rank of the stage that has most: the first, which embeds, or the last, which has the head."""
+    model, layout = job.model, job.layout
+    per_stage = -(-model.layers // layout.pp)
+    experts = min(per_stage, sum(moe for moe, _ in layer_kinds(model)))
+    table = job.padded_vocabulary * model.hidden // layout.tp
+    tables = 1 if layout.pp > 1 or model.tied_embeddings else 2
+    found = Elements(rest=tables * table, wide=table)  # of an embedding, moments are never in 8 bits
+    if experts:
+        found = found.plus(layer_elements(model, True, layout.tp, layout.ep), experts)
+    if experts < per_stage:
+        found = found.plus(layer_elements(model, False, layout.tp, layout.ep), per_stage - experts)
+    return found
+
+
+def _travel(job: TrainJob, cluster: Cluster, elements: Elements, bucket_bytes: float) -> tuple[float, float]:
+    """Seconds of all collectives, of one micro-batch with ZeRO-3, else of a step; and the bytes a rank sends."""
+    layout, network = job.layout, network_of(cluster)
+    seconds = sent = 0.0
+    plain = float(elements.matrices + elements.rest)
+    layers = -(-job.model.layers // layout.pp)
+    for count, ranks, stride in (
+        (plain, layout.data_ranks, layout.tp),
+        (float(elements.experts), layout.data_ranks // layout.ep, layout.tp * layout.ep),
+    ):
+        if not count or ranks == 1:
+            continue
+        gradient_bytes = count * DTYPE_BYTES[job.gradient_dtype]
+        pieces = max(1.0, gradient_bytes / bucket_bytes) if bucket_bytes else float(layers)
+        shard = ranks
+        if layout.zero and layout.shard:  # hybrid: shared inside, summed over the copies
+            shard = max(1, min(ranks, layout.shard * layout.cp))
+        seconds += pieces * _collectives_s(job, count / pieces, network.group(shard, stride))
+        if shard < ranks:
+            outer = network.group(ranks // shard, stride * shard)
+            seconds += pieces * collective_s("all_reduce", gradient_bytes / pieces / shard, outer)
+        sent += count * _sent_each(job) * (ranks - 1) / ranks
+    return seconds, sent
+
+
+def _collectives_s(job: TrainJob, count: float, group: Group) -> float:
+    gradients = count * DTYPE_BYTES[job.gradient_dtype]
+    weights = count * job.weight_bytes_each
+    if job.layout.zero == 0:
+        return collective_s("all_reduce", gradients, group)
+    gathers = 2 if job.layout.zero == 3 else 1
+    gathered_s = gathers * collective_s("all_gather", weights, group)
+    return gathered_s + collective_s("reduce_scatter", gradients, group)
+
+
+def _sent_each(job: TrainJob) -> int:
+    gradient = DTYPE_BYTES[job.gradient_dtype]
+    if job.layout.zero == 0:
+        return 2 * gradient
+    return gradient + job.weight_bytes_each * (2 if job.layout.zero == 3 else 1)
+
+
+def _exposed(job: TrainJob, profile: Profile, travel_s: float, hidden_behind_s: float) -> float:
+    """A share is always waited for; the rest only where it takes longer than the computation beside it."""
+    travel_s /= profile.data_rate
+    if not job.overlap_data:
+        return travel_s
+    share = profile.data_exposed
+    return share * travel_s + max(0.0, (1 - share) * travel_s - hidden_behind_s)

@@ -1,0 +1,157 @@
+"""Training step time: the cost model. `cumulo plan train`, the search and `cumulo plan validate` call it.
+
+    estimate(job, cluster).step_s      # plays the job's pipeline schedule
+    lower_bound_s(job, cluster)        # microseconds, never above the estimate: for pruning a search
+
+One micro-batch's seconds on each chunk come from per-operation rooflines (`compute`) and the collectives inside a
+layer (`chunks`); the schedule itself is played with them (`pipeline`); what surrounds the
+layers is added (`data_parallel`). How the constants were fitted is in docs/plan-validation.md.
+"""
+
+from dataclasses import dataclass
+
+from cumulo.plan.estimate import Interval, TrainEstimate
+from cumulo.plan.evidence import weights as evidence
+from cumulo.plan.job import TrainJob
+from cumulo.plan.network.collectives import collective_s
+from cumulo.plan.time import compute_profile
+from cumulo.plan.time.chunks import Chunks, chunks_of, network_of
+from cumulo.plan.time.compute import Seconds, add
+from cumulo.plan.time.compute_profile import Profile
+from cumulo.plan.time.data_parallel import AroundTime, around
+from cumulo.plan.time.experts import distinct
+from cumulo.plan.time.flops import model_flops
+from cumulo.plan.time.pipeline import bound_s, messages_of_stage, played_s
+from cumulo.plan.time.recompute import sent_again
+from cumulo.spec.cluster import Cluster
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """The parts of a step's time before anything is summed up for people."""
+
+    chunks: Chunks
+    pipeline_s: float  # played, or its bound
+    around: AroundTime
+    step_s: float
+    profile: Profile
+
+
+def estimate(
+    job: TrainJob, cluster: Cluster, profile: Profile | None = None, explain: bool = True
+) -> TrainEstimate:
+    """What one step takes, by playing the schedule; `explain` False leaves the published rows near it out."""
+    profile, borrowed = _profile(job, cluster, profile)
+    time = step_time(job, cluster, profile, play=True)
+    flops = model_flops(job.model, job.sequence_length, ahead=job.predict_ahead) * job.tokens_per_step
+    peak = cluster.device.flops(job.dtype) * job.layout.world
+    recomputed = 1 + _recomputed_share(time)
+    found = evidence.judge(job, cluster, profile, borrowed) if explain else evidence.UNJUDGED
+    return TrainEstimate(
+        step_s=time.step_s,
+        breakdown=_breakdown(job, time),
+        tokens_per_s=job.tokens_per_step / time.step_s,
+        mfu=flops / (time.step_s * peak),
+        hfu=recomputed * flops / (time.step_s * peak),
+        interval=Interval(time.step_s * found.low, time.step_s * found.high),
+        evidence=found.sentences,
+        link_bytes=_link_bytes(job, time),
+    )
+
+
+def lower_bound_s(job: TrainJob, cluster: Cluster, profile: Profile | None = None) -> float:
+    """Never above `estimate(job, cluster).step_s`; equal to it without a pipeline, and close to it with most."""
+    profile, _ = _profile(job, cluster, profile)
+    return step_time(job, cluster, profile, play=False).step_s
+
+
+def step_time(job: TrainJob, cluster: Cluster, profile: Profile, play: bool) -> StepTime:
+    chunks = chunks_of(job, cluster, profile)
+    layout = job.layout
+    costs = chunks.costs
+    if layout.pp == 1:
+        pipeline_s = job.micro_batches * (costs[0].forward_s + costs[0].backward_s)
+    elif play:
+        next_stage = network_of(cluster).group(2, layout.world // layout.pp)
+        latency_s = collective_s("send_recv", 0.0, next_stage)
+        transfer_s = collective_s("send_recv", chunks.message_bytes, next_stage) - latency_s
+        pipeline_s = played_s(
+            layout.schedule, layout.pp, job.micro_batches, job.chunks_per_stage, costs, latency_s, transfer_s
+        )
+    else:
+        pipeline_s = bound_s(layout.schedule, layout.pp, job.micro_batches, job.chunks_per_stage, costs)
+    micro_batch_s = sum(cost.forward_s + cost.backward_s for cost in costs) / layout.pp
+    surrounding = around(job, cluster, profile, micro_batch_s)
+    step_s = (
+        pipeline_s + surrounding.data_s + surrounding.optimizer_s + surrounding.weights_s + profile.step_s
+    )
+    return StepTime(chunks, pipeline_s, surrounding, step_s, profile)
+
+
+def _profile(job: TrainJob, cluster: Cluster, profile: Profile | None) -> tuple[Profile, tuple[str, ...]]:
+    if profile is not None:
+        return profile, ()
+    return compute_profile.shipped_for(cluster.device, job.dtype, job.software)
+
+
+def _breakdown(job: TrainJob, time: StepTime) -> tuple[tuple[str, float], ...]:
+    """Of an average stage: causes of its busy time, then what it waits for."""
+    parts = [
+        part
+        for passes in time.chunks.passes
+        for part in (passes.forward, passes.backward_input, passes.backward_weight)
+    ]
+    each = Seconds(*(value * job.micro_batches / job.layout.pp for value in add(*parts)))
+    rows = [
+        ("matrix products", each.matmul),
+        ("attention", each.attention),
+        ("memory-bound", each.elementwise + time.around.weights_s),
+        ("launches", each.launch),
+        ("tensor parallel", each.tensor),
+        ("context parallel", each.context),
+        ("expert parallel", each.expert),
+        ("pipeline bubble", time.pipeline_s - each.total),
+        ("data parallel", time.around.data_s),
+        ("optimizer", time.around.optimizer_s),
+        ("host, each step", time.profile.step_s),
+    ]
+    return tuple((name, seconds) for name, seconds in rows if seconds > 1e-12 * time.step_s)
+
+
+def _recomputed_share(time: StepTime) -> float:
+    """Recomputed products and attention, over those of forward and backward without them."""
+    again = sum(part.matmul + part.attention for part in time.chunks.recomputed)
+    if not again:
+        return 0.0
+    first = sum(p.forward.matmul + p.forward.attention for p in time.chunks.passes)
+    return again / (3 * first)
+
+
+def _link_bytes(job: TrainJob, time: StepTime) -> tuple[tuple[str, float], ...]:
+    """Bytes one rank sends in a step, by axis."""
+    model, layout, m = job.model, job.layout, job.micro_batches
+    stream = job.tokens_per_rank * model.hidden * job.activation_bytes_each
+    layers = model.layers / layout.pp
+    again = sent_again(job)
+    rows: list[tuple[str, float]] = []
+    if (
+        layout.tp > 1
+    ):  # an all-reduce, or a gather and a scatter, moves 2(t−1)/t of the stream; two in each pass
+        rows.append(("tp", m * layers * (2 + again.tensor) * 2 * stream * 2 * (layout.tp - 1) / layout.tp))
+    if layout.cp > 1:
+        key_value = (
+            job.tokens_per_rank * 2 * model.kv_heads * model.head_dim * job.activation_bytes_each / layout.tp
+        )
+        rows.append(("cp", m * layers * (3 + again.context) * (layout.cp - 1) * key_value))
+    if layout.ep > 1 and model.moe is not None:
+        sent_to = (
+            distinct(layout.ep, model.moe) if job.expert_exchange == "once" else model.moe.experts_per_token
+        )
+        copies = stream * sent_to / (layout.tp if layout.sequence_parallel else 1)
+        rows.append(("ep", m * layers * (2 + again.expert) * 2 * copies * (layout.ep - 1) / layout.ep))
+    if layout.pp > 1:
+        sent = messages_of_stage(layout.pp, m, job.chunks_per_stage)
+        rows.append(("pp", sent * time.chunks.message_bytes))
+    if time.around.sent_bytes:
+        rows.append(("dp", time.around.sent_bytes))
+    return tuple(rows)

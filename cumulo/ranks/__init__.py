@@ -1,0 +1,1 @@
+"""Processes and groups: the door to torch.distributed."""

@@ -1,0 +1,163 @@
+"""Ring attention (Liu et al. 2023): keys and values pass round a ring of ranks, and all ranks' queries see them.
+Called by `cumulo.train.parallel.context_parallel`.
+
+While a block of keys is computed with, the next is on its way. Partial results are merged by their log-sum-exp, as
+in FlashAttention (Dao et al. 2022); backward passes the keys round again, and their gradients travel with them
+until they are home.
+
+A rank has two chunks of every row, one from the front and one from the back, so that under a causal mask all have
+the same work (zigzag): with a rank before it in the ring it computes both its chunks with the other's front chunk,
+with a rank behind it its back chunk with both of the other's, and what is left out nobody could see.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class Block(Protocol):
+    """Some of a rank's queries and some of another's keys, who of them see each other, and how it is computed."""
+
+    @property
+    def queries(self) -> slice:
+        """Their places among the rank's tokens of a row; the same of `keys`."""
+        ...
+
+    @property
+    def keys(self) -> slice: ...
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        """query [B, Q, H, D], key [B, K, KV, D], value [B, K, KV, E] -> out [B, Q, H, E] and log-sum-exp [B, Q, H]
+        in at least float32; zeros and -inf for a query that sees none of the keys."""
+        ...
+
+    def backward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        log_sum: Tensor,
+        grad: Tensor,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of query, key and value, given the merged results of all blocks."""
+        ...
+
+
+class Ring:
+    """A rank's neighbours: what it has goes to the next, what it gets comes from the one before."""
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        """None: a ring of one."""
+        self.group = group
+        self.size, self.index = (1, 0) if group is None else (group.size(), group.rank())
+
+    def pass_on(self, tensor: Tensor, tag: int) -> "Passing":
+        if self.group is None:
+            raise ValueError("a ring of one has nobody to pass to")
+        tensor = tensor.contiguous()
+        arriving = torch.empty_like(tensor)
+        after, before = (self.index + 1) % self.size, (self.index - 1) % self.size
+        operations = [
+            dist.P2POp(dist.isend, tensor, group=self.group, tag=tag, group_peer=after),
+            dist.P2POp(dist.irecv, arriving, group=self.group, tag=tag, group_peer=before),
+        ]
+        return Passing(tensor, arriving, dist.batch_isend_irecv(operations))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Passing:
+    sent: Tensor  # held until it has left
+    arriving: Tensor
+    works: list[dist.Work]
+
+    def wait(self) -> Tensor:
+        for work in self.works:
+            work.wait()
+        return self.arriving
+
+
+_KEYS, _GRADIENTS = 0, 1  # tags of the two streams of messages
+
+
+def ring_attention(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, ring: Ring, blocks: list[Block | None]
+) -> Tensor:
+    """query [B, L, H, D], key [B, L, KV, D], value [B, L, KV, E] of this rank -> [B, L, H, E].
+
+    `blocks[j]`: what to do with the keys of rank j of the ring, None: nothing of it is visible.
+    """
+    out: Tensor = _RingAttention.apply(query, key, value, scale, ring, blocks)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _RingAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        ring: Ring,
+        blocks: list[Block | None],
+    ) -> Tensor:
+        wide = torch.promote_types(query.dtype, torch.float32)
+        rows, length, heads, _ = query.shape
+        out = torch.zeros(rows, length, heads, value.shape[-1], dtype=wide, device=query.device)
+        log_sum = torch.full((rows, length, heads), -torch.inf, dtype=wide, device=query.device)
+        pair = own = torch.cat((key, value), -1)
+        for step in range(ring.size):
+            passing = ring.pass_on(pair, _KEYS) if step + 1 < ring.size else None
+            block = blocks[(ring.index - step) % ring.size]
+            if block is not None:
+                keys, values = pair[:, block.keys].split((key.shape[-1], value.shape[-1]), -1)
+                part, part_sum = block.forward(query[:, block.queries], keys, values, scale)
+                _merge(out[:, block.queries], log_sum[:, block.queries], part, part_sum)
+            if passing is not None:
+                pair = passing.wait()
+        mixed = out.to(query.dtype)
+        ctx.save_for_backward(query, own, mixed, log_sum)
+        ctx.sizes, ctx.scale, ctx.ring, ctx.blocks = (key.shape[-1], value.shape[-1]), scale, ring, blocks
+        return mixed
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Any) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
+        query, pair, out, log_sum = ctx.saved_tensors
+        ring: Ring = ctx.ring
+        grad = upstream[0]
+        grad_query = torch.zeros_like(query, dtype=log_sum.dtype)
+        passing_grads: Passing | None = None
+        for step in range(ring.size):
+            passing = ring.pass_on(pair, _KEYS) if step + 1 < ring.size else None
+            block = ctx.blocks[(ring.index - step) % ring.size]
+            grad_pair = torch.zeros_like(pair, dtype=log_sum.dtype)
+            if block is not None:
+                mine = block.queries
+                keys, values = pair[:, block.keys].split(ctx.sizes, -1)
+                parts = block.backward(
+                    query[:, mine], keys, values, out[:, mine], log_sum[:, mine], grad[:, mine], ctx.scale
+                )
+                grad_query[:, mine] += parts[0]
+                grad_pair[:, block.keys] = torch.cat(parts[1:], -1)
+            if passing_grads is not None:  # what the ranks before us found for these keys
+                grad_pair += passing_grads.wait()
+            if ring.size > 1:
+                passing_grads = ring.pass_on(grad_pair, _GRADIENTS)
+            if passing is not None:
+                pair = passing.wait()
+        if passing_grads is not None:
+            grad_pair = passing_grads.wait()
+        grad_key, grad_value = grad_pair.to(query.dtype).split(ctx.sizes, -1)
+        return grad_query.to(query.dtype), grad_key, grad_value, None, None, None
+
+
+def _merge(out: Tensor, log_sum: Tensor, part: Tensor, part_sum: Tensor) -> None:
+    """Attention over two sets of keys from the attention over each (Liu et al. 2023), in place in the first."""
+    merged = torch.logaddexp(log_sum, part_sum)
+    out.mul_((log_sum - merged).exp_()[..., None]).addcmul_(part, (part_sum - merged).exp_()[..., None])
+    log_sum.copy_(merged)

@@ -1,0 +1,1 @@
+"""Keys, limits, and who may do what."""

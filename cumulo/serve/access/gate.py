@@ -1,0 +1,192 @@
+"""Gate: what every HTTP request passes before an endpoint sees it, as plain ASGI middleware.
+
+In this order, cheapest first: is the server draining (503), who is it (401), do they ask too often (429), is the
+body too large (413). Counts and logs what goes out. Health, metrics and the description need no key.
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+from typing import Any
+
+from fastapi import HTTPException
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from cumulo.serve.access.keys import Caller
+from cumulo.serve.anthropic.error_shape import speaks_anthropic
+from cumulo.serve.batches.in_process import CALLER_KEY
+from cumulo.serve.errors import ApiError, shaped
+from cumulo.serve.observe.rejections import MOST_REASON_BYTES, Rejection
+from cumulo.serve.service import Service
+
+log = logging.getLogger("cumulo.serve.access")
+
+_PROTECTED = ("/v1/", "/v2/", "/tokenize", "/detokenize", "/rerank", "/score")
+_QUIET = ("/health", "/ready", "/metrics")
+# Of a refused body so much is still read and thrown away: a client that is hung up on while it sends may lose the
+# answer with the connection.
+_DISCARD_BYTES = 64 << 20
+_DISCARD_S = 5.0
+_FORM_BYTES = 64 << 10  # what surrounds an uploaded file
+
+
+class Gate:
+    def __init__(self, app: ASGIApp, service: Service) -> None:
+        self._app, self._service = app, service
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        received_s = time.perf_counter()
+        state: dict[str, Any] = scope.setdefault("state", {})
+        state["received_s"], state["caller"] = received_s, self._service.anyone
+        exchange = _Exchange(self._service, scope, receive, send)
+        try:
+            if scope["path"].startswith(_PROTECTED) and scope["method"] != "OPTIONS":
+                self._check(scope)
+            await self._app(scope, exchange.receive, exchange.send)
+        except ApiError as error:
+            await shaped(error, scope)(scope, receive, exchange.send)
+        finally:
+            if exchange.status:
+                if scope["path"].startswith(_PROTECTED):  # probes and pages would hide the share of errors
+                    self._service.metrics.on_response(exchange.status)
+                    self._note_rejection(scope, exchange)
+                level = logging.DEBUG if scope["path"] in _QUIET else logging.INFO
+                took_ms = (time.perf_counter() - received_s) * 1e3
+                log.log(
+                    level, "%s %s %d %.1f ms %s %s", scope["method"], scope["path"], exchange.status, took_ms,
+                    state["caller"].name, state.get("call_id", ""),
+                )  # fmt: skip
+
+    def _note_rejection(self, scope: Scope, exchange: "_Exchange") -> None:
+        """What was refused before the engine saw it; the rest has a story, and 499 is the client's own end."""
+        state, service = scope["state"], self._service
+        if exchange.status < 400 or exchange.status == 499 or scope["method"] != "POST":
+            return
+        if not service.stories.of_call(state.get("call_id", "")):
+            caller = None if exchange.status == 401 else state["caller"].name
+            took_s = time.perf_counter() - state["received_s"]
+            service.rejections.note(
+                Rejection(
+                    state["received_s"], took_s, scope["path"], exchange.status, caller, exchange.refusal
+                )
+            )
+
+    def _check(self, scope: Scope) -> None:
+        service, headers = self._service, Headers(scope=scope)
+        if service.draining and scope["method"] == "POST":
+            raise ApiError(
+                503,
+                "the server is shutting down and takes no new requests",
+                code="draining",
+                retry_after_s=5,
+                headers={"Connection": "close"},
+            )
+        caller: Caller | None = scope.get(CALLER_KEY, service.anyone)
+        if service.keys is not None and CALLER_KEY not in scope:
+            caller = service.keys.caller_of(_key_in(headers))
+            if caller is None:
+                raise _no_entry("this API key is not valid here")
+        assert caller is not None
+        scope["state"]["caller"] = caller
+        if scope["method"] == "POST":
+            wait_s = service.limits.take_request(caller)
+            if wait_s > 0:
+                raise ApiError(
+                    429,
+                    f"{caller.requests_per_minute} requests per minute are allowed and have been made: "
+                    f"try again in {wait_s:.0f} s",
+                    code="rate_limit_exceeded",
+                    retry_after_s=wait_s,
+                )
+        length = headers.get("content-length", "0")
+        if length.isdecimal() and int(length) > _limit_bytes(service, scope):
+            raise too_large(_limit_bytes(service, scope))
+
+
+def _key_in(headers: Headers) -> str:
+    """The key of a request: as OpenAI's clients send it, or as Anthropic's do."""
+    keys = {value.strip() for value in headers.getlist("x-api-key")}
+    for value in headers.getlist("authorization"):
+        scheme, _, key = value.partition(" ")
+        if scheme.lower() == "bearer":
+            keys.add(key.strip())
+    keys.discard("")
+    if not keys:
+        raise _no_entry("no API key was sent; send one as `Authorization: Bearer KEY` or as `X-Api-Key: KEY`")
+    if len(keys) > 1:
+        raise _no_entry("different API keys were sent in `Authorization` and `X-Api-Key`; send one")
+    return keys.pop()
+
+
+def _no_entry(message: str) -> ApiError:
+    return ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+
+
+def _limit_bytes(service: Service, scope: Scope) -> int:
+    """Of the body. A file that is uploaded goes to disk, not to memory, and has a limit of its own."""
+    if scope["path"] == "/v1/files" and Headers(scope=scope).get("content-type", "").startswith("multipart/"):
+        return service.options.max_file_bytes + _FORM_BYTES
+    return service.options.max_body_bytes
+
+
+def too_large(limit_bytes: int) -> ApiError:
+    return ApiError(
+        413,
+        f"the body is larger than the {limit_bytes:,} bytes this server takes",
+        code="request_too_large",
+        headers={"Connection": "close"},  # the rest of the body is not wanted
+    )
+
+
+class _Exchange:
+    """Watches one request's messages: counts the body, notes the status, adds the request's id."""
+
+    def __init__(self, service: Service, scope: Scope, receive: Receive, send: Send) -> None:
+        self._limit = _limit_bytes(service, scope)
+        self._scope, self._receive, self._send = scope, receive, send
+        self._bytes = 0
+        self.status = 0
+        self.refusal = b""  # the beginning of an answer that is an error
+
+    async def receive(self) -> Message:
+        message = await self._receive()
+        if message["type"] == "http.request":
+            self._bytes += len(message.get("body", b""))
+            if self._bytes > self._limit:
+                error = too_large(self._limit)
+                # FastAPI lets only its own errors out of reading a body.
+                raise HTTPException(413, error.message, error.headers)
+        return message
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            call_id = self._scope["state"].get("call_id")
+            headers = message.get("headers")
+            # A stream has it already, as its last.
+            if call_id is not None and not (headers and headers[-1][0] == b"x-request-id"):
+                MutableHeaders(scope=message)["x-request-id"] = call_id
+            if call_id is not None and speaks_anthropic(self._scope["path"]):
+                MutableHeaders(scope=message)["request-id"] = call_id  # where Anthropic's clients look
+        elif self.status >= 400 and len(self.refusal) < MOST_REASON_BYTES:
+            self.refusal += message.get("body", b"")[:MOST_REASON_BYTES]
+        if message["type"] == "http.response.body" and self.status == 413 and not message.get("more_body"):
+            await self._send({**message, "more_body": True})
+            await self._discard_body()
+            message = {"type": "http.response.body"}
+        await self._send(message)
+
+    async def _discard_body(self) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_DISCARD_S):
+                unread_bytes = _DISCARD_BYTES
+                while unread_bytes > 0:
+                    message = await self._receive()
+                    if message["type"] != "http.request" or not message.get("more_body"):
+                        return
+                    unread_bytes -= len(message.get("body", b""))

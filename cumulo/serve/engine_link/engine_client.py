@@ -1,0 +1,350 @@
+"""EngineClient: the API process's side of the engine. Requests go out, what the engine says goes into their
+inboxes, and a supervisor restarts an engine that died or stands still.
+
+No request is lost: each ends with Finished or with a Failure. When the engine is restarted, requests of which
+nothing has been sent to their client are submitted again, once; the others fail and say why.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import secrets
+import shutil
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, Protocol
+
+import zmq
+
+from cumulo.engine.config import EngineConfig
+from cumulo.engine.outputs import Delta
+from cumulo.serve.engine_link.engine_child import EngineChild, EngineStartError, socket_folder_fits
+from cumulo.serve.engine_link.messages import (
+    Abort,
+    BlockMap,
+    Command,
+    EngineJob,
+    Fatal,
+    Finished,
+    InspectBlocks,
+    Progress,
+    Ready,
+    Rejected,
+    Report,
+    Shutdown,
+    Stats,
+    Submit,
+)
+
+log = logging.getLogger(__name__)
+
+State = Literal["starting", "ready", "restarting", "stopped"]
+_TICK_S = 0.2
+_LONGEST_PAUSE_S = 30.0  # between attempts to bring an engine back
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    model: str | None = None
+    config: EngineConfig = field(default_factory=EngineConfig)
+    stall_timeout_s: float = 60.0  # has work, finishes no step for this long: dead
+    start_timeout_s: float = 900.0
+    log_level: str = "info"
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a request ended without an answer. `refused`: the request itself is at fault, `of_guide`: its guide,
+    `busy`: nobody is, its guide could not be compiled now."""
+
+    message: str
+    refused: bool = False
+    of_guide: bool = False
+    busy: bool = False
+
+
+def _failure_of(finished: Finished) -> Failure:
+    assert finished.error is not None
+    return Failure(finished.error, refused=finished.of_guide, of_guide=finished.of_guide)
+
+
+News = Delta | Finished | Failure
+
+
+class Inbox:
+    """Where the answers to one or several requests arrive; each is told apart by its position."""
+
+    def __init__(self) -> None:
+        self._items: list[tuple[int, News]] = []
+        self._taker: asyncio.Future[None] | None = None
+
+    def put(self, position: int, news: News) -> None:
+        self._items.append((position, news))
+        if self._taker is not None:
+            if not self._taker.done():  # its task may have been cancelled
+                self._taker.set_result(None)
+            self._taker = None
+
+    async def take(self) -> list[tuple[int, News]]:
+        """Everything that has come since the last time; waits until there is something."""
+        while not self._items:
+            self._taker = asyncio.get_running_loop().create_future()
+            await self._taker
+        items, self._items = self._items, []
+        return items
+
+
+@dataclass(slots=True)
+class InFlight:
+    submit: Submit
+    inbox: Inbox
+    position: int
+    streamed_tokens: int = 0
+    last_token_s: float | None = None
+    resubmitted: bool = False
+
+
+class Observer(Protocol):
+    """Who is told what passes: metrics, stories, limits."""
+
+    def on_progress(self, stats: Stats) -> None: ...
+
+    def on_delta(self, request: InFlight, delta: Delta, now_s: float) -> None: ...
+
+    def on_end(self, request: InFlight, end: Finished | Failure) -> None: ...
+
+
+class EngineClient:
+    def __init__(self, settings: EngineSettings, observer: Observer) -> None:
+        self.settings, self._observer = settings, observer
+        self.state: State = "starting"
+        self.info: Ready | None = None
+        self.stats: Stats | None = None
+        self.restarts = 0
+        self.last_failure: str | None = None
+        self.in_flight: dict[str, InFlight] = {}
+        self._sent = 0  # Submit commands given to the present child
+        self._unobserved: list[tuple[list[tuple[InFlight, Delta]], float, Stats]] = []
+        self._folder = Path(tempfile.mkdtemp(prefix="cumulo-"))  # only this user may enter it
+        if not socket_folder_fits(self._folder):
+            self._folder.rmdir()
+            self._folder = Path(tempfile.mkdtemp(prefix="cumulo-", dir="/tmp"))
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._children = 0
+        self._child: EngineChild | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self._block_maps: list[asyncio.Future[BlockMap]] = []
+
+    @property
+    def engine_pid(self) -> int | None:
+        return self._child.pid if self._child is not None else None
+
+    @property
+    def waiting(self) -> int:
+        """Sequences that wait for a place in the engine, those on their way to it included."""
+        if self.stats is None:
+            return len(self.in_flight)
+        return self.stats.waiting + max(0, self._sent - self.stats.received)
+
+    # -- life ---------------------------------------------------------------------------------------------
+    async def start(self) -> Ready:
+        """Start the engine and wait until its model is loaded; raises EngineStartError."""
+        await self._start_child()
+        self._tasks.append(asyncio.create_task(self._supervise()))
+        assert self.info is not None
+        return self.info
+
+    async def _start_child(self) -> None:
+        self._children += 1
+        job = EngineJob(
+            model=self.settings.model,
+            # Where requests without a seed draw theirs: a server that restarts must not repeat itself.
+            config=dataclasses.replace(self.settings.config, seed=secrets.randbits(63)),
+            commands_address=f"ipc://{self._folder}/commands-{self._children}.ipc",
+            reports_address=f"ipc://{self._folder}/reports-{self._children}.ipc",
+            log_level=self.settings.log_level,
+        )
+        child = self._child = EngineChild(job, self._context)
+        try:
+            self.info = await child.ready(self.settings.start_timeout_s)
+        except BaseException:
+            self._child = None
+            await child.end()
+            raise
+        self.stats, self._sent = None, 0
+        self.state = "ready"
+
+    async def close(self) -> None:
+        """Stop the engine. Requests still in flight fail; drain first if they should not."""
+        self.state = "stopped"
+        for task in self._tasks:
+            task.cancel()
+        for task in self._tasks:
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+        self._fail(list(self.in_flight.values()), "the server is shutting down")
+        if self._child is not None:
+            self._child.send(Shutdown())
+            await self._child.end(patience_s=3.0)
+            self._child = None
+        self._context.destroy(linger=0)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    # -- requests -----------------------------------------------------------------------------------------
+    def submit(self, submit: Submit, inbox: Inbox, position: int = 0) -> None:
+        """Send a request; its news come to `inbox`. While the engine is being replaced it waits for the new one,
+        which gets all that is in flight: a caller who wants to be refused then asks for the state before."""
+        self.in_flight[submit.request_id] = InFlight(submit, inbox, position)
+        if self.state == "ready":
+            self._send(submit)
+
+    def abort(self, request_id: str) -> None:
+        """End a request wherever it is; its Finished comes with the engine's next step."""
+        request = self.in_flight.get(request_id)
+        if request is None:
+            return
+        if self.state == "ready":
+            self._send(Abort(request_id))
+        else:
+            self._fail([request], "the request was aborted while the engine was not running")
+
+    async def block_map(self) -> BlockMap:
+        """Who holds which KV block, as of the engine's next step."""
+        answer: asyncio.Future[BlockMap] = asyncio.get_running_loop().create_future()
+        self._block_maps.append(answer)
+        self._send(InspectBlocks())
+        return await answer
+
+    def _send(self, command: Command) -> None:
+        if self._child is not None:
+            self._sent += isinstance(command, Submit)
+            self._child.send(command)
+
+    def _fail(self, requests: list[InFlight], message: str) -> None:
+        for request in requests:
+            self._end(request, Failure(message))
+
+    def _end(self, request: InFlight, end: Finished | Failure) -> None:
+        if self.in_flight.pop(request.submit.request_id, None) is not None:
+            self._observer.on_end(request, end)
+            request.inbox.put(request.position, end)
+
+    # -- what the engine says -----------------------------------------------------------------------------
+    def _take(self, report: Report) -> None:
+        if isinstance(report, Progress):
+            self.stats = report.stats
+            now_s = time.perf_counter()
+            told: list[tuple[InFlight, Delta]] = []
+            for delta in report.deltas:
+                request = self.in_flight.get(delta.request_id)
+                if request is not None:
+                    request.streamed_tokens += len(delta.token_ids)
+                    request.inbox.put(request.position, delta)
+                    told.append((request, delta))
+            self._unobserved.append((told, now_s, report.stats))
+            if report.finished:
+                self._observe()  # first: whoever is told of an end knows all tokens by then
+            for finished in report.finished:
+                ended = self.in_flight.get(finished.request_id)
+                if ended is not None:
+                    self._end(ended, _failure_of(finished) if finished.error else finished)
+            # After the streams that were just woken: their clients wait, whoever counts does not.
+            asyncio.get_running_loop().call_soon(self._observe)
+        elif isinstance(report, Rejected):
+            refused = self.in_flight.get(report.request_id)
+            if refused is not None:
+                self._end(refused, Failure(report.message, not report.busy, report.of_guide, report.busy))
+        elif isinstance(report, BlockMap):
+            for answer in self._block_maps:
+                if not answer.done():
+                    answer.set_result(report)
+            self._block_maps.clear()
+        elif isinstance(report, Fatal):
+            log.error("the engine ends: %s", report.message)
+            self.last_failure = report.message
+
+    def _observe(self) -> None:
+        """Tell the observer all it has not been told, in order: the next report may come before its turn."""
+        unobserved, self._unobserved = self._unobserved, []
+        for told, now_s, stats in unobserved:
+            for request, delta in told:
+                self._observer.on_delta(request, delta, now_s)
+            self._observer.on_progress(stats)
+
+    # -- supervision --------------------------------------------------------------------------------------
+    async def _supervise(self) -> None:
+        """Read what the engine says; when it dies or stands still, bring a new one up. Until cancelled."""
+        while True:
+            child = self._child
+            assert child is not None
+            child.listen(self._take)
+            try:
+                trouble = await self._watch(child)
+            finally:
+                child.deafen()
+            await self._replace(trouble)
+
+    async def _watch(self, child: EngineChild) -> str:
+        """Returns what is wrong, as soon as something is."""
+        loop = asyncio.get_running_loop()
+        still_s, seen, ticked_s = 0.0, (-1, -1), loop.time()
+        while True:
+            await asyncio.sleep(_TICK_S)
+            now_s = loop.time()
+            if child.misunderstood is not None:
+                return f"said something that cannot be understood ({child.misunderstood!r})"
+            if (death := child.death) is not None:
+                return death
+            stats = self.stats
+            done = (stats.steps, stats.guides_checked) if stats is not None else (0, 0)
+            if self.in_flight and done == seen:
+                # Counted in ticks, so that a machine that slept does not blame the engine.
+                still_s += min(now_s - ticked_s, 2 * _TICK_S)
+            else:
+                still_s, seen = 0.0, done
+            ticked_s = now_s
+            if still_s >= self.settings.stall_timeout_s:
+                return f"finished no step for {self.settings.stall_timeout_s:g} s although it had work"
+
+    async def _replace(self, trouble: str) -> None:
+        self.state = "restarting"
+        self.restarts += 1
+        self.last_failure = f"the engine process {trouble}"
+        log.error("%s; %d requests were in flight; restarting it", self.last_failure, len(self.in_flight))
+        assert self._child is not None
+        child, self._child = self._child, None
+        if child.misunderstood is None:
+            await asyncio.sleep(0.01)  # the socket's thread may still be reading
+            for report in child.reports():  # what it said before it died
+                self._take(report)
+        await child.end()
+        for answer in self._block_maps:
+            answer.cancel()
+        self._block_maps.clear()
+        for request in list(self.in_flight.values()):
+            if request.streamed_tokens:
+                told = f"after {request.streamed_tokens} streamed tokens, so it could not be retried"
+            elif request.resubmitted:
+                told = "and again when it was retried"
+            else:
+                request.resubmitted = True
+                continue
+            self._fail([request], f"{self.last_failure} while this request ran, {told}; send it again")
+        pause_s = 0.5
+        while True:
+            try:
+                await self._start_child()
+                break
+            except EngineStartError as error:
+                log.error("the engine does not come back: %s; next attempt in %g s", error, pause_s)
+                self._fail(
+                    list(self.in_flight.values()), f"{self.last_failure} and did not come back: {error}"
+                )
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        log.warning("the engine is back; %d requests are submitted again", len(self.in_flight))
+        for request in self.in_flight.values():
+            self._send(request.submit)

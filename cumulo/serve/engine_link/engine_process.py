@@ -1,0 +1,276 @@
+"""The engine's own process: takes commands, steps the engine, reports what is new. Started by EngineChild as
+`python -m cumulo.serve.engine_link.engine_process`, with an EngineJob on its standard input.
+
+Its standard input stays open as long as the API process lives; when it ends, this process ends too, so that
+no engine outlives its server.
+"""
+
+import contextlib
+import gc
+import logging
+import os
+import shutil
+import sys
+import threading
+import time
+from array import array
+from io import FileIO
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import zmq
+
+from cumulo.engine.assembly import Assembly, assemble
+from cumulo.engine.decide.params import Guide, SamplingParams
+from cumulo.engine.decide.request import State
+from cumulo.engine.engine import Engine
+from cumulo.engine.guides.guided import is_fault_of_guide
+from cumulo.engine.guides.trial import GuideCompilerBusy
+from cumulo.engine.outputs import RequestOutput
+from cumulo.errors import CumuloError, InvalidRequest
+from cumulo.serve.engine_link.guide_checker import GuideChecker
+from cumulo.serve.engine_link.messages import (
+    Abort,
+    BlockMap,
+    Command,
+    EngineJob,
+    FairnessReport,
+    Fatal,
+    Finished,
+    InspectBlocks,
+    Progress,
+    Ready,
+    Rejected,
+    Report,
+    Shutdown,
+    Stats,
+    Submit,
+    decode_command,
+    encode,
+)
+from cumulo.serve.engine_link.step_meter import StepMeter
+from cumulo.serve.observe.steady_stderr import start_logging
+
+HEARTBEAT_S = 1.0  # between reports while idle
+FAIRNESS_S = 0.5  # between reports of who was served how much
+QUIET_S = 0.1  # longest silence while steps finish without news for anyone (a long prompt)
+
+log = logging.getLogger(__name__)
+
+
+class EngineLoop:
+    """Commands in, steps, reports out, until told to stop."""
+
+    def __init__(self, engine: Engine, commands: "zmq.Socket[bytes]", reports: "zmq.Socket[bytes]") -> None:
+        self.engine, self._commands, self._reports = engine, commands, reports
+        self.meter = StepMeter(engine.runner)
+        engine.runner = self.meter
+        self._received = 0
+        self._reported_s = 0.0
+        self._fairness_reported_s = 0.0
+        self._poller = zmq.Poller()
+        self._poller.register(commands, zmq.POLLIN)
+        self._guides: GuideChecker | None = None
+        if engine.guidance is not None:
+            self._guides = GuideChecker(engine.guidance, commands.context)
+            self._poller.register(self._guides.bell, zmq.POLLIN)
+
+    def run(self) -> None:
+        engine = self.engine
+        while self._take_commands(wait_s=0.0 if engine.has_work else HEARTBEAT_S):
+            if engine.has_work:
+                output = engine.step()
+                finished = [finished_report(done) for done in output.finished]
+                if output.deltas or finished or time.perf_counter() - self._reported_s > QUIET_S:
+                    self._send(Progress(self._stats(), output.deltas, finished))
+            elif time.perf_counter() - self._reported_s > HEARTBEAT_S / 2:
+                self._send(Progress(self._stats()))
+        if self._guides is not None:
+            self._guides.close()
+
+    def _take_commands(self, wait_s: float) -> bool:
+        """Carry out every command that is here, waiting for the first; False when told to stop."""
+        self._poller.poll(int(wait_s * 1000))
+        self._take_checked()
+        while True:
+            try:
+                command = decode_command(self._commands.recv(zmq.NOBLOCK))
+            except zmq.Again:
+                return True
+            if isinstance(command, Shutdown):
+                return False
+            self._carry_out(command)
+
+    def _carry_out(self, command: Command) -> None:
+        if isinstance(command, Submit):
+            self._received += 1
+            if command.params.guide is not None and self._guides is not None:
+                self._guides.begin(command)
+            else:
+                self._add(command)
+        elif isinstance(command, Abort):
+            if self._guides is not None and command.request_id in self._guides.pending:
+                self._guides.pending[command.request_id] = True
+            else:
+                self.engine.abort(command.request_id)
+        elif isinstance(command, InspectBlocks):
+            self._send(self._block_map())
+
+    def _take_checked(self) -> None:
+        """Requests whose guides are compiled go into the engine; those refused go back."""
+        if self._guides is None or not self._guides.pending:
+            return
+        for checked in self._guides.take():
+            submit = checked.submit
+            if checked.refusal is not None:
+                self._send(Rejected(submit.request_id, checked.refusal, of_guide=True, busy=checked.busy))
+            elif self._add(submit) and checked.aborted:
+                self.engine.abort(submit.request_id)
+
+    def _add(self, submit: Submit) -> bool:
+        try:
+            self.engine.add(
+                array("i", submit.tokens),
+                submit.params,
+                request_id=submit.request_id,
+                priority=submit.priority,
+                cache_salt=submit.cache_salt,
+                tenant=submit.tenant,
+                stream=submit.stream,
+            )
+        except InvalidRequest as error:
+            self._send(Rejected(submit.request_id, str(error)))
+            return False
+        except GuideCompilerBusy as error:
+            self._send(Rejected(submit.request_id, str(error), of_guide=True, busy=True))
+            return False
+        return True
+
+    def _stats(self) -> Stats:
+        scheduler, records = self.engine.scheduler, self.meter.records
+        self.meter.records = []
+        return Stats(
+            steps=self.meter.steps,
+            received=self._received,
+            # The list may hold ended sequences until the next plan.
+            running=sum(sequence.state == State.RUNNING for sequence in scheduler.running),
+            waiting=scheduler.queue.count + (len(self._guides.pending) if self._guides else 0),
+            blocks_used=scheduler.pool.used_count,
+            blocks_total=scheduler.pool.blocks,
+            blocks_cached=scheduler.pool.cached_count,
+            evictions=scheduler.pool.evictions,
+            guides_checked=self._guides.checked if self._guides else 0,
+            records=records,
+            fairness=self._fairness(),
+        )
+
+    def _fairness(self) -> FairnessReport | None:
+        now_s, shares = time.perf_counter(), self.engine.scheduler.shares
+        if now_s - self._fairness_reported_s < FAIRNESS_S:
+            return None
+        self._fairness_reported_s = now_s
+        return FairnessReport(shares.index(now_s), shares.take_served())
+
+    def _block_map(self) -> BlockMap:
+        pool = self.engine.scheduler.pool
+        owners: list[str] = []
+        owner_of = [-1] * pool.blocks
+        for sequence in self.engine.scheduler.running:
+            if sequence.blocks:
+                owners.append(sequence.request.id)
+                for block in sequence.blocks:
+                    owner_of[block] = len(owners) - 1
+        cached = bytes(block_hash is not None for block_hash in pool.hash_of)
+        return BlockMap(owners, owner_of, cached)
+
+    def _send(self, report: Report) -> None:
+        self._reports.send(encode(report))
+        self._reported_s = time.perf_counter()
+
+
+def finished_report(done: RequestOutput) -> Finished:
+    embedding = None if done.embedding is None else np.array(done.embedding, dtype="<f4").tobytes()
+    return Finished(
+        done.request_id, done.samples, done.story, done.prompt_logprobs, done.error, embedding=embedding,
+        of_guide=done.error is not None and is_fault_of_guide(done.error),
+    )  # fmt: skip
+
+
+def ready_report(assembly: Assembly, job: EngineJob) -> Ready:
+    return Ready(
+        model_name=assembly.model.name,
+        max_context=assembly.memory.max_context,
+        vocab_size=assembly.model.spec.vocab_size,
+        hidden_size=assembly.model.spec.hidden,
+        eos_ids=list(assembly.model.eos_ids),
+        generation_defaults=dict(assembly.model.generation_defaults),
+        kv_blocks=assembly.memory.kv_blocks,
+        block_size=assembly.config.block_size,
+        max_running=assembly.config.max_running,
+        max_tokens_per_step=assembly.config.max_tokens_per_step,
+        runs_on=assembly.runs_on,
+        ledger=assembly.ledger().to_dict(),
+    )
+
+
+def warm_up(engine: Engine) -> None:
+    """Two steps before anyone waits for one: whatever is made on first use is made now. The workers for guides
+    start beside it (GuideChecker)."""
+    engine.add([0], SamplingParams(max_tokens=2, ignore_eos=True, temperature=0))
+    while engine.has_work:
+        engine.step()
+    engine.scheduler.shares.take_served()  # nobody's: it is not told
+    if engine.guidance is not None:
+        with contextlib.suppress(
+            InvalidRequest
+        ):  # this model cannot be guided; requests that ask are told so
+            engine.guidance.matcher(Guide("json_object"))  # our own, so it needs no trial
+
+
+def _end_with_parent(stdin: FileIO, socket_folder: Path) -> None:
+    """Blocks until the API process is gone, however it went; then there is nobody to compute for."""
+    while stdin.read(4096):
+        pass
+    shutil.rmtree(socket_folder, ignore_errors=True)  # a server that was killed could not do it
+    os._exit(1)
+
+
+def main() -> None:
+    stdin = FileIO(
+        0, closefd=False
+    )  # unbuffered: a thread waiting in a buffer's lock would spoil a clean exit
+    job = msgspec.json.decode(stdin.readline(), type=EngineJob)
+    folder = Path(job.commands_address.removeprefix("ipc://")).parent
+    threading.Thread(target=_end_with_parent, args=(stdin, folder), daemon=True).start()
+    start_logging(job.log_level, "engine")
+    context = zmq.Context()
+    commands = context.socket(zmq.PULL)
+    reports = context.socket(zmq.PUSH)
+    for socket in (commands, reports):
+        socket.set_hwm(0)  # the API process bounds what is in flight; nothing may be dropped or block here
+    commands.connect(job.commands_address)
+    reports.connect(job.reports_address)
+    reports.setsockopt(zmq.LINGER, 2000)
+    try:
+        assembly = assemble(job.model, job.config, job.keep_quantised, None)
+        warm_up(assembly.engine)
+        # What is loaded stays: the collector need not walk it again at every full collection.
+        gc.collect()
+        gc.freeze()
+        reports.send(encode(ready_report(assembly, job)))
+        EngineLoop(assembly.engine, commands, reports).run()
+        assembly.player.runner.close()
+    except CumuloError as error:
+        reports.send(encode(Fatal(str(error), for_user=True)))
+        sys.exit(2)
+    except Exception as error:
+        log.exception("the engine process ends")
+        reports.send(encode(Fatal(f"{type(error).__name__}: {error}", for_user=False)))
+        sys.exit(1)
+    finally:
+        context.destroy()
+
+
+if __name__ == "__main__":
+    main()

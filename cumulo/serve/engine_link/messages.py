@@ -1,0 +1,187 @@
+"""What the API process and the engine process say to each other, packed as MessagePack by msgspec.
+
+Commands go to the engine, reports come back. The engine's own dataclasses (SamplingParams, Delta, Sample,
+Story) travel as they are, so there is no second description of them to keep in step.
+"""
+
+from functools import lru_cache
+from typing import Any
+
+import msgspec
+
+from cumulo.engine.config import EngineConfig
+from cumulo.engine.decide.params import SamplingParams
+from cumulo.engine.decide.plan import TokenLogprobs
+from cumulo.engine.decide.story import Story
+from cumulo.engine.outputs import Delta, Sample
+
+
+class EngineJob(msgspec.Struct, frozen=True):
+    """What an engine process is started with: the first line of its standard input, as JSON."""
+
+    model: str | None
+    config: EngineConfig
+    commands_address: str
+    reports_address: str
+    keep_quantised: bool = True
+    log_level: str = "info"
+
+
+# -- commands -------------------------------------------------------------------------------------------------
+class Submit(msgspec.Struct, frozen=True, tag="submit"):
+    request_id: str
+    tokens: bytes  # the prompt's ids as 32-bit integers: a long prompt is one copy, not a list of objects
+    params: SamplingParams
+    stream: bool
+    priority: int = 0
+    cache_salt: str = ""
+    tenant: str = ""  # who is owed a fair share: the name of the caller's key
+
+
+class _PackedSubmit(msgspec.Struct, frozen=True, tag="submit"):
+    """A Submit whose params are not read yet: most requests repeat those of one before."""
+
+    request_id: str
+    tokens: bytes
+    params: msgspec.Raw
+    stream: bool
+    priority: int = 0
+    cache_salt: str = ""
+    tenant: str = ""
+
+
+class Abort(msgspec.Struct, frozen=True, tag="abort"):
+    request_id: str
+
+
+class InspectBlocks(msgspec.Struct, frozen=True, tag="inspect_blocks"):
+    """Asks for a BlockMap."""
+
+
+class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
+    """Stop now; whatever still runs is aborted."""
+
+
+Command = Submit | Abort | InspectBlocks | Shutdown
+
+
+# -- reports --------------------------------------------------------------------------------------------------
+class Ready(msgspec.Struct, frozen=True, tag="ready"):
+    """The model is loaded; the first report of an engine process that started well."""
+
+    model_name: str
+    max_context: int
+    vocab_size: int
+    hidden_size: int  # numbers in an embedding
+    eos_ids: list[int]
+    generation_defaults: dict[str, Any]
+    kv_blocks: int
+    block_size: int
+    max_running: int
+    max_tokens_per_step: int
+    runs_on: str
+    ledger: dict[str, Any]
+
+
+class StepRecord(msgspec.Struct, frozen=True, array_like=True):
+    """What one step contained and how long the runner took."""
+
+    index: int
+    started_s: float  # monotonic clock, the same in both processes
+    finished_s: float
+    prefill_tokens: int  # computed in chunks: prompts and recomputed contexts
+    decode_tokens: int  # sequences that computed one token
+    draws: int
+
+
+class FairnessReport(msgspec.Struct, frozen=True, array_like=True):
+    """How evenly tenants were served in the last minute, and what each was served since the last report."""
+
+    index: float  # Jain's: 1 is even
+    served: list[tuple[str, int, int]]  # tenant, prompt tokens computed, tokens drawn
+
+
+class Stats(msgspec.Struct, frozen=True, array_like=True):
+    """The engine's state after a step, or while idle once per heartbeat."""
+
+    steps: int  # finished since the process began
+    received: int  # Submit commands taken in since the process began
+    running: int  # sequences with a slot
+    waiting: int  # sequences without one
+    blocks_used: int
+    blocks_total: int
+    blocks_cached: int
+    evictions: int
+    guides_checked: int = 0  # since the process began: compiling one is progress, too
+    records: list[StepRecord] = []  # steps finished since the last Stats
+    fairness: FairnessReport | None = None  # about once a second
+
+
+class Finished(msgspec.Struct, frozen=True):
+    """A request has ended; for a streamed one the samples repeat what the deltas said."""
+
+    request_id: str
+    samples: list[Sample]
+    story: Story
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    error: str | None = None
+    of_guide: bool = False  # the error is its guide's, not the engine's
+    embedding: bytes | None = None  # as 32-bit floats, little end first: what OpenAI's base64 form holds
+
+
+class Progress(msgspec.Struct, frozen=True, tag="progress"):
+    """One message per step, or per heartbeat: everything that is new for everyone."""
+
+    stats: Stats
+    deltas: list[Delta] = []
+    finished: list[Finished] = []
+
+
+class Rejected(msgspec.Struct, frozen=True, tag="rejected"):
+    """The engine refuses a Submit: the request itself is impossible."""
+
+    request_id: str
+    message: str
+    of_guide: bool = False  # it is the guide that is impossible
+    busy: bool = False  # nothing is impossible: guides cannot be compiled now, later they can
+
+
+class BlockMap(msgspec.Struct, frozen=True, tag="block_map"):
+    """Who holds which KV block: an index into `owners` per block, -1 for free; and which hold a cached prefix."""
+
+    owners: list[str]
+    owner_of: list[int]
+    cached: bytes  # one byte per block: 1 if a later request could share it
+
+
+class Fatal(msgspec.Struct, frozen=True, tag="fatal"):
+    """The engine process ends. `for_user`: the message is meant for the person at the keyboard."""
+
+    message: str
+    for_user: bool
+
+
+Report = Ready | Progress | Rejected | BlockMap | Fatal
+
+encode = msgspec.msgpack.Encoder().encode
+_decode_command = msgspec.msgpack.Decoder(_PackedSubmit | Abort | InspectBlocks | Shutdown).decode
+_SHORT_BYTES = 1024  # without a guide or many biases; only such are kept
+_decode_params = msgspec.msgpack.Decoder(SamplingParams).decode
+_decode_short_params = lru_cache(256)(_decode_params)
+decode_report = msgspec.msgpack.Decoder(Report).decode
+
+
+def decode_command(packed: bytes) -> Command:
+    command: _PackedSubmit | Abort | InspectBlocks | Shutdown = _decode_command(packed)
+    if not isinstance(command, _PackedSubmit):
+        return command
+    params = bytes(command.params)
+    return Submit(
+        command.request_id,
+        command.tokens,
+        _decode_short_params(params) if len(params) <= _SHORT_BYTES else _decode_params(params),
+        command.stream,
+        command.priority,
+        command.cache_salt,
+        command.tenant,
+    )

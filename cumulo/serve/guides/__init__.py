@@ -1,1 +1,0 @@
-"""New guides of all callers: in which order they are compiled."""

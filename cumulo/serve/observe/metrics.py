@@ -1,0 +1,241 @@
+"""Metrics: what /metrics shows, in Prometheus' format. Fed by Service with what passes through it.
+
+Names and labels are vLLM's with `cumulo:` in place of `vllm:`, so that a dashboard ports by replacing a prefix;
+after them comes what vLLM does not have: why requests wait, why they are preempted, what was recomputed, how
+evenly tenants are served, and how far the memory plan's predictions were off.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import TypeVar
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, generate_latest
+
+from cumulo.serve.engine_link.messages import FairnessReport, Ready, Stats
+from cumulo.serve.observe.stories import Record
+
+Kind = TypeVar("Kind", Counter, Gauge)
+MOST_TENANTS = 100  # that have a series of their own
+OTHER_TENANTS = "(others)"
+_LABELS = ("model_name", "engine")
+_FIRST_TOKEN_S = (
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
+)  # fmt: skip
+_BETWEEN_TOKENS_S = (
+    0.002,
+    0.005,
+    0.01,
+    0.02,
+    0.03,
+    0.05,
+    0.075,
+    0.1,
+    0.15,
+    0.2,
+    0.3,
+    0.4,
+    0.5,
+    0.75,
+    1.0,
+    2.5,
+    5.0,
+)
+_WHOLE_REQUEST_S = (
+    0.05,
+    0.1,
+    0.3,
+    0.5,
+    0.8,
+    1.0,
+    1.5,
+    2.0,
+    2.5,
+    5.0,
+    10.0,
+    15.0,
+    20.0,
+    30.0,
+    60.0,
+    120.0,
+    300.0,
+)
+_TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
+
+
+class Metrics:
+    def __init__(self, model_name: str) -> None:
+        self.registry = CollectorRegistry()
+        self._values = (model_name, "0")
+        gauge, counter, histogram = self._gauge, self._counter, self._histogram
+        self.running = gauge("num_requests_running", "Sequences that compute.")
+        self.waiting = gauge("num_requests_waiting", "Sequences that wait for room.")
+        self.kv_usage = gauge("kv_cache_usage_perc", "Share of KV blocks in use; 1 is all.")
+        self.prefix_queries = counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
+        self.prefix_hits = counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.")
+        self.preempted = counter("num_preemptions", "Times a sequence had to give way.")
+        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of ended requests.")
+        self.generation_tokens = counter("generation_tokens", "Tokens generated.")
+        self.iteration_tokens = histogram("iteration_tokens_total", "Tokens computed per step.", _TOKENS)
+        self.ttft = histogram(
+            "time_to_first_token_seconds", "From arrival to the first token.", _FIRST_TOKEN_S
+        )
+        self.gap = histogram("inter_token_latency_seconds", "Between streamed tokens.", _BETWEEN_TOKENS_S)
+        self.per_token = histogram(
+            "request_time_per_output_token_seconds", "A request's mean time per token.", _BETWEEN_TOKENS_S
+        )
+        self.whole = histogram("e2e_request_latency_seconds", "From arrival to the end.", _WHOLE_REQUEST_S)
+        self.queue = histogram("request_queue_time_seconds", "Waiting for admission.", _WHOLE_REQUEST_S)
+        self.inference = histogram("request_inference_time_seconds", "From admission on.", _WHOLE_REQUEST_S)
+        self.prefill = histogram(
+            "request_prefill_time_seconds", "Admission to first token.", _WHOLE_REQUEST_S
+        )
+        self.decode = histogram("request_decode_time_seconds", "First token to the end.", _WHOLE_REQUEST_S)
+        self.request_prompt = histogram("request_prompt_tokens", "Prompt tokens per request.", _TOKENS)
+        self.request_output = histogram("request_generation_tokens", "Generated tokens per request.", _TOKENS)
+        self.request_n = histogram("request_params_n", "Answers asked for per request.", (1, 2, 5, 10, 20))
+        self._success = self._labelled(
+            Counter, "request_success", "Requests that ended, by how.", "finished_reason"
+        )
+        # -- what vLLM does not have
+        self._preempted_by = self._labelled(
+            Counter, "preemptions_by_reason", "Preemptions, by what the room was needed for.", "reason"
+        )
+        self.fairness = gauge("fairness_index", "Jain's index of the last minute's service; 1 is even.")
+        self.fairness.set(1)
+        self._tenant_tokens = Counter(
+            "cumulo:tenant_tokens", "Tokens computed (prompt) and drawn (output), by API key.",
+            (*_LABELS, "tenant", "kind"), registry=self.registry,
+        )  # fmt: skip
+        self._tenants: dict[str, str] = {}  # names with a series of their own: what strangers see instead
+        self._ledger = Gauge(
+            "cumulo:ledger_predicted_over_measured", "Memory planned over memory held, by part.",
+            (*_LABELS, "component"), registry=self.registry,
+        )  # fmt: skip
+        self._ledger_of: Ready | None = None
+        self.recomputed = counter("recomputed_tokens", "Tokens computed again after preemptions.")
+        self._wait_by = self._labelled(
+            Counter, "wait_seconds", "Seconds requests waited, by what for.", "reason"
+        )
+        self.batches = self._labelled(Gauge, "batches", "Batches that are kept, by status.", "status")
+        self.batch_requests = self._labelled(
+            Counter, "batch_requests", "Requests of batches that have ended, by how.", "outcome"
+        )
+        self._http = self._labelled(Counter, "http_responses", "Answers sent, by status.", "status")
+        self._refused = self._labelled(
+            Counter, "connections_refused", "Requests refused and connections closed, by reason.", "reason"
+        )
+        self.connections = gauge("connections", "Open connections, sockets of the console included.")
+        self.log_lines_lost = gauge("log_lines_lost", "Lines of the log that standard error did not take.")
+        self.cached_blocks = gauge("prefix_cache_blocks", "KV blocks that hold a prefix worth sharing.")
+        self.step = histogram("step_duration_seconds", "Time the runner took for a step.", _BETWEEN_TOKENS_S)
+        self.restarts = gauge("engine_restarts", "Times the engine process was replaced.")
+        self.up = gauge("engine_up", "1 while the engine process is ready.")
+
+    # -- making them --------------------------------------------------------------------------------------
+    def _gauge(self, name: str, text: str) -> Gauge:
+        return Gauge(f"cumulo:{name}", text, _LABELS, registry=self.registry).labels(*self._values)
+
+    def _counter(self, name: str, text: str) -> Counter:
+        return Counter(f"cumulo:{name}", text, _LABELS, registry=self.registry).labels(*self._values)
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        metric = Histogram(f"cumulo:{name}", text, _LABELS, registry=self.registry, buckets=buckets)
+        return metric.labels(*self._values)
+
+    def _labelled(self, kind: type[Kind], name: str, text: str, label: str) -> Callable[[str], Kind]:
+        metric = kind(f"cumulo:{name}", text, (*_LABELS, label), registry=self.registry)
+        return lambda value: metric.labels(*self._values, value)
+
+    # -- feeding them -------------------------------------------------------------------------------------
+    def on_progress(self, stats: Stats) -> None:
+        self.running.set(stats.running)
+        self.waiting.set(stats.waiting)
+        self.kv_usage.set(stats.blocks_used / stats.blocks_total)
+        self.cached_blocks.set(stats.blocks_cached)
+        for record in stats.records:
+            self.iteration_tokens.observe(record.prefill_tokens + record.decode_tokens)
+            self.step.observe(record.finished_s - record.started_s)
+        if stats.fairness is not None:
+            self._on_fairness(stats.fairness)
+
+    def _on_fairness(self, report: FairnessReport) -> None:
+        self.fairness.set(report.index)
+        for name, prompt_tokens, output_tokens in report.served:
+            if name not in self._tenants:
+                if len(self._tenants) < MOST_TENANTS:
+                    self._tenants[name] = f"key-{len(self._tenants) + 1}"
+                else:
+                    name = OTHER_TENANTS
+            for kind, tokens in (("prompt", prompt_tokens), ("output", output_tokens)):
+                self._tenant_tokens.labels(*self._values, name, kind).inc(tokens)
+
+    def on_ready(self, info: Ready) -> None:
+        """An engine is up: what it planned to hold, over what it holds. Parts it has not measured are left out."""
+        if info is self._ledger_of:
+            return
+        self._ledger_of = info
+        self._ledger.clear()
+        for row in info.ledger["rows"]:
+            if row["measured_bytes"]:
+                ratio = row["predicted_bytes"] / row["measured_bytes"]
+                self._ledger.labels(*self._values, row["name"].replace(" ", "_")).set(ratio)
+
+    def on_refusal(self, reason: str) -> None:
+        """By the HTTP transport: before anything looked at the request."""
+        self._refused(reason).inc()
+
+    def on_response(self, status: int) -> None:
+        self._http(str(status)).inc()
+
+    def on_end(self, record: Record) -> None:
+        self._success(record.outcome or "error").inc()
+        story = record.story
+        if story is None:
+            return
+        self.prompt_tokens.inc(record.prompt_tokens)
+        self.request_prompt.observe(record.prompt_tokens)
+        self.request_output.observe(story.output_tokens)
+        self.request_n.observe(record.samples)
+        self.recomputed.inc(story.recomputed_tokens)
+        if record.ended_s is not None:
+            self.whole.observe(record.ended_s - record.received_s)
+        if story.admitted_s is not None:
+            self.prefix_queries.inc(record.prompt_tokens)
+            self.prefix_hits.inc(story.cached_tokens)
+            self.queue.observe(story.admitted_s - story.arrived_s)
+            if story.finished_s is not None:
+                self.inference.observe(story.finished_s - story.admitted_s)
+        if story.first_token_s is not None and story.admitted_s is not None:
+            self.ttft.observe(story.first_token_s - record.received_s)
+            self.prefill.observe(story.first_token_s - story.admitted_s)
+            if story.finished_s is not None:
+                self.decode.observe(story.finished_s - story.first_token_s)
+        if story.decode_tok_s:
+            self.per_token.observe(record.samples / story.decode_tok_s)
+        for cause, seconds in story.waits_s.items():
+            self._wait_by(cause).inc(seconds)
+        for event in story.events:
+            if event.kind == "preempted":
+                self.preempted.inc()
+                self._preempted_by(event.detail["cause"]).inc()
+
+    def text(self, with_names: bool = True) -> bytes:
+        """`with_names`: of API keys. Without, they are numbered in the order they were first seen."""
+        return generate_latest(self.registry if with_names else _Unnamed(self.registry, self._tenants))
+
+
+class _Unnamed(CollectorRegistry):
+    """The metrics of a registry with numbers in place of the tenants' names."""
+
+    def __init__(self, registry: CollectorRegistry, numbers: Mapping[str, str]) -> None:
+        super().__init__()
+        self._named, self._numbers = registry, numbers
+
+    def collect(self) -> Iterator[Metric]:
+        for metric in self._named.collect():
+            metric.samples = [
+                sample._replace(labels=sample.labels | {"tenant": self._numbers.get(tenant, OTHER_TENANTS)})
+                if (tenant := sample.labels.get("tenant")) is not None
+                else sample
+                for sample in metric.samples
+            ]
+            yield metric

@@ -1,0 +1,277 @@
+"""OpenTelemetry: one span per API call, made of its story when it has ended. Used with --otlp-endpoint only.
+
+A caller's W3C `traceparent` becomes the parent. Attributes follow OpenTelemetry's conventions for generative AI
+and HTTP; no text of prompts or answers is sent. Spans leave in batches from a thread of their own through a
+bounded queue: a collector that is slow or away delays no request, and is complained about once.
+"""
+
+import asyncio
+import contextlib
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from opentelemetry.context import Context
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import OTELResourceDetector, Resource
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
+from opentelemetry.trace import Span, SpanKind, StatusCode, set_span_in_context
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from cumulo import __version__
+from cumulo.serve.observe.phases import Phase, Value, phases
+from cumulo.serve.observe.stories import Record
+from cumulo.serve.service import Service
+
+log = logging.getLogger(__name__)
+
+OPERATIONS = {  # by path; everything else is not traced
+    "/v1/chat/completions": "chat",
+    "/v1/responses": "chat",
+    "/v1/messages": "chat",
+    "/v1/completions": "text_completion",
+    "/v1/embeddings": "embeddings",
+}
+_ABORT_PATIENCE_S = 5.0  # after a client has gone: for the engine to say how its request ended
+_MOST_PROMPTS = 64  # of one call that have spans; the call's own counts are of all
+_MOST_WAITING = 4096  # ended calls whose spans are still to be made; beyond, a call has none
+_FLUSH_PATIENCE_S = 3.0  # when the server stops: for the collector to take the last spans
+
+
+class Tracing:
+    """Owns the way to the collector. Made before the server starts, closed when it ends."""
+
+    def __init__(self, endpoint: str) -> None:
+        self.url = endpoint if endpoint.endswith("/v1/traces") else f"{endpoint.rstrip('/')}/v1/traces"
+        ours = Resource({"service.name": "cumulo", "service.version": __version__})
+        theirs = OTELResourceDetector().detect()  # OTEL_SERVICE_NAME, OTEL_RESOURCE_ATTRIBUTES
+        self._exporter = _SaysOnce(OTLPSpanExporter(endpoint=self.url), self.url)
+        self._provider = TracerProvider(
+            resource=Resource.create().merge(ours).merge(theirs), shutdown_on_exit=False
+        )
+        self._provider.add_span_processor(BatchSpanProcessor(self._exporter))
+        self._tracer = self._provider.get_tracer("cumulo.serve", __version__)
+        self._propagator = TraceContextTextMapPropagator()
+        self._ended: queue.Queue[tuple[_Exchange, str, list[Record]] | None] = queue.Queue(_MOST_WAITING)
+        self._worker = threading.Thread(target=self._work, name="otel-spans", daemon=True)
+        self._worker.start()
+
+    def ended(self, exchange: "_Exchange", model: str, records: list[Record]) -> None:
+        """Have the spans of an ended call made, elsewhere: a millisecond here would be one for every stream."""
+        with contextlib.suppress(queue.Full):
+            self._ended.put_nowait((exchange, model, records))
+
+    def _work(self) -> None:
+        while (call := self._ended.get()) is not None:
+            try:
+                self.emit(*call)
+            except Exception:  # the answer has been given; what is wrong with its trace is for the log
+                log.exception("the trace of %s could not be made", call[0].call_id)
+
+    def emit(self, exchange: "_Exchange", model: str, records: list[Record]) -> None:
+        """The spans of one ended call."""
+        epoch_s = time.time() - time.perf_counter()  # of the clock that the stories use, as of now
+
+        def to_ns(time_s: float) -> int:
+            return int((time_s + epoch_s) * 1e9)
+
+        carrier = {
+            name: exchange.headers[name] for name in ("traceparent", "tracestate") if name in exchange.headers
+        }
+        root = self._tracer.start_span(
+            f"{exchange.operation} {model}",
+            context=self._propagator.extract(carrier, Context()),
+            kind=SpanKind.SERVER,
+            attributes=_call_attributes(exchange, model, records),
+            start_time=to_ns(exchange.received_s),
+        )
+        if root.is_recording():
+            failed = exchange.status >= 500 or any(record.outcome == "error" for record in records)
+            if failed:
+                root.set_attribute("error.type", str(exchange.status) if exchange.status >= 500 else "engine")
+                root.set_status(StatusCode.ERROR)
+            for number, record in enumerate(records[:_MOST_PROMPTS]):
+                self._emit_request(root, record, number if len(records) > 1 else None, to_ns)
+        root.end(to_ns(exchange.ended_s))
+
+    def _emit_request(
+        self, root: Span, record: Record, number: int | None, to_ns: Callable[[float], int]
+    ) -> None:
+        """The phases of one prompt: directly below the call, or below a span of its own if there are several."""
+        made = [Phase("tokenise", record.received_s, record.submitted_s)]
+        if record.story is not None:
+            made += phases(record.story)
+        if number is not None:
+            end_s = max([phase.end_s for phase in made] + [record.ended_s or 0.0])
+            attributes = {"gen_ai.response.id": record.request_id, **_usage([record])}
+            made = [Phase(f"prompt {number}", record.received_s, end_s, attributes, inner=made)]
+        for phase in made:
+            self._emit_phase(root, phase, to_ns)
+
+    def _emit_phase(self, parent: Span, phase: Phase, to_ns: Callable[[float], int]) -> None:
+        span = self._tracer.start_span(
+            phase.name,
+            context=set_span_in_context(parent, Context()),
+            attributes=phase.attributes,
+            start_time=to_ns(phase.start_s),
+        )
+        for mark in phase.marks:
+            span.add_event(mark.name, mark.attributes, to_ns(mark.time_s))
+        for inner in phase.inner:
+            self._emit_phase(span, inner, to_ns)
+        span.end(to_ns(phase.end_s))
+
+    def close(self) -> None:
+        """Send what is left, if the collector takes it within a few seconds. Blocks that long at most."""
+
+        def flush() -> None:
+            self._ended.put(None)
+            self._worker.join()
+            if not self._exporter.failing:
+                self._provider.force_flush()
+            self._exporter.shutdown()  # first: it ends the pauses between attempts
+            self._provider.shutdown()
+
+        # A daemon: a collector that keeps the connection open and says nothing must not keep the process.
+        flushing = threading.Thread(target=flush, name="otel-flush", daemon=True)
+        flushing.start()
+        flushing.join(_FLUSH_PATIENCE_S)
+
+
+class TracingMiddleware:
+    """Watches API calls, outside of everything else that happens to them, and has their spans made."""
+
+    def __init__(self, app: ASGIApp, service: Service, tracing: Tracing) -> None:
+        self._app, self._service, self._tracing = app, service, tracing
+        self._pending: set[asyncio.Task[None]] = set()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        operation = OPERATIONS.get(scope["path"]) if scope["type"] == "http" else None
+        if operation is None or scope["method"] != "POST":
+            await self._app(scope, receive, send)
+            return
+        exchange = _Exchange(scope, operation, send)
+        try:
+            await self._app(scope, receive, exchange.send)
+        finally:
+            exchange.ended_s = time.perf_counter()
+            exchange.call_id = scope.get("state", {}).get("call_id", "")
+            records = self._service.stories.of_call(exchange.call_id) if exchange.call_id else []
+            if all(record.outcome is not None for record in records):
+                self._tracing.ended(exchange, self._service.model_name, records)
+            else:
+                task = asyncio.create_task(self._emit_when_ended(exchange, records))
+                self._pending.add(task)  # a task nobody holds may be collected before it is done
+                task.add_done_callback(self._pending.discard)
+
+    async def _emit_when_ended(self, exchange: "_Exchange", records: list[Record]) -> None:
+        """The client has gone; the engine ends its requests within a step."""
+        deadline_s = time.perf_counter() + _ABORT_PATIENCE_S
+        while any(record.outcome is None for record in records) and time.perf_counter() < deadline_s:
+            await asyncio.sleep(0.02)
+        self._tracing.ended(exchange, self._service.model_name, records)
+
+
+class _Exchange:
+    """What HTTP knows of a call."""
+
+    def __init__(self, scope: Scope, operation: str, send: Send) -> None:
+        self.operation, self.path, self.headers = operation, scope["path"], Headers(scope=scope)
+        self.received_s = time.perf_counter()
+        self.ended_s, self.status, self.call_id = self.received_s, 0, ""
+        self._send = send
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+        await self._send(message)
+
+
+class _SaysOnce(SpanExporter):
+    """Another exporter, whose failures are told when they begin and when they end, and not in between."""
+
+    def __init__(self, inner: SpanExporter, url: str) -> None:
+        self._inner, self._url, self._closed = inner, url, False
+        self.failing = False
+        self._words = _Words()
+        sdk_log = logging.getLogger("opentelemetry")  # it would tell of every attempt
+        sdk_log.addHandler(self._words)
+        sdk_log.propagate = False
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        if self._closed:
+            return SpanExportResult.FAILURE
+        self._words.first = None
+        result = self._inner.export(spans)
+        failed = result is not SpanExportResult.SUCCESS
+        if failed and not self.failing and not self._closed:
+            log.warning(
+                "traces cannot be sent to %s (%s); requests are served all the same and their traces dropped "
+                "until they can",
+                self._url,
+                self._words.first,
+            )
+        elif self.failing and not failed:
+            log.info("traces are sent to %s again", self._url)
+        self.failing = failed
+        return result
+
+    def shutdown(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._inner.shutdown()
+
+    def force_flush(self, timeout_millis: int = 30_000) -> bool:
+        return True  # nothing is kept here
+
+
+class _Words(logging.Handler):
+    """What the SDK said first about a failure: that is where the cause is named."""
+
+    first: str | None = None
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.first = self.first or record.getMessage()
+
+
+def _call_attributes(exchange: _Exchange, model: str, records: list[Record]) -> dict[str, Value | list[str]]:
+    found: dict[str, Value | list[str]] = {
+        "gen_ai.operation.name": exchange.operation,
+        "gen_ai.provider.name": "cumulo",
+        "gen_ai.request.model": model,
+        "http.request.method": "POST",
+        "http.route": exchange.path,
+        "url.path": exchange.path,
+    }
+    if exchange.status:
+        found["http.response.status_code"] = exchange.status
+    if exchange.call_id:
+        found["gen_ai.response.id"] = exchange.call_id
+    if records:
+        found["gen_ai.response.model"] = model
+        found["gen_ai.request.stream"] = records[0].stream
+        found["gen_ai.request.choice.count"] = records[0].samples
+        found["gen_ai.response.finish_reasons"] = [record.outcome or "unknown" for record in records]
+        found["cumulo.caller"] = records[0].caller
+        found |= _usage(records)
+    firsts = [r.story.first_token_s for r in records if r.story and r.story.first_token_s is not None]
+    if firsts and records[0].stream:
+        found["gen_ai.response.time_to_first_chunk"] = min(firsts) - exchange.received_s
+    return found
+
+
+def _usage(records: list[Record]) -> dict[str, Value]:
+    told = [record.story for record in records if record.story is not None]
+    return {
+        "gen_ai.usage.input_tokens": sum(record.prompt_tokens for record in records),
+        "gen_ai.usage.output_tokens": sum(story.output_tokens for story in told),
+        "gen_ai.usage.cache_read.input_tokens": sum(story.cached_tokens for story in told),
+        "cumulo.preemptions": sum(story.preemptions for story in told),
+        "cumulo.recomputed_tokens": sum(story.recomputed_tokens for story in told),
+        "cumulo.retried_after_engine_restart": any(record.retried for record in records),
+    }

@@ -1,0 +1,138 @@
+"""From a request's fields to SamplingParams: what is left out takes the model's own recommendation."""
+
+from collections.abc import Mapping, Sequence
+from operator import attrgetter
+from typing import Any
+
+from cumulo.engine.decide.params import Guide, SamplingParams
+from cumulo.serve.errors import invalid
+from cumulo.serve.openai.beams import search_for
+from cumulo.serve.openai.schemas import ChatRequest, CompletionRequest
+
+_SAME_NAME = (
+    "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed",
+    "min_tokens", "ignore_eos", "skip_special_tokens", "n",
+)  # fmt: skip
+_COMPLETION_LENGTH = 16  # OpenAI's default where max_tokens is left out
+_of_chat = attrgetter(
+    *_SAME_NAME, "stop", "stop_token_ids", "include_stop_str_in_output", "logit_bias", "stream", "stream_options",
+    "max_tokens", "max_completion_tokens", "logprobs", "top_logprobs", "use_beam_search", "beam_width",
+    "length_penalty", "prompt_logprobs",
+)  # fmt: skip
+_MOST_KEPT = 256
+
+
+class ChatParams:
+    """What `chat_params` made of the last requests: most clients ask in the same way every time."""
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[Any, ...], SamplingParams] = {}
+
+    def of(
+        self,
+        body: ChatRequest,
+        defaults: Mapping[str, Any],
+        guide: Guide | None,
+        show_special: bool,
+        default_max_tokens: int | None = None,
+    ) -> SamplingParams:
+        key = (*_of_chat(body), show_special, default_max_tokens, *defaults.items())
+        try:
+            made = self._made.get(key)
+        except TypeError:  # lists of stop strings, biases: cannot be a key
+            made, key = None, ()
+        if made is None or guide is not None:
+            made = chat_params(body, defaults, guide, show_special, default_max_tokens)
+            if key and guide is None:
+                if len(self._made) >= _MOST_KEPT:
+                    self._made.clear()
+                self._made[key] = made
+        return made
+
+
+def default_limit(body: ChatRequest, default_max_tokens: int, room: int) -> int | None:
+    """The server's limit on an answer that has none of its own, if that comes before the end of the context (`room`
+    tokens away). `default_max_tokens` 0: none."""
+    if body.max_tokens is not None or body.max_completion_tokens is not None or not default_max_tokens:
+        return None
+    limit = max(default_max_tokens, body.min_tokens or 0)
+    return limit if limit < room else None
+
+
+def chat_params(
+    body: ChatRequest,
+    defaults: Mapping[str, Any],
+    guide: Guide | None = None,
+    show_special: bool = False,
+    default_max_tokens: int | None = None,
+) -> SamplingParams:
+    """`show_special`: markers of the answer's form are special tokens, so its text must hold them.
+    `default_max_tokens`: of an answer whose request has no limit; None: as many as fit."""
+    fields = _common(body, defaults)
+    fields["guide"] = guide
+    if show_special:
+        fields["skip_special_tokens"] = False
+    if body.max_tokens is not None and body.max_completion_tokens is not None:
+        raise invalid("give max_tokens or max_completion_tokens, not both", "max_tokens")
+    fields["max_tokens"] = body.max_completion_tokens or body.max_tokens or default_max_tokens
+    if body.top_logprobs is not None and not body.logprobs:
+        raise invalid("top_logprobs needs logprobs: true", "top_logprobs")
+    if body.logprobs:
+        fields["logprobs"] = body.top_logprobs or 0
+    return SamplingParams(**fields)
+
+
+def completion_params(body: CompletionRequest, defaults: Mapping[str, Any]) -> SamplingParams:
+    fields = _common(body, defaults)
+    fields["max_tokens"] = _COMPLETION_LENGTH if body.max_tokens is None else max(1, body.max_tokens)
+    fields["logprobs"] = body.logprobs
+    if body.echo and body.logprobs is not None:
+        fields["prompt_logprobs"] = max(body.logprobs, body.prompt_logprobs or 0)
+    if body.best_of is not None:
+        if body.best_of < (body.n or 1):
+            raise invalid(f"best_of ({body.best_of}) must be at least n ({body.n})", "best_of")
+        if body.stream and body.best_of > (body.n or 1):
+            raise invalid("best_of is known only at the end, so it cannot be streamed", "best_of")
+        fields["best_of"] = body.best_of
+    return SamplingParams(**fields)
+
+
+def _common(body: ChatRequest | CompletionRequest, defaults: Mapping[str, Any]) -> dict[str, Any]:
+    if body.stream_options is not None and not body.stream:
+        raise invalid("stream_options needs stream: true", "stream_options")
+    fields = dict(defaults)
+    for name in _SAME_NAME:
+        value = getattr(body, name)
+        if value is not None:
+            fields[name] = value
+    if body.prompt_logprobs is not None:
+        if body.stream:
+            raise invalid("prompt_logprobs come with the whole answer: leave stream out", "prompt_logprobs")
+        fields["prompt_logprobs"] = body.prompt_logprobs
+    search_for(body, fields)
+    fields["stop"] = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
+    fields["stop_token_ids"] = tuple(body.stop_token_ids or ())
+    fields["include_stop"] = bool(body.include_stop_str_in_output)
+    fields["logit_bias"] = _biases(body.logit_bias or {})
+    return fields
+
+
+def check_tokens(prompts: Sequence[Sequence[int]], params: SamplingParams, vocab_size: int) -> None:
+    """The engine would refuse token ids that the model does not have; here the field is known, too."""
+    fields = (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids))
+    for name, tokens in (*(("prompt", prompt) for prompt in prompts), *fields):
+        if tokens and max(tokens) >= vocab_size:
+            raise invalid(
+                f"{name} has the token {max(tokens)}; this model's token ids are 0 to {vocab_size - 1}",
+                name,
+                "invalid_value",
+            )
+
+
+def _biases(given: Mapping[str, float]) -> dict[int, float]:
+    biases = {}
+    for token, bias in given.items():
+        if not (token.isascii() and token.isdecimal() and len(token) < 11):
+            raise invalid(f"logit_bias names {token[:40]!r}, which is no token id", "logit_bias")
+        biases[int(token)] = bias
+    return biases

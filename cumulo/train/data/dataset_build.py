@@ -1,0 +1,192 @@
+"""Build a dataset: documents to one memory-mapped file of token ids. Called by `cumulo train` and `cumulo data`.
+
+Processes tokenise shards; a shard is done when its files carry their final names, so an interrupted build goes on
+where it was. The finished folder appears by one rename: it is whole or absent.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cumulo.errors import TrainingError
+from cumulo.models.text.tokenizer import Tokenizer, load_tokenizer
+from cumulo.train.data.documents import Piece, find_files, pieces_of, read_rows, shards_of
+
+FORMAT = 1
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class BuildTask:
+    """What a process is told about the dataset it works on."""
+
+    tokenizer_folder: str
+    text_field: str
+    chat: bool
+    dtype: str
+    end_id: int
+
+
+def build_dataset(
+    folder: Path,
+    sources: Sequence[str],
+    tokenizer_folder: Path,
+    *,
+    text_field: str = "text",
+    chat: bool = False,
+    workers: int = 2,
+    progress: Progress | None = None,
+) -> Path:
+    """Tokenise `sources` into `folder`, unless it already holds exactly this dataset."""
+    tokenizer = load_tokenizer(tokenizer_folder)
+    if not tokenizer.eos_ids:
+        raise TrainingError(f"the tokenizer in {tokenizer_folder} has no end token to put between documents")
+    dtype = "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
+    end_id = tokenizer.eos_ids[0]
+    task = BuildTask(str(tokenizer_folder), "messages" if chat else text_field, chat, dtype, end_id)
+    files = find_files(sources)
+    print_of_it = _fingerprint(files, task, tokenizer)
+    if (folder / "dataset.json").is_file():
+        if json.loads((folder / "dataset.json").read_text("utf-8"))["fingerprint"] == print_of_it:
+            return folder
+        shutil.rmtree(folder)
+    work = folder.with_name(folder.name + ".building")
+    mark = work / "fingerprint"
+    if not mark.is_file() or mark.read_text() != print_of_it:
+        shutil.rmtree(work, ignore_errors=True)
+        work.mkdir(parents=True)
+        mark.write_text(print_of_it)
+    shards = shards_of(pieces_of(files))
+    missing = [index for index in range(len(shards)) if not (work / f"{index:06d}.lengths.npy").is_file()]
+    _run(task, work, shards, missing, workers, progress or (lambda *_: None))
+    _join(work, len(shards), task, print_of_it)
+    work.replace(folder)
+    return folder
+
+
+def _fingerprint(files: Sequence[Path], task: BuildTask, tokenizer: Tokenizer) -> str:
+    """Of everything the result depends on; files by name, size and time: reading them all takes long."""
+    template = tokenizer.chat_template.source if tokenizer.chat_template and task.chat else ""
+    parts: dict[str, Any] = asdict(task) | {"format": FORMAT, "template": template}
+    del parts["tokenizer_folder"]
+    parts["files"] = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    text = json.dumps(parts, sort_keys=True) + tokenizer.backend.to_str()
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _run(
+    task: BuildTask,
+    work: Path,
+    shards: Sequence[list[Piece]],
+    missing: Sequence[int],
+    workers: int,
+    progress: Progress,
+) -> None:
+    done = len(shards) - len(missing)
+    progress("tokenising", done, len(shards))
+    if workers == 1 or len(missing) < 2:
+        for index in missing:
+            tokenise_shard(task, work, index, shards[index])
+            done += 1
+            progress("tokenising", done, len(shards))
+        return
+    # Fresh interpreters: a fork of a process that has used torch's threads may hang.
+    with ProcessPoolExecutor(min(workers, len(missing)), get_context("spawn")) as pool:
+        futures = [pool.submit(tokenise_shard, task, work, index, shards[index]) for index in missing]
+        for future in futures:
+            future.result()
+            done += 1
+            progress("tokenising", done, len(shards))
+
+
+def tokenise_shard(task: BuildTask, work: Path, index: int, pieces: Sequence[Piece]) -> None:
+    """Write one shard's token ids, document lengths and, for conversations, which tokens are learnt."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # this process is one of several already
+    tokenizer = load_tokenizer(Path(task.tokenizer_folder))
+    tokens: list[np.ndarray] = []
+    learnt: list[np.ndarray] = []
+    for piece in pieces:
+        for row in read_rows(piece, task.text_field):
+            if task.chat:
+                ids, flags = encode_conversation(tokenizer, row, piece.path)
+                learnt.append(np.array(flags, dtype=np.uint8))
+            elif isinstance(row, str):
+                ids = [*tokenizer.encode(row), task.end_id] if row else []
+            else:
+                raise TrainingError(
+                    f"{piece.path}: {task.text_field!r} must be text, got {type(row).__name__}"
+                )
+            tokens.append(np.array(ids, dtype=task.dtype))
+    lengths = np.array([len(part) for part in tokens], dtype=np.int64)
+    _write(work / f"{index:06d}.tokens.npy", np.concatenate(tokens) if tokens else np.zeros(0, task.dtype))
+    if task.chat:
+        _write(work / f"{index:06d}.learnt.npy", np.concatenate(learnt) if learnt else np.zeros(0, np.uint8))
+    _write(work / f"{index:06d}.lengths.npy", lengths)  # last: its presence says that the shard is done
+
+
+def encode_conversation(tokenizer: Tokenizer, messages: Any, where: str) -> tuple[list[int], list[int]]:
+    """Token ids of a conversation, and a 1 for those that an assistant says: its answers and their ends.
+
+    The template writes the whole text and, for each answer, the text before it; the text between is the answer's.
+    """
+    text = tokenizer.apply_chat_template(messages, add_generation_prompt=False)
+    spans = []
+    for index, message in enumerate(messages):
+        if message["role"] == "assistant":
+            before = tokenizer.apply_chat_template(messages[:index]) if index else ""
+            until = tokenizer.apply_chat_template(messages[: index + 1], add_generation_prompt=False)
+            if not (text.startswith(before) and text.startswith(until)):
+                raise TrainingError(
+                    f"{where}: the chat template rewrites earlier turns, so answers cannot be told from the rest; "
+                    "train on conversations of one answer, or give another template"
+                )
+            spans.append((len(before), len(until)))
+    encoding = tokenizer.backend.encode(text, add_special_tokens=False)
+    flags = [
+        int(any(begin <= first and last <= end for begin, end in spans)) for first, last in encoding.offsets
+    ]
+    return encoding.ids, flags
+
+
+def _write(path: Path, array: np.ndarray) -> None:
+    temporary = path.with_suffix(".part")
+    with temporary.open("wb") as stream:
+        np.save(stream, array)
+        stream.flush()
+        os.fsync(stream.fileno())
+    temporary.replace(path)
+
+
+def _join(work: Path, shards: int, task: BuildTask, print_of_it: str) -> None:
+    """All shards into one file each; empty documents are left out of the index."""
+    kinds = ["tokens", "learnt"] if task.chat else ["tokens"]
+    for kind in kinds:
+        with (work / f"{kind}.bin").open("wb") as stream:
+            for index in range(shards):
+                stream.write(np.load(work / f"{index:06d}.{kind}.npy").data)
+            stream.flush()
+            os.fsync(stream.fileno())
+    lengths = [np.load(work / f"{index:06d}.lengths.npy") for index in range(shards)]
+    counts = np.concatenate(lengths) if lengths else np.zeros(0, np.int64)
+    ends = np.concatenate(([0], np.cumsum(counts[counts > 0])))
+    if ends[-1] == 0:
+        raise TrainingError("the sources hold no text at all; name others in data.sources")
+    _write(work / "documents.npy", ends)
+    facts = {
+        "fingerprint": print_of_it,
+        "dtype": task.dtype,
+        "tokens": int(ends[-1]),
+        "documents": len(ends) - 1,
+    }
+    (work / "dataset.json").write_text(json.dumps(facts | {"chat": task.chat}, indent=2) + "\n", "utf-8")
+    for path in [*work.glob("??????.*.npy"), work / "fingerprint"]:
+        path.unlink()

@@ -1,0 +1,136 @@
+"""Packing: which tokens sample number n is. Pure arithmetic over a dataset's index; the loader asks it for batches.
+
+An epoch lays all documents end to end in a random order, cuts that stream into rows of equal length, and takes the
+rows in a random order. Both orders follow from seed and epoch, and a row from its number: the only state of the
+data is how many samples have been taken, whoever takes them. What is left at the end of an epoch's stream (less
+than a row) waits for the next epoch's order.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from cumulo.errors import TrainingError
+from cumulo.train.data.token_file import TokenDataset
+
+IGNORED = -100  # a target that is not learnt; torch's own number for it
+HELD_OUT_SHARE = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Rows of packed documents. Positions begin anew with each document, and no target lies in the next one."""
+
+    tokens: np.ndarray  # [B, S] int64
+    targets: np.ndarray  # [B, S] int64: the next token, or IGNORED
+    positions: np.ndarray  # [B, S] int64
+    document_starts: np.ndarray  # [D + 1] int32, into the rows laid end to end
+    learnt_tokens: int  # targets that are not IGNORED
+
+    def rows(self, first: int, last: int) -> "Batch":
+        """The rows [first, last) as a batch of their own."""
+        length = self.tokens.shape[1]
+        begin, end = first * length, last * length
+        inside = self.document_starts[(self.document_starts >= begin) & (self.document_starts < end)]
+        targets = self.targets[first:last]
+        return Batch(
+            self.tokens[first:last],
+            targets,
+            self.positions[first:last],
+            np.append(inside - begin, end - begin).astype(np.int32),
+            int(np.count_nonzero(targets != IGNORED)),
+        )
+
+
+class Packing:
+    def __init__(
+        self, dataset: TokenDataset, sequence_length: int, seed: int, documents: np.ndarray | None = None
+    ) -> None:
+        """`documents`: only these (indices); None: all."""
+        self.dataset, self.length, self.seed = dataset, sequence_length, seed
+        self.documents = np.arange(dataset.documents) if documents is None else documents
+        self.sizes = np.diff(dataset.starts)[self.documents]
+        self.tokens = int(self.sizes.sum())
+        self.samples_per_epoch = (self.tokens - 1) // sequence_length
+        if self.samples_per_epoch < 1:
+            raise TrainingError(
+                f"the data has {self.tokens:,} tokens, too few for one sequence of {sequence_length}; "
+                "add data or lower data.sequence_length"
+            )
+        self._orders = lru_cache(maxsize=2)(self._order)
+
+    def _order(self, epoch: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Of an epoch: documents, where each begins in the stream (and the stream's end), and rows."""
+        random = np.random.default_rng([self.seed, epoch])
+        shuffled = random.permutation(len(self.documents))
+        begins = np.concatenate(([0], np.cumsum(self.sizes[shuffled])))
+        return self.documents[shuffled], begins, random.permutation(self.samples_per_epoch)
+
+    def batch(self, first_sample: int, count: int) -> Batch:
+        """Samples [first_sample, first_sample + count) of the endless sequence of epochs."""
+        length = self.length
+        stream = np.empty((count, length + 1), dtype=np.int64)
+        learnt = np.ones((count, length + 1), dtype=bool)
+        positions = np.empty((count, length), dtype=np.int64)
+        starts: list[int] = []
+        for row in range(count):
+            epoch, number = divmod(first_sample + row, self.samples_per_epoch)
+            documents, begins, rows = self._orders(epoch)
+            self._fill(
+                documents,
+                begins,
+                int(rows[number]) * length,
+                stream[row],
+                learnt[row],
+                positions[row],
+                starts,
+                row,
+            )
+        targets = np.where(learnt[:, 1:], stream[:, 1:], IGNORED)
+        return Batch(
+            stream[:, :-1],
+            targets,
+            positions,
+            np.array([*starts, count * length], dtype=np.int32),
+            int(np.count_nonzero(targets != IGNORED)),
+        )
+
+    def _fill(
+        self,
+        documents: np.ndarray,
+        begins: np.ndarray,
+        at: int,
+        stream: np.ndarray,
+        learnt: np.ndarray,
+        positions: np.ndarray,
+        starts: list[int],
+        row: int,
+    ) -> None:
+        """Write the pieces of documents that lie at [at, at + length + 1) of the epoch's stream."""
+        data, wanted = self.dataset, self.length + 1
+        index = int(np.searchsorted(begins, at, side="right")) - 1
+        filled = 0
+        while filled < wanted:
+            offset = at + filled - int(begins[index])
+            source = int(data.starts[documents[index]]) + offset
+            size = min(wanted - filled, int(begins[index + 1]) - at - filled)
+            stream[filled : filled + size] = data.tokens[source : source + size]
+            if data.learnt is not None:
+                learnt[filled : filled + size] = data.learnt[source : source + size]
+            if filled < self.length:
+                positions[filled : filled + size] = _COUNTING[: min(size, self.length - filled)]
+                starts.append(row * self.length + filled)
+            learnt[filled] = False  # the first token of a piece is nobody's next token
+            filled += size
+            index += 1
+
+
+_COUNTING = np.arange(1 << 20)
+
+
+def split_documents(dataset: TokenDataset, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Documents to train on and documents held out, drawn by lot; with a single document nothing is held out."""
+    order = np.random.default_rng([seed, 1 << 32]).permutation(dataset.documents)
+    held_out = min(max(1, int(dataset.documents * HELD_OUT_SHARE)), dataset.documents - 1)
+    return np.sort(order[held_out:]), np.sort(order[:held_out])

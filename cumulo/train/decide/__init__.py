@@ -1,0 +1,1 @@
+"""What a training job will do: configuration, checks, ledger. Pure."""

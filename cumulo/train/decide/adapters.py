@@ -1,0 +1,28 @@
+"""Names and shapes of the parameters that low-rank adapters add to a model. Pure; runs and their ledger ask."""
+
+from cumulo.base import strict
+from cumulo.errors import ConfigError
+from cumulo.spec.model import ModelSpec
+from cumulo.spec.parameters import parameter_shapes
+from cumulo.train.decide.config import LoraConfig
+
+
+def adapter_shapes(spec: ModelSpec, config: LoraConfig) -> dict[str, tuple[int, ...]]:
+    """Of the parameters that adapters add to a whole model, by name. Targets that it has not are refused."""
+    found: dict[str, tuple[int, ...]] = {}
+    kinds: set[str] = set()
+    for name, shape in parameter_shapes(spec).items():
+        module, _, last = name.rpartition(".")
+        kind = module.rpartition(".")[2]
+        if not name.startswith("layers.") or last != "weight" or len(shape) != 2 or kind == "router":
+            continue
+        kinds.add(kind)
+        if kind in config.targets:
+            outputs, inputs = shape
+            found |= {f"{module}.lora_a": (config.rank, inputs), f"{module}.lora_b": (outputs, config.rank)}
+    for target in config.targets:
+        if target not in kinds:
+            raise ConfigError(
+                f"lora.targets: this model has no projection {target!r}{strict.nearest(target, sorted(kinds))}"
+            )
+    return found

@@ -1,0 +1,304 @@
+"""TrainConfig: everything a training run is told, from YAML or Python. Read by `Trainer` and `cumulo train`.
+
+Every setting is documented where it is defined. `check` refuses what cannot be before anything is allocated.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from cumulo.base import strict
+from cumulo.errors import ConfigError
+from cumulo.layout.layout import Layout
+from cumulo.spec.model import ModelSpec, MoESpec
+from cumulo.train.decide.layout_check import batch_problem, layout_problems
+from cumulo.train.decide.new_spec import new_spec
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """The model: sizes of a new one, or `start_from` an existing one (its sizes and tokenizer are then used)."""
+
+    start_from: str | None = None  # a folder, a GGUF file or a Hugging Face name
+    family: Literal["llama", "qwen3", "mixtral", "qwen3_moe"] = "llama"
+    hidden: int = 192
+    layers: int = 4
+    heads: int = 6
+    kv_heads: int | None = None  # None: as many as heads
+    head_dim: int | None = None  # None: hidden / heads
+    ffn_hidden: int | None = None  # None: 8/3 of hidden, up to a multiple of 64 (Shazeer 2020)
+    rope_theta: float = 10000.0
+    norm_eps: float = 1e-5
+    tied_embeddings: bool = True
+    vocab_multiple: int = (
+        1  # the vocabulary is filled up to a multiple of this, so that tensor parallelism divides it
+    )
+    moe: MoESpec | None = None  # for the families that have experts
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerConfig:
+    """Which tokenizer: trained on the data, or the one of an existing model."""
+
+    kind: Literal["bytes", "bpe"] = "bpe"
+    vocab_size: int = 2048  # of a BPE tokenizer, special tokens included
+    start_from: str | None = None  # a folder with tokenizer.json
+
+
+@dataclass(frozen=True, slots=True)
+class DataConfig:
+    """What is read. Sources are text files, .jsonl, .parquet, folders of these, or `python-stdlib`."""
+
+    sources: tuple[str, ...] = ("python-stdlib",)
+    format: Literal["text", "chat"] = "text"  # chat: JSONL with {"messages": [...]}; loss on answers only
+    text_field: str = "text"  # of a JSONL or Parquet row
+    sequence_length: int = 256
+    workers: int = 2  # processes that tokenise
+    prefetch_batches: int = 4
+    tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerConfig:
+    """AdamW for everything, or Muon for the matrices inside layers and AdamW for the rest.
+
+    adamw8bit keeps AdamW's state in 8 bits a number, those of the embedding and of small tensors excepted.
+    """
+
+    kind: Literal["adamw", "adamw8bit", "muon"] = "adamw"
+    offload: bool = False  # state, master weights and the step itself in the host's memory, not the GPU's
+    learning_rate: float = 1e-3  # of AdamW
+    muon_learning_rate: float = 0.02
+    muon_momentum: float = 0.95
+    weight_decay: float = 0.1  # of matrices; norms and biases have none
+    beta1: float = 0.9
+    beta2: float = 0.95
+    epsilon: float = 1e-8
+    clip_norm: float = 1.0  # 0: gradients are not clipped
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduleConfig:
+    """The learning rate over the run: warm-up, then a cosine, or level and then down (warm-up-stable-decay)."""
+
+    kind: Literal["cosine", "wsd", "constant"] = "cosine"
+    warmup_steps: int = 20
+    decay_share: float = 0.2  # of all steps, the last ones in which wsd goes down
+    final_share: float = 0.1  # of the learning rate, where it ends
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointConfig:
+    every_steps: int = 100  # 0: only at the end
+    keep: int = 2  # how many of the latest stay
+    asynchronous: bool = True  # written while training goes on
+    memory_every_steps: int = 0  # a copy in the nodes' memory, and in that of a peer node; 0: none
+    memory_folder: str = "/dev/shm"  # where memory is a folder
+
+
+@dataclass(frozen=True, slots=True)
+class GuardConfig:
+    """When a loss is no number or jumps: stop, or go back to the last checkpoint and past the data that did it."""
+
+    action: Literal["stop", "rollback", "ignore"] = "stop"
+    spike_deviations: float = 8.0  # standard deviations above the running mean; 0: only NaN counts
+    window_steps: int = 50
+    most_rollbacks: int = 3
+
+
+@dataclass(frozen=True, slots=True)
+class LoraConfig:
+    """Low-rank adapters (Hu et al. 2021): the model is frozen, two thin matrices beside each projection learn."""
+
+    rank: int = 8
+    alpha: float = 16.0
+    targets: tuple[str, ...] = ("qkv", "output", "gate_up", "down")
+
+
+@dataclass(frozen=True, slots=True)
+class FaultConfig:
+    """Of a run in several processes: what happens when one of them dies or waits for ever."""
+
+    most_restarts: int = 3  # from the freshest checkpoint; then the run ends
+    hang_after_s: float = (
+        600.0  # a process that waited this long for others is reported, and all are restarted
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class TrainConfig:
+    folder: str = "runs/train"  # checkpoints, log, plot and the finished model go here
+    steps: int = 300
+    batch_sequences: int = 16  # of one optimizer step, over everything
+    micro_batch: int = 16  # of them, computed at once; the rest by accumulation
+    seed: int = 0
+    device: str = "auto"  # auto: the GPU if there is one
+    dtype: Literal["float32", "bfloat16", "float64"] = "float32"  # weights and computation
+    master_weights: bool = True  # with bfloat16: the optimizer keeps a float32 copy
+    # Of the products inside layers, those of experts excepted: as dtype says, or in 8 bits where a GPU has them,
+    # with one scale a matrix (fp8) or one for 128 numbers (fp8_blocks).
+    products: Literal["wide", "fp8", "fp8_blocks"] = "wide"
+    compile: bool = False  # layers by torch.compile, instead of our own joined operations
+    recompute: bool = False  # activation checkpointing: forward again in backward, to save memory
+    # Instead of whole layers, only these operations again: cheap to compute, and large to keep.
+    recompute_operations: tuple[Literal["norm", "activation", "attention"], ...] = ()
+    offload_activations: bool = False  # of a GPU: what backward needs waits in the host's memory
+    balance_loss: float = 0.01  # weight of the experts' balance
+    # Routers with a selection bias: how far it moves against the load in a step (DeepSeek-V3 takes 0.001); 0: not.
+    expert_bias_rate: float = 0.0
+    expert_rebalance_every_steps: int = (
+        0  # with layout.ep: experts move to even out the ranks' load; 0: they stay
+    )
+    evaluate_every_steps: int = 0  # 0: only at the end; held out: 1% of the documents, drawn by lot
+    evaluate_sequences: int = 64  # 0: nothing is held out
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    guard: GuardConfig = field(default_factory=GuardConfig)
+    lora: LoraConfig | None = None
+    layout: Layout = field(default_factory=Layout)  # over how many processes, and how
+    faults: FaultConfig = field(default_factory=FaultConfig)
+
+    def __post_init__(self) -> None:
+        # Only numbers that are right by themselves can be held against each other.
+        problems = list(_problems(self)) or list(_layout_problems(self))
+        if problems:
+            raise ConfigError("; ".join(problems))
+
+
+def load_config(path: Path, changes: Mapping[str, str] | None = None) -> TrainConfig:
+    """From a YAML file, with settings such as {"optimizer.learning_rate": "1e-3"} on top."""
+    try:
+        data = yaml.safe_load(path.read_text("utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read {path}: {error}") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not valid YAML: {error}") from error
+    return config_from(data or {}, str(path), changes)
+
+
+def config_from(
+    data: Mapping[str, Any], where: str = "config", changes: Mapping[str, str] | None = None
+) -> TrainConfig:
+    table: dict[str, Any] = dict(data) if isinstance(data, Mapping) else data
+    for name, text in (changes or {}).items():
+        _set(table, name, yaml.safe_load(text))
+    return strict.build(TrainConfig, table, where)
+
+
+def config_text(config: TrainConfig) -> str:
+    """YAML that `load_config` reads back."""
+    return yaml.safe_dump(_plain(config), sort_keys=False)
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value):
+        return {entry.name: _plain(getattr(value, entry.name)) for entry in dataclasses.fields(value)}
+    return [_plain(item) for item in value] if isinstance(value, tuple) else value
+
+
+def _set(table: dict[str, Any], name: str, value: Any) -> None:
+    *path, last = name.split(".")
+    for part in path:
+        inner = table.get(part) or {}
+        if not isinstance(inner, Mapping):
+            raise ConfigError(f"{name!r} cannot be set: {part!r} is a value, not a table")
+        table[part] = dict(inner)
+        table = table[part]
+    table[last] = value
+
+
+def known_spec(config: TrainConfig) -> ModelSpec | None:
+    """The model as far as the configuration says: a vocabulary of 0 is not known yet, and an existing model is not
+    opened."""
+    if config.model.start_from is not None:
+        return None
+    tokenizer = config.data.tokenizer
+    known = tokenizer.kind == "bpe" and tokenizer.start_from is None
+    return new_spec(config, tokenizer.vocab_size if known else 0, ())
+
+
+def _layout_problems(config: TrainConfig) -> Iterator[str]:
+    spec = known_spec(config)
+    if spec is not None:
+        yield from layout_problems(config, spec)
+
+
+def _problems(config: TrainConfig) -> Iterator[str]:
+    whole = {
+        "steps": config.steps, "batch_sequences": config.batch_sequences, "micro_batch": config.micro_batch,
+        "data.sequence_length": config.data.sequence_length, "data.workers": config.data.workers,
+        "data.prefetch_batches": config.data.prefetch_batches, "model.hidden": config.model.hidden,
+        "model.layers": config.model.layers, "model.heads": config.model.heads,
+        "checkpoint.keep": config.checkpoint.keep, "guard.window_steps": config.guard.window_steps,
+        "model.vocab_multiple": config.model.vocab_multiple,
+    }  # fmt: skip
+    yield from (f"{name} must be 1 or more, got {value}" for name, value in whole.items() if value < 1)
+    if (problem := batch_problem(config)) is not None:
+        yield problem
+    model = config.model
+    if model.start_from is None:
+        if model.heads > 0 and model.head_dim is None and model.hidden % model.heads:
+            yield f"model.hidden {model.hidden} does not divide by model.heads {model.heads}; set head_dim"
+        kv_heads = model.heads if model.kv_heads is None else model.kv_heads
+        if kv_heads < 1 or model.heads % kv_heads:
+            yield f"model.heads {model.heads} does not divide by model.kv_heads {kv_heads}"
+        if (model.moe is None) == model.family.endswith(("mixtral", "moe")):
+            wanted = "needs a table model.moe" if model.moe is None else "has no experts: remove model.moe"
+            yield f"model.family {model.family!r} {wanted}, or take another family"
+    if config.data.sequence_length > 1 << 20:
+        yield f"data.sequence_length is at most {1 << 20:,}, got {config.data.sequence_length:,}"
+    if config.data.tokenizer.kind == "bpe" and config.data.tokenizer.vocab_size < 300:
+        yield f"a BPE vocabulary has 300 or more entries, got {config.data.tokenizer.vocab_size}"
+    optimizer, schedule = config.optimizer, config.schedule
+    for name, value in (("learning_rate", optimizer.learning_rate), ("epsilon", optimizer.epsilon)):
+        if not value > 0:
+            yield f"optimizer.{name} must be more than 0, got {value}"
+    for name, value in (
+        ("beta1", optimizer.beta1),
+        ("beta2", optimizer.beta2),
+        ("momentum", optimizer.muon_momentum),
+    ):
+        if not 0 <= value < 1:
+            yield f"optimizer.{name} must be from 0 to below 1, got {value}"
+    if not 0 <= schedule.warmup_steps < max(config.steps, 1):
+        yield f"schedule.warmup_steps {schedule.warmup_steps} must be fewer than steps {config.steps}"
+    for name, value in (("decay_share", schedule.decay_share), ("final_share", schedule.final_share)):
+        if not 0 <= value <= 1:
+            yield f"schedule.{name} must be from 0 to 1, got {value}"
+    negative = {
+        "optimizer.clip_norm": optimizer.clip_norm, "optimizer.weight_decay": optimizer.weight_decay,
+        "checkpoint.every_steps": config.checkpoint.every_steps, "balance_loss": config.balance_loss,
+        "expert_bias_rate": config.expert_bias_rate,
+        "expert_rebalance_every_steps": config.expert_rebalance_every_steps,
+        "evaluate_every_steps": config.evaluate_every_steps, "evaluate_sequences": config.evaluate_sequences,
+        "checkpoint.memory_every_steps": config.checkpoint.memory_every_steps,
+        "faults.most_restarts": config.faults.most_restarts,
+    }  # fmt: skip
+    yield from (f"{name} must not be negative, got {value}" for name, value in negative.items() if value < 0)
+    if config.guard.action == "rollback" and not config.checkpoint.every_steps:
+        yield "guard.action rollback needs checkpoints: set checkpoint.every_steps"
+    if config.recompute and config.recompute_operations:
+        yield "recompute computes whole layers again, recompute_operations parts of them: set one of the two"
+    if config.lora is not None and config.model.start_from is None:
+        yield "lora adapts an existing model: set model.start_from"
+    if config.products != "wide" and config.dtype != "bfloat16":
+        yield f"products: {config.products} goes with dtype: bfloat16, and dtype is {config.dtype}"
+    if config.products != "wide" and config.lora is not None:
+        yield f"products: {config.products} is not for matrices with adapters: leave it wide, or lora out"
+    if config.compile and (config.layout.pp > 1 or config.layout.ep > 1):
+        yield f"compile does not know pipelines and spread experts yet: leave out it, or them ({config.layout})"
+    if config.expert_rebalance_every_steps and config.layout.ep == 1:
+        yield "expert_rebalance_every_steps moves experts between ranks, and layout.ep is 1: set both or none"
+    if config.lora is not None and config.lora.rank < 1:
+        yield f"lora.rank must be 1 or more, got {config.lora.rank}"
+    if not config.data.sources:
+        yield "data.sources is empty: name files, folders or python-stdlib"
+    if config.faults.hang_after_s <= 0:
+        yield f"faults.hang_after_s must be more than 0, got {config.faults.hang_after_s}"

@@ -1,0 +1,188 @@
+"""The run's ledger: memory and step time as the planner predicts them before the first step, and as they turn out.
+Pure; the trainer fills it, the command shows it, and `ledger.json` keeps it."""
+
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import get_args
+
+from cumulo.errors import ConfigError, OutOfMemory
+from cumulo.layout.layout import Place
+from cumulo.plan.job import Recompute, TrainJob
+from cumulo.plan.memory.ledger import MemoryLedger
+from cumulo.plan.memory.peak import peak_memory, stage_memory
+from cumulo.plan.search.offload import plan_time
+from cumulo.plan.time.compute_profile import shipped_for
+from cumulo.spec.catalog import cluster, shipped
+from cumulo.spec.model import ModelSpec
+from cumulo.train.decide.adapters import adapter_shapes
+from cumulo.train.decide.config import TrainConfig
+from cumulo.train.decide.cpu_activations import cpu_activation_bytes
+from cumulo.train.decide.layout_check import parts_backward
+from cumulo.train.decide.pieces import pieces
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One figure of rank 0's, or of the whole step."""
+
+    name: str
+    unit: str
+    predicted: float
+    measured: float | None
+    basis: str  # what the prediction rests on
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    memory: MemoryLedger  # of the stage that needs most
+    first: MemoryLedger  # of rank 0's stage
+    step_s: float
+    step_basis: str
+    # By one rank in a step, by axis; empty: not known for this device.
+    sent_bytes: tuple[tuple[str, float], ...]
+    is_least: bool = False  # `step_s` is a bound from below, not an estimate
+
+
+def predict(
+    config: TrainConfig, spec: ModelSpec, device_name: str | None, step_flops: float, peak_flops: float
+) -> Prediction | None:
+    """`device_name`: of the GPU; None: a CPU. `peak_flops`: of all ranks. None: the planner knows no such job."""
+    if config.dtype == "float64":
+        return None
+    on_gpu = device_name is not None  # otherwise the host's memory is the only one
+    try:
+        job = TrainJob(
+            spec, config.layout, config.batch_sequences, config.data.sequence_length, config.micro_batch,
+            recompute=_recompute(config, spec, on_gpu),
+            dtype=config.dtype if config.products == "wide" else "float8",
+            gradient_dtype="float32" if config.dtype == "float32" or config.master_weights else config.dtype,
+            optimizer=config.optimizer.kind, offload_optimizer=on_gpu and config.optimizer.offload,
+            offload_activations=on_gpu and config.offload_activations, master_weights=config.master_weights,
+        )  # fmt: skip
+    except ConfigError:
+        return None
+    memory, first = (
+        _as_trained(ledger, job, config, on_gpu) for ledger in (peak_memory(job), stage_memory(job, 0))
+    )
+    if (known := _catalogued(device_name)) is None:
+        basis = "all FLOPs at the rate of a matrix product timed here: the least it can take"
+        return Prediction(memory, first, step_flops / peak_flops, basis, (), is_least=True)
+    machines = cluster(config.layout.world, device=known)
+    profile, _ = shipped_for(machines.node.device, job.dtype, "cumulo-2026")
+    found = plan_time(job, machines, profile, explain=False)
+    basis = f"cost model of {known}, {found.interval.low:.3g} to {found.interval.high:.3g} s"
+    return Prediction(memory, first, found.step_s, basis, found.link_bytes)
+
+
+def _recompute(config: TrainConfig, spec: ModelSpec, on_gpu: bool) -> Recompute:
+    if config.recompute:
+        return "full"
+    names: tuple[Recompute, ...] = get_args(Recompute)
+    asked = set(config.recompute_operations)
+    if on_gpu and config.dtype == "bfloat16" and _joined(config, spec):
+        # `train.fused` computes both again, or keeps them in 8 bits, whatever was asked for.
+        asked = (
+            asked | {"norm", "activation"} if config.products == "wide" else asked - {"norm", "activation"}
+        )
+    return next((name for name in names if asked and set(name.split("+")) == asked), "none")
+
+
+def _joined(config: TrainConfig, spec: ModelSpec) -> bool:
+    """Whether all of a layer is: grouped heads and a dense feed-forward, without biases and adapters."""
+    plain = spec.moe is None and spec.mla is None and not (spec.qkv_bias or spec.output_bias or spec.mlp_bias)
+    alone = config.layout.tp == 1 and not config.compile and not parts_backward(config.layout)
+    return plain and alone and config.lora is None
+
+
+def _as_trained(memory: MemoryLedger, job: TrainJob, config: TrainConfig, on_gpu: bool) -> MemoryLedger:
+    """The planner's ledger, with what it does not know of: torch's operations on a CPU, and adapters."""
+    if not on_gpu:
+        memory = replace(memory, activations=cpu_activation_bytes(job, memory.stage))
+    if config.lora is None:
+        return memory
+    rank = job.layout.rank(Place(memory.stage, 0, 0, 0))
+    plain, adapters = (
+        sum(math.prod(piece.shape) for piece in pieces(job.model, job.layout, rank, shapes).values())
+        for shapes in (None, adapter_shapes(job.model, config.lora))
+    )
+    share = adapters / plain  # of what would have gradients and states without them
+    return replace(
+        memory,
+        weights=round(memory.weights * (1 + share)),
+        gradients=round(memory.gradients * share),
+        optimizer=round(memory.optimizer * share),
+    )
+
+
+def refuse_if_too_large(
+    memory: MemoryLedger, available_bytes: int, on_gpu: bool, config: TrainConfig
+) -> None:
+    """Before anything is allocated."""
+    needed = memory.total if on_gpu else memory.peak - memory.temporary
+    if needed <= available_bytes:
+        return
+    largest = max(memory.rows()[:4], key=lambda row: row[1])
+    advice = "layout.zero 1 to 3 or more tp or pp"
+    if largest[0] == "activations":
+        advice = (
+            "a smaller micro_batch" + ("" if config.recompute else ", recompute: true") + ", or layout.cp"
+        )
+    raise OutOfMemory(
+        f"a rank needs {needed / 2**30:.1f} GiB and {available_bytes / 2**30:.1f} GiB are free: {_words(memory)}; "
+        f"try {advice}"
+    )
+
+
+def entries(
+    prediction: Prediction,
+    step_s: float,
+    weights_bytes: int | None,
+    optimizer_bytes: int | None,
+    kept_bytes: int | None,
+    peak_bytes: int,
+    on_gpu: bool,
+) -> list[Entry]:
+    """`kept_bytes`: for backward, where it was measured."""
+    memory = prediction.first
+    exact, counted = "counted from the spec and the layout", "counted tensor by tensor"
+    # A bound from below that the run went below was measured wrongly: it is not shown.
+    wrong = prediction.is_least and step_s < prediction.step_s
+    step = [] if wrong else [Entry("step", "s", prediction.step_s, step_s, prediction.step_basis)]
+    found = [
+        *step,
+        Entry("weights", "bytes", memory.weights, weights_bytes, exact),
+        Entry("gradients", "bytes", memory.gradients, None, exact),
+        Entry("optimizer", "bytes", memory.optimizer, optimizer_bytes, exact),
+        Entry("activations", "bytes", memory.activations, kept_bytes, counted),
+        Entry("logits", "bytes", memory.logits, None, counted),
+    ]
+    if on_gpu:
+        found.append(Entry("peak memory", "bytes", memory.peak, peak_bytes, counted))
+    return [
+        *found,
+        *(
+            Entry(f"sent over {axis}", "bytes", size, None, "collectives' own volumes")
+            for axis, size in prediction.sent_bytes
+        ),
+    ]
+
+
+def write_ledger(path: Path, found: Iterable[Entry]) -> None:
+    path.write_text(json.dumps([asdict(entry) for entry in found], indent=1) + "\n", "utf-8")
+
+
+def _catalogued(device_name: str | None) -> str | None:
+    """The catalogue's name of a GPU that torch calls `NVIDIA H200`."""
+    if device_name is None:
+        return None
+    words = device_name.lower().replace("-", " ").split()
+    return next((name for name in shipped().tables["devices"] if name.split("-")[0] in words), None)
+
+
+def _words(memory: MemoryLedger) -> str:
+    return ", ".join(
+        f"{name} {size / 2**30:.2g}" for name, size in memory.rows() if size >= 0.01 * memory.total
+    )

@@ -1,0 +1,224 @@
+"""Pieces: which part of which parameter each rank of a layout holds, as data. Pure arithmetic.
+
+Models are built from it, gradients are summed by it, norms count by it, and checkpoints are written and read by it.
+
+    pieces(spec, Layout(tp=2), rank=1)["embed.weight"].boxes   # the second half of the vocabulary
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+
+from cumulo.errors import ConfigError
+from cumulo.layout.box import Box, cut_rows, slice_in_parts, whole_box
+from cumulo.layout.layout import Layout
+from cumulo.pipeline.decide.actions import Placement
+from cumulo.pipeline.decide.catalog import family
+from cumulo.spec.model import ModelSpec
+from cumulo.spec.parameters import parameter_shapes
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkPart:
+    """What a pipeline chunk holds of the model."""
+
+    index: int
+    layers: range
+    first: bool  # it embeds the tokens
+    last: bool  # it has the final norm, the head and the loss
+
+    def holds(self, name: str, tied: bool) -> bool:
+        if name.startswith("layers."):
+            return int(name.split(".")[1]) in self.layers
+        if name == "embed.weight":
+            return self.first or (self.last and tied)
+        return self.last
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A rank's part of a parameter, before ZeRO."""
+
+    name: str
+    whole: tuple[int, ...]  # shape of the parameter
+    shape: tuple[int, ...]  # of the part
+    boxes: tuple[Box, ...]
+    expert: bool  # spread over `ep`: its gradient is summed over `expert_data`, not over `data`
+    sliced: bool  # over tp: every tensor-parallel rank has another part
+    partial_over_tp: bool  # every tensor-parallel rank has the same part, and a part of its gradient
+    holders: tuple[int, ...]  # the ranks that hold the same, this one included
+
+    def cut_rows(self, begin: int, end: int) -> tuple[Box, ...]:
+        """The boxes of rows [begin, end) of this part."""
+        return cut_rows(self.boxes, begin, end)
+
+
+# Rows of a whole parameter that are sliced each for itself, and the dimension that is sliced; by the name's end.
+_COLUMNS = ("attention.output.weight", "down.weight")
+_INSIDE = ("q_a.weight", "q_a.bias", "q_a_norm.weight", "kv_a.weight", "kv_a.bias", "kv_a_norm.weight",
+           "q_norm.weight", "k_norm.weight")  # fmt: skip
+
+
+def chunk_parts(spec: ModelSpec, layout: Layout) -> tuple[ChunkPart, ...]:
+    """The model cut into the chunks of the layout's pipeline, as even as layers allow. What is left over goes to
+    the chunks before the last, which has the head."""
+    count = pipeline_chunks(layout)
+    if count > spec.layers:
+        raise ConfigError(
+            f"{spec.layers} layers cannot fill the {count} chunks of {layout.pp} stages under {layout.schedule}; "
+            f"use fewer stages or another schedule"
+        )
+    size, left = divmod(spec.layers, count)
+    sizes = [size] * count
+    for extra in range(left):  # from the chunk before the last backwards
+        sizes[(count - 2 - extra) % count] += 1
+    begins = [sum(sizes[:index]) for index in range(count)]
+    return tuple(
+        ChunkPart(index, range(begin, begin + length), index == 0, index == count - 1)
+        for index, (begin, length) in enumerate(zip(begins, sizes, strict=True))
+    )
+
+
+def pipeline_chunks(layout: Layout) -> int:
+    """Chunks a micro-batch passes."""
+    if layout.pp == 1:
+        return 1
+    chosen = family(layout.schedule)
+    if is_bidirectional(layout):
+        return layout.pp
+    return layout.pp * (layout.chunks_per_stage or chosen.chunks_per_stage)
+
+
+def is_bidirectional(layout: Layout) -> bool:
+    return layout.pp > 1 and _placement(layout) is Placement.BIDIRECTIONAL
+
+
+@lru_cache(maxsize=1024)
+def held_chunks(layout: Layout, stage: int) -> tuple[tuple[int, int], ...]:
+    """(chunk, direction) pairs that a stage holds; direction 1 is the second copy of a bidirectional pipeline."""
+    if layout.pp == 1:
+        return ((0, 0),)
+    if is_bidirectional(layout):
+        return ((stage, 0), (layout.pp - 1 - stage, 1))
+    laps = pipeline_chunks(layout) // layout.pp
+    down_and_up = _placement(layout) is Placement.V
+    return tuple(
+        (lap * layout.pp + (layout.pp - 1 - stage if down_and_up and lap % 2 else stage), 0)
+        for lap in range(laps)
+    )
+
+
+def pieces(
+    spec: ModelSpec, layout: Layout, rank: int, shapes: Mapping[str, tuple[int, ...]] | None = None
+) -> dict[str, Piece]:
+    """Everything a rank holds, by the parameter's name. A stage with two copies of one chunk has it once.
+    `shapes`: of whole parameters, where the model has others than its spec says, such as adapters."""
+    at = layout.place(rank)
+    parts = chunk_parts(spec, layout)
+    own = [parts[chunk] for chunk, _ in held_chunks(layout, at.pp)]
+    return {
+        name: piece_of(spec, layout, rank, name, shape)
+        for name, shape in (parameter_shapes(spec) if shapes is None else shapes).items()
+        if any(part.holds(name, spec.tied_embeddings) for part in own)
+    }
+
+
+def zero_rows(rows: int, ranks: int, index: int) -> tuple[int, int]:
+    """The rows of a part that ZeRO gives to one of `ranks`: runs of ⌈rows/ranks⌉, the last ones short or empty, as
+    FSDP2 cuts them."""
+    size = math.ceil(rows / ranks)
+    return min(index * size, rows), min((index + 1) * size, rows)
+
+
+def _placement(layout: Layout) -> Placement:
+    chosen = family(layout.schedule)
+    least = max(2 * layout.pp, chosen.micro_batches_per_stage * layout.pp)  # any number the schedule accepts
+    return _sample_placement(
+        layout.schedule, layout.pp, least, layout.chunks_per_stage or chosen.chunks_per_stage
+    )
+
+
+@lru_cache(maxsize=256)
+def _sample_placement(name: str, stages: int, micro_batches: int, chunks: int) -> Placement:
+    return family(name).generate(stages, micro_batches, chunks).placement
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a parameter is one of a low-rank adapter's two."""
+    return name.endswith((".lora_a", ".lora_b"))
+
+
+def piece_of(spec: ModelSpec, layout: Layout, rank: int, name: str, shape: tuple[int, ...]) -> Piece:
+    """A rank's part of one parameter, of which it holds some."""
+    at = layout.place(rank)
+    expert = ".experts." in name
+    boxes: list[Box] = [whole_box(shape)]
+    cut = _tp_cut(spec, name, shape)
+    if cut is not None and layout.tp > 1:
+        boxes = slice_in_parts(boxes, *cut, at.tp, layout.tp)
+    if expert and layout.ep > 1:
+        index = layout.group("ep", rank).index(rank)
+        boxes = slice_in_parts(boxes, 0, (shape[0],), index, layout.ep)
+    held = list(shape)
+    if cut is not None:
+        held[cut[0]] //= layout.tp
+    if expert:
+        held[0] //= layout.ep
+    return Piece(
+        name,
+        shape,
+        tuple(held),
+        tuple(boxes),
+        expert,
+        cut is not None,
+        layout.tp > 1
+        and cut is None
+        and (layout.sequence_parallel or name.endswith(_INSIDE) or is_adapter(name)),
+        tuple(sorted(_holders(spec, layout, rank, name, expert, cut is not None))),
+    )
+
+
+def _tp_cut(spec: ModelSpec, name: str, shape: tuple[int, ...]) -> tuple[int, tuple[int, ...]] | None:
+    """(dimension, its parts) along which tensor parallelism slices a parameter; None: it is whole everywhere."""
+    if is_adapter(name):  # B has the rows of the matrix that it adapts, A its columns
+        module, _, last = name.rpartition(".")
+        cut = _tp_cut(spec, f"{module}.weight", shape)
+        return cut if cut is not None and cut[0] == (1 if last == "lora_a" else 0) else None
+    if name in ("embed.weight", "head.weight"):
+        return 0, (shape[0],)
+    if name.endswith(("attention.qkv.weight", "attention.qkv.bias")):
+        query, key = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+        return 0, (query, key, key)
+    if name.endswith(("attention.q.weight", "attention.q_b.weight", "attention.kv_b.weight")):
+        return 0, (shape[0],)
+    if name.endswith(("gate_up.weight", "gate_up.bias")):
+        return 0, (shape[0] // 2, shape[0] // 2)
+    if name.endswith(_COLUMNS):
+        return 1, (shape[1],)
+    if name.endswith("experts.gate_up"):
+        return 1, (shape[1] // 2, shape[1] // 2)
+    if name.endswith("experts.down"):
+        return 2, (shape[2],)
+    return None
+
+
+def _holders(
+    spec: ModelSpec, layout: Layout, rank: int, name: str, expert: bool, sliced: bool
+) -> Iterator[int]:
+    """Same stage or a stage that holds a copy; same slice; same experts."""
+    at = layout.place(rank)
+    parts = chunk_parts(spec, layout)
+    stages = [
+        stage
+        for stage in range(layout.pp)
+        if any(parts[chunk].holds(name, spec.tied_embeddings) for chunk, _ in held_chunks(layout, stage))
+    ]
+    own_experts = (at.dp * layout.cp + at.cp) % layout.ep
+    for other in range(layout.world):
+        place = layout.place(other)
+        if place.pp not in stages or (sliced and place.tp != at.tp):
+            continue
+        if expert and (place.dp * layout.cp + place.cp) % layout.ep != own_experts:
+            continue
+        yield other

@@ -1,0 +1,1 @@
+"""The decoder as it is trained."""

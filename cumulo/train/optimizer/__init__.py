@@ -1,0 +1,1 @@
+"""Optimizers, and how ranks share their states."""

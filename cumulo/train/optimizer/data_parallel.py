@@ -1,0 +1,209 @@
+"""DataParallel: gradients summed over ranks in buckets, while backward still runs (ZeRO 0). A `GradientSink`.
+
+Written by hand, not torch's DistributedDataParallel, because several chunks of a pipeline share one step, gradients
+are sums, and tensor-parallel ranks and copies on other stages add theirs. Gradients lie in the buckets from the
+start (`parameter.grad` is a view), so nothing is copied; half types are summed in float32 where masters are kept.
+How a bucket is added up over ranks is an `Exchange`: here an all-reduce, under ZeRO 1 a reduce-scatter.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from cumulo.ranks.groups import Groups
+from cumulo.train.decide.pieces import Piece
+from cumulo.train.optimizer.sink import RestGroups, Shard, data_axis
+
+BUCKET_BYTES = 25 << 20  # long enough for the link's full rate (Li et al. 2020)
+FIRST_BUCKET_BYTES = 1 << 20  # what is ready first goes early
+
+
+class Exchange(Protocol):
+    """How the ranks with other tokens add up the gradients of a bucket."""
+
+    def start(self) -> None:
+        """The bucket is full: what takes time begins."""
+        ...
+
+    def wait(self) -> Tensor:
+        """The flat sum: of all gradients, or of what this rank's optimizer needs of them."""
+        ...
+
+    def parts(self) -> Iterable[Tensor]:
+        """The flat sum by parameter."""
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class Bucket:
+    names: tuple[str, ...]
+    flat: Tensor
+    views: tuple[Tensor, ...]  # of it: the gradients
+
+
+class AllReduce:
+    def __init__(self, bucket: Bucket, piece: Piece, groups: Groups) -> None:
+        """`piece`: of any parameter of the bucket; all go to the same ranks."""
+        axis = data_axis(piece)
+        self._bucket, self._work = bucket, None
+        self._group = groups.of(axis) if groups.size(axis) > 1 else None  # None: nobody has other tokens
+
+    def start(self) -> None:
+        if self._group is not None:
+            self._work = dist.all_reduce(self._bucket.flat, group=self._group, async_op=True)
+
+    def wait(self) -> Tensor:
+        if self._work is not None:
+            self._work.wait()
+        return self._bucket.flat
+
+    def parts(self) -> Iterable[Tensor]:
+        return self._bucket.views
+
+
+@dataclass(slots=True, eq=False)
+class _Sending:
+    """A bucket on its way through a step."""
+
+    bucket: Bucket
+    exchange: Exchange
+    rest_group: dist.ProcessGroup | None
+    missing: int = 0  # gradients that the chunk's last backward has not added to yet
+    awaited: bool = False  # the chunk's last backward is running
+    sent: bool = False
+
+
+class DataParallel:
+    def __init__(
+        self,
+        chunks: Mapping[int, Mapping[str, nn.Parameter]],
+        pieces: Mapping[str, Piece],
+        groups: Groups,
+        wide_gradients: bool,
+        exchange: Callable[[Bucket, Piece, Groups], Exchange] = AllReduce,
+    ) -> None:
+        """`chunks`: this rank's parameters by chunk; `wide_gradients`: half types' are summed in float32."""
+        self._chunks, self._groups, self._rest = chunks, groups, RestGroups(pieces, groups)
+        self._exchange = exchange
+        self._parameters: dict[str, nn.Parameter] = {}
+        holds: dict[str, list[int]] = {}
+        for chunk, named in chunks.items():
+            for name, parameter in named.items():
+                self._parameters[name] = parameter
+                holds.setdefault(name, []).append(chunk)
+        if wide_gradients:
+            for parameter in self._parameters.values():
+                if parameter.dtype in (torch.bfloat16, torch.float16):
+                    parameter.grad_dtype = torch.float32
+        self.shards: dict[str, Shard] = {
+            name: Shard(
+                p.detach(), pieces[name], 0, len(p), len(pieces[name].holders), p.requires_grad, p.dtype
+            )
+            for name, p in self._parameters.items()
+        }
+        # What several chunks add to is nobody's last: it is sent at the end.
+        alone = {name: homes[0] for name, homes in holds.items() if len(homes) == 1}
+        self._buckets: dict[int | None, list[_Sending]] = {}
+        for home in (*chunks, None):
+            names = [name for name in self._trained() if alone.get(name) == home]
+            # Backwards: the last used have their gradients first.
+            self._buckets[home] = list(self._make_buckets(reversed(names), pieces))
+        self._queue: deque[_Sending] = deque()
+        for sending in self._all():
+            for name in sending.bucket.names:
+                self._parameters[name].register_post_accumulate_grad_hook(self._hook(sending))
+
+    def begin(self) -> None:
+        for sending in self._all():
+            sending.bucket.flat.zero_()
+            sending.awaited = sending.sent = False
+            for name, view in zip(sending.bucket.names, sending.bucket.views, strict=True):
+                self._parameters[name].grad = view
+
+    def leaves(self, chunk: int) -> Iterator[nn.Parameter]:
+        return iter(self._chunks[chunk].values())
+
+    def last(self, chunk: int) -> None:
+        self._send_queued()
+        for sending in self._buckets[chunk]:
+            sending.awaited, sending.missing = True, len(sending.bucket.names)
+            self._queue.append(sending)
+
+    def finish(self) -> dict[str, Tensor]:
+        self._send_queued()
+        for sending in self._all():
+            if not sending.sent:
+                self._send(sending)
+        # Sorted: a copy on another stage meets the same buckets in the same order.
+        for sending in sorted(self._all(), key=lambda sending: sending.bucket.names):
+            summed = sending.exchange.wait()
+            if sending.rest_group is not None:
+                dist.all_reduce(summed, group=sending.rest_group)
+        return {
+            name: part
+            for sending in self._all()
+            for name, part in zip(sending.bucket.names, sending.exchange.parts(), strict=True)
+        }
+
+    def spread(self, frozen: bool = False) -> None:
+        """Every rank has moved all its weights."""
+
+    # -- buckets -------------------------------------------------------------------------------------------
+    def _trained(self) -> Iterator[str]:
+        return (name for name, parameter in self._parameters.items() if parameter.requires_grad)
+
+    def _all(self) -> Iterator[_Sending]:
+        for buckets in self._buckets.values():
+            yield from buckets
+
+    def _make_buckets(self, names: Iterable[str], pieces: Mapping[str, Piece]) -> Iterator[_Sending]:
+        """In the order given; only what goes to the same ranks in the same type goes together."""
+        open_names: dict[tuple[bool, tuple[int, ...], torch.dtype], list[str]] = {}
+        limit = FIRST_BUCKET_BYTES
+        for name in names:
+            parameter = self._parameters[name]
+            gradient_dtype = parameter.grad_dtype or parameter.dtype
+            together = open_names.setdefault(
+                (pieces[name].expert, self._rest.members[name], gradient_dtype), []
+            )
+            together.append(name)
+            if sum(self._parameters[each].numel() for each in together) * gradient_dtype.itemsize >= limit:
+                yield self._make_bucket(together, pieces, gradient_dtype)
+                together.clear()
+                limit = BUCKET_BYTES
+        for (_, _, gradient_dtype), together in open_names.items():
+            if together:
+                yield self._make_bucket(together, pieces, gradient_dtype)
+
+    def _make_bucket(self, names: list[str], pieces: Mapping[str, Piece], dtype: torch.dtype) -> _Sending:
+        parameters = [self._parameters[name] for name in names]
+        flat = torch.zeros(sum(p.numel() for p in parameters), dtype=dtype, device=parameters[0].device)
+        parts = flat.split([p.numel() for p in parameters])
+        views = tuple(part.view(p.shape) for part, p in zip(parts, parameters, strict=True))
+        bucket = Bucket(tuple(names), flat, views)
+        exchange = self._exchange(bucket, pieces[names[0]], self._groups)
+        return _Sending(bucket, exchange, self._rest.of(names[0]))
+
+    # -- sending: always in the queue's order, so that all ranks send the same bucket at the same time ------
+    def _hook(self, sending: _Sending) -> Callable[[Tensor], None]:
+        def count(parameter: Tensor) -> None:
+            if sending.awaited:
+                sending.missing -= 1
+                while self._queue and self._queue[0].missing == 0:
+                    self._send(self._queue.popleft())
+
+        return count
+
+    def _send_queued(self) -> None:
+        """Also what made no call to a hook: weight gradients computed apart from the input's."""
+        while self._queue:
+            self._send(self._queue.popleft())
+
+    def _send(self, sending: _Sending) -> None:
+        sending.sent, sending.awaited = True, False
+        sending.exchange.start()

@@ -1,0 +1,210 @@
+"""Optimizer: which parameter is moved by what rule, and what must be saved to go on. Owned by the trainer.
+
+AdamW is torch's fused one, or ours with 8-bit moments; Muon takes the matrices inside layers when asked. With
+master weights the rules move a float32 copy and the bfloat16 parameters follow it; gradients of several
+micro-batches are then added in float32. With `offload` that copy and the rules' state are in the host's memory,
+where the rules then compute (Ren et al. 2021, ZeRO-Offload). State is named after the parameters, so it can be
+saved, and loaded elsewhere, like them.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from cumulo.spec.model import ModelSpec
+from cumulo.train.decide.config import OptimizerConfig
+from cumulo.train.optimizer.adam8bit import Adam8bit
+from cumulo.train.optimizer.muon import Muon, MuonMatrix, Whole
+
+_LEAST_FOR_8_BITS = 4096  # elements: what is smaller costs little memory
+
+
+class Rule(Protocol):
+    """How some tensors are moved by their gradients."""
+
+    def step(self, share: float) -> None:
+        """`share` is the schedule's part of the learning rate."""
+        ...
+
+    def state(self) -> dict[str, Tensor]:
+        """By `NAME.slot`: saving reads these tensors, loading writes into them and then calls `loaded`."""
+        ...
+
+    def loaded(self) -> None: ...
+
+
+class Optimizer:
+    def __init__(
+        self,
+        parameters: Mapping[str, Tensor],
+        config: OptimizerConfig,
+        spec: ModelSpec,
+        masters: bool,
+        wholes: Mapping[str, Whole] | None = None,
+    ) -> None:
+        """`wholes`: of the matrices of which `parameters` has a part only, for rules that need them whole."""
+        self.config = config
+        self.parameters = {name: p for name, p in parameters.items() if p.requires_grad}
+        self.moved: dict[str, Tensor] = {
+            name: _moved(p, masters, config.offload) for name, p in self.parameters.items()
+        }
+        by_muon, in_8_bits, rest = {}, {}, {}
+        for name, tensor in self.moved.items():
+            if config.kind == "muon" and is_inner_matrix(name, tensor):
+                by_muon[name] = tensor
+            elif config.kind == "adamw8bit" and _bears_8_bits(name, tensor):
+                in_8_bits[name] = tensor
+            else:
+                rest[name] = tensor
+        matrices = {
+            name: _muon_matrix(name, tensor, spec, (wholes or {}).get(name))
+            for name, tensor in by_muon.items()
+        }
+        self._rules: list[Rule] = []
+        if rest:
+            self._rules.append(_FusedAdamW(rest, config))
+        if in_8_bits:
+            self._rules.append(Adam8bit(in_8_bits, config))
+        if matrices:
+            self._rules.append(Muon(matrices, config))
+
+    @torch.no_grad()
+    def accumulate(self) -> None:
+        """Take over the gradients of a micro-batch, where the rules move copies of the parameters."""
+        for name, parameter in self.parameters.items():
+            moved = self.moved[name]
+            if moved is parameter or parameter.grad is None:
+                continue
+            wide = parameter.grad.to(moved.device, moved.dtype)
+            moved.grad = wide if moved.grad is None else moved.grad.add_(wide)
+            parameter.grad = None
+
+    def take(self, gradients: Mapping[str, Tensor]) -> None:
+        """Use these as the gradients of the whole step."""
+        for name, moved in self.moved.items():
+            moved.grad = gradients[name].to(moved.device, moved.dtype)
+
+    def clip(self, norm: Tensor | None = None) -> Tensor:
+        """Scale all gradients so that their joint norm is at most `clip_norm`; returns the norm before.
+
+        `norm`: the joint norm, where other ranks hold a part of the gradients.
+        """
+        if norm is None:
+            gradients = [tensor.grad for tensor in self.moved.values() if tensor.grad is not None]
+            norm = torch.nn.utils.get_total_norm(gradients)
+        if self.config.clip_norm:
+            torch.nn.utils.clip_grads_with_norm_(list(self.moved.values()), self.config.clip_norm, norm)
+        return norm
+
+    @torch.no_grad()
+    def step(self, share: float) -> None:
+        """Move everything; `share` is the schedule's part of the learning rates."""
+        for rule in self._rules:
+            rule.step(share)
+        for name, parameter in self.parameters.items():
+            if self.moved[name] is not parameter:
+                parameter.copy_(self.moved[name])
+
+    def zero_grad(self) -> None:
+        for tensor in (*self.moved.values(), *self.parameters.values()):
+            tensor.grad = None
+
+    def state(self) -> dict[str, Tensor]:
+        """By `NAME.slot`: saving reads these tensors, loading writes into them and then calls `loaded`."""
+        found: dict[str, Tensor] = {}
+        for rule in self._rules:
+            found |= rule.state()
+        for name, parameter in self.parameters.items():
+            if self.moved[name].dtype != parameter.dtype:
+                found[f"{name}.master"] = self.moved[name].detach()
+        return found
+
+    @torch.no_grad()
+    def loaded(self) -> None:
+        """Parameters and `state` were overwritten: bring up to date what follows from them."""
+        for rule in self._rules:
+            rule.loaded()
+        for name, parameter in self.parameters.items():
+            if self.moved[name] is not parameter and self.moved[name].dtype == parameter.dtype:
+                self.moved[name].copy_(parameter)
+
+
+class _FusedAdamW:
+    """torch's, one kernel for all tensors; matrices decay, norms and biases do not."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], config: OptimizerConfig) -> None:
+        self._config = config
+        groups = [
+            {"params": group, "weight_decay": decay}
+            for group, decay in (
+                ([tensor for tensor in tensors.values() if tensor.ndim > 1], config.weight_decay),
+                ([tensor for tensor in tensors.values() if tensor.ndim <= 1], 0.0),
+            )
+            if group
+        ]
+        self._adamw = torch.optim.AdamW(
+            groups,
+            lr=config.learning_rate,
+            betas=(config.beta1, config.beta2),
+            eps=config.epsilon,
+            fused=True,
+        )
+        # State from the start, so that what is saved and loaded is always the same set.
+        self._slots: dict[str, dict[str, Tensor]] = {
+            name: {
+                "step": torch.zeros((), dtype=torch.float32, device=tensor.device),
+                "exp_avg": torch.zeros_like(tensor),
+                "exp_avg_sq": torch.zeros_like(tensor),
+            }
+            for name, tensor in tensors.items()
+        }
+        self._adamw.state.update({tensors[name]: slots for name, slots in self._slots.items()})
+
+    def step(self, share: float) -> None:
+        for group in self._adamw.param_groups:
+            group["lr"] = self._config.learning_rate * share
+        self._adamw.step()
+
+    def state(self) -> dict[str, Tensor]:
+        return {
+            f"{name}.{slot}": tensor for name, slots in self._slots.items() for slot, tensor in slots.items()
+        }
+
+    def loaded(self) -> None:
+        """They are the live tensors."""
+
+
+def _moved(parameter: Tensor, masters: bool, offload: bool) -> Tensor:
+    """What the rules move for a parameter: itself, or a wider copy, or one in the host's memory."""
+    half = parameter.dtype in (torch.bfloat16, torch.float16)
+    dtype = torch.float32 if half and masters else parameter.dtype
+    if offload:
+        kept = torch.empty(parameter.shape, dtype=dtype, device="cpu", pin_memory=parameter.is_cuda)
+        return kept.copy_(parameter.detach()).requires_grad_()
+    return parameter if dtype == parameter.dtype else parameter.detach().to(dtype).requires_grad_()
+
+
+def _bears_8_bits(name: str, tensor: Tensor) -> bool:
+    """Gradients of an embedding's rows are rare and large (Dettmers et al. 2021, section 2.3)."""
+    return name != "embed.weight" and tensor.numel() >= _LEAST_FOR_8_BITS
+
+
+def _muon_matrix(name: str, tensor: Tensor, spec: ModelSpec, whole: Whole | None) -> MuonMatrix:
+    parts = fused_parts(name, spec, tensor.shape if whole is None else whole.shape)
+    return MuonMatrix(tensor, torch.zeros_like(tensor), parts, whole)
+
+
+def is_inner_matrix(name: str, tensor: Tensor) -> bool:
+    """Embedding, head and routers are tables of vectors more than maps between spaces (Jordan 2024)."""
+    return tensor.ndim >= 2 and name.startswith("layers.") and ".router." not in name
+
+
+def fused_parts(name: str, spec: ModelSpec, shape: Sequence[int]) -> tuple[int, ...]:
+    """Rows of the maps that a parameter holds."""
+    if name.endswith("attention.qkv.weight"):
+        query, key = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+        return (query, key, key)
+    rows = shape[-2]
+    return (rows // 2, rows // 2) if "gate_up" in name and "lora" not in name else (rows,)

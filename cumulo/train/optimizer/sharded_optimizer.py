@@ -1,0 +1,113 @@
+"""ShardedOptimizer: the optimizer's rules on what this rank holds, with norms over all ranks. Owned by the run.
+
+    sink = gradient_sink(chunks, pieces, groups, masters)
+    optimizer = ShardedOptimizer(sink, config, spec, masters, groups)
+    optimizer.take(sink.finish()); norm = optimizer.clip(); optimizer.step(share)
+
+It has the methods of `Optimizer`, and `weights`: what of the model a checkpoint takes from this rank.
+"""
+
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from cumulo.ranks.groups import Groups
+from cumulo.spec.model import ModelSpec
+from cumulo.train.decide.config import OptimizerConfig
+from cumulo.train.decide.pieces import Piece
+from cumulo.train.optimizer.data_parallel import DataParallel
+from cumulo.train.optimizer.fsdp import FullySharded
+from cumulo.train.optimizer.muon import Whole
+from cumulo.train.optimizer.optimizer import Optimizer, is_inner_matrix
+from cumulo.train.optimizer.sink import GradientSink
+from cumulo.train.optimizer.whole_matrix import WholeMatrix
+from cumulo.train.optimizer.zero1 import Zero1
+
+
+def gradient_sink(
+    chunks: Mapping[int, nn.Module],
+    pieces: Mapping[str, Piece],
+    groups: Groups,
+    wide_gradients: bool,
+    device: torch.device | None = None,
+) -> GradientSink:
+    """The sink of a layout's ZeRO stage. `chunks`: this rank's by number, with global names. `device`: where
+    those of ZeRO 2 and 3 are to be that are on the meta device until now; their shares then have no values yet."""
+    if groups.layout.zero >= 2:
+        place = device or next(next(iter(chunks.values())).parameters()).device
+        return FullySharded(chunks, pieces, groups, wide_gradients, place)
+    parameters = {chunk: dict(module.named_parameters()) for chunk, module in chunks.items()}
+    kind = Zero1 if groups.layout.zero else DataParallel
+    return kind(parameters, pieces, groups, wide_gradients)
+
+
+class ShardedOptimizer:
+    def __init__(
+        self, sink: GradientSink, config: OptimizerConfig, spec: ModelSpec, masters: bool, groups: Groups
+    ) -> None:
+        self.sink, self._groups = sink, groups
+        wholes: dict[str, Whole] = {}
+        if config.kind == "muon" and (groups.layout.tp > 1 or groups.layout.zero):
+            wholes = {
+                name: WholeMatrix(shard, spec, groups)
+                for name, shard in sink.shards.items()
+                if shard.trained and is_inner_matrix(name, shard.tensor)
+            }
+        moved = {
+            name: shard.tensor.requires_grad_()
+            for name, shard in sink.shards.items()
+            # Who has no rows of a matrix still helps to gather the others'.
+            if shard.trained and (shard.tensor.numel() or name in wholes)
+        }
+        self.inner = Optimizer(moved, config, spec, masters, wholes)
+        self._device = next(iter(sink.shards.values())).tensor.device
+
+    def take(self, gradients: Mapping[str, Tensor]) -> None:
+        """What the sink's `finish` gave."""
+        self.inner.take(gradients)
+
+    @torch.no_grad()
+    def clip(self) -> Tensor:
+        """Scale all gradients so that their joint norm over all ranks is at most `clip_norm`; the norm before."""
+        by_holders: dict[int, list[Tensor]] = {}
+        for name, moved in self.inner.moved.items():
+            if moved.grad is not None:
+                by_holders.setdefault(self.sink.shards[name].holders, []).append(moved.grad)
+        total = torch.zeros((), dtype=torch.float64, device=self._device)
+        for holders, gradients in by_holders.items():  # each element counts once in the sum over ranks
+            total += torch.nn.utils.get_total_norm(gradients).to(total).square() / holders
+        dist.all_reduce(total, group=self._groups.of("world"))
+        norm = total.sqrt()
+        self.inner.clip(norm)
+        return norm
+
+    def step(self, share: float) -> None:
+        """Move everything; `share` is the schedule's part of the learning rates."""
+        self.inner.step(share)
+        self.sink.spread()
+
+    def zero_grad(self) -> None:
+        self.inner.zero_grad()
+
+    def state(self) -> dict[str, Tensor]:
+        """The live tensors by `NAME.slot`; which rows of NAME they are about, the sink's shards say."""
+        masters = {
+            f"{name}.master": shard.tensor.detach()
+            for name, shard in self.sink.shards.items()
+            if shard.tensor.dtype != shard.dtype
+        }
+        return self.inner.state() | masters
+
+    def weights(self) -> dict[str, Tensor]:
+        """The model's weights that this rank holds, in the model's type, rows as in the sink's shards.
+
+        Live, except where the shards are master copies: there they follow from `NAME.master`.
+        """
+        return {name: shard.tensor.detach().to(shard.dtype) for name, shard in self.sink.shards.items()}
+
+    def loaded(self) -> None:
+        """After `state` and `weights` were overwritten: bring everything that follows from them up to date."""
+        self.inner.loaded()
+        self.sink.spread(frozen=True)

@@ -1,0 +1,105 @@
+"""GradientSink: where the gradients of a step go, and what of each parameter this rank's optimizer moves.
+
+The pipeline's player feeds it, `ShardedOptimizer` takes from it. `data_parallel`, `zero1` and `fsdp` are the three.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from cumulo.layout.layout import Axis
+from cumulo.ranks.groups import Groups
+from cumulo.train.decide.pieces import Piece
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Shard:
+    """The rows [begin, end) of a rank's piece of a parameter, which this rank's optimizer moves."""
+
+    tensor: (
+        Tensor  # the weights themselves: what is written here is what the model computes with after `spread`
+    )
+    piece: Piece
+    begin: int
+    end: int
+    holders: int  # ranks that move the same rows, this one included
+    trained: bool  # False: frozen, or steered by something else than a gradient
+    dtype: torch.dtype  # the model computes in it; where `tensor` is wider, it is the master copy
+
+
+class GradientSink(Protocol):
+    """One step is `begin`, backward passes with `last` before each chunk's last one, `finish`; then `spread`."""
+
+    @property
+    def shards(self) -> Mapping[str, Shard]:
+        """By the parameter's name. A shard may be empty: there are parameters with fewer rows than ranks."""
+        ...
+
+    def begin(self) -> None:
+        """Before a step's first backward: gradients are nothing."""
+        ...
+
+    def leaves(self, chunk: int) -> Iterator[nn.Parameter]:
+        """The parameters that the chunk's forward computed with: what its backward gives gradients to."""
+        ...
+
+    def last(self, chunk: int) -> None:
+        """The next backward (one call of autograd) is the last of the step that adds to this chunk's weights.
+
+        Everything played before is complete. What the backward makes ready is sent while it still runs.
+        """
+        ...
+
+    def finish(self) -> dict[str, Tensor]:
+        """After the last backward: each trained shard's gradient, summed over all ranks that have a part of it."""
+        ...
+
+    def spread(self, frozen: bool = False) -> None:
+        """After the shards were written: every rank computes with the new weights. `frozen`: all of them were, not
+        only those that are trained."""
+        ...
+
+
+def data_axis(piece: Piece) -> Axis:
+    """The ranks with other tokens: over them a gradient is summed first."""
+    return "expert_data" if piece.expert else "data"
+
+
+def zero_axis(piece: Piece) -> Axis:
+    """The ranks that share a parameter out under ZeRO."""
+    return "expert_data" if piece.expert else "shard"
+
+
+class RestGroups:
+    """The groups of ranks with the same tokens that have parts of one gradient, too: tensor-parallel ranks (see
+    `Piece.partial_over_tp`), and stages that hold a copy (DualPipe's second one, a tied embedding)."""
+
+    def __init__(self, pieces: Mapping[str, Piece], groups: Groups) -> None:
+        layout, rank = groups.layout, groups.rank
+        own = layout.place(rank)
+        self.members: dict[str, tuple[int, ...]] = {}
+        for name, piece in pieces.items():
+            places = {other: layout.place(other) for other in piece.holders}
+            self.members[name] = tuple(
+                other
+                for other, at in places.items()
+                if (at.dp, at.cp) == (own.dp, own.cp) and (piece.partial_over_tp or at.tp == own.tp)
+            )
+        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        # In sorted order, so that ranks with several groups in common make them in the same order.
+        for members in sorted(set(self.members.values())):
+            if members == groups.members("tp"):
+                self._groups[members] = groups.of("tp")
+            elif len(members) > 1:
+                made = dist.new_group(list(members), use_local_synchronization=True)
+                assert isinstance(made, dist.ProcessGroup)
+                self._groups[members] = made
+
+    def of(self, name: str) -> dist.ProcessGroup | None:
+        """None: no other rank has a part."""
+        members = self.members[name]
+        return self._groups[members] if len(members) > 1 else None

@@ -1,0 +1,63 @@
+"""Tensor parallelism: matrices cut over ranks (Shoeybi et al. 2019, Megatron-LM), with sequence parallelism also
+the tokens between them (Korthikanti et al. 2022). The matrix side of a `Split`.
+
+Two matrices make a region: the first cut by rows of its weight (its outputs), the second by columns (its inputs),
+so that only entering and leaving talk. Without sequence parallelism a region's input is the same on all ranks: its
+gradient is summed on the way back, and the result on the way out. With it, ranks hold different tokens outside the
+region: entering gathers them, leaving sums and cuts in one go, and each is the other's gradient.
+"""
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from cumulo.models.linear import Linear
+from cumulo.ranks.differentiable import gathered, sum_gradients, summed, summed_and_cut
+from cumulo.train.model.loss import VocabularySlice, cross_entropy_sum
+
+
+class TensorParallel:
+    def __init__(self, group: dist.ProcessGroup, sequence_parallel: bool) -> None:
+        self.group, self.size, self.index = group, group.size(), group.rank()
+        self.sequence_parallel = sequence_parallel
+
+    def enter(self, x: Tensor) -> Tensor:
+        return gathered(x, self.group) if self.sequence_parallel else sum_gradients(x, self.group)
+
+    def partial(self, linear: Linear, x: Tensor) -> Tensor:
+        return linear(x) if linear.bias is None else linear.without_bias(x)
+
+    def leave(self, y: Tensor, bias: Tensor | None) -> Tensor:
+        left = summed_and_cut(y, self.group) if self.sequence_parallel else summed(y, self.group)
+        return left if bias is None else left + bias
+
+    def embed(self, weight: Tensor, tokens: Tensor) -> Tensor:
+        """Each rank looks up the tokens of its part of the vocabulary and gives zeros for the others."""
+        own = tokens - self.index * len(weight)
+        elsewhere = (own < 0) | (own >= len(weight))
+        found = F.embedding(own.masked_fill(elsewhere, 0), weight)
+        return self.leave(found.masked_fill(elsewhere[:, None], 0.0), None)
+
+    def cross_entropy_sum(self, x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        vocabulary = VocabularySlice(self.index * len(weight), self._merge)
+        return cross_entropy_sum(self.enter(x), weight, targets, vocabulary)
+
+    def _merge(self, log_sum: Tensor, found: Tensor) -> tuple[Tensor, Tensor]:
+        """Of slices of the logits -> of all: one small exchange for both."""
+        parts = gathered(torch.stack((log_sum, found)), self.group).view(self.size, 2, -1)
+        return parts[:, 0].logsumexp(0), parts[:, 1].sum(0)
+
+    def all_tokens(self, values: Tensor) -> Tensor:
+        return gathered(values, self.group) if self.sequence_parallel else values
+
+    def sum_by_row(self, values: Tensor, rows: int) -> Tensor:
+        if not self.sequence_parallel:
+            return values.view(rows, -1, values.shape[-1]).sum(1)
+        # A rank's run of tokens begins and ends anywhere in a row.
+        first, length = self.index * len(values), len(values) * self.size // rows
+        row = torch.arange(first, first + len(values), device=values.device) // length
+        return F.one_hot(row, rows).to(values.dtype).T @ values
+
+    def total(self, values: Tensor) -> Tensor:
+        return summed(values, self.group) if self.sequence_parallel else values

@@ -1,0 +1,1 @@
+"""The loop, its worker processes and what they keep."""

@@ -1,0 +1,156 @@
+"""HangWatch: when a step takes for ever, says which ranks the others wait for and where every rank stands, and ends
+this one so that all are started again. The trainer tells it of every step.
+
+Each rank's watching thread writes its stacks to the run's folder; the first that can reads them all and judges. A
+rank that waits for others stands in a collective; the one that stands elsewhere, or says nothing, holds them up.
+"""
+
+import json
+import linecache
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import FrameType, TracebackType
+
+from cumulo.train.run.launch import HUNG
+
+_GRACE_S = 10.0  # for the other ranks' reports: their watches were set within moments of each other
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """Where a rank is."""
+
+    rank: int
+    step: int  # that it works on
+    waits: bool  # for other ranks, in a collective
+    line: str  # of our code that it is in
+    stacks: str
+
+
+class HangWatch:
+    def __init__(
+        self,
+        folder: Path,
+        rank: int,
+        world: int,
+        after_s: float,
+        end: Callable[[int], None] = os._exit,
+        grace_s: float = _GRACE_S,
+    ) -> None:
+        """`folder` is seen by all ranks. Made by the thread that trains."""
+        self.folder, self.rank, self.world, self.after_s = folder, rank, world, after_s
+        self._end, self._grace_s = end, grace_s
+        self._trains = threading.get_ident()
+        self._step, self._since = 0, 0.0
+        self._watches = False
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="hang-watch", daemon=True)
+
+    def begin(self, step: int) -> None:
+        """A step begins."""
+        self._step, self._since, self._watches = step, time.monotonic(), True
+
+    def pause(self) -> None:
+        """What follows may take its time: a checkpoint, an evaluation."""
+        self._watches = False
+
+    def __enter__(self) -> "HangWatch":
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._file(self.rank).unlink(missing_ok=True)
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._closed.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._closed.wait(min(1.0, self.after_s / 4)):
+            if self._watches and time.monotonic() - self._since > self.after_s:
+                self._report()
+                self._end(HUNG)
+                return
+
+    def _report(self) -> None:
+        own = _standing(self.rank, self._step, self._trains)
+        aside = self._file(self.rank).with_suffix(".part")
+        aside.write_text(json.dumps(asdict(own)), "utf-8")
+        aside.replace(self._file(self.rank))
+        deadline = time.monotonic() + self._grace_s
+        while time.monotonic() < deadline and len(self._found()) < self.world:
+            time.sleep(0.1)
+        found = self._found()
+        if found[0].rank == self.rank:  # somebody has to say it
+            (self.folder / "stacks.txt").write_text(
+                "\n".join(f"rank {one.rank}, step {one.step}\n{one.stacks}" for one in found), "utf-8"
+            )
+            text = verdict(found, self.world, self.after_s)
+            print(f"{text}\nall stacks: {self.folder / 'stacks.txt'}", file=sys.stderr, flush=True)
+        time.sleep(self._grace_s / 5)  # the one that speaks reads our file
+
+    def _found(self) -> list[Standing]:
+        return [
+            Standing(**json.loads(self._file(rank).read_text("utf-8")))
+            for rank in range(self.world)
+            if self._file(rank).is_file()
+        ]
+
+    def _file(self, rank: int) -> Path:
+        return self.folder / f"rank-{rank:05d}.json"
+
+
+def verdict(found: Sequence[Standing], world: int, after_s: float) -> str:
+    """Who holds up whom, for people."""
+    silent = sorted(set(range(world)) - {one.rank for one in found})
+    waiting = [one for one in found if one.waits]
+    elsewhere = [one for one in found if not one.waits]
+    lines = [f"step {max(one.step for one in found)} has taken more than {after_s:g} s:"]
+    if silent:
+        lines.append(f"  {_ranks(silent)} did not answer: stopped, or the machine is gone")
+    lines += [f"  rank {one.rank} did not arrive: it stands at {one.line}" for one in elsewhere]
+    if waiting:
+        places = sorted({one.line for one in waiting})
+        lines.append(f"  {_ranks([one.rank for one in waiting])} waited at {'; '.join(places)}")
+    if not silent and not elsewhere:
+        lines.append("  all wait for each other: they are in different collectives, or the network is gone")
+    return "\n".join(lines)
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def _standing(rank: int, step: int, trains: int) -> Standing:
+    frames = sys._current_frames()
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    stacks = "\n".join(
+        f"  thread {names.get(ident, ident)}\n" + "".join(traceback.format_stack(frames[ident]))
+        for ident in sorted(frames, key=lambda ident: ident != trains)
+    )
+    frame = frames[trains]
+    return Standing(rank, step, _waits(frame), _own_line(frame), stacks)
+
+
+def _waits(frame: FrameType) -> bool:
+    """In torch.distributed, or at a `work.wait()`."""
+    text = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+    return f"torch{os.sep}distributed" in frame.f_code.co_filename or ".wait(" in text
+
+
+def _own_line(frame: FrameType) -> str:
+    """The innermost line that is not torch's, with what it says."""
+    at: FrameType | None = frame
+    while at is not None and f"{os.sep}torch{os.sep}" in at.f_code.co_filename:
+        at = at.f_back
+    at = at or frame
+    name = at.f_code.co_filename
+    text = linecache.getline(name, at.f_lineno).strip()
+    return f"{Path(*Path(name).parts[-3:])}:{at.f_lineno} ({text})"

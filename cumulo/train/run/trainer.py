@@ -1,0 +1,432 @@
+"""Trainer: the loop from first to last step, with checkpoints, log and export. `cumulo train` and programs use it.
+
+    result = Trainer(TrainConfig(folder="runs/mine", steps=300)).run()
+
+`run` reads as the story: prepare, build, restore, step until done or stopped, save, export, plot.
+"""
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from cumulo.base.machine_memory import available_memory
+from cumulo.checkpoint.play.huggingface import export_huggingface
+from cumulo.checkpoint.play.memory import MemoryStore, memory_folder
+from cumulo.checkpoint.play.peft import export_peft
+from cumulo.checkpoint.play.saver import Saver
+from cumulo.checkpoint.play.store import Checkpoint, CheckpointStore, Store
+from cumulo.errors import ConfigError, TrainingError
+from cumulo.kernels.cuda.device_memory import gpu_memory
+from cumulo.ranks.groups import Groups
+from cumulo.ranks.team import Team
+from cumulo.train.data.loader import BatchLoader
+from cumulo.train.data.packing import Batch, Packing, split_documents
+from cumulo.train.data.prepare import Prepared, prepare
+from cumulo.train.decide.config import TrainConfig, config_text
+from cumulo.train.decide.guard import SpikeGuard
+from cumulo.train.decide.ledger import Entry, entries, predict, refuse_if_too_large, write_ledger
+from cumulo.train.decide.plot import loss_plot
+from cumulo.train.decide.schedule import learning_rate_share
+from cumulo.train.model.lora import merged
+from cumulo.train.model.products_check import refuse_products
+from cumulo.train.run.evaluate import held_out_loss
+from cumulo.train.run.hang import HangWatch
+from cumulo.train.run.interrupt import StopRequest
+from cumulo.train.run.kept import KeptActivations
+from cumulo.train.run.launch import local_ranks
+from cumulo.train.run.log import RunLog, StepRecord
+from cumulo.train.run.meter import Ceiling, peak_memory_bytes, training_flops_per_token
+from cumulo.train.run.model_run import AloneRun, ModelRun, RankedRun
+from cumulo.train.run.state import Progressed, restore, saved_facts
+from cumulo.train.run.step import StepLoss
+
+
+class Watcher(Protocol):
+    """Who is told how a run goes: the command line's display, or nobody."""
+
+    def preparing(self, stage: str, done: int, total: int) -> None: ...
+
+    def begins(self, run: "Trainer", first_step: int) -> None: ...
+
+    def step(self, record: StepRecord, memory_bytes: int) -> None: ...
+
+    def tell(self, message: str) -> None: ...
+
+
+class Silent:
+    def preparing(self, stage: str, done: int, total: int) -> None: ...
+
+    def begins(self, run: "Trainer", first_step: int) -> None: ...
+
+    def step(self, record: StepRecord, memory_bytes: int) -> None: ...
+
+    def tell(self, message: str) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class TrainResult:
+    records: tuple[StepRecord, ...]
+    held_out_loss: float | None
+    steps: int  # done in all
+    finished: bool  # False: stopped before the last step
+    seconds: float  # of this run, preparation left out
+    data_stall_s: float
+    checkpoint_block_s: float
+    peak_memory_bytes: int
+    model_folder: Path
+    adapter_folder: Path | None  # of a run with adapters: they alone, in PEFT's layout
+    plot: Path
+    ledger: tuple[Entry, ...] = ()  # predicted beside measured; empty: nothing was predicted
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Ranks:
+    """Of one process of many: whom it works with. Made by `worker.py`."""
+
+    groups: Groups
+    team: Team  # all ranks, on a process group that only checkpoints use
+
+
+class Trainer:
+    def __init__(
+        self,
+        config: TrainConfig,
+        *,
+        resume: bool = False,
+        watcher: Watcher | None = None,
+        ranks: Ranks | None = None,
+    ) -> None:
+        """`watcher` is told how it goes by rank 0 alone."""
+        if ranks is None and config.layout.world > 1:
+            raise ConfigError(
+                f"layout {config.layout} has {config.layout.world} ranks and this is one process; use "
+                "cumulo.train.run.launch, or `cumulo train`"
+            )
+        self.config, self.resume, self.ranks = config, resume, ranks
+        self.team = Team() if ranks is None else ranks.team
+        self.lead = self.team.rank == 0
+        self.watcher: Watcher = watcher if watcher is not None and self.lead else Silent()
+        self.device = _device(config.device)
+        self.dtype: torch.dtype = getattr(torch, config.dtype)
+        self.folder = Path(config.folder)
+
+    def run(self, should_stop: Callable[[int], bool] = lambda step: False) -> TrainResult:
+        """Train to the last step. `should_stop(steps_done)` ends earlier, as Ctrl-C does: saved and whole."""
+        if not self.resume:
+            refuse_to_overwrite(self.folder)
+        torch.manual_seed(self.config.seed)
+        prepared = self._prepare()
+        self._build(prepared)
+        if self.resume:
+            self._restore_freshest()
+        elif self.memory is not None:
+            self.memory.forget()
+        self.log = RunLog(self.folder, self.progress.step) if self.lead else None
+        try:
+            with StopRequest(self._heard) as stop, self.watch or contextlib.nullcontext():
+                result = self._loop(lambda step: stop.asked or should_stop(step))
+        finally:
+            self.saver.wait()
+            if self.log is not None:
+                self.log.close()
+        self.team.first(lambda: self._export(prepared, result))
+        if self.memory is not None:
+            self.memory.remove()
+        return result
+
+    def _heard(self) -> None:
+        """Called by a signal's handler, perhaps in the middle of a line that is being written."""
+        with contextlib.suppress(RuntimeError):
+            self.watcher.tell(
+                "stopping after this step, and saving a checkpoint; press Ctrl-C again to stop at once"
+            )
+
+    # -- what a run is made of ------------------------------------------------------------------------------
+    def _prepare(self) -> Prepared:
+        """Tokenizer and data by the first rank, which the others then find."""
+        found: list[Prepared] = []
+
+        def work() -> None:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            found.append(prepare(self.config, self.watcher.preparing))
+            (self.folder / "config.yaml").write_text(config_text(self.config), "utf-8")
+
+        self.team.first(work)
+        return found[0] if found else prepare(self.config, self.watcher.preparing)
+
+    def _build(self, prepared: Prepared) -> None:
+        config = self.config
+        self.spec, self.dataset = prepared.spec, prepared.dataset
+        train, held_out = split_documents(self.dataset, config.seed)
+        length = config.data.sequence_length
+        self.packing = Packing(
+            self.dataset, length, config.seed, train if config.evaluate_sequences else None
+        )
+        self.held_out: Packing | None = None
+        if (
+            config.evaluate_sequences
+            and self.dataset.starts[held_out + 1].sum() - self.dataset.starts[held_out].sum() > length
+        ):
+            self.held_out = Packing(self.dataset, length, config.seed, held_out)
+        self._predict()
+        self.model_run: ModelRun
+        if self.ranks is None:
+            self.model_run = AloneRun(self.spec, config, self.device, prepared.start)
+        else:
+            self.model_run = RankedRun(self.spec, config, self.device, prepared.start, self.ranks.groups)
+        self.store = CheckpointStore(
+            self.folder / "checkpoints", config.checkpoint.keep, self.watcher.tell, self.team
+        )
+        self.memory: MemoryStore | None = None
+        if config.checkpoint.memory_every_steps:
+            place = memory_folder(Path(config.checkpoint.memory_folder), self.folder)
+            self.memory = MemoryStore(place, self.watcher.tell, self.team)
+        self.saver = Saver(self.team.rank, self.watcher.tell)
+        saves = config.checkpoint.every_steps or config.checkpoint.memory_every_steps
+        # 8-bit moments are saved as wider ones, which then should not exist a step longer than they must.
+        if saves and config.checkpoint.asynchronous and config.optimizer.kind != "adamw8bit":
+            self.saver.prepare(self.model_run.state())
+        self.watch: HangWatch | None = None
+        if self.ranks is not None:
+            self.watch = HangWatch(
+                self.folder / "hang", self.team.rank, self.team.size, config.faults.hang_after_s
+            )
+        self.kept_bytes: int | None = None
+        self.guard = SpikeGuard(config.guard)
+        self.progress = Progressed()
+
+    def _predict(self) -> None:
+        """Memory and time, before anything is allocated; what does not fit is refused."""
+        config, on_gpu = self.config, self.device.type == "cuda"
+        refuse_products(config, self.spec, self.device)
+        frozen = config.lora is not None
+        self.flops_per_token = training_flops_per_token(self.spec, config.data.sequence_length, frozen)
+        self.ceiling = Ceiling(self.device, self.dtype, config.layout.world)
+        name = torch.cuda.get_device_name(self.device) if on_gpu else None
+        tokens = config.batch_sequences * config.data.sequence_length
+        self.prediction = predict(config, self.spec, name, self.flops_per_token * tokens, self.ceiling.flops)
+        if self.prediction is not None:
+            memory = self.prediction.memory
+            free = gpu_memory() if on_gpu else available_memory() // local_ranks()
+            self.team.together(lambda: refuse_if_too_large(memory, free, on_gpu, config))
+
+    def _restore_freshest(self) -> None:
+        """From memory if there is nothing later in the folder: it is nearer, and need not be verified."""
+        if self.memory is not None and (copy := self.memory.latest()) is not None:
+            stored = self.team.first(self.store.steps)
+            if copy.step >= max(stored, default=0):
+                self.progress = restore(self, copy, self.memory)
+                self.watcher.tell(f"resuming after step {copy.step}, from memory ({copy.path})")
+                return
+        checkpoint = self.store.latest()
+        if checkpoint is None:
+            self.watcher.tell(f"{self.folder} contains no checkpoint yet: starting at step 1")
+            return
+        self.progress = restore(self, checkpoint, self.store)
+        self.watcher.tell(f"resuming after step {self.progress.step}, from {checkpoint.path}")
+
+    # -- the loop -------------------------------------------------------------------------------------------
+    def _loop(self, should_stop: Callable[[int], bool]) -> TrainResult:
+        config, begin, run = self.config, time.perf_counter(), self.model_run
+        self.watcher.begins(self, self.progress.step)
+        held_out: float | None = None
+        stall_s = block_s = 0.0
+        loader = self._loader()
+        try:
+            while self.progress.step < config.steps:
+                step_begin, stalled = time.perf_counter(), loader.stall_s
+                if self.watch is not None:
+                    self.watch.begin(self.progress.step + 1)
+                batch = loader.next()
+                learnt, stop = run.agree(batch.learnt_tokens, should_stop(self.progress.step))
+                if stop:
+                    break
+                share = learning_rate_share(config.schedule, self.progress.step, config.steps)
+                found = self._gradients(batch, learnt)
+                norm = run.clip()
+                complaint = self.guard.complaint(found.loss, norm)
+                if complaint is not None and config.guard.action != "ignore":
+                    loader.close()
+                    self._recover(complaint)
+                    loader = self._loader()
+                    continue
+                saved_s = self.saver.settle()
+                news = run.step(share)
+                if self.watch is not None:
+                    self.watch.pause()
+                self.progress = self.progress.after(config.batch_sequences, learnt)
+                step = self.progress.step
+                step_s = time.perf_counter() - step_begin
+                if news is not None:
+                    self.watcher.tell(f"step {step}: {news}")
+                held_out = self._evaluate() if self._evaluates_after(step) else None
+                saved_s += self._save_after(step)
+                speed = config.batch_sequences * self.packing.length / step_s
+                record = StepRecord(
+                    step, self.progress.tokens, found.loss, found.balance, norm, share, held_out, step_s, speed,
+                    self.ceiling.share(speed * self.flops_per_token), loader.stall_s - stalled, saved_s,
+                )  # fmt: skip
+                if self.log is not None:
+                    self.log.write(record)
+                self.watcher.step(record, peak_memory_bytes(self.device))
+                stall_s, block_s = stall_s + record.data_stall_s, block_s + saved_s
+        finally:
+            loader.close()
+        finished = self.progress.step == config.steps
+        if not finished:
+            block_s += self._save([self.store], later=False)
+        if self.saver.failed is not None:
+            raise TrainingError(self.saver.failed)
+        return TrainResult(
+            tuple(self.log.records) if self.log is not None else (), held_out, self.progress.step, finished,
+            time.perf_counter() - begin, stall_s, block_s, peak_memory_bytes(self.device), self.folder / "model",
+            self.folder / "adapter" if config.lora is not None else None, self.folder / "loss.svg", self._ledger(),
+        )  # fmt: skip
+
+    def _gradients(self, batch: Batch, learnt: int) -> StepLoss:
+        """In the first step, what is kept for backward is counted: on a CPU, where nothing else would say."""
+        config = self.config
+        counts = self.kept_bytes is None and self.prediction is not None and self.device.type == "cpu"
+        if not counts or config.compile or config.offload_activations:
+            return self.model_run.gradients(batch, learnt)
+        with KeptActivations() as kept:
+            found = self.model_run.gradients(batch, learnt)
+        self.kept_bytes = kept.peak_bytes
+        return found
+
+    def _loader(self) -> BatchLoader:
+        config = self.config
+        return BatchLoader(
+            self.packing, self.progress.samples, config.batch_sequences, config.data.prefetch_batches,
+            self.model_run.data_place,
+        )  # fmt: skip
+
+    def _evaluates_after(self, step: int) -> bool:
+        return step == self.config.steps or _every(self.config.evaluate_every_steps, step)
+
+    def _evaluate(self) -> float | None:
+        return None if self.held_out is None else held_out_loss(self.model_run, self.held_out, self.config)
+
+    def _save_after(self, step: int) -> float:
+        """Where this step's state is due; returns the seconds that training waited."""
+        config, last = self.config.checkpoint, step == self.config.steps
+        stores: list[Store] = []
+        if self.memory is not None and not last and _every(config.memory_every_steps, step):
+            stores.append(self.memory)
+        if last or _every(config.every_steps, step):
+            stores.append(self.store)
+        return self._save(stores, later=config.asynchronous and not last) if stores else 0.0
+
+    def _save(self, stores: list[Store], later: bool) -> float:
+        return self.saver.save(self.progress.step, self.model_run.state(), saved_facts(self), stores, later)
+
+    def _recover(self, complaint: str) -> None:
+        """Stop, or go back to the last checkpoint and on with the data after the batch that did it."""
+        step, after = self.progress.step + 1, self.progress.samples + self.config.batch_sequences
+        if self.watch is not None:
+            self.watch.pause()
+        self.model_run.forget()
+        guard, rollbacks = self.config.guard, self.progress.rollbacks
+        if guard.action == "stop":
+            raise TrainingError(
+                f"stopped at step {step}: {complaint}; lower the learning rate, look at the data near sample "
+                f"{self.progress.samples}, or set guard.action to rollback"
+            )
+        if rollbacks >= guard.most_rollbacks:
+            raise TrainingError(
+                f"stopped at step {step}: {complaint}, after going back {rollbacks} times already; "
+                "lower the learning rate"
+            )
+        self.saver.wait()
+        checkpoint = self.store.latest()
+        if checkpoint is None:
+            raise TrainingError(
+                f"stopped at step {step}: {complaint}, before there was a checkpoint to go back to"
+            )
+        if self.memory is not None:
+            self.memory.forget()  # it may hold what came after the checkpoint
+        back = restore(self, checkpoint, self.store)
+        self.progress = dataclasses.replace(back, samples=after, rollbacks=rollbacks + 1)
+        if self.log is not None:
+            self.log.forget_after(self.progress.step)
+        self.watcher.tell(
+            f"step {step}: {complaint}; back to step {self.progress.step}, and the data of that step is skipped"
+        )
+
+    def _ledger(self) -> tuple[Entry, ...]:
+        """Of rank 0, which keeps it."""
+        if self.prediction is None or self.log is None or not self.log.records:
+            return ()
+        seconds = sorted(record.step_s for record in self.log.records)[len(self.log.records) // 2]
+        optimizer: int | None = None
+        # That of 8 bits is saved wider than it is kept; that in the host's memory is no part of a GPU's.
+        away = self.config.optimizer.offload and self.device.type == "cuda"
+        if self.config.optimizer.kind != "adamw8bit" and not away:
+            held = self.model_run.state()
+            optimizer = sum(one.tensor.nbytes for name, one in held.items() if name.startswith("optimizer."))
+        prediction = self.prediction
+        if prediction.is_least and seconds < prediction.step_s:
+            self.ceiling.measure_again()  # the machine was busy when it was measured
+            work = self.flops_per_token * self.config.batch_sequences * self.packing.length
+            prediction = dataclasses.replace(prediction, step_s=work / self.ceiling.flops)
+        found = entries(
+            prediction, seconds, self.model_run.weights_bytes(), optimizer, self.kept_bytes,
+            peak_memory_bytes(self.device), self.device.type == "cuda",
+        )  # fmt: skip
+        write_ledger(self.folder / "ledger.json", found)
+        return tuple(found)
+
+    # -- the end --------------------------------------------------------------------------------------------
+    def _export(self, prepared: Prepared, result: TrainResult) -> None:
+        saved = Checkpoint(self.store.path_of(result.steps), result.steps, {})
+        parameters, lora = self.model_run.whole_parameters(saved), self.config.lora
+        export_huggingface(
+            result.model_folder, self.spec, merged(parameters, lora), prepared.tokenizer_folder
+        )
+        if lora is not None and result.adapter_folder is not None:
+            base = str(self.config.model.start_from)
+            export_peft(
+                result.adapter_folder,
+                self.spec,
+                parameters,
+                rank=lora.rank,
+                alpha=lora.alpha,
+                base_model=base,
+            )
+        losses = [(record.step, record.loss) for record in result.records]
+        held_out = [
+            (record.step, record.held_out_loss)
+            for record in result.records
+            if record.held_out_loss is not None
+        ]
+        title = f"{self.folder.name}: loss in nats per token"
+        result.plot.write_text(loss_plot(title, losses, held_out), "utf-8")
+
+
+def refuse_to_overwrite(folder: Path) -> None:
+    if any((folder / "checkpoints").glob("step-*")):
+        raise ConfigError(
+            f"{folder} already contains checkpoints; resume them with --resume, or choose another --folder"
+        )
+
+
+def _every(steps: int, step: int) -> bool:
+    return bool(steps) and step % steps == 0
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"device {name!r} is unknown; use auto, cpu or cuda") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device cuda was asked for, and torch finds no GPU here; use cpu or auto")
+    return device

@@ -1,0 +1,224 @@
+"""Whether a layout computes what one process computes: both are run in float64 on the CPU and compared.
+`cumulo train --verify-layout` and the tests call it.
+
+    verdict = verify_layout(config)        # of the user's configuration, made small
+    verdict.difference                     # the largest relative difference of losses, norms and weights
+"""
+
+import math
+import multiprocessing
+import os
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.multiprocessing.spawn import start_processes
+
+from cumulo.layout.box import Box
+from cumulo.layout.layout import Layout
+from cumulo.models.files.load import inspect_model
+from cumulo.ranks.groups import Groups
+from cumulo.spec.model import ModelSpec
+from cumulo.spec.parameters import parameter_shapes
+from cumulo.train.data.packing import IGNORED, Batch
+from cumulo.train.decide.config import TrainConfig
+from cumulo.train.decide.layout_check import check_layout
+from cumulo.train.decide.new_spec import new_spec
+from cumulo.train.decide.shrink import shrink
+from cumulo.train.model.initialise import initialise, seeded_normal
+from cumulo.train.model.lora import adapt
+from cumulo.train.model.model import TrainingDecoder
+from cumulo.train.optimizer.optimizer import Optimizer
+from cumulo.train.parallel.expert_bias import steer_selection_biases
+from cumulo.train.parallel.parallel import ParallelRun
+from cumulo.train.run.step import compute_gradients
+
+TOLERANCE = 1e-9  # float64 rounding, after 20 steps, is a thousandth of it
+_TIMEOUT = timedelta(minutes=5)
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    layout: Layout  # that was run: the configuration's, with fewer ranks if it has many
+    spec: ModelSpec  # that was run
+    steps: int
+    difference: float  # the largest relative one
+    where: str
+    losses: tuple[float, ...]  # of one process
+
+    @property
+    def same(self) -> bool:
+        return self.difference <= TOLERANCE
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Outcome:
+    """A run's numbers: of each step, and the weights at the end."""
+
+    losses: list[float]
+    balances: list[float]
+    norms: list[float]
+    weights: dict[str, tuple[tuple[Box, ...], Tensor]]  # parts of parameters, by name
+
+
+def verify_layout(config: TrainConfig, steps: int = 20) -> Verdict:
+    """Run the configuration's kind of model alone and under its layout; raises what a rank raises."""
+    if config.model.start_from is not None:
+        spec = inspect_model(config.model.start_from).spec
+    else:
+        spec = new_spec(config, config.layout.tp, ())  # any vocabulary that can be cut
+    check_layout(config, spec)
+    small = shrink(config, spec, steps)
+    check_layout(small.config, small.spec)
+    alone = train_alone(small.spec, small.config)
+    with tempfile.TemporaryDirectory() as folder:
+        _start_ranks(small.spec, small.config, folder)
+        files = (Path(folder, str(rank)) for rank in range(small.config.layout.world))
+        ranks = [_read_outcome(file) for file in files]
+    difference, where = largest_difference(small.spec, alone, ranks)
+    return Verdict(small.config.layout, small.spec, steps, difference, where, tuple(alone.losses))
+
+
+# -- the two runs ----------------------------------------------------------------------------------------------
+def train_alone(spec: ModelSpec, config: TrainConfig) -> Outcome:
+    """The single-process trainer's own steps."""
+    model = TrainingDecoder(spec, torch.float64)
+    model.load_state_dict(start_weights(spec, config.seed))
+    if config.lora is not None:
+        adapt(model, config.lora, config.seed)
+    optimizer = Optimizer(dict(model.named_parameters()), config.optimizer, spec, config.master_weights)
+    outcome = Outcome([], [], [], {})
+    for step in range(config.steps):
+        batch = random_batch(spec, config, step)
+        loss = compute_gradients(
+            model, optimizer, batch, config.micro_batch, config.balance_loss, torch.device("cpu")
+        )
+        outcome.losses.append(loss.loss)
+        outcome.balances.append(loss.balance)
+        outcome.norms.append(float(optimizer.clip()))
+        optimizer.step(1.0)
+        if config.expert_bias_rate:
+            steer_selection_biases([model], config.expert_bias_rate, None)
+        optimizer.zero_grad()
+    outcome.weights.update({name: ((), p.detach()) for name, p in model.named_parameters()})
+    return outcome
+
+
+def train_rank(rank: int, spec: ModelSpec, config: TrainConfig) -> Outcome:
+    """One rank's part of the same, in a process where torch.distributed is ready."""
+    start = start_weights(spec, config.seed)
+    run = ParallelRun(spec, config, Groups(config.layout, rank), torch.device("cpu"), start)
+    outcome = Outcome([], [], [], {})
+    rows = config.batch_sequences // config.layout.dp
+    first = run.groups.place.dp * rows
+    for step in range(config.steps):
+        batch = random_batch(spec, config, step)
+        loss = run.gradients(batch.rows(first, first + rows), batch.learnt_tokens, config.batch_sequences)
+        outcome.losses.append(loss.loss)
+        outcome.balances.append(loss.balance)
+        outcome.norms.append(run.step(1.0))
+    for name, shard in run.shards.items():
+        boxes = shard.piece.cut_rows(shard.begin, shard.end)
+        outcome.weights[name] = boxes, shard.tensor.detach().clone()
+    return outcome
+
+
+def start_weights(spec: ModelSpec, seed: int) -> dict[str, Tensor]:
+    """Larger than a new model's, and no bias or norm is trivial: everything matters from the first step on."""
+    weights = {
+        name: torch.empty(shape, dtype=torch.float64) for name, shape in parameter_shapes(spec).items()
+    }
+    initialise(weights, spec, seed)
+    for name, weight in weights.items():
+        noise = seeded_normal(f"noise {name}", weight, seed).double()
+        weights[name] = 10 * weight if weight.ndim > 1 else weight + 0.1 * noise
+    return weights
+
+
+def random_batch(spec: ModelSpec, config: TrainConfig, step: int) -> Batch:
+    """Random rows of three documents each; a document's last token has no target."""
+    rows, length = config.batch_sequences, config.data.sequence_length
+    random = np.random.default_rng([config.seed, step])
+    tokens = random.integers(0, spec.vocab_size, (rows, length))
+    positions = np.empty((rows, length), dtype=np.int64)
+    targets = np.roll(tokens, -1, axis=1)
+    starts: list[int] = []
+    for row in range(rows):
+        cuts = sorted(random.choice(np.arange(1, length), 2, replace=False).tolist())
+        for begin, end in pairwise([0, *cuts, length]):
+            positions[row, begin:end] = np.arange(end - begin)
+            targets[row, end - 1] = IGNORED
+            starts.append(row * length + begin)
+    document_starts = np.array([*starts, rows * length], dtype=np.int32)
+    return Batch(tokens, targets, positions, document_starts, int(np.count_nonzero(targets != IGNORED)))
+
+
+# -- comparing -------------------------------------------------------------------------------------------------
+def largest_difference(spec: ModelSpec, alone: Outcome, ranks: Sequence[Outcome]) -> tuple[float, str]:
+    """The largest relative difference on any rank, and where it is. Weights are held against the largest of their
+    tensor; infinity where no rank has a part of a parameter."""
+    found: list[tuple[float, str]] = [(0.0, "nowhere")]
+    missing = {name: torch.ones_like(whole, dtype=torch.bool) for name, (_, whole) in alone.weights.items()}
+    for rank, own in enumerate(ranks):
+        for what in ("losses", "balances", "norms"):
+            pairs = zip(getattr(own, what), getattr(alone, what), strict=True)
+            for step, (number, expected) in enumerate(pairs):
+                relative = _relative(abs(number - expected), abs(expected))
+                found.append((relative, f"rank {rank}: {what} of step {step + 1}"))
+        for name, (boxes, part) in own.weights.items():
+            whole = alone.weights[name][1]
+            for box in boxes:
+                difference = float((part[box.held_slices] - whole[box.whole_slices]).abs().max())
+                found.append((_relative(difference, float(whole.abs().max())), f"rank {rank}: {name}"))
+                missing[name][box.whole_slices] = False
+    found += [(float("inf"), f"no rank has all of {name}") for name, where in missing.items() if where.any()]
+    return max(found)
+
+
+def _relative(difference: float, size: float) -> float:
+    if difference == 0:
+        return 0.0
+    return difference / size if math.isfinite(difference) and size else math.inf
+
+
+# -- processes -------------------------------------------------------------------------------------------------
+def _start_ranks(spec: ModelSpec, config: TrainConfig, folder: str) -> None:
+    """One process per rank; torch is imported once, by the server they are forked from."""
+    multiprocessing.set_forkserver_preload(
+        [__name__, "torch._dynamo"]
+    )  # the optimizer's first step imports that
+    start_processes(_rank_process, (spec, config, folder), config.layout.world, start_method="forkserver")
+
+
+def _write_outcome(path: Path, outcome: Outcome) -> None:
+    weights = {
+        name: ([(box.offset, box.size, box.at) for box in boxes], tensor)
+        for name, (boxes, tensor) in outcome.weights.items()
+    }
+    torch.save((outcome.losses, outcome.balances, outcome.norms, weights), path)
+
+
+def _read_outcome(path: Path) -> Outcome:
+    losses, balances, norms, weights = torch.load(
+        path, weights_only=True
+    )  # numbers and tensors, nothing that runs
+    placed = {
+        name: (tuple(Box(*places) for places in boxes), tensor) for name, (boxes, tensor) in weights.items()
+    }
+    return Outcome(losses, balances, norms, placed)
+
+
+def _rank_process(rank: int, spec: ModelSpec, config: TrainConfig, folder: str) -> None:
+    torch.set_num_threads(1)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    meeting = f"file://{folder}/store"
+    dist.init_process_group("gloo", meeting, rank=rank, world_size=config.layout.world, timeout=_TIMEOUT)
+    _write_outcome(Path(folder, str(rank)), train_rank(rank, spec, config))
+    dist.destroy_process_group()
