@@ -16,11 +16,11 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from cumulo.base.report import Row, available_cores
 from cumulo.errors import CumuloError
 from cumulo.layout.layout import Layout
+from cumulo.layout.pieces import pieces
 from cumulo.ranks.groups import Groups
 from cumulo.spec.model import ModelSpec
 from cumulo.train.data.loader import DeviceBatch
 from cumulo.train.decide.config import OptimizerConfig
-from cumulo.train.decide.pieces import pieces
 from cumulo.train.model.initialise import initialise
 from cumulo.train.model.model import TrainingDecoder
 from cumulo.train.optimizer.sharded_optimizer import ShardedOptimizer, gradient_sink

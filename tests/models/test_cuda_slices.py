@@ -26,12 +26,12 @@ from triton import next_power_of_2  # noqa: E402
 from cumulo.kernels.cuda.linear import small_linear  # noqa: E402
 from cumulo.kernels.cuda.linear.small_linear import SmallConfig  # noqa: E402
 from cumulo.layout.layout import Layout  # noqa: E402
+from cumulo.layout.pieces import piece_of  # noqa: E402
 from cumulo.models.batch import KVCache  # noqa: E402
 from cumulo.models.decoder import Decoder  # noqa: E402
 from cumulo.models.play.cuda_decoder import CudaDecoder, StepTensors  # noqa: E402
 from cumulo.models.play.cuda_weights import RankSlice  # noqa: E402
 from cumulo.spec.model import MLASpec, ModelSpec, MoESpec  # noqa: E402
-from cumulo.train.decide.pieces import piece_of  # noqa: E402
 
 pytestmark = pytest.mark.slow
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")

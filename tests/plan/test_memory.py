@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from cumulo.errors import ConfigError
 from cumulo.layout.layout import Layout, Place
+from cumulo.layout.pieces import pieces
 from cumulo.pipeline.decide.catalog import FAMILIES, build
 from cumulo.pipeline.decide.check import peak_live_activations
 from cumulo.plan.job import OPERATIONS, OptimizerKind, Recompute, TrainJob, split_layers
@@ -25,7 +26,6 @@ from cumulo.spec.catalog import model
 from cumulo.spec.counting import parameter_count
 from cumulo.spec.model import ModelSpec
 from cumulo.train.decide.config import OptimizerConfig
-from cumulo.train.decide.pieces import pieces
 from cumulo.train.model.model import TrainingDecoder
 from cumulo.train.model.recompute import Operation
 from cumulo.train.optimizer import adam8bit

@@ -8,13 +8,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from cumulo.layout.layout import Layout
+from cumulo.layout.pieces import pieces
 from cumulo.pipeline.play.deferred import DeferredWeights
 from cumulo.ranks.groups import Groups
 from cumulo.spec.model import ModelSpec, MoESpec
 from cumulo.train.data.loader import DeviceBatch, to_device
 from cumulo.train.data.packing import Batch
 from cumulo.train.decide.config import OptimizerConfig
-from cumulo.train.decide.pieces import pieces
 from cumulo.train.model.initialise import initialise
 from cumulo.train.model.model import TrainingDecoder
 from cumulo.train.optimizer.optimizer import Optimizer

@@ -10,11 +10,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cumulo.layout.layout import Layout
+from cumulo.layout.pieces import Piece, pieces
 from cumulo.ranks.groups import Groups
 from cumulo.spec.model import MLASpec, ModelSpec, MoESpec
 from cumulo.train.data.loader import to_device
 from cumulo.train.data.packing import IGNORED, Batch
-from cumulo.train.decide.pieces import Piece, pieces
 from cumulo.train.model.initialise import seeded_normal
 from cumulo.train.model.model import TrainingDecoder
 from cumulo.train.model.split import split_for

@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch import nn
 
 from cumulo.layout.layout import Layout
+from cumulo.layout.pieces import pieces
 from cumulo.ranks.groups import Groups
-from cumulo.train.decide.pieces import pieces
 from cumulo.train.optimizer import data_parallel
 from cumulo.train.optimizer.data_parallel import DataParallel
 from tests.train.data_case import DENSE, ROWS, Case

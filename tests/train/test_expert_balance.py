@@ -12,13 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from cumulo.layout.expert_placement import heaviest_share
 from cumulo.layout.layout import Layout
+from cumulo.layout.pieces import pieces, pipeline_chunks, zero_rows
 from cumulo.models.files.load import load_model
 from cumulo.ranks.groups import Groups
 from cumulo.spec.model import ModelSpec, MoESpec
 from cumulo.train.decide.config import LoraConfig, OptimizerConfig, TrainConfig
-from cumulo.train.decide.expert_placement import heaviest_share
-from cumulo.train.decide.pieces import pieces, pipeline_chunks, zero_rows
 from cumulo.train.parallel.expert_moves import exchange_rows
 from cumulo.train.parallel.parallel import ParallelRun
 from cumulo.train.run.verify import (

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from cumulo.layout.layout import Layout
+from cumulo.layout.pieces import pieces
 from cumulo.ranks.groups import Groups
 from cumulo.train.data.loader import to_device
 from cumulo.train.decide.config import TrainConfig
-from cumulo.train.decide.pieces import pieces
 from cumulo.train.model.model import TrainingDecoder
 from cumulo.train.model.split import split_for
 from cumulo.train.optimizer.optimizer import Optimizer

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cumulo.errors import ConfigError
-from cumulo.train.decide.expert_placement import heaviest_share, place_experts
+from cumulo.layout.expert_placement import heaviest_share, place_experts
 
 
 @given(st.data())

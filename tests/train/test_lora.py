@@ -13,12 +13,12 @@ from torch import Tensor
 
 from cumulo.errors import ConfigError
 from cumulo.layout.layout import Layout
+from cumulo.layout.pieces import is_adapter, pieces, pipeline_chunks
 from cumulo.models.files.load import load_model
 from cumulo.ranks.groups import Groups
 from cumulo.spec.model import ModelSpec, MoESpec
 from cumulo.train.decide.adapters import adapter_shapes
 from cumulo.train.decide.config import LoraConfig, ModelConfig, OptimizerConfig, TrainConfig
-from cumulo.train.decide.pieces import is_adapter, pieces, pipeline_chunks
 from cumulo.train.model.lora import merged
 from cumulo.train.parallel.parallel import ParallelRun
 from cumulo.train.run.verify import TOLERANCE, largest_difference, random_batch, start_weights, train_alone

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from cumulo.layout.layout import Layout
+from cumulo.layout.pieces import pieces
 from cumulo.ranks.groups import Groups
 from cumulo.train.decide.config import OptimizerConfig
-from cumulo.train.decide.pieces import pieces
 from cumulo.train.model.offload import offload_activations
 from cumulo.train.optimizer.adam8bit import BLOCK, Adam8bit, Quantised, levels
 from cumulo.train.optimizer.optimizer import Optimizer

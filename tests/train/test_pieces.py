@@ -6,9 +6,9 @@ import pytest
 from cumulo.errors import ConfigError
 from cumulo.layout.box import Box
 from cumulo.layout.layout import Layout
+from cumulo.layout.pieces import chunk_parts, held_chunks, pieces, zero_rows
 from cumulo.spec.model import MLASpec, ModelSpec, MoESpec
 from cumulo.spec.parameters import parameter_shapes
-from cumulo.train.decide.pieces import chunk_parts, held_chunks, pieces, zero_rows
 
 DENSE = ModelSpec("llama", 32, 8, 5, 4, 2, 2, 12, 64, tied_embeddings=True, qkv_bias=True, qk_norm=True)
 EXPERTS = ModelSpec(

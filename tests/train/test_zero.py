@@ -9,10 +9,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cumulo.layout.layout import Layout
+from cumulo.layout.pieces import pieces
 from cumulo.ranks.groups import Groups
 from cumulo.spec.model import ModelSpec
 from cumulo.train.decide.config import OptimizerConfig
-from cumulo.train.decide.pieces import pieces
 from cumulo.train.optimizer.sharded_optimizer import gradient_sink
 from cumulo.train.run.verify import largest_difference, train_alone
 from tests.train.data_case import DENSE, EXPERTS, Case, alone, together

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 from cumulo.errors import ConfigError, InvalidRequest
 from cumulo.layout.layout import Layout
+from cumulo.layout.pieces import pipeline_chunks
 from cumulo.pipeline.decide.catalog import family
 from cumulo.spec.model import ModelSpec
-from cumulo.train.decide.pieces import pipeline_chunks
 
 if TYPE_CHECKING:
     from cumulo.train.decide.config import TrainConfig

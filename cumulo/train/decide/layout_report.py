@@ -5,10 +5,10 @@ import math
 from collections.abc import Iterator
 
 from cumulo.layout.layout import Axis, Layout
+from cumulo.layout.pieces import chunk_parts, held_chunks, pieces, zero_rows
 from cumulo.pipeline.decide.catalog import family
 from cumulo.spec.model import ModelSpec
 from cumulo.train.decide.config import TrainConfig
-from cumulo.train.decide.pieces import chunk_parts, held_chunks, pieces, zero_rows
 
 _SHOWN_RANKS = 32
 _SHOWN_GROUPS = 8

@@ -10,6 +10,7 @@ from typing import get_args
 
 from cumulo.errors import ConfigError, OutOfMemory
 from cumulo.layout.layout import Place
+from cumulo.layout.pieces import pieces
 from cumulo.plan.job import Recompute, TrainJob
 from cumulo.plan.memory.ledger import MemoryLedger
 from cumulo.plan.memory.peak import peak_memory, stage_memory
@@ -21,7 +22,6 @@ from cumulo.train.decide.adapters import adapter_shapes
 from cumulo.train.decide.config import TrainConfig
 from cumulo.train.decide.cpu_activations import cpu_activation_bytes
 from cumulo.train.decide.layout_check import parts_backward
-from cumulo.train.decide.pieces import pieces
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,10 +5,10 @@ import math
 from dataclasses import dataclass, replace
 
 from cumulo.layout.layout import Layout
+from cumulo.layout.pieces import pipeline_chunks
 from cumulo.pipeline.decide.catalog import family
 from cumulo.spec.model import MLASpec, ModelSpec, MoESpec
 from cumulo.train.decide.config import DataConfig, ModelConfig, ScheduleConfig, TrainConfig
-from cumulo.train.decide.pieces import pipeline_chunks
 
 MOST_PROCESSES = 16
 _HEAD = 4  # elements of a head, of a latent vector's parts

@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from cumulo.layout.pieces import is_adapter
 from cumulo.models.linear import Linear
 from cumulo.train.decide.adapters import adapter_shapes
 from cumulo.train.decide.config import LoraConfig
-from cumulo.train.decide.pieces import is_adapter
 from cumulo.train.model.initialise import seeded_normal
 from cumulo.train.model.model import TrainingDecoder
 

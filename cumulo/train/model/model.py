@@ -13,12 +13,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from cumulo.layout.pieces import ChunkPart
 from cumulo.models.linear import Linear, RMSNorm
 from cumulo.models.rope import RotaryTable, Rotation
 from cumulo.spec.check import refuse_unplayable
 from cumulo.spec.model import ModelSpec
 from cumulo.train.data.loader import DeviceBatch
-from cumulo.train.decide.pieces import ChunkPart
 from cumulo.train.model.arithmetic import WIDE, Arithmetic, use_arithmetic
 from cumulo.train.model.attention import TrainingAttention, TrainingLatentAttention
 from cumulo.train.model.document_mask import Documents, OwnTokens

@@ -3,10 +3,10 @@
 import torch
 
 from cumulo.errors import ConfigError
+from cumulo.layout.pieces import pieces
 from cumulo.spec.model import ModelSpec
 from cumulo.spec.parameters import parameter_shapes
 from cumulo.train.decide.config import TrainConfig
-from cumulo.train.decide.pieces import pieces
 from cumulo.train.model.arithmetic import ARITHMETICS
 
 # Ada has 8-bit products; scales for blocks of 128 came with Hopper.

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from cumulo.layout.pieces import Piece
 from cumulo.ranks.groups import Groups
-from cumulo.train.decide.pieces import Piece
 from cumulo.train.optimizer.sink import RestGroups, Shard, data_axis
 
 BUCKET_BYTES = 25 << 20  # long enough for the link's full rate (Li et al. 2020)

@@ -19,9 +19,9 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
+from cumulo.layout.pieces import Piece, zero_rows
 from cumulo.models.moe import Experts
 from cumulo.ranks.groups import Groups
-from cumulo.train.decide.pieces import Piece, zero_rows
 from cumulo.train.optimizer.sink import RestGroups, Shard, zero_axis
 from cumulo.train.optimizer.zero1 import Zero1
 

@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from cumulo.layout.pieces import Piece
 from cumulo.ranks.groups import Groups
 from cumulo.spec.model import ModelSpec
 from cumulo.train.decide.config import OptimizerConfig
-from cumulo.train.decide.pieces import Piece
 from cumulo.train.optimizer.data_parallel import DataParallel
 from cumulo.train.optimizer.fsdp import FullySharded
 from cumulo.train.optimizer.muon import Whole

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from cumulo.layout.layout import Axis
+from cumulo.layout.pieces import Piece
 from cumulo.ranks.groups import Groups
-from cumulo.train.decide.pieces import Piece
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cumulo.layout.box import Box
+from cumulo.layout.pieces import piece_of, zero_rows
 from cumulo.ranks.groups import Groups
 from cumulo.spec.model import ModelSpec
-from cumulo.train.decide.pieces import piece_of, zero_rows
 from cumulo.train.optimizer.sink import Shard, zero_axis
 
 

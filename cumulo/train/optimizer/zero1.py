@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from cumulo.layout.pieces import Piece, zero_rows
 from cumulo.ranks.differentiable import reduce_scatter
 from cumulo.ranks.groups import Groups
-from cumulo.train.decide.pieces import Piece, zero_rows
 from cumulo.train.optimizer.data_parallel import BUCKET_BYTES, Bucket, DataParallel
 from cumulo.train.optimizer.sink import Shard, zero_axis
 

@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from cumulo.layout.box import Box
+from cumulo.layout.expert_placement import heaviest_share, place_experts
+from cumulo.layout.pieces import Piece, zero_rows
 from cumulo.ranks.groups import Groups
 from cumulo.spec.model import MoESpec
-from cumulo.train.decide.expert_placement import heaviest_share, place_experts
-from cumulo.train.decide.pieces import Piece, zero_rows
 from cumulo.train.model.experts import TrainingMixture
 from cumulo.train.model.model import TrainingDecoder
 from cumulo.train.optimizer.sharded_optimizer import ShardedOptimizer

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from cumulo.layout.layout import Layout
+from cumulo.layout.pieces import chunk_parts, held_chunks, is_adapter, pieces
 from cumulo.pipeline.decide.actions import Action, Kind, PipelineSchedule
 from cumulo.pipeline.decide.catalog import build
 from cumulo.pipeline.decide.check import check
@@ -29,7 +30,6 @@ from cumulo.train.data.packing import Batch
 from cumulo.train.decide.adapters import adapter_shapes
 from cumulo.train.decide.config import TrainConfig
 from cumulo.train.decide.layout_check import parts_backward
-from cumulo.train.decide.pieces import chunk_parts, held_chunks, is_adapter, pieces
 from cumulo.train.model.arithmetic import ARITHMETICS
 from cumulo.train.model.initialise import initialise
 from cumulo.train.model.lora import add_adapters, initialise_adapter

@@ -9,7 +9,7 @@ from torch import Tensor
 from cumulo.checkpoint.play.held import Held
 from cumulo.layout.box import whole_box
 from cumulo.layout.layout import Axis, Layout
-from cumulo.train.decide.pieces import Piece, zero_rows
+from cumulo.layout.pieces import Piece, zero_rows
 from cumulo.train.optimizer.sink import Shard, zero_axis
 
 
