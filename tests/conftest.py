@@ -12,6 +12,7 @@ import pytest
 from hypothesis import settings
 
 from tests import thorough
+from tests.cpu_times import CpuTimes
 
 settings.register_profile("cumulo", deadline=None, derandomize=True)
 # Other cases than always: pytest --hypothesis-profile=hunt --hypothesis-seed=1
@@ -21,10 +22,13 @@ settings.load_profile("cumulo")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--thorough", action="store_true", help="also the many further cases marked thorough")
+    parser.addoption("--cpu-times", metavar="FILE", help="write the CPU seconds of every test file there")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     thorough.chosen = config.getoption("--thorough")
+    if config.getoption("--cpu-times"):
+        config.pluginmanager.register(CpuTimes(config))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
