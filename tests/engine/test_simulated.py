@@ -84,7 +84,15 @@ def state(scheduler: Scheduler) -> tuple[Any, ...]:
     ]
     served = [(one.prompt_tokens, one.output_tokens) for one in scheduler.shares.tenants.values()]
     cached, free = pool.block_of, list(pool._free)  # the order says who is evicted next
-    return running, served, cached, free, residency.free_slots, scheduler.next_plan.index, pool.evictions
+    return (
+        running,
+        served,
+        cached,
+        free,
+        residency.free_slots,
+        scheduler.books.next_plan.index,
+        pool.evictions,
+    )
 
 
 # 52: a sequence ends in the very step in which the blocks run out. 224: it gives way while its last token is drawn.

@@ -1,20 +1,15 @@
-"""Beams as sequences: plays BeamSearch's decisions on the scheduler's sequences. Called by the scheduler.
+"""Beams as sequences: plays BeamSearch's decisions on the scheduler's sequences. Called when a step's
+result is entered.
 
 Every live beam is a sequence of its own. When all of a request's beams have been computed, the best
 continuations are chosen: a parent's first child goes on in its place, further children share its blocks
 (copy-on-write), childless beams end.
 """
 
-from bisect import insort
-from operator import attrgetter
-from typing import TYPE_CHECKING
-
 from cumulo.engine.decide.beam import BeamSearch
+from cumulo.engine.decide.books import Books
 from cumulo.engine.decide.request import Request, Sequence, State
 from cumulo.engine.decide.residency import new_slot
-
-if TYPE_CHECKING:
-    from cumulo.engine.decide.scheduler import Scheduler
 
 
 def start_beam(request: Request) -> None:
@@ -30,7 +25,7 @@ def start_beam(request: Request) -> None:
     _one_token_at_a_time(request.sequences[0])
 
 
-def advance_beams(scheduler: "Scheduler", request: Request, now_s: float) -> None:
+def advance_beams(books: Books, request: Request, now_s: float) -> None:
     """If all beams have candidates, choose the next generation; otherwise wait for the rest."""
     beam, live = request.beam, [s for s in request.sequences if s.state != State.FINISHED]
     assert beam is not None
@@ -44,52 +39,52 @@ def advance_beams(scheduler: "Scheduler", request: Request, now_s: float) -> Non
         sequence.candidates = None
     if step.done:
         for sequence in live:
-            scheduler.finish(sequence, "stop", now_s)
+            books.finish(sequence, "stop", now_s)
         return
     parents = [live[index] for index in step.parents]
     for sequence in live:
         if sequence not in parents:
-            _drop(scheduler, sequence)
+            _drop(books, sequence)
     generation: list[Sequence] = []
     for index, parent in enumerate(parents):
         # Forks before take-overs: a parent must not have grown when its other children are made.
         if parent in parents[:index]:
-            generation.append(_fork(scheduler, parent, index))
+            generation.append(_fork(books, parent, index))
         else:
             generation.append(parent)
     for index, (sequence, token) in enumerate(zip(generation, step.tokens, strict=True)):
         sequence.tokens.append(token)
         sequence.sample_index = index
         _one_token_at_a_time(sequence)
-        _restate(scheduler, sequence)
+        _restate(books, sequence)
     request.sequences = generation
 
 
-def _drop(scheduler: "Scheduler", sequence: Sequence) -> None:
+def _drop(books: Books, sequence: Sequence) -> None:
     """A beam without children: its blocks go, its slot stays with the request."""
-    slot = scheduler.remove(sequence)
+    slot = books.remove(sequence)
     if slot is not None:
         sequence.request.reserved_slots.append(slot)
 
 
-def _fork(scheduler: "Scheduler", parent: Sequence, sample_index: int) -> Sequence:
+def _fork(books: Books, parent: Sequence, sample_index: int) -> Sequence:
     """A second child: shares the parent's blocks if those are here and a slot is, else waits."""
     twin = parent.fork(sample_index)
     if parent.state == State.RUNNING and parent.request.reserved_slots:
-        scheduler.residency.seat_twin(twin)
-        insort(scheduler.running, twin, key=attrgetter("request.order"))
+        books.residency.seat_twin(twin)
+        books.add_running(twin)
     else:
         twin.blocks, twin.capacity, twin.computed, twin.lost = [], 0, 0, twin.computed
-        scheduler.queue.park(twin)
+        books.queue.park(twin)
     return twin
 
 
-def _restate(scheduler: "Scheduler", sequence: Sequence) -> None:
+def _restate(books: Books, sequence: Sequence) -> None:
     """A beam was given its next token: tell the runner, or queue it if it has to wait."""
     if sequence.state == State.RUNNING:
-        scheduler.next_plan.begin.append(new_slot(sequence))
+        books.next_plan.begin.append(new_slot(sequence))
     else:
-        scheduler.queue.push(sequence)
+        books.queue.push(sequence)
 
 
 def _one_token_at_a_time(sequence: Sequence) -> None:

@@ -11,39 +11,31 @@ admitted first (waiting_queue.py, fairness.py). A request is admitted only when 
 alone always fits (checked on arrival); the oldest may always take blocks from younger ones. Hence no deadlock.
 """
 
-from bisect import insort
-from collections.abc import Collection
-from operator import attrgetter
-
+from cumulo.engine.decide import admission
 from cumulo.engine.decide.admission_rules import output_limit
 from cumulo.engine.decide.beam_groups import start_beam
-from cumulo.engine.decide.fairness import FairShares, Tenant
+from cumulo.engine.decide.books import Books, Flight
 from cumulo.engine.decide.plan import StepPlan, StepResult
-from cumulo.engine.decide.preemption import PreemptionCosts, less_important, victim_for
+from cumulo.engine.decide.preemption import PreemptionCosts
 from cumulo.engine.decide.prompt_shares import SHORT_SHARE, Want, by_share, shared_step_tokens
 from cumulo.engine.decide.request import FinishReason, Request, Sequence, State
-from cumulo.engine.decide.residency import Residency, new_slot
+from cumulo.engine.decide.residency import new_slot
 from cumulo.engine.decide.scheduler_config import SchedulerConfig
-from cumulo.engine.decide.step_result import Flight, take_in
-from cumulo.engine.decide.story import PreemptionCause, WaitCause
-from cumulo.engine.decide.waiting_queue import WaitingQueue
+from cumulo.engine.decide.step_result import enter_result
 from cumulo.errors import InvalidRequest
-
-_by_order = attrgetter("request.order")
 
 
 class Scheduler:
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
-        self.residency = Residency(config)
-        self.pool = self.residency.pool
-        self.shares = FairShares()
-        self.queue = WaitingQueue(self.shares)
-        self.requests: dict[str, Request] = {}  # all that have not ended
-        self.closed: list[Request] = []  # ended since the engine last looked; it empties the list
-        self.running: list[Sequence] = []  # in order; may hold ended sequences until the next plan
-        self.in_flight: dict[int, Flight] = {}
-        self.next_plan = StepPlan(0)  # collects what happens between plans: ended slots, the next beams
+        self.books = books = Books(config)
+        self.residency, self.pool, self.queue, self.shares = (
+            books.residency,
+            books.pool,
+            books.queue,
+            books.shares,
+        )
+        self.requests, self.closed, self.running = books.requests, books.closed, books.running
         self._arrivals = 0
 
     @property
@@ -82,65 +74,23 @@ class Scheduler:
         """End a request wherever it is; False if it is not here (any more)."""
         request = self.requests.get(request_id)
         if request is not None:
-            self._finish_all(request, "abort", now_s)
+            self.books.finish_all(request, "abort", now_s)
         return request is not None
-
-    def fail(self, request: Request, error: str, now_s: float) -> None:
-        """End a request with an error its client sees."""
-        request.error = error
-        request.story.add(now_s, "failed", error=error)
-        self._finish_all(request, "error", now_s)
-
-    def _finish_all(self, request: Request, reason: FinishReason, now_s: float) -> None:
-        request.forks_left = 0
-        for sequence in list(request.sequences):
-            self.finish(sequence, reason, now_s)
-        self._close_if_done(request, now_s)
 
     def finish(
         self, sequence: Sequence, reason: FinishReason, now_s: float, stop_reason: int | str | None = None
     ) -> None:
         """End one sequence and free what it holds. Ending it twice does nothing."""
-        if sequence.state == State.FINISHED:
-            return
-        slot = self.remove(sequence)
-        if slot is not None:
-            self.next_plan.end.append(slot)
-            self.residency.free_slots.append(slot)
-        sequence.finish_reason, sequence.stop_reason = reason, stop_reason
-        sequence.hashes = []
-        request = sequence.request
-        request.story.add(
-            now_s, "finished", sample=sequence.sample_index, reason=reason, tokens=sequence.output_length
-        )
-        self._close_if_done(request, now_s)
-
-    def remove(self, sequence: Sequence) -> int | None:
-        """Take a sequence out of the running or the queue; the slot it had, if any, is the caller's."""
-        slot, was, sequence.state = None, sequence.state, State.FINISHED
-        if was == State.RUNNING:
-            slot = self.residency.vacate(sequence)
-        else:
-            self.queue.leave(sequence)
-            self.residency.forget_swapped(sequence)
-        return slot
-
-    def _close_if_done(self, request: Request, now_s: float) -> None:
-        if request.finished and self.requests.pop(request.id, None) is not None:
-            self.residency.free_slots += request.reserved_slots
-            request.reserved_slots = []
-            self.shares.went(request.share, now_s)
-            request.story.finish(now_s, sum(s.output_length for s in request.sequences))
-            self.closed.append(request)
+        self.books.finish(sequence, reason, now_s, stop_reason)
 
     # -- planning -----------------------------------------------------------------------------------------
     def plan(self, now_s: float) -> StepPlan | None:
         """The next step, or None when nothing can be computed until a result arrives."""
-        plan, rows = self.next_plan, []  # type: StepPlan, list[Sequence]
-        self.next_plan = StepPlan(plan.index + 1)
+        books, rows = self.books, list[Sequence]()
+        plan, books.next_plan = books.next_plan, StepPlan(books.next_plan.index + 1)
         self.shares.tick(now_s)
-        self.running = [sequence for sequence in self.running if sequence.state == State.RUNNING]
-        self._make_room_for_priority(plan, now_s)
+        books.drop_ended()
+        admission.make_room_for_priority(books, plan, now_s)
         budget = self.config.max_tokens_per_step
         chunks: list[Sequence] = []
         starved = False  # somebody running could not get a block: admit nobody
@@ -157,8 +107,8 @@ class Scheduler:
             slot = sequence.slot
             if slot < 0 or known >= sequence.limit:
                 continue  # preempted in this very loop, or its last token is being drawn
-            if (position >= sequence.capacity or sequence.shares_tail) and not self._make_room(
-                sequence, position, plan, now_s
+            if (position >= sequence.capacity or sequence.shares_tail) and not admission.make_room(
+                books, sequence, position, plan, now_s
             ):
                 starved = True
                 continue
@@ -184,18 +134,18 @@ class Scheduler:
                 budget -= count
             spent = spent or cut or budget <= 0
         if starved:
-            self._tell_first(now_s, "kv_blocks", "a KV block for one that runs already")
+            admission.tell_first(books, now_s, "kv_blocks", "a KV block for one that runs already")
         elif self.residency.slots_freed:
-            self._tell_first(now_s, "slots", "the slots that preemption frees after this step")
+            admission.tell_first(books, now_s, "slots", "the slots that preemption frees after this step")
         elif spent:
-            self._tell_first(now_s, "token_budget", "a step with tokens to spare")
-        if not rows and (newcomer := self._admit_past_parked(plan, now_s)) is not None:
+            admission.tell_first(books, now_s, "token_budget", "a step with tokens to spare")
+        if not rows and (newcomer := admission.admit_past_parked(books, plan, now_s)) is not None:
             self._plan_chunk(newcomer, min(newcomer.to_compute, budget), False, plan, rows, draws, now_s)
         self.residency.plan_complete()
         if not rows:
-            self.next_plan = plan  # nothing to run: what changed becomes the beginning of the next plan
+            books.next_plan = plan  # nothing to run: what changed becomes the beginning of the next plan
             return None
-        self.in_flight[index] = Flight(rows, draws)
+        books.in_flight[index] = Flight(rows, draws)
         return plan
 
     def _order_prompts(
@@ -210,14 +160,18 @@ class Scheduler:
             and (first := self.queue.first()) is not None
         ):
             need = self.residency.tokens_to_compute(first)
-            held = need if need <= budget // SHORT_SHARE and self._obstacle(first) is None else 0
+            held = (
+                need if need <= budget // SHORT_SHARE and admission.obstacle(self.books, first) is None else 0
+            )
         given: list[tuple[Sequence, int, bool]] = []
         left = budget - held
         for sequence in chunks:
             given.append((sequence, min(sequence.to_compute, left), False))
             left -= given[-1][1]
         left += held
-        while may_admit and left > 0 and (newcomer := self._admit_next(plan, now_s)) is not None:
+        while (
+            may_admit and left > 0 and (newcomer := admission.admit_next(self.books, plan, now_s)) is not None
+        ):
             given.append((newcomer, min(newcomer.to_compute, left), False))
             left -= given[-1][1]
         return given
@@ -230,9 +184,9 @@ class Scheduler:
         seated, running, new = chunks[:], sum(sequence.to_compute for sequence in chunks), 0
         served = {sequence.request.share for sequence in chunks}
         while may_admit and new < bound:
-            newcomer = self._admit_next(plan, now_s, served)
+            newcomer = admission.admit_next(self.books, plan, now_s, served)
             if newcomer is None and running + new < bound:
-                newcomer = self._admit_next(plan, now_s)
+                newcomer = admission.admit_next(self.books, plan, now_s)
             if newcomer is None:
                 break
             seated.append(newcomer)
@@ -281,138 +235,27 @@ class Scheduler:
             self.residency.seat_twin(twin)
             plan.begin.append(new_slot(twin))
             request.sequences.append(twin)
-            insort(self.running, twin, key=_by_order)
+            self.books.add_running(twin)
             twins.append(twin)
         request.forks_left = 0
         request.story.add(now_s, "forked", samples=len(twins) + 1)
         return twins
 
-    def _make_room(self, sequence: Sequence, position: int, plan: StepPlan, now_s: float) -> bool:
-        """A block of its own for the sequence's next token. If none is free, a younger sequence that is not yet
-        in this plan gives way; False if there is none."""
-        while self.residency.needs_block(sequence, position):
-            if self.pool.free_count:
-                self.residency.give_block(sequence, position, plan)
-                return True
-            victim = victim_for(sequence, self.running, plan.index, len(self.shares.tenants))
-            if victim is None:
-                return False
-            self._preempt(victim, plan, now_s, "kv_blocks", sequence, "which is older and needed a KV block")
-        return True
-
-    # -- admission and preemption -------------------------------------------------------------------------
-    def _obstacle(self, sequence: Sequence) -> tuple[WaitCause, str] | None:
-        """What keeps a waiting sequence from being admitted, also in words; None if it fits."""
-        if sequence.pending:
-            return "step_in_flight", "the step in flight, which draws its next token"
-        slots_short, blocks_short = self.residency.shortage(sequence, len(self.running))
-        if slots_short > 0:
-            in_use = self.config.max_running - len(self.residency.free_slots)
-            return "slots", f"{slots_short} of the {in_use} slots in use"
-        if blocks_short > 0:
-            return "kv_blocks", f"{blocks_short} of the {self.pool.used_count} KV blocks in use"
-        return None
-
-    def _tell_first(self, now_s: float, cause: WaitCause, why: str) -> None:
-        """Record what the first in the queue waits for; and of one passed over for it, that this is fairness."""
-        first = self.queue.first()
-        if first is not None:
-            first.request.story.block(now_s, cause, why)
-            self._tell_passed_over(now_s)
-
-    def _tell_passed_over(self, now_s: float) -> None:
-        if (passed_over := self.queue.passed_over) is not None:
-            passed_over.request.story.block(now_s, "fair_share", "those whose keys have been served less")
-
-    def _admit_next(self, plan: StepPlan, now_s: float, passing: Collection[Tenant] = ()) -> Sequence | None:
-        """Give the first waiting sequence a slot and blocks for all its known tokens, if there is room. Tenants in
-        `passing` are passed over."""
-        sequence = self.queue.first(passing)
-        if sequence is None:
-            return None
-        self._tell_passed_over(now_s)
-        if (obstacle := self._obstacle(sequence)) is not None:
-            sequence.request.story.block(now_s, *obstacle)
-            return None
-
-        self.queue.take_first()
-        cached, how = self.residency.seat(sequence, plan)
-        insort(self.running, sequence, key=_by_order)
-        lost, sequence.lost = sequence.lost, 0
-        request, tokens = sequence.request, len(sequence.tokens)
-        if request.story.admitted_s is None:
-            request.share.prompt_tokens += tokens - cached  # recomputation is not the tenant's doing
-        request.story.admit(now_s, plan.index, tokens, cached, lost, how)
-        return sequence
-
-    def _make_room_for_priority(self, plan: StepPlan, now_s: float) -> None:
-        """Preempt strictly less important sequences when that lets the first in the queue start."""
-        head = self.queue.first()
-        if head is None or head.pending:
-            return
-        victims = less_important(head, self.running, self.queue.level)
-        if not victims:
-            return
-        slots_short, blocks_short = self.residency.shortage(head, len(self.running))
-        references = self.pool.references
-        sole = sum(references[block] == 1 for victim in victims for block in victim.blocks)
-        if slots_short > len(victims) or blocks_short > sole:
-            return  # not even all of them would do
-        while victims and (slots_short > 0 or blocks_short > 0):
-            self._preempt(victims.pop(), plan, now_s, "priority", head, "which is more important")
-            slots_short, blocks_short = self.residency.shortage(head, len(self.running))
-            slots_short -= len(self.residency.slots_freed)
-
-    def _admit_past_parked(self, plan: StepPlan, now_s: float) -> Sequence | None:
-        """Nobody who runs can compute: beams that wait for each other hold blocks and slots idly. If nothing
-        is in flight either, the youngest of them give way until the first in the queue fits."""
-        head = self.queue.first()
-        self.residency.reuse_slots()
-        if head is None:
-            return None
-        for victim in reversed(self.running) if not self.in_flight else ():
-            if self._obstacle(head) is None:
-                break
-            if victim.state == State.RUNNING:
-                why = "which is first in the queue, while these beams waited for each other"
-                self._preempt(victim, plan, now_s, "parked_beams", head, why)
-                self.residency.reuse_slots()
-        self.running = [sequence for sequence in self.running if sequence.state == State.RUNNING]
-        return self._admit_next(plan, now_s)
-
-    def _preempt(
-        self, victim: Sequence, plan: StepPlan, now_s: float, cause: PreemptionCause, by: Sequence, why: str
-    ) -> None:
-        """Take the victim's blocks and slot; if it has something to do, it takes its old place in the queue."""
-        blocks = len(victim.blocks)
-        choice = self.residency.send_away(victim, plan)
-        victim.request.story.preempt(now_s, plan.index, cause, by.request.id, why, blocks, choice.why)
-        if victim.candidates is None:
-            self.queue.enter(victim)
-        else:  # a beam with nothing to compute until its fellows are there, too
-            self.queue.park(victim)
-
     # -- results ------------------------------------------------------------------------------------------
     def apply(self, plan: StepPlan, result: StepResult, now_s: float) -> list[Sequence]:
         """Take a step's tokens in; returns the sequences that gained one (beams excepted)."""
-        return take_in(self, self.in_flight.pop(plan.index), plan, result, now_s)
+        return enter_result(self.books, self.books.in_flight.pop(plan.index), plan, result, now_s)
 
     def fail_step(self, plan: StepPlan, error: str, now_s: float) -> list[Request]:
         """The runner could not play this plan: everyone in it fails, everyone else goes on."""
-        flight = self.in_flight.pop(plan.index)
+        flight = self.books.in_flight.pop(plan.index)
         for sequence in flight.draws:
             sequence.pending -= 1
         failed = {s.request.id: s.request for s in flight.rows if s.request.id in self.requests}
         for request in failed.values():
-            self.fail(request, error, now_s)
+            self.books.fail(request, error, now_s)
         return list(failed.values())
 
-    # -- invariants ---------------------------------------------------------------------------------------
     def problems(self) -> list[str]:
         """Everything inconsistent in the scheduler's books; empty when all is well. For tests."""
-        requests = list(self.requests.values())
-        found = self.residency.problems([s for s in self.running if s.state == State.RUNNING], requests)
-        waiting = sum(s.state == State.WAITING for request in requests for s in request.sequences)
-        if waiting != self.queue.count:
-            found.append(f"{waiting} sequences wait, {self.queue.count} counted")
-        return found
+        return self.books.problems()

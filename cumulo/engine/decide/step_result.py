@@ -3,41 +3,32 @@
 Called by the scheduler, which owns the books that are changed here.
 """
 
-from dataclasses import dataclass
 from math import isfinite
 from typing import TYPE_CHECKING
 
 from cumulo.engine.decide.beam_groups import advance_beams
+from cumulo.engine.decide.books import Books, Flight
 from cumulo.engine.decide.plan import StepPlan, StepResult, TokenLogprobs
 from cumulo.engine.decide.request import Request, Sequence, State
 
 if TYPE_CHECKING:
     from cumulo.engine.decide.pooling import Vector
-    from cumulo.engine.decide.scheduler import Scheduler
 
 
-@dataclass(slots=True)
-class Flight:
-    """Whose a planned step is, until its result is there."""
-
-    rows: list[Sequence]
-    draws: list[Sequence]
-
-
-def take_in(
-    scheduler: "Scheduler", flight: Flight, plan: StepPlan, result: StepResult, now_s: float
+def enter_result(
+    books: Books, flight: Flight, plan: StepPlan, result: StepResult, now_s: float
 ) -> list[Sequence]:
     """Returns the sequences that gained a token (beams excepted)."""
-    scheduler.residency.register_full(flight.rows, plan)
+    books.residency.register_full(flight.rows, plan)
     for row, logprobs in result.prompt_logprobs.items():
         _take_prompt_logprobs(flight.rows[row], plan.starts[row], logprobs)
     for row, first, total in zip(plan.pool_rows, plan.pool_starts, result.pooled, strict=True):
         end = plan.starts[row] + plan.counts[row]
-        _take_pooled(scheduler, flight.rows[row], first, end, total, now_s)
+        _take_pooled(books, flight.rows[row], first, end, total, now_s)
     for index, error in result.errors.items():
         if flight.draws[index].state != State.FINISHED:
-            scheduler.fail(flight.draws[index].request, error, now_s)
-    beams = _take_logprobs(scheduler, flight.draws, result.logprobs)
+            books.fail(flight.draws[index].request, error, now_s)
+    beams = _take_logprobs(books, flight.draws, result.logprobs)
 
     # This loop runs for every sequence at every step: keep it lean.
     advanced: list[Sequence] = []
@@ -57,17 +48,15 @@ def take_in(
             request.story.first_token_s = now_s
             request.story.add(now_s, "first_token")
         if token in request.stop_ids:
-            scheduler.finish(sequence, "stop", now_s, token)
+            books.finish(sequence, "stop", now_s, token)
         elif len(tokens) >= sequence.limit:
-            scheduler.finish(sequence, "length", now_s)
+            books.finish(sequence, "length", now_s)
     for request in beams:
-        advance_beams(scheduler, request, now_s)
+        advance_beams(books, request, now_s)
     return advanced
 
 
-def _take_logprobs(
-    scheduler: "Scheduler", draws: list[Sequence], logprobs: dict[int, TokenLogprobs]
-) -> list[Request]:
+def _take_logprobs(books: Books, draws: list[Sequence], logprobs: dict[int, TokenLogprobs]) -> list[Request]:
     """Returns the requests whose beams got candidates."""
     beams: dict[str, Request] = {}
     for index, found in logprobs.items():
@@ -80,7 +69,7 @@ def _take_logprobs(
         else:
             sequence.candidates = found.top
             if sequence.state == State.WAITING:
-                scheduler.queue.set_aside(sequence)
+                books.queue.set_aside(sequence)
             beams[sequence.request.id] = sequence.request
     return list(beams.values())
 
@@ -92,13 +81,13 @@ def _take_prompt_logprobs(sequence: Sequence, start: int, logprobs: list[TokenLo
 
 
 def _take_pooled(
-    scheduler: "Scheduler", sequence: Sequence, first: int, end: int, total: "Vector", now_s: float
+    books: Books, sequence: Sequence, first: int, end: int, total: "Vector", now_s: float
 ) -> None:
     request = sequence.request
     if request.pooled is None or sequence.state == State.FINISHED:
         return  # aborted while this step ran
     if not isfinite(total.sum()):
-        scheduler.fail(request, "the model returned hidden states that are not finite", now_s)
+        books.fail(request, "the model returned hidden states that are not finite", now_s)
     elif request.pooled.add(first, end, total):
         request.story.add(now_s, "embedded", tokens=end, size=len(total))
-        scheduler.finish(sequence, "stop", now_s)
+        books.finish(sequence, "stop", now_s)

@@ -10,10 +10,11 @@ Where its plan is not what lockstep says, `settle` enters all tokens and everybo
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from cumulo.engine.decide.books import Flight
 from cumulo.engine.decide.plan import StepPlan, StepResult
 from cumulo.engine.decide.request import Sequence, State
 from cumulo.engine.decide.scheduler import Scheduler
-from cumulo.engine.decide.step_result import Flight, take_in
+from cumulo.engine.decide.step_result import enter_result
 from cumulo.engine.simulate.run import InFlight, Run, Served, close_ended
 
 
@@ -40,7 +41,7 @@ class Lockstep:
     # -- who belongs to it --------------------------------------------------------------------------------
     def join(self, shared: Mapping[int, int], last_result_s: float) -> bool:
         """Everybody who runs, if all of them only decode: have nothing to compute but the token in flight."""
-        index, size = self.scheduler.next_plan.index, self.scheduler.config.block_size
+        index, size = self.scheduler.books.next_plan.index, self.scheduler.config.block_size
         running = [sequence for sequence in self.scheduler.running if sequence.state == State.RUNNING]
         if running[: len(self.sequences)] != self.sequences:
             self.settle(last_result_s)
@@ -79,7 +80,7 @@ class Lockstep:
 
     def settle(self, last_result_s: float) -> None:
         """Enter all tokens that have been drawn; nobody is in lockstep any more."""
-        taken = self.scheduler.next_plan.index - 1 - len(self.scheduler.in_flight)
+        taken = self.scheduler.books.next_plan.index - 1 - len(self.scheduler.books.in_flight)
         for sequence, offset in zip(self.sequences, self.offsets, strict=True):
             if taken - offset + 2 > len(sequence.tokens):
                 _enter(sequence, taken - offset + 2)
@@ -98,7 +99,7 @@ class Lockstep:
         if leaving:
             starts = [start for start, one in zip(starts, sequences, strict=True) if one not in leaving]
             sequences = [one for one in sequences if one not in leaving]
-        count, rows = len(sequences), self.scheduler.in_flight[index].rows
+        count, rows = len(sequences), self.scheduler.books.in_flight[index].rows
         stayed = all(one.state == State.RUNNING for one in leaving)
         if stayed and plan.starts[:count] == starts and rows[:count] == sequences:
             self.rows_in[index] = count
@@ -135,8 +136,8 @@ class Lockstep:
         plan.starts = [plan.index - offset for offset in self.offsets]
         plan.counts, plan.draw_rows = [1] * len(rows), list(range(len(rows)))
         scheduler = self.scheduler
-        scheduler.running, scheduler.next_plan.index = rows, next_index
-        scheduler.in_flight[plan.index] = Flight(rows, rows)
+        scheduler.running[:], scheduler.books.next_plan.index = rows, next_index
+        scheduler.books.in_flight[plan.index] = Flight(rows, rows)
         self.rows_in[plan.index] = len(rows)
 
 
@@ -146,14 +147,16 @@ def take_result(ready: InFlight, now_s: float, lockstep: Lockstep, run: Run) -> 
     run.most_blocks = max(run.most_blocks, scheduler.pool.used_count)
     scheduler.costs.observe_compute(plan.tokens, len(plan.slots), ready.time.device_s)
     same, same_s = lockstep.rows_in.pop(plan.index, 0), run.last_result_s
-    flight = scheduler.in_flight.pop(plan.index)
+    flight = scheduler.books.in_flight.pop(plan.index)
     advanced: list[Sequence] = []
     if same:
         lockstep.take(plan.index, now_s)
     if same < len(flight.rows):
         rest = StepPlan(plan.index, starts=plan.starts[same:], counts=plan.counts[same:])
         rows, draws = flight.rows[same:], flight.draws[same:]
-        advanced = take_in(scheduler, Flight(rows, draws), rest, StepResult([0] * len(draws)), now_s)
+        advanced = enter_result(
+            scheduler.books, Flight(rows, draws), rest, StepResult([0] * len(draws)), now_s
+        )
     others: dict[float, int] = {}
     for sequence in advanced:
         served: Served = sequence.request.tag

@@ -29,7 +29,7 @@ def play_stretch(
         return None
     scheduler, pool, residency = lockstep.scheduler, lockstep.scheduler.pool, lockstep.scheduler.residency
     size, at_block_end, ending = scheduler.config.block_size, lockstep.at_block_end, lockstep.ending
-    index = first = asked_index = scheduler.next_plan.index
+    index = first = asked_index = scheduler.books.next_plan.index
     plan = StepPlan(index)
     rows = context_tokens = 0
     before_s, device_free_s = 0.0, in_flight.done_s
