@@ -1,81 +1,116 @@
-"""Plain data into dataclasses, strictly: unknown keys are refused with the nearest name. Used by `config.py`."""
+"""Plain data into dataclasses, strictly: unknown, missing and mistyped entries are refused by name.
+
+Training configurations (`SETTINGS`), model specs and the catalogue (`spec/model_file.py`) are read with it.
+"""
 
 import dataclasses
-import difflib
 import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from cumulo.errors import ConfigError
+from cumulo.base.nearest import did_you_mean
+from cumulo.errors import ConfigError, CumuloError
 
 T = TypeVar("T")
 
 
-def build(kind: type[T], data: Any, where: str) -> T:
+@dataclass(frozen=True)
+class Wording:
+    """How a kind of file is spoken of when something in it is refused."""
+
+    error: type[CumuloError] = ConfigError
+    table: str = "{where} must be a table of settings, got {content!r}"
+    unknown: str = "{where} has no setting {first!r}{nearest}"
+    missing: str = "{where} lacks {names}: add it"
+    choice: str = "{where} cannot be {text}{nearest}"
+    mistyped: str = "{where} must be {kind}, got {content!r}"
+    entry: str = "{where}.{name}"
+    item: str = "{where}[{index}]"
+    kinds: Mapping[type, str] = dataclasses.field(
+        default_factory=lambda: {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
+    )
+    by_hand: bool = True  # text may stand for a number, and one item for a list of one
+
+    def refusal(self, rule: str, where: str, **words: Any) -> CumuloError:
+        return self.error(getattr(self, rule).format(where=where, **words))
+
+
+SETTINGS = Wording()
+
+
+def build(kind: type[T], data: Any, where: str, wording: Wording = SETTINGS) -> T:
     """An instance of dataclass `kind` from a table; `where` is what errors call the table."""
     if not isinstance(data, Mapping):
-        raise ConfigError(f"{where} must be a table of settings, got {data!r}")
+        raise wording.refusal("table", where, content=data)
     fields = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
-    for name in data:
-        if name not in fields:
-            raise ConfigError(f"{where} has no setting {name!r}{nearest(str(name), fields)}")
-    missing = [
+    if unknown := [str(name) for name in data if name not in fields]:
+        raise wording.refusal(
+            "unknown",
+            where,
+            first=unknown[0],
+            nearest=did_you_mean(unknown[0], fields, quoted=True),
+            names=", ".join(map(repr, unknown)),
+            known=", ".join(fields),
+        )
+    if missing := [
         name
         for name, field in fields.items()
-        if name not in data
-        and field.default is dataclasses.MISSING
-        and field.default_factory is dataclasses.MISSING
-    ]
-    if missing:
-        raise ConfigError(f"{where} lacks {', '.join(missing)}: add it")
+        if name not in data and field.default is field.default_factory is dataclasses.MISSING
+    ]:
+        raise wording.refusal(
+            "missing", where, names=", ".join(missing), quoted=", ".join(map(repr, missing))
+        )
     hints = typing.get_type_hints(kind)
-    return kind(**{name: _value(hints[name], value, f"{where}.{name}") for name, value in data.items()})
+    return kind(
+        **{
+            name: _value(hints[name], content, wording.entry.format(where=where, name=name), wording)
+            for name, content in data.items()
+        }
+    )
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """The end of a sentence: which name was meant, or which there are."""
-    names = list(known)
-    close = difflib.get_close_matches(name, names, 1)
-    return f"; did you mean {close[0]!r}?" if close else f"; there are: {', '.join(names)}"
-
-
-def _value(hint: Any, content: Any, where: str) -> Any:
+def _value(hint: Any, content: Any, where: str, wording: Wording) -> Any:
+    """`content` as the field's type wants it; YAML and JSON have no tuples and write 1.0 as 1."""
     origin, options = typing.get_origin(hint), typing.get_args(hint)
     if origin in (types.UnionType, typing.Union):
         if content is None and type(None) in options:
             return None
         (inner,) = (option for option in options if option is not type(None))
-        return _value(inner, content, where)
+        return _value(inner, content, where, wording)
     if origin is typing.Literal:
         if content in options:
             return content
         text = content if isinstance(content, str) else repr(content)
-        raise ConfigError(f"{where} cannot be {text}{nearest(text, map(str, options))}")
-    if origin is tuple:
+        near = did_you_mean(text, map(str, options), quoted=True)
+        raise wording.refusal("choice", where, text=text, nearest=near, content=content, kind="Literal")
+    if origin is tuple and (wording.by_hand or isinstance(content, (list, tuple))):
         items = content if isinstance(content, (list, tuple)) else [content]
-        return tuple(_value(options[0], item, f"{where}[{index}]") for index, item in enumerate(items))
+        return tuple(
+            _value(options[0], item, wording.item.format(where=where, index=index), wording)
+            for index, item in enumerate(items)
+        )
+    if origin is Mapping and isinstance(content, Mapping):
+        return {
+            str(name): _value(options[1], value, wording.entry.format(where=where, name=name), wording)
+            for name, value in content.items()
+        }
     if dataclasses.is_dataclass(hint):
-        return build(typing.cast(type[Any], hint), content, where)
-    if hint is float:
-        return _number(content, where)
-    if type(content) is hint:
+        return build(typing.cast(type[Any], hint), content, where, wording)
+    if hint is float and (number := _number(content, wording.by_hand)) is not None:
+        return number
+    if origin is None and type(content) is hint:
         return content
-    raise ConfigError(f"{where} must be {_WORDS.get(hint, hint)}, got {content!r}")
+    kind = wording.kinds.get(hint, getattr(hint, "__name__", hint))
+    raise wording.refusal("mistyped", where, kind=kind, content=content)
 
 
-_WORDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
-
-
-def _number(content: Any, where: str) -> float:
+def _number(content: Any, by_hand: bool) -> float | None:
     if isinstance(content, (int, float)) and not isinstance(content, bool):
         return float(content)
     try:
         # YAML reads 3e-4 as text: its numbers must have a point. Everyone means the number.
-        return float(content) if isinstance(content, str) else _refuse(content, where)
+        return float(content) if by_hand and isinstance(content, str) else None
     except ValueError:
-        return _refuse(content, where)
-
-
-def _refuse(content: Any, where: str) -> float:
-    raise ConfigError(f"{where} must be a number, got {content!r}")
+        return None

@@ -6,26 +6,27 @@ A user's own file has the same tables (`devices:`, `nodes:`, `fabrics:`, `models
 `Catalog.load(Path("mine.yaml"))`, or `--catalog mine.yaml` on the command line.
 """
 
-import difflib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import yaml
 
-from cumulo.errors import ConfigError, ModelError
+from cumulo.base.nearest import nearest
+from cumulo.base.strict import build
+from cumulo.errors import ConfigError
 from cumulo.spec.check import checked
 from cumulo.spec.cluster import Cluster
 from cumulo.spec.device import Device, Node
 from cumulo.spec.fabric import Fabric
 from cumulo.spec.model import ModelSpec
-from cumulo.spec.model_file import build, from_dict
+from cumulo.spec.model_file import FIELDS, from_dict
 
 Tables = Mapping[str, Mapping[str, Mapping[str, Any]]]  # kind -> name -> fields
-T = TypeVar("T")
+_ENTRY = replace(FIELDS, error=ConfigError)
 _KINDS = ("devices", "nodes", "fabrics", "models")
 
 
@@ -50,15 +51,15 @@ class Catalog:
         return list(self.tables[kind])
 
     def device(self, name: str) -> Device:
-        return _build(Device, self._fields("devices", name), f"device {name}")
+        return build(Device, self._fields("devices", name), f"device {name}", _ENTRY)
 
     def node(self, name: str) -> Node:
         fields = self._fields("nodes", name)
         fields["device"] = self._fields("devices", str(fields.get("device")))
-        return _build(Node, {"scale_up_gpus": fields.get("gpus"), **fields}, f"node {name}")
+        return build(Node, {"scale_up_gpus": fields.get("gpus"), **fields}, f"node {name}", _ENTRY)
 
     def fabric(self, name: str) -> Fabric:
-        return _build(Fabric, self._fields("fabrics", name), f"fabric {name}")
+        return build(Fabric, self._fields("fabrics", name), f"fabric {name}", _ENTRY)
 
     def model(self, name: str) -> ModelSpec:
         return checked(from_dict(self._entry("models", name)), f"model {name}")
@@ -158,17 +159,10 @@ def _table(content: Any, where: str) -> Mapping[str, Any]:
     return content
 
 
-def _build(kind: type[T], fields: Mapping[str, Any], where: str) -> T:
-    try:
-        return build(kind, fields, where)
-    except ModelError as error:
-        raise ConfigError(str(error)) from error
-
-
 def _nearest(name: str, known: Iterable[str]) -> str:
     names, wanted = list(known), str(name).lower()
     begun = [known_name for known_name in names if wanted and known_name.startswith(wanted)]
-    close = begun[:3] or difflib.get_close_matches(wanted, names, 3, 0.5)
+    close = begun[:3] or nearest(wanted, names, 3, 0.5)
     if close:
         return f"; did you mean {' or '.join(close)}?"
     return f"; there are: {', '.join(names)}"

@@ -6,12 +6,12 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from difflib import get_close_matches
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from rich.markup import escape
 
+from cumulo.base.nearest import did_you_mean
 from cumulo.cli.shared.terminal import load_llm, note, out, print_error, read_stdin
 from cumulo.cli.shared.typed import Prompt
 from cumulo.errors import CumuloError, InvalidRequest
@@ -194,9 +194,8 @@ class Session:
             note(" · ".join(shown))
             return
         if name not in _SETTABLE:
-            near = get_close_matches(name, _SETTABLE, 1)
-            hint = f"did you mean {near[0]}?" if near else f"the options are {', '.join(_SETTABLE)}"
-            note(f"there is no option {name}; {hint}")
+            options = f"; the options are {', '.join(_SETTABLE)}"
+            note(f"there is no option {name}{did_you_mean(name, _SETTABLE, otherwise=options)}")
             return
         try:
             number = None if value in ("", "none") else float(value) if "." in value else int(value)

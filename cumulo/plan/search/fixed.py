@@ -1,8 +1,8 @@
 """One given layout, from text such as `tp=8,pp=16,dp=64,zero=1`. `cumulo plan train --fixed` times it."""
 
-import difflib
 from typing import get_args
 
+from cumulo.base.nearest import did_you_mean
 from cumulo.errors import ConfigError
 from cumulo.layout.layout import Layout
 from cumulo.plan.job import OPERATIONS, Recompute, TrainJob, tensor_problems
@@ -37,7 +37,9 @@ def fixed_job(text: str, goal: TrainGoal) -> TrainJob:
         elif name == "recompute":
             job[name] = _recompute(value)
         else:
-            raise ConfigError(f"--fixed does not accept {name!r}{_nearest(name)}")
+            names = [*_SIZES, *_OTHERS]
+            hint = did_you_mean(name, names, quoted=True, otherwise=f"; it knows: {', '.join(names)}")
+            raise ConfigError(f"--fixed does not accept {name!r}{hint}")
     tp = layout.get("tp")
     if isinstance(tp, int) and tp > 0 and (problems := list(tensor_problems(goal.model, tp))):
         raise ConfigError("; ".join(problems))
@@ -87,9 +89,3 @@ def _recompute(value: str) -> str:
             f"--fixed recompute must be none, full, selective, or some of {'+'.join(OPERATIONS)}, got {value!r}"
         )
     return found
-
-
-def _nearest(name: str) -> str:
-    names = [*_SIZES, *_OTHERS]
-    close = difflib.get_close_matches(name, names, 1)
-    return f"; did you mean {close[0]!r}?" if close else f"; it knows: {', '.join(names)}"

@@ -5,7 +5,6 @@ Nearly all constants are ratios to what the device's data sheet says, so that a 
 device of the same generation, and, with a wider interval, to another generation.
 """
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cache, lru_cache
@@ -15,6 +14,7 @@ from typing import Any
 
 import yaml
 
+from cumulo.base.nearest import did_you_mean
 from cumulo.errors import ConfigError
 from cumulo.spec.device import Device
 
@@ -111,10 +111,7 @@ class Profiles:
 
     def named(self, name: str) -> Profile:
         if name not in self.known:
-            near = difflib.get_close_matches(name, self.known, 1)
-            raise ConfigError(
-                f"there is no profile {name!r}" + (f"; did you mean {near[0]}?" if near else "")
-            )
+            raise ConfigError(f"there is no profile {name!r}{did_you_mean(name, self.known, otherwise='')}")
         return self.known[name]
 
     def find(self, device: Device, dtype: str, software: str = "current") -> tuple[Profile, tuple[str, ...]]:
@@ -134,8 +131,7 @@ class Profiles:
         able = [name for name, profile in self.known.items() if profile.software == software]
         if not able:
             names = sorted({profile.software for profile in self.known.values()})
-            near = difflib.get_close_matches(software, names, 1)
-            hint = f"; did you mean {near[0]}?" if near else "."
+            hint = did_you_mean(software, names, otherwise=".")
             raise ConfigError(
                 f"there is no profile of the software {software!r}{hint} There are: {', '.join(names)}"
             )

@@ -7,12 +7,12 @@ the client is warned: libraries hand back messages with fields of their own. In 
 Validation stops at the first wrong item of a list, and counts a dictionary before it looks at its items.
 """
 
-import difflib
 from typing import Any, ClassVar, get_args
 
 from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, GetJsonSchemaHandler, model_validator
 from pydantic_core import CoreSchema, PydanticCustomError
 
+from cumulo.base.nearest import nearest
 from cumulo.serve.bodies import warnings
 from cumulo.serve.bodies.stop_early import stopping_early
 
@@ -96,7 +96,7 @@ class Strict(BaseModel):
         known = [field.alias or one for one, field in cls.model_fields.items()]
         if len(name) > 64:
             return
-        for near in difflib.get_close_matches(name, [one for one in known if one not in given], 1, 0.75):
+        for near in nearest(name, [one for one in known if one not in given], 1, 0.75):
             raise PydanticCustomError(
                 "misspelt",
                 "'{name}' is not a field this server knows; did you mean '{near}'?",

@@ -1,6 +1,6 @@
 """Names and shapes of the parameters that low-rank adapters add to a model. Pure; runs and their ledger ask."""
 
-from cumulo.base import strict
+from cumulo.base.nearest import did_you_mean
 from cumulo.errors import ConfigError
 from cumulo.spec.model import ModelSpec
 from cumulo.spec.parameters import parameter_shapes
@@ -22,7 +22,6 @@ def adapter_shapes(spec: ModelSpec, config: LoraConfig) -> dict[str, tuple[int, 
             found |= {f"{module}.lora_a": (config.rank, inputs), f"{module}.lora_b": (outputs, config.rank)}
     for target in config.targets:
         if target not in kinds:
-            raise ConfigError(
-                f"lora.targets: this model has no projection {target!r}{strict.nearest(target, sorted(kinds))}"
-            )
+            hint = did_you_mean(target, sorted(kinds), quoted=True)
+            raise ConfigError(f"lora.targets: this model has no projection {target!r}{hint}")
     return found
