@@ -19,6 +19,7 @@ from tests.cli.conftest import ROOT
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 _BLOCK = re.compile(r"(?:^<!-- not run: (.*?) -->\n+)?^```(\w*)\n(.*?)^```", re.S | re.M)
+_OUTPUT = re.compile(r"\n\n```text\n(.*?)^```", re.S | re.M)
 _INLINE = re.compile(r"`(cumulo [a-z][^`]*)`")
 _COMMAND = re.compile(r"(?:^|[|;&] *)((?:\$ )?cumulo .*)")
 
@@ -30,10 +31,16 @@ class Block:
     language: str
     text: str
     not_run: str | None  # why
+    output: str | None  # the block of text directly after it
 
     @property
     def name(self) -> str:
         return f"{self.page.relative_to(ROOT)}:{self.line}"
+
+    @property
+    def is_program(self) -> bool:
+        """Python that is run as a file; `>>>` examples are doctests, which have a test of their own."""
+        return self.language == "python" and not self.text.startswith(">>>")
 
     @property
     def commands(self) -> list[str]:
@@ -64,7 +71,8 @@ def blocks() -> list[Block]:
         text = page.read_text("utf-8")
         for match in _BLOCK.finditer(text):
             line = text.count("\n", 0, match.start(2)) + 1
-            found.append(Block(page, line, match[2], match[3], match[1]))
+            output = _OUTPUT.match(text, match.end())
+            found.append(Block(page, line, match[2], match[3], match[1], output[1] if output else None))
     return found
 
 

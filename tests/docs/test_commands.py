@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from tests.cli.conftest import ROOT, needs_built_in_model
-from tests.docs.pages import PAGES, all_commands, blocks, help_examples, problem_with
+from tests.docs.pages import PAGES, Block, all_commands, blocks, help_examples, problem_with
 from tests.serve.running_server import MODEL, wait_for
 
 PATIENCE_S = 900  # a hang guard
@@ -122,6 +122,42 @@ def test_readmes_programs_run_as_they_stand(installed: Path, server: str) -> Non
         )  # fmt: skip
         assert done.returncode == 0, f"{block.name}\n{done.stderr}"
         assert len(done.stdout.split()) > 10, done.stdout
+
+
+_PROGRAMS = [block for block in blocks() if block.page != PAGES[0] and block.is_program]
+
+
+def _program_marks(text: str) -> list[pytest.MarkDecorator]:
+    """Only programs that need neither a model nor a server are run every time."""
+    heavy = ("LLM", "127.0.0.1", "train", "profile.yaml")
+    return [pytest.mark.thorough] if any(word in text for word in heavy) else []
+
+
+@needs_built_in_model
+@pytest.mark.parametrize(
+    "block", [pytest.param(block, marks=_program_marks(block.text), id=block.name) for block in _PROGRAMS]
+)
+def test_a_program_of_the_documentation_runs_as_it_stands(
+    home: Path, request: pytest.FixtureRequest, block: Block
+) -> None:
+    if block.not_run is not None:
+        pytest.skip(block.not_run)
+    if "127.0.0.1:8000" in block.text:
+        request.getfixturevalue("server")
+    if "profile.yaml" in block.text:
+        written = shell(
+            request.getfixturevalue("installed"), "cumulo calibrate --out profile.yaml --seconds 0.01"
+        )
+        assert written.returncode == 0, written.stderr
+    file = home / "work" / "program.py"
+    file.write_text(block.text)
+    done = subprocess.run(
+        [sys.executable, file], capture_output=True, text=True, cwd=home / "work", timeout=PATIENCE_S,
+        check=False, env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert done.returncode == 0, f"{block.name}\n{done.stderr}"
+    if block.output is not None and "cumulo.plan" in block.text:  # the planner prints the same everywhere
+        assert done.stdout == block.output
 
 
 _QUICK = ("cumulo schedule", "cumulo explain")  # the other verbs are run by tests of their own, too
