@@ -14,7 +14,7 @@ from cumulo.base.machine_memory import available_memory
 from cumulo.engine.config import EngineConfig
 from cumulo.engine.decide.params import SamplingParams
 from cumulo.engine.decide.scheduler import Scheduler
-from cumulo.engine.decide.scheduler_config import SchedulerConfig
+from cumulo.engine.decide.scheduler_config import scheduler_config
 from cumulo.engine.engine import Engine
 from cumulo.engine.guides.guided import Guidance
 from cumulo.engine.memory.ledger import Ledger, MemoryPlan, plan_memory
@@ -109,20 +109,7 @@ def start_engine(
     decoder.rotary.serve(memory.max_context)
     make = gpu_player if config.device == "cuda" else cpu_player
     player = make(decoder, config, memory, eos_ids, guidance, tell)
-    scheduler = Scheduler(
-        SchedulerConfig(
-            blocks=memory.kv_blocks,
-            block_size=config.block_size,
-            max_context=memory.max_context,
-            max_running=config.max_running,
-            max_tokens_per_step=config.max_tokens_per_step,
-            prefix_cache=config.prefix_cache,
-            preemption=config.preemption,
-            host_blocks=memory.host_blocks,
-            priority_step_s=config.priority_step_s,
-            shared_step_s=config.shared_step_s,
-        )
-    )
+    scheduler = Scheduler(scheduler_config(config, memory))
     if memory.host_blocks:
         scheduler.costs.swap_s_per_block = player.runner.measure_swap_s()
     engine = Engine(

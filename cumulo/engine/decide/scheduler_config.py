@@ -1,8 +1,10 @@
-"""SchedulerConfig: the limits the scheduler decides under. Made from EngineConfig and the memory plan."""
+"""SchedulerConfig: the limits the scheduler decides under. Made for the engine and for the simulator alike."""
 
 from dataclasses import dataclass
 from typing import Literal
 
+from cumulo.engine.config import EngineConfig
+from cumulo.engine.memory.ledger import MemoryPlan
 from cumulo.errors import CumuloError
 
 
@@ -27,3 +29,19 @@ class SchedulerConfig:
             )
         if not self.shared_step_s > 0:
             raise CumuloError(f"shared_step_s must be more than 0 seconds, got {self.shared_step_s}")
+
+
+def scheduler_config(config: EngineConfig, memory: MemoryPlan) -> SchedulerConfig:
+    """From the engine's options, settled for its device, and what the memory ledger gives it."""
+    return SchedulerConfig(
+        blocks=memory.kv_blocks,
+        block_size=config.block_size,
+        max_context=memory.max_context,
+        max_running=config.max_running,
+        max_tokens_per_step=config.max_tokens_per_step,
+        prefix_cache=config.prefix_cache,
+        preemption=config.preemption,
+        host_blocks=memory.host_blocks,
+        priority_step_s=config.priority_step_s,
+        shared_step_s=config.shared_step_s,
+    )

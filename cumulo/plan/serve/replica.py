@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from cumulo.engine.config import EngineConfig
 from cumulo.engine.decide.scheduler import Scheduler
-from cumulo.engine.decide.scheduler_config import SchedulerConfig
+from cumulo.engine.decide.scheduler_config import scheduler_config
 from cumulo.engine.memory.ledger import GIB, MemoryPlan, format_bytes, plan_memory
 from cumulo.engine.simulate.engine import simulate
 from cumulo.engine.simulate.run import Arrival, Run
@@ -27,9 +27,8 @@ FORMATS = {
     "bfloat16": Format(),
     "float8": Format(weights="float8", compute="float8"),
     "float32": Format("float32", "float32", "float32", "float32", "float32", "float32"),
-    "q4_1": Format(
-        "q4_1", "float32", "q8_0", "float32", "float32", "float32"
-    ),  # the built-in model, on a CPU
+    # The built-in model, on a CPU.
+    "q4_1": Format("q4_1", "float32", "q8_0", "float32", "float32", "float32"),
 }
 
 
@@ -114,18 +113,9 @@ class Replica:
         return None
 
     def scheduler(self, host_blocks: int = 0) -> Scheduler:
-        memory, config = self.memory(), self.engine_config()
-        return Scheduler(
-            SchedulerConfig(
-                blocks=memory.kv_blocks,
-                block_size=config.block_size,
-                max_context=memory.max_context,
-                max_running=config.max_running,
-                max_tokens_per_step=config.max_tokens_per_step,
-                prefix_cache=config.prefix_cache,
-                host_blocks=host_blocks,
-            )
-        )
+        """The engine's own; `host_blocks`: room for keys and values that arrive from other engines."""
+        config = scheduler_config(self.engine_config(), self.memory())
+        return Scheduler(replace(config, host_blocks=host_blocks))
 
     def cost(self, swap_bytes_per_s: float | None = None, slower: float = 1.0) -> StepCostModel:
         tensor = expert = None
