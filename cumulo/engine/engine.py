@@ -9,6 +9,7 @@ import logging
 import random
 import time
 from collections.abc import Iterable
+from collections.abc import Sequence as ListLike
 from dataclasses import dataclass, field
 
 from cumulo.engine.decide.params import SamplingParams
@@ -60,6 +61,7 @@ class Engine:
         self._seeds = random.Random(seed)
         self._ids = itertools.count(1)
         self._in_flight: tuple[StepPlan, PendingStep] | None = None
+        self._replays: list[Delta] = []
 
     # -- requests ---------------------------------------------------------------------------------------
     def add(
@@ -73,8 +75,14 @@ class Engine:
         cache_salt: str = "",
         tenant: str = "",
         stream: bool = False,
+        resumed: ListLike[int] = (),
+        replay: bool = False,
     ) -> Request:
-        """Queue a request, or raise InvalidRequest. With `stream`, text comes in Deltas as it is made."""
+        """Queue a request, or raise InvalidRequest. With `stream`, text comes in Deltas as it is made.
+
+        `resumed`: output tokens that another engine has drawn already. What follows is what that engine would have
+        drawn. With `replay`, the first Delta repeats them, for a client that has to read them again.
+        """
         request = Request(
             request_id if request_id is not None else f"request-{next(self._ids)}",
             prompt,
@@ -86,15 +94,28 @@ class Engine:
             tenant=tenant,
             arrived_s=time.perf_counter(),
             tag=_Client(prompt_text, stream),
+            resumed=resumed,
         )
         self._check_tokens(request)
         self.scheduler.add(request)
+        if resumed and (stream or params.stop):
+            self._read_again(request, resumed, replay)
         return request
+
+    def _read_again(self, request: Request, tokens: ListLike[int], replay: bool) -> None:
+        """The text of tokens that another engine drew, so that the next one's text continues it."""
+        client: _Client = request.tag
+        if self.tokenizer is None:
+            return
+        stream = client.streams[0] = TextStream(self.tokenizer, request.params)
+        text = "".join([stream.push(token) for token in tokens])
+        if replay:
+            self._replays.append(Delta(request.id, 0, text, list(tokens)))
 
     def _check_tokens(self, request: Request) -> None:
         params = request.params
         for name, tokens in (
-            ("the prompt", request.prompt),
+            ("the prompt", request.sequences[0].tokens),
             ("logit_bias", params.logit_bias),
             ("stop_token_ids", params.stop_token_ids),
         ):
@@ -133,7 +154,8 @@ class Engine:
             ready, self._in_flight = self._in_flight, submitted
         else:
             ready = submitted
-        output = StepOutput()
+        output = StepOutput(self._replays)
+        self._replays = []
         if ready is not None:
             self._finish(*ready, output)
         for request in self.scheduler.closed:

@@ -155,6 +155,11 @@ class SamplingParams:
             )
 
     @property
+    def can_resume(self) -> bool:
+        """Whether another engine can continue it from its output tokens so far: it has one line of tokens."""
+        return self.samples == 1 and self.beam_width is None and self.pooling is None
+
+    @property
     def samples(self) -> int:
         """How many sequences are drawn for this request."""
         return self.beam_width or self.best_of or self.n

@@ -7,8 +7,9 @@ A request draws one or more sequences (samples or beams). A sequence has tokens,
 
 from array import array
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import Any, Final, Literal
 
+from cumulo.engine.decide.beam import BeamSearch
 from cumulo.engine.decide.block_pool import BlockHash, chain_hashes, root_hash
 from cumulo.engine.decide.fairness import Tenant
 from cumulo.engine.decide.params import SamplingParams
@@ -16,9 +17,6 @@ from cumulo.engine.decide.plan import TokenLogprobs
 from cumulo.engine.decide.pooling import Pooled
 from cumulo.engine.decide.story import Story
 from cumulo.errors import InvalidRequest
-
-if TYPE_CHECKING:
-    from cumulo.engine.decide.beam import BeamSearch
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -52,13 +50,19 @@ class Request:
         tenant: str = "",
         arrived_s: float = 0.0,
         tag: Any = None,
+        resumed: Iterable[int] = (),
     ) -> None:
+        """`resumed`: output tokens that another engine has drawn already; this one draws what follows."""
         try:
-            tokens = array("i", prompt)
+            tokens, drawn = array("i", prompt), array("i", resumed)
         except (TypeError, OverflowError) as error:
             raise InvalidRequest(f"a prompt is a list of token ids: {error}") from None
         if not tokens:
             raise InvalidRequest("the prompt is empty: there is nothing to continue")
+        if drawn and not params.can_resume:
+            raise InvalidRequest(
+                "only a request for one sample can be resumed, without beams or an embedding"
+            )
         self.id, self.params, self.seed, self.prompt_length = request_id, params, seed, len(tokens)
         self.priority, self.cache_salt, self.arrived_s, self.tag = priority, cache_salt, arrived_s, tag
         stops = () if params.ignore_eos else eos_ids
@@ -69,7 +73,9 @@ class Request:
         self.story = Story(arrived_s, prompt_tokens=len(tokens))
         self.forks_left = params.samples - 1 if params.beam_width is None else 0
         self.reserved_slots: list[int] = []  # for samples or beams that do not exist yet
-        self.sequences = [Sequence(self, 0, tokens)]
+        if drawn:
+            self.story.add(arrived_s, "taken_over", output_tokens=len(drawn))
+        self.sequences = [Sequence(self, 0, tokens + drawn)]
         self.prompt_logprobs: list[TokenLogprobs] | None = None if params.prompt_logprobs is None else []
         self.pooled = None if params.pooling is None else Pooled(params.pooling, len(tokens))
         self.beam: BeamSearch | None = None
@@ -120,9 +126,8 @@ class Sequence:
         self.stop_reason: int | str | None = None
         self.cumulative_logprob = 0.0
         self.logprobs: list[TokenLogprobs] = []
-        self.candidates: list[tuple[int, float]] | None = (
-            None  # a beam's next tokens, until all beams have some
-        )
+        # A beam's next tokens, until all beams have some.
+        self.candidates: list[tuple[int, float]] | None = None
 
     @property
     def output_length(self) -> int:

@@ -39,6 +39,7 @@ _WORDS = {
     "forked": "{samples} samples share the computed prompt",
     "preempted": "preempted in step {step} by {by}, {why}: {blocks} blocks freed; {how}",
     "resumed": "resumed in step {step} by {how}: {recomputed} tokens to recompute, {cached} from the cache",
+    "taken_over": "continues after {output_tokens} output tokens of an engine that stopped",
     "first_token": "first token",
     "embedded": "its {tokens} tokens have become {size} numbers",
     "finished": "sample {sample} finished: {reason} after {tokens} tokens",

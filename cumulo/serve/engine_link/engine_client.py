@@ -1,8 +1,9 @@
 """EngineClient: the API process's side of the engine. Requests go out, what the engine says goes into their
 inboxes, and a supervisor restarts an engine that died or stands still.
 
-No request is lost: each ends with Finished or with a Failure. When the engine is restarted, requests of which
-nothing has been sent to their client are submitted again, once; the others fail and say why.
+No request is lost: each ends with Finished or with a Failure. When the engine is restarted, requests in flight are
+submitted again. A stream continues after the tokens that its client has; a request that ends two engines without
+a token in between fails and says why.
 """
 
 import asyncio
@@ -13,10 +14,12 @@ import secrets
 import shutil
 import tempfile
 import time
+from array import array
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol
 
+import msgspec
 import zmq
 
 from cumulo.engine.config import EngineConfig
@@ -102,9 +105,9 @@ class InFlight:
     submit: Submit
     inbox: Inbox
     position: int
-    streamed_tokens: int = 0
+    streamed: "array[int]" = field(default_factory=lambda: array("i"))  # output tokens its client has
     last_token_s: float | None = None
-    resubmitted: bool = False
+    resubmitted_at: int = -1  # output tokens it had when it was submitted again; -1: it never was
 
 
 class Observer(Protocol):
@@ -241,7 +244,7 @@ class EngineClient:
             for delta in report.deltas:
                 request = self.in_flight.get(delta.request_id)
                 if request is not None:
-                    request.streamed_tokens += len(delta.token_ids)
+                    request.streamed.extend(delta.token_ids)
                     request.inbox.put(request.position, delta)
                     told.append((request, delta))
             self._unobserved.append((told, now_s, report.stats))
@@ -325,12 +328,13 @@ class EngineClient:
             answer.cancel()
         self._block_maps.clear()
         for request in list(self.in_flight.values()):
-            if request.streamed_tokens:
-                told = f"after {request.streamed_tokens} streamed tokens, so it could not be retried"
-            elif request.resubmitted:
+            tokens = len(request.streamed)
+            if tokens and not request.submit.params.can_resume:
+                told = f"after {tokens} streamed tokens of several samples, so it could not be retried"
+            elif request.resubmitted_at >= tokens:
                 told = "and again when it was retried"
             else:
-                request.resubmitted = True
+                request.resubmitted_at = tokens
                 continue
             self._fail([request], f"{self.last_failure} while this request ran, {told}; send it again")
         pause_s = 0.5
@@ -347,4 +351,5 @@ class EngineClient:
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
         log.warning("the engine is back; %d requests are submitted again", len(self.in_flight))
         for request in self.in_flight.values():
-            self._send(request.submit)
+            resumed = b"" if not request.submit.stream else request.streamed.tobytes()
+            self._send(msgspec.structs.replace(request.submit, resumed=resumed))

@@ -138,6 +138,8 @@ class EngineLoop:
                 cache_salt=submit.cache_salt,
                 tenant=submit.tenant,
                 stream=submit.stream,
+                resumed=array("i", submit.resumed),
+                replay=submit.replay,
             )
         except InvalidRequest as error:
             self._send(Rejected(submit.request_id, str(error)))

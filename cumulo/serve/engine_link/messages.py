@@ -36,6 +36,8 @@ class Submit(msgspec.Struct, frozen=True, tag="submit"):
     priority: int = 0
     cache_salt: str = ""
     tenant: str = ""  # who is owed a fair share: the name of the caller's key
+    resumed: bytes = b""  # output tokens that another engine drew, packed as the prompt
+    replay: bool = False  # a Delta repeats them
 
 
 class _PackedSubmit(msgspec.Struct, frozen=True, tag="submit"):
@@ -48,6 +50,8 @@ class _PackedSubmit(msgspec.Struct, frozen=True, tag="submit"):
     priority: int = 0
     cache_salt: str = ""
     tenant: str = ""
+    resumed: bytes = b""
+    replay: bool = False
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
@@ -184,4 +188,6 @@ def decode_command(packed: bytes) -> Command:
         command.priority,
         command.cache_salt,
         command.tenant,
+        command.resumed,
+        command.replay,
     )

@@ -1,0 +1,169 @@
+"""Streams whose engine is killed in mid-answer go on with the very tokens they would have had: none lost, none
+doubled, none other. Real processes, real signals."""
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from threading import Event, Thread
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.serve.running_server import RunningServer, running_server
+from tests.serve.tiny_model import NAME, save_tiny_model
+
+pytestmark = pytest.mark.slow
+TOKENS = 200
+CHAT: dict[str, Any] = {
+    "model": NAME,
+    "messages": [{"role": "user", "content": "Say a lot."}],
+    "stream": True,
+}
+LONG: dict[str, Any] = {"max_tokens": TOKENS, "ignore_eos": True}
+WORDS: dict[str, Any] = {"type": "array", "items": {"enum": ["word", "other"]}, "minItems": 40}
+TOOL = {"type": "function", "function": {"name": "note", "parameters": {
+    "type": "object", "properties": {"words": WORDS}, "required": ["words"],
+}}}  # fmt: skip
+# What is asked; every answer is determined: greedy, or drawn from a seed.
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "greedy": ("/v1/chat/completions", CHAT | LONG | {"temperature": 0}),
+    "seeded": ("/v1/chat/completions", CHAT | LONG | {"temperature": 1.2, "seed": 7}),
+    "penalties": (
+        "/v1/chat/completions",
+        CHAT | LONG | {"temperature": 0.8, "seed": 3, "repetition_penalty": 1.3, "presence_penalty": 0.5},
+    ),
+    "logprobs": (
+        "/v1/chat/completions",
+        CHAT | LONG | {"temperature": 0.5, "seed": 1, "logprobs": True, "top_logprobs": 3},
+    ),
+    "usage": (
+        "/v1/chat/completions",
+        CHAT | LONG | {"temperature": 0, "stream_options": {"include_usage": True}, "return_token_ids": True},
+    ),
+    "stop strings": (
+        "/v1/chat/completions",
+        CHAT | {"max_tokens": TOKENS, "temperature": 1.0, "seed": 9, "stop": ["never said zzzz"]},
+    ),
+    "guided": (
+        "/v1/chat/completions",
+        CHAT | {"max_tokens": 400, "temperature": 0.7, "seed": 5,
+                "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": WORDS}}},
+    ),
+    "tools": (
+        "/v1/chat/completions",
+        CHAT | {"max_tokens": 400, "temperature": 0.7, "seed": 5, "tools": [TOOL], "tool_choice": "required"},
+    ),
+    "completions": (
+        "/v1/completions", {"model": NAME, "prompt": "Once", "stream": True, "seed": 2, "temperature": 1} | LONG,
+    ),
+    "responses": (
+        "/v1/responses", {"model": NAME, "input": "Hi", "stream": True, "temperature": 0, "max_output_tokens": TOKENS},
+    ),
+    "messages": (
+        "/v1/messages",
+        {"model": NAME, "messages": CHAT["messages"], "stream": True, "temperature": 0, "max_tokens": TOKENS},
+    ),
+}  # fmt: skip
+CHANGING = {"id", "created", "created_at", "completed_at", "item_id", "response_id"}  # of each answer its own
+
+
+class Stream(Thread):
+    """One client: everything its stream said, and whether it has begun to speak."""
+
+    def __init__(self, server: RunningServer, path: str, body: dict[str, Any]) -> None:
+        super().__init__()
+        self._url, self._body = server.url + path, body
+        self.events: list[Any] = []
+        self.speaks = Event()
+        self.start()
+
+    def run(self) -> None:
+        with httpx.stream("POST", self._url, json=self._body, timeout=120) as answer:
+            for line in answer.iter_lines():
+                if line.startswith("data: "):
+                    self.events.append(line if line == "data: [DONE]" else json.loads(line[6:]))
+                if len(self.events) > 6:
+                    self.speaks.set()
+        self.speaks.set()
+
+
+def said(events: list[Any]) -> list[Any]:
+    """All that was said, however it was cut into events: texts that follow one another are joined."""
+    joined: list[Any] = []
+    for event in events:
+        for path, value in leaves(event):
+            if path and path[-1] in CHANGING:
+                continue
+            if (
+                joined
+                and joined[-1][0] == path
+                and isinstance(value, str)
+                and path[-1]
+                in (
+                    "content",
+                    "text",
+                    "arguments",
+                    "delta",
+                    "partial_json",
+                )
+            ):
+                joined[-1][1] += value
+            elif path and path[-1] in ("content", "text", "arguments", "delta", "partial_json", "index"):
+                joined.append([path, value])
+            elif path and path[-1] in (
+                "token",
+                "logprob",
+                "finish_reason",
+                "completion_tokens",
+                "output_tokens",
+            ):
+                joined.append([path, round(value, 4) if isinstance(value, float) else value])
+    texts = {}
+    for path, value in joined:
+        texts.setdefault((*path, type(value).__name__), []).append(value)
+    return [
+        (
+            key,
+            "".join(values)
+            if key[-1] == "str" and key[-2] != "finish_reason"
+            else [v for v in values if v is not None],
+        )
+        for key, values in texts.items()
+        if key[-2] != "index"
+    ]
+
+
+def leaves(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    if isinstance(value, dict):
+        for name, part in value.items():
+            yield from leaves(part, (*path, name))
+    elif isinstance(value, list):
+        for part in value:
+            yield from leaves(part, path)
+    else:
+        yield path, value
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    model: Path = save_tiny_model(tmp_path_factory.mktemp("models"))
+    with running_server(str(model), "--no-console") as running:
+        yield running
+
+
+def test_killed_engines_change_no_stream(server: RunningServer) -> None:
+    undisturbed = {name: Stream(server, *asked) for name, asked in KINDS.items()}
+    for stream in undisturbed.values():
+        stream.join()
+    for _ in range(2):
+        streams = {name: Stream(server, *asked) for name, asked in KINDS.items()}
+        for stream in streams.values():
+            assert stream.speaks.wait(60)
+        os.kill(server.engine_pid(), signal.SIGKILL)
+        for name, stream in streams.items():
+            stream.join()
+            assert said(stream.events) == said(undisturbed[name].events), name
+    assert server.sample("cumulo:engine_restarts") == 2
