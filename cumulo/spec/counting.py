@@ -4,7 +4,7 @@ import math
 
 from cumulo.errors import ModelError
 from cumulo.spec.model import ModelSpec
-from cumulo.spec.parameters import parameter_shapes
+from cumulo.spec.operations import model_operations
 
 # Scales and minima of the quantised kinds included: a Q4_0 block is 32 4-bit numbers and one float16.
 BITS_PER_WEIGHT = {
@@ -16,12 +16,18 @@ BITS_PER_WEIGHT = {
 
 def parameter_count(spec: ModelSpec) -> int:
     """All parameters; a tied embedding counts once."""
-    return sum(math.prod(shape) for shape in parameter_shapes(spec).values())
+    return sum(weight.size for _, operation in model_operations(spec) for weight in operation.weights)
 
 
 def active_parameter_count(spec: ModelSpec) -> int:
     """Parameters one token meets: of the routed experts only those it is sent to."""
-    return sum(_used_by_one_token(spec, name, shape) for name, shape in parameter_shapes(spec).items())
+    return sum(
+        weight.size * operation.product.choices // operation.product.experts
+        if operation.product
+        else weight.size
+        for _, operation in model_operations(spec)
+        for weight in operation.weights
+    )
 
 
 def weight_bytes(spec: ModelSpec, dtype: str | None = None) -> int:
@@ -39,22 +45,8 @@ def flops_per_token(spec: ModelSpec, context_length: int) -> int:
     scores and of their product with the values. Norms, rotation and softmax are left out: below 1%.
     Latent attention is counted in the absorbed form, in which it is computed.
     """
-    matrices = sum(
-        _used_by_one_token(spec, name, shape)
-        for name, shape in parameter_shapes(spec).items()
-        if len(shape) > 1 and name not in ("embed.weight", "positions.weight")
-    )
-    if spec.tied_embeddings:
-        matrices += spec.vocab_size * spec.hidden
-    key_dim = spec.kv_key_dim
-    value_dim = spec.mla.kv_rank if spec.mla else spec.kv_value_dim
-    attended = sum(
-        min(context_length, spec.window_of_layer(layer) or context_length) for layer in range(spec.layers)
-    )
-    return 2 * matrices + 2 * spec.heads * (key_dim + value_dim) * attended
-
-
-def _used_by_one_token(spec: ModelSpec, name: str, shape: tuple[int, ...]) -> int:
-    if spec.moe is not None and ".experts." in name:
-        return math.prod(shape) // spec.moe.experts * spec.moe.experts_per_token
-    return math.prod(shape)
+    flops = 0.0
+    for layer, operation in model_operations(spec, "serve"):
+        window = None if layer is None else spec.window_of_layer(layer)
+        flops += operation.forward_flops(1, min(context_length, window or context_length))
+    return int(flops)

@@ -6,14 +6,13 @@ and of the optimizer's states for it. Rajbhandari et al. 2020, section 5 (w = g 
     0: (w + g + o) P      1: (w + g + o/N) P      2: (w + (g + o)/N) P      3: (w + g + o) P/N
 """
 
-import math
 from dataclasses import dataclass
 from functools import cache
 
 from cumulo.plan.job import DTYPE_BYTES, TrainJob
 from cumulo.plan.memory.live import Place
 from cumulo.spec.model import ModelSpec
-from cumulo.spec.parameters import layer_shapes
+from cumulo.spec.operations import layer_operations
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,27 +51,23 @@ class StateBytes:
 LEAST_FOR_8_BITS = 4096
 BLOCK = 256
 
-# Parameters that every tensor-parallel rank holds whole: the router, the way into the latents, and all vectors
-# that are added to or scale the full width.
-_WHOLE = ("router", "q_a", "kv_a", "norm", "output.bias", "down.bias", "selection_bias")
-
 
 @cache
 def layer_elements(model: ModelSpec, layer_has_experts: bool, tp: int, ep: int) -> Elements:
     """Of one layer on one rank."""
     matrices = experts = rest = wide = 0
-    for name, shape in layer_shapes(model, layer_has_experts).items():
-        count = math.prod(shape)
-        if ".experts." in name:
-            experts += count // (tp * ep)
+    for weight in (
+        weight for operation in layer_operations(model, layer_has_experts) for weight in operation.weights
+    ):
+        if weight.cut == "expert":
+            experts += weight.size // (tp * ep)
             continue
-        if not any(part in name for part in _WHOLE):
-            count //= tp
-        if len(shape) > 1:
-            matrices += count
+        size = weight.size // tp if weight.cut == "tensor" else weight.size
+        if len(weight.shape) > 1:
+            matrices += size
         else:
-            rest += count
-        wide += count if count < LEAST_FOR_8_BITS else 0
+            rest += size
+        wide += size if size < LEAST_FOR_8_BITS else 0
     return Elements(matrices, experts, rest, wide)
 
 

@@ -16,6 +16,14 @@ from typing import NamedTuple
 from cumulo.plan.time.compute_profile import Profile
 from cumulo.spec.device import Device
 from cumulo.spec.model import ModelSpec, MoESpec
+from cumulo.spec.operations import (
+    MatrixProduct,
+    Share,
+    first_operations,
+    last_operations,
+    layer_operations,
+    layer_scores,
+)
 
 # Flash attention's backward computes the scores again and four more products: 2.5 times the forward (Dao 2023).
 BACKWARD_ATTENTION = 2.5
@@ -107,16 +115,19 @@ class LayerWork:
     flash: bool = True
     host_waits: bool = False  # for how many tokens each expert gets
 
+    @property
+    def share(self) -> Share:
+        return Share(self.tensor, self.tensor if self.sequence_parallel else 1, self.expert_ranks)
+
 
 @lru_cache(4096)
 def layer(model: ModelSpec, moe: bool, work: LayerWork, profile: Profile, device: Device) -> Passes:
     """One layer's forward and backward, without communication and recomputation."""
     rate = rates(profile, device)
-    products = _attention_products_s(model, work, rate)
-    if moe and model.moe is not None:
-        products += _expert_products_s(model, model.moe, work, rate, profile.expert_imbalance)
-    else:
-        products += _feed_forward_s(model, model.ffn_hidden, work.tokens, work.tensor, rate)
+    operations = layer_operations(model, moe)
+    products = sum(
+        _product_s(operation.product, work, rate, profile) for operation in operations if operation.product
+    )
     elementwise_s = between_s(model, moe, work, profile, device)
     host_s = 0.0
     if moe and model.moe is not None:
@@ -140,7 +151,8 @@ def layer(model: ModelSpec, moe: bool, work: LayerWork, profile: Profile, device
 def embedding(model: ModelSpec, tokens: int, profile: Profile, device: Device) -> Passes:
     """Rows read and written; backward adds them to the table's gradient."""
     rate = rates(profile, device)
-    moved_s = tokens * model.hidden * rate.number_bytes * 2 * rate.elementwise_byte_s
+    moved = sum(operation.moved for operation in first_operations(model))
+    moved_s = tokens * moved * rate.number_bytes * rate.elementwise_byte_s
     return Passes(
         Seconds(elementwise=moved_s, launch=profile.launch_s),
         Seconds(),
@@ -158,7 +170,8 @@ def head(
     factor = device.flops("float8") / device.flops("bfloat16") if narrow else 1.0
     product = product_s(rate, tokens, vocabulary / tensor, model.hidden) * factor
     logits_s = tokens * vocabulary / tensor * profile.logit_bytes * rate.byte_s
-    norm_s = 2 * tokens * model.hidden * rate.number_bytes * rate.elementwise_byte_s
+    moved = sum(operation.moved for operation in last_operations(model))
+    norm_s = tokens * moved * rate.number_bytes * rate.elementwise_byte_s
     return Passes(
         Seconds(product, 0.0, logits_s / 2 + norm_s, profile.launch_s),
         Seconds(product, 0.0, logits_s / 2 + 2 * norm_s, profile.launch_s),
@@ -175,75 +188,50 @@ def visible_keys(sequence: int, window: int | None) -> float:
 
 def attention_flops(model: ModelSpec, tokens: float, sequence: int, window: int | None) -> float:
     """Forward, of one layer: scores, and their product with the values, over the causal half."""
-    if model.mla is None:
-        widths = 2 * model.head_dim
-    else:
-        widths = model.mla.nope_head_dim + model.mla.rope_head_dim + model.mla.value_head_dim
-    return 2 * tokens * visible_keys(sequence, window) * model.heads * widths
+    pairs = tokens * visible_keys(sequence, window)
+    return sum(scores.flops_per_pair * pairs for scores in layer_scores(model))
 
 
 def _attention_s(model: ModelSpec, work: LayerWork, rate: Rates, profile: Profile) -> tuple[float, float]:
-    flops = attention_flops(model, work.tokens, work.sequence, work.window) / work.tensor
-    head_width = model.head_dim if model.mla is None else model.mla.nope_head_dim + model.mla.rope_head_dim
-    half = profile.attention_half_width
-    narrow = (1 + half / head_width) / (1 + half / _REFERENCE_HEAD)
-    forward_s = flops * narrow * rate.attention_flop_s
-    backward_s = BACKWARD_ATTENTION * flops * narrow * rate.attention_backward_flop_s
-    if not work.flash:  # scores are written and read, masked half included
-        stored_s = work.tokens * work.sequence * model.heads / work.tensor * profile.score_bytes * rate.byte_s
-        forward_s, backward_s = forward_s + stored_s, backward_s + 2 * stored_s
+    pairs = work.tokens * visible_keys(work.sequence, work.window) / work.tensor
+    half, forward_s, backward_s = profile.attention_half_width, 0.0, 0.0
+    for scores in layer_scores(model):
+        flops = scores.flops_per_pair * pairs
+        narrow = (1 + half / scores.key_width) / (1 + half / _REFERENCE_HEAD)
+        forward_s += flops * narrow * rate.attention_flop_s
+        backward_s += BACKWARD_ATTENTION * flops * narrow * rate.attention_backward_flop_s
+        if not work.flash:  # scores are written and read, masked half included
+            stored = work.tokens * work.sequence * scores.heads / work.tensor * profile.score_bytes
+            forward_s, backward_s = forward_s + stored * rate.byte_s, backward_s + 2 * stored * rate.byte_s
     return forward_s, backward_s
 
 
-def _attention_products_s(model: ModelSpec, work: LayerWork, rate: Rates) -> float:
-    tokens, tensor, hidden = work.tokens, work.tensor, model.hidden
-    if model.mla is None:
-        rows = (model.heads + 2 * model.kv_heads) * model.head_dim / tensor
-        output = product_s(rate, tokens, hidden, model.heads * model.head_dim / tensor)
-        return product_s(rate, tokens, rows, hidden) + output
-    mla = model.mla
-    query = model.heads * (mla.nope_head_dim + mla.rope_head_dim) / tensor
-    if mla.q_rank is None:
-        query_s = product_s(rate, tokens, query, hidden)
-    else:
-        query_s = product_s(rate, tokens, mla.q_rank, hidden) + product_s(rate, tokens, query, mla.q_rank)
-    latent_s = product_s(rate, tokens, mla.kv_rank + mla.rope_head_dim, hidden)
-    up = model.heads * (mla.nope_head_dim + mla.value_head_dim) / tensor
-    return (
-        query_s
-        + latent_s
-        + product_s(rate, tokens, up, mla.kv_rank)
-        + product_s(rate, tokens, hidden, model.heads * mla.value_head_dim / tensor)
-    )
-
-
-def _feed_forward_s(
-    model: ModelSpec, width: int, tokens: float, tensor: int, rate: Rates, count: float = 1.0
-) -> float:
-    gates = 2 if model.gated_ffn else 1
-    inward = product_s(rate, tokens, gates * width / tensor, model.hidden, count)
-    return inward + product_s(rate, tokens, model.hidden, width / tensor, count)
-
-
-def _expert_products_s(
-    model: ModelSpec, moe: MoESpec, work: LayerWork, rate: Rates, imbalance: float
-) -> float:
-    """Each rank holds experts/ep experts, and gets as many token copies as it sends out, if routing is even."""
-    held = moe.experts / work.expert_ranks
-    copies = work.tokens * moe.experts_per_token * imbalance
-    routed_s = _feed_forward_s(model, moe.expert_hidden, copies / held, work.tensor, rate, held)
-    shared_s = (
-        _feed_forward_s(model, moe.shared_hidden, work.tokens, work.tensor, rate)
-        if moe.shared_hidden
-        else 0.0
-    )
-    return routed_s + shared_s + product_s(rate, work.tokens, moe.experts, model.hidden)
+def _product_s(product: MatrixProduct, work: LayerWork, rate: Rates, profile: Profile) -> float:
+    outputs = product.outputs / work.tensor if product.sliced == "outputs" else product.outputs
+    inputs = product.inputs / work.tensor if product.sliced == "inputs" else product.inputs
+    if product.experts == 1:
+        return product_s(rate, work.tokens, outputs, inputs)
+    # Each rank holds experts/ep experts, and gets as many token copies as it sends out, if routing is even.
+    held = product.experts / work.expert_ranks
+    copies = work.tokens * product.choices * profile.expert_imbalance
+    return product_s(rate, copies / held, outputs, inputs, held)
 
 
 def between_s(model: ModelSpec, moe: bool, work: LayerWork, profile: Profile, device: Device) -> float:
     """Of a layer's forward, what lies between its products, without the exchange of tokens."""
     rate = rates(profile, device)
-    return work.tokens * rate.number_bytes * _elementwise_width(model, moe, work) * rate.elementwise_byte_s
+    moved = sum(moved_numbers(model, moe, work.share).values())
+    return work.tokens * rate.number_bytes * moved * rate.elementwise_byte_s
+
+
+@lru_cache(4096)
+def moved_numbers(model: ModelSpec, moe: bool, share: Share) -> dict[str | None, float]:
+    """Of one token in forward on one rank, by what computes it again."""
+    moved: dict[str | None, float] = {}
+    for operation in layer_operations(model, moe):
+        numbers = operation.moved / share.ranks(operation.cut)
+        moved[operation.again] = moved.get(operation.again, 0.0) + numbers
+    return moved
 
 
 def _copies_s(model: ModelSpec, moe: MoESpec, work: LayerWork, profile: Profile, rate: Rates) -> float:
@@ -254,27 +242,3 @@ def _copies_s(model: ModelSpec, moe: MoESpec, work: LayerWork, profile: Profile,
         inside = (3 if model.gated_ffn else 2) * moe.expert_hidden / work.tensor
         numbers += profile.expert_bias_passes * (border + inside)
     return work.tokens * moe.experts_per_token * numbers * rate.number_bytes * rate.byte_s
-
-
-class MovedNumbers(NamedTuple):
-    """For each token in forward, over all ranks, if everything between two products were one kernel."""
-
-    stream: int  # two residual additions with the norms after them read and write it twice each
-    rotated: int  # queries and keys
-    activated: int  # the activation reads its inputs and writes its output
-
-
-def moved_numbers(model: ModelSpec, moe: bool) -> MovedNumbers:
-    heads = model.heads * (model.head_dim if model.mla is None else model.mla.value_head_dim)
-    rotated = 0 if model.learned_positions else 2 * (heads + model.kv_heads * model.head_dim)
-    width = model.ffn_hidden
-    if moe and model.moe is not None:
-        width = model.moe.experts_per_token * model.moe.expert_hidden + model.moe.shared_hidden
-    return MovedNumbers(8 * model.hidden, rotated, (3 if model.gated_ffn else 2) * width)
-
-
-def _elementwise_width(model: ModelSpec, moe: bool, work: LayerWork) -> float:
-    """The same on one rank."""
-    moved = moved_numbers(model, moe)
-    shared = work.tensor if work.sequence_parallel else 1
-    return moved.stream / shared + (moved.rotated + moved.activated) / work.tensor

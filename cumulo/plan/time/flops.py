@@ -6,6 +6,7 @@ from functools import lru_cache
 
 from cumulo.plan.time.compute import attention_flops
 from cumulo.spec.model import ModelSpec
+from cumulo.spec.operations import weights_met
 
 
 @lru_cache(512)
@@ -18,34 +19,17 @@ def model_flops(model: ModelSpec, sequence: int, causal: bool = True, ahead: int
     attention = sum(attention_flops(model, 1, sequence, model.window_of_layer(index)) for index in layers)
     if not causal:
         attention *= 2 * sequence / (sequence + 1)
-    joined = ahead * (layer_weights(model, last) + model.vocab_size * model.hidden + 2 * model.hidden**2)
+    joined = ahead * (
+        weights_met(model, model.is_moe_layer(last)) + model.vocab_size * model.hidden + 2 * model.hidden**2
+    )
     return 6 * (met_weights(model) + joined) + 3 * attention
 
 
 @lru_cache(512)
 def met_weights(model: ModelSpec) -> int:
     """Weights of matrix products that one token meets, the vocabulary's included."""
-    layers = sum(layer_weights(model, index) for index in range(model.layers))
+    layers = sum(weights_met(model, model.is_moe_layer(index)) for index in range(model.layers))
     return layers + model.vocab_size * model.hidden
-
-
-def layer_weights(model: ModelSpec, index: int) -> int:
-    """Those of one layer."""
-    hidden = model.hidden
-    if model.mla is None:
-        attention = hidden * (2 * model.heads + 2 * model.kv_heads) * model.head_dim
-    else:
-        mla = model.mla
-        query = model.heads * (mla.nope_head_dim + mla.rope_head_dim)
-        attention = query * hidden if mla.q_rank is None else mla.q_rank * (hidden + query)
-        attention += hidden * (mla.kv_rank + mla.rope_head_dim)
-        attention += mla.kv_rank * model.heads * (mla.nope_head_dim + mla.value_head_dim)
-        attention += model.heads * mla.value_head_dim * hidden
-    matrices = 3 if model.gated_ffn else 2
-    if model.moe is None or not model.is_moe_layer(index):
-        return attention + matrices * model.ffn_hidden * hidden
-    width = model.moe.experts_per_token * model.moe.expert_hidden + model.moe.shared_hidden
-    return attention + matrices * width * hidden + model.moe.experts * hidden
 
 
 def megatron_flops(model: ModelSpec, tokens: float, sequence: int, full_recompute: bool) -> float:

@@ -10,13 +10,16 @@ from typing import NamedTuple
 from cumulo.plan.job import TrainJob
 from cumulo.plan.time.compute import Passes, Seconds, moved_numbers
 from cumulo.spec.model import ModelSpec
+from cumulo.spec.operations import Share, layer_operations
 
 
 def operations_again(job: TrainJob, has_experts: bool, plain: Passes, waits: Seconds) -> Seconds:
     """`plain`: the layer without communication; `waits`: for other ranks, in its forward."""
     operations, forward = job.recomputed_operations, plain.forward
-    numbers = _moved_numbers(job, has_experts)
-    moved = sum(numbers[name] for name in operations) / numbers["all"]
+    layout = job.layout
+    share = Share(layout.tp, layout.tp if layout.sequence_parallel else 1)
+    numbers = moved_numbers(job.model, has_experts, share)
+    moved = sum(numbers.get(name, 0.0) for name in operations) / sum(numbers.values())
     attention = "attention" in operations
     return Seconds(
         matmul=_product_share(job.model, has_experts) * forward.matmul if attention else 0.0,
@@ -58,31 +61,11 @@ def _norms(has_experts: bool) -> int:
     return 1 if has_experts else 2
 
 
-def _moved_numbers(job: TrainJob, has_experts: bool) -> dict[str, float]:
-    """Of one token in forward, by operation, as the cost model counts them (docs/plan-time.md): 8 h for two
-    residual additions and norms, of which a norm by itself reads and writes h."""
-    model, layout = job.model, job.layout
-    between = layout.tp if layout.sequence_parallel else 1
-    stream, rotated, activated = moved_numbers(model, has_experts)
-    return {
-        "norm": _norms(has_experts) * 2 * model.hidden / between,
-        "activation": activated / layout.tp,
-        "attention": rotated / layout.tp,
-        "all": stream / between + (rotated + activated) / layout.tp,
-    }
-
-
 def _product_share(model: ModelSpec, has_experts: bool) -> float:
-    """Of a layer's products, those between latents and heads: they are part of latent attention's recomputation."""
-    if model.mla is None:
-        return 0.0
-    mla, hidden = model.mla, model.hidden
-    query = model.heads * (mla.nope_head_dim + mla.rope_head_dim)
-    inner = mla.kv_rank * model.heads * (mla.nope_head_dim + mla.value_head_dim) + (mla.q_rank or 0) * query
-    outer = hidden * (
-        mla.kv_rank + mla.rope_head_dim + (mla.q_rank or query) + model.heads * mla.value_head_dim
+    """Of a layer's products, those that are part of attention's recomputation: between latents and heads."""
+    products = [found for found in layer_operations(model, has_experts) if found.family == "matmul"]
+    again, every = (
+        sum(found.product.weights_per_token for found in products if found.product and found.again in names)
+        for names in (("attention",), ("attention", None))
     )
-    width = model.ffn_hidden
-    if has_experts and model.moe is not None:
-        width = model.moe.experts_per_token * model.moe.expert_hidden + model.moe.shared_hidden
-    return inner / (inner + outer + (3 if model.gated_ffn else 2) * width * hidden)
+    return again / every
