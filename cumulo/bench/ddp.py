@@ -3,21 +3,17 @@ DistributedDataParallel, on the same model and tokens in turns, in the same proc
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from multiprocessing import get_context
-from multiprocessing.connection import Connection, wait
-from typing import Any
+from collections.abc import Callable
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from cumulo.base.report import Row, available_cores
-from cumulo.errors import CumuloError
 from cumulo.layout.layout import Layout
 from cumulo.layout.pieces import pieces
-from cumulo.ranks.groups import Groups
+from cumulo.ranks.collectives import barrier
+from cumulo.ranks.groups import Groups, world_group
+from cumulo.ranks.start import run_ranks, tell_starter
 from cumulo.spec.model import ModelSpec
 from cumulo.train.data.loader import DeviceBatch
 from cumulo.train.decide.config import OptimizerConfig
@@ -32,22 +28,17 @@ OPTIMIZER = OptimizerConfig(clip_norm=0)
 
 def measure(processes: int, rounds: int, steps: int, tell: Callable[[str], None]) -> list[Row]:
     """Rounds of `steps` steps of each side; speeds are of all processes together."""
-    context = get_context("spawn")
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    ours, theirs = context.Pipe(duplex=False)
-    started = [
-        context.Process(target=_rank, args=(rank, processes, store.port, rounds, steps, theirs), daemon=True)
-        for rank in range(processes)
-    ]
-    for process in started:
-        process.start()
-    theirs.close()
-    try:
-        found = _listen(ours, [process.sentinel for process in started], rounds, tell)
-    finally:
-        for process in started:
-            process.kill()
-            process.join()
+    found: dict[str, list[tuple[float, float]]] = {"cumulo": [], "torch": []}
+
+    def heard(message: tuple[str, tuple[float, float]]) -> None:
+        found[message[0]].append(message[1])
+        tell(f"round {len(found['torch']) + 1} of {rounds}")
+
+    tell("starting processes")
+    threads = max(1, available_cores() // processes)
+    difference = run_ranks(
+        _rank, processes, processes, rounds, steps, timeout_s=None, threads=threads, heard=heard
+    )[0]
     tokens = processes * ROWS * LENGTH * steps
     pairs = list(zip(found["cumulo"], found["torch"], strict=True))
     ratio, processor_ratio = (
@@ -68,7 +59,7 @@ def measure(processes: int, rounds: int, steps: int, tell: Callable[[str], None]
         Row("torch DistributedDataParallel", tokens / torch_s, "tokens/s"),
         Row(
             "difference of weights after all steps",
-            found["difference"],
+            difference,
             "of their norm",
             better="lower",
             must=1e-3,
@@ -77,28 +68,7 @@ def measure(processes: int, rounds: int, steps: int, tell: Callable[[str], None]
     ]
 
 
-def _listen(
-    pipe: Connection, ends: Sequence[int], rounds: int, tell: Callable[[str], None]
-) -> dict[str, Any]:
-    """What rank 0 tells, until it has told everything or a process has ended."""
-    found: dict[str, Any] = {"cumulo": [], "torch": []}
-    tell("starting processes")
-    while "difference" not in found:
-        if pipe not in wait([pipe, *ends]):
-            raise CumuloError("a process of the benchmark died; what it said is above")
-        name, value = pipe.recv()
-        if name == "difference":
-            found[name] = value
-        else:
-            found[name].append(value)
-            tell(f"round {len(found['torch']) + 1} of {rounds}")
-    return found
-
-
-def _rank(rank: int, world: int, port: int, rounds: int, steps: int, report: Connection) -> None:
-    torch.set_num_threads(max(1, available_cores() // world))
-    store = TCPStore("127.0.0.1", port, is_master=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+def _rank(rank: int, world: int, rounds: int, steps: int) -> float:
     batch = _batch(rank)
     own, other = _model(), _model()
     sides = {
@@ -109,17 +79,14 @@ def _rank(rank: int, world: int, port: int, rounds: int, steps: int, report: Con
         step()
     for _ in range(rounds):
         for name, step in sides.items():
-            dist.barrier()
+            barrier(world_group())
             begin, computed = time.perf_counter(), time.process_time()
             for _ in range(steps):
                 step()
-            dist.barrier()
+            barrier(world_group())
             if rank == 0:
-                report.send((name, (time.perf_counter() - begin, time.process_time() - computed)))
-    if rank == 0:
-        report.send(("difference", _difference(own, other)))
-    dist.barrier()
-    dist.destroy_process_group()
+                tell_starter((name, (time.perf_counter() - begin, time.process_time() - computed)))
+    return _difference(own, other)
 
 
 def _our_step(groups: Groups, model: TrainingDecoder, batch: DeviceBatch) -> Callable[[], None]:

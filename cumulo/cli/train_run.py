@@ -14,6 +14,7 @@ from cumulo.base.quantities import quantity
 from cumulo.base.report import Row, table, write_json
 from cumulo.cli.shared.terminal import err, note, out
 from cumulo.errors import ConfigError, CumuloError, TrainingError
+from cumulo.ranks.launch import LOST, REFUSED, check_machine, launch, report_refusal, under_torchrun
 from cumulo.train.decide.config import (
     ScheduleConfig,
     TrainConfig,
@@ -23,7 +24,6 @@ from cumulo.train.decide.config import (
     load_config,
 )
 from cumulo.train.run.builtin import builtin_config, free_folder
-from cumulo.train.run.launch import LOST, REFUSED, check_machine, launch, report_refusal, under_torchrun
 from cumulo.train.run.log import StepRecord
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ def _launch(config: TrainConfig, resume: bool, json_file: Path | None) -> None:
     with err.status("starting"):
         from cumulo.train.data.prepare import prepare
         from cumulo.train.run.trainer import refuse_to_overwrite
-    check_machine(config)
+    check_machine(config.layout, config.device)
     if not resume:
         refuse_to_overwrite(Path(config.folder))
     display = Display(config)
@@ -137,7 +137,8 @@ def _launch(config: TrainConfig, resume: bool, json_file: Path | None) -> None:
 
 
 def _run_rank(config: TrainConfig, resume: bool, json_file: Path | None) -> None:
-    from cumulo.train.run.worker import lost_another, run_worker
+    from cumulo.ranks.start import lost_another
+    from cumulo.train.run.worker import run_worker
 
     first = os.environ["RANK"] == "0"
     display = Display(config) if first else None

@@ -3,41 +3,37 @@
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-# Renamed in torch 2.13.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+from cumulo.ranks.collectives import all_gather, all_reduce, all_to_all, reduce_scatter
+from cumulo.ranks.groups import Group
 
 
-def sum_gradients(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+def sum_gradients(x: Tensor, group: Group) -> Tensor:
     """The same input to all ranks' slices: its gradient is the sum of theirs (f of Shoeybi et al. 2019)."""
     same: Tensor = _SumGradients.apply(x, group)  # type: ignore[no-untyped-call]
     return same
 
 
-def summed(y: Tensor, group: dist.ProcessGroup) -> Tensor:
+def summed(y: Tensor, group: Group) -> Tensor:
     """The sum of all ranks' parts, in place; each part's gradient is that of the sum (g of Shoeybi et al. 2019)."""
     total: Tensor = _Sum.apply(y.contiguous(), group)  # type: ignore[no-untyped-call]
     return total
 
 
-def gathered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+def gathered(x: Tensor, group: Group) -> Tensor:
     """All ranks' rows; gradients are summed and cut."""
     whole: Tensor = _Gather.apply(x, group)  # type: ignore[no-untyped-call]
     return whole
 
 
-def summed_and_cut(y: Tensor, group: dist.ProcessGroup) -> Tensor:
+def summed_and_cut(y: Tensor, group: Group) -> Tensor:
     """A run of the rows of all ranks' sum; gradients are gathered."""
     own: Tensor = _SumAndCut.apply(y, group)  # type: ignore[no-untyped-call]
     return own
 
 
-def exchanged(
-    x: Tensor, sends: list[int] | None, receives: list[int] | None, group: dist.ProcessGroup
-) -> Tensor:
+def exchanged(x: Tensor, sends: list[int] | None, receives: list[int] | None, group: Group) -> Tensor:
     """Runs of rows to all ranks and from all ranks, None: equal ones; gradients take the way back."""
     arrived: Tensor = _Exchange.apply(x, sends, receives, group)  # type: ignore[no-untyped-call]
     return arrived
@@ -45,7 +41,7 @@ def exchanged(
 
 class _SumGradients(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
         ctx.group = group
         return x.view_as(x)
 
@@ -54,15 +50,15 @@ class _SumGradients(torch.autograd.Function):
         gradient = upstream[0].clone(
             memory_format=torch.contiguous_format
         )  # autograd may share it with others
-        dist.all_reduce(gradient, group=ctx.group)
+        all_reduce(gradient, ctx.group)
         return gradient, None
 
 
 class _Sum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, y: Tensor, group: dist.ProcessGroup) -> Tensor:
+    def forward(ctx: Any, y: Tensor, group: Group) -> Tensor:
         ctx.mark_dirty(y)
-        dist.all_reduce(y, group=group)
+        all_reduce(y, group)
         return y
 
     @staticmethod
@@ -72,7 +68,7 @@ class _Sum(torch.autograd.Function):
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
         ctx.group = group
         return _gather(x, group)
 
@@ -83,7 +79,7 @@ class _Gather(torch.autograd.Function):
 
 class _SumAndCut(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, y: Tensor, group: dist.ProcessGroup) -> Tensor:
+    def forward(ctx: Any, y: Tensor, group: Group) -> Tensor:
         ctx.group = group
         return _sum_and_cut(y, group)
 
@@ -95,7 +91,7 @@ class _SumAndCut(torch.autograd.Function):
 class _Exchange(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, sends: list[int] | None, receives: list[int] | None, group: dist.ProcessGroup
+        ctx: Any, x: Tensor, sends: list[int] | None, receives: list[int] | None, group: Group
     ) -> Tensor:
         ctx.sends, ctx.receives, ctx.group = sends, receives, group
         return _all_to_all(x, sends, receives, group)
@@ -105,21 +101,19 @@ class _Exchange(torch.autograd.Function):
         return _all_to_all(upstream[0], ctx.receives, ctx.sends, ctx.group), None, None, None
 
 
-def _gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+def _gather(x: Tensor, group: Group) -> Tensor:
     whole = x.new_empty(len(x) * group.size(), *x.shape[1:])
-    _all_gather(whole, x.contiguous(), group=group)
+    all_gather(whole, x.contiguous(), group)
     return whole
 
 
-def _sum_and_cut(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+def _sum_and_cut(x: Tensor, group: Group) -> Tensor:
     own = x.new_empty(len(x) // group.size(), *x.shape[1:])
-    reduce_scatter(own, x.contiguous(), group=group)
+    reduce_scatter(own, x.contiguous(), group)
     return own
 
 
-def _all_to_all(
-    x: Tensor, sends: list[int] | None, receives: list[int] | None, group: dist.ProcessGroup
-) -> Tensor:
+def _all_to_all(x: Tensor, sends: list[int] | None, receives: list[int] | None, group: Group) -> Tensor:
     arrived = x.new_empty(len(x) if receives is None else sum(receives), *x.shape[1:])
-    dist.all_to_all_single(arrived, x.contiguous(), receives, sends, group=group)
+    all_to_all(arrived, x.contiguous(), group, receives, sends)
     return arrived

@@ -1,25 +1,34 @@
 """Groups: the process groups of a layout, as one rank sees them. Everything that talks between ranks asks here.
 
-groups = Groups(layout, rank)
-dist.all_reduce(gradient, group=groups.of("dp"))
+    groups = Groups(layout, rank)
+    all_reduce(gradient, groups.group("dp"))
+
+A layout of one rank has no process group and talks to nobody: torch.distributed need not be started for it.
 """
 
-from typing import get_args
+from dataclasses import replace
+from datetime import timedelta
+from typing import TypeAlias, get_args
 
 import torch.distributed as dist
 
 from cumulo.errors import ConfigError
 from cumulo.layout.layout import Axis, Layout
 
+Group: TypeAlias = dist.ProcessGroup
+
 
 class Groups:
-    def __init__(self, layout: Layout, rank: int) -> None:
-        """Call it on every rank, after `init_process_group`: groups are made together."""
-        if dist.get_world_size() != layout.world:
+    def __init__(self, layout: Layout, rank: int = 0) -> None:
+        """Call it on every rank, after `join_ranks`: groups are made together."""
+        started = dist.get_world_size() if dist.is_initialized() else 1
+        if started != layout.world:
             raise ConfigError(
-                f"layout {layout} has {layout.world} ranks and {dist.get_world_size()} were started; "
+                f"layout {layout} has {layout.world} ranks and {started} were started; "
                 "change the layout or the number of processes"
             )
+        if layout.world == 1:
+            layout = replace(layout, zero=0, shard=None)  # there is nobody to share with
         self.layout, self.rank, self.place = layout, rank, layout.place(rank)
         self._members: dict[Axis, tuple[int, ...]] = {
             axis: layout.group(axis, rank) for axis in get_args(Axis)
@@ -27,13 +36,18 @@ class Groups:
         # Each rank makes only its own groups: making all of them would cost world² in a large job. That needs care:
         # no two ranks meet in different order, because an axis's groups are disjoint and all ranks go through the
         # axes alike; and all make as many, since torch names a group after its members and how many were before.
-        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self._groups: dict[tuple[int, ...], Group] = {}
         for members in self._members.values():
-            if members not in self._groups:
-                self._groups[members] = _make(members, layout.world)
+            if layout.world > 1 and members not in self._groups:
+                self._groups[members] = world_group() if len(members) == layout.world else new_group(members)
 
-    def of(self, axis: Axis) -> dist.ProcessGroup:
+    def group(self, axis: Axis) -> Group:
+        """Of a layout of several ranks; a group may still have one member."""
         return self._groups[self._members[axis]]
+
+    def group_of_several(self, axis: Axis) -> Group | None:
+        """None: this rank is the only member, and a collective has nothing to do."""
+        return self.group(axis) if self.size(axis) > 1 else None
 
     def members(self, axis: Axis) -> tuple[int, ...]:
         """Their ranks in the world, in the order in which they count themselves."""
@@ -47,11 +61,22 @@ class Groups:
         return self._members[axis].index(self.rank)
 
 
-def _make(members: tuple[int, ...], world: int) -> dist.ProcessGroup:
-    if len(members) == world:
-        made = dist.group.WORLD
-    else:
-        made = dist.new_group(list(members), use_local_synchronization=True)
-    if made is None:
-        raise ConfigError("torch.distributed is not initialised: call init_process_group first")
+def world_group() -> Group:
+    """All ranks that were started."""
+    if (world := dist.group.WORLD) is None:
+        raise ConfigError("no ranks were started: call it inside join_ranks")
+    return world
+
+
+def new_group(members: tuple[int, ...]) -> Group:
+    """Made by its members alone, which all call it in the same order."""
+    made = dist.new_group(list(members), use_local_synchronization=True)
+    assert isinstance(made, Group)
+    return made
+
+
+def control_group(timeout: timedelta | None = None) -> Group:
+    """All ranks again, over gloo: for objects and files, apart from the messages of training."""
+    made = dist.new_group(backend="gloo", timeout=timeout)
+    assert isinstance(made, Group)
     return made

@@ -10,12 +10,12 @@ the same work (zigzag): with a rank before it in the ring it computes both its c
 with a rank behind it its back chunk with both of the other's, and what is left out nobody could see.
 """
 
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
+
+from cumulo.ranks.point_to_point import Passing, Ring
 
 
 class Block(Protocol):
@@ -46,39 +46,6 @@ class Block(Protocol):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of query, key and value, given the merged results of all blocks."""
         ...
-
-
-class Ring:
-    """A rank's neighbours: what it has goes to the next, what it gets comes from the one before."""
-
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
-        """None: a ring of one."""
-        self.group = group
-        self.size, self.index = (1, 0) if group is None else (group.size(), group.rank())
-
-    def pass_on(self, tensor: Tensor, tag: int) -> "Passing":
-        if self.group is None:
-            raise ValueError("a ring of one has nobody to pass to")
-        tensor = tensor.contiguous()
-        arriving = torch.empty_like(tensor)
-        after, before = (self.index + 1) % self.size, (self.index - 1) % self.size
-        operations = [
-            dist.P2POp(dist.isend, tensor, group=self.group, tag=tag, group_peer=after),
-            dist.P2POp(dist.irecv, arriving, group=self.group, tag=tag, group_peer=before),
-        ]
-        return Passing(tensor, arriving, dist.batch_isend_irecv(operations))
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Passing:
-    sent: Tensor  # held until it has left
-    arriving: Tensor
-    works: list[dist.Work]
-
-    def wait(self) -> Tensor:
-        for work in self.works:
-            work.wait()
-        return self.arriving
 
 
 _KEYS, _GRADIENTS = 0, 1  # tags of the two streams of messages

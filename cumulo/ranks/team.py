@@ -6,21 +6,22 @@ Its process group must be its own: it talks from the thread that writes, while t
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from cumulo.errors import TrainingError
+from cumulo.ranks.collectives import gather_objects
+from cumulo.ranks.groups import Group
 
 T = TypeVar("T")
 FAILURES = (Exception, CheckpointException)  # torch's own is no Exception
 
 
 class Team:
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, group: Group | None = None) -> None:
         """None: this process alone."""
         self.group = group
-        self.rank = 0 if group is None else dist.get_rank(group)
-        self.size = 1 if group is None else dist.get_world_size(group)
+        self.rank = 0 if group is None else group.rank()
+        self.size = 1 if group is None else group.size()
 
     def together(self, work: Callable[[], T]) -> list[T]:
         """Everyone works; everyone gets everyone's results, or the first rank's complaint as an error."""
@@ -32,8 +33,7 @@ class Team:
             result = work(), None
         except FAILURES as error:
             result, own = (None, cause(error)), error
-        found: list[Any] = [None] * self.size
-        dist.all_gather_object(found, result, group=self.group)
+        found = gather_objects(result, self.group)
         for rank, (_, complaint) in enumerate(found):
             if complaint is not None:
                 raise own or TrainingError(f"rank {rank}: {complaint}")
@@ -54,9 +54,8 @@ def cause(error: BaseException) -> str:
     if isinstance(error, TrainingError):
         return str(error)
     chain: BaseException | None = error
-    while (
-        chain is not None
-    ):  # a full disk reaches us as a complaint about the file's format, raised over the OSError
+    # A full disk reaches us as a complaint about the file's format, raised over the OSError.
+    while chain is not None:
         if isinstance(chain, OSError):
             return f"{type(chain).__name__}: {chain.strerror or chain}"
         chain = chain.__cause__ or chain.__context__

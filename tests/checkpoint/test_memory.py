@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,6 +16,7 @@ from cumulo.checkpoint.play.memory import MemoryStore, memory_folder
 from cumulo.errors import TrainingError
 from cumulo.layout.box import Box
 from cumulo.layout.layout import Layout
+from cumulo.ranks.groups import control_group
 from cumulo.ranks.team import Team
 from tests.train.pool import run_ranks
 from tests.train.test_resume import DENSE, MOE, assert_same, rank_state, whole_state
@@ -106,7 +106,7 @@ def _on_nodes(rank: int, root: Path, layout: Layout, experts: bool, load: bool) 
     """Two ranks to a node; a folder each is what another machine's memory would be."""
     spec = MOE if experts else DENSE
     node = f"node-{rank // 2}"
-    store = MemoryStore(root / node, lambda message: None, Team(dist.new_group(backend="gloo")), node)
+    store = MemoryStore(root / node, lambda message: None, Team(control_group()), node)
     whole = whole_state(spec)
     if not load:
         store.write(7, own_parts(rank_state(spec, layout, rank, whole), rank), {"samples": 70})

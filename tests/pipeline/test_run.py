@@ -10,12 +10,12 @@ from torch.utils.checkpoint import checkpoint
 
 pytest.importorskip("torch.distributed", reason="this torch has no distributed package")
 
-import torch.distributed as dist
-
 from cumulo.pipeline.decide.catalog import build
 from cumulo.pipeline.decide.communication import Sends, with_communication
 from cumulo.pipeline.play.deferred import DeferredWeights
 from cumulo.pipeline.play.run import Wire, play
+from cumulo.ranks.groups import world_group
+from cumulo.ranks.point_to_point import Peers
 from tests.train.pool import run_ranks
 
 ROWS, WIDTH = 3, 8
@@ -78,7 +78,7 @@ def gradients_of(chunk: nn.Module) -> list[Tensor]:
 def play_stage(
     rank: int, name: str, micro_batches: int, recompute: bool, sends: Sends
 ) -> tuple[dict[tuple[int, int], list[Tensor]], list[int]]:
-    schedule = with_communication(build(name, dist.get_world_size(), micro_batches), sends)
+    schedule = with_communication(build(name, world_group().size(), micro_batches), sends)
     held = [
         (chunk, direction)
         for direction in range(schedule.directions)
@@ -87,7 +87,7 @@ def play_stage(
     ]
     chunks = {chunk: ToyChunk(chunk, schedule.chunks, recompute) for chunk, _ in held}
     sink = Order()
-    play(schedule, rank, chunks, batches(micro_batches), WIRE, None, sink)
+    play(schedule, rank, chunks, batches(micro_batches), WIRE, Peers(world_group()), sink)
     return {key: gradients_of(chunks[key[0]]) for key in held}, sink.called
 
 
@@ -128,7 +128,7 @@ def check_against_autograd(ranks: list[Any], micro_batches: int) -> None:
 def play_stage_with_torch(rank: int, name: str, kind: str, micro_batches: int) -> dict[int, list[Tensor]]:
     from torch.distributed.pipelining import PipelineStage, schedules
 
-    ours = build(name, dist.get_world_size(), micro_batches)
+    ours = build(name, world_group().size(), micro_batches)
     held = [chunk for chunk in range(ours.chunks) if ours.stage_of(chunk) == rank]
     modules = {chunk: TorchChunk(chunk, ours.chunks) for chunk in held}
     stages = [PipelineStage(modules[chunk], chunk, ours.chunks, torch.device("cpu")) for chunk in held]
@@ -164,13 +164,13 @@ class PlainChunk(ToyChunk):
 
 
 def play_plain_stage(rank: int, name: str, micro_batches: int) -> dict[int, list[Tensor]]:
-    schedule = with_communication(build(name, dist.get_world_size(), micro_batches))
+    schedule = with_communication(build(name, world_group().size(), micro_batches))
     chunks = {
         chunk: PlainChunk(chunk, schedule.chunks)
         for chunk in range(schedule.chunks)
         if schedule.stage_of(chunk) == rank
     }
-    play(schedule, rank, chunks, batches(micro_batches), WIRE, None, Order())
+    play(schedule, rank, chunks, batches(micro_batches), WIRE, Peers(world_group()), Order())
     return {number: gradients_of(chunk) for number, chunk in chunks.items()}
 
 

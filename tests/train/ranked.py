@@ -6,10 +6,8 @@ import random
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from cumulo.layout.layout import Layout
-from cumulo.ranks.groups import Groups
+from cumulo.ranks.groups import Groups, control_group
 from cumulo.ranks.team import Team
 from cumulo.spec.model import MoESpec
 from cumulo.train.decide.config import (
@@ -71,7 +69,7 @@ def train_rank(
     rank: int, config: TrainConfig, resume: bool, stop_after: int
 ) -> tuple[list[str], float | None]:
     watcher = Hearing()
-    ranks = Ranks(Groups(config.layout, rank), Team(dist.new_group(backend="gloo")))
+    ranks = Ranks(Groups(config.layout, rank), Team(control_group()))
     trainer = Trainer(config, resume=resume, watcher=watcher, ranks=ranks)
     result = trainer.run(lambda step: step == stop_after and rank == config.layout.world - 1)
     return watcher.heard, result.held_out_loss

@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from cumulo.layout.layout import Layout
 from cumulo.layout.pieces import Piece, pieces
+from cumulo.ranks.collectives import all_reduce
 from cumulo.ranks.groups import Groups
 from cumulo.spec.model import MLASpec, ModelSpec, MoESpec
 from cumulo.train.data.loader import to_device
@@ -122,8 +122,7 @@ def differences(rank: int, case: Case) -> dict[str, float]:
     loss = objective(model, batch.rows(first, first + per_rank), batch.learnt_tokens, count)
     loss.backward()
     total, expected = loss.detach().clone(), expected.detach()
-    if layout.data_ranks > 1:
-        dist.all_reduce(total, group=groups.of("data"))
+    all_reduce(total, groups.group_of_several("data"))
     found = {"loss": float((total - expected).abs() / expected.abs())}
     largest = max(
         float(original.grad.abs().max()) for original in originals.values() if original.grad is not None
@@ -135,10 +134,9 @@ def differences(rank: int, case: Case) -> dict[str, float]:
             continue
         piece = held[name]
         if piece.partial_over_tp:
-            dist.all_reduce(gradient, group=groups.of("tp"))
+            all_reduce(gradient, groups.group("tp"))
         axis = "expert_data" if piece.expert else "data"
-        if groups.size(axis) > 1:
-            dist.all_reduce(gradient, group=groups.of(axis))
+        all_reduce(gradient, groups.group_of_several(axis))
         scale = wanted.abs().max().clamp(min=1e-6 * largest)  # some are zero but for rounding
         found[name] = float((gradient - cut(wanted, piece)).abs().max() / scale)
     return found

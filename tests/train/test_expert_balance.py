@@ -9,14 +9,14 @@ import pytest
 pytest.importorskip("torch.distributed", reason="this torch has no distributed package")
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from cumulo.layout.expert_placement import heaviest_share
 from cumulo.layout.layout import Layout
-from cumulo.layout.pieces import pieces, pipeline_chunks, zero_rows
+from cumulo.layout.pieces import pieces, zero_rows
+from cumulo.layout.stages import pipeline_chunks
 from cumulo.models.files.load import load_model
-from cumulo.ranks.groups import Groups
+from cumulo.ranks.groups import Groups, world_group
 from cumulo.spec.model import ModelSpec, MoESpec
 from cumulo.train.decide.config import LoraConfig, OptimizerConfig, TrainConfig
 from cumulo.train.parallel.expert_moves import exchange_rows
@@ -40,10 +40,9 @@ AFTER = ((1, 2, 4), (0, 5, 3), ())
 
 
 def exchanged(rank: int) -> list[Tensor]:
-    assert dist.group.WORLD is not None
     rows = torch.tensor(BEFORE[rank], dtype=torch.float64)
     tensors = [rows[:, None] + torch.arange(2) / 4, (10 * rows[:, None, None] + torch.arange(3)).bfloat16()]
-    exchange_rows(tensors if len(rows) else [], BEFORE, AFTER, dist.group.WORLD, CPU)
+    exchange_rows(tensors if len(rows) else [], BEFORE, AFTER, world_group(), CPU)
     return tensors
 
 

@@ -16,17 +16,18 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from cumulo.checkpoint.play.saver import Saver
 from cumulo.checkpoint.play.store import CheckpointStore
 from cumulo.errors import ConfigError, TrainingError
 from cumulo.layout.layout import Layout
+from cumulo.ranks.collectives import all_reduce
+from cumulo.ranks.groups import control_group, world_group
+from cumulo.ranks.hang import HangWatch, Standing, verdict
+from cumulo.ranks.launch import HUNG
 from cumulo.ranks.team import Team
 from cumulo.train.decide.config import CheckpointConfig, GuardConfig, config_text
 from cumulo.train.decide.elastic import fitted
-from cumulo.train.run.hang import HangWatch, Standing, verdict
-from cumulo.train.run.launch import HUNG
 from cumulo.train.run.log import read_log
 from tests.train.kill import ranks_of, torment
 from tests.train.pool import run_ranks
@@ -95,7 +96,7 @@ def _hang(rank: int, folder: Path) -> list[int]:
         watch.begin(7)
         if rank == 1:
             _stuck_in_a_lock(lock)
-        dist.all_reduce(torch.zeros(1))
+        all_reduce(torch.zeros(1), world_group())
     return codes
 
 
@@ -104,7 +105,7 @@ def test_a_hang_is_reported_with_who_did_not_arrive(tmp_path: Path) -> None:
     stacks = (tmp_path / "stacks.txt").read_text()
     assert "rank 1, step 7" in stacks
     assert "_stuck_in_a_lock" in stacks.split("rank 1, step 7")[1].split("rank 2, step 7")[0]
-    assert stacks.count("dist.all_reduce(torch.zeros(1))") == 2
+    assert stacks.count("all_reduce(torch.zeros(1), world_group())") == 2
 
 
 def test_a_verdict_names_the_silent_the_late_and_the_waiting() -> None:
@@ -140,7 +141,7 @@ class _FullDisk(CheckpointStore):
 
 def _save_and_load(rank: int, folder: Path, layout: Layout, harm: str) -> tuple[list[str], str | None]:
     heard: list[str] = []
-    team = Team(dist.new_group(backend="gloo"))
+    team = Team(control_group())
     whole = whole_state(DENSE)
     saver, store = Saver(rank, heard.append), CheckpointStore(folder, 3, heard.append, team)
     state = rank_state(DENSE, layout, rank, whole)
@@ -184,7 +185,7 @@ def test_what_is_broken_by_one_rank_is_known_to_all_and_the_one_before_is_used(
 
 
 def _disagree(rank: int) -> str:
-    team = Team(dist.new_group(backend="gloo"))
+    team = Team(control_group())
 
     def work() -> int:
         if rank == 1:

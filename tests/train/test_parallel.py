@@ -10,11 +10,11 @@ import pytest
 pytest.importorskip("torch.distributed", reason="this torch has no distributed package")
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from cumulo.errors import ConfigError
 from cumulo.layout.layout import Axis, Layout
+from cumulo.ranks.collectives import all_reduce
 from cumulo.ranks.groups import Groups
 from cumulo.spec.model import ModelSpec
 from cumulo.spec.parameters import parameter_shapes
@@ -35,7 +35,7 @@ def sums_over_axes(rank: int, layout: Layout) -> dict[str, tuple[int, int]]:
     found = {}
     for axis in get_args(Axis):
         total = torch.tensor(1 << rank)
-        dist.all_reduce(total, group=groups.of(axis))
+        all_reduce(total, groups.group(axis))
         found[axis] = (int(total), groups.index(axis))
     return found
 

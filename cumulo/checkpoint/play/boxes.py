@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
@@ -42,9 +41,10 @@ from cumulo.checkpoint.play.folder import writing_threads
 from cumulo.checkpoint.play.held import Part
 from cumulo.checkpoint.play.metadata import CheckedReader, read_metadata
 from cumulo.errors import TrainingError
+from cumulo.ranks.groups import Group
 
 
-def write_parts(folder: Path, parts: Sequence[Part], group: dist.ProcessGroup | None) -> None:
+def write_parts(folder: Path, parts: Sequence[Part], group: Group | None) -> None:
     """Every rank of `group` calls it with what it stores; None: there is only this process."""
     # A file a thread. `folder.py` forces files to disk when it hashes them.
     writer = FileSystemWriter(folder, sync_files=False, thread_count=writing_threads())

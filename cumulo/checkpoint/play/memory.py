@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -33,6 +32,7 @@ from cumulo.checkpoint.play.held import Held, Part, all_parts
 from cumulo.checkpoint.play.store import Checkpoint
 from cumulo.errors import TrainingError
 from cumulo.layout.box import Box
+from cumulo.ranks.point_to_point import Peers
 from cumulo.ranks.team import FAILURES, Team, cause
 
 _UNFINISHED = ".part"
@@ -80,17 +80,17 @@ class MemoryStore:
     def _exchange(self, step: int, sizes: Sequence[int]) -> None:
         """Send the own file to its keeper, and keep those of others."""
         team, keeper = self.team, self.keepers[self.team.rank]
-        waits: list[Any] = []
+        if team.group is None:
+            return  # nobody else keeps it
+        peers = Peers(team.group)
         kept = {
             rank: torch.empty(sizes[rank], dtype=torch.uint8)
             for rank, other in enumerate(self.keepers)
             if other == team.rank
         }
+        waits = [peers.receive(content, rank) for rank, content in kept.items()]
         if keeper is not None:
-            waits.append(
-                dist.isend(self._bytes(MemoryFile(step, team.size, team.rank)), keeper, group=team.group)
-            )
-        waits += [dist.irecv(content, rank, group=team.group) for rank, content in kept.items()]
+            waits.append(peers.send(self._bytes(MemoryFile(step, team.size, team.rank)), keeper))
         for wait in waits:
             wait.wait()
         for rank, content in kept.items():
@@ -164,15 +164,18 @@ class MemoryStore:
 
     def _fetch(self, file: MemoryFile, source: int, target: int) -> None:
         rank, group = self.team.rank, self.team.group
+        if group is None:
+            return
+        peers = Peers(group)
         if rank == source:
             content = self._bytes(file)
-            dist.send(torch.tensor([len(content)]), target, group=group)
-            dist.send(content, target, group=group)
+            peers.send(torch.tensor([len(content)]), target).wait()
+            peers.send(content, target).wait()
         elif rank == target:
             size = torch.zeros(1, dtype=torch.int64)
-            dist.recv(size, source, group=group)
+            peers.receive(size, source).wait()
             content = torch.empty(int(size), dtype=torch.uint8)
-            dist.recv(content, source, group=group)
+            peers.receive(content, source).wait()
             self._keep(file, content)
 
     # -- files ---------------------------------------------------------------------------------------------
@@ -201,9 +204,8 @@ class MemoryStore:
 
 
 Shape = tuple[int, ...]
-Table = dict[
-    str, tuple[str, Shape, Box]
-]  # by key: name and whole shape of a tensor, and the box of it in the file
+# By key: name and whole shape of a tensor, and the box of it in the file.
+Table = dict[str, tuple[str, Shape, Box]]
 
 
 def _write_parts(path: Path, parts: Sequence[Part], facts: Mapping[str, Any]) -> None:

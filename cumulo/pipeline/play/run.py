@@ -1,6 +1,6 @@
-"""Plays a pipeline schedule over torch.distributed: the one place where actions become computation and messages.
+"""Plays a pipeline schedule: the one place where actions become computation and messages.
 
-    play(schedule, stage, chunks, micro_batches, wire, group, sink)
+    play(schedule, stage, chunks, micro_batches, wire, transport, sink)
 
 The trainer calls it on every rank of a pipeline, once per step. The schedule decides everything; the player does
 what its order says, action by action; a receive is begun where it stands and waited for where its tensor is used.
@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from cumulo.pipeline.decide.actions import Action, Kind, PipelineSchedule
@@ -38,6 +37,22 @@ class Sink(Protocol):
         ...
 
 
+class InTransit(Protocol):
+    """A tensor on its way."""
+
+    def is_completed(self) -> bool: ...
+
+    def wait(self) -> object: ...
+
+
+class Transport(Protocol):
+    """Who carries tensors between stages, in the order of the calls. `cumulo.ranks.point_to_point` has one."""
+
+    def send(self, tensor: Tensor, peer: int) -> InTransit: ...
+
+    def receive(self, tensor: Tensor, peer: int) -> InTransit: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Wire:
     """What passes between stages: one micro-batch's hidden states or their gradient."""
@@ -56,12 +71,12 @@ def play(
     chunks: Mapping[int, Chunk],
     micro_batches: Sequence[Any],
     wire: Wire,
-    group: dist.ProcessGroup | None,
+    transport: Transport | None,
     sink: Sink,
 ) -> None:
     """Run one step of a stage: `schedule` has its communication, `chunks` are those the stage holds, by number (no
-    stage holds one number twice), and `group` has the pipeline's stages as its ranks; None: there is only one."""
-    player = _Player(schedule, stage, chunks, micro_batches, wire, group)
+    stage holds one number twice), and `transport` reaches the other stages by number; None: there is only one."""
+    player = _Player(schedule, stage, chunks, micro_batches, wire, transport)
     order = schedule.orders[stage]
     last = {action.chunk: number for number, action in enumerate(order) if action.kind.gives_weight_gradient}
     for number, action in enumerate(order):
@@ -81,9 +96,9 @@ class _Alive:
 
 
 @dataclass(frozen=True, slots=True)
-class _Message:
+class _Tensor:
     tensor: Tensor
-    work: dist.Work | None = None  # None: it is here, or gone
+    work: InTransit | None = None  # None: it is here, or gone
 
     @property
     def is_over(self) -> bool:
@@ -105,12 +120,12 @@ class _Player:
     chunks: Mapping[int, Chunk]
     micro_batches: Sequence[Any]
     wire: Wire
-    group: dist.ProcessGroup | None
-    activations: dict[Key, _Message] = field(default_factory=dict)  # inputs of chunks, until their forward
-    gradients: dict[Key, _Message] = field(default_factory=dict)  # of outputs of chunks, until their backward
+    transport: Transport | None
+    activations: dict[Key, _Tensor] = field(default_factory=dict)  # inputs of chunks, until their forward
+    gradients: dict[Key, _Tensor] = field(default_factory=dict)  # of outputs of chunks, until their backward
     leaving: dict[tuple[Kind, int, int], Tensor] = field(default_factory=dict)  # made, not yet sent
     alive: dict[Key, _Alive] = field(default_factory=dict)
-    sent: dict[tuple[Kind, int, int], _Message] = field(default_factory=dict)  # they live until they are gone
+    sent: dict[tuple[Kind, int, int], _Tensor] = field(default_factory=dict)  # they live until they are gone
     halved: set[Key] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -158,15 +173,15 @@ class _Player:
             output.wait()  # not long: its gradient is here, so it has arrived
         upstream += [None] * (len(alive.outputs) - len(upstream))  # of the objective: one
         # Before the first thing that is trained nothing has a gradient: a first chunk may be frozen as a whole.
-        learnt = [pair for pair in zip(alive.outputs, upstream, strict=True) if pair[0].requires_grad]
-        outputs, gradients = [pair[0] for pair in learnt], [pair[1] for pair in learnt]
+        trained = [pair for pair in zip(alive.outputs, upstream, strict=True) if pair[0].requires_grad]
+        outputs, gradients = [pair[0] for pair in trained], [pair[1] for pair in trained]
         gradient = None
         if alive.later is None:
             del self.alive[key]
-            if learnt:
+            if trained:
                 torch.autograd.backward(outputs, gradients)
             gradient = None if alive.x is None else alive.x.grad
-        elif learnt:
+        elif trained:
             parameters = self.chunks[action.chunk].parameters()
             gradient = alive.later.input_gradient(outputs, gradients, alive.x, parameters)
         alive.outputs.clear()  # what is left of the graph is in `later`
@@ -174,11 +189,11 @@ class _Player:
             self._pass_on(Kind.SEND_GRADIENT, action, action.chunk - 1, gradient, self.gradients)
 
     def _pass_on(
-        self, kind: Kind, action: Action, neighbour: int, tensor: Tensor, kept: dict[Key, _Message]
+        self, kind: Kind, action: Action, neighbour: int, tensor: Tensor, kept: dict[Key, _Tensor]
     ) -> None:
         """To the send that follows, or straight to the neighbouring chunk if it is on this stage, too."""
         if self.schedule.stage_of(neighbour, action.direction) == self.stage:
-            kept[action.micro_batch, neighbour] = _Message(tensor)
+            kept[action.micro_batch, neighbour] = _Tensor(tensor)
         else:
             self.leaving[kind, action.micro_batch, action.chunk] = tensor.contiguous()
 
@@ -186,12 +201,14 @@ class _Player:
         tensor = self.leaving.pop((action.kind, action.micro_batch, action.chunk))
         # What NCCL knows to be gone; gloo does not say before it is waited for.
         self.sent = {key: message for key, message in self.sent.items() if not message.is_over}
-        work = dist.isend(tensor, group=self.group, group_dst=action.peer)
-        self.sent[action.kind, action.micro_batch, action.chunk] = _Message(tensor, work)
+        assert self.transport is not None and action.peer is not None
+        work = self.transport.send(tensor, action.peer)
+        self.sent[action.kind, action.micro_batch, action.chunk] = _Tensor(tensor, work)
 
-    def _receive(self, action: Action) -> _Message:
+    def _receive(self, action: Action) -> _Tensor:
+        assert self.transport is not None and action.peer is not None
         tensor = self.wire.empty()
-        return _Message(tensor, dist.irecv(tensor, group=self.group, group_src=action.peer))
+        return _Tensor(tensor, self.transport.receive(tensor, action.peer))
 
     def wait_for_sends(self) -> None:
         for message in self.sent.values():

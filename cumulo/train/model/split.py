@@ -156,10 +156,12 @@ def split_for(layout: Layout, groups: Groups) -> Split:
     """The split of a layout as this rank sees it."""
     tensor, context, experts = WHOLE.tensor, WHOLE.context, WHOLE.experts
     if layout.tp > 1:
-        tensor = TensorParallel(groups.of("tp"), layout.sequence_parallel)
+        tensor = TensorParallel(groups.group("tp"), layout.sequence_parallel)
     if layout.cp > 1:
-        ring = groups.of("ring") if layout.cp > layout.ulysses else None
-        context = ContextParallel(groups.of("cp"), ring, groups.of("ulysses") if layout.ulysses > 1 else None)
+        ring = groups.group("ring") if layout.cp > layout.ulysses else None
+        context = ContextParallel(
+            groups.group("cp"), ring, groups.group("ulysses") if layout.ulysses > 1 else None
+        )
     if layout.ep > 1:
-        experts = ExpertParallel(groups.of("ep"))
+        experts = ExpertParallel(groups.group("ep"))
     return Split(tensor, context, experts)

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from cumulo.layout.pieces import Piece
-from cumulo.ranks.groups import Groups
+from cumulo.ranks.collectives import Work, all_reduce, start_all_reduce
+from cumulo.ranks.groups import Group, Groups
 from cumulo.train.optimizer.sink import RestGroups, Shard, data_axis
 
 BUCKET_BYTES = 25 << 20  # long enough for the link's full rate (Li et al. 2020)
@@ -50,12 +50,11 @@ class AllReduce:
     def __init__(self, bucket: Bucket, piece: Piece, groups: Groups) -> None:
         """`piece`: of any parameter of the bucket; all go to the same ranks."""
         axis = data_axis(piece)
-        self._bucket, self._work = bucket, None
-        self._group = groups.of(axis) if groups.size(axis) > 1 else None  # None: nobody has other tokens
+        self._bucket, self._group = bucket, groups.group_of_several(axis)
+        self._work: Work | None = None
 
     def start(self) -> None:
-        if self._group is not None:
-            self._work = dist.all_reduce(self._bucket.flat, group=self._group, async_op=True)
+        self._work = start_all_reduce(self._bucket.flat, self._group)
 
     def wait(self) -> Tensor:
         if self._work is not None:
@@ -72,7 +71,7 @@ class _Sending:
 
     bucket: Bucket
     exchange: Exchange
-    rest_group: dist.ProcessGroup | None
+    rest_group: Group | None
     missing: int = 0  # gradients that the chunk's last backward has not added to yet
     awaited: bool = False  # the chunk's last backward is running
     sent: bool = False
@@ -141,9 +140,7 @@ class DataParallel:
                 self._send(sending)
         # Sorted: a copy on another stage meets the same buckets in the same order.
         for sending in sorted(self._all(), key=lambda sending: sending.bucket.names):
-            summed = sending.exchange.wait()
-            if sending.rest_group is not None:
-                dist.all_reduce(summed, group=sending.rest_group)
+            all_reduce(sending.exchange.wait(), sending.rest_group)
         return {
             name: part
             for sending in self._all()
@@ -187,7 +184,7 @@ class DataParallel:
         views = tuple(part.view(p.shape) for part, p in zip(parts, parameters, strict=True))
         bucket = Bucket(tuple(names), flat, views)
         exchange = self._exchange(bucket, pieces[names[0]], self._groups)
-        return _Sending(bucket, exchange, self._rest.of(names[0]))
+        return _Sending(bucket, exchange, self._rest.group(names[0]))
 
     # -- sending: always in the queue's order, so that all ranks send the same bucket at the same time ------
     def _hook(self, sending: _Sending) -> Callable[[Tensor], None]:

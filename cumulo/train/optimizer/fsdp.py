@@ -12,7 +12,6 @@ import itertools
 from collections.abc import Iterable, Iterator, Mapping
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -21,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from cumulo.layout.pieces import Piece, zero_rows
 from cumulo.models.moe import Experts
+from cumulo.ranks.collectives import all_reduce
 from cumulo.ranks.groups import Groups
 from cumulo.train.optimizer.sink import RestGroups, Shard, zero_axis
 from cumulo.train.optimizer.zero1 import Zero1
@@ -157,12 +157,12 @@ class FullySharded:
         for name in sorted(gradients):  # the same order on all stages
             together.setdefault(self._rest.members[name], []).append(name)
         for names in together.values():
-            group = self._rest.of(names[0])
+            group = self._rest.group(names[0])
             if group is None:
                 continue
             parts = [gradients[name] for name in names]
             flat = torch.cat([part.flatten() for part in parts])
-            dist.all_reduce(flat, group=group)
+            all_reduce(flat, group)
             for part, total in zip(parts, flat.split([part.numel() for part in parts]), strict=True):
                 part.copy_(total.view(part.shape))
 
@@ -198,10 +198,10 @@ def _allocate(
 
 def _mesh(groups: Groups, device_type: str) -> DeviceMesh:
     if groups.size("copies") == 1:
-        return DeviceMesh.from_group(groups.of("shard"), device_type, mesh_dim_names=("shard",))
+        return DeviceMesh.from_group(groups.group("shard"), device_type, mesh_dim_names=("shard",))
     ranks = [groups.layout.group("shard", rank) for rank in groups.members("copies")]
     return DeviceMesh.from_group(
-        [groups.of("copies"), groups.of("shard")],
+        [groups.group("copies"), groups.group("shard")],
         device_type,
         mesh=torch.tensor(ranks),
         mesh_dim_names=("copies", "shard"),
@@ -209,7 +209,7 @@ def _mesh(groups: Groups, device_type: str) -> DeviceMesh:
 
 
 def _expert_mesh(groups: Groups, device_type: str) -> DeviceMesh:
-    return DeviceMesh.from_group(groups.of("expert_data"), device_type, mesh_dim_names=("expert_data",))
+    return DeviceMesh.from_group(groups.group("expert_data"), device_type, mesh_dim_names=("expert_data",))
 
 
 def _layers(module: nn.Module) -> Iterable[nn.Module]:

@@ -10,10 +10,10 @@ It has the methods of `Optimizer`, and `weights`: what of the model a checkpoint
 from collections.abc import Mapping
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from cumulo.layout.pieces import Piece
+from cumulo.ranks.collectives import all_reduce
 from cumulo.ranks.groups import Groups
 from cumulo.spec.model import ModelSpec
 from cumulo.train.decide.config import OptimizerConfig
@@ -78,7 +78,7 @@ class ShardedOptimizer:
         total = torch.zeros((), dtype=torch.float64, device=self._device)
         for holders, gradients in by_holders.items():  # each element counts once in the sum over ranks
             total += torch.nn.utils.get_total_norm(gradients).to(total).square() / holders
-        dist.all_reduce(total, group=self._groups.of("world"))
+        all_reduce(total, self._groups.group_of_several("world"))
         norm = total.sqrt()
         self.inner.clip(norm)
         return norm

@@ -8,21 +8,19 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from cumulo.layout.layout import Axis
 from cumulo.layout.pieces import Piece
-from cumulo.ranks.groups import Groups
+from cumulo.ranks.groups import Group, Groups, new_group
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Shard:
     """The rows [begin, end) of a rank's piece of a parameter, which this rank's optimizer moves."""
 
-    tensor: (
-        Tensor  # the weights themselves: what is written here is what the model computes with after `spread`
-    )
+    # The weights themselves: what is written here is what the model computes with after `spread`.
+    tensor: Tensor
     piece: Piece
     begin: int
     end: int
@@ -89,17 +87,15 @@ class RestGroups:
                 for other, at in places.items()
                 if (at.dp, at.cp) == (own.dp, own.cp) and (piece.partial_over_tp or at.tp == own.tp)
             )
-        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self._groups: dict[tuple[int, ...], Group] = {}
         # In sorted order, so that ranks with several groups in common make them in the same order.
         for members in sorted(set(self.members.values())):
-            if members == groups.members("tp"):
-                self._groups[members] = groups.of("tp")
+            if len(members) > 1 and members == groups.members("tp"):
+                self._groups[members] = groups.group("tp")
             elif len(members) > 1:
-                made = dist.new_group(list(members), use_local_synchronization=True)
-                assert isinstance(made, dist.ProcessGroup)
-                self._groups[members] = made
+                self._groups[members] = new_group(members)
 
-    def of(self, name: str) -> dist.ProcessGroup | None:
+    def group(self, name: str) -> Group | None:
         """None: no other rank has a part."""
         members = self.members[name]
         return self._groups[members] if len(members) > 1 else None

@@ -5,11 +5,11 @@ matrix of its own: only its slices are gathered.
 """
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from cumulo.layout.box import Box
 from cumulo.layout.pieces import piece_of, zero_rows
+from cumulo.ranks.collectives import all_gather_list
 from cumulo.ranks.groups import Groups
 from cumulo.spec.model import ModelSpec
 from cumulo.train.optimizer.sink import Shard, zero_axis
@@ -20,9 +20,9 @@ class WholeMatrix:
         piece, layout = shard.piece, groups.layout
         self._shard, self._piece = shard, piece
         self._axis = zero_axis(piece)
-        self._row_group = groups.of(self._axis) if layout.zero and not piece.expert else None
+        self._row_group = groups.group(self._axis) if layout.zero and not piece.expert else None
         self._row_ranks = groups.size(self._axis)
-        self._slice_group = groups.of("tp") if piece.sliced and layout.tp > 1 else None
+        self._slice_group = groups.group("tp") if piece.sliced and layout.tp > 1 else None
         # Every slice's boxes, in the order of the tensor-parallel ranks.
         members = groups.members("tp") if self._slice_group else (groups.rank,)
         self._slices = [piece_of(spec, layout, rank, piece.name, piece.whole).boxes for rank in members]
@@ -39,8 +39,7 @@ class WholeMatrix:
         piece = self._rows(own.to(self._shard.tensor.device))
         if self._slice_group is None:
             return piece
-        found = [torch.empty_like(piece) for _ in self._slices]
-        dist.all_gather(found, piece.contiguous(), group=self._slice_group)
+        found = all_gather_list(piece.contiguous(), self._slice_group)
         whole = piece.new_empty(self.shape)
         for part, boxes in zip(found, self._slices, strict=True):
             for box in boxes:
@@ -63,9 +62,7 @@ class WholeMatrix:
         rows, ranks = self._piece.shape[0], self._row_ranks
         sent = own.new_zeros(zero_rows(rows, ranks, 0)[1], *own.shape[1:])
         sent[: len(own)] = own
-        found = [torch.empty_like(sent) for _ in range(ranks)]
-        dist.all_gather(found, sent, group=self._row_group)
-        return torch.cat(found)[:rows]  # only the last ones are short
+        return torch.cat(all_gather_list(sent, self._row_group))[:rows]  # only the last ones are short
 
     def _in_piece(self, box: Box) -> tuple[slice, ...]:
         return (slice(None), *box.held_slices[1:]) if self._piece.expert else box.held_slices

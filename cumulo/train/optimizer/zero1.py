@@ -9,11 +9,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from cumulo.layout.pieces import Piece, zero_rows
-from cumulo.ranks.differentiable import reduce_scatter
+from cumulo.ranks.collectives import Work, all_gather_list, all_reduce, start_reduce_scatter
 from cumulo.ranks.groups import Groups
 from cumulo.train.optimizer.data_parallel import BUCKET_BYTES, Bucket, DataParallel
 from cumulo.train.optimizer.sink import Shard, zero_axis
@@ -24,12 +23,12 @@ class ReduceScatter:
 
     def __init__(self, bucket: Bucket, piece: Piece, groups: Groups) -> None:
         axis = zero_axis(piece)
-        self._bucket, self._group = bucket, groups.of(axis)
+        self._bucket, self._group = bucket, groups.group(axis)
         self._ranks, self._index = groups.size(axis), groups.index(axis)
         # Hybrid sharding: the sums of those that share are parts of the whole one.
         copied = not piece.expert and groups.size("copies") > 1
-        self._copies = groups.of("copies") if copied else None
-        self._work: dist.Work | None = None
+        self._copies = groups.group("copies") if copied else None
+        self._work: Work | None = None
         # The longest share of each parameter: shorter ones leave a gap, so that all get as much.
         self._sizes = [zero_rows(len(view), self._ranks, 0)[1] * view[0].numel() for view in bucket.views]
         self._sum = bucket.flat
@@ -44,14 +43,13 @@ class ReduceScatter:
                 rows = view[begin:end].flatten()
                 column[: len(rows)] = rows
         self._sum = sent.new_empty(sum(self._sizes))
-        self._work = reduce_scatter(self._sum, sent.view(-1), group=self._group, async_op=True)
+        self._work = start_reduce_scatter(self._sum, sent.view(-1), self._group)
 
     def wait(self) -> Tensor:
         if self._work is not None:
             self._work.wait()
             self._work = None  # and what was sent
-        if self._copies is not None:
-            dist.all_reduce(self._sum, group=self._copies)
+        all_reduce(self._sum, self._copies)
         return self._sum
 
     def parts(self) -> Iterator[Tensor]:
@@ -120,9 +118,7 @@ class Zero1:
         for name, part in zip(names, sent.split(sizes), strict=True):
             own = self.shards[name].tensor.detach().flatten()
             part[: own.numel()] = own
-        gathered = [torch.empty_like(sent) for _ in range(ranks)]
-        dist.all_gather(gathered, sent, group=self._groups.of(axis))
-        for rank, from_rank in enumerate(gathered):
+        for rank, from_rank in enumerate(all_gather_list(sent, self._groups.group(axis))):
             for shard, part in zip(shards, from_rank.split(sizes), strict=True):
                 begin, end = zero_rows(shard.end, ranks, rank)
                 rows = shard.tensor[begin:end]

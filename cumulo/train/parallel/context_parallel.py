@@ -9,21 +9,21 @@ each of them a rank has the part of its number in the group.
 from math import gcd
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
 from cumulo.ranks.attention_blocks import MaskedBlock, PackedBlock
+from cumulo.ranks.collectives import all_reduce
 from cumulo.ranks.differentiable import exchanged
-from cumulo.ranks.ring_attention import Block, Ring, ring_attention
+from cumulo.ranks.groups import Group
+from cumulo.ranks.point_to_point import Ring
+from cumulo.ranks.ring_attention import Block, ring_attention
 from cumulo.train.data.loader import DeviceBatch
 from cumulo.train.model.document_mask import OwnTokens
 
 
 class ContextParallel:
-    def __init__(
-        self, group: dist.ProcessGroup, ring: dist.ProcessGroup | None, ulysses: dist.ProcessGroup | None
-    ) -> None:
+    def __init__(self, group: Group, ring: Group | None, ulysses: Group | None) -> None:
         self.group, self.ring, self.ulysses = group, Ring(ring), ulysses
 
     def take(self, batch: DeviceBatch) -> OwnTokens:
@@ -39,7 +39,7 @@ class ContextParallel:
         )
 
     def total(self, values: Tensor) -> Tensor:
-        dist.all_reduce(values, group=self.group)
+        all_reduce(values, self.group)
         return values
 
 
@@ -52,7 +52,7 @@ def own_places(place: Tensor, ring: int, index: int) -> Tensor:
 class ScatteredDocuments:
     """Attention among tokens of which this rank has some. Places and document numbers say who sees whom."""
 
-    def __init__(self, batch: DeviceBatch, ring: Ring, ulysses: dist.ProcessGroup | None) -> None:
+    def __init__(self, batch: DeviceBatch, ring: Ring, ulysses: Group | None) -> None:
         self.rows, self.length = batch.positions.shape
         self.ring, self.ulysses = ring, ulysses
         self.document, self.starts = (batch.positions == 0).cumsum(1), batch.document_starts
@@ -74,7 +74,7 @@ class ScatteredDocuments:
         return mixed[..., :width]
 
     def _tokens_for_heads(
-        self, group: dist.ProcessGroup, query: Tensor, key: Tensor, value: Tensor
+        self, group: Group, query: Tensor, key: Tensor, value: Tensor
     ) -> tuple[Tensor, ...]:
         """[T, heads, ·] of this rank's tokens -> [T · ulysses, heads / ulysses, ·] of the group's, at once."""
         parts = group.size()
@@ -92,7 +92,7 @@ class ScatteredDocuments:
             for mine, part in zip(in_order.split(widths, 1), states, strict=True)
         )
 
-    def _heads_for_tokens(self, group: dist.ProcessGroup, mixed: Tensor) -> Tensor:
+    def _heads_for_tokens(self, group: Group, mixed: Tensor) -> Tensor:
         parts = group.size()
         by_rank = (
             mixed.reshape(self.rows, 2, parts, -1, mixed[0].numel()).permute(2, 0, 1, 3, 4).flatten(1, 3)

@@ -8,13 +8,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from cumulo.layout.box import Box
 from cumulo.layout.expert_placement import heaviest_share, place_experts
 from cumulo.layout.pieces import Piece, zero_rows
-from cumulo.ranks.groups import Groups
+from cumulo.ranks.groups import Group, Groups
 from cumulo.spec.model import MoESpec
 from cumulo.train.model.experts import TrainingMixture
 from cumulo.train.model.model import TrainingDecoder
@@ -104,20 +103,20 @@ class ExpertBalance:
 
     def _rows(
         self, old: Sequence[int], new: Sequence[int]
-    ) -> tuple[dist.ProcessGroup, list[Sequence[int]], list[Sequence[int]]]:
+    ) -> tuple[Group, list[Sequence[int]], list[Sequence[int]]]:
         """Who exchanges rows, and which experts they have before and after."""
         groups, ranks = self._groups, self._split.size
         count = self._moe.experts // ranks
         if not groups.layout.zero:
             runs = [slice(rank * count, (rank + 1) * count) for rank in range(ranks)]
-            return groups.of("ep"), [old[run] for run in runs], [new[run] for run in runs]
+            return groups.group("ep"), [old[run] for run in runs], [new[run] for run in runs]
         sharers = groups.size("expert_data")
         runs = []
         for place in range(groups.size("data")):  # neighbours have other experts; then ZeRO shares them out
             begin, end = zero_rows(count, sharers, place // ranks)
             first = place % ranks * count
             runs.append(slice(first + begin, first + end))
-        return groups.of("data"), [old[run] for run in runs], [new[run] for run in runs]
+        return groups.group("data"), [old[run] for run in runs], [new[run] for run in runs]
 
     def _piece(self, piece: Piece) -> Piece:
         if not piece.expert:

@@ -8,10 +8,10 @@ so that all ranks move their copies alike.
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from cumulo.layout.layout import Axis
+from cumulo.ranks.collectives import all_reduce
 from cumulo.ranks.groups import Groups
 from cumulo.train.model.model import TrainingDecoder
 
@@ -35,8 +35,8 @@ def take_loads(models: Sequence[TrainingDecoder], groups: Groups | None) -> Tens
     # Stages too: in a bidirectional pipeline two of them have the same layers and other micro-batches.
     axes: tuple[Axis, ...] = ("pp", "dp")
     for axis in axes:
-        if groups is not None and groups.size(axis) > 1:
-            dist.all_reduce(loads, group=groups.of(axis))
+        if groups is not None:
+            all_reduce(loads, groups.group_of_several(axis))
     return loads
 
 

@@ -4,15 +4,17 @@ pair of ranks. Called by `expert_balance.py`."""
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
+
+from cumulo.ranks.collectives import all_to_all
+from cumulo.ranks.groups import Group
 
 Rows = Sequence[Sequence[int]]  # by rank of a group: which expert each of its rows is
 
 
 @torch.no_grad()
 def exchange_rows(
-    tensors: Sequence[Tensor], before: Rows, after: Rows, group: dist.ProcessGroup, device: torch.device
+    tensors: Sequence[Tensor], before: Rows, after: Rows, group: Group, device: torch.device
 ) -> None:
     """In place: row n of each tensor is of expert `before[own][n]` and becomes of expert `after[own][n]`.
 
@@ -29,9 +31,7 @@ def exchange_rows(
     index = _index([row for rows in leaving for row in rows], device)
     sent = torch.cat(parts, 1)[index] if parts else torch.empty((0, 1), dtype=torch.uint8, device=device)
     received = sent.new_empty(len(wanted), sent.shape[1])
-    dist.all_to_all_single(
-        received, sent, [len(experts) for experts in arriving], [len(rows) for rows in leaving], group=group
-    )
+    all_to_all(received, sent, group, [len(experts) for experts in arriving], [len(rows) for rows in leaving])
     in_order, begin = received[_index([came[expert] for expert in wanted], device)], 0
     for tensor, part in zip(tensors, parts, strict=True):
         end = begin + part.shape[1]

@@ -9,10 +9,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from cumulo.ranks.collectives import all_to_all
 from cumulo.ranks.differentiable import exchanged
+from cumulo.ranks.groups import Group
 
 ApplyExperts = Callable[[Tensor, Tensor], Tensor]  # tokens sorted by expert, how many each expert has
 
@@ -48,7 +49,7 @@ def inverse(order: Tensor) -> Tensor:
 class ExpertParallel:
     """Rank r of the group holds the r-th run of experts, or of the order they were placed in."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: Group) -> None:
         self.group, self.size = group, group.size()
         self._places: dict[ApplyExperts, Tensor] = {}  # of each layer's experts: where each one is
 
@@ -61,7 +62,7 @@ class ExpertParallel:
         order = ByExpert.of(chosen if places is None else places[chosen], total)
         sent = order.counts.view(self.size, -1)  # [rank, its experts]
         received = torch.empty_like(sent)
-        dist.all_to_all_single(received, sent, group=self.group)
+        all_to_all(received, sent, self.group)
         # One wait for the device: how much goes to whom and comes from whom.
         sends, receives = torch.stack((sent.sum(1), received.sum(1))).tolist()
         arrived = exchanged(order.inputs(x), sends, receives, self.group)

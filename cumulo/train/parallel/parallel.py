@@ -12,24 +12,25 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache, partial
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from cumulo.layout.layout import Layout
-from cumulo.layout.pieces import chunk_parts, held_chunks, is_adapter, pieces
+from cumulo.layout.pieces import chunk_parts, is_adapter, pieces
+from cumulo.layout.stages import chunks_per_stage, held_chunks, splits_backward, stage_placement
 from cumulo.pipeline.decide.actions import Action, Kind, PipelineSchedule
 from cumulo.pipeline.decide.catalog import build
 from cumulo.pipeline.decide.check import check
 from cumulo.pipeline.decide.communication import Sends, with_communication
 from cumulo.pipeline.play.run import Wire, play
+from cumulo.ranks.collectives import all_reduce
 from cumulo.ranks.groups import Groups
+from cumulo.ranks.point_to_point import Peers
 from cumulo.spec.model import ModelSpec
 from cumulo.spec.parameters import parameter_shapes
 from cumulo.train.data.loader import DeviceBatch, to_device
 from cumulo.train.data.packing import Batch
 from cumulo.train.decide.adapters import adapter_shapes
 from cumulo.train.decide.config import TrainConfig
-from cumulo.train.decide.layout_check import parts_backward
 from cumulo.train.model.arithmetic import ARITHMETICS
 from cumulo.train.model.initialise import initialise
 from cumulo.train.model.lora import add_adapters, initialise_adapter
@@ -64,7 +65,7 @@ class ParallelRun:
         split, parts = split_for(layout, groups), chunk_parts(spec, layout)
         # Joined operations compute a weight's gradient with its input's; some schedules need the two apart.
         joins = (
-            joins_operations(device, self.dtype, split) and not config.compile and not parts_backward(layout)
+            joins_operations(device, self.dtype, split) and not config.compile and not splits_backward(layout)
         )
         self.chunks = {
             chunk: TrainingDecoder(
@@ -193,8 +194,8 @@ class ParallelRun:
         if layout.sequence_parallel:
             tokens //= layout.tp
         wire = Wire((tokens, self.spec.hidden), self.dtype, self.device)
-        group = self.groups.of("pp") if layout.pp > 1 else None
-        play(schedule, self.groups.place.pp, players, micro_batches, wire, group, self.sink)
+        transport = Peers(self.groups.group("pp")) if layout.pp > 1 else None
+        play(schedule, self.groups.place.pp, players, micro_batches, wire, transport, self.sink)
 
     def _total(self, players: Mapping[int, "_ChunkLoss"]) -> tuple[float, float]:
         """The sums of tokens' losses and of balances over all ranks; tensor-parallel ranks have the same ones."""
@@ -202,7 +203,7 @@ class ParallelRun:
         if self.groups.place.tp > 0:
             own = torch.zeros_like(own)
         own = own.to(self.device)
-        dist.all_reduce(own, group=self.groups.of("world"))
+        all_reduce(own, self.groups.group_of_several("world"))
         token_sum, balance_sum = own.tolist()
         return token_sum, balance_sum
 
@@ -274,17 +275,16 @@ def _training_schedule(layout: Layout, micro_batches: int) -> PipelineSchedule:
 @lru_cache(maxsize=8)
 def _forward_schedule(layout: Layout, micro_batches: int) -> PipelineSchedule:
     """Every micro-batch through every chunk, in the direction all pipelines have."""
-    model = _training_schedule(layout, 2 * layout.pp)  # any that says who holds what
     orders = tuple(
         tuple(
             Action(Kind.FORWARD, micro_batch, chunk)
             for micro_batch in range(micro_batches)
-            for chunk in range(model.chunks)
-            if model.stage_of(chunk) == stage
+            for chunk, direction in held_chunks(layout, stage)
+            if direction == 0
         )
         for stage in range(layout.pp)
     )
     forward = PipelineSchedule(
-        "forward only", layout.pp, micro_batches, model.chunks_per_stage, model.placement, orders
+        "forward only", layout.pp, micro_batches, chunks_per_stage(layout), stage_placement(layout), orders
     )
     return with_communication(forward, Sends.RENDEZVOUS)

@@ -8,17 +8,17 @@ region: entering gathers them, leaving sums and cuts in one go, and each is the 
 """
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
 from cumulo.models.linear import Linear
 from cumulo.ranks.differentiable import gathered, sum_gradients, summed, summed_and_cut
+from cumulo.ranks.groups import Group
 from cumulo.train.model.loss import VocabularySlice, cross_entropy_sum
 
 
 class TensorParallel:
-    def __init__(self, group: dist.ProcessGroup, sequence_parallel: bool) -> None:
+    def __init__(self, group: Group, sequence_parallel: bool) -> None:
         self.group, self.size, self.index = group, group.size(), group.rank()
         self.sequence_parallel = sequence_parallel
 

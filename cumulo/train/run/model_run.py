@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from typing import Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from cumulo.checkpoint.play.boxes import read_parts, stored_shapes
 from cumulo.checkpoint.play.held import Held, all_parts, held_whole
 from cumulo.checkpoint.play.store import Checkpoint
 from cumulo.models.files.load import LoadedModel
+from cumulo.ranks.collectives import all_reduce
 from cumulo.ranks.groups import Groups
 from cumulo.spec.model import ModelSpec
 from cumulo.train.data.loader import to_device
@@ -173,7 +173,7 @@ class RankedRun:
             0,
         )  # those of a data-parallel place have the same rows
         said = torch.tensor([learnt_tokens * counts, stop], dtype=torch.int64, device=self.device)
-        dist.all_reduce(said, group=self.groups.of("world"))
+        all_reduce(said, self.groups.group_of_several("world"))
         learnt, stops = said.tolist()
         return learnt, stops > 0
 

@@ -24,6 +24,8 @@ from cumulo.checkpoint.play.store import Checkpoint, CheckpointStore, Store
 from cumulo.errors import ConfigError, TrainingError
 from cumulo.kernels.cuda.device_memory import gpu_memory
 from cumulo.ranks.groups import Groups
+from cumulo.ranks.hang import HangWatch
+from cumulo.ranks.launch import local_ranks
 from cumulo.ranks.team import Team
 from cumulo.train.data.loader import BatchLoader
 from cumulo.train.data.packing import Batch, Packing, split_documents
@@ -36,10 +38,8 @@ from cumulo.train.decide.schedule import learning_rate_share
 from cumulo.train.model.lora import merged
 from cumulo.train.model.products_check import refuse_products
 from cumulo.train.run.evaluate import held_out_loss
-from cumulo.train.run.hang import HangWatch
 from cumulo.train.run.interrupt import StopRequest
 from cumulo.train.run.kept import KeptActivations
-from cumulo.train.run.launch import local_ranks
 from cumulo.train.run.log import RunLog, StepRecord
 from cumulo.train.run.meter import Ceiling, peak_memory_bytes, training_flops_per_token
 from cumulo.train.run.model_run import AloneRun, ModelRun, RankedRun
@@ -106,7 +106,7 @@ class Trainer:
         if ranks is None and config.layout.world > 1:
             raise ConfigError(
                 f"layout {config.layout} has {config.layout.world} ranks and this is one process; use "
-                "cumulo.train.run.launch, or `cumulo train`"
+                "cumulo.ranks.launch, or `cumulo train`"
             )
         self.config, self.resume, self.ranks = config, resume, ranks
         self.team = Team() if ranks is None else ranks.team

@@ -6,25 +6,19 @@
 """
 
 import math
-import multiprocessing
-import os
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.multiprocessing.spawn import start_processes
 
 from cumulo.layout.box import Box
 from cumulo.layout.layout import Layout
 from cumulo.models.files.load import inspect_model
 from cumulo.ranks.groups import Groups
+from cumulo.ranks.start import run_ranks
 from cumulo.spec.model import ModelSpec
 from cumulo.spec.parameters import parameter_shapes
 from cumulo.train.data.packing import IGNORED, Batch
@@ -41,7 +35,6 @@ from cumulo.train.parallel.parallel import ParallelRun
 from cumulo.train.run.step import compute_gradients
 
 TOLERANCE = 1e-9  # float64 rounding, after 20 steps, is a thousandth of it
-_TIMEOUT = timedelta(minutes=5)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,10 +71,7 @@ def verify_layout(config: TrainConfig, steps: int = 20) -> Verdict:
     small = shrink(config, spec, steps)
     check_layout(small.config, small.spec)
     alone = train_alone(small.spec, small.config)
-    with tempfile.TemporaryDirectory() as folder:
-        _start_ranks(small.spec, small.config, folder)
-        files = (Path(folder, str(rank)) for rank in range(small.config.layout.world))
-        ranks = [_read_outcome(file) for file in files]
+    ranks = run_ranks(train_rank, small.config.layout.world, small.spec, small.config, timeout_s=None)
     difference, where = largest_difference(small.spec, alone, ranks)
     return Verdict(small.config.layout, small.spec, steps, difference, where, tuple(alone.losses))
 
@@ -186,39 +176,3 @@ def _relative(difference: float, size: float) -> float:
     if difference == 0:
         return 0.0
     return difference / size if math.isfinite(difference) and size else math.inf
-
-
-# -- processes -------------------------------------------------------------------------------------------------
-def _start_ranks(spec: ModelSpec, config: TrainConfig, folder: str) -> None:
-    """One process per rank; torch is imported once, by the server they are forked from."""
-    multiprocessing.set_forkserver_preload(
-        [__name__, "torch._dynamo"]
-    )  # the optimizer's first step imports that
-    start_processes(_rank_process, (spec, config, folder), config.layout.world, start_method="forkserver")
-
-
-def _write_outcome(path: Path, outcome: Outcome) -> None:
-    weights = {
-        name: ([(box.offset, box.size, box.at) for box in boxes], tensor)
-        for name, (boxes, tensor) in outcome.weights.items()
-    }
-    torch.save((outcome.losses, outcome.balances, outcome.norms, weights), path)
-
-
-def _read_outcome(path: Path) -> Outcome:
-    losses, balances, norms, weights = torch.load(
-        path, weights_only=True
-    )  # numbers and tensors, nothing that runs
-    placed = {
-        name: (tuple(Box(*places) for places in boxes), tensor) for name, (boxes, tensor) in weights.items()
-    }
-    return Outcome(losses, balances, norms, placed)
-
-
-def _rank_process(rank: int, spec: ModelSpec, config: TrainConfig, folder: str) -> None:
-    torch.set_num_threads(1)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    meeting = f"file://{folder}/store"
-    dist.init_process_group("gloo", meeting, rank=rank, world_size=config.layout.world, timeout=_TIMEOUT)
-    _write_outcome(Path(folder, str(rank)), train_rank(rank, spec, config))
-    dist.destroy_process_group()

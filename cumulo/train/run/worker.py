@@ -13,9 +13,9 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
-from cumulo.ranks.groups import Groups
+from cumulo.ranks.groups import Groups, control_group
+from cumulo.ranks.start import join_ranks
 from cumulo.ranks.team import Team
 from cumulo.train.decide.config import TrainConfig
 from cumulo.train.decide.elastic import fitted
@@ -44,14 +44,6 @@ def _began_before(folder: Path) -> bool:
     return known or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
 
 
-def lost_another(error: BaseException) -> bool:
-    """Whether it is what a rank sees of the death of another: not worth a traceback of its own."""
-    text = str(error).lower()
-    return isinstance(error, dist.DistError) or any(
-        word in text for word in ("gloo", "nccl", "connection", "broken pipe", "store")
-    )
-
-
 @contextmanager
 def joined(config: TrainConfig, rank: int) -> Iterator[Ranks]:
     """The process groups of a run, until it ends; a run that fails leaves them to the end of its process."""
@@ -60,13 +52,5 @@ def joined(config: TrainConfig, rank: int) -> Iterator[Ranks]:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     # The watch for hangs speaks first: it knows more than a timeout says.
     patience = timedelta(seconds=2 * config.faults.hang_after_s + 60)
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
-        init_method="env://",
-        rank=rank,
-        world_size=config.layout.world,
-        timeout=patience,
-    )
-    groups = Groups(config.layout, rank)
-    yield Ranks(groups, Team(dist.new_group(backend="gloo", timeout=_CHECKPOINT_TIMEOUT)))
-    dist.destroy_process_group()
+    with join_ranks(rank, config.layout.world, patience, gpu=on_gpu):
+        yield Ranks(Groups(config.layout, rank), Team(control_group(_CHECKPOINT_TIMEOUT)))

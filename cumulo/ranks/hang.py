@@ -17,8 +17,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
 
-from cumulo.train.run.launch import HUNG
+from cumulo.ranks.launch import HUNG
 
+_HERE = Path(__file__).parent
 _GRACE_S = 10.0  # for the other ranks' reports: their watches were set within moments of each other
 
 
@@ -146,9 +147,11 @@ def _waits(frame: FrameType) -> bool:
 
 
 def _own_line(frame: FrameType) -> str:
-    """The innermost line that is not torch's, with what it says."""
+    """The innermost line that is neither torch's nor of these wrappers around it, with what it says."""
     at: FrameType | None = frame
-    while at is not None and f"{os.sep}torch{os.sep}" in at.f_code.co_filename:
+    while at is not None and (
+        f"{os.sep}torch{os.sep}" in at.f_code.co_filename or Path(at.f_code.co_filename).parent == _HERE
+    ):
         at = at.f_back
     at = at or frame
     name = at.f_code.co_filename

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from cumulo.train.run.launch import LOST, REFUSED, _cause
+from cumulo.ranks.launch import LOST, REFUSED, _cause
 
 
 @pytest.mark.parametrize(

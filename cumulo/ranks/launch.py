@@ -1,9 +1,9 @@
-"""Start a run's processes on this machine with torchrun's agent, and start them again when one dies. Called by
+"""Start a command as ranks on this machine with torchrun's agent, and start them again when one dies. Called by
 `cumulo train`; several machines are started by a `torchrun` on each, with the same command behind it.
 
     launch([sys.executable, "-m", "cumulo", "train", "--folder", "runs/mine", "--resume"], processes=4, ...)
 
-The command must go on from the freshest checkpoint: it is the same at every start.
+The command must resume from the freshest checkpoint: it is the same at every start.
 """
 
 import json
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cumulo.errors import ConfigError, TrainingError
-from cumulo.train.decide.config import TrainConfig
+from cumulo.layout.layout import Layout
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
@@ -41,16 +41,16 @@ def local_ranks() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
-def check_machine(config: TrainConfig) -> None:
+def check_machine(layout: Layout, device: str) -> None:
     """Refuse a layout that this machine alone cannot run."""
     import torch
 
-    wanted = config.layout.world
-    if config.device == "cpu" or not torch.cuda.is_available():
+    wanted = layout.world
+    if device == "cpu" or not torch.cuda.is_available():
         return
     if (found := torch.cuda.device_count()) < wanted:
         raise ConfigError(
-            f"layout {config.layout} has {wanted} ranks, each on a GPU of its own, and this machine has {found}; "
+            f"layout {layout} has {wanted} ranks, each on a GPU of its own, and this machine has {found}; "
             "start it with torchrun on more machines, change the layout, or set device: cpu"
         )
 

@@ -8,33 +8,35 @@ import pytest
 pytest.importorskip("torch.distributed", reason="this torch has no distributed package")
 
 import torch
-import torch.distributed as dist
 
-from tests.train.pool import RanksFailed, run_ranks
+from cumulo.ranks.collectives import all_reduce, barrier
+from cumulo.ranks.groups import world_group
+from cumulo.ranks.start import RanksFailed
+from tests.train.pool import run_ranks
 
 
 def ranks_summed(rank: int, factor: int) -> int:
     total = torch.tensor(rank * factor)
-    dist.all_reduce(total)
+    all_reduce(total, world_group())
     return int(total)
 
 
 def fail_on_rank_1(rank: int) -> None:
     if rank == 1:
         raise ValueError("what went wrong")
-    dist.barrier()
+    barrier(world_group())
 
 
 def die_on_rank_1(rank: int) -> None:
     if rank == 1:
         os._exit(7)
-    dist.barrier()
+    barrier(world_group())
 
 
 def sleep_on_rank_1(rank: int) -> None:
     if rank == 1:
         time.sleep(60)
-    dist.barrier()
+    barrier(world_group())
 
 
 def test_every_rank_answers_and_the_next_case_finds_a_clean_group() -> None:

@@ -1,0 +1,69 @@
+"""Collectives without gradients. Everyone in a group calls them in the same order; a group of None is this rank
+alone, for which nothing is sent or copied. `differentiable.py` has those that gradients pass through."""
+
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from cumulo.ranks.groups import Group
+
+Work: TypeAlias = dist.Work  # something on its way: `wait()` for it
+
+# Renamed in torch 2.13.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def all_reduce(tensor: Tensor, group: Group | None) -> None:
+    """The sum over ranks, in place."""
+    if group is not None:
+        dist.all_reduce(tensor, group=group)
+
+
+def start_all_reduce(tensor: Tensor, group: Group | None) -> Work | None:
+    return None if group is None else dist.all_reduce(tensor, group=group, async_op=True)
+
+
+def all_gather(whole: Tensor, own: Tensor, group: Group) -> None:
+    """Every rank's `own`, one after another along the first dimension."""
+    _all_gather(whole, own, group=group)
+
+
+def all_gather_list(own: Tensor, group: Group) -> list[Tensor]:
+    """Every rank's tensor; all have one shape."""
+    found = [torch.empty_like(own) for _ in range(group.size())]
+    dist.all_gather(found, own, group=group)
+    return found
+
+
+def reduce_scatter(own: Tensor, whole: Tensor, group: Group) -> None:
+    """This rank's part of the sum over ranks, cut along the first dimension."""
+    _reduce_scatter(own, whole, group=group)
+
+
+def start_reduce_scatter(own: Tensor, whole: Tensor, group: Group) -> Work | None:
+    work: Work | None = _reduce_scatter(own, whole, group=group, async_op=True)
+    return work
+
+
+def all_to_all(
+    received: Tensor,
+    sent: Tensor,
+    group: Group,
+    receives: list[int] | None = None,
+    sends: list[int] | None = None,
+) -> None:
+    """Runs of rows to all ranks and from all ranks; None: equal ones."""
+    dist.all_to_all_single(received, sent, receives, sends, group=group)
+
+
+def gather_objects(own: Any, group: Group) -> list[Any]:
+    found: list[Any] = [None] * group.size()
+    dist.all_gather_object(found, own, group=group)
+    return found
+
+
+def barrier(group: Group) -> None:
+    dist.barrier(group=group)
