@@ -8,13 +8,12 @@ Models are built from it, gradients are summed by it, norms count by it, and che
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from itertools import accumulate, pairwise
 
 from cumulo.errors import ConfigError
 from cumulo.layout.box import Box, cut_rows, slice_in_parts, whole_box
 from cumulo.layout.layout import Layout
-from cumulo.pipeline.decide.actions import Placement
-from cumulo.pipeline.decide.catalog import family
+from cumulo.layout.stages import held_chunks, pipeline_chunks, split_layers
 from cumulo.spec.model import ModelSpec
 from cumulo.spec.parameters import parameter_shapes
 
@@ -61,51 +60,17 @@ _INSIDE = ("q_a.weight", "q_a.bias", "q_a_norm.weight", "kv_a.weight", "kv_a.bia
 
 
 def chunk_parts(spec: ModelSpec, layout: Layout) -> tuple[ChunkPart, ...]:
-    """The model cut into the chunks of the layout's pipeline, as even as layers allow. What is left over goes to
-    the chunks before the last, which has the head."""
+    """The model cut into the chunks of the layout's pipeline."""
     count = pipeline_chunks(layout)
     if count > spec.layers:
         raise ConfigError(
             f"{spec.layers} layers cannot fill the {count} chunks of {layout.pp} stages under {layout.schedule}; "
             f"use fewer stages or another schedule"
         )
-    size, left = divmod(spec.layers, count)
-    sizes = [size] * count
-    for extra in range(left):  # from the chunk before the last backwards
-        sizes[(count - 2 - extra) % count] += 1
-    begins = [sum(sizes[:index]) for index in range(count)]
+    ends = list(accumulate(split_layers(spec.layers, count), initial=0))
     return tuple(
-        ChunkPart(index, range(begin, begin + length), index == 0, index == count - 1)
-        for index, (begin, length) in enumerate(zip(begins, sizes, strict=True))
-    )
-
-
-def pipeline_chunks(layout: Layout) -> int:
-    """Chunks a micro-batch passes."""
-    if layout.pp == 1:
-        return 1
-    chosen = family(layout.schedule)
-    if is_bidirectional(layout):
-        return layout.pp
-    return layout.pp * (layout.chunks_per_stage or chosen.chunks_per_stage)
-
-
-def is_bidirectional(layout: Layout) -> bool:
-    return layout.pp > 1 and _placement(layout) is Placement.BIDIRECTIONAL
-
-
-@lru_cache(maxsize=1024)
-def held_chunks(layout: Layout, stage: int) -> tuple[tuple[int, int], ...]:
-    """(chunk, direction) pairs that a stage holds; direction 1 is the second copy of a bidirectional pipeline."""
-    if layout.pp == 1:
-        return ((0, 0),)
-    if is_bidirectional(layout):
-        return ((stage, 0), (layout.pp - 1 - stage, 1))
-    laps = pipeline_chunks(layout) // layout.pp
-    down_and_up = _placement(layout) is Placement.V
-    return tuple(
-        (lap * layout.pp + (layout.pp - 1 - stage if down_and_up and lap % 2 else stage), 0)
-        for lap in range(laps)
+        ChunkPart(index, range(*layers), index == 0, index == count - 1)
+        for index, layers in enumerate(pairwise(ends))
     )
 
 
@@ -129,19 +94,6 @@ def zero_rows(rows: int, ranks: int, index: int) -> tuple[int, int]:
     FSDP2 cuts them."""
     size = math.ceil(rows / ranks)
     return min(index * size, rows), min((index + 1) * size, rows)
-
-
-def _placement(layout: Layout) -> Placement:
-    chosen = family(layout.schedule)
-    least = max(2 * layout.pp, chosen.micro_batches_per_stage * layout.pp)  # any number the schedule accepts
-    return _sample_placement(
-        layout.schedule, layout.pp, least, layout.chunks_per_stage or chosen.chunks_per_stage
-    )
-
-
-@lru_cache(maxsize=256)
-def _sample_placement(name: str, stages: int, micro_batches: int, chunks: int) -> Placement:
-    return family(name).generate(stages, micro_batches, chunks).placement
 
 
 def is_adapter(name: str) -> bool:

@@ -13,6 +13,7 @@ from typing import Literal, get_args
 
 from cumulo.errors import ConfigError
 from cumulo.layout.layout import Layout
+from cumulo.layout.stages import chunks_per_stage, is_bidirectional, pipeline_chunks, split_layers
 from cumulo.pipeline.decide.catalog import family
 from cumulo.spec.model import ModelSpec
 
@@ -78,18 +79,16 @@ class TrainJob:
     # -- the model over stages --------------------------------------------------------------------------
     @property
     def chunks_per_stage(self) -> int:
-        if self.layout.pp == 1:
-            return 1
-        return self.layout.chunks_per_stage or _own_chunks(self.layout.schedule)
+        return chunks_per_stage(self.layout)
 
     @property
     def chunks(self) -> int:
-        """Chunks a micro-batch passes. A bidirectional pipeline has each of them twice, one for each direction."""
-        return self.layout.pp if self.bidirectional else self.layout.pp * self.chunks_per_stage
+        """Chunks a micro-batch passes."""
+        return pipeline_chunks(self.layout)
 
     @property
     def bidirectional(self) -> bool:
-        return self.layout.pp > 1 and self.layout.schedule == "dualpipe"
+        return is_bidirectional(self.layout)
 
     @property
     def chunk_layers(self) -> tuple[int, ...]:
@@ -125,19 +124,6 @@ class TrainJob:
         """Up to a multiple of 128 for each tensor-parallel rank, so that its slices are alike and aligned."""
         unit = 128 * self.layout.tp
         return -(-self.model.vocab_size // unit) * unit
-
-
-@cache
-def _own_chunks(schedule: str) -> int:
-    return family(schedule).chunks_per_stage
-
-
-@cache
-def split_layers(layers: int, chunks: int) -> tuple[int, ...]:
-    """Layers of each chunk as the trainer splits them: as even as can be, those left over before the last, whose
-    stage has the loss."""
-    each, more = divmod(layers, chunks)
-    return tuple(each + ((chunks - 2 - chunk) % chunks < more) for chunk in range(chunks))
 
 
 @cache

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cumulo.errors import InvalidRequest
+from cumulo.pipeline.decide.actions import Kind
 from cumulo.pipeline.decide.catalog import FAMILIES, build, family
 from cumulo.pipeline.decide.check import check, peak_live_activations
 from cumulo.pipeline.decide.communication import Sends
@@ -158,3 +159,19 @@ def test_what_a_schedule_cannot_do_is_refused_with_what_to_change(
 
 def test_names_are_forgiving_about_case_and_underscores() -> None:
     assert family("ZB_H1") is FAMILIES["zb-h1"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@settings(max_examples=5)
+@given(data=st.data())
+def test_a_schedule_has_the_properties_that_its_family_declares(name: str, data: st.DataObject) -> None:
+    """The planner trusts the family's words; that its placement is the schedule's is proved by the checker."""
+    chosen = family(name)
+    schedule = build(name, *data.draw(shapes(name)))
+    actions = [action for order in schedule.orders for action in order]
+    assert any(action.kind is Kind.BACKWARD_WEIGHT for action in actions) == chosen.splits_backward
+    assert any(action.overlaps_next for action in actions) == chosen.overlaps
+    assert {action.direction for action in actions} == set(range(2 if chosen.bidirectional else 1))
+    for stage, order in enumerate(schedule.orders):
+        held = chosen.placement.held_by(stage, schedule.stages, schedule.chunks_per_stage)
+        assert {(action.chunk, action.direction) for action in order} == set(held)

@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 from cumulo.errors import ConfigError
 from cumulo.layout.layout import Layout, Place
 from cumulo.layout.pieces import pieces
+from cumulo.layout.stages import split_layers
 from cumulo.pipeline.decide.catalog import FAMILIES, build
 from cumulo.pipeline.decide.check import peak_live_activations
-from cumulo.plan.job import OPERATIONS, OptimizerKind, Recompute, TrainJob, split_layers
+from cumulo.plan.job import OPERATIONS, OptimizerKind, Recompute, TrainJob
 from cumulo.plan.memory.activations import layer_bytes_per_token
 from cumulo.plan.memory.live import least_alive, places_of, stage_loads
 from cumulo.plan.memory.peak import least_memory_bytes, peak_memory, stage_loads_of, stage_memory

@@ -9,9 +9,9 @@ from dataclasses import replace
 import pytest
 
 from cumulo.layout.layout import Layout
+from cumulo.layout.stages import split_layers
 from cumulo.plan.job import TrainJob
 from cumulo.plan.time import compute_profile
-from cumulo.plan.time.chunks import balanced_layers
 from cumulo.plan.time.data_parallel import around, heaviest_stage
 from cumulo.plan.time.step import estimate, lower_bound_s
 from cumulo.spec import catalog
@@ -148,15 +148,15 @@ def test_zero_stages_send_what_rajbhandari_et_al_say() -> None:
 
 
 def test_the_loss_counts_as_layers_where_stages_are_balanced() -> None:
-    assert balanced_layers(16, 2, 4.0) == (10, 6)
-    assert balanced_layers(32, 4, 0.0) == (8, 8, 8, 8)
-    assert sum(balanced_layers(80, 16, 2.5)) == 80
-    assert min(balanced_layers(8, 4, 30.0)) >= 1
+    assert split_layers(16, 2, 4.0) == (10, 6)
+    assert split_layers(32, 4, 0.0) == (8, 8, 8, 8)
+    assert sum(split_layers(80, 16, 2.5)) == 80
+    assert min(split_layers(8, 4, 30.0)) >= 1
 
 
 def test_planning_needs_no_torch() -> None:
     code = (
-        "import sys; from cumulo.plan import train_time, validate; "
+        "import sys; from cumulo.plan.evidence import validate; from cumulo.plan.time import step; "
         "from cumulo.cli import plan_validate, calibrate; "
         "sys.exit('torch' in sys.modules)"
     )

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from cumulo.errors import ConfigError
 from cumulo.layout.layout import Layout
-from cumulo.layout.pieces import is_adapter, pieces, pipeline_chunks
+from cumulo.layout.pieces import is_adapter, pieces
+from cumulo.layout.stages import pipeline_chunks
 from cumulo.models.files.load import load_model
 from cumulo.ranks.groups import Groups
 from cumulo.spec.model import ModelSpec, MoESpec

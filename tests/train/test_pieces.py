@@ -6,7 +6,8 @@ import pytest
 from cumulo.errors import ConfigError
 from cumulo.layout.box import Box
 from cumulo.layout.layout import Layout
-from cumulo.layout.pieces import chunk_parts, held_chunks, pieces, zero_rows
+from cumulo.layout.pieces import chunk_parts, pieces, zero_rows
+from cumulo.layout.stages import held_chunks
 from cumulo.spec.model import MLASpec, ModelSpec, MoESpec
 from cumulo.spec.parameters import parameter_shapes
 

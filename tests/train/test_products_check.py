@@ -72,12 +72,12 @@ def test_what_does_not_go_together_is_refused(changes: dict[str, Any], words: st
 
 
 def test_schedules_that_part_backward_are_known() -> None:
-    from cumulo.train.decide.layout_check import parts_backward
+    from cumulo.layout.stages import splits_backward
 
     parted = [
         name
         for name in ("gpipe", "1f1b", "zb-h1", "zb-v", "dualpipe")
-        if parts_backward(Layout(pp=2, schedule=name))
+        if splits_backward(Layout(pp=2, schedule=name))
     ]
     assert parted == ["zb-h1", "zb-v", "dualpipe"]
-    assert not parts_backward(Layout(schedule="zb-h1"))
+    assert not splits_backward(Layout(schedule="zb-h1"))

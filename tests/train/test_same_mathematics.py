@@ -12,7 +12,7 @@ pytest.importorskip("torch.distributed", reason="this torch has no distributed p
 
 from cumulo.errors import CumuloError
 from cumulo.layout.layout import Layout
-from cumulo.layout.pieces import pipeline_chunks
+from cumulo.layout.stages import pipeline_chunks
 from cumulo.pipeline.decide.catalog import FAMILIES
 from cumulo.spec.model import ModelSpec
 from cumulo.train.decide.config import OptimizerConfig, TrainConfig

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
 
+from cumulo.pipeline.decide.placement import StagePlacement
+
 
 class Kind(StrEnum):
     """What an action does with one micro-batch on one chunk."""
@@ -48,15 +50,6 @@ class Kind(StrEnum):
 _COMPUTE = frozenset((Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, Kind.BACKWARD))
 
 
-class Placement(StrEnum):
-    """Which stage holds which chunks, for p stages."""
-
-    LOOP = "loop"  # chunk c on stage c mod p: round and round
-    V = "v"  # chunks 0 … p-1 down the stages, p … 2p-1 back up: stage 0 has the first and the last
-    # Two copies of the model, in opposite directions: chunk c of direction 0 on stage c, of direction 1 on p-1-c.
-    BIDIRECTIONAL = "bidirectional"
-
-
 @dataclass(frozen=True, slots=True)
 class Action:
     """One thing one stage does. `direction` is 1 only for the second copy of a bidirectional pipeline."""
@@ -85,19 +78,17 @@ class PipelineSchedule:
     stages: int
     micro_batches: int
     chunks_per_stage: int  # weights a stage holds, in chunks
-    placement: Placement
+    placement: StagePlacement
     orders: tuple[tuple[Action, ...], ...]  # orders[stage]
 
     @cached_property
     def chunks(self) -> int:
         """Chunks a micro-batch passes."""
-        return (
-            self.stages if self.placement is Placement.BIDIRECTIONAL else self.stages * self.chunks_per_stage
-        )
+        return self.placement.chunks(self.stages, self.chunks_per_stage)
 
     @property
     def directions(self) -> int:
-        return 2 if self.placement is Placement.BIDIRECTIONAL else 1
+        return self.placement.directions
 
     def stage_of(self, chunk: int, direction: int = 0) -> int:
         """The stage that holds a chunk."""
@@ -106,13 +97,13 @@ class PipelineSchedule:
     @cached_property
     def _homes(self) -> tuple[tuple[int, ...], ...]:
         return tuple(
-            tuple(_home(self.placement, self.stages, chunk, direction) for chunk in range(self.chunks))
+            tuple(self.placement.stage_of(self.stages, chunk, direction) for chunk in range(self.chunks))
             for direction in range(self.directions)
         )
 
     def micro_batches_of(self, direction: int) -> range:
         """The first half of the micro-batches goes one way through a bidirectional pipeline, the rest the other."""
-        if self.placement is not Placement.BIDIRECTIONAL:
+        if self.directions == 1:
             return range(self.micro_batches)
         half = self.micro_batches // 2
         return range(half, self.micro_batches) if direction else range(half)
@@ -124,13 +115,6 @@ class PipelineSchedule:
     def compute_order(self, stage: int) -> tuple[Action, ...]:
         """The stage's actions without sends and receives."""
         return tuple(action for action in self.orders[stage] if action.kind.is_compute)
-
-
-def _home(placement: Placement, stages: int, chunk: int, direction: int) -> int:
-    if placement is Placement.BIDIRECTIONAL:
-        return stages - 1 - chunk if direction else chunk
-    lap, position = divmod(chunk, stages)
-    return stages - 1 - position if placement is Placement.V and lap % 2 else position
 
 
 def blocks(order: tuple[Action, ...]) -> Iterator[tuple[Action, ...]]:

@@ -1,5 +1,5 @@
-"""Every schedule by name, with what it asks for and what its paper promises; the command, the trainer and the
-planner build schedules here.
+"""Every schedule by name, with its properties, what it asks for and what its paper promises. The command, the
+trainer and the planner build schedules here, and ask a `Family` what they must know of one.
 
     schedule = build("zb-v", stages=8, micro_batches=32)
 """
@@ -7,35 +7,55 @@ planner build schedules here.
 import difflib
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 from cumulo.errors import InvalidRequest
 from cumulo.pipeline.decide import formulas
-from cumulo.pipeline.decide.actions import Kind, PipelineSchedule
+from cumulo.pipeline.decide.actions import PipelineSchedule
 from cumulo.pipeline.decide.dualpipe import dualpipe
 from cumulo.pipeline.decide.dualpipe_v import dualpipe_v
 from cumulo.pipeline.decide.gpipe import gpipe
 from cumulo.pipeline.decide.interleaved import interleaved
 from cumulo.pipeline.decide.one_f_one_b import one_f_one_b
+from cumulo.pipeline.decide.order import StageOrder
+from cumulo.pipeline.decide.placement import StagePlacement
 from cumulo.pipeline.decide.zero_bubble_h1 import zero_bubble_h1
 from cumulo.pipeline.decide.zero_bubble_v import zero_bubble_v
 
-Generator = Callable[[int, int, int], PipelineSchedule]  # (stages, micro-batches, chunks per stage)
+Generator = Callable[[int, int, int, int], StageOrder]  # (stage, stages, micro-batches, chunks per stage)
 
 
 @dataclass(frozen=True)
 class Family:
-    """One way to schedule a pipeline."""
+    """One way to schedule a pipeline. A new one is added to `FAMILIES`, and everything here knows it."""
 
     name: str
     title: str
     paper: str
-    generate: Generator
+    stage_order: Generator
     formula: formulas.Formula
-    chunks_per_stage: int  # the default, and the only choice unless `any_chunks`
+    placement: StagePlacement = StagePlacement.LOOP
+    chunks_per_stage: int = 1  # the default, and the only choice unless `any_chunks`
     any_chunks: bool = False
     even_stages: bool = False
     even_micro_batches: bool = False
     micro_batches_per_stage: int = 0  # at least this many micro-batches for each stage
+    splits_backward: bool = False  # gradients of weights have places of their own, after those of inputs
+    overlaps: bool = False  # forwards run together with backwards
+    # When `stages` micro-batches more repeat the order's middle and change nothing else.
+    repeats: Literal["never", "in whole rounds", "always"] = "never"
+    never_best: bool = (
+        False  # another schedule is always at least as good, so that a search leaves this one out
+    )
+
+    @property
+    def bidirectional(self) -> bool:
+        """Whether micro-batches enter at both ends, into two copies of the model."""
+        return self.placement is StagePlacement.BIDIRECTIONAL
+
+    def has_steady_part(self, stages: int, micro_batches: int) -> bool:
+        """Whether a long step is a short one whose middle is repeated."""
+        return self.repeats == "always" or (self.repeats == "in whole rounds" and micro_batches % stages == 0)
 
     def refusal(self, stages: int, micro_batches: int, chunks_per_stage: int) -> str | None:
         """Why this combination cannot be scheduled and what to change; None: it can."""
@@ -60,11 +80,11 @@ class Family:
             return f"{asked}: too few to reach the overlapped part; use {least} or more, or zb-v"
         return None
 
-    @property
-    def parts_backward(self) -> bool:
-        """Whether gradients of weights have places of their own, after those of inputs."""
-        schedule = self.generate(2, 4, self.chunks_per_stage)
-        return any(action.kind is Kind.BACKWARD_WEIGHT for order in schedule.orders for action in order)
+    def schedule(self, stages: int, micro_batches: int, chunks_per_stage: int) -> PipelineSchedule:
+        """The compute actions of all stages; `refusal` says for which numbers."""
+        sizes = (stages, micro_batches, chunks_per_stage)
+        orders = tuple(tuple(self.stage_order(stage, *sizes).actions) for stage in range(stages))
+        return PipelineSchedule(self.name, *sizes, self.placement, orders)
 
 
 FAMILIES: dict[str, Family] = {
@@ -74,17 +94,17 @@ FAMILIES: dict[str, Family] = {
             "gpipe",
             "all forwards, then all backwards",
             "Huang et al. 2019",
-            lambda p, m, v: gpipe(p, m),
+            gpipe,
             formulas.GPIPE,
-            1,
+            never_best=True,  # 1f1b takes as long and holds less
         ),
         Family(
             "1f1b",
             "one forward, one backward in turn",
             "Narayanan et al. 2021 (PipeDream-flush)",
-            lambda p, m, v: one_f_one_b(p, m),
+            one_f_one_b,
             formulas.ONE_F_ONE_B,
-            1,
+            repeats="always",
         ),
         Family(
             "interleaved-1f1b",
@@ -92,44 +112,57 @@ FAMILIES: dict[str, Family] = {
             "Narayanan et al. 2021 (Megatron-LM)",
             interleaved,
             formulas.INTERLEAVED,
-            2,
+            chunks_per_stage=2,
             any_chunks=True,
+            repeats="in whole rounds",
         ),
         Family(
             "zb-h1",
             "1F1B with weight gradients in the bubble",
             "Qi et al. 2023",
-            lambda p, m, v: zero_bubble_h1(p, m),
+            zero_bubble_h1,
             formulas.ZERO_BUBBLE_H1,
-            1,
+            splits_backward=True,
+            repeats="always",
         ),
         Family(
             "zb-v",
             "two chunks per stage in a V, no bubble inside a stage",
             "Qi et al. 2023, section 6",
-            lambda p, m, v: zero_bubble_v(p, m),
+            zero_bubble_v,
             formulas.ZERO_BUBBLE_V,
-            2,
+            StagePlacement.V,
+            chunks_per_stage=2,
+            splits_backward=True,
+            repeats="always",
         ),
         Family(
             "dualpipe",
             "from both ends at once, over two copies of the weights",
             "DeepSeek-AI 2024",
-            lambda p, m, v: dualpipe(p, m),
+            dualpipe,
             formulas.DUALPIPE,
-            2,
+            StagePlacement.BIDIRECTIONAL,
+            chunks_per_stage=2,
             even_stages=True,
             even_micro_batches=True,
             micro_batches_per_stage=2,
+            splits_backward=True,
+            overlaps=True,
+            repeats="always",
         ),
         Family(
             "dualpipe-v",
             "DualPipe folded into a V, one copy of the weights",
             "DeepSeek-AI 2025",
-            lambda p, m, v: dualpipe_v(p, m),
+            dualpipe_v,
             formulas.DUALPIPE_V,
-            2,
+            StagePlacement.V,
+            chunks_per_stage=2,
             micro_batches_per_stage=2,
+            splits_backward=True,
+            overlaps=True,
+            repeats="always",
         ),
     )
 }
@@ -137,7 +170,7 @@ FAMILIES: dict[str, Family] = {
 
 def family(name: str) -> Family:
     """The schedule of that name."""
-    found = FAMILIES.get(name.lower().replace("_", "-"))
+    found = FAMILIES.get(name) or FAMILIES.get(name.lower().replace("_", "-"))
     if found is None:
         near = difflib.get_close_matches(name.lower(), FAMILIES, n=1)
         hint = f"; did you mean {near[0]}?" if near else "."
@@ -153,4 +186,4 @@ def build(
     chunks = chosen.chunks_per_stage if chunks_per_stage is None else chunks_per_stage
     if (refusal := chosen.refusal(stages, micro_batches, chunks)) is not None:
         raise InvalidRequest(refusal)
-    return chosen.generate(stages, micro_batches, chunks)
+    return chosen.schedule(stages, micro_batches, chunks)

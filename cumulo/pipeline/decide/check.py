@@ -9,7 +9,7 @@ end does not depend on durations, since a stage's order is fixed and every link 
 from collections import Counter
 from dataclasses import dataclass
 
-from cumulo.pipeline.decide.actions import Action, Kind, PipelineSchedule, Placement
+from cumulo.pipeline.decide.actions import Action, Kind, PipelineSchedule
 from cumulo.pipeline.decide.communication import Sends
 from cumulo.pipeline.decide.stall import ScheduleError
 from cumulo.pipeline.simulate.timeline import simulate
@@ -25,9 +25,8 @@ class CheckReport:
     # its weight gradient, which still needs the chunk's inputs.
     peak_live_activations: tuple[int, ...]
     bubble_ratio: float  # idle share of the step with F = I = W = 1 and free communication
-    inner_bubble_ratio: (
-        float  # the same inside the stage that takes longest from its first to its last action
-    )
+    # The same inside the stage that takes longest from its first to its last action.
+    inner_bubble_ratio: float
 
 
 def check(schedule: PipelineSchedule, sends: Sends = Sends.BUFFERED) -> CheckReport:
@@ -68,9 +67,7 @@ def _check_shape(schedule: PipelineSchedule) -> None:
         )
     if len(schedule.orders) != schedule.stages:
         raise ScheduleError(f"{name}: {len(schedule.orders)} orders for {schedule.stages} stages")
-    if schedule.placement is Placement.BIDIRECTIONAL and (
-        schedule.micro_batches % 2 or schedule.chunks_per_stage != 2
-    ):
+    if schedule.directions == 2 and (schedule.micro_batches % 2 or schedule.chunks_per_stage != 2):
         raise ScheduleError(
             f"{name}: a bidirectional pipeline has an even number of micro-batches and 2 chunks per stage, not "
             f"{schedule.micro_batches} and {schedule.chunks_per_stage}"

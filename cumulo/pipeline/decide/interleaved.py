@@ -3,11 +3,10 @@
 The catalogue calls it.
 """
 
-from cumulo.pipeline.decide.actions import PipelineSchedule, Placement
 from cumulo.pipeline.decide.order import StageOrder
 
 
-def interleaved(stages: int, micro_batches: int, chunks_per_stage: int) -> PipelineSchedule:
+def interleaved(stage: int, stages: int, micro_batches: int, chunks_per_stage: int) -> StageOrder:
     """1F1B's bubble divided by `chunks_per_stage`, for as many times its messages.
 
     Micro-batches go in rounds: a stage takes a round through its first chunk, then through the second, and so on.
@@ -19,27 +18,18 @@ def interleaved(stages: int, micro_batches: int, chunks_per_stage: int) -> Pipel
     backward_lanes = [
         lane for size in rounds for lane in reversed(range(chunks_per_stage)) for _ in range(size)
     ]
-
-    def stage_order(stage: int) -> StageOrder:
-        order = StageOrder(
-            [(stage + lap * stages, 0, range(micro_batches)) for lap in range(chunks_per_stage)]
-        )
-        # Until the first micro-batch has been through all chunks, and two more per stage it must come back over:
-        # one for the way there, one for the way back.
-        warm_up = min((chunks_per_stage - 1) * rounds[0] + 2 * (stages - 1 - stage), len(forward_lanes))
-        for lane in forward_lanes[:warm_up]:
-            order.forward(lane)
-        for forward, backward in zip(forward_lanes[warm_up:], backward_lanes, strict=False):
-            order.forward(forward)
-            order.backward(backward)
-        for lane in backward_lanes[len(forward_lanes) - warm_up :]:
-            order.backward(lane)
-        return order
-
-    orders = tuple(tuple(stage_order(stage).actions) for stage in range(stages))
-    return PipelineSchedule(
-        "interleaved-1f1b", stages, micro_batches, chunks_per_stage, Placement.LOOP, orders
-    )
+    order = StageOrder([(stage + lap * stages, 0, range(micro_batches)) for lap in range(chunks_per_stage)])
+    # Until the first micro-batch has been through all chunks, and two more per stage it must come back over:
+    # one for the way there, one for the way back.
+    warm_up = min((chunks_per_stage - 1) * rounds[0] + 2 * (stages - 1 - stage), len(forward_lanes))
+    for lane in forward_lanes[:warm_up]:
+        order.forward(lane)
+    for forward, backward in zip(forward_lanes[warm_up:], backward_lanes, strict=False):
+        order.forward(forward)
+        order.backward(backward)
+    for lane in backward_lanes[len(forward_lanes) - warm_up :]:
+        order.backward(lane)
+    return order
 
 
 def round_sizes(stages: int, micro_batches: int) -> list[int]:

@@ -1,22 +1,16 @@
 """1F1B: one forward, one backward in turn (PipeDream-flush, Narayanan et al. 2021). The catalogue calls it."""
 
-from cumulo.pipeline.decide.actions import PipelineSchedule, Placement
 from cumulo.pipeline.decide.order import StageOrder
 
 
-def one_f_one_b(stages: int, micro_batches: int) -> PipelineSchedule:
+def one_f_one_b(stage: int, stages: int, micro_batches: int, chunks_per_stage: int) -> StageOrder:
     """GPipe's bubble, but a stage keeps at most as many activations as there are stages from it to the end."""
-
-    def stage_order(stage: int) -> StageOrder:
-        order = StageOrder([(stage, 0, range(micro_batches))])
-        # The later stages must be filled before the first backward can come back.
-        warm_up = min(micro_batches, stages - 1 - stage)
-        order.forward(0, warm_up)
-        for _ in range(micro_batches - warm_up):
-            order.forward(0)
-            order.backward(0)
-        order.backward(0, warm_up)
-        return order
-
-    orders = tuple(tuple(stage_order(stage).actions) for stage in range(stages))
-    return PipelineSchedule("1f1b", stages, micro_batches, 1, Placement.LOOP, orders)
+    order = StageOrder([(stage, 0, range(micro_batches))])
+    # The later stages must be filled before the first backward can come back.
+    warm_up = min(micro_batches, stages - 1 - stage)
+    order.forward(0, warm_up)
+    for _ in range(micro_batches - warm_up):
+        order.forward(0)
+        order.backward(0)
+    order.backward(0, warm_up)
+    return order

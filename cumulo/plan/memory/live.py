@@ -7,8 +7,9 @@ layers do not always divide evenly.
 from dataclasses import dataclass
 from functools import cache
 
-from cumulo.pipeline.decide.actions import Kind, PipelineSchedule, Placement
-from cumulo.pipeline.decide.catalog import build
+from cumulo.pipeline.decide.actions import Kind, PipelineSchedule
+from cumulo.pipeline.decide.catalog import build, family
+from cumulo.pipeline.decide.placement import StagePlacement
 
 Place = tuple[int, int]  # (chunk, direction)
 
@@ -40,8 +41,6 @@ def stage_loads(
     """Of every stage."""
     if stages == 1:
         return (StageLoad(((0, 0),), ((1,),)),)
-    if schedule == "gpipe":  # all forwards come first
-        return tuple(StageLoad(((stage, 0),), ((micro_batches,),)) for stage in range(stages))
     played = enough_micro_batches(schedule, stages, micro_batches)
     if played != micro_batches:
         return stage_loads(schedule, stages, played, chunks_per_stage)
@@ -50,14 +49,10 @@ def stage_loads(
 
 
 def enough_micro_batches(schedule: str, stages: int, micro_batches: int) -> int:
-    """After 2 micro-batches a stage the pattern repeats: further rounds change no peak (a test compares them).
-
-    Not so for GPipe, which holds all of them, nor for interleaved rounds that the stages do not divide.
-    """
-    over = micro_batches % stages
-    if schedule == "gpipe" or micro_batches <= 2 * stages or (over and schedule == "interleaved-1f1b"):
+    """Where the schedule's order repeats, further rounds than two change no peak (a test compares them)."""
+    if micro_batches <= 2 * stages or not family(schedule).has_steady_part(stages, micro_batches):
         return micro_batches
-    return 2 * stages + over
+    return 2 * stages + micro_batches % stages
 
 
 def least_alive(schedule: str, stages: int, micro_batches: int, chunks_per_stage: int, stage: int) -> int:
@@ -65,34 +60,17 @@ def least_alive(schedule: str, stages: int, micro_batches: int, chunks_per_stage
     compares them)."""
     if stages == 1:
         return 1
-    if schedule == "zb-h1":
-        return min(micro_batches, stages)
-    if schedule == "zb-v":
-        return min(micro_batches + 1 + stage, 2 * stages, 2 * micro_batches)
-    if schedule == "dualpipe":
-        return stages + 1
-    if schedule == "dualpipe-v":
-        return 2 * stages + 1
-    if schedule == "interleaved-1f1b" and micro_batches % stages == 0:
-        ahead = (chunks_per_stage - 1) * stages + 2 * (stages - stage) - 1
-        return min(micro_batches * chunks_per_stage, ahead)
-    return min(micro_batches, stages - stage) * chunks_per_stage
+    return family(schedule).formula.least_peak(stages, micro_batches, chunks_per_stage, stage)
 
 
 def places_of(schedule: str, stages: int, chunks_per_stage: int, stage: int) -> tuple[Place, ...]:
     """The chunks of a stage."""
-    if schedule == "dualpipe" and stages > 1:
-        return ((stage, 0), (stages - 1 - stage, 1))
-    if schedule in ("zb-v", "dualpipe-v") and stages > 1:
-        return ((stage, 0), (2 * stages - 1 - stage, 0))
-    return tuple((stage + lap * stages, 0) for lap in range(chunks_per_stage))
+    placement = family(schedule).placement if stages > 1 else StagePlacement.LOOP
+    return placement.held_by(stage, stages, chunks_per_stage)
 
 
 def _load(plan: PipelineSchedule, stage: int) -> StageLoad:
-    if plan.placement is Placement.BIDIRECTIONAL:
-        places = [(stage, 0), (plan.stages - 1 - stage, 1)]
-    else:
-        places = [(chunk, 0) for chunk in range(plan.chunks) if plan.stage_of(chunk) == stage]
+    places = plan.placement.held_by(stage, plan.stages, plan.chunks_per_stage)
     index = {place: position for position, place in enumerate(places)}
     alive = [0] * len(places)
     moments: set[tuple[int, ...]] = set()
@@ -107,7 +85,7 @@ def _load(plan: PipelineSchedule, stage: int) -> StageLoad:
                 moments.add(tuple(alive))
             alive[position] -= 1
             grew = False
-    return StageLoad(tuple(places), _maximal(moments))
+    return StageLoad(places, _maximal(moments))
 
 
 def _maximal(moments: set[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:

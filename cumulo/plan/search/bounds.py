@@ -3,11 +3,11 @@
 Both are admissible: never above what the cost model or the memory ledger says of any plan they stand for.
 """
 
-import itertools
 from dataclasses import replace
 from functools import cache
 
 from cumulo.layout.layout import Layout
+from cumulo.pipeline.decide.catalog import family
 from cumulo.pipeline.decide.costs import ChunkCost
 from cumulo.plan.job import Recompute, TrainJob
 from cumulo.plan.memory.peak import (
@@ -24,10 +24,6 @@ from cumulo.plan.time.compute_profile import Profile
 from cumulo.plan.time.data_parallel import around
 from cumulo.plan.time.pipeline import bound_s
 from cumulo.spec.model import ModelSpec
-
-# Schedules whose backward is one action: a stage's last one is followed by those of all chunks before it.
-_WHOLE_BACKWARD = ("1f1b", "interleaved-1f1b", "gpipe")
-_FROM_BOTH_ENDS = "dualpipe"
 
 
 class Bounds:
@@ -60,9 +56,10 @@ class Bounds:
             return least_s
         layers = self.goal.model.layers
         forward_s, both_s = self._layer_s(*shape[1:2], *shape[3:])
-        if schedule == _FROM_BOTH_ENDS:  # and from the nearer end: (p/2 - 1)/2 of p chunks on average
+        chosen = family(schedule)
+        if chosen.bidirectional:  # and from the nearer end: (p/2 - 1)/2 of p chunks on average
             return least_s + (shape.pp / 2 - 1) / 2 * (layers // shape.pp) * forward_s
-        layer_s = both_s if schedule in _WHOLE_BACKWARD else forward_s
+        layer_s = forward_s if chosen.splits_backward else both_s
         return least_s + (shape.pp - 1) / 2 * (layers // (shape.pp * chunks)) * layer_s
 
     def schedule_s(self, shape: Shape, job: TrainJob) -> float:
@@ -73,8 +70,6 @@ class Bounds:
         else:
             schedule = job.layout.schedule
             pipeline_s = bound_s(schedule, shape.pp, job.micro_batches, job.chunks_per_stage, costs)
-            if schedule == _FROM_BOTH_ENDS:
-                pipeline_s = max(pipeline_s, _from_both_ends_s(costs, job.micro_batches))
         return pipeline_s + self.profile.step_s
 
     def beside_s(self, shape: Shape, job: TrainJob, recompute: Recompute) -> float:
@@ -82,7 +77,7 @@ class Bounds:
         return self._around_s(job, self._most_s(*shape[1:2], *shape[3:], recompute) / shape.pp)
 
     def plan_s(self, shape: Shape, job: TrainJob) -> float:
-        """The cost model's own lower bound of a job (`train_time.lower_bound_s`) or better, from shared costs."""
+        """The cost model's own lower bound of a job (`plan.time.step.lower_bound_s`), from shared costs."""
         costs = self._chunk_costs(shape, job)
         micro_batch_s = sum(cost.forward_s + cost.backward_s for cost in costs) / shape.pp
         return self.schedule_s(shape, job) + self._around_s(job, micro_batch_s)
@@ -181,16 +176,6 @@ class Bounds:
         layout = Layout(ep, tp, pp, cp, experts, 0, sequence_parallel, schedule=schedule)
         goal = replace(self.goal, model=model, global_batch=ep * micro_batch)
         return goal.job(layout, micro_batch, recompute)
-
-
-def _from_both_ends_s(costs: tuple[ChunkCost, ...], micro_batches: int) -> float:
-    """A stage begins when the first micro-batch has come from the nearer end, and has half of them from each."""
-    before = [0.0, *itertools.accumulate(cost.forward_s for cost in costs)]
-    busy = [cost.forward_s + cost.backward_s for cost in costs]
-    return max(
-        min(before[stage], before[-2 - stage]) + micro_batches / 2 * (busy[stage] + busy[-1 - stage])
-        for stage in range(len(costs))
-    )
 
 
 def _kinds(model: ModelSpec) -> list[ModelSpec]:

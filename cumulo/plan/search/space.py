@@ -6,7 +6,7 @@ stage and recomputation only. The search bounds whole shapes before it looks at 
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Literal, NamedTuple
 
@@ -70,12 +70,14 @@ class TrainGoal:
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """Which values are tried. The defaults leave out what another choice is never worse than: gpipe (1f1b takes as
-    long and holds less), and ZeRO-2 with a pipeline, where gradients would travel once for each micro-batch."""
+    """Which values are tried. The defaults leave out what another choice is never worse than: some schedules, and
+    ZeRO-2 with a pipeline, where gradients would travel once for each micro-batch."""
 
     micro_batches: tuple[int, ...] = (1, 2, 4, 8, 16)  # sequences at once
     least_tokens_of_piece: int = 1024  # a context-parallel rank's share of a sequence
-    schedules: tuple[str, ...] = ("1f1b", "interleaved-1f1b", "zb-h1", "zb-v", "dualpipe", "dualpipe-v")
+    schedules: tuple[str, ...] = field(
+        default_factory=lambda: tuple(n for n, family in FAMILIES.items() if not family.never_best)
+    )
     chunks_per_stage: tuple[int, ...] = (2, 3, 4, 6, 8)  # of interleaved-1f1b
     zero: tuple[ZeroStage, ...] = (0, 1, 2, 3)
     zero_with_pipeline: tuple[ZeroStage, ...] = (0, 1, 3)
@@ -157,8 +159,9 @@ def pipelines(
     for name in choices.schedules:
         family = FAMILIES[name]
         for chunks in choices.chunks_per_stage if family.any_chunks else (family.chunks_per_stage,):
-            chunks_passed = stages if name == "dualpipe" else stages * chunks
-            if chunks_passed > layers or family.refusal(stages, micro_batches, chunks):
+            if family.placement.chunks(stages, chunks) > layers or family.refusal(
+                stages, micro_batches, chunks
+            ):
                 continue
             if family.any_chunks and micro_batches % stages:
                 continue  # rounds of unequal size, which leave a bubble of their own

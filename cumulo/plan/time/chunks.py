@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from cumulo.layout.stages import split_layers
 from cumulo.pipeline.decide.costs import ChunkCost
 from cumulo.plan.job import TrainJob
 from cumulo.plan.network.collectives import Network, collective_s
@@ -62,7 +63,7 @@ def chunks_of(job: TrainJob, cluster: Cluster, profile: Profile) -> Chunks:
     counts = job.chunk_layers
     if last and (profile.balances_stages or job.predict_ahead):
         mean = sum(costs[kind][0].total for kind in kinds) / len(kinds)
-        counts = balanced_layers(model.layers, job.chunks, sum(part.total for part in ends) / mean)
+        counts = split_layers(model.layers, job.chunks, sum(part.total for part in ends) / mean)
     made: dict[tuple[tuple[LayerKind, ...], bool, bool], tuple[Passes, ChunkCost, Seconds]] = {}
     found: list[tuple[Passes, ChunkCost, Seconds]] = []
     begin = 0
@@ -135,14 +136,6 @@ def _ahead(
     hidden = job.model.hidden
     product = Seconds(matmul=product_s(rate, job.tokens_per_rank, hidden / job.layout.tp, 2 * hidden))
     return [further, loss, Passes(product, product, product)] * job.predict_ahead
-
-
-def balanced_layers(layers: int, chunks: int, head_layers: float) -> tuple[int, ...]:
-    """Layers of each chunk where the last one's loss counts as `head_layers` layers, one layer at least in each."""
-    each = (layers + head_layers) / chunks
-    last = max(1, round(each - head_layers))
-    rest, more = divmod(layers - last, chunks - 1)
-    return (*(rest + (chunk < more) for chunk in range(chunks - 1)), last)
 
 
 def _layer(

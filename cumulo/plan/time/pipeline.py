@@ -8,13 +8,12 @@ a thousand times: here the same orders are played with nothing kept, and tests h
 from collections import deque
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
 
 from cumulo.pipeline.decide.actions import Kind, blocks
-from cumulo.pipeline.decide.catalog import build
+from cumulo.pipeline.decide.catalog import build, family
 from cumulo.pipeline.decide.costs import ChunkCost
 
-# Schedules whose backward is one action, so that a stage's last backward is followed by those of all chunks before.
-_WHOLE_BACKWARD = ("gpipe", "1f1b", "interleaved-1f1b")
 _FORWARD, _BACKWARD, _INPUT, _WEIGHT = range(4)
 _CODES = {
     Kind.FORWARD: _FORWARD,
@@ -30,22 +29,22 @@ def bound_s(
     """No schedule of this name can be faster.
 
     A stage is busy for all its micro-batches; it starts after the forwards of the chunks before its first one, and
-    where backward is one action, their backwards come after its last. Exact for even stages without communication
+    where backward is one action, their backwards come after its last. A bidirectional pipeline's stage has half of
+    the micro-batches from each end, the first of them from the nearer. Exact for even stages without communication
     (Narayanan et al. 2021, section 2.2: the bubble of (p−1)(f+b), f and b being of one chunk).
     """
+    chosen = family(name)
     busy = [cost.forward_s + cost.backward_s for cost in costs]
-    if (
-        name == "dualpipe"
-    ):  # from both ends: a stage has a chunk and its mirror image, each for half the batch
-        return micro_batches / 2 * max(busy[stage] + busy[-1 - stage] for stage in range(stages))
-    back_up = name in ("zb-v", "dualpipe-v")
-    best = before = 0.0
+    waits = [
+        cost.forward_s if chosen.splits_backward else both_s for cost, both_s in zip(costs, busy, strict=True)
+    ]
+    before = list(accumulate(waits, initial=0.0))
+    each = micro_batches / chosen.placement.directions
+    best = 0.0
     for stage in range(stages):
-        mine = busy[stage]
-        for lap in range(1, chunks_per_stage):
-            mine += busy[lap * stages + (stages - 1 - stage if back_up and lap % 2 else stage)]
-        best = max(best, before + micro_batches * mine)
-        before += busy[stage] if name in _WHOLE_BACKWARD else costs[stage].forward_s
+        mine = sum(busy[chunk] for chunk, _ in chosen.placement.held_by(stage, stages, chunks_per_stage))
+        first = min(before[stage], before[stages - 1 - stage]) if chosen.bidirectional else before[stage]
+        best = max(best, first + each * mine)
     return best
 
 
@@ -70,9 +69,9 @@ def played_s(
         orders = _orders(name, stages, count * stages + over, chunks_per_stage)
         return _play(orders, costs, latency_s, transfer_s)
 
-    first = 3 if name.startswith("dualpipe") else 2
-    steady = name != "gpipe" and not (over and name == "interleaved-1f1b")
-    if steady and rounds > 3 * (first + 1):
+    chosen = family(name)
+    first = 3 if chosen.overlaps else 2
+    if chosen.has_steady_part(stages, micro_batches) and rounds > 3 * (first + 1):
         times = [after(first + count) for count in range(3)]
         round_s = times[2] - times[1]
         if abs(round_s - (times[1] - times[0])) <= 1e-9 * round_s:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from cumulo.errors import ConfigError, InvalidRequest
 from cumulo.layout.layout import Layout
-from cumulo.layout.pieces import pipeline_chunks
+from cumulo.layout.stages import pipeline_chunks
 from cumulo.pipeline.decide.catalog import family
 from cumulo.spec.model import ModelSpec
 
@@ -121,8 +121,3 @@ def _pipeline(config: "TrainConfig", spec: ModelSpec) -> Iterator[str]:
 def _fitting(size: int, wanted: int) -> int:
     """The largest divisor of `size` that is no more than `wanted`."""
     return max(divisor for divisor in range(1, wanted + 1) if size % divisor == 0)
-
-
-def parts_backward(layout: Layout) -> bool:
-    """Whether its pipeline computes gradients of weights apart from those of inputs."""
-    return layout.pp > 1 and family(layout.schedule).parts_backward

@@ -11,6 +11,7 @@ from typing import get_args
 from cumulo.errors import ConfigError, OutOfMemory
 from cumulo.layout.layout import Place
 from cumulo.layout.pieces import pieces
+from cumulo.layout.stages import splits_backward
 from cumulo.plan.job import Recompute, TrainJob
 from cumulo.plan.memory.ledger import MemoryLedger
 from cumulo.plan.memory.peak import peak_memory, stage_memory
@@ -21,7 +22,6 @@ from cumulo.spec.model import ModelSpec
 from cumulo.train.decide.adapters import adapter_shapes
 from cumulo.train.decide.config import TrainConfig
 from cumulo.train.decide.cpu_activations import cpu_activation_bytes
-from cumulo.train.decide.layout_check import parts_backward
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ def _recompute(config: TrainConfig, spec: ModelSpec, on_gpu: bool) -> Recompute:
 def _joined(config: TrainConfig, spec: ModelSpec) -> bool:
     """Whether all of a layer is: grouped heads and a dense feed-forward, without biases and adapters."""
     plain = spec.moe is None and spec.mla is None and not (spec.qkv_bias or spec.output_bias or spec.mlp_bias)
-    alone = config.layout.tp == 1 and not config.compile and not parts_backward(config.layout)
+    alone = config.layout.tp == 1 and not config.compile and not splits_backward(config.layout)
     return plain and alone and config.lora is None
 
 

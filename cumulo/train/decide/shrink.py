@@ -5,7 +5,7 @@ import math
 from dataclasses import dataclass, replace
 
 from cumulo.layout.layout import Layout
-from cumulo.layout.pieces import pipeline_chunks
+from cumulo.layout.stages import pipeline_chunks
 from cumulo.pipeline.decide.catalog import family
 from cumulo.spec.model import MLASpec, ModelSpec, MoESpec
 from cumulo.train.decide.config import DataConfig, ModelConfig, ScheduleConfig, TrainConfig
@@ -30,7 +30,7 @@ def shrink(config: TrainConfig, spec: ModelSpec, steps: int) -> Shrunk:
     if layout.pp > 1:
         chosen = family(layout.schedule)
         micro_batches = max(layout.pp, layout.pp * chosen.micro_batches_per_stage, 2)
-        micro_batches += micro_batches % 2  # DualPipe takes halves
+        micro_batches += micro_batches % 2  # some schedules take halves
     if small.sliding_window is not None:
         small = replace(small, sliding_window=length // 2)
     return Shrunk(
