@@ -61,6 +61,11 @@ class StepPlan:
     def tokens(self) -> int:
         return sum(self.counts)
 
+    def draw_one_each(self) -> None:
+        """Every row so far is one token and draws one."""
+        rows = len(self.slots)
+        self.counts, self.draw_rows, self.draw_slots = [1] * rows, list(range(rows)), self.slots[:]
+
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:

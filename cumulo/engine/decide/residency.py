@@ -107,9 +107,8 @@ class Residency:
             sequence.blocks[index] = own
             plan.copies.append((shared, own))
             plan.replace.append((sequence.slot, index, own))
-            self._copy_sources.append(
-                shared
-            )  # its reference keeps the source alive until the plan is complete
+            # Its reference keeps the source alive until the plan is complete.
+            self._copy_sources.append(shared)
         sequence.shares_tail = False
 
     def register_full(self, rows: Iterable[Sequence], plan: StepPlan) -> None:
@@ -121,9 +120,14 @@ class Residency:
             end = start + count
             if start // size == end // size or sequence.state != State.RUNNING or sequence.computed < end:
                 continue  # nothing filled, or preempted since
-            full = min(end, len(sequence.tokens)) // size
-            first, hashes = start // size, sequence.extend_hashes(full, size)
-            self.pool.register_many(sequence.blocks[first:full], hashes[first:])
+            self.register_blocks(sequence, start, end)
+
+    def register_blocks(self, sequence: Sequence, start: int, end: int) -> None:
+        """The blocks that computing tokens [start, end) has filled can be found by their hashes."""
+        size = self.pool.block_size
+        full = min(end, len(sequence.tokens)) // size
+        first, hashes = start // size, sequence.extend_hashes(full, size)
+        self.pool.register_many(sequence.blocks[first:full], hashes[first:])
 
     # -- going --------------------------------------------------------------------------------------------
     def send_away(self, victim: Sequence, plan: StepPlan) -> PreemptionChoice:

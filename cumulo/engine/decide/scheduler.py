@@ -118,9 +118,8 @@ class Scheduler:
             rows.append(sequence)
             sequence.computed = known
             sequence.pending += 1
-        # So far a row is one token and draws one. A step's budget is enough for all that can run (SchedulerConfig).
-        budget -= len(rows)
-        plan.counts, plan.draw_rows, plan.draw_slots = [1] * len(rows), list(range(len(rows))), slots[:]
+        plan.draw_one_each()
+        budget -= len(rows)  # which is enough for all that can run (SchedulerConfig)
         draws = rows[:]
 
         # Then prompts (and recomputed contexts) and newcomers, unless room is short.

@@ -10,11 +10,12 @@ from array import array
 from collections.abc import Sequence as ListLike
 from functools import lru_cache
 
+from cumulo.engine.decide.lockstep import Lockstep
 from cumulo.engine.decide.params import SamplingParams
 from cumulo.engine.decide.plan import StepPlan
 from cumulo.engine.decide.request import Request
 from cumulo.engine.decide.scheduler import Scheduler
-from cumulo.engine.simulate.lockstep import Lockstep, take_result
+from cumulo.engine.simulate.results import enter_result, note_settled
 from cumulo.engine.simulate.run import Arrival, InFlight, Run, Served, StepCost
 from cumulo.engine.simulate.stretch import play_stretch
 from cumulo.errors import InvalidRequest
@@ -34,7 +35,7 @@ def simulate(
     Stretches in which everybody only decodes are played without asking the scheduler at every step, with the same
     outcome; `step_by_step` asks it.
     """
-    run, lockstep = Run(), Lockstep(scheduler)
+    run, lockstep = Run(), Lockstep(scheduler.books)
     clock_s = device_free_s = 0.0
     in_flight: InFlight | None = None
     coming, count = 0, len(arrivals)
@@ -51,13 +52,14 @@ def simulate(
             continue
         if may_stretch and in_flight is not None and scheduler.queue.count == 0:
             until_s = min(stop_s, arrivals[coming].arrived_s if coming < count else stop_s)
-            stretched = play_stretch(lockstep, cost, run, in_flight, shared, clock_s, until_s)
+            stretched = play_stretch(scheduler, lockstep, cost, run, in_flight, shared, clock_s, until_s)
             if stretched is not None:
                 clock_s, in_flight = stretched
                 device_free_s = in_flight.done_s
                 continue
         plan = scheduler.plan(clock_s)
-        lockstep.follow(plan, run.last_result_s)
+        lockstep.follow(plan)
+        note_settled(lockstep, run)
         submitted = None
         if plan is not None:
             _note_shared(plan, scheduler, shared)
@@ -72,13 +74,14 @@ def simulate(
             ready = submitted
         if ready is not None:
             clock_s = max(clock_s, ready.done_s)
-            take_result(ready, clock_s, lockstep, run)
+            enter_result(ready, clock_s, scheduler, lockstep, run)
             clock_s += ready.time.apply_s
         elif plan is None:
             raise RuntimeError(
                 "the scheduler plans nothing while nothing is in flight: a bug in the scheduler"
             )
-    lockstep.settle(run.last_result_s)
+    lockstep.settle()
+    note_settled(lockstep, run)
     run.ended_s = clock_s
     run.all_finished = coming == count and not scheduler.requests
     return run

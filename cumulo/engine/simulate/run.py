@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from cumulo.engine.decide.plan import StepPlan
-from cumulo.engine.decide.scheduler import Scheduler
 from cumulo.errors import InvalidRequest
 
 
@@ -127,13 +126,3 @@ class Run:
             self.computed_tokens += rows * steps
             self.stretch_steps[rows] += steps
             self.most_running = max(self.most_running, rows)
-
-
-def close_ended(scheduler: Scheduler) -> None:
-    for request in scheduler.closed:
-        served, story = request.tag, request.story
-        served.finished = True
-        served.cached_tokens, served.preemptions = story.cached_tokens, story.preemptions
-        served.recomputed_tokens = story.recomputed_tokens
-        request.sequences = []  # they know each other: apart, both are freed at once and not by the collector
-    scheduler.closed.clear()

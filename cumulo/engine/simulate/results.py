@@ -1,0 +1,50 @@
+"""Results of simulated steps: when each request's tokens came, and what became of requests that ended. Kept by
+`simulate`, step by step and in stretches.
+"""
+
+from cumulo.engine.decide.lockstep import Lockstep
+from cumulo.engine.decide.scheduler import Scheduler
+from cumulo.engine.simulate.run import InFlight, Run, Served
+
+
+def enter_result(ready: InFlight, now_s: float, scheduler: Scheduler, lockstep: Lockstep, run: Run) -> None:
+    """A step's tokens arrive: who gained one, and who has ended."""
+    run.most_blocks = max(run.most_blocks, scheduler.pool.used_count)
+    scheduler.costs.observe_compute(ready.plan.tokens, len(ready.plan.slots), ready.time.device_s)
+    same_s = run.last_result_s
+    same, advanced = lockstep.enter_result(ready.plan, now_s)
+    others: dict[float, int] = {}
+    for sequence in advanced:
+        served: Served = sequence.request.tag
+        before_s = served.last_token_s
+        served.last_token_s = now_s
+        if before_s == same_s:
+            same += 1
+        elif before_s is None:
+            served.first_token_s = now_s
+        else:
+            others[before_s] = others.get(before_s, 0) + 1
+    if same:
+        others[same_s] = same
+    for before_s, count in others.items():
+        run.gaps_s.append(now_s - before_s)
+        run.gap_counts.append(count)
+    run.last_result_s = now_s
+    close_ended(scheduler, now_s)
+
+
+def note_settled(lockstep: Lockstep, run: Run) -> None:
+    """Those who were in lockstep drew a token in every step, so also in the last one."""
+    for sequence in lockstep.settled:
+        sequence.request.tag.last_token_s = run.last_result_s
+    lockstep.settled.clear()
+
+
+def close_ended(scheduler: Scheduler, now_s: float) -> None:
+    for request in scheduler.closed:
+        served, story = request.tag, request.story
+        served.finished, served.last_token_s = True, now_s
+        served.cached_tokens, served.preemptions = story.cached_tokens, story.preemptions
+        served.recomputed_tokens = story.recomputed_tokens
+        request.sequences = []  # they know each other: apart, both are freed at once and not by the collector
+    scheduler.closed.clear()
