@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from cumulo.errors import ConfigError
+from cumulo.layout.divide import nearest_divisor
 
 Axis = Literal[
     "world", "pp", "dp", "cp", "tp", "data", "ep", "expert_data", "ring", "ulysses", "shard", "copies"
@@ -36,14 +37,12 @@ class Layout:
     pp: int = 1  # pipeline stages
     cp: int = 1  # context parallel: each sequence in this many pieces
     ep: int = 1  # expert parallel: experts over this many of the dp × cp ranks
-    zero: Literal[0, 1, 2, 3] = (
-        0  # what data-parallel ranks share out: 1 optimizer, 2 and gradients, 3 and weights
-    )
+    # What data-parallel ranks share out: 1 optimizer, 2 and gradients, 3 and weights.
+    zero: Literal[0, 1, 2, 3] = 0
     sequence_parallel: bool = False  # between its matrices tensor-parallel ranks hold different tokens
     ulysses: int = 1  # of the cp ranks, groups of this many exchange heads; the groups pass keys round a ring
-    shard: int | None = (
-        None  # hybrid sharding: ZeRO over this many dp ranks, copies over the rest; None: over all
-    )
+    # Hybrid sharding: ZeRO over this many dp ranks, copies over the rest; None: over all.
+    shard: int | None = None
     schedule: str = "1f1b"  # of the pipeline: see `cumulo schedule`
     chunks_per_stage: int | None = None  # None: the schedule's own
 
@@ -97,11 +96,8 @@ class Layout:
             "expert_data": (at.pp, at.tp, data % self.ep),  # holders of the same experts
             "ulysses": (at.pp, at.dp, at.tp, at.cp // self.ulysses),
             "ring": (at.pp, at.dp, at.tp, at.cp % self.ulysses),
-            "shard": (
-                at.pp,
-                at.tp,
-                at.dp // shard,
-            ),  # whom ZeRO shares with: cp ranks hold the same weights, too
+            # Whom ZeRO shares with: cp ranks hold the same weights, too.
+            "shard": (at.pp, at.tp, at.dp // shard),
             "copies": (at.pp, at.tp, at.dp % shard, at.cp),  # holders of the same ZeRO shard
         }
         return keys[axis]
@@ -134,13 +130,13 @@ def _problems(layout: Layout) -> Iterator[str]:
     if layout.data_ranks % layout.ep:
         yield (
             f"layout.ep {layout.ep} does not divide dp × cp = {layout.data_ranks}, over which experts are spread; "
-            f"{_nearest_divisor(layout.data_ranks, layout.ep)} would"
+            f"{nearest_divisor(layout.data_ranks, layout.ep)} would"
         )
     if layout.cp % layout.ulysses:
-        near = _nearest_divisor(layout.cp, layout.ulysses)
+        near = nearest_divisor(layout.cp, layout.ulysses)
         yield f"layout.ulysses {layout.ulysses} does not divide cp {layout.cp}; {near} would"
     if layout.shard is not None and (layout.shard < 1 or layout.dp % layout.shard):
-        near = _nearest_divisor(layout.dp, layout.shard)
+        near = nearest_divisor(layout.dp, layout.shard)
         yield f"layout.shard {layout.shard} does not divide dp {layout.dp}; {near} would"
     if layout.shard is not None and not layout.zero:
         yield "layout.shard says how far ZeRO shares; set layout.zero to 1, 2 or 3, or leave it out"
@@ -148,9 +144,3 @@ def _problems(layout: Layout) -> Iterator[str]:
         yield f"layout.zero is 0, 1, 2 or 3, got {layout.zero}"
     if layout.sequence_parallel and layout.tp == 1:
         yield "layout.sequence_parallel splits tokens over tensor-parallel ranks: it needs tp of 2 or more"
-
-
-def _nearest_divisor(number: int, wanted: int) -> int:
-    return min(
-        (size for size in range(1, number + 1) if number % size == 0), key=lambda size: abs(size - wanted)
-    )

@@ -12,6 +12,7 @@ from itertools import accumulate, pairwise
 
 from cumulo.errors import ConfigError
 from cumulo.layout.box import Box, cut_rows, slice_in_parts, whole_box
+from cumulo.layout.check import layers_problem
 from cumulo.layout.layout import Layout
 from cumulo.layout.stages import held_chunks, pipeline_chunks, split_layers
 from cumulo.spec.model import ModelSpec
@@ -61,12 +62,9 @@ _INSIDE = ("q_a.weight", "q_a.bias", "q_a_norm.weight", "kv_a.weight", "kv_a.bia
 
 def chunk_parts(spec: ModelSpec, layout: Layout) -> tuple[ChunkPart, ...]:
     """The model cut into the chunks of the layout's pipeline."""
+    if problem := layers_problem(spec.layers, layout):
+        raise ConfigError(problem)
     count = pipeline_chunks(layout)
-    if count > spec.layers:
-        raise ConfigError(
-            f"{spec.layers} layers cannot fill the {count} chunks of {layout.pp} stages under {layout.schedule}; "
-            f"use fewer stages or another schedule"
-        )
     ends = list(accumulate(split_layers(spec.layers, count), initial=0))
     return tuple(
         ChunkPart(index, range(*layers), index == 0, index == count - 1)

@@ -12,9 +12,9 @@ from functools import cache
 from typing import Literal, get_args
 
 from cumulo.errors import ConfigError
+from cumulo.layout.check import layout_problems
 from cumulo.layout.layout import Layout
 from cumulo.layout.stages import chunks_per_stage, is_bidirectional, pipeline_chunks, split_layers
-from cumulo.pipeline.decide.catalog import family
 from cumulo.spec.model import ModelSpec
 
 # What backward computes again. full: whole layers, of which only the input is kept. selective: the attention
@@ -137,57 +137,14 @@ def _chunk_kinds(model: ModelSpec, chunks: int) -> tuple[tuple[int, int], ...]:
 
 
 def _problems(job: TrainJob) -> Iterator[str]:
-    model, layout = job.model, job.layout
     for name in ("global_batch", "sequence_length", "micro_batch"):
         if getattr(job, name) < 1:
             yield f"{name.replace('_', ' ')} must be 1 or more, got {getattr(job, name)}"
             return
     if job.recompute not in get_args(Recompute):
         yield f"recompute is none, full, selective, or some of {'+'.join(OPERATIONS)}, got {job.recompute!r}"
-    yield from tensor_problems(model, layout.tp)
-    if model.moe is not None and model.moe.experts % layout.ep:
-        yield _not_shared("ep", layout.ep, "experts", model.moe.experts)
-    if model.moe is None and layout.ep > 1:
-        yield f"ep {layout.ep} spreads experts, and this model has none; use ep 1"
-    if job.chunks > model.layers:
-        yield (
-            f"{layout.pp} stages × {job.chunks_per_stage} chunks are more than the model's {model.layers} layers; "
-            f"use pp {max(1, model.layers // job.chunks_per_stage)} or fewer"
-        )
-    if job.sequence_length % layout.cp:
-        yield _not_shared("cp", layout.cp, "tokens of a sequence", job.sequence_length)
-    elif layout.sequence_parallel and job.sequence_length // layout.cp % layout.tp:
-        yield f"sequence parallelism cannot share {job.sequence_length // layout.cp} tokens over tp {layout.tp}"
-    at_once = layout.dp * job.micro_batch
-    if job.global_batch % at_once:
-        below = job.global_batch // at_once * at_once
-        near = f"{below} or {below + at_once}" if below else str(at_once)
-        yield (
-            f"a batch of {job.global_batch} sequences cannot be cut into micro-batches of {job.micro_batch} over "
-            f"dp {layout.dp}; a batch of {near} can"
-        )
-    elif layout.pp > 1 and (
-        refusal := family(layout.schedule).refusal(layout.pp, job.micro_batches, job.chunks_per_stage)
-    ):
-        yield refusal
+    yield from layout_problems(job.model, job.layout, job.sequence_length, job.global_batch, job.micro_batch)
     if job.predict_ahead < 0:
         yield f"predict_ahead is the number of further tokens to predict, 0 or more; got {job.predict_ahead}"
     if job.recompute_layers is not None and (job.recompute != "full" or job.recompute_layers < 0):
         yield f"recompute_layers {job.recompute_layers} goes with full recomputation and is 0 or more"
-
-
-def tensor_problems(model: ModelSpec, tp: int) -> Iterator[str]:
-    """What tensor-parallel ranks cannot share evenly, with what could."""
-    slices = {"attention heads": model.heads, "feed-forward columns": model.ffn_hidden}
-    if model.mla is None:
-        slices["key/value heads"] = model.kv_heads
-    if model.moe is not None:
-        slices["columns of an expert"] = model.moe.expert_hidden
-    for what, count in slices.items():
-        if count % tp:
-            yield _not_shared("tp", tp, what, count)
-
-
-def _not_shared(axis: str, size: int, what: str, count: int) -> str:
-    near = min((n for n in range(1, count + 1) if count % n == 0), key=lambda n: (abs(n - size), n))
-    return f"{axis} {size} cannot share {count} {what} evenly; {axis} {near} can"

@@ -12,8 +12,7 @@ import pytest
 from cumulo.layout.layout import Layout
 from cumulo.spec.catalog import model
 from cumulo.spec.counting import parameter_count
-from cumulo.train.decide.config import load_config
-from cumulo.train.decide.new_spec import new_spec
+from cumulo.train.decide.config import load_config, new_spec
 from tests.cli.conftest import ROOT, Run, cumulo_process
 
 SMALL = ("plan", "train", "qwen3-0.6b", "--gpus", "8", "--batch", "64", "--sequence", "2048")

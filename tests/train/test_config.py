@@ -22,7 +22,10 @@ EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("train-*.yaml"))
         ({"steps": True}, "must be a whole number"),
         ({"optimizer": {"learning_rate": "fast"}}, "must be a number, got 'fast'"),
         ({"data": 3}, "config.data must be a table"),
-        ({"batch_sequences": 16, "micro_batch": 5}, "no multiple of micro_batch 5; micro_batch 4 would fit"),
+        (
+            {"batch_sequences": 16, "micro_batch": 5},
+            "of 5 over dp 1; a batch of 15 or 20 can, or micro-batches of 4",
+        ),
         ({"model": {"hidden": 100, "heads": 3}}, "100 does not divide by model.heads 3"),
         ({"model": {"heads": 6, "kv_heads": 4}}, "6 does not divide by model.kv_heads 4"),
         ({"model": {"family": "mixtral"}}, "'mixtral' needs a table model.moe"),
@@ -33,17 +36,17 @@ EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("train-*.yaml"))
         ({"layout": {"shedule": "1f1b"}}, "config.layout has no setting 'shedule'; did you mean 'schedule'"),
         (
             {"layout": {"dp": 2}},
-            "of each of 2 data-parallel ranks, 8, is no multiple of micro_batch 16; micro_batch 8",
+            "micro-batches of 16 over dp 2; a batch of 32 can, or micro-batches of 8",
         ),
-        ({"layout": {"dp": 3}, "micro_batch": 4}, "no multiple of layout.dp 3; 18 would be"),
-        ({"layout": {"tp": 4}}, "model.heads 6 does not divide by layout.tp 4; 3 would"),
+        ({"layout": {"dp": 3}, "micro_batch": 4}, "micro-batches of 4 over dp 3; a batch of 12 or 24 can"),
+        ({"layout": {"tp": 4}}, "tp 4 cannot share 6 attention heads evenly; tp 3 can"),
         (
             {"layout": {"tp": 3}},
-            "vocabulary of 2048 does not divide by layout.tp 3; fill it up with model.vocab_mul",
+            "tp 3 cannot share the vocabulary of 2048 evenly; fill it up with model.vocab_mul",
         ),
         (
             {"layout": {"pp": 8}, "micro_batch": 1},
-            "model.layers 4 cannot fill the 8 chunks of 8 stages under 1f1b",
+            "4 layers cannot fill the 8 chunks of 8 stages under 1f1b",
         ),
         ({"layout": {"pp": 2, "schedule": "zb-w"}}, "no schedule 'zb-w'; did you mean zb-v"),
         (
@@ -51,14 +54,17 @@ EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("train-*.yaml"))
             "use 4 or more, or zb-v (micro-batches are",
         ),
         ({"layout": {"cp": 3, "ulysses": 2}}, "layout.ulysses 2 does not divide cp 3; 1 would"),
-        ({"layout": {"cp": 3}}, "256 does not divide into the 2 × 3 pieces of layout.cp; 258 would"),
+        (
+            {"layout": {"cp": 3}},
+            "cp 3 cannot share 256 tokens of a sequence evenly; cp 2 can, or a sequence",
+        ),
         (
             {"layout": {"cp": 4, "ulysses": 4}},
-            "model.heads 6 does not divide by layout.ulysses 4; a ring needs no",
+            "ulysses 4 cannot share 6 attention heads evenly; a ring needs no",
         ),
         (
             {"layout": {"dp": 2, "ep": 2}, "micro_batch": 8},
-            "layout.ep 2 spreads experts, and this model has none",
+            "ep 2 spreads experts, and this model has none",
         ),
         (
             {
@@ -66,7 +72,7 @@ EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("train-*.yaml"))
                 "data": {"sequence_length": 7},
                 "micro_batch": 1,
             },
-            "cuts a micro-batch's 7 tokens in layout.tp 2 parts",
+            "cannot share 7 tokens of a micro-batch over tp 2; make the sequence length or",
         ),
         ({"steps": 0, "micro_batch": 0}, "steps must be 1 or more, got 0; micro_batch must be 1 or more"),
     ],

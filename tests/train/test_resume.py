@@ -18,8 +18,7 @@ from cumulo.layout.pieces import pieces, zero_rows
 from cumulo.models.files.load import load_model
 from cumulo.spec.model import MLASpec, ModelSpec, MoESpec
 from cumulo.spec.parameters import parameter_shapes
-from cumulo.train.decide.config import TrainConfig
-from cumulo.train.decide.new_spec import new_spec
+from cumulo.train.decide.config import TrainConfig, new_spec
 from cumulo.train.optimizer.sink import Shard, zero_axis
 from cumulo.train.parallel.parallel_state import held_state
 from cumulo.train.run.log import StepRecord

@@ -15,8 +15,7 @@ from cumulo.layout.layout import Layout
 from cumulo.layout.stages import pipeline_chunks
 from cumulo.pipeline.decide.catalog import FAMILIES
 from cumulo.spec.model import ModelSpec
-from cumulo.train.decide.config import OptimizerConfig, TrainConfig
-from cumulo.train.decide.layout_check import check_layout
+from cumulo.train.decide.config import OptimizerConfig, TrainConfig, check_layout
 from cumulo.train.run.verify import TOLERANCE, Outcome, largest_difference, train_alone
 from tests.train.layout_runs import SPECS, train_config, train_parallel
 

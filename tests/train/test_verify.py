@@ -18,11 +18,17 @@ from cumulo.layout.box import whole_box
 from cumulo.layout.layout import Layout
 from cumulo.pipeline.decide.catalog import FAMILIES
 from cumulo.spec.model import MLASpec, ModelSpec, MoESpec
-from cumulo.train.decide.config import DataConfig, ModelConfig, TokenizerConfig, TrainConfig, config_from
-from cumulo.train.decide.layout_check import layout_problems
+from cumulo.train.decide.config import (
+    DataConfig,
+    ModelConfig,
+    TokenizerConfig,
+    TrainConfig,
+    config_from,
+    config_layout_problems,
+)
 from cumulo.train.decide.shrink import MOST_PROCESSES, shrink
-from cumulo.train.run.verify import Outcome, largest_difference, train_alone, verify_layout
-from tests.train.layout_runs import DENSE, train_config
+from cumulo.train.run.verify import Outcome, largest_difference, train_alone, train_rank, verify_layout
+from tests.train.layout_runs import DENSE, SPECS, train_config
 
 LLAMA = ModelSpec("llama", 128256, 4096, 32, 32, 8, 128, 14336, 8192)
 QWEN_MOE = replace(LLAMA, qk_norm=True, moe=MoESpec(128, 8, 768))
@@ -57,9 +63,9 @@ def test_a_shrunk_configuration_keeps_its_axes_and_can_be_run(
     except ConfigError:
         return  # not a layout
     small = shrink(config, spec, steps=2)
-    if any("stages must be even" in problem for problem in layout_problems(small.config, small.spec)):
+    if any("stages must be even" in problem for problem in config_layout_problems(small.config, small.spec)):
         return  # nor is this one a schedule
-    assert list(layout_problems(small.config, small.spec)) == []
+    assert list(config_layout_problems(small.config, small.spec)) == []
     assert small.config.layout.world <= max(MOST_PROCESSES, 2**4)
     for axis in ("dp", "tp", "pp", "cp"):
         assert (getattr(small.config.layout, axis) > 1) == (getattr(layout, axis) > 1)
@@ -84,6 +90,18 @@ def test_the_pages_layout_can_be_run() -> None:
     table = yaml.safe_load(page.split("```yaml")[1].split("```")[0])
     config = config_from({**table, "micro_batch": 1})
     assert config.layout.world == 16
+
+
+@pytest.mark.parametrize("changes", [{}, {"zero": 3}], ids=str)
+@pytest.mark.parametrize("name", SPECS)
+def test_one_process_is_a_layout_of_one_rank_with_the_same_bits(name: str, changes: dict[str, int]) -> None:
+    config = train_config(Layout(**changes), rows=4, micro=2, steps=3, expert_bias_rate=0.01)  # type: ignore[arg-type]
+    alone, rank = train_alone(SPECS[name], config), train_rank(0, SPECS[name], config)
+    assert rank.norms == alone.norms
+    assert rank.losses == pytest.approx(alone.losses, rel=1e-15)
+    assert rank.balances == pytest.approx(alone.balances, rel=1e-15)
+    for weight, (_, expected) in alone.weights.items():
+        assert torch.equal(rank.weights[weight][1], expected), weight
 
 
 def rank_of(alone: Outcome) -> Outcome:

@@ -4,8 +4,10 @@ from typing import get_args
 
 from cumulo.base.nearest import did_you_mean
 from cumulo.errors import ConfigError
+from cumulo.layout.check import tensor_problems
+from cumulo.layout.divide import nearest_divisor
 from cumulo.layout.layout import Layout
-from cumulo.plan.job import OPERATIONS, Recompute, TrainJob, tensor_problems
+from cumulo.plan.job import OPERATIONS, Recompute, TrainJob
 from cumulo.plan.search.space import TrainGoal
 
 _SIZES = ("dp", "tp", "pp", "cp", "ep", "zero", "ulysses", "shard")
@@ -60,9 +62,7 @@ def _data_parallel(layout: dict[str, object], goal: TrainGoal) -> int:
         ranks *= max(1, int(str(layout.get(axis, 1))))
     gpus = goal.cluster.gpus
     if gpus % ranks:
-        near = min(
-            (size for size in range(1, gpus + 1) if gpus % size == 0), key=lambda size: abs(size - ranks)
-        )
+        near = nearest_divisor(gpus, ranks)
         raise ConfigError(f"tp × pp × cp = {ranks} does not divide {gpus:,} GPUs; {near:,} does")
     return gpus // ranks
 

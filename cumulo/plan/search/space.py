@@ -5,12 +5,14 @@ stage and recomputation only. The search bounds whole shapes before it looks at 
 """
 
 import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Literal, NamedTuple
 
 from cumulo.errors import ConfigError
+from cumulo.layout.check import tensor_sliced
 from cumulo.layout.layout import Layout
 from cumulo.pipeline.decide.catalog import FAMILIES
 from cumulo.plan.job import OPERATIONS, OptimizerKind, Recompute, TrainJob
@@ -186,17 +188,8 @@ def job_of(shape: Shape, variant: Variant, goal: TrainGoal) -> TrainJob:
 
 def tensor_sizes(model: ModelSpec, cluster: Cluster) -> list[int]:
     """Divisors of everything that is sliced, inside a scale-up domain: farther away tensor parallelism starves."""
-    sliced = [model.heads, model.ffn_hidden]
-    if model.mla is None:
-        sliced.append(model.kv_heads)
-    if model.moe is not None:
-        sliced.append(model.moe.expert_hidden)
-        sliced += [model.moe.shared_hidden] if model.moe.shared_hidden else []
-    return [
-        size
-        for size in _divisors(cluster.gpus, cluster.scale_up_gpus)
-        if not any(count % size for count in sliced)
-    ]
+    sliced = math.gcd(*tensor_sliced(model).values())
+    return [size for size in _divisors(cluster.gpus, cluster.scale_up_gpus) if sliced % size == 0]
 
 
 def context_sizes(goal: TrainGoal, choices: Choices, ranks: int) -> list[int]:

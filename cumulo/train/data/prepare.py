@@ -25,9 +25,7 @@ from cumulo.train.data.tokenizer_training import (
     byte_tokenizer,
     save_tokenizer,
 )
-from cumulo.train.decide.config import TrainConfig
-from cumulo.train.decide.layout_check import check_layout
-from cumulo.train.decide.new_spec import new_spec
+from cumulo.train.decide.config import TrainConfig, check_layout, new_spec
 
 TRAINING_TEXT_BYTES = 32 << 20  # of text that a BPE tokenizer learns from: more changes it little
 Progress = Callable[[str, int, int], None]

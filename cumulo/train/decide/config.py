@@ -13,10 +13,10 @@ import yaml
 
 from cumulo.base import strict
 from cumulo.errors import ConfigError
+from cumulo.layout.check import batch_problem, layout_problems
+from cumulo.layout.divide import nearest_divisor
 from cumulo.layout.layout import Layout
 from cumulo.spec.model import ModelSpec, MoESpec
-from cumulo.train.decide.layout_check import batch_problem, layout_problems
-from cumulo.train.decide.new_spec import new_spec
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +34,8 @@ class ModelConfig:
     rope_theta: float = 10000.0
     norm_eps: float = 1e-5
     tied_embeddings: bool = True
-    vocab_multiple: int = (
-        1  # the vocabulary is filled up to a multiple of this, so that tensor parallelism divides it
-    )
+    # The vocabulary is filled up to a multiple of this, so that tensor parallelism divides it.
+    vocab_multiple: int = 1
     moe: MoESpec | None = None  # for the families that have experts
 
 
@@ -124,9 +123,8 @@ class FaultConfig:
     """Of a run in several processes: what happens when one of them dies or waits for ever."""
 
     most_restarts: int = 3  # from the freshest checkpoint; then the run ends
-    hang_after_s: float = (
-        600.0  # a process that waited this long for others is reported, and all are restarted
-    )
+    # A process that waited this long for others is reported, and all are restarted.
+    hang_after_s: float = 600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,9 +148,8 @@ class TrainConfig:
     balance_loss: float = 0.01  # weight of the experts' balance
     # Routers with a selection bias: how far it moves against the load in a step (DeepSeek-V3 takes 0.001); 0: not.
     expert_bias_rate: float = 0.0
-    expert_rebalance_every_steps: int = (
-        0  # with layout.ep: experts move to even out the ranks' load; 0: they stay
-    )
+    # With layout.ep: experts move to even out the ranks' load; 0: they stay.
+    expert_rebalance_every_steps: int = 0
     evaluate_every_steps: int = 0  # 0: only at the end; held out: 1% of the documents, drawn by lot
     evaluate_sequences: int = 64  # 0: nothing is held out
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -167,9 +164,10 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         # Only numbers that are right by themselves can be held against each other.
-        problems = list(_problems(self)) or list(_layout_problems(self))
-        if problems:
+        if problems := list(_problems(self)):
             raise ConfigError("; ".join(problems))
+        if (spec := known_spec(self)) is not None:
+            check_layout(self, spec)
 
 
 def load_config(path: Path, changes: Mapping[str, str] | None = None) -> TrainConfig:
@@ -224,10 +222,47 @@ def known_spec(config: TrainConfig) -> ModelSpec | None:
     return new_spec(config, tokenizer.vocab_size if known else 0, ())
 
 
-def _layout_problems(config: TrainConfig) -> Iterator[str]:
-    spec = known_spec(config)
-    if spec is not None:
-        yield from layout_problems(config, spec)
+def new_spec(config: TrainConfig, vocabulary: int, eos_ids: tuple[int, ...]) -> ModelSpec:
+    """The spec of a new model. `vocabulary`: the tokenizer's size, before it is filled up."""
+    model = config.model
+    ffn_hidden = model.ffn_hidden
+    if ffn_hidden is None:
+        ffn_hidden = -(-model.hidden * 8 // 3 // 64) * 64
+    return ModelSpec(
+        family=model.family,
+        vocab_size=-(-vocabulary // model.vocab_multiple) * model.vocab_multiple,
+        hidden=model.hidden,
+        layers=model.layers,
+        heads=model.heads,
+        kv_heads=model.kv_heads or model.heads,
+        head_dim=model.head_dim or model.hidden // model.heads,
+        ffn_hidden=model.moe.expert_hidden if model.family == "mixtral" and model.moe else ffn_hidden,
+        max_context=config.data.sequence_length,
+        norm_eps=model.norm_eps,
+        rope_theta=model.rope_theta,
+        tied_embeddings=model.tied_embeddings,
+        qk_norm=model.family.startswith("qwen3"),
+        moe=model.moe,
+        bos_token_id=None,
+        eos_token_ids=eos_ids,
+        dtype=config.dtype,
+    )
+
+
+def check_layout(config: TrainConfig, spec: ModelSpec) -> None:
+    if problems := list(config_layout_problems(config, spec)):
+        raise ConfigError("; ".join(problems))
+
+
+def config_layout_problems(config: TrainConfig, spec: ModelSpec) -> Iterator[str]:
+    """Why this model cannot be trained so. A vocabulary of 0 is one that is not known yet."""
+    layout, length = config.layout, config.data.sequence_length
+    yield from layout_problems(spec, layout, length, config.batch_sequences, config.micro_batch)
+    if spec.vocab_size % layout.tp:
+        yield (
+            f"tp {layout.tp} cannot share the vocabulary of {spec.vocab_size} evenly; fill it up with "
+            f"model.vocab_multiple: {layout.tp}, or take tp {nearest_divisor(spec.vocab_size, layout.tp)}"
+        )
 
 
 def _problems(config: TrainConfig) -> Iterator[str]:
@@ -240,8 +275,9 @@ def _problems(config: TrainConfig) -> Iterator[str]:
         "model.vocab_multiple": config.model.vocab_multiple,
     }  # fmt: skip
     yield from (f"{name} must be 1 or more, got {value}" for name, value in whole.items() if value < 1)
-    if (problem := batch_problem(config)) is not None:
-        yield problem
+    if config.batch_sequences > 0 and config.micro_batch > 0:
+        problem = batch_problem(config.layout, config.batch_sequences, config.micro_batch)
+        yield from [problem] if problem else []
     model = config.model
     if model.start_from is None:
         if model.heads > 0 and model.head_dim is None and model.hidden % model.heads:

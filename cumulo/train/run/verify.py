@@ -21,18 +21,16 @@ from cumulo.ranks.groups import Groups
 from cumulo.ranks.start import run_ranks
 from cumulo.spec.model import ModelSpec
 from cumulo.spec.parameters import parameter_shapes
+from cumulo.train.data.loader import to_device
 from cumulo.train.data.packing import IGNORED, Batch
-from cumulo.train.decide.config import TrainConfig
-from cumulo.train.decide.layout_check import check_layout
-from cumulo.train.decide.new_spec import new_spec
+from cumulo.train.decide.config import TrainConfig, check_layout, new_spec
 from cumulo.train.decide.shrink import shrink
 from cumulo.train.model.initialise import initialise, seeded_normal
 from cumulo.train.model.lora import adapt
 from cumulo.train.model.model import TrainingDecoder
 from cumulo.train.optimizer.optimizer import Optimizer
 from cumulo.train.parallel.expert_bias import steer_selection_biases
-from cumulo.train.parallel.parallel import ParallelRun
-from cumulo.train.run.step import compute_gradients
+from cumulo.train.run.model_run import ModelRun, StepLoss
 
 TOLERANCE = 1e-9  # float64 rounding, after 20 steps, is a thousandth of it
 
@@ -78,7 +76,7 @@ def verify_layout(config: TrainConfig, steps: int = 20) -> Verdict:
 
 # -- the two runs ----------------------------------------------------------------------------------------------
 def train_alone(spec: ModelSpec, config: TrainConfig) -> Outcome:
-    """The single-process trainer's own steps."""
+    """A plain loop over the whole model: what every layout, that of one rank included, is held against."""
     model = TrainingDecoder(spec, torch.float64)
     model.load_state_dict(start_weights(spec, config.seed))
     if config.lora is not None:
@@ -87,9 +85,7 @@ def train_alone(spec: ModelSpec, config: TrainConfig) -> Outcome:
     outcome = Outcome([], [], [], {})
     for step in range(config.steps):
         batch = random_batch(spec, config, step)
-        loss = compute_gradients(
-            model, optimizer, batch, config.micro_batch, config.balance_loss, torch.device("cpu")
-        )
+        loss = plain_gradients(model, optimizer, batch, config.micro_batch, config.balance_loss)
         outcome.losses.append(loss.loss)
         outcome.balances.append(loss.balance)
         outcome.norms.append(float(optimizer.clip()))
@@ -101,19 +97,40 @@ def train_alone(spec: ModelSpec, config: TrainConfig) -> Outcome:
     return outcome
 
 
+def plain_gradients(
+    model: TrainingDecoder, optimizer: Optimizer, batch: Batch, micro_batch: int, balance_weight: float
+) -> StepLoss:
+    """Leave the gradients of the whole batch's mean loss with the optimizer, by autograd alone."""
+    rows, loss_tokens = len(batch.tokens), max(1, batch.learnt_tokens)
+    device = next(model.parameters()).device
+    token_sum, balance_sum = torch.zeros(2, dtype=torch.float64, device=device)
+    for first in range(0, rows, micro_batch):
+        losses = model(to_device(batch.rows(first, first + micro_batch), device))
+        objective = losses.token_sum / loss_tokens
+        token_sum += losses.token_sum.detach()
+        if losses.balance_sum is not None:
+            balance_sum += losses.balance_sum.detach()
+            objective = objective + losses.balance_sum * (balance_weight / rows)
+        objective.backward()
+    named = optimizer.parameters.items()
+    optimizer.take_gradients({name: p.grad for name, p in named if p.grad is not None})
+    return StepLoss(float(token_sum) / loss_tokens, float(balance_sum) / rows)
+
+
 def train_rank(rank: int, spec: ModelSpec, config: TrainConfig) -> Outcome:
     """One rank's part of the same, in a process where torch.distributed is ready."""
     start = start_weights(spec, config.seed)
-    run = ParallelRun(spec, config, Groups(config.layout, rank), torch.device("cpu"), start)
+    run = ModelRun(spec, config, Groups(config.layout, rank), torch.device("cpu"), start)
     outcome = Outcome([], [], [], {})
     rows = config.batch_sequences // config.layout.dp
     first = run.groups.place.dp * rows
     for step in range(config.steps):
         batch = random_batch(spec, config, step)
-        loss = run.gradients(batch.rows(first, first + rows), batch.learnt_tokens, config.batch_sequences)
+        loss = run.gradients(batch.rows(first, first + rows), batch.learnt_tokens)
         outcome.losses.append(loss.loss)
         outcome.balances.append(loss.balance)
-        outcome.norms.append(run.step(1.0))
+        outcome.norms.append(run.clip())
+        run.step(1.0)
     for name, shard in run.shards.items():
         boxes = shard.piece.cut_rows(shard.begin, shard.end)
         outcome.weights[name] = boxes, shard.tensor.detach().clone()
