@@ -99,7 +99,7 @@ def _our_step(groups: Groups, model: TrainingDecoder, batch: DeviceBatch) -> Cal
         loss = model(batch).token_sum / (groups.layout.dp * batch.learnt_tokens)
         sink.last(0)
         loss.backward()
-        optimizer.take(sink.finish())
+        optimizer.take_gradients(sink.finish())
         optimizer.step(1.0)
 
     return step

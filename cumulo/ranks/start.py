@@ -149,7 +149,7 @@ def _collect(ranks: Sequence[_Rank], timeout_s: float | None, heard: Callable[[A
             else:
                 failures[rank] = f"rank {rank}: {value}"
                 deadline = min(deadline, time.monotonic() + _GRACE_S)
-    why = "still waiting when another rank had failed" if failures else f"not done after {timeout_s:g} s"
+    why = "still waiting when another rank had failed" if failures else f"not done after {timeout_s} s"
     for rank, one in waiting.items():
         failures[rank] = f"rank {rank}: {why}; it stood at\n{one.stack_text()}"
     if failures:

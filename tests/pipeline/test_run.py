@@ -53,6 +53,8 @@ class Order:
     def last(self, chunk: int) -> None:
         self.called.append(chunk)
 
+    def added(self, chunk: int) -> None: ...
+
 
 def batches(count: int) -> list[Tensor]:
     generator = torch.Generator().manual_seed(5)

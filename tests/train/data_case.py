@@ -72,9 +72,15 @@ def alone(case: Case) -> Outcome:
     norms = []
     for step in range(case.steps):
         part = ROWS // case.micro_batches
+        sums: dict[str, Tensor] = {}
         for first in range(0, ROWS, part):
             case.objective(model, step, first, first + part).backward()
-            optimizer.accumulate()
+            for name, parameter in model.named_parameters():
+                assert parameter.grad is not None
+                wide = parameter.grad.to(torch.promote_types(parameter.dtype, torch.float32))
+                sums[name] = sums[name] + wide if name in sums else wide
+                parameter.grad = None
+        optimizer.take_gradients(sums)
         norms.append(float(optimizer.clip()))
         optimizer.step(1.0)
         optimizer.zero_grad()
@@ -107,7 +113,7 @@ def together(rank: int, layout: Layout, case: Case) -> Outcome:
                 objective = case.objective(model, step, begin, begin + part)
                 sink.last(0) if is_last else None
                 objective.backward()
-        optimizer.take(sink.finish())
+        optimizer.take_gradients(sink.finish())
         norms.append(float(optimizer.clip()))
         optimizer.step(1.0)
         optimizer.zero_grad()

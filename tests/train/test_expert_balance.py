@@ -20,7 +20,7 @@ from cumulo.ranks.groups import Groups, world_group
 from cumulo.spec.model import ModelSpec, MoESpec
 from cumulo.train.decide.config import LoraConfig, OptimizerConfig, TrainConfig
 from cumulo.train.parallel.expert_moves import exchange_rows
-from cumulo.train.parallel.parallel import ParallelRun
+from cumulo.train.run.model_run import ModelRun
 from cumulo.train.run.verify import (
     TOLERANCE,
     Outcome,
@@ -108,7 +108,7 @@ def moved_experts(spec: ModelSpec, layout: Layout, rank: int, outcome: Outcome) 
 
 def shares_of_steps(rank: int, config: TrainConfig) -> list[tuple[float, float]]:
     """Of each layer and step: the busiest rank's share where experts lay, and where they began."""
-    run = ParallelRun(EXPERTS, config, Groups(config.layout, rank), CPU, start_weights(EXPERTS, 3))
+    run = ModelRun(EXPERTS, config, Groups(config.layout, rank), CPU, start_weights(EXPERTS, 3))
     assert run.balance is not None
     found = []
     measured: list[Tensor] = []
@@ -123,7 +123,8 @@ def shares_of_steps(rank: int, config: TrainConfig) -> list[tuple[float, float]]
     for step in range(config.steps):
         orders = dict(run.balance.orders)
         batch = random_batch(EXPERTS, config, step).rows(rank * rows, (rank + 1) * rows)
-        run.gradients(batch, batch.learnt_tokens * config.layout.dp, config.batch_sequences)
+        run.gradients(batch, batch.learnt_tokens * config.layout.dp)
+        run.clip()
         run.step(1e-6)
         for layer, order in orders.items():
             loads = measured[-1][layer].tolist()

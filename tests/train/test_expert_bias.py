@@ -15,9 +15,8 @@ from cumulo.train.model.model import TrainingDecoder
 from cumulo.train.model.split import split_for
 from cumulo.train.optimizer.optimizer import Optimizer
 from cumulo.train.parallel.expert_bias import steer_selection_biases
-from cumulo.train.parallel.parallel import ParallelRun
-from cumulo.train.run.step import compute_gradients
-from cumulo.train.run.verify import random_batch, start_weights
+from cumulo.train.run.model_run import ModelRun
+from cumulo.train.run.verify import plain_gradients, random_batch, start_weights
 from tests.train.layout_runs import LATENT as SPEC
 from tests.train.layout_runs import train_config
 from tests.train.pool import run_ranks
@@ -92,12 +91,13 @@ def test_loads_are_those_of_all_ranks_tokens(layout: Layout) -> None:
 def steered_weights(rank: int, config: TrainConfig) -> Any:
     """Parts of the biases after some steps with gradients and steering."""
     groups = Groups(config.layout, rank)
-    run = ParallelRun(SPEC, config, groups, CPU, start_weights(SPEC, config.seed))
+    run = ModelRun(SPEC, config, groups, CPU, start_weights(SPEC, config.seed))
     count = config.batch_sequences // config.layout.dp
     first = groups.place.dp * count
     for step in range(config.steps):
         batch = random_batch(SPEC, config, step)
-        run.gradients(batch.rows(first, first + count), batch.learnt_tokens, config.batch_sequences)
+        run.gradients(batch.rows(first, first + count), batch.learnt_tokens)
+        run.clip()
         run.step(1.0)
     return {
         name: (shard.piece.cut_rows(shard.begin, shard.end), shard.tensor.detach().clone())
@@ -115,7 +115,7 @@ def test_biases_of_shared_out_and_piped_models_are_those_of_one_process(layout: 
     model.load_state_dict(start_weights(SPEC, config.seed))
     optimizer = Optimizer(dict(model.named_parameters()), config.optimizer, SPEC, config.master_weights)
     for step in range(config.steps):
-        compute_gradients(model, optimizer, random_batch(SPEC, config, step), 1, config.balance_loss, CPU)
+        plain_gradients(model, optimizer, random_batch(SPEC, config, step), 1, config.balance_loss)
         optimizer.clip()
         optimizer.step(1.0)
         optimizer.zero_grad()

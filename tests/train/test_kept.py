@@ -16,8 +16,8 @@ from cumulo.train.decide.config import DataConfig, ModelConfig, TrainConfig
 from cumulo.train.decide.cpu_activations import cpu_activation_bytes
 from cumulo.train.model.initialise import initialise
 from cumulo.train.model.model import TrainingDecoder
-from cumulo.train.parallel.parallel import ParallelRun
 from cumulo.train.run.kept import KeptActivations
+from cumulo.train.run.model_run import ModelRun
 from cumulo.train.run.verify import random_batch
 from tests.train.pool import run_ranks
 
@@ -97,12 +97,12 @@ def test_as_much_is_kept_as_predicted(name: str, recompute: str) -> None:
 
 def kept_of_a_step(rank: int, spec: ModelSpec, config: TrainConfig) -> int:
     groups = Groups(config.layout, rank)
-    run = ParallelRun(spec, config, groups, CPU)
+    run = ModelRun(spec, config, groups, CPU)
     rows = config.batch_sequences // config.layout.dp
     first = groups.place.dp * rows
     batch = random_batch(spec, config, 0)
     with KeptActivations() as kept:
-        run.gradients(batch.rows(first, first + rows), batch.learnt_tokens, config.batch_sequences)
+        run.gradients(batch.rows(first, first + rows), batch.learnt_tokens)
     return kept.peak_bytes
 
 

@@ -21,7 +21,7 @@ from cumulo.spec.model import ModelSpec, MoESpec
 from cumulo.train.decide.adapters import adapter_shapes
 from cumulo.train.decide.config import LoraConfig, ModelConfig, OptimizerConfig, TrainConfig
 from cumulo.train.model.lora import merged
-from cumulo.train.parallel.parallel import ParallelRun
+from cumulo.train.run.model_run import ModelRun
 from cumulo.train.run.verify import TOLERANCE, largest_difference, random_batch, start_weights, train_alone
 from tests.train.layout_runs import DENSE, EXPERTS, LATENT, train_config, train_parallel
 from tests.train.pool import run_ranks
@@ -93,12 +93,13 @@ def test_an_adapter_is_cut_like_its_matrix() -> None:
 def half_precision_state(rank: int, config: TrainConfig) -> dict[str, tuple[torch.dtype, torch.dtype | None]]:
     """Types of what a rank keeps of each parameter, and of its optimizer's master copy."""
     groups = Groups(config.layout, rank)
-    run = ParallelRun(DENSE, config, groups, torch.device("cpu"), start_weights(DENSE, config.seed))
+    run = ModelRun(DENSE, config, groups, torch.device("cpu"), start_weights(DENSE, config.seed))
     rows = config.batch_sequences // config.layout.dp
     first = groups.place.dp * rows
     batch = random_batch(DENSE, config, 0)
-    run.gradients(batch.rows(first, first + rows), batch.learnt_tokens, config.batch_sequences)
-    assert 0 < run.step(1.0) < float("inf")
+    run.gradients(batch.rows(first, first + rows), batch.learnt_tokens)
+    assert 0 < run.clip() < float("inf")
+    run.step(1.0)
     weights, state = run.optimizer.weights(), run.optimizer.state()
     assert {name.rpartition(".")[0] for name in state} <= {name for name in weights if is_adapter(name)}
     return {

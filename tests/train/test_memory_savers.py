@@ -158,7 +158,7 @@ def hosted_steps(rank: int, zero: int) -> list[bool]:
     sink.begin()
     sink.last(0)
     Case().objective(model, 0, 4 * rank, 4 * rank + 4).backward()
-    optimizer.take({name: torch.zeros_like(gradient) for name, gradient in sink.finish().items()})
+    optimizer.take_gradients({name: torch.zeros_like(gradient) for name, gradient in sink.finish().items()})
     optimizer.step(0.0)
     return [copies, *(bool((weight == 0.5).all()) for weight in optimizer.weights().values())]
 

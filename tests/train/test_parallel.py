@@ -1,4 +1,4 @@
-"""Groups and ParallelRun: what a rank builds, and losses without gradients."""
+"""Groups and ModelRun: what a rank builds, and losses without gradients."""
 
 import math
 from dataclasses import replace
@@ -22,7 +22,7 @@ from cumulo.train.data.loader import to_device
 from cumulo.train.decide.config import LoraConfig, TrainConfig
 from cumulo.train.model.initialise import initialise
 from cumulo.train.model.model import TrainingDecoder
-from cumulo.train.parallel.parallel import ParallelRun
+from cumulo.train.run.model_run import ModelRun
 from cumulo.train.run.verify import random_batch, start_weights, train_rank
 from tests.train.layout_runs import DENSE, EXPERTS, train_config
 from tests.train.pool import run_ranks
@@ -64,7 +64,7 @@ def test_a_layout_of_another_size_than_the_world_is_refused() -> None:
 def new_weights(
     rank: int, spec: ModelSpec, config: TrainConfig
 ) -> dict[str, list[tuple[tuple[slice, ...], Tensor]]]:
-    run = ParallelRun(spec, config, Groups(config.layout, rank), CPU)
+    run = ModelRun(spec, config, Groups(config.layout, rank), CPU)
     return {
         name: [
             (box.whole_slices, shard.tensor[box.held_slices].detach().clone())
@@ -92,13 +92,13 @@ def test_a_new_model_has_the_weights_it_has_in_one_process(zero: int) -> None:
 def peak_growth_bytes(rank: int, spec: ModelSpec, config: TrainConfig) -> int | None:
     """By how much this process's resident memory grew at most while its part of a model was made; None: unknown."""
     groups = Groups(config.layout, rank)
-    ParallelRun(replace(spec, hidden=16, heads=2, kv_heads=2, ffn_hidden=16), config, groups, CPU)  # imports
+    ModelRun(replace(spec, hidden=16, heads=2, kv_heads=2, ffn_hidden=16), config, groups, CPU)  # imports
     try:
         Path("/proc/self/clear_refs").write_text("5")  # the peak is now what is used now
     except OSError:
         return None
     before = resident_peak_bytes()
-    ParallelRun(spec, config, groups, CPU)
+    ModelRun(spec, config, groups, CPU)
     return resident_peak_bytes() - before
 
 
@@ -121,7 +121,7 @@ def test_what_is_shared_out_is_never_whole_in_memory(zero: int) -> None:
 
 def loss_without_gradients(rank: int, spec: ModelSpec, config: TrainConfig) -> float:
     groups = Groups(config.layout, rank)
-    run = ParallelRun(spec, config, groups, CPU, start_weights(spec, config.seed))
+    run = ModelRun(spec, config, groups, CPU, start_weights(spec, config.seed))
     rows = config.batch_sequences // config.layout.dp
     batch = random_batch(spec, config, 0)
     return run.token_sum(batch.rows(groups.place.dp * rows, (groups.place.dp + 1) * rows), 1)

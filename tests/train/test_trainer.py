@@ -230,7 +230,7 @@ def test_adapters_learn_answers_and_leave_the_model_as_it_was(tmp_path: Path, so
     result = trainer.run()
     assert result.records[-1].loss < result.records[0].loss - 1.5
     before = dict(load_model(base).decoder.named_parameters())
-    model = trainer.model_run.model  # type: ignore[attr-defined]
+    model = trainer.model_run.chunks[0]
     adapted = dict(model.named_parameters())
     assert all(torch.equal(adapted[name], before[name]) for name in before)
     merged = load_model(result.model_folder)

@@ -36,6 +36,10 @@ class Sink(Protocol):
         """The gradients that come next are this chunk's last of the step."""
         ...
 
+    def added(self, chunk: int) -> None:
+        """A micro-batch's gradients have been added to this chunk's weights."""
+        ...
+
 
 class InTransit(Protocol):
     """A tensor on its way."""
@@ -83,6 +87,8 @@ def play(
         if last.get(action.chunk) == number and action.kind.gives_weight_gradient:
             sink.last(action.chunk)
         player.do(action)
+        if action.kind.gives_weight_gradient:
+            sink.added(action.chunk)
     player.wait_for_sends()
 
 

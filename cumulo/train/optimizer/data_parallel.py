@@ -133,6 +133,9 @@ class DataParallel:
             sending.awaited, sending.missing = True, len(sending.bucket.names)
             self._queue.append(sending)
 
+    def added(self, chunk: int) -> None:
+        """The hooks have seen them."""
+
     def finish(self) -> dict[str, Tensor]:
         self._send_queued()
         for sending in self._all():

@@ -77,6 +77,9 @@ class FullySharded:
         self._others.last(chunk)
         _set_last(self._chunks[chunk], True, True)
 
+    def added(self, chunk: int) -> None:
+        """The hooks have seen them."""
+
     def finish(self) -> dict[str, Tensor]:
         for module in self._chunks.values():
             _set_last(module, True, True)

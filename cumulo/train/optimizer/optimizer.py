@@ -1,10 +1,9 @@
-"""Optimizer: which parameter is moved by what rule, and what must be saved to go on. Owned by the trainer.
+"""Optimizer: which parameter is updated by what rule, and what must be saved to resume. Owned by the run.
 
 AdamW is torch's fused one, or ours with 8-bit moments; Muon takes the matrices inside layers when asked. With
-master weights the rules move a float32 copy and the bfloat16 parameters follow it; gradients of several
-micro-batches are then added in float32. With `offload` that copy and the rules' state are in the host's memory,
-where the rules then compute (Ren et al. 2021, ZeRO-Offload). State is named after the parameters, so it can be
-saved, and loaded elsewhere, like them.
+master weights the rules update a float32 copy and the bfloat16 parameters follow it. With `offload` that copy and
+the rules' state are in the host's memory, where the rules then compute (Ren et al. 2021, ZeRO-Offload). State is
+named after the parameters, so it can be saved, and loaded elsewhere, like them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -70,21 +69,10 @@ class Optimizer:
         if matrices:
             self._rules.append(Muon(matrices, config))
 
-    @torch.no_grad()
-    def accumulate(self) -> None:
-        """Take over the gradients of a micro-batch, where the rules move copies of the parameters."""
-        for name, parameter in self.parameters.items():
-            moved = self.moved[name]
-            if moved is parameter or parameter.grad is None:
-                continue
-            wide = parameter.grad.to(moved.device, moved.dtype)
-            moved.grad = wide if moved.grad is None else moved.grad.add_(wide)
-            parameter.grad = None
-
-    def take(self, gradients: Mapping[str, Tensor]) -> None:
-        """Use these as the gradients of the whole step."""
-        for name, moved in self.moved.items():
-            moved.grad = gradients[name].to(moved.device, moved.dtype)
+    def take_gradients(self, gradients: Mapping[str, Tensor]) -> None:
+        """Use these as the gradients of the whole step; a parameter without one is left as it is."""
+        for name, gradient in gradients.items():
+            self.moved[name].grad = gradient.to(self.moved[name].device, self.moved[name].dtype)
 
     def clip(self, norm: Tensor | None = None) -> Tensor:
         """Scale all gradients so that their joint norm is at most `clip_norm`; returns the norm before.

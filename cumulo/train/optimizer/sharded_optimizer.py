@@ -2,7 +2,7 @@
 
     sink = gradient_sink(chunks, pieces, groups, masters)
     optimizer = ShardedOptimizer(sink, config, spec, masters, groups)
-    optimizer.take(sink.finish()); norm = optimizer.clip(); optimizer.step(share)
+    optimizer.take_gradients(sink.finish()); norm = optimizer.clip(); optimizer.step(share)
 
 It has the methods of `Optimizer`, and `weights`: what of the model a checkpoint takes from this rank.
 """
@@ -20,6 +20,7 @@ from cumulo.train.decide.config import OptimizerConfig
 from cumulo.train.optimizer.data_parallel import DataParallel
 from cumulo.train.optimizer.fsdp import FullySharded
 from cumulo.train.optimizer.muon import Whole
+from cumulo.train.optimizer.one_rank import OneRank
 from cumulo.train.optimizer.optimizer import Optimizer, is_inner_matrix
 from cumulo.train.optimizer.sink import GradientSink
 from cumulo.train.optimizer.whole_matrix import WholeMatrix
@@ -32,13 +33,17 @@ def gradient_sink(
     groups: Groups,
     wide_gradients: bool,
     device: torch.device | None = None,
+    offload: bool = False,
 ) -> GradientSink:
     """The sink of a layout's ZeRO stage. `chunks`: this rank's by number, with global names. `device`: where
-    those of ZeRO 2 and 3 are to be that are on the meta device until now; their shares then have no values yet."""
+    those of ZeRO 2 and 3 are to be that are on the meta device until now; their shares then have no values yet.
+    `offload`: the optimizer is in the host's memory."""
     if groups.layout.zero >= 2:
         place = device or next(next(iter(chunks.values())).parameters()).device
         return FullySharded(chunks, pieces, groups, wide_gradients, place)
     parameters = {chunk: dict(module.named_parameters()) for chunk, module in chunks.items()}
+    if groups.layout.world == 1:
+        return OneRank(parameters, pieces, wide_gradients, offload)
     kind = Zero1 if groups.layout.zero else DataParallel
     return kind(parameters, pieces, groups, wide_gradients)
 
@@ -64,13 +69,15 @@ class ShardedOptimizer:
         self.inner = Optimizer(moved, config, spec, masters, wholes)
         self._device = next(iter(sink.shards.values())).tensor.device
 
-    def take(self, gradients: Mapping[str, Tensor]) -> None:
+    def take_gradients(self, gradients: Mapping[str, Tensor]) -> None:
         """What the sink's `finish` gave."""
-        self.inner.take(gradients)
+        self.inner.take_gradients(gradients)
 
     @torch.no_grad()
     def clip(self) -> Tensor:
         """Scale all gradients so that their joint norm over all ranks is at most `clip_norm`; the norm before."""
+        if self._groups.layout.world == 1:
+            return self.inner.clip()
         by_holders: dict[int, list[Tensor]] = {}
         for name, moved in self.inner.moved.items():
             if moved.grad is not None:
@@ -78,7 +85,7 @@ class ShardedOptimizer:
         total = torch.zeros((), dtype=torch.float64, device=self._device)
         for holders, gradients in by_holders.items():  # each element counts once in the sum over ranks
             total += torch.nn.utils.get_total_norm(gradients).to(total).square() / holders
-        all_reduce(total, self._groups.group_of_several("world"))
+        all_reduce(total, self._groups.group("world"))
         norm = total.sqrt()
         self.inner.clip(norm)
         return norm

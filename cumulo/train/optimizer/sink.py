@@ -1,6 +1,7 @@
 """GradientSink: where the gradients of a step go, and what of each parameter this rank's optimizer moves.
 
-The pipeline's player feeds it, `ShardedOptimizer` takes from it. `data_parallel`, `zero1` and `fsdp` are the three.
+The pipeline's player feeds it, `ShardedOptimizer` takes from it. It is one of `one_rank`, `data_parallel`, `zero1`
+and `fsdp`.
 """
 
 from collections.abc import Iterator, Mapping
@@ -50,6 +51,10 @@ class GradientSink(Protocol):
 
         Everything played before is complete. What the backward makes ready is sent while it still runs.
         """
+        ...
+
+    def added(self, chunk: int) -> None:
+        """A micro-batch's backward has added its gradients to this chunk's weights."""
         ...
 
     def finish(self) -> dict[str, Tensor]:

@@ -79,6 +79,9 @@ class Zero1:
     def last(self, chunk: int) -> None:
         self._whole.last(chunk)
 
+    def added(self, chunk: int) -> None:
+        """The hooks have seen them."""
+
     def finish(self) -> dict[str, Tensor]:
         return self._whole.finish()
 

@@ -1,214 +1,270 @@
-"""ModelRun: the model and its optimizer as the trainer's loop sees them, in one process or in one of many.
+"""ModelRun: this rank's part of a model under a layout, and one step of it. The trainer owns one per process.
 
-`AloneRun` has the whole model; `RankedRun` has this rank's part of it, and answers the same on all ranks.
+    run = ModelRun(spec, config, Groups(config.layout, rank), device)
+    loss = run.gradients(rows_of_this_rank, loss_tokens)     # the same number on every rank
+    norm = run.clip()
+    run.step(share)
+
+`__init__` is the order of the transformations: cut the model, fill it, choose who sums gradients, then who moves
+weights. Whatever the layout, the numbers are those of one process, up to rounding; one process is a layout of one
+rank, which sends nothing and copies nothing.
 """
 
 from collections.abc import Mapping
-from typing import Protocol
+from dataclasses import dataclass
+from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from cumulo.checkpoint.play.boxes import read_parts, stored_shapes
 from cumulo.checkpoint.play.held import Held, all_parts, held_whole
 from cumulo.checkpoint.play.store import Checkpoint
-from cumulo.models.files.load import LoadedModel
+from cumulo.layout.pieces import chunk_parts, is_adapter, pieces
+from cumulo.layout.stages import held_chunks, splits_backward
+from cumulo.pipeline.decide.actions import PipelineSchedule
+from cumulo.pipeline.play.run import Wire, play
 from cumulo.ranks.collectives import all_reduce
 from cumulo.ranks.groups import Groups
+from cumulo.ranks.point_to_point import Peers
 from cumulo.spec.model import ModelSpec
-from cumulo.train.data.loader import to_device
+from cumulo.spec.parameters import parameter_shapes
+from cumulo.train.data.loader import DeviceBatch, to_device
 from cumulo.train.data.packing import Batch
+from cumulo.train.decide.adapters import adapter_shapes
 from cumulo.train.decide.config import TrainConfig
 from cumulo.train.model.arithmetic import ARITHMETICS
 from cumulo.train.model.initialise import initialise
-from cumulo.train.model.lora import adapt
-from cumulo.train.model.model import TrainingDecoder
+from cumulo.train.model.lora import add_adapters, initialise_adapter
+from cumulo.train.model.model import TrainingDecoder, joins_operations
 from cumulo.train.model.offload import offload_activations
-from cumulo.train.optimizer.optimizer import Optimizer
-from cumulo.train.parallel.expert_bias import steer_selection_biases
-from cumulo.train.parallel.parallel import ParallelRun
+from cumulo.train.model.split import split_for
+from cumulo.train.optimizer.sharded_optimizer import ShardedOptimizer, gradient_sink
+from cumulo.train.optimizer.sink import Shard
+from cumulo.train.parallel.expert_balance import ExpertBalance
+from cumulo.train.parallel.expert_bias import move_biases, take_loads
+from cumulo.train.parallel.expert_parallel import ExpertParallel
 from cumulo.train.parallel.parallel_state import held_state
-from cumulo.train.run.step import StepLoss, compute_gradients
+from cumulo.train.parallel.pipelined import ChunkLoss, forward_schedule, training_schedule
 
 
-class ModelRun(Protocol):
-    data_place: tuple[int, int]  # which of how many parts of each batch is this process's
-
-    def agree(self, learnt_tokens: int, stop: bool) -> tuple[int, bool]:
-        """Learnt tokens of all parts of a batch, and whether anyone wants to stop."""
-        ...
-
-    def gradients(self, batch: Batch, learnt_total: int) -> StepLoss:
-        """Leave the gradients of the whole batch's mean loss with the optimizer; `batch` is this process's part."""
-        ...
-
-    def clip(self) -> float:
-        """Limit the gradients' norm over everything; returns what it was."""
-        ...
-
-    def step(self, share: float) -> str | None:
-        """Move the weights and forget the gradients; what the user should hear of it, if anything."""
-        ...
-
-    def forget(self) -> None:
-        """The gradients, without a step."""
-        ...
-
-    def token_sum(self, batch: Batch, micro_batch: int) -> float:
-        """Cross-entropy over the learnt tokens of all parts, without gradients."""
-        ...
-
-    def state(self) -> dict[str, Held]:
-        """The live tensors that a checkpoint keeps."""
-        ...
-
-    def loaded(self) -> None:
-        """After the state was overwritten."""
-        ...
-
-    def whole_parameters(self, checkpoint: Checkpoint) -> Mapping[str, Tensor]:
-        """The model for an export, adapters beside it, by this process alone. `checkpoint` was just written."""
-        ...
-
-    def weights_bytes(self) -> int | None:
-        """Of the weights that this process computes with; None: they come and go."""
-        ...
+@dataclass(frozen=True, slots=True)
+class StepLoss:
+    loss: float  # nats per loss token
+    balance: float  # mean over rows; 0 without experts
 
 
-class AloneRun:
-    data_place = (0, 1)
-
-    def __init__(
-        self, spec: ModelSpec, config: TrainConfig, device: torch.device, start: LoadedModel | None
-    ) -> None:
-        self.config, self.device = config, device
-        self.model = TrainingDecoder(
-            spec,
-            getattr(torch, config.dtype),
-            device,
-            recompute=config.recompute or config.recompute_operations,
-            arithmetic=ARITHMETICS[config.products],
-            fused=False if config.compile else None,
-        )
-        if start is None:
-            initialise(dict(self.model.named_parameters()), spec, config.seed)
-        else:
-            self.model.load_state_dict(start.decoder.state_dict())
-        if config.lora is not None:
-            adapt(self.model, config.lora, config.seed)
-        if config.offload_activations:
-            offload_activations(self.model)
-        if config.compile:
-            self.model.compile_layers()
-        self.optimizer = Optimizer(
-            dict(self.model.named_parameters()), config.optimizer, spec, config.master_weights
-        )
-
-    def agree(self, learnt_tokens: int, stop: bool) -> tuple[int, bool]:
-        return learnt_tokens, stop
-
-    def gradients(self, batch: Batch, learnt_total: int) -> StepLoss:
-        config = self.config
-        return compute_gradients(
-            self.model, self.optimizer, batch, config.micro_batch, config.balance_loss, self.device
-        )
-
-    def clip(self) -> float:
-        return float(self.optimizer.clip())
-
-    def step(self, share: float) -> str | None:
-        self.optimizer.step(share)
-        if self.config.expert_bias_rate:
-            steer_selection_biases([self.model], self.config.expert_bias_rate, None)
-        self.forget()
-        return None
-
-    def forget(self) -> None:
-        self.optimizer.zero_grad()
-
-    @torch.no_grad()
-    def token_sum(self, batch: Batch, micro_batch: int) -> float:
-        return sum(
-            float(self.model(to_device(batch.rows(first, first + micro_batch), self.device)).token_sum)
-            for first in range(0, len(batch.tokens), micro_batch)
-        )
-
-    def state(self) -> dict[str, Held]:
-        """What is frozen (under adapters) is in the model they were made from, but kept too."""
-        tensors: dict[str, Tensor] = {
-            f"model.{name}": parameter.detach() for name, parameter in self.model.named_parameters()
-        }
-        tensors |= {f"optimizer.{name}": tensor for name, tensor in self.optimizer.state().items()}
-        return held_whole(tensors)
-
-    def loaded(self) -> None:
-        self.optimizer.loaded()
-
-    def whole_parameters(self, checkpoint: Checkpoint) -> Mapping[str, Tensor]:
-        return dict(self.model.named_parameters())
-
-    def weights_bytes(self) -> int | None:
-        return sum(parameter.nbytes for parameter in self.model.parameters())
-
-
-class RankedRun:
+class ModelRun:
     def __init__(
         self,
         spec: ModelSpec,
         config: TrainConfig,
-        device: torch.device,
-        start: LoadedModel | None,
         groups: Groups,
+        device: torch.device,
+        start: Mapping[str, Tensor] | None = None,
     ) -> None:
-        weights = None if start is None else dict(start.decoder.named_parameters())
-        self.config, self.device, self.groups = config, device, groups
-        self.run = ParallelRun(spec, config, groups, device, weights)
-        self.data_place = (groups.place.dp, config.layout.dp)
+        """`start`: weights of a whole model to begin with; None: the new model of `config.seed`."""
+        self.spec, self.config, self.groups, self.device = spec, config, groups, device
+        self.layout = layout = groups.layout
+        self.dtype: torch.dtype = getattr(torch, config.dtype)
+        shapes = parameter_shapes(spec)
+        if config.lora is not None:
+            shapes |= adapter_shapes(spec, config.lora)
+        self.pieces = pieces(spec, layout, groups.rank, shapes)
+        split, parts = split_for(layout, groups), chunk_parts(spec, layout)
+        # Joined operations compute a weight's gradient with its input's; some schedules need the two apart.
+        joins = (
+            joins_operations(device, self.dtype, split) and not config.compile and not splits_backward(layout)
+        )
+        self.chunks = {
+            chunk: TrainingDecoder(
+                spec,
+                self.dtype,
+                "meta" if layout.zero >= 2 else device,  # of what is shared out, only the shares get memory
+                recompute=config.recompute or config.recompute_operations,
+                split=split,
+                part=parts[chunk],
+                arithmetic=ARITHMETICS[config.products],
+                fused=joins,
+            )
+            for chunk, _ in held_chunks(layout, groups.place.pp)
+        }
+        for model in self.chunks.values():
+            if config.lora is not None:
+                add_adapters(model, config.lora)
+            if config.compile:
+                model.compile_layers()
+        _share_parameters(self.chunks)
+        if config.offload_activations:
+            for chunk in self.chunks.values():
+                offload_activations(chunk)
+        self.sink = gradient_sink(
+            self.chunks, self.pieces, groups, config.master_weights, device, config.optimizer.offload
+        )
+        self._fill(start)
+        self.optimizer = ShardedOptimizer(self.sink, config.optimizer, spec, config.master_weights, groups)
+        self.balance: ExpertBalance | None = None
+        every = config.expert_rebalance_every_steps
+        if every and spec.moe is not None and isinstance(split.experts, ExpertParallel):
+            models = list(self.chunks.values())
+            self.balance = ExpertBalance(models, self.optimizer, spec.moe, groups, split.experts, every)
 
-    def agree(self, learnt_tokens: int, stop: bool) -> tuple[int, bool]:
+    @property
+    def data_place(self) -> tuple[int, int]:
+        """Which of how many parts of each batch is this process's."""
+        return self.groups.place.dp, self.layout.dp
+
+    @property
+    def shards(self) -> Mapping[str, Shard]:
+        """What this rank's optimizer moves and a checkpoint keeps, by the parameter's name."""
+        return self.sink.shards if self.balance is None else self.balance.placed(self.sink.shards)
+
+    # -- a step ------------------------------------------------------------------------------------------------
+    def agree(self, loss_tokens: int, stop: bool) -> tuple[int, bool]:
+        """Loss tokens of all parts of a batch, and whether anyone wants to stop."""
+        if self.layout.world == 1:
+            return loss_tokens, stop
         place = self.groups.place
-        counts = (place.pp, place.cp, place.tp) == (
-            0,
-            0,
-            0,
-        )  # those of a data-parallel place have the same rows
-        said = torch.tensor([learnt_tokens * counts, stop], dtype=torch.int64, device=self.device)
-        all_reduce(said, self.groups.group_of_several("world"))
-        learnt, stops = said.tolist()
-        return learnt, stops > 0
+        # Those of a data-parallel place have the same rows.
+        counts = (place.pp, place.cp, place.tp) == (0, 0, 0)
+        said = torch.tensor([loss_tokens * counts, stop], dtype=torch.int64, device=self.device)
+        all_reduce(said, self.groups.group("world"))
+        tokens, stops = said.tolist()
+        return tokens, stops > 0
 
-    def gradients(self, batch: Batch, learnt_total: int) -> StepLoss:
-        return self.run.gradients(batch, learnt_total, self.config.batch_sequences)
+    def gradients(self, batch: Batch, loss_tokens: int) -> StepLoss:
+        """Leave the gradients of the whole batch's mean loss with the optimizer.
+
+        `batch`: the rows of this rank's data-parallel place; `loss_tokens` counts those of all places, so that what
+        ranks compute are parts of a sum.
+        """
+        config, loss_tokens = self.config, max(1, loss_tokens)
+        micro_batches, rows = self._cut(batch, config.micro_batch), config.batch_sequences
+        players = {
+            number: ChunkLoss(
+                model, partial(self.sink.leaves, number), loss_tokens, config.balance_loss / rows
+            )
+            for number, model in self.chunks.items()
+        }
+        self.sink.begin()
+        self._play(training_schedule(self.layout, len(micro_batches)), players, micro_batches)
+        self.optimizer.take_gradients(self.sink.finish())
+        token_sum, balance_sum = self._total(players)
+        return StepLoss(token_sum / loss_tokens, balance_sum / rows)
 
     def clip(self) -> float:
-        return float(self.run.optimizer.clip())
+        """Limit the gradients' norm over everything; returns what it was."""
+        return float(self.optimizer.clip())
 
     def step(self, share: float) -> str | None:
-        news = self.run.move(share)
+        """Move the weights by the gradients, which are then forgotten, and by their load the experts' biases and
+        places, which is news. `share` is the schedule's part of the learning rates."""
+        self.optimizer.step(share)
         self.forget()
-        return news
+        rate, moe = self.config.expert_bias_rate, self.spec.moe
+        steers = rate > 0 and moe is not None and moe.selection_bias
+        if not steers and self.balance is None:
+            return None
+        models = list(self.chunks.values())
+        loads = take_loads(models, self.groups)
+        if steers:
+            move_biases(models, rate, loads)
+        return None if self.balance is None else self.balance.after_step(loads)
 
     def forget(self) -> None:
-        self.run.optimizer.zero_grad()
+        """The gradients, without a step."""
+        self.optimizer.zero_grad()
 
-    def token_sum(self, batch: Batch, micro_batch: int) -> float:
-        return self.run.token_sum(batch, micro_batch)
+    @torch.no_grad()
+    def token_sum(self, batch: Batch, micro: int) -> float:
+        """Cross-entropy summed over the loss tokens of all ranks' rows, without gradients."""
+        micro_batches = self._cut(batch, micro)
+        players = {
+            number: ChunkLoss(model, model.parameters, 1, 0.0) for number, model in self.chunks.items()
+        }
+        self._play(forward_schedule(self.layout, len(micro_batches)), players, micro_batches)
+        return self._total(players)[0]
 
+    # -- checkpoints -------------------------------------------------------------------------------------------
     def state(self) -> dict[str, Held]:
-        optimizer, groups = self.run.optimizer, self.groups
-        return held_state(self.run.shards, optimizer.weights(), optimizer.state(), groups.layout, groups.rank)
+        """The live tensors that a checkpoint keeps. What is frozen (under adapters) is kept, too."""
+        weights, optimizer = self.optimizer.weights(), self.optimizer.state()
+        return held_state(self.shards, weights, optimizer, self.layout, self.groups.rank)
 
     def loaded(self) -> None:
-        self.run.optimizer.loaded()
+        """After the state was overwritten."""
+        self.optimizer.loaded()
 
     def whole_parameters(self, checkpoint: Checkpoint) -> Mapping[str, Tensor]:
+        """The model for an export, adapters beside it, by this process alone. `checkpoint` was just written."""
+        if self.layout.world == 1:
+            return {name: p for model in self.chunks.values() for name, p in model.named_parameters()}
         return stored_parameters(checkpoint)
 
     def weights_bytes(self) -> int | None:
-        if self.groups.layout.zero >= 2:
+        """Of the weights that this process computes with; None: they come and go."""
+        if self.layout.zero >= 2:
             return None
-        held = {parameter for chunk in self.run.chunks.values() for parameter in chunk.parameters()}
+        held = {parameter for chunk in self.chunks.values() for parameter in chunk.parameters()}
         return sum(parameter.nbytes for parameter in held)
+
+    # -- parts -------------------------------------------------------------------------------------------------
+    @torch.no_grad()
+    def _fill(self, start: Mapping[str, Tensor] | None) -> None:
+        """One whole parameter at a time: a rank needs memory for its own shares and for one that is whole."""
+        for name, shard in self.sink.shards.items():
+            if not shard.tensor.numel():
+                continue
+            if start is None or is_adapter(name):
+                whole = torch.empty(shard.piece.whole, dtype=shard.dtype)
+                if is_adapter(name):
+                    initialise_adapter(name, whole, self.config.seed)
+                else:
+                    initialise({name: whole}, self.spec, self.config.seed)
+            else:
+                whole = start[name].to(shard.dtype)  # a master copy begins as the weight that it is of
+            for box in shard.piece.cut_rows(shard.begin, shard.end):
+                shard.tensor[box.held_slices].copy_(whole[box.whole_slices])
+        self.sink.spread(frozen=True)
+
+    def _cut(self, batch: Batch, micro: int) -> list[DeviceBatch]:
+        return [
+            to_device(batch.rows(first, first + micro), self.device)
+            for first in range(0, len(batch.tokens), micro)
+        ]
+
+    def _play(
+        self,
+        schedule: PipelineSchedule,
+        players: Mapping[int, ChunkLoss],
+        micro_batches: list[DeviceBatch],
+    ) -> None:
+        layout = self.layout
+        tokens = micro_batches[0].tokens.numel() // layout.cp
+        if layout.sequence_parallel:
+            tokens //= layout.tp
+        wire = Wire((tokens, self.spec.hidden), self.dtype, self.device)
+        transport = Peers(self.groups.group("pp")) if layout.pp > 1 else None
+        play(schedule, self.groups.place.pp, players, micro_batches, wire, transport, self.sink)
+
+    def _total(self, players: Mapping[int, ChunkLoss]) -> tuple[float, float]:
+        """The sums of tokens' losses and of balances over all ranks; tensor-parallel ranks have the same ones."""
+        own = sum((player.sums for player in players.values()), torch.zeros(2, dtype=torch.float64))
+        if self.layout.world > 1:
+            own = (own if self.groups.place.tp == 0 else torch.zeros_like(own)).to(self.device)
+            all_reduce(own, self.groups.group("world"))
+        token_sum, balance_sum = own.tolist()
+        return token_sum, balance_sum
+
+
+def _share_parameters(chunks: Mapping[int, nn.Module]) -> None:
+    """Where two chunks of a rank have the same parameter (a tied embedding), it becomes one tensor."""
+    found: dict[str, nn.Parameter] = {}
+    for module in chunks.values():
+        for name, parameter in list(module.named_parameters()):
+            if found.setdefault(name, parameter) is not parameter:
+                path, _, last = name.rpartition(".")
+                setattr(module.get_submodule(path), last, found[name])
 
 
 def stored_parameters(checkpoint: Checkpoint) -> dict[str, Tensor]:

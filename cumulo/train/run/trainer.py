@@ -42,9 +42,8 @@ from cumulo.train.run.interrupt import StopRequest
 from cumulo.train.run.kept import KeptActivations
 from cumulo.train.run.log import RunLog, StepRecord
 from cumulo.train.run.meter import Ceiling, peak_memory_bytes, training_flops_per_token
-from cumulo.train.run.model_run import AloneRun, ModelRun, RankedRun
+from cumulo.train.run.model_run import ModelRun, StepLoss
 from cumulo.train.run.state import Progressed, restore, saved_facts
-from cumulo.train.run.step import StepLoss
 
 
 class Watcher(Protocol):
@@ -175,11 +174,9 @@ class Trainer:
         ):
             self.held_out = Packing(self.dataset, length, config.seed, held_out)
         self._predict()
-        self.model_run: ModelRun
-        if self.ranks is None:
-            self.model_run = AloneRun(self.spec, config, self.device, prepared.start)
-        else:
-            self.model_run = RankedRun(self.spec, config, self.device, prepared.start, self.ranks.groups)
+        groups = Groups(config.layout) if self.ranks is None else self.ranks.groups
+        start = None if prepared.start is None else dict(prepared.start.decoder.named_parameters())
+        self.model_run = ModelRun(self.spec, config, groups, self.device, start)
         self.store = CheckpointStore(
             self.folder / "checkpoints", config.checkpoint.keep, self.watcher.tell, self.team
         )
