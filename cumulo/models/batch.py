@@ -1,4 +1,5 @@
-"""ForwardBatch and KVCache: what a runner hands the decoder for one step. Tokens of all requests lie flat.
+"""ForwardBatch and KVCache: what a runner hands a model for one step, and Model: what it is given back. Tokens of
+all requests lie flat.
 
 There is no batch dimension: a step is T tokens belonging to S sequences, `query_starts` says which.
 A sequence's new tokens attend to its cached context (found through its block table) and to each other.
@@ -7,6 +8,7 @@ A sequence's new tokens attend to its cached context (found through its block ta
 import math
 import mmap
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -68,6 +70,21 @@ class KVCache:
         for source, target in pairs:
             self.key_storage[:, target] = self.key_storage[:, source]
             self.value_storage[:, target] = self.value_storage[:, source]
+
+
+class Model(Protocol):
+    """What a runner plays: any decoder, by whatever kernels."""
+
+    @property
+    def weight_bytes(self) -> int: ...
+
+    def forward(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
+        """Compute a step, write its keys and values; the normed hidden states [R, hidden] of `batch.logit_rows`."""
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[R, hidden] -> [R, vocabulary]."""
+        ...
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> Tensor:

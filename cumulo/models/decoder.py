@@ -9,9 +9,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
+from cumulo.kernels.packed import Packed
 from cumulo.models.attention import Attention, LatentAttention
 from cumulo.models.batch import ForwardBatch, KVCache
-from cumulo.models.linear import Linear, Packed, RMSNorm
+from cumulo.models.linear import Linear, RMSNorm
 from cumulo.models.moe import Experts, FeedForward, MixtureOfExperts
 from cumulo.models.rope import RotaryTable, Rotation
 from cumulo.spec.check import refuse_unplayable
@@ -79,6 +80,17 @@ class Decoder(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """[R, hidden] -> [R, vocabulary]."""
         return self.embed(hidden) if self.spec.tied_embeddings else self.head(hidden)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of all parameters and of what matrices were packed into, each storage counted once."""
+        packed: list[Packed] = []
+        for module in self.modules():
+            if isinstance(module, Linear) and module.packed is not None:
+                packed.append(module.packed)
+            elif isinstance(module, Experts):
+                packed += [weight for weights in module.packed.values() for weight in weights]
+        return sum(parameter.nbytes for parameter in self.parameters()) + sum(one.nbytes for one in packed)
 
     # -- for loaders -----------------------------------------------------------------------------------
     def can_pack(self, name: str) -> bool:

@@ -1,30 +1,16 @@
 """Linear: a matrix that is either a plain parameter or packed (quantised). Every projection of the decoder,
 its embedding and its head are one.
 
-What packing means is the kernels' business; here it is only something with `matmul` and `rows`.
+What packing means is the kernels' business (kernels/packed.py).
 """
 
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-
-class Packed(Protocol):
-    """A weight matrix [outputs, inputs] in a storage format of its own, such as `kernels.packed_linear`."""
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-    def matmul(self, x: Tensor) -> Tensor:
-        """x [T, inputs] -> [T, outputs], in x's dtype."""
-        ...
-
-    def rows(self, indices: Tensor) -> Tensor:
-        """Dequantised rows, as an embedding looks them up: [N] -> [N, inputs]."""
-        ...
+from cumulo.kernels.packed import Packed
 
 
 def empty_parameter(*shape: int, dtype: torch.dtype, device: torch.device | str) -> nn.Parameter:

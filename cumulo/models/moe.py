@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cumulo.models.linear import Linear, Packed, empty_parameter
+from cumulo.kernels.packed import Packed
+from cumulo.models.linear import Linear, empty_parameter
 from cumulo.spec.model import ModelSpec, MoESpec
 
 

@@ -16,7 +16,7 @@ from cumulo.engine.play.embedding import normalised, shortened
 from cumulo.errors import InvalidRequest
 from cumulo.models.decoder import Decoder
 from cumulo.models.files.weights_safetensors import load_safetensors
-from cumulo.models.play.fused import FusedDecoder
+from cumulo.models.play.fused import FusedDecoder, why_not
 from cumulo.spec.from_huggingface import spec_from_config
 from tests.engine.pooled_reference import engine_embeddings, reference_embedding
 from tests.engine.tiny_engine import VOCAB, make_decoder, make_engine, run
@@ -89,7 +89,7 @@ def test_an_embedding_is_that_of_transformers(name: str, fused: bool, tmp_path: 
     spec = spec_from_config(json.loads((tmp_path / "config.json").read_text()))
     decoder = Decoder(spec)
     load_safetensors(tmp_path, decoder, spec)
-    if fused and not FusedDecoder.supports(decoder):
+    if fused and why_not(decoder) is not None:
         pytest.skip("the native kernels do not play this model")
     prompts = [tiny.prompt(41, seed=4), tiny.prompt(9, seed=5)]
     found = engine_embeddings(FusedDecoder(decoder) if fused else decoder, prompts)

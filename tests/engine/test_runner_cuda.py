@@ -21,7 +21,7 @@ from cumulo.engine.memory.ledger_gpu import (
     gpu_table_bytes,
 )
 from cumulo.engine.play.runner_cuda import CudaRunner
-from cumulo.engine.play.runner_torch import TorchRunner, held_weight_bytes
+from cumulo.engine.play.runner_torch import TorchRunner
 from cumulo.models.batch import KVCache
 from cumulo.models.play.cuda_decoder import CudaDecoder
 from cumulo.spec.counting import weight_bytes
@@ -241,4 +241,4 @@ def test_the_ledger_predicts_what_the_runner_holds_to_the_byte(name: str) -> Non
 def test_the_ledger_counts_eight_bit_weights_as_they_are_held(name: str) -> None:
     model = CudaDecoder(make_decoder(SPECS[name]), 16, 2, fp8_weights=True)
     predicted = weight_bytes(SPECS[name], "float32") - fp8_saved_bytes(SPECS[name], 4)
-    assert held_weight_bytes(model) == predicted < weight_bytes(SPECS[name], "float32")
+    assert model.weight_bytes == predicted < weight_bytes(SPECS[name], "float32")

@@ -157,17 +157,6 @@ def test_steps_submitted_ahead_use_tokens_the_host_has_not_seen(overlap: bool) -
     assert times == sorted(times)
 
 
-def test_a_model_that_returns_logits_at_once_gives_the_same_tokens() -> None:
-    class OneStage:
-        def forward(self, batch: ForwardBatch, cache: KVCache) -> torch.Tensor:
-            return decoder().logits(decoder().forward(batch, cache))
-
-    begin = [NewSlot(3, [5, 6, 7], 3, [9], GREEDY, 0)]
-    plan = StepPlan(0, begin=begin, slots=[3], starts=[0], counts=[3], draw_rows=[0], draw_slots=[3])
-    for model in (OneStage(), decoder()):
-        assert make_runner(model).submit(plan).result().tokens == continuation([5, 6, 7], GREEDY, 0, 1)
-
-
 def test_logits_are_computed_only_where_something_is_drawn() -> None:
     rows: list[int] = []
 

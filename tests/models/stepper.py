@@ -7,10 +7,13 @@ import torch
 
 from cumulo.models.batch import ForwardBatch, KVCache
 from cumulo.models.decoder import Decoder
+from cumulo.models.play.fused import FusedDecoder
 
 
 class Stepper:
-    def __init__(self, decoder: Decoder, blocks: int = 128, block_size: int = 4, seed: int = 0) -> None:
+    def __init__(
+        self, decoder: Decoder | FusedDecoder, blocks: int = 128, block_size: int = 4, seed: int = 0
+    ) -> None:
         self.decoder, self.block_size = decoder, block_size
         self.cache = KVCache(decoder.spec, blocks, block_size, decoder.dtype)
         # Unwritten slots hold NaN: whoever reads one spoils the answer.
@@ -50,7 +53,7 @@ class Stepper:
             ),
             logit_rows=torch.arange(starts[-1]),
         )
-        logits = self.decoder.logits(self.decoder(batch, self.cache))
+        logits = self.decoder.logits(self.decoder.forward(batch, self.cache))
         return {name: logits[starts[i] : starts[i + 1]] for i, name in enumerate(chunks)}
 
     def feed(self, tokens: list[int], chunk: int, name: str = "only") -> torch.Tensor:

@@ -3,26 +3,40 @@ the assembly; the GPU's parts are imported only where a GPU is used."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 
 from cumulo.engine.config import EngineConfig
+from cumulo.engine.decide.plan import Runner
 from cumulo.engine.guides.guided import Guidance
 from cumulo.engine.memory.ledger import MemoryPlan
 from cumulo.engine.play.runner_torch import TorchRunner
 from cumulo.errors import CumuloError
-from cumulo.models.batch import KVCache
+from cumulo.models.batch import KVCache, Model
 from cumulo.models.decoder import Decoder
 from cumulo.models.play.fused import FusedDecoder, why_not
 
-if TYPE_CHECKING:
-    from cumulo.engine.play.runner_cuda import CudaRunner
+
+class DeviceRunner(Runner, Protocol):
+    """A runner on a device, whose memory and swaps can be measured."""
+
+    def memory_bytes(self) -> dict[str, int]:
+        """What it holds, by the names of the memory ledger's rows."""
+        ...
+
+    def measure_step(self, tokens: int, draws: int) -> int | None:
+        """Peak bytes of a step of this size beyond what is held; None where it works in what is held."""
+        ...
+
+    def measure_swap_s(self) -> float:
+        """Seconds to move one block to the host pool."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
 class Player:
-    runner: "TorchRunner | CudaRunner"
+    runner: DeviceRunner
     runs_on: str  # in words: which code computes
 
 
@@ -35,7 +49,7 @@ def cpu_player(
     tell: Callable[[str], None] | None,
 ) -> Player:
     obstacle = why_not(decoder)
-    model: Decoder | FusedDecoder = decoder if obstacle else FusedDecoder(decoder)
+    model: Model = decoder if obstacle else FusedDecoder(decoder)
     runs_on = f"PyTorch operators: {obstacle}" if obstacle else "fused native kernels"
     return Player(_torch_runner(model, decoder, config, memory, eos_ids, guidance), runs_on)
 
@@ -98,7 +112,7 @@ def refuse_kernel_options(config: EngineConfig, obstacle: str) -> None:
 
 
 def _torch_runner(
-    model: Decoder | FusedDecoder,
+    model: Model,
     decoder: Decoder,
     config: EngineConfig,
     memory: MemoryPlan,

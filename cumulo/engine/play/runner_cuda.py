@@ -21,7 +21,6 @@ from torch import Tensor
 from cumulo.engine.decide.plan import StepPlan, StepResult, TokenLogprobs
 from cumulo.engine.guides.guided import Guidance
 from cumulo.engine.play.device_slots import DeviceSlots
-from cumulo.engine.play.runner_torch import held_weight_bytes
 from cumulo.engine.play.slot_table import SlotTable, StepRows
 from cumulo.engine.play.step_words import StepShape, draw_words, gained_blocks, have_cuts, pack, shape_of
 from cumulo.engine.play.swap_pool import SwapPool
@@ -103,7 +102,7 @@ class CudaRunner:
 
     def memory_bytes(self) -> dict[str, int]:
         """What this runner holds on the device, by the names of the memory ledger's rows."""
-        held = {"weights": held_weight_bytes(self.model), "kv cache": self.cache.nbytes}
+        held = {"weights": self.model.weight_bytes, "kv cache": self.cache.nbytes}
         held["activations"] = self.model.buffer_bytes - self.model.logits.nbytes
         held["logits"] = self.model.logits.nbytes + self._buffers.nbytes + self._cut_buffers.nbytes
         held["token tables"] = self.slots.nbytes

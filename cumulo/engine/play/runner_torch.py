@@ -7,7 +7,6 @@ thread does this while the caller plans the next step; the order of plans is kep
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
 
 import numpy as np
 import torch
@@ -18,23 +17,18 @@ from cumulo.base.machine_memory import PeakMemory
 from cumulo.engine.decide.params import SamplingParams
 from cumulo.engine.decide.plan import NewSlot, StepPlan, StepResult, TokenLogprobs
 from cumulo.engine.guides.guided import Guidance
-from cumulo.engine.play.embedding import Vector
 from cumulo.engine.play.slot_table import SlotTable, StepRows
 from cumulo.engine.sampling.sampler import draw, token_logprobs
-from cumulo.models.batch import KVCache
+from cumulo.models.batch import KVCache, Model
 
 # Prompt log-probabilities need logits at every position; this many positions at a time bound their memory.
 _PROMPT_LOGIT_ROWS = 64
 
 
 class TorchRunner:
-    """The real player. `model` is a Decoder (forward gives hidden states, `logits` turns them into logits)
-    or a model whose forward gives logits at once.
-    """
-
     def __init__(
         self,
-        model: Any,
+        model: Model,
         cache: KVCache,
         *,
         max_slots: int,
@@ -53,7 +47,6 @@ class TorchRunner:
             if host_blocks
             else None
         )
-        self._two_stages = callable(getattr(model, "logits", None))
         self._closed = False
         self._worker: ThreadPoolExecutor | None = None
         if overlap:
@@ -89,7 +82,7 @@ class TorchRunner:
 
     def memory_bytes(self) -> dict[str, int]:
         """What this runner holds, by the names of the memory ledger's rows."""
-        held = {"weights": held_weight_bytes(self.model), "kv cache": self.cache.nbytes}
+        held = {"weights": self.model.weight_bytes, "kv cache": self.cache.nbytes}
         if self.device.type != "cpu":  # tables and swap pool are the host's, the ledger is the device's
             return held
         held["token tables"] = self.table.nbytes
@@ -183,10 +176,11 @@ class TorchRunner:
             )
             offset += len(positions)
         for positions in pools:
-            result.pooled.append(self._sum(output[offset : offset + len(positions)]))
+            hidden = output[offset : offset + len(positions)]
+            result.pooled.append(hidden.sum(dim=0, dtype=torch.float64).cpu().numpy())
             offset += len(positions)
         if len(draw_rows):
-            logits = self._logits(output[: len(last_tokens)])
+            logits = self.model.logits(output[: len(last_tokens)])
             self._draw(plan, rows, logits, draw_rows, logit_row_of_draw, result)
         return result
 
@@ -206,15 +200,6 @@ class TorchRunner:
         result.tokens = drawn.tokens.tolist()
         result.logprobs, result.errors = drawn.logprobs, drawn.errors
 
-    def _logits(self, output: Tensor) -> Tensor:
-        return self.model.logits(output) if self._two_stages else output
-
-    def _sum(self, hidden: Tensor) -> Vector:
-        if not self._two_stages:
-            raise RuntimeError("embeddings need hidden states, and this model gives only logits")
-        total: Vector = hidden.sum(dim=0, dtype=torch.float64).cpu().numpy()
-        return total
-
     # -- prompt log-probabilities -------------------------------------------------------------------------
     def _prompt_positions(self, rows: StepRows, row: int) -> NDArray[np.int64]:
         """Offsets into the row of the tokens whose successor is a prompt token."""
@@ -227,28 +212,13 @@ class TorchRunner:
         count = (params.prompt_logprobs or 0) if params is not None else 0
         entries: list[TokenLogprobs] = []
         for first in range(0, len(output), _PROMPT_LOGIT_ROWS):
-            logits = self._logits(output[first : first + _PROMPT_LOGIT_ROWS])
+            logits = self.model.logits(output[first : first + _PROMPT_LOGIT_ROWS])
             if logits.dtype not in (torch.float32, torch.float64):
                 logits = logits.float()
             begin = start + first + 1
             tokens = self.table.tokens[slot, begin : begin + len(logits)].astype(np.int64)
             entries += token_logprobs(logits, tokens, np.full(len(tokens), count))
         return entries
-
-
-def held_weight_bytes(model: Any) -> int:
-    """Bytes of a model's parameters and of what its matrices were packed into, each storage counted once."""
-    model = getattr(model, "decoder", model)  # a fused decoder shares the weights of the one it was made from
-    if not isinstance(model, torch.nn.Module):
-        return 0
-    total = sum(parameter.nbytes for parameter in model.parameters())
-    for module in model.modules():
-        packed = getattr(
-            module, "packed", None
-        )  # a Linear has one or none, a stack of experts a dict of lists
-        groups = packed.values() if isinstance(packed, dict) else [[packed]] if packed is not None else []
-        total += sum(int(weight.nbytes) for group in groups for weight in group)
-    return total
 
 
 def _copy_between(source: KVCache, target: KVCache, pairs: list[tuple[int, int]]) -> None:

@@ -111,6 +111,10 @@ class CudaDecoder:
         self.logits = buffer(max_outputs, spec.vocab_size)
 
     @property
+    def weight_bytes(self) -> int:
+        return self.decoder.weight_bytes
+
+    @property
     def buffer_bytes(self) -> int:
         """What a step works in; the ledger's activations and logits together."""
         own = (

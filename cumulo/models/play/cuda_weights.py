@@ -26,9 +26,8 @@ class RankSlice:
     """How one rank's partial sums become the stream, which all ranks then hold alike."""
 
     carries_stream: bool  # exactly one rank adds the stream so far, and the biases of the sums
-    sum_over_ranks: Callable[
-        [Tensor], object
-    ]  # in place, in the order of the device's other work: all_reduce
+    # In place, in the order of the device's other work: all_reduce.
+    sum_over_ranks: Callable[[Tensor], object]
 
 
 WHOLE = RankSlice(True, lambda stream: None)
@@ -67,50 +66,56 @@ def layer_weights(layer: torch.nn.Module, fp8: bool, rank_slice: RankSlice) -> L
     """With `fp8` the layer's matrices are quantised and the plain ones freed; routed experts stay as they are."""
     assert isinstance(layer, Layer)
     attention, ffn = layer.attention, layer.ffn
-    if fp8:
-        for name, module in layer.named_modules():
-            # kv_b is multiplied per head and transposed, which no 8-bit product does.
-            if isinstance(module, Linear) and module.packed is None and name != "attention.kv_b":
-                module.pack(_Packed(Fp8Weight.quantised(module.weight)))
+
+    def matrix(linear: Linear) -> Weight:
+        if not fp8:
+            return linear.weight
+        weight = Fp8Weight.quantised(linear.weight)
+        linear.pack(_PackedFp8(weight))
+        return weight
+
     plain = ffn if isinstance(ffn, FeedForward) else ffn.shared
     carries = rank_slice.carries_stream
     return LayerWeights(
         attention_norm=layer.attention_norm.weight,
-        attention=_heads(attention) if isinstance(attention, Attention) else _latent(attention),
-        output=_matrix(attention.output),
+        attention=_heads(attention, matrix)
+        if isinstance(attention, Attention)
+        else _latent(attention, matrix),
+        output=matrix(attention.output),
         output_bias=attention.output.bias if carries else None,
         scale=attention.scale,
         window=attention.window,
         ffn_norm=layer.ffn_norm.weight,
         mixture=ffn if isinstance(ffn, MixtureOfExperts) else None,
-        gate_up=None if plain is None else _matrix(plain.gate_up),
+        gate_up=None if plain is None else matrix(plain.gate_up),
         gate_up_bias=None if plain is None else plain.gate_up.bias,
-        down=None if plain is None else _matrix(plain.down),
+        down=None if plain is None else matrix(plain.down),
         down_bias=None if plain is None or not carries else plain.down.bias,
         ffn_width=0 if plain is None else plain.down.shape[1],
     )
 
 
-def _heads(attention: Attention) -> HeadWeights:
+def _heads(attention: Attention, matrix: Callable[[Linear], Weight]) -> HeadWeights:
     normed = attention.qk_norm
     return HeadWeights(
-        qkv=_matrix(attention.qkv),
+        qkv=matrix(attention.qkv),
         qkv_bias=attention.qkv.bias,
         q_norm=attention.q_norm.weight if normed else None,
         k_norm=attention.k_norm.weight if normed else None,
     )
 
 
-def _latent(attention: LatentAttention) -> LatentWeights:
+def _latent(attention: LatentAttention, matrix: Callable[[Linear], Weight]) -> LatentWeights:
     mla = attention.mla
     low = mla.q_rank is not None
+    # kv_b is multiplied per head and transposed, which no 8-bit product does.
     expansion = attention.kv_b.weight.view(attention.heads, -1, mla.kv_rank)
     return LatentWeights(
-        q_a=_matrix(attention.q_a) if low else None,
+        q_a=matrix(attention.q_a) if low else None,
         q_a_bias=attention.q_a.bias if low else None,
         q_a_norm=attention.q_a_norm.weight if low else None,
-        q=_matrix(attention.q_b if low else attention.q),
-        kv_a=_matrix(attention.kv_a),
+        q=matrix(attention.q_b if low else attention.q),
+        kv_a=matrix(attention.kv_a),
         kv_a_bias=attention.kv_a.bias,
         kv_a_norm=attention.kv_a_norm.weight,
         into_latent=expansion[:, : mla.nope_head_dim],
@@ -118,7 +123,7 @@ def _latent(attention: LatentAttention) -> LatentWeights:
     )
 
 
-class _Packed:
+class _PackedFp8:
     """A GPU's quantised matrix in the place of a plain one in the torch decoder, which can still be asked for
     both."""
 
@@ -138,7 +143,3 @@ class _Packed:
 
     def rows(self, indices: Tensor) -> Tensor:
         return self.weight.dequantised()[indices]
-
-
-def _matrix(layer: Linear) -> Weight:
-    return layer.packed.weight if isinstance(layer.packed, _Packed) else layer.weight

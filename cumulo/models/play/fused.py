@@ -1,5 +1,5 @@
 """FusedDecoder: a whole step of a dense decoder in one call of the native kernels. A runner uses it in place
-of the torch `Decoder` it was made from, wherever `supports` says yes.
+of the torch `Decoder` it was made from, wherever `why_not` has nothing to say.
 
 The layers become a flat list of operations (native/program.h) once; a step then only says how many tokens
 there are and where its tables lie, and one team of threads plays the list: no Python, no allocation and no
@@ -41,9 +41,9 @@ class FusedDecoder:
         self.cosine, self.sine = (table.contiguous() for table in decoder.rotary.table)
         self._program: _Program | None = None
 
-    @staticmethod
-    def supports(decoder: Decoder) -> bool:
-        return why_not(decoder) is None
+    @property
+    def weight_bytes(self) -> int:
+        return self.decoder.weight_bytes
 
     def forward(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
         """Compute a step, write its keys and values; the normed hidden states of `batch.logit_rows`."""
@@ -76,8 +76,6 @@ class FusedDecoder:
         )
         self.library.play(program.ops, step)
         return hidden
-
-    __call__ = forward
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[R, hidden] -> [R, vocabulary]."""
