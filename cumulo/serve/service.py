@@ -211,7 +211,7 @@ class Service:
         record = self.stories.get(request.submit.request_id)
         if record is None:  # pushed out by many newer ones
             return
-        record.ended_s, record.story, record.retried = now_s, story, request.resubmitted
+        record.ended_s, record.story, record.retried = now_s, story, request.resubmitted_at >= 0
         if isinstance(end, Failure):
             record.outcome, record.error = "error", end.message
         else:
