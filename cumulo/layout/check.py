@@ -1,5 +1,5 @@
-"""What a layout cannot share evenly of a model, its sequences and its batch. Each problem says what was asked and what
-would work; trainer and planner refuse by it before anything is allocated. Pure."""
+"""What a layout cannot share evenly of a model, its sequences and its batch. Each problem says what was asked and
+what would work; trainer and planner refuse by it before anything is allocated. Pure."""
 
 from collections.abc import Iterator
 
