@@ -1,157 +1,91 @@
 """`cumulo bench serve`: a load test for any OpenAI-compatible server."""
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from cumulo.cli.shared import options
-from cumulo.cli.shared import traffic_options as requested
+from cumulo.cli.shared import plan_options as shared
+from cumulo.cli.shared.declare import argument, option, takes_options
 
 if TYPE_CHECKING:
     from cumulo.load.campaign import Campaign, Load, Settings
     from cumulo.load.player import Level
 
 EXAMPLE = "Example: [bold]cumulo bench serve --rate 1,2,4 --slo ttft=500ms,itl=50ms --html load.html[/bold]"
-_LOAD, _WORK, _REPORT = "Load (one of)", requested.REQUESTS, "Report"
+_LOAD, _WORK, _REPORT = "Load (one of)", shared.REQUESTS, "Report"
 
 
-def serve(
-    url: Annotated[str, typer.Argument(help="The server's address.")] = "http://127.0.0.1:8000",
-    model: Annotated[
-        str, typer.Option("--model", "-m", help="Model name. Default: the first model the server lists.")
-    ] = "",
-    endpoint: Annotated[str, typer.Option(help="Endpoint to call: chat or completions.")] = "chat",
-    api_key: Annotated[
-        str,
-        typer.Option(envvar="OPENAI_API_KEY", help="API key, sent as a bearer token.", show_default=False),
-    ] = "",
-    concurrency: Annotated[
-        str,
-        typer.Option(
-            help="Closed loop: number of concurrent requests; '1,4,16' measures each.", rich_help_panel=_LOAD
-        ),
-    ] = "",
-    rate: Annotated[
-        str,
-        typer.Option(
-            help="Open loop: request rate, in requests/s; '1,2,4' measures each, '1:8' is a ramp.",
-            rich_help_panel=_LOAD,
-        ),
-    ] = "",
-    trace: Annotated[
-        Path | None,
-        typer.Option(
-            help="Replay a trace: CSV or JSON Lines with a time and two lengths per request.",
-            rich_help_panel=_LOAD,
-        ),
-    ] = None,
-    arrivals: Annotated[str, typer.Option(help=requested.ARRIVALS, rich_help_panel=_LOAD)] = "poisson",
-    trace_speed: Annotated[
-        float, typer.Option(help="Speed of the replay; 2: twice as fast.", rich_help_panel=_LOAD)
-    ] = 1.0,
-    trace_unit: Annotated[
-        str, typer.Option(help="Unit of the times in the trace: s or ms.", rich_help_panel=_LOAD)
-    ] = "s",
-    requests: Annotated[
-        int | None, typer.Option(min=1, help="Conversations per level.", rich_help_panel=_LOAD)
-    ] = None,
-    duration: Annotated[
-        str,
-        typer.Option(
-            help="Time per level. Default: 30s, unless --requests or --trace is given.", rich_help_panel=_LOAD
-        ),
-    ] = "",
-    warmup: Annotated[
-        int | None,
-        typer.Option(
-            min=0, help="Conversations at the start of a level that are not measured.", rich_help_panel=_LOAD
-        ),
-    ] = None,
-    settle: Annotated[str, typer.Option(help="Pause between levels.", rich_help_panel=_LOAD)] = "1s",
-    input_tokens: requested.Input = "128",
-    output_tokens: requested.Output = "64",
-    shared_prefix: requested.SharedPrefix = 0,
-    prefixes: requested.Prefixes = 1,
-    turns: Annotated[
-        str, typer.Option(help="Turns per conversation, in the same forms as --input.", rich_help_panel=_WORK)
-    ] = "1",
-    think: Annotated[
-        str, typer.Option(help="Mean pause between turns, for example 2s.", rich_help_panel=_WORK)
-    ] = "0s",
-    extra: Annotated[
-        str, typer.Option(help="A JSON object that is merged into every request.", rich_help_panel=_WORK)
-    ] = "",
-    seed: Annotated[
-        str, typer.Option(help="Random seed. The same seed gives the same requests.", rich_help_panel=_WORK)
-    ] = "0",
-    timeout: Annotated[
-        str, typer.Option(help="Maximum time to wait for an answer.", rich_help_panel=_WORK)
-    ] = "600s",
-    retries: Annotated[
-        int,
-        typer.Option(
-            min=0, help="Number of retries after 429 or 503, following Retry-After.", rich_help_panel=_WORK
-        ),
-    ] = 0,
-    slo: Annotated[
-        str,
-        typer.Option(
-            help="Latency objective (SLO), for example ttft=500ms,itl=50ms; also tpot and e2e.",
-            rich_help_panel=_REPORT,
-        ),
-    ] = "",
-    slo_share: Annotated[
-        float,
-        typer.Option(help="Share of requests that must meet the SLO, from 0 to 1.", rich_help_panel=_REPORT),
-    ] = 0.95,
-    find_rate: Annotated[
-        bool, typer.Option(help="Find the highest request rate that meets --slo.", rich_help_panel=_REPORT)
-    ] = False,
-    tolerance: Annotated[
-        float,
-        typer.Option(help="Relative accuracy of the rate that --find-rate finds.", rich_help_panel=_REPORT),
-    ] = 0.1,
-    search_time: Annotated[
-        str, typer.Option(help="Maximum time for the search.", rich_help_panel=_REPORT)
-    ] = "30m",
-    html: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", help="Write an HTML report with charts to this file.", rich_help_panel=_REPORT
-        ),
-    ] = None,
-    records: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", help="Write every request to this file as JSON Lines.", rich_help_panel=_REPORT
-        ),
-    ] = None,
-    json_file: options.JsonOption = None,
-    self_test: Annotated[
-        bool,
-        typer.Option(
-            "--self-test",
-            help="Measure the load generator itself, without a server.",
-            rich_help_panel=_REPORT,
-        ),
-    ] = False,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class BenchServeOptions:
+    url: str = argument("The server's address.", "http://127.0.0.1:8000")
+    model: str = option("Model name. Default: the first model the server lists.", "", "--model", "-m")
+    endpoint: str = option("Endpoint to call: chat or completions.", "chat")
+    api_key: str = option("API key, sent as a bearer token.", "", envvar="OPENAI_API_KEY", show_default=False)
+    concurrency: str = option(
+        "Closed loop: number of concurrent requests; '1,4,16' measures each.", "", panel=_LOAD
+    )
+    rate: str = option(
+        "Open loop: request rate, in requests/s; '1,2,4' measures each, '1:8' is a ramp.", "", panel=_LOAD
+    )
+    trace: Path | None = option(
+        "Replay a trace: CSV or JSON Lines with a time and two lengths per request.", None, panel=_LOAD
+    )
+    arrivals: str = option(shared.ARRIVALS, "poisson", panel=_LOAD)
+    trace_speed: float = option("Speed of the replay; 2: twice as fast.", 1.0, panel=_LOAD)
+    trace_unit: str = option("Unit of the times in the trace: s or ms.", "s", panel=_LOAD)
+    requests: int | None = option("Conversations per level.", None, panel=_LOAD, min=1)
+    duration: str = option(
+        "Time per level. Default: 30s, unless --requests or --trace is given.", "", panel=_LOAD
+    )
+    warmup: int | None = option(
+        "Conversations at the start of a level that are not measured.", None, panel=_LOAD, min=0
+    )
+    settle: str = option("Pause between levels.", "1s", panel=_LOAD)
+    requested: shared.RequestOptions = shared.RequestOptions(input_tokens="128", output_tokens="64")
+    turns: str = option("Turns per conversation, in the same forms as --input.", "1", panel=_WORK)
+    think: str = option("Mean pause between turns, for example 2s.", "0s", panel=_WORK)
+    extra: str = option("A JSON object that is merged into every request.", "", panel=_WORK)
+    seed: str = option("Random seed. The same seed gives the same requests.", "0", panel=_WORK)
+    timeout: str = option("Maximum time to wait for an answer.", "600s", panel=_WORK)
+    retries: int = option("Number of retries after 429 or 503, following Retry-After.", 0, panel=_WORK, min=0)
+    slo: str = option(
+        "Latency objective (SLO), for example ttft=500ms,itl=50ms; also tpot and e2e.", "", panel=_REPORT
+    )
+    slo_share: float = option("Share of requests that must meet the SLO, from 0 to 1.", 0.95, panel=_REPORT)
+    find_rate: bool = option("Find the highest request rate that meets --slo.", False, panel=_REPORT)
+    tolerance: float = option("Relative accuracy of the rate that --find-rate finds.", 0.1, panel=_REPORT)
+    search_time: str = option("Maximum time for the search.", "30m", panel=_REPORT)
+    html: Path | None = option(
+        "Write an HTML report with charts to this file.", None, panel=_REPORT, metavar="FILE"
+    )
+    records: Path | None = option(
+        "Write every request to this file as JSON Lines.", None, panel=_REPORT, metavar="FILE"
+    )
+    json_file: options.JsonOption = None
+    self_test: bool = option(
+        "Measure the load generator itself, without a server.", False, "--self-test", panel=_REPORT
+    )
+
+
+@takes_options
+def serve(chosen: BenchServeOptions) -> None:
     """Load-test a server: TTFT, ITL, throughput, goodput under an SLO, and the highest rate that meets it.
 
     It works with any OpenAI-compatible server. The load is a closed loop (--concurrency), an open loop (--rate) or
     a recorded trace (--trace). The default is 8 concurrent requests.
     """
-    chosen = dict(locals())
-    if self_test:
-        _self_test(json_file)
+    if chosen.self_test:
+        _self_test(chosen.json_file)
         return
     from cumulo.cli.view import bench_serve_report as report
     from cumulo.load.campaign import Campaign
 
     campaign = Campaign(settings(chosen), view := report.View())
     interrupted = _run(campaign, view)
-    report.finish(campaign, json_file, html, records)
+    report.finish(campaign, chosen.json_file, chosen.html, chosen.records)
     if interrupted:
         raise typer.Exit(130)
     if not all(row.ok for row in report.rows(campaign)):
@@ -172,7 +106,7 @@ def _run(campaign: "Campaign", view: Any) -> bool:
     return False
 
 
-def settings(chosen: dict[str, Any]) -> "Settings":
+def settings(chosen: BenchServeOptions) -> "Settings":
     """The command line's options as a campaign's settings."""
     from cumulo.errors import CumuloError
     from cumulo.load.arrivals import Arrivals
@@ -183,64 +117,65 @@ def settings(chosen: dict[str, Any]) -> "Settings":
     from cumulo.load.slo import parse_slo
     from cumulo.load.units import parse_duration_s
 
-    if chosen["endpoint"] not in ("chat", "completions"):
-        raise CumuloError(f"--endpoint must be chat or completions, got {chosen['endpoint']!r}")
-    duration_s = parse_duration_s(chosen["duration"], "--duration") if chosen["duration"] else None
-    if duration_s is None and chosen["requests"] is None and not chosen["trace"] and not chosen["find_rate"]:
+    if chosen.endpoint not in ("chat", "completions"):
+        raise CumuloError(f"--endpoint must be chat or completions, got {chosen.endpoint!r}")
+    duration_s = parse_duration_s(chosen.duration, "--duration") if chosen.duration else None
+    if duration_s is None and chosen.requests is None and not chosen.trace and not chosen.find_rate:
         duration_s = 30.0
     loads = _loads(chosen, duration_s)
-    slo = parse_slo(chosen["slo"], chosen["slo_share"]) if chosen["slo"] else None
-    if chosen["find_rate"]:
+    slo = parse_slo(chosen.slo, chosen.slo_share) if chosen.slo else None
+    if chosen.find_rate:
         if slo is None:
             raise CumuloError("--find-rate needs an SLO: add --slo, for example --slo ttft=500ms")
         if len(loads) != 1 or not isinstance(loads[0], Arrivals) or loads[0].final_rate is not None:
             raise CumuloError("--find-rate needs one rate to start from: add --rate, for example --rate 1")
-        if not chosen["tolerance"] > 0:
-            raise CumuloError(f"--tolerance must be more than 0, got {chosen['tolerance']:g}")
+        if not chosen.tolerance > 0:
+            raise CumuloError(f"--tolerance must be more than 0, got {chosen.tolerance:g}")
     workload = Workload(
-        parse_lengths(chosen["input_tokens"], "--input"),
-        parse_lengths(chosen["output_tokens"], "--output"),
-        parse_lengths(chosen["turns"], "--turns"),
-        parse_duration_s(chosen["think"], "--think"),
-        chosen["shared_prefix"],
-        chosen["prefixes"],
+        parse_lengths(chosen.requested.input_tokens, "--input"),
+        parse_lengths(chosen.requested.output_tokens, "--output"),
+        parse_lengths(chosen.turns, "--turns"),
+        parse_duration_s(chosen.think, "--think"),
+        chosen.requested.shared_prefix,
+        chosen.requested.prefixes,
     )
-    workload.conversation(0, chosen["seed"], None, measured=True)  # lengths that cannot be drawn show here
+    workload.conversation(0, chosen.seed, None, measured=True)  # lengths that cannot be drawn show here
     if any(isinstance(load, Replay) for load in loads) and workload != Workload():
         raise CumuloError(
             "a trace contains its own lengths; remove --input, --output, --turns and the prefix options"
         )
-    target = Target(chosen["model"], chosen["endpoint"], chosen["api_key"], extra=_extra(chosen["extra"]))
+    endpoint: Any = chosen.endpoint
+    target = Target(chosen.model, endpoint, chosen.api_key, extra=_extra(chosen.extra))
     return Settings(
-        chosen["url"], target, loads, workload, chosen["requests"], duration_s, chosen["warmup"], slo,
-        chosen["find_rate"], chosen["tolerance"], chosen["seed"],
-        parse_duration_s(chosen["timeout"], "--timeout"), chosen["retries"],
-        parse_duration_s(chosen["settle"], "--settle"),
-        parse_duration_s(chosen["search_time"], "--search-time"),
+        chosen.url, target, loads, workload, chosen.requests, duration_s, chosen.warmup, slo,
+        chosen.find_rate, chosen.tolerance, chosen.seed,
+        parse_duration_s(chosen.timeout, "--timeout"), chosen.retries,
+        parse_duration_s(chosen.settle, "--settle"),
+        parse_duration_s(chosen.search_time, "--search-time"),
     )  # fmt: skip
 
 
-def _loads(chosen: dict[str, Any], duration_s: float | None) -> "list[Load]":
+def _loads(chosen: BenchServeOptions, duration_s: float | None) -> "list[Load]":
     from cumulo.errors import CumuloError
     from cumulo.load.arrivals import parse_process, parse_rates
     from cumulo.load.campaign import Replay
     from cumulo.load.trace import read_trace
     from cumulo.load.units import parse_count
 
-    given = [name for name in ("concurrency", "rate", "trace") if chosen[name]]
+    given = [name for name in ("concurrency", "rate", "trace") if getattr(chosen, name)]
     if len(given) > 1:
         raise CumuloError(f"--{' and --'.join(given)} cannot be combined; keep one of them")
-    process, burst_size = parse_process(chosen["arrivals"])
-    if chosen["rate"]:
-        return list(parse_rates(chosen["rate"], process, burst_size, duration_s))
-    if chosen["trace"]:
-        if chosen["trace_unit"] not in ("s", "ms"):
-            raise CumuloError(f"--trace-unit must be s or ms, got {chosen['trace_unit']!r}")
-        if not chosen["trace_speed"] > 0:
-            raise CumuloError(f"--trace-speed must be more than 0, got {chosen['trace_speed']:g}")
-        rows = read_trace(chosen["trace"], 1.0 if chosen["trace_unit"] == "s" else 1e-3)
-        return [Replay(rows, chosen["trace_speed"])]
-    return [parse_count(part, "--concurrency") for part in (chosen["concurrency"] or "8").split(",")]
+    process, burst_size = parse_process(chosen.arrivals)
+    if chosen.rate:
+        return list(parse_rates(chosen.rate, process, burst_size, duration_s))
+    if chosen.trace:
+        if chosen.trace_unit not in ("s", "ms"):
+            raise CumuloError(f"--trace-unit must be s or ms, got {chosen.trace_unit!r}")
+        if not chosen.trace_speed > 0:
+            raise CumuloError(f"--trace-speed must be more than 0, got {chosen.trace_speed:g}")
+        rows = read_trace(chosen.trace, 1.0 if chosen.trace_unit == "s" else 1e-3)
+        return [Replay(rows, chosen.trace_speed)]
+    return [parse_count(part, "--concurrency") for part in (chosen.concurrency or "8").split(",")]
 
 
 def _extra(text: str) -> dict[str, Any]:

@@ -1,64 +1,39 @@
 """`cumulo chat`: a streaming conversation in the terminal, or one question from a pipe."""
 
 import sys
-from typing import Annotated
-
-import typer
+from dataclasses import dataclass
 
 from cumulo.cli.shared import options
+from cumulo.cli.shared.declare import group, option, takes_options
 
 EXAMPLE = 'Example: [bold]echo "What is the capital of France?" | cumulo chat[/bold]'
 
 
-def chat(
-    model: options.ModelArgument = None,
-    system: Annotated[str | None, typer.Option(help="System message.")] = None,
-    temperature: options.Temperature = None,
-    top_k: options.TopK = 0,
-    top_p: options.TopP = 0.9,
-    min_p: options.MinP = 0.0,
-    repetition_penalty: options.RepetitionPenalty = 1.0,
-    max_tokens: options.MaxTokens = 512,
-    seed: options.Seed = None,
-    stop: options.Stop = None,
-    threads: options.Threads = None,
-    max_context: options.MaxContext = None,
-    kv_memory_gib: options.KvMemory = None,
-    device: options.Device = None,
-    weights: options.Weights = None,
-    kv_dtype: options.KvDtype = None,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class ChatOptions:
+    model: options.ModelArgument = None
+    system: str | None = option("System message.", None)
+    sampling: options.SamplingOptions = group(
+        options.SamplingOptions(top_p=0.9, max_tokens=512),
+        without=(
+            "presence_penalty", "frequency_penalty", "min_tokens", "ignore_eos", "n", "best_of", "beam_width",
+            "logprobs",
+        ),
+    )  # fmt: skip
+    engine: options.EngineOptions = options.EngineOptions()
+
+
+@takes_options
+def chat(chosen: ChatOptions) -> None:
     """Chat with a model. In a pipe, it reads the question from stdin and prints only the answer.
 
     In a terminal, the default temperature is 0.2, and /help lists the commands. In a pipe, the default temperature
     is 0, so that the same question gets the same answer.
     """
     from cumulo.cli.talk import conversation
+    from cumulo.engine.decide.params import SamplingParams
 
     interactive = sys.stdin.isatty()
-    if temperature is None:
-        temperature = 0.2 if interactive else 0.0
-    params = options.sampling(
-        {
-            "temperature": temperature,
-            "top_k": top_k,
-            "top_p": top_p,
-            "min_p": min_p,
-            "repetition_penalty": repetition_penalty,
-            "max_tokens": max_tokens,
-            "seed": seed,
-            "stop": stop,
-        }
-    )
-    config = options.engine_config(
-        threads=threads,
-        max_context=max_context,
-        kv_memory_gib=kv_memory_gib,
-        device=device,
-        weights=weights,
-        kv_dtype=kv_dtype,
-    )
-    if interactive:
-        conversation.talk(model, config, params, system)
-    else:
-        conversation.answer_stdin(model, config, params, system)
+    params = SamplingParams(**chosen.sampling.fields(temperature=0.2 if interactive else 0.0))
+    begin = conversation.talk if interactive else conversation.answer_stdin
+    begin(chosen.model, chosen.engine.config(), params, chosen.system)

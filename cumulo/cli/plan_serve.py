@@ -1,13 +1,12 @@
 """`cumulo plan serve`: the cheapest deployment that meets an SLO, why it is, and which one comes second."""
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from cumulo.cli.shared import options
-from cumulo.cli.shared import traffic as asked
-from cumulo.cli.shared import traffic_options as requested
+from cumulo.cli.shared import plan_options as shared
+from cumulo.cli.shared.declare import option, takes_options
 from cumulo.cli.view import simulate as view
 
 if TYPE_CHECKING:
@@ -22,56 +21,36 @@ EXAMPLE = (
 _WHERE, _REPORT = "Deployment", "Report"
 
 
-def serve(
-    model: asked.ModelName,
-    rate: Annotated[
-        float,
-        typer.Option(
-            help="Request rate of all replicas together, in requests/s.", rich_help_panel=asked.TRAFFIC
-        ),
-    ],
-    slo: asked.SloOption,
-    devices: Annotated[
-        str,
-        typer.Option(
-            help="Devices to consider, separated by commas. Default: every GPU in the catalogue.",
-            rich_help_panel=_WHERE,
-        ),
-    ] = "",
-    weights: Annotated[
-        str, typer.Option(help="Weight formats to consider, separated by commas.", rich_help_panel=_WHERE)
-    ] = "bfloat16,float8",
-    split: Annotated[
-        bool | None,
-        typer.Option(
-            "--split/--together",
-            help="Run prefill on replicas of its own, or together with decode. Default: consider both.",
-            rich_help_panel=_WHERE,
-        ),
-    ] = None,
-    max_gpus: Annotated[
-        int | None, typer.Option(help="Maximum number of GPUs. Default: no limit.", rich_help_panel=_WHERE)
-    ] = None,
-    input_tokens: requested.Input = "512",
-    output_tokens: requested.Output = "128",
-    shared_prefix: requested.SharedPrefix = 0,
-    prefixes: requested.Prefixes = 1,
-    arrivals: asked.Arrivals = "poisson",
-    trace: asked.Trace = None,
-    requests: asked.Requests = 400,
-    seed: asked.SeedOption = 0,
-    slo_percentile: asked.SloPercentile = 99.0,
-    svg: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Write a chart of the best deployment's latencies over the request rate (SVG).",
-            rich_help_panel=_REPORT,
-        ),
-    ] = None,
-    catalog_file: asked.CatalogFile = None,
-    json_file: options.JsonOption = None,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class PlanServeOptions:
+    model: shared.ModelName
+    rate: float = option("Request rate of all replicas together, in requests/s.", panel=shared.TRAFFIC)
+    slo: shared.SloOption
+    devices: str = option(
+        "Devices to consider, separated by commas. Default: every GPU in the catalogue.", "", panel=_WHERE
+    )
+    weights: str = option("Weight formats to consider, separated by commas.", "bfloat16,float8", panel=_WHERE)
+    split: bool | None = option(
+        "Run prefill on replicas of its own, or together with decode. Default: consider both.",
+        None,
+        "--split/--together",
+        panel=_WHERE,
+    )
+    max_gpus: int | None = option("Maximum number of GPUs. Default: no limit.", None, panel=_WHERE)
+    traffic: shared.TrafficOptions = shared.TrafficOptions(requests=400)
+    slo_percentile: shared.SloPercentile = 99.0
+    svg: Path | None = option(
+        "Write a chart of the best deployment's latencies over the request rate (SVG).",
+        None,
+        panel=_REPORT,
+        metavar="FILE",
+    )
+    catalog_file: shared.CatalogFile = None
+    json_file: options.JsonOption = None
+
+
+@takes_options
+def serve(chosen: PlanServeOptions) -> None:
     """Find the cheapest deployment that meets an SLO.
 
     The report names devices, parallelism, weight format and replicas, with the predicted latencies.
@@ -79,38 +58,39 @@ def serve(
     from cumulo.base import report as reports
     from cumulo.cli.shared.terminal import note, out, working
     from cumulo.errors import ConfigError
+    from cumulo.load.simulated import parse_objective
     from cumulo.plan.serve.capacity import play_between
     from cumulo.plan.serve.search import Wanted, kinds, search
     from cumulo.plan.serve.traffic import check_rate
+    from cumulo.spec.catalog import shipped
 
+    model, rate, max_gpus = chosen.model, chosen.rate, chosen.max_gpus
     check_rate(rate)
     if max_gpus is not None and max_gpus < 1:
         raise ConfigError(f"--max-gpus must be 1 or more, got {max_gpus}; omit it for no limit")
-    catalog = asked.load_catalog(catalog_file)
-    objective = asked.parse_objective(slo, slo_percentile)
+    catalog = shipped(chosen.catalog_file)
+    objective = parse_objective(chosen.slo, chosen.slo_percentile)
     if objective is None:
         raise ConfigError("a deployment plan needs an SLO: add --slo, for example --slo ttft=500ms,itl=50ms")
-    traffic = asked.make_traffic(
-        input_tokens, output_tokens, shared_prefix, prefixes, arrivals, trace, requests, seed
-    )
-    wanted = Wanted(asked.model_spec(model, catalog), traffic, rate, objective, max_gpus)
-    names = _names(devices) or [
+    traffic = chosen.traffic.traffic()
+    wanted = Wanted(catalog.model_or_file(model), traffic, rate, objective, max_gpus)
+    names = _names(chosen.devices) or [
         name for name in catalog.names("devices") if catalog.device(name).generation != "cpu"
     ]
     with working("planning") as tell:
-        plan = search(wanted, kinds(wanted, catalog, names, _names(weights), split), tell)
+        plan = search(wanted, kinds(wanted, catalog, names, _names(chosen.weights), chosen.split), tell)
     best = plan.best
     share, between = rate / best.replicas, None
     if not best.prefill_replicas:
-        between = play_between(best.replica, traffic.at_rate(share), slo_percentile)
+        between = play_between(best.replica, traffic.at_rate(share), chosen.slo_percentile)
     rows = _rows(plan) + view.report_rows(best.report, share, objective, between)
-    if svg is not None:
+    if chosen.svg is not None:
         view.write_picture(
-            svg, list(plan.capacity.trials), objective, f"{model}: a replica of {best.replica}"
+            chosen.svg, list(plan.capacity.trials), objective, f"{model}: a replica of {best.replica}"
         )
-        note(f"chart written to {svg}")
-    reports.write_json(json_file, rows, plans=[_as_dict(one) for one in plan.deployments])
-    if str(json_file) != "-":
+        note(f"chart written to {chosen.svg}")
+    reports.write_json(chosen.json_file, rows, plans=[_as_dict(one) for one in plan.deployments])
+    if str(chosen.json_file) != "-":
         out.print(f"[bold]{model}[/bold], {rate:g} requests/s: [bold]{best}[/bold]")
         out.print(reports.table("", rows))
         out.print(

@@ -1,12 +1,12 @@
 """`cumulo plan train`: the fastest way to train a model on a cluster, what it needs, and why it is the fastest."""
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, get_args
-
-import typer
+from typing import TYPE_CHECKING, get_args
 
 from cumulo.cli.shared import options
-from cumulo.cli.shared import traffic as asked
+from cumulo.cli.shared import plan_options as shared
+from cumulo.cli.shared.declare import group, option, takes_options
 
 if TYPE_CHECKING:
     from cumulo.plan.job import TrainJob
@@ -18,137 +18,85 @@ EXAMPLE = (
     "Example: [bold]cumulo plan train llama-3.1-405b --gpus 16384 --device h100-sxm --batch 2048 --sequence 8192 "
     "--tokens 15e12[/bold]"
 )
-_JOB, _CLUSTER, _LIMITS, _REPORT = "Training", "Cluster", "Limits", "Report"
+_LIMITS, _REPORT = "Limits", "Report"
 
 
-def train(
-    model: asked.ModelName,
-    gpus: Annotated[
-        int, typer.Option(help="Number of GPUs. The plan uses all of them.", rich_help_panel=_CLUSTER)
-    ],
-    device: Annotated[
-        str | None,
-        typer.Option(
-            help="Device, by its name in the catalogue. Default: h100-sxm.", rich_help_panel=_CLUSTER
-        ),
-    ] = None,
-    node: Annotated[
-        str | None,
-        typer.Option(
-            help="Node type, by its name in the catalogue. Default: the first one with the device.",
-            rich_help_panel=_CLUSTER,
-        ),
-    ] = None,
-    fabric: Annotated[
-        str, typer.Option(help="Network fabric, by its name in the catalogue.", rich_help_panel=_CLUSTER)
-    ] = "rail-infiniband",
-    batch: Annotated[
-        int, typer.Option(help="Global batch size, in sequences per step.", rich_help_panel=_JOB)
-    ] = 1024,
-    sequence: Annotated[int, typer.Option(help="Sequence length, in tokens.", rich_help_panel=_JOB)] = 4096,
-    dtype: Annotated[
-        str, typer.Option(help="Number format: bfloat16, float16, float32 or float8.", rich_help_panel=_JOB)
-    ] = "bfloat16",
-    optimizer: Annotated[
-        str, typer.Option(help="adamw, adamw8bit or muon, as in `cumulo train`.", rich_help_panel=_JOB)
-    ] = "adamw",
-    offload_optimizer: Annotated[
-        bool,
-        typer.Option(
-            "--offload-optimizer", help="Keep the optimizer states in host memory.", rich_help_panel=_JOB
-        ),
-    ] = False,
-    offload_activations: Annotated[
-        bool,
-        typer.Option(
-            "--offload-activations",
-            help="Keep activations in host memory until the backward pass needs them.",
-            rich_help_panel=_JOB,
-        ),
-    ] = False,
-    tokens: Annotated[
-        float | None, typer.Option(help="Tokens of the whole run, for example 15e12.", rich_help_panel=_JOB)
-    ] = None,
-    fixed: Annotated[
-        str | None,
-        typer.Option(
-            help="Predict this layout instead of searching for one: tp=8,pp=16,dp=64,zero=1,schedule=1f1b,chunks=2,"
-            "sp=true,micro_batch=1,recompute=full. recompute can also be norm, activation, attention, or several "
-            "of them joined by +. Other keys: cp, ep, ulysses, shard.",
-            rich_help_panel=_JOB,
-        ),
-    ] = None,
-    storage_gb_s: Annotated[
-        float,
-        typer.Option(
-            help="Storage bandwidth per node, in GB/s, for reading data and writing checkpoints.",
-            rich_help_panel=_CLUSTER,
-        ),
-    ] = 1.0,
-    checkpoint_minutes: Annotated[
-        float | None,
-        typer.Option(
-            help="Minutes between two checkpoints. Default: the best interval for the failure rate.",
-            rich_help_panel=_JOB,
-        ),
-    ] = None,
-    asynchronous: Annotated[
-        bool,
-        typer.Option(
-            "--async-checkpoints/--sync-checkpoints",
-            help="Write checkpoints while training continues, or stop training to write them.",
-            rich_help_panel=_JOB,
-        ),
-    ] = True,
-    memory_gib: Annotated[
-        float | None,
-        typer.Option(
-            help="Usable memory per GPU, in GiB. Default: all of the device's memory.",
-            rich_help_panel=_LIMITS,
-        ),
-    ] = None,
-    deadline_days: Annotated[
-        float | None,
-        typer.Option(help="Longest acceptable run time for --tokens, in days.", rich_help_panel=_LIMITS),
-    ] = None,
-    budget: Annotated[
-        float | None,
-        typer.Option(help="Highest acceptable price for --tokens, in dollars.", rich_help_panel=_LIMITS),
-    ] = None,
-    out_file: Annotated[
-        Path | None,
-        typer.Option(
-            "--out",
-            metavar="FILE",
-            help="Write the best plan to this file. `cumulo train FILE` runs it.",
-            rich_help_panel=_REPORT,
-        ),
-    ] = None,
-    timeline_file: Annotated[
-        Path | None,
-        typer.Option(
-            "--timeline",
-            metavar="FILE",
-            help="Draw the pipeline of the best plan into this file (SVG).",
-            rich_help_panel=_REPORT,
-        ),
-    ] = None,
-    why: Annotated[
-        bool,
-        typer.Option(
-            "--why/--no-why", help="Show how much a single change would save.", rich_help_panel=_REPORT
-        ),
-    ] = True,
-    catalog_file: asked.CatalogFile = None,
-    json_file: options.JsonOption = None,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class PlanTrainOptions:
+    model: shared.ModelName
+    where: shared.ClusterOptions = group()
+    batches: shared.BatchOptions = shared.BatchOptions()
+    dtype: str = option(
+        "Number format: bfloat16, float16, float32 or float8.", "bfloat16", panel=shared.TRAINING
+    )
+    optimizer: str = option("adamw, adamw8bit or muon, as in `cumulo train`.", "adamw", panel=shared.TRAINING)
+    offload_optimizer: bool = option(
+        "Keep the optimizer states in host memory.", False, "--offload-optimizer", panel=shared.TRAINING
+    )
+    offload_activations: bool = option(
+        "Keep activations in host memory until the backward pass needs them.",
+        False,
+        "--offload-activations",
+        panel=shared.TRAINING,
+    )
+    tokens: float | None = option("Tokens of the whole run, for example 15e12.", None, panel=shared.TRAINING)
+    fixed: str | None = option(
+        "Predict this layout instead of searching for one: "
+        "tp=8,pp=16,dp=64,zero=1,schedule=1f1b,chunks=2,sp=true,micro_batch=1,recompute=full. recompute can "
+        "also be norm, activation, attention, or several of them joined by +. Other keys: cp, ep, ulysses, "
+        "shard.",
+        None,
+        panel=shared.TRAINING,
+    )
+    storage_gb_s: float = option(
+        "Storage bandwidth per node, in GB/s, for reading data and writing checkpoints.",
+        1.0,
+        panel=shared.CLUSTER,
+    )
+    checkpoint_minutes: float | None = option(
+        "Minutes between two checkpoints. Default: the best interval for the failure rate.",
+        None,
+        panel=shared.TRAINING,
+    )
+    asynchronous: bool = option(
+        "Write checkpoints while training continues, or stop training to write them.",
+        True,
+        "--async-checkpoints/--sync-checkpoints",
+        panel=shared.TRAINING,
+    )
+    memory_gib: float | None = option(
+        "Usable memory per GPU, in GiB. Default: all of the device's memory.", None, panel=_LIMITS
+    )
+    deadline_days: float | None = option(
+        "Longest acceptable run time for --tokens, in days.", None, panel=_LIMITS
+    )
+    budget: float | None = option("Highest acceptable price for --tokens, in dollars.", None, panel=_LIMITS)
+    out_file: Path | None = option(
+        "Write the best plan to this file. `cumulo train FILE` runs it.",
+        None,
+        "--out",
+        panel=_REPORT,
+        metavar="FILE",
+    )
+    timeline_file: Path | None = option(
+        "Draw the pipeline of the best plan into this file (SVG).",
+        None,
+        "--timeline",
+        panel=_REPORT,
+        metavar="FILE",
+    )
+    why: bool = option("Show how much a single change would save.", True, "--why/--no-why", panel=_REPORT)
+    catalog_file: shared.CatalogFile = None
+    json_file: options.JsonOption = None
+
+
+@takes_options
+def train(chosen: PlanTrainOptions) -> None:
     """Find the fastest way to train MODEL on a cluster: layout, schedule, memory, time, traffic, price, and why.
 
     The search considers every plan in its space and ranks them by predicted step time. `cumulo plan validate`
     compares the predictions with published results.
     """
-    from shlex import quote
-
     from cumulo.base import report
     from cumulo.cli.shared.terminal import out, working
     from cumulo.cli.view import plan_train as view
@@ -159,65 +107,75 @@ def train(
     from cumulo.plan.search.run_stalls import Storage, stalls_of
     from cumulo.plan.search.space import TrainGoal
     from cumulo.plan.search.why import changes
+    from cumulo.spec.catalog import shipped
 
-    limits = Limits(deadline_days, budget)
-    interval_s = None if checkpoint_minutes is None else 60 * checkpoint_minutes
-    storage = Storage(storage_gb_s * 1e9, asynchronous, interval_s)
+    where, batches, tokens, fixed = chosen.where, chosen.batches, chosen.tokens, chosen.fixed
+    limits = Limits(chosen.deadline_days, chosen.budget)
+    interval_s = None if chosen.checkpoint_minutes is None else 60 * chosen.checkpoint_minutes
+    storage = Storage(chosen.storage_gb_s * 1e9, chosen.asynchronous, interval_s)
     for name, value, choices in (
-        ("--dtype", dtype, ("bfloat16", "float16", "float32", "float8")),
-        ("--optimizer", optimizer, get_args(OptimizerKind)),
+        ("--dtype", chosen.dtype, ("bfloat16", "float16", "float32", "float8")),
+        ("--optimizer", chosen.optimizer, get_args(OptimizerKind)),
     ):
         if value not in choices:
             raise ConfigError(f"{name} must be one of {', '.join(choices)}; got {value!r}")
-    for option, amount in (("--tokens", tokens), ("--memory-gib", memory_gib)):
+    for name, amount in (("--tokens", tokens), ("--memory-gib", chosen.memory_gib)):
         if amount is not None and not 0 < amount < float("inf"):
-            raise ConfigError(f"{option} must be more than 0 and finite, got {amount:g}")
-    catalog = asked.load_catalog(catalog_file)
-    wanted = device if device or node else "h100-sxm"
+            raise ConfigError(f"{name} must be more than 0 and finite, got {amount:g}")
+    catalog = shipped(chosen.catalog_file)
     goal = TrainGoal(
-        asked.model_spec(model, catalog),
-        catalog.cluster(gpus, wanted, node, fabric),
-        batch,
-        sequence,
-        None if memory_gib is None else round(memory_gib * 2**30),
-        dtype,  # type: ignore[arg-type]
-        optimizer,  # type: ignore[arg-type]
-        offload_optimizer,
-        offload_activations,
+        catalog.model_or_file(chosen.model),
+        where.cluster(catalog),
+        batches.batch,
+        batches.sequence,
+        None if chosen.memory_gib is None else round(chosen.memory_gib * 2**30),
+        chosen.dtype,  # type: ignore[arg-type]
+        chosen.optimizer,  # type: ignore[arg-type]
+        chosen.offload_optimizer,
+        chosen.offload_activations,
     )
     with working("planning"):
         result = _plans(goal, fixed)
         best = result.plans[0]
         check_limits(best, goal, tokens, limits, storage, searched=fixed is None)
         stalls = stalls_of(best.job, goal.cluster, best.estimate.step_s, storage)
-        gains = changes(best, goal, searched=fixed is None) if why else ()
+        gains = changes(best, goal, searched=fixed is None) if chosen.why else ()
     cost = None if tokens is None else RunCost.of(best, goal.cluster, tokens, stalls)
-    command = [
-        "cumulo plan train", quote(model), f"--gpus {gpus}", f"--node {node}" if node else f"--device {wanted}",
-        f"--fabric {fabric}", f"--batch {batch}", f"--sequence {sequence}", f"--dtype {dtype}",
-        f"--optimizer {optimizer}",
-        "--offload-optimizer" if offload_optimizer else "",
-        "--offload-activations" if offload_activations else "",
-        f"--memory-gib {memory_gib!r}" if memory_gib else "",
-        f"--tokens {tokens!r}" if tokens else "",
-        f"--storage-gb-s {storage_gb_s!r}",
-        f"--checkpoint-minutes {checkpoint_minutes!r}" if checkpoint_minutes else "",
-        "" if asynchronous else "--sync-checkpoints",
-        f"--fixed {quote(fixed)}" if fixed else "",
-        f"--catalog {quote(str(catalog_file))}" if catalog_file else "",
-    ]  # fmt: skip
     texts: list[tuple[Path, str]] = []
-    if out_file is not None:
+    if chosen.out_file is not None:
         steps = None if tokens is None else max(1, round(tokens / best.job.tokens_per_step))
-        text = plan_text(best, goal.cluster, stalls, storage, " ".join(filter(None, command)), steps)
-        texts.append((out_file, text))
-    if timeline_file is not None:
-        texts.append((timeline_file, _timeline(best.job, goal.cluster, model)))
+        text = plan_text(best, goal.cluster, stalls, storage, _command(chosen), steps)
+        texts.append((chosen.out_file, text))
+    if chosen.timeline_file is not None:
+        texts.append((chosen.timeline_file, _timeline(best.job, goal.cluster, chosen.model)))
     _write_files(texts)
     rows = view.rows(best, goal, cost, stalls)
-    report.write_json(json_file, rows, **view.as_dict(result, gains, stalls))
-    if str(json_file) != "-":
-        view.show(out, model, goal, result, gains, cost, stalls)
+    report.write_json(chosen.json_file, rows, **view.as_dict(result, gains, stalls))
+    if str(chosen.json_file) != "-":
+        view.show(out, chosen.model, goal, result, gains, cost, stalls)
+
+
+def _command(chosen: PlanTrainOptions) -> str:
+    """The command that makes this plan, for its file."""
+    from shlex import quote
+
+    where = chosen.where
+    words = [
+        "cumulo plan train", quote(chosen.model), f"--gpus {where.gpus}",
+        f"--node {where.node}" if where.node else f"--device {where.known_device}",
+        f"--fabric {where.fabric}", f"--batch {chosen.batches.batch}", f"--sequence {chosen.batches.sequence}",
+        f"--dtype {chosen.dtype}", f"--optimizer {chosen.optimizer}",
+        "--offload-optimizer" if chosen.offload_optimizer else "",
+        "--offload-activations" if chosen.offload_activations else "",
+        f"--memory-gib {chosen.memory_gib!r}" if chosen.memory_gib else "",
+        f"--tokens {chosen.tokens!r}" if chosen.tokens else "",
+        f"--storage-gb-s {chosen.storage_gb_s!r}",
+        f"--checkpoint-minutes {chosen.checkpoint_minutes!r}" if chosen.checkpoint_minutes else "",
+        "" if chosen.asynchronous else "--sync-checkpoints",
+        f"--fixed {quote(chosen.fixed)}" if chosen.fixed else "",
+        f"--catalog {quote(str(chosen.catalog_file))}" if chosen.catalog_file else "",
+    ]  # fmt: skip
+    return " ".join(filter(None, words))
 
 
 def _plans(goal: "TrainGoal", fixed: str | None) -> "SearchResult":

@@ -1,12 +1,12 @@
 """`cumulo serve`: an OpenAI-compatible server for one model."""
 
 from collections.abc import Callable
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
-
-import typer
+from typing import TYPE_CHECKING
 
 from cumulo.cli.shared import options
+from cumulo.cli.shared.declare import option, takes_options
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -18,170 +18,122 @@ EXAMPLE = (
 )
 
 
-def serve(
-    model: options.ModelArgument = None,
-    host: Annotated[
-        str, typer.Option(help="Address to listen on; 0.0.0.0: all network interfaces.")
-    ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port to listen on; 0: any free port.")] = 8000,
-    name: Annotated[
-        str | None, typer.Option(help="Name of the model in the API. Default: the model's own name.")
-    ] = None,
-    api_keys: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Require one of the API keys in this file.")
-    ] = None,
-    new_api_key: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME", help="Create a key, add its hash to --api-keys FILE, print the key and exit."
-        ),
-    ] = None,
-    cache_group: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME", help="With --new-api-key: keys of the same group share the prefix cache."
-        ),
-    ] = None,
-    requests_per_minute: Annotated[
-        int | None, typer.Option(help="Request limit per key; with --new-api-key: limit of the new key.")
-    ] = None,
-    tokens_per_minute: Annotated[
-        int | None, typer.Option(help="Token limit per key, for prompts and answers together.")
-    ] = None,
-    default_max_tokens: Annotated[
-        int,
-        typer.Option(
-            help="Max tokens of a chat answer if the request does not set max_tokens; 0: the rest of the context."
-        ),
-    ] = 4096,
-    max_queue: Annotated[
-        int, typer.Option(help="Maximum number of queued requests; more are refused with 429.")
-    ] = 1024,
-    max_running: Annotated[int | None, typer.Option(help="Maximum number of running sequences.")] = None,
-    shared_step_ms: Annotated[
-        float | None,
-        typer.Option(help="Prefill time per step while several keys have requests, in ms. Default: 40."),
-    ] = None,
-    max_body_mib: Annotated[
-        float, typer.Option(help="Maximum size of a request body, in MiB; larger ones are refused with 413.")
-    ] = 4.0,
-    files: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR",
-            help="Keep uploaded files and batches in this folder, and resume batches after a restart. Default: a "
-            "temporary folder, deleted when the server stops.",
-        ),
-    ] = None,
-    max_file_mib: Annotated[
-        float,
-        typer.Option(help="Maximum size of a file in /v1/files, in MiB; larger ones are refused with 413."),
-    ] = 100.0,
-    max_files_mib: Annotated[
-        float, typer.Option(help="Maximum size of all files of one key, in MiB.")
-    ] = 2048.0,
-    lenient: Annotated[
-        bool,
-        typer.Option(
-            "--lenient",
-            help="Ignore unknown fields of requests and warn in a header, instead of answering 400.",
-        ),
-    ] = False,
-    stall_timeout: Annotated[
-        float, typer.Option(help="Restart the engine after this many seconds without a finished step.")
-    ] = 60.0,
-    drain_timeout: Annotated[
-        float, typer.Option(help="Seconds that running requests have to finish after SIGTERM or Ctrl-C.")
-    ] = 30.0,
-    max_connections: Annotated[
-        int,
-        typer.Option(
-            help="Maximum number of open connections; beyond it, idle ones are closed, then new ones get 503."
-        ),
-    ] = 4096,
-    max_connections_per_address: Annotated[
-        int | None,
-        typer.Option(help="Maximum number of open connections per client address. Default: half of all."),
-    ] = None,
-    header_timeout: Annotated[
-        float, typer.Option(help="Seconds that a client has to send the header of a request.")
-    ] = 10.0,
-    body_timeout: Annotated[
-        float, typer.Option(help="Seconds that a client can pause while it sends a body.")
-    ] = 20.0,
-    keep_alive_timeout: Annotated[
-        float, typer.Option(help="Seconds that a connection can be idle between two requests.")
-    ] = 75.0,
-    write_timeout: Annotated[
-        float,
-        typer.Option(help="Abort an answer after this many seconds in which the client reads none of it."),
-    ] = 60.0,
-    allow_host: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME",
-            help="Host name that clients can use for this server, such as a reverse proxy's. Can be given more "
-            "than once; '*': any name.",
-        ),
-    ] = None,
-    cors_origin: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Web origin that can call the server (CORS). Can be given more than once. Default: none."
-        ),
-    ] = None,
-    chat_template: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Jinja2 chat template to use instead of the model's own."),
-    ] = None,
-    parse_special_tokens: Annotated[
-        bool,
-        typer.Option(
-            "--parse-special-tokens",
-            help="Parse special tokens in requests, such as <|im_end|>. Unsafe for text you do not trust.",
-        ),
-    ] = False,
-    open_browser: Annotated[
-        bool, typer.Option("--open", help="Open the console in a browser, if there is a screen.")
-    ] = False,
-    stories: Annotated[int, typer.Option(help="Number of requests kept for `cumulo explain`.")] = 1000,
-    stored_responses: Annotated[
-        int, typer.Option(help="Number of responses of /v1/responses kept in memory; 0: none.")
-    ] = 1000,
-    log_prompts: Annotated[
-        bool, typer.Option("--log-prompts", help="Write prompts and answers to the log.")
-    ] = False,
-    log_level: Annotated[str, typer.Option(help="Log level: debug, info, warning or error.")] = "info",
-    otlp_endpoint: Annotated[
-        str | None,
-        typer.Option(
-            metavar="URL",
-            help="Send traces to this OpenTelemetry collector (OTLP/HTTP). Default: "
-            "$OTEL_EXPORTER_OTLP_ENDPOINT, or none.",
-        ),
-    ] = None,
-    console: Annotated[
-        bool, typer.Option("--console/--no-console", help="Serve the web console at /.")
-    ] = True,
-    threads: options.Threads = None,
-    max_context: options.MaxContext = None,
-    kv_memory_gib: options.KvMemory = None,
-    device: options.Device = None,
-    weights: options.Weights = None,
-    kv_dtype: options.KvDtype = None,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class ServeCommandOptions:
+    model: options.ModelArgument = None
+    host: str = option("Address to listen on; 0.0.0.0: all network interfaces.", "127.0.0.1")
+    port: int = option("Port to listen on; 0: any free port.", 8000)
+    name: str | None = option("Name of the model in the API. Default: the model's own name.", None)
+    api_keys: Path | None = option("Require one of the API keys in this file.", None, metavar="FILE")
+    new_api_key: str | None = option(
+        "Create a key, add its hash to --api-keys FILE, print the key and exit.", None, metavar="NAME"
+    )
+    cache_group: str | None = option(
+        "With --new-api-key: keys of the same group share the prefix cache.", None, metavar="NAME"
+    )
+    requests_per_minute: int | None = option(
+        "Request limit per key; with --new-api-key: limit of the new key.", None
+    )
+    tokens_per_minute: int | None = option("Token limit per key, for prompts and answers together.", None)
+    default_max_tokens: int = option(
+        "Max tokens of a chat answer if the request does not set max_tokens; 0: the rest of the context.",
+        4096,
+    )
+    max_queue: int = option("Maximum number of queued requests; more are refused with 429.", 1024)
+    max_running: int | None = option("Maximum number of running sequences.", None)
+    shared_step_ms: float | None = option(
+        "Prefill time per step while several keys have requests, in ms. Default: 40.", None
+    )
+    max_body_mib: float = option(
+        "Maximum size of a request body, in MiB; larger ones are refused with 413.", 4.0
+    )
+    files: Path | None = option(
+        "Keep uploaded files and batches in this folder, and resume batches after a restart. Default: a "
+        "temporary folder, deleted when the server stops.",
+        None,
+        metavar="DIR",
+    )
+    max_file_mib: float = option(
+        "Maximum size of a file in /v1/files, in MiB; larger ones are refused with 413.", 100.0
+    )
+    max_files_mib: float = option("Maximum size of all files of one key, in MiB.", 2048.0)
+    lenient: bool = option(
+        "Ignore unknown fields of requests and warn in a header, instead of answering 400.",
+        False,
+        "--lenient",
+    )
+    stall_timeout_s: float = option(
+        "Restart the engine after this many seconds without a finished step.", 60.0, "--stall-timeout"
+    )
+    drain_timeout_s: float = option(
+        "Seconds that running requests have to finish after SIGTERM or Ctrl-C.", 30.0, "--drain-timeout"
+    )
+    max_connections: int = option(
+        "Maximum number of open connections; beyond it, idle ones are closed, then new ones get 503.", 4096
+    )
+    max_connections_per_address: int | None = option(
+        "Maximum number of open connections per client address. Default: half of all.", None
+    )
+    header_timeout_s: float = option(
+        "Seconds that a client has to send the header of a request.", 10.0, "--header-timeout"
+    )
+    body_timeout_s: float = option(
+        "Seconds that a client can pause while it sends a body.", 20.0, "--body-timeout"
+    )
+    keep_alive_timeout_s: float = option(
+        "Seconds that a connection can be idle between two requests.", 75.0, "--keep-alive-timeout"
+    )
+    write_timeout_s: float = option(
+        "Abort an answer after this many seconds in which the client reads none of it.",
+        60.0,
+        "--write-timeout",
+    )
+    allow_host: list[str] | None = option(
+        "Host name that clients can use for this server, such as a reverse proxy's. Can be given more than "
+        "once; '*': any name.",
+        None,
+        metavar="NAME",
+    )
+    cors_origin: list[str] | None = option(
+        "Web origin that can call the server (CORS). Can be given more than once. Default: none.", None
+    )
+    chat_template: Path | None = option(
+        "Jinja2 chat template to use instead of the model's own.", None, metavar="FILE"
+    )
+    parse_special_tokens: bool = option(
+        "Parse special tokens in requests, such as <|im_end|>. Unsafe for text you do not trust.",
+        False,
+        "--parse-special-tokens",
+    )
+    open_browser: bool = option("Open the console in a browser, if there is a screen.", False, "--open")
+    stories: int = option("Number of requests kept for `cumulo explain`.", 1000)
+    stored_responses: int = option("Number of responses of /v1/responses kept in memory; 0: none.", 1000)
+    log_prompts: bool = option("Write prompts and answers to the log.", False, "--log-prompts")
+    log_level: str = option("Log level: debug, info, warning or error.", "info")
+    otlp_endpoint: str | None = option(
+        "Send traces to this OpenTelemetry collector (OTLP/HTTP). Default: $OTEL_EXPORTER_OTLP_ENDPOINT, or "
+        "none.",
+        None,
+        metavar="URL",
+    )
+    console: bool = option("Serve the web console at /.", True, "--console/--no-console")
+    engine: options.EngineOptions = options.EngineOptions()
+
+
+@takes_options
+def serve(chosen: ServeCommandOptions) -> None:
     """Serve a model with an OpenAI-compatible API. /docs lists all endpoints."""
     from cumulo.errors import CumuloError
 
-    if new_api_key is not None:
-        _make_key(api_keys, new_api_key, requests_per_minute, tokens_per_minute, cache_group)
+    if chosen.new_api_key is not None:
+        _make_key(chosen.new_api_key, chosen)
         return
-    if cache_group is not None:
+    if chosen.cache_group is not None:
         raise CumuloError("--cache-group applies to a new key: add --new-api-key NAME")
-    if log_level not in ("debug", "info", "warning", "error"):
-        raise CumuloError(f"--log-level must be debug, info, warning or error, got {log_level!r}")
-    if max_running is not None and max_running < 1:
-        raise CumuloError(f"--max-running must be 1 or more, got {max_running}")
+    if chosen.log_level not in ("debug", "info", "warning", "error"):
+        raise CumuloError(f"--log-level must be debug, info, warning or error, got {chosen.log_level!r}")
+    if chosen.max_running is not None and chosen.max_running < 1:
+        raise CumuloError(f"--max-running must be 1 or more, got {chosen.max_running}")
     try:
         from cumulo.serve.options import ServeOptions
         from cumulo.serve.server import run
@@ -194,49 +146,17 @@ def serve(
     from cumulo.serve.observe import steady_stderr
 
     steady_stderr.install()  # before the first note: one that cannot be written must not end the server
-    chosen = ServeOptions(
-        model=model,
-        name=name,
-        chat_template=chat_template,
-        parse_special_tokens=parse_special_tokens,
-        engine=options.engine_config(
-            threads=threads,
-            max_context=max_context,
-            kv_memory_gib=kv_memory_gib,
-            device=device,
-            weights=weights,
-            kv_dtype=kv_dtype,
-            max_running=max_running,
-            shared_step_s=None if shared_step_ms is None else shared_step_ms / 1e3,
-        ),
-        host=host,
-        port=port,
-        api_keys=api_keys,
-        requests_per_minute=requests_per_minute,
-        tokens_per_minute=tokens_per_minute,
-        default_max_tokens=default_max_tokens,
-        max_queue=max_queue,
-        max_body_bytes=int(max_body_mib * (1 << 20)),
-        files=files,
-        max_file_bytes=int(max_file_mib * (1 << 20)),
-        files_per_key_bytes=int(max_files_mib * (1 << 20)),
-        lenient=lenient,
-        stall_timeout_s=stall_timeout,
-        drain_timeout_s=drain_timeout,
-        max_connections=max_connections,
-        max_connections_per_address=max_connections_per_address,
-        header_timeout_s=header_timeout,
-        body_timeout_s=body_timeout,
-        keep_alive_timeout_s=keep_alive_timeout,
-        write_timeout_s=write_timeout,
-        allow_hosts=tuple(allow_host or ()),
-        cors_origins=tuple(cors_origin or ()),
-        stories=stories,
-        stored_responses=stored_responses,
-        log_prompts=log_prompts,
-        log_level=log_level,
-        otlp_endpoint=otlp_endpoint or _standard_otlp_endpoint(),
-    )
+    shared_step_s = None if chosen.shared_step_ms is None else chosen.shared_step_ms / 1e3
+    told = vars(chosen) | {
+        "engine": chosen.engine.config(max_running=chosen.max_running, shared_step_s=shared_step_s),
+        "max_body_bytes": int(chosen.max_body_mib * (1 << 20)),
+        "max_file_bytes": int(chosen.max_file_mib * (1 << 20)),
+        "files_per_key_bytes": int(chosen.max_files_mib * (1 << 20)),
+        "allow_hosts": tuple(chosen.allow_host or ()),
+        "cors_origins": tuple(chosen.cors_origin or ()),
+        "otlp_endpoint": chosen.otlp_endpoint or _standard_otlp_endpoint(),
+    }
+    served = ServeOptions(**{one.name: told[one.name] for one in fields(ServeOptions) if one.name in told})
     address = ""
 
     def on_bound(url: str) -> None:
@@ -244,20 +164,20 @@ def serve(
         address = url
         note(f"listening on {url}; loading the model")
 
-    extend = _console() if console else None
+    extend = _console() if chosen.console else None
 
     def on_ready(info: "Ready") -> None:
         note(f"{info.model_name} is ready at {address}/v1 (context {info.max_context:,}; {info.runs_on})")
         if extend is not None:
             note(f"the console is at {address}/")
-            if open_browser:
+            if chosen.open_browser:
                 _open(address)
-        elif console:
+        elif chosen.console:
             note(
                 "the console is not installed; to install it: pip install -e '.[console]' in Cumulo's folder"
             )
 
-    run(chosen, on_bound=on_bound, on_ready=on_ready, extend=extend)
+    run(served, on_bound=on_bound, on_ready=on_ready, extend=extend)
 
 
 def _standard_otlp_endpoint() -> str | None:
@@ -304,12 +224,14 @@ def _console() -> "Callable[[FastAPI], None] | None":
     return install
 
 
-def _make_key(
-    path: Path | None, name: str, requests: int | None, tokens: int | None, cache_group: str | None
-) -> None:
+def _make_key(name: str, chosen: ServeCommandOptions) -> None:
     from cumulo.errors import CumuloError
     from cumulo.serve.access.keys import new_key
 
-    if path is None:
+    if chosen.api_keys is None:
         raise CumuloError("--new-api-key needs --api-keys FILE, the file that stores the hash of the key")
-    print(new_key(path, name, requests, tokens, cache_group))
+    print(
+        new_key(
+            chosen.api_keys, name, chosen.requests_per_minute, chosen.tokens_per_minute, chosen.cache_group
+        )
+    )

@@ -1,14 +1,15 @@
 """`cumulo simulate serve`: the engine's scheduler under load, in virtual time, on hardware you may not have."""
 
 import time
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
 from cumulo.cli.shared import options
-from cumulo.cli.shared import traffic as asked
-from cumulo.cli.shared import traffic_options as requested
+from cumulo.cli.shared import plan_options as shared
+from cumulo.cli.shared.declare import option, takes_options
 from cumulo.cli.view import simulate as view
 
 if TYPE_CHECKING:
@@ -26,82 +27,42 @@ EXAMPLE = (
 _WHERE, _REPORT = "Deployment", "Report"
 
 
+@dataclass(frozen=True, kw_only=True)
+class SimulateOptions:
+    model: shared.ModelName
+    device: str = option("Device, by its name in the catalogue.", "h200", panel=_WHERE)
+    tp: int = option("Tensor parallelism: number of GPUs that share every matrix.", 1, panel=_WHERE)
+    ep: int = option(
+        "Expert parallelism: number of those GPUs that the experts are spread over.", 1, panel=_WHERE
+    )
+    weights: str = option("Weight format: bfloat16, float8 or float32.", "bfloat16", panel=_WHERE)
+    max_running: int = option(
+        "Maximum number of running sequences; 0: the engine's default.", 0, panel=_WHERE
+    )
+    max_tokens_per_step: int = option(
+        "Maximum number of tokens in a step; 0: the engine's default.", 0, panel=_WHERE
+    )
+    prefix_cache: bool = option("Reuse the KV cache of shared prefixes.", True, panel=_WHERE)
+    rate: str = option(
+        "Request rate, in requests/s; '5,10,20' simulates each rate.", "", panel=shared.TRAFFIC
+    )
+    traffic: shared.TrafficOptions = shared.TrafficOptions()
+    slo: shared.SloOption = ""
+    slo_percentile: shared.SloPercentile = 99.0
+    find_capacity: bool = option(
+        "Find the highest request rate that meets --slo.", False, "--find-capacity", panel=_REPORT
+    )
+    think: str = option("Time a user waits between an answer and the next question.", "30s", panel=_REPORT)
+    svg: Path | None = option(
+        "Write a chart of the latencies over the request rate (SVG).", None, panel=_REPORT, metavar="FILE"
+    )
+    catalog_file: shared.CatalogFile = None
+    json_file: options.JsonOption = None
+
+
 @app.command(epilog=EXAMPLE)
-def serve(
-    model: asked.ModelName,
-    device: Annotated[
-        str, typer.Option(help="Device, by its name in the catalogue.", rich_help_panel=_WHERE)
-    ] = "h200",
-    tp: Annotated[
-        int,
-        typer.Option(
-            help="Tensor parallelism: number of GPUs that share every matrix.", rich_help_panel=_WHERE
-        ),
-    ] = 1,
-    ep: Annotated[
-        int,
-        typer.Option(
-            help="Expert parallelism: number of those GPUs that the experts are spread over.",
-            rich_help_panel=_WHERE,
-        ),
-    ] = 1,
-    weights: Annotated[
-        str, typer.Option(help="Weight format: bfloat16, float8 or float32.", rich_help_panel=_WHERE)
-    ] = "bfloat16",
-    max_running: Annotated[
-        int,
-        typer.Option(
-            help="Maximum number of running sequences; 0: the engine's default.", rich_help_panel=_WHERE
-        ),
-    ] = 0,
-    max_tokens_per_step: Annotated[
-        int,
-        typer.Option(
-            help="Maximum number of tokens in a step; 0: the engine's default.", rich_help_panel=_WHERE
-        ),
-    ] = 0,
-    prefix_cache: Annotated[
-        bool, typer.Option(help="Reuse the KV cache of shared prefixes.", rich_help_panel=_WHERE)
-    ] = True,
-    rate: Annotated[
-        str,
-        typer.Option(
-            help="Request rate, in requests/s; '5,10,20' simulates each rate.", rich_help_panel=asked.TRAFFIC
-        ),
-    ] = "",
-    input_tokens: requested.Input = "512",
-    output_tokens: requested.Output = "128",
-    shared_prefix: requested.SharedPrefix = 0,
-    prefixes: requested.Prefixes = 1,
-    arrivals: asked.Arrivals = "poisson",
-    trace: asked.Trace = None,
-    requests: asked.Requests = 1000,
-    seed: asked.SeedOption = 0,
-    slo: asked.SloOption = "",
-    slo_percentile: asked.SloPercentile = 99.0,
-    find_capacity: Annotated[
-        bool,
-        typer.Option(
-            "--find-capacity", help="Find the highest request rate that meets --slo.", rich_help_panel=_REPORT
-        ),
-    ] = False,
-    think: Annotated[
-        str,
-        typer.Option(
-            help="Time a user waits between an answer and the next question.", rich_help_panel=_REPORT
-        ),
-    ] = "30s",
-    svg: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Write a chart of the latencies over the request rate (SVG).",
-            rich_help_panel=_REPORT,
-        ),
-    ] = None,
-    catalog_file: asked.CatalogFile = None,
-    json_file: options.JsonOption = None,
-) -> None:
+@takes_options
+def serve(chosen: SimulateOptions) -> None:
     """Simulate a server under load: the real scheduler and block pool, with step times from a cost model.
 
     Latencies are those of the engine. They do not include HTTP and tokenization.
@@ -109,23 +70,24 @@ def serve(
     from cumulo.base import report as reports
     from cumulo.cli.shared.terminal import note, out, working
     from cumulo.errors import ConfigError
+    from cumulo.load.simulated import parse_objective
     from cumulo.load.units import parse_duration_s
     from cumulo.plan.serve.capacity import Trial, play, play_between
     from cumulo.plan.serve.capacity import find_capacity as search
     from cumulo.plan.serve.replica import Replica
+    from cumulo.spec.catalog import shipped
 
-    catalog = asked.load_catalog(catalog_file)
-    spec = asked.model_spec(model, catalog)
-    objective = asked.parse_objective(slo, slo_percentile)
-    traffic = asked.make_traffic(
-        input_tokens, output_tokens, shared_prefix, prefixes, arrivals, trace, requests, seed
-    )
-    cluster = catalog.cluster(max(1, tp), device)
+    model, percentile, catalog = chosen.model, chosen.slo_percentile, shipped(chosen.catalog_file)
+    spec = catalog.model_or_file(model)
+    objective = parse_objective(chosen.slo, percentile)
+    traffic = chosen.traffic.traffic()
+    cluster = catalog.cluster(max(1, chosen.tp), chosen.device)
     replica = Replica(
-        spec, cluster.node, cluster.fabric, tp, ep, weights, max_running=max_running,
-        max_tokens_per_step=max_tokens_per_step, prefix_cache=prefix_cache,
+        spec, cluster.node, cluster.fabric, chosen.tp, chosen.ep, chosen.weights, max_running=chosen.max_running,
+        max_tokens_per_step=chosen.max_tokens_per_step, prefix_cache=chosen.prefix_cache,
     ).with_context_for(traffic.arrivals)  # fmt: skip
-    rates, evidence = _rates(rate, trace), replica.profile.evidence  # read before anything is timed
+    # Read before anything is timed.
+    rates, evidence = _rates(chosen.rate, chosen.traffic.trace), replica.profile.evidence
     cpu_s = simulated_s = 0.0
     capacity = None
     with working("simulating") as tell:
@@ -134,12 +96,12 @@ def serve(
             nonlocal cpu_s, simulated_s
             tell("the trace as recorded" if wanted is None else f"{wanted:.4g} requests/s")
             began_s = time.thread_time()
-            result = play(replica, traffic if wanted is None else traffic.at_rate(wanted), slo_percentile)
+            result = play(replica, traffic if wanted is None else traffic.at_rate(wanted), percentile)
             cpu_s += time.thread_time() - began_s
             simulated_s += result.simulated_s
             return result
 
-        if find_capacity:
+        if chosen.find_capacity:
             if objective is None:
                 raise ConfigError(
                     "--find-capacity needs an SLO: add --slo, for example --slo ttft=500ms,itl=50ms"
@@ -156,22 +118,22 @@ def serve(
             ]
     shown = capacity.best if capacity is not None else trials[-1]
     shown_traffic = traffic if shown.rate == traffic.rate else traffic.at_rate(shown.rate)
-    between = play_between(replica, shown_traffic, slo_percentile)
+    between = play_between(replica, shown_traffic, percentile)
     rows = view.report_rows(shown.report, shown.rate, objective, between)
     if capacity is not None:
-        think_s = parse_duration_s(think, "--think")
+        think_s = parse_duration_s(chosen.think, "--think")
         rows = view.capacity_rows(capacity.rate, capacity.users(think_s), think_s, capacity.bound) + rows
     rows += view.effort_rows(simulated_s, cpu_s)
-    if svg is not None:
-        view.write_picture(svg, trials, objective, f"{model} on {replica}")
-        note(f"chart written to {svg}")
+    if chosen.svg is not None:
+        view.write_picture(chosen.svg, trials, objective, f"{model} on {replica}")
+        note(f"chart written to {chosen.svg}")
     extra = {
         "trials": [
             {"rate": view.finite(one.rate), "holds": one.holds, **one.report.as_dict()} for one in trials
         ]
     }
-    reports.write_json(json_file, rows, evidence=evidence, **extra)
-    if str(json_file) != "-":
+    reports.write_json(chosen.json_file, rows, evidence=evidence, **extra)
+    if str(chosen.json_file) != "-":
         out.print(f"[bold]{model}[/bold] on [bold]{replica}[/bold]")
         if len(trials) > 1:
             out.print(view.sweep_table(trials, objective is not None))

@@ -6,6 +6,7 @@ A user's own file has the same tables (`devices:`, `nodes:`, `fabrics:`, `models
 `Catalog.load(Path("mine.yaml"))`, or `--catalog mine.yaml` on the command line.
 """
 
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
@@ -17,11 +18,12 @@ import yaml
 
 from cumulo.base.nearest import nearest
 from cumulo.base.strict import build
-from cumulo.errors import ConfigError
+from cumulo.errors import ConfigError, ModelError
 from cumulo.spec.check import checked
 from cumulo.spec.cluster import Cluster
 from cumulo.spec.device import Device, Node
 from cumulo.spec.fabric import Fabric
+from cumulo.spec.from_huggingface import spec_from_config
 from cumulo.spec.model import ModelSpec
 from cumulo.spec.model_file import FIELDS, from_dict
 
@@ -64,6 +66,17 @@ class Catalog:
     def model(self, name: str) -> ModelSpec:
         return checked(from_dict(self._entry("models", name)), f"model {name}")
 
+    def model_or_file(self, name: str) -> ModelSpec:
+        """A name of the catalogue, or a folder (or file) with a Hugging Face configuration."""
+        path = Path(name)
+        file = path / "config.json" if path.is_dir() else path
+        if not file.is_file() or name in self.names("models"):
+            return self.model(name)
+        try:
+            return spec_from_config(json.loads(file.read_text("utf-8")))
+        except (OSError, ValueError) as error:
+            raise ModelError(f"cannot read the configuration {file}: {error}") from error
+
     def cluster(
         self,
         gpus: int,
@@ -103,9 +116,9 @@ class Catalog:
 
 
 @cache
-def shipped() -> Catalog:
-    """The catalogue of the package alone."""
-    return Catalog.load()
+def shipped(file: Path | None = None) -> Catalog:
+    """The catalogue of the package, alone or with the user's own file on top."""
+    return Catalog.load() if file is None else Catalog.load(file)
 
 
 def device(name: str) -> Device:

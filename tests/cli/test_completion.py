@@ -2,7 +2,8 @@
 
 import pytest
 
-from cumulo.cli.talk.completion import parse_lines, read_jobs
+from cumulo.cli.talk.completion import read_jobs
+from cumulo.engine.decide.prompt_lines import parse_lines
 from cumulo.errors import InvalidRequest
 
 DEFAULTS = {"temperature": 0.5, "max_tokens": 9}

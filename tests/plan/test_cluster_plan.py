@@ -10,9 +10,8 @@ import typer
 from typer.testing import CliRunner
 
 from cumulo.cli.plan_cluster import cluster as command
-from cumulo.cli.plan_cluster import fixed_job
 from cumulo.errors import ConfigError
-from cumulo.plan.cluster.goal import Assumption, Assumptions, ClusterGoal, job_sizes
+from cumulo.plan.cluster.goal import Assumption, Assumptions, ClusterGoal, fixed_job, job_sizes
 from cumulo.plan.cluster.plan import plan_cluster
 from cumulo.plan.cluster.report import report
 from cumulo.spec import catalog

@@ -1,14 +1,15 @@
-"""Options several verbs share, each declared once. `engine_config` and `sampling` turn them into objects."""
+"""Options that several verbs share, each declared once."""
 
-from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from cumulo.cli.shared.declare import option
+
 if TYPE_CHECKING:
     from cumulo.engine.config import EngineConfig
-    from cumulo.engine.decide.params import SamplingParams
 
 MODEL_HELP = (
     "A folder, a GGUF file or a Hugging Face model name. Default: the built-in SmolLM2-135M-Instruct."
@@ -21,44 +22,56 @@ JsonOption = Annotated[
     typer.Option("--json", metavar="FILE", help="Also write the report to this file as JSON; '-': stdout."),
 ]
 Threads = Annotated[int | None, typer.Option(help="Number of CPU threads. Default: torch's default.")]
-MaxContext = Annotated[
-    int | None,
-    typer.Option(
-        help="Maximum length of prompt and answer together, in tokens. Default: the model's maximum."
-    ),
-]
-KvMemory = Annotated[
-    float | None,
-    typer.Option(
-        "--kv-memory-gib", help="Memory for the KV cache, in GiB. Default: chosen from the free memory."
-    ),
-]
-Device = Annotated[str | None, typer.Option(help="cpu or cuda. Default: cuda if a GPU is present.")]
-Weights = Annotated[
-    str | None,
-    typer.Option(help="fp8: quantize the layers' weights to 8 bits, except routed experts (GPU only)."),
-]
-KvDtype = Annotated[
-    str | None, typer.Option("--kv-dtype", help="fp8: store the KV cache in 8 bits (GPU only).")
-]
-Temperature = Annotated[
-    float | None, typer.Option(help="Sampling temperature; 0: always the most likely token.")
-]
-TopK = Annotated[int, typer.Option(help="Sample from the k most likely tokens; 0: from all.")]
-TopP = Annotated[
-    float, typer.Option(help="Sample from the smallest set of tokens whose probabilities sum to p.")
-]
-MinP = Annotated[
-    float, typer.Option(help="Drop tokens less likely than this fraction of the most likely one.")
-]
-RepetitionPenalty = Annotated[
-    float, typer.Option(help="Values above 1 make tokens that have already appeared less likely.")
-]
-MaxTokens = Annotated[int, typer.Option(help="Maximum number of tokens in the answer.")]
-Seed = Annotated[int | None, typer.Option(help="Random seed. The same seed gives the same answer.")]
-Stop = Annotated[
-    list[str] | None, typer.Option(help="Stop the answer at this text. Can be given more than once.")
-]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """How the engine runs a model; None means the engine's own default."""
+
+    threads: Threads = None
+    max_context: int | None = option(
+        "Maximum length of prompt and answer together, in tokens. Default: the model's maximum.", None
+    )
+    kv_memory_gib: float | None = option(
+        "Memory for the KV cache, in GiB. Default: chosen from the free memory.", None
+    )
+    device: str | None = option("cpu or cuda. Default: cuda if a GPU is present.", None)
+    weights: str | None = option(
+        "fp8: quantize the layers' weights to 8 bits, except routed experts (GPU only).", None
+    )
+    kv_dtype: str | None = option("fp8: store the KV cache in 8 bits (GPU only).", None)
+
+    def config(self, **more: Any) -> "EngineConfig":
+        return engine_config(**asdict(self), **more)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingOptions:
+    """How answers are drawn: the names are those of SamplingParams."""
+
+    temperature: float | None = option("Sampling temperature; 0: always the most likely token.", None)
+    top_k: int = option("Sample from the k most likely tokens; 0: from all.", 0)
+    top_p: float = option("Sample from the smallest set of tokens whose probabilities sum to p.", 1.0)
+    min_p: float = option("Drop tokens less likely than this fraction of the most likely one.", 0.0)
+    repetition_penalty: float = option(
+        "Values above 1 make tokens that have already appeared less likely.", 1.0
+    )
+    presence_penalty: float = option("Subtracted from the logit of every token that has appeared.", 0.0)
+    frequency_penalty: float = option("Subtracted from a token's logit for each time it has appeared.", 0.0)
+    max_tokens: int = option("Maximum number of tokens in the answer.", 128)
+    min_tokens: int = option("Minimum number of tokens in the answer.", 0)
+    ignore_eos: bool = option("Continue after the end-of-sequence token.", False, "--ignore-eos")
+    seed: int | None = option("Random seed. The same seed gives the same answer.", None)
+    stop: list[str] | None = option("Stop the answer at this text. Can be given more than once.", None)
+    n: int = option("Number of answers per prompt.", 1, "--n", "-n")
+    best_of: int | None = option("Draw this many answers and keep the n most likely.", None)
+    beam_width: int | None = option("Beam search with this many beams.", None)
+    logprobs: int | None = option("Return log-probabilities with this many alternatives per token.", None)
+
+    def fields(self, temperature: float) -> dict[str, Any]:
+        """As SamplingParams wants them; `temperature` is the one if none was chosen."""
+        chosen = asdict(self) | {"stop": tuple(self.stop or ())}
+        return chosen if self.temperature is not None else chosen | {"temperature": temperature}
 
 
 def engine_config(**chosen: Any) -> "EngineConfig":
@@ -79,12 +92,3 @@ def engine_config(**chosen: Any) -> "EngineConfig":
     if chosen.get("device") not in (None, "auto", "cpu", "cuda"):
         raise CumuloError(f"--device must be cpu or cuda, got {chosen['device']!r}")
     return EngineConfig(**{key: value for key, value in chosen.items() if value is not None})
-
-
-def sampling(chosen: Mapping[str, Any]) -> "SamplingParams":
-    """SamplingParams of the given fields, which validate themselves."""
-    from cumulo.engine.decide.params import SamplingParams
-
-    fields = dict(chosen)
-    fields["stop"] = tuple(fields.get("stop") or ())
-    return SamplingParams(**fields)

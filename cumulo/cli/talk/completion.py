@@ -1,43 +1,20 @@
 """The work behind `cumulo generate`: read prompts, run them as one batch, print texts and stories."""
 
 import dataclasses
-import json
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cumulo.base.report import Row, write_json
-from cumulo.cli.shared import options
 from cumulo.cli.shared.terminal import err, load_llm, note, out, print_error, read_stdin, read_text
 from cumulo.engine.decide.params import SamplingParams
+from cumulo.engine.decide.prompt_lines import Job, parse_lines
 from cumulo.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from cumulo.engine.config import EngineConfig
     from cumulo.engine.outputs import Progress, RequestOutput
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """One prompt to complete: plain text, or messages for the model's chat template."""
-
-    prompt: str | list[dict[str, str]]
-    params: SamplingParams
-    name: str | None = None  # the "id" of its JSON line
-
-    @property
-    def is_chat(self) -> bool:
-        return not isinstance(self.prompt, str)
-
-    @property
-    def shown(self) -> str:
-        return self.prompt if isinstance(self.prompt, str) else self.prompt[-1]["content"]
-
-    @property
-    def messages(self) -> list[dict[str, str]]:
-        return self.prompt if isinstance(self.prompt, list) else [{"role": "user", "content": self.prompt}]
 
 
 def read_jobs(prompt: str | None, file: Path | None, sampling: Mapping[str, Any], chat: bool) -> list[Job]:
@@ -53,67 +30,12 @@ def read_jobs(prompt: str | None, file: Path | None, sampling: Mapping[str, Any]
         jobs = parse_lines(read_stdin(), "standard input", sampling)
     else:
         assert prompt is not None
-        jobs = [Job(prompt, options.sampling(sampling))]
+        jobs = [Job(prompt, SamplingParams(**sampling))]
     if chat:
         jobs = [dataclasses.replace(job, prompt=job.messages) for job in jobs]
     if len({job.is_chat for job in jobs}) > 1:
         raise InvalidRequest("some lines have a prompt and some have messages; use one kind, or add --chat")
     return jobs
-
-
-def parse_lines(text: str, source: str, sampling: Mapping[str, Any]) -> list[Job]:
-    """One job per line that is not blank; lines are JSON objects if the first one is."""
-    lines = [(number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
-    if not lines:
-        raise InvalidRequest(f"{source} contains no prompt: every line is blank")
-    if not lines[0][1].lstrip().startswith("{"):
-        params = options.sampling(sampling)
-        return [Job(line, params) for _, line in lines]
-    return [_parse_json_line(line, f"{source}, line {number}", sampling) for number, line in lines]
-
-
-def _parse_json_line(line: str, where: str, sampling: Mapping[str, Any]) -> Job:
-    try:
-        fields = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise InvalidRequest(f"{where} is not JSON: {error.msg} at column {error.colno}") from error
-    if not isinstance(fields, dict) or ("prompt" in fields) == ("messages" in fields):
-        raise InvalidRequest(f'{where} must be an object with either "prompt" or "messages"')
-    own = {key: value for key, value in fields.items() if key not in ("prompt", "messages", "id")}
-    # An embedding is no text to print: LLM.embed and /v1/embeddings make them.
-    known = {item.name for item in dataclasses.fields(SamplingParams)} - {"pooling"}
-    if unknown := sorted(set(own) - known):
-        raise InvalidRequest(
-            f"{where} has unknown fields {', '.join(unknown)}; sampling options are {sorted(known)}"
-        )
-    prompt = fields.get("prompt", fields.get("messages"))
-    if isinstance(prompt, list) and not (prompt and all(_is_message(item) for item in prompt)):
-        raise InvalidRequest(f'{where}: messages must be a list of {{"role": ..., "content": ...}}')
-    if not isinstance(prompt, list if "messages" in fields else str):
-        raise InvalidRequest(f"{where}: a prompt is text and messages are a list, got {prompt!r}")
-    if "stop" in own and isinstance(own["stop"], str):
-        own["stop"] = [own["stop"]]
-    if "logit_bias" in own:  # JSON object keys are text
-        own["logit_bias"] = _token_keys(own["logit_bias"], where)
-    try:
-        params = options.sampling({**sampling, **own})
-    except InvalidRequest as error:
-        raise InvalidRequest(f"{where}: {error}") from error
-    name = fields.get("id")
-    return Job(prompt, params, None if name is None else str(name))
-
-
-def _is_message(item: Any) -> bool:
-    return (
-        isinstance(item, dict) and isinstance(item.get("role"), str) and isinstance(item.get("content"), str)
-    )
-
-
-def _token_keys(bias: Any, where: str) -> dict[int, float]:
-    try:
-        return {int(token): value for token, value in bias.items()}
-    except (AttributeError, ValueError) as error:
-        raise InvalidRequest(f"{where}: logit_bias maps token ids to numbers, got {bias!r}") from error
 
 
 def run(model: str | None, config: "EngineConfig", jobs: list[Job]) -> tuple[list["RequestOutput"], float]:

@@ -4,11 +4,11 @@ trainer and the planner build schedules here, and ask a `Family` what they must 
     schedule = build("zb-v", stages=8, micro_batches=32)
 """
 
-import difflib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+from cumulo.base.nearest import did_you_mean
 from cumulo.errors import InvalidRequest
 from cumulo.pipeline.decide import formulas
 from cumulo.pipeline.decide.actions import PipelineSchedule
@@ -172,8 +172,7 @@ def family(name: str) -> Family:
     """The schedule of that name."""
     found = FAMILIES.get(name) or FAMILIES.get(name.lower().replace("_", "-"))
     if found is None:
-        near = difflib.get_close_matches(name.lower(), FAMILIES, n=1)
-        hint = f"; did you mean {near[0]}?" if near else "."
+        hint = did_you_mean(name.lower(), FAMILIES, otherwise=".")
         raise InvalidRequest(f"there is no schedule {name!r}{hint} There are: {', '.join(FAMILIES)}")
     return found
 

@@ -1,12 +1,14 @@
 """ClusterGoal: the question that `cumulo plan cluster` answers, and what it assumes until told otherwise."""
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, fields
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, replace
 from typing import Literal
 
 from cumulo.errors import ConfigError
 from cumulo.plan.job import TrainJob
+from cumulo.plan.search import fixed
 from cumulo.plan.search.space import TrainGoal, tensor_sizes
 from cumulo.spec.cluster import Cluster
 from cumulo.spec.model import ModelSpec
@@ -76,6 +78,15 @@ class Assumptions:
         if self.broken_share.value > 1:
             raise ConfigError(f"broken_share must be between 0 and 1, got {self.broken_share.value}")
 
+    def overridden(self, told: Mapping[str, float | None]) -> "Assumptions":
+        """With the values that are told; their source is the option of that name."""
+        changes = {
+            name: replace(getattr(self, name), value=value, source=f"--{name.replace('_', '-')}")
+            for name, value in told.items()
+            if value is not None
+        }
+        return replace(self, **changes)
+
 
 @dataclass(frozen=True, slots=True)
 class ClusterGoal:
@@ -108,6 +119,25 @@ class ClusterGoal:
         """The same training on a part of the cluster."""
         cluster = Cluster(self.cluster.node, gpus, self.cluster.fabric)
         return TrainGoal(self.model, cluster, self.global_batch, self.sequence_length, dtype=self.dtype)
+
+
+def fixed_job(text: str, goal: ClusterGoal) -> TrainJob:
+    """As `cumulo plan train --fixed` reads it, but of as many GPUs as it names: the others are spares. What is
+    not said is what jobs of this size use: ZeRO-1, and sequence parallelism beside tensor parallelism."""
+    sizes = dict(re.findall(r"\b(dp|tp|pp|cp)\s*=\s*(\d+)", text))
+    gpus = math.prod(map(int, sizes.values()))
+    if gpus > goal.cluster.gpus:
+        raise ConfigError(
+            f"the layout {text} needs {gpus:,} GPUs, but the cluster contains {goal.cluster.gpus:,}; make dp "
+            f"smaller, or raise --gpus"
+        )
+    usual = "zero=1,sp=true" if int(sizes.get("tp", 1)) > 1 else "zero=1"
+    job = fixed.fixed_job(f"{usual},{text}", goal.on(max(1, gpus)))
+    if "dp" not in sizes:
+        raise ConfigError(
+            f"--fixed {text} does not contain dp; add dp=N, the number of model copies (the other nodes are spares)"
+        )
+    return job
 
 
 def job_sizes(goal: ClusterGoal, most_gpus: int, states_bytes: float, count: int) -> list[int]:

@@ -1,0 +1,89 @@
+"""Options of a command as one dataclass: its fields are the options, and a field that is a dataclass is a group.
+
+    @dataclass(frozen=True, kw_only=True)
+    class ServeOptions:
+        port: int = option("Port to listen on; 0: any free port.", 8000)
+        engine: EngineOptions = EngineOptions()
+
+    @takes_options
+    def serve(chosen: ServeOptions) -> None: ...
+
+A group is declared once and used by several commands; its instance in a command gives the defaults there.
+"""
+
+import copy
+import dataclasses
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from typing import Annotated, Any, TypeVar, get_type_hints
+
+import typer
+
+T = TypeVar("T")
+REQUIRED: Any = dataclasses.MISSING
+
+
+def option(help: str, default: Any = REQUIRED, *flags: str, panel: str | None = None, **more: Any) -> Any:
+    """A field that is an option; `flags` name it where its field's name does not."""
+    found = typer.Option(*flags, help=help, rich_help_panel=panel, **more)
+    return dataclasses.field(default=default, metadata={"option": found})
+
+
+def argument(help: str, default: Any = REQUIRED, metavar: str | None = None) -> Any:
+    return dataclasses.field(default=default, metadata={"option": typer.Argument(help=help, metavar=metavar)})
+
+
+def group(
+    default: Any = REQUIRED, without: tuple[str, ...] = (), helps: Mapping[str, str] | None = None
+) -> Any:
+    """A field that is a group, less the options the command does not offer, with help texts of its own."""
+    return dataclasses.field(default=default, metadata={"without": without, "helps": helps or {}})
+
+
+def takes_options(command: Callable[[T], None]) -> Callable[..., None]:
+    """The command as typer wants it: one parameter per option."""
+    (kind,) = (hint for name, hint in get_type_hints(command).items() if name != "return")
+
+    def run(**given: Any) -> None:
+        command(_filled(kind, given, REQUIRED))
+
+    parameters = list(_parameters(kind, REQUIRED, (), {}))
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {one.name: one.annotation for one in parameters}
+    run.__name__, run.__doc__, run.__module__ = command.__name__, command.__doc__, command.__module__
+    return run
+
+
+def _parameters(
+    kind: Any, usual: Any, without: tuple[str, ...], helps: Mapping[str, str]
+) -> Iterator[inspect.Parameter]:
+    hints = get_type_hints(kind, include_extras=True)
+    for field in dataclasses.fields(kind):
+        hint, default, told = hints[field.name], _default(field, usual), field.metadata
+        if dataclasses.is_dataclass(hint):
+            yield from _parameters(hint, default, told.get("without", ()), told.get("helps", {}))
+        elif field.name not in without:
+            if "option" in told:
+                found = copy.copy(told["option"])
+                found.help = helps.get(field.name, found.help)
+                hint = Annotated[hint, found]
+            default = inspect.Parameter.empty if default is REQUIRED else default
+            yield inspect.Parameter(
+                field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint
+            )
+
+
+def _filled(kind: Any, given: Mapping[str, Any], usual: Any) -> Any:
+    hints = get_type_hints(kind)
+    values = {}
+    for field in dataclasses.fields(kind):
+        default = _default(field, usual)
+        if dataclasses.is_dataclass(hints[field.name]):
+            values[field.name] = _filled(hints[field.name], given, default)
+        else:
+            values[field.name] = given.get(field.name, default)
+    return kind(**values)
+
+
+def _default(field: Any, usual: Any) -> Any:
+    return field.default if usual is REQUIRED else getattr(usual, field.name)

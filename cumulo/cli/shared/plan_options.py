@@ -1,0 +1,113 @@
+"""Options that `cumulo plan`, `cumulo simulate` and `cumulo bench serve` share."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from cumulo.cli.shared.declare import option
+
+if TYPE_CHECKING:
+    from cumulo.plan.serve.traffic import Traffic
+    from cumulo.spec.catalog import Catalog
+    from cumulo.spec.cluster import Cluster
+
+REQUESTS, TRAFFIC, CLUSTER, TRAINING = "Requests", "Traffic", "Cluster", "Training"
+ARRIVALS = "Arrival process: poisson, constant or burst:SIZE."
+_LENGTHS = "128, uniform:64-256, normal:MEAN,SD, lognormal:MEDIAN,SIGMA or file:LENGTHS.txt"
+
+ModelName = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help="A model name from the catalogue, such as llama-3.1-8b, or a folder with a config.json.",
+    ),
+]
+CatalogFile = Annotated[
+    Path | None,
+    typer.Option("--catalog", metavar="FILE", help="A YAML file with devices and models of your own."),
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterOptions:
+    gpus: int = option("Number of GPUs. The plan uses all of them.", panel=CLUSTER)
+    device: str | None = option(
+        "Device, by its name in the catalogue. Default: h100-sxm.", None, panel=CLUSTER
+    )
+    node: str | None = option(
+        "Node type, by its name in the catalogue. Default: the first one with the device.",
+        None,
+        panel=CLUSTER,
+    )
+    fabric: str = option("Network fabric, by its name in the catalogue.", "rail-infiniband", panel=CLUSTER)
+
+    def cluster(self, catalog: "Catalog") -> "Cluster":
+        return catalog.cluster(self.gpus, self.known_device, self.node, self.fabric)
+
+    @property
+    def known_device(self) -> str | None:
+        return self.device if self.device or self.node else "h100-sxm"
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchOptions:
+    batch: int = option("Global batch size, in sequences per step.", 1024, panel=TRAINING)
+    sequence: int = option("Sequence length, in tokens.", 4096, panel=TRAINING)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestOptions:
+    """What requests look like."""
+
+    input_tokens: str = option(f"Prompt length in tokens: {_LENGTHS}.", "512", "--input", panel=REQUESTS)
+    output_tokens: str = option(
+        "Answer length in tokens, in the same forms as --input.", "128", "--output", panel=REQUESTS
+    )
+    shared_prefix: int = option(
+        "Length of a prefix that requests share, in tokens.", 0, panel=REQUESTS, min=0
+    )
+    prefixes: int = option("Number of different shared prefixes.", 1, panel=REQUESTS, min=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrafficOptions:
+    """Simulated traffic: drawn, or a trace."""
+
+    requested: RequestOptions = RequestOptions()
+    arrivals: str = option(ARRIVALS, "poisson", panel=TRAFFIC)
+    trace: Path | None = option(
+        "Replay a trace: JSON Lines with arrival_s, prompt_tokens, output_tokens and, for prompts with a shared "
+        "prefix, prefix and prefix_tokens; or a public trace (Azure, BurstGPT, Mooncake).",
+        None,
+        panel=TRAFFIC,
+        metavar="FILE",
+    )
+    requests: int = option("Number of requests to simulate at each rate.", 1000, panel=TRAFFIC)
+    seed: int = option("Random seed. The same seed gives the same traffic.", 0, panel=TRAFFIC)
+
+    def traffic(self) -> "Traffic":
+        from cumulo.load.simulated import draw_traffic, read_any_trace
+
+        if self.trace is not None:
+            return read_any_trace(self.trace)
+        lengths = self.requested
+        return draw_traffic(
+            lengths.input_tokens,
+            lengths.output_tokens,
+            lengths.shared_prefix,
+            lengths.prefixes,
+            self.arrivals,
+            self.requests,
+            self.seed,
+        )
+
+
+SloOption = Annotated[
+    str,
+    typer.Option(help="Latency objective (SLO), for example ttft=500ms,itl=50ms.", rich_help_panel=TRAFFIC),
+]
+SloPercentile = Annotated[
+    float, typer.Option(help="Percentile of TTFT and ITL that must meet the SLO.", rich_help_panel=TRAFFIC)
+]

@@ -1,0 +1,64 @@
+"""Traffic and objectives of simulations, in the forms of the load generator. `simulate` and `plan serve` call."""
+
+import itertools
+import random
+from pathlib import Path
+
+from cumulo.engine.simulate.run import Arrival
+from cumulo.errors import ConfigError
+from cumulo.load.arrivals import Arrivals, parse_process
+from cumulo.load.lengths import parse_lengths
+from cumulo.load.slo import parse_slo
+from cumulo.load.trace import read_trace
+from cumulo.plan.serve.traffic import Slo, Traffic, drawn_traffic, read_traffic
+
+_MOONCAKE_BLOCK = 512  # tokens that a hash of Mooncake's traces stands for
+
+
+def parse_objective(text: str, percentile: float) -> Slo | None:
+    if not text:
+        return None
+    bounds = parse_slo(text)
+    if bounds.tpot_s is not None or bounds.e2e_s is not None:
+        raise ConfigError("a simulated SLO can bound only ttft and itl: remove tpot and e2e from --slo")
+    return Slo(bounds.ttft_s, bounds.itl_s, percentile)
+
+
+def draw_traffic(
+    input_tokens: str,
+    output_tokens: str,
+    prefix_tokens: int,
+    prefixes: int,
+    arrivals: str,
+    requests: int,
+    seed: int,
+) -> Traffic:
+    """One request per second; rates stretch its time."""
+    if requests < 2:
+        raise ConfigError(
+            f"--requests must be 2 or more, because a rate needs two arrivals; got {requests} (1000 is usual)"
+        )
+    process, burst = parse_process(arrivals)
+    times_s = Arrivals(1.0, process, burst).times_s(random.Random(f"{seed}/arrivals"))
+    return drawn_traffic(
+        requests, parse_lengths(input_tokens, "--input").draw, parse_lengths(output_tokens, "--output").draw,
+        times_s=list(itertools.islice(times_s, requests)), prefix_tokens=prefix_tokens, prefixes=prefixes,
+        seed=seed,
+    )  # fmt: skip
+
+
+def read_any_trace(path: Path) -> Traffic:
+    """Our own JSON lines, or one of the public traces that the load generator reads, too."""
+    if path.is_file() and '"arrival_s"' in path.read_text("utf-8", "replace").partition("\n")[0]:
+        return read_traffic(path)
+    return Traffic(
+        tuple(
+            Arrival(
+                row.time_s,
+                row.input_tokens,
+                row.output_tokens,
+                tuple((name, _MOONCAKE_BLOCK) for name in row.blocks),
+            )
+            for row in read_trace(path)
+        )
+    )
