@@ -1,4 +1,4 @@
-"""The pipeline's time: the quick player against the simulator that keeps everything."""
+"""The pipeline's time: the makespan that the planner asks for against the full timeline."""
 
 import random
 
@@ -28,7 +28,7 @@ def uneven_costs(chunks: int, seed: int) -> tuple[ChunkCost, ...]:
 
 @pytest.mark.parametrize(("name", "stages", "chunks_per_stage"), SCHEDULES)
 @pytest.mark.parametrize("rounds", [2, 5])
-def test_the_quick_player_finds_the_simulators_makespan(
+def test_the_planners_makespan_is_the_timelines(
     name: str, stages: int, chunks_per_stage: int, rounds: int
 ) -> None:
     micro_batches = rounds * stages

@@ -10,7 +10,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from cumulo.pipeline.decide.actions import Action, Kind, PipelineSchedule
-from cumulo.pipeline.decide.communication import Sends
+from cumulo.pipeline.decide.messages import Sends
 from cumulo.pipeline.decide.stall import ScheduleError
 from cumulo.pipeline.simulate.timeline import simulate
 

@@ -1,21 +1,16 @@
 """Adds sends and receives to a compute-only schedule, one pass for every generator; checker, simulator and executor
 use the result.
 
-Messages between two stages are never tagged: they arrive in the order they were sent, so the pass receives them in
-that order, too, even where a later one is needed first (NCCL matches messages in no other way).
+Messages arrive in the order they were sent, so the pass receives them in that order, too, even where a later one is
+needed first.
 """
 
 from collections import deque
-from enum import StrEnum
 
-from cumulo.pipeline.decide.actions import Action, Kind, PipelineSchedule, blocks
-
-
-class Sends(StrEnum):
-    """How a send behaves; receives always block."""
-
-    BUFFERED = "buffered"  # returns at once (isend): receives stand right before what needs them
-    RENDEZVOUS = "rendezvous"  # waits for its receive: both stand where the message is made
+from cumulo.pipeline.decide.actions import Action, PipelineSchedule, blocks
+from cumulo.pipeline.decide.costs import Costs
+from cumulo.pipeline.decide.messages import Sends, receive_before, receive_of, send_after
+from cumulo.pipeline.simulate.events import played_blocks
 
 
 def with_communication(schedule: PipelineSchedule, sends: Sends = Sends.BUFFERED) -> PipelineSchedule:
@@ -31,61 +26,6 @@ def with_communication(schedule: PipelineSchedule, sends: Sends = Sends.BUFFERED
         schedule.placement,
         tuple(tuple(order) for order in orders),
     )
-
-
-def send_after(schedule: PipelineSchedule, action: Action) -> Action | None:
-    """The send that an action's output calls for, if another stage needs it."""
-    if action.kind is Kind.FORWARD:
-        kind, neighbour = Kind.SEND_ACTIVATION, action.chunk + 1
-    elif action.kind.gives_input_gradient:
-        kind, neighbour = Kind.SEND_GRADIENT, action.chunk - 1
-    else:
-        return None
-    return _message(schedule, kind, action, neighbour)
-
-
-def receive_before(schedule: PipelineSchedule, action: Action) -> Action | None:
-    """The receive that an action's input calls for, if another stage makes it."""
-    if action.kind is Kind.FORWARD:
-        kind, neighbour = Kind.RECEIVE_ACTIVATION, action.chunk - 1
-    elif action.kind.gives_input_gradient:
-        kind, neighbour = Kind.RECEIVE_GRADIENT, action.chunk + 1
-    else:
-        return None
-    return _message(schedule, kind, action, neighbour)
-
-
-def receive_of(schedule: PipelineSchedule, send: Action) -> Action:
-    """The receive on the other side of a send."""
-    forward = send.kind is Kind.SEND_ACTIVATION
-    return Action(
-        Kind.RECEIVE_ACTIVATION if forward else Kind.RECEIVE_GRADIENT,
-        send.micro_batch,
-        send.chunk + 1 if forward else send.chunk - 1,
-        send.direction,
-        peer=schedule.stage_of(send.chunk, send.direction),
-    )
-
-
-def send_of(schedule: PipelineSchedule, receive: Action) -> Action:
-    """The send on the other side of a receive."""
-    forward = receive.kind is Kind.RECEIVE_ACTIVATION
-    return Action(
-        Kind.SEND_ACTIVATION if forward else Kind.SEND_GRADIENT,
-        receive.micro_batch,
-        receive.chunk - 1 if forward else receive.chunk + 1,
-        receive.direction,
-        peer=schedule.stage_of(receive.chunk, receive.direction),
-    )
-
-
-def _message(schedule: PipelineSchedule, kind: Kind, action: Action, neighbour: int) -> Action | None:
-    if not 0 <= neighbour < schedule.chunks:
-        return None
-    peer = schedule.stage_of(neighbour, action.direction)
-    if peer == schedule.stage_of(action.chunk, action.direction):
-        return None  # both chunks on one stage: the tensor stays where it is
-    return Action(kind, action.micro_batch, action.chunk, action.direction, peer=peer)
 
 
 def _received_when_needed(schedule: PipelineSchedule) -> list[list[Action]]:
@@ -120,17 +60,14 @@ def _received_when_made(schedule: PipelineSchedule) -> list[list[Action]]:
 
     That order is the one of unit costs, so that a receive seldom stands before work that could be done already.
     """
-    # Here, because the simulator itself adds communication to what has none.
-    from cumulo.pipeline.decide.costs import Costs
-    from cumulo.pipeline.simulate.timeline import simulate
-
     # (time, messages before what starts then, stage, position, what)
     events: list[tuple[float, int, int, int, Action]] = []
-    for stage, spans in enumerate(simulate(schedule, Costs()).compute_spans):
-        for position, span in enumerate(spans):
-            events.append((span.start_s, 1, stage, position, span.action))
-            if (send := send_after(schedule, span.action)) is not None:
-                events.append((span.end_s, 0, stage, position, send))
+    for stage, spans in enumerate(played_blocks(schedule, Costs())):
+        for position, (block, start_s, end_s) in enumerate(spans):
+            for action in block:
+                events.append((start_s, 1, stage, position, action))
+                if (send := send_after(schedule, action)) is not None:
+                    events.append((end_s, 0, stage, position, send))
     orders: list[list[Action]] = [[] for _ in range(schedule.stages)]
     for *_, stage, _, action in sorted(events, key=lambda event: event[:4]):
         orders[stage].append(action)

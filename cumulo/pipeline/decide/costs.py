@@ -25,7 +25,7 @@ class ChunkCost:
     def backward_s(self) -> float:
         return self.backward_input_s + self.backward_weight_s
 
-    def of(self, kind: Kind) -> float:
+    def seconds_of(self, kind: Kind) -> float:
         if kind is Kind.FORWARD:
             return self.forward_s
         if kind is Kind.BACKWARD:
@@ -92,7 +92,7 @@ class Costs:
 
     def block_s(self, stage: int, block: tuple[Action, ...]) -> float:
         """How long actions take that start together: the sum, less what overlapping saves."""
-        total = sum(self.chunk(action.chunk).of(action.kind) for action in block)
+        total = sum(self.chunk(action.chunk).seconds_of(action.kind) for action in block)
         slowdown = self.stage_slowdown[stage] if self.stage_slowdown else 1.0
         return total * slowdown * (1 - self.overlap_saving if len(block) > 1 else 1)
 

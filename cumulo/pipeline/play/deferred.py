@@ -68,8 +68,8 @@ class DeferredWeights(TorchFunctionMode):
         parameters: Iterable[nn.Parameter],
     ) -> Tensor | None:
         """The gradient of the chunk's input; None for the first chunk, which has none."""
-        learnt = [parameter for parameter in parameters if parameter.requires_grad]
-        inputs = learnt if x is None else [x, *learnt]
+        trained = [parameter for parameter in parameters if parameter.requires_grad]
+        inputs = trained if x is None else [x, *trained]
         upstream = [
             torch.ones_like(output) if gradient is None else gradient
             for output, gradient in zip(outputs, gradients, strict=True)
@@ -81,7 +81,7 @@ class DeferredWeights(TorchFunctionMode):
                 tuple(outputs), tuple(upstream), False, False, tuple(inputs), True, accumulate_grad=False
             )
         own = found if x is None else found[1:]
-        self.ready = [pair for pair in zip(learnt, own, strict=True) if pair[1] is not None]
+        self.ready = [pair for pair in zip(trained, own, strict=True) if pair[1] is not None]
         return None if x is None else found[0]
 
     def accumulate(self) -> None:

@@ -1,26 +1,13 @@
 """Seconds a pipeline takes for a step: the makespan of the very schedule that the trainer would run, and a bound
 below it that costs microseconds. `step` calls both.
-
-`cumulo.pipeline.simulate.timeline` keeps every action's times, for checks and pictures. A search wants one number
-a thousand times: here the same orders are played with nothing kept, and tests hold the two to the same makespan.
 """
 
-from collections import deque
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 
-from cumulo.pipeline.decide.actions import Kind, blocks
 from cumulo.pipeline.decide.catalog import build, family
-from cumulo.pipeline.decide.costs import ChunkCost
-
-_FORWARD, _BACKWARD, _INPUT, _WEIGHT = range(4)
-_CODES = {
-    Kind.FORWARD: _FORWARD,
-    Kind.BACKWARD: _BACKWARD,
-    Kind.BACKWARD_INPUT: _INPUT,
-    Kind.BACKWARD_WEIGHT: _WEIGHT,
-}
+from cumulo.pipeline.decide.costs import ChunkCost, Costs, Link
+from cumulo.pipeline.simulate.events import Program, compile_schedule, makespan_s
 
 
 def bound_s(
@@ -65,9 +52,11 @@ def played_s(
     """
     rounds, over = divmod(micro_batches, stages)
 
+    # Over a link of 1 byte/s a message has as many bytes as it takes seconds.
+    all_costs = Costs(costs, link=Link(latency_s, 1.0), message_bytes=transfer_s)
+
     def after(count: int) -> float:
-        orders = _orders(name, stages, count * stages + over, chunks_per_stage)
-        return _play(orders, costs, latency_s, transfer_s)
+        return makespan_s(_program(name, stages, count * stages + over, chunks_per_stage), all_costs)
 
     chosen = family(name)
     first = 3 if chosen.overlaps else 2
@@ -79,90 +68,9 @@ def played_s(
     return after(rounds)
 
 
-@dataclass(frozen=True, slots=True)
-class _Orders:
-    """A schedule as numbers: for each stage its blocks, each of (code, place of the chunk, micro-batch)."""
-
-    blocks: tuple[tuple[tuple[tuple[int, int, int], ...], ...], ...]
-    homes: tuple[
-        int, ...
-    ]  # the stage of each place; places of the second direction come after those of the first
-    chunks: int
-    micro_batches: int
-
-
 @lru_cache(256)
-def _orders(name: str, stages: int, micro_batches: int, chunks_per_stage: int) -> _Orders:
-    schedule = build(name, stages, micro_batches, chunks_per_stage)
-    found = tuple(
-        tuple(
-            tuple(
-                (_CODES[part.kind], part.direction * schedule.chunks + part.chunk, part.micro_batch)
-                for part in block
-            )
-            for block in blocks(order)
-        )
-        for order in schedule.orders
-    )
-    homes = tuple(
-        schedule.stage_of(chunk, way)
-        for way in range(schedule.directions)
-        for chunk in range(schedule.chunks)
-    )
-    return _Orders(found, homes, schedule.chunks, micro_batches)
-
-
-def _play(orders: _Orders, costs: tuple[ChunkCost, ...], latency_s: float, transfer_s: float) -> float:
-    chunks, homes, batches = orders.chunks, orders.homes, orders.micro_batches
-    seconds = [(c.forward_s, c.backward_s, c.backward_input_s, c.backward_weight_s) for c in costs]
-    # When a place's input or output gradient is there; absent: not yet.
-    inputs: dict[int, float] = {}
-    gradients: dict[int, float] = {}
-    link_free: dict[tuple[int, int], float] = {}
-    clock, reached = [0.0] * len(orders.blocks), [0] * len(orders.blocks)
-    ready = deque(range(len(orders.blocks)))
-    waiting = [False] * len(orders.blocks)
-
-    def deliver(target: dict[int, float], key: int, home: int, peer: int, now: float) -> None:
-        if peer != home:
-            left = max(now, link_free.get((home, peer), 0.0)) + transfer_s
-            link_free[home, peer] = left
-            now = left + latency_s
-            if waiting[peer]:
-                waiting[peer] = False
-                ready.append(peer)
-        target[key] = now
-
-    while ready:
-        stage = ready.popleft()
-        mine, position, now = orders.blocks[stage], reached[stage], clock[stage]
-        while position < len(mine):
-            start = now
-            for code, place, batch in mine[position]:
-                chunk = place % chunks
-                key = place * batches + batch
-                if code == _FORWARD and chunk:
-                    at = inputs.get(key)
-                elif code in (_BACKWARD, _INPUT) and chunk < chunks - 1:
-                    at = gradients.get(key)
-                else:
-                    continue
-                if at is None:
-                    waiting[stage] = True
-                    break
-                start = max(start, at)
-            if waiting[stage]:
-                break
-            now = start + sum(seconds[place % chunks][code] for code, place, _ in mine[position])
-            for code, place, batch in mine[position]:
-                chunk = place % chunks
-                if code == _FORWARD and chunk < chunks - 1:
-                    deliver(inputs, (place + 1) * batches + batch, stage, homes[place + 1], now)
-                elif code in (_BACKWARD, _INPUT) and chunk:
-                    deliver(gradients, (place - 1) * batches + batch, stage, homes[place - 1], now)
-            position += 1
-        reached[stage], clock[stage] = position, now
-    return max(clock)
+def _program(name: str, stages: int, micro_batches: int, chunks_per_stage: int) -> Program:
+    return compile_schedule(build(name, stages, micro_batches, chunks_per_stage))
 
 
 def messages_of_stage(stages: int, micro_batches: int, chunks_per_stage: int) -> int:
