@@ -101,7 +101,7 @@ class Run:
                 parameter.normal_(0.0, 0.02) if parameter.ndim > 1 else parameter.fill_(1.0)
         if "compile" in self.options:
             self.model.compile_layers()
-        self.optimizer = Optimizer(parameters, OptimizerConfig(learning_rate=1e-4), spec, masters=False)
+        self.optimizer = Optimizer(parameters, OptimizerConfig(learning_rate=1e-4), spec, master_weights=False)
 
     def batch(self, number: int) -> Batch:
         documents = 8 if "documents" in self.options else 1

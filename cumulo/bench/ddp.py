@@ -96,7 +96,7 @@ def _our_step(groups: Groups, model: TrainingDecoder, batch: DeviceBatch) -> Cal
 
     def step() -> None:
         sink.begin()
-        loss = model(batch).token_sum / (groups.layout.dp * batch.learnt_tokens)
+        loss = model(batch).token_sum / (groups.layout.dp * batch.loss_tokens)
         sink.last(0)
         loss.backward()
         optimizer.take_gradients(sink.finish())
@@ -119,7 +119,7 @@ def _torch_step(model: TrainingDecoder, batch: DeviceBatch) -> Callable[[], None
 
     def step() -> None:
         optimizer.zero_grad()
-        (wrapped(batch).token_sum / batch.learnt_tokens).backward()  # it takes the mean over processes
+        (wrapped(batch).token_sum / batch.loss_tokens).backward()  # it takes the mean over processes
         optimizer.step()
 
     return step

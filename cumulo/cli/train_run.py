@@ -246,11 +246,12 @@ class Display:
     def begins(self, run: "Trainer", first_step: int) -> None:
         from cumulo.spec.counting import parameter_count
 
+        ceiling = run.forecast.ceiling
         note(
             f"{parameter_count(run.spec) / 1e6:.2f} M parameters, {run.packing.tokens:,} tokens "
             f"({run.packing.samples_per_epoch:,} sequences of {run.packing.length}) in {run.dataset.documents:,} "
-            f"documents; {run.device.type} {run.config.dtype}, {run.ceiling.flops / 1e9:,.0f} GFLOP/s peak ("
-            f"{run.ceiling.source})"
+            f"documents; {run.device.type} {run.config.dtype}, {ceiling.flops / 1e9:,.0f} GFLOP/s peak ("
+            f"{ceiling.source})"
         )
         self._bar.reset(self._task, description="training", total=self.steps, completed=first_step, words="")
 

@@ -68,7 +68,7 @@ class Outcome:
 def alone(case: Case) -> Outcome:
     """One process with all rows, in micro-batches of as many as a rank's."""
     model = case.model()
-    optimizer = Optimizer(dict(model.named_parameters()), case.optimizer, case.spec, masters=True)
+    optimizer = Optimizer(dict(model.named_parameters()), case.optimizer, case.spec, master_weights=True)
     norms = []
     for step in range(case.steps):
         part = ROWS // case.micro_batches

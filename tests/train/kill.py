@@ -2,7 +2,7 @@
 
     python -m tests.train.kill --times 20
 
-Float64: the losses must be the same within 1e-9, and the count of learnt tokens at every step exactly, so that no
+Float64: the losses must be the same within 1e-9, and the count of loss tokens at every step exactly, so that no
 sample was lost or repeated.
 """
 

@@ -90,9 +90,9 @@ def cut(whole: Tensor, piece: Piece) -> Tensor:
     return part
 
 
-def objective(model: TrainingDecoder, batch: Batch, learnt: int, all_rows: int) -> Tensor:
+def objective(model: TrainingDecoder, batch: Batch, loss_tokens: int, all_rows: int) -> Tensor:
     losses = model(to_device(batch, torch.device("cpu")))
-    value = losses.token_sum / learnt
+    value = losses.token_sum / loss_tokens
     return value if losses.balance_sum is None else value + losses.balance_sum * (BALANCE_WEIGHT / all_rows)
 
 
@@ -102,7 +102,7 @@ def differences(rank: int, case: Case) -> dict[str, float]:
     batch = make_batch(case.spec, case.documents)
     count = len(case.documents)
     whole = whole_model(case.spec)
-    expected = objective(whole, batch, batch.learnt_tokens, count)
+    expected = objective(whole, batch, batch.loss_tokens, count)
     expected.backward()
 
     groups = Groups(layout, rank)
@@ -119,7 +119,7 @@ def differences(rank: int, case: Case) -> dict[str, float]:
             parameter.copy_(cut(originals[name], held[name]))
     per_rank = count // layout.dp
     first = layout.place(rank).dp * per_rank
-    loss = objective(model, batch.rows(first, first + per_rank), batch.learnt_tokens, count)
+    loss = objective(model, batch.rows(first, first + per_rank), batch.loss_tokens, count)
     loss.backward()
     total, expected = loss.detach().clone(), expected.detach()
     all_reduce(total, groups.group_of_several("data"))

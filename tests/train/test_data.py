@@ -168,7 +168,7 @@ def test_targets_are_the_next_token_of_the_same_document(dataset: TokenDataset) 
             assert targets[place] == (IGNORED if place + 1 in starts else flat[place + 1])
     # An end token is never followed by anything.
     assert (targets[flat == 256] == IGNORED).all()
-    assert batch.learnt_tokens == (targets != IGNORED).sum()
+    assert batch.loss_tokens == (targets != IGNORED).sum()
 
 
 def test_a_sample_does_not_depend_on_who_asks(dataset: TokenDataset) -> None:
@@ -179,7 +179,7 @@ def test_a_sample_does_not_depend_on_who_asks(dataset: TokenDataset) -> None:
         cut = whole.rows(8 * number, 8 * number + 8)
         assert np.array_equal(cut.tokens, part.tokens)
         assert np.array_equal(cut.document_starts, part.document_starts)
-        assert cut.learnt_tokens == part.learnt_tokens
+        assert cut.loss_tokens == part.loss_tokens
 
 
 def test_the_loader_yields_the_batches_in_order_and_ends(dataset: TokenDataset) -> None:
@@ -233,9 +233,9 @@ def test_only_answers_are_learnt_from_conversations(tmp_path: Path) -> None:
     dataset = TokenDataset(
         build_dataset(tmp_path / "set", [str(source)], tmp_path / "tokenizer", chat=True, workers=1)
     )
-    assert dataset.learnt is not None
+    assert dataset.loss_mask is not None
     tokenizer = load_tokenizer(tmp_path / "tokenizer")
-    learnt = tokenizer.decode(dataset.tokens[dataset.learnt == 1].tolist(), skip_special=False)
+    learnt = tokenizer.decode(dataset.tokens[dataset.loss_mask == 1].tolist(), skip_special=False)
     assert learnt == "réponse<|im_end|>\nless<|im_end|>\n"
     batch = Packing(dataset, len(dataset.tokens) - 1, seed=0).batch(0, 1)
     wanted = batch.targets[batch.targets != IGNORED]

@@ -123,7 +123,7 @@ def shares_of_steps(rank: int, config: TrainConfig) -> list[tuple[float, float]]
     for step in range(config.steps):
         orders = dict(run.balance.orders)
         batch = random_batch(EXPERTS, config, step).rows(rank * rows, (rank + 1) * rows)
-        run.gradients(batch, batch.learnt_tokens * config.layout.dp)
+        run.gradients(batch, batch.loss_tokens * config.layout.dp)
         run.clip()
         run.step(1e-6)
         for layer, order in orders.items():

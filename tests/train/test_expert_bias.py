@@ -96,7 +96,7 @@ def steered_weights(rank: int, config: TrainConfig) -> Any:
     first = groups.place.dp * count
     for step in range(config.steps):
         batch = random_batch(SPEC, config, step)
-        run.gradients(batch.rows(first, first + count), batch.learnt_tokens)
+        run.gradients(batch.rows(first, first + count), batch.loss_tokens)
         run.clip()
         run.step(1.0)
     return {

@@ -102,7 +102,7 @@ def kept_of_a_step(rank: int, spec: ModelSpec, config: TrainConfig) -> int:
     first = groups.place.dp * rows
     batch = random_batch(spec, config, 0)
     with KeptActivations() as kept:
-        run.gradients(batch.rows(first, first + rows), batch.learnt_tokens)
+        run.gradients(batch.rows(first, first + rows), batch.loss_tokens)
     return kept.peak_bytes
 
 

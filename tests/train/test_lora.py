@@ -97,7 +97,7 @@ def half_precision_state(rank: int, config: TrainConfig) -> dict[str, tuple[torc
     rows = config.batch_sequences // config.layout.dp
     first = groups.place.dp * rows
     batch = random_batch(DENSE, config, 0)
-    run.gradients(batch.rows(first, first + rows), batch.learnt_tokens)
+    run.gradients(batch.rows(first, first + rows), batch.loss_tokens)
     assert 0 < run.clip() < float("inf")
     run.step(1.0)
     weights, state = run.optimizer.weights(), run.optimizer.state()

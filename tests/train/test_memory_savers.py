@@ -75,7 +75,7 @@ def regression(kind: str) -> tuple[float, float]:
     torch.manual_seed(0)
     teacher, student = (nn.Sequential(nn.Linear(32, 256), nn.Tanh(), nn.Linear(256, 32)) for _ in range(2))
     config = OptimizerConfig(kind=kind, learning_rate=3e-3, weight_decay=0.01, clip_norm=0)  # type: ignore[arg-type]
-    optimizer = Optimizer(dict(student.named_parameters()), config, DENSE, masters=True)
+    optimizer = Optimizer(dict(student.named_parameters()), config, DENSE, master_weights=True)
     losses = []
     for step in range(150):
         x = numbers(64, 32, seed=step)
@@ -106,7 +106,7 @@ def test_8_bit_state_that_is_saved_and_loaded_goes_on_with_the_same_bits() -> No
     def fresh() -> tuple[dict[str, nn.Parameter], Optimizer]:
         shapes = {"embed.weight": (300, 16), "layers.0.ffn.down.weight": (70, 66), "final_norm.weight": (16,)}
         own = {name: nn.Parameter(numbers(*shape)) for name, shape in shapes.items()}
-        return own, Optimizer(own, config, DENSE, masters=True)
+        return own, Optimizer(own, config, DENSE, master_weights=True)
 
     def move(own: dict[str, nn.Parameter], optimizer: Optimizer, steps: range) -> None:
         for step in steps:
@@ -150,7 +150,7 @@ def hosted_steps(rank: int, zero: int) -> list[bool]:
     optimizer = ShardedOptimizer(sink, OptimizerConfig(offload=True), DENSE, True, groups)
     copies = all(
         moved.data_ptr() != sink.shards[name].tensor.data_ptr()
-        for name, moved in optimizer.inner.moved.items()
+        for name, moved in optimizer.inner.masters.items()
     )
     for weight in optimizer.weights().values():
         weight.fill_(0.5)

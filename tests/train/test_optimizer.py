@@ -69,7 +69,7 @@ def gradients(parameters: dict[str, nn.Parameter]) -> dict[str, torch.Tensor]:
 def test_adamw_decays_matrices_only_and_is_torchs() -> None:
     ours, theirs = parameters(), parameters()
     config = OptimizerConfig(learning_rate=0.01, clip_norm=0)
-    optimizer = Optimizer(ours, config, SPEC, masters=True)
+    optimizer = Optimizer(ours, config, SPEC, master_weights=True)
     groups = [
         {"params": [p for p in theirs.values() if p.ndim > 1], "weight_decay": 0.1},
         {"params": [p for p in theirs.values() if p.ndim == 1], "weight_decay": 0.0},
@@ -115,7 +115,7 @@ def test_gradients_of_micro_batches_are_added_in_float32() -> None:
 
 def test_clipping_brings_the_joint_norm_down() -> None:
     own = parameters()
-    optimizer = Optimizer(own, OptimizerConfig(clip_norm=1.0), SPEC, masters=False)
+    optimizer = Optimizer(own, OptimizerConfig(clip_norm=1.0), SPEC, master_weights=False)
     for parameter in own.values():
         parameter.grad = torch.ones_like(parameter)
     expected = math.sqrt(sum(p.numel() for p in own.values()))

@@ -109,16 +109,16 @@ def _run(
 
 
 def tokenise_shard(task: BuildTask, work: Path, index: int, pieces: Sequence[Piece]) -> None:
-    """Write one shard's token ids, document lengths and, for conversations, which tokens are learnt."""
+    """Write one shard's token ids, document lengths and, for conversations, which tokens have a loss."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # this process is one of several already
     tokenizer = load_tokenizer(Path(task.tokenizer_folder))
     tokens: list[np.ndarray] = []
-    learnt: list[np.ndarray] = []
+    loss_mask: list[np.ndarray] = []
     for piece in pieces:
         for row in read_rows(piece, task.text_field):
             if task.chat:
                 ids, flags = encode_conversation(tokenizer, row, piece.path)
-                learnt.append(np.array(flags, dtype=np.uint8))
+                loss_mask.append(np.array(flags, dtype=np.uint8))
             elif isinstance(row, str):
                 ids = [*tokenizer.encode(row), task.end_id] if row else []
             else:
@@ -129,7 +129,10 @@ def tokenise_shard(task: BuildTask, work: Path, index: int, pieces: Sequence[Pie
     lengths = np.array([len(part) for part in tokens], dtype=np.int64)
     _write(work / f"{index:06d}.tokens.npy", np.concatenate(tokens) if tokens else np.zeros(0, task.dtype))
     if task.chat:
-        _write(work / f"{index:06d}.learnt.npy", np.concatenate(learnt) if learnt else np.zeros(0, np.uint8))
+        _write(
+            work / f"{index:06d}.learnt.npy",
+            np.concatenate(loss_mask) if loss_mask else np.zeros(0, np.uint8),
+        )
     _write(work / f"{index:06d}.lengths.npy", lengths)  # last: its presence says that the shard is done
 
 

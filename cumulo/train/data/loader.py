@@ -22,7 +22,7 @@ class DeviceBatch:
     document_starts: Tensor
     documents: int
     longest_document: int
-    learnt_tokens: int
+    loss_tokens: int
 
 
 def to_device(batch: Batch, device: torch.device) -> DeviceBatch:
@@ -38,7 +38,7 @@ def to_device(batch: Batch, device: torch.device) -> DeviceBatch:
         move(starts),
         len(starts) - 1,
         int((starts[1:] - starts[:-1]).max()),
-        batch.learnt_tokens,
+        batch.loss_tokens,
     )
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from cumulo.errors import TrainingError
 from cumulo.train.data.token_file import TokenDataset
 
-IGNORED = -100  # a target that is not learnt; torch's own number for it
+IGNORED = -100  # a target without a loss; torch's own number for it
 HELD_OUT_SHARE = 0.01
 
 
@@ -26,7 +26,7 @@ class Batch:
     targets: np.ndarray  # [B, S] int64: the next token, or IGNORED
     positions: np.ndarray  # [B, S] int64
     document_starts: np.ndarray  # [D + 1] int32, into the rows laid end to end
-    learnt_tokens: int  # targets that are not IGNORED
+    loss_tokens: int  # targets that are not IGNORED
 
     def rows(self, first: int, last: int) -> "Batch":
         """The rows [first, last) as a batch of their own."""
@@ -71,7 +71,7 @@ class Packing:
         """Samples [first_sample, first_sample + count) of the endless sequence of epochs."""
         length = self.length
         stream = np.empty((count, length + 1), dtype=np.int64)
-        learnt = np.ones((count, length + 1), dtype=bool)
+        has_loss = np.ones((count, length + 1), dtype=bool)
         positions = np.empty((count, length), dtype=np.int64)
         starts: list[int] = []
         for row in range(count):
@@ -82,12 +82,12 @@ class Packing:
                 begins,
                 int(rows[number]) * length,
                 stream[row],
-                learnt[row],
+                has_loss[row],
                 positions[row],
                 starts,
                 row,
             )
-        targets = np.where(learnt[:, 1:], stream[:, 1:], IGNORED)
+        targets = np.where(has_loss[:, 1:], stream[:, 1:], IGNORED)
         return Batch(
             stream[:, :-1],
             targets,
@@ -102,7 +102,7 @@ class Packing:
         begins: np.ndarray,
         at: int,
         stream: np.ndarray,
-        learnt: np.ndarray,
+        has_loss: np.ndarray,
         positions: np.ndarray,
         starts: list[int],
         row: int,
@@ -116,12 +116,12 @@ class Packing:
             source = int(data.starts[documents[index]]) + offset
             size = min(wanted - filled, int(begins[index + 1]) - at - filled)
             stream[filled : filled + size] = data.tokens[source : source + size]
-            if data.learnt is not None:
-                learnt[filled : filled + size] = data.learnt[source : source + size]
+            if data.loss_mask is not None:
+                has_loss[filled : filled + size] = data.loss_mask[source : source + size]
             if filled < self.length:
                 positions[filled : filled + size] = _COUNTING[: min(size, self.length - filled)]
                 starts.append(row * self.length + filled)
-            learnt[filled] = False  # the first token of a piece is nobody's next token
+            has_loss[filled] = False  # the first token of a piece is nobody's next token
             filled += size
             index += 1
 

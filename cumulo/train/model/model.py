@@ -32,7 +32,7 @@ class Losses(NamedTuple):
     and context-parallel ranks and pipeline stages. Tensor-parallel ranks have the same. A tuple, so that torch's
     own wrappers find the tensors in it."""
 
-    token_sum: Tensor  # cross-entropy over the learnt tokens, in nats; 0 without the last layers
+    token_sum: Tensor  # cross-entropy over the loss tokens, in nats; 0 without the last layers
     balance_sum: Tensor | None  # how uneven experts are used, over rows; None: no experts here
     hidden: Tensor | None  # what the next part of the model takes; None: there is none
 

@@ -48,8 +48,8 @@ class OneRank:
             if gradient is None or not (self._offload or (half and self._wide)):
                 continue
             device = torch.device("cpu") if self._offload else gradient.device
-            moved = gradient.to(device, torch.float32 if half and self._wide else gradient.dtype)
-            self._sums[name] = self._sums[name].add_(moved) if name in self._sums else moved
+            taken = gradient.to(device, torch.float32 if half and self._wide else gradient.dtype)
+            self._sums[name] = self._sums[name].add_(taken) if name in self._sums else taken
             parameter.grad = None
 
     def finish(self) -> dict[str, Tensor]:

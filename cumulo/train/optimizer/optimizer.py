@@ -21,7 +21,7 @@ _LEAST_FOR_8_BITS = 4096  # elements: what is smaller costs little memory
 
 
 class Rule(Protocol):
-    """How some tensors are moved by their gradients."""
+    """How some tensors are updated by their gradients."""
 
     def step(self, share: float) -> None:
         """`share` is the schedule's part of the learning rate."""
@@ -40,17 +40,17 @@ class Optimizer:
         parameters: Mapping[str, Tensor],
         config: OptimizerConfig,
         spec: ModelSpec,
-        masters: bool,
+        master_weights: bool,
         wholes: Mapping[str, Whole] | None = None,
     ) -> None:
         """`wholes`: of the matrices of which `parameters` has a part only, for rules that need them whole."""
         self.config = config
         self.parameters = {name: p for name, p in parameters.items() if p.requires_grad}
-        self.moved: dict[str, Tensor] = {
-            name: _moved(p, masters, config.offload) for name, p in self.parameters.items()
+        self.masters: dict[str, Tensor] = {
+            name: _master(p, master_weights, config.offload) for name, p in self.parameters.items()
         }
         by_muon, in_8_bits, rest = {}, {}, {}
-        for name, tensor in self.moved.items():
+        for name, tensor in self.masters.items():
             if config.kind == "muon" and is_inner_matrix(name, tensor):
                 by_muon[name] = tensor
             elif config.kind == "adamw8bit" and _bears_8_bits(name, tensor):
@@ -71,8 +71,9 @@ class Optimizer:
 
     def take_gradients(self, gradients: Mapping[str, Tensor]) -> None:
         """Use these as the gradients of the whole step; a parameter without one is left as it is."""
-        for name, gradient in gradients.items():
-            self.moved[name].grad = gradient.to(self.moved[name].device, self.moved[name].dtype)
+        for name, master in self.masters.items():
+            if name in gradients:
+                master.grad = gradients[name].to(master.device, master.dtype)
 
     def clip(self, norm: Tensor | None = None) -> Tensor:
         """Scale all gradients so that their joint norm is at most `clip_norm`; returns the norm before.
@@ -80,23 +81,23 @@ class Optimizer:
         `norm`: the joint norm, where other ranks hold a part of the gradients.
         """
         if norm is None:
-            gradients = [tensor.grad for tensor in self.moved.values() if tensor.grad is not None]
+            gradients = [tensor.grad for tensor in self.masters.values() if tensor.grad is not None]
             norm = torch.nn.utils.get_total_norm(gradients)
         if self.config.clip_norm:
-            torch.nn.utils.clip_grads_with_norm_(list(self.moved.values()), self.config.clip_norm, norm)
+            torch.nn.utils.clip_grads_with_norm_(list(self.masters.values()), self.config.clip_norm, norm)
         return norm
 
     @torch.no_grad()
     def step(self, share: float) -> None:
-        """Move everything; `share` is the schedule's part of the learning rates."""
+        """Update everything; `share` is the schedule's part of the learning rates."""
         for rule in self._rules:
             rule.step(share)
         for name, parameter in self.parameters.items():
-            if self.moved[name] is not parameter:
-                parameter.copy_(self.moved[name])
+            if self.masters[name] is not parameter:
+                parameter.copy_(self.masters[name])
 
     def zero_grad(self) -> None:
-        for tensor in (*self.moved.values(), *self.parameters.values()):
+        for tensor in (*self.masters.values(), *self.parameters.values()):
             tensor.grad = None
 
     def state(self) -> dict[str, Tensor]:
@@ -105,8 +106,8 @@ class Optimizer:
         for rule in self._rules:
             found |= rule.state()
         for name, parameter in self.parameters.items():
-            if self.moved[name].dtype != parameter.dtype:
-                found[f"{name}.master"] = self.moved[name].detach()
+            if self.masters[name].dtype != parameter.dtype:
+                found[f"{name}.master"] = self.masters[name].detach()
         return found
 
     @torch.no_grad()
@@ -115,8 +116,8 @@ class Optimizer:
         for rule in self._rules:
             rule.loaded()
         for name, parameter in self.parameters.items():
-            if self.moved[name] is not parameter and self.moved[name].dtype == parameter.dtype:
-                self.moved[name].copy_(parameter)
+            if self.masters[name] is not parameter and self.masters[name].dtype == parameter.dtype:
+                self.masters[name].copy_(parameter)
 
 
 class _FusedAdamW:
@@ -164,10 +165,10 @@ class _FusedAdamW:
         """They are the live tensors."""
 
 
-def _moved(parameter: Tensor, masters: bool, offload: bool) -> Tensor:
-    """What the rules move for a parameter: itself, or a wider copy, or one in the host's memory."""
+def _master(parameter: Tensor, master_weights: bool, offload: bool) -> Tensor:
+    """What the rules update for a parameter: itself, or a wider copy, or one in the host's memory."""
     half = parameter.dtype in (torch.bfloat16, torch.float16)
-    dtype = torch.float32 if half and masters else parameter.dtype
+    dtype = torch.float32 if half and master_weights else parameter.dtype
     if offload:
         kept = torch.empty(parameter.shape, dtype=dtype, device="cpu", pin_memory=parameter.is_cuda)
         return kept.copy_(parameter.detach()).requires_grad_()

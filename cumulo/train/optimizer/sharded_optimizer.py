@@ -60,13 +60,13 @@ class ShardedOptimizer:
                 for name, shard in sink.shards.items()
                 if shard.trained and is_inner_matrix(name, shard.tensor)
             }
-        moved = {
+        updated = {
             name: shard.tensor.requires_grad_()
             for name, shard in sink.shards.items()
             # Who has no rows of a matrix still helps to gather the others'.
             if shard.trained and (shard.tensor.numel() or name in wholes)
         }
-        self.inner = Optimizer(moved, config, spec, masters, wholes)
+        self.inner = Optimizer(updated, config, spec, masters, wholes)
         self._device = next(iter(sink.shards.values())).tensor.device
 
     def take_gradients(self, gradients: Mapping[str, Tensor]) -> None:
@@ -79,9 +79,9 @@ class ShardedOptimizer:
         if self._groups.layout.world == 1:
             return self.inner.clip()
         by_holders: dict[int, list[Tensor]] = {}
-        for name, moved in self.inner.moved.items():
-            if moved.grad is not None:
-                by_holders.setdefault(self.sink.shards[name].holders, []).append(moved.grad)
+        for name, master in self.inner.masters.items():
+            if master.grad is not None:
+                by_holders.setdefault(self.sink.shards[name].holders, []).append(master.grad)
         total = torch.zeros((), dtype=torch.float64, device=self._device)
         for holders, gradients in by_holders.items():  # each element counts once in the sum over ranks
             total += torch.nn.utils.get_total_norm(gradients).to(total).square() / holders

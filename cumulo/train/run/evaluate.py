@@ -17,18 +17,18 @@ def held_out_loss(run: ModelRun, packing: Packing, config: TrainConfig) -> float
     whole = config.layout.world > parts or config.products != "wide"
     micro = config.micro_batch if whole else min(config.micro_batch, count)
     own = -(-count // (parts * micro)) * micro
-    total, learnt = 0.0, 0
+    total, loss_tokens = 0.0, 0
     for first in range(part * own, (part + 1) * own, micro):
         batch = _only(packing.batch(first, micro), count - first)
         total += run.token_sum(batch, micro)
-        learnt += run.agree(batch.learnt_tokens, False)[0]
-    return total / max(1, learnt)
+        loss_tokens += run.agree(batch.loss_tokens, False)[0]
+    return total / max(1, loss_tokens)
 
 
 def _only(batch: Batch, rows: int) -> Batch:
-    """The batch with nothing to learn after its first `rows`."""
+    """The batch with no loss after its first `rows`."""
     if rows >= len(batch.tokens):
         return batch
     targets = batch.targets.copy()
     targets[max(0, rows) :] = IGNORED
-    return replace(batch, targets=targets, learnt_tokens=int(np.count_nonzero(targets != IGNORED)))
+    return replace(batch, targets=targets, loss_tokens=int(np.count_nonzero(targets != IGNORED)))

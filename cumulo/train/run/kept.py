@@ -1,7 +1,7 @@
 """KeptActivations: counts what autograd keeps from forward to backward. The trainer measures a run's first step.
 
     with KeptActivations() as kept:
-        run.gradients(batch, learnt)
+        run.gradients(batch, loss_tokens)
     kept.peak_bytes
 
 Exact: every storage that some graph still needs counts once, however many tensors of it were saved; weights, which
@@ -33,9 +33,8 @@ def _tensor(saved: _Saved | Tensor) -> Tensor:
 class KeptActivations:
     def __init__(self) -> None:
         self.bytes = self.peak_bytes = 0
-        self._uses: dict[
-            int, int
-        ] = {}  # of each storage, by its address: it cannot change while it is in use
+        # Of each storage, by its address: it cannot change while it is in use.
+        self._uses: dict[int, int] = {}
         self._hooks = saved_tensors_hooks(self._keep, _tensor)
 
     def __enter__(self) -> "KeptActivations":

@@ -12,8 +12,8 @@ from typing import Any
 @dataclass(frozen=True, slots=True)
 class StepRecord:
     step: int  # from 1
-    tokens: int  # learnt in all
-    loss: float  # nats per learnt token
+    tokens: int  # with a loss, in all
+    loss: float  # nats per loss token
     balance: float  # experts' balance, 1 when even; 0 without experts
     gradient_norm: float
     learning_rate_share: float

@@ -15,35 +15,31 @@ from typing import Protocol
 
 import torch
 
-from cumulo.base.machine_memory import available_memory
 from cumulo.checkpoint.play.huggingface import export_huggingface
 from cumulo.checkpoint.play.memory import MemoryStore, memory_folder
 from cumulo.checkpoint.play.peft import export_peft
 from cumulo.checkpoint.play.saver import Saver
 from cumulo.checkpoint.play.store import Checkpoint, CheckpointStore, Store
 from cumulo.errors import ConfigError, TrainingError
-from cumulo.kernels.cuda.device_memory import gpu_memory
 from cumulo.ranks.groups import Groups
 from cumulo.ranks.hang import HangWatch
-from cumulo.ranks.launch import local_ranks
 from cumulo.ranks.team import Team
 from cumulo.train.data.loader import BatchLoader
-from cumulo.train.data.packing import Batch, Packing, split_documents
+from cumulo.train.data.packing import Packing, split_documents
 from cumulo.train.data.prepare import Prepared, prepare
 from cumulo.train.decide.config import TrainConfig, config_text
 from cumulo.train.decide.guard import SpikeGuard
-from cumulo.train.decide.ledger import Entry, entries, predict, refuse_if_too_large, write_ledger
+from cumulo.train.decide.ledger import Entry, write_ledger
 from cumulo.train.decide.plot import loss_plot
 from cumulo.train.decide.schedule import learning_rate_share
 from cumulo.train.model.lora import merged
-from cumulo.train.model.products_check import refuse_products
 from cumulo.train.run.evaluate import held_out_loss
+from cumulo.train.run.forecast import Forecast, training_device
 from cumulo.train.run.interrupt import StopRequest
-from cumulo.train.run.kept import KeptActivations
 from cumulo.train.run.log import RunLog, StepRecord
-from cumulo.train.run.meter import Ceiling, peak_memory_bytes, training_flops_per_token
-from cumulo.train.run.model_run import ModelRun, StepLoss
-from cumulo.train.run.state import Progressed, restore, saved_facts
+from cumulo.train.run.meter import peak_memory_bytes
+from cumulo.train.run.model_run import ModelRun
+from cumulo.train.run.state import Progressed, RunState
 
 
 class Watcher(Protocol):
@@ -111,8 +107,7 @@ class Trainer:
         self.team = Team() if ranks is None else ranks.team
         self.lead = self.team.rank == 0
         self.watcher: Watcher = watcher if watcher is not None and self.lead else Silent()
-        self.device = _device(config.device)
-        self.dtype: torch.dtype = getattr(torch, config.dtype)
+        self.device = training_device(config.device)
         self.folder = Path(config.folder)
 
     def run(self, should_stop: Callable[[int], bool] = lambda step: False) -> TrainResult:
@@ -138,6 +133,10 @@ class Trainer:
         if self.memory is not None:
             self.memory.remove()
         return result
+
+    @property
+    def progress(self) -> Progressed:
+        return self.state.progress
 
     def _heard(self) -> None:
         """Called by a signal's handler, perhaps in the middle of a line that is being written."""
@@ -173,7 +172,7 @@ class Trainer:
             and self.dataset.starts[held_out + 1].sum() - self.dataset.starts[held_out].sum() > length
         ):
             self.held_out = Packing(self.dataset, length, config.seed, held_out)
-        self._predict()
+        self.forecast = Forecast(config, self.spec, self.device, self.team)
         groups = Groups(config.layout) if self.ranks is None else self.ranks.groups
         start = None if prepared.start is None else dict(prepared.start.decoder.named_parameters())
         self.model_run = ModelRun(self.spec, config, groups, self.device, start)
@@ -194,38 +193,21 @@ class Trainer:
             self.watch = HangWatch(
                 self.folder / "hang", self.team.rank, self.team.size, config.faults.hang_after_s
             )
-        self.kept_bytes: int | None = None
-        self.guard = SpikeGuard(config.guard)
-        self.progress = Progressed()
-
-    def _predict(self) -> None:
-        """Memory and time, before anything is allocated; what does not fit is refused."""
-        config, on_gpu = self.config, self.device.type == "cuda"
-        refuse_products(config, self.spec, self.device)
-        frozen = config.lora is not None
-        self.flops_per_token = training_flops_per_token(self.spec, config.data.sequence_length, frozen)
-        self.ceiling = Ceiling(self.device, self.dtype, config.layout.world)
-        name = torch.cuda.get_device_name(self.device) if on_gpu else None
-        tokens = config.batch_sequences * config.data.sequence_length
-        self.prediction = predict(config, self.spec, name, self.flops_per_token * tokens, self.ceiling.flops)
-        if self.prediction is not None:
-            memory = self.prediction.memory
-            free = gpu_memory() if on_gpu else available_memory() // local_ranks()
-            self.team.together(lambda: refuse_if_too_large(memory, free, on_gpu, config))
+        self.state = RunState(config, self.packing, self.model_run, SpikeGuard(config.guard))
 
     def _restore_freshest(self) -> None:
         """From memory if there is nothing later in the folder: it is nearer, and need not be verified."""
         if self.memory is not None and (copy := self.memory.latest()) is not None:
             stored = self.team.first(self.store.steps)
             if copy.step >= max(stored, default=0):
-                self.progress = restore(self, copy, self.memory)
+                self.state.restore(copy, self.memory)
                 self.watcher.tell(f"resuming after step {copy.step}, from memory ({copy.path})")
                 return
         checkpoint = self.store.latest()
         if checkpoint is None:
             self.watcher.tell(f"{self.folder} contains no checkpoint yet: starting at step 1")
             return
-        self.progress = restore(self, checkpoint, self.store)
+        self.state.restore(checkpoint, self.store)
         self.watcher.tell(f"resuming after step {self.progress.step}, from {checkpoint.path}")
 
     # -- the loop -------------------------------------------------------------------------------------------
@@ -241,13 +223,13 @@ class Trainer:
                 if self.watch is not None:
                     self.watch.begin(self.progress.step + 1)
                 batch = loader.next()
-                learnt, stop = run.agree(batch.learnt_tokens, should_stop(self.progress.step))
+                tokens, stop = run.agree(batch.loss_tokens, should_stop(self.progress.step))
                 if stop:
                     break
                 share = learning_rate_share(config.schedule, self.progress.step, config.steps)
-                found = self._gradients(batch, learnt)
+                found = self.forecast.gradients(run, batch, tokens)
                 norm = run.clip()
-                complaint = self.guard.complaint(found.loss, norm)
+                complaint = self.state.guard.complaint(found.loss, norm)
                 if complaint is not None and config.guard.action != "ignore":
                     loader.close()
                     self._recover(complaint)
@@ -257,7 +239,7 @@ class Trainer:
                 news = run.step(share)
                 if self.watch is not None:
                     self.watch.pause()
-                self.progress = self.progress.after(config.batch_sequences, learnt)
+                self.state.progress = self.progress.after(config.batch_sequences, tokens)
                 step = self.progress.step
                 step_s = time.perf_counter() - step_begin
                 if news is not None:
@@ -267,7 +249,7 @@ class Trainer:
                 speed = config.batch_sequences * self.packing.length / step_s
                 record = StepRecord(
                     step, self.progress.tokens, found.loss, found.balance, norm, share, held_out, step_s, speed,
-                    self.ceiling.share(speed * self.flops_per_token), loader.stall_s - stalled, saved_s,
+                    self.forecast.mfu(speed), loader.stall_s - stalled, saved_s,
                 )  # fmt: skip
                 if self.log is not None:
                     self.log.write(record)
@@ -285,17 +267,6 @@ class Trainer:
             time.perf_counter() - begin, stall_s, block_s, peak_memory_bytes(self.device), self.folder / "model",
             self.folder / "adapter" if config.lora is not None else None, self.folder / "loss.svg", self._ledger(),
         )  # fmt: skip
-
-    def _gradients(self, batch: Batch, learnt: int) -> StepLoss:
-        """In the first step, what is kept for backward is counted: on a CPU, where nothing else would say."""
-        config = self.config
-        counts = self.kept_bytes is None and self.prediction is not None and self.device.type == "cpu"
-        if not counts or config.compile or config.offload_activations:
-            return self.model_run.gradients(batch, learnt)
-        with KeptActivations() as kept:
-            found = self.model_run.gradients(batch, learnt)
-        self.kept_bytes = kept.peak_bytes
-        return found
 
     def _loader(self) -> BatchLoader:
         config = self.config
@@ -321,7 +292,7 @@ class Trainer:
         return self._save(stores, later=config.asynchronous and not last) if stores else 0.0
 
     def _save(self, stores: list[Store], later: bool) -> float:
-        return self.saver.save(self.progress.step, self.model_run.state(), saved_facts(self), stores, later)
+        return self.saver.save(self.progress.step, self.model_run.state(), self.state.facts(), stores, later)
 
     def _recover(self, complaint: str) -> None:
         """Stop, or go back to the last checkpoint and on with the data after the batch that did it."""
@@ -348,8 +319,8 @@ class Trainer:
             )
         if self.memory is not None:
             self.memory.forget()  # it may hold what came after the checkpoint
-        back = restore(self, checkpoint, self.store)
-        self.progress = dataclasses.replace(back, samples=after, rollbacks=rollbacks + 1)
+        self.state.restore(checkpoint, self.store)
+        self.state.progress = dataclasses.replace(self.state.progress, samples=after, rollbacks=rollbacks + 1)
         if self.log is not None:
             self.log.forget_after(self.progress.step)
         self.watcher.tell(
@@ -358,26 +329,12 @@ class Trainer:
 
     def _ledger(self) -> tuple[Entry, ...]:
         """Of rank 0, which keeps it."""
-        if self.prediction is None or self.log is None or not self.log.records:
+        if self.log is None or not self.log.records:
             return ()
         seconds = sorted(record.step_s for record in self.log.records)[len(self.log.records) // 2]
-        optimizer: int | None = None
-        # That of 8 bits is saved wider than it is kept; that in the host's memory is no part of a GPU's.
-        away = self.config.optimizer.offload and self.device.type == "cuda"
-        if self.config.optimizer.kind != "adamw8bit" and not away:
-            held = self.model_run.state()
-            optimizer = sum(one.tensor.nbytes for name, one in held.items() if name.startswith("optimizer."))
-        prediction = self.prediction
-        if prediction.is_least and seconds < prediction.step_s:
-            self.ceiling.measure_again()  # the machine was busy when it was measured
-            work = self.flops_per_token * self.config.batch_sequences * self.packing.length
-            prediction = dataclasses.replace(prediction, step_s=work / self.ceiling.flops)
-        found = entries(
-            prediction, seconds, self.model_run.weights_bytes(), optimizer, self.kept_bytes,
-            peak_memory_bytes(self.device), self.device.type == "cuda",
-        )  # fmt: skip
-        write_ledger(self.folder / "ledger.json", found)
-        return tuple(found)
+        if found := self.forecast.ledger(self.model_run, seconds):
+            write_ledger(self.folder / "ledger.json", found)
+        return found
 
     # -- the end --------------------------------------------------------------------------------------------
     def _export(self, prepared: Prepared, result: TrainResult) -> None:
@@ -415,15 +372,3 @@ def refuse_to_overwrite(folder: Path) -> None:
 
 def _every(steps: int, step: int) -> bool:
     return bool(steps) and step % steps == 0
-
-
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ConfigError(f"device {name!r} is unknown; use auto, cpu or cuda") from error
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device cuda was asked for, and torch finds no GPU here; use cpu or auto")
-    return device

@@ -101,7 +101,7 @@ def plain_gradients(
     model: TrainingDecoder, optimizer: Optimizer, batch: Batch, micro_batch: int, balance_weight: float
 ) -> StepLoss:
     """Leave the gradients of the whole batch's mean loss with the optimizer, by autograd alone."""
-    rows, loss_tokens = len(batch.tokens), max(1, batch.learnt_tokens)
+    rows, loss_tokens = len(batch.tokens), max(1, batch.loss_tokens)
     device = next(model.parameters()).device
     token_sum, balance_sum = torch.zeros(2, dtype=torch.float64, device=device)
     for first in range(0, rows, micro_batch):
@@ -126,7 +126,7 @@ def train_rank(rank: int, spec: ModelSpec, config: TrainConfig) -> Outcome:
     first = run.groups.place.dp * rows
     for step in range(config.steps):
         batch = random_batch(spec, config, step)
-        loss = run.gradients(batch.rows(first, first + rows), batch.learnt_tokens)
+        loss = run.gradients(batch.rows(first, first + rows), batch.loss_tokens)
         outcome.losses.append(loss.loss)
         outcome.balances.append(loss.balance)
         outcome.norms.append(run.clip())

@@ -1,0 +1,83 @@
+"""Forecast: what a run will take in memory and time, said before it starts and held against it at the end. Owned by
+the trainer."""
+
+import dataclasses
+
+import torch
+
+from cumulo.base.machine_memory import available_memory
+from cumulo.errors import ConfigError
+from cumulo.kernels.cuda.device_memory import gpu_memory
+from cumulo.ranks.launch import local_ranks
+from cumulo.ranks.team import Team
+from cumulo.spec.model import ModelSpec
+from cumulo.train.data.packing import Batch
+from cumulo.train.decide.config import TrainConfig
+from cumulo.train.decide.ledger import Entry, entries, predict, refuse_if_too_large
+from cumulo.train.model.products_check import refuse_products
+from cumulo.train.run.kept import KeptActivations
+from cumulo.train.run.meter import Ceiling, peak_memory_bytes, training_flops_per_token
+from cumulo.train.run.model_run import ModelRun, StepLoss
+
+
+class Forecast:
+    def __init__(self, config: TrainConfig, spec: ModelSpec, device: torch.device, team: Team) -> None:
+        """Before anything is allocated; what does not fit is refused, on all ranks alike."""
+        on_gpu = device.type == "cuda"
+        refuse_products(config, spec, device)
+        self.config, self.device = config, device
+        length = config.data.sequence_length
+        self.flops_per_token = training_flops_per_token(spec, length, config.lora is not None)
+        self.ceiling = Ceiling(device, getattr(torch, config.dtype), config.layout.world)
+        name = torch.cuda.get_device_name(device) if on_gpu else None
+        self._step_flops = self.flops_per_token * config.batch_sequences * length
+        self.prediction = predict(config, spec, name, self._step_flops, self.ceiling.flops)
+        self._kept_bytes: int | None = None
+        if self.prediction is not None:
+            memory = self.prediction.memory
+            free = gpu_memory() if on_gpu else available_memory() // local_ranks()
+            team.together(lambda: refuse_if_too_large(memory, free, on_gpu, config))
+
+    def mfu(self, tokens_per_s: float) -> float:
+        return self.ceiling.share(tokens_per_s * self.flops_per_token)
+
+    def gradients(self, run: ModelRun, batch: Batch, loss_tokens: int) -> StepLoss:
+        """In the first step, what is kept for backward is counted: on a CPU, where nothing else would say."""
+        config = self.config
+        counts = self._kept_bytes is None and self.prediction is not None and self.device.type == "cpu"
+        if not counts or config.compile or config.offload_activations:
+            return run.gradients(batch, loss_tokens)
+        with KeptActivations() as kept:
+            found = run.gradients(batch, loss_tokens)
+        self._kept_bytes = kept.peak_bytes
+        return found
+
+    def ledger(self, run: ModelRun, step_s: float) -> tuple[Entry, ...]:
+        """Predicted beside measured; `step_s`: the median step's. Empty: nothing was predicted."""
+        prediction, on_gpu = self.prediction, self.device.type == "cuda"
+        if prediction is None:
+            return ()
+        optimizer: int | None = None
+        # That of 8 bits is saved wider than it is kept; that in the host's memory is no part of a GPU's.
+        if self.config.optimizer.kind != "adamw8bit" and not (self.config.optimizer.offload and on_gpu):
+            held = run.state()
+            optimizer = sum(one.tensor.nbytes for name, one in held.items() if name.startswith("optimizer."))
+        if prediction.is_least and step_s < prediction.step_s:
+            self.ceiling.measure_again()  # the machine was busy when it was measured
+            prediction = dataclasses.replace(prediction, step_s=self._step_flops / self.ceiling.flops)
+        peak = peak_memory_bytes(self.device)
+        return tuple(
+            entries(prediction, step_s, run.weights_bytes(), optimizer, self._kept_bytes, peak, on_gpu)
+        )
+
+
+def training_device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"device {name!r} is unknown; use auto, cpu or cuda") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device cuda was asked for, and torch finds no GPU here; use cpu or auto")
+    return device
