@@ -6,6 +6,7 @@ fit by naming the largest setting that would. After loading, measured bytes are 
 
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ from cumulo.engine.memory.ledger_gpu import gpu_buffer_bytes, gpu_logit_bytes, g
 from cumulo.errors import CumuloError, OutOfMemory
 from cumulo.spec.gpu_kernels import obstacle_of
 from cumulo.spec.model import ModelSpec
+from cumulo.spec.operations import layer_operations
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -306,28 +308,16 @@ def activation_bytes(spec: ModelSpec, tokens: int, bytes_per_element: int, conte
     """Peak of one decoder layer: the residual stream and its normed copy, and the larger of attention and
     feed-forward. Layers run one after the other, so their number does not matter.
     """
-    stream = 3 * spec.hidden  # residual, normed copy, the layer's result
-    if spec.mla is not None:
-        query = spec.heads * (spec.mla.nope_head_dim + spec.mla.rope_head_dim)
-        # query, absorbed query with and without its rotated part, result in latent space and out of it
-        attention = query + spec.heads * (3 * spec.mla.kv_rank + spec.mla.rope_head_dim)
-        attention += spec.heads * spec.mla.value_head_dim
-    else:
-        projected = (spec.heads + 2 * spec.kv_heads) * spec.head_dim
-        # projection, its rotated copy and the rotation's intermediate, attention's result
-        attention = projected + 2 * (spec.heads + spec.kv_heads) * spec.head_dim + spec.heads * spec.head_dim
-    # The float32 kernel reads blocks in place; for other types one sequence's keys and values are gathered.
-    gathered = context * spec.kv_cache_heads * (spec.kv_key_dim + spec.kv_value_dim)
-    if bytes_per_element == BYTES_PER_ELEMENT["float32"]:
-        gathered = 0
-    feed_forward = 4 * spec.ffn_hidden  # gate and up, silu(gate), their product
-    if spec.moe is not None:
-        # every choice of an expert has a copy of its input and its result, three times on the way back
-        routed = spec.moe.experts_per_token * 4 * spec.hidden + 4 * spec.moe.expert_hidden
-        feed_forward = max(feed_forward, routed + 4 * spec.moe.shared_hidden)
-    return bytes_per_element * (
-        tokens * (stream + spec.hidden) + max(tokens * attention + gathered, tokens * feed_forward)
-    )
+    stream = tokens * 4 * spec.hidden  # residual, normed copy, the block's result, the layer's
+    blocks: Counter[tuple[str, bool]] = Counter()
+    for has_experts in (False, True):
+        for operation in layer_operations(spec, has_experts, "serve"):
+            block = operation.name.split(".")[0], has_experts
+            blocks[block] += tokens * operation.eager
+            # The float32 kernel reads blocks in place; for other types one sequence's keys and values are gathered.
+            if bytes_per_element != BYTES_PER_ELEMENT["float32"]:
+                blocks[block] += context * operation.kv_read
+    return bytes_per_element * (stream + max(blocks.values()))
 
 
 def logit_bytes(spec: ModelSpec, draws: int, bytes_per_element: int) -> int:

@@ -2,10 +2,8 @@
 rows, and the assembly before it plans.
 """
 
-import math
-
 from cumulo.spec.model import ModelSpec
-from cumulo.spec.parameters import parameter_shapes
+from cumulo.spec.operations import layer_operations, model_operations
 
 # Multiplied otherwise than by the 8-bit products: the router in float32, kv_b per head.
 _NEVER_FP8 = ("ffn.router.weight", "attention.kv_b.weight")
@@ -15,30 +13,30 @@ def fp8_saved_bytes(spec: ModelSpec, bytes_per_element: int) -> int:
     """What weights=fp8 frees: the layers' matrices shrink to a byte a number and four for each row's scale.
     Embedding, head and routed experts stay as they are."""
     quantised = (
-        shape
-        for name, shape in parameter_shapes(spec).items()
-        if name.startswith("layers.") and len(shape) == 2 and not name.endswith(_NEVER_FP8)
+        weight
+        for layer, operation in model_operations(spec)
+        for weight in operation.weights
+        if layer is not None and len(weight.shape) == 2 and weight.name not in _NEVER_FP8
     )
-    return sum(math.prod(shape) * (bytes_per_element - 1) - 4 * shape[0] for shape in quantised)
+    return sum(weight.size * (bytes_per_element - 1) - 4 * weight.shape[0] for weight in quantised)
 
 
 def gpu_buffer_bytes(spec: ModelSpec, tokens: int, outputs: int, bytes_per_element: int) -> int:
     """What the GPU decoder works in: the stream and its normed copy, one layer's projections, attention's result,
     the feed-forward's two sides and their product, and the rows whose logits are wanted."""
-    mla = spec.mla
-    mixed = spec.heads * (mla.value_head_dim if mla is not None else spec.head_dim)
-    dense = spec.ffn_hidden if spec.moe is None or spec.moe.dense_layers else 0
-    width = max(dense, spec.moe.shared_hidden if spec.moe is not None else 0)
-    per_token = 2 * spec.hidden + mixed + 3 * width
-    if mla is None:
-        per_token += (spec.heads + 2 * spec.kv_heads) * spec.head_dim
-    else:  # queries as projected and in the latent space, the result there, the latents themselves
-        by_head = mla.nope_head_dim + mla.rope_head_dim + spec.kv_key_dim + mla.kv_rank
-        per_token += spec.heads * by_head + spec.kv_key_dim + (mla.q_rank or 0)
+    buffers: dict[str, int] = {}
+    mixed = 0  # numbers that attention's last product takes
+    for has_experts in {spec.is_moe_layer(layer) for layer in range(spec.layers)}:
+        for operation in layer_operations(spec, has_experts, "serve"):
+            # Layers run one after the other; shared experts work in the plain feed-forward's buffers.
+            name = operation.name.replace(".shared.", ".")
+            buffers[name] = max(buffers.get(name, 0), operation.buffer)
+            if name == "attention.output" and operation.product is not None:
+                mixed = operation.product.inputs
+    per_token = 2 * spec.hidden + sum(buffers.values())
     routing = 0
     if spec.moe is not None:
         moe, choices = spec.moe, tokens * spec.moe.experts_per_token
-        per_token += moe.experts_per_token * (spec.hidden + moe.expert_hidden)
         sorted_choices = choices + (moe.experts + 1) * 128  # every expert's begin at a tile of up to 128
         words = tokens * moe.experts + 2 * choices + moe.experts + sorted_choices + sorted_choices // 16 + 1
         routing = 4 * words

@@ -10,9 +10,8 @@ from dataclasses import dataclass, replace
 from cumulo.errors import ConfigError
 from cumulo.spec.counting import BITS_PER_WEIGHT
 from cumulo.spec.model import ModelSpec
-from cumulo.spec.parameters import parameter_shapes
+from cumulo.spec.operations import Share, model_operations
 
-_EMBEDDINGS = ("embed.weight", "positions.weight")
 BITS_OF_KV = {"float32": 32, "float16": 16, "bfloat16": 16, "float8": 8}
 
 
@@ -40,9 +39,7 @@ class StepWork:
 
     layers: int
     moe_layers: int
-    dense_parameters: (
-        int  # of matrices that every token meets: attention, feed-forward, router, shared experts
-    )
+    dense_parameters: int  # of matrices that every token meets: attention, feed-forward, shared experts
     expert_parameters: int  # of one routed expert, over all layers that have some
     experts: int  # on this rank
     experts_of_model: int
@@ -71,23 +68,26 @@ def step_work(spec: ModelSpec, form: Format, tp: int = 1, ep: int = 1) -> StepWo
     check_split(spec, tp, ep)
     held, dense, experts = 0.0, 0, 0
     bits, expert_bits, head_bits = (BITS_PER_WEIGHT[kind] for kind in (form.weights, form.experts, form.head))
-    for name, shape in parameter_shapes(spec).items():
-        count = math.prod(shape)
-        if ".experts." in name:
-            share = count / (ep if ep > 1 else tp)
-            experts += count
-            held += share * expert_bits / 8
-        elif len(shape) < 2 or ".router." in name:
-            held += count * 2
-        elif name in _EMBEDDINGS or name == "head.weight":
-            held += count / tp * head_bits / 8
-        else:
-            dense += count
-            held += count / tp * bits / 8
+    attention_flops, elementwise = 0, 0.0
+    for layer, operation in model_operations(spec, "serve"):
+        for weight in operation.weights:
+            if weight.cut == "expert":
+                experts += weight.size
+                held += weight.size / (ep if ep > 1 else tp) * expert_bits / 8
+            elif len(weight.shape) < 2 or operation.family == "routing":
+                held += weight.size * 2
+            elif operation.family in ("embedding", "loss"):
+                held += weight.size / tp * head_bits / 8
+            else:
+                dense += weight.size
+                held += weight.size / tp * bits / 8
+        if operation.scores:
+            attention_flops += operation.scores.flops_per_pair // tp
+        if layer is not None:
+            elementwise += operation.moved / Share(tp).ranks(operation.cut)
     moe = spec.moe
     moe_layers = sum(spec.is_moe_layer(layer) for layer in range(spec.layers))
     kv_heads = max(1, spec.kv_cache_heads // tp)  # fewer heads than ranks: some hold the same
-    value_dim = spec.mla.kv_rank if spec.mla else spec.kv_value_dim
     windowed = spec.sliding_window is not None and spec.windowed_layers is None
     number_bytes = BITS_OF_KV.get(form.activations, 16) / 8
     return StepWork(
@@ -108,8 +108,8 @@ def step_work(spec: ModelSpec, form: Format, tp: int = 1, ep: int = 1) -> StepWo
         * (spec.kv_key_dim + spec.kv_value_dim)
         * BITS_OF_KV[form.kv]
         / 8,
-        attention_flops_per_pair=2 * spec.layers * (spec.heads // tp) * (spec.kv_key_dim + value_dim),
-        elementwise_bytes_per_token=number_bytes * _elementwise_numbers(spec, tp, moe_layers),
+        attention_flops_per_pair=attention_flops,
+        elementwise_bytes_per_token=number_bytes * elementwise,
         logit_bytes=number_bytes * spec.vocab_size / tp,
         message_bytes=number_bytes * spec.hidden,
         window=spec.sliding_window if windowed else None,
@@ -149,16 +149,3 @@ def rank_spec(spec: ModelSpec, tp: int, ep: int) -> ModelSpec:
         vocab_size=max(1, spec.vocab_size // tp),
         moe=moe,
     )
-
-
-def _elementwise_numbers(spec: ModelSpec, tp: int, moe_layers: int) -> float:
-    """Numbers one token moves outside the products, over all layers: two norms in and out, queries and keys rotated
-    and written to pages, both sides of the feed-forward in and their product out."""
-    qkv = (spec.heads + 2 * spec.kv_heads) * spec.head_dim / tp
-    dense = spec.layers * (4 * spec.hidden + 2 * qkv) + (spec.layers - moe_layers) * 3 * spec.ffn_hidden / tp
-    if spec.moe is None:
-        return dense
-    # A token's choices are gathered to their experts and their results added up.
-    choice = 3 * spec.moe.expert_hidden / tp + 3 * spec.hidden
-    shared = 3 * spec.moe.shared_hidden / tp
-    return dense + moe_layers * (spec.moe.experts_per_token * choice + shared)

@@ -5,29 +5,12 @@ more: a norm its input's normed copy (of half types both in float32), a gate its
 packed documents, and values that are a view of a projection the whole of it. train/run/kept.py measures the same.
 """
 
-from dataclasses import dataclass
-
 from cumulo.plan.job import TrainJob
 from cumulo.plan.memory.peak import stage_loads_of
-from cumulo.spec.model import MLASpec, ModelSpec, MoESpec
+from cumulo.spec.model import MoESpec
+from cumulo.spec.operations import Operation, Share, layer_operations
 
 INDEX_BYTES = 8
-
-
-@dataclass(frozen=True, slots=True)
-class _Layer:
-    """Bytes of one token, by what recomputation can do without."""
-
-    input: float
-    attention_norm: float  # the norm's input, its normed copy, and what it gives
-    ffn_norm: float
-    projected: (
-        float  # what attention makes of its input, where it is computed again: the only thing kept of it
-    )
-    attention: float  # ... and what is kept where it is not
-    hidden: float  # what the gate takes
-    gated: float  # what it gives, and its sigmoid's
-    routing: float  # tokens on their way to their experts and back, and who chose whom
 
 
 def cpu_activation_bytes(job: TrainJob, stage: int) -> int:
@@ -37,7 +20,7 @@ def cpu_activation_bytes(job: TrainJob, stage: int) -> int:
 
 
 def _chunk_bytes(job: TrainJob, chunk: int) -> int:
-    each, hidden, between = job.activation_bytes_each, job.model.hidden, _between(job)
+    each = job.activation_bytes_each
     layers = sum(
         count * _layer_bytes(job, bool(has_experts))
         for has_experts, count in enumerate(job.chunk_kinds[chunk])
@@ -45,96 +28,96 @@ def _chunk_bytes(job: TrainJob, chunk: int) -> int:
     tokens = job.tokens_per_rank
     if chunk < job.chunks - 1:
         return round(tokens * layers)
-    # The final norm's input and its normed copy; the loss has both gradients ready.
-    ending = max(4, each) * (2 * hidden + 1) / between + each * hidden
-    vocabulary = job.padded_vocabulary // job.layout.tp
-    return round(tokens * (layers + ending)) + max(4, each) * vocabulary * hidden
+    # The final norm; the loss has both gradients ready.
+    ending, vocabulary = _norm_bytes(job), job.padded_vocabulary // job.layout.tp
+    return round(tokens * (layers + ending)) + max(4, each) * vocabulary * job.model.hidden
 
 
 def _layer_bytes(job: TrainJob, has_experts: bool) -> float:
-    layer = _layer(job, has_experts)
+    """Of one token."""
+    model, each, share = job.model, job.activation_bytes_each, _share(job)
+    taken = each * model.hidden / share.stream  # this rank's part of the stream
     if job.recompute == "full":
-        return layer.input
+        return taken
+    operations = layer_operations(model, has_experts)
     again = job.recomputed_operations
-    kept = layer.hidden + layer.routing
-    kept += layer.input if "norm" in again else layer.attention_norm
-    # Experts' router takes the norm's output, too: it is not computed again.
-    kept += layer.input if "norm" in again and not has_experts else layer.ffn_norm
-    if "activation" not in again:
-        kept += layer.gated
-    return kept + (layer.projected if "attention" in again else layer.attention)
+    found = _attention_bytes(job, [one for one in operations if one.name.startswith("attention.")])
+    for operation in operations:
+        if operation.name.startswith("attention."):
+            continue
+        if operation.family == "norm":
+            if operation.again in again:
+                found += taken
+            elif operation.again is not None:
+                found += _norm_bytes(job)
+            else:  # the router takes this rank's tokens, shared experts all of them
+                found += _norm_bytes(job) - each * model.hidden + taken
+                if share.stream > 1 and model.moe is not None and model.moe.shared_hidden:
+                    found += each * model.hidden
+        elif operation.again == "activation":  # what the gate takes; what it gives, and its sigmoid's
+            given = 0 if "activation" in again else 2 * operation.writes
+            found += each * (operation.reads + given) / share.tensor
+        elif operation.family != "routing":
+            found += _kept_bytes(operation, each, share)
+    return found + (_routing(model.moe, each, model.hidden, share.stream) if model.moe and has_experts else 0)
 
 
-def _layer(job: TrainJob, has_experts: bool) -> _Layer:
-    model, each, tp, between = job.model, job.activation_bytes_each, job.layout.tp, _between(job)
-    # Its input, normed copy and scale are of this rank's tokens; what a slice takes is of all of them.
-    inside = max(4, each) * (2 * model.hidden + 1) / between
-    norm = inside + each * model.hidden
-    projected, attention = _attention(model, each, job)
-    ffn_norm, routing = norm, 0.0
-    width = model.ffn_hidden
-    moe = model.moe
-    if moe is not None and has_experts:
-        width = moe.experts_per_token * moe.expert_hidden + moe.shared_hidden
-        routing = _routing(moe, each, model.hidden, between)
-        ffn_norm = inside + each * model.hidden / between  # the router takes this rank's tokens
-        if between > 1 and moe.shared_hidden:
-            ffn_norm += each * model.hidden
-    return _Layer(
-        input=each * model.hidden / between,
-        attention_norm=norm,
-        ffn_norm=ffn_norm,
-        projected=projected,
-        attention=attention,
-        hidden=2 * each * width / tp,
-        gated=2 * each * width / tp,
-        routing=routing,
+def _norm_bytes(job: TrainJob) -> float:
+    """Its input, normed copy and scale are of this rank's tokens; what a slice takes of it is of all of them."""
+    hidden, each = job.model.hidden, job.activation_bytes_each
+    return max(4, each) * (2 * hidden + 1) / _share(job).stream + each * hidden
+
+
+def _kept_bytes(operation: Operation, each: int, share: Share) -> float:
+    """Where torch keeps what a joined kernel does."""
+    return sum(
+        (kept.bytes_each or each) * kept.numbers / share.ranks(kept.cut)
+        for kept in operation.kept
+        if not (kept.dropout or kept.per_key)
     )
 
 
-def _attention(model: ModelSpec, each: int, job: TrainJob) -> tuple[float, float]:
-    """(what its inner part takes, what all of it keeps)."""
-    if model.mla is not None:
-        return _latent_attention(model, model.mla, each, job)
-    tp, ring = job.layout.tp, job.layout.cp > 1
-    query, key = model.heads * model.head_dim, model.kv_heads * model.head_dim
+def _attention_bytes(job: TrainJob, operations: list[Operation]) -> float:
+    """Between the norm before attention and the sum after it."""
+    each, tp, ring = job.activation_bytes_each, job.layout.tp, job.layout.cp > 1
+    wide = max(4, each)
+    found = 0.0
+    if "attention" in job.recomputed_operations:  # what the first products give is all that is kept
+        for operation in operations:
+            product = operation.product
+            if product is not None and operation.again is None and product.sliced != "inputs":
+                found += each * product.outputs / (tp if product.sliced else 1)
+        return found
+    scores = next(operation.scores for operation in operations if operation.scores is not None)
+    query, key = scores.heads * scores.key_width, scores.kv_heads * scores.key_width
     projected = query + 2 * key
-    values_are_a_view = not ring and key == query
-    kept = float(2 * query + 2 * key)  # turned queries and keys, values, the result
+    values_are_a_view = scores.joined and not ring and key == query
+    # Turned queries and keys, values, the result.
+    kept = float(query + key + (scores.heads + scores.kv_heads) * scores.value_width)
     if values_are_a_view:
         kept += projected - key
-    elif not ring:
+    elif scores.joined and not ring:
         kept += 2 * (query - key)  # each head gets keys and values of its own
-    if job.layout.ulysses > 1:
-        kept += query + 2 * key  # the queries are a view of what was exchanged, and the result is, too
-    if (
-        model.qk_norm
-    ):  # normed copies and scales, and their inputs: views of the projection, or float32 copies
-        kept += max(4, each) / each * (query + key + model.heads + model.kv_heads)
-        if each < 4:
-            kept += max(4, each) / each * (query + key)
-        elif not values_are_a_view:
-            kept += projected
-    mask = 0 if ring else each * job.sequence_length
-    return each * projected / tp, (each * kept + _statistics(model, each)) / tp + mask
-
-
-def _latent_attention(model: ModelSpec, mla: MLASpec, each: int, job: TrainJob) -> tuple[float, float]:
-    tp, heads, ring = job.layout.tp, model.heads, job.layout.cp > 1
-    key, value = mla.nope_head_dim + mla.rope_head_dim, mla.value_head_dim
-    kept = heads * (2 * key + 2 * value)
-    if not ring:
-        kept += heads * job.sequence_length  # keys and values of unlike width: torch keeps all scores
-    compressed = mla.kv_rank + mla.rope_head_dim
-    latents = compressed + 2 * mla.kv_rank + 1 + (3 * mla.q_rank + 1 if mla.q_rank else 0)
-    query = mla.q_rank if mla.q_rank else heads * key / tp
-    statistics = _statistics(model, each) if ring else 0
-    return each * (query + compressed), (each * kept + statistics) / tp + each * latents
-
-
-def _statistics(model: ModelSpec, each: int) -> int:
-    """The logarithm of a query's sum of scores."""
-    return max(4, each) * model.heads
+    if scores.joined and job.layout.ulysses > 1:
+        kept += projected  # the queries are a view of what was exchanged, and the result is, too
+    if ring or scores.key_width == scores.value_width:
+        kept += wide / each * scores.heads  # the logarithm of a query's sum of scores
+        found += 0 if ring else each * job.sequence_length  # the mask
+    else:  # keys and values of unlike width: torch keeps all scores
+        kept += scores.heads * job.sequence_length
+    for operation in operations:
+        if operation.name == "attention.qk_norm":
+            # Normed copies and scales, and their inputs: views of the projection, or float32 copies.
+            kept += wide / each * (query + key + scores.heads + scores.kv_heads)
+            if each < 4:
+                kept += wide / each * (query + key)
+            elif not values_are_a_view:
+                kept += projected
+        elif operation.family == "norm":  # of a latent: input, normed copy, scale, result
+            found += each * (3 * operation.kept[0].numbers + 1)
+        elif operation.scores is None:
+            found += _kept_bytes(operation, each, Share(tp))
+    return each * kept / tp + found
 
 
 def _routing(moe: MoESpec, each: int, hidden: int, between: int) -> float:
@@ -145,6 +128,6 @@ def _routing(moe: MoESpec, each: int, hidden: int, between: int) -> float:
     return own / between + chosen * (2 * each * hidden + each + 2 * INDEX_BYTES)
 
 
-def _between(job: TrainJob) -> int:
+def _share(job: TrainJob) -> Share:
     """Between its matrices a rank has all tokens, or under sequence parallelism a part of them."""
-    return job.layout.tp if job.layout.sequence_parallel else 1
+    return Share(job.layout.tp, job.layout.tp if job.layout.sequence_parallel else 1)
