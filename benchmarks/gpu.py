@@ -28,7 +28,7 @@ import torch
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.gpu_roofline import Ceilings, Roofline, measure_ceilings  # noqa: E402
+from benchmarks.gpu_roofline import GpuCeilings, Roofline, measure_ceilings  # noqa: E402
 from cumulo.engine.assembly import free_memory, start_engine  # noqa: E402
 from cumulo.engine.config import EngineConfig  # noqa: E402
 from cumulo.engine.decide.params import SamplingParams  # noqa: E402
@@ -122,7 +122,7 @@ def run(engine: Engine, roofline: Roofline, requests: list[tuple[list[int], int]
     submit = engine.runner.submit
 
     def submitting(plan: StepPlan) -> Any:
-        roofline.take(plan)
+        roofline.add_step(plan)
         return submit(plan)
 
     engine.runner.submit = submitting  # type: ignore[method-assign]
@@ -141,7 +141,7 @@ def run(engine: Engine, roofline: Roofline, requests: list[tuple[list[int], int]
 
 
 def measure(
-    name: str, workloads: list[str], repeats: int, ceilings: Ceilings, options: dict[str, Any]
+    name: str, workloads: list[str], repeats: int, ceilings: GpuCeilings, options: dict[str, Any]
 ) -> list[dict]:
     fp8 = name.endswith(" fp8")
     spec = spec_from_config(FILE["models"][name.removesuffix(" fp8")])

@@ -8,16 +8,17 @@ import torch
 
 from cumulo.engine.decide.plan import StepPlan
 from cumulo.spec.model import ModelSpec
+from cumulo.spec.operations import MatrixProduct, model_operations
 
 
 @dataclass
-class Ceilings:
+class GpuCeilings:
     bytes_per_s: float
     flops_per_s: float
     fp8_flops_per_s: float
 
 
-def measure_ceilings() -> Ceilings:
+def measure_ceilings() -> GpuCeilings:
     """Copy bandwidth (read and written) and the rates of large products of random data."""
     source = torch.empty(2**30, dtype=torch.int32, device="cuda").random_()
     target = torch.empty_like(source)
@@ -45,7 +46,7 @@ def measure_ceilings() -> Ceilings:
         * n**3
         / best_s(lambda: torch._scaled_mm(x, y, one, one, out_dtype=torch.bfloat16, use_fast_accum=True))
     )
-    return Ceilings(bandwidth, flops, fp8)
+    return GpuCeilings(bandwidth, flops, fp8)
 
 
 @dataclass
@@ -53,36 +54,32 @@ class Roofline:
     """Adds up the least time of every step a runner is given."""
 
     spec: ModelSpec
-    ceilings: Ceilings
+    ceilings: GpuCeilings
     weight_bytes: float  # of one parameter
     kv_bytes_per_token: int
     floor_s: float = 0.0
     steps: int = 0
     seen: list[tuple[int, int]] = field(default_factory=list)
 
-    def take(self, plan: StepPlan) -> None:
+    def add_step(self, plan: StepPlan) -> None:
         if not plan.slots:
             return
         spec, tokens = self.spec, plan.tokens
         contexts = sum(start + count for start, count in zip(plan.starts, plan.counts, strict=True))
         pairs = sum(c * s + c * (c + 1) // 2 for s, c in zip(plan.starts, plan.counts, strict=True))
-        per_layer, active = layer_parameters(spec, tokens)
+        layers = [found for index, found in model_operations(spec, "serve") if index is not None]
+        products = [found.product for found in layers if found.product]
+        read = sum(one.outputs * one.inputs * experts_hit(one, tokens) for one in products)
         head = spec.vocab_size * spec.hidden
-        moved = self.weight_bytes * spec.layers * per_layer + 2 * head + contexts * self.kv_bytes_per_token
+        moved = self.weight_bytes * read + 2 * head + contexts * self.kv_bytes_per_token
         rate = self.ceilings.fp8_flops_per_s if self.weight_bytes == 1 else self.ceilings.flops_per_s
-        compute_s = 2 * tokens * spec.layers * active / rate
+        compute_s = sum(found.forward_flops(tokens) for found in layers) / rate
         compute_s += 2 * len(plan.draw_rows) * head / self.ceilings.flops_per_s
-        compute_s += 4 * spec.heads * spec.head_dim * spec.layers * pairs / self.ceilings.flops_per_s
+        compute_s += sum(found.forward_flops(0, pairs) for found in layers) / self.ceilings.flops_per_s
         self.floor_s += max(moved / self.ceilings.bytes_per_s, compute_s)
         self.steps += 1
 
 
-def layer_parameters(spec: ModelSpec, tokens: int) -> tuple[float, float]:
-    """Parameters of a layer that so many tokens read, and that one token computes with."""
-    heads = (2 * spec.heads + 2 * spec.kv_heads) * spec.head_dim * spec.hidden
-    if spec.moe is None:
-        return heads + 3 * spec.hidden * spec.ffn_hidden, heads + 3 * spec.hidden * spec.ffn_hidden
-    moe, expert = spec.moe, 3 * spec.hidden * spec.moe.expert_hidden
-    hit = moe.experts * (1 - (1 - moe.experts_per_token / moe.experts) ** tokens)
-    router = spec.hidden * moe.experts
-    return heads + router + hit * expert, heads + router + moe.experts_per_token * expert
+def experts_hit(product: MatrixProduct, tokens: int) -> float:
+    """Experts that some of so many tokens are sent to, if routing is even."""
+    return product.experts * (1 - (1 - product.choices / product.experts) ** tokens)
