@@ -1,6 +1,7 @@
 """StagePlacement: which stage of a pipeline holds which chunks of the model. Schedules and layouts ask."""
 
 from enum import StrEnum
+from functools import cache
 
 
 class StagePlacement(StrEnum):
@@ -24,6 +25,7 @@ class StagePlacement(StrEnum):
         )
         return stages - 1 - position if backwards else position
 
+    @cache
     def held_by(self, stage: int, stages: int, chunks_per_stage: int) -> tuple[tuple[int, int], ...]:
         """The (chunk, direction) pairs of a stage; direction 1 is the second copy of a bidirectional pipeline."""
         return tuple(
