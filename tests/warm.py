@@ -1,0 +1,236 @@
+"""`cumulo ARGS...` as a process that need not import torch and the server's libraries first: it is forked from one
+that did, once per session. A start then costs tenths of a CPU second instead of seven.
+
+    process = warm.start(["serve", "--port", "0"], stdout=log, stderr=log)     # like subprocess.Popen
+
+The process is the caller's own child, with its own arguments, environment and standard streams. The engine process
+of a server is forked, too, the first time; a server that restarts its engine starts it as users' servers do. Tests
+that are about the start itself, or about memory, start a process of their own.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import gc
+import importlib
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import IO, Any
+
+ROOT = Path(__file__).parents[1]
+ENGINE = "cumulo.serve.engine_link.engine_process"
+ENGINE_CHILD = "cumulo.serve.engine_link.engine_child"
+_PRELOAD = (
+    "cumulo.cli.app",
+    "cumulo.cli.shared.help_words",
+    "cumulo.serve.server",
+    ENGINE,
+    "cumulo.console.install",
+)
+_PR_SET_CHILD_SUBREAPER = 36
+_starting = threading.Lock()
+
+
+class Child:
+    """A child of this process that `subprocess` did not start; what tests and the server use of its Popen."""
+
+    def __init__(self, pid: int, stdin: IO[bytes] | None = None) -> None:
+        self.pid, self.stdin = pid, stdin
+        self.returncode: int | None = None
+        self._waiting = threading.Lock()
+
+    def poll(self) -> int | None:
+        with self._waiting:
+            if self.returncode is None:
+                pid, status = os.waitpid(self.pid, os.WNOHANG)
+                if pid:
+                    self.returncode = os.waitstatus_to_exitcode(status)
+            return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        deadline_s = None if timeout is None else time.monotonic() + timeout
+        pause_s = 0.001
+        while (code := self.poll()) is None:
+            if deadline_s is not None and time.monotonic() > deadline_s:
+                raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, 0.05)
+        return code
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+def start(
+    arguments: Sequence[str],
+    *,
+    stdout: IO[Any],
+    stderr: IO[Any],
+    stdin: IO[Any] | None = None,
+    cwd: Path = ROOT,
+    env: Mapping[str, str] | None = None,
+) -> Child:
+    """`cumulo ARGUMENTS...`; without `stdin` it has none."""
+    order = {
+        "arguments": list(arguments), "cwd": str(cwd),
+        "environment": dict(os.environ if env is None else env),
+    }  # fmt: skip
+    with contextlib.ExitStack() as stack:
+        stdin = stdin or stack.enter_context(Path(os.devnull).open("rb"))
+        stack.enter_context(_starting)
+        parent = _parent()
+        # The process that forks it ends at once, and we inherit it, but nobody else's orphans.
+        _adopt_orphans(True)
+        try:
+            message = json.dumps(order).encode()
+            fds = [stream.fileno() for stream in (stdin, stdout, stderr)]
+            socket.send_fds(parent, [len(message).to_bytes(4, "big")], fds)
+            parent.sendall(message)
+            told = b""
+            while not told.endswith(b"\n"):
+                told += parent.recv(64) or _gone()
+        finally:
+            _adopt_orphans(False)
+    return Child(int(told))
+
+
+def _gone() -> bytes:
+    raise RuntimeError("the process that forks others is gone")
+
+
+def _adopt_orphans(adopt: bool) -> None:
+    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, int(adopt), 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "prctl")
+
+
+@cache
+def _parent() -> socket.socket:
+    """The line to the process that has everything imported."""
+    ours, theirs = socket.socketpair()
+    process = subprocess.Popen(
+        # The last word is how tests find an engine among a server's children: it is forked from here.
+        [sys.executable, "-m", "tests.warm", str(theirs.fileno()), "engine_process"],
+        cwd=ROOT, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    theirs.close()
+
+    def end() -> None:
+        ours.close()
+        process.wait(30)
+
+    atexit.register(end)
+    return ours
+
+
+# -- the other process ----------------------------------------------------------------------------------------
+def _receive(line: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
+    head, fds, _, _ = socket.recv_fds(line, 4, 3)
+    if not head:
+        return None
+    length, text = int.from_bytes(head, "big"), b""
+    while len(text) < length:
+        text += line.recv(length - len(text))
+    return json.loads(text), fds
+
+
+def _fork_when_told(line: socket.socket) -> dict[str, Any] | None:
+    """Returns in each new process, with what it shall run; and None when nobody asks any more."""
+    while (received := _receive(line)) is not None:
+        order, fds = received
+        gate, hinge = os.pipe()
+        told, tell = os.pipe()
+        between = os.fork()
+        if between == 0:
+            if child := os.fork():
+                os.write(tell, f"{child}\n".encode())
+                os._exit(0)
+            os.close(hinge)
+            os.read(gate, 1)  # opens when the process between has ended: then our parent is who asked
+            for fd in (gate, told, tell):
+                os.close(fd)
+            line.close()
+            for number, fd in enumerate(fds):
+                os.dup2(fd, number)
+                os.close(fd)
+            return order
+        os.waitpid(between, 0)
+        line.sendall(os.read(told, 64))
+        for fd in (gate, hinge, told, tell, *fds):
+            os.close(fd)
+    return None
+
+
+def _become(order: dict[str, Any]) -> None:
+    """Be `cumulo ARGUMENTS...`."""
+    os.environ.clear()
+    os.environ.update(order["environment"])
+    os.chdir(order["cwd"])
+    sys.argv = ["cumulo", *order["arguments"]]
+    from cumulo.cli import main
+    from cumulo.cli.shared import terminal
+
+    if width := os.environ.get("COLUMNS"):  # read when the consoles were made
+        terminal.out._width = terminal.err._width = int(width)
+    if order["arguments"][:1] == ["serve"]:
+        _prepare_engine()
+    main()
+
+
+def _prepare_engine() -> None:
+    """An engine process that waits for its job; the server's first start of one gets it."""
+    theirs, ours = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(ours)
+        os.dup2(theirs, 0)
+        os.close(theirs)
+        os.setsid()
+        poll = select.poll()
+        poll.register(0, select.POLLIN)
+        if poll.poll()[0][1] & select.POLLIN:
+            importlib.import_module(ENGINE).main()
+        sys.exit()
+    os.close(theirs)
+    waiting = [Child(child, os.fdopen(ours, "wb"))]
+
+    def engine(arguments: Sequence[str], **options: Any) -> Any:
+        return waiting.pop() if waiting else subprocess.Popen(arguments, **options)
+
+    module: Any = importlib.import_module(ENGINE_CHILD)
+    module.subprocess = SimpleNamespace(Popen=engine, PIPE=subprocess.PIPE)
+
+
+def _main() -> None:
+    for name in _PRELOAD:
+        with contextlib.suppress(ImportError):  # an extra that is not installed
+            importlib.import_module(name)
+    gc.collect()
+    gc.freeze()
+    order = _fork_when_told(socket.socket(fileno=int(sys.argv[1])))
+    if order is not None:
+        _become(order)
+
+
+if __name__ == "__main__":
+    _main()
