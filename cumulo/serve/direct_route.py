@@ -66,10 +66,14 @@ class DirectRoute:
         self._app, self._endpoints, self._reader, self._lenient = app, endpoints, reader, lenient
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["method"] not in _WITH_BODY or not _is_json(scope):
+        if scope["type"] != "http" or scope["method"] not in _WITH_BODY:
             await self._app(scope, receive, send)
             return
-        notes = warnings.open_notes(self._lenient or _asks_leniency(scope))
+        is_json, lenient = _said_in(scope["headers"])
+        if not is_json:
+            await self._app(scope, receive, send)
+            return
+        notes = warnings.open_notes(self._lenient or lenient)
         found = self._endpoints.get(scope["path"]) if scope["method"] == "POST" else None
         response = None
         try:
@@ -102,20 +106,18 @@ class _Failed(BaseRoute):
         raise error
 
 
-def _is_json(scope: Scope) -> bool:
-    """As FastAPI tells it: application/json and application/anything+json."""
-    for name, value in scope["headers"]:
-        if name == b"content-type":
+def _said_in(headers: Iterable[tuple[bytes, bytes]]) -> tuple[bool, bool]:
+    """Whether the body is JSON, as FastAPI tells it (application/json and application/anything+json, by the first
+    such header), and whether the client asks for leniency."""
+    is_json: bool | None = None
+    lenient = False
+    for name, value in headers:
+        if name == b"content-type" and is_json is None:
             kind = value.partition(b";")[0].strip().lower()
-            return bool(kind.startswith(b"application/") and kind.endswith((b"/json", b"+json")))
-    return False
-
-
-def _asks_leniency(scope: Scope) -> bool:
-    return any(
-        name == warnings.LENIENT_HEADER and value.strip().lower() in (b"1", b"true")
-        for name, value in scope["headers"]
-    )
+            is_json = kind.startswith(b"application/") and kind.endswith((b"/json", b"+json"))
+        elif name == warnings.LENIENT_HEADER and value.strip().lower() in (b"1", b"true"):
+            lenient = True
+    return bool(is_json), lenient
 
 
 def _warning(send: Send, notes: warnings.Notes) -> Send:

@@ -98,25 +98,23 @@ class ModelText:
     ) -> tuple[str, list[int]]:
         """The prompt the model's chat template makes of messages and tools, and its tokens. `variables`: further
         ones for the template. `continue_final_message`: the prompt ends inside the last message."""
-        characters = sum(len(message.get("content") or "") for message in messages)
-        self._refuse_hopeless(characters)
-        size = characters + 16 * len(messages)
+        size = 0
+        for message in messages:
+            size += 16 + len(message.get("content") or "")
+        self._refuse_hopeless(size - 16 * len(messages))
         template = self.tokenizer.chat_template
         if template is None or not template.is_at_hand(messages, add_generation_prompt, tools, variables):
             size = _LONG_CHARACTERS  # its worker may be busy, and schemas and arguments may be of any size
-
-        def render() -> tuple[str, list[int]]:
-            shown = with_open_end(messages) if continue_final_message else messages
-            return self.tokenizer.render_chat(
-                shown,
-                add_generation_prompt,
-                tools,
-                variables,
-                cut=up_to_open_end if continue_final_message else None,
-                parse_special_tokens=self.parse_special_tokens,
-            )
-
-        return await self._apart(size, render)
+        return await self._apart(
+            size,
+            self.tokenizer.render_chat,
+            with_open_end(messages) if continue_final_message else messages,
+            add_generation_prompt,
+            tools,
+            variables,
+            up_to_open_end if continue_final_message else None,
+            self.parse_special_tokens,
+        )
 
     async def decode(self, tokens: list[int]) -> str:
         return await self._apart(len(tokens), self.tokenizer.decode, tokens, False)

@@ -81,7 +81,9 @@ class CallerText:
         variables: Mapping[str, Any],
     ) -> Guarded | None:
         """None: nothing in these texts is, or can become part of, a control token."""
-        if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
+        if type(messages) is not list and (  # asking abstract classes takes longer than all the rest
+            isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence)
+        ):
             return None  # the template's check refuses them
         if not self._alphabet or not self._any_suspect(messages, tools, variables):
             return None
@@ -97,7 +99,7 @@ class CallerText:
 
     def _any_suspect(self, messages: Sequence[Any], tools: Any, variables: Any) -> bool:
         for message in messages:
-            for value in message.values() if isinstance(message, Mapping) else ():
+            for value in message.values() if type(message) is dict or isinstance(message, Mapping) else ():
                 if type(value) is str:
                     if self.suspect(value):
                         return True

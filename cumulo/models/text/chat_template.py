@@ -98,17 +98,22 @@ class ChatTemplate:
 
 def _checked(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """Messages as plain dictionaries; contents given as a list of text parts become one text."""
-    if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
+    if type(messages) is not list and (  # abstract classes are slow to ask
+        isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence)
+    ):
         raise InvalidRequest("messages must be a list of {'role': ..., 'content': ...}")
     if not messages:
         raise InvalidRequest("messages is empty; give at least one {'role': 'user', 'content': ...}")
     result = []
     for index, message in enumerate(messages):
-        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        is_mapping = type(message) is dict or isinstance(message, Mapping)
+        if not is_mapping or not isinstance(message.get("role"), str):
             raise InvalidRequest(f"messages[{index}] has no role; write {{'role': 'user', 'content': ...}}")
         plain = dict(message)
         content = plain.get("content")
-        if isinstance(content, (list, tuple)) and all(
+        if type(content) is str:
+            pass
+        elif isinstance(content, (list, tuple)) and all(
             isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
             for part in content
         ):

@@ -30,9 +30,12 @@ class Skeletons:
 
     def knows(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> bool:
         """Whether `fill` has the skeleton of these messages."""
-        if not all(type(message.get("content")) is str for message in messages):
-            return False
-        return (add_generation_prompt, *(message.get("role") for message in messages)) in self._known
+        roles = []
+        for message in messages:
+            if type(message.get("content")) is not str:
+                return False
+            roles.append(message.get("role"))
+        return (add_generation_prompt, *roles) in self._known
 
     def fill(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> str | None:
         """The prompt; None: run the template."""

@@ -191,7 +191,6 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
-        *,
         cut: Callable[[str], str] | None = None,
         parse_special_tokens: bool = False,
     ) -> tuple[str, list[int]]:

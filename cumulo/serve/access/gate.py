@@ -46,7 +46,7 @@ class Gate:
         exchange = _Exchange(self._service, scope, receive, send)
         try:
             if scope["path"].startswith(_PROTECTED) and scope["method"] != "OPTIONS":
-                self._check(scope)
+                self._check(scope, exchange.limit_bytes)
             await self._app(scope, exchange.receive, exchange.send)
         except ApiError as error:
             await shaped(error, scope)(scope, receive, exchange.send)
@@ -76,8 +76,8 @@ class Gate:
                 )
             )
 
-    def _check(self, scope: Scope) -> None:
-        service, headers = self._service, Headers(scope=scope)
+    def _check(self, scope: Scope, limit_bytes: int) -> None:
+        service = self._service
         if service.draining and scope["method"] == "POST":
             raise ApiError(
                 503,
@@ -88,7 +88,7 @@ class Gate:
             )
         caller: Caller | None = scope.get(CALLER_KEY, service.anyone)
         if service.keys is not None and CALLER_KEY not in scope:
-            caller = service.keys.caller_of(_key_in(headers))
+            caller = service.keys.caller_of(_key_in(Headers(scope=scope)))
             if caller is None:
                 raise _no_entry("this API key is not valid here")
         assert caller is not None
@@ -103,9 +103,11 @@ class Gate:
                     code="rate_limit_exceeded",
                     retry_after_s=wait_s,
                 )
-        length = headers.get("content-length", "0")
-        if length.isdecimal() and int(length) > _limit_bytes(service, scope):
-            raise too_large(_limit_bytes(service, scope))
+        for name, value in scope["headers"]:  # as they come: quicker than through Headers
+            if name == b"content-length":
+                if value.isdigit() and int(value) > limit_bytes:
+                    raise too_large(limit_bytes)
+                break
 
 
 def _key_in(headers: Headers) -> str:
@@ -147,7 +149,7 @@ class _Exchange:
     """Watches one request's messages: counts the body, notes the status, adds the request's id."""
 
     def __init__(self, service: Service, scope: Scope, receive: Receive, send: Send) -> None:
-        self._limit = _limit_bytes(service, scope)
+        self.limit_bytes = _limit_bytes(service, scope)
         self._scope, self._receive, self._send = scope, receive, send
         self._bytes = 0
         self.status = 0
@@ -157,8 +159,8 @@ class _Exchange:
         message = await self._receive()
         if message["type"] == "http.request":
             self._bytes += len(message.get("body", b""))
-            if self._bytes > self._limit:
-                error = too_large(self._limit)
+            if self._bytes > self.limit_bytes:
+                error = too_large(self.limit_bytes)
                 # FastAPI lets only its own errors out of reading a body.
                 raise HTTPException(413, error.message, error.headers)
         return message

@@ -55,8 +55,9 @@ class BodyReader:
     ) -> Body:
         """Receive a body and make a `model` of it, or what `quick` makes of it where it can. Without a model, and
         for small bodies with a mistake, the body is counted only. Raises ApiError."""
-        messages: list[Message] = []
-        if await _receive(messages, receive, LARGE_BYTES):
+        first = await receive()
+        messages = [first]
+        if _is_last(first) or await _receive(messages, receive, LARGE_BYTES - len(first.get("body", b""))):
             return await self._read_received(scope, messages, model, quick)
         async with self._in_memory.place(_caller(scope)):
             await _receive(messages, receive, None)
@@ -72,10 +73,12 @@ class BodyReader:
             if len(messages) == 1
             else b"".join(message.get("body", b"") for message in messages)
         )
-        if _is_small(whole):
-            with contextlib.suppress(*_NOT_IN_GOOD_FORM):
+        if len(whole) <= _TINY_BYTES or _is_small(whole):
+            try:
                 if quick is not None:
                     return [], quick(whole)
+            except _NOT_IN_GOOD_FORM:
+                pass  # it may still be a model's
             with contextlib.suppress(ValueError):  # FastAPI reads it again, and words what is wrong
                 if model is not None:
                     return [], model.model_validate_json(whole)
@@ -114,8 +117,6 @@ def read_large(whole: bytes, most_values: int, model: type[BaseModel] | None, qu
 
 
 def _is_small(whole: bytes) -> bool:
-    if len(whole) <= _TINY_BYTES:
-        return True
     if len(whole) > LARGE_BYTES:
         return False
     found = rough_structure(whole)
@@ -136,17 +137,15 @@ def _caller(scope: Scope) -> str:
 
 
 async def _receive(messages: list[Message], receive: Receive, most_bytes: int | None) -> bool:
-    """Add what arrives to `messages` until the body is complete, or larger than this; whether it is complete."""
+    """Add what arrives to `messages` until the body is complete, or more than this; whether it is complete."""
     received_bytes = 0
     began_s = time.monotonic()
-    while True:
+    while most_bytes is None or received_bytes <= most_bytes:
         message = await receive()
         messages.append(message)
-        if message["type"] != "http.request" or not message.get("more_body", False):
+        if _is_last(message):
             return True
         received_bytes += len(message.get("body", b""))
-        if most_bytes is not None and received_bytes > most_bytes:
-            return False
         if most_bytes is None and time.monotonic() - began_s > SLACK_S + received_bytes / PACE_BYTES_S:
             raise ApiError(
                 408,
@@ -154,3 +153,9 @@ async def _receive(messages: list[Message], receive: Receive, most_bytes: int | 
                 code="body_too_slow",
                 headers={"Connection": "close"},
             )
+    return False
+
+
+def _is_last(message: Message) -> bool:
+    """Nothing of the body follows: it is complete, or the client has left."""
+    return message["type"] != "http.request" or not message.get("more_body", False)

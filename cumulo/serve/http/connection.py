@@ -37,6 +37,8 @@ class Reading(enum.Enum):
 
 # Looked up for every request: a name of the module is quicker than an attribute of the class.
 _HEAD, _BODY, _DONE = Reading.HEAD, Reading.BODY, Reading.DONE
+_NOTHING = Reading.NOTHING
+_NOTHING_REPORTED = _NOTHING, 0, 0, 0
 
 
 class _Refused(Exception):
@@ -58,6 +60,7 @@ class Connection(HttpToolsProtocol):
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
         self._keeper, self._limits = keeper, keeper.limits
+        self._most_headers = keeper.limits.headers
         self._reading = Reading.FIRST_BYTE
         self._current: RequestResponseCycle | None = (
             None  # the request that is being read, once its header is
@@ -97,7 +100,7 @@ class Connection(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if self._reading is Reading.NOTHING:
+        if self._reading is _NOTHING:
             self._discard(len(data))
             return
         self._block_bytes = len(data)
@@ -166,7 +169,7 @@ class Connection(HttpToolsProtocol):
         self._since_s = self._keeper.clock_s
         self._head_bytes = self._block_bytes
         # A request that looks like the one before it on this connection is news all the same.
-        self._silent_bytes, self._reported = 0, (Reading.NOTHING, 0, 0, 0)
+        self._silent_bytes, self._reported = 0, _NOTHING_REPORTED
 
     def on_url(self, url: bytes) -> None:
         self.url += url
@@ -176,7 +179,7 @@ class Connection(HttpToolsProtocol):
     def on_header(self, name: bytes, value: bytes) -> None:
         """Also called for trailers, which go into a list of their own: they were not there when all was checked."""
         headers = self.headers
-        if len(headers) >= self._limits.headers:
+        if len(headers) >= self._most_headers:
             self._fail(*self._too_large())
         name = name.lower()
         if name == b"expect" and value.lower() == b"100-continue":

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from cumulo.engine.decide.params import Guide
-from cumulo.engine.guides.guided import json_schema_text
+from cumulo.engine.guides.grammar import json_schema_text
 from cumulo.errors import InvalidRequest
 from cumulo.models.text.tokenizer import Tokenizer
 from cumulo.serve.errors import invalid
@@ -60,6 +60,9 @@ class AnswerForm:
             tool_call_parser(self.tool_format, self.tool_names) if self.tool_format is not None else None,
             parallel=self.parallel,
         )
+
+
+_ALL_TEXT = AnswerForm()
 
 
 def tool_use(body: ChatRequest) -> ToolUse | None:
@@ -138,6 +141,8 @@ def answer_form(body: ChatRequest, use: ToolUse | None, text: ModelText, prompt:
 
 def _answer_form(body: ChatRequest, use: ToolUse | None, text: ModelText, prompt: str) -> AnswerForm:
     formats = text.formats
+    if use is None and body.response_format is None and not formats.thinks:
+        return _ALL_TEXT
     opened = formats.thinks and (opens_reasoning(prompt) or _continues_thoughts(body))
     show_thoughts = formats.thinks and formats.thought_markers_special
     if use is None:

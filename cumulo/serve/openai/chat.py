@@ -22,6 +22,7 @@ from cumulo.serve.openai.descriptions import answers, streamed
 from cumulo.serve.openai.events import DONE, PreparedEvent, event, json_response, open_stream
 from cumulo.serve.openai.legacy_functions import as_tools, legacy_delta, legacy_message
 from cumulo.serve.openai.logprobs import chat_logprobs, prompt_logprobs, spoken
+from cumulo.serve.openai.plain_chat import PlainChat, plain_conversation
 from cumulo.serve.openai.sampling import check_tokens, default_limit
 from cumulo.serve.openai.schemas import ChatRequest
 from cumulo.serve.openai.schemas_out import ChatCompletion
@@ -81,6 +82,8 @@ async def begin_chat(
 
 async def chat_prompt(service: Service, body: ChatRequest) -> tuple[ToolUse | None, str, list[int]]:
     """Which tools the answer may call, and the prompt as text and as tokens."""
+    if isinstance(body, PlainChat):  # its class has no field but its messages that could change the prompt
+        return None, *await service.text.encode_chat(plain_conversation(body.messages))
     body = as_tools(body)
     use = tool_use(body)
     check_form(body.response_format)

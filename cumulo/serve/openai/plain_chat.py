@@ -94,6 +94,14 @@ class PlainChat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 read_plain = msgspec.json.Decoder(PlainChat).decode
 
 
+def plain_conversation(messages: list[PlainMessage]) -> list[dict[str, Any]]:
+    """What `conversation` makes of plain messages."""
+    return [
+        {"role": "system" if message.role == "developer" else message.role, "content": message.content}
+        for message in messages
+    ]
+
+
 def read_chat(body: bytes) -> Any:
     """A PlainChat where the body is one, else a ChatRequest; raises pydantic's ValidationError if it is neither."""
     try:

@@ -119,6 +119,8 @@ def _common(body: ChatRequest | CompletionRequest, defaults: Mapping[str, Any]) 
 
 def check_tokens(prompts: Sequence[Sequence[int]], params: SamplingParams, vocab_size: int) -> None:
     """The engine would refuse token ids that the model does not have; here the field is known, too."""
+    if not (prompts or params.logit_bias or params.stop_token_ids):
+        return
     fields = (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids))
     for name, tokens in (*(("prompt", prompt) for prompt in prompts), *fields):
         if tokens and max(tokens) >= vocab_size:
