@@ -10,7 +10,6 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from starlette.requests import Request
 
@@ -21,9 +20,7 @@ from cumulo.serve.batches.in_process import LEAST_PRIORITY_KEY
 from cumulo.serve.engine_link.engine_client import Failure, Inbox
 from cumulo.serve.engine_link.messages import Finished, Submit
 from cumulo.serve.errors import ApiError, ClientGone, invalid
-
-if TYPE_CHECKING:
-    from cumulo.serve.service import Service
+from cumulo.serve.service import Service
 
 _BATCH_AT_A_TIME = 4  # prompts of one line of a batch, so that it leaves the queue to others
 
@@ -31,7 +28,7 @@ Batch = list[tuple[int, Delta | Finished]]  # what is new, with the position of 
 
 
 class Call:
-    def __init__(self, service: "Service", request: Request, prefix: str) -> None:
+    def __init__(self, service: Service, request: Request, prefix: str) -> None:
         """`prefix`: how ids of this endpoint's answers begin, separator included (`chatcmpl-`, `resp_`)."""
         self.service = service
         self.id = f"{prefix}{secrets.token_hex(12)}"
@@ -41,9 +38,8 @@ class Call:
         request.scope["state"]["call_id"] = self.id
         self.finished: list[Finished | None] = []
         self.prompts: list[list[int]] = []  # as token ids; known once submitted
-        self.default_limit: int | None = (
-            None  # output tokens, where the server and not the client set the limit
-        )
+        # Output tokens, where the server and not the client set the limit.
+        self.default_limit: int | None = None
         self._least_priority: int | None = request.scope["state"].get(LEAST_PRIORITY_KEY)
         self._receive = request.receive
         self._inbox = Inbox()
@@ -80,7 +76,7 @@ class Call:
         at_a_time = at_a_time or len(prompts)
         if self._least_priority is not None:
             priority, at_a_time = max(priority, self._least_priority), min(at_a_time, _BATCH_AT_A_TIME)
-        self.service.admit(self, prompts, params, at_a_time)
+        self.service.admit(self.caller, prompts, params, at_a_time)
         salt = self.caller.salt(cache_salt)
         self.finished = [None] * len(prompts)
         self.prompts = prompts

@@ -6,14 +6,13 @@ It decides whether a request may come in, and is told by the engine client what 
 import logging
 import time
 from collections import deque
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from cumulo.engine.decide.params import SamplingParams
 from cumulo.engine.outputs import Delta
 from cumulo.serve.access.keys import ApiKeys, Caller
 from cumulo.serve.access.limits import RateLimits
 from cumulo.serve.bodies.logprob_bound import check_logprobs
-from cumulo.serve.call import Call
 from cumulo.serve.engine_link.engine_client import EngineClient, EngineSettings, Failure, Inbox, InFlight
 from cumulo.serve.engine_link.messages import Finished, Ready, Stats, StepRecord, Submit
 from cumulo.serve.errors import ApiError, invalid
@@ -26,13 +25,27 @@ from cumulo.serve.openai.sampling import ChatParams
 from cumulo.serve.options import ServeOptions
 from cumulo.serve.responses.stored import StoredResponses
 
-if TYPE_CHECKING:
-    from cumulo.serve.batches.desk import Batches
-
 log = logging.getLogger(__name__)
 
 _RECENT_STEPS = 512  # for the console
 _RECENT_ENDS = 64  # to estimate how fast the queue moves
+
+
+class Asked(Protocol):
+    """What is noted of the HTTP request behind an engine request; a Call has it."""
+
+    id: str
+    caller: Caller
+    received_s: float
+    default_limit: int | None
+
+
+class Companion(Protocol):
+    """What begins when the engine is up and ends before it: the batches."""
+
+    def start(self) -> None: ...
+
+    async def close(self) -> None: ...
 
 
 class Service:
@@ -62,7 +75,7 @@ class Service:
         self.recent_steps: deque[StepRecord] = deque(maxlen=_RECENT_STEPS)
         self.fairness_index = 1.0
         self.draining = False
-        self.batches: Batches | None = None  # set by create_app
+        self.batches: Companion | None = None  # set by create_app
         self.unsent = 0  # prompts of running calls that follow as the engine takes them
         self.abort_reason = "the request was aborted"
         self._callers: dict[str, Caller] = {}  # of requests in flight
@@ -119,7 +132,7 @@ class Service:
                     code="context_length_exceeded",
                 )
 
-    def admit(self, call: Call, prompts: list[list[int]], params: SamplingParams, at_a_time: int) -> None:
+    def admit(self, caller: Caller, prompts: list[list[int]], params: SamplingParams, at_a_time: int) -> None:
         """Raise ApiError unless these prompts may go to the engine now, so many at a time. Charges the caller."""
         self.check_ready()
         info = self.info
@@ -133,11 +146,11 @@ class Service:
                 code="queue_full",
                 retry_after_s=self._retry_after_s(waiting),
             )
-        wait_s = self.limits.take_tokens(call.caller, sum(map(len, prompts)))
+        wait_s = self.limits.take_tokens(caller, sum(map(len, prompts)))
         if wait_s > 0:
             raise ApiError(
                 429,
-                f"this key may use {call.caller.tokens_per_minute:,} tokens per minute and has used them: "
+                f"this key may use {caller.tokens_per_minute:,} tokens per minute and has used them: "
                 f"try again in {wait_s:.0f} s",
                 code="rate_limit_exceeded",
                 retry_after_s=wait_s,
@@ -155,7 +168,7 @@ class Service:
         pace_s = (self._ends_s[-1] - self._ends_s[0]) / (len(self._ends_s) - 1)
         return min(60.0, max(1.0, waiting * pace_s))
 
-    def submit(self, call: Call, submit: Submit, inbox: Inbox, position: int) -> None:
+    def submit(self, call: Asked, submit: Submit, inbox: Inbox, position: int) -> None:
         """Note who asked what, and send it."""
         submitted_s = time.perf_counter()
         self.engine.submit(submit, inbox, position)  # first: the engine wakes while this is written down

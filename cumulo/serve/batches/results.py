@@ -12,8 +12,6 @@ from typing import Any
 
 import msgspec
 
-from cumulo.serve.openai.events import to_json
-
 
 class _Written(msgspec.Struct):
     custom_id: str
@@ -50,7 +48,7 @@ class Results:
 
     def write(self, content: Mapping[str, Any], good: bool) -> None:
         """Blocks: called in a thread."""
-        rest = memoryview(to_json(content) + b"\n")
+        rest = memoryview(msgspec.json.encode(content) + b"\n")
         with self._lock:
             if good not in self._descriptors:
                 path = self.output_path if good else self.error_path

@@ -11,17 +11,18 @@ import secrets
 import time
 from collections.abc import Iterator
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import msgspec
+from starlette.types import ASGIApp
 
+from cumulo.serve.access.keys import Caller
 from cumulo.serve.batches import lines
 from cumulo.serve.batches.in_process import Answer, ask
 from cumulo.serve.batches.record import LineError, Record, Status
 from cumulo.serve.batches.results import Results
-
-if TYPE_CHECKING:
-    from cumulo.serve.batches.desk import Batches
+from cumulo.serve.batches.store import FileStore
+from cumulo.serve.service import Service
 
 log = logging.getLogger(__name__)
 
@@ -41,8 +42,22 @@ class _ErrorBody(msgspec.Struct):
     error: _Problem = msgspec.field(default_factory=_Problem)
 
 
+class Desk(Protocol):
+    """What a run asks of whom it belongs to."""
+
+    app: ASGIApp
+    service: Service
+    store: FileStore
+
+    def caller_of(self, owner: str) -> Caller | None: ...
+
+    def count_request(self, outcome: str) -> None: ...
+
+    async def change(self, record: Record, status: Status) -> None: ...
+
+
 class BatchRun:
-    def __init__(self, record: Record, batches: "Batches") -> None:
+    def __init__(self, record: Record, batches: Desk) -> None:
         self.record = record
         self._batches, self._service = batches, batches.service
         self._stop = asyncio.Event()  # set: start nothing more, and end what runs
