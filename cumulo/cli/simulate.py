@@ -72,7 +72,7 @@ def serve(chosen: SimulateOptions) -> None:
     from cumulo.errors import ConfigError
     from cumulo.load.simulated import parse_objective
     from cumulo.load.units import parse_duration_s
-    from cumulo.plan.serve.capacity import Trial, play, play_between
+    from cumulo.plan.serve.capacity import RateTrial, play, play_between
     from cumulo.plan.serve.capacity import find_capacity as search
     from cumulo.plan.serve.replica import Replica
     from cumulo.spec.catalog import shipped
@@ -111,7 +111,7 @@ def serve(chosen: SimulateOptions) -> None:
         else:
             results = [(wanted, at(wanted)) for wanted in rates]
             trials = [
-                Trial(
+                RateTrial(
                     traffic.rate if wanted is None else wanted, one, objective is None or one.holds(objective)
                 )
                 for wanted, one in results

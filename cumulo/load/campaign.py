@@ -19,10 +19,11 @@ from cumulo.load.prompts import Ruler
 from cumulo.load.records import RequestRecord
 from cumulo.load.schedule import Schedule, Workload, plan
 from cumulo.load.search import RateSearch
-from cumulo.load.slo import Slo, Verdict, is_lost, requests_needed, verdict
+from cumulo.load.slo import Verdict, is_lost, requests_needed, verdict
 from cumulo.load.summary import Summary, summarise
 from cumulo.load.trace import TraceRow, plan_trace
 from cumulo.load.units import show_duration
+from cumulo.spec.slo import Slo
 
 MOST_EXTENSIONS = 3  # how often a trial whose result is unclear is made longer
 SHORTEST_TRIAL_S = 10.0

@@ -11,10 +11,10 @@ import numpy as np
 
 from cumulo.load.arrivals import Arrivals
 from cumulo.load.campaign import LevelResult
-from cumulo.load.slo import Slo
 from cumulo.load.summary import Spread, timeline
 from cumulo.load.svg import Chart, Series, draw
 from cumulo.load.units import show_duration
+from cumulo.spec.slo import Slo
 
 MOST_POINTS = 400
 

@@ -10,7 +10,8 @@ from cumulo.load.arrivals import Arrivals, parse_process
 from cumulo.load.lengths import parse_lengths
 from cumulo.load.slo import parse_slo
 from cumulo.load.trace import read_trace
-from cumulo.plan.serve.traffic import Slo, Traffic, drawn_traffic, read_traffic
+from cumulo.plan.serve.traffic import Traffic, drawn_traffic, read_traffic
+from cumulo.spec.slo import Slo
 
 _MOONCAKE_BLOCK = 512  # tokens that a hash of Mooncake's traces stands for
 
@@ -18,10 +19,12 @@ _MOONCAKE_BLOCK = 512  # tokens that a hash of Mooncake's traces stands for
 def parse_objective(text: str, percentile: float) -> Slo | None:
     if not text:
         return None
-    bounds = parse_slo(text)
-    if bounds.tpot_s is not None or bounds.e2e_s is not None:
+    if not 0 < percentile < 100:
+        raise ConfigError(f"the SLO's percentile must be between 0 and 100, got {percentile:g}; 99 is usual")
+    slo = parse_slo(text, percentile / 100)
+    if slo.tpot_s is not None or slo.e2e_s is not None:
         raise ConfigError("a simulated SLO can bound only ttft and itl: remove tpot and e2e from --slo")
-    return Slo(bounds.ttft_s, bounds.itl_s, percentile)
+    return slo
 
 
 def draw_traffic(

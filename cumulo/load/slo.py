@@ -1,60 +1,18 @@
-"""The service-level objective: what a request must keep to count as good, and when a level holds it. Pure.
+"""The load generator's service-level objective: how it is typed, and when a level holds it. Pure.
 
-`Slo` judges single requests (for goodput); `verdict` judges a level from how many kept it, with the
+`Slo` (spec) judges single requests (for goodput); `verdict` judges a level from how many kept it, with the
 confidence the search relies on.
 """
 
 import math
-from dataclasses import dataclass
 from typing import Literal
 
 from cumulo.errors import CumuloError
-from cumulo.load.records import RequestRecord
-from cumulo.load.units import parse_duration_s, show_duration
+from cumulo.load.units import parse_duration_s
+from cumulo.spec.slo import Slo
 
 Verdict = Literal["holds", "fails", "unclear"]
 CONFIDENCE_Z = 1.645  # one-sided 95%
-ITL_SHARE = 0.99
-
-
-@dataclass(frozen=True, slots=True)
-class Slo:
-    """Bounds in seconds; None leaves that figure free. `itl_s` bounds 99% of a request's gaps."""
-
-    ttft_s: float | None = None
-    itl_s: float | None = None
-    tpot_s: float | None = None
-    e2e_s: float | None = None
-    share: float = 0.95  # of the requests must keep it
-
-    def met_by(self, record: RequestRecord) -> bool:
-        """A failed request never meets an objective."""
-        if record.error is not None:
-            return False
-        return (
-            _within(record.ttft_s, self.ttft_s)
-            and _within(record.tpot_s, self.tpot_s)
-            and _within(record.e2e_s, self.e2e_s)
-            and (self.itl_s is None or _share_within(record.gaps_s, self.itl_s) >= ITL_SHARE)
-        )
-
-    def cannot_be_met(self, waited_s: float, has_first_token: bool) -> bool:
-        """Whether a request still running has already missed it."""
-        late_start = self.ttft_s is not None and not has_first_token and waited_s > self.ttft_s
-        return late_start or (self.e2e_s is not None and waited_s > self.e2e_s)
-
-    def __str__(self) -> str:
-        bounds = {"ttft": self.ttft_s, "itl": self.itl_s, "tpot": self.tpot_s, "e2e": self.e2e_s}
-        named = [f"{name} ≤ {show_duration(value)}" for name, value in bounds.items() if value is not None]
-        return f"{', '.join(named)} for {self.share:.3g} of requests"
-
-
-def _within(value: float | None, bound: float | None) -> bool:
-    return bound is None or value is None or value <= bound
-
-
-def _share_within(values: list[float], bound: float) -> float:
-    return sum(value <= bound for value in values) / len(values) if values else 1.0
 
 
 def parse_slo(text: str, share: float = 0.95) -> Slo:

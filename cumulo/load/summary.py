@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from cumulo.load.records import RequestRecord
-from cumulo.load.slo import Slo
+from cumulo.spec.slo import Slo
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,8 +18,8 @@ from cumulo.load.lengths import Constant
 from cumulo.load.player import Level
 from cumulo.load.schedule import Workload
 from cumulo.load.self_test import measure
-from cumulo.load.slo import Slo
 from cumulo.load.svg import Chart, Series, axis, draw, ticks
+from cumulo.spec.slo import Slo
 from tests.load.toy_server import Behaviour, ToyServer
 
 

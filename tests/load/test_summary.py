@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from cumulo.errors import CumuloError
 from cumulo.load.records import RequestRecord
 from cumulo.load.search import RateSearch
-from cumulo.load.slo import Slo, is_lost, parse_slo, requests_needed, verdict, wilson_interval
+from cumulo.load.slo import is_lost, parse_slo, requests_needed, verdict, wilson_interval
 from cumulo.load.summary import Spread, summarise, timeline, tokens_between
+from cumulo.spec.slo import Slo
 
 
 def record(

@@ -15,10 +15,11 @@ from cumulo.plan.serve.replica import Replica
 from cumulo.plan.serve.report import Percentiles, ServeReport, grows
 from cumulo.plan.serve.search import Wanted, _split, _together, kinds, search
 from cumulo.plan.serve.split import decode, landings, prefill
-from cumulo.plan.serve.traffic import Slo, Traffic, drawn_traffic, read_traffic
+from cumulo.plan.serve.traffic import Traffic, drawn_traffic, read_traffic
 from cumulo.spec import catalog
+from cumulo.spec.slo import Slo
 
-SLO = Slo(ttft_s=0.3, itl_s=0.03)
+SLO = Slo(ttft_s=0.3, itl_s=0.03, share=0.99)
 
 
 def some_traffic(
@@ -108,7 +109,7 @@ def test_a_rate_that_is_none_is_refused(rate: float) -> None:
 
 
 def test_an_objective_needs_a_bound_that_can_be_kept() -> None:
-    for fields in ({}, {"ttft_s": 0.0}, {"itl_s": -1.0}, {"ttft_s": 1.0, "percentile": 100.0}):
+    for fields in ({}, {"ttft_s": 0.0}, {"itl_s": -1.0}, {"ttft_s": 1.0, "share": 1.0}):
         with pytest.raises(ConfigError, match="SLO"):
             Slo(**fields)
 
@@ -117,13 +118,13 @@ def test_an_objective_needs_a_bound_that_can_be_kept() -> None:
 def test_percentiles_of_counted_values_are_numpys_of_them_all() -> None:
     rng = np.random.default_rng(0)
     values, counts = rng.exponential(size=50), rng.integers(1, 20, size=50)
-    found = Percentiles.of(values.tolist(), counts.tolist(), percentile=95.0)
+    found = Percentiles.from_values(values.tolist(), counts.tolist(), percentile=95.0)
     assert found is not None
     whole = np.repeat(values, counts)
     expected = np.percentile(whole, (50, 90, 99, 95))
     assert (found.p50, found.p90, found.p99, found.at_slo) == pytest.approx(tuple(expected))
     assert found.mean == pytest.approx(whole.mean()) and found.most == whole.max()
-    assert Percentiles.of([]) is None
+    assert Percentiles.from_values([]) is None
 
 
 def test_a_queue_that_fills_up_is_seen_even_where_no_bound_is_missed() -> None:

@@ -9,9 +9,9 @@ from cumulo.base.quantities import quantity
 
 if TYPE_CHECKING:
     from cumulo.base.report import Row
-    from cumulo.plan.serve.capacity import Trial
+    from cumulo.plan.serve.capacity import RateTrial
     from cumulo.plan.serve.report import ServeReport
-    from cumulo.plan.serve.traffic import Slo
+    from cumulo.spec.slo import Slo
 
 
 def report_rows(
@@ -119,7 +119,7 @@ def effort_rows(simulated_s: float, cpu_s: float) -> "list[Row]":
     ]
 
 
-def sweep_table(trials: "list[Trial]", judged: bool) -> Any:
+def sweep_table(trials: "list[RateTrial]", judged: bool) -> Any:
     """`judged`: there is an SLO to meet."""
     from rich.table import Table
 
@@ -145,7 +145,7 @@ _STYLE = (
 )
 
 
-def write_picture(path: Path, trials: "list[Trial]", slo: "Slo | None", title: str) -> None:
+def write_picture(path: Path, trials: "list[RateTrial]", slo: "Slo | None", title: str) -> None:
     """Draw percentiles of TTFT and ITL over the request rate on logarithmic axes, which show the knee."""
     from html import escape
 

@@ -10,13 +10,14 @@ from dataclasses import dataclass
 from cumulo.errors import ConfigError
 from cumulo.plan.serve.replica import Replica
 from cumulo.plan.serve.report import ServeReport, report
-from cumulo.plan.serve.traffic import Slo, Traffic, check_rate
+from cumulo.plan.serve.traffic import Traffic, check_rate
+from cumulo.spec.slo import Slo
 
 LEAST_RATE, MOST_RATE = 1e-3, 1e5
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
+class RateTrial:
     rate: float
     report: ServeReport
     holds: bool
@@ -25,10 +26,10 @@ class Trial:
 @dataclass(frozen=True, slots=True)
 class Capacity:
     rate: float  # the highest that holds
-    trials: tuple[Trial, ...]  # by rate
+    trials: tuple[RateTrial, ...]  # by rate
 
     @property
-    def best(self) -> Trial:
+    def best(self) -> RateTrial:
         return max((one for one in self.trials if one.holds), key=lambda one: one.rate)
 
     @property
@@ -57,15 +58,19 @@ def play_between(replica: Replica, traffic: Traffic, percentile: float) -> tuple
 
 
 def find_capacity(
-    play_at: Callable[[float], ServeReport], slo: Slo, *, start: float = 1.0, tolerance: float = 0.02
+    play_at: Callable[[float], ServeReport],
+    slo: Slo,
+    *,
+    start: float = 1.0,
+    tolerance: float = 0.02,
 ) -> Capacity:
     """Double (or halve) from `start` until the limit is enclosed, then halve the enclosed ratio."""
     check_rate(start)
-    trials: dict[float, Trial] = {}
+    trials: dict[float, RateTrial] = {}
 
     def holds(rate: float) -> bool:
         result = play_at(rate)
-        trials[rate] = Trial(rate, result, result.holds(slo))
+        trials[rate] = RateTrial(rate, result, result.holds(slo))
         return trials[rate].holds
 
     low = high = start

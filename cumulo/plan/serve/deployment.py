@@ -6,7 +6,8 @@ from cumulo.errors import OutOfMemory
 from cumulo.plan.serve.replica import Replica
 from cumulo.plan.serve.report import ServeReport
 from cumulo.plan.serve.step_cost import StepLoad, pairs
-from cumulo.plan.serve.traffic import Slo, Traffic
+from cumulo.plan.serve.traffic import Traffic
+from cumulo.spec.slo import Slo
 
 
 @dataclass(frozen=True, slots=True)

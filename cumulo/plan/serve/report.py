@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from cumulo.engine.simulate.run import Run, Served
-from cumulo.plan.serve.traffic import Slo
+from cumulo.spec.slo import Slo
 
 # What the parts of a step are called where a person asks what bounds it.
 BOUND_BY = {
@@ -28,7 +28,7 @@ class Percentiles:
     at_slo: float  # the objective's own percentile
 
     @staticmethod
-    def of(
+    def from_values(
         values: Sequence[float], counts: Sequence[int] | None = None, percentile: float = 99.0
     ) -> "Percentiles | None":
         """With linear interpolation, as numpy's default; `counts` says how often each value occurs."""
@@ -106,9 +106,9 @@ def report(run: Run, blocks: int, spent_s: Mapping[str, float], percentile: floa
         simulated_s=span_s,
         output_tok_s=sum(one.arrival.output_tokens for one in done) / span_s,
         request_s=len(done) / span_s,
-        ttft_s=Percentiles.of([_ttft_s(one) for one in done], percentile=percentile),
-        itl_s=Percentiles.of(run.gaps_s, run.gap_counts, percentile),
-        e2e_s=Percentiles.of([_stay_s(one) for one in done], percentile=percentile),
+        ttft_s=Percentiles.from_values([_ttft_s(one) for one in done], percentile=percentile),
+        itl_s=Percentiles.from_values(run.gaps_s, run.gap_counts, percentile),
+        e2e_s=Percentiles.from_values([_stay_s(one) for one in done], percentile=percentile),
         steps=run.steps,
         mean_step_s=run.device_busy_s / max(1, run.steps),
         device_busy=min(1.0, run.device_busy_s / span_s),

@@ -16,9 +16,10 @@ from cumulo.plan.serve.replica import Replica
 from cumulo.plan.serve.report import ServeReport
 from cumulo.plan.serve.split import decode, prefill
 from cumulo.plan.serve.step_cost import StepLoad
-from cumulo.plan.serve.traffic import Slo, Traffic, check_rate
+from cumulo.plan.serve.traffic import Traffic, check_rate
 from cumulo.spec.catalog import Catalog
 from cumulo.spec.model import ModelSpec
+from cumulo.spec.slo import Slo
 
 TENSOR_SIZES = (1, 2, 4, 8)
 _MOST_REPLICAS = 4096

@@ -1,4 +1,4 @@
-"""Traffic: what a deployment is asked to serve, and the objective it must keep. Simulator and planner read it.
+"""Traffic: what a deployment is asked to serve. Simulator and planner read it.
 
 Traffic is a list of arrivals, recorded or drawn from a seed, that can be played faster or slower: `at_rate`
 stretches its time, so that two rates differ in nothing but the rate.
@@ -16,29 +16,6 @@ from cumulo.engine.simulate.run import Arrival
 from cumulo.errors import ConfigError, InvalidRequest
 
 Draw = Callable[[random.Random], int]
-
-
-@dataclass(frozen=True, slots=True)
-class Slo:
-    """Bounds in seconds on a percentile; None leaves that figure free."""
-
-    ttft_s: float | None = None  # time to first token
-    itl_s: float | None = None  # between two tokens of an answer
-    percentile: float = 99.0
-
-    def __post_init__(self) -> None:
-        if self.ttft_s is None and self.itl_s is None:
-            raise ConfigError(
-                "an SLO needs a bound on ttft (time to first token), on itl (inter-token latency), or on both"
-            )
-        for name in ("ttft_s", "itl_s"):
-            bound = getattr(self, name)
-            if bound is not None and not 0 < bound < math.inf:
-                raise ConfigError(f"the SLO's {name[:-2]} must be more than 0 s, got {bound:g}")
-        if not 0 < self.percentile < 100:
-            raise ConfigError(
-                f"the SLO's percentile must be between 0 and 100, got {self.percentile:g}; 99 is usual"
-            )
 
 
 @dataclass(frozen=True, slots=True)

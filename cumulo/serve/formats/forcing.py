@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from cumulo.engine.decide.params import Guide
-from cumulo.engine.guides.guided import json_schema_text
+from cumulo.engine.guides.grammar import json_schema_text
 from cumulo.errors import InvalidRequest
 from cumulo.models.text.tokenizer import Tokenizer
 from cumulo.serve.formats import hermes, mistral, reasoning
