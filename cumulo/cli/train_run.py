@@ -24,10 +24,10 @@ from cumulo.train.decide.config import (
     load_config,
 )
 from cumulo.train.run.builtin import builtin_config, free_folder
-from cumulo.train.run.log import StepRecord
+from cumulo.train.run.log import TrainRecord
 
 if TYPE_CHECKING:
-    from cumulo.train.decide.ledger import Entry
+    from cumulo.base.ledger import LedgerLine
     from cumulo.train.run.trainer import Trainer, TrainResult
 
 
@@ -215,11 +215,11 @@ def report_rows(result: "TrainResult") -> list[Row]:
     ]
 
 
-def ledger_row(entry: "Entry") -> Row:
+def ledger_row(entry: "LedgerLine") -> Row:
     """What was measured, with what had been predicted."""
     scale, unit = (2**20, "MiB") if entry.unit == "bytes" else (1, entry.unit)
     measured = (entry.measured or 0.0) / scale
-    words = f"predicted {quantity(entry.predicted / scale, unit)} ({entry.basis})"
+    words = f"predicted {quantity(entry.predicted / scale, unit)} ({entry.how})"
     return Row(entry.name, measured, unit, "lower", note=words, more={"predicted": entry.predicted / scale})
 
 
@@ -255,7 +255,7 @@ class Display:
         )
         self._bar.reset(self._task, description="training", total=self.steps, completed=first_step, words="")
 
-    def step(self, record: StepRecord, memory_bytes: int) -> None:
+    def step(self, record: TrainRecord, memory_bytes: int) -> None:
         self._mean = record.loss if self._mean is None else 0.9 * self._mean + 0.1 * record.loss
         mfu = "" if math.isnan(record.mfu) else f"MFU {100 * record.mfu:.0f}% · "
         words = (

@@ -61,9 +61,8 @@ class PackedBlock:
 
     queries: slice
     keys: slice
-    query_starts: (
-        Tensor  # [documents + 1] int32: where each document begins among these queries; the same of keys
-    )
+    # [documents + 1] int32: where each document begins among these queries; the same of keys.
+    query_starts: Tensor
     key_starts: Tensor
     causal: bool  # queries and keys are the same tokens; otherwise all the keys come before the queries
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from cumulo.ranks.point_to_point import Passing, Ring
 
 
-class Block(Protocol):
+class AttentionBlock(Protocol):
     """Some of a rank's queries and some of another's keys, who of them see each other, and how it is computed."""
 
     @property
@@ -52,7 +52,7 @@ _KEYS, _GRADIENTS = 0, 1  # tags of the two streams of messages
 
 
 def ring_attention(
-    query: Tensor, key: Tensor, value: Tensor, scale: float, ring: Ring, blocks: list[Block | None]
+    query: Tensor, key: Tensor, value: Tensor, scale: float, ring: Ring, blocks: list[AttentionBlock | None]
 ) -> Tensor:
     """query [B, L, H, D], key [B, L, KV, D], value [B, L, KV, E] of this rank -> [B, L, H, E].
 
@@ -71,7 +71,7 @@ class _RingAttention(torch.autograd.Function):
         value: Tensor,
         scale: float,
         ring: Ring,
-        blocks: list[Block | None],
+        blocks: list[AttentionBlock | None],
     ) -> Tensor:
         wide = torch.promote_types(query.dtype, torch.float32)
         rows, length, heads, _ = query.shape

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from cumulo.layout.layout import Layout
 from cumulo.train.decide.config import CheckpointConfig, FaultConfig, TrainConfig, config_text
-from cumulo.train.run.log import StepRecord, read_log
+from cumulo.train.run.log import TrainRecord, read_log
 from cumulo.train.run.trainer import Trainer
 from tests.train.ranked import tiny, write_texts
 
@@ -120,7 +120,7 @@ def ranks_of(launcher: int) -> dict[int, int]:
     return found
 
 
-def _difference(found: list[StepRecord], expected: list[StepRecord]) -> float:
+def _difference(found: list[TrainRecord], expected: list[TrainRecord]) -> float:
     if len(found) != len(expected):
         return float("inf")
     return max(abs(own.loss - other.loss) / other.loss for own, other in zip(found, expected, strict=True))

@@ -19,7 +19,7 @@ from cumulo.train.decide.config import (
     TokenizerConfig,
     TrainConfig,
 )
-from cumulo.train.run.log import StepRecord, read_log
+from cumulo.train.run.log import TrainRecord, read_log
 from cumulo.train.run.trainer import Ranks, Silent, Trainer
 from tests.train.pool import run_ranks
 
@@ -77,7 +77,7 @@ def train_rank(
 
 def train(
     config: TrainConfig, *, resume: bool = False, stop_after: int = -1
-) -> tuple[list[str], list[StepRecord], float | None]:
+) -> tuple[list[str], list[TrainRecord], float | None]:
     """What rank 0 heard, the log, and the loss on held-out data. One rank alone runs here."""
     if config.layout.world == 1:
         watcher = Hearing()

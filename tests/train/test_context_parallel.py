@@ -92,7 +92,7 @@ def test_half_precision_is_merged_in_float32(kernel: bool) -> None:
         torch.randn(32, heads, 16, generator=random, device=device).half().double().requires_grad_()
         for heads in (4, 2, 2)
     ]
-    expected = DocumentMask.of(batch).attend(exact[0], exact[1], exact[2], 0.3, None)
+    expected = DocumentMask.from_batch(batch).attend(exact[0], exact[1], exact[2], 0.3, None)
     upstream = torch.randn(expected.shape, generator=random, device=device).half()
     wanted = torch.autograd.grad(expected, exact, upstream.double())
     documents, ring = ScatteredDocuments(batch, Ring(None), None), Ring(None)

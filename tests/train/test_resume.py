@@ -21,7 +21,7 @@ from cumulo.spec.parameters import parameter_shapes
 from cumulo.train.decide.config import TrainConfig, new_spec
 from cumulo.train.optimizer.sink import Shard, zero_axis
 from cumulo.train.parallel.parallel_state import held_state
-from cumulo.train.run.log import StepRecord
+from cumulo.train.run.log import TrainRecord
 from tests.train.ranked import tiny, train, write_texts
 
 DENSE = ModelSpec("llama", 64, 16, 4, 4, 4, 8, 24, 64, tied_embeddings=True, qkv_bias=True)
@@ -169,7 +169,7 @@ def drawn_run_layout(drawn: random.Random, config: TrainConfig) -> Layout:
             return dataclasses.replace(config, layout=layout).layout
 
 
-def difference(found: list[StepRecord], expected: list[StepRecord]) -> float:
+def difference(found: list[TrainRecord], expected: list[TrainRecord]) -> float:
     """The largest, relative, of losses and norms; the place in the data must be the same."""
     assert [(record.step, record.tokens) for record in found] == [
         (record.step, record.tokens) for record in expected

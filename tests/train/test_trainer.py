@@ -24,7 +24,7 @@ from cumulo.train.decide.config import (
     TokenizerConfig,
     TrainConfig,
 )
-from cumulo.train.run.log import StepRecord, read_log
+from cumulo.train.run.log import TrainRecord, read_log
 from cumulo.train.run.trainer import Silent, Trainer
 from tests.models.stepper import Stepper
 
@@ -57,7 +57,7 @@ def tiny(folder: Path, source: Path, **changes: Any) -> TrainConfig:
     return dataclasses.replace(config, **changes)
 
 
-def losses(records: tuple[StepRecord, ...]) -> list[tuple[float, float]]:
+def losses(records: tuple[TrainRecord, ...]) -> list[tuple[float, float]]:
     return [(record.loss, record.gradient_norm) for record in records]
 
 
@@ -68,7 +68,7 @@ class Interrupting(Silent):
         self.at_step = at_step
         self.heard: list[str] = []
 
-    def step(self, record: StepRecord, memory_bytes: int) -> None:
+    def step(self, record: TrainRecord, memory_bytes: int) -> None:
         if record.step == self.at_step:
             signal.raise_signal(signal.SIGINT)
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from cumulo.errors import TrainingError
 from cumulo.models.text.tokenizer import Tokenizer, load_tokenizer
-from cumulo.train.data.documents import Piece, find_files, pieces_of, read_rows, shards_of
+from cumulo.train.data.documents import TextPiece, find_files, pieces_of, read_rows, shards_of
 
 FORMAT = 1
 Progress = Callable[[str, int, int], None]
@@ -86,7 +86,7 @@ def _fingerprint(files: Sequence[Path], task: BuildTask, tokenizer: Tokenizer) -
 def _run(
     task: BuildTask,
     work: Path,
-    shards: Sequence[list[Piece]],
+    shards: Sequence[list[TextPiece]],
     missing: Sequence[int],
     workers: int,
     progress: Progress,
@@ -108,7 +108,7 @@ def _run(
             progress("tokenising", done, len(shards))
 
 
-def tokenise_shard(task: BuildTask, work: Path, index: int, pieces: Sequence[Piece]) -> None:
+def tokenise_shard(task: BuildTask, work: Path, index: int, pieces: Sequence[TextPiece]) -> None:
     """Write one shard's token ids, document lengths and, for conversations, which tokens have a loss."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # this process is one of several already
     tokenizer = load_tokenizer(Path(task.tokenizer_folder))

@@ -22,7 +22,7 @@ _LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TextPiece:
     """What one reader takes: all of a text file, bytes of a JSONL file, or one row group of a Parquet file."""
 
     path: str
@@ -63,25 +63,25 @@ def _standard_library() -> list[Path]:
     return sorted(files)
 
 
-def pieces_of(files: Iterable[Path]) -> list[Piece]:
+def pieces_of(files: Iterable[Path]) -> list[TextPiece]:
     pieces = []
     for file in files:
         size = file.stat().st_size
         if file.suffix == ".parquet":
             groups = _parquet(file).num_row_groups
-            pieces += [Piece(str(file), group, group + 1) for group in range(groups)]
+            pieces += [TextPiece(str(file), group, group + 1) for group in range(groups)]
         elif file.suffix in _ROWS:
             pieces += [
-                Piece(str(file), at, min(at + PIECE_BYTES, size)) for at in range(0, size, PIECE_BYTES)
+                TextPiece(str(file), at, min(at + PIECE_BYTES, size)) for at in range(0, size, PIECE_BYTES)
             ]
         elif size:
-            pieces.append(Piece(str(file), 0, size))
+            pieces.append(TextPiece(str(file), 0, size))
     return pieces
 
 
-def shards_of(pieces: Sequence[Piece]) -> list[list[Piece]]:
+def shards_of(pieces: Sequence[TextPiece]) -> list[list[TextPiece]]:
     """Neighbouring pieces together until they are worth a process's while."""
-    shards: list[list[Piece]] = []
+    shards: list[list[TextPiece]] = []
     filled = PIECE_BYTES
     for piece in pieces:
         # A row group's size is not known without reading it: each is a shard of its own.
@@ -94,7 +94,7 @@ def shards_of(pieces: Sequence[Piece]) -> list[list[Piece]]:
     return shards
 
 
-def read_rows(piece: Piece, text_field: str) -> Iterator[Any]:
+def read_rows(piece: TextPiece, text_field: str) -> Iterator[Any]:
     """The documents of a piece; with text_field "messages" they are lists of messages."""
     path = Path(piece.path)
     if path.suffix == ".parquet":
@@ -110,7 +110,7 @@ def read_rows(piece: Piece, text_field: str) -> Iterator[Any]:
             ) from error
 
 
-def _jsonl(piece: Piece, text_field: str) -> Iterator[Any]:
+def _jsonl(piece: TextPiece, text_field: str) -> Iterator[Any]:
     """Lines that begin inside the range: a line over its end is read whole, one from before it is not ours."""
     with Path(piece.path).open("rb") as stream:
         if piece.begin:

@@ -41,7 +41,7 @@ class DocumentMask:
         self._masks: dict[int | None, Tensor] = {}
 
     @classmethod
-    def of(cls, batch: DeviceBatch) -> "DocumentMask":
+    def from_batch(cls, batch: DeviceBatch) -> "DocumentMask":
         return cls(batch.positions, batch.document_starts, batch.documents == len(batch.tokens))
 
     def visible(self, window: int | None) -> Tensor:

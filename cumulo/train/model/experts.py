@@ -16,7 +16,7 @@ from cumulo.train.model.recompute import Recompute
 from cumulo.train.model.split import Split
 
 
-class Usage(NamedTuple):
+class ExpertUsage(NamedTuple):
     """How this rank's tokens used the experts of a layer. A tuple, so that torch finds the tensors in it."""
 
     scores: Tensor  # [rows, experts]: each token's share of its scores, summed over its row; with gradients
@@ -112,7 +112,7 @@ def _gated_products(hidden: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
 class TrainingMixture(nn.Module):
     """The parameters of `MixtureOfExperts`; beside the result it says how the experts were used."""
 
-    __call__: Callable[..., tuple[Tensor, Usage]]
+    __call__: Callable[..., tuple[Tensor, ExpertUsage]]
     shared: TrainingFeedForward | None
 
     def __init__(
@@ -136,12 +136,12 @@ class TrainingMixture(nn.Module):
                 spec, moe.shared_hidden, split, recompute, dtype=dtype, device=device
             )
 
-    def forward(self, x: Tensor, norm: RMSNorm, rows: int) -> tuple[Tensor, Usage]:
+    def forward(self, x: Tensor, norm: RMSNorm, rows: int) -> tuple[Tensor, ExpertUsage]:
         """x and what the experts add to it, and how they were used."""
         change, usage = self._change(norm(x), rows)
         return x + change, usage
 
-    def _change(self, x: Tensor, rows: int) -> tuple[Tensor, Usage]:
+    def _change(self, x: Tensor, rows: int) -> tuple[Tensor, ExpertUsage]:
         tensor = self.split.tensor
         scores = self.router.scores(x)
         weights, chosen = self.router.choose(scores)
@@ -154,15 +154,15 @@ class TrainingMixture(nn.Module):
             return tensor.leave(routed, None), usage
         return tensor.leave(routed + self.shared.partial(x), self.shared.down.bias), usage
 
-    def _usage(self, scores: Tensor, chosen: Tensor, rows: int) -> Usage:
+    def _usage(self, scores: Tensor, chosen: Tensor, rows: int) -> ExpertUsage:
         tensor = self.split.tensor
         choices = torch.zeros_like(scores).scatter_(1, chosen, 1.0)
-        return Usage(
+        return ExpertUsage(
             tensor.sum_by_row(scores / scores.sum(-1, keepdim=True), rows), tensor.sum_by_row(choices, rows)
         )
 
 
-def balance_sum(usage: Usage, length: int, per_token: int) -> Tensor:
+def balance_sum(usage: ExpertUsage, length: int, per_token: int) -> Tensor:
     """Σ over rows of Σ over experts of f·P: the share of choices times the mean score, 1 per row when even.
 
     The sequence-wise balance loss of DeepSeek-V3 (2024, equations 17 to 20). Over each sequence, not over the

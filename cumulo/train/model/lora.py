@@ -12,9 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cumulo.layout.pieces import is_adapter
+from cumulo.layout.adapters import adapter_shapes, is_adapter
 from cumulo.models.linear import Linear
-from cumulo.train.decide.adapters import adapter_shapes
 from cumulo.train.decide.config import LoraConfig
 from cumulo.train.model.initialise import seeded_normal
 from cumulo.train.model.model import TrainingDecoder
@@ -54,7 +53,7 @@ def adapt(model: TrainingDecoder, config: LoraConfig, seed: int) -> None:
 def add_adapters(model: TrainingDecoder, config: LoraConfig) -> None:
     """Freeze `model`, or a part of one, and make room for its adapters."""
     model.requires_grad_(False)
-    wanted = {name.rpartition(".")[0] for name in adapter_shapes(model.spec, config)}
+    wanted = {name.rpartition(".")[0] for name in adapter_shapes(model.spec, config.rank, config.targets)}
     for name, linear in list(model.named_modules()):
         if name in wanted and isinstance(linear, Linear):
             path, _, last = name.rpartition(".")

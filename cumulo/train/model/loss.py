@@ -4,27 +4,16 @@ On a GPU by kernels/cuda/loss/linear_cross_entropy.py; elsewhere by the same ide
 logits become the loss and at once their own gradient, so that backward only scales what is ready.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from cumulo.ranks.tensor_parallel import VocabularySlice
 from cumulo.train.data.packing import IGNORED
 
 _LOGIT_BYTES = 32 << 20  # of a chunk: stays near the caches, and long enough for the products
 _LOGIT_BYTES_GPU = 512 << 20  # of a chunk of a slice of the vocabulary: long enough to hide the exchange
-
-
-@dataclass(frozen=True, slots=True)
-class VocabularySlice:
-    """Of the vocabulary this rank has only the rows from `first` on."""
-
-    first: int
-    merge: Callable[
-        [Tensor, Tensor], tuple[Tensor, Tensor]
-    ]  # log-sums and wanted logits: of slices -> of all
 
 
 def cross_entropy_sum(

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from cumulo.layout.local_spec import local_spec
 from cumulo.layout.pieces import ChunkPart
 from cumulo.models.linear import Linear, RMSNorm
 from cumulo.models.rope import RotaryTable, Rotation
@@ -22,7 +23,8 @@ from cumulo.train.data.loader import DeviceBatch
 from cumulo.train.model.arithmetic import WIDE, Arithmetic, use_arithmetic
 from cumulo.train.model.attention import TrainingAttention, TrainingLatentAttention
 from cumulo.train.model.document_mask import Documents, OwnTokens
-from cumulo.train.model.experts import TrainingFeedForward, TrainingMixture, Usage, balance_sum
+from cumulo.train.model.experts import ExpertUsage, TrainingFeedForward, TrainingMixture, balance_sum
+from cumulo.train.model.loss import cross_entropy_sum
 from cumulo.train.model.recompute import Recompute
 from cumulo.train.model.split import WHOLE, Split
 
@@ -38,7 +40,7 @@ class Losses(NamedTuple):
 
 
 class TrainingLayer(nn.Module):
-    __call__: Callable[..., tuple[Tensor, Usage | None]]
+    __call__: Callable[..., tuple[Tensor, ExpertUsage | None]]
     attention: TrainingAttention | TrainingLatentAttention
     ffn: TrainingFeedForward | TrainingMixture
 
@@ -74,7 +76,7 @@ class TrainingLayer(nn.Module):
 
     def forward(
         self, x: Tensor, rotation: Rotation, documents: Documents, rows: int
-    ) -> tuple[Tensor, Usage | None]:
+    ) -> tuple[Tensor, ExpertUsage | None]:
         x = self.attention(x, self.attention_norm, rotation, documents)
         if isinstance(self.ffn, TrainingMixture):
             return self.ffn(x, self.ffn_norm, rows)
@@ -109,9 +111,9 @@ class TrainingDecoder(nn.Module):
         super().__init__()
         refuse_unplayable(spec)
         self.spec, self.dtype, self.split = spec, dtype, split
-        self.recompute = Recompute.of(recompute)
+        self.recompute = Recompute.from_option(recompute)
         self.part = part or ChunkPart(0, range(spec.layers), first=True, last=True)
-        local = split.local(spec)
+        local = local_spec(spec, split.tensor.size)
         if fused is None:
             fused = joins_operations(torch.device(device), dtype, split)
         joined = arithmetic if fused else None
@@ -148,16 +150,18 @@ class TrainingDecoder(nn.Module):
 
     def forward(self, batch: DeviceBatch, x: Tensor | None = None) -> Losses:
         """`batch`: whole rows, of which the split takes its places; `x`: what the part before this one gave."""
-        own = self.split.context.take(batch)
+        own = self.split.context.own_tokens(batch)
         x, balance = self._layers(x, own, batch)
         if not self.part.last:
             return Losses(x.new_zeros(()), balance, x)
         x = self.final_norm(x)
-        return Losses(self.split.tensor.cross_entropy_sum(x, self.output_weight, own.targets), balance, None)
+        tensor, weight = self.split.tensor, self.output_weight
+        token_sum = cross_entropy_sum(tensor.enter(x), weight, own.targets, tensor.vocabulary(len(weight)))
+        return Losses(token_sum, balance, None)
 
     def hidden(self, batch: DeviceBatch) -> tuple[Tensor, Tensor | None]:
         """Normed hidden states [T, hidden] of the whole model's tokens, and the experts' balance."""
-        x, balance = self._layers(None, self.split.context.take(batch), batch)
+        x, balance = self._layers(None, self.split.context.own_tokens(batch), batch)
         return self.final_norm(x), balance
 
     def _layers(self, x: Tensor | None, own: OwnTokens, batch: DeviceBatch) -> tuple[Tensor, Tensor | None]:
@@ -165,7 +169,7 @@ class TrainingDecoder(nn.Module):
             x = self.split.tensor.embed(self.embed.weight, own.tokens)
         rotation = self.rotary.at(own.positions)
         rows, length = batch.tokens.shape
-        used: dict[int, Usage] = {}
+        used: dict[int, ExpertUsage] = {}
         for number, layer in self.layers.items():
             x, usage = self.recompute.layer(layer, x, rotation, own.documents, rows)
             if usage is not None:
@@ -178,7 +182,7 @@ class TrainingDecoder(nn.Module):
         loads, self._loads = self._loads, {}
         return loads
 
-    def _balance(self, used: Mapping[int, Usage], length: int) -> Tensor | None:
+    def _balance(self, used: Mapping[int, ExpertUsage], length: int) -> Tensor | None:
         """The mean over all layers with experts, of which these are ours."""
         moe = self.spec.moe
         if moe is None or not used:
@@ -192,7 +196,7 @@ class TrainingDecoder(nn.Module):
             for layer, load in zip(used, choices.sum(1, dtype=torch.float64), strict=True):
                 self._loads[layer] = load + self._loads.get(layer, 0.0)
         balances = [
-            balance_sum(Usage(usage.scores, chosen), length, moe.experts_per_token)
+            balance_sum(ExpertUsage(usage.scores, chosen), length, moe.experts_per_token)
             for usage, chosen in zip(used.values(), choices, strict=True)
         ]
         layers = sum(self.spec.is_moe_layer(layer) for layer in range(self.spec.layers))

@@ -28,7 +28,7 @@ class Recompute:
     operations: frozenset[Operation] = frozenset()
 
     @classmethod
-    def of(cls, asked: bool | Collection[str]) -> "Recompute":
+    def from_option(cls, asked: bool | Collection[str]) -> "Recompute":
         if isinstance(asked, bool):
             return cls(layers=asked)
         known: tuple[Operation, ...] = get_args(Operation)

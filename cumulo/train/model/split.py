@@ -5,7 +5,7 @@ experts over expert-parallel ranks. `WHOLE` is the split into one part and costs
 of a layout.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch.nn.functional as F
@@ -14,13 +14,11 @@ from torch import Tensor
 from cumulo.layout.layout import Layout
 from cumulo.models.linear import Linear
 from cumulo.ranks.groups import Groups
-from cumulo.spec.model import ModelSpec
+from cumulo.ranks.tensor_parallel import TensorParallel, VocabularySlice
 from cumulo.train.data.loader import DeviceBatch
 from cumulo.train.model.document_mask import DocumentMask, OwnTokens
-from cumulo.train.model.loss import cross_entropy_sum
 from cumulo.train.parallel.context_parallel import ContextParallel
 from cumulo.train.parallel.expert_parallel import ApplyExperts, ByExpert, ExpertParallel
-from cumulo.train.parallel.tensor_parallel import TensorParallel
 
 
 class TensorSplit(Protocol):
@@ -43,8 +41,8 @@ class TensorSplit(Protocol):
 
     def embed(self, weight: Tensor, tokens: Tensor) -> Tensor: ...
 
-    def cross_entropy_sum(self, x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-        """x from outside the region, a slice of the vocabulary's rows, all targets; the same on all ranks."""
+    def vocabulary(self, rows: int) -> VocabularySlice | None:
+        """Which part of the vocabulary this rank has, of as many rows on every rank; None: all of it."""
         ...
 
     def all_tokens(self, values: Tensor) -> Tensor:
@@ -61,7 +59,7 @@ class TensorSplit(Protocol):
 
 
 class ContextSplit(Protocol):
-    def take(self, batch: DeviceBatch) -> OwnTokens:
+    def own_tokens(self, batch: DeviceBatch) -> OwnTokens:
         """This rank's places of every row."""
         ...
 
@@ -85,23 +83,6 @@ class Split:
     context: ContextSplit
     experts: ExpertSplit
 
-    def local(self, spec: ModelSpec) -> ModelSpec:
-        """The sizes of a rank's slices. Of experts all are counted: the router knows them all."""
-        size = self.tensor.size
-        moe = spec.moe
-        if moe is not None:
-            moe = replace(
-                moe, expert_hidden=moe.expert_hidden // size, shared_hidden=moe.shared_hidden // size
-            )
-        return replace(
-            spec,
-            vocab_size=spec.vocab_size // size,
-            heads=spec.heads // size,
-            kv_heads=spec.kv_heads // size,
-            ffn_hidden=spec.ffn_hidden // size,
-            moe=moe,
-        )
-
 
 class _WholeMatrices:
     size = 1
@@ -118,8 +99,8 @@ class _WholeMatrices:
     def embed(self, weight: Tensor, tokens: Tensor) -> Tensor:
         return F.embedding(tokens, weight)
 
-    def cross_entropy_sum(self, x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-        return cross_entropy_sum(x, weight, targets)
+    def vocabulary(self, rows: int) -> VocabularySlice | None:
+        return None
 
     def all_tokens(self, values: Tensor) -> Tensor:
         return values
@@ -132,9 +113,12 @@ class _WholeMatrices:
 
 
 class _WholeSequences:
-    def take(self, batch: DeviceBatch) -> OwnTokens:
+    def own_tokens(self, batch: DeviceBatch) -> OwnTokens:
         return OwnTokens(
-            batch.tokens.flatten(), batch.targets.flatten(), batch.positions.flatten(), DocumentMask.of(batch)
+            batch.tokens.flatten(),
+            batch.targets.flatten(),
+            batch.positions.flatten(),
+            DocumentMask.from_batch(batch),
         )
 
     def total(self, values: Tensor) -> Tensor:
@@ -145,7 +129,7 @@ class _AllExperts:
     size = 1
 
     def apply(self, experts: ApplyExperts, x: Tensor, chosen: Tensor, total: int) -> Tensor:
-        order = ByExpert.of(chosen, total)
+        order = ByExpert.sort(chosen, total)
         return order.in_order_of_tokens(experts(order.inputs(x), order.counts))
 
 

@@ -40,14 +40,14 @@ class Exchange(Protocol):
 
 
 @dataclass(slots=True, eq=False)
-class Bucket:
+class GradientBucket:
     names: tuple[str, ...]
     flat: Tensor
     views: tuple[Tensor, ...]  # of it: the gradients
 
 
 class AllReduce:
-    def __init__(self, bucket: Bucket, piece: Piece, groups: Groups) -> None:
+    def __init__(self, bucket: GradientBucket, piece: Piece, groups: Groups) -> None:
         """`piece`: of any parameter of the bucket; all go to the same ranks."""
         axis = data_axis(piece)
         self._bucket, self._group = bucket, groups.group_of_several(axis)
@@ -69,7 +69,7 @@ class AllReduce:
 class _Sending:
     """A bucket on its way through a step."""
 
-    bucket: Bucket
+    bucket: GradientBucket
     exchange: Exchange
     rest_group: Group | None
     missing: int = 0  # gradients that the chunk's last backward has not added to yet
@@ -84,7 +84,7 @@ class DataParallel:
         pieces: Mapping[str, Piece],
         groups: Groups,
         wide_gradients: bool,
-        exchange: Callable[[Bucket, Piece, Groups], Exchange] = AllReduce,
+        exchange: Callable[[GradientBucket, Piece, Groups], Exchange] = AllReduce,
     ) -> None:
         """`chunks`: this rank's parameters by chunk; `wide_gradients`: half types' are summed in float32."""
         self._chunks, self._groups, self._rest = chunks, groups, RestGroups(pieces, groups)
@@ -185,7 +185,7 @@ class DataParallel:
         flat = torch.zeros(sum(p.numel() for p in parameters), dtype=dtype, device=parameters[0].device)
         parts = flat.split([p.numel() for p in parameters])
         views = tuple(part.view(p.shape) for part, p in zip(parts, parameters, strict=True))
-        bucket = Bucket(tuple(names), flat, views)
+        bucket = GradientBucket(tuple(names), flat, views)
         exchange = self._exchange(bucket, pieces[names[0]], self._groups)
         return _Sending(bucket, exchange, self._rest.group(names[0]))
 

@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from cumulo.layout.pieces import Piece, zero_rows
 from cumulo.ranks.collectives import Work, all_gather_list, all_reduce, start_reduce_scatter
 from cumulo.ranks.groups import Groups
-from cumulo.train.optimizer.data_parallel import BUCKET_BYTES, Bucket, DataParallel
+from cumulo.train.optimizer.data_parallel import BUCKET_BYTES, DataParallel, GradientBucket
 from cumulo.train.optimizer.sink import Shard, zero_axis
 
 
 class ReduceScatter:
     """Of a bucket's gradients, each rank gets the sum of the rows that its optimizer moves. An `Exchange`."""
 
-    def __init__(self, bucket: Bucket, piece: Piece, groups: Groups) -> None:
+    def __init__(self, bucket: GradientBucket, piece: Piece, groups: Groups) -> None:
         axis = zero_axis(piece)
         self._bucket, self._group = bucket, groups.group(axis)
         self._ranks, self._index = groups.size(axis), groups.index(axis)

@@ -17,7 +17,7 @@ from cumulo.ranks.collectives import all_reduce
 from cumulo.ranks.differentiable import exchanged
 from cumulo.ranks.groups import Group
 from cumulo.ranks.point_to_point import Ring
-from cumulo.ranks.ring_attention import Block, ring_attention
+from cumulo.ranks.ring_attention import AttentionBlock, ring_attention
 from cumulo.train.data.loader import DeviceBatch
 from cumulo.train.model.document_mask import OwnTokens
 
@@ -26,7 +26,7 @@ class ContextParallel:
     def __init__(self, group: Group, ring: Group | None, ulysses: Group | None) -> None:
         self.group, self.ring, self.ulysses = group, Ring(ring), ulysses
 
-    def take(self, batch: DeviceBatch) -> OwnTokens:
+    def own_tokens(self, batch: DeviceBatch) -> OwnTokens:
         place = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
         parts = 1 if self.ulysses is None else self.ulysses.size()
         index = 0 if self.ulysses is None else self.ulysses.rank()
@@ -56,8 +56,8 @@ class ScatteredDocuments:
         self.rows, self.length = batch.positions.shape
         self.ring, self.ulysses = ring, ulysses
         self.document, self.starts = (batch.positions == 0).cumsum(1), batch.document_starts
-        self._masked: dict[int | None, list[Block | None]] = {}
-        self._packed: list[Block | None] = []
+        self._masked: dict[int | None, list[AttentionBlock | None]] = {}
+        self._packed: list[AttentionBlock | None] = []
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
         width = value.shape[-1]
@@ -101,17 +101,17 @@ class ScatteredDocuments:
         return arrived.transpose(0, 1).reshape(by_rank.shape[1], -1, mixed.shape[-1])
 
     # -- what to do with the keys of each group of the ring, made once per batch ------------------------------
-    def masked_blocks(self, window: int | None) -> list[Block | None]:
+    def masked_blocks(self, window: int | None) -> list[AttentionBlock | None]:
         if window not in self._masked:
             self._masked[window] = [self._masked_block(other, window) for other in range(self.ring.size)]
         return self._masked[window]
 
-    def packed_blocks(self) -> list[Block | None]:
+    def packed_blocks(self) -> list[AttentionBlock | None]:
         if not self._packed:
             self._packed = [self._packed_block(other) for other in range(self.ring.size)]
         return self._packed
 
-    def _masked_block(self, other: int, window: int | None) -> Block | None:
+    def _masked_block(self, other: int, window: int | None) -> AttentionBlock | None:
         chunk = self.length // (2 * self.ring.size)
         nearest = (abs(self.ring.index - other) - 1) * chunk + 1  # distance of a query here to a key there
         if window is not None and other != self.ring.index and nearest >= window:
@@ -122,7 +122,7 @@ class ScatteredDocuments:
         same = self.document[:, mine, None] == self.document[:, None, theirs]
         return MaskedBlock(queries, keys, same & near)
 
-    def _packed_block(self, other: int) -> Block:
+    def _packed_block(self, other: int) -> AttentionBlock:
         queries, keys, mine, theirs = self._meeting(other)
         causal = other == self.ring.index
         return PackedBlock(queries, keys, self._starts_among(mine), self._starts_among(theirs), causal)

@@ -27,7 +27,7 @@ class ByExpert:
     per_token: int
 
     @classmethod
-    def of(cls, chosen: Tensor, experts: int) -> "ByExpert":
+    def sort(cls, chosen: Tensor, experts: int) -> "ByExpert":
         flat = chosen.flatten()
         counts = torch.bincount(flat, minlength=experts)
         return cls(flat.argsort(stable=True), counts, chosen.shape[1])
@@ -59,7 +59,7 @@ class ExpertParallel:
 
     def apply(self, experts: ApplyExperts, x: Tensor, chosen: Tensor, total: int) -> Tensor:
         places = self._places.get(experts)
-        order = ByExpert.of(chosen if places is None else places[chosen], total)
+        order = ByExpert.sort(chosen if places is None else places[chosen], total)
         sent = order.counts.view(self.size, -1)  # [rank, its experts]
         received = torch.empty_like(sent)
         all_to_all(received, sent, self.group)

@@ -5,6 +5,7 @@ import dataclasses
 
 import torch
 
+from cumulo.base.ledger import LedgerLine
 from cumulo.base.machine_memory import available_memory
 from cumulo.errors import ConfigError
 from cumulo.kernels.cuda.device_memory import gpu_memory
@@ -13,7 +14,7 @@ from cumulo.ranks.team import Team
 from cumulo.spec.model import ModelSpec
 from cumulo.train.data.packing import Batch
 from cumulo.train.decide.config import TrainConfig
-from cumulo.train.decide.ledger import Entry, entries, predict, refuse_if_too_large
+from cumulo.train.decide.ledger import entries, predict, refuse_if_too_large
 from cumulo.train.model.products_check import refuse_products
 from cumulo.train.run.kept import KeptActivations
 from cumulo.train.run.meter import Ceiling, peak_memory_bytes, training_flops_per_token
@@ -52,7 +53,7 @@ class Forecast:
         self._kept_bytes = kept.peak_bytes
         return found
 
-    def ledger(self, run: ModelRun, step_s: float) -> tuple[Entry, ...]:
+    def ledger(self, run: ModelRun, step_s: float) -> tuple[LedgerLine, ...]:
         """Predicted beside measured; `step_s`: the median step's. Empty: nothing was predicted."""
         prediction, on_gpu = self.prediction, self.device.type == "cuda"
         if prediction is None:

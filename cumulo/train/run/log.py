@@ -10,7 +10,7 @@ from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
-class StepRecord:
+class TrainRecord:
     step: int  # from 1
     tokens: int  # with a loss, in all
     loss: float  # nats per loss token
@@ -32,12 +32,12 @@ class RunLog:
         self.path = folder / "log.csv"
         self.records = [record for record in read_log(self.path) if record.step <= after_step]
         self._stream = self.path.open("w", newline="", encoding="utf-8")
-        self._writer = csv.DictWriter(self._stream, [field.name for field in fields(StepRecord)])
+        self._writer = csv.DictWriter(self._stream, [field.name for field in fields(TrainRecord)])
         self._writer.writeheader()
         self._writer.writerows(map(asdict, self.records))
         self._board: Any = _tensorboard(folder / "tensorboard")
 
-    def write(self, record: StepRecord) -> None:
+    def write(self, record: TrainRecord) -> None:
         self.records.append(record)
         self._writer.writerow(asdict(record))
         self._stream.flush()
@@ -60,17 +60,17 @@ class RunLog:
             self._board.close()
 
 
-def read_log(path: Path) -> list[StepRecord]:
+def read_log(path: Path) -> list[TrainRecord]:
     """The records of a log.csv; a line that was cut short by a crash ends it."""
-    records: list[StepRecord] = []
+    records: list[TrainRecord] = []
     if not path.is_file():
         return records
     with path.open(newline="", encoding="utf-8") as stream:
         for row in csv.DictReader(stream):
             try:
                 records.append(
-                    StepRecord(
-                        **{field.name: _read(field.name, row[field.name]) for field in fields(StepRecord)}
+                    TrainRecord(
+                        **{field.name: _read(field.name, row[field.name]) for field in fields(TrainRecord)}
                     )
                 )
             except (TypeError, ValueError, KeyError):

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from cumulo.checkpoint.play.boxes import read_parts, stored_shapes
 from cumulo.checkpoint.play.held import Held, all_parts, held_whole
 from cumulo.checkpoint.play.store import Checkpoint
-from cumulo.layout.pieces import chunk_parts, is_adapter, pieces
+from cumulo.layout.adapters import adapter_shapes, is_adapter
+from cumulo.layout.pieces import chunk_parts, pieces
 from cumulo.layout.stages import held_chunks, splits_backward
 from cumulo.pipeline.decide.actions import PipelineSchedule
 from cumulo.pipeline.play.run import Wire, play
@@ -31,7 +32,6 @@ from cumulo.spec.model import ModelSpec
 from cumulo.spec.parameters import parameter_shapes
 from cumulo.train.data.loader import DeviceBatch, to_device
 from cumulo.train.data.packing import Batch
-from cumulo.train.decide.adapters import adapter_shapes
 from cumulo.train.decide.config import TrainConfig
 from cumulo.train.model.arithmetic import ARITHMETICS
 from cumulo.train.model.initialise import initialise
@@ -69,7 +69,7 @@ class ModelRun:
         self.dtype: torch.dtype = getattr(torch, config.dtype)
         shapes = parameter_shapes(spec)
         if config.lora is not None:
-            shapes |= adapter_shapes(spec, config.lora)
+            shapes |= adapter_shapes(spec, config.lora.rank, config.lora.targets)
         self.pieces = pieces(spec, layout, groups.rank, shapes)
         split, parts = split_for(layout, groups), chunk_parts(spec, layout)
         # Joined operations compute a weight's gradient with its input's; some schedules need the two apart.

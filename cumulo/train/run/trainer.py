@@ -15,6 +15,7 @@ from typing import Protocol
 
 import torch
 
+from cumulo.base.ledger import LedgerLine
 from cumulo.checkpoint.play.huggingface import export_huggingface
 from cumulo.checkpoint.play.memory import MemoryStore, memory_folder
 from cumulo.checkpoint.play.peft import export_peft
@@ -29,27 +30,27 @@ from cumulo.train.data.packing import Packing, split_documents
 from cumulo.train.data.prepare import Prepared, prepare
 from cumulo.train.decide.config import TrainConfig, config_text
 from cumulo.train.decide.guard import SpikeGuard
-from cumulo.train.decide.ledger import Entry, write_ledger
+from cumulo.train.decide.ledger import write_ledger
 from cumulo.train.decide.plot import loss_plot
 from cumulo.train.decide.schedule import learning_rate_share
 from cumulo.train.model.lora import merged
 from cumulo.train.run.evaluate import held_out_loss
 from cumulo.train.run.forecast import Forecast, training_device
 from cumulo.train.run.interrupt import StopRequest
-from cumulo.train.run.log import RunLog, StepRecord
+from cumulo.train.run.log import RunLog, TrainRecord
 from cumulo.train.run.meter import peak_memory_bytes
 from cumulo.train.run.model_run import ModelRun
 from cumulo.train.run.state import Progressed, RunState
 
 
-class Watcher(Protocol):
+class RunWatcher(Protocol):
     """Who is told how a run goes: the command line's display, or nobody."""
 
     def preparing(self, stage: str, done: int, total: int) -> None: ...
 
     def begins(self, run: "Trainer", first_step: int) -> None: ...
 
-    def step(self, record: StepRecord, memory_bytes: int) -> None: ...
+    def step(self, record: TrainRecord, memory_bytes: int) -> None: ...
 
     def tell(self, message: str) -> None: ...
 
@@ -59,14 +60,14 @@ class Silent:
 
     def begins(self, run: "Trainer", first_step: int) -> None: ...
 
-    def step(self, record: StepRecord, memory_bytes: int) -> None: ...
+    def step(self, record: TrainRecord, memory_bytes: int) -> None: ...
 
     def tell(self, message: str) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class TrainResult:
-    records: tuple[StepRecord, ...]
+    records: tuple[TrainRecord, ...]
     held_out_loss: float | None
     steps: int  # done in all
     finished: bool  # False: stopped before the last step
@@ -77,7 +78,7 @@ class TrainResult:
     model_folder: Path
     adapter_folder: Path | None  # of a run with adapters: they alone, in PEFT's layout
     plot: Path
-    ledger: tuple[Entry, ...] = ()  # predicted beside measured; empty: nothing was predicted
+    ledger: tuple[LedgerLine, ...] = ()  # predicted beside measured; empty: nothing was predicted
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -94,7 +95,7 @@ class Trainer:
         config: TrainConfig,
         *,
         resume: bool = False,
-        watcher: Watcher | None = None,
+        watcher: RunWatcher | None = None,
         ranks: Ranks | None = None,
     ) -> None:
         """`watcher` is told how it goes by rank 0 alone."""
@@ -106,7 +107,7 @@ class Trainer:
         self.config, self.resume, self.ranks = config, resume, ranks
         self.team = Team() if ranks is None else ranks.team
         self.lead = self.team.rank == 0
-        self.watcher: Watcher = watcher if watcher is not None and self.lead else Silent()
+        self.watcher: RunWatcher = watcher if watcher is not None and self.lead else Silent()
         self.device = training_device(config.device)
         self.folder = Path(config.folder)
 
@@ -247,7 +248,7 @@ class Trainer:
                 held_out = self._evaluate() if self._evaluates_after(step) else None
                 saved_s += self._save_after(step)
                 speed = config.batch_sequences * self.packing.length / step_s
-                record = StepRecord(
+                record = TrainRecord(
                     step, self.progress.tokens, found.loss, found.balance, norm, share, held_out, step_s, speed,
                     self.forecast.mfu(speed), loader.stall_s - stalled, saved_s,
                 )  # fmt: skip
@@ -327,7 +328,7 @@ class Trainer:
             f"step {step}: {complaint}; back to step {self.progress.step}, and the data of that step is skipped"
         )
 
-    def _ledger(self) -> tuple[Entry, ...]:
+    def _ledger(self) -> tuple[LedgerLine, ...]:
         """Of rank 0, which keeps it."""
         if self.log is None or not self.log.records:
             return ()

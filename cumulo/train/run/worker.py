@@ -19,12 +19,12 @@ from cumulo.ranks.start import join_ranks
 from cumulo.ranks.team import Team
 from cumulo.train.decide.config import TrainConfig
 from cumulo.train.decide.elastic import fitted
-from cumulo.train.run.trainer import Ranks, Trainer, TrainResult, Watcher
+from cumulo.train.run.trainer import Ranks, RunWatcher, Trainer, TrainResult
 
 _CHECKPOINT_TIMEOUT = timedelta(hours=6)  # data is prepared, and large files are hashed, while others wait
 
 
-def run_worker(config: TrainConfig, resume: bool, watcher: Watcher | None) -> TrainResult | None:
+def run_worker(config: TrainConfig, resume: bool, watcher: RunWatcher | None) -> TrainResult | None:
     """Train as the rank that the environment says; None: there is nothing to do for it."""
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     config = replace(config, layout=fitted(config, world))

@@ -1,5 +1,5 @@
 """Tensor parallelism: matrices cut over ranks (Shoeybi et al. 2019, Megatron-LM), with sequence parallelism also
-the tokens between them (Korthikanti et al. 2022). The matrix side of a `Split`.
+the tokens between them (Korthikanti et al. 2022). The matrix side of training's `Split`.
 
 Two matrices make a region: the first cut by rows of its weight (its outputs), the second by columns (its inputs),
 so that only entering and leaving talk. Without sequence parallelism a region's input is the same on all ranks: its
@@ -7,14 +7,36 @@ gradient is summed on the way back, and the result on the way out. With it, rank
 region: entering gathers them, leaving sums and cuts in one go, and each is the other's gradient.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cumulo.models.linear import Linear
 from cumulo.ranks.differentiable import gathered, sum_gradients, summed, summed_and_cut
 from cumulo.ranks.groups import Group
-from cumulo.train.model.loss import VocabularySlice, cross_entropy_sum
+
+
+class LinearProduct(Protocol):
+    """A matrix that rows are multiplied by, such as `cumulo.models.linear.Linear`."""
+
+    @property
+    def bias(self) -> Tensor | None: ...
+
+    def __call__(self, x: Tensor) -> Tensor: ...
+
+    def without_bias(self, x: Tensor) -> Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class VocabularySlice:
+    """Of the vocabulary this rank has only the rows from `first` on."""
+
+    first: int
+    # Log-sums and wanted logits: of slices -> of all.
+    merge: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 class TensorParallel:
@@ -25,7 +47,7 @@ class TensorParallel:
     def enter(self, x: Tensor) -> Tensor:
         return gathered(x, self.group) if self.sequence_parallel else sum_gradients(x, self.group)
 
-    def partial(self, linear: Linear, x: Tensor) -> Tensor:
+    def partial(self, linear: LinearProduct, x: Tensor) -> Tensor:
         return linear(x) if linear.bias is None else linear.without_bias(x)
 
     def leave(self, y: Tensor, bias: Tensor | None) -> Tensor:
@@ -39,9 +61,8 @@ class TensorParallel:
         found = F.embedding(own.masked_fill(elsewhere, 0), weight)
         return self.leave(found.masked_fill(elsewhere[:, None], 0.0), None)
 
-    def cross_entropy_sum(self, x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-        vocabulary = VocabularySlice(self.index * len(weight), self._merge)
-        return cross_entropy_sum(self.enter(x), weight, targets, vocabulary)
+    def vocabulary(self, rows: int) -> VocabularySlice:
+        return VocabularySlice(self.index * rows, self._merge)
 
     def _merge(self, log_sum: Tensor, found: Tensor) -> tuple[Tensor, Tensor]:
         """Of slices of the logits -> of all: one small exchange for both."""
