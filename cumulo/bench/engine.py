@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from cumulo.base.report import Row
 from cumulo.bench.text import english
-from cumulo.bench.worker import Worker
+from cumulo.bench.worker import SideProcess
 from cumulo.errors import CumuloError
 
 RIVALS = ("transformers", "llama.cpp")
@@ -19,7 +19,7 @@ REST_S = 0.2  # lets the threads of the side before go to sleep
 
 
 @dataclass(frozen=True, slots=True)
-class Measurement:
+class Contest:
     """One thing every side does, and what Cumulo must and wants to reach relative to each rival."""
 
     name: str
@@ -31,15 +31,15 @@ class Measurement:
 
 
 MEASUREMENTS = (
-    Measurement(
+    Contest(
         "decode, 1 sequence", 1, 128, 128,
         must={"llama.cpp": 0.8, "transformers": 3.0}, aim={"llama.cpp": 1.2, "transformers": 5.0},
     ),
-    Measurement(
+    Contest(
         "decode, 16 sequences", 16, 128, 64,
         must={"llama.cpp": 1.5, "transformers": 2.0}, aim={"llama.cpp": 3.0, "transformers": 4.0},
     ),
-    Measurement(
+    Contest(
         "prefill, 512 tokens", 1, 512, 0,
         must={"llama.cpp": 1.5, "transformers": 1.5}, aim={"llama.cpp": 3.0, "transformers": 3.0},
     ),
@@ -73,21 +73,21 @@ def measure(
         )
     sides = ["cumulo", *rivals]
     total = len(sides) + (rounds + 1) * len(MEASUREMENTS) * len(sides)
-    workers: dict[str, Worker] = {}
+    workers: dict[str, SideProcess] = {}
     rates: Rates = {(m.name, side): [] for m in MEASUREMENTS for side in sides}
     load_s: dict[str, float] = {}
     done = 0
     try:
         for side in sides:
             tell(f"loading {side}", done, total)
-            workers[side] = Worker(side, model, source.path, threads)
+            workers[side] = SideProcess(side, model, source.path, threads)
             load_s[side] = workers[side].ask("load")
             done += 1
         tokens = workers["cumulo"].ask("tokenize", text=english()[:400_000])
         prompts = _Prompts(tokens)
         for round_number in range(rounds + 1):  # round 0 warms up: caches, threads, compiled code
             for measurement in MEASUREMENTS:
-                batch = prompts.take(measurement.sequences, measurement.prompt_tokens)
+                batch = prompts.next_batch(measurement.sequences, measurement.prompt_tokens)
                 for side in _order(sides, round_number):
                     label = "warming up" if round_number == 0 else f"round {round_number} of {rounds}"
                     tell(f"{label}: {measurement.name}, {side}", done, total)
@@ -107,7 +107,7 @@ def measure(
     return rows
 
 
-def _rate(worker: Worker, prompts: list[list[int]], new_tokens: int) -> float:
+def _rate(worker: SideProcess, prompts: list[list[int]], new_tokens: int) -> float:
     if new_tokens == 0:
         return float(worker.ask("prefill", prompt=prompts[0]))
     return float(worker.ask("decode", prompts=prompts, new_tokens=new_tokens))
@@ -144,7 +144,7 @@ class _Prompts:
     def __init__(self, tokens: list[int]) -> None:
         self.tokens, self.position = tokens, 0
 
-    def take(self, count: int, length: int) -> list[list[int]]:
+    def next_batch(self, count: int, length: int) -> list[list[int]]:
         if self.position + count * length > len(self.tokens):
             raise CumuloError(
                 f"the benchmark's text ends after {len(self.tokens):,} tokens: ask for fewer rounds"

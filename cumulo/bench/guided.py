@@ -50,19 +50,19 @@ Tell = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
+class SchemaFailure:
     name: str
     answer: str
     why: str
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class SchemaVerdict:
     """What became of the answers."""
 
     asked: int
     finished: int
-    failures: list[Failure]
+    failures: list[SchemaFailure]
 
     @property
     def fitting(self) -> int:
@@ -86,7 +86,7 @@ def answer_schemas(
     tell: Tell,
     max_tokens: int = MAX_TOKENS,
     most_characters: int = MOST_SCHEMA_CHARACTERS,
-) -> Verdict:
+) -> SchemaVerdict:
     """One answer per schema, all through the engine at once."""
     conversations, params = [], []
     for number, (one, _) in enumerate(chosen):
@@ -106,12 +106,12 @@ def answer_schemas(
     for (one, judge), output in zip(chosen, outputs, strict=True):
         if output.error is not None:
             finished += 1
-            failures.append(Failure(one.name, "", output.error))
+            failures.append(SchemaFailure(one.name, "", output.error))
         elif output.samples[0].finish_reason == "stop":
             finished += 1
             if (why := judge.complaint(output.text)) is not None:
-                failures.append(Failure(one.name, output.text, why))
-    return Verdict(len(chosen), finished, failures)
+                failures.append(SchemaFailure(one.name, output.text, why))
+    return SchemaVerdict(len(chosen), finished, failures)
 
 
 def measure(
@@ -135,7 +135,7 @@ def measure(
     return rows
 
 
-def _verdict_rows(name: str, verdict: Verdict) -> list[Row]:
+def _verdict_rows(name: str, verdict: SchemaVerdict) -> list[Row]:
     told = "; ".join(f"{failure.name}: {failure.why}" for failure in verdict.failures[:5])
     share = verdict.fitting / verdict.finished * 100 if verdict.finished else float("nan")
     return [

@@ -16,7 +16,7 @@ from cumulo.base.report import Row
 from cumulo.bench.overhead_client import FirstToken, Streamed, first_tokens_of, stream_all
 from cumulo.bench.server import ServerProcess
 from cumulo.bench.text import english
-from cumulo.bench.worker import Worker
+from cumulo.bench.worker import SideProcess
 from cumulo.errors import CumuloError
 from cumulo.load.lengths import Lengths
 
@@ -29,7 +29,7 @@ REST_S = 0.2  # lets the threads of the side before go to sleep
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class RoundWork:
     """What both sides are asked to do in a round."""
 
     texts: list[str]
@@ -67,7 +67,7 @@ def measure(
     total = 2 + 2 * (rounds + 1) + first_tokens
     options = ("--threads", str(threads), "--max-running", str(PLACES))
     tell("loading the engine", 0, total)
-    worker = Worker("generate", model, source.path, threads, places=PLACES)
+    worker = SideProcess("generate", model, source.path, threads, places=PLACES)
     try:
         worker.ask("load")
         tell("starting the server", 1, total)
@@ -96,13 +96,13 @@ def measure(
     return rows(played["generate"], played["http"], waits)
 
 
-def _generate(worker: Worker, work: Work) -> Round:
+def _generate(worker: SideProcess, work: RoundWork) -> Round:
     made = worker.ask("answer", texts=work.texts, output_tokens=work.output_tokens)
     _check(work, made["output_tokens"])
     return Round(made["output_tokens"], made["seconds"], {"LLM.generate": made["cpu_s"]})
 
 
-def _http(server: ServerProcess, work: Work) -> Round:
+def _http(server: ServerProcess, work: RoundWork) -> Round:
     before = server.cpu_s, server.engine_cpu_s
     made: Streamed = asyncio.run(stream_all(server.url, work.texts, work.output_tokens, PLACES))
     after = server.cpu_s, server.engine_cpu_s
@@ -114,7 +114,7 @@ def _http(server: ServerProcess, work: Work) -> Round:
     return Round(made.output_tokens, made.seconds, cpu_s)
 
 
-def _check(work: Work, output_tokens: int) -> None:
+def _check(work: RoundWork, output_tokens: int) -> None:
     if output_tokens != sum(work.output_tokens):
         raise CumuloError(
             f"{output_tokens} tokens came where {sum(work.output_tokens)} were asked for: the sides did not do "
@@ -125,7 +125,7 @@ def _check(work: Work, output_tokens: int) -> None:
 def _first_tokens(
     server: ServerProcess, texts: "_Texts", count: int, tell: Callable[[int], None]
 ) -> list[FirstToken]:
-    questions = texts.take(WARM_UPS + count, FIRST_CHARACTERS)
+    questions = texts.next_texts(WARM_UPS + count, FIRST_CHARACTERS)
     made = first_tokens_of(server.url, questions, FIRST_TOKENS, tell)
     return made[WARM_UPS:]
 
@@ -173,7 +173,7 @@ class _Texts:
     def __init__(self) -> None:
         self._text, self._position = english(), 0
 
-    def take(self, count: int, characters: int = PROMPT_CHARACTERS) -> list[str]:
+    def next_texts(self, count: int, characters: int = PROMPT_CHARACTERS) -> list[str]:
         end = self._position + count * characters
         if end > len(self._text):
             raise CumuloError(f"the benchmark's text ends after {len(self._text):,} characters: ask for less")
@@ -181,7 +181,7 @@ class _Texts:
         self._position = end
         return [self._text[start : start + characters] for start in starts]
 
-    def work(self, seed: int, requests: int, output_tokens: Lengths) -> Work:
+    def work(self, seed: int, requests: int, output_tokens: Lengths) -> RoundWork:
         """Answers of different lengths: they do not all end in the same step."""
         draw = random.Random(seed)
-        return Work(self.take(requests), [output_tokens.draw(draw) for _ in range(requests)])
+        return RoundWork(self.next_texts(requests), [output_tokens.draw(draw) for _ in range(requests)])

@@ -1,6 +1,6 @@
 """A benchmark side in a process of its own, so that threads and memory are its own: both ends of the pipe.
 
-`Worker` (in the benchmark's process) starts `python -m cumulo.bench.worker NAME ...` and asks it for one
+`SideProcess` (in the benchmark's process) starts `python -m cumulo.bench.worker NAME ...` and asks it for one
 measurement at a time; requests and answers are JSON lines. Between requests the worker sleeps in read().
 """
 
@@ -17,7 +17,7 @@ from typing import Any
 from cumulo.errors import CumuloError
 
 
-class Worker:
+class SideProcess:
     """One running side. `ask` blocks until it has answered."""
 
     def __init__(self, name: str, model: str | None, model_path: Path, threads: int, **settings: Any) -> None:

@@ -103,14 +103,14 @@ def train(chosen: PlanTrainOptions) -> None:
     from cumulo.errors import ConfigError
     from cumulo.plan.job import OptimizerKind
     from cumulo.plan.search.plan_file import plan_text
-    from cumulo.plan.search.run_cost import Limits, RunCost, check_limits
+    from cumulo.plan.search.run_cost import RunCost, RunLimits, check_limits
     from cumulo.plan.search.run_stalls import Storage, stalls_of
     from cumulo.plan.search.space import TrainGoal
     from cumulo.plan.search.why import changes
     from cumulo.spec.catalog import shipped
 
     where, batches, tokens, fixed = chosen.where, chosen.batches, chosen.tokens, chosen.fixed
-    limits = Limits(chosen.deadline_days, chosen.budget)
+    limits = RunLimits(chosen.deadline_days, chosen.budget)
     interval_s = None if chosen.checkpoint_minutes is None else 60 * chosen.checkpoint_minutes
     storage = Storage(chosen.storage_gb_s * 1e9, chosen.asynchronous, interval_s)
     for name, value, choices in (
@@ -140,7 +140,7 @@ def train(chosen: PlanTrainOptions) -> None:
         check_limits(best, goal, tokens, limits, storage, searched=fixed is None)
         stalls = stalls_of(best.job, goal.cluster, best.estimate.step_s, storage)
         gains = changes(best, goal, searched=fixed is None) if chosen.why else ()
-    cost = None if tokens is None else RunCost.of(best, goal.cluster, tokens, stalls)
+    cost = None if tokens is None else RunCost.from_plan(best, goal.cluster, tokens, stalls)
     texts: list[tuple[Path, str]] = []
     if chosen.out_file is not None:
         steps = None if tokens is None else max(1, round(tokens / best.job.tokens_per_step))

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from cumulo.base.report import Row
     from cumulo.plan.evidence.published import PublishedRow
-    from cumulo.plan.evidence.validate import Summary
+    from cumulo.plan.evidence.validate import ErrorSummary
 
 EXAMPLE = "Try: [bold]cumulo plan validate --held-out --worst 5[/bold]"
 
@@ -103,7 +103,7 @@ def _rows(tables: Path | None, console: "Console") -> "list[PublishedRow]":
     return found
 
 
-def _table(summaries: "list[Summary]") -> "Table":
+def _table(summaries: "list[ErrorSummary]") -> "Table":
     from rich.table import Table
 
     table = Table(title="Predictions against published training results")
@@ -125,7 +125,7 @@ def _table(summaries: "list[Summary]") -> "Table":
     return table
 
 
-def _report(summaries: "list[Summary]") -> "list[Row]":
+def _report(summaries: "list[ErrorSummary]") -> "list[Row]":
     from cumulo.base.report import Row
     from cumulo.plan.evidence.validate import COVERAGE_BAR, MEDIAN_BAR, P90_BAR
 

@@ -94,11 +94,11 @@ def test_every_finished_answer_of_the_built_in_model_fits_the_suites_schema(suit
 
 
 def test_an_answer_that_does_not_fit_is_a_failure_and_misses_what_it_must():
-    verdict = bench_guided.Verdict(10, 8, [bench_guided.Failure("a", "1", "1 is not a string")])
+    verdict = bench_guided.SchemaVerdict(10, 8, [bench_guided.SchemaFailure("a", "1", "1 is not a string")])
     finished, fitting = bench_guided._verdict_rows("greedy", verdict)
     assert finished.ok and not fitting.ok
     assert fitting.value == pytest.approx(87.5) and "not a string" in fitting.note
-    assert not bench_guided._verdict_rows("greedy", bench_guided.Verdict(10, 0, []))[1].ok
+    assert not bench_guided._verdict_rows("greedy", bench_guided.SchemaVerdict(10, 0, []))[1].ok
 
 
 @pytest.mark.slow

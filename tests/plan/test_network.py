@@ -104,7 +104,9 @@ def test_leaving_the_scale_up_domain_is_dearer_than_staying_in_it():
 def test_integers_are_not_added_by_the_switch():
     group = H100.group(8)
     assert chosen("all_reduce", GIB, group, in_switch=False).algorithm == "ring"
-    assert chosen("all_reduce", GIB, group, in_switch=False).at(GIB) > collective_s("all_reduce", GIB, group)
+    assert chosen("all_reduce", GIB, group, in_switch=False).seconds(GIB) > collective_s(
+        "all_reduce", GIB, group
+    )
 
 
 def test_short_messages_take_ll_and_long_ones_simple_as_nccl_does():

@@ -18,7 +18,7 @@ from cumulo.plan.search.offload import plan_time
 from cumulo.plan.search.search import search, timed
 from cumulo.plan.search.space import (
     Choices,
-    Shape,
+    JobShape,
     TrainGoal,
     Variant,
     job_of,
@@ -44,7 +44,7 @@ def _goal(name: str, gpus: int, batch: int, device: str = "h100-sxm", **fields: 
     return TrainGoal(model(name), cluster(gpus, device), batch, 2048, **fields)  # type: ignore[arg-type]
 
 
-def _everything(goal: TrainGoal, choices: Choices) -> list[tuple[Shape, TrainJob]]:
+def _everything(goal: TrainGoal, choices: Choices) -> list[tuple[JobShape, TrainJob]]:
     return [
         (shape, job_of(shape, Variant(schedule, chunks, zero, recompute), goal))
         for shape in shapes(goal, choices)

@@ -15,30 +15,30 @@ from cumulo.plan.evidence import weights as evidence
 from cumulo.plan.evidence.published import PublishedRow, citations, rows
 from cumulo.plan.evidence.published_lines import COLUMNS
 from cumulo.plan.evidence.published_tables import lines_of
-from cumulo.plan.evidence.validate import Prediction, by_source, predict, quantile, scatter_svg
+from cumulo.plan.evidence.validate import RowPrediction, by_source, predict, quantile, scatter_svg
 from cumulo.spec import catalog
 
 
 @pytest.fixture(scope="module")
-def predictions() -> list[Prediction]:
+def predictions() -> list[RowPrediction]:
     return [predict(row) for row in rows()]
 
 
-def test_all_rows_are_predicted_within_the_bar(predictions: list[Prediction]) -> None:
+def test_all_rows_are_predicted_within_the_bar(predictions: list[RowPrediction]) -> None:
     for summary in by_source(predictions):
         if summary.name in ("all", "all held out"):
             assert summary.median <= 0.06, summary
             assert summary.p90 <= 0.15, summary
 
 
-def test_stated_intervals_contain_as_many_held_out_rows_as_they_say(predictions: list[Prediction]) -> None:
+def test_stated_intervals_contain_as_many_held_out_rows_as_they_say(predictions: list[RowPrediction]) -> None:
     held_out = [prediction for prediction in predictions if prediction.row.held_out]
     covered = sum(prediction.covered for prediction in held_out) / len(held_out)
     assert len(held_out) >= 100
     assert 0.85 <= covered <= 0.95
 
 
-def test_the_shipped_errors_are_those_of_the_shipped_constants(predictions: list[Prediction]) -> None:
+def test_the_shipped_errors_are_those_of_the_shipped_constants(predictions: list[RowPrediction]) -> None:
     shipped = {witness.row.name: witness.log_error for witness in evidence.witnesses()}
     assert set(shipped) == {row.name for row in rows()}
     for prediction in predictions:
@@ -107,7 +107,7 @@ def test_quantiles_are_interpolated() -> None:
     assert quantile([5.0], 0.9) == 5.0
 
 
-def test_the_scatter_plot_has_a_dot_for_each_row(predictions: list[Prediction]) -> None:
+def test_the_scatter_plot_has_a_dot_for_each_row(predictions: list[RowPrediction]) -> None:
     picture = ElementTree.fromstring(scatter_svg(predictions))
     titles = [element for element in picture.iter() if element.tag.endswith("title")]
     assert len(titles) == len(predictions)

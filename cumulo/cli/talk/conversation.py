@@ -45,7 +45,7 @@ def answer_stdin(
             'standard input contains no question; try: echo "What is the capital of France?" | cumulo chat'
         )
     with load_llm(model, config) as llm:
-        turn = Turn()
+        turn = ChatTurn()
         for text in turn.run(llm, _messages(system, [], question), params):
             sys.stdout.write(text)
             sys.stdout.flush()
@@ -73,7 +73,7 @@ def talk(model: str | None, config: "EngineConfig", params: "SamplingParams", sy
 
 
 @dataclass(slots=True)
-class Turn:
+class ChatTurn:
     """One answer while it streams: its text, its times, and its story at the end."""
 
     text: str = ""
@@ -132,11 +132,11 @@ class Session:
     params: "SamplingParams"
     system: str | None
     history: list[dict[str, str]] = field(default_factory=list)
-    turns: list[Turn] = field(default_factory=list)
+    turns: list[ChatTurn] = field(default_factory=list)
 
     def ask(self, question: str) -> None:
         """Stream one answer; a failed one leaves the conversation as it was."""
-        turn = Turn()
+        turn = ChatTurn()
         try:
             for text in turn.run(self.llm, _messages(self.system, self.history, question), self.params):
                 out.print(text, end="", markup=False, soft_wrap=True)

@@ -147,8 +147,7 @@ _STYLE = (
 
 def write_picture(path: Path, trials: "list[RateTrial]", slo: "Slo | None", title: str) -> None:
     """Draw percentiles of TTFT and ITL over the request rate on logarithmic axes, which show the knee."""
-    from html import escape
-
+    from cumulo.base import svg
     from cumulo.errors import CumuloError
     from cumulo.load.svg import HEIGHT, LEFT, WIDTH, Chart, Series, draw
 
@@ -169,16 +168,15 @@ def write_picture(path: Path, trials: "list[RateTrial]", slo: "Slo | None", titl
         if bound is not None
     ]  # fmt: skip
     text = draw(Chart(title, "requests per second", "milliseconds", series, y_log=True, bounds=bounds))
-    legend = "".join(
-        f'<text x="{LEFT + 130 * index}" y="{HEIGHT + 14}" fill="{color}">{escape(one.name)}</text>'
+    legend = [
+        svg.text(LEFT + 130 * index, HEIGHT + 14, one.name, fill=color)
         for index, (one, color) in enumerate(zip(series, _COLORS, strict=True))
-    )
-    opening = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{2 * WIDTH}" viewBox="0 -22 {WIDTH} {HEIGHT + 46}">'
-    )
-    heading = f'<text x="{LEFT}" y="-6" font-weight="bold">{escape(title)}</text>'
-    inner = text.partition(">")[2]
+    ]
+    heading = svg.text(LEFT, -6, title, font_weight="bold")
+    inner = text.partition(">")[2].removesuffix("</svg>")
+    box = f"0 -22 {WIDTH} {HEIGHT + 46}"
+    whole = svg.tag("svg", _STYLE, heading, *legend, inner, xmlns=svg.XMLNS, width=2 * WIDTH, viewBox=box)
     try:
-        path.write_text(opening + _STYLE + heading + legend + inner, "utf-8")
+        path.write_text(whole, "utf-8")
     except OSError as error:
         raise CumuloError(f"cannot write {path}: {error.strerror or error}") from error

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from cumulo.plan.cluster.failures import Outcome, Recovery, Spares, best_interval_s, ettr, simulate
+from cumulo.plan.cluster.failures import FailureOutcome, Recovery, Spares, best_interval_s, ettr, simulate
 from cumulo.plan.cluster.goal import ClusterGoal
 from cumulo.plan.cluster.sheet import Sheet
 from cumulo.plan.job import TrainJob
@@ -30,7 +30,7 @@ class CheckpointTier:
 class SweepPoint:
     interval_s: float
     by_formula: float
-    simulated: Outcome
+    simulated: FailureOutcome
 
 
 def storage(goal: ClusterGoal, job: TrainJob, sheet: Sheet) -> None:

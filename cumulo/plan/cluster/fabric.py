@@ -132,7 +132,7 @@ def other_fabrics(job: TrainJob, cluster: Cluster, sheet: Sheet) -> tuple[Fabric
 
 
 @dataclass(frozen=True, slots=True)
-class Traffic:
+class AxisTraffic:
     """One parallel axis of a job: who talks, how far. The sheet has dp_bytes and dp_share, and so on."""
 
     axis: str
@@ -143,15 +143,15 @@ class Traffic:
 
 def traffic_of(
     job: TrainJob, network: Network, link_bytes: dict[str, float], sheet: Sheet
-) -> tuple[Traffic, ...]:
+) -> tuple[AxisTraffic, ...]:
     """By axis, those that stay nearest first."""
-    found: list[Traffic] = []
+    found: list[AxisTraffic] = []
     for axis, (ranks, stride) in axes(job.layout).items():
         if axis not in link_bytes:
             continue
         group = network.group(ranks, stride)
         where = _where(group, network)
-        found.append(Traffic(axis, ranks, stride, where))
+        found.append(AxisTraffic(axis, ranks, stride, where))
         how = "cost model: docs/plan-time.md"
         sheet.given(f"{axis}_bytes", link_bytes[axis], "bytes", f"{axis}: what a GPU sends in a step", how)
         label = (

@@ -72,7 +72,7 @@ class Spares:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class FailureOutcome:
     """Of simulated runs: mean shares of all time, and where 90 of 100 runs have their training share."""
 
     ettr: float
@@ -87,7 +87,7 @@ class Outcome:
 
 def simulate(
     recovery: Recovery, interval_s: float, spares: Spares, days: float, runs: int = 100, seed: int = 0
-) -> Outcome:
+) -> FailureOutcome:
     """Plays `runs` jobs of `days`, failure by failure."""
     draw = random.Random(seed)
     played = [_play(recovery, interval_s, spares, days * 86400, draw) for _ in range(runs)]
@@ -105,7 +105,7 @@ def simulate(
 
 def _play(
     recovery: Recovery, interval_s: float, spares: Spares, length_s: float, draw: random.Random
-) -> Outcome:
+) -> FailureOutcome:
     cycle_s = interval_s + recovery.checkpoint_s
     now = trained = checkpoints = lost = restarts = waits = 0.0
     failures = 0
@@ -144,7 +144,7 @@ def _play(
         if now >= length_s:
             break
     share = 1 / length_s
-    return Outcome(
+    return FailureOutcome(
         trained * share, 0, 0, checkpoints * share, lost * share, restarts * share, waits * share, failures
     )
 

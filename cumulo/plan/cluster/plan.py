@@ -22,14 +22,14 @@ from cumulo.plan.cluster.checkpoints import (
     sweep_intervals,
 )
 from cumulo.plan.cluster.fabric import (
+    AxisTraffic,
     FabricChoice,
     TierCount,
-    Traffic,
     count_switches,
     other_fabrics,
     traffic_of,
 )
-from cumulo.plan.cluster.failures import Outcome, Spares, spares_needed
+from cumulo.plan.cluster.failures import FailureOutcome, Spares, spares_needed
 from cumulo.plan.cluster.goal import ClusterGoal, job_sizes
 from cumulo.plan.cluster.sheet import Sheet
 from cumulo.plan.network.collectives import Network
@@ -50,10 +50,10 @@ class ClusterPlan:
     sheet: Sheet
     tiers: tuple[TierCount, ...]
     fabrics: tuple[FabricChoice, ...]  # others, for the same job
-    traffic: tuple[Traffic, ...]
+    traffic: tuple[AxisTraffic, ...]
     checkpoints: tuple[CheckpointTier, ...]  # best first
     sweeps: Mapping[str, tuple[SweepPoint, ...]]  # of each tier, over intervals
-    outcome: Outcome  # of the best tier at its best interval
+    outcome: FailureOutcome  # of the best tier at its best interval
     gains: list[str]  # figures of what one change would add to the goodput, largest first
 
 
@@ -188,7 +188,11 @@ def _training(goal: ClusterGoal, sheet: Sheet) -> tuple[Plan, Cluster]:
 
 
 def _results(
-    goal: ClusterGoal, sheet: Sheet, best: CheckpointTier, sweep: tuple[SweepPoint, ...], outcome: Outcome
+    goal: ClusterGoal,
+    sheet: Sheet,
+    best: CheckpointTier,
+    sweep: tuple[SweepPoint, ...],
+    outcome: FailureOutcome,
 ) -> None:
     key = best.key
     formula = ettr_formula(key, best.stall, best.away)

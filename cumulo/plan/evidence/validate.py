@@ -17,7 +17,7 @@ MEDIAN_BAR, P90_BAR, COVERAGE_BAR = 0.06, 0.15, (0.85, 0.95)
 
 
 @dataclass(frozen=True, slots=True)
-class Prediction:
+class RowPrediction:
     row: PublishedRow
     predicted_s: float
     half_width: float  # of the 90% interval, as a logarithm
@@ -33,7 +33,7 @@ class Prediction:
 
 
 @dataclass(frozen=True, slots=True)
-class Summary:
+class ErrorSummary:
     """Errors of some rows. `bias`: the median error with its sign."""
 
     name: str
@@ -46,18 +46,18 @@ class Summary:
     coverage: float
 
 
-def predict(row: PublishedRow) -> Prediction:
+def predict(row: PublishedRow) -> RowPrediction:
     profile, borrowed = compute_profile.shipped_for(row.cluster.device, row.job.dtype, row.job.software)
     time = step_time(row.job, row.cluster, profile, play=True)
     own = () if row.held_out else (row.name,)  # a fitted row must not vouch for itself
     width = evidence.half_width(row.job, row.cluster, bool(borrowed), without=own)
-    return Prediction(row, time.step_s, width)
+    return RowPrediction(row, time.step_s, width)
 
 
-def summarise(name: str, predictions: Sequence[Prediction]) -> Summary:
+def summarise(name: str, predictions: Sequence[RowPrediction]) -> ErrorSummary:
     sizes = sorted(abs(prediction.error) for prediction in predictions)
     worst = max(predictions, key=lambda prediction: abs(prediction.error))
-    return Summary(
+    return ErrorSummary(
         name=name,
         rows=len(sizes),
         median=quantile(sizes, 0.5),
@@ -69,10 +69,10 @@ def summarise(name: str, predictions: Sequence[Prediction]) -> Summary:
     )
 
 
-def by_source(predictions: Sequence[Prediction]) -> list[Summary]:
+def by_source(predictions: Sequence[RowPrediction]) -> list[ErrorSummary]:
     """One for each source, in the order they come, then all fitted, all held out, and all."""
     names = dict.fromkeys(prediction.row.source for prediction in predictions)
-    groups: list[tuple[str, list[Prediction]]] = [
+    groups: list[tuple[str, list[RowPrediction]]] = [
         (name, [each for each in predictions if each.row.source == name]) for name in names
     ]
     groups.append(("all fitted", [each for each in predictions if not each.row.held_out]))
@@ -105,7 +105,7 @@ _COLOURS = (
 )
 
 
-def scatter_svg(predictions: Iterable[Prediction]) -> str:
+def scatter_svg(predictions: Iterable[RowPrediction]) -> str:
     """Predicted over published step time, both logarithmic: the diagonal is right, the band is ±15%. Hollow dots
     are rows the fit has not seen."""
     points = list(predictions)

@@ -15,7 +15,7 @@ import yaml
 
 from cumulo.plan.network.collectives import Network, chosen
 from cumulo.plan.network.lines import Kind
-from cumulo.plan.network.profile import Profile
+from cumulo.plan.network.profile import NetworkProfile
 from cumulo.spec import catalog
 from cumulo.spec.cluster import Cluster
 from cumulo.spec.fabric import Fabric
@@ -39,7 +39,7 @@ class Timing:
         return self.predicted_s / self.measured_s - 1
 
 
-def measured(profiles: Mapping[str, Profile] | None = None) -> Iterator[Timing]:
+def measured(profiles: Mapping[str, NetworkProfile] | None = None) -> Iterator[Timing]:
     """Single-node rows; `profiles` by device name, in place of what ships."""
     networks: dict[str, Network] = {}
     for row in csv.DictReader(
@@ -54,7 +54,9 @@ def measured(profiles: Mapping[str, Profile] | None = None) -> Iterator[Timing]:
         for size, time_us in row.items():
             if time_us:
                 line = chosen(kind, int(size), group, in_switch=dtype != "int8")
-                yield Timing(run, kind, dtype, ranks, 1, int(size), float(time_us) * 1e-6, line.at(int(size)))
+                yield Timing(
+                    run, kind, dtype, ranks, 1, int(size), float(time_us) * 1e-6, line.seconds(int(size))
+                )
 
 
 def published_runs() -> Mapping[str, Mapping[str, Any]]:
@@ -77,7 +79,7 @@ def published(card_factors: Mapping[str, float] | None = None) -> Iterator[Timin
         for size, time_us in run["times_us"].items():
             line = chosen("all_reduce", size, group, run.get("in_switch", True))
             domains = group.reach.domains
-            predicted_s = line.at(size) + run.get("alone_us", 0.0) * 1e-6
+            predicted_s = line.seconds(size) + run.get("alone_us", 0.0) * 1e-6
             yield Timing(
                 name, "all_reduce", "float", run["ranks"], domains, size, time_us * 1e-6, predicted_s
             )

@@ -17,8 +17,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from cumulo.errors import ConfigError
-from cumulo.plan.network.lines import KINDS, Kind, Line, Reach, lines
-from cumulo.plan.network.profile import Profile, network_constants, profile_of
+from cumulo.plan.network.lines import KINDS, CollectiveLine, Kind, Reach, lines
+from cumulo.plan.network.profile import NetworkProfile, network_constants, profile_of
 from cumulo.plan.network.tiers import tiers_of
 from cumulo.spec.cluster import Cluster
 
@@ -29,7 +29,7 @@ class Group:
 
     reach: Reach
     stride: int
-    lines: Mapping[Kind, tuple[Line, ...]] = field(repr=False, hash=False)
+    lines: Mapping[Kind, tuple[CollectiveLine, ...]] = field(repr=False, hash=False)
     costs: Mapping[Kind, tuple[tuple[float, float], ...]] = field(repr=False, hash=False)
 
     @property
@@ -47,17 +47,17 @@ def collective_s(kind: Kind, size_bytes: float, group: Group) -> float:
     return best
 
 
-def chosen(kind: Kind, size_bytes: float, group: Group, in_switch: bool = True) -> Line:
+def chosen(kind: Kind, size_bytes: float, group: Group, in_switch: bool = True) -> CollectiveLine:
     """The algorithm and protocol that `collective_s` counts; `in_switch` False: numbers that the switch cannot add
     (integers), so without NVLS."""
     able = (line for line in group.lines[kind] if in_switch or not line.algorithm.startswith("nvls"))
-    return min(able, key=lambda line: line.at(size_bytes))
+    return min(able, key=lambda line: line.seconds(size_bytes))
 
 
 class Network:
     """The groups of one cluster, each worked out once."""
 
-    def __init__(self, cluster: Cluster, profile: Profile | None = None) -> None:
+    def __init__(self, cluster: Cluster, profile: NetworkProfile | None = None) -> None:
         self.cluster = cluster
         self.profile = profile or profile_of(cluster.device)
         self.tiers = tiers_of(cluster.fabric, cluster.node, cluster.nodes)

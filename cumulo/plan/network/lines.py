@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from cumulo.plan.network.profile import NVLS_FROM_GPUS, NetworkConstants, Profile, Protocol
+from cumulo.plan.network.profile import NVLS_FROM_GPUS, NetworkConstants, NetworkProfile, Protocol
 
 Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send_recv"]
 KINDS: tuple[Kind, ...] = (
@@ -25,7 +25,7 @@ KINDS: tuple[Kind, ...] = (
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class CollectiveLine:
     """time = latency_s + bytes × s_per_byte."""
 
     algorithm: str  # ring, tree, nvls, nvls-tree, direct
@@ -33,7 +33,7 @@ class Line:
     latency_s: float
     s_per_byte: float
 
-    def at(self, size_bytes: float) -> float:
+    def seconds(self, size_bytes: float) -> float:
         return self.latency_s + size_bytes * self.s_per_byte
 
 
@@ -49,9 +49,11 @@ class Reach:
     net_latency_s: float  # card to card, over the switches between neighbours
 
 
-def lines(kind: Kind, reach: Reach, profile: Profile, net: NetworkConstants) -> tuple[Line, ...]:
+def lines(
+    kind: Kind, reach: Reach, profile: NetworkProfile, net: NetworkConstants
+) -> tuple[CollectiveLine, ...]:
     if reach.ranks == 1:
-        return (Line("none", "none", 0.0, 0.0),)
+        return (CollectiveLine("none", "none", 0.0, 0.0),)
     if kind in ("all_to_all", "send_recv"):
         return tuple(_direct(kind, reach, profile, net))
     found = [_ring(kind, protocol, reach, profile, net) for protocol in profile.protocols]
@@ -63,7 +65,9 @@ def lines(kind: Kind, reach: Reach, profile: Profile, net: NetworkConstants) -> 
     return tuple(found)
 
 
-def _ring(kind: Kind, protocol: Protocol, reach: Reach, profile: Profile, net: NetworkConstants) -> Line:
+def _ring(
+    kind: Kind, protocol: Protocol, reach: Reach, profile: NetworkProfile, net: NetworkConstants
+) -> CollectiveLine:
     """n − 1 steps round the ring (all-reduce: twice), each of S/n bytes; 1/g of the steps leave a domain."""
     n, k = reach.ranks, reach.domains
     rounds = 2 if kind == "all_reduce" else 1
@@ -77,10 +81,10 @@ def _ring(kind: Kind, protocol: Protocol, reach: Reach, profile: Profile, net: N
     s_per_byte = (1.0 if kind == "broadcast" else rounds * (n - 1) / n) / rate
     if kind in ("all_gather", "reduce_scatter"):
         s_per_byte += 1 / (n * profile.copy_bytes_per_s)
-    return Line("ring", protocol.name, latency, s_per_byte)
+    return CollectiveLine("ring", protocol.name, latency, s_per_byte)
 
 
-def _tree(protocol: Protocol, reach: Reach, profile: Profile, net: NetworkConstants) -> Line:
+def _tree(protocol: Protocol, reach: Reach, profile: NetworkProfile, net: NetworkConstants) -> CollectiveLine:
     """Up and down a double binary tree of domains, a chain inside each (Sanders, Speck and Träff 2009): a chain
     passes each byte twice; a domain's cards pass it once where there are two domains, else twice."""
     depth, chain = 2 * math.log2(reach.domains), 2 * (reach.per_domain - 1)
@@ -91,18 +95,18 @@ def _tree(protocol: Protocol, reach: Reach, profile: Profile, net: NetworkConsta
     if protocol.name != "ll":  # the pipeline fills, chunk by chunk
         channel = min(net.channel_bytes_per_s, 2 * reach.nic_bytes_per_s)
         latency += (chain + depth) * net.chunk_bytes / channel
-    return Line("tree", protocol.name, latency, 1 / rate)
+    return CollectiveLine("tree", protocol.name, latency, 1 / rate)
 
 
-def _nvls(reach: Reach, profile: Profile, net: NetworkConstants) -> Line:
+def _nvls(reach: Reach, profile: NetworkProfile, net: NetworkConstants) -> CollectiveLine:
     """The switch adds up, member after member; between domains a tree, each level of which waits for its switch."""
     switch = profile.nvls_s * reach.per_domain
     if reach.domains == 1:
-        return Line("nvls", "simple", switch, 1 / profile.nvls_bytes_per_s)
+        return CollectiveLine("nvls", "simple", switch, 1 / profile.nvls_bytes_per_s)
     depth = 2 * math.log2(reach.domains)
     far = _cards(profile.simple, reach, net) / min(2, reach.domains - 1)
     latency = depth * (switch + net.nvls_tree_hop_s + 2 * reach.net_latency_s)
-    return Line("nvls-tree", "simple", latency, 1 / min(far, profile.nvls_bytes_per_s))
+    return CollectiveLine("nvls-tree", "simple", latency, 1 / min(far, profile.nvls_bytes_per_s))
 
 
 def _cards(protocol: Protocol, reach: Reach, net: NetworkConstants) -> float:
@@ -110,14 +114,16 @@ def _cards(protocol: Protocol, reach: Reach, net: NetworkConstants) -> float:
     return min(reach.per_domain, net.most_cards) * reach.nic_bytes_per_s * protocol.wire_share
 
 
-def _far_ring_rate(protocol: Protocol, reach: Reach, profile: Profile) -> float:
+def _far_ring_rate(protocol: Protocol, reach: Reach, profile: NetworkProfile) -> float:
     """What a ring through several domains reaches where cards are no limit."""
     if protocol is profile.ll:
         return min(protocol.bytes_per_s, profile.ll_far_bytes_per_s[min(reach.domains, 3) - 2])
     return protocol.bytes_per_s if reach.per_domain > 1 else math.inf
 
 
-def _direct(kind: Kind, reach: Reach, profile: Profile, net: NetworkConstants) -> Iterator[Line]:
+def _direct(
+    kind: Kind, reach: Reach, profile: NetworkProfile, net: NetworkConstants
+) -> Iterator[CollectiveLine]:
     """Everybody sends to everybody at once (send_recv: to one); links and cards work side by side. With LL there is
     one channel for each peer, so all of them take as long as one; Simple begins on few channels, then takes all."""
     one = kind == "send_recv"
@@ -137,7 +143,7 @@ def _direct(kind: Kind, reach: Reach, profile: Profile, net: NetworkConstants) -
         if far_peers:
             latency += _far_hop_s(net.ring_hop_s, protocol, reach)
             s_per_byte = max(s_per_byte, far_peers * part / (card * protocol.wire_share))
-        yield Line("direct", protocol.name, latency, s_per_byte + copy)
+        yield CollectiveLine("direct", protocol.name, latency, s_per_byte + copy)
 
 
 def _far_hop_s(hops: Mapping[str, float], protocol: Protocol, reach: Reach) -> float:

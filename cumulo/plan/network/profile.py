@@ -32,7 +32,7 @@ class Protocol:
 
 
 @dataclass(frozen=True, slots=True)
-class Profile:
+class NetworkProfile:
     """One device's collectives inside a scale-up domain."""
 
     ll: Protocol
@@ -66,17 +66,17 @@ class NetworkConstants:
     transport_share: Mapping[str, float]
 
 
-def profile_of(device: Device) -> Profile:
+def profile_of(device: Device) -> NetworkProfile:
     profiles = _tables()["profiles"]
     over_pcie = device.link_kind.startswith(("pcie", "memory"))
     name = "pcie" if over_pcie else device.generation if device.generation in profiles else "link"
     return profile_from(profiles[name], device)
 
 
-def profile_from(table: Mapping[str, Any], device: Device) -> Profile:
+def profile_from(table: Mapping[str, Any], device: Device) -> NetworkProfile:
     """A table of `data/collectives.yaml` (or one being fitted), with a device's own rates filled in."""
     ring = table["ring_share"] * device.link_bytes_per_s
-    return Profile(
+    return NetworkProfile(
         ll=Protocol("ll", table["ll_us"] * 1e-6, table["ll_share"] * ring),
         ll128=Protocol("ll128", table["ll128_us"] * 1e-6, table["ll128_share"] * ring),
         simple=Protocol("simple", table["simple_us"] * 1e-6, ring),

@@ -18,7 +18,7 @@ from cumulo.plan.memory.peak import (
     least_state_bytes,
     stage_layers,
 )
-from cumulo.plan.search.space import Shape, TrainGoal, Variant, job_of
+from cumulo.plan.search.space import JobShape, TrainGoal, Variant, job_of
 from cumulo.plan.time.chunks import chunks_of
 from cumulo.plan.time.compute_profile import Profile
 from cumulo.plan.time.data_parallel import around
@@ -41,12 +41,12 @@ class Bounds:
         # The first whose layers are like most: some mixtures begin with layers that have no experts.
         self._stage = 1 if goal.model.moe is not None and goal.model.moe.dense_layers else 0
 
-    def shape_s(self, shape: Shape, recompute: Recompute = "none") -> float:
+    def shape_s(self, shape: JobShape, recompute: Recompute = "none") -> float:
         """Some stage has at least the average stage's work, under every schedule."""
         model_s = self._model_s(*shape[1:2], *shape[3:], recompute)
         return shape.micro_batches(self.goal.global_batch) * model_s / shape.pp + self.profile.step_s
 
-    def pipeline_s(self, shape: Shape, schedule: str, chunks: int, recompute: Recompute) -> float:
+    def pipeline_s(self, shape: JobShape, schedule: str, chunks: int, recompute: Recompute) -> float:
         """With what the average stage waits for the first micro-batch to reach it, and for the last to go back.
 
         A stage's chunk has at least layers // chunks layers, and stage s waits for s of them: (p - 1)/2 on average.
@@ -62,7 +62,7 @@ class Bounds:
         layer_s = forward_s if chosen.splits_backward else both_s
         return least_s + (shape.pp - 1) / 2 * (layers // (shape.pp * chunks)) * layer_s
 
-    def schedule_s(self, shape: Shape, job: TrainJob) -> float:
+    def schedule_s(self, shape: JobShape, job: TrainJob) -> float:
         """With the costs of the job's own chunks, which other jobs with as many of them share."""
         costs = self._chunk_costs(shape, job)
         if shape.pp == 1:
@@ -72,11 +72,11 @@ class Bounds:
             pipeline_s = bound_s(schedule, shape.pp, job.micro_batches, job.chunks_per_stage, costs)
         return pipeline_s + self.profile.step_s
 
-    def beside_s(self, shape: Shape, job: TrainJob, recompute: Recompute) -> float:
+    def beside_s(self, shape: JobShape, job: TrainJob, recompute: Recompute) -> float:
         """What is around the layers at least, when gradients and weights travel behind as much as `recompute`."""
         return self._around_s(job, self._most_s(*shape[1:2], *shape[3:], recompute) / shape.pp)
 
-    def plan_s(self, shape: Shape, job: TrainJob) -> float:
+    def plan_s(self, shape: JobShape, job: TrainJob) -> float:
         """The cost model's own lower bound of a job (`plan.time.step.lower_bound_s`), from shared costs."""
         costs = self._chunk_costs(shape, job)
         micro_batch_s = sum(cost.forward_s + cost.backward_s for cost in costs) / shape.pp
@@ -86,13 +86,13 @@ class Bounds:
         beside = around(job, self.goal.cluster, self.profile, micro_batch_s)
         return beside.data_s + beside.optimizer_s + beside.weights_s
 
-    def _chunk_costs(self, shape: Shape, job: TrainJob) -> tuple[ChunkCost, ...]:
+    def _chunk_costs(self, shape: JobShape, job: TrainJob) -> tuple[ChunkCost, ...]:
         key = (*shape[1:], job.chunks, job.chunks_per_stage, job.recompute)
         if key not in self._costs:
             self._costs[key] = chunks_of(job, self.goal.cluster, self.profile).costs
         return self._costs[key]
 
-    def memory_bytes(self, shape: Shape, variant: Variant) -> float:
+    def memory_bytes(self, shape: JobShape, variant: Variant) -> float:
         """What a stage near the front holds at least: its states, and the micro-batches kept there."""
         schedule, chunks, zero, recompute = variant
         stage = min(self._stage, shape.pp - 1)

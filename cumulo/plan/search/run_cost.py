@@ -25,7 +25,7 @@ class RunCost:
     money: float  # USD
 
     @staticmethod
-    def of(plan: Plan, cluster: Cluster, tokens: float, stalls: Stalls) -> "RunCost":
+    def from_plan(plan: Plan, cluster: Cluster, tokens: float, stalls: Stalls) -> "RunCost":
         steps = tokens / plan.job.tokens_per_step
         seconds = steps * (plan.estimate.step_s + stalls.step_s)
         return RunCost(
@@ -38,7 +38,7 @@ class RunCost:
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class RunLimits:
     """What a run may take; None: no limit."""
 
     deadline_days: float | None = None
@@ -62,7 +62,12 @@ class Limits:
 
 
 def check_limits(
-    plan: Plan, goal: TrainGoal, tokens: float | None, limits: Limits, storage: Storage, searched: bool = True
+    plan: Plan,
+    goal: TrainGoal,
+    tokens: float | None,
+    limits: RunLimits,
+    storage: Storage,
+    searched: bool = True,
 ) -> None:
     """A ConfigError that names a number of GPUs that keeps the limits, where the plan does not."""
     if limits.deadline_days is None and limits.budget is None:
@@ -85,7 +90,7 @@ def check_limits(
 class _Asked:
     goal: TrainGoal
     tokens: float
-    limits: Limits
+    limits: RunLimits
     storage: Storage
 
     def on(self, gpus: int) -> RunCost | None:
@@ -100,7 +105,7 @@ class _Asked:
 
 def _cost(plan: Plan, goal: TrainGoal, tokens: float, storage: Storage) -> RunCost:
     stalls = stalls_of(plan.job, goal.cluster, plan.estimate.step_s, storage)
-    return RunCost.of(plan, goal.cluster, tokens, stalls)
+    return RunCost.from_plan(plan, goal.cluster, tokens, stalls)
 
 
 def _sooner(asked: _Asked, now: RunCost) -> str:

@@ -21,7 +21,7 @@ from cumulo.plan.search.bounds import Bounds
 from cumulo.plan.search.offload import plan_time
 from cumulo.plan.search.space import (
     Choices,
-    Shape,
+    JobShape,
     TrainGoal,
     Variant,
     ZeroStage,
@@ -69,7 +69,7 @@ class _Branch:
     """All plans of a shape; with a schedule, those that have it; with a variant, that one and those that differ
     from it only in recomputing more; with a job, the same, and the bound was worked out for this job."""
 
-    shape: Shape
+    shape: JobShape
     schedule: str | None = None
     chunks_per_stage: int | None = None
     variant: Variant | None = None
@@ -116,14 +116,14 @@ class _Search:
     def _push(self, bound_s: float, branch: _Branch) -> None:
         heapq.heappush(self.queue, (bound_s, next(self.order), branch))
 
-    def _branch_by_schedule(self, shape: Shape) -> None:
+    def _branch_by_schedule(self, shape: JobShape) -> None:
         for schedule, chunks in self._pipelines(shape):
             each = chunks or FAMILIES[schedule].chunks_per_stage
             bound_s = self.bounds.pipeline_s(shape, schedule, each, self.choices.recompute[0])
             if not self._hopeless(bound_s, shape):
                 self._push(bound_s, _Branch(shape, schedule, chunks))
 
-    def _push_variant(self, shape: Shape, variant: Variant | None, least_s: float = 0.0) -> None:
+    def _push_variant(self, shape: JobShape, variant: Variant | None, least_s: float = 0.0) -> None:
         """The first that may fit into memory, of this and those that recompute more; all take `least_s`."""
         if least_s >= _SLACK * self._best_s(shape):
             return
@@ -140,7 +140,7 @@ class _Search:
         later = self.choices.recompute.index(variant.recompute) + 1
         return variant._replace(recompute=self.choices.recompute[later]) if later < self.most else None
 
-    def _try(self, shape: Shape, variant: Variant, job: TrainJob | None) -> None:
+    def _try(self, shape: JobShape, variant: Variant, job: TrainJob | None) -> None:
         if job is None:  # a closer bound decides whether its turn has come
             job = job_of(shape, variant, self.goal)
             bound_s = self.bounds.schedule_s(shape, job)
@@ -157,7 +157,7 @@ class _Search:
                 least_s = self._time(shape, job)
         self._push_variant(shape, self._recompute_more(variant), least_s)
 
-    def _time(self, shape: Shape, job: TrainJob) -> float:
+    def _time(self, shape: JobShape, job: TrainJob) -> float:
         """By playing its schedule. Returns what no plan that recomputes more can be below: its pipeline takes as
         long, and behind the last choice's layers more can travel than behind any other's."""
         self.timed += 1
@@ -171,17 +171,17 @@ class _Search:
         pipeline_s = step_s - (self.bounds.plan_s(shape, job) - self.bounds.schedule_s(shape, job))
         return pipeline_s + self.bounds.beside_s(shape, job, self.choices.recompute[-1])
 
-    def _pipelines(self, shape: Shape) -> tuple[tuple[str, int | None], ...]:
+    def _pipelines(self, shape: JobShape) -> tuple[tuple[str, int | None], ...]:
         micro_batches = shape.micro_batches(self.goal.global_batch)
         return pipelines(shape.pp, micro_batches, self.goal.model.layers, self.choices)
 
-    def _zero_stages(self, shape: Shape) -> tuple[ZeroStage, ...]:
+    def _zero_stages(self, shape: JobShape) -> tuple[ZeroStage, ...]:
         return zero_stages(shape, self.choices)
 
-    def _hopeless(self, bound_s: float, shape: Shape) -> bool:
+    def _hopeless(self, bound_s: float, shape: JobShape) -> bool:
         """Whether nothing of this shape that takes `bound_s` or longer can change the result."""
         return bound_s * _SLACK >= min(self._best_s(shape), self.worst_kept_s)
 
-    def _best_s(self, shape: Shape) -> float:
+    def _best_s(self, shape: JobShape) -> float:
         found = self.best.get(shape.mesh)
         return _NEVER if found is None else found[0]

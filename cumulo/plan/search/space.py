@@ -1,6 +1,6 @@
 """What the search for a training plan tries: every way to split a job that is worth trying, as data.
 
-A `Shape` fixes what decides how much a rank computes; the `Variant`s of a shape differ in schedule, ZeRO
+A `JobShape` fixes what decides how much a rank computes; the `Variant`s of a shape differ in schedule, ZeRO
 stage and recomputation only. The search bounds whole shapes before it looks at their variants.
 """
 
@@ -95,7 +95,7 @@ class Choices:
             )
 
 
-class Shape(NamedTuple):
+class JobShape(NamedTuple):
     dp: int
     tp: int
     pp: int
@@ -126,7 +126,7 @@ def _parts_of_a_layer(recompute: Recompute) -> frozenset[str]:
     return frozenset({"none": (), "full": everything}.get(recompute, recompute.split("+")))
 
 
-def shapes(goal: TrainGoal, choices: Choices) -> Iterator[Shape]:
+def shapes(goal: TrainGoal, choices: Choices) -> Iterator[JobShape]:
     """All that use every GPU and divide the model and the batch."""
     model, gpus = goal.model, goal.cluster.gpus
     for tp in tensor_sizes(model, goal.cluster):
@@ -141,10 +141,10 @@ def shapes(goal: TrainGoal, choices: Choices) -> Iterator[Shape]:
                             continue
                         for sequence_parallel in choices.sequence_parallel if tp > 1 else (False,):
                             if not sequence_parallel or goal.sequence_length // cp % tp == 0:
-                                yield Shape(dp, tp, pp, cp, ep, micro_batch, sequence_parallel)
+                                yield JobShape(dp, tp, pp, cp, ep, micro_batch, sequence_parallel)
 
 
-def zero_stages(shape: Shape, choices: Choices) -> tuple[ZeroStage, ...]:
+def zero_stages(shape: JobShape, choices: Choices) -> tuple[ZeroStage, ...]:
     if shape.dp * shape.cp == 1:
         return (0,)
     return choices.zero if shape.pp == 1 else choices.zero_with_pipeline
@@ -171,7 +171,7 @@ def pipelines(
     return tuple(found)
 
 
-def job_of(shape: Shape, variant: Variant, goal: TrainGoal) -> TrainJob:
+def job_of(shape: JobShape, variant: Variant, goal: TrainGoal) -> TrainJob:
     layout = Layout(
         dp=shape.dp,
         tp=shape.tp,
