@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from cumulo.errors import ConfigError
+from cumulo.layout.adapters import is_adapter
 from cumulo.layout.box import Box, cut_rows, slice_in_parts, whole_box
 from cumulo.layout.check import layers_problem
 from cumulo.layout.layout import Layout
@@ -92,11 +93,6 @@ def zero_rows(rows: int, ranks: int, index: int) -> tuple[int, int]:
     FSDP2 cuts them."""
     size = math.ceil(rows / ranks)
     return min(index * size, rows), min((index + 1) * size, rows)
-
-
-def is_adapter(name: str) -> bool:
-    """Whether a parameter is one of a low-rank adapter's two."""
-    return name.endswith((".lora_a", ".lora_b"))
 
 
 def piece_of(spec: ModelSpec, layout: Layout, rank: int, name: str, shape: tuple[int, ...]) -> Piece:

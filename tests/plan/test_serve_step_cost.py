@@ -12,6 +12,7 @@ import pytest
 from cumulo.engine.decide.plan import StepPlan
 from cumulo.engine.simulate.run import Arrival, Run
 from cumulo.errors import ConfigError
+from cumulo.layout.local_spec import local_spec
 from cumulo.plan.network.collectives import Network
 from cumulo.plan.serve.profile import profile_for, read_profile, shipped_profiles
 from cumulo.plan.serve.replica import Replica
@@ -25,7 +26,7 @@ from cumulo.plan.serve.step_cost import (
     pairs,
 )
 from cumulo.plan.serve.step_cost_fit import Measured, fit, get, put
-from cumulo.plan.serve.step_cost_work import Format, rank_spec, step_work
+from cumulo.plan.serve.step_cost_work import Format, step_work
 from cumulo.spec import catalog
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -58,7 +59,7 @@ def test_tensor_parallel_ranks_share_matrices_heads_and_kv() -> None:
     assert half.dense_parameters * 2 == whole.dense_parameters
     assert half.kv_bytes_per_token * 2 == whole.kv_bytes_per_token
     assert half.held_bytes * 2 == pytest.approx(whole.held_bytes, rel=1e-4)  # norms are held by both
-    assert rank_spec(catalog.model("llama-3.1-8b"), 2, 1).kv_heads == 4
+    assert local_spec(catalog.model("llama-3.1-8b"), 2, 1).kv_heads == 4
 
 
 def test_experts_are_counted_by_how_many_of_them_are_hit() -> None:

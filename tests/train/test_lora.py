@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from cumulo.errors import ConfigError
+from cumulo.layout.adapters import adapter_shapes, is_adapter
 from cumulo.layout.layout import Layout
-from cumulo.layout.pieces import is_adapter, pieces
+from cumulo.layout.pieces import pieces
 from cumulo.layout.stages import pipeline_chunks
 from cumulo.models.files.load import load_model
 from cumulo.ranks.groups import Groups
 from cumulo.spec.model import ModelSpec, MoESpec
-from cumulo.train.decide.adapters import adapter_shapes
 from cumulo.train.decide.config import LoraConfig, ModelConfig, OptimizerConfig, TrainConfig
 from cumulo.train.model.lora import merged
 from cumulo.train.run.model_run import ModelRun
@@ -77,7 +77,7 @@ def test_muon_moves_whole_adapters() -> None:
 
 
 def test_an_adapter_is_cut_like_its_matrix() -> None:
-    shapes = adapter_shapes(DENSE, ALL)
+    shapes = adapter_shapes(DENSE, ALL.rank, ALL.targets)
     first, second = (pieces(DENSE, Layout(tp=2), rank, shapes) for rank in range(2))
     for one, other in zip(first.values(), second.values(), strict=True):
         by_rows = one.name.split(".")[-2] in ("qkv", "gate_up")
@@ -138,7 +138,7 @@ def test_a_merged_weight_computes_what_weight_and_adapter_do() -> None:
 
 def test_targets_that_a_model_has_not_are_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="no projection 'kv_c'; did you mean 'kv_"):
-        adapter_shapes(LATENT, LoraConfig(targets=("kv_c",)))
+        adapter_shapes(LATENT, 8, ("kv_c",))
 
 
 @pytest.mark.thorough

@@ -13,10 +13,11 @@ from cumulo.engine.memory.ledger import GIB, MemoryPlan, format_bytes, plan_memo
 from cumulo.engine.simulate.engine import simulate
 from cumulo.engine.simulate.run import Arrival, Run
 from cumulo.errors import ConfigError, OutOfMemory
+from cumulo.layout.local_spec import local_spec
 from cumulo.plan.network.collectives import Network
 from cumulo.plan.serve.profile import ServingProfile, profile_for
 from cumulo.plan.serve.step_cost import StepCostModel
-from cumulo.plan.serve.step_cost_work import Format, StepWork, rank_spec, step_work
+from cumulo.plan.serve.step_cost_work import Format, StepWork, check_split, step_work
 from cumulo.spec.cluster import Cluster
 from cumulo.spec.device import Device, Node
 from cumulo.spec.fabric import Fabric
@@ -97,7 +98,8 @@ class Replica:
         held, loading = self.work().held_bytes, 0
         if self.weights == "float8":  # the engine loads weights as they are, and then quantises
             loading = step_work(self.spec, FORMATS["bfloat16"], self.tp, self.ep).held_bytes
-        spec = rank_spec(self.spec, self.tp, self.ep)
+        check_split(self.spec, self.tp, self.ep)
+        spec = local_spec(self.spec, self.tp, self.ep)
         return plan_memory(spec, held, self.engine_config(), free, loading_bytes=loading)
 
     def _smallest_that_fits(self) -> int | None:

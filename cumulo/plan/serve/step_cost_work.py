@@ -5,9 +5,10 @@ Tensor and expert parallelism are arithmetic on the model: a rank holds 1/tp of 
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from cumulo.errors import ConfigError
+from cumulo.layout.divide import nearest_divisor
 from cumulo.spec.counting import BITS_PER_WEIGHT
 from cumulo.spec.model import ModelSpec
 from cumulo.spec.operations import Share, model_operations
@@ -118,34 +119,10 @@ def step_work(spec: ModelSpec, form: Format, tp: int = 1, ep: int = 1) -> StepWo
 
 def check_split(spec: ModelSpec, tp: int, ep: int) -> None:
     if tp < 1 or spec.heads % tp:
-        options = [size for size in range(1, spec.heads + 1) if spec.heads % size == 0]
-        near = min(options, key=lambda size: abs(size - tp))
+        near = nearest_divisor(spec.heads, tp)
         raise ConfigError(f"tp {tp} does not divide the model's {spec.heads} heads; {near} would")
     if ep < 1 or (ep > 1 and (spec.moe is None or spec.moe.experts % ep)):
         what = "the model has no experts to spread; leave ep out" if spec.moe is None else (
             f"{spec.moe.experts} experts cannot be spread evenly over {ep} ranks"
         )  # fmt: skip
         raise ConfigError(f"ep {ep}: {what}")
-
-
-def rank_spec(spec: ModelSpec, tp: int, ep: int) -> ModelSpec:
-    """The smaller model a rank seems to run; for the memory ledger, which counts buffers by it."""
-    check_split(spec, tp, ep)
-    moe = spec.moe
-    if moe is not None:
-        moe = replace(
-            moe,
-            experts=max(moe.experts_per_token, moe.experts // ep),
-            expert_hidden=moe.expert_hidden if ep > 1 else max(1, moe.expert_hidden // tp),
-            shared_hidden=moe.shared_hidden // tp,
-            groups=1,
-            top_groups=1,
-        )
-    return replace(
-        spec,
-        heads=spec.heads // tp,
-        kv_heads=max(1, spec.kv_heads // tp),
-        ffn_hidden=max(1, spec.ffn_hidden // tp),
-        vocab_size=max(1, spec.vocab_size // tp),
-        moe=moe,
-    )

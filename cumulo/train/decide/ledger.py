@@ -4,11 +4,13 @@ Pure; the trainer fills it, the command shows it, and `ledger.json` keeps it."""
 import json
 import math
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import get_args
 
+from cumulo.base.ledger import LedgerLine
 from cumulo.errors import ConfigError, OutOfMemory
+from cumulo.layout.adapters import adapter_shapes
 from cumulo.layout.layout import Place
 from cumulo.layout.pieces import pieces
 from cumulo.layout.stages import splits_backward
@@ -19,24 +21,12 @@ from cumulo.plan.search.offload import plan_time
 from cumulo.plan.time.compute_profile import shipped_for
 from cumulo.spec.catalog import cluster, shipped
 from cumulo.spec.model import ModelSpec
-from cumulo.train.decide.adapters import adapter_shapes
 from cumulo.train.decide.config import TrainConfig
 from cumulo.train.decide.cpu_activations import cpu_activation_bytes
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
-    """One figure of rank 0's, or of the whole step."""
-
-    name: str
-    unit: str
-    predicted: float
-    measured: float | None
-    basis: str  # what the prediction rests on
-
-
-@dataclass(frozen=True, slots=True)
-class Prediction:
+class RunPrediction:
     memory: MemoryLedger  # of the stage that needs most
     first: MemoryLedger  # of rank 0's stage
     step_s: float
@@ -48,7 +38,7 @@ class Prediction:
 
 def predict(
     config: TrainConfig, spec: ModelSpec, device_name: str | None, step_flops: float, peak_flops: float
-) -> Prediction | None:
+) -> RunPrediction | None:
     """`device_name`: of the GPU; None: a CPU. `peak_flops`: of all ranks. None: the planner knows no such job."""
     if config.dtype == "float64":
         return None
@@ -69,12 +59,12 @@ def predict(
     )
     if (known := _catalogued(device_name)) is None:
         basis = "all FLOPs at the rate of a matrix product timed here: the least it can take"
-        return Prediction(memory, first, step_flops / peak_flops, basis, (), is_least=True)
+        return RunPrediction(memory, first, step_flops / peak_flops, basis, (), is_least=True)
     machines = cluster(config.layout.world, device=known)
     profile, _ = shipped_for(machines.node.device, job.dtype, "cumulo-2026")
     found = plan_time(job, machines, profile, explain=False)
     basis = f"cost model of {known}, {found.interval.low:.3g} to {found.interval.high:.3g} s"
-    return Prediction(memory, first, found.step_s, basis, found.link_bytes)
+    return RunPrediction(memory, first, found.step_s, basis, found.link_bytes)
 
 
 def _recompute(config: TrainConfig, spec: ModelSpec, on_gpu: bool) -> Recompute:
@@ -106,7 +96,7 @@ def _as_trained(memory: MemoryLedger, job: TrainJob, config: TrainConfig, on_gpu
     rank = job.layout.rank(Place(memory.stage, 0, 0, 0))
     plain, adapters = (
         sum(math.prod(piece.shape) for piece in pieces(job.model, job.layout, rank, shapes).values())
-        for shapes in (None, adapter_shapes(job.model, config.lora))
+        for shapes in (None, adapter_shapes(job.model, config.lora.rank, config.lora.targets))
     )
     share = adapters / plain  # of what would have gradients and states without them
     return replace(
@@ -124,9 +114,9 @@ def refuse_if_too_large(
     needed = memory.total if on_gpu else memory.peak - memory.temporary
     if needed <= available_bytes:
         return
-    largest = max(memory.rows()[:4], key=lambda row: row[1])
+    largest = max(memory.lines[:4], key=lambda line: line.predicted)
     advice = "layout.zero 1 to 3 or more tp or pp"
-    if largest[0] == "activations":
+    if largest.name == "activations":
         advice = (
             "a smaller micro_batch" + ("" if config.recompute else ", recompute: true") + ", or layout.cp"
         )
@@ -137,41 +127,46 @@ def refuse_if_too_large(
 
 
 def entries(
-    prediction: Prediction,
+    prediction: RunPrediction,
     step_s: float,
     weights_bytes: int | None,
     optimizer_bytes: int | None,
     kept_bytes: int | None,
     peak_bytes: int,
     on_gpu: bool,
-) -> list[Entry]:
+) -> list[LedgerLine]:
     """`kept_bytes`: for backward, where it was measured."""
     memory = prediction.first
     exact, counted = "counted from the spec and the layout", "counted tensor by tensor"
     # A bound from below that the run went below was measured wrongly: it is not shown.
     wrong = prediction.is_least and step_s < prediction.step_s
-    step = [] if wrong else [Entry("step", "s", prediction.step_s, step_s, prediction.step_basis)]
+    step = [] if wrong else [LedgerLine("step", prediction.step_s, step_s, prediction.step_basis, "s")]
     found = [
         *step,
-        Entry("weights", "bytes", memory.weights, weights_bytes, exact),
-        Entry("gradients", "bytes", memory.gradients, None, exact),
-        Entry("optimizer", "bytes", memory.optimizer, optimizer_bytes, exact),
-        Entry("activations", "bytes", memory.activations, kept_bytes, counted),
-        Entry("logits", "bytes", memory.logits, None, counted),
+        LedgerLine("weights", memory.weights, weights_bytes, exact),
+        LedgerLine("gradients", memory.gradients, None, exact),
+        LedgerLine("optimizer", memory.optimizer, optimizer_bytes, exact),
+        LedgerLine("activations", memory.activations, kept_bytes, counted),
+        LedgerLine("logits", memory.logits, None, counted),
     ]
     if on_gpu:
-        found.append(Entry("peak memory", "bytes", memory.peak, peak_bytes, counted))
+        found.append(LedgerLine("peak memory", memory.peak, peak_bytes, counted))
     return [
         *found,
         *(
-            Entry(f"sent over {axis}", "bytes", size, None, "collectives' own volumes")
+            LedgerLine(f"sent over {axis}", size, None, "collectives' own volumes")
             for axis, size in prediction.sent_bytes
         ),
     ]
 
 
-def write_ledger(path: Path, found: Iterable[Entry]) -> None:
-    path.write_text(json.dumps([asdict(entry) for entry in found], indent=1) + "\n", "utf-8")
+def write_ledger(path: Path, found: Iterable[LedgerLine]) -> None:
+    entries = [
+        {"name": line.name, "unit": line.unit, "predicted": line.predicted, "measured": line.measured,
+         "basis": line.how}
+        for line in found
+    ]  # fmt: skip
+    path.write_text(json.dumps(entries, indent=1) + "\n", "utf-8")
 
 
 def _catalogued(device_name: str | None) -> str | None:
@@ -184,5 +179,7 @@ def _catalogued(device_name: str | None) -> str | None:
 
 def _words(memory: MemoryLedger) -> str:
     return ", ".join(
-        f"{name} {size / 2**30:.2g}" for name, size in memory.rows() if size >= 0.01 * memory.total
+        f"{line.name} {line.predicted / 2**30:.2g}"
+        for line in memory.lines
+        if line.predicted >= 0.01 * memory.total
     )
