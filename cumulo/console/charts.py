@@ -5,12 +5,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
+from cumulo.base import svg
+
 _WIDTH, _HEIGHT = 480, 132
 _LEFT, _RIGHT, _TOP, _FOOT = 44, 4, 8, 18  # around the drawing, for the labels
 
 
 @dataclass(frozen=True, slots=True)
-class Axis:
+class ChartAxis:
     """`floor`: the scale never ends below this, so that small values look small. `ends`: the labels below the left
     and the right end."""
 
@@ -30,7 +32,7 @@ def nice_most(value: float, floor: float, steps: tuple[int, ...] = (1, 2, 5, 10)
     return next(step * power for step in steps if step * power >= wanted * (1 - 1e-9))
 
 
-def column_chart(values: Sequence[float], axis: Axis, ink: str, titles: Sequence[str] = ()) -> str:
+def column_chart(values: Sequence[float], axis: ChartAxis, ink: str, titles: Sequence[str] = ()) -> str:
     """One column per value, oldest left. `titles`: what the pointer tells at each."""
     most = _most(values, axis)
     width = (_WIDTH - _LEFT - _RIGHT) / max(1, len(values))
@@ -39,15 +41,17 @@ def column_chart(values: Sequence[float], axis: Axis, ink: str, titles: Sequence
         if value <= 0 and not titles:
             continue
         height = max(1.0, _span() * min(1.0, value / most)) if value > 0 else 0.0
-        title = f"<title>{escape(titles[index])}</title>" if titles else ""
         columns.append(
-            f'<rect class="ink-{ink}" x="{_LEFT + index * width:.1f}" y="{_bottom() - height:.1f}" '
-            f'width="{max(0.5, width - (1 if width > 3 else 0)):.1f}" height="{height:.1f}">{title}</rect>'
-        )
+            svg.tag(
+                "rect", *([svg.title(titles[index])] if titles else []), class_=f"ink-{ink}",
+                x=_LEFT + index * width, y=_bottom() - height,
+                width=max(0.5, width - (1 if width > 3 else 0)), height=height,
+            )
+        )  # fmt: skip
     return _frame(axis, most, "".join(columns))
 
 
-def line_chart(lines: Sequence[tuple[str, str, Sequence[float | None]]], axis: Axis) -> str:
+def line_chart(lines: Sequence[tuple[str, str, Sequence[float | None]]], axis: ChartAxis) -> str:
     """Lines of one scale, each with its name, its ink and its values; None leaves a gap."""
     values = [value for _, _, points in lines for value in points if value is not None]
     most = _most(values, axis)
@@ -61,12 +65,12 @@ def line_chart(lines: Sequence[tuple[str, str, Sequence[float | None]]], axis: A
                 continue
             path += f"{pen}{_LEFT + index * step:.1f} {_bottom() - _span() * min(1.0, value / most):.1f}"
             pen = "L"
-        paths.append(f'<path class="line-{ink}" d="{path}"/>')
+        paths.append(svg.tag("path", class_=f"line-{ink}", d=path))
     legend = "".join(f'<span><i class="ink-{ink}"></i>{escape(name)}</span>' for name, ink, _ in lines)
     return _frame(axis, most, "".join(paths)) + f'<div class="legend">{legend}</div>'
 
 
-def _most(values: Sequence[float], axis: Axis) -> float:
+def _most(values: Sequence[float], axis: ChartAxis) -> float:
     steps = (2, 4, 10) if axis.counts else (1, 2, 5, 10)
     return axis.most or nice_most(max(values, default=0.0), axis.floor, steps)
 
@@ -79,22 +83,16 @@ def _span() -> float:
     return _HEIGHT - _FOOT - _TOP
 
 
-def _frame(axis: Axis, most: float, drawn: str) -> str:
+def _frame(axis: ChartAxis, most: float, drawn: str) -> str:
     """The drawing on lines at nothing, half and all of the scale."""
-    grid = ""
+    parts = []
     for share in (0.0, 0.5, 1.0):
         y = _bottom() - _span() * share
-        grid += f'<path class="grid" d="M{_LEFT} {y:.1f}H{_WIDTH - _RIGHT}"/>'
-        grid += f'<text x="{_LEFT - 6}" y="{y + 3.5:.1f}" text-anchor="end">{_label(most * share)}</text>'
+        parts.append(svg.tag("path", class_="grid", d=f"M{_LEFT} {y:.1f}H{_WIDTH - _RIGHT}"))
+        parts.append(svg.text(_LEFT - 6, y + 3.5, _label(most * share), "end"))
     left, right = axis.ends
-    ends = (
-        f'<text x="{_LEFT}" y="{_HEIGHT - 4}">{escape(left)}</text>'
-        f'<text x="{_WIDTH - _RIGHT}" y="{_HEIGHT - 4}" text-anchor="end">{escape(right)}</text>'
-    )
-    return (
-        f'<svg class="chart axes" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{escape(axis.unit)}">'
-        f"{grid}{drawn}{ends}</svg>"
-    )
+    ends = svg.text(_LEFT, _HEIGHT - 4, left), svg.text(_WIDTH - _RIGHT, _HEIGHT - 4, right, "end")
+    return svg.picture(_WIDTH, _HEIGHT, *parts, drawn, *ends, label=axis.unit, class_="chart axes")
 
 
 def _label(value: float) -> str:

@@ -9,7 +9,7 @@ from nicegui import ui
 from starlette.requests import Request
 
 from cumulo.console.block_chart import block_chart
-from cumulo.console.charts import Axis, column_chart, line_chart
+from cumulo.console.charts import ChartAxis, column_chart, line_chart
 from cumulo.console.live_numbers import WINDOWS, Window, latencies, machine_line, rates, slices
 from cumulo.console.machine_use import MachineUse
 from cumulo.console.memory_ledger import ledger_html
@@ -117,7 +117,7 @@ class _Live:
             (self._prefill, "prefill", [part.prefill_tokens for part in parts]),
         ):
             values = [count / window.slice_s for count in tokens]
-            card.set_content(column_chart(values, Axis("tokens/s", 10, ends), ink))
+            card.set_content(column_chart(values, ChartAxis("tokens/s", 10, ends), ink))
         self._requests.set_content(_requests_chart(parts, ends))
         self._draw_machine(now_s, window, ends)
 
@@ -141,7 +141,7 @@ class _Live:
             ]
             lines.append((name, str((number + 3) % 8), busy))
         drawn = [(name, ink, machine_line(samples, values, window, now_s)) for name, ink, values in lines]
-        self._busy.set_content(line_chart(drawn, Axis("%", 100, ends, most=100)))
+        self._busy.set_content(line_chart(drawn, ChartAxis("%", 100, ends, most=100)))
         tiles = [
             ("CPU use", last.cpu_percent, "%", "Share of all cores' time that was busy in the last 5 s."),
             ("Memory in use", *_gib(last.memory_used_bytes), f"Of {total}, by all processes."),
@@ -195,7 +195,7 @@ def _requests_chart(parts: list[Slice], ends: tuple[str, str]) -> str:
         ("running", "decode", [float(part.running) for part in parts]),
         ("queued", "prefill", [float(part.waiting) for part in parts]),
     )
-    return line_chart(lines, Axis("sequences", 4, ends, counts=True))
+    return line_chart(lines, ChartAxis("sequences", 4, ends, counts=True))
 
 
 def _steps_html(steps: list[StepRecord]) -> str:
@@ -210,7 +210,7 @@ def _steps_html(steps: list[StepRecord]) -> str:
         "tokens. The pointer tells the same of every step."
     )
     ends = (f"step {steps[0].index:,}", f"step {last.index:,}")
-    chart = column_chart(times_ms, Axis("ms", 10, ends), "decode", titles)
+    chart = column_chart(times_ms, ChartAxis("ms", 10, ends), "decode", titles)
     return f'{chart}<p class="soft small told">{told}</p>'
 
 

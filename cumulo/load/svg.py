@@ -6,8 +6,9 @@ Colours are CSS classes (`s0`, `s1`, ... for series), so that the page decides b
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from html import escape
 from typing import Literal
+
+from cumulo.base import svg
 
 WIDTH, HEIGHT = 560, 300
 LEFT, RIGHT, TOP, BOTTOM = 62, 16, 14, 44
@@ -39,7 +40,7 @@ class Chart:
 
 
 @dataclass(frozen=True, slots=True)
-class Axis:
+class Scale:
     """Maps values to pixels."""
 
     low: float
@@ -49,14 +50,14 @@ class Axis:
     log: bool
     step: float = 1.0  # between ticks, where linear
 
-    def at(self, value: float) -> float:
+    def pixel(self, value: float) -> float:
         low, high = self.low, self.high
         if self.log:
             value, low, high = math.log10(max(value, low)), math.log10(low), math.log10(high)
         return self.from_pixel + (value - low) / (high - low) * (self.to_pixel - self.from_pixel)
 
 
-def axis(values: Sequence[float], from_pixel: float, to_pixel: float, log: bool, from_zero: bool) -> Axis:
+def axis(values: Sequence[float], from_pixel: float, to_pixel: float, log: bool, from_zero: bool) -> Scale:
     """An axis with room for all values, ending on round numbers."""
     finite = [value for value in values if math.isfinite(value) and (not log or value > 0)]
     if not finite:
@@ -66,18 +67,18 @@ def axis(values: Sequence[float], from_pixel: float, to_pixel: float, log: bool,
         low, high = 10 ** math.floor(math.log10(low)), 10 ** math.ceil(math.log10(high))
         if low == high:
             high *= 10
-        return Axis(low, high, from_pixel, to_pixel, True)
+        return Scale(low, high, from_pixel, to_pixel, True)
     if from_zero:
         low, high = min(low, 0.0), max(high, 0.0)
     if low == high:
         high = low + (abs(low) or 1.0)
     step = _step(high - low)
-    return Axis(
+    return Scale(
         math.floor(low / step) * step, math.ceil(high / step) * step, from_pixel, to_pixel, False, step
     )
 
 
-def ticks(scale: Axis) -> list[float]:
+def ticks(scale: Scale) -> list[float]:
     """Round values along the axis, about five."""
     if scale.log:
         first, last = round(math.log10(scale.low)), round(math.log10(scale.high))
@@ -111,64 +112,59 @@ def draw(chart: Chart) -> str:
     ys = [y for series in chart.series for _, y in series.points] + [y for _, y in chart.bounds]
     x_axis = axis(xs, LEFT, WIDTH - RIGHT, chart.x_log, from_zero=not chart.x_log)
     y_axis = axis(ys, HEIGHT - BOTTOM, TOP, chart.y_log, from_zero=chart.y_from_zero)
-    parts = [
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(chart.title)}">',
-        *_frame(chart, x_axis, y_axis),
-    ]
+    parts = _frame(chart, x_axis, y_axis)
     for series in chart.series:
         parts += _series(series, x_axis, y_axis)
     for name, value in chart.bounds:
-        y = y_axis.at(value)
-        parts.append(f'<line class="bound" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        parts.append(f'<text class="note" x="{LEFT + 6}" y="{y - 4:.1f}">{escape(name)}</text>')
+        y = y_axis.pixel(value)
+        parts += [
+            svg.line(LEFT, y, WIDTH - RIGHT, y, "bound"),
+            svg.text(LEFT + 6, y - 4, name, class_="note"),
+        ]
     for name, value in chart.marks:
-        x = x_axis.at(value)
-        parts.append(f'<line class="bound" x1="{x:.1f}" x2="{x:.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/>')
-        anchor = "end" if x > WIDTH * 0.7 else "start"
-        shift = -5 if anchor == "end" else 5
-        parts.append(
-            f'<text class="note" x="{x + shift:.1f}" y="{TOP + 12}" text-anchor="{anchor}">{escape(name)}</text>'
-        )
-    return "".join([*parts, "</svg>"])
+        x = x_axis.pixel(value)
+        anchor, shift = ("end", -5) if x > WIDTH * 0.7 else ("start", 5)
+        parts += [
+            svg.line(x, TOP, x, HEIGHT - BOTTOM, "bound"),
+            svg.text(x + shift, TOP + 12, name, anchor, class_="note"),
+        ]
+    return svg.picture(WIDTH, HEIGHT, *parts, label=chart.title)
 
 
-def _frame(chart: Chart, x_axis: Axis, y_axis: Axis) -> list[str]:
-    bottom = HEIGHT - BOTTOM
+def _frame(chart: Chart, x_axis: Scale, y_axis: Scale) -> list[str]:
+    bottom, right = HEIGHT - BOTTOM, WIDTH - RIGHT
     parts = []
     for value in ticks(y_axis):
-        y = y_axis.at(value)
-        parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        parts.append(f'<text x="{LEFT - 7}" y="{y + 4:.1f}" text-anchor="end">{number(value)}</text>')
+        y = y_axis.pixel(value)
+        parts += [svg.line(LEFT, y, right, y, "grid"), svg.text(LEFT - 7, y + 4, number(value), "end")]
     for value in ticks(x_axis):
-        x = x_axis.at(value)
-        parts.append(f'<line class="tick" x1="{x:.1f}" x2="{x:.1f}" y1="{bottom}" y2="{bottom + 4}"/>')
-        parts.append(f'<text x="{x:.1f}" y="{bottom + 17}" text-anchor="middle">{number(value)}</text>')
-    parts.append(f'<line class="axis" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{bottom}" y2="{bottom}"/>')
-    middle_x, middle_y = (LEFT + WIDTH - RIGHT) / 2, (TOP + bottom) / 2
-    parts.append(
-        f'<text x="{middle_x}" y="{HEIGHT - 8}" text-anchor="middle">{escape(chart.x_label)}</text>'
-        f'<text transform="translate(14 {middle_y}) rotate(-90)" text-anchor="middle">'
-        f"{escape(chart.y_label)}</text>"
-    )
-    return parts
+        x = x_axis.pixel(value)
+        parts += [
+            svg.line(x, bottom, x, bottom + 4, "tick"),
+            svg.text(x, bottom + 17, number(value), "middle"),
+        ]
+    return [
+        *parts,
+        svg.line(LEFT, bottom, right, bottom, "axis"),
+        svg.text((LEFT + right) / 2, HEIGHT - 8, chart.x_label, "middle"),
+        svg.upright(14, (TOP + bottom) / 2, chart.y_label),
+    ]
 
 
-def _series(series: Series, x_axis: Axis, y_axis: Axis) -> list[str]:
-    points = [
+def _series(series: Series, x_axis: Scale, y_axis: Scale) -> list[str]:
+    shown = [
         (x, y)
         for x, y in series.points
         if math.isfinite(y) and (not y_axis.log or y > 0) and (not x_axis.log or x > 0)
     ]
     parts = []
-    if series.kind != "dots" and points:
-        path = " ".join(f"{x_axis.at(x):.1f},{y_axis.at(y):.1f}" for x, y in points)
-        parts.append(f'<polyline class="line s{series.color}" points="{path}"/>')
+    if series.kind != "dots" and shown:
+        path = [(x_axis.pixel(x), y_axis.pixel(y)) for x, y in shown]
+        parts.append(svg.polyline(path, f"line s{series.color}"))
     if series.kind != "line":
         radius = 3.5 if series.kind == "both" else 2.2
-        for x, y in points:
+        for x, y in shown:
             tip = f"{series.name}: {number(y)} at {number(x)}"
-            parts.append(
-                f'<circle class="dot s{series.color}" cx="{x_axis.at(x):.1f}" cy="{y_axis.at(y):.1f}" '
-                f'r="{radius}"><title>{escape(tip)}</title></circle>'
-            )
+            at = x_axis.pixel(x), y_axis.pixel(y)
+            parts.append(svg.dot(*at, radius, tip, class_=f"dot s{series.color}"))
     return parts

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from cumulo.console.block_chart import block_chart, columns_for
-from cumulo.console.charts import Axis, column_chart, line_chart, nice_most
+from cumulo.console.charts import ChartAxis, column_chart, line_chart, nice_most
 from cumulo.console.live_numbers import WINDOWS, latencies, machine_line, slices
 from cumulo.console.machine_use import MachineUse, Sample
 from cumulo.console.request_table import Filter, rows_of, table_html
@@ -101,10 +101,10 @@ def test_the_block_maps_last_row_is_full_or_nearly() -> None:
 
 def test_a_scale_ends_at_a_round_number_and_not_below_its_floor() -> None:
     assert [nice_most(value, 10) for value in (0, 3, 11, 26, 51, 1200)] == [10, 10, 20, 50, 100, 2000]
-    drawn = column_chart([1.0, 0.0, 13.0], Axis("tokens/s", 10, ("1 min ago", "now")), "decode")
+    drawn = column_chart([1.0, 0.0, 13.0], ChartAxis("tokens/s", 10, ("1 min ago", "now")), "decode")
     assert drawn.count("<rect") == 2 and ">20</text>" in drawn and ">1 min ago</text>" in drawn
     drawn = line_chart(
-        (("running", "decode", [1.0, None, 1.0]),), Axis("sequences", 4, ("", ""), counts=True)
+        (("running", "decode", [1.0, None, 1.0]),), ChartAxis("sequences", 4, ("", ""), counts=True)
     )
     assert ">4</text>" in drawn and ">2</text>" in drawn and drawn.count("M") >= 2
 

@@ -2,7 +2,8 @@
 
 import math
 from collections.abc import Sequence
-from html import escape
+
+from cumulo.base import svg
 
 WIDTH, HEIGHT = 720, 400
 LEFT, RIGHT, TOP, BOTTOM = 64, 20, 44, 48
@@ -28,28 +29,25 @@ def loss_plot(
         return x, TOP + (high - loss) / (high - low) * (HEIGHT - TOP - BOTTOM)
 
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img">{_STYLE}',
-        f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>',
-        f'<text class="title" x="{LEFT}" y="24">{escape(title)}</text>',
+        _STYLE,
+        svg.tag("rect", width=WIDTH, height=HEIGHT, fill="white"),
+        svg.text(LEFT, 24, title, class_="title"),
     ]
     for index in range(5):
         loss = low + (high - low) * index / 4
         step = last * index / 4
         y, x = at(0, loss)[1], at(step, low)[0]
-        parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        parts.append(f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{loss:.2f}</text>')
-        parts.append(f'<text x="{x:.1f}" y="{HEIGHT - 26}" text-anchor="middle">{step:.0f}</text>')
-    parts.append(f'<text x="{WIDTH / 2}" y="{HEIGHT - 8}" text-anchor="middle">step</text>')
+        parts += [
+            svg.line(LEFT, y, WIDTH - RIGHT, y, "grid"),
+            svg.text(LEFT - 8, y + 4, f"{loss:.2f}", "end"),
+            svg.text(x, HEIGHT - 26, f"{step:.0f}", "middle"),
+        ]
+    parts.append(svg.text(WIDTH / 2, HEIGHT - 8, "step", "middle"))
     for kind, line in (("raw", finite), ("smooth", _smoothed(finite))):
         if line:
-            path = " ".join(f"{x:.1f},{y:.1f}" for x, y in (at(*point) for point in line))
-            parts.append(f'<polyline class="{kind}" points="{path}"/>')
-    for step, loss in held_out:
-        x, y = at(step, loss)
-        parts.append(
-            f'<circle class="held" cx="{x:.1f}" cy="{y:.1f}" r="4"><title>held out: {loss:.4f}</title></circle>'
-        )
-    return "\n".join([*parts, "</svg>"]) + "\n"
+            parts.append(svg.polyline((at(*point) for point in line), kind))
+    parts += [svg.dot(*at(step, loss), 4, f"held out: {loss:.4f}", class_="held") for step, loss in held_out]
+    return svg.picture(WIDTH, HEIGHT, "\n".join(parts), label=title, xmlns=svg.XMLNS) + "\n"
 
 
 def _smoothed(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
