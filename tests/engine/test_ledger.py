@@ -33,9 +33,9 @@ MIB = 1 << 20
 
 def test_without_settings_kv_takes_at_most_a_quarter_of_memory_and_4_gib() -> None:
     small = plan_memory(SMOLLM2, 100 * MIB, EngineConfig(), 4 * GIB)
-    assert 0.24 * 4 * GIB < small.ledger["kv cache"].predicted_bytes <= GIB
+    assert 0.24 * 4 * GIB < small.ledger["kv cache"].predicted <= GIB
     large = plan_memory(SMOLLM2, 100 * MIB, EngineConfig(), 500 * GIB)
-    assert 3.9 * GIB < large.ledger["kv cache"].predicted_bytes <= 4 * GIB
+    assert 3.9 * GIB < large.ledger["kv cache"].predicted <= 4 * GIB
     assert large.max_context == small.max_context == 8192
 
 
@@ -146,8 +146,8 @@ def test_measurements_stand_beside_predictions_in_every_rendering() -> None:
     ledger = plan_memory(SMOLLM2, 100 * MIB, EngineConfig(), 4 * GIB).ledger
     assert ledger.measured_bytes is None
     measured = ledger.measured({"weights": 110 * MIB, "kv cache": None})
-    assert measured["weights"].measured_bytes == measured.measured_bytes == 110 * MIB
-    assert ledger["weights"].measured_bytes is None
+    assert measured["weights"].measured == measured.measured_bytes == 110 * MIB
+    assert ledger["weights"].measured is None
     with pytest.raises(ValueError, match="no row cake"):
         ledger.measured({"cake": 1})
     restored = json.loads(json.dumps(measured.to_dict()))
@@ -204,9 +204,9 @@ def test_predictions_hold_for_a_real_model_of_each_kind(kind: str) -> None:
     )
     ledger = plan.ledger.measured(runner.memory_bytes())
     for name in ("weights", "kv cache", "swap pool"):
-        assert ledger[name].measured_bytes == ledger[name].predicted_bytes
+        assert ledger[name].measured == ledger[name].predicted
     tables = ledger["token tables"]
-    assert tables.measured_bytes == pytest.approx(tables.predicted_bytes, rel=0.02)
+    assert tables.measured == pytest.approx(tables.predicted, rel=0.02)
 
     profiled_peak(runner, 8, 2)  # makes what is made once, such as the table of rotations
     activations = activation_bytes(spec, 1024, 4, 8)
@@ -227,11 +227,11 @@ def test_predictions_hold_for_the_built_in_model() -> None:
     cache = KVCache(loaded.spec, plan.kv_blocks, config.block_size)
     runner = TorchRunner(loaded.decoder, cache, max_slots=8, max_context=plan.max_context)
     ledger = plan.ledger.measured(runner.memory_bytes())
-    assert ledger["weights"].measured_bytes == pytest.approx(files.weight_bytes, rel=0.05)
-    assert ledger["kv cache"].measured_bytes == ledger["kv cache"].predicted_bytes
+    assert ledger["weights"].measured == pytest.approx(files.weight_bytes, rel=0.05)
+    assert ledger["kv cache"].measured == ledger["kv cache"].predicted
     peak = runner.measure_step(256, 8)
     assert peak is not None
-    predicted = ledger["activations"].predicted_bytes + ledger["logits"].predicted_bytes
+    predicted = ledger["activations"].predicted + ledger["logits"].predicted
     assert peak < 1.5 * predicted
 
 

@@ -146,8 +146,8 @@ def test_the_story_and_the_ledger_tell_what_happened(llm):
     for expected in ("arrived with", "from the prefix cache", "first token", "finished: length"):
         assert expected in words
     weights = llm.ledger["weights"]
-    assert weights.measured_bytes == pytest.approx(weights.predicted_bytes, rel=0.05)
-    assert llm.ledger["kv cache"].measured_bytes == llm.ledger["kv cache"].predicted_bytes
+    assert weights.measured == pytest.approx(weights.predicted, rel=0.05)
+    assert llm.ledger["kv cache"].measured == llm.ledger["kv cache"].predicted
 
 
 def test_too_little_memory_is_refused_before_loading_with_what_would_fit():

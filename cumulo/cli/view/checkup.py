@@ -144,9 +144,9 @@ def _model(model: str | None) -> list[Row]:
 def _ledger_rows(ledger: "Ledger") -> list[Row]:
     rows = []
     for entry in ledger.rows:
-        rows.append(Row(f"memory, {entry.name}: predicted", entry.predicted_bytes, "bytes", "lower"))
-        if entry.measured_bytes is not None:
-            rows.append(Row(f"memory, {entry.name}: measured", entry.measured_bytes, "bytes", "lower"))
+        rows.append(Row(f"memory, {entry.name}: predicted", entry.predicted, "bytes", "lower"))
+        if entry.measured is not None:
+            rows.append(Row(f"memory, {entry.name}: measured", entry.measured, "bytes", "lower"))
     return rows
 
 

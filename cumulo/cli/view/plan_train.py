@@ -121,7 +121,7 @@ def _plan(plan: Plan) -> dict[str, Any]:
         "mfu": found.mfu,
         "hfu": found.hfu,
         "breakdown_s": dict(found.breakdown),
-        "memory_bytes": dict(found.memory.rows()) if found.memory else None,
+        "memory_bytes": {line.name: line.predicted for line in found.memory.lines} if found.memory else None,
         "host_bytes": found.memory.host if found.memory else 0,
         "bytes_sent": dict(found.link_bytes),
         "evidence": list(found.evidence),
@@ -152,7 +152,9 @@ def show(
     if best.estimate.memory is not None:
         out.print(
             _shares(
-                "Memory per GPU", [(name, size / GIB) for name, size in best.estimate.memory.rows()], "GiB"
+                "Memory per GPU",
+                [(line.name, line.predicted / GIB) for line in best.estimate.memory.lines],
+                "GiB",
             )
         )
     if best.estimate.link_bytes:

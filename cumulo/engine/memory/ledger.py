@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from cumulo.base.ledger import LedgerLine
 from cumulo.engine.config import EngineConfig
 from cumulo.engine.memory.ledger_gpu import gpu_buffer_bytes, gpu_logit_bytes, gpu_table_bytes
 from cumulo.errors import CumuloError, OutOfMemory
@@ -41,29 +42,21 @@ _SHORTEST_CONTEXT = 256
 
 
 @dataclass(frozen=True, slots=True)
-class LedgerRow:
-    name: str
-    predicted_bytes: int
-    measured_bytes: int | None
-    how: str  # the prediction in words, and once measured also how that was done
-
-
-@dataclass(frozen=True, slots=True)
 class Ledger:
-    rows: tuple[LedgerRow, ...]
+    rows: tuple[LedgerLine, ...]
     available_bytes: int  # when the plan was made
 
     @property
     def predicted_bytes(self) -> int:
-        return sum(row.predicted_bytes for row in self.rows)
+        return int(sum(row.predicted for row in self.rows))
 
     @property
     def measured_bytes(self) -> int | None:
         """The measured rows' sum, once there is one."""
-        measured = [row.measured_bytes for row in self.rows if row.measured_bytes is not None]
-        return sum(measured) if measured else None
+        measured = [row.measured for row in self.rows if row.measured is not None]
+        return int(sum(measured)) if measured else None
 
-    def __getitem__(self, name: str) -> LedgerRow:
+    def __getitem__(self, name: str) -> LedgerLine:
         return next(row for row in self.rows if row.name == name)
 
     def measured(self, measured_bytes: Mapping[str, int | None]) -> "Ledger":
@@ -72,7 +65,7 @@ class Ledger:
         if unknown:
             raise ValueError(f"the ledger has no row {', '.join(sorted(unknown))}")
         rows = (
-            dataclasses.replace(row, measured_bytes=measured_bytes[row.name])
+            dataclasses.replace(row, measured=measured_bytes[row.name])
             if measured_bytes.get(row.name) is not None
             else row
             for row in self.rows
@@ -84,7 +77,15 @@ class Ledger:
             "available_bytes": self.available_bytes,
             "predicted_bytes": self.predicted_bytes,
             "measured_bytes": self.measured_bytes,
-            "rows": [dataclasses.asdict(row) for row in self.rows],
+            "rows": [
+                {
+                    "name": row.name,
+                    "predicted_bytes": row.predicted,
+                    "measured_bytes": row.measured,
+                    "how": row.how,
+                }
+                for row in self.rows
+            ],
         }
 
     def __rich__(self) -> "Table":
@@ -154,9 +155,9 @@ def ledger_table(ledger: Ledger) -> "Table":
         table.add_column(column, justify="right")
     table.add_column("how", style="dim")
     for row in ledger.rows:
-        table.add_row(row.name, *_cells(row.predicted_bytes, row.measured_bytes), row.how)
+        table.add_row(row.name, *_cells(row.predicted, row.measured), row.how)
     table.add_section()
-    compared = sum(row.predicted_bytes for row in ledger.rows if row.measured_bytes is not None)
+    compared = sum(row.predicted for row in ledger.rows if row.measured is not None)
     ratio = _cells(compared, ledger.measured_bytes)[2]
     measured = _cells(compared, ledger.measured_bytes)[1]
     of = f"of {format_bytes(ledger.available_bytes)} available"
@@ -164,14 +165,14 @@ def ledger_table(ledger: Ledger) -> "Table":
     return table
 
 
-def format_bytes(count: int) -> str:
+def format_bytes(count: float) -> str:
     for unit, size in (("GiB", GIB), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if count >= size:
             return f"{count / size:.1f} {unit}"
-    return f"{count} B"
+    return f"{count:.0f} B"
 
 
-def _cells(predicted: int, measured: int | None) -> tuple[str, str, str]:
+def _cells(predicted: float, measured: float | None) -> tuple[str, str, str]:
     if measured is None:
         return format_bytes(predicted), "", ""
     ratio = f"{measured / predicted:.2f}" if predicted else ""
@@ -228,13 +229,13 @@ class Needs:
     def context_with(self, kv_blocks: int) -> int:
         return min(self.context, kv_blocks * self.config.block_size)
 
-    def rows(self, kv_blocks: int, why: str = "") -> Iterator[LedgerRow]:
+    def rows(self, kv_blocks: int, why: str = "") -> Iterator[LedgerLine]:
         spec, config, element = self.spec, self.config, self.element_bytes
         context = self.context_with(kv_blocks)
         tokens, draws = config.max_tokens_per_step, min(config.max_running, config.max_tokens_per_step)
 
-        def row(name: str, predicted_bytes: int, how: str) -> LedgerRow:
-            return LedgerRow(name, predicted_bytes, None, how)
+        def row(name: str, predicted_bytes: int, how: str) -> LedgerLine:
+            return LedgerLine(name, predicted_bytes, how=how)
 
         yield row("weights", self.weight_bytes, self._weights_in_words())
         yield row(
@@ -269,8 +270,8 @@ class Needs:
         return f"layers' matrices in 8 bits, a scale a row; the rest{experts} in {self.config.dtype}"
 
     def _gpu_rows(
-        self, row: Callable[[str, int, str], LedgerRow], tokens: int, context: int
-    ) -> Iterator[LedgerRow]:
+        self, row: Callable[[str, int, str], LedgerLine], tokens: int, context: int
+    ) -> Iterator[LedgerLine]:
         """The GPU decoder works in buffers it allocates once, so these are exact; models it cannot play run as on a
         CPU."""
         spec, config, element = self.spec, self.config, self.element_bytes
@@ -292,7 +293,7 @@ class Needs:
         # The swap pool lies in the host's memory: it is no part of this sum.
 
     def total(self, kv_blocks: int) -> int:
-        return sum(row.predicted_bytes for row in self.rows(kv_blocks))
+        return int(sum(row.predicted for row in self.rows(kv_blocks)))
 
     def fit(self, usable_bytes: int) -> bool:
         given = self.given_kv_blocks

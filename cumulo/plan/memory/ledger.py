@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from cumulo.base.ledger import LedgerLine
+
 
 @dataclass(frozen=True, slots=True)
 class MemoryLedger:
@@ -31,6 +33,8 @@ class MemoryLedger:
         """What the device must have."""
         return self.peak + self.reserved
 
-    def rows(self) -> tuple[tuple[str, int], ...]:
+    @property
+    def lines(self) -> tuple[LedgerLine, ...]:
+        """What `total` is made of."""
         names = ("weights", "gradients", "optimizer", "activations", "logits", "temporary", "reserved")
-        return tuple((name, getattr(self, name)) for name in names)
+        return tuple(LedgerLine(name, getattr(self, name)) for name in names)

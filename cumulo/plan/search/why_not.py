@@ -25,10 +25,10 @@ def refuse(goal: TrainGoal) -> None:
         raise ConfigError(_nothing_divides(goal))
     limit = goal.memory_limit_bytes
     ledger, what = least
-    largest = max(ledger.rows(), key=lambda row: row[1])
+    largest = max(ledger.lines, key=lambda line: line.predicted)
     message = (
         f"no layout fits: the least any needs is {ledger.total / GIB:.1f} GiB on a GPU ({what}; most of it "
-        f"{largest[0]}, {largest[1] / GIB:.1f} GiB), and there are {limit / GIB:.1f} GiB"
+        f"{largest.name}, {largest.predicted / GIB:.1f} GiB), and there are {limit / GIB:.1f} GiB"
     )
     if (enough := _enough_gpus(goal)) is not None:
         message += f"; {enough:,} of these GPUs would hold it"
