@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from cumulo.kernels.cpu.affine_blocks import AffineBlocks, concat_rows
+from cumulo.kernels.cpu.affine_blocks import AffineBlocks
 from tests.kernels.blocks import random_blocks
 
 
@@ -21,21 +21,10 @@ def test_dequantising_is_scale_times_code_plus_minimum(bits: int, group: int, wi
     assert dense.dtype == np.float32
 
 
-def test_stacked_matrices_dequantise_to_the_stack_of_the_dequantised() -> None:
-    upper, lower = random_blocks(3, 64, 4, 32, True), random_blocks(2, 64, 4, 32, False, seed=1)
-    stacked = concat_rows([upper, lower])
-    assert np.array_equal(stacked.dequantize(), np.concatenate([upper.dequantize(), lower.dequantize()]))
-
-
 def test_chosen_rows_keep_their_scales() -> None:
     blocks = random_blocks(6, 32, 8, 16)
     order = np.array([5, 0, 3])
     assert np.array_equal(blocks.take_rows(order).dequantize(), blocks.dequantize()[order])
-
-
-def test_matrices_of_different_formats_are_not_stacked() -> None:
-    with pytest.raises(ValueError, match="cannot stack 8-bit group 32 x 64 columns under 4-bit"):
-        concat_rows([random_blocks(1, 64, 4, 32), random_blocks(1, 64, 8, 32)])
 
 
 @pytest.mark.parametrize(

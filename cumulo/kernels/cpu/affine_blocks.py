@@ -6,7 +6,6 @@ minimum belong to a group of 16 or 32 consecutive columns of one row. Keeping co
 keeps the file's own weights exactly; nothing is quantised a second time.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -59,26 +58,3 @@ class AffineBlocks:
         """The matrix with rows chosen or reordered (GGUF permutes the rows of Llama's q and k)."""
         minimum = None if self.minimum is None else self.minimum[indices]
         return AffineBlocks(self.codes[indices], self.scale[indices], minimum, self.bits, self.group)
-
-
-def concat_rows(parts: Sequence[AffineBlocks]) -> AffineBlocks:
-    """Stack matrices of one bit width and group size; a missing minimum becomes zeros if another has one."""
-    first = parts[0]
-    for part in parts[1:]:
-        if (part.bits, part.group, part.shape[1]) != (first.bits, first.group, first.shape[1]):
-            raise ValueError(
-                f"cannot stack {part.bits}-bit group {part.group} x {part.shape[1]} columns under "
-                f"{first.bits}-bit group {first.group} x {first.shape[1]} columns"
-            )
-    minima: np.ndarray | None = None
-    if any(part.minimum is not None for part in parts):
-        minima = np.concatenate(
-            [np.zeros_like(part.scale) if part.minimum is None else part.minimum for part in parts]
-        )
-    return AffineBlocks(
-        np.concatenate([part.codes for part in parts]),
-        np.concatenate([part.scale for part in parts]),
-        minima,
-        first.bits,
-        first.group,
-    )

@@ -307,28 +307,6 @@ def tune(device: torch.device | str = "cuda", threads: int = 12) -> dict[str, di
     return found
 
 
-def tune_chunks(device: torch.device | str = "cuda", threads: int = 12) -> dict[str, dict[str, Any]]:
-    """`tune` of the classes that decide prompts alone: prints TFLOP/s and error of every candidate."""
-    device = torch.device(device)
-    classes = [(shapes[0], candidates) for shapes, candidates in TUNE_CLASSES if not shapes[0].decodes]
-    _compile_all(device, threads, [(shape, config) for shape, candidates in classes for config in candidates])
-    found: dict[str, dict[str, Any]] = {}
-    for shape, candidates in classes:
-        bench = Bench(shape, device)
-        must = work(shape.sequences, shape.heads, shape.kv_heads, shape.dim)
-        key, best_us = _key(shape, device), float("inf")
-        print(f"{key}: {shape.name}")
-        for config in candidates:
-            us = _candidate_us(bench, config)
-            if us == float("inf"):
-                continue
-            error = bench.error(_plan_with(bench, config))
-            print(f"   {must.flops / us / 1e6:5.0f} TFLOP/s, error {error:.2e}: {config}", flush=True)
-            if us < best_us:
-                found[key], best_us = fields(config), us
-    return found
-
-
 def _key(shape: Shape, device: torch.device) -> str:
     group = shape.heads // shape.kv_heads
     if not shape.decodes:

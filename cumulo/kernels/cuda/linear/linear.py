@@ -123,14 +123,11 @@ def linear(
     swiglu: bool = False,
     bias: Tensor | None = None,
     invariant: bool = False,
-    dependent_launch: bool = False,
 ) -> Tensor:
     """residual + f(norm(x)·Wᵀ + bias) into `out`, which may be `residual`; every part but the product is optional.
 
     x [M, K]; weight [N, K]; with `swiglu` f pairs the first half of the rows with the second and out is [M, N/2].
-    `invariant`: a row's bits do not depend on the rows beside it (slower). `dependent_launch`: the kernel before is
-    one that made no weights; the product may ask for its own while that one ends. `tune` prints what that
-    gains for each winner; the decoder does not ask for it.
+    `invariant`: a row's bits do not depend on the rows beside it (slower).
     """
     if isinstance(x, Fp8Rows):
         if not isinstance(weight, Fp8Weight):
@@ -151,12 +148,10 @@ def linear(
         return small_linear(
             x, data, out, norm_weight=norm_weight, eps=eps, residual=residual, swiglu=swiglu, bias=bias,
             scales=scales, config=choice.config if isinstance(choice.config, SmallConfig) else None,
-            dependent_launch=dependent_launch,
         )  # fmt: skip
     return skinny_linear(
         x, data, out, norm_weight=norm_weight, eps=eps, residual=residual, swiglu=swiglu, bias=bias,
         scales=scales, config=choice.config if isinstance(choice.config, SkinnyConfig) else None,
-        dependent_launch=dependent_launch,
     )  # fmt: skip
 
 

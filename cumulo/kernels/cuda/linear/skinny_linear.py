@@ -18,7 +18,6 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from cumulo.kernels.cuda.linear.small_linear import BENCH_SHAPES, random_bf16, reference, work
 from cumulo.kernels.cuda.timing import copies_past_cache, graph_us
@@ -106,8 +105,7 @@ def _skinny_linear_kernel(x, weight, out, norm_weight, residual, bias, scales, p
                           K_PER_SPLIT, stride_x, stride_weight, stride_out, stride_residual, stride_scales, eps,
                           BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
                           SPLITS: tl.constexpr, EVEN_K: tl.constexpr, NORM: tl.constexpr, SWIGLU: tl.constexpr,
-                          RESIDUAL: tl.constexpr, BIAS: tl.constexpr, SCALED: tl.constexpr,
-                          PDL: tl.constexpr):  # fmt: skip
+                          RESIDUAL: tl.constexpr, BIAS: tl.constexpr, SCALED: tl.constexpr):  # fmt: skip
     """SCALED: 0 no scales, 1 one a row of W, 2 one a 128×128 block of W."""
     tile, split = tl.program_id(0), tl.program_id(1)
     n_offsets = tile * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -125,9 +123,6 @@ def _skinny_linear_kernel(x, weight, out, norm_weight, residual, bias, scales, p
     squared = tl.zeros(
         [BLOCK_M, BLOCK_K], tl.float32
     )  # summed over k at the end: no exchange between threads here
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
     first = split * K_PER_SPLIT
     for k in tl.range(first, tl.minimum(first + K_PER_SPLIT, K), BLOCK_K):
         offsets = k + k_columns
@@ -260,7 +255,6 @@ def skinny_linear(
     bias: Tensor | None = None,
     scales: Tensor | None = None,
     config: SkinnyConfig | None = None,
-    dependent_launch: bool = False,
 ) -> Tensor:
     """x [M ≤ 128, K] times weight [N, K] into `out`; arguments as in small_linear, and `scales` may be
     [⌈N/128⌉, ⌈K/128⌉] for weights scaled in blocks."""
@@ -316,49 +310,10 @@ def skinny_linear(
         RESIDUAL=residual is not None,
         BIAS=bias is not None,
         SCALED=scaled,
-        PDL=dependent_launch,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
-        **({"launch_pdl": True} if dependent_launch else {}),
     )
     return out
-
-
-@torch.library.custom_op("cumulo::skinny_linear", mutates_args=())
-def skinny_linear_op(
-    x: Tensor,
-    weight: Tensor,
-    norm_weight: Tensor | None = None,
-    residual: Tensor | None = None,
-    bias: Tensor | None = None,
-    scales: Tensor | None = None,
-    eps: float = 1e-6,
-    swiglu: bool = False,
-) -> Tensor:
-    return skinny_linear(
-        x,
-        weight,
-        norm_weight=norm_weight,
-        eps=eps,
-        residual=residual,
-        swiglu=swiglu,
-        bias=bias,
-        scales=scales,
-    )
-
-
-@skinny_linear_op.register_fake
-def _(
-    x: Tensor,
-    weight: Tensor,
-    norm_weight: Tensor | None = None,
-    residual: Tensor | None = None,
-    bias: Tensor | None = None,
-    scales: Tensor | None = None,
-    eps: float = 1e-6,
-    swiglu: bool = False,
-) -> Tensor:
-    return x.new_empty(x.shape[0], weight.shape[0] // (2 if swiglu else 1))
 
 
 def bench_rows(device: torch.device | str = "cuda") -> Iterator[KernelRow]:

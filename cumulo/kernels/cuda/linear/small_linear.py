@@ -5,9 +5,6 @@ by two orders of magnitude, so plain multiply-adds are enough and every choice i
 owns a few output rows; a row's loads are unrolled, 16 bytes a thread, so that the memory system has them all at
 once. RMSNorm costs no pass of its own: Σ w·(x·g)·r = r·Σ w·(x·g), and r comes out of the same loop. SwiGLU keeps
 a gate row and its up row in one program.
-
-With `dependent_launch` (programmatic dependent launch) a program asks for its first weights before it waits for
-the kernel that makes x: weights never change, and in a kernel of 3 µs the wait for the first bytes is the cost.
 """
 
 from collections.abc import Iterator
@@ -18,7 +15,6 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from cumulo.kernels.cuda.timing import copies_past_cache, graph_us
 from cumulo.kernels.cuda.work import KernelRow, Work
@@ -160,7 +156,7 @@ def _small_linear_kernel(x, weight, out, norm_weight, residual, bias, scales, OU
                          stride_out, stride_residual, eps, M: tl.constexpr, K: tl.constexpr,
                          ROWS: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr, NORM: tl.constexpr,
                          SWIGLU: tl.constexpr, RESIDUAL: tl.constexpr, BIAS: tl.constexpr,
-                         SCALED: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+                         SCALED: tl.constexpr):  # fmt: skip
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     row_mask = rows < OUTPUTS
     columns = tl.arange(0, BLOCK_K)
@@ -171,15 +167,11 @@ def _small_linear_kernel(x, weight, out, norm_weight, residual, bias, scales, OU
     up0, up1, up2, up3 = acc0, acc0, acc0, acc0
     squares0 = tl.zeros([BLOCK_K], tl.float32)
     squares1, squares2, squares3 = squares0, squares0, squares0
-    if PDL:
-        gdc_launch_dependents()  # the next kernel may ask for its weights as soon as there is room for it
     # One tile ahead: a tile's loads are on their way while the one before is multiplied.
     next_w = _load_weights(gate_rows + columns[None, :], row_mask, columns < K, not EVEN_N, BLOCK_K > K)
     next_u = next_w
     if SWIGLU:
         next_u = _load_weights(up_rows + columns[None, :], row_mask, columns < K, not EVEN_N, BLOCK_K > K)
-    if PDL:
-        gdc_wait()  # what comes before may run beside the kernel that makes x
     scale = _at_rows(scales, rows, row_mask, SCALED)
     up_scale = _at_rows(scales + OUTPUTS, rows, row_mask, SCALED and SWIGLU)
     gate_bias = _at_rows(bias, rows, row_mask, BIAS)
@@ -265,12 +257,11 @@ def small_linear(
     bias: Tensor | None = None,
     scales: Tensor | None = None,
     config: SmallConfig | None = None,
-    dependent_launch: bool = False,
 ) -> Tensor:
     """x [M ≤ 4, K] times weight [N, K] (rows contiguous, any float dtype; `scales` [N] for e4m3) into `out`.
 
     With `swiglu` the weight's first half are gate rows, its second half up rows, and out is [M, N/2]. `out` may be
-    `residual` itself. With `dependent_launch` the kernel before must not have changed `weight` or `scales`.
+    `residual` itself.
     """
     m, k = x.shape
     n = weight.shape[0]
@@ -282,7 +273,6 @@ def small_linear(
     if config is None:
         config = default_config(n, k, swiglu, weight.element_size())
     rows = config.rows
-    launch = {"launch_pdl": True} if dependent_launch else {}
     _small_linear_kernel[(-(-outputs // rows),)](
         x,
         weight,
@@ -307,48 +297,9 @@ def small_linear(
         RESIDUAL=residual is not None,
         BIAS=bias is not None,
         SCALED=scales is not None,
-        PDL=dependent_launch,
         num_warps=config.num_warps,
-        **launch,
     )
     return out
-
-
-@torch.library.custom_op("cumulo::small_linear", mutates_args=())
-def small_linear_op(
-    x: Tensor,
-    weight: Tensor,
-    norm_weight: Tensor | None = None,
-    residual: Tensor | None = None,
-    bias: Tensor | None = None,
-    scales: Tensor | None = None,
-    eps: float = 1e-6,
-    swiglu: bool = False,
-) -> Tensor:
-    return small_linear(
-        x,
-        weight,
-        norm_weight=norm_weight,
-        eps=eps,
-        residual=residual,
-        swiglu=swiglu,
-        bias=bias,
-        scales=scales,
-    )
-
-
-@small_linear_op.register_fake
-def _(
-    x: Tensor,
-    weight: Tensor,
-    norm_weight: Tensor | None = None,
-    residual: Tensor | None = None,
-    bias: Tensor | None = None,
-    scales: Tensor | None = None,
-    eps: float = 1e-6,
-    swiglu: bool = False,
-) -> Tensor:
-    return x.new_empty(x.shape[0], weight.shape[0] // (2 if swiglu else 1))
 
 
 # The decode linears of two models, and what a plain tuned kernel reached on an H200 (µs, one row).

@@ -132,7 +132,7 @@ class Call:
             torch.zeros(m, outputs, dtype=torch.bfloat16, device=device),
         )
 
-    def __call__(self, weight: Weight, dependent_launch: bool = False) -> Tensor:
+    def __call__(self, weight: Weight) -> Tensor:
         return linear(
             self.x,
             weight,
@@ -140,7 +140,6 @@ class Call:
             norm_weight=self.norm,
             residual=self.out if self.product.residual else None,
             swiglu=self.product.swiglu,
-            dependent_launch=dependent_launch,
         )
 
 
@@ -230,14 +229,10 @@ def _tune_one(
     best = min(times, key=lambda choice: times[choice])
     door.WINNERS[key] = best
     us = times[best]
-    dependent = ""
-    if best.kernel in ("small", "skinny") and call.x.is_cuda:
-        chained = graph_us(lambda i: call(weights[i], dependent_launch=True), len(weights), rounds=5)
-        dependent = f"  with dependent launch {chained:6.1f}"
     return (
         f"{product.name:22} {kind:5} m={m:<4} {us:7.1f} us {weights[0].nbytes / us / 1e6:5.2f} TB/s  "
         f"library {times.get(Choice('library'), float('nan')):7.1f}  {best.kernel} {best.config or ''}"
-        f"{dependent}{f'  ({refused} refused)' if refused else ''}"
+        f"{f'  ({refused} refused)' if refused else ''}"
     )
 
 
