@@ -44,9 +44,8 @@ class Family:
     overlaps: bool = False  # forwards run together with backwards
     # When `stages` micro-batches more repeat the order's middle and change nothing else.
     repeats: Literal["never", "in whole rounds", "always"] = "never"
-    never_best: bool = (
-        False  # another schedule is always at least as good, so that a search leaves this one out
-    )
+    # Another schedule is always at least as good, so that a search leaves this one out.
+    never_best: bool = False
 
     @property
     def bidirectional(self) -> bool:

@@ -20,9 +20,8 @@ from cumulo.plan.job import TrainJob
 from cumulo.plan.memory.states import stage_elements, state_bytes
 from cumulo.spec.cluster import Cluster
 
-MOST_WRITING = (
-    0.1  # share of the time in which storage is written behind training: data are read from it, too
-)
+# Share of the time in which storage is written behind training: data are read from it, too.
+MOST_WRITING = 0.1
 
 
 @dataclass(frozen=True, slots=True)
