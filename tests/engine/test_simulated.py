@@ -70,7 +70,7 @@ def outcome(run: Run) -> tuple[Any, ...]:
         )
         for one in run.served
     ]
-    gaps = sorted(gap for gap, count in zip(run.gaps_s, run.gap_counts, strict=True) for _ in range(count))
+    gaps = sorted(gap for gap, count in zip(run.itl_s, run.itl_counts, strict=True) for _ in range(count))
     return served, gaps, run.steps, run.computed_tokens, run.ended_s, run.most_running, run.most_blocks
 
 
@@ -216,7 +216,7 @@ def test_a_request_prefilled_elsewhere_computes_no_prompt() -> None:
     run = simulate([arrival], Scheduler(config(host_blocks=16)), LinearCost(fixed_s=1.0))
     assert run.computed_tokens == 9  # the first token came with it, and the last drawn one is never computed
     assert run.served[0].first_token_s == 0.5 and run.served[0].finished
-    assert max(run.gaps_s) > 1.0  # from the first token, drawn elsewhere, to the second
+    assert max(run.itl_s) > 1.0  # from the first token, drawn elsewhere, to the second
 
 
 def test_the_same_traffic_gives_the_same_times_to_the_last_bit() -> None:

@@ -27,8 +27,8 @@ def enter_result(ready: InFlight, now_s: float, scheduler: Scheduler, lockstep: 
     if same:
         others[same_s] = same
     for before_s, count in others.items():
-        run.gaps_s.append(now_s - before_s)
-        run.gap_counts.append(count)
+        run.itl_s.append(now_s - before_s)
+        run.itl_counts.append(count)
     run.last_result_s = now_s
     close_ended(scheduler, now_s)
 

@@ -94,12 +94,12 @@ class InFlight(NamedTuple):
 
 @dataclass(slots=True)
 class Run:
-    """A simulated run: every request, every gap between tokens, and where the device's time went."""
+    """A simulated run: every request, every inter-token latency, and where the device's time went."""
 
     served: list[Served] = field(default_factory=list)
-    # Gaps between two tokens of a request, over all requests: how long, and how many of that length in a step.
-    gaps_s: "array[float]" = field(default_factory=lambda: array("d"))
-    gap_counts: "array[int]" = field(default_factory=lambda: array("q"))
+    # Times between two tokens of a request, over all requests: how long, and how many of that length in a step.
+    itl_s: "array[float]" = field(default_factory=lambda: array("d"))
+    itl_counts: "array[int]" = field(default_factory=lambda: array("q"))
     steps: int = 0
     computed_tokens: int = 0
     device_busy_s: float = 0.0

@@ -34,7 +34,7 @@ def play_stretch(
     before_s, started = 0.0, False
     done_s, last_apply_s = in_flight.done_s, in_flight.time.apply_s
     device_free_s = done_s
-    add_gap, add_count = run.gaps_s.append, run.gap_counts.append
+    add_itl, add_count = run.itl_s.append, run.itl_counts.append
     busy_s = read_tokens = 0.0
     while (not started or clock_s < until_s) and (repeat := lockstep.plan()) is not None:
         in_last, (index, steps, rows, context_tokens, shared_tokens) = rows, repeat
@@ -58,7 +58,7 @@ def play_stretch(
                 enter_result(in_flight, clock_s, scheduler, lockstep, run)
                 started = True
             else:
-                add_gap(clock_s - before_s)
+                add_itl(clock_s - before_s)
                 add_count(in_last if played == 1 else rows)
                 if played == 1:
                     run.most_blocks = max(run.most_blocks, scheduler.pool.used_count)

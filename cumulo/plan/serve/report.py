@@ -107,7 +107,7 @@ def report(run: Run, blocks: int, spent_s: Mapping[str, float], percentile: floa
         output_tok_s=sum(one.arrival.output_tokens for one in done) / span_s,
         request_s=len(done) / span_s,
         ttft_s=Percentiles.from_values([_ttft_s(one) for one in done], percentile=percentile),
-        itl_s=Percentiles.from_values(run.gaps_s, run.gap_counts, percentile),
+        itl_s=Percentiles.from_values(run.itl_s, run.itl_counts, percentile),
         e2e_s=Percentiles.from_values([_stay_s(one) for one in done], percentile=percentile),
         steps=run.steps,
         mean_step_s=run.device_busy_s / max(1, run.steps),
