@@ -9,9 +9,8 @@ from cumulo.errors import CumuloError
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     device: str = "auto"  # auto: a GPU if there is one, else the CPU; or "cpu", "cuda"
-    block_size: int = (
-        0  # tokens per KV block; 0: 16 on a CPU, 64 on a GPU, where a block is one tile of attention
-    )
+    # Tokens per KV block; 0: 16 on a CPU, 64 on a GPU, where a block is one tile of attention.
+    block_size: int = 0
     kv_blocks: int | None = None  # None: as many as kv_memory_gib holds
     kv_memory_gib: float | None = None  # None: chosen by the memory ledger from what is free
     max_context: int | None = None  # longest prompt + output; None: what the model was trained for

@@ -90,9 +90,8 @@ class FairShares:
         self._slice_ends_s: float | None = None
         self._forget_beyond = _MANY_TENANTS
         self._here = 0  # tenants that have requests
-        self._left_s: OrderedDict[str, float] = (
-            OrderedDict()
-        )  # when the last request of others ended; oldest first
+        # When the last request of others ended; oldest first.
+        self._left_s: OrderedDict[str, float] = OrderedDict()
 
     # -- who is about -------------------------------------------------------------------------------------
     def came(self, tenant: Tenant) -> None:
