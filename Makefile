@@ -43,9 +43,9 @@ chat: $(VENV)/.ready
 
 # A file's tests stay with one worker, which then starts their server once. One thread per worker: the models are
 # tiny, and the workers already fill the cores. The compiled kernels' cache lies in the virtual environment: tests
-# touch nothing outside the checkout.
+# touch nothing outside the checkout. Compiled Python files are kept: the tests start many processes.
 test: $(VENV)/.ready-test
-	@XDG_CACHE_HOME=$(CURDIR)/$(VENV)/cache OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 \
+	@XDG_CACHE_HOME=$(CURDIR)/$(VENV)/cache OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= \
 	  $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder $(ARGS)
 
 # Everything, also what is one of many like cases, and the long forms of soak, kill and siege: hours on two cores.
