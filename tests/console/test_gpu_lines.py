@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.console.browsing import DESKTOP, PHONE, in_a_browser, looking_at
-from tests.serve.running_server import RunningServer, running_server
+from tests.serve.running_server import RunningServer
 from tests.serve.tiny_model import save_tiny_model
 
 pytestmark = [
@@ -44,8 +44,12 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     subprocess.run(["cc", "-shared", "-fPIC", "-o", "libnvidia-ml.so.1", "driver.c"], cwd=folder, check=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LD_LIBRARY_PATH", str(folder))
-        with running_server(str(save_tiny_model(folder / "model"))) as running:
-            yield running
+        # The linker reads where libraries lie when a process starts, so this one must be its own.
+        running = RunningServer(str(save_tiny_model(folder / "model")), fresh=True)
+    try:
+        yield running
+    finally:
+        running.end()
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
