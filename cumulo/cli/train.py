@@ -53,13 +53,15 @@ def train(
     The folder of the run contains model/ (for cumulo chat and transformers), checkpoints/, log.csv and loss.svg.
     """
     from cumulo.cli import train_run
+    from cumulo.cli.shared.terminal import note
+    from cumulo.train.run.configuration import configuration
 
     wanted = dict(train_run.parse_change(change) for change in changes or [])
     if folder is not None:
         wanted["folder"] = str(folder)
     if steps is not None:
         wanted["steps"] = str(steps)
-    config = train_run.configuration(config_file, wanted, resume)
+    config = configuration(config_file, wanted, resume, note)
     if show_config:
         train_run.print_config(config)
         return

@@ -1,13 +1,11 @@
 """What `cumulo train` does once its options are read: the configuration, the run, its display and its report."""
 
-import json
 import math
 import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-import yaml
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from cumulo.base.quantities import quantity
@@ -16,14 +14,10 @@ from cumulo.cli.shared.terminal import err, note, out
 from cumulo.errors import ConfigError, CumuloError, TrainingError
 from cumulo.ranks.launch import LOST, REFUSED, check_machine, launch, report_refusal, under_torchrun
 from cumulo.train.decide.config import (
-    ScheduleConfig,
     TrainConfig,
-    config_from,
     config_text,
     known_spec,
-    load_config,
 )
-from cumulo.train.run.builtin import builtin_config, free_folder
 from cumulo.train.run.log import TrainRecord
 
 if TYPE_CHECKING:
@@ -36,38 +30,6 @@ def parse_change(text: str) -> tuple[str, str]:
     if not sign or not name:
         raise ConfigError(f"--set takes NAME=VALUE, such as optimizer.learning_rate=1e-3; got {text!r}")
     return name.strip(), value
-
-
-def configuration(path: Path | None, changes: dict[str, str], resume: bool) -> TrainConfig:
-    """From the file, from the folder of the run to resume, or the built-in one; then apply the changes."""
-    folder = changes.get("folder")
-    changes = {name: json.dumps(value) if name == "folder" else value for name, value in changes.items()}
-    if path is not None:
-        return load_config(path, _with_warmup(path, changes))
-    if resume:
-        if folder is None:
-            raise ConfigError("--resume needs a run to resume: give its --folder or its configuration file")
-        earlier = Path(folder) / "config.yaml"
-        if not earlier.is_file():
-            raise ConfigError(f"{folder} contains no run to resume: there is no config.yaml in it")
-        return load_config(earlier, changes)
-    built_in = yaml.safe_load(config_text(builtin_config(folder or free_folder())))
-    return config_from(built_in, "the built-in configuration", changes)
-
-
-def _with_warmup(path: Path, changes: dict[str, str]) -> dict[str, str]:
-    """`--steps` that leave no room for the file's warm-up shorten it, too: who tries ten steps means ten steps."""
-    if "steps" not in changes or "schedule.warmup_steps" in changes or not changes["steps"].isdecimal():
-        return changes
-    steps = int(changes["steps"])
-    try:
-        planned = yaml.safe_load(path.read_text("utf-8"))["schedule"]["warmup_steps"]
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, TypeError, KeyError):
-        planned = ScheduleConfig().warmup_steps
-    if not isinstance(planned, int) or planned < steps:
-        return changes
-    note(f"warm-up shortened from {planned} to {steps // 10} steps, because the run has {steps}")
-    return {**changes, "schedule.warmup_steps": str(steps // 10)}
 
 
 def print_config(config: TrainConfig) -> None:
