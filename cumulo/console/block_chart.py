@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from html import escape
 
+from cumulo.base import svg
 from cumulo.console.words import short_id
 from cumulo.serve.engine_link.messages import BlockMap
 
@@ -29,6 +30,7 @@ def block_chart(blocks: BlockMap, may_see: Callable[[str], bool]) -> str:
     )
     grid = "".join(f"M{column} 0V{rows}" for column in range(columns + 1))
     grid += "".join(f"M0 {row}H{columns}" for row in range(rows + 1))
+    lines = svg.tag("path", d=grid, stroke="var(--card)", stroke_width=".14")
     held = Counter(owner for owner in blocks.owner_of if owner >= 0)
     names = "".join(
         f'<span><i class="ink-{owner % _INKS}"></i>{_owner(blocks.owners[owner], may_see)} ({count:,})</span>'
@@ -42,8 +44,7 @@ def block_chart(blocks: BlockMap, may_see: Callable[[str], bool]) -> str:
     free = total - sum(held.values()) - free_cached
     size = "1 block" if per_cell == 1 else f"{per_cell} blocks"
     return (
-        f'<svg class="chart" viewBox="0 0 {columns} {rows}">{cells}'
-        f'<path d="{grid}" stroke="var(--card)" stroke-width=".14"/></svg><div class="legend">'
+        svg.picture(columns, rows, cells, lines, class_="chart") + '<div class="legend">'
         f'<span title="Free blocks that still hold a prefix which a later request can share">'
         f'<i class="ink-cached"></i>cached, reusable ({free_cached:,})</span>'
         f'<span><i class="ink-free"></i>free ({free:,})</span>{names}<span>1 cell = {size}</span></div>'

@@ -1,8 +1,8 @@
 """Pictures of a timeline: an SVG file and a Chrome/Perfetto trace. The command and the documentation use them."""
 
 import json
-from html import escape
 
+from cumulo.base import svg
 from cumulo.pipeline.decide.actions import Action, Kind
 from cumulo.pipeline.simulate.timeline import Span, Timeline
 
@@ -33,19 +33,16 @@ def to_svg(timeline: Timeline, title: str, width: int = 1200) -> str:
     scale = (width - _LEFT - 10) / (timeline.makespan_s or 1.0)
     height = _TOP + schedule.stages * (_ROW + _GAP) + _LEGEND
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
-        'font-family="system-ui, sans-serif" font-size="11" fill="#1f2933">',
-        f"<title>{escape(title)}</title>",
-        f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
-        f'<text x="10" y="21" font-size="14" font-weight="600">{escape(title)}</text>',
+        svg.title(title),
+        svg.tag("rect", width=width, height=height, fill="#ffffff"),
+        svg.text(10, 21, title, font_size=14, font_weight=600),
+        svg.text(width - 10, 21, f"{timeline.bubble_ratio:.1%} idle", "end", fill="#52606d"),
     ]
-    idle = f"{timeline.bubble_ratio:.1%} idle"
-    parts.append(f'<text x="{width - 10}" y="21" fill="#52606d" text-anchor="end">{idle}</text>')
     for stage, spans in enumerate(timeline.compute_spans):
         top = _TOP + stage * (_ROW + _GAP)
-        parts.append(f'<text x="10" y="{top + 16}">stage {stage}</text>')
         length = timeline.makespan_s * scale
-        parts.append(f'<rect x="{_LEFT}" y="{top}" width="{length:.1f}" height="{_ROW}" fill="#eceff2"/>')
+        parts.append(svg.text(10, top + 16, f"stage {stage}"))
+        parts.append(svg.tag("rect", x=_LEFT, y=top, width=length, height=_ROW, fill="#eceff2"))
         overlapped = False  # the action before shares this one's time
         for span in spans:
             together = overlapped or span.action.overlaps_next
@@ -54,8 +51,10 @@ def to_svg(timeline: Timeline, title: str, width: int = 1200) -> str:
             parts.append(_box(timeline, span, _LEFT + span.start_s * scale, y, scale, half))
             overlapped = span.action.overlaps_next
     parts.append(_legend(timeline, height - 10))
-    parts.append("</svg>\n")
-    return "\n".join(parts)
+    return svg.picture(
+        width, height, "\n".join(parts), xmlns=svg.XMLNS, width_=width, height_=height,
+        font_family="system-ui, sans-serif", font_size=11, fill="#1f2933",
+    ) + "\n"  # fmt: skip
 
 
 def _box(timeline: Timeline, span: Span, x: float, y: float, scale: float, height: float) -> str:
@@ -67,15 +66,12 @@ def _box(timeline: Timeline, span: Span, x: float, y: float, scale: float, heigh
     text = ""
     if size >= 5:  # smaller cannot be read; the tooltip still has it
         middle = y + height / 2 + size * 0.36
-        text = (
-            f'<text x="{x + box_width / 2:.1f}" y="{middle:.1f}" font-size="{size:.1f}" '
-            f'text-anchor="middle">{label}</text>'
-        )
-    return (
-        f"<g><title>{escape(str(action))}, {span.start_s:g} to {span.end_s:g} s</title>"
-        f'<rect x="{x:.1f}" y="{y:.1f}" width="{box_width:.1f}" height="{height:g}" fill="{colour}" '
-        f'stroke="#ffffff" stroke-width="0.6"/>{text}</g>'
+        text = svg.text(x + box_width / 2, middle, label, "middle", font_size=size)
+    tip = svg.title(f"{action}, {span.start_s:g} to {span.end_s:g} s")
+    box = svg.tag(
+        "rect", x=x, y=y, width=box_width, height=height, fill=colour, stroke="#ffffff", stroke_width=0.6
     )
+    return svg.tag("g", tip, box, text)
 
 
 def _legend(timeline: Timeline, y: int) -> str:
@@ -89,10 +85,8 @@ def _legend(timeline: Timeline, y: int) -> str:
             if (kind, second) not in actions:
                 continue
             name = NAMES[kind] + (f", {second_means}" if second else "")
-            parts.append(
-                f'<rect x="{x:g}" y="{y - 10}" width="12" height="12" fill="{COLOURS[kind][second]}"/>'
-            )
-            parts.append(f'<text x="{x + 16:g}" y="{y}">{name}</text>')
+            parts.append(svg.tag("rect", x=x, y=y - 10, width=12, height=12, fill=COLOURS[kind][second]))
+            parts.append(svg.text(x + 16, y, name))
             x += 28 + 5.9 * len(name)
     return "\n".join(parts)
 

@@ -3,8 +3,8 @@ calls it."""
 
 import math
 from collections.abc import Callable, Sequence
-from html import escape
 
+from cumulo.base import svg
 from cumulo.plan.cluster.checkpoints import SweepPoint
 from cumulo.plan.cluster.fabric import TierCount
 from cumulo.plan.cluster.sheet import number
@@ -49,10 +49,7 @@ def share_picture(title: str, shares: Sequence[tuple[str, float]]) -> str:
         wide = (_WIDTH - 20) * share / whole
         colour = COLOURS[index % len(COLOURS)]
         label = f"{name}: {share / whole:.1%}"
-        parts.append(
-            f'<rect x="{x:.1f}" y="8" width="{wide:.1f}" height="34" fill="{colour}">'
-            f"<title>{escape(label)}</title></rect>"
-        )
+        parts.append(svg.tag("rect", svg.title(label), x=x, y=8, width=wide, height=34, fill=colour))
         column, row = index % 4, index // 4
         parts.append(
             f'<rect x="{10 + 212 * column}" y="{54 + 20 * row}" width="12" height="12" fill="{colour}"/>'
@@ -100,11 +97,8 @@ def _dot(at: float, y: Callable[[float], float], point: SweepPoint, name: str, c
     run = point.simulated
     shares = f"{point.by_formula:.2%} by formula, {run.ettr:.2%} simulated"
     label = f"{name}, every {number(point.interval_s)} s: {shares}"
-    return (
-        f'<path d="M{at:.1f} {y(run.ettr_low):.1f}V{y(run.ettr_high):.1f}" stroke="{colour}"/>'
-        f'<circle cx="{at:.1f}" cy="{y(run.ettr):.1f}" r="4" fill="{colour}">'
-        f"<title>{escape(label)}</title></circle>"
-    )
+    interval = f"M{at:.1f} {y(run.ettr_low):.1f}V{y(run.ettr_high):.1f}"
+    return svg.tag("path", d=interval, stroke=colour) + svg.dot(at, y(run.ettr), 4, label, fill=colour)
 
 
 def _box(y: float, colour: str, name: str, detail: str) -> str:
@@ -116,11 +110,8 @@ def _box(y: float, colour: str, name: str, detail: str) -> str:
 
 
 def _text(x: float, y: float, text: str, anchor: str = "middle") -> str:
-    return f'<text x="{x:.0f}" y="{y:.0f}" text-anchor="{anchor}">{escape(text)}</text>'
+    return svg.text(round(x), round(y), text, anchor)
 
 
 def _svg(height: float, parts: Sequence[str], title: str) -> str:
-    return (
-        f'<svg viewBox="0 0 {_WIDTH} {height:.0f}" role="img" aria-label="{escape(title)}" '
-        f'xmlns="http://www.w3.org/2000/svg"><title>{escape(title)}</title>{"".join(parts)}</svg>'
-    )
+    return svg.picture(_WIDTH, round(height), svg.title(title), *parts, label=title, xmlns=svg.XMLNS)

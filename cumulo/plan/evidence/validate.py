@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 
+from cumulo.base import svg
 from cumulo.plan.evidence import weights as evidence
 from cumulo.plan.evidence.published import PublishedRow
 from cumulo.plan.time import compute_profile
@@ -121,8 +122,6 @@ def scatter_svg(predictions: Iterable[RowPrediction]) -> str:
 
     width, height = _SIZE + _LEGEND, _TOP + side + _BOTTOM
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img" '
-        'aria-label="predicted against published step time" font-family="system-ui, sans-serif" font-size="11">',
         "<style>text{fill:#1a202c}.f{stroke:#a0aec0;fill:none}.b{fill:#cbd5e0;opacity:.5}.bg{fill:#fff}"
         "@media(prefers-color-scheme:dark){text{fill:#e2e8f0}.bg{fill:#1a202c}.b{fill:#4a5568}}</style>",
         f'<rect class="bg" width="{width}" height="{height}"/>',
@@ -174,4 +173,5 @@ def scatter_svg(predictions: Iterable[RowPrediction]) -> str:
     foot = _TOP + 10 + 18 * len(colours)
     parts.append(f'<text x="{_SIZE - 4}" y="{foot + 8}">hollow: held out of the fit</text>')
     parts.append(f'<text x="{_SIZE - 4}" y="{foot + 24}">band: ±15%</text>')
-    return "".join([*parts, "</svg>"])
+    look = {"font_family": "system-ui, sans-serif", "font_size": 11, "xmlns": svg.XMLNS}
+    return svg.picture(width, height, *parts, label="predicted against published step time", **look)
