@@ -1,4 +1,5 @@
-"""`kill -9` of the engine under load: the server says so, brings it back, and answers every client or says why."""
+"""`kill -9` of the engine under load: the server says so, brings it back, and answers every client, streams
+included."""
 
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -13,7 +14,7 @@ pytestmark = [needs_built_in_model, pytest.mark.slow]
 
 LONG: dict[str, Any] = {
     "model": MODEL, "messages": [{"role": "user", "content": "Tell a long story."}], "temperature": 0,
-    "max_tokens": 6000, "extra_body": {"ignore_eos": True},
+    "max_tokens": 150, "extra_body": {"ignore_eos": True},
 }  # fmt: skip
 SHORT: dict[str, Any] = {
     "model": MODEL, "messages": [{"role": "user", "content": "Count to ten."}], "temperature": 0, "max_tokens": 12,
@@ -21,23 +22,23 @@ SHORT: dict[str, Any] = {
 BEGUN, WHOLE, QUEUED = 8, 4, 4
 
 
-def test_every_client_is_answered_or_told_why() -> None:
+def test_every_client_is_answered() -> None:
     with running_server("--max-running", str(BEGUN)) as server, ThreadPoolExecutor(32) as threads:
         client = server.client()
         expected = client.chat.completions.create(**SHORT).choices[0].message.content
+        story = client.chat.completions.create(**LONG).choices[0].message.content
         streams = [client.chat.completions.create(**LONG, stream=True) for _ in range(BEGUN)]
-        for stream in streams:
-            next(stream)
+        begun = [next(stream) for stream in streams]
         # All places are taken: these have told their clients nothing yet.
         whole = [threads.submit(client.chat.completions.create, **SHORT) for _ in range(WHOLE)]
         queued = [threads.submit(read_whole_stream, client) for _ in range(QUEUED)]
         wait_for(
             lambda: server.sample("cumulo:num_requests_waiting") == WHOLE + QUEUED, "a full queue", server
         )
-        ends = [threads.submit(read_to_the_end, stream) for stream in streams]
+        ends = [threads.submit(read_to_the_end, *pair) for pair in zip(begun, streams, strict=True)]
         kill_engine(server)
         for end in ends:
-            assert "killed by SIGKILL" in end.result() and "send it again" in end.result()
+            assert end.result() == story
         for answer in whole:
             assert answer.result().choices[0].message.content == expected
         for stream_text in queued:
@@ -48,12 +49,8 @@ def test_every_client_is_answered_or_told_why() -> None:
         assert client.chat.completions.create(**SHORT).choices[0].message.content == expected
 
 
-def read_to_the_end(stream: Any) -> str:
-    """The error that ended a stream."""
-    with pytest.raises(openai.APIError) as caught:
-        for _ in stream:
-            pass
-    return str(caught.value)
+def read_to_the_end(first: Any, stream: Any) -> str:
+    return "".join(chunk.choices[0].delta.content or "" for chunk in (first, *stream))
 
 
 def read_whole_stream(client: openai.OpenAI) -> str:

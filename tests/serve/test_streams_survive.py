@@ -60,7 +60,8 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         "/v1/completions", {"model": NAME, "prompt": "Once", "stream": True, "seed": 2, "temperature": 1} | LONG,
     ),
     "responses": (
-        "/v1/responses", {"model": NAME, "input": "Hi", "stream": True, "temperature": 0, "max_output_tokens": TOKENS},
+        "/v1/responses",
+        {"model": NAME, "input": "Hi", "stream": True, "temperature": 0, "max_output_tokens": TOKENS},
     ),
     "messages": (
         "/v1/messages",
@@ -166,4 +167,7 @@ def test_killed_engines_change_no_stream(server: RunningServer) -> None:
         for name, stream in streams.items():
             stream.join()
             assert said(stream.events) == said(undisturbed[name].events), name
+        ids = [stream.events[0]["id"] for stream in streams.values() if "id" in stream.events[0]]
+        told = [server.get(f"/v1/requests/{one}/explain").json()["data"][0] for one in ids]
+        assert sum(one["retried_after_engine_restart"] for one in told) >= 3  # the kill came in mid-answer
     assert server.sample("cumulo:engine_restarts") == 2
