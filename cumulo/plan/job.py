@@ -95,10 +95,6 @@ class TrainJob:
         """Layers of each chunk, in the order a micro-batch passes them."""
         return split_layers(self.model.layers, self.chunks)
 
-    def layers_of_chunk(self, chunk: int) -> range:
-        before = sum(self.chunk_layers[:chunk])
-        return range(before, before + self.chunk_layers[chunk])
-
     @property
     def chunk_kinds(self) -> tuple[tuple[int, int], ...]:
         """Of each chunk: its layers without and with experts."""

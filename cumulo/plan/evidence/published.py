@@ -37,10 +37,6 @@ class PublishedRow:
         """Not seen by the fit. The choice is by name, so that nobody's result has a say in it."""
         return zlib.crc32(self.name.encode()) % HELD_OUT_OF == 0
 
-    @property
-    def tokens_per_s_per_gpu(self) -> float:
-        return self.job.tokens_per_step / self.step_s / self.cluster.gpus
-
 
 @cache
 def rows() -> tuple[PublishedRow, ...]:
