@@ -65,7 +65,7 @@ def test_printed_rates_become_seconds_by_their_own_conventions() -> None:
     row = row_named("korthikanti2022-175B-dp1-selective")
     assert row.step_s == 13.75
     # Megatron-Core: 2,825.6 PFLOP/s over 6,144 GPUs is 459.9 each.
-    row = row_named("megatron-core-r0.8-462B")
+    assert row_named("megatron-core-r0.8-462B").cluster.gpus == 6144
 
 
 def test_a_row_is_nearest_to_itself_and_farther_from_another_software() -> None:
@@ -93,7 +93,7 @@ def test_what_lies_outside_the_rows_is_said() -> None:
 
     from cumulo.plan.time.step import estimate
 
-    row = row_named("megatron-core-r0.8-462B")
+    assert row_named("megatron-core-r0.8-462B").cluster.gpus == 6144
     layout = replace(row.job.layout, dp=96)
     job = replace(row.job, layout=layout, global_batch=2 * row.job.global_batch)
     sentences = estimate(job, catalog.cluster(12288, "h100-sxm")).evidence
