@@ -2,8 +2,8 @@
 
 import io
 import os
-import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -13,6 +13,7 @@ import pytest
 
 from cumulo.cli import main
 from cumulo.cli.shared import terminal
+from tests import warm
 
 ROOT = Path(__file__).parents[2]
 
@@ -53,15 +54,20 @@ def cumulo(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -
     return run
 
 
-def cumulo_process(*arguments: str, stdin: str | None = None) -> Ran:
+def cumulo_process(*arguments: str, stdin: str = "") -> Ran:
     """`cumulo ARGS...` as a process."""
-    done = subprocess.run(
-        [sys.executable, "-m", "cumulo.cli", *arguments],
-        input=stdin,
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env=os.environ | {"COLUMNS": "200"},
-        check=False,
-    )
-    return Ran(done.returncode, done.stdout, done.stderr)
+    with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        given.write(stdin.encode())
+        given.seek(0)
+        process = warm.start(
+            arguments, stdin=given, stdout=out, stderr=err, env=os.environ | {"COLUMNS": "200"}
+        )
+        try:
+            code = process.wait(600)
+        finally:
+            process.kill()
+        told = []
+        for stream in (out, err):
+            stream.seek(0)
+            told.append(stream.read().decode())
+    return Ran(code, *told)
