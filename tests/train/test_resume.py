@@ -22,6 +22,7 @@ from cumulo.train.decide.config import TrainConfig, new_spec
 from cumulo.train.optimizer.sink import Shard, zero_axis
 from cumulo.train.parallel.parallel_state import held_state
 from cumulo.train.run.log import TrainRecord
+from tests import thorough
 from tests.train.ranked import tiny, train, write_texts
 
 DENSE = ModelSpec("llama", 64, 16, 4, 4, 4, 8, 24, 64, tied_embeddings=True, qkv_bias=True)
@@ -140,16 +141,16 @@ def test_a_state_is_stored_once_and_evenly(monkeypatch: pytest.MonkeyPatch) -> N
     "chain", [0, *(pytest.param(chain, marks=pytest.mark.thorough) for chain in (1, 2, 3))]
 )
 def test_a_run_that_changes_its_layout_after_every_step_learns_the_same(chain: int, tmp_path: Path) -> None:
-    """Seven layouts of up to 8 processes one after the other: six pairs of saving under one and going on under
+    """Layouts of up to 8 processes in turn, seven with `--thorough`: saving under one and resuming under
     another, all against one process that never stopped."""
-    drawn, experts = random.Random(chain), chain % 2 == 1
+    drawn, experts, legs = random.Random(chain), chain % 2 == 1, 7 if thorough.chosen else 4
     source = write_texts(tmp_path / "texts.jsonl")
-    _, expected, expected_held_out = train(tiny(tmp_path / "whole", source, Layout(), experts, steps=7))
+    _, expected, expected_held_out = train(tiny(tmp_path / "whole", source, Layout(), experts, steps=legs))
     layouts = [
-        drawn_run_layout(drawn, tiny(tmp_path / "broken", source, Layout(), experts)) for _ in range(7)
+        drawn_run_layout(drawn, tiny(tmp_path / "broken", source, Layout(), experts)) for _ in range(legs)
     ]
     for leg, layout in enumerate(layouts):
-        config = tiny(tmp_path / "broken", source, layout, experts, steps=7)
+        config = tiny(tmp_path / "broken", source, layout, experts, steps=legs)
         heard, found, held_out = train(config, resume=leg > 0, stop_after=leg + 1)
         if leg > 0:
             assert f"resuming after step {leg}" in heard[-1]
