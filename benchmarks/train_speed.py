@@ -44,7 +44,7 @@ from cumulo.train.decide.config import OptimizerConfig, TrainConfig, config_from
 from cumulo.train.model.arithmetic import ARITHMETICS
 from cumulo.train.model.model import TrainingDecoder
 from cumulo.train.optimizer.optimizer import Optimizer
-from cumulo.train.run.meter import peak_flops, training_flops_per_token
+from cumulo.train.run.meter import Ceiling, training_flops_per_token
 from cumulo.train.run.trainer import Trainer
 from cumulo.train.run.verify import plain_gradients
 
@@ -101,7 +101,9 @@ class Run:
                 parameter.normal_(0.0, 0.02) if parameter.ndim > 1 else parameter.fill_(1.0)
         if "compile" in self.options:
             self.model.compile_layers()
-        self.optimizer = Optimizer(parameters, OptimizerConfig(learning_rate=1e-4), spec, master_weights=False)
+        self.optimizer = Optimizer(
+            parameters, OptimizerConfig(learning_rate=1e-4), spec, master_weights=False
+        )
 
     def batch(self, number: int) -> Batch:
         documents = 8 if "documents" in self.options else 1
@@ -138,12 +140,12 @@ def row_of(
     device: torch.device, dtype: torch.dtype,
 ) -> dict[str, Any]:  # fmt: skip
     memory_gib = torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else None
-    peak, source = peak_flops(device, dtype)
+    ceiling = Ceiling(device, dtype)
     must = (MUST_FP8 if "fp8" in name else MUST) if spec is LARGE and device.type == "cuda" else None
     return {
         "name": name, "value": tokens_per_s, "unit": "tokens/s", "better": "higher", "must": must,
         "aim": AIM if must == MUST else None, "ok": must and tokens_per_s >= must and (memory_gib or 0) <= MUST_GIB,
-        "mfu": tokens_per_s * training_flops_per_token(spec, length) / peak, "peak": source,
+        "mfu": tokens_per_s * training_flops_per_token(spec, length) / ceiling.flops, "peak": ceiling.source,
         "memory_gib": memory_gib, "step_ms": step_s * 1e3, "losses": [losses[0], losses[-1]],
     }  # fmt: skip
 

@@ -35,9 +35,10 @@ class ServeCommandOptions:
         "Request limit per key; with --new-api-key: limit of the new key.", None
     )
     tokens_per_minute: int | None = option("Token limit per key, for prompts and answers together.", None)
-    default_max_tokens: int = option(
-        "Max tokens of a chat answer if the request does not set max_tokens; 0: the rest of the context.",
-        4096,
+    default_max_tokens: int | None = option(
+        "Max tokens of a chat answer if the request does not set max_tokens; 0: the rest of the context. "
+        "Default: 4096, and 512 for the built-in model.",
+        None,
     )
     max_queue: int = option("Maximum number of queued requests; more are refused with 429.", 1024)
     max_running: int | None = option("Maximum number of running sequences.", None)

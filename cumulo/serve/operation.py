@@ -113,7 +113,7 @@ def _model(service: Service) -> dict[str, Any]:
 def _defaults(service: Service, info: Ready) -> dict[str, Any]:
     """What a request gets for fields it leaves out: the model's recommendation, then OpenAI's default."""
     openai = {"temperature": 1.0, "top_p": 1.0}
-    return {**openai, **info.generation_defaults, "max_tokens": service.options.default_max_tokens or None}
+    return {**openai, **info.generation_defaults, "max_tokens": service.options.chat_limit or None}
 
 
 @router.get("/v1/models", summary="What is served", responses=answers(plain(ModelList, "The models."), 401))

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from cumulo.engine.config import EngineConfig
 from cumulo.errors import CumuloError
+from cumulo.models.files.hub import BUILT_IN_NAME
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,9 +22,8 @@ class ServeOptions:
         None  # per key without a limit of its own; without keys, for all together
     )
     tokens_per_minute: int | None = None  # prompt and output tokens, counted likewise
-    default_max_tokens: int = (
-        4096  # of chat answers whose request has no limit; 0: as many as fit the context
-    )
+    # Of chat answers whose request has no limit; 0: as many as fit the context; None: see `chat_limit`.
+    default_max_tokens: int | None = None
     max_queue: int = 1024  # sequences that may wait for a place; beyond, 429
     max_body_bytes: int = 4 << 20  # beyond, 413
     files: Path | None = None  # folder of /v1/files and /v1/batches; None: a temporary one, gone at the end
@@ -65,7 +65,7 @@ class ServeOptions:
         ):  # fmt: skip
             if not getattr(self, name) > 0:
                 raise CumuloError(f"{name} must be more than 0 seconds, got {getattr(self, name)}")
-        if self.default_max_tokens < 0:
+        if self.default_max_tokens is not None and self.default_max_tokens < 0:
             raise CumuloError(
                 f"default_max_tokens must be 1 or more, or 0 for as many as fit, got {self.default_max_tokens}"
             )
@@ -86,3 +86,11 @@ class ServeOptions:
                 raise CumuloError(f"{name} must be 1 or more, got {value}")
         if not 0 <= self.port <= 65535:
             raise CumuloError(f"port must be 0 to 65535, got {self.port}")
+
+    @property
+    def chat_limit(self) -> int:
+        """Max tokens of a chat answer whose request has no limit. So small a model as the built-in one may repeat
+        itself without an end, so its answers are cut sooner."""
+        if self.default_max_tokens is not None:
+            return self.default_max_tokens
+        return 512 if self.model in (None, BUILT_IN_NAME) else 4096

@@ -177,7 +177,9 @@ def test_the_optimizers_states_are_as_large_as_the_trainers(
 ) -> None:
     spec = replace(spec, vocab_size=128, hidden=64, tied_embeddings=False)
     model = TrainingDecoder(spec, getattr(torch, dtype))
-    optimizer = Optimizer(dict(model.named_parameters()), OptimizerConfig(kind=kind), spec, master_weights=True)
+    optimizer = Optimizer(
+        dict(model.named_parameters()), OptimizerConfig(kind=kind), spec, master_weights=True
+    )
     job = TrainJob(spec, Layout(), 1, 16, dtype=dtype, optimizer=kind)
     kept = 0
     for rule in optimizer._rules:

@@ -36,7 +36,9 @@ def test_all_experts_in_one_kernel_compute_what_each_computes_alone(
     assert SPARSE.moe is not None
     spec = replace(SPARSE, hidden=16, moe=replace(SPARSE.moe, expert_hidden=8))
     assert spec.moe is not None
-    experts = TrainingExperts(spec, spec.moe, Recompute.from_option(recompute), dtype=torch.float32, device="cpu")
+    experts = TrainingExperts(
+        spec, spec.moe, Recompute.from_option(recompute), dtype=torch.float32, device="cpu"
+    )
     for name, parameter in experts.named_parameters():
         fill(name, parameter.requires_grad_())
     counts = torch.tensor([3, 0, 5, 1, 0, 0, 7, 4])

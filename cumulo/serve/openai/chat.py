@@ -60,7 +60,7 @@ async def begin_chat(
     use, prompt, tokens = await chat_prompt(service, body)
     form = answer_form(body, use, service.text, prompt)
     room = service.info.max_context - len(tokens)
-    limit = default_limit(body, service.options.default_max_tokens, room)
+    limit = default_limit(body, service.options.chat_limit, room)
     params = service.chat_params.of(
         body, service.info.generation_defaults, form.guide, form.show_special, limit
     )

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from cumulo.kernels.cuda.linear import invariant_matmul as op
 from cumulo.kernels.cuda.linear.fp8 import Fp8Weight
 from cumulo.kernels.cuda.linear.invariant_matmul import FEW_ROWS, MANY_ROWS, InvariantConfig, invariant_matmul
-from cumulo.kernels.cuda.linear.linear import invariant_matmul as op
 from tests.kernels.cuda.compile_sm90 import Case, compile_for_sm90
 from tests.kernels.cuda.test_small_linear import inputs
 from tests.kernels.cuda.tolerance import check_close, poisoned, relative_error

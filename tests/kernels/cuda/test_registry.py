@@ -82,8 +82,8 @@ def test_a_table_that_cannot_be_measured_does_not_cost_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     linear.WINNERS["bf16 m1 n64 k32"] = Choice("library")
-    failing = registry.Table("moe", "moe:not_there", "moe:use")
-    working = registry.Table("linear", "linear:winners", "linear:use_winners")
+    failing = registry.Table("moe", "moe.moe:not_there", "moe.moe:use")
+    working = registry.Table("linear", "linear.linear:winners", "linear.linear:use_winners")
     monkeypatch.setattr(registry, "TABLES", (failing, working))
     monkeypatch.setattr(registry, "device_name", lambda device: "Some GPU")
     path = tmp_path / "new" / "some-gpu.json"
@@ -116,11 +116,11 @@ def test_a_wrong_result_is_no_result(error: float) -> None:
 
 def test_every_operation_with_rows_is_found() -> None:
     names = bench.operations()
-    assert {"attention_bench", "moe_bench", "sample", "sample_cuts_bench", "rms_norm", "swiglu"} <= set(names)
-    assert bench.operations(["moe", "swi"]) == ["moe_bench", "swiglu"]
+    assert {"attention.bench", "moe.bench", "sampling.sample_cuts_bench", "elementwise.swiglu"} <= set(names)
+    assert bench.operations(["moe", "swi"]) == ["elementwise.swiglu", "moe.bench"]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU nothing fails here")
 def test_an_operation_that_fails_is_a_row_with_its_error() -> None:
-    (row,) = bench._guarded("swiglu", CEILINGS)
-    assert row["name"] == "swiglu" and row["value"] is None and row["must"] == 0.0 and row["note"]
+    (row,) = bench._guarded("elementwise.swiglu", CEILINGS)
+    assert row["name"] == "elementwise.swiglu" and row["value"] is None and row["must"] == 0.0 and row["note"]
