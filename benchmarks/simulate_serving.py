@@ -122,7 +122,7 @@ class Recorder:
 
     loads: list[StepLoad] = field(default_factory=list)
 
-    def of(self, plan: StepPlan, shared: Any) -> StepTime:
+    def time_of(self, plan: StepPlan, shared: Any) -> StepTime:
         self.loads.append(load_of(plan, None, shared))
         return StepTime(0.0, 1e-3, 0.0)
 

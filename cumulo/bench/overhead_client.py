@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from cumulo.errors import CumuloError
-from cumulo.load.answer import Answer
+from cumulo.load.answer import MeasuredAnswer
 from cumulo.load.client import PATHS, RequestFailed, Target, error_text, http_request, send
 from cumulo.load.connection import OnBody, Pool
 from cumulo.load.http_response import Response
@@ -46,11 +46,11 @@ async def stream_all(url: str, texts: Sequence[str], output_tokens: Sequence[int
     try:
         target = Target(await discover_model(pool, ""))
         waiting = iter(zip(texts, output_tokens, strict=True))
-        answers: list[Answer] = []
+        answers: list[MeasuredAnswer] = []
 
         async def place() -> None:
             for text, count in waiting:
-                answers.append(answer := Answer())
+                answers.append(answer := MeasuredAnswer())
                 await _ask(pool, _request(pool, target, text, count), answer)
 
         began_s, began_cpu_s = time.perf_counter(), time.process_time()
@@ -83,7 +83,7 @@ def first_tokens_of(
 
 def _first_token(connection: socket.socket, pool: Pool, request: bytes) -> FirstToken:
     """Stream one answer alone and then ask the server what the engine's part in it was."""
-    answer = Answer()
+    answer = MeasuredAnswer()
     sent_s = time.perf_counter()
     response = _exchange(connection, request, answer.receive)
     if response.status != 200:
@@ -115,7 +115,7 @@ def _request(pool: Pool, target: Target, text: str, output_tokens: int) -> bytes
     return http_request(pool, "POST", PATHS["chat"], "", body)
 
 
-async def _ask(pool: Pool, request: bytes, answer: Answer) -> Response:
+async def _ask(pool: Pool, request: bytes, answer: MeasuredAnswer) -> Response:
     try:
         return await send(pool, request, answer, _TIMEOUT_S)
     except RequestFailed as error:

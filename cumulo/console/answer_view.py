@@ -8,7 +8,7 @@ from typing import Any
 from nicegui import ui
 
 from cumulo.console.calls_view import CallsView, Results
-from cumulo.console.chat.answer import Answer
+from cumulo.console.chat.answer import ChatAnswer
 from cumulo.console.chat.answer_text import AnswerText
 from cumulo.console.words import milliseconds, rate
 
@@ -30,19 +30,19 @@ class AnswerActions:
 
 
 class AnswerView:
-    def __init__(self, answer: Answer, actions: AnswerActions, *, running: bool) -> None:
+    def __init__(self, answer: ChatAnswer, actions: AnswerActions, *, running: bool) -> None:
         self._actions = actions
         with ui.element("article").classes("said assistant") as self._root:
             self._text = AnswerText(answer.text, answer.odds, waiting=running)
             self._calls = ui.label("").classes("streaming-calls mono")
 
-    def grow(self, answer: Answer) -> None:
+    def grow(self, answer: ChatAnswer) -> None:
         self._text.grow(answer.text, answer.odds)
         calls = "\n".join(f"{call.name}({call.arguments}" for call in answer.calls.values())
         if calls != self._calls.text:
             self._calls.set_text(calls)
 
-    def finish(self, answer: Answer, *, is_last: bool, results: dict[str, str] | None) -> None:
+    def finish(self, answer: ChatAnswer, *, is_last: bool, results: dict[str, str] | None) -> None:
         """`results`: those of its tool calls, if the conversation went on with them."""
         self._calls.set_text("")
         text = answer.text if answer.odds else laid_out(answer.text)
@@ -56,7 +56,7 @@ class AnswerView:
                 ui.label(summary(answer)).tooltip(_EXPLAINED)
                 self._buttons(answer, is_last)
 
-    def _buttons(self, answer: Answer, is_last: bool) -> None:
+    def _buttons(self, answer: ChatAnswer, is_last: bool) -> None:
         if answer.text:
             copy_button(answer.text)
         if is_last:
@@ -70,7 +70,7 @@ class AnswerView:
 _EXPLAINED = "Output tokens, time to first token (TTFT), and decode speed after the first token."
 
 
-def summary(answer: Answer) -> str:
+def summary(answer: ChatAnswer) -> str:
     parts = [f"{answer.output_tokens:,} token{'' if answer.output_tokens == 1 else 's'}"]
     timed = (
         answer.ttft_s is not None and not answer.calls

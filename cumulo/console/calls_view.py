@@ -8,7 +8,7 @@ from typing import Any
 from nicegui import ui
 from nicegui.events import GenericEventArguments
 
-from cumulo.console.chat.tool_call import ToolCall
+from cumulo.console.chat.tool_call import ShownToolCall
 from cumulo.console.shell import show
 
 Results = list[dict[str, Any]]  # messages of the role `tool`, in the order of the calls
@@ -20,7 +20,7 @@ class CallsView:
 
     def __init__(
         self,
-        calls: list[ToolCall],
+        calls: list[ShownToolCall],
         send: Callable[[Results], Awaitable[None]],
         answered: dict[str, str] | None = None,
     ) -> None:
@@ -61,7 +61,7 @@ _COLLECT = (
 )
 
 
-def _laid_out(call: ToolCall) -> str:
+def _laid_out(call: ShownToolCall) -> str:
     """The name, and the arguments one per line; as they came if they are no JSON object."""
     title = f'<div class="call-name">calls <b class="mono">{escape(call.name)}</b></div>'
     if not call.whole:

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from cumulo.console.machine_use import Sample
+from cumulo.console.machine_use import UseSample
 from cumulo.console.words import percentile
 from cumulo.serve.observe.step_history import Slice, StepHistory
 from cumulo.serve.observe.stories import Record
@@ -46,7 +46,7 @@ def rates(history: StepHistory, now_s: float) -> tuple[float, float]:
 
 
 def machine_line(
-    samples: Sequence[Sample], values: Sequence[float | None], window: Window, now_s: float
+    samples: Sequence[UseSample], values: Sequence[float | None], window: Window, now_s: float
 ) -> list[float | None]:
     """One value per slice of a window: the last sample in it; where a slice has none, the one before goes on."""
     points: list[float | None] = [None] * window.slices

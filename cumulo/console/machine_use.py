@@ -19,7 +19,7 @@ _KEPT = int(3600 / SAMPLE_S)
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class UseSample:
     time_s: float  # monotonic clock
     cpu_percent: float  # of all cores
     memory_used_bytes: int
@@ -35,7 +35,7 @@ class Sample:
 
 class MachineUse:
     def __init__(self, engine_pid: Callable[[], int | None], proc: Path = Path("/proc")) -> None:
-        self.samples: deque[Sample] = deque(maxlen=_KEPT)
+        self.samples: deque[UseSample] = deque(maxlen=_KEPT)
         self._engine_pid, self._proc = engine_pid, proc
         self._before: tuple[int, int] | None = None  # busy and all ticks when last looked
         self._gpus: GpuUse | None = None
@@ -44,10 +44,10 @@ class MachineUse:
         """Sample until cancelled."""
         self._gpus = await asyncio.to_thread(GpuUse)  # opening a driver may take a while
         # In a thread: a GPU's driver takes its milliseconds, which belong to the streams.
-        while await asyncio.to_thread(self.take):
+        while await asyncio.to_thread(self.sample):
             await asyncio.sleep(SAMPLE_S)
 
-    def take(self) -> bool:
+    def sample(self) -> bool:
         """Whether there was something to read."""
         try:
             busy, total = _ticks((self._proc / "stat").read_text("ascii"))
@@ -60,7 +60,7 @@ class MachineUse:
         before_busy, before_total = before
         cpu_percent = 100 * (busy - before_busy) / max(1, total - before_total)
         self.samples.append(
-            Sample(
+            UseSample(
                 time.perf_counter(),
                 cpu_percent,
                 memory_total - available,

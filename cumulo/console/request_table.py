@@ -21,7 +21,7 @@ class Filter:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class RequestRow:
     """One line of the table; a rejected call has no id and no story."""
 
     received_s: float
@@ -45,14 +45,15 @@ class Row:
 
 def rows_of(
     records: Iterable[Record], rejections: Iterable[Rejection], queued_ids: Collection[str]
-) -> list[Row]:
+) -> list[RequestRow]:
     """Newest first."""
     rows = [
-        Row(record.received_s, status_of(record, queued_ids), record.caller, record=record)
+        RequestRow(record.received_s, status_of(record, queued_ids), record.caller, record=record)
         for record in records
     ]
     rows += [
-        Row(one.received_s, "rejected", one.caller or _UNKNOWN_CALLER, rejection=one) for one in rejections
+        RequestRow(one.received_s, "rejected", one.caller or _UNKNOWN_CALLER, rejection=one)
+        for one in rejections
     ]
     return sorted(rows, key=lambda row: row.received_s, reverse=True)
 
@@ -78,7 +79,7 @@ _COLUMNS = (  # name, classes, tooltip
 )
 
 
-def table_html(rows: list[Row], picked: Collection[str]) -> str:
+def table_html(rows: list[RequestRow], picked: Collection[str]) -> str:
     head = "".join(
         f'<th class="{classes}" title="{escape(explained)}">{name}</th>'
         for name, classes, explained in _COLUMNS
@@ -87,7 +88,7 @@ def table_html(rows: list[Row], picked: Collection[str]) -> str:
     return f'<table class="plain requests"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
 
 
-def _request(row: Row, picked: Collection[str]) -> str:
+def _request(row: RequestRow, picked: Collection[str]) -> str:
     record = row.record
     assert record is not None
     story, name, short = record.story, escape(record.request_id), escape(short_id(record.request_id, 10))
@@ -109,7 +110,7 @@ def _request(row: Row, picked: Collection[str]) -> str:
     )
 
 
-def _rejected(row: Row) -> str:
+def _rejected(row: RequestRow) -> str:
     one = row.rejection
     assert one is not None
     return (

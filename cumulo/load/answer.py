@@ -9,7 +9,7 @@ from typing import Any
 
 from cumulo.load.http_response import Response
 from cumulo.load.json_text import decode
-from cumulo.load.sse import EventStream
+from cumulo.load.sse import EventReader
 
 _MOST_ERROR_BYTES = 64 << 10
 
@@ -22,7 +22,7 @@ class ErrorInStream(Exception):
     """The server reported an error after it had begun to stream."""
 
 
-class Answer:
+class MeasuredAnswer:
     """Collects a response. Text is kept only where a later turn needs it."""
 
     __slots__ = (
@@ -38,7 +38,7 @@ class Answer:
         self.cached_tokens: int | None = None
         self.completion_tokens: int | None = None
         self.body = bytearray()  # of an answer that is no stream
-        self._events = EventStream()
+        self._events = EventReader()
         self._texts: list[str] | None = [] if keep_text else None
 
     @property

@@ -13,7 +13,7 @@ from typing import Protocol
 from cumulo.load.arrivals import Arrivals
 from cumulo.load.client import Target
 from cumulo.load.connection import Pool
-from cumulo.load.player import Level, Player
+from cumulo.load.player import Level, LoadPlayer
 from cumulo.load.probe import discover_model, probe
 from cumulo.load.prompts import Ruler
 from cumulo.load.records import RequestRecord
@@ -113,7 +113,7 @@ class Campaign:
             if not target.model:
                 target = replace(target, model=await discover_model(self._pool, target.api_key))
             self.target, self.ruler = await probe(self._pool, target, settings.timeout_s, settings.seed)
-            player = Player(self._pool, self.target, self.ruler, settings.timeout_s, settings.retries)
+            player = LoadPlayer(self._pool, self.target, self.ruler, settings.timeout_s, settings.retries)
             if settings.search:
                 await self._search(player)
             else:
@@ -146,7 +146,7 @@ class Campaign:
 
     async def _play(
         self,
-        player: Player,
+        player: LoadPlayer,
         schedule: Schedule,
         load: Load,
         name: str,
@@ -174,7 +174,7 @@ class Campaign:
             self._watcher.end(result)
         return result
 
-    async def _search(self, player: Player) -> None:
+    async def _search(self, player: LoadPlayer) -> None:
         first = self.settings.loads[0]
         assert isinstance(first, Arrivals)
         self.search = RateSearch(first.rate, self.settings.tolerance)
@@ -204,7 +204,7 @@ class Campaign:
                 f"missed down to {lowest:.3g}/s, where requests hardly meet: fewer would not help"
             )
 
-    async def _lone(self, player: Player) -> Summary:
+    async def _lone(self, player: LoadPlayer) -> Summary:
         """Requests one at a time: what the server does at its best."""
         level = Level(
             plan(
@@ -232,7 +232,7 @@ class Campaign:
             requests_needed(settings.slo.share), settings.conversations or 0, math.ceil(rate * shortest_s)
         )
 
-    async def _recover(self, player: Player, slo: Slo, seed: str) -> None:
+    async def _recover(self, player: LoadPlayer, slo: Slo, seed: str) -> None:
         """Wait until the last trial's queue is gone: until a lone request keeps the objective again.
 
         Not every server drops the work of clients that have left. One that never recovers fails what follows.
@@ -244,7 +244,7 @@ class Campaign:
             if all(slo.met_by(record) for record in level.records):
                 return
 
-    async def _trial(self, player: Player, load: Arrivals, trials: int) -> tuple[bool, int]:
+    async def _trial(self, player: LoadPlayer, load: Arrivals, trials: int) -> tuple[bool, int]:
         """Play a rate until it is clear whether it holds; still unclear in the end counts as not shown."""
         settings, slo = self.settings, self.settings.slo
         assert slo is not None

@@ -6,7 +6,7 @@ import socket
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from cumulo.load.answer import Answer, ErrorInStream, MalformedStream
+from cumulo.load.answer import ErrorInStream, MalformedStream, MeasuredAnswer
 from cumulo.load.connection import BadResponse, ConnectionLost, Pool
 from cumulo.load.http_response import Response
 
@@ -73,7 +73,7 @@ def http_request(pool: Pool, method: str, path: str, api_key: str = "", body: by
     return "\r\n".join([*head, "", ""]).encode() + body
 
 
-async def send(pool: Pool, request: bytes, answer: Answer, timeout_s: float) -> Response:
+async def send(pool: Pool, request: bytes, answer: MeasuredAnswer, timeout_s: float) -> Response:
     """Send and collect into `answer`; raises RequestFailed with everything that can go wrong."""
     try:
         async with asyncio.timeout(timeout_s):

@@ -25,7 +25,7 @@ class ConnectionLost(Exception):
         self.response = response
 
 
-class Connection(asyncio.Protocol):
+class ClientConnection(asyncio.Protocol):
     """One TCP or TLS connection. `exchange` sends a request and waits for the end of its response."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -115,7 +115,7 @@ class Pool:
         self.url = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{self.path}"
         self.host_header = parts.netloc.rpartition("@")[2]
         self._tls = ssl.create_default_context() if parts.scheme == "https" else None
-        self._idle: list[Connection] = []
+        self._idle: list[ClientConnection] = []
         self.opened = 0
 
     async def exchange(self, request: bytes, on_body: OnBody) -> Response:
@@ -139,17 +139,17 @@ class Pool:
         while self._idle:
             self._idle.pop().close()
 
-    async def _take(self) -> Connection:
+    async def _take(self) -> ClientConnection:
         while self._idle:
             connection = self._idle.pop()
             if connection.open:
                 return connection
         loop = asyncio.get_running_loop()
         _, connection = await loop.create_connection(
-            lambda: Connection(loop), self.host, self.port, ssl=self._tls
+            lambda: ClientConnection(loop), self.host, self.port, ssl=self._tls
         )
         self.opened += 1
         return connection
 
 
-__all__ = ["BadResponse", "Connection", "ConnectionLost", "OnBody", "Pool"]
+__all__ = ["BadResponse", "ClientConnection", "ConnectionLost", "OnBody", "Pool"]

@@ -8,12 +8,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from cumulo.load import prompts
-from cumulo.load.answer import Answer
+from cumulo.load.answer import MeasuredAnswer
 from cumulo.load.client import PATHS, RequestFailed, Target, http_request, send
 from cumulo.load.connection import Pool
 from cumulo.load.prompts import Ruler
 from cumulo.load.records import RequestRecord
-from cumulo.load.schedule import Conversation, Schedule, Turn
+from cumulo.load.schedule import PlannedConversation, PlannedTurn, Schedule
 
 TRACE_BLOCK_TOKENS = 512  # the block of the Mooncake traces
 _LONGEST_BACK_OFF_S = 30.0
@@ -27,7 +27,7 @@ class Level:
 
     schedule: Schedule
     records: list[RequestRecord] = field(default_factory=list)  # those that have ended
-    running: dict[int, tuple[RequestRecord, Answer]] = field(default_factory=dict)
+    running: dict[int, tuple[RequestRecord, MeasuredAnswer]] = field(default_factory=dict)
     began_s: float = 0.0  # on the loop's clock
     wall_s: float = 0.0
     cpu_s: float = 0.0  # the generator's own
@@ -35,7 +35,7 @@ class Level:
     stopped: bool = False  # before its end, by the watcher or the user
 
 
-class Player:
+class LoadPlayer:
     """Owns the connections to one server."""
 
     def __init__(
@@ -113,7 +113,7 @@ class Player:
             for _ in range(places):
                 group.create_task(place())
 
-    async def _converse(self, level: Level, conversation: Conversation, start_s: float) -> None:
+    async def _converse(self, level: Level, conversation: PlannedConversation, start_s: float) -> None:
         loop = asyncio.get_running_loop()
         messages: Messages = []
         if conversation.prefix_tokens:
@@ -139,13 +139,13 @@ class Player:
             messages.append({"role": "assistant", "content": answer.text})
 
     async def _ask(
-        self, level: Level, record: RequestRecord, messages: Messages, turn: Turn, keep_text: bool
-    ) -> Answer | None:
+        self, level: Level, record: RequestRecord, messages: Messages, turn: PlannedTurn, keep_text: bool
+    ) -> MeasuredAnswer | None:
         loop = asyncio.get_running_loop()
         body = self.target.body(messages, turn.output_tokens)
         request = http_request(self.pool, "POST", PATHS[self.target.endpoint], self.target.api_key, body)
         record.sent_s = loop.time() - level.began_s
-        answer = Answer(keep_text)
+        answer = MeasuredAnswer(keep_text)
         level.running[record.number] = record, answer
         level.most_running = max(level.most_running, len(level.running))
         failure: RequestFailed | None = None
@@ -162,7 +162,7 @@ class Player:
                         if record.attempts <= self.retries:
                             record.attempts += 1
                             await asyncio.sleep(back_off_s or 0.1)
-                            answer = Answer(keep_text)
+                            answer = MeasuredAnswer(keep_text)
                             level.running[record.number] = record, answer
                             continue
                 break
@@ -179,7 +179,7 @@ class Player:
             await asyncio.sleep(back_off_s)  # a closed loop that is told to wait leaves its place empty
         return None
 
-    def _text(self, conversation: Conversation, position: int, turn: Turn) -> str:
+    def _text(self, conversation: PlannedConversation, position: int, turn: PlannedTurn) -> str:
         words = self.ruler.words_for(turn.input_tokens, with_overhead=position == 0)
         own = f"{conversation.seed}/{position}"
         if not turn.blocks:
@@ -189,7 +189,7 @@ class Player:
 
 
 def _note(
-    record: RequestRecord, answer: Answer, failure: RequestFailed | None, began_s: float, now_s: float
+    record: RequestRecord, answer: MeasuredAnswer, failure: RequestFailed | None, began_s: float, now_s: float
 ) -> None:
     """Write down how the request went, with its times counted from the beginning of the level."""
     record.end_s = now_s - began_s

@@ -7,7 +7,7 @@ import json
 
 from cumulo.errors import CumuloError
 from cumulo.load import prompts
-from cumulo.load.answer import Answer
+from cumulo.load.answer import MeasuredAnswer
 from cumulo.load.client import PATHS, Dialect, RequestFailed, Target, error_text, http_request, send
 from cumulo.load.connection import Pool
 from cumulo.load.http_response import Response
@@ -54,7 +54,7 @@ async def discover_model(pool: Pool, api_key: str, timeout_s: float = 30.0) -> s
 
 async def probe(pool: Pool, target: Target, timeout_s: float, tell_seed: str) -> tuple[Target, Ruler]:
     """The target in the dialect the server takes, and a ruler measured with two short prompts."""
-    short: Answer | None = None
+    short: MeasuredAnswer | None = None
     refusal: RequestFailed | None = None
     for dialect in _DIALECTS:
         try:
@@ -80,8 +80,8 @@ async def probe(pool: Pool, target: Target, timeout_s: float, tell_seed: str) ->
     return target, Ruler.fit((SHORT_WORDS, short.prompt_tokens), (LONG_WORDS, long.prompt_tokens))
 
 
-async def _ask(pool: Pool, target: Target, words: int, timeout_s: float, seed: str) -> Answer:
-    answer = Answer()
+async def _ask(pool: Pool, target: Target, words: int, timeout_s: float, seed: str) -> MeasuredAnswer:
+    answer = MeasuredAnswer()
     body = target.body([{"role": "user", "content": prompts.text(f"{seed}/probe/{words}", words)}], 2)
     request = http_request(pool, "POST", PATHS[target.endpoint], target.api_key, body)
     try:

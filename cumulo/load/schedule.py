@@ -13,7 +13,7 @@ from cumulo.load.lengths import Constant, Lengths
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class PlannedTurn:
     """One request: its new text and the answer wanted. Earlier turns come along as history."""
 
     input_tokens: int
@@ -24,11 +24,11 @@ class Turn:
 
 
 @dataclass(frozen=True, slots=True)
-class Conversation:
+class PlannedConversation:
     """Requests that follow one another. `start_s` None: as soon as a place in the closed loop is free."""
 
     number: int
-    turns: tuple[Turn, ...]
+    turns: tuple[PlannedTurn, ...]
     seed: str
     start_s: float | None = None
     prefix: str | None = None  # the seed of texts that others share
@@ -40,7 +40,7 @@ class Conversation:
 class Schedule:
     """A level of load. With `concurrency` the loop is closed; otherwise each conversation starts on time."""
 
-    conversations: Iterable[Conversation]
+    conversations: Iterable[PlannedConversation]
     concurrency: int | None = None
     stop_s: float | None = None  # start no conversation after this
     requests: int | None = None  # how many turns it has in all, where that is known
@@ -57,11 +57,13 @@ class Workload:
     prefix_tokens: int = 0
     prefixes: int = 1  # how many different shared prefixes there are
 
-    def conversation(self, number: int, seed: str, start_s: float | None, measured: bool) -> Conversation:
+    def conversation(
+        self, number: int, seed: str, start_s: float | None, measured: bool
+    ) -> PlannedConversation:
         """Number `number` of the seed's endless sequence; the same for every rate and every machine."""
         rng = random.Random(f"{seed}/{number}")
         turns = tuple(
-            Turn(
+            PlannedTurn(
                 self.input_tokens.draw(rng),
                 self.output_tokens.draw(rng),
                 rng.expovariate(1 / self.think_s) if position and self.think_s else 0.0,
@@ -69,7 +71,7 @@ class Workload:
             for position in range(self.turns.draw(rng))
         )
         prefix = f"{seed}/prefix/{rng.randrange(self.prefixes)}" if self.prefix_tokens else None
-        return Conversation(
+        return PlannedConversation(
             number, turns, f"{seed}/{number}", start_s, prefix, self.prefix_tokens if prefix else 0, measured
         )
 
@@ -100,11 +102,11 @@ def plan(
     return Schedule(planned, None, duration_s, count_requests(planned))
 
 
-def count_requests(conversations: Iterable[Conversation]) -> int:
+def count_requests(conversations: Iterable[PlannedConversation]) -> int:
     return sum(len(conversation.turns) for conversation in conversations)
 
 
-def _closed(workload: Workload, seed: str, total: int | None, warmup: int) -> Iterator[Conversation]:
+def _closed(workload: Workload, seed: str, total: int | None, warmup: int) -> Iterator[PlannedConversation]:
     number = 0
     while total is None or number < total:
         yield workload.conversation(number, seed, None, measured=number >= warmup)
@@ -118,7 +120,7 @@ def _open(
     total: int | None,
     duration_s: float | None,
     warmup: int,
-) -> Iterator[Conversation]:
+) -> Iterator[PlannedConversation]:
     for number, start_s in enumerate(arrivals.times_s(random.Random(f"{seed}/arrivals"))):
         if (total is not None and number >= total) or (duration_s is not None and start_s >= duration_s):
             return

@@ -12,11 +12,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from cumulo.load import canned_server
-from cumulo.load.answer import Answer
+from cumulo.load.answer import MeasuredAnswer
 from cumulo.load.client import PATHS, Target, http_request, send
 from cumulo.load.connection import Pool
 from cumulo.load.lengths import Constant
-from cumulo.load.player import Level, Player
+from cumulo.load.player import Level, LoadPlayer
 from cumulo.load.schedule import Workload, plan
 from cumulo.load.summary import Spread
 
@@ -99,19 +99,19 @@ async def _play(
 ) -> Level:
     workload = Workload(input_tokens=Constant(32), output_tokens=Constant(tokens))
     level = Level(plan(workload, streams, "self-test", conversations=requests))
-    await Player(pool, target).play(level, watch)
+    await LoadPlayer(pool, target).play(level, watch)
     return level
 
 
 async def _delay(pool: Pool, target: Target, tokens: int) -> Spread:
     async def one() -> list[float]:
-        answer = Answer(keep_text=True)
+        answer = MeasuredAnswer(keep_text=True)
         body = target.body([{"role": "user", "content": "hello"}], tokens)
         await send(pool, http_request(pool, "POST", PATHS["chat"], "", body), answer, 600)
         written_s = map(float, answer.text.split())
         return [seen_s - sent_s for seen_s, sent_s in zip(answer.chunk_times_s, written_s, strict=True)]
 
     streams = await asyncio.gather(*(one() for _ in range(STREAMS)))
-    spread = Spread.of([delay_s for stream in streams for delay_s in stream])
+    spread = Spread.from_values([delay_s for stream in streams for delay_s in stream])
     assert spread is not None
     return spread

@@ -4,7 +4,7 @@ Only `data` is kept: OpenAI-compatible servers use nothing else. Written for spe
 """
 
 
-class EventStream:
+class EventReader:
     """`feed` returns the data of every event completed by the new bytes."""
 
     __slots__ = ("_data", "_rest")

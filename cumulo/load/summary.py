@@ -24,7 +24,7 @@ class Spread:
     most: float
 
     @classmethod
-    def of(cls, values: "Sequence[float] | np.ndarray") -> "Spread | None":
+    def from_values(cls, values: "Sequence[float] | np.ndarray") -> "Spread | None":
         if not len(values):
             return None
         array = np.asarray(values, dtype=np.float64)
@@ -87,11 +87,13 @@ def summarise(records: Sequence[RequestRecord], slo: Slo | None = None) -> Summa
         succeeded=len(good),
         errors=dict(Counter(record.error for record in measured if record.error).most_common()),
         window_s=window_s,
-        ttft_s=Spread.of([record.ttft_s for record in good if record.ttft_s is not None]),
-        itl_s=Spread.of(np.concatenate([np.empty(0), *(np.diff(record.chunk_times_s) for record in good)])),
-        tpot_s=Spread.of([record.tpot_s for record in good if record.tpot_s is not None]),
-        e2e_s=Spread.of([record.e2e_s for record in good]),
-        lateness_s=Spread.of([record.lateness_s for record in measured]),
+        ttft_s=Spread.from_values([record.ttft_s for record in good if record.ttft_s is not None]),
+        itl_s=Spread.from_values(
+            np.concatenate([np.empty(0), *(np.diff(record.chunk_times_s) for record in good)])
+        ),
+        tpot_s=Spread.from_values([record.tpot_s for record in good if record.tpot_s is not None]),
+        e2e_s=Spread.from_values([record.e2e_s for record in good]),
+        lateness_s=Spread.from_values([record.lateness_s for record in measured]),
         # n arrivals have n − 1 intervals between them
         offered_req_s=(len(measured) - 1) / arriving_s if arriving_s > 0 else 0.0,
         completed_req_s=rate(len(good)),
@@ -124,7 +126,7 @@ def tokens_between(records: Sequence[RequestRecord], start_s: float, end_s: floa
 
 
 @dataclass(frozen=True, slots=True)
-class Timeline:
+class LoadTimeline:
     """What happened second by second, for plots: one entry per stretch of `step_s`."""
 
     step_s: float
@@ -133,7 +135,7 @@ class Timeline:
     failed: list[int]
 
 
-def timeline(records: Sequence[RequestRecord], stretches: int = 120) -> Timeline:
+def timeline(records: Sequence[RequestRecord], stretches: int = 120) -> LoadTimeline:
     """The whole level, warm-up included, in at most so many stretches of at least half a second."""
     end_s = max((record.end_s for record in records), default=0.0)
     step_s = max(0.5, end_s / stretches)
@@ -150,4 +152,6 @@ def timeline(records: Sequence[RequestRecord], stretches: int = 120) -> Timeline
         change[min(int(max(record.end_s, 0.0) / step_s), count)] -= 1
         if record.error:
             failed[min(int(record.end_s / step_s), count - 1)] += 1
-    return Timeline(step_s, (tokens / step_s).tolist(), np.cumsum(change[:count]).tolist(), failed.tolist())
+    return LoadTimeline(
+        step_s, (tokens / step_s).tolist(), np.cumsum(change[:count]).tolist(), failed.tolist()
+    )

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from cumulo.errors import CumuloError
-from cumulo.load.schedule import Conversation, Schedule, Turn, count_requests
+from cumulo.load.schedule import PlannedConversation, PlannedTurn, Schedule, count_requests
 
 # Compared without case, blanks and underscores.
 _TIME = ("timestamp", "times", "time", "arrivals", "arrival", "arrivedat", "arrivaltime")
@@ -68,10 +68,10 @@ def plan_trace(
             break
         grouped.setdefault(f"#{number}" if row.conversation is None else row.conversation, []).append(row)
     conversations = tuple(
-        Conversation(
+        PlannedConversation(
             number,
             tuple(
-                Turn(row.input_tokens, row.output_tokens, 0.0, row.time_s / speed, row.blocks)
+                PlannedTurn(row.input_tokens, row.output_tokens, 0.0, row.time_s / speed, row.blocks)
                 for row in turns
             ),
             f"{seed}/{number}",

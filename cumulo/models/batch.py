@@ -72,7 +72,7 @@ class KVCache:
             self.value_storage[:, target] = self.value_storage[:, source]
 
 
-class Model(Protocol):
+class RunnableModel(Protocol):
     """What a runner plays: any decoder, by whatever kernels."""
 
     @property

@@ -72,7 +72,7 @@ class Decoder(nn.Module):
         """Compute a step, write its keys and values, and return the normed hidden states [R, hidden] of
         `batch.logit_rows`."""
         x = self.embed.rows(batch.token_ids)
-        rotation = self.rotary.at(batch.positions)
+        rotation = self.rotary.rotation_at(batch.positions)
         for layer in self.layers:
             x = layer(x, rotation, batch, cache)
         return self.final_norm(x[batch.logit_rows])

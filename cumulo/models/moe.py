@@ -32,7 +32,7 @@ class FeedForward(nn.Module):
         return self.down(gated(self.gate_up(x)))
 
 
-class Router(nn.Module):
+class ExpertRouter(nn.Module):
     """Which experts a token goes to, and with what weight. At least float32: a near tie must not flip."""
 
     __call__: Callable[..., tuple[Tensor, Tensor]]
@@ -144,7 +144,7 @@ class MixtureOfExperts(nn.Module):
         self, spec: ModelSpec, moe: MoESpec, *, dtype: torch.dtype, device: torch.device | str
     ) -> None:
         super().__init__()
-        self.router = Router(spec, moe, dtype=dtype, device=device)
+        self.router = ExpertRouter(spec, moe, dtype=dtype, device=device)
         self.experts = Experts(spec, moe, dtype=dtype, device=device)
         self.shared = None
         if moe.shared_hidden:

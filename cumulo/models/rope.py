@@ -126,7 +126,7 @@ class RotaryTable:
         """Before the first step: no token will stand beyond this context (nor, drawn last, one place behind it)."""
         self.positions, self.table = min(self.positions, max_context + 1), None
 
-    def at(self, positions: Tensor) -> Rotation:
+    def rotation_at(self, positions: Tensor) -> Rotation:
         """The rotation of tokens at these positions [T]."""
         if self.table is None or self.table[0].device != positions.device:
             self.table = self._build(positions.device)

@@ -134,7 +134,7 @@ class Call:
             raise self._as_error(self._failure)
         batch: Batch = []
         ended = 0
-        for position, item in await self._inbox.take():
+        for position, item in await self._inbox.next_items():
             if isinstance(item, Failure):
                 self._failure = self._failure or item
                 continue

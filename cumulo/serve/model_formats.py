@@ -21,7 +21,7 @@ class ModelFormats:
     thought_markers_special: bool
 
     @classmethod
-    def of(cls, tokenizer: Tokenizer) -> "ModelFormats":
+    def for_tokenizer(cls, tokenizer: Tokenizer) -> "ModelFormats":
         template = tokenizer.chat_template.source if tokenizer.chat_template is not None else None
         own = detect_tool_format(template)
         native = own is not None and _shows_tools(tokenizer)

@@ -32,7 +32,7 @@ _LONG_CHARACTERS = 8_000  # a few milliseconds of work: more would hold up every
 class ModelText:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
-        self.formats = ModelFormats.of(tokenizer)
+        self.formats = ModelFormats.for_tokenizer(tokenizer)
         self.parse_special_tokens = False  # whether callers' texts may contain special tokens
         self.max_context = 0  # set when the engine has said it; 0: not known yet
         self._longest_token_bytes = max(

@@ -18,9 +18,8 @@ class ServeOptions:
     host: str = "127.0.0.1"  # only this machine; 0.0.0.0 for every network it is in
     port: int = 8000  # 0: any free one
     api_keys: Path | None = None  # None: no key is asked for
-    requests_per_minute: int | None = (
-        None  # per key without a limit of its own; without keys, for all together
-    )
+    # Per key without a limit of its own; without keys, for all together.
+    requests_per_minute: int | None = None
     tokens_per_minute: int | None = None  # prompt and output tokens, counted likewise
     # Of chat answers whose request has no limit; 0: as many as fit the context; None: see `chat_limit`.
     default_max_tokens: int | None = None
@@ -35,9 +34,8 @@ class ServeOptions:
     drain_timeout_s: float = 30.0  # after SIGTERM: how long running requests may take to finish
     max_connections: int = 4096  # open at the same time; beyond, the longest idle are closed, then 503
     max_connections_per_address: int | None = None  # of one client address; None: half of max_connections
-    header_timeout_s: float = (
-        10.0  # for a new connection's first byte, and from there to the end of the header
-    )
+    # For a new connection's first byte, and from there to the end of the header.
+    header_timeout_s: float = 10.0
     body_timeout_s: float = 20.0  # longest pause in a body; after it, 4,096 bytes a second on average
     keep_alive_timeout_s: float = 75.0  # between two requests on a connection
     write_timeout_s: float = 60.0  # longest time in which a client reads nothing of its answer
@@ -47,9 +45,8 @@ class ServeOptions:
     stored_responses: int = 1000  # of /v1/responses, in memory and at most 64 MiB; 0: none is kept
     log_prompts: bool = False  # prompts and answers in the log: off unless asked for
     log_level: str = "info"
-    otlp_endpoint: str | None = (
-        None  # base URL of an OpenTelemetry collector (OTLP over HTTP); None: no traces
-    )
+    # Base URL of an OpenTelemetry collector (OTLP over HTTP); None: no traces.
+    otlp_endpoint: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("max_body_bytes", "max_file_bytes", "files_per_key_bytes", "stories"):

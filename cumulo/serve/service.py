@@ -31,7 +31,7 @@ _RECENT_STEPS = 512  # for the console
 _RECENT_ENDS = 64  # to estimate how fast the queue moves
 
 
-class Asked(Protocol):
+class AskedCall(Protocol):
     """What is noted of the HTTP request behind an engine request; a Call has it."""
 
     id: str
@@ -168,7 +168,7 @@ class Service:
         pace_s = (self._ends_s[-1] - self._ends_s[0]) / (len(self._ends_s) - 1)
         return min(60.0, max(1.0, waiting * pace_s))
 
-    def submit(self, call: Asked, submit: Submit, inbox: Inbox, position: int) -> None:
+    def submit(self, call: AskedCall, submit: Submit, inbox: Inbox, position: int) -> None:
         """Note who asked what, and send it."""
         submitted_s = time.perf_counter()
         self.engine.submit(submit, inbox, position)  # first: the engine wakes while this is written down
@@ -192,7 +192,7 @@ class Service:
     # -- what becomes of it: the engine client's Observer -------------------------------------------------
     def on_progress(self, stats: Stats) -> None:
         self.recent_steps.extend(stats.records)
-        self.step_history.take(stats, time.perf_counter())
+        self.step_history.note(stats, time.perf_counter())
         self.metrics.generation_tokens.inc(self._streamed_tokens)
         self._streamed_tokens = 0
         self.metrics.on_progress(stats)

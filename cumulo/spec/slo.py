@@ -12,7 +12,7 @@ from cumulo.errors import ConfigError
 ITL_SHARE = 0.99  # of a request's tokens must come within the bound on ITL
 
 
-class Served(Protocol):
+class ServedTimes(Protocol):
     """A request as it was served, or failed."""
 
     @property
@@ -57,7 +57,7 @@ class Slo:
         """The share in percent, as percentiles are named."""
         return round(100 * self.share, 9)
 
-    def met_by(self, request: Served) -> bool:
+    def met_by(self, request: ServedTimes) -> bool:
         """A failed request never meets an objective."""
         if request.error is not None:
             return False

@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("nicegui")
 
 from cumulo.console.api_caller import ApiCaller, ApiFailure
-from cumulo.console.chat.answer import Answer
+from cumulo.console.chat.answer import ChatAnswer
 from cumulo.console.chat.conversation import LARGEST_STORED_BYTES, Conversation, fenced, read_files
 from cumulo.console.chat.presets import BUILT_IN, read_own
 from cumulo.console.chat.running_answers import RunningAnswers
@@ -85,17 +85,17 @@ def test_files_that_are_none_or_too_large_are_left_out() -> None:
 
 
 def test_an_answer_is_collected_and_survives_storage() -> None:
-    answer = Answer()
+    answer = ChatAnswer()
     for byte in "é".encode():
         odds = {"token": "?", "bytes": [byte], "logprob": -0.7, "top_logprobs": []}
-        answer.take(chunk("é" if byte == 0xA9 else "", logprobs={"content": [odds]}))
-    answer.take({"id": "chatcmpl-1", "choices": [{"delta": {}, "finish_reason": "length"}]})
-    answer.take({"id": "chatcmpl-1", "choices": [], "usage": {"completion_tokens": 2}})
+        answer.add_event(chunk("é" if byte == 0xA9 else "", logprobs={"content": [odds]}))
+    answer.add_event({"id": "chatcmpl-1", "choices": [{"delta": {}, "finish_reason": "length"}]})
+    answer.add_event({"id": "chatcmpl-1", "choices": [], "usage": {"completion_tokens": 2}})
     assert (answer.text, answer.output_tokens, answer.finish_reason) == ("é", 2, "length")
     assert [(text, share) for text, share, _ in answer.odds] == [("é", 0.4966)], (
         "two tokens spell one character"
     )
-    again = Answer.from_entry(answer.entry())
+    again = ChatAnswer.from_entry(answer.entry())
     assert (again.text, again.request_id, again.odds, again.ttft_s) == (
         "é",
         "chatcmpl-1",

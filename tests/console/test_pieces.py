@@ -13,7 +13,7 @@ import pytest
 from cumulo.console.block_chart import block_chart, columns_for
 from cumulo.console.charts import ChartAxis, column_chart, line_chart, nice_most
 from cumulo.console.live_numbers import WINDOWS, latencies, machine_line, slices
-from cumulo.console.machine_use import MachineUse, Sample
+from cumulo.console.machine_use import MachineUse, UseSample
 from cumulo.console.request_table import Filter, rows_of, table_html
 from cumulo.console.resolved_options import engine_rows, server_rows
 from cumulo.console.sessions import COOKIE, Sessions, Visitor
@@ -111,7 +111,7 @@ def test_a_scale_ends_at_a_round_number_and_not_below_its_floor() -> None:
 
 def test_one_window_shows_seconds_and_another_an_hour() -> None:
     history = StepHistory()
-    history.take(Stats(1, 1, 1, 0, 0, 9, 0, 0, records=[StepRecord(1, 3595.0, 3595.5, 4, 2, 1)]), 3595.6)
+    history.note(Stats(1, 1, 1, 0, 0, 9, 0, 0, records=[StepRecord(1, 3595.0, 3595.5, 4, 2, 1)]), 3595.6)
     minute, _, hour = (slices(history, window, 3600.0) for window in WINDOWS)
     assert len(minute) == 60 and minute[55].decode_tokens == 2
     assert len(hour) == 120 and hour[-1].prefill_tokens == 4
@@ -119,20 +119,20 @@ def test_one_window_shows_seconds_and_another_an_hour() -> None:
 
 def test_machine_use_is_read_from_proc(tmp_path: Path) -> None:
     use = MachineUse(lambda: 7, tmp_path)
-    assert not use.take(), "a system without /proc has nothing to show"
+    assert not use.sample(), "a system without /proc has nothing to show"
     (tmp_path / "meminfo").write_text("MemTotal:       1000 kB\nMemFree: 1 kB\nMemAvailable:    250 kB\n")
     (tmp_path / "7").mkdir()
     (tmp_path / "7" / "statm").write_text("100 20 3 4 5 6 7")
     for ticks in ("cpu 10 0 10 80 0 0 0 0 0 0", "cpu 30 0 20 100 10 0 0 0 0 0"):
         (tmp_path / "stat").write_text(ticks + "\ncpu0 1 2 3\n")
-        assert use.take()
+        assert use.sample()
     (sample,) = use.samples
     assert sample.cpu_percent == pytest.approx(50.0) and sample.memory_percent == 75.0
     assert sample.engine_bytes == 20 * os.sysconf("SC_PAGE_SIZE") and sample.server_bytes is None
 
 
 def test_samples_of_the_machine_fill_the_slices_between_them() -> None:
-    samples = [Sample(time_s, 0.0, 1, 2, None, None) for time_s in (10.0, 25.0)]
+    samples = [UseSample(time_s, 0.0, 1, 2, None, None) for time_s in (10.0, 25.0)]
     line = machine_line(samples, [30.0, 60.0], WINDOWS[0], now_s=60.0)
     assert line[9:12] == [None, 30.0, 30.0] and line[24:26] == [30.0, 60.0] and line[-1] == 60.0
 

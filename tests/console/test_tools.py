@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("nicegui")
 
 from cumulo.console.calls_view import _laid_out
-from cumulo.console.chat.tool_call import ToolCall
+from cumulo.console.chat.tool_call import ShownToolCall
 from cumulo.console.tools_box import EXAMPLE, ToolsProblem, read_tools
 
 
@@ -41,11 +41,11 @@ def test_what_is_no_tool_is_told_with_its_place(text: str, problem: str) -> None
 
 
 def test_a_call_is_put_together_from_its_pieces_and_can_be_said_again() -> None:
-    call = ToolCall()
-    call.take({"index": 0, "id": "call_1", "function": {"name": "get_weather", "arguments": ""}})
-    call.take({"index": 0, "function": {"arguments": '{"city": "<b>'}})
+    call = ShownToolCall()
+    call.add_piece({"index": 0, "id": "call_1", "function": {"name": "get_weather", "arguments": ""}})
+    call.add_piece({"index": 0, "function": {"arguments": '{"city": "<b>'}})
     assert not call.whole and "cut short" in _laid_out(call)
-    call.take({"index": 0, "function": {"arguments": '", "days": [1, 2]}'}})
+    call.add_piece({"index": 0, "function": {"arguments": '", "days": [1, 2]}'}})
     assert call.whole
     assert call.message_part() == {
         "id": "call_1",

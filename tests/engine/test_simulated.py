@@ -30,9 +30,9 @@ class LinearCost:
     submit_s: float = 0.0
     apply_s: float = 0.0
 
-    def of(self, plan: StepPlan, shared: Any) -> StepTime:
+    def time_of(self, plan: StepPlan, shared: Any) -> StepTime:
         tokens = sum(plan.counts)
-        return self.decode(tokens).at(
+        return self.decode(tokens).time_with(
             sum(plan.starts) + tokens, sum(shared.get(slot, 0) for slot in plan.slots)
         )
 
@@ -144,7 +144,7 @@ class VirtualRunner:
         return self.now_s
 
     def submit(self, plan: StepPlan) -> "VirtualStep":
-        time = self.cost.of(plan, {})
+        time = self.cost.time_of(plan, {})
         self.now_s += time.submit_s
         self.device_free_s = max(self.now_s, self.device_free_s) + time.device_s
         return VirtualStep(self, self.device_free_s, len(plan.draw_rows))

@@ -13,7 +13,7 @@ from cumulo.load.arrivals import Arrivals
 from cumulo.load.client import Dialect, Target
 from cumulo.load.connection import Pool
 from cumulo.load.lengths import Constant
-from cumulo.load.player import Level, Player
+from cumulo.load.player import Level, LoadPlayer
 from cumulo.load.probe import discover_model, probe
 from cumulo.load.records import RequestRecord
 from cumulo.load.schedule import Schedule, Workload, plan
@@ -29,7 +29,7 @@ def play(url: str, schedule: Schedule, target: Target | None = None, **options: 
         pool = Pool(url)
         level = Level(schedule)
         try:
-            await Player(pool, target or Target("toy-model"), **options).play(level)
+            await LoadPlayer(pool, target or Target("toy-model"), **options).play(level)
         finally:
             pool.close()
         return level
@@ -221,7 +221,7 @@ def test_an_answer_that_ends_with_its_connection_is_whole() -> None:
 def test_a_watcher_can_end_a_level_and_running_requests_are_aborted() -> None:
     async def run(url: str) -> Level:
         pool, level = Pool(url), Level(plan(SHORT, 3, "x", 50))
-        await Player(pool, Target("toy-model")).play(
+        await LoadPlayer(pool, Target("toy-model")).play(
             level, lambda level: not level.running, watch_every_s=0.2
         )
         pool.close()

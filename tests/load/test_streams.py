@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cumulo.load.answer import Answer, ErrorInStream, MalformedStream
+from cumulo.load.answer import ErrorInStream, MalformedStream, MeasuredAnswer
 from cumulo.load.http_response import BadResponse, Response
-from cumulo.load.sse import EventStream
+from cumulo.load.sse import EventReader
 
 line_text = st.text(st.characters(blacklist_categories=("Cs",), blacklist_characters="\r\n"), max_size=30)
 
@@ -30,14 +30,14 @@ def test_events_are_the_same_however_their_bytes_are_cut(
     text = f": a comment{end}event: ping{end}" + "".join(
         "".join(f"data: {line}{end}" for line in lines) + end for lines in events
     )
-    stream = EventStream()
+    stream = EventReader()
     seen = [event for piece in data.draw(cut(text.encode())) for event in stream.feed(piece)]
     seen += stream.feed(b"\n") if end == "\r" else []  # a last carriage return may be half of a line end
     assert [event.decode() for event in seen] == ["\n".join(lines) for lines in events]
 
 
 def test_the_space_after_data_is_optional_and_an_open_event_is_noticed() -> None:
-    stream = EventStream()
+    stream = EventReader()
     assert stream.feed(b"data:x\n\n") == [b"x"]
     assert not stream.unfinished
     assert stream.feed(b"data: y\n") == []
@@ -110,7 +110,7 @@ def event(fields: object) -> bytes:
 
 
 def test_only_chunks_with_text_count_as_tokens() -> None:
-    answer, response = Answer(keep_text=True), ok()
+    answer, response = MeasuredAnswer(keep_text=True), ok()
     deltas = [
         {"role": "assistant", "content": ""},
         {"content": "Hel"},
@@ -135,16 +135,16 @@ def test_only_chunks_with_text_count_as_tokens() -> None:
 )
 def test_an_event_that_is_no_chunk_is_malformed(data: bytes) -> None:
     with pytest.raises(MalformedStream):
-        Answer().receive(ok(), data, 0.0)
+        MeasuredAnswer().receive(ok(), data, 0.0)
 
 
 def test_an_error_event_is_told_apart() -> None:
     with pytest.raises(ErrorInStream, match="engine died"):
-        Answer().receive(ok(), event({"error": {"message": "the engine died"}}), 0.0)
+        MeasuredAnswer().receive(ok(), event({"error": {"message": "the engine died"}}), 0.0)
 
 
 def test_a_stream_must_say_that_it_is_finished() -> None:
-    answer, response = Answer(), ok()
+    answer, response = MeasuredAnswer(), ok()
     answer.receive(response, event({"choices": [{"text": "x", "finish_reason": None}]}), 0.0)
     with pytest.raises(MalformedStream, match="without a finish reason"):
         answer.check_end(response)

@@ -43,7 +43,7 @@ records = st.lists(
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1))
 def test_percentiles_are_numpys(values: list[float]) -> None:
-    spread = Spread.of(values)
+    spread = Spread.from_values(values)
     assert spread is not None
     assert [spread.p50, spread.p90, spread.p95, spread.p99] == np.percentile(
         values, [50, 90, 95, 99]
@@ -66,7 +66,7 @@ def test_the_figures_are_those_of_the_measured_requests(made: list[RequestRecord
     assert summary.ttft_s.p50 == np.percentile([r.chunk_times_s[0] - r.due_s for r in good], 50)
     assert summary.e2e_s.p99 == np.percentile([r.end_s - r.due_s for r in good], 99)
     gaps = [gap for r in good for gap in np.diff(r.chunk_times_s)]
-    assert summary.itl_s == Spread.of(gaps)
+    assert summary.itl_s == Spread.from_values(gaps)
     kept = [
         r for r in good
         if r.chunk_times_s[0] - r.due_s <= 1

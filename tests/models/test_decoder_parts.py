@@ -72,12 +72,12 @@ def test_a_rotated_product_depends_only_on_the_distance(
     )
 
     def product(position: int) -> torch.Tensor:
-        there = table.at(torch.tensor([position + distance])).apply(query)
-        return (there * table.at(torch.tensor([position])).apply(key)).sum(-1)
+        there = table.rotation_at(torch.tensor([position + distance])).apply(query)
+        return (there * table.rotation_at(torch.tensor([position])).apply(key)).sum(-1)
 
     tolerance = 1e-4 if dtype == torch.float64 else 0.3
     torch.testing.assert_close(product(0), product(33), atol=tolerance, rtol=0)
-    torch.testing.assert_close(table.at(torch.tensor([0])).apply(query), query)
+    torch.testing.assert_close(table.rotation_at(torch.tensor([0])).apply(query), query)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16])
@@ -85,8 +85,8 @@ def test_interleaved_pairs_are_the_two_halves_in_another_order(dtype: torch.dtyp
     x = torch.randn(5, 2, 8, generator=torch.Generator().manual_seed(0)).to(dtype)
     positions = torch.tensor([0, 1, 7, 30, 63])
     order = torch.arange(8).view(2, 4).T.flatten()  # halves -> pairs
-    halves = RotaryTable(SMALL, dtype).at(positions).apply(x)
-    pairs = RotaryTable(dataclasses.replace(SMALL, rope_interleaved=True), dtype).at(positions)
+    halves = RotaryTable(SMALL, dtype).rotation_at(positions).apply(x)
+    pairs = RotaryTable(dataclasses.replace(SMALL, rope_interleaved=True), dtype).rotation_at(positions)
     torch.testing.assert_close(pairs.apply(x[..., order]), halves[..., order], atol=2e-3, rtol=0)
 
 

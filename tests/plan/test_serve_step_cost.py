@@ -123,8 +123,8 @@ def test_a_full_prompt_step_waits_for_arithmetic() -> None:
 def test_a_decode_step_costs_the_same_by_either_door() -> None:
     model = cost()
     plan = StepPlan(0, slots=[3, 4], starts=[99, 10], counts=[1, 1], draw_rows=[0, 1], draw_slots=[3, 4])
-    line, time = model.decode(2), model.of(plan, {4: 6})
-    assert line is not None and line.at(111, 6) == time
+    line, time = model.decode(2), model.time_of(plan, {4: 6})
+    assert line is not None and line.time_with(111, 6) == time
     stretch = Run(stretch_steps=Counter({2: 1}), stretch_read=111 - 6 * line.shared_saving)
     assert sum(model.spent(stretch).values()) == pytest.approx(
         2 * time.device_s
@@ -156,7 +156,7 @@ def test_a_windowed_model_reads_no_more_than_its_window() -> None:
     model = StepCostModel(work, H200, profile_for(H200), weights="bfloat16", compute="bfloat16")
     plan = StepPlan(0, slots=[0], starts=[9999], counts=[1], draw_rows=[0], draw_slots=[0])
     assert model.decode(1) is None  # it has to be asked plan by plan
-    assert model.of(plan).device_s == pytest.approx(sum(model.parts(StepLoad(1, 1, 1, 128))))
+    assert model.time_of(plan).device_s == pytest.approx(sum(model.parts(StepLoad(1, 1, 1, 128))))
 
 
 # -- profiles ----------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ from cumulo.engine.decide.params import SamplingParams
 from cumulo.engine.decide.story import Story
 from cumulo.engine.outputs import Delta
 from cumulo.serve.engine_link.engine_client import EngineClient, EngineSettings, Failure, Inbox, InFlight
-from cumulo.serve.engine_link.messages import Finished, Progress, Stats, Submit
+from cumulo.serve.engine_link.messages import EngineProgress, Finished, Stats, Submit
 
 
 class Noting:
@@ -23,8 +23,8 @@ class Noting:
         self.seen.append("end")
 
 
-def progress(step: int, text: str, finished: list[Finished]) -> Progress:
-    return Progress(Stats(step, 1, 1, 0, 0, 1, 0, 0), [Delta("r", 0, text, [step])], finished)
+def progress(step: int, text: str, finished: list[Finished]) -> EngineProgress:
+    return EngineProgress(Stats(step, 1, 1, 0, 0, 1, 0, 0), [Delta("r", 0, text, [step])], finished)
 
 
 def test_all_tokens_are_told_before_the_end_when_two_reports_come_at_once() -> None:

@@ -34,12 +34,12 @@ def take(checker: GuideChecker, *request_ids: str) -> dict[str, Checked]:
     taken: dict[str, Checked] = {}
     while not set(request_ids) <= set(taken):
         assert checker.bell.poll(60_000), "the loop is not woken"
-        taken |= {one.submit.request_id: one for one in checker.take()}
+        taken |= {one.submit.request_id: one for one in checker.take_checked()}
     return taken
 
 
 def test_guides_come_back_with_what_is_wrong_with_them(checker: GuideChecker) -> None:
-    assert checker.take() == []
+    assert checker.take_checked() == []
     checker.begin(submit("good", Guide("regex", "[a-z]+")))
     checker.begin(submit("bad", Guide("json_schema", '{"type": "frob"}')))
     checker.begin(submit("also good", Guide("json_object")))

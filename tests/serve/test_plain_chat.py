@@ -138,15 +138,15 @@ def test_kept_params_are_those_that_would_be_made_anew() -> None:
     for fields in ASKED:
         for _ in range(2):
             body = read_chat(json.dumps(BODY | fields).encode())
-            params = kept.of(body, DEFAULTS, None, False)
+            params = kept.params_for(body, DEFAULTS, None, False)
             assert params == chat_params(ChatRequest.model_validate(BODY | fields), DEFAULTS)
             made.append(params)
     assert made[0] is made[1] and made[0] != made[2]
     plain = read_chat(json.dumps(BODY).encode())
-    assert kept.of(plain, DEFAULTS, None, True) != kept.of(plain, DEFAULTS, None, False)
-    assert kept.of(plain, {}, None, False) == chat_params(plain, {})
+    assert kept.params_for(plain, DEFAULTS, None, True) != kept.params_for(plain, DEFAULTS, None, False)
+    assert kept.params_for(plain, {}, None, False) == chat_params(plain, {})
     with pytest.raises(Exception, match="top_logprobs needs logprobs"):
-        kept.of(read_chat(json.dumps(BODY | {"top_logprobs": 1}).encode()), DEFAULTS, None, False)
+        kept.params_for(read_chat(json.dumps(BODY | {"top_logprobs": 1}).encode()), DEFAULTS, None, False)
 
 
 def test_plain_messages_become_the_same_conversation() -> None:

@@ -8,13 +8,13 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from cumulo.console.chat.tool_call import ToolCall
+from cumulo.console.chat.tool_call import ShownToolCall
 
 Odds = list[Any]  # the text of a token (or of the few that spell one character), its probability, words on it
 
 
 @dataclass(slots=True)
-class Answer:
+class ChatAnswer:
     text: str = ""
     request_id: str = ""
     output_tokens: int = 0
@@ -22,12 +22,12 @@ class Answer:
     problem: str | None = None  # why it ended early, in words for the person who asked
     ttft_s: float | None = None  # time to first token
     decode_s: float | None = None  # from the first token to the last
-    calls: dict[int, ToolCall] = field(default_factory=dict)
+    calls: dict[int, ShownToolCall] = field(default_factory=dict)
     odds: list[Odds] = field(default_factory=list)
     _began_s: float = field(default_factory=time.monotonic)
     _unspelled: list[dict[str, Any]] = field(default_factory=list)  # tokens that spell no whole character yet
 
-    def take(self, event: dict[str, Any]) -> None:
+    def add_event(self, event: dict[str, Any]) -> None:
         """One event of /v1/chat/completions."""
         self.request_id = event.get("id", self.request_id)
         now_s = time.monotonic() - self._began_s
@@ -42,7 +42,7 @@ class Answer:
             self.text += piece
             self.finish_reason = choice["finish_reason"] or self.finish_reason
             for call in delta.get("tool_calls") or ():
-                self.calls.setdefault(call["index"], ToolCall()).take(call)
+                self.calls.setdefault(call["index"], ShownToolCall()).add_piece(call)
             if choice.get("logprobs"):
                 self._take_odds(choice["logprobs"]["content"])
         if event.get("usage"):
@@ -90,7 +90,7 @@ class Answer:
         return entry
 
     @classmethod
-    def from_entry(cls, entry: dict[str, Any]) -> "Answer":
+    def from_entry(cls, entry: dict[str, Any]) -> "ChatAnswer":
         about = entry.get("about", {})
         answer = cls(text=str(entry.get("content") or ""), odds=list(entry.get("odds", ())))
         answer.request_id = str(about.get("request_id") or "")
@@ -99,7 +99,7 @@ class Answer:
         answer.ttft_s, answer.decode_s = about.get("ttft_s"), about.get("decode_s")
         for index, call in enumerate(entry.get("tool_calls", ())):
             function = call["function"]
-            answer.calls[index] = ToolCall(call["id"], function["name"], function["arguments"])
+            answer.calls[index] = ShownToolCall(call["id"], function["name"], function["arguments"])
         return answer
 
 

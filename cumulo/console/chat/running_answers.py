@@ -11,7 +11,7 @@ from collections import OrderedDict
 from typing import Any
 
 from cumulo.console.api_caller import ApiCaller, ApiFailure
-from cumulo.console.chat.answer import Answer
+from cumulo.console.chat.answer import ChatAnswer
 
 _KEPT_S = 3600.0
 _MOST_KEPT = 256
@@ -23,7 +23,7 @@ class RunningAnswer:
     def __init__(self, owner: str) -> None:
         self.id = secrets.token_hex(12)
         self.owner = owner
-        self.answer = Answer()
+        self.answer = ChatAnswer()
         self.done = False
         self.refused = False  # it was never begun: the question can be asked again as it stands
         self.ended_s = 0.0
@@ -46,7 +46,7 @@ class RunningAnswer:
     async def _run(self, api: ApiCaller, body: dict[str, Any]) -> None:
         try:
             async for event in api.stream("/v1/chat/completions", body, self._hang_up):
-                self.answer.take(event)
+                self.answer.add_event(event)
                 self._tell()
         except ApiFailure as failure:
             self.answer.problem = str(failure)

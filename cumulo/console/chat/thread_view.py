@@ -8,7 +8,7 @@ from nicegui import ui
 from nicegui.events import GenericEventArguments
 
 from cumulo.console.answer_view import AnswerActions, AnswerView, copy_button, small_button
-from cumulo.console.chat.answer import Answer
+from cumulo.console.chat.answer import ChatAnswer
 from cumulo.console.chat.conversation import Conversation, Entry
 from cumulo.console.shell import empty, show
 
@@ -53,9 +53,9 @@ class ThreadView:
                 if entry["role"] == "user":
                     self._user(index, entry)
                 elif entry["role"] == "assistant" and "pending" in entry:
-                    running = AnswerView(Answer(), self._answer, running=True)
+                    running = AnswerView(ChatAnswer(), self._answer, running=True)
                 elif entry["role"] == "assistant":
-                    answer = Answer.from_entry(entry)
+                    answer = ChatAnswer.from_entry(entry)
                     is_last = index == len(entries) - 1
                     view = AnswerView(answer, self._answer, running=False)
                     view.finish(

@@ -6,12 +6,12 @@ from typing import Any
 
 
 @dataclass(slots=True)
-class ToolCall:
+class ShownToolCall:
     id: str = ""
     name: str = ""
     arguments: str = ""
 
-    def take(self, piece: dict[str, Any]) -> None:
+    def add_piece(self, piece: dict[str, Any]) -> None:
         self.id += piece.get("id") or ""
         function = piece.get("function") or {}
         self.name += function.get("name") or ""

@@ -42,9 +42,8 @@ class SamplingParams:
     top_k: int = 0  # keep the k most likely tokens; 0: all
     top_p: float = 1.0  # keep the smallest set of tokens whose probability reaches p
     min_p: float = 0.0  # drop tokens less likely than min_p times the most likely one
-    repetition_penalty: float = (
-        1.0  # > 1 discourages every token seen in prompt or output (Keskar et al. 2019)
-    )
+    # > 1 discourages every token seen in prompt or output (Keskar et al. 2019).
+    repetition_penalty: float = 1.0
     presence_penalty: float = 0.0  # subtracted once from each token already in the output
     frequency_penalty: float = 0.0  # subtracted per occurrence in the output
     logit_bias: Mapping[int, float] = field(default_factory=dict)
@@ -63,9 +62,8 @@ class SamplingParams:
     length_penalty: float = 1.0  # beam score = sum of log-probabilities / length ** length_penalty
     skip_special_tokens: bool = True
     guide: Guide | None = None  # the form the answer must have; ends by itself when it is complete
-    pooling: Pooling | None = (
-        None  # no tokens but an embedding, pooled like this; goes with nothing else here
-    )
+    # No tokens but an embedding, pooled like this; goes with nothing else here.
+    pooling: Pooling | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):

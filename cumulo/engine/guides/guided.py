@@ -49,9 +49,8 @@ _COMPILE_STACK_BYTES = 256 << 20
 _CACHED_GUIDES = 64
 _MOST_KEPT_BYTES = 1 << 30  # all compiled guides together; more are refused until some have ended
 _SLOW_COMPILE_S = 0.1  # from here on compiling gives way to the steps
-_SLOW_MASK_S = (
-    0.15  # of processor time for one mask: its request ends, so that it does not hold up another step
-)
+# Of processor time for one mask: its request ends, so that it does not hold up another step.
+_SLOW_MASK_S = 0.15
 _RENEWED_WITHIN_S = 0.03
 _REMEMBERED_SLOW = 256
 

@@ -13,7 +13,7 @@ from cumulo.engine.guides.guided import Guidance
 from cumulo.engine.memory.ledger import MemoryPlan
 from cumulo.engine.play.runner_torch import TorchRunner
 from cumulo.errors import CumuloError
-from cumulo.models.batch import KVCache, Model
+from cumulo.models.batch import KVCache, RunnableModel
 from cumulo.models.decoder import Decoder
 from cumulo.models.play.fused import FusedDecoder, why_not
 
@@ -49,7 +49,7 @@ def cpu_player(
     tell: Callable[[str], None] | None,
 ) -> Player:
     obstacle = why_not(decoder)
-    model: Model = decoder if obstacle else FusedDecoder(decoder)
+    model: RunnableModel = decoder if obstacle else FusedDecoder(decoder)
     runs_on = f"PyTorch operators: {obstacle}" if obstacle else "fused native kernels"
     return Player(_torch_runner(model, decoder, config, memory, eos_ids, guidance), runs_on)
 
@@ -112,7 +112,7 @@ def refuse_kernel_options(config: EngineConfig, obstacle: str) -> None:
 
 
 def _torch_runner(
-    model: Model,
+    model: RunnableModel,
     decoder: Decoder,
     config: EngineConfig,
     memory: MemoryPlan,

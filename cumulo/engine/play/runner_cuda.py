@@ -120,10 +120,10 @@ class CudaRunner:
         if self.pool is None:
             return float("inf")
         pairs = [(block, block) for block in range(min(4, self.cache.blocks, self.pool.blocks))]
-        self.pool.take(pairs)
+        self.pool.copy_out(pairs)
         self._synchronise()
         started_s = time.perf_counter()
-        self.pool.take(pairs)
+        self.pool.copy_out(pairs)
         self._synchronise()
         return (time.perf_counter() - started_s) / len(pairs)
 
@@ -134,7 +134,7 @@ class CudaRunner:
         if plan.swap_out or plan.swap_in:
             if self.pool is None:
                 raise RuntimeError(f"step {plan.index} swaps blocks, but this runner has no host blocks")
-            self.pool.take(plan.swap_out)
+            self.pool.copy_out(plan.swap_out)
             self.pool.give(plan.swap_in)
         for new in plan.begin:
             self._owners[new.slot] += 1

@@ -19,7 +19,7 @@ from cumulo.engine.decide.plan import NewSlot, StepPlan, StepResult, TokenLogpro
 from cumulo.engine.guides.guided import Guidance
 from cumulo.engine.play.slot_table import SlotTable, StepRows
 from cumulo.engine.sampling.sampler import draw, token_logprobs
-from cumulo.models.batch import KVCache, Model
+from cumulo.models.batch import KVCache, RunnableModel
 
 # Prompt log-probabilities need logits at every position; this many positions at a time bound their memory.
 _PROMPT_LOGIT_ROWS = 64
@@ -28,7 +28,7 @@ _PROMPT_LOGIT_ROWS = 64
 class TorchRunner:
     def __init__(
         self,
-        model: Model,
+        model: RunnableModel,
         cache: KVCache,
         *,
         max_slots: int,

@@ -27,9 +27,8 @@ DRAW_WORDS = (
     "min_p",
 )
 _DECODE_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128)
-_EAGER_STEP = (
-    64  # tokens to which a step is rounded up that is not captured: kernels are compiled per divisibility
-)
+# Tokens to which a step is rounded up that is not captured: kernels are compiled per divisibility.
+_EAGER_STEP = 64
 
 
 @dataclass(frozen=True, slots=True)

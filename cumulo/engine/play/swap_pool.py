@@ -25,7 +25,7 @@ class SwapPool:
     def nbytes(self) -> int:
         return self._keys.nbytes + self._values.nbytes
 
-    def take(self, pairs: list[tuple[int, int]]) -> None:
+    def copy_out(self, pairs: list[tuple[int, int]]) -> None:
         """Device block -> host block. Ordered with the stream's other work; returns at once."""
         for part in self._pieces(pairs):
             sources = self._on_device([source for source, _ in part])

@@ -16,7 +16,7 @@ from cumulo.engine.decide.plan import StepPlan
 from cumulo.engine.decide.request import Request
 from cumulo.engine.decide.scheduler import Scheduler
 from cumulo.engine.simulate.results import enter_result, note_settled
-from cumulo.engine.simulate.run import Arrival, InFlight, Run, Served, StepCost
+from cumulo.engine.simulate.run import Arrival, Run, Served, StepCost, StepInFlight
 from cumulo.engine.simulate.stretch import play_stretch
 from cumulo.errors import InvalidRequest
 
@@ -37,7 +37,7 @@ def simulate(
     """
     run, lockstep = Run(), Lockstep(scheduler.books)
     clock_s = device_free_s = 0.0
-    in_flight: InFlight | None = None
+    in_flight: StepInFlight | None = None
     coming, count = 0, len(arrivals)
     shared: dict[int, int] = {}
     may_stretch = overlap and not step_by_step
@@ -63,10 +63,10 @@ def simulate(
         submitted = None
         if plan is not None:
             _note_shared(plan, scheduler, shared)
-            time = cost.of(plan, shared)
+            time = cost.time_of(plan, shared)
             clock_s += time.submit_s
             device_free_s = max(clock_s, device_free_s) + time.device_s
-            submitted = InFlight(plan, time, device_free_s)
+            submitted = StepInFlight(plan, time, device_free_s)
             run.count_step(len(plan.slots), plan.tokens, time.device_s)
         if overlap:
             ready, in_flight = in_flight, submitted

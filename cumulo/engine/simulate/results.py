@@ -4,10 +4,12 @@
 
 from cumulo.engine.decide.lockstep import Lockstep
 from cumulo.engine.decide.scheduler import Scheduler
-from cumulo.engine.simulate.run import InFlight, Run, Served
+from cumulo.engine.simulate.run import Run, Served, StepInFlight
 
 
-def enter_result(ready: InFlight, now_s: float, scheduler: Scheduler, lockstep: Lockstep, run: Run) -> None:
+def enter_result(
+    ready: StepInFlight, now_s: float, scheduler: Scheduler, lockstep: Lockstep, run: Run
+) -> None:
     """A step's tokens arrive: who gained one, and who has ended."""
     run.most_blocks = max(run.most_blocks, scheduler.pool.used_count)
     scheduler.costs.observe_compute(ready.plan.tokens, len(ready.plan.slots), ready.time.device_s)

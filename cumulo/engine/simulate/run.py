@@ -53,13 +53,13 @@ class DecodeTime(NamedTuple):
     shared_saving: float  # share of that which is saved on tokens that an earlier sequence holds, too
     apply_s: float
 
-    def at(self, context_tokens: int, shared_tokens: int) -> StepTime:
+    def time_with(self, context_tokens: int, shared_tokens: int) -> StepTime:
         read = context_tokens - shared_tokens * self.shared_saving
         return StepTime(self.submit_s, self.fixed_s + read * self.context_token_s, self.apply_s)
 
 
 class StepCost(Protocol):
-    def of(self, plan: StepPlan, shared: Mapping[int, int]) -> StepTime:
+    def time_of(self, plan: StepPlan, shared: Mapping[int, int]) -> StepTime:
         """`shared`: by slot, tokens of its context that an earlier sequence holds, too."""
         ...
 
@@ -86,7 +86,7 @@ class Served:
     refused: str | None = None  # why it could never run
 
 
-class InFlight(NamedTuple):
+class StepInFlight(NamedTuple):
     plan: StepPlan
     time: StepTime
     done_s: float

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from cumulo.engine.decide.lockstep import Lockstep
 from cumulo.engine.decide.scheduler import Scheduler
 from cumulo.engine.simulate.results import close_ended, enter_result, note_settled
-from cumulo.engine.simulate.run import InFlight, Run, StepCost, StepTime
+from cumulo.engine.simulate.run import Run, StepCost, StepInFlight, StepTime
 
 
 def play_stretch(
@@ -19,11 +19,11 @@ def play_stretch(
     lockstep: Lockstep,
     cost: StepCost,
     run: Run,
-    in_flight: InFlight,
+    in_flight: StepInFlight,
     shared: Mapping[int, int],
     clock_s: float,
     until_s: float,
-) -> tuple[float, InFlight] | None:
+) -> tuple[float, StepInFlight] | None:
     """Play on from the step in flight until `until_s` or a decision; returns the clock and the last step, which is
     then in flight. None where somebody does more than decode, or nothing can be played."""
     joined = lockstep.join(shared)
@@ -78,4 +78,4 @@ def play_stretch(
     run.device_busy_s += busy_s
     run.stretch_read += read_tokens
     run.last_result_s = before_s
-    return clock_s, InFlight(lockstep.last_plan(), StepTime(submit_s, device_s, last_apply_s), done_s)
+    return clock_s, StepInFlight(lockstep.last_plan(), StepTime(submit_s, device_s, last_apply_s), done_s)

@@ -30,9 +30,8 @@ class KernelRow:
     rivals_us: Mapping[str, float] = field(default_factory=dict)
     dtype: str = "bfloat16"  # picks the arithmetic ceiling
     config: str = ""  # the tile sizes and so on that were used
-    error: float | None = (
-        None  # relative, against the reference in float64 or float32: wrong and fast is no result
-    )
+    # Relative, against the reference in float64 or float32: wrong and fast is no result.
+    error: float | None = None
     must_us: float | None = None
     aim_us: float | None = None
 

@@ -77,7 +77,7 @@ class CudaDecoder:
         prepare(device)
         self.max_tokens, self.max_outputs = max_tokens, max_outputs
         self.invariant, self.slice = batch_invariant, rank_slice
-        decoder.rotary.at(torch.zeros(0, dtype=torch.int64, device=device))  # makes the table
+        decoder.rotary.rotation_at(torch.zeros(0, dtype=torch.int64, device=device))  # makes the table
         assert decoder.rotary.table is not None
         self.cosine, self.sine = (table.contiguous() for table in decoder.rotary.table)
         self.layers = [layer_weights(layer, fp8_weights, rank_slice) for layer in decoder.layers]

@@ -36,7 +36,7 @@ class FusedDecoder:
         if reason is not None or library is None:
             raise ValueError(f"this decoder cannot be fused: {reason}")
         self.decoder, self.spec, self.dtype, self.library = decoder, decoder.spec, decoder.dtype, library
-        decoder.rotary.at(torch.zeros(0, dtype=torch.int64))  # makes the table
+        decoder.rotary.rotation_at(torch.zeros(0, dtype=torch.int64))  # makes the table
         assert decoder.rotary.table is not None
         self.cosine, self.sine = (table.contiguous() for table in decoder.rotary.table)
         self._program: _Program | None = None

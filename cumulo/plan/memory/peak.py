@@ -32,7 +32,7 @@ def peak_memory(job: TrainJob) -> MemoryLedger:
     played = enough_micro_batches(layout.schedule, layout.pp, job.micro_batches)
     stages = _heaviest_stages(job.chunk_kinds, layout.schedule, layout.pp, played, job.chunks_per_stage)
     ledgers = _Ledgers(job)
-    return max((ledgers.of(stage) for stage in stages), key=lambda ledger: ledger.total)
+    return max((ledgers.ledger_of(stage) for stage in stages), key=lambda ledger: ledger.total)
 
 
 def least_memory_bytes(job: TrainJob) -> float:
@@ -90,7 +90,7 @@ def least_activation_bytes(layer: LayerMemory, held: StageLayers) -> float:
 
 def stage_memory(job: TrainJob, stage: int) -> MemoryLedger:
     """Of a rank of one pipeline stage."""
-    return _Ledgers(job).of(stage)
+    return _Ledgers(job).ledger_of(stage)
 
 
 @cache
@@ -121,7 +121,7 @@ class _Ledgers:
         self.layer = _largest(job, _layer_bytes)
         self.kept: dict[tuple[tuple[int, int], bool], int] = {}
 
-    def of(self, stage: int) -> MemoryLedger:
+    def ledger_of(self, stage: int) -> MemoryLedger:
         job, load = self.job, self.loads[stage]
         states = state_bytes(job, stage_elements(job, load.places))
         activations = load.peak({place: self._kept(place[0]) for place in load.places})

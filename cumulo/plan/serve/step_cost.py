@@ -150,14 +150,14 @@ class StepCostModel:
         self._spent = [0.0] * len(PARTS)  # by all steps asked about
 
     # -- StepCost -------------------------------------------------------------------------------------------
-    def of(self, plan: StepPlan, shared: Mapping[int, int] | None = None) -> StepTime:
+    def time_of(self, plan: StepPlan, shared: Mapping[int, int] | None = None) -> StepTime:
         load = load_of(plan, self.work.window, shared)
         host, parts = self.profile.host, self.parts(load)
         self._spent = [total + part for total, part in zip(self._spent, parts, strict=True)]
         if load.tokens == load.rows == load.draws and not load.swapped_blocks:
             decode = self.decode(load.rows)
             if decode is not None:
-                return decode.at(load.decode_context, load.shared_context)
+                return decode.time_with(load.decode_context, load.shared_context)
         prompts_s = host.prompt_submit_s if load.tokens > load.rows else 0.0
         return StepTime(
             host.submit_s + load.rows * host.submit_row_s + prompts_s,

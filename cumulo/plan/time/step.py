@@ -27,7 +27,7 @@ from cumulo.spec.cluster import Cluster
 
 
 @dataclass(frozen=True, slots=True)
-class StepTime:
+class TrainStepTime:
     """The parts of a step's time before anything is summed up for people."""
 
     chunks: Chunks
@@ -65,7 +65,7 @@ def lower_bound_s(job: TrainJob, cluster: Cluster, profile: Profile | None = Non
     return step_time(job, cluster, profile, play=False).step_s
 
 
-def step_time(job: TrainJob, cluster: Cluster, profile: Profile, play: bool) -> StepTime:
+def step_time(job: TrainJob, cluster: Cluster, profile: Profile, play: bool) -> TrainStepTime:
     chunks = chunks_of(job, cluster, profile)
     layout = job.layout
     costs = chunks.costs
@@ -85,7 +85,7 @@ def step_time(job: TrainJob, cluster: Cluster, profile: Profile, play: bool) -> 
     step_s = (
         pipeline_s + surrounding.data_s + surrounding.optimizer_s + surrounding.weights_s + profile.step_s
     )
-    return StepTime(chunks, pipeline_s, surrounding, step_s, profile)
+    return TrainStepTime(chunks, pipeline_s, surrounding, step_s, profile)
 
 
 def _profile(job: TrainJob, cluster: Cluster, profile: Profile | None) -> tuple[Profile, tuple[str, ...]]:
@@ -94,7 +94,7 @@ def _profile(job: TrainJob, cluster: Cluster, profile: Profile | None) -> tuple[
     return compute_profile.shipped_for(cluster.device, job.dtype, job.software)
 
 
-def _breakdown(job: TrainJob, time: StepTime) -> tuple[tuple[str, float], ...]:
+def _breakdown(job: TrainJob, time: TrainStepTime) -> tuple[tuple[str, float], ...]:
     """Of an average stage: causes of its busy time, then what it waits for."""
     parts = [
         part
@@ -118,7 +118,7 @@ def _breakdown(job: TrainJob, time: StepTime) -> tuple[tuple[str, float], ...]:
     return tuple((name, seconds) for name, seconds in rows if seconds > 1e-12 * time.step_s)
 
 
-def _recomputed_share(time: StepTime) -> float:
+def _recomputed_share(time: TrainStepTime) -> float:
     """Recomputed products and attention, over those of forward and backward without them."""
     again = sum(part.matmul + part.attention for part in time.chunks.recomputed)
     if not again:
@@ -127,7 +127,7 @@ def _recomputed_share(time: StepTime) -> float:
     return again / (3 * first)
 
 
-def _link_bytes(job: TrainJob, time: StepTime) -> tuple[tuple[str, float], ...]:
+def _link_bytes(job: TrainJob, time: TrainStepTime) -> tuple[tuple[str, float], ...]:
     """Bytes one rank sends in a step, by axis."""
     model, layout, m = job.model, job.layout, job.micro_batches
     stream = job.tokens_per_rank * model.hidden * job.activation_bytes_each

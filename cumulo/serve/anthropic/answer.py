@@ -17,7 +17,7 @@ Thoughts = Literal["shown", "omitted", "dropped"]
 _SIGNATURE = "not-signed"
 
 
-class Answer:
+class MessageAnswer:
     """The whole answer and the streamed one are made by the same calls; a whole one leaves the events alone."""
 
     def __init__(self, reader: AnswerReader | None, thoughts: Thoughts) -> None:

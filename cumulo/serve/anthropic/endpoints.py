@@ -7,7 +7,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from cumulo.engine.outputs import Delta
-from cumulo.serve.anthropic.answer import Answer, Thoughts, counts
+from cumulo.serve.anthropic.answer import MessageAnswer, Thoughts, counts
 from cumulo.serve.anthropic.as_chat import make_chat, translated
 from cumulo.serve.anthropic.error_shape import error_body
 from cumulo.serve.anthropic.request import CountTokensRequest, MessagesRequest
@@ -38,7 +38,7 @@ async def create_message(body: MessagesRequest, request: Request) -> Response:
         raise translated(error) from None
     if body.thinking is not None and body.thinking.budget_tokens is not None:
         warn("thinking.budget_tokens is not enforced; max_tokens bounds thoughts and answer together")
-    answer = Answer(form.reader(), _thoughts(body))
+    answer = MessageAnswer(form.reader(), _thoughts(body))
     if body.stream:
         return await open_stream(call, MessageEvents(call, answer))
     results = await call.results()
@@ -91,7 +91,7 @@ def _message(call: Call, content: list[Any], counted: dict[str, Any]) -> dict[st
 class MessageEvents:
     """The answer as named events, in the order that Anthropic's clients expect."""
 
-    def __init__(self, call: Call, answer: Answer) -> None:
+    def __init__(self, call: Call, answer: MessageAnswer) -> None:
         self._call, self._answer = call, answer
         self._begun = False
 

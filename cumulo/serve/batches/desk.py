@@ -15,7 +15,7 @@ import msgspec
 from starlette.types import ASGIApp
 
 from cumulo.serve.access.keys import Caller
-from cumulo.serve.batches.record import Record, Status
+from cumulo.serve.batches.record import BatchRecord, Status
 from cumulo.serve.batches.run import BatchRun
 from cumulo.serve.batches.schemas import BatchRequest
 from cumulo.serve.batches.store import FileStore, write_aside
@@ -33,14 +33,14 @@ class Batches:
         self.app, self.service = app, service
         self.store = FileStore(service.options.files, service.options.files_per_key_bytes)
         self.uploads: Counter[str] = Counter()  # running now, by key
-        self._records: dict[str, Record] = {}
-        self._waiting: dict[str, deque[Record]] = {}  # by key
+        self._records: dict[str, BatchRecord] = {}
+        self._waiting: dict[str, deque[BatchRecord]] = {}  # by key
         self._workers: dict[str, asyncio.Task[None]] = {}
         self._current: dict[str, BatchRun] = {}  # by batch
         self._writing = asyncio.Lock()
         for path in sorted(self.store.folder.glob("batch_*.json")):
             try:
-                record = msgspec.json.decode(path.read_bytes(), type=Record)
+                record = msgspec.json.decode(path.read_bytes(), type=BatchRecord)
             except (OSError, msgspec.DecodeError) as error:
                 log.error("%s is passed over: it does not describe a batch (%s)", path, error)
                 continue
@@ -62,7 +62,7 @@ class Batches:
         await asyncio.gather(*workers, return_exceptions=True)
         self.store.close()
 
-    def _enqueue(self, record: Record) -> None:
+    def _enqueue(self, record: BatchRecord) -> None:
         self._waiting.setdefault(record.owner, deque()).append(record)
         if record.owner not in self._workers:
             self._workers[record.owner] = asyncio.create_task(self._work(record.owner))
@@ -74,7 +74,7 @@ class Batches:
             await self._run(waiting.popleft())
         del self._waiting[owner], self._workers[owner]
 
-    async def _run(self, record: Record) -> None:
+    async def _run(self, record: BatchRecord) -> None:
         if record.ended or record.id in self._current:
             return
         run = self._current[record.id] = BatchRun(record, self)
@@ -86,7 +86,7 @@ class Batches:
             del self._current[record.id]
 
     # -- asking -------------------------------------------------------------------------------------------
-    def get(self, batch_id: str, owner: str) -> Record:
+    def get(self, batch_id: str, owner: str) -> BatchRecord:
         record = self._records.get(batch_id)
         if record is None or record.owner != owner:
             raise ApiError(
@@ -96,7 +96,7 @@ class Batches:
             )
         return record
 
-    def of(self, owner: str) -> list[Record]:
+    def owned_by(self, owner: str) -> list[BatchRecord]:
         """Newest first."""
         found = [record for record in self._records.values() if record.owner == owner]
         return sorted(found, key=lambda record: (record.created_at, record.id), reverse=True)
@@ -115,7 +115,7 @@ class Batches:
         return self.service.anyone if owner == self.service.anyone.name else None
 
     # -- changing -----------------------------------------------------------------------------------------
-    async def create(self, owner: str, body: BatchRequest) -> Record:
+    async def create(self, owner: str, body: BatchRequest) -> BatchRecord:
         stored = self.store.get(body.input_file_id, owner)
         if stored.purpose != "batch":
             raise invalid(
@@ -123,7 +123,7 @@ class Batches:
                 "input_file_id",
                 "invalid_value",
             )
-        own = self.of(owner)
+        own = self.owned_by(owner)
         if sum(not record.ended for record in own) >= MAX_UNFINISHED_PER_KEY:
             raise ApiError(
                 429,
@@ -141,7 +141,7 @@ class Batches:
         ]:
             del self._records[oldest.id]
             (self.store.folder / f"{oldest.id}.json").unlink(missing_ok=True)
-        record = Record(
+        record = BatchRecord(
             id=f"batch_{secrets.token_hex(12)}",
             owner=owner,
             endpoint=body.endpoint,
@@ -154,7 +154,7 @@ class Batches:
         self._enqueue(record)
         return record
 
-    async def cancel(self, record: Record) -> None:
+    async def cancel(self, record: BatchRecord) -> None:
         if record.status == "cancelling":
             return
         if record.status not in ("validating", "in_progress"):
@@ -168,7 +168,7 @@ class Batches:
         else:  # it waits for another of its key's: it need not wait for its end
             await self._run(record)
 
-    async def change(self, record: Record, status: Status) -> None:
+    async def change(self, record: BatchRecord, status: Status) -> None:
         record.status = status
         if status not in record.times:
             record.times = {**record.times, status: int(time.time())}

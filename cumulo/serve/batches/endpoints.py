@@ -7,7 +7,7 @@ from starlette.responses import Response
 
 from cumulo.serve.batches.desk import Batches
 from cumulo.serve.batches.paging import page
-from cumulo.serve.batches.record import Record
+from cumulo.serve.batches.record import BatchRecord
 from cumulo.serve.batches.schemas import BatchList, BatchObject, BatchRequest
 from cumulo.serve.openai.descriptions import answers, plain
 from cumulo.serve.openai.events import json_response
@@ -42,7 +42,7 @@ async def create_batch(body: BatchRequest, request: Request) -> Response:
     "/v1/batches", summary="Your batches", responses=answers(plain(BatchList, "The batches."), 400, 401)
 )
 async def list_batches(request: Request, limit: Limit = 20, after: After = None) -> Response:
-    return json_response(page(_batches(request).of(_owner(request)), Record.as_json, limit, after))
+    return json_response(page(_batches(request).owned_by(_owner(request)), BatchRecord.as_json, limit, after))
 
 
 @router.get(

@@ -118,7 +118,7 @@ async def list_files(
 ) -> Response:
     found = [
         stored
-        for stored in _batches(request).store.of(_owner(request))
+        for stored in _batches(request).store.owned_by(_owner(request))
         if purpose is None or stored.purpose == purpose
     ]
     return json_response(page(found[:: -1 if order == "asc" else 1], StoredFile.as_json, limit, after))

@@ -24,7 +24,7 @@ class LineError(msgspec.Struct, frozen=True):
     param: str | None = None
 
 
-class Record(msgspec.Struct):
+class BatchRecord(msgspec.Struct):
     id: str
     owner: str  # the name of the key it belongs to
     endpoint: str

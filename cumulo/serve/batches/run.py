@@ -19,7 +19,7 @@ from starlette.types import ASGIApp
 from cumulo.serve.access.keys import Caller
 from cumulo.serve.batches import lines
 from cumulo.serve.batches.in_process import Answer, ask
-from cumulo.serve.batches.record import LineError, Record, Status
+from cumulo.serve.batches.record import BatchRecord, LineError, Status
 from cumulo.serve.batches.results import Results
 from cumulo.serve.batches.store import FileStore
 from cumulo.serve.service import Service
@@ -53,11 +53,11 @@ class Desk(Protocol):
 
     def count_request(self, outcome: str) -> None: ...
 
-    async def change(self, record: Record, status: Status) -> None: ...
+    async def change(self, record: BatchRecord, status: Status) -> None: ...
 
 
 class BatchRun:
-    def __init__(self, record: Record, batches: Desk) -> None:
+    def __init__(self, record: BatchRecord, batches: Desk) -> None:
         self.record = record
         self._batches, self._service = batches, batches.service
         self._stop = asyncio.Event()  # set: start nothing more, and end what runs

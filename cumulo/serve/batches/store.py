@@ -100,14 +100,14 @@ class FileStore:
             )
         return stored
 
-    def of(self, owner: str) -> list[StoredFile]:
+    def owned_by(self, owner: str) -> list[StoredFile]:
         """Newest first."""
         found = [stored for stored in self._files.values() if stored.owner == owner]
         return sorted(found, key=lambda stored: (stored.created_at, stored.id), reverse=True)
 
     def room_bytes(self, owner: str) -> int:
         """How much more the key may store; raises ApiError where it may store no further file."""
-        own = self.of(owner)
+        own = self.owned_by(owner)
         if len(own) >= MAX_FILES_PER_KEY:
             raise ApiError(
                 400,

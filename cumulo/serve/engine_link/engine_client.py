@@ -30,10 +30,10 @@ from cumulo.serve.engine_link.messages import (
     BlockMap,
     Command,
     EngineJob,
+    EngineProgress,
     Fatal,
     Finished,
     InspectBlocks,
-    Progress,
     Ready,
     Rejected,
     Report,
@@ -91,7 +91,7 @@ class Inbox:
                 self._taker.set_result(None)
             self._taker = None
 
-    async def take(self) -> list[tuple[int, News]]:
+    async def next_items(self) -> list[tuple[int, News]]:
         """Everything that has come since the last time; waits until there is something."""
         while not self._items:
             self._taker = asyncio.get_running_loop().create_future()
@@ -237,7 +237,7 @@ class EngineClient:
 
     # -- what the engine says -----------------------------------------------------------------------------
     def _take(self, report: Report) -> None:
-        if isinstance(report, Progress):
+        if isinstance(report, EngineProgress):
             self.stats = report.stats
             now_s = time.perf_counter()
             told: list[tuple[InFlight, Delta]] = []

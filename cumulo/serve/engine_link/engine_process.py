@@ -35,11 +35,11 @@ from cumulo.serve.engine_link.messages import (
     BlockMap,
     Command,
     EngineJob,
+    EngineProgress,
     FairnessReport,
     Fatal,
     Finished,
     InspectBlocks,
-    Progress,
     Ready,
     Rejected,
     Report,
@@ -83,9 +83,9 @@ class EngineLoop:
                 output = engine.step()
                 finished = [finished_report(done) for done in output.finished]
                 if output.deltas or finished or time.perf_counter() - self._reported_s > QUIET_S:
-                    self._send(Progress(self._stats(), output.deltas, finished))
+                    self._send(EngineProgress(self._stats(), output.deltas, finished))
             elif time.perf_counter() - self._reported_s > HEARTBEAT_S / 2:
-                self._send(Progress(self._stats()))
+                self._send(EngineProgress(self._stats()))
         if self._guides is not None:
             self._guides.close()
 
@@ -121,7 +121,7 @@ class EngineLoop:
         """Requests whose guides are compiled go into the engine; those refused go back."""
         if self._guides is None or not self._guides.pending:
             return
-        for checked in self._guides.take():
+        for checked in self._guides.take_checked():
             submit = checked.submit
             if checked.refusal is not None:
                 self._send(Rejected(submit.request_id, checked.refusal, of_guide=True, busy=checked.busy))

@@ -67,7 +67,7 @@ class FairQueue:
         waiting.lane = "slow"
         self._keys.setdefault(waiting.tenant, _Key()).lanes["slow"].append(waiting)
 
-    def take(self, lanes: tuple[Lane, ...], now_s: float) -> Waiting | None:
+    def next_job(self, lanes: tuple[Lane, ...], now_s: float) -> Waiting | None:
         """The next guide of the first of these lanes that has one."""
         for lane in lanes:
             ready = [key for key in self._keys.values() if key.lanes[lane]]

@@ -78,7 +78,7 @@ class GuideChecker:
         waits = "too many guides that are not compiled yet wait in this server for this key; try again later"
         self._tell(Checked(submit, waits, busy=True))
 
-    def take(self) -> list[Checked]:
+    def take_checked(self) -> list[Checked]:
         """The requests whose guides have been compiled or refused."""
         while self.bell.poll(0):
             self.bell.recv()
@@ -114,7 +114,7 @@ class GuideChecker:
             log.exception("a worker for guides did not start; it is tried again with the next guide")
         while True:
             with self._changed:
-                while (waiting := self._queue.take(lanes, time.monotonic())) is None and not self._closed:
+                while (waiting := self._queue.next_job(lanes, time.monotonic())) is None and not self._closed:
                     self._changed.wait()
                 if self._closed or waiting is None:
                     return

@@ -133,7 +133,7 @@ class Finished(msgspec.Struct, frozen=True):
     embedding: bytes | None = None  # as 32-bit floats, little end first: what OpenAI's base64 form holds
 
 
-class Progress(msgspec.Struct, frozen=True, tag="progress"):
+class EngineProgress(msgspec.Struct, frozen=True, tag="progress"):
     """One message per step, or per heartbeat: everything that is new for everyone."""
 
     stats: Stats
@@ -165,7 +165,7 @@ class Fatal(msgspec.Struct, frozen=True, tag="fatal"):
     for_user: bool
 
 
-Report = Ready | Progress | Rejected | BlockMap | Fatal
+Report = Ready | EngineProgress | Rejected | BlockMap | Fatal
 
 encode = msgspec.msgpack.Encoder().encode
 _decode_command = msgspec.msgpack.Decoder(_PackedSubmit | Abort | InspectBlocks | Shutdown).decode

@@ -74,7 +74,7 @@ class Collector:
             self._gather(self._space, in_arguments=False)
         self._space = ""
 
-    def take(self) -> list[Event]:
+    def drain(self) -> list[Event]:
         self._flush()
         taken, self._events = self._events, []
         return taken

@@ -27,7 +27,7 @@ class HermesParser:
         self._pending += text
         while self._read_text() if self._call is None else self._read_call(self._call):
             pass
-        return self._collector.take()
+        return self._collector.drain()
 
     def finish(self) -> list[Event]:
         if self._call is not None and not self._call.started:
@@ -36,7 +36,7 @@ class HermesParser:
             self._collector.text(self._pending)
         self._pending, self._call = "", None
         self._collector.end()
-        return self._collector.take()
+        return self._collector.drain()
 
     # Both take what they can from the pending text; True: look again, False: more text is needed.
     def _read_text(self) -> bool:

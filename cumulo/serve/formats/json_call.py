@@ -23,7 +23,7 @@ class JsonValue:
         self._in_string = self._escaped = self._begun = False
         self.done = False
 
-    def take(self, character: str) -> bool:
+    def feed(self, character: str) -> bool:
         """False: the value ended before this character (a number, true, false or null)."""
         if self._in_string:
             if self._escaped:
@@ -127,7 +127,7 @@ class JsonCall:
 
     def _read_key(self, character: str) -> bool:
         self._piece.append(character)
-        self._value.take(character)
+        self._value.feed(character)
         if not self._value.done:
             return True
         key = _string("".join(self._piece))
@@ -135,7 +135,7 @@ class JsonCall:
         return key is not None and (not self._bare or self.started or key in _CALL_KEYS)
 
     def _read_value(self, character: str) -> bool:
-        taken = self._value.take(character)
+        taken = self._value.feed(character)
         if taken and self._streams:
             self._collector.arguments(character)
         elif taken:

@@ -28,7 +28,7 @@ class Llama3Parser:
         self._pending += text
         while self._state():
             pass
-        return self._collector.take()
+        return self._collector.drain()
 
     def finish(self) -> list[Event]:
         if self._call is not None and not self._call.started:
@@ -36,7 +36,7 @@ class Llama3Parser:
         self._collector.text(self._pending)
         self._pending, self._call = "", None
         self._collector.end()
-        return self._collector.take()
+        return self._collector.drain()
 
     # Each state takes what it can from the pending text; True: look again, False: more text is needed.
     def _at_start(self) -> bool:

@@ -38,7 +38,7 @@ class MistralParser:
         self._pending += text
         while self._state():
             pass
-        return self._collector.take()
+        return self._collector.drain()
 
     def finish(self) -> list[Event]:
         if self._state == self._in_head:
@@ -50,7 +50,7 @@ class MistralParser:
         self._collector.text(self._pending)
         self._pending, self._call = "", None
         self._collector.end()
-        return self._collector.take()
+        return self._collector.drain()
 
     # Each state takes what it can from the pending text; True: look again, False: more text is needed.
     def _in_text(self) -> bool:
@@ -85,7 +85,7 @@ class MistralParser:
 
     def _in_arguments(self) -> bool:
         for position, character in enumerate(self._pending):
-            self._arguments.take(character)
+            self._arguments.feed(character)
             if self._arguments.done:
                 self._collector.arguments(self._pending[: position + 1])
                 self._pending, self._state = self._pending[position + 1 :], self._in_text

@@ -62,9 +62,8 @@ class Connection(HttpToolsProtocol):
         self._keeper, self._limits = keeper, keeper.limits
         self._most_headers = keeper.limits.headers
         self._reading = Reading.FIRST_BYTE
-        self._current: RequestResponseCycle | None = (
-            None  # the request that is being read, once its header is
-        )
+        # The request that is being read, once its header is.
+        self._current: RequestResponseCycle | None = None
         self._running: RequestResponseCycle | None = None  # the request that is being answered
         self.answered = False  # has a request of this connection had its answer?
         self._block_bytes = 0  # of the input that is being parsed
@@ -77,9 +76,8 @@ class Connection(HttpToolsProtocol):
         self._in_line = False  # has the Keeper been told that this request is not whole yet?
         self._discarded_bytes = 0
         self._since_s = self._progress_s = 0.0  # on the keeper's clock
-        self._stalled: tuple[float, int] | None = (
-            None  # when the write buffer was seen to stand still, and its size
-        )
+        # When the write buffer was seen to stand still, and its size.
+        self._stalled: tuple[float, int] | None = None
         self._problem: tuple[ApiError, str] | None = None
 
     # -- the connection -----------------------------------------------------------------------------------

@@ -26,11 +26,11 @@ class Address:
     def __init__(self, name: str) -> None:
         self.name, self.count = name, 0
         # Longest waiting first: without a request yet that was answered, and after one.
-        self.strangers: OrderedDict[Kept, None] = OrderedDict()
-        self.known: OrderedDict[Kept, None] = OrderedDict()
+        self.strangers: OrderedDict[KeptConnection, None] = OrderedDict()
+        self.known: OrderedDict[KeptConnection, None] = OrderedDict()
 
 
-class Kept(Protocol):
+class KeptConnection(Protocol):
     """What the Keeper needs to know of a connection, and what it asks of one."""
 
     address: Address
@@ -53,11 +53,11 @@ class Keeper:
     def __init__(self, limits: HttpLimits, tally: Tally) -> None:
         self.limits, self.tally = limits, tally
         self.clock_s = 0.0
-        self.connections: set[Kept] = set()
-        self._leaving: set[Kept] = set()  # closed for room, and not yet gone
+        self.connections: set[KeptConnection] = set()
+        self._leaving: set[KeptConnection] = set()  # closed for room, and not yet gone
         self._addresses: dict[str, Address] = {}
         self._ordinary = 0  # connections and sockets that are not in the reserve
-        self._reserve: OrderedDict[Kept, None] = OrderedDict()
+        self._reserve: OrderedDict[KeptConnection, None] = OrderedDict()
         self._sockets: dict[asyncio.BaseTransport, Address] = {}
         self._task: asyncio.Task[None] | None = None
 
@@ -73,7 +73,7 @@ class Keeper:
             self._task.cancel()
 
     # -- coming and going ---------------------------------------------------------------------------------
-    def admit(self, connection: Kept, host: str) -> None:
+    def admit(self, connection: KeptConnection, host: str) -> None:
         """Give a new connection its address and its place, which may be one in the reserve."""
         name = _network(host)
         address = self._addresses.get(name)
@@ -88,13 +88,13 @@ class Keeper:
             connection.reserved, connection.address = True, address
         self.connections.add(connection)
 
-    def _take_in(self, connection: Kept, address: Address) -> None:
+    def _take_in(self, connection: KeptConnection, address: Address) -> None:
         self._addresses[address.name] = address  # it may have been forgotten when room was made
         self._ordinary += 1
         address.count += 1
         connection.reserved, connection.address = False, address
 
-    def promote(self, connection: Kept) -> bool:
+    def promote(self, connection: KeptConnection) -> bool:
         """Out of the reserve, if there is room by now."""
         address = self._addresses.get(connection.address.name, connection.address)
         if not self._has_room(address):
@@ -103,7 +103,7 @@ class Keeper:
         self._take_in(connection, address)
         return True
 
-    def release(self, connection: Kept) -> None:
+    def release(self, connection: KeptConnection) -> None:
         """It is gone, or no longer counted; may be said twice."""
         if connection not in self.connections:
             self._leaving.discard(connection)
@@ -116,7 +116,7 @@ class Keeper:
         else:
             self._leave(connection.address)
 
-    def _close(self, connection: Kept) -> None:
+    def _close(self, connection: KeptConnection) -> None:
         """Its place is free at once, its descriptor as soon as its last words are out, or soon in any case."""
         self.tally.note("evicted", "too many connections; closing %s", connection.describe())
         self.release(connection)
@@ -133,7 +133,7 @@ class Keeper:
             del self._addresses[address.name]
 
     # -- waiting and busy ---------------------------------------------------------------------------------
-    def waiting(self, connection: Kept) -> None:
+    def waiting(self, connection: KeptConnection) -> None:
         """The client's turn, from now on."""
         if connection.reserved:
             return
@@ -142,7 +142,7 @@ class Keeper:
         line[connection] = None
         line.move_to_end(connection)
 
-    def busy(self, connection: Kept) -> None:
+    def busy(self, connection: KeptConnection) -> None:
         """Our turn."""
         address = connection.address
         if connection.answered:
@@ -151,7 +151,7 @@ class Keeper:
             address.strangers.pop(connection, None)
 
     # -- sockets ------------------------------------------------------------------------------------------
-    def take_socket(self, connection: Kept) -> bool:
+    def take_socket(self, connection: KeptConnection) -> bool:
         """A connection becomes a WebSocket, which another protocol speaks; False: there are too many."""
         self._prune_sockets()
         if connection.reserved or len(self._sockets) >= self.limits.sockets:

@@ -17,9 +17,8 @@ import threading
 from collections.abc import Callable
 
 _MOST_BUFFERED_BYTES = 256 << 10
-_PIECE_BYTES = (
-    4096  # what a pipe takes whole or not at all, and at least has room for when it polls as writable
-)
+# What a pipe takes whole or not at all, and at least has room for when it polls as writable.
+_PIECE_BYTES = 4096
 
 Write = Callable[[bytes], int]  # how many bytes were taken; raises OSError
 

@@ -31,14 +31,14 @@ class Slice:
         self.blocks_used = max(self.blocks_used, other.blocks_used)
 
 
-class Series:
+class StepSeries:
     """Slices of one width, the last `count` of them."""
 
     def __init__(self, width_s: float, count: int) -> None:
         self.width_s, self.count = width_s, count
         self._slices: OrderedDict[int, Slice] = OrderedDict()
 
-    def at(self, time_s: float) -> Slice:
+    def slice_at(self, time_s: float) -> Slice:
         number = int(time_s // self.width_s)
         found = self._slices.get(number)
         if found is None:
@@ -64,18 +64,18 @@ class Series:
 
 class StepHistory:
     def __init__(self) -> None:
-        self.seconds = Series(1.0, 120)
-        self.tens = Series(10.0, 360)
+        self.seconds = StepSeries(1.0, 120)
+        self.tens = StepSeries(10.0, 360)
 
-    def take(self, stats: Stats, now_s: float) -> None:
+    def note(self, stats: Stats, now_s: float) -> None:
         for series in (self.seconds, self.tens):
             for record in stats.records:
-                part = series.at(record.finished_s)
+                part = series.slice_at(record.finished_s)
                 part.prefill_tokens += record.prefill_tokens
                 part.decode_tokens += record.decode_tokens
                 part.steps += 1
                 part.busy_s += record.finished_s - record.started_s
-            part = series.at(now_s)
+            part = series.slice_at(now_s)
             part.running = max(part.running, stats.running)
             part.waiting = max(part.waiting, stats.waiting)
             part.blocks_used = max(part.blocks_used, stats.blocks_used)

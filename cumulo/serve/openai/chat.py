@@ -61,7 +61,7 @@ async def begin_chat(
     form = answer_form(body, use, service.text, prompt)
     room = service.info.max_context - len(tokens)
     limit = default_limit(body, service.options.chat_limit, room)
-    params = service.chat_params.of(
+    params = service.chat_params.params_for(
         body, service.info.generation_defaults, form.guide, form.show_special, limit
     )
     check_tokens((), params, service.info.vocab_size)

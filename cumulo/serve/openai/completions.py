@@ -265,7 +265,7 @@ class CompletionEvents:
         columns = self._columns[index]
         columns.push(entries)
         self._shown[index] = shown = self._shown.get(index, 0) + len(text)
-        return columns.finish(shown) if last else columns.take(shown)
+        return columns.finish(shown) if last else columns.next_columns(shown)
 
     def _content(
         self, index: int, text: str, logprobs: dict[str, Any] | None = None, finish_reason: str | None = None

@@ -98,7 +98,7 @@ class CompletionColumns:
                 begin = self._position - len(own)  # bytes before it never became a character
             self._untold.append((entry, begin, self._position))
 
-    def take(self, shown: int) -> dict[str, Any] | None:
+    def next_columns(self, shown: int) -> dict[str, Any] | None:
         """The columns of tokens whose text is within the first `shown` characters; None if there are none."""
         ready = 0
         while ready < len(self._untold) and self._untold[ready][2] <= shown:

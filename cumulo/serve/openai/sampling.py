@@ -28,7 +28,7 @@ class ChatParams:
     def __init__(self) -> None:
         self._made: dict[tuple[Any, ...], SamplingParams] = {}
 
-    def of(
+    def params_for(
         self,
         body: ChatRequest,
         defaults: Mapping[str, Any],

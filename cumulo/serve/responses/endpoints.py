@@ -124,7 +124,7 @@ class _Asked:
             log.info("%s answer: %r", self.call.id, results[0].samples[0].text)
         response = response_object(self.call, self.body, self.output, results)
         if response["store"]:
-            kept = StoredResponse.of(response, self._inputs)
+            kept = StoredResponse.from_response(response, self._inputs)
             response["store"] = service.stored_responses.put(self.call.caller.name, self.call.id, kept)
         return response
 

@@ -72,7 +72,7 @@ class Output:
 
     def _grow(self, block: Block, text: str) -> Item:
         item = self.items[block.index]
-        entries = self._logprobs.take(text) if self._logprobs is not None else []
+        entries = self._logprobs.entries_for(text) if self._logprobs is not None else []
         if block.kind == "call":
             item["arguments"] += text
             return {**self._place(block, "response.function_call_arguments.delta"), "delta": text}

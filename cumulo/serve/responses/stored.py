@@ -25,7 +25,7 @@ class StoredResponse:
     output_items: bytes  # without log-probabilities: they are no part of a conversation
 
     @classmethod
-    def of(cls, response: dict[str, Any], input_items: list[dict[str, Any]]) -> "StoredResponse":
+    def from_response(cls, response: dict[str, Any], input_items: list[dict[str, Any]]) -> "StoredResponse":
         output = [_without_logprobs(item) for item in response["output"]]
         return cls(_to_json(response), _to_json(input_items), _to_json(output))
 

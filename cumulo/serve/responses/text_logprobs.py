@@ -21,7 +21,7 @@ class TextLogprobs:
     def push(self, entries: Iterable[TokenLogprobs]) -> None:
         self._pending += chat_logprobs(self._text, entries, self._top)["content"]
 
-    def take(self, text: str) -> list[Entry]:
+    def entries_for(self, text: str) -> list[Entry]:
         """The entries of the tokens that make this next text. Those of markers before it are dropped."""
         joined = "".join(entry["token"] for entry in self._pending)
         begins = joined.find(text)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cumulo.models.linear import RMSNorm
-from cumulo.models.moe import Experts, FeedForward, Router, gated
+from cumulo.models.moe import ExpertRouter, Experts, FeedForward, gated
 from cumulo.spec.model import ModelSpec, MoESpec
 from cumulo.train.model.arithmetic import Arithmetic, fusible
 from cumulo.train.model.recompute import Recompute
@@ -127,7 +127,7 @@ class TrainingMixture(nn.Module):
     ) -> None:
         super().__init__()
         self.moe, self.split = moe, split
-        self.router = Router(spec, moe, dtype=dtype, device=device)
+        self.router = ExpertRouter(spec, moe, dtype=dtype, device=device)
         held = replace(moe, experts=moe.experts // split.experts.size)
         self.experts = TrainingExperts(spec, held, recompute, dtype=dtype, device=device)
         self.shared = None

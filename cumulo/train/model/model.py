@@ -167,7 +167,7 @@ class TrainingDecoder(nn.Module):
     def _layers(self, x: Tensor | None, own: OwnTokens, batch: DeviceBatch) -> tuple[Tensor, Tensor | None]:
         if x is None:
             x = self.split.tensor.embed(self.embed.weight, own.tokens)
-        rotation = self.rotary.at(own.positions)
+        rotation = self.rotary.rotation_at(own.positions)
         rows, length = batch.tokens.shape
         used: dict[int, ExpertUsage] = {}
         for number, layer in self.layers.items():

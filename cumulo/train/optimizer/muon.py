@@ -36,9 +36,8 @@ class MuonMatrix:
     parameter: Tensor
     momentum: Tensor
     parts: tuple[int, ...]
-    whole: Whole | None = (
-        None  # where this process has a part of the matrix only; `parts` are the whole one's
-    )
+    # Where this process has a part of the matrix only; `parts` are the whole one's.
+    whole: Whole | None = None
 
 
 def orthogonalise(matrix: Tensor, dtype: torch.dtype) -> Tensor:

@@ -7,7 +7,7 @@ import torch
 
 from cumulo.kernels.cuda.moe import few as moe_few
 from cumulo.kernels.cuda.moe import moe
-from cumulo.models.moe import Router
+from cumulo.models.moe import ExpertRouter
 from cumulo.spec.model import ModelSpec, MoESpec
 from tests.kernels.cuda.tolerance import relative_error
 
@@ -89,7 +89,9 @@ def test_experts_are_chosen_within_the_best_groups(group_score: str, device: tor
     assert relative_error(found, moe.reference(*wide, spec, bias.double())) < 1e-6
     chosen = buffers.chosen[: 12 * 4].view(12, 4).sort(-1).values
     assert all(len({expert // 3 for expert in row}) <= 2 for row in chosen.tolist())
-    router = Router(ModelSpec("tiny", 8, 32, 1, 1, 1, 16, 16, 8), spec, dtype=torch.float64, device=device)
+    router = ExpertRouter(
+        ModelSpec("tiny", 8, 32, 1, 1, 1, 16, 16, 8), spec, dtype=torch.float64, device=device
+    )
     router.weight.data, router.selection_bias = wide[1], torch.nn.Parameter(bias.double())
     assert torch.equal(chosen, router(wide[0])[1].sort(-1).values.int())
     everywhere = replace(spec, groups=1, top_groups=1)

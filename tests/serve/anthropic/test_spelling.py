@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cumulo.serve.anthropic.answer import Answer, Thoughts
+from cumulo.serve.anthropic.answer import MessageAnswer, Thoughts
 from cumulo.serve.anthropic.as_chat import as_chat
 from cumulo.serve.anthropic.request import MessagesRequest
 from cumulo.serve.formats import ReasoningParser, tool_call_parser
@@ -32,14 +32,14 @@ def pieces(cuts: list[int]) -> list[str]:
 
 @given(CUTS)
 def test_content_blocks_add_up(cuts: list[int]) -> None:
-    whole = Answer(reader(), "shown")
+    whole = MessageAnswer(reader(), "shown")
     whole.add(SAID, last=True)
     content = whole.content()
     assert [block["type"] for block in content] == ["thinking", "text", "tool_use", "tool_use"]
     assert content[0]["thinking"] == "Two cities: é, ☃." and content[1]["text"] == "I look it up."
     assert [block["input"] for block in content[2:]] == [{"city": "Paris"}, {"city": "Rome"}]
 
-    streamed = Answer(reader(), "shown")
+    streamed = MessageAnswer(reader(), "shown")
     parts = pieces(cuts)
     events = [e for n, part in enumerate(parts) for e in streamed.add(part, last=n == len(parts) - 1)]
     made: list[dict[str, Any]] = []
@@ -71,7 +71,7 @@ def test_content_blocks_add_up(cuts: list[int]) -> None:
 
 @pytest.mark.parametrize(("thoughts", "kinds"), [("dropped", ["text"]), ("omitted", ["thinking", "text"])])
 def test_thoughts_may_be_left_out(thoughts: Thoughts, kinds: list[str]) -> None:
-    answer = Answer(AnswerReader(ReasoningParser(opened=True), None), thoughts)
+    answer = MessageAnswer(AnswerReader(ReasoningParser(opened=True), None), thoughts)
     events = answer.add("secret</think>open", last=True)
     assert [block["type"] for block in answer.content()] == kinds
     assert "secret" not in json.dumps([events, answer.content()]) and "open" in json.dumps(events)

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from cumulo.serve.batches import lines
-from cumulo.serve.batches.record import Record
+from cumulo.serve.batches.record import BatchRecord
 from cumulo.serve.batches.results import Results
 from tests.serve.batches.help import CHAT, begin, chat, end_of, line, results
 from tests.serve.running_server import running_server, wait_for
@@ -32,7 +32,7 @@ def test_a_killed_servers_batches_are_resumed(tiny: Path, tmp_path: Path) -> Non
     before = {one["custom_id"]: one["id"] for one in map(json.loads, output.read_bytes().split(b"\n")[:-1])}
     # And the second one's window is over by now.
     record_path = tmp_path / "files" / f"{late.id}.json"
-    record = msgspec.json.decode(record_path.read_bytes(), type=Record)
+    record = msgspec.json.decode(record_path.read_bytes(), type=BatchRecord)
     record.created_at -= 25 * 3600
     record.status, record.total = "in_progress", 3
     record_path.write_bytes(msgspec.json.encode(record))

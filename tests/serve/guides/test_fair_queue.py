@@ -11,7 +11,7 @@ def add(queue: FairQueue, tenant: str, source: str) -> bool:
 
 
 def taken(queue: FairQueue, now_s: float = 0.0) -> str | None:
-    waiting = queue.take(("quick",), now_s)
+    waiting = queue.next_job(("quick",), now_s)
     if waiting is None:
         return None
     queue.charge(waiting.tenant, 1.0, now_s)
@@ -53,12 +53,12 @@ def test_slow_guides_are_a_lane_of_their_own() -> None:
     queue = FairQueue()
     add(queue, "a", "slow")
     add(queue, "a", "quick")
-    slow = queue.take(("quick",), 0.0)
+    slow = queue.next_job(("quick",), 0.0)
     assert slow is not None
     queue.add_slow(slow)
-    again = queue.take(("slow", "quick"), 0.0)
+    again = queue.next_job(("slow", "quick"), 0.0)
     assert again is slow and again.lane == "slow"
-    assert queue.take(("slow",), 0.0) is None and taken(queue) == "quick"
+    assert queue.next_job(("slow",), 0.0) is None and taken(queue) == "quick"
 
 
 def test_keys_without_guides_are_forgotten() -> None:

@@ -71,7 +71,7 @@ def test_streamed_columns_are_the_whole_ones_and_stay_within_the_text(
         streamed.push([drawn[-1]])
         if stream.matched is not None:
             break
-        told.append(streamed.take(shown))
+        told.append(streamed.next_columns(shown))
     shown += len(stream.finish())
     told.append(streamed.finish(shown))
     assert shown == start + len(stream.text)

@@ -33,9 +33,8 @@ class ChunkConfig:
     num_warps: int = 8
     num_stages: int = 2
     descriptors: bool = False  # load pages with the tensor memory accelerator: more barriers, fewer addresses
-    overlap: int = (
-        0  # where it can, `paged_attention_overlap` with bundles of so many tiles and `num_stages` slots
-    )
+    # Where it can, `paged_attention_overlap` with bundles of so many tiles and `num_stages` slots.
+    overlap: int = 0
 
     def query_tile(self, group: int) -> int:
         """Tokens a program owns."""

@@ -14,12 +14,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-ITEM_FIELDS = (
-    8  # sequence, first key tile, key tiles, items of this sequence, its first item, row, context length
-)
-TILE_FIELDS = (
-    8  # sequence, first query token of the tile within the chunk, of how many, context length, chunk's row
-)
+# Sequence, first key tile, key tiles, items of this sequence, its first item, row, context length.
+ITEM_FIELDS = 8
+# Sequence, first query token of the tile within the chunk, of how many, context length, chunk's row.
+TILE_FIELDS = 8
 INVARIANT_TILES = 4  # a sequence's shortest item when bits must not depend on the batch
 INVARIANT_ITEMS = 16  # and the most of them
 

@@ -112,7 +112,7 @@ def _copy(weight: Weight) -> Weight:
 
 
 @dataclass(slots=True)
-class Call:
+class TunedCall:
     """The decoder's call of one product, on buffers of its own."""
 
     product: Product
@@ -123,7 +123,7 @@ class Call:
     @classmethod
     def random(
         cls, product: Product, m: int, device: torch.device | str, generator: torch.Generator
-    ) -> "Call":
+    ) -> "TunedCall":
         outputs = product.n // 2 if product.swiglu else product.n
         return cls(
             product,
@@ -155,7 +155,7 @@ def _compile(task: tuple[Product, str, list[tuple[int, Choice]]]) -> int:
     for m, choice in choices:
         door.WINNERS[shape_key(m, narrow.n, narrow.k, door.kind_of(weight), narrow.swiglu)] = choice
         try:
-            Call.random(narrow, m, "cuda", generator)(weight)
+            TunedCall.random(narrow, m, "cuda", generator)(weight)
             torch.cuda.synchronize()
             compiled += 1
         except Exception:  # shared memory or registers; the timing run says so by its name
@@ -217,7 +217,7 @@ def _tune_one(
 ) -> str:
     """Time the candidates at one shape, keep the winner, and say what it reached."""
     key = shape_key(m, product.n, product.k, door.kind_of(weights[0]), product.swiglu)
-    call = Call.random(product, m, device, generator)
+    call = TunedCall.random(product, m, device, generator)
     times: dict[Choice, float] = {}
     refused = 0
     for choice in candidates(product, m, kind):
