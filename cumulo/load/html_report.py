@@ -187,7 +187,7 @@ def _sweep_charts(results: Sequence[LevelResult], slo: Slo | None, found: float 
 def _level_charts(result: LevelResult, slo: Slo | None) -> list[Chart]:
     good = [record for record in result.records if record.measured and record.error is None]
     ttft_ms = [(r.due_s, r.ttft_s * 1e3) for r in good if r.ttft_s is not None]
-    gaps_ms = [gap * 1e3 for record in good for gap in record.gaps_s]
+    itls_ms = [itl_s * 1e3 for record in good for itl_s in record.itls_s]
     over_time = timeline(result.records)
     moments = [(number + 0.5) * over_time.step_s for number in range(len(over_time.output_tok_s))]
     return [
@@ -195,8 +195,8 @@ def _level_charts(result: LevelResult, slo: Slo | None) -> list[Chart]:
               [Series("TTFT", _thin(ttft_ms), "dots")], bounds=_bound(slo.ttft_s if slo else None)),
         Chart("Share of requests within a time to first token", "ms", "share",
               [Series("TTFT", _cumulative([value for _, value in ttft_ms]))], x_log=True),
-        Chart("Share of gaps between tokens within a time", "ms", "share",
-              [Series("ITL", _cumulative(gaps_ms), color=1)], x_log=True),
+        Chart("Share of ITLs within a time", "ms", "share",
+              [Series("ITL", _cumulative(itls_ms), color=1)], x_log=True),
         Chart("Output tokens per second, over time", "s", "tokens/s",
               [Series("tokens/s", list(zip(moments, over_time.output_tok_s, strict=True)))]),
         Chart("Requests under way, over time", "s", "requests",

@@ -54,7 +54,7 @@ class RequestRecord:
         return self.sent_s - self.due_s
 
     @property
-    def gaps_s(self) -> list[float]:
+    def itls_s(self) -> list[float]:
         """Times between successive chunks, as the user sees them."""
         times = self.chunk_times_s
         return [later - earlier for earlier, later in pairwise(times)]

@@ -206,7 +206,7 @@ class Service:
             return
         self._streamed_tokens += len(delta.token_ids)
         if request.last_token_s is not None and request.submit.params.n == 1:
-            self.metrics.gap.observe(now_s - request.last_token_s)
+            self.metrics.itl.observe(now_s - request.last_token_s)
         request.last_token_s = now_s
         record = self.stories.get(delta.request_id)
         if record is not None:

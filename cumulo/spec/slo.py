@@ -24,7 +24,7 @@ class ServedTimes(Protocol):
     @property
     def e2e_s(self) -> float | None: ...
     @property
-    def gaps_s(self) -> Sequence[float]: ...
+    def itls_s(self) -> Sequence[float]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class Slo:
             _within(request.ttft_s, self.ttft_s)
             and _within(request.tpot_s, self.tpot_s)
             and _within(request.e2e_s, self.e2e_s)
-            and (self.itl_s is None or _share_within(request.gaps_s, self.itl_s) >= ITL_SHARE)
+            and (self.itl_s is None or _share_within(request.itls_s, self.itl_s) >= ITL_SHARE)
         )
 
     def cannot_be_met(self, waited_s: float, has_first_token: bool) -> bool:

@@ -78,7 +78,7 @@ class Metrics:
         self.ttft = histogram(
             "time_to_first_token_seconds", "From arrival to the first token.", _FIRST_TOKEN_S
         )
-        self.gap = histogram("inter_token_latency_seconds", "Between streamed tokens.", _BETWEEN_TOKENS_S)
+        self.itl = histogram("inter_token_latency_seconds", "Between streamed tokens.", _BETWEEN_TOKENS_S)
         self.per_token = histogram(
             "request_time_per_output_token_seconds", "A request's mean time per token.", _BETWEEN_TOKENS_S
         )

@@ -54,7 +54,7 @@ class Record:
             self.token_times_s.append(now_s)
 
     @property
-    def gaps_s(self) -> list[float]:
+    def itls_s(self) -> list[float]:
         """Times between two tokens handed to the client; only a streamed single answer has them."""
         times = self.token_times_s if self.samples == 1 else ()
         return [later - earlier for earlier, later in pairwise(times)]
@@ -128,7 +128,7 @@ def _is_short_for(text: str, request_id: str) -> bool:
 def explanation(record: Record) -> dict[str, Any]:
     """A request's story in words and numbers; times in milliseconds since the server received it."""
     story = record.story
-    gaps_ms = sorted(gap * 1e3 for gap in record.gaps_s)
+    itls_ms = sorted(itl_s * 1e3 for itl_s in record.itls_s)
     to_ms = _since(record.received_s)
     return {
         "id": record.request_id,
@@ -144,10 +144,10 @@ def explanation(record: Record) -> dict[str, Any]:
             "queued": None if story is None or story.queue_s is None else story.queue_s * 1e3,
             "first_token": None if story is None else to_ms(story.first_token_s),
             "total": to_ms(record.ended_s),
-            "gap_mean": statistics.fmean(gaps_ms) if gaps_ms else None,
-            "gap_median": _percentile(gaps_ms, 0.5),
-            "gap_p99": _percentile(gaps_ms, 0.99),
-            "gap_max": gaps_ms[-1] if gaps_ms else None,
+            "gap_mean": statistics.fmean(itls_ms) if itls_ms else None,
+            "gap_median": _percentile(itls_ms, 0.5),
+            "gap_p99": _percentile(itls_ms, 0.99),
+            "gap_max": itls_ms[-1] if itls_ms else None,
         },
         "tokens": {
             "prompt": record.prompt_tokens,
@@ -204,11 +204,9 @@ def summary(record: Record) -> str:
         parts.append(f"first token {_ms(story.ttft_s)} after it reached the engine")
     if story.decode_tok_s is not None:
         parts.append(f"then {story.decode_tok_s:.1f} tokens/s")
-    gaps_ms = sorted(gap * 1e3 for gap in record.gaps_s)
-    if gaps_ms:
-        parts.append(
-            f"gaps between tokens median {_percentile(gaps_ms, 0.5):.1f} ms, longest {gaps_ms[-1]:.1f} ms"
-        )
+    itls_ms = sorted(itl_s * 1e3 for itl_s in record.itls_s)
+    if itls_ms:
+        parts.append(f"ITL median {_percentile(itls_ms, 0.5):.1f} ms, longest {itls_ms[-1]:.1f} ms")
     if any(event.kind == "embedded" for event in story.events):
         parts.append("ended with its embedding")
     else:
