@@ -188,7 +188,9 @@ def test_the_optimizers_states_are_as_large_as_the_trainers(
         else:
             kept += sum(tensor.nbytes for tensor in rule.state().values() if tensor.ndim)
     kept += sum(
-        moved.nbytes for name, moved in optimizer.moved.items() if moved is not optimizer.parameters[name]
+        master.nbytes
+        for name, master in optimizer.masters.items()
+        if master is not optimizer.parameters[name]
     )
     predicted = state_bytes(job, stage_elements(job, ((0, 0),))).optimizer
     # The trainer gives the router to AdamW where Muon takes the rest, and fills each tensor's last block of bytes.

@@ -129,7 +129,7 @@ def test_the_built_in_model_is_sampled_as_its_authors_recommend(
     server: RunningServer, client: openai.OpenAI
 ) -> None:
     (model,) = server.get("/v1/models").json()["data"]
-    assert model["generation_defaults"] == {"temperature": 0.2, "top_p": 0.9, "max_tokens": 4096}
+    assert model["generation_defaults"] == {"temperature": 0.2, "top_p": 0.9, "max_tokens": 512}
     question: Any = {
         "messages": [{"role": "user", "content": "Tell me of Rome."}],
         "max_tokens": 12,
