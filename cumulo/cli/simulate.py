@@ -13,7 +13,9 @@ from cumulo.cli.shared.declare import option, takes_options
 from cumulo.cli.view import simulate as view
 
 if TYPE_CHECKING:
+    from cumulo.plan.serve.replica import Replica
     from cumulo.plan.serve.report import ServeReport
+    from cumulo.plan.serve.traffic import Traffic
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -34,6 +36,13 @@ class SimulateOptions:
     tp: int = option("Tensor parallelism: number of GPUs that share every matrix.", 1, panel=_WHERE)
     ep: int = option(
         "Expert parallelism: number of those GPUs that the experts are spread over.", 1, panel=_WHERE
+    )
+    replicas: int = option("Number of replicas behind a router; 1: no router.", 1, panel=_WHERE)
+    router: str = option(
+        "With --replicas: routing policy, round-robin, least-loaded or prefix-aware; several, separated by commas, "
+        "are compared.",
+        "prefix-aware",
+        panel=_WHERE,
     )
     weights: str = option("Weight format: bfloat16, float8 or float32.", "bfloat16", panel=_WHERE)
     max_running: int = option(
@@ -88,6 +97,9 @@ def serve(chosen: SimulateOptions) -> None:
     ).with_context_for(traffic.arrivals)  # fmt: skip
     # Read before anything is timed.
     rates, evidence = _rates(chosen.rate, chosen.traffic.trace), replica.profile.evidence
+    if chosen.replicas != 1:
+        _serve_fleet(chosen, replica, traffic, rates, evidence)
+        return
     cpu_s = simulated_s = 0.0
     capacity = None
     with working("simulating") as tell:
@@ -138,6 +150,37 @@ def serve(chosen: SimulateOptions) -> None:
         if len(trials) > 1:
             out.print(view.sweep_table(trials, objective is not None))
         out.print(reports.table("", rows))
+        out.print(f"evidence: {evidence}", style="dim")
+
+
+def _serve_fleet(
+    chosen: SimulateOptions, replica: "Replica", traffic: "Traffic", rates: list[float | None], evidence: str
+) -> None:
+    """The same traffic under each routing policy."""
+    from cumulo.base import report as reports
+    from cumulo.cli.shared.terminal import out, working
+    from cumulo.errors import ConfigError
+    from cumulo.plan.serve.fleet import play_fleet
+
+    if chosen.find_capacity or chosen.svg is not None or chosen.slo or len(rates) > 1:
+        raise ConfigError(
+            "--replicas plays one rate: remove --find-capacity, --svg and --slo, and give one --rate"
+        )
+    shown = traffic if rates[0] is None else traffic.at_rate(rates[0])
+    found = []
+    with working("simulating") as tell:
+        for policy in [name.strip() for name in chosen.router.split(",")]:
+            tell(f"{chosen.replicas} replicas, {policy}")
+            found.append(play_fleet(replica, chosen.replicas, policy, shown, chosen.slo_percentile))
+    rows = [row for one in found for row in view.fleet_rows(one)]
+    reports.write_json(chosen.json_file, rows, evidence=evidence)
+    if str(chosen.json_file) != "-":
+        out.print(
+            f"[bold]{chosen.model}[/bold] on [bold]{chosen.replicas} × {replica}[/bold], "
+            f"{found[0].finished:,} of {found[0].requests:,} requests answered"
+        )
+        out.print(view.fleet_table(found))
+        out.print(view.fleet_note(found[0]), style="dim")
         out.print(f"evidence: {evidence}", style="dim")
 
 

@@ -185,3 +185,14 @@ def test_simulating_and_planning_import_no_torch() -> None:
 def test_the_verbs_are_listed_with_an_example() -> None:
     assert "find-capacity" in run("simulate", "serve", "--help")
     assert "cumulo simulate serve" in simulate.EXAMPLE and "cumulo plan serve" in plan_serve.EXAMPLE
+
+
+def test_routing_policies_are_compared_on_the_same_traffic(tmp_path: Path) -> None:
+    words = ["simulate", "serve", "llama-3.1-8b", "--replicas", "3", "--rate", "20", *FAST]
+    words += ["--shared-prefix", "512", "--prefixes", "6"]
+    found = report_of(tmp_path / "fleet.json", *words, "--router", "round-robin,prefix-aware")
+    rows = {row["name"]: row["value"] for row in found["rows"]}
+    assert rows["prefix-aware: cached prompt tokens"] > rows["round-robin: cached prompt tokens"] > 0
+    assert "prefix-aware" in run(*words)
+    with pytest.raises(CumuloError, match="there is no router 'nearest'"):
+        run(*words, "--router", "nearest")

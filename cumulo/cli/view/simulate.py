@@ -10,6 +10,7 @@ from cumulo.base.quantities import quantity
 if TYPE_CHECKING:
     from cumulo.base.report import Row
     from cumulo.plan.serve.capacity import RateTrial
+    from cumulo.plan.serve.fleet import FleetReport
     from cumulo.plan.serve.report import ServeReport
     from cumulo.spec.slo import Slo
 
@@ -134,6 +135,54 @@ def sweep_table(trials: "list[RateTrial]", judged: bool) -> Any:
             f"{one.rate:.4g}", f"{one.report.output_tok_s:,.0f}", *cells, *[""] * (4 - len(cells)), verdict
         )
     return table
+
+
+def fleet_table(found: "list[FleetReport]") -> Any:
+    """One line for each routing policy."""
+    from rich.table import Table
+
+    table = Table(box=None, header_style="dim")
+    for name in ("router", "tok/s", "TTFT p50", "TTFT p99", "ITL p99", "cached", "reuse", "busiest"):
+        table.add_column(name, justify="left" if name == "router" else "right", no_wrap=True)
+    for one in found:
+        ttft, itl = one.ttft_s, one.itl_s
+        table.add_row(
+            one.router,
+            f"{one.output_tok_s:,.0f}",
+            quantity(ttft.p50, "s") if ttft else "",
+            quantity(ttft.p99, "s") if ttft else "",
+            quantity(itl.p99, "s") if itl else "",
+            f"{one.cached_share:.1%}",
+            f"{one.reuse:.0%}",
+            f"{one.load_over_mean:.2f} ×",
+        )
+    return table
+
+
+def fleet_note(one: "FleetReport") -> str:
+    return (
+        f"cached: share of prompt tokens found in the prefix cache. reuse: of the {one.shared_cache_share:.1%} that "
+        f"one cache as large as all {one.replicas} replicas' would find. busiest: tokens computed by the busiest "
+        "replica, over the mean."
+    )
+
+
+def fleet_rows(one: "FleetReport") -> "list[Row]":
+    from cumulo.base.report import Row
+
+    rows = [
+        Row(f"{one.router}: output throughput", one.output_tok_s, "tok/s", "higher"),
+        Row(f"{one.router}: cached prompt tokens", 100 * one.cached_share, "%", "higher"),
+        Row(f"{one.router}: reuse, of a shared cache's", 100 * one.reuse, "%", "higher"),
+        Row(f"{one.router}: busiest replica, over the mean", one.load_over_mean, "×", "lower"),
+    ]
+    for name, spread in (("TTFT", one.ttft_s), ("ITL", one.itl_s)):
+        if spread is not None:
+            rows += [
+                Row(f"{one.router}: {name} p50", 1e3 * spread.p50, "ms", "lower"),
+                Row(f"{one.router}: {name} p99", 1e3 * spread.p99, "ms", "lower"),
+            ]
+    return rows
 
 
 _COLORS = ("#2563eb", "#1e3a8a", "#f59e0b", "#92400e")

@@ -30,61 +30,95 @@ def simulate(
     stop_s: float = float("inf"),
     step_by_step: bool = False,
 ) -> Run:
-    """Serve all arrivals, given in order of time. Ends when the last is answered or, unfinished, at `stop_s`.
+    """Serve all arrivals, given in order of time. Ends when the last is answered or, unfinished, at `stop_s`."""
+    engine = SimulatedEngine(scheduler, cost, overlap=overlap, step_by_step=step_by_step)
+    engine.arrivals = list(arrivals)
+    engine.advance(stop_s)
+    return engine.end()
+
+
+class SimulatedEngine:
+    """One engine in virtual time. A fleet advances several of them to each arrival and then says who gets it.
 
     Stretches in which everybody only decodes are played without asking the scheduler at every step, with the same
     outcome; `step_by_step` asks it.
     """
-    run, lockstep = Run(), Lockstep(scheduler.books)
-    clock_s = device_free_s = 0.0
-    in_flight: StepInFlight | None = None
-    coming, count = 0, len(arrivals)
-    shared: dict[int, int] = {}
-    may_stretch = overlap and not step_by_step
-    while clock_s < stop_s:
-        while coming < count and arrivals[coming].arrived_s <= clock_s:
-            clock_s += _take_in(arrivals[coming], coming, scheduler, cost, run)
-            coming += 1
-        if not scheduler.requests and in_flight is None:
-            if coming == count:
-                break
-            clock_s = max(clock_s, arrivals[coming].arrived_s)
-            continue
-        if may_stretch and in_flight is not None and scheduler.queue.count == 0:
-            until_s = min(stop_s, arrivals[coming].arrived_s if coming < count else stop_s)
-            stretched = play_stretch(scheduler, lockstep, cost, run, in_flight, shared, clock_s, until_s)
-            if stretched is not None:
-                clock_s, in_flight = stretched
-                device_free_s = in_flight.done_s
+
+    def __init__(
+        self, scheduler: Scheduler, cost: StepCost, *, overlap: bool = True, step_by_step: bool = False
+    ) -> None:
+        self.scheduler, self.cost, self.overlap = scheduler, cost, overlap
+        self.run, self._lockstep = Run(), Lockstep(scheduler.books)
+        self.arrivals: list[Arrival] = []  # in order of time; those from `_coming` on have not been taken in
+        self.clock_s = 0.0
+        self._device_free_s = 0.0
+        self._in_flight: StepInFlight | None = None
+        self._coming = 0
+        self._shared: dict[int, int] = {}
+        self._may_stretch = overlap and not step_by_step
+
+    def advance(self, until_s: float) -> None:
+        """Play steps until the clock reaches `until_s`, or until everything that has arrived is answered."""
+        scheduler, run, lockstep, arrivals = self.scheduler, self.run, self._lockstep, self.arrivals
+        count = len(arrivals)
+        while self.clock_s < until_s:
+            while self._coming < count and arrivals[self._coming].arrived_s <= self.clock_s:
+                self.clock_s += _take_in(arrivals[self._coming], self._coming, scheduler, self.cost, run)
+                self._coming += 1
+            if not scheduler.requests and self._in_flight is None:
+                if self._coming == count:
+                    break
+                self.clock_s = max(self.clock_s, arrivals[self._coming].arrived_s)
                 continue
-        plan = scheduler.plan(clock_s)
-        lockstep.follow(plan)
-        note_settled(lockstep, run)
+            if self._may_stretch and self._in_flight is not None and scheduler.queue.count == 0:
+                next_s = min(until_s, arrivals[self._coming].arrived_s if self._coming < count else until_s)
+                stretched = play_stretch(
+                    scheduler, lockstep, self.cost, run, self._in_flight, self._shared, self.clock_s, next_s
+                )
+                if stretched is not None:
+                    self.clock_s, self._in_flight = stretched
+                    self._device_free_s = self._in_flight.done_s
+                    continue
+            self._step()
+
+    def waiting_arrivals(self) -> list[Arrival]:
+        """Those that the loop has not taken in yet: it looks for them between two steps."""
+        return self.arrivals[self._coming :]
+
+    def _step(self) -> None:
+        """One turn of the engine's loop: plan and submit a step, and take in the one before."""
+        scheduler, run = self.scheduler, self.run
+        plan = scheduler.plan(self.clock_s)
+        self._lockstep.follow(plan)
+        note_settled(self._lockstep, run)
         submitted = None
         if plan is not None:
-            _note_shared(plan, scheduler, shared)
-            time = cost.time_of(plan, shared)
-            clock_s += time.submit_s
-            device_free_s = max(clock_s, device_free_s) + time.device_s
-            submitted = StepInFlight(plan, time, device_free_s)
+            _note_shared(plan, scheduler, self._shared)
+            time = self.cost.time_of(plan, self._shared)
+            self.clock_s += time.submit_s
+            self._device_free_s = max(self.clock_s, self._device_free_s) + time.device_s
+            submitted = StepInFlight(plan, time, self._device_free_s)
             run.count_step(len(plan.slots), plan.tokens, time.device_s)
-        if overlap:
-            ready, in_flight = in_flight, submitted
+        if self.overlap:
+            ready, self._in_flight = self._in_flight, submitted
         else:
             ready = submitted
         if ready is not None:
-            clock_s = max(clock_s, ready.done_s)
-            enter_result(ready, clock_s, scheduler, lockstep, run)
-            clock_s += ready.time.apply_s
+            self.clock_s = max(self.clock_s, ready.done_s)
+            enter_result(ready, self.clock_s, scheduler, self._lockstep, run)
+            self.clock_s += ready.time.apply_s
         elif plan is None:
             raise RuntimeError(
                 "the scheduler plans nothing while nothing is in flight: a bug in the scheduler"
             )
-    lockstep.settle()
-    note_settled(lockstep, run)
-    run.ended_s = clock_s
-    run.all_finished = coming == count and not scheduler.requests
-    return run
+
+    def end(self) -> Run:
+        """What became of everything, as of now."""
+        self._lockstep.settle()
+        note_settled(self._lockstep, self.run)
+        self.run.ended_s = self.clock_s
+        self.run.all_finished = self._coming == len(self.arrivals) and not self.scheduler.requests
+        return self.run
 
 
 def _take_in(arrival: Arrival, number: int, scheduler: Scheduler, cost: StepCost, run: Run) -> float:

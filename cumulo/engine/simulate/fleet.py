@@ -1,0 +1,104 @@
+"""A fleet in virtual time: several simulated engines, and a router that says who gets each request. Called by the
+planner and `cumulo simulate serve --replicas`.
+
+The router is the real one (engine/decide/routing.py), and it sees what a gateway sees: each engine's queue, its
+speed and the hashes of its KV blocks, as of the moment in which the request arrives.
+"""
+
+from array import array
+from collections.abc import Sequence as ListLike
+from dataclasses import dataclass, field
+
+from cumulo.engine.decide.block_pool import BlockHash, chain_hashes, root_hash
+from cumulo.engine.decide.routing import Ask, ReplicaView, Route, Router
+from cumulo.engine.simulate.engine import SimulatedEngine
+from cumulo.engine.simulate.run import Arrival, Run
+
+
+@dataclass(frozen=True, slots=True)
+class FleetRun:
+    runs: tuple[Run, ...]  # of each engine
+    routes: tuple[Route, ...]  # of each request, in order of arrival
+
+
+class PromptHashes:
+    """Hashes of the shared beginnings of prompts, computed once for each."""
+
+    def __init__(self, block_size: int) -> None:
+        self._size = block_size
+        self._known: dict[tuple[BlockHash, int, int], list[BlockHash]] = {}
+
+    def of_arrival(self, arrival: Arrival) -> list[BlockHash]:
+        """Of the full blocks that lie within shared pieces, as the engine's own prompts hash them. A piece that is
+        no whole number of blocks ends the chain: what follows depends on where it lies in a block."""
+        parent, found, left = root_hash(""), list[BlockHash](), arrival.prompt_tokens
+        for name, tokens in arrival.shared:
+            blocks = min(tokens, left) // self._size
+            key = (parent, name, blocks)
+            hashes = self._known.get(key)
+            if hashes is None:
+                text = array("i", (-1 - name,)) * (blocks * self._size)
+                hashes = self._known[key] = chain_hashes(parent, text, self._size)
+            found += hashes
+            left -= tokens
+            if tokens % self._size or left <= 0 or not hashes:
+                break
+            parent = hashes[-1]
+        return found
+
+
+@dataclass(slots=True)
+class Placed:
+    """An engine, and of each request it was given the prompt tokens that were cached there."""
+
+    engine: SimulatedEngine
+    cached_tokens: list[int] = field(default_factory=list)
+
+
+def simulate_fleet(
+    arrivals: ListLike[Arrival], engines: ListLike[SimulatedEngine], router: Router
+) -> FleetRun:
+    """Serve all arrivals, given in order of time. Every engine has played up to the moment a request is routed."""
+    hashes = PromptHashes(engines[0].scheduler.config.block_size)
+    places = {str(number): Placed(engine) for number, engine in enumerate(engines)}
+    routes = []
+    for arrival in arrivals:
+        for engine in engines:
+            engine.advance(arrival.arrived_s)
+        ask = Ask(arrival.prompt_tokens, hashes.of_arrival(arrival))
+        # The replicas are alike: one that has computed no prompt yet is as fast as the others.
+        prompt_s = min(engine.scheduler.costs.prompt_s_per_token for engine in engines)
+        route = router.route(ask, [_view(name, placed, prompt_s) for name, placed in places.items()])
+        places[route.replica].engine.arrivals.append(arrival)
+        places[route.replica].cached_tokens.append(route.cached_tokens)
+        routes.append(route)
+    for engine in engines:
+        engine.advance(float("inf"))
+    return FleetRun(tuple(engine.end() for engine in engines), tuple(routes))
+
+
+def _view(name: str, placed: Placed, prompt_s_per_token: float) -> ReplicaView:
+    engine, scheduler = placed.engine, placed.engine.scheduler
+    coming = engine.waiting_arrivals()
+    running, first = len(scheduler.requests) + len(coming), len(engine.arrivals) - len(coming)
+    waiting = sum(
+        max(
+            0,
+            request.prompt_length - max(request.sequences[0].computed, placed.cached_tokens[int(request.id)]),
+        )
+        for request in scheduler.requests.values()
+    ) + sum(
+        arrival.prompt_tokens - cached
+        for arrival, cached in zip(coming, placed.cached_tokens[first:], strict=True)
+    )
+    decode = engine.cost.decode(max(1, running))
+    return ReplicaView(
+        name,
+        waiting_tokens=waiting,
+        running=running,
+        max_running=scheduler.config.max_running,
+        prompt_tok_s=1.0 / prompt_s_per_token,
+        step_s=decode.fixed_s if decode is not None else 0.02,
+        block_size=scheduler.config.block_size,
+        blocks=scheduler.pool.block_of.keys(),
+    )

@@ -1,0 +1,103 @@
+"""Several replicas behind a router, simulated: what each routing policy makes of the same traffic. `cumulo simulate
+serve --replicas` prints it.
+"""
+
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from cumulo.engine.decide.block_pool import BlockHash
+from cumulo.engine.decide.routing import router
+from cumulo.engine.simulate.engine import SimulatedEngine
+from cumulo.engine.simulate.fleet import FleetRun, PromptHashes, simulate_fleet
+from cumulo.errors import ConfigError
+from cumulo.plan.serve.replica import Replica
+from cumulo.plan.serve.report import Percentiles
+from cumulo.plan.serve.traffic import Traffic
+
+
+@dataclass(frozen=True, slots=True)
+class FleetReport:
+    router: str
+    replicas: int
+    requests: int
+    finished: int
+    simulated_s: float
+    output_tok_s: float  # of all replicas together
+    ttft_s: Percentiles | None
+    itl_s: Percentiles | None
+    cached_share: float  # of prompt tokens
+    shared_cache_share: float  # ... that one cache of the replicas' total size would have had
+    load_over_mean: float  # prompt and output tokens computed by the busiest replica, over the mean
+
+    @property
+    def reuse(self) -> float:
+        """How much of the reuse of one shared cache the replicas' own caches reach."""
+        return self.cached_share / self.shared_cache_share if self.shared_cache_share else 1.0
+
+
+def play_fleet(
+    replica: Replica, replicas: int, policy: str, traffic: Traffic, percentile: float = 99.0
+) -> FleetReport:
+    """The traffic on so many replicas of one kind, under a routing policy."""
+    if replicas < 1:
+        raise ConfigError(f"a fleet needs 1 or more replicas, got {replicas}")
+    engines = [SimulatedEngine(replica.scheduler(), replica.cost()) for _ in range(replicas)]
+    played = simulate_fleet(traffic.arrivals, engines, router(policy))
+    return _report(policy, played, replica, traffic, percentile)
+
+
+def _report(
+    policy: str, played: FleetRun, replica: Replica, traffic: Traffic, percentile: float
+) -> FleetReport:
+    served = [one for run in played.runs for one in run.served]
+    done = [one for one in served if one.finished]
+    span_s = max(run.ended_s for run in played.runs) - traffic.arrivals[0].arrived_s
+    itl = [
+        (time_s, count)
+        for run in played.runs
+        for time_s, count in zip(run.itl_s, run.itl_counts, strict=True)
+    ]
+    computed = [run.computed_tokens for run in played.runs]
+    prompts = sum(one.arrival.prompt_tokens for one in done)
+    return FleetReport(
+        router=policy,
+        replicas=len(played.runs),
+        requests=len(served),
+        finished=len(done),
+        simulated_s=span_s,
+        output_tok_s=sum(one.arrival.output_tokens for one in done) / max(span_s, 1e-12),
+        ttft_s=Percentiles.from_values(
+            [(one.first_token_s or 0.0) - one.arrival.arrived_s for one in done], percentile=percentile
+        ),
+        itl_s=Percentiles.from_values([time_s for time_s, _ in itl], [count for _, count in itl], percentile),
+        cached_share=sum(one.cached_tokens for one in done) / max(1, prompts),
+        shared_cache_share=shared_cache_share(
+            traffic, len(played.runs) * replica.memory().kv_blocks, replica.engine_config().block_size
+        ),
+        load_over_mean=max(computed) * len(computed) / max(1, sum(computed)),
+    )
+
+
+def shared_cache_share(traffic: Traffic, blocks: int, block_size: int) -> float:
+    """Prompt tokens found in one cache of so many blocks that evicts what was used longest ago, when requests come
+    one after the other: what no fleet of separate caches of that size can beat by much."""
+    held: OrderedDict[BlockHash, None] = OrderedDict()
+    hashes = PromptHashes(block_size)
+    found = total = 0
+    for arrival in traffic.arrivals:
+        chain, hit = hashes.of_arrival(arrival), True
+        for block_hash in chain:
+            if block_hash in held:
+                found += block_size if hit else 0
+                held.move_to_end(block_hash)
+            else:
+                hit = False
+                held[block_hash] = None
+        # Blocks of its own take room, too.
+        own = arrival.prompt_tokens // block_size - len(chain)
+        for number in range(max(0, own)):
+            held[b"%d/%d" % (total, number)] = None
+        while len(held) > blocks:
+            held.popitem(last=False)
+        total += arrival.prompt_tokens
+    return found / max(1, total)
