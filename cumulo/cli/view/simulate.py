@@ -162,8 +162,8 @@ def fleet_table(found: "list[FleetReport]") -> Any:
 def fleet_note(one: "FleetReport") -> str:
     return (
         f"cached: share of prompt tokens found in the prefix cache. reuse: of the {one.shared_cache_share:.1%} "
-        f"that one cache as large as all {one.replicas} replicas' would find. busiest: tokens computed by the busiest "
-        "replica, over the mean."
+        f"that one cache as large as all {one.replicas} replicas' would find. busiest: tokens computed by the "
+        "busiest replica, over the mean."
     )
 
 
