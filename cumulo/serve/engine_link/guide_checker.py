@@ -99,6 +99,8 @@ class GuideChecker:
             workers = list(self._workers)
         for worker in workers:
             worker.close()
+        with self._ringing:  # a socket that one thread closes while another sends on it crashes the process
+            self._ringer.close(linger=0)
 
     # -- in the threads -------------------------------------------------------------------------------------
     def _work(self, lanes: tuple[Lane, ...]) -> None:
@@ -162,4 +164,5 @@ class GuideChecker:
     def _tell(self, checked: Checked) -> None:
         self._done.put(checked)
         with self._ringing:
-            self._ringer.send(b"")
+            if not self._ringer.closed:
+                self._ringer.send(b"")
