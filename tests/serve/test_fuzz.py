@@ -78,7 +78,12 @@ def test_two_thousand_cases_find_no_undescribed_answer(fuzzed: RunningServer, tm
 
 
 @pytest.mark.parametrize(
-    ("path", "cases"), [("/v1/chat/completions", 30), ("/v1/completions", 30), ("/v1/responses", 30)]
+    ("path", "cases"),
+    [
+        ("/v1/chat/completions", 30),
+        ("/v1/completions", 30),
+        pytest.param("/v1/responses", 30, marks=pytest.mark.thorough),
+    ],
 )
 def test_what_goes_together_is_answered(fuzzed: RunningServer, path: str, cases: int) -> None:
     description = schemathesis.openapi.from_url(f"{fuzzed.url}/openapi.json")
