@@ -27,7 +27,3 @@ class ConfigError(CumuloError):
 
 class TrainingError(CumuloError):
     """Training cannot begin or go on: no data, a loss that is no number, no checkpoint that is whole."""
-
-
-class Overloaded(CumuloError):
-    """Nobody can take this request now; the same request may succeed later."""

@@ -61,7 +61,6 @@ class Engine:
         self._seeds = random.Random(seed)
         self._ids = itertools.count(1)
         self._in_flight: tuple[StepPlan, PendingStep] | None = None
-        self._replays: list[Delta] = []
 
     # -- requests ---------------------------------------------------------------------------------------
     def add(
@@ -76,12 +75,11 @@ class Engine:
         tenant: str = "",
         stream: bool = False,
         resumed: ListLike[int] = (),
-        replay: bool = False,
     ) -> Request:
         """Queue a request, or raise InvalidRequest. With `stream`, text comes in Deltas as it is made.
 
         `resumed`: output tokens that another engine has drawn already. What follows is what that engine would have
-        drawn. With `replay`, the first Delta repeats them, for a client that has to read them again.
+        drawn.
         """
         request = Request(
             request_id if request_id is not None else f"request-{next(self._ids)}",
@@ -99,18 +97,16 @@ class Engine:
         self._check_tokens(request)
         self.scheduler.add(request)
         if resumed and (stream or params.stop):
-            self._read_again(request, resumed, replay)
+            self._read_again(request, resumed)
         return request
 
-    def _read_again(self, request: Request, tokens: ListLike[int], replay: bool) -> None:
+    def _read_again(self, request: Request, tokens: ListLike[int]) -> None:
         """The text of tokens that another engine drew, so that the next one's text continues it."""
         client: _Client = request.tag
-        if self.tokenizer is None:
-            return
-        stream = client.streams[0] = TextStream(self.tokenizer, request.params)
-        text = "".join([stream.push(token) for token in tokens])
-        if replay:
-            self._replays.append(Delta(request.id, 0, text, list(tokens)))
+        if self.tokenizer is not None:
+            stream = client.streams[0] = TextStream(self.tokenizer, request.params)
+            for token in tokens:
+                stream.push(token)
 
     def _check_tokens(self, request: Request) -> None:
         params = request.params
@@ -154,8 +150,7 @@ class Engine:
             ready, self._in_flight = self._in_flight, submitted
         else:
             ready = submitted
-        output = StepOutput(self._replays)
-        self._replays = []
+        output = StepOutput()
         if ready is not None:
             self._finish(*ready, output)
         for request in self.scheduler.closed:

@@ -1,7 +1,7 @@
-"""A fleet in virtual time: several simulated engines, and a router that says who gets each request. Called by the
-planner and `cumulo simulate serve --replicas`.
+"""A fleet in virtual time: several simulated engines, and a router that says who gets each request. Called by
+the planner for `cumulo simulate serve --replicas`.
 
-The router is the real one (engine/decide/routing.py), and it sees what a gateway sees: each engine's queue, its
+The router is the real one (engine/decide/routing.py), and it sees what a gateway would: each engine's queue, its
 speed and the hashes of its KV blocks, as of the moment in which the request arrives.
 """
 
@@ -10,15 +10,9 @@ from collections.abc import Sequence as ListLike
 from dataclasses import dataclass, field
 
 from cumulo.engine.decide.block_pool import BlockHash, chain_hashes, root_hash
-from cumulo.engine.decide.routing import Ask, ReplicaView, Route, Router
+from cumulo.engine.decide.routing import Ask, ReplicaView, Router
 from cumulo.engine.simulate.engine import SimulatedEngine
 from cumulo.engine.simulate.run import Arrival, Run
-
-
-@dataclass(frozen=True, slots=True)
-class FleetRun:
-    runs: tuple[Run, ...]  # of each engine
-    routes: tuple[Route, ...]  # of each request, in order of arrival
 
 
 class PromptHashes:
@@ -57,11 +51,11 @@ class Placed:
 
 def simulate_fleet(
     arrivals: ListLike[Arrival], engines: ListLike[SimulatedEngine], router: Router
-) -> FleetRun:
-    """Serve all arrivals, given in order of time. Every engine has played up to the moment a request is routed."""
+) -> list[Run]:
+    """Serve all arrivals, given in order of time; returns each engine's run. Every engine has played up to the
+    moment in which a request is routed."""
     hashes = PromptHashes(engines[0].scheduler.config.block_size)
     places = {str(number): Placed(engine) for number, engine in enumerate(engines)}
-    routes = []
     for arrival in arrivals:
         for engine in engines:
             engine.advance(arrival.arrived_s)
@@ -71,10 +65,9 @@ def simulate_fleet(
         route = router.route(ask, [_view(name, placed, prompt_s) for name, placed in places.items()])
         places[route.replica].engine.arrivals.append(arrival)
         places[route.replica].cached_tokens.append(route.cached_tokens)
-        routes.append(route)
     for engine in engines:
         engine.advance(float("inf"))
-    return FleetRun(tuple(engine.end() for engine in engines), tuple(routes))
+    return [engine.end() for engine in engines]
 
 
 def _view(name: str, placed: Placed, prompt_s_per_token: float) -> ReplicaView:

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from cumulo.engine.decide.block_pool import BlockHash
 from cumulo.engine.decide.routing import router
 from cumulo.engine.simulate.engine import SimulatedEngine
-from cumulo.engine.simulate.fleet import FleetRun, PromptHashes, simulate_fleet
+from cumulo.engine.simulate.fleet import PromptHashes, simulate_fleet
+from cumulo.engine.simulate.run import Run
 from cumulo.errors import ConfigError
 from cumulo.plan.serve.replica import Replica
 from cumulo.plan.serve.report import Percentiles
@@ -42,26 +43,22 @@ def play_fleet(
     if replicas < 1:
         raise ConfigError(f"a fleet needs 1 or more replicas, got {replicas}")
     engines = [SimulatedEngine(replica.scheduler(), replica.cost()) for _ in range(replicas)]
-    played = simulate_fleet(traffic.arrivals, engines, router(policy))
-    return _report(policy, played, replica, traffic, percentile)
+    runs = simulate_fleet(traffic.arrivals, engines, router(policy))
+    return _report(policy, runs, replica, traffic, percentile)
 
 
 def _report(
-    policy: str, played: FleetRun, replica: Replica, traffic: Traffic, percentile: float
+    policy: str, runs: list[Run], replica: Replica, traffic: Traffic, percentile: float
 ) -> FleetReport:
-    served = [one for run in played.runs for one in run.served]
+    served = [one for run in runs for one in run.served]
     done = [one for one in served if one.finished]
-    span_s = max(run.ended_s for run in played.runs) - traffic.arrivals[0].arrived_s
-    itl = [
-        (time_s, count)
-        for run in played.runs
-        for time_s, count in zip(run.itl_s, run.itl_counts, strict=True)
-    ]
-    computed = [run.computed_tokens for run in played.runs]
+    span_s = max(run.ended_s for run in runs) - traffic.arrivals[0].arrived_s
+    itl = [(time_s, count) for run in runs for time_s, count in zip(run.itl_s, run.itl_counts, strict=True)]
+    computed = [run.computed_tokens for run in runs]
     prompts = sum(one.arrival.prompt_tokens for one in done)
     return FleetReport(
         router=policy,
-        replicas=len(played.runs),
+        replicas=len(runs),
         requests=len(served),
         finished=len(done),
         simulated_s=span_s,
@@ -72,7 +69,7 @@ def _report(
         itl_s=Percentiles.from_values([time_s for time_s, _ in itl], [count for _, count in itl], percentile),
         cached_share=sum(one.cached_tokens for one in done) / max(1, prompts),
         shared_cache_share=shared_cache_share(
-            traffic, len(played.runs) * replica.memory().kv_blocks, replica.engine_config().block_size
+            traffic, len(runs) * replica.memory().kv_blocks, replica.engine_config().block_size
         ),
         load_over_mean=max(computed) * len(computed) / max(1, sum(computed)),
     )

@@ -139,7 +139,6 @@ class EngineLoop:
                 tenant=submit.tenant,
                 stream=submit.stream,
                 resumed=array("i", submit.resumed),
-                replay=submit.replay,
             )
         except InvalidRequest as error:
             self._send(Rejected(submit.request_id, str(error)))

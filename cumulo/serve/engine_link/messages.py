@@ -37,7 +37,6 @@ class Submit(msgspec.Struct, frozen=True, tag="submit"):
     cache_salt: str = ""
     tenant: str = ""  # who is owed a fair share: the name of the caller's key
     resumed: bytes = b""  # output tokens that another engine drew, packed as the prompt
-    replay: bool = False  # a Delta repeats them
 
 
 class _PackedSubmit(msgspec.Struct, frozen=True, tag="submit"):
@@ -51,7 +50,6 @@ class _PackedSubmit(msgspec.Struct, frozen=True, tag="submit"):
     cache_salt: str = ""
     tenant: str = ""
     resumed: bytes = b""
-    replay: bool = False
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
@@ -189,5 +187,4 @@ def decode_command(packed: bytes) -> Command:
         command.cache_salt,
         command.tenant,
         command.resumed,
-        command.replay,
     )
