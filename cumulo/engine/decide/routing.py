@@ -1,18 +1,24 @@
-"""Routing: which replica gets a request, decided from a snapshot. The fleet simulator calls it.
+"""Routing: which replica gets a request, decided from a snapshot. The fleet of `cumulo serve` and the fleet
+simulator call it.
 
-A router sees each replica as plain data: its load, its speed, and the hashes of the KV blocks that it holds.
+A router sees each replica as plain data: its state, its load, its speed, and the hashes of the KV blocks that it
+holds. Its Route says why, and what the second choice would have cost.
 
     chosen = PrefixAware().route(Ask(prompt_tokens=900, hashes=hashes), replicas)
-    chosen.replica, chosen.cached_tokens, chosen.ttft_s
+    chosen.replica, chosen.cached_tokens, chosen.ttft_s, chosen.why, chosen.second
 """
 
 from collections import OrderedDict
-from collections.abc import Container, Sequence, Set
-from dataclasses import dataclass, field
+from collections.abc import Container, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from cumulo.engine.decide.block_pool import BlockHash
-from cumulo.errors import ConfigError
+from cumulo.errors import ConfigError, CumuloError
+
+
+class NoReplica(CumuloError):
+    """No replica takes requests; the message says why for each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +33,10 @@ class ReplicaView:
     step_s: float = 0.02  # of one step in which its running sequences decode
     block_size: int = 16
     blocks: Set[BlockHash] = field(default_factory=frozenset)  # hashes of the KV blocks it could share
+    # Of the waiting tokens, how many by priority and tenant; empty: nobody goes before anybody.
+    queues: Mapping[tuple[int, str], int] = field(default_factory=dict)
+    refuses: str = ""  # why it takes no request: it drains, or restarts; empty: it takes them
+    silent: bool = False  # it has not been heard of lately: chosen only if no other can be
 
     @property
     def load_s(self) -> float:
@@ -39,6 +49,10 @@ class Ask:
 
     prompt_tokens: int
     hashes: Sequence[BlockHash] = ()  # of the prompt's full blocks, in order
+    session: str = ""  # requests of one session prefer one replica
+    tenant: str = ""
+    priority: int = 0  # lower goes first
+    tried: frozenset[str] = frozenset()  # replicas that it comes from: they failed, or are to be relieved
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +62,43 @@ class Route:
     replica: str
     ttft_s: float  # expected there
     cached_tokens: int  # of its prompt
+    why: str = ""
+    second: "Route | None" = None  # the next best; None: there was no other
 
 
 class Router(Protocol):
-    def route(self, ask: Ask, replicas: Sequence[ReplicaView]) -> Route: ...
+    def route(self, ask: Ask, replicas: Sequence[ReplicaView]) -> Route:
+        """Raises NoReplica where none takes the request."""
+        ...
+
+    def forget(self, replica: str) -> None:
+        """It has lost its cache, or is gone."""
+        ...
+
+
+def usable(ask: Ask, replicas: Sequence[ReplicaView]) -> list[ReplicaView]:
+    """The replicas to choose from: those that take requests, without those it was tried on or that are silent as
+    long as there are others."""
+    taking = [one for one in replicas if not one.refuses and one.name not in ask.tried]
+    if not taking:
+        states = ", ".join(f"{one.name} {one.refuses or 'was tried'}" for one in replicas)
+        raise NoReplica(f"no replica takes this request: {states or 'there is none'}")
+    return [one for one in taking if not one.silent] or taking
+
+
+def tokens_ahead(ask: Ask, replica: ReplicaView, own_tokens: int) -> int:
+    """Waiting tokens that the engine computes before this request: all of more important ones; of equally important
+    ones each tenant's share, because tenants take turns (nobody waits for more of another than of their own)."""
+    if not replica.queues:
+        return replica.waiting_tokens
+    mine = own_tokens + replica.queues.get((ask.priority, ask.tenant), 0)
+    ahead = 0
+    for (priority, tenant), tokens in replica.queues.items():
+        if priority < ask.priority:
+            ahead += tokens
+        elif priority == ask.priority:
+            ahead += tokens if tenant == ask.tenant else min(tokens, mine)
+    return ahead
 
 
 def held_tokens(ask: Ask, replica: ReplicaView, promised: Container[BlockHash] = ()) -> int:
@@ -72,7 +119,8 @@ def expected(ask: Ask, replica: ReplicaView, promised: Container[BlockHash] = ()
     """TTFT there: its queue of prompts and this one's uncached rest at the speed of prompts, and a step to draw the
     token. Where all places are taken, a request waits for one: on average a share of a step for each in excess."""
     cached = held_tokens(ask, replica, promised)
-    compute_s = (replica.waiting_tokens + ask.prompt_tokens - cached) / replica.prompt_tok_s
+    own = ask.prompt_tokens - cached
+    compute_s = (tokens_ahead(ask, replica, own) + own) / replica.prompt_tok_s
     in_excess = max(0, replica.running + 1 - replica.max_running)
     return Route(replica.name, compute_s + replica.step_s * (1 + in_excess), cached)
 
@@ -84,9 +132,15 @@ class RoundRobin:
     turn: int = 0
 
     def route(self, ask: Ask, replicas: Sequence[ReplicaView]) -> Route:
-        chosen = replicas[self.turn % len(replicas)]
+        taking = usable(ask, replicas)
+        chosen, second = (taking[(self.turn + ahead) % len(taking)] for ahead in (0, 1))
         self.turn += 1
-        return expected(ask, chosen)
+        return _chosen(
+            expected(ask, chosen), "its turn", expected(ask, second) if second is not chosen else None
+        )
+
+    def forget(self, replica: str) -> None:
+        pass
 
 
 @dataclass(slots=True)
@@ -96,15 +150,25 @@ class LeastLoaded:
     given: dict[str, int] = field(default_factory=dict)  # among equals, whoever has had the fewest
 
     def route(self, ask: Ask, replicas: Sequence[ReplicaView]) -> Route:
-        chosen = min(replicas, key=lambda one: (one.load_s, one.running, self.given.get(one.name, 0)))
+        chosen, *others = sorted(
+            usable(ask, replicas), key=lambda one: (one.load_s, one.running, self.given.get(one.name, 0))
+        )
         self.given[chosen.name] = self.given.get(chosen.name, 0) + 1
-        return expected(ask, chosen)
+        why = f"the least load: {chosen.waiting_tokens:,} prompt tokens wait, {chosen.running} sequences run"
+        return _chosen(expected(ask, chosen), why, expected(ask, others[0]) if others else None)
+
+    def forget(self, replica: str) -> None:
+        self.given.pop(replica, None)
+
+
+def _chosen(option: Route, why: str, second: Route | None) -> Route:
+    return replace(option, why=why, second=second)
 
 
 @dataclass(slots=True)
 class PrefixAware:
     """The shortest expected TTFT plus the work that the request makes. Among equals the least loaded: new prefixes
-    spread.
+    spread. A session stays where it was while that costs at most `loyalty_s`.
 
     A replica that has been given more than `most_load` times the mean work is passed over as long as another has
     not, however much of the prompt it holds: queues that are short now say nothing of the work it will have. Work
@@ -113,24 +177,44 @@ class PrefixAware:
 
     most_load: float = 1.25
     work_counts: float = 1.5  # a second of work that a request makes, against a second of its own wait
-    forget: float = 0.001  # of all work, at each request
+    loyalty_s: float = 0.005
+    forgotten: float = 0.001  # of all work, at each request
     given_tokens: dict[str, float] = field(default_factory=dict)
     # Hashes of prompts that each replica was given lately: it holds them soon, though it has not said so.
     promised: dict[str, OrderedDict[BlockHash, None]] = field(default_factory=dict)
     max_promised: int = 20_000  # blocks of a replica
+    sessions: OrderedDict[str, str] = field(default_factory=OrderedDict)
+    max_sessions: int = 100_000
 
     def route(self, ask: Ask, replicas: Sequence[ReplicaView]) -> Route:
-        found = [
-            (expected(ask, one, self.promised.get(one.name, ())), one) for one in self._calm(ask, replicas)
-        ]
-        chosen, _ = min(
-            found, key=lambda pair: (self._cost_s(ask, *pair), pair[1].load_s, len(pair[1].blocks))
-        )
+        taking = usable(ask, replicas)
+        calm = self._calm(ask, taking)
+        found = [(expected(ask, one, self.promised.get(one.name, ())), one) for one in calm]
+        costs_s = {option.replica: self._cost_s(ask, option, one) for option, one in found}
+        found.sort(key=lambda pair: (costs_s[pair[1].name], pair[1].load_s, len(pair[1].blocks)))
+        options = [option for option, _ in found]
+        home, most_s = self.sessions.get(ask.session), costs_s[options[0].replica] + self.loyalty_s
+        stays = next((one for one in options if one.replica == home and costs_s[one.replica] <= most_s), None)
+        chosen = stays or options[0]
+        self._note(ask, chosen)
+        passed = [expected(ask, one) for one in taking if one.name not in costs_s]  # given too much
+        second = next((one for one in options + passed if one is not chosen), None)
+        return _chosen(chosen, _why(ask, chosen, stays is not None, [one.replica for one in passed]), second)
+
+    def forget(self, replica: str) -> None:
+        self.promised.pop(replica, None)
+        self.given_tokens.pop(replica, None)
+
+    def _note(self, ask: Ask, chosen: Route) -> None:
         for name in self.given_tokens:
-            self.given_tokens[name] *= 1 - self.forget
+            self.given_tokens[name] *= 1 - self.forgotten
         self.given_tokens[chosen.replica] += ask.prompt_tokens - chosen.cached_tokens
         self._promise(chosen.replica, ask.hashes)
-        return chosen
+        if ask.session:
+            self.sessions[ask.session] = chosen.replica
+            self.sessions.move_to_end(ask.session)
+            if len(self.sessions) > self.max_sessions:
+                self.sessions.popitem(last=False)
 
     def _cost_s(self, ask: Ask, option: Route, replica: ReplicaView) -> float:
         """The request's own wait, and the work it makes, for which others will wait."""
@@ -140,9 +224,11 @@ class PrefixAware:
         )
 
     def _calm(self, ask: Ask, replicas: Sequence[ReplicaView]) -> Sequence[ReplicaView]:
-        """Those that have not been given too much; the least busy one always is among them."""
+        """Those that have not been given too much; the least busy one always is among them. One that joins starts
+        level with it, instead of getting everything until it has caught up."""
+        known = [self.given_tokens[one.name] for one in replicas if one.name in self.given_tokens]
         for one in replicas:
-            self.given_tokens.setdefault(one.name, 0.0)
+            self.given_tokens.setdefault(one.name, min(known, default=0.0))
         mean = sum(self.given_tokens[one.name] for one in replicas) / len(replicas)
         bound = self.most_load * mean + ask.prompt_tokens
         return [one for one in replicas if self.given_tokens[one.name] <= bound]
@@ -154,6 +240,15 @@ class PrefixAware:
             promised.move_to_end(block_hash)
         while len(promised) > self.max_promised:
             promised.popitem(last=False)
+
+
+def _why(ask: Ask, chosen: Route, stays: bool, passed_over: Sequence[str]) -> str:
+    why = "its session's replica" if stays else "the shortest expected TTFT and least work"
+    if chosen.cached_tokens:
+        why += f": {chosen.cached_tokens:,} of {ask.prompt_tokens:,} prompt tokens are cached there"
+    if passed_over:
+        why += f"; {', '.join(passed_over)} had been given too much work"
+    return why
 
 
 ROUTERS: dict[str, type[RoundRobin] | type[LeastLoaded] | type[PrefixAware]] = {
