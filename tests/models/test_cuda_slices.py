@@ -1,14 +1,9 @@
-"""The GPU decoder on slices of a model: two ranks, each with half of the heads and of the feed-forward, give the
-logits of the whole. Without a GPU Triton's interpreter plays the kernels.
-
-The weights are cut as tensor-parallel training cuts them. The ranks are threads that take turns: each computes
-until its partial sum is due, and the second adds both up.
+"""The GPU decoder on slices of a model: ranks in processes of their own, each with its part of the heads, of the
+feed-forward and of the vocabulary, give the logits and draw the tokens of the whole. They read each other's memory.
+Without a GPU Triton's interpreter plays the kernels.
 """
 
 import os
-import threading
-from collections.abc import Callable
-from dataclasses import replace
 from importlib.util import find_spec
 
 import pytest
@@ -25,18 +20,29 @@ from triton import next_power_of_2  # noqa: E402
 
 from cumulo.kernels.cuda.linear import small_linear  # noqa: E402
 from cumulo.kernels.cuda.linear.small_linear import SmallConfig  # noqa: E402
+from cumulo.kernels.cuda.sampling.sample import (  # noqa: E402
+    COLUMNS,
+    POSITION,
+    TEMPERATURE,
+    SampleBuffers,
+    sample,
+)
 from cumulo.layout.layout import Layout  # noqa: E402
+from cumulo.layout.local_spec import local_spec  # noqa: E402
 from cumulo.layout.pieces import piece_of  # noqa: E402
 from cumulo.models.batch import KVCache  # noqa: E402
 from cumulo.models.decoder import Decoder  # noqa: E402
 from cumulo.models.play.cuda_decoder import CudaDecoder, StepTensors  # noqa: E402
-from cumulo.models.play.cuda_weights import RankSlice  # noqa: E402
+from cumulo.models.play.cuda_slice import RankSlice, shared_bytes  # noqa: E402
+from cumulo.ranks.groups import world_group  # noqa: E402
+from cumulo.ranks.peer_memory import peer_memory  # noqa: E402
+from cumulo.ranks.start import run_ranks  # noqa: E402
 from cumulo.spec.model import MLASpec, ModelSpec, MoESpec  # noqa: E402
 
 pytestmark = pytest.mark.slow
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
 BASE = dict(
-    family="tiny", vocab_size=37, hidden=32, layers=2, heads=4, kv_heads=2, head_dim=16, ffn_hidden=32,
+    family="tiny", vocab_size=38, hidden=32, layers=2, heads=4, kv_heads=2, head_dim=16, ffn_hidden=32,
     max_context=64,
 )  # fmt: skip
 SPECS = {
@@ -48,13 +54,9 @@ SPECS = {
 }  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+def few_programs(n: int, k: int, *_: object) -> SmallConfig:
     """An interpreted program takes milliseconds, however large."""
-    if not HAS_GPU:
-        monkeypatch.setattr(
-            small_linear, "default_config", lambda n, k, *_: SmallConfig(64, next_power_of_2(k), 4)
-        )
+    return SmallConfig(64, next_power_of_2(k), 4)
 
 
 def make_decoder(spec: ModelSpec) -> Decoder:
@@ -67,99 +69,66 @@ def make_decoder(spec: ModelSpec) -> Decoder:
 
 
 def cut(whole: Decoder, rank: int, ranks: int) -> Decoder:
-    """A rank's decoder; embedding and head stay whole."""
-    spec, moe = whole.spec, whole.spec.moe
-    if moe is not None:
-        moe = replace(moe, expert_hidden=moe.expert_hidden // ranks, shared_hidden=moe.shared_hidden // ranks)
-    own = replace(
-        spec,
-        heads=spec.heads // ranks,
-        kv_heads=spec.kv_heads // ranks,
-        ffn_hidden=spec.ffn_hidden // ranks,
-        moe=moe,
-    )
-    decoder = Decoder(own, torch.float32, DEVICE)
+    """A rank's decoder."""
+    decoder = Decoder(local_spec(whole.spec, ranks), torch.float32, DEVICE)
     for name, parameter in decoder.named_parameters():
         given = whole.get_parameter(name)
-        if name in ("embed.weight", "head.weight"):
-            parameter.data.copy_(given)
-            continue
-        for box in piece_of(spec, Layout(tp=ranks), rank, name, tuple(given.shape)).boxes:
+        for box in piece_of(whole.spec, Layout(tp=ranks), rank, name, tuple(given.shape)).boxes:
             parameter.data[box.held_slices] = given[box.whole_slices]
     return decoder
 
 
-class Turns:
-    """Two ranks that run alternately, so that kernels are never played by two threads at once."""
-
-    def __init__(self) -> None:
-        self.turn = [threading.Semaphore(1), threading.Semaphore(0)]
-        self.waiting: Tensor | None = None
-        self.sums = 0
-
-    def sum_over_ranks(self, rank: int, stream: Tensor) -> None:
-        if rank == 0:
-            self.waiting = stream
-            self.turn[1].release()
-            assert self.turn[0].acquire(timeout=60)
-            return
-        assert self.waiting is not None and self.waiting.shape == stream.shape
-        stream += self.waiting
-        self.waiting.copy_(stream)
-        self.sums += 1
-        self.turn[0].release()
-        assert self.turn[1].acquire(timeout=60)
-
-    def run(self, functions: list[Callable[[], Tensor]]) -> list[Tensor]:
-        results: dict[int, Tensor] = {}
-
-        def play(rank: int) -> None:
-            assert self.turn[rank].acquire(timeout=60)
-            results[rank] = functions[rank]()
-            self.turn[1 - rank].release()
-
-        threads = [threading.Thread(target=play, args=(rank,)) for rank in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        return [results[rank] for rank in range(2)]
-
-
-def two_steps(model: CudaDecoder) -> Tensor:
-    """The logits of a chunk's last tokens, then of the token after it."""
+def steps(model: CudaDecoder, ranks: int) -> tuple[Tensor, Tensor]:
+    """The logits of a chunk's last tokens, then of the token after it, and what is drawn from them: greedily, and
+    at a temperature. Before them a chunk in the middle of a prompt, which draws nothing."""
     cache = KVCache(model.spec, 4, 16, torch.float32, DEVICE)
     table = torch.tensor([[2, 0, 3]], dtype=torch.int32, device=DEVICE)
+    buffers = SampleBuffers(2, model.vocab_size, DEVICE)
+    found, drawn = [], []
 
-    def step(first: int, tokens: list[int], wanted: list[int]) -> Tensor:
-        def ints(values: list[int]) -> Tensor:
-            return torch.tensor(values, dtype=torch.int32, device=DEVICE)
+    def ints(values: list[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=DEVICE)
 
+    def step(first: int, tokens: list[int], wanted: list[int]) -> None:
         positions = torch.arange(first, first + len(tokens), dtype=torch.int32, device=DEVICE)
         slots = table[0, positions.long() // 16] * 16 + positions % 16
         attention = model.attention_plan(len(tokens), 1, len(tokens) == 1, cache, 3, None)
         attention.prepare(ints([0, len(tokens)]), ints([first + len(tokens)]), table)
-        batch = StepTensors(ints(tokens), positions, slots, ints(wanted), attention)
-        return model.forward(batch, cache).clone()
+        logits = model.forward(StepTensors(ints(tokens), positions, slots, ints(wanted), attention), cache)
+        draws = torch.zeros((len(wanted), COLUMNS), dtype=torch.int32, device=DEVICE)
+        draws[:, POSITION] = torch.arange(len(wanted), device=DEVICE)
+        draws[1:, TEMPERATURE] = torch.ones(len(draws[1:]), device=DEVICE).view(torch.int32)
+        picked, history = ints([-1] * len(wanted)), torch.zeros((1, 4), dtype=torch.int32, device=DEVICE)
+        if model.slice is None:
+            sample(logits, draws, buffers, picked, history)
+        else:
+            model.slice.draw(len(wanted), draws, picked, history)
+        drawn.append(picked)
+        found.append(model.whole_logits(len(wanted)).clone())
 
-    return torch.cat((step(0, list(range(3, 21)), [16, 17]), step(18, [5], [0])))
+    step(0, list(range(3, 9)), [])
+    step(6, list(range(9, 21)), [10, 11])
+    step(18, [5], [0])
+    return torch.cat(found).cpu(), torch.cat(drawn).cpu()
+
+
+def play_rank(rank: int, name: str, ranks: int) -> tuple[Tensor, Tensor]:
+    if not HAS_GPU:
+        small_linear.default_config = few_programs
+    own = cut(make_decoder(SPECS[name]), rank, ranks)
+    memory = peer_memory(shared_bytes(own.spec, 32, 2, torch.float32, ranks), world_group(), DEVICE)
+    return steps(CudaDecoder(own, 32, 2, rank_slice=RankSlice(memory, own.spec, 32, 2, torch.float32)), ranks)
 
 
 @pytest.mark.parametrize("name", list(SPECS))
-def test_the_partial_sums_of_two_slices_make_the_whole_models_logits(name: str) -> None:
-    whole = make_decoder(SPECS[name])
-    expected = two_steps(CudaDecoder(whole, 32, 2))
-    turns = Turns()
-    models = [
-        CudaDecoder(
-            cut(whole, rank, 2),
-            32,
-            2,
-            rank_slice=RankSlice(rank == 0, lambda stream, rank=rank: turns.sum_over_ranks(rank, stream)),
-        )
-        for rank in range(2)
-    ]
-    assert max(model.mixed.shape[1] for model in models) * 2 == CudaDecoder(whole, 32, 2).mixed.shape[1]
-    for found in turns.run([lambda model=model: two_steps(model) for model in models]):
-        assert (found - expected).abs().max() < 1e-4 * expected.abs().max()
-    assert turns.sums == 2 * 2 * SPECS[name].layers  # one a half-layer
+def test_two_slices_give_the_logits_and_tokens_of_the_whole_model(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not HAS_GPU:
+        monkeypatch.setattr(small_linear, "default_config", few_programs)
+    expected, drawn = steps(CudaDecoder(make_decoder(SPECS[name]), 32, 2), 1)
+    found = run_ranks(play_rank, 2, name, 2)
+    for logits, tokens in found:
+        assert (logits - expected).abs().max() < 1e-4 * expected.abs().max()
+        assert tokens.equal(drawn)
+    assert found[0][0].equal(found[1][0])  # bit by bit: ranks that differ drift apart

@@ -59,8 +59,8 @@ class CudaRunner:
         self.slots = DeviceSlots(max_slots, max_context, cache.block_size, model.max_tokens, self.device)
         self.pool = SwapPool(cache, host_blocks) if host_blocks else None
         self._most = StepShape(model.max_tokens, max_slots, min(max_slots, model.max_outputs))
-        self._buffers = SampleBuffers(max_slots, model.spec.vocab_size, self.device)
-        self._cut_buffers = CutBuffers(max_slots, model.spec.vocab_size, self.device)
+        self._buffers = SampleBuffers(max_slots, model.vocab_size, self.device)
+        self._cut_buffers = CutBuffers(max_slots, model.vocab_size, self.device)
         self._picked = torch.zeros(max_slots, dtype=torch.int32, device=self.device)
         on_gpu = self.device.type == "cuda"
         self._arrived = [
@@ -151,7 +151,7 @@ class CudaRunner:
         slots = np.array(plan.draw_slots, dtype=np.int64)
         positions = rows.ends[draw_rows]
         columns = self.table.columns[slots]
-        cuts = bool(have_cuts(columns, self.model.spec.vocab_size).any())
+        cuts = bool(have_cuts(columns, self.model.vocab_size).any())
         shape = shape_of(int(rows.query_starts[-1]), len(rows.slots), len(slots), self._most, cuts)
         stage = self.slots.stage()
         logit_rows = rows.query_starts[draw_rows + 1] - 1
@@ -160,11 +160,11 @@ class CudaRunner:
         wide = bool(plan.prompt_logprob_rows or plan.pool_rows)
         self._play(shape, captured=not wide)
         self.table.lengths[slots] = positions + 1  # the tokens themselves follow
-        if wide:
-            self._read_positions(plan, rows, pending)
         special = self._special(columns, slots, positions)
         if special.any():
             self._draw_on_host(np.flatnonzero(special), slots, positions, pending)
+        if wide:  # last: it computes logits in the place of those that were drawn from
+            self._read_positions(plan, rows, pending)
         pending.slots, pending.positions, pending.owners = slots, positions, self._owners[slots]
 
     def _play(self, shape: StepShape, captured: bool) -> None:
@@ -193,8 +193,11 @@ class CudaRunner:
             slots.token_ids[:tokens], slots.positions[:tokens], slots.kv_slots[:tokens], logit_rows, attention
         )
         logits = self.model.forward(step, self.cache, every_row)
-        if shape.cuts:
-            sample_with_cuts(logits, draws, self._buffers, self._cut_buffers, self._picked, slots.tokens)
+        if shape.cuts and len(logits):
+            whole = self.model.whole_logits(len(logits))
+            sample_with_cuts(whole, draws, self._buffers, self._cut_buffers, self._picked, slots.tokens)
+        elif self.model.slice is not None:
+            self.model.slice.draw(len(logits), draws, self._picked, slots.tokens)
         else:
             sample(logits, draws, self._buffers, self._picked, slots.tokens)
 
@@ -257,7 +260,7 @@ class CudaRunner:
     ) -> None:
         """Draw these again with everything their parameters ask for; what the device drew is replaced."""
         self._settle()  # penalties and guides look at the tokens so far
-        logits = self.model.logits[torch.from_numpy(draws).to(self.device)]
+        logits = self.model.whole_logits(len(slots))[torch.from_numpy(draws).to(self.device)]
         chosen, where = slots[draws], positions[draws]
         batch = self.table.draw_batch(chosen, where, np.arange(len(draws)), logits.shape[-1])
         drawn = draw(logits, batch)
@@ -277,11 +280,12 @@ class CudaRunner:
             count = min(int(rows.counts[row]), int(self.table.prompt_lengths[slot]) - 1 - start)
             params, entries = self.table.params[slot], list[TokenLogprobs]()
             wanted = (params.prompt_logprobs or 0) if params is not None else 0
-            for first in range(0, max(0, count), _PROMPT_LOGIT_ROWS):
-                size = min(_PROMPT_LOGIT_ROWS, count - first)
-                logits = self.model.logits_of(
-                    hidden(int(rows.query_starts[row]) + first + np.arange(size))
-                ).float()
+            most = min(_PROMPT_LOGIT_ROWS, self.model.max_outputs)
+            for first in range(0, max(0, count), most):
+                size = min(most, count - first)
+                states = hidden(int(rows.query_starts[row]) + first + np.arange(size))
+                self.model.logits_of(states, self.model.logits[:size])
+                logits = self.model.whole_logits(size).float()
                 begin = start + first + 1
                 tokens = self.table.tokens[slot, begin : begin + size].astype(np.int64)
                 entries += token_logprobs(logits, tokens, np.full(size, wanted))

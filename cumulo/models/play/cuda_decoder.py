@@ -23,7 +23,8 @@ from cumulo.models.batch import KVCache
 from cumulo.models.decoder import Decoder
 from cumulo.models.linear import Linear
 from cumulo.models.play.cuda_latent import LatentHalf
-from cumulo.models.play.cuda_weights import WHOLE, HeadWeights, LayerWeights, RankSlice, layer_weights
+from cumulo.models.play.cuda_slice import ATTENTION, FEED_FORWARD, RankSlice
+from cumulo.models.play.cuda_weights import HeadWeights, LayerWeights, layer_weights
 from cumulo.spec.gpu_kernels import obstacle_of
 
 
@@ -58,14 +59,15 @@ class CudaDecoder:
         *,
         fp8_weights: bool = False,
         batch_invariant: bool = False,
-        rank_slice: RankSlice = WHOLE,
+        rank_slice: RankSlice | None = None,
     ) -> None:
         """Buffers for steps of up to `max_tokens` tokens and `max_outputs` rows of logits.
 
         `fp8_weights` quantises the layers' matrices to e4m3, one scale an output row, and frees the plain ones; a
         mixture's routed experts, its router and latent attention's kv_b stay as they are.
         `batch_invariant` uses only kernels whose rows do not depend on the rows beside them.
-        `rank_slice`: the decoder is one rank's part of a model; its spec has that rank's heads and widths.
+        `rank_slice`: the decoder is one rank's part of a model; its spec has that rank's heads and widths, and
+        its share of the vocabulary.
         """
         obstacle = why_not(decoder)
         if obstacle is not None:
@@ -80,7 +82,8 @@ class CudaDecoder:
         decoder.rotary.rotation_at(torch.zeros(0, dtype=torch.int64, device=device))  # makes the table
         assert decoder.rotary.table is not None
         self.cosine, self.sine = (table.contiguous() for table in decoder.rotary.table)
-        self.layers = [layer_weights(layer, fp8_weights, rank_slice) for layer in decoder.layers]
+        adds_biases = rank_slice is None or rank_slice.rank == 0
+        self.layers = [layer_weights(layer, fp8_weights, adds_biases) for layer in decoder.layers]
         if fp8_weights and device.type == "cuda":
             torch.cuda.empty_cache()  # what the plain matrices took: the KV cache is one large piece
         self.windows = tuple(dict.fromkeys(layer.window for layer in self.layers))
@@ -108,7 +111,13 @@ class CudaDecoder:
         self.activated = buffer(max_tokens, widest)
         self.last_stream, self.last_mixed = buffer(max_outputs, spec.hidden), buffer(max_outputs, heads)
         self.wanted = buffer(max_outputs, spec.hidden)
-        self.logits = buffer(max_outputs, spec.vocab_size)
+        # Of this rank's share of the vocabulary.
+        self.logits = buffer(max_outputs, spec.vocab_size) if rank_slice is None else rank_slice.logits
+
+    @property
+    def vocab_size(self) -> int:
+        """Of the whole model."""
+        return self.spec.vocab_size * (1 if self.slice is None else self.slice.ranks)
 
     @property
     def weight_bytes(self) -> int:
@@ -165,7 +174,10 @@ class CudaDecoder:
         """
         tokens, outputs = len(step.token_ids), len(step.logit_rows)
         stream = self.stream[:tokens]
-        torch.index_select(self.decoder.embed.weight, 0, step.token_ids, out=stream)
+        if self.slice is None:
+            torch.index_select(self.decoder.embed.weight, 0, step.token_ids, out=stream)
+        else:
+            self.slice.embed(step.token_ids, self.decoder.embed.weight, stream)
         pick = outputs < tokens and not every_row
         for index, layer in enumerate(self.layers):
             mixed = self._attend(layer, stream, step, cache, index)
@@ -174,18 +186,8 @@ class CudaDecoder:
                 mixed = torch.index_select(mixed, 0, step.logit_rows, out=self.last_mixed[:outputs])
                 if outputs == 0:  # the middle of a prompt
                     break
-            self._begin_sum(stream)
-            linear(
-                mixed,
-                layer.output,
-                out=stream,
-                residual=stream,
-                bias=layer.output_bias,
-                invariant=self.invariant,
-            )
-            self.slice.sum_over_ranks(stream)
+            self._add_product(mixed, layer.output, layer.output_bias, stream, ATTENTION)
             self._feed_forward(layer, stream)
-            self.slice.sum_over_ranks(stream)
         if outputs == 0:
             return self.logits[:0]
         rows = None if pick else step.logit_rows
@@ -193,14 +195,21 @@ class CudaDecoder:
         wanted = rms_norm(stream, norm, self.spec.norm_eps, rows=rows, out=self.wanted[:outputs])
         return self.logits_of(wanted, self.logits[:outputs])
 
-    def logits_of(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """Normed hidden states [R, hidden] -> [R, vocabulary]."""
+    def logits_of(self, hidden: Tensor, out: Tensor) -> Tensor:
+        """Normed hidden states [R, hidden] -> [R, vocabulary], this rank's share of it."""
         return linear(hidden, self.head, out=out, invariant=self.invariant)
 
-    def _begin_sum(self, stream: Tensor) -> None:
-        """Of the slices whose sum becomes the stream, one starts from what it was."""
-        if not self.slice.carries_stream:
-            stream.zero_()
+    def whole_logits(self, rows: int) -> Tensor:
+        """The last logits, with the columns of all ranks."""
+        return self.logits[:rows] if self.slice is None else self.slice.gather(rows)
+
+    def _add_product(self, x: Tensor, weight: Weight, bias: Tensor | None, stream: Tensor, half: int) -> None:
+        """stream += x · weightᵀ + bias, which is a rank's partial sum where the model is cut."""
+        if self.slice is None:
+            linear(x, weight, out=stream, residual=stream, bias=bias, invariant=self.invariant)
+            return
+        linear(x, weight, out=self.slice.partial(half, len(stream)), bias=bias, invariant=self.invariant)
+        self.slice.add_partials(half, stream)
 
     def _attend(
         self, layer: LayerWeights, stream: Tensor, step: StepTensors, cache: KVCache, index: int
@@ -240,21 +249,24 @@ class CudaDecoder:
             assert self.moe_buffers is not None
             experts, router = layer.mixture.experts, layer.mixture.router
             normed = rms_norm(stream, layer.ffn_norm, self.spec.norm_eps, out=self.normed[:tokens])
-            self._begin_sum(stream)
+            target = stream if self.slice is None else self.slice.partial(FEED_FORWARD, tokens).zero_()
             mixture(
-                normed, router.weight, experts.gate_up, experts.down, self.moe_buffers, stream,
+                normed, router.weight, experts.gate_up, experts.down, self.moe_buffers, target,
                 router.selection_bias, self.invariant,
             )  # fmt: skip
-            if layer.gate_up is None:
-                return
-            activated = self._activated(normed, layer, None)  # the expert that every token passes through
-        else:
-            activated = self._activated(stream, layer, layer.ffn_norm)
-            self._begin_sum(stream)
+            if layer.gate_up is not None:  # the expert that every token passes through
+                assert layer.down is not None
+                activated = self._activated(normed, layer, None)
+                linear(
+                    activated, layer.down, out=target, residual=target, bias=layer.down_bias,
+                    invariant=self.invariant,
+                )  # fmt: skip
+            if self.slice is not None:
+                self.slice.add_partials(FEED_FORWARD, stream)
+            return
+        activated = self._activated(stream, layer, layer.ffn_norm)
         assert layer.down is not None
-        linear(
-            activated, layer.down, out=stream, residual=stream, bias=layer.down_bias, invariant=self.invariant
-        )
+        self._add_product(activated, layer.down, layer.down_bias, stream, FEED_FORWARD)
 
     def _activated(self, x: Tensor, layer: LayerWeights, norm: Tensor | None) -> Tensor:
         """silu(gate) · up of x, normed first where a norm is given."""

@@ -21,18 +21,6 @@ from cumulo.models.moe import FeedForward, MixtureOfExperts
 from cumulo.models.play.cuda_latent import LatentWeights
 
 
-@dataclass(frozen=True, slots=True)
-class RankSlice:
-    """How one rank's partial sums become the stream, which all ranks then hold alike."""
-
-    carries_stream: bool  # exactly one rank adds the stream so far, and the biases of the sums
-    # In place, in the order of the device's other work: all_reduce.
-    sum_over_ranks: Callable[[Tensor], object]
-
-
-WHOLE = RankSlice(True, lambda stream: None)
-
-
 @dataclass(slots=True)
 class HeadWeights:
     """What attention of grouped heads reads before the output product."""
@@ -62,8 +50,9 @@ class LayerWeights:
     ffn_width: int
 
 
-def layer_weights(layer: torch.nn.Module, fp8: bool, rank_slice: RankSlice) -> LayerWeights:
-    """With `fp8` the layer's matrices are quantised and the plain ones freed; routed experts stay as they are."""
+def layer_weights(layer: torch.nn.Module, fp8: bool, adds_biases: bool) -> LayerWeights:
+    """With `fp8` the layer's matrices are quantised and the plain ones freed; routed experts stay as they are. Of
+    the ranks whose partial sums are added up exactly one adds the biases of the sums."""
     assert isinstance(layer, Layer)
     attention, ffn = layer.attention, layer.ffn
 
@@ -75,14 +64,13 @@ def layer_weights(layer: torch.nn.Module, fp8: bool, rank_slice: RankSlice) -> L
         return weight
 
     plain = ffn if isinstance(ffn, FeedForward) else ffn.shared
-    carries = rank_slice.carries_stream
     return LayerWeights(
         attention_norm=layer.attention_norm.weight,
         attention=_heads(attention, matrix)
         if isinstance(attention, Attention)
         else _latent(attention, matrix),
         output=matrix(attention.output),
-        output_bias=attention.output.bias if carries else None,
+        output_bias=attention.output.bias if adds_biases else None,
         scale=attention.scale,
         window=attention.window,
         ffn_norm=layer.ffn_norm.weight,
@@ -90,7 +78,7 @@ def layer_weights(layer: torch.nn.Module, fp8: bool, rank_slice: RankSlice) -> L
         gate_up=None if plain is None else matrix(plain.gate_up),
         gate_up_bias=None if plain is None else plain.gate_up.bias,
         down=None if plain is None else matrix(plain.down),
-        down_bias=None if plain is None or not carries else plain.down.bias,
+        down_bias=None if plain is None or not adds_biases else plain.down.bias,
         ffn_width=0 if plain is None else plain.down.shape[1],
     )
 

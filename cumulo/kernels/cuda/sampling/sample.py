@@ -7,7 +7,7 @@ in token order.
 Must move: the logits once, and one part of each row a second time.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 import triton
@@ -82,18 +82,26 @@ def _partial(logits, draws, maxima, places, masses, tops, vocabulary, logit_stri
 def _pick(logits, draws, maxima, places, masses, picked, tokens, vocabulary, logit_stride, token_stride, parts,
           COLUMNS: tl.constexpr, SLOT: tl.constexpr, POSITION: tl.constexpr, TEMPERATURE: tl.constexpr,
           SEED_LOW: tl.constexpr, SEED_HIGH: tl.constexpr, SAMPLE_INDEX: tl.constexpr,
-          PART: tl.constexpr, PARTS: tl.constexpr):  # fmt: skip
+          PART: tl.constexpr, PARTS: tl.constexpr, SLICES: tl.constexpr, LOGIT: tl.constexpr):  # fmt: skip
+    """With SLICES > 1 each slice of the vocabulary lies on another rank: `logits`, `maxima`, `places` and `masses`
+    are tables of their addresses, and `vocabulary` and `parts` count one slice's."""
     row = tl.program_id(0)
     draw = draws + row * COLUMNS
     temperature = tl.load(draw + TEMPERATURE).to(tl.float32, bitcast=True)
     index = tl.arange(0, PARTS)
-    inside = index < parts
-    peaks = tl.load(maxima + row * parts + index, mask=inside, other=float("-inf"))
-    mass = tl.load(masses + row * parts + index, mask=inside, other=0.0)
+    inside = index < parts * SLICES
+    owner = index // parts
+    at = row * parts + index % parts
+    if SLICES > 1:
+        maxima = tl.load(maxima + owner, mask=inside, other=0).to(tl.pointer_type(tl.float32))
+        masses = tl.load(masses + owner, mask=inside, other=0).to(tl.pointer_type(tl.float32))
+        places = tl.load(places + owner, mask=inside, other=0).to(tl.pointer_type(tl.int32))
+    peaks = tl.load(maxima + at, mask=inside, other=float("-inf"))
+    mass = tl.load(masses + at, mask=inside, other=0.0)
     peak = tl.max(peaks, 0)
     sound = (tl.sum(tl.where(mass == mass, 0, 1), 0) == 0) & (peak > float("-inf")) & (peak < float("inf"))
-    place = tl.load(places + row * parts + index, mask=inside, other=vocabulary)
-    token = tl.min(tl.where(peaks == peak, place, vocabulary), 0)
+    place = tl.load(places + at, mask=inside, other=0) + owner * vocabulary
+    token = tl.min(tl.where(inside & (peaks == peak), place, vocabulary * SLICES), 0)
     if temperature > 0:
         cooled = 1.0 / temperature
         mass = tl.where(peaks == float("-inf"), 0.0, mass * tl.exp((peaks - peak) * cooled))
@@ -105,14 +113,19 @@ def _pick(logits, draws, maxima, places, masses, picked, tokens, vocabulary, log
         last = tl.max(tl.where(mass > 0, index, 0), 0)
         part = tl.minimum(tl.sum(tl.where(inside & (cumulative <= target), 1, 0), 0), last)
         before = tl.sum(tl.where(index < part, mass, 0.0), 0)
-        choice = part * PART + tl.arange(0, PART)
+        first = (part % parts) * PART
+        choice = first + tl.arange(0, PART)
+        source = logits
+        if SLICES > 1:
+            source = tl.load(logits + part // parts).to(tl.pointer_type(LOGIT))
         x = tl.load(
-            logits + row.to(tl.int64) * logit_stride + choice, mask=choice < vocabulary, other=float("-inf")
+            source + row.to(tl.int64) * logit_stride + choice, mask=choice < vocabulary, other=float("-inf")
         )
         weights = tl.exp((x.to(tl.float32) - peak) * cooled)
         reached = before + tl.cumsum(weights, 0)
-        final = tl.max(tl.where(weights > 0, choice, part * PART), 0)
-        token = tl.minimum(part * PART + tl.sum(tl.where(reached <= target, 1, 0), 0), final)
+        final = tl.max(tl.where(weights > 0, choice, first), 0)
+        token = tl.minimum(first + tl.sum(tl.where(reached <= target, 1, 0), 0), final)
+        token += (part // parts) * vocabulary
     token = tl.where(sound, token, -1)  # the host turns this into the request's error
     tl.store(picked + row, token)
     slot = tl.load(draw + SLOT).to(tl.int64)
@@ -121,11 +134,15 @@ def _pick(logits, draws, maxima, places, masses, picked, tokens, vocabulary, log
         tl.store(tokens + slot * token_stride + position, tl.maximum(token, 0))
 
 
+def part_count(vocabulary: int) -> int:
+    return -(-vocabulary // PART)
+
+
 class SampleBuffers:
     """What `sample` keeps between its two kernels, for up to `rows` draws."""
 
     def __init__(self, rows: int, vocabulary: int, device: torch.device) -> None:
-        self.parts = -(-vocabulary // PART)
+        self.parts = part_count(vocabulary)
         self.maxima = torch.empty((rows, self.parts), dtype=torch.float32, device=device)
         self.places = torch.empty((rows, self.parts), dtype=torch.int32, device=device)
         self.masses = torch.empty((rows, self.parts), dtype=torch.float32, device=device)
@@ -148,19 +165,37 @@ def sample(
 
     `tops` [R, parts * PART / BLOCK] float32, if given, gets every block's largest logit.
     """
-    rows, vocabulary = logits.shape
-    if rows == 0:
+    if len(logits) == 0:
         return
-    parts = buffers.parts
+    weigh_parts(logits, draws, buffers.maxima, buffers.places, buffers.masses, tops)
+    pick_token(logits, draws, buffers.maxima, buffers.places, buffers.masses, picked, tokens, logits.shape)
+
+
+def weigh_parts(
+    logits: Tensor, draws: Tensor, maxima: Tensor, places: Tensor, masses: Tensor, tops: Tensor | None = None
+) -> None:
+    """Of each part of each row its largest logit, where that is, and the part's mass relative to it."""
+    rows, vocabulary = logits.shape
+    parts = part_count(vocabulary)
     _partial[(rows, parts)](
-        logits, draws, buffers.maxima, buffers.places, buffers.masses, tops, vocabulary, logits.stride(0), parts,
+        logits, draws, maxima, places, masses, tops, vocabulary, logits.stride(0), parts,
         COLUMNS=COLUMNS, TEMPERATURE=TEMPERATURE, PART=PART, BLOCK=0 if tops is None else BLOCK, num_warps=8,
     )  # fmt: skip
+
+
+def pick_token(
+    logits: Tensor, draws: Tensor, maxima: Tensor, places: Tensor, masses: Tensor, picked: Tensor, tokens: Tensor,
+    shape: Sequence[int], slices: int = 1, dtype: tl.dtype = tl.float32,
+) -> None:  # fmt: skip
+    """From the parts to a token. With several `slices` of the vocabulary, of `shape` and `dtype` each, the tensors
+    are tables of the addresses where they lie."""
+    rows, vocabulary = shape
+    parts, stride = part_count(vocabulary), logits.stride(0) if slices == 1 else vocabulary
     _pick[(rows,)](
-        logits, draws, buffers.maxima, buffers.places, buffers.masses, picked, tokens, vocabulary, logits.stride(0),
-        tokens.stride(0), parts, COLUMNS=COLUMNS, SLOT=SLOT, POSITION=POSITION, TEMPERATURE=TEMPERATURE,
-        SEED_LOW=SEED_LOW, SEED_HIGH=SEED_HIGH, SAMPLE_INDEX=SAMPLE_INDEX, PART=PART,
-        PARTS=triton.next_power_of_2(parts), num_warps=8,
+        logits, draws, maxima, places, masses, picked, tokens, vocabulary, stride, tokens.stride(0), parts,
+        COLUMNS=COLUMNS, SLOT=SLOT, POSITION=POSITION, TEMPERATURE=TEMPERATURE, SEED_LOW=SEED_LOW,
+        SEED_HIGH=SEED_HIGH, SAMPLE_INDEX=SAMPLE_INDEX, PART=PART, PARTS=triton.next_power_of_2(parts * slices),
+        SLICES=slices, LOGIT=dtype, num_warps=8,
     )  # fmt: skip
 
 

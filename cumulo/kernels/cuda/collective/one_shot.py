@@ -1,0 +1,119 @@
+"""One-shot collectives over ranks that read each other's memory: every rank reads all partial sums and adds them up
+itself. For the small sums of a decoding step: one kernel, one wait, no copy, and it can be captured in a graph.
+
+All ranks add in the order of the ranks, so they get the same bits. Must move: every rank's partial sum to every
+rank, (ranks - 1) times as much as it holds over the links.
+
+What a rank writes for the others must stay until they have read it. Nobody waits for that: two buffers taken by
+turns are enough, because a rank that waits for its peers in one sum has finished reading for the sum before.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from cumulo.kernels.cuda.collective.peers import MAX_CHANNELS, PeerMemory, PeerTensor
+
+_BLOCK = 2048
+_TRITON_TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+
+
+@triton.jit
+def meet(flags, channel, rank, RANKS: tl.constexpr):
+    """Wait until this program's twin on every rank is here. What their earlier kernels wrote is seen after."""
+    for step in tl.static_range(1, RANKS):
+        peer = (rank + step) % RANKS
+        theirs = tl.load(flags + peer).to(tl.pointer_type(tl.int32)) + channel * RANKS + rank
+        while tl.atomic_cas(theirs, 0, 1, sem="release", scope="sys") != 0:
+            pass
+    for step in tl.static_range(1, RANKS):
+        peer = (rank + step) % RANKS
+        ours = tl.load(flags + rank).to(tl.pointer_type(tl.int32)) + channel * RANKS + peer
+        while tl.atomic_cas(ours, 1, 0, sem="acquire", scope="sys") != 1:
+            pass
+    tl.debug_barrier()
+
+
+@triton.jit
+def _meet(flags, rank, RANKS: tl.constexpr):
+    meet(flags, 0, rank, RANKS)
+
+
+@triton.jit
+def _sum(flags, partials, out, elements, rank, ADD: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr):
+    program = tl.program_id(0)
+    meet(flags, program, rank, RANKS)
+    kind = out.dtype.element_ty
+    for first in range(program * BLOCK, elements, tl.num_programs(0) * BLOCK):
+        at = first + tl.arange(0, BLOCK)
+        inside = at < elements
+        total = tl.zeros((BLOCK,), tl.float32)
+        if ADD:
+            total += tl.load(out + at, mask=inside, other=0.0).to(tl.float32)
+        for peer in tl.static_range(RANKS):
+            partial = tl.load(partials + peer).to(tl.pointer_type(kind))
+            total += tl.load(partial + at, mask=inside, other=0.0).to(tl.float32)
+        tl.store(out + at, total.to(kind), mask=inside)
+
+
+@triton.jit
+def _gather(slices, out, width, RANKS: tl.constexpr, BLOCK: tl.constexpr):
+    row, owner = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    column = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    source = tl.load(slices + owner).to(tl.pointer_type(out.dtype.element_ty)) + row * width
+    x = tl.load(source + column, mask=inside, other=0.0)
+    tl.store(out + row * width * RANKS + owner * width + column, x, mask=inside)
+
+
+@triton.jit
+def _embed(token_ids, weight, out, first, rows, size, BLOCK: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    index = tl.load(token_ids + token) - first
+    column = tl.arange(0, BLOCK)
+    held = (column < size) & (column * 0 + index >= 0) & (column * 0 + index < rows)
+    x = tl.load(weight + index.to(tl.int64) * size + column, mask=held, other=0.0)
+    tl.store(out + token * size + column, x, mask=column < size)
+
+
+def meet_all(memory: PeerMemory) -> None:
+    """What every rank has launched so far has happened before what is launched after this."""
+    _meet[(1,)](memory.flags.addresses, memory.rank, RANKS=memory.ranks, num_warps=1)
+
+
+def sum_partials(memory: PeerMemory, partial: PeerTensor, out: Tensor, add: bool) -> None:
+    """`out` becomes the sum over ranks of the first rows of `partial`; with `add`, onto what it holds."""
+    elements = out.numel()
+    if elements == 0:
+        return
+    programs = min(MAX_CHANNELS, triton.cdiv(elements, _BLOCK))
+    _sum[(programs,)](
+        memory.flags.addresses, partial.addresses, out, elements, memory.rank, ADD=add, RANKS=memory.ranks,
+        BLOCK=_BLOCK, num_warps=8,
+    )  # fmt: skip
+
+
+def gather_columns(memory: PeerMemory, columns: PeerTensor, out: Tensor) -> Tensor:
+    """Rows [R, ranks · width] of slices [R, width]. All ranks have gathered when the next kernel begins."""
+    meet_all(memory)
+    rows, width = len(out), out.shape[1] // memory.ranks
+    if rows:
+        _gather[(rows, memory.ranks, triton.cdiv(width, _BLOCK))](
+            columns.addresses, out, width, RANKS=memory.ranks, BLOCK=_BLOCK, num_warps=4
+        )
+    meet_all(memory)
+    return out
+
+
+def embed_slice(token_ids: Tensor, weight: Tensor, first: int, out: Tensor) -> None:
+    """The rows of the vocabulary that this rank holds, from token `first` on; zeros for the others' tokens."""
+    rows, size = weight.shape
+    if len(token_ids):
+        _embed[(len(token_ids),)](
+            token_ids, weight, out, first, rows, size, BLOCK=triton.next_power_of_2(size), num_warps=4
+        )
+
+
+def triton_type(dtype: torch.dtype) -> tl.dtype:
+    return _TRITON_TYPES[dtype]

@@ -1,0 +1,84 @@
+"""RankSlice: what a rank of tensor parallelism does besides its own part of a step: it adds up the ranks' partial
+sums and draws from logits whose columns lie on all ranks. `CudaDecoder` and `CudaRunner` call it.
+
+Where each partial sum is written is shared by turns: attention's, then the feed-forward's (and before the first
+layer the embedding's). So nobody waits until the others have read (kernels/cuda/collective/one_shot.py says why).
+"""
+
+import torch
+from torch import Tensor
+
+from cumulo.kernels.cuda.collective.one_shot import (
+    embed_slice,
+    gather_columns,
+    meet_all,
+    sum_partials,
+    triton_type,
+)
+from cumulo.kernels.cuda.collective.peers import PeerMemory, aligned, flags_bytes
+from cumulo.kernels.cuda.sampling.sample import part_count, pick_token, weigh_parts
+from cumulo.spec.model import ModelSpec
+
+ATTENTION, FEED_FORWARD = 0, 1
+
+
+def shared_bytes(spec: ModelSpec, max_tokens: int, max_outputs: int, dtype: torch.dtype, ranks: int) -> int:
+    """What a rank must let the others read; `spec` is the rank's own."""
+    partial = aligned(max_tokens * spec.hidden * dtype.itemsize)
+    logits = aligned(max_outputs * spec.vocab_size * dtype.itemsize)
+    parts = aligned(max_outputs * part_count(spec.vocab_size) * 4)
+    return flags_bytes(ranks) + 2 * partial + logits + 3 * parts
+
+
+class RankSlice:
+    def __init__(
+        self, memory: PeerMemory, spec: ModelSpec, max_tokens: int, max_outputs: int, dtype: torch.dtype
+    ) -> None:
+        self.memory, self.rank, self.ranks = memory, memory.rank, memory.ranks
+        self._partials = [memory.carve((max_tokens, spec.hidden), dtype) for _ in range(2)]
+        self._logits = memory.carve((max_outputs, spec.vocab_size), dtype)
+        shape = (max_outputs, part_count(spec.vocab_size))
+        self._maxima = memory.carve(shape, torch.float32)
+        self._places = memory.carve(shape, torch.int32)
+        self._masses = memory.carve(shape, torch.float32)
+        self._first = memory.rank * spec.vocab_size
+        device = self._logits.own.device
+        self.whole_logits = torch.empty(
+            (max_outputs, spec.vocab_size * self.ranks), dtype=dtype, device=device
+        )
+
+    @property
+    def logits(self) -> Tensor:
+        """Where this rank's columns go."""
+        return self._logits.own
+
+    def embed(self, token_ids: Tensor, weight: Tensor, stream: Tensor) -> None:
+        embed_slice(token_ids, weight, self._first, self.partial(FEED_FORWARD, len(stream)))
+        sum_partials(self.memory, self._partials[FEED_FORWARD], stream, add=False)
+
+    def partial(self, half: int, rows: int) -> Tensor:
+        """Where this rank's partial sum of a half-layer goes."""
+        return self._partials[half].own[:rows]
+
+    def add_partials(self, half: int, stream: Tensor) -> None:
+        sum_partials(self.memory, self._partials[half], stream, add=True)
+
+    def meet(self) -> None:
+        """Ends a step that draws nothing, so that the next one may write what the others read."""
+        meet_all(self.memory)
+
+    def draw(self, rows: int, draws: Tensor, picked: Tensor, tokens: Tensor) -> None:
+        """As `sample` does; only each part's maximum and mass, and the part that is drawn from, cross to others."""
+        own = self._logits.own[:rows]
+        if rows:
+            weigh_parts(own, draws, self._maxima.own, self._places.own, self._masses.own)
+        meet_all(self.memory)
+        if rows:
+            pick_token(
+                self._logits.addresses, draws, self._maxima.addresses, self._places.addresses,
+                self._masses.addresses, picked, tokens, own.shape, self.ranks, triton_type(own.dtype),
+            )  # fmt: skip
+
+    def gather(self, rows: int) -> Tensor:
+        """The whole logits of the last step, for draws that look at all of a row."""
+        return gather_columns(self.memory, self._logits, self.whole_logits[:rows])
