@@ -25,6 +25,11 @@ class ServeCommandOptions:
     port: int = option("Port to listen on; 0: any free port.", 8000)
     name: str | None = option("Name of the model in the API. Default: the model's own name.", None)
     api_keys: Path | None = option("Require one of the API keys in this file.", None, metavar="FILE")
+    fleet_key_file: Path | None = option(
+        "File with the key that a gateway shows (cumulo gateway). Default: $CUMULO_FLEET_KEY, or none.",
+        None,
+        metavar="FILE",
+    )
     new_api_key: str | None = option(
         "Create a key, add its hash to --api-keys FILE, print the key and exit.", None, metavar="NAME"
     )
@@ -144,6 +149,7 @@ def serve(chosen: ServeCommandOptions) -> None:
             "pip install -e '.[serve]' in Cumulo's folder"
         ) from error
     from cumulo.cli.shared.terminal import note
+    from cumulo.serve.fleet.key import fleet_key
     from cumulo.serve.observe import steady_stderr
 
     steady_stderr.install()  # before the first note: one that cannot be written must not end the server
@@ -155,6 +161,7 @@ def serve(chosen: ServeCommandOptions) -> None:
         "files_per_key_bytes": int(chosen.max_files_mib * (1 << 20)),
         "allow_hosts": tuple(chosen.allow_host or ()),
         "cors_origins": tuple(chosen.cors_origin or ()),
+        "fleet_key": fleet_key(chosen.fleet_key_file),
         "otlp_endpoint": chosen.otlp_endpoint or _standard_otlp_endpoint(),
     }
     served = ServeOptions(**{one.name: told[one.name] for one in fields(ServeOptions) if one.name in told})

@@ -98,8 +98,8 @@ class ClientConnection(asyncio.Protocol):
                 self._done.set_exception(error)
 
 
-class Pool:
-    """Connections to one server, opened as they are needed."""
+class ServerAddress:
+    """Where a server is, read from its URL."""
 
     def __init__(self, url: str) -> None:
         parts = urlsplit(url if "//" in url else f"http://{url}")
@@ -114,7 +114,14 @@ class Pool:
         self.path = parts.path.rstrip("/")
         self.url = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{self.path}"
         self.host_header = parts.netloc.rpartition("@")[2]
-        self._tls = ssl.create_default_context() if parts.scheme == "https" else None
+        self.tls = ssl.create_default_context() if parts.scheme == "https" else None
+
+
+class Pool(ServerAddress):
+    """Connections to one server, opened as they are needed."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url)
         self._idle: list[ClientConnection] = []
         self.opened = 0
 
@@ -146,10 +153,10 @@ class Pool:
                 return connection
         loop = asyncio.get_running_loop()
         _, connection = await loop.create_connection(
-            lambda: ClientConnection(loop), self.host, self.port, ssl=self._tls
+            lambda: ClientConnection(loop), self.host, self.port, ssl=self.tls
         )
         self.opened += 1
         return connection
 
 
-__all__ = ["BadResponse", "ClientConnection", "ConnectionLost", "OnBody", "Pool"]
+__all__ = ["BadResponse", "ClientConnection", "ConnectionLost", "OnBody", "Pool", "ServerAddress"]

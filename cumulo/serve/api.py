@@ -15,6 +15,8 @@ from cumulo.serve.batches import endpoints as batches
 from cumulo.serve.batches import file_endpoints as files
 from cumulo.serve.batches.desk import Batches
 from cumulo.serve.bodies.reader import BodyReader
+from cumulo.serve.fleet import state as fleet_state
+from cumulo.serve.fleet.door import FleetDoor
 from cumulo.serve.http.head_requests import HeadAsGet
 from cumulo.serve.openai import chat, completions, embeddings
 from cumulo.serve.openai.plain_chat import read_plain
@@ -37,7 +39,7 @@ def create_app(service: Service) -> FastAPI:
     app.state.service = service
     errors.install(app)
     app.state.batches = service.batches = Batches(app, service)
-    rooms = (chat, completions, responses, anthropic, embeddings, rank, files, batches, operation)
+    rooms = (chat, completions, responses, anthropic, embeddings, rank, files, batches, operation, fleet_state)
     parts = [part.router for part in rooms]
     app.state.routes = [route for router in parts for route in router.routes]
     for router in parts:
@@ -49,6 +51,7 @@ def create_app(service: Service) -> FastAPI:
     docs_page.install(app)
     app.add_middleware(HeadAsGet)
     app.add_middleware(Gate, service=service)
+    app.add_middleware(FleetDoor, service=service)
     if service.options.cors_origins:
         app.add_middleware(
             CORSMiddleware,

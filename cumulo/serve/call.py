@@ -20,6 +20,8 @@ from cumulo.serve.batches.in_process import LEAST_PRIORITY_KEY
 from cumulo.serve.engine_link.engine_client import Failure, Inbox
 from cumulo.serve.engine_link.messages import Finished, Submit
 from cumulo.serve.errors import ApiError, ClientGone, invalid
+from cumulo.serve.fleet.passage import PASSAGE, Passage
+from cumulo.serve.formats import call_ids
 from cumulo.serve.service import Service
 
 _BATCH_AT_A_TIME = 4  # prompts of one line of a batch, so that it leaves the queue to others
@@ -31,13 +33,18 @@ class Call:
     def __init__(self, service: Service, request: Request, prefix: str) -> None:
         """`prefix`: how ids of this endpoint's answers begin, separator included (`chatcmpl-`, `resp_`)."""
         self.service = service
-        self.id = f"{prefix}{secrets.token_hex(12)}"
-        self.created = int(time.time())
+        self.passage: Passage | None = request.scope["state"].get(PASSAGE)  # a gateway's request
+        if self.passage is None:
+            self.id, self.created = f"{prefix}{secrets.token_hex(12)}", int(time.time())
+        else:
+            self.id, self.created = f"{prefix}{self.passage.ask.id}", self.passage.ask.created
+            call_ids.repeatable(self.id)
         self.received_s: float = request.scope["state"]["received_s"]
         self.caller: Caller = request.scope["state"]["caller"]
         request.scope["state"]["call_id"] = self.id
         self.finished: list[Finished | None] = []
         self.prompts: list[list[int]] = []  # as token ids; known once submitted
+        self.params = SamplingParams()  # likewise
         # Output tokens, where the server and not the client set the limit.
         self.default_limit: int | None = None
         self._least_priority: int | None = request.scope["state"].get(LEAST_PRIORITY_KEY)
@@ -78,6 +85,11 @@ class Call:
             priority, at_a_time = max(priority, self._least_priority), min(at_a_time, _BATCH_AT_A_TIME)
         self.service.admit(self.caller, prompts, params, at_a_time)
         salt = self.caller.salt(cache_salt)
+        passage, own_seed, resumed = self.passage, params.seed is not None, b""
+        if passage is not None:
+            params = passage.begin(prompts, params, salt, self.service.info.block_size)
+            resumed = passage.resumed
+        self.params = params
         self.finished = [None] * len(prompts)
         self.prompts = prompts
         self._unfinished = len(prompts)
@@ -85,8 +97,16 @@ class Call:
         def send(position: int, tokens: list[int]) -> None:
             request_id = self.id if len(prompts) == 1 else f"{self.id}-{position}"
             self._request_ids.append(request_id)
+            drawn = params if passage is None else passage.params_of(position, own_seed, params)
             submit = Submit(
-                request_id, array("i", tokens).tobytes(), params, stream, priority, salt, self.caller.name
+                request_id,
+                array("i", tokens).tobytes(),
+                drawn,
+                stream,
+                priority,
+                salt,
+                self.caller.name,
+                resumed,
             )
             self.service.submit(self, submit, self._inbox, position)
 

@@ -18,6 +18,7 @@ class ServeOptions:
     host: str = "127.0.0.1"  # only this machine; 0.0.0.0 for every network it is in
     port: int = 8000  # 0: any free one
     api_keys: Path | None = None  # None: no key is asked for
+    fleet_key: str | None = None  # what a gateway shows; None: no gateway may ask for more than clients may
     # Per key without a limit of its own; without keys, for all together.
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None  # prompt and output tokens, counted likewise

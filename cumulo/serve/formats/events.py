@@ -1,6 +1,5 @@
 """The events that parsers of model output yield, and the collector they share. Used by every format."""
 
-import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -36,10 +35,6 @@ class ToolCallParser(Protocol):
     def push(self, text: str) -> list[Event]: ...
 
     def finish(self) -> list[Event]: ...
-
-
-def random_call_id() -> str:
-    return f"call_{secrets.token_hex(12)}"
 
 
 class Collector:

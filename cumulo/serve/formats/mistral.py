@@ -5,10 +5,9 @@
 """
 
 import re
-import secrets
-import string
 from collections.abc import Callable, Collection
 
+from cumulo.serve.formats.call_ids import mistral_call_id
 from cumulo.serve.formats.events import Collector, Event, partial_marker
 from cumulo.serve.formats.json_call import JsonCall, JsonValue
 
@@ -17,11 +16,6 @@ MARKER = "[TOOL_CALLS]"
 _HEAD = re.compile(r"\s*([\w.-]+)\s*(?:\[CALL_ID\][\w-]*)?\s*(?:\[ARGS\])?\s*")
 _HEAD_CHARACTERS = re.compile(r"[\w.\-\s\[\]]*")
 _LONGEST_HEAD = 256
-
-
-def mistral_call_id() -> str:
-    """Nine letters and digits: Mistral's own templates refuse other ids."""
-    return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
 
 
 class MistralParser:

@@ -13,6 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from cumulo.serve.call import Batch, Call
 from cumulo.serve.errors import ApiError, ClientGone
+from cumulo.serve.fleet.passage import Passage
 
 log = logging.getLogger(__name__)
 
@@ -76,6 +77,9 @@ class PreparedEvent:
 async def open_stream(call: Call, writer: EventWriter) -> Response:
     """Wait for the first event, so that what fails before it has a status of its own."""
     try:
+        if call.passage is not None and call.passage.resumed:
+            # What a resumed stream's client has is read again, and not told again.
+            writer.add(call.passage.read_again(call.service.text.tokenizer, call.params))
         first, more = await _events(call, writer)
     except BaseException:
         call.close()
@@ -86,11 +90,31 @@ async def open_stream(call: Call, writer: EventWriter) -> Response:
 async def _events(call: Call, writer: EventWriter) -> tuple[bytes, bool]:
     """The next events, and whether more will follow."""
     while True:
-        events = writer.add(await call.next_batch())
+        batch = await call.next_batch()
+        if call.passage is not None:
+            batch = _untold(call.passage, writer, batch)
+        events = writer.add(batch)
         if call.complete:
-            return events + writer.end(), False
+            return events + writer.end() + _seal(call, last=True), False
         if events:
-            return events, True
+            return events + _seal(call), True
+
+
+def _untold(passage: Passage, writer: EventWriter, batch: Batch) -> Batch:
+    """What the client has not been told: by another server, before this one drew it again."""
+    told = [passage.is_told(*pair) for pair in batch]
+    if any(told):
+        writer.add([pair for pair, known in zip(batch, told, strict=True) if known])
+        batch = [pair for pair, known in zip(batch, told, strict=True) if not known]
+    return batch
+
+
+def _seal(call: Call, last: bool = False) -> bytes:
+    if call.passage is None:
+        return b""
+    if last:
+        return call.passage.end_seal(sum(one.story.cached_tokens for one in call.finished if one is not None))
+    return call.passage.seal()
 
 
 class EventStream(Response):
@@ -130,6 +154,7 @@ class EventStream(Response):
             return self._failure(ApiError(500, "the server failed on this request")), False
 
     def _failure(self, error: ApiError) -> bytes:
+        seal = b"" if self._call.passage is None else self._call.passage.failure_seal(error.status)
         if isinstance(self._writer, FailureWriter):
-            return self._writer.fail(error)
-        return b"data: " + error.body() + b"\n\n"
+            return self._writer.fail(error) + seal
+        return b"data: " + error.body() + b"\n\n" + seal

@@ -1,0 +1,72 @@
+"""/internal/fleet/state: a server tells a gateway what it has and how busy it is, line by line, as it changes.
+
+A line comes at least every half second, so that a gateway notices soon when a server hangs.
+"""
+
+import asyncio
+import statistics
+from collections.abc import AsyncIterator, Iterable
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response, StreamingResponse
+
+from cumulo.serve.engine_link.messages import StepRecord
+from cumulo.serve.fleet.identity import fleet_identity
+from cumulo.serve.fleet.wire import STATE_PATH, FleetIdentity, FleetNews, written
+from cumulo.serve.service import Service
+
+router = APIRouter(include_in_schema=False)
+_TICK_S = 0.1
+_LONGEST_SILENCE_S = 0.5
+_SPEED_EVERY_TICKS = 10
+
+
+@router.get(STATE_PATH)
+async def fleet_state(request: Request) -> Response:
+    service: Service = request.app.state.service
+    identity = await asyncio.to_thread(fleet_identity, service)
+    return StreamingResponse(_lines(service, identity), media_type="application/x-ndjson")
+
+
+async def _lines(service: Service, identity: FleetIdentity) -> AsyncIterator[bytes]:
+    loop = asyncio.get_running_loop()
+    told, told_s, ticks, speeds = None, 0.0, 0, (0.0, 0.0)
+    first: FleetIdentity | None = identity
+    while True:
+        if ticks % _SPEED_EVERY_TICKS == 0:
+            speeds = measured_speeds(service.recent_steps)
+        ticks += 1
+        news = _news(service, first, *speeds)
+        if news != told or loop.time() - told_s >= _LONGEST_SILENCE_S:
+            told, told_s, first = news, loop.time(), None
+            yield written(news) + b"\n"
+        if service.draining and not service.engine.in_flight and not service.unsent:
+            return
+        await asyncio.sleep(_TICK_S)
+
+
+def _news(service: Service, identity: FleetIdentity | None, prompt_tok_s: float, step_s: float) -> FleetNews:
+    engine = service.engine
+    return FleetNews(
+        identity=identity,
+        ready=engine.state == "ready",
+        draining=service.draining,
+        running=engine.stats.running if engine.stats is not None else 0,
+        waiting=engine.waiting,
+        steps=engine.stats.steps if engine.stats is not None else 0,
+        prompt_tok_s=prompt_tok_s,
+        step_s=step_s,
+    )
+
+
+def measured_speeds(records: Iterable[StepRecord]) -> tuple[float, float]:
+    """Prompt tokens per second in steps that are mostly prompts, and the median time of steps that only decode;
+    0 where none was seen."""
+    tokens, busy_s, decoding_s = 0, 0.0, list[float]()
+    for record in records:
+        took_s = record.finished_s - record.started_s
+        if record.prefill_tokens > record.decode_tokens:
+            tokens, busy_s = tokens + record.prefill_tokens, busy_s + took_s
+        elif record.decode_tokens and not record.prefill_tokens:
+            decoding_s.append(took_s)
+    return (tokens / busy_s if busy_s else 0.0), (statistics.median(decoding_s) if decoding_s else 0.0)
