@@ -7,6 +7,8 @@ A sequence's new tokens attend to its cached context (found through its block ta
 
 import math
 import mmap
+import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -41,18 +43,31 @@ class KVCache:
         block_size: int,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
+        shared: bool = False,
     ) -> None:
+        """`shared`: in memory that other processes of this host can map (`descriptors`)."""
+        self.descriptors: list[int] = []  # of the files behind the storages, keys first
+        # Told of each layer whose keys and values of the step are written; the model calls it.
+        self.on_layer: Callable[[int], None] | None = None
         self.spec, self.blocks, self.block_size = spec, blocks, block_size
         heads = spec.kv_cache_heads
-        self.key_storage = _zeros((spec.layers, blocks, heads, block_size, spec.kv_key_dim), dtype, device)
-        self.value_storage = _zeros(
-            (spec.layers, blocks, heads, block_size, spec.kv_value_dim), dtype, device
-        )
+        make = self._shared_zeros if shared else _zeros
+        self.key_storage = make((spec.layers, blocks, heads, block_size, spec.kv_key_dim), dtype, device)
+        self.value_storage = make((spec.layers, blocks, heads, block_size, spec.kv_value_dim), dtype, device)
         self.keys = list(self.key_storage.unbind(0))
         if spec.mla:
             self.values = [key[..., : spec.mla.kv_rank] for key in self.keys]
         else:
             self.values = list(self.value_storage.unbind(0))
+
+    def _shared_zeros(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> Tensor:
+        """In a file without a name: it is gone when the last process that maps it is."""
+        size = math.prod(shape) * dtype.itemsize
+        if torch.device(device).type != "cpu" or size == 0:
+            return _zeros(shape, dtype, device)
+        self.descriptors.append(os.memfd_create("cumulo-kv"))
+        os.ftruncate(self.descriptors[-1], size)
+        return torch.frombuffer(mmap.mmap(self.descriptors[-1], size), dtype=dtype).view(shape)
 
     @property
     def nbytes(self) -> int:

@@ -73,8 +73,10 @@ class Decoder(nn.Module):
         `batch.logit_rows`."""
         x = self.embed.rows(batch.token_ids)
         rotation = self.rotary.rotation_at(batch.positions)
-        for layer in self.layers:
+        for index, layer in enumerate(self.layers):
             x = layer(x, rotation, batch, cache)
+            if cache.on_layer is not None:
+                cache.on_layer(index)
         return self.final_norm(x[batch.logit_rows])
 
     def logits(self, hidden: Tensor) -> Tensor:

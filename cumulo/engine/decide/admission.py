@@ -4,6 +4,7 @@ scheduler while it plans a step; what is decided is told in the stories of the r
 
 from collections.abc import Collection
 
+from cumulo.engine.decide import handover
 from cumulo.engine.decide.books import Books
 from cumulo.engine.decide.fairness import Tenant
 from cumulo.engine.decide.plan import StepPlan
@@ -52,8 +53,13 @@ def admit_next(
         return None
 
     books.queue.take_first()
+    incoming = books.transfers.of_request.get(sequence.request.id)
+    if incoming is not None and handover.reserve(books, sequence, incoming, now_s):
+        return sequence  # with nothing to compute until its KV is here
     cached, how = books.residency.seat(sequence, plan)
     books.add_running(sequence)
+    if sequence.request.sends:
+        handover.offer(books, sequence, cached)
     lost, sequence.lost = sequence.lost, 0
     request, tokens = sequence.request, len(sequence.tokens)
     if request.story.admitted_s is None:

@@ -13,7 +13,7 @@ def output_limit(
     Raises InvalidRequest for one that could never run. What passes always fits when it runs alone.
     """
     if params.pooling is not None:
-        _check_embedding(prompt_tokens, config)
+        check_whole(prompt_tokens, config, "embed")
         return 0, None
     if prompt_tokens >= config.max_context:
         raise InvalidRequest(
@@ -39,7 +39,7 @@ def output_limit(
     return params.max_tokens, None
 
 
-def _check_embedding(tokens: int, config: SchedulerConfig) -> None:
+def check_whole(tokens: int, config: SchedulerConfig, verb: str) -> None:
     """Nothing is drawn, so the text may fill the context to its end."""
     cache_tokens = config.blocks * config.block_size
     what, limit = "context", config.max_context
@@ -48,5 +48,5 @@ def _check_embedding(tokens: int, config: SchedulerConfig) -> None:
     if tokens > limit:
         option = "max_context" if what == "context" else "kv_memory_gib"
         raise InvalidRequest(
-            f"there are {tokens} tokens to embed; the {what} holds {limit}: shorten the text or raise {option}"
+            f"there are {tokens} tokens to {verb}; the {what} holds {limit}: shorten the text or raise {option}"
         )

@@ -11,6 +11,7 @@ from cumulo.engine.decide.plan import StepPlan
 from cumulo.engine.decide.request import FinishReason, Request, Sequence, State
 from cumulo.engine.decide.residency import Residency
 from cumulo.engine.decide.scheduler_config import SchedulerConfig
+from cumulo.engine.decide.transfer import Transfers
 from cumulo.engine.decide.waiting_queue import WaitingQueue
 
 _by_order = attrgetter("request.order")
@@ -35,6 +36,7 @@ class Books:
         self.closed: list[Request] = []  # ended since the engine last looked; it empties the list
         self.running: list[Sequence] = []  # in order; may hold ended sequences until the next plan
         self.in_flight: dict[int, Flight] = {}
+        self.transfers = Transfers()
         self.next_plan = StepPlan(0)  # collects what happens between plans: ended slots, the next beams
 
     def add_running(self, sequence: Sequence) -> None:
@@ -72,17 +74,23 @@ class Books:
         request.story.add(
             now_s, "finished", sample=sequence.sample_index, reason=reason, tokens=sequence.output_length
         )
+        if request.sends:
+            self.transfers.answer(sequence, now_s)
         self._close_if_done(request, now_s)
 
     def remove(self, sequence: Sequence) -> int | None:
         """Take a sequence out of the running or the queue; the slot it had, if any, is the caller's."""
-        slot, was, sequence.state = None, sequence.state, State.FINISHED
+        was, sequence.state = sequence.state, State.FINISHED
         if was == State.RUNNING:
-            slot = self.residency.vacate(sequence)
-        else:
-            self.queue.leave(sequence)
-            self.residency.forget_swapped(sequence)
-        return slot
+            return self.residency.vacate(sequence)
+        incoming = self.transfers.of_request.get(sequence.request.id)
+        if was == State.RECEIVING and incoming is not None:
+            return self.transfers.give_up(incoming)
+        self.queue.leave(sequence)
+        self.residency.forget_swapped(sequence)
+        if incoming is not None:
+            self.transfers.give_up(incoming)
+        return None
 
     def _close_if_done(self, request: Request, now_s: float) -> None:
         if request.finished and self.requests.pop(request.id, None) is not None:
@@ -95,7 +103,11 @@ class Books:
     # -- invariants ---------------------------------------------------------------------------------------
     def problems(self) -> list[str]:
         requests = list(self.requests.values())
-        found = self.residency.problems([s for s in self.running if s.state == State.RUNNING], requests)
+        seated = [s for s in self.running if s.state == State.RUNNING]
+        seated += [one.sequence for one in self.transfers.of_request.values() if one.plan is not None]
+        held = [one.blocks for one in self.transfers.incoming.values()]
+        held += [one.blocks for one in self.transfers.outgoing.values()]
+        found = self.residency.problems(seated, requests, held)
         waiting = sum(s.state == State.WAITING for request in requests for s in request.sequences)
         if waiting != self.queue.count:
             found.append(f"{waiting} sequences wait, {self.queue.count} counted")

@@ -28,6 +28,14 @@ class NewSlot(NamedTuple):
     sample_index: int = 0  # which of the request's n samples; each draws its own random numbers
 
 
+class Send(NamedTuple):
+    """A row that computes another engine's order: the receiver is told of every layer."""
+
+    row: int
+    key: str  # of the order
+    tokens: int  # that have their KV after this row
+
+
 @dataclass(slots=True)
 class StepPlan:
     """One step. Lists named alike are columns of one table. The runner does, in this order:
@@ -56,6 +64,7 @@ class StepPlan:
     # -- embeddings: rows whose final hidden states are wanted, summed from this token's position to the row's end
     pool_rows: list[int] = field(default_factory=list)
     pool_starts: list[int] = field(default_factory=list)
+    sends: list[Send] = field(default_factory=list)  # rows whose KV goes to other engines; nothing is drawn
 
     @property
     def tokens(self) -> int:

@@ -23,8 +23,13 @@ def victim_for(sequence: Sequence, running: ListLike[Sequence], step: int, tenan
     for other in reversed(running):
         if other.request.order < sequence.request.order:
             break
-        if other.state != State.RUNNING or other.last_step == step or other is sequence:
-            continue
+        if (
+            other.state != State.RUNNING
+            or other.last_step == step
+            or other is sequence
+            or other.request.sends
+        ):
+            continue  # (an order's blocks are the receiver's, too: it would not free them)
         if found is None or other.request.share.counter > found.request.share.counter:
             found = other
         if tenants == 1:
@@ -36,7 +41,9 @@ def less_important(head: Sequence, running: ListLike[Sequence], level: int) -> l
     """Who may have to give way to the first in the queue; taken from the end, of the tenant served most the
     youngest. Beyond the level whose turn it is and younger in order: any other would only come straight back."""
     order = head.request.order
-    found = [s for s in running if s.request.priority > level and s.request.order > order]
+    found = [
+        s for s in running if s.request.priority > level and s.request.order > order and not s.request.sends
+    ]
     return sorted(found, key=_by_counter)  # stable
 
 

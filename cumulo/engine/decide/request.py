@@ -28,13 +28,14 @@ class State:
     WAITING: Final = 0  # queued, preempted or swapped out: holds no device block
     RUNNING: Final = 1  # has a slot and blocks
     FINISHED: Final = 2
+    RECEIVING: Final = 3  # has a slot and blocks, into which another engine's KV arrives
 
 
 class Request:
     __slots__ = (
         "arrived_s", "beam", "cache_salt", "error", "forks_left", "id", "order", "output_limit", "params",
-        "pooled", "priority", "prompt_length", "prompt_logprobs", "reserved_slots", "seed", "sequences", "share",
-        "stop_ids", "story", "tag",
+        "pooled", "priority", "prompt_length", "prompt_logprobs", "reserved_slots", "seed", "sends", "sequences",
+        "share", "stop_ids", "story", "tag",
     )  # fmt: skip
 
     def __init__(
@@ -80,6 +81,7 @@ class Request:
         self.pooled = None if params.pooling is None else Pooled(params.pooling, len(tokens))
         self.beam: BeamSearch | None = None
         self.error: str | None = None
+        self.sends = False  # it computes another engine's order: all tokens, and nothing is drawn
 
     @property
     def prompt(self) -> "array[int]":

@@ -78,6 +78,20 @@ class Residency:
         plan.begin.append(new_slot(sequence))
         return len(cached) * pool.block_size, how
 
+    def seat_receiving(self, sequence: Sequence) -> int:
+        """The same for a sequence whose KV arrives from another engine: nothing of it is left to compute until it
+        has. Returns the blocks found in the cache; the runner learns of it when all is there."""
+        request, pool = sequence.request, self.pool
+        cached, _ = self.blocks_wanted(sequence)
+        request.reserved_slots += [self.free_slots.pop() for _ in range(max(0, request.slots_to_reserve))]
+        sequence.slot = self.free_slots.pop()
+        pool.share(cached)
+        needed = -(-len(sequence.tokens) // pool.block_size)
+        sequence.blocks = cached + pool.allocate_many(needed - len(cached))
+        sequence.capacity, sequence.shares_tail = needed * pool.block_size, False
+        sequence.computed, sequence.state = len(sequence.tokens), State.RECEIVING
+        return len(cached)
+
     def seat_twin(self, twin: Sequence) -> None:
         """A fork takes one of its request's reserved slots and shares all blocks."""
         twin.slot = twin.request.reserved_slots.pop()
@@ -176,9 +190,11 @@ class Residency:
         sequence.blocks, sequence.capacity, sequence.shares_tail = [], 0, False
 
     # -- invariants ---------------------------------------------------------------------------------------
-    def problems(self, seated: list[Sequence], requests: list[Request]) -> list[str]:
-        """Everything inconsistent in these books; empty when all is well."""
-        found = self.pool.problems(sequence.blocks for sequence in seated)
+    def problems(
+        self, seated: list[Sequence], requests: list[Request], held: Iterable[list[int]] = ()
+    ) -> list[str]:
+        """Everything inconsistent in these books; empty when all is well. `held`: by transfers."""
+        found = self.pool.problems([*(sequence.blocks for sequence in seated), *held])
         reserved = [slot for request in requests for slot in request.reserved_slots]
         slots = sorted([sequence.slot for sequence in seated] + self.free_slots + reserved)
         if slots != list(range(self.config.max_running)):

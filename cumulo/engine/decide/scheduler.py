@@ -11,11 +11,11 @@ admitted first (waiting_queue.py, fairness.py). A request is admitted only when 
 alone always fits (checked on arrival); the oldest may always take blocks from younger ones. Hence no deadlock.
 """
 
-from cumulo.engine.decide import admission
-from cumulo.engine.decide.admission_rules import output_limit
+from cumulo.engine.decide import admission, handover
+from cumulo.engine.decide.admission_rules import check_whole, output_limit
 from cumulo.engine.decide.beam_groups import start_beam
 from cumulo.engine.decide.books import Books, Flight
-from cumulo.engine.decide.plan import StepPlan, StepResult
+from cumulo.engine.decide.plan import Send, StepPlan, StepResult
 from cumulo.engine.decide.preemption import PreemptionCosts
 from cumulo.engine.decide.prompt_shares import SHORT_SHARE, Want, by_share, shared_step_tokens
 from cumulo.engine.decide.request import FinishReason, Request, Sequence, State
@@ -36,6 +36,7 @@ class Scheduler:
             books.shares,
         )
         self.requests, self.closed, self.running = books.requests, books.closed, books.running
+        self.transfers = books.transfers
         self._arrivals = 0
 
     @property
@@ -52,7 +53,9 @@ class Scheduler:
         if request.id in self.requests:
             raise InvalidRequest(f"request id {request.id!r} is already in use")
         prompt, params = request.prompt_length, request.params
-        request.output_limit, why = output_limit(prompt, params, self.config)
+        if request.sends:
+            check_whole(prompt, self.config, "compute")
+        request.output_limit, why = (0, None) if request.sends else output_limit(prompt, params, self.config)
         self._arrivals += 1
         request.order = (request.arrived_s + request.priority * self.config.priority_step_s, self._arrivals)
         request.story.add(request.arrived_s, "arrived", prompt_tokens=prompt, behind=self.queue.count)
@@ -69,6 +72,8 @@ class Scheduler:
         request.share = self.shares.tenant(request.share.name)
         self.shares.came(request.share)
         self.queue.arrive(leader)
+        if self.transfers.receives and handover.order_prefill(self.books, leader, request.arrived_s):
+            self.queue.set_aside(leader)
 
     def abort(self, request_id: str, now_s: float) -> bool:
         """End a request wherever it is; False if it is not here (any more)."""
@@ -90,6 +95,8 @@ class Scheduler:
         plan, books.next_plan = books.next_plan, StepPlan(books.next_plan.index + 1)
         self.shares.tick(now_s)
         books.drop_ended()
+        if self.transfers.receives:
+            handover.give_up_late(books, now_s)
         admission.make_room_for_priority(books, plan, now_s)
         budget = self.config.max_tokens_per_step
         chunks: list[Sequence] = []
@@ -138,7 +145,8 @@ class Scheduler:
             admission.tell_first(books, now_s, "slots", "the slots that preemption frees after this step")
         elif spent:
             admission.tell_first(books, now_s, "token_budget", "a step with tokens to spare")
-        if not rows and (newcomer := admission.admit_past_parked(books, plan, now_s)) is not None:
+        newcomer = None if rows else admission.admit_past_parked(books, plan, now_s)
+        if newcomer is not None and newcomer.to_compute:
             self._plan_chunk(newcomer, min(newcomer.to_compute, budget), False, plan, rows, draws, now_s)
         self.residency.plan_complete()
         if not rows:
@@ -216,6 +224,9 @@ class Scheduler:
                 plan.pool_rows.append(row)
                 plan.pool_starts.append(first)
             return  # nothing is drawn
+        if request.sends:
+            plan.sends.append(Send(row, request.id, sequence.computed))
+            return
         if sequence.computed == len(sequence.tokens):
             drawn = [sequence]
             if request.forks_left:

@@ -25,6 +25,10 @@ def enter_result(
     for row, first, total in zip(plan.pool_rows, plan.pool_starts, result.pooled, strict=True):
         end = plan.starts[row] + plan.counts[row]
         _take_pooled(books, flight.rows[row], first, end, total, now_s)
+    for send in plan.sends:
+        ordered = flight.rows[send.row]
+        if ordered.state == State.RUNNING and send.tokens == len(ordered.tokens):
+            books.finish(ordered, "stop", now_s)
     for index, error in result.errors.items():
         if flight.draws[index].state != State.FINISHED:
             books.fail(flight.draws[index].request, error, now_s)

@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 # What a request waits for. behind_others: its turn by order; fair_share: it is first in order, but others have been
-# served less.
+# served less; prefill, transfer: another engine computes its prompt, its KV arrives.
 WaitCause = Literal[
-    "behind_others", "fair_share", "slots", "kv_blocks", "token_budget", "step_in_flight", "preempted"
-]
+    "behind_others", "fair_share", "slots", "kv_blocks", "token_budget", "step_in_flight", "preempted", "prefill",
+    "transfer",
+]  # fmt: skip
 # Who needed the room: an older sequence its next KV block, a more important request any, or the first in the queue
 # what beams held that waited for each other.
 PreemptionCause = Literal["kv_blocks", "priority", "parked_beams"]
@@ -28,6 +29,8 @@ class Event(NamedTuple):  # made five times for every request: a frozen dataclas
 
 
 _WORDS = {
+    "routed": "sent to replica {replica}: {why}; expected TTFT {ttft_ms} ms; {instead}",
+    "moved": "moved to replica {replica} because {because}: {why}; expected pause {ttft_ms} ms; {instead}",
     "arrived": "arrived with {prompt_tokens} prompt tokens, behind {behind} waiting requests",
     "embed": "asks for an embedding by {pooling} pooling: {wants}",
     "limited": "will end after {limit} output tokens, because {why}",
@@ -40,6 +43,13 @@ _WORDS = {
     "preempted": "preempted in step {step} by {by}, {why}: {blocks} blocks freed; {how}",
     "resumed": "resumed in step {step} by {how}: {recomputed} tokens to recompute, {cached} from the cache",
     "taken_over": "continues after {output_tokens} output tokens of an engine that stopped",
+    "prefill_there": "{peer} computes {tokens} tokens of it, because {why}",
+    "prefill_here": "its prompt is computed by the engine that answers: {why}",
+    "prefill_begun": "{peer} begins, with {cached} tokens from its prefix cache",
+    "prefill_done": "{peer} computed its {tokens} tokens in {computed_ms:.1f} ms, after waiting {queued_ms:.1f} ms",
+    "receiving": "{blocks} KV blocks are copied from {peer} as they are computed; {held} tokens were here already",
+    "received": "{blocks} KV blocks from {peer} are here, {tail_ms:.1f} ms after the last layer was computed",
+    "prefill_failed": "{peer} does not deliver: {why}",
     "first_token": "first token",
     "embedded": "its {tokens} tokens have become {size} numbers",
     "finished": "sample {sample} finished: {reason} after {tokens} tokens",
@@ -77,6 +87,10 @@ class Story:
         news = last.kind != "blocked" or last.detail["cause"] != cause
         if news and len(self.events) < _MOST_EVENTS_WITH_WAITS:
             self.add(now_s, "blocked", cause=cause, why=why)
+
+    def wait_for(self, now_s: float, cause: WaitCause) -> None:
+        """It waits for something that is no place in the queue; what has happened is told by another event."""
+        self._wait(now_s, cause)
 
     def _wait(self, now_s: float, cause: WaitCause | None) -> None:
         """From now on it waits for something else, or (None) no more."""

@@ -9,6 +9,7 @@ logits of them.
 
 import ctypes
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -74,7 +75,13 @@ class FusedDecoder:
             context_lengths=_pointer(batch.context_lengths, torch.int32),
             block_tables=_pointer(tables, torch.int32),
         )
-        self.library.play(program.ops, step)
+        if cache.on_layer is None:
+            self.library.play(program.ops, step)
+        else:
+            for layer, part in enumerate(program.parts):
+                self.library.play(part, step)
+                if layer < self.spec.layers:
+                    cache.on_layer(layer)
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -149,10 +156,18 @@ class _Program:
         self.wanted_hidden = self._buffer(spec.hidden)
         self.wanted_mixed = self._buffer(heads)
         self._embed()
+        ends = []
         for layer in range(spec.layers):
             self._layer(layer)
+            ends.append(len(self._list))
         self._norm(self.wanted_hidden, fused.decoder.final_norm.weight, self.normed, None, over_outputs=True)
         self.ops = (OpStruct * len(self._list))(*self._list)
+        # The same operations layer by layer, for a cache that wants to be told; the rest is the last part.
+        size = ctypes.sizeof(OpStruct)
+        self.parts = [
+            (OpStruct * (end - first)).from_buffer(self.ops, first * size)
+            for first, end in pairwise([0, *ends, len(self._list)])
+        ]
 
     def set_result(self, hidden: Tensor) -> None:
         self.ops[len(self.ops) - 1].out = hidden.data_ptr()
