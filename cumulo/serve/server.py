@@ -5,13 +5,11 @@ status 0. A second signal ends what still runs at once.
 """
 
 import asyncio
-import contextlib
 import functools
 import gc
 import logging
-import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import uvicorn
@@ -26,6 +24,7 @@ from cumulo.serve.http.descriptors import BACKLOG, find_room
 from cumulo.serve.http.host_check import AllowedHosts, HostCheck
 from cumulo.serve.http.keeper import Keeper
 from cumulo.serve.http.limits import http_limits
+from cumulo.serve.http.listening import SignalledServer, bind, loop_factory, url_of
 from cumulo.serve.http.tally import Tally
 from cumulo.serve.model_text import ModelText
 from cumulo.serve.observe import steady_stderr
@@ -36,43 +35,6 @@ if TYPE_CHECKING:
     from cumulo.serve.observe.otel import Tracing
 
 log = logging.getLogger(__name__)
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """The listening socket, made first: a port in use is found out before a model is loaded."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-    except OSError as error:
-        listener.close()
-        raise CumuloError(
-            f"cannot listen on {host}:{port} ({error.strerror or error}); choose another with --port, or --port 0 "
-            "for any free one"
-        ) from error
-    listener.set_inheritable(False)
-    return listener
-
-
-class _Server(uvicorn.Server):
-    """Uvicorn, except that a signal begins our drain instead of its shutdown."""
-
-    def __init__(self, config: uvicorn.Config, on_signal: Callable[[], None]) -> None:
-        super().__init__(config)
-        self._on_signal = on_signal
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        loop = asyncio.get_running_loop()
-        signals = (signal.SIGTERM, signal.SIGINT)
-        for number in signals:
-            loop.add_signal_handler(number, self._on_signal)
-        try:
-            yield
-        finally:
-            for number in signals:
-                loop.remove_signal_handler(number)
 
 
 class _Run:
@@ -112,7 +74,7 @@ class _Run:
             timeout_graceful_shutdown=2,  # what is worth waiting for was waited for by the drain
             lifespan="off" if extend is None else "on",
         )
-        self._uvicorn = _Server(config, self._on_signal)
+        self._uvicorn = SignalledServer(config, self._on_signal)
         self._ending: asyncio.Task[None] | None = None
         self.error: Exception | None = None
 
@@ -181,9 +143,8 @@ def run(
     listener = bind(options.host, options.port)
     try:
         text = ModelText.load(options.model, options.chat_template, options.parse_special_tokens)
-        host, port = listener.getsockname()[:2]
-        on_bound(f"http://{f'[{host}]' if ':' in host else host}:{port}")
-        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        on_bound(url_of(listener))
+        with asyncio.Runner(loop_factory=loop_factory()) as runner:
             runner.run(_run(options, text, options.name or source.name, listener, on_ready, extend, tracing))
     finally:
         listener.close()
@@ -199,15 +160,6 @@ def _tracing(endpoint: str) -> "Tracing":
             "pip install -e '.[otel]' in Cumulo's folder"
         ) from error
     return Tracing(endpoint)
-
-
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """uvloop where it is installed: it halves what a streamed token costs this process."""
-    try:
-        import uvloop
-    except ImportError:
-        return None
-    return uvloop.new_event_loop
 
 
 async def _run(

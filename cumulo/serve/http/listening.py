@@ -1,0 +1,65 @@
+"""The listening socket, the event loop and the signals of a server. Used by `cumulo serve` and `cumulo gateway`."""
+
+import asyncio
+import contextlib
+import signal
+import socket
+from collections.abc import Callable, Iterator
+
+import uvicorn
+
+from cumulo.errors import CumuloError
+
+
+def bind(host: str, port: int, shared: bool = False) -> socket.socket:
+    """The listening socket, made first: a port in use is found out before anything is loaded. `shared`: another
+    process that says so, too, may have the same port; both get connections."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if shared:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise CumuloError(
+            f"cannot listen on {host}:{port} ({error.strerror or error}); choose another with --port, or --port 0 "
+            "for any free one"
+        ) from error
+    listener.set_inheritable(False)
+    return listener
+
+
+def url_of(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+class SignalledServer(uvicorn.Server):
+    """Uvicorn, except that a signal begins our drain instead of its shutdown."""
+
+    def __init__(self, config: uvicorn.Config, on_signal: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._on_signal = on_signal
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        loop = asyncio.get_running_loop()
+        signals = (signal.SIGTERM, signal.SIGINT)
+        for number in signals:
+            loop.add_signal_handler(number, self._on_signal)
+        try:
+            yield
+        finally:
+            for number in signals:
+                loop.remove_signal_handler(number)
+
+
+def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """uvloop where it is installed: it halves what a streamed token costs this process."""
+    try:
+        import uvloop
+    except ImportError:
+        return None
+    return uvloop.new_event_loop
