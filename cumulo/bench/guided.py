@@ -225,11 +225,11 @@ def _stopwatch() -> Iterator[dict[str, list[float]]]:
 
         return call
 
-    compute, apply = GuidedSlots.masks, sampler._apply_masks
+    compute, apply = GuidedSlots.masks, sampler.apply_masks
     GuidedSlots.masks = timed(compute, "compute")  # type: ignore[method-assign]
-    sampler._apply_masks = timed(apply, "apply")
+    sampler.apply_masks = timed(apply, "apply")
     try:
         yield spent
     finally:
         GuidedSlots.masks = compute  # type: ignore[method-assign]
-        sampler._apply_masks = apply
+        sampler.apply_masks = apply

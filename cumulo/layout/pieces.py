@@ -100,7 +100,7 @@ def piece_of(spec: ModelSpec, layout: Layout, rank: int, name: str, shape: tuple
     at = layout.place(rank)
     expert = ".experts." in name
     boxes: list[Box] = [whole_box(shape)]
-    cut = _tp_cut(spec, name, shape)
+    cut = tp_cut(spec, name, shape)
     if cut is not None and layout.tp > 1:
         boxes = slice_in_parts(boxes, *cut, at.tp, layout.tp)
     if expert and layout.ep > 1:
@@ -125,11 +125,11 @@ def piece_of(spec: ModelSpec, layout: Layout, rank: int, name: str, shape: tuple
     )
 
 
-def _tp_cut(spec: ModelSpec, name: str, shape: tuple[int, ...]) -> tuple[int, tuple[int, ...]] | None:
+def tp_cut(spec: ModelSpec, name: str, shape: tuple[int, ...]) -> tuple[int, tuple[int, ...]] | None:
     """(dimension, its parts) along which tensor parallelism slices a parameter; None: it is whole everywhere."""
     if is_adapter(name):  # B has the rows of the matrix that it adapts, A its columns
         module, _, last = name.rpartition(".")
-        cut = _tp_cut(spec, f"{module}.weight", shape)
+        cut = tp_cut(spec, f"{module}.weight", shape)
         return cut if cut is not None and cut[0] == (1 if last == "lora_a" else 0) else None
     if name in ("embed.weight", "head.weight"):
         return 0, (shape[0],)

@@ -27,6 +27,7 @@ class ForwardBatch:
     context_lengths: Tensor  # [S] int32: KV length of each sequence, this step's tokens included
     block_tables: Tensor  # [S, >= max blocks in use] int32; entries past a sequence's blocks are ignored
     logit_rows: Tensor  # [R] int64: token rows whose hidden state is wanted
+    shares: tuple[int, ...] = ()  # tokens of the step on each data-parallel rank, where there are several
 
 
 class KVCache:

@@ -120,15 +120,14 @@ class Experts(nn.Module):
         for expert, count in enumerate(torch.bincount(chosen.flatten(), minlength=self.experts).tolist()):
             if count:
                 run = slice(start, start + count)
-                results[run] = self._matmul(
-                    "down", expert, gated(self._matmul("gate_up", expert, inputs[run]))
-                )
+                results[run] = self.matmul("down", expert, gated(self.matmul("gate_up", expert, inputs[run])))
                 start += count
         # Back in the order of choices: a token's sum does not depend on which tokens were beside it.
         own = torch.empty_like(results).index_copy_(0, by_expert, results).view(tokens, per_token, -1)
         return (own * weights.to(x.dtype)[..., None]).sum(1)
 
-    def _matmul(self, name: str, expert: int, x: Tensor) -> Tensor:
+    def matmul(self, name: str, expert: int, x: Tensor) -> Tensor:
+        """x Wᵀ with one expert's `gate_up` or `down`."""
         if name in self.packed:
             return self.packed[name][expert].matmul(x)
         return F.linear(x, getattr(self, name)[expert])

@@ -21,7 +21,7 @@ _BLOCK = 64
 # Weights fall into this many bins of a quarter of a factor 2 each; what is lighter is in the last.
 _BINS = 256
 # Sums of the same weights in another order, or in float32, differ by less than this share.
-_ROUNDING = 1e-5
+ROUNDING = 1e-5
 
 
 @dataclass(slots=True)
@@ -56,7 +56,7 @@ def pick_tokens(
     if whole.any():
         rows = np.flatnonzero(whole)
         weights = exponentials(take_rows(logits, rows), peaks[rows], columns["temperature"][rows])
-        tokens[rows] = _pick_from_all(weights, numbers[rows])
+        tokens[rows] = pick_from_all(weights, numbers[rows])
     return tokens
 
 
@@ -77,7 +77,7 @@ def _pick(candidates: Candidates, numbers: NDArray[np.float64]) -> NDArray[np.in
     return picked
 
 
-def _pick_from_all(weights: Tensor, numbers: NDArray[np.float64]) -> NDArray[np.int64]:
+def pick_from_all(weights: Tensor, numbers: NDArray[np.float64]) -> NDArray[np.int64]:
     """The same over the whole vocabulary: first the block, then the token in it."""
     vocabulary = weights.shape[-1]
     cumulative = np.cumsum(block_sums(weights), axis=1)
@@ -86,7 +86,7 @@ def _pick_from_all(weights: Tensor, numbers: NDArray[np.float64]) -> NDArray[np.
     before = np.where(block > 0, cumulative[np.arange(len(block)), block - 1], 0.0)
     inside = block[:, None] * _BLOCK + np.arange(_BLOCK)
     rows = np.arange(len(block))[:, None]
-    chosen = _values(weights, rows, np.minimum(inside, vocabulary - 1)).astype(np.float64)
+    chosen = values_at(weights, rows, np.minimum(inside, vocabulary - 1)).astype(np.float64)
     chosen[inside >= vocabulary] = 0  # the last block may be short
     return block * _BLOCK + _first_above(np.cumsum(chosen, axis=1), targets - before)
 
@@ -122,8 +122,8 @@ def _running_sums(
 # -- cuts -------------------------------------------------------------------------------------------------
 def _by_top_k(logits: Tensor, peaks: NDArray[np.float64], columns: NDArray[np.void]) -> Candidates:
     """The top_k likeliest tokens and, of those, the likeliest that reach top_p of their mass."""
-    rows, tokens = _at_least(logits, _top_k_bounds(logits, columns["top_k"]))
-    values = _values(logits, rows, tokens).astype(np.float64)
+    rows, tokens = at_least(logits, top_k_bounds(logits, columns["top_k"]))
+    values = values_at(logits, rows, tokens).astype(np.float64)
     sizes = np.bincount(rows, minlength=len(columns))
     # Of equally likely tokens the lower id counts as likelier.
     order = np.lexsort((tokens, -values, rows))
@@ -152,15 +152,15 @@ def _by_top_p(logits: Tensor, peaks: NDArray[np.float64], columns: NDArray[np.vo
     totals = block_sums(weights).sum(axis=1)
     masses = columns["top_p"] * totals
     rows, tokens = _top_p_candidates(weights, totals, masses)
-    values = _values(weights, rows, tokens)
+    values = values_at(weights, rows, tokens)
     leading = values.view(np.int32) >> 21 if values.dtype == np.float32 else values.view(np.int64) >> 50
     one = 127 << 2 if values.dtype == np.float32 else 1023 << 2  # the bin of weight 1, the heaviest
     bins = np.minimum(one - leading, _BINS - 1)
     candidates = Candidates(rows, tokens, values.astype(np.float64))
     held = np.bincount(rows * _BINS + bins, weights=candidates.weights, minlength=len(totals) * _BINS)
     cumulative = np.cumsum(held.reshape(-1, _BINS), axis=1)
-    doubtful_from = (cumulative < masses[:, None] * (1 - _ROUNDING)).sum(axis=1)
-    doubtful_to = (cumulative < masses[:, None] * (1 + _ROUNDING)).sum(axis=1)
+    doubtful_from = (cumulative < masses[:, None] * (1 - ROUNDING)).sum(axis=1)
+    doubtful_to = (cumulative < masses[:, None] * (1 + ROUNDING)).sum(axis=1)
     keep = bins < doubtful_from[rows]
     doubtful = np.flatnonzero(~keep & (bins <= doubtful_to[rows]))
     order = doubtful[np.lexsort((tokens[doubtful], -values[doubtful], rows[doubtful]))]
@@ -181,14 +181,14 @@ def _top_p_candidates(
     less than (1 - p) total together.
     """
     rest = totals - masses
-    rows, tokens = _at_least(weights, rest / 1024)
-    held = np.bincount(rows, weights=_values(weights, rows, tokens), minlength=len(totals))
-    short = held < masses * (1 + _ROUNDING)
+    rows, tokens = at_least(weights, rest / 1024)
+    held = np.bincount(rows, weights=values_at(weights, rows, tokens), minlength=len(totals))
+    short = held < masses * (1 + ROUNDING)
     if not short.any():
         return rows, tokens
     again = np.flatnonzero(short)
-    more_rows, more_tokens = _at_least(
-        take_rows(weights, again), rest[again] / weights.shape[-1] * (1 - _ROUNDING)
+    more_rows, more_tokens = at_least(
+        take_rows(weights, again), rest[again] / weights.shape[-1] * (1 - ROUNDING)
     )
     enough = ~short[rows]
     rows = np.concatenate((rows[enough], again[more_rows]))
@@ -200,9 +200,9 @@ def _top_p_candidates(
 def _by_min_p(logits: Tensor, peaks: NDArray[np.float64], columns: NDArray[np.void]) -> Candidates:
     """Tokens within reach of min_p times the peak's probability; the caller applies the exact rule."""
     reach = columns["temperature"] * np.log(columns["min_p"])
-    bounds = peaks + reach - _ROUNDING * (np.abs(peaks) + np.abs(reach))
-    rows, tokens = _at_least(logits, bounds)
-    values = _values(logits, rows, tokens).astype(np.float64)
+    bounds = peaks + reach - ROUNDING * (np.abs(peaks) + np.abs(reach))
+    rows, tokens = at_least(logits, bounds)
+    values = values_at(logits, rows, tokens).astype(np.float64)
     return Candidates(rows, tokens, np.exp((values - peaks[rows]) / columns["temperature"][rows]))
 
 
@@ -211,8 +211,8 @@ def most_likely(logits: Tensor, counts: NDArray[np.int64]) -> tuple[list[list[in
     """Per row the counts[row] most likely tokens and their logits, likeliest first, ties by token id; fewer
     where fewer are possible at all.
     """
-    rows, tokens = _at_least(logits, _top_k_bounds(logits, counts))
-    values = _values(logits, rows, tokens).astype(np.float64)
+    rows, tokens = at_least(logits, top_k_bounds(logits, counts))
+    values = values_at(logits, rows, tokens).astype(np.float64)
     order = np.lexsort((tokens, -values, rows))
     ends = np.cumsum(np.bincount(rows, minlength=len(counts))).tolist()
     spans = [
@@ -223,7 +223,7 @@ def most_likely(logits: Tensor, counts: NDArray[np.int64]) -> tuple[list[list[in
     return [ordered_tokens[span] for span in spans], [ordered_values[span] for span in spans]
 
 
-def _top_k_bounds(logits: Tensor, counts: NDArray[np.int64]) -> NDArray[np.float64]:
+def top_k_bounds(logits: Tensor, counts: NDArray[np.int64]) -> NDArray[np.float64]:
     """Per row a finite value that counts[row] logits reach, or all that can be drawn if those are fewer: the
     k-th largest of the block maxima.
 
@@ -241,13 +241,13 @@ def _top_k_bounds(logits: Tensor, counts: NDArray[np.int64]) -> NDArray[np.float
     return np.maximum(best[np.arange(len(counts)), counts - 1], torch.finfo(logits.dtype).min)
 
 
-def _at_least(values: Tensor, bounds: NDArray[np.float64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def at_least(values: Tensor, bounds: NDArray[np.float64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """(row, column) of every value that reaches its row's bound, row by row, columns ascending."""
     flat = np.flatnonzero(compare(operator.ge, values, bounds))
     return flat // values.shape[-1], flat % values.shape[-1]
 
 
-def _values(values: Tensor, rows: NDArray[np.int64], columns: NDArray[np.int64]) -> NDArray[Any]:
+def values_at(values: Tensor, rows: NDArray[np.int64], columns: NDArray[np.int64]) -> NDArray[Any]:
     if values.device.type == "cpu":
         result: NDArray[Any] = values.numpy()[rows, columns]
         return result

@@ -9,6 +9,7 @@ from what is left by inverting its cumulative distribution in token order.
 import operator
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -73,6 +74,17 @@ class LogitEdits:
     forbidden_draws: NDArray[np.int64]
     forbidden_tokens: NDArray[np.int64]
 
+    def within(self, tokens: range) -> "LogitEdits":
+        """The edits of these tokens, which are counted from the first."""
+        kept: list[NDArray[Any]] = []
+        for name in ("bias", "seen", "output", "forbidden"):
+            found = getattr(self, f"{name}_tokens")
+            inside = (found >= tokens.start) & (found < tokens.stop)
+            kept += [getattr(self, f"{name}_draws")[inside], found[inside] - tokens.start]
+            if name == "bias":
+                kept.append(self.bias_values[inside])
+        return LogitEdits(*kept)
+
 
 @dataclass(slots=True)
 class TokenMasks:
@@ -108,6 +120,35 @@ class Drawn:
     errors: dict[int, str] = field(default_factory=dict)
 
 
+class Sampler(Protocol):
+    """Draws from logits, of all tokens or of a part of them."""
+
+    def vocabulary_of(self, logits: Tensor) -> int:
+        """How many tokens there are in all."""
+        ...
+
+    def draw(self, logits: Tensor, batch: DrawBatch) -> Drawn: ...
+
+    def token_logprobs(
+        self, logits: Tensor, tokens: NDArray[np.int64], alternatives: NDArray[np.int64]
+    ) -> list[TokenLogprobs]: ...
+
+
+class WholeSampler:
+    """Logits are of all tokens."""
+
+    def vocabulary_of(self, logits: Tensor) -> int:
+        return logits.shape[-1]
+
+    def draw(self, logits: Tensor, batch: DrawBatch) -> Drawn:
+        return draw(logits, batch)
+
+    def token_logprobs(
+        self, logits: Tensor, tokens: NDArray[np.int64], alternatives: NDArray[np.int64]
+    ) -> list[TokenLogprobs]:
+        return token_logprobs(logits, tokens, alternatives)
+
+
 def draw(logits: Tensor, batch: DrawBatch) -> Drawn:
     """Draw one token per entry of the batch from logits [rows, vocabulary], which may be overwritten."""
     draws = len(batch.logit_rows)
@@ -125,9 +166,9 @@ def draw(logits: Tensor, batch: DrawBatch) -> Drawn:
     }
     edited = _NOTHING
     if batch.edits is not None:
-        edited = _apply_edits(logits, batch.columns, batch.edits)
+        edited = apply_edits(logits, batch.columns, batch.edits)
     if batch.masks is not None:
-        _apply_masks(logits, batch.masks)
+        apply_masks(logits, batch.masks)
         errors.update(batch.masks.errors)
         edited = np.union1d(edited, batch.masks.draws)
     edited = edited[np.isfinite(peaks[edited])]
@@ -180,7 +221,7 @@ def token_logprobs(
 
 
 # -- edits ------------------------------------------------------------------------------------------------
-def _apply_edits(logits: Tensor, columns: NDArray[np.void], edits: LogitEdits) -> NDArray[np.int64]:
+def apply_edits(logits: Tensor, columns: NDArray[np.void], edits: LogitEdits) -> NDArray[np.int64]:
     """Change the logits in place; return the draws that were changed."""
     vocabulary = logits.shape[-1]
     flat = logits.view(-1)
@@ -211,16 +252,16 @@ def _apply_edits(logits: Tensor, columns: NDArray[np.void], edits: LogitEdits) -
     )
 
 
-def _apply_masks(logits: Tensor, masks: TokenMasks) -> None:
-    """-infinity for every token a guide forbids, in place."""
-    vocabulary = logits.shape[-1]
+def apply_masks(logits: Tensor, masks: TokenMasks, first: int = 0) -> None:
+    """-infinity for every token a guide forbids, in place. `first`: the token of the first logit."""
+    vocabulary = first + logits.shape[-1]
     if logits.device.type == "cpu":  # three times as fast as unpacking the bits and a masked fill
         array = logits.numpy()
         for octets, draw in zip(masks.bits.view(np.uint8), masks.draws.tolist(), strict=True):
-            array[draw] += np.take(_ADDENDS, octets, axis=0).reshape(-1)[:vocabulary]
+            array[draw] += np.take(_ADDENDS, octets, axis=0).reshape(-1)[first:vocabulary]
         return
     rows = as_tensor(masks.draws, logits)
-    allowed = unpack_bits(torch.from_numpy(masks.bits).to(logits.device), vocabulary)
+    allowed = unpack_bits(torch.from_numpy(masks.bits).to(logits.device), vocabulary)[:, first:]
     logits[rows] = logits[rows].masked_fill(~allowed, -torch.inf)
 
 

@@ -58,3 +58,13 @@ class AffineBlocks:
         """The matrix with rows chosen or reordered (GGUF permutes the rows of Llama's q and k)."""
         minimum = None if self.minimum is None else self.minimum[indices]
         return AffineBlocks(self.codes[indices], self.scale[indices], minimum, self.bits, self.group)
+
+    def take_columns(self, columns: slice) -> "AffineBlocks":
+        """The matrix with a run of its columns, which begins and ends between groups."""
+        groups = slice(columns.start // self.group, columns.stop // self.group)
+        minimum = None if self.minimum is None else np.ascontiguousarray(self.minimum[:, groups])
+        codes, scale = (
+            np.ascontiguousarray(self.codes[:, columns]),
+            np.ascontiguousarray(self.scale[:, groups]),
+        )
+        return AffineBlocks(codes, scale, minimum, self.bits, self.group)

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 
 from cumulo.errors import ModelError
+from cumulo.layout.serving import HeldParameter, RankPart, held_parameters
 from cumulo.models.decoder import Decoder
 from cumulo.models.files import names_gguf, names_huggingface
 from cumulo.models.files.gguf_blocks import is_quantised
@@ -20,6 +21,7 @@ from cumulo.models.files.json_file import in_vocabulary, read_json, shown
 from cumulo.models.files.placement import check_tensors
 from cumulo.models.files.weights_gguf import load_gguf
 from cumulo.models.files.weights_safetensors import Progress, load_safetensors, read_directory
+from cumulo.models.play.rank_decoder import empty_rank_decoder, leave_biases_to_one
 from cumulo.models.text.tokenizer import Tokenizer, load_tokenizer
 from cumulo.models.text.tokenizer_gguf import tokenizer_from_gguf
 from cumulo.spec.from_huggingface import spec_from_config
@@ -77,13 +79,15 @@ def load_model(
     keep_quantised: bool = True,
     with_tokenizer: bool = True,
     progress: Progress | None = None,
+    part: RankPart | None = None,
 ) -> LoadedModel:
     """Load a model: None (the built-in one), a folder, a .gguf file or a Hugging Face name.
 
     `dtype` is what the decoder computes in and what plain weights are stored as. `keep_quantised` keeps
     quantised matrices as the file has them; packed kernels exist for float32 on CPUs, so elsewhere they are
     dequantised. `progress(done_bytes, total_bytes)` is called as weights arrive. The tokenizer is made first:
-    it is quick, and a file that cannot be talked to is better refused before its weights are read.
+    it is quick, and a file that cannot be talked to is better refused before its weights are read. `part`: only
+    what one rank holds is allocated and read; its decoder has the rank's own spec.
     """
     source = resolve(model)
     # Headers are checked against the spec before the decoder is allocated: a damaged size must not decide
@@ -96,8 +100,8 @@ def load_model(
         found = {name: file.metadata.get(f"general.sampling.{key}") for key, name in _GGUF_SAMPLING.items()}
         defaults = _sampling_defaults(found, file.path)
         _check_ends(tokenizer, headers)
-        decoder = Decoder(headers.spec, dtype, device)
-        load_gguf(file, decoder, headers.spec, keep_quantised, progress)
+        decoder, held = _empty_decoder(headers.spec, dtype, device, part)
+        load_gguf(file, decoder, headers.spec, keep_quantised, progress, held)
     else:
         headers = _folder_headers(source)
         tokenizer = load_tokenizer(source.path) if with_tokenizer else None
@@ -105,8 +109,10 @@ def load_model(
         generation = source.path / "generation_config.json"
         defaults = _sampling_defaults(read_json(generation), generation)
         _check_ends(tokenizer, headers)
-        decoder = Decoder(headers.spec, dtype, device)
-        load_safetensors(source.path, decoder, headers.spec, progress)
+        decoder, held = _empty_decoder(headers.spec, dtype, device, part)
+        load_safetensors(source.path, decoder, headers.spec, progress, held)
+    if part is not None:
+        leave_biases_to_one(decoder, part)
     return LoadedModel(
         name=source.name,
         source_path=source.path,
@@ -117,6 +123,14 @@ def load_model(
         quantised=keep_quantised,
         generation_defaults={**source.sampling, **defaults},
     )
+
+
+def _empty_decoder(
+    spec: ModelSpec, dtype: torch.dtype, device: torch.device | str, part: RankPart | None
+) -> tuple[Decoder, dict[str, HeldParameter] | None]:
+    if part is None:
+        return Decoder(spec, dtype, device), None
+    return empty_rank_decoder(part, dtype, device), held_parameters(part)
 
 
 def _check_ends(tokenizer: Tokenizer | None, headers: ModelFiles) -> None:

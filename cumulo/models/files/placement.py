@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from cumulo.errors import ModelError
+from cumulo.layout.box import Box
+from cumulo.layout.serving import HeldParameter
 
 NAMES_SHOWN = 20  # an error lists this many tensor names of each kind, then counts the rest
 
@@ -62,6 +64,84 @@ class Placement:
     def fill(self, parameter: Tensor, source: Tensor) -> None:
         """Copy `source` into place, converting its type on the way; nothing model-sized is allocated."""
         self.region(parameter).copy_(source.transpose(-1, -2) if self.transposed else source)
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedPart:
+    """The part of a placement that a rank holds: slices of the source (as placed) go to slices of its parameter."""
+
+    placement: Placement
+    target: str  # in the rank's decoder
+    source_slices: tuple[slice, ...]
+    target_slices: tuple[slice, ...]
+    view: tuple[int, ...] | None  # the rank's parameter is seen in this shape first
+
+    @property
+    def source(self) -> str:
+        return self.placement.source
+
+    @property
+    def stored_slices(self) -> tuple[slice, ...]:
+        """Of the tensor as the file has it."""
+        if not self.placement.transposed:
+            return self.source_slices
+        return (*self.source_slices[:-2], self.source_slices[-1], self.source_slices[-2])
+
+    @property
+    def elements(self) -> int:
+        return math.prod(part.stop - part.start for part in self.source_slices)
+
+    @property
+    def is_whole(self) -> bool:
+        return self.elements == self.placement.elements
+
+    def fill(self, parameter: Tensor, stored: Tensor) -> None:
+        """Copy the stored slices into place."""
+        seen = parameter if self.view is None else parameter.view(self.view)
+        found = stored.transpose(-1, -2) if self.placement.transposed else stored
+        region = seen[self.target_slices]
+        region.copy_(found.reshape(region.shape))
+
+
+def placed_parts(
+    placements: Iterable[Placement], held: Mapping[str, HeldParameter] | None
+) -> list[PlacedPart]:
+    """What is read of every tensor: all of it or, by a rank, the boxes it holds, cut with those tensors fill."""
+    if held is None:
+        return [
+            PlacedPart(one, one.target, tuple(slice(0, size) for size in one.placed_shape), one.box, one.view)
+            for one in placements
+        ]
+    by_source = {parameter.source: (name, parameter) for name, parameter in held.items()}
+    found = []
+    for placement in placements:
+        if placement.target in by_source:
+            name, parameter = by_source[placement.target]
+            for box in parameter.boxes:
+                if (part := _cut(placement, name, parameter, box)) is not None:
+                    found.append(part)
+    return found
+
+
+def _cut(placement: Placement, name: str, held: HeldParameter, box: Box) -> PlacedPart | None:
+    view, offset, size, at = None, box.offset, box.size, box.at
+    if placement.view is not None:
+        # Rows are seen as heads of `inner` rows each; boxes are cut between heads.
+        inner = placement.view[1]
+        view = (held.shape[0] // inner, *placement.view[1:])
+        offset, at = (offset[0] // inner, 0, *offset[1:]), (at[0] // inner, 0, *at[1:])
+        size = (size[0] // inner, inner, *size[1:])
+    filled = placement.box
+    source, target = [], []
+    for part, begin, length, into in zip(filled, offset, size, at, strict=True):
+        first, last = max(part.start, begin), min(part.stop, begin + length)
+        if first >= last:
+            return None
+        source.append(slice(first - part.start, last - part.start))
+        target.append(slice(into + first - begin, into + last - begin))
+    # A leading index of the box that the source does not have, such as which expert it is.
+    source = source[len(filled) - len(placement.shape) :]
+    return PlacedPart(placement, name, tuple(source), tuple(target), view)
 
 
 def check_tensors(

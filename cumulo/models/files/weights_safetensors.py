@@ -7,7 +7,7 @@ memory map straight to its place, converted on the way: no second copy of the mo
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -17,10 +17,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from cumulo.errors import ModelError
+from cumulo.layout.serving import HeldParameter
 from cumulo.models.decoder import Decoder
 from cumulo.models.files import names_huggingface
 from cumulo.models.files.json_file import read_json, shown
-from cumulo.models.files.placement import Placement, check_tensors
+from cumulo.models.files.placement import PlacedPart, check_tensors, placed_parts
 from cumulo.spec.model import ModelSpec
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -47,9 +48,14 @@ class FileTensor:
 
 
 def load_safetensors(
-    folder: Path | str, decoder: Decoder, spec: ModelSpec, progress: Progress | None = None
+    folder: Path | str,
+    decoder: Decoder,
+    spec: ModelSpec,
+    progress: Progress | None = None,
+    held: Mapping[str, HeldParameter] | None = None,
 ) -> None:
-    """Fill every parameter of `decoder` from the folder's model.safetensors, or its shards."""
+    """Fill every parameter of `decoder` from the folder's model.safetensors, or its shards. `held`: a rank's
+    parameters, of which only its own parts are read; `spec` is the whole model's."""
     folder = Path(folder)
     tensors = read_directory(folder)
     placements = names_huggingface.placements(spec)
@@ -63,10 +69,12 @@ def load_safetensors(
             f"{folder} contains weights of an unsupported type: {'; '.join(odd[:10])}"
             f"{f'; and {len(odd) - 10} more' if len(odd) > 10 else ''}; known: {', '.join(_ITEM_BYTES)}"
         )
-    by_file: dict[Path, list[Placement]] = {}
-    for placement in placements:
-        by_file.setdefault(tensors[placement.source].file, []).append(placement)
-    total = sum(tensors[placement.source].nbytes for placement in placements)
+    parts = placed_parts(placements, held)
+    by_file: dict[Path, list[PlacedPart]] = {}
+    for part in parts:
+        by_file.setdefault(tensors[part.source].file, []).append(part)
+    item_bytes = {name: _ITEM_BYTES[tensors[name].dtype] for name in {part.source for part in parts}}
+    total = sum(part.elements * item_bytes[part.source] for part in parts)
     done = 0
     parameters = dict(decoder.named_parameters())
     if any(parameter.is_meta for parameter in parameters.values()):
@@ -77,9 +85,13 @@ def load_safetensors(
         # One file is mapped at a time; its pages belong to the system's cache and go when it needs them.
         try:
             with safe_open(file, framework="pt", device="cpu") as handle, torch.no_grad():
-                for placement in wanted:
-                    placement.fill(parameters[placement.target], handle.get_tensor(placement.source))
-                    done += tensors[placement.source].nbytes
+                for part in wanted:
+                    if part.is_whole:
+                        stored = handle.get_tensor(part.source)
+                    else:
+                        stored = handle.get_slice(part.source)[part.stored_slices]
+                    part.fill(parameters[part.target], stored)
+                    done += part.elements * item_bytes[part.source]
                     if progress is not None:
                         progress(done, total)
         except (SafetensorError, OSError) as error:

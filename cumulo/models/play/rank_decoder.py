@@ -1,0 +1,115 @@
+"""RankDecoder: one rank's part of a decoder, played with torch's operators and summed with the other ranks'. A
+runner uses it as it uses a whole `Decoder`; dense models on CPUs are played by `FusedDecoder` in the same way.
+
+What a half-layer computes of a slice is a partial sum (Shoeybi et al. 2019, section 3): two sums over ranks a
+layer. The stream between layers is the same on all ranks of a stage that compute the same sequences.
+"""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from cumulo.layout.serving import RankPart
+from cumulo.models.batch import ForwardBatch, KVCache
+from cumulo.models.decoder import Decoder, Layer
+from cumulo.models.linear import Linear, RMSNorm
+from cumulo.models.moe import Experts, FeedForward, MixtureOfExperts, gated
+from cumulo.models.play.rank_links import RankLinks
+
+
+def empty_rank_decoder(part: RankPart, dtype: torch.dtype, device: torch.device | str) -> Decoder:
+    """A decoder of this rank's sizes, uninitialised, with nothing that other ranks or stages have."""
+    spec = part.local
+    decoder = Decoder(spec, dtype, "meta")
+    if not part.has_embedding:
+        decoder.embed = Linear(spec.hidden, 0, dtype=dtype, device="meta")
+    if not part.has_head and not spec.tied_embeddings:
+        decoder.head = Linear(spec.hidden, 0, dtype=dtype, device="meta")
+    if not part.last:
+        decoder.final_norm = RMSNorm(0, spec.norm_eps, dtype=dtype, device="meta")
+    if spec.moe is not None and part.layout.ep > 1:
+        held = replace(spec.moe, experts=len(part.experts))
+        for layer in decoder.layers:
+            assert isinstance(layer, Layer)
+            if isinstance(layer.ffn, MixtureOfExperts):
+                layer.ffn.experts = Experts(spec, held, dtype=dtype, device="meta")
+    return decoder.to_empty(device=device)
+
+
+@torch.no_grad()
+def leave_biases_to_one(decoder: Decoder, part: RankPart) -> None:
+    """A bias behind a sum over ranks is added by one of them."""
+    if part.carries_stream:
+        return
+    for name, parameter in decoder.named_parameters():
+        if name.endswith(("attention.output.bias", "down.bias")):
+            parameter.zero_()
+
+
+def embed_slice(embed: Linear, part: RankPart, token_ids: Tensor, links: RankLinks) -> Tensor:
+    """Each rank looks up the tokens of its part of the vocabulary; of all others it has zeros to add."""
+    if links.tensor is None:
+        return embed.rows(token_ids)
+    own = token_ids - part.vocabulary.start
+    elsewhere = (own < 0) | (own >= len(part.vocabulary))
+    rows = embed.rows(own.masked_fill(elsewhere, 0))
+    return links.sum_slices(rows.masked_fill(elsewhere[:, None], 0.0))
+
+
+class RankDecoder:
+    def __init__(self, decoder: Decoder, part: RankPart, links: RankLinks) -> None:
+        self.decoder, self.part, self.links = decoder, part, links
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.decoder.weight_bytes
+
+    def forward(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
+        """As a whole decoder; the result of a stage that is not the last goes to the next, and is empty here."""
+        decoder, links = self.decoder, self.links
+        if self.part.first:
+            x = embed_slice(decoder.embed, self.part, batch.token_ids, links)
+        else:
+            x = links.receive_stream(len(batch.token_ids), decoder.dtype)
+        rotation = decoder.rotary.rotation_at(batch.positions)
+        for layer in decoder.layers:
+            assert isinstance(layer, Layer)
+            if len(x):  # a data-parallel rank may have none of a step's rows, and still has experts
+                mixed = layer.attention(layer.attention_norm(x), rotation, batch, cache)
+                x = x + links.sum_slices(mixed)
+            x = x + self._feed_forward(layer, layer.ffn_norm(x), batch)
+        if not self.part.last:
+            links.send_stream(x)
+            return x[:0]
+        return decoder.final_norm(x[batch.logit_rows])
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[R, hidden] -> [R, this rank's part of the vocabulary]."""
+        return self.decoder.logits(hidden)
+
+    def _feed_forward(self, layer: Layer, x: Tensor, batch: ForwardBatch) -> Tensor:
+        ffn, links = layer.ffn, self.links
+        if isinstance(ffn, FeedForward) or self.part.layout.ep == 1:
+            return links.sum_slices(ffn(x)) if len(x) else x
+        # Experts work on the rows of all ranks: how many each has follows from the plan, so nothing is asked for.
+        rows = links.gather_rows(x, batch.shares)
+        routed = own_experts(ffn.experts, self.part.experts, rows, *ffn.router(rows))
+        if links.data is None:
+            return links.sum_experts(routed if ffn.shared is None else routed + ffn.shared(x))
+        first = sum(batch.shares[: self.part.place.dp])
+        total = links.sum_experts(routed)[first : first + len(x)]
+        if ffn.shared is None or not len(x):
+            return total
+        return total + links.sum_slices(ffn.shared(x))
+
+
+def own_experts(experts: Experts, held: range, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+    """What the experts held here add to each token, [T, hidden]; `chosen` counts all experts."""
+    total = torch.zeros_like(x)
+    for index, expert in enumerate(held):
+        tokens, choices = (chosen == expert).nonzero(as_tuple=True)
+        if len(tokens):
+            result = experts.matmul("down", index, gated(experts.matmul("gate_up", index, x[tokens])))
+            total.index_add_(0, tokens, result * weights[tokens, choices].to(x.dtype)[:, None])
+    return total

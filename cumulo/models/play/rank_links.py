@@ -1,0 +1,75 @@
+"""RankLinks: what a rank's decoder and its runner say to the other ranks, in their words. Made once per rank; on a
+GPU the same words are said by other means."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from cumulo.layout.serving import RankPart
+from cumulo.ranks.collectives import Work
+from cumulo.ranks.rank_group import RankGroup
+
+
+@dataclass(slots=True)
+class RankLinks:
+    """A group of None: this rank is its only member."""
+
+    part: RankPart
+    tensor: RankGroup | None = None  # heads and width are cut among them
+    data: RankGroup | None = None  # same slice, other sequences
+    stage: RankGroup | None = None  # all of the stage, where experts are spread over them
+    pipeline: RankGroup | None = None  # same slice and sequences, other layers; by stage
+    _leaving: list[tuple[Work, Tensor]] = field(default_factory=list)  # held until they have left
+
+    # -- tensor parallel ------------------------------------------------------------------------------
+    def sum_slices(self, partial: Tensor) -> Tensor:
+        """What the slices of heads or width add up to, in place."""
+        return partial if self.tensor is None else self.tensor.sum(partial)
+
+    def gather_slices(self, array: NDArray[np.float64]) -> NDArray[np.float64]:
+        """What each slice of the vocabulary has to say, [slices, ...]."""
+        return array[None] if self.tensor is None else self.tensor.gather_array(array)
+
+    # -- data-parallel attention, expert parallel -----------------------------------------------------
+    def gather_rows(self, own: Tensor, shares: tuple[int, ...]) -> Tensor:
+        """The rows of all data-parallel ranks, of which each has as many as `shares` says."""
+        if self.data is None:
+            return own
+        padded = own.new_zeros((max(shares), own.shape[1]))
+        padded[: len(own)] = own
+        found = self.data.gather(padded)
+        return torch.cat([rows[:count] for rows, count in zip(found, shares, strict=True)])
+
+    def sum_experts(self, partial: Tensor) -> Tensor:
+        """What the experts on all ranks of the stage add up to, in place."""
+        return partial if self.stage is None else self.stage.sum(partial)
+
+    # -- pipeline -------------------------------------------------------------------------------------
+    def receive_stream(self, rows: int, dtype: torch.dtype) -> Tensor:
+        assert self.pipeline is not None
+        stream = torch.empty((rows, self.part.whole.hidden), dtype=dtype)
+        return self.pipeline.receive(stream, self.pipeline.index - 1) if rows else stream
+
+    def send_stream(self, stream: Tensor) -> None:
+        assert self.pipeline is not None
+        if len(stream):
+            self._send(stream, self.pipeline.index + 1)
+
+    def send_tokens(self, tokens: NDArray[np.int64]) -> None:
+        """From the last stage, which drew them, to the first, which embeds them."""
+        if self.pipeline is not None:
+            self._send(torch.from_numpy(tokens.copy()), 0)
+
+    def receive_tokens(self, count: int) -> NDArray[np.int64]:
+        assert self.pipeline is not None
+        tokens = torch.empty(count, dtype=torch.int64)
+        return self.pipeline.receive(tokens, self.pipeline.size - 1).numpy()
+
+    def _send(self, tensor: Tensor, stage: int) -> None:
+        assert self.pipeline is not None
+        tensor = tensor.contiguous()
+        self._leaving = [(work, held) for work, held in self._leaving if not work.is_completed()]
+        self._leaving.append((self.pipeline.send(tensor, stage), tensor))

@@ -1,0 +1,75 @@
+"""RankGroup: ranks of an engine that talk to each other over gloo. Made by each of them alike.
+
+It stands apart from torch's default group, of which a process has only one: several engines may live in a process.
+Every call is counted before it waits, so that whoever looks for a rank that hangs finds the one that is behind.
+"""
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore  # type: ignore[attr-defined]
+
+from cumulo.ranks.collectives import Work
+
+
+class RankGroup:
+    def __init__(
+        self,
+        store: TCPStore,
+        name: str,
+        members: tuple[int, ...],
+        rank: int,
+        timeout_s: float,
+        count: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`rank` is one of the members; all of them make it. `count` is called before anything is waited for."""
+        self.members, self.index, self.size = members, members.index(rank), len(members)
+        self._count = count
+        options = ProcessGroupGloo._Options()
+        options._devices = [ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+        options._timeout = timedelta(seconds=timeout_s)
+        self._group: Any = ProcessGroupGloo(PrefixStore(name, store), self.index, self.size, options)
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """Over all members, in place, with the same bits on all of them."""
+        self._count()
+        if tensor.numel():
+            self._group.allreduce([tensor]).wait()
+        return tensor
+
+    def gather(self, tensor: Tensor) -> list[Tensor]:
+        """Every member's tensor; all have one shape."""
+        self._count()
+        found = [torch.empty_like(tensor) for _ in range(self.size)]
+        if tensor.numel():
+            self._group.allgather([found], [tensor.contiguous()]).wait()
+        return found
+
+    def gather_array(self, array: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Every member's array, [members, ...]; all have one shape."""
+        found = self.gather(torch.from_numpy(np.ascontiguousarray(array)))
+        return np.stack([one.numpy() for one in found])
+
+    def share(self, tensor: Tensor) -> Tensor:
+        """The first member's tensor, in place on the others."""
+        self._count()
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        self._group.broadcast([tensor], options).wait()
+        return tensor
+
+    def send(self, tensor: Tensor, to: int) -> Work:
+        """To the member of this number; the tensor must stay as it is until the work is done."""
+        work: Work = self._group.send([tensor.contiguous()], to, 0)
+        return work
+
+    def receive(self, tensor: Tensor, sender: int) -> Tensor:
+        self._count()
+        self._group.recv([tensor], sender, 0).wait()
+        return tensor
