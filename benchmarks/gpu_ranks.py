@@ -1,0 +1,221 @@
+"""Tensor parallelism on one GPU: two ranks in processes of their own, each with its slice of the model, that read
+each other's memory. Do they say what one rank says, and where does a step's time go?
+
+    nvidia-cuda-mps-control -d        # lets kernels of two processes run side by side
+    TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1 python benchmarks/gpu_ranks.py --json results/gpu_ranks.json
+
+Models are shapes in random weights. Two ranks share one GPU here, so nothing gets faster: correctness and the cost
+of the sums are what this shows.
+"""
+
+import argparse
+import gc
+import json
+import sys
+import time
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.gpu import FILE, random_decoder  # noqa: E402
+from cumulo.engine.decide.params import SamplingParams  # noqa: E402
+from cumulo.engine.decide.scheduler import Scheduler  # noqa: E402
+from cumulo.engine.decide.scheduler_config import SchedulerConfig  # noqa: E402
+from cumulo.engine.engine import Engine  # noqa: E402
+from cumulo.engine.play.runner_cuda import CudaRunner  # noqa: E402
+from cumulo.kernels.cuda.collective.one_shot import sum_partials  # noqa: E402
+from cumulo.layout.layout import Layout  # noqa: E402
+from cumulo.layout.local_spec import local_spec  # noqa: E402
+from cumulo.layout.pieces import piece_of  # noqa: E402
+from cumulo.models.batch import KVCache  # noqa: E402
+from cumulo.models.decoder import Decoder  # noqa: E402
+from cumulo.models.play.cuda_decoder import CudaDecoder  # noqa: E402
+from cumulo.models.play.cuda_slice import RankSlice, shared_bytes  # noqa: E402
+from cumulo.ranks.groups import world_group  # noqa: E402
+from cumulo.ranks.peer_memory import peer_memory  # noqa: E402
+from cumulo.ranks.start import run_ranks  # noqa: E402
+from cumulo.spec.from_huggingface import spec_from_config  # noqa: E402
+from cumulo.spec.model import ModelSpec  # noqa: E402
+
+MODELS = {"qwen3-0.6b": None, "llama-3.1-8b": 4, "qwen3-30b-a3b": 4}  # layers; None: all
+SLOTS, CONTEXT, STEP = 64, 1024, 2048
+DEVICE = torch.device("cuda")
+
+
+def model_spec(name: str) -> ModelSpec:
+    spec, layers = spec_from_config(FILE["models"][name]), MODELS[name]
+    return spec if layers is None else replace(spec, layers=layers)
+
+
+def slice_of(spec: ModelSpec, rank: int, ranks: int) -> Decoder:
+    """A rank's decoder of the model that `random_decoder` makes, one tensor at a time."""
+    whole = random_decoder(spec)
+    if ranks == 1:
+        return whole
+    decoder = Decoder(local_spec(spec, ranks), torch.bfloat16, DEVICE)
+    for name, parameter in decoder.named_parameters():
+        given = whole.get_parameter(name)
+        for box in piece_of(spec, Layout(tp=ranks), rank, name, tuple(given.shape)).boxes:
+            parameter.data[box.held_slices] = given[box.whole_slices]
+    del whole
+    gc.collect()
+    torch.cuda.empty_cache()
+    return decoder
+
+
+def engine_of(spec: ModelSpec, rank: int, ranks: int, invariant: bool) -> Engine:
+    decoder = slice_of(spec, rank, ranks)
+    own, rank_slice = decoder.spec, None
+    if ranks > 1:
+        size = shared_bytes(own, STEP, SLOTS, torch.bfloat16, ranks, invariant)
+        memory = peer_memory(size, world_group(), DEVICE)
+        rank_slice = RankSlice(memory, own, STEP, SLOTS, torch.bfloat16, invariant)
+    decoder.rotary.serve(CONTEXT)
+    model = CudaDecoder(decoder, STEP, SLOTS, batch_invariant=invariant, rank_slice=rank_slice)
+    blocks = SLOTS * CONTEXT // 64
+    cache = KVCache(own, blocks, 64, torch.bfloat16, DEVICE)
+    runner = CudaRunner(model, cache, max_slots=SLOTS, max_context=CONTEXT)
+    config = SchedulerConfig(
+        blocks=blocks, block_size=64, max_context=CONTEXT, max_running=SLOTS, max_tokens_per_step=STEP
+    )
+    return Engine(Scheduler(config), runner, None, vocab_size=spec.vocab_size)
+
+
+def answers(engine: Engine, prompts: list[list[int]], tokens: int, **params: Any) -> list[Any]:
+    ids = [
+        engine.add(p, SamplingParams(max_tokens=tokens, ignore_eos=True, seed=7, **params)).id
+        for p in prompts
+    ]
+    done = {}
+    while engine.has_work:
+        for output in engine.step().finished:
+            assert output.error is None, output.error
+            done[output.request_id] = output.samples[0]
+    return [done[one] for one in ids]
+
+
+def step_ms(engine: Engine, rows: int, vocabulary: int) -> float:
+    """Median time between the ends of decoding steps, of so many sequences."""
+    for index in range(rows):
+        engine.add([index % vocabulary] * 128, SamplingParams(temperature=0, max_tokens=64, ignore_eos=True))
+    ends = []
+    while engine.has_work:
+        engine.step()
+        ends.append(time.perf_counter())
+    gaps = sorted(b - a for a, b in pairwise(ends[8:]))
+    return 1e3 * gaps[len(gaps) // 2]
+
+
+def prompts_of(vocabulary: int, count: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(5)
+    return [
+        torch.randint(0, vocabulary, (24 + 7 * (i % 9),), generator=generator).tolist() for i in range(count)
+    ]
+
+
+def play(rank: int, name: str, ranks: int, invariant: bool, count: int, tokens: int) -> dict[str, Any]:
+    torch.cuda.set_device(0)
+    spec = model_spec(name)
+    engine = engine_of(spec, rank, ranks, invariant)
+    prompts = prompts_of(spec.vocab_size, count)
+    found: dict[str, Any] = {
+        "greedy": [s.token_ids for s in answers(engine, prompts, tokens, temperature=0.0)],
+        "sampled": [s.token_ids for s in answers(engine, prompts[:16], tokens, temperature=1.0)],
+        "cut": [s.token_ids for s in answers(engine, prompts[:16], tokens, temperature=0.8, top_k=20, top_p=0.9)],
+    }  # fmt: skip
+    engine.scheduler.pool.clear_cache()
+    together = answers(engine, prompts[:16], 24, temperature=0.0, logprobs=4)
+    alone = []
+    for prompt in prompts[:4]:
+        engine.scheduler.pool.clear_cache()
+        alone += answers(engine, [prompt], 24, temperature=0.0, logprobs=4)
+    found["bits"] = [
+        [[entry.logprob for entry in sample.logprobs] for sample in some] for some in (together[:4], alone)
+    ]
+    found["graphs"] = len(engine.runner._graphs)  # type: ignore[attr-defined]
+    found["step_ms"] = {}
+    for rows in (1, 16, 64):
+        step_ms(engine, rows, spec.vocab_size)  # captures
+        engine.scheduler.pool.clear_cache()
+        found["step_ms"][rows] = step_ms(engine, rows, spec.vocab_size)
+    if ranks > 1:
+        found["sum_us"] = {rows: sum_us(engine, rows) for rows in (1, 16, 64, 512, STEP)}
+    return found
+
+
+def sum_us(engine: Engine, rows: int) -> float:
+    """Of one sum over the ranks, in a graph of 40."""
+    model = engine.runner.model  # type: ignore[attr-defined]
+    stream = model.stream[:rows]
+    partials, memory = model.slice._partials, model.slice.memory
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for turn in range(40):
+            sum_partials(memory, partials[turn % 2], model.slice._partial_dtype(rows), stream, add=False)
+    graph.replay()
+    torch.cuda.synchronize()
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    for _ in range(5):
+        graph.replay()
+    end.record()
+    torch.cuda.synchronize()
+    return float(begin.elapsed_time(end)) * 1e3 / 200
+
+
+def agreement(ours: list[list[int]], theirs: list[list[int]]) -> tuple[float, int]:
+    """Share of equal tokens up to the first divergence, and how many answers diverge."""
+    same = positions = diverged = 0
+    for a, b in zip(ours, theirs, strict=True):
+        agree = next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), len(a))
+        same, positions, diverged = (
+            same + agree,
+            positions + min(len(a), agree + 1),
+            diverged + (agree < len(a)),
+        )
+    return 100 * same / positions, diverged
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--prompts", type=int, default=64)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--json", default="")
+    chosen = parser.parse_args()
+    rows = []
+    for name in chosen.models.split(","):
+        for invariant in (False, True):
+            sizes = (name, 1, invariant, chosen.prompts, chosen.tokens)
+            one = run_ranks(play, 1, *sizes, timeout_s=200)[0]
+            two = run_ranks(play, 2, name, 2, *sizes[2:], timeout_s=200)
+            share, diverged = agreement(two[0]["greedy"], one["greedy"])
+            row = {
+                "model": f"{name} ({MODELS[name] or 'all'} layers)", "batch_invariant": invariant,
+                "greedy agreement %": round(share, 2), "answers that diverge": diverged,
+                "ranks agree": all(two[0][k] == two[1][k] for k in ("greedy", "sampled", "cut")),
+                "sampled %": round(agreement(two[0]["sampled"], one["sampled"])[0], 2),
+                "top-k, top-p %": round(agreement(two[0]["cut"], one["cut"])[0], 2),
+                "bits alone = in a batch": two[0]["bits"][0] == two[0]["bits"][1],
+                "one rank's": one["bits"][0] == one["bits"][1],
+                "graphs": two[0]["graphs"], "step_ms one rank": one["step_ms"], "step_ms two": two[0]["step_ms"],
+                "sum_us": two[0]["sum_us"],
+            }  # fmt: skip
+            rows.append(row)
+            print(json.dumps(row), flush=True)
+    if chosen.json:
+        machine = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
+        Path(chosen.json).write_text(json.dumps({"machine": machine, "rows": rows}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
