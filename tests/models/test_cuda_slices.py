@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+# Asked without starting CUDA: the ranks are forked from a process that has imported this file.
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 HAS_GPU = torch.cuda.is_available()
 if not HAS_GPU:
     os.environ["TRITON_INTERPRET"] = "1"
@@ -116,8 +118,10 @@ def play_rank(rank: int, name: str, ranks: int) -> tuple[Tensor, Tensor]:
     if not HAS_GPU:
         small_linear.default_config = few_programs
     own = cut(make_decoder(SPECS[name]), rank, ranks)
-    memory = peer_memory(shared_bytes(own.spec, 32, 2, torch.float32, ranks), world_group(), DEVICE)
-    return steps(CudaDecoder(own, 32, 2, rank_slice=RankSlice(memory, own.spec, 32, 2, torch.float32)), ranks)
+    memory = peer_memory(shared_bytes(own.spec, 32, 2, torch.float32, ranks, False), world_group(), DEVICE)
+    return steps(
+        CudaDecoder(own, 32, 2, rank_slice=RankSlice(memory, own.spec, 32, 2, torch.float32, False)), ranks
+    )
 
 
 @pytest.mark.parametrize("name", list(SPECS))

@@ -3,6 +3,9 @@ sums and draws from logits whose columns lie on all ranks. `CudaDecoder` and `Cu
 
 Where each partial sum is written is shared by turns: attention's, then the feed-forward's (and before the first
 layer the embedding's). So nobody waits until the others have read (kernels/cuda/collective/one_shot.py says why).
+
+Partial sums of small steps, where bytes are cheap, stay in float32: the sum is then rounded once, as one rank's
+product is, and the ranks together say what one says but for the order of additions.
 """
 
 import torch
@@ -20,22 +23,40 @@ from cumulo.kernels.cuda.sampling.sample import part_count, pick_token, weigh_pa
 from cumulo.spec.model import ModelSpec
 
 ATTENTION, FEED_FORWARD = 0, 1
+_FLOAT32_ROWS = 512
 
 
-def shared_bytes(spec: ModelSpec, max_tokens: int, max_outputs: int, dtype: torch.dtype, ranks: int) -> int:
+def shared_bytes(
+    spec: ModelSpec, max_tokens: int, max_outputs: int, dtype: torch.dtype, ranks: int, invariant: bool
+) -> int:
     """What a rank must let the others read; `spec` is the rank's own."""
-    partial = aligned(max_tokens * spec.hidden * dtype.itemsize)
+    partial = aligned(_partial_bytes(spec, max_tokens, dtype, invariant))
     logits = aligned(max_outputs * spec.vocab_size * dtype.itemsize)
     parts = aligned(max_outputs * part_count(spec.vocab_size) * 4)
     return flags_bytes(ranks) + 2 * partial + logits + 3 * parts
 
 
+def _partial_bytes(spec: ModelSpec, max_tokens: int, dtype: torch.dtype, invariant: bool) -> int:
+    if invariant:
+        return max_tokens * spec.hidden * 4
+    return spec.hidden * max(4 * min(max_tokens, _FLOAT32_ROWS), dtype.itemsize * max_tokens)
+
+
 class RankSlice:
     def __init__(
-        self, memory: PeerMemory, spec: ModelSpec, max_tokens: int, max_outputs: int, dtype: torch.dtype
+        self,
+        memory: PeerMemory,
+        spec: ModelSpec,
+        max_tokens: int,
+        max_outputs: int,
+        dtype: torch.dtype,
+        invariant: bool,
     ) -> None:
+        """`invariant`: a sum's bits do not depend on how many rows there are."""
         self.memory, self.rank, self.ranks = memory, memory.rank, memory.ranks
-        self._partials = [memory.carve((max_tokens, spec.hidden), dtype) for _ in range(2)]
+        self._hidden, self._dtype, self._invariant = spec.hidden, dtype, invariant
+        size = _partial_bytes(spec, max_tokens, dtype, invariant)
+        self._partials = [memory.carve((size,), torch.uint8) for _ in range(2)]
         self._logits = memory.carve((max_outputs, spec.vocab_size), dtype)
         shape = (max_outputs, part_count(spec.vocab_size))
         self._maxima = memory.carve(shape, torch.float32)
@@ -54,21 +75,25 @@ class RankSlice:
 
     def embed(self, token_ids: Tensor, weight: Tensor, stream: Tensor) -> None:
         embed_slice(token_ids, weight, self._first, self.partial(FEED_FORWARD, len(stream)))
-        sum_partials(self.memory, self._partials[FEED_FORWARD], stream, add=False)
+        self._sum(FEED_FORWARD, stream, add=False)
 
     def partial(self, half: int, rows: int) -> Tensor:
         """Where this rank's partial sum of a half-layer goes."""
-        return self._partials[half].own[:rows]
+        numbers = self._partials[half].own.view(self._partial_dtype(rows))
+        return numbers[: rows * self._hidden].view(rows, self._hidden)
 
     def add_partials(self, half: int, stream: Tensor) -> None:
-        sum_partials(self.memory, self._partials[half], stream, add=True)
+        self._sum(half, stream, add=True)
 
-    def meet(self) -> None:
-        """Ends a step that draws nothing, so that the next one may write what the others read."""
-        meet_all(self.memory)
+    def _sum(self, half: int, stream: Tensor, add: bool) -> None:
+        sum_partials(self.memory, self._partials[half], self._partial_dtype(len(stream)), stream, add)
+
+    def _partial_dtype(self, rows: int) -> torch.dtype:
+        return torch.float32 if self._invariant or rows <= _FLOAT32_ROWS else self._dtype
 
     def draw(self, rows: int, draws: Tensor, picked: Tensor, tokens: Tensor) -> None:
-        """As `sample` does; only each part's maximum and mass, and the part that is drawn from, cross to others."""
+        """As `sample` does; only each part's maximum and mass, and the part that is drawn from, cross to others.
+        Every step ends with it, also one without rows: after it a rank may write what the others read."""
         own = self._logits.own[:rows]
         if rows:
             weigh_parts(own, draws, self._maxima.own, self._places.own, self._masses.own)

@@ -51,6 +51,23 @@ def test_a_mixture_is_the_weighted_sum_of_its_experts(
     assert relative_error(found, exact) < 1e-6
 
 
+@pytest.mark.parametrize("tokens", [1, 7])  # one by one; sorted
+def test_ranks_that_hold_some_experts_each_sum_to_the_whole_mixture(
+    tokens: int, device: torch.device
+) -> None:
+    spec = MoESpec(experts=6, experts_per_token=3, expert_hidden=24)
+    x, router, gate_up, down = layer(spec, tokens, 40, device)
+    found = torch.zeros(tokens, 40, device=device)
+    for held in (range(4), range(4, 6)):
+        buffers = moe.MoEBuffers(spec, 40, tokens, torch.float32, device)
+        buffers.results.fill_(torch.nan)  # of experts that are elsewhere nothing is read
+        buffers.activated.fill_(torch.nan)
+        own = slice(held.start, held.stop)
+        moe.mixture(x, router, gate_up[own], down[own], buffers, found, first_expert=held.start)
+    exact = moe.reference(x.double(), router.double(), gate_up.double(), down.double(), spec)
+    assert relative_error(found, exact) < 1e-6
+
+
 def test_experts_of_a_few_tokens_in_several_tiles(device: torch.device) -> None:
     """Rows and columns that tiles do not divide, and more than one tile of both."""
     spec = MoESpec(experts=8, experts_per_token=2, expert_hidden=25)

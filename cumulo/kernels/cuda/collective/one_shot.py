@@ -41,10 +41,10 @@ def _meet(flags, rank, RANKS: tl.constexpr):
 
 
 @triton.jit
-def _sum(flags, partials, out, elements, rank, ADD: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr):
+def _sum(flags, partials, out, elements, rank, KIND: tl.constexpr, ADD: tl.constexpr, RANKS: tl.constexpr,
+         BLOCK: tl.constexpr):  # fmt: skip
     program = tl.program_id(0)
     meet(flags, program, rank, RANKS)
-    kind = out.dtype.element_ty
     for first in range(program * BLOCK, elements, tl.num_programs(0) * BLOCK):
         at = first + tl.arange(0, BLOCK)
         inside = at < elements
@@ -52,9 +52,9 @@ def _sum(flags, partials, out, elements, rank, ADD: tl.constexpr, RANKS: tl.cons
         if ADD:
             total += tl.load(out + at, mask=inside, other=0.0).to(tl.float32)
         for peer in tl.static_range(RANKS):
-            partial = tl.load(partials + peer).to(tl.pointer_type(kind))
+            partial = tl.load(partials + peer).to(tl.pointer_type(KIND))
             total += tl.load(partial + at, mask=inside, other=0.0).to(tl.float32)
-        tl.store(out + at, total.to(kind), mask=inside)
+        tl.store(out + at, total.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -82,15 +82,16 @@ def meet_all(memory: PeerMemory) -> None:
     _meet[(1,)](memory.flags.addresses, memory.rank, RANKS=memory.ranks, num_warps=1)
 
 
-def sum_partials(memory: PeerMemory, partial: PeerTensor, out: Tensor, add: bool) -> None:
-    """`out` becomes the sum over ranks of the first rows of `partial`; with `add`, onto what it holds."""
+def sum_partials(memory: PeerMemory, partial: PeerTensor, dtype: torch.dtype, out: Tensor, add: bool) -> None:
+    """`out` becomes the sum over ranks of the numbers of `dtype` that stand first in `partial`; with `add`, onto
+    what it holds."""
     elements = out.numel()
     if elements == 0:
         return
     programs = min(MAX_CHANNELS, triton.cdiv(elements, _BLOCK))
     _sum[(programs,)](
-        memory.flags.addresses, partial.addresses, out, elements, memory.rank, ADD=add, RANKS=memory.ranks,
-        BLOCK=_BLOCK, num_warps=8,
+        memory.flags.addresses, partial.addresses, out, elements, memory.rank, KIND=triton_type(dtype),
+        ADD=add, RANKS=memory.ranks, BLOCK=_BLOCK, num_warps=8,
     )  # fmt: skip
 
 

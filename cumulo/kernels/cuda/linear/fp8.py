@@ -75,7 +75,7 @@ def wide_matmul(x: Fp8Rows, weight: Fp8Weight, dtype: torch.dtype, out: Tensor |
         y = (x.dequantised() @ weight.dequantised().t()).to(dtype)
         return y if out is None else out.copy_(y)
     scales = (x.scales[:, None], weight.scales[None, :])
-    if out is not None and out.is_contiguous():
+    if out is not None and out.is_contiguous() and out.dtype == dtype:
         torch._scaled_mm(x.data, weight.data.t(), *scales, out_dtype=dtype, use_fast_accum=True, out=out)
         return out
     y = torch._scaled_mm(x.data, weight.data.t(), *scales, out_dtype=dtype, use_fast_accum=True)

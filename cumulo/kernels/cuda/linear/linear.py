@@ -170,6 +170,12 @@ def _library(
     if swiglu:
         activated = swiglu_rows(F.linear(x, plain, bias), out if residual is None else None)
         return activated if residual is None else torch.add(residual, activated, out=out)
+    if out is not None and out.dtype != x.dtype:  # a partial sum, kept wide
+        torch.mm(x, plain.t(), out_dtype=out.dtype, out=out)
+        for added in (residual, bias):
+            if added is not None:
+                out += added
+        return out
     if residual is not None:
         if bias is not None:
             residual = residual + bias

@@ -38,21 +38,24 @@ def _weights(pointers, row_mask, k_mask, MASKED_ROWS: tl.constexpr, MASKED_K: tl
 
 @triton.jit
 def _up(x, weight, out, chosen, width, x_stride, expert_stride, PER_TOKEN: tl.constexpr, K: tl.constexpr,
-        ROWS: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_ROWS: tl.constexpr):  # fmt: skip
+        ROWS: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_ROWS: tl.constexpr, SPLIT: tl.constexpr):  # fmt: skip
     choice = tl.program_id(1)
     expert = tl.load(chosen + choice).to(tl.int64)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     row_mask = row < width
+    if SPLIT:  # another rank's expert: nothing is read
+        row_mask = row_mask & (row * 0 + expert >= 0)
     gate_rows = weight + expert * expert_stride + row.to(tl.int64)[:, None] * K
     up_rows = gate_rows + width.to(tl.int64) * K
     x += (choice // PER_TOKEN).to(tl.int64) * x_stride
     k = tl.arange(0, BLOCK_K)
+    MASKED: tl.constexpr = SPLIT or not EVEN_ROWS
     gate_sum = tl.zeros((ROWS, BLOCK_K), tl.float32)
     up_sum = tl.zeros((ROWS, BLOCK_K), tl.float32)
     for at in tl.static_range(0, K, BLOCK_K):
         inside = at + k < K
-        gate = _weights(gate_rows + at + k[None, :], row_mask, inside, not EVEN_ROWS, at + BLOCK_K > K)
-        up = _weights(up_rows + at + k[None, :], row_mask, inside, not EVEN_ROWS, at + BLOCK_K > K)
+        gate = _weights(gate_rows + at + k[None, :], row_mask, inside, MASKED, at + BLOCK_K > K)
+        up = _weights(up_rows + at + k[None, :], row_mask, inside, MASKED, at + BLOCK_K > K)
         token = tl.load(x + at + k, mask=inside, other=0.0).to(tl.float32)
         gate_sum += gate * token[None, :]
         up_sum += up * token[None, :]
@@ -65,7 +68,9 @@ def _up(x, weight, out, chosen, width, x_stride, expert_stride, PER_TOKEN: tl.co
 
 @triton.jit
 def _down(activated, weight, residual, weights, chosen, hidden, expert_stride, PER_TOKEN: tl.constexpr,
-          K: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_ROWS: tl.constexpr):  # fmt: skip
+          K: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_ROWS: tl.constexpr,
+          SPLIT: tl.constexpr):  # fmt: skip
+    MASKED: tl.constexpr = SPLIT or not EVEN_ROWS
     token = tl.program_id(1).to(tl.int64)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     row_mask = row < hidden
@@ -77,14 +82,20 @@ def _down(activated, weight, residual, weights, chosen, hidden, expert_stride, P
         choice = token * PER_TOKEN + index
         expert = tl.load(chosen + choice).to(tl.int64)
         share = tl.load(weights + choice)
+        here = row_mask
+        if SPLIT:
+            here = row_mask & (row * 0 + expert >= 0)
         rows = weight + expert * expert_stride + row.to(tl.int64)[:, None] * K
         own = tl.zeros((ROWS, BLOCK_K), tl.float32)
         for at in tl.static_range(0, K, BLOCK_K):
             inside = at + k < K
-            tile = _weights(rows + at + k[None, :], row_mask, inside, not EVEN_ROWS, at + BLOCK_K > K)
+            tile = _weights(rows + at + k[None, :], here, inside, MASKED, at + BLOCK_K > K)
             # As wide as the tile, so that every thread loads what it multiplies: no exchange between threads.
             places = tl.broadcast_to((activated + choice * K + at + k)[None, :], (ROWS, BLOCK_K))
-            part = tl.load(places, mask=inside[None, :], other=0.0).to(tl.float32)
+            wanted = inside[None, :]
+            if SPLIT:
+                wanted = wanted & here[:, None]
+            part = tl.load(places, mask=wanted, other=0.0).to(tl.float32)
             own += tile * part
         total += share * own
     y = before + tl.sum(total, 1)
@@ -109,9 +120,11 @@ def experts_of_few(
     activated: Tensor,
     residual: Tensor,
     configs: tuple[FewConfig, FewConfig] | None = None,
+    split: bool = False,
 ) -> None:
     """residual [T, hidden] += each token's experts. x [T, hidden]; gate_up [E, 2F, hidden]; down [E, hidden, F];
-    `chosen` and `weights` [T · experts a token] say which and how much; `activated` [T · experts a token, F]."""
+    `chosen` and `weights` [T · experts a token] say which and how much; `activated` [T · experts a token, F].
+    `split`: other ranks hold other experts, and -1 is chosen for those."""
     tokens, hidden = x.shape
     width = down.shape[2]
     per_token = len(chosen) // tokens
@@ -119,11 +132,11 @@ def experts_of_few(
     block = min(first.block_k, triton.next_power_of_2(hidden))
     _up[(triton.cdiv(width, first.rows), tokens * per_token)](
         x, gate_up, activated, chosen, width, x.stride(0), gate_up.stride(0), PER_TOKEN=per_token, K=hidden,
-        ROWS=first.rows, BLOCK_K=block, EVEN_ROWS=width % first.rows == 0, num_warps=first.num_warps,
+        ROWS=first.rows, BLOCK_K=block, EVEN_ROWS=width % first.rows == 0, SPLIT=split, num_warps=first.num_warps,
     )  # fmt: skip
     block = min(second.block_k, triton.next_power_of_2(width))
     _down[(triton.cdiv(hidden, second.rows), tokens)](
         activated, down, residual, weights, chosen, hidden, down.stride(0), PER_TOKEN=per_token, K=width,
-        ROWS=second.rows, BLOCK_K=block, EVEN_ROWS=hidden % second.rows == 0,
+        ROWS=second.rows, BLOCK_K=block, EVEN_ROWS=hidden % second.rows == 0, SPLIT=split,
         num_warps=second.num_warps,
     )  # fmt: skip

@@ -105,13 +105,17 @@ def _grouped(x, weight, out, weights, order, tile_experts, tiles, columns, depth
 
 
 @triton.jit
-def _combine(results, residual, size, K: tl.constexpr, BLOCK: tl.constexpr):
+def _combine(results, chosen, residual, size, K: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr):
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < size
     total = tl.load(residual + token * size + column, mask=inside, other=0.0).to(tl.float32)
     for index in tl.static_range(K):
-        total += tl.load(results + (token * K + index) * size + column, mask=inside, other=0.0).to(tl.float32)
+        choice = token * K + index
+        here = inside
+        if SPLIT:  # another rank's expert left nothing
+            here = inside & (column * 0 + tl.load(chosen + choice) >= 0)
+        total += tl.load(results + choice * size + column, mask=here, other=0.0).to(tl.float32)
     tl.store(residual + token * size + column, total.to(residual.dtype.element_ty), mask=inside)
 
 
@@ -185,32 +189,43 @@ def mixture(
     bias: Tensor | None = None,
     invariant: bool = False,
     configs: tuple[GroupedConfig, GroupedConfig] | None = None,
+    first_expert: int = 0,
 ) -> Tensor:
     """residual += the weighted sum of each token's experts. x and residual [T, hidden], gate_up [E, 2F, hidden],
-    down [E, hidden, F]. `invariant`: a token's result does not depend on its step-mates."""
+    down [E, hidden, F]. `invariant`: a token's result does not depend on its step-mates. Where other ranks hold
+    other experts, E are those from `first_expert` on, and the sum is theirs alone."""
     tokens, hidden = x.shape
     moe = buffers.moe
     per_token, experts = moe.experts_per_token, moe.experts
     choices = tokens * per_token
     logits = _router_logits(x, router, buffers.logits[:tokens], invariant)
-    route(logits, bias, moe, buffers.chosen, buffers.weights)
+    held = range(first_expert, first_expert + len(down))
+    split = len(held) < experts
+    route(logits, bias, moe, buffers.chosen, buffers.weights, held)
     if choices <= min(FEW_CHOICES, experts // 2) and not invariant and configs is None:
         experts_of_few(
-            x, gate_up, down, buffers.chosen[:choices], buffers.weights, buffers.activated, residual
+            x,
+            gate_up,
+            down,
+            buffers.chosen[:choices],
+            buffers.weights,
+            buffers.activated,
+            residual,
+            split=split,
         )
         return residual
     up_config, down_config = configs or grouped_configs(choices, experts, invariant)
     rows = up_config.rows
     assert rows == down_config.rows
-    tiles = min(choices, -(-choices // rows) + experts)
+    tiles = min(choices, -(-choices // rows) + len(held))
     sort_by_expert(
-        buffers.chosen, buffers.counts, buffers.order, buffers.tile_experts, choices, experts, tiles, rows
+        buffers.chosen, buffers.counts, buffers.order, buffers.tile_experts, choices, len(held), tiles, rows
     )
     _product(x, gate_up, buffers.activated, buffers, up_config, tiles, per_token, swiglu=True)
     _product(buffers.activated, down, buffers.results, buffers, down_config, tiles, 1, swiglu=False)
     block = min(1024, triton.next_power_of_2(hidden))
     _combine[(tokens, triton.cdiv(hidden, block))](
-        buffers.results, residual, hidden, K=per_token, BLOCK=block, num_warps=4
+        buffers.results, buffers.chosen, residual, hidden, K=per_token, SPLIT=split, BLOCK=block, num_warps=4
     )
     return residual
 

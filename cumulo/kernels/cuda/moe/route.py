@@ -61,9 +61,10 @@ def _in_best_groups(preference, expert, group_size, E: tl.constexpr, GROUPS: tl.
 
 
 @triton.jit
-def _route(logits, bias, chosen, weights, experts, scale, K: tl.constexpr, E: tl.constexpr, SOFTMAX: tl.constexpr,
-           NORMALISE: tl.constexpr, BIASED: tl.constexpr, PADDED_K: tl.constexpr, GROUPS: tl.constexpr,
-           TOP_GROUPS: tl.constexpr, BY_TWO: tl.constexpr, PADDED_GROUPS: tl.constexpr):  # fmt: skip
+def _route(logits, bias, chosen, weights, experts, scale, first, own, K: tl.constexpr, E: tl.constexpr,
+           SOFTMAX: tl.constexpr, NORMALISE: tl.constexpr, BIASED: tl.constexpr, PADDED_K: tl.constexpr,
+           GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, BY_TWO: tl.constexpr,
+           PADDED_GROUPS: tl.constexpr):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, E)
     inside = expert < experts
@@ -94,7 +95,8 @@ def _route(logits, bias, chosen, weights, experts, scale, K: tl.constexpr, E: tl
         preference = tl.where(expert == winner, float("-inf"), preference)
     if NORMALISE:
         held = held / (tl.sum(held, 0) + 1e-20)
-    tl.store(chosen + token * K + place, picked, mask=place < K)
+    here = (picked >= first) & (picked < first + own)
+    tl.store(chosen + token * K + place, tl.where(here, picked - first, -1), mask=place < K)
     tl.store(weights + token * K + place, held * scale, mask=place < K)
 
 
@@ -142,11 +144,14 @@ def _sort(chosen, counts, order, tile_experts, choices, experts, tiles, TILE: tl
     tl.store(order + begin * TILE + rest, tl.full((TILE,), -1, tl.int32), mask=rest < own * TILE)
 
 
-def route(logits: Tensor, bias: Tensor | None, moe: MoESpec, chosen: Tensor, weights: Tensor) -> None:
-    """From float32 logits [T, experts] each token's experts into `chosen`, and their shares into `weights`."""
+def route(
+    logits: Tensor, bias: Tensor | None, moe: MoESpec, chosen: Tensor, weights: Tensor, held: range
+) -> None:
+    """From float32 logits [T, experts] each token's experts into `chosen`, and their shares into `weights`. Experts
+    are counted from the first that is held here; -1 stands for one that is not."""
     _route[(len(logits),)](
-        logits, logits if bias is None else bias, chosen, weights, moe.experts, moe.routed_scale,
-        K=moe.experts_per_token, E=triton.next_power_of_2(moe.experts), SOFTMAX=moe.scoring == "softmax",
+        logits, logits if bias is None else bias, chosen, weights, moe.experts, moe.routed_scale, held.start,
+        len(held), K=moe.experts_per_token, E=triton.next_power_of_2(moe.experts), SOFTMAX=moe.scoring == "softmax",
         NORMALISE=moe.normalise_weights, BIASED=bias is not None,
         PADDED_K=triton.next_power_of_2(moe.experts_per_token), GROUPS=moe.groups, TOP_GROUPS=moe.top_groups,
         BY_TWO=moe.group_score == "top2sum", PADDED_GROUPS=triton.next_power_of_2(moe.groups), num_warps=1,
