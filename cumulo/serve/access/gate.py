@@ -15,6 +15,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cumulo.serve.access.keys import Caller
+from cumulo.serve.access.shown_key import no_entry, shown_key
 from cumulo.serve.anthropic.error_shape import speaks_anthropic
 from cumulo.serve.batches.in_process import CALLER_KEY
 from cumulo.serve.errors import ApiError, shaped
@@ -88,9 +89,9 @@ class Gate:
             )
         caller: Caller | None = scope.get(CALLER_KEY, service.anyone)
         if service.keys is not None and CALLER_KEY not in scope:
-            caller = service.keys.caller_of(_key_in(Headers(scope=scope)))
+            caller = service.keys.caller_of(shown_key(Headers(scope=scope)))
             if caller is None:
-                raise _no_entry("this API key is not valid here")
+                raise no_entry("this API key is not valid here")
         assert caller is not None
         scope["state"]["caller"] = caller
         if scope["method"] == "POST":
@@ -108,25 +109,6 @@ class Gate:
                 if value.isdigit() and int(value) > limit_bytes:
                     raise too_large(limit_bytes)
                 break
-
-
-def _key_in(headers: Headers) -> str:
-    """The key of a request: as OpenAI's clients send it, or as Anthropic's do."""
-    keys = {value.strip() for value in headers.getlist("x-api-key")}
-    for value in headers.getlist("authorization"):
-        scheme, _, key = value.partition(" ")
-        if scheme.lower() == "bearer":
-            keys.add(key.strip())
-    keys.discard("")
-    if not keys:
-        raise _no_entry("no API key was sent; send one as `Authorization: Bearer KEY` or as `X-Api-Key: KEY`")
-    if len(keys) > 1:
-        raise _no_entry("different API keys were sent in `Authorization` and `X-Api-Key`; send one")
-    return keys.pop()
-
-
-def _no_entry(message: str) -> ApiError:
-    return ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
 
 
 def _limit_bytes(service: Service, scope: Scope) -> int:
