@@ -27,3 +27,7 @@ class ConfigError(CumuloError):
 
 class TrainingError(CumuloError):
     """Training cannot begin or go on: no data, a loss that is no number, no checkpoint that is whole."""
+
+
+class RanksFailed(CumuloError):
+    """What went wrong on which rank, and the stacks of those that were still waiting."""

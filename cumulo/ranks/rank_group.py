@@ -31,10 +31,11 @@ class RankGroup:
         """`rank` is one of the members; all of them make it. `count` is called before anything is waited for."""
         self.members, self.index, self.size = members, members.index(rank), len(members)
         self._count = count
-        options = ProcessGroupGloo._Options()
-        options._devices = [ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+        gloo: Any = ProcessGroupGloo
+        options = gloo._Options()
+        options._devices = [gloo.create_device(hostname="127.0.0.1")]
         options._timeout = timedelta(seconds=timeout_s)
-        self._group: Any = ProcessGroupGloo(PrefixStore(name, store), self.index, self.size, options)
+        self._group = gloo(PrefixStore(name, store), self.index, self.size, options)
 
     def sum(self, tensor: Tensor) -> Tensor:
         """Over all members, in place, with the same bits on all of them."""

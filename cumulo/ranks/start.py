@@ -2,12 +2,14 @@
 
     results = run_ranks(function, 4, arguments)     # function(rank, *arguments) in 4 processes: a list of 4 results
 
-Layout verification, benchmarks and tests call `run_ranks`; training starts a command with `launch.py`, whose ranks
-join here, too. `function` is a module's own (it travels by name). Processes are forked from one that has imported
-torch, and end with their case: gloo's threads of groups that are still referred to would stay, and spin. A rank
-that raises, dies or hangs ends its case with a `RanksFailed` that says which rank, why and where the others stood.
+Layout verification, benchmarks and tests call `run_ranks`; an engine over several ranks keeps its `RankProcesses`
+for as long as it lives; training starts a command with `launch.py`, whose ranks join here, too. `function` is a
+module's own (it travels by name). Processes are forked from one that has imported torch, and end with their case:
+gloo's threads of groups that are still referred to would stay, and spin. A rank that raises, dies or hangs ends its
+case with a `RanksFailed` that says which rank, why and where the others stood.
 """
 
+import contextlib
 import faulthandler
 import multiprocessing
 import os
@@ -17,7 +19,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -30,14 +32,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from cumulo.errors import CumuloError
+from cumulo.errors import RanksFailed
 
 _GRACE_S = 3.0  # after one rank has failed, the others have this long to see it themselves
 _COLLECTIVE_S = 300.0  # how long a collective may take where the whole case has no limit
-
-
-class RanksFailed(CumuloError):
-    """What went wrong on which rank, and the stacks of those that were still waiting."""
 
 
 @contextmanager
@@ -75,33 +73,121 @@ def run_ranks(
     `heard` is given what a rank tells with `tell_starter`. `preload`: modules that the processes are forked with;
     only the first call's count.
     """
-    context = multiprocessing.get_context("forkserver")
-    # The optimizer's first step imports the last one.
-    context.set_forkserver_preload([__name__, *(preload or (function.__module__,)), "torch._dynamo"])
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     limit_s = _COLLECTIVE_S if timeout_s is None else timeout_s
-    with tempfile.TemporaryDirectory(prefix="cumulo-ranks-") as folder:
-        ranks: list[_Rank] = []
+    # The optimizer's first step imports the last one.
+    modules = (*(preload or (function.__module__,)), "torch._dynamo")
+    case = (store.port, world, limit_s, function, arguments)
+    started = RankProcesses(_join_and_run, range(world), case, threads=threads, preload=modules)
+    try:
+        return started.collect(timeout_s, heard)
+    finally:
+        started.end()
+
+
+def _join_and_run(
+    rank: int,
+    port: int,
+    world: int,
+    timeout_s: float,
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
+) -> Any:
+    store = TCPStore("127.0.0.1", port, is_master=False)
+    with join_ranks(rank, world, timedelta(seconds=timeout_s), store=store):
+        return function(rank, *arguments)
+
+
+class RankProcesses:
+    """Ranks as processes of this machine. They end with `end`, or with the process that started them: their pipe
+    to it closes then, and what they wait for fails."""
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        ranks: Iterable[int],
+        arguments: tuple[Any, ...],
+        *,
+        threads: int = 1,
+        preload: Sequence[str] = (),
+    ) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([__name__, *preload])
+        self._folder = tempfile.TemporaryDirectory(prefix="cumulo-ranks-")
+        self._ranks: dict[int, _Rank] = {}
+        self._ended: dict[int, str] = {}  # ranks that have failed or died, and how
         try:
-            for rank in range(world):
+            for rank in ranks:
                 ours, theirs = context.Pipe()
-                stacks = Path(folder, str(rank))
+                stacks = Path(self._folder.name, str(rank))
                 call = pickle.dumps((function, arguments))
                 process = context.Process(
-                    target=_serve,
-                    args=(theirs, store.port, stacks, rank, world, limit_s, threads, call),
-                    daemon=True,
+                    target=_serve, args=(theirs, stacks, rank, threads, call), daemon=True
                 )
                 process.start()
                 theirs.close()
-                ranks.append(_Rank(process, ours, stacks))
-            return _collect(ranks, timeout_s, heard)
-        finally:
-            for started in ranks:
-                started.pipe.close()
-                started.process.kill()
-            for started in ranks:
-                started.process.join(5)
+                self._ranks[rank] = _Rank(process, ours, stacks)
+        except BaseException:
+            self.end()
+            raise
+
+    @property
+    def pipes(self) -> dict[int, Connection]:
+        """To each rank: whatever is sent here, a rank reads from `starter`."""
+        return {rank: one.pipe for rank, one in self._ranks.items()}
+
+    @property
+    def pids(self) -> dict[int, int]:
+        return {rank: one.process.pid or 0 for rank, one in self._ranks.items()}
+
+    def collect(
+        self, timeout_s: float | None, heard: Callable[[Any], None] = lambda message: None
+    ) -> list[Any]:
+        """All ranks' results, in their order, or RanksFailed."""
+        return _collect(self._ranks, timeout_s, heard)
+
+    def wait_for(self, message: Any) -> None:
+        """Until every rank has told `message`, or one has failed: then RanksFailed."""
+        waiting = set(self._ranks)
+        while waiting and not self._ended:
+            self._listen(None, lambda rank, told: waiting.discard(rank) if told == message else None)
+        if self._ended:
+            raise RanksFailed("\n".join(self.failures(_GRACE_S)))
+
+    def failures(self, wait_s: float) -> list[str]:
+        """Ranks that have failed or died, causes first; waits so long for the first one."""
+        deadline = time.monotonic() + wait_s
+        while not self._ended and (left_s := deadline - time.monotonic()) > 0:
+            self._listen(left_s)
+        self._listen(0)
+        return sorted(self._ended.values(), key=_is_aftermath)
+
+    def stack_text(self, rank: int) -> str:
+        """Where all threads of a rank stand now."""
+        return self._ranks[rank].stack_text()
+
+    def _listen(
+        self, wait_s: float | None, told: Callable[[int, Any], object] = lambda rank, message: None
+    ) -> None:
+        pipes = {one.pipe: rank for rank, one in self._ranks.items() if rank not in self._ended}
+        for ready in wait(list(pipes), wait_s) if pipes else ():
+            assert isinstance(ready, Connection)
+            rank = pipes[ready]
+            kind, value = self._ranks[rank].hear()
+            if kind == "told":
+                told(rank, value)
+            elif kind == "failed":
+                self._ended[rank] = f"rank {rank}: {value}"
+            else:
+                self._ended[rank] = f"rank {rank}: ended before it was told to"
+
+    def end(self) -> None:
+        for one in self._ranks.values():
+            one.pipe.close()
+            one.process.kill()
+        for one in self._ranks.values():
+            one.process.join(5)
+        self._folder.cleanup()
 
 
 @dataclass(eq=False)
@@ -109,6 +195,15 @@ class _Rank:
     process: BaseProcess
     pipe: Connection
     stacks: Path  # where it writes its stacks when told to
+
+    def hear(self) -> tuple[str, Any]:
+        """What it says next: ("told", message), ("done", result) or ("failed", why)."""
+        try:
+            kind, value = pickle.loads(self.pipe.recv_bytes())
+        except (EOFError, ConnectionError):
+            self.process.join(2)
+            return "failed", f"died, exit code {self.process.exitcode}"
+        return kind, value
 
     def stack_text(self) -> str:
         """Where all its threads stand now."""
@@ -125,21 +220,22 @@ class _Rank:
         return self.stacks.read_bytes()[before:].decode(errors="replace")
 
 
-def _collect(ranks: Sequence[_Rank], timeout_s: float | None, heard: Callable[[Any], None]) -> list[Any]:
+def _is_aftermath(text: str) -> bool:
+    """A lost connection is what others see of a rank's failure."""
+    return "by peer" in text or "Broken pipe" in text
+
+
+def _collect(ranks: dict[int, _Rank], timeout_s: float | None, heard: Callable[[Any], None]) -> list[Any]:
     results: dict[int, Any] = {}
     failures: dict[int, str] = {}
     deadline = float("inf") if timeout_s is None else time.monotonic() + timeout_s
-    waiting = dict(enumerate(ranks))
+    waiting = dict(ranks)
     while waiting and (left_s := deadline - time.monotonic()) > 0:
         ready = wait([one.pipe for one in waiting.values()], None if left_s == float("inf") else left_s)
         for rank, one in list(waiting.items()):
             if one.pipe not in ready:
                 continue
-            try:
-                kind, value = pickle.loads(one.pipe.recv_bytes())
-            except (EOFError, ConnectionError):
-                one.process.join(2)
-                kind, value = "failed", f"died, exit code {one.process.exitcode}"
+            kind, value = one.hear()
             if kind == "told":
                 heard(value)
                 continue
@@ -153,31 +249,28 @@ def _collect(ranks: Sequence[_Rank], timeout_s: float | None, heard: Callable[[A
     for rank, one in waiting.items():
         failures[rank] = f"rank {rank}: {why}; it stood at\n{one.stack_text()}"
     if failures:
-        # A lost connection is what others see of a rank's failure: causes first.
-        raise RanksFailed("\n".join(sorted(failures.values(), key=lambda text: "by peer" in text)))
-    return [results[rank] for rank in range(len(ranks))]
+        raise RanksFailed("\n".join(sorted(failures.values(), key=_is_aftermath)))
+    return [results[rank] for rank in ranks]
 
 
 _starter: Connection | None = None
 
 
+def starter() -> Connection:
+    """In a rank: the pipe to the process that started it."""
+    if _starter is None:
+        raise RanksFailed("this process is no rank that RankProcesses started")
+    return _starter
+
+
 def tell_starter(message: Any) -> None:
-    """From a rank of `run_ranks` to who called it, while the rank runs."""
+    """From a rank to who started it, while the rank runs."""
     if _starter is not None:
         _starter.send_bytes(pickle.dumps(("told", message)))
 
 
-def _serve(
-    pipe: Connection,
-    port: int,
-    stacks: Path,
-    rank: int,
-    world: int,
-    timeout_s: float,
-    threads: int,
-    call: bytes,
-) -> None:
-    """A process of `run_ranks`: one rank of one case."""
+def _serve(pipe: Connection, stacks: Path, rank: int, threads: int, call: bytes) -> None:
+    """A process of `RankProcesses`: one rank of one case."""
     global _starter
     _starter = pipe
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
@@ -186,11 +279,10 @@ def _serve(
     faulthandler.register(signal.SIGUSR1, file=stacks.open("w"), all_threads=True)
     try:
         function, arguments = pickle.loads(call)
-        store = TCPStore("127.0.0.1", port, is_master=False)
-        with join_ranks(rank, world, timedelta(seconds=timeout_s), store=store):
-            answer = pickle.dumps(("done", function(rank, *arguments)))
+        answer = pickle.dumps(("done", function(rank, *arguments)))
     except BaseException:
         answer = pickle.dumps(("failed", traceback.format_exc()))
     sys.stdout.flush()
-    pipe.send_bytes(answer)
+    with contextlib.suppress(OSError):  # whoever started it may be gone
+        pipe.send_bytes(answer)
     pipe.close()

@@ -9,9 +9,9 @@ pytest.importorskip("torch.distributed", reason="this torch has no distributed p
 
 import torch
 
+from cumulo.errors import RanksFailed
 from cumulo.ranks.collectives import all_reduce, barrier
 from cumulo.ranks.groups import world_group
-from cumulo.ranks.start import RanksFailed
 from tests.train.pool import run_ranks
 
 
