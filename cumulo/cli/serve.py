@@ -36,6 +36,9 @@ class ServeCommandOptions:
     cache_group: str | None = option(
         "With --new-api-key: keys of the same group share the prefix cache.", None, metavar="NAME"
     )
+    operator: bool = option(
+        "With --new-api-key: the key can drain, restart, add and remove replicas.", False, "--operator"
+    )
     requests_per_minute: int | None = option(
         "Request limit per key; with --new-api-key: limit of the new key.", None
     )
@@ -44,6 +47,15 @@ class ServeCommandOptions:
         "Max tokens of a chat answer if the request does not set max_tokens; 0: the rest of the context. "
         "Default: 4096, and 512 for the built-in model.",
         None,
+    )
+    replicas: int = option(
+        "Number of engine processes, each with its own copy of the model. The streams of one that fails are "
+        "continued by another.",
+        1,
+    )
+    router: str = option(
+        "With --replicas: which of them gets a request: prefix-aware, least-loaded or round-robin.",
+        "prefix-aware",
     )
     max_queue: int = option("Maximum number of queued requests; more are refused with 429.", 1024)
     max_running: int | None = option("Maximum number of running sequences.", None)
@@ -136,6 +148,8 @@ def serve(chosen: ServeCommandOptions) -> None:
         return
     if chosen.cache_group is not None:
         raise CumuloError("--cache-group applies to a new key: add --new-api-key NAME")
+    if chosen.operator:
+        raise CumuloError("--operator applies to a new key: add --new-api-key NAME")
     if chosen.log_level not in ("debug", "info", "warning", "error"):
         raise CumuloError(f"--log-level must be debug, info, warning or error, got {chosen.log_level!r}")
     if chosen.max_running is not None and chosen.max_running < 1:
@@ -240,6 +254,11 @@ def _make_key(name: str, chosen: ServeCommandOptions) -> None:
         raise CumuloError("--new-api-key needs --api-keys FILE, the file that stores the hash of the key")
     print(
         new_key(
-            chosen.api_keys, name, chosen.requests_per_minute, chosen.tokens_per_minute, chosen.cache_group
+            chosen.api_keys,
+            name,
+            chosen.requests_per_minute,
+            chosen.tokens_per_minute,
+            chosen.cache_group,
+            chosen.operator,
         )
     )

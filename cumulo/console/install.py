@@ -29,7 +29,7 @@ def install(app: FastAPI) -> None:
     service: Service = app.state.service
     sessions = Sessions(service.keys)
     shell = Shell(service, sessions)
-    machine = MachineUse(lambda: service.engine.engine_pid)
+    machine = MachineUse(lambda: service.engine.engine_pids)
     pages_app.on_startup(machine.run)
     for page in (chat_page, requests_page, system_page):
         page.register(shell, app)

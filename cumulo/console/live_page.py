@@ -167,7 +167,7 @@ class _Live:
         engine = self._service.engine
         if engine.state != "ready" or engine.stats is None:
             return
-        mark = (engine.engine_pid, engine.stats.steps, engine.stats.running)
+        mark = (engine.engine_pids, engine.stats.steps, engine.stats.running)
         if mark == self._map_mark:
             return
         asked: asyncio.Task[BlockMap] = asyncio.create_task(engine.block_map())

@@ -24,7 +24,7 @@ class UseSample:
     cpu_percent: float  # of all cores
     memory_used_bytes: int
     memory_total_bytes: int
-    engine_bytes: int | None  # resident memory of the engine's process
+    engine_bytes: int | None  # resident memory of the engines' processes
     server_bytes: int | None
     gpus: tuple[Gpu, ...] = ()
 
@@ -34,9 +34,9 @@ class UseSample:
 
 
 class MachineUse:
-    def __init__(self, engine_pid: Callable[[], int | None], proc: Path = Path("/proc")) -> None:
+    def __init__(self, engine_pids: Callable[[], tuple[int, ...]], proc: Path = Path("/proc")) -> None:
         self.samples: deque[UseSample] = deque(maxlen=_KEPT)
-        self._engine_pid, self._proc = engine_pid, proc
+        self._engine_pids, self._proc = engine_pids, proc
         self._before: tuple[int, int] | None = None  # busy and all ticks when last looked
         self._gpus: GpuUse | None = None
 
@@ -65,14 +65,18 @@ class MachineUse:
                 cpu_percent,
                 memory_total - available,
                 memory_total,
-                self._resident(self._engine_pid()),
+                self._resident_of_all(self._engine_pids()),
                 self._resident(os.getpid()),
                 tuple(self._gpus.read()) if self._gpus is not None else (),
             )
         )
         return True
 
-    def _resident(self, pid: int | None) -> int | None:
+    def _resident_of_all(self, pids: tuple[int, ...]) -> int | None:
+        sizes = [size for pid in pids if (size := self._resident(pid)) is not None]
+        return sum(sizes) if sizes else None
+
+    def _resident(self, pid: int) -> int | None:
         try:
             pages = int((self._proc / str(pid) / "statm").read_text("ascii").split()[1])
         except (OSError, ValueError, IndexError):

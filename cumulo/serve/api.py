@@ -8,7 +8,7 @@ from fastapi.openapi.utils import get_openapi
 from starlette.middleware.cors import CORSMiddleware
 
 from cumulo import __version__
-from cumulo.serve import direct_route, docs_page, errors, operation
+from cumulo.serve import direct_route, docs_page, errors, fleet_endpoints, operation
 from cumulo.serve.access.gate import Gate
 from cumulo.serve.anthropic import endpoints as anthropic
 from cumulo.serve.batches import endpoints as batches
@@ -39,8 +39,8 @@ def create_app(service: Service) -> FastAPI:
     app.state.service = service
     errors.install(app)
     app.state.batches = service.batches = Batches(app, service)
-    rooms = (chat, completions, responses, anthropic, embeddings, rank, files, batches, operation, fleet_state)
-    parts = [part.router for part in rooms]
+    rooms = (chat, completions, responses, anthropic, embeddings, rank, files, batches, operation)
+    parts = [*(part.router for part in rooms), fleet_endpoints.router, fleet_state.router]
     app.state.routes = [route for router in parts for route in router.routes]
     for router in parts:
         app.include_router(router)

@@ -17,7 +17,7 @@ from cumulo.engine.decide.params import SamplingParams
 from cumulo.engine.outputs import Delta
 from cumulo.serve.access.keys import Caller
 from cumulo.serve.batches.in_process import LEAST_PRIORITY_KEY
-from cumulo.serve.engine_link.engine_client import Failure, Inbox
+from cumulo.serve.engine_link.in_flight import Failure, Inbox
 from cumulo.serve.engine_link.messages import Finished, Submit
 from cumulo.serve.errors import ApiError, ClientGone, invalid
 from cumulo.serve.fleet.passage import PASSAGE, Passage

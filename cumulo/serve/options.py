@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from cumulo.engine.config import EngineConfig
+from cumulo.engine.decide import routing
 from cumulo.errors import CumuloError
 from cumulo.models.files.hub import BUILT_IN_NAME
 
@@ -15,6 +16,8 @@ class ServeOptions:
     chat_template: Path | None = None  # a jinja2 file instead of the model's own
     parse_special_tokens: bool = False  # recognise special tokens in what callers write, too
     engine: EngineConfig = field(default_factory=EngineConfig)
+    replicas: int = 1  # engine processes; more than one: each request goes to the one that `router` chooses
+    router: str = "prefix-aware"  # or "least-loaded", "round-robin"
     host: str = "127.0.0.1"  # only this machine; 0.0.0.0 for every network it is in
     port: int = 8000  # 0: any free one
     api_keys: Path | None = None  # None: no key is asked for
@@ -50,7 +53,8 @@ class ServeOptions:
     otlp_endpoint: str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("max_body_bytes", "max_file_bytes", "files_per_key_bytes", "stories"):
+        routing.router(self.router)  # refuses one that does not exist
+        for name in ("replicas", "max_body_bytes", "max_file_bytes", "files_per_key_bytes", "stories"):
             if getattr(self, name) < 1:
                 raise CumuloError(f"{name} must be 1 or more, got {getattr(self, name)}")
         for name in ("requests_per_minute", "tokens_per_minute"):

@@ -13,7 +13,9 @@ from cumulo.engine.outputs import Delta
 from cumulo.serve.access.keys import ApiKeys, Caller
 from cumulo.serve.access.limits import RateLimits
 from cumulo.serve.bodies.logprob_bound import check_logprobs
-from cumulo.serve.engine_link.engine_client import EngineClient, EngineSettings, Failure, Inbox, InFlight
+from cumulo.serve.engine_link.engine_client import EngineClient, EngineSettings
+from cumulo.serve.engine_link.fleet import Fleet
+from cumulo.serve.engine_link.in_flight import Failure, Inbox, InFlight
 from cumulo.serve.engine_link.messages import Finished, Ready, Stats, StepRecord, Submit
 from cumulo.serve.errors import ApiError, invalid
 from cumulo.serve.model_text import ModelText
@@ -52,17 +54,16 @@ class Service:
     def __init__(self, options: ServeOptions, text: ModelText, model_name: str) -> None:
         self.options, self.text, self.model_name = options, text, model_name
         self.started_s = time.time()
-        self.engine = EngineClient(
-            EngineSettings(
-                model=options.model,
-                config=options.engine,
-                stall_timeout_s=options.stall_timeout_s,
-                start_timeout_s=options.start_timeout_s,
-                log_level=options.log_level,
-            ),
-            self,
+        settings = EngineSettings(
+            model=options.model,
+            config=options.engine,
+            stall_timeout_s=options.stall_timeout_s,
+            start_timeout_s=options.start_timeout_s,
+            log_level=options.log_level,
         )
-        anyone = Caller("anyone", options.requests_per_minute, options.tokens_per_minute)
+        self.fleet = Fleet(settings, self, options.replicas, options.router) if options.replicas > 1 else None
+        self.engine: EngineClient | Fleet = self.fleet or EngineClient(settings, self)
+        anyone = Caller("anyone", options.requests_per_minute, options.tokens_per_minute, may_operate=True)
         self.anyone = anyone
         self.keys = ApiKeys(options.api_keys, anyone) if options.api_keys is not None else None
         self.limits = RateLimits()
@@ -159,7 +160,7 @@ class Service:
     def _free_places(self) -> int:
         stats = self.engine.stats
         running = stats.running if stats is not None else 0
-        return max(0, self.info.max_running - running) if not (stats and stats.waiting) else 0
+        return max(0, self.engine.max_running - running) if not (stats and stats.waiting) else 0
 
     def _retry_after_s(self, waiting: int) -> float:
         """How long the present queue takes at the pace of the last ends; 1 to 60 seconds."""
@@ -171,7 +172,8 @@ class Service:
     def submit(self, call: AskedCall, submit: Submit, inbox: Inbox, position: int) -> None:
         """Note who asked what, and send it."""
         submitted_s = time.perf_counter()
-        self.engine.submit(submit, inbox, position)  # first: the engine wakes while this is written down
+        # First: the engine wakes while this is written down.
+        request = self.engine.submit(submit, inbox, position)
         self._callers[submit.request_id] = call.caller
         self.stories.add(
             Record(
@@ -186,6 +188,7 @@ class Service:
                 stream=submit.stream,
                 priority=submit.priority,
                 default_limit=call.default_limit,
+                dispatches=request.dispatches,
             )
         )
 

@@ -118,7 +118,7 @@ def test_one_window_shows_seconds_and_another_an_hour() -> None:
 
 
 def test_machine_use_is_read_from_proc(tmp_path: Path) -> None:
-    use = MachineUse(lambda: 7, tmp_path)
+    use = MachineUse(lambda: (7,), tmp_path)
     assert not use.sample(), "a system without /proc has nothing to show"
     (tmp_path / "meminfo").write_text("MemTotal:       1000 kB\nMemFree: 1 kB\nMemAvailable:    250 kB\n")
     (tmp_path / "7").mkdir()

@@ -46,7 +46,7 @@ def test_a_prefix_on_its_way_counts_as_held() -> None:
 
 def test_a_replica_that_was_given_too_much_is_passed_over_whatever_it_holds() -> None:
     views = [ReplicaView("hot", blocks=frozenset(HASHES)), *(ReplicaView(name) for name in "abc")]
-    policy = PrefixAware(given_tokens={"hot": 10_000.0} | dict.fromkeys("abc", 0.0))
+    policy = PrefixAware(given_tokens={"hot": 50_000.0} | dict.fromkeys("abc", 0.0))
     assert policy.route(Ask(640, HASHES), views).replica != "hot"
 
 

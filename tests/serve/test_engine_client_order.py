@@ -5,7 +5,8 @@ import asyncio
 from cumulo.engine.decide.params import SamplingParams
 from cumulo.engine.decide.story import Story
 from cumulo.engine.outputs import Delta
-from cumulo.serve.engine_link.engine_client import EngineClient, EngineSettings, Failure, Inbox, InFlight
+from cumulo.serve.engine_link.engine_client import EngineClient, EngineSettings
+from cumulo.serve.engine_link.in_flight import Failure, Inbox, InFlight
 from cumulo.serve.engine_link.messages import EngineProgress, Finished, Stats, Submit
 
 

@@ -74,15 +74,16 @@ CHANGING = {"id", "created", "created_at", "completed_at", "item_id", "response_
 class Stream(Thread):
     """One client: everything its stream said, and whether it has begun to speak."""
 
-    def __init__(self, server: RunningServer, path: str, body: dict[str, Any]) -> None:
+    def __init__(self, server: RunningServer, path: str, body: dict[str, Any], key: str = "none") -> None:
         super().__init__()
-        self._url, self._body = server.url + path, body
+        self._url, self._body, self._key = server.url + path, body, key
         self.events: list[Any] = []
         self.speaks = Event()
         self.start()
 
     def run(self) -> None:
-        with httpx.stream("POST", self._url, json=self._body, timeout=120) as answer:
+        key = {"Authorization": f"Bearer {self._key}"}
+        with httpx.stream("POST", self._url, json=self._body, headers=key, timeout=120) as answer:
             for line in answer.iter_lines():
                 if line.startswith("data: "):
                     self.events.append(line if line == "data: [DONE]" else json.loads(line[6:]))

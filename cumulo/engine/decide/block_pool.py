@@ -41,6 +41,8 @@ class BlockPool:
         # Oldest first: the head is evicted next. Blocks without a hash are put back at the head.
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(blocks))
         self.evictions = 0
+        # Hashes that came (True) or went (False) since the reader emptied it; None: nobody reads it.
+        self.news: dict[BlockHash, bool] | None = None
 
     @property
     def free_count(self) -> int:
@@ -63,6 +65,8 @@ class BlockPool:
             del self.block_of[block_hash]
             self.hash_of[block] = None
             self.evictions += 1
+            if self.news is not None:
+                self.news[block_hash] = False
         self.references[block] = 1
         return block
 
@@ -110,17 +114,21 @@ class BlockPool:
 
     def register_many(self, blocks: Iterable[int], hashes: Iterable[BlockHash]) -> None:
         if self.prefix_cache:
-            hash_of, block_of = self.hash_of, self.block_of
+            hash_of, block_of, news = self.hash_of, self.block_of, self.news
             for block, block_hash in zip(blocks, hashes, strict=True):
                 if hash_of[block] is None and block_hash not in block_of:
                     hash_of[block] = block_hash
                     block_of[block_hash] = block
+                    if news is not None:
+                        news[block_hash] = True
 
     def clear_cache(self) -> int:
         """Forget every cached prefix; returns how many blocks had one."""
         count = len(self.block_of)
         for block in self.block_of.values():
             self.hash_of[block] = None
+        if self.news is not None:
+            self.news.update(dict.fromkeys(self.block_of, False))
         self.block_of.clear()
         return count
 

@@ -176,6 +176,7 @@ class PrefixAware:
     """
 
     most_load: float = 1.25
+    little_s: float = 1.0  # while replicas were given less work than this on average, none has too much
     work_counts: float = 1.5  # a second of work that a request makes, against a second of its own wait
     loyalty_s: float = 0.005
     forgotten: float = 0.001  # of all work, at each request
@@ -230,6 +231,8 @@ class PrefixAware:
         for one in replicas:
             self.given_tokens.setdefault(one.name, min(known, default=0.0))
         mean = sum(self.given_tokens[one.name] for one in replicas) / len(replicas)
+        if mean < self.little_s * replicas[0].prompt_tok_s:
+            return replicas
         bound = self.most_load * mean + ask.prompt_tokens
         return [one for one in replicas if self.given_tokens[one.name] <= bound]
 

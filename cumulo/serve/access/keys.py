@@ -1,9 +1,10 @@
 """API keys: a file that holds no key, only salted hashes. Made by `cumulo serve --new-api-key`, read by the gate.
 
 The file is JSON: {"keys": [{"name", "salt", "sha256", "requests_per_minute"?, "tokens_per_minute"?,
-"may_go_first"?, "cache_group"?, "may_see_names"?}, ...]}. A key that may go first may send priorities below 0,
-which no fair share holds back. Keys of one cache group share cached prefixes; any other key has a prefix cache of
-its own. A key that may see names reads the names of all keys in /metrics.
+"may_go_first"?, "cache_group"?, "may_see_names"?, "may_operate"?}, ...]}. A key that may go first may send
+priorities below 0, which no fair share holds back. Keys of one cache group share cached prefixes; any other key has
+a prefix cache of its own. A key that may see names reads the names of all keys in /metrics. A key that may operate
+drains and restarts replicas (/v1/fleet).
 A key is 256 random bits, so one round of SHA-256 is as good as many: there is nothing to guess.
 """
 
@@ -36,6 +37,7 @@ class Caller:
     may_go_first: bool = True  # may send a priority below 0; with keys only those whose entry says so
     may_see_names: bool = True  # of other callers, in /metrics; with keys only those whose entry says so
     cache_scope: str = ""  # callers of different scopes never share cached prefixes
+    may_operate: bool = False  # drain and restart replicas
 
     def salt(self, own: str) -> str:
         """What the caller's prefixes are hashed with. `own`: the salt that the request gave. Written as JSON, so
@@ -51,6 +53,7 @@ class KeyEntry(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     tokens_per_minute: int | None = None
     may_go_first: bool = False
     may_see_names: bool = False
+    may_operate: bool = False
     cache_group: str | None = None
 
     @property
@@ -96,6 +99,7 @@ class ApiKeys:
             entry.may_go_first,
             entry.may_see_names,
             entry.cache_scope,
+            entry.may_operate,
         )
 
     def _mark(self) -> tuple[int, int]:
@@ -137,6 +141,7 @@ def new_key(
     requests_per_minute: int | None = None,
     tokens_per_minute: int | None = None,
     cache_group: str | None = None,
+    may_operate: bool = False,
 ) -> str:
     """Add a key to the file (made if need be, readable by its owner only); returns it, for this once."""
     entries = read_keys(path) if path.exists() else []
@@ -152,6 +157,7 @@ def new_key(
             hash_key(key, salt),
             requests_per_minute,
             tokens_per_minute,
+            may_operate=may_operate,
             cache_group=cache_group,
         )
     )

@@ -8,8 +8,9 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import msgspec
 import zmq
@@ -27,7 +28,12 @@ class EngineStartError(CumuloError):
 
 
 class EngineChild:
-    def __init__(self, job: EngineJob, context: "zmq.Context[zmq.Socket[bytes]]") -> None:
+    def __init__(
+        self,
+        job: EngineJob,
+        context: "zmq.Context[zmq.Socket[bytes]]",
+        environment: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         self._commands = context.socket(zmq.PUSH)
         self._reports = context.socket(zmq.PULL)
         self._bell: int | None = None  # the descriptor that tells of reports, once somebody listens
@@ -44,7 +50,7 @@ class EngineChild:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "cumulo.serve.engine_link.engine_process"],
             stdin=subprocess.PIPE,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), **environment},
             start_new_session=True,
         )
         assert self._process.stdin is not None
@@ -63,6 +69,23 @@ class EngineChild:
         if code is None:
             return None
         return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with status {code}"
+
+    async def ended(self, patience_s: float) -> None:
+        """Wait for the end of the process, but no longer than this."""
+        loop, told = asyncio.get_running_loop(), asyncio.Event()
+        try:
+            descriptor = os.pidfd_open(self._process.pid)
+        except (AttributeError, OSError):  # not this system; or it has ended
+            await asyncio.sleep(patience_s if self.death is None else 0)
+            return
+        loop.add_reader(descriptor, told.set)
+        try:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(patience_s):
+                    await told.wait()
+        finally:
+            loop.remove_reader(descriptor)
+            os.close(descriptor)
 
     async def ready(self, timeout_s: float) -> Ready:
         """Wait until the model is loaded, or raise EngineStartError."""

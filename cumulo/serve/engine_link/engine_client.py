@@ -2,8 +2,8 @@
 inboxes, and a supervisor restarts an engine that died or stands still.
 
 No request is lost: each ends with Finished or with a Failure. When the engine is restarted, requests in flight are
-submitted again. A stream continues after the tokens that its client has; a request that ends two engines without
-a token in between fails and says why.
+submitted again, to another engine of its fleet where there is one. A stream continues after the tokens that its
+client has; a request that ends two engines without a token in between fails and says why.
 """
 
 import asyncio
@@ -15,6 +15,7 @@ import shutil
 import tempfile
 import time
 from array import array
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol
@@ -25,6 +26,7 @@ import zmq
 from cumulo.engine.config import EngineConfig
 from cumulo.engine.outputs import Delta
 from cumulo.serve.engine_link.engine_child import EngineChild, EngineStartError, socket_folder_fits
+from cumulo.serve.engine_link.in_flight import Failure, Inbox, InFlight, Observer, failure_of
 from cumulo.serve.engine_link.messages import (
     Abort,
     BlockMap,
@@ -56,80 +58,44 @@ class EngineSettings:
     stall_timeout_s: float = 60.0  # has work, finishes no step for this long: dead
     start_timeout_s: float = 900.0
     log_level: str = "info"
+    name: str = ""  # of the replica, in messages; empty: it is the only one
+    environment: Mapping[str, str] = field(default_factory=dict)  # of its process, beside this one's
+    for_router: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
-    """Why a request ended without an answer. `refused`: the request itself is at fault, `of_guide`: its guide,
-    `busy`: nobody is, its guide could not be compiled now."""
+class Trouble:
+    """Why an engine is replaced. `planned`: somebody asked for it, and no request is to blame."""
 
-    message: str
-    refused: bool = False
-    of_guide: bool = False
-    busy: bool = False
+    words: str
+    planned: bool = False
 
 
-def _failure_of(finished: Finished) -> Failure:
-    assert finished.error is not None
-    return Failure(finished.error, refused=finished.of_guide, of_guide=finished.of_guide)
+class Relatives(Protocol):
+    """The fleet of an engine, as the engine's client sees it."""
 
+    def take_over(self, client: "EngineClient", trouble: Trouble) -> None:
+        """Its engine is gone: continue its requests elsewhere."""
+        ...
 
-News = Delta | Finished | Failure
+    def on_ready(self, client: "EngineClient") -> None: ...
 
-
-class Inbox:
-    """Where the answers to one or several requests arrive; each is told apart by its position."""
-
-    def __init__(self) -> None:
-        self._items: list[tuple[int, News]] = []
-        self._taker: asyncio.Future[None] | None = None
-
-    def put(self, position: int, news: News) -> None:
-        self._items.append((position, news))
-        if self._taker is not None:
-            if not self._taker.done():  # its task may have been cancelled
-                self._taker.set_result(None)
-            self._taker = None
-
-    async def next_items(self) -> list[tuple[int, News]]:
-        """Everything that has come since the last time; waits until there is something."""
-        while not self._items:
-            self._taker = asyncio.get_running_loop().create_future()
-            await self._taker
-        items, self._items = self._items, []
-        return items
-
-
-@dataclass(slots=True)
-class InFlight:
-    submit: Submit
-    inbox: Inbox
-    position: int
-    streamed: "array[int]" = field(default_factory=lambda: array("i"))  # output tokens its client has
-    last_token_s: float | None = None
-    resubmitted_at: int = -1  # output tokens it had when it was submitted again; -1: it never was
-
-
-class Observer(Protocol):
-    """Who is told what passes: metrics, stories, limits."""
-
-    def on_progress(self, stats: Stats) -> None: ...
-
-    def on_delta(self, request: InFlight, delta: Delta, now_s: float) -> None: ...
-
-    def on_end(self, request: InFlight, end: Finished | Failure) -> None: ...
+    def on_failed_start(self, client: "EngineClient", message: str) -> None: ...
 
 
 class EngineClient:
-    def __init__(self, settings: EngineSettings, observer: Observer) -> None:
-        self.settings, self._observer = settings, observer
+    def __init__(
+        self, settings: EngineSettings, observer: Observer, relatives: Relatives | None = None
+    ) -> None:
+        self.settings, self._observer, self._relatives = settings, observer, relatives
         self.state: State = "starting"
         self.info: Ready | None = None
         self.stats: Stats | None = None
         self.restarts = 0
         self.last_failure: str | None = None
         self.in_flight: dict[str, InFlight] = {}
-        self._sent = 0  # Submit commands given to the present child
+        self.leaving: set[str] = set()  # requests given away whose end the engine has not told yet
+        self.sent = 0  # Submit commands given to the present child
         self._unobserved: list[tuple[list[tuple[InFlight, Delta]], float, Stats]] = []
         self._folder = Path(tempfile.mkdtemp(prefix="cumulo-"))  # only this user may enter it
         if not socket_folder_fits(self._folder):
@@ -140,25 +106,42 @@ class EngineClient:
         self._child: EngineChild | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._block_maps: list[asyncio.Future[BlockMap]] = []
+        self._restart_asked = asyncio.Event()
 
     @property
-    def engine_pid(self) -> int | None:
-        return self._child.pid if self._child is not None else None
+    def engine_pids(self) -> tuple[int, ...]:
+        return (self._child.pid,) if self._child is not None else ()
+
+    @property
+    def max_running(self) -> int:
+        return self.info.max_running if self.info is not None else 0
 
     @property
     def waiting(self) -> int:
         """Sequences that wait for a place in the engine, those on their way to it included."""
         if self.stats is None:
             return len(self.in_flight)
-        return self.stats.waiting + max(0, self._sent - self.stats.received)
+        return self.stats.waiting + max(0, self.sent - self.stats.received)
 
     # -- life ---------------------------------------------------------------------------------------------
     async def start(self) -> Ready:
         """Start the engine and wait until its model is loaded; raises EngineStartError."""
         await self._start_child()
+        return self._begin()
+
+    async def start_until_up(self) -> Ready:
+        """As `start`, but an engine that does not come up is tried again."""
+        await self._bring_up()
+        return self._begin()
+
+    def _begin(self) -> Ready:
         self._tasks.append(asyncio.create_task(self._supervise()))
         assert self.info is not None
         return self.info
+
+    def ask_for_restart(self) -> None:
+        """Replace the engine by a new one; what is still in flight is continued."""
+        self._restart_asked.set()
 
     async def _start_child(self) -> None:
         self._children += 1
@@ -169,15 +152,17 @@ class EngineClient:
             commands_address=f"ipc://{self._folder}/commands-{self._children}.ipc",
             reports_address=f"ipc://{self._folder}/reports-{self._children}.ipc",
             log_level=self.settings.log_level,
+            for_router=self.settings.for_router,
         )
-        child = self._child = EngineChild(job, self._context)
+        child = self._child = EngineChild(job, self._context, self.settings.environment)
         try:
             self.info = await child.ready(self.settings.start_timeout_s)
         except BaseException:
             self._child = None
             await child.end()
             raise
-        self.stats, self._sent = None, 0
+        self.stats, self.sent = None, 0
+        self.leaving.clear()
         self.state = "ready"
 
     async def close(self) -> None:
@@ -197,12 +182,26 @@ class EngineClient:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     # -- requests -----------------------------------------------------------------------------------------
-    def submit(self, submit: Submit, inbox: Inbox, position: int = 0) -> None:
+    def submit(self, submit: Submit, inbox: Inbox, position: int = 0) -> InFlight:
         """Send a request; its news come to `inbox`. While the engine is being replaced it waits for the new one,
         which gets all that is in flight: a caller who wants to be refused then asks for the state before."""
-        self.in_flight[submit.request_id] = InFlight(submit, inbox, position)
+        request = InFlight(submit, inbox, position, array("i", submit.resumed))
+        self.adopt(request)
+        return request
+
+    def adopt(self, request: InFlight, expects_cached: int = 0) -> None:
+        """Take a request over: a new one, or one that another engine has begun."""
+        self.in_flight[request.submit.request_id] = request
         if self.state == "ready":
-            self._send(submit)
+            self._send(_as_it_is_now(request, expects_cached))
+
+    def release(self, request_id: str) -> InFlight:
+        """Give a request away: its engine computes it no more, and nothing more of it is heard."""
+        request = self.in_flight.pop(request_id)
+        if self._child is not None:
+            self.leaving.add(request_id)
+            self._send(Abort(request_id))
+        return request
 
     def abort(self, request_id: str) -> None:
         """End a request wherever it is; its Finished comes with the engine's next step."""
@@ -223,7 +222,7 @@ class EngineClient:
 
     def _send(self, command: Command) -> None:
         if self._child is not None:
-            self._sent += isinstance(command, Submit)
+            self.sent += isinstance(command, Submit)
             self._child.send(command)
 
     def _fail(self, requests: list[InFlight], message: str) -> None:
@@ -251,12 +250,14 @@ class EngineClient:
             if report.finished:
                 self._observe()  # first: whoever is told of an end knows all tokens by then
             for finished in report.finished:
+                self.leaving.discard(finished.request_id)
                 ended = self.in_flight.get(finished.request_id)
                 if ended is not None:
-                    self._end(ended, _failure_of(finished) if finished.error else finished)
+                    self._end(ended, failure_of(finished) if finished.error else finished)
             # After the streams that were just woken: their clients wait, whoever counts does not.
             asyncio.get_running_loop().call_soon(self._observe)
         elif isinstance(report, Rejected):
+            self.leaving.discard(report.request_id)
             refused = self.in_flight.get(report.request_id)
             if refused is not None:
                 self._end(refused, Failure(report.message, not report.busy, report.of_guide, report.busy))
@@ -290,17 +291,19 @@ class EngineClient:
                 child.deafen()
             await self._replace(trouble)
 
-    async def _watch(self, child: EngineChild) -> str:
+    async def _watch(self, child: EngineChild) -> Trouble:
         """Returns what is wrong, as soon as something is."""
         loop = asyncio.get_running_loop()
         still_s, seen, ticked_s = 0.0, (-1, -1), loop.time()
         while True:
-            await asyncio.sleep(_TICK_S)
+            await child.ended(_TICK_S)
             now_s = loop.time()
             if child.misunderstood is not None:
-                return f"said something that cannot be understood ({child.misunderstood!r})"
+                return Trouble(f"said something that cannot be understood ({child.misunderstood!r})")
             if (death := child.death) is not None:
-                return death
+                return Trouble(death)
+            if self._restart_asked.is_set():
+                return Trouble("is restarted as asked", planned=True)
             stats = self.stats
             done = (stats.steps, stats.guides_checked) if stats is not None else (0, 0)
             if self.in_flight and done == seen:
@@ -310,23 +313,51 @@ class EngineClient:
                 still_s, seen = 0.0, done
             ticked_s = now_s
             if still_s >= self.settings.stall_timeout_s:
-                return f"finished no step for {self.settings.stall_timeout_s:g} s although it had work"
+                return Trouble(
+                    f"finished no step for {self.settings.stall_timeout_s:g} s although it had work"
+                )
 
-    async def _replace(self, trouble: str) -> None:
+    async def _replace(self, trouble: Trouble) -> None:
         self.state = "restarting"
-        self.restarts += 1
-        self.last_failure = f"the engine process {trouble}"
-        log.error("%s; %d requests were in flight; restarting it", self.last_failure, len(self.in_flight))
+        self._restart_asked.clear()
+        if trouble.planned:
+            log.info("%s %s; %d requests are in flight", self._who, trouble.words, len(self.in_flight))
+        else:
+            self.restarts += 1
+            self.last_failure = f"{self._who} {trouble.words}"
+            log.error("%s; %d requests were in flight; restarting it", self.last_failure, len(self.in_flight))
         assert self._child is not None
         child, self._child = self._child, None
         if child.misunderstood is None:
             await asyncio.sleep(0.01)  # the socket's thread may still be reading
             for report in child.reports():  # what it said before it died
                 self._take(report)
-        await child.end()
+        if not trouble.planned:
+            self._fail_hopeless()
+        if self._relatives is not None:
+            self._relatives.take_over(self, trouble)
+        child.send(Shutdown())
+        await child.end(patience_s=2.0 if trouble.planned else 0.0)
         for answer in self._block_maps:
             answer.cancel()
         self._block_maps.clear()
+        await self._bring_up()
+        if self._relatives is not None:
+            return
+        log.warning("%s is back; %d requests are submitted again", self._who, len(self.in_flight))
+        for request in self.in_flight.values():
+            self._send(_as_it_is_now(request))
+
+    @property
+    def _who(self) -> str:
+        return (
+            f"the engine process of replica {self.settings.name}"
+            if self.settings.name
+            else "the engine process"
+        )
+
+    def _fail_hopeless(self) -> None:
+        """Requests that cannot be continued, or may be what ends engines."""
         for request in list(self.in_flight.values()):
             tokens = len(request.streamed)
             if tokens and not request.submit.params.can_resume:
@@ -337,19 +368,29 @@ class EngineClient:
                 request.resubmitted_at = tokens
                 continue
             self._fail([request], f"{self.last_failure} while this request ran, {told}; send it again")
+
+    async def _bring_up(self) -> None:
+        """Start an engine, trying again until one comes up."""
         pause_s = 0.5
         while True:
             try:
                 await self._start_child()
                 break
             except EngineStartError as error:
-                log.error("the engine does not come back: %s; next attempt in %g s", error, pause_s)
-                self._fail(
-                    list(self.in_flight.values()), f"{self.last_failure} and did not come back: {error}"
-                )
+                log.error("%s does not come up: %s; next attempt in %g s", self._who, error, pause_s)
+                message = f"{self.last_failure} and did not come back: {error}"
+                self._fail(list(self.in_flight.values()), message)
+                if self._relatives is not None:
+                    self.last_failure = str(error)
+                    self._relatives.on_failed_start(self, message)
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-        log.warning("the engine is back; %d requests are submitted again", len(self.in_flight))
-        for request in self.in_flight.values():
-            resumed = b"" if not request.submit.stream else request.streamed.tobytes()
-            self._send(msgspec.structs.replace(request.submit, resumed=resumed))
+        if self._relatives is not None:
+            self._relatives.on_ready(self)
+
+
+def _as_it_is_now(request: InFlight, expects_cached: int = 0) -> Submit:
+    """What an engine is sent that takes the request over."""
+    if not request.streamed and not expects_cached:
+        return request.submit
+    return msgspec.structs.replace(request.submit, resumed=request.resumed, expects_cached=expects_cached)

@@ -49,6 +49,7 @@ from cumulo.serve.engine_link.messages import (
     decode_command,
     encode,
 )
+from cumulo.serve.engine_link.news_desk import NewsDesk
 from cumulo.serve.engine_link.step_meter import StepMeter
 from cumulo.serve.observe.steady_stderr import start_logging
 
@@ -62,8 +63,15 @@ log = logging.getLogger(__name__)
 class EngineLoop:
     """Commands in, steps, reports out, until told to stop."""
 
-    def __init__(self, engine: Engine, commands: "zmq.Socket[bytes]", reports: "zmq.Socket[bytes]") -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        commands: "zmq.Socket[bytes]",
+        reports: "zmq.Socket[bytes]",
+        for_router: bool = False,
+    ) -> None:
         self.engine, self._commands, self._reports = engine, commands, reports
+        self._news = NewsDesk(engine.scheduler) if for_router else None
         self.meter = StepMeter(engine.runner)
         engine.runner = self.meter
         self._received = 0
@@ -105,6 +113,8 @@ class EngineLoop:
     def _carry_out(self, command: Command) -> None:
         if isinstance(command, Submit):
             self._received += 1
+            if self._news is not None:
+                self._news.expect(command)
             if command.params.guide is not None and self._guides is not None:
                 self._guides.begin(command)
             else:
@@ -164,6 +174,7 @@ class EngineLoop:
             guides_checked=self._guides.checked if self._guides else 0,
             records=records,
             fairness=self._fairness(),
+            routing=self._news.take() if self._news is not None else None,
         )
 
     def _fairness(self) -> FairnessReport | None:
@@ -260,7 +271,7 @@ def main() -> None:
         gc.collect()
         gc.freeze()
         reports.send(encode(ready_report(assembly, job)))
-        EngineLoop(assembly.engine, commands, reports).run()
+        EngineLoop(assembly.engine, commands, reports, job.for_router).run()
         assembly.player.runner.close()
     except CumuloError as error:
         reports.send(encode(Fatal(str(error), for_user=True)))

@@ -25,6 +25,7 @@ class EngineJob(msgspec.Struct, frozen=True):
     reports_address: str
     keep_quantised: bool = True
     log_level: str = "info"
+    for_router: bool = False  # reports RoutingNews
 
 
 # -- commands -------------------------------------------------------------------------------------------------
@@ -37,6 +38,8 @@ class Submit(msgspec.Struct, frozen=True, tag="submit"):
     cache_salt: str = ""
     tenant: str = ""  # who is owed a fair share: the name of the caller's key
     resumed: bytes = b""  # output tokens that another engine drew, packed as the prompt
+    session: str = ""  # requests of one session prefer one replica
+    expects_cached: int = 0  # tokens that a router expects in the engine's prefix cache
 
 
 class _PackedSubmit(msgspec.Struct, frozen=True, tag="submit"):
@@ -50,6 +53,8 @@ class _PackedSubmit(msgspec.Struct, frozen=True, tag="submit"):
     cache_salt: str = ""
     tenant: str = ""
     resumed: bytes = b""
+    session: str = ""
+    expects_cached: int = 0
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
@@ -103,6 +108,16 @@ class FairnessReport(msgspec.Struct, frozen=True, array_like=True):
     served: list[tuple[str, int, int]]  # tenant, prompt tokens computed, tokens drawn
 
 
+class RoutingNews(msgspec.Struct, frozen=True, array_like=True):
+    """What a router needs to know of an engine; told only where there are several engines."""
+
+    requests: int  # that run or wait
+    queues: list[tuple[int, str, int]]  # priority, tenant, prompt tokens not computed yet
+    prompt_s_per_token: float
+    came: bytes = b""  # hashes of KV blocks that can be shared since the last report, one after the other
+    went: bytes = b""  # ... that cannot be any more
+
+
 class Stats(msgspec.Struct, frozen=True, array_like=True):
     """The engine's state after a step, or while idle once per heartbeat."""
 
@@ -117,6 +132,7 @@ class Stats(msgspec.Struct, frozen=True, array_like=True):
     guides_checked: int = 0  # since the process began: compiling one is progress, too
     records: list[StepRecord] = []  # steps finished since the last Stats
     fairness: FairnessReport | None = None  # about once a second
+    routing: RoutingNews | None = None
 
 
 class Finished(msgspec.Struct, frozen=True):
@@ -187,4 +203,6 @@ def decode_command(packed: bytes) -> Command:
         command.cache_salt,
         command.tenant,
         command.resumed,
+        command.session,
+        command.expects_cached,
     )

@@ -13,7 +13,9 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
+from cumulo.engine.decide.routing import Route
 from cumulo.engine.decide.story import Event, Story
+from cumulo.serve.engine_link.in_flight import Dispatch
 
 LAST = "last"  # what people call the newest request
 _SHORTEST_NAME = 4  # characters; shorter beginnings name too many
@@ -42,6 +44,7 @@ class Record:
     stream: bool
     priority: int = 0
     default_limit: int | None = None  # output tokens, where the server and not the client set the limit
+    dispatches: list[Dispatch] = field(default_factory=list)  # where there are several replicas
     token_times_s: "array[float]" = field(default_factory=lambda: array("d"))
     retried: bool = False
     ended_s: float | None = None
@@ -157,19 +160,50 @@ def explanation(record: Record) -> dict[str, Any]:
         },
         "preemptions": story.preemptions if story else None,
         "retried_after_engine_restart": record.retried,
+        "replicas": [dispatch.route.replica for dispatch in record.dispatches],
         "events": [
             {"at_ms": to_ms(event.time_s), "kind": event.kind, "words": event.describe(), **event.detail}
-            for event in (*_before(record), *(story.events if story else ()))
+            for event in sorted(
+                (*_decided_here(record), *(story.events if story else ())), key=lambda event: event.time_s
+            )
         ],
     }
 
 
-def _before(record: Record) -> list[Event]:
-    """What the API process decided before the engine heard of the request."""
-    if record.default_limit is None:
-        return []
-    why = "the request has no max_tokens and this is the server's --default-max-tokens"
-    return [Event(record.submitted_s, "limited", {"limit": record.default_limit, "why": why})]
+def _decided_here(record: Record) -> list[Event]:
+    """What the API process decided: the default limit, and which replica gets the request."""
+    events = []
+    if record.default_limit is not None:
+        why = "the request has no max_tokens and this is the server's --default-max-tokens"
+        events.append(Event(record.submitted_s, "limited", {"limit": record.default_limit, "why": why}))
+    for dispatch in record.dispatches:
+        detail: dict[str, Any] = route_words(dispatch.route)
+        if dispatch.moved_because:
+            detail["because"] = dispatch.moved_because
+        events.append(Event(dispatch.time_s, "moved" if dispatch.moved_because else "routed", detail))
+    return events
+
+
+def route_words(route: Route) -> dict[str, Any]:
+    """A routing decision as data and as words."""
+    second = route.second
+    return {
+        "replica": route.replica,
+        "why": route.why,
+        "ttft_ms": round(route.ttft_s * 1e3, 1),
+        "cached_tokens": route.cached_tokens,
+        "second": None
+        if second is None
+        else {
+            "replica": second.replica,
+            "ttft_ms": round(second.ttft_s * 1e3, 1),
+            "cached_tokens": second.cached_tokens,
+        },
+        "instead": "no other replica could take it"
+        if second is None
+        else f"the second choice, {second.replica}, would have taken {second.ttft_s * 1e3:.1f} ms with "
+        f"{second.cached_tokens:,} tokens cached",
+    }
 
 
 def summary(record: Record) -> str:
@@ -198,7 +232,12 @@ def summary(record: Record) -> str:
             )
     if story.recomputed_tokens:
         parts.append(f"{story.recomputed_tokens} tokens recomputed")
-    if record.retried:
+    if record.dispatches:
+        route = record.dispatches[0].route
+        parts.append(f"sent to replica {route.replica} ({route.why})")
+    for dispatch in record.dispatches[1:]:
+        parts.append(f"moved to {dispatch.route.replica} because {dispatch.moved_because}")
+    if record.retried and not record.dispatches:
         parts.append("the engine was restarted meanwhile and the request submitted again")
     if story.ttft_s is not None:
         parts.append(f"first token {_ms(story.ttft_s)} after it reached the engine")

@@ -110,6 +110,7 @@ class Explanation(BaseModel):
     tokens: ExplanationTokens
     preemptions: int | None
     retried_after_engine_restart: bool
+    replicas: list[str]
     events: list[dict[str, Any]]
 
 
@@ -117,6 +118,54 @@ class ExplanationList(BaseModel):
     id: str
     object: Literal["list"]
     data: list[Explanation]
+
+
+class RouteAnswer(BaseModel):
+    replica: str
+    ttft_ms: float
+    cached_tokens: int
+
+
+class DecisionAnswer(RouteAnswer):
+    request_id: str
+    age_s: float
+    why: str
+    moved_because: str | None
+    second: RouteAnswer | None
+
+
+class BlockCounts(BaseModel):
+    used: int
+    total: int
+    cached: int
+    also_elsewhere: int  # of the cached ones
+
+
+class ReplicaAnswer(BaseModel):
+    name: str
+    object: Literal["fleet.replica"]
+    state: Literal["starting", "ready", "draining", "restarting", "removing", "stopped"]
+    detail: str | None
+    pid: int | None
+    in_flight: int
+    running: int
+    waiting: int
+    waiting_tokens: int
+    blocks: BlockCounts
+    prompt_tok_s: float | None
+    step_ms: float | None
+    requests: int
+    prompt_tokens: int
+    cached_tokens: int
+    restarts: int
+    last_failure: str | None
+
+
+class FleetAnswer(BaseModel):
+    object: Literal["fleet"]
+    router: str
+    replicas: list[ReplicaAnswer]
+    decisions: list[DecisionAnswer]
 
 
 class ChatCompletion(BaseModel):

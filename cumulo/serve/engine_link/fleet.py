@@ -1,0 +1,269 @@
+"""Fleet: several engines of one model behind the interface of one EngineClient. Made by Service where there is more
+than one replica.
+
+A router (engine/decide/routing.py) says which replica gets a request, from what the engines tell of themselves.
+When a replica dies or hangs, the others continue its requests at once, and it is started again meanwhile.
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+from array import array
+from collections import ChainMap, deque
+from collections.abc import Coroutine, Mapping
+from typing import Any
+
+import msgspec
+
+from cumulo.engine.decide.block_pool import chain_hashes, root_hash
+from cumulo.engine.decide.routing import Ask, NoReplica, ReplicaView, router
+from cumulo.serve.engine_link.engine_client import EngineClient, EngineSettings, State, Trouble
+from cumulo.serve.engine_link.fleet_reports import (
+    merged_blocks,
+    merged_info,
+    merged_stats,
+    unlike,
+    with_worst_index,
+)
+from cumulo.serve.engine_link.in_flight import Dispatch, Failure, Inbox, InFlight, Observer
+from cumulo.serve.engine_link.machine_share import settings_of_replica
+from cumulo.serve.engine_link.messages import BlockMap, Ready, Stats, Submit
+from cumulo.serve.engine_link.replica import FleetReplica
+
+log = logging.getLogger(__name__)
+
+_RECENT_DECISIONS = 200  # for the console
+_PROMPT_S, _STEP_S = 1e-3, 0.02  # a prompt's token and a step, before any was computed
+
+
+class Fleet:
+    def __init__(self, settings: EngineSettings, observer: Observer, replicas: int, policy: str) -> None:
+        self.settings, self._observer, self.policy = settings, observer, policy
+        self.router = router(policy)
+        self.info: Ready | None = None
+        self.replicas: dict[str, FleetReplica] = {}
+        self.size = replicas  # what the machine is shared by
+        self.decisions: deque[tuple[str, Dispatch]] = deque(maxlen=_RECENT_DECISIONS)
+        self._homeless: dict[
+            str, InFlight
+        ] = {}  # no replica takes requests now: the first that does gets them
+        self._stopped = False
+        self._made = 0
+        self._gone_restarts = 0  # of replicas that were removed
+        self._fairness: dict[str, float] = {}  # by replica
+        self._tasks: set[asyncio.Task[Any]] = set()
+        for _ in range(replicas):
+            self.make_replica()
+
+    def make_replica(self) -> FleetReplica:
+        """A new member, not started yet."""
+        name = f"r{self._made}"
+        settings = settings_of_replica(self.settings, name, self._made, self.size)
+        self._made += 1
+        ear = _Ear(self, self._observer)
+        ear.replica = replica = FleetReplica(name, EngineClient(settings, ear, self))
+        self.replicas[name] = replica
+        return replica
+
+    # -- what one engine has, too -------------------------------------------------------------------------
+    @property
+    def state(self) -> State:
+        if self._stopped:
+            return "stopped"
+        if any(not replica.refuses for replica in self.replicas.values()):
+            return "ready"
+        return "starting" if self.info is None else "restarting"
+
+    @property
+    def in_flight(self) -> Mapping[str, InFlight]:
+        return ChainMap(self._homeless, *(replica.client.in_flight for replica in self.replicas.values()))
+
+    @property
+    def waiting(self) -> int:
+        return len(self._homeless) + sum(one.client.waiting for one in self._up())
+
+    @property
+    def stats(self) -> Stats | None:
+        return merged_stats([one.client.stats for one in self._up() if one.client.stats is not None])
+
+    @property
+    def restarts(self) -> int:
+        return self._gone_restarts + sum(one.client.restarts for one in self.replicas.values())
+
+    @property
+    def last_failure(self) -> str | None:
+        failures = [one.client.last_failure for one in self.replicas.values() if one.client.last_failure]
+        return "; ".join(failures) or None
+
+    @property
+    def engine_pids(self) -> tuple[int, ...]:
+        return tuple(pid for one in self.replicas.values() for pid in one.client.engine_pids)
+
+    @property
+    def max_running(self) -> int:
+        return sum(one.client.max_running for one in self.replicas.values() if not one.refuses)
+
+    def _up(self) -> list[FleetReplica]:
+        return [one for one in self.replicas.values() if one.client.state == "ready"]
+
+    # -- life ---------------------------------------------------------------------------------------------
+    async def start(self) -> Ready:
+        """Returns when the first replica is up, or raises EngineStartError; the others follow."""
+        first, *others = self.replicas.values()
+        info = await first.client.start()
+        self.on_ready(first.client)
+        if self.settings.config.kv_memory_gib is None and self.settings.config.kv_blocks is None:
+            self.keep(
+                self._start_in_turn(others)
+            )  # each plans its memory with what the ones before have left
+        else:
+            for replica in others:
+                self.keep(replica.client.start_until_up())
+        return info
+
+    async def _start_in_turn(self, replicas: list[FleetReplica]) -> None:
+        for replica in replicas:
+            await replica.client.start_until_up()
+
+    def keep(self, work: Coroutine[Any, Any, Any]) -> None:
+        """Run in the background, until the fleet is closed."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def close(self) -> None:
+        self._stopped = True
+        for task in list(self._tasks):
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+        self._fail_homeless("the server is shutting down")
+        await asyncio.gather(*(replica.client.close() for replica in self.replicas.values()))
+
+    # -- requests -----------------------------------------------------------------------------------------
+    def submit(self, submit: Submit, inbox: Inbox, position: int = 0) -> InFlight:
+        request = InFlight(submit, inbox, position, array("i", submit.resumed))
+        self.place(request)
+        return request
+
+    def place(self, request: InFlight, tried: frozenset[str] = frozenset(), moved_because: str = "") -> None:
+        """Give a request to a replica; if none takes it now, to the first that will."""
+        # One that it has left, and that has not taken note of that yet, would mistake its old life for its new one.
+        name = request.submit.request_id
+        leaving = frozenset(one.name for one in self.replicas.values() if name in one.client.leaving)
+        ask = self._ask(request, tried | leaving)
+        try:
+            route = self.router.route(ask, self.views())
+        except NoReplica:
+            self._homeless[name] = request
+            return
+        dispatch = Dispatch(time.perf_counter(), route, moved_because)
+        request.dispatches.append(dispatch)
+        self.decisions.append((name, dispatch))
+        self.replicas[route.replica].take(request, route, ask.prompt_tokens)
+
+    def place_homeless(self) -> None:
+        """Some replica takes requests again."""
+        homeless, self._homeless = self._homeless, {}
+        for request in homeless.values():
+            self.place(request, moved_because="no replica was ready")
+
+    async def dismiss(self, replica: FleetReplica) -> None:
+        """Stop a replica that has no requests, and forget it."""
+        del self.replicas[replica.name]
+        self._gone_restarts += replica.client.restarts
+        self._fairness.pop(replica.name, None)
+        self.router.forget(replica.name)
+        await replica.client.close()
+
+    def _ask(self, request: InFlight, tried: frozenset[str]) -> Ask:
+        submit, info = request.submit, self.info
+        tokens = array("i", submit.tokens + request.resumed)
+        size = info.block_size if info is not None else len(tokens) + 1
+        whole = tokens[: len(tokens) // size * size]
+        hashes = chain_hashes(root_hash(submit.cache_salt), whole, size)
+        return Ask(len(tokens), hashes, submit.session, submit.tenant, submit.priority, tried)
+
+    def views(self) -> list[ReplicaView]:
+        now_s, replicas = time.perf_counter(), self.replicas.values()
+        prompt_s = min((one.prompt_s_per_token or _PROMPT_S for one in replicas), default=_PROMPT_S)
+        step_s = min((one.step_s for one in replicas if one.step_s is not None), default=_STEP_S)
+        return [one.view(prompt_s, step_s, now_s) for one in replicas]
+
+    def abort(self, request_id: str) -> None:
+        for replica in self.replicas.values():
+            if request_id in replica.client.in_flight:
+                replica.client.abort(request_id)
+                return
+        request = self._homeless.pop(request_id, None)
+        if request is not None:
+            self._end(request, "the request was aborted while no replica was ready")
+
+    async def block_map(self) -> BlockMap:
+        """Of all replicas that are up, one after the other."""
+        return merged_blocks(await asyncio.gather(*(one.client.block_map() for one in self._up())))
+
+    # -- what becomes of engines: their Relatives ---------------------------------------------------------
+    def take_over(self, client: EngineClient, trouble: Trouble) -> None:
+        replica = self._of(client)
+        replica.begin_anew(time.perf_counter())
+        self.router.forget(replica.name)
+        self.move_all(replica, f"replica {replica.name} {trouble.words}")
+
+    def move_all(self, replica: FleetReplica, because: str) -> None:
+        """Continue all its requests elsewhere."""
+        for request_id in list(replica.client.in_flight):
+            request = replica.client.release(request_id)
+            self.place(request, frozenset({replica.name}), because)
+
+    def on_ready(self, client: EngineClient) -> None:
+        replica, info = self._of(client), client.info
+        assert info is not None
+        replica.begin_anew(time.perf_counter())
+        replica.unlike = unlike(self.info or info, info)
+        if replica.unlike:
+            log.error("replica %s gets no requests: it %s", replica.name, replica.unlike)
+        else:
+            self.info = merged_info(self.info, info)
+        log.info("replica %s is ready; %d requests waited for it", replica.name, len(self._homeless))
+        self.place_homeless()
+
+    def on_failed_start(self, client: EngineClient, message: str) -> None:
+        if self.state != "ready":
+            self._fail_homeless(message)
+
+    def _of(self, client: EngineClient) -> FleetReplica:
+        return next(one for one in self.replicas.values() if one.client is client)
+
+    def _fail_homeless(self, message: str) -> None:
+        homeless, self._homeless = self._homeless, {}
+        for request in homeless.values():
+            self._end(request, message)
+
+    def _end(self, request: InFlight, message: str) -> None:
+        failure = Failure(message)
+        self._observer.on_end(request, failure)
+        request.inbox.put(request.position, failure)
+
+    def on_progress_of(self, replica: FleetReplica, stats: Stats) -> None:
+        replica.hear(stats, time.perf_counter())
+        if stats.fairness is not None:
+            self._fairness[replica.name] = stats.fairness.index
+            fairness = with_worst_index(stats.fairness, list(self._fairness.values()))
+            stats = msgspec.structs.replace(stats, fairness=fairness)
+        reports = [one.client.stats for one in self._up() if one.client.stats is not None]
+        self._observer.on_progress(merged_stats(reports, stats) or stats)
+
+
+class _Ear:
+    """The Observer of one replica's client."""
+
+    replica: FleetReplica
+
+    def __init__(self, fleet: Fleet, observer: Observer) -> None:
+        self._fleet = fleet
+        self.on_delta, self.on_end = observer.on_delta, observer.on_end
+
+    def on_progress(self, stats: Stats) -> None:
+        self._fleet.on_progress_of(self.replica, stats)

@@ -1,0 +1,90 @@
+"""A request on its way through an engine: its inbox, what its client has, and where it was sent. Shared by
+EngineClient, Fleet and whoever reads the answers.
+"""
+
+import asyncio
+from array import array
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from cumulo.engine.decide.routing import Route
+from cumulo.engine.outputs import Delta
+from cumulo.serve.engine_link.messages import Finished, Stats, Submit
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a request ended without an answer. `refused`: the request itself is at fault, `of_guide`: its guide,
+    `busy`: nobody is, its guide could not be compiled now."""
+
+    message: str
+    refused: bool = False
+    of_guide: bool = False
+    busy: bool = False
+
+
+def failure_of(finished: Finished) -> Failure:
+    assert finished.error is not None
+    return Failure(finished.error, refused=finished.of_guide, of_guide=finished.of_guide)
+
+
+News = Delta | Finished | Failure
+
+
+class Inbox:
+    """Where the answers to one or several requests arrive; each is told apart by its position."""
+
+    def __init__(self) -> None:
+        self._items: list[tuple[int, News]] = []
+        self._taker: asyncio.Future[None] | None = None
+
+    def put(self, position: int, news: News) -> None:
+        self._items.append((position, news))
+        if self._taker is not None:
+            if not self._taker.done():  # its task may have been cancelled
+                self._taker.set_result(None)
+            self._taker = None
+
+    async def next_items(self) -> list[tuple[int, News]]:
+        """Everything that has come since the last time; waits until there is something."""
+        while not self._items:
+            self._taker = asyncio.get_running_loop().create_future()
+            await self._taker
+        items, self._items = self._items, []
+        return items
+
+
+@dataclass(frozen=True, slots=True)
+class Dispatch:
+    """One time that a request was given to a replica."""
+
+    time_s: float
+    route: Route
+    moved_because: str = ""  # what happened to the replica it was with before; empty: it was with none
+
+
+@dataclass(slots=True)
+class InFlight:
+    submit: Submit
+    inbox: Inbox
+    position: int
+    streamed: "array[int]" = field(default_factory=lambda: array("i"))  # output tokens its client has
+    last_token_s: float | None = None
+    resubmitted_at: int = -1  # output tokens it had when it was submitted again; -1: it never was
+    dispatches: list[Dispatch] = field(default_factory=list)  # where there are several replicas
+
+    @property
+    def resumed(self) -> bytes:
+        """The output tokens that its client has, for the engine that continues; one that tells all at the end, or
+        has several lines of tokens, begins anew."""
+        return self.streamed.tobytes() if self.submit.stream else b""
+
+
+class Observer(Protocol):
+    """Who is told what passes: metrics, stories, limits."""
+
+    def on_progress(self, stats: Stats) -> None: ...
+
+    def on_delta(self, request: InFlight, delta: Delta, now_s: float) -> None: ...
+
+    def on_end(self, request: InFlight, end: Finished | Failure) -> None: ...

@@ -1,0 +1,89 @@
+"""The fleet as plain data: replicas, their load and caches, and recent routing decisions. For /v1/fleet and the
+console.
+"""
+
+import time
+from collections import Counter
+from typing import Any
+
+from cumulo.engine.decide.block_pool import BlockHash
+from cumulo.serve.engine_link.fleet import Fleet
+from cumulo.serve.engine_link.in_flight import Dispatch
+from cumulo.serve.engine_link.replica import FleetReplica
+from cumulo.serve.observe.stories import route_words
+
+_DECISIONS = 50
+
+
+def fleet_report(fleet: Fleet) -> dict[str, Any]:
+    copies = _copies(fleet)
+    now_s = time.perf_counter()
+    return {
+        "object": "fleet",
+        "router": fleet.policy,
+        "replicas": [_replica(replica, copies) for replica in fleet.replicas.values()],
+        "decisions": [
+            decision_report(name, dispatch, now_s)
+            for name, dispatch in reversed(list(fleet.decisions)[-_DECISIONS:])
+        ],
+    }
+
+
+def replica_report(fleet: Fleet, replica: FleetReplica) -> dict[str, Any]:
+    return _replica(replica, _copies(fleet))
+
+
+def decision_report(request_id: str, dispatch: Dispatch, now_s: float) -> dict[str, Any]:
+    words = route_words(dispatch.route)
+    return {
+        "request_id": request_id,
+        "age_s": round(now_s - dispatch.time_s, 3),
+        **{name: words[name] for name in ("replica", "ttft_ms", "cached_tokens", "why", "second")},
+        "moved_because": dispatch.moved_because or None,
+    }
+
+
+def _copies(fleet: Fleet) -> Counter[BlockHash]:
+    """How many replicas hold each block."""
+    copies: Counter[BlockHash] = Counter()
+    for replica in fleet.replicas.values():
+        copies.update(replica.blocks)
+    return copies
+
+
+def state_of(replica: FleetReplica) -> str:
+    if replica.busy_with == "removed":
+        return "removing"
+    if replica.draining and replica.client.state == "ready":
+        return "draining"
+    return replica.client.state
+
+
+def _replica(replica: FleetReplica, copies: Counter[BlockHash]) -> dict[str, Any]:
+    client = replica.client
+    stats, speed = client.stats, replica.prompt_s_per_token
+    routing = stats.routing if stats is not None else None
+    return {
+        "name": replica.name,
+        "object": "fleet.replica",
+        "state": state_of(replica),
+        "detail": replica.unlike or None,
+        "pid": next(iter(client.engine_pids), None),
+        "in_flight": len(client.in_flight),
+        "running": stats.running if stats is not None else 0,
+        "waiting": client.waiting,
+        "waiting_tokens": sum(tokens for _, _, tokens in routing.queues) if routing is not None else 0,
+        "blocks": {
+            "used": stats.blocks_used if stats is not None else 0,
+            "total": stats.blocks_total if stats is not None else 0,
+            "cached": len(replica.blocks),
+            "also_elsewhere": sum(copies[block] > 1 for block in replica.blocks),
+        },
+        "prompt_tok_s": round(1 / speed, 1) if speed else None,
+        "step_ms": round(replica.step_s * 1e3, 3) if replica.step_s is not None else None,
+        "requests": replica.requests,
+        "prompt_tokens": replica.prompt_tokens,
+        "cached_tokens": replica.cached_tokens,
+        "restarts": client.restarts,
+        "last_failure": client.last_failure,
+    }

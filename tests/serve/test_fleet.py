@@ -1,0 +1,198 @@
+"""`cumulo serve --replicas`: requests are routed; killed, hung, drained and restarted replicas change no answer.
+Real processes, real signals."""
+
+import os
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+import httpx
+import pytest
+
+from cumulo.serve.access.keys import new_key
+from tests.serve.running_server import RunningServer, running_server, wait_for
+from tests.serve.test_streams_survive import KINDS, Stream, said
+from tests.serve.tiny_model import NAME, save_tiny_model
+
+pytestmark = pytest.mark.slow
+SHORT: dict[str, Any] = {
+    "model": NAME,
+    "prompt": "Once upon a time the cat",
+    "max_tokens": 12,
+    "temperature": 0,
+}
+LONG: dict[str, Any] = SHORT | {"max_tokens": 300, "ignore_eos": True, "stream": True}
+
+
+class FleetServer:
+    """A server with two replicas, its keys, and what its streams say when nothing happens to them."""
+
+    def __init__(self, server: RunningServer, key: str, operator: str) -> None:
+        self.server, self.key, self.operator = server, key, operator
+        server.operator_key = operator
+        wait_for(self.all_ready, "all replicas", server)
+        self.undisturbed = {
+            name: said(stream.events) for name, stream in self.streams().items() if not stream.join()
+        }
+
+    def streams(self) -> dict[str, Stream]:
+        return {name: Stream(self.server, *asked, self.key) for name, asked in KINDS.items()}
+
+    def fleet(self) -> dict[str, Any]:
+        answer: dict[str, Any] = self.ask("GET", "/v1/fleet").json()
+        return answer
+
+    def replicas(self) -> dict[str, dict[str, Any]]:
+        return {one["name"]: one for one in self.fleet()["replicas"]}
+
+    def all_ready(self) -> bool:
+        return all(one["state"] == "ready" for one in self.replicas().values())
+
+    def ask(self, method: str, path: str, body: Any = None, key: str | None = None) -> httpx.Response:
+        headers = {"Authorization": f"Bearer {key or self.operator}"}
+        return httpx.request(method, self.server.url + path, json=body, headers=headers, timeout=60)
+
+    def busiest(self) -> dict[str, Any]:
+        return max(self.replicas().values(), key=lambda one: one["in_flight"])
+
+    def story(self, stream: Stream) -> dict[str, Any]:
+        told = self.ask("GET", f"/v1/requests/{stream.events[0]['id']}/explain", key=self.key).json()["data"][
+            0
+        ]
+        return dict(told)
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FleetServer]:
+    folder = tmp_path_factory.mktemp("fleet")
+    model: Path = save_tiny_model(folder)
+    keys = folder / "keys.json"
+    key, operator = new_key(keys, "ann"), new_key(keys, "ops", may_operate=True)
+    options = ("--replicas", "2", "--kv-memory-gib", "0.02", "--stall-timeout", "3", "--drain-timeout", "1")
+    with running_server(str(model), "--no-console", "--api-keys", str(keys), *options) as running:
+        yield FleetServer(running, key, operator)
+
+
+def test_a_prompt_goes_where_its_beginning_is_cached_and_its_story_says_so(fleet: FleetServer) -> None:
+    prompt = "the dog saw that the cat was there and the mat was on the cat " * 4
+    answers = [
+        fleet.ask("POST", "/v1/completions", SHORT | {"prompt": prompt + end}, fleet.key).json()
+        for end in "ab"
+    ]
+    first, second = (
+        fleet.ask("GET", f"/v1/requests/{answer['id']}/explain", key=fleet.key).json()["data"][0]
+        for answer in answers
+    )
+    routed = second["events"][0]
+    assert second["replicas"] == first["replicas"] and routed["kind"] == "routed"
+    assert routed["cached_tokens"] == second["tokens"]["cached"] > 0
+    assert routed["second"]["replica"] != routed["replica"]
+    assert routed["second"]["ttft_ms"] > routed["ttft_ms"]
+    assert "prompt tokens are cached there" in routed["words"] and "the second choice" in routed["words"]
+    decision = fleet.fleet()["decisions"][0]
+    assert decision["request_id"] == answers[1]["id"] and decision["why"] == routed["why"]
+    held = fleet.replicas()[routed["replica"]]["blocks"]
+    assert held["cached"] >= routed["cached_tokens"] // 16
+
+
+def test_a_killed_replica_changes_no_stream_and_the_server_stays_ready(fleet: FleetServer) -> None:
+    streams = fleet.streams()
+    for stream in streams.values():
+        assert stream.speaks.wait(60)
+    hurt = fleet.busiest()
+    os.kill(hurt["pid"], signal.SIGKILL)
+    assert fleet.server.status("/ready") == 200
+    check(fleet, streams, hurt["name"], "was killed by SIGKILL")
+    assert fleet.server.sample("cumulo:engine_restarts") == 1
+
+
+def test_a_replica_that_hangs_changes_no_stream(fleet: FleetServer) -> None:
+    streams = fleet.streams()
+    for stream in streams.values():
+        assert stream.speaks.wait(60)
+    hurt = fleet.busiest()
+    os.kill(hurt["pid"], signal.SIGSTOP)
+    check(fleet, streams, hurt["name"], "finished no step for 3 s")
+
+
+def check(fleet: FleetServer, streams: dict[str, Stream], hurt: str, because: str) -> None:
+    moved = 0
+    for name, stream in streams.items():
+        stream.join()
+        assert said(stream.events) == fleet.undisturbed[name], name
+        if "id" in stream.events[0] and len((story := fleet.story(stream))["replicas"]) == 2:
+            moved += 1
+            assert story["replicas"][0] == hurt and because in story["summary"]
+    assert moved >= 2
+    wait_for(fleet.all_ready, "all replicas", fleet.server)
+    assert because in fleet.replicas()[hurt]["last_failure"]
+
+
+def test_a_drained_replica_gets_nothing_and_gives_its_streams_away(fleet: FleetServer) -> None:
+    streams = fleet.streams()
+    for stream in streams.values():
+        assert stream.speaks.wait(60)
+    drained = fleet.busiest()["name"]
+    answer = fleet.ask("POST", f"/v1/fleet/replicas/{drained}/drain?move=true")
+    assert answer.status_code == 200 and answer.json()["state"] == "draining"
+    assert answer.json()["in_flight"] == 0
+    for name, stream in streams.items():
+        stream.join()
+        assert said(stream.events) == fleet.undisturbed[name], name
+    requests = fleet.replicas()[drained]["requests"]
+    for _ in range(4):
+        assert fleet.ask("POST", "/v1/completions", SHORT, fleet.key).status_code == 200
+    assert fleet.replicas()[drained]["requests"] == requests
+    last = fleet.ask("POST", f"/v1/fleet/replicas/{'r1' if drained == 'r0' else 'r0'}/drain")
+    assert last.status_code == 409 and f"{drained} is draining" in last.json()["error"]["message"]
+    assert fleet.ask("POST", f"/v1/fleet/replicas/{drained}/undrain").json()["state"] == "ready"
+
+
+def test_a_rolling_restart_fails_no_request(fleet: FleetServer) -> None:
+    before, stop = {one["pid"] for one in fleet.replicas().values()}, Event()
+
+    def ask_again_and_again(number: int) -> set[str]:
+        texts = set()
+        while not stop.is_set():
+            stream = Stream(
+                fleet.server, "/v1/completions", LONG | {"seed": number, "temperature": 1}, fleet.key
+            )
+            stream.join()
+            texts.add("".join(event["choices"][0]["text"] for event in stream.events[:-1]))
+            assert stream.events[-1] == "data: [DONE]"
+        return texts
+
+    with ThreadPoolExecutor() as threads:
+        clients = [threads.submit(ask_again_and_again, number) for number in range(4)]
+        assert fleet.ask("POST", "/v1/fleet/restart").status_code == 202
+        refused = fleet.ask("POST", "/v1/fleet/replicas/r1/restart")
+        assert refused.status_code == 409 and "is being restarted" in refused.json()["error"]["message"]
+        wait_for(
+            lambda: fleet.all_ready() and not before & {one["pid"] for one in fleet.replicas().values()},
+            "new engines",
+            fleet.server,
+        )
+        stop.set()
+        assert [len(client.result()) for client in clients] == [1] * 4  # each got one answer, again and again
+
+
+def test_replicas_are_added_and_removed(fleet: FleetServer) -> None:
+    added = fleet.ask("POST", "/v1/fleet/replicas")
+    assert added.status_code == 202 and added.json()["state"] == "starting"
+    wait_for(fleet.all_ready, "a third replica", fleet.server)
+    assert len(fleet.replicas()) == 3
+    assert fleet.ask("DELETE", "/v1/fleet/replicas/r0").json()["state"] == "removing"
+    wait_for(lambda: "r0" not in fleet.replicas(), "the end of r0", fleet.server)
+    assert fleet.ask("POST", "/v1/completions", SHORT, fleet.key).status_code == 200
+
+
+def test_what_cannot_be_is_refused_with_the_reason(fleet: FleetServer) -> None:
+    unknown = fleet.ask("POST", "/v1/fleet/replicas/r9/drain")
+    assert unknown.status_code == 404 and "there are r" in unknown.json()["error"]["message"]
+    for method, path in (("GET", "/v1/fleet"), ("POST", "/v1/fleet/restart"), ("POST", "/v1/fleet/replicas")):
+        refused = fleet.ask(method, path, key=fleet.key)
+        assert refused.status_code == 403 and "--operator" in refused.json()["error"]["message"]
+        assert fleet.ask(method, path, key="wrong").status_code == 401
