@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.distributed_c10d import _get_default_store
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
@@ -30,14 +31,12 @@ from cumulo.engine.decide.scheduler_config import SchedulerConfig  # noqa: E402
 from cumulo.engine.engine import Engine  # noqa: E402
 from cumulo.engine.play.runner_cuda import CudaRunner  # noqa: E402
 from cumulo.kernels.cuda.collective.one_shot import sum_partials  # noqa: E402
-from cumulo.layout.layout import Layout  # noqa: E402
-from cumulo.layout.local_spec import local_spec  # noqa: E402
-from cumulo.layout.pieces import piece_of  # noqa: E402
+from cumulo.layout.serving import RankPart, ServingLayout, held_parameters, rank_part  # noqa: E402
 from cumulo.models.batch import KVCache  # noqa: E402
 from cumulo.models.decoder import Decoder  # noqa: E402
 from cumulo.models.play.cuda_decoder import CudaDecoder  # noqa: E402
 from cumulo.models.play.cuda_slice import RankSlice, shared_bytes  # noqa: E402
-from cumulo.ranks.groups import world_group  # noqa: E402
+from cumulo.models.play.rank_decoder import empty_rank_decoder  # noqa: E402
 from cumulo.ranks.peer_memory import peer_memory  # noqa: E402
 from cumulo.ranks.start import run_ranks  # noqa: E402
 from cumulo.spec.from_huggingface import spec_from_config  # noqa: E402
@@ -53,15 +52,15 @@ def model_spec(name: str) -> ModelSpec:
     return spec if layers is None else replace(spec, layers=layers)
 
 
-def slice_of(spec: ModelSpec, rank: int, ranks: int) -> Decoder:
-    """A rank's decoder of the model that `random_decoder` makes, one tensor at a time."""
+def slice_of(spec: ModelSpec, part: RankPart) -> Decoder:
+    """A rank's decoder of the model that `random_decoder` makes."""
     whole = random_decoder(spec)
-    if ranks == 1:
+    if part.layout.world == 1:
         return whole
-    decoder = Decoder(local_spec(spec, ranks), torch.bfloat16, DEVICE)
+    decoder, held = empty_rank_decoder(part, torch.bfloat16, DEVICE), held_parameters(part)
     for name, parameter in decoder.named_parameters():
-        given = whole.get_parameter(name)
-        for box in piece_of(spec, Layout(tp=ranks), rank, name, tuple(given.shape)).boxes:
+        given = whole.get_parameter(held[name].source)
+        for box in held[name].boxes:
             parameter.data[box.held_slices] = given[box.whole_slices]
     del whole
     gc.collect()
@@ -69,13 +68,14 @@ def slice_of(spec: ModelSpec, rank: int, ranks: int) -> Decoder:
     return decoder
 
 
-def engine_of(spec: ModelSpec, rank: int, ranks: int, invariant: bool) -> Engine:
-    decoder = slice_of(spec, rank, ranks)
+def engine_of(spec: ModelSpec, rank: int, layout: ServingLayout, invariant: bool) -> Engine:
+    part, ranks = rank_part(spec, layout, rank), layout.world
+    decoder = slice_of(spec, part)
     own, rank_slice = decoder.spec, None
     if ranks > 1:
         size = shared_bytes(own, STEP, SLOTS, torch.bfloat16, ranks, invariant)
-        memory = peer_memory(size, world_group(), DEVICE)
-        rank_slice = RankSlice(memory, own, STEP, SLOTS, torch.bfloat16, invariant)
+        memory = peer_memory(size, _get_default_store(), "ranks", rank, ranks, DEVICE)
+        rank_slice = RankSlice(memory, part, STEP, SLOTS, torch.bfloat16, invariant)
     decoder.rotary.serve(CONTEXT)
     model = CudaDecoder(decoder, STEP, SLOTS, batch_invariant=invariant, rank_slice=rank_slice)
     blocks = SLOTS * CONTEXT // 64
@@ -119,10 +119,12 @@ def prompts_of(vocabulary: int, count: int) -> list[list[int]]:
     ]
 
 
-def play(rank: int, name: str, ranks: int, invariant: bool, count: int, tokens: int) -> dict[str, Any]:
+def play(
+    rank: int, name: str, layout: ServingLayout, invariant: bool, count: int, tokens: int
+) -> dict[str, Any]:
     torch.cuda.set_device(0)
     spec = model_spec(name)
-    engine = engine_of(spec, rank, ranks, invariant)
+    engine = engine_of(spec, rank, layout, invariant)
     prompts = prompts_of(spec.vocab_size, count)
     found: dict[str, Any] = {
         "greedy": [s.token_ids for s in answers(engine, prompts, tokens, temperature=0.0)],
@@ -130,6 +132,12 @@ def play(rank: int, name: str, ranks: int, invariant: bool, count: int, tokens: 
         "cut": [s.token_ids for s in answers(engine, prompts[:16], tokens, temperature=0.8, top_k=20, top_p=0.9)],
     }  # fmt: skip
     engine.scheduler.pool.clear_cache()
+    if layout.world == 1:  # what other step-mates alone change: the measure of what ranks may
+        eights = (prompts[first : first + 8] for first in range(0, len(prompts), 8))
+        found["in eights"] = [
+            s.token_ids for some in eights for s in answers(engine, some, tokens, temperature=0.0)
+        ]
+        engine.scheduler.pool.clear_cache()
     together = answers(engine, prompts[:16], 24, temperature=0.0, logprobs=4)
     alone = []
     for prompt in prompts[:4]:
@@ -144,7 +152,7 @@ def play(rank: int, name: str, ranks: int, invariant: bool, count: int, tokens: 
         step_ms(engine, rows, spec.vocab_size)  # captures
         engine.scheduler.pool.clear_cache()
         found["step_ms"][rows] = step_ms(engine, rows, spec.vocab_size)
-    if ranks > 1:
+    if layout.world > 1:
         found["sum_us"] = {rows: sum_us(engine, rows) for rows in (1, 16, 64, 512, STEP)}
     return found
 
@@ -195,12 +203,15 @@ def main() -> None:
     rows = []
     for name in chosen.models.split(","):
         for invariant in (False, True):
-            sizes = (name, 1, invariant, chosen.prompts, chosen.tokens)
-            one = run_ranks(play, 1, *sizes, timeout_s=200)[0]
-            two = run_ranks(play, 2, name, 2, *sizes[2:], timeout_s=200)
+            layout = ServingLayout(tp=2, ep=1 if model_spec(name).moe is None else 2)
+            sizes = (invariant, chosen.prompts, chosen.tokens)
+            one = run_ranks(play, 1, name, ServingLayout(), *sizes, timeout_s=200)[0]
+            two = run_ranks(play, 2, name, layout, *sizes, timeout_s=200)
+            noise, _ = agreement(one["in eights"], one["greedy"])
             share, diverged = agreement(two[0]["greedy"], one["greedy"])
             row = {
-                "model": f"{name} ({MODELS[name] or 'all'} layers)", "batch_invariant": invariant,
+                "model": f"{name} ({MODELS[name] or 'all'} layers)", "ranks": str(layout),
+                "batch_invariant": invariant, "one rank, in other batches %": round(noise, 2),
                 "greedy agreement %": round(share, 2), "answers that diverge": diverged,
                 "ranks agree": all(two[0][k] == two[1][k] for k in ("greedy", "sampled", "cut")),
                 "sampled %": round(agreement(two[0]["sampled"], one["sampled"])[0], 2),

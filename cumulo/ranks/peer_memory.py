@@ -7,39 +7,42 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from cumulo.kernels.cuda.collective.peers import PeerMemory
-from cumulo.ranks.collectives import gather_objects
-from cumulo.ranks.groups import Group
 
 
-def peer_memory(size: int, group: Group, device: torch.device) -> PeerMemory:
-    """`size` zero bytes on every rank of the group; all of them call it."""
+def peer_memory(
+    size: int, store: Store, name: str, rank: int, ranks: int, device: torch.device
+) -> PeerMemory:
+    """`size` zero bytes on every rank. All of them call it; they meet in the store under a name that is theirs."""
     if device.type == "cuda":
-        return _symmetric(size, group, device)
-    return _mapped(size, group)
+        return _symmetric(size, store, name, rank, ranks, device)
+    return _mapped(size, PrefixStore(name, store), rank, ranks)
 
 
-def _symmetric(size: int, group: Group, device: torch.device) -> PeerMemory:
-    from torch.distributed import _symmetric_memory as symmetric
+def _symmetric(size: int, store: Store, name: str, rank: int, ranks: int, device: torch.device) -> PeerMemory:
+    from torch._C._distributed_c10d import _SymmetricMemory
 
-    own = symmetric.empty(size, dtype=torch.uint8, device=device)
+    _SymmetricMemory.set_group_info(name, rank, ranks, store)
+    own = _SymmetricMemory.empty_strided_p2p((size,), (1,), torch.uint8, device, name)
     own.zero_()
     torch.cuda.synchronize(device)
-    handle = symmetric.rendezvous(own, group.group_name)
-    memory = PeerMemory(own, list(handle.buffer_ptrs), handle.rank, keep=handle)
-    handle.barrier()
+    handle = _SymmetricMemory.rendezvous(own, name)
+    handle.barrier()  # all of them are zero
     torch.cuda.synchronize(device)
-    return memory
+    return PeerMemory(own, list(handle.buffer_ptrs), rank, keep=handle)
 
 
-def _mapped(size: int, group: Group) -> PeerMemory:
+def _mapped(size: int, store: Store, rank: int, ranks: int) -> PeerMemory:
     shared = Path("/dev/shm")
     with tempfile.NamedTemporaryFile(prefix="cumulo-peers-", dir=shared if shared.is_dir() else None) as own:
         own.truncate(size)
+        store.set(f"path {rank}", own.name)
         views: list[Tensor] = []
-        for name in gather_objects(own.name, group):
-            with Path(name).open("r+b") as file:
+        for peer in range(ranks):
+            with Path(store.get(f"path {peer}").decode()).open("r+b") as file:
                 views.append(torch.frombuffer(mmap.mmap(file.fileno(), size), dtype=torch.uint8))
-        gather_objects(None, group)  # everybody has mapped everything: the names may go
-    return PeerMemory(views[group.rank()], [view.data_ptr() for view in views], group.rank(), keep=views)
+        store.set(f"mapped {rank}", "yes")
+        store.wait([f"mapped {peer}" for peer in range(ranks)])  # the names may go
+    return PeerMemory(views[rank], [view.data_ptr() for view in views], rank, keep=views)

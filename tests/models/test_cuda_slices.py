@@ -18,6 +18,7 @@ if not HAS_GPU:
 if find_spec("triton") is None:
     pytest.skip("Triton is not installed", allow_module_level=True)
 
+from torch.distributed.distributed_c10d import _get_default_store  # noqa: E402
 from triton import next_power_of_2  # noqa: E402
 
 from cumulo.kernels.cuda.linear import small_linear  # noqa: E402
@@ -29,14 +30,12 @@ from cumulo.kernels.cuda.sampling.sample import (  # noqa: E402
     SampleBuffers,
     sample,
 )
-from cumulo.layout.layout import Layout  # noqa: E402
-from cumulo.layout.local_spec import local_spec  # noqa: E402
-from cumulo.layout.pieces import piece_of  # noqa: E402
+from cumulo.layout.serving import RankPart, ServingLayout, held_parameters, rank_part  # noqa: E402
 from cumulo.models.batch import KVCache  # noqa: E402
 from cumulo.models.decoder import Decoder  # noqa: E402
 from cumulo.models.play.cuda_decoder import CudaDecoder, StepTensors  # noqa: E402
 from cumulo.models.play.cuda_slice import RankSlice, shared_bytes  # noqa: E402
-from cumulo.ranks.groups import world_group  # noqa: E402
+from cumulo.models.play.rank_decoder import empty_rank_decoder  # noqa: E402
 from cumulo.ranks.peer_memory import peer_memory  # noqa: E402
 from cumulo.ranks.start import run_ranks  # noqa: E402
 from cumulo.spec.model import MLASpec, ModelSpec, MoESpec  # noqa: E402
@@ -70,17 +69,18 @@ def make_decoder(spec: ModelSpec) -> Decoder:
     return decoder.to(DEVICE)
 
 
-def cut(whole: Decoder, rank: int, ranks: int) -> Decoder:
+def cut(whole: Decoder, part: RankPart) -> Decoder:
     """A rank's decoder."""
-    decoder = Decoder(local_spec(whole.spec, ranks), torch.float32, DEVICE)
+    decoder = empty_rank_decoder(part, torch.float32, DEVICE)
+    held = held_parameters(part)
     for name, parameter in decoder.named_parameters():
-        given = whole.get_parameter(name)
-        for box in piece_of(whole.spec, Layout(tp=ranks), rank, name, tuple(given.shape)).boxes:
+        given = whole.get_parameter(held[name].source)
+        for box in held[name].boxes:
             parameter.data[box.held_slices] = given[box.whole_slices]
     return decoder
 
 
-def steps(model: CudaDecoder, ranks: int) -> tuple[Tensor, Tensor]:
+def steps(model: CudaDecoder) -> tuple[Tensor, Tensor]:
     """The logits of a chunk's last tokens, then of the token after it, and what is drawn from them: greedily, and
     at a temperature. Before them a chunk in the middle of a prompt, which draws nothing."""
     cache = KVCache(model.spec, 4, 16, torch.float32, DEVICE)
@@ -114,24 +114,24 @@ def steps(model: CudaDecoder, ranks: int) -> tuple[Tensor, Tensor]:
     return torch.cat(found).cpu(), torch.cat(drawn).cpu()
 
 
-def play_rank(rank: int, name: str, ranks: int) -> tuple[Tensor, Tensor]:
+def play_rank(rank: int, name: str, ranks: int, ep: int) -> tuple[Tensor, Tensor]:
     if not HAS_GPU:
         small_linear.default_config = few_programs
-    own = cut(make_decoder(SPECS[name]), rank, ranks)
-    memory = peer_memory(shared_bytes(own.spec, 32, 2, torch.float32, ranks, False), world_group(), DEVICE)
-    return steps(
-        CudaDecoder(own, 32, 2, rank_slice=RankSlice(memory, own.spec, 32, 2, torch.float32, False)), ranks
-    )
+    part = rank_part(SPECS[name], ServingLayout(tp=ranks, ep=ep), rank)
+    own = cut(make_decoder(SPECS[name]), part)
+    size = shared_bytes(own.spec, 32, 2, torch.float32, ranks, False)
+    memory = peer_memory(size, _get_default_store(), "slices", rank, ranks, DEVICE)
+    return steps(CudaDecoder(own, 32, 2, rank_slice=RankSlice(memory, part, 32, 2, torch.float32, False)))
 
 
-@pytest.mark.parametrize("name", list(SPECS))
+@pytest.mark.parametrize(("name", "ep"), [("biases", 1), ("latent experts", 1), ("latent experts", 2)])
 def test_two_slices_give_the_logits_and_tokens_of_the_whole_model(
-    name: str, monkeypatch: pytest.MonkeyPatch
+    name: str, ep: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not HAS_GPU:
         monkeypatch.setattr(small_linear, "default_config", few_programs)
-    expected, drawn = steps(CudaDecoder(make_decoder(SPECS[name]), 32, 2), 1)
-    found = run_ranks(play_rank, 2, name, 2)
+    expected, drawn = steps(CudaDecoder(make_decoder(SPECS[name]), 32, 2))
+    found = run_ranks(play_rank, 2, name, 2, ep)
     for logits, tokens in found:
         assert (logits - expected).abs().max() < 1e-4 * expected.abs().max()
         assert tokens.equal(drawn)

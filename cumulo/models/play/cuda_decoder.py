@@ -253,6 +253,7 @@ class CudaDecoder:
             mixture(
                 normed, router.weight, experts.gate_up, experts.down, self.moe_buffers, target,
                 router.selection_bias, self.invariant,
+                first_expert=0 if self.slice is None else self.slice.first_expert,
             )  # fmt: skip
             if layer.gate_up is not None:  # the expert that every token passes through
                 assert layer.down is not None

@@ -20,6 +20,7 @@ from cumulo.kernels.cuda.collective.one_shot import (
 )
 from cumulo.kernels.cuda.collective.peers import PeerMemory, aligned, flags_bytes
 from cumulo.kernels.cuda.sampling.sample import part_count, pick_token, weigh_parts
+from cumulo.layout.serving import RankPart
 from cumulo.spec.model import ModelSpec
 
 ATTENTION, FEED_FORWARD = 0, 1
@@ -46,7 +47,7 @@ class RankSlice:
     def __init__(
         self,
         memory: PeerMemory,
-        spec: ModelSpec,
+        part: RankPart,
         max_tokens: int,
         max_outputs: int,
         dtype: torch.dtype,
@@ -54,6 +55,7 @@ class RankSlice:
     ) -> None:
         """`invariant`: a sum's bits do not depend on how many rows there are."""
         self.memory, self.rank, self.ranks = memory, memory.rank, memory.ranks
+        spec, self.first_expert, self._first = part.local, part.experts.start, part.vocabulary.start
         self._hidden, self._dtype, self._invariant = spec.hidden, dtype, invariant
         size = _partial_bytes(spec, max_tokens, dtype, invariant)
         self._partials = [memory.carve((size,), torch.uint8) for _ in range(2)]
@@ -62,7 +64,6 @@ class RankSlice:
         self._maxima = memory.carve(shape, torch.float32)
         self._places = memory.carve(shape, torch.int32)
         self._masses = memory.carve(shape, torch.float32)
-        self._first = memory.rank * spec.vocab_size
         device = self._logits.own.device
         self.whole_logits = torch.empty(
             (max_outputs, spec.vocab_size * self.ranks), dtype=dtype, device=device
