@@ -17,6 +17,7 @@ from cumulo.engine.decide.plan import PendingStep, Runner, StepPlan
 from cumulo.engine.decide.request import Request, Sequence, State
 from cumulo.engine.decide.scheduler import Scheduler
 from cumulo.engine.guides.guided import Guidance
+from cumulo.engine.link import EngineLink
 from cumulo.engine.outputs import Delta, RequestOutput, Sample
 from cumulo.engine.play.embedding import normalised
 from cumulo.engine.text_stream import TextStream
@@ -61,6 +62,8 @@ class Engine:
         self._seeds = random.Random(seed)
         self._ids = itertools.count(1)
         self._in_flight: tuple[StepPlan, PendingStep] | None = None
+        self.link: EngineLink | None = None  # to engines that compute prompts for this one, or the other way
+        self.idle = False  # the last step had nothing to compute: what is here waits for another engine
 
     # -- requests ---------------------------------------------------------------------------------------
     def add(
@@ -144,8 +147,10 @@ class Engine:
     # -- the loop ---------------------------------------------------------------------------------------
     def step(self) -> StepOutput:
         """Plan a step and hand it to the runner; then finish the one before (without overlap: this one)."""
+        self.exchange()
         plan = self.scheduler.plan(time.perf_counter())
         submitted = None if plan is None else (plan, self.runner.submit(plan))
+        self.exchange()  # what was planned is known to other engines while it is computed
         if self.overlap:
             ready, self._in_flight = self._in_flight, submitted
         else:
@@ -156,9 +161,15 @@ class Engine:
         for request in self.scheduler.closed:
             self._close(request, output)
         self.scheduler.closed.clear()
-        if not self.has_work and self.scheduler.pool.used_count:
+        self.idle = submitted is None and ready is None
+        if not self.has_work and self.scheduler.pool.used_count and not self.scheduler.transfers.active:
             raise RuntimeError(f"{self.scheduler.pool.used_count} KV blocks leaked: a bug in the scheduler")
         return output
+
+    def exchange(self) -> None:
+        """Take in what other engines said, and tell them what was decided."""
+        if self.link is not None:
+            self.link.exchange(time.perf_counter())
 
     def _finish(self, plan: StepPlan, pending: PendingStep, output: StepOutput) -> None:
         """Take a step's result in. If the runner failed, those in the step fail and the others go on."""
@@ -213,6 +224,8 @@ class Engine:
     # -- ends -------------------------------------------------------------------------------------------
     def _close(self, request: Request, output: StepOutput) -> None:
         """Everything about an ended request, and for a stream the last Delta of samples not yet told."""
+        if request.sends:
+            return  # the engine that ordered it knows
         client: _Client = request.tag
         if client.stream:
             for sequence in request.sequences:

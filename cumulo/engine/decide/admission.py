@@ -54,7 +54,7 @@ def admit_next(
 
     books.queue.take_first()
     incoming = books.transfers.of_request.get(sequence.request.id)
-    if incoming is not None and handover.reserve(books, sequence, incoming, now_s):
+    if incoming is not None and handover.reserve(books, sequence, incoming, plan.index, now_s):
         return sequence  # with nothing to compute until its KV is here
     cached, how = books.residency.seat(sequence, plan)
     books.add_running(sequence)

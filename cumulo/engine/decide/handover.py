@@ -87,7 +87,7 @@ def _view(books: Books) -> ReplicaView:
     )
 
 
-def reserve(books: Books, sequence: Sequence, incoming: Incoming, now_s: float) -> bool:
+def reserve(books: Books, sequence: Sequence, incoming: Incoming, step: int, now_s: float) -> bool:
     """The sequence has its turn and fits: a slot and blocks, into which the KV arrives. False: this engine's
     prefix cache has all of it by now, so that nothing need arrive."""
     transfers, size = books.transfers, books.config.block_size
@@ -105,12 +105,29 @@ def reserve(books: Books, sequence: Sequence, incoming: Incoming, now_s: float) 
         incoming.begun.blocks[:needed], tuple(sequence.blocks[held:needed]),
     )  # fmt: skip
     incoming.heard_s = now_s
-    transfers.orders.append(FetchOrder(incoming.plan))
+    transfers.fetches.append((step, FetchOrder(incoming.plan)))
     sequence.request.story.add(
         now_s, "receiving", peer=incoming.peer, blocks=incoming.plan.blocks, held=held * size
     )
     sequence.request.story.wait_for(now_s, "transfer")
     return True
+
+
+def issue_fetches(books: Books, now_s: float) -> None:
+    """Copying begins when every step that may still use the blocks' former contents has run: transfers are not in
+    order with steps."""
+    transfers, coming = books.transfers, books.next_plan
+    if not transfers.fetches:
+        return
+    unfinished = min(books.in_flight, default=coming.index)
+    if unfinished == coming.index and not (coming.copies or coming.swap_out):
+        unfinished += 1
+    for step, order in transfers.fetches:
+        incoming = transfers.incoming.get(order.plan.number)
+        if step < unfinished and incoming is not None and not incoming.over:
+            incoming.heard_s = now_s
+            transfers.orders.append(order)
+    transfers.fetches = [one for one in transfers.fetches if one[0] >= unfinished]
 
 
 # -- what becomes of orders ------------------------------------------------------------------------------------

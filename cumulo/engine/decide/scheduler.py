@@ -151,6 +151,7 @@ class Scheduler:
         self.residency.plan_complete()
         if not rows:
             books.next_plan = plan  # nothing to run: what changed becomes the beginning of the next plan
+            handover.issue_fetches(books, now_s)
             return None
         books.in_flight[index] = Flight(rows, draws)
         return plan
@@ -254,7 +255,9 @@ class Scheduler:
     # -- results ------------------------------------------------------------------------------------------
     def apply(self, plan: StepPlan, result: StepResult, now_s: float) -> list[Sequence]:
         """Take a step's tokens in; returns the sequences that gained one (beams excepted)."""
-        return enter_result(self.books, self.books.in_flight.pop(plan.index), plan, result, now_s)
+        advanced = enter_result(self.books, self.books.in_flight.pop(plan.index), plan, result, now_s)
+        handover.issue_fetches(self.books, now_s)
+        return advanced
 
     def fail_step(self, plan: StepPlan, error: str, now_s: float) -> list[Request]:
         """The runner could not play this plan: everyone in it fails, everyone else goes on."""
@@ -264,6 +267,7 @@ class Scheduler:
         failed = {s.request.id: s.request for s in flight.rows if s.request.id in self.requests}
         for request in failed.values():
             self.books.fail(request, error, now_s)
+        handover.issue_fetches(self.books, now_s)
         return list(failed.values())
 
     def problems(self) -> list[str]:

@@ -320,6 +320,7 @@ class Transfers:
         self.of_request: dict[str, Incoming] = {}  # the one that is not over
         self.outgoing: dict[str, Outgoing] = {}
         self.orders: list[Order] = []  # the engine takes them
+        self.fetches: list[tuple[int, FetchOrder]] = []  # ... later: when this step has run
         self.answers: list[Answer] = []
         self.tail_s = 2e-3  # learnt: from the last layer's end to the last block's arrival
         self.copied_bytes = 0

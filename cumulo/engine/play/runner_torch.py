@@ -5,8 +5,9 @@ thread does this while the caller plans the next step; the order of plans is kep
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from cumulo.base.machine_memory import PeakMemory
 from cumulo.engine.decide.params import SamplingParams
-from cumulo.engine.decide.plan import NewSlot, StepPlan, StepResult, TokenLogprobs
+from cumulo.engine.decide.plan import NewSlot, Send, StepPlan, StepResult, TokenLogprobs
 from cumulo.engine.guides.guided import Guidance
 from cumulo.engine.play.slot_table import SlotTable, StepRows
 from cumulo.engine.sampling.sampler import draw, token_logprobs
@@ -23,6 +24,8 @@ from cumulo.models.batch import KVCache, RunnableModel
 
 # Prompt log-probabilities need logits at every position; this many positions at a time bound their memory.
 _PROMPT_LOGIT_ROWS = 64
+# From the rows of a step that other engines wait for to what is called after each of its layers.
+LayerTeller = Callable[[list[Send]], Callable[[int], None]]
 
 
 class TorchRunner:
@@ -47,6 +50,7 @@ class TorchRunner:
             if host_blocks
             else None
         )
+        self.layer_teller: LayerTeller | None = None  # who is told of rows that other engines wait for
         self._closed = False
         self._worker: ThreadPoolExecutor | None = None
         if overlap:
@@ -166,7 +170,8 @@ class TorchRunner:
             *pools,
         ]
         batch = self.table.forward_batch(rows, np.concatenate(wanted), self.device)
-        output = self.model.forward(batch, self.cache)
+        with self._telling(plan.sends):
+            output = self.model.forward(batch, self.cache)
 
         result = StepResult(tokens=[])
         offset = len(last_tokens)
@@ -183,6 +188,24 @@ class TorchRunner:
             logits = self.model.logits(output[: len(last_tokens)])
             self._draw(plan, rows, logits, draw_rows, logit_row_of_draw, result)
         return result
+
+    @contextmanager
+    def _telling(self, sends: list[Send]) -> Iterator[None]:
+        """Whoever waits for these rows' KV is told of every layer; on a GPU, which runs behind, at the end."""
+        if not sends or self.layer_teller is None:
+            yield
+            return
+        tell = self.layer_teller(sends)
+        if self.device.type != "cpu":
+            yield
+            torch.cuda.current_stream(self.device).synchronize()
+            tell(self.cache.spec.layers - 1)
+            return
+        self.cache.on_layer = tell
+        try:
+            yield
+        finally:
+            self.cache.on_layer = None
 
     def _draw(
         self,

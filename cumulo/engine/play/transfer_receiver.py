@@ -1,0 +1,287 @@
+"""TransferReceiver: a decode engine's side of KV transfers. A thread that hands orders to prefill engines and
+copies what they have computed into this engine's cache, piece by piece. Owned by the engine; it decides nothing.
+
+One thread does both, so that a transfer that was given up is no longer written to once that is said.
+"""
+
+import logging
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+from cumulo.engine.decide.transfer import (
+    ComputeOrder,
+    CopyMoved,
+    CopyStopped,
+    FetchOrder,
+    Landed,
+    Order,
+    OrderBegun,
+    OrderComputed,
+    OrderFailed,
+    PeerLoad,
+    PeerLost,
+    ReceiverEvent,
+    TransferProgress,
+)
+from cumulo.engine.play.mailbox import Mailbox
+from cumulo.engine.play.transfer_ways import BlockSource, CudaSource, SharedSource, TcpSource
+from cumulo.engine.play.transfer_wire import (
+    Greeting,
+    LayersDone,
+    ReleaseWord,
+    Word,
+    WordReader,
+    greeting_of,
+    open_socket,
+    pack,
+)
+from cumulo.errors import CumuloError
+from cumulo.models.batch import KVCache
+
+log = logging.getLogger(__name__)
+
+_RETRY_S = 0.3  # between attempts to reach a prefill engine
+_GREETING_S = 10.0  # the longest wait for its first word
+_PIECE_BYTES = 4 << 20  # copied before the thread looks whether it has been told to stop
+_TELL_EVERY_S = 0.25  # that a long transfer moves
+
+
+@dataclass(slots=True)
+class _Sender:
+    """One prefill engine: connected, or tried again and again."""
+
+    name: str
+    address: str
+    connection: socket.socket | None = None
+    source: BlockSource | None = None
+    reader: WordReader = field(default_factory=WordReader)
+    retry_s: float = 0.0  # the clock's time of the next attempt
+    complaint: str = ""
+
+
+@dataclass(slots=True)
+class _Copying:
+    progress: TransferProgress
+    peer: str
+    computed_s: float | None = None  # when the last layer was
+    copied_bytes: int = 0
+    copying_s: float = 0.0
+    told_s: float = 0.0
+
+
+class TransferReceiver:
+    def __init__(self, cache: KVCache, model: str, peers: Sequence[tuple[str, str]], key: str = "") -> None:
+        self._cache, self._greeting = cache, replace(greeting_of(cache, model), key=key)
+        self._senders = {name: _Sender(name, address) for name, address in peers}
+        self.news: Mailbox[ReceiverEvent] = Mailbox()
+        self._orders: Mailbox[Order | None] = Mailbox()
+        self._copying: dict[int, _Copying] = {}
+        self._early: dict[int, list[LayersDone]] = {}  # of orders that have no blocks here yet
+        self._most_blocks = max(1, _PIECE_BYTES // max(1, sum(self._greeting.block_bytes)))
+        self._selector = selectors.DefaultSelector()
+        self._thread = threading.Thread(target=self._run, name="cumulo-transfer", daemon=True)
+        self._thread.start()
+
+    # -- for the engine -----------------------------------------------------------------------------------
+    def give(self, orders: Iterable[Order]) -> None:
+        self._orders.put_all(orders)
+
+    def close(self) -> None:
+        self._orders.put(None)
+        self._thread.join()
+        self.news.close()
+
+    # -- the thread ---------------------------------------------------------------------------------------
+    def _run(self) -> None:
+        self._selector.register(self._orders, selectors.EVENT_READ, None)
+        while True:
+            busy = self._copy_pieces()
+            apart = any(one.connection is None for one in self._senders.values())
+            for ready, _ in self._selector.select(0 if busy else _RETRY_S if apart else None):
+                if ready.data is not None:
+                    self._listen(ready.data)
+            for order in self._orders.take():
+                if order is None:
+                    self._end()
+                    return
+                self._take_order(order)
+            if apart:
+                self._reconnect()
+
+    def _take_order(self, order: Order) -> None:
+        if isinstance(order, FetchOrder):
+            plan = order.plan
+            copying = self._copying[plan.number] = _Copying(TransferProgress(plan), plan.source)
+            for word in self._early.pop(plan.number, ()):
+                self._note(copying, word)
+            return
+        sender = self._senders[order.peer]
+        if isinstance(order, ComputeOrder):
+            if sender.connection is None:
+                why = sender.complaint or "it cannot be reached"
+                self.news.put(OrderFailed(order.number, why, order.peer))
+            else:
+                self._early[order.number] = []
+                self._send(sender, order)
+            return
+        self._early.pop(order.number, None)
+        stopped = self._copying.pop(order.number, None)
+        self._send(sender, ReleaseWord(order.number))
+        self.news.put(CopyStopped(order.number, stopped.progress.complete_blocks if stopped else 0))
+
+    def _send(self, sender: _Sender, word: Word) -> None:
+        if sender.connection is not None:
+            try:
+                sender.connection.sendall(pack(word))
+            except OSError as error:
+                self._lose(sender, _reason(error))
+
+    # -- copying ------------------------------------------------------------------------------------------
+    def _copy_pieces(self) -> bool:
+        """A piece of every transfer that has one ready; True if there was any."""
+        busy = False
+        for number, copying in list(self._copying.items()):
+            sender = self._senders[copying.peer]
+            piece = copying.progress.next_piece(self._most_blocks) if sender.source is not None else None
+            if piece is None:
+                continue
+            busy = True
+            began_s = time.perf_counter()
+            try:
+                assert sender.source is not None
+                copying.copied_bytes += sender.source.read(piece.layer, piece.runs)
+            except OSError as error:
+                copying.progress = TransferProgress(copying.progress.plan)  # how much of it came is unknown
+                self._lose(sender, _reason(error))
+                continue
+            now_s = time.perf_counter()
+            copying.copying_s += now_s - began_s
+            if copying.progress.done:
+                del self._copying[number]
+                tail_s = now_s - (copying.computed_s or now_s)
+                self.news.put(Landed(number, tail_s, copying.copied_bytes, copying.copying_s))
+            elif now_s - copying.told_s > _TELL_EVERY_S:
+                copying.told_s = now_s
+                self.news.put(CopyMoved(number))
+        return busy
+
+    def _note(self, copying: _Copying, word: LayersDone) -> None:
+        plan = copying.progress.plan
+        copying.progress.computed(word.layers, word.tokens)
+        if word.layers == plan.layers and word.tokens >= plan.tokens:
+            copying.computed_s = time.perf_counter()
+
+    # -- what prefill engines say -------------------------------------------------------------------------
+    def _listen(self, sender: _Sender) -> None:
+        if sender.connection is None:
+            return
+        try:
+            data = sender.connection.recv(1 << 20)
+            if not data:
+                raise ConnectionError("its process ended or closed the connection")
+            for word in sender.reader.feed(data):
+                self._take_word(sender, word)
+        except (OSError, CumuloError, ValueError, TypeError) as error:
+            self._lose(sender, _reason(error))
+
+    def _take_word(self, sender: _Sender, word: Word) -> None:
+        if isinstance(word, LayersDone):
+            copying = self._copying.get(word.number)
+            if copying is not None:
+                self._note(copying, word)
+            elif word.number in self._early:
+                self._early[word.number].append(word)
+        elif isinstance(word, OrderBegun):
+            # What it found in its cache is there in every layer.
+            self._take_word(sender, LayersDone(word.number, self._greeting.layers, word.cached_tokens))
+            self.news.put(replace(word, peer=sender.name))
+        elif isinstance(word, OrderComputed | OrderFailed | PeerLoad):
+            self.news.put(replace(word, peer=sender.name))
+
+    def _lose(self, sender: _Sender, why: str) -> None:
+        if sender.connection is None:
+            return
+        log.warning("the prefill engine %s is lost: %s", sender.name, why)
+        self._selector.unregister(sender.connection)
+        sender.connection.close()
+        if sender.source is not None:
+            sender.source.close()
+        sender.connection = sender.source = None
+        sender.retry_s, sender.complaint = time.monotonic() + _RETRY_S, why
+        self.news.put(PeerLost(sender.name, why))
+
+    # -- connecting ---------------------------------------------------------------------------------------
+    def _reconnect(self) -> None:
+        for sender in self._senders.values():
+            if sender.connection is None and time.monotonic() >= sender.retry_s:
+                try:
+                    self._connect(sender)
+                except (OSError, CumuloError, ValueError, TypeError) as error:
+                    if isinstance(error, CumuloError) and sender.complaint != str(error):
+                        log.error("the prefill engine %s is of no use: %s", sender.name, error)
+                        self.news.put(PeerLost(sender.name, str(error)))
+                    sender.complaint = _reason(error)
+                    sender.retry_s = time.monotonic() + _RETRY_S
+
+    def _connect(self, sender: _Sender) -> None:
+        connection, where = open_socket(sender.address)
+        try:
+            connection.settimeout(_GREETING_S)
+            connection.connect(where)
+            connection.sendall(pack(self._greeting))
+            sender.reader, word = WordReader(), None
+            descriptors: list[int] = []
+            while word is None:
+                data, found = _receive_with_descriptors(connection)
+                descriptors += found
+                words = list(sender.reader.feed(data))
+                word = words[0] if words else None
+            if not isinstance(word, Greeting):
+                raise CumuloError("it does not begin with a greeting")
+            if word.refusal or (refusal := self._greeting.differs_from(word)):
+                raise CumuloError(word.refusal or refusal)
+            sender.source = self._open(sender, word, descriptors)
+        except BaseException:
+            connection.close()
+            raise
+        connection.settimeout(_GREETING_S)  # of a sender that takes no orders: it is lost then
+        sender.connection, sender.complaint = connection, ""
+        self._selector.register(connection, selectors.EVENT_READ, sender)
+        for word in words[1:]:
+            self._take_word(sender, word)
+        log.info("connected to the prefill engine %s (%s)", sender.name, type(sender.source).__name__)
+
+    def _open(self, sender: _Sender, greeting: Greeting, descriptors: list[int]) -> BlockSource:
+        reach = greeting.reach or {}
+        if greeting.transport == "shared":
+            return SharedSource(self._cache, reach, descriptors)
+        if greeting.transport == "cuda":
+            return CudaSource(self._cache, reach)
+        return TcpSource(self._cache, sender.address, pack(replace(self._greeting, transport="tcp")))
+
+    def _end(self) -> None:
+        for sender in self._senders.values():
+            if sender.connection is not None:
+                sender.connection.close()
+            if sender.source is not None:
+                sender.source.close()
+        self._selector.close()
+        self._orders.close()
+
+
+def _receive_with_descriptors(connection: socket.socket) -> tuple[bytes, list[int]]:
+    if connection.family == socket.AF_UNIX:
+        data, descriptors, _, _ = socket.recv_fds(connection, 1 << 16, 4)
+    else:
+        data, descriptors = connection.recv(1 << 16), []
+    if not data:
+        raise ConnectionError("it closed the connection")
+    return data, descriptors
+
+
+def _reason(error: Exception) -> str:
+    return str(error) or type(error).__name__

@@ -1,0 +1,232 @@
+"""TransferSender: a prefill engine's side of KV transfers. A thread that takes orders from decode engines, tells
+them what has been computed, layer by layer, and lets them read the cache. Owned by the engine; it decides nothing.
+"""
+
+import contextlib
+import hmac
+import logging
+import selectors
+import socket
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+
+from cumulo.engine.decide.plan import Send
+from cumulo.engine.decide.transfer import (
+    Answer,
+    ComputeOrder,
+    Ordered,
+    PeerLoad,
+    Released,
+    SenderEvent,
+)
+from cumulo.engine.play.mailbox import Mailbox
+from cumulo.engine.play.transfer_ways import CudaExport, SharedExport, TcpExport
+from cumulo.engine.play.transfer_wire import (
+    Greeting,
+    LayersDone,
+    ReleaseWord,
+    Word,
+    WordReader,
+    greeting_of,
+    open_socket,
+    pack,
+)
+from cumulo.errors import CumuloError
+from cumulo.models.batch import KVCache
+
+log = logging.getLogger(__name__)
+
+
+class _Receiver:
+    """One decode engine that is connected."""
+
+    def __init__(self, number: int, connection: socket.socket) -> None:
+        self.number, self.socket = number, connection
+        self.reader, self.outgoing = WordReader(), bytearray()
+        self.greeted = False
+        self.orders: set[int] = set()
+
+
+class TransferSender:
+    def __init__(self, cache: KVCache, model: str, address: str, key: str = "") -> None:
+        self._greeting, self._key = greeting_of(cache, model), key
+        self._export = _export(cache, address)
+        self._listener, where = open_socket(address)
+        self._path = where if self._listener.family == socket.AF_UNIX else None
+        if self._path is None:
+            self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        else:
+            with contextlib.suppress(FileNotFoundError):
+                Path(self._path).unlink()
+        try:
+            self._listener.bind(where)
+        except OSError as error:
+            raise CumuloError(f"no engine can be reached at {address}: {error.strerror}") from None
+        self._listener.listen()
+        self.address = address if self._path is not None else _bound(self._listener, address)
+        self.news: Mailbox[SenderEvent] = Mailbox()
+        self._words: Mailbox[tuple[str, Word] | PeerLoad | None] = Mailbox()
+        self._receivers: dict[int, _Receiver] = {}
+        self._selector = selectors.DefaultSelector()
+        self._connections = 0
+        self._layers = cache.spec.layers
+        self._cache = cache
+        self._thread = threading.Thread(target=self._run, name="cumulo-transfer", daemon=True)
+        self._thread.start()
+
+    # -- for the engine and its runner --------------------------------------------------------------------
+    def give(self, answers: Iterable[Answer]) -> None:
+        self._words.put_all(answers)
+
+    def tell_load(self, load: PeerLoad) -> None:
+        self._words.put(load)
+
+    def layer_teller(self, sends: list[Send]) -> Callable[[int], None]:
+        """What a runner calls after each layer of a step that has these rows."""
+        numbers = [(send.key, int(send.key.partition(".")[2]), send.tokens) for send in sends]
+
+        def tell(layer: int) -> None:
+            self._words.put_all(
+                (key, LayersDone(number, layer + 1, tokens)) for key, number, tokens in numbers
+            )
+
+        return tell
+
+    def close(self) -> None:
+        self._words.put(None)
+        self._thread.join()
+        self.news.close()
+
+    # -- the thread ---------------------------------------------------------------------------------------
+    def _run(self) -> None:
+        self._listener.setblocking(False)
+        self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+        self._selector.register(self._words, selectors.EVENT_READ, None)
+        while True:
+            for ready, _ in self._selector.select():
+                if isinstance(ready.data, _Receiver):
+                    self._serve(ready.data)
+                elif ready.data is not None:
+                    ready.data()
+            for word in self._words.take():
+                if word is None:
+                    self._end()
+                    return
+                if isinstance(word, PeerLoad):
+                    for receiver in list(self._receivers.values()):
+                        if receiver.greeted:
+                            self._send(receiver, pack(word))
+                else:
+                    key, said = word
+                    if (one := self._receivers.get(int(key.partition(".")[0]))) is not None:
+                        self._send(one, pack(said))
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            connection, _ = self._listener.accept()
+            connection.setblocking(False)
+            self._connections += 1
+            receiver = self._receivers[self._connections] = _Receiver(self._connections, connection)
+            self._selector.register(connection, selectors.EVENT_READ, receiver)
+
+    def _serve(self, receiver: _Receiver) -> None:
+        try:
+            if receiver.outgoing:
+                self._flush(receiver)
+            try:
+                data = receiver.socket.recv(1 << 20)
+            except BlockingIOError:
+                return
+            if not data:
+                raise ConnectionError("it is gone")
+            for word in receiver.reader.feed(data):
+                if self._take(receiver, word):
+                    return
+        except (OSError, CumuloError, ValueError, TypeError) as error:
+            self._drop(receiver, error)
+
+    def _take(self, receiver: _Receiver, word: Word) -> bool:
+        """True if this connection is served by somebody else from now on."""
+        if isinstance(word, Greeting):
+            return self._greet(receiver, word)
+        if not receiver.greeted:
+            raise CumuloError("it does not begin with a greeting")
+        if isinstance(word, ComputeOrder):
+            receiver.orders.add(word.number)
+            self.news.put(Ordered(f"{receiver.number}.{word.number}", word))
+        elif isinstance(word, ReleaseWord):
+            receiver.orders.discard(word.number)
+            self.news.put(Released(f"{receiver.number}.{word.number}"))
+        return False
+
+    def _greet(self, receiver: _Receiver, word: Greeting) -> bool:
+        refusal = self._greeting.differs_from(word)
+        if not hmac.compare_digest(word.key.encode(), self._key.encode()):
+            refusal = "its fleet key is another: start all engines of a fleet with the same key"
+        if refusal:
+            log.error("a decode engine was refused: %s", refusal)
+            self._send(receiver, pack(replace(self._greeting, refusal=refusal)))
+            return False
+        if word.transport == "tcp" and isinstance(self._export, TcpExport):  # a connection for blocks
+            self._selector.unregister(receiver.socket)
+            del self._receivers[receiver.number]
+            receiver.socket.setblocking(True)
+            threading.Thread(target=self._export.serve, args=(receiver.socket,), daemon=True).start()
+            return True
+        frame = pack(replace(self._greeting, transport=self._export.name, reach=self._export.reach()))
+        receiver.greeted = True
+        if self._export.descriptors:
+            socket.send_fds(receiver.socket, [frame], self._export.descriptors)
+        else:
+            self._send(receiver, frame)
+        return False
+
+    def _send(self, receiver: _Receiver, frame: bytes) -> None:
+        receiver.outgoing += frame
+        try:
+            self._flush(receiver)
+        except OSError as error:
+            self._drop(receiver, error)
+
+    def _flush(self, receiver: _Receiver) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while receiver.outgoing:
+                del receiver.outgoing[: receiver.socket.send(receiver.outgoing)]
+        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if receiver.outgoing else 0)
+        self._selector.modify(receiver.socket, wanted, receiver)
+
+    def _drop(self, receiver: _Receiver, error: Exception) -> None:
+        """A decode engine is gone: nobody reads what is held for it."""
+        if self._receivers.pop(receiver.number, None) is None:
+            return
+        log.info("a decode engine left: %s", error)
+        self._selector.unregister(receiver.socket)
+        receiver.socket.close()
+        self.news.put_all(Released(f"{receiver.number}.{number}") for number in receiver.orders)
+
+    def _end(self) -> None:
+        for receiver in list(self._receivers.values()):
+            self._selector.unregister(receiver.socket)
+            receiver.socket.close()
+        self._listener.close()
+        self._selector.close()
+        self._words.close()
+        if self._path is not None:
+            with contextlib.suppress(FileNotFoundError):
+                Path(self._path).unlink()
+
+
+def _export(cache: KVCache, address: str) -> SharedExport | TcpExport | CudaExport:
+    on_gpu = cache.key_storage.is_cuda
+    if address.startswith("unix:"):
+        return CudaExport(cache) if on_gpu else SharedExport(cache)
+    if on_gpu:
+        raise CumuloError("KV on a GPU is sent by CUDA IPC on one host: use a unix: address")
+    return TcpExport(cache)
+
+
+def _bound(listener: socket.socket, address: str) -> str:
+    """With the port that the system chose, where 0 was asked for."""
+    return f"{address.rpartition(':')[0]}:{listener.getsockname()[1]}"

@@ -1,0 +1,227 @@
+"""How KV blocks get from one engine's cache into another's: shared memory and CUDA IPC on one host, TCP between
+hosts. The sender exports its cache, the receiver opens it and reads.
+
+A way is two small classes, one for each end. Its export says in a greeting how the cache is reached; its source
+reads runs of blocks of one layer straight into the receiver's own cache, and returns when they are there. Libraries
+that read remote memory (NIXL, UCX) fit the same two.
+"""
+
+import json
+import mmap
+import socket
+import struct
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from cumulo.engine.decide.transfer import BlockRun
+from cumulo.engine.play.transfer_wire import open_socket
+from cumulo.errors import CumuloError
+from cumulo.models.batch import KVCache
+
+_ASK = struct.Struct("<II")  # a request for blocks: layer, number of runs; then source and blocks of each
+_MOST_BUFFERS = 256  # of one sendmsg: the kernel takes 1024
+
+
+class BlockExport(Protocol):
+    """The sender's side."""
+
+    name: str
+    descriptors: list[int]  # that travel with the greeting
+
+    def reach(self) -> dict[str, Any]:
+        """What a receiver must know, as JSON."""
+        ...
+
+
+class BlockSource(Protocol):
+    """The receiver's side: another engine's cache."""
+
+    def read(self, layer: int, runs: Sequence[BlockRun]) -> int:
+        """Copy blocks into this engine's cache; returns bytes. Raises OSError when the other end is gone."""
+        ...
+
+    def close(self) -> None: ...
+
+
+def byte_blocks(cache: KVCache) -> list[NDArray[np.uint8]]:
+    """Keys and values as [layers, blocks, bytes of a block]; without values, where they lie in the keys."""
+    layers, blocks = cache.spec.layers, cache.blocks
+    storages = [one for one in (cache.key_storage, cache.value_storage) if one.numel()]
+    return [one.view(torch.uint8).view(layers, blocks, -1).numpy() for one in storages]
+
+
+# -- shared memory ---------------------------------------------------------------------------------------------
+class SharedExport:
+    name = "shared"
+
+    def __init__(self, cache: KVCache) -> None:
+        if not cache.descriptors:
+            raise CumuloError("this engine's KV cache is not in shared memory: start it with a role")
+        self._cache, self.descriptors = cache, cache.descriptors
+
+    def reach(self) -> dict[str, Any]:
+        return {"blocks": self._cache.blocks}
+
+
+class SharedSource:
+    """The sender's cache, mapped: it stays readable even if its process dies, so that no read can crash."""
+
+    def __init__(self, cache: KVCache, reach: dict[str, Any], descriptors: list[int]) -> None:
+        self._ours = byte_blocks(cache)
+        self._theirs = []
+        for ours, descriptor in zip(self._ours, descriptors, strict=True):
+            shape = (ours.shape[0], int(reach["blocks"]), ours.shape[2])
+            mapped = mmap.mmap(descriptor, shape[0] * shape[1] * shape[2], prot=mmap.PROT_READ)
+            self._theirs.append(np.frombuffer(mapped, dtype=np.uint8).reshape(shape))
+
+    def read(self, layer: int, runs: Sequence[BlockRun]) -> int:
+        copied = 0
+        for ours, theirs in zip(self._ours, self._theirs, strict=True):
+            for source, target, blocks in runs:
+                ours[layer, target : target + blocks] = theirs[layer, source : source + blocks]
+                copied += blocks * ours.shape[2]
+        return copied
+
+    def close(self) -> None:
+        self._theirs = []
+
+
+# -- TCP -------------------------------------------------------------------------------------------------------
+class TcpExport:
+    """Blocks go from the cache to the socket without a copy in this process: sendmsg takes views of them."""
+
+    name = "tcp"
+
+    def __init__(self, cache: KVCache) -> None:
+        self.descriptors: list[int] = []
+        self._blocks = byte_blocks(cache)
+
+    def reach(self) -> dict[str, Any]:
+        return {"blocks": self._blocks[0].shape[1]}
+
+    def serve(self, connection: socket.socket) -> None:
+        """Answer requests for blocks until the receiver is gone. A thread of its own runs this."""
+        with connection:
+            while (head := _receive(connection, _ASK.size)) is not None:
+                layer, count = _ASK.unpack(head)
+                asked = _receive(connection, count * _ASK.size)
+                if asked is None:
+                    return
+                runs = list(_ASK.iter_unpack(asked))
+                views = [
+                    side[layer, source : source + blocks].data.cast("B")
+                    for side in self._blocks
+                    for source, blocks in runs
+                ]
+                _send_views(connection, views)
+
+
+class TcpSource:
+    def __init__(self, cache: KVCache, address: str, greeting: bytes) -> None:
+        self._ours = byte_blocks(cache)
+        self._socket, where = open_socket(address)
+        self._socket.settimeout(30.0)
+        self._socket.connect(where)
+        self._socket.sendall(greeting)
+
+    def read(self, layer: int, runs: Sequence[BlockRun]) -> int:
+        asked = b"".join(_ASK.pack(source, blocks) for source, _, blocks in runs)
+        self._socket.sendall(_ASK.pack(layer, len(runs)) + asked)
+        copied = 0
+        for ours in self._ours:
+            for _, target, blocks in runs:
+                view = ours[layer, target : target + blocks].data.cast("B")
+                copied += len(view)
+                while len(view):
+                    got = self._socket.recv_into(view)
+                    if not got:
+                        raise ConnectionError("the sender closed the connection in mid-transfer")
+                    view = view[got:]
+        return copied
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+def _receive(connection: socket.socket, size: int) -> bytes | None:
+    """So many bytes, or None at the end of the stream."""
+    data = bytearray()
+    while len(data) < size:
+        try:
+            part = connection.recv(size - len(data))
+        except OSError:
+            return None
+        if not part:
+            return None
+        data += part
+    return bytes(data)
+
+
+def _send_views(connection: socket.socket, views: list[memoryview]) -> None:
+    while views:
+        sent = connection.sendmsg(views[:_MOST_BUFFERS])
+        while views and sent >= len(views[0]):
+            sent -= len(views.pop(0))
+        if sent:
+            views[0] = views[0][sent:]
+
+
+# -- CUDA IPC --------------------------------------------------------------------------------------------------
+class CudaExport:
+    """The device memory of the cache, which another process of this host opens by a handle."""
+
+    name = "cuda"
+
+    def __init__(self, cache: KVCache) -> None:
+        self.descriptors: list[int] = []
+        self._cache = cache
+
+    def reach(self) -> dict[str, Any]:
+        handles = []
+        for one in (self._cache.key_storage, self._cache.value_storage):
+            if one.numel():
+                device, *rest = one.untyped_storage()._share_cuda_()
+                fields = [part.hex() if isinstance(part, bytes) else part for part in rest]
+                handles.append({"device": device, "fields": fields, "offset": one.storage_offset()})
+        return {"blocks": self._cache.blocks, "handles": json.dumps(handles)}
+
+
+class CudaSource:
+    """The sender's device memory. Copies run on a stream of their own, beside this engine's steps."""
+
+    def __init__(self, cache: KVCache, reach: dict[str, Any]) -> None:
+        storages = [one for one in (cache.key_storage, cache.value_storage) if one.numel()]
+        self._stream = torch.cuda.Stream(cache.key_storage.device)
+        self._ours = [_byte_tensor(one) for one in storages]
+        self._theirs = []
+        for ours, handle in zip(storages, json.loads(reach["handles"]), strict=True):
+            shape = (ours.shape[0], int(reach["blocks"]), *ours.shape[2:])
+            fields = [bytes.fromhex(part) if isinstance(part, str) else part for part in handle["fields"]]
+            storage = torch.UntypedStorage._new_shared_cuda(handle["device"], *fields)
+            theirs = torch.empty(0, dtype=ours.dtype, device=storage.device)
+            theirs.set_(storage, handle["offset"], shape)  # type: ignore[call-overload]
+            self._theirs.append(_byte_tensor(theirs))
+
+    def read(self, layer: int, runs: Sequence[BlockRun]) -> int:
+        copied = 0
+        with torch.cuda.stream(self._stream):
+            for ours, theirs in zip(self._ours, self._theirs, strict=True):
+                for source, target, blocks in runs:
+                    ours[layer, target : target + blocks].copy_(
+                        theirs[layer, source : source + blocks], non_blocking=True
+                    )
+                    copied += blocks * ours.shape[2]
+        self._stream.synchronize()
+        return copied
+
+    def close(self) -> None:
+        self._theirs = []
+
+
+def _byte_tensor(storage: torch.Tensor) -> torch.Tensor:
+    """[layers, blocks, bytes of a block]."""
+    return storage.view(torch.uint8).view(storage.shape[0], storage.shape[1], -1)

@@ -1,0 +1,151 @@
+"""The words of two engines that hand KV over: orders and news as frames on a stream socket. Used by both ends.
+
+A frame is its length, its kind and a body. The one that is sent for every layer of every step is packed numbers;
+the others are JSON, a prompt's tokens behind it as they lie in memory.
+"""
+
+import json
+import socket
+import struct
+from array import array
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from cumulo.engine.decide.transfer import (
+    ComputeOrder,
+    OrderBegun,
+    OrderComputed,
+    OrderFailed,
+    PeerLoad,
+)
+from cumulo.errors import CumuloError
+from cumulo.models.batch import KVCache
+
+_HEAD = struct.Struct("<IB")
+_PROGRESS = struct.Struct("<qii")
+_LONGEST = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class LayersDone:
+    """The first `layers` layers have the KV of the first `tokens` tokens of an order."""
+
+    number: int
+    layers: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Greeting:
+    """Both ends begin with it: what must be alike, and (of the sender) how its cache is reached."""
+
+    model: str
+    version: str
+    block_bytes: tuple[int, int]  # of one block of one layer: keys, values
+    layers: int
+    block_size: int
+    dtype: str
+    key: str = ""  # the fleet's, of the receiver
+    transport: str = ""
+    reach: dict[str, Any] | None = None
+    refusal: str = ""
+
+    def differs_from(self, other: "Greeting") -> str:
+        """What keeps the two engines from sharing KV, in words; empty if nothing does."""
+        for name in ("version", "model", "layers", "block_size", "dtype", "block_bytes"):
+            mine, theirs = getattr(self, name), getattr(other, name)
+            if mine != theirs:
+                what = name.replace("_", " ")
+                return f"its {what} is {theirs}, here it is {mine}: start both engines with the same {what}"
+        return ""
+
+
+@dataclass(frozen=True, slots=True)
+class ReleaseWord:
+    number: int
+
+
+Word = (
+    Greeting | ComputeOrder | ReleaseWord | OrderBegun | OrderComputed | OrderFailed | PeerLoad | LayersDone
+)
+_KINDS: list[type[Word]] = [
+    Greeting, ComputeOrder, ReleaseWord, OrderBegun, OrderComputed, OrderFailed, PeerLoad, LayersDone,
+]  # fmt: skip
+
+
+def greeting_of(cache: KVCache, model: str) -> Greeting:
+    from cumulo import __version__  # late: the package's own file imports the engine
+
+    blocks = cache.spec.layers * cache.blocks
+    return Greeting(
+        model=model,
+        version=__version__,
+        block_bytes=(cache.key_storage.nbytes // blocks, cache.value_storage.nbytes // blocks),
+        layers=cache.spec.layers,
+        block_size=cache.block_size,
+        dtype=str(cache.key_storage.dtype).removeprefix("torch."),
+    )
+
+
+def pack(word: Word) -> bytes:
+    kind = _KINDS.index(type(word))
+    if isinstance(word, LayersDone):
+        body = _PROGRESS.pack(word.number, word.layers, word.tokens)
+    elif isinstance(word, ComputeOrder):
+        fields = {
+            name: getattr(word, name) for name in ("number", "peer", "request_id", "cache_salt", "tenant")
+        }
+        head = json.dumps(fields | {"priority": word.priority}).encode()
+        body = head + b"\n" + word.tokens.tobytes()
+    else:
+        body = json.dumps(asdict(word)).encode()
+    return _HEAD.pack(len(body), kind) + body
+
+
+def _unpack(kind: int, body: bytes) -> Word:
+    made = _KINDS[kind]
+    if made is LayersDone:
+        return LayersDone(*_PROGRESS.unpack(body))
+    if made is ComputeOrder:
+        head, tokens = body.split(b"\n", 1)
+        return ComputeOrder(tokens=array("i", tokens), **json.loads(head))
+    fields = json.loads(body)
+    if made is OrderBegun:
+        fields["blocks"] = tuple(fields["blocks"])
+    if made is Greeting:
+        fields["block_bytes"] = tuple(fields["block_bytes"])
+    return made(**fields)
+
+
+class WordReader:
+    """Frames out of a stream, however it was cut."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[Word]:
+        buffer = self._buffer
+        buffer += data
+        while len(buffer) >= _HEAD.size:
+            length, kind = _HEAD.unpack_from(buffer)
+            if length > _LONGEST or kind >= len(_KINDS):
+                raise CumuloError("the other engine does not speak the words of KV transfer")
+            if len(buffer) < _HEAD.size + length:
+                return
+            body = bytes(buffer[_HEAD.size : _HEAD.size + length])
+            del buffer[: _HEAD.size + length]
+            yield _unpack(kind, body)
+
+
+def open_socket(address: str) -> tuple[socket.socket, Any]:
+    """A stream socket for `unix:PATH` or `tcp:HOST:PORT`, and the address as the socket module wants it."""
+    scheme, _, rest = address.partition(":")
+    if scheme == "unix" and rest:
+        return socket.socket(socket.AF_UNIX, socket.SOCK_STREAM), rest
+    host, _, port = rest.rpartition(":")
+    if scheme == "tcp" and host and port.isdigit():
+        made = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return made, (host.strip("[]"), int(port))
+    raise CumuloError(f"an engine's transfer address is unix:PATH or tcp:HOST:PORT; got {address!r}")
