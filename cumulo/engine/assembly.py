@@ -5,12 +5,14 @@ Inspect the files → plan memory (or refuse) → load weights → choose the de
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 
 from cumulo.base.machine_memory import available_memory
+from cumulo.base.report import available_cores
 from cumulo.engine.config import EngineConfig
 from cumulo.engine.decide.params import SamplingParams
 from cumulo.engine.decide.scheduler import Scheduler
@@ -19,13 +21,21 @@ from cumulo.engine.engine import Engine
 from cumulo.engine.guides.guided import Guidance
 from cumulo.engine.memory.ledger import Ledger, MemoryPlan, plan_memory
 from cumulo.engine.memory.ledger_gpu import fp8_saved_bytes
+from cumulo.engine.memory.ledger_ranks import plan_rank_memory
 from cumulo.engine.play.player import Player, cpu_player, gpu_player, refuse_kernel_options
-from cumulo.errors import CumuloError
+from cumulo.engine.play.rank_player import RankSetup, start_ranks
+from cumulo.errors import ConfigError, CumuloError
 from cumulo.kernels.cuda.device_memory import gpu_memory
+from cumulo.layout.serving import serving_problems
 from cumulo.models.decoder import Decoder
 from cumulo.models.files.load import LoadedModel, ModelFiles, inspect_model, load_model
 from cumulo.models.text.tokenizer import Tokenizer
+from cumulo.ranks.plan_ring import RingFile
+from cumulo.ranks.rank_group import meeting_point
 from cumulo.spec.gpu_kernels import obstacle_of
+
+# So many ranks may be started on any machine, to try a layout, even where they share cores.
+LEAST_RANKS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +85,9 @@ def assemble(
     # The packed kernels compute in float32 on a CPU; a GPU gets plain matrices, or quantises its own.
     keep_quantised = keep_quantised and dtype == torch.float32 and config.device == "cpu"
     loading_bytes = held_bytes(files, dtype, keep_quantised)
-    saved_bytes = fp8_saved_bytes(files.spec, dtype.itemsize) if config.weights == "fp8" else 0
-    memory = plan_memory(
-        files.spec, loading_bytes - saved_bytes, config, free_memory(config), loading_bytes=loading_bytes
-    )
-    loaded = load_model(
+    tell = None if progress is None else lambda what: progress(what, 0, 0)
+    load = partial(
+        load_model,
         model,
         dtype=dtype,
         device=config.device,
@@ -87,7 +95,13 @@ def assemble(
         with_tokenizer=with_tokenizer,
         progress=None if progress is None else lambda done, total: progress("loading weights", done, total),
     )
-    tell = None if progress is None else lambda what: progress(what, 0, 0)
+    if config.layout.world > 1:
+        return _assemble_ranks(files, config, loading_bytes, keep_quantised, with_tokenizer, load)
+    saved_bytes = fp8_saved_bytes(files.spec, dtype.itemsize) if config.weights == "fp8" else 0
+    memory = plan_memory(
+        files.spec, loading_bytes - saved_bytes, config, free_memory(config), loading_bytes=loading_bytes
+    )
+    loaded = load()
     engine, player = start_engine(loaded.decoder, config, memory, loaded.tokenizer, loaded.eos_ids, tell)
     if config.device == "cuda":
         if tell is not None:
@@ -109,20 +123,70 @@ def start_engine(
     decoder.rotary.serve(memory.max_context)
     make = gpu_player if config.device == "cuda" else cpu_player
     player = make(decoder, config, memory, eos_ids, guidance, tell)
+    engine = _engine(player, config, memory, tokenizer, eos_ids, decoder.spec.vocab_size, guidance)
+    return engine, player
+
+
+def _engine(
+    player: Player,
+    config: EngineConfig,
+    memory: MemoryPlan,
+    tokenizer: Tokenizer | None,
+    eos_ids: tuple[int, ...],
+    vocabulary: int,
+    guidance: Guidance | None,
+) -> Engine:
     scheduler = Scheduler(scheduler_config(config, memory))
     if memory.host_blocks:
         scheduler.costs.swap_s_per_block = player.runner.measure_swap_s()
-    engine = Engine(
+    return Engine(
         scheduler,
         player.runner,
         tokenizer,
-        vocab_size=decoder.spec.vocab_size,
+        vocab_size=vocabulary,
         eos_ids=eos_ids,
         overlap=config.overlap,
         seed=config.seed,
         guidance=guidance,
+        depth=config.pp,
     )
-    return engine, player
+
+
+def _assemble_ranks(
+    files: ModelFiles,
+    config: EngineConfig,
+    weight_bytes: int,
+    keep_quantised: bool,
+    with_tokenizer: bool,
+    load: Callable[..., LoadedModel],
+) -> Assembly:
+    """The same over several ranks: each is given its share of memory and threads, and loads its part."""
+    layout, cores = config.layout, available_cores()
+    if problems := list(serving_problems(files.spec, layout, max(cores, LEAST_RANKS))):
+        raise ConfigError("; ".join(problems))
+    memory = plan_rank_memory(files.spec, weight_bytes, config, layout, free_memory(config) // layout.world)
+    store = meeting_point()
+    setup = RankSetup(
+        files.path,
+        files.spec,
+        config,
+        memory,
+        keep_quantised,
+        with_tokenizer,
+        max(1, (config.threads or cores) // layout.world),
+        store.port,
+        RingFile.create(layout.world),
+    )
+
+    def guidance_of(loaded: LoadedModel) -> Guidance | None:
+        tokenizer = loaded.tokenizer
+        return Guidance(tokenizer, files.spec.vocab_size, loaded.eos_ids) if tokenizer is not None else None
+
+    loaded, guidance, player = start_ranks(setup, store, lambda part: load(part=part), guidance_of)
+    engine = _engine(
+        player, config, memory, loaded.tokenizer, loaded.eos_ids, files.spec.vocab_size, guidance
+    )
+    return Assembly(loaded, config, memory, engine, player)
 
 
 def compile_kernels(engine: Engine) -> None:

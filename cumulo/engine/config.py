@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from cumulo.errors import CumuloError
+from cumulo.layout.serving import ServingLayout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +32,13 @@ class EngineConfig:
     kv_dtype: Literal["auto", "fp8"] = "auto"  # fp8: keys and values take one byte a number (GPU)
     batch_invariant: bool = False  # same request, same bits, whatever else is in the batch; slower (GPU)
     cuda_graphs: bool = True  # steps are captured and replayed; off: every kernel is launched by the host
+    # -- over several ranks (processes): docs/serving-ranks.md
+    tp: int = 1  # tensor parallel: heads, feed-forward width and vocabulary in this many slices
+    pp: int = 1  # pipeline parallel: layers in this many stages
+    dp: int = 1  # data-parallel attention: each sequence's KV cache on one of this many ranks
+    # Expert parallel: experts are spread whole over all tp × dp ranks of a stage; alone, it also sets tp.
+    ep: int = 1
+    rank_timeout_s: float = 60.0  # a rank that the others wait for longer has hung: the engine ends
     seed: int = 0  # where requests without a seed of their own draw theirs
 
     def __post_init__(self) -> None:
@@ -50,8 +58,17 @@ class EngineConfig:
                 raise CumuloError(f"{name} must be positive, got {value}")
         if not self.shared_step_s > 0:
             raise CumuloError(f"shared_step_s must be more than 0 seconds, got {self.shared_step_s}")
+        if not self.rank_timeout_s > 0:
+            raise CumuloError(f"rank_timeout_s must be more than 0 seconds, got {self.rank_timeout_s}")
+        _ = self.layout  # which refuses sizes that do not belong together
         if self.kv_blocks is not None and self.kv_blocks < 1:
             raise CumuloError(f"kv_blocks must be 1 or more, got {self.kv_blocks}")
+
+    @property
+    def layout(self) -> ServingLayout:
+        """How the engine is spread over ranks."""
+        alone = self.ep > 1 and self.tp == self.dp == 1
+        return ServingLayout(self.ep if alone else self.tp, self.pp, self.dp, self.ep)
 
     def settled(self, kind: str) -> "EngineConfig":
         """With everything decided that depends on the kind of device, "cpu" or "cuda"."""

@@ -8,6 +8,7 @@ import itertools
 import logging
 import random
 import time
+from collections import deque
 from collections.abc import Iterable
 from collections.abc import Sequence as ListLike
 from dataclasses import dataclass, field
@@ -21,7 +22,7 @@ from cumulo.engine.link import EngineLink
 from cumulo.engine.outputs import Delta, RequestOutput, Sample
 from cumulo.engine.play.embedding import normalised
 from cumulo.engine.text_stream import TextStream
-from cumulo.errors import InvalidRequest
+from cumulo.errors import InvalidRequest, RanksFailed
 from cumulo.models.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -55,13 +56,17 @@ class Engine:
         overlap: bool = True,
         seed: int = 0,
         guidance: Guidance | None = None,
+        depth: int = 1,
     ) -> None:
+        """`depth`: with `overlap`, how many steps are on their way while the next is planned: one for each stage of
+        a pipeline."""
         self.scheduler, self.runner, self.tokenizer = scheduler, runner, tokenizer
         self.vocab_size, self.eos_ids, self.overlap = vocab_size, eos_ids, overlap
         self.guidance = guidance
         self._seeds = random.Random(seed)
         self._ids = itertools.count(1)
-        self._in_flight: tuple[StepPlan, PendingStep] | None = None
+        self._depth = depth if overlap else 0
+        self._in_flight: deque[tuple[StepPlan, PendingStep]] = deque()
         self.link: EngineLink | None = None  # to engines that compute prompts for this one, or the other way
         self.idle = False  # the last step had nothing to compute: what is here waits for another engine
 
@@ -142,26 +147,25 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work or self._in_flight is not None or bool(self.scheduler.closed)
+        return self.scheduler.has_work or bool(self._in_flight) or bool(self.scheduler.closed)
 
     # -- the loop ---------------------------------------------------------------------------------------
     def step(self) -> StepOutput:
-        """Plan a step and hand it to the runner; then finish the one before (without overlap: this one)."""
+        """Plan a step and hand it to the runner; then finish the oldest, once more are on their way than `depth`
+        (without overlap: this one) or if nothing else can be planned."""
         self.exchange()
         plan = self.scheduler.plan(time.perf_counter())
-        submitted = None if plan is None else (plan, self.runner.submit(plan))
+        if plan is not None:
+            self._in_flight.append((plan, self.runner.submit(plan)))
         self.exchange()  # what was planned is known to other engines while it is computed
-        if self.overlap:
-            ready, self._in_flight = self._in_flight, submitted
-        else:
-            ready = submitted
         output = StepOutput()
-        if ready is not None:
-            self._finish(*ready, output)
+        finishes = bool(self._in_flight) and (plan is None or len(self._in_flight) > self._depth)
+        if finishes:
+            self._finish(*self._in_flight.popleft(), output)
         for request in self.scheduler.closed:
             self._close(request, output)
         self.scheduler.closed.clear()
-        self.idle = submitted is None and ready is None
+        self.idle = plan is None and not finishes
         if not self.has_work and self.scheduler.pool.used_count and not self.scheduler.transfers.active:
             raise RuntimeError(f"{self.scheduler.pool.used_count} KV blocks leaked: a bug in the scheduler")
         return output
@@ -175,6 +179,8 @@ class Engine:
         """Take a step's result in. If the runner failed, those in the step fail and the others go on."""
         try:
             result = pending.result()
+        except RanksFailed:
+            raise  # the ranks no longer agree on what they hold: nobody can go on
         except Exception as error:
             log.exception("step %d failed", plan.index)
             message = f"the engine could not compute this step ({type(error).__name__}: {error})"

@@ -42,11 +42,14 @@ class LLM:
         config: EngineConfig | None = None,
         keep_quantised: bool = True,
         progress: LoadProgress | None = None,
+        **options: Any,
     ) -> None:
         """Load `model` (None: the built-in SmolLM2-135M-Instruct). `keep_quantised=False` computes with the
         file's weights dequantised to float32: slower, the reference the packed kernels are measured against.
+        `options` are those of EngineConfig, such as `tp=2`.
         """
-        self._assembly: Assembly = assemble(model, config or EngineConfig(), keep_quantised, progress)
+        chosen = replace(config or EngineConfig(), **options)
+        self._assembly: Assembly = assemble(model, chosen, keep_quantised, progress)
         self.config = self._assembly.config
         self._lock = threading.RLock()
         self._queues: dict[str, deque[Delta]] = {}  # of open streams

@@ -80,6 +80,11 @@ class ServingLayout:
         first = rank // self.stage_ranks * self.stage_ranks
         return tuple(range(first, first + self.stage_ranks))
 
+    def pipeline_group(self, rank: int) -> tuple[int, ...]:
+        """The ranks of the other stages that compute the same slice of the same sequences, by stage."""
+        at = self.place(rank)
+        return tuple(self.rank(replace(at, stage=stage)) for stage in range(self.pp))
+
     def __str__(self) -> str:
         sizes = (f"{name} {size}" for name in ("tp", "pp", "dp", "ep") if (size := getattr(self, name)) > 1)
         return ", ".join(sizes) or "one rank"

@@ -17,6 +17,8 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore  # type: i
 
 from cumulo.ranks.collectives import Work
 
+__all__ = ["RankGroup", "TCPStore", "meeting_point"]
+
 
 class RankGroup:
     def __init__(
@@ -74,3 +76,10 @@ class RankGroup:
         self._count()
         self._group.recv([tensor], sender, 0).wait()
         return tensor
+
+
+def meeting_point(port: int | None = None) -> TCPStore:
+    """Where ranks of this machine find each other: opened by one of them, at a port for the others."""
+    if port is None:
+        return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    return TCPStore("127.0.0.1", port, is_master=False)

@@ -18,8 +18,9 @@ from cumulo.base.machine_memory import PeakMemory
 from cumulo.engine.decide.params import SamplingParams
 from cumulo.engine.decide.plan import NewSlot, Send, StepPlan, StepResult, TokenLogprobs
 from cumulo.engine.guides.guided import Guidance
+from cumulo.engine.play.rank_play import RankPlay
 from cumulo.engine.play.slot_table import SlotTable, StepRows
-from cumulo.engine.sampling.sampler import draw, token_logprobs
+from cumulo.engine.sampling.sampler import Sampler, WholeSampler
 from cumulo.models.batch import KVCache, RunnableModel
 
 # Prompt log-probabilities need logits at every position; this many positions at a time bound their memory.
@@ -41,8 +42,13 @@ class TorchRunner:
         overlap: bool = False,
         threads: int | None = None,
         guidance: Guidance | None = None,
+        sampler: Sampler | None = None,
+        rank: RankPlay | None = None,
     ) -> None:
+        """`rank`, and a sampler to go with it: this runner is one of several that play every plan together."""
         self.model, self.cache = model, cache
+        self.sampler: Sampler = sampler or WholeSampler()
+        self.rank = rank
         self.device = cache.key_storage.device
         self.table = SlotTable(max_slots, max_context, cache.block_size, eos_token_ids, guidance)
         self.host_cache = (
@@ -136,6 +142,9 @@ class TorchRunner:
     @torch.inference_mode()
     def _execute(self, plan: StepPlan) -> StepResult:
         started_s = time.perf_counter()
+        if self.rank is not None:
+            self.rank.take_tokens(plan, self.table)
+            plan = self.rank.own_plan(plan)
         self.table.end(plan.end)
         self._move_blocks(plan)
         self.table.apply(plan)
@@ -207,6 +216,17 @@ class TorchRunner:
         finally:
             self.cache.on_layer = None
 
+    def _forward(self, rows: StepRows, wanted: NDArray[np.int64]) -> Tensor:
+        """Hidden states of the wanted tokens; of a pipeline's last stage only."""
+        own = None if self.rank is None else self.rank.own_rows(rows, wanted)
+        if own is None:
+            return self.model.forward(self.table.forward_batch(rows, wanted, self.device), self.cache)
+        batch = self.table.forward_batch(own.rows, own.wanted, self.device)
+        batch.shares = own.shares
+        output = self.model.forward(batch, self.cache)
+        assert self.rank is not None
+        return self.rank.all_hidden(own, output) if self.rank.part.last else output
+
     def _draw(
         self,
         plan: StepPlan,
@@ -218,8 +238,11 @@ class TorchRunner:
     ) -> None:
         slots = np.array(plan.draw_slots, dtype=np.int64)
         positions = rows.ends[draw_rows]
-        drawn = draw(logits, self.table.draw_batch(slots, positions, logit_rows, logits.shape[-1]))
+        vocabulary = self.sampler.vocabulary_of(logits)
+        drawn = self.sampler.draw(logits, self.table.draw_batch(slots, positions, logit_rows, vocabulary))
         self.table.write_drawn(slots, positions, drawn.tokens)
+        if self.rank is not None:
+            self.rank.send_tokens(drawn.tokens)
         result.tokens = drawn.tokens.tolist()
         result.logprobs, result.errors = drawn.logprobs, drawn.errors
 
@@ -240,7 +263,7 @@ class TorchRunner:
                 logits = logits.float()
             begin = start + first + 1
             tokens = self.table.tokens[slot, begin : begin + len(logits)].astype(np.int64)
-            entries += token_logprobs(logits, tokens, np.full(len(tokens), count))
+            entries += self.sampler.token_logprobs(logits, tokens, np.full(len(tokens), count))
         return entries
 
 

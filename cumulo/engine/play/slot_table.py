@@ -6,16 +6,17 @@ array operations. Only beginnings and block changes are handled one by one.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from cumulo.engine.decide.params import SamplingParams
+from cumulo.engine.decide.params import Guide, SamplingParams
 from cumulo.engine.decide.plan import StepPlan
 from cumulo.engine.guides.guided import Guidance, GuidedSlots
 from cumulo.engine.sampling.random_numbers import seed_bits
-from cumulo.engine.sampling.sampler import DRAW_COLUMNS, DrawBatch, LogitEdits
+from cumulo.engine.sampling.sampler import DRAW_COLUMNS, DrawBatch, LogitEdits, TokenMasks
 from cumulo.models.batch import ForwardBatch
 
 _NOTHING = np.zeros(0, dtype=np.int64)
@@ -35,6 +36,25 @@ class StepRows:
     @property
     def ends(self) -> NDArray[np.int64]:
         return self.starts + self.counts
+
+
+class SlotGuides(Protocol):
+    """What guides allow in which slots; GuidedSlots, or what ranks share of it."""
+
+    def __bool__(self) -> bool: ...
+
+    def begin(self, slot: int, guide: Guide | None) -> None: ...
+
+    def end(self, slot: int) -> None: ...
+
+    def masks(
+        self,
+        slots: NDArray[np.int64],
+        positions: NDArray[np.int64],
+        prompt_lengths: NDArray[np.int64],
+        tokens: NDArray[np.int32],
+        vocabulary: int,
+    ) -> TokenMasks | None: ...
 
 
 class SlotTable:
@@ -60,7 +80,7 @@ class SlotTable:
         self.min_tokens = np.zeros(max_slots, dtype=np.int64)
         self.columns = np.zeros(max_slots, dtype=DRAW_COLUMNS)
         self.params: list[SamplingParams | None] = [None] * max_slots
-        self.guided = GuidedSlots(guidance)
+        self.guided: SlotGuides = GuidedSlots(guidance)
 
     @property
     def nbytes(self) -> int:
@@ -159,7 +179,7 @@ class SlotTable:
             first = np.repeat(rows.starts - rows.query_starts[:-1], rows.counts)
             positions = first + np.arange(len(token_slots))
         blocks = self.tables[token_slots, positions // self.block_size].astype(np.int64)
-        widest = -(-int(ends.max()) // self.block_size)
+        widest = -(-int(ends.max(initial=0)) // self.block_size)
 
         def tensor(array: NDArray[np.generic], dtype: type[np.generic]) -> torch.Tensor:
             return torch.from_numpy(array.astype(dtype)).to(device)

@@ -122,7 +122,8 @@ class SlicedSampler:
             within = (targets[mine] - (cumulative[self.index, mine] - held)) / held
             weights = exponentials(take_rows(logits, mine), local[mine], temperatures[mine])
             found[mine, 0] = pick_from_all(weights, np.clip(within, 0.0, 1.0)) + self.tokens.start
-        return self._exchange(found)[:, :, 0].max(axis=0).astype(np.int64)
+        picked: NDArray[np.int64] = self._exchange(found)[:, :, 0].max(axis=0).astype(np.int64)
+        return picked
 
     def _pick_candidates(
         self, logits: Tensor, peaks: Floats, totals: Floats, columns: NDArray[np.void], numbers: Floats
@@ -169,7 +170,8 @@ class SlicedSampler:
             rows = np.flatnonzero(top_k)
             counts = np.minimum(columns["top_k"][rows], logits.shape[-1])
             bounds[rows] = top_k_bounds(take_rows(logits, rows), counts)
-        return np.maximum(bounds, torch.finfo(logits.dtype).min)
+        finite: Floats = np.maximum(bounds, torch.finfo(logits.dtype).min)
+        return finite
 
     def _gather(self, logits: Tensor, bounds: Floats) -> tuple[NDArray[np.int64], Floats]:
         """Tokens and logits that reach the bounds, of all slices, [draws, most], in token order; -infinity fills

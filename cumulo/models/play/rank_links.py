@@ -1,6 +1,7 @@
 """RankLinks: what a rank's decoder and its runner say to the other ranks, in their words. Made once per rank; on a
 GPU the same words are said by other means."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from cumulo.layout.serving import RankPart
 from cumulo.ranks.collectives import Work
-from cumulo.ranks.rank_group import RankGroup
+from cumulo.ranks.rank_group import RankGroup, TCPStore
 
 
 @dataclass(slots=True)
@@ -20,7 +21,7 @@ class RankLinks:
     part: RankPart
     tensor: RankGroup | None = None  # heads and width are cut among them
     data: RankGroup | None = None  # same slice, other sequences
-    stage: RankGroup | None = None  # all of the stage, where experts are spread over them
+    stage: RankGroup | None = None  # all ranks of the stage, over which experts are spread
     pipeline: RankGroup | None = None  # same slice and sequences, other layers; by stage
     _leaving: list[tuple[Work, Tensor]] = field(default_factory=list)  # held until they have left
 
@@ -46,6 +47,11 @@ class RankLinks:
     def sum_experts(self, partial: Tensor) -> Tensor:
         """What the experts on all ranks of the stage add up to, in place."""
         return partial if self.stage is None else self.stage.sum(partial)
+
+    def share_with_stage(self, tensor: Tensor) -> None:
+        """What the stage's first rank says, in place on the others."""
+        if self.stage is not None:
+            self.stage.share(tensor)
 
     # -- pipeline -------------------------------------------------------------------------------------
     def receive_stream(self, rows: int, dtype: torch.dtype) -> Tensor:
@@ -73,3 +79,27 @@ class RankLinks:
         tensor = tensor.contiguous()
         self._leaving = [(work, held) for work, held in self._leaving if not work.is_completed()]
         self._leaving.append((self.pipeline.send(tensor, stage), tensor))
+
+
+def connect(
+    part: RankPart, store: TCPStore, timeout_s: float, count: Callable[[], None] = lambda: None
+) -> RankLinks:
+    """This rank's links. All ranks call it; groups are made together and in one order."""
+    layout, rank = part.layout, part.rank
+    groups: dict[tuple[int, ...], RankGroup] = {}
+
+    def group(members: tuple[int, ...]) -> RankGroup | None:
+        if len(members) == 1:
+            return None
+        if members not in groups:
+            name = "-".join(map(str, members))
+            groups[members] = RankGroup(store, name, members, rank, timeout_s, count)
+        return groups[members]
+
+    return RankLinks(
+        part,
+        tensor=group(layout.tensor_group(rank)),
+        data=group(layout.data_group(rank)),
+        stage=group(layout.stage_group(rank)),
+        pipeline=group(layout.pipeline_group(rank)),
+    )

@@ -1,0 +1,49 @@
+"""A StepPlan as bytes, to be read by every rank. Columns are runs of 32-bit numbers; only what a beginning sequence
+asks for is an object, and that is pickled once for all readers."""
+
+import pickle
+import struct
+from itertools import chain
+
+from cumulo.engine.decide.plan import NewSlot, StepPlan
+
+_SINGLES = ("end", "slots", "starts", "counts", "draw_rows", "draw_slots", "prompt_logprob_rows", "pool_rows",
+            "pool_starts")  # fmt: skip
+_TUPLES = {"extend": 2, "replace": 3, "copies": 2, "swap_out": 2, "swap_in": 2}
+
+
+def pack_plan(plan: StepPlan) -> bytes:
+    columns = [getattr(plan, name) for name in _SINGLES]
+    columns += [list(chain.from_iterable(getattr(plan, name))) for name in _TUPLES]
+    begins: list[int] = []
+    for new in plan.begin:
+        begins += (new.slot, len(new.tokens), new.prompt_length, len(new.blocks), new.sample_index)
+        begins += new.tokens
+        begins += new.blocks
+    asked = pickle.dumps([(new.params, new.seed) for new in plan.begin], -1) if plan.begin else b""
+    lengths = [plan.index, len(plan.begin), len(begins), *map(len, columns)]
+    # By struct: it takes a third of the time of an array or of numpy.
+    numbers = [struct.pack(f"{len(column)}i", *column) for column in (lengths, *columns, begins) if column]
+    return b"".join((*numbers, asked))
+
+
+def unpack_plan(message: bytes | memoryview) -> StepPlan:
+    head = 3 + len(_SINGLES) + len(_TUPLES)
+    index, new_slots, begun, *lengths = memoryview(message)[: 4 * head].cast("i").tolist()
+    total = head + begun + sum(lengths)
+    numbers = memoryview(message)[: 4 * total].cast("i")
+    plan, first = StepPlan(index), head
+    for name, length in zip((*_SINGLES, *_TUPLES), lengths, strict=True):
+        column = numbers[first : first + length].tolist()
+        width = _TUPLES.get(name)
+        setattr(plan, name, column if width is None else list(zip(*[iter(column)] * width, strict=True)))
+        first += length
+    if new_slots:
+        asked = pickle.loads(memoryview(message)[4 * total :])
+        for params, seed in asked:
+            slot, tokens, prompt, blocks, sample = numbers[first : first + 5].tolist()
+            first += 5
+            held = numbers[first : first + tokens + blocks].tolist()
+            first += tokens + blocks
+            plan.begin.append(NewSlot(slot, held[:tokens], prompt, held[tokens:], params, seed, sample))
+    return plan

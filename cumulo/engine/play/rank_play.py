@@ -1,0 +1,155 @@
+"""What a rank's runner does besides its own part of a step: it takes the tokens that another stage drew, computes
+only the sequences whose keys and values it holds, and asks one rank what guides allow. A TorchRunner with a
+RankPlay plays every plan of the engine."""
+
+from collections import deque
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from cumulo.engine.decide.params import Guide
+from cumulo.engine.decide.plan import StepPlan
+from cumulo.engine.guides.guided import GuidedSlots
+from cumulo.engine.play.slot_table import SlotTable, StepRows
+from cumulo.engine.sampling.sampler import TokenMasks
+from cumulo.layout.serving import RankPart
+from cumulo.models.play.rank_links import RankLinks
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class OwnRows:
+    """A step's rows that this rank computes, and what it takes to put all ranks' results together."""
+
+    rows: StepRows
+    wanted: Ints  # of the wanted tokens those computed here, counted among the tokens of `rows`
+    shares: tuple[int, ...]  # tokens of the step by data-parallel rank
+    counts: tuple[int, ...]  # wanted tokens, likewise
+    order: Ints  # the wanted tokens' numbers, in the order in which the ranks have them
+
+
+class RankPlay:
+    def __init__(self, part: RankPart, links: RankLinks, max_slots: int, blocks: int) -> None:
+        """`blocks`: of this rank's cache; with data-parallel attention each rank's are numbered after another's."""
+        self.part, self.links, self._blocks = part, links, blocks
+        self._home = np.zeros(
+            max_slots, dtype=np.int64
+        )  # by slot: the data-parallel rank that has its blocks
+        self._expected: deque[tuple[Ints, Ints]] = deque()  # slots and positions of tokens drawn elsewhere
+
+    # -- pipeline -------------------------------------------------------------------------------------
+    def take_tokens(self, plan: StepPlan, table: SlotTable) -> None:
+        """Tokens drawn by the last stage in earlier plans, as far as this plan could meet their slots."""
+        if not self._expected:
+            return
+        touched = {*plan.slots, *plan.end, *(new.slot for new in plan.begin)}
+        while any(not touched.isdisjoint(slots.tolist()) for slots, _ in self._expected):
+            slots, positions = self._expected.popleft()
+            table.write_drawn(slots, positions, self.links.receive_tokens(len(slots)))
+
+    def expect_tokens(self, slots: Ints, positions: Ints, table: SlotTable) -> None:
+        """These will be drawn by the last stage. The first embeds them; the others need only know that they are."""
+        if self.part.first and len(slots):
+            self._expected.append((slots, positions))
+        else:
+            table.write_drawn(slots, positions, np.zeros(len(slots), dtype=np.int64))
+
+    def send_tokens(self, tokens: Ints) -> None:
+        if not self.part.first:
+            self.links.send_tokens(tokens)
+
+    # -- data-parallel attention ----------------------------------------------------------------------
+    def own_plan(self, plan: StepPlan) -> StepPlan:
+        """The plan with blocks numbered as in this rank's cache, and without what happens to others' blocks."""
+        if self.part.layout.dp == 1:
+            return plan
+        first = self.part.place.dp * self._blocks
+        inside = range(first, first + self._blocks)
+        for new in plan.begin:
+            if new.blocks:
+                self._home[new.slot] = new.blocks[0] // self._blocks
+        for slot, block in plan.extend:
+            self._home[slot] = block // self._blocks
+        return replace(
+            plan,
+            begin=[new._replace(blocks=[block - first for block in new.blocks]) for new in plan.begin],
+            extend=[(slot, block - first) for slot, block in plan.extend],
+            replace=[(slot, index, block - first) for slot, index, block in plan.replace],
+            copies=[(source - first, target - first) for source, target in plan.copies if source in inside],
+            swap_out=[(block - first, host) for block, host in plan.swap_out if block in inside],
+            swap_in=[(host, block - first) for host, block in plan.swap_in if block in inside],
+        )
+
+    def own_rows(self, rows: StepRows, wanted: Ints) -> OwnRows | None:
+        """None: all of them."""
+        layout, own = self.part.layout, self.part.place.dp
+        if layout.dp == 1:
+            return None
+        homes = self._home[rows.slots]
+        mine = np.flatnonzero(homes == own)
+        counts = rows.counts[mine]
+        kept = StepRows(rows.slots[mine], rows.starts[mine], counts, np.concatenate(([0], np.cumsum(counts))))
+        row_of = np.searchsorted(rows.query_starts, wanted, side="right") - 1
+        here = np.flatnonzero(homes[row_of] == own)
+        place = np.zeros(len(rows.slots), dtype=np.int64)
+        place[mine] = np.arange(len(mine))
+        local = kept.query_starts[place[row_of[here]]] + wanted[here] - rows.query_starts[row_of[here]]
+        shares = np.bincount(homes, weights=rows.counts, minlength=layout.dp).astype(np.int64)
+        held = np.bincount(homes[row_of], minlength=layout.dp)
+        order = np.argsort(homes[row_of], kind="stable")
+        return OwnRows(kept, local, tuple(shares.tolist()), tuple(held.tolist()), order)
+
+    def all_hidden(self, own: OwnRows, hidden: Tensor) -> Tensor:
+        """The hidden states of all wanted tokens, of which every rank computed some."""
+        gathered = self.links.gather_rows(hidden, own.counts)
+        whole = torch.empty_like(gathered)
+        whole[torch.from_numpy(own.order)] = gathered
+        return whole
+
+
+class SharedGuides:
+    """Guides on several ranks: one of them asks the matchers, and all mask by its answer. In the place of
+    GuidedSlots, whose matchers it would cost to keep everywhere, and which may give up by the clock."""
+
+    def __init__(self, guided: GuidedSlots | None, links: RankLinks) -> None:
+        """`guided`: on the rank that asks."""
+        self._guided, self._links = guided, links
+        self._slots: set[int] = set()
+
+    def __bool__(self) -> bool:
+        return bool(self._slots)
+
+    def begin(self, slot: int, guide: Guide | None) -> None:
+        self._slots.discard(slot)
+        if guide is not None:
+            self._slots.add(slot)
+        if self._guided is not None:
+            self._guided.begin(slot, guide)
+
+    def end(self, slot: int) -> None:
+        self._slots.discard(slot)
+        if self._guided is not None:
+            self._guided.end(slot)
+
+    def masks(
+        self, slots: Ints, positions: Ints, prompt_lengths: Ints, tokens: NDArray[np.int32], vocabulary: int
+    ) -> TokenMasks | None:
+        draws = np.flatnonzero([slot in self._slots for slot in slots.tolist()])
+        if not len(draws):
+            return None
+        words = -(-vocabulary // 32)
+        told = np.zeros((len(draws), words + 1), dtype=np.int32)  # the last column: whether its guide failed
+        errors: dict[int, str] = {}
+        if self._guided is not None:
+            found = self._guided.masks(slots, positions, prompt_lengths, tokens, vocabulary)
+            assert found is not None
+            told[:, :words], errors = found.bits, found.errors
+            told[:, words] = [draw in errors for draw in draws.tolist()]
+        self._links.share_with_stage(torch.from_numpy(told))
+        if self._guided is None:
+            errors = {int(draw): "its guide failed" for draw in draws[told[:, words] != 0]}
+        return TokenMasks(draws, np.ascontiguousarray(told[:, :words]), errors)

@@ -1,0 +1,145 @@
+"""What every rank of an engine does at its start, rank 0 in the engine's process and the others in their own: find
+the others, load its part, make its runner. `start_ranks` is called by the assembly.
+
+On a GPU the same steps make a CudaRunner: a rank is given its number and the setup, and nothing here but
+`_make_runner` and `connect` knows what it computes with.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from cumulo.engine.config import EngineConfig
+from cumulo.engine.guides.guided import Guidance, GuidedSlots
+from cumulo.engine.memory.ledger import MemoryPlan
+from cumulo.engine.play.packed_plan import unpack_plan
+from cumulo.engine.play.player import Player
+from cumulo.engine.play.rank_play import RankPlay, SharedGuides
+from cumulo.engine.play.ranked_runner import RankedRunner
+from cumulo.engine.play.runner_torch import TorchRunner
+from cumulo.engine.sampling.sliced import SlicedSampler
+from cumulo.layout.serving import RankPart, rank_part
+from cumulo.models.batch import KVCache, RunnableModel
+from cumulo.models.decoder import Decoder
+from cumulo.models.files.load import LoadedModel, load_model
+from cumulo.models.play.rank_decoder import RankDecoder
+from cumulo.models.play.rank_links import RankLinks, connect
+from cumulo.ranks.plan_ring import PlanReader, RingFile
+from cumulo.ranks.rank_group import TCPStore, meeting_point
+from cumulo.ranks.start import RankProcesses, starter, tell_starter
+from cumulo.spec.model import ModelSpec
+
+_READY = "ready"
+
+
+@dataclass(frozen=True, slots=True)
+class RankSetup:
+    """All that a rank is told: the same for every rank."""
+
+    model: str | Path | None
+    spec: ModelSpec  # of the whole model
+    config: EngineConfig
+    memory: MemoryPlan  # of the engine: its blocks are those of all data-parallel ranks
+    keep_quantised: bool
+    with_tokenizer: bool
+    threads: int
+    port: int  # where the ranks meet
+    ring: Path  # the memory that plans travel through
+
+    def part(self, rank: int) -> RankPart:
+        return rank_part(self.spec, self.config.layout, rank)
+
+
+def start_ranks(
+    setup: RankSetup,
+    store: TCPStore,
+    load: Callable[[RankPart], LoadedModel],
+    guidance_of: Callable[[LoadedModel], Guidance | None],
+) -> tuple[LoadedModel, Guidance | None, Player]:
+    """Start all ranks and be rank 0; returns when every one has loaded its part. `load` loads rank 0's."""
+    layout = setup.config.layout
+    modules = (__name__, "cumulo.models.files.load")
+    ranks = RankProcesses(play_rank, range(1, layout.world), (setup,), threads=setup.threads, preload=modules)
+    try:
+        torch.set_num_threads(setup.threads)
+        ring = RingFile(setup.ring, layout.world)
+        part = setup.part(0)
+        links = connect(part, store, setup.config.rank_timeout_s, _counter(ring, 0))
+        loaded = load(part)
+        guidance = guidance_of(loaded)
+        runner, runs_on = _make_runner(
+            setup, part, loaded.decoder, links, GuidedSlots(guidance), loaded.eos_ids, setup.config.overlap
+        )
+        ranks.wait_for(_READY)
+        setup.ring.unlink()
+    except BaseException:
+        ranks.end()
+        setup.ring.unlink(missing_ok=True)
+        raise
+    ranked = RankedRunner(runner, ranks, ring, setup.config.rank_timeout_s)
+    return loaded, guidance, Player(ranked, f"{layout.world} ranks ({layout}), {runs_on}")
+
+
+def play_rank(rank: int, setup: RankSetup) -> None:
+    """A rank in its own process, until the engine's ends."""
+    ring = RingFile(setup.ring, setup.config.layout.world)
+    plans = PlanReader(ring, rank, starter())
+    part = setup.part(rank)
+    links = connect(part, meeting_point(setup.port), setup.config.rank_timeout_s, _counter(ring, rank))
+    loaded = load_model(
+        setup.model,
+        dtype=getattr(torch, setup.config.dtype),
+        device=setup.config.device,
+        keep_quantised=setup.keep_quantised,
+        with_tokenizer=setup.with_tokenizer,  # which knows what ends an answer
+        part=part,
+    )
+    runner, _ = _make_runner(setup, part, loaded.decoder, links, None, loaded.eos_ids, overlap=False)
+    tell_starter(_READY)
+    while (message := plans.receive()) is not None:
+        runner.submit(unpack_plan(message)).result()
+
+
+def _make_runner(
+    setup: RankSetup,
+    part: RankPart,
+    decoder: Decoder,
+    links: RankLinks,
+    guided: GuidedSlots | None,
+    eos_ids: tuple[int, ...],
+    overlap: bool,
+) -> tuple[TorchRunner, str]:
+    config, memory = setup.config, setup.memory
+    decoder.rotary.serve(memory.max_context)
+    model: RunnableModel = RankDecoder(decoder, part, links)
+    runs_on = "PyTorch operators"
+    blocks = memory.kv_blocks // part.layout.dp
+    cache = KVCache(part.local, blocks, config.block_size, decoder.dtype)
+    runner = TorchRunner(
+        model,
+        cache,
+        max_slots=config.max_running,
+        max_context=memory.max_context,
+        eos_token_ids=eos_ids,
+        host_blocks=memory.host_blocks,
+        overlap=overlap,
+        threads=setup.threads,
+        sampler=None
+        if links.tensor is None
+        else SlicedSampler(part.place.tp, part.vocabulary, part.whole.vocab_size, links.gather_slices),
+        rank=RankPlay(part, links, config.max_running, blocks),
+    )
+    runner.table.guided = SharedGuides(guided, links)
+    return runner, runs_on
+
+
+def _counter(ring: RingFile, rank: int) -> Callable[[], None]:
+    """Counts how often a rank has waited for others, where all can see it."""
+    waits = ring.progress[rank : rank + 1, 1]
+
+    def count() -> None:
+        waits[0] += 1
+
+    return count

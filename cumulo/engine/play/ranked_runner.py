@@ -1,0 +1,80 @@
+"""RankedRunner: plays plans on several ranks. Rank 0 computes in this process, the others in processes of their
+own, and every rank plays every plan in the same order. The engine submits to it as to any runner.
+
+A plan carries no sampled token, so it is sent on at once: it waits at the ranks before the step before it has been
+drawn. Which runner rank 0 has, and the others too, is `RankSetup`'s matter: this file knows only plans.
+"""
+
+from cumulo.engine.decide.plan import PendingStep, StepPlan, StepResult
+from cumulo.engine.play.packed_plan import pack_plan
+from cumulo.engine.play.player import DeviceRunner
+from cumulo.errors import RanksFailed
+from cumulo.ranks.plan_ring import PlanWriter, RingFile
+from cumulo.ranks.start import RankProcesses
+
+_GRACE_S = 3.0  # after a step has failed, the rank that caused it has this long to be heard of
+
+
+class RankedRunner:
+    def __init__(self, runner: DeviceRunner, ranks: RankProcesses, ring: RingFile, timeout_s: float) -> None:
+        """`ranks` are all but rank 0, whose runner is here; `ring` has the progress of all."""
+        self.runner, self.ranks, self._ring = runner, ranks, ring
+        self._plans = PlanWriter(ring, ranks.pipes, timeout_s)
+        self._failed: RanksFailed | None = None
+
+    def submit(self, plan: StepPlan) -> "RankedStep":
+        """To all ranks, without waiting for any."""
+        if self._failed is not None:
+            raise self._failed
+        try:
+            self._plans.send(pack_plan(plan))
+        except RanksFailed as error:
+            raise self.failure(error) from error
+        return RankedStep(self.runner.submit(plan), self)
+
+    def failure(self, error: Exception) -> RanksFailed:
+        """Which rank is to blame for a step that failed here. After it the ranks no longer agree on what they
+        hold: the engine must end."""
+        if self._failed is None:
+            found = self.ranks.failures(_GRACE_S)
+            if not found:
+                found = [self._behind(error)]
+            self._failed = RanksFailed("\n".join(found))
+        return self._failed
+
+    def _behind(self, error: Exception) -> str:
+        """Nobody died: whoever has waited for others least often is whom they wait for."""
+        waits = self._ring.progress[:, 1].copy()
+        rank = int(waits.argmin())
+        if rank == 0 or waits.min() == waits.max():
+            return f"rank 0: {type(error).__name__}: {error}"
+        return f"rank {rank}: the others wait for it; it stood at\n{self.ranks.stack_text(rank)}"
+
+    def close(self) -> None:
+        """Finish what was submitted, and end the ranks."""
+        self.runner.close()
+        self.ranks.end()
+
+    # -- what the ledger asks ---------------------------------------------------------------------------
+    def memory_bytes(self) -> dict[str, int]:
+        return self.runner.memory_bytes()
+
+    def measure_step(self, tokens: int, draws: int) -> int | None:
+        """None: a step of one rank alone would wait for the others."""
+        return None
+
+    def measure_swap_s(self) -> float:
+        return self.runner.measure_swap_s()
+
+
+class RankedStep:
+    """A step on its way."""
+
+    def __init__(self, pending: PendingStep, runner: RankedRunner) -> None:
+        self._pending, self._runner = pending, runner
+
+    def result(self) -> StepResult:
+        try:
+            return self._pending.result()
+        except Exception as error:
+            raise self._runner.failure(error) from error
