@@ -12,6 +12,7 @@ from cumulo.cli import (
     data,
     doctor,
     explain,
+    gateway,
     generate,
     plan,
     schedule,
@@ -33,6 +34,7 @@ app = typer.Typer(
 app.command("chat", epilog=chat.EXAMPLE)(chat.chat)
 app.command("generate", epilog=generate.EXAMPLE)(generate.generate)
 app.command("serve", epilog=serve.EXAMPLE)(serve.serve)
+app.command("gateway", epilog=gateway.EXAMPLE)(gateway.gateway)
 app.command("train", epilog=train.EXAMPLE)(train.train)
 app.command("explain", epilog=explain.EXAMPLE)(explain.explain)
 app.command("doctor", epilog=doctor.EXAMPLE)(doctor.doctor)

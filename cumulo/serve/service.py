@@ -18,6 +18,7 @@ from cumulo.serve.engine_link.fleet import Fleet
 from cumulo.serve.engine_link.in_flight import Failure, Inbox, InFlight
 from cumulo.serve.engine_link.messages import Finished, Ready, Stats, StepRecord, Submit
 from cumulo.serve.errors import ApiError, invalid
+from cumulo.serve.fleet.block_log import BlockLog
 from cumulo.serve.model_text import ModelText
 from cumulo.serve.observe.metrics import Metrics
 from cumulo.serve.observe.rejections import Rejections
@@ -60,6 +61,7 @@ class Service:
             stall_timeout_s=options.stall_timeout_s,
             start_timeout_s=options.start_timeout_s,
             log_level=options.log_level,
+            for_router=options.fleet_key is not None,
         )
         self.fleet = Fleet(settings, self, options.replicas, options.router) if options.replicas > 1 else None
         self.engine: EngineClient | Fleet = self.fleet or EngineClient(settings, self)
@@ -69,6 +71,7 @@ class Service:
         self.limits = RateLimits()
         self.chat_params = ChatParams()
         self.metrics = Metrics(model_name)
+        self.block_log = BlockLog()
         self.stories = Stories(options.stories)
         self.rejections = Rejections(options.stories)
         self.step_history = StepHistory()
@@ -199,6 +202,8 @@ class Service:
         self.metrics.generation_tokens.inc(self._streamed_tokens)
         self._streamed_tokens = 0
         self.metrics.on_progress(stats)
+        if stats.routing is not None:  # of a single engine; a fleet's engines are asked together
+            self.block_log.note(stats.routing.came, stats.routing.went, self.engine.restarts)
         if stats.fairness is not None:
             self.fairness_index = stats.fairness.index
         if self.engine.info is not None:

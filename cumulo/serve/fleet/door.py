@@ -88,7 +88,7 @@ class FleetDoor:
                 f"what the gateway adds cannot be read: {error}; are both of one version?"
             ) from None
         if asked.caller is not None:
-            scope[CALLER_KEY] = Caller(*msgspec.structs.astuple(asked.caller))
+            scope[CALLER_KEY] = Caller(**msgspec.structs.asdict(asked.caller))
         return receive
 
 

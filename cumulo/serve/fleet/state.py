@@ -7,6 +7,7 @@ import asyncio
 import statistics
 from collections.abc import AsyncIterator, Iterable
 
+import msgspec
 from fastapi import APIRouter, Request
 from starlette.responses import Response, StreamingResponse
 
@@ -18,7 +19,7 @@ from cumulo.serve.service import Service
 router = APIRouter(include_in_schema=False)
 _TICK_S = 0.1
 _LONGEST_SILENCE_S = 0.5
-_SPEED_EVERY_TICKS = 10
+_RARELY_TICKS = 10
 
 
 @router.get(STATE_PATH)
@@ -30,33 +31,51 @@ async def fleet_state(request: Request) -> Response:
 
 async def _lines(service: Service, identity: FleetIdentity) -> AsyncIterator[bytes]:
     loop = asyncio.get_running_loop()
-    told, told_s, ticks, speeds = None, 0.0, 0, (0.0, 0.0)
+    told_s, ticks, version, speeds = 0.0, 0, None, (0.0, 0.0)
+    told: FleetNews | None = None
     first: FleetIdentity | None = identity
     while True:
-        if ticks % _SPEED_EVERY_TICKS == 0:
+        if ticks % _RARELY_TICKS == 0:
             speeds = measured_speeds(service.recent_steps)
+            if service.fleet is not None:
+                service.block_log.become(
+                    frozenset().union(*(one.blocks for one in service.fleet.replicas.values()))
+                )
         ticks += 1
-        news = _news(service, first, *speeds)
-        if news != told or loop.time() - told_s >= _LONGEST_SILENCE_S:
-            told, told_s, first = news, loop.time(), None
-            yield written(news) + b"\n"
+        news = _news(service, *speeds)
+        now, reset, added, removed = service.block_log.since(version)
+        if news != told or now != version or loop.time() - told_s >= _LONGEST_SILENCE_S:
+            told, told_s = news, loop.time()
+            blocks = {"reset": reset, "added": added, "removed": removed}
+            yield written(msgspec.structs.replace(news, identity=first, **blocks)) + b"\n"
+            version, first = now, None
         if service.draining and not service.engine.in_flight and not service.unsent:
             return
         await asyncio.sleep(_TICK_S)
 
 
-def _news(service: Service, identity: FleetIdentity | None, prompt_tok_s: float, step_s: float) -> FleetNews:
+def _news(service: Service, prompt_tok_s: float, step_s: float) -> FleetNews:
     engine = service.engine
+    stats = engine.stats
     return FleetNews(
-        identity=identity,
         ready=engine.state == "ready",
         draining=service.draining,
-        running=engine.stats.running if engine.stats is not None else 0,
+        running=stats.running if stats is not None else 0,
         waiting=engine.waiting,
-        steps=engine.stats.steps if engine.stats is not None else 0,
+        waiting_tokens=_waiting_tokens(service),
+        steps=stats.steps if stats is not None else 0,
         prompt_tok_s=prompt_tok_s,
         step_s=step_s,
     )
+
+
+def _waiting_tokens(service: Service) -> int:
+    fleet = service.fleet
+    all_stats = (
+        [service.engine.stats] if fleet is None else [one.client.stats for one in fleet.replicas.values()]
+    )
+    told = [stats.routing for stats in all_stats if stats is not None and stats.routing is not None]
+    return sum(tokens for routing in told for _, _, tokens in routing.queues)
 
 
 def measured_speeds(records: Iterable[StepRecord]) -> tuple[float, float]:

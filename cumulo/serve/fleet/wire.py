@@ -85,6 +85,7 @@ class FleetNews(msgspec.Struct, frozen=True, omit_defaults=True):
     draining: bool = False
     running: int = 0
     waiting: int = 0
+    waiting_tokens: int = 0  # of prompts, not computed yet
     steps: int = 0
     prompt_tok_s: float = 0.0  # 0: not measured yet
     step_s: float = 0.0

@@ -1,0 +1,128 @@
+"""`cumulo gateway`: one address in front of several servers."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from cumulo.cli.shared.declare import argument, option, takes_options
+
+if TYPE_CHECKING:
+    from cumulo.gateway.replicas import Replicas
+
+EXAMPLE = (
+    "Example: [bold]cumulo gateway http://127.0.0.1:8000 http://127.0.0.1:8001 --fleet-key-file fleet.key[/bold], "
+    "then point any OpenAI client at http://127.0.0.1:8080/v1"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatewayCommandOptions:
+    urls: list[str] | None = argument("Servers to use as replicas of one model.", None, metavar="[URL]...")
+    pool: list[str] | None = option(
+        "Server of a model's pool, with its share of the requests. Can be given more than once.",
+        None,
+        metavar="MODEL=URL[@WEIGHT]",
+    )
+    config: Path | None = option(
+        "YAML file with the replicas: a list `replicas` of url, model and weight.", None, metavar="FILE"
+    )
+    fleet_key_file: Path | None = option(
+        "File with the key that Cumulo servers were started with, too; streams survive only with it. "
+        "Default: $CUMULO_FLEET_KEY, or none.",
+        None,
+        metavar="FILE",
+    )
+    operator_key_file: Path | None = option(
+        "File with the key that adds, drains and removes replicas. Default: the fleet's key.",
+        None,
+        metavar="FILE",
+    )
+    api_keys: Path | None = option(
+        "Require one of the API keys in this file (made by cumulo serve --new-api-key). Default: keys are passed "
+        "on to the replicas.",
+        None,
+        metavar="FILE",
+    )
+    host: str = option("Address to listen on; 0.0.0.0: all network interfaces.", "127.0.0.1")
+    port: int = option("Port to listen on; 0: any free port.", 8080)
+    router: str = option("Routing policy: prefix-aware, least-loaded or round-robin.", "prefix-aware")
+    retries: int = option("Further attempts on other replicas, without a token in between.", 3)
+    wait_for_replica_s: float = option(
+        "Seconds that a request waits while no replica takes requests.", 15.0, "--wait-for-replica"
+    )
+    connect_timeout_s: float = option("Seconds to connect to a replica.", 2.0, "--connect-timeout")
+    hang_timeout_s: float = option(
+        "Seconds of silence after which a replica counts as hung and its streams move.", 5.0, "--hang-timeout"
+    )
+    stall_timeout_s: float = option(
+        "Seconds without a finished step, while it has work, after which the streams of a replica move.",
+        30.0,
+        "--stall-timeout",
+    )
+    first_byte_timeout_s: float = option(
+        "Seconds until the first byte of an answer.", 600.0, "--first-byte-timeout"
+    )
+    idle_timeout_s: float = option("Seconds between two pieces of a stream.", 120.0, "--idle-timeout")
+    breaker_failures: int = option("Failures in a row after which a replica is left alone for a while.", 3)
+    drain_timeout_s: float = option(
+        "Seconds that running requests have to finish after SIGTERM or Ctrl-C.", 30.0, "--drain-timeout"
+    )
+    requests_per_minute: int | None = option("Request limit per key, over all replicas.", None)
+    tokens_per_minute: int | None = option("Token limit per key, over all replicas.", None)
+    max_connections: int = option("Maximum number of open client connections.", 8192)
+    max_body_mib: float = option("Maximum size of a request body, in MiB.", 4.0)
+    allow_host: list[str] | None = option(
+        "Host name that clients can use for this gateway. Can be given more than once; '*': any name.",
+        None,
+        metavar="NAME",
+    )
+    cors_origin: list[str] | None = option(
+        "Web origin that can send requests. Can be given more than once. Default: none.", None
+    )
+    stories: int = option("Number of requests kept for `cumulo explain`.", 1000)
+    log_level: str = option("Log level: debug, info, warning or error.", "info")
+
+
+@takes_options
+def gateway(chosen: GatewayCommandOptions) -> None:
+    """Route requests to several servers; streams of a server that dies are continued by another."""
+    from dataclasses import fields
+
+    from cumulo.errors import CumuloError
+
+    if chosen.log_level not in ("debug", "info", "warning", "error"):
+        raise CumuloError(f"--log-level must be debug, info, warning or error, got {chosen.log_level!r}")
+    try:
+        from cumulo.gateway.options import GatewayOptions, PoolMember, read_members
+        from cumulo.gateway.server import run
+    except ImportError as error:
+        raise CumuloError(
+            f"the gateway needs packages that are not installed ({error.name}): "
+            "pip install -e '.[serve]' in Cumulo's folder"
+        ) from error
+    from cumulo.cli.shared.terminal import note
+    from cumulo.serve.fleet.key import fleet_key, read_key
+    from cumulo.serve.observe import steady_stderr
+
+    steady_stderr.install()
+    members = [PoolMember(url) for url in chosen.urls or ()]
+    members += [PoolMember.parse(text) for text in chosen.pool or ()]
+    if chosen.config is not None:
+        members += read_members(chosen.config)
+    told = vars(chosen) | {
+        "members": tuple(members),
+        "fleet_key": fleet_key(chosen.fleet_key_file),
+        "operator_key": None if chosen.operator_key_file is None else read_key(chosen.operator_key_file),
+        "max_body_bytes": int(chosen.max_body_mib * (1 << 20)),
+        "allow_hosts": tuple(chosen.allow_host or ()),
+        "cors_origins": tuple(chosen.cors_origin or ()),
+    }
+    used = GatewayOptions(**{one.name: told[one.name] for one in fields(GatewayOptions) if one.name in told})
+    if used.fleet_key is None:
+        note("without --fleet-key-file the streams of a server that dies end with an error")
+
+    def on_ready(fleet: "Replicas") -> None:
+        for replica in fleet.replicas.values():
+            note(f"{replica.name}: {replica.trouble or ', '.join(replica.models)}")
+
+    run(used, on_bound=lambda url: note(f"listening on {url}; the API is at {url}/v1"), on_ready=on_ready)

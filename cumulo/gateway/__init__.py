@@ -1,0 +1,1 @@
+"""A gateway in front of several servers: routes requests, retries them, and continues streams whose server died."""

@@ -1,0 +1,158 @@
+"""GatewayApp: the gateway as an ASGI application. Its own paths are answered here, all others are passed on."""
+
+import json
+import logging
+import secrets
+import time
+from hashlib import blake2b
+from typing import Any
+
+from starlette.types import Receive, Scope, Send
+
+from cumulo.gateway.decide.prompt_text import peek
+from cumulo.gateway.gate import GatewayGate
+from cumulo.gateway.metrics import GatewayMetrics
+from cumulo.gateway.options import GatewayOptions
+from cumulo.gateway.pages import GatewayPages
+from cumulo.gateway.passed_request import PassedRequest
+from cumulo.gateway.replicas import NoReplica, PromptHint, Replicas, UnknownModel
+from cumulo.gateway.stories import GatewayStories, PassedRecord
+from cumulo.serve.access.keys import Caller
+from cumulo.serve.errors import ApiError, ClientGone, shaped
+from cumulo.serve.fleet.wire import FleetAsk
+
+log = logging.getLogger("cumulo.gateway.access")
+
+_PASSED = ("/v1/", "/v2/", "/tokenize", "/detokenize", "/rerank", "/score")
+_STORED = ("/v1/files", "/v1/batches")  # kept by one server: a caller's files have one home
+_FILE_BYTES = 128 << 20
+_SEED_BITS = 63
+
+
+class GatewayApp:
+    def __init__(self, options: GatewayOptions, fleet: Replicas) -> None:
+        self.options, self.fleet = options, fleet
+        self.gate = GatewayGate(options)
+        self.metrics = GatewayMetrics(fleet)
+        self.stories = GatewayStories(options.stories)
+        self.draining = False
+        self.in_flight = 0
+        self._operation = GatewayPages(self.gate, fleet, self.metrics, self.stories, lambda: self.draining)
+        self._homes: dict[str, str] = {}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        received_s, path = time.perf_counter(), scope["path"]
+        exchange = _Sending(send, self.draining)
+        try:
+            if await self._operation.answered(scope, receive, exchange):
+                return
+            if not path.startswith(_PASSED):
+                raise ApiError(404, f"there is no {path} here; the gateway passes on what is under /v1/")
+            await self._pass_on(scope, receive, exchange, received_s)
+        except ApiError as error:
+            if not exchange.status:
+                await shaped(error, scope)(scope, receive, exchange)
+        except ClientGone:
+            exchange.status = exchange.status or 499
+        finally:
+            if path.startswith(_PASSED):
+                took_ms = (time.perf_counter() - received_s) * 1e3
+                log.info("%s %s %d %.1f ms", scope["method"], path, exchange.status, took_ms)
+
+    # -- passing on ---------------------------------------------------------------------------------------
+    async def _pass_on(self, scope: Scope, receive: Receive, exchange: "_Sending", received_s: float) -> None:
+        caller = self.gate.caller(scope)
+        body = await self._read(scope, receive)
+        asked = peek(body)
+        record = PassedRecord(
+            secrets.token_hex(12), caller.name, scope["path"], asked.model, bool(asked.stream), received_s
+        )
+        self.in_flight += 1
+        self.stories.add(record)
+        try:
+            prompt = PromptHint(
+                asked.model, asked.chain(_cache_scope(caller, scope)), len(asked.text),
+                asked.session, caller.name, asked.priority or 0,
+            )  # fmt: skip
+            self.gate.take_tokens(caller, self.fleet.memory(asked.model).tokens(len(asked.text)))
+            ask = FleetAsk(
+                record.id, int(time.time()), secrets.randbits(_SEED_BITS), self.gate.fleet_caller(caller)
+            )
+            home = self._home(scope["path"], caller, asked.previous_response_id)
+            try:
+                await PassedRequest(
+                    self.fleet, scope, receive, exchange, body, asked, prompt, ask, record, home,
+                ).run()  # fmt: skip
+            except UnknownModel as error:
+                raise ApiError(404, str(error), param="model", code="model_not_found") from None
+            except NoReplica as error:
+                raise ApiError(503, str(error), code="no_replica", retry_after_s=2) from None
+            self.gate.limits.charge_output(caller, record.output_tokens or 0)
+        finally:
+            self.in_flight -= 1
+            self.metrics.in_flight.set(self.in_flight)
+            record.ended_s = record.ended_s or time.perf_counter()
+            self.metrics.on_end(record, exchange.status or 499)
+
+    async def _read(self, scope: Scope, receive: Receive) -> bytes:
+        most_bytes = _FILE_BYTES if scope["path"] == "/v1/files" else self.options.max_body_bytes
+        message = await receive()
+        pieces, size = [message.get("body", b"")], len(message.get("body", b""))
+        while message.get("more_body"):
+            message = await receive()
+            pieces.append(message.get("body", b""))
+            size += len(pieces[-1])
+            if size > most_bytes:
+                break
+        if size > most_bytes:
+            raise ApiError(
+                413,
+                f"the body is larger than the {most_bytes:,} bytes this gateway takes",
+                code="request_too_large",
+                headers={"Connection": "close"},
+            )
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+    def _home(self, path: str, caller: Caller, previous: str | None) -> str | None:
+        """The replica that has stored what is asked about; None: any may answer."""
+        if path.startswith(_STORED):
+            # Rendezvous hashing: when a replica comes or goes, the callers of the others stay where they are.
+            names = [one.name for one in self.fleet.replicas.values() if not one.draining]
+            return max(
+                names, default=None, key=lambda name: blake2b(f"{caller.name}|{name}".encode()).digest()
+            )
+        stored = previous
+        if path.startswith("/v1/responses/"):
+            stored = path.split("/")[3]
+        if stored is None:
+            return None
+        record = self.stories.named(stored, caller.name)
+        return record.replicas[-1] if record is not None and record.replicas else None
+
+
+class _Sending:
+    """Notes the status. While the gateway drains, clients are told to come on another connection next time."""
+
+    __slots__ = ("_draining", "_send", "status")
+
+    def __init__(self, send: Send, draining: bool) -> None:
+        self._send, self._draining, self.status = send, draining, 0
+
+    async def __call__(self, message: Any) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            if self._draining:
+                message = {**message, "headers": [*message["headers"], (b"connection", b"close")]}
+        await self._send(message)
+
+
+def _cache_scope(caller: Caller, scope: Scope) -> str:
+    """Who shares cached prefixes: by key, here or at the replicas."""
+    if caller.cache_scope:
+        return caller.cache_scope
+    keys = [value for name, value in scope["headers"] if name in (b"authorization", b"x-api-key")]
+    return json.dumps([blake2b(b"".join(keys), digest_size=8).hexdigest()]) if keys else ""

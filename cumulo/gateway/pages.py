@@ -1,0 +1,261 @@
+"""GatewayPages: the gateway's own endpoints: health, readiness, metrics, models, the fleet, and explanations."""
+
+import json
+import time
+from collections.abc import Callable
+from typing import Any
+from urllib.parse import quote, unquote
+
+import msgspec
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from cumulo import __version__
+from cumulo.errors import CumuloError
+from cumulo.gateway.gate import GatewayGate
+from cumulo.gateway.metrics import GatewayMetrics
+from cumulo.gateway.options import PoolMember
+from cumulo.gateway.replica import UpstreamReplica
+from cumulo.gateway.replicas import Replicas
+from cumulo.gateway.stories import GatewayStories, PassedRecord
+from cumulo.gateway.upstream import UpstreamError
+from cumulo.serve.access.keys import Caller
+from cumulo.serve.errors import ApiError, invalid
+from cumulo.serve.fleet.wire import ASK_HEADER, KEY_HEADER, FleetAsk, written
+
+_REPLICAS = "/v1/fleet/replicas"
+_RECENT = 50
+_EXPLAIN_TIMEOUT_S = 2.0
+
+
+class AddReplica(msgspec.Struct, forbid_unknown_fields=True):
+    url: str
+    model: str | None = None
+    weight: float = 1.0
+
+
+class ChangeReplica(msgspec.Struct, forbid_unknown_fields=True):
+    url: str
+    move: bool = False  # of a drain: running streams are continued elsewhere at once
+
+
+class GatewayPages:
+    def __init__(
+        self,
+        gate: GatewayGate,
+        fleet: Replicas,
+        metrics: GatewayMetrics,
+        stories: GatewayStories,
+        is_draining: Callable[[], bool],
+    ) -> None:
+        self._gate, self._fleet, self._metrics, self._stories = gate, fleet, metrics, stories
+        self._is_draining = is_draining
+
+    async def answered(self, scope: Scope, receive: Receive, send: Send) -> bool:
+        """Whether the path is one of the gateway's own; then it has been answered. Raises ApiError."""
+        path, method = scope["path"], scope["method"]
+        response: Response | None = None
+        if method in ("GET", "HEAD"):
+            response = await self._get(scope, path)
+        elif path.startswith("/v1/fleet"):
+            self._gate.check_operator(scope)
+            response = await self._change(method, path, receive)
+        if response is None:
+            return False
+        await response(scope, receive, send)
+        return True
+
+    async def _get(self, scope: Scope, path: str) -> Response | None:
+        if path == "/health":
+            return self._health(True)
+        if path == "/ready":
+            return self._health(bool(self._taking()) and not self._is_draining())
+        if path == "/metrics":
+            return Response(self._metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+        if path == "/version":
+            return _json({"version": __version__})
+        if not path.startswith(("/v1/models", "/v1/fleet", "/v1/requests/")):
+            return None
+        caller = self._gate.caller(scope)
+        if path == "/v1/models":
+            return _json({"object": "list", "data": [self._model(name) for name in self._fleet.models()]})
+        if path.startswith("/v1/models/"):
+            return self._one_model(unquote(path.removeprefix("/v1/models/")))
+        if path in ("/v1/fleet", _REPLICAS):
+            return _json(self._whole_fleet())
+        parts = path.split("/")
+        if len(parts) == 5 and parts[2] == "requests" and parts[4] == "explain":
+            return await self._explain(unquote(parts[3]), caller)
+        return None
+
+    # -- health and models --------------------------------------------------------------------------------
+    def _taking(self) -> list[UpstreamReplica]:
+        now_s = time.monotonic()
+        return [replica for replica in self._fleet.replicas.values() if not replica.refuses(now_s)]
+
+    def _health(self, good: bool) -> Response:
+        body = {
+            "status": "ok" if good else "unavailable",
+            "draining": self._is_draining(),
+            "replicas": len(self._fleet.replicas),
+            "taking_requests": len(self._taking()),
+        }
+        return _json(body, 200 if good else 503)
+
+    def _model(self, name: str) -> dict[str, Any]:
+        replicas = self._fleet.models()[name]
+        contexts = [one.identity.max_context for one in replicas if one.identity is not None]
+        return {
+            "id": name,
+            "object": "model",
+            "created": 0,
+            "owned_by": "cumulo" if contexts else "unknown",
+            "max_model_len": min(contexts, default=None),
+            "replicas": len(replicas),
+        }
+
+    def _one_model(self, name: str) -> Response:
+        if name not in self._fleet.models():
+            raise ApiError(
+                404, f"the model {name!r} is not served here", param="model", code="model_not_found"
+            )
+        return _json(self._model(name))
+
+    # -- the fleet ----------------------------------------------------------------------------------------
+    def _whole_fleet(self) -> dict[str, Any]:
+        return {
+            "object": "fleet",
+            "router": self._fleet.options.router,
+            "replicas": [_described(replica) for replica in self._fleet.replicas.values()],
+            "recent": [
+                {
+                    "id": one.call_id or one.id,
+                    "replicas": one.replicas,
+                    "moves": one.moves,
+                    "summary": one.summary(),
+                }
+                for one in self._stories.recent(_RECENT)
+            ],
+        }
+
+    async def _change(self, method: str, path: str, receive: Receive) -> Response | None:
+        if method == "POST" and path == _REPLICAS:
+            asked = _read(await _whole(receive), AddReplica)
+            try:
+                replica = await self._fleet.add(PoolMember(asked.url, asked.model, asked.weight))
+            except CumuloError as error:
+                raise ApiError(400, str(error), param="url", code="replica_refused") from None
+            return _json(_described(replica), 201)
+        actions = {f"{_REPLICAS}/drain": True, f"{_REPLICAS}/resume": False}
+        if method == "POST" and path in actions:
+            change = _read(await _whole(receive), ChangeReplica)
+            replica = self._named(change.url)
+            replica.draining = actions[path]
+            if replica.draining and change.move:
+                replica.move_away()
+            self._fleet.note_change()
+            return _json(_described(replica))
+        if method == "DELETE" and path == _REPLICAS:
+            replica = self._named(_read(await _whole(receive), ChangeReplica).url)
+            await self._fleet.remove(replica.name)
+            return _json({"url": replica.name, "removed": True})
+        raise ApiError(
+            404,
+            f"{method} {path} is not possible; use POST {_REPLICAS} to add, POST {_REPLICAS}/drain, "
+            f'POST {_REPLICAS}/resume, or DELETE {_REPLICAS}, each with {{"url": ...}}',
+        )
+
+    def _named(self, url: str) -> UpstreamReplica:
+        found = self._fleet.replicas.get(url.rstrip("/"))
+        if found is None:
+            known = ", ".join(self._fleet.replicas) or "none"
+            raise ApiError(
+                404, f"{url} is not in the fleet, which has {known}", param="url", code="no_such_replica"
+            )
+        return found
+
+    # -- why? ---------------------------------------------------------------------------------------------
+    async def _explain(self, name: str, caller: Caller) -> Response:
+        record = self._stories.named(name, caller.name)
+        if record is None:
+            kept = self._fleet.options.stories
+            raise ApiError(
+                404,
+                f"nothing is known of a request {name!r}; the last {kept} requests are kept",
+                code="request_not_found",
+            )
+        told = record.explanation()
+        stories = [await self._story(record, replica, caller) for replica in record.replicas]
+        data = [one for story in stories for one in story]
+        if data:
+            data[0] = {**data[0], "summary": f"{record.summary()} {data[0]['summary']}",
+                       "events": _merged(record.events, data[0].get("events", []))}  # fmt: skip
+        else:
+            data = [told]
+        return _json({"id": name, "object": "list", "data": data, "gateway": told})
+
+    async def _story(self, record: PassedRecord, name: str, caller: Caller) -> list[dict[str, Any]]:
+        """What the replica itself tells of the request; nothing if it is gone, or no Cumulo server."""
+        replica, key = self._fleet.replicas.get(name), self._fleet.options.fleet_key
+        if replica is None or not replica.is_cumulo or key is None or not record.call_id or replica.trouble:
+            return []
+        ask = FleetAsk("0", 0, 0, self._gate.fleet_caller(caller))
+        headers = [(KEY_HEADER, key.encode()), (ASK_HEADER, written(ask))]
+        path = f"/v1/requests/{quote(record.call_id, safe='')}/explain"
+        try:
+            exchange = await replica.upstream.begin(replica.upstream.request("GET", path, headers))
+            whole = await exchange.whole(_EXPLAIN_TIMEOUT_S)
+            found: list[dict[str, Any]] = json.loads(whole)["data"]
+        except (UpstreamError, ValueError, KeyError):
+            return []
+        return [{**one, "replica": name} for one in found]
+
+
+def _merged(own: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """By time. Both count from when the request arrived: at the gateway, and at the replica just after."""
+    return sorted([*own, *theirs], key=lambda event: event.get("at_ms") or 0.0)
+
+
+def _described(replica: UpstreamReplica) -> dict[str, Any]:
+    now_s, news, identity = time.monotonic(), replica.news, replica.identity
+    refuses = replica.refuses(now_s)
+    return {
+        "url": replica.name,
+        "state": "ready" if not refuses else "draining" if refuses == "drains" else "unavailable",
+        "reason": refuses or None,
+        "kind": "cumulo" if identity is not None else "openai",
+        "models": list(replica.models),
+        "weight": replica.member.weight,
+        "version": identity.version if identity is not None else None,
+        "fingerprint": identity.fingerprint if identity is not None else None,
+        "in_flight": len(replica.works),
+        "running": news.running,
+        "waiting": news.waiting,
+        "prompt_tok_s": news.prompt_tok_s or None,
+        "step_ms": news.step_s * 1e3 if news.step_s else None,
+        "known_blocks": len(replica.blocks),
+        "breaker": replica.breaker.state(now_s),
+        "requests": replica.requests,
+        "failures": replica.failures,
+    }
+
+
+def _json(content: Any, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(content), status, media_type="application/json")
+
+
+def _read(body: bytes, kind: type[Any]) -> Any:
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except msgspec.MsgspecError as error:
+        raise invalid(f"the body cannot be read: {error}; send for instance "
+                      '{"url": "http://10.0.0.7:8000"}') from None  # fmt: skip
+
+
+async def _whole(receive: Receive) -> bytes:
+    pieces, more = list[bytes](), True
+    while more and sum(map(len, pieces)) < 1 << 16:
+        message = await receive()
+        pieces.append(message.get("body", b""))
+        more = message.get("more_body", False)
+    return b"".join(pieces)

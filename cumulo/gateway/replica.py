@@ -1,0 +1,153 @@
+"""UpstreamReplica: one server behind the gateway: its connections, what it said of itself, and what it is doing."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from cumulo.engine.decide.block_pool import BlockHash
+from cumulo.engine.decide.routing import ReplicaView
+from cumulo.gateway.decide.breaker import Breaker
+from cumulo.gateway.decide.membership import Told
+from cumulo.gateway.options import GatewayOptions, PoolMember
+from cumulo.gateway.upstream import Upstream, UpstreamExchange
+from cumulo.serve.fleet.wire import FleetIdentity, FleetNews, unpacked_hashes
+
+_LINES_TO_KEEP_A_PROMISE = 5  # of its state
+_PROMPT_TOK_S, _STEP_S = 5_000.0, 0.02  # of a fleet that has told nothing yet
+
+
+@dataclass(frozen=True, slots=True)
+class Usual:
+    """What is assumed of a replica that has not told: it is like the others."""
+
+    block_tokens: int  # of a block of text
+    prompt_tok_s: float = _PROMPT_TOK_S
+    step_s: float = _STEP_S
+
+    @classmethod
+    def of_pool(cls, pool: "Sequence[UpstreamReplica]", block_tokens: int) -> "Usual":
+        prompt = [one.news.prompt_tok_s for one in pool if one.news.prompt_tok_s]
+        step = [one.news.step_s for one in pool if one.news.step_s]
+        return cls(
+            block_tokens,
+            sum(prompt) / len(prompt) if prompt else _PROMPT_TOK_S,
+            sum(step) / len(step) if step else _STEP_S,
+        )
+
+
+class ReplicaWork:
+    """One request on a replica: counts there until it is released."""
+
+    __slots__ = ("begun_s", "exchange", "prompt_tokens", "replica", "streams")
+
+    def __init__(self, replica: "UpstreamReplica", exchange: UpstreamExchange, prompt_tokens: int) -> None:
+        self.replica, self.exchange, self.prompt_tokens = replica, exchange, prompt_tokens
+        self.begun_s, self.streams = time.monotonic(), False
+        replica.works.add(self)
+        replica.waiting_tokens += prompt_tokens
+
+    def note_answer(self, streams: bool) -> None:
+        """Its answer begins: its prompt waits no longer."""
+        self.streams = streams
+        self.replica.waiting_tokens -= self.prompt_tokens
+        self.prompt_tokens = 0
+
+    def release(self) -> None:
+        if self in self.replica.works:
+            self.replica.works.discard(self)
+            self.replica.waiting_tokens -= self.prompt_tokens
+            self.exchange.close()
+
+
+class UpstreamReplica:
+    def __init__(self, member: PoolMember, options: GatewayOptions) -> None:
+        self.member, self.name = member, member.url
+        self.upstream = Upstream(member.url, options.connect_timeout_s)
+        self.breaker = Breaker(options.breaker_failures)
+        self.told: Told | None = None  # None: it has never answered
+        self.identity: FleetIdentity | None = None  # of a Cumulo server that let us in
+        self.news = FleetNews(ready=False)
+        self.blocks: set[BlockHash] = set()
+        self._promised: list[set[BlockHash]] = [
+            set(),
+            set(),
+        ]  # of the blocks, those it has not told of; older first
+        self._lines = 0
+        self.trouble = "has not answered yet"  # why it takes no requests; empty: it takes them
+        self.refused = False  # it answers, but cannot be a replica here: the trouble says why
+        self.draining = False  # an operator's wish
+        self.works: set[ReplicaWork] = set()
+        self.waiting_tokens = 0
+        self.requests = self.failures = self.moved_away = 0
+        self.heard_s = time.monotonic()
+
+    @property
+    def is_cumulo(self) -> bool:
+        return self.identity is not None
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        if self.told is None:
+            return ()
+        return self.told.models if self.member.model is None else (self.member.model,)
+
+    def refuses(self, now_s: float) -> str:
+        if self.trouble:
+            return self.trouble
+        if self.draining or self.news.draining:
+            return "drains"
+        return self.breaker.refuses(now_s)
+
+    def view(self, now_s: float, usual: "Usual") -> ReplicaView:
+        news, identity = self.news, self.identity
+        return ReplicaView(
+            self.name,
+            waiting_tokens=max(self.waiting_tokens, news.waiting_tokens),
+            running=max(len(self.works), news.running + news.waiting),
+            max_running=identity.max_running if identity is not None else 256,
+            prompt_tok_s=news.prompt_tok_s or usual.prompt_tok_s,
+            step_s=news.step_s or usual.step_s,
+            block_size=identity.block_size if identity is not None else usual.block_tokens,
+            blocks=self.blocks,
+            refuses=self.refuses(now_s),
+        )
+
+    # -- news ---------------------------------------------------------------------------------------------
+    def take(self, news: FleetNews) -> None:
+        self.news = news
+        if news.reset:
+            self.blocks.clear()
+        if news.added or news.removed:
+            added = unpacked_hashes(news.added)
+            self.blocks.difference_update(unpacked_hashes(news.removed))
+            self.blocks.update(added)
+            for promised in self._promised:
+                promised.difference_update(added)
+        self._lines += 1
+        if self._lines % _LINES_TO_KEEP_A_PROMISE == 0:
+            broken = self._promised.pop(0)
+            self._promised.append(set())
+            self.blocks.difference_update(broken)
+
+    def promise(self, hashes: Sequence[BlockHash]) -> None:
+        """It has just computed these blocks, and will say so; until then they count as held."""
+        new = [one for one in hashes if one not in self.blocks]
+        self.blocks.update(new)
+        self._promised[-1].update(new)
+
+    def lose(self, trouble: str) -> None:
+        """It is dead, or as good as dead: whoever waits for it need not."""
+        self.trouble = trouble
+        self.blocks.clear()
+        self.news = FleetNews(ready=False)
+        self.upstream.close()
+        for work in list(self.works):
+            work.exchange.fail(trouble)
+
+    def move_away(self) -> None:
+        """Its running requests are continued elsewhere."""
+        for work in list(self.works):
+            work.exchange.fail("is being drained")
+
+    def close(self) -> None:
+        self.upstream.close()

@@ -1,0 +1,215 @@
+"""Replicas: the servers behind the gateway and the pools they form. They come, go and drain while it runs."""
+
+import asyncio
+import logging
+import time
+from dataclasses import dataclass
+
+from cumulo.engine.decide.routing import Ask, NoReplica, Route
+from cumulo.errors import CumuloError
+from cumulo.gateway.decide.choosing import Chooser
+from cumulo.gateway.decide.membership import Told, stray
+from cumulo.gateway.decide.prefix_memory import PrefixMemory
+from cumulo.gateway.decide.prompt_text import TEXT_BLOCK
+from cumulo.gateway.options import GatewayOptions, PoolMember
+from cumulo.gateway.replica import UpstreamReplica, Usual
+from cumulo.gateway.watch import Watch
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class PromptHint:
+    """What a request brings to the choice of its replica."""
+
+    model: str | None
+    chain: list[bytes]
+    text_bytes: int
+    session: str = ""
+    tenant: str = ""
+    priority: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenReplica:
+    replica: UpstreamReplica
+    route: Route
+    prompt_tokens: int  # about
+
+
+class UnknownModel(CumuloError):
+    """No replica serves it."""
+
+
+class Replicas:
+    def __init__(self, options: GatewayOptions) -> None:
+        self.options = options
+        self.replicas: dict[str, UpstreamReplica] = {}
+        self._watches: dict[str, tuple[Watch, asyncio.Task[None]]] = {}
+        self._choosers: dict[str | None, Chooser] = {}
+        self._memories: dict[str | None, PrefixMemory] = {}
+        self._changed: asyncio.Future[None] | None = None
+
+    # -- life ---------------------------------------------------------------------------------------------
+    async def start(self) -> None:
+        """Ask every server what it is. Raises CumuloError if one cannot belong here, or if none answers."""
+        watches = [self._add(member) for member in self.options.members]
+        await asyncio.gather(*(watch.settled.wait() for watch in watches))
+        replicas = list(self.replicas.values())
+        for replica in replicas:
+            if replica.refused:
+                raise CumuloError(_named(replica))
+        good = [replica for replica in replicas if not replica.trouble]
+        if not good and not any(replica.trouble.startswith("is not ready") for replica in replicas):
+            raise CumuloError(
+                "no server can be reached: "
+                + "; ".join(map(_named, replicas))
+                + ". Start them first, for instance "
+                "with `cumulo serve --port 8000`"
+            )
+        unnamed = [(one.name, one.told) for one in good if one.member.model is None and one.told is not None]
+        if unnamed and (problem := stray(unnamed)):
+            raise CumuloError(problem)
+
+    async def close(self) -> None:
+        for name in list(self.replicas):
+            await self.remove(name)
+
+    # -- coming and going ---------------------------------------------------------------------------------
+    def _add(self, member: PoolMember) -> Watch:
+        replica = self.replicas[member.url] = UpstreamReplica(member, self.options)
+        watch = Watch(replica, self.options, lambda: self._others(replica), self._on_change)
+        self._watches[replica.name] = watch, asyncio.create_task(watch.run())
+        return watch
+
+    async def add(self, member: PoolMember) -> UpstreamReplica:
+        """While serving; raises CumuloError with the reason if it cannot be a replica here."""
+        if member.url in self.replicas:
+            raise CumuloError(
+                f"{member.url} is in the fleet already; remove it first to change its pool or weight"
+            )
+        await self._add(member).settled.wait()
+        replica = self.replicas[member.url]
+        problem = _named(replica) if replica.trouble else ""
+        known = [
+            (one.name, one.told)
+            for one in self.replicas.values()
+            if one.told is not None and one is not replica
+        ]
+        own = set(replica.told.models) if replica.told is not None else set()
+        if (
+            not problem
+            and member.model is None
+            and known
+            and not any(own & set(told.models) for _, told in known)
+        ):
+            assert replica.told is not None
+            problem = stray([known[0], (replica.name, replica.told)])
+        if problem:
+            await self.remove(member.url)
+            raise CumuloError(problem)
+        return replica
+
+    async def remove(self, name: str) -> None:
+        """What runs there is continued elsewhere."""
+        replica = self.replicas.pop(name)
+        _, task = self._watches.pop(name)
+        task.cancel()
+        await asyncio.wait([task])
+        replica.lose("was removed from the fleet")
+        self._forget(replica)
+        self._wake()
+
+    def _others(self, replica: UpstreamReplica) -> list[tuple[str, Told]]:
+        return [
+            (one.name, one.told)
+            for one in self.replicas.values()
+            if one is not replica and one.told is not None
+        ]
+
+    def _on_change(self, replica: UpstreamReplica) -> None:
+        if replica.trouble:
+            self._forget(replica)
+        self._wake()
+
+    def _forget(self, replica: UpstreamReplica) -> None:
+        for chooser in self._choosers.values():
+            chooser.forget(replica.name)
+
+    def note_change(self) -> None:
+        """A replica drains, or does no longer."""
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._changed is not None and not self._changed.done():
+            self._changed.set_result(None)
+        self._changed = None
+
+    async def wait_for_change(self, timeout_s: float) -> None:
+        """Until a replica comes, goes, or recovers; but no longer than this."""
+        if self._changed is None:
+            self._changed = asyncio.get_running_loop().create_future()
+        await asyncio.wait([self._changed], timeout=timeout_s)
+
+    # -- choosing -----------------------------------------------------------------------------------------
+    def models(self) -> dict[str, list[UpstreamReplica]]:
+        found: dict[str, list[UpstreamReplica]] = {}
+        for replica in self.replicas.values():
+            for model in replica.models:
+                found.setdefault(model, []).append(replica)
+        return found
+
+    def pool(self, model: str | None) -> list[UpstreamReplica]:
+        """Raises UnknownModel. A request without a model goes anywhere: a server says what is wrong with it."""
+        if model is None:
+            return list(self.replicas.values())
+        found = [replica for replica in self.replicas.values() if model in replica.models]
+        if not found and any(replica.told is None for replica in self.replicas.values()):
+            raise NoReplica(f"no replica that serves {model!r} has answered yet")
+        if not found:
+            known = ", ".join(repr(name) for name in self.models())
+            raise UnknownModel(
+                f"the model {model!r} is not served here; this gateway has {known or 'none now'}"
+            )
+        return found
+
+    def memory(self, model: str | None) -> PrefixMemory:
+        return self._memories.setdefault(model, PrefixMemory())
+
+    def choose(
+        self, prompt: PromptHint, tried: frozenset[str] = frozenset(), like: str = "", home: str | None = None
+    ) -> ChosenReplica:
+        """Raises NoReplica or UnknownModel. `like`: the fingerprint of the model that has begun the answer. `home`:
+        the only replica that can answer."""
+        pool, memory, now_s = self.pool(prompt.model), self.memory(prompt.model), time.monotonic()
+        if home is not None:
+            pool = [one for one in self.replicas.values() if one.name == home]
+        if like:
+            pool = [one for one in pool if one.identity is not None and one.identity.fingerprint == like]
+        tokens = memory.tokens(prompt.text_bytes)
+        by_tokens = all(replica.is_cumulo for replica in pool)
+        ask = Ask(
+            tokens,
+            memory.hashes(prompt.chain) if by_tokens else prompt.chain,
+            prompt.session,
+            prompt.tenant,
+            prompt.priority,
+            tried,
+        )
+        chooser = self._choosers.get(prompt.model)
+        if chooser is None:
+            chooser = self._choosers[prompt.model] = Chooser(self.options.router)
+        usual = Usual.of_pool(pool, memory.tokens(TEXT_BLOCK))
+        views = [replica.view(now_s, usual) for replica in pool]
+        route = chooser.choose(ask, views, {replica.name: replica.member.weight for replica in pool})
+        replica = self.replicas[route.replica]
+        replica.breaker.on_sent(now_s)
+        return ChosenReplica(replica, route, tokens - route.cached_tokens)
+
+
+def _named(replica: UpstreamReplica) -> str:
+    trouble = replica.trouble
+    return trouble if trouble.startswith(replica.name) else f"{replica.name} {trouble}"
+
+
+__all__ = ["ChosenReplica", "NoReplica", "PromptHint", "Replicas", "UnknownModel"]

@@ -1,0 +1,149 @@
+"""Runs the gateway: asks the servers what they are, binds the port, and ends in order. Called by `cumulo gateway`.
+
+SIGTERM or Ctrl-C: it stops listening, requests on open connections are still answered, and when none runs, or after
+a bound, the process ends with status 0. A new gateway on the same port can be started before.
+"""
+
+import asyncio
+import functools
+import gc
+import logging
+import socket
+import time
+from collections.abc import Callable
+
+import uvicorn
+
+from cumulo.gateway.app import GatewayApp
+from cumulo.gateway.options import GatewayOptions
+from cumulo.gateway.replicas import Replicas
+from cumulo.serve.http.connection import Connection
+from cumulo.serve.http.descriptors import BACKLOG, find_room
+from cumulo.serve.http.host_check import AllowedHosts, HostCheck
+from cumulo.serve.http.keeper import Keeper
+from cumulo.serve.http.limits import HttpLimits
+from cumulo.serve.http.listening import SignalledServer, bind, loop_factory, url_of
+from cumulo.serve.http.tally import Tally
+from cumulo.serve.observe import steady_stderr
+
+log = logging.getLogger(__name__)
+_SWEEP_S = 1.0
+_DISCARD_BYTES = 64 << 20
+
+
+class GatewayRun:
+    """One life of the gateway, from the first question to the drain."""
+
+    def __init__(self, options: GatewayOptions, fleet: Replicas) -> None:
+        self._options, self._fleet = options, fleet
+        self._app = GatewayApp(options, fleet)
+        tally = Tally(lambda reason: self._app.metrics.refusals.labels(reason).inc())
+        # Half of the descriptors are for clients, half for replicas.
+        room = find_room(2 * options.max_connections)
+        self._keeper = Keeper(
+            HttpLimits(
+                room=room,
+                per_address=room.connections,  # a fleet's clients often come through one proxy
+                header_timeout_s=10.0,
+                body_timeout_s=20.0,
+                keep_alive_timeout_s=options.keep_alive_timeout_s,
+                write_timeout_s=options.write_timeout_s,
+                body_bytes=options.max_body_bytes + _DISCARD_BYTES,
+            ),
+            tally,
+        )
+        self._app.metrics.connections.set_function(lambda: float(self._keeper.count))
+        config = uvicorn.Config(
+            HostCheck(
+                self._app, AllowedHosts(options.host, options.allow_hosts), options.cors_origins, tally
+            ),
+            http=functools.partial(Connection, keeper=self._keeper),  # type: ignore[arg-type]
+            backlog=BACKLOG,
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_graceful_shutdown=2,
+            lifespan="off",
+        )
+        self._uvicorn = SignalledServer(config, self._on_signal)
+        self._ending: asyncio.Task[None] | None = None
+
+    async def serve(self, listener: socket.socket) -> None:
+        self._keeper.start()
+        sweeping = asyncio.create_task(self._sweep())
+        try:
+            await self._uvicorn.serve(sockets=[listener])
+        finally:
+            self._keeper.stop()
+            sweeping.cancel()
+            await self._fleet.close()
+
+    async def _sweep(self) -> None:
+        """Ends answers that are not going on. Times are looked at together: a timer per token would cost more than
+        the token."""
+        options = self._options
+        while True:
+            await asyncio.sleep(_SWEEP_S)
+            now_s = time.monotonic()
+            for replica in self._fleet.replicas.values():
+                for work in list(replica.works):
+                    limit_s = options.idle_timeout_s if work.streams else options.first_byte_timeout_s
+                    if now_s - work.exchange.heard_s > limit_s:
+                        work.exchange.fail(f"sent nothing for {limit_s:g} s")
+
+    def _on_signal(self) -> None:
+        if self._ending is None:
+            self._ending = asyncio.create_task(self._drain())
+        else:
+            self._uvicorn.should_exit = True
+
+    async def _drain(self) -> None:
+        app, loop = self._app, asyncio.get_running_loop()
+        app.draining = True
+        for server in self._uvicorn.servers:
+            server.close()  # another gateway on this port gets the new connections from now on
+        deadline_s = loop.time() + self._options.drain_timeout_s
+        if app.in_flight:
+            log.info("draining: %d requests may finish", app.in_flight)
+        while app.in_flight and loop.time() < deadline_s:
+            await asyncio.sleep(0.05)
+        if app.in_flight:
+            log.warning("%d requests did not finish in time and are ended", app.in_flight)
+        await asyncio.sleep(0.05)  # the last bytes of what has just finished
+        self._uvicorn.should_exit = True
+
+
+def run(
+    options: GatewayOptions,
+    *,
+    on_bound: Callable[[str], None] = lambda url: None,
+    on_ready: Callable[[Replicas], None] = lambda fleet: None,
+) -> None:
+    """Serve until told to stop; raises CumuloError if the servers cannot form a fleet."""
+    steady_stderr.start_logging(options.log_level, "gateway")
+    listener = bind(options.host, options.port, shared=True)
+    try:
+        with asyncio.Runner(loop_factory=loop_factory()) as runner:
+            runner.run(_run(options, listener, on_bound, on_ready))
+    finally:
+        listener.close()
+
+
+async def _run(
+    options: GatewayOptions,
+    listener: socket.socket,
+    on_bound: Callable[[str], None],
+    on_ready: Callable[[Replicas], None],
+) -> None:
+    fleet = Replicas(options)
+    life = GatewayRun(options, fleet)
+    try:
+        await fleet.start()
+    except BaseException:
+        await fleet.close()
+        raise
+    on_bound(url_of(listener))
+    on_ready(fleet)
+    gc.collect()
+    gc.freeze()
+    await life.serve(listener)
