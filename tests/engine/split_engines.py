@@ -1,0 +1,104 @@
+"""A prefill and a decode engine on tiny models, connected as two processes would be, for tests of KV transfer.
+
+The prefill engine turns in a thread of its own, so that blocks really arrive while both compute.
+"""
+
+import select
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from cumulo.engine.engine import Engine
+from cumulo.engine.link import DecodeLink, PrefillLink
+from cumulo.engine.outputs import RequestOutput
+from cumulo.engine.play.transfer_receiver import TransferReceiver
+from cumulo.engine.play.transfer_sender import TransferSender
+from cumulo.models.batch import KVCache
+from cumulo.models.decoder import Decoder
+from tests.engine.tiny_engine import make_engine
+
+
+class PrefillThread:
+    """A prefill engine; `kill` is what its death looks like from outside."""
+
+    def __init__(self, decoder: Decoder, address: str, **options) -> None:
+        self.engine = engine = make_engine(decoder, **options)
+        cache = engine.runner.cache
+        engine.runner.cache = KVCache(
+            decoder.spec, cache.blocks, cache.block_size, cache.key_storage.dtype, shared=True
+        )
+        self.sender = TransferSender(engine.runner.cache, "tiny", address)
+        engine.runner.layer_teller = self.sender.layer_teller
+        engine.link = PrefillLink(engine.scheduler, self.sender)
+        self.problems: list[str] = []
+        self.awake = threading.Event()  # cleared: it stands still
+        self.awake.set()
+        self._ended = False
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        engine = self.engine
+        while not self._ended:
+            self.awake.wait()
+            if not engine.has_work or engine.idle:
+                select.select([engine.link], [], [], 0.01)
+            engine.exchange()
+            if engine.has_work:
+                engine.step()
+            self.problems += engine.scheduler.problems()
+
+    def kill(self) -> None:
+        self._ended = True
+        self.awake.set()
+        self._thread.join()
+        self.sender.close()
+        self.engine.runner.close()
+
+    def finish(self) -> None:
+        """Until every block has been released."""
+        while self.engine.scheduler.transfers.active or self.engine.has_work:
+            self._thread.join(0.005)
+        self.kill()
+        assert self.problems == []
+        assert self.engine.scheduler.pool.used_count == 0
+
+
+def decode_engine(decoder: Decoder, peers: list[tuple[str, str]], **options) -> Engine:
+    engine = make_engine(decoder, **options)
+    receiver = TransferReceiver(engine.runner.cache, "tiny", peers)
+    engine.link = DecodeLink(engine.scheduler, receiver, decoder.spec.layers)
+    return engine
+
+
+def wait_for_peers(engine: Engine, count: int = 1) -> None:
+    while len(engine.scheduler.transfers.peers) < count:
+        select.select([engine.link], [], [], 1.0)
+        engine.exchange()
+
+
+def run_split(engine: Engine, between: Callable[[int], None] | None = None) -> dict[str, RequestOutput]:
+    """Until every request has ended and nothing of a transfer is left."""
+    finished: dict[str, RequestOutput] = {}
+    turns = 0
+    while engine.has_work or engine.scheduler.transfers.active:
+        if engine.idle or not engine.has_work:
+            select.select([engine.link], [], [], 0.01)
+        engine.exchange()
+        if engine.has_work:
+            finished |= {output.request_id: output for output in engine.step().finished}
+        assert engine.scheduler.problems() == []
+        turns += 1
+        if between is not None:
+            between(turns)
+    assert engine.scheduler.pool.used_count == 0
+    return finished
+
+
+def address_in(folder: Path, transport: str, name: str = "prefill") -> str:
+    return f"unix:{folder}/{name}.sock" if transport == "shared" else "tcp:127.0.0.1:0"
+
+
+def close(engine: Engine) -> None:
+    engine.link.close()
+    engine.runner.close()

@@ -1,0 +1,311 @@
+"""Prefill and decode on two engines: the same tokens and log-probabilities as on one, whatever dies on the way; and
+the decisions behind it."""
+
+import random
+from array import array
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cumulo.engine.decide import handover
+from cumulo.engine.decide.params import SamplingParams
+from cumulo.engine.decide.request import Request, State
+from cumulo.engine.decide.routing import Ask, PrefixAware, ReplicaView
+from cumulo.engine.decide.scheduler import Scheduler
+from cumulo.engine.decide.scheduler_config import SchedulerConfig
+from cumulo.engine.decide.transfer import (
+    ComputeOrder,
+    CopyStopped,
+    FetchOrder,
+    Landed,
+    LayerPiece,
+    OrderBegun,
+    OrderFailed,
+    PeerLoad,
+    PeerLost,
+    ReleaseOrder,
+    TransferPlan,
+    TransferProgress,
+    choose_prefill,
+)
+from tests.engine.equivalence import Lengths, _ends, _log_probabilities, draw_requests, run_alone
+from tests.engine.split_engines import (
+    PrefillThread,
+    address_in,
+    close,
+    decode_engine,
+    run_split,
+    wait_for_peers,
+)
+from tests.engine.tiny_engine import VOCAB, make_decoder, make_engine
+
+OPTIONS = dict(blocks=30, block_size=8, max_running=5, max_tokens_per_step=16, overlap=True)
+
+
+# -- what travels ---------------------------------------------------------------------------------------------
+@settings(max_examples=60, deadline=None)
+@given(
+    layers=st.integers(1, 4), size=st.sampled_from([1, 4, 16]), tokens=st.integers(1, 60), held=st.integers(0, 5),
+    chunk=st.integers(1, 40), most=st.integers(1, 5), shuffle=st.randoms(use_true_random=False),
+)  # fmt: skip
+def test_every_block_of_every_layer_is_copied_once_and_never_before_it_is_computed(
+    layers: int, size: int, tokens: int, held: int, chunk: int, most: int, shuffle: random.Random
+) -> None:
+    blocks = -(-tokens // size)
+    held = min(held, blocks - 1)
+    sources = list(range(100, 100 + blocks))
+    if shuffle.random() < 0.5:
+        shuffle.shuffle(sources)
+    targets = tuple(range(200, 200 + blocks - held))
+    progress = TransferProgress(TransferPlan(1, "p", layers, size, tokens, held, tuple(sources), targets))
+    computed, copied = [0] * layers, list[tuple[int, int, int]]()
+    for end in [*range(chunk, tokens, chunk), tokens]:
+        for layer in range(layers):
+            computed[layer] = end
+            progress.computed(layer + 1, end)
+            while shuffle.random() < 0.7 and (piece := progress.next_piece(most)) is not None:
+                copied += _blocks_of(piece, sources, computed, size, tokens)
+    while (piece := progress.next_piece(most)) is not None:
+        copied += _blocks_of(piece, sources, computed, size, tokens)
+    assert progress.done
+    assert sorted(copied) == [
+        (layer, index, targets[index - held]) for layer in range(layers) for index in range(held, blocks)
+    ]
+
+
+def _blocks_of(
+    piece: LayerPiece, sources: list[int], computed: list[int], size: int, tokens: int
+) -> list[tuple[int, int, int]]:
+    found = []
+    for run in piece.runs:
+        for offset in range(run.blocks):
+            index = sources.index(run.source + offset)
+            assert min(tokens, (index + 1) * size) <= computed[piece.layer]
+            found.append((piece.layer, index, run.target + offset))
+    return found
+
+
+# -- where a prompt is computed -------------------------------------------------------------------------------
+def _choice(tokens: int, *, running: int = 0, waiting_there: int = 0, tail_s: float = 2e-3):
+    here = ReplicaView("here", running=running, prompt_tok_s=1000)
+    there = ReplicaView("there", waiting_tokens=waiting_there, prompt_tok_s=1000, step_s=0)
+    return choose_prefill(Ask(tokens), here, [there], tail_s, PrefixAware())
+
+
+def test_a_long_prompt_goes_to_the_prefill_engine_and_a_short_one_stays() -> None:
+    assert _choice(1000).peer == "there"
+    assert _choice(1, tail_s=0.01).peer is None
+
+
+def test_a_long_queue_there_keeps_a_prompt_here_unless_many_would_wait_for_it_here() -> None:
+    assert _choice(1000, waiting_there=2000).peer is None
+    assert _choice(1000, waiting_there=2000, running=8).peer == "there"
+
+
+def test_without_a_prefill_engine_prompts_are_computed_here() -> None:
+    here = ReplicaView("here")
+    choice = choose_prefill(Ask(1000), here, [], 0.0, PrefixAware())
+    assert choice.peer is None and "no prefill engine" in choice.why
+
+
+# -- the scheduler of a decode engine -------------------------------------------------------------------------
+def _decoding(blocks: int = 12, **options) -> Scheduler:
+    scheduler = Scheduler(SchedulerConfig(blocks=blocks, block_size=4, max_context=200, **options))
+    scheduler.transfers.receives, scheduler.transfers.layers = True, 2
+    for name in ("p0", "p1"):
+        handover.enter_event(scheduler.books, PeerLoad(0, 0, 1000.0, 8, name), 0.0)
+    return scheduler
+
+
+def _request(name: str, tokens: int = 17, **params) -> Request:
+    chosen = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True, **params)
+    return Request(name, list(range(tokens)), chosen, seed=0, arrived_s=0.0)
+
+
+def _begin(scheduler: Scheduler, order: ComputeOrder, now_s: float = 0.1) -> TransferPlan:
+    """The prefill engine begins, the scheduler finds room, and says what to copy."""
+    blocks = tuple(range(-(-len(order.tokens) // 4)))
+    handover.enter_event(scheduler.books, OrderBegun(order.number, blocks, 0, order.peer), now_s)
+    assert scheduler.plan(now_s) is None
+    (fetch,) = scheduler.transfers.orders
+    assert isinstance(fetch, FetchOrder)
+    scheduler.transfers.orders.clear()
+    return fetch.plan
+
+
+def _ordered(scheduler: Scheduler, name: str = "one") -> ComputeOrder:
+    scheduler.add(_request(name))
+    order = scheduler.transfers.orders.pop()
+    assert isinstance(order, ComputeOrder)
+    return order
+
+
+def test_a_request_holds_no_block_until_its_prefill_begins_and_draws_when_its_blocks_are_here() -> None:
+    scheduler = _decoding()
+    order = _ordered(scheduler)
+    assert order.tokens == array("i", range(16))  # all but the last: that is computed where it is drawn
+    assert scheduler.plan(0.0) is None and scheduler.pool.used_count == 0
+    plan = _begin(scheduler, order)
+    assert plan.sources == (0, 1, 2, 3) and plan.blocks == 4 and scheduler.problems() == []
+    handover.enter_event(scheduler.books, Landed(order.number, 1e-3, 100, 1e-3), 0.2)
+    step = scheduler.plan(0.2)
+    assert step is not None and (step.starts, step.counts, len(step.draw_rows)) == ([16], [1], 1)
+    assert scheduler.transfers.orders == [ReleaseOrder(order.number, order.peer)]
+    assert scheduler.problems() == []
+
+
+def test_blocks_that_a_transfer_may_still_write_to_are_nobodys_until_it_has_stopped() -> None:
+    scheduler = _decoding()
+    order = _ordered(scheduler)
+    _begin(scheduler, order)
+    used = scheduler.pool.used_count
+    scheduler.abort("one", 0.2)
+    assert not scheduler.requests and scheduler.pool.used_count == used and scheduler.problems() == []
+    handover.enter_event(scheduler.books, CopyStopped(order.number, 0), 0.3)
+    assert scheduler.pool.used_count == 0 and scheduler.problems() == []
+
+
+def test_copying_waits_for_steps_that_may_still_use_the_blocks() -> None:
+    scheduler = _decoding()
+    scheduler.add(_request("local", 1))  # short: computed here
+    running = scheduler.plan(0.0)
+    assert running is not None
+    order = _ordered(scheduler)
+    handover.enter_event(scheduler.books, OrderBegun(order.number, (0, 1, 2, 3), 0, order.peer), 0.1)
+    second = scheduler.plan(0.1)
+    assert second is not None and scheduler.transfers.orders == []
+    assert scheduler.transfers.of_request["one"].sequence.state == State.RECEIVING
+    scheduler.fail_step(running, "it was only needed in flight", 0.2)
+    assert scheduler.transfers.orders == []
+    scheduler.fail_step(second, "likewise", 0.2)
+    assert [type(one) for one in scheduler.transfers.orders] == [FetchOrder]
+
+
+def test_when_a_prefill_engine_dies_the_other_one_is_asked_and_then_nobody() -> None:
+    scheduler = _decoding()
+    order = _ordered(scheduler)
+    _begin(scheduler, order)
+    handover.enter_event(scheduler.books, PeerLost(order.peer, "its process ended"), 0.2)
+    release, again = scheduler.transfers.orders
+    assert isinstance(release, ReleaseOrder) and isinstance(again, ComputeOrder) and again.peer != order.peer
+    scheduler.transfers.orders.clear()
+    handover.enter_event(scheduler.books, OrderFailed(again.number, "it has no room", again.peer), 0.3)
+    handover.enter_event(scheduler.books, CopyStopped(order.number, 0), 0.3)
+    step = scheduler.plan(0.4)
+    assert step is not None and step.counts == [17]
+    told = scheduler.requests["one"].story.describe()
+    assert f"{order.peer} does not deliver: its process ended" in told and "it has no room" in told
+    assert "computed by the engine that answers" in told
+    assert scheduler.problems() == []
+
+
+def test_a_transfer_that_stands_still_and_an_engine_that_says_nothing_are_given_up() -> None:
+    scheduler = _decoding()
+    order = _ordered(scheduler)
+    _begin(scheduler, order)
+    late_s = 0.1 + scheduler.transfers.stall_s + 0.1
+    for name in ("p0", "p1"):
+        handover.enter_event(scheduler.books, PeerLoad(0, 0, 1000.0, 8, name), late_s)
+    scheduler.plan(late_s)
+    again = next(one for one in scheduler.transfers.orders if isinstance(one, ComputeOrder))
+    assert again.peer != order.peer
+    assert "nothing arrived for 10 s" in scheduler.requests["one"].story.describe()
+    scheduler.plan(late_s + 20)
+    assert scheduler.transfers.peers == {} and not scheduler.transfers.of_request
+
+
+def test_what_arrived_of_a_failed_transfer_is_not_computed_again() -> None:
+    scheduler = _decoding(blocks=20)
+    order = _ordered(scheduler)
+    _begin(scheduler, order)
+    scheduler.transfers.peers = {}
+    handover.enter_event(scheduler.books, CopyStopped(order.number, 2), 0.2)  # not asked for: ignored
+    handover.enter_event(scheduler.books, PeerLost(order.peer, "gone"), 0.2)
+    handover.enter_event(scheduler.books, CopyStopped(order.number, 2), 0.2)
+    step = scheduler.plan(0.3)
+    assert step is not None and (step.starts, step.counts) == ([8], [9])
+
+
+# -- whole engines --------------------------------------------------------------------------------------------
+def _compare(model: str, seed: int, outputs, requests, aborted=frozenset()) -> None:
+    decoder = make_decoder(model)
+    for index, (prompt, params, _, _) in enumerate(requests):
+        got = outputs[f"r{index}"]
+        if f"r{index}" in aborted and any(sample.finish_reason == "abort" for sample in got.samples):
+            continue
+        expected = run_alone(lambda **more: make_engine(decoder, blocks=30, **more), prompt, params)
+        assert got.error is None and _ends(got) == _ends(expected), (model, seed, index)
+        ours, theirs = _log_probabilities(got), _log_probabilities(expected)
+        assert len(ours) == len(theirs)
+        assert all(abs(a - b) <= 1e-9 for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("model", "transport"),
+    [("dense", "shared"), ("dense", "tcp"), ("experts", "shared"), ("latent", "shared"), ("window", "tcp")],
+)
+def test_split_roles_say_the_same_as_one_engine(model: str, transport: str, tmp_path) -> None:
+    rng = random.Random(7)
+    requests = draw_requests(rng, 14, VOCAB, Lengths())
+    prefill = PrefillThread(make_decoder(model), address_in(tmp_path, transport), **OPTIONS)
+    engine = decode_engine(make_decoder(model), [("prefill-0", prefill.sender.address)], **OPTIONS)
+    wait_for_peers(engine)
+    for index, (prompt, params, priority, salt) in enumerate(requests):
+        engine.add(prompt, params, request_id=f"r{index}", priority=priority, cache_salt=salt)
+    outputs = run_split(engine)
+    assert engine.scheduler.transfers.landed > len(requests) // 3
+    prefill.finish()
+    close(engine)
+    _compare(model, 7, outputs, requests)
+
+
+@pytest.mark.parametrize(
+    "seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.thorough) for seed in range(2, 20))]
+)
+def test_nothing_is_lost_or_wrong_when_prefill_engines_die_or_stand_still_and_requests_are_aborted(
+    seed: int, tmp_path
+) -> None:
+    rng, model = random.Random(seed), ("dense", "latent")[seed % 2]
+    requests = draw_requests(rng, 16, VOCAB, Lengths())
+    prefills = [
+        PrefillThread(make_decoder(model), address_in(tmp_path, "shared", f"p{index}"), **OPTIONS)
+        for index in range(2)
+    ]
+    peers = [(f"prefill-{index}", one.sender.address) for index, one in enumerate(prefills)]
+    engine = decode_engine(make_decoder(model), peers, **OPTIONS)
+    engine.scheduler.transfers.stall_s = 0.2
+    wait_for_peers(engine, 2)
+    victims = {f"r{index}" for index in range(len(requests)) if rng.random() < 0.2}
+    for index, (prompt, params, priority, salt) in enumerate(requests):
+        engine.add(prompt, params, request_id=f"r{index}", priority=priority, cache_salt=salt)
+    abort_at, kill_at, stop_at = rng.randrange(1, 12), rng.randrange(1, 25), rng.randrange(1, 25)
+
+    def between(turn: int) -> None:
+        if turn == abort_at:
+            for victim in victims:
+                engine.abort(victim)
+        if turn == kill_at:
+            prefills[0].kill()
+        if turn == stop_at:
+            prefills[1].awake.clear()
+
+    outputs = run_split(engine, between)
+    assert len(outputs) == len(requests), "a request was lost"
+    prefills[1].awake.set()
+    prefills[1].finish()
+    close(engine)
+    _compare(model, seed, outputs, requests, victims)
+
+
+def test_engines_that_differ_are_refused_with_the_reason(tmp_path) -> None:
+    prefill = PrefillThread(make_decoder("dense"), address_in(tmp_path, "shared"), **OPTIONS)
+    peers = [("prefill-0", prefill.sender.address)]
+    engine = decode_engine(make_decoder("dense"), peers, **{**OPTIONS, "block_size": 4, "blocks": 60})
+    lost = []
+    while not lost:
+        engine.link._receiver.news.wait(1.0)
+        lost = [one for one in engine.link._receiver.news.take() if isinstance(one, PeerLost)]
+    assert "block size" in lost[0].why and "start both engines with the same block size" in lost[0].why
+    prefill.finish()
+    close(engine)
