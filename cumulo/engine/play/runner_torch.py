@@ -178,11 +178,14 @@ class TorchRunner:
             *(int(rows.query_starts[row]) + positions for row, positions in prompts.items()),
             *pools,
         ]
-        batch = self.table.forward_batch(rows, np.concatenate(wanted), self.device)
         with self._telling(plan.sends):
-            output = self.model.forward(batch, self.cache)
+            output = self._forward(rows, np.concatenate(wanted))
 
         result = StepResult(tokens=[])
+        if self.rank is not None and not self.rank.part.last:
+            slots = np.array(plan.draw_slots, dtype=np.int64)
+            self.rank.expect_tokens(slots, rows.ends[draw_rows], self.table)
+            return result
         offset = len(last_tokens)
         for row, positions in prompts.items():
             result.prompt_logprobs[row] = self._prompt_logprobs(
