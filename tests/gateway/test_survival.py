@@ -1,0 +1,139 @@
+"""Streams whose replica is killed, stopped or drained in mid-answer go on at another with the very tokens they
+would have had: none lost, none doubled, none other. Real processes, real signals."""
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.gateway.running_gateway import RunningGateway, fleet_server, gateway_of, key_file
+from tests.serve.running_server import RunningServer, wait_for
+from tests.serve.test_streams_survive import CHAT, KINDS, LONG, Stream, said
+from tests.serve.tiny_model import NAME, save_tiny_model
+
+pytestmark = pytest.mark.slow
+ALL: dict[str, tuple[str, dict[str, Any]]] = KINDS | {
+    "several samples": ("/v1/chat/completions", CHAT | LONG | {"n": 3, "seed": 4, "temperature": 1}),
+    "several prompts": (
+        "/v1/completions",
+        {"model": NAME, "prompt": ["Once", "Twice"], "stream": True, "seed": 2, "temperature": 1} | LONG,
+    ),
+    "echoed": (
+        "/v1/completions",
+        {"model": NAME, "prompt": "Once upon", "stream": True, "temperature": 0, "echo": True, "logprobs": 2}
+        | LONG,
+    ),
+}
+
+
+def by_choice(events: list[Any]) -> dict[int, str]:
+    """The text of each choice; they are told in any order."""
+    texts: dict[int, str] = {}
+    for event in events:
+        for choice in event["choices"] if isinstance(event, dict) else ():
+            new = choice.get("text") or choice.get("delta", {}).get("content") or ""
+            texts[choice["index"]] = texts.get(choice["index"], "") + new
+    return texts
+
+
+class Fleet:
+    def __init__(self, folder: Path, stack: ExitStack) -> None:
+        self._model, self._key, self._stack = save_tiny_model(folder), key_file(folder), stack
+        self.servers = [self.serve() for _ in range(2)]
+        self.gateway: RunningGateway = stack.enter_context(
+            gateway_of(self.servers, self._key, "--hang-timeout", "2")
+        )
+        self.undisturbed = self.told(self.streams())
+
+    def serve(self) -> RunningServer:
+        return self._stack.enter_context(fleet_server(self._model, self._key))
+
+    def streams(self) -> dict[str, Stream]:
+        return {name: Stream(self.gateway, *asked) for name, asked in ALL.items()}
+
+    @staticmethod
+    def told(streams: dict[str, Stream]) -> dict[str, Any]:
+        for stream in streams.values():
+            stream.join()
+        return {name: [by_choice(stream.events), said(stream.events)[1:]] if name.startswith("several")
+                else said(stream.events) for name, stream in streams.items()}  # fmt: skip
+
+    def busiest(self) -> RunningServer:
+        """The server with most streams, as soon as all speak."""
+        load = {one["url"]: one["in_flight"] for one in self.gateway.get("/v1/fleet").json()["replicas"]}
+        return max(self.servers, key=lambda server: load.get(server.url, -1))
+
+    def check(self, streams: dict[str, Stream]) -> None:
+        told = self.told(streams)
+        for name in ALL:
+            assert told[name] == self.undisturbed[name], name
+        for event_stream in streams.values():
+            ids = {event["id"] for event in event_stream.events if isinstance(event, dict) and "id" in event}
+            assert len(ids) <= 1, ids
+        numbers = [
+            event["sequence_number"] for event in streams["responses"].events if isinstance(event, dict)
+        ]
+        assert numbers == list(range(len(numbers)))
+        assert self.gateway.sample("cumulo_gateway_failed_requests_total") == 0
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    with ExitStack() as stack:
+        yield Fleet(tmp_path_factory.mktemp("fleet"), stack)
+
+
+def test_a_drained_replicas_streams_move(fleet: Fleet) -> None:
+    streams = fleet.streams()
+    for stream in streams.values():
+        assert stream.speaks.wait(60)
+    victim = fleet.busiest()
+    answer = fleet.gateway.operate("POST", "/drain", url=victim.url, move=True)
+    assert answer.json()["state"] == "draining"
+    fleet.check(streams)
+    assert fleet.gateway.replica(victim.url)["in_flight"] == 0
+    fleet.gateway.operate("POST", "/resume", url=victim.url)
+    assert fleet.gateway.replica(victim.url)["state"] == "ready"
+
+
+def test_a_stopped_replica_changes_no_stream(fleet: Fleet) -> None:
+    streams = fleet.streams()
+    for stream in streams.values():
+        assert stream.speaks.wait(60)
+    victim = fleet.busiest()
+    os.kill(victim.process.pid, signal.SIGSTOP)
+    try:
+        fleet.check(streams)
+    finally:
+        os.kill(victim.process.pid, signal.SIGCONT)
+    wait_for(lambda: fleet.gateway.replica(victim.url)["state"] == "ready", "its return", fleet.gateway)
+
+
+def test_a_killed_replica_changes_no_stream_and_another_takes_its_place(fleet: Fleet) -> None:
+    continued = fleet.gateway.sample("cumulo_gateway_continued_streams_total")
+    streams = fleet.streams()
+    for stream in streams.values():
+        assert stream.speaks.wait(60)
+    victim = fleet.busiest()
+    os.kill(victim.process.pid, signal.SIGKILL)
+    fleet.check(streams)
+    assert fleet.gateway.sample("cumulo_gateway_continued_streams_total") > continued
+    moved = next(
+        one
+        for one in fleet.gateway.get("/v1/fleet").json()["recent"]
+        if one["moves"] and "chatcmpl" in one["id"]
+    )
+    story = fleet.gateway.get(f"/v1/requests/{moved['id']}/explain").json()
+    assert story["gateway"]["replicas"][0] == victim.url
+    assert {"routed", "lost"} <= {event["kind"] for event in story["data"][0]["events"]}
+    fleet.servers.remove(victim)
+    newcomer = fleet.serve()
+    assert fleet.gateway.operate("POST", "", url=newcomer.url).status_code == 201
+    assert fleet.gateway.operate("DELETE", "", url=victim.url).status_code == 200
+    assert {one["url"] for one in fleet.gateway.get("/v1/fleet").json()["replicas"]} == {
+        server.url for server in [*fleet.servers, newcomer]
+    }
