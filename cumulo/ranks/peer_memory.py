@@ -22,16 +22,18 @@ def peer_memory(
 
 
 def _symmetric(size: int, store: Store, name: str, rank: int, ranks: int, device: torch.device) -> PeerMemory:
-    from torch._C._distributed_c10d import _SymmetricMemory
+    from torch._C._distributed_c10d import ProcessGroup, _register_process_group, _SymmetricMemory
 
-    _SymmetricMemory.set_group_info(name, rank, ranks, store)
+    group = ProcessGroup(PrefixStore(name, store), rank, ranks)  # only its store is asked for
+    group._set_group_name(name)
+    _register_process_group(name, group)
     own = _SymmetricMemory.empty_strided_p2p((size,), (1,), torch.uint8, device, name)
     own.zero_()
     torch.cuda.synchronize(device)
     handle = _SymmetricMemory.rendezvous(own, name)
     handle.barrier()  # all of them are zero
     torch.cuda.synchronize(device)
-    return PeerMemory(own, list(handle.buffer_ptrs), rank, keep=handle)
+    return PeerMemory(own, list(handle.buffer_ptrs), rank, keep=(handle, group))
 
 
 def _mapped(size: int, store: Store, rank: int, ranks: int) -> PeerMemory:
