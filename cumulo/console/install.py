@@ -12,6 +12,7 @@ from nicegui import app as pages_app
 from nicegui import ui
 
 from cumulo.console import chat_page, live_page, requests_page, system_page
+from cumulo.console.fleet import page as fleet_page
 from cumulo.console.front import Front
 from cumulo.console.machine_use import MachineUse
 from cumulo.console.sessions import Sessions
@@ -31,7 +32,7 @@ def install(app: FastAPI) -> None:
     shell = Shell(service, sessions)
     machine = MachineUse(lambda: service.engine.engine_pids)
     pages_app.on_startup(machine.run)
-    for page in (chat_page, requests_page, system_page):
+    for page in (chat_page, requests_page, fleet_page, system_page):
         page.register(shell, app)
     live_page.register(shell, app, machine)
     logging.getLogger("nicegui").setLevel(logging.WARNING)

@@ -25,6 +25,7 @@ class Visitor:
     name: str
     key: str | None = None
     may_see_names: bool = False  # an operator's key: may see calls whose caller is not known
+    may_operate: bool = False  # drain and restart replicas
 
     def may_see(self, caller: str | None) -> bool:
         """None: a call without a valid key."""
@@ -58,10 +59,12 @@ class Sessions:
     def visitor(self, cookies: Mapping[str, str]) -> Visitor | None:
         """Who sent these cookies; None: they must show a key first."""
         if self._keys is None:
-            return Visitor("anyone")
+            return Visitor("anyone", may_operate=True)
         key, until_s = self._sessions.get(_digest(cookies.get(COOKIE, "")), ("", 0.0))
         caller = self._caller(key) if time.monotonic() < until_s else None
-        return Visitor(caller.name, key, caller.may_see_names) if caller is not None else None
+        if caller is None:
+            return None
+        return Visitor(caller.name, key, caller.may_see_names, caller.may_operate)
 
     def still_valid(self, visitor: Visitor) -> bool:
         return visitor.key is None or self._caller(visitor.key) is not None

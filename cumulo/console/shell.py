@@ -15,7 +15,13 @@ from cumulo.serve.service import Service
 
 ACCENT = "#2f7d74"
 _STYLE = (Path(__file__).parent / "style.css").read_text("utf-8")
-_LINKS = (("/", "Chat"), ("/requests", "Requests"), ("/live", "Live"), ("/system", "System"))
+_LINKS = (
+    ("/", "Chat"),
+    ("/requests", "Requests"),
+    ("/live", "Live"),
+    ("/fleet", "Fleet"),
+    ("/system", "System"),
+)
 _THEME_COOKIE = "cumulo_theme"
 # The page is told once whether it is seen, and again whenever that changes.
 _WATCH_VISIBILITY = """

@@ -20,6 +20,8 @@ from cumulo.serve.engine_link.messages import Finished, Ready, Stats, StepRecord
 from cumulo.serve.errors import ApiError, invalid
 from cumulo.serve.fleet.block_log import BlockLog
 from cumulo.serve.model_text import ModelText
+from cumulo.serve.observe.fleet_metrics import FleetMetrics
+from cumulo.serve.observe.fleet_report import replica_reports
 from cumulo.serve.observe.metrics import Metrics
 from cumulo.serve.observe.rejections import Rejections
 from cumulo.serve.observe.step_history import StepHistory
@@ -71,6 +73,7 @@ class Service:
         self.limits = RateLimits()
         self.chat_params = ChatParams()
         self.metrics = Metrics(model_name)
+        self.fleet_metrics = self._fleet_metrics(model_name) if self.fleet is not None else None
         self.block_log = BlockLog()
         self.stories = Stories(options.stories)
         self.rejections = Rejections(options.stories)
@@ -87,6 +90,11 @@ class Service:
         self._streamed_tokens = 0  # in the report that is being taken in
         self.metrics.up.set_function(lambda: float(self.engine.state == "ready"))
         self.metrics.restarts.set_function(lambda: float(self.engine.restarts))
+
+    def _fleet_metrics(self, model_name: str) -> FleetMetrics:
+        fleet = self.fleet
+        assert fleet is not None
+        return FleetMetrics(self.metrics.registry, model_name, lambda: replica_reports(fleet))
 
     async def start(self) -> Ready:
         info = await self.engine.start()
@@ -238,6 +246,8 @@ class Service:
         else:
             record.outcome = end.samples[0].finish_reason if end.samples else "abort"
         self.metrics.on_end(record)
+        if self.fleet_metrics is not None:
+            self.fleet_metrics.on_end(record)
 
     # -- the end ------------------------------------------------------------------------------------------
     def abort_all(self, reason: str) -> None:

@@ -11,6 +11,7 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from cumulo.serve.monitoring import panels
+from cumulo.serve.observe.fleet_metrics import FleetMetrics
 from cumulo.serve.observe.metrics import Metrics
 
 FOLDER = Path(panels.__file__).parent
@@ -25,9 +26,11 @@ needs_builders = pytest.mark.skipif(
 def exported() -> set[str]:
     """Every series name that /metrics can have."""
     suffixes = {"counter": ["_total"], "histogram": ["_bucket", "_sum", "_count"], "gauge": [""]}
+    metrics = Metrics("m")
+    FleetMetrics(metrics.registry, "m", list)
     return {
         family.name + suffix
-        for family in text_string_to_metric_families(Metrics("m").text().decode())
+        for family in text_string_to_metric_families(metrics.text().decode())
         for suffix in suffixes[family.type]
     }
 
@@ -77,6 +80,7 @@ def test_the_dashboard_shows_what_an_operator_needs() -> None:
         "prefix_cache_hits_total", "preemptions_by_reason_total", "recomputed_tokens_total", "wait_seconds_total",
         "fairness_index", "tenant_tokens_total",
         "ledger_predicted_over_measured", "http_responses_total", "engine_restarts", "engine_up",
+        "replica_up", "replica_running", "replica_waiting", "replica_requests_total", "requests_moved_total",
     }  # fmt: skip
     assert {f"cumulo:{name}" for name in wanted} <= shown
     assert set(shown_expressions()) == set(panels.expressions())

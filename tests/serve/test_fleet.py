@@ -96,6 +96,12 @@ def test_a_prompt_goes_where_its_beginning_is_cached_and_its_story_says_so(fleet
     assert decision["request_id"] == answers[1]["id"] and decision["why"] == routed["why"]
     held = fleet.replicas()[routed["replica"]]["blocks"]
     assert held["cached"] >= routed["cached_tokens"] // 16
+    sample = fleet.server.sample
+    for name in ("r0", "r1"):
+        assert sample("cumulo:replica_up", replica=name) == 1
+        assert sample("cumulo:replica_requests_total", replica=name) == fleet.replicas()[name]["requests"]
+    assert sample("cumulo:replica_cached_tokens_total") >= routed["cached_tokens"]
+    assert sample("cumulo:route_ttft_predicted_over_measured_count") >= 2
 
 
 def test_a_killed_replica_changes_no_stream_and_the_server_stays_ready(fleet: FleetServer) -> None:
@@ -107,6 +113,8 @@ def test_a_killed_replica_changes_no_stream_and_the_server_stays_ready(fleet: Fl
     assert fleet.server.status("/ready") == 200
     check(fleet, streams, hurt["name"], "was killed by SIGKILL")
     assert fleet.server.sample("cumulo:engine_restarts") == 1
+    assert fleet.server.sample("cumulo:replica_restarts", replica=hurt["name"]) == 1
+    assert fleet.server.sample("cumulo:requests_moved_total") >= 2
 
 
 def test_a_replica_that_hangs_changes_no_stream(fleet: FleetServer) -> None:

@@ -16,17 +16,21 @@ _DECISIONS = 50
 
 
 def fleet_report(fleet: Fleet) -> dict[str, Any]:
-    copies = _copies(fleet)
     now_s = time.perf_counter()
     return {
         "object": "fleet",
         "router": fleet.policy,
-        "replicas": [_replica(replica, copies) for replica in fleet.replicas.values()],
+        "replicas": replica_reports(fleet),
         "decisions": [
             decision_report(name, dispatch, now_s)
             for name, dispatch in reversed(list(fleet.decisions)[-_DECISIONS:])
         ],
     }
+
+
+def replica_reports(fleet: Fleet) -> list[dict[str, Any]]:
+    copies = _copies(fleet)
+    return [_replica(replica, copies) for replica in fleet.replicas.values()]
 
 
 def replica_report(fleet: Fleet, replica: FleetReplica) -> dict[str, Any]:
@@ -49,6 +53,15 @@ def _copies(fleet: Fleet) -> Counter[BlockHash]:
     for replica in fleet.replicas.values():
         copies.update(replica.blocks)
     return copies
+
+
+def overlaps(fleet: Fleet) -> dict[str, dict[str, int]]:
+    """By replica: how many of its cached blocks each other replica holds, too."""
+    replicas = fleet.replicas.values()
+    return {
+        one.name: {other.name: len(one.blocks & other.blocks) for other in replicas if other is not one}
+        for one in replicas
+    }
 
 
 def state_of(replica: FleetReplica) -> str:
