@@ -41,6 +41,23 @@ class EngineOptions:
     )
     kv_dtype: str | None = option("fp8: store the KV cache in 8 bits (GPU only).", None)
 
+    tp: int | None = option(
+        "Tensor parallel: cut heads, feed-forward width and vocabulary over this many processes.",
+        None,
+        "--tp",
+    )
+    pp: int | None = option(
+        "Pipeline parallel: divide the layers over this many processes (times --tp and --dp).", None, "--pp"
+    )
+    dp: int | None = option(
+        "Data-parallel attention: each sequence's KV cache is in one of this many processes.", None, "--dp"
+    )
+    ep: int | None = option(
+        "Expert parallel: spread whole experts over the tp x dp processes; alone it also sets --tp.",
+        None,
+        "--ep",
+    )
+
     def config(self, **more: Any) -> "EngineConfig":
         return engine_config(**asdict(self), **more)
 

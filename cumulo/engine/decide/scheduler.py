@@ -104,6 +104,7 @@ class Scheduler:
 
         # Sequences that need one token. This loop runs for every sequence at every step: keep it lean.
         index, slots, starts = plan.index, plan.slots, plan.starts
+        stages, most = self.config.stages, -(-len(self.running) // self.config.stages)
         for sequence in self.running:
             position = sequence.computed
             known = len(sequence.tokens) + sequence.pending
@@ -114,6 +115,8 @@ class Scheduler:
             slot = sequence.slot
             if slot < 0 or known >= sequence.limit:
                 continue  # preempted in this very loop, or its last token is being drawn
+            if stages > 1 and (sequence.pending or len(rows) >= most):
+                continue  # it, or the steps behind this one, would wait for another stage
             if (position >= sequence.capacity or sequence.shares_tail) and not admission.make_room(
                 books, sequence, position, plan, now_s
             ):

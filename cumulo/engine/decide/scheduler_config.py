@@ -20,6 +20,9 @@ class SchedulerConfig:
     host_blocks: int = 0
     priority_step_s: float = 30.0
     shared_step_s: float = 0.04
+    # Of a pipeline. A sequence whose next token is still being drawn would hold up all stages, so it waits, and a
+    # step takes its share of those that do not.
+    stages: int = 1
 
     def __post_init__(self) -> None:
         if self.max_tokens_per_step < self.max_running:
@@ -44,4 +47,5 @@ def scheduler_config(config: EngineConfig, memory: MemoryPlan) -> SchedulerConfi
         host_blocks=memory.host_blocks,
         priority_step_s=config.priority_step_s,
         shared_step_s=config.shared_step_s,
+        stages=config.pp,
     )
