@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from cumulo.cli.shared import options
 from cumulo.cli.shared.declare import option, takes_options
@@ -56,6 +56,25 @@ class ServeCommandOptions:
     router: str = option(
         "With --replicas: which of them gets a request: prefix-aware, least-loaded or round-robin.",
         "prefix-aware",
+    )
+    prefill: int = option(
+        "With --decode: number of engine processes that compute prompts and hand their KV blocks over.", 0
+    )
+    decode: int = option(
+        "With --prefill: number of engine processes that draw the answers, instead of --replicas.", 0
+    )
+    role: str = option(
+        "Role of the engine among servers of several hosts: prefill or decode. Default: both.", "both"
+    )
+    transfer_address: str = option(
+        "With --role prefill: where decode engines reach it, unix:PATH or tcp:HOST:PORT.",
+        "",
+        metavar="ADDRESS",
+    )
+    prefill_engine: list[str] | None = option(
+        "With --role decode: address of a prefill engine. Can be given more than once.",
+        None,
+        metavar="ADDRESS",
     )
     max_queue: int = option("Maximum number of queued requests; more are refused with 429.", 1024)
     max_running: int | None = option("Maximum number of running sequences.", None)
@@ -168,14 +187,18 @@ def serve(chosen: ServeCommandOptions) -> None:
 
     steady_stderr.install()  # before the first note: one that cannot be written must not end the server
     shared_step_s = None if chosen.shared_step_ms is None else chosen.shared_step_ms / 1e3
+    key = fleet_key(chosen.fleet_key_file)
     told = vars(chosen) | {
-        "engine": chosen.engine.config(max_running=chosen.max_running, shared_step_s=shared_step_s),
+        "engine": chosen.engine.config(
+            max_running=chosen.max_running, shared_step_s=shared_step_s, **_role(chosen, key)
+        ),
+        "replicas": chosen.decode or chosen.replicas,
         "max_body_bytes": int(chosen.max_body_mib * (1 << 20)),
         "max_file_bytes": int(chosen.max_file_mib * (1 << 20)),
         "files_per_key_bytes": int(chosen.max_files_mib * (1 << 20)),
         "allow_hosts": tuple(chosen.allow_host or ()),
         "cors_origins": tuple(chosen.cors_origin or ()),
-        "fleet_key": fleet_key(chosen.fleet_key_file),
+        "fleet_key": key,
         "otlp_endpoint": chosen.otlp_endpoint or _standard_otlp_endpoint(),
     }
     served = ServeOptions(**{one.name: told[one.name] for one in fields(ServeOptions) if one.name in told})
@@ -200,6 +223,27 @@ def serve(chosen: ServeCommandOptions) -> None:
             )
 
     run(served, on_bound=on_bound, on_ready=on_ready, extend=extend)
+
+
+def _role(chosen: ServeCommandOptions, key: str | None) -> dict[str, Any]:
+    """The engine's options that say which part of a split deployment it is."""
+    from cumulo.errors import CumuloError
+
+    if (chosen.prefill > 0) != (chosen.decode > 0):
+        raise CumuloError("--prefill and --decode go together: for example --prefill 1 --decode 2")
+    if chosen.decode and chosen.replicas != 1:
+        raise CumuloError("--decode is the number of replicas: remove --replicas")
+    addresses = tuple(chosen.prefill_engine or ())
+    over_tcp = [one for one in (chosen.transfer_address, *addresses) if "tcp:" in one]
+    if over_tcp and not key:
+        raise CumuloError(
+            f"engines that are reached over a network ({over_tcp[0]}) need a key: give all of them the same "
+            "--fleet-key-file"
+        )
+    return {
+        "role": chosen.role, "transfer_address": chosen.transfer_address, "prefill_engines": addresses,
+        "transfer_key": key or "",
+    }  # fmt: skip
 
 
 def _standard_otlp_endpoint() -> str | None:

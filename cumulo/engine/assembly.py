@@ -19,6 +19,7 @@ from cumulo.engine.decide.scheduler import Scheduler
 from cumulo.engine.decide.scheduler_config import scheduler_config
 from cumulo.engine.engine import Engine
 from cumulo.engine.guides.guided import Guidance
+from cumulo.engine.link import connect
 from cumulo.engine.memory.ledger import Ledger, MemoryPlan, plan_memory
 from cumulo.engine.memory.ledger_gpu import fp8_saved_bytes
 from cumulo.engine.memory.ledger_ranks import plan_rank_memory
@@ -95,6 +96,8 @@ def assemble(
         with_tokenizer=with_tokenizer,
         progress=None if progress is None else lambda done, total: progress("loading weights", done, total),
     )
+    if config.layout.world > 1 and config.role != "both":
+        raise ConfigError(f"role={config.role} runs on one rank: omit tp, pp, dp and ep, or omit role")
     if config.layout.world > 1:
         return _assemble_ranks(files, config, loading_bytes, keep_quantised, with_tokenizer, load)
     saved_bytes = fp8_saved_bytes(files.spec, dtype.itemsize) if config.weights == "fp8" else 0
@@ -107,6 +110,7 @@ def assemble(
         if tell is not None:
             tell("compiling GPU kernels (kept for the next start)")
         compile_kernels(engine)
+    connect(engine, player, config, loaded.name)
     return Assembly(loaded, config, memory, engine, player)
 
 

@@ -39,6 +39,12 @@ class EngineConfig:
     # Expert parallel: experts are spread whole over all tp × dp ranks of a stage; alone, it also sets tp.
     ep: int = 1
     rank_timeout_s: float = 60.0  # a rank that the others wait for longer has hung: the engine ends
+    # -- prefill and decode on engines of their own: docs/roles.md
+    role: Literal["both", "prefill", "decode"] = "both"  # prefill: also computes prompts for decode engines
+    transfer_address: str = ""  # where a prefill engine is reached: unix:PATH or tcp:HOST:PORT
+    prefill_engines: tuple[str, ...] = ()  # of a decode engine: their addresses, each as NAME=ADDRESS
+    transfer_key: str = ""  # that engines show each other
+    transfer_stall_s: float = 10.0  # a transfer or a prefill engine that stands still for longer is given up
     seed: int = 0  # where requests without a seed of their own draw theirs
 
     def __post_init__(self) -> None:
@@ -61,6 +67,18 @@ class EngineConfig:
         if not self.rank_timeout_s > 0:
             raise CumuloError(f"rank_timeout_s must be more than 0 seconds, got {self.rank_timeout_s}")
         _ = self.layout  # which refuses sizes that do not belong together
+        if not self.transfer_stall_s > 0:
+            raise CumuloError(f"transfer_stall_s must be more than 0 seconds, got {self.transfer_stall_s}")
+        if (self.role == "prefill") != bool(self.transfer_address):
+            raise CumuloError(
+                "an engine with role=prefill needs a transfer_address, and only such an engine: unix:PATH for "
+                "engines of this host, or tcp:HOST:PORT"
+            )
+        if (self.role == "decode") != bool(self.prefill_engines):
+            raise CumuloError(
+                "an engine with role=decode needs prefill_engines, and only such an engine: the addresses of the "
+                "engines that compute its prompts"
+            )
         if self.kv_blocks is not None and self.kv_blocks < 1:
             raise CumuloError(f"kv_blocks must be 1 or more, got {self.kv_blocks}")
 
@@ -90,6 +108,7 @@ class EngineConfig:
 
 
 _ALLOWED = {
+    "role": ("both", "prefill", "decode"),
     "preemption": ("auto", "recompute", "swap"),
     "dtype": ("auto", "float64", "float32", "float16", "bfloat16"),
     "weights": ("auto", "fp8"),

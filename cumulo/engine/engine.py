@@ -186,6 +186,8 @@ class Engine:
             message = f"the engine could not compute this step ({type(error).__name__}: {error})"
             self.scheduler.fail_step(plan, message, time.perf_counter())
             return
+        if self.link is not None:
+            self.link.step_done(plan)
         elapsed_s = result.finished_s - result.started_s
         self.scheduler.costs.observe_compute(plan.tokens, len(plan.slots), elapsed_s)
         now_s = time.perf_counter()

@@ -4,21 +4,62 @@ loop between two steps, so that the scheduler's books are changed by one thread 
 
 from typing import Protocol
 
+from cumulo.engine.config import EngineConfig
 from cumulo.engine.decide import handover
 from cumulo.engine.decide.params import SamplingParams
+from cumulo.engine.decide.plan import StepPlan
 from cumulo.engine.decide.request import Request
 from cumulo.engine.decide.scheduler import Scheduler
 from cumulo.engine.decide.transfer import LOAD_EVERY_S, Ordered, OrderFailed
+from cumulo.engine.play.player import Player
+from cumulo.engine.play.runner_torch import TorchRunner
 from cumulo.engine.play.transfer_receiver import TransferReceiver
 from cumulo.engine.play.transfer_sender import TransferSender
-from cumulo.errors import InvalidRequest
+from cumulo.errors import ConfigError, InvalidRequest
+from cumulo.models.batch import KVCache
 
 _NOTHING_DRAWN = SamplingParams(max_tokens=1, temperature=0)
+
+
+def connect(engine: "LinkedEngine", player: Player, config: EngineConfig, model: str) -> None:
+    """Give an engine the link that its role asks for."""
+    if config.role == "both":
+        return
+    cache, scheduler = getattr(player.runner, "cache", None), engine.scheduler
+    if not isinstance(cache, KVCache):
+        raise ConfigError(
+            f"role={config.role} needs an engine whose KV cache is in its own process: omit role"
+        )
+    scheduler.transfers.stall_s = config.transfer_stall_s
+    if config.role == "prefill":
+        sender = TransferSender(cache, model, config.transfer_address, config.transfer_key)
+        if isinstance(player.runner, TorchRunner):
+            player.runner.layer_teller = sender.layer_teller
+        engine.link = PrefillLink(scheduler, sender, cache.spec.layers)
+        return
+    peers = [peer_of(text, number) for number, text in enumerate(config.prefill_engines)]
+    receiver = TransferReceiver(cache, model, peers, config.transfer_key)
+    engine.link = DecodeLink(scheduler, receiver, cache.spec.layers)
+
+
+def peer_of(text: str, number: int) -> tuple[str, str]:
+    """`NAME=ADDRESS`, or an address alone."""
+    name, equals, address = text.partition("=")
+    return (name, address) if equals else (f"prefill-{number}", text)
+
+
+class LinkedEngine(Protocol):
+    scheduler: Scheduler
+    link: "EngineLink | None"
 
 
 class EngineLink(Protocol):
     def exchange(self, now_s: float) -> None:
         """Take news in, and hand out what the scheduler wants done."""
+        ...
+
+    def step_done(self, plan: StepPlan) -> None:
+        """A step has been computed, all layers of it."""
         ...
 
     def fileno(self) -> int:
@@ -31,8 +72,8 @@ class EngineLink(Protocol):
 class PrefillLink:
     """Of an engine that computes prompts for others."""
 
-    def __init__(self, scheduler: Scheduler, sender: TransferSender) -> None:
-        self._scheduler, self._sender = scheduler, sender
+    def __init__(self, scheduler: Scheduler, sender: TransferSender, layers: int) -> None:
+        self._scheduler, self._sender, self._layers = scheduler, sender, layers
         self._told_s = float("-inf")
 
     def exchange(self, now_s: float) -> None:
@@ -48,6 +89,11 @@ class PrefillLink:
         if now_s - self._told_s >= LOAD_EVERY_S:
             self._told_s = now_s
             self._sender.tell_load(handover.load(self._scheduler.books))
+
+    def step_done(self, plan: StepPlan) -> None:
+        """For runners that do not tell of single layers."""
+        if plan.sends:
+            self._sender.layer_teller(plan.sends)(self._layers - 1)
 
     def _accept(self, event: Ordered, now_s: float) -> None:
         order = event.order
@@ -84,6 +130,9 @@ class DecodeLink:
         if transfers.orders:
             self._receiver.give(transfers.orders[:])
             transfers.orders.clear()
+
+    def step_done(self, plan: StepPlan) -> None:
+        pass
 
     def fileno(self) -> int:
         return self._receiver.news.fileno()

@@ -18,6 +18,7 @@ class ServeOptions:
     engine: EngineConfig = field(default_factory=EngineConfig)
     replicas: int = 1  # engine processes; more than one: each request goes to the one that `router` chooses
     router: str = "prefix-aware"  # or "least-loaded", "round-robin"
+    prefill: int = 0  # further engine processes, which compute the prompts of the replicas
     host: str = "127.0.0.1"  # only this machine; 0.0.0.0 for every network it is in
     port: int = 8000  # 0: any free one
     api_keys: Path | None = None  # None: no key is asked for
@@ -57,6 +58,12 @@ class ServeOptions:
         for name in ("replicas", "max_body_bytes", "max_file_bytes", "files_per_key_bytes", "stories"):
             if getattr(self, name) < 1:
                 raise CumuloError(f"{name} must be 1 or more, got {getattr(self, name)}")
+        if self.prefill < 0:
+            raise CumuloError(f"prefill must be 0 or more, got {self.prefill}")
+        if self.prefill and self.engine.role != "both":
+            raise CumuloError(
+                f"prefill={self.prefill} gives every engine its role: omit role={self.engine.role}, or omit prefill"
+            )
         for name in ("requests_per_minute", "tokens_per_minute"):
             value = getattr(self, name)
             if value is not None and value < 1:

@@ -65,7 +65,10 @@ class Service:
             log_level=options.log_level,
             for_router=options.fleet_key is not None,
         )
-        self.fleet = Fleet(settings, self, options.replicas, options.router) if options.replicas > 1 else None
+        several = options.replicas > 1 or options.prefill > 0
+        self.fleet = (
+            Fleet(settings, self, options.replicas, options.router, options.prefill) if several else None
+        )
         self.engine: EngineClient | Fleet = self.fleet or EngineClient(settings, self)
         anyone = Caller("anyone", options.requests_per_minute, options.tokens_per_minute, may_operate=True)
         self.anyone = anyone

@@ -29,7 +29,7 @@ class PrefillThread:
         )
         self.sender = TransferSender(engine.runner.cache, "tiny", address)
         engine.runner.layer_teller = self.sender.layer_teller
-        engine.link = PrefillLink(engine.scheduler, self.sender)
+        engine.link = PrefillLink(engine.scheduler, self.sender, decoder.spec.layers)
         self.problems: list[str] = []
         self.awake = threading.Event()  # cleared: it stands still
         self.awake.set()

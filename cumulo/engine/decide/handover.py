@@ -28,6 +28,7 @@ from cumulo.engine.decide.transfer import (
     PeerLost,
     ReceiverEvent,
     TransferPlan,
+    Transfers,
     choose_prefill,
     why_whole,
 )
@@ -134,14 +135,19 @@ def issue_fetches(books: Books, now_s: float) -> None:
 def enter_event(books: Books, event: ReceiverEvent, now_s: float) -> None:
     """News for a decode engine. Those of orders that are over are ignored."""
     transfers = books.transfers
+    transfers.heard += 1
     if isinstance(event, PeerLoad):
         transfers.peers[event.peer] = Peer(event, now_s)
         return
     if isinstance(event, PeerLost):
         transfers.peers.pop(event.peer, None)
         transfers.router.forget(event.peer)
+        transfers.landed_first.clear()
         for one in [one for one in transfers.incoming.values() if one.peer == event.peer]:
             fail_order(books, one, event.why, now_s)
+        return
+    if isinstance(event, OrderComputed):
+        _tell_computed(transfers, event, now_s)
         return
     incoming = transfers.incoming.get(event.number)
     if incoming is None:
@@ -161,11 +167,6 @@ def enter_event(books: Books, event: ReceiverEvent, now_s: float) -> None:
         books.queue.push(incoming.sequence)  # now it waits for room, in its old place
         story.add(now_s, "prefill_begun", peer=incoming.peer, cached=event.cached_tokens)
         story.wait_for(now_s, "behind_others")
-    elif isinstance(event, OrderComputed):
-        story.add(
-            now_s, "prefill_done", peer=incoming.peer, tokens=incoming.tokens, queued_ms=event.queued_s * 1e3,
-            computed_ms=event.computed_s * 1e3,
-        )  # fmt: skip
     elif isinstance(event, OrderFailed):
         fail_order(books, incoming, event.why, now_s)
     elif isinstance(event, Landed):
@@ -174,12 +175,27 @@ def enter_event(books: Books, event: ReceiverEvent, now_s: float) -> None:
         assert isinstance(event, CopyMoved)
 
 
+def _tell_computed(transfers: Transfers, event: OrderComputed, now_s: float) -> None:
+    """How long the prefill engine took. Blocks may have arrived before it said so."""
+    incoming = transfers.incoming.get(event.number)
+    sequence = incoming.sequence if incoming is not None else transfers.landed_first.pop(event.number, None)
+    if sequence is not None and (incoming is None or not incoming.over):
+        sequence.request.story.add(
+            now_s, "prefill_done", peer=event.peer, queued_ms=event.queued_s * 1e3,
+            computed_ms=event.computed_s * 1e3,
+        )  # fmt: skip
+        if incoming is not None:
+            incoming.told, incoming.heard_s = True, now_s
+
+
 def _land(books: Books, incoming: Incoming, landed: Landed, now_s: float) -> None:
     """Everything but the last token is computed: the sequence runs, and the next step draws."""
     transfers, sequence = books.transfers, incoming.sequence
     transfers.learn(landed)
     transfers.release(incoming)
     del transfers.incoming[incoming.number]
+    if not incoming.told:
+        transfers.landed_first[incoming.number] = sequence
     assert incoming.plan is not None
     sequence.computed, sequence.state = incoming.tokens, State.RUNNING
     books.residency.register_blocks(sequence, 0, incoming.tokens)
@@ -247,12 +263,16 @@ def accept(books: Books, sequence: Sequence, number: int) -> None:
 
 def release(books: Books, key: str, now_s: float) -> None:
     """The receiver has the blocks, or wants them no more."""
-    outgoing = books.transfers.outgoing.pop(key, None)
+    outgoing = books.transfers.outgoing.get(key)
     if outgoing is None:
         return
     books.pool.release(outgoing.blocks)
-    if outgoing.sequence.to_compute:
+    outgoing.blocks = []
+    if outgoing.sequence.to_compute or outgoing.sequence.state == State.FINISHED:
+        del books.transfers.outgoing[key]
         books.finish_all(outgoing.sequence.request, "abort", now_s)
+    else:  # its last layer arrived before this engine's own result: it still says how long it took
+        outgoing.released = True
 
 
 def load(books: Books) -> PeerLoad:

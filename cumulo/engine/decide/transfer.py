@@ -292,6 +292,7 @@ class Incoming:
     plan: TransferPlan | None = None
     blocks: list[int] = field(default_factory=list)  # given up, but perhaps still written to
     over: bool = False  # released: waits for CopyStopped
+    told: bool = False  # the prefill engine has said how long it took
 
 
 @dataclass(slots=True)
@@ -301,6 +302,7 @@ class Outgoing:
     sequence: Sequence
     number: int
     blocks: list[int] = field(default_factory=list)
+    released: bool = False
 
 
 @dataclass(slots=True)
@@ -319,6 +321,7 @@ class Transfers:
         self.incoming: dict[int, Incoming] = {}
         self.of_request: dict[str, Incoming] = {}  # the one that is not over
         self.outgoing: dict[str, Outgoing] = {}
+        self.landed_first: dict[int, Sequence] = {}  # whose prefill engine has not said yet how long it took
         self.orders: list[Order] = []  # the engine takes them
         self.fetches: list[tuple[int, FetchOrder]] = []  # ... later: when this step has run
         self.answers: list[Answer] = []
@@ -326,6 +329,7 @@ class Transfers:
         self.copied_bytes = 0
         self.copying_s = 0.0
         self.landed = self.failed = 0
+        self.heard = 0  # events: a decode engine that waits for others is alive as long as it hears of them
         self.router = PrefixAware()
         self._numbers = 0
 
@@ -367,6 +371,8 @@ class Transfers:
             queued_s = request.story.queue_s or 0.0
             computed_s = now_s - request.story.arrived_s - queued_s
             self.answers.append((request.id, OrderComputed(outgoing.number, queued_s, computed_s)))
+        if outgoing.released:
+            del self.outgoing[request.id]
 
     def views(self, avoid: frozenset[str], block_size: int) -> list[ReplicaView]:
         """Prefill engines as a router sees them, with what was ordered since they last spoke."""

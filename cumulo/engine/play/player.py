@@ -120,7 +120,12 @@ def _torch_runner(
     guidance: Guidance | None,
 ) -> TorchRunner:
     cache = KVCache(
-        decoder.spec, memory.kv_blocks, config.block_size, decoder.dtype, decoder.final_norm.weight.device
+        decoder.spec,
+        memory.kv_blocks,
+        config.block_size,
+        decoder.dtype,
+        decoder.final_norm.weight.device,
+        shared=config.role == "prefill",
     )
     return TorchRunner(
         model,

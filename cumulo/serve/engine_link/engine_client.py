@@ -107,6 +107,7 @@ class EngineClient:
         self._tasks: list[asyncio.Task[None]] = []
         self._block_maps: list[asyncio.Future[BlockMap]] = []
         self._restart_asked = asyncio.Event()
+        self._reports = 0  # of a prefill engine, whose work this process does not know: silent is dead
 
     @property
     def engine_pids(self) -> tuple[int, ...]:
@@ -238,6 +239,7 @@ class EngineClient:
     def _take(self, report: Report) -> None:
         if isinstance(report, EngineProgress):
             self.stats = report.stats
+            self._reports += self.settings.config.role == "prefill"
             now_s = time.perf_counter()
             told: list[tuple[InFlight, Delta]] = []
             for delta in report.deltas:
@@ -294,7 +296,7 @@ class EngineClient:
     async def _watch(self, child: EngineChild) -> Trouble:
         """Returns what is wrong, as soon as something is."""
         loop = asyncio.get_running_loop()
-        still_s, seen, ticked_s = 0.0, (-1, -1), loop.time()
+        still_s, seen, ticked_s = 0.0, (-1, -1, -1), loop.time()
         while True:
             await child.ended(_TICK_S)
             now_s = loop.time()
@@ -305,8 +307,8 @@ class EngineClient:
             if self._restart_asked.is_set():
                 return Trouble("is restarted as asked", planned=True)
             stats = self.stats
-            done = (stats.steps, stats.guides_checked) if stats is not None else (0, 0)
-            if self.in_flight and done == seen:
+            done = _progress(stats, self._reports)
+            if (self.in_flight or self.settings.config.role == "prefill") and done == seen:
                 # Counted in ticks, so that a machine that slept does not blame the engine.
                 still_s += min(now_s - ticked_s, 2 * _TICK_S)
             else:
@@ -387,6 +389,14 @@ class EngineClient:
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
         if self._relatives is not None:
             self._relatives.on_ready(self)
+
+
+def _progress(stats: Stats | None, reports: int) -> tuple[int, int, int]:
+    """What grows while an engine is alive: steps, guides that were compiled, words with other engines."""
+    if stats is None:
+        return 0, 0, reports
+    heard = stats.transfers.heard if stats.transfers is not None else 0
+    return stats.steps, stats.guides_checked, heard + reports
 
 
 def _as_it_is_now(request: InFlight, expects_cached: int = 0) -> Submit:

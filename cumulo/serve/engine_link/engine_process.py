@@ -46,6 +46,7 @@ from cumulo.serve.engine_link.messages import (
     Shutdown,
     Stats,
     Submit,
+    TransferStats,
     decode_command,
     encode,
 )
@@ -79,6 +80,8 @@ class EngineLoop:
         self._fairness_reported_s = 0.0
         self._poller = zmq.Poller()
         self._poller.register(commands, zmq.POLLIN)
+        if engine.link is not None:
+            self._poller.register(engine.link.fileno(), zmq.POLLIN)
         self._guides: GuideChecker | None = None
         if engine.guidance is not None:
             self._guides = GuideChecker(engine.guidance, commands.context)
@@ -86,7 +89,8 @@ class EngineLoop:
 
     def run(self) -> None:
         engine = self.engine
-        while self._take_commands(wait_s=0.0 if engine.has_work else HEARTBEAT_S):
+        while self._take_commands(self._patience_s()):
+            engine.exchange()
             if engine.has_work:
                 output = engine.step()
                 finished = [finished_report(done) for done in output.finished]
@@ -96,6 +100,12 @@ class EngineLoop:
                 self._send(EngineProgress(self._stats()))
         if self._guides is not None:
             self._guides.close()
+
+    def _patience_s(self) -> float:
+        """How long to wait for commands or another engine's word before the next step."""
+        if not self.engine.has_work:
+            return HEARTBEAT_S
+        return QUIET_S if self.engine.idle else 0.0
 
     def _take_commands(self, wait_s: float) -> bool:
         """Carry out every command that is here, waiting for the first; False when told to stop."""
@@ -175,7 +185,15 @@ class EngineLoop:
             records=records,
             fairness=self._fairness(),
             routing=self._news.take() if self._news is not None else None,
+            transfers=self._transfers() if self.engine.link is not None else None,
         )
+
+    def _transfers(self) -> TransferStats:
+        one = self.engine.scheduler.transfers
+        return TransferStats(
+            one.heard, one.landed, one.failed, one.copied_bytes, one.copying_s, len(one.of_request),
+            len(one.outgoing), sorted(one.peers),
+        )  # fmt: skip
 
     def _fairness(self) -> FairnessReport | None:
         now_s, shares = time.perf_counter(), self.engine.scheduler.shares
@@ -273,6 +291,8 @@ def main() -> None:
         reports.send(encode(ready_report(assembly, job)))
         EngineLoop(assembly.engine, commands, reports, job.for_router).run()
         assembly.player.runner.close()
+        if assembly.engine.link is not None:
+            assembly.engine.link.close()
     except CumuloError as error:
         reports.send(encode(Fatal(str(error), for_user=True)))
         sys.exit(2)

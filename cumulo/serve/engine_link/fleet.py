@@ -29,6 +29,7 @@ from cumulo.serve.engine_link.fleet_reports import (
 from cumulo.serve.engine_link.in_flight import Dispatch, Failure, Inbox, InFlight, Observer
 from cumulo.serve.engine_link.machine_share import settings_of_replica
 from cumulo.serve.engine_link.messages import BlockMap, Ready, Stats, Submit
+from cumulo.serve.engine_link.prefill_engines import PrefillEngines
 from cumulo.serve.engine_link.replica import FleetReplica
 
 log = logging.getLogger(__name__)
@@ -38,12 +39,16 @@ _PROMPT_S, _STEP_S = 1e-3, 0.02  # a prompt's token and a step, before any was c
 
 
 class Fleet:
-    def __init__(self, settings: EngineSettings, observer: Observer, replicas: int, policy: str) -> None:
+    def __init__(
+        self, settings: EngineSettings, observer: Observer, replicas: int, policy: str, prefill: int = 0
+    ) -> None:
+        """`prefill`: so many further engines compute the replicas' prompts."""
         self.settings, self._observer, self.policy = settings, observer, policy
         self.router = router(policy)
         self.info: Ready | None = None
         self.replicas: dict[str, FleetReplica] = {}
-        self.size = replicas  # what the machine is shared by
+        self.size = replicas + prefill  # what the machine is shared by
+        self.prefill = PrefillEngines(settings, prefill, self.size) if prefill else None
         self.decisions: deque[tuple[str, Dispatch]] = deque(maxlen=_RECENT_DECISIONS)
         self._homeless: dict[
             str, InFlight
@@ -59,7 +64,8 @@ class Fleet:
     def make_replica(self) -> FleetReplica:
         """A new member, not started yet."""
         name = f"r{self._made}"
-        settings = settings_of_replica(self.settings, name, self._made, self.size)
+        settings = self.settings if self.prefill is None else self.prefill.settings_of_decode(self.settings)
+        settings = settings_of_replica(settings, name, self._made, self.size)
         self._made += 1
         ear = _Ear(self, self._observer)
         ear.replica = replica = FleetReplica(name, EngineClient(settings, ear, self))
@@ -89,7 +95,8 @@ class Fleet:
 
     @property
     def restarts(self) -> int:
-        return self._gone_restarts + sum(one.client.restarts for one in self.replicas.values())
+        prefill = self.prefill.restarts if self.prefill is not None else 0
+        return self._gone_restarts + prefill + sum(one.client.restarts for one in self.replicas.values())
 
     @property
     def last_failure(self) -> str | None:
@@ -98,7 +105,9 @@ class Fleet:
 
     @property
     def engine_pids(self) -> tuple[int, ...]:
-        return tuple(pid for one in self.replicas.values() for pid in one.client.engine_pids)
+        clients = [one.client for one in self.replicas.values()]
+        clients += self.prefill.clients.values() if self.prefill is not None else []
+        return tuple(pid for client in clients for pid in client.engine_pids)
 
     @property
     def max_running(self) -> int:
@@ -120,11 +129,15 @@ class Fleet:
         else:
             for replica in others:
                 self.keep(replica.client.start_until_up())
+            if self.prefill is not None:
+                self.keep(self.prefill.start())
         return info
 
     async def _start_in_turn(self, replicas: list[FleetReplica]) -> None:
         for replica in replicas:
             await replica.client.start_until_up()
+        if self.prefill is not None:
+            await self.prefill.start()
 
     def keep(self, work: Coroutine[Any, Any, Any]) -> None:
         """Run in the background, until the fleet is closed."""
@@ -140,6 +153,8 @@ class Fleet:
                 await task
         self._fail_homeless("the server is shutting down")
         await asyncio.gather(*(replica.client.close() for replica in self.replicas.values()))
+        if self.prefill is not None:
+            await self.prefill.close()
 
     # -- requests -----------------------------------------------------------------------------------------
     def submit(self, submit: Submit, inbox: Inbox, position: int = 0) -> InFlight:

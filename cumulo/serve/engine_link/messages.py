@@ -118,6 +118,19 @@ class RoutingNews(msgspec.Struct, frozen=True, array_like=True):
     went: bytes = b""  # ... that cannot be any more
 
 
+class TransferStats(msgspec.Struct, frozen=True, array_like=True):
+    """KV transfers of an engine with a role, since its process began."""
+
+    heard: int  # words of other engines: one that waits for them is alive
+    landed: int  # prompts whose KV arrived from a prefill engine
+    failed: int  # ... that had to be computed elsewhere or here
+    copied_bytes: int
+    copying_s: float
+    receiving: int  # now
+    sending: int
+    peers: list[str]  # prefill engines that can be reached now
+
+
 class Stats(msgspec.Struct, frozen=True, array_like=True):
     """The engine's state after a step, or while idle once per heartbeat."""
 
@@ -133,6 +146,7 @@ class Stats(msgspec.Struct, frozen=True, array_like=True):
     records: list[StepRecord] = []  # steps finished since the last Stats
     fairness: FairnessReport | None = None  # about once a second
     routing: RoutingNews | None = None
+    transfers: TransferStats | None = None  # of an engine with a role
 
 
 class Finished(msgspec.Struct, frozen=True):
