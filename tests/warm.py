@@ -37,6 +37,7 @@ _PRELOAD = (
     "cumulo.cli.app",
     "cumulo.cli.shared.help_words",
     "cumulo.serve.server",
+    "cumulo.gateway.server",
     ENGINE,
     "cumulo.console.install",
 )

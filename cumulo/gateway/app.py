@@ -74,7 +74,7 @@ class GatewayApp:
         try:
             prompt = PromptHint(
                 asked.model, asked.chain(_cache_scope(caller, scope)), len(asked.text),
-                asked.session, caller.name, asked.priority or 0,
+                asked.session or _session(scope), caller.name, asked.priority or 0,
             )  # fmt: skip
             self.gate.take_tokens(caller, self.fleet.memory(asked.model).tokens(len(asked.text)))
             ask = FleetAsk(
@@ -148,6 +148,10 @@ class _Sending:
             if self._draining:
                 message = {**message, "headers": [*message["headers"], (b"connection", b"close")]}
         await self._send(message)
+
+
+def _session(scope: Scope) -> str:
+    return next((value.decode("latin-1") for name, value in scope["headers"] if name == b"x-session-id"), "")
 
 
 def _cache_scope(caller: Caller, scope: Scope) -> str:

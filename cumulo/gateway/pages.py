@@ -34,11 +34,6 @@ class AddReplica(msgspec.Struct, forbid_unknown_fields=True):
     weight: float = 1.0
 
 
-class ChangeReplica(msgspec.Struct, forbid_unknown_fields=True):
-    url: str
-    move: bool = False  # of a drain: running streams are continued elsewhere at once
-
-
 class GatewayPages:
     def __init__(
         self,
@@ -59,7 +54,7 @@ class GatewayPages:
             response = await self._get(scope, path)
         elif path.startswith("/v1/fleet"):
             self._gate.check_operator(scope)
-            response = await self._change(method, path, receive)
+            response = await self._change(scope, receive)
         if response is None:
             return False
         await response(scope, receive, send)
@@ -138,41 +133,43 @@ class GatewayPages:
             ],
         }
 
-    async def _change(self, method: str, path: str, receive: Receive) -> Response | None:
+    async def _change(self, scope: Scope, receive: Receive) -> Response:
+        """As in a server with several replicas (serve/fleet_endpoints.py), except that a replica has an address."""
+        method, path = scope["method"], scope["path"]
         if method == "POST" and path == _REPLICAS:
-            asked = _read(await _whole(receive), AddReplica)
-            try:
-                replica = await self._fleet.add(PoolMember(asked.url, asked.model, asked.weight))
-            except CumuloError as error:
-                raise ApiError(400, str(error), param="url", code="replica_refused") from None
-            return _json(_described(replica), 201)
-        actions = {f"{_REPLICAS}/drain": True, f"{_REPLICAS}/resume": False}
-        if method == "POST" and path in actions:
-            change = _read(await _whole(receive), ChangeReplica)
-            replica = self._named(change.url)
-            replica.draining = actions[path]
-            if replica.draining and change.move:
+            return await self._add(_read(await _whole(receive), AddReplica))
+        rest = path.removeprefix(f"{_REPLICAS}/")
+        if rest != path and method == "DELETE":
+            replica = self._named(rest)
+            await self._fleet.remove(replica.name)
+            return _json({"name": replica.short_name, "url": replica.name, "removed": True})
+        name, _, action = rest.rpartition("/")
+        if rest != path and method == "POST" and action in ("drain", "undrain"):
+            replica = self._named(name)
+            replica.draining = action == "drain"
+            if replica.draining and b"move=true" in scope["query_string"]:
                 replica.move_away()
             self._fleet.note_change()
             return _json(_described(replica))
-        if method == "DELETE" and path == _REPLICAS:
-            replica = self._named(_read(await _whole(receive), ChangeReplica).url)
-            await self._fleet.remove(replica.name)
-            return _json({"url": replica.name, "removed": True})
         raise ApiError(
             404,
-            f"{method} {path} is not possible; use POST {_REPLICAS} to add, POST {_REPLICAS}/drain, "
-            f'POST {_REPLICAS}/resume, or DELETE {_REPLICAS}, each with {{"url": ...}}',
+            f'{method} {path} is not possible; use POST {_REPLICAS} with {{"url": ...}} to add a replica, '
+            f"DELETE {_REPLICAS}/HOST:PORT to remove it, or POST {_REPLICAS}/HOST:PORT/drain and /undrain",
         )
 
-    def _named(self, url: str) -> UpstreamReplica:
-        found = self._fleet.replicas.get(url.rstrip("/"))
-        if found is None:
-            known = ", ".join(self._fleet.replicas) or "none"
-            raise ApiError(
-                404, f"{url} is not in the fleet, which has {known}", param="url", code="no_such_replica"
-            )
-        return found
+    async def _add(self, asked: AddReplica) -> Response:
+        try:
+            replica = await self._fleet.add(PoolMember(asked.url, asked.model, asked.weight))
+        except CumuloError as error:
+            raise ApiError(400, str(error), param="url", code="replica_refused") from None
+        return _json(_described(replica), 201)
+
+    def _named(self, text: str) -> UpstreamReplica:
+        for replica in self._fleet.replicas.values():
+            if text in (replica.name, replica.short_name):
+                return replica
+        known = ", ".join(one.short_name for one in self._fleet.replicas.values()) or "none"
+        raise ApiError(404, f"the fleet has no replica {text!r}; it has {known}", code="replica_not_found")
 
     # -- why? ---------------------------------------------------------------------------------------------
     async def _explain(self, name: str, caller: Caller) -> Response:
@@ -220,9 +217,11 @@ def _described(replica: UpstreamReplica) -> dict[str, Any]:
     now_s, news, identity = time.monotonic(), replica.news, replica.identity
     refuses = replica.refuses(now_s)
     return {
+        "name": replica.short_name,
+        "object": "fleet.replica",
         "url": replica.name,
         "state": "ready" if not refuses else "draining" if refuses == "drains" else "unavailable",
-        "reason": refuses or None,
+        "detail": refuses or None,
         "kind": "cumulo" if identity is not None else "openai",
         "models": list(replica.models),
         "weight": replica.member.weight,

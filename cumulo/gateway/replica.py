@@ -82,6 +82,10 @@ class UpstreamReplica:
         self.heard_s = time.monotonic()
 
     @property
+    def short_name(self) -> str:
+        return self.name.partition("//")[2]
+
+    @property
     def is_cumulo(self) -> bool:
         return self.identity is not None
 

@@ -37,12 +37,17 @@ class RunningGateway(RunningServer):
     def operate(self, method: str, path: str, **body: object) -> httpx.Response:
         headers = {"Authorization": f"Bearer {KEY}"}
         return httpx.request(
-            method, f"{self.url}/v1/fleet/replicas{path}", json=body, headers=headers, timeout=60
+            method, f"{self.url}/v1/fleet/replicas{path}", json=body or None, headers=headers, timeout=60
         )
 
     def replica(self, url: str) -> dict[str, object]:
         (found,) = (one for one in self.get("/v1/fleet").json()["replicas"] if one["url"] == url)
         return found
+
+
+def address(server: RunningServer) -> str:
+    """As /v1/fleet names a replica."""
+    return server.url.removeprefix("http://")
 
 
 def key_file(folder: Path) -> str:

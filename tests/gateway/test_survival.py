@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.gateway.running_gateway import RunningGateway, fleet_server, gateway_of, key_file
+from tests.gateway.running_gateway import RunningGateway, address, fleet_server, gateway_of, key_file
 from tests.serve.running_server import RunningServer, wait_for
 from tests.serve.test_streams_survive import CHAT, KINDS, LONG, Stream, said
 from tests.serve.tiny_model import NAME, save_tiny_model
@@ -92,11 +92,11 @@ def test_a_drained_replicas_streams_move(fleet: Fleet) -> None:
     for stream in streams.values():
         assert stream.speaks.wait(60)
     victim = fleet.busiest()
-    answer = fleet.gateway.operate("POST", "/drain", url=victim.url, move=True)
+    answer = fleet.gateway.operate("POST", f"/{address(victim)}/drain?move=true")
     assert answer.json()["state"] == "draining"
     fleet.check(streams)
     assert fleet.gateway.replica(victim.url)["in_flight"] == 0
-    fleet.gateway.operate("POST", "/resume", url=victim.url)
+    fleet.gateway.operate("POST", f"/{address(victim)}/undrain")
     assert fleet.gateway.replica(victim.url)["state"] == "ready"
 
 
@@ -133,7 +133,7 @@ def test_a_killed_replica_changes_no_stream_and_another_takes_its_place(fleet: F
     fleet.servers.remove(victim)
     newcomer = fleet.serve()
     assert fleet.gateway.operate("POST", "", url=newcomer.url).status_code == 201
-    assert fleet.gateway.operate("DELETE", "", url=victim.url).status_code == 200
+    assert fleet.gateway.operate("DELETE", f"/{address(victim)}").status_code == 200
     assert {one["url"] for one in fleet.gateway.get("/v1/fleet").json()["replicas"]} == {
         server.url for server in [*fleet.servers, newcomer]
     }

@@ -1,0 +1,189 @@
+"""What operators do with a gateway: bad input, pools, failing replicas, keys, drain and restart."""
+
+import contextlib
+import json
+import signal
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from cumulo.serve.access.keys import new_key
+from tests.gateway.running_gateway import RunningGateway, address, fleet_server, gateway_of, key_file
+from tests.serve.running_server import RunningServer
+from tests.serve.test_streams_survive import CHAT, LONG, Stream
+from tests.serve.tiny_model import NAME, save_tiny_model
+
+pytestmark = pytest.mark.slow
+ASK: dict[str, Any] = {"model": NAME, "messages": CHAT["messages"], "max_tokens": 4}
+
+
+class OtherServer(BaseHTTPRequestHandler):
+    """An OpenAI-compatible server of somebody else's: it lists a model, and fails on every request."""
+
+    asked = 0
+    breaks = False  # it streams a little, and closes the connection
+    state: dict[str, Any] | None = None
+
+    def do_GET(self) -> None:
+        if self.path.startswith("/internal/") and self.state is None:
+            self._say(404, {})
+        else:
+            self._say(200, self.state or {"object": "list", "data": [{"id": NAME}]})
+
+    def do_POST(self) -> None:
+        type(self).asked += 1
+        self.rfile.read(int(self.headers["content-length"]))
+        if self.breaks:
+            self.send_response(200)
+            self.send_header("content-type", "text/event-stream")
+            self.send_header("transfer-encoding", "chunked")
+            self.end_headers()
+            for number in (1, 2):
+                event = b'data: {"n": %d}\n\n' % number
+                self.wfile.write(b"%x\r\n%b\r\n" % (len(event), event))
+            self.close_connection = True
+            return
+        self._say(500, {"error": {"message": "out of order"}})
+
+    def _say(self, status: int, content: Any) -> None:
+        body = json.dumps(content).encode() + b"\n"
+        self.send_response(status)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@contextlib.contextmanager
+def other_server(**more: Any) -> Iterator[tuple[str, type[OtherServer]]]:
+    handler = type("Handler", (OtherServer,), more)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}", handler
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("fleet")
+
+
+@pytest.fixture(scope="module")
+def key(folder: Path) -> str:
+    return key_file(folder)
+
+
+@pytest.fixture(scope="module")
+def servers(folder: Path, key: str) -> Iterator[tuple[RunningServer, RunningServer]]:
+    """The second one calls its model `other`."""
+    model = save_tiny_model(folder)
+    with fleet_server(model, key) as first, fleet_server(model, key, "--name", "other") as second:
+        yield first, second
+
+
+def refused(*arguments: str) -> str:
+    """What a gateway says that does not start."""
+    with pytest.raises(AssertionError) as error:
+        RunningGateway(*arguments)
+    return str(error.value)
+
+
+def test_a_fleet_that_cannot_work_is_refused_with_what_would(
+    servers: tuple[RunningServer, RunningServer], key: str, tmp_path: Path
+) -> None:
+    first, second = servers
+    wrong = tmp_path / "wrong.key"
+    wrong.write_text("another-key-of-good-length")
+    assert "start gateway and servers with the same --fleet-key-file" in refused(
+        first.url, "--fleet-key-file", str(wrong)
+    )
+    assert f"--pool other={second.url}" in refused(first.url, second.url, "--fleet-key-file", key)
+    assert "serves 'other', not 'chat'" in refused("--pool", f"chat={second.url}", "--fleet-key-file", key)
+    nobody = "http://127.0.0.1:9"
+    assert f"no server can be reached: {nobody} does not answer" in refused(nobody, "--fleet-key-file", key)
+    assert "given twice" in refused(first.url, first.url)
+    assert "MODEL=URL" in refused("--pool", first.url)
+    identity = {"version": "9.9", "model": NAME, "fingerprint": "f", "tokenizer": "t",
+                "block_size": 16, "max_context": 99, "max_running": 9}  # fmt: skip
+    with other_server(state={"identity": identity}) as (url, _):
+        assert "runs Cumulo 9.9 and this gateway" in refused(url, "--fleet-key-file", key)
+
+
+def test_pools_replicas_and_a_failing_one(servers: tuple[RunningServer, RunningServer], key: str) -> None:
+    first, second = servers
+    with gateway_of([], key, "--pool", f"{NAME}={first.url}", "--pool", f"other={second.url}") as gateway:
+        assert {one["id"] for one in gateway.get("/v1/models").json()["data"]} == {NAME, "other"}
+        for name in (NAME, "other"):
+            assert gateway.post("/v1/chat/completions", {**ASK, "model": name}).json()["model"] == name
+        for url, reason in ((second.url, "already"), ("http://127.0.0.1:9", "does not answer")):
+            answer = gateway.operate("POST", "", url=url)
+            assert answer.status_code == 400 and reason in answer.json()["error"]["message"]
+        open_door = httpx.post(f"{gateway.url}/v1/fleet/replicas", json={"url": second.url}, timeout=60)
+        assert open_door.status_code == 401
+        with other_server() as (url, handler):
+            assert gateway.operate("POST", "", url=url).json()["kind"] == "openai"
+            for _ in range(12):  # each is answered by the good one, and soon the bad one is left alone
+                assert gateway.post("/v1/chat/completions", ASK).status_code == 200
+            assert 1 <= handler.asked <= 3 + 1
+            assert gateway.operate("DELETE", f"/{url.removeprefix('http://')}").status_code == 200
+        drained = gateway.operate("POST", f"/{address(second)}/drain").json()
+        assert drained["state"] == "draining"
+
+
+def test_another_servers_broken_stream_ends_with_a_clear_error() -> None:
+    with other_server(breaks=True) as (url, _):
+        gateway = RunningGateway(url)
+        try:
+            stream = Stream(gateway, "/v1/chat/completions", CHAT)
+            stream.join()
+            assert [event for event in stream.events if "n" in event] == [{"n": 1}, {"n": 2}]
+            message = stream.events[-1]["error"]["message"]
+            assert "closed the connection" in message and "fleet key" in message
+            door = httpx.delete(f"{gateway.url}/v1/fleet/replicas/{url[7:]}", timeout=60)
+            assert door.status_code == 403 and "--operator-key-file" in door.text
+        finally:
+            gateway.end()
+
+
+def test_keys_are_checked_at_the_gateway(
+    servers: tuple[RunningServer, RunningServer], key: str, tmp_path: Path
+) -> None:
+    keys = tmp_path / "keys.json"
+    ann = new_key(keys, "ann", requests_per_minute=3)
+    with gateway_of(servers[:1], key, "--api-keys", str(keys)) as gateway:
+        assert gateway.post("/v1/chat/completions", ASK).status_code == 401
+        shown = {"Authorization": f"Bearer {ann}"}
+        answer = gateway.post("/v1/chat/completions", ASK, headers=shown)
+        assert answer.status_code == 200
+        story = gateway.get(f"/v1/requests/{answer.json()['id']}/explain", headers=shown).json()
+        assert (
+            story["data"][0]["replica"] == servers[0].url
+        )  # the replica's own story, under the caller's name
+        codes = [gateway.post("/v1/chat/completions", ASK, headers=shown).status_code for _ in range(4)]
+        assert codes == [200, 200, 429, 429]
+
+
+def test_a_gateway_is_replaced_without_a_failed_request(
+    servers: tuple[RunningServer, RunningServer], key: str
+) -> None:
+    first, _ = servers
+    with gateway_of([first], key) as old:
+        stream = Stream(old, "/v1/chat/completions", CHAT | LONG | {"temperature": 0, "max_tokens": 300})
+        assert stream.speaks.wait(60)
+        port = old.url.rpartition(":")[2]
+        with gateway_of([first], key, "--port", port) as new:
+            old.process.send_signal(signal.SIGTERM)
+            stream.join()
+            assert stream.events[-1] == "data: [DONE]" and len(stream.events) > 200
+            assert old.process.wait(60) == 0
+            assert new.post("/v1/chat/completions", ASK).status_code == 200
