@@ -40,6 +40,7 @@ class RankedRunner:
             if not found:
                 found = [self._behind(error)]
             self._failed = RanksFailed("\n".join(found))
+            self.ranks.end()  # so that what still waits for them here fails now
         return self._failed
 
     def _behind(self, error: Exception) -> str:
