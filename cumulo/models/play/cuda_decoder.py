@@ -209,7 +209,7 @@ class CudaDecoder:
             linear(x, weight, out=stream, residual=stream, bias=bias, invariant=self.invariant)
             return
         linear(x, weight, out=self.slice.partial(half, len(stream)), bias=bias, invariant=self.invariant)
-        self.slice.add_partials(half, stream)
+        self.slice.add_partials(half, stream, rounded=self.invariant)
 
     def _attend(
         self, layer: LayerWeights, stream: Tensor, step: StepTensors, cache: KVCache, index: int

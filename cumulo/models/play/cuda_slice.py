@@ -76,18 +76,20 @@ class RankSlice:
 
     def embed(self, token_ids: Tensor, weight: Tensor, stream: Tensor) -> None:
         embed_slice(token_ids, weight, self._first, self.partial(FEED_FORWARD, len(stream)))
-        self._sum(FEED_FORWARD, stream, add=False)
+        self._sum(FEED_FORWARD, stream, add=False, rounded=False)
 
     def partial(self, half: int, rows: int) -> Tensor:
         """Where this rank's partial sum of a half-layer goes."""
         numbers = self._partials[half].own.view(self._partial_dtype(rows))
         return numbers[: rows * self._hidden].view(rows, self._hidden)
 
-    def add_partials(self, half: int, stream: Tensor) -> None:
-        self._sum(half, stream, add=True)
+    def add_partials(self, half: int, stream: Tensor, rounded: bool = False) -> None:
+        """`rounded`: where one rank would round the product before it adds it."""
+        self._sum(half, stream, add=True, rounded=rounded)
 
-    def _sum(self, half: int, stream: Tensor, add: bool) -> None:
-        sum_partials(self.memory, self._partials[half], self._partial_dtype(len(stream)), stream, add)
+    def _sum(self, half: int, stream: Tensor, add: bool, rounded: bool) -> None:
+        dtype = self._partial_dtype(len(stream))
+        sum_partials(self.memory, self._partials[half], dtype, stream, add, rounded)
 
     def _partial_dtype(self, rows: int) -> torch.dtype:
         return torch.float32 if self._invariant or rows <= _FLOAT32_ROWS else self._dtype

@@ -10,6 +10,7 @@ logits of them.
 import ctypes
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,6 +25,8 @@ from cumulo.models.batch import ForwardBatch, KVCache
 from cumulo.models.decoder import Decoder, Layer
 from cumulo.models.linear import Linear
 from cumulo.models.moe import FeedForward
+from cumulo.models.play.rank_decoder import embed_slice
+from cumulo.models.play.rank_links import RankLinks
 
 ROWS_STEP = 64  # buffers grow in multiples of this many tokens
 
@@ -31,7 +34,8 @@ ROWS_STEP = 64  # buffers grow in multiples of this many tokens
 class FusedDecoder:
     """Plays `decoder` with the native kernels. Weights are shared with it, not copied."""
 
-    def __init__(self, decoder: Decoder) -> None:
+    def __init__(self, decoder: Decoder, links: RankLinks | None = None) -> None:
+        """`links`: the decoder is one rank's part of a larger one."""
         reason = why_not(decoder)
         library = native_library.native()
         if reason is not None or library is None:
@@ -40,6 +44,7 @@ class FusedDecoder:
         decoder.rotary.rotation_at(torch.zeros(0, dtype=torch.int64))  # makes the table
         assert decoder.rotary.table is not None
         self.cosine, self.sine = (table.contiguous() for table in decoder.rotary.table)
+        self.links = links
         self._program: _Program | None = None
 
     @property
@@ -47,8 +52,11 @@ class FusedDecoder:
         return self.decoder.weight_bytes
 
     def forward(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
-        """Compute a step, write its keys and values; the normed hidden states of `batch.logit_rows`."""
-        tokens, outputs = len(batch.token_ids), len(batch.logit_rows)
+        """Compute a step, write its keys and values; the normed hidden states of `batch.logit_rows`. The result of
+        a stage that is not the last goes to the next one, and is empty here."""
+        links = self.links
+        last = links is None or links.part.last
+        tokens, outputs = len(batch.token_ids), len(batch.logit_rows) if last else 0
         hidden = torch.empty((outputs, self.spec.hidden), dtype=torch.float32)
         if tokens == 0:
             return hidden
@@ -56,14 +64,15 @@ class FusedDecoder:
         if program is None or program.cache is not cache or program.rows < max(tokens, outputs):
             rows = -(-max(tokens, outputs) // ROWS_STEP) * ROWS_STEP
             program = self._program = _Program(self, cache, rows)
-        program.set_result(hidden)
+        if last:
+            program.set_result(hidden)
         tables = batch.block_tables.contiguous()
         step = StepStruct(
             tokens=tokens,
             sequences=len(batch.context_lengths),
             outputs=outputs,
             table_stride=tables.shape[1],
-            vocabulary=self.spec.vocab_size,
+            vocabulary=self.spec.vocab_size if links is None else links.part.whole.vocab_size,
             position_limit=len(self.cosine),
             blocks=cache.blocks,
             block_size=cache.block_size,
@@ -75,7 +84,9 @@ class FusedDecoder:
             context_lengths=_pointer(batch.context_lengths, torch.int32),
             block_tables=_pointer(tables, torch.int32),
         )
-        if cache.on_layer is None:
+        if links is not None:
+            self._play_with_others(program, step, batch, links)
+        elif cache.on_layer is None:
             self.library.play(program.ops, step)
         else:
             for layer, part in enumerate(program.parts):
@@ -83,6 +94,23 @@ class FusedDecoder:
                 if layer < self.spec.layers:
                     cache.on_layer(layer)
         return hidden
+
+    def _play_with_others(
+        self, program: "_Program", step: StepStruct, batch: ForwardBatch, links: RankLinks
+    ) -> None:
+        stream = program.hidden.values[: step.tokens]
+        if links.part.first:
+            stream.copy_(embed_slice(self.decoder.embed, links.part, batch.token_ids, links))
+        else:
+            stream.copy_(links.receive_stream(len(stream), self.dtype))
+        for segment in program.segments:
+            self.library.play(segment.ops, step)
+            if segment.partial is not None:
+                links.sum_slices(
+                    segment.partial.values[: step.outputs if segment.over_outputs else step.tokens]
+                )
+        if not links.part.last:
+            links.send_stream(stream.clone())
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[R, hidden] -> [R, vocabulary]."""
@@ -133,6 +161,15 @@ class _Activation:
         return self.values.data_ptr()
 
 
+@dataclass(slots=True)
+class _Segment:
+    """Operations that follow each other without a word to other ranks."""
+
+    ops: Any  # a ctypes array of OpStruct
+    partial: _Activation | None = None  # what they leave is summed over ranks
+    over_outputs: bool = False
+
+
 class _Program:
     """The operations of one step for up to `rows` tokens over one cache, and the buffers they use."""
 
@@ -144,7 +181,13 @@ class _Program:
         self.cache, self.rows, self.library = cache, rows, fused.library
         spec = self.spec = fused.spec
         self._list: list[OpStruct] = []
+        self._sums: list[tuple[int, _Activation | None, bool]] = []  # after so many operations, of what
         self._fused = fused
+        links = fused.links
+        self._last_stage = links is None or links.part.last
+        self._summed = links is not None and links.tensor is not None
+        # Of the ranks that sum up, one adds the stream so far.
+        self._accumulate = links is None or links.part.carries_stream
         heads = spec.heads * spec.head_dim
         self.hidden = self._buffer(spec.hidden)
         self.normed = self._buffer(spec.hidden)
@@ -155,19 +198,34 @@ class _Program:
         # What is wanted of the last layer is usually a few rows; from its attention on only they are computed.
         self.wanted_hidden = self._buffer(spec.hidden)
         self.wanted_mixed = self._buffer(heads)
-        self._embed()
+        if links is None:
+            self._embed()
         ends = []
         for layer in range(spec.layers):
             self._layer(layer)
             ends.append(len(self._list))
-        self._norm(self.wanted_hidden, fused.decoder.final_norm.weight, self.normed, None, over_outputs=True)
+        if self._last_stage:
+            norm = fused.decoder.final_norm.weight
+            self._norm(self.wanted_hidden, norm, self.normed, None, over_outputs=True)
         self.ops = (OpStruct * len(self._list))(*self._list)
         # The same operations layer by layer, for a cache that wants to be told; the rest is the last part.
-        size = ctypes.sizeof(OpStruct)
-        self.parts = [
-            (OpStruct * (end - first)).from_buffer(self.ops, first * size)
-            for first, end in pairwise([0, *ends, len(self._list)])
+        self.parts = [self._part(*bounds) for bounds in pairwise([0, *ends, len(self._list)])]
+        # And between the sums over ranks.
+        self._sums.append((len(self._list), None, False))
+        begins = [0, *(end for end, _, _ in self._sums)]
+        self.segments = [
+            _Segment(self._part(begin, end), partial, over_outputs)
+            for begin, (end, partial, over_outputs) in zip(begins, self._sums, strict=False)
+            if end > begin
         ]
+
+    def _part(self, first: int, end: int) -> Any:
+        return (OpStruct * (end - first)).from_buffer(self.ops, first * ctypes.sizeof(OpStruct))
+
+    def _sum(self, partial: _Activation, over_outputs: bool) -> None:
+        """What other ranks have of the same rows is added before anything goes on."""
+        if self._summed:
+            self._sums.append((len(self._list), partial, over_outputs))
 
     def set_result(self, hidden: Tensor) -> None:
         self.ops[len(self.ops) - 1].out = hidden.data_ptr()
@@ -232,13 +290,14 @@ class _Program:
                 **cache_fields,
             )
         )
-        last = index == spec.layers - 1
+        last = self._last_stage and index == spec.layers - 1
         hidden, mixed = (self.wanted_hidden, self.wanted_mixed) if last else (self.hidden, self.mixed)
         if last:
             self._gather(self.hidden, hidden)
             self._gather(self.mixed, mixed)
         self._quantize(mixed, attention.output, last)
-        self._linear(mixed, attention.output, hidden, accumulate=True, over_outputs=last)
+        self._linear(mixed, attention.output, hidden, accumulate=self._accumulate, over_outputs=last)
+        self._sum(hidden, last)
         self._norm(hidden, layer.ffn_norm.weight, self.normed, ffn.gate_up, last)
         self._linear(self.normed, ffn.gate_up, self.gate_up, over_outputs=last)
         self._list.append(
@@ -250,7 +309,8 @@ class _Program:
                 **self._destination(self.activated, ffn.down),
             )
         )
-        self._linear(self.activated, ffn.down, hidden, accumulate=True, over_outputs=last)
+        self._linear(self.activated, ffn.down, hidden, accumulate=self._accumulate, over_outputs=last)
+        self._sum(hidden, last)
 
     def _norm(
         self,

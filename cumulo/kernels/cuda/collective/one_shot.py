@@ -41,19 +41,21 @@ def _meet(flags, rank, RANKS: tl.constexpr):
 
 
 @triton.jit
-def _sum(flags, partials, out, elements, rank, KIND: tl.constexpr, ADD: tl.constexpr, RANKS: tl.constexpr,
-         BLOCK: tl.constexpr):  # fmt: skip
+def _sum(flags, partials, out, elements, rank, KIND: tl.constexpr, ADD: tl.constexpr, ROUND: tl.constexpr,
+         RANKS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     program = tl.program_id(0)
     meet(flags, program, rank, RANKS)
     for first in range(program * BLOCK, elements, tl.num_programs(0) * BLOCK):
         at = first + tl.arange(0, BLOCK)
         inside = at < elements
         total = tl.zeros((BLOCK,), tl.float32)
-        if ADD:
-            total += tl.load(out + at, mask=inside, other=0.0).to(tl.float32)
         for peer in tl.static_range(RANKS):
             partial = tl.load(partials + peer).to(tl.pointer_type(KIND))
             total += tl.load(partial + at, mask=inside, other=0.0).to(tl.float32)
+        if ROUND:
+            total = total.to(out.dtype.element_ty).to(tl.float32)
+        if ADD:
+            total += tl.load(out + at, mask=inside, other=0.0).to(tl.float32)
         tl.store(out + at, total.to(out.dtype.element_ty), mask=inside)
 
 
@@ -82,16 +84,23 @@ def meet_all(memory: PeerMemory) -> None:
     _meet[(1,)](memory.flags.addresses, memory.rank, RANKS=memory.ranks, num_warps=1)
 
 
-def sum_partials(memory: PeerMemory, partial: PeerTensor, dtype: torch.dtype, out: Tensor, add: bool) -> None:
+def sum_partials(
+    memory: PeerMemory,
+    partial: PeerTensor,
+    dtype: torch.dtype,
+    out: Tensor,
+    add: bool = False,
+    rounded: bool = False,
+) -> None:
     """`out` becomes the sum over ranks of the numbers of `dtype` that stand first in `partial`; with `add`, onto
-    what it holds."""
+    what it holds. `rounded`: to its dtype before it is added, as a product that is stored first."""
     elements = out.numel()
     if elements == 0:
         return
     programs = min(MAX_CHANNELS, triton.cdiv(elements, _BLOCK))
     _sum[(programs,)](
         memory.flags.addresses, partial.addresses, out, elements, memory.rank, KIND=triton_type(dtype),
-        ADD=add, RANKS=memory.ranks, BLOCK=_BLOCK, num_warps=8,
+        ADD=add, ROUND=rounded, RANKS=memory.ranks, BLOCK=_BLOCK, num_warps=8,
     )  # fmt: skip
 
 
