@@ -24,6 +24,7 @@ from cumulo.layout.serving import RankPart, rank_part
 from cumulo.models.batch import KVCache, RunnableModel
 from cumulo.models.decoder import Decoder
 from cumulo.models.files.load import LoadedModel, load_model
+from cumulo.models.play.fused import FusedDecoder, why_not
 from cumulo.models.play.rank_decoder import RankDecoder
 from cumulo.models.play.rank_links import RankLinks, connect
 from cumulo.ranks.plan_ring import PlanReader, RingFile
@@ -113,8 +114,9 @@ def _make_runner(
 ) -> tuple[TorchRunner, str]:
     config, memory = setup.config, setup.memory
     decoder.rotary.serve(memory.max_context)
-    model: RunnableModel = RankDecoder(decoder, part, links)
-    runs_on = "PyTorch operators"
+    obstacle = why_not(decoder)
+    model: RunnableModel = RankDecoder(decoder, part, links) if obstacle else FusedDecoder(decoder, links)
+    runs_on = f"PyTorch operators: {obstacle}" if obstacle else "fused native kernels"
     blocks = memory.kv_blocks // part.layout.dp
     cache = KVCache(part.local, blocks, config.block_size, decoder.dtype)
     runner = TorchRunner(
