@@ -83,7 +83,7 @@ def state(scheduler: Scheduler) -> tuple[Any, ...]:
         if one.state == State.RUNNING
     ]
     served = [(one.prompt_tokens, one.output_tokens) for one in scheduler.shares.tenants.values()]
-    cached, free = pool.block_of, list(pool._free)  # the order says who is evicted next
+    cached, free = pool.block_of, list(pool._free[0])  # the order says who is evicted next
     return (
         running,
         served,

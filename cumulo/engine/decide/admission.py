@@ -74,6 +74,9 @@ def make_room_for_priority(books: Books, plan: StepPlan, now_s: float) -> None:
     if head is None or head.pending:
         return
     victims = less_important(head, books.running, books.queue.level)
+    if books.pool.homes > 1:
+        home = books.residency.home_for(books.residency.blocks_wanted(head)[0])
+        victims = [victim for victim in victims if books.residency.home(victim) == home]
     if not victims:
         return
     slots_short, blocks_short = books.residency.shortage(head, len(books.running))
@@ -128,10 +131,15 @@ def make_room(books: Books, sequence: Sequence, position: int, plan: StepPlan, n
     """A block of its own for the sequence's next token. If none is free, a younger sequence that is not yet
     in this plan gives way; False if there is none."""
     while books.residency.needs_block(sequence, position):
-        if books.pool.free_count:
-            books.residency.give_block(sequence, position, plan)
+        residency = books.residency
+        home = residency.home(sequence)
+        if books.pool.free_in(home):
+            residency.give_block(sequence, position, plan)
             return True
-        victim = victim_for(sequence, books.running, plan.index, len(books.shares.tenants))
+        running = books.running
+        if books.pool.homes > 1:  # a block elsewhere would not help
+            running = [s for s in running if s.state == State.RUNNING and residency.home(s) == home]
+        victim = victim_for(sequence, running, plan.index, len(books.shares.tenants))
         if victim is None:
             return False
         _preempt(books, victim, plan, now_s, "kv_blocks", sequence, "which is older and needed a KV block")

@@ -26,7 +26,7 @@ def output_limit(
             f"time: lower n, best_of or beam_width, or raise max_running"
         )
     # The last token drawn is never computed, so it needs no room in a block.
-    cache_tokens = config.blocks * config.block_size + 1
+    cache_tokens = config.blocks // config.homes * config.block_size + 1
     if prompt_tokens >= cache_tokens:
         raise InvalidRequest(
             f"the prompt has {prompt_tokens} tokens; the KV cache holds {cache_tokens - 1}: shorten the "
@@ -41,7 +41,7 @@ def output_limit(
 
 def check_whole(tokens: int, config: SchedulerConfig, verb: str) -> None:
     """Nothing is drawn, so the text may fill the context to its end."""
-    cache_tokens = config.blocks * config.block_size
+    cache_tokens = config.blocks // config.homes * config.block_size
     what, limit = "context", config.max_context
     if cache_tokens < limit:
         what, limit = "KV cache", cache_tokens

@@ -17,7 +17,9 @@ from cumulo.engine.decide.scheduler_config import SchedulerConfig
 class Residency:
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
-        self.pool = BlockPool(config.blocks, config.block_size, prefix_cache=config.prefix_cache)
+        self.pool = BlockPool(
+            config.blocks, config.block_size, prefix_cache=config.prefix_cache, homes=config.homes
+        )
         self.costs = PreemptionCosts()
         self.free_slots = list(range(config.max_running - 1, -1, -1))
         self.free_host_blocks = list(range(config.host_blocks - 1, -1, -1))
@@ -38,7 +40,19 @@ class Residency:
         if request.pooled is not None and request.pooled.needs_every_token:
             usable = 0
         cached = pool.cached_prefix(sequence.extend_hashes(usable, pool.block_size))
-        return cached, needed - len(cached) + pool.idle_among(cached)
+        wanted = needed - len(cached) + pool.idle_among(cached)
+        if pool.homes > 1 and cached and wanted > pool.free_in(pool.home_of(cached[0])):
+            # Where its prefix is there is no room: if there is elsewhere, it is computed again there.
+            elsewhere = needed <= pool.free_in(pool.emptiest_home)
+            return ([], needed) if elsewhere else (cached, wanted)
+        return cached, wanted
+
+    def home_for(self, cached: list[int]) -> int:
+        """Where a sequence is seated that shares these blocks, or none."""
+        pool = self.pool
+        if pool.homes == 1:
+            return 0
+        return pool.home_of(cached[0]) if cached else pool.emptiest_home
 
     def tokens_to_compute(self, sequence: Sequence) -> int:
         """Of a waiting sequence, what the prefix cache and host memory do not have."""
@@ -48,11 +62,11 @@ class Residency:
 
     def shortage(self, sequence: Sequence, running: int) -> tuple[int, int]:
         """How many slots and blocks are missing to seat the sequence; (0, 0) or less: it fits."""
-        _, blocks = self.blocks_wanted(sequence)
+        cached, blocks = self.blocks_wanted(sequence)
         # Leave some blocks to those who run, so that a newcomer is not preempted in the next step.
         blocks += -(-running // 8)
         slots = 1 + max(0, sequence.request.slots_to_reserve)
-        return slots - len(self.free_slots), blocks - self.pool.free_count
+        return slots - len(self.free_slots), blocks - self.pool.free_in(self.home_for(cached))
 
     # -- coming -------------------------------------------------------------------------------------------
     def seat(self, sequence: Sequence, plan: StepPlan) -> tuple[int, str]:
@@ -64,7 +78,7 @@ class Residency:
         sequence.slot = self.free_slots.pop()
         pool.share(cached)
         needed = -(-len(sequence.tokens) // pool.block_size)
-        sequence.blocks = cached + pool.allocate_many(needed - len(cached))
+        sequence.blocks = cached + pool.allocate_many(needed - len(cached), self.home_for(cached))
         sequence.capacity, sequence.shares_tail = needed * pool.block_size, False
         if sequence.host_blocks:
             plan.swap_in.extend(zip(sequence.host_blocks, sequence.blocks, strict=False))
@@ -87,7 +101,7 @@ class Residency:
         sequence.slot = self.free_slots.pop()
         pool.share(cached)
         needed = -(-len(sequence.tokens) // pool.block_size)
-        sequence.blocks = cached + pool.allocate_many(needed - len(cached))
+        sequence.blocks = cached + pool.allocate_many(needed - len(cached), self.home_for(cached))
         sequence.capacity, sequence.shares_tail = needed * pool.block_size, False
         sequence.computed, sequence.state = len(sequence.tokens), State.RECEIVING
         return len(cached)
@@ -107,10 +121,14 @@ class Residency:
         sequence.shares_tail = False
         return False
 
+    def home(self, sequence: Sequence) -> int:
+        """Where the blocks of a seated sequence are."""
+        return 0 if self.pool.homes == 1 else self.pool.home_of(sequence.blocks[0])
+
     def give_block(self, sequence: Sequence, position: int, plan: StepPlan) -> None:
         """A fresh block for `position`; if it was shared, a copy of it (copy-on-write)."""
         pool = self.pool
-        own = pool.allocate()
+        own = pool.allocate(self.home(sequence))
         if position >= sequence.capacity:
             sequence.blocks.append(own)
             sequence.capacity += pool.block_size

@@ -23,12 +23,20 @@ class SchedulerConfig:
     # Of a pipeline. A sequence whose next token is still being drawn would hold up all stages, so it waits, and a
     # step takes its share of those that do not.
     stages: int = 1
+    # Of the blocks, with data-parallel attention: equal runs of them, each on one rank with its sequences.
+    homes: int = 1
 
     def __post_init__(self) -> None:
         if self.max_tokens_per_step < self.max_running:
             raise CumuloError(
                 f"max_tokens_per_step ({self.max_tokens_per_step}) must be at least max_running "
                 f"({self.max_running}): every running sequence gets its next token in every step"
+            )
+        if self.blocks % self.homes:
+            raise CumuloError(f"{self.blocks} KV blocks cannot be shared evenly by dp {self.homes}")
+        if self.homes > 1 and self.host_blocks:
+            raise CumuloError(
+                "swap_gib needs dp 1: with data-parallel attention preemption recomputes; omit it"
             )
         if not self.shared_step_s > 0:
             raise CumuloError(f"shared_step_s must be more than 0 seconds, got {self.shared_step_s}")
@@ -48,4 +56,5 @@ def scheduler_config(config: EngineConfig, memory: MemoryPlan) -> SchedulerConfi
         priority_step_s=config.priority_step_s,
         shared_step_s=config.shared_step_s,
         stages=config.pp,
+        homes=config.dp,
     )
