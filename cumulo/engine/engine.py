@@ -1,7 +1,7 @@
 """Engine: the loop. Requests go in, the scheduler plans, a runner plays, text comes out.
 
-While the runner computes step N, this thread finishes N-1 and plans N+1 (`overlap`). Nothing here decides
-what runs, and nothing here computes.
+While the runner computes step N, this thread finishes N-1 and plans N+1 (`overlap`), unless the scheduler would
+rather see who arrives meanwhile. Nothing here decides what runs, and nothing here computes.
 """
 
 import itertools
@@ -152,9 +152,11 @@ class Engine:
     # -- the loop ---------------------------------------------------------------------------------------
     def step(self) -> StepOutput:
         """Plan a step and hand it to the runner; then finish the oldest, once more are on their way than `depth`
-        (without overlap: this one) or if nothing else can be planned."""
+        (without overlap: this one) or if nothing else can be planned, or should be before the oldest has ended."""
         self.exchange()
-        plan = self.scheduler.plan(time.perf_counter())
+        now_s, plan = time.perf_counter(), None
+        if not self._in_flight or self.scheduler.plans_ahead(self._in_flight[-1][0], now_s):
+            plan = self.scheduler.plan(now_s)
         if plan is not None:
             self._in_flight.append((plan, self.runner.submit(plan)))
         self.exchange()  # what was planned is known to other engines while it is computed
@@ -189,7 +191,7 @@ class Engine:
         if self.link is not None:
             self.link.step_done(plan)
         elapsed_s = result.finished_s - result.started_s
-        self.scheduler.costs.observe_compute(plan.tokens, len(plan.slots), elapsed_s)
+        self.scheduler.observe(plan, elapsed_s)
         now_s = time.perf_counter()
         for sequence in self.scheduler.apply(plan, result, now_s):
             request = sequence.request

@@ -39,7 +39,18 @@ def test_short_prompts_go_first_unless_their_tenant_has_had_much_more() -> None:
     assert by_share([Want(long, 3000), Want(short, 65)], 512, 8, 0.0) == [4, 4]  # not short
     greedy = tenant("greedy", 4000)
     assert by_share([Want(long, 3000), Want(greedy, 22)], 512, 8, 0.0) == [64, 2]
-    assert by_share([Want(short, 12), Want(tenant("also short", 1000), 15)], 512, 8, 0.0) == [12, 15]
+
+
+def test_of_several_short_prompts_the_one_of_the_tenant_served_least_is_computed_first() -> None:
+    wants = [Want(tenant("a", 1300), 32), Want(tenant("b", 1000), 40), Want(tenant("c", 1200), 9)]
+    assert by_share(wants, 512, 8, 0.0) == [2, 40, 9]
+
+
+def test_a_short_prompt_waits_its_turn_if_its_tenant_had_much_more_than_one_that_is_about() -> None:
+    """Nobody else wants anything in this step; whoever comes during it would wait for it."""
+    heavy, resting = tenant("heavy", 3000), tenant("resting", 1000)
+    assert by_share([Want(heavy, 40)], 512, 8, 0.0, [heavy, resting]) == [8]
+    assert by_share([Want(resting, 40)], 512, 8, 0.0, [heavy, resting]) == [40]
 
 
 def test_what_was_served_long_ago_does_not_count() -> None:
@@ -86,15 +97,30 @@ def test_a_shared_step_is_as_long_as_it_may_be() -> None:
 def test_a_tenant_is_about_until_a_while_after_its_last_request() -> None:
     shares = FairShares()
     ann, bob = shares.tenant("ann"), shares.tenant("bob")
-    shares.came(ann)
-    shares.came(ann)
-    assert not shares.several_about(0.0)
-    shares.came(bob)
+    shares.came(ann, 0.0)
+    shares.came(ann, 0.0)
+    assert not shares.several_about(0.0) and shares.about() == [ann]
+    shares.came(bob, 0.0)
     assert shares.several_about(0.0)
     shares.went(bob, 1.0)
-    assert shares.several_about(ABOUT_S) and not shares.several_about(2 * ABOUT_S)
-    shares.came(bob)
+    assert shares.several_about(ABOUT_S) and shares.about() == [ann, bob]
+    assert not shares.several_about(2 * ABOUT_S) and shares.about() == [ann]
+    shares.came(bob, 2 * ABOUT_S)
     assert shares.several_about(2 * ABOUT_S)
+
+
+def test_a_tenant_that_was_away_is_owed_nothing_for_that_time() -> None:
+    """Otherwise whoever comes newly would have short prompts before those of one that was served while alone."""
+    shares = FairShares()
+    ann, bob = shares.tenant("ann"), shares.tenant("bob")
+    shares.came(ann, 0.0)
+    ann.prompt_tokens += 1000
+    shares.came(bob, 0.0)
+    assert bob.recent(0.0) == ann.recent(0.0) == 1000
+    shares.went(bob, 0.0)
+    ann.prompt_tokens += 1000
+    shares.came(bob, 1.0)  # after a moment: it was about all the time
+    assert bob.recent(1.0) < 1000 < ann.recent(1.0)
 
 
 # -- the scheduler ------------------------------------------------------------------------------------------

@@ -55,11 +55,15 @@ class Tenant:
     def recent(self, now_s: float) -> float:
         """Weighted tokens served in the last seconds, older ones counting less and less. A prompt counts whole when
         it is admitted."""
-        served = self.served
+        served, now_s = self.served, max(now_s, self._recent_s)
         aged = 0.5 ** ((now_s - self._recent_s) / RECENT_HALF_LIFE_S)
         self._recent = self._recent * aged + served - self._recent_of
         self._recent_of, self._recent_s = served, now_s
         return self._recent
+
+    def lift_recent(self, level: float, now_s: float) -> None:
+        """Back after a while: what it was not served while away is not owed to it in the next seconds."""
+        self._recent = max(self.recent(now_s), level)
 
     def take_served(self) -> tuple[int, int]:
         """Prompt and output tokens since this was last asked."""
@@ -89,29 +93,35 @@ class FairShares:
         self._slices: deque[_Slice] = deque()
         self._slice_ends_s: float | None = None
         self._forget_beyond = _MANY_TENANTS
-        self._here = 0  # tenants that have requests
+        self._here: dict[str, Tenant] = {}  # that have requests
         # When the last request of others ended; oldest first.
         self._left_s: OrderedDict[str, float] = OrderedDict()
 
     # -- who is about -------------------------------------------------------------------------------------
-    def came(self, tenant: Tenant) -> None:
+    def came(self, tenant: Tenant, now_s: float) -> None:
         """One more request of this tenant."""
         tenant.requests += 1
         if tenant.requests == 1:
-            self._here += 1
-            self._left_s.pop(tenant.name, None)
+            if self._left_s.pop(tenant.name, None) is None and (others := self.about()):
+                tenant.lift_recent(min(one.recent(now_s) for one in others), now_s)
+            self._here[tenant.name] = tenant
 
     def went(self, tenant: Tenant, now_s: float) -> None:
         tenant.requests -= 1
         if tenant.requests == 0:
-            self._here -= 1
+            del self._here[tenant.name]
             self._left_s[tenant.name] = now_s
 
     def several_about(self, now_s: float) -> bool:
         """Whether more than one tenant has requests, or had some a moment ago and may be back at any time."""
         while self._left_s and next(iter(self._left_s.values())) < now_s - ABOUT_S:
             self._left_s.popitem(last=False)
-        return self._here + len(self._left_s) > 1
+        return len(self._here) + len(self._left_s) > 1
+
+    def about(self) -> list[Tenant]:
+        """Those who have requests, or (as of `several_about`) had some a moment ago."""
+        left = [self.tenants[name] for name in self._left_s if name in self.tenants]
+        return [*self._here.values(), *left]
 
     def tenant(self, name: str) -> Tenant:
         found = self.tenants.get(name)

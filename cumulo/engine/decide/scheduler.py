@@ -3,7 +3,8 @@
 One rule: each sequence has tokens not yet computed, and a step spends its token budget on them. So chunked
 prefill, decoding, prefix hits and recomputation after preemption are the same case. Sequences that need one
 token go first (nobody who is being answered waits for somebody's long prompt), then prompts: in order, or, while
-several tenants are about, by what each has been served (prompt_shares.py).
+several tenants are about, by what each has been served (prompt_shares.py). Then the sequences of a tenant that has
+many take turns (decode_shares.py).
 
 Order is `arrival + priority * priority_step_s`: a more important request overtakes, and one that has waited
 long enough is overtaken no more, so nobody starves. Among tenants of a priority, who has been served least is
@@ -15,9 +16,11 @@ from cumulo.engine.decide import admission, handover
 from cumulo.engine.decide.admission_rules import check_whole, output_limit
 from cumulo.engine.decide.beam_groups import start_beam
 from cumulo.engine.decide.books import Books, Flight
+from cumulo.engine.decide.decode_shares import DecodePace, decoding, rows_to_leave_out
+from cumulo.engine.decide.fairness import Tenant
 from cumulo.engine.decide.plan import Send, StepPlan, StepResult
 from cumulo.engine.decide.preemption import PreemptionCosts
-from cumulo.engine.decide.prompt_shares import SHORT_SHARE, Want, by_share, shared_step_tokens
+from cumulo.engine.decide.prompt_shares import SHORT_SHARE, Want, burst_tokens, by_share, shared_step_tokens
 from cumulo.engine.decide.request import FinishReason, Request, Sequence, State
 from cumulo.engine.decide.residency import new_slot
 from cumulo.engine.decide.scheduler_config import SchedulerConfig
@@ -36,7 +39,7 @@ class Scheduler:
             books.shares,
         )
         self.requests, self.closed, self.running = books.requests, books.closed, books.running
-        self.transfers = books.transfers
+        self.transfers, self.pace = books.transfers, DecodePace(config.shared_step_s)
         self._arrivals = 0
 
     @property
@@ -70,7 +73,7 @@ class Scheduler:
             start_beam(request)
         self.requests[request.id] = request
         request.share = self.shares.tenant(request.share.name)
-        self.shares.came(request.share)
+        self.shares.came(request.share, request.arrived_s)
         self.queue.arrive(leader)
         if self.transfers.receives and handover.order_prefill(self.books, leader, request.arrived_s):
             self.queue.set_aside(leader)
@@ -103,9 +106,10 @@ class Scheduler:
         starved = False  # somebody running could not get a block: admit nobody
 
         # Sequences that need one token. This loop runs for every sequence at every step: keep it lean.
+        several = self.shares.several_about(now_s)
         index, slots, starts = plan.index, plan.slots, plan.starts
         stages, most = self.config.stages, -(-len(self.running) // self.config.stages)
-        for sequence in self.running:
+        for sequence in self._take_turns(plan, now_s) if several else self.running:
             position = sequence.computed
             known = len(sequence.tokens) + sequence.pending
             if position + 1 != known or position < sequence.prompt_length:
@@ -135,7 +139,7 @@ class Scheduler:
         # Then prompts (and recomputed contexts) and newcomers, unless room is short.
         chunks = [sequence for sequence in chunks if sequence.state == State.RUNNING]
         may_admit = not starved and not self.residency.slots_freed
-        share = self._share_prompts if self.shares.several_about(now_s) else self._order_prompts
+        share = self._share_prompts if several else self._order_prompts
         spent = not budget
         for sequence, count, cut in share(chunks, budget, may_admit, plan, now_s) if budget else ():
             if count:
@@ -158,6 +162,37 @@ class Scheduler:
             return None
         books.in_flight[index] = Flight(rows, draws)
         return plan
+
+    def _take_turns(self, plan: StepPlan, now_s: float) -> list[Sequence]:
+        """Several tenants: those who run, without the sequences that do not draw a token in this step."""
+        left_out = rows_to_leave_out(
+            decoding(self.running), self.pace.rows, self._short_newcomer(now_s), now_s
+        )
+        if not left_out:
+            return self.running
+        for request in {sequence.request for sequence in left_out}:
+            request.story.take_turns(now_s, plan.index)
+        waiting = set(left_out)
+        return [sequence for sequence in self.running if sequence not in waiting]
+
+    def _short_newcomer(self, now_s: float) -> Tenant | None:
+        """The tenant served least whose short prompt can be computed in the next step."""
+        budget = self.config.max_tokens_per_step
+        short = burst_tokens(budget, self._shared_tokens(budget))
+        found = {
+            s.request.share for s in self.running if s.computed < s.prompt_length and s.to_compute <= short
+        }
+        first = self.queue.first()
+        if (
+            first is not None
+            and self.residency.tokens_to_compute(first) <= short
+            and admission.obstacle(self.books, first) is None
+        ):
+            found.add(first.request.share)
+        return min(found, key=lambda tenant: tenant.recent(now_s), default=None)
+
+    def _shared_tokens(self, budget: int) -> int:
+        return shared_step_tokens(budget, self.config.shared_step_s, self.costs.prompt_s_per_token)
 
     def _order_prompts(
         self, chunks: list[Sequence], budget: int, may_admit: bool, plan: StepPlan, now_s: float
@@ -191,10 +226,11 @@ class Scheduler:
         self, chunks: list[Sequence], budget: int, may_admit: bool, plan: StepPlan, now_s: float
     ) -> list[tuple[Sequence, int, bool]]:
         """Several tenants: those who have no prompt in the step yet come in, one each; then all by their shares."""
-        bound = shared_step_tokens(budget, self.config.shared_step_s, self.costs.prompt_s_per_token)
+        bound = self._shared_tokens(budget)
         seated, running, new = chunks[:], sum(sequence.to_compute for sequence in chunks), 0
         served = {sequence.request.share for sequence in chunks}
-        while may_admit and new < bound:
+        burst = burst_tokens(budget, bound)
+        while may_admit and new < burst:
             newcomer = admission.admit_next(self.books, plan, now_s, served)
             if newcomer is None and running + new < bound:
                 newcomer = admission.admit_next(self.books, plan, now_s)
@@ -204,7 +240,7 @@ class Scheduler:
             served.add(newcomer.request.share)
             new += newcomer.to_compute
         wants = [Want(s.request.share, s.to_compute, s.request.priority) for s in seated]
-        given = by_share(wants, budget, bound, now_s)
+        given = by_share(wants, budget, bound, now_s, self.shares.about())
         return [(s, count, count < min(s.to_compute, budget)) for s, count in zip(seated, given, strict=True)]
 
     def _plan_chunk(
@@ -255,7 +291,24 @@ class Scheduler:
         request.story.add(now_s, "forked", samples=len(twins) + 1)
         return twins
 
+    def plans_ahead(self, in_flight: StepPlan, now_s: float) -> bool:
+        """Whether to plan the next step while this one is computed. A newcomer waits for both: while several
+        tenants are about, they may take `shared_step_s` together. Planning late costs the host's time per step,
+        which is little of a long one. The stages of a pipeline always have steps behind each other."""
+        if self.config.stages > 1 or not self.shares.several_about(now_s):
+            return True
+        rows, tokens = len(in_flight.slots), in_flight.tokens
+        expected_s = self.pace.s_per_row * rows + self.costs.prompt_s_per_token * (tokens - rows)
+        return 2 * expected_s <= self.config.shared_step_s
+
     # -- results ------------------------------------------------------------------------------------------
+    def observe(self, plan: StepPlan, seconds: float) -> None:
+        """How long a step took: later ones are planned by it."""
+        rows, tokens = len(plan.slots), plan.tokens
+        self.costs.observe_compute(tokens, rows, seconds)
+        if tokens and seconds > 0:
+            self.pace.observe(rows, tokens, seconds)
+
     def apply(self, plan: StepPlan, result: StepResult, now_s: float) -> list[Sequence]:
         """Take a step's tokens in; returns the sequences that gained one (beams excepted)."""
         advanced = enter_result(self.books, self.books.in_flight.pop(plan.index), plan, result, now_s)

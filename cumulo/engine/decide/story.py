@@ -39,6 +39,7 @@ _WORDS = {
     "chunk": "step {step} computes {count} tokens from position {start}",
     "shared": "steps {step} to {last_step} compute {count} tokens from position {start}, a few in each: the steps' "
     "prompt budget is shared with other keys",
+    "turns": "from step {step} on its samples take turns: steps are kept short for other keys",
     "forked": "{samples} samples share the computed prompt",
     "preempted": "preempted in step {step} by {by}, {why}: {blocks} blocks freed; {how}",
     "resumed": "resumed in step {step} by {how}: {recomputed} tokens to recompute, {cached} from the cache",
@@ -68,6 +69,7 @@ class Story:
     recomputed_tokens: int = 0  # computed before, lost to preemption, computed again
     preemptions: int = 0
     output_tokens: int = 0
+    took_turns: bool = False  # with other sequences of its tenant, for the sake of others
     waits_s: dict[str, float] = field(default_factory=dict)  # seconds waited, by WaitCause
     waits_for: str | None = "behind_others"  # the WaitCause of this moment; None while nothing of it waits
     waits_since_s: float | None = None  # None: since arrival
@@ -109,6 +111,12 @@ class Story:
             last.detail.update(last_step=step, count=last.detail["count"] + count)
         else:
             self.add(now_s, "shared", step=step, last_step=step, start=start, count=count)
+
+    def take_turns(self, now_s: float, step: int) -> None:
+        """Not all of its sequences draw a token in this step. Said once."""
+        if not self.took_turns:
+            self.took_turns = True
+            self.add(now_s, "turns", step=step)
 
     def finish(self, now_s: float, output_tokens: int) -> None:
         self._wait(now_s, None)

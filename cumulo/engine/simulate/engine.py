@@ -70,7 +70,12 @@ class SimulatedEngine:
                     break
                 self.clock_s = max(self.clock_s, arrivals[self._coming].arrived_s)
                 continue
-            if self._may_stretch and self._in_flight is not None and scheduler.queue.count == 0:
+            if (
+                self._may_stretch
+                and self._in_flight is not None
+                and scheduler.queue.count == 0
+                and not scheduler.shares.several_about(self.clock_s)
+            ):
                 next_s = min(until_s, arrivals[self._coming].arrived_s if self._coming < count else until_s)
                 stretched = play_stretch(
                     scheduler, lockstep, self.cost, run, self._in_flight, self._shared, self.clock_s, next_s
@@ -87,7 +92,12 @@ class SimulatedEngine:
 
     def _step(self) -> None:
         """One turn of the engine's loop: plan and submit a step, and take in the one before."""
-        scheduler, run = self.scheduler, self.run
+        scheduler, ready = self.scheduler, self._in_flight
+        if ready is not None and not scheduler.plans_ahead(ready.plan, self.clock_s):
+            self._in_flight = None
+            self._finish(ready)
+            return
+        run = self.run
         plan = scheduler.plan(self.clock_s)
         self._lockstep.follow(plan)
         note_settled(self._lockstep, run)
@@ -100,17 +110,20 @@ class SimulatedEngine:
             submitted = StepInFlight(plan, time, self._device_free_s)
             run.count_step(len(plan.slots), plan.tokens, time.device_s)
         if self.overlap:
-            ready, self._in_flight = self._in_flight, submitted
+            self._in_flight = submitted
         else:
             ready = submitted
         if ready is not None:
-            self.clock_s = max(self.clock_s, ready.done_s)
-            enter_result(ready, self.clock_s, scheduler, self._lockstep, run)
-            self.clock_s += ready.time.apply_s
+            self._finish(ready)
         elif plan is None:
             raise RuntimeError(
                 "the scheduler plans nothing while nothing is in flight: a bug in the scheduler"
             )
+
+    def _finish(self, ready: StepInFlight) -> None:
+        self.clock_s = max(self.clock_s, ready.done_s)
+        enter_result(ready, self.clock_s, self.scheduler, self._lockstep, self.run)
+        self.clock_s += ready.time.apply_s
 
     def end(self) -> Run:
         """What became of everything, as of now."""
@@ -126,7 +139,15 @@ def _take_in(arrival: Arrival, number: int, scheduler: Scheduler, cost: StepCost
     served = Served(arrival)
     run.served.append(served)
     params, prompt = _params(arrival.output_tokens), _prompt(arrival, number)
-    request = Request(str(number), prompt, params, seed=0, arrived_s=arrival.arrived_s, tag=served)
+    request = Request(
+        str(number),
+        prompt,
+        params,
+        seed=0,
+        tenant=arrival.tenant,
+        arrived_s=arrival.arrived_s,
+        tag=served,
+    )
     try:
         scheduler.add(request)
     except InvalidRequest as error:

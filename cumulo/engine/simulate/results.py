@@ -12,7 +12,7 @@ def enter_result(
 ) -> None:
     """A step's tokens arrive: who gained one, and who has ended."""
     run.most_blocks = max(run.most_blocks, scheduler.pool.used_count)
-    scheduler.costs.observe_compute(ready.plan.tokens, len(ready.plan.slots), ready.time.device_s)
+    scheduler.observe(ready.plan, ready.time.device_s)
     same_s = run.last_result_s
     same, advanced = lockstep.enter_result(ready.plan, now_s)
     others: dict[float, int] = {}

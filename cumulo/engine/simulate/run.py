@@ -23,6 +23,7 @@ class Arrival:
     shared: tuple[tuple[int, int], ...] = ()
     # When another engine has drawn its first token: it arrives with keys and values, as swapped-out ones return.
     first_token_s: float | None = None
+    tenant: str = ""  # whose it is: an API key
 
     def __post_init__(self) -> None:
         if self.prompt_tokens < 1 or self.output_tokens < 1:
