@@ -3,6 +3,7 @@
 Inspect the files → plan memory (or refuse) → load weights → choose the decoder → cache, runner, scheduler.
 """
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -99,7 +100,7 @@ def assemble(
     if config.layout.world > 1 and config.role != "both":
         raise ConfigError(f"role={config.role} runs on one rank: omit tp, pp, dp and ep, or omit role")
     if config.layout.world > 1:
-        return _assemble_ranks(files, config, loading_bytes, keep_quantised, with_tokenizer, load)
+        return _assemble_ranks(files, config, loading_bytes, keep_quantised, with_tokenizer, load, tell)
     saved_bytes = fp8_saved_bytes(files.spec, dtype.itemsize) if config.weights == "fp8" else 0
     memory = plan_memory(
         files.spec, loading_bytes - saved_bytes, config, free_memory(config), loading_bytes=loading_bytes
@@ -107,9 +108,7 @@ def assemble(
     loaded = load()
     engine, player = start_engine(loaded.decoder, config, memory, loaded.tokenizer, loaded.eos_ids, tell)
     if config.device == "cuda":
-        if tell is not None:
-            tell("compiling GPU kernels (kept for the next start)")
-        compile_kernels(engine)
+        _compile_first(engine, tell)
     connect(engine, player, config, loaded.name)
     return Assembly(loaded, config, memory, engine, player)
 
@@ -163,12 +162,19 @@ def _assemble_ranks(
     keep_quantised: bool,
     with_tokenizer: bool,
     load: Callable[..., LoadedModel],
+    tell: Callable[[str], None] | None,
 ) -> Assembly:
     """The same over several ranks: each is given its share of memory and threads, and loads its part."""
-    layout, cores = config.layout, available_cores()
-    if problems := list(serving_problems(files.spec, layout, max(cores, LEAST_RANKS))):
+    layout, cores, free_bytes = config.layout, available_cores(), free_memory(config)
+    places, unit, own_bytes = max(cores, LEAST_RANKS), "CPU cores", free_bytes // layout.world
+    if config.device == "cuda":
+        from cumulo.engine.play.rank_player_cuda import gpu_places, own_memory, refuse_layout
+
+        refuse_layout(files.spec, layout)
+        places, unit, own_bytes = gpu_places(), "GPUs", own_memory(files.spec, config, layout, free_bytes)
+    if problems := list(serving_problems(files.spec, layout, places, unit)):
         raise ConfigError("; ".join(problems))
-    memory = plan_rank_memory(files.spec, weight_bytes, config, layout, free_memory(config) // layout.world)
+    memory = plan_rank_memory(files.spec, weight_bytes, config, layout, own_bytes)
     store = meeting_point()
     setup = RankSetup(
         files.path,
@@ -180,6 +186,7 @@ def _assemble_ranks(
         max(1, (config.threads or cores) // layout.world),
         store.port,
         RingFile.create(layout.world),
+        os.getpid(),
     )
 
     def guidance_of(loaded: LoadedModel) -> Guidance | None:
@@ -190,7 +197,15 @@ def _assemble_ranks(
     engine = _engine(
         player, config, memory, loaded.tokenizer, loaded.eos_ids, files.spec.vocab_size, guidance
     )
+    if config.device == "cuda":
+        _compile_first(engine, tell)
     return Assembly(loaded, config, memory, engine, player)
+
+
+def _compile_first(engine: Engine, tell: Callable[[str], None] | None) -> None:
+    if tell is not None:
+        tell("compiling GPU kernels (kept for the next start)")
+    compile_kernels(engine)
 
 
 def compile_kernels(engine: Engine) -> None:

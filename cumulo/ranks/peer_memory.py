@@ -25,8 +25,8 @@ def _symmetric(size: int, store: Store, name: str, rank: int, ranks: int, device
     from torch._C._distributed_c10d import ProcessGroup, _register_process_group, _SymmetricMemory
 
     group = ProcessGroup(PrefixStore(name, store), rank, ranks)  # only its store is asked for
-    group._set_group_name(name)
-    _register_process_group(name, group)
+    group._set_group_name(name)  # type: ignore[arg-type]
+    _register_process_group(name, group)  # type: ignore[arg-type]
     own = _SymmetricMemory.empty_strided_p2p((size,), (1,), torch.uint8, device, name)
     own.zero_()
     torch.cuda.synchronize(device)

@@ -137,6 +137,11 @@ class RankProcesses:
         return {rank: one.pipe for rank, one in self._ranks.items()}
 
     @property
+    def sentinels(self) -> list[int]:
+        """Something to wait for with multiprocessing's `wait`: ready when a rank has ended."""
+        return [one.process.sentinel for one in self._ranks.values()]
+
+    @property
     def pids(self) -> dict[int, int]:
         return {rank: one.process.pid or 0 for rank, one in self._ranks.items()}
 

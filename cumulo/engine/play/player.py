@@ -84,7 +84,7 @@ def gpu_player(
         decoder.spec,
         memory.kv_blocks,
         config.block_size,
-        _kv_dtype(config, decoder.dtype),
+        kv_dtype(config, decoder.dtype),
         decoder.final_norm.weight.device,
     )
     cuda_runner = CudaRunner(
@@ -140,5 +140,5 @@ def _torch_runner(
     )
 
 
-def _kv_dtype(config: EngineConfig, dtype: torch.dtype) -> torch.dtype:
+def kv_dtype(config: EngineConfig, dtype: torch.dtype) -> torch.dtype:
     return torch.float8_e4m3fn if config.kv_dtype == "fp8" else dtype

@@ -1,10 +1,10 @@
 """What every rank of an engine does at its start, rank 0 in the engine's process and the others in their own: find
 the others, load its part, make its runner. `start_ranks` is called by the assembly.
 
-On a GPU the same steps make a CudaRunner: a rank is given its number and the setup, and nothing here but
-`_make_runner` and `connect` knows what it computes with.
+On a GPU the same steps make a CudaRunner (`rank_player_cuda`, imported only there).
 """
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,10 +12,11 @@ from pathlib import Path
 import torch
 
 from cumulo.engine.config import EngineConfig
+from cumulo.engine.decide.plan import PendingStep
 from cumulo.engine.guides.guided import Guidance, GuidedSlots
 from cumulo.engine.memory.ledger import MemoryPlan
 from cumulo.engine.play.packed_plan import unpack_plan
-from cumulo.engine.play.player import Player
+from cumulo.engine.play.player import DeviceRunner, Player
 from cumulo.engine.play.rank_play import RankPlay, SharedGuides
 from cumulo.engine.play.ranked_runner import RankedRunner
 from cumulo.engine.play.runner_torch import TorchRunner
@@ -48,6 +49,11 @@ class RankSetup:
     threads: int
     port: int  # where the ranks meet
     ring: Path  # the memory that plans travel through
+    engine_pid: int  # rank 0's process
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.config.device == "cuda"
 
     def part(self, rank: int) -> RankPart:
         return rank_part(self.spec, self.config.layout, rank)
@@ -65,13 +71,24 @@ def start_ranks(
     ranks = RankProcesses(play_rank, range(1, layout.world), (setup,), threads=setup.threads, preload=modules)
     try:
         torch.set_num_threads(setup.threads)
+        if setup.on_gpu:
+            from cumulo.engine.play.rank_player_cuda import use_own_gpu
+
+            use_own_gpu(0)
         ring = RingFile(setup.ring, layout.world)
         part = setup.part(0)
         links = connect(part, store, setup.config.rank_timeout_s, _counter(ring, 0))
         loaded = load(part)
         guidance = guidance_of(loaded)
         runner, runs_on = _make_runner(
-            setup, part, loaded.decoder, links, GuidedSlots(guidance), loaded.eos_ids, setup.config.overlap
+            setup,
+            part,
+            loaded.decoder,
+            links,
+            store,
+            GuidedSlots(guidance),
+            loaded.eos_ids,
+            setup.config.overlap,
         )
         ranks.wait_for(_READY)
         setup.ring.unlink()
@@ -80,15 +97,25 @@ def start_ranks(
         setup.ring.unlink(missing_ok=True)
         raise
     ranked = RankedRunner(runner, ranks, ring, setup.config.rank_timeout_s)
+    if setup.on_gpu:
+        from cumulo.engine.play.rank_player_cuda import watch_ranks
+
+        watch_ranks(ranked, runner, ranks)
     return loaded, guidance, Player(ranked, f"{layout.world} ranks ({layout}), {runs_on}")
 
 
 def play_rank(rank: int, setup: RankSetup) -> None:
     """A rank in its own process, until the engine's ends."""
+    if setup.on_gpu:
+        from cumulo.engine.play.rank_player_cuda import end_with, use_own_gpu
+
+        end_with(setup.engine_pid)
+        use_own_gpu(rank)
     ring = RingFile(setup.ring, setup.config.layout.world)
     plans = PlanReader(ring, rank, starter())
     part = setup.part(rank)
-    links = connect(part, meeting_point(setup.port), setup.config.rank_timeout_s, _counter(ring, rank))
+    store = meeting_point(setup.port)
+    links = connect(part, store, setup.config.rank_timeout_s, _counter(ring, rank))
     loaded = load_model(
         setup.model,
         dtype=getattr(torch, setup.config.dtype),
@@ -97,10 +124,14 @@ def play_rank(rank: int, setup: RankSetup) -> None:
         with_tokenizer=setup.with_tokenizer,  # which knows what ends an answer
         part=part,
     )
-    runner, _ = _make_runner(setup, part, loaded.decoder, links, None, loaded.eos_ids, overlap=False)
+    runner, _ = _make_runner(setup, part, loaded.decoder, links, store, None, loaded.eos_ids, overlap=False)
     tell_starter(_READY)
+    # A GPU is given the next step while it computes one.
+    running, ahead = deque[PendingStep](), 2 if setup.on_gpu else 0
     while (message := plans.receive()) is not None:
-        runner.submit(unpack_plan(message)).result()
+        running.append(runner.submit(unpack_plan(message)))
+        if len(running) > ahead:
+            running.popleft().result()
 
 
 def _make_runner(
@@ -108,12 +139,17 @@ def _make_runner(
     part: RankPart,
     decoder: Decoder,
     links: RankLinks,
+    store: TCPStore,
     guided: GuidedSlots | None,
     eos_ids: tuple[int, ...],
     overlap: bool,
-) -> tuple[TorchRunner, str]:
+) -> tuple[DeviceRunner, str]:
     config, memory = setup.config, setup.memory
     decoder.rotary.serve(memory.max_context)
+    if setup.on_gpu:
+        from cumulo.engine.play.rank_player_cuda import make_cuda_runner
+
+        return make_cuda_runner(config, memory, part, decoder, store, eos_ids, SharedGuides(guided, links))
     obstacle = why_not(decoder)
     model: RunnableModel = RankDecoder(decoder, part, links) if obstacle else FusedDecoder(decoder, links)
     runs_on = f"PyTorch operators: {obstacle}" if obstacle else "fused native kernels"

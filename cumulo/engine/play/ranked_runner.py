@@ -5,6 +5,8 @@ A plan carries no sampled token, so it is sent on at once: it waits at the ranks
 drawn. Which runner rank 0 has, and the others too, is `RankSetup`'s matter: this file knows only plans.
 """
 
+import threading
+
 from cumulo.engine.decide.plan import PendingStep, StepPlan, StepResult
 from cumulo.engine.play.packed_plan import pack_plan
 from cumulo.engine.play.player import DeviceRunner
@@ -21,6 +23,8 @@ class RankedRunner:
         self.runner, self.ranks, self._ring = runner, ranks, ring
         self._plans = PlanWriter(ring, ranks.pipes, timeout_s)
         self._failed: RanksFailed | None = None
+        self.lost = False  # a rank died while a kernel here may have waited for it: results are nonsense
+        self.closed = threading.Event()
 
     def submit(self, plan: StepPlan) -> "RankedStep":
         """To all ranks, without waiting for any."""
@@ -54,6 +58,7 @@ class RankedRunner:
     def close(self) -> None:
         """Finish what was submitted, and end the ranks."""
         self.runner.close()
+        self.closed.set()
         self.ranks.end()
 
     # -- what the ledger asks ---------------------------------------------------------------------------
@@ -76,6 +81,9 @@ class RankedStep:
 
     def result(self) -> StepResult:
         try:
-            return self._pending.result()
+            result = self._pending.result()
         except Exception as error:
             raise self._runner.failure(error) from error
+        if self._runner.lost:
+            raise self._runner.failure(RuntimeError("a rank died in mid-step"))
+        return result

@@ -41,6 +41,18 @@ def _meet(flags, rank, RANKS: tl.constexpr):
 
 
 @triton.jit
+def _release(flags, rank, RANKS: tl.constexpr, WORDS: tl.constexpr):
+    """As if every peer were at every meeting, and had seen that this rank was."""
+    word = tl.arange(0, WORDS)
+    ours = tl.load(flags + rank).to(tl.pointer_type(tl.int32))
+    tl.atomic_xchg(ours + word, tl.full((WORDS,), 1, tl.int32), sem="relaxed", scope="sys")
+    for step in tl.static_range(1, RANKS):
+        theirs = tl.load(flags + (rank + step) % RANKS).to(tl.pointer_type(tl.int32))
+        own = word % RANKS == rank
+        tl.atomic_xchg(theirs + word, tl.zeros((WORDS,), tl.int32), mask=own, sem="relaxed", scope="sys")
+
+
+@triton.jit
 def _sum(flags, partials, out, elements, rank, KIND: tl.constexpr, ADD: tl.constexpr, ROUND: tl.constexpr,
          RANKS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     program = tl.program_id(0)
@@ -82,6 +94,13 @@ def _embed(token_ids, weight, out, first, rows, size, BLOCK: tl.constexpr):
 def meet_all(memory: PeerMemory) -> None:
     """What every rank has launched so far has happened before what is launched after this."""
     _meet[(1,)](memory.flags.addresses, memory.rank, RANKS=memory.ranks, num_warps=1)
+
+
+def release(memory: PeerMemory) -> None:
+    """Let kernels go on that wait for a rank which will never come. Whatever they compute is nonsense; to be
+    repeated until they have ended."""
+    words = triton.next_power_of_2(memory.flags.own.numel())
+    _release[(1,)](memory.flags.addresses, memory.rank, RANKS=memory.ranks, WORDS=words, num_warps=4)
 
 
 def sum_partials(

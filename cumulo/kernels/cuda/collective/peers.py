@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 _ALIGNED = 256
-MAX_CHANNELS = 64  # programs of one kernel that may wait for their twins on other ranks
+MAX_CHANNELS = 64  # a power of two; programs of one kernel that may wait for their twins on other ranks
 
 
 @dataclass(frozen=True, slots=True)

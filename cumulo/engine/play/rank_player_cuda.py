@@ -1,0 +1,139 @@
+"""A rank of tensor and expert parallelism on a GPU: its CudaRunner, and what keeps the others from waiting for it
+forever. Used by `rank_player`.
+
+On a GPU ranks wait for each other inside kernels, which nothing times out. So when a rank dies, the engine's
+process lets its own kernels go on, with nonsense, and fails the step; and a rank whose engine died ends itself.
+"""
+
+import os
+import select
+import threading
+from multiprocessing.connection import wait
+
+import torch
+
+from cumulo.engine.config import EngineConfig
+from cumulo.engine.memory.ledger import MemoryPlan
+from cumulo.engine.play.player import DeviceRunner, kv_dtype
+from cumulo.engine.play.ranked_runner import RankedRunner
+from cumulo.engine.play.runner_cuda import CudaRunner
+from cumulo.engine.play.slot_table import SlotGuides
+from cumulo.errors import ConfigError
+from cumulo.kernels.cuda.collective.one_shot import release
+from cumulo.layout.divide import nearest_divisor
+from cumulo.layout.serving import RankPart, ServingLayout, rank_part
+from cumulo.models.batch import KVCache
+from cumulo.models.decoder import Decoder
+from cumulo.models.play.cuda_decoder import CudaDecoder, why_not
+from cumulo.models.play.cuda_slice import RankSlice, shared_bytes
+from cumulo.ranks.peer_memory import peer_memory
+from cumulo.ranks.rank_group import TCPStore
+from cumulo.ranks.start import RankProcesses
+from cumulo.spec.model import ModelSpec
+
+_MANY = 64
+_RELEASE_S = 0.01  # between attempts to let kernels go on
+
+
+def gpu_places() -> int:
+    """How many ranks this machine has a GPU for. Several may be told to share one, to try a layout."""
+    shared = os.environ.get("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES") == "1"
+    return _MANY if shared else torch.cuda.device_count()
+
+
+def own_memory(spec: ModelSpec, config: EngineConfig, layout: ServingLayout, free_bytes: int) -> int:
+    """Of a GPU's memory what a rank has for weights, cache and steps; the rest is what ranks show each other."""
+    part = rank_part(spec, layout, 0)
+    dtype: torch.dtype = getattr(torch, config.dtype)
+    draws = config.max_running
+    shared = shared_bytes(
+        part.local, config.max_tokens_per_step, draws, dtype, layout.tp, config.batch_invariant
+    )
+    on_one = -(-layout.world // torch.cuda.device_count())
+    return free_bytes // on_one - shared - draws * spec.vocab_size * dtype.itemsize
+
+
+def refuse_layout(spec: ModelSpec, layout: ServingLayout) -> None:
+    """What only CPUs do so far."""
+    if layout.pp > 1 or layout.dp > 1:
+        raise ConfigError(
+            f"{layout} was asked for; on GPUs an engine has tensor and expert parallelism: use tp and ep, or "
+            "replicas, or device=cpu"
+        )
+    if spec.vocab_size % layout.tp:
+        raise ConfigError(
+            f"tp {layout.tp} does not divide the vocabulary of {spec.vocab_size} tokens, as it must on GPUs; tp "
+            f"{nearest_divisor(spec.vocab_size, layout.tp)} does"
+        )
+
+
+def use_own_gpu(rank: int) -> None:
+    """Ranks take the GPUs in turn; where there are fewer, they share."""
+    torch.cuda.set_device(rank % torch.cuda.device_count())
+
+
+def make_cuda_runner(
+    config: EngineConfig,
+    memory: MemoryPlan,
+    part: RankPart,
+    decoder: Decoder,
+    store: TCPStore,
+    eos_ids: tuple[int, ...],
+    guided: SlotGuides,
+) -> tuple[CudaRunner, str]:
+    obstacle = why_not(decoder)
+    if obstacle is not None:
+        raise ConfigError(f"on several GPUs a model runs on our kernels only ({obstacle}); omit tp and ep")
+    device = torch.device("cuda", torch.cuda.current_device())
+    tokens, draws, invariant = config.max_tokens_per_step, config.max_running, config.batch_invariant
+    size = shared_bytes(part.local, tokens, draws, decoder.dtype, part.layout.tp, invariant)
+    peers = peer_memory(size, store, "cumulo-peers", part.place.tp, part.layout.tp, device)
+    model = CudaDecoder(
+        decoder,
+        tokens,
+        draws,
+        fp8_weights=config.weights == "fp8",
+        batch_invariant=invariant,
+        rank_slice=RankSlice(peers, part, tokens, draws, decoder.dtype, invariant),
+    )
+    cache = KVCache(part.local, memory.kv_blocks, config.block_size, kv_dtype(config, decoder.dtype), device)
+    runner = CudaRunner(
+        model,
+        cache,
+        max_slots=draws,
+        max_context=memory.max_context,
+        eos_token_ids=eos_ids,
+        host_blocks=memory.host_blocks,
+        graphs=config.cuda_graphs,
+    )
+    runner.table.guided = guided
+    return runner, f"GPU kernels on {torch.cuda.get_device_name()}"
+
+
+def watch_ranks(ranked: RankedRunner, runner: DeviceRunner, ranks: RankProcesses) -> None:
+    """When a rank dies, what this process waits for on the GPU ends, and its step fails."""
+    assert isinstance(runner, CudaRunner) and runner.model.slice is not None
+    memory = runner.model.slice.memory
+    stream = torch.cuda.Stream()
+    device = torch.cuda.current_device()
+
+    def watch() -> None:
+        wait(ranks.sentinels)
+        ranked.lost = True
+        torch.cuda.set_device(device)
+        with torch.cuda.stream(stream):
+            while not ranked.closed.wait(_RELEASE_S):
+                release(memory)
+
+    threading.Thread(target=watch, name="cumulo-rank-watch", daemon=True).start()
+
+
+def end_with(process_id: int) -> None:
+    """End this process as soon as that one has, whatever it waits for then."""
+    handle = os.pidfd_open(process_id)
+
+    def watch() -> None:
+        select.select([handle], [], [])
+        os._exit(1)
+
+    threading.Thread(target=watch, name="cumulo-engine-watch", daemon=True).start()
