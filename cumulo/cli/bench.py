@@ -61,6 +61,21 @@ def scheduler(
     _finish("scheduler, one core", rows, json_file)
 
 
+@app.command(epilog="Example: [bold]cumulo bench gateway --minutes 1[/bold]")
+def gateway(
+    streams: Annotated[int, typer.Option(min=1, help="Number of concurrent streams.")] = 1000,
+    minutes: Annotated[float, typer.Option(min=0.1, help="How long they are held, in minutes.")] = 10.0,
+    json_file: options.JsonOption = None,
+) -> None:
+    """Measure what a gateway adds to TTFT, and its load and memory under many streams, on one core."""
+    from cumulo.bench import gateway as bench_gateway
+    from cumulo.cli.shared.terminal import working
+
+    with working("gateway") as tell:
+        rows = bench_gateway.measure(streams, minutes, tell)
+    _finish("gateway, one core", rows, json_file)
+
+
 @app.command(epilog="Example: [bold]cumulo bench checkpoint --mebibytes 512[/bold]")
 def checkpoint(
     mebibytes: Annotated[int, typer.Option(min=16, help="Size of the training state, in MiB.")] = 1024,

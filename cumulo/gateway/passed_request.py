@@ -34,6 +34,7 @@ from cumulo.serve.fleet.wire import (
 )
 
 log = logging.getLogger(__name__)
+_PROMPT = PROMPT_HEADER.decode()
 _MOST_HELD_BYTES = 64 << 20  # of an answer that is not streamed: it is passed on when it is complete
 
 
@@ -147,11 +148,12 @@ class PassedRequest:
             response = await exchange.head()
             streams = response.headers.get("content-type", "").startswith("text/event-stream")
             work.note_answer(streams)
-            self._learn(replica, response)
+            self.record.note_answer(replica.name, response.status, response.headers.get("x-request-id", ""))
             if streams and response.status == 200:
                 await self._relay(work)
                 return True
             whole = await self._whole(work)
+            self._learn(replica, response)
             if is_worth_retrying(response.status, whole) and self._home is None:
                 self._refusal = response, whole
                 self.record.note_refusal(replica.name, response.status, time.perf_counter())
@@ -181,8 +183,8 @@ class PassedRequest:
         return replica.upstream.request("GET" if method == "HEAD" else method, path, headers, body)
 
     def _learn(self, replica: UpstreamReplica, response: Response) -> None:
-        self.record.note_answer(replica.name, response.status, response.headers.get("x-request-id", ""))
-        told = response.headers.pop(PROMPT_HEADER.decode(), None)
+        """What the replica told of the prompt, when the client has the first byte of its answer."""
+        told = response.headers.get(_PROMPT)
         if told is None:
             return
         prompt = read_told(told)
@@ -202,6 +204,7 @@ class PassedRequest:
             self._begun = True
             if replica.identity is not None:
                 self._like = replica.identity.fingerprint
+        learnt = False
         while pieces := await exchange.next_pieces():
             data = pieces[0] if len(pieces) == 1 else b"".join(pieces)
             if sealed:
@@ -209,6 +212,9 @@ class PassedRequest:
             if data:
                 self.record.note_sent(time.perf_counter())
                 await send({"type": "http.response.body", "body": data, "more_body": True})
+            if not learnt:
+                learnt = True
+                self._learn(replica, exchange.response)
             if self._gone:
                 raise ClientGone
         if sealed:

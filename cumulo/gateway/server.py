@@ -142,6 +142,7 @@ async def _run(
     except BaseException:
         await fleet.close()
         raise
+    listener.listen(BACKLOG)  # whoever reads the address may come at once
     on_bound(url_of(listener))
     on_ready(fleet)
     gc.collect()

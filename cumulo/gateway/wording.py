@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from cumulo.load.http_response import Response
 from cumulo.serve.anthropic.error_shape import error_body, speaks_anthropic
 from cumulo.serve.errors import ApiError
-from cumulo.serve.fleet.wire import ASK_HEADER, KEY_HEADER
+from cumulo.serve.fleet.wire import ASK_HEADER, KEY_HEADER, PROMPT_HEADER
 
 _OWN_OF_A_CONNECTION = frozenset(
     (
@@ -16,7 +16,15 @@ _OWN_OF_A_CONNECTION = frozenset(
 )  # fmt: skip
 _NEVER_SENT = _OWN_OF_A_CONNECTION | {KEY_HEADER, ASK_HEADER}
 _OWN_OF_AN_ANSWER = frozenset(
-    ("connection", "keep-alive", "transfer-encoding", "content-length", "date", "server")
+    (
+        "connection",
+        "keep-alive",
+        "transfer-encoding",
+        "content-length",
+        "date",
+        "server",
+        PROMPT_HEADER.decode(),
+    )
 )
 
 
