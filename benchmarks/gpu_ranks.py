@@ -3,6 +3,7 @@ each other's memory. Do they say what one rank says, and where does a step's tim
 
     nvidia-cuda-mps-control -d        # lets kernels of two processes run side by side
     TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1 python benchmarks/gpu_ranks.py --json results/gpu_ranks.json
+    TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1 python benchmarks/gpu_ranks.py --answers --model MODEL.gguf --tp 3
 
 Models are shapes in random weights. Two ranks share one GPU here, so nothing gets faster: correctness and the cost
 of the sums are what this shows.
@@ -10,11 +11,14 @@ of the sums are what this shows.
 
 import argparse
 import gc
+import itertools
 import json
+import os
+import signal
 import sys
 import time
 from dataclasses import replace
-from itertools import pairwise
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +29,17 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.gpu import FILE, random_decoder  # noqa: E402
-from cumulo.engine.decide.params import SamplingParams  # noqa: E402
+from benchmarks.gpu_agreement import answers as greedy_answers  # noqa: E402
+from benchmarks.gpu_agreement import prompts  # noqa: E402
+from cumulo.engine.config import EngineConfig  # noqa: E402
+from cumulo.engine.decide.params import Guide, SamplingParams  # noqa: E402
 from cumulo.engine.decide.scheduler import Scheduler  # noqa: E402
 from cumulo.engine.decide.scheduler_config import SchedulerConfig  # noqa: E402
 from cumulo.engine.engine import Engine  # noqa: E402
+from cumulo.engine.llm import LLM  # noqa: E402
+from cumulo.engine.play.ranked_runner import RankedRunner  # noqa: E402
 from cumulo.engine.play.runner_cuda import CudaRunner  # noqa: E402
+from cumulo.errors import CumuloError  # noqa: E402
 from cumulo.kernels.cuda.collective.one_shot import sum_partials  # noqa: E402
 from cumulo.layout.serving import RankPart, ServingLayout, held_parameters, rank_part  # noqa: E402
 from cumulo.models.batch import KVCache  # noqa: E402
@@ -108,7 +118,7 @@ def step_ms(engine: Engine, rows: int, vocabulary: int) -> float:
     while engine.has_work:
         engine.step()
         ends.append(time.perf_counter())
-    gaps = sorted(b - a for a, b in pairwise(ends[8:]))
+    gaps = sorted(b - a for a, b in itertools.pairwise(ends[8:]))
     return 1e3 * gaps[len(gaps) // 2]
 
 
@@ -191,6 +201,71 @@ def agreement(ours: list[list[int]], theirs: list[list[int]]) -> tuple[float, in
     return 100 * same / positions, diverged
 
 
+def compare_answers(model: str | None, tp: int, questions: int, device: str) -> dict[str, Any]:
+    """Through `LLM`, as users have it: the answers of one rank and of several to the same questions, what they say
+    under a schema, and what happens when a rank is killed in mid-answer."""
+    config = EngineConfig(device=device, max_context=2048, kv_memory_gib=1, max_running=64)
+    guide = Guide("regex", r'\{"city": "[A-Z][a-z]{2,12}", "people": [1-9][0-9]{2,6}\}')
+    said: dict[str, Any] = {}
+    kinds = (False, True) if device == "cuda" else (False,)
+    for invariant, ranks in itertools.product(kinds, (1, tp)):
+        llm = LLM(model, config=replace(config, tp=ranks, batch_invariant=invariant), keep_quantised=False)
+        began_s = time.perf_counter()
+        made = greedy_answers(llm, prompts(questions), 64)
+        elapsed_s = time.perf_counter() - began_s
+        question = [[{"role": "user", "content": "Name a city and its number of people as JSON."}]]
+        params = SamplingParams(temperature=0.0, max_tokens=60, guide=guide, logprobs=2)
+        guided = llm.chat(question, params)[0].samples[0] if find_spec("llguidance") else None
+        sampled = llm.chat(question * 4, SamplingParams(temperature=0.7, top_p=0.9, seed=3, max_tokens=40))
+        said[f"{ranks}{' invariant' if invariant else ''}"] = {
+            "answers": made, "guided": guided and guided.text,
+            "sampled": [one.samples[0].token_ids for one in sampled],
+            "tok/s": round(sum(map(len, made)) / elapsed_s), "runs_on": llm.runs_on,
+        }  # fmt: skip
+        if ranks > 1 and invariant == kinds[-1]:
+            said["killed"] = kill_a_rank(llm)
+        llm.close()
+        del llm
+        gc.collect()
+        if device == "cuda":
+            torch.cuda.empty_cache()
+    rows: dict[str, Any] = {"killed": said.pop("killed")}
+    for kind in ("", " invariant")[: len(kinds)]:
+        one, several = said[f"1{kind}"], said[f"{tp}{kind}"]
+        share, diverged = agreement(
+            padded(several["answers"], one["answers"]), padded(one["answers"], several["answers"])
+        )
+        rows[f"tp {tp}{kind}"] = {
+            "greedy agreement %": round(share, 2), "answers that diverge": diverged, "of": questions,
+            "guided": several["guided"], "guided alike": several["guided"] == one["guided"],
+            "sampled alike": several["sampled"] == one["sampled"], "tok/s": several["tok/s"],
+            "one rank tok/s": one["tok/s"], "runs on": several["runs_on"],
+        }  # fmt: skip
+    return rows
+
+
+def padded(ours: list[list[int]], theirs: list[list[int]]) -> list[list[int]]:
+    """As long as the other side's, so that an early end counts as a divergence."""
+    return [a + [-1] * (len(b) - len(a)) for a, b in zip(ours, theirs, strict=True)]
+
+
+def kill_a_rank(llm: LLM) -> str:
+    """What a caller is told, and after how long."""
+    runner = llm._assembly.player.runner
+    assert isinstance(runner, RankedRunner)
+    killed_s = 0.0
+    try:
+        for index, _ in enumerate(
+            llm.stream("Once upon a time", SamplingParams(max_tokens=400, ignore_eos=True))
+        ):
+            if index == 20:
+                killed_s = time.perf_counter()
+                os.kill(next(iter(runner.ranks.pids.values())), signal.SIGKILL)
+    except CumuloError as error:
+        return f"{time.perf_counter() - killed_s:.2f} s after it was killed: {str(error).splitlines()[0]}"
+    return "nobody was told"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -198,8 +273,20 @@ def main() -> None:
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--answers", action="store_true", help="answers of a real model, by LLM(tp=...)")
+    parser.add_argument("--model", help="its file; none: the built-in model")
+    parser.add_argument("--tp", type=int, default=3)
+    parser.add_argument("--questions", type=int, default=200)
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--json", default="")
     chosen = parser.parse_args()
+    if chosen.answers:
+        found = compare_answers(chosen.model, chosen.tp, chosen.questions, chosen.device)
+        for name, row in found.items():
+            print(f"{name}: {row}", flush=True)
+        if chosen.json:
+            Path(chosen.json).write_text(json.dumps(found, indent=1))
+        return
     rows = []
     for name in chosen.models.split(","):
         for invariant in (False, True):
