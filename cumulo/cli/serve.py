@@ -76,6 +76,11 @@ class ServeCommandOptions:
         None,
         metavar="ADDRESS",
     )
+    transfer_stall_s: float = option(
+        "Seconds after which a KV transfer, or a prefill engine, that stands still is given up.",
+        10.0,
+        "--transfer-stall",
+    )
     max_queue: int = option("Maximum number of queued requests; more are refused with 429.", 1024)
     max_running: int | None = option("Maximum number of running sequences.", None)
     shared_step_ms: float | None = option(
@@ -242,7 +247,7 @@ def _role(chosen: ServeCommandOptions, key: str | None) -> dict[str, Any]:
         )
     return {
         "role": chosen.role, "transfer_address": chosen.transfer_address, "prefill_engines": addresses,
-        "transfer_key": key or "",
+        "transfer_key": key or "", "transfer_stall_s": chosen.transfer_stall_s,
     }  # fmt: skip
 
 

@@ -42,6 +42,8 @@ def order_prefill(
     transfers, request = books.transfers, sequence.request
     tokens = len(sequence.tokens) - 1
     obstacle = why_whole(request.params, len(sequence.tokens))
+    if obstacle is None and len(request.sequences) > 1:
+        obstacle = "several samples of it are continued, and each would need its own KV"
     if obstacle is None and len(failed_at) >= MOST_ORDERS:
         obstacle = f"{len(failed_at)} prefill engines have failed it"
     if obstacle is not None:

@@ -46,7 +46,7 @@ log = logging.getLogger(__name__)
 
 _RETRY_S = 0.3  # between attempts to reach a prefill engine
 _GREETING_S = 10.0  # the longest wait for its first word
-_PIECE_BYTES = 4 << 20  # copied before the thread looks whether it has been told to stop
+_PIECE_BYTES = 4 << 20  # of one layer
 _TELL_EVERY_S = 0.25  # that a long transfer moves
 
 
@@ -142,32 +142,39 @@ class TransferReceiver:
 
     # -- copying ------------------------------------------------------------------------------------------
     def _copy_pieces(self) -> bool:
-        """A piece of every transfer that has one ready; True if there was any."""
+        """Some of every transfer that has something ready; True if there was any."""
         busy = False
         for number, copying in list(self._copying.items()):
             sender = self._senders[copying.peer]
-            piece = copying.progress.next_piece(self._most_blocks) if sender.source is not None else None
-            if piece is None:
-                continue
-            busy = True
-            began_s = time.perf_counter()
-            try:
-                assert sender.source is not None
-                copying.copied_bytes += sender.source.read(piece.layer, piece.runs)
-            except OSError as error:
-                copying.progress = TransferProgress(copying.progress.plan)  # how much of it came is unknown
-                self._lose(sender, _reason(error))
-                continue
-            now_s = time.perf_counter()
-            copying.copying_s += now_s - began_s
-            if copying.progress.done:
-                del self._copying[number]
-                tail_s = now_s - (copying.computed_s or now_s)
-                self.news.put(Landed(number, tail_s, copying.copied_bytes, copying.copying_s))
-            elif now_s - copying.told_s > _TELL_EVERY_S:
-                copying.told_s = now_s
-                self.news.put(CopyMoved(number))
+            if sender.source is not None and self._copy_some(number, copying, sender, sender.source):
+                busy = True
         return busy
+
+    def _copy_some(self, number: int, copying: _Copying, sender: _Sender, source: BlockSource) -> bool:
+        began_s, before = time.perf_counter(), copying.copied_bytes
+        try:
+            while copying.copied_bytes - before < source.turn_bytes:
+                piece = copying.progress.next_piece(self._most_blocks)
+                if piece is None:
+                    break
+                copying.copied_bytes += source.read(piece.layer, piece.runs)
+            if copying.copied_bytes == before:
+                return False
+            source.settle()
+        except OSError as error:
+            copying.progress = TransferProgress(copying.progress.plan)  # how much of it came is unknown
+            self._lose(sender, _reason(error))
+            return True
+        now_s = time.perf_counter()
+        copying.copying_s += now_s - began_s
+        if copying.progress.done:
+            del self._copying[number]
+            tail_s = now_s - (copying.computed_s or now_s)
+            self.news.put(Landed(number, tail_s, copying.copied_bytes, copying.copying_s))
+        elif now_s - copying.told_s > _TELL_EVERY_S:
+            copying.told_s = now_s
+            self.news.put(CopyMoved(number))
+        return True
 
     def _note(self, copying: _Copying, word: LayersDone) -> None:
         plan = copying.progress.plan

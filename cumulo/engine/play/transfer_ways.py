@@ -23,6 +23,7 @@ from cumulo.errors import CumuloError
 from cumulo.models.batch import KVCache
 
 _ASK = struct.Struct("<II")  # a request for blocks: layer, number of runs; then source and blocks of each
+_FEW_RUNS = 8  # so many copies cost less than gathering them
 _MOST_BUFFERS = 256  # of one sendmsg: the kernel takes 1024
 
 
@@ -40,8 +41,14 @@ class BlockExport(Protocol):
 class BlockSource(Protocol):
     """The receiver's side: another engine's cache."""
 
+    turn_bytes: int  # read before looking whether a transfer was given up
+
     def read(self, layer: int, runs: Sequence[BlockRun]) -> int:
         """Copy blocks into this engine's cache; returns bytes. Raises OSError when the other end is gone."""
+        ...
+
+    def settle(self) -> None:
+        """Return when everything that was read is there."""
         ...
 
     def close(self) -> None: ...
@@ -70,6 +77,8 @@ class SharedExport:
 class SharedSource:
     """The sender's cache, mapped: it stays readable even if its process dies, so that no read can crash."""
 
+    turn_bytes = 4 << 20
+
     def __init__(self, cache: KVCache, reach: dict[str, Any], descriptors: list[int]) -> None:
         self._ours = byte_blocks(cache)
         self._theirs = []
@@ -85,6 +94,9 @@ class SharedSource:
                 ours[layer, target : target + blocks] = theirs[layer, source : source + blocks]
                 copied += blocks * ours.shape[2]
         return copied
+
+    def settle(self) -> None:
+        pass
 
     def close(self) -> None:
         self._theirs = []
@@ -121,6 +133,8 @@ class TcpExport:
 
 
 class TcpSource:
+    turn_bytes = 4 << 20
+
     def __init__(self, cache: KVCache, address: str, greeting: bytes) -> None:
         self._ours = byte_blocks(cache)
         self._socket, where = open_socket(address)
@@ -142,6 +156,9 @@ class TcpSource:
                         raise ConnectionError("the sender closed the connection in mid-transfer")
                     view = view[got:]
         return copied
+
+    def settle(self) -> None:
+        pass
 
     def close(self) -> None:
         self._socket.close()
@@ -193,10 +210,12 @@ class CudaExport:
 class CudaSource:
     """The sender's device memory. Copies run on a stream of their own, beside this engine's steps."""
 
+    turn_bytes = 1 << 30  # waiting for the device costs more than copying this
+
     def __init__(self, cache: KVCache, reach: dict[str, Any]) -> None:
         storages = [one for one in (cache.key_storage, cache.value_storage) if one.numel()]
         self._stream = torch.cuda.Stream(cache.key_storage.device)
-        self._ours = [_byte_tensor(one) for one in storages]
+        self._ours = [_word_tensor(one) for one in storages]
         self._theirs = []
         for ours, handle in zip(storages, json.loads(reach["handles"]), strict=True):
             shape = (ours.shape[0], int(reach["blocks"]), *ours.shape[2:])
@@ -204,24 +223,30 @@ class CudaSource:
             storage = torch.UntypedStorage._new_shared_cuda(handle["device"], *fields)
             theirs = torch.empty(0, dtype=ours.dtype, device=storage.device)
             theirs.set_(storage, handle["offset"], shape)  # type: ignore[call-overload]
-            self._theirs.append(_byte_tensor(theirs))
+            self._theirs.append(_word_tensor(theirs))
 
     def read(self, layer: int, runs: Sequence[BlockRun]) -> int:
-        copied = 0
+        targets, sources = [], []
+        for ours, theirs in zip(self._ours, self._theirs, strict=True):
+            targets += [ours[layer, target : target + blocks] for _, target, blocks in runs]
+            sources += [theirs[layer, source : source + blocks] for source, _, blocks in runs]
         with torch.cuda.stream(self._stream):
-            for ours, theirs in zip(self._ours, self._theirs, strict=True):
-                for source, target, blocks in runs:
-                    ours[layer, target : target + blocks].copy_(
-                        theirs[layer, source : source + blocks], non_blocking=True
-                    )
-                    copied += blocks * ours.shape[2]
+            if len(runs) <= _FEW_RUNS:
+                for target, source in zip(targets, sources, strict=True):
+                    target.copy_(source, non_blocking=True)
+            else:  # one launch for many small pieces
+                torch._foreach_copy_(targets, sources)
+        return sum(one.nbytes for one in targets)
+
+    def settle(self) -> None:
         self._stream.synchronize()
-        return copied
 
     def close(self) -> None:
         self._theirs = []
 
 
-def _byte_tensor(storage: torch.Tensor) -> torch.Tensor:
-    """[layers, blocks, bytes of a block]."""
-    return storage.view(torch.uint8).view(storage.shape[0], storage.shape[1], -1)
+def _word_tensor(storage: torch.Tensor) -> torch.Tensor:
+    """[layers, blocks, numbers of a block], as the widest numbers that fit: they are only copied."""
+    layers, blocks = storage.shape[:2]
+    wide = storage.nbytes // (layers * blocks) % 8 == 0
+    return storage.view(torch.uint8).view(layers, blocks, -1).view(torch.int64 if wide else torch.uint8)

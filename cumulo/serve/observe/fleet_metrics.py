@@ -35,7 +35,19 @@ _PER_REPLICA: tuple[tuple[str, type[Any], str, Callable[[dict[str, Any]], float]
      lambda one: one["prompt_tokens"]),
     ("replica_cached_tokens", CounterMetricFamily, "Of those, tokens that the router expected in its cache.",
      lambda one: one["cached_tokens"]),
+    ("kv_transfers", CounterMetricFamily, "Prompts whose KV arrived from a prefill engine.",
+     lambda one: _transfer(one, "received")),
+    ("kv_transfers_failed", CounterMetricFamily, "... that did not arrive and were computed elsewhere.",
+     lambda one: _transfer(one, "failed")),
+    ("kv_transfer_bytes", CounterMetricFamily, "Bytes of KV that arrived from prefill engines.",
+     lambda one: _transfer(one, "received_bytes")),
+    ("kv_transfers_now", GaugeMetricFamily, "Prompts that prefill engines compute for it now.",
+     lambda one: _transfer(one, "receiving")),
 )  # fmt: skip
+
+
+def _transfer(one: dict[str, Any], name: str) -> float:
+    return float((one["transfers"] or {}).get(name) or 0)
 
 
 class FleetMetrics(Collector):

@@ -9,6 +9,7 @@ from typing import Any
 from cumulo.engine.decide.block_pool import BlockHash
 from cumulo.serve.engine_link.fleet import Fleet
 from cumulo.serve.engine_link.in_flight import Dispatch
+from cumulo.serve.engine_link.messages import Stats
 from cumulo.serve.engine_link.replica import FleetReplica
 from cumulo.serve.observe.stories import route_words
 
@@ -21,6 +22,7 @@ def fleet_report(fleet: Fleet) -> dict[str, Any]:
         "object": "fleet",
         "router": fleet.policy,
         "replicas": replica_reports(fleet),
+        "prefill_engines": prefill_reports(fleet),
         "decisions": [
             decision_report(name, dispatch, now_s)
             for name, dispatch in reversed(list(fleet.decisions)[-_DECISIONS:])
@@ -72,6 +74,41 @@ def state_of(replica: FleetReplica) -> str:
     return replica.client.state
 
 
+def prefill_reports(fleet: Fleet) -> list[dict[str, Any]]:
+    """Engines that compute the replicas' prompts; empty where every replica computes its own."""
+    clients = fleet.prefill.clients if fleet.prefill is not None else {}
+    return [
+        {
+            "name": name,
+            "object": "fleet.prefill_engine",
+            "state": client.state,
+            "pid": next(iter(client.engine_pids), None),
+            "running": client.stats.running if client.stats is not None else 0,
+            "waiting": client.stats.waiting if client.stats is not None else 0,
+            "transfers": _transfers(client.stats),
+            "restarts": client.restarts,
+            "last_failure": client.last_failure,
+        }
+        for name, client in clients.items()
+    ]
+
+
+def _transfers(stats: Stats | None) -> dict[str, Any] | None:
+    """KV that an engine gets from others, or holds for them; None: it has no role."""
+    found = stats.transfers if stats is not None else None
+    if found is None:
+        return None
+    return {
+        "received": found.landed,
+        "failed": found.failed,
+        "received_bytes": found.copied_bytes,
+        "bytes_per_s": round(found.copied_bytes / found.copying_s) if found.copying_s else None,
+        "receiving": found.receiving,
+        "sending": found.sending,
+        "prefill_engines": found.peers,
+    }
+
+
 def _replica(replica: FleetReplica, copies: Counter[BlockHash]) -> dict[str, Any]:
     client = replica.client
     stats, speed = client.stats, replica.prompt_s_per_token
@@ -97,6 +134,7 @@ def _replica(replica: FleetReplica, copies: Counter[BlockHash]) -> dict[str, Any
         "requests": replica.requests,
         "prompt_tokens": replica.prompt_tokens,
         "cached_tokens": replica.cached_tokens,
+        "transfers": _transfers(stats),
         "restarts": client.restarts,
         "last_failure": client.last_failure,
     }
