@@ -42,7 +42,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @contextmanager
 def started(model: Path, **options: int) -> Iterator[Assembly]:
-    blocks = 20 * options.get("dp", 1)
+    blocks = 17 * options.get("dp", 1)
     assembly = assemble(model, EngineConfig(**{**TIGHT, "kv_blocks": blocks, **options}), True, None)
     try:
         yield assembly
@@ -110,11 +110,30 @@ def compare(one: Engine, several: Engine, rounds: int, seed: int, count: int = 8
     return preemptions
 
 
-SHORT = [("dense", {"tp": 2}), ("tied", {"pp": 2}), ("experts", {"ep": 2}), ("latent", {"tp": 2, "pp": 2})]
+SHORT = [
+    ("dense", {"tp": 2}),
+    ("tied", {"pp": 2}),
+    ("experts", {"ep": 2}),
+    ("latent", {"dp": 2, "ep": 2}),
+    ("latent", {"tp": 2, "pp": 2}),
+]
 LONG = [
     (model, sizes)
     for model in CONFIGS
-    for sizes in ({"tp": 2}, {"tp": 4}, {"pp": 2}, {"pp": 4}, {"tp": 2, "pp": 2}, {"ep": 2}, {"ep": 4})
+    for sizes in (
+        {"tp": 2},
+        {"tp": 4},
+        {"pp": 2},
+        {"pp": 4},
+        {"tp": 2, "pp": 2},
+        {"ep": 2},
+        {"ep": 4},
+        {"dp": 2},
+        {"dp": 2, "ep": 2},
+        {"dp": 4, "ep": 4},
+        {"dp": 2, "tp": 2, "ep": 4},
+        {"dp": 2, "pp": 2, "ep": 2},
+    )
     if (model in ("experts", "latent") or "ep" not in sizes) and (model, sizes) not in SHORT
 ]
 
@@ -127,7 +146,8 @@ def named(cases: list[tuple[str, dict[str, int]]]) -> list[str]:
 def test_several_ranks_say_what_one_says(models: dict[str, Path], model: str, sizes: dict[str, int]) -> None:
     with started(models[model]) as one, started(models[model], **sizes) as several:
         assert isinstance(several.player.runner, RankedRunner)
-        assert compare(one.engine, several.engine, rounds=2, seed=1) > 0
+        preemptions = compare(one.engine, several.engine, rounds=2, seed=1)
+        assert preemptions > 0 or "dp" in sizes  # whose blocks are twice as many
 
 
 @pytest.mark.thorough
@@ -136,7 +156,7 @@ def test_many_mixes_on_several_ranks_say_what_one_says(
     models: dict[str, Path], model: str, sizes: dict[str, int]
 ) -> None:
     with started(models[model]) as one, started(models[model], **sizes) as several:
-        compare(one.engine, several.engine, rounds=12, seed=1000)
+        compare(one.engine, several.engine, rounds=5, seed=1000)
 
 
 def break_after_start(model: Path, end: Callable[[int], None], **options: object) -> str:
