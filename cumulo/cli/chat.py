@@ -14,7 +14,7 @@ class ChatOptions:
     model: options.ModelArgument = None
     system: str | None = option("System message.", None)
     sampling: options.SamplingOptions = group(
-        options.SamplingOptions(top_p=0.9, max_tokens=512),
+        options.SamplingOptions(top_k=None, top_p=None, min_p=None, repetition_penalty=None, max_tokens=512),
         without=(
             "presence_penalty", "frequency_penalty", "min_tokens", "ignore_eos", "n", "best_of", "beam_width",
             "logprobs",
@@ -27,13 +27,17 @@ class ChatOptions:
 def chat(chosen: ChatOptions) -> None:
     """Chat with a model. In a pipe, it reads the question from stdin and prints only the answer.
 
-    In a terminal, the default temperature is 0.2, and /help lists the commands. In a pipe, the default temperature
-    is 0, so that the same question gets the same answer.
+    In a terminal, /help lists the commands. Sampling options that you do not give have the values that the authors
+    of the model recommend, as in the API. In a pipe, the default temperature is 0, so that the same question gets
+    the same answer.
     """
     from cumulo.cli.talk import conversation
     from cumulo.engine.decide.params import SamplingParams
 
     interactive = sys.stdin.isatty()
-    params = SamplingParams(**chosen.sampling.fields(temperature=0.2 if interactive else 0.0))
+    sampling = chosen.sampling.given()
+    if not interactive:
+        sampling.setdefault("temperature", 0.0)
+    SamplingParams(**sampling)  # a wrong one is told before the model is loaded
     begin = conversation.talk if interactive else conversation.answer_stdin
-    begin(chosen.model, chosen.engine.config(), params, chosen.system)
+    begin(chosen.model, chosen.engine.config(), sampling, chosen.system)

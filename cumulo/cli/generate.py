@@ -40,9 +40,7 @@ def generate(chosen: GenerateOptions) -> None:
     """Complete one or more prompts. Several prompts run together in one batch."""
     from cumulo.cli.talk import completion
 
-    jobs = completion.read_jobs(
-        chosen.prompt, chosen.file, chosen.sampling.fields(temperature=1.0), chosen.chat
-    )
+    jobs = completion.read_jobs(chosen.prompt, chosen.file, chosen.sampling.given(), chosen.chat)
     outputs, elapsed_s = completion.run(chosen.model, chosen.engine.config(), jobs)
     completion.report(jobs, outputs, elapsed_s, chosen.why, chosen.json_file)
     if any(output.error for output in outputs):

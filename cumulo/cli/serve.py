@@ -209,7 +209,7 @@ def serve(chosen: ServeCommandOptions) -> None:
     served = ServeOptions(**{one.name: told[one.name] for one in fields(ServeOptions) if one.name in told})
     address = ""
 
-    def on_bound(url: str) -> None:
+    def on_listening(url: str) -> None:
         nonlocal address
         address = url
         note(f"listening on {url}; loading the model")
@@ -227,7 +227,7 @@ def serve(chosen: ServeCommandOptions) -> None:
                 "the console is not installed; to install it: pip install -e '.[console]' in Cumulo's folder"
             )
 
-    run(served, on_bound=on_bound, on_ready=on_ready, extend=extend)
+    run(served, on_listening=on_listening, on_ready=on_ready, extend=extend)
 
 
 def _role(chosen: ServeCommandOptions, key: str | None) -> dict[str, Any]:

@@ -94,6 +94,10 @@ class LLM:
         """Which code computes: the fused native kernels or PyTorch's operators."""
         return self._assembly.runs_on
 
+    def sampling(self, **chosen: Any) -> SamplingParams:
+        """The values that the model's authors recommend, and the chosen ones in their place."""
+        return SamplingParams(**{**self._assembly.model.generation_defaults, **chosen})
+
     # -- asking -----------------------------------------------------------------------------------------
     def generate(
         self,
@@ -274,7 +278,7 @@ class LLM:
         return output
 
     def _params(self, params: SamplingParams | None) -> SamplingParams:
-        return params if params is not None else SamplingParams(**self._assembly.model.generation_defaults)
+        return params if params is not None else self.sampling()
 
     def _encode_prompt(
         self, prompt: Prompt, parse_special_tokens: bool = True

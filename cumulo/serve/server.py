@@ -43,6 +43,7 @@ class _Run:
     def __init__(
         self,
         service: Service,
+        on_listening: Callable[[], None],
         on_ready: Callable[[Ready], None],
         extend: Callable[[FastAPI], None] | None = None,
         tracing: "Tracing | None" = None,
@@ -74,7 +75,7 @@ class _Run:
             timeout_graceful_shutdown=2,  # what is worth waiting for was waited for by the drain
             lifespan="off" if extend is None else "on",
         )
-        self._uvicorn = SignalledServer(config, self._on_signal)
+        self._uvicorn = SignalledServer(config, self._on_signal, on_listening)
         self._ending: asyncio.Task[None] | None = None
         self.error: Exception | None = None
 
@@ -131,21 +132,21 @@ class _Run:
 def run(
     options: ServeOptions,
     *,
-    on_bound: Callable[[str], None] = lambda url: None,
+    on_listening: Callable[[str], None] = lambda url: None,
     on_ready: Callable[[Ready], None] = lambda info: None,
     extend: Callable[[FastAPI], None] | None = None,
 ) -> None:
-    """Serve until told to stop. `on_bound` gets the address as soon as it is known; `extend` may add to the
-    application before it serves (the console does)."""
+    """Serve until told to stop. `on_listening` gets the address once connections are accepted; `extend` may add to
+    the application before it serves (the console does)."""
     steady_stderr.start_logging(options.log_level, "server")
     tracing = _tracing(options.otlp_endpoint) if options.otlp_endpoint is not None else None
     source = resolve(options.model)
     listener = bind(options.host, options.port)
     try:
         text = ModelText.load(options.model, options.chat_template, options.parse_special_tokens)
-        on_bound(url_of(listener))
+        begin = functools.partial(Service, options, text, options.name or source.name)
         with asyncio.Runner(loop_factory=loop_factory()) as runner:
-            runner.run(_run(options, text, options.name or source.name, listener, on_ready, extend, tracing))
+            runner.run(_run(begin, listener, on_listening, on_ready, extend, tracing))
     finally:
         listener.close()
 
@@ -163,15 +164,14 @@ def _tracing(endpoint: str) -> "Tracing":
 
 
 async def _run(
-    options: ServeOptions,
-    text: ModelText,
-    model_name: str,
+    begin: Callable[[], Service],
     listener: socket.socket,
+    on_listening: Callable[[str], None],
     on_ready: Callable[[Ready], None],
     extend: Callable[[FastAPI], None] | None,
     tracing: "Tracing | None",
 ) -> None:
-    life = _Run(Service(options, text, model_name), on_ready, extend, tracing)
+    life = _Run(begin(), lambda: on_listening(url_of(listener)), on_ready, extend, tracing)
     await life.serve(listener)
     if life.error is not None:
         raise life.error

@@ -67,10 +67,10 @@ class SamplingOptions:
     """How answers are drawn: the names are those of SamplingParams."""
 
     temperature: float | None = option("Sampling temperature; 0: always the most likely token.", None)
-    top_k: int = option("Sample from the k most likely tokens; 0: from all.", 0)
-    top_p: float = option("Sample from the smallest set of tokens whose probabilities sum to p.", 1.0)
-    min_p: float = option("Drop tokens less likely than this fraction of the most likely one.", 0.0)
-    repetition_penalty: float = option(
+    top_k: int | None = option("Sample from the k most likely tokens; 0: from all.", 0)
+    top_p: float | None = option("Sample from the smallest set of tokens whose probabilities sum to p.", 1.0)
+    min_p: float | None = option("Drop tokens less likely than this fraction of the most likely one.", 0.0)
+    repetition_penalty: float | None = option(
         "Values above 1 make tokens that have already appeared less likely.", 1.0
     )
     presence_penalty: float = option("Subtracted from the logit of every token that has appeared.", 0.0)
@@ -85,10 +85,10 @@ class SamplingOptions:
     beam_width: int | None = option("Beam search with this many beams.", None)
     logprobs: int | None = option("Return log-probabilities with this many alternatives per token.", None)
 
-    def fields(self, temperature: float) -> dict[str, Any]:
-        """As SamplingParams wants them; `temperature` is the one if none was chosen."""
+    def given(self) -> dict[str, Any]:
+        """As SamplingParams wants them, without those that have no value: those are the model's."""
         chosen = asdict(self) | {"stop": tuple(self.stop or ())}
-        return chosen if self.temperature is not None else chosen | {"temperature": temperature}
+        return {name: value for name, value in chosen.items() if value is not None}
 
 
 def engine_config(**chosen: Any) -> "EngineConfig":

@@ -3,7 +3,7 @@
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from types import FrameType
@@ -36,9 +36,9 @@ _SETTABLE = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "ma
 
 
 def answer_stdin(
-    model: str | None, config: "EngineConfig", params: "SamplingParams", system: str | None
+    model: str | None, config: "EngineConfig", sampling: Mapping[str, Any], system: str | None
 ) -> None:
-    """One question from stdin; only the answer goes to stdout."""
+    """One question from stdin; only the answer goes to stdout. What `sampling` does not say is the model's."""
     question = read_stdin().strip()
     if not question:
         raise InvalidRequest(
@@ -46,7 +46,7 @@ def answer_stdin(
         )
     with load_llm(model, config) as llm:
         turn = ChatTurn()
-        for text in turn.run(llm, _messages(system, [], question), params):
+        for text in turn.run(llm, _messages(system, [], question), llm.sampling(**sampling)):
             sys.stdout.write(text)
             sys.stdout.flush()
         print(flush=True)
@@ -55,13 +55,13 @@ def answer_stdin(
         note(turn.summary())
 
 
-def talk(model: str | None, config: "EngineConfig", params: "SamplingParams", system: str | None) -> None:
+def talk(model: str | None, config: "EngineConfig", sampling: Mapping[str, Any], system: str | None) -> None:
     """The loop of a terminal session."""
     with suppress(ImportError):
         import readline  # noqa: F401  (line editing and history for input())
 
     with load_llm(model, config) as llm:
-        session = Session(llm, params, system)
+        session = Session(llm, llm.sampling(**sampling), system)
         out.print(f"[bold]{escape(llm.model_name)}[/bold] [dim]· /help lists the commands[/dim]")
         prompt = Prompt()
         while (line := prompt.read()) is not None:

@@ -37,11 +37,22 @@ def url_of(listener: socket.socket) -> str:
 
 
 class SignalledServer(uvicorn.Server):
-    """Uvicorn, except that a signal begins our drain instead of its shutdown."""
+    """Uvicorn, except that a signal begins our drain instead of its shutdown. `on_listening` is called once
+    connections are accepted."""
 
-    def __init__(self, config: uvicorn.Config, on_signal: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        on_signal: Callable[[], None],
+        on_listening: Callable[[], None] = lambda: None,
+    ) -> None:
         super().__init__(config)
-        self._on_signal = on_signal
+        self._on_signal, self._on_listening = on_signal, on_listening
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            self._on_listening()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

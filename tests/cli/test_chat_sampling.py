@@ -1,0 +1,21 @@
+"""`cumulo chat` samples as the API does."""
+
+from pathlib import Path
+
+import pytest
+
+from cumulo.cli.talk import conversation
+from cumulo.engine.config import EngineConfig
+from tests.serve.tiny_model import save_tiny_model
+
+
+def test_a_conversation_samples_as_the_models_authors_recommend(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = save_tiny_model(tmp_path)
+    (model / "generation_config.json").write_text('{"temperature": 0.6, "top_k": 7}')
+    lines = iter(["/set", "/set top_k 3", "/set", None])
+    monkeypatch.setattr(conversation.Prompt, "read", lambda prompt: next(lines))
+    conversation.talk(str(model), EngineConfig(kv_memory_gib=0.01), {"top_p": 0.5, "max_tokens": 4}, None)
+    told = capsys.readouterr().err.replace("\n", " ")
+    assert "temperature 0.6 · top_k 7 · top_p 0.5" in told and "temperature 0.6 · top_k 3 · top_p 0.5" in told
