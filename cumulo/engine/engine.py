@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from cumulo.engine.decide.params import SamplingParams
 from cumulo.engine.decide.plan import PendingStep, Runner, StepPlan
-from cumulo.engine.decide.request import Request, Sequence, State
+from cumulo.engine.decide.request import DrawnSample, Request, Sequence, State
 from cumulo.engine.decide.scheduler import Scheduler
 from cumulo.engine.guides.guided import Guidance
 from cumulo.engine.link import EngineLink
@@ -83,11 +83,12 @@ class Engine:
         tenant: str = "",
         stream: bool = False,
         resumed: ListLike[int] = (),
+        samples: ListLike[DrawnSample] = (),
     ) -> Request:
         """Queue a request, or raise InvalidRequest. With `stream`, text comes in Deltas as it is made.
 
-        `resumed`: output tokens that another engine has drawn already. What follows is what that engine would have
-        drawn.
+        `resumed`: output tokens that another engine has drawn already, or `samples` where there are several. What
+        follows is what that engine would have drawn.
         """
         request = Request(
             request_id if request_id is not None else f"request-{next(self._ids)}",
@@ -101,20 +102,24 @@ class Engine:
             arrived_s=time.perf_counter(),
             tag=_Client(prompt_text, stream),
             resumed=resumed,
+            samples=samples,
         )
         self._check_tokens(request)
         self.scheduler.add(request)
-        if resumed and (stream or params.stop):
-            self._read_again(request, resumed)
+        if (resumed or samples) and (stream or params.stop):
+            self._read_again(request)
         return request
 
-    def _read_again(self, request: Request, tokens: ListLike[int]) -> None:
+    def _read_again(self, request: Request) -> None:
         """The text of tokens that another engine drew, so that the next one's text continues it."""
         client: _Client = request.tag
-        if self.tokenizer is not None:
-            stream = client.streams[0] = TextStream(self.tokenizer, request.params)
-            for token in tokens:
-                stream.push(token)
+        for sequence in request.sequences:
+            if sequence.state == State.FINISHED:
+                client.told.add(sequence.sample_index)
+            if self.tokenizer is not None:
+                stream = client.streams[sequence.sample_index] = TextStream(self.tokenizer, request.params)
+                for token in sequence.output_tokens:
+                    stream.push(token)
 
     def _check_tokens(self, request: Request) -> None:
         params = request.params

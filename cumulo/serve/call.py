@@ -70,9 +70,11 @@ class Call:
         cache_salt: str = "",
         guide_param: str | None = None,
         at_a_time: int | None = None,
+        session: str = "",
     ) -> None:
         """Send all prompts to the engine, or raise ApiError and send none. `guide_param`: the field that the
-        guide in `params` comes from. `at_a_time`: at most so many are in the engine, the others follow."""
+        guide in `params` comes from. `at_a_time`: at most so many are in the engine, the others follow.
+        `session`: the caller's name of it; its requests prefer one replica."""
         if priority < 0 and not self.caller.may_go_first:
             raise invalid(
                 f"priority {priority} would go before every other key's requests, and this key may not: send 0 or "
@@ -89,6 +91,7 @@ class Call:
         if passage is not None:
             params = passage.begin(prompts, params, salt, self.service.info.block_size)
             resumed = passage.resumed
+        session = f"{self.caller.name}\0{session}" if session else ""
         self.params = params
         self.finished = [None] * len(prompts)
         self.prompts = prompts
@@ -107,6 +110,7 @@ class Call:
                 salt,
                 self.caller.name,
                 resumed,
+                session=session,
             )
             self.service.submit(self, submit, self._inbox, position)
 

@@ -5,6 +5,7 @@ seeded: two calls write the same model.
 """
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 
 import tokenizers
@@ -24,10 +25,19 @@ _TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-_LAYERS, _HIDDEN, _FFN, _HEADS, _KV_HEADS, _HEAD_DIM = 2, 48, 96, 4, 2, 16
 
 
-def save_tiny_model(folder: Path, max_context: int = 512) -> Path:
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    layers: int = 2
+    hidden: int = 48
+    ffn: int = 96
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 16
+
+
+def save_tiny_model(folder: Path, max_context: int = 512, sizes: Sizes = Sizes()) -> Path:
     """Writes a Hugging Face folder named NAME into `folder`, and returns it."""
     path = folder / NAME
     path.mkdir(parents=True)
@@ -35,13 +45,13 @@ def save_tiny_model(folder: Path, max_context: int = 512) -> Path:
     ends = vocabulary - len(_SPECIAL) + _SPECIAL.index("<|im_end|>")
     config = {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": vocabulary,
-        "hidden_size": _HIDDEN, "intermediate_size": _FFN, "num_hidden_layers": _LAYERS,
-        "num_attention_heads": _HEADS, "num_key_value_heads": _KV_HEADS, "head_dim": _HEAD_DIM,
+        "hidden_size": sizes.hidden, "intermediate_size": sizes.ffn, "num_hidden_layers": sizes.layers,
+        "num_attention_heads": sizes.heads, "num_key_value_heads": sizes.kv_heads, "head_dim": sizes.head_dim,
         "max_position_embeddings": max_context, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
         "tie_word_embeddings": False, "hidden_act": "silu", "torch_dtype": "float32", "eos_token_id": ends,
     }  # fmt: skip
     (path / "config.json").write_text(json.dumps(config))
-    save_file(_weights(vocabulary), path / "model.safetensors", metadata={"format": "pt"})
+    save_file(_weights(vocabulary, sizes), path / "model.safetensors", metadata={"format": "pt"})
     return path
 
 
@@ -62,7 +72,7 @@ def _save_tokenizer(path: Path) -> int:
     return int(backend.get_vocab_size())
 
 
-def _weights(vocabulary: int) -> dict[str, torch.Tensor]:
+def _weights(vocabulary: int, sizes: Sizes) -> dict[str, torch.Tensor]:
     """Scaled so that greedy answers wander, and depend on the whole prompt."""
     generator = torch.Generator().manual_seed(0)
 
@@ -70,18 +80,20 @@ def _weights(vocabulary: int) -> dict[str, torch.Tensor]:
         return torch.randn(rows, columns, generator=generator) * scale * columns**-0.5
 
     weights = {
-        "model.embed_tokens.weight": matrix(vocabulary, _HIDDEN, 2.0),
-        "model.norm.weight": torch.ones(_HIDDEN),
-        "lm_head.weight": matrix(vocabulary, _HIDDEN),
+        "model.embed_tokens.weight": matrix(vocabulary, sizes.hidden, 2.0),
+        "model.norm.weight": torch.ones(sizes.hidden),
+        "lm_head.weight": matrix(vocabulary, sizes.hidden),
     }
-    for layer in range(_LAYERS):
+    queries, keys = sizes.heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim
+    for layer in range(sizes.layers):
         place = f"model.layers.{layer}"
         for name, rows, columns in (
-            ("self_attn.q_proj", _HEADS * _HEAD_DIM, _HIDDEN), ("self_attn.k_proj", _KV_HEADS * _HEAD_DIM, _HIDDEN),
-            ("self_attn.v_proj", _KV_HEADS * _HEAD_DIM, _HIDDEN), ("self_attn.o_proj", _HIDDEN, _HEADS * _HEAD_DIM),
-            ("mlp.gate_proj", _FFN, _HIDDEN), ("mlp.up_proj", _FFN, _HIDDEN), ("mlp.down_proj", _HIDDEN, _FFN),
+            ("self_attn.q_proj", queries, sizes.hidden), ("self_attn.k_proj", keys, sizes.hidden),
+            ("self_attn.v_proj", keys, sizes.hidden), ("self_attn.o_proj", sizes.hidden, queries),
+            ("mlp.gate_proj", sizes.ffn, sizes.hidden), ("mlp.up_proj", sizes.ffn, sizes.hidden),
+            ("mlp.down_proj", sizes.hidden, sizes.ffn),
         ):  # fmt: skip
             weights[f"{place}.{name}.weight"] = matrix(rows, columns)
         for name in ("input_layernorm", "post_attention_layernorm"):
-            weights[f"{place}.{name}.weight"] = torch.ones(_HIDDEN)
+            weights[f"{place}.{name}.weight"] = torch.ones(sizes.hidden)
     return weights

@@ -158,6 +158,11 @@ class SamplingParams:
         return self.samples == 1 and self.beam_width is None and self.pooling is None
 
     @property
+    def can_resume_samples(self) -> bool:
+        """Whether another engine can continue its several samples, each from its own output tokens so far."""
+        return self.n > 1 and self.samples == self.n and self.beam_width is None
+
+    @property
     def samples(self) -> int:
         """How many sequences are drawn for this request."""
         return self.beam_width or self.best_of or self.n

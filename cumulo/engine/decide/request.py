@@ -7,7 +7,8 @@ A request draws one or more sequences (samples or beams). A sequence has tokens,
 
 from array import array
 from collections.abc import Iterable
-from typing import Any, Final, Literal
+from collections.abc import Sequence as ListLike
+from typing import Any, Final, Literal, NamedTuple
 
 from cumulo.engine.decide.beam import BeamSearch
 from cumulo.engine.decide.block_pool import BlockHash, chain_hashes, root_hash
@@ -31,6 +32,13 @@ class State:
     RECEIVING: Final = 3  # has a slot and blocks, into which another engine's KV arrives
 
 
+class DrawnSample(NamedTuple):
+    """One of several samples as another engine has left it."""
+
+    tokens: "array[int]"
+    finish_reason: FinishReason | None = None  # None: it goes on
+
+
 class Request:
     __slots__ = (
         "arrived_s", "beam", "cache_salt", "error", "forks_left", "id", "order", "output_limit", "params",
@@ -52,8 +60,10 @@ class Request:
         arrived_s: float = 0.0,
         tag: Any = None,
         resumed: Iterable[int] = (),
+        samples: ListLike[DrawnSample] = (),
     ) -> None:
-        """`resumed`: output tokens that another engine has drawn already; this one draws what follows."""
+        """`resumed`: output tokens that another engine has drawn already; this one draws what follows. `samples`:
+        the same where there are several."""
         try:
             tokens, drawn = array("i", prompt), array("i", resumed)
         except (TypeError, OverflowError) as error:
@@ -77,11 +87,25 @@ class Request:
         if drawn:
             self.story.add(arrived_s, "taken_over", output_tokens=len(drawn))
         self.sequences = [Sequence(self, 0, tokens + drawn)]
+        if samples:
+            self._take_over(tokens, samples)
         self.prompt_logprobs: list[TokenLogprobs] | None = None if params.prompt_logprobs is None else []
         self.pooled = None if params.pooling is None else Pooled(params.pooling, len(tokens))
         self.beam: BeamSearch | None = None
         self.error: str | None = None
         self.sends = False  # it computes another engine's order: all tokens, and nothing is drawn
+
+    def _take_over(self, prompt: "array[int]", samples: ListLike[DrawnSample]) -> None:
+        if not self.params.can_resume_samples or len(samples) != self.params.n:
+            raise InvalidRequest(f"{len(samples)} samples cannot be resumed: the request is not for as many")
+        self.forks_left = 0
+        self.sequences = [Sequence(self, index, prompt + one.tokens) for index, one in enumerate(samples)]
+        for sequence, one in zip(self.sequences, samples, strict=True):
+            if one.finish_reason is not None:
+                sequence.state, sequence.finish_reason = State.FINISHED, one.finish_reason
+        if self.finished:
+            raise InvalidRequest("all samples of the request have ended: there is nothing to resume")
+        self.story.add(self.arrived_s, "taken_over", output_tokens=sum(len(one.tokens) for one in samples))
 
     @property
     def prompt(self) -> "array[int]":

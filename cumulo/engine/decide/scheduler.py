@@ -67,14 +67,17 @@ class Scheduler:
         if request.pooled is not None:
             wants = request.pooled.wants
             request.story.add(request.arrived_s, "embed", pooling=request.pooled.kind, wants=wants)
-        leader = request.sequences[0]
-        leader.limit = prompt + request.output_limit
+        leader, *others = [one for one in request.sequences if one.state != State.FINISHED]
+        for sequence in (leader, *others):
+            sequence.limit = prompt + request.output_limit
         if params.beam_width is not None:
             start_beam(request)
         self.requests[request.id] = request
         request.share = self.shares.tenant(request.share.name)
         self.shares.came(request.share, request.arrived_s)
         self.queue.arrive(leader)
+        for sequence in others:  # samples that another engine has begun
+            self.queue.enter(sequence)
         if self.transfers.receives and handover.order_prefill(self.books, leader, request.arrived_s):
             self.queue.set_aside(leader)
 

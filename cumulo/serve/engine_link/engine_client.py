@@ -20,7 +20,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol
 
-import msgspec
 import zmq
 
 from cumulo.engine.config import EngineConfig
@@ -194,7 +193,7 @@ class EngineClient:
         """Take a request over: a new one, or one that another engine has begun."""
         self.in_flight[request.submit.request_id] = request
         if self.state == "ready":
-            self._send(_as_it_is_now(request, expects_cached))
+            self._send(request.as_it_is_now(expects_cached))
 
     def release(self, request_id: str) -> InFlight:
         """Give a request away: its engine computes it no more, and nothing more of it is heard."""
@@ -245,7 +244,7 @@ class EngineClient:
             for delta in report.deltas:
                 request = self.in_flight.get(delta.request_id)
                 if request is not None:
-                    request.streamed.extend(delta.token_ids)
+                    request.note(delta)
                     request.inbox.put(request.position, delta)
                     told.append((request, delta))
             self._unobserved.append((told, now_s, report.stats))
@@ -348,7 +347,7 @@ class EngineClient:
             return
         log.warning("%s is back; %d requests are submitted again", self._who, len(self.in_flight))
         for request in self.in_flight.values():
-            self._send(_as_it_is_now(request))
+            self._send(request.as_it_is_now())
 
     @property
     def _who(self) -> str:
@@ -362,7 +361,7 @@ class EngineClient:
         """Requests that cannot be continued, or may be what ends engines."""
         for request in list(self.in_flight.values()):
             tokens = len(request.streamed)
-            if tokens and not request.submit.params.can_resume:
+            if not request.can_go_on:
                 told = f"after {tokens} streamed tokens of several samples, so it could not be retried"
             elif request.resubmitted_at >= tokens:
                 told = "and again when it was retried"
@@ -397,10 +396,3 @@ def _progress(stats: Stats | None, reports: int) -> tuple[int, int, int]:
         return 0, 0, reports
     heard = stats.transfers.heard if stats.transfers is not None else 0
     return stats.steps, stats.guides_checked, heard + reports
-
-
-def _as_it_is_now(request: InFlight, expects_cached: int = 0) -> Submit:
-    """What an engine is sent that takes the request over."""
-    if not request.streamed and not expects_cached:
-        return request.submit
-    return msgspec.structs.replace(request.submit, resumed=request.resumed, expects_cached=expects_cached)

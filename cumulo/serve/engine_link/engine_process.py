@@ -23,7 +23,7 @@ import zmq
 
 from cumulo.engine.assembly import Assembly, assemble
 from cumulo.engine.decide.params import Guide, SamplingParams
-from cumulo.engine.decide.request import State
+from cumulo.engine.decide.request import DrawnSample, State
 from cumulo.engine.engine import Engine
 from cumulo.engine.guides.guided import is_fault_of_guide
 from cumulo.engine.guides.trial import GuideCompilerBusy
@@ -159,6 +159,9 @@ class EngineLoop:
                 tenant=submit.tenant,
                 stream=submit.stream,
                 resumed=array("i", submit.resumed),
+                samples=[
+                    DrawnSample(array("i", tokens), reason) for tokens, reason in submit.resumed_samples
+                ],
             )
         except InvalidRequest as error:
             self._send(Rejected(submit.request_id, str(error)))

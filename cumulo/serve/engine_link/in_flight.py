@@ -7,6 +7,9 @@ from array import array
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import msgspec
+
+from cumulo.engine.decide.request import DrawnSample
 from cumulo.engine.decide.routing import Route
 from cumulo.engine.outputs import Delta
 from cumulo.serve.engine_link.messages import Finished, Stats, Submit
@@ -72,12 +75,42 @@ class InFlight:
     last_token_s: float | None = None
     resubmitted_at: int = -1  # output tokens it had when it was submitted again; -1: it never was
     dispatches: list[Dispatch] = field(default_factory=list)  # where there are several replicas
+    samples: dict[int, DrawnSample] | None = None  # what is streamed of each, where there are several
+
+    def __post_init__(self) -> None:
+        if self.submit.stream and self.submit.params.can_resume_samples:
+            self.samples = {}
+
+    def note(self, delta: Delta) -> None:
+        """Its client has this, too."""
+        self.streamed.extend(delta.token_ids)
+        if self.samples is not None:
+            before = self.samples.get(delta.index, DrawnSample(array("i")))
+            before.tokens.extend(delta.token_ids)
+            self.samples[delta.index] = DrawnSample(before.tokens, delta.finish_reason)
+
+    @property
+    def can_go_on(self) -> bool:
+        """Whether another engine can continue it with what its client has."""
+        return not self.streamed or self.submit.params.can_resume or self.samples is not None
+
+    def as_it_is_now(self, expects_cached: int = 0) -> Submit:
+        """What an engine is sent that takes it over."""
+        if not self.streamed and not expects_cached:
+            return self.submit
+        drawn = sorted((self.samples or {}).items())
+        return msgspec.structs.replace(
+            self.submit,
+            resumed=self.resumed,
+            resumed_samples=[(one.tokens.tobytes(), one.finish_reason) for _, one in drawn],
+            expects_cached=expects_cached,
+        )
 
     @property
     def resumed(self) -> bytes:
-        """The output tokens that its client has, for the engine that continues; one that tells all at the end, or
-        has several lines of tokens, begins anew."""
-        return self.streamed.tobytes() if self.submit.stream else b""
+        """The output tokens that its client has, for the engine that continues; one that tells all at the end
+        begins anew."""
+        return self.streamed.tobytes() if self.submit.stream and self.samples is None else b""
 
 
 class Observer(Protocol):

@@ -12,6 +12,7 @@ import msgspec
 from cumulo.engine.config import EngineConfig
 from cumulo.engine.decide.params import SamplingParams
 from cumulo.engine.decide.plan import TokenLogprobs
+from cumulo.engine.decide.request import FinishReason
 from cumulo.engine.decide.story import Story
 from cumulo.engine.outputs import Delta, Sample
 
@@ -38,6 +39,8 @@ class Submit(msgspec.Struct, frozen=True, tag="submit"):
     cache_salt: str = ""
     tenant: str = ""  # who is owed a fair share: the name of the caller's key
     resumed: bytes = b""  # output tokens that another engine drew, packed as the prompt
+    # The same for each of several samples, with why it ended if it has.
+    resumed_samples: list[tuple[bytes, FinishReason | None]] = []
     session: str = ""  # requests of one session prefer one replica
     expects_cached: int = 0  # tokens that a router expects in the engine's prefix cache
 
@@ -53,6 +56,7 @@ class _PackedSubmit(msgspec.Struct, frozen=True, tag="submit"):
     cache_salt: str = ""
     tenant: str = ""
     resumed: bytes = b""
+    resumed_samples: list[tuple[bytes, FinishReason | None]] = []
     session: str = ""
     expects_cached: int = 0
 
@@ -217,6 +221,7 @@ def decode_command(packed: bytes) -> Command:
         command.cache_salt,
         command.tenant,
         command.resumed,
+        command.resumed_samples,
         command.session,
         command.expects_cached,
     )

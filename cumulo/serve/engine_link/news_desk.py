@@ -22,7 +22,7 @@ class NewsDesk:
         scheduler, expected = self._scheduler, self._expected
         queues: Counter[tuple[int, str]] = Counter()
         for request in scheduler.requests.values():
-            computed = request.sequences[0].computed
+            computed = max(one.computed for one in request.sequences)
             if computed < request.prompt_length:
                 left = request.prompt_length - max(computed, expected.get(request.id, 0))
                 queues[request.priority, request.share.name] += max(0, left)

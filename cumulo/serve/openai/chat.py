@@ -76,6 +76,7 @@ async def begin_chat(
         priority=body.priority or 0,
         cache_salt=body.cache_salt or "",
         guide_param=guide_param or form.guide_param,
+        session=body.prompt_cache_key or "",
     )
     return call, form, params
 

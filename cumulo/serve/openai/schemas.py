@@ -153,7 +153,9 @@ class ChatRequest(Sampling):
     )
     safety_identifier: Label | None = Field(None, description="Accepted for compatibility; not used.")
     prompt_cache_key: Label | None = Field(
-        None, description="Accepted for compatibility: every prompt is cached by its content."
+        None,
+        description="With several replicas, requests with the same key prefer the same one. Prompts are cached by "
+        "their content in any case.",
     )
     response_format: ResponseFormat | None = Field(None, description="The form the answer must have.")
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = Field(

@@ -1,0 +1,285 @@
+"""Routing on real replicas next to the simulation of the same: hit rate, TTFT and throughput of each router.
+
+    python benchmarks/fleet_routing.py mooncake_conversation_trace.jsonl.gz
+
+Plays a scaled-down Mooncake trace (a hashed block of 512 tokens becomes one KV block of 16) through the Fleet of
+`cumulo serve --replicas 3`, with three engine processes on this machine's CPU, and through `simulate_fleet` with
+the same scheduler, the same KV blocks and the same routers. What a step costs is fitted to other requests of the
+trace, played beforehand by the same three engines: they share the machine's cores, and so does what is predicted.
+Latencies are those of the engines, without HTTP and tokenization, as in `cumulo simulate serve`.
+"""
+
+import argparse
+import asyncio
+import gzip
+import json
+import random
+import sys
+import tempfile
+import time
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from cumulo.base.report import machine
+from cumulo.engine.config import EngineConfig
+from cumulo.engine.decide.params import SamplingParams
+from cumulo.engine.decide.plan import StepPlan
+from cumulo.engine.decide.routing import ROUTERS, router
+from cumulo.engine.decide.scheduler import Scheduler
+from cumulo.engine.decide.scheduler_config import SchedulerConfig
+from cumulo.engine.outputs import Delta
+from cumulo.engine.simulate.engine import SimulatedEngine
+from cumulo.engine.simulate.fleet import simulate_fleet
+from cumulo.engine.simulate.run import Arrival, DecodeTime, StepTime
+from cumulo.plan.serve.fleet import shared_cache_share
+from cumulo.plan.serve.traffic import Traffic
+from cumulo.serve.engine_link.engine_client import EngineSettings
+from cumulo.serve.engine_link.fleet import Fleet
+from cumulo.serve.engine_link.in_flight import Failure, Inbox, InFlight
+from cumulo.serve.engine_link.messages import Finished, Ready, Stats, StepRecord, Submit
+from tests.serve.tiny_model import Sizes, save_tiny_model
+
+BLOCK, SCALE = 16, 32  # a block of 512 tokens of the trace becomes one of 16
+SIZES = Sizes(layers=6, hidden=256, ffn=768, heads=4, kv_heads=2, head_dim=64)
+HOST_S = 2e-4  # of the loop to plan a step or to take one in; hidden behind the step before
+
+
+def read_trace(path: Path, first: int, count: int, rate: float) -> list[Arrival]:
+    """Requests of the trace, scaled down, at the given mean rate but with its own bursts."""
+    with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as file:
+        lines = [json.loads(line) for line in file][first : first + count]
+    begun, ended = lines[0]["timestamp"], lines[-1]["timestamp"]
+    factor = (count - 1) / rate / max(1, ended - begun)
+    arrivals = []
+    for line in lines:
+        tokens = max(1, line["input_length"] // SCALE)
+        shared = tuple((name, BLOCK) for name in line["hash_ids"][: tokens // BLOCK])
+        output = max(2, line["output_length"] // SCALE)
+        arrivals.append(Arrival((line["timestamp"] - begun) * factor, tokens, output, shared))
+    return arrivals
+
+
+def prompt_of(arrival: Arrival, number: int, vocabulary: int) -> bytes:
+    """Token ids: the same for the same hashed block, and the rest of its own."""
+    found = array("i")
+    for name, tokens in arrival.shared:
+        rng = random.Random(name)
+        found.extend(rng.randrange(vocabulary) for _ in range(tokens))
+    own = random.Random(f"own {number}")
+    found.extend(own.randrange(vocabulary) for _ in range(arrival.prompt_tokens - len(found)))
+    return found.tobytes()
+
+
+@dataclass
+class Watched:
+    """The Observer of a real run."""
+
+    due_s: dict[str, float] = field(default_factory=dict)
+    first_s: dict[str, float] = field(default_factory=dict)
+    ended_s: dict[str, float] = field(default_factory=dict)
+    cached: int = 0
+    failures: list[str] = field(default_factory=list)
+    records: list[StepRecord] = field(default_factory=list)
+    done: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def on_progress(self, stats: Stats) -> None:
+        self.records += stats.records
+
+    def on_delta(self, request: InFlight, delta: Delta, now_s: float) -> None:
+        self.first_s.setdefault(delta.request_id, now_s)
+
+    def on_end(self, request: InFlight, end: Finished | Failure) -> None:
+        self.ended_s[request.submit.request_id] = time.perf_counter()
+        if isinstance(end, Failure):
+            self.failures.append(end.message)
+        else:
+            self.cached += end.story.cached_tokens
+        if len(self.ended_s) == len(self.due_s):
+            self.done.set()
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    tok_s: float
+    ttft_s: list[float]  # in order of size
+    cached_share: float
+    busiest: float
+
+    def ttft_ms(self, share: float) -> float:
+        return 1e3 * self.ttft_s[min(len(self.ttft_s) - 1, int(share * len(self.ttft_s)))]
+
+
+async def play(
+    folder: Path, arrivals: Sequence[Arrival], policy: str, chosen: argparse.Namespace
+) -> tuple[Result, Watched, Ready]:
+    """A fresh fleet, so that no cache is left from the run before."""
+    watched = Watched()
+    config = EngineConfig(device="cpu", threads=1, kv_blocks=chosen.blocks, max_context=2048, max_running=64)
+    fleet = Fleet(EngineSettings(model=str(folder), config=config), watched, chosen.replicas, policy)
+    try:
+        info = await fleet.start()
+        while any(replica.refuses for replica in fleet.replicas.values()):
+            await asyncio.sleep(0.05)
+        prompts = [prompt_of(one, number, info.vocab_size) for number, one in enumerate(arrivals)]
+        for number in range(3 * chosen.replicas):  # steps of all kinds have run once
+            submit(fleet, watched, f"warm-{number}", prompts[-1 - number][: 4 * 200], 8)
+        await watched.done.wait()
+        watched.due_s.clear(), watched.first_s.clear(), watched.ended_s.clear(), watched.records.clear()
+        watched.done.clear()
+        watched.cached = 0
+        before = {one.name: one.prompt_tokens - one.cached_tokens for one in fleet.replicas.values()}
+        began_s = time.perf_counter()
+        for number, one in enumerate(arrivals):
+            watched.due_s[f"due-{number}"] = began_s + one.arrived_s
+        for number, one in enumerate(arrivals):
+            await asyncio.sleep(max(0.0, began_s + one.arrived_s - time.perf_counter()))
+            submit(fleet, watched, f"due-{number}", prompts[number], one.output_tokens, note=False)
+        await watched.done.wait()
+        span_s = max(watched.ended_s.values()) - began_s
+        work = [one.prompt_tokens - one.cached_tokens - before[one.name] for one in fleet.replicas.values()]
+    finally:
+        await fleet.close()
+    if watched.failures:
+        raise SystemExit(f"{len(watched.failures)} requests failed: {watched.failures[0]}")
+    prompt_tokens = sum(one.prompt_tokens for one in arrivals)
+    found = Result(
+        sum(one.output_tokens for one in arrivals) / span_s,
+        sorted(watched.first_s[name] - due_s for name, due_s in watched.due_s.items()),
+        watched.cached / prompt_tokens,
+        max(work) * len(work) / max(1, sum(work)),
+    )
+    return found, watched, info
+
+
+def submit(fleet: Fleet, watched: Watched, name: str, prompt: bytes, tokens: int, note: bool = True) -> None:
+    if note:
+        watched.due_s[name] = time.perf_counter()
+    params = SamplingParams(temperature=1.0, max_tokens=tokens, ignore_eos=True, seed=1)
+    fleet.submit(Submit(name, prompt, params, stream=True), Inbox())
+
+
+@dataclass(frozen=True, slots=True)
+class FittedCost:
+    """A step costs so much, and so much for each prompt token and each decoded one."""
+
+    step_s: float
+    prefill_s: float
+    decode_s: float
+
+    @classmethod
+    def of_steps(cls, records: Sequence[StepRecord]) -> "FittedCost":
+        """Least squares on steps that took neither much less nor much more than others of their size."""
+        rows = np.array([(1.0, one.prefill_tokens, one.decode_tokens) for one in records])
+        took = np.array([one.finished_s - one.started_s for one in records])
+        keep = np.ones(len(took), dtype=bool)
+        for _ in range(4):
+            values, *_ = np.linalg.lstsq(rows[keep], took[keep], rcond=None)
+            ratio = took / np.maximum(rows @ values, 1e-6)
+            keep = (ratio > 0.3) & (ratio < 3)
+        # What was left out took its time, too: the sum is kept.
+        values *= took.sum() / (rows @ values).sum()
+        return cls(*(max(0.0, float(value)) for value in values))
+
+    def time_of(self, plan: StepPlan, shared: Mapping[int, int]) -> StepTime:
+        decodes = plan.counts.count(1)
+        return StepTime(
+            HOST_S, self.step_s + self.prefill_s * (plan.tokens - decodes) + self.decode_s * decodes, HOST_S
+        )
+
+    def decode(self, rows: int) -> DecodeTime:
+        return DecodeTime(HOST_S, self.step_s + self.decode_s * rows, 0.0, 0.0, HOST_S)
+
+    def arrival_s(self, prompt_tokens: int) -> float:
+        return HOST_S
+
+
+def simulate(
+    arrivals: Sequence[Arrival], policy: str, cost: FittedCost, info: Ready, replicas: int
+) -> Result:
+    config = SchedulerConfig(
+        blocks=info.kv_blocks, block_size=info.block_size, max_context=info.max_context,
+        max_running=info.max_running, max_tokens_per_step=info.max_tokens_per_step,
+    )  # fmt: skip
+    engines = [SimulatedEngine(Scheduler(config), cost) for _ in range(replicas)]
+    runs = simulate_fleet(arrivals, engines, router(policy))
+    served = [one for run in runs for one in run.served]
+    span_s = max(run.ended_s for run in runs) - arrivals[0].arrived_s
+    work = [sum(one.arrival.prompt_tokens - one.cached_tokens for one in run.served) for run in runs]
+    return Result(
+        sum(one.output_tokens for one in arrivals) / span_s,
+        sorted((one.first_token_s or 0.0) - one.arrival.arrived_s for one in served),
+        sum(one.cached_tokens for one in served) / sum(one.prompt_tokens for one in arrivals),
+        max(work) * len(work) / max(1, sum(work)),
+    )
+
+
+def rows_of(policy: str, real: Result, said: Result, ideal: float) -> list[dict[str, Any]]:
+    def row(name: str, unit: str, measured: float, simulated: float, aim: float | None) -> dict[str, Any]:
+        error = abs(simulated / measured - 1) if measured else 0.0
+        bound = {} if aim is None else {"aim": aim, "ok": error <= aim}
+        return {
+            "name": f"{policy}: {name}", "unit": unit, "better": "higher" if unit == "tok/s" else "lower",
+            "value": round(measured, 3), "simulated": round(simulated, 3), "error": round(error, 3), **bound,
+        }  # fmt: skip
+
+    return [
+        row("throughput", "tok/s", real.tok_s, said.tok_s, 0.10),
+        row("TTFT p50", "ms", real.ttft_ms(0.5), said.ttft_ms(0.5), 0.15),
+        row("TTFT p99", "ms", real.ttft_ms(0.99), said.ttft_ms(0.99), None),
+        row("cached share of prompt tokens", "", real.cached_share, said.cached_share, None),
+        row("reuse of one shared cache", "", real.cached_share / ideal, said.cached_share / ideal, None),
+        row("busiest replica over the mean", "", real.busiest, said.busiest, None),
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("trace", type=Path)
+    parser.add_argument("--requests", type=int, default=400)
+    parser.add_argument("--rate", type=float, default=6.0, help="requests per second, on average")
+    parser.add_argument("--replicas", type=int, default=3)
+    parser.add_argument("--blocks", type=int, default=3000, help="KV blocks of a replica")
+    parser.add_argument("--calibrate", type=int, default=150, help="requests that the costs are fitted to")
+    parser.add_argument("--routers", default=",".join(ROUTERS))
+    parser.add_argument("--json", type=Path)
+    chosen = parser.parse_args()
+    arrivals = read_trace(chosen.trace, 0, chosen.requests, chosen.rate)
+    others = read_trace(chosen.trace, 6000, chosen.calibrate, chosen.rate)
+    with tempfile.TemporaryDirectory() as made:
+        folder = save_tiny_model(Path(made), 2048, SIZES)
+        _, watched, info = asyncio.run(play(folder, others, "round-robin", chosen))
+        cost = FittedCost.of_steps(watched.records)
+        print(
+            f"fitted to {len(watched.records):,} steps of {chosen.calibrate} other requests: a step takes "
+            f"{cost.step_s * 1e3:.2f} ms and {cost.prefill_s * 1e6:.0f} us per prompt token, "
+            f"{cost.decode_s * 1e6:.0f} us per decoded one"
+        )
+        ideal = shared_cache_share(
+            Traffic(tuple(arrivals)), chosen.replicas * info.kv_blocks, info.block_size
+        )
+        print(f"one cache as large as all {chosen.replicas} would find {ideal:.1%} of the prompt tokens")
+        rows = []
+        for policy in chosen.routers.split(","):
+            real, _, _ = asyncio.run(play(folder, arrivals, policy, chosen))
+            rows += rows_of(policy, real, simulate(arrivals, policy, cost, info, chosen.replicas), ideal)
+            for row in rows[-6:]:
+                print(
+                    f"{row['name']}: {row['value']:g} {row['unit']} (simulated {row['simulated']:g}, "
+                    f"{row['error']:.0%} off)",
+                    flush=True,
+                )
+    if chosen.json is not None:
+        chosen.json.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
