@@ -14,7 +14,7 @@ from cumulo.gateway.gate import GatewayGate
 from cumulo.gateway.metrics import GatewayMetrics
 from cumulo.gateway.options import GatewayOptions
 from cumulo.gateway.pages import GatewayPages
-from cumulo.gateway.passed_request import PassedRequest
+from cumulo.gateway.passed_request import STORED, PassedRequest
 from cumulo.gateway.replicas import NoReplica, PromptHint, Replicas, UnknownModel
 from cumulo.gateway.stories import GatewayStories, PassedRecord
 from cumulo.serve.access.keys import Caller
@@ -24,7 +24,6 @@ from cumulo.serve.fleet.wire import FleetAsk
 log = logging.getLogger("cumulo.gateway.access")
 
 _PASSED = ("/v1/", "/v2/", "/tokenize", "/detokenize", "/rerank", "/score")
-_STORED = ("/v1/files", "/v1/batches")  # kept by one server: a caller's files have one home
 _FILE_BYTES = 128 << 20
 _SEED_BITS = 63
 
@@ -119,7 +118,7 @@ class GatewayApp:
 
     def _home(self, path: str, caller: Caller, previous: str | None) -> str | None:
         """The replica that has stored what is asked about; None: any may answer."""
-        if path.startswith(_STORED):
+        if path.startswith(STORED):
             # Rendezvous hashing: when a replica comes or goes, the callers of the others stay where they are.
             names = [one.name for one in self.fleet.replicas.values() if not one.draining]
             return max(

@@ -34,6 +34,7 @@ from cumulo.serve.fleet.wire import (
 )
 
 log = logging.getLogger(__name__)
+STORED = ("/v1/files", "/v1/batches")  # kept by one server: a caller's files have one home
 _PROMPT = PROMPT_HEADER.decode()
 _MOST_HELD_BYTES = 64 << 20  # of an answer that is not streamed: it is passed on when it is complete
 
@@ -106,15 +107,20 @@ class PassedRequest:
                     return
                 tried.add(choice.replica.name)
                 fruitless += 1
+                choice.replica.breaker.on_no_outcome()
+            except (ClientGone, ApiError, asyncio.CancelledError):
+                choice.replica.breaker.on_no_outcome()
+                raise
             except UpstreamError as error:
                 if self._gone:
+                    choice.replica.breaker.on_no_outcome()
                     raise ClientGone from None
                 reason = self._note_failure(choice.replica, str(error))
                 tried = (
                     {choice.replica.name} if self._stream.tokens > tokens else tried | {choice.replica.name}
                 )
                 fruitless = 0 if self._stream.tokens > tokens else fruitless + 1
-                if not self._can_go_on() or fruitless > options.retries:
+                if not self._can_go_on(error) or fruitless > options.retries:
                     await self._give_up(reason)
                     return
                 deadline_s = time.monotonic() + options.wait_for_replica_s
@@ -131,7 +137,9 @@ class PassedRequest:
         log.warning("%s: %s %s after %d tokens", self._ask.id, replica.name, reason, self._stream.tokens)
         return f"{replica.name} {reason}"
 
-    def _can_go_on(self) -> bool:
+    def _can_go_on(self, error: UpstreamError) -> bool:
+        if error.sent and self._scope["method"] != "GET" and self._scope["path"].startswith(STORED):
+            return False  # it may have been done
         return not self._begun or bool(self._like)
 
     async def _attempt(self, choice: ChosenReplica) -> bool:

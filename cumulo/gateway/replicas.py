@@ -48,6 +48,7 @@ class Replicas:
         self._watches: dict[str, tuple[Watch, asyncio.Task[None]]] = {}
         self._choosers: dict[str | None, Chooser] = {}
         self._memories: dict[str | None, PrefixMemory] = {}
+        self._unknown = PrefixMemory(1)
         self._changed: asyncio.Future[None] | None = None
 
     # -- life ---------------------------------------------------------------------------------------------
@@ -174,7 +175,14 @@ class Replicas:
         return found
 
     def memory(self, model: str | None) -> PrefixMemory:
-        return self._memories.setdefault(model, PrefixMemory())
+        found = self._memories.get(model)
+        if found is None:
+            # Names that clients make up are not kept.
+            known = any(model in replica.models for replica in self.replicas.values())
+            found = PrefixMemory() if known else self._unknown
+            if known:
+                self._memories[model] = found
+        return found
 
     def choose(
         self, prompt: PromptHint, tried: frozenset[str] = frozenset(), like: str = "", home: str | None = None

@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable
 
 import uvicorn
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp
 
 from cumulo.gateway.app import GatewayApp
 from cumulo.gateway.options import GatewayOptions
@@ -53,10 +55,17 @@ class GatewayRun:
             tally,
         )
         self._app.metrics.connections.set_function(lambda: float(self._keeper.count))
+        app: ASGIApp = self._app
+        if options.cors_origins:
+            app = CORSMiddleware(
+                app,
+                allow_origins=list(options.cors_origins),
+                allow_methods=["GET", "POST", "DELETE"],
+                allow_headers=["*"],
+                expose_headers=["X-Request-Id", "Request-Id", "X-Cumulo-Warning", "Retry-After"],
+            )
         config = uvicorn.Config(
-            HostCheck(
-                self._app, AllowedHosts(options.host, options.allow_hosts), options.cors_origins, tally
-            ),
+            HostCheck(app, AllowedHosts(options.host, options.allow_hosts), options.cors_origins, tally),
             http=functools.partial(Connection, keeper=self._keeper),  # type: ignore[arg-type]
             backlog=BACKLOG,
             log_config=None,

@@ -11,7 +11,7 @@ from cumulo.serve.fleet.wire import ASK_HEADER, KEY_HEADER, PROMPT_HEADER
 _OWN_OF_A_CONNECTION = frozenset(
     (
         b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"te", b"trailer",
-        b"transfer-encoding", b"upgrade", b"host", b"content-length", b"expect", b"accept-encoding",
+        b"transfer-encoding", b"upgrade", b"host", b"content-length", b"expect", b"accept-encoding", b"origin",
     )
 )  # fmt: skip
 _NEVER_SENT = _OWN_OF_A_CONNECTION | {KEY_HEADER, ASK_HEADER}

@@ -36,6 +36,10 @@ class Breaker:
     def on_sent(self, now_s: float) -> None:
         self.trying = self.state(now_s) == "half open"
 
+    def on_no_outcome(self) -> None:
+        """Its client left, or it was full: that says nothing, and another may try."""
+        self.trying = False
+
     def on_success(self) -> None:
         self.failures = self.opened = 0
         self.opened_s, self.trying, self.reason = None, False, ""

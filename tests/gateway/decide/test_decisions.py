@@ -24,6 +24,9 @@ def test_a_breaker_opens_after_failures_in_a_row_and_lets_one_try() -> None:
     assert not breaker.refuses(2.0)  # half open
     breaker.on_sent(2.0)
     assert breaker.refuses(2.0)  # one at a time
+    breaker.on_no_outcome()
+    assert not breaker.refuses(2.0)
+    breaker.on_sent(2.0)
     breaker.on_failure(2.1, "still none")
     assert breaker.refuses(4.0) and not breaker.refuses(4.2)  # the pause has doubled
     breaker.on_sent(4.2)
