@@ -41,10 +41,10 @@ def measure(streams: int, minutes: float, tell: Callable[[str], None]) -> list[R
     """`minutes`: how long the streams are held."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 4 * streams + 256)), hard))
-    with _upstream(_TTFT_TOKENS, 0.001) as server, _gateway(server) as (url, _):
+    with _upstream(_TTFT_TOKENS, 0.001) as server, _gateway(server) as (url, pid):
         tell("TTFT through the gateway and without it, in turns")
         with asyncio.Runner(loop_factory=loop_factory()) as runner:
-            rows = runner.run(_added(server, url))
+            rows = runner.run(_added(server, url, pid))
     with (
         _upstream(_STREAM_TOKENS, _GAP_S) as server,
         _gateway(server) as (url, pid),
@@ -111,20 +111,25 @@ async def _ask(pool: Pool, tokens: int) -> tuple[float, bool]:
     return first_s - began_s, good and count == tokens + 1
 
 
-async def _added(server: str, gateway: str) -> list[Row]:
+async def _added(server: str, gateway: str, pid: int) -> list[Row]:
     direct, through = Pool(server), Pool(gateway)
     times: dict[Pool, list[float]] = {direct: [], through: []}
+    cpu_s = 0.0
     for turn in range(_TTFTS + 100):
+        if turn == 100:
+            cpu_s = _cpu_s(pid)
         for pool in (direct, through):
             ttft_s, _ = await _ask(pool, _TTFT_TOKENS)
             if turn >= 100:
                 times[pool].append(ttft_s * 1e3)
+    cpu_ms = (_cpu_s(pid) - cpu_s) / _TTFTS * 1e3
     direct_ms, through_ms = (sorted(times[pool]) for pool in (direct, through))
     added = {share: _at(through_ms, share) - _at(direct_ms, share) for share in (0.5, 0.99)}
     return [
         Row("TTFT added, p50", round(added[0.5], 3), "ms", "lower", must=_MUST_ADD_MS,
             note=f"{_at(through_ms, 0.5):.2f} ms against {_at(direct_ms, 0.5):.2f} ms"),
         Row("TTFT added, p99", round(added[0.99], 3), "ms", "lower"),
+        Row("CPU time of a request", round(cpu_ms, 3), "ms", "lower", note=f"with {_TTFT_TOKENS} tokens"),
     ]  # fmt: skip
 
 
