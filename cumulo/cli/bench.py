@@ -61,6 +61,20 @@ def scheduler(
     _finish("scheduler, one core", rows, json_file)
 
 
+@app.command(epilog="Example: [bold]cumulo bench plans[/bold]")
+def plans(
+    repeats: Annotated[int, typer.Option(min=1, help="Number of measurements.")] = 5,
+    json_file: options.JsonOption = None,
+) -> None:
+    """Measure the time to send a step's plan to four ranks, through shared memory and over TCP."""
+    from cumulo.bench import plan_ring as bench_plan_ring
+    from cumulo.cli.shared.terminal import working
+
+    with working("plans") as tell:
+        rows = bench_plan_ring.measure(repeats, tell)
+    _finish("plans to ranks", rows, json_file)
+
+
 @app.command(epilog="Example: [bold]cumulo bench gateway --minutes 1[/bold]")
 def gateway(
     streams: Annotated[int, typer.Option(min=1, help="Number of concurrent streams.")] = 1000,

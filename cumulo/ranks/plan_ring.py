@@ -21,9 +21,11 @@ from numpy.typing import NDArray
 
 from cumulo.errors import RanksFailed
 
-RING_BYTES = 4 << 20
+RING_BYTES = 1 << 20
 _WORDS = 2  # per rank in front of the ring: bytes it has read, and times it has waited for others
 _PLACE = struct.Struct("<QIB")  # where a piece begins, its length, and whether more of its message follows
+_LENGTH = struct.Struct("!i")
+_ATOMIC = 512  # bytes: a write of no more than these to a pipe or socket that blocks is never cut
 _POLL_S = 50e-6
 
 
@@ -32,7 +34,8 @@ class RingFile:
 
     def __init__(self, path: Path, world: int) -> None:
         with path.open("r+b") as file:
-            self.memory = mmap.mmap(file.fileno(), 0)
+            # Its pages are here from the start: a plan must not wait for them.
+            self.memory = mmap.mmap(file.fileno(), 0, mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))
         table = 8 * _WORDS * world
         self.progress: NDArray[np.uint64] = np.frombuffer(self.memory, np.uint64, _WORDS * world).reshape(
             world, _WORDS
@@ -53,7 +56,7 @@ class PlanWriter:
         """`pipes` by rank. Without a file, messages travel through the pipes."""
         self._file, self._pipes, self._timeout_s = file, dict(pipes), timeout_s
         self._readers = np.array(sorted(self._pipes), dtype=np.intp)
-        self._written = 0
+        self._written = self._read = 0  # bytes; read: by the slowest, when that was last looked at
 
     def send(self, message: bytes) -> None:
         """To all readers. RanksFailed, if one is gone or reads nothing for too long."""
@@ -73,7 +76,7 @@ class PlanWriter:
         if start % size + len(piece) > size:
             start += size - start % size
         end = start + len(piece)
-        if end - int(self._file.progress[self._readers, 0].min()) > size:
+        if end - self._read > size:
             self._wait_for_room(end - size)
         at = start % size
         self._file.ring[at : at + len(piece)] = piece
@@ -83,16 +86,20 @@ class PlanWriter:
     def _wait_for_room(self, read: int) -> None:
         assert self._file is not None
         deadline = time.monotonic() + self._timeout_s
-        while int(self._file.progress[self._readers, 0].min()) < read:
+        while (slowest_read := int(self._file.progress[self._readers, 0].min())) < read:
             if time.monotonic() > deadline:
                 slowest = int(self._readers[self._file.progress[self._readers, 0].argmin()])
                 raise RanksFailed(f"rank {slowest}: has read no plan for {self._timeout_s:g} s")
             time.sleep(_POLL_S)
+        self._read = slowest_read
 
     def _tell(self, words: bytes) -> None:
+        # What Connection.send_bytes writes, made once for all of them.
+        framed = _LENGTH.pack(len(words)) + words
         for rank, pipe in self._pipes.items():
             try:
-                pipe.send_bytes(words)
+                if len(framed) > _ATOMIC or os.write(pipe.fileno(), framed) != len(framed):
+                    pipe.send_bytes(words)
             except OSError:
                 raise RanksFailed(f"rank {rank}: is gone") from None
 
