@@ -201,7 +201,7 @@ def agreement(ours: list[list[int]], theirs: list[list[int]]) -> tuple[float, in
     return 100 * same / positions, diverged
 
 
-def compare_answers(model: str | None, tp: int, questions: int, device: str) -> dict[str, Any]:
+def compare_answers(model: str | None, tp: int, questions: int, device: str, kill: bool) -> dict[str, Any]:
     """Through `LLM`, as users have it: the answers of one rank and of several to the same questions, what they say
     under a schema, and what happens when a rank is killed in mid-answer."""
     config = EngineConfig(device=device, max_context=2048, kv_memory_gib=1, max_running=64)
@@ -222,14 +222,17 @@ def compare_answers(model: str | None, tp: int, questions: int, device: str) -> 
             "sampled": [one.samples[0].token_ids for one in sampled],
             "tok/s": round(sum(map(len, made)) / elapsed_s), "runs_on": llm.runs_on,
         }  # fmt: skip
-        if ranks > 1 and invariant == kinds[-1]:
-            said["killed"] = kill_a_rank(llm)
+        print(
+            f"{ranks} ranks{' invariant' if invariant else ''}: {llm.runs_on}, {elapsed_s:.1f} s", flush=True
+        )
+        if kill and ranks > 1 and invariant == kinds[-1]:
+            print(f"killed: {kill_a_rank(llm)}", flush=True)
         llm.close()
         del llm
         gc.collect()
         if device == "cuda":
             torch.cuda.empty_cache()
-    rows: dict[str, Any] = {"killed": said.pop("killed")}
+    rows: dict[str, Any] = {}
     for kind in ("", " invariant")[: len(kinds)]:
         one, several = said[f"1{kind}"], said[f"{tp}{kind}"]
         share, diverged = agreement(
@@ -276,12 +279,13 @@ def main() -> None:
     parser.add_argument("--answers", action="store_true", help="answers of a real model, by LLM(tp=...)")
     parser.add_argument("--model", help="its file; none: the built-in model")
     parser.add_argument("--tp", type=int, default=3)
+    parser.add_argument("--kill", action="store_true", help="and kill a rank in mid-answer")
     parser.add_argument("--questions", type=int, default=200)
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--json", default="")
     chosen = parser.parse_args()
     if chosen.answers:
-        found = compare_answers(chosen.model, chosen.tp, chosen.questions, chosen.device)
+        found = compare_answers(chosen.model, chosen.tp, chosen.questions, chosen.device, chosen.kill)
         for name, row in found.items():
             print(f"{name}: {row}", flush=True)
         if chosen.json:

@@ -186,9 +186,13 @@ class RankProcesses:
             else:
                 self._ended[rank] = f"rank {rank}: ended before it was told to"
 
-    def end(self) -> None:
+    def end(self, grace_s: float = 0.0) -> None:
+        """Ranks that wait for their starter have so long to end by themselves, and are killed then."""
         for one in self._ranks.values():
             one.pipe.close()
+        deadline = time.monotonic() + grace_s
+        for one in self._ranks.values():
+            one.process.join(max(0.0, deadline - time.monotonic()))
             one.process.kill()
         for one in self._ranks.values():
             one.process.join(5)

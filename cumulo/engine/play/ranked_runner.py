@@ -59,7 +59,7 @@ class RankedRunner:
         """Finish what was submitted, and end the ranks."""
         self.runner.close()
         self.closed.set()
-        self.ranks.end()
+        self.ranks.end(grace_s=_GRACE_S)
 
     # -- what the ledger asks ---------------------------------------------------------------------------
     def memory_bytes(self) -> dict[str, int]:
