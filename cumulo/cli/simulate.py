@@ -44,6 +44,13 @@ class SimulateOptions:
         "prefix-aware",
         panel=_WHERE,
     )
+    prefill: int = option(
+        "With --decode: number of replicas that only compute prompts. The report compares with as many replicas "
+        "that do both.",
+        0,
+        panel=_WHERE,
+    )
+    decode: int = option("With --prefill: number of replicas that draw the answers.", 0, panel=_WHERE)
     weights: str = option("Weight format: bfloat16, float8 or float32.", "bfloat16", panel=_WHERE)
     max_running: int = option(
         "Maximum number of running sequences; 0: the engine's default.", 0, panel=_WHERE
@@ -97,7 +104,7 @@ def serve(chosen: SimulateOptions) -> None:
     ).with_context_for(traffic.arrivals)  # fmt: skip
     # Read before anything is timed.
     rates, evidence = _rates(chosen.rate, chosen.traffic.trace), replica.profile.evidence
-    if chosen.replicas != 1:
+    if chosen.replicas != 1 or chosen.prefill or chosen.decode:
         _serve_fleet(chosen, replica, traffic, rates, evidence)
         return
     cpu_s = simulated_s = 0.0
@@ -160,23 +167,31 @@ def _serve_fleet(
     from cumulo.base import report as reports
     from cumulo.cli.shared.terminal import out, working
     from cumulo.errors import ConfigError
-    from cumulo.plan.serve.fleet import play_fleet
+    from cumulo.plan.serve.fleet import play_fleet, play_split
 
+    if bool(chosen.prefill) != bool(chosen.decode) or (chosen.prefill and chosen.replicas != 1):
+        raise ConfigError("--prefill and --decode go together, without --replicas: --prefill 2 --decode 6")
+    replicas = chosen.prefill + chosen.decode or chosen.replicas
     if chosen.find_capacity or chosen.svg is not None or chosen.slo or len(rates) > 1:
         raise ConfigError(
-            "--replicas plays one rate: remove --find-capacity, --svg and --slo, and give one --rate"
+            "a fleet plays one rate: remove --find-capacity, --svg and --slo, and give one --rate"
         )
     shown = traffic if rates[0] is None else traffic.at_rate(rates[0])
     found = []
     with working("simulating") as tell:
         for policy in [name.strip() for name in chosen.router.split(",")]:
-            tell(f"{chosen.replicas} replicas, {policy}")
-            found.append(play_fleet(replica, chosen.replicas, policy, shown, chosen.slo_percentile))
+            tell(f"{replicas} replicas, {policy}")
+            found.append(play_fleet(replica, replicas, policy, shown, chosen.slo_percentile))
+            if chosen.prefill:
+                tell(f"{chosen.prefill} prefill and {chosen.decode} decode replicas, {policy}")
+                found.append(
+                    play_split(replica, chosen.prefill, chosen.decode, policy, shown, chosen.slo_percentile)
+                )
     rows = [row for one in found for row in view.fleet_rows(one)]
     reports.write_json(chosen.json_file, rows, evidence=evidence)
     if str(chosen.json_file) != "-":
         out.print(
-            f"[bold]{chosen.model}[/bold] on [bold]{chosen.replicas} × {replica}[/bold], "
+            f"[bold]{chosen.model}[/bold] on [bold]{replicas} × {replica}[/bold], "
             f"{found[0].finished:,} of {found[0].requests:,} requests answered"
         )
         out.print(view.fleet_table(found))

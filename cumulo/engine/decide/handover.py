@@ -71,8 +71,10 @@ def order_prefill(
 
 
 def _view(books: Books) -> ReplicaView:
-    """This engine as a router sees it. Prompts computed elsewhere are no work here."""
+    """This engine as a router sees it. Prompts computed elsewhere are no work here. Engines of a fleet are alike:
+    one that has computed no prompt yet is as fast as the others."""
     config, costs = books.config, books.residency.costs
+    fastest = max((peer.load.prompt_tok_s for peer in books.transfers.peers.values()), default=0.0)
     waiting = sum(
         one.to_compute
         for request in books.requests.values()
@@ -84,7 +86,7 @@ def _view(books: Books) -> ReplicaView:
         waiting_tokens=max(0, waiting - len(books.running)),
         running=len(books.running),
         max_running=config.max_running,
-        prompt_tok_s=1.0 / costs.prompt_s_per_token,
+        prompt_tok_s=max(fastest, 1.0 / costs.prompt_s_per_token),
         block_size=config.block_size,
         blocks=books.pool.block_of.keys(),
     )

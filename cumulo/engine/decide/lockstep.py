@@ -191,6 +191,7 @@ class Lockstep:
         if members == len(flight.rows):
             return members, []
         rest = StepPlan(plan.index, starts=plan.starts[members:], counts=plan.counts[members:])
+        rest.sends = [send._replace(row=send.row - members) for send in plan.sends]
         others = Flight(flight.rows[members:], flight.draws[members:])
         return members, enter_result(self.books, others, rest, StepResult([0] * len(others.draws)), now_s)
 

@@ -63,7 +63,7 @@ class SimulatedEngine:
         count = len(arrivals)
         while self.clock_s < until_s:
             while self._coming < count and arrivals[self._coming].arrived_s <= self.clock_s:
-                self.clock_s += _take_in(arrivals[self._coming], self._coming, scheduler, self.cost, run)
+                self.clock_s += take_in(arrivals[self._coming], self._coming, scheduler, self.cost, run)
                 self._coming += 1
             if not scheduler.requests and self._in_flight is None:
                 if self._coming == count:
@@ -116,9 +116,11 @@ class SimulatedEngine:
         if ready is not None:
             self._finish(ready)
         elif plan is None:
-            raise RuntimeError(
-                "the scheduler plans nothing while nothing is in flight: a bug in the scheduler"
-            )
+            self._wait_for_others()
+
+    def _wait_for_others(self) -> None:
+        """Nothing can be computed and nothing is in flight. An engine alone has nobody to wait for."""
+        raise RuntimeError("the scheduler plans nothing while nothing is in flight: a bug in the scheduler")
 
     def _finish(self, ready: StepInFlight) -> None:
         self.clock_s = max(self.clock_s, ready.done_s)
@@ -134,7 +136,7 @@ class SimulatedEngine:
         return self.run
 
 
-def _take_in(arrival: Arrival, number: int, scheduler: Scheduler, cost: StepCost, run: Run) -> float:
+def take_in(arrival: Arrival, number: int, scheduler: Scheduler, cost: StepCost, run: Run) -> float:
     """Queue a request; returns what that costs the loop."""
     served = Served(arrival)
     run.served.append(served)

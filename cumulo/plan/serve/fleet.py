@@ -3,16 +3,18 @@ serve --replicas` prints it.
 """
 
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cumulo.engine.decide.block_pool import BlockHash
 from cumulo.engine.decide.routing import router
 from cumulo.engine.simulate.engine import SimulatedEngine
 from cumulo.engine.simulate.fleet import PromptHashes, simulate_fleet
 from cumulo.engine.simulate.run import Run
+from cumulo.engine.simulate.split_fleet import KVLink, SplitDecode, SplitFleet, SplitPrefill
 from cumulo.errors import ConfigError
 from cumulo.plan.serve.replica import Replica
 from cumulo.plan.serve.report import Percentiles
+from cumulo.plan.serve.split import NETWORK_SHARE
 from cumulo.plan.serve.traffic import Traffic
 
 
@@ -45,6 +47,32 @@ def play_fleet(
     engines = [SimulatedEngine(replica.scheduler(), replica.cost()) for _ in range(replicas)]
     runs = simulate_fleet(traffic.arrivals, engines, router(policy))
     return _report(policy, runs, replica, traffic, percentile)
+
+
+def play_split(
+    replica: Replica, prefill: int, decode: int, policy: str, traffic: Traffic, percentile: float = 99.0
+) -> FleetReport:
+    """The traffic on `decode` replicas whose prompts are computed by `prefill` further ones. KV travels over the
+    scale-up links where they reach all of them, else over the network."""
+    if prefill < 1 or decode < 1:
+        raise ConfigError(
+            f"split roles need 1 or more engines of each, got {prefill} prefill, {decode} decode"
+        )
+    node = replica.node
+    together = (prefill + decode) * replica.tp <= node.scale_up_gpus
+    rate = node.device.link_bytes_per_s if together else node.nic_bytes_per_s
+    # Each rank of a replica brings its own part.
+    link = KVLink(NETWORK_SHARE * rate, replica.work().kv_bytes_per_token, replica.spec.layers)
+    fleet = SplitFleet(
+        [SplitPrefill(f"prefill-{one}", replica.scheduler(), replica.cost()) for one in range(prefill)],
+        [SplitDecode(one, replica.scheduler(), replica.cost(), replica.spec.layers) for one in range(decode)],
+        link,
+    )
+    runs = fleet.serve(traffic.arrivals, router(policy))
+    report = _report(f"{prefill} prefill + {decode} decode", runs, replica, traffic, percentile)
+    computed = sum(one.run.computed_tokens for one in fleet.prefill)
+    ordered = sum(one.ordered_tokens for one in fleet.prefill)
+    return replace(report, cached_share=max(0.0, 1 - computed / max(1, ordered)))
 
 
 def _report(

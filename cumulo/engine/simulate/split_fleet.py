@@ -1,0 +1,295 @@
+"""Prefill and decode on engines of their own, in virtual time. Called by the planner for `cumulo simulate serve
+--prefill --decode`.
+
+Every engine has the real scheduler, and decode engines order prompts from prefill engines by the real decisions
+(engine/decide/transfer.py, handover.py); only steps and copies take their time from models. Engines are played in
+the order of their clocks, a step at a time. A copy follows its prompt layer by layer: a layer of a step is done
+when its share of the step's time has passed. Blocks come over one link of each decode engine, one order after the
+other.
+"""
+
+import heapq
+import itertools
+from collections.abc import Callable
+from collections.abc import Sequence as ListLike
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+from cumulo.engine.decide import handover
+from cumulo.engine.decide.params import SamplingParams
+from cumulo.engine.decide.request import Request
+from cumulo.engine.decide.routing import Ask, ReplicaView, Router
+from cumulo.engine.decide.scheduler import Scheduler
+from cumulo.engine.decide.transfer import (
+    ComputeOrder,
+    CopyStopped,
+    FetchOrder,
+    Landed,
+    Order,
+    OrderFailed,
+    ReceiverEvent,
+    TransferPlan,
+)
+from cumulo.engine.simulate.engine import SimulatedEngine, take_in
+from cumulo.engine.simulate.fleet import PromptHashes
+from cumulo.engine.simulate.run import Arrival, Run, Served, StepCost
+from cumulo.errors import InvalidRequest
+
+_NOTHING_DRAWN = SamplingParams(max_tokens=1, temperature=0)
+_NUMBERS = 1 << 20  # of one decode engine's requests: prompts of two engines must differ
+
+
+@dataclass(frozen=True, slots=True)
+class KVLink:
+    """What KV travels over to a decode engine."""
+
+    bytes_per_s: float
+    kv_bytes_per_token: float
+    layers: int
+    latency_s: float = 2e-5  # of a word between two engines
+
+    def copy_s(self, tokens: int) -> float:
+        return tokens * self.kv_bytes_per_token / self.bytes_per_s
+
+
+class SplitEngine(SimulatedEngine):
+    """A simulated engine that others send mail to: what happens to it, and when."""
+
+    def __init__(self, name: str, scheduler: Scheduler, cost: StepCost) -> None:
+        super().__init__(scheduler, cost, step_by_step=True)
+        self.name = name
+        self._mail: list[tuple[float, int, Callable[[], None]]] = []
+        self._posted = itertools.count()
+
+    def post(self, time_s: float, happens: Callable[[], None]) -> None:
+        heapq.heappush(self._mail, (time_s, next(self._posted), happens))
+
+    @property
+    def next_s(self) -> float:
+        """When its loop turns next; infinity: somebody else must act first."""
+        if self._in_flight is not None or self._can_plan:
+            return self.clock_s
+        coming = self.arrivals[self._coming].arrived_s if self._coming < len(self.arrivals) else float("inf")
+        return max(self.clock_s, min(coming, self._mail[0][0] if self._mail else float("inf")))
+
+    _can_plan = False
+
+    def turn(self) -> None:
+        """Take in what has come, and play one step."""
+        self.clock_s = max(self.clock_s, self.next_s)
+        while self._mail and self._mail[0][0] <= self.clock_s:
+            heapq.heappop(self._mail)[2]()
+        while self._coming < len(self.arrivals) and self.arrivals[self._coming].arrived_s <= self.clock_s:
+            self._take(self.arrivals[self._coming])
+            self._coming += 1
+        if self.scheduler.requests or self._in_flight is not None:
+            self._can_plan = True
+            self._step()
+        else:
+            self._can_plan = False
+        handover.issue_fetches(self.scheduler.books, self.clock_s)
+
+    def _wait_for_others(self) -> None:
+        self._can_plan = False
+
+    def _take(self, arrival: Arrival) -> None:
+        raise NotImplementedError
+
+
+class SplitPrefill(SplitEngine):
+    """Computes orders, and knows when each layer of each chunk is done."""
+
+    def __init__(self, name: str, scheduler: Scheduler, cost: StepCost) -> None:
+        super().__init__(name, scheduler, cost)
+        self.chunks: dict[str, list[tuple[int, float, float]]] = {}  # tokens, beginning and end of its step
+        self.on_chunk: Callable[[str], None] = lambda key: None
+        self.ordered_tokens = 0
+
+    def accept(self, key: str, order: ComputeOrder) -> str | None:
+        """Queue an order; what is wrong with it, if it can never run."""
+        arrival = Arrival(self.clock_s, len(order.tokens), 1)
+        request = Request(
+            key, order.tokens, _NOTHING_DRAWN, seed=0, arrived_s=self.clock_s, tag=Served(arrival),
+            cache_salt=order.cache_salt, priority=order.priority, tenant=order.tenant,
+        )  # fmt: skip
+        request.sends = True
+        self.clock_s += self.cost.arrival_s(len(order.tokens))
+        try:
+            self.scheduler.add(request)
+        except InvalidRequest as error:
+            return str(error)
+        handover.accept(self.scheduler.books, request.sequences[0], order.number)
+        self.chunks[key] = []
+        self.ordered_tokens += len(order.tokens)
+        return None
+
+    def _step(self) -> None:
+        super()._step()
+        step = self._in_flight
+        for send in step.plan.sends if step is not None else ():
+            known = self.chunks.get(send.key)
+            if known is not None and (not known or known[-1][0] < send.tokens):
+                assert step is not None
+                known.append((send.tokens, step.done_s - step.time.device_s, step.done_s))
+                self.on_chunk(send.key)
+
+
+class SplitDecode(SplitEngine):
+    def __init__(self, number: int, scheduler: Scheduler, cost: StepCost, layers: int) -> None:
+        super().__init__(f"decode-{number}", scheduler, cost)
+        self.link_free_s = 0.0
+        self._first = number * _NUMBERS
+        self.before_arrival: Callable[[], None] = lambda: None
+        scheduler.transfers.receives, scheduler.transfers.layers = True, layers
+        scheduler.transfers.stall_s = float("inf")  # nothing stands still here
+
+    def _take(self, arrival: Arrival) -> None:
+        self.before_arrival()
+        self.clock_s += take_in(arrival, self._first + self._coming, self.scheduler, self.cost, self.run)
+
+
+@dataclass(slots=True)
+class _Ordering:
+    """One order on its way through both engines."""
+
+    decode: SplitDecode
+    prefill: SplitPrefill
+    order: ComputeOrder
+    key: str
+    plan: TransferPlan | None = None
+    fetch_s: float = 0.0
+    landed: bool = False
+
+
+@dataclass(slots=True)
+class SplitFleet:
+    prefill: list[SplitPrefill]
+    decode: list[SplitDecode]
+    link: KVLink
+    _orders: dict[tuple[str, int], _Ordering] = field(default_factory=dict)
+    _by_key: dict[str, _Ordering] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for one in self.prefill:
+            one.on_chunk = self._land_if_known
+        for decode in self.decode:
+            decode.before_arrival = partial(self._tell_loads, decode)
+
+    def serve(self, arrivals: ListLike[Arrival], router: Router) -> list[Run]:
+        """All arrivals, given in order of time; returns the decode engines' runs."""
+        hashes = PromptHashes(self.decode[0].scheduler.config.block_size)
+        for arrival in arrivals:
+            self._play_until(arrival.arrived_s)
+            ask = Ask(arrival.prompt_tokens, hashes.of_arrival(arrival))
+            route = router.route(ask, [_view(one) for one in self.decode])
+            next(one for one in self.decode if one.name == route.replica).arrivals.append(arrival)
+        self._play_until(float("inf"))
+        return [one.end() for one in self.decode]
+
+    def _play_until(self, until_s: float) -> None:
+        engines: list[SplitPrefill | SplitDecode] = [*self.prefill, *self.decode]
+        while True:
+            engine = min(engines, key=lambda one: one.next_s)
+            if engine.next_s >= until_s:
+                return
+            engine.turn()
+            if isinstance(engine, SplitDecode):
+                self._carry_out(engine)
+            else:
+                self._answer(engine)
+
+    # -- words between engines ----------------------------------------------------------------------------
+    def _tell_loads(self, decode: SplitDecode) -> None:
+        """Prefill engines' loads as of now. Real engines hear them a few times a second."""
+        for one in self.prefill:
+            word = replace(handover.load(one.scheduler.books), peer=one.name)
+            handover.enter_event(decode.scheduler.books, word, decode.clock_s)
+
+    def _carry_out(self, decode: SplitDecode) -> None:
+        transfers = decode.scheduler.transfers
+        orders, transfers.orders = transfers.orders, []
+        for order in orders:
+            self._carry_out_one(decode, order, decode.clock_s + self.link.latency_s)
+
+    def _carry_out_one(self, decode: SplitDecode, order: Order, then_s: float) -> None:
+        if isinstance(order, ComputeOrder):
+            prefill = next(one for one in self.prefill if one.name == order.peer)
+            key = f"{decode.name}.{order.number}"
+            made = _Ordering(decode, prefill, order, key)
+            self._orders[decode.name, order.number] = self._by_key[key] = made
+            prefill.post(then_s, lambda: self._accept(made))
+        elif isinstance(order, FetchOrder):
+            made = self._orders[decode.name, order.plan.number]
+            made.plan, made.fetch_s = order.plan, decode.clock_s
+            self._land_if_known(made.key)
+        else:
+            made = self._orders.pop((decode.name, order.number))
+            del self._by_key[made.key]
+            made.prefill.post(then_s, lambda: self._release(made))
+            self._tell(made, CopyStopped(order.number, 0), decode.clock_s)
+
+    def _accept(self, made: _Ordering) -> None:
+        why = made.prefill.accept(made.key, made.order)
+        if why is not None:
+            self._tell(made, OrderFailed(made.order.number, why, made.prefill.name))
+
+    def _release(self, made: _Ordering) -> None:
+        made.prefill.chunks.pop(made.key, None)
+        handover.release(made.prefill.scheduler.books, made.key, made.prefill.clock_s)
+
+    def _answer(self, prefill: SplitPrefill) -> None:
+        transfers = prefill.scheduler.transfers
+        answers, transfers.answers = transfers.answers, []
+        for key, answer in answers:
+            if (made := self._by_key.get(key)) is not None:
+                self._tell(made, answer)
+
+    def _tell(self, made: _Ordering, event: ReceiverEvent, time_s: float | None = None) -> None:
+        decode = made.decode
+        when_s = made.prefill.clock_s if time_s is None else time_s
+        decode.post(
+            when_s + self.link.latency_s,
+            lambda: handover.enter_event(decode.scheduler.books, event, decode.clock_s),
+        )
+
+    # -- copies -------------------------------------------------------------------------------------------
+    def _land_if_known(self, key: str) -> None:
+        """When the last block arrives: known once the last chunk's step is, and copying has begun."""
+        made = self._by_key.get(key)
+        if made is None or made.plan is None or made.landed:
+            return
+        plan, chunks = made.plan, made.prefill.chunks.get(key, [])
+        if not chunks or chunks[-1][0] < plan.tokens:
+            return
+        made.landed = True
+        cached = (
+            made.prefill.scheduler.config.block_size
+        )  # of a chunk, what lies in blocks that are here already
+        held, copied_s, began = plan.held_blocks * cached, 0.0, 0
+        now_s = max(made.decode.link_free_s, made.fetch_s)
+        for tokens, begin_s, done_s in chunks:
+            copy_s = self.link.copy_s(max(0, tokens - max(began, held)))
+            layer_s, layers = (done_s - begin_s) / self.link.layers, self.link.layers
+            # The link is never ahead of the layers, and works one layer after the other.
+            now_s = max(now_s + copy_s, begin_s + layer_s + copy_s, done_s + copy_s / layers)
+            copied_s += copy_s
+            began = tokens
+        made.decode.link_free_s = now_s
+        moved = int(copied_s * self.link.bytes_per_s)
+        tail_s = max(0.0, now_s - chunks[-1][2])
+        self._tell(made, Landed(plan.number, tail_s, moved, copied_s), now_s)
+
+
+def _view(engine: SplitDecode) -> ReplicaView:
+    scheduler = engine.scheduler
+    running = len(scheduler.requests) + len(engine.waiting_arrivals())
+    decode = engine.cost.decode(max(1, running))
+    return ReplicaView(
+        engine.name,
+        running=running,
+        max_running=scheduler.config.max_running,
+        prompt_tok_s=1.0 / scheduler.costs.prompt_s_per_token,
+        step_s=decode.fixed_s if decode is not None else 0.02,
+        block_size=scheduler.config.block_size,
+        blocks=scheduler.pool.block_of.keys(),
+    )
