@@ -16,7 +16,6 @@ from itertools import accumulate
 from cumulo.errors import ConfigError
 from cumulo.layout.box import Box, slice_in_parts, whole_box
 from cumulo.layout.check import tensor_sliced
-from cumulo.layout.divide import nearest_divisor, uneven
 from cumulo.layout.pieces import tp_cut
 from cumulo.layout.stages import split_layers
 from cumulo.spec.model import ModelSpec
@@ -234,24 +233,27 @@ def serving_problems(
             f"{layout} takes {layout.world} ranks, and this machine has {available} {unit}; use at most "
             f"{available} rank{'s' if available > 1 else ''}"
         )
-    sliced = tensor_sliced(spec)
-    kv_heads = sliced.pop("key/value heads", None)
-    if layout.ep > 1:
-        sliced.pop("columns of an expert", None)
-    for what, count in sliced.items():
-        if count % layout.tp:
-            yield uneven("tp", layout.tp, what, count)
-    if kv_heads is not None and kv_heads % layout.tp and layout.tp % kv_heads:
-        yield (
-            f"tp {layout.tp} cannot share {kv_heads} key/value heads evenly, nor repeat them evenly; "
-            f"tp {nearest_divisor(kv_heads, layout.tp)} can"
-        )
+    if uneven_parts := _uneven_parts(spec, layout, layout.tp):
+        works = [str(tp) for tp in range(1, spec.heads + 1) if not _uneven_parts(spec, layout, tp)]
+        yield f"tp {layout.tp} cannot share {' and '.join(uneven_parts)} evenly; tp {' or '.join(works)} can"
     if layout.pp > spec.layers:
         yield f"pp {layout.pp} cannot share {spec.layers} layers; use pp {spec.layers} or fewer"
     if layout.ep > 1 and spec.moe is None:
         yield f"ep {layout.ep} spreads experts, and this model has none; omit ep"
     elif layout.ep > 1 and spec.moe is not None and layout.ep > spec.moe.experts:
         yield f"ep {layout.ep} cannot spread {spec.moe.experts} experts; use ep {spec.moe.experts} or fewer"
+
+
+def _uneven_parts(spec: ModelSpec, layout: ServingLayout, tp: int) -> list[str]:
+    """What so many tensor-parallel ranks could not share."""
+    sliced = tensor_sliced(spec)
+    kv_heads = sliced.pop("key/value heads", None)
+    if layout.ep > 1:  # experts are whole
+        sliced.pop("columns of an expert", None)
+    found = [f"{count:,} {what}" for what, count in sliced.items() if count % tp]
+    if kv_heads is not None and kv_heads % tp and tp % kv_heads:  # more ranks than heads hold copies of them
+        found.append(f"{kv_heads} key/value heads")
+    return found
 
 
 def _run(count: int, index: int, runs: int) -> range:
