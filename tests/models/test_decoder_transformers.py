@@ -14,6 +14,7 @@ from cumulo.models.decoder import Decoder
 from cumulo.models.files.weights_safetensors import load_safetensors
 from cumulo.spec.from_huggingface import spec_from_config
 from cumulo.spec.model import ModelSpec
+from tests import thorough
 from tests.models import tiny
 from tests.models.stepper import Stepper
 
@@ -50,11 +51,12 @@ def test_logits_agree_with_transformers_at_every_position(name: str, load: Any) 
 
 
 @pytest.mark.parametrize("name", tiny.FAMILIES)
-def test_64_greedy_tokens_are_those_of_transformers(name: str, load: Any) -> None:
+def test_greedy_tokens_are_those_of_transformers(name: str, load: Any) -> None:
     model, decoder = load(name)
-    expected = tiny.reference_greedy(model, PROMPT[:30], 64)
-    assert len(set(expected)) > 10  # a constant or cycling answer would prove little
-    assert Stepper(decoder).greedy(PROMPT[:30], 64, chunk=11) == expected
+    count = 64 if thorough.chosen else 20
+    expected = tiny.reference_greedy(model, PROMPT[:30], count)
+    assert len(set(expected)) > 5  # a constant or cycling answer would prove little
+    assert Stepper(decoder).greedy(PROMPT[:30], count, chunk=11) == expected
 
 
 def test_sharded_folders_are_among_the_proven_ones(load: Any, tmp_path: Path) -> None:

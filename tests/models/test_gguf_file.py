@@ -13,6 +13,8 @@ from cumulo.errors import ModelError
 from cumulo.models.files.gguf_blocks import float_array
 from cumulo.models.files.gguf_file import open_gguf
 from cumulo.models.files.hub import built_in_model
+from tests import thorough
+from tests.models.cut_smollm import cut_smollm
 from tests.models.gguf_writing import write_gguf
 
 METADATA = {
@@ -62,8 +64,10 @@ def test_metadata_and_tensors_are_those_of_the_reference_reader(tmp_path, alignm
         )
 
 
-def test_the_built_in_model_is_read_as_by_the_reference_reader():
-    ours, theirs = open_gguf(built_in_model()), gguf.GGUFReader(built_in_model())
+def test_the_built_in_model_is_read_as_by_the_reference_reader(tmp_path):
+    # The reference reader takes long for a large vocabulary.
+    path = built_in_model() if thorough.chosen else cut_smollm(tmp_path / "cut.gguf", tokens=1024)
+    ours, theirs = open_gguf(path), gguf.GGUFReader(path)
     assert {
         key: field.contents() for key, field in theirs.fields.items() if key[:5] != "GGUF."
     } == ours.metadata
@@ -175,7 +179,8 @@ def test_no_truncation_or_flipped_byte_does_anything_but_open_or_raise_a_model_e
     choose = random.Random(0)
     opened = refused = 0
     tracemalloc.start()
-    for attempt in range(1500):
+    attempts = 1500 if thorough.chosen else 400
+    for attempt in range(attempts):
         content = bytearray(original)
         if attempt % 3 == 0:
             content = content[: choose.randrange(len(content))]
@@ -195,5 +200,5 @@ def test_no_truncation_or_flipped_byte_does_anything_but_open_or_raise_a_model_e
             refused += 1
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert opened > 50 and refused > 500
+    assert opened > attempts / 30 and refused > attempts / 3
     assert peak < 20 * 2**20

@@ -22,6 +22,7 @@ from cumulo.spec.from_gguf import spec_from_gguf
 from cumulo.spec.from_huggingface import spec_from_config
 from tests.engine.pooled_reference import engine_embeddings, reference_embedding
 from tests.models import tiny
+from tests.models.cut_smollm import cut_smollm
 from tests.models.gguf_conversion import convert
 from tests.models.gguf_writing import write_gguf
 from tests.models.stepper import Stepper
@@ -191,9 +192,11 @@ def test_missing_extra_and_misshapen_tensors_are_reported_together_before_anythi
 # -- the real model -----------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def smollm():
+@pytest.fixture(scope="module", params=["first layers", pytest.param("whole", marks=pytest.mark.thorough)])
+def smollm(request, tmp_path_factory):
     path = built_in_model()
+    if request.param == "first layers":
+        path = cut_smollm(tmp_path_factory.mktemp("cut") / "cut.gguf")
     file = open_gguf(path)
     spec = spec_of(file)
     decoder = Decoder(spec)
