@@ -14,7 +14,8 @@ from hypothesis import settings
 from tests import thorough
 from tests.cpu_times import CpuTimes
 
-settings.register_profile("cumulo", deadline=None, derandomize=True)
+settings.register_profile("cumulo", deadline=None, derandomize=True, max_examples=thorough.examples(100))
+settings.register_profile("thorough", deadline=None, derandomize=True)
 # Other cases than always: pytest --hypothesis-profile=hunt --hypothesis-seed=1
 settings.register_profile("hunt", deadline=None)
 settings.load_profile("cumulo")
@@ -27,6 +28,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     thorough.chosen = config.getoption("--thorough")
+    if thorough.chosen and not config.getoption("--hypothesis-profile"):
+        settings.load_profile("thorough")
     if config.getoption("--cpu-times"):
         config.pluginmanager.register(CpuTimes(config))
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from cumulo.engine.decide.beam import BeamSearch
+from tests import thorough
 
 VOCABULARY = 12
 
@@ -130,7 +131,7 @@ def test_reaching_max_tokens_finishes_the_live_beams_by_length() -> None:
     assert [(h.tokens, h.finish_reason) for h in beams.best()] == [([4], "length"), ([1], "stop")]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=thorough.examples(100), deadline=None)
 @given(
     width=st.integers(1, 5),
     max_tokens=st.integers(1, 8),

@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 
 from cumulo.engine.decide.beam import BeamSearch
 from cumulo.engine.decide.request import Request
+from tests import thorough
 from tests.engine.cell_runner import candidates
 from tests.engine.test_scheduler import VOCAB, expected_outputs, make, outputs_of, request, run
 
@@ -24,7 +25,7 @@ def searched_alone(made: Request) -> list[tuple[list[int], float]]:
         beams = [[*beams[parent], token] for parent, token in zip(step.parents, step.tokens, strict=True)]
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=thorough.examples(120), deadline=None)
 @given(
     width=st.integers(1, 4),
     prompt=st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=20),

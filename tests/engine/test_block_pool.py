@@ -8,9 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cumulo.engine.decide.block_pool import BlockPool, chain_hashes, root_hash
+from tests import thorough
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=thorough.examples(100), deadline=None)
 @given(seed=st.integers(0, 10**6), blocks=st.integers(1, 40))
 def test_the_books_balance_after_every_operation(seed: int, blocks: int):
     rng = random.Random(seed)

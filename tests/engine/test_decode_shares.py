@@ -17,10 +17,11 @@ from cumulo.engine.decide.scheduler import Scheduler
 from cumulo.engine.decide.scheduler_config import SchedulerConfig
 from cumulo.engine.simulate.engine import simulate
 from cumulo.engine.simulate.run import Arrival, Run, StepTime
+from tests import thorough
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=8), st.integers(1, 60))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=thorough.examples(200), deadline=None)
 def test_rows_are_split_evenly_and_nobody_gets_none(counts: list[int], bound: int) -> None:
     wanted = {Tenant(str(number)): count for number, count in enumerate(counts)}
     quotas = even_quotas(wanted, bound)

@@ -8,6 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cumulo.engine.decide.params import SamplingParams
+from tests import thorough
 from tests.engine.equivalence import Lengths, Way, check, draw_requests, run_alone
 from tests.engine.tiny_engine import SPECS, VOCAB, make_decoder, make_engine, run
 
@@ -24,7 +25,7 @@ def alone(name: str, prompt, params):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", list(SPECS))
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=thorough.examples(25), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     seed=st.integers(0, 10**6),
     block_size=st.sampled_from([1, 4, 16]),

@@ -19,6 +19,7 @@ from cumulo.engine.decide.plan import StepResult
 from cumulo.engine.decide.request import Request
 from cumulo.engine.decide.scheduler import Scheduler
 from cumulo.engine.decide.scheduler_config import SchedulerConfig
+from tests import thorough
 
 
 def make(**options: object) -> Scheduler:
@@ -55,7 +56,7 @@ def play(scheduler: Scheduler) -> None:
 sizes = st.tuples(st.integers(1, 8), st.integers(1, 6))  # longest prompt and output of a tenant's requests
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=thorough.examples(25), deadline=None)
 @given(seed=st.integers(0, 10**6), ann=sizes, bob=sizes, max_running=st.integers(1, 3))
 def test_two_who_always_wait_are_served_alike_within_the_published_bound(
     seed: int, ann: tuple[int, int], bob: tuple[int, int], max_running: int
@@ -82,7 +83,7 @@ def test_two_who_always_wait_are_served_alike_within_the_published_bound(
     assert len(lead) > 10
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=thorough.examples(40), deadline=None)
 @given(seed=st.integers(0, 10**6), heavy=st.integers(1, 4), late=st.integers(0, 60))
 def test_a_newcomer_waits_for_at_most_one_request_of_each_other_tenant(
     seed: int, heavy: int, late: int
@@ -109,7 +110,7 @@ def test_a_newcomer_waits_for_at_most_one_request_of_each_other_tenant(
     assert len({name.split("-")[0] for name in overtaken_by}) == len(overtaken_by)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=thorough.examples(40), deadline=None)
 @given(seed=st.integers(0, 10**6), tenants=st.integers(1, 4), blocks=st.integers(12, 60))
 def test_nobody_is_kept_waiting_while_there_is_room(seed: int, tenants: int, blocks: int) -> None:
     """Work conservation, with little memory so that preemption takes part; and everyone comes to an end."""

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from cumulo.engine.decide.params import Guide
 from cumulo.engine.guides.schema import enforceable
 from cumulo.errors import InvalidRequest
+from tests import thorough
 from tests.engine.guided_engine import GUIDANCE
 
 pytest.importorskip("llguidance")
@@ -70,7 +71,7 @@ def test_the_users_schema_is_left_as_it_is():
     assert schema["x"][0]["y"] == 1
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=thorough.examples(300), deadline=None)
 @given(
     year=st.integers(0, 9999),
     month=st.integers(0, 13),

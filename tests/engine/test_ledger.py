@@ -25,6 +25,7 @@ from cumulo.models.batch import KVCache
 from cumulo.models.decoder import Decoder
 from cumulo.spec.counting import weight_bytes
 from cumulo.spec.model import MLASpec, ModelSpec, MoESpec
+from tests import thorough
 
 SMOLLM2 = ModelSpec("llama", 49152, 576, 30, 9, 3, 64, 1536, 8192, tied_embeddings=True)
 LLAMA_8B = ModelSpec("llama", 128256, 4096, 32, 32, 8, 128, 14336, 131072)
@@ -100,7 +101,7 @@ def test_the_ledger_says_that_routed_experts_are_not_quantised() -> None:
     assert fp8_saved_bytes(spec, 2) == attention - 4 * spec.layers * (6144 + 4096)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=thorough.examples(150), deadline=None)
 @given(
     available_gib=st.floats(0.3, 60),
     spec=st.sampled_from([SMOLLM2, LLAMA_8B]),

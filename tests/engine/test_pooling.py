@@ -18,6 +18,7 @@ from cumulo.models.decoder import Decoder
 from cumulo.models.files.weights_safetensors import load_safetensors
 from cumulo.models.play.fused import FusedDecoder, why_not
 from cumulo.spec.from_huggingface import spec_from_config
+from tests import thorough
 from tests.engine.pooled_reference import engine_embeddings, reference_embedding
 from tests.engine.tiny_engine import VOCAB, make_decoder, make_engine, run
 from tests.models import tiny
@@ -108,7 +109,7 @@ def embedded_alone(prompt: list[int], params: SamplingParams) -> list[float]:
     return embedding
 
 
-@settings(max_examples=12)
+@settings(max_examples=thorough.examples(12))
 @given(
     seed=st.integers(0, 10**6),
     block_size=st.sampled_from([1, 4, 16]),

@@ -10,6 +10,7 @@ from cumulo.engine.decide.prompt_shares import Want, by_share, shared_step_token
 from cumulo.engine.decide.request import Request
 from cumulo.engine.decide.scheduler import Scheduler
 from cumulo.engine.decide.scheduler_config import SchedulerConfig
+from tests import thorough
 
 
 def tenant(name: str, served: int = 0) -> Tenant:
@@ -66,7 +67,7 @@ def test_more_important_prompts_go_before_shares() -> None:
     assert by_share([Want(light, 20, priority=1), Want(heavy, 16, priority=0)], 512, 16, 0.0) == [0, 16]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=thorough.examples(200), deadline=None)
 @given(
     served=st.lists(st.integers(0, 10_000), min_size=1, max_size=6),
     tokens=st.lists(st.tuples(st.integers(0, 5), st.integers(1, 4000)), min_size=1, max_size=12),

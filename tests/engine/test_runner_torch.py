@@ -18,6 +18,7 @@ from cumulo.engine.play.slot_table import SlotTable
 from cumulo.models.batch import ForwardBatch, KVCache
 from cumulo.models.decoder import Decoder
 from cumulo.spec.model import MLASpec, ModelSpec
+from tests import thorough
 from tests.engine.naive_sampler import naive_draw
 from tests.engine.random_planner import RandomPlanner, Sequence
 
@@ -102,7 +103,7 @@ PARAMS = [
 
 @pytest.mark.parametrize("kind", SPECS)
 @pytest.mark.parametrize("overlap", [False, True])
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=thorough.examples(6), deadline=None)
 @given(seed=st.integers(0, 2**32), block_size=st.sampled_from([1, 2, 4, 5]))
 def test_any_legal_order_of_work_gives_the_tokens_of_plain_recomputation(
     kind: str, overlap: bool, seed: int, block_size: int
@@ -259,7 +260,7 @@ def test_a_plan_without_rows_only_changes_state() -> None:
     assert result.tokens == continuation([5, 6, 7], GREEDY, 0, 1)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=thorough.examples(50), deadline=None)
 @given(seed=st.integers(0, 2**32), decode_only=st.booleans(), block_size=st.sampled_from([1, 3, 16]))
 def test_the_forward_batch_says_what_a_loop_over_tokens_would(
     seed: int, decode_only: bool, block_size: int

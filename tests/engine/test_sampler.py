@@ -22,6 +22,7 @@ from cumulo.engine.decide.plan import NewSlot, StepPlan
 from cumulo.engine.play.slot_table import SlotTable
 from cumulo.engine.sampling.random_numbers import mix, uniform
 from cumulo.engine.sampling.sampler import Drawn, draw
+from tests import thorough
 from tests.engine.naive_sampler import naive_draw, naive_probabilities, naive_scores
 
 EOS = 2
@@ -70,7 +71,7 @@ def any_params(draw_value: st.DrawFn) -> SamplingParams:
     )
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=thorough.examples(120), deadline=None)
 @given(
     params=st.lists(any_params(), min_size=1, max_size=6),
     vocabulary=st.sampled_from([13, 64, 150, 700]),
@@ -94,7 +95,7 @@ def test_every_draw_equals_the_naive_reference(
     assert not drawn.errors
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=thorough.examples(40), deadline=None)
 @given(params=st.lists(any_params(), min_size=2, max_size=8), seed=st.integers(0, 2**32))
 def test_a_draw_does_not_depend_on_what_else_is_in_the_batch(params: list[SamplingParams], seed: int) -> None:
     random = np.random.default_rng(seed)
@@ -139,7 +140,7 @@ def transformers_probabilities(logits: torch.Tensor, params: SamplingParams) -> 
 
 @pytest.mark.parametrize("params", CUTS, ids=lambda p: f"k{p.top_k}-p{p.top_p}-min{p.min_p}-t{p.temperature}")
 def test_the_empirical_distribution_is_that_of_transformers_processors(params: SamplingParams) -> None:
-    draws = 20_000
+    draws = 20_000 if thorough.chosen else 6_000
     logits = torch.from_numpy(np.random.default_rng(1).normal(size=40) * 2)
     expected = transformers_probabilities(logits, params).numpy()
     drawn = sample(logits[None], [params] * draws, rows=[0] * draws)
@@ -173,7 +174,7 @@ def test_top_p_is_exact_for_flat_and_peaked_rows_of_a_large_vocabulary_together(
     logits = random.normal(size=(6, 9001)) * spreads[:, None]
     logits[5, 17] += 30
     params = [SamplingParams(top_p=top_p, min_p=0.5 if i == 2 else 0.0) for i in range(6)]
-    for seed in range(4):
+    for seed in range(4 if thorough.chosen else 1):
         drawn = sample(torch.from_numpy(logits), params, seeds=[seed] * 6)
         assert drawn.tokens.tolist() == [
             naive_draw(logits[i], params[i], PROMPT, [], seed, 0) for i in range(6)

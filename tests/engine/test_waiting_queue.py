@@ -10,6 +10,7 @@ from cumulo.engine.decide.fairness import FairShares, Tenant
 from cumulo.engine.decide.params import SamplingParams
 from cumulo.engine.decide.request import Request, Sequence, State
 from cumulo.engine.decide.waiting_queue import WaitingQueue
+from tests import thorough
 
 PARAMS = SamplingParams(max_tokens=4)
 
@@ -44,7 +45,7 @@ class Searching:
         self.waiting = [entry for entry in self.waiting if entry[1] is not sequence]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=thorough.examples(150), deadline=None)
 @given(seed=st.integers(0, 10**9), tenants=st.integers(1, 5), priorities=st.integers(1, 3))
 def test_the_queue_agrees_with_one_that_searches(seed: int, tenants: int, priorities: int) -> None:
     rng = random.Random(seed)

@@ -6,9 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cumulo.kernels.cpu.float_linear import float_linear
+from tests import thorough
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=thorough.examples(40), deadline=None)
 @given(
     tokens=st.integers(1, 20), rows=st.integers(1, 70), vectors=st.integers(1, 30), seed=st.integers(0, 1000)
 )

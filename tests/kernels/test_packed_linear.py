@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from cumulo.kernels.cpu.affine_blocks import AffineBlocks
 from cumulo.kernels.cpu.packed_linear import PackedWeight
+from tests import thorough
 from tests.kernels.blocks import random_blocks
 
 FORMATS = [(4, 32), (4, 16), (8, 32), (8, 16)]
@@ -56,7 +57,7 @@ def test_wide_activations_are_fifty_times_closer_than_eight_bits() -> None:
     assert errors[1] * 50 < errors[0]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=thorough.examples(40), deadline=None)
 @given(
     formats=st.lists(st.sampled_from(FORMATS), min_size=1, max_size=3),
     rows=st.integers(1, 30),

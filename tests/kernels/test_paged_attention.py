@@ -11,6 +11,7 @@ from torch import Tensor
 
 from cumulo.kernels.cpu import paged_attention as paged_attention_file
 from cumulo.kernels.cpu.paged_attention import paged_attention, reference
+from tests import thorough
 
 
 @dataclass
@@ -112,7 +113,7 @@ def test_the_reference_is_exact_in_float64(window: int | None) -> None:
     assert torch.allclose(case.run(paged_attention), case.token_by_token(), atol=1e-13)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=thorough.examples(40), deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 150), min_size=1, max_size=5),
     data=st.data(),

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from cumulo.errors import CumuloError
 from cumulo.load.arrivals import Arrivals, parse_process, parse_rates
+from tests import thorough
 
 rates = st.floats(0.01, 1e4)
 
@@ -29,7 +30,7 @@ def test_a_seed_fixes_the_times_and_they_never_decrease(
         assert times[0] >= 0
 
 
-@settings(max_examples=30)
+@settings(max_examples=thorough.examples(30))
 @given(rates, st.integers(0, 2**32))
 def test_poisson_arrivals_come_at_their_rate_with_exponential_gaps(rate: float, seed: int) -> None:
     gaps = np.diff(take(Arrivals(rate), 4001, seed)) * rate

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from cumulo.errors import CumuloError
 from cumulo.load.lengths import Constant, Empirical, Lengths, LogNormal, Normal, Uniform, parse_lengths
 from cumulo.load.units import parse_duration_s, show_duration
+from tests import thorough
 
 distributions = st.one_of(
     st.builds(Constant, st.integers(1, 5000)),
@@ -33,7 +34,7 @@ def test_every_draw_is_at_least_one_and_a_seed_fixes_it(lengths: Lengths, seed: 
     assert values == draw(lengths, 100, seed)
 
 
-@settings(max_examples=20)
+@settings(max_examples=thorough.examples(20))
 @given(st.floats(200, 2000), st.floats(1, 40), st.floats(0.05, 0.8))
 def test_the_moments_are_those_asked_for(centre: float, deviation: float, sigma: float) -> None:
     normal = np.array(draw(Normal(centre, deviation), 4000))

@@ -15,6 +15,7 @@ from cumulo.load.lengths import Constant, Uniform
 from cumulo.load.prompts import Ruler
 from cumulo.load.schedule import Workload, plan
 from cumulo.load.trace import plan_trace, read_trace
+from tests import thorough
 
 WORKLOAD = Workload(Uniform(10, 90), Uniform(5, 60), Uniform(1, 4), 0.5, 100, 3)
 
@@ -86,7 +87,7 @@ def test_texts_of_different_seeds_share_no_long_beginning() -> None:
 
 
 @given(st.floats(0.5, 3), st.floats(0, 60), st.integers(80, 4000))
-@settings(max_examples=50)
+@settings(max_examples=thorough.examples(50))
 def test_the_ruler_hits_the_planned_tokens(tokens_per_word: float, overhead: float, tokens: int) -> None:
     def counted(words: int) -> int:
         return round(overhead + words * tokens_per_word)

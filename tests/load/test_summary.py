@@ -15,6 +15,7 @@ from cumulo.load.search import RateSearch
 from cumulo.load.slo import is_lost, parse_slo, requests_needed, verdict, wilson_interval
 from cumulo.load.summary import Spread, summarise, timeline, tokens_between
 from cumulo.spec.slo import Slo
+from tests import thorough
 
 
 def record(
@@ -146,7 +147,7 @@ def test_the_interval_holds_the_observed_share_and_narrows(total: int, part: flo
     assert narrower[1] - narrower[0] < wider[1] - wider[0]
 
 
-@settings(max_examples=15)
+@settings(max_examples=thorough.examples(15))
 @given(st.floats(0.8, 0.99), st.integers(1, 3))
 def test_a_rate_just_at_the_objective_is_hardly_ever_misjudged(share: float, times: int) -> None:
     total = requests_needed(share) * times

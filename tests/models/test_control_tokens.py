@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from cumulo.models.text.tokenizer import Tokenizer, load_tokenizer
 from cumulo.models.text.tokenizer_gguf import tokenizer_from_gguf
+from tests import thorough
 
 from .vocabularies import TEXT, byte_level_metadata, sentencepiece_metadata
 
@@ -257,7 +258,7 @@ _FRAGMENTS = st.sampled_from(
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=thorough.examples(60), deadline=None, derandomize=True)
 @given(pieces=st.lists(_FRAGMENTS, min_size=1, max_size=8))
 def test_no_mixture_of_fragments_becomes_a_control_token(family, name, pieces):
     _check_harmless(family(name)[0], "".join(pieces))

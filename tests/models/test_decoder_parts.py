@@ -20,6 +20,7 @@ from cumulo.models.rope import RotaryTable, inverse_frequencies
 from cumulo.spec.from_huggingface import spec_from_config
 from cumulo.spec.model import ModelSpec, MoESpec, RopeScaling
 from cumulo.spec.parameters import parameter_shapes
+from tests import thorough
 from tests.models import tiny
 from tests.models.stepper import Stepper
 
@@ -61,7 +62,7 @@ def test_a_placement_can_transpose_and_see_its_target_in_another_shape() -> None
     heads=st.integers(1, 3), half=st.integers(1, 8), distance=st.integers(0, 30), interleaved=st.booleans(),
     dtype=st.sampled_from([torch.float64, torch.bfloat16]),
 )  # fmt: skip
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=thorough.examples(30), deadline=None)
 def test_a_rotated_product_depends_only_on_the_distance(
     heads: int, half: int, distance: int, interleaved: bool, dtype: torch.dtype
 ) -> None:
@@ -114,7 +115,7 @@ def test_gguf_rope_factors_are_llama3_scaling() -> None:
     tokens=st.integers(1, 20), experts=st.sampled_from([4, 8]), per_token=st.integers(1, 4),
     seed=st.integers(0, 1000), shared=st.booleans(),
 )  # fmt: skip
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=thorough.examples(30), deadline=None)
 def test_experts_give_what_computing_all_of_them_for_all_tokens_gives(
     tokens: int, experts: int, per_token: int, seed: int, shared: bool
 ) -> None:

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from cumulo.errors import InvalidRequest
 from cumulo.models.text.detokenizer import IncrementalDetokenizer, StopStringMatcher
 from cumulo.models.text.tokenizer_gguf import tokenizer_from_gguf
+from tests import thorough
 from tests.models.vocabularies import byte_level_metadata, sentencepiece_metadata
 
 BYTE_LEVEL = tokenizer_from_gguf(byte_level_metadata())
@@ -25,7 +26,7 @@ def pieces(tokenizer, ids, **options):
 
 @BOTH
 @given(data=st.data(), skip_special=st.booleans(), continues=st.booleans())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=thorough.examples(150), deadline=None)
 def test_pieces_of_random_tokens_join_to_the_whole_decode(tokenizer, data, skip_special, continues):
     ids = data.draw(st.lists(st.integers(-1, tokenizer.vocab_size + 3), max_size=40))
     options = {"skip_special": skip_special, "continues": continues}
@@ -34,7 +35,7 @@ def test_pieces_of_random_tokens_join_to_the_whole_decode(tokenizer, data, skip_
 
 @BOTH
 @given(text=TEXTS)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=thorough.examples(150), deadline=None)
 def test_no_piece_of_a_valid_text_ever_holds_half_a_character(tokenizer, text):
     ids = tokenizer.encode(text)
     found = pieces(tokenizer, ids)
@@ -82,7 +83,7 @@ def naive(text: str, stops: list[str]) -> tuple[int, str] | None:
     include_stop=st.booleans(),
     seed=st.integers(0, 2**16),
 )
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=thorough.examples(400), deadline=None)
 def test_stops_are_those_of_a_naive_search_however_the_text_is_cut(text, stops, include_stop, seed):
     matcher = StopStringMatcher(stops, include_stop)
     shown, matched, position = "", None, 0

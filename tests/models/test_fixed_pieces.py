@@ -8,6 +8,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
 from cumulo.models.text.fixed_pieces import LONGEST_TEXT, FixedPieces, independent_pieces
 from cumulo.models.text.tokenizer import byte_alphabet
+from tests import thorough
 
 
 def byte_level(*added: AddedToken) -> tokenizers.Tokenizer:
@@ -40,7 +41,7 @@ texts = st.lists(
 ).map("".join)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=thorough.examples(300), deadline=None)
 @given(texts)
 def test_pieces_have_the_ids_of_the_whole(text: str) -> None:
     assert FIXED.encode(text) == BACKEND.encode(text, add_special_tokens=False).ids

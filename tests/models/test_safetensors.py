@@ -16,6 +16,7 @@ from cumulo.models.decoder import Decoder
 from cumulo.models.files.weights_safetensors import INDEX_NAME, load_safetensors, read_directory
 from cumulo.spec.from_huggingface import spec_from_config
 from cumulo.spec.model import ModelSpec
+from tests import thorough
 from tests.models import tiny
 
 INDEX = INDEX_NAME
@@ -187,7 +188,11 @@ def test_a_damaged_header_is_described(tmp_path: Path, header: bytes, words: str
 
 
 @given(st.data())
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=thorough.examples(60),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 def test_no_flipped_byte_of_the_header_escapes_as_anything_but_a_model_error(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from cumulo.errors import InvalidRequest
 from cumulo.models.text.chat_template import ChatTemplate
 from cumulo.models.text.template_skeleton import contents_are_opaque
+from tests import thorough
 
 CHATML = (
     "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}"
@@ -62,7 +63,7 @@ def templates() -> dict[str, ChatTemplate]:
     return made
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=thorough.examples(150), deadline=None)
 @given(st.sampled_from(sorted(OPAQUE)), conversations, st.booleans())
 def test_a_filled_skeleton_is_what_the_template_renders(
     templates: dict[str, ChatTemplate], name: str, messages: list[dict[str, str]], opens: bool

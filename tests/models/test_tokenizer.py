@@ -11,6 +11,7 @@ from transformers import AutoTokenizer, LlamaTokenizer, PreTrainedTokenizerFast
 from cumulo.errors import InvalidRequest, ModelError
 from cumulo.models.text.tokenizer import load_tokenizer
 from cumulo.models.text.tokenizer_gguf import tokenizer_from_gguf
+from tests import thorough
 from tests.models.vocabularies import TEXT, byte_level_metadata, sentencepiece_metadata
 
 TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m.role + ': ' + m.content + eos_token }}{% endfor %}"
@@ -69,7 +70,7 @@ def test_ids_and_texts_are_those_of_transformers(folder):
 
 
 @given(ids=st.lists(st.integers(0, 703), max_size=30), skip=st.booleans())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=thorough.examples(200), deadline=None)
 def test_random_byte_level_ids_decode_as_in_transformers(byte_level_folder, ids, skip):
     ours, theirs = _pair(byte_level_folder)
     assert ours.decode(ids, skip) == theirs.decode(

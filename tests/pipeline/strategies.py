@@ -7,15 +7,19 @@ from hypothesis import strategies as st
 from cumulo.pipeline.decide.actions import PipelineSchedule
 from cumulo.pipeline.decide.catalog import FAMILIES, build
 from cumulo.pipeline.decide.costs import ChunkCost, Costs
+from tests import thorough
 
 NAMES = tuple(FAMILIES)
 
 
 @st.composite
 def shapes(
-    draw: st.DrawFn, name: str, most_stages: int = 16, most_micro_batches: int = 64
+    draw: st.DrawFn,
+    name: str,
+    most_stages: int = 16 if thorough.chosen else 10,
+    most_micro_batches: int = 64 if thorough.chosen else 32,
 ) -> tuple[int, int, int]:
-    """(stages, micro-batches, chunks per stage): stages 2–16 and micro-batches 2–64 unless told otherwise."""
+    """(stages, micro-batches, chunks per stage): of each at least two, where the schedule accepts them."""
     family = FAMILIES[name]
     stages = draw(st.integers(2, most_stages).filter(lambda p: not (family.even_stages and p % 2)))
     micro_batches = draw(

@@ -14,6 +14,7 @@ from cumulo.pipeline.decide.check import check
 from cumulo.pipeline.decide.communication import with_communication
 from cumulo.pipeline.decide.messages import Sends
 from cumulo.pipeline.decide.stall import ScheduleError
+from tests import thorough
 from tests.pipeline.strategies import schedules
 
 Order = list[Action]
@@ -31,7 +32,7 @@ def refusal(schedule: PipelineSchedule, sends: Sends = Sends.BUFFERED) -> str:
     return str(refused.value)
 
 
-@settings(max_examples=25)
+@settings(max_examples=thorough.examples(25))
 @given(schedule=schedules(4, 10), data=st.data())
 def test_a_schedule_that_lacks_any_one_action_is_refused_by_its_name(
     schedule: PipelineSchedule, data: st.DataObject
@@ -44,7 +45,7 @@ def test_a_schedule_that_lacks_any_one_action_is_refused_by_its_name(
     assert f"(micro-batch {gone.micro_batch}, chunk {gone.chunk}" in words or "overlaps" in words
 
 
-@settings(max_examples=25)
+@settings(max_examples=thorough.examples(25))
 @given(schedule=schedules(4, 10), data=st.data())
 def test_a_schedule_that_repeats_any_one_action_is_refused_by_its_name(
     schedule: PipelineSchedule, data: st.DataObject
@@ -56,7 +57,7 @@ def test_a_schedule_that_repeats_any_one_action_is_refused_by_its_name(
     assert "already done" in words
 
 
-@settings(max_examples=25)
+@settings(max_examples=thorough.examples(25))
 @given(schedule=schedules(4, 10), data=st.data())
 def test_a_backward_before_its_forward_is_refused_by_name(
     schedule: PipelineSchedule, data: st.DataObject
@@ -170,7 +171,7 @@ def test_messages_received_in_another_order_than_sent_are_refused() -> None:
     assert "in the order in which they are sent" in refusal(changed(schedule, 1, swap))
 
 
-@settings(max_examples=15)
+@settings(max_examples=thorough.examples(15))
 @given(schedule=schedules(6, 16), sends=st.sampled_from(tuple(Sends)))
 def test_communication_changes_no_compute_and_pairs_every_send_with_one_receive(
     schedule: PipelineSchedule, sends: Sends

@@ -12,12 +12,13 @@ from cumulo.pipeline.decide.costs import Costs, Link
 from cumulo.pipeline.draw.svg import to_perfetto, to_svg
 from cumulo.pipeline.draw.text import columns_to_read, text_rows
 from cumulo.pipeline.simulate.timeline import simulate
+from tests import thorough
 from tests.pipeline.strategies import schedules
 
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-@settings(max_examples=8)
+@settings(max_examples=thorough.examples(8))
 @given(schedule=schedules(4, 10))
 def test_the_svg_has_one_box_for_every_action_and_none_covers_another(schedule: PipelineSchedule) -> None:
     timeline = simulate(schedule)
@@ -62,7 +63,7 @@ def test_the_trace_has_every_action_with_its_time_in_microseconds() -> None:
     assert all(event["tid"] % 2 == 0 for event in slices if event["cat"] in ("forward", "backward"))
 
 
-@settings(max_examples=20)
+@settings(max_examples=thorough.examples(20))
 @given(schedule=schedules(4, 12), columns=st.integers(1, 300))
 def test_every_line_of_text_fills_the_columns(schedule: PipelineSchedule, columns: int) -> None:
     rows = text_rows(simulate(schedule), columns)

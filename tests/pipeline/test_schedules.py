@@ -14,11 +14,12 @@ from cumulo.pipeline.decide.costs import ChunkCost, Costs
 from cumulo.pipeline.decide.interleaved import round_sizes
 from cumulo.pipeline.decide.messages import Sends
 from cumulo.pipeline.simulate.timeline import simulate
+from tests import thorough
 from tests.pipeline.strategies import NAMES, chunk_costs, equal, shapes
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=5)
+@settings(max_examples=thorough.examples(5))
 @given(data=st.data())
 def test_every_schedule_passes_the_checker_with_both_kinds_of_sends(name: str, data: st.DataObject) -> None:
     schedule = build(name, *data.draw(shapes(name)))
@@ -28,7 +29,7 @@ def test_every_schedule_passes_the_checker_with_both_kinds_of_sends(name: str, d
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=25)
+@settings(max_examples=thorough.examples(25))
 @given(data=st.data())
 def test_peak_activations_are_the_published_ones(name: str, data: st.DataObject) -> None:
     shape = data.draw(shapes(name))
@@ -36,7 +37,7 @@ def test_peak_activations_are_the_published_ones(name: str, data: st.DataObject)
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=6)
+@settings(max_examples=thorough.examples(6))
 @given(data=st.data())
 def test_bubbles_equal_the_published_formulas(name: str, data: st.DataObject) -> None:
     formula = family(name).formula
@@ -61,7 +62,7 @@ def test_bubbles_equal_the_published_formulas(name: str, data: st.DataObject) ->
         assert min(idle_s) == max(idle_s)
 
 
-@settings(max_examples=10)
+@settings(max_examples=thorough.examples(10))
 @given(stages=st.integers(2, 16), micro_batches=st.integers(2, 64))
 def test_the_bubble_of_1f1b_and_gpipe_is_p_minus_1_over_m_plus_p_minus_1(
     stages: int, micro_batches: int
@@ -72,7 +73,7 @@ def test_the_bubble_of_1f1b_and_gpipe_is_p_minus_1_over_m_plus_p_minus_1(
         assert bubble == pytest.approx((stages - 1) / (micro_batches + stages - 1), rel=1e-12)
 
 
-@settings(max_examples=6)
+@settings(max_examples=thorough.examples(6))
 @given(stages=st.integers(2, 12), per_stage=st.integers(1, 4), chunks=st.integers(2, 4))
 def test_interleaving_divides_the_bubble_by_the_chunks_per_stage(
     stages: int, per_stage: int, chunks: int
@@ -86,7 +87,7 @@ def test_interleaving_divides_the_bubble_by_the_chunks_per_stage(
     )
 
 
-@settings(max_examples=3)
+@settings(max_examples=thorough.examples(3))
 @given(stages=st.integers(2, 16), data=st.data())
 def test_zero_bubble_schedules_have_a_third_of_the_bubble_and_none(stages: int, data: st.DataObject) -> None:
     """Qi et al. 2023: with f = i = w, ZB-H1 idles (p-1)/3m of its work, 1F1B (p-1)/m, ZB-V 0 inside its stages."""
@@ -162,7 +163,7 @@ def test_names_are_forgiving_about_case_and_underscores() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=5)
+@settings(max_examples=thorough.examples(5))
 @given(data=st.data())
 def test_a_schedule_has_the_properties_that_its_family_declares(name: str, data: st.DataObject) -> None:
     """The planner trusts the family's words; that its placement is the schedule's is proved by the checker."""

@@ -12,6 +12,7 @@ from cumulo.pipeline.decide.catalog import build
 from cumulo.pipeline.decide.costs import ChunkCost, Costs, Link
 from cumulo.pipeline.decide.messages import Sends
 from cumulo.pipeline.simulate.timeline import simulate
+from tests import thorough
 from tests.pipeline.strategies import schedules
 
 
@@ -54,7 +55,7 @@ def longest_paths(schedule: PipelineSchedule, costs: Costs) -> dict[tuple[str, i
     return ends
 
 
-@settings(max_examples=30)
+@settings(max_examples=thorough.examples(30))
 @given(schedule=schedules(6, 16), data=st.data())
 def test_every_action_ends_when_the_longest_path_to_it_does(
     schedule: PipelineSchedule, data: st.DataObject

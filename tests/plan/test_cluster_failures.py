@@ -18,6 +18,7 @@ from cumulo.plan.cluster.failures import (
     spares_needed,
     young_interval_s,
 )
+from tests import thorough
 
 PLENTY = Spares(nodes=10**6, repair_s=3600, broken_share=0.5)
 
@@ -45,7 +46,7 @@ def test_the_formula_is_metas_to_first_order():
     assert ours == pytest.approx(theirs, abs=0.003)
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=thorough.examples(8), deadline=None)
 @given(st.floats(1200, 20000), st.floats(1, 60), st.floats(0, 900), st.floats(0, 30), st.integers(0, 99))
 def test_simulation_and_formula_agree(mttf_s, checkpoint_s, restart_s, delay_s, seed):
     recovery = Recovery(mttf_s, checkpoint_s, restart_s, delay_s=delay_s)

@@ -14,6 +14,7 @@ from cumulo.serve.openai.conversation import conversation
 from cumulo.serve.openai.plain_chat import PlainChat, PlainMessage, read_chat
 from cumulo.serve.openai.sampling import ChatParams, chat_params
 from cumulo.serve.openai.schemas import ChatRequest, Message
+from tests import thorough
 
 BODY: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}
 DEFAULTS = {"temperature": 0.6, "top_k": 20}
@@ -72,7 +73,7 @@ def same_as_pydantic(content: bytes) -> bool:
     return True
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=thorough.examples(300), deadline=None)
 @given(bodies)
 def test_whatever_is_read_as_plain_says_the_same_to_pydantic(body: dict[str, Any]) -> None:
     same_as_pydantic(json.dumps(body).encode())

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from cumulo.errors import ConfigError
 from cumulo.layout.layout import Layout
+from tests import thorough
 
 AXES = (
     "world", "pp", "dp", "cp", "tp", "data", "ep", "expert_data", "ring", "ulysses", "shard", "copies",
@@ -25,7 +26,7 @@ def layouts(draw: st.DrawFn) -> Layout:
     )  # fmt: skip
 
 
-@settings(max_examples=12)
+@settings(max_examples=thorough.examples(12))
 @given(layouts())
 def test_every_axis_cuts_the_ranks_into_groups_of_equal_size(layout: Layout) -> None:
     for axis in AXES:
@@ -35,7 +36,7 @@ def test_every_axis_cuts_the_ranks_into_groups_of_equal_size(layout: Layout) -> 
         assert all(layout.group(axis, rank) == group for group in groups for rank in group)
 
 
-@settings(max_examples=25)
+@settings(max_examples=thorough.examples(25))
 @given(layouts())
 def test_the_mesh_is_the_array_one_can_print(layout: Layout) -> None:
     mesh = np.arange(layout.world).reshape(layout.pp, layout.dp, layout.cp, layout.tp)
@@ -47,7 +48,7 @@ def test_the_mesh_is_the_array_one_can_print(layout: Layout) -> None:
         assert layout.group("data", rank) == tuple(mesh[at.pp, :, :, at.tp].flatten())
 
 
-@settings(max_examples=25)
+@settings(max_examples=thorough.examples(25))
 @given(layouts())
 def test_shards_and_their_copies_make_up_the_data_ranks(layout: Layout) -> None:
     for pair in (("shard", "copies"), ("ep", "expert_data")):

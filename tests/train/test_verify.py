@@ -28,6 +28,7 @@ from cumulo.train.decide.config import (
 )
 from cumulo.train.decide.shrink import MOST_PROCESSES, shrink
 from cumulo.train.run.verify import Outcome, largest_difference, train_alone, train_rank, verify_layout
+from tests import thorough
 from tests.train.layout_runs import DENSE, SPECS, train_config
 
 LLAMA = ModelSpec("llama", 128256, 4096, 32, 32, 8, 128, 14336, 8192)
@@ -51,7 +52,7 @@ MISTRAL = replace(LLAMA, sliding_window=4096, windowed_layers=(0, 2, 4))
     zero=st.sampled_from([0, 1, 2, 3]),
     schedule=st.sampled_from(list(FAMILIES)),
 )
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=thorough.examples(150))
 def test_a_shrunk_configuration_keeps_its_axes_and_can_be_run(
     spec: ModelSpec, dp: int, tp: int, pp: int, cp: int, ulysses: int, ep: int, zero: int, schedule: str
 ) -> None:

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from cumulo.serve.bodies import structure
 from cumulo.serve.bodies.structure import Structure, exact_structure, excess, rough_structure
+from tests import thorough
 
 odd_texts = st.text(st.sampled_from('{}[],:"\\ \n1éx😀'), max_size=12)
 values = st.recursive(
@@ -33,7 +34,7 @@ def counted(value: Any) -> tuple[int, int, int]:
     return containers + 1, strings + keys, values_ + 1
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=thorough.examples(300), deadline=None)
 @given(values, st.booleans(), st.integers(1, 9))
 @example(['\\"', '"[', "\\\\"], False, 1)
 def test_the_counts_are_those_of_the_parsed_body(value: Any, ascii_only: bool, piece: int) -> None:

@@ -5,6 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cumulo.serve.formats import Reasoning, ReasoningParser, Text, detect_reasoning, opens_reasoning
+from tests import thorough
 from tests.serve.formats.event_tools import cut, parse
 
 PIECES = st.lists(
@@ -13,7 +14,7 @@ PIECES = st.lists(
 ).map("".join)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=thorough.examples(400), deadline=None)
 @given(text=PIECES, cuts=st.lists(st.integers(0, 100), max_size=8), opened=st.booleans())
 def test_how_an_answer_is_cut_does_not_matter(text, cuts, opened):
     whole = parse(ReasoningParser(opened=opened), [text])
@@ -38,7 +39,7 @@ def test_what_is_reasoning_and_what_is_the_answer(text, opened, expected):
     assert parse(ReasoningParser(opened=opened), list(text)) == expected
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=thorough.examples(100), deadline=None)
 @given(text=st.text("ab <>/\n", max_size=20))
 def test_an_answer_without_reasoning_comes_back_as_it_was(text):
     assert parse(ReasoningParser(), list(text)) == ([Text(text)] if text else [])

@@ -13,6 +13,7 @@ from cumulo.serve.formats.hermes import HermesParser
 from cumulo.serve.formats.json_call import JsonCall
 from cumulo.serve.formats.llama3 import Llama3Parser
 from cumulo.serve.formats.mistral import MistralParser
+from tests import thorough
 from tests.serve.formats.event_tools import calls_of, counted_ids, cut, parse, text_of
 
 NAMES = ["get_weather", "add", "f.g-h_2"]
@@ -67,7 +68,7 @@ DEBRIS = st.lists(
 
 
 @pytest.mark.parametrize("tool_format", FORMATS)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=thorough.examples(300), deadline=None)
 @given(text=DEBRIS, cuts=CUTS)
 def test_how_an_answer_is_cut_does_not_matter(tool_format, text, cuts):
     whole = parse(make(tool_format), [text])
@@ -76,7 +77,7 @@ def test_how_an_answer_is_cut_does_not_matter(tool_format, text, cuts):
 
 
 @pytest.mark.parametrize("tool_format", FORMATS)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=thorough.examples(300), deadline=None)
 @given(text=DEBRIS)
 def test_an_answer_without_a_call_comes_back_as_it_was(tool_format, text):
     events = parse(make(tool_format), list(text))
@@ -92,7 +93,7 @@ def test_an_answer_without_a_call_comes_back_as_it_was(tool_format, text):
 
 
 @pytest.mark.parametrize("tool_format", FORMATS)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=thorough.examples(150), deadline=None)
 @given(calls=CALLS, cuts=CUTS)
 def test_calls_come_out_as_they_were_meant(tool_format, calls, cuts):
     events = parse(make(tool_format), cut(written(tool_format, calls), cuts))
@@ -103,7 +104,7 @@ def test_calls_come_out_as_they_were_meant(tool_format, calls, cuts):
 
 
 @pytest.mark.parametrize("tool_format", ["hermes", "mistral", "mistral_args"])
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=thorough.examples(100), deadline=None)
 @given(before=st.text("ab <[/\n", max_size=12), calls=CALLS, cuts=CUTS)
 def test_text_before_calls_streams_without_any_part_of_a_marker(tool_format, before, calls, cuts):
     parser, shown = make(tool_format), ""

@@ -20,6 +20,7 @@ from cumulo.serve.openai.logprobs import (
     joined_columns,
     prompt_logprobs,
 )
+from tests import thorough
 from tests.serve.tiny_model import save_tiny_model
 
 
@@ -40,7 +41,7 @@ def bytes_of(spelled: str) -> bytes:
     return b"".join(bytes.fromhex(number) if number else plain.encode() for number, plain in parts)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=thorough.examples(150), deadline=None)
 @given(data=st.data())
 def test_streamed_columns_are_the_whole_ones_and_stay_within_the_text(
     data: st.DataObject, text: ModelText

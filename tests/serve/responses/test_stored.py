@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from cumulo.serve.responses.stored import StoredResponse, StoredResponses
+from tests import thorough
 
 CALLERS = st.sampled_from(["ann", "bob", "eve"])
 
@@ -68,7 +69,9 @@ class Shelves(RuleBasedStateMachine):
         assert self.stored.size_bytes == self.size_bytes <= 100
 
 
-Shelves.TestCase.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
+Shelves.TestCase.settings = settings(
+    max_examples=thorough.examples(40), stateful_step_count=25, deadline=None
+)
 
 
 class TestShelves(Shelves.TestCase):  # type: ignore[name-defined, misc]
