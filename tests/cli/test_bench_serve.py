@@ -103,7 +103,7 @@ def test_a_trace_is_replayed(cumulo: Run, tmp_path: Path) -> None:
         )
         answers = [seen.body["max_tokens"] for seen in server.measured]
     assert ran.code == 0, ran.err
-    assert answers == [3, 4, 5]
+    assert sorted(answers) == [3, 4, 5]
 
 
 def test_nobody_at_the_address_is_one_line_that_says_what_to_do(cumulo: Run) -> None:

@@ -24,6 +24,7 @@ class Behaviour:
     retry_after: str | None = None
     pieces: int | None = None  # for "cut": after so many
     tokens_per_chunk: int = 1
+    after_requests: int = 0  # answers when so many have arrived
 
 
 @dataclass
@@ -179,6 +180,8 @@ class ToyServer:
             opening["choices"][0]["delta"] = {"role": "assistant", "content": ""}
             send(opening)
         await asyncio.sleep(behaviour.first_s)
+        while len(self.seen) < behaviour.after_requests:
+            await asyncio.sleep(0.005)
         per_chunk = behaviour.tokens_per_chunk
         for number in range(0, tokens, per_chunk):
             if number:
