@@ -5,14 +5,17 @@ with the interpreter. From a shell, `python -m tests.kernels.cuda.compile_sm90 C
 registers, spilled bytes, shared memory and the instructions that matter.
 """
 
+import atexit
 import json
 import os
 import re
 import subprocess
 import sys
 import tempfile
+import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -57,21 +60,41 @@ class Compiled:
 
 
 def compile_for_sm90(cases: Sequence[Case]) -> list[Compiled]:
-    """Compile each case in a fresh process; an error there is raised here with its text."""
+    """Compile each case in the compiler's process; an error there is raised here with its text."""
+    process = _compiler()
+    assert process.stdin is not None and process.stdout is not None
+    process.stdin.write(json.dumps([asdict(case) for case in cases]) + "\n")
+    process.stdin.flush()
+    answer = json.loads(process.stdout.readline() or '{"error": "the compiler ended"}')
+    if "error" in answer:
+        raise RuntimeError(f"compiling for sm_90 failed:\n{answer['error'][-6000:]}")
+    return [Compiled(**found) for found in answer["made"]]
+
+
+@cache
+def _compiler() -> subprocess.Popen[str]:
+    """One for all tests of this process: it takes seconds to import torch and Triton."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    with tempfile.TemporaryDirectory() as folder:
-        given, made = Path(folder) / "cases.json", Path(folder) / "made.json"
-        given.write_text(json.dumps([asdict(case) for case in cases]))
-        process = subprocess.run(
-            [sys.executable, "-m", "tests.kernels.cuda.compile_sm90", str(given), str(made)],
-            cwd=ROOT,
-            env=environment,
-            capture_output=True,
-            text=True,
-        )
-        if process.returncode:
-            raise RuntimeError(f"compiling for sm_90 failed:\n{process.stderr[-6000:]}")
-        return [Compiled(**found) for found in json.loads(made.read_text())]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.kernels.cuda.compile_sm90"],
+        cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    atexit.register(process.communicate)  # which closes its input: it ends
+    return process
+
+
+def serve() -> None:
+    """Answer a line of cases with a line of what was made of them, until there are no more."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what compilers print is no answer
+    for line in sys.stdin:
+        try:
+            answer: dict[str, Any] = {
+                "made": [asdict(compile_here(Case(**case))) for case in json.loads(line)]
+            }
+        except Exception:
+            answer = {"error": traceback.format_exc()}
+        print(json.dumps(answer), file=answers, flush=True)
 
 
 def compile_here(case: Case) -> Compiled:
@@ -123,24 +146,18 @@ def _tool(name: str, option: str, cubin: bytes) -> str:
         ).stdout
 
 
-def main(given: str, made: str | None = None) -> None:
-    cases = [Case(**case) for case in json.loads(Path(given).read_text())]
-    compiled = []
-    for case in cases:
+def main(given: str) -> None:
+    for case in (Case(**case) for case in json.loads(Path(given).read_text())):
         found = compile_here(case)
-        compiled.append(asdict(found))
-        if made is None:
-            counts = {name: count for name in TELLING if (count := found.count(name))}
-            counts["16-byte loads"] = found.loads(128)
-            print(
-                f"{case.kernel.partition(':')[2]} {dict(case.constants)} warps {case.num_warps} stages "
-                f"{case.num_stages}: {found.registers} registers, {found.spilled_bytes} spilled, "
-                f"{found.shared_bytes} shared; {counts}",
-                flush=True,
-            )
-    if made is not None:
-        Path(made).write_text(json.dumps(compiled))
+        counts = {name: count for name in TELLING if (count := found.count(name))}
+        counts["16-byte loads"] = found.loads(128)
+        print(
+            f"{case.kernel.partition(':')[2]} {dict(case.constants)} warps {case.num_warps} stages "
+            f"{case.num_stages}: {found.registers} registers, {found.spilled_bytes} spilled, "
+            f"{found.shared_bytes} shared; {counts}",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(*sys.argv[1:]) if sys.argv[1:] else serve()
