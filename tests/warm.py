@@ -4,8 +4,9 @@ that did, once per session. A start then costs tenths of a CPU second instead of
     process = warm.start(["serve", "--port", "0"], stdout=log, stderr=log)     # like subprocess.Popen
 
 The process is the caller's own child, with its own arguments, environment and standard streams. The engine process
-of a server is forked, too, the first time; a server that restarts its engine starts it as users' servers do. Tests
-that are about the start itself, or about memory, start a process of their own.
+of a server is forked, too, and so are the next ones where an engine is replaced; with SPARE_ENGINES=0 in its
+environment, a server starts all but the first as users' servers do. Tests that are about the start itself, or about
+memory, start a process of their own.
 """
 
 from __future__ import annotations
@@ -42,6 +43,8 @@ _PRELOAD = (
     "cumulo.console.install",
 )
 _PR_SET_CHILD_SUBREAPER = 36
+_PR_SET_NAME = 15
+SPARE = "spare engine"  # the name in /proc of an engine process that waits for its job
 _starting = threading.Lock()
 
 
@@ -194,32 +197,47 @@ def _become(order: dict[str, Any]) -> None:
     if width := os.environ.get("COLUMNS"):  # read when the consoles were made
         terminal.out._width = terminal.err._width = int(width)
     if order["arguments"][:1] == ["serve"]:
-        _prepare_engine()
+        _prepare_engines(1 + int(os.environ.get("SPARE_ENGINES", 2)))
     main()
 
 
-def _prepare_engine() -> None:
-    """An engine process that waits for its job; the server's first start of one gets it."""
-    theirs, ours = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.close(ours)
-        os.dup2(theirs, 0)
-        os.close(theirs)
-        os.setsid()
-        poll = select.poll()
-        poll.register(0, select.POLLIN)
-        if poll.poll()[0][1] & select.POLLIN:
-            importlib.import_module(ENGINE).main()
-        sys.exit()
-    os.close(theirs)
-    waiting = [Child(child, os.fdopen(ours, "wb"))]
+def _prepare_engines(count: int) -> None:
+    """Engine processes that wait for their job; the server's first starts of one get them."""
+    waiting: list[Child] = []
+    for _ in range(count):
+        waiting.append(_spare_engine(waiting))
 
     def engine(arguments: Sequence[str], **options: Any) -> Any:
         return waiting.pop() if waiting else subprocess.Popen(arguments, **options)
 
     module: Any = importlib.import_module(ENGINE_CHILD)
     module.subprocess = SimpleNamespace(Popen=engine, PIPE=subprocess.PIPE)
+
+
+def _be_called(name: str) -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode(), 0, 0, 0)
+
+
+def _spare_engine(others: Sequence[Child]) -> Child:
+    theirs, ours = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(ours)
+        os.dup2(theirs, 0)
+        os.close(theirs)
+        for other in others:  # whose jobs are not ours to keep open
+            if other.stdin is not None:
+                os.close(other.stdin.fileno())
+        os.setsid()
+        _be_called(SPARE)
+        poll = select.poll()
+        poll.register(0, select.POLLIN)
+        if poll.poll()[0][1] & select.POLLIN:
+            _be_called("engine")
+            importlib.import_module(ENGINE).main()
+        sys.exit()
+    os.close(theirs)
+    return Child(child, os.fdopen(ours, "wb"))
 
 
 def _main() -> None:

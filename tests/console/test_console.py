@@ -25,7 +25,7 @@ from tests.console.browsing import (
     settings,
     text_of,
 )
-from tests.serve.running_server import MODEL, RunningServer, running_server, wait_for
+from tests.serve.running_server import MODEL, RunningServer, quick_model, running_server, wait_for
 
 pytestmark = in_a_browser
 
@@ -160,7 +160,7 @@ def test_system_shows_values_that_apply(browser: Any, server: RunningServer) -> 
 
 @pytest.mark.thorough
 def test_queued_requests_and_an_engine_that_is_not_ready_are_shown(browser: Any) -> None:
-    with running_server("--max-running", "1") as server, ThreadPoolExecutor() as pool:
+    with running_server(quick_model(), "--max-running", "1") as server, ThreadPoolExecutor() as pool:
         body = {"model": MODEL, "messages": [{"role": "user", "content": LONG_TASK}], "max_tokens": 150}
         calls = [pool.submit(server.post, "/v1/chat/completions", body) for _ in range(2)]
         with looking_at(browser, server, "/requests", DESKTOP) as page:
@@ -248,7 +248,7 @@ def test_with_api_keys_the_console_asks_for_one_and_shows_only_its_requests(
 ) -> None:
     keys = tmp_path / "keys.json"
     mine, other = new_key(keys, "mine"), new_key(keys, "other")
-    with running_server("--api-keys", str(keys)) as server:
+    with running_server(quick_model(), "--api-keys", str(keys)) as server:
         assert server.get("/live").headers["location"] == "/login"
         wrong = httpx.post(server.url + "/login", data={"key": "ck-wrong"})
         assert wrong.status_code == 401 and "set-cookie" not in wrong.headers

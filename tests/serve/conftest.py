@@ -5,12 +5,12 @@ from collections.abc import Iterator
 import openai
 import pytest
 
-from tests.serve.running_server import RunningServer, running_server
+from tests.serve.running_server import RunningServer, quick_model, running_server
 
 
 @pytest.fixture(scope="session")
 def server() -> Iterator[RunningServer]:
-    with running_server() as running:
+    with running_server(quick_model()) as running:
         yield running
 
 

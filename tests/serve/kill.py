@@ -34,7 +34,7 @@ def kill_engine(server: RunningServer) -> Recovery:
         pid = server.engine_pid()
         began_s = time.monotonic()
         os.kill(pid, signal.SIGKILL)
-        wait_for(lambda: http.get("/health").status_code == 503, "a bad /health", server, 30)
+        wait_for(lambda: http.get("/health").status_code == 503, "a bad /health", server)
         unhealthy_s = time.monotonic() - began_s
         wait_for(lambda: http.get("/ready").status_code == 200, "a new engine", server, 120)
         ready_s = time.monotonic() - began_s

@@ -1,10 +1,12 @@
 """A real `cumulo serve` process for the tests: on a free port, with the built-in model, ended by its own id."""
 
+import atexit
 import contextlib
 import functools
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,6 +22,7 @@ import openai
 import pytest
 
 from tests import warm
+from tests.models.cut_smollm import cut_smollm
 
 ROOT = Path(__file__).parents[2]
 MODEL = "SmolLM2-135M-Instruct"
@@ -36,16 +39,27 @@ def _http() -> httpx.Client:
     return httpx.Client(limits=httpx.Limits(max_connections=None, max_keepalive_connections=0))
 
 
+@functools.cache
+def quick_model() -> str:
+    """A file of the built-in model's name with few of its layers and tokens, for tests whose texts need no
+    sense, but some time."""
+    folder = Path(tempfile.mkdtemp(prefix="cumulo-quick-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return str(cut_smollm(folder / f"{MODEL}.gguf"))
+
+
 class RunningServer:
     operator_key: str | None = None  # with which `sample` reads /metrics
 
-    def __init__(self, *options: str, most_files: int | None = None, fresh: bool = False) -> None:
+    def __init__(
+        self, *options: str, most_files: int | None = None, fresh: bool = False, spare_engines: int = 2
+    ) -> None:
         """`most_files`: the limit of open files, soft and hard. `fresh`: a process that imports everything
-        itself, for tests of memory and of the start."""
+        itself, for tests of memory and of the start. `spare_engines`: as in `tests.warm`."""
         # A file, not a pipe: nobody reads while the server writes.
         self._log = tempfile.NamedTemporaryFile(prefix="cumulo-serve-", suffix=".log")  # noqa: SIM115
         arguments = ["serve", "--port", "0", "--threads", "1", "--kv-memory-gib", "0.5", *options]
-        environment = os.environ | {"COLUMNS": "300"}
+        environment = os.environ | {"COLUMNS": "300", "SPARE_ENGINES": str(spare_engines)}
         self.process: subprocess.Popen[bytes] | warm.Child
         if fresh or most_files is not None:
             limit = ["sh", "-c", f'ulimit -n {most_files}; exec "$@"', "sh"] if most_files is not None else []
@@ -93,12 +107,17 @@ class RunningServer:
         return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=120)
 
     def engine_pid(self) -> int:
-        """The child whose command line is the engine's."""
+        """The child whose command line is the engine's, and that is not waiting for its job."""
         for entry in Path("/proc").iterdir():
             if entry.name.isdecimal():
                 with contextlib.suppress(OSError):
                     parent = int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1])
-                    if parent == self.process.pid and b"engine_process" in (entry / "cmdline").read_bytes():
+                    if (
+                        parent != self.process.pid
+                        or b"engine_process" not in (entry / "cmdline").read_bytes()
+                    ):
+                        continue
+                    if (entry / "comm").read_text().strip() != warm.SPARE:
                         return int(entry.name)
         raise AssertionError("the server has no engine process")
 
@@ -143,8 +162,8 @@ def wait_for(
 
 
 @contextlib.contextmanager
-def running_server(*options: str, fresh: bool = False) -> Iterator[RunningServer]:
-    server = RunningServer(*options, fresh=fresh)
+def running_server(*options: str, fresh: bool = False, spare_engines: int = 2) -> Iterator[RunningServer]:
+    server = RunningServer(*options, fresh=fresh, spare_engines=spare_engines)
     try:
         yield server
     finally:

@@ -171,7 +171,7 @@ def soak(server: RunningServer, seconds: float) -> Report:
         return not any(report.left.values())
 
     try:
-        wait_for(is_idle, "the end of all requests", server, 30)
+        wait_for(is_idle, "the end of all requests", server)
     except AssertionError:
         report.problems.append(f"not idle 30 s after the last request: {report.left}")
     if server.engine_pid() != engine:

@@ -11,14 +11,14 @@ import openai
 import pytest
 
 from tests.cli.conftest import ROOT, cumulo_process
-from tests.serve.running_server import needs_built_in_model, running_server, wait_for
+from tests.serve.running_server import needs_built_in_model, quick_model, running_server, wait_for
 from tests.serve.test_faults import LONG, SHORT, begin_stream, engine_is_gone
 
 pytestmark = [needs_built_in_model, pytest.mark.slow]
 
 
 def test_sigterm_lets_the_running_finish_and_refuses_the_new() -> None:
-    with running_server("--drain-timeout", "600") as server, ThreadPoolExecutor() as threads:
+    with running_server(quick_model(), "--drain-timeout", "600") as server, ThreadPoolExecutor() as threads:
         client = server.client()
         stream, _ = begin_stream(client, LONG | {"max_tokens": 120})
         engine = server.engine_pid()
@@ -34,7 +34,7 @@ def test_sigterm_lets_the_running_finish_and_refuses_the_new() -> None:
 
 
 def test_what_does_not_finish_in_time_is_told_so() -> None:
-    with running_server("--drain-timeout", "0.5") as server, ThreadPoolExecutor() as threads:
+    with running_server(quick_model(), "--drain-timeout", "0.5") as server, ThreadPoolExecutor() as threads:
         stream, _ = begin_stream(server.client(), LONG)
         ending = threads.submit(server.end, signal.SIGINT)
         with pytest.raises(openai.APIError, match="shutting down"):
@@ -44,15 +44,15 @@ def test_what_does_not_finish_in_time_is_told_so() -> None:
 
 
 def test_no_engine_outlives_its_server() -> None:
-    with running_server(fresh=True) as server:
+    with running_server(quick_model(), fresh=True) as server:
         engine = server.engine_pid()
         assert server.end(signal.SIGKILL) == -signal.SIGKILL
-        wait_for(lambda: engine_is_gone(engine), "the end of the engine", patience_s=60)
+        wait_for(lambda: engine_is_gone(engine), "the end of the engine")
 
 
 def test_a_server_told_to_stop_while_it_loads_stops() -> None:
     process = subprocess.Popen(
-        [sys.executable, "-m", "cumulo.cli", "serve", "--port", "0"],
+        [sys.executable, "-m", "cumulo.cli", "serve", "--port", "0", quick_model()],
         cwd=ROOT,
         stderr=subprocess.PIPE,
         text=True,

@@ -82,7 +82,7 @@ def test_a_light_users_requests_overtake_a_heavy_users_queue(guarded: tuple[Runn
     output = HEAVY_REQUESTS * HEAVY_OUTPUT
     wait_for(
         lambda: server.sample("cumulo:tenant_tokens_total", tenant="heavy", kind="output") == output,
-        "the report of what was served", server, 20,
+        "the report of what was served", server,
     )  # fmt: skip
     assert server.sample("cumulo:tenant_tokens_total", tenant="light", kind="output") == (
         LIGHT_REQUESTS * LIGHT_OUTPUT
@@ -143,7 +143,7 @@ def test_names_of_keys_in_the_metrics_are_for_keys_that_may_see_them(
 ) -> None:
     server, heavy_key, _ = guarded
     server.client(heavy_key).completions.create(model=MODEL, prompt=[5, 6], max_tokens=1)
-    wait_for(lambda: 'tenant="' in server.get("/metrics").text, "a tenant's series", server, 20)
+    wait_for(lambda: 'tenant="' in server.get("/metrics").text, "a tenant's series", server)
     for headers in ({}, {"Authorization": f"Bearer {heavy_key}"}):
         shown = server.get("/metrics", headers=headers).text
         assert 'tenant="key-1"' in shown and "heavy" not in shown and "light" not in shown

@@ -31,7 +31,7 @@ from tests.serve.tiny_model import save_tiny_model
 
 pytestmark = pytest.mark.slow
 
-_EVERYDAY = "^/(v1/(chat/completions|completions|embeddings|models)|tokenize|detokenize|health|ready|version)"
+_EVERYDAY = "^/(v1/(chat/completions|embeddings|models)|tokenize|detokenize|health|ready|version)"
 PATIENCE_S = 120  # for one answer: more is a hang
 SEED = 20
 ANSWERED = [status_code_conformance, content_type_conformance, response_schema_conformance]
@@ -58,13 +58,13 @@ def is_unharmed(server: RunningServer) -> None:
     assert "Traceback" not in server.log
 
 
-def test_two_thousand_cases_find_no_undescribed_answer(fuzzed: RunningServer, tmp_path: Path) -> None:
+def test_hundreds_of_cases_find_no_undescribed_answer(fuzzed: RunningServer, tmp_path: Path) -> None:
     command = [
         sys.executable, "-m", "schemathesis.cli", "run", f"{fuzzed.url}/openapi.json",
         # Boundary values of every field come first, thousands of them; random ones are for long runs.
-        "--phases", "coverage,fuzzing", "--max-examples", "85" if thorough.chosen else "5", "--seed", str(SEED),
+        "--phases", "coverage,fuzzing", "--max-examples", "85" if thorough.chosen else "3", "--seed", str(SEED),
         "--generation-deterministic", "--request-timeout", str(PATIENCE_S),
-        # The endpoints of files, batches, ranks, responses and messages take as long again: they are for long runs.
+        # The other endpoints take four times as long: they are for long runs.
         *([] if thorough.chosen else ["--include-path-regex", _EVERYDAY]),
         # A valid field may still ask for the impossible, which no description can say.
         "--exclude-checks", "positive_data_acceptance",
@@ -73,15 +73,15 @@ def test_two_thousand_cases_find_no_undescribed_answer(fuzzed: RunningServer, tm
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=3000)
     assert done.returncode == 0, done.stdout + done.stderr
     generated = re.search(r"(\d+) generated", done.stdout)
-    assert generated is not None and int(generated[1]) >= (2000 if thorough.chosen else 1500), done.stdout
+    assert generated is not None and int(generated[1]) >= (2000 if thorough.chosen else 500), done.stdout
     is_unharmed(fuzzed)
 
 
 @pytest.mark.parametrize(
     ("path", "cases"),
     [
-        ("/v1/chat/completions", 30),
-        ("/v1/completions", 30),
+        ("/v1/chat/completions", 30 if thorough.chosen else 15),
+        ("/v1/completions", 30 if thorough.chosen else 15),
         pytest.param("/v1/responses", 30, marks=pytest.mark.thorough),
     ],
 )
@@ -107,7 +107,7 @@ def test_what_goes_together_is_answered(fuzzed: RunningServer, path: str, cases:
             is_whole(path, response.content.decode())
 
     ask()
-    assert statuses[200] > cases * 0.6, statuses
+    assert statuses[200] > cases * 0.5, statuses
     is_unharmed(fuzzed)
 
 

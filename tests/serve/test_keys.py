@@ -16,7 +16,14 @@ from cumulo.errors import CumuloError
 from cumulo.serve.access.keys import ApiKeys, Caller, new_key, read_keys
 from cumulo.serve.access.limits import RateLimits
 from tests.cli.conftest import cumulo_process
-from tests.serve.running_server import MODEL, RunningServer, needs_built_in_model, running_server, wait_for
+from tests.serve.running_server import (
+    MODEL,
+    RunningServer,
+    needs_built_in_model,
+    quick_model,
+    running_server,
+    wait_for,
+)
 
 ANYONE = Caller("anyone", requests_per_minute=7)
 
@@ -130,7 +137,7 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RunningS
         "short": new_key(path, "short", tokens_per_minute=20),
         "revoked": new_key(path, "revoked"),
     }
-    with running_server("--api-keys", str(path), "--log-prompts") as server:
+    with running_server(quick_model(), "--api-keys", str(path), "--log-prompts") as server:
         yield server, keys, path
 
 
@@ -234,9 +241,7 @@ def test_a_revoked_key_stops_working_while_the_server_runs(guarded: Guarded) -> 
     content = json.loads(path.read_text())
     content["keys"] = [entry for entry in content["keys"] if entry["name"] != "revoked"]
     path.write_text(json.dumps(content))
-    wait_for(
-        lambda: server.get("/v1/models", headers=header).status_code == 401, "the revocation", server, 10
-    )
+    wait_for(lambda: server.get("/v1/models", headers=header).status_code == 401, "the revocation", server)
     assert server.client(keys["ann"]).models.list().data
 
 

@@ -1,4 +1,4 @@
-"""Three hundred streaming clients at once: nobody is lost, and nobody gets another's text.
+"""Many streaming clients at once: nobody is lost, and nobody gets another's text.
 
 Greedy answers are compared with what the same prompt is answered alone; others must spell a word of their own,
 which their guide knows and nobody else's.
@@ -15,11 +15,12 @@ import httpx
 import openai
 import pytest
 
+from tests import thorough
 from tests.serve.running_server import RunningServer, running_server, wait_for
 from tests.serve.tiny_model import NAME, save_tiny_model
 
 pytestmark = pytest.mark.slow
-CLIENTS = 300
+CLIENTS = 300 if thorough.chosen else 120
 TOKENS = 12
 WORDS = ("cat", "dog", "mat", "first", "second", "name", "café", "Paris", "12345", "return")
 
@@ -102,20 +103,18 @@ def nothing_is_left(server: RunningServer) -> bool:
     )
 
 
-def test_three_hundred_clients_all_get_their_own_answer(
-    crowded: RunningServer, alone: dict[int, str]
-) -> None:
+def test_all_clients_get_their_own_answer(crowded: RunningServer, alone: dict[int, str]) -> None:
     assert len(set(alone.values())) > 0.95 * len(alone)  # else a mixed-up answer might not show
     for number, answer in enumerate(all_at_once(crowded)):
         assert isinstance(answer, str), f"client {number}: {answer}"
         check(number, answer, alone)
-    wait_for(lambda: nothing_is_left(crowded), "an idle server", crowded, 30)
+    wait_for(lambda: nothing_is_left(crowded), "an idle server", crowded)
 
 
 def test_those_for_whom_there_is_no_room_are_told_when_to_come_again(
     model: Path, alone: dict[int, str]
 ) -> None:
-    with running_server(str(model), "--no-console", "--max-running", "32", "--max-queue", "60") as server:
+    with running_server(str(model), "--no-console", "--max-running", "12", "--max-queue", "24") as server:
         kinds: collections.Counter[str] = collections.Counter()
         for number, answer in enumerate(all_at_once(server)):
             if isinstance(answer, str):
@@ -126,5 +125,5 @@ def test_those_for_whom_there_is_no_room_are_told_when_to_come_again(
                 assert int(answer.response.headers["Retry-After"]) >= 1
                 kinds["turned away"] += 1
         assert sum(kinds.values()) == CLIENTS
-        assert kinds["answered"] >= 60 and kinds["turned away"] >= 1, kinds
-        wait_for(lambda: nothing_is_left(server), "an idle server", server, 30)
+        assert kinds["answered"] >= 24 and kinds["turned away"] >= 1, kinds
+        wait_for(lambda: nothing_is_left(server), "an idle server", server)

@@ -17,7 +17,14 @@ from cumulo.errors import CumuloError
 from cumulo.serve.observe.phases import phases
 from cumulo.serve.observe.stories import Record
 from cumulo.serve.options import ServeOptions
-from tests.serve.running_server import MODEL, RunningServer, needs_built_in_model, running_server, wait_for
+from tests.serve.running_server import (
+    MODEL,
+    RunningServer,
+    needs_built_in_model,
+    quick_model,
+    running_server,
+    wait_for,
+)
 
 needs_otel = pytest.mark.skipif(
     importlib.util.find_spec("opentelemetry") is None
@@ -134,7 +141,7 @@ def traced(reserved_port: int) -> Iterator[RunningServer]:
         patch.setenv("OTEL_BSP_SCHEDULE_DELAY", "100")  # milliseconds until a batch leaves
         patch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "5")  # seconds until the collector counts as away
         with running_server(
-            "--no-console", "--otlp-endpoint", f"http://127.0.0.1:{reserved_port}"
+            quick_model(), "--no-console", "--otlp-endpoint", f"http://127.0.0.1:{reserved_port}"
         ) as running:
             yield running
 

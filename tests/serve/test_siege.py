@@ -15,6 +15,6 @@ def test_honest_clients_are_served_beside_attackers(tmp_path: Path) -> None:
     path, keys = make_keys(tmp_path)
     model = save_tiny_model(tmp_path)
     with running_server(str(model), "--api-keys", str(path), *SERVER, fresh=True) as server:
-        report = besiege(server, keys, 600.0 if thorough.chosen else 12.0)
+        report = besiege(server, keys, 600.0 if thorough.chosen else 6.0)
     assert not report.problems, "\n".join(report.lines())
     assert report.answered > 20 and sum(report.attacks.values()) > 20

@@ -10,7 +10,7 @@ from tests.serve.soak import SERVER, Memory, soak
 from tests.serve.soak_clients import CLIENTS
 from tests.serve.tiny_model import save_tiny_model
 
-SHORT_S, LONG_S = 25.0, 600.0
+SHORT_S, LONG_S = 15.0, 600.0
 
 
 @pytest.mark.slow
