@@ -43,10 +43,11 @@ class HangWatch:
         after_s: float,
         end: Callable[[int], None] = os._exit,
         grace_s: float = _GRACE_S,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`folder` is seen by all ranks. Made by the thread that trains."""
         self.folder, self.rank, self.world, self.after_s = folder, rank, world, after_s
-        self._end, self._grace_s = end, grace_s
+        self._end, self._grace_s, self._clock = end, grace_s, clock
         self._trains = threading.get_ident()
         self._step, self._since = 0, 0.0
         self._watches = False
@@ -55,7 +56,7 @@ class HangWatch:
 
     def begin(self, step: int) -> None:
         """A step begins."""
-        self._step, self._since, self._watches = step, time.monotonic(), True
+        self._step, self._since, self._watches = step, self._clock(), True
 
     def pause(self) -> None:
         """What follows may take its time: a checkpoint, an evaluation."""
@@ -75,7 +76,8 @@ class HangWatch:
 
     def _watch(self) -> None:
         while not self._closed.wait(min(1.0, self.after_s / 4)):
-            if self._watches and time.monotonic() - self._since > self.after_s:
+            now_s = self._clock()
+            if self._watches and now_s - self._since > self.after_s:
                 self._report()
                 self._end(HUNG)
                 return
