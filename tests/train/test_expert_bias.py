@@ -17,6 +17,7 @@ from cumulo.train.optimizer.optimizer import Optimizer
 from cumulo.train.parallel.expert_bias import steer_selection_biases
 from cumulo.train.run.model_run import ModelRun
 from cumulo.train.run.verify import plain_gradients, random_batch, start_weights
+from tests.thorough import rare
 from tests.train.layout_runs import LATENT as SPEC
 from tests.train.layout_runs import train_config
 from tests.train.pool import run_ranks
@@ -81,7 +82,7 @@ def biases_after_steps(rank: int, case: Case) -> Any:
 
 
 @pytest.mark.parametrize("layout", [
-    Layout(dp=2, ep=2), Layout(cp=2, tp=2, sequence_parallel=True), Layout(dp=2, tp=2),
+    Layout(dp=2, ep=2), Layout(cp=2, tp=2, sequence_parallel=True), *rare(Layout(dp=2, tp=2)),
 ], ids=str)  # fmt: skip
 def test_loads_are_those_of_all_ranks_tokens(layout: Layout) -> None:
     for own, expected in run_ranks(biases_after_steps, layout.world, Case(LATENT, layout, rows(4, 16, 2))):
@@ -107,7 +108,8 @@ def steered_weights(rank: int, config: TrainConfig) -> Any:
 
 
 @pytest.mark.parametrize("layout", [
-    Layout(dp=2, zero=1), Layout(dp=2, zero=3), Layout(pp=2, schedule="dualpipe"), Layout(dp=2, pp=2, ep=2),
+    Layout(dp=2, zero=3), Layout(pp=2, schedule="dualpipe"),
+    *rare(Layout(dp=2, zero=1), Layout(dp=2, pp=2, ep=2)),
 ], ids=str)  # fmt: skip
 def test_biases_of_shared_out_and_piped_models_are_those_of_one_process(layout: Layout) -> None:
     config = replace(train_config(layout, rows=8, steps=3), expert_bias_rate=0.02)

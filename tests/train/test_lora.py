@@ -23,6 +23,7 @@ from cumulo.train.decide.config import LoraConfig, ModelConfig, OptimizerConfig,
 from cumulo.train.model.lora import merged
 from cumulo.train.run.model_run import ModelRun
 from cumulo.train.run.verify import TOLERANCE, largest_difference, random_batch, start_weights, train_alone
+from tests.thorough import rare
 from tests.train.layout_runs import DENSE, EXPERTS, LATENT, train_config, train_parallel
 from tests.train.pool import run_ranks
 from tests.train.ranked import tiny, train, write_texts
@@ -49,7 +50,10 @@ CASES: dict[str, tuple[ModelSpec, LoraConfig, Layout]] = {
 }
 
 
-RARE = ("zero 2", "two copies", "ring attention", "a frozen first stage, zero 2")
+RARE = (
+    "zero 1", "zero 2", "zero 3, sliced", "two copies", "ring attention", "a frozen first stage",
+    "a frozen first stage, zero 2",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -109,7 +113,7 @@ def half_precision_state(rank: int, config: TrainConfig) -> dict[str, tuple[torc
     }
 
 
-@pytest.mark.parametrize("zero", [0, 1, 3])
+@pytest.mark.parametrize("zero", [0, 3, *rare(1)])
 def test_only_adapters_have_state_and_master_copies(zero: int) -> None:
     layout = Layout(dp=2, zero=zero)  # type: ignore[arg-type]
     config = replace(train_config(layout, 4, lora=ALL), dtype="bfloat16")

@@ -24,6 +24,7 @@ from cumulo.train.model.initialise import initialise
 from cumulo.train.model.model import TrainingDecoder
 from cumulo.train.run.model_run import ModelRun
 from cumulo.train.run.verify import random_batch, start_weights, train_rank
+from tests.thorough import rare
 from tests.train.layout_runs import DENSE, EXPERTS, train_config
 from tests.train.pool import run_ranks
 
@@ -74,7 +75,7 @@ def new_weights(
     }
 
 
-@pytest.mark.parametrize("zero", [0, 1, 3])
+@pytest.mark.parametrize("zero", [0, 3, *rare(1)])
 def test_a_new_model_has_the_weights_it_has_in_one_process(zero: int) -> None:
     layout = Layout(dp=2, tp=2, pp=2, ep=2, schedule="zb-v", zero=zero)  # type: ignore[arg-type]
     shapes = parameter_shapes(EXPERTS)
@@ -107,7 +108,7 @@ def resident_peak_bytes() -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
 
 
-@pytest.mark.parametrize("zero", [2, 3])
+@pytest.mark.parametrize("zero", [3, *rare(2)])
 def test_what_is_shared_out_is_never_whole_in_memory(zero: int) -> None:
     spec = replace(DENSE, layers=8, hidden=384, heads=4, kv_heads=4, head_dim=96, ffn_hidden=1024)
     whole_bytes = 8 * sum(math.prod(shape) for shape in parameter_shapes(spec).values())
@@ -130,11 +131,10 @@ def loss_without_gradients(rank: int, spec: ModelSpec, config: TrainConfig) -> f
 @pytest.mark.parametrize(
     "layout",
     [
-        Layout(dp=2, pp=2),
         Layout(pp=4, schedule="dualpipe"),
         Layout(pp=2, cp=2, schedule="zb-v"),
-        Layout(tp=2, sequence_parallel=True, pp=2, schedule="interleaved-1f1b"),
         Layout(dp=2, zero=3),
+        *rare(Layout(dp=2, pp=2), Layout(tp=2, sequence_parallel=True, pp=2, schedule="interleaved-1f1b")),
     ],
     ids=str,
 )
@@ -153,7 +153,7 @@ def losses_of_three_steps(rank: int, spec: ModelSpec, config: TrainConfig) -> li
     return train_rank(rank, spec, config).losses
 
 
-@pytest.mark.parametrize("zero", [0, 2])
+@pytest.mark.parametrize("zero", [2, *rare(0)])
 def test_half_precision_with_masters_goes_through_separate_weight_gradients(zero: int) -> None:
     """bfloat16 has three digits; gradients are summed and weights moved in float32."""
     config = train_config(
