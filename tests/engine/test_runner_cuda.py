@@ -27,6 +27,7 @@ from cumulo.models.play.cuda_decoder import CudaDecoder
 from cumulo.spec.counting import weight_bytes
 from tests.engine.random_planner import RandomPlanner
 from tests.engine.random_planner import Sequence as PlannedSequence
+from tests.thorough import rare
 
 pytestmark = pytest.mark.slow
 
@@ -56,8 +57,8 @@ def prompt(length: int, seed: int) -> list[int]:
     return torch.randint(8, 53, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-@pytest.mark.parametrize(  # "dense": below
-    "name", ["window", "experts", "latent", pytest.param("latent experts", marks=pytest.mark.thorough)]
+@pytest.mark.parametrize(  # "dense" and "window": below
+    "name", ["experts", "latent", *rare("window", "latent experts")]
 )
 def test_the_kernels_give_the_tokens_of_the_torch_runner(name: str) -> None:
     decoder = make_decoder(SPECS[name])
@@ -93,8 +94,8 @@ def test_draws_with_cuts_are_the_torch_runners_and_need_no_host(monkeypatch: pyt
     "name, way",
     [
         ("dense", dict(preemption="recompute")),
-        ("dense", dict(preemption="swap", host_blocks=12)),
         ("latent", dict(preemption="swap", host_blocks=12)),  # whose values are no memory of their own
+        *rare(("dense", dict(preemption="swap", host_blocks=12))),
     ],
 )
 def test_preemption_by_recomputation_and_by_swap_changes_no_token(name: str, way: dict) -> None:
@@ -131,7 +132,7 @@ def test_embeddings_and_prompt_log_probabilities_are_the_torch_runners() -> None
         assert a is None or (a.token == b.token and abs(a.logprob - b.logprob) < 1e-5)
 
 
-@pytest.mark.parametrize("name", ["window", "experts", pytest.param("latent", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("name", ["experts", *rare("window", "latent")])
 def test_in_batch_invariant_mode_company_and_chunking_change_no_bit(name: str) -> None:
     decoder = make_decoder(SPECS[name])
     wanted = (prompt(19, 1), SamplingParams(temperature=0, max_tokens=3, logprobs=0))

@@ -10,6 +10,7 @@ from cumulo.kernels.cpu.paged_attention import reference as cpu_reference
 from cumulo.kernels.cuda.attention.mla_decode import MlaConfig, MlaPlan, reference
 from tests.kernels.cuda.paged_case import PagedCase
 from tests.kernels.cuda.tolerance import poisoned, relative_error
+from tests.thorough import rare
 
 RANK, ROPE = 32, 16
 SMALL = MlaConfig(rows=16, key_tile=16, num_warps=4, num_stages=2, items_per_sm=9, min_tiles=1)
@@ -36,7 +37,7 @@ def run(case: PagedCase, config: MlaConfig | None = SMALL, **options: int) -> to
     return out
 
 
-@pytest.mark.parametrize("heads", [3, 16, 24])
+@pytest.mark.parametrize("heads", [3, 16, *rare(24)])
 def test_latent_decodes_match(heads: int, device: torch.device) -> None:
     run(latent_case([1, 16, 17, 90], heads, device))
 

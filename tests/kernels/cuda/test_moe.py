@@ -10,6 +10,7 @@ from cumulo.kernels.cuda.moe import moe
 from cumulo.models.moe import ExpertRouter
 from cumulo.spec.model import ModelSpec, MoESpec
 from tests.kernels.cuda.tolerance import relative_error
+from tests.thorough import rare
 
 
 @pytest.fixture(autouse=True)
@@ -36,8 +37,10 @@ def layer(spec: MoESpec, tokens: int, hidden: int, device: torch.device, seed: i
     )
 
 
-@pytest.mark.parametrize("tokens", [1, 5, 23])  # one by one; sorted
-@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+@pytest.mark.parametrize(  # one by one; sorted
+    ("tokens", "scoring"),
+    [(1, "sigmoid"), (5, "softmax"), (23, "sigmoid"), *rare((1, "softmax"), (5, "sigmoid"), (23, "softmax"))],
+)
 def test_a_mixture_is_the_weighted_sum_of_its_experts(
     tokens: int, scoring: str, device: torch.device
 ) -> None:
