@@ -45,6 +45,7 @@ class Watch:
         self._replica, self._options = replica, options
         self._others, self._on_change = others, on_change
         self.settled = asyncio.Event()  # known to be good or bad
+        self._stuck_at: int | None = None  # the last step of an engine that stands still
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -129,7 +130,11 @@ class Watch:
             told = Told((identity.model,), identity.version, identity.fingerprint, identity.tokenizer)
             self._check(told)
         replica.take(news)
+        if news.steps != self._stuck_at or not (news.running or news.waiting):
+            self._stuck_at = None
         trouble = "" if news.ready else "is not ready: its engine is being restarted"
+        if self._stuck_at is not None:
+            trouble = "is not ready: its engine has work and finishes no step"
         if trouble != replica.trouble:
             self._become(trouble)
 
@@ -150,6 +155,7 @@ class Watch:
             if silent_s >= options.hang_timeout_s:
                 raise UpstreamError(f"it said nothing for {options.hang_timeout_s:g} s")
             if stalled_s >= options.stall_timeout_s:
+                self._stuck_at = steps
                 raise UpstreamError(f"its engine finished no step for {options.stall_timeout_s:g} s")
 
     # -- other servers ------------------------------------------------------------------------------------

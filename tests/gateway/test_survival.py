@@ -45,7 +45,7 @@ class Fleet:
         self._model, self._key, self._stack = save_tiny_model(folder), key_file(folder), stack
         self.servers = [self.serve() for _ in range(2)]
         self.gateway: RunningGateway = stack.enter_context(
-            gateway_of(self.servers, self._key, "--hang-timeout", "2")
+            gateway_of(self.servers, self._key, "--hang-timeout", "2", "--stall-timeout", "2")
         )
         self.undisturbed = self.told(self.streams())
 
@@ -100,16 +100,22 @@ def test_a_drained_replicas_streams_move(fleet: Fleet) -> None:
     assert fleet.gateway.replica(victim.url)["state"] == "ready"
 
 
-def test_a_stopped_replica_changes_no_stream(fleet: Fleet) -> None:
+@pytest.mark.parametrize("part", ["server", "engine"])
+def test_a_stopped_replica_changes_no_stream(fleet: Fleet, part: str) -> None:
     streams = fleet.streams()
     for stream in streams.values():
         assert stream.speaks.wait(60)
     victim = fleet.busiest()
-    os.kill(victim.process.pid, signal.SIGSTOP)
+    stopped = victim.process.pid if part == "server" else victim.engine_pid()
+    os.kill(stopped, signal.SIGSTOP)
     try:
         fleet.check(streams)
+        # What comes now is not sent where everything stands still.
+        assert fleet.gateway.post(
+            "/v1/completions", {"model": NAME, "prompt": "x", "max_tokens": 2}
+        ).is_success
     finally:
-        os.kill(victim.process.pid, signal.SIGCONT)
+        os.kill(stopped, signal.SIGCONT)
     wait_for(lambda: fleet.gateway.replica(victim.url)["state"] == "ready", "its return", fleet.gateway)
 
 
