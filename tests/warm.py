@@ -33,7 +33,7 @@ from typing import IO, Any
 
 ROOT = Path(__file__).parents[1]
 ENGINE = "cumulo.serve.engine_link.engine_process"
-ENGINE_CHILD = "cumulo.serve.engine_link.engine_child"
+ENGINE_START = "cumulo.serve.engine_link.early_start"
 _PRELOAD = (
     "cumulo.cli.app",
     "cumulo.cli.shared.help_words",
@@ -210,7 +210,7 @@ def _prepare_engines(count: int) -> None:
     def engine(arguments: Sequence[str], **options: Any) -> Any:
         return waiting.pop() if waiting else subprocess.Popen(arguments, **options)
 
-    module: Any = importlib.import_module(ENGINE_CHILD)
+    module: Any = importlib.import_module(ENGINE_START)
     module.subprocess = SimpleNamespace(Popen=engine, PIPE=subprocess.PIPE)
 
 

@@ -1,5 +1,6 @@
 """`cumulo serve`: an OpenAI-compatible server for one model."""
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -178,6 +179,10 @@ def serve(chosen: ServeCommandOptions) -> None:
         raise CumuloError(f"--log-level must be debug, info, warning or error, got {chosen.log_level!r}")
     if chosen.max_running is not None and chosen.max_running < 1:
         raise CumuloError(f"--max-running must be 1 or more, got {chosen.max_running}")
+    if chosen.replicas == 1 and not chosen.prefill and "cumulo.serve.server" not in sys.modules:
+        from cumulo.serve.engine_link import early_start
+
+        early_start.begin()  # its imports take as long as this process's
     try:
         from cumulo.serve.options import ServeOptions
         from cumulo.serve.server import run

@@ -6,8 +6,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -15,8 +13,8 @@ from types import MappingProxyType
 import msgspec
 import zmq
 
-import cumulo
 from cumulo.errors import CumuloError
+from cumulo.serve.engine_link import early_start
 from cumulo.serve.engine_link.messages import Command, EngineJob, Fatal, Ready, Report, decode_report, encode
 
 _POLL_S = 0.05
@@ -43,16 +41,7 @@ class EngineChild:
             socket.setsockopt(zmq.LINGER, 0)
         self._commands.bind(job.commands_address)
         self._reports.bind(job.reports_address)
-        # The child must find this very package, however this process found it.
-        package_folder = str(Path(cumulo.__file__).parents[1])
-        paths = [package_folder, *filter(None, [os.environ.get("PYTHONPATH")])]
-        # A session of its own: Ctrl-C in a terminal is for the server, which then drains the engine.
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "cumulo.serve.engine_link.engine_process"],
-            stdin=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), **environment},
-            start_new_session=True,
-        )
+        self._process = early_start.take_process(environment)
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it died at once: `ready` will say so
             self._process.stdin.write(msgspec.json.encode(job) + b"\n")

@@ -273,7 +273,10 @@ def main() -> None:
     stdin = FileIO(
         0, closefd=False
     )  # unbuffered: a thread waiting in a buffer's lock would spoil a clean exit
-    job = msgspec.json.decode(stdin.readline(), type=EngineJob)
+    told = stdin.readline()
+    if not told:
+        return  # it was started early, and the server could not start
+    job = msgspec.json.decode(told, type=EngineJob)
     folder = Path(job.commands_address.removeprefix("ipc://")).parent
     threading.Thread(target=_end_with_parent, args=(stdin, folder), daemon=True).start()
     start_logging(job.log_level, "engine")
