@@ -21,6 +21,7 @@ from cumulo.serve.engine_link.messages import Finished
 from cumulo.serve.fleet.wire import FleetAsk, PromptTold, ResumeBody, packed_hashes, written
 
 PASSAGE = "passage"  # in the state of a request's scope
+_MOST_TOLD_BLOCKS = 4096  # of a prompt: they go in a header
 _SEED_BITS = (1 << 63) - 1
 _read_logprobs = msgspec.json.Decoder(list[TokenLogprobs]).decode
 
@@ -44,7 +45,7 @@ class Passage:
         self._one_line = len(prompts) == 1 and params.can_resume and params.prompt_logprobs is None
         hashes: list[bytes] = []
         if len(prompts) == 1 and block_size:
-            full = len(prompts[0]) - len(prompts[0]) % block_size
+            full = min(len(prompts[0]) // block_size, _MOST_TOLD_BLOCKS) * block_size
             hashes = chain_hashes(root_hash(salt), array("i", prompts[0][:full]), block_size)
         self.prompt = PromptTold(sum(map(len, prompts)), hashes=packed_hashes(hashes))
         if params.seed is None and params.pooling is None and not params.greedy:
