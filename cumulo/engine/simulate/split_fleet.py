@@ -242,7 +242,7 @@ class SplitFleet:
         answers, transfers.answers = transfers.answers, []
         for key, answer in answers:
             if (made := self._by_key.get(key)) is not None:
-                self._tell(made, answer)
+                self._tell(made, replace(answer, peer=prefill.name))
 
     def _tell(self, made: _Ordering, event: ReceiverEvent, time_s: float | None = None) -> None:
         decode = made.decode
