@@ -78,7 +78,10 @@ def run_ranks(
     # The optimizer's first step imports the last one.
     modules = (*(preload or (function.__module__,)), "torch._dynamo")
     case = (store.port, world, limit_s, function, arguments)
-    started = RankProcesses(_join_and_run, range(world), case, threads=threads, preload=modules)
+    in_program = function.__module__ == "__main__"
+    started = RankProcesses(
+        _join_and_run, range(world), case, threads=threads, preload=modules, import_program=in_program
+    )
     try:
         return started.collect(timeout_s, heard)
     finally:
@@ -110,7 +113,9 @@ class RankProcesses:
         *,
         threads: int = 1,
         preload: Sequence[str] = (),
+        import_program: bool = False,
     ) -> None:
+        """`import_program`: the function, or one it is given, is of the program that runs, not of a module."""
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([__name__, *preload])
         self._folder = tempfile.TemporaryDirectory(prefix="cumulo-ranks-")
@@ -124,7 +129,8 @@ class RankProcesses:
                 process = context.Process(
                     target=_serve, args=(theirs, stacks, rank, threads, call), daemon=True
                 )
-                process.start()
+                with contextlib.nullcontext() if import_program else _hidden_program():
+                    process.start()
                 theirs.close()
                 self._ranks[rank] = _Rank(process, ours, stacks)
         except BaseException:
@@ -197,6 +203,19 @@ class RankProcesses:
         for one in self._ranks.values():
             one.process.join(5)
         self._folder.cleanup()
+
+
+@contextmanager
+def _hidden_program() -> Iterator[None]:
+    """Processes that are started do not import the program that runs: one that makes an engine at its top level, as
+    a short script does, would start ranks in every rank."""
+    program: dict[str, Any] = vars(sys.modules["__main__"])
+    hidden: dict[str, Any] = {name: program.pop(name) for name in ("__spec__", "__file__") if name in program}
+    program["__spec__"] = None
+    try:
+        yield
+    finally:
+        program.update(hidden)
 
 
 @dataclass(eq=False)
