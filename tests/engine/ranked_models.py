@@ -33,11 +33,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def save_model(name: str, folder: Path) -> Path:
-    """Writes a Hugging Face folder with a tokenizer, always the same."""
+def save_model(name: str, folder: Path, **changes: Any) -> Path:
+    """Writes a Hugging Face folder with a tokenizer, always the same. `changes`: of its config.json."""
     path = folder / name
     path.mkdir()
-    config = {**_COMMON, **CONFIGS[name]}
+    config = {**_COMMON, **CONFIGS[name], **changes}
     (path / "config.json").write_text(json.dumps(config))
     TOKENIZER.backend.decoder = tokenizers.decoders.ByteLevel()
     TOKENIZER.backend.save(str(path / "tokenizer.json"))
