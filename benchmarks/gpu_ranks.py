@@ -47,6 +47,8 @@ from cumulo.models.decoder import Decoder  # noqa: E402
 from cumulo.models.play.cuda_decoder import CudaDecoder  # noqa: E402
 from cumulo.models.play.cuda_slice import RankSlice, shared_bytes  # noqa: E402
 from cumulo.models.play.rank_decoder import empty_rank_decoder  # noqa: E402
+from cumulo.ranks.collectives import barrier  # noqa: E402
+from cumulo.ranks.groups import world_group  # noqa: E402
 from cumulo.ranks.peer_memory import peer_memory  # noqa: E402
 from cumulo.ranks.start import run_ranks  # noqa: E402
 from cumulo.spec.from_huggingface import spec_from_config  # noqa: E402
@@ -90,7 +92,8 @@ def engine_of(spec: ModelSpec, rank: int, layout: ServingLayout, invariant: bool
     model = CudaDecoder(decoder, STEP, SLOTS, batch_invariant=invariant, rank_slice=rank_slice)
     blocks = SLOTS * CONTEXT // 64
     cache = KVCache(own, blocks, 64, torch.bfloat16, DEVICE)
-    runner = CudaRunner(model, cache, max_slots=SLOTS, max_context=CONTEXT)
+    meet = None if ranks == 1 else lambda: barrier(world_group())
+    runner = CudaRunner(model, cache, max_slots=SLOTS, max_context=CONTEXT, meet_ranks=meet)
     config = SchedulerConfig(
         blocks=blocks, block_size=64, max_context=CONTEXT, max_running=SLOTS, max_tokens_per_step=STEP
     )

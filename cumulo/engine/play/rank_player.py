@@ -149,7 +149,8 @@ def _make_runner(
     if setup.on_gpu:
         from cumulo.engine.play.rank_player_cuda import make_cuda_runner
 
-        return make_cuda_runner(config, memory, part, decoder, store, eos_ids, SharedGuides(guided, links))
+        guides = SharedGuides(guided, links)
+        return make_cuda_runner(config, memory, part, decoder, store, eos_ids, guides, links)
     obstacle = why_not(decoder)
     model: RunnableModel = RankDecoder(decoder, part, links) if obstacle else FusedDecoder(decoder, links)
     runs_on = f"PyTorch operators: {obstacle}" if obstacle else "fused native kernels"

@@ -26,6 +26,7 @@ from cumulo.models.batch import KVCache
 from cumulo.models.decoder import Decoder
 from cumulo.models.play.cuda_decoder import CudaDecoder, why_not
 from cumulo.models.play.cuda_slice import RankSlice, shared_bytes
+from cumulo.models.play.rank_links import RankLinks
 from cumulo.ranks.peer_memory import peer_memory
 from cumulo.ranks.rank_group import TCPStore
 from cumulo.ranks.start import RankProcesses
@@ -80,6 +81,7 @@ def make_cuda_runner(
     store: TCPStore,
     eos_ids: tuple[int, ...],
     guided: SlotGuides,
+    links: RankLinks,
 ) -> tuple[CudaRunner, str]:
     obstacle = why_not(decoder)
     if obstacle is not None:
@@ -105,6 +107,7 @@ def make_cuda_runner(
         eos_token_ids=eos_ids,
         host_blocks=memory.host_blocks,
         graphs=config.cuda_graphs,
+        meet_ranks=links.meet_slices,
     )
     runner.table.guided = guided
     return runner, f"GPU kernels on {torch.cuda.get_device_name()}"
@@ -116,6 +119,7 @@ def watch_ranks(ranked: RankedRunner, runner: DeviceRunner, ranks: RankProcesses
     memory = runner.model.slice.memory
     stream = torch.cuda.Stream()
     device = torch.cuda.current_device()
+    release(memory, only_load=True)
 
     def watch() -> None:
         wait(ranks.sentinels)

@@ -9,7 +9,7 @@ log-probabilities) wait for it, in their own steps only.
 import logging
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
@@ -53,7 +53,9 @@ class CudaRunner:
         host_blocks: int = 0,
         guidance: Guidance | None = None,
         graphs: bool = True,
+        meet_ranks: Callable[[], None] | None = None,
     ) -> None:
+        """`meet_ranks`: waits for the other ranks that play the same plans, where the model is one rank's slice."""
         self.model, self.cache, self.device = model, cache, cache.key_storage.device
         self.table = SlotTable(max_slots, max_context, cache.block_size, eos_token_ids, guidance)
         self.slots = DeviceSlots(max_slots, max_context, cache.block_size, model.max_tokens, self.device)
@@ -74,9 +76,11 @@ class CudaRunner:
         self._largest_plan: AttentionPlan | LatentPlan | None = None
         self._graphs: dict[StepShape, torch.cuda.CUDAGraph] = {}
         self._seen: set[StepShape] = set()
+        self._rehearsed: set[tuple[StepShape, bool]] = set()
         self._use_graphs = graphs and on_gpu
         self._memory_pool = torch.cuda.graph_pool_handle() if self._use_graphs else None
         self._capture_stream = torch.cuda.Stream() if self._use_graphs else None
+        self._meet_ranks = meet_ranks
         self._closed = False
 
     # -- the Runner protocol ------------------------------------------------------------------------------
@@ -168,16 +172,30 @@ class CudaRunner:
         pending.slots, pending.positions, pending.owners = slots, positions, self._owners[slots]
 
     def _play(self, shape: StepShape, captured: bool) -> None:
+        if self._meet_ranks is not None and (shape, captured) not in self._rehearsed:
+            self._rehearse(shape, captured)
         graph = self._graphs.get(shape) if captured else None
         if graph is None and captured and self._use_graphs and shape.tokens <= _CAPTURED_TOKENS:
             # The first step of a shape runs as it is, which compiles what it needs; the second is captured.
             if shape in self._seen and len(self._graphs) < _MOST_GRAPHS:
                 graph = self._captured(shape)
+                if self._meet_ranks is not None:
+                    self._meet_ranks()
             self._seen.add(shape)
         if graph is not None:
             graph.replay()
         else:
             self._launch(shape, every_row=not captured)
+
+    def _rehearse(self, shape: StepShape, captured: bool) -> None:
+        """Load every kernel of a new shape before any of them waits for another rank: loading may have to wait
+        until the GPU has nothing left to do. What it computes is overwritten by the step that follows."""
+        assert self._meet_ranks is not None and self.model.slice is not None
+        with self.model.slice.rehearsal():
+            self._launch(shape, every_row=not captured)
+        self._synchronise()
+        self._rehearsed.add((shape, captured))
+        self._meet_ranks()
 
     def _launch(self, shape: StepShape, every_row: bool = False) -> None:
         """Every kernel of a step of this shape, from the words to the drawn tokens."""

@@ -34,6 +34,11 @@ class RankLinks:
         """What each slice of the vocabulary has to say, [slices, ...]."""
         return array[None] if self.tensor is None else self.tensor.gather_array(array)
 
+    def meet_slices(self) -> None:
+        """Returns when all of them are here."""
+        if self.tensor is not None:
+            self.tensor.sum(torch.zeros(1))
+
     # -- data-parallel attention, expert parallel -----------------------------------------------------
     def gather_rows(self, own: Tensor, shares: tuple[int, ...]) -> Tensor:
         """The rows of all data-parallel ranks, of which each has as many as `shares` says."""

@@ -20,43 +20,45 @@ _TRITON_TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.f
 
 
 @triton.jit
-def meet(flags, channel, rank, RANKS: tl.constexpr):
+def meet(flags, channel, rank, waits, RANKS: tl.constexpr):
     """Wait until this program's twin on every rank is here. What their earlier kernels wrote is seen after."""
-    for step in tl.static_range(1, RANKS):
-        peer = (rank + step) % RANKS
-        theirs = tl.load(flags + peer).to(tl.pointer_type(tl.int32)) + channel * RANKS + rank
-        while tl.atomic_cas(theirs, 0, 1, sem="release", scope="sys") != 0:
-            pass
-    for step in tl.static_range(1, RANKS):
-        peer = (rank + step) % RANKS
-        ours = tl.load(flags + rank).to(tl.pointer_type(tl.int32)) + channel * RANKS + peer
-        while tl.atomic_cas(ours, 1, 0, sem="acquire", scope="sys") != 1:
-            pass
-    tl.debug_barrier()
+    if waits != 0:
+        for step in tl.static_range(1, RANKS):
+            peer = (rank + step) % RANKS
+            theirs = tl.load(flags + peer).to(tl.pointer_type(tl.int32)) + channel * RANKS + rank
+            while tl.atomic_cas(theirs, 0, 1, sem="release", scope="sys") != 0:
+                pass
+        for step in tl.static_range(1, RANKS):
+            peer = (rank + step) % RANKS
+            ours = tl.load(flags + rank).to(tl.pointer_type(tl.int32)) + channel * RANKS + peer
+            while tl.atomic_cas(ours, 1, 0, sem="acquire", scope="sys") != 1:
+                pass
+        tl.debug_barrier()
 
 
-@triton.jit
-def _meet(flags, rank, RANKS: tl.constexpr):
-    meet(flags, 0, rank, RANKS)
+@triton.jit(do_not_specialize=["waits"])
+def _meet(flags, rank, waits, RANKS: tl.constexpr):
+    meet(flags, 0, rank, waits, RANKS)
 
 
-@triton.jit
-def _release(flags, rank, RANKS: tl.constexpr, WORDS: tl.constexpr):
+@triton.jit(do_not_specialize=["words"])
+def _release(flags, rank, words, RANKS: tl.constexpr, WORDS: tl.constexpr):
     """As if every peer were at every meeting, and had seen that this rank was."""
     word = tl.arange(0, WORDS)
+    inside = word < words
     ours = tl.load(flags + rank).to(tl.pointer_type(tl.int32))
-    tl.atomic_xchg(ours + word, tl.full((WORDS,), 1, tl.int32), sem="relaxed", scope="sys")
+    tl.atomic_xchg(ours + word, tl.full((WORDS,), 1, tl.int32), mask=inside, sem="relaxed", scope="sys")
     for step in tl.static_range(1, RANKS):
         theirs = tl.load(flags + (rank + step) % RANKS).to(tl.pointer_type(tl.int32))
-        own = word % RANKS == rank
+        own = inside & (word % RANKS == rank)
         tl.atomic_xchg(theirs + word, tl.zeros((WORDS,), tl.int32), mask=own, sem="relaxed", scope="sys")
 
 
-@triton.jit
-def _sum(flags, partials, out, elements, rank, KIND: tl.constexpr, ADD: tl.constexpr, ROUND: tl.constexpr,
+@triton.jit(do_not_specialize=["waits"])
+def _sum(flags, partials, out, elements, rank, waits, KIND: tl.constexpr, ADD: tl.constexpr, ROUND: tl.constexpr,
          RANKS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     program = tl.program_id(0)
-    meet(flags, program, rank, RANKS)
+    meet(flags, program, rank, waits, RANKS)
     for first in range(program * BLOCK, elements, tl.num_programs(0) * BLOCK):
         at = first + tl.arange(0, BLOCK)
         inside = at < elements
@@ -93,14 +95,17 @@ def _embed(token_ids, weight, out, first, rows, size, BLOCK: tl.constexpr):
 
 def meet_all(memory: PeerMemory) -> None:
     """What every rank has launched so far has happened before what is launched after this."""
-    _meet[(1,)](memory.flags.addresses, memory.rank, RANKS=memory.ranks, num_warps=1)
+    _meet[(1,)](memory.flags.addresses, memory.rank, int(memory.waits), RANKS=memory.ranks, num_warps=1)
 
 
-def release(memory: PeerMemory) -> None:
+def release(memory: PeerMemory, only_load: bool = False) -> None:
     """Let kernels go on that wait for a rank which will never come. Whatever they compute is nonsense; to be
-    repeated until they have ended."""
-    words = triton.next_power_of_2(memory.flags.own.numel())
-    _release[(1,)](memory.flags.addresses, memory.rank, RANKS=memory.ranks, WORDS=words, num_warps=4)
+    repeated until they have ended. It is loaded before: while a kernel waits, that may be impossible."""
+    words = memory.flags.own.numel()
+    _release[(1,)](
+        memory.flags.addresses, memory.rank, 0 if only_load else words, RANKS=memory.ranks,
+        WORDS=triton.next_power_of_2(words), num_warps=4,
+    )  # fmt: skip
 
 
 def sum_partials(
@@ -118,8 +123,8 @@ def sum_partials(
         return
     programs = min(MAX_CHANNELS, triton.cdiv(elements, _BLOCK))
     _sum[(programs,)](
-        memory.flags.addresses, partial.addresses, out, elements, memory.rank, KIND=triton_type(dtype),
-        ADD=add, ROUND=rounded, RANKS=memory.ranks, BLOCK=_BLOCK, num_warps=8,
+        memory.flags.addresses, partial.addresses, out, elements, memory.rank, int(memory.waits),
+        KIND=triton_type(dtype), ADD=add, ROUND=rounded, RANKS=memory.ranks, BLOCK=_BLOCK, num_warps=8,
     )  # fmt: skip
 
 

@@ -25,6 +25,7 @@ class PeerMemory:
     def __init__(self, own: Tensor, addresses: Sequence[int], rank: int, keep: object) -> None:
         """`own`: bytes, all zero; `addresses`: where this process sees each rank's, as long as it holds `keep`."""
         self.rank, self.ranks = rank, len(addresses)
+        self.waits = True  # False: kernels do not wait for other ranks, and compute nonsense
         self._own, self._addresses, self._used, self._keep = own, addresses, 0, keep
         # Zero: nobody waits. A waiting program's twin sets its word, and the program clears it when it goes on.
         self.flags = self.carve((MAX_CHANNELS * self.ranks,), torch.int32)
