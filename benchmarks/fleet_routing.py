@@ -47,7 +47,7 @@ from cumulo.serve.engine_link.messages import Finished, Ready, Stats, StepRecord
 from tests.serve.tiny_model import Sizes, save_tiny_model
 
 BLOCK, SCALE = 16, 32  # a block of 512 tokens of the trace becomes one of 16
-SIZES = Sizes(layers=6, hidden=256, ffn=768, heads=4, kv_heads=2, head_dim=64)
+SIZES = Sizes(layers=4, hidden=128, ffn=384, heads=4, kv_heads=2, head_dim=32)
 HOST_S = 2e-4  # of the loop to plan a step or to take one in; hidden behind the step before
 
 
@@ -121,7 +121,7 @@ async def play(
 ) -> tuple[Result, Watched, Ready]:
     """A fresh fleet, so that no cache is left from the run before."""
     watched = Watched()
-    config = EngineConfig(device="cpu", threads=1, kv_blocks=chosen.blocks, max_context=2048, max_running=64)
+    config = EngineConfig(device="cpu", threads=1, kv_blocks=chosen.blocks, max_context=4096, max_running=64)
     fleet = Fleet(EngineSettings(model=str(folder), config=config), watched, chosen.replicas, policy)
     try:
         info = await fleet.start()
@@ -255,7 +255,7 @@ def main() -> None:
     arrivals = read_trace(chosen.trace, 0, chosen.requests, chosen.rate)
     others = read_trace(chosen.trace, 6000, chosen.calibrate, chosen.rate)
     with tempfile.TemporaryDirectory() as made:
-        folder = save_tiny_model(Path(made), 2048, SIZES)
+        folder = save_tiny_model(Path(made), 4096, SIZES)
         _, watched, info = asyncio.run(play(folder, others, "round-robin", chosen))
         cost = FittedCost.of_steps(watched.records)
         print(

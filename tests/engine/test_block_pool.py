@@ -16,9 +16,11 @@ from tests import thorough
 def test_the_books_balance_after_every_operation(seed: int, blocks: int):
     rng = random.Random(seed)
     pool = BlockPool(blocks, 4)
+    pool.news = {}
+    told: set[bytes] = set()  # by the news, now and then: what a router knows of the cache
     owners: list[list[int]] = []
     known: list[bytes] = []
-    for _ in range(200):
+    for step in range(200):
         action = rng.random()
         if action < 0.4 and pool.free_count:
             owners.append(pool.allocate_many(rng.randint(1, pool.free_count)))
@@ -38,6 +40,11 @@ def test_the_books_balance_after_every_operation(seed: int, blocks: int):
         elif owners:
             pool.release(owners.pop(rng.randrange(len(owners))))
         assert pool.problems(owners) == []
+        if step % 7 == 0:
+            told -= {block_hash for block_hash, is_here in pool.news.items() if not is_here}
+            told |= {block_hash for block_hash, is_here in pool.news.items() if is_here}
+            pool.news = {}
+            assert told == pool.block_of.keys()
     for table in owners:
         pool.release(table)
     assert pool.free_count == blocks
