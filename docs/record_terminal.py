@@ -85,7 +85,7 @@ def main() -> None:
     console = Console(
         width=WIDTH, record=True, file=io.StringIO(), force_terminal=True, color_system="truecolor"
     )
-    console.print(Text("$ make chat", style="bold"))
+    console.print(Text("$ cumulo chat --temperature 0", style="bold"))
     console.print(Text.from_ansi(screen(raw)))
     console.save_svg(str(HERE / "terminal.svg"), title="cumulo chat")
 

@@ -1,9 +1,6 @@
 """`cumulo explain`: what happened to a request of a running server, and why."""
 
 import json
-import urllib.error
-import urllib.parse
-import urllib.request
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -53,6 +50,11 @@ def explain(
 
 
 def _get(server: str, request_id: str, api_key: str | None, form: str = "json") -> dict[str, Any]:
+    # Here, because every command's help would wait for them: they take as long as all of this package's own.
+    import urllib.error
+    import urllib.parse
+    import urllib.request
+
     from cumulo.errors import CumuloError
 
     name = urllib.parse.quote(request_id, safe="")
