@@ -1,10 +1,16 @@
-"""Metrics of the gateway, in Prometheus' format: what passes, what moves, and how the replicas are."""
+"""Metrics of the gateway, in Prometheus' format: what passes, what moves, and how the replicas are.
+
+Answers and replicas have the names that they have in a server with several replicas (serve/observe), so that its
+alerts and panels hold for a gateway, too.
+"""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from cumulo.gateway.replica import UpstreamReplica
@@ -17,86 +23,84 @@ _PAUSE_S = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 
 class GatewayMetrics:
     def __init__(self, fleet: Replicas) -> None:
+        self._fleet = fleet
         registry = self._registry = CollectorRegistry()
-        self.responses = Counter(
-            "cumulo_gateway_responses", "Answers by status.", ["status"], registry=registry
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"cumulo:{name}", text, labels, registry=registry)
+
+        def gauge(name: str, text: str) -> Gauge:
+            return Gauge(f"cumulo:{name}", text, registry=registry)
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+            return Histogram(f"cumulo:{name}", text, buckets=buckets, registry=registry)
+
+        self._responses = counter("http_responses", "Answers sent, by status.", "model_name", "status")
+        self._moved = counter("requests_moved", "Requests that another replica has taken over.", "model_name")
+        self._continued = counter("gateway_continued_streams", "Streams that another replica continued.")
+        self._lost = counter("gateway_failed_requests", "Requests that no replica answered to the end.")
+        self._prompt_tokens = counter("gateway_prompt_tokens", "Prompt tokens, as replicas counted them.")
+        self._cached_tokens = counter(
+            "gateway_cached_tokens", "Of those, tokens found in the replicas' caches."
         )
-        self.moves = Counter(
-            "cumulo_gateway_moves", "Times that a request was sent to another replica.", registry=registry
-        )
-        self.continued = Counter(
-            "cumulo_gateway_continued_streams", "Streams that another replica continued.", registry=registry
-        )
-        self.lost = Counter(
-            "cumulo_gateway_failed_requests",
-            "Requests that no replica answered to the end.",
-            registry=registry,
-        )
-        self.first_byte = Histogram(
-            "cumulo_gateway_first_byte_seconds",
-            "Until an answer begins.",
-            buckets=_FIRST_BYTE_S,
-            registry=registry,
-        )
-        self.pauses = Histogram(
-            "cumulo_gateway_move_pause_seconds", "Longest pause in streams that moved.", buckets=_PAUSE_S,
-            registry=registry,
-        )  # fmt: skip
-        self.prompt_tokens = Counter("cumulo_gateway_prompt_tokens", "Prompt tokens.", registry=registry)
-        self.cached_tokens = Counter(
-            "cumulo_gateway_cached_tokens",
-            "Prompt tokens found in the replicas' caches.",
-            registry=registry,
-        )
-        self.in_flight = Gauge(
-            "cumulo_gateway_in_flight", "Requests that are being answered.", registry=registry
-        )
-        self.connections = Gauge(
-            "cumulo_gateway_connections", "Open connections of clients.", registry=registry
-        )
-        self.refusals = Counter(
-            "cumulo_gateway_refusals", "What the transport refused, by reason.", ["reason"], registry=registry
-        )
-        registry.register(_Replicas(fleet))
+        self._first_byte = histogram("gateway_first_byte_seconds", "Until an answer begins.", _FIRST_BYTE_S)
+        self._pauses = histogram("gateway_move_pause_seconds", "Longest pause in a moved stream.", _PAUSE_S)
+        self.in_flight = gauge("gateway_in_flight", "Requests that are being answered.")
+        self.connections = gauge("connections", "Open connections of clients.")
+        self.refusals = counter("connections_refused", "Requests refused and connections closed.", "reason")
+        registry.register(_ReplicaMetrics(fleet))
 
     def on_end(self, record: PassedRecord, status: int) -> None:
-        self.responses.labels(str(status)).inc()
+        # A name that a client made up is no label.
+        model = record.model if record.model in self._fleet.models() else ""
+        self._responses.labels(model, str(status)).inc()
+        self._moved.labels(model).inc(record.moves)
         if record.first_sent_s is not None:
-            self.first_byte.observe(record.first_sent_s - record.received_s)
-        self.moves.inc(record.moves)
+            self._first_byte.observe(record.first_sent_s - record.received_s)
         if record.error is not None:
-            self.lost.inc()
+            self._lost.inc()
         elif record.moves and record.stream:
-            self.continued.inc()
-            self.pauses.observe(record.longest_pause_s)
-        self.prompt_tokens.inc(record.prompt_tokens or 0)
-        self.cached_tokens.inc(record.cached_tokens or 0)
+            self._continued.inc()
+            self._pauses.observe(record.longest_pause_s)
+        self._prompt_tokens.inc(record.prompt_tokens or 0)
+        self._cached_tokens.inc(record.cached_tokens or 0)
 
     def text(self) -> bytes:
         return generate_latest(self._registry)
 
 
-class _Replicas(Collector):
+class _ReplicaMetrics(Collector):
     """Read when they are asked for: replicas come and go."""
 
     def __init__(self, fleet: Replicas) -> None:
         self._fleet = fleet
 
-    def collect(self) -> Iterator[GaugeMetricFamily]:
-        now_s, replicas = time.monotonic(), list(self._fleet.replicas.values())
-        told: tuple[tuple[str, str, Callable[[UpstreamReplica], float]], ...] = (
-            ("up", "1: it takes requests.", lambda one: float(not one.refuses(now_s))),
-            ("breaker_open", "1: it failed too often and is left alone.", lambda one: float(
-                one.breaker.state(now_s) == "open")),
-            ("in_flight", "Requests of this gateway there.", lambda one: float(len(one.works))),
-            ("running", "Sequences that run there.", lambda one: float(one.news.running)),
-            ("waiting", "Sequences that wait there.", lambda one: float(one.news.waiting)),
-            ("known_blocks", "KV blocks that it has told.", lambda one: float(len(one.blocks))),
-            ("requests", "Requests sent there so far.", lambda one: float(one.requests)),
-            ("failures", "Requests that failed there so far.", lambda one: float(one.failures)),
+    def describe(self) -> Iterable[Metric]:
+        return []  # nobody need look at replicas to register them
+
+    def collect(self) -> Iterable[Metric]:
+        now_s = time.monotonic()
+        told: tuple[tuple[str, type[Any], str, Callable[[UpstreamReplica], float]], ...] = (
+            ("replica_up", GaugeMetricFamily, "1 while the replica takes requests.",
+             lambda one: not one.refuses(now_s)),
+            ("replica_draining", GaugeMetricFamily, "1 while it drains.",
+             lambda one: one.refuses(now_s) == "drains"),
+            ("replica_running", GaugeMetricFamily, "Sequences that compute.", lambda one: one.news.running),
+            ("replica_waiting", GaugeMetricFamily, "Sequences that wait for room.", lambda one: one.news.waiting),
+            ("replica_waiting_tokens", GaugeMetricFamily, "Prompt tokens that are not computed yet.",
+             lambda one: max(one.waiting_tokens, one.news.waiting_tokens)),
+            ("replica_cached_blocks", GaugeMetricFamily, "KV blocks that hold a prefix worth sharing.",
+             lambda one: len(one.blocks)),
+            ("replica_requests", CounterMetricFamily, "Requests that it was given.", lambda one: one.requests),
+            ("gateway_replica_in_flight", GaugeMetricFamily, "Requests of this gateway there.",
+             lambda one: len(one.works)),
+            ("gateway_replica_failures", CounterMetricFamily, "Requests that failed there.",
+             lambda one: one.failures),
+            ("gateway_replica_breaker_open", GaugeMetricFamily, "1 while it is left alone after failures.",
+             lambda one: one.breaker.state(now_s) == "open"),
         )  # fmt: skip
-        for name, help_text, value in told:
-            family = GaugeMetricFamily(f"cumulo_gateway_replica_{name}", help_text, labels=["replica"])
-            for replica in replicas:
-                family.add_metric([replica.name], value(replica))
+        for name, kind, text, read in told:
+            family = kind(f"cumulo:{name}", text, labels=("model_name", "replica"))
+            for replica in self._fleet.replicas.values():
+                family.add_metric((",".join(replica.models), replica.short_name), float(read(replica)))
             yield family

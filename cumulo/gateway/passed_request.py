@@ -36,6 +36,7 @@ from cumulo.serve.fleet.wire import (
 log = logging.getLogger(__name__)
 STORED = ("/v1/files", "/v1/batches")  # kept by one server: a caller's files have one home
 _PROMPT = PROMPT_HEADER.decode()
+_AGAIN_S = 0.5  # until replicas that refused or failed are asked again
 _MOST_HELD_BYTES = 64 << 20  # of an answer that is not streamed: it is passed on when it is complete
 
 
@@ -91,15 +92,14 @@ class PassedRequest:
                 choice = self._choose(frozenset(tried))
             except NoReplica as error:
                 left_s = deadline_s - time.monotonic()
-                if tried and fruitless <= options.retries:
-                    tried.clear()  # it failed once; there is no other
-                    left_s = min(left_s, 0.2)
-                if left_s > 0 and self._refusal is None:
-                    await self._fleet.wait_for_change(left_s)
-                    if not self._gone:
-                        continue
-                await self._give_up(reason or str(error))
-                return
+                refused = self._refusal is not None and self._refusal[0].status != 503 and not self._begun
+                if left_s <= 0 or refused or self._gone:
+                    await self._give_up(reason or str(error))
+                    return
+                # All have been tried, or none takes requests: wait for one, and ask them all again.
+                await self._fleet.wait_for_change(min(left_s, _AGAIN_S) if tried else left_s)
+                tried.clear()
+                continue
             tokens = self._stream.tokens
             try:
                 if await self._attempt(choice):
@@ -162,17 +162,30 @@ class PassedRequest:
                 return True
             whole = await self._whole(work)
             self._learn(replica, response)
-            if is_worth_retrying(response.status, whole) and self._home is None:
+            if self._home is None and (
+                is_worth_retrying(response.status, whole) or self._is_elsewhere(response)
+            ):
                 self._refusal = response, whole
                 self.record.note_refusal(replica.name, response.status, time.perf_counter())
                 if response.status in (500, 502, 504):
                     raise UpstreamError(f"answered with status {response.status}")
                 return False
+            if self._begun:
+                raise UpstreamError(
+                    f"answered with status {response.status} instead of continuing the stream"
+                )
             await self._answer(response, whole)
             return True
         finally:
             work.release()
             self._work = None
+
+    def _is_elsewhere(self, response: Response) -> bool:
+        """Whether what is asked about may be stored at another replica: this gateway has not seen it made."""
+        stored = self._asked.previous_response_id is not None or self._scope["path"].startswith(
+            "/v1/responses/"
+        )
+        return stored and response.status == 404
 
     def _request(self, replica: UpstreamReplica) -> Sequence[bytes]:
         method, path, headers = (

@@ -97,3 +97,13 @@ def test_internal_paths_are_not_passed_on(fleet: tuple[RunningGateway, list[Runn
     assert (
         server.post("/v1/chat/completions", body, headers={"x-cumulo-fleet-key": "x" * 20}).status_code == 401
     )
+
+
+def test_a_gateways_metrics_have_the_names_that_alerts_know(
+    fleet: tuple[RunningGateway, list[RunningServer]],
+) -> None:
+    gateway, servers = fleet
+    assert gateway.sample("cumulo:replica_up", model_name=NAME) == 2
+    assert gateway.sample("cumulo:replica_up", replica=servers[0].url.removeprefix("http://")) == 1
+    assert gateway.sample("cumulo:http_responses_total", model_name=NAME, status="200") >= 5
+    assert gateway.sample("cumulo:http_responses_total", model_name="gpt-9") == 0

@@ -138,6 +138,14 @@ def test_pools_replicas_and_a_failing_one(servers: tuple[RunningServer, RunningS
             assert gateway.operate("DELETE", f"/{url.removeprefix('http://')}").status_code == 200
         drained = gateway.operate("POST", f"/{address(second)}/drain").json()
         assert drained["state"] == "draining"
+        made = gateway.post("/v1/responses", {"model": NAME, "input": "Hi", "max_output_tokens": 4}).json()[
+            "id"
+        ]
+        assert gateway.get(f"/v1/responses/{made}").json()["id"] == made
+    with gateway_of([], key, "--pool", f"other={second.url}", "--pool", f"{NAME}={first.url}") as gateway:
+        # Another gateway does not know where it was made, and finds it.
+        assert gateway.get(f"/v1/responses/{made}").json()["id"] == made
+        assert gateway.get("/v1/responses/resp_none").status_code == 404
 
 
 def test_another_servers_broken_stream_ends_with_a_clear_error() -> None:

@@ -78,7 +78,7 @@ class Fleet:
             event["sequence_number"] for event in streams["responses"].events if isinstance(event, dict)
         ]
         assert numbers == list(range(len(numbers)))
-        assert self.gateway.sample("cumulo_gateway_failed_requests_total") == 0
+        assert self.gateway.sample("cumulo:gateway_failed_requests_total") == 0
 
 
 @pytest.fixture(scope="module")
@@ -120,14 +120,14 @@ def test_a_stopped_replica_changes_no_stream(fleet: Fleet, part: str) -> None:
 
 
 def test_a_killed_replica_changes_no_stream_and_another_takes_its_place(fleet: Fleet) -> None:
-    continued = fleet.gateway.sample("cumulo_gateway_continued_streams_total")
+    continued = fleet.gateway.sample("cumulo:gateway_continued_streams_total")
     streams = fleet.streams()
     for stream in streams.values():
         assert stream.speaks.wait(60)
     victim = fleet.busiest()
     os.kill(victim.process.pid, signal.SIGKILL)
     fleet.check(streams)
-    assert fleet.gateway.sample("cumulo_gateway_continued_streams_total") > continued
+    assert fleet.gateway.sample("cumulo:gateway_continued_streams_total") > continued
     moved = next(
         one
         for one in fleet.gateway.get("/v1/fleet").json()["recent"]
