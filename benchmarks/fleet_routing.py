@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from array import array
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -47,16 +48,20 @@ from cumulo.serve.engine_link.messages import Finished, Ready, Stats, StepRecord
 from tests.serve.tiny_model import Sizes, save_tiny_model
 
 BLOCK, SCALE = 16, 32  # a block of 512 tokens of the trace becomes one of 16
+_WINDOW = 4000  # requests of the trace to choose from
 SIZES = Sizes(layers=4, hidden=128, ffn=384, heads=4, kv_heads=2, head_dim=32)
 HOST_S = 2e-4  # of the loop to plan a step or to take one in; hidden behind the step before
 
 
 def read_trace(path: Path, first: int, count: int, rate: float) -> list[Arrival]:
-    """Requests of the trace, scaled down, at the given mean rate but with its own bursts."""
+    """Requests of the trace, scaled down, at the given mean rate but with its own bursts. So few requests share next
+    to nothing unless they are of the same conversations: those whose first three blocks occur three times or more."""
     with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as file:
-        lines = [json.loads(line) for line in file][first : first + count]
+        window = [json.loads(line) for line in file][first : first + _WINDOW]
+    times = Counter(tuple(line["hash_ids"][:3]) for line in window)
+    lines = [line for line in window if times[tuple(line["hash_ids"][:3])] >= 3][:count]
     begun, ended = lines[0]["timestamp"], lines[-1]["timestamp"]
-    factor = (count - 1) / rate / max(1, ended - begun)
+    factor = (len(lines) - 1) / rate / max(1, ended - begun)
     arrivals = []
     for line in lines:
         tokens = max(1, line["input_length"] // SCALE)

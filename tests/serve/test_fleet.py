@@ -12,7 +12,9 @@ from typing import Any
 import httpx
 import pytest
 
+from cumulo.errors import CumuloError
 from cumulo.serve.access.keys import new_key
+from cumulo.serve.options import ServeOptions
 from tests.serve.running_server import RunningServer, running_server, wait_for
 from tests.serve.test_streams_survive import KINDS, Stream, said
 from tests.serve.tiny_model import NAME, save_tiny_model
@@ -211,6 +213,15 @@ def test_replicas_are_added_and_removed(fleet: FleetServer) -> None:
     assert fleet.ask("DELETE", "/v1/fleet/replicas/r0").json()["state"] == "removing"
     wait_for(lambda: "r0" not in fleet.replicas(), "the end of r0", fleet.server)
     assert fleet.ask("POST", "/v1/completions", SHORT, fleet.key).status_code == 200
+
+
+def test_options_that_cannot_be_are_refused() -> None:
+    with pytest.raises(CumuloError, match="replicas must be 1 or more, got 0"):
+        ServeOptions(replicas=0)
+    with pytest.raises(
+        CumuloError, match="no router 'random'; use one of round-robin, least-loaded, prefix-aware"
+    ):
+        ServeOptions(replicas=2, router="random")
 
 
 def test_what_cannot_be_is_refused_with_the_reason(fleet: FleetServer) -> None:
