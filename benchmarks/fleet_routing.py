@@ -54,8 +54,9 @@ HOST_S = 2e-4  # of the loop to plan a step or to take one in; hidden behind the
 
 
 def read_trace(path: Path, first: int, count: int, rate: float) -> list[Arrival]:
-    """Requests of the trace, scaled down, at the given mean rate but with its own bursts. So few requests share next
-    to nothing unless they are of the same conversations: those whose first three blocks occur three times or more."""
+    """Requests of the trace, scaled down, at the given mean rate but with its own bursts. So few requests share
+    next to nothing unless they are of the same conversations: those whose first three blocks occur thrice or more.
+    """
     with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as file:
         window = [json.loads(line) for line in file][first : first + _WINDOW]
     times = Counter(tuple(line["hash_ids"][:3]) for line in window)
