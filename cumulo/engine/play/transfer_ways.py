@@ -89,10 +89,11 @@ class SharedSource:
 
     def read(self, layer: int, runs: Sequence[BlockRun]) -> int:
         copied = 0
-        for ours, theirs in zip(self._ours, self._theirs, strict=True):
+        for our_layers, their_layers in zip(self._ours, self._theirs, strict=True):
+            ours, theirs = our_layers[layer], their_layers[layer]
             for source, target, blocks in runs:
-                ours[layer, target : target + blocks] = theirs[layer, source : source + blocks]
-                copied += blocks * ours.shape[2]
+                ours[target : target + blocks] = theirs[source : source + blocks]
+            copied += sum(run.blocks for run in runs) * ours.shape[1]
         return copied
 
     def settle(self) -> None:
