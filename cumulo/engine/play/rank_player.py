@@ -129,8 +129,10 @@ def play_rank(rank: int, setup: RankSetup) -> None:
     # A GPU is given the next step while it computes one.
     running, ahead = deque[PendingStep](), 2 if setup.on_gpu else 0
     while (message := plans.receive()) is not None:
-        running.append(runner.submit(unpack_plan(message)))
-        if len(running) > ahead:
+        step = runner.submit(unpack_plan(message))
+        running.append(step)
+        # A step that could not be launched is told at once: the others wait for it inside their kernels.
+        while len(running) > ahead or (running and getattr(step, "failed", None) is not None):
             running.popleft().result()
 
 

@@ -191,6 +191,8 @@ class CudaRunner:
         """Load every kernel of a new shape before any of them waits for another rank: loading may have to wait
         until the GPU has nothing left to do. What it computes is overwritten by the step that follows."""
         assert self._meet_ranks is not None and self.model.slice is not None
+        self._synchronise()
+        self._meet_ranks()  # nobody reads any more what the step before left for the others
         with self.model.slice.rehearsal():
             self._launch(shape, every_row=not captured)
         self._synchronise()
