@@ -76,8 +76,9 @@ class Terminal:
         self.process.send_signal(signal.SIGINT)
         while not seen():
             assert time.monotonic() < deadline, self.seen
-            if not self._read() and not seen():
-                pytest.fail(f"the program ended with {self.process.wait()}: {self.seen!r}")
+            if not self._read():
+                code = self.process.wait(PATIENCE_S)
+                assert seen(), f"the program ended with {code}: {self.seen!r}"
 
     def _waits_for_a_key(self) -> bool:
         number = Path(f"/proc/{self.process.pid}/syscall").read_text().split()[0]

@@ -14,6 +14,12 @@ QUESTION: list[Any] = [{"role": "user", "content": "What is the capital of Franc
 GREEDY: dict[str, Any] = {"model": MODEL, "messages": QUESTION, "temperature": 0, "max_tokens": 24}
 
 
+@pytest.fixture(scope="session")
+def server(speaking_server: RunningServer) -> RunningServer:
+    """These tests read what the model says."""
+    return speaking_server
+
+
 def streamed_text(chunks: Any, index: int = 0) -> str:
     return "".join(
         choice.delta.content or "" for chunk in chunks for choice in chunk.choices if choice.index == index

@@ -14,6 +14,12 @@ PROMPT = "The capital of France is"
 GREEDY: dict[str, Any] = {"model": MODEL, "prompt": PROMPT, "temperature": 0, "max_tokens": 8}
 
 
+@pytest.fixture(scope="session")
+def server(speaking_server: RunningServer) -> RunningServer:
+    """These tests read what the model says."""
+    return speaking_server
+
+
 @pytest.fixture(scope="module")
 def llm() -> Any:
     from cumulo.engine.config import EngineConfig

@@ -26,6 +26,12 @@ SCHEMA: dict[str, Any] = {
 }
 
 
+@pytest.fixture(scope="session")
+def server(speaking_server: RunningServer) -> RunningServer:
+    """These tests read what the model says."""
+    return speaking_server
+
+
 def test_an_input_is_answered_like_a_chat(client: openai.OpenAI) -> None:
     response = client.responses.create(**ASK, metadata={"a": "b"})
     chat = client.chat.completions.create(

@@ -31,6 +31,12 @@ WEATHER: dict[str, Any] = {
 }
 
 
+@pytest.fixture(scope="session")
+def server(speaking_server: RunningServer) -> RunningServer:
+    """These tests read what the model says."""
+    return speaking_server
+
+
 @pytest.fixture(scope="module")
 def claude(server: RunningServer) -> Any:
     return anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0, timeout=120)

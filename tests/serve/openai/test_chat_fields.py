@@ -27,6 +27,12 @@ LEGACY: dict[str, Any] = GREEDY | {
 }  # fmt: skip
 
 
+@pytest.fixture(scope="session")
+def server(speaking_server: RunningServer) -> RunningServer:
+    """These tests read what the model says."""
+    return speaking_server
+
+
 def as_tool(function: dict[str, Any]) -> dict[str, Any]:
     return {"type": "function", "function": function}
 

@@ -13,6 +13,12 @@ GREEDY: dict[str, Any] = {"model": MODEL, "prompt": PROMPT, "temperature": 0, "m
 EMOJI = "Say 😀 🇫🇷 你好: 😀"
 
 
+@pytest.fixture(scope="session")
+def server(speaking_server: RunningServer) -> RunningServer:
+    """These tests read what the model says."""
+    return speaking_server
+
+
 def chunks_of(client: openai.OpenAI, fields: dict[str, Any]) -> list[Any]:
     return list(client.completions.create(**fields, stream=True))
 

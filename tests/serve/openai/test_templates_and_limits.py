@@ -14,6 +14,12 @@ ASK: dict[str, Any] = {"model": NAME, "messages": [{"role": "user", "content": "
 NO_THOUGHTS = "<think>\n\n</think>\n\n"
 
 
+@pytest.fixture(scope="session")
+def server(speaking_server: RunningServer) -> RunningServer:
+    """These tests read what the model says."""
+    return speaking_server
+
+
 def prompt_of(server: RunningServer, **fields: Any) -> str:
     answer = server.post("/tokenize", {"model": NAME, "messages": ASK["messages"]} | fields)
     assert answer.status_code == 200, answer.text

@@ -38,6 +38,12 @@ CALL: dict[str, Any] = {
 }
 
 
+@pytest.fixture(scope="session")
+def server(speaking_server: RunningServer) -> RunningServer:
+    """These tests read what the model says."""
+    return speaking_server
+
+
 def test_a_tool_loop_continues_by_id(client: openai.OpenAI) -> None:
     called = client.responses.create(**ASK, **CALL, instructions="Answer like a pirate.")
     (call,) = called.output
