@@ -19,21 +19,16 @@ def plan_rank_memory(
     `weight_bytes` is what the whole model takes, `available_bytes` what one rank may use.
     """
     elements = sum(math.prod(shape) for shape in parameter_shapes(spec).values())
-    plans: list[MemoryPlan] = []
-    # Ranks of a stage hold as much as each other, within a row of the vocabulary.
-    for rank in range(0, layout.world, layout.stage_ranks):
+
+    def plan(rank: int, kv_blocks: int | None) -> MemoryPlan:
         part = rank_part(spec, layout, rank)
         held = sum(parameter.elements for parameter in held_parameters(part).values())
-        one = dataclasses.replace(config, kv_blocks=_per_rank(config.kv_blocks, layout.dp))
-        plans.append(plan_memory(part.local, weight_bytes * held // elements, one, available_bytes))
-    blocks = min(plan.kv_blocks for plan in plans)
-    part = rank_part(spec, layout, 0)
-    held = sum(parameter.elements for parameter in held_parameters(part).values())
-    exact = dataclasses.replace(config, kv_blocks=blocks)
-    own = plan_memory(part.local, weight_bytes * held // elements, exact, available_bytes)
-    host_blocks = min(plan.host_blocks for plan in plans)
-    return dataclasses.replace(own, kv_blocks=blocks * layout.dp, host_blocks=host_blocks)
+        own = dataclasses.replace(config, kv_blocks=kv_blocks)
+        return plan_memory(part.local, weight_bytes * held // elements, own, available_bytes)
 
-
-def _per_rank(blocks: int | None, ranks: int) -> int | None:
-    return None if blocks is None else -(-blocks // ranks)
+    asked = None if config.kv_blocks is None else -(-config.kv_blocks // layout.dp)
+    # Ranks of a stage hold as much as each other, within a row of the vocabulary.
+    plans = [plan(rank, asked) for rank in range(0, layout.world, layout.stage_ranks)]
+    blocks = min(one.kv_blocks for one in plans)
+    host_blocks = min(one.host_blocks for one in plans)
+    return dataclasses.replace(plan(0, blocks), kv_blocks=blocks * layout.dp, host_blocks=host_blocks)
