@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from cumulo.console.fleet.prefill import prefill_html
 from cumulo.console.fleet.view import decisions_html, overlap_html, replicas_html, tiles_html
 from tests.console.browsing import DESKTOP, PHONE, in_a_browser, looking_at
 from tests.serve.running_server import running_server, wait_for
@@ -75,3 +76,14 @@ class TestInABrowser:
 
 def replicas(server: Any) -> list[dict[str, Any]]:
     return list(server.get("/v1/fleet").json()["replicas"])
+
+
+def test_prefill_engines_are_shown_with_what_each_replica_got_from_them() -> None:
+    engine = {
+        "name": "prefill-0", "state": "ready", "pid": 7, "running": 2, "waiting": 3, "restarts": 1,
+        "transfers": {"sending": 4},
+    }  # fmt: skip
+    got = {"receiving": 1, "received": 1234, "failed": 5, "bytes_per_s": 3.4e9}
+    shown = prefill_html([engine], [replica("r0") | {"transfers": got}, replica("r1") | {"transfers": None}])
+    assert "prefill-0" in shown and "1,234" in shown and "3.4 GB/s" in shown and "r1" in shown
+    assert prefill_html([], [replica("r0")]) == ""

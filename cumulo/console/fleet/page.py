@@ -9,13 +9,14 @@ from fastapi import FastAPI
 from nicegui import ui
 from starlette.requests import Request
 
+from cumulo.console.fleet.prefill import prefill_html
 from cumulo.console.fleet.view import decisions_html, overlap_html, replicas_html, tiles_html
 from cumulo.console.sessions import Visitor
 from cumulo.console.shell import Shell, empty, show
 from cumulo.errors import CumuloError
 from cumulo.serve.engine_link import fleet_operations as operations
 from cumulo.serve.engine_link.fleet import Fleet
-from cumulo.serve.observe.fleet_report import decision_report, overlaps, replica_reports
+from cumulo.serve.observe.fleet_report import decision_report, overlaps, prefill_reports, replica_reports
 
 _REFRESH_S = 1.0
 _DECISIONS = 40
@@ -47,7 +48,9 @@ class _FleetPage:
                 _button("Restart all", "restart_alt", lambda: self._operate("restart all", "")).tooltip(
                     "Restarts the replicas one after the other. No request fails."
                 )
-        self._replicas, self._overlap, self._decisions = show("", "card"), show("", "card"), show("", "card")
+        self._replicas = show("", "card")
+        self._prefill = show("", "card") if fleet.prefill is not None else None
+        self._overlap, self._decisions = show("", "card"), show("", "card")
         ui.on("operate", lambda event: self._operate(*map(str, event.args)))
 
     async def tick(self) -> None:
@@ -59,6 +62,8 @@ class _FleetPage:
         metrics = self._shell.service.fleet_metrics
         self._tiles.set_content(tiles_html(reports, fleet.policy, metrics.moved if metrics else 0))
         self._replicas.set_content(replicas_html(reports, self._visitor.may_operate))
+        if self._prefill is not None:
+            self._prefill.set_content(prefill_html(prefill_reports(fleet), reports))
         self._overlap.set_content(overlap_html(reports, overlaps(fleet)))
         self._decisions.set_content(decisions_html(self._seen(now_s)))
 
