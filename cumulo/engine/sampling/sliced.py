@@ -57,7 +57,8 @@ class SlicedSampler:
         if batch.masks is not None:
             apply_masks(logits, batch.masks, self.tokens.start)
         local, best = peaks_of(logits)
-        hot = _masses(logits, local, columns["temperature"])
+        greedy = columns["greedy"].all()
+        hot = np.zeros(len(columns)) if greedy else _masses(logits, local, columns["temperature"])
         offers = self._exchange(np.stack((unedited, local, best + self.tokens.start, hot), axis=1))
         peaks = offers[:, :, 1].max(axis=0)
         owner = offers[:, :, 1].argmax(axis=0)  # of equals the first, which has the lower tokens
