@@ -113,6 +113,8 @@ workload = st.fixed_dictionaries(
         "preemption": st.sampled_from(["auto", "recompute", "swap"]),
         "host_blocks": st.sampled_from([0, 3, 40]),
         "count": st.integers(1, 9),
+        "homes": st.sampled_from([1, 1, 2, 3]),
+        "stages": st.sampled_from([1, 1, 2, 4]),
     }
 )
 
@@ -140,9 +142,10 @@ def test_tokens_do_not_depend_on_how_the_work_was_cut_shared_or_preempted(case):
         )  # fmt: skip
     longest = max(len(r.prompt) + r.params.max_tokens for r in made)
     scheduler, runner = make(
-        blocks=-(-longest // size) + case["room"], block_size=size, max_running=case["max_running"],
-        max_tokens_per_step=case["max_running"] + case["budget"], prefix_cache=case["prefix_cache"],
-        preemption=case["preemption"], host_blocks=case["host_blocks"], priority_step_s=5.0,
+        blocks=case["homes"] * (-(-longest // size) + case["room"]), block_size=size,
+        max_running=case["max_running"], max_tokens_per_step=case["max_running"] + case["budget"],
+        prefix_cache=case["prefix_cache"], preemption=case["preemption"], priority_step_s=5.0,
+        host_blocks=case["host_blocks"] if case["homes"] == 1 else 0, homes=case["homes"], stages=case["stages"],
     )  # fmt: skip
     late = made[len(made) // 2 :]
     aborted = {r.id for r in made if rng.random() < 0.15}
