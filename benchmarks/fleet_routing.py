@@ -4,8 +4,8 @@
 
 Plays a scaled-down Mooncake trace (a hashed block of 512 tokens becomes one KV block of 16) through the Fleet of
 `cumulo serve --replicas 3`, with three engine processes on this machine's CPU, and through `simulate_fleet` with
-the same scheduler, the same KV blocks and the same routers. What a step costs is fitted to other requests of the
-trace, played beforehand by the same three engines: they share the machine's cores, and so does what is predicted.
+the same scheduler, the same KV blocks and the same routers. What a step costs is fitted twice: to other requests of
+the trace, played beforehand by the same three engines, and to the steps of the run that is compared.
 Latencies are those of the engines, without HTTP and tokenization, as in `cumulo simulate serve`.
 """
 
@@ -19,7 +19,7 @@ import tempfile
 import time
 from array import array
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -226,23 +226,29 @@ def simulate(
     )
 
 
-def rows_of(policy: str, real: Result, said: Result, ideal: float) -> list[dict[str, Any]]:
-    def row(name: str, unit: str, measured: float, simulated: float, aim: float | None) -> dict[str, Any]:
-        error = abs(simulated / measured - 1) if measured else 0.0
-        bound = {} if aim is None else {"aim": aim, "ok": error <= aim}
-        return {
-            "name": f"{policy}: {name}", "unit": unit, "better": "higher" if unit == "tok/s" else "lower",
-            "value": round(measured, 3), "simulated": round(simulated, 3), "error": round(error, 3), **bound,
-        }  # fmt: skip
+_FIGURES: tuple[tuple[str, str, float | None, Callable[[Result], float]], ...] = (
+    ("throughput", "tok/s", 0.10, lambda one: one.tok_s),
+    ("TTFT p50", "ms", 0.15, lambda one: one.ttft_ms(0.5)),
+    ("TTFT p99", "ms", None, lambda one: one.ttft_ms(0.99)),
+    ("cached share of prompt tokens", "", None, lambda one: one.cached_share),
+    ("busiest replica over the mean", "", None, lambda one: one.busiest),
+)
 
-    return [
-        row("throughput", "tok/s", real.tok_s, said.tok_s, 0.10),
-        row("TTFT p50", "ms", real.ttft_ms(0.5), said.ttft_ms(0.5), 0.15),
-        row("TTFT p99", "ms", real.ttft_ms(0.99), said.ttft_ms(0.99), None),
-        row("cached share of prompt tokens", "", real.cached_share, said.cached_share, None),
-        row("reuse of one shared cache", "", real.cached_share / ideal, said.cached_share / ideal, None),
-        row("busiest replica over the mean", "", real.busiest, said.busiest, None),
-    ]
+
+def rows_of(policy: str, real: Result, before: Result, own: Result) -> list[dict[str, Any]]:
+    """`before`: simulated with step costs of requests played beforehand; `own`: with those of the run itself.
+    They differ where other programs use the machine, too."""
+    rows = []
+    for name, unit, aim, read in _FIGURES:
+        measured, simulated, again = read(real), read(before), read(own)
+        error = abs(again / measured - 1) if measured else 0.0
+        rows.append(
+            {"name": f"{policy}: {name}", "unit": unit, "better": "higher" if unit == "tok/s" else "lower",
+             "value": round(measured, 3), "simulated": round(again, 3), "error": round(error, 3),
+             "simulated_beforehand": round(simulated, 3)}
+            | ({} if aim is None else {"aim": aim, "ok": error <= aim})
+        )  # fmt: skip
+    return rows
 
 
 def main() -> None:
@@ -275,12 +281,16 @@ def main() -> None:
         print(f"one cache as large as all {chosen.replicas} would find {ideal:.1%} of the prompt tokens")
         rows = []
         for policy in chosen.routers.split(","):
-            real, _, _ = asyncio.run(play(folder, arrivals, policy, chosen))
-            rows += rows_of(policy, real, simulate(arrivals, policy, cost, info, chosen.replicas), ideal)
-            for row in rows[-6:]:
+            real, watched, _ = asyncio.run(play(folder, arrivals, policy, chosen))
+            before, own = (
+                simulate(arrivals, policy, one, info, chosen.replicas)
+                for one in (cost, FittedCost.of_steps(watched.records))
+            )
+            rows += rows_of(policy, real, before, own)
+            for row in rows[-len(_FIGURES) :]:
                 print(
                     f"{row['name']}: {row['value']:g} {row['unit']} (simulated {row['simulated']:g}, "
-                    f"{row['error']:.0%} off)",
+                    f"{row['error']:.0%} off; beforehand {row['simulated_beforehand']:g})",
                     flush=True,
                 )
     if chosen.json is not None:
