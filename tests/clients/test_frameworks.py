@@ -69,7 +69,11 @@ def outcome(request: pytest.FixtureRequest, server: RunningServer, outcomes: dic
 
 
 def of(*names: tuple[str, str]) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("outcome", names, indirect=True, ids=[name for name, _ in names])
+    cases = [
+        pytest.param(case, id=case[0], marks=[pytest.mark.thorough] if case in LIKE_OTHERS else [])
+        for case in names
+    ]
+    return pytest.mark.parametrize("outcome", cases, indirect=True)
 
 
 LANGCHAIN, LLAMAINDEX = ("langchain", "langchain-openai"), ("llamaindex", "llama-index-llms-openai-like")
@@ -78,6 +82,10 @@ LITELLM, INSTRUCTOR, AGENTS = (
     ("instructor", "instructor"),
     ("agents", "openai-agents"),
 )
+LIKE_OTHERS = (
+    LLAMAINDEX,
+    AGENTS,
+)  # what they send, langchain and tests/serve/responses/test_agents.py send, too
 
 
 def judge_loop(loop: dict[str, Any]) -> None:

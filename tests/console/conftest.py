@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from tests.console.browsing import ARGUMENTS, CHROMIUM
-from tests.serve.running_server import RunningServer, quick_model, running_server
+from tests.serve.running_server import RunningServer, running_server
 
 
 @pytest.fixture(scope="package")
 def server() -> Iterator[RunningServer]:
-    with running_server(quick_model()) as running:
+    with running_server() as running:
         yield running
 
 
