@@ -33,7 +33,7 @@ from cumulo.ranks.rank_group import TCPStore, meeting_point
 from cumulo.ranks.start import RankProcesses, starter, tell_starter
 from cumulo.spec.model import ModelSpec
 
-_READY = "ready"
+_OPENED, _READY = "opened", "ready"
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +76,8 @@ def start_ranks(
 
             use_own_gpu(0)
         ring = RingFile(setup.ring, layout.world)
+        ranks.wait_for(_OPENED)
+        setup.ring.unlink()  # all have it open: nothing stays behind, however the engine ends
         part = setup.part(0)
         links = connect(part, store, setup.config.rank_timeout_s, _counter(ring, 0))
         loaded = load(part)
@@ -91,7 +93,6 @@ def start_ranks(
             setup.config.overlap,
         )
         ranks.wait_for(_READY)
-        setup.ring.unlink()
     except BaseException:
         ranks.end()
         setup.ring.unlink(missing_ok=True)
@@ -112,6 +113,7 @@ def play_rank(rank: int, setup: RankSetup) -> None:
         end_with(setup.engine_pid)
         use_own_gpu(rank)
     ring = RingFile(setup.ring, setup.config.layout.world)
+    tell_starter(_OPENED)
     plans = PlanReader(ring, rank, starter())
     part = setup.part(rank)
     store = meeting_point(setup.port)
