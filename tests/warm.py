@@ -4,9 +4,9 @@ that did, once per session. A start then costs tenths of a CPU second instead of
     process = warm.start(["serve", "--port", "0"], stdout=log, stderr=log)     # like subprocess.Popen
 
 The process is the caller's own child, with its own arguments, environment and standard streams. The engine process
-of a server is forked, too, and so are the next ones where an engine is replaced; with SPARE_ENGINES=0 in its
-environment, a server starts all but the first as users' servers do. Tests that are about the start itself, or about
-memory, start a process of their own.
+of a server is forked, too, the first time; a server that restarts its engine starts it as users' servers do, unless
+SPARE_ENGINES in its environment says how many more are forked: they replace a lost one at once. Tests that are about
+the start itself, or about memory, start a process of their own.
 """
 
 from __future__ import annotations
@@ -197,7 +197,7 @@ def _become(order: dict[str, Any]) -> None:
     if width := os.environ.get("COLUMNS"):  # read when the consoles were made
         terminal.out._width = terminal.err._width = int(width)
     if order["arguments"][:1] == ["serve"]:
-        _prepare_engines(1 + int(os.environ.get("SPARE_ENGINES", 2)))
+        _prepare_engines(1 + int(os.environ.get("SPARE_ENGINES", 0)))
     main()
 
 

@@ -52,7 +52,7 @@ class RunningServer:
     operator_key: str | None = None  # with which `sample` reads /metrics
 
     def __init__(
-        self, *options: str, most_files: int | None = None, fresh: bool = False, spare_engines: int = 2
+        self, *options: str, most_files: int | None = None, fresh: bool = False, spare_engines: int = 0
     ) -> None:
         """`most_files`: the limit of open files, soft and hard. `fresh`: a process that imports everything
         itself, for tests of memory and of the start. `spare_engines`: as in `tests.warm`."""
@@ -162,7 +162,7 @@ def wait_for(
 
 
 @contextlib.contextmanager
-def running_server(*options: str, fresh: bool = False, spare_engines: int = 2) -> Iterator[RunningServer]:
+def running_server(*options: str, fresh: bool = False, spare_engines: int = 0) -> Iterator[RunningServer]:
     server = RunningServer(*options, fresh=fresh, spare_engines=spare_engines)
     try:
         yield server

@@ -31,8 +31,7 @@ BEGUN, WHOLE, QUEUED = 8, 4, 4
 
 def test_every_client_is_answered() -> None:
     options = (quick_model(), "--max-running", str(BEGUN))
-    # The new engine starts as for users.
-    with running_server(*options, spare_engines=0) as server, ThreadPoolExecutor(32) as threads:
+    with running_server(*options) as server, ThreadPoolExecutor(32) as threads:
         client = server.client()
         expected = client.chat.completions.create(**SHORT).choices[0].message.content
         story = client.chat.completions.create(**LONG).choices[0].message.content
