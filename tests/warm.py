@@ -5,8 +5,8 @@ that did, once per session. A start then costs tenths of a CPU second instead of
 
 The process is the caller's own child, with its own arguments, environment and standard streams. The engine process
 of a server is forked, too, the first time; a server that restarts its engine starts it as users' servers do, unless
-SPARE_ENGINES in its environment says how many more are forked: they replace a lost one at once. Tests that are about
-the start itself, or about memory, start a process of their own.
+SPARE_ENGINES in its environment says how many more are forked, which replace a lost one at once. Tests about the
+start itself, or about memory, start a process of their own.
 """
 
 from __future__ import annotations

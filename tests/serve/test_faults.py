@@ -25,8 +25,8 @@ LONG: dict[str, Any] = {
     "model": MODEL, "messages": [{"role": "user", "content": "Tell a long story."}], "temperature": 0,
     "max_tokens": 4000, "extra_body": {"ignore_eos": True},
 }  # fmt: skip
-SHORT: dict[str, Any] = LONG | {"max_tokens": 80}
-STORY: dict[str, Any] = LONG | {"max_tokens": 300}
+SHORT: dict[str, Any] = LONG | {"max_tokens": 40}
+STORY: dict[str, Any] = LONG | {"max_tokens": 150}
 
 
 def begin_stream(client: openai.OpenAI, fields: dict[str, Any]) -> tuple[Any, Any]:
@@ -73,7 +73,7 @@ def engine_is_gone(pid: int) -> bool:
 @pytest.fixture(scope="module")
 def hurt() -> Any:
     """For tests after which the server has a new engine."""
-    with running_server(quick_model(), "--stall-timeout", "4") as server:
+    with running_server("--stall-timeout", "4") as server:
         yield server
 
 
@@ -87,7 +87,7 @@ def test_a_killed_engine_is_replaced_and_everyone_is_answered(hurt: RunningServe
         others = {path: begin_events(server, path) for path in OTHER_STREAMS}
         # Two that have told their clients nothing yet: they are asked again of the new engine.
         whole = [threads.submit(client.chat.completions.create, **SHORT) for _ in range(2)]
-        wait_for(lambda: server.sample("cumulo:num_requests_running") >= 4, "nearly all running", server)
+        wait_for(lambda: server.sample("cumulo:num_requests_running") == 5, "five running", server)
         os.kill(server.engine_pid(), signal.SIGKILL)
         wait_for(lambda: server.status("/health") == 503, "a bad /health", server)
         assert httpx.get(f"{server.url}/health").json()["engine"] == "restarting"
@@ -181,7 +181,7 @@ def test_a_full_queue_is_429_with_a_time_to_come_again(sturdy: RunningServer) ->
         assert int(caught.value.response.headers["Retry-After"]) >= 1
         first.close()
         answer = second.result()
-    assert answer.usage is not None and answer.usage.completion_tokens == 80
+    assert answer.usage is not None and answer.usage.completion_tokens == 40
     story = sturdy.get(f"/v1/requests/{answer.id}/explain").json()["data"][0]
     assert "slots in use" in story["summary"] and story["times_ms"]["queued"] > 0
     assert sturdy.sample("cumulo:wait_seconds_total", reason="slots") > 0
