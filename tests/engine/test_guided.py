@@ -247,7 +247,7 @@ def test_masks_unpacked_on_a_device_equal_those_applied_on_a_cpu():
     bits = rng.integers(-(2**31), 2**31, (3, 5), dtype=np.int64).astype(np.int32)
     logits = torch.from_numpy(rng.standard_normal((4, 139)).astype(np.float32))
     masked = logits.clone()
-    sampler._apply_masks(masked, sampler.TokenMasks(np.array([0, 1, 3]), bits))
+    sampler.apply_masks(masked, sampler.TokenMasks(np.array([0, 1, 3]), bits))
     allowed = sampler.unpack_bits(torch.from_numpy(bits), 139)
     expected = logits.clone()
     expected[[0, 1, 3]] = expected[[0, 1, 3]].masked_fill(~allowed, -torch.inf)
