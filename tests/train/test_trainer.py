@@ -168,16 +168,7 @@ def test_experts_are_trained_and_kept_even(tmp_path: Path, source: Path) -> None
 
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
 def test_bfloat16_with_master_weights_learns(tmp_path: Path, source: Path) -> None:
-    # Few tokens: a CPU without bfloat16 multiplies it slowly.
-    config = tiny(
-        tmp_path / "run",
-        source,
-        dtype="bfloat16",
-        steps=12,
-        batch_sequences=2,
-        micro_batch=2,
-        evaluate_sequences=2,
-    )
+    config = tiny(tmp_path / "run", source, dtype="bfloat16", steps=12)
     stopped = Trainer(config).run(should_stop=lambda step: step == 5)
     resumed = Trainer(config, resume=True).run()
     assert len(resumed.records) == 12
