@@ -19,7 +19,7 @@ _UNSET = {  # what None means, option by option
     "otlp_endpoint": "no traces are sent",
     "files": "a temporary folder",
 }
-_HIDDEN = ("engine", "api_keys", "seed")
+_HIDDEN = ("engine", "api_keys", "seed", "fleet_key", "transfer_key")  # keys are nobody's to read
 
 
 def server_rows(options: ServeOptions, model_name: str) -> Rows:
@@ -37,8 +37,8 @@ def server_rows(options: ServeOptions, model_name: str) -> Rows:
 
 def engine_rows(config: EngineConfig, info: Ready) -> Rows:
     """What was left to the engine is shown as the engine decided it."""
-    on_cpu = info.runs_on.startswith(("fused native", "PyTorch operators:"))
-    settled = config.settled("cpu" if on_cpu else "cuda")
+    on_gpu = "GPU kernels on" in info.runs_on or "PyTorch operators on" in info.runs_on
+    settled = config.settled("cuda" if on_gpu else "cpu")
     known: dict[str, Any] = {
         "block_size": f"{info.block_size} tokens",
         "kv_blocks": info.kv_blocks,
@@ -83,7 +83,7 @@ def shown(name: str, value: Any) -> str:
     if isinstance(value, tuple):
         return ", ".join(map(str, value)) or "none"
     if isinstance(value, str):
-        return value
+        return value or "none"
     if name.endswith("_bytes"):
         return format_bytes(int(value))
     if name.endswith("_gib"):

@@ -64,18 +64,20 @@ def test_a_short_id_tells_the_prompts_of_one_call_apart() -> None:
     assert short_id("unusual", 4) == "unus"
 
 
+INFO = Ready(
+    "m", 8192, 100, 8, [1], {}, 728, 16, 256, 512, "fused native kernels",
+    {"rows": [{"name": "kv cache", "predicted_bytes": 1 << 29}]},
+)  # fmt: skip
+
+
 def test_options_are_shown_as_they_apply_and_never_as_auto() -> None:
-    info = Ready(
-        "m", 8192, 100, 8, [1], {}, 728, 16, 256, 512, "fused native kernels",
-        {"rows": [{"name": "kv cache", "predicted_bytes": 1 << 29}]},
-    )  # fmt: skip
-    left = dict(engine_rows(EngineConfig(), info))
+    left = dict(engine_rows(EngineConfig(), INFO))
     assert left["max_running"] == "256 sequences" and left["block_size"] == "16 tokens"
     assert left["kv_memory_gib"].startswith("512.0 MiB") and left["device"] == "cpu"
     assert (left["dtype"], left["kv_dtype"], left["preemption"]) == ("float32", "float32", "recompute")
     on_gpu = dict(
         engine_rows(
-            EngineConfig(kv_memory_gib=2.5), msgspec.structs.replace(info, runs_on="GPU kernels on H200")
+            EngineConfig(kv_memory_gib=2.5), msgspec.structs.replace(INFO, runs_on="GPU kernels on H200")
         )
     )
     assert (on_gpu["device"], on_gpu["dtype"], on_gpu["kv_memory_gib"]) == ("cuda", "bfloat16", "2.5 GiB")
@@ -84,6 +86,12 @@ def test_options_are_shown_as_they_apply_and_never_as_auto() -> None:
     assert server["drain_timeout_s"] == "30 s" and server["tokens_per_minute"] == "no limit"
     for shown in (left, on_gpu, server):
         assert not {"auto", "None", "not set", ""} & set(shown.values())
+
+
+def test_keys_are_never_among_the_options_that_are_shown() -> None:
+    options = ServeOptions(fleet_key="secret", engine=EngineConfig(transfer_key="secret"))
+    rows = server_rows(options, "m") + engine_rows(options.engine, INFO)
+    assert not [row for row in rows if "secret" in row[1] or not row[1]]
 
 
 def test_the_block_map_tells_owned_cached_and_free_apart_and_hides_foreign_owners() -> None:
