@@ -33,7 +33,8 @@ def _symmetric(size: int, store: Store, name: str, rank: int, ranks: int, device
     handle = _SymmetricMemory.rendezvous(own, name)
     handle.barrier()  # all of them are zero
     torch.cuda.synchronize(device)
-    return PeerMemory(own, list(handle.buffer_ptrs), rank, keep=(handle, group))
+    shares = torch.cuda.device_count() < ranks
+    return PeerMemory(own, list(handle.buffer_ptrs), rank, keep=(handle, group), shares_device=shares)
 
 
 def _mapped(size: int, store: Store, rank: int, ranks: int) -> PeerMemory:

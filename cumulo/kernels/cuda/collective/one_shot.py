@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cumulo.kernels.cuda.collective.peers import MAX_CHANNELS, PeerMemory, PeerTensor
+from cumulo.kernels.cuda.collective.peers import PeerMemory, PeerTensor
 
 _BLOCK = 2048
 _TRITON_TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
@@ -121,7 +121,7 @@ def sum_partials(
     elements = out.numel()
     if elements == 0:
         return
-    programs = min(MAX_CHANNELS, triton.cdiv(elements, _BLOCK))
+    programs = min(memory.channels, triton.cdiv(elements, _BLOCK))
     _sum[(programs,)](
         memory.flags.addresses, partial.addresses, out, elements, memory.rank, int(memory.waits),
         KIND=triton_type(dtype), ADD=add, ROUND=rounded, RANKS=memory.ranks, BLOCK=_BLOCK, num_warps=8,

@@ -13,6 +13,9 @@ from torch import Tensor
 
 _ALIGNED = 256
 MAX_CHANNELS = 64  # a power of two; programs of one kernel that may wait for their twins on other ranks
+# Where ranks share a GPU, programs that wait leave most of its multiprocessors to the rank that is waited for: a
+# matrix product may need whole ones, and pairs of them.
+SHARED_CHANNELS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,9 +25,13 @@ class PeerTensor:
 
 
 class PeerMemory:
-    def __init__(self, own: Tensor, addresses: Sequence[int], rank: int, keep: object) -> None:
-        """`own`: bytes, all zero; `addresses`: where this process sees each rank's, as long as it holds `keep`."""
+    def __init__(
+        self, own: Tensor, addresses: Sequence[int], rank: int, keep: object, shares_device: bool = False
+    ) -> None:
+        """`own`: bytes, all zero; `addresses`: where this process sees each rank's, as long as it holds `keep`.
+        `shares_device`: several ranks compute on one GPU."""
         self.rank, self.ranks = rank, len(addresses)
+        self.channels = SHARED_CHANNELS if shares_device else MAX_CHANNELS
         self.waits = True  # False: kernels do not wait for other ranks, and compute nonsense
         self._own, self._addresses, self._used, self._keep = own, addresses, 0, keep
         # Zero: nobody waits. A waiting program's twin sets its word, and the program clears it when it goes on.
