@@ -19,7 +19,6 @@ from cumulo.kernels.cuda.collective.one_shot import (
     gather_columns,
     meet_all,
     sum_partials,
-    triton_type,
 )
 from cumulo.kernels.cuda.collective.peers import PeerMemory, aligned, flags_bytes
 from cumulo.kernels.cuda.sampling.sample import part_count, pick_token, weigh_parts
@@ -115,8 +114,8 @@ class RankSlice:
         meet_all(self.memory)
         if rows:
             pick_token(
-                self._logits.addresses, draws, self._maxima.addresses, self._places.addresses,
-                self._masses.addresses, picked, tokens, own.shape, self.ranks, triton_type(own.dtype),
+                own, draws, self._maxima.addresses, self._places.addresses, self._masses.addresses, picked, tokens,
+                self._logits.addresses,
             )  # fmt: skip
 
     def gather(self, rows: int) -> Tensor:

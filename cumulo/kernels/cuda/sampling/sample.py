@@ -7,7 +7,7 @@ in token order.
 Must move: the logits once, and one part of each row a second time.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 import triton
@@ -79,11 +79,11 @@ def _partial(logits, draws, maxima, places, masses, tops, vocabulary, logit_stri
 
 
 @triton.jit
-def _pick(logits, draws, maxima, places, masses, picked, tokens, vocabulary, logit_stride, token_stride, parts,
-          COLUMNS: tl.constexpr, SLOT: tl.constexpr, POSITION: tl.constexpr, TEMPERATURE: tl.constexpr,
+def _pick(logits, slices, draws, maxima, places, masses, picked, tokens, vocabulary, logit_stride, token_stride,
+          parts, COLUMNS: tl.constexpr, SLOT: tl.constexpr, POSITION: tl.constexpr, TEMPERATURE: tl.constexpr,
           SEED_LOW: tl.constexpr, SEED_HIGH: tl.constexpr, SAMPLE_INDEX: tl.constexpr,
-          PART: tl.constexpr, PARTS: tl.constexpr, SLICES: tl.constexpr, LOGIT: tl.constexpr):  # fmt: skip
-    """With SLICES > 1 each slice of the vocabulary lies on another rank: `logits`, `maxima`, `places` and `masses`
+          PART: tl.constexpr, PARTS: tl.constexpr, SLICES: tl.constexpr):  # fmt: skip
+    """With SLICES > 1 each slice of the vocabulary lies on another rank: `slices`, `maxima`, `places` and `masses`
     are tables of their addresses, and `vocabulary` and `parts` count one slice's."""
     row = tl.program_id(0)
     draw = draws + row * COLUMNS
@@ -117,7 +117,7 @@ def _pick(logits, draws, maxima, places, masses, picked, tokens, vocabulary, log
         choice = first + tl.arange(0, PART)
         source = logits
         if SLICES > 1:
-            source = tl.load(logits + part // parts).to(tl.pointer_type(LOGIT))
+            source = tl.load(slices + part // parts).to(tl.pointer_type(logits.dtype.element_ty))
         x = tl.load(
             source + row.to(tl.int64) * logit_stride + choice, mask=choice < vocabulary, other=float("-inf")
         )
@@ -168,7 +168,7 @@ def sample(
     if len(logits) == 0:
         return
     weigh_parts(logits, draws, buffers.maxima, buffers.places, buffers.masses, tops)
-    pick_token(logits, draws, buffers.maxima, buffers.places, buffers.masses, picked, tokens, logits.shape)
+    pick_token(logits, draws, buffers.maxima, buffers.places, buffers.masses, picked, tokens)
 
 
 def weigh_parts(
@@ -185,17 +185,18 @@ def weigh_parts(
 
 def pick_token(
     logits: Tensor, draws: Tensor, maxima: Tensor, places: Tensor, masses: Tensor, picked: Tensor, tokens: Tensor,
-    shape: Sequence[int], slices: int = 1, dtype: tl.dtype = tl.float32,
+    slices: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """From the parts to a token. With several `slices` of the vocabulary, of `shape` and `dtype` each, the tensors
-    are tables of the addresses where they lie."""
-    rows, vocabulary = shape
-    parts, stride = part_count(vocabulary), logits.stride(0) if slices == 1 else vocabulary
+    """From the parts to a token. If the vocabulary is cut over ranks, `logits` is this rank's slice, `slices` has
+    the addresses of all ranks', and `maxima`, `places` and `masses` are such tables, too."""
+    rows, vocabulary = logits.shape
+    parts, count = part_count(vocabulary), 1 if slices is None else len(slices)
     _pick[(rows,)](
-        logits, draws, maxima, places, masses, picked, tokens, vocabulary, stride, tokens.stride(0), parts,
+        logits, logits if slices is None else slices, draws, maxima, places, masses, picked, tokens, vocabulary,
+        logits.stride(0), tokens.stride(0), parts,
         COLUMNS=COLUMNS, SLOT=SLOT, POSITION=POSITION, TEMPERATURE=TEMPERATURE, SEED_LOW=SEED_LOW,
-        SEED_HIGH=SEED_HIGH, SAMPLE_INDEX=SAMPLE_INDEX, PART=PART, PARTS=triton.next_power_of_2(parts * slices),
-        SLICES=slices, LOGIT=dtype, num_warps=8,
+        SEED_HIGH=SEED_HIGH, SAMPLE_INDEX=SAMPLE_INDEX, PART=PART, PARTS=triton.next_power_of_2(parts * count),
+        SLICES=count, num_warps=8,
     )  # fmt: skip
 
 
