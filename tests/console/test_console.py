@@ -55,6 +55,7 @@ def test_a_stopped_answer_ends_in_the_engine_and_is_found_in_requests(
         assert "finished: abort" in text_of(page, "ol.events")
 
 
+@pytest.mark.thorough  # once the choice of a tool was not listed in time, and why is not known
 def test_tools_can_be_entered_called_and_answered(browser: Any, server: RunningServer) -> None:
     with looking_at(browser, server, "/", DESKTOP) as page:
         settings(page, max_tokens="100", temperature="0")

@@ -139,6 +139,7 @@ def test_a_killed_replica_changes_no_stream_and_the_server_stays_ready(fleet: Fl
     assert fleet.server.sample("cumulo:requests_moved_total") >= 1
 
 
+@pytest.mark.thorough  # on fast, idle cores the streams may have ended before the fault: nothing is left to move
 def test_a_replica_that_hangs_changes_no_stream(fleet: FleetServer) -> None:
     streams = fleet.begun()
     hurt = fleet.busiest()
@@ -159,6 +160,7 @@ def check(fleet: FleetServer, streams: dict[str, Stream], hurt: str, because: st
     assert because in fleet.replicas()[hurt]["last_failure"]
 
 
+@pytest.mark.thorough  # on fast, idle cores the streams may have ended before the fault: nothing is left to move
 def test_a_drained_replica_gets_nothing_and_gives_its_streams_away(fleet: FleetServer) -> None:
     streams = fleet.begun()
     drained = fleet.busiest()["name"]

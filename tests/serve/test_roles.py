@@ -133,6 +133,7 @@ def test_kills_in_the_middle_of_much_traffic_change_no_answer(split: SplitServer
     wait_for(split.connected, "the new engine", split.server)
 
 
+@pytest.mark.thorough  # whether a prompt waits for the prefill engine depends on how fast the others are
 def test_a_prefill_engine_that_hangs_is_given_up_and_replaced(split: SplitServer, texts: list[str]) -> None:
     prefill, streams = (
         split.prefill(),
