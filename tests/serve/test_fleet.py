@@ -148,14 +148,12 @@ def test_a_replica_that_hangs_changes_no_stream(fleet: FleetServer) -> None:
 
 
 def check(fleet: FleetServer, streams: dict[str, Stream], hurt: str, because: str) -> None:
-    moved = 0
     for name, stream in streams.items():
         stream.join()
         assert said(stream.events) == fleet.undisturbed[name], name
+        # Those of other APIs have no id of their own, and may be all that was moved: the metric counts them.
         if "id" in stream.events[0] and len((story := fleet.story(stream))["replicas"]) == 2:
-            moved += 1
             assert story["replicas"][0] == hurt and because in story["summary"]
-    assert moved >= 1
     wait_for(fleet.all_ready, "all replicas", fleet.server)
     assert because in fleet.replicas()[hurt]["last_failure"]
 

@@ -50,6 +50,10 @@ class SplitServer:
         (found,) = self.fleet()["prefill_engines"]
         return dict(found)
 
+    def replaced(self, before: dict[str, Any]) -> bool:
+        now = self.prefill()
+        return now["restarts"] > before["restarts"] and now["state"] == "ready" and bool(now["pid"])
+
     def transfers(self, what: str) -> int:
         return sum(one["transfers"][what] for one in self.fleet()["replicas"])
 
@@ -125,9 +129,10 @@ def test_kills_in_the_middle_of_much_traffic_change_no_answer(split: SplitServer
     with ThreadPoolExecutor(8) as clients:
         asked = [clients.submit(split.ask, number) for number in range(len(texts))]
         for _ in range(2):
-            os.kill(split.prefill()["pid"], signal.SIGKILL)
+            before = split.prefill()
+            os.kill(before["pid"], signal.SIGKILL)
             asked += [clients.submit(split.ask, number) for number in range(len(texts))]
-            wait_for(lambda: split.prefill()["state"] == "ready", "a new engine", split.server)
+            wait_for(lambda before=before: split.replaced(before), "a new engine", split.server)
         answers = [one.result()["choices"][0]["text"] for one in asked]
     assert answers == texts * 3
     wait_for(split.connected, "the new engine", split.server)
