@@ -45,7 +45,7 @@ class Fleet:
         self._model, self._key, self._stack = save_tiny_model(folder), key_file(folder), stack
         self.servers = [self.serve() for _ in range(2)]
         self.gateway: RunningGateway = stack.enter_context(
-            gateway_of(self.servers, self._key, "--hang-timeout", "2", "--stall-timeout", "2")
+            gateway_of(self.servers, self._key, "--hang-timeout", "5", "--stall-timeout", "5")
         )
         self.undisturbed = self.told(self.streams())
 
@@ -102,7 +102,7 @@ def test_a_drained_replicas_streams_move(fleet: Fleet) -> None:
     fleet.check(streams)
     assert fleet.gateway.replica(victim.url)["in_flight"] == 0
     fleet.gateway.operate("POST", f"/{address(victim)}/undrain")
-    # A server that was silent for two seconds, on a busy machine, is unavailable until it is heard of again.
+    # A server that was silent for seconds, on a busy machine, is unavailable until it is heard of again.
     wait_for(lambda: fleet.gateway.replica(victim.url)["state"] == "ready", "its return", fleet.gateway)
 
 
