@@ -75,7 +75,7 @@ class GatewayApp:
                 asked.model, asked.chain(_cache_scope(caller, scope)), len(asked.text),
                 asked.session or _session(scope), caller.name, asked.priority or 0,
             )  # fmt: skip
-            self.gate.take_tokens(caller, self.fleet.memory(asked.model).tokens(len(asked.text)))
+            self.gate.limits.charge_prompt(caller, self.fleet.memory(asked.model).tokens(len(asked.text)))
             ask = FleetAsk(
                 record.id, int(time.time()), secrets.randbits(_SEED_BITS), self.gate.fleet_caller(caller)
             )

@@ -29,27 +29,8 @@ class GatewayGate:
                 raise no_entry("this API key is not valid here")
         assert caller is not None
         if scope["method"] == "POST":
-            wait_s = self.limits.take_request(caller)
-            if wait_s > 0:
-                raise ApiError(
-                    429,
-                    f"{caller.requests_per_minute} requests per minute are allowed and have been made: "
-                    f"try again in {wait_s:.0f} s",
-                    code="rate_limit_exceeded",
-                    retry_after_s=wait_s,
-                )
+            self.limits.charge_request(caller)
         return caller
-
-    def take_tokens(self, caller: Caller, tokens: int) -> None:
-        wait_s = self.limits.take_tokens(caller, tokens)
-        if wait_s > 0:
-            raise ApiError(
-                429,
-                f"this key may use {caller.tokens_per_minute:,} tokens per minute and has used them: "
-                f"try again in {wait_s:.0f} s",
-                code="rate_limit_exceeded",
-                retry_after_s=wait_s,
-            )
 
     def fleet_caller(self, caller: Caller) -> FleetCaller | None:
         """For the replicas, which then ask for no key. Limits are kept here, for all replicas together."""

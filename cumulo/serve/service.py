@@ -161,15 +161,7 @@ class Service:
                 code="queue_full",
                 retry_after_s=self._retry_after_s(waiting),
             )
-        wait_s = self.limits.take_tokens(caller, sum(map(len, prompts)))
-        if wait_s > 0:
-            raise ApiError(
-                429,
-                f"this key may use {caller.tokens_per_minute:,} tokens per minute and has used them: "
-                f"try again in {wait_s:.0f} s",
-                code="rate_limit_exceeded",
-                retry_after_s=wait_s,
-            )
+        self.limits.charge_prompt(caller, sum(map(len, prompts)))
 
     def _free_places(self) -> int:
         stats = self.engine.stats

@@ -93,7 +93,7 @@ class SplitEngine(SimulatedEngine):
         self._can_plan = False
 
     def _take(self, arrival: Arrival) -> None:
-        raise NotImplementedError
+        raise RuntimeError(f"{self.name} only computes orders, and was sent a request")
 
 
 class SplitPrefill(SplitEngine):

@@ -95,15 +95,7 @@ class Gate:
         assert caller is not None
         scope["state"]["caller"] = caller
         if scope["method"] == "POST":
-            wait_s = service.limits.take_request(caller)
-            if wait_s > 0:
-                raise ApiError(
-                    429,
-                    f"{caller.requests_per_minute} requests per minute are allowed and have been made: "
-                    f"try again in {wait_s:.0f} s",
-                    code="rate_limit_exceeded",
-                    retry_after_s=wait_s,
-                )
+            service.limits.charge_request(caller)
         for name, value in scope["headers"]:  # as they come: quicker than through Headers
             if name == b"content-length":
                 if value.isdigit() and int(value) > limit_bytes:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from cumulo.serve.access.keys import Caller
+from cumulo.serve.errors import ApiError
 
 
 @dataclass(slots=True)
@@ -61,7 +62,25 @@ class RateLimits:
             bucket.level -= amount
         return wait_s
 
+    def charge_request(self, caller: Caller) -> None:
+        """Raises ApiError 429 where `take_request` says to wait."""
+        if (wait_s := self.take_request(caller)) > 0:
+            allowed = f"{caller.requests_per_minute} requests per minute are allowed and have been made"
+            raise _too_much(allowed, wait_s)
+
+    def charge_prompt(self, caller: Caller, tokens: int) -> None:
+        """Raises ApiError 429 where `take_tokens` says to wait."""
+        if (wait_s := self.take_tokens(caller, tokens)) > 0:
+            allowed = f"this key may use {caller.tokens_per_minute:,} tokens per minute and has used them"
+            raise _too_much(allowed, wait_s)
+
     def charge_output(self, caller: Caller, tokens: int) -> None:
         bucket = self._bucket("tokens", caller)
         if bucket is not None:
             bucket.level -= tokens
+
+
+def _too_much(allowed: str, wait_s: float) -> ApiError:
+    return ApiError(
+        429, f"{allowed}: try again in {wait_s:.0f} s", code="rate_limit_exceeded", retry_after_s=wait_s
+    )
