@@ -11,7 +11,7 @@ from typing import Any
 
 import httptools
 from uvicorn.config import Config
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
 from cumulo.serve.errors import ApiError
@@ -308,16 +308,7 @@ class Connection(HttpToolsProtocol):
             last.keep_alive = False
 
     def _say(self, error: ApiError) -> None:
-        body = error.body()
-        headers = {
-            "Content-Type": "application/json",
-            "Content-Length": str(len(body)),
-            "Connection": "close",
-            **error.headers,
-        }
-        lines = [b"%s: %s\r\n" % line for line in self.server_state.default_headers]
-        lines += [f"{name}: {value}\r\n".encode("latin-1") for name, value in headers.items()]
-        self.transport.write(b"".join([STATUS_LINE[error.status], *lines, b"\r\n", body]))
+        self.transport.write(refusals.written(error, self.server_state.default_headers))
 
     def _discard(self, length: int) -> None:
         self._discarded_bytes += length

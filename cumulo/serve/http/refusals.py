@@ -1,5 +1,9 @@
 """Refusals: the answers the transport gives by itself, each with its reason for the metrics. Used by Connection."""
 
+from collections.abc import Iterable
+
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE
+
 from cumulo.serve.errors import ApiError
 from cumulo.serve.http.limits import HttpLimits
 
@@ -66,3 +70,17 @@ def body_too_slow(limits: HttpLimits) -> Refusal:
         f"{limits.least_bytes_s:,.0f} bytes a second"
     )
     return ApiError(408, message, code="body_timeout"), "body_timeout"
+
+
+def written(error: ApiError, default_headers: Iterable[tuple[bytes, bytes]]) -> bytes:
+    """The error as an answer that ends the connection, as it goes over the wire."""
+    body = error.body()
+    headers = {
+        "Content-Type": "application/json",
+        "Content-Length": str(len(body)),
+        "Connection": "close",
+        **error.headers,
+    }
+    lines = [b"%s: %s\r\n" % line for line in default_headers]
+    lines += [f"{name}: {value}\r\n".encode("latin-1") for name, value in headers.items()]
+    return b"".join([STATUS_LINE[error.status], *lines, b"\r\n", body])
