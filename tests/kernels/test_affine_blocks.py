@@ -31,7 +31,7 @@ def test_chosen_rows_keep_their_scales() -> None:
     ("change", "message"),
     [
         ({"bits": 5}, "bits 5"),
-        ({"group": 64}, "group 64"),
+        ({"group": 64}, "group size 64"),
         ({"codes": np.zeros((2, 32), np.int8)}, "dtype int8"),
         ({"codes": np.zeros((2, 48), np.uint8)}, "48 columns"),
         ({"scale": np.zeros((2, 1), np.float64)}, "scale is float64"),

@@ -7,11 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cumulo.kernels.cpu.affine_blocks import AffineBlocks
-from cumulo.kernels.cpu.packed_linear import PackedWeight
+from cumulo.kernels.cpu.packed_linear import PackedStack, PackedWeight
 from tests import thorough
 from tests.kernels.blocks import random_blocks
 
 FORMATS = [(4, 32), (4, 16), (8, 32), (8, 16)]
+LONG_FORMATS = [(4, 64), (4, 128), (8, 128), (8, 112)]  # of AWQ, GPTQ and compressed-tensors files
 
 
 def exact_product(x: torch.Tensor, parts: list[AffineBlocks]) -> torch.Tensor:
@@ -31,14 +32,15 @@ def rounding_bound(x: torch.Tensor, parts: list[AffineBlocks], activation_bits: 
     return 0.501 * step.double() @ dense.T + float_sums + 1e-6
 
 
-@pytest.mark.parametrize(("bits", "group"), FORMATS)
+@pytest.mark.parametrize(("bits", "group"), FORMATS + LONG_FORMATS)
 @pytest.mark.parametrize("with_minimum", [False, True])
 @pytest.mark.parametrize("half_exact", [False, True])
 @pytest.mark.parametrize("activation_bits", [8, 16])
 def test_the_product_is_exact_but_for_the_rounding_of_activations(
     bits: int, group: int, with_minimum: bool, half_exact: bool, activation_bits: int
 ) -> None:
-    columns = 96 + (16 if group == 16 else 0)  # not a multiple of the activations' groups of 32
+    # 112 is not a multiple of the activations' groups of 32
+    columns = 3 * group if group in (32, 64) else 112 if group in (16, 112) else 256
     blocks = random_blocks(37, columns, bits, group, with_minimum, half_exact)
     packed = PackedWeight.pack(blocks, activation_bits)
     x = (
@@ -151,3 +153,23 @@ def test_a_value_that_is_no_number_spoils_its_own_token_only(bad: float) -> None
     assert bool(spoiled[3].isnan().all())
     others = [i for i in range(9) if i != 3]
     assert torch.equal(spoiled[others], clean[others])
+
+
+def test_columns_in_act_order_give_the_matrix_s_own_product_and_rows() -> None:
+    blocks = random_blocks(21, 192, 4, 64)
+    order = np.random.default_rng(3).permutation(192)
+    blocks = AffineBlocks(blocks.codes, blocks.scale, blocks.minimum, 4, 64, order)
+    packed = PackedWeight.pack(blocks)
+    x = torch.randn(5, 192, generator=torch.Generator().manual_seed(4))
+    error = (packed.matmul(x) - exact_product(x, [blocks])).abs()
+    assert float(error.max()) < 1e-3
+    assert torch.equal(packed.dequantize(), torch.from_numpy(blocks.dequantize()))
+    other = AffineBlocks(blocks.codes, blocks.scale, blocks.minimum, 4, 64, order[::-1].copy())
+    with pytest.raises(ValueError, match="different orders"):
+        PackedWeight.pack([blocks, other])
+    stack = PackedStack([packed, PackedWeight.pack(other)])
+    assert float((stack.matmul(x) - exact_product(x, [blocks, other])).abs().max()) < 1e-3
+    assert torch.equal(
+        stack.rows(torch.tensor([3, 40])),
+        torch.cat([packed.rows(torch.tensor([3])), stack.parts[1].rows(torch.tensor([19]))]),
+    )

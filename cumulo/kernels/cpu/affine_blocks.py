@@ -1,9 +1,9 @@
-"""AffineBlocks: a quantised matrix exactly as its file stores it, whatever the file format. Made by the GGUF
-reader, consumed by `PackedWeight`.
+"""AffineBlocks: a quantised matrix exactly as its file stores it, whatever the file format. Made by the readers of
+GGUF, AWQ, GPTQ and compressed-tensors files, consumed by `PackedWeight`.
 
-Every block format of GGUF up to eight bits is affine: a weight is `scale * code + minimum`, where scale and
-minimum belong to a group of 16 or 32 consecutive columns of one row. Keeping codes, scales and minima apart
-keeps the file's own weights exactly; nothing is quantised a second time.
+All these formats are affine: a weight is `scale * code + minimum`, where scale and minimum belong to a group of
+consecutive columns of one row. Keeping codes, scales and minima apart keeps the file's own weights exactly;
+nothing is quantised a second time.
 """
 
 from dataclasses import dataclass
@@ -15,19 +15,22 @@ import numpy as np
 class AffineBlocks:
     """A [rows, columns] matrix: w[r, k] = scale[r, k // group] * codes[r, k] + minimum[r, k // group].
 
-    Four-bit codes are unsigned (0..15, uint8); eight-bit codes are signed (-128..127, int8).
+    Four-bit codes are unsigned (0..15, uint8); eight-bit codes are signed (-128..127, int8). With `order` the
+    columns are stored in another order, so that groups are neighbours (GPTQ's act-order): column k of the codes
+    is column order[k] of the matrix.
     """
 
     codes: np.ndarray  # [rows, columns] uint8 (bits 4) or int8 (bits 8)
     scale: np.ndarray  # [rows, columns / group] float32
     minimum: np.ndarray | None  # [rows, columns / group] float32; None: zero everywhere
     bits: int  # 4 or 8
-    group: int  # 16 or 32
+    group: int
+    order: np.ndarray | None = None  # [columns] int64, a permutation
 
     def __post_init__(self) -> None:
         rows, columns = self.codes.shape
-        if self.bits not in (4, 8) or self.group not in (16, 32):
-            raise ValueError(f"bits {self.bits}, group {self.group}: expected bits 4 or 8, group 16 or 32")
+        if self.bits not in (4, 8) or self.group < 1:
+            raise ValueError(f"bits {self.bits}, group {self.group}: expected bits 4 or 8, group 1 or more")
         if self.codes.dtype != (np.uint8 if self.bits == 4 else np.int8):
             raise ValueError(f"{self.bits}-bit codes have dtype {self.codes.dtype}")
         if columns % self.group:
@@ -40,6 +43,8 @@ class AffineBlocks:
                 raise ValueError(
                     f"{name} is {array.dtype} {array.shape}, expected float32 {(rows, columns // self.group)}"
                 )
+        if self.order is not None and not np.array_equal(np.sort(self.order), np.arange(columns)):
+            raise ValueError(f"the order of columns is no permutation of 0..{columns - 1}")
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -52,15 +57,26 @@ class AffineBlocks:
         blocks *= self.scale[:, :, None]
         if self.minimum is not None:
             blocks += self.minimum[:, :, None]
-        return blocks.reshape(rows, columns)
+        found = blocks.reshape(rows, columns)
+        if self.order is None:
+            return found
+        matrix = np.empty_like(found)
+        matrix[:, self.order] = found
+        return matrix
 
     def take_rows(self, indices: np.ndarray | slice) -> "AffineBlocks":
         """The matrix with rows chosen or reordered (GGUF permutes the rows of Llama's q and k)."""
         minimum = None if self.minimum is None else self.minimum[indices]
-        return AffineBlocks(self.codes[indices], self.scale[indices], minimum, self.bits, self.group)
+        return AffineBlocks(
+            self.codes[indices], self.scale[indices], minimum, self.bits, self.group, self.order
+        )
 
     def take_columns(self, columns: slice) -> "AffineBlocks":
         """The matrix with a run of its columns, which begins and ends between groups."""
+        if self.order is not None or columns.start % self.group or columns.stop % self.group:
+            raise ValueError(
+                f"columns {columns.start} to {columns.stop} are not whole groups of {self.group}"
+            )
         groups = slice(columns.start // self.group, columns.stop // self.group)
         minimum = None if self.minimum is None else np.ascontiguousarray(self.minimum[:, groups])
         codes, scale = (

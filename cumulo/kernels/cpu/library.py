@@ -25,6 +25,8 @@ class PackedPartStruct(Structure):
         ("halves", c_int32),
         ("has_minimum", c_int32),
         ("half_floats", c_int32),
+        ("span", c_int32),
+        ("unused", c_int32),
         ("block_bytes", c_int64),
     )
 

@@ -27,6 +27,7 @@ from cumulo.kernels.cpu.library import (
     StepStruct,
     native,
 )
+from cumulo.kernels.packed import Packed
 
 GROUP = 32  # columns that share an activation scale
 SMALL_WORK = 200_000  # multiply-adds below which a second thread costs more than it brings
@@ -52,6 +53,8 @@ class PackedWeight:
         self.shape = (sum(part.shape[0] for part in parts), parts[0].shape[1])
         self.activation_bits = activation_bits
         self.library = library
+        order = parts[0].order
+        self.order = None if order is None else torch.from_numpy(order)
         self._blocks: list[AffineBlocks] | None = None
         if library is None:
             self._blocks = parts
@@ -82,10 +85,14 @@ class PackedWeight:
             raise ValueError(
                 f"cannot stack {[part.shape for part in parts]}: at most {MAX_PARTS}, equal columns"
             )
+        if not have_one_order(parts):
+            raise ValueError("cannot stack parts whose columns are stored in different orders")
         chosen = native() if library == "auto" else library
         assert not isinstance(chosen, str)
         if chosen is not None and parts[0].shape[1] % chosen.lanes:
             chosen = None  # fewer columns than half a vector: not worth a kernel
+        if any(part.group != 16 and part.group % GROUP and part.group != part.shape[1] for part in parts):
+            chosen = None  # groups that no file in use has
         return PackedWeight(parts, activation_bits, chosen)
 
     def matmul(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -94,7 +101,7 @@ class PackedWeight:
             raise ValueError(f"expected float32 [tokens, {self.shape[1]}], got {x.dtype} {tuple(x.shape)}")
         if self.library is None:
             return self._matmul_reference(x, bias)
-        x = x.contiguous()
+        x = x.contiguous() if self.order is None else x[:, self.order]
         tokens, out = x.shape[0], torch.empty((x.shape[0], self.shape[0]), dtype=torch.float32)
         if tokens == 0:
             return out
@@ -133,7 +140,9 @@ class PackedWeight:
         out = torch.empty((len(indices), self.shape[1]), dtype=torch.float32)
         if self.library is not None:
             self.library.dequantize_rows(self.structs, indices, self.shape[1], out)
-            return out
+            if self.order is None:
+                return out
+            return torch.empty_like(out).index_copy_(1, self.order, out)
         assert self._blocks is not None
         first = 0
         for part in self._blocks:
@@ -148,17 +157,49 @@ class PackedWeight:
         return self.rows(torch.arange(self.shape[0]))
 
 
+def have_one_order(parts: Sequence[AffineBlocks]) -> bool:
+    """Whether all parts can read the same activations."""
+    first = parts[0].order
+    if first is None:
+        return all(part.order is None for part in parts)
+    return all(part.order is not None and np.array_equal(part.order, first) for part in parts)
+
+
+class PackedStack:
+    """Packed matrices stacked along the rows that one PackedWeight cannot hold."""
+
+    def __init__(self, parts: Sequence[Packed]) -> None:
+        self.parts = list(parts)
+        self.shape = (sum(part.shape[0] for part in parts), parts[0].shape[1])
+        self.nbytes = sum(part.nbytes for part in parts)
+
+    def matmul(self, x: Tensor) -> Tensor:
+        return torch.cat([part.matmul(x) for part in self.parts], dim=1)
+
+    def rows(self, indices: Tensor) -> Tensor:
+        out = torch.empty((len(indices), self.shape[1]), dtype=torch.float32)
+        first = 0
+        for part in self.parts:
+            inside = (indices >= first) & (indices < first + part.shape[0])
+            out[inside] = part.rows(indices[inside] - first)
+            first += part.shape[0]
+        return out
+
+
 def _fits_half(values: np.ndarray | None) -> bool:
     with np.errstate(over="ignore"):
         return values is None or bool(np.array_equal(values.astype(np.float16).astype(np.float32), values))
 
 
 def _pack_part(part: AffineBlocks, library: NativeLibrary) -> tuple[np.ndarray, PackedPartStruct]:
-    """The layout of native/linear.h: panels of `lanes` rows, blocks of 32 columns: codes, scales, minima."""
+    """The layout of native/linear.h: panels of `lanes` rows, blocks of one or more times 32 columns that share
+    scales: codes, scales, minima."""
     rows, columns = part.shape
     lanes, groups = library.lanes, -(-columns // GROUP)
     panels = -(-rows // lanes)
-    halves = GROUP // part.group
+    halves = max(1, GROUP // part.group)
+    span = max(1, -(-part.group // GROUP))
+    blocks = groups // span
     bits = part.bits if halves == 1 else 8  # 4-bit codes in groups of 16 exist in no file; they fit a byte
     half_floats = library.has_half and _fits_half(part.scale) and _fits_half(part.minimum)
     number = np.float16 if half_floats else np.float32
@@ -171,27 +212,35 @@ def _pack_part(part: AffineBlocks, library: NativeLibrary) -> tuple[np.ndarray, 
     quads = padded.reshape(panels, lanes, groups, 8, 4).transpose(0, 2, 3, 1, 4)
     if bits == 4:
         quads = quads[:, :, :4] | np.left_shift(quads[:, :, 4:], 4, dtype=np.uint8)
-    pieces = [np.ascontiguousarray(quads).reshape(panels, groups, -1)]
+    pieces = [np.ascontiguousarray(quads).reshape(panels, blocks, -1)]
     minimum = part.minimum
     if minimum is None and bits == 4:
         minimum = np.zeros_like(part.scale)  # the kernel has one path for all 4-bit formats
     for values in (part.scale, minimum):
         if values is None:
             continue
-        table = np.zeros((panels * lanes, groups * halves), dtype=number)
+        table = np.zeros((panels * lanes, blocks * halves), dtype=number)
         table[:rows, : values.shape[1]] = values
-        ordered = table.reshape(panels, lanes, groups, halves).transpose(0, 2, 3, 1)
-        pieces.append(np.ascontiguousarray(ordered).reshape(panels, groups, -1).view(np.uint8))
+        ordered = table.reshape(panels, lanes, blocks, halves).transpose(0, 2, 3, 1)
+        pieces.append(np.ascontiguousarray(ordered).reshape(panels, blocks, -1).view(np.uint8))
     block_bytes = sum(piece.shape[2] for piece in pieces)
     # Cache-line aligned by hand; numpy promises only 16 bytes.
-    storage = np.empty(panels * groups * block_bytes + 64, dtype=np.uint8)
+    storage = np.empty(panels * blocks * block_bytes + 64, dtype=np.uint8)
     skip = -storage.ctypes.data % 64
-    array = storage[skip : skip + panels * groups * block_bytes].reshape(panels, groups, block_bytes)
+    array = storage[skip : skip + panels * blocks * block_bytes].reshape(panels, blocks, block_bytes)
     offset = 0
     for piece in pieces:
         array[:, :, offset : offset + piece.shape[2]] = piece
         offset += piece.shape[2]
     struct = PackedPartStruct(
-        array.ctypes.data, rows, bits, halves, int(minimum is not None), int(half_floats), block_bytes
+        array.ctypes.data,
+        rows,
+        bits,
+        halves,
+        int(minimum is not None),
+        int(half_floats),
+        span,
+        0,
+        block_bytes,
     )
     return array, struct

@@ -1,7 +1,8 @@
 // y = x W^T with W in packed affine blocks and x quantised on the fly.
 //
-// A panel is LANES rows of W. Its blocks follow each other along the columns, one per 32 of them:
-//   codes    8 vectors of (LANES rows x 4 columns); 4-bit ones hold vector j in the low, j + 4 in the high half
+// A panel is LANES rows of W. Its blocks follow each other along the columns, one per `span` times 32 of them:
+//   codes    per 32 columns 8 vectors of (LANES rows x 4 columns); 4-bit ones hold vector j in the low, j + 4 in
+//            the high half
 //   scales   [1 or 2 (groups of 16)][LANES] half or float
 //   minima   the same; always there for 4 bits, with 8 only if the format has them
 // so the weights are read exactly once, front to back. One vector of codes and four activations feed one dot
@@ -19,16 +20,21 @@ struct PackedPart {
     int64_t rows;
     int32_t bits, halves;  // halves: 1 for groups of 32, 2 for groups of 16
     int32_t has_minimum, half_floats;
+    int32_t span, unused;  // span: how many times 32 columns share a scale
     int64_t block_bytes;
+
+    int64_t panel_bytes(int groups) const { return block_bytes * (groups / span); }
 };
 
 // How a block lies in memory. Four-bit formats always have minima; EXPANDED is 4-bit codes in bytes.
 enum Format { FOUR_HALF, FOUR_FLOAT, EIGHT, EXPANDED };
 constexpr bool is_four(Format format) { return format == FOUR_HALF || format == FOUR_FLOAT; }
 
+constexpr int code_bytes(Format format) { return LANES * (is_four(format) ? 16 : 32); }  // of 32 columns
+
 template <Format FORMAT>
 INLINE vf load_scale(const PackedPart& part, const uint8_t* block, int which) {  // scales, then minima
-    const uint8_t* p = block + LANES * (is_four(FORMAT) ? 16 : 32);
+    const uint8_t* p = block + code_bytes(FORMAT) * part.span;
     if (FORMAT == FOUR_HALF || (FORMAT == EIGHT && part.half_floats)) return load_half(p + which * LANES * 2);
     return load((const float*)(p + which * LANES * 4));
 }
@@ -80,9 +86,9 @@ static inline void multiply_tile(const PackedPart& part, int groups, const uint8
                                  const float* notes, vf result[T]) {
     const int CODE_BYTES = WIDE ? 64 : 32;
     vf sums[T] = {};
-    for (int group = 0; group < groups; ++group) {
+    for (int group = 0, inside = 0; group < groups; ++group) {
         vb w[8];
-        load_codes<FORMAT>(block, w);
+        load_codes<FORMAT>(block + inside * code_bytes(FORMAT), w);
         vf scale = load_scale<FORMAT>(part, block, 0);
         if (HALVES == 1 && HAS_PAIR && WIDE && T % 2 == 0) {
 #pragma GCC unroll 4
@@ -117,7 +123,7 @@ static inline void multiply_tile(const PackedPart& part, int groups, const uint8
                 sums[t] = fma(second, notes[SUM_SECOND * T + t], sums[t]);
             }
         }
-        block += part.block_bytes;
+        if (++inside == part.span) block += part.block_bytes, inside = 0;
         codes += T * CODE_BYTES;
         notes += T * NOTES;
     }
@@ -151,8 +157,9 @@ static void multiply_panels(const PackedPart& part, const QuantizedRows& x, int6
                             int64_t end, const LinearOutput& out) {
     const int8_t* codes = x.codes + token * x.groups * x.code_bytes();
     const float* notes = x.notes + token * x.groups * NOTES;
-    const uint8_t* block = part.data + begin * part.block_bytes * x.groups;
-    for (int64_t panel = begin; panel < end; ++panel, block += part.block_bytes * x.groups) {
+    const int64_t panel_bytes = part.panel_bytes(x.groups);
+    const uint8_t* block = part.data + begin * panel_bytes;
+    for (int64_t panel = begin; panel < end; ++panel, block += panel_bytes) {
         vf result[T];
         multiply_tile<FORMAT, HALVES, WIDE, T>(part, x.groups, block, codes, notes, result);
         for (int t = 0; t < T; ++t) put(out, token + t, panel * LANES, part.rows, result[t]);
@@ -182,15 +189,16 @@ static const int64_t EXPAND_FROM = 4 * MAX_TILE;  // tokens from which expanding
 template <Format FORMAT>
 static PackedPart expand(const PackedPart& part, int groups, int64_t begin, int64_t end, uint8_t* to) {
     PackedPart expanded = part;
-    expanded.block_bytes = EXPANDED_BLOCK;
+    expanded.block_bytes = EXPANDED_BLOCK, expanded.span = 1;
     expanded.data = to - begin * groups * EXPANDED_BLOCK;  // so that panel numbers stay the same
-    const uint8_t* block = part.data + begin * groups * part.block_bytes;
-    for (int64_t i = 0; i < (end - begin) * groups; ++i, block += part.block_bytes, to += EXPANDED_BLOCK) {
+    const uint8_t* block = part.data + begin * part.panel_bytes(groups);
+    for (int64_t i = 0, inside = 0; i < (end - begin) * groups; ++i, to += EXPANDED_BLOCK) {
         vb w[8];
-        load_codes<FORMAT>(block, w);
+        load_codes<FORMAT>(block + inside * code_bytes(FORMAT), w);
         for (int j = 0; j < 8; ++j) *(vb_any*)(to + j * LANES * 4) = w[j];
         for (int which = 0; which < 2; ++which)
             store((float*)(to + LANES * (32 + 4 * which)), load_scale<FORMAT>(part, block, which));
+        if (++inside == part.span) block += part.block_bytes, inside = 0;
     }
     return expanded;
 }
@@ -204,7 +212,7 @@ static void multiply(const PackedPart& part, const QuantizedRows& x, int64_t tok
     int64_t panels = (part.rows + LANES - 1) / LANES;
     // A chunk of panels stays in the first-level cache while all tiles of tokens pass over it, but every thread
     // should get several chunks: cores are rarely equally fast.
-    const int64_t panel_bytes = (expanding ? EXPANDED_BLOCK : part.block_bytes) * x.groups;
+    const int64_t panel_bytes = expanding ? EXPANDED_BLOCK * x.groups : part.panel_bytes(x.groups);
     int64_t chunk = CHUNK_BYTES / panel_bytes, share = panels / (team.size * 6);
     chunk = tokens <= MAX_TILE ? share : (chunk < share ? chunk : share);
     chunk = chunk < 1 ? 1 : chunk;
@@ -228,24 +236,27 @@ static void multiply(const PackedPart& part, const QuantizedRows& x, int64_t tok
 // Row `row` as floats: the look-up of a tied embedding table.
 static void dequantize_row(const PackedPart& part, int64_t row, int columns, float* out) {
     int groups = (columns + 31) / 32, lane = (int)(row % LANES), per_scale = 32 / part.halves;
-    const uint8_t* block = part.data + row / LANES * part.block_bytes * groups;
+    const uint8_t* block = part.data + row / LANES * part.panel_bytes(groups);
     auto scale_at = [&](int which) {
-        const uint8_t* p = block + LANES * 4 * part.bits;
+        const uint8_t* p = block + LANES * 4 * part.bits * part.span;
         vf v = part.half_floats ? load_half(p + which * LANES * 2) : load((const float*)(p + which * LANES * 4));
         return v[lane];
     };
-    for (int group = 0; group < groups; ++group, block += part.block_bytes)
+    for (int group = 0, inside = 0; group < groups; ++group) {
+        const uint8_t* codes = block + inside * LANES * 4 * part.bits;
         for (int k = 0; k < 32 && group * 32 + k < columns; ++k) {
             int quad = k / 4, half = k / per_scale;
             float code;
             if (part.bits == 8) {
-                uint8_t stored = block[(quad * LANES + lane) * 4 + k % 4];
+                uint8_t stored = codes[(quad * LANES + lane) * 4 + k % 4];
                 code = WEIGHT_OFFSET ? (float)stored - WEIGHT_OFFSET : (float)(int8_t)stored;
             } else {
-                uint8_t both = block[(quad % 4 * LANES + lane) * 4 + k % 4];
+                uint8_t both = codes[(quad % 4 * LANES + lane) * 4 + k % 4];
                 code = (float)(quad < 4 ? both & 15 : both >> 4);
             }
             float value = scale_at(half) * code;
             out[group * 32 + k] = part.has_minimum ? value + scale_at(part.halves + half) : value;
         }
+        if (++inside == part.span) block += part.block_bytes, inside = 0;
+    }
 }

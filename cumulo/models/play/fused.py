@@ -138,6 +138,8 @@ def why_not(decoder: Decoder) -> str | None:
                 return f"{name}.weight is not a contiguous tensor in host memory"
         elif not isinstance(module.packed, PackedWeight) or module.packed.library is None:
             return f"{name} is packed in a format the kernels do not know"
+        elif module.packed.order is not None:
+            return f"{name} reads its inputs in an order of its own"
     return None
 
 
