@@ -13,6 +13,14 @@ class InvalidRequest(CumuloError):
     """A request's own fields make it impossible to serve (empty prompt, NaN temperature, ...)."""
 
 
+class Overloaded(InvalidRequest):
+    """A promised latency cannot be kept now; later it can."""
+
+    def __init__(self, message: str, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
 class ModelError(CumuloError):
     """A model's files are missing, damaged, incomplete or of an unknown architecture."""
 

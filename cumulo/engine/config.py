@@ -5,6 +5,7 @@ from typing import Literal
 
 from cumulo.errors import CumuloError
 from cumulo.layout.serving import ServingLayout
+from cumulo.spec.slo import Slo
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +25,11 @@ class EngineConfig:
     # While several tenants (API keys) are about, a step computes prompts for about this long: a newcomer waits
     # for no step that another's long prompt has filled
     shared_step_s: float = 0.04
+    # TTFT and ITL promised to requests that do not ask for their own; None: nothing is promised (docs/slo.md)
+    slo: Slo | None = None
+    slo_late: Literal["refuse", "queue"] = (
+        "refuse"  # a request whose promise cannot be kept; queue: without one
+    )
     overlap: bool = True  # plan step N+1 and finish N-1 while N runs
     threads: int | None = None  # CPU threads; None: torch's default
     dtype: str = "auto"  # of activations and KV; auto: float32 on a CPU, bfloat16 on a GPU
@@ -64,6 +70,8 @@ class EngineConfig:
                 raise CumuloError(f"{name} must be positive, got {value}")
         if not self.shared_step_s > 0:
             raise CumuloError(f"shared_step_s must be more than 0 seconds, got {self.shared_step_s}")
+        if self.slo is not None and (self.slo.tpot_s is not None or self.slo.e2e_s is not None):
+            raise CumuloError("a server can promise ttft and itl: remove tpot and e2e from the SLO")
         if not self.rank_timeout_s > 0:
             raise CumuloError(f"rank_timeout_s must be more than 0 seconds, got {self.rank_timeout_s}")
         _ = self.layout  # which refuses sizes that do not belong together
@@ -108,6 +116,7 @@ class EngineConfig:
 
 
 _ALLOWED = {
+    "slo_late": ("refuse", "queue"),
     "role": ("both", "prefill", "decode"),
     "preemption": ("auto", "recompute", "swap"),
     "dtype": ("auto", "float64", "float32", "float16", "bfloat16"),

@@ -24,6 +24,7 @@ from cumulo.engine.play.embedding import normalised
 from cumulo.engine.text_stream import TextStream
 from cumulo.errors import InvalidRequest, RanksFailed
 from cumulo.models.text.tokenizer import Tokenizer
+from cumulo.spec.slo import Slo
 
 log = logging.getLogger(__name__)
 
@@ -84,6 +85,7 @@ class Engine:
         stream: bool = False,
         resumed: ListLike[int] = (),
         samples: ListLike[DrawnSample] = (),
+        slo: Slo | None = None,
     ) -> Request:
         """Queue a request, or raise InvalidRequest. With `stream`, text comes in Deltas as it is made.
 
@@ -103,6 +105,7 @@ class Engine:
             tag=_Client(prompt_text, stream),
             resumed=resumed,
             samples=samples,
+            slo=slo,
         )
         self._check_tokens(request)
         self.scheduler.add(request)
@@ -196,15 +199,15 @@ class Engine:
         if self.link is not None:
             self.link.step_done(plan)
         elapsed_s = result.finished_s - result.started_s
-        self.scheduler.observe(plan, elapsed_s)
         now_s = time.perf_counter()
+        self.scheduler.observe(plan, elapsed_s, now_s)
         for sequence in self.scheduler.apply(plan, result, now_s):
             request = sequence.request
             client: _Client = request.tag
             if client.stream or request.params.stop:
                 text = self._push_text(sequence, client, now_s)
                 if client.stream:
-                    self._tell(sequence, text, sequence.tokens[-1:].tolist(), output)
+                    self._tell(sequence, text, new, output)
 
     def _push_text(self, sequence: Sequence, client: _Client, now_s: float) -> str:
         """Feed the newest token to the sample's text; a stop string found there ends the sample."""

@@ -11,6 +11,7 @@ from cumulo.engine.decide.plan import StepPlan
 from cumulo.engine.decide.request import FinishReason, Request, Sequence, State
 from cumulo.engine.decide.residency import Residency
 from cumulo.engine.decide.scheduler_config import SchedulerConfig
+from cumulo.engine.decide.slo.promises import Promises
 from cumulo.engine.decide.transfer import Transfers
 from cumulo.engine.decide.waiting_queue import WaitingQueue
 
@@ -37,6 +38,7 @@ class Books:
         self.running: list[Sequence] = []  # in order; may hold ended sequences until the next plan
         self.in_flight: dict[int, Flight] = {}
         self.transfers = Transfers()
+        self.promises: Promises | None = None  # from the first request on that has an SLO
         self.next_plan = StepPlan(0)  # collects what happens between plans: ended slots, the next beams
 
     def add_running(self, sequence: Sequence) -> None:
@@ -99,6 +101,8 @@ class Books:
             self.shares.went(request.share, now_s)
             request.story.finish(now_s, sum(s.output_length for s in request.sequences))
             self.closed.append(request)
+            if self.promises is not None:
+                self.promises.drop(request)
 
     # -- invariants ---------------------------------------------------------------------------------------
     def problems(self) -> list[str]:

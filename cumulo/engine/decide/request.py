@@ -18,6 +18,7 @@ from cumulo.engine.decide.plan import TokenLogprobs
 from cumulo.engine.decide.pooling import Pooled
 from cumulo.engine.decide.story import Story
 from cumulo.errors import InvalidRequest
+from cumulo.spec.slo import Slo
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -43,7 +44,7 @@ class Request:
     __slots__ = (
         "arrived_s", "beam", "cache_salt", "error", "forks_left", "id", "order", "output_limit", "params",
         "pooled", "priority", "prompt_length", "prompt_logprobs", "reserved_slots", "seed", "sends", "sequences",
-        "share", "stop_ids", "story", "tag",
+        "share", "slo", "stop_ids", "story", "tag",
     )  # fmt: skip
 
     def __init__(
@@ -61,6 +62,7 @@ class Request:
         tag: Any = None,
         resumed: Iterable[int] = (),
         samples: ListLike[DrawnSample] = (),
+        slo: Slo | None = None,
     ) -> None:
         """`resumed`: output tokens that another engine has drawn already; this one draws what follows. `samples`:
         the same where there are several."""
@@ -78,6 +80,7 @@ class Request:
         self.priority, self.cache_salt, self.arrived_s, self.tag = priority, cache_salt, arrived_s, tag
         stops = () if params.ignore_eos else eos_ids
         self.stop_ids = frozenset((*stops, *params.stop_token_ids))
+        self.slo = slo  # asked for; bounds that it leaves out are the engine's
         self.output_limit = 0  # set when the scheduler accepts it
         self.order: tuple[float, int] = (0.0, 0)
         self.share = Tenant(tenant)  # the scheduler puts the one it keeps under this name here

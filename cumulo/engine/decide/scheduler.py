@@ -12,6 +12,8 @@ admitted first (waiting_queue.py, fairness.py). A request is admitted only when 
 alone always fits (checked on arrival); the oldest may always take blocks from younger ones. Hence no deadlock.
 """
 
+from functools import partial
+
 from cumulo.engine.decide import admission, handover
 from cumulo.engine.decide.admission_rules import check_whole, output_limit
 from cumulo.engine.decide.beam_groups import start_beam
@@ -24,6 +26,8 @@ from cumulo.engine.decide.prompt_shares import SHORT_SHARE, Want, burst_tokens, 
 from cumulo.engine.decide.request import FinishReason, Request, Sequence, State
 from cumulo.engine.decide.residency import new_slot
 from cumulo.engine.decide.scheduler_config import SchedulerConfig
+from cumulo.engine.decide.slo.entrance import promise
+from cumulo.engine.decide.slo.prompts import promised_prompts
 from cumulo.engine.decide.step_result import enter_result
 from cumulo.errors import InvalidRequest
 
@@ -62,6 +66,8 @@ class Scheduler:
         self._arrivals += 1
         request.order = (request.arrived_s + request.priority * self.config.priority_step_s, self._arrivals)
         request.story.add(request.arrived_s, "arrived", prompt_tokens=prompt, behind=self.queue.count)
+        if request.slo is not None or self.config.slo is not None or self.books.promises is not None:
+            promise(self.books, request)
         if why is not None:
             request.story.add(request.arrived_s, "limited", limit=request.output_limit, why=why)
         if request.pooled is not None:
@@ -109,7 +115,8 @@ class Scheduler:
         starved = False  # somebody running could not get a block: admit nobody
 
         # Sequences that need one token. This loop runs for every sequence at every step: keep it lean.
-        several = self.shares.several_about(now_s)
+        promises = books.promises
+        several = promises is None and self.shares.several_about(now_s)
         index, slots, starts = plan.index, plan.slots, plan.starts
         stages, most = self.config.stages, -(-len(self.running) // self.config.stages)
         for sequence in self._take_turns(plan, now_s) if several else self.running:
@@ -136,6 +143,8 @@ class Scheduler:
             sequence.computed = known
             sequence.pending += 1
         plan.draw_one_each()
+        if promises is not None:
+            promises.begin_step(plan)
         budget -= len(rows)  # which is enough for all that can run (SchedulerConfig)
         draws = rows[:]
 
@@ -143,12 +152,15 @@ class Scheduler:
         chunks = [sequence for sequence in chunks if sequence.state == State.RUNNING]
         may_admit = not starved and not self.residency.slots_freed
         share = self._share_prompts if several else self._order_prompts
+        if promises is not None:
+            share = partial(promised_prompts, books, promises)
         spent = not budget
         for sequence, count, cut in share(chunks, budget, may_admit, plan, now_s) if budget else ():
             if count:
                 self._plan_chunk(sequence, count, cut, plan, rows, draws, now_s)
                 budget -= count
             spent = spent or cut or budget <= 0
+        spent = spent or (promises is not None and promises.step_full)
         if starved:
             admission.tell_first(books, now_s, "kv_blocks", "a KV block for one that runs already")
         elif self.residency.slots_freed:
@@ -164,6 +176,8 @@ class Scheduler:
             handover.issue_fetches(books, now_s)
             return None
         books.in_flight[index] = Flight(rows, draws)
+        if promises is not None:
+            promises.planned(plan, now_s)
         return plan
 
     def _take_turns(self, plan: StepPlan, now_s: float) -> list[Sequence]:
@@ -297,16 +311,20 @@ class Scheduler:
     def plans_ahead(self, in_flight: StepPlan, now_s: float) -> bool:
         """Whether to plan the next step while this one is computed. A newcomer waits for both: while several
         tenants are about, they may take `shared_step_s` together. Planning late costs the host's time per step,
-        which is little of a long one. The stages of a pipeline always have steps behind each other."""
-        if self.config.stages > 1 or not self.shares.several_about(now_s):
+        which is little of a long one. The stages of a pipeline always have steps behind each other. With
+        ):
+            return False
+        if self.config.stages > 1 or self.books.promises is not None or not self.shares.several_about(now_s):
             return True
         rows, tokens = len(in_flight.slots), in_flight.tokens
         expected_s = self.pace.s_per_row * rows + self.costs.prompt_s_per_token * (tokens - rows)
         return 2 * expected_s <= self.config.shared_step_s
 
     # -- results ------------------------------------------------------------------------------------------
-    def observe(self, plan: StepPlan, seconds: float) -> None:
-        """How long a step took: later ones are planned by it."""
+    def observe(self, plan: StepPlan, seconds: float, now_s: float) -> None:
+        """How long a step took, whose result is here now: later ones are planned by it."""
+        if self.books.promises is not None:
+            self.books.promises.observe(plan, self.books.in_flight[plan.index].draws, now_s)
         rows, tokens = len(plan.slots), plan.tokens
         self.costs.observe_compute(tokens, rows, seconds)
         if tokens and seconds > 0:

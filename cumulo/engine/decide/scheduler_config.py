@@ -6,6 +6,7 @@ from typing import Literal
 from cumulo.engine.config import EngineConfig
 from cumulo.engine.memory.ledger import MemoryPlan
 from cumulo.errors import CumuloError
+from cumulo.spec.slo import Slo
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +26,8 @@ class SchedulerConfig:
     stages: int = 1
     # Of the blocks, with data-parallel attention: equal runs of them, each on one rank with its sequences.
     homes: int = 1
+    slo: Slo | None = None  # promised to requests that do not name their own
+    late: Literal["refuse", "queue"] = "refuse"  # requests whose promise cannot be kept
 
     def __post_init__(self) -> None:
         if self.max_tokens_per_step < self.max_running:
@@ -57,4 +60,6 @@ def scheduler_config(config: EngineConfig, memory: MemoryPlan) -> SchedulerConfi
         shared_step_s=config.shared_step_s,
         stages=config.pp,
         homes=config.dp,
+        slo=config.slo,
+        late=config.slo_late,
     )

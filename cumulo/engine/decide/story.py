@@ -6,6 +6,8 @@
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
+from cumulo.engine.decide.slo.promise import Promise
+
 # What a request waits for. behind_others: its turn by order; fair_share: it is first in order, but others have been
 # served less; prefill, transfer: another engine computes its prompt, its KV arrives.
 WaitCause = Literal[
@@ -33,6 +35,12 @@ _WORDS = {
     "moved": "moved to replica {replica} because {because}: {why}; expected pause {ttft_ms} ms; {instead}",
     "arrived": "arrived with {prompt_tokens} prompt tokens, behind {behind} waiting requests",
     "embed": "asks for an embedding by {pooling} pooling: {wants}",
+    "promised": "is promised {promise}: first token expected after {expected_ms:.0f} ms, behind {ahead} prompts",
+    "not_promised": "is promised nothing and comes after those that are: {why}",
+    "kept": "its promise was kept: TTFT {ttft_ms:.0f} ms, worst ITL {worst_itl_ms:.0f} ms",
+    "missed_ttft": "its promise was not kept: TTFT {ttft_ms:.0f} ms",
+    "missed_itl": "its promise was not kept: {late} of {tokens} tokens came later than the promised ITL, the worst "
+    "after {worst_itl_ms:.0f} ms",
     "limited": "will end after {limit} output tokens, because {why}",
     "blocked": "waits for {why}",
     "admitted": "admitted to step {step}: {cached} of {tokens} tokens from the prefix cache",
@@ -74,6 +82,7 @@ class Story:
     waits_for: str | None = "behind_others"  # the WaitCause of this moment; None while nothing of it waits
     waits_since_s: float | None = None  # None: since arrival
     events: list[Event] = field(default_factory=list)
+    promise: Promise | None = None  # of an engine with an SLO
 
     def add(self, time_s: float, kind: str, **detail: Any) -> None:
         self.events.append(Event(time_s, kind, detail))
@@ -121,6 +130,12 @@ class Story:
     def finish(self, now_s: float, output_tokens: int) -> None:
         self._wait(now_s, None)
         self.finished_s, self.output_tokens = now_s, output_tokens
+        if self.promise is not None and self.ttft_s is not None:
+            one = self.promise
+            self.add(
+                now_s, one.outcome(self.ttft_s), ttft_ms=1e3 * self.ttft_s, worst_itl_ms=1e3 * one.worst_itl_s,
+                late=one.late_tokens, tokens=one.tokens,
+            )  # fmt: skip
 
     def admit(self, now_s: float, step: int, tokens: int, cached: int, lost: int, how: str) -> None:
         """A sequence starts, or comes back after preemption with `lost` tokens to make up for."""

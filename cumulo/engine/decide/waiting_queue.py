@@ -71,6 +71,7 @@ class WaitingQueue:
         self.count = 0  # sequences that wait, queued or (beams waiting for their fellows) not
         self.level = 0  # the priority whose turn it was when `first` was last asked
         self.passed_over: Sequence | None = None  # first in order then, but its tenant had been served more
+        self.by_order = False  # whoever has been served more or less: promises are kept by deadline
         self._shares = shares
         self._lines: dict[str, _Line] = {}  # of tenants that have an entry
         self._levels: dict[int, _Level] = {}
@@ -179,6 +180,9 @@ class WaitingQueue:
         *_, earliest = min(self._earliest(priority) for priority in self._levels)
         assert earliest.place is not None
         self.level = earliest.place[0]
+        if self.by_order:
+            self._turn, self.passed_over = earliest, None
+            return earliest.first()
         found = [self._least(priority, passing) for priority in self._levels if priority <= self.level]
         *_, self._turn = min(
             (one for one in found if one is not None), default=(None,), key=lambda entry: entry[:3]

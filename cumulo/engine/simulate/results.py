@@ -3,6 +3,7 @@
 """
 
 from cumulo.engine.decide.lockstep import Lockstep
+from cumulo.engine.decide.request import Sequence
 from cumulo.engine.decide.scheduler import Scheduler
 from cumulo.engine.simulate.run import Run, Served, StepInFlight
 
@@ -12,10 +13,12 @@ def enter_result(
 ) -> None:
     """A step's tokens arrive: who gained one, and who has ended."""
     run.most_blocks = max(run.most_blocks, scheduler.pool.used_count)
-    scheduler.observe(ready.plan, ready.time.device_s)
+    scheduler.observe(ready.plan, ready.time.device_s, now_s)
     same_s = run.last_result_s
     same, advanced = lockstep.enter_result(ready.plan, now_s)
     others: dict[float, int] = {}
+    if run.itl_bound_s is not None:
+        _judge(advanced, now_s, run.itl_bound_s)
     for sequence in advanced:
         served: Served = sequence.request.tag
         before_s = served.last_token_s
@@ -33,6 +36,15 @@ def enter_result(
         run.itl_counts.append(count)
     run.last_result_s = now_s
     close_ended(scheduler, now_s)
+
+
+def _judge(advanced: list[Sequence], now_s: float, bound_s: float) -> None:
+    """Count the tokens that came late."""
+    for sequence in advanced:
+        served: Served = sequence.request.tag
+        if served.last_token_s is not None:
+            served.tokens += 1
+            served.late_tokens += now_s - served.last_token_s > bound_s
 
 
 def note_settled(lockstep: Lockstep, run: Run) -> None:

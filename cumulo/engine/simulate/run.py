@@ -84,7 +84,9 @@ class Served:
     cached_tokens: int = 0
     preemptions: int = 0
     recomputed_tokens: int = 0
-    refused: str | None = None  # why it could never run
+    refused: str | None = None  # why it could never run, or that its latency could not be promised
+    tokens: int = 0  # where a run judges by ITL: of its tokens after the first one,
+    late_tokens: int = 0  # those that came later than the bound
 
 
 class StepInFlight(NamedTuple):
@@ -109,6 +111,7 @@ class Run:
     most_blocks: int = 0
     all_finished: bool = True
     last_result_s: float = -1.0
+    itl_bound_s: float | None = None  # to judge single requests by; a run that does is played step by step
     # Steps of stretches, which no cost was asked about one by one: how many of so many rows, and what they read.
     stretch_steps: Counter[int] = field(default_factory=Counter)
     stretch_read: float = 0.0

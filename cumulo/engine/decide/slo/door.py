@@ -1,0 +1,126 @@
+"""The door of an engine with an SLO: when a request's first token is expected, and whether all promises hold if it
+is let in. Asked by the scheduler on arrival.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import inf
+
+from cumulo.engine.decide.books import Books
+from cumulo.engine.decide.fairness import Tenant
+from cumulo.engine.decide.request import Request, State
+from cumulo.engine.decide.slo.promises import Promises
+from cumulo.errors import Overloaded
+
+_TTFT_MARGIN = 0.94  # of a promised TTFT, for what the model does not know
+_LEAST_SHARE = 0.05  # of a step for prompts: below, decoding alone takes all the time there is
+_LONGEST_RETRY_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """What letting a request in would mean."""
+
+    ttft_s: float  # expected
+    kept: bool  # its own promise, and those of all who wait
+    ahead: int  # prompts that are computed before it
+    ahead_tokens: int
+    why: str = ""  # not kept: in words
+
+
+def look_ahead(books: Books, promises: Promises, newcomer: Request, now_s: float) -> Outlook:
+    """Everybody who waits for a first token, in order of deadline, at the pace that steps leave to prompts."""
+    if not promises.model.known:
+        return Outlook(0.0, True, 0, 0)
+    model, step_s = promises.model, promises.step_s
+    rows, context = promises.rows, promises.context
+    # Those who are late already come last, and nobody's promise is broken for them.
+    line = sorted(
+        [*promises.waiting.values(), newcomer], key=lambda one: (_deadline_s(one) < now_s, one.order)
+    )
+    clock_s = promises.in_flight_s(now_s) + step_s  # a first token comes at the end of a step
+    found = Outlook(inf, False, 0, 0)
+    ahead = ahead_tokens = 0
+    reached = False
+    allowance = _allowance(newcomer.share, books.shares.about(), now_s) * _TTFT_MARGIN
+    for one in line:
+        tokens = _tokens_left(books, one)
+        start = one.prompt_length - tokens
+        share = 1 - model.decode_s(rows, context) / step_s
+        before_s = clock_s
+        clock_s += model.prompt_s(start, tokens) / max(share, _LEAST_SHARE)
+        rows, context = rows + 1, context + one.prompt_length
+        left_s = _deadline_s(one) - now_s
+        if one is newcomer:
+            reached = True
+            why = _own_obstacle(books, promises, one, share)
+            if not why and clock_s > left_s * allowance:
+                why = f"{ahead} prompts with {ahead_tokens:,} tokens come first"
+            found = Outlook(clock_s, not why, ahead, ahead_tokens, why)
+            if why:
+                break
+        elif reached and clock_s > left_s and before_s - _seconds_of(promises, newcomer, books) <= left_s:
+            return Outlook(
+                found.ttft_s, False, ahead, ahead_tokens, "a request that is here would miss its own TTFT"
+            )
+        ahead, ahead_tokens = ahead + 1, ahead_tokens + tokens
+    return found
+
+
+def refuse(outlook: Outlook, promised_ttft_s: float | None) -> Overloaded:
+    late_s = outlook.ttft_s - (promised_ttft_s or 0.0)
+    retry_s = min(_LONGEST_RETRY_S, max(1.0, late_s)) if late_s < inf else _LONGEST_RETRY_S
+    expected = f"the first token is expected after {outlook.ttft_s:.3g} s" if outlook.ttft_s < inf else ""
+    promised = f", and {promised_ttft_s:.3g} s are promised" if promised_ttft_s is not None else ""
+    return Overloaded(
+        f"{expected}{promised}: {outlook.why}; try again in {retry_s:.0f} s, or ask for more time with "
+        'slo: {"ttft_ms": ...}',
+        retry_s,
+    )
+
+
+def _own_obstacle(books: Books, promises: Promises, request: Request, share: float) -> str:
+    """Why it could not run in time however short its wait is."""
+    if share < _LEAST_SHARE:
+        return f"{promises.rows} sequences that are being answered leave no time for prompts within their ITL"
+    pool, waiting = books.pool, [one for one in promises.waiting.values() if _is_queued(one)]
+    slots = len(books.residency.free_slots) - sum(one.params.samples for one in waiting)
+    if slots < request.params.samples:
+        return f"all {books.config.max_running} sequences that can run at a time are taken"
+    size = pool.block_size
+    growing = len(books.running) * promises.output_tokens / 2 / size
+    wanted = sum(-(-one.prompt_length // size) for one in (*waiting, request))
+    if waiting and wanted + growing > pool.free_count:
+        return f"{pool.used_count} of {pool.blocks} KV blocks are in use"
+    return ""
+
+
+def _is_queued(request: Request) -> bool:
+    return request.sequences[0].state == State.WAITING
+
+
+def _deadline_s(request: Request) -> float:
+    promise = request.story.promise
+    return inf if promise is None or promise.ttft_s is None else request.arrived_s + promise.ttft_s
+
+
+def _tokens_left(books: Books, request: Request) -> int:
+    sequence = request.sequences[0]
+    if sequence.state == State.WAITING:
+        return books.residency.tokens_to_compute(sequence)
+    return max(0, sequence.to_compute)
+
+
+def _seconds_of(promises: Promises, request: Request, books: Books) -> float:
+    tokens = _tokens_left(books, request)
+    return promises.model.prompt_s(request.prompt_length - tokens, tokens)
+
+
+def _allowance(tenant: Tenant, about: Iterable[Tenant], now_s: float) -> float:
+    """How much of its TTFT a tenant may let its own requests queue. One that has had more than its share of the
+    last seconds leaves room to the others; alone, it has all."""
+    served = {one.name: one.recent(now_s) for one in about}
+    total = sum(served.values())
+    if len(served) < 2 or total <= 0:
+        return 1.0
+    return min(1.0, total / len(served) / max(served.get(tenant.name, 0.0), 1e-9))

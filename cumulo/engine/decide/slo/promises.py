@@ -1,0 +1,124 @@
+"""Promises: how long steps may be, and what those who wait for a first token can expect. Owned by the scheduler of
+an engine that has an SLO; without one it does not exist.
+
+A step may take as long as the strictest ITL of those who decode, less the error of the learnt StepModel: what
+decoding leaves of that is spent on prompts, earliest deadline first (Liu and Layland 1973). So a request is let in
+at the door exactly if all deadlines hold in that order.
+"""
+
+from collections import Counter
+from typing import NamedTuple
+
+from cumulo.engine.decide.plan import StepPlan
+from cumulo.engine.decide.request import Request, Sequence, State
+from cumulo.engine.decide.slo.step_model import StepMix, StepModel
+from cumulo.spec.slo import Slo
+
+_ITL_MARGIN = 0.96  # of the promised ITL: the host's part of a step varies, too
+_STEPS_PER_TTFT = 6  # while nobody decodes a step is bounded by the TTFT that newcomers will want
+_LEAST_TOKENS = 16  # of a prompt in a step, however little is left: prompts always get on
+_LEARNING_TOKENS = 512  # of a step, until the model is known
+_LEARN = 0.05
+
+
+class _Planned(NamedTuple):
+    shape: StepMix
+    expected_s: float
+    planned_s: float
+
+
+class Promises:
+    def __init__(self, default: Slo | None) -> None:
+        self.default = default
+        self.model = StepModel()
+        self.waiting: dict[str, Request] = {}  # for their first token, promised or not
+        self.rows = self.context = 0  # of the last plan: who decodes
+        self.output_tokens = 256.0  # of a request, on average
+        self.refused = 0
+        self.left_s = 0.0  # of the step that is being planned, for prompts
+        self.step_full = False  # its time ended before the prompts did
+        self._itls: Counter[float] = Counter()
+        self._ttfts: Counter[float] = Counter()
+        self._planned: dict[int, _Planned] = {}
+        self._last_result_s = float("-inf")
+
+    # -- requests come and go -----------------------------------------------------------------------------
+    def take(self, request: Request) -> None:
+        """A request is in the queue."""
+        self.waiting[request.id] = request
+        promise = request.story.promise
+        if promise is not None:
+            if promise.itl_s is not None:
+                self._itls[promise.itl_s] += 1
+            if promise.ttft_s is not None:
+                self._ttfts[promise.ttft_s] += 1
+
+    def drop(self, request: Request) -> None:
+        """It has ended."""
+        self.waiting.pop(request.id, None)
+        self.output_tokens += _LEARN * (request.story.output_tokens - self.output_tokens)
+        promise = request.story.promise
+        if promise is not None:
+            _forget(self._itls, promise.itl_s)
+            _forget(self._ttfts, promise.ttft_s)
+
+    # -- steps --------------------------------------------------------------------------------------------
+    @property
+    def step_s(self) -> float:
+        """How long the model may say that a step takes."""
+        bound_s = min(self._itls, default=self.default.itl_s if self.default is not None else None)
+        if not self.rows or bound_s is None:
+            ttft_s = min(self._ttfts, default=1.0)
+            bound_s = max(bound_s or 0.0, ttft_s / _STEPS_PER_TTFT)
+        return bound_s * _ITL_MARGIN / self.model.slower
+
+    def begin_step(self, plan: StepPlan) -> None:
+        """The rows that draw one token each are planned."""
+        self.rows, self.context = len(plan.slots), sum(plan.starts)
+        self.left_s = self.step_s - self.model.decode_s(self.rows, self.context)
+        self.step_full = False
+
+    def spend(self, sequence: Sequence, wanted: int) -> int:
+        """How many tokens of a prompt this step computes."""
+        most = _LEARNING_TOKENS
+        if self.model.known:
+            most = max(_LEAST_TOKENS, self.model.tokens_within(self.left_s, sequence.computed))
+        count = min(wanted, most)
+        self.left_s -= self.model.prompt_s(sequence.computed, count)
+        self.step_full = count < wanted
+        return count
+
+    def planned(self, plan: StepPlan, now_s: float) -> None:
+        tokens = pairs = 0
+        for start, count in zip(plan.starts[self.rows :], plan.counts[self.rows :], strict=True):
+            tokens += count
+            pairs += count * start + count * (count + 1) // 2
+        shape = StepMix(self.rows, self.context, tokens, pairs)
+        self._planned[plan.index] = _Planned(shape, self.model.seconds(shape), now_s)
+
+    def observe(self, plan: StepPlan, draws: list[Sequence], now_s: float) -> None:
+        """A step's result is here. Clients see the time since the result before, or since it was planned."""
+        planned = self._planned.pop(plan.index, None)
+        if planned is not None:
+            seconds = now_s - max(self._last_result_s, planned.planned_s)
+            self.model.observe(planned.shape, seconds, self.step_s)
+        self._last_result_s = now_s
+        for sequence in draws:
+            if sequence.sample_index == 0 and sequence.state != State.FINISHED:
+                request = sequence.request
+                self.waiting.pop(request.id, None)
+                if request.story.promise is not None:
+                    request.story.promise.note_token(now_s)
+
+    def in_flight_s(self, now_s: float) -> float:
+        """Until all planned steps are done."""
+        expected_s = sum(one.expected_s for one in self._planned.values())
+        began_s = min((one.planned_s for one in self._planned.values()), default=now_s)
+        return max(0.0, expected_s - (now_s - max(began_s, self._last_result_s)))
+
+
+def _forget(counts: Counter[float], value: float | None) -> None:
+    if value is not None:
+        counts[value] -= 1
+        if not counts[value]:
+            del counts[value]

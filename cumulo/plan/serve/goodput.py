@@ -1,0 +1,64 @@
+"""Goodput: requests per second that kept an SLO, of a simulated replica. For `cumulo simulate serve --promise`.
+
+Every request is judged on its own: its TTFT, and that 99% of its tokens came within the ITL.
+"""
+
+from dataclasses import dataclass, replace
+
+from cumulo.engine.decide.scheduler import Scheduler
+from cumulo.engine.simulate.engine import SimulatedEngine
+from cumulo.engine.simulate.run import Served
+from cumulo.plan.serve.replica import Replica
+from cumulo.plan.serve.traffic import Traffic
+from cumulo.spec.slo import ITL_SHARE, Slo
+
+
+@dataclass(frozen=True, slots=True)
+class Goodput:
+    requests: int
+    admitted: int
+    kept: int
+    missed_ttft: int
+    missed_itl: int
+    span_s: float  # in which requests arrived
+    output_tok_s: float  # of answers that kept it
+
+    @property
+    def request_s(self) -> float:
+        return self.kept / self.span_s
+
+    @property
+    def kept_share(self) -> float:
+        """Of those that were admitted: what a promise is worth."""
+        return self.kept / self.admitted if self.admitted else 1.0
+
+
+def play_goodput(replica: Replica, traffic: Traffic, slo: Slo, *, promise: bool) -> Goodput:
+    """`promise`: schedule by the SLO as `cumulo serve --slo` does; without, in steps of fixed size."""
+    scheduler = replica.scheduler()
+    if promise:
+        scheduler = Scheduler(replace(scheduler.config, slo=slo))
+    engine = SimulatedEngine(scheduler, replica.cost(), step_by_step=True)
+    engine.arrivals = list(traffic.arrivals)
+    engine.run.itl_bound_s = slo.itl_s
+    engine.advance(float("inf"))
+    run = engine.end()
+    admitted = [one for one in run.served if one.refused is None]
+    late_start = {id(one) for one in admitted if _late_start(one, slo)}
+    uneven = [one for one in admitted if id(one) not in late_start and _uneven(one)]
+    kept = [one for one in admitted if one.finished and id(one) not in late_start and not _uneven(one)]
+    span_s = traffic.arrivals[-1].arrived_s - traffic.arrivals[0].arrived_s
+    tokens = sum(one.arrival.output_tokens for one in kept)
+    return Goodput(
+        len(run.served), len(admitted), len(kept), len(late_start), len(uneven), span_s, tokens / span_s
+    )
+
+
+def _late_start(one: Served, slo: Slo) -> bool:
+    if slo.ttft_s is None:
+        return False
+    return one.first_token_s is None or one.first_token_s - one.arrival.arrived_s > slo.ttft_s
+
+
+def _uneven(one: Served) -> bool:
+    return one.late_tokens > (1 - ITL_SHARE) * one.tokens
