@@ -207,7 +207,7 @@ class Engine:
             if client.stream or request.params.stop:
                 text = self._push_text(sequence, client, now_s)
                 if client.stream:
-                    self._tell(sequence, text, new, output)
+                    self._tell(sequence, text, sequence.tokens[-1:].tolist(), output)
 
     def _push_text(self, sequence: Sequence, client: _Client, now_s: float) -> str:
         """Feed the newest token to the sample's text; a stop string found there ends the sample."""

@@ -311,9 +311,7 @@ class Scheduler:
     def plans_ahead(self, in_flight: StepPlan, now_s: float) -> bool:
         """Whether to plan the next step while this one is computed. A newcomer waits for both: while several
         tenants are about, they may take `shared_step_s` together. Planning late costs the host's time per step,
-        which is little of a long one. The stages of a pipeline always have steps behind each other. With
-        ):
-            return False
+        which is little of a long one. The stages of a pipeline always have steps behind each other."""
         if self.config.stages > 1 or self.books.promises is not None or not self.shares.several_about(now_s):
             return True
         rows, tokens = len(in_flight.slots), in_flight.tokens
