@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from cumulo.kernels.low_rank import AdapterRows
 from cumulo.spec.model import ModelSpec
 
 
@@ -28,6 +29,7 @@ class ForwardBatch:
     block_tables: Tensor  # [S, >= max blocks in use] int32; entries past a sequence's blocks are ignored
     logit_rows: Tensor  # [R] int64: token rows whose hidden state is wanted
     shares: tuple[int, ...] = ()  # tokens of the step on each data-parallel rank, where there are several
+    adapters: AdapterRows | None = None  # which rows have an adapter; None: none has
 
 
 class KVCache:
@@ -52,7 +54,7 @@ class KVCache:
         self.on_layer: Callable[[int], None] | None = None
         self.spec, self.blocks, self.block_size = spec, blocks, block_size
         heads = spec.kv_cache_heads
-        make = self._shared_zeros if shared else _zeros
+        make = self._shared_zeros if shared else lazy_zeros
         self.key_storage = make((spec.layers, blocks, heads, block_size, spec.kv_key_dim), dtype, device)
         self.value_storage = make((spec.layers, blocks, heads, block_size, spec.kv_value_dim), dtype, device)
         self.keys = list(self.key_storage.unbind(0))
@@ -65,7 +67,7 @@ class KVCache:
         """In a file without a name: it is gone when the last process that maps it is."""
         size = math.prod(shape) * dtype.itemsize
         if torch.device(device).type != "cpu" or size == 0:
-            return _zeros(shape, dtype, device)
+            return lazy_zeros(shape, dtype, device)
         self.descriptors.append(os.memfd_create("cumulo-kv"))
         os.ftruncate(self.descriptors[-1], size)
         return torch.frombuffer(mmap.mmap(self.descriptors[-1], size), dtype=dtype).view(shape)
@@ -103,7 +105,7 @@ class RunnableModel(Protocol):
         ...
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> Tensor:
+def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> Tensor:
     """Zeros that take memory only where they are written: torch.zeros touches every page, and a cache of
     several GiB would cost seconds at start and all of its memory for a short chat."""
     elements = math.prod(shape)

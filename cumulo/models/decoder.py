@@ -5,10 +5,12 @@ parameters by name (`cumulo.spec.parameters` lists them) or replace matrices by 
 """
 
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
+from cumulo.kernels.low_rank import AdapterRows
 from cumulo.kernels.packed import Packed
 from cumulo.models.attention import Attention, LatentAttention
 from cumulo.models.batch import ForwardBatch, KVCache
@@ -46,6 +48,14 @@ class Layer(nn.Module):
         return x + self.ffn(self.ffn_norm(x))
 
 
+class AdapterRoom(Protocol):
+    """Adapters of a decoder, which its matrices know; an AdapterBank."""
+
+    def begin(self, rows: AdapterRows | None) -> None:
+        """The next products are of these rows."""
+        ...
+
+
 class Decoder(nn.Module):
     __call__: Callable[..., Tensor]
 
@@ -67,10 +77,13 @@ class Decoder(nn.Module):
         if not spec.tied_embeddings:
             self.head = Linear(spec.hidden, spec.vocab_size, dtype=dtype, device=device)
         self.rotary = RotaryTable(spec, dtype)
+        self.bank: AdapterRoom | None = None  # where adapters are served
 
     def forward(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
         """Compute a step, write its keys and values, and return the normed hidden states [R, hidden] of
         `batch.logit_rows`."""
+        if self.bank is not None:
+            self.bank.begin(batch.adapters)
         x = self.embed.rows(batch.token_ids)
         rotation = self.rotary.rotation_at(batch.positions)
         for index, layer in enumerate(self.layers):

@@ -5,6 +5,7 @@ What packing means is the kernels' business (kernels/packed.py).
 """
 
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +17,12 @@ from cumulo.kernels.packed import Packed
 def empty_parameter(*shape: int, dtype: torch.dtype, device: torch.device | str) -> nn.Parameter:
     """Memory for weights that a loader will fill. A trainer switches gradients on when it takes the model."""
     return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
+
+
+class Adapted(Protocol):
+    """What adapters add to a matrix's product; an AdapterBank has one for each of its matrices."""
+
+    def add(self, x: Tensor, y: Tensor) -> Tensor: ...
 
 
 class Linear(nn.Module):
@@ -38,6 +45,7 @@ class Linear(nn.Module):
         self.shape = (outputs, inputs)
         self.dtype = dtype
         self.packed: Packed | None = None
+        self.adapted: Adapted | None = None
         self.weight = empty_parameter(outputs, inputs, dtype=dtype, device=device)
         self.bias = empty_parameter(outputs, dtype=dtype, device=device) if bias else None
 
@@ -50,9 +58,12 @@ class Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.packed is None:
-            return F.linear(x, self.weight, self.bias)
-        y = self.packed.matmul(x)
-        return y if self.bias is None else y + self.bias
+            y = F.linear(x, self.weight, self.bias)
+        else:
+            y = self.packed.matmul(x)
+            if self.bias is not None:
+                y = y + self.bias
+        return y if self.adapted is None else self.adapted.add(x, y)
 
     def without_bias(self, x: Tensor) -> Tensor:
         """x Wᵀ: where others have the rest of a sum, the bias is added once, to all of it."""

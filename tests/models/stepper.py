@@ -3,8 +3,10 @@ blocks are handed out in random order, so that a decoder that ignores block tabl
 
 import random
 
+import numpy as np
 import torch
 
+from cumulo.kernels.low_rank import AdapterRows, group_rows
 from cumulo.models.batch import ForwardBatch, KVCache
 from cumulo.models.decoder import Decoder
 from cumulo.models.play.fused import FusedDecoder
@@ -22,6 +24,7 @@ class Stepper:
         self.free = random.Random(seed).sample(range(blocks), blocks)
         self.tables: dict[str, list[int]] = {}
         self.lengths: dict[str, int] = {}
+        self.adapters: dict[str, int] = {}  # by sequence: the slot of its adapter
 
     @torch.inference_mode()
     def step(self, chunks: dict[str, list[int]]) -> dict[str, torch.Tensor]:
@@ -53,6 +56,10 @@ class Stepper:
             ),
             logit_rows=torch.arange(starts[-1]),
         )
+        if self.adapters:
+            held = [self.adapters.get(name, -1) for name, tokens in chunks.items() for _ in tokens]
+            groups = group_rows(np.array(held, dtype=np.int32))
+            batch.adapters = AdapterRows(groups, groups)
         logits = self.decoder.logits(self.decoder.forward(batch, self.cache))
         return {name: logits[starts[i] : starts[i + 1]] for i, name in enumerate(chunks)}
 

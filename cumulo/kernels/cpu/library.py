@@ -35,6 +35,10 @@ class QuantizedRowsStruct(Structure):
     _fields_ = (("codes", c_void_p), ("notes", c_void_p), ("groups", c_int32), ("wide", c_int32))
 
 
+class GroupsStruct(Structure):
+    _fields_ = (("rows", c_void_p), ("starts", c_void_p), ("slots", c_void_p), ("count", c_int64))
+
+
 class StepStruct(Structure):
     _fields_ = (
         ("tokens", c_int64),
@@ -52,6 +56,8 @@ class StepStruct(Structure):
         ("query_starts", c_void_p),
         ("context_lengths", c_void_p),
         ("block_tables", c_void_p),
+        ("token_groups", GroupsStruct),
+        ("output_groups", GroupsStruct),
     )
 
 
@@ -90,11 +96,15 @@ class OpStruct(Structure):
         ("interleaved", c_int32),
         ("scale", c_float),
         ("eps", c_float),
+        ("bounds", c_void_p),
+        ("ranks", c_void_p),
+        ("rank_max", c_int32),
     )
 
 
 # Kind in program.h
 EMBED, NORM, QUANTIZE, LINEAR, FLOAT_LINEAR, ROTATE, ATTEND, SILU_MUL, GATHER, EMBED_FLOAT = range(10)
+SHRINK, EXPAND = 10, 11
 MAX_PARTS = 8
 # check() in program.h
 PROBLEMS = (
@@ -105,6 +115,7 @@ PROBLEMS = (
     "a wanted row is",
     "the sequences' lengths are",
     "a block is",
+    "a row with an adapter is",
 )
 
 

@@ -7,6 +7,7 @@
 #include "attention.h"
 #include "float_linear.h"
 #include "linear.h"
+#include "low_rank.h"
 #include "small_ops.h"
 
 struct Step {
@@ -14,6 +15,7 @@ struct Step {
     int64_t vocabulary, position_limit, blocks, block_size;  // what indices are checked against; 0: not used
     const int64_t *token_ids, *positions, *slots, *output_rows;
     const int32_t *query_starts, *context_lengths, *block_tables;
+    Groups token_groups, output_groups;  // rows that have an adapter
 };
 
 enum Kind : int32_t {
@@ -26,7 +28,9 @@ enum Kind : int32_t {
     ATTEND,     // query x -> out
     SILU_MUL,   // x = [gate | up] -> silu(gate) * up -> quantised (or out)
     GATHER,     // out[i] = x[output_rows[i]]
-    EMBED_FLOAT // EMBED from a float table
+    EMBED_FLOAT, // EMBED from a float table
+    SHRINK,     // A x of every row that has an adapter -> out
+    EXPAND      // B x added to the rows of out that have an adapter
 };
 
 struct Op {
@@ -49,6 +53,9 @@ struct Op {
     int32_t heads, kv_heads, head_dim, value_dim, block_size, window;
     int32_t interleaved;
     float scale, eps;
+    // adapters; `parts` are the sections of a fused matrix
+    const int32_t *bounds, *ranks;
+    int32_t rank_max;
 };
 
 INLINE int64_t rows_of(const Op& op, const Step& step) { return op.over_outputs ? step.outputs : step.tokens; }
@@ -122,6 +129,10 @@ static AttentionInput attention_input(const Op& op, const Step& step) {
     return in;
 }
 
+static LowRank low_rank(const Op& op) {
+    return {op.x, op.weight, op.out, op.columns, op.out_columns, op.bounds, op.ranks, op.parts, op.rank_max};
+}
+
 static const int MAX_PARTS = 8;  // counters per operation
 
 static void play_op(const Op& op, const Step& step, std::atomic<int64_t>* counters, Team& team) {
@@ -156,6 +167,8 @@ static void play_op(const Op& op, const Step& step, std::atomic<int64_t>* counte
         case ROTATE: each_row([&](int64_t row) { rotate_row(op, step, row); }); break;
         case ATTEND: attention(attention_input(op, step), work, team); break;
         case SILU_MUL: each_row([&](int64_t row) { silu_row(op, row, rows); }); break;
+        case SHRINK: shrink(low_rank(op), op.over_outputs ? step.output_groups : step.token_groups, work); break;
+        case EXPAND: expand(low_rank(op), op.over_outputs ? step.output_groups : step.token_groups, work); break;
         case GATHER:
             each_row([&](int64_t row) {
                 memcpy(op.out + row * op.columns, op.x + step.output_rows[row] * op.columns,
@@ -176,6 +189,9 @@ static int check(const Step& step) {
     if (outside(step.positions, step.tokens, step.position_limit)) return 2;
     if (outside(step.slots, step.tokens, step.blocks * step.block_size)) return 3;
     if (outside(step.output_rows, step.outputs, step.tokens)) return 4;
+    for (auto [groups, rows] : {std::pair{step.token_groups, step.tokens}, {step.output_groups, step.outputs}})
+        for (int64_t i = 0; groups.count && i < groups.starts[groups.count]; ++i)
+            if (groups.rows[i] < 0 || groups.rows[i] >= rows) return 7;
     if (!step.query_starts || !step.blocks) return 0;
     if (step.query_starts[0] != 0 || step.query_starts[step.sequences] != step.tokens) return 5;
     for (int64_t s = 0; s < step.sequences; ++s) {

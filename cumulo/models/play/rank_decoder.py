@@ -68,6 +68,8 @@ class RankDecoder:
     def forward(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
         """As a whole decoder; the result of a stage that is not the last goes to the next, and is empty here."""
         decoder, links = self.decoder, self.links
+        if decoder.bank is not None:
+            decoder.bank.begin(batch.adapters)
         if self.part.first:
             x = embed_slice(decoder.embed, self.part, batch.token_ids, links)
         else:
