@@ -30,6 +30,17 @@ def parse_slo(text: str, share: float = 0.95) -> Slo:
     return Slo(**bounds, share=share)
 
 
+def parse_promise(text: str) -> Slo:
+    """What a server promises, 'ttft=500ms,itl=40ms': times have units, so that nobody promises 500 seconds."""
+    for part in text.split(","):
+        if part.strip()[-1:].isdigit():
+            raise CumuloError(f"--slo needs units, such as ttft=500ms,itl=40ms or ttft=2s; got {part!r}")
+    slo = parse_slo(text)
+    if slo.tpot_s is not None or slo.e2e_s is not None:
+        raise CumuloError("a server can promise ttft and itl: remove tpot and e2e from --slo")
+    return slo
+
+
 def wilson_interval(met: int, total: int, z: float = CONFIDENCE_Z) -> tuple[float, float]:
     """Where the true share lies, given `met` of `total` (Wilson, 1927)."""
     if total == 0:

@@ -23,6 +23,7 @@ from cumulo.serve.errors import ApiError, ClientGone, invalid
 from cumulo.serve.fleet.passage import PASSAGE, Passage
 from cumulo.serve.formats import call_ids
 from cumulo.serve.service import Service
+from cumulo.spec.slo import Slo
 
 _BATCH_AT_A_TIME = 4  # prompts of one line of a batch, so that it leaves the queue to others
 
@@ -71,10 +72,12 @@ class Call:
         guide_param: str | None = None,
         at_a_time: int | None = None,
         session: str = "",
+        slo: Slo | None = None,
     ) -> None:
         """Send all prompts to the engine, or raise ApiError and send none. `guide_param`: the field that the
         guide in `params` comes from. `at_a_time`: at most so many are in the engine, the others follow.
-        `session`: the caller's name of it; its requests prefer one replica."""
+        `session`: the caller's name of it; its requests prefer one replica. `slo`: the latency that the request
+        asks for, instead of its key's or the server's."""
         if priority < 0 and not self.caller.may_go_first:
             raise invalid(
                 f"priority {priority} would go before every other key's requests, and this key may not: send 0 or "
@@ -111,6 +114,7 @@ class Call:
                 self.caller.name,
                 resumed,
                 session=session,
+                slo=slo or self.caller.slo,
             )
             self.service.submit(self, submit, self._inbox, position)
 
@@ -191,6 +195,10 @@ class Call:
         if failure.busy:
             return ApiError(
                 503, failure.message, kind="server_error", code="guide_compiler_busy", retry_after_s=2
+            )
+        if failure.retry_after_s is not None:
+            return ApiError(
+                429, failure.message, param="slo", code="slo_not_kept", retry_after_s=failure.retry_after_s
             )
         if failure.of_guide:
             message = failure.message

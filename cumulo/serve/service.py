@@ -238,6 +238,8 @@ class Service:
         record.ended_s, record.story, record.retried = now_s, story, request.resubmitted_at >= 0
         if isinstance(end, Failure):
             record.outcome, record.error = "error", end.message
+            if end.retry_after_s is not None:
+                self.metrics.promises("refused").inc()
         else:
             record.outcome = end.samples[0].finish_reason if end.samples else "abort"
         self.metrics.on_end(record)

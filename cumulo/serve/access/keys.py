@@ -1,7 +1,7 @@
 """API keys: a file that holds no key, only salted hashes. Made by `cumulo serve --new-api-key`, read by the gate.
 
 The file is JSON: {"keys": [{"name", "salt", "sha256", "requests_per_minute"?, "tokens_per_minute"?,
-"may_go_first"?, "cache_group"?, "may_see_names"?, "may_operate"?}, ...]}. A key that may go first may send
+"may_go_first"?, "cache_group"?, "may_see_names"?, "may_operate"?, "slo"?}, ...]}. A key that may go first may send
 priorities below 0, which no fair share holds back. Keys of one cache group share cached prefixes; any other key has
 a prefix cache of its own. A key that may see names reads the names of all keys in /metrics. A key that may operate
 drains and restarts replicas (/v1/fleet).
@@ -20,6 +20,8 @@ from pathlib import Path
 import msgspec
 
 from cumulo.errors import CumuloError
+from cumulo.load.slo import parse_promise
+from cumulo.spec.slo import Slo
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +40,7 @@ class Caller:
     may_see_names: bool = True  # of other callers, in /metrics; with keys only those whose entry says so
     cache_scope: str = ""  # callers of different scopes never share cached prefixes
     may_operate: bool = False  # drain and restart replicas
+    slo: Slo | None = None  # promised to its requests; None: the server's
 
     def salt(self, own: str) -> str:
         """What the caller's prefixes are hashed with. `own`: the salt that the request gave. Written as JSON, so
@@ -55,6 +58,7 @@ class KeyEntry(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     may_see_names: bool = False
     may_operate: bool = False
     cache_group: str | None = None
+    slo: str | None = None
 
     @property
     def cache_scope(self) -> str:
@@ -100,6 +104,7 @@ class ApiKeys:
             entry.may_see_names,
             entry.cache_scope,
             entry.may_operate,
+            parse_promise(entry.slo) if entry.slo else None,
         )
 
     def _mark(self) -> tuple[int, int]:

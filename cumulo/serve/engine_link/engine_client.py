@@ -261,7 +261,11 @@ class EngineClient:
             self.leaving.discard(report.request_id)
             refused = self.in_flight.get(report.request_id)
             if refused is not None:
-                self._end(refused, Failure(report.message, not report.busy, report.of_guide, report.busy))
+                later = report.busy or report.retry_after_s is not None
+                failure = Failure(
+                    report.message, not later, report.of_guide, report.busy, report.retry_after_s
+                )
+                self._end(refused, failure)
         elif isinstance(report, BlockMap):
             for answer in self._block_maps:
                 if not answer.done():

@@ -28,7 +28,7 @@ from cumulo.engine.engine import Engine
 from cumulo.engine.guides.guided import is_fault_of_guide
 from cumulo.engine.guides.trial import GuideCompilerBusy
 from cumulo.engine.outputs import RequestOutput
-from cumulo.errors import CumuloError, InvalidRequest
+from cumulo.errors import CumuloError, InvalidRequest, Overloaded
 from cumulo.serve.engine_link.guide_checker import GuideChecker
 from cumulo.serve.engine_link.messages import (
     Abort,
@@ -162,7 +162,11 @@ class EngineLoop:
                 samples=[
                     DrawnSample(array("i", tokens), reason) for tokens, reason in submit.resumed_samples
                 ],
+                slo=submit.slo,
             )
+        except Overloaded as error:
+            self._send(Rejected(submit.request_id, str(error), retry_after_s=error.retry_after_s))
+            return False
         except InvalidRequest as error:
             self._send(Rejected(submit.request_id, str(error)))
             return False
@@ -254,6 +258,7 @@ def warm_up(engine: Engine) -> None:
     while engine.has_work:
         engine.step()
     engine.scheduler.shares.take_served()  # nobody's: it is not told
+    engine.scheduler.books.promises = None  # steps that made something say nothing about later ones
     if engine.guidance is not None:
         with contextlib.suppress(
             InvalidRequest

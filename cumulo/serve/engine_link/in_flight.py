@@ -18,12 +18,14 @@ from cumulo.serve.engine_link.messages import Finished, Stats, Submit
 @dataclass(frozen=True, slots=True)
 class Failure:
     """Why a request ended without an answer. `refused`: the request itself is at fault, `of_guide`: its guide,
-    `busy`: nobody is, its guide could not be compiled now."""
+    `busy`: nobody is, its guide could not be compiled now. `retry_after_s`: nor here, its latency could not be
+    promised."""
 
     message: str
     refused: bool = False
     of_guide: bool = False
     busy: bool = False
+    retry_after_s: float | None = None
 
 
 def failure_of(finished: Finished) -> Failure:

@@ -15,6 +15,7 @@ from cumulo.engine.decide.plan import TokenLogprobs
 from cumulo.engine.decide.request import FinishReason
 from cumulo.engine.decide.story import Story
 from cumulo.engine.outputs import Delta, Sample
+from cumulo.spec.slo import Slo
 
 
 class EngineJob(msgspec.Struct, frozen=True):
@@ -43,6 +44,7 @@ class Submit(msgspec.Struct, frozen=True, tag="submit"):
     resumed_samples: list[tuple[bytes, FinishReason | None]] = []
     session: str = ""  # requests of one session prefer one replica
     expects_cached: int = 0  # tokens that a router expects in the engine's prefix cache
+    slo: Slo | None = None  # the latency asked for; None: the engine's own, if it has one
 
 
 class _PackedSubmit(msgspec.Struct, frozen=True, tag="submit"):
@@ -59,6 +61,7 @@ class _PackedSubmit(msgspec.Struct, frozen=True, tag="submit"):
     resumed_samples: list[tuple[bytes, FinishReason | None]] = []
     session: str = ""
     expects_cached: int = 0
+    slo: Slo | None = None
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
@@ -180,6 +183,7 @@ class Rejected(msgspec.Struct, frozen=True, tag="rejected"):
     message: str
     of_guide: bool = False  # it is the guide that is impossible
     busy: bool = False  # nothing is impossible: guides cannot be compiled now, later they can
+    retry_after_s: float | None = None  # nothing is impossible: the promised latency cannot be kept now
 
 
 class BlockMap(msgspec.Struct, frozen=True, tag="block_map"):
@@ -224,4 +228,5 @@ def decode_command(packed: bytes) -> Command:
         command.resumed_samples,
         command.session,
         command.expects_cached,
+        command.slo,
     )

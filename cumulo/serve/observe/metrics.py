@@ -111,6 +111,9 @@ class Metrics:
             (*_LABELS, "component"), registry=self.registry,
         )  # fmt: skip
         self._ledger_of: Ready | None = None
+        self.promises = self._labelled(
+            Counter, "slo_requests", "Requests with a promised latency: kept, missed or refused.", "outcome"
+        )
         self.recomputed = counter("recomputed_tokens", "Tokens computed again after preemptions.")
         self._wait_by = self._labelled(
             Counter, "wait_seconds", "Seconds requests waited, by what for.", "reason"
@@ -211,6 +214,8 @@ class Metrics:
                 self.decode.observe(story.finished_s - story.first_token_s)
         if story.decode_tok_s:
             self.per_token.observe(record.samples / story.decode_tok_s)
+        if story.promise is not None and story.first_token_s is not None:
+            self.promises(story.promise.outcome(story.ttft_s)).inc()
         for cause, seconds in story.waits_s.items():
             self._wait_by(cause).inc(seconds)
         for event in story.events:

@@ -75,6 +75,7 @@ async def begin_chat(
         stream=bool(body.stream),
         priority=body.priority or 0,
         cache_salt=body.cache_salt or "",
+        slo=body.slo.as_slo() if body.slo is not None else None,
         guide_param=guide_param or form.guide_param,
         session=body.prompt_cache_key or "",
     )

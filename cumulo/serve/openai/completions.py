@@ -83,6 +83,7 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
         stream=bool(body.stream),
         priority=body.priority or 0,
         cache_salt=body.cache_salt or "",
+        slo=body.slo.as_slo() if body.slo is not None else None,
     )
     if body.stream:
         return await open_stream(call, CompletionEvents(call, asked))

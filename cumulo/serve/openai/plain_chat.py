@@ -67,6 +67,7 @@ class PlainChat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     include_stop_str_in_output: ClassVar[None] = None
     priority: ClassVar[None] = None
     cache_salt: ClassVar[None] = None
+    slo: ClassVar[None] = None
     explain: ClassVar[None] = None
     metadata: ClassVar[None] = None
     safety_identifier: ClassVar[None] = None

@@ -6,7 +6,8 @@ tools that are not known are left out with a warning.
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, StringConstraints
+from pydantic import Field, StringConstraints, model_validator
+from pydantic_core import PydanticCustomError
 
 from cumulo.serve.openai.fields import Strict, TextOnly
 from cumulo.serve.openai.schemas_form import (
@@ -20,6 +21,7 @@ from cumulo.serve.openai.schemas_form import (
     ToolCall,
     ToolChoice,
 )
+from cumulo.spec.slo import Slo
 
 MAX_STOP_STRINGS = 32
 MAX_STOP_CHARACTERS = 512
@@ -45,6 +47,21 @@ class StreamOptions(Strict):
         False, description="Extension, with include_usage: every chunk has the token counts so far."
     )
     neutral: ClassVar[dict[str, tuple[Any, ...]]] = {"include_obfuscation": (False, True)}
+
+
+class AskedSlo(Strict):
+    ttft_ms: float | None = Field(None, gt=0, le=1e7, description="Time to the first token.")
+    itl_ms: float | None = Field(None, gt=0, le=1e7, description="Time between two tokens, for 99% of them.")
+
+    @model_validator(mode="after")
+    def _needs_a_bound(self) -> "AskedSlo":
+        if self.ttft_ms is None and self.itl_ms is None:
+            raise PydanticCustomError("slo_empty", "slo needs ttft_ms, itl_ms or both")
+        return self
+
+    def as_slo(self) -> Slo:
+        ttft_s, itl_s = (bound if bound is None else bound / 1e3 for bound in (self.ttft_ms, self.itl_ms))
+        return Slo(ttft_s, itl_s)
 
 
 class Sampling(Strict):
@@ -85,6 +102,11 @@ class Sampling(Strict):
     priority: int | None = Field(None, ge=-100, le=100, description="Extension: lower goes first.")
     cache_salt: Label | None = Field(
         None, description="Extension: share cached prefixes only with requests of the same salt."
+    )
+    slo: AskedSlo | None = Field(
+        None,
+        description="Extension: the latency to promise, instead of the key's or the server's; 429 if it cannot be "
+        "kept.",
     )
     explain: bool | None = Field(None, description="Extension: add the request's story to the answer.")
     use_beam_search: bool | None = Field(

@@ -46,7 +46,7 @@ def look_ahead(books: Books, promises: Promises, newcomer: Request, now_s: float
     for one in line:
         tokens = _tokens_left(books, one)
         start = one.prompt_length - tokens
-        share = 1 - model.decode_s(rows, context) / step_s
+        share = promises.prompt_share(rows, context, start, books.config.max_tokens_per_step)
         before_s = clock_s
         clock_s += model.prompt_s(start, tokens) / max(share, _LEAST_SHARE)
         rows, context = rows + 1, context + one.prompt_length
@@ -55,7 +55,11 @@ def look_ahead(books: Books, promises: Promises, newcomer: Request, now_s: float
             reached = True
             why = _own_obstacle(books, promises, one, share)
             if not why and clock_s > left_s * allowance:
-                why = f"{ahead} prompts with {ahead_tokens:,} tokens come first"
+                why = (
+                    f"{ahead} prompts with {ahead_tokens:,} tokens come first"
+                    if ahead
+                    else (f"so long it takes to compute the {tokens:,} tokens of its prompt")
+                )
             found = Outlook(clock_s, not why, ahead, ahead_tokens, why)
             if why:
                 break

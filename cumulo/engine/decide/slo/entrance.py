@@ -15,7 +15,8 @@ def promise(books: Books, request: Request) -> None:
         books.promises = Promises(config.slo)
         books.queue.by_order = True
     promises, story = books.promises, request.story
-    slo = _merged(request.slo, config.slo)
+    # One that is less important than usual is promised only what it asks for: batches wait until there is time.
+    slo = _merged(request.slo, config.slo) if request.slo is not None or request.priority <= 0 else None
     begun = request.sequences[0].output_length > 0  # another engine let it in
     if slo is not None and not request.sends and not begun:
         story.promise = Promise.of(slo)

@@ -17,7 +17,7 @@ from cumulo.spec.slo import Slo
 _ITL_MARGIN = 0.96  # of the promised ITL: the host's part of a step varies, too
 _STEPS_PER_TTFT = 6  # while nobody decodes a step is bounded by the TTFT that newcomers will want
 _LEAST_TOKENS = 16  # of a prompt in a step, however little is left: prompts always get on
-_LEARNING_TOKENS = 512  # of a step, until the model is known
+_LEARNING_TOKENS = 64  # of a step, until the model is known
 _LEARN = 0.05
 
 
@@ -77,6 +77,12 @@ class Promises:
         self.rows, self.context = len(plan.slots), sum(plan.starts)
         self.left_s = self.step_s - self.model.decode_s(self.rows, self.context)
         self.step_full = False
+
+    def prompt_share(self, rows: int, context: int, start: int, most_tokens: int) -> float:
+        """Of the time that steps take, what is spent on prompts while so many sequences decode."""
+        decode_s = self.model.decode_s(rows, context)
+        prompts_s = min(self.step_s - decode_s, self.model.prompt_s(start, max(1, most_tokens - rows)))
+        return prompts_s / (decode_s + prompts_s) if prompts_s > 0 else 0.0
 
     def spend(self, sequence: Sequence, wanted: int) -> int:
         """How many tokens of a prompt this step computes."""

@@ -1,0 +1,25 @@
+"""Options of `cumulo serve` that promise a latency."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from cumulo.cli.shared.declare import option
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromiseOptions:
+    slo: str = option(
+        "Latency to promise, for example ttft=500ms,itl=40ms: prompts are computed in pieces that keep the ITL, in "
+        "order of deadline, and a request whose promise cannot be kept is refused with 429. Keys and requests can "
+        "have their own.",
+        "",
+    )
+    slo_late: str = option(
+        "With --slo: refuse, or queue (without a promise), a request whose promise cannot be kept.", "refuse"
+    )
+
+    def config(self) -> dict[str, Any]:
+        """Fields of EngineConfig."""
+        from cumulo.load.slo import parse_promise
+
+        return {"slo": parse_promise(self.slo) if self.slo else None, "slo_late": self.slo_late}
