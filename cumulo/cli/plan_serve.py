@@ -1,5 +1,7 @@
 """`cumulo plan serve`: the cheapest deployment that meets an SLO, why it is, and which one comes second."""
 
+import shlex
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +14,7 @@ from cumulo.cli.view import simulate as view
 if TYPE_CHECKING:
     from cumulo.base.report import Row
     from cumulo.plan.serve.deployment import Deployment
+    from cumulo.plan.serve.plan_file import ServePlanFile
     from cumulo.plan.serve.search import ServePlan
 
 EXAMPLE = (
@@ -29,7 +32,11 @@ class PlanServeOptions:
     devices: str = option(
         "Devices to consider, separated by commas. Default: every GPU in the catalogue.", "", panel=_WHERE
     )
-    weights: str = option("Weight formats to consider, separated by commas.", "bfloat16,float8", panel=_WHERE)
+    weights: str = option(
+        "Weight formats to consider, separated by commas. Default: bfloat16 and float8; float32 on CPUs.",
+        "",
+        panel=_WHERE,
+    )
     split: bool | None = option(
         "Run prefill on replicas of its own, or together with decode. Default: consider both.",
         None,
@@ -39,6 +46,12 @@ class PlanServeOptions:
     max_gpus: int | None = option("Maximum number of GPUs. Default: no limit.", None, panel=_WHERE)
     traffic: shared.TrafficOptions = shared.TrafficOptions(requests=400)
     slo_percentile: shared.SloPercentile = 99.0
+    out: Path | None = option(
+        "Write the best deployment to this file, which `cumulo serve --plan FILE` starts.",
+        None,
+        panel=_REPORT,
+        metavar="FILE",
+    )
     svg: Path | None = option(
         "Write a chart of the best deployment's latencies over the request rate (SVG).",
         None,
@@ -60,6 +73,7 @@ def serve(chosen: PlanServeOptions) -> None:
     from cumulo.errors import ConfigError
     from cumulo.load.simulated import parse_objective
     from cumulo.plan.serve.capacity import play_between
+    from cumulo.plan.serve.plan_file import plan_file, plan_text
     from cumulo.plan.serve.search import Wanted, kinds, search
     from cumulo.plan.serve.traffic import check_rate
     from cumulo.spec.catalog import shipped
@@ -77,8 +91,10 @@ def serve(chosen: PlanServeOptions) -> None:
     names = _names(chosen.devices) or [
         name for name in catalog.names("devices") if catalog.device(name).generation != "cpu"
     ]
+    on_cpus = all(catalog.device(name).generation == "cpu" for name in names)
+    formats = _names(chosen.weights) or (["float32"] if on_cpus else ["bfloat16", "float8"])
     with working("planning") as tell:
-        plan = search(wanted, kinds(wanted, catalog, names, _names(chosen.weights), chosen.split), tell)
+        plan = search(wanted, kinds(wanted, catalog, names, formats, chosen.split), tell)
     best = plan.best
     share, between = rate / best.replicas, None
     if not best.prefill_replicas:
@@ -89,6 +105,12 @@ def serve(chosen: PlanServeOptions) -> None:
             chosen.svg, list(plan.capacity.trials), objective, f"{model}: a replica of {best.replica}"
         )
         note(f"chart written to {chosen.svg}")
+    if chosen.out is not None:
+        chosen.out.write_text(
+            plan_text(plan_file(best, model, chosen.slo_percentile), shlex.join(["cumulo", *sys.argv[1:]])),
+            "utf-8",
+        )
+        note(f"plan written to {chosen.out}")
     reports.write_json(chosen.json_file, rows, plans=[_as_dict(one) for one in plan.deployments])
     if str(chosen.json_file) != "-":
         out.print(f"[bold]{model}[/bold], {rate:g} requests/s: [bold]{best}[/bold]")
@@ -98,15 +120,17 @@ def serve(chosen: PlanServeOptions) -> None:
             style="dim",
         )
         out.print(f"evidence: {best.replica.profile.evidence}", style="dim")
-        if best.replica.tp == 1 and not best.prefill_replicas:
-            fp8 = " --weights fp8" if best.replica.weights == "float8" else ""
-            note(
-                f"start each replica with: cumulo serve MODEL{fp8} --max-context {best.replica.roomy_context()}"
-            )
-        else:
-            note(
-                "Cumulo serves from one device today: tensor parallelism and separate prefill are predictions only"
-            )
+        planned = plan_file(best, model, chosen.slo_percentile)
+        model_word = "" if planned.model and chosen.out else f" {planned.model or 'MODEL'}"
+        words = _as_options(planned) if chosen.out is None else f" --plan {chosen.out}"
+        note(f"start it with: cumulo serve{model_word}{words}")
+
+
+def _as_options(planned: "ServePlanFile") -> str:
+    """What differs from a plain `cumulo serve`, as options."""
+    usual = {"tp": 1, "pp": 1, "ep": 1, "replicas": 1, "prefill": 0, "decode": 0, "weights": None}
+    names = [name for name, value in usual.items() if getattr(planned, name) != value] + ["max_context"]
+    return "".join(f" --{name.replace('_', '-')} {getattr(planned, name)}" for name in names)
 
 
 def _names(text: str) -> list[str]:
@@ -156,8 +180,8 @@ def _rejected(plan: "ServePlan") -> str:
 def _as_dict(one: "Deployment") -> dict[str, Any]:
     replica = one.replica
     return {
-        "device": replica.device.name, "tp": replica.tp, "ep": replica.ep, "weights": replica.weights,
-        "replicas": one.replicas, "prefill_replicas": one.prefill_replicas, "gpus": one.gpus,
-        "price_per_hour": one.price_per_hour, "headroom": one.headroom, "rate": one.rate,
+        "device": replica.device.name, "tp": replica.tp, "pp": replica.pp, "ep": replica.ep,
+        "weights": replica.weights, "replicas": one.replicas, "prefill_replicas": one.prefill_replicas,
+        "gpus": one.gpus, "price_per_hour": one.price_per_hour, "headroom": one.headroom, "rate": one.rate,
         "report": one.report.as_dict(), "evidence": replica.profile.evidence, "error": replica.profile.error,
     }  # fmt: skip

@@ -22,6 +22,12 @@ EXAMPLE = (
 @dataclass(frozen=True, kw_only=True)
 class ServeCommandOptions:
     model: options.ModelArgument = None
+    plan: Path | None = option(
+        "Start the deployment of this file, made by `cumulo plan serve --out FILE`. Options that are typed come "
+        "before those of the file.",
+        None,
+        metavar="FILE",
+    )
     host: str = option("Address to listen on; 0.0.0.0: all network interfaces.", "127.0.0.1")
     port: int = option("Port to listen on; 0: any free port.", 8000)
     name: str | None = option("Name of the model in the API. Default: the model's own name.", None)
@@ -84,6 +90,9 @@ class ServeCommandOptions:
     )
     max_queue: int = option("Maximum number of queued requests; more are refused with 429.", 1024)
     max_running: int | None = option("Maximum number of running sequences.", None)
+    max_tokens_per_step: int | None = option(
+        "Maximum number of tokens in a step, of prompts and answers together.", None
+    )
     shared_step_ms: float | None = option(
         "Prefill time per step while several keys have requests, in ms. Default: 40.", None
     )
@@ -179,6 +188,12 @@ def serve(chosen: ServeCommandOptions) -> None:
         raise CumuloError(f"--log-level must be debug, info, warning or error, got {chosen.log_level!r}")
     if chosen.max_running is not None and chosen.max_running < 1:
         raise CumuloError(f"--max-running must be 1 or more, got {chosen.max_running}")
+    if chosen.max_tokens_per_step is not None and chosen.max_tokens_per_step < 1:
+        raise CumuloError(f"--max-tokens-per-step must be 1 or more, got {chosen.max_tokens_per_step}")
+    if chosen.plan is not None:
+        from cumulo.cli.shared.plan_start import with_plan
+
+        chosen = with_plan(chosen, chosen.plan)
     if chosen.replicas == 1 and not chosen.prefill and "cumulo.serve.server" not in sys.modules:
         from cumulo.serve.engine_link import early_start
 
@@ -200,7 +215,10 @@ def serve(chosen: ServeCommandOptions) -> None:
     key = fleet_key(chosen.fleet_key_file)
     told = vars(chosen) | {
         "engine": chosen.engine.config(
-            max_running=chosen.max_running, shared_step_s=shared_step_s, **_role(chosen, key)
+            max_running=chosen.max_running,
+            max_tokens_per_step=chosen.max_tokens_per_step,
+            shared_step_s=shared_step_s,
+            **_role(chosen, key),
         ),
         "replicas": chosen.decode or chosen.replicas,
         "max_body_bytes": int(chosen.max_body_mib * (1 << 20)),

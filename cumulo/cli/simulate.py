@@ -1,9 +1,9 @@
 """`cumulo simulate serve`: the engine's scheduler under load, in virtual time, on hardware you may not have."""
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -27,13 +27,19 @@ EXAMPLE = (
     "--find-capacity --svg load.svg[/bold]"
 )
 _WHERE, _REPORT = "Deployment", "Report"
+_USUAL_MODEL = "llama-3.1-8b"
+_MODEL = "A model name from the catalogue, or a folder with a config.json."
 
 
 @dataclass(frozen=True, kw_only=True)
 class SimulateOptions:
-    model: shared.ModelName
+    model: Annotated[str, typer.Argument(metavar="[MODEL]", help=_MODEL)] = _USUAL_MODEL
+    trace_file: Annotated[
+        Path | None, typer.Argument(metavar="[TRACE]", help="A trace to replay, as with --trace.")
+    ] = None
     device: str = option("Device, by its name in the catalogue.", "h200", panel=_WHERE)
     tp: int = option("Tensor parallelism: number of GPUs that share every matrix.", 1, panel=_WHERE)
+    pp: int = option("Pipeline parallelism: number of stages, of --tp GPUs each.", 1, panel=_WHERE)
     ep: int = option(
         "Expert parallelism: number of those GPUs that the experts are spread over.", 1, panel=_WHERE
     )
@@ -93,14 +99,15 @@ def serve(chosen: SimulateOptions) -> None:
     from cumulo.plan.serve.replica import Replica
     from cumulo.spec.catalog import shipped
 
+    chosen = _with_trace(chosen)
     model, percentile, catalog = chosen.model, chosen.slo_percentile, shipped(chosen.catalog_file)
     spec = catalog.model_or_file(model)
     objective = parse_objective(chosen.slo, percentile)
     traffic = chosen.traffic.traffic()
-    cluster = catalog.cluster(max(1, chosen.tp), chosen.device)
+    cluster = catalog.cluster(max(1, chosen.tp * chosen.pp), chosen.device)
     replica = Replica(
         spec, cluster.node, cluster.fabric, chosen.tp, chosen.ep, chosen.weights, max_running=chosen.max_running,
-        max_tokens_per_step=chosen.max_tokens_per_step, prefix_cache=chosen.prefix_cache,
+        max_tokens_per_step=chosen.max_tokens_per_step, prefix_cache=chosen.prefix_cache, pp=chosen.pp,
     ).with_context_for(traffic.arrivals)  # fmt: skip
     # Read before anything is timed.
     rates, evidence = _rates(chosen.rate, chosen.traffic.trace), replica.profile.evidence
@@ -160,6 +167,14 @@ def serve(chosen: SimulateOptions) -> None:
         out.print(f"evidence: {evidence}", style="dim")
 
 
+def _with_trace(chosen: SimulateOptions) -> SimulateOptions:
+    """A file instead of a model, unless it is a configuration, is a trace."""
+    trace, first = chosen.trace_file, Path(chosen.model)
+    if trace is None and first.is_file() and first.suffix != ".json":
+        chosen, trace = replace(chosen, model=_USUAL_MODEL), first
+    return chosen if trace is None else replace(chosen, traffic=replace(chosen.traffic, trace=trace))
+
+
 def _serve_fleet(
     chosen: SimulateOptions, replica: "Replica", traffic: "Traffic", rates: list[float | None], evidence: str
 ) -> None:
@@ -169,9 +184,14 @@ def _serve_fleet(
     from cumulo.errors import ConfigError
     from cumulo.plan.serve.fleet import play_fleet, play_split
 
-    if bool(chosen.prefill) != bool(chosen.decode) or (chosen.prefill and chosen.replicas != 1):
-        raise ConfigError("--prefill and --decode go together, without --replicas: --prefill 2 --decode 6")
+    if bool(chosen.prefill) != bool(chosen.decode):
+        raise ConfigError("--prefill and --decode go together, as in --prefill 2 --decode 6")
     replicas = chosen.prefill + chosen.decode or chosen.replicas
+    if chosen.replicas not in (1, replicas):
+        raise ConfigError(
+            f"--prefill {chosen.prefill} and --decode {chosen.decode} are {replicas} replicas, not "
+            f"{chosen.replicas}: remove --replicas, or set it to {replicas}"
+        )
     if chosen.find_capacity or chosen.svg is not None or chosen.slo or len(rates) > 1:
         raise ConfigError(
             "a fleet plays one rate: remove --find-capacity, --svg and --slo, and give one --rate"

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from cumulo.base.machine_devices import LEAST_CPU_RANKS
 from cumulo.base.machine_memory import available_memory
 from cumulo.base.report import available_cores
 from cumulo.engine.config import EngineConfig
@@ -35,9 +36,6 @@ from cumulo.models.text.tokenizer import Tokenizer
 from cumulo.ranks.plan_ring import RingFile
 from cumulo.ranks.rank_group import meeting_point
 from cumulo.spec.gpu_kernels import obstacle_of
-
-# So many ranks may be started on any machine, to try a layout, even where they share cores.
-LEAST_RANKS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +164,7 @@ def _assemble_ranks(
 ) -> Assembly:
     """The same over several ranks: each is given its share of memory and threads, and loads its part."""
     layout, cores, free_bytes = config.layout, available_cores(), free_memory(config)
-    places, unit, own_bytes = max(cores, LEAST_RANKS), "CPU cores", free_bytes // layout.world
+    places, unit, own_bytes = max(cores, LEAST_CPU_RANKS), "CPU cores", free_bytes // layout.world
     if config.device == "cuda":
         from cumulo.engine.play.rank_player_cuda import gpu_places, own_memory, refuse_layout
 

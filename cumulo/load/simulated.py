@@ -9,7 +9,7 @@ from cumulo.errors import ConfigError
 from cumulo.load.arrivals import Arrivals, parse_process
 from cumulo.load.lengths import parse_lengths
 from cumulo.load.slo import parse_slo
-from cumulo.load.trace import read_trace
+from cumulo.load.trace import open_trace, read_trace
 from cumulo.plan.serve.traffic import Traffic, drawn_traffic, read_traffic
 from cumulo.spec.slo import Slo
 
@@ -52,8 +52,10 @@ def draw_traffic(
 
 def read_any_trace(path: Path) -> Traffic:
     """Our own JSON lines, or one of the public traces that the load generator reads, too."""
-    if path.is_file() and '"arrival_s"' in path.read_text("utf-8", "replace").partition("\n")[0]:
+    first = _first_line(path)
+    if '"arrival_s"' in first:
         return read_traffic(path)
+    unit_s = 1e-3 if '"hash_ids"' in first else 1.0  # Mooncake counts milliseconds
     return Traffic(
         tuple(
             Arrival(
@@ -62,6 +64,14 @@ def read_any_trace(path: Path) -> Traffic:
                 row.output_tokens,
                 tuple((name, _MOONCAKE_BLOCK) for name in row.blocks),
             )
-            for row in read_trace(path)
+            for row in read_trace(path, unit_s)
         )
     )
+
+
+def _first_line(path: Path) -> str:
+    try:
+        with open_trace(path) as file:
+            return file.readline()
+    except (OSError, UnicodeDecodeError):
+        return ""  # reading it says why

@@ -4,6 +4,8 @@ Reads the column names of the public traces (Azure LLM inference, BurstGPT, Moon
 """
 
 import csv
+import gzip
+import io
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -36,7 +38,7 @@ class TraceRow:
 def read_trace(path: Path, unit_s: float = 1.0) -> list[TraceRow]:
     """All rows in order of time. Numeric times are in units of `unit_s`; dates are understood as they are."""
     try:
-        with path.open(encoding="utf-8-sig", newline="") as file:
+        with open_trace(path) as file:
             rows = [
                 _row(fields, unit_s, f"{path}, line {line}")
                 for line, fields in (_json_lines(file, path) if _is_json(path) else _csv_lines(file))
@@ -51,6 +53,13 @@ def read_trace(path: Path, unit_s: float = 1.0) -> list[TraceRow]:
         TraceRow(row.time_s - first_s, row.input_tokens, row.output_tokens, row.conversation, row.blocks)
         for row in rows
     ]
+
+
+def open_trace(path: Path) -> io.TextIOWrapper:
+    """Its text, unpacked where its name ends in .gz."""
+    if path.suffix == ".gz":
+        return gzip.open(path, "rt", encoding="utf-8-sig", newline="")  # type: ignore[return-value]
+    return path.open(encoding="utf-8-sig", newline="")
 
 
 def plan_trace(
@@ -85,7 +94,8 @@ def plan_trace(
 
 
 def _is_json(path: Path) -> bool:
-    return path.suffix.lower() in (".jsonl", ".ndjson", ".json")
+    name = path.name.lower().removesuffix(".gz")
+    return name.endswith((".jsonl", ".ndjson", ".json"))
 
 
 def _json_lines(file: Any, path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:

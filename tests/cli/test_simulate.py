@@ -1,5 +1,6 @@
 """`cumulo simulate serve` and `cumulo plan serve`, as a user types them."""
 
+import gzip
 import json
 import subprocess
 import sys
@@ -92,12 +93,18 @@ def test_requests_that_all_come_at_once_have_no_rate(tmp_path: Path) -> None:
 def test_a_public_trace_with_block_hashes_is_replayed_too(tmp_path: Path) -> None:
     trace = tmp_path / "mooncake.jsonl"
     line = {"input_length": 1100, "output_length": 5, "hash_ids": [1, 2, 3]}
-    trace.write_text("".join(json.dumps({"timestamp": index, **line}) + "\n" for index in range(20)))
+    trace.write_text("".join(json.dumps({"timestamp": 1000 * n, **line}) + "\n" for n in range(20)))
     found = report_of(tmp_path / "a.json", "simulate", "serve", "llama-3.1-8b", "--trace", str(trace))
     rows = {row["name"]: row["value"] for row in found["rows"]}
     assert rows["prefix cache hit rate"] == pytest.approx(
         100 * 1088 / 1100 * 19 / 20, rel=1e-3
     )  # whole blocks of 64
+    assert rows["request rate"] == pytest.approx(1.0)  # its times are milliseconds
+    packed = tmp_path / "mooncake.jsonl.gz"
+    packed.write_bytes(gzip.compress(trace.read_bytes()))
+    words = ["--replicas", "8", "--router", "prefix-aware", "--prefill", "2", "--decode", "6", "--tp", "2"]
+    text = run("simulate", "serve", *words, str(packed))
+    assert "8 × 2 × h200 (tp2, bfloat16)" in text and "2 prefill + 6 decode" in text
 
 
 def test_a_folder_with_a_configuration_is_a_model(tmp_path: Path) -> None:

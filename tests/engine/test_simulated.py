@@ -137,8 +137,11 @@ class VirtualRunner:
     """A Runner that takes virtual time, and the clock that the engine looks at."""
 
     cost: LinearCost
+    stages: int = 1
     now_s: float = 0.0
-    device_free_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.free_s = [0.0] * self.stages
 
     def perf_counter(self) -> float:
         return self.now_s
@@ -146,8 +149,10 @@ class VirtualRunner:
     def submit(self, plan: StepPlan) -> "VirtualStep":
         time = self.cost.time_of(plan, {})
         self.now_s += time.submit_s
-        self.device_free_s = max(self.now_s, self.device_free_s) + time.device_s
-        return VirtualStep(self, self.device_free_s, len(plan.draw_rows))
+        arrived_s = self.now_s
+        for stage in range(self.stages):
+            arrived_s = self.free_s[stage] = max(arrived_s, self.free_s[stage]) + time.device_s / self.stages
+        return VirtualStep(self, arrived_s, len(plan.draw_rows))
 
     def close(self) -> None: ...
 
@@ -163,13 +168,16 @@ class VirtualStep:
         return StepResult([0] * self.draws)
 
 
-@pytest.mark.parametrize("overlap", [True, False])
-def test_its_times_are_those_of_the_engines_own_loop(overlap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("overlap", "stages"), [(True, 1), (False, 1), (True, 3)])
+def test_its_times_are_those_of_the_engines_own_loop(
+    overlap: bool, stages: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The engine itself, with a clock and a runner that take virtual time, is the oracle."""
     cost = LinearCost(submit_s=1e-3)
-    runner = VirtualRunner(cost)
+    runner = VirtualRunner(cost, stages)
     monkeypatch.setattr(engine_module, "time", SimpleNamespace(perf_counter=runner.perf_counter))
-    engine = Engine(Scheduler(config()), runner, None, vocab_size=1 << 20, overlap=overlap)
+    scheduler = Scheduler(config(stages=stages))
+    engine = Engine(scheduler, runner, None, vocab_size=1 << 20, overlap=overlap, depth=stages)
     arrivals = [Arrival(one.arrived_s, one.prompt_tokens, one.output_tokens) for one in traffic(5)]
     coming, names, seen = 0, {}, {index: [] for index in range(len(arrivals))}
     while coming < len(arrivals) or engine.has_work:
@@ -185,7 +193,7 @@ def test_its_times_are_those_of_the_engines_own_loop(overlap: bool, monkeypatch:
         for delta in engine.step().deltas:
             seen[names[delta.request_id]] += [runner.now_s] * len(delta.token_ids)
 
-    run = simulate(arrivals, Scheduler(config()), cost, overlap=overlap)
+    run = simulate(arrivals, Scheduler(config(stages=stages)), cost, overlap=overlap)
     for index, one in enumerate(run.served):
         assert len(seen[index]) == one.arrival.output_tokens
         assert one.first_token_s == pytest.approx(seen[index][0], rel=1e-12)

@@ -15,12 +15,15 @@ import copy
 import dataclasses
 import inspect
 from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
 from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
 T = TypeVar("T")
 REQUIRED: Any = dataclasses.MISSING
+_CONTEXT = "typer_context"
+_typed: ContextVar[frozenset[str]] = ContextVar("typed", default=frozenset())
 
 
 def option(help: str, default: Any = REQUIRED, *flags: str, panel: str | None = None, **more: Any) -> Any:
@@ -45,13 +48,31 @@ def takes_options(command: Callable[[T], None]) -> Callable[..., None]:
     (kind,) = (hint for name, hint in get_type_hints(command).items() if name != "return")
 
     def run(**given: Any) -> None:
-        command(_filled(kind, given, REQUIRED))
+        context: typer.Context | None = given.pop(_CONTEXT, None)
+        token = _typed.set(_from_command_line(context))
+        try:
+            command(_filled(kind, given, REQUIRED))
+        finally:
+            _typed.reset(token)
 
     parameters = list(_parameters(kind, REQUIRED, (), {}))
+    parameters.append(inspect.Parameter(_CONTEXT, inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context))
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {one.name: one.annotation for one in parameters}
     run.__name__, run.__doc__, run.__module__ = command.__name__, command.__doc__, command.__module__
     return run
+
+
+def typed_names() -> frozenset[str]:
+    """Of the command that runs: the options that were typed, also where their value is the default."""
+    return _typed.get()
+
+
+def _from_command_line(context: typer.Context | None) -> frozenset[str]:
+    if context is None:
+        return frozenset()
+    sources = {name: context.get_parameter_source(name) for name in context.params}
+    return frozenset(name for name, source in sources.items() if source and source.name == "COMMANDLINE")
 
 
 def _parameters(

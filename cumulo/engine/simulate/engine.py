@@ -2,11 +2,13 @@
 
 The scheduler and the block pool are the real ones; a StepCost says how long the steps they plan would take. The
 loop is the engine's own (engine.py): with `overlap`, step N+1 is planned and submitted while the device computes N,
-so a newcomer waits for the step that runs and for the one behind it, here as there. Nothing is random: the same
-arrivals and costs give the same times to the last bit.
+so a newcomer waits for the step that runs and for the one behind it, here as there. In a pipeline a step passes
+one stage after the other, each in its part of the step's time, and as many steps as stages are on their way.
+Nothing is random: the same arrivals and costs give the same times to the last bit.
 """
 
 from array import array
+from collections import deque
 from collections.abc import Sequence as ListLike
 from functools import lru_cache
 
@@ -51,11 +53,12 @@ class SimulatedEngine:
         self.run, self._lockstep = Run(), Lockstep(scheduler.books)
         self.arrivals: list[Arrival] = []  # in order of time; those from `_coming` on have not been taken in
         self.clock_s = 0.0
-        self._device_free_s = 0.0
-        self._in_flight: StepInFlight | None = None
+        stages = scheduler.config.stages
+        self._stage_free_s = [0.0] * stages
+        self._in_flight: deque[StepInFlight] = deque()  # at most one for each stage
         self._coming = 0
         self._shared: dict[int, int] = {}
-        self._may_stretch = overlap and not step_by_step
+        self._may_stretch = overlap and not step_by_step and stages == 1
 
     def advance(self, until_s: float) -> None:
         """Play steps until the clock reaches `until_s`, or until everything that has arrived is answered."""
@@ -65,24 +68,31 @@ class SimulatedEngine:
             while self._coming < count and arrivals[self._coming].arrived_s <= self.clock_s:
                 self.clock_s += take_in(arrivals[self._coming], self._coming, scheduler, self.cost, run)
                 self._coming += 1
-            if not scheduler.requests and self._in_flight is None:
+            if not scheduler.requests and not self._in_flight:
                 if self._coming == count:
                     break
                 self.clock_s = max(self.clock_s, arrivals[self._coming].arrived_s)
                 continue
             if (
                 self._may_stretch
-                and self._in_flight is not None
+                and self._in_flight
                 and scheduler.queue.count == 0
                 and not scheduler.shares.several_about(self.clock_s)
             ):
                 next_s = min(until_s, arrivals[self._coming].arrived_s if self._coming < count else until_s)
                 stretched = play_stretch(
-                    scheduler, lockstep, self.cost, run, self._in_flight, self._shared, self.clock_s, next_s
+                    scheduler,
+                    lockstep,
+                    self.cost,
+                    run,
+                    self._in_flight[0],
+                    self._shared,
+                    self.clock_s,
+                    next_s,
                 )
                 if stretched is not None:
-                    self.clock_s, self._in_flight = stretched
-                    self._device_free_s = self._in_flight.done_s
+                    self.clock_s, self._in_flight[0] = stretched
+                    self._stage_free_s[0] = self._in_flight[0].done_s
                     continue
             self._step()
 
@@ -91,32 +101,33 @@ class SimulatedEngine:
         return self.arrivals[self._coming :]
 
     def _step(self) -> None:
-        """One turn of the engine's loop: plan and submit a step, and take in the one before."""
-        scheduler, ready = self.scheduler, self._in_flight
-        if ready is not None and not scheduler.plans_ahead(ready.plan, self.clock_s):
-            self._in_flight = None
-            self._finish(ready)
+        """One turn of the engine's loop: plan and submit a step, and take in the oldest one."""
+        scheduler, in_flight = self.scheduler, self._in_flight
+        if in_flight and not scheduler.plans_ahead(in_flight[-1].plan, self.clock_s):
+            self._finish(in_flight.popleft())
             return
         run = self.run
         plan = scheduler.plan(self.clock_s)
         self._lockstep.follow(plan)
         note_settled(self._lockstep, run)
-        submitted = None
         if plan is not None:
             _note_shared(plan, scheduler, self._shared)
             time = self.cost.time_of(plan, self._shared)
             self.clock_s += time.submit_s
-            self._device_free_s = max(self.clock_s, self._device_free_s) + time.device_s
-            submitted = StepInFlight(plan, time, self._device_free_s)
+            in_flight.append(StepInFlight(plan, time, self._pass_stages(time.device_s)))
             run.count_step(len(plan.slots), plan.tokens, time.device_s)
-        if self.overlap:
-            self._in_flight = submitted
-        else:
-            ready = submitted
-        if ready is not None:
-            self._finish(ready)
+        depth = len(self._stage_free_s) if self.overlap else 0
+        if in_flight and (plan is None or len(in_flight) > depth):
+            self._finish(in_flight.popleft())
         elif plan is None:
             self._wait_for_others()
+
+    def _pass_stages(self, device_s: float) -> float:
+        """When a step that is submitted now leaves the last stage."""
+        done_s, stages = self.clock_s, len(self._stage_free_s)
+        for stage, free_s in enumerate(self._stage_free_s):
+            done_s = self._stage_free_s[stage] = max(done_s, free_s) + device_s / stages
+        return done_s
 
     def _wait_for_others(self) -> None:
         """Nothing can be computed and nothing is in flight. An engine alone has nobody to wait for."""

@@ -67,7 +67,7 @@ class SplitEngine(SimulatedEngine):
     @property
     def next_s(self) -> float:
         """When its loop turns next; infinity: somebody else must act first."""
-        if self._in_flight is not None or self._can_plan:
+        if self._in_flight or self._can_plan:
             return self.clock_s
         coming = self.arrivals[self._coming].arrived_s if self._coming < len(self.arrivals) else float("inf")
         return max(self.clock_s, min(coming, self._mail[0][0] if self._mail else float("inf")))
@@ -82,7 +82,7 @@ class SplitEngine(SimulatedEngine):
         while self._coming < len(self.arrivals) and self.arrivals[self._coming].arrived_s <= self.clock_s:
             self._take(self.arrivals[self._coming])
             self._coming += 1
-        if self.scheduler.requests or self._in_flight is not None:
+        if self.scheduler.requests or self._in_flight:
             self._can_plan = True
             self._step()
         else:
@@ -125,7 +125,7 @@ class SplitPrefill(SplitEngine):
 
     def _step(self) -> None:
         super()._step()
-        step = self._in_flight
+        step = self._in_flight[-1] if self._in_flight else None
         for send in step.plan.sends if step is not None else ():
             known = self.chunks.get(send.key)
             if known is not None and (not known or known[-1][0] < send.tokens):

@@ -39,7 +39,7 @@ class Deployment:
 
     @property
     def gpus(self) -> int:
-        return (self.replicas + self.prefill_replicas) * self.replica.tp
+        return (self.replicas + self.prefill_replicas) * self.replica.ranks
 
     @property
     def price_per_hour(self) -> float:
@@ -65,8 +65,11 @@ def candidate(replica: Replica, split: bool, traffic: Traffic, slo: Slo) -> Cand
 
     A replica's device is busy with every request at least for what each of its tokens adds to a step; and where the
     objective bounds the gap between tokens, what a step costs before its first token is paid at least once in each
-    such gap. So it can take at most (1 - fixed / gap) / busy requests per second.
+    such gap. So it can take at most (1 - fixed / gap) / busy requests per second, and as many on each stage of a
+    pipeline, which has its part of both.
     """
+    if split and replica.ranks > 1:
+        return Candidate(replica, split, 0.0, "prefill and decode apart need engines of one rank", fits=False)
     try:
         replica.memory()
     except OutOfMemory as error:
@@ -86,13 +89,13 @@ def candidate(replica: Replica, split: bool, traffic: Traffic, slo: Slo) -> Cand
     if slo.itl_s is not None and not split:
         if step_s > slo.itl_s:
             return Candidate(replica, split, 0.0, f"one sequence alone takes {step_s * 1e3:.1f} ms a token")
-        room = 1 - step_s / slo.itl_s
+        room = 1 - step_s / replica.pp / slo.itl_s
     first_s = sum(cost.parts(StepLoad(fresh, 1, 1, 0, 0, pairs(round(shared), fresh), fresh)))
     if slo.ttft_s is not None and first_s > slo.ttft_s:
         return Candidate(
             replica, split, 0.0, f"a prompt of {fresh:,} new tokens alone takes {first_s * 1e3:.1f} ms"
         )
-    return Candidate(replica, split, room / busy_s)
+    return Candidate(replica, split, room * replica.pp / busy_s)
 
 
 def _kv_share(replica: Replica) -> float:

@@ -59,7 +59,7 @@ def play_split(
             f"split roles need 1 or more engines of each, got {prefill} prefill, {decode} decode"
         )
     node = replica.node
-    together = (prefill + decode) * replica.tp <= node.scale_up_gpus
+    together = (prefill + decode) * replica.ranks <= node.scale_up_gpus
     rate = node.device.link_bytes_per_s if together else node.nic_bytes_per_s
     # Each rank of a replica brings its own part.
     link = KVLink(NETWORK_SHARE * rate, replica.work().kv_bytes_per_token, replica.spec.layers)

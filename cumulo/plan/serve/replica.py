@@ -10,10 +10,12 @@ from cumulo.engine.config import EngineConfig
 from cumulo.engine.decide.scheduler import Scheduler
 from cumulo.engine.decide.scheduler_config import scheduler_config
 from cumulo.engine.memory.ledger import GIB, MemoryPlan, format_bytes, plan_memory
+from cumulo.engine.memory.ledger_ranks import plan_rank_memory
 from cumulo.engine.simulate.engine import simulate
 from cumulo.engine.simulate.run import Arrival, Run
 from cumulo.errors import ConfigError, OutOfMemory
 from cumulo.layout.local_spec import local_spec
+from cumulo.layout.serving import ServingLayout
 from cumulo.plan.network.collectives import Network
 from cumulo.plan.serve.profile import ServingProfile, profile_for
 from cumulo.plan.serve.step_cost import StepCostModel
@@ -45,6 +47,12 @@ class Replica:
     max_running: int = 0  # 0: the engine's default
     max_tokens_per_step: int = 0
     prefix_cache: bool = True
+    pp: int = 1  # layers over this many stages, of tp ranks each
+
+    @property
+    def ranks(self) -> int:
+        """Processes of one engine, each on a device of its own."""
+        return self.tp * self.pp
 
     @property
     def device(self) -> Device:
@@ -62,9 +70,10 @@ class Replica:
 
     @property
     def price_per_hour(self) -> float:
-        return self.tp * self.device.price_per_hour
+        return self.ranks * self.device.price_per_hour
 
     def work(self) -> StepWork:
+        """Of one tensor-parallel rank, over all stages."""
         if self.ep not in (1, self.tp):
             raise ConfigError(f"ep must be 1 or {self.tp}, the number of GPUs of the replica; got {self.ep}")
         return step_work(self.spec, self.form, self.tp, self.ep)
@@ -78,6 +87,7 @@ class Replica:
             max_tokens_per_step=self.max_tokens_per_step,
             prefix_cache=self.prefix_cache,
             weights="fp8" if self.weights == "float8" else "auto",
+            pp=self.pp,
         ).settled("cpu" if on_cpu else "cuda")
 
     def memory(self) -> MemoryPlan:
@@ -85,11 +95,11 @@ class Replica:
         try:
             return self._memory()
         except OutOfMemory as error:
-            held = format_bytes(self.work().held_bytes)
-            more = self._smallest_that_fits()
+            held = format_bytes(self.work().held_bytes // self.pp)
+            more = self._smallest_that_fits() if self.pp == 1 else None
             advice = f"; tp {more} would fit" if more else ""
             raise OutOfMemory(
-                f"{self.weights} weights over {self.tp} × {self.device.name} take {held} of "
+                f"{self.weights} weights over {self.ranks} × {self.device.name} take {held} of "
                 f"{format_bytes(self.device.memory_bytes)} each{advice}: {error}"
             ) from error
 
@@ -99,6 +109,10 @@ class Replica:
         if self.weights == "float8":  # the engine loads weights as they are, and then quantises
             loading = step_work(self.spec, FORMATS["bfloat16"], self.tp, self.ep).held_bytes
         check_split(self.spec, self.tp, self.ep)
+        if self.pp > 1:
+            whole = step_work(self.spec, self.form).held_bytes
+            layout = ServingLayout(self.tp, self.pp, ep=self.ep)
+            return plan_rank_memory(self.spec, whole, self.engine_config(), layout, free)
         spec = local_spec(self.spec, self.tp, self.ep)
         return plan_memory(spec, held, self.engine_config(), free, loading_bytes=loading)
 
@@ -120,14 +134,16 @@ class Replica:
         return Scheduler(replace(config, host_blocks=host_blocks))
 
     def cost(self, swap_bytes_per_s: float | None = None, slower: float = 1.0) -> StepCostModel:
-        tensor = expert = None
-        if self.tp > 1:
-            tensor = Network(Cluster(self.node, self.tp, self.fabric)).group(self.tp)
+        tensor = expert = stages = None
+        if self.ranks > 1:
+            network = Network(Cluster(self.node, self.ranks, self.fabric))
+            tensor = network.group(self.tp) if self.tp > 1 else None
             expert = tensor if self.ep > 1 else None
+            stages = network.group(self.pp, stride=self.tp) if self.pp > 1 else None
         return StepCostModel(
             self.work(), self.device, self.profile, weights=self.weights, compute=self.form.compute, tensor=tensor,
-            expert=expert, block_size=self.engine_config().block_size, swap_bytes_per_s=swap_bytes_per_s,
-            slower=slower,
+            expert=expert, stages=stages, block_size=self.engine_config().block_size,
+            swap_bytes_per_s=swap_bytes_per_s, slower=slower,
         )  # fmt: skip
 
     def serve(self, arrivals: tuple[Arrival, ...], slower: float = 1.0) -> tuple[Run, StepCostModel]:
@@ -157,7 +173,8 @@ class Replica:
         return roomy
 
     def __str__(self) -> str:
-        split = f"tp{self.tp}" + (f" ep{self.ep}" if self.ep > 1 else "")
-        return f"{self.tp} × {self.device.name} ({split}, {self.weights})" if self.tp > 1 else (
-            f"{self.device.name} ({self.weights})"
-        )  # fmt: skip
+        sizes = (("tp", self.tp), ("pp", self.pp), ("ep", self.ep))
+        split = " ".join(f"{name}{size}" for name, size in sizes if size > 1)
+        if not split:
+            return f"{self.device.name} ({self.weights})"
+        return f"{self.ranks} × {self.device.name} ({split}, {self.weights})"

@@ -1,13 +1,14 @@
 """The cheapest deployment that keeps the objective, found by simulating. Called by `cumulo plan serve`.
 
-Kinds of replica (device × tensor and expert parallel × weight format × prefill apart or not) are ranked by what
-they cost at least (`serve_deployment.candidate`), and simulated in that order until no other kind can be cheaper
-than the two best found. So the answer is the cheapest of all that were enumerated, as far as the cost model is
-right.
+Kinds of replica (device × tensor, pipeline and expert parallel × weight format × prefill apart or not) are ranked
+by what they cost at least (`serve_deployment.candidate`), and simulated in that order until no other kind can be
+cheaper than the two best found. So the answer is the cheapest of all that were enumerated, as far as the cost model
+is right.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 from cumulo.errors import ConfigError
 from cumulo.plan.serve.capacity import Capacity, find_capacity, play
@@ -18,10 +19,13 @@ from cumulo.plan.serve.split import decode, prefill
 from cumulo.plan.serve.step_cost import StepLoad
 from cumulo.plan.serve.traffic import Traffic, check_rate
 from cumulo.spec.catalog import Catalog
+from cumulo.spec.device import Node
 from cumulo.spec.model import ModelSpec
 from cumulo.spec.slo import Slo
 
 TENSOR_SIZES = (1, 2, 4, 8)
+STAGES = (1, 2, 4)
+_SMALLER_STEPS = (4, 16)  # parts of the engine's default
 _MOST_REPLICAS = 4096
 
 
@@ -51,24 +55,28 @@ def kinds(
     wanted: Wanted, catalog: Catalog, devices: Iterable[str], formats: Iterable[str], split: bool | None
 ) -> Iterator[Candidate]:
     """Everything that is looked at; `split` None: both ways."""
-    spec, traffic = wanted.spec, wanted.traffic
     for name in devices:
         node, fabric = catalog.cluster(1, name).node, catalog.fabric("rail-infiniband")
+        for tp, pp, ep in rank_sizes(wanted.spec, node):
+            for weights in formats:
+                if weights == "float8" and "float8" not in node.device.peak_flops:
+                    continue
+                replica = Replica(wanted.spec, node, fabric, tp, ep, weights, pp=pp)
+                replica = replica.with_context_for(wanted.traffic.arrivals)
+                for apart in (False, True) if split is None else (split,):
+                    yield candidate(replica, apart, wanted.traffic, wanted.slo)
+
+
+def rank_sizes(spec: ModelSpec, node: Node) -> Iterator[tuple[int, int, int]]:
+    """tp, pp and ep of one engine that the scale-up links of a node reach. Pipelines run on CPUs only."""
+    for pp in STAGES if node.device.generation == "cpu" else (1,):
         for tp in TENSOR_SIZES:
-            if (
-                tp > node.scale_up_gpus
-                or spec.heads % tp
-                or (spec.mla is None and spec.kv_heads % tp and tp % spec.kv_heads)
-            ):
+            uneven = spec.heads % tp or (spec.mla is None and spec.kv_heads % tp and tp % spec.kv_heads)
+            if uneven or tp * pp > node.scale_up_gpus or pp > spec.layers:
                 continue
-            expert_sizes = (1, tp) if spec.moe is not None and tp > 1 and spec.moe.experts % tp == 0 else (1,)
-            for ep in expert_sizes:
-                for weights in formats:
-                    if weights == "float8" and "float8" not in node.device.peak_flops:
-                        continue
-                    replica = Replica(spec, node, fabric, tp, ep, weights).with_context_for(traffic.arrivals)
-                    for apart in (False, True) if split is None else (split,):
-                        yield candidate(replica, apart, traffic, wanted.slo)
+            yield tp, pp, 1
+            if spec.moe is not None and tp > 1 and spec.moe.experts % tp == 0:
+                yield tp, pp, tp
 
 
 def search(
@@ -101,16 +109,28 @@ def search(
 
 
 def _together(one: Candidate, wanted: Wanted, price_limit: float) -> Deployment | None:
-    """The fewest replicas that hold, each with its share of the rate."""
-
-    def at(replicas: int) -> ServeReport:
-        return play(one.replica, wanted.traffic.at_rate(wanted.rate / replicas), wanted.slo.percentile)
-
+    """The fewest replicas that hold, each with its share of the rate; with smaller steps where fewer hold so."""
     least = int(max(1, -(-wanted.rate // one.most_rate)))
-    found = _fewest(
-        at, lambda result: result.holds(wanted.slo), least, _most(one.replica, wanted, price_limit)
-    )
-    return None if found is None else Deployment(one.replica, found[0], 0, wanted.rate, found[1])
+    best, most = None, _most(one.replica, wanted, price_limit)
+    for replica in (one.replica, *_with_smaller_steps(one.replica, wanted.slo)):
+        at = partial(_share_of, wanted, replica)
+        found = _fewest(at, lambda result: result.holds(wanted.slo), least, most)
+        if found is not None:
+            best, most = Deployment(replica, found[0], 0, wanted.rate, found[1]), found[0] - 1
+    return best
+
+
+def _share_of(wanted: Wanted, replica: Replica, replicas: int) -> ServeReport:
+    return play(replica, wanted.traffic.at_rate(wanted.rate / replicas), wanted.slo.percentile)
+
+
+def _with_smaller_steps(replica: Replica, slo: Slo) -> Iterator[Replica]:
+    """A step that computes a whole long prompt delays every running answer: where the ITL is bounded, smaller steps
+    may do with fewer replicas."""
+    usual = replica.engine_config()
+    for part in _SMALLER_STEPS if slo.itl_s is not None else ():
+        if usual.max_tokens_per_step // part >= usual.max_running:
+            yield replace(replica, max_tokens_per_step=usual.max_tokens_per_step // part)
 
 
 def _split(one: Candidate, wanted: Wanted, price_limit: float) -> Deployment | None:
@@ -135,7 +155,7 @@ def _split(one: Candidate, wanted: Wanted, price_limit: float) -> Deployment | N
 
 def _most(replica: Replica, wanted: Wanted, price_limit: float) -> int:
     """Replicas beyond which it is too dear or there are no GPUs."""
-    most = _MOST_REPLICAS if wanted.most_gpus is None else wanted.most_gpus // replica.tp
+    most = _MOST_REPLICAS if wanted.most_gpus is None else wanted.most_gpus // replica.ranks
     if price_limit < float("inf"):
         most = min(most, int(price_limit / replica.price_per_hour) if replica.price_per_hour else most)
     return most
@@ -182,7 +202,7 @@ def _nothing_works(wanted: Wanted, every: list[Candidate]) -> str:
     """Why no deployment was found, and the nearest thing that works."""
     fitting = [one for one in every if one.fits]
     if not fitting:
-        largest = max(every, key=lambda one: one.replica.tp * one.replica.device.memory_bytes)
+        largest = max(every, key=lambda one: one.replica.ranks * one.replica.device.memory_bytes)
         return (
             f"the model fits none of the {len(every)} kinds of replica considered (leave --devices out to consider "
             f"all); in the largest, {largest.why_not}"
@@ -195,7 +215,7 @@ def _nothing_works(wanted: Wanted, every: list[Candidate]) -> str:
             f"{fastest.why_not}: loosen the objective beyond that, or shorten prompts"
         )
     least = min(usable, key=lambda one: one.least_price(wanted.rate))
-    gpus = int(least.least_price(wanted.rate) / least.replica.price_per_hour) * least.replica.tp
+    gpus = int(least.least_price(wanted.rate) / least.replica.price_per_hour) * least.replica.ranks
     allowed = "" if wanted.most_gpus is None else f" with {wanted.most_gpus} GPUs"
     return (
         f"no deployment keeps this objective at {wanted.rate:g} requests per second{allowed}; the cheapest kind, "

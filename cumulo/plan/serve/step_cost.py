@@ -7,7 +7,10 @@ A step is a roofline by parts, one after the other as the engine runs them:
     between products   bytes of norms, rotation and activation over bandwidth
     draws              the output matrix, and passes over the logits
     fixed              so much per layer and per step
-    communication      with tp: two all-reduces a layer; with ep: two all-to-alls a layer with experts
+    communication      with tp: two all-reduces a layer; with ep: two all-to-alls a layer with experts; with pp: a
+                       hidden state per token between stages
+
+With pp these are the seconds of all stages together; the loop passes a step from stage to stage.
 
 The host's part is apart: it runs while the device computes the step before (`engine/simulate/engine.py`).
 """
@@ -108,6 +111,7 @@ class StepCostModel:
         compute: str,
         tensor: Group | None = None,
         expert: Group | None = None,
+        stages: Group | None = None,
         block_size: int = 64,
         swap_bytes_per_s: float | None = None,
         slower: float = 1.0,
@@ -117,6 +121,7 @@ class StepCostModel:
             known = ", ".join(profile.products)
             raise ConfigError(f"{device.name} has no measured products of {weights} weights; it has: {known}")
         self.work, self.profile, self._tensor, self._expert = work, profile, tensor, expert
+        self._stages = stages
         bandwidth, reached, experts = device.memory_bytes_per_s, profile.products[weights], profile.experts
         rate = device.flops(compute)
         self._power, self._slower = reached.overlap, slower
@@ -140,7 +145,9 @@ class StepCostModel:
         self._pair_s = work.attention_flops_per_pair / (wide * profile.attention)
         self._elementwise_s = work.elementwise_bytes_per_token / (bandwidth * profile.elementwise)
         self._fixed_s = (
-            profile.step_s + work.layers * profile.layer_s + work.moe_layers * profile.expert_layer_s
+            profile.step_s * (1 if stages is None else stages.ranks)
+            + work.layers * profile.layer_s
+            + work.moe_layers * profile.expert_layer_s
         )
         self._batch_s = work.layers * profile.batch_layer_s
         swap = device.host_bytes_per_s if swap_bytes_per_s is None else swap_bytes_per_s
@@ -241,6 +248,8 @@ class StepCostModel:
                 message * work.experts_per_token / self._expert.ranks
             )  # each rank has a share of the tokens
             seconds += 2 * work.moe_layers * collective_s("all_to_all", sent, self._expert)
+        if self._stages is not None:
+            seconds += (self._stages.ranks - 1) * collective_s("send_recv", message, self._stages)
         return seconds
 
 

@@ -2,26 +2,19 @@
 
 import dataclasses
 import os
-from pathlib import Path
 
+from cumulo.base.machine_devices import gpus_here
 from cumulo.serve.engine_link.engine_client import EngineSettings
 
 
 def settings_of_replica(settings: EngineSettings, name: str, number: int, replicas: int) -> EngineSettings:
-    """CPU threads are divided among the replicas unless their number is given; GPUs are dealt out in turn."""
+    """CPU threads are divided among the replicas unless their number is given; GPUs are dealt out in turn, as
+    many to each as it has ranks."""
     config, environment = settings.config, dict(settings.environment)
     if config.threads is None:
         config = dataclasses.replace(config, threads=max(1, len(os.sched_getaffinity(0)) // replicas))
-    gpus = _gpus() if config.device != "cpu" else []
+    gpus, ranks = gpus_here() if config.device != "cpu" else [], config.layout.world
     if gpus:
-        environment["CUDA_VISIBLE_DEVICES"] = gpus[number % len(gpus)]
+        own = [gpus[(number * ranks + rank) % len(gpus)] for rank in range(min(ranks, len(gpus)))]
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(own)
     return dataclasses.replace(settings, config=config, environment=environment, name=name, for_router=True)
-
-
-def _gpus() -> list[str]:
-    """Those that this process may use, as CUDA names them."""
-    allowed = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if allowed is not None:
-        return [one.strip() for one in allowed.split(",") if one.strip()]
-    found = [path.name.removeprefix("nvidia") for path in Path("/dev").glob("nvidia[0-9]*")]
-    return sorted((number for number in found if number.isdecimal()), key=int)

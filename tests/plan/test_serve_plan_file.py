@@ -1,0 +1,64 @@
+"""A deployment as a file: what is written is what is read, and what this machine cannot start is refused."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from cumulo.errors import ConfigError
+from cumulo.plan.serve.capacity import play
+from cumulo.plan.serve.deployment import Deployment
+from cumulo.plan.serve.plan_file import ServePlanFile, check_places, plan_file, plan_text, read_plan
+from tests.plan.test_serve_search import replica, some_traffic
+
+
+def deployment(**changes: int) -> Deployment:
+    one = replace(replica(tp=2, weights="float8"), max_tokens_per_step=2048)
+    report = play(one, some_traffic(20).at_rate(2.0))
+    return replace(Deployment(one, 3, 0, 6.0, report), **changes)
+
+
+def test_a_plan_that_is_read_is_the_one_that_was_written(tmp_path: Path) -> None:
+    path = tmp_path / "plan.yaml"
+    for one in (deployment(), deployment(prefill_replicas=2)):
+        written = plan_file(one, "llama-3.1-8b", 99.0)
+        path.write_text(plan_text(written, "cumulo plan serve"))
+        assert read_plan(path) == written
+        assert written.model is None and written.planned_for.catalogue_model == "llama-3.1-8b"
+        assert (written.tp, written.weights, written.device) == (2, "fp8", "cuda")
+        assert written.max_tokens_per_step == 2048 and written.max_running == 512
+    assert (written.prefill, written.decode, written.replicas) == (2, 3, 1)
+    assert plan_file(one, str(tmp_path), 99.0).model == str(tmp_path)
+
+
+def test_a_plan_with_an_unknown_setting_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "plan.yaml"
+    text = plan_text(plan_file(deployment(), "llama-3.1-8b", 99.0), "")
+    path.write_text(text + "routr: round-robin\n")
+    with pytest.raises(ConfigError, match=r"'routr'.*'router'"):
+        read_plan(path)
+    path.write_text("{")
+    with pytest.raises(ConfigError, match="cannot read the plan"):
+        read_plan(path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "present", "says"),
+    [
+        ({}, 4, "3 engines of 2 ranks, and this machine has 4 GPUs: start 2 of them here with --replicas 2"),
+        ({}, 1, "has 1 GPUs: plan with --max-gpus 1"),
+        ({}, 0, "plan for a device that this machine has"),
+        (
+            {"prefill_replicas": 1},
+            7,
+            "4 engines of 2 ranks, and this machine has 7 GPUs: plan with --max-gpus 7",
+        ),
+    ],
+)
+def test_more_ranks_than_devices_are_refused_with_what_would_work(
+    changes: dict[str, int], present: int, says: str
+) -> None:
+    plan: ServePlanFile = plan_file(deployment(**changes), "llama-3.1-8b", 99.0)
+    check_places(plan, plan.ranks, "GPUs")
+    with pytest.raises(ConfigError, match=says):
+        check_places(plan, present, "GPUs")
