@@ -30,6 +30,8 @@ class EngineConfig:
     slo_late: Literal["refuse", "queue"] = (
         "refuse"  # a request whose promise cannot be kept; queue: without one
     )
+    # Tokens are drafted and verified together: "ngram" drafts what followed the same words before. Empty: off
+    speculate: str = ""
     overlap: bool = True  # plan step N+1 and finish N-1 while N runs
     threads: int | None = None  # CPU threads; None: torch's default
     dtype: str = "auto"  # of activations and KV; auto: float32 on a CPU, bfloat16 on a GPU
@@ -38,6 +40,9 @@ class EngineConfig:
     kv_dtype: Literal["auto", "fp8"] = "auto"  # fp8: keys and values take one byte a number (GPU)
     batch_invariant: bool = False  # same request, same bits, whatever else is in the batch; slower (GPU)
     cuda_graphs: bool = True  # steps are captured and replayed; off: every kernel is launched by the host
+    # -- low-rank adapters: docs/adapters.md
+    max_loras: int = 0  # adapters that can be loaded at the same time; 0: none are served
+    max_lora_rank: int = 16  # the greatest rank that an adapter may have
     # -- over several ranks (processes): docs/serving-ranks.md
     tp: int = 1  # tensor parallel: heads, feed-forward width and vocabulary in this many slices
     pp: int = 1  # pipeline parallel: layers in this many stages
@@ -68,6 +73,9 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and (value < 0 or (value == 0 and name in ("max_context", "threads"))):
                 raise CumuloError(f"{name} must be positive, got {value}")
+        for name, least in (("max_loras", 0), ("max_lora_rank", 1)):
+            if not least <= getattr(self, name) <= 4096:
+                raise CumuloError(f"{name} must be {least} to 4096, got {getattr(self, name)}")
         if not self.shared_step_s > 0:
             raise CumuloError(f"shared_step_s must be more than 0 seconds, got {self.shared_step_s}")
         if self.slo is not None and (self.slo.tpot_s is not None or self.slo.e2e_s is not None):

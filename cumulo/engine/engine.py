@@ -13,10 +13,13 @@ from collections.abc import Iterable
 from collections.abc import Sequence as ListLike
 from dataclasses import dataclass, field
 
+from cumulo.engine.adapters import AdapterStore
+from cumulo.engine.decide.adapters import salted
 from cumulo.engine.decide.params import SamplingParams
 from cumulo.engine.decide.plan import PendingStep, Runner, StepPlan
 from cumulo.engine.decide.request import DrawnSample, Request, Sequence, State
 from cumulo.engine.decide.scheduler import Scheduler
+from cumulo.engine.decide.step_result import take_back
 from cumulo.engine.guides.guided import Guidance
 from cumulo.engine.link import EngineLink
 from cumulo.engine.outputs import Delta, RequestOutput, Sample
@@ -69,6 +72,7 @@ class Engine:
         self._depth = depth if overlap else 0
         self._in_flight: deque[tuple[StepPlan, PendingStep]] = deque()
         self.link: EngineLink | None = None  # to engines that compute prompts for this one, or the other way
+        self.adapters: AdapterStore | None = None  # where adapters are served
         self.idle = False  # the last step had nothing to compute: what is here waits for another engine
 
     # -- requests ---------------------------------------------------------------------------------------
@@ -86,12 +90,14 @@ class Engine:
         resumed: ListLike[int] = (),
         samples: ListLike[DrawnSample] = (),
         slo: Slo | None = None,
+        adapter: str = "",
     ) -> Request:
         """Queue a request, or raise InvalidRequest. With `stream`, text comes in Deltas as it is made.
 
         `resumed`: output tokens that another engine has drawn already, or `samples` where there are several. What
         follows is what that engine would have drawn.
         """
+        held = self.scheduler.books.adapters.find(adapter) if adapter else None
         request = Request(
             request_id if request_id is not None else f"request-{next(self._ids)}",
             prompt,
@@ -99,13 +105,14 @@ class Engine:
             seed=params.seed if params.seed is not None else self._seeds.getrandbits(63),
             eos_ids=self.eos_ids,
             priority=priority,
-            cache_salt=cache_salt,
+            cache_salt=cache_salt if held is None else salted(cache_salt, held.fingerprint),
             tenant=tenant,
             arrived_s=time.perf_counter(),
             tag=_Client(prompt_text, stream),
             resumed=resumed,
             samples=samples,
             slo=slo,
+            adapter=held,
         )
         self._check_tokens(request)
         self.scheduler.add(request)
@@ -205,12 +212,15 @@ class Engine:
             request = sequence.request
             client: _Client = request.tag
             if client.stream or request.params.stop:
-                text = self._push_text(sequence, client, now_s)
+                gained = self.scheduler.books.gained.get(sequence, 1) if plan.drafts else 1
+                before = len(sequence.tokens) - gained
+                text = self._push_text(sequence, client, before, now_s)
                 if client.stream:
-                    self._tell(sequence, text, sequence.tokens[-1:].tolist(), output)
+                    self._tell(sequence, text, sequence.tokens[before:].tolist(), output)
 
-    def _push_text(self, sequence: Sequence, client: _Client, now_s: float) -> str:
-        """Feed the newest token to the sample's text; a stop string found there ends the sample."""
+    def _push_text(self, sequence: Sequence, client: _Client, before: int, now_s: float) -> str:
+        """Feed the tokens from position `before` on to the sample's text; a stop string found there ends the sample
+        without the tokens after it."""
         if self.tokenizer is None:
             return ""
         stream = client.streams.get(sequence.sample_index)
@@ -218,7 +228,12 @@ class Engine:
             stream = client.streams[sequence.sample_index] = TextStream(
                 self.tokenizer, sequence.request.params
             )
-        text = "" if sequence.finish_reason == "stop" else stream.push(sequence.tokens[-1])
+        text, end = "", len(sequence.tokens) - (sequence.finish_reason == "stop")
+        for position in range(before, end):
+            text += stream.push(sequence.tokens[position])
+            if stream.matched is not None:
+                take_back(sequence, len(sequence.tokens) - position - 1)
+                break
         if stream.matched is not None:
             self.scheduler.finish(sequence, "stop", now_s, stream.matched)
             sequence.finish_reason, sequence.stop_reason = "stop", stream.matched  # also if it hit its length

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cumulo.engine.decide.params import SamplingParams
+from cumulo.engine.decide.speculation.learnt_cost import LearntCost
 from cumulo.engine.engine import Engine
 from cumulo.engine.outputs import RequestOutput
 from tests.engine.tiny_engine import run
@@ -36,6 +37,14 @@ class Way:
     prefix_cache: bool
     overlap: bool
     preemption: str
+    speculate: bool = False  # with drafts that are thought to cost nothing: as many as there can be
+
+
+class FreeDrafts(LearntCost):
+    """A step takes as long whatever it drafts."""
+
+    known = True
+    line = (1.0, 0.0)
 
 
 def draw_requests(rng: random.Random, count: int, vocabulary: int, lengths: Lengths) -> list[Request]:
@@ -85,7 +94,10 @@ def check(make_engine: MakeEngine, rng: random.Random, requests: list[Request], 
         blocks=-(-longest // way.block_size) + way.spare_blocks, block_size=way.block_size, max_running=5,
         max_tokens_per_step=way.budget, prefix_cache=way.prefix_cache, preemption=way.preemption,
         host_blocks=60 if way.preemption == "swap" else 0, overlap=way.overlap,
+        **({"speculate": True} if way.speculate else {}),
     )  # fmt: skip
+    if engine.scheduler.speculation is not None:
+        engine.scheduler.speculation.cost = FreeDrafts()
     victims = {f"r{i}" for i in range(len(requests)) if rng.random() < 0.15}
     for index, (prompt, params, priority, salt) in enumerate(requests):
         engine.add(prompt, params, request_id=f"r{index}", priority=priority, cache_salt=salt)

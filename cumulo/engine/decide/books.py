@@ -6,6 +6,7 @@ from bisect import insort
 from dataclasses import dataclass
 from operator import attrgetter
 
+from cumulo.engine.decide.adapters import AdapterBook
 from cumulo.engine.decide.fairness import FairShares
 from cumulo.engine.decide.plan import StepPlan
 from cumulo.engine.decide.request import FinishReason, Request, Sequence, State
@@ -38,6 +39,8 @@ class Books:
         self.running: list[Sequence] = []  # in order; may hold ended sequences until the next plan
         self.in_flight: dict[int, Flight] = {}
         self.transfers = Transfers()
+        self.adapters = AdapterBook()
+        self.gained: dict[Sequence, int] = {}  # tokens of the last result, where drafts were accepted
         self.promises: Promises | None = None  # from the first request on that has an SLO
         self.next_plan = StepPlan(0)  # collects what happens between plans: ended slots, the next beams
 
@@ -99,6 +102,7 @@ class Books:
             self.residency.free_slots += request.reserved_slots
             request.reserved_slots = []
             self.shares.went(request.share, now_s)
+            self.adapters.end(request.adapter)
             request.story.finish(now_s, sum(s.output_length for s in request.sequences))
             self.closed.append(request)
             if self.promises is not None:

@@ -26,6 +26,16 @@ class NewSlot(NamedTuple):
     params: SamplingParams
     seed: int  # resolved: given by the user or drawn by the engine
     sample_index: int = 0  # which of the request's n samples; each draws its own random numbers
+    adapter: int = -1  # the slot of its adapter; -1: none
+
+
+class Draft(NamedTuple):
+    """A row of one known token that also verifies these, which may follow it. The row is the draw of that index,
+    and its count includes them: they are written behind the known token before the row is computed. A draft is
+    accepted if it is what is drawn at its place and all before it were."""
+
+    row: int
+    tokens: list[int]
 
 
 class Send(NamedTuple):
@@ -64,6 +74,7 @@ class StepPlan:
     # -- embeddings: rows whose final hidden states are wanted, summed from this token's position to the row's end
     pool_rows: list[int] = field(default_factory=list)
     pool_starts: list[int] = field(default_factory=list)
+    drafts: list[Draft] = field(default_factory=list)  # speculation: rows that draw up to 1 + drafts tokens
     sends: list[Send] = field(default_factory=list)  # rows whose KV goes to other engines; nothing is drawn
 
     @property
@@ -96,6 +107,9 @@ class StepResult:
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     errors: dict[int, str] = field(default_factory=dict)  # by draw index: this sequence failed (NaN logits)
     pooled: "list[Vector]" = field(default_factory=list)  # one sum per entry of pool_rows
+    # speculation: by draw index, the drafted tokens that were accepted, before the one in `tokens`
+    accepted: dict[int, list[int]] = field(default_factory=dict)
+    accepted_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     started_s: float = 0.0  # time.perf_counter() when the runner began and finished
     finished_s: float = 0.0
 

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence as ListLike
 from typing import Any, Final, Literal, NamedTuple
 
+from cumulo.engine.decide.adapters import Adapter
 from cumulo.engine.decide.beam import BeamSearch
 from cumulo.engine.decide.block_pool import BlockHash, chain_hashes, root_hash
 from cumulo.engine.decide.fairness import Tenant
@@ -42,9 +43,9 @@ class DrawnSample(NamedTuple):
 
 class Request:
     __slots__ = (
-        "arrived_s", "beam", "cache_salt", "error", "forks_left", "id", "order", "output_limit", "params",
-        "pooled", "priority", "prompt_length", "prompt_logprobs", "reserved_slots", "seed", "sends", "sequences",
-        "share", "slo", "stop_ids", "story", "tag",
+        "adapter", "arrived_s", "beam", "cache_salt", "error", "forks_left", "id", "order", "output_limit",
+        "params", "pooled", "priority", "prompt_length", "prompt_logprobs", "reserved_slots", "seed", "sends",
+        "sequences", "share", "slo", "stop_ids", "story", "tag",
     )  # fmt: skip
 
     def __init__(
@@ -63,6 +64,7 @@ class Request:
         resumed: Iterable[int] = (),
         samples: ListLike[DrawnSample] = (),
         slo: Slo | None = None,
+        adapter: Adapter | None = None,
     ) -> None:
         """`resumed`: output tokens that another engine has drawn already; this one draws what follows. `samples`:
         the same where there are several."""
@@ -78,6 +80,7 @@ class Request:
             )
         self.id, self.params, self.seed, self.prompt_length = request_id, params, seed, len(tokens)
         self.priority, self.cache_salt, self.arrived_s, self.tag = priority, cache_salt, arrived_s, tag
+        self.adapter = adapter
         stops = () if params.ignore_eos else eos_ids
         self.stop_ids = frozenset((*stops, *params.stop_token_ids))
         self.slo = slo  # asked for; bounds that it leaves out are the engine's
@@ -130,7 +133,7 @@ class Request:
 
 class Sequence:
     __slots__ = (
-        "blocks", "candidates", "capacity", "computed", "cumulative_logprob", "finish_reason", "hashes",
+        "blocks", "candidates", "capacity", "computed", "cumulative_logprob", "drafting", "finish_reason", "hashes",
         "host_blocks", "last_step", "limit", "logprobs", "lost", "pending", "prompt_length", "queued", "request",
         "sample_index", "shares_tail", "slot", "state", "stop_reason", "tokens",
     )  # fmt: skip
@@ -155,6 +158,7 @@ class Sequence:
         self.stop_reason: int | str | None = None
         self.cumulative_logprob = 0.0
         self.logprobs: list[TokenLogprobs] = []
+        self.drafting: Any = None  # speculation's notes on it
         # A beam's next tokens, until all beams have some.
         self.candidates: list[tuple[int, float]] | None = None
 

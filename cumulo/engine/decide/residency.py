@@ -143,6 +143,13 @@ class Residency:
             self._copy_sources.append(shared)
         sequence.shares_tail = False
 
+    def room_ahead(self, sequence: Sequence, position: int, count: int, spare: int, plan: StepPlan) -> int:
+        """For how many of the `count` tokens after `position`, whose own block is there, there is room: in blocks
+        that the sequence has, or in free ones while more than `spare` are left to others."""
+        while position + count >= sequence.capacity and self.pool.free_in(self.home(sequence)) > spare:
+            self.give_block(sequence, sequence.capacity, plan)
+        return max(0, min(count, sequence.capacity - 1 - position))
+
     def register_full(self, rows: Iterable[Sequence], plan: StepPlan) -> None:
         """Blocks this step filled can serve others from now on."""
         if not self.pool.prefix_cache:
@@ -228,5 +235,5 @@ def new_slot(sequence: Sequence) -> NewSlot:
     request = sequence.request
     return NewSlot(
         sequence.slot, sequence.tokens[:], sequence.prompt_length, sequence.blocks[:], request.params, request.seed,
-        sequence.sample_index,
+        sequence.sample_index, -1 if request.adapter is None else request.adapter.slot,
     )  # fmt: skip

@@ -28,6 +28,7 @@ from cumulo.engine.decide.residency import new_slot
 from cumulo.engine.decide.scheduler_config import SchedulerConfig
 from cumulo.engine.decide.slo.entrance import promise
 from cumulo.engine.decide.slo.prompts import promised_prompts
+from cumulo.engine.decide.speculation.policy import Speculation
 from cumulo.engine.decide.step_result import enter_result
 from cumulo.errors import InvalidRequest
 
@@ -44,6 +45,7 @@ class Scheduler:
         )
         self.requests, self.closed, self.running = books.requests, books.closed, books.running
         self.transfers, self.pace = books.transfers, DecodePace(config.shared_step_s)
+        self.speculation = Speculation() if config.speculate else None
         self._arrivals = 0
 
     @property
@@ -70,6 +72,8 @@ class Scheduler:
             promise(self.books, request)
         if why is not None:
             request.story.add(request.arrived_s, "limited", limit=request.output_limit, why=why)
+        if request.adapter is not None:
+            request.story.add(request.arrived_s, "adapter", name=request.adapter.name, rank=request.adapter.rank)
         if request.pooled is not None:
             wants = request.pooled.wants
             request.story.add(request.arrived_s, "embed", pooling=request.pooled.kind, wants=wants)
@@ -79,6 +83,7 @@ class Scheduler:
         if params.beam_width is not None:
             start_beam(request)
         self.requests[request.id] = request
+        self.books.adapters.begin(request.adapter)
         request.share = self.shares.tenant(request.share.name)
         self.shares.came(request.share, request.arrived_s)
         self.queue.arrive(leader)
@@ -170,6 +175,8 @@ class Scheduler:
         newcomer = None if rows else admission.admit_past_parked(books, plan, now_s)
         if newcomer is not None and newcomer.to_compute:
             self._plan_chunk(newcomer, min(newcomer.to_compute, budget), False, plan, rows, draws, now_s)
+        if self.speculation is not None:
+            self.speculation.extend(plan, rows, self.residency, budget, now_s)
         self.residency.plan_complete()
         if not rows:
             books.next_plan = plan  # nothing to run: what changed becomes the beginning of the next plan
@@ -311,7 +318,12 @@ class Scheduler:
     def plans_ahead(self, in_flight: StepPlan, now_s: float) -> bool:
         """Whether to plan the next step while this one is computed. A newcomer waits for both: while several
         tenants are about, they may take `shared_step_s` together. Planning late costs the host's time per step,
-        which is little of a long one. The stages of a pipeline always have steps behind each other."""
+        which is little of a long one. The stages of a pipeline always have steps behind each other. With
+        speculation, tokens may have to be known first."""
+        if self.speculation is not None and (
+            in_flight.drafts or self.speculation.waits(self.books.in_flight[in_flight.index].rows)
+        ):
+            return False
         if self.config.stages > 1 or self.books.promises is not None or not self.shares.several_about(now_s):
             return True
         rows, tokens = len(in_flight.slots), in_flight.tokens
@@ -325,11 +337,14 @@ class Scheduler:
             self.books.promises.observe(plan, self.books.in_flight[plan.index].draws, now_s)
         rows, tokens = len(plan.slots), plan.tokens
         self.costs.observe_compute(tokens, rows, seconds)
+        if self.speculation is not None:
+            self.speculation.cost.observe(tokens, seconds)
         if tokens and seconds > 0:
             self.pace.observe(rows, tokens, seconds)
 
     def apply(self, plan: StepPlan, result: StepResult, now_s: float) -> list[Sequence]:
-        """Take a step's tokens in; returns the sequences that gained one (beams excepted)."""
+        """Take a step's tokens in; returns the sequences that gained one (beams excepted), or as many as
+        `books.gained` says."""
         advanced = enter_result(self.books, self.books.in_flight.pop(plan.index), plan, result, now_s)
         handover.issue_fetches(self.books, now_s)
         return advanced

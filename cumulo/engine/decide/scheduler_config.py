@@ -21,6 +21,7 @@ class SchedulerConfig:
     host_blocks: int = 0
     priority_step_s: float = 30.0
     shared_step_s: float = 0.04
+    speculate: bool = False  # tokens are drafted by n-gram lookup and verified
     # Of a pipeline. A sequence whose next token is still being drawn would hold up all stages, so it waits, and a
     # step takes its share of those that do not.
     stages: int = 1
@@ -37,6 +38,8 @@ class SchedulerConfig:
             )
         if self.blocks % self.homes:
             raise CumuloError(f"{self.blocks} KV blocks cannot be shared evenly by dp {self.homes}")
+        if self.speculate and self.stages > 1:
+            raise CumuloError("speculate needs pp 1: a pipeline's stages never wait for drawn tokens; omit one")
         if self.homes > 1 and self.host_blocks:
             raise CumuloError(
                 "swap_gib needs dp 1: with data-parallel attention preemption recomputes; omit it"
@@ -58,6 +61,7 @@ def scheduler_config(config: EngineConfig, memory: MemoryPlan) -> SchedulerConfi
         host_blocks=memory.host_blocks,
         priority_step_s=config.priority_step_s,
         shared_step_s=config.shared_step_s,
+        speculate=bool(config.speculate),
         stages=config.pp,
         homes=config.dp,
         slo=config.slo,

@@ -19,6 +19,7 @@ def enter_result(
     books: Books, flight: Flight, plan: StepPlan, result: StepResult, now_s: float
 ) -> list[Sequence]:
     """Returns the sequences that gained a token (beams excepted)."""
+    ended = _enter_accepted(books, flight, plan, result, now_s) if plan.drafts else []
     books.residency.register_full(flight.rows, plan)
     for row, logprobs in result.prompt_logprobs.items():
         _take_prompt_logprobs(flight.rows[row], plan.starts[row], logprobs)
@@ -35,7 +36,7 @@ def enter_result(
     beams = _take_logprobs(books, flight.draws, result.logprobs)
 
     # This loop runs for every sequence at every step: keep it lean.
-    advanced: list[Sequence] = []
+    advanced: list[Sequence] = ended
     finished = State.FINISHED
     for sequence, token in zip(flight.draws, result.tokens, strict=True):
         sequence.pending -= 1
@@ -58,6 +59,50 @@ def enter_result(
     for request in beams:
         advance_beams(books, request, now_s)
     return advanced
+
+
+def _enter_accepted(
+    books: Books, flight: Flight, plan: StepPlan, result: StepResult, now_s: float
+) -> list[Sequence]:
+    """Drafted tokens that were accepted; what was computed for the others is forgotten: their places in the cache
+    are written again. Returns the sequences that ended on the way; for others the token drawn last comes after."""
+    ended: list[Sequence] = []
+    books.gained = {}
+    for row, _ in plan.drafts:
+        sequence = flight.rows[row]
+        accepted = result.accepted.get(row, [])
+        if sequence.state != State.RUNNING:
+            continue  # failed, aborted, or ended by a stop string, while this step ran
+        request, start = sequence.request, plan.starts[row]
+        stop = next((n for n, token in enumerate(accepted, 1) if token in request.stop_ids), None)
+        sequence.tokens.extend(accepted[:stop])
+        sequence.computed = start + 1 + len(accepted[:stop])
+        request.share.output_tokens += len(accepted[:stop])
+        request.story.accepted_tokens += len(accepted[:stop])
+        for found in result.accepted_logprobs.get(row, [])[:stop]:
+            sequence.cumulative_logprob += found.logprob
+            sequence.logprobs.append(found)
+        if start // books.pool.block_size != sequence.computed // books.pool.block_size:
+            books.residency.register_blocks(sequence, start, sequence.computed)
+        books.gained[sequence] = len(accepted[:stop]) + (stop is None)
+        if stop is not None:
+            books.finish(sequence, "stop", now_s, accepted[stop - 1])
+            ended.append(sequence)
+    return ended
+
+
+def take_back(sequence: Sequence, count: int) -> None:
+    """The last `count` tokens are no part of the answer: a stop string was complete before them."""
+    if count <= 0:
+        return
+    del sequence.tokens[-count:]
+    for found in sequence.logprobs[-count:]:
+        sequence.cumulative_logprob -= found.logprob
+    del sequence.logprobs[-count:]
+    request = sequence.request
+    request.share.output_tokens -= count
+    if request.story.finished_s is not None:
+        request.story.output_tokens -= count
 
 
 def _take_logprobs(books: Books, draws: list[Sequence], logprobs: dict[int, TokenLogprobs]) -> list[Request]:

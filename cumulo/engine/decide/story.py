@@ -59,6 +59,10 @@ _WORDS = {
     "receiving": "{blocks} KV blocks are copied from {peer} as they are computed; {held} tokens were here already",
     "received": "{blocks} KV blocks from {peer} are here, {tail_ms:.1f} ms after the last layer was computed",
     "prefill_failed": "{peer} does not deliver: {why}",
+    "drafting": "from step {step} on tokens are drafted and verified together: {count} in this step, each expected "
+    "to be right in {rate} of cases",
+    "speculated": "{accepted} of {drafted} drafted tokens were accepted",
+    "adapter": "answered with the adapter {name}, of rank {rank}",
     "first_token": "first token",
     "embedded": "its {tokens} tokens have become {size} numbers",
     "finished": "sample {sample} finished: {reason} after {tokens} tokens",
@@ -77,6 +81,8 @@ class Story:
     recomputed_tokens: int = 0  # computed before, lost to preemption, computed again
     preemptions: int = 0
     output_tokens: int = 0
+    drafted_tokens: int = 0  # by speculation
+    accepted_tokens: int = 0  # of these
     took_turns: bool = False  # with other sequences of its tenant, for the sake of others
     waits_s: dict[str, float] = field(default_factory=dict)  # seconds waited, by WaitCause
     waits_for: str | None = "behind_others"  # the WaitCause of this moment; None while nothing of it waits
@@ -130,6 +136,8 @@ class Story:
     def finish(self, now_s: float, output_tokens: int) -> None:
         self._wait(now_s, None)
         self.finished_s, self.output_tokens = now_s, output_tokens
+        if self.drafted_tokens:
+            self.add(now_s, "speculated", accepted=self.accepted_tokens, drafted=self.drafted_tokens)
         if self.promise is not None and self.ttft_s is not None:
             one = self.promise
             self.add(
@@ -188,6 +196,8 @@ class Story:
             "cached_tokens": self.cached_tokens,
             "recomputed_tokens": self.recomputed_tokens,
             "preemptions": self.preemptions,
+            "drafted_tokens": self.drafted_tokens,
+            "accepted_tokens": self.accepted_tokens,
             "waits_s": dict(self.waits_s),
             "events": [
                 {"at_s": e.time_s - self.arrived_s, "kind": e.kind, **e.detail, "words": e.describe()}

@@ -256,6 +256,15 @@ _TIMED_STEPS = 16
 
 
 # -- in the runner -----------------------------------------------------------------------------------------
+def _after_draft(matcher: Any, token: int) -> Any | None:
+    """A copy of the matcher behind a drafted token; None if the guide does not allow it."""
+    if matcher is None or matcher.is_error() or matcher.is_stopped() or matcher.validate_tokens([token]) < 1:
+        return None
+    copy = matcher.deep_copy()
+    copy.consume_token(token)
+    return copy
+
+
 class GuidedSlots:
     """The matchers of a runner's guided slots. Only the runner's thread touches it; empty, it is falsy."""
 
@@ -294,20 +303,35 @@ class GuidedSlots:
             return None
         matchers, guides = [], []
         begun_s = time.thread_time()
+        before: dict[
+            int, Any
+        ] = {}  # by slot: the matcher of the place before, if this step draws for it, too
+        masked: list[int] = []
         for draw in draws:
             slot = int(slots[draw])
             matcher, seen, guide = self._matchers[slot]
             output = tokens[slot, int(prompt_lengths[slot]) : int(positions[draw])]
-            if len(output) > seen:
+            if slot in before:
+                matcher = _after_draft(before[slot], int(output[-1]))
+                if matcher is None:
+                    before[slot] = None
+                    continue  # its draft will not be accepted: nothing is drawn here
+            elif len(output) > seen:
                 matcher.consume_tokens(output[seen:].tolist())
                 self._matchers[slot] = matcher, len(output), guide
+            before[slot] = matcher
+            masked.append(draw)
             matchers.append(matcher)
             guides.append(guide)
+        draws = masked
         bits = np.zeros((len(draws), -(-vocabulary // 32)), dtype=np.int32)
         too_slow = self._fill(matchers, bits, begun_s)
         errors: dict[int, str] = {}
         for row, (draw, matcher) in enumerate(zip(draws, matchers, strict=True)):
             if matcher.is_error() and row not in too_slow:
+                if draw and slots[draw - 1] == slots[draw]:
+                    errors[draw] = _FAILED  # behind a draft: it is drawn again without one
+                    continue
                 matcher = self._renewed(slots, positions, prompt_lengths, tokens, draw, bits[row])
             if matcher.is_error() or row in too_slow:
                 error = matcher.get_error().replace("<non-verbose/>", "").strip()[:500]

@@ -20,7 +20,10 @@ from cumulo.engine.decide.plan import NewSlot, Send, StepPlan, StepResult, Token
 from cumulo.engine.guides.guided import Guidance
 from cumulo.engine.play.rank_play import RankPlay
 from cumulo.engine.play.slot_table import SlotTable, StepRows
+from cumulo.engine.play.verify import StepDraws, draws_of, take_accepted, write_drafts
 from cumulo.engine.sampling.sampler import Sampler, WholeSampler
+from cumulo.models.adapters.bank import AdapterBank
+from cumulo.models.adapters.files import AdapterWeights
 from cumulo.models.batch import KVCache, RunnableModel
 
 # Prompt log-probabilities need logits at every position; this many positions at a time bound their memory.
@@ -44,6 +47,7 @@ class TorchRunner:
         guidance: Guidance | None = None,
         sampler: Sampler | None = None,
         rank: RankPlay | None = None,
+        bank: AdapterBank | None = None,
     ) -> None:
         """`rank`, and a sampler to go with it: this runner is one of several that play every plan together."""
         self.model, self.cache = model, cache
@@ -56,6 +60,7 @@ class TorchRunner:
             if host_blocks
             else None
         )
+        self.bank, self.table.serves_adapters = bank, bank is not None
         self.layer_teller: LayerTeller | None = None  # who is told of rows that other engines wait for
         self._closed = False
         self._worker: ThreadPoolExecutor | None = None
@@ -93,12 +98,19 @@ class TorchRunner:
     def memory_bytes(self) -> dict[str, int]:
         """What this runner holds, by the names of the memory ledger's rows."""
         held = {"weights": self.model.weight_bytes, "kv cache": self.cache.nbytes}
+        if self.bank is not None:
+            held["adapters"] = self.bank.nbytes
         if self.device.type != "cpu":  # tables and swap pool are the host's, the ledger is the device's
             return held
         held["token tables"] = self.table.nbytes
         if self.host_cache is not None:
             held["swap pool"] = self.host_cache.nbytes
         return held
+
+    def load_adapter(self, slot: int, weights: AdapterWeights) -> None:
+        """Into a slot that no sequence of a plan to come refers to before the caller says so."""
+        assert self.bank is not None
+        self.bank.install(slot, weights)
 
     def measure_step(self, tokens: int, draws: int) -> int | None:
         """Peak memory of a step of this size beyond what is held: the ledger's activations and logits.
@@ -162,10 +174,11 @@ class TorchRunner:
         _copy_between(self.host_cache, self.cache, plan.swap_in)
 
     def _compute(self, plan: StepPlan) -> StepResult:
+        if plan.drafts:
+            write_drafts(plan, self.table)
         rows = self.table.rows(plan)
-        draw_rows = np.array(plan.draw_rows, dtype=np.int64)
-        drawn_from, logit_row_of_draw = np.unique(draw_rows, return_inverse=True)
-        last_tokens = rows.query_starts[drawn_from + 1] - 1
+        draws = draws_of(plan, rows)
+        last_tokens, logit_row_of_draw = np.unique(draws.token_rows, return_inverse=True)
         prompts = {row: self._prompt_positions(rows, row) for row in plan.prompt_logprob_rows}
         pools = [
             np.arange(rows.query_starts[row] + first - rows.starts[row], rows.query_starts[row + 1])
@@ -183,8 +196,7 @@ class TorchRunner:
 
         result = StepResult(tokens=[])
         if self.rank is not None and not self.rank.part.last:
-            slots = np.array(plan.draw_slots, dtype=np.int64)
-            self.rank.expect_tokens(slots, rows.ends[draw_rows], self.table)
+            self.rank.expect_tokens(draws.slots, draws.positions, self.table)
             return result
         offset = len(last_tokens)
         for row, positions in prompts.items():
@@ -196,9 +208,9 @@ class TorchRunner:
             hidden = output[offset : offset + len(positions)]
             result.pooled.append(hidden.sum(dim=0, dtype=torch.float64).cpu().numpy())
             offset += len(positions)
-        if len(draw_rows):
+        if len(draws.slots):
             logits = self.model.logits(output[: len(last_tokens)])
-            self._draw(plan, rows, logits, draw_rows, logit_row_of_draw, result)
+            self._draw(plan, draws, logits, logit_row_of_draw, result)
         return result
 
     @contextmanager
@@ -233,17 +245,18 @@ class TorchRunner:
     def _draw(
         self,
         plan: StepPlan,
-        rows: StepRows,
+        draws: StepDraws,
         logits: Tensor,
-        draw_rows: NDArray[np.int64],
         logit_rows: NDArray[np.int64],
         result: StepResult,
     ) -> None:
-        slots = np.array(plan.draw_slots, dtype=np.int64)
-        positions = rows.ends[draw_rows]
         vocabulary = self.sampler.vocabulary_of(logits)
-        drawn = self.sampler.draw(logits, self.table.draw_batch(slots, positions, logit_rows, vocabulary))
-        self.table.write_drawn(slots, positions, drawn.tokens)
+        batch = self.table.draw_batch(draws.slots, draws.positions, logit_rows, vocabulary)
+        drawn = self.sampler.draw(logits, batch)
+        if plan.drafts:
+            take_accepted(plan, draws, drawn, self.table, result)
+            return
+        self.table.write_drawn(draws.slots, draws.positions, drawn.tokens)
         if self.rank is not None:
             self.rank.send_tokens(drawn.tokens)
         result.tokens = drawn.tokens.tolist()

@@ -1,0 +1,1 @@
+"""Speculation: which tokens a step verifies beside the one it draws, and how many. Pure; asked by the scheduler."""

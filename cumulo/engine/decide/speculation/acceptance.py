@@ -1,0 +1,37 @@
+"""Acceptance: how often drafted tokens turned out right, per request, with everybody's average to begin with."""
+
+# Common past of a draft and the text, in tokens, from which on a draft is of the next class: a longer one is a
+# better omen. Drafts of a model are of the last class.
+_CLASSES = (3, 5, 9)
+CLASSES = len(_CLASSES) + 1
+_PRIOR = 4.0  # so many observations of its own weigh as much as everybody's
+_OWN_MEMORY = 0.95  # weight of an observation after the next one
+_ALL_MEMORY = 0.995
+
+
+def class_of(matched: int) -> int:
+    return sum(matched >= bound for bound in _CLASSES)
+
+
+class Acceptance:
+    __slots__ = ("_hits", "_memory", "_prior", "_tried")
+
+    def __init__(self, prior: "Acceptance | None" = None) -> None:
+        self._prior = prior
+        self._memory = _ALL_MEMORY if prior is None else _OWN_MEMORY
+        # Before anything was seen: right as often as not, a little more where the past agrees for longer.
+        self._hits = [0.0] * CLASSES if prior else [1.0 + 0.5 * index for index in range(CLASSES)]
+        self._tried = [0.0] * CLASSES if prior else [3.0 + 0.5 * index for index in range(CLASSES)]
+
+    def observe(self, kind: int, hits: int, misses: int) -> None:
+        for outcome in (1.0,) * hits + (0.0,) * misses:
+            self._hits[kind] = self._hits[kind] * self._memory + outcome
+            self._tried[kind] = self._tried[kind] * self._memory + 1.0
+        if self._prior is not None:
+            self._prior.observe(kind, hits, misses)
+
+    def rate(self, kind: int) -> float:
+        """Of a token whose predecessors were all right."""
+        if self._prior is None:
+            return self._hits[kind] / self._tried[kind]
+        return (self._hits[kind] + _PRIOR * self._prior.rate(kind)) / (self._tried[kind] + _PRIOR)

@@ -1,0 +1,81 @@
+"""Verifying drafts: a row with drafts is drawn from at every place, and keeps what agrees. Called by a runner.
+
+Each place is drawn with its own random number, penalties and mask, as if no token had been drafted. So the first
+drawn token that differs from its draft is the one that a run without drafts would have drawn there, too.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cumulo.engine.decide.plan import StepPlan, StepResult
+from cumulo.engine.play.slot_table import SlotTable, StepRows
+from cumulo.engine.sampling.sampler import Drawn
+
+
+@dataclass(frozen=True, slots=True)
+class StepDraws:
+    """Every place a step draws a token for: with drafts several in a row, one after the other."""
+
+    slots: NDArray[np.int64]
+    positions: NDArray[np.int64]  # of the drawn tokens
+    token_rows: NDArray[np.int64]  # among the step's tokens, whose logits they are drawn from
+    firsts: NDArray[np.int64]  # by the plan's draw, the first of its places
+
+
+def write_drafts(plan: StepPlan, table: SlotTable) -> None:
+    """Drafted tokens follow the known ones; whatever is drawn overwrites them."""
+    for row, tokens in plan.drafts:
+        slot, end = plan.slots[row], plan.starts[row] + 1
+        table.tokens[slot, end : end + len(tokens)] = tokens
+        table.lengths[slot] = end + len(tokens)
+
+
+def draws_of(plan: StepPlan, rows: StepRows) -> StepDraws:
+    draw_rows = np.array(plan.draw_rows, dtype=np.int64)
+    slots = np.array(plan.draw_slots, dtype=np.int64)
+    positions, token_rows = rows.ends[draw_rows], rows.query_starts[draw_rows + 1] - 1
+    firsts = np.arange(len(slots))
+    if plan.drafts:
+        extra = np.zeros(len(slots), dtype=np.int64)
+        for row, tokens in plan.drafts:
+            extra[row] = len(tokens)
+        places = extra + 1
+        firsts = np.cumsum(places) - places
+        back = np.repeat(extra + firsts, places) - np.arange(places.sum())  # to the row's last place
+        slots = np.repeat(slots, places)
+        positions = np.repeat(positions, places) - back
+        token_rows = np.repeat(token_rows, places) - back
+    return StepDraws(slots, positions, token_rows, firsts)
+
+
+def take_accepted(
+    plan: StepPlan, draws: StepDraws, drawn: Drawn, table: SlotTable, result: StepResult
+) -> None:
+    """Of each row the drafts that were drawn, and the token drawn after them."""
+    tokens = drawn.tokens.tolist()
+    last = draws.firsts.copy()  # of each draw, the place of the token that counts
+    for row, drafted in plan.drafts:
+        first = int(draws.firsts[row])
+        count = 0
+        # A place that failed behind a draft is drawn again in the next step, without one.
+        while (
+            first not in drawn.errors
+            and count < len(drafted)
+            and tokens[first + count] == drafted[count]
+            and first + count + 1 not in drawn.errors
+        ):
+            count += 1
+        last[row] = first + count
+        if count:
+            result.accepted[row] = drafted[:count]
+            if first in drawn.logprobs:
+                result.accepted_logprobs[row] = [drawn.logprobs[first + place] for place in range(count)]
+    table.write_drawn(draws.slots[last], draws.positions[last], drawn.tokens[last])
+    result.tokens = drawn.tokens[last].tolist()
+    for draw, place in enumerate(last.tolist()):
+        if place in drawn.logprobs:
+            result.logprobs[draw] = drawn.logprobs[place]
+        if place in drawn.errors:
+            result.errors[draw] = drawn.errors[place]

@@ -1,0 +1,215 @@
+"""Speculation's promise: drafts change how fast tokens come, never which ones."""
+
+import math
+import random
+from collections import Counter
+from itertools import product
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from cumulo.engine.decide.params import SamplingParams
+from cumulo.engine.decide.speculation.choose import Offer, choose
+from cumulo.engine.decide.speculation.learnt_cost import LearntCost
+from cumulo.engine.decide.speculation.ngram import NgramDraft
+from tests import thorough
+from tests.engine.equivalence import FreeDrafts, Lengths, Way, check, draw_requests, run_alone
+from tests.engine.tiny_engine import VOCAB, make_decoder, make_engine, run
+
+DECODERS = {name: make_decoder(name) for name in ("dense", "window", "latent")}
+COPY = [3, 4, 5, 6, 8, 9, 10, 11]  # what a prompt says again and again
+
+
+def speculating(name: str, **options):
+    engine = make_engine(DECODERS[name], **{"blocks": 64, **options}, speculate=True)
+    engine.scheduler.speculation.cost = FreeDrafts()
+    return engine
+
+
+def copying(**more) -> SamplingParams:
+    """Answers that mostly say the prompt's tokens again: the model is random, a bias makes it repeat itself."""
+    bias = dict.fromkeys(COPY, 6.0)
+    return SamplingParams(
+        **{"temperature": 0, "max_tokens": 40, "ignore_eos": True, "logit_bias": bias, **more}
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(DECODERS))
+@settings(max_examples=thorough.examples(12), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    seed=st.integers(0, 10**6),
+    block_size=st.sampled_from([1, 4, 16]),
+    spare_blocks=st.integers(0, 12),
+    budget=st.sampled_from([9, 64]),
+    prefix_cache=st.booleans(),
+    overlap=st.booleans(),
+    preemption=st.sampled_from(["recompute", "swap"]),
+    count=st.integers(1, 6),
+)
+def test_tokens_and_log_probabilities_are_those_of_a_run_without_drafts(
+    name, seed, block_size, spare_blocks, budget, prefix_cache, overlap, preemption, count
+):
+    rng = random.Random(seed)
+    requests = draw_requests(rng, count, rng.choice([4, VOCAB]), Lengths(answer=40))
+    way = Way(block_size, spare_blocks, budget, prefix_cache, overlap, preemption, speculate=True)
+    check(
+        lambda **options: make_engine(DECODERS[name], **{"blocks": 64, **options}), rng, requests, way, 1e-9
+    )
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_drafts_are_really_accepted_and_save_steps(overlap):
+    """Guards the property test above: drafts are made, some are right and some are not."""
+    prompt = COPY * 3
+    expected = run_alone(lambda **o: make_engine(DECODERS["dense"], **{"blocks": 64, **o}), prompt, copying())
+    engine = speculating("dense", overlap=overlap)
+    engine.add(prompt, copying(), request_id="r")
+    steps = []
+    story = (output := run(engine, steps.append)["r"]).story
+    engine.runner.close()
+    assert output.samples[0].token_ids == expected.samples[0].token_ids
+    assert 0 < story.accepted_tokens < story.drafted_tokens
+    assert story.accepted_tokens >= 10 and len(steps) < 2 * 40
+    words = story.describe()
+    assert f"{story.accepted_tokens} of {story.drafted_tokens} drafted tokens were accepted" in words
+
+
+def test_a_stop_token_among_accepted_tokens_ends_the_answer_there():
+    alone = run_alone(lambda **o: make_engine(DECODERS["dense"], **{"blocks": 64, **o}), COPY * 3, copying())
+    tokens = alone.samples[0].token_ids
+    ended = set()
+    for stop in set(tokens):
+        engine = speculating("dense")
+        engine.add(COPY * 3, copying(stop_token_ids=(stop,), logprobs=1), request_id="r")
+        sample = run(engine)["r"].samples[0]
+        assert sample.token_ids == tokens[: tokens.index(stop) + 1]
+        assert (sample.finish_reason, sample.stop_reason) == ("stop", stop)
+        assert [entry.token for entry in sample.logprobs] == sample.token_ids
+        ended.add(len(sample.token_ids))
+    assert len(ended) > 3
+
+
+def test_streamed_pieces_carry_all_tokens_once():
+    engine = speculating("dense")
+    engine.add(COPY * 3, copying(logprobs=0), request_id="r", stream=True)
+    pieces, finished = [], None
+    while engine.has_work:
+        output = engine.step()
+        pieces += output.deltas
+        finished = output.finished[0] if output.finished else finished
+    assert [token for piece in pieces for token in piece.token_ids] == finished.samples[0].token_ids
+    assert [entry.token for piece in pieces for entry in piece.logprobs] == finished.samples[0].token_ids
+    assert max(len(piece.token_ids) for piece in pieces) > 1
+
+
+def test_an_abort_while_drafts_are_verified_keeps_the_books_right():
+    engine = speculating("dense", overlap=True, block_size=1)
+    for index in range(3):
+        engine.add(COPY * 3, copying(), request_id=f"r{index}")
+
+    def between(step: int) -> None:
+        if step == 12:
+            engine.abort("r1")
+
+    outputs = run(engine, between)
+    engine.runner.close()
+    assert outputs["r1"].samples[0].finish_reason == "abort"
+    assert outputs["r0"].samples[0].token_ids == outputs["r2"].samples[0].token_ids
+
+
+def test_sampled_tokens_keep_their_distribution():
+    """Chi-square of the first three tokens against their exact probabilities, drafts included."""
+    words, draws = [3, 4, 5], 500
+    bias = {token: -100.0 for token in range(VOCAB) if token not in words}
+    asked = dict(temperature=1.5, ignore_eos=True, logit_bias=bias)
+    prompt = [3, 4, 5, 3, 5, 4, 3, 3, 4, 4, 5, 5]
+
+    def next_words(past: tuple[int, ...]) -> dict[int, float]:
+        params = SamplingParams(**asked, max_tokens=1, logprobs=len(words))
+        output = run_alone(
+            lambda **o: make_engine(DECODERS["dense"], blocks=64, **o), [*prompt, *past], params
+        )
+        weights = {token: math.exp(value / 1.5) for token, value in output.samples[0].logprobs[0].top}
+        return {token: weight / sum(weights.values()) for token, weight in weights.items()}
+
+    exact = {(): 1.0}
+    for _ in range(3):
+        exact = {(*past, word): p * q for past, p in exact.items() for word, q in next_words(past).items()}
+    engine = speculating("dense", max_running=100, max_tokens_per_step=2048, blocks=256)
+    engine.add(prompt, SamplingParams(**asked, max_tokens=4, n=100, seed=0), request_id="r0")
+    for seed in range(1, draws // 100):
+        engine.add(prompt, SamplingParams(**asked, max_tokens=4, n=100, seed=seed), request_id=f"r{seed}")
+    outputs = run(engine).values()
+    assert sum(output.story.accepted_tokens for output in outputs) > draws // 10
+    drawn = Counter(tuple(sample.token_ids[:3]) for output in outputs for sample in output.samples)
+    likely = [triple for triple, p in exact.items() if draws * p >= 5]
+    rest = draws - sum(draws * exact[triple] for triple in likely)
+    cells = [(drawn[triple], draws * exact[triple]) for triple in likely]
+    cells.append((draws - sum(count for count, _ in cells), rest))
+    statistic = sum((count - expected) ** 2 / expected for count, expected in cells if expected > 1e-6)
+    freedom = len(cells) - 1
+    # Wilson and Hilferty's approximation of the quantile that chance exceeds once in a thousand times.
+    assert statistic < freedom * (1 - 2 / (9 * freedom) + 3.09 * math.sqrt(2 / (9 * freedom))) ** 3
+
+
+# -- the parts ------------------------------------------------------------------------------------------------
+def test_an_n_gram_draft_continues_the_longest_common_past():
+    draft, text = NgramDraft(), [1, 2, 3, 9, 2, 3, 7, 1, 2, 3]
+    draft.advance(text, len(text))
+    assert draft.take(text, 4) == [9, 2, 3, 7]  # after 1 2 3, though 2 3 was followed by 7 more recently
+    assert draft.matched == 3
+    text += [9, 2]
+    assert draft.advance(text, len(text)) == (2, 0)
+    assert draft.take(text, 2) == [3, 7]
+    text.append(5)
+    assert draft.advance(text, len(text)) == (0, 1)
+    assert not draft.expects
+
+
+def test_a_text_that_repeats_itself_is_drafted_beyond_its_end():
+    draft, text = NgramDraft(), [8, 1, 2, 3, 1, 2, 3, 1, 2]
+    draft.advance(text, len(text))
+    assert draft.take(text, 7) == [3, 1, 2, 3, 1, 2, 3]
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    offers=st.lists(st.tuples(st.integers(0, 4), st.floats(0, 1)), max_size=3),
+    rows=st.integers(1, 4),
+    token_s=st.floats(0.001, 1.0),
+)
+def test_the_drafts_chosen_are_those_of_the_highest_rate(offers, rows, token_s):
+    rows += len(offers)
+    given_offers = [Offer(*offer) for offer in offers]
+
+    def rate(counts) -> float:
+        gained = sum(
+            min(o.rate, 0.98) ** j for o, k in zip(given_offers, counts, strict=True) for j in range(1, k + 1)
+        )
+        return (rows + gained) / (1.0 + token_s * (rows + sum(counts)))
+
+    best = max(rate(counts) for counts in product(*(range(offer.length + 1) for offer in given_offers)))
+    chosen = choose(given_offers, rows, rows, 1.0, token_s, 100)
+    assert rate(chosen.counts) == pytest.approx(best)
+    assert chosen.gain == pytest.approx(best / rate([0] * len(offers)))
+
+
+def test_drafting_falls_to_zero_when_the_batch_is_full():
+    """Where every token costs as much as a row, a draft that may be wrong only loses."""
+    offers = [Offer(8, 0.7)] * 64
+    assert sum(choose(offers, 64, 64, 0.001, 0.001, 512).counts) == 0
+    assert sum(choose(offers[:1], 1, 1, 0.010, 0.001, 512).counts) >= 3
+
+
+def test_the_cost_of_a_step_is_learnt_from_few_sizes():
+    cost = LearntCost()
+    cost.observe(512, 512 * 0.003)
+    for _ in range(5):
+        cost.observe(1, 0.010)
+    fixed_s, token_s = cost.line
+    assert fixed_s + token_s == pytest.approx(0.010, rel=0.1) and token_s == pytest.approx(0.003, rel=0.2)
+    for _ in range(10):
+        cost.observe(8, 0.024)
+    assert cost.of(1) == pytest.approx(0.010, rel=0.1) and cost.of(8) == pytest.approx(0.024, rel=0.1)
