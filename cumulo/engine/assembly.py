@@ -15,7 +15,9 @@ import torch
 from cumulo.base.machine_devices import LEAST_CPU_RANKS
 from cumulo.base.machine_memory import available_memory
 from cumulo.base.report import available_cores
+from cumulo.engine.adapters import AdapterStore
 from cumulo.engine.config import EngineConfig
+from cumulo.engine.decide.adapters.book import AdapterBook
 from cumulo.engine.decide.params import SamplingParams
 from cumulo.engine.decide.scheduler import Scheduler
 from cumulo.engine.decide.scheduler_config import scheduler_config
@@ -25,8 +27,10 @@ from cumulo.engine.link import connect
 from cumulo.engine.memory.ledger import Ledger, MemoryPlan, plan_memory
 from cumulo.engine.memory.ledger_gpu import fp8_saved_bytes
 from cumulo.engine.memory.ledger_ranks import plan_rank_memory
-from cumulo.engine.play.player import Player, cpu_player, gpu_player, refuse_kernel_options
+from cumulo.engine.play.player import Player, adapter_obstacle, cpu_player, gpu_player, refuse_kernel_options
 from cumulo.engine.play.rank_player import RankSetup, start_ranks
+from cumulo.engine.play.ranked_runner import RankedRunner
+from cumulo.engine.play.runner_torch import TorchRunner
 from cumulo.errors import ConfigError, CumuloError
 from cumulo.kernels.cuda.device_memory import gpu_memory
 from cumulo.layout.serving import serving_problems
@@ -36,6 +40,7 @@ from cumulo.models.text.tokenizer import Tokenizer
 from cumulo.ranks.plan_ring import RingFile
 from cumulo.ranks.rank_group import meeting_point
 from cumulo.spec.gpu_kernels import obstacle_of
+from cumulo.spec.model import ModelSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +85,8 @@ def assemble(
     dtype = torch_dtype(config)
     files = inspect_model(model)
     obstacle = obstacle_of(files.spec, config.dtype) if config.device == "cuda" else None
+    if config.device == "cuda":
+        obstacle = obstacle or adapter_obstacle(config)
     if obstacle is not None:
         refuse_kernel_options(config, obstacle)
     # The packed kernels compute in float32 on a CPU; a GPU gets plain matrices, or quantises its own.
@@ -95,6 +102,10 @@ def assemble(
         with_tokenizer=with_tokenizer,
         progress=None if progress is None else lambda done, total: progress("loading weights", done, total),
     )
+    if config.max_loras and config.layout.world > 1 and config.device == "cuda":
+        raise ConfigError(
+            "adapters on several GPUs are not served yet: omit tp, pp, dp and ep, or omit max_loras"
+        )
     if config.layout.world > 1 and config.role != "both":
         raise ConfigError(f"role={config.role} runs on one rank: omit tp, pp, dp and ep, or omit role")
     if config.layout.world > 1:
@@ -105,6 +116,7 @@ def assemble(
     )
     loaded = load()
     engine, player = start_engine(loaded.decoder, config, memory, loaded.tokenizer, loaded.eos_ids, tell)
+    _serve_adapters(engine, player, config, files.spec)
     if config.device == "cuda":
         _compile_first(engine, tell)
     connect(engine, player, config, loaded.name)
@@ -138,6 +150,7 @@ def _engine(
     guidance: Guidance | None,
 ) -> Engine:
     scheduler = Scheduler(scheduler_config(config, memory))
+    scheduler.books.adapters = AdapterBook(config.max_loras)
     if memory.host_blocks:
         scheduler.costs.swap_s_per_block = player.runner.measure_swap_s()
     return Engine(
@@ -195,9 +208,17 @@ def _assemble_ranks(
     engine = _engine(
         player, config, memory, loaded.tokenizer, loaded.eos_ids, files.spec.vocab_size, guidance
     )
+    _serve_adapters(engine, player, config, files.spec)
     if config.device == "cuda":
         _compile_first(engine, tell)
     return Assembly(loaded, config, memory, engine, player)
+
+
+def _serve_adapters(engine: Engine, player: Player, config: EngineConfig, spec: ModelSpec) -> None:
+    if config.max_loras:
+        assert isinstance(player.runner, TorchRunner | RankedRunner)
+        book, install = engine.scheduler.books.adapters, player.runner.load_adapter
+        engine.adapters = AdapterStore(spec, book, config.max_lora_rank, install)
 
 
 def _compile_first(engine: Engine, tell: Callable[[str], None] | None) -> None:

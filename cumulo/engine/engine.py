@@ -14,7 +14,7 @@ from collections.abc import Sequence as ListLike
 from dataclasses import dataclass, field
 
 from cumulo.engine.adapters import AdapterStore
-from cumulo.engine.decide.adapters import salted
+from cumulo.engine.decide.adapters.book import salted
 from cumulo.engine.decide.params import SamplingParams
 from cumulo.engine.decide.plan import PendingStep, Runner, StepPlan
 from cumulo.engine.decide.request import DrawnSample, Request, Sequence, State

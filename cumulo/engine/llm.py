@@ -15,6 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from cumulo.engine.adapters import room_for
 from cumulo.engine.assembly import Assembly, assemble
 from cumulo.engine.config import EngineConfig
 from cumulo.engine.decide.params import Pooling, SamplingParams
@@ -29,6 +30,7 @@ from cumulo.spec.model import ModelSpec
 
 Message = Mapping[str, Any]
 Prompt = str | bytes | Sequence[int]
+Adapters = str | Sequence[str | None] | None  # for all prompts, or one for each
 LoadProgress = Callable[[str, int, int], None]  # stage, done, total
 
 
@@ -42,19 +44,23 @@ class LLM:
         config: EngineConfig | None = None,
         keep_quantised: bool = True,
         progress: LoadProgress | None = None,
+        lora: Mapping[str, str | Path] | None = None,
         **options: Any,
     ) -> None:
         """Load `model` (None: the built-in SmolLM2-135M-Instruct). `keep_quantised=False` computes with the
         file's weights dequantised to float32: slower, the reference the packed kernels are measured against.
+        `lora`: low-rank adapters by name, each in a folder of PEFT's layout; a request names one with `adapter=`.
         `options` are those of EngineConfig, such as `tp=2`.
         """
-        chosen = replace(config or EngineConfig(), **options)
+        chosen = room_for(replace(config or EngineConfig(), **options), (lora or {}).values())
         self._assembly: Assembly = assemble(model, chosen, keep_quantised, progress)
         self.config = self._assembly.config
         self._lock = threading.RLock()
         self._queues: dict[str, deque[Delta]] = {}  # of open streams
         self._outputs: dict[str, RequestOutput | None] = {}  # of requests somebody waits for
         self._closed = False
+        for name, folder in (lora or {}).items():
+            self.load_adapter(name, folder)
 
     # -- what it is -------------------------------------------------------------------------------------
     @property
@@ -98,6 +104,29 @@ class LLM:
         """The values that the model's authors recommend, and the chosen ones in their place."""
         return SamplingParams(**{**self._assembly.model.generation_defaults, **chosen})
 
+    # -- adapters ---------------------------------------------------------------------------------------
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """The names of the loaded adapters."""
+        return tuple(self.engine.scheduler.books.adapters.loaded)
+
+    def load_adapter(self, name: str, folder: str | Path) -> None:
+        """Requests may name the adapter in `folder` from now on. ModelError if it is not one of this model,
+        InvalidRequest if there is no room: see `max_loras` of EngineConfig."""
+        store = self.engine.adapters
+        if store is None:
+            raise CumuloError(
+                "this LLM was made without adapters: make it with max_loras=1 or more, or with lora"
+            )
+        weights = store.read(folder)
+        with self._lock:
+            store.add(name, weights)
+
+    def drop_adapter(self, name: str) -> None:
+        """New requests cannot name it; its memory is used again when its last request has ended."""
+        with self._lock:
+            self.engine.scheduler.books.adapters.drop(name)
+
     # -- asking -----------------------------------------------------------------------------------------
     def generate(
         self,
@@ -106,17 +135,19 @@ class LLM:
         *,
         on_progress: Callable[[Progress], None] | None = None,
         parse_special_tokens: bool = True,
+        adapter: Adapters = None,
     ) -> list[RequestOutput]:
         """Continue one prompt or many (texts or token ids), in one batch; outputs in the order of prompts.
 
         Special tokens written out in a prompt are recognised; with `parse_special_tokens=False`, for texts from
-        people you do not trust, they are plain text. A single prompt that cannot be served raises InvalidRequest.
+        people you do not trust, they are plain text. `adapter`: the name of a loaded adapter for all prompts, or
+        one (or None) for each. A single prompt that cannot be served raises InvalidRequest.
         Of several, the bad ones come back with `error` set and the others are served.
         """
         one = isinstance(prompts, (str, bytes)) or (len(prompts) > 0 and isinstance(prompts[0], int))
         several: list[Any] = [prompts] if one else list(prompts)
         encode = partial(self._encode_prompt, parse_special_tokens=parse_special_tokens)
-        return self._run(several, params, encode, on_progress)
+        return self._run(several, params, encode, on_progress, adapter)
 
     def chat(
         self,
@@ -125,6 +156,7 @@ class LLM:
         *,
         on_progress: Callable[[Progress], None] | None = None,
         parse_special_tokens: bool = False,
+        adapter: Adapters = None,
     ) -> list[RequestOutput]:
         """Answer one conversation or many, through the model's own chat template. Special tokens written out in
         messages are plain text, unless `parse_special_tokens`."""
@@ -133,10 +165,13 @@ class LLM:
         one = isinstance(messages[0], Mapping)
         conversations = [messages] if one else list(messages)
         encode = partial(self._encode_chat, parse_special_tokens=parse_special_tokens)
-        return self._run(conversations, params, encode, on_progress)
+        return self._run(conversations, params, encode, on_progress, adapter)
 
     def stream(
-        self, prompt: Prompt | Sequence[Message], params: SamplingParams | None = None
+        self,
+        prompt: Prompt | Sequence[Message],
+        params: SamplingParams | None = None,
+        adapter: str | None = None,
     ) -> "TokenStream":
         """Iterate over an answer as it is made. Several streams may be read side by side; closing one early
         (or leaving its `with`) aborts its request."""
@@ -145,7 +180,9 @@ class LLM:
         text, tokens = self._encode_chat(given) if is_chat else self._encode_prompt(given)
         with self._lock:
             self._require_open()
-            request = self.engine.add(tokens, self._params(params), prompt_text=text, stream=True)
+            request = self.engine.add(
+                tokens, self._params(params), prompt_text=text, stream=True, adapter=adapter or ""
+            )
             self._queues[request.id] = deque()
             self._outputs[request.id] = None
         return TokenStream(self, request.id)
@@ -171,6 +208,7 @@ class LLM:
         pooling: Pooling = "mean",
         dimensions: int | None = None,
         on_progress: Callable[[Progress], None] | None = None,
+        adapter: Adapters = None,
     ) -> list[RequestOutput]:
         """A vector of length 1 for each text (or its token ids), as `embedding` of its output: the model's final
         hidden states, their mean or the last token's. `dimensions` keeps only that many of its first numbers.
@@ -184,7 +222,8 @@ class LLM:
             )
         one = isinstance(texts, (str, bytes)) or (len(texts) > 0 and isinstance(texts[0], int))
         prompts: list[Any] = [texts] if one else list(texts)
-        outputs = self._run(prompts, SamplingParams(pooling=pooling), self._encode_prompt, on_progress)
+        drawn = SamplingParams(pooling=pooling)
+        outputs = self._run(prompts, drawn, self._encode_prompt, on_progress, adapter)
         if dimensions is None:
             return outputs
         return [
@@ -201,17 +240,21 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None,
         encode: Callable[[Any], tuple[str | None, list[int]]],
         on_progress: Callable[[Progress], None] | None,
+        adapter: Adapters = None,
     ) -> list[RequestOutput]:
         each = (
             [params] * len(prompts) if params is None or isinstance(params, SamplingParams) else list(params)
         )
         if len(each) != len(prompts):
             raise InvalidRequest(f"{len(prompts)} prompts were given with {len(each)} sets of parameters")
+        named = [adapter] * len(prompts) if adapter is None or isinstance(adapter, str) else list(adapter)
+        if len(named) != len(prompts):
+            raise InvalidRequest(f"{len(prompts)} prompts were given with {len(named)} adapters")
         answers: list[RequestOutput | str] = []  # an output, or the id of the request that will give it
         started_s = time.perf_counter()
         try:
-            for prompt, chosen in zip(prompts, each, strict=True):
-                answers.append(self._submit(prompt, chosen, encode, alone=len(prompts) == 1))
+            for prompt, chosen, name in zip(prompts, each, named, strict=True):
+                answers.append(self._submit(prompt, chosen, encode, name, alone=len(prompts) == 1))
             waiting = {answer for answer in answers if isinstance(answer, str)}
             total, prompt_tokens, output_tokens = len(prompts), 0, 0
             while waiting:
@@ -245,6 +288,7 @@ class LLM:
         prompt: Any,
         params: SamplingParams | None,
         encode: Callable[[Any], tuple[str | None, list[int]]],
+        adapter: str | None,
         *,
         alone: bool,
     ) -> RequestOutput | str:
@@ -252,7 +296,9 @@ class LLM:
             text, tokens = encode(prompt)
             with self._lock:
                 self._require_open()
-                request = self.engine.add(tokens, self._params(params), prompt_text=text)
+                request = self.engine.add(
+                    tokens, self._params(params), prompt_text=text, adapter=adapter or ""
+                )
                 self._outputs[request.id] = None
                 return request.id
         except InvalidRequest as error:

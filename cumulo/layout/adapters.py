@@ -7,6 +7,28 @@ from cumulo.errors import ConfigError
 from cumulo.spec.model import ModelSpec
 from cumulo.spec.parameters import parameter_shapes
 
+# Matrices of a layer whose adapters are served, and of how many of a file's matrices each is made.
+SERVED_SECTIONS = {
+    "qkv": 3, "output": 1, "gate_up": 2, "down": 1, "q": 1, "q_a": 1, "q_b": 1, "kv_a": 1,
+}  # fmt: skip
+_RANK_STEP = 16  # a tile of the kernels
+
+
+def padded_rank(rank: int) -> int:
+    """What adapters of this rank take room for."""
+    return -(-rank // _RANK_STEP) * _RANK_STEP
+
+
+def served_elements(spec: ModelSpec, rank: int) -> int:
+    """Numbers that the room for one adapter of up to this rank has, in a model or in a rank's part of one."""
+    total = 0
+    for name, shape in parameter_shapes(spec).items():
+        kind = name.removesuffix(".weight").rpartition(".")[2]
+        if name.startswith("layers.") and name.endswith(".weight") and kind in SERVED_SECTIONS:
+            outputs, inputs = shape
+            total += padded_rank(rank) * (SERVED_SECTIONS[kind] * inputs + outputs)
+    return total
+
 
 def is_adapter(name: str) -> bool:
     """Whether a parameter is one of a low-rank adapter's two."""

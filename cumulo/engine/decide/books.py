@@ -6,7 +6,7 @@ from bisect import insort
 from dataclasses import dataclass
 from operator import attrgetter
 
-from cumulo.engine.decide.adapters import AdapterBook
+from cumulo.engine.decide.adapters.book import AdapterBook
 from cumulo.engine.decide.fairness import FairShares
 from cumulo.engine.decide.plan import StepPlan
 from cumulo.engine.decide.request import FinishReason, Request, Sequence, State

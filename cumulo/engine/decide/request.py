@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence as ListLike
 from typing import Any, Final, Literal, NamedTuple
 
-from cumulo.engine.decide.adapters import Adapter
+from cumulo.engine.decide.adapters.book import Adapter
 from cumulo.engine.decide.beam import BeamSearch
 from cumulo.engine.decide.block_pool import BlockHash, chain_hashes, root_hash
 from cumulo.engine.decide.fairness import Tenant

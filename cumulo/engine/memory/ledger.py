@@ -15,6 +15,7 @@ from cumulo.base.ledger import LedgerLine
 from cumulo.engine.config import EngineConfig
 from cumulo.engine.memory.ledger_gpu import gpu_buffer_bytes, gpu_logit_bytes, gpu_table_bytes
 from cumulo.errors import CumuloError, OutOfMemory
+from cumulo.layout.adapters import padded_rank, served_elements
 from cumulo.spec.gpu_kernels import obstacle_of
 from cumulo.spec.model import ModelSpec
 from cumulo.spec.operations import layer_operations
@@ -243,6 +244,9 @@ class Needs:
             kv_blocks * self.block_bytes,
             f"{kv_blocks:,} blocks of {config.block_size} tokens, {why}",
         )
+        if config.max_loras:
+            room = served_elements(spec, config.max_lora_rank) * element
+            yield row("adapters", config.max_loras * room, self._adapters_in_words())
         if config.device == "cuda":
             yield from self._gpu_rows(row, tokens, context)
             return
@@ -263,6 +267,11 @@ class Needs:
                 "swap pool", self.host_blocks * self.block_bytes, f"{self.host_blocks:,} blocks on the host"
             )
 
+    def _adapters_in_words(self) -> str:
+        config = self.config
+        when = ", committed as they are loaded" if config.device == "cpu" else ""
+        return f"{config.max_loras:,} adapters of up to rank {padded_rank(config.max_lora_rank)}{when}"
+
     def _weights_in_words(self) -> str:
         if self.config.weights != "fp8":
             return "as stored in the file, packed where quantised"
@@ -276,7 +285,7 @@ class Needs:
         CPU."""
         spec, config, element = self.spec, self.config, self.element_bytes
         draws = config.max_running  # parallel samples draw from one row: there may be more draws than tokens
-        if obstacle_of(spec, config.dtype) is not None:
+        if config.max_loras or obstacle_of(spec, config.dtype) is not None:
             activations = activation_bytes(spec, tokens, element, context) + _GATHERED_BYTES
             yield row("activations", activations, f"one layer's intermediate results for {tokens:,} tokens")
             yield row("logits", logit_bytes(spec, draws, element), f"{draws:,} draws")
@@ -356,7 +365,7 @@ def refusal(needs: Needs, usable_bytes: int) -> str:
     else:
         total = format_bytes(needs.total(least if given is None else given))
         what = f"this configuration needs {total} of memory, and {usable} are usable"
-    for name in ("max_context", "kv_blocks", "max_tokens_per_step", "max_running"):
+    for name in ("max_context", "kv_blocks", "max_tokens_per_step", "max_running", "max_loras"):
         value = getattr(config, name)
         if value is not None and (best := _largest_setting(needs, usable_bytes, name, value, 1)) is not None:
             advice.append(f"{name}={best}")

@@ -4,6 +4,7 @@ asks for is an object, and that is pickled once for all readers."""
 import pickle
 import struct
 from itertools import chain
+from typing import NamedTuple
 
 from cumulo.engine.decide.plan import NewSlot, StepPlan
 
@@ -21,7 +22,14 @@ def pack_plan(plan: StepPlan) -> bytes:
     ]
     begins: list[int] = []
     for new in plan.begin:
-        begins += (new.slot, len(new.tokens), new.prompt_length, len(new.blocks), new.sample_index)
+        begins += (
+            new.slot,
+            len(new.tokens),
+            new.prompt_length,
+            len(new.blocks),
+            new.sample_index,
+            new.adapter,
+        )
         begins += new.tokens
         begins += new.blocks
     asked = pickle.dumps([(new.params, new.seed) for new in plan.begin], -1) if plan.begin else b""
@@ -47,12 +55,34 @@ def unpack_plan(message: bytes | memoryview) -> StepPlan:
     if new_slots:
         asked = pickle.loads(memoryview(message)[4 * total :])
         for params, seed in asked:
-            slot, tokens, prompt, blocks, sample = numbers[first : first + 5].tolist()
-            first += 5
+            slot, tokens, prompt, blocks, sample, adapter = numbers[first : first + 6].tolist()
+            first += 6
             held = numbers[first : first + tokens + blocks].tolist()
             first += tokens + blocks
-            plan.begin.append(NewSlot(slot, held[:tokens], prompt, held[tokens:], params, seed, sample))
+            new = NewSlot(slot, held[:tokens], prompt, held[tokens:], params, seed, sample, adapter)
+            plan.begin.append(new)
     return plan
+
+
+class AdapterOrder(NamedTuple):
+    """Told between plans: every rank puts its part of an adapter into a slot."""
+
+    slot: int
+    folder: str
+    fingerprint: str  # of what rank 0 has read there
+
+
+_ADAPTER = struct.pack("i", -(1 << 31))  # no plan has this number
+
+
+def pack_order(order: AdapterOrder) -> bytes:
+    return _ADAPTER + pickle.dumps(tuple(order), -1)
+
+
+def unpack_message(message: bytes | memoryview) -> StepPlan | AdapterOrder:
+    if memoryview(message)[:4] == _ADAPTER:
+        return AdapterOrder(*pickle.loads(memoryview(message)[4:]))
+    return unpack_plan(message)
 
 
 def _all_decode(plan: StepPlan) -> bool:

@@ -13,6 +13,7 @@ from cumulo.engine.guides.guided import Guidance
 from cumulo.engine.memory.ledger import MemoryPlan
 from cumulo.engine.play.runner_torch import TorchRunner
 from cumulo.errors import CumuloError
+from cumulo.models.adapters.bank import AdapterBank
 from cumulo.models.batch import KVCache, RunnableModel
 from cumulo.models.decoder import Decoder
 from cumulo.models.play.fused import FusedDecoder, why_not
@@ -66,7 +67,7 @@ def gpu_player(
     from cumulo.models.play import cuda_decoder
 
     name = torch.cuda.get_device_name()
-    obstacle = cuda_decoder.why_not(decoder)
+    obstacle = cuda_decoder.why_not(decoder) or adapter_obstacle(config)
     if obstacle is not None:
         refuse_kernel_options(config, obstacle)
         runner = _torch_runner(decoder, decoder, config, memory, eos_ids, guidance)
@@ -111,6 +112,10 @@ def refuse_kernel_options(config: EngineConfig, obstacle: str) -> None:
             )
 
 
+def adapter_obstacle(config: EngineConfig) -> str | None:
+    return "adapters are added by PyTorch's operators" if config.max_loras else None
+
+
 def _torch_runner(
     model: RunnableModel,
     decoder: Decoder,
@@ -137,6 +142,9 @@ def _torch_runner(
         overlap=config.overlap,
         threads=config.threads,
         guidance=guidance,
+        bank=AdapterBank(decoder, decoder.spec, config.max_loras, config.max_lora_rank)
+        if config.max_loras
+        else None,
     )
 
 

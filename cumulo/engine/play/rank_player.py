@@ -15,13 +15,16 @@ from cumulo.engine.config import EngineConfig
 from cumulo.engine.decide.plan import PendingStep
 from cumulo.engine.guides.guided import Guidance, GuidedSlots
 from cumulo.engine.memory.ledger import MemoryPlan
-from cumulo.engine.play.packed_plan import unpack_plan
+from cumulo.engine.play.packed_plan import AdapterOrder, unpack_message
 from cumulo.engine.play.player import DeviceRunner, Player
 from cumulo.engine.play.rank_play import RankPlay, SharedGuides
 from cumulo.engine.play.ranked_runner import RankedRunner
 from cumulo.engine.play.runner_torch import TorchRunner
 from cumulo.engine.sampling.sliced import SlicedSampler
+from cumulo.errors import ModelError
 from cumulo.layout.serving import RankPart, rank_part
+from cumulo.models.adapters.bank import AdapterBank
+from cumulo.models.adapters.files import read_adapter
 from cumulo.models.batch import KVCache, RunnableModel
 from cumulo.models.decoder import Decoder
 from cumulo.models.files.load import LoadedModel, load_model
@@ -131,11 +134,23 @@ def play_rank(rank: int, setup: RankSetup) -> None:
     # A GPU is given the next step while it computes one.
     running, ahead = deque[PendingStep](), 2 if setup.on_gpu else 0
     while (message := plans.receive()) is not None:
-        step = runner.submit(unpack_plan(message))
+        told = unpack_message(message)
+        if isinstance(told, AdapterOrder):
+            _load_adapter(setup, runner, told)
+            continue
+        step = runner.submit(told)
         running.append(step)
         # A step that could not be launched is told at once: the others wait for it inside their kernels.
         while len(running) > ahead or (running and getattr(step, "failed", None) is not None):
             running.popleft().result()
+
+
+def _load_adapter(setup: RankSetup, runner: DeviceRunner, order: AdapterOrder) -> None:
+    weights = read_adapter(order.folder, setup.spec, setup.config.max_lora_rank)
+    if weights.fingerprint != order.fingerprint:
+        raise ModelError(f"the adapter in {order.folder} was changed while the ranks read it")
+    assert isinstance(runner, TorchRunner)
+    runner.load_adapter(order.slot, weights)
 
 
 def _make_runner(
@@ -173,6 +188,9 @@ def _make_runner(
         if links.tensor is None
         else SlicedSampler(part.place.tp, part.vocabulary, part.whole.vocab_size, links.gather_slices),
         rank=RankPlay(part, links, config.max_running, blocks),
+        bank=AdapterBank(decoder, setup.spec, config.max_loras, config.max_lora_rank, part)
+        if config.max_loras
+        else None,
     )
     runner.table.guided = SharedGuides(guided, links)
     return runner, runs_on

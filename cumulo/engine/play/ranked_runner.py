@@ -8,9 +8,11 @@ drawn. Which runner rank 0 has, and the others too, is `RankSetup`'s matter: thi
 import threading
 
 from cumulo.engine.decide.plan import PendingStep, StepPlan, StepResult
-from cumulo.engine.play.packed_plan import pack_plan
+from cumulo.engine.play.packed_plan import AdapterOrder, pack_order, pack_plan
 from cumulo.engine.play.player import DeviceRunner
+from cumulo.engine.play.runner_torch import TorchRunner
 from cumulo.errors import RanksFailed
+from cumulo.models.adapters.files import AdapterWeights
 from cumulo.ranks.plan_ring import PlanWriter, RingFile
 from cumulo.ranks.start import RankProcesses
 
@@ -35,6 +37,18 @@ class RankedRunner:
         except RanksFailed as error:
             raise self.failure(error) from error
         return RankedStep(self.runner.submit(plan), self)
+
+    def load_adapter(self, slot: int, weights: AdapterWeights) -> None:
+        """On all ranks: each has read it before it plays a plan that comes after."""
+        if self._failed is not None:
+            raise self._failed
+        order = AdapterOrder(slot, str(weights.folder.absolute()), weights.fingerprint)
+        try:
+            self._plans.send(pack_order(order))
+        except RanksFailed as error:
+            raise self.failure(error) from error
+        assert isinstance(self.runner, TorchRunner)
+        self.runner.load_adapter(slot, weights)
 
     def failure(self, error: Exception) -> RanksFailed:
         """Which rank is to blame for a step that failed here. After it the ranks no longer agree on what they

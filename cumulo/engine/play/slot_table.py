@@ -17,6 +17,7 @@ from cumulo.engine.decide.plan import StepPlan
 from cumulo.engine.guides.guided import Guidance, GuidedSlots
 from cumulo.engine.sampling.random_numbers import seed_bits
 from cumulo.engine.sampling.sampler import DRAW_COLUMNS, DrawBatch, LogitEdits, TokenMasks
+from cumulo.kernels.low_rank import AdapterRows, group_rows
 from cumulo.models.batch import ForwardBatch
 
 _NOTHING = np.zeros(0, dtype=np.int64)
@@ -78,6 +79,8 @@ class SlotTable:
         self.block_counts = np.zeros(max_slots, dtype=np.int64)
         self.prompt_lengths = np.zeros(max_slots, dtype=np.int64)
         self.min_tokens = np.zeros(max_slots, dtype=np.int64)
+        self.adapters = np.full(max_slots, -1, dtype=np.int32)  # slots in the AdapterBank
+        self.serves_adapters = False
         self.columns = np.zeros(max_slots, dtype=DRAW_COLUMNS)
         self.params: list[SamplingParams | None] = [None] * max_slots
         self.guided: SlotGuides = GuidedSlots(guidance)
@@ -95,6 +98,7 @@ class SlotTable:
             self.tokens[new.slot, : len(new.tokens)] = new.tokens
             self.lengths[new.slot] = len(new.tokens)
             self.prompt_lengths[new.slot] = new.prompt_length
+            self.adapters[new.slot] = new.adapter
             self._set_blocks(new.slot, new.blocks)
             self._set_params(new.slot, new.params, new.seed, new.sample_index)
         for slot, block in plan.extend:
@@ -192,7 +196,18 @@ class SlotTable:
             context_lengths=tensor(ends, np.int32),
             block_tables=tensor(self.tables[rows.slots, :widest], np.int32),
             logit_rows=tensor(logit_rows, np.int64),
+            adapters=self._adapter_rows(rows, logit_rows, device) if self.serves_adapters else None,
         )
+
+    def _adapter_rows(
+        self, rows: StepRows, logit_rows: NDArray[np.int64], device: torch.device | str
+    ) -> AdapterRows | None:
+        """The step's rows by adapter, grouped once for all matrices; None: no row has one."""
+        held = self.adapters[rows.slots]
+        if held.max(initial=-1) < 0:
+            return None
+        of_token = np.repeat(held, rows.counts)
+        return AdapterRows(group_rows(of_token, device), group_rows(of_token[logit_rows], device))
 
     def draw_batch(
         self,

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from cumulo.kernels.low_rank import AdapterGroups, AdapterRows, LowRankStack, add_low_rank
+from cumulo.layout.adapters import padded_rank
 from cumulo.layout.serving import RankPart
 from cumulo.models.adapters.files import AdapterWeights
 from cumulo.models.adapters.sections import AdaptableMatrix, adaptable_matrices
@@ -67,8 +68,7 @@ class AdapterBank:
     ) -> None:
         """`spec`: of the whole model; `part`: what `decoder` holds of it. The decoder's matrices learn of their
         adapters here, and it of its bank."""
-        lanes = 16
-        self.spec, self.slots, self.rank_max = spec, slots, -(-rank_max // lanes) * lanes
+        self.spec, self.slots, self.rank_max = spec, slots, padded_rank(rank_max)
         self.dtype, self.device = decoder.dtype, decoder.final_norm.weight.device
         self.groups: AdapterGroups | None = None  # of the step that is being computed
         self.matrices: dict[str, AdaptedMatrix] = {}

@@ -5,10 +5,10 @@ The decoder fuses what files keep apart, so a matrix has *sections*: runs of its
 own.
 """
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from cumulo.layout.adapters import SERVED_SECTIONS
 from cumulo.layout.serving import RankPart, held_parameters
 from cumulo.models.files.names_huggingface import placements
 from cumulo.models.files.placement import placed_parts
@@ -68,14 +68,6 @@ def adaptable_matrices(spec: ModelSpec, part: RankPart | None = None) -> tuple[A
     )
 
 
-def adapter_elements(spec: ModelSpec, part: RankPart | None, rank: int) -> int:
-    """Numbers that one adapter of this rank takes where they are kept, whatever it adapts."""
-    return sum(
-        rank * (len(matrix.sections) * matrix.inputs + matrix.outputs)
-        for matrix in adaptable_matrices(spec, part)
-    )
-
-
 def why_not_adapted(target: str) -> str | None:
     """Why adapters of a parameter of the decoder cannot be served; None: they can."""
     if not target.startswith("layers."):
@@ -86,7 +78,7 @@ def why_not_adapted(target: str) -> str | None:
         return "the router of experts is served as it is"
     if target.endswith("kv_b.weight"):
         return "latent attention absorbs this matrix into its queries"
-    if not re.search(r"\.(qkv|output|gate_up|down|q|q_a|q_b|kv_a)\.weight$", target):
+    if not target.endswith(".weight") or target.split(".")[-2] not in SERVED_SECTIONS:
         return "only the matrices of attention and feed-forward can be adapted"
     return None
 

@@ -1,0 +1,1 @@
+"""Which adapters an engine has, and who uses them."""
