@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from cumulo.base.report import Row
-from cumulo.bench.text import english
+from cumulo.base.reference_text import reference_text
 from cumulo.bench.worker import SideProcess
 from cumulo.errors import CumuloError
 
@@ -83,7 +83,7 @@ def measure(
             workers[side] = SideProcess(side, model, source.path, threads)
             load_s[side] = workers[side].ask("load")
             done += 1
-        tokens = workers["cumulo"].ask("tokenize", text=english()[:400_000])
+        tokens = workers["cumulo"].ask("tokenize", text=reference_text()[:400_000])
         prompts = _Prompts(tokens)
         for round_number in range(rounds + 1):  # round 0 warms up: caches, threads, compiled code
             for measurement in MEASUREMENTS:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from cumulo.base.report import Row
 from cumulo.bench.overhead_client import FirstToken, Streamed, first_tokens_of, stream_all
 from cumulo.bench.server import ServerProcess
-from cumulo.bench.text import english
+from cumulo.base.reference_text import reference_text
 from cumulo.bench.worker import SideProcess
 from cumulo.errors import CumuloError
 from cumulo.load.lengths import Lengths
@@ -171,7 +171,7 @@ class _Texts:
     """Consecutive pieces of real text: never the same one twice, so nothing is found in a prefix cache."""
 
     def __init__(self) -> None:
-        self._text, self._position = english(), 0
+        self._text, self._position = reference_text(), 0
 
     def next_texts(self, count: int, characters: int = PROMPT_CHARACTERS) -> list[str]:
         end = self._position + count * characters

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from cumulo.base.report import Row
-from cumulo.bench.text import english
+from cumulo.base.reference_text import reference_text
 from cumulo.engine.config import EngineConfig
 from cumulo.engine.llm import LLM
 from cumulo.engine.play.runner_torch import TorchRunner
@@ -30,7 +30,7 @@ def measure(model: str | None, threads: int, tell: Callable[[str, int, int], Non
     rows: list[Row] = []
     tell("quality: loading the default path", 0, 5)
     with LLM(model, config=config) as fast:
-        tokens = fast.tokenizer.encode(english()[:100_000])[: SEQUENCES * TOKENS_PER_SEQUENCE]
+        tokens = fast.tokenizer.encode(reference_text()[:100_000])[: SEQUENCES * TOKENS_PER_SEQUENCE]
         tell("quality: loading the file as float32", 1, 5)
         with LLM(model, config=config, keep_quantised=False) as exact, torch.inference_mode():
             sequences = torch.tensor(tokens).view(SEQUENCES, TOKENS_PER_SEQUENCE)

@@ -15,6 +15,7 @@ from cumulo.cli import (
     gateway,
     generate,
     plan,
+    quantize,
     schedule,
     serve,
     simulate,
@@ -36,6 +37,7 @@ app.command("generate", epilog=generate.EXAMPLE)(generate.generate)
 app.command("serve", epilog=serve.EXAMPLE)(serve.serve)
 app.command("gateway", epilog=gateway.EXAMPLE)(gateway.gateway)
 app.command("train", epilog=train.EXAMPLE)(train.train)
+app.command("quantize", epilog=quantize.EXAMPLE)(quantize.quantize)
 app.command("explain", epilog=explain.EXAMPLE)(explain.explain)
 app.command("doctor", epilog=doctor.EXAMPLE)(doctor.doctor)
 app.command("schedule", epilog=schedule.EXAMPLE)(schedule.schedule)

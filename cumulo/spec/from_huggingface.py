@@ -12,6 +12,7 @@ from typing import Any
 from cumulo.errors import ModelError
 from cumulo.spec.check import checked
 from cumulo.spec.model import MLASpec, ModelSpec, MoESpec, RopeScaling
+from cumulo.spec.quantisation import quantisation_from_config
 
 Config = Mapping[str, Any]
 Fields = dict[str, Any]
@@ -29,12 +30,7 @@ def spec_from_config(config: Config) -> ModelSpec:
         raise ModelError("config.json contains no 'model_type', so the architecture is unknown")
     if not isinstance(family, str) or family not in _FAMILIES:
         raise ModelError(f"unknown architecture {family!r} in config.json; known: {', '.join(_FAMILIES)}")
-    if quantization := config.get("quantization_config"):
-        method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
-        raise ModelError(
-            f"the weights are quantized with {method!r}, which is not supported; use the original model "
-            "or a GGUF file"
-        )
+    quantisation_from_config(config)  # refuses what the loaders do not know
     activation = config.get("hidden_act", "silu")
     if activation not in ("silu", "swish"):
         raise ModelError(

@@ -7,7 +7,7 @@ import pytest
 from cumulo.bench import engine as bench_engine
 from cumulo.bench import scheduler as bench_scheduler
 from cumulo.bench.engine import MEASUREMENTS, _order, _Prompts, _rows, parse_rivals
-from cumulo.bench.text import english
+from cumulo.base.reference_text import reference_text
 from cumulo.errors import CumuloError
 
 
@@ -50,7 +50,7 @@ def test_a_ratio_is_the_median_of_the_rounds_ratios() -> None:
 
 def test_the_text_is_long_enough_for_all_rounds() -> None:
     tokens_per_round = sum(m.sequences * m.prompt_tokens for m in MEASUREMENTS)
-    assert len(english()) > 400_000 > 3 * 20 * tokens_per_round  # three characters per token, twenty rounds
+    assert len(reference_text()) > 400_000 > 3 * 20 * tokens_per_round  # three characters per token, twenty rounds
 
 
 def test_decoding_requests_are_all_past_their_prompts() -> None:

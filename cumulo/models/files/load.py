@@ -20,12 +20,14 @@ from cumulo.models.files.hub import ModelSource, resolve
 from cumulo.models.files.json_file import in_vocabulary, read_json, shown
 from cumulo.models.files.placement import check_tensors
 from cumulo.models.files.weights_gguf import load_gguf
+from cumulo.models.files.weights_quantised import check_quantised, load_quantised
 from cumulo.models.files.weights_safetensors import Progress, load_safetensors, read_directory
 from cumulo.models.play.rank_decoder import empty_rank_decoder, leave_biases_to_one
 from cumulo.models.text.tokenizer import Tokenizer, load_tokenizer
 from cumulo.models.text.tokenizer_gguf import tokenizer_from_gguf
 from cumulo.spec.from_huggingface import spec_from_config
 from cumulo.spec.model import ModelSpec
+from cumulo.spec.quantisation import Quantisation, quantisation_from_config
 
 # Fields of a generation config that are sampling parameters of ours, and what GGUF calls them.
 _SAMPLING_FIELDS = {
@@ -51,6 +53,7 @@ class ModelFiles:
     quantised_parameters: int = 0  # of `parameters`, those stored in quantised blocks,
     quantised_bytes: int = 0  # and the bytes these take in the file
     tensor_types: Mapping[str, int] = field(default_factory=dict)  # how many tensors are stored as what
+    quantisation: Quantisation | None = None  # of a Hugging Face folder
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -90,12 +93,12 @@ def load_model(
     what one rank holds is allocated and read; its decoder has the rank's own spec.
     """
     source = resolve(model)
+    packable = torch.device(device).type == "cpu" and dtype == torch.float32
     # Headers are checked against the spec before the decoder is allocated: a damaged size must not decide
     # how much memory is asked for.
     if source.format == "gguf":
         file, headers = _gguf_headers(source)
         tokenizer = tokenizer_from_gguf(file.metadata) if with_tokenizer else None
-        packable = torch.device(device).type == "cpu" and dtype == torch.float32
         keep_quantised &= packable and headers.quantised_parameters > 0
         found = {name: file.metadata.get(f"general.sampling.{key}") for key, name in _GGUF_SAMPLING.items()}
         defaults = _sampling_defaults(found, file.path)
@@ -105,12 +108,16 @@ def load_model(
     else:
         headers = _folder_headers(source)
         tokenizer = load_tokenizer(source.path) if with_tokenizer else None
-        keep_quantised = False
+        keep_quantised &= packable and headers.quantised_parameters > 0
         generation = source.path / "generation_config.json"
         defaults = _sampling_defaults(read_json(generation), generation)
         _check_ends(tokenizer, headers)
         decoder, held = _empty_decoder(headers.spec, dtype, device, part)
-        load_safetensors(source.path, decoder, headers.spec, progress, held)
+        if headers.quantisation is None:
+            load_safetensors(source.path, decoder, headers.spec, progress, held)
+        else:
+            how = headers.quantisation
+            load_quantised(source.path, decoder, headers.spec, how, keep_quantised, progress, held)
     if part is not None:
         leave_biases_to_one(decoder, part)
     return LoadedModel(
@@ -178,6 +185,9 @@ def _folder_headers(source: ModelSource) -> ModelFiles:
         spec = spec_from_config(config)
     except ModelError as error:
         raise ModelError(f"{folder / 'config.json'}: {error}") from error
+    how = quantisation_from_config(config)
+    if how is not None:
+        return _quantised_headers(source, spec, how)
     tensors = read_directory(folder)
     if spec.layers > len(tensors):
         raise ModelError(
@@ -195,6 +205,32 @@ def _folder_headers(source: ModelSource) -> ModelFiles:
         parameters=sum(placement.elements for placement in placements),
         weight_bytes=sum(tensor.nbytes for tensor in used),
         tensor_types=Counter(tensor.dtype for tensor in used),
+    )
+
+
+def _quantised_headers(source: ModelSource, spec: ModelSpec, how: Quantisation) -> ModelFiles:
+    folder = check_quantised(source.path, spec, how)
+    names = [
+        name
+        for placement in folder.placements
+        for name in (
+            folder.matrices[placement.source].sources
+            if placement.source in folder.matrices
+            else [placement.source]
+        )
+    ]
+    types = Counter(folder.tensors[name].dtype for name in names if name not in folder.matrices)
+    return ModelFiles(
+        source.name,
+        source.path,
+        "safetensors",
+        spec,
+        parameters=sum(placement.elements for placement in folder.placements),
+        weight_bytes=sum(folder.tensors[name].nbytes for name in names),
+        quantised_parameters=sum(matrix.placement.elements for matrix in folder.packed),
+        quantised_bytes=folder.packed_bytes,
+        tensor_types={how.in_words: len(folder.matrices), **types},
+        quantisation=how,
     )
 
 

@@ -69,7 +69,7 @@ def load_gguf(
                 decoder.pack(target, PackedWeight.pack(_in_row_order(parts, blocks)))
         else:
             for part, tensor, order in zip(parts, tensors, orders, strict=True):
-                part.fill(parameters[target].data, _plain(tensor, order, part))
+                part.fill(parameters[target].data, plain_part(tensor, order, part))
         done += sum(tensor.nbytes for tensor in tensors)
         if progress is not None:
             progress(done, total)
@@ -101,7 +101,7 @@ def _blocks(tensor: GGUFTensor, order: np.ndarray | None, part: PlacedPart) -> A
     return blocks.take_columns(columns)
 
 
-def _plain(tensor: GGUFTensor, order: np.ndarray | None, part: PlacedPart) -> Tensor:
+def plain_part(tensor: GGUFTensor, order: np.ndarray | None, part: PlacedPart) -> Tensor:
     slices = part.stored_slices
     if len(tensor.shape) == 1:
         values = float_array(tensor)

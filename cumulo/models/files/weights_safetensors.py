@@ -7,7 +7,7 @@ memory map straight to its place, converted on the way: no second copy of the mo
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -63,12 +63,7 @@ def load_safetensors(
     check_tensors(
         str(folder), placements, {name: tensor.shape for name, tensor in tensors.items()}, ignorable
     )
-    if odd := [f"{p.source} is {tensors[p.source].dtype}" for p in placements
-               if tensors[p.source].dtype not in _ITEM_BYTES]:  # fmt: skip
-        raise ModelError(
-            f"{folder} contains weights of an unsupported type: {'; '.join(odd[:10])}"
-            f"{f'; and {len(odd) - 10} more' if len(odd) > 10 else ''}; known: {', '.join(_ITEM_BYTES)}"
-        )
+    check_types(folder, [placement.source for placement in placements], tensors)
     parts = placed_parts(placements, held)
     by_file: dict[Path, list[PlacedPart]] = {}
     for part in parts:
@@ -96,6 +91,16 @@ def load_safetensors(
                         progress(done, total)
         except (SafetensorError, OSError) as error:
             raise ModelError(f"{file} cannot be read: {error}") from error
+
+
+def check_types(folder: Path, names: Iterable[str], tensors: Mapping[str, FileTensor]) -> None:
+    """Refuse plain weights that are not floating-point numbers of a known type."""
+    odd = [f"{name} is {tensors[name].dtype}" for name in names if tensors[name].dtype not in _ITEM_BYTES]
+    if odd:
+        raise ModelError(
+            f"{folder} contains weights of an unsupported type: {'; '.join(odd[:10])}"
+            f"{f'; and {len(odd) - 10} more' if len(odd) > 10 else ''}; known: {', '.join(_ITEM_BYTES)}"
+        )
 
 
 def read_directory(folder: Path) -> dict[str, FileTensor]:

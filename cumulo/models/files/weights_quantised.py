@@ -1,0 +1,205 @@
+"""Weights from a quantised Hugging Face folder (AWQ, GPTQ, compressed-tensors, fp8) into a decoder. Called by
+`load_model`.
+
+As with plain safetensors, headers are checked first and one matrix at a time is read. Quantised matrices stay as
+the file has them (`Packed`), or are dequantised into the decoder's own type where its kernels need that.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from cumulo.errors import ModelError
+from cumulo.kernels.cpu.packed_float8 import PackedFloat8
+from cumulo.kernels.cpu.packed_linear import PackedStack, PackedWeight, have_one_order
+from cumulo.kernels.packed import Packed
+from cumulo.layout.serving import HeldParameter
+from cumulo.models.decoder import Decoder
+from cumulo.models.files import names_huggingface
+from cumulo.models.files.placement import PlacedPart, Placement, check_tensors, placed_parts
+from cumulo.models.files.quantised.formats import StoredMatrix, stored_matrices
+from cumulo.models.files.quantised.matrices import Float8Matrix, IntegerMatrix, QuantisedMatrix
+from cumulo.models.files.weights_safetensors import FileTensor, Progress, check_types, read_directory
+from cumulo.spec.model import ModelSpec
+from cumulo.spec.quantisation import Quantisation
+
+_NEVER_PACKED = "attention.kv_b.weight"
+
+
+@dataclass(frozen=True, slots=True)
+class QuantisedFolder:
+    """A checked folder: where every tensor is, and which matrices are quantised."""
+
+    tensors: Mapping[str, FileTensor]
+    placements: list[Placement]
+    matrices: Mapping[str, StoredMatrix]  # by the source of their placement
+
+    @property
+    def packed(self) -> list[StoredMatrix]:
+        """Those that stay quantised in memory: parts of a parameter of which all parts are."""
+        plain = {one.target for one in self.placements if one.source not in self.matrices}
+        return [
+            matrix
+            for matrix in self.matrices.values()
+            if matrix.placement.target not in plain and not matrix.placement.target.endswith(_NEVER_PACKED)
+        ]
+
+    @property
+    def packed_bytes(self) -> int:
+        """What they take in memory; scales are kept in two bytes where that loses nothing."""
+        return sum(map(_held_bytes, self.packed))
+
+
+def check_quantised(folder: Path, spec: ModelSpec, how: Quantisation) -> QuantisedFolder:
+    """Read headers only; a folder that is incomplete or not what its configuration says is refused."""
+    tensors = read_directory(folder)
+    placements = names_huggingface.placements(spec)
+    found = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
+    try:
+        matrices = stored_matrices(how, placements, found)
+    except ModelError as error:
+        raise ModelError(f"{folder}: {error}") from error
+    if not matrices:
+        raise ModelError(f"{folder}: config.json says the weights are {how.in_words}, but none of them are")
+    own = {name for matrix in matrices.values() for name in matrix.sources}
+    ignorable = names_huggingface.ignorable(spec)
+    check_tensors(
+        str(folder),
+        [one for one in placements if one.source not in matrices],
+        {name: tensor.shape for name, tensor in tensors.items()},
+        lambda name: name in own or ignorable(name) or _ignorable_note(name),
+    )
+    check_types(folder, [one.source for one in placements if one.source not in matrices], tensors)
+    return QuantisedFolder(tensors, placements, matrices)
+
+
+def _ignorable_note(name: str) -> bool:
+    """What writers leave behind that changes no weight: scales of KV caches and outputs."""
+    return name.endswith((".k_scale", ".v_scale", ".output_scale", ".q_scale"))
+
+
+def load_quantised(
+    folder: Path,
+    decoder: Decoder,
+    spec: ModelSpec,
+    how: Quantisation,
+    keep_quantised: bool = True,
+    progress: Progress | None = None,
+    held: Mapping[str, HeldParameter] | None = None,
+) -> None:
+    """Fill every parameter of `decoder`. `held`: a rank's parameters, of which only its own parts are kept."""
+    checked = check_quantised(folder, spec, how)
+    parameters = dict(decoder.named_parameters())
+    parts_of: dict[str, list[PlacedPart]] = defaultdict(list)
+    for part in placed_parts(checked.placements, held):
+        parts_of[part.target].append(part)
+    total = sum(_file_bytes(checked, part) for parts in parts_of.values() for part in parts)
+    done = 0
+    with ExitStack() as stack, torch.no_grad():
+        files = _OpenFiles(stack, checked.tensors)
+        for target, parts in parts_of.items():
+            quantised = [part.source in checked.matrices for part in parts]
+            if keep_quantised and decoder.can_pack(target) and all(quantised):
+                matrices = [files.matrix(checked.matrices[part.source], part) for part in parts]
+                decoder.pack(target, _packed(parts, matrices, parameters[target], how))
+            else:
+                for part in parts:
+                    part.fill(parameters[target], files.plain(checked, part))
+            done += sum(_file_bytes(checked, part) for part in parts)
+            if progress is not None:
+                progress(done, total)
+
+
+class _OpenFiles:
+    """The folder's files, mapped when first needed; their pages belong to the system's cache."""
+
+    def __init__(self, stack: ExitStack, tensors: Mapping[str, FileTensor]) -> None:
+        self._stack, self._tensors = stack, tensors
+        self._open: dict[Path, Any] = {}
+
+    def tensor(self, name: str) -> Tensor:
+        file = self._tensors[name].file
+        try:
+            if file not in self._open:
+                self._open[file] = self._stack.enter_context(safe_open(file, framework="pt", device="cpu"))
+            found: Tensor = self._open[file].get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise ModelError(f"{file} cannot be read: {error}") from error
+        return found
+
+    def matrix(self, stored: StoredMatrix, part: PlacedPart) -> QuantisedMatrix:
+        names = zip(stored.tensors, stored.sources, strict=True)
+        matrix = stored.read({tensor.name: self.tensor(name) for tensor, name in names})
+        _refuse_nonsense(stored.module, matrix)
+        try:
+            return matrix if part.is_whole else matrix.take(*part.stored_slices)
+        except ModelError as error:
+            raise ModelError(f"{stored.module}: {error}") from error
+
+    def plain(self, checked: QuantisedFolder, part: PlacedPart) -> Tensor:
+        if part.source in checked.matrices:
+            return self.matrix(checked.matrices[part.source], part).dequantise()
+        return self.tensor(part.source)[part.stored_slices]
+
+
+def _refuse_nonsense(module: str, matrix: QuantisedMatrix) -> None:
+    damaged = not bool(matrix.scale.isfinite().all())
+    if isinstance(matrix, Float8Matrix):
+        damaged |= bool(((matrix.codes.view(torch.uint8) & 0x7F) == 0x7F).any())
+    if damaged:
+        raise ModelError(f"{module} contains NaN or infinite numbers; the file is damaged, download it again")
+
+
+def _packed(
+    parts: Sequence[PlacedPart], matrices: Sequence[QuantisedMatrix], parameter: Tensor, how: Quantisation
+) -> Packed | list[Packed]:
+    bits = 8 if how.activation_bits == 8 else 16
+    placed = sorted(
+        ((*(one.start for one in part.target_slices[:-1]), index) for index, part in enumerate(parts))
+    )  # by expert, where there are several, then by row
+    if parameter.ndim == 2:
+        return pack_rows([matrices[place[-1]] for place in placed], bits)
+    experts: dict[int, list[QuantisedMatrix]] = defaultdict(list)
+    for expert, _, index in placed:
+        experts[expert].append(matrices[index])
+    return [pack_rows(experts[expert], bits) for expert in sorted(experts)]
+
+
+def pack_rows(matrices: Sequence[QuantisedMatrix], activation_bits: int = 16) -> Packed:
+    """Matrices stacked along the rows, in the form of the CPU's kernels."""
+    if all(isinstance(matrix, IntegerMatrix) for matrix in matrices):
+        blocks = [matrix.affine_blocks() for matrix in matrices if isinstance(matrix, IntegerMatrix)]
+        if have_one_order(blocks):
+            return PackedWeight.pack(blocks, activation_bits)
+        return PackedStack([PackedWeight.pack(one, activation_bits) for one in blocks])
+    floats = [matrix for matrix in matrices if isinstance(matrix, Float8Matrix)]
+    return PackedFloat8.stacked([(one.codes, one.row_scales(), one.block[1]) for one in floats])
+
+
+def _file_bytes(checked: QuantisedFolder, part: PlacedPart) -> int:
+    stored = checked.matrices.get(part.source)
+    sources = [part.source] if stored is None else stored.sources
+    whole = sum(checked.tensors[name].nbytes for name in sources)
+    return whole * part.elements // part.placement.elements
+
+
+def _held_bytes(matrix: StoredMatrix) -> int:
+    rows, columns = matrix.placement.shape
+    how = matrix.how
+    stored = {tensor.name for tensor in matrix.tensors}
+    if how.format in ("fp8", "float-quantized"):
+        width = how.block[1] if how.block else columns
+        return rows * columns + 4 * rows * -(-columns // width)
+    groups = columns // how.group if how.group else 1
+    wide = how.bits > 4
+    asymmetric = "qzeros" in stored or "weight_zero_point" in stored
+    numbers = 2 if asymmetric or not wide else 1
+    return math.ceil(rows * (columns * (8 if wide else 4) / 8 + groups * numbers * (4 if asymmetric else 2)))

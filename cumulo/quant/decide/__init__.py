@@ -1,0 +1,1 @@
+"""Pure: recipes, which matrices are quantised, and what the written configuration says."""

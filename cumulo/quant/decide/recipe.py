@@ -1,0 +1,119 @@
+"""Recipe: how a model is to be quantised, checked against the model before anything is read. Made by
+`cumulo quantize` from its options, carried out by `cumulo.quant.play`."""
+
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
+
+from cumulo.errors import ConfigError
+from cumulo.quant.decide.matrices import row_lengths
+from cumulo.spec.model import ModelSpec
+
+Method = Literal["rtn", "awq", "gptq", "int8", "fp8"]
+FolderFormat = Literal["compressed-tensors", "awq", "gptq", "fp8"]
+Float8Scheme = Literal["channel", "tensor", "block"]
+METHODS = get_args(Method)
+FORMATS = get_args(FolderFormat)
+SCHEMES = get_args(Float8Scheme)
+GROUPS = (128, 64, 32)  # tried in this order where no group is asked for
+FLOAT8_BLOCK = 128
+_BITS = (2, 4, 8)
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """None: decided by `settled`."""
+
+    method: Method = "gptq"
+    bits: int = 4
+    group: int | None = None  # columns that share a scale
+    symmetric: bool | None = None
+    act_order: bool = True  # GPTQ: columns that matter most are rounded first
+    damping: float = 0.01  # GPTQ: of the mean diagonal of the Hessian
+    scheme: Float8Scheme = "channel"  # fp8: what shares a scale
+    static_activations: bool = (
+        False  # fp8: one scale for all activations of a matrix, from the calibration text
+    )
+    format: FolderFormat | None = None
+
+    @property
+    def needs_calibration(self) -> bool:
+        return self.method in ("awq", "gptq") or self.static_activations
+
+    @property
+    def in_words(self) -> str:
+        if self.method == "fp8":
+            return f"fp8, a scale per {'block of 128 x 128' if self.scheme == 'block' else self.scheme}"
+        if self.method == "int8":
+            return "int8, a scale per row, 8-bit activations"
+        balance = "symmetric" if self.symmetric else "asymmetric"
+        return f"{self.method}, {self.bits} bits, groups of {self.group}, {balance}"
+
+
+def settled(recipe: Recipe, spec: ModelSpec) -> Recipe:
+    """The recipe with everything decided that was left open, or a ConfigError that says what does not fit."""
+    for name, value, known in (
+        ("method", recipe.method, METHODS),
+        ("format", recipe.format, (None, *FORMATS)),
+        ("scheme", recipe.scheme, SCHEMES),
+    ):
+        if value not in known:
+            choices = ", ".join(str(one) for one in known if one is not None)
+            raise ConfigError(f"--{name} must be one of {choices}; got {value!r}")
+    if recipe.method == "fp8":
+        return _settled_float8(recipe, spec)
+    if recipe.static_activations:
+        raise ConfigError("--static-activations exists for --method fp8")
+    if recipe.method == "int8":
+        if recipe.format not in (None, "compressed-tensors"):
+            raise ConfigError(f"--method int8 is written as compressed-tensors, not as {recipe.format}")
+        return replace(recipe, bits=8, group=None, symmetric=True, format="compressed-tensors")
+    if recipe.bits not in _BITS:
+        raise ConfigError(f"--bits must be 2, 4 or 8 for {recipe.method}; got {recipe.bits}")
+    if not 0 < recipe.damping <= 1:
+        raise ConfigError(f"--damping must be more than 0 and at most 1, got {recipe.damping:g}")
+    recipe = replace(recipe, group=_group(recipe.group, spec), format=recipe.format or "compressed-tensors")
+    if recipe.symmetric is None:
+        asymmetric = recipe.method == "awq" or recipe.format == "awq"
+        recipe = replace(recipe, symmetric=not asymmetric)
+    _check_format(recipe)
+    return recipe
+
+
+def _settled_float8(recipe: Recipe, spec: ModelSpec) -> Recipe:
+    if recipe.format in ("awq", "gptq"):
+        raise ConfigError(f"--format {recipe.format} holds whole numbers; use compressed-tensors or fp8")
+    if recipe.format == "fp8" and recipe.scheme != "block":
+        raise ConfigError("--format fp8 is DeepSeek's, which has blocks: add --scheme block")
+    if recipe.scheme == "block" and recipe.static_activations:
+        raise ConfigError("--scheme block goes with dynamic activations: omit --static-activations")
+    return replace(recipe, bits=8, group=None, symmetric=True, format=recipe.format or "compressed-tensors")
+
+
+def _check_format(recipe: Recipe) -> None:
+    if recipe.format == "fp8":
+        raise ConfigError(f"--format fp8 holds 8-bit floats, which {recipe.method} does not make")
+    if recipe.format == "awq" and (recipe.bits != 4 or recipe.symmetric):
+        raise ConfigError("--format awq holds 4-bit asymmetric weights; use --bits 4 --asymmetric")
+
+
+def _group(asked: int | None, spec: ModelSpec) -> int:
+    lengths = row_lengths(spec)
+    fitting = [group for group in GROUPS if all(length % group == 0 for length in lengths)]
+    if asked is None:
+        if fitting:
+            return fitting[0]
+        raise ConfigError(
+            f"this model's matrices have rows of {_listing(lengths)} weights, which groups of 128, 64 or 32 do not "
+            "divide; choose --group, or --method int8 or fp8"
+        )
+    if asked < 8 or any(length % asked for length in lengths):
+        works = f"; {_listing(fitting)} would" if fitting else ""
+        raise ConfigError(
+            f"--group {asked} does not divide this model's rows of {_listing(lengths)} weights{works}"
+        )
+    return asked
+
+
+def _listing(numbers: list[int]) -> str:
+    words = [f"{number:,}" for number in numbers]
+    return " and ".join(words) if len(words) < 3 else f"{', '.join(words[:-1])} and {words[-1]}"

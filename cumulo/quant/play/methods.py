@@ -1,0 +1,128 @@
+"""A layer's matrices by a recipe: which inputs are looked at, in which order, and what each method makes of them.
+Called by the run once per layer; the layer's own weights become what a reader of the result will see.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from cumulo.models.files.placement import Placement
+from cumulo.models.files.quantised.matrices import QuantisedMatrix
+from cumulo.quant.decide.recipe import Recipe
+from cumulo.quant.methods.awq import search_clipping
+from cumulo.quant.methods.float8 import LARGEST, float8
+from cumulo.quant.methods.gptq import gptq
+from cumulo.quant.methods.grid import Grid, round_to_nearest
+from cumulo.quant.play.awq_scales import scale_layer
+from cumulo.quant.play.layer import CalibratedLayer, Inputs
+
+Matrices = dict[str, QuantisedMatrix]  # by module
+Tell = Callable[[str], None]
+# Beginnings of sites in the order of computation: what comes later sees the rounding of what came before.
+_STAGES = (
+    ("attention.qkv", "attention.q", "attention.q_a", "attention.kv_a"),
+    ("attention.q_b",),
+    ("attention.output",),
+    ("ffn.gate_up", "ffn.experts.gate_up", "ffn.shared.gate_up"),
+    ("ffn.down", "ffn.experts.down", "ffn.shared.down"),
+)
+
+
+def quantise_layer(
+    layer: CalibratedLayer, recipe: Recipe, hidden: Tensor | None, stored: torch.dtype, tell: Tell
+) -> Matrices:
+    """`hidden`: the layer's inputs on the calibration text, for recipes that need them; `stored`: the type of the
+    scales."""
+    if recipe.method == "gptq":
+        assert hidden is not None
+        return _in_stages(layer, recipe, hidden, stored, tell)
+    if recipe.method == "awq":
+        assert hidden is not None
+        return _awq(layer, recipe, hidden, stored, tell)
+    sites = _sites(layer) if recipe.static_activations else {}
+    if hidden is not None and sites:
+        with layer.watching(sites):
+            layer.run(hidden)
+    found: Matrices = {}
+    for module, placement in layer.matrices():
+        found[module] = _by_itself(layer, recipe, placement, stored, sites.get(layer.site(placement)))
+    return found
+
+
+def _by_itself(
+    layer: CalibratedLayer, recipe: Recipe, placement: Placement, stored: torch.dtype, inputs: Inputs | None
+) -> QuantisedMatrix:
+    """Round to nearest, int8 and fp8: no matrix depends on another."""
+    weight = layer.weight(placement)
+    matrix: QuantisedMatrix
+    if recipe.method == "fp8":
+        scale = None if inputs is None else torch.tensor(max(inputs.largest, 1e-12) / LARGEST)
+        matrix = float8(weight, recipe.scheme, scale)
+    else:
+        grid = Grid(recipe.bits, bool(recipe.symmetric), stored)
+        matrix = round_to_nearest(weight, grid, recipe.group or weight.shape[1])
+    weight.copy_(matrix.dequantise())
+    return matrix
+
+
+def _sites(layer: CalibratedLayer, beginnings: tuple[str, ...] | None = None) -> dict[str, Inputs]:
+    found: dict[str, Inputs] = {}
+    for _, placement in layer.matrices():
+        name = placement.target.removesuffix(".weight")
+        if beginnings is None or name in beginnings:
+            site = layer.site(placement)
+            if site not in found:
+                found[site] = Inputs.empty(placement.shape[1])
+    return found
+
+
+def _in_stages(
+    layer: CalibratedLayer, recipe: Recipe, hidden: Tensor, stored: torch.dtype, tell: Tell
+) -> Matrices:
+    """GPTQ. Hessians of a stage are taken after the stages before it were rounded (Frantar's "true sequential")."""
+    grid = Grid(recipe.bits, bool(recipe.symmetric), stored)
+    found: Matrices = {}
+    for stage in _STAGES:
+        sites = _sites(layer, stage)
+        if not sites:
+            continue
+        tell(f"inputs of {stage[0]}")
+        with layer.watching(sites, stop_after=list(sites)[-1]):
+            layer.run(hidden)
+        for module, placement in layer.matrices():
+            inputs = sites.get(layer.site(placement))
+            if inputs is None:
+                continue
+            tell(module)
+            weight, group = layer.weight(placement), recipe.group or placement.shape[1]
+            if inputs.tokens == 0:  # an expert that the calibration text never reached
+                matrix = round_to_nearest(weight, grid, group)
+            else:
+                matrix = gptq(weight, inputs.hessian, grid, group, recipe.act_order, recipe.damping)
+            weight.copy_(matrix.dequantise())
+            found[module] = matrix
+    return found
+
+
+def _awq(layer: CalibratedLayer, recipe: Recipe, hidden: Tensor, stored: torch.dtype, tell: Tell) -> Matrices:
+    """Scales move between matrices, so all inputs are seen first."""
+    grid = Grid(recipe.bits, bool(recipe.symmetric), stored)
+    sites = _sites(layer)
+    tell("inputs")
+    with layer.watching(sites):
+        layer.run(hidden)
+    tell("scales")
+    scale_layer(layer, sites, grid, recipe.group or 0)
+    found: Matrices = {}
+    for module, placement in layer.matrices():
+        tell(module)
+        weight, inputs = layer.weight(placement), sites[layer.site(placement)]
+        group = recipe.group or placement.shape[1]
+        # Clipping queries and keys would change attention more than their own outputs say (AutoAWQ).
+        clips = inputs.tokens > 0 and not module.endswith(("q_proj", "k_proj"))
+        scales = search_clipping(weight, inputs.hessian, grid, group) if clips else None
+        matrix = round_to_nearest(weight, grid, group, scales)
+        weight.copy_(matrix.dequantise())
+        found[module] = matrix
+    return found

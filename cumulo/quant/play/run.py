@@ -1,0 +1,125 @@
+"""quantise: a model to a quantised Hugging Face folder, layer by layer. Called by `cumulo quantize`.
+
+In memory are one layer, the hidden states of the calibration text, and for a moment the embedding. A layer reads
+what the layers before it, already quantised, make of the text. After a kill the next run with the same options goes
+on behind the last finished layer.
+"""
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cumulo.errors import ConfigError
+from cumulo.models.files.parameter_reader import ParameterReader
+from cumulo.quant.decide.recipe import Recipe, settled
+from cumulo.quant.play.calibration import calibration_text, calibration_tokens
+from cumulo.quant.play.folder import other_tensors, stored_tensors, write_folder
+from cumulo.quant.play.layer import CalibratedLayer
+from cumulo.quant.play.methods import quantise_layer
+from cumulo.quant.play.work_folder import WorkFolder, fingerprint
+
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    file: Path | None = None  # None: the default text
+    sequences: int = 64
+    length: int = 512
+
+
+@dataclass(frozen=True, slots=True)
+class QuantiseReport:
+    """What a run made."""
+
+    folder: Path
+    recipe: Recipe
+    resumed_at: int  # layers that an earlier run had finished
+    weight_bytes: int
+    source_bytes: int  # of the same weights in 16 bits
+    calibration_tokens: int
+
+
+def quantise(
+    model: str | Path | None,
+    output: Path,
+    recipe: Recipe,
+    calibration: Calibration = Calibration(),
+    progress: Progress | None = None,
+) -> QuantiseReport:
+    """Everything that can be refused is refused before a weight is read."""
+    tell = progress or (lambda stage, done, total: None)
+    reader = ParameterReader(model)
+    recipe = settled(recipe, reader.spec)
+    layers = reader.spec.layers
+    tokens: Tensor | None = None
+    if recipe.needs_calibration:
+        tell("reading the calibration text", 0, layers)
+        text = calibration_text(calibration.file)
+        length = min(calibration.length, reader.spec.max_context)
+        tokens = calibration_tokens(reader.tokenizer(), text, calibration.sequences, length)
+    elif calibration.file is not None:
+        raise ConfigError(f"--method {recipe.method} does not use a calibration text; omit --calibration")
+    work = WorkFolder(output, _run(reader, recipe, tokens))
+    begun = work.finished_layers
+    with torch.no_grad():
+        hidden = _hidden(reader, tokens, work)
+        for index in range(begun, layers):
+            name = f"layer {index + 1} of {layers}"
+            tell(name, index, layers)
+            layer = CalibratedLayer(reader, index)
+            found = quantise_layer(
+                layer,
+                recipe,
+                hidden,
+                reader.half_dtype,
+                lambda what, at=index: tell(f"{name}: {what}", at, layers),  # type: ignore[misc]  # noqa: B023
+            )
+            tensors = {
+                f"{module}.{short}": tensor
+                for module, matrix in found.items()
+                for short, tensor in stored_tensors(matrix, recipe).items()
+            }
+            for placement in layer.placements:
+                if placement.source.removesuffix(".weight") not in found:
+                    tensors[placement.source] = layer.weight(placement).to(reader.half_dtype)
+            if hidden is not None and index + 1 < layers:
+                layer.run(hidden, into=hidden)
+            work.finish_layer(tensors, hidden)
+        tell("embedding and head", layers, layers)
+        work.add("rest.safetensors", other_tensors(reader))
+    files = [*(work.layer_name(index) for index in range(layers)), "rest.safetensors"]
+    weight_bytes = sum((work.path / file).stat().st_size for file in files)
+    write_folder(work.path, files, reader, recipe)
+    work.finish()
+    return QuantiseReport(
+        output,
+        recipe,
+        begun,
+        weight_bytes,
+        2 * reader.files.parameters,
+        0 if tokens is None else tokens.numel(),
+    )
+
+
+def _hidden(reader: ParameterReader, tokens: Tensor | None, work: WorkFolder) -> Tensor | None:
+    """What the next layer reads, [sequences, tokens, hidden]."""
+    if tokens is None:
+        return None
+    if work.finished_layers:
+        return work.hidden()
+    return reader.read("embed.weight")[tokens]
+
+
+def _run(reader: ParameterReader, recipe: Recipe, tokens: Tensor | None) -> dict[str, Any]:
+    """What identifies a run: a resumed one must be the same in all of it."""
+    return {
+        "model": str(reader.files.path.resolve()),
+        "weight_bytes": reader.files.weight_bytes,
+        "recipe": asdict(recipe),
+        "tokens": None if tokens is None else fingerprint(tokens),
+    }
