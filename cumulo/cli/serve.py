@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from cumulo.cli.shared import options
 from cumulo.cli.shared.declare import option, takes_options
+from cumulo.cli.shared.promise_options import PromiseOptions
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -169,6 +170,7 @@ class ServeCommandOptions:
         metavar="URL",
     )
     console: bool = option("Serve the web console at /.", True, "--console/--no-console")
+    promise: PromiseOptions = PromiseOptions()
     engine: options.EngineOptions = options.EngineOptions()
 
 
@@ -218,6 +220,7 @@ def serve(chosen: ServeCommandOptions) -> None:
             max_running=chosen.max_running,
             max_tokens_per_step=chosen.max_tokens_per_step,
             shared_step_s=shared_step_s,
+            **chosen.promise.config(),
             **_role(chosen, key),
         ),
         "replicas": chosen.decode or chosen.replicas,

@@ -258,12 +258,27 @@ def warm_up(engine: Engine) -> None:
     while engine.has_work:
         engine.step()
     engine.scheduler.shares.take_served()  # nobody's: it is not told
-    engine.scheduler.books.promises = None  # steps that made something say nothing about later ones
+    if engine.scheduler.config.slo is not None:
+        _learn_pace(engine)
     if engine.guidance is not None:
         with contextlib.suppress(
             InvalidRequest
         ):  # this model cannot be guided; requests that ask are told so
             engine.guidance.matcher(Guide("json_object"))  # our own, so it needs no trial
+
+
+def _learn_pace(engine: Engine) -> None:
+    """An engine that promises a latency knows how long its steps take before anyone is promised anything."""
+    scheduler = engine.scheduler
+    scheduler.books.promises = None  # steps that made something say nothing about later ones
+    for tokens in (16, 64, 128, 256):
+        length = min(tokens, scheduler.config.max_context // 2)
+        params = SamplingParams(max_tokens=3, ignore_eos=True, temperature=0)
+        engine.add([0] * length, params, cache_salt=f"learning {tokens}")
+        while engine.has_work:
+            engine.step()
+    scheduler.pool.clear_cache()
+    scheduler.shares.take_served()
 
 
 def _end_with_parent(stdin: FileIO, socket_folder: Path) -> None:

@@ -14,7 +14,7 @@ _DECAY = 0.995  # per step: about the last 200 count
 _RIDGE = 1e-6
 _KNOWN_AFTER = 8  # steps with prompts
 _WINDOW = 256  # steps whose errors are remembered
-_OUTLIERS = 2  # ... of which so many are let pass
+_OUTLIERS = 0  # ... of which so many are let pass
 _MOST_ERROR = 1.5  # a machine that stood still says nothing about the next step
 
 
@@ -59,10 +59,11 @@ class StepModel:
             return  # such steps come by the thousand, one like the other
         if self.known and seconds > 0.4 * aimed_s and (expected_s := self.seconds(shape)) > 0:
             self._errors.append(min(_MOST_ERROR, seconds / expected_s))
-        features = [one / seconds for one in shape.features()]
+        features = shape.features()
         for row, one in zip(self._moments, features, strict=True):
+            weighted = one / seconds
             for column, other in enumerate(features):
-                row[column] = _DECAY * row[column] + one * other
+                row[column] = _DECAY * row[column] + weighted * other
             row[_SIZE] = _DECAY * row[_SIZE] + one
         self._with_prompts += shape.prompt_tokens > 0
         if self._steps % 8 == 0 or not self.known:
@@ -89,9 +90,8 @@ class StepModel:
         linear = per_token + per_pair * (start + 0.5)
         if seconds <= 0 or linear <= 0:
             return 0 if seconds <= 0 else 1 << 30
-        if per_pair <= 0:
-            return int(seconds / linear)
-        return int((sqrt(linear * linear + 2 * per_pair * seconds) - linear) / per_pair)
+        # The root of a quadratic, in the form that does not subtract two numbers that are nearly the same.
+        return int(2 * seconds / (linear + sqrt(linear * linear + 2 * per_pair * seconds)))
 
     @property
     def _prompt_rates(self) -> tuple[float, float]:

@@ -1,0 +1,208 @@
+"""Latency by promise: what is let in keeps its TTFT and ITL, and what cannot be kept is said at the door."""
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cumulo.engine.decide.params import SamplingParams
+from cumulo.engine.decide.plan import StepResult
+from cumulo.engine.decide.request import Request
+from cumulo.engine.decide.scheduler import Scheduler
+from cumulo.engine.decide.scheduler_config import SchedulerConfig
+from cumulo.engine.decide.slo.step_model import StepMix, StepModel
+from cumulo.engine.simulate.engine import SimulatedEngine
+from cumulo.engine.simulate.run import Arrival, Run
+from cumulo.errors import Overloaded
+from cumulo.spec.slo import ITL_SHARE, Slo
+from tests.engine.test_simulated import LinearCost
+
+SLO = Slo(0.6, 0.05)
+COST = LinearCost(fixed_s=0.006, token_s=4e-5, context_s=1e-7)
+
+
+def config(**chosen: Any) -> SchedulerConfig:
+    usual = dict(
+        blocks=8192, block_size=16, max_context=4096, max_running=128, max_tokens_per_step=4096,
+        prefix_cache=False, slo=SLO,
+    )  # fmt: skip
+    return SchedulerConfig(**(usual | chosen))
+
+
+def traffic(rate: float, count: int = 250, seed: int = 1) -> list[Arrival]:
+    rng, now_s, made = random.Random(seed), 0.0, []
+    for _ in range(count):
+        now_s += rng.expovariate(rate)
+        made.append(Arrival(now_s, min(3000, int(rng.lognormvariate(6, 1)) + 1), rng.randint(2, 120)))
+    return made
+
+
+def play(settings: SchedulerConfig, arrivals: list[Arrival]) -> Run:
+    engine = SimulatedEngine(Scheduler(settings), COST, step_by_step=True)
+    engine.arrivals, engine.run.itl_bound_s = arrivals, SLO.itl_s
+    engine.advance(float("inf"))
+    assert engine.scheduler.problems() == []
+    return engine.end()
+
+
+def kept(run: Run) -> int:
+    return sum(
+        one.finished
+        and (one.first_token_s or 0) - one.arrival.arrived_s <= (SLO.ttft_s or 0)
+        and one.late_tokens <= (1 - ITL_SHARE) * one.tokens
+        for one in run.served
+    )
+
+
+@pytest.mark.parametrize("rate", [10.0, 60.0])
+def test_promises_are_kept_below_and_far_above_what_the_engine_can_take(rate: float) -> None:
+    run = play(config(), traffic(rate))
+    admitted = [one for one in run.served if one.refused is None]
+    assert kept(run) >= 0.99 * len(admitted)
+    if rate < 20:
+        assert len(admitted) == len(run.served)
+    else:
+        fixed = [play(config(slo=None, max_tokens_per_step=tokens), traffic(rate)) for tokens in (256, 4096)]
+        assert kept(run) >= 1.3 * max(map(kept, fixed))
+
+
+def test_a_refusal_says_why_and_when_to_come_back() -> None:
+    run = play(config(), traffic(80.0))
+    refused = [one.refused for one in run.served if one.refused is not None]
+    assert refused and "are promised" in refused[-1] and "try again in" in refused[-1]
+
+
+def test_with_late_queue_nobody_is_refused_and_more_are_in_time_than_without_promises() -> None:
+    run = play(config(late="queue"), traffic(60.0))
+    assert all(one.finished for one in run.served)
+    assert kept(run) >= 1.3 * kept(play(config(slo=None, max_tokens_per_step=256), traffic(60.0)))
+
+
+def _taught() -> Scheduler:
+    """A scheduler that knows its steps."""
+    engine = SimulatedEngine(Scheduler(config()), COST, step_by_step=True)
+    engine.arrivals = traffic(15.0, 40)
+    engine.advance(float("inf"))
+    return engine.scheduler
+
+
+def _ask(scheduler: Scheduler, name: str, tokens: int, now_s: float, **more: Any) -> Request:
+    request = Request(name, [1] * tokens, SamplingParams(max_tokens=8), seed=0, arrived_s=now_s, **more)
+    scheduler.add(request)
+    return request
+
+
+def test_a_request_may_ask_for_more_time_or_less() -> None:
+    scheduler = _taught()
+    for number in range(3):
+        _ask(scheduler, f"first {number}", 3000, 100.0)
+    with pytest.raises(Overloaded):
+        _ask(scheduler, "late", 3000, 100.0)
+    patient = _ask(scheduler, "patient", 3000, 100.0, slo=Slo(ttft_s=5.0))
+    assert patient.story.promise is not None and patient.story.promise.itl_s == SLO.itl_s
+    with pytest.raises(Overloaded) as refusal:
+        _ask(scheduler, "hasty", 3000, 100.0, slo=Slo(ttft_s=0.01))
+    assert refusal.value.retry_after_s >= 1
+
+
+def test_a_tighter_deadline_overtakes_unless_that_breaks_a_promise() -> None:
+    scheduler = _taught()
+    for number in range(3):
+        _ask(scheduler, f"first {number}", 3000, 100.0)
+    quick = _ask(scheduler, "quick", 64, 100.0, slo=Slo(ttft_s=0.3))
+    plan = scheduler.plan(100.0)
+    assert plan is not None and quick.sequences[0].slot in plan.slots
+    with pytest.raises(Overloaded, match=r"would miss its own TTFT|come first"):
+        for number in range(20):
+            _ask(scheduler, f"more {number}", 800, 100.0, slo=Slo(ttft_s=0.55))
+
+
+def test_who_is_promised_nothing_comes_after_those_who_are() -> None:
+    scheduler = _taught()
+    batch = _ask(scheduler, "batch", 3000, 100.0, priority=1)
+    person = _ask(scheduler, "person", 3000, 100.0)
+    assert batch.story.promise is None and person.story.promise is not None
+    plan = scheduler.plan(100.0)
+    assert plan is not None
+    assert person.sequences[0].computed > 0 and batch.sequences[0].computed == 0
+
+
+def test_a_key_that_had_most_of_the_time_leaves_room_to_others() -> None:
+    scheduler = _taught()
+    admitted = 0
+    for number in range(30):
+        try:
+            _ask(scheduler, f"noisy {number}", 500, 100.0, tenant="noisy")
+            admitted += 1
+        except Overloaded:
+            break
+    alone = admitted
+    scheduler = _taught()
+    scheduler.shares.tenant("noisy").prompt_tokens += 100_000
+    scheduler.shares.came(scheduler.shares.tenant("quiet"), 100.0)
+    with pytest.raises(Overloaded):
+        for number in range(alone):
+            _ask(scheduler, f"noisy {number}", 500, 100.0, tenant="noisy")
+    _ask(scheduler, "quiet", 500, 100.0, tenant="quiet")
+
+
+def test_stories_say_what_was_promised_and_what_became_of_it() -> None:
+    scheduler = _taught()
+    request = _ask(scheduler, "told", 100, 100.0)
+    now_s = 100.0
+    while scheduler.requests:
+        plan = scheduler.plan(now_s)
+        assert plan is not None
+        now_s += 0.02 if request.sequences[0].output_length < 4 else 0.2
+        scheduler.observe(plan, 0.02, now_s)
+        scheduler.apply(plan, StepResult([1] * len(plan.draw_rows)), now_s)
+    words = request.story.describe()
+    assert "is promised TTFT 600 ms and ITL 50 ms" in words
+    assert "came later than the promised ITL" in words
+
+
+def test_without_an_slo_nothing_is_promised_and_nothing_is_learnt() -> None:
+    scheduler = Scheduler(replace(config(), slo=None))
+    request = Request("a", [1] * 10, SamplingParams(max_tokens=2), seed=0)
+    scheduler.add(request)
+    assert scheduler.books.promises is None and request.story.promise is None
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.tuples(*[st.floats(0, 1e-3)] * 4), st.integers(0, 2**32))
+def test_the_step_model_finds_the_costs_that_made_the_steps(costs: tuple[float, ...], seed: int) -> None:
+    rng, model = random.Random(seed), StepModel()
+    per_row, per_context, per_token, per_pair = costs
+
+    def seconds(mix: StepMix) -> float:
+        return (
+            1e-3
+            + per_row * mix.rows
+            + per_context / 1e3 * mix.context
+            + per_token * mix.prompt_tokens
+            + per_pair / 1e4 * mix.pairs
+        )
+
+    def draw() -> StepMix:
+        rows, tokens = rng.randint(0, 64), rng.randint(0, 512)
+        return StepMix(rows, rows * rng.randint(1, 2000), tokens, tokens * rng.randint(1, 1000))
+
+    for _ in range(300):
+        mix = draw()
+        model.observe(mix, seconds(mix), 1.0)
+    for _ in range(20):
+        mix = draw()
+        assert model.seconds(mix) == pytest.approx(seconds(mix), rel=0.02)
+
+
+@settings(max_examples=50)
+@given(st.floats(1e-6, 1e-3), st.floats(0, 1e-8), st.integers(0, 10_000), st.floats(1e-4, 1.0))
+def test_tokens_within_is_what_fits(per_token: float, per_pair: float, start: int, budget_s: float) -> None:
+    model = StepModel()
+    model.weights[3], model.weights[4] = per_token * 512, per_pair * 512 * 2048
+    tokens = model.tokens_within(budget_s, start)
+    assert model.prompt_s(start, tokens) <= budget_s * 1.0001
+    assert model.prompt_s(start, tokens + 2) >= budget_s * 0.9999
