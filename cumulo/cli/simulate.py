@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from cumulo.plan.serve.replica import Replica
     from cumulo.plan.serve.report import ServeReport
     from cumulo.plan.serve.traffic import Traffic
+    from cumulo.spec.slo import Slo
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -71,6 +72,13 @@ class SimulateOptions:
     traffic: shared.TrafficOptions = shared.TrafficOptions()
     slo: shared.SloOption = ""
     slo_percentile: shared.SloPercentile = 99.0
+    promise: bool = option(
+        "Compare scheduling by --slo, as `cumulo serve --slo` does it, with steps of fixed size: goodput, refused "
+        "requests and promises kept.",
+        False,
+        "--promise",
+        panel=_REPORT,
+    )
     find_capacity: bool = option(
         "Find the highest request rate that meets --slo.", False, "--find-capacity", panel=_REPORT
     )
@@ -113,6 +121,9 @@ def serve(chosen: SimulateOptions) -> None:
     rates, evidence = _rates(chosen.rate, chosen.traffic.trace), replica.profile.evidence
     if chosen.replicas != 1 or chosen.prefill or chosen.decode:
         _serve_fleet(chosen, replica, traffic, rates, evidence)
+        return
+    if chosen.promise:
+        _serve_promised(chosen, replica, traffic, rates, objective)
         return
     cpu_s = simulated_s = 0.0
     capacity = None
@@ -173,6 +184,38 @@ def _with_trace(chosen: SimulateOptions) -> SimulateOptions:
     if trace is None and first.is_file() and first.suffix != ".json":
         chosen, trace = replace(chosen, model=_USUAL_MODEL), first
     return chosen if trace is None else replace(chosen, traffic=replace(chosen.traffic, trace=trace))
+
+
+def _serve_promised(
+    chosen: SimulateOptions,
+    replica: "Replica",
+    traffic: "Traffic",
+    rates: list[float | None],
+    objective: "Slo | None",
+) -> None:
+    """Goodput with a promised latency, and without."""
+    from cumulo.base import report as reports
+    from cumulo.cli.shared.terminal import out, working
+    from cumulo.errors import ConfigError
+    from cumulo.plan.serve.goodput import play_goodput
+
+    if objective is None:
+        raise ConfigError("--promise needs an SLO: add --slo, for example --slo ttft=1s,itl=50ms")
+    if chosen.find_capacity or chosen.svg is not None:
+        raise ConfigError("--promise prints a table of goodput: remove --find-capacity and --svg")
+    fixed = f"{replica.engine_config().max_tokens_per_step}-token steps"
+    found = []
+    with working("simulating") as tell:
+        for rate in rates:
+            shown = traffic if rate is None else traffic.at_rate(rate)
+            for name, promise in ((fixed, False), ("--slo", True)):
+                tell(f"{shown.rate:.4g} requests/s, {name}")
+                found.append((shown.rate, name, play_goodput(replica, shown, objective, promise=promise)))
+    rows = view.goodput_rows(found)
+    reports.write_json(chosen.json_file, rows, evidence=replica.profile.evidence)
+    if str(chosen.json_file) != "-":
+        out.print(f"[bold]{chosen.model}[/bold] on [bold]{replica}[/bold], {objective}")
+        out.print(view.goodput_table(found))
 
 
 def _serve_fleet(

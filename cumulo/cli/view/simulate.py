@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from cumulo.base.report import Row
     from cumulo.plan.serve.capacity import RateTrial
     from cumulo.plan.serve.fleet import FleetReport
+    from cumulo.plan.serve.goodput import Goodput
     from cumulo.plan.serve.report import ServeReport
     from cumulo.spec.slo import Slo
 
@@ -135,6 +136,39 @@ def sweep_table(trials: "list[RateTrial]", judged: bool) -> Any:
             f"{one.rate:.4g}", f"{one.report.output_tok_s:,.0f}", *cells, *[""] * (4 - len(cells)), verdict
         )
     return table
+
+
+def goodput_table(found: "list[tuple[float, str, Goodput]]") -> Any:
+    """One line for each rate and way to schedule."""
+    from rich.table import Table
+
+    table = Table(box=None, header_style="dim")
+    for name in ("requests/s", "scheduling", "goodput", "refused", "kept", "late TTFT", "late ITL"):
+        table.add_column(name, justify="left" if name == "scheduling" else "right", no_wrap=True)
+    for rate, name, one in found:
+        table.add_row(
+            f"{rate:.4g}",
+            name,
+            f"{one.request_s:.4g}/s",
+            f"{1 - one.admitted / one.requests:.1%}",
+            f"{one.kept_share:.2%}",
+            f"{one.missed_ttft / one.requests:.1%}",
+            f"{one.missed_itl / one.requests:.1%}",
+        )
+    return table
+
+
+def goodput_rows(found: "list[tuple[float, str, Goodput]]") -> "list[Row]":
+    from cumulo.base.report import Row
+
+    return [
+        row
+        for rate, name, one in found
+        for row in (
+            Row(f"{name}: goodput at {rate:.4g} requests/s", one.request_s, "requests/s", "higher"),
+            Row(f"{name}: promises kept at {rate:.4g} requests/s", 100 * one.kept_share, "%", "higher"),
+        )
+    ]
 
 
 def fleet_table(found: "list[FleetReport]") -> Any:

@@ -14,7 +14,8 @@ _DECAY = 0.995  # per step: about the last 200 count
 _RIDGE = 1e-6
 _KNOWN_AFTER = 8  # steps with prompts
 _WINDOW = 256  # steps whose errors are remembered
-_OUTLIERS = 0  # ... of which so many are let pass
+_TRUSTED_AFTER = 32  # long steps; before, they are expected to take
+_CAUTION = 1.2  # times what the model says
 _MOST_ERROR = 1.5  # a machine that stood still says nothing about the next step
 
 
@@ -38,7 +39,7 @@ class StepModel:
         self._moments = [[0.0] * (_SIZE + 1) for _ in range(_SIZE)]
         self._steps = self._with_prompts = 0
         self._errors: deque[float] = deque(maxlen=_WINDOW)
-        self._slower = 1.0
+        self._slower = _CAUTION
 
     @property
     def known(self) -> bool:
@@ -68,9 +69,8 @@ class StepModel:
         self._with_prompts += shape.prompt_tokens > 0
         if self._steps % 8 == 0 or not self.known:
             self.weights = _fit(self._moments)
-            if self._errors:
-                worst = sorted(self._errors)
-                self._slower = max(1.0, worst[max(0, len(worst) - 1 - _OUTLIERS)])
+            least = 1.0 if len(self._errors) >= _TRUSTED_AFTER else _CAUTION
+            self._slower = max(least, max(self._errors, default=least))
 
     def seconds(self, shape: StepMix) -> float:
         return sum(weight * one for weight, one in zip(self.weights, shape.features(), strict=True))
