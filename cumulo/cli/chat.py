@@ -12,6 +12,7 @@ EXAMPLE = 'Example: [bold]echo "What is the capital of France?" | cumulo chat[/b
 @dataclass(frozen=True, kw_only=True)
 class ChatOptions:
     model: options.ModelArgument = None
+    lora: options.LoraOption = None
     system: str | None = option("System message.", None)
     sampling: options.SamplingOptions = group(
         options.SamplingOptions(top_k=None, top_p=None, min_p=None, repetition_penalty=None, max_tokens=512),
@@ -40,4 +41,4 @@ def chat(chosen: ChatOptions) -> None:
         sampling.setdefault("temperature", 0.0)
     SamplingParams(**sampling)  # a wrong one is told before the model is loaded
     begin = conversation.talk if interactive else conversation.answer_stdin
-    begin(chosen.model, chosen.engine.config(), sampling, chosen.system)
+    begin(chosen.model, chosen.engine.config(), sampling, chosen.system, chosen.lora)

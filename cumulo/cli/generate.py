@@ -19,6 +19,7 @@ class GenerateOptions:
         "The prompt; '-': read one prompt or JSON object per line from stdin.", None
     )
     model: options.ModelOption = None
+    lora: options.LoraOption = None
     file: Path | None = option(
         'A file with one prompt per line, or JSON Lines: {"prompt": "..."} or {"messages": [...]}, optionally with '
         "sampling options.",
@@ -41,7 +42,7 @@ def generate(chosen: GenerateOptions) -> None:
     from cumulo.cli.talk import completion
 
     jobs = completion.read_jobs(chosen.prompt, chosen.file, chosen.sampling.given(), chosen.chat)
-    outputs, elapsed_s = completion.run(chosen.model, chosen.engine.config(), jobs)
+    outputs, elapsed_s = completion.run(chosen.model, chosen.engine.config(), jobs, chosen.lora)
     completion.report(jobs, outputs, elapsed_s, chosen.why, chosen.json_file)
     if any(output.error for output in outputs):
         raise typer.Exit(1)

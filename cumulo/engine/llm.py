@@ -59,6 +59,7 @@ class LLM:
         self._queues: dict[str, deque[Delta]] = {}  # of open streams
         self._outputs: dict[str, RequestOutput | None] = {}  # of requests somebody waits for
         self._closed = False
+        self.default_adapter: str | None = None  # of requests that name none
         for name, folder in (lora or {}).items():
             self.load_adapter(name, folder)
 
@@ -181,7 +182,7 @@ class LLM:
         with self._lock:
             self._require_open()
             request = self.engine.add(
-                tokens, self._params(params), prompt_text=text, stream=True, adapter=adapter or ""
+                tokens, self._params(params), prompt_text=text, stream=True, adapter=self._named(adapter)
             )
             self._queues[request.id] = deque()
             self._outputs[request.id] = None
@@ -297,7 +298,7 @@ class LLM:
             with self._lock:
                 self._require_open()
                 request = self.engine.add(
-                    tokens, self._params(params), prompt_text=text, adapter=adapter or ""
+                    tokens, self._params(params), prompt_text=text, adapter=self._named(adapter)
                 )
                 self._outputs[request.id] = None
                 return request.id
@@ -322,6 +323,9 @@ class LLM:
         output = self._outputs[request_id]
         assert output is not None
         return output
+
+    def _named(self, adapter: str | None) -> str:
+        return adapter or self.default_adapter or ""
 
     def _params(self, params: SamplingParams | None) -> SamplingParams:
         return params if params is not None else self.sampling()

@@ -21,6 +21,15 @@ JsonOption = Annotated[
     Path | None,
     typer.Option("--json", metavar="FILE", help="Also write the report to this file as JSON; '-': stdout."),
 ]
+LoraOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--lora",
+        metavar="DIR",
+        help="Answer with the low-rank adapter in this folder, as PEFT or `cumulo train` writes it.",
+        show_default=False,
+    ),
+]
 Threads = Annotated[int | None, typer.Option(help="Number of CPU threads. Default: torch's default.")]
 
 

@@ -84,10 +84,18 @@ def working(what: str) -> Iterator[Callable[[str], None]]:
         yield lambda text: status.update(f"{what}: {text}")
 
 
-def load_llm(model: str | None, config: "EngineConfig | None") -> "LLM":
-    """Import the engine (seconds, because of torch) and load the model, visibly."""
+_ADAPTER = "lora"  # what the only adapter of a command is called in stories
+
+
+def load_llm(model: str | None, config: "EngineConfig | None", lora: Path | None = None) -> "LLM":
+    """Import the engine (seconds, because of torch) and load the model, visibly. `lora`: a folder with an adapter
+    that all its requests use."""
     with working("starting"):
         from cumulo import LLM
 
     with loading() as progress:
-        return LLM(model, config=config, progress=progress)
+        llm = LLM(
+            model, config=config, progress=progress, lora={_ADAPTER: lora} if lora is not None else None
+        )
+    llm.default_adapter = _ADAPTER if lora is not None else None
+    return llm

@@ -38,12 +38,15 @@ def read_jobs(prompt: str | None, file: Path | None, sampling: Mapping[str, Any]
     return jobs
 
 
-def run(model: str | None, config: "EngineConfig", jobs: list[Job]) -> tuple[list["RequestOutput"], float]:
-    """All jobs in one batch, with a progress bar; returns outputs in order and the seconds they took."""
+def run(
+    model: str | None, config: "EngineConfig", jobs: list[Job], lora: Path | None = None
+) -> tuple[list["RequestOutput"], float]:
+    """All jobs in one batch, with a progress bar; returns outputs in order and the seconds they took. `lora`: the
+    folder of the adapter they use."""
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
     from rich.progress import Progress as ProgressBar
 
-    with load_llm(model, config) as llm:
+    with load_llm(model, config, lora) as llm:
         columns = (
             TextColumn("[dim]generating"),
             BarColumn(bar_width=30),

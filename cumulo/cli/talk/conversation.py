@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +37,11 @@ _SETTABLE = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "ma
 
 
 def answer_stdin(
-    model: str | None, config: "EngineConfig", sampling: Mapping[str, Any], system: str | None
+    model: str | None,
+    config: "EngineConfig",
+    sampling: Mapping[str, Any],
+    system: str | None,
+    lora: Path | None = None,
 ) -> None:
     """One question from stdin; only the answer goes to stdout. What `sampling` does not say is the model's."""
     question = read_stdin().strip()
@@ -44,7 +49,7 @@ def answer_stdin(
         raise InvalidRequest(
             'standard input contains no question; try: echo "What is the capital of France?" | cumulo chat'
         )
-    with load_llm(model, config) as llm:
+    with load_llm(model, config, lora) as llm:
         turn = ChatTurn()
         for text in turn.run(llm, _messages(system, [], question), llm.sampling(**sampling)):
             sys.stdout.write(text)
@@ -55,12 +60,18 @@ def answer_stdin(
         note(turn.summary())
 
 
-def talk(model: str | None, config: "EngineConfig", sampling: Mapping[str, Any], system: str | None) -> None:
+def talk(
+    model: str | None,
+    config: "EngineConfig",
+    sampling: Mapping[str, Any],
+    system: str | None,
+    lora: Path | None = None,
+) -> None:
     """The loop of a terminal session."""
     with suppress(ImportError):
         import readline  # noqa: F401  (line editing and history for input())
 
-    with load_llm(model, config) as llm:
+    with load_llm(model, config, lora) as llm:
         session = Session(llm, llm.sampling(**sampling), system)
         out.print(f"[bold]{escape(llm.model_name)}[/bold] [dim]· /help lists the commands[/dim]")
         prompt = Prompt()
