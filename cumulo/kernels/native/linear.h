@@ -90,13 +90,13 @@ static inline void multiply_tile(const PackedPart& part, int groups, const uint8
         vb w[8];
         load_codes<FORMAT>(block + inside * code_bytes(FORMAT), w);
         vf scale = load_scale<FORMAT>(part, block, 0);
-        if (HALVES == 1 && HAS_PAIR && WIDE && T % 2 == 0) {
+        if (HALVES == 1) {
+            const int PAIRED = HAS_PAIR && WIDE ? T / 2 * 2 : 0;
 #pragma GCC unroll 4
-            for (int t = 0; t < T; t += 2)
+            for (int t = 0; t < PAIRED; t += 2)
                 dot_pair(w, codes + t * CODE_BYTES, notes + SCALE * T + t, scale, sums[t], sums[t + 1]);
-        } else if (HALVES == 1) {
 #pragma GCC unroll 8
-            for (int t = 0; t < T; ++t) {
+            for (int t = PAIRED; t < T; ++t) {
                 vi d = block_dot<FORMAT, WIDE, 0, 2>(w, codes + t * CODE_BYTES, notes, T, t);
                 sums[t] = fma(to_float(d), scale * notes[SCALE * T + t], sums[t]);
             }
@@ -173,10 +173,10 @@ static void multiply_chunk(const PackedPart& part, const QuantizedRows& x, int64
         int64_t first;
         int n;
         tile_of(token, tokens, &first, &n);
-        if (n == 8) multiply_panels<FORMAT, HALVES, WIDE, 8>(part, x, token, begin, end, out);
-        else if (n == 4) multiply_panels<FORMAT, HALVES, WIDE, 4>(part, x, token, begin, end, out);
-        else if (n == 2) multiply_panels<FORMAT, HALVES, WIDE, 2>(part, x, token, begin, end, out);
-        else multiply_panels<FORMAT, HALVES, WIDE, 1>(part, x, token, begin, end, out);
+#define TILE(N) \
+    case N: multiply_panels<FORMAT, HALVES, WIDE, N>(part, x, token, begin, end, out); break;
+        switch (n) { TILE(1) TILE(2) TILE(3) TILE(4) TILE(5) TILE(6) TILE(7) TILE(8) }
+#undef TILE
         token += n;
     }
 }

@@ -1,6 +1,6 @@
 // Activations become int8 (or pairs of int8) on the fly, a scale per 32 columns and token.
 //
-// Tokens are grouped in tiles of 8, 4, 2 or 1 that the matrix product keeps in registers together. Within a
+// Tokens are grouped in tiles of 1 to 8 that the matrix product keeps in registers together. Within a
 // tile everything of one 32-column group lies together, token after token:
 //   codes [group][token][32]            8-bit:  x ~ scale * code
 //         [group][token][high 32|low 32] 16-bit: x ~ scale * (256 * high + low), both signed bytes
@@ -29,17 +29,9 @@ struct QuantizedRows {
 
 // The tile that token `row` of `rows` belongs to: its first row and its size.
 INLINE void tile_of(int64_t row, int64_t rows, int64_t* first, int* size) {
-    int64_t begin = row / MAX_TILE * MAX_TILE, left = rows - begin;
-    int tile = MAX_TILE;
-    while (left < tile) {
-        tile /= 2;
-        if (left >= tile && row >= begin + tile) {
-            begin += tile;
-            left -= tile;
-        }
-    }
-    *first = begin;
-    *size = tile;
+    *first = row / MAX_TILE * MAX_TILE;
+    int64_t left = rows - *first;
+    *size = left < MAX_TILE ? (int)left : MAX_TILE;
 }
 
 // Quantise one group of 32 floats (already in registers) of token `t` in a tile of `n`.
