@@ -29,6 +29,8 @@ _NUMBERS = (  # term, where in an explanation, unit, tooltip
     ("Cached", ("tokens", "cached"), "tokens", "Prompt tokens that came from the prefix cache."),
     ("Output", ("tokens", "output"), "tokens", "Tokens of the answer."),
     ("Recomputed", ("tokens", "recomputed"), "tokens", "Tokens computed again after a preemption."),
+    ("Drafted", ("tokens", "drafted"), "tokens", "Tokens drafted by speculation (--speculate)."),
+    ("Accepted", ("tokens", "accepted"), "tokens", "Drafted tokens that were accepted."),
     ("Preemptions", ("preemptions",), "", "Times the request gave up its KV blocks to others."),
     ("Queue time", ("times_ms", "queued"), "ms", "From its arrival in the engine until it got a place."),
     ("TTFT", ("times_ms", "first_token"), "ms", "Time to first token, from when the server received it."),

@@ -90,6 +90,10 @@ def _server(service: Service) -> list[tuple[str, Any]]:
         ("API keys", "required" if service.keys is not None else "not required"),
         ("machine", f"{platform.machine()}, {platform.system()} {platform.release()}"),
     ]
+    if service.options.engine.speculate:
+        drafted, accepted = service.metrics.drafted_tokens, service.metrics.accepted_tokens
+        share = f" ({accepted / drafted:.0%})" if drafted else ""
+        rows.append(("speculation", f"{accepted:,} of {drafted:,} drafted tokens accepted{share}"))
     if engine.last_failure:
         rows.append(("last failure", engine.last_failure))
     return rows

@@ -106,6 +106,8 @@ def assemble(
         raise ConfigError(
             "adapters on several GPUs are not served yet: omit tp, pp, dp and ep, or omit max_loras"
         )
+    if config.layout.world > 1 and config.speculate:
+        raise ConfigError("speculate runs on one rank: omit tp, pp, dp and ep, or omit speculate")
     if config.layout.world > 1 and config.role != "both":
         raise ConfigError(f"role={config.role} runs on one rank: omit tp, pp, dp and ep, or omit role")
     if config.layout.world > 1:

@@ -95,6 +95,8 @@ class EngineConfig:
                 "an engine with role=decode needs prefill_engines, and only such an engine: the addresses of the "
                 "engines that compute its prompts"
             )
+        if self.speculate not in ("", "ngram"):
+            raise CumuloError(f"speculate must be ngram, or omitted; got {self.speculate!r}")
         if self.kv_blocks is not None and self.kv_blocks < 1:
             raise CumuloError(f"kv_blocks must be 1 or more, got {self.kv_blocks}")
 

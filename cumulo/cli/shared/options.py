@@ -49,6 +49,11 @@ class EngineOptions:
         "fp8: quantize the layers' weights to 8 bits, except routed experts (GPU only).", None
     )
     kv_dtype: str | None = option("fp8: store the KV cache in 8 bits (GPU only).", None)
+    speculate: str | None = option(
+        "Draft tokens and verify several in one step; answers stay the same. ngram: draft from repeated text.",
+        None,
+        metavar="ngram",
+    )
 
     tp: int | None = option(
         "Tensor parallel: cut heads, feed-forward width and vocabulary over this many processes.",

@@ -114,6 +114,10 @@ class Metrics:
         self.promises = self._labelled(
             Counter, "slo_requests", "Requests with a promised latency: kept, missed or refused.", "outcome"
         )
+        # Named as vLLM's.
+        self.drafted = counter("spec_decode_num_draft_tokens", "Tokens drafted by speculation.")
+        self.accepted = counter("spec_decode_num_accepted_tokens", "Drafted tokens that were accepted.")
+        self.drafted_tokens = self.accepted_tokens = 0  # the same, for the console
         self.recomputed = counter("recomputed_tokens", "Tokens computed again after preemptions.")
         self._wait_by = self._labelled(
             Counter, "wait_seconds", "Seconds requests waited, by what for.", "reason"
@@ -199,6 +203,10 @@ class Metrics:
         self.request_output.observe(story.output_tokens)
         self.request_n.observe(record.samples)
         self.recomputed.inc(story.recomputed_tokens)
+        self.drafted.inc(story.drafted_tokens)
+        self.accepted.inc(story.accepted_tokens)
+        self.drafted_tokens += story.drafted_tokens
+        self.accepted_tokens += story.accepted_tokens
         if record.ended_s is not None:
             self.whole.observe(record.ended_s - record.received_s)
         if story.admitted_s is not None:

@@ -157,6 +157,8 @@ def explanation(record: Record) -> dict[str, Any]:
             "output": story.output_tokens if story else len(record.token_times_s),
             "cached": story.cached_tokens if story else None,
             "recomputed": story.recomputed_tokens if story else None,
+            "drafted": story.drafted_tokens if story else None,
+            "accepted": story.accepted_tokens if story else None,
         },
         "preemptions": story.preemptions if story else None,
         "retried_after_engine_restart": record.retried,
@@ -230,6 +232,8 @@ def summary(record: Record) -> str:
                 f"preempted in step {event.detail['step']} by {event.detail['by']}, {event.detail['why']}, "
                 f"{event.detail['how']}"
             )
+    if story.drafted_tokens:
+        parts.append(f"{story.accepted_tokens} of {story.drafted_tokens} drafted tokens accepted")
     if story.recomputed_tokens:
         parts.append(f"{story.recomputed_tokens} tokens recomputed")
     if record.dispatches:

@@ -95,6 +95,8 @@ class ExplanationTokens(BaseModel):
     output: int
     cached: int | None
     recomputed: int | None
+    drafted: int | None = None
+    accepted: int | None = None
 
 
 class Explanation(BaseModel):
