@@ -222,6 +222,40 @@ def guided(
     _finish("guided decoding, 16 sequences", rows, json_file)
 
 
+@app.command(epilog="Example: [bold]cumulo bench speculate --prompts 16 --new-tokens 64[/bold]")
+def speculate(
+    model: options.ModelArgument = None,
+    speculate: Annotated[str, typer.Option(help="What drafts, as in `cumulo serve --speculate`.")] = "ngram",
+    threads: options.Threads = None,
+    prompts: Annotated[int, typer.Option(min=1, help="Number of prompts of each workload.")] = 48,
+    new_tokens: Annotated[int, typer.Option(min=2, help="Maximum number of tokens per answer.")] = 128,
+    batches: Annotated[str, typer.Option(help="Requests at the same time, separated by commas.")] = "1,16",
+    lengths: Annotated[
+        str, typer.Option(help="Draft lengths to measure one by one, separated by commas; empty: none.")
+    ] = "1,3,5,7,11,15",
+    json_file: options.JsonOption = None,
+) -> None:
+    """Measure speculation: tokens per second with and without drafts, acceptance, and that answers are equal."""
+    from cumulo.bench import speculate as bench_speculate
+    from cumulo.cli.shared.terminal import working
+
+    _warn_if_busy()
+    with working("speculation") as tell:
+        rows = bench_speculate.measure(
+            model, speculate, threads, prompts, new_tokens, _numbers(batches), _numbers(lengths), tell
+        )
+    _finish("speculation", rows, json_file)
+
+
+def _numbers(text: str) -> list[int]:
+    from cumulo.errors import CumuloError
+
+    try:
+        return [int(part) for part in text.split(",") if part.strip()]
+    except ValueError:
+        raise CumuloError(f"expected whole numbers separated by commas, got {text!r}") from None
+
+
 def _warn_if_busy() -> None:
     """Other programs make every figure worse, and not every side's alike: say so before measuring."""
     import os

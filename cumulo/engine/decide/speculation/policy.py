@@ -54,7 +54,7 @@ class Speculation:
     def __init__(self) -> None:
         self.cost = LearntCost()
         self.everybody = Acceptance()
-        self.drafted_tokens = self.accepted_tokens = self.verified_rows = 0
+        self.fixed_count: int | None = None  # drafts of every row, for measurements; None: as many as pay
 
     def _follow(self, sequence: Sequence) -> Drafting:
         drafting: Drafting | None = sequence.drafting
@@ -101,7 +101,10 @@ class Speculation:
         if not members:
             return
         draws = len(plan.draw_slots)
-        counts = choose(offers, draws, plan.tokens, fixed_s, token_s, budget).counts
+        if self.fixed_count is None:
+            counts = choose(offers, draws, plan.tokens, fixed_s, token_s, budget).counts
+        else:
+            counts = [min(self.fixed_count, offer.length, budget // len(offers)) for offer in offers]
         for row, offer, count in zip(members, offers, counts, strict=True):
             count = residency.room_ahead(rows[row], plan.starts[row], count, len(rows), plan)
             if count > 0:
@@ -119,5 +122,3 @@ class Speculation:
         if not story.drafted_tokens:
             story.add(now_s, "drafting", step=plan.index, count=count, rate=f"{rate:.0%}")
         story.drafted_tokens += count
-        self.drafted_tokens += count
-        self.verified_rows += 1

@@ -1,0 +1,236 @@
+"""`cumulo bench speculate`: the same engine with and without drafts, in turns, on edited files and on chat.
+
+Tokens must be equal, prompt by prompt. Every group of prompts is answered by both sides, one right after the other,
+in an order that alternates; a ratio is the median over the groups, so that a noisy neighbour hits both alike. The
+ratio of processor time is printed too: it is the steadier one on a machine that others use.
+"""
+
+import inspect
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from cumulo.base.report import Row
+from cumulo.engine.config import EngineConfig
+from cumulo.engine.decide.params import SamplingParams
+from cumulo.engine.decide.speculation.acceptance import CLASSES
+from cumulo.engine.decide.speculation.choose import MOST_DRAFTED, Offer, choose
+from cumulo.engine.llm import LLM
+from cumulo.errors import CumuloError
+
+# Functions of Python's library, to be edited: on every machine, and known by heart by no small model.
+_EDITED = (
+    "base64.b85decode", "calendar.monthrange", "colorsys.rgb_to_hsv", "difflib.get_close_matches",
+    "fnmatch.filter", "heapq.nsmallest", "linecache.getlines", "mimetypes.guess_extension", "copy.deepcopy",
+    "posixpath.commonpath", "shlex.join", "shutil.copyfileobj", "statistics.median_low", "string.capwords",
+    "textwrap.dedent", "timeit.timeit",
+)  # fmt: skip
+_RENAMED = (
+    "value",
+    "result",
+    "item",
+    "text",
+    "name",
+    "index",
+    "data",
+    "path",
+    "count",
+    "line",
+    "size",
+    "key",
+    "node",
+)
+_QUESTIONS = (
+    "What is the capital of {}?", "Write three sentences about {}.", "Why do people like {}?",
+    "Explain {} to a child.", "Give me a short list of facts about {}.", "Tell a short story about {}.",
+    "What should I know before I learn about {}?", "How would you describe {} to a friend?",
+)  # fmt: skip
+_SUBJECTS = (
+    "France", "the moon", "bread", "volcanoes", "chess", "the ocean", "bicycles", "winter", "trains", "honey",
+    "Japan", "gravity", "dogs", "mountains", "music", "rain", "coffee", "maps", "robots", "gardens", "whales",
+    "bridges", "clocks", "Brazil", "apples",
+)  # fmt: skip
+
+
+def editing_prompts(count: int) -> list[str]:
+    """A file, and the beginning of the same file with a name changed: what follows is mostly what was there."""
+    prompts = []
+    for index in range(count):
+        module, name = _EDITED[index % len(_EDITED)].rsplit(".")
+        source = inspect.getsource(getattr(__import__(module), name))[:1600]
+        word = _RENAMED[index // len(_EDITED) % len(_RENAMED)]
+        first = source.split("\n", 1)[0]
+        prompts.append(
+            f"The file before the change:\n```python\n{source}\n```\n\n"
+            f"The same file, with a comment about {word} at its end:\n```python\n{first}\n"
+        )
+    return prompts
+
+
+def chat_prompts(count: int) -> list[str]:
+    return [
+        _QUESTIONS[index % len(_QUESTIONS)].format(_SUBJECTS[index % len(_SUBJECTS)])
+        for index in range(count)
+    ]
+
+
+@dataclass(slots=True)
+class Race:
+    """What came of one workload."""
+
+    ratios: list[float] = field(default_factory=list)  # of tokens per second, by group
+    processor_ratios: list[float] = field(default_factory=list)  # of tokens per second of processor time
+    rates: list[float] = field(default_factory=list)  # tokens per second, with drafts
+    prompts: int = 0
+    equal: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    output: int = 0
+
+    @property
+    def accepted_share(self) -> float:
+        return self.accepted / self.drafted if self.drafted else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Answered:
+    tokens: list[list[int]]
+    rate: float
+    processor_rate: float
+    drafted: int
+    accepted: int
+
+
+def measure(
+    model: str | None,
+    speculate: str,
+    threads: int | None,
+    prompts: int,
+    new_tokens: int,
+    batches: Sequence[int],
+    lengths: Sequence[int],
+    tell: Callable[[str], None],
+) -> list[Row]:
+    if prompts < max(batches):
+        raise CumuloError(f"--prompts must be at least the largest batch, {max(batches)}; got {prompts}")
+    config = EngineConfig(threads=threads, kv_memory_gib=1.0, max_context=2048, prefix_cache=False)
+    rows: list[Row] = []
+    with LLM(model, config=config) as plain, LLM(model, config=config, speculate=speculate) as drafting:
+        workloads = {"editing": _encode(plain, editing_prompts(prompts), chat=False)}
+        workloads["chat"] = _encode(plain, chat_prompts(prompts), chat=True)
+        sure = 0
+        total = 0
+        for name, encoded in workloads.items():
+            for batch in batches:
+                tell(f"{name}, {batch} at once")
+                race = _race(plain, drafting, encoded, batch, new_tokens)
+                rows += _rows(name, batch, race, speculate)
+                sure, total = sure + race.equal, total + race.prompts
+        equal = Row("answers with the same tokens", sure / total, "of 1", must=1.0, note=f"{sure} of {total}")
+        rows.insert(0, equal)
+        if lengths:
+            rows += _best_lengths(drafting, workloads["editing"], new_tokens, lengths, tell)
+    return rows
+
+
+def _encode(llm: LLM, texts: Sequence[str], chat: bool) -> list[list[int]]:
+    if not chat:
+        return [list(llm.tokenizer.encode(text)) for text in texts]
+    return [list(llm.tokenizer.render_chat([{"role": "user", "content": text}])[1]) for text in texts]
+
+
+def _rows(name: str, batch: int, race: Race, speculate: str) -> list[Row]:
+    must = aim = None
+    if batch >= 16:
+        must = 0.97
+    elif batch == 1 and name == "editing" and speculate == "ngram":
+        must, aim = 1.4, 1.8
+    elif batch == 1 and name == "chat" and speculate != "ngram":
+        must = 1.1
+    more: dict[str, Any] = {
+        "processor_time_ratio": statistics.median(race.processor_ratios),
+        "accepted_share": race.accepted_share,
+        "drafted_tokens": race.drafted,
+        "accepted_tokens": race.accepted,
+        "tokens_per_s": statistics.median(race.rates),
+        "groups": len(race.ratios),
+    }
+    note = (
+        f"{more['processor_time_ratio']:.2f}x per processor second; {race.accepted_share:.0%} of drafts accepted, "
+        f"{race.accepted / max(1, race.output):.0%} of all tokens"
+    )
+    ratio = statistics.median(race.ratios)
+    plural = "request" if batch == 1 else "requests"
+    return [Row(f"{name}, {batch} {plural}", ratio, "x tok/s", must=must, aim=aim, note=note, more=more)]
+
+
+def _race(plain: LLM, drafting: LLM, prompts: list[list[int]], batch: int, new_tokens: int) -> Race:
+    race = Race()
+    groups = [prompts[first : first + batch] for first in range(0, len(prompts) - batch + 1, batch)]
+    for side in (plain, drafting):  # learns what steps of this size take
+        _answer(side, groups[0], new_tokens)
+    for number, group in enumerate(groups):
+        sides = (plain, drafting) if number % 2 else (drafting, plain)
+        answered = {side: _answer(side, group, new_tokens) for side in sides}
+        without, with_drafts = answered[plain], answered[drafting]
+        race.ratios.append(with_drafts.rate / without.rate)
+        race.processor_ratios.append(with_drafts.processor_rate / without.processor_rate)
+        race.rates.append(with_drafts.rate)
+        race.prompts += batch
+        race.equal += sum(a == b for a, b in zip(without.tokens, with_drafts.tokens, strict=True))
+        race.output += sum(map(len, with_drafts.tokens))
+        race.drafted += with_drafts.drafted
+        race.accepted += with_drafts.accepted
+    return race
+
+
+def _answer(llm: LLM, prompts: list[list[int]], new_tokens: int) -> _Answered:
+    params = SamplingParams(temperature=0, max_tokens=new_tokens)
+    began_s, began_cpu_s = time.perf_counter(), time.process_time()
+    outputs = llm.generate(prompts, params)
+    elapsed_s, elapsed_cpu_s = time.perf_counter() - began_s, time.process_time() - began_cpu_s
+    # Prompts are computed by both alike: their time is no part of it.
+    first_s = max(output.story.ttft_s or 0.0 for output in outputs)
+    tokens = [output.samples[0].token_ids for output in outputs]
+    count = sum(map(len, tokens)) - len(tokens)
+    decoding = (elapsed_s - first_s) / elapsed_s
+    return _Answered(
+        tokens,
+        max(1, count) / (elapsed_s - first_s),
+        max(1, count) / (elapsed_cpu_s * decoding),
+        sum(output.story.drafted_tokens for output in outputs),
+        sum(output.story.accepted_tokens for output in outputs),
+    )
+
+
+def _best_lengths(
+    llm: LLM, prompts: list[list[int]], new_tokens: int, lengths: Sequence[int], tell: Callable[[str], None]
+) -> list[Row]:
+    """Drafts of one length after another, against the length that the engine would choose for such drafts."""
+    speculation = llm.engine.scheduler.speculation
+    assert speculation is not None
+    rates: dict[int, list[float]] = {length: [] for length in lengths}
+    for prompt in prompts[: max(4, len(prompts) // 4)]:
+        for length in lengths:
+            tell(f"drafts of {length} tokens")
+            speculation.fixed_count = length
+            rates[length].append(_answer(llm, [prompt], new_tokens).processor_rate)
+    speculation.fixed_count = None
+    medians = {length: statistics.median(found) for length, found in rates.items()}
+    best = max(medians, key=lambda length: medians[length])
+    offer = Offer(MOST_DRAFTED, speculation.everybody.rate(CLASSES - 1))
+    fixed_s, token_s = speculation.cost.line
+    predicted = choose([offer], 1, 1, fixed_s, token_s, MOST_DRAFTED).counts[0]
+    worth = medians[min(lengths, key=lambda length: abs(length - predicted))] / medians[best]
+    return [
+        Row(
+            "draft length chosen, rate reached",
+            worth,
+            "x of the best",
+            must=0.85,
+            note=f"predicted {predicted}, best measured {best}",
+            more={"predicted": predicted, "best": best, "rates": {str(k): v for k, v in medians.items()}},
+        )
+    ]
