@@ -32,6 +32,19 @@ class ServeCommandOptions:
     host: str = option("Address to listen on; 0.0.0.0: all network interfaces.", "127.0.0.1")
     port: int = option("Port to listen on; 0: any free port.", 8000)
     name: str | None = option("Name of the model in the API. Default: the model's own name.", None)
+    lora: list[str] | None = option(
+        "Serve a low-rank adapter: requests name it as their model. Can be given more than once.",
+        None,
+        metavar="NAME=DIR",
+    )
+    max_loras: int | None = option(
+        "Maximum number of adapters loaded at the same time, with --lora or POST /v1/load_lora_adapter. Default: 8 "
+        "with --lora, otherwise none.",
+        None,
+    )
+    max_lora_rank: int | None = option(
+        "Maximum rank of an adapter. Default: 16, or the highest rank among those of --lora.", None
+    )
     api_keys: Path | None = option("Require one of the API keys in this file.", None, metavar="FILE")
     fleet_key_file: Path | None = option(
         "File with the key that a gateway shows (cumulo gateway). Default: $CUMULO_FLEET_KEY, or none.",
@@ -218,11 +231,14 @@ def serve(chosen: ServeCommandOptions) -> None:
     told = vars(chosen) | {
         "engine": chosen.engine.config(
             max_running=chosen.max_running,
+            max_loras=chosen.max_loras,
+            max_lora_rank=chosen.max_lora_rank,
             max_tokens_per_step=chosen.max_tokens_per_step,
             shared_step_s=shared_step_s,
             **chosen.promise.config(),
             **_role(chosen, key),
         ),
+        "lora": tuple(chosen.lora or ()),
         "replicas": chosen.decode or chosen.replicas,
         "max_body_bytes": int(chosen.max_body_mib * (1 << 20)),
         "max_file_bytes": int(chosen.max_file_mib * (1 << 20)),

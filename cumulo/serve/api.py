@@ -10,6 +10,7 @@ from starlette.middleware.cors import CORSMiddleware
 from cumulo import __version__
 from cumulo.serve import direct_route, docs_page, errors, fleet_endpoints, operation
 from cumulo.serve.access.gate import Gate
+from cumulo.serve.adapters import endpoints as adapters
 from cumulo.serve.anthropic import endpoints as anthropic
 from cumulo.serve.batches import endpoints as batches
 from cumulo.serve.batches import file_endpoints as files
@@ -40,7 +41,7 @@ def create_app(service: Service) -> FastAPI:
     errors.install(app)
     app.state.batches = service.batches = Batches(app, service)
     rooms = (chat, completions, responses, anthropic, embeddings, rank, files, batches, operation)
-    parts = [*(part.router for part in rooms), fleet_endpoints.router, fleet_state.router]
+    parts = [*(part.router for part in rooms), adapters.router, fleet_endpoints.router, fleet_state.router]
     app.state.routes = [route for router in parts for route in router.routes]
     for router in parts:
         app.include_router(router)
@@ -90,7 +91,8 @@ def _description(app: FastAPI, service: Service) -> dict[str, Any]:
             "ScoreRequest",
             "RerankRequest",
         ):  # a tool that reads this can ask right away
-            parts["schemas"][name]["properties"]["model"]["enum"] = [service.model_name]
+            if not service.adapters.most:  # others may come
+                parts["schemas"][name]["properties"]["model"]["enum"] = [service.model_name]
         if service.keys is not None:
             parts["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
             schema["security"] = [{"key": []}]

@@ -13,9 +13,11 @@ from collections.abc import Callable
 
 from starlette.requests import Request
 
+from cumulo.engine.decide.adapters.book import salted
 from cumulo.engine.decide.params import SamplingParams
 from cumulo.engine.outputs import Delta
 from cumulo.serve.access.keys import Caller
+from cumulo.serve.adapters.shelf import ServedAdapter
 from cumulo.serve.batches.in_process import LEAST_PRIORITY_KEY
 from cumulo.serve.engine_link.in_flight import Failure, Inbox
 from cumulo.serve.engine_link.messages import Finished, Submit
@@ -31,9 +33,12 @@ Batch = list[tuple[int, Delta | Finished]]  # what is new, with the position of 
 
 
 class Call:
-    def __init__(self, service: Service, request: Request, prefix: str) -> None:
-        """`prefix`: how ids of this endpoint's answers begin, separator included (`chatcmpl-`, `resp_`)."""
+    def __init__(self, service: Service, request: Request, prefix: str, model: str | None = None) -> None:
+        """`prefix`: how ids of this endpoint's answers begin, separator included (`chatcmpl-`, `resp_`). `model`:
+        what the request names, the model itself or an adapter; None: the model."""
         self.service = service
+        self.model = model or service.model_name
+        self._adapter: ServedAdapter | None = None  # held until the call has ended
         self.passage: Passage | None = request.scope["state"].get(PASSAGE)  # a gateway's request
         if self.passage is None:
             self.id, self.created = f"{prefix}{secrets.token_hex(12)}", int(time.time())
@@ -90,9 +95,11 @@ class Call:
             priority, at_a_time = max(priority, self._least_priority), min(at_a_time, _BATCH_AT_A_TIME)
         self.service.admit(self.caller, prompts, params, at_a_time)
         salt = self.caller.salt(cache_salt)
+        self._adapter = adapter = self.service.hold_adapter(self.model)
         passage, own_seed, resumed = self.passage, params.seed is not None, b""
         if passage is not None:
-            params = passage.begin(prompts, params, salt, self.service.info.block_size)
+            hashed = salt if adapter is None else salted(salt, adapter.fingerprint)
+            params = passage.begin(prompts, params, hashed, self.service.info.block_size)
             resumed = passage.resumed
         session = f"{self.caller.name}\0{session}" if session else ""
         self.params = params
@@ -115,6 +122,7 @@ class Call:
                 resumed,
                 session=session,
                 slo=slo or self.caller.slo,
+                adapter="" if adapter is None else adapter.key,
             )
             self.service.submit(self, submit, self._inbox, position)
 
@@ -146,6 +154,9 @@ class Call:
         self.service.unsent -= len(self._unsent)
         self._unsent.clear()
         self.abort()
+        if self._adapter is not None:
+            self.service.adapters.release(self._adapter)
+            self._adapter = None
         if self._watcher is not None:
             self._watcher.cancel()
 

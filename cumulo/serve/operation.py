@@ -6,6 +6,7 @@ from fastapi import APIRouter, Query, Request
 from starlette.responses import Response
 
 from cumulo import __version__
+from cumulo.serve.adapters.shelf import ServedAdapter
 from cumulo.serve.engine_link.messages import Ready
 from cumulo.serve.errors import ApiError, invalid
 from cumulo.serve.model_text import ModelText
@@ -98,15 +99,22 @@ async def version() -> Response:
 
 
 # -- models ---------------------------------------------------------------------------------------------------
-def _model(service: Service) -> dict[str, Any]:
+def _models(service: Service) -> list[dict[str, Any]]:
+    """The model itself, then its adapters."""
+    return [_model(service), *(_model(service, adapter) for adapter in service.adapters.served.values())]
+
+
+def _model(service: Service, adapter: ServedAdapter | None = None) -> dict[str, Any]:
     info = service.engine.info
     return {
-        "id": service.model_name,
+        "id": service.model_name if adapter is None else adapter.name,
         "object": "model",
-        "created": int(service.started_s),
+        "created": int(service.started_s if adapter is None else adapter.loaded_s),
         "owned_by": "cumulo",
         "max_model_len": info.max_context if info is not None else None,
         "generation_defaults": _defaults(service, info) if info is not None else None,
+        "root": service.model_name if adapter is None else adapter.folder,
+        "parent": None if adapter is None else service.model_name,
     }
 
 
@@ -118,7 +126,7 @@ def _defaults(service: Service, info: Ready) -> dict[str, Any]:
 
 @router.get("/v1/models", summary="What is served", responses=answers(plain(ModelList, "The models."), 401))
 async def list_models(request: Request) -> Response:
-    return json_response({"object": "list", "data": [_model(_service(request))]})
+    return json_response({"object": "list", "data": _models(_service(request))})
 
 
 @router.get(
@@ -129,7 +137,7 @@ async def list_models(request: Request) -> Response:
 async def get_model(name: str, request: Request) -> Response:
     service = _service(request)
     service.check_model(name)
-    return json_response(_model(service))
+    return json_response(_model(service, service.adapters.named(name)))
 
 
 # -- tokens ---------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from cumulo.models.files.hub import BUILT_IN_NAME
 class ServeOptions:
     model: str | None = None  # None: the built-in one
     name: str | None = None  # what clients call the model; None: its own name
+    lora: tuple[str, ...] = ()  # adapters, each as NAME=FOLDER; room for them is in `engine`
     chat_template: Path | None = None  # a jinja2 file instead of the model's own
     parse_special_tokens: bool = False  # recognise special tokens in what callers write, too
     engine: EngineConfig = field(default_factory=EngineConfig)

@@ -8,15 +8,19 @@ import time
 from collections import deque
 from typing import Protocol
 
+from cumulo.base.nearest import did_you_mean
+from cumulo.engine.adapters import room_for
 from cumulo.engine.decide.params import SamplingParams
 from cumulo.engine.outputs import Delta
 from cumulo.serve.access.keys import ApiKeys, Caller
 from cumulo.serve.access.limits import RateLimits
+from cumulo.serve.adapters.shelf import AdapterRefused, AdapterShelf, ServedAdapter, split_lora
 from cumulo.serve.bodies.logprob_bound import check_logprobs
+from cumulo.serve.engine_link.engine_child import EngineStartError
 from cumulo.serve.engine_link.engine_client import EngineClient, EngineSettings
 from cumulo.serve.engine_link.fleet import Fleet
 from cumulo.serve.engine_link.in_flight import Failure, Inbox, InFlight
-from cumulo.serve.engine_link.messages import Finished, Ready, Stats, StepRecord, Submit
+from cumulo.serve.engine_link.messages import AdapterReport, Finished, Ready, Stats, StepRecord, Submit
 from cumulo.serve.errors import ApiError, invalid
 from cumulo.serve.fleet.block_log import BlockLog
 from cumulo.serve.model_text import ModelText
@@ -40,6 +44,7 @@ class AskedCall(Protocol):
     """What is noted of the HTTP request behind an engine request; a Call has it."""
 
     id: str
+    model: str
     caller: Caller
     received_s: float
     default_limit: int | None
@@ -57,9 +62,15 @@ class Service:
     def __init__(self, options: ServeOptions, text: ModelText, model_name: str) -> None:
         self.options, self.text, self.model_name = options, text, model_name
         self.started_s = time.time()
+        named = dict(split_lora(one) for one in options.lora)
+        config = room_for(options.engine, named.values())
+        self.adapters = AdapterShelf(config.max_loras, model_name)
+        for name, folder in named.items():
+            self.adapters.put(name, folder)
         settings = EngineSettings(
             model=options.model,
-            config=options.engine,
+            config=config,
+            adapters=self.adapters,
             stall_timeout_s=options.stall_timeout_s,
             start_timeout_s=options.start_timeout_s,
             log_level=options.log_level,
@@ -70,6 +81,7 @@ class Service:
             Fleet(settings, self, options.replicas, options.router, options.prefill) if several else None
         )
         self.engine: EngineClient | Fleet = self.fleet or EngineClient(settings, self)
+        self.adapters.on_free = lambda adapter: self.engine.drop_adapter(adapter.key)
         anyone = Caller("anyone", options.requests_per_minute, options.tokens_per_minute, may_operate=True)
         self.anyone = anyone
         self.keys = ApiKeys(options.api_keys, anyone) if options.api_keys is not None else None
@@ -93,6 +105,7 @@ class Service:
         self._streamed_tokens = 0  # in the report that is being taken in
         self.metrics.up.set_function(lambda: float(self.engine.state == "ready"))
         self.metrics.restarts.set_function(lambda: float(self.engine.restarts))
+        self.metrics.loras.set_function(lambda: float(len(self.adapters.served)))
 
     def _fleet_metrics(self, model_name: str) -> FleetMetrics:
         fleet = self.fleet
@@ -101,6 +114,10 @@ class Service:
 
     async def start(self) -> Ready:
         info = await self.engine.start()
+        for report in info.adapters:
+            if report.error:
+                raise EngineStartError(report.error)
+            self._now_served(self.adapters.all[report.key], report)
         self.text.max_context = info.max_context
         self.metrics.on_ready(info)
         if self.batches is not None:
@@ -122,13 +139,52 @@ class Service:
 
     # -- may it come in? ----------------------------------------------------------------------------------
     def check_model(self, name: str | None) -> None:
-        if name is not None and name != self.model_name:
-            raise ApiError(
-                404,
-                f"the model {name!r} is not served here; this server has {self.model_name!r}",
-                param="model",
-                code="model_not_found",
-            )
+        if name is None or name == self.model_name or self.adapters.named(name) is not None:
+            return
+        lost = next((one for one in self.adapters.all.values() if one.name == name and one.error), None)
+        has = f"this server has {self.model_name!r}"
+        if self.adapters.served:
+            names = [self.model_name, *self.adapters.served]
+            has = did_you_mean(name, names, quoted=True, otherwise=f"; this server has {', '.join(names)}")[
+                2:
+            ]
+        if lost is not None:
+            has = f"its adapter was lost when the engine restarted ({lost.error})"
+        raise ApiError(
+            404, f"the model {name!r} is not served here; {has}", param="model", code="model_not_found"
+        )
+
+    # -- adapters -----------------------------------------------------------------------------------------
+    def hold_adapter(self, name: str) -> ServedAdapter | None:
+        """Of a request that names it as its model; None: it names the model itself. Released when it has ended."""
+        if name == self.model_name:
+            return None
+        self.check_model(name)
+        adapter = self.adapters.named(name)
+        assert adapter is not None
+        self.adapters.hold(adapter)
+        self.metrics.lora_requests(name).inc()
+        return adapter
+
+    async def load_adapter(self, name: str, folder: str) -> ServedAdapter:
+        """Returns when requests can name it; AdapterRefused if it cannot be loaded."""
+        adapter = self.adapters.put(name, folder)
+        try:
+            report = await self.engine.load_adapter(adapter)
+            if report is None:
+                raise AdapterRefused("the engine is being restarted; try again when it is back")
+            if report.error:
+                raise AdapterRefused(report.error)
+        except BaseException:
+            self.adapters.remove(adapter)
+            self.engine.drop_adapter(adapter.key)
+            raise
+        self._now_served(adapter, report)
+        log.info("adapter %s is loaded from %s (rank %d)", name, folder, adapter.rank)
+        return adapter
+
+    def _now_served(self, adapter: ServedAdapter, report: AdapterReport) -> None:
+        adapter.rank, adapter.fingerprint, adapter.ready = report.rank, report.fingerprint, True
 
     def check_ready(self) -> None:
         if self.engine.state != "ready":
@@ -186,7 +242,7 @@ class Service:
                 request_id=submit.request_id,
                 call_id=call.id,
                 caller=call.caller.name,
-                model=self.model_name,
+                model=call.model,
                 received_s=call.received_s,
                 submitted_s=submitted_s,
                 prompt_tokens=len(submit.tokens) // 4,

@@ -80,7 +80,7 @@ def _message(call: Call, content: list[Any], counted: dict[str, Any]) -> dict[st
         "id": call.id,
         "type": "message",
         "role": "assistant",
-        "model": call.service.model_name,
+        "model": call.model,
         "content": content,
         "stop_reason": None,
         "stop_sequence": None,

@@ -20,21 +20,26 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol
 
+import msgspec
 import zmq
 
 from cumulo.engine.config import EngineConfig
 from cumulo.engine.outputs import Delta
+from cumulo.serve.adapters.shelf import AdapterShelf, ServedAdapter
 from cumulo.serve.engine_link.engine_child import EngineChild, EngineStartError, socket_folder_fits
 from cumulo.serve.engine_link.in_flight import Failure, Inbox, InFlight, Observer, failure_of
 from cumulo.serve.engine_link.messages import (
     Abort,
+    AdapterReport,
     BlockMap,
     Command,
+    DropAdapter,
     EngineJob,
     EngineProgress,
     Fatal,
     Finished,
     InspectBlocks,
+    LoadAdapter,
     Ready,
     Rejected,
     Report,
@@ -60,6 +65,7 @@ class EngineSettings:
     name: str = ""  # of the replica, in messages; empty: it is the only one
     environment: Mapping[str, str] = field(default_factory=dict)  # of its process, beside this one's
     for_router: bool = False
+    adapters: AdapterShelf = field(default_factory=lambda: AdapterShelf(0))  # that an engine begins with
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +111,7 @@ class EngineClient:
         self._child: EngineChild | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._block_maps: list[asyncio.Future[BlockMap]] = []
+        self._adapter_answers: dict[str, asyncio.Future[AdapterReport]] = {}  # by key
         self._restart_asked = asyncio.Event()
         self._reports = 0  # of a prefill engine, whose work this process does not know: silent is dead
 
@@ -145,6 +152,7 @@ class EngineClient:
 
     async def _start_child(self) -> None:
         self._children += 1
+        told = [_order(adapter) for adapter in self.settings.adapters.all.values()]
         job = EngineJob(
             model=self.settings.model,
             # Where requests without a seed draw theirs: a server that restarts must not repeat itself.
@@ -153,6 +161,7 @@ class EngineClient:
             reports_address=f"ipc://{self._folder}/reports-{self._children}.ipc",
             log_level=self.settings.log_level,
             for_router=self.settings.for_router,
+            adapters=told,
         )
         child = self._child = EngineChild(job, self._context, self.settings.environment)
         try:
@@ -164,6 +173,21 @@ class EngineClient:
         self.stats, self.sent = None, 0
         self.leaving.clear()
         self.state = "ready"
+        self._catch_up({order.key for order in told})
+        for lost in (report for report in self.info.adapters if report.error and self._tasks):
+            log.error("%s could not load an adapter again: %s", self._who, lost.error)
+            if self._relatives is None and lost.key in self.settings.adapters.all:
+                adapter = self.settings.adapters.all[lost.key]
+                adapter.ready, adapter.error = False, lost.error
+
+    def _catch_up(self, told: set[str]) -> None:
+        """Adapters that came and went while the engine started."""
+        shelf = self.settings.adapters
+        for key in told - set(shelf.all):
+            self._send(DropAdapter(key))
+        for key, adapter in shelf.all.items():
+            if key not in told:
+                self._send(_order(adapter))
 
     async def close(self) -> None:
         """Stop the engine. Requests still in flight fail; drain first if they should not."""
@@ -220,6 +244,26 @@ class EngineClient:
         self._send(InspectBlocks())
         return await answer
 
+    async def load_adapter(self, adapter: ServedAdapter) -> AdapterReport | None:
+        """None: the engine is being replaced, and the next one begins with it."""
+        if self.state != "ready":
+            return None
+        answer = self._adapter_answers[adapter.key] = asyncio.get_running_loop().create_future()
+        self._send(_order(adapter))
+        try:
+            return await asyncio.shield(answer)
+        except asyncio.CancelledError:
+            if answer.cancelled():
+                return None
+            raise
+        finally:
+            self._adapter_answers.pop(adapter.key, None)
+
+    def drop_adapter(self, key: str) -> None:
+        """No request that uses it is in flight."""
+        if self.state == "ready":
+            self._send(DropAdapter(key))
+
     def _send(self, command: Command) -> None:
         if self._child is not None:
             self.sent += isinstance(command, Submit)
@@ -271,6 +315,12 @@ class EngineClient:
                 if not answer.done():
                     answer.set_result(report)
             self._block_maps.clear()
+        elif isinstance(report, AdapterReport):
+            if report.ledger is not None and self.info is not None:
+                self.info = msgspec.structs.replace(self.info, ledger=report.ledger)
+            asked = self._adapter_answers.get(report.key)
+            if asked is not None and not asked.done():
+                asked.set_result(report)
         elif isinstance(report, Fatal):
             log.error("the engine ends: %s", report.message)
             self.last_failure = report.message
@@ -345,6 +395,8 @@ class EngineClient:
         await child.end(patience_s=2.0 if trouble.planned else 0.0)
         for answer in self._block_maps:
             answer.cancel()
+        for loading in self._adapter_answers.values():
+            loading.cancel()
         self._block_maps.clear()
         await self._bring_up()
         if self._relatives is not None:
@@ -392,6 +444,10 @@ class EngineClient:
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
         if self._relatives is not None:
             self._relatives.on_ready(self)
+
+
+def _order(adapter: ServedAdapter) -> LoadAdapter:
+    return LoadAdapter(adapter.key, adapter.name, adapter.folder)
 
 
 def _progress(stats: Stats | None, reports: int) -> tuple[int, int, int]:

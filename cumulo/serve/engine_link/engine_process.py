@@ -14,8 +14,10 @@ import sys
 import threading
 import time
 from array import array
+from collections.abc import Callable
 from io import FileIO
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -29,17 +31,21 @@ from cumulo.engine.guides.guided import is_fault_of_guide
 from cumulo.engine.guides.trial import GuideCompilerBusy
 from cumulo.engine.outputs import RequestOutput
 from cumulo.errors import CumuloError, InvalidRequest, Overloaded
+from cumulo.serve.engine_link.adapter_loader import AdapterLoader, load_now
 from cumulo.serve.engine_link.guide_checker import GuideChecker
 from cumulo.serve.engine_link.messages import (
     Abort,
+    AdapterReport,
     BlockMap,
     Command,
+    DropAdapter,
     EngineJob,
     EngineProgress,
     FairnessReport,
     Fatal,
     Finished,
     InspectBlocks,
+    LoadAdapter,
     Ready,
     Rejected,
     Report,
@@ -70,7 +76,10 @@ class EngineLoop:
         commands: "zmq.Socket[bytes]",
         reports: "zmq.Socket[bytes]",
         for_router: bool = False,
+        ledger: Callable[[], dict[str, Any]] = dict,
     ) -> None:
+        """`ledger`: the memory plan with what is held now."""
+        self._ledger = ledger
         self.engine, self._commands, self._reports = engine, commands, reports
         self._news = NewsDesk(engine.scheduler) if for_router else None
         self.meter = StepMeter(engine.runner)
@@ -82,6 +91,8 @@ class EngineLoop:
         self._poller.register(commands, zmq.POLLIN)
         if engine.link is not None:
             self._poller.register(engine.link.fileno(), zmq.POLLIN)
+        self._adapters = AdapterLoader(engine.adapters)
+        self._poller.register(self._adapters.bell, zmq.POLLIN)
         self._guides: GuideChecker | None = None
         if engine.guidance is not None:
             self._guides = GuideChecker(engine.guidance, commands.context)
@@ -98,6 +109,7 @@ class EngineLoop:
                     self._send(EngineProgress(self._stats(), output.deltas, finished))
             elif time.perf_counter() - self._reported_s > HEARTBEAT_S / 2:
                 self._send(EngineProgress(self._stats()))
+        self._adapters.close()
         if self._guides is not None:
             self._guides.close()
 
@@ -111,6 +123,8 @@ class EngineLoop:
         """Carry out every command that is here, waiting for the first; False when told to stop."""
         self._poller.poll(int(wait_s * 1000))
         self._take_checked()
+        for report in self._adapters.take_read():
+            self._send(msgspec.structs.replace(report, ledger=self._ledger()))
         while True:
             try:
                 command = decode_command(self._commands.recv(zmq.NOBLOCK))
@@ -136,6 +150,11 @@ class EngineLoop:
                 self.engine.abort(command.request_id)
         elif isinstance(command, InspectBlocks):
             self._send(self._block_map())
+        elif isinstance(command, LoadAdapter):
+            self._adapters.begin(command)
+        elif isinstance(command, DropAdapter) and self.engine.adapters is not None:
+            with contextlib.suppress(InvalidRequest):  # this engine could not load it
+                self.engine.adapters.drop(command.key)
 
     def _take_checked(self) -> None:
         """Requests whose guides are compiled go into the engine; those refused go back."""
@@ -163,6 +182,7 @@ class EngineLoop:
                     DrawnSample(array("i", tokens), reason) for tokens, reason in submit.resumed_samples
                 ],
                 slo=submit.slo,
+                adapter=submit.adapter,
             )
         except Overloaded as error:
             self._send(Rejected(submit.request_id, str(error), retry_after_s=error.retry_after_s))
@@ -234,8 +254,9 @@ def finished_report(done: RequestOutput) -> Finished:
     )  # fmt: skip
 
 
-def ready_report(assembly: Assembly, job: EngineJob) -> Ready:
+def ready_report(assembly: Assembly, adapters: list[AdapterReport]) -> Ready:
     return Ready(
+        adapters=adapters,
         model_name=assembly.model.name,
         max_context=assembly.memory.max_context,
         vocab_size=assembly.model.spec.vocab_size,
@@ -311,11 +332,15 @@ def main() -> None:
     try:
         assembly = assemble(job.model, job.config, job.keep_quantised, None)
         warm_up(assembly.engine)
+        adapters = [load_now(assembly.engine.adapters, order) for order in job.adapters]
         # What is loaded stays: the collector need not walk it again at every full collection.
         gc.collect()
         gc.freeze()
-        reports.send(encode(ready_report(assembly, job)))
-        EngineLoop(assembly.engine, commands, reports, job.for_router).run()
+        reports.send(encode(ready_report(assembly, adapters)))
+        loop = EngineLoop(
+            assembly.engine, commands, reports, job.for_router, lambda: assembly.ledger().to_dict()
+        )
+        loop.run()
         assembly.player.runner.close()
         if assembly.engine.link is not None:
             assembly.engine.link.close()

@@ -18,8 +18,10 @@ import msgspec
 
 from cumulo.engine.decide.block_pool import chain_hashes, root_hash
 from cumulo.engine.decide.routing import Ask, NoReplica, ReplicaView, router
+from cumulo.serve.adapters.shelf import ServedAdapter
 from cumulo.serve.engine_link.engine_client import EngineClient, EngineSettings, State, Trouble
 from cumulo.serve.engine_link.fleet_reports import (
+    lacks_adapter,
     merged_blocks,
     merged_info,
     merged_stats,
@@ -28,7 +30,7 @@ from cumulo.serve.engine_link.fleet_reports import (
 )
 from cumulo.serve.engine_link.in_flight import Dispatch, Failure, Inbox, InFlight, Observer
 from cumulo.serve.engine_link.machine_share import settings_of_replica
-from cumulo.serve.engine_link.messages import BlockMap, Ready, Stats, Submit
+from cumulo.serve.engine_link.messages import AdapterReport, BlockMap, Ready, Stats, Submit
 from cumulo.serve.engine_link.prefill_engines import PrefillEngines
 from cumulo.serve.engine_link.replica import FleetReplica
 
@@ -197,7 +199,8 @@ class Fleet:
         tokens = array("i", submit.tokens + request.resumed)
         size = info.block_size if info is not None else len(tokens) + 1
         whole = tokens[: len(tokens) // size * size]
-        hashes = chain_hashes(root_hash(submit.cache_salt), whole, size)
+        salt = self.settings.adapters.salted(submit.cache_salt, submit.adapter)
+        hashes = chain_hashes(root_hash(salt), whole, size)
         return Ask(len(tokens), hashes, submit.session, submit.tenant, submit.priority, tried)
 
     def views(self) -> list[ReplicaView]:
@@ -219,6 +222,25 @@ class Fleet:
         """Of all replicas that are up, one after the other."""
         return merged_blocks(await asyncio.gather(*(one.client.block_map() for one in self._up())))
 
+    async def load_adapter(self, adapter: ServedAdapter) -> AdapterReport | None:
+        """On all engines; those that are not up begin with it. The first refusal, or what one of them said."""
+        told = await asyncio.gather(*(client.load_adapter(adapter) for client in self._clients()))
+        reports = [report for report in told if report is not None]
+        refused = next((report for report in reports if report.error), None)
+        if refused is None and len({report.fingerprint for report in reports}) > 1:
+            return AdapterReport(
+                adapter.key, f"{adapter.folder} was changed while the engines read it: load it again"
+            )
+        return refused or next(iter(reports), None)
+
+    def drop_adapter(self, key: str) -> None:
+        for client in self._clients():
+            client.drop_adapter(key)
+
+    def _clients(self) -> list[EngineClient]:
+        prefill = self.prefill.clients.values() if self.prefill is not None else ()
+        return [*(one.client for one in self.replicas.values()), *prefill]
+
     # -- what becomes of engines: their Relatives ---------------------------------------------------------
     def take_over(self, client: EngineClient, trouble: Trouble) -> None:
         replica = self._of(client)
@@ -236,7 +258,7 @@ class Fleet:
         replica, info = self._of(client), client.info
         assert info is not None
         replica.begin_anew(time.perf_counter())
-        replica.unlike = unlike(self.info or info, info)
+        replica.unlike = unlike(self.info or info, info) or lacks_adapter(info)
         if replica.unlike:
             log.error("replica %s gets no requests: it %s", replica.name, replica.unlike)
         else:

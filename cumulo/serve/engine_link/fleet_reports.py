@@ -61,3 +61,8 @@ def unlike(fleet: Ready, replica: Ready) -> str:
         if ours != theirs:
             return f"has {what} than the fleet ({theirs}, not {ours}); restart the server"
     return ""
+
+
+def lacks_adapter(replica: Ready) -> str:
+    """Which adapter a replica could not load, so that it cannot take all requests; empty: it has all."""
+    return next((f"could not load an adapter: {one.error}" for one in replica.adapters if one.error), "")

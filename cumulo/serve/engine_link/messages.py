@@ -18,6 +18,14 @@ from cumulo.engine.outputs import Delta, Sample
 from cumulo.spec.slo import Slo
 
 
+class LoadAdapter(msgspec.Struct, frozen=True, tag="load_adapter"):
+    """Asks for an AdapterReport."""
+
+    key: str
+    name: str
+    folder: str
+
+
 class EngineJob(msgspec.Struct, frozen=True):
     """What an engine process is started with: the first line of its standard input, as JSON."""
 
@@ -28,6 +36,7 @@ class EngineJob(msgspec.Struct, frozen=True):
     keep_quantised: bool = True
     log_level: str = "info"
     for_router: bool = False  # reports RoutingNews
+    adapters: list[LoadAdapter] = []  # that it loads before it is ready
 
 
 # -- commands -------------------------------------------------------------------------------------------------
@@ -45,6 +54,7 @@ class Submit(msgspec.Struct, frozen=True, tag="submit"):
     session: str = ""  # requests of one session prefer one replica
     expects_cached: int = 0  # tokens that a router expects in the engine's prefix cache
     slo: Slo | None = None  # the latency asked for; None: the engine's own, if it has one
+    adapter: str = ""  # the key of its adapter; empty: none
 
 
 class _PackedSubmit(msgspec.Struct, frozen=True, tag="submit"):
@@ -62,6 +72,7 @@ class _PackedSubmit(msgspec.Struct, frozen=True, tag="submit"):
     session: str = ""
     expects_cached: int = 0
     slo: Slo | None = None
+    adapter: str = ""
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
@@ -72,14 +83,30 @@ class InspectBlocks(msgspec.Struct, frozen=True, tag="inspect_blocks"):
     """Asks for a BlockMap."""
 
 
+class DropAdapter(msgspec.Struct, frozen=True, tag="drop_adapter"):
+    """No request that uses it is on its way."""
+
+    key: str
+
+
 class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
     """Stop now; whatever still runs is aborted."""
 
 
-Command = Submit | Abort | InspectBlocks | Shutdown
+Command = Submit | Abort | InspectBlocks | LoadAdapter | DropAdapter | Shutdown
 
 
 # -- reports --------------------------------------------------------------------------------------------------
+class AdapterReport(msgspec.Struct, frozen=True, tag="adapter"):
+    """An adapter is loaded, or is not: then `error` says why."""
+
+    key: str
+    error: str
+    rank: int = 0
+    fingerprint: str = ""
+    ledger: dict[str, Any] | None = None  # with it, where it was loaded while serving
+
+
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
     """The model is loaded; the first report of an engine process that started well."""
 
@@ -95,6 +122,7 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     max_tokens_per_step: int
     runs_on: str
     ledger: dict[str, Any]
+    adapters: list[AdapterReport] = []  # of those that its job named
 
 
 class StepRecord(msgspec.Struct, frozen=True, array_like=True):
@@ -201,10 +229,11 @@ class Fatal(msgspec.Struct, frozen=True, tag="fatal"):
     for_user: bool
 
 
-Report = Ready | EngineProgress | Rejected | BlockMap | Fatal
+Report = Ready | EngineProgress | Rejected | BlockMap | AdapterReport | Fatal
+_Packed = _PackedSubmit | Abort | InspectBlocks | LoadAdapter | DropAdapter | Shutdown
 
 encode = msgspec.msgpack.Encoder().encode
-_decode_command = msgspec.msgpack.Decoder(_PackedSubmit | Abort | InspectBlocks | Shutdown).decode
+_decode_command = msgspec.msgpack.Decoder(_Packed).decode
 _SHORT_BYTES = 1024  # without a guide or many biases; only such are kept
 _decode_params = msgspec.msgpack.Decoder(SamplingParams).decode
 _decode_short_params = lru_cache(256)(_decode_params)
@@ -212,7 +241,7 @@ decode_report = msgspec.msgpack.Decoder(Report).decode
 
 
 def decode_command(packed: bytes) -> Command:
-    command: _PackedSubmit | Abort | InspectBlocks | Shutdown = _decode_command(packed)
+    command: _Packed = _decode_command(packed)
     if not isinstance(command, _PackedSubmit):
         return command
     params = bytes(command.params)
@@ -229,4 +258,5 @@ def decode_command(packed: bytes) -> Command:
         command.session,
         command.expects_cached,
         command.slo,
+        command.adapter,
     )

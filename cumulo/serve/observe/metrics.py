@@ -114,6 +114,10 @@ class Metrics:
         self.promises = self._labelled(
             Counter, "slo_requests", "Requests with a promised latency: kept, missed or refused.", "outcome"
         )
+        self.loras = gauge("lora_adapters", "Adapters that requests can name.")
+        self.lora_requests = self._labelled(
+            Counter, "lora_requests", "Calls answered with an adapter, by its name.", "adapter"
+        )
         # Named as vLLM's.
         self.drafted = counter("spec_decode_num_draft_tokens", "Tokens drafted by speculation.")
         self.accepted = counter("spec_decode_num_accepted_tokens", "Drafted tokens that were accepted.")
@@ -250,5 +254,6 @@ class _Unnamed(CollectorRegistry):
                 if (tenant := sample.labels.get("tenant")) is not None
                 else sample
                 for sample in metric.samples
+                if "adapter" not in sample.labels  # /v1/models asks for a key, too
             ]
             yield metric

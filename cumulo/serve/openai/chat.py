@@ -65,7 +65,7 @@ async def begin_chat(
         body, service.info.generation_defaults, form.guide, form.show_special, limit
     )
     check_tokens((), params, service.info.vocab_size)
-    call = Call(service, request, prefix)
+    call = Call(service, request, prefix, body.model)
     call.default_limit = limit
     if service.options.log_prompts:
         log.info("%s prompt: %r", call.id, prompt)
@@ -142,7 +142,7 @@ def _worded(
         "id": call.id,
         "object": "chat.completion",
         "created": call.created,
-        "model": service.model_name,
+        "model": call.model,
         "choices": choices,
         "usage": usage(results, searched=is_search(body)),
         **_tier(body),
@@ -176,7 +176,7 @@ class ChatEvents:
             "id": call.id,
             "object": "chat.completion.chunk",
             "created": call.created,
-            "model": call.service.model_name,
+            "model": call.model,
             **_tier(body),
         }
         self._all_told = body.logprobs or body.return_token_ids or self._counts.continuous

@@ -74,7 +74,7 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
     asked = await _asked(body, service, params)
     service.check_lengths(asked.prompts, params)  # first: looking at every token takes long if there are many
     check_tokens(asked.prompts, params, service.info.vocab_size)
-    call = Call(service, request, "cmpl-")
+    call = Call(service, request, "cmpl-", body.model)
     if service.options.log_prompts:
         log.info("%s prompt: %r", call.id, body.prompt)
     call.submit(
@@ -131,7 +131,7 @@ def _worded(call: Call, asked: Asked, results: list[Finished]) -> dict[str, Any]
         "id": call.id,
         "object": "text_completion",
         "created": call.created,
-        "model": service.model_name,
+        "model": call.model,
         "choices": choices,
         "usage": usage(results, len(choices) if asked.nothing_new else 0, is_search(body)),
     }
@@ -182,7 +182,7 @@ class CompletionEvents:
             "id": call.id,
             "object": "text_completion",
             "created": call.created,
-            "model": call.service.model_name,
+            "model": call.model,
         }
         body = asked.body
         self._all_told = body.logprobs is not None or body.return_token_ids or self._counts.continuous

@@ -48,7 +48,7 @@ async def create_embeddings(body: EmbeddingRequest, request: Request) -> Respons
             "invalid_value",
         )
     inputs = await _tokens(body, service)
-    call = Call(service, request, "embd-")
+    call = Call(service, request, "embd-", body.model)
     if service.options.log_prompts:
         log.info("%s input: %r", call.id, body.input)
     call.submit(
@@ -86,7 +86,7 @@ async def _answer(call: Call, body: EmbeddingRequest) -> dict[str, Any]:
     answer: dict[str, Any] = {
         "id": call.id,
         "object": "list",
-        "model": call.service.model_name,
+        "model": call.model,
         "data": data,
         "usage": counts,
     }

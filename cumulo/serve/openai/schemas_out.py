@@ -217,11 +217,24 @@ class Model(BaseModel):
     owned_by: str
     max_model_len: int | None
     generation_defaults: dict[str, float | None] | None  # what a request that leaves it out gets
+    root: str  # of an adapter: its folder
+    parent: str | None  # of an adapter: the model it adapts
 
 
 class ModelList(BaseModel):
     object: Literal["list"]
     data: list[Model]
+
+
+class AdapterAnswer(BaseModel):
+    name: str
+    object: Literal["adapter"]
+    state: Literal["loaded", "leaving", "dropped"]  # leaving: its last requests are being answered
+    path: str
+    rank: int
+    fingerprint: str
+    running: int  # calls that are being answered with it
+    created: int
 
 
 class Tokenized(BaseModel):

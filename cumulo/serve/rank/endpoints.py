@@ -29,7 +29,7 @@ async def create_score(body: ScoreRequest, request: Request) -> Response:
     call = _begin(body, request, "score-", (body.text_1, body.text_2))
     scored = await score(call, _pairs(body), body, document_tokens=None)
     data = [{"object": "score", "index": index, "score": value} for index, value in enumerate(scored.scores)]
-    head = {"id": call.id, "object": "list", "created": call.created, "model": call.service.model_name}
+    head = {"id": call.id, "object": "list", "created": call.created, "model": call.model}
     return json_response({**head, "data": data, **_end(call, body, scored)})
 
 
@@ -48,7 +48,7 @@ async def create_rerank(body: RerankRequest, request: Request) -> Response:
         if body.return_documents is not False:
             result["document"] = {"text": texts[index]}
         results.append(result)
-    head = {"id": call.id, "model": call.service.model_name}
+    head = {"id": call.id, "model": call.model}
     return json_response({**head, "results": results, **_end(call, body, scored)})
 
 
@@ -56,7 +56,7 @@ def _begin(body: Ranking, request: Request, prefix: str, texts: Any) -> Call:
     service: Service = request.app.state.service
     service.check_model(body.model)
     service.check_ready()
-    call = Call(service, request, prefix)
+    call = Call(service, request, prefix, body.model)
     if service.options.log_prompts:
         log.info("%s texts: %r", call.id, texts)
     return call

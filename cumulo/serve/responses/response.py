@@ -36,7 +36,7 @@ def response_object(
         "instructions": body.instructions,
         "max_output_tokens": body.max_output_tokens,
         "metadata": body.metadata or {},
-        "model": call.service.model_name,
+        "model": call.model,
         "output": list(output.items),  # as it is now: the event is written later
         "parallel_tool_calls": body.parallel_tool_calls is not False,
         "previous_response_id": body.previous_response_id,

@@ -1,0 +1,69 @@
+"""AdapterLoader: reads adapters beside the engine's loop, so that nobody's tokens wait for a file. Owned by
+EngineLoop.
+"""
+
+import os
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from cumulo.engine.adapters import AdapterStore
+from cumulo.errors import CumuloError
+from cumulo.models.adapters.files import AdapterWeights
+from cumulo.serve.engine_link.messages import AdapterReport, LoadAdapter
+
+
+class AdapterLoader:
+    def __init__(self, store: AdapterStore | None) -> None:
+        self._store = store
+        self._readers = ThreadPoolExecutor(max_workers=1, thread_name_prefix="cumulo-adapters")
+        self._read: deque[tuple[LoadAdapter, Future[AdapterWeights]]] = deque()
+        self.bell, self._rope = os.pipe()  # readable when something has been read
+        os.set_blocking(self.bell, False)
+
+    def begin(self, order: LoadAdapter) -> None:
+        if self._store is None:
+            refused: Future[AdapterWeights] = Future()
+            refused.set_exception(CumuloError("this engine has no room for adapters"))
+            self._read.append((order, refused))
+            os.write(self._rope, b".")
+            return
+        future = self._readers.submit(self._store.read, order.folder)
+        self._read.append((order, future))
+        future.add_done_callback(lambda _: os.write(self._rope, b"."))
+
+    def take_read(self) -> list[AdapterReport]:
+        """Between two steps: put into the engine what has been read, in the order it was asked for."""
+        if not self._read:
+            return []
+        found: list[AdapterReport] = []
+        while self._read and self._read[0][1].done():
+            os.read(self.bell, 1)
+            order, future = self._read.popleft()
+            found.append(enter(self._store, order, future))
+        return found
+
+    def close(self) -> None:
+        self._readers.shutdown(wait=False, cancel_futures=True)
+
+
+def enter(store: AdapterStore | None, order: LoadAdapter, reading: "Future[AdapterWeights]") -> AdapterReport:
+    """Of an adapter that has been read, or could not be."""
+    try:
+        weights = reading.result()
+        assert store is not None
+        adapter = store.add(order.key, weights, order.name)
+    except CumuloError as error:
+        return AdapterReport(order.key, str(error))
+    return AdapterReport(order.key, "", adapter.rank, adapter.fingerprint)
+
+
+def load_now(store: AdapterStore | None, order: LoadAdapter) -> AdapterReport:
+    """Before the engine's loop begins: there is nobody to wait."""
+    reading: Future[AdapterWeights] = Future()
+    try:
+        if store is None:
+            raise CumuloError("this engine has no room for adapters")
+        reading.set_result(store.read(order.folder))
+    except CumuloError as error:
+        reading.set_exception(error)
+    return enter(store, order, reading)
