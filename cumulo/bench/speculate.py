@@ -24,7 +24,7 @@ from cumulo.errors import CumuloError
 _EDITED = (
     "base64.b85decode", "calendar.monthrange", "colorsys.rgb_to_hsv", "difflib.get_close_matches",
     "fnmatch.filter", "heapq.nsmallest", "linecache.getlines", "mimetypes.guess_extension", "copy.deepcopy",
-    "posixpath.commonpath", "shlex.join", "shutil.copyfileobj", "statistics.median_low", "string.capwords",
+    "ast.literal_eval", "shlex.join", "shutil.copyfileobj", "statistics.median_low", "string.capwords",
     "textwrap.dedent", "timeit.timeit",
 )  # fmt: skip
 _RENAMED = (
