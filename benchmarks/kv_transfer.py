@@ -21,7 +21,7 @@ import torch
 
 from cumulo.base.report import Row, write_json
 from cumulo.engine.decide.plan import Send
-from cumulo.engine.decide.transfer import (
+from cumulo.engine.decide.transfer.orders import (
     ComputeOrder,
     FetchOrder,
     Landed,
@@ -30,8 +30,8 @@ from cumulo.engine.decide.transfer import (
     PeerLoad,
     PeerLost,
     ReleaseOrder,
-    TransferPlan,
 )
+from cumulo.engine.decide.transfer.travel import TransferPlan
 from cumulo.engine.play.transfer_receiver import TransferReceiver
 from cumulo.engine.play.transfer_sender import TransferSender
 from cumulo.models.batch import KVCache
@@ -45,7 +45,7 @@ def main() -> None:
     if chosen.serve:
         _serve(chosen)
         return
-    ways = {"cpu": ["shared", "tcp"], "cuda": ["cuda"]}[chosen.device]
+    ways = {"cpu": chosen.ways.split(","), "cuda": ["cuda"]}[chosen.device]
     rows = []
     for way in ways:
         rows += _measure(chosen, way)
@@ -63,6 +63,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--model", default="llama-3.1-8b", help="a name of the catalogue")
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--block-size", type=int, default=0, help="0: 16 on a CPU, 64 on a GPU")
+    parser.add_argument("--ways", default="shared,tcp", help="on a CPU")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--serve", default="", help=argparse.SUPPRESS)

@@ -10,7 +10,7 @@ from cumulo.engine.decide.params import SamplingParams
 from cumulo.engine.decide.plan import StepPlan
 from cumulo.engine.decide.request import Request
 from cumulo.engine.decide.scheduler import Scheduler
-from cumulo.engine.decide.transfer import LOAD_EVERY_S, Ordered, OrderFailed
+from cumulo.engine.decide.transfer.orders import LOAD_EVERY_S, Ordered, OrderFailed
 from cumulo.engine.play.player import Player
 from cumulo.engine.play.runner_torch import TorchRunner
 from cumulo.engine.play.transfer_receiver import TransferReceiver

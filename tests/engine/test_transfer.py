@@ -4,6 +4,7 @@ the decisions behind it."""
 import random
 from array import array
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,21 +15,20 @@ from cumulo.engine.decide.request import Request, State
 from cumulo.engine.decide.routing import Ask, PrefixAware, ReplicaView
 from cumulo.engine.decide.scheduler import Scheduler
 from cumulo.engine.decide.scheduler_config import SchedulerConfig
-from cumulo.engine.decide.transfer import (
+from cumulo.engine.decide.transfer.orders import (
     ComputeOrder,
     CopyStopped,
     FetchOrder,
     Landed,
-    LayerPiece,
     OrderBegun,
     OrderFailed,
     PeerLoad,
     PeerLost,
     ReleaseOrder,
-    TransferPlan,
-    TransferProgress,
-    choose_prefill,
 )
+from cumulo.engine.decide.transfer.place import choose_prefill
+from cumulo.engine.decide.transfer.travel import BlockRuns, LayerPiece, TransferPlan, TransferProgress
+from cumulo.engine.play.transfer_ways import copy_runs
 from tests.engine.equivalence import Lengths, _ends, _log_probabilities, draw_requests, run_alone
 from tests.engine.split_engines import (
     PrefillThread,
@@ -78,12 +78,31 @@ def _blocks_of(
     piece: LayerPiece, sources: list[int], computed: list[int], size: int, tokens: int
 ) -> list[tuple[int, int, int]]:
     found = []
-    for run in piece.runs:
+    for run in piece.runs.runs:
         for offset in range(run.blocks):
             index = sources.index(run.source + offset)
             assert min(tokens, (index + 1) * size) <= computed[piece.layer]
             found.append((piece.layer, index, run.target + offset))
     return found
+
+
+def test_runs_of_blocks_are_copied_as_slices_would_be_and_blocks_that_do_not_exist_are_refused() -> None:
+    rng = np.random.default_rng(0)
+    source, target = (rng.integers(0, 256, (40, 4097), dtype=np.uint8) for _ in range(2))
+    for pairs in (
+        [(3, 7), (4, 8), (5, 9)],
+        list(zip(rng.permutation(40).tolist(), rng.permutation(40).tolist(), strict=True)),
+    ):
+        expected = target.copy()
+        for first, to in pairs:
+            expected[to] = source[first]
+        runs = BlockRuns.joined(pairs)
+        assert copy_runs(source, target, runs) == len(pairs) * 4097
+        assert (target == expected).all()
+        assert len(runs.runs) < len(pairs) or len(pairs) == 40
+    for wrong in ((40, 0), (0, 40), (-1, 0), (0, -1)):
+        with pytest.raises(OSError, match="do not exist"):
+            copy_runs(source, target, BlockRuns.joined([wrong]))
 
 
 # -- where a prompt is computed -------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from cumulo.engine.decide.request import FinishReason, Request, Sequence, State
 from cumulo.engine.decide.residency import Residency
 from cumulo.engine.decide.scheduler_config import SchedulerConfig
 from cumulo.engine.decide.slo.promises import Promises
-from cumulo.engine.decide.transfer import Transfers
+from cumulo.engine.decide.transfer.under_way import Transfers
 from cumulo.engine.decide.waiting_queue import WaitingQueue
 
 _by_order = attrgetter("request.order")

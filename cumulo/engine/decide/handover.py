@@ -11,27 +11,22 @@ from cumulo.engine.decide.books import Books
 from cumulo.engine.decide.request import Sequence, State
 from cumulo.engine.decide.residency import new_slot
 from cumulo.engine.decide.routing import Ask, ReplicaView
-from cumulo.engine.decide.transfer import (
-    MOST_ORDERS,
+from cumulo.engine.decide.transfer.orders import (
     ComputeOrder,
     CopyMoved,
     CopyStopped,
     FetchOrder,
-    Incoming,
     Landed,
     OrderBegun,
     OrderComputed,
     OrderFailed,
-    Outgoing,
-    Peer,
     PeerLoad,
     PeerLost,
     ReceiverEvent,
-    TransferPlan,
-    Transfers,
-    choose_prefill,
-    why_whole,
 )
+from cumulo.engine.decide.transfer.place import MOST_ORDERS, choose_prefill, why_whole
+from cumulo.engine.decide.transfer.travel import TransferPlan
+from cumulo.engine.decide.transfer.under_way import Incoming, Outgoing, Peer, Transfers
 
 
 # -- a decode engine orders ------------------------------------------------------------------------------------

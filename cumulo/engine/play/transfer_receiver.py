@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from cumulo.engine.decide.transfer import (
+from cumulo.engine.decide.transfer.orders import (
     ComputeOrder,
     CopyMoved,
     CopyStopped,
@@ -25,8 +25,8 @@ from cumulo.engine.decide.transfer import (
     PeerLoad,
     PeerLost,
     ReceiverEvent,
-    TransferProgress,
 )
+from cumulo.engine.decide.transfer.travel import TransferProgress
 from cumulo.engine.play.mailbox import Mailbox
 from cumulo.engine.play.transfer_ways import BlockSource, CudaSource, SharedSource, TcpSource
 from cumulo.engine.play.transfer_wire import (
@@ -46,7 +46,7 @@ log = logging.getLogger(__name__)
 
 _RETRY_S = 0.3  # between attempts to reach a prefill engine
 _GREETING_S = 10.0  # the longest wait for its first word
-_PIECE_BYTES = 4 << 20  # of one layer
+_PIECE_BYTES = 16 << 20  # of one layer
 _TELL_EVERY_S = 0.25  # that a long transfer moves
 
 

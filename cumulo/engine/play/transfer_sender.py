@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from cumulo.engine.decide.plan import Send
-from cumulo.engine.decide.transfer import (
+from cumulo.engine.decide.transfer.orders import (
     Answer,
     ComputeOrder,
     Ordered,

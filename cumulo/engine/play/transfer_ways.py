@@ -10,19 +10,20 @@ import json
 import mmap
 import socket
 import struct
-from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from cumulo.engine.decide.transfer import BlockRun
+from cumulo.engine.decide.transfer.travel import BlockRuns
 from cumulo.engine.play.transfer_wire import open_socket
 from cumulo.errors import CumuloError
+from cumulo.kernels.cpu.library import native
 from cumulo.models.batch import KVCache
 
 _ASK = struct.Struct("<II")  # a request for blocks: layer, number of runs; then source and blocks of each
+_MANY_RUNS = 4  # from so many on, a call of the native library costs less than as many copies
 _FEW_RUNS = 8  # so many copies cost less than gathering them
 _MOST_BUFFERS = 256  # of one sendmsg: the kernel takes 1024
 
@@ -43,7 +44,7 @@ class BlockSource(Protocol):
 
     turn_bytes: int  # read before looking whether a transfer was given up
 
-    def read(self, layer: int, runs: Sequence[BlockRun]) -> int:
+    def read(self, layer: int, runs: BlockRuns) -> int:
         """Copy blocks into this engine's cache; returns bytes. Raises OSError when the other end is gone."""
         ...
 
@@ -59,6 +60,21 @@ def byte_blocks(cache: KVCache) -> list[NDArray[np.uint8]]:
     layers, blocks = cache.spec.layers, cache.blocks
     storages = [one for one in (cache.key_storage, cache.value_storage) if one.numel()]
     return [one.view(torch.uint8).view(layers, blocks, -1).numpy() for one in storages]
+
+
+def copy_runs(source: NDArray[np.uint8], target: NDArray[np.uint8], runs: BlockRuns) -> int:
+    """Between arrays of [blocks, bytes of a block]; returns bytes. One call for many runs: scattered blocks are
+    small, and Python would take as long to begin a copy as memory takes to do it."""
+    if runs.source_end > len(source) or runs.target_end > len(target) or min(runs.words) < 0:
+        raise OSError("a transfer names KV blocks that do not exist")
+    library = native() if len(runs.runs) >= _MANY_RUNS else None
+    if library is not None:
+        words, count = runs.words.buffer_info()
+        library.copy_runs(source.ctypes.data, target.ctypes.data, words, count // 3, source.shape[1])
+    else:
+        for first, to, blocks in runs.runs:
+            target[to : to + blocks] = source[first : first + blocks]
+    return runs.blocks * int(source.shape[1])
 
 
 # -- shared memory ---------------------------------------------------------------------------------------------
@@ -77,7 +93,7 @@ class SharedExport:
 class SharedSource:
     """The sender's cache, mapped: it stays readable even if its process dies, so that no read can crash."""
 
-    turn_bytes = 4 << 20
+    turn_bytes = 16 << 20
 
     def __init__(self, cache: KVCache, reach: dict[str, Any], descriptors: list[int]) -> None:
         self._ours = byte_blocks(cache)
@@ -87,13 +103,10 @@ class SharedSource:
             mapped = mmap.mmap(descriptor, shape[0] * shape[1] * shape[2], prot=mmap.PROT_READ)
             self._theirs.append(np.frombuffer(mapped, dtype=np.uint8).reshape(shape))
 
-    def read(self, layer: int, runs: Sequence[BlockRun]) -> int:
+    def read(self, layer: int, runs: BlockRuns) -> int:
         copied = 0
-        for our_layers, their_layers in zip(self._ours, self._theirs, strict=True):
-            ours, theirs = our_layers[layer], their_layers[layer]
-            for source, target, blocks in runs:
-                ours[target : target + blocks] = theirs[source : source + blocks]
-            copied += sum(run.blocks for run in runs) * ours.shape[1]
+        for ours, theirs in zip(self._ours, self._theirs, strict=True):
+            copied += copy_runs(theirs[layer], ours[layer], runs)
         return copied
 
     def settle(self) -> None:
@@ -143,12 +156,12 @@ class TcpSource:
         self._socket.connect(where)
         self._socket.sendall(greeting)
 
-    def read(self, layer: int, runs: Sequence[BlockRun]) -> int:
-        asked = b"".join(_ASK.pack(source, blocks) for source, _, blocks in runs)
-        self._socket.sendall(_ASK.pack(layer, len(runs)) + asked)
+    def read(self, layer: int, runs: BlockRuns) -> int:
+        asked = b"".join(_ASK.pack(source, blocks) for source, _, blocks in runs.runs)
+        self._socket.sendall(_ASK.pack(layer, len(runs.runs)) + asked)
         copied = 0
         for ours in self._ours:
-            for _, target, blocks in runs:
+            for _, target, blocks in runs.runs:
                 view = ours[layer, target : target + blocks].data.cast("B")
                 copied += len(view)
                 while len(view):
@@ -226,13 +239,13 @@ class CudaSource:
             theirs.set_(storage, handle["offset"], shape)  # type: ignore[call-overload]
             self._theirs.append(_word_tensor(theirs))
 
-    def read(self, layer: int, runs: Sequence[BlockRun]) -> int:
+    def read(self, layer: int, runs: BlockRuns) -> int:
         targets, sources = [], []
         for ours, theirs in zip(self._ours, self._theirs, strict=True):
-            targets += [ours[layer, target : target + blocks] for _, target, blocks in runs]
-            sources += [theirs[layer, source : source + blocks] for source, _, blocks in runs]
+            targets += [ours[layer, target : target + blocks] for _, target, blocks in runs.runs]
+            sources += [theirs[layer, source : source + blocks] for source, _, blocks in runs.runs]
         with torch.cuda.stream(self._stream):
-            if len(runs) <= _FEW_RUNS:
+            if len(runs.runs) <= _FEW_RUNS:
                 for target, source in zip(targets, sources, strict=True):
                     target.copy_(source, non_blocking=True)
             else:  # one launch for many small pieces

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from cumulo.engine.decide.transfer import (
+from cumulo.engine.decide.transfer.orders import (
     ComputeOrder,
     OrderBegun,
     OrderComputed,

@@ -20,7 +20,7 @@ from cumulo.engine.decide.params import SamplingParams
 from cumulo.engine.decide.request import Request
 from cumulo.engine.decide.routing import Ask, ReplicaView, Router
 from cumulo.engine.decide.scheduler import Scheduler
-from cumulo.engine.decide.transfer import (
+from cumulo.engine.decide.transfer.orders import (
     ComputeOrder,
     CopyStopped,
     FetchOrder,
@@ -28,8 +28,8 @@ from cumulo.engine.decide.transfer import (
     Order,
     OrderFailed,
     ReceiverEvent,
-    TransferPlan,
 )
+from cumulo.engine.decide.transfer.travel import TransferPlan
 from cumulo.engine.simulate.engine import SimulatedEngine, take_in
 from cumulo.engine.simulate.fleet import PromptHashes
 from cumulo.engine.simulate.run import Arrival, Run, Served, StepCost

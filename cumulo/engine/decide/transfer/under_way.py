@@ -1,0 +1,160 @@
+"""Transfers: what an engine with a role has under way. Owned by the scheduler's books, changed by `handover.py`."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from cumulo.engine.decide.request import Sequence
+from cumulo.engine.decide.routing import PrefixAware, ReplicaView
+from cumulo.engine.decide.transfer.orders import (
+    Answer,
+    FetchOrder,
+    Landed,
+    Order,
+    OrderBegun,
+    OrderComputed,
+    OrderFailed,
+    PeerLoad,
+    ReleaseOrder,
+)
+from cumulo.engine.decide.transfer.travel import TransferPlan
+
+
+@dataclass(slots=True)
+class Incoming:
+    """An order of a decode engine, from when it is sent until nothing writes into its blocks any more."""
+
+    number: int
+    sequence: Sequence
+    peer: str
+    tokens: int
+    asked_s: float
+    heard_s: float
+    failed_at: frozenset[str] = frozenset()
+    begun: OrderBegun | None = None
+    plan: TransferPlan | None = None
+    blocks: list[int] = field(default_factory=list)  # given up, but perhaps still written to
+    over: bool = False  # released: waits for CopyStopped
+    told: bool = False  # the prefill engine has said how long it took
+
+
+@dataclass(slots=True)
+class Outgoing:
+    """What a prefill engine holds for a receiver: its own references to the blocks."""
+
+    sequence: Sequence
+    number: int
+    blocks: list[int] = field(default_factory=list)
+    released: bool = False
+
+
+@dataclass(slots=True)
+class Peer:
+    load: PeerLoad
+    heard_s: float
+
+
+class Transfers:
+    """All transfers of one engine. Owned by the scheduler's books; changed by `handover.py`."""
+
+    def __init__(self, layers: int = 0, stall_s: float = 10.0) -> None:
+        self.layers, self.stall_s = layers, stall_s
+        self.receives = False  # a decode engine
+        self.peers: dict[str, Peer] = {}  # prefill engines that were heard of lately
+        self.incoming: dict[int, Incoming] = {}
+        self.of_request: dict[str, Incoming] = {}  # the one that is not over
+        self.outgoing: dict[str, Outgoing] = {}
+        self.landed_first: dict[int, Sequence] = {}  # whose prefill engine has not said yet how long it took
+        self.orders: list[Order] = []  # the engine takes them
+        self.fetches: list[tuple[int, FetchOrder]] = []  # ... later: when this step has run
+        self.answers: list[Answer] = []
+        self.tail_s = 2e-3  # learnt: from the last layer's end to the last block's arrival
+        self.copied_bytes = 0
+        self.copying_s = 0.0
+        self.landed = self.failed = 0
+        self.heard = 0  # events: a decode engine that waits for others is alive as long as it hears of them
+        self.router = PrefixAware()
+        self._numbers = 0
+
+    def next_number(self) -> int:
+        self._numbers += 1
+        return self._numbers
+
+    @property
+    def active(self) -> bool:
+        return bool(self.incoming or self.outgoing)
+
+    def release(self, incoming: Incoming) -> None:
+        """Its blocks are here, or no longer wanted."""
+        self.orders.append(ReleaseOrder(incoming.number, incoming.peer))
+        del self.of_request[incoming.sequence.request.id]
+
+    def give_up(self, incoming: Incoming) -> int:
+        """Release an order before all has arrived. Blocks stay its own until nothing writes into them any more;
+        returns the slot that the sequence had, or -1."""
+        sequence = incoming.sequence
+        self.release(incoming)
+        if incoming.plan is None:
+            del self.incoming[incoming.number]
+        else:
+            incoming.over, incoming.blocks = True, sequence.blocks
+            sequence.blocks, sequence.capacity, sequence.computed = [], 0, 0
+        slot, sequence.slot = sequence.slot, -1
+        return slot
+
+    def answer(self, sequence: Sequence, now_s: float) -> None:
+        """A prefill engine's order has been computed, or has failed."""
+        request = sequence.request
+        outgoing = self.outgoing.get(request.id)
+        if outgoing is None:
+            return  # the receiver wants it no more
+        if request.error is not None:
+            self.answers.append((request.id, OrderFailed(outgoing.number, request.error)))
+        else:
+            queued_s = request.story.queue_s or 0.0
+            computed_s = now_s - request.story.arrived_s - queued_s
+            self.answers.append((request.id, OrderComputed(outgoing.number, queued_s, computed_s)))
+        if outgoing.released:
+            del self.outgoing[request.id]
+
+    def views(self, avoid: frozenset[str], block_size: int) -> list[ReplicaView]:
+        """Prefill engines as a router sees them, with what was ordered since they last spoke."""
+        ordered: Mapping[str, int] = {
+            name: sum(
+                one.tokens
+                for one in self.incoming.values()
+                if one.peer == name and one.begun is None and not one.over and one.asked_s > peer.heard_s
+            )
+            for name, peer in self.peers.items()
+        }
+        return [
+            ReplicaView(
+                name,
+                waiting_tokens=peer.load.waiting_tokens + ordered[name],
+                running=peer.load.running,
+                max_running=peer.load.max_running,
+                prompt_tok_s=peer.load.prompt_tok_s,
+                step_s=0.0,  # nothing is drawn there
+                block_size=block_size,
+            )
+            for name, peer in self.peers.items()
+            if name not in avoid
+        ]
+
+    def stalled(self, now_s: float) -> list[tuple[Incoming, str]]:
+        """Transfers that have not moved for too long, though their engine lives."""
+        late_s = now_s - self.stall_s
+        return [
+            (one, f"nothing arrived for {self.stall_s:g} s")
+            for one in self.incoming.values()
+            if one.plan is not None and not one.over and one.heard_s < late_s
+        ]
+
+    def silent(self, now_s: float) -> list[str]:
+        """Prefill engines that have said nothing for too long."""
+        return [name for name, peer in self.peers.items() if peer.heard_s < now_s - self.stall_s]
+
+    def learn(self, landed: Landed) -> None:
+        self.landed += 1
+        self.tail_s += 0.2 * (landed.tail_s - self.tail_s)
+        self.copied_bytes += landed.copied_bytes
+        self.copying_s += landed.copying_s
