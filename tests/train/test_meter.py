@@ -13,7 +13,8 @@ from tests.train.layout_runs import DENSE
 
 def test_a_ceiling_that_was_measured_too_low_is_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
     rates = iter([10.0, 40.0, 20.0])
-    monkeypatch.setattr(meter, "_measured", lambda device, dtype: next(rates))
+    for name in ("_measured", "_first_measured"):
+        monkeypatch.setattr(meter, name, lambda device, dtype: next(rates))
     ceiling = Ceiling(torch.device("cpu"), torch.float32, ranks=2)
     assert ceiling.share(5.0) == 0.25
     assert ceiling.share(60.0) == 0.75  # 10 was measured on a busy machine

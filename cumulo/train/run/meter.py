@@ -9,6 +9,7 @@ import math
 import resource
 import sys
 import time
+from functools import cache
 
 import torch
 
@@ -37,7 +38,7 @@ class Ceiling:
         sheet = _data_sheet(device, dtype)
         self.source = "a matrix product timed here" if sheet is None else f"{sheet[0]}'s data sheet"
         self._sheet = sheet is not None
-        self.flops = ranks * (_measured(device, dtype) if sheet is None else sheet[1])
+        self.flops = ranks * (_first_measured(device, dtype) if sheet is None else sheet[1])
 
     def measure_again(self) -> None:
         if not self._sheet and self._again:
@@ -58,19 +59,28 @@ def _data_sheet(device: torch.device, dtype: torch.dtype) -> tuple[str, float] |
     return next(((part, peak) for part, peak in _PEAKS.items() if part in name), None)
 
 
+@cache
+def _first_measured(device: torch.device, dtype: torch.dtype) -> float:
+    """Once for all runs of this process."""
+    return _measured(device, dtype)
+
+
 def _measured(device: torch.device, dtype: torch.dtype) -> float:
-    """The best of products of a few sizes, over a fifth of a second: a busy machine shows its best now and then."""
+    """The best of products of a few sizes, over a fifth of a second: a busy machine shows its best now and then.
+    The first product is small: without instructions for this dtype, a large one would take seconds."""
     best = 0.0
-    for size in (384, 768) if device.type == "cpu" else (8192,):
+    for size in (96, 384, 768) if device.type == "cpu" else (8192,):
+        flops, spent_s, products = 2 * size**3, 0.0, 0
+        if best and flops / best > 0.1:
+            break  # one product would take longer than all should
         a = torch.randn(size, size, device=device).to(dtype)
-        spent_s = 0.0
-        while spent_s < 0.1:
+        while spent_s < (0.1 if size > 96 else 0.01) or products < 5:
             _wait(device)
             begin = time.perf_counter()
             a @ a
             _wait(device)
             took_s = time.perf_counter() - begin
-            best, spent_s = max(best, 2 * size**3 / took_s), spent_s + took_s
+            best, spent_s, products = max(best, flops / took_s), spent_s + took_s, products + 1
     return best
 
 
