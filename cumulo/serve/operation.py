@@ -6,6 +6,7 @@ from fastapi import APIRouter, Query, Request
 from starlette.responses import Response
 
 from cumulo import __version__
+from cumulo.serve.access.keys import Caller
 from cumulo.serve.adapters.shelf import ServedAdapter
 from cumulo.serve.engine_link.messages import Ready
 from cumulo.serve.errors import ApiError, invalid
@@ -78,19 +79,21 @@ async def ready(request: Request) -> Response:
     responses={200: {"description": "Prometheus' text format", "content": {"text/plain": {}}}},
 )
 async def metrics(request: Request) -> Response:
-    """With API keys, their names are shown to callers whose key may see them; others see numbers."""
+    """With API keys, their names are shown to callers whose key may see them; others see numbers. Names of adapters
+    are shown to callers with a key."""
     service = _service(request)
-    text = service.metrics.text(with_names=_may_see_names(service, request))
+    caller = _caller(service, request)
+    known = caller is not None
+    text = service.metrics.text(with_names=caller is not None and caller.may_see_names, with_adapters=known)
     return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
-def _may_see_names(service: Service, request: Request) -> bool:
+def _caller(service: Service, request: Request) -> Caller | None:
     """The path needs no key, so nobody has looked for one yet."""
     if service.keys is None:
-        return True
+        return service.anyone
     scheme, _, key = request.headers.get("authorization", "").partition(" ")
-    caller = service.keys.caller_of(key.strip()) if scheme.lower() == "bearer" else None
-    return caller is not None and caller.may_see_names
+    return service.keys.caller_of(key.strip()) if scheme.lower() == "bearer" else None
 
 
 @router.get("/version", summary="Cumulo's version", responses={200: plain(Version, "The version.")})

@@ -235,25 +235,30 @@ class Metrics:
                 self.preempted.inc()
                 self._preempted_by(event.detail["cause"]).inc()
 
-    def text(self, with_names: bool = True) -> bytes:
-        """`with_names`: of API keys. Without, they are numbered in the order they were first seen."""
-        return generate_latest(self.registry if with_names else _Unnamed(self.registry, self._tenants))
+    def text(self, with_names: bool = True, with_adapters: bool = True) -> bytes:
+        """`with_names`: of API keys. Without, they are numbered in the order they were first seen. `with_adapters`:
+        what has the name of an adapter is shown, too."""
+        if with_names and with_adapters:
+            return generate_latest(self.registry)
+        return generate_latest(_Unnamed(self.registry, self._tenants, with_names, with_adapters))
 
 
 class _Unnamed(CollectorRegistry):
-    """The metrics of a registry with numbers in place of the tenants' names."""
+    """The metrics of a registry with numbers in place of the tenants' names, or without adapters."""
 
-    def __init__(self, registry: CollectorRegistry, numbers: Mapping[str, str]) -> None:
+    def __init__(
+        self, registry: CollectorRegistry, numbers: Mapping[str, str], names: bool, adapters: bool
+    ) -> None:
         super().__init__()
-        self._named, self._numbers = registry, numbers
+        self._named, self._numbers, self._names, self._adapters = registry, numbers, names, adapters
 
     def collect(self) -> Iterator[Metric]:
         for metric in self._named.collect():
             metric.samples = [
                 sample._replace(labels=sample.labels | {"tenant": self._numbers.get(tenant, OTHER_TENANTS)})
-                if (tenant := sample.labels.get("tenant")) is not None
+                if not self._names and (tenant := sample.labels.get("tenant")) is not None
                 else sample
                 for sample in metric.samples
-                if "adapter" not in sample.labels  # /v1/models asks for a key, too
+                if self._adapters or "adapter" not in sample.labels  # /v1/models asks for a key, too
             ]
             yield metric
