@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from cumulo.cli.shared import options
 from cumulo.cli.shared.declare import option, takes_options
 from cumulo.cli.shared.promise_options import PromiseOptions
+from cumulo.cli.shared.tier_options import TierOptions
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -184,6 +185,7 @@ class ServeCommandOptions:
     )
     console: bool = option("Serve the web console at /.", True, "--console/--no-console")
     promise: PromiseOptions = PromiseOptions()
+    tiers: TierOptions = TierOptions()
     engine: options.EngineOptions = options.EngineOptions()
 
 
@@ -236,6 +238,7 @@ def serve(chosen: ServeCommandOptions) -> None:
             max_tokens_per_step=chosen.max_tokens_per_step,
             shared_step_s=shared_step_s,
             **chosen.promise.config(),
+            **chosen.tiers.config(),
             **_role(chosen, key),
         ),
         "lora": tuple(chosen.lora or ()),

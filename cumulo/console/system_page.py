@@ -15,6 +15,7 @@ from cumulo.console.knobs import effective
 from cumulo.console.resolved_options import engine_rows, server_rows
 from cumulo.console.shell import Shell, empty, show
 from cumulo.console.words import duration
+from cumulo.engine.memory.ledger import format_bytes
 from cumulo.serve.service import Service
 
 _PACKAGES = (
@@ -70,6 +71,7 @@ def _model(service: Service) -> list[tuple[str, Any]]:
         ("computed by", info.runs_on),
         ("KV cache", f"{info.kv_blocks:,} blocks of {info.block_size} tokens"),
         ("batch", f"at most {info.max_running:,} sequences and {info.max_tokens_per_step:,} tokens per step"),
+        *_tiers(service),
         (
             "default sampling",
             ", ".join(
@@ -79,6 +81,30 @@ def _model(service: Service) -> list[tuple[str, Any]]:
             ),
         ),
     ]
+
+
+def _tiers(service: Service) -> list[tuple[str, Any]]:
+    """KV blocks beyond the device, where there are any."""
+    stats = service.engine.stats
+    tiers = stats.tiers if stats is not None else None
+    if tiers is None:
+        return []
+    rows = [
+        (
+            "KV tier: host memory",
+            f"{tiers.host_blocks_used:,} of {tiers.host_blocks:,} blocks; {tiers.host_hit_tokens:,} tokens fetched",
+        )
+    ]
+    if service.options.engine.kv_disk:
+        config = service.options.engine
+        rows.append(
+            (
+                "KV tier: disk",
+                f"{tiers.disk_blocks:,} blocks, {format_bytes(tiers.disk_bytes)} of {config.kv_disk_gib:g} GiB in "
+                f"{config.kv_disk}; {tiers.disk_hit_tokens:,} tokens fetched",
+            )
+        )
+    return rows
 
 
 def _server(service: Service) -> list[tuple[str, Any]]:

@@ -24,13 +24,16 @@ from cumulo.engine.decide.scheduler_config import scheduler_config
 from cumulo.engine.engine import Engine
 from cumulo.engine.guides.guided import Guidance
 from cumulo.engine.link import connect
-from cumulo.engine.memory.ledger import Ledger, MemoryPlan, plan_memory
+from cumulo.engine.memory.ledger import GIB, Ledger, MemoryPlan, plan_memory
 from cumulo.engine.memory.ledger_gpu import fp8_saved_bytes
 from cumulo.engine.memory.ledger_ranks import plan_rank_memory
 from cumulo.engine.play.player import Player, adapter_obstacle, cpu_player, gpu_player, refuse_kernel_options
 from cumulo.engine.play.rank_player import RankSetup, start_ranks
 from cumulo.engine.play.ranked_runner import RankedRunner
 from cumulo.engine.play.runner_torch import TorchRunner
+from cumulo.engine.play.tiers.fingerprint import kv_fingerprint
+from cumulo.engine.play.tiers.kv_files import KvFiles
+from cumulo.engine.play.tiers.mover import TierMover, host_block_of
 from cumulo.errors import ConfigError, CumuloError
 from cumulo.kernels.cuda.device_memory import gpu_memory
 from cumulo.layout.serving import serving_problems
@@ -108,6 +111,10 @@ def assemble(
         )
     if config.layout.world > 1 and config.speculate:
         raise ConfigError("speculate runs on one rank: omit tp, pp, dp and ep, or omit speculate")
+    if config.layout.world > 1 and config.kv_disk:
+        raise ConfigError(
+            "kv_disk needs an engine on one rank: omit tp, pp, dp and ep, or use kv_host_gib alone"
+        )
     if config.layout.world > 1 and config.role != "both":
         raise ConfigError(f"role={config.role} runs on one rank: omit tp, pp, dp and ep, or omit role")
     if config.layout.world > 1:
@@ -122,6 +129,8 @@ def assemble(
     if config.device == "cuda":
         _compile_first(engine, tell)
     connect(engine, player, config, loaded.name)
+    if config.kv_disk:
+        engine.mover = _mover(engine, player, config, files)
     return Assembly(loaded, config, memory, engine, player)
 
 
@@ -153,7 +162,9 @@ def _engine(
 ) -> Engine:
     scheduler = Scheduler(scheduler_config(config, memory))
     scheduler.books.adapters = AdapterBook(config.max_loras)
-    if memory.host_blocks:
+    if isinstance(player.runner, TorchRunner):
+        player.runner.tier_blocks = memory.tier_blocks
+    if memory.all_host_blocks:
         scheduler.costs.swap_s_per_block = player.runner.measure_swap_s()
     return Engine(
         scheduler,
@@ -221,6 +232,12 @@ def _serve_adapters(engine: Engine, player: Player, config: EngineConfig, spec: 
         assert isinstance(player.runner, TorchRunner | RankedRunner)
         book, install = engine.scheduler.books.adapters, player.runner.load_adapter
         engine.adapters = AdapterStore(spec, book, config.max_lora_rank, install)
+
+
+def _mover(engine: Engine, player: Player, config: EngineConfig, files: ModelFiles) -> TierMover:
+    fingerprint = kv_fingerprint(files.path, files.spec, config, player.runs_on)
+    folder = KvFiles(Path(config.kv_disk), fingerprint, int(config.kv_disk_gib * GIB))
+    return TierMover(folder, host_block_of(player.runner), engine.scheduler)
 
 
 def _compile_first(engine: Engine, tell: Callable[[str], None] | None) -> None:

@@ -21,6 +21,10 @@ class EngineConfig:
     prefix_cache: bool = True
     preemption: Literal["auto", "recompute", "swap"] = "auto"  # auto: whichever is predicted cheaper
     swap_gib: float = 0.0  # host memory for swapped-out blocks; 0: preemption always recomputes
+    # Prefixes that leave the device's KV cache are kept in host memory, and from there on disk: docs/kv-tiers.md
+    kv_host_gib: float = 0.0
+    kv_disk: str = ""  # folder; engines of one host may share it
+    kv_disk_gib: float = 0.0  # most that its files may take
     priority_step_s: float = 30.0  # a request one priority lower overtakes those that came this much later
     # While several tenants (API keys) are about, a step computes prompts for about this long: a newcomer waits
     # for no step that another's long prompt has filled
@@ -69,7 +73,9 @@ class EngineConfig:
                 raise CumuloError(
                     f"{name} must be {', '.join(allowed[:-1])} or {allowed[-1]}; got {getattr(self, name)!r}"
                 )
-        for name in ("kv_memory_gib", "swap_gib", "max_context", "threads"):
+        if bool(self.kv_disk) != (self.kv_disk_gib > 0):
+            raise CumuloError("kv_disk is a folder and needs kv_disk_gib, the most that its files may take")
+        for name in ("kv_memory_gib", "swap_gib", "kv_host_gib", "max_context", "threads"):
             value = getattr(self, name)
             if value is not None and (value < 0 or (value == 0 and name in ("max_context", "threads"))):
                 raise CumuloError(f"{name} must be positive, got {value}")

@@ -24,12 +24,15 @@ from cumulo.engine.guides.guided import Guidance
 from cumulo.engine.link import EngineLink
 from cumulo.engine.outputs import Delta, RequestOutput, Sample
 from cumulo.engine.play.embedding import normalised
+from cumulo.engine.play.tiers.mover import TierMover
 from cumulo.engine.text_stream import TextStream
 from cumulo.errors import InvalidRequest, RanksFailed
 from cumulo.models.text.tokenizer import Tokenizer
 from cumulo.spec.slo import Slo
 
 log = logging.getLogger(__name__)
+
+_FILES_S = 0.01  # how long a step with nothing to compute waits for files
 
 
 @dataclass(slots=True)
@@ -73,6 +76,7 @@ class Engine:
         self._in_flight: deque[tuple[StepPlan, PendingStep]] = deque()
         self.link: EngineLink | None = None  # to engines that compute prompts for this one, or the other way
         self.adapters: AdapterStore | None = None  # where adapters are served
+        self.mover: TierMover | None = None  # of KV blocks between host memory and disk
         self.idle = False  # the last step had nothing to compute: what is here waits for another engine
 
     # -- requests ---------------------------------------------------------------------------------------
@@ -187,10 +191,22 @@ class Engine:
             raise RuntimeError(f"{self.scheduler.pool.used_count} KV blocks leaked: a bug in the scheduler")
         return output
 
+    def save_tiers(self, patience_s: float) -> None:
+        """An idle engine ends: KV blocks go to disk, as far as there is time."""
+        if self.mover is not None:
+            if not self.has_work:
+                self.mover.save(lambda plan: self.runner.submit(plan).result(), patience_s)
+            self.mover.close()
+            self.mover = None
+
     def exchange(self) -> None:
         """Take in what other engines said, and tell them what was decided."""
         if self.link is not None:
             self.link.exchange(time.perf_counter())
+        if self.mover is not None:
+            if self.idle:  # the last step had nothing to do but to wait for files
+                self.mover.news.wait(_FILES_S)
+            self.mover.exchange(time.perf_counter())
 
     def _finish(self, plan: StepPlan, pending: PendingStep, output: StepOutput) -> None:
         """Take a step's result in. If the runner failed, those in the step fail and the others go on."""

@@ -37,6 +37,7 @@ class Way:
     prefix_cache: bool
     overlap: bool
     preemption: str
+    tier_blocks: int = 0  # of host memory, for prefixes
     speculate: bool = False  # with drafts that are thought to cost nothing: as many as there can be
 
 
@@ -92,6 +93,7 @@ def check(make_engine: MakeEngine, rng: random.Random, requests: list[Request], 
     longest = max(len(prompt) + params.max_tokens for prompt, params, _, _ in requests)
     engine = make_engine(
         blocks=-(-longest // way.block_size) + way.spare_blocks, block_size=way.block_size, max_running=5,
+        tier_blocks=way.tier_blocks,
         max_tokens_per_step=way.budget, prefix_cache=way.prefix_cache, preemption=way.preemption,
         host_blocks=60 if way.preemption == "swap" else 0, overlap=way.overlap,
         **({"speculate": True} if way.speculate else {}),

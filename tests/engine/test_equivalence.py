@@ -35,13 +35,14 @@ def alone(name: str, prompt, params):
     overlap=st.booleans(),
     preemption=st.sampled_from(["recompute", "swap"]),
     count=st.integers(1, 7),
+    tier_blocks=st.sampled_from([0, 0, 2, 30]),
 )
 def test_tokens_do_not_depend_on_what_happens_around_them(
-    name, seed, block_size, spare_blocks, budget, prefix_cache, overlap, preemption, count
+    name, seed, block_size, spare_blocks, budget, prefix_cache, overlap, preemption, count, tier_blocks
 ):
     rng = random.Random(seed)
     requests = draw_requests(rng, count, VOCAB, Lengths())
-    way = Way(block_size, spare_blocks, budget, prefix_cache, overlap, preemption)
+    way = Way(block_size, spare_blocks, budget, prefix_cache, overlap, preemption, tier_blocks)
     check(maker(name), rng, requests, way, nats=1e-9)
 
 

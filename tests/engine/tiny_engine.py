@@ -53,9 +53,14 @@ def make_engine(decoder: Decoder, *, blocks: int, overlap: bool = False, **optio
     cache.value_storage.fill_(-1e3)
     runner = TorchRunner(
         decoder, cache, max_slots=config.max_running, max_context=config.max_context, eos_token_ids=(EOS,),
-        host_blocks=config.host_blocks, overlap=overlap,
+        host_blocks=config.host_blocks + config.tier_blocks, overlap=overlap,
     )  # fmt: skip
-    return Engine(Scheduler(config), runner, None, vocab_size=VOCAB, eos_ids=(EOS,), overlap=overlap)
+    if runner.host_cache is not None:
+        runner.host_cache.key_storage.fill_(-1e3)
+    engine = Engine(Scheduler(config), runner, None, vocab_size=VOCAB, eos_ids=(EOS,), overlap=overlap)
+    if config.tier_blocks:
+        engine.scheduler.costs.swap_s_per_block = 0.0  # so that whatever is found is fetched
+    return engine
 
 
 def run(engine: Engine, between=None) -> dict[str, RequestOutput]:

@@ -56,7 +56,10 @@ def admit_next(
     incoming = books.transfers.of_request.get(sequence.request.id)
     if incoming is not None and handover.reserve(books, sequence, incoming, plan.index, now_s):
         return sequence  # with nothing to compute until its KV is here
+    before = len(plan.swap_in)
     cached, how = books.residency.seat(sequence, plan)
+    if books.residency.tiers is not None and (moved := len(plan.swap_in) - before) and cached:
+        _tell_fetched(books, sequence, moved, now_s)
     books.add_running(sequence)
     if sequence.request.sends:
         handover.offer(books, sequence, cached)
@@ -66,6 +69,19 @@ def admit_next(
         request.share.prompt_tokens += tokens - cached  # recomputation is not the tenant's doing
     request.story.admit(now_s, plan.index, tokens, cached, lost, how)
     return sequence
+
+
+def _tell_fetched(books: Books, sequence: Sequence, blocks: int, now_s: float) -> None:
+    """What came from host memory; what was read from disk before that has been told."""
+    tiers, costs, story = books.residency.tiers, books.residency.costs, sequence.request.story
+    if tiers is None or any(event.kind == "fetched" for event in story.events):
+        return
+    tokens = blocks * books.config.block_size
+    tiers.counts.host_hit_tokens += tokens
+    story.add(
+        now_s, "fetched", where="in host memory", tokens=tokens, fetch_ms=1e3 * blocks * costs.swap_s_per_block,
+        compute_ms=1e3 * tokens * costs.recompute_s_per_token,
+    )  # fmt: skip
 
 
 def make_room_for_priority(books: Books, plan: StepPlan, now_s: float) -> None:

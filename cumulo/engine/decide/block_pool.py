@@ -50,6 +50,8 @@ class BlockPool:
         self.evictions = 0
         # Hashes that came (True) or went (False) since the reader emptied it; None: nobody reads it.
         self.news: dict[BlockHash, bool] | None = None
+        # Blocks that were evicted, with what they hold until they are written; None: nobody keeps that elsewhere.
+        self.evicted: list[tuple[BlockHash, int]] | None = None
 
     @property
     def free_count(self) -> int:
@@ -82,6 +84,8 @@ class BlockPool:
             del self.block_of[block_hash]
             self.hash_of[block] = None
             self.evictions += 1
+            if self.evicted is not None:
+                self.evicted.append((block_hash, block))
             if self.news is not None:
                 self.news[block_hash] = False
         self.references[block] = 1

@@ -12,6 +12,8 @@ from cumulo.engine.decide.plan import NewSlot, StepPlan
 from cumulo.engine.decide.preemption import PreemptionChoice, PreemptionCosts, choose_preemption
 from cumulo.engine.decide.request import Request, Sequence, State
 from cumulo.engine.decide.scheduler_config import SchedulerConfig
+from cumulo.engine.decide.tiers.choice import choose_fetch
+from cumulo.engine.decide.tiers.tiers import Tiers
 
 
 class Residency:
@@ -21,6 +23,11 @@ class Residency:
             config.blocks, config.block_size, prefix_cache=config.prefix_cache, homes=config.homes
         )
         self.costs = PreemptionCosts()
+        self.tiers = (
+            Tiers(config.host_blocks, config.tier_blocks, config.disk) if config.tier_blocks else None
+        )
+        if self.tiers is not None:
+            self.pool.evicted = []
         self.free_slots = list(range(config.max_running - 1, -1, -1))
         self.free_host_blocks = list(range(config.host_blocks - 1, -1, -1))
         self.slots_freed: list[int] = []  # these three: held back until the plan is complete
@@ -30,22 +37,41 @@ class Residency:
     # -- is there room? -----------------------------------------------------------------------------------
     def blocks_wanted(self, sequence: Sequence) -> tuple[list[int], int]:
         """Cached blocks the sequence can share, and how many free ones seating it takes in all."""
-        request, pool, total = sequence.request, self.pool, len(sequence.tokens)
-        needed = -(-total // pool.block_size)
+        pool = self.pool
+        needed = -(-len(sequence.tokens) // pool.block_size)
         if sequence.host_blocks or not pool.prefix_cache:
             return [], needed
-        usable = (total - 1) // pool.block_size  # at least one token is computed: its logits are wanted
-        if request.prompt_logprobs is not None and len(request.prompt_logprobs) < sequence.prompt_length - 1:
-            usable = 0
-        if request.pooled is not None and request.pooled.needs_every_token:
-            usable = 0
-        cached = pool.cached_prefix(sequence.extend_hashes(usable, pool.block_size))
+        cached = pool.cached_prefix(sequence.extend_hashes(self.usable_blocks(sequence), pool.block_size))
         wanted = needed - len(cached) + pool.idle_among(cached)
         if pool.homes > 1 and cached and wanted > pool.free_in(pool.home_of(cached[0])):
             # Where its prefix is there is no room: if there is elsewhere, it is computed again there.
             elsewhere = needed <= pool.free_in(pool.emptiest_home)
             return ([], needed) if elsewhere else (cached, wanted)
         return cached, wanted
+
+    def usable_blocks(self, sequence: Sequence) -> int:
+        """How many blocks of a waiting sequence need not be computed, if they are found."""
+        request = sequence.request
+        if request.prompt_logprobs is not None and len(request.prompt_logprobs) < sequence.prompt_length - 1:
+            return 0
+        if request.pooled is not None and request.pooled.needs_every_token:
+            return 0
+        return (
+            len(sequence.tokens) - 1
+        ) // self.pool.block_size  # one token is computed: its logits are wanted
+
+    def in_host_memory(self, sequence: Sequence, cached: int) -> list[int]:
+        """Host blocks that continue the cached ones of a waiting sequence, where moving them is sooner than
+        computing them."""
+        if self.tiers is None or sequence.host_blocks or not self.pool.prefix_cache:
+            return []
+        size = self.pool.block_size
+        found = self.tiers.run_of(sequence.extend_hashes(self.usable_blocks(sequence), size)[cached:])
+        choice = choose_fetch(
+            blocks=len(found), block_size=size, move_s_per_block=self.costs.swap_s_per_block,
+            compute_s_per_token=self.costs.recompute_s_per_token,
+        )  # fmt: skip
+        return found if choice.fetch else []
 
     def home_for(self, cached: list[int]) -> int:
         """Where a sequence is seated that shares these blocks, or none."""
@@ -58,7 +84,9 @@ class Residency:
         """Of a waiting sequence, what the prefix cache and host memory do not have."""
         if sequence.host_blocks:
             return len(sequence.tokens) - sequence.computed
-        return len(sequence.tokens) - len(self.blocks_wanted(sequence)[0]) * self.pool.block_size
+        cached = len(self.blocks_wanted(sequence)[0])
+        cached += len(self.in_host_memory(sequence, cached))
+        return len(sequence.tokens) - cached * self.pool.block_size
 
     def shortage(self, sequence: Sequence, running: int) -> tuple[int, int]:
         """How many slots and blocks are missing to seat the sequence; (0, 0) or less: it fits."""
@@ -74,11 +102,15 @@ class Residency:
         rest comes back."""
         request, pool = sequence.request, self.pool
         cached, _ = self.blocks_wanted(sequence)
+        in_host = self.in_host_memory(sequence, len(cached))
+        if in_host and self.tiers is not None:
+            self.tiers.hold(sequence, len(cached), in_host, plan)
         request.reserved_slots += [self.free_slots.pop() for _ in range(max(0, request.slots_to_reserve))]
         sequence.slot = self.free_slots.pop()
         pool.share(cached)
         needed = -(-len(sequence.tokens) // pool.block_size)
         sequence.blocks = cached + pool.allocate_many(needed - len(cached), self.home_for(cached))
+        self._spill(plan)
         sequence.capacity, sequence.shares_tail = needed * pool.block_size, False
         if sequence.host_blocks:
             plan.swap_in.extend(zip(sequence.host_blocks, sequence.blocks, strict=False))
@@ -86,11 +118,18 @@ class Residency:
             sequence.host_blocks = []
             how = "swapping its blocks in"
         else:
-            sequence.computed = len(cached) * pool.block_size
+            plan.swap_in.extend(zip(in_host, sequence.blocks[len(cached) :], strict=False))
+            sequence.computed = (len(cached) + len(in_host)) * pool.block_size
             how = "recomputation"
         sequence.state = State.RUNNING
         plan.begin.append(new_slot(sequence))
-        return len(cached) * pool.block_size, how
+        return (len(cached) + len(in_host)) * pool.block_size, how
+
+    def _spill(self, plan: StepPlan) -> None:
+        """What was evicted for this plan goes to the next tier."""
+        if self.pool.evicted and self.tiers is not None:
+            self.tiers.spill(self.pool.evicted, plan)
+            self.pool.evicted.clear()
 
     def seat_receiving(self, sequence: Sequence) -> int:
         """The same for a sequence whose KV arrives from another engine: nothing of it is left to compute until it
@@ -103,6 +142,8 @@ class Residency:
         needed = -(-len(sequence.tokens) // pool.block_size)
         sequence.blocks = cached + pool.allocate_many(needed - len(cached), self.home_for(cached))
         sequence.capacity, sequence.shares_tail = needed * pool.block_size, False
+        if self.pool.evicted is not None:
+            self.pool.evicted.clear()  # another engine may write at once: there is no step to save them in
         sequence.computed, sequence.state = len(sequence.tokens), State.RECEIVING
         return len(cached)
 
@@ -129,6 +170,7 @@ class Residency:
         """A fresh block for `position`; if it was shared, a copy of it (copy-on-write)."""
         pool = self.pool
         own = pool.allocate(self.home(sequence))
+        self._spill(plan)
         if position >= sequence.capacity:
             sequence.blocks.append(own)
             sequence.capacity += pool.block_size
@@ -167,6 +209,14 @@ class Residency:
         full = min(end, len(sequence.tokens)) // size
         first, hashes = start // size, sequence.extend_hashes(full, size)
         self.pool.register_many(sequence.blocks[first:full], hashes[first:])
+
+    def played(self, index: int) -> None:
+        """A step's copies between tiers are done: what came back can be shared."""
+        if self.tiers is not None:
+            for sequence, first, blocks in self.tiers.played(index):
+                end = (first + len(blocks)) * self.pool.block_size
+                if sequence.state == State.RUNNING and sequence.computed >= end:
+                    self.register_blocks(sequence, first * self.pool.block_size, end)
 
     # -- going --------------------------------------------------------------------------------------------
     def send_away(self, victim: Sequence, plan: StepPlan) -> PreemptionChoice:
@@ -227,6 +277,8 @@ class Residency:
         swapped = [block for r in requests for s in r.sequences for block in s.host_blocks]
         if sorted(swapped + self.free_host_blocks) != list(range(self.config.host_blocks)):
             found.append("host blocks are lost or doubled")
+        if self.tiers is not None:
+            found += self.tiers.problems()
         return found
 
 

@@ -30,6 +30,7 @@ from cumulo.engine.decide.slo.entrance import promise
 from cumulo.engine.decide.slo.prompts import promised_prompts
 from cumulo.engine.decide.speculation.policy import Speculation
 from cumulo.engine.decide.step_result import enter_result
+from cumulo.engine.decide.tiers.fetch import order_fetch
 from cumulo.errors import InvalidRequest
 
 
@@ -73,7 +74,9 @@ class Scheduler:
         if why is not None:
             request.story.add(request.arrived_s, "limited", limit=request.output_limit, why=why)
         if request.adapter is not None:
-            request.story.add(request.arrived_s, "adapter", name=request.adapter.name, rank=request.adapter.rank)
+            request.story.add(
+                request.arrived_s, "adapter", name=request.adapter.name, rank=request.adapter.rank
+            )
         if request.pooled is not None:
             wants = request.pooled.wants
             request.story.add(request.arrived_s, "embed", pooling=request.pooled.kind, wants=wants)
@@ -89,7 +92,9 @@ class Scheduler:
         self.queue.arrive(leader)
         for sequence in others:  # samples that another engine has begun
             self.queue.enter(sequence)
-        if self.transfers.receives and handover.order_prefill(self.books, leader, request.arrived_s):
+        if (self.residency.tiers is not None and order_fetch(self.books, leader, request.arrived_s)) or (
+            self.transfers.receives and handover.order_prefill(self.books, leader, request.arrived_s)
+        ):
             self.queue.set_aside(leader)
 
     def abort(self, request_id: str, now_s: float) -> bool:
@@ -335,6 +340,7 @@ class Scheduler:
         """How long a step took, whose result is here now: later ones are planned by it."""
         if self.books.promises is not None:
             self.books.promises.observe(plan, self.books.in_flight[plan.index].draws, now_s)
+        self.residency.played(plan.index)
         rows, tokens = len(plan.slots), plan.tokens
         self.costs.observe_compute(tokens, rows, seconds)
         if self.speculation is not None:
@@ -352,6 +358,8 @@ class Scheduler:
     def fail_step(self, plan: StepPlan, error: str, now_s: float) -> list[Request]:
         """The runner could not play this plan: everyone in it fails, everyone else goes on."""
         flight = self.books.in_flight.pop(plan.index)
+        if self.residency.tiers is not None:
+            self.residency.tiers.failed(plan.index)
         for sequence in flight.draws:
             sequence.pending -= 1
         failed = {s.request.id: s.request for s in flight.rows if s.request.id in self.requests}

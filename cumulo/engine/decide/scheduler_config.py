@@ -19,6 +19,8 @@ class SchedulerConfig:
     prefix_cache: bool = True
     preemption: Literal["auto", "recompute", "swap"] = "auto"
     host_blocks: int = 0
+    tier_blocks: int = 0  # further ones, for prefixes that leave the device
+    disk: bool = False  # from where they are written to files, and read
     priority_step_s: float = 30.0
     shared_step_s: float = 0.04
     speculate: bool = False  # tokens are drafted by n-gram lookup and verified
@@ -39,11 +41,15 @@ class SchedulerConfig:
         if self.blocks % self.homes:
             raise CumuloError(f"{self.blocks} KV blocks cannot be shared evenly by dp {self.homes}")
         if self.speculate and self.stages > 1:
-            raise CumuloError("speculate needs pp 1: a pipeline's stages never wait for drawn tokens; omit one")
+            raise CumuloError(
+                "speculate needs pp 1: a pipeline's stages never wait for drawn tokens; omit one"
+            )
         if self.homes > 1 and self.host_blocks:
             raise CumuloError(
                 "swap_gib needs dp 1: with data-parallel attention preemption recomputes; omit it"
             )
+        if self.homes > 1 and self.tier_blocks:
+            raise CumuloError("kv_host_gib and kv_disk need dp 1, without data-parallel attention; omit them")
         if not self.shared_step_s > 0:
             raise CumuloError(f"shared_step_s must be more than 0 seconds, got {self.shared_step_s}")
 
@@ -59,6 +65,8 @@ def scheduler_config(config: EngineConfig, memory: MemoryPlan) -> SchedulerConfi
         prefix_cache=config.prefix_cache,
         preemption=config.preemption,
         host_blocks=memory.host_blocks,
+        tier_blocks=memory.tier_blocks,
+        disk=bool(config.kv_disk),
         priority_step_s=config.priority_step_s,
         shared_step_s=config.shared_step_s,
         speculate=bool(config.speculate),

@@ -9,10 +9,10 @@ from typing import Any, Literal, NamedTuple
 from cumulo.engine.decide.slo.promise import Promise
 
 # What a request waits for. behind_others: its turn by order; fair_share: it is first in order, but others have been
-# served less; prefill, transfer: another engine computes its prompt, its KV arrives.
+# served less; prefill, transfer: another engine computes its prompt, its KV arrives; kv_fetch: it comes from disk.
 WaitCause = Literal[
     "behind_others", "fair_share", "slots", "kv_blocks", "token_budget", "step_in_flight", "preempted", "prefill",
-    "transfer",
+    "transfer", "kv_fetch",
 ]  # fmt: skip
 # Who needed the room: an older sequence its next KV block, a more important request any, or the first in the queue
 # what beams held that waited for each other.
@@ -44,6 +44,11 @@ _WORDS = {
     "limited": "will end after {limit} output tokens, because {why}",
     "blocked": "waits for {why}",
     "admitted": "admitted to step {step}: {cached} of {tokens} tokens from the prefix cache",
+    "fetched": "{tokens} tokens found {where}: fetched in {fetch_ms:.1f} ms instead of computing them in "
+    "{compute_ms:.1f} ms",
+    "not_fetched": "{tokens} tokens found on disk, but reading them would take {fetch_ms:.1f} ms and computing "
+    "them {compute_ms:.1f} ms",
+    "bad_files": "{files} files with KV blocks were damaged or missing: what they should hold is computed",
     "chunk": "step {step} computes {count} tokens from position {start}",
     "shared": "steps {step} to {last_step} compute {count} tokens from position {start}, a few in each: the steps' "
     "prompt budget is shared with other keys",

@@ -40,6 +40,7 @@ _GATHERED_BYTES = 2 * GIB  # scores and gathered keys and values of PyTorch's op
 _SAMPLER_SLICE = 1 << 20  # logits the sampler works on at once
 # A model is of no use with less context than this (or its own, if that is shorter).
 _SHORTEST_CONTEXT = 256
+_STAGING_BYTES = 64 << 20  # of host memory, on the way to disk
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +100,12 @@ class MemoryPlan:
     host_blocks: int  # of the swap pool
     max_context: int  # prompt and output together; less than the model's where the KV cache is smaller
     ledger: Ledger
+    tier_blocks: int = 0  # of host memory, for prefixes
+
+    @property
+    def all_host_blocks(self) -> int:
+        """The swap pool's, then the tier's."""
+        return self.host_blocks + self.tier_blocks
 
 
 def plan_memory(
@@ -143,7 +150,9 @@ def plan_memory(
     if context < needs.context:
         why += f"; longest context {context:,} of the model's {needs.context:,}"
     rows = tuple(needs.rows(kv_blocks, why))
-    return MemoryPlan(kv_blocks, needs.host_blocks, context, Ledger(rows, available_bytes))
+    return MemoryPlan(
+        kv_blocks, needs.host_blocks, context, Ledger(rows, available_bytes), tier_blocks=needs.tier_blocks
+    )
 
 
 def ledger_table(ledger: Ledger) -> "Table":
@@ -208,6 +217,12 @@ class Needs:
         return int(self.config.swap_gib * GIB) // self.block_bytes
 
     @property
+    def tier_blocks(self) -> int:
+        """Blocks pass through host memory on their way to disk: there are some where only a disk is asked for."""
+        asked = int(self.config.kv_host_gib * GIB) // self.block_bytes
+        return max(asked, _STAGING_BYTES // self.block_bytes, 16) if self.config.kv_disk else asked
+
+    @property
     def context(self) -> int:
         """The longest sequence wanted."""
         return self.config.max_context or self.spec.max_context
@@ -266,6 +281,11 @@ class Needs:
             yield row(
                 "swap pool", self.host_blocks * self.block_bytes, f"{self.host_blocks:,} blocks on the host"
             )
+        if self.tier_blocks:
+            yield row(
+                "host tier", self.tier_blocks * self.block_bytes,
+                f"{self.tier_blocks:,} blocks of prefixes, committed as they are used",
+            )  # fmt: skip
 
     def _adapters_in_words(self) -> str:
         config = self.config
@@ -369,7 +389,7 @@ def refusal(needs: Needs, usable_bytes: int) -> str:
         value = getattr(config, name)
         if value is not None and (best := _largest_setting(needs, usable_bytes, name, value, 1)) is not None:
             advice.append(f"{name}={best}")
-    for name in ("kv_memory_gib", "swap_gib"):
+    for name in ("kv_memory_gib", "swap_gib", "kv_host_gib"):
         value = getattr(config, name)
         if value and (best := _largest_setting(needs, usable_bytes, name, int(value * 100), 100)) is not None:
             advice.append(f"{name}={best / 100:g}")
@@ -384,7 +404,9 @@ def _largest_setting(needs: Needs, usable_bytes: int, name: str, present: int, p
     def fit(value: int) -> bool:
         return needs.changed(**{name: value / per_unit if per_unit > 1 else value}).fit(usable_bytes)
 
-    smallest = {"max_context": 1, "kv_blocks": needs.least_kv_blocks, "swap_gib": 0}.get(name, 1)
+    smallest = {"max_context": 1, "kv_blocks": needs.least_kv_blocks, "swap_gib": 0, "kv_host_gib": 0}.get(
+        name, 1
+    )
     if name == "kv_memory_gib":  # the least that holds one sequence
         smallest = math.ceil(needs.least_kv_blocks * needs.block_bytes / GIB * per_unit)
     return largest(fit, smallest, present) if smallest <= present and fit(smallest) else None

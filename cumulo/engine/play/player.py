@@ -99,7 +99,7 @@ def gpu_player(
         max_slots=config.max_running,
         max_context=memory.max_context,
         eos_token_ids=eos_ids,
-        host_blocks=memory.host_blocks,
+        host_blocks=memory.all_host_blocks,
         guidance=guidance,
         graphs=config.cuda_graphs,
     )
@@ -143,7 +143,7 @@ def _torch_runner(
         max_slots=config.max_running,
         max_context=memory.max_context,
         eos_token_ids=eos_ids,
-        host_blocks=memory.host_blocks,
+        host_blocks=memory.all_host_blocks,
         overlap=config.overlap,
         threads=config.threads,
         guidance=guidance,

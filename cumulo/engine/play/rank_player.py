@@ -181,7 +181,7 @@ def _make_runner(
         max_slots=config.max_running,
         max_context=memory.max_context,
         eos_token_ids=eos_ids,
-        host_blocks=memory.host_blocks,
+        host_blocks=memory.all_host_blocks,
         overlap=overlap,
         threads=setup.threads,
         sampler=None

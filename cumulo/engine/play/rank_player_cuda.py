@@ -105,7 +105,7 @@ def make_cuda_runner(
         max_slots=draws,
         max_context=memory.max_context,
         eos_token_ids=eos_ids,
-        host_blocks=memory.host_blocks,
+        host_blocks=memory.all_host_blocks,
         graphs=config.cuda_graphs,
         meet_ranks=links.meet_slices,
     )

@@ -61,6 +61,7 @@ class TorchRunner:
             else None
         )
         self.bank, self.table.serves_adapters = bank, bank is not None
+        self.tier_blocks = 0  # of the host blocks, the last ones: prefixes and not swapped sequences
         self.layer_teller: LayerTeller | None = None  # who is told of rows that other engines wait for
         self._closed = False
         self._worker: ThreadPoolExecutor | None = None
@@ -104,7 +105,9 @@ class TorchRunner:
             return held
         held["token tables"] = self.table.nbytes
         if self.host_cache is not None:
-            held["swap pool"] = self.host_cache.nbytes
+            of_tier = self.tier_blocks * self.host_cache.nbytes // self.host_cache.blocks
+            named = {"host tier": of_tier, "swap pool": self.host_cache.nbytes - of_tier}
+            held |= {name: size for name, size in named.items() if size}
         return held
 
     def load_adapter(self, slot: int, weights: AdapterWeights) -> None:

@@ -25,6 +25,10 @@ class SwapPool:
     def nbytes(self) -> int:
         return self._keys.nbytes + self._values.nbytes
 
+    def views(self, block: int) -> list[torch.Tensor]:
+        """Keys and values of one host block, to be read and written where no step uses it."""
+        return [self._keys[block], self._values[block]]
+
     def copy_out(self, pairs: list[tuple[int, int]]) -> None:
         """Device block -> host block. Ordered with the stream's other work; returns at once."""
         for part in self._pieces(pairs):

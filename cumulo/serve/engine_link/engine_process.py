@@ -52,6 +52,7 @@ from cumulo.serve.engine_link.messages import (
     Shutdown,
     Stats,
     Submit,
+    TierStats,
     TransferStats,
     decode_command,
     encode,
@@ -62,6 +63,7 @@ from cumulo.serve.observe.steady_stderr import start_logging
 
 HEARTBEAT_S = 1.0  # between reports while idle
 FAIRNESS_S = 0.5  # between reports of who was served how much
+SAVE_S = 2.0  # for KV blocks that go to disk when the engine ends
 QUIET_S = 0.1  # longest silence while steps finish without news for anyone (a long prompt)
 
 log = logging.getLogger(__name__)
@@ -93,6 +95,8 @@ class EngineLoop:
             self._poller.register(engine.link.fileno(), zmq.POLLIN)
         self._adapters = AdapterLoader(engine.adapters)
         self._poller.register(self._adapters.bell, zmq.POLLIN)
+        if engine.mover is not None:
+            self._poller.register(engine.mover.news.fileno(), zmq.POLLIN)
         self._guides: GuideChecker | None = None
         if engine.guidance is not None:
             self._guides = GuideChecker(engine.guidance, commands.context)
@@ -213,7 +217,20 @@ class EngineLoop:
             fairness=self._fairness(),
             routing=self._news.take() if self._news is not None else None,
             transfers=self._transfers() if self.engine.link is not None else None,
+            tiers=self._tiers(),
         )
+
+    def _tiers(self) -> TierStats | None:
+        tiers = self.engine.scheduler.residency.tiers
+        if tiers is None:
+            return None
+        one, mover = tiers.counts, self.engine.mover
+        return TierStats(
+            tiers.host.count, len(tiers.host.block_of), len(tiers.on_disk),
+            mover.files.used_bytes if mover is not None else 0, one.host_hit_tokens, one.disk_hit_tokens,
+            one.spilled_blocks, one.fetched_blocks, one.written_blocks, one.read_blocks, one.failed_writes,
+            one.bad_files,
+        )  # fmt: skip
 
     def _transfers(self) -> TransferStats:
         one = self.engine.scheduler.transfers
@@ -341,6 +358,7 @@ def main() -> None:
             assembly.engine, commands, reports, job.for_router, lambda: assembly.ledger().to_dict()
         )
         loop.run()
+        assembly.engine.save_tiers(SAVE_S)
         assembly.player.runner.close()
         if assembly.engine.link is not None:
             assembly.engine.link.close()

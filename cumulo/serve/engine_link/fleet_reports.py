@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from cumulo.serve.engine_link.messages import BlockMap, FairnessReport, Ready, Stats
+from cumulo.serve.engine_link.messages import BlockMap, FairnessReport, Ready, Stats, TierStats
 
 
 def merged_stats(reports: Sequence[Stats], news: Stats | None = None) -> Stats | None:
@@ -23,6 +23,20 @@ def merged_stats(reports: Sequence[Stats], news: Stats | None = None) -> Stats |
         guides_checked=sum(one.guides_checked for one in reports),
         records=news.records if news is not None else [],
         fairness=news.fairness if news is not None else None,
+        tiers=merged_tiers([one.tiers for one in reports if one.tiers is not None]),
+    )
+
+
+def merged_tiers(reports: Sequence[TierStats]) -> TierStats | None:
+    """The sums; what is on disk is all engines' together."""
+    if not reports:
+        return None
+    shared = {"disk_blocks", "disk_bytes"}
+    return TierStats(
+        *(
+            (max if name in shared else sum)(getattr(one, name) for one in reports)
+            for name in TierStats.__struct_fields__
+        )
     )
 
 

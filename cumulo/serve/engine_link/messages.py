@@ -166,6 +166,23 @@ class TransferStats(msgspec.Struct, frozen=True, array_like=True):
     peers: list[str]  # prefill engines that can be reached now
 
 
+class TierStats(msgspec.Struct, frozen=True, array_like=True):
+    """KV blocks beyond the device; counts are since the engine began."""
+
+    host_blocks: int
+    host_blocks_used: int
+    disk_blocks: int  # of this model
+    disk_bytes: int  # of all models in the folder
+    host_hit_tokens: int
+    disk_hit_tokens: int
+    spilled_blocks: int
+    fetched_blocks: int
+    written_blocks: int
+    read_blocks: int
+    failed_writes: int
+    bad_files: int
+
+
 class Stats(msgspec.Struct, frozen=True, array_like=True):
     """The engine's state after a step, or while idle once per heartbeat."""
 
@@ -182,6 +199,7 @@ class Stats(msgspec.Struct, frozen=True, array_like=True):
     fairness: FairnessReport | None = None  # about once a second
     routing: RoutingNews | None = None
     transfers: TransferStats | None = None  # of an engine with a role
+    tiers: TierStats | None = None  # of an engine with KV tiers
 
 
 class Finished(msgspec.Struct, frozen=True):

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, generate_latest
 
-from cumulo.serve.engine_link.messages import FairnessReport, Ready, Stats
+from cumulo.serve.engine_link.messages import FairnessReport, Ready, Stats, TierStats
 from cumulo.serve.observe.stories import Record
 
 Kind = TypeVar("Kind", Counter, Gauge)
@@ -122,6 +122,15 @@ class Metrics:
         self.drafted = counter("spec_decode_num_draft_tokens", "Tokens drafted by speculation.")
         self.accepted = counter("spec_decode_num_accepted_tokens", "Drafted tokens that were accepted.")
         self.drafted_tokens = self.accepted_tokens = 0  # the same, for the console
+        self._tier_tokens = self._labelled(
+            Counter, "kv_tier_hits", "Prompt tokens found beyond the device, by tier.", "tier"
+        )
+        self._tier_blocks = self._labelled(Gauge, "kv_tier_blocks", "KV blocks held, by tier.", "tier")
+        self._tier_moves = self._labelled(
+            Counter, "kv_tier_moved_blocks", "KV blocks moved between tiers, by way.", "way"
+        )
+        self._tier_bytes = gauge("kv_disk_bytes", "Bytes of files in the folder of --kv-disk.")
+        self._tiers_told: dict[str, int] = {}
         self.recomputed = counter("recomputed_tokens", "Tokens computed again after preemptions.")
         self._wait_by = self._labelled(
             Counter, "wait_seconds", "Seconds requests waited, by what for.", "reason"
@@ -167,6 +176,26 @@ class Metrics:
             self.step.observe(record.finished_s - record.started_s)
         if stats.fairness is not None:
             self._on_fairness(stats.fairness)
+        if stats.tiers is not None:
+            self._on_tiers(stats.tiers)
+
+    def _on_tiers(self, one: TierStats) -> None:
+        self._tier_blocks("host").set(one.host_blocks_used)
+        self._tier_blocks("disk").set(one.disk_blocks)
+        self._tier_bytes.set(one.disk_bytes)
+        for name, metric, value in (
+            ("host", self._tier_tokens, one.host_hit_tokens),
+            ("disk", self._tier_tokens, one.disk_hit_tokens),
+            ("device to host", self._tier_moves, one.spilled_blocks),
+            ("host to device", self._tier_moves, one.fetched_blocks),
+            ("host to disk", self._tier_moves, one.written_blocks),
+            ("disk to host", self._tier_moves, one.read_blocks),
+            ("failed write", self._tier_moves, one.failed_writes),
+            ("bad file", self._tier_moves, one.bad_files),
+        ):
+            # A new engine process counts from 0 again; so do the engines of a fleet, each for itself.
+            metric(name).inc(max(0, value - self._tiers_told.get(name, 0)))
+            self._tiers_told[name] = value
 
     def _on_fairness(self, report: FairnessReport) -> None:
         self.fairness.set(report.index)
