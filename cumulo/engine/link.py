@@ -101,6 +101,7 @@ class PrefillLink:
             request = Request(
                 event.key, order.tokens, _NOTHING_DRAWN, seed=0, priority=order.priority,
                 cache_salt=order.cache_salt, tenant=order.tenant, arrived_s=now_s,
+                adapter=self._scheduler.books.adapters.of_print(order.adapter) if order.adapter else None,
             )  # fmt: skip
             request.sends = True
             self._scheduler.add(request)

@@ -27,6 +27,7 @@ from cumulo.models.files.load import inspect_model
 from tests import thorough
 from tests.engine.equivalence import Lengths, draw_requests
 from tests.engine.ranked_models import save_model
+from tests.engine.split_engines import PrefillThread, decode_engine, run_split, wait_for_peers
 from tests.engine.tiny_engine import SPECS, VOCAB, make_decoder, make_engine, run
 from tests.models.adapter_files import ALL, write_adapter
 
@@ -66,12 +67,15 @@ class Family:
 
     def engine(self, **options) -> Engine:
         engine = make_engine(self.decoder, **options)
+        self.give(engine)
+        return engine
+
+    def give(self, engine: Engine) -> None:
         engine.runner.bank, engine.runner.table.serves_adapters = self.bank, True
         book = engine.scheduler.books.adapters = AdapterBook(self.bank.slots)
         engine.adapters = AdapterStore(self.decoder.spec, book, max(RANKS), self.bank.install)
         for slot, weights in enumerate(self.weights):
             engine.adapters.add(f"a{slot}", weights)
-        return engine
 
 
 @pytest.fixture(scope="module")
@@ -195,6 +199,36 @@ def test_the_story_names_the_adapter(families) -> None:
     request = engine.add([3, 5], GREEDY, adapter="a2")
     run(engine)
     assert "answered with the adapter a2, of rank 7" in request.story.describe()
+
+
+# -- prompts computed by another engine ---------------------------------------------------------------------------
+def test_prompts_are_computed_elsewhere_with_the_same_adapter_or_here_if_it_is_not_there(
+    families, tmp_path
+) -> None:
+    family, address = families["dense"], f"unix:{tmp_path}/prefill.sock"
+    other = Family("dense", tmp_path)  # a decoder of its own, as another process has
+    prefill = PrefillThread(other.decoder, address, blocks=64, block_size=4)
+    decode = decode_engine(family.decoder, [("prefill-0", address)], blocks=64, block_size=4)
+    other.give(prefill.engine)
+    family.give(decode)
+    prefill.engine.adapters.drop("a1")
+    prompt = [(7 * k) % VOCAB for k in range(30)]
+    try:
+        wait_for_peers(decode)
+        stories = {}
+        for adapter in ("a0", "a1", ""):
+            stories[adapter] = decode.add(prompt, GREEDY, request_id=adapter or "base", adapter=adapter).story
+        outputs = run_split(decode)
+    finally:
+        decode.link.close()
+        decode.runner.close()
+        prefill.finish()
+    for adapter, story in stories.items():
+        whole = make_engine(family.merged[adapter], blocks=64)
+        whole.add(prompt, GREEDY, request_id="one")
+        assert_same(outputs[adapter or "base"], run(whole)["one"], 1e-10)
+        assert ("KV blocks from prefill-0 are here" in story.describe()) == (adapter != "a1")
+    assert "not loaded here" in stories["a1"].describe()
 
 
 # -- over several ranks -------------------------------------------------------------------------------------------

@@ -57,7 +57,7 @@ def order_prefill(
     transfers.orders.append(
         ComputeOrder(
             number, choice.peer, sequence.tokens[:tokens], request.id, request.cache_salt, request.share.name,
-            request.priority,
+            request.priority, "" if request.adapter is None else request.adapter.fingerprint,
         )
     )  # fmt: skip
     request.story.add(now_s, "prefill_there", peer=choice.peer, tokens=tokens, why=choice.why)

@@ -94,7 +94,8 @@ def pack(word: Word) -> bytes:
         body = _PROGRESS.pack(word.number, word.layers, word.tokens)
     elif isinstance(word, ComputeOrder):
         fields = {
-            name: getattr(word, name) for name in ("number", "peer", "request_id", "cache_salt", "tenant")
+            name: getattr(word, name)
+            for name in ("number", "peer", "request_id", "cache_salt", "tenant", "adapter")
         }
         head = json.dumps(fields | {"priority": word.priority}).encode()
         body = head + b"\n" + word.tokens.tobytes()

@@ -70,6 +70,13 @@ class AdapterBook:
             raise InvalidRequest(f"there is no adapter {key!r}{hint}")
         return self.loaded[key]
 
+    def of_print(self, fingerprint: str) -> Adapter:
+        """For another engine's order: whatever it is called there."""
+        found = next((one for one in self.loaded.values() if one.fingerprint == fingerprint), None)
+        if found is None:
+            raise InvalidRequest("the adapter of this request is not loaded here")
+        return found
+
     # -- requests ---------------------------------------------------------------------------------------
     def begin(self, adapter: Adapter | None) -> None:
         if adapter is not None:

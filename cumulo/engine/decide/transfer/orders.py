@@ -21,6 +21,7 @@ class ComputeOrder:
     cache_salt: str = ""
     tenant: str = ""
     priority: int = 0
+    adapter: str = ""  # its fingerprint: the prefill engine may have it under another name
 
 
 @dataclass(frozen=True, slots=True)
