@@ -34,6 +34,7 @@ class Quantisation:
     group: int | None = None  # columns that share a scale, where the configuration says it
     block: tuple[int, int] | None = None  # rows and columns that share one
     stores_zero_minus_one: bool = False
+    symmetric: bool = False  # all zero points are in the middle, whether the file has them or not
     activation_bits: int = 16
     static_activations: bool = False  # their scales are in the file
 
@@ -112,7 +113,14 @@ def _gptq(table: Mapping[str, Any]) -> Quantisation:
     if version not in ("gptq", "gptq_v2"):
         raise ModelError(f"the GPTQ weights are stored as {version!r}; known: gptq, gptq_v2")
     scheme, group = _grouped(_whole(table, "group_size", "gptq"), "gptq")
-    return Quantisation("gptq", bits, scheme, group, stores_zero_minus_one=version == "gptq")
+    return Quantisation(
+        "gptq",
+        bits,
+        scheme,
+        group,
+        stores_zero_minus_one=version == "gptq",
+        symmetric=table.get("sym") is True,
+    )
 
 
 def _fp8(table: Mapping[str, Any]) -> Quantisation:

@@ -200,6 +200,6 @@ def _held_bytes(matrix: StoredMatrix) -> int:
         return rows * columns + 4 * rows * -(-columns // width)
     groups = columns // how.group if how.group else 1
     wide = how.bits > 4
-    asymmetric = "qzeros" in stored or "weight_zero_point" in stored
+    asymmetric = not how.symmetric and ("qzeros" in stored or "weight_zero_point" in stored)
     numbers = 2 if asymmetric or not wide else 1
     return math.ceil(rows * (columns * (8 if wide else 4) / 8 + groups * numbers * (4 if asymmetric else 2)))

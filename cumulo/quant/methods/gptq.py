@@ -23,34 +23,32 @@ def gptq(
     `act_order`: columns with the largest diagonal of H first, while they can still be made up for. Groups then keep
     their scales from the beginning ("static groups"), so that columns of a group stay neighbours in the file.
     """
-    weight, hessian = weight.clone(), hessian.clone()
+    hessian = hessian.clone()
     columns = weight.shape[1]
     unused = hessian.diagonal() <= 0  # inputs that were always zero: nothing is known about them
     hessian.diagonal()[unused] = 1
-    scale, zero = grid.fit_groups(weight, group)
+    scale, zero = (one.T.contiguous() for one in grid.fit_groups(weight, group))
     order = hessian.diagonal().argsort(descending=True, stable=True) if act_order else torch.arange(columns)
-    weight, hessian = weight[:, order], hessian[order][:, order]
-    update = _updates(hessian, damping)
-    codes = torch.empty_like(weight)
+    left = weight.T[order]  # transposed: a column is a run of memory
+    update = _updates(hessian[order][:, order], damping)
+    steps = update.diagonal().tolist()
+    codes, errors = torch.empty_like(left), torch.empty_like(left)
     run = max(1, _COLUMNS_AT_ONCE // group) * group
     for first in range(0, columns, run):
         last = min(first + run, columns)
-        errors = torch.empty_like(weight[:, first:last])
-        for column in range(first, last):
-            of_group = int(order[column]) // group
+        for column, of_group in enumerate((order[first:last] // group).tolist(), first):
             if (
                 not act_order and column % group == 0
             ):  # by now the group's weights are no longer the original's
-                now = weight[:, column : column + group]
-                scale[:, of_group], zero[:, of_group] = grid.fit(now.amin(1), now.amax(1))
-            own = weight[:, column]
-            codes[:, column] = grid.codes(own, scale[:, of_group], zero[:, of_group])
-            rounded = (codes[:, column] - zero[:, of_group]) * scale[:, of_group]
-            error = (own - rounded) / update[column, column]
-            weight[:, column:last] -= error[:, None] * update[column, column:last]
-            errors[:, column - first] = error
-        weight[:, last:] -= errors @ update[first:last, last:]
-    return grid.matrix(codes[:, order.argsort()], scale, zero)
+                now = left[column : column + group]
+                scale[of_group], zero[of_group] = grid.fit(now.amin(0), now.amax(0))
+            own = left[column]
+            codes[column] = grid.codes(own, scale[of_group], zero[of_group])
+            rounded = (codes[column] - zero[of_group]) * scale[of_group]
+            errors[column] = (own - rounded) / steps[column]
+            left[column:last].addr_(update[column, column:last], errors[column], alpha=-1)
+        left[last:].addmm_(update[first:last, last:].T, errors[first:last], alpha=-1)
+    return grid.matrix(codes[order.argsort()].T.contiguous(), scale.T.contiguous(), zero.T.contiguous())
 
 
 def _updates(hessian: Tensor, damping: float) -> Tensor:

@@ -1,0 +1,194 @@
+"""Storage formats: written and read again, and read from bits that were laid out by hand."""
+
+import pytest
+import torch
+
+from cumulo.errors import ModelError
+from cumulo.models.files.placement import Placement
+from cumulo.models.files.quantised import awq, compressed_tensors, gptq
+from cumulo.models.files.quantised.formats import stored_matrices
+from cumulo.models.files.quantised.matrices import Float8Matrix, IntegerMatrix
+from cumulo.quant.methods.float8 import float8
+from cumulo.spec.quantisation import Quantisation, quantisation_from_config
+
+ROWS, COLUMNS, GROUP = 16, 64, 32
+
+
+def matrix(bits: int = 4, symmetric: bool = False, groups: int = COLUMNS // GROUP) -> IntegerMatrix:
+    generator = torch.Generator().manual_seed(0)
+    codes = torch.randint(0, 1 << bits, (ROWS, COLUMNS), generator=generator, dtype=torch.uint8)
+    scale = torch.rand(ROWS, groups, generator=generator).half()
+    zero = torch.randint(0, 1 << bits, (ROWS, groups), generator=generator, dtype=torch.uint8)
+    if symmetric:
+        zero.fill_(1 << (bits - 1))
+    return IntegerMatrix(codes, scale, zero, bits)
+
+
+def equal(one: IntegerMatrix, other: IntegerMatrix) -> bool:
+    return all(torch.equal(getattr(one, name), getattr(other, name)) for name in ("codes", "scale", "zero"))
+
+
+def test_awq_keeps_a_matrix_and_its_words_are_in_the_order_of_the_gemm_kernel() -> None:
+    before = matrix()
+    tensors = awq.write(before)
+    assert equal(awq.read(tensors, ROWS), before)
+    word = int(tensors["qweight"][3, 1]) & 0xFFFFFFFF
+    # AutoAWQ's GEMM packing: nibbles from the lowest are outputs 0, 2, 4, 6, 1, 3, 5, 7.
+    outputs = [8 + offset for offset in (0, 2, 4, 6, 1, 3, 5, 7)]
+    assert [(word >> 4 * place) & 15 for place in range(8)] == [int(before.codes[row, 3]) for row in outputs]
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_gptq_keeps_a_matrix_and_stores_zero_points_one_too_small(bits: int) -> None:
+    before = matrix(bits)
+    tensors = gptq.write(before)
+    after = gptq.read(tensors, ROWS, COLUMNS, bits, stores_zero_minus_one=True)
+    assert equal(after, before) and torch.equal(after.dequantise(), before.dequantise())
+    per_word, mask = 32 // bits, (1 << bits) - 1
+    word = int(tensors["qweight"][1, 5]) & 0xFFFFFFFF
+    assert [(word >> bits * place) & mask for place in range(per_word)] == before.codes[
+        5, per_word : 2 * per_word
+    ].tolist()
+    stored = gptq.read(tensors, ROWS, COLUMNS, bits, stores_zero_minus_one=False)
+    assert torch.equal((stored.zero + 1) & mask, before.zero)
+
+
+def test_act_order_gives_each_column_the_scale_of_its_own_group() -> None:
+    before = matrix()
+    of_column = torch.randperm(COLUMNS, generator=torch.Generator().manual_seed(2)) // GROUP
+    tensors = gptq.write(before) | {"g_idx": of_column.to(torch.int32)}
+    after = gptq.read(tensors, ROWS, COLUMNS, 4, stores_zero_minus_one=True)
+    expected = torch.stack(
+        [
+            (before.codes[:, column].float() - before.zero[:, group].float()) * before.scale[:, group].float()
+            for column, group in enumerate(of_column.tolist())
+        ],
+        1,
+    )
+    assert torch.equal(after.dequantise(), expected)
+    blocks = after.affine_blocks()
+    assert blocks.order is not None
+    assert torch.allclose(torch.from_numpy(blocks.dequantize()), expected, atol=1e-5)
+    with pytest.raises(ModelError, match="act-order cannot be cut by columns"):
+        after.take(slice(0, ROWS), slice(0, GROUP))
+
+
+def test_a_group_outside_the_matrix_is_refused() -> None:
+    tensors = gptq.write(matrix()) | {"g_idx": torch.full((COLUMNS,), 7, dtype=torch.int32)}
+    with pytest.raises(ModelError, match="outside"):
+        gptq.read(tensors, ROWS, COLUMNS, 4, stores_zero_minus_one=True)
+
+
+@pytest.mark.parametrize(("bits", "symmetric"), [(4, True), (4, False), (8, True), (8, False), (2, False)])
+def test_compressed_tensors_keeps_a_packed_matrix(bits: int, symmetric: bool) -> None:
+    before = matrix(bits, symmetric)
+    tensors = compressed_tensors.write_packed(before, symmetric)
+    assert ("weight_zero_point" in tensors) != symmetric
+    how = Quantisation("pack-quantized", bits, "group", GROUP)
+    after = compressed_tensors.read(tensors, ROWS, COLUMNS, how)
+    assert isinstance(after, IntegerMatrix) and equal(after, before)
+
+
+def test_int8_and_float8_keep_their_weights() -> None:
+    before = matrix(8, symmetric=True, groups=1)
+    tensors = compressed_tensors.write_int8(before)
+    assert tensors["weight"].dtype == torch.int8
+    expected = tensors["weight"].float() * tensors["weight_scale"].float()
+    how = Quantisation("int-quantized", 8, "channel", activation_bits=8)
+    after = compressed_tensors.read(tensors, ROWS, COLUMNS, how)
+    assert torch.equal(after.dequantise(), expected)
+    weight = torch.randn(ROWS, COLUMNS, generator=torch.Generator().manual_seed(1))
+    for scheme in ("channel", "tensor", "block"):
+        kept = float8(weight, scheme)  # type: ignore[arg-type]
+        tensors = compressed_tensors.write_float8(kept, deepseek=scheme == "block")
+        how = Quantisation("fp8" if scheme == "block" else "float-quantized", 8, scheme, block=(128, 128))  # type: ignore[arg-type]
+        again = compressed_tensors.read(tensors, ROWS, COLUMNS, how)
+        assert isinstance(again, Float8Matrix) and torch.equal(again.dequantise(), kept.dequantise())
+
+
+def test_parts_are_parts_of_the_dequantised_matrix() -> None:
+    rows, columns = slice(4, 9), slice(32, 64)
+    whole = matrix()
+    assert torch.equal(whole.take(rows, columns).dequantise(), whole.dequantise()[rows, columns])
+    with pytest.raises(ModelError, match="cannot be cut at column 16"):
+        whole.take(rows, slice(16, 48))
+    weight = torch.randn(256, 256, generator=torch.Generator().manual_seed(1))
+    for scheme in ("channel", "tensor", "block"):
+        kept = float8(weight, scheme)  # type: ignore[arg-type]
+        part = kept.take(slice(100, 200), slice(128, 256))
+        assert torch.equal(part.dequantise(), kept.dequantise()[100:200, 128:256])
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_the_kernels_form_has_the_file_s_own_weights(bits: int, symmetric: bool) -> None:
+    before = matrix(bits, symmetric)
+    blocks = torch.from_numpy(before.affine_blocks().dequantize())
+    assert torch.allclose(blocks, before.dequantise(), rtol=1e-6, atol=1e-4)
+
+
+CONFIGS = {
+    "awq": {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "GEMM", "zero_point": True},
+    "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": True, "sym": True},
+    "fp8": {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"},
+}
+
+
+def test_configurations_of_the_known_writers_are_understood() -> None:
+    found = {name: quantisation_from_config({"quantization_config": one}) for name, one in CONFIGS.items()}
+    assert found["awq"] == Quantisation("awq", 4, "group", 32)
+    assert found["gptq"] == Quantisation("gptq", 4, "group", 32, stores_zero_minus_one=True, symmetric=True)
+    assert found["fp8"] == Quantisation("fp8", 8, "block", block=(128, 128), activation_bits=8)
+    second = quantisation_from_config(
+        {"quantization_config": CONFIGS["gptq"] | {"checkpoint_format": "gptq_v2"}}
+    )
+    assert second is not None and not second.stores_zero_minus_one
+    assert quantisation_from_config({}) is None
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"quant_method": "bitsandbytes"}, "'bitsandbytes', which is not supported"),
+        ("gptq", "must be a table"),
+        (CONFIGS["awq"] | {"version": "marlin"}, "only version 'gemm'"),
+        (CONFIGS["gptq"] | {"bits": 3}, "3 bits; supported are 2, 4 and 8"),
+        (CONFIGS["gptq"] | {"bits": "4"}, "must be a whole number"),
+        (CONFIGS["gptq"] | {"group_size": 0}, "group_size"),
+        (CONFIGS["fp8"] | {"weight_block_size": [0, 128]}, "two sizes"),
+        ({"quant_method": "compressed-tensors", "config_groups": {}}, "no config_groups"),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "format": "nvfp4-pack-quantized",
+                "config_groups": {"group_0": {"weights": {"num_bits": 4, "type": "float"}}},
+            },
+            "nvfp4-pack-quantized",
+        ),
+    ],
+)
+def test_unknown_and_damaged_configurations_are_refused_in_one_line(config: object, message: str) -> None:
+    with pytest.raises(ModelError, match=message) as raised:
+        quantisation_from_config({"quantization_config": config})
+    assert "\n" not in str(raised.value)
+
+
+def test_tensors_that_do_not_fit_the_configuration_are_refused_by_name() -> None:
+    how = Quantisation("gptq", 4, "group", GROUP, stores_zero_minus_one=True)
+    place = Placement("layer.q_proj.weight", "q.weight", (ROWS, COLUMNS))
+    right = {
+        f"layer.q_proj.{name}": ({torch.float16: "F16", torch.int32: "I32"}[one.dtype], tuple(one.shape))
+        for name, one in gptq.write(matrix()).items()
+    }
+    assert list(stored_matrices(how, [place], right)) == [place.source]
+    for change, message in (
+        ({"layer.q_proj.qweight": ("I32", (9, 16))}, "qweight is I32"),
+        ({"layer.q_proj.scales": ("I32", (2, 16))}, "scales is I32"),
+    ):
+        with pytest.raises(ModelError, match=message):
+            stored_matrices(how, [place], right | change)
+    missing = {name: one for name, one in right.items() if not name.endswith("qzeros")}
+    with pytest.raises(ModelError, match=r"q_proj\.qzeros is missing"):
+        stored_matrices(how, [place], missing)
+    with pytest.raises(ModelError, match="groups of 48 do not divide"):
+        stored_matrices(Quantisation("gptq", 4, "group", 48), [place], right)
