@@ -27,6 +27,7 @@ from cumulo.engine.link import connect
 from cumulo.engine.memory.ledger import GIB, Ledger, MemoryPlan, plan_memory
 from cumulo.engine.memory.ledger_gpu import fp8_saved_bytes
 from cumulo.engine.memory.ledger_ranks import plan_rank_memory
+from cumulo.engine.play.draft_source import attach_draft, check_tokenizer, load_draft
 from cumulo.engine.play.player import Player, adapter_obstacle, cpu_player, gpu_player, refuse_kernel_options
 from cumulo.engine.play.rank_player import RankSetup, start_ranks
 from cumulo.engine.play.ranked_runner import RankedRunner
@@ -120,11 +121,20 @@ def assemble(
     if config.layout.world > 1:
         return _assemble_ranks(files, config, loading_bytes, keep_quantised, with_tokenizer, load, tell)
     saved_bytes = fp8_saved_bytes(files.spec, dtype.itemsize) if config.weights == "fp8" else 0
+    draft = load_draft(config, files.spec, dtype, keep_quantised)
     memory = plan_memory(
-        files.spec, loading_bytes - saved_bytes, config, free_memory(config), loading_bytes=loading_bytes
+        files.spec,
+        loading_bytes - saved_bytes,
+        config,
+        free_memory(config),
+        loading_bytes=loading_bytes,
+        draft=None if draft is None else draft.needs(dtype.itemsize),
     )
     loaded = load()
     engine, player = start_engine(loaded.decoder, config, memory, loaded.tokenizer, loaded.eos_ids, tell)
+    if draft is not None:
+        check_tokenizer(draft, loaded.tokenizer)
+        attach_draft(draft, player.runner, loaded.decoder)
     _serve_adapters(engine, player, config, files.spec)
     if config.device == "cuda":
         _compile_first(engine, tell)

@@ -34,7 +34,8 @@ class EngineConfig:
     slo_late: Literal["refuse", "queue"] = (
         "refuse"  # a request whose promise cannot be kept; queue: without one
     )
-    # Tokens are drafted and verified together: "ngram" drafts what followed the same words before. Empty: off
+    # Tokens are drafted and verified together: "ngram" drafts what followed the same words before; or the name of a
+    # draft model with the same tokenizer, or the folder of an EAGLE-3 head. Empty: off
     speculate: str = ""
     overlap: bool = True  # plan step N+1 and finish N-1 while N runs
     threads: int | None = None  # CPU threads; None: torch's default
@@ -101,8 +102,6 @@ class EngineConfig:
                 "an engine with role=decode needs prefill_engines, and only such an engine: the addresses of the "
                 "engines that compute its prompts"
             )
-        if self.speculate not in ("", "ngram"):
-            raise CumuloError(f"speculate must be ngram, or omitted; got {self.speculate!r}")
         if self.kv_blocks is not None and self.kv_blocks < 1:
             raise CumuloError(f"kv_blocks must be 1 or more, got {self.kv_blocks}")
 

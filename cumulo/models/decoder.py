@@ -14,6 +14,7 @@ from cumulo.kernels.low_rank import AdapterRows
 from cumulo.kernels.packed import Packed
 from cumulo.models.attention import Attention, LatentAttention
 from cumulo.models.batch import ForwardBatch, KVCache
+from cumulo.models.heads.tap import StreamTap
 from cumulo.models.linear import Linear, RMSNorm
 from cumulo.models.moe import Experts, FeedForward, MixtureOfExperts
 from cumulo.models.rope import RotaryTable, Rotation
@@ -78,6 +79,7 @@ class Decoder(nn.Module):
             self.head = Linear(spec.hidden, spec.vocab_size, dtype=dtype, device=device)
         self.rotary = RotaryTable(spec, dtype)
         self.bank: AdapterRoom | None = None  # where adapters are served
+        self.tap: StreamTap | None = None  # of a draft head
 
     def forward(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
         """Compute a step, write its keys and values, and return the normed hidden states [R, hidden] of
@@ -87,6 +89,8 @@ class Decoder(nn.Module):
         x = self.embed.rows(batch.token_ids)
         rotation = self.rotary.rotation_at(batch.positions)
         for index, layer in enumerate(self.layers):
+            if self.tap is not None and index in self.tap.layers:
+                self.tap.take(index, x, batch.slots)
             x = layer(x, rotation, batch, cache)
             if cache.on_layer is not None:
                 cache.on_layer(index)

@@ -96,7 +96,7 @@ def check(make_engine: MakeEngine, rng: random.Random, requests: list[Request], 
         tier_blocks=way.tier_blocks,
         max_tokens_per_step=way.budget, prefix_cache=way.prefix_cache, preemption=way.preemption,
         host_blocks=60 if way.preemption == "swap" else 0, overlap=way.overlap,
-        **({"speculate": True} if way.speculate else {}),
+        **({"speculate": "ngram"} if way.speculate else {}),
     )  # fmt: skip
     if engine.scheduler.speculation is not None:
         engine.scheduler.speculation.cost = FreeDrafts()

@@ -4,6 +4,7 @@ import math
 import random
 from collections import Counter
 from itertools import product
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -13,6 +14,7 @@ from cumulo.engine.decide.params import SamplingParams
 from cumulo.engine.decide.speculation.choose import Offer, choose
 from cumulo.engine.decide.speculation.learnt_cost import LearntCost
 from cumulo.engine.decide.speculation.ngram import NgramDraft
+from cumulo.engine.play.draft_source import DraftSource, attach_draft
 from tests import thorough
 from tests.engine.equivalence import FreeDrafts, Lengths, Way, check, draw_requests, run_alone
 from tests.engine.tiny_engine import VOCAB, make_decoder, make_engine, run
@@ -22,9 +24,22 @@ COPY = [3, 4, 5, 6, 8, 9, 10, 11]  # what a prompt says again and again
 
 
 def speculating(name: str, **options):
-    engine = make_engine(DECODERS[name], **{"blocks": 64, **options}, speculate=True)
+    engine = make_engine(DECODERS[name], **{"blocks": 64, **options}, speculate="ngram")
     engine.scheduler.speculation.cost = FreeDrafts()
     return engine
+
+
+def with_drafter(engine, source: DraftSource):
+    attach_draft(source, engine.runner, engine.runner.model)
+    return engine
+
+
+def drafting_model(name: str, draft: str, **options):
+    """An engine whose drafts come from another model of the same vocabulary."""
+    engine = make_engine(DECODERS[name], **{"blocks": 64, **options}, speculate="model")
+    engine.scheduler.speculation.cost = FreeDrafts()
+    loaded = SimpleNamespace(decoder=DECODERS[draft], spec=DECODERS[draft].spec, name=draft, tokenizer=None)
+    return with_drafter(engine, DraftSource(draft, DECODERS[name].spec, model=loaded))
 
 
 def copying(**more) -> SamplingParams:
@@ -53,7 +68,7 @@ def test_tokens_and_log_probabilities_are_those_of_a_run_without_drafts(
 ):
     rng = random.Random(seed)
     requests = draw_requests(rng, count, rng.choice([4, VOCAB]), Lengths(answer=40))
-    way = Way(block_size, spare_blocks, budget, prefix_cache, overlap, preemption, speculate=True)
+    way = Way(block_size, spare_blocks, budget, prefix_cache, overlap, preemption, speculate="ngram")
     check(
         lambda **options: make_engine(DECODERS[name], **{"blocks": 64, **options}), rng, requests, way, 1e-9
     )
@@ -74,6 +89,51 @@ def test_drafts_are_really_accepted_and_save_steps(overlap):
     assert story.accepted_tokens >= 10 and len(steps) < 2 * 40
     words = story.describe()
     assert f"{story.accepted_tokens} of {story.drafted_tokens} drafted tokens were accepted" in words
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_model_that_drafts_for_itself_is_always_right(overlap):
+    greedy = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    expected = run_alone(lambda **o: make_engine(DECODERS["dense"], **{"blocks": 64, **o}), COPY * 5, greedy)
+    engine = drafting_model("dense", "dense", overlap=overlap, block_size=4, max_tokens_per_step=16)
+    for index in range(3):
+        engine.add(COPY * 5, greedy, request_id=f"r{index}")
+    outputs = run(engine)
+    engine.runner.close()
+    for output in outputs.values():
+        assert output.samples[0].token_ids == expected.samples[0].token_ids
+        assert output.story.accepted_tokens == output.story.drafted_tokens > 20
+
+
+@pytest.mark.slow
+@settings(max_examples=thorough.examples(15), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    seed=st.integers(0, 10**6),
+    draft=st.sampled_from(list(DECODERS)),
+    block_size=st.sampled_from([1, 4, 16]),
+    spare_blocks=st.integers(0, 12),
+    overlap=st.booleans(),
+    preemption=st.sampled_from(["recompute", "swap"]),
+    count=st.integers(1, 5),
+)
+def test_drafts_of_any_model_change_no_token(
+    seed, draft, block_size, spare_blocks, overlap, preemption, count
+):
+    rng = random.Random(seed)
+    requests = draw_requests(rng, count, VOCAB, Lengths())
+
+    def make(**options):
+        if options.pop("speculate", ""):
+            return drafting_model("dense", draft, **options)
+        return make_engine(DECODERS["dense"], **{"blocks": 64, **options})
+
+    check(
+        make,
+        rng,
+        requests,
+        Way(block_size, spare_blocks, 64, True, overlap, preemption, speculate=True),
+        1e-9,
+    )
 
 
 def test_a_stop_token_among_accepted_tokens_ends_the_answer_there():

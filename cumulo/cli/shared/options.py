@@ -50,9 +50,10 @@ class EngineOptions:
     )
     kv_dtype: str | None = option("fp8: store the KV cache in 8 bits (GPU only).", None)
     speculate: str | None = option(
-        "Draft tokens and verify several in one step; answers stay the same. ngram: draft from repeated text.",
+        "Draft tokens and verify several in one step; answers stay the same. ngram: draft from repeated text; "
+        "MODEL: with a draft model of the same tokenizer; DIR: with an EAGLE-3 head.",
         None,
-        metavar="ngram",
+        metavar="ngram|MODEL|DIR",
     )
 
     tp: int | None = option(

@@ -75,6 +75,8 @@ class StepPlan:
     pool_rows: list[int] = field(default_factory=list)
     pool_starts: list[int] = field(default_factory=list)
     drafts: list[Draft] = field(default_factory=list)  # speculation: rows that draw up to 1 + drafts tokens
+    # (draw, count): the runner's draft model proposes so many tokens behind what is drawn
+    proposals: list[tuple[int, int]] = field(default_factory=list)
     sends: list[Send] = field(default_factory=list)  # rows whose KV goes to other engines; nothing is drawn
 
     @property
@@ -110,6 +112,8 @@ class StepResult:
     # speculation: by draw index, the drafted tokens that were accepted, before the one in `tokens`
     accepted: dict[int, list[int]] = field(default_factory=dict)
     accepted_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+    proposed: dict[int, list[int]] = field(default_factory=dict)  # by draw index: a draft model's tokens behind it
+    proposing_s: float = 0.0  # of the step's time
     started_s: float = 0.0  # time.perf_counter() when the runner began and finished
     finished_s: float = 0.0
 

@@ -46,7 +46,7 @@ class Scheduler:
         )
         self.requests, self.closed, self.running = books.requests, books.closed, books.running
         self.transfers, self.pace = books.transfers, DecodePace(config.shared_step_s)
-        self.speculation = Speculation() if config.speculate else None
+        self.speculation = Speculation(config.speculate == "model") if config.speculate else None
         self._arrivals = 0
 
     @property
@@ -181,7 +181,7 @@ class Scheduler:
         if newcomer is not None and newcomer.to_compute:
             self._plan_chunk(newcomer, min(newcomer.to_compute, budget), False, plan, rows, draws, now_s)
         if self.speculation is not None:
-            self.speculation.extend(plan, rows, self.residency, budget, now_s)
+            self.speculation.extend(plan, rows, draws, self.residency, budget, now_s)
         self.residency.plan_complete()
         if not rows:
             books.next_plan = plan  # nothing to run: what changed becomes the beginning of the next plan
@@ -336,22 +336,26 @@ class Scheduler:
         return 2 * expected_s <= self.config.shared_step_s
 
     # -- results ------------------------------------------------------------------------------------------
-    def observe(self, plan: StepPlan, seconds: float, now_s: float) -> None:
-        """How long a step took, whose result is here now: later ones are planned by it."""
+    def observe(self, plan: StepPlan, seconds: float, now_s: float, proposing_s: float = 0.0) -> None:
+        """How long a step took, whose result is here now: later ones are planned by it. `proposing_s`: of that, the
+        draft model's part."""
         if self.books.promises is not None:
             self.books.promises.observe(plan, self.books.in_flight[plan.index].draws, now_s)
         self.residency.played(plan.index)
         rows, tokens = len(plan.slots), plan.tokens
         self.costs.observe_compute(tokens, rows, seconds)
         if self.speculation is not None:
-            self.speculation.cost.observe(tokens, seconds)
+            self.speculation.observe(tokens, seconds, sum(n for _, n in plan.proposals), proposing_s)
         if tokens and seconds > 0:
             self.pace.observe(rows, tokens, seconds)
 
     def apply(self, plan: StepPlan, result: StepResult, now_s: float) -> list[Sequence]:
         """Take a step's tokens in; returns the sequences that gained one (beams excepted), or as many as
         `books.gained` says."""
-        advanced = enter_result(self.books, self.books.in_flight.pop(plan.index), plan, result, now_s)
+        flight = self.books.in_flight.pop(plan.index)
+        advanced = enter_result(self.books, flight, plan, result, now_s)
+        if self.speculation is not None and result.proposed:
+            self.speculation.take_proposals(flight.draws, result.proposed)
         handover.issue_fetches(self.books, now_s)
         return advanced
 

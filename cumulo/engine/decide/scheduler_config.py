@@ -23,7 +23,7 @@ class SchedulerConfig:
     disk: bool = False  # from where they are written to files, and read
     priority_step_s: float = 30.0
     shared_step_s: float = 0.04
-    speculate: bool = False  # tokens are drafted by n-gram lookup and verified
+    speculate: Literal["", "ngram", "model"] = ""  # which drafts: by lookup, or of a model
     # Of a pipeline. A sequence whose next token is still being drawn would hold up all stages, so it waits, and a
     # step takes its share of those that do not.
     stages: int = 1
@@ -69,7 +69,7 @@ def scheduler_config(config: EngineConfig, memory: MemoryPlan) -> SchedulerConfi
         disk=bool(config.kv_disk),
         priority_step_s=config.priority_step_s,
         shared_step_s=config.shared_step_s,
-        speculate=bool(config.speculate),
+        speculate="" if not config.speculate else "ngram" if config.speculate == "ngram" else "model",
         stages=config.pp,
         homes=config.dp,
         slo=config.slo,

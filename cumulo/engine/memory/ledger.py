@@ -95,6 +95,15 @@ class Ledger:
 
 
 @dataclass(frozen=True, slots=True)
+class DraftNeeds:
+    """What speculation by a model or head takes."""
+
+    name: str
+    weight_bytes: int
+    bytes_per_token: int  # of its own KV cache, and of the hidden states a head reads
+
+
+@dataclass(frozen=True, slots=True)
 class MemoryPlan:
     kv_blocks: int
     host_blocks: int  # of the swap pool
@@ -109,7 +118,13 @@ class MemoryPlan:
 
 
 def plan_memory(
-    spec: ModelSpec, weight_bytes: int, config: EngineConfig, available_bytes: int, *, loading_bytes: int = 0
+    spec: ModelSpec,
+    weight_bytes: int,
+    config: EngineConfig,
+    available_bytes: int,
+    *,
+    loading_bytes: int = 0,
+    draft: DraftNeeds | None = None,
 ) -> MemoryPlan:
     """Predict every row, choose what the configuration leaves open, or raise OutOfMemory.
 
@@ -119,7 +134,7 @@ def plan_memory(
     (the model's own may be 131,072) becomes what the cache holds; the plan and the ledger say so.
     """
     config = config.settled("cuda" if config.device.startswith("cuda") else "cpu")
-    needs = Needs(spec, weight_bytes, config)
+    needs = Needs(spec, weight_bytes, config, draft)
     on_gpu = config.device == "cuda"
     usable = int(available_bytes * (1 - (_GPU_SHARE_LEFT_FREE if on_gpu else _SHARE_LEFT_FREE)))
     if config.max_context is not None and config.max_context > spec.max_context:
@@ -197,6 +212,7 @@ class Needs:
     spec: ModelSpec
     weight_bytes: int
     config: EngineConfig
+    draft: DraftNeeds | None = None
 
     @property
     def element_bytes(self) -> int:
@@ -259,6 +275,10 @@ class Needs:
             kv_blocks * self.block_bytes,
             f"{kv_blocks:,} blocks of {config.block_size} tokens, {why}",
         )
+        if self.draft is not None:
+            yield row("draft model", self.draft.weight_bytes, f"{self.draft.name}, which drafts for speculation")
+            kept = kv_blocks * config.block_size * self.draft.bytes_per_token
+            yield row("draft kv cache", kept, "for the same blocks, committed as they are used")
         if config.max_loras:
             room = served_elements(spec, config.max_lora_rank) * element
             yield row("adapters", config.max_loras * room, self._adapters_in_words())

@@ -18,6 +18,7 @@ from cumulo.base.machine_memory import PeakMemory
 from cumulo.engine.decide.params import SamplingParams
 from cumulo.engine.decide.plan import NewSlot, Send, StepPlan, StepResult, TokenLogprobs
 from cumulo.engine.guides.guided import Guidance
+from cumulo.engine.play.drafter import Drafter
 from cumulo.engine.play.rank_play import RankPlay
 from cumulo.engine.play.slot_table import SlotTable, StepRows
 from cumulo.engine.play.verify import StepDraws, draws_of, take_accepted, write_drafts
@@ -48,11 +49,12 @@ class TorchRunner:
         sampler: Sampler | None = None,
         rank: RankPlay | None = None,
         bank: AdapterBank | None = None,
+        drafter: Drafter | None = None,
     ) -> None:
         """`rank`, and a sampler to go with it: this runner is one of several that play every plan together."""
         self.model, self.cache = model, cache
         self.sampler: Sampler = sampler or WholeSampler()
-        self.rank = rank
+        self.rank, self.drafter = rank, drafter
         self.device = cache.key_storage.device
         self.table = SlotTable(max_slots, max_context, cache.block_size, eos_token_ids, guidance)
         self.host_cache = (
@@ -104,6 +106,8 @@ class TorchRunner:
         if self.device.type != "cpu":  # tables and swap pool are the host's, the ledger is the device's
             return held
         held["token tables"] = self.table.nbytes
+        if self.drafter is not None:
+            held |= self.drafter.memory_bytes()
         if self.host_cache is not None:
             of_tier = self.tier_blocks * self.host_cache.nbytes // self.host_cache.blocks
             named = {"host tier": of_tier, "swap pool": self.host_cache.nbytes - of_tier}
@@ -164,6 +168,8 @@ class TorchRunner:
         self._move_blocks(plan)
         self.table.apply(plan)
         self.cache.copy_blocks(plan.copies)
+        if self.drafter is not None:
+            self.drafter.change(plan)
         result = self._compute(plan) if plan.slots else StepResult(tokens=[])
         result.started_s, result.finished_s = started_s, time.perf_counter()
         return result
@@ -214,6 +220,11 @@ class TorchRunner:
         if len(draws.slots):
             logits = self.model.logits(output[: len(last_tokens)])
             self._draw(plan, draws, logits, logit_row_of_draw, result)
+        if plan.proposals and self.drafter is not None:
+            began_s = time.perf_counter()
+            behind = [(draw, plan.draw_slots[draw], count) for draw, count in plan.proposals]
+            result.proposed = self.drafter.propose(behind, self.table)
+            result.proposing_s = time.perf_counter() - began_s
         return result
 
     @contextmanager

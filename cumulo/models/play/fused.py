@@ -7,16 +7,20 @@ thread start between layers. Same interface as `Decoder`: `forward` gives hidden
 logits of them.
 """
 
+import ctypes
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
 from cumulo.kernels.cpu import library as native_library
 from cumulo.kernels.cpu.float_linear import float_linear
-from cumulo.kernels.cpu.library import GroupsStruct, StepStruct
+from cumulo.kernels.cpu.library import GroupsStruct, OpStruct, StepStruct
 from cumulo.kernels.cpu.packed_linear import PackedWeight
 from cumulo.kernels.low_rank import AdapterGroups
 from cumulo.models.batch import ForwardBatch, KVCache
 from cumulo.models.decoder import Decoder
+from cumulo.models.heads.tap import StreamTap
 from cumulo.models.linear import Linear
 from cumulo.models.play.fused_program import FusedProgram, OpList, StepBuffers
 from cumulo.models.play.rank_decoder import embed_slice
@@ -39,6 +43,7 @@ class FusedDecoder:
         assert decoder.rotary.table is not None
         self.cosine, self.sine = (table.contiguous() for table in decoder.rotary.table)
         self.links = links
+        self.tap: StreamTap | None = None  # of a draft head
         self._program: FusedProgram | None = None
 
     @property
@@ -85,6 +90,8 @@ class FusedDecoder:
             step.output_groups = _groups(batch.adapters.outputs)
         if links is not None:
             self._play_with_others(program.buffers, operations, step, batch, links)
+        elif self.tap is not None:
+            self._play_tapped(program.buffers, operations, step, batch.slots, self.tap)
         elif cache.on_layer is None:
             self.library.play(operations.ops, step)
         else:
@@ -93,6 +100,18 @@ class FusedDecoder:
                 if layer < self.spec.layers:
                     cache.on_layer(layer)
         return hidden
+
+    def _play_tapped(
+        self, buffers: StepBuffers, operations: OpList, step: StepStruct, slots: Tensor, tap: StreamTap
+    ) -> None:
+        bounds = [0, *(sum(map(len, operations.parts[:layer])) for layer in tap.layers), len(operations.ops)]
+        for (first, end), layer in zip(pairwise(bounds), (*tap.layers, None), strict=True):
+            if end > first:
+                array = OpStruct * (end - first)
+                ops = array.from_buffer(operations.ops, first * ctypes.sizeof(OpStruct))
+                self.library.play(ops, step)
+            if layer is not None:
+                tap.take(layer, buffers.hidden.values[: step.tokens], slots)
 
     def _play_with_others(
         self,

@@ -7,6 +7,8 @@ first, and the place with the longest common past wins. While the text goes on a
 from array import array
 from collections.abc import Sequence as ListLike
 
+from cumulo.engine.decide.speculation.choose import MOST_DRAFTED
+
 _TRIED = 8  # earlier places that are compared
 _LONGEST = 16  # tokens of common past that are counted
 
@@ -68,6 +70,11 @@ class NgramDraft:
     @property
     def expects(self) -> bool:
         return self._at >= 0
+
+    @property
+    def length(self) -> int:
+        """Tokens that can be taken: as many as one likes."""
+        return MOST_DRAFTED if self._at >= 0 else 0
 
     def take(self, tokens: ListLike[int], count: int) -> list[int]:
         """The next `count` tokens, if the text repeats itself; beyond its own end it repeats what it repeats."""

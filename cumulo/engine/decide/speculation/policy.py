@@ -2,34 +2,43 @@
 scheduler, which asks it once a plan's rows are settled.
 
 A draft continues tokens that are known, so a sequence whose token is still being drawn cannot have one: planning
-ahead and drafting exclude each other. What drafts would have been right is followed for every sequence all the same
-(it takes no model), so planning ahead stops when drafting is worth more than the host's time between steps.
+ahead and drafting exclude each other. Drafts by n-gram lookup take no model, so what they would have been is noted
+for every sequence all the same, and planning ahead stops when drafting is worth more than the host's time between
+steps. Drafts of a model or a head are asked for in a plan (`StepPlan.proposals`) and come with its result.
 
 A drafted token is accepted if it is the token that is drawn at its place, with the random number of that place. So
 tokens are those of a run without drafts, each of them, sampled or greedy.
 """
 
 from cumulo.engine.decide.plan import Draft, StepPlan
-from cumulo.engine.decide.request import Sequence
+from cumulo.engine.decide.request import Sequence, State
 from cumulo.engine.decide.residency import Residency
 from cumulo.engine.decide.speculation.acceptance import Acceptance, class_of
-from cumulo.engine.decide.speculation.choose import MOST_DRAFTED, Offer, choose
+from cumulo.engine.decide.speculation.choose import MOST_DRAFTED, DraftChoice, Offer, choose
 from cumulo.engine.decide.speculation.learnt_cost import LearntCost
 from cumulo.engine.decide.speculation.ngram import NgramDraft
+from cumulo.engine.decide.speculation.proposed import ProposedDraft
 
 _LEAST_GAIN = 1.03  # from which waiting for the tokens is worth the host's time between two steps
 _NEWS = 0.15
+_TRY_AGAIN = 128  # tokens without a model's draft, after which one is tried again
+_HOPE = 0.7  # how right it is then hoped to be
 
 
 class Drafting:
     """What is known of one sequence's drafts."""
 
-    __slots__ = ("acceptance", "draft", "worth")
+    __slots__ = ("acceptance", "draft", "idle_tokens", "worth")
 
-    def __init__(self, everybody: Acceptance) -> None:
-        self.draft = NgramDraft()
+    def __init__(self, everybody: Acceptance, draft: NgramDraft | ProposedDraft) -> None:
+        self.draft = draft
         self.acceptance = Acceptance(everybody)
         self.worth = 0.0  # how often the next token was expected, and came
+        self.idle_tokens = 0  # since a model's draft was last verified
+
+    @property
+    def rate(self) -> float:
+        return self.acceptance.rate(class_of(self.draft.matched))
 
     def follow(self, sequence: Sequence) -> None:
         """Take note of the tokens that came since."""
@@ -44,6 +53,7 @@ class Drafting:
             came = known - draft.size
             expected = False
         hits, misses = draft.advance(tokens, known)
+        self.idle_tokens = 0 if expected else self.idle_tokens + came
         if expected:
             self.acceptance.observe(kind, hits, misses)
         for index in range(came):
@@ -51,37 +61,66 @@ class Drafting:
 
 
 class Speculation:
-    def __init__(self) -> None:
+    def __init__(self, by_model: bool = False) -> None:
+        """`by_model`: drafts come from the runner, which has a model for them."""
+        self.by_model = by_model
         self.cost = LearntCost()
+        self.proposal_s = 0.0  # for one token that a model proposes; measured
         self.everybody = Acceptance()
         self.fixed_count: int | None = None  # drafts of every row, for measurements; None: as many as pay
 
     def _follow(self, sequence: Sequence) -> Drafting:
         drafting: Drafting | None = sequence.drafting
         if drafting is None:
-            drafting = sequence.drafting = Drafting(self.everybody)
+            draft = ProposedDraft() if self.by_model else NgramDraft()
+            drafting = sequence.drafting = Drafting(self.everybody, draft)
         drafting.follow(sequence)
         return drafting
 
+    def observe(self, tokens: int, seconds: float, proposed: int, proposing_s: float) -> None:
+        """A step of so many tokens took `seconds`, of which proposing took `proposing_s`."""
+        self.cost.observe(tokens, seconds - proposing_s)
+        if proposed and proposing_s > 0:
+            measured = proposing_s / proposed
+            self.proposal_s += (_NEWS if self.proposal_s else 1.0) * (measured - self.proposal_s)
+
+    # -- whether tokens must be known -------------------------------------------------------------------------
     def waits(self, rows: list[Sequence]) -> bool:
         """Whether the next step is to be planned only when the tokens of these rows, in flight, are known."""
         if not self.cost.known:
-            return False
-        offers = [
-            Offer(MOST_DRAFTED, self._follow(sequence).worth)
-            for sequence in rows
-            if sequence.request.beam is None and sequence.computed >= sequence.prompt_length
-        ]
-        fixed_s, token_s = self.cost.line
-        found = choose(offers, len(rows), len(rows), fixed_s, token_s, len(offers) * MOST_DRAFTED)
-        return found.gain >= _LEAST_GAIN
+            return self.by_model
+        return self._prospects(rows).gain >= _LEAST_GAIN
 
+    def _prospects(self, rows: list[Sequence]) -> DraftChoice:
+        """How many tokens are worth drafting for each of these rows, by what is known of them."""
+        offers = [Offer(MOST_DRAFTED, self._prospect(sequence)) for sequence in rows]
+        fixed_s, token_s = self.cost.line
+        budget = len(offers) * MOST_DRAFTED
+        return choose(offers, len(rows), len(rows), fixed_s, token_s + self.proposal_s, budget)
+
+    def _prospect(self, sequence: Sequence) -> float:
+        if sequence.request.beam is not None:
+            return 0.0
+        drafting = self._follow(sequence)
+        if not self.by_model:
+            return drafting.worth
+        # Drafts of a model that are not made are not judged either: after a while it is given another chance.
+        return drafting.rate if drafting.idle_tokens < _TRY_AGAIN else max(drafting.rate, _HOPE)
+
+    # -- planning ---------------------------------------------------------------------------------------------
     def extend(
+        self, plan: StepPlan, rows: list[Sequence], draws: list[Sequence], residency: Residency, budget: int,
+        now_s: float,
+    ) -> None:  # fmt: skip
+        """Add drafts to the plan's rows of one token that is known. Never takes a block from anybody."""
+        if self.cost.known and budget > 0:
+            self._verify(plan, rows, residency, budget, now_s)
+        if self.by_model and draws:
+            self._ask(plan, draws, residency)
+
+    def _verify(
         self, plan: StepPlan, rows: list[Sequence], residency: Residency, budget: int, now_s: float
     ) -> None:
-        """Add drafts to the plan's rows of one token that is known. Never takes a block from anybody."""
-        if not self.cost.known or budget <= 0:
-            return
         fixed_s, token_s = self.cost.line
         members: list[int] = []
         offers: list[Offer] = []
@@ -94,15 +133,14 @@ class Speculation:
             if sequence.request.beam is not None:
                 continue
             drafting = self._follow(sequence)
-            length = min(MOST_DRAFTED, sequence.limit - known - 1)
-            if length > 0 and drafting.draft.expects:
+            length = min(drafting.draft.length, sequence.limit - known - 1)
+            if length > 0:
                 members.append(row)
-                offers.append(Offer(length, drafting.acceptance.rate(class_of(drafting.draft.matched))))
+                offers.append(Offer(length, drafting.rate))
         if not members:
             return
-        draws = len(plan.draw_slots)
         if self.fixed_count is None:
-            counts = choose(offers, draws, plan.tokens, fixed_s, token_s, budget).counts
+            counts = choose(offers, len(plan.draw_slots), plan.tokens, fixed_s, token_s, budget).counts
         else:
             counts = [min(self.fixed_count, offer.length, budget // len(offers)) for offer in offers]
         for row, offer, count in zip(members, offers, counts, strict=True):
@@ -110,15 +148,44 @@ class Speculation:
             if count > 0:
                 self._add(plan, rows[row], row, count, offer.rate, now_s)
 
-    def _add(
-        self, plan: StepPlan, sequence: Sequence, row: int, count: int, rate: float, now_s: float
-    ) -> None:
-        assert sequence.drafting is not None
-        tokens = sequence.drafting.draft.take(sequence.tokens, count)
-        plan.drafts.append(Draft(row, tokens))
+    @staticmethod
+    def _add(plan: StepPlan, sequence: Sequence, row: int, count: int, rate: float, now_s: float) -> None:
+        plan.drafts.append(Draft(row, sequence.drafting.draft.take(sequence.tokens, count)))
         plan.counts[row] += count
         sequence.computed += count
         story = sequence.request.story
         if not story.drafted_tokens:
             story.add(now_s, "drafting", step=plan.index, count=count, rate=f"{rate:.0%}")
         story.drafted_tokens += count
+
+    def _ask(self, plan: StepPlan, draws: list[Sequence], residency: Residency) -> None:
+        """Ask for drafts behind the tokens that this plan draws, for whom they are worth it."""
+        if self.fixed_count is not None:
+            counts = [self.fixed_count] * len(draws)
+        elif self.cost.known:
+            counts = self._prospects(draws).counts
+        else:
+            counts = [1] * len(draws)
+        for draw, (sequence, count) in enumerate(zip(draws, counts, strict=True)):
+            row = plan.draw_rows[draw]
+            end = plan.starts[row] + plan.counts[row]
+            count = min(count, sequence.limit - end - 2)
+            if (
+                count <= 0
+                or sequence.request.beam is not None
+                or sequence.shares_tail
+                or sequence.pending > 1
+            ):
+                continue
+            # Of the tokens drafted now, all or none may be accepted: room for the drafts behind all of them.
+            residency.room_ahead(sequence, end - 1, count + 1, len(draws), plan)
+            plan.proposals.append((draw, count))
+
+    def take_proposals(self, draws: list[Sequence], proposed: dict[int, list[int]]) -> None:
+        """What the runner's model expects behind the tokens that were just entered."""
+        for draw, tokens in proposed.items():
+            sequence = draws[draw]
+            if sequence.state == State.RUNNING:
+                drafting = self._follow(sequence)
+                assert isinstance(drafting.draft, ProposedDraft)
+                drafting.draft.propose(tokens)

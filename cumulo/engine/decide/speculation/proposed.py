@@ -1,0 +1,39 @@
+"""ProposedDraft: tokens that a draft model or a head proposed to follow the known ones, until more are known."""
+
+from collections.abc import Sequence as ListLike
+
+
+class ProposedDraft:
+    """Of one sequence; the same calls as NgramDraft's."""
+
+    __slots__ = ("_tokens", "matched", "size")
+
+    def __init__(self) -> None:
+        self._tokens: list[int] = []
+        self.size = 0  # tokens entered
+        self.matched = 1 << 30  # of the class of model drafts
+
+    def propose(self, tokens: list[int]) -> None:
+        """They follow the tokens entered so far."""
+        self._tokens = tokens
+
+    def advance(self, tokens: ListLike[int], to: int) -> tuple[int, int]:
+        """Enter the tokens up to position `to`; of those that were proposed, how many came and how many did not."""
+        hits = 0
+        came, proposed = to - self.size, self._tokens
+        while hits < min(came, len(proposed)) and tokens[self.size + hits] == proposed[hits]:
+            hits += 1
+        missed = hits < min(came, len(proposed))
+        self.size, self._tokens = to, []
+        return hits, int(missed)
+
+    @property
+    def expects(self) -> bool:
+        return bool(self._tokens)
+
+    @property
+    def length(self) -> int:
+        return len(self._tokens)
+
+    def take(self, tokens: ListLike[int], count: int) -> list[int]:
+        return self._tokens[:count]

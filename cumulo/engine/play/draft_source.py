@@ -1,0 +1,110 @@
+"""What drafts besides n-gram lookup: a draft model or an Eagle head, loaded from what `speculate` names. Called by
+the assembly, before memory is planned (sizes) and after the engine's runner is made (the drafter).
+"""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from cumulo.engine.config import EngineConfig
+from cumulo.engine.decide.plan import Runner
+from cumulo.engine.memory.ledger import DraftNeeds
+from cumulo.engine.play.drafter import Drafter, DraftModel, WholeDraftModel
+from cumulo.engine.play.runner_torch import TorchRunner
+from cumulo.errors import ConfigError
+from cumulo.models.batch import KVCache
+from cumulo.models.decoder import Decoder
+from cumulo.models.files.load import LoadedModel, load_model
+from cumulo.models.heads.eagle import EagleDraft, EagleHead
+from cumulo.models.heads.files import is_eagle_folder, load_eagle
+from cumulo.models.heads.tap import StreamTap, eagle_layers
+from cumulo.models.play.fused import FusedDecoder, why_not
+from cumulo.models.text.tokenizer import Tokenizer
+from cumulo.spec.model import ModelSpec
+
+
+@dataclass(frozen=True, slots=True)
+class DraftSource:
+    name: str
+    served: ModelSpec
+    model: LoadedModel | None = None
+    head: EagleHead | None = None
+
+    @property
+    def spec(self) -> ModelSpec:
+        """Whose keys and values a drafter keeps."""
+        if self.head is not None:
+            return self.head.spec
+        assert self.model is not None
+        return self.model.spec
+
+    @property
+    def weight_bytes(self) -> int:
+        if self.head is not None:
+            return self.head.weight_bytes
+        assert self.model is not None
+        return self.model.decoder.weight_bytes
+
+    def needs(self, element_bytes: int) -> DraftNeeds:
+        tapped = len(eagle_layers(self.served.layers)) * self.served.hidden if self.head is not None else 0
+        per_token = self.spec.kv_bytes_per_token(element_bytes) + tapped * element_bytes
+        return DraftNeeds(self.name, self.weight_bytes, per_token)
+
+
+def load_draft(
+    config: EngineConfig, served: ModelSpec, dtype: torch.dtype, keep_quantised: bool
+) -> DraftSource | None:
+    """None where nothing or n-gram lookup drafts."""
+    if config.speculate in ("", "ngram"):
+        return None
+    if config.device != "cpu":
+        raise ConfigError(
+            "a draft model or head runs on the CPU engine so far: omit speculate, or choose device=cpu"
+        )
+    path = Path(config.speculate)
+    if is_eagle_folder(path):
+        return DraftSource(path.name, served, head=load_eagle(path, served, pack=dtype == torch.float32))
+    model = load_model(config.speculate, dtype=dtype, keep_quantised=keep_quantised)
+    return DraftSource(model.name, served, model=model)
+
+
+def check_tokenizer(source: DraftSource, tokenizer: Tokenizer | None) -> None:
+    """A draft model must mean the same by every token."""
+    if source.model is None or tokenizer is None or source.model.tokenizer is None:
+        return
+    own, theirs = source.served.vocab_size, source.model.spec.vocab_size
+    shared = min(own, theirs)
+    for token in range(shared):
+        here, there = tokenizer.token_bytes(token), source.model.tokenizer.token_bytes(token)
+        if here != there:
+            raise ConfigError(
+                f"speculate={source.name} cannot draft for this model: token {token} is {there!r} there and "
+                f"{here!r} here; choose a draft model with the same tokenizer"
+            )
+
+
+def attach_draft(source: DraftSource, runner: Runner, decoder: Decoder) -> None:
+    """Give the runner a drafter, whose cache has as many blocks as the runner's."""
+    assert isinstance(runner, TorchRunner)  # load_draft refuses others
+    cache, dtype = runner.cache, decoder.dtype
+    context = runner.table.max_context
+    spec = replace(source.spec, max_context=max(context, source.spec.max_context))
+    own = KVCache(spec, cache.blocks, cache.block_size, dtype)
+    model: DraftModel
+    tap: StreamTap | None = None
+    if source.head is not None:
+        source.head.rotary.serve(context)
+        slots = cache.blocks * cache.block_size
+        tap = StreamTap(eagle_layers(source.served.layers), slots, source.served.hidden, dtype, runner.device)
+        assert isinstance(runner.model, (Decoder, FusedDecoder))
+        runner.model.tap = tap
+        model = EagleDraft(source.head, decoder.embed.rows, tap.at)
+    else:
+        assert source.model is not None
+        drafting = source.model.decoder
+        drafting.rotary.serve(min(context, drafting.spec.max_context))
+        plays = drafting if why_not(drafting) else FusedDecoder(drafting)
+        model = WholeDraftModel(plays, source.served.vocab_size)
+    limit = context if source.head is not None else min(context, source.spec.max_context)
+    runner.drafter = Drafter(model, own, len(runner.table.lengths), limit, tap)

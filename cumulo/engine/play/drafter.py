@@ -1,0 +1,146 @@
+"""Drafter: a small model that proposes what may come next. Owned by a runner, asked after it has drawn.
+
+Its keys and values lie in a cache of its own under the same block tables, so that what a plan shares, copies or
+frees is right for both. It computes a token when it is asked to continue behind it, not before: sequences for which
+nothing is drafted cost nothing. What it holds never shows in a result: a wrong proposal is only not accepted.
+"""
+
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from cumulo.engine.decide.plan import StepPlan
+from cumulo.engine.play.slot_table import SlotTable, StepRows
+from cumulo.models.batch import ForwardBatch, KVCache, RunnableModel
+from cumulo.models.heads.tap import StreamTap
+
+_MOST_TOKENS = 512  # of prompts that are computed before one step's first proposals
+
+
+class DraftModel(Protocol):
+    """What proposes: a whole decoder, or a head on the hidden states of the one that is served."""
+
+    # 0: the token of a place is its input. 1: the token after it is, next to the hidden state of the place.
+    shift: int
+
+    @property
+    def weight_bytes(self) -> int: ...
+
+    def follow(self, batch: ForwardBatch, cache: KVCache, previous: Tensor | None) -> Tensor:
+        """Compute the tokens and return the hidden states of `batch.logit_rows`. `previous`: those returned for the
+        places before, where these tokens are proposals themselves."""
+        ...
+
+    def likeliest(self, hidden: Tensor) -> NDArray[np.int64]:
+        """The most likely next token of each row."""
+        ...
+
+
+class Drafter:
+    def __init__(
+        self, model: DraftModel, cache: KVCache, max_slots: int, limit: int, tap: StreamTap | None = None
+    ) -> None:
+        """`limit`: places that the model was made for. `tap`: what a head sees of the served model."""
+        self.model, self.cache, self.limit, self.tap = model, cache, limit, tap
+        self._followed = np.zeros(max_slots, dtype=np.int64)  # places whose keys and values are in the cache
+
+    def memory_bytes(self) -> dict[str, int]:
+        held = self.cache.nbytes + (0 if self.tap is None else self.tap.nbytes)
+        return {"draft model": self.model.weight_bytes, "draft kv cache": held}
+
+    def change(self, plan: StepPlan) -> None:
+        for new in plan.begin:
+            self._followed[new.slot] = 0
+        self.cache.copy_blocks(plan.copies)
+        if self.tap is not None:
+            self.tap.copy_blocks(plan.copies, self.cache.block_size)
+
+    def propose(self, wanted: list[tuple[int, int, int]], table: SlotTable) -> dict[int, list[int]]:
+        """`wanted`: draw, slot and how many tokens. By draw, tokens proposed behind the slot's known ones: fewer
+        where there is no room, none while its prompt is not computed."""
+        draws, slots, counts = (np.array(column, dtype=np.int64) for column in zip(*wanted, strict=True))
+        ends = table.lengths[slots] - self.model.shift  # places that the known tokens make
+        room = np.minimum(table.block_counts[slots] * table.block_size, self.limit)
+        keep = (ends > self._followed[slots]) & (ends <= room)
+        draws, slots, ends = draws[keep], slots[keep], ends[keep]
+        counts = np.minimum(counts[keep], room[keep] - ends + 1)
+        # Long prompts in pieces: who is not complete in this step proposes in a later one.
+        needed = ends - self._followed[slots]
+        given = np.clip(_MOST_TOKENS - (np.cumsum(needed) - needed), 0, needed)
+        if not given.any():
+            return {}
+        begun, complete = given > 0, given == needed
+        rows = _rows(slots[begun], self._followed[slots[begun]], given[begun])
+        last = rows.query_starts[1:] - 1
+        hidden = self.model.follow(self._batch(rows, last[complete[begun]], table), self.cache, None)
+        self._followed[slots] += given
+        return self._continue(
+            draws[complete], slots[complete], ends[complete], counts[complete], hidden, table
+        )
+
+    def _continue(
+        self,
+        draws: NDArray[np.int64],
+        slots: NDArray[np.int64],
+        ends: NDArray[np.int64],
+        counts: NDArray[np.int64],
+        hidden: Tensor,
+        table: SlotTable,
+    ) -> dict[int, list[int]]:
+        """Token after token, each proposed behind the one before, as long as somebody wants more."""
+        proposed: dict[int, list[int]] = {draw: [] for draw in draws.tolist()}
+        place = 0
+        while len(slots):
+            tokens = self.model.likeliest(hidden)
+            for draw, token in zip(draws.tolist(), tokens.tolist(), strict=True):
+                proposed[draw].append(token)
+            place += 1
+            more = counts > place
+            if not more.any():
+                break
+            draws, slots, ends, counts = draws[more], slots[more], ends[more], counts[more]
+            # Behind the known tokens, where whatever is drawn will overwrite them.
+            table.tokens[slots, ends + self.model.shift + place - 1] = tokens[more]
+            rows = _rows(slots, ends + place - 1, np.ones(len(slots), dtype=np.int64))
+            kept = hidden[torch.from_numpy(np.flatnonzero(more))]
+            hidden = self.model.follow(self._batch(rows, np.arange(len(slots)), table), self.cache, kept)
+        return proposed
+
+    def _batch(self, rows: StepRows, wanted: NDArray[np.int64], table: SlotTable) -> ForwardBatch:
+        batch = table.forward_batch(rows, wanted)
+        batch.adapters = None  # of the model that is served
+        if self.model.shift:
+            places = batch.positions.numpy() + self.model.shift
+            slots = np.repeat(rows.slots, rows.counts)
+            batch.token_ids = torch.from_numpy(table.tokens[slots, places].astype(np.int64))
+        return batch
+
+
+def _rows(slots: NDArray[np.int64], starts: NDArray[np.int64], counts: NDArray[np.int64]) -> StepRows:
+    query_starts = np.zeros(len(slots) + 1, dtype=np.int64)
+    np.cumsum(counts, out=query_starts[1:])
+    return StepRows(slots, starts, counts, query_starts)
+
+
+class WholeDraftModel:
+    """A decoder of the same vocabulary."""
+
+    shift = 0
+
+    def __init__(self, model: RunnableModel, vocabulary: int) -> None:
+        self._model, self._vocabulary = model, vocabulary
+
+    @property
+    def weight_bytes(self) -> int:
+        return self._model.weight_bytes
+
+    def follow(self, batch: ForwardBatch, cache: KVCache, previous: Tensor | None) -> Tensor:
+        return self._model.forward(batch, cache)
+
+    def likeliest(self, hidden: Tensor) -> NDArray[np.int64]:
+        logits = self._model.logits(hidden)[:, : self._vocabulary]
+        tokens: NDArray[np.int64] = logits.numpy().argmax(axis=-1)
+        return tokens

@@ -1,0 +1,103 @@
+"""EagleHead: one decoder layer that drafts from hidden states of the served model (EAGLE-3, Li et al. 2025).
+
+At a place it sees the served model's stream there, taken at three layers, next to the embedding of the token that
+was drawn behind it, and says which token comes after that. Behind its own proposals it takes its own output in
+place of the stream. It knows only the most frequent tokens, so that its last matrix is small.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from cumulo.kernels.cpu.paged_attention import paged_attention
+from cumulo.models.batch import ForwardBatch, KVCache
+from cumulo.models.linear import Linear, RMSNorm
+from cumulo.models.moe import FeedForward
+from cumulo.models.rope import RotaryTable
+from cumulo.spec.model import ModelSpec
+
+
+class EagleHead(nn.Module):
+    __call__: Callable[..., Tensor]
+
+    def __init__(
+        self, spec: ModelSpec, features: int, draft_vocabulary: int, *, dtype: torch.dtype = torch.float32
+    ) -> None:
+        """`spec`: of the head, with one layer; `features`: numbers of the served model's stream at a place."""
+        super().__init__()
+        self.spec, self.dtype, hidden = spec, dtype, spec.hidden
+        width = spec.heads * spec.head_dim
+        rows = width + 2 * spec.kv_heads * spec.head_dim
+        self.fc = Linear(features, hidden, dtype=dtype, device="cpu")
+        self.token_norm = RMSNorm(hidden, spec.norm_eps, dtype=dtype, device="cpu")
+        self.stream_norm = RMSNorm(hidden, spec.norm_eps, dtype=dtype, device="cpu")
+        self.qkv = Linear(2 * hidden, rows, dtype=dtype, device="cpu")
+        self.output = Linear(width, hidden, dtype=dtype, device="cpu")
+        self.ffn_norm = RMSNorm(hidden, spec.norm_eps, dtype=dtype, device="cpu")
+        self.ffn = FeedForward(spec, spec.ffn_hidden, dtype=dtype, device="cpu")
+        self.final_norm = RMSNorm(hidden, spec.norm_eps, dtype=dtype, device="cpu")
+        self.head = Linear(hidden, draft_vocabulary, dtype=dtype, device="cpu")
+        self.rotary = RotaryTable(spec, dtype)
+        # By the head's own number of a token: the served model's.
+        self.token_of = torch.zeros(draft_vocabulary, dtype=torch.int64)
+
+    # -- serving ------------------------------------------------------------------------------------------
+    def forward(self, stream: Tensor, tokens: Tensor, batch: ForwardBatch, cache: KVCache) -> Tensor:
+        """The head's stream [R, hidden] at `batch.logit_rows`, from stream and embedded tokens [T, hidden]."""
+        query, key, value = self.heads(stream, tokens)
+        rotation = self.rotary.rotation_at(batch.positions)
+        cache.write(0, batch.slots, rotation.apply(key), value)
+        mixed = paged_attention(
+            rotation.apply(query), cache.keys[0], cache.values[0], batch, self.spec.head_dim**-0.5, None
+        )
+        wanted = batch.logit_rows
+        return self.rest(stream[wanted], mixed[wanted].flatten(1))
+
+    # -- the parts, which training uses too -------------------------------------------------------------------
+    def heads(self, stream: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Query, key and value [T, heads, head_dim], not rotated."""
+        spec = self.spec
+        both = torch.cat((self.token_norm(tokens), self.stream_norm(stream)), dim=-1)
+        states = self.qkv(both).view(*both.shape[:-1], -1, spec.head_dim)
+        query, key, value = states.split((spec.heads, spec.kv_heads, spec.kv_heads), dim=-2)
+        return query, key, value
+
+    def rest(self, stream: Tensor, mixed: Tensor) -> Tensor:
+        stream = stream + self.output(mixed)
+        return stream + self.ffn(self.ffn_norm(stream))
+
+    def logits(self, stream: Tensor) -> Tensor:
+        """Over the head's own tokens."""
+        return self.head(self.final_norm(stream))
+
+    @property
+    def weight_bytes(self) -> int:
+        packed = [module.packed for module in self.modules() if isinstance(module, Linear) and module.packed]
+        return sum(one.nbytes for one in self.parameters()) + sum(one.nbytes for one in packed)
+
+
+class EagleDraft:
+    """An EagleHead on a decoder whose stream is tapped: what a drafter plays."""
+
+    shift = 1
+
+    def __init__(
+        self, head: EagleHead, embed: Callable[[Tensor], Tensor], stream_at: Callable[[Tensor], Tensor]
+    ) -> None:
+        self._head, self._embed, self._stream_at = head, embed, stream_at
+
+    @property
+    def weight_bytes(self) -> int:
+        return self._head.weight_bytes
+
+    def follow(self, batch: ForwardBatch, cache: KVCache, previous: Tensor | None) -> Tensor:
+        stream = self._head.fc(self._stream_at(batch.slots)) if previous is None else previous
+        return self._head(stream, self._embed(batch.token_ids), batch, cache)
+
+    def likeliest(self, hidden: Tensor) -> NDArray[np.int64]:
+        chosen = self._head.logits(hidden).numpy().argmax(axis=-1)
+        tokens: NDArray[np.int64] = self._head.token_of.numpy()[chosen]
+        return tokens
