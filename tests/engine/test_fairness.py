@@ -26,7 +26,9 @@ def make(**options: object) -> Scheduler:
     defaults: dict[str, object] = dict(
         blocks=400, block_size=4, max_context=200, max_running=4, max_tokens_per_step=16, prefix_cache=False
     )
-    return Scheduler(SchedulerConfig(**{**defaults, **options}))  # type: ignore[arg-type]
+    scheduler = Scheduler(SchedulerConfig(**{**defaults, **options}))  # type: ignore[arg-type]
+    scheduler.shared_steps.pace.s_per_row = 1e-6  # all draw in every step
+    return scheduler
 
 
 def ask(
@@ -181,7 +183,7 @@ def test_importance_comes_before_fairness_and_waiting_long_enough_before_importa
 
 
 def test_memory_is_taken_from_the_tenant_served_most_and_never_from_an_older_request() -> None:
-    scheduler = make(blocks=16, max_running=4)
+    scheduler = make(blocks=17, max_running=4)
     oldest = ask(scheduler, "oldest", "ann", 8, 40)
     heavy = [ask(scheduler, f"heavy-{number}", "heavy", 12, 20) for number in range(2)]
     light = ask(scheduler, "light", "light", 2, 20)

@@ -141,7 +141,7 @@ def test_a_key_that_had_most_of_the_time_leaves_room_to_others() -> None:
             break
     alone = admitted
     scheduler = _taught()
-    scheduler.shares.tenant("noisy").prompt_tokens += 100_000
+    scheduler.shares.tenant("noisy").computed_tokens += 100_000
     scheduler.shares.came(scheduler.shares.tenant("quiet"), 100.0)
     with pytest.raises(Overloaded):
         for number in range(alone):

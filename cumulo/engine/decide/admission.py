@@ -101,7 +101,7 @@ def make_room_for_priority(books: Books, plan: StepPlan, now_s: float) -> None:
     if slots_short > len(victims) or blocks_short > sole:
         return  # not even all of them would do
     while victims and (slots_short > 0 or blocks_short > 0):
-        _preempt(books, victims.pop(), plan, now_s, "priority", head, "which is more important")
+        preempt(books, victims.pop(), plan, now_s, "priority", head, "which is more important")
         slots_short, blocks_short = books.residency.shortage(head, len(books.running))
         slots_short -= len(books.residency.slots_freed)
 
@@ -118,13 +118,13 @@ def admit_past_parked(books: Books, plan: StepPlan, now_s: float) -> Sequence | 
             break
         if victim.state == State.RUNNING:
             why = "which is first in the queue, while these beams waited for each other"
-            _preempt(books, victim, plan, now_s, "parked_beams", head, why)
+            preempt(books, victim, plan, now_s, "parked_beams", head, why)
             books.residency.reuse_slots()
     books.drop_ended()
     return admit_next(books, plan, now_s)
 
 
-def _preempt(
+def preempt(
     books: Books,
     victim: Sequence,
     plan: StepPlan,
@@ -158,5 +158,5 @@ def make_room(books: Books, sequence: Sequence, position: int, plan: StepPlan, n
         victim = victim_for(sequence, running, plan.index, len(books.shares.tenants))
         if victim is None:
             return False
-        _preempt(books, victim, plan, now_s, "kv_blocks", sequence, "which is older and needed a KV block")
+        preempt(books, victim, plan, now_s, "kv_blocks", sequence, "which is older and needed a KV block")
     return True

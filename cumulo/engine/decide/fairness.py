@@ -23,13 +23,15 @@ class Tenant:
     """One who is owed a fair share: an API key, or everybody where there are no keys."""
 
     __slots__ = (
-        "_lift", "_recent", "_recent_of", "_recent_s", "_told", "name", "output_tokens", "prompt_tokens",
-        "requests", "rested", "served_at_slice", "waiting",
+        "_lift", "_recent", "_recent_of", "_recent_s", "_told", "computed_tokens", "name", "output_tokens",
+        "prompt_tokens", "requests", "rested", "served_at_slice", "waiting",
     )  # fmt: skip
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.prompt_tokens = 0  # computed for it; what the prefix cache had is nobody's work
+        # Of admitted prompts, to be computed for it; what the prefix cache had is nobody's work.
+        self.prompt_tokens = 0
+        self.computed_tokens = 0  # ... of these, in steps so far
         self.output_tokens = 0  # drawn for it, all samples and beams
         self.requests = 0  # in the scheduler
         self.waiting = 0  # sequences that wait; kept by the queue
@@ -53,9 +55,9 @@ class Tenant:
         self._lift = max(self._lift, level - self.served)
 
     def recent(self, now_s: float) -> float:
-        """Weighted tokens served in the last seconds, older ones counting less and less. A prompt counts whole when
-        it is admitted."""
-        served, now_s = self.served, max(now_s, self._recent_s)
+        """Weighted tokens computed in the last seconds, older ones counting less and less."""
+        served = PROMPT_WEIGHT * self.computed_tokens + OUTPUT_WEIGHT * self.output_tokens
+        now_s = max(now_s, self._recent_s)
         aged = 0.5 ** ((now_s - self._recent_s) / RECENT_HALF_LIFE_S)
         self._recent = self._recent * aged + served - self._recent_of
         self._recent_of, self._recent_s = served, now_s
@@ -111,6 +113,16 @@ class FairShares:
         if tenant.requests == 0:
             del self._here[tenant.name]
             self._left_s[tenant.name] = now_s
+
+    @property
+    def here(self) -> int:
+        """Tenants that have requests."""
+        return len(self._here)
+
+    @property
+    def has_keys(self) -> bool:
+        """Whether a tenant that has requests is known by a name: then others may come."""
+        return any(self._here)
 
     def several_about(self, now_s: float) -> bool:
         """Whether more than one tenant has requests, or had some a moment ago and may be back at any time."""

@@ -2,9 +2,8 @@
 
 One rule: each sequence has tokens not yet computed, and a step spends its token budget on them. So chunked
 prefill, decoding, prefix hits and recomputation after preemption are the same case. Sequences that need one
-token go first (nobody who is being answered waits for somebody's long prompt), then prompts: in order, or, while
-several tenants are about, by what each has been served (prompt_shares.py). Then the sequences of a tenant that has
-many take turns (decode_shares.py).
+token go first (nobody who is being answered waits for somebody's long prompt), then prompts, in order. With API
+keys, steps are kept short and shared between them (sharing/).
 
 Order is `arrival + priority * priority_step_s`: a more important request overtakes, and one that has waited
 long enough is overtaken no more, so nobody starves. Among tenants of a priority, who has been served least is
@@ -18,20 +17,20 @@ from cumulo.engine.decide import admission, handover
 from cumulo.engine.decide.admission_rules import check_whole, output_limit
 from cumulo.engine.decide.beam_groups import start_beam
 from cumulo.engine.decide.books import Books, Flight
-from cumulo.engine.decide.decode_shares import DecodePace, decoding, rows_to_leave_out
-from cumulo.engine.decide.fairness import Tenant
 from cumulo.engine.decide.plan import Send, StepPlan, StepResult
 from cumulo.engine.decide.preemption import PreemptionCosts
-from cumulo.engine.decide.prompt_shares import SHORT_SHARE, Want, burst_tokens, by_share, shared_step_tokens
 from cumulo.engine.decide.request import FinishReason, Request, Sequence, State
 from cumulo.engine.decide.residency import new_slot
 from cumulo.engine.decide.scheduler_config import SchedulerConfig
+from cumulo.engine.decide.sharing.steps import SharedSteps
 from cumulo.engine.decide.slo.entrance import promise
 from cumulo.engine.decide.slo.prompts import promised_prompts
 from cumulo.engine.decide.speculation.policy import Speculation
 from cumulo.engine.decide.step_result import enter_result
 from cumulo.engine.decide.tiers.fetch import order_fetch
 from cumulo.errors import InvalidRequest
+
+_SHORT_SHARE = 4  # a newcomer that needs a quarter of a step or less is short
 
 
 class Scheduler:
@@ -45,7 +44,7 @@ class Scheduler:
             books.shares,
         )
         self.requests, self.closed, self.running = books.requests, books.closed, books.running
-        self.transfers, self.pace = books.transfers, DecodePace(config.shared_step_s)
+        self.transfers, self.shared_steps = books.transfers, SharedSteps(books)
         self.speculation = Speculation(config.speculate == "model") if config.speculate else None
         self._arrivals = 0
 
@@ -126,10 +125,10 @@ class Scheduler:
 
         # Sequences that need one token. This loop runs for every sequence at every step: keep it lean.
         promises = books.promises
-        several = promises is None and self.shares.several_about(now_s)
+        shared = promises is None and self.shared_steps.begin(now_s)
         index, slots, starts = plan.index, plan.slots, plan.starts
         stages, most = self.config.stages, -(-len(self.running) // self.config.stages)
-        for sequence in self._take_turns(plan, now_s) if several else self.running:
+        for sequence in self.shared_steps.rows(plan, now_s) if shared else self.running:
             position = sequence.computed
             known = len(sequence.tokens) + sequence.pending
             if position + 1 != known or position < sequence.prompt_length:
@@ -161,7 +160,7 @@ class Scheduler:
         # Then prompts (and recomputed contexts) and newcomers, unless room is short.
         chunks = [sequence for sequence in chunks if sequence.state == State.RUNNING]
         may_admit = not starved and not self.residency.slots_freed
-        share = self._share_prompts if several else self._order_prompts
+        share = self.shared_steps.prompts if shared else self._order_prompts
         if promises is not None:
             share = partial(promised_prompts, books, promises)
         spent = not budget
@@ -181,6 +180,7 @@ class Scheduler:
         if newcomer is not None and newcomer.to_compute:
             self._plan_chunk(newcomer, min(newcomer.to_compute, budget), False, plan, rows, draws, now_s)
         if self.speculation is not None:
+            budget = min(budget, self.shared_steps.spare_tokens(plan)) if shared else budget
             self.speculation.extend(plan, rows, draws, self.residency, budget, now_s)
         self.residency.plan_complete()
         if not rows:
@@ -191,37 +191,6 @@ class Scheduler:
         if promises is not None:
             promises.planned(plan, now_s)
         return plan
-
-    def _take_turns(self, plan: StepPlan, now_s: float) -> list[Sequence]:
-        """Several tenants: those who run, without the sequences that do not draw a token in this step."""
-        left_out = rows_to_leave_out(
-            decoding(self.running), self.pace.rows, self._short_newcomer(now_s), now_s
-        )
-        if not left_out:
-            return self.running
-        for request in {sequence.request for sequence in left_out}:
-            request.story.take_turns(now_s, plan.index)
-        waiting = set(left_out)
-        return [sequence for sequence in self.running if sequence not in waiting]
-
-    def _short_newcomer(self, now_s: float) -> Tenant | None:
-        """The tenant served least whose short prompt can be computed in the next step."""
-        budget = self.config.max_tokens_per_step
-        short = burst_tokens(budget, self._shared_tokens(budget))
-        found = {
-            s.request.share for s in self.running if s.computed < s.prompt_length and s.to_compute <= short
-        }
-        first = self.queue.first()
-        if (
-            first is not None
-            and self.residency.tokens_to_compute(first) <= short
-            and admission.obstacle(self.books, first) is None
-        ):
-            found.add(first.request.share)
-        return min(found, key=lambda tenant: tenant.recent(now_s), default=None)
-
-    def _shared_tokens(self, budget: int) -> int:
-        return shared_step_tokens(budget, self.config.shared_step_s, self.costs.prompt_s_per_token)
 
     def _order_prompts(
         self, chunks: list[Sequence], budget: int, may_admit: bool, plan: StepPlan, now_s: float
@@ -236,7 +205,9 @@ class Scheduler:
         ):
             need = self.residency.tokens_to_compute(first)
             held = (
-                need if need <= budget // SHORT_SHARE and admission.obstacle(self.books, first) is None else 0
+                need
+                if need <= budget // _SHORT_SHARE and admission.obstacle(self.books, first) is None
+                else 0
             )
         given: list[tuple[Sequence, int, bool]] = []
         left = budget - held
@@ -250,27 +221,6 @@ class Scheduler:
             given.append((newcomer, min(newcomer.to_compute, left), False))
             left -= given[-1][1]
         return given
-
-    def _share_prompts(
-        self, chunks: list[Sequence], budget: int, may_admit: bool, plan: StepPlan, now_s: float
-    ) -> list[tuple[Sequence, int, bool]]:
-        """Several tenants: those who have no prompt in the step yet come in, one each; then all by their shares."""
-        bound = self._shared_tokens(budget)
-        seated, running, new = chunks[:], sum(sequence.to_compute for sequence in chunks), 0
-        served = {sequence.request.share for sequence in chunks}
-        burst = burst_tokens(budget, bound)
-        while may_admit and new < burst:
-            newcomer = admission.admit_next(self.books, plan, now_s, served)
-            if newcomer is None and running + new < bound:
-                newcomer = admission.admit_next(self.books, plan, now_s)
-            if newcomer is None:
-                break
-            seated.append(newcomer)
-            served.add(newcomer.request.share)
-            new += newcomer.to_compute
-        wants = [Want(s.request.share, s.to_compute, s.request.priority) for s in seated]
-        given = by_share(wants, budget, bound, now_s, self.shares.about())
-        return [(s, count, count < min(s.to_compute, budget)) for s, count in zip(seated, given, strict=True)]
 
     def _plan_chunk(
         self, sequence: Sequence, count: int, cut: bool, plan: StepPlan, rows: list[Sequence],
@@ -286,6 +236,8 @@ class Scheduler:
         sequence.computed = start + count
         sequence.last_step = plan.index
         request.story.chunk(now_s, plan.index, start, count, cut)
+        if not request.story.preemptions:
+            request.share.computed_tokens += count  # recomputation is not the tenant's doing
         if request.prompt_logprobs is not None and start < sequence.prompt_length:
             plan.prompt_logprob_rows.append(row)
         if request.pooled is not None:
@@ -321,19 +273,15 @@ class Scheduler:
         return twins
 
     def plans_ahead(self, in_flight: StepPlan, now_s: float) -> bool:
-        """Whether to plan the next step while this one is computed. A newcomer waits for both: while several
-        tenants are about, they may take `shared_step_s` together. Planning late costs the host's time per step,
-        which is little of a long one. The stages of a pipeline always have steps behind each other. With
-        speculation, tokens may have to be known first."""
+        """Whether to plan the next step while this one is computed. With speculation, tokens may have to be known
+        first. The stages of a pipeline always have steps behind each other."""
         if self.speculation is not None and (
             in_flight.drafts or self.speculation.waits(self.books.in_flight[in_flight.index].rows)
         ):
             return False
-        if self.config.stages > 1 or self.books.promises is not None or not self.shares.several_about(now_s):
+        if self.config.stages > 1 or self.books.promises is not None:
             return True
-        rows, tokens = len(in_flight.slots), in_flight.tokens
-        expected_s = self.pace.s_per_row * rows + self.costs.prompt_s_per_token * (tokens - rows)
-        return 2 * expected_s <= self.config.shared_step_s
+        return self.shared_steps.plans_ahead(in_flight, now_s)
 
     # -- results ------------------------------------------------------------------------------------------
     def observe(self, plan: StepPlan, seconds: float, now_s: float, proposing_s: float = 0.0) -> None:
@@ -347,7 +295,8 @@ class Scheduler:
         if self.speculation is not None:
             self.speculation.observe(tokens, seconds, sum(n for _, n in plan.proposals), proposing_s)
         if tokens and seconds > 0:
-            self.pace.observe(rows, tokens, seconds)
+            single = plan.counts.count(1)
+            self.shared_steps.pace.observe(single, tokens - single, seconds)
 
     def apply(self, plan: StepPlan, result: StepResult, now_s: float) -> list[Sequence]:
         """Take a step's tokens in; returns the sequences that gained one (beams excepted), or as many as

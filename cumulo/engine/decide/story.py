@@ -14,9 +14,9 @@ WaitCause = Literal[
     "behind_others", "fair_share", "slots", "kv_blocks", "token_budget", "step_in_flight", "preempted", "prefill",
     "transfer", "kv_fetch",
 ]  # fmt: skip
-# Who needed the room: an older sequence its next KV block, a more important request any, or the first in the queue
-# what beams held that waited for each other.
-PreemptionCause = Literal["kv_blocks", "priority", "parked_beams"]
+# Who needed the room: an older sequence its next KV block, a more important request any, the first in the queue
+# what beams held that waited for each other, or one whose tenant holds less than its share.
+PreemptionCause = Literal["kv_blocks", "priority", "parked_beams", "fair_share"]
 _MOST_EVENTS_WITH_WAITS = 200  # a longer story only counts the seconds of further waiting
 
 

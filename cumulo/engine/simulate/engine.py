@@ -77,7 +77,7 @@ class SimulatedEngine:
                 self._may_stretch
                 and self._in_flight
                 and scheduler.queue.count == 0
-                and not scheduler.shares.several_about(self.clock_s)
+                and not scheduler.shared_steps.begin(self.clock_s)
             ):
                 next_s = min(until_s, arrivals[self._coming].arrived_s if self._coming < count else until_s)
                 stretched = play_stretch(

@@ -6,87 +6,94 @@ from hypothesis import strategies as st
 from cumulo.engine.decide.fairness import ABOUT_S, RECENT_HALF_LIFE_S, FairShares, Tenant
 from cumulo.engine.decide.params import SamplingParams
 from cumulo.engine.decide.plan import StepPlan, StepResult
-from cumulo.engine.decide.prompt_shares import Want, by_share, shared_step_tokens
 from cumulo.engine.decide.request import Request
 from cumulo.engine.decide.scheduler import Scheduler
 from cumulo.engine.decide.scheduler_config import SchedulerConfig
+from cumulo.engine.decide.sharing.prompts import Turns, Want, by_share, shared_step_tokens
 from tests import thorough
 
 
 def tenant(name: str, served: int = 0) -> Tenant:
     made = Tenant(name)
-    made.prompt_tokens = served
+    made.computed_tokens = served
     return made
 
 
-def test_a_short_prompt_of_a_tenant_served_less_is_computed_in_one_step() -> None:
-    heavy, light = tenant("heavy", 3500), tenant("light", 40)
-    assert by_share([Want(heavy, 3500), Want(light, 40)], 512, 16, 0.0) == [4, 40]
+def split(wants: list[Want], bound: int, turns: Turns | None = None) -> list[int]:
+    return by_share(wants, 512, bound, 0.0, turns or Turns())
 
 
-def test_a_burst_is_bounded_and_the_others_get_on() -> None:
-    heavy, light = tenant("heavy", 9000), tenant("light", 3000)
-    assert by_share([Want(heavy, 3500), Want(light, 3000)], 512, 16, 0.0) == [4, 64]
+def test_a_short_prompt_has_steps_of_its_own_and_the_others_one_after_it() -> None:
+    heavy, light, turns = tenant("heavy", 3500), tenant("light", 40), Turns()
+    long = Want(heavy, 3500)
+    assert split([long, Want(light, 60, is_short=True)], 8, turns) == [0, 24]
+    assert split([long, Want(light, 36, is_short=True)], 8, turns) == [0, 36]  # half a step more
+    assert split([long, Want(light, 20, is_short=True)], 8, turns) == [8, 0]  # the next one of light's
+    assert split([long, Want(light, 20, is_short=True)], 8, turns) == [0, 20]
 
 
-def test_tenants_served_alike_split_a_step_evenly_and_leave_what_they_do_not_need() -> None:
-    wants = [Want(tenant("a", 300), 3), Want(tenant("b", 100), 500), Want(tenant("c", 110), 500)]
-    assert by_share(wants, 512, 31, 0.0) == [3, 14, 14]
+def test_tenants_split_a_step_evenly_and_leave_what_they_do_not_need() -> None:
+    wants = [Want(tenant("a", 300), 300), Want(tenant("b", 100), 500), Want(tenant("c", 110), 500)]
+    assert split(wants, 31) == [11, 10, 10]
+    assert split([Want(tenant("a", 900), 3), *wants[1:]], 31) == [3, 14, 14]
 
 
-def test_short_prompts_go_first_unless_their_tenant_has_had_much_more() -> None:
-    long, short = tenant("long", 1800), tenant("short", 1300)
-    assert by_share([Want(long, 3000), Want(short, 22)], 512, 8, 0.0) == [2, 22]
-    assert by_share([Want(long, 3000), Want(short, 65)], 512, 8, 0.0) == [4, 4]  # not short
-    greedy = tenant("greedy", 4000)
-    assert by_share([Want(long, 3000), Want(greedy, 22)], 512, 8, 0.0) == [64, 2]
+def test_a_prompt_much_shorter_than_the_others_gets_most_of_a_step() -> None:
+    long, medium, greedy = tenant("long", 1800), tenant("medium", 1300), tenant("greedy", 4000)
+    assert split([Want(long, 3000), Want(medium, 300)], 16) == [4, 12]
+    assert split([Want(long, 3000), Want(greedy, 300)], 16) == [8, 8]  # it was served much more
+    medium.waiting = 9
+    assert split([Want(long, 3000), Want(medium, 300)], 16) == [8, 8]  # it has many of them
 
 
-def test_of_several_short_prompts_the_one_of_the_tenant_served_least_is_computed_first() -> None:
-    wants = [Want(tenant("a", 1300), 32), Want(tenant("b", 1000), 40), Want(tenant("c", 1200), 9)]
-    assert by_share(wants, 512, 8, 0.0) == [2, 40, 9]
+def test_of_several_short_prompts_the_shortest_goes_first_unless_its_tenant_had_much_more() -> None:
+    a, b, c = tenant("a", 1300), tenant("b", 1000), tenant("c", 1200)
+    wants = [Want(a, 32, is_short=True), Want(b, 40, is_short=True), Want(c, 9, is_short=True)]
+    assert split(wants, 8) == [0, 0, 9]
+    c.computed_tokens = 2100
+    assert split(wants, 8) == [32, 0, 0]
 
 
-def test_a_short_prompt_waits_its_turn_if_its_tenant_had_much_more_than_one_that_is_about() -> None:
-    """Nobody else wants anything in this step; whoever comes during it would wait for it."""
-    heavy, resting = tenant("heavy", 3000), tenant("resting", 1000)
-    assert by_share([Want(heavy, 40)], 512, 8, 0.0, [heavy, resting]) == [8]
-    assert by_share([Want(resting, 40)], 512, 8, 0.0, [heavy, resting]) == [40]
+def test_a_tenant_with_two_short_prompts_has_one_turn_at_a_time() -> None:
+    a, b = tenant("a", 100), tenant("b", 100)
+    wants = [Want(a, 10, is_short=True), Want(a, 11, is_short=True), Want(b, 30, is_short=True)]
+    assert split(wants, 8) == [10, 0, 0]
 
 
 def test_what_was_served_long_ago_does_not_count() -> None:
     old = tenant("old", 8000)
     assert old.recent(0.0) == 8000
     assert old.recent(RECENT_HALF_LIFE_S) == 4000
-    old.prompt_tokens += 10
+    old.computed_tokens += 10
     assert old.recent(20 * RECENT_HALF_LIFE_S) < 11
 
 
 def test_more_important_prompts_go_before_shares() -> None:
     heavy, light = tenant("heavy", 9000), tenant("light", 10)
-    assert by_share([Want(light, 20, priority=1), Want(heavy, 16, priority=0)], 512, 16, 0.0) == [0, 16]
+    assert split([Want(light, 20, priority=1), Want(heavy, 16, priority=0)], 16) == [0, 16]
 
 
 @settings(max_examples=thorough.examples(200), deadline=None)
 @given(
     served=st.lists(st.integers(0, 10_000), min_size=1, max_size=6),
-    tokens=st.lists(st.tuples(st.integers(0, 5), st.integers(1, 4000)), min_size=1, max_size=12),
+    tokens=st.lists(
+        st.tuples(st.integers(0, 5), st.integers(1, 4000), st.booleans()), min_size=1, max_size=12
+    ),
     bound=st.integers(1, 512),
     spare=st.integers(0, 512),
+    others_wait=st.booleans(),
 )
 def test_a_split_stays_within_its_bounds_and_always_gets_on(
-    served: list[int], tokens: list[tuple[int, int]], bound: int, spare: int
+    served: list[int], tokens: list[tuple[int, int, bool]], bound: int, spare: int, others_wait: bool
 ) -> None:
     tenants = [tenant(str(number), amount) for number, amount in enumerate(served)]
-    wants = [Want(tenants[number % len(tenants)], count) for number, count in tokens]
-    given_tokens = by_share(wants, bound + spare, bound, 0.0)
+    wants = [Want(tenants[number % len(tenants)], count, short) for number, count, short in tokens]
+    given_tokens = by_share(wants, bound + spare, bound, 0.0, Turns(others_wait))
     assert all(0 <= count <= want.tokens for count, want in zip(given_tokens, wants, strict=True))
     total = sum(given_tokens)
-    assert (
-        min(bound, sum(want.tokens for want in wants))
-        <= total
-        <= min(bound + spare, max(64, 4 * bound) + bound)
-    )
+    assert 0 < total <= min(bound + spare, 3 * bound + 3 * bound // 2)
+    if not any(want.is_short for want in wants):
+        assert total >= min(bound, sum(want.tokens for want in wants))
 
 
 def test_a_shared_step_is_as_long_as_it_may_be() -> None:
@@ -115,11 +122,11 @@ def test_a_tenant_that_was_away_is_owed_nothing_for_that_time() -> None:
     shares = FairShares()
     ann, bob = shares.tenant("ann"), shares.tenant("bob")
     shares.came(ann, 0.0)
-    ann.prompt_tokens += 1000
+    ann.computed_tokens += 1000
     shares.came(bob, 0.0)
     assert bob.recent(0.0) == ann.recent(0.0) == 1000
     shares.went(bob, 0.0)
-    ann.prompt_tokens += 1000
+    ann.computed_tokens += 1000
     shares.came(bob, 1.0)  # after a moment: it was about all the time
     assert bob.recent(1.0) < 1000 < ann.recent(1.0)
 
@@ -136,7 +143,7 @@ def make() -> Scheduler:
             prefix_cache=False,
         )
     )
-    scheduler.costs.prompt_s_per_token = 2.5e-3  # 16 tokens in a shared step
+    scheduler.shared_steps.pace.s_per_prompt_token = 2.5e-3  # 16 tokens in a shared step
     return scheduler
 
 
@@ -159,15 +166,15 @@ def test_a_long_prompt_does_not_keep_another_tenant_waiting() -> None:
     scheduler = make()
     for number in range(5):
         ask(scheduler, f"long-{number}", "heavy", 3500, 0.0)
-    assert step(scheduler, 0.0).counts == [512]  # alone: as fast as can be
+    assert step(scheduler, 0.0).counts == [32]  # alone: two shared steps' worth, for another key may come
     short = ask(scheduler, "short", "light", 30, 1.0)
     plan = step(scheduler, 1.0)
-    assert plan.counts == [4, 30] and short.story.first_token_s == 1.0
+    assert plan.counts == [30] and short.story.first_token_s == 1.0
     while "short" in scheduler.requests:
         assert step(scheduler, 1.5).tokens <= 17
     # Steps stay short for a while: another one may come at any time.
     assert step(scheduler, 2.0).counts == [16]
-    assert step(scheduler, 2.0 + ABOUT_S).counts == [512]
+    assert step(scheduler, 2.0 + ABOUT_S).counts == [32]
     long = scheduler.requests["long-0"].story
     assert "shared with other keys" in "\n".join(event.describe() for event in long.events)
     assert len(long.events) < 10
@@ -185,7 +192,7 @@ def test_a_tenants_further_prompts_wait_behind_its_first_but_not_in_front_of_oth
     assert scheduler.requests["long-1"].story.admitted_s is None
 
 
-def test_with_one_tenant_a_long_prompt_leaves_room_for_a_short_newcomer() -> None:
+def test_without_keys_a_long_prompt_leaves_room_for_a_short_newcomer() -> None:
     scheduler = make()
     ask(scheduler, "long", "", 3500, 0.0)
     step(scheduler, 0.0)

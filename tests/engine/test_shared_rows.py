@@ -1,6 +1,7 @@
 """Which sequences draw a token in a step that tenants share: the split itself, and what many answers of one tenant
 do to another's first token, in virtual time."""
 
+import random
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,13 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cumulo.engine.decide.decode_shares import DecodePace, even_quotas
 from cumulo.engine.decide.fairness import Tenant
 from cumulo.engine.decide.params import SamplingParams
 from cumulo.engine.decide.plan import StepPlan, StepResult
 from cumulo.engine.decide.request import Request
 from cumulo.engine.decide.scheduler import Scheduler
 from cumulo.engine.decide.scheduler_config import SchedulerConfig
+from cumulo.engine.decide.sharing.rows import StepPace, even_quotas
 from cumulo.engine.simulate.engine import simulate
 from cumulo.engine.simulate.run import Arrival, Run, StepTime
 from tests import thorough
@@ -33,23 +34,34 @@ def test_rows_are_split_evenly_and_nobody_gets_none(counts: list[int], bound: in
 
 
 def test_steps_that_are_short_allow_more_rows_at_once_and_long_ones_fewer_by_and_by() -> None:
-    pace = DecodePace(shared_step_s=0.04)
+    pace = StepPace(shared_step_s=0.04)
     for _ in range(50):
-        pace.observe(8, 8, 0.058)
-    assert pace.rows == 5
-    pace.observe(1, 1, 0.012)  # one row says nothing about five
-    assert pace.rows == 5
-    for _ in range(3):
-        pace.observe(pace.rows, pace.rows, 0.005)  # a faster device: its steps hardly depend on their rows
-    assert pace.rows > 100
+        pace.observe(8, 0, 0.058)
+    assert pace.rows_in(0.04) == 5
+    pace.observe(1, 0, 0.012)  # one row says nothing about five
+    assert pace.rows_in(0.04) == 5
+    for _ in range(5):
+        pace.observe(pace.rows_in(0.04), 0, 0.005)  # a faster device: its steps hardly depend on their rows
+    assert pace.rows_in(0.04) > 100
+
+
+def test_what_a_prompt_token_takes_is_learnt_from_steps_of_any_mix() -> None:
+    """6 ms for a step, 6 for a row, 5 for a token of a prompt: neither part is taken for the other for long."""
+    chance, pace = random.Random(0), StepPace(shared_step_s=0.04)
+    for _ in range(300):
+        rows, tokens = chance.randrange(1, 6), chance.randrange(4, 30)
+        pace.observe(rows, tokens, 6e-3 + 6e-3 * rows + 5e-3 * tokens)
+        pace.observe(rows, 0, 6e-3 + 6e-3 * rows)
+    assert 4e-3 < pace.s_per_prompt_token < 6e-3
+    assert 6e-3 < pace.s_per_row < 9e-3
 
 
 # -- the scheduler ------------------------------------------------------------------------------------------
 def make(**chosen: Any) -> Scheduler:
     usual: dict[str, Any] = dict(blocks=2000, max_context=4096, max_running=32, prefix_cache=False)
     scheduler = Scheduler(SchedulerConfig(**(usual | chosen)))
-    scheduler.pace.s_per_row = 7e-3  # 5 rows in a shared step
-    scheduler.costs.prompt_s_per_token = 5e-3
+    scheduler.shared_steps.pace.s_per_row = 7e-3  # 5 rows in a shared step
+    scheduler.shared_steps.pace.s_per_prompt_token = 5e-3
     return scheduler
 
 
@@ -68,9 +80,9 @@ def step(scheduler: Scheduler, now_s: float) -> StepPlan:
     return plan
 
 
-def test_one_tenant_alone_draws_with_all_its_sequences_in_every_step() -> None:
+def test_without_keys_all_sequences_draw_in_every_step() -> None:
     scheduler = make()
-    ask(scheduler, "many", "heavy", 8, 0.0, samples=8)
+    ask(scheduler, "many", "", 8, 0.0, samples=8)
     step(scheduler, 0.0)
     assert [step(scheduler, 0.0).tokens for _ in range(3)] == [8, 8, 8]
 
@@ -97,20 +109,24 @@ def test_a_newcomer_that_cannot_be_admitted_slows_nobody_down() -> None:
     scheduler = make(max_running=8)
     ask(scheduler, "many", "heavy", 8, 0.0, samples=8)
     step(scheduler, 0.0)
-    ask(scheduler, "one", "light", 20, 0.0)
+    ask(scheduler, "more than its share", "light", 20, 0.0, samples=8)
     assert [step(scheduler, 0.0).tokens for _ in range(3)] == [5, 5, 5]
 
 
-def test_long_steps_are_not_planned_ahead_while_several_tenants_are_about() -> None:
+def test_long_steps_are_not_planned_ahead_where_others_may_come() -> None:
+    nobody = make()
+    ask(nobody, "many", "", 8, 0.0, samples=32)
+    step(nobody, 0.0)
+    assert nobody.plans_ahead(step(nobody, 0.0), 0.0)  # no keys
     scheduler = make()
-    ask(scheduler, "many", "heavy", 8, 0.0, samples=8)
+    ask(scheduler, "many", "heavy", 8, 0.0, samples=5)
     step(scheduler, 0.0)
     plan = step(scheduler, 0.0)
-    assert plan.tokens == 8 and scheduler.plans_ahead(plan, 0.0)  # alone
+    assert plan.tokens == 5 and scheduler.plans_ahead(plan, 0.0)  # alone: 35 ms twice
     ask(scheduler, "one", "light", 20, 0.0)
     assert not scheduler.plans_ahead(plan, 0.0)
-    scheduler.pace.s_per_row = 1e-3
-    assert scheduler.plans_ahead(plan, 0.0)  # a fast device: 8 ms twice
+    scheduler.shared_steps.pace.s_per_row = 1e-3
+    assert scheduler.plans_ahead(plan, 0.0)  # a fast device: 5 ms twice
 
 
 # -- in virtual time ----------------------------------------------------------------------------------------
@@ -171,9 +187,11 @@ def test_many_answers_of_one_tenant_at_most_double_anothers_first_token(
 
 
 def test_taking_turns_costs_the_tenant_with_many_sequences_little() -> None:
-    many = [Arrival(0.0, 33, 40, ((1, 32),), tenant="heavy") for _ in range(32)]
-    alone = run_of(many)
+    def many(tenant: str) -> list[Arrival]:
+        return [Arrival(0.0, 33, 40, ((1, 32),), tenant=tenant) for _ in range(32)]
+
+    alone = run_of(many(""))
     other = [Arrival(0.1, 1, 1, tenant="light")]  # about, and asks for nothing more
-    shared = run_of(many + other)
+    shared = run_of(many("heavy") + other)
     assert shared.steps > 3 * alone.steps
     assert shared.ended_s <= 1.15 * alone.ended_s
