@@ -66,6 +66,9 @@ class SimulateOptions:
         "Maximum number of tokens in a step; 0: the engine's default.", 0, panel=_WHERE
     )
     prefix_cache: bool = option("Reuse the KV cache of shared prefixes.", True, panel=_WHERE)
+    kv_host_gib: float = option(
+        "Host memory for prefixes that leave the KV cache, in GiB.", 0.0, panel=_WHERE, min=0
+    )
     rate: str = option(
         "Request rate, in requests/s; '5,10,20' simulates each rate.", "", panel=shared.TRAFFIC
     )
@@ -116,6 +119,7 @@ def serve(chosen: SimulateOptions) -> None:
     replica = Replica(
         spec, cluster.node, cluster.fabric, chosen.tp, chosen.ep, chosen.weights, max_running=chosen.max_running,
         max_tokens_per_step=chosen.max_tokens_per_step, prefix_cache=chosen.prefix_cache, pp=chosen.pp,
+        kv_host_gib=chosen.kv_host_gib,
     ).with_context_for(traffic.arrivals)  # fmt: skip
     # Read before anything is timed.
     rates, evidence = _rates(chosen.rate, chosen.traffic.trace), replica.profile.evidence

@@ -32,6 +32,7 @@ Message = Mapping[str, Any]
 Prompt = str | bytes | Sequence[int]
 Adapters = str | Sequence[str | None] | None  # for all prompts, or one for each
 LoadProgress = Callable[[str, int, int], None]  # stage, done, total
+_SAVE_S = 2.0  # for KV blocks that go to disk when an LLM is closed
 
 
 class LLM:
@@ -355,6 +356,7 @@ class LLM:
                 self._closed = True
                 for request_id in list(self.engine.scheduler.requests):
                     self.engine.abort(request_id)
+                self.engine.save_tiers(_SAVE_S)
                 self.engine.runner.close()
 
     def __enter__(self) -> "LLM":

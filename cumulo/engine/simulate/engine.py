@@ -58,7 +58,8 @@ class SimulatedEngine:
         self._in_flight: deque[StepInFlight] = deque()  # at most one for each stage
         self._coming = 0
         self._shared: dict[int, int] = {}
-        self._may_stretch = overlap and not step_by_step and stages == 1
+        tiers = scheduler.residency.tiers is not None  # whose blocks move in the middle of a stretch
+        self._may_stretch = overlap and not step_by_step and stages == 1 and not tiers
 
     def advance(self, until_s: float) -> None:
         """Play steps until the clock reaches `until_s`, or until everything that has arrived is answered."""

@@ -47,6 +47,7 @@ class Replica:
     max_running: int = 0  # 0: the engine's default
     max_tokens_per_step: int = 0
     prefix_cache: bool = True
+    kv_host_gib: float = 0.0  # host memory for prefixes that leave the device
     pp: int = 1  # layers over this many stages, of tp ranks each
 
     @property
@@ -86,6 +87,7 @@ class Replica:
             max_running=self.max_running,
             max_tokens_per_step=self.max_tokens_per_step,
             prefix_cache=self.prefix_cache,
+            kv_host_gib=self.kv_host_gib,
             weights="fp8" if self.weights == "float8" else "auto",
             pp=self.pp,
         ).settled("cpu" if on_cpu else "cuda")
@@ -131,7 +133,11 @@ class Replica:
     def scheduler(self, host_blocks: int = 0) -> Scheduler:
         """The engine's own; `host_blocks`: room for keys and values that arrive from other engines."""
         config = scheduler_config(self.engine_config(), self.memory())
-        return Scheduler(replace(config, host_blocks=host_blocks))
+        scheduler = Scheduler(replace(config, host_blocks=host_blocks))
+        if config.tier_blocks:
+            block_bytes = config.block_size * self.work().kv_bytes_per_token
+            scheduler.costs.swap_s_per_block = block_bytes / self.device.host_bytes_per_s
+        return scheduler
 
     def cost(self, swap_bytes_per_s: float | None = None, slower: float = 1.0) -> StepCostModel:
         tensor = expert = stages = None
