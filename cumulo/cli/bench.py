@@ -247,6 +247,27 @@ def speculate(
     _finish("speculation", rows, json_file)
 
 
+@app.command(epilog="Example: [bold]cumulo bench lora --rows 8 --adapters 4 --rounds 3[/bold]")
+def lora(
+    model: options.ModelArgument = None,
+    rows: Annotated[int, typer.Option(min=1, help="Sequences in the step.")] = 64,
+    adapters: Annotated[int, typer.Option(min=1, help="Adapters, interleaved over the rows.")] = 32,
+    rank: Annotated[int, typer.Option(min=1, help="Rank of every adapter.")] = 16,
+    rounds: Annotated[int, typer.Option(min=1, help="Number of measurements.")] = 15,
+    threads: options.Threads = None,
+    json_file: options.JsonOption = None,
+) -> None:
+    """Measure what low-rank adapters add to a step: none, one and many in one batch, as ratios."""
+    from cumulo.bench import lora as bench_lora
+    from cumulo.cli.shared.terminal import working
+
+    _warn_if_busy()
+    config = options.engine_config(threads=threads)
+    with working("adapters") as tell:
+        found = bench_lora.measure(model, config, rows, adapters, rank, rounds, tell)
+    _finish("adapters", found, json_file)
+
+
 def _numbers(text: str) -> list[int]:
     from cumulo.errors import CumuloError
 
@@ -254,6 +275,62 @@ def _numbers(text: str) -> list[int]:
         return [int(part) for part in text.split(",") if part.strip()]
     except ValueError:
         raise CumuloError(f"expected whole numbers separated by commas, got {text!r}") from None
+
+
+@app.command(epilog="Example: [bold]cumulo bench quality --methods rtn --sequences 2 --length 64[/bold]")
+def quality(
+    model: options.ModelArgument = None,
+    methods: Annotated[
+        str, typer.Option(help="Methods to quantize with: rtn, awq, gptq, int8, fp8; separated by commas.")
+    ] = "rtn,awq,gptq,int8,fp8",
+    folder: Annotated[
+        list[Path] | None,
+        typer.Option(help="Also measure this quantized folder. Can be given more than once."),
+    ] = None,
+    bits: Annotated[int, typer.Option(help="Bits per weight for rtn, awq and gptq.")] = 4,
+    group: Annotated[
+        int | None, typer.Option(help="Columns that share a scale. Default: as for `cumulo quantize`.")
+    ] = None,
+    calibration: Annotated[
+        Path | None, typer.Option(help="Calibration text of awq and gptq. Default: as for `cumulo quantize`.")
+    ] = None,
+    calibration_sequences: Annotated[int, typer.Option(min=1, help="Number of calibration sequences.")] = 64,
+    text: Annotated[
+        Path | None,
+        typer.Option(
+            help="Held-out text. Default: the part of the Python reference that is not calibrated with."
+        ),
+    ] = None,
+    sequences: Annotated[int, typer.Option(min=1, help="Number of sequences of the text to read.")] = 16,
+    length: Annotated[int, typer.Option(min=16, help="Tokens per sequence.")] = 256,
+    rounds: Annotated[int, typer.Option(min=1, help="Number of measurements of speed.")] = 3,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Also draw KL over size as SVG.")] = None,
+    threads: options.Threads = None,
+    json_file: options.JsonOption = None,
+) -> None:
+    """Quantize a model by every method and compare perplexity, KL, top-1, speed and memory with 16 bits."""
+    from cumulo.cli.shared.terminal import loading
+    from cumulo.cli.view.quality import print_figures
+
+    options.engine_config(threads=threads)
+    with loading(lines=True) as show:
+        from cumulo.bench import quantised as bench_quantised
+        from cumulo.quant.play.run import Calibration
+
+        config = bench_quantised.QualityConfig(
+            bench_quantised.parse_methods(methods),
+            tuple(folder or ()),
+            bits,
+            group,
+            Calibration(calibration, calibration_sequences),
+            text,
+            sequences,
+            length,
+            rounds,
+            threads,
+        )
+        found = bench_quantised.measure(model, config, show)
+    print_figures(found, plot, json_file)
 
 
 def _warn_if_busy() -> None:
