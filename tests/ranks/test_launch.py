@@ -1,11 +1,15 @@
-"""Of several ranks that ended, the one that began it is named."""
+"""Ranks that end are started again, or not; of several that ended, the one that began it is named."""
 
 import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from cumulo.ranks.launch import LOST, REFUSED, _cause
+from cumulo.errors import TrainingError
+from cumulo.ranks.launch import LOST, REFUSED, _cause, launch
 
 
 @pytest.mark.parametrize(
@@ -26,3 +30,41 @@ def test_the_rank_that_began_it_is_named(codes: dict[int, tuple[int, int]], rank
     }
     error = SimpleNamespace(failures=failures, get_first_failure=lambda: (0, failures[0]))
     assert _cause(error)[0] == rank  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def handlers() -> Iterator[None]:
+    """torchrun's agent leaves its own."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def program(*lines: str) -> list[str]:
+    """A rank that needs no torch."""
+    return [sys.executable, "-c", "\n".join(("import json, os, pathlib, signal, sys, time", *lines))]
+
+
+REFUSE = (
+    "told = {'message': 'it cannot be', 'timestamp': int(time.time())}",
+    "pathlib.Path(os.environ['TORCHELASTIC_ERROR_FILE']).write_text(json.dumps(told))",
+    f"sys.exit({REFUSED})",
+)
+
+
+def test_a_run_that_cannot_go_on_is_not_started_again(tmp_path: Path, handlers: None) -> None:
+    heard: list[str] = []
+    begun = f"pathlib.Path({str(tmp_path)!r}, os.environ['RANK']).open('a').write('.')"
+    with pytest.raises(TrainingError, match=r"^it cannot be$"):
+        launch(program(begun, *REFUSE), 2, 3, heard.append)
+    assert heard == [] and {path.read_text() for path in tmp_path.iterdir()} == {"."}
+
+
+def test_killed_ranks_are_started_again_as_often_as_allowed(handlers: None) -> None:
+    heard: list[str] = []
+    kill = "os.environ['RANK'] == '1' and os.kill(os.getpid(), signal.SIGKILL)"
+    with pytest.raises(TrainingError, match="rank 1 was ended by SIGKILL, after 1 restarts already"):
+        launch(program(kill), 2, 1, heard.append)
+    (message,) = heard
+    assert "rank 1 was ended by SIGKILL; restarting all 2 processes (1 of 1)" in message

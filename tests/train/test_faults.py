@@ -30,6 +30,7 @@ from cumulo.train.decide.config import CheckpointConfig, GuardConfig, config_tex
 from cumulo.train.decide.elastic import fitted
 from cumulo.train.run.log import read_log
 from tests import thorough
+from tests.thorough import rare
 from tests.train.kill import ranks_of, torment
 from tests.train.pool import run_ranks
 from tests.train.ranked import tiny, train, write_texts
@@ -191,7 +192,7 @@ def _save_and_load(rank: int, folder: Path, layout: Layout, harm: str) -> tuple[
     return heard, saver.failed
 
 
-@pytest.mark.parametrize("harm", ["full disk", "flip", "cut"])
+@pytest.mark.parametrize("harm", ["full disk", "flip", *rare("cut")])
 def test_what_is_broken_by_one_rank_is_known_to_all_and_the_one_before_is_used(
     harm: str, tmp_path: Path
 ) -> None:
@@ -244,7 +245,7 @@ def _launched(folder: Path, *changes: str) -> subprocess.Popen[str]:
     )  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.thorough  # tests/ranks/test_launch.py does it with ranks that need no torch
 def test_a_run_that_cannot_go_on_says_so_once_and_is_not_started_again(tmp_path: Path) -> None:
     run = _launched(tmp_path, "optimizer.learning_rate=1e30", "optimizer.clip_norm=0")
     text, _ = run.communicate(timeout=300)

@@ -25,12 +25,12 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("layout", [LAYOUTS[0], LAYOUTS[-1], *rare(*LAYOUTS[1:-1])], ids=str)
 def test_ranks_that_share_the_work_move_the_weights_as_one_process_does(layout: Layout) -> None:
     compare(layout, Case(EXPERTS))
 
 
-@pytest.mark.parametrize("layout", [LAYOUTS[0], LAYOUTS[-1], *rare(*LAYOUTS[1:-1])], ids=str)
+@pytest.mark.parametrize("layout", [LAYOUTS[3], *rare(*LAYOUTS[:3], *LAYOUTS[4:])], ids=str)
 def test_they_do_so_with_a_model_without_experts(layout: Layout) -> None:
     compare(layout, Case(DENSE))
 
@@ -40,7 +40,7 @@ def test_they_do_so_with_a_model_without_experts(layout: Layout) -> None:
     [False, pytest.param(True, marks=pytest.mark.thorough), ("norm", "attention", "activation")],
     ids=str,
 )
-@pytest.mark.parametrize("zero", [0, 3, *rare(1, 2)])
+@pytest.mark.parametrize("zero", [3, *rare(0, 1, 2)])
 def test_weight_gradients_may_come_after_and_apart_from_the_inputs(
     zero: int, recompute: bool | tuple[str, ...]
 ) -> None:
@@ -77,7 +77,7 @@ def test_half_precision_has_the_masters_of_one_process_in_rows(zero: int) -> Non
             assert seen[slot] == len(whole) * (1 if zero else 2), slot
 
 
-@pytest.mark.parametrize("zero", [0, 2, *rare(1, 3)])
+@pytest.mark.parametrize("zero", [2, *rare(0, 1, 3)])
 def test_muon_makes_whole_matrices_orthogonal_however_their_rows_are_shared_out(zero: int) -> None:
     # Of 6 experts each of 4 ranks has 2 or none.
     compare(Layout(dp=4, zero=zero), Case(EXPERTS, OptimizerConfig(kind="muon", clip_norm=0.05)))
@@ -87,8 +87,8 @@ def test_muon_makes_whole_matrices_orthogonal_however_their_rows_are_shared_out(
     ("name", "layout"),
     [
         ("latent", Layout(dp=2, tp=2, zero=3)),
-        ("experts", Layout(dp=2, tp=2, ep=2, zero=1)),
         ("dense", Layout(tp=2, sequence_parallel=True)),
+        *rare(("experts", Layout(dp=2, tp=2, ep=2, zero=1))),
     ],
     ids=str,
 )
