@@ -17,12 +17,11 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from cumulo.errors import RanksFailed
+from cumulo.ranks.rank_meter import READ, WORDS, Words
 
 RING_BYTES = 1 << 20
-_WORDS = 2  # per rank in front of the ring: bytes it has read, and times it has waited for others
 _PLACE = struct.Struct("<QIB")  # where a piece begins, its length, and whether more of its message follows
 _LENGTH = struct.Struct("!i")
 _ATOMIC = 512  # bytes: a write of no more than these to a pipe or socket that blocks is never cut
@@ -30,23 +29,21 @@ _POLL_S = 50e-6
 
 
 class RingFile:
-    """The memory: a table of what every rank has done, and the ring behind it."""
+    """The memory: a table of what every rank has done (`rank_meter`), and the ring behind it."""
 
     def __init__(self, path: Path, world: int) -> None:
         with path.open("r+b") as file:
             # Its pages are here from the start: a plan must not wait for them.
             self.memory = mmap.mmap(file.fileno(), 0, mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))
-        table = 8 * _WORDS * world
-        self.progress: NDArray[np.uint64] = np.frombuffer(self.memory, np.uint64, _WORDS * world).reshape(
-            world, _WORDS
-        )
+        table = 8 * WORDS * world
+        self.progress: Words = np.frombuffer(self.memory, np.uint64, WORDS * world).reshape(world, WORDS)
         self.ring = memoryview(self.memory)[table:]
 
     @staticmethod
     def create(world: int, ring_bytes: int = RING_BYTES) -> Path:
         folder = "/dev/shm" if Path("/dev/shm").is_dir() else None
         handle, name = tempfile.mkstemp(prefix="cumulo-plans-", dir=folder)
-        os.ftruncate(handle, 8 * _WORDS * world + ring_bytes)
+        os.ftruncate(handle, 8 * WORDS * world + ring_bytes)
         os.close(handle)
         return Path(name)
 
@@ -86,9 +83,9 @@ class PlanWriter:
     def _wait_for_room(self, read: int) -> None:
         assert self._file is not None
         deadline = time.monotonic() + self._timeout_s
-        while (slowest_read := int(self._file.progress[self._readers, 0].min())) < read:
+        while (slowest_read := int(self._file.progress[self._readers, READ].min())) < read:
             if time.monotonic() > deadline:
-                slowest = int(self._readers[self._file.progress[self._readers, 0].argmin()])
+                slowest = int(self._readers[self._file.progress[self._readers, READ].argmin()])
                 raise RanksFailed(f"rank {slowest}: has read no plan for {self._timeout_s:g} s")
             time.sleep(_POLL_S)
         self._read = slowest_read
@@ -128,7 +125,7 @@ class PlanReader:
         assert self._file is not None
         words = self._pipe.recv_bytes()
         # Only now: what was read before lies on this side of the wait, whatever the processor reorders.
-        self._file.progress[self._rank, 0] = self._read
+        self._file.progress[self._rank, READ] = self._read
         start, length, more = _PLACE.unpack(words)
         at = start % len(self._file.ring)
         self._read = start + length

@@ -1,10 +1,12 @@
 """RankGroup: ranks of an engine that talk to each other over gloo. Made by each of them alike.
 
 It stands apart from torch's default group, of which a process has only one: several engines may live in a process.
-Every call is counted before it waits, so that whoever looks for a rank that hangs finds the one that is behind.
+Every call is counted before it waits, so that whoever looks for a rank that hangs finds the one that is behind, and
+how long it waits is measured.
 """
 
-from collections.abc import Callable
+import contextlib
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
 
@@ -28,11 +30,11 @@ class RankGroup:
         members: tuple[int, ...],
         rank: int,
         timeout_s: float,
-        count: Callable[[], None] = lambda: None,
+        meter: AbstractContextManager[None] | None = None,
     ) -> None:
-        """`rank` is one of the members; all of them make it. `count` is called before anything is waited for."""
+        """`rank` is one of the members; all of them make it. `meter` is entered while others are waited for."""
         self.members, self.index, self.size = members, members.index(rank), len(members)
-        self._count = count
+        self._waiting = meter or contextlib.nullcontext()
         gloo: Any = ProcessGroupGloo
         options = gloo._Options()
         options._devices = [gloo.create_device(hostname="127.0.0.1")]
@@ -41,17 +43,17 @@ class RankGroup:
 
     def sum(self, tensor: Tensor) -> Tensor:
         """Over all members, in place, with the same bits on all of them."""
-        self._count()
-        if tensor.numel():
-            self._group.allreduce([tensor]).wait()
+        with self._waiting:
+            if tensor.numel():
+                self._group.allreduce([tensor]).wait()
         return tensor
 
     def gather(self, tensor: Tensor) -> list[Tensor]:
         """Every member's tensor; all have one shape."""
-        self._count()
         found = [torch.empty_like(tensor) for _ in range(self.size)]
-        if tensor.numel():
-            self._group.allgather([found], [tensor.contiguous()]).wait()
+        with self._waiting:
+            if tensor.numel():
+                self._group.allgather([found], [tensor.contiguous()]).wait()
         return found
 
     def gather_array(self, array: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -61,10 +63,10 @@ class RankGroup:
 
     def share(self, tensor: Tensor) -> Tensor:
         """The first member's tensor, in place on the others."""
-        self._count()
         options = dist.BroadcastOptions()
         options.rootRank = 0
-        self._group.broadcast([tensor], options).wait()
+        with self._waiting:
+            self._group.broadcast([tensor], options).wait()
         return tensor
 
     def send(self, tensor: Tensor, to: int) -> Work:
@@ -73,8 +75,8 @@ class RankGroup:
         return work
 
     def receive(self, tensor: Tensor, sender: int) -> Tensor:
-        self._count()
-        self._group.recv([tensor], sender, 0).wait()
+        with self._waiting:
+            self._group.recv([tensor], sender, 0).wait()
         return tensor
 
 

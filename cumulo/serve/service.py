@@ -12,6 +12,7 @@ from cumulo.base.nearest import did_you_mean
 from cumulo.engine.adapters import room_for
 from cumulo.engine.decide.params import SamplingParams
 from cumulo.engine.outputs import Delta
+from cumulo.ranks.rank_meter import RankState
 from cumulo.serve.access.keys import ApiKeys, Caller
 from cumulo.serve.access.limits import RateLimits
 from cumulo.serve.adapters.shelf import AdapterRefused, AdapterShelf, ServedAdapter, split_lora
@@ -27,6 +28,7 @@ from cumulo.serve.model_text import ModelText
 from cumulo.serve.observe.fleet_metrics import FleetMetrics
 from cumulo.serve.observe.fleet_report import replica_reports
 from cumulo.serve.observe.metrics import Metrics
+from cumulo.serve.observe.rank_metrics import RankMetrics
 from cumulo.serve.observe.rejections import Rejections
 from cumulo.serve.observe.step_history import StepHistory
 from cumulo.serve.observe.stories import Record, Stories
@@ -89,6 +91,8 @@ class Service:
         self.chat_params = ChatParams()
         self.metrics = Metrics(model_name)
         self.fleet_metrics = self._fleet_metrics(model_name) if self.fleet is not None else None
+        if config.layout.world > 1:
+            RankMetrics(self.metrics.registry, model_name, self.rank_states)
         self.block_log = BlockLog()
         self.stories = Stories(options.stories)
         self.rejections = Rejections(options.stories)
@@ -106,6 +110,17 @@ class Service:
         self.metrics.up.set_function(lambda: float(self.engine.state == "ready"))
         self.metrics.restarts.set_function(lambda: float(self.engine.restarts))
         self.metrics.loras.set_function(lambda: float(len(self.adapters.served)))
+
+    def rank_states(self) -> dict[str, list[RankState]]:
+        """The ranks of each engine that runs over several, by its name."""
+        clients = {one.name: one.client for one in self.fleet.replicas.values()} if self.fleet else {}
+        if isinstance(self.engine, EngineClient):
+            clients["engine"] = self.engine
+        return {
+            name: client.stats.ranks
+            for name, client in clients.items()
+            if client.stats is not None and client.stats.ranks
+        }
 
     def _fleet_metrics(self, model_name: str) -> FleetMetrics:
         fleet = self.fleet

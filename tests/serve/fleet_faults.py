@@ -157,6 +157,7 @@ def faults(server: RunningServer) -> dict[str, Callable[[], None]]:
 
     return {
         "kill": lambda: os.kill(victim()["pid"], signal.SIGKILL),
+        "rank": lambda: os.kill(victim()["ranks"][-1]["pid"], signal.SIGKILL),  # with --tp
         "hang": lambda: os.kill(victim()["pid"], signal.SIGSTOP),
         "drain": lambda: operate(f"/v1/fleet/replicas/{victim()['name']}/drain?move=true"),
         "rolling": lambda: operate("/v1/fleet/restart"),
@@ -217,14 +218,16 @@ def main() -> None:
     )
     parser.add_argument("--streams", type=int, default=500)
     parser.add_argument("--tokens", type=int, default=100)
-    parser.add_argument("--faults", default="kill,hang,drain,rolling")
+    parser.add_argument("--faults", default="kill,hang,drain,rolling", help="also: rank, with --tp 2")
+    parser.add_argument("--replicas", type=int, default=REPLICAS)
+    parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     chosen = parser.parse_args()
     asked, rows = bodies(chosen.streams, chosen.tokens), []
     with tempfile.TemporaryDirectory() as folder:
         options = (
-            "--no-console", "--replicas", str(REPLICAS), "--kv-memory-gib", "0.4", "--max-running", "512",
-            "--stall-timeout", str(STALL_S), "--drain-timeout", "1", "--stories", "4000",
+            "--no-console", "--replicas", str(chosen.replicas), "--tp", str(chosen.tp), "--kv-memory-gib", "0.4",
+            "--max-running", "512", "--stall-timeout", str(STALL_S), "--drain-timeout", "1", "--stories", "4000",
         )  # fmt: skip
         with running_server(str(save_tiny_model(Path(folder), sizes=SIZES)), *options) as server:
             wait_for(lambda: all_ready(server), "all replicas", server)

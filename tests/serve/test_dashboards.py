@@ -13,6 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from cumulo.serve.monitoring import panels
 from cumulo.serve.observe.fleet_metrics import FleetMetrics
 from cumulo.serve.observe.metrics import Metrics
+from cumulo.serve.observe.rank_metrics import RankMetrics
 
 FOLDER = Path(panels.__file__).parent
 DASHBOARD: dict[str, Any] = json.loads((FOLDER / "dashboard.json").read_text())
@@ -28,6 +29,7 @@ def exported() -> set[str]:
     suffixes = {"counter": ["_total"], "histogram": ["_bucket", "_sum", "_count"], "gauge": [""]}
     metrics = Metrics("m")
     FleetMetrics(metrics.registry, "m", list)
+    RankMetrics(metrics.registry, "m", dict)
     return {
         family.name + suffix
         for family in text_string_to_metric_families(metrics.text().decode())

@@ -1,5 +1,8 @@
-"""A server that a plan file starts, over two ranks. Real processes."""
+"""A server that a plan file starts, over two ranks: `kill -9` of one of them under streams changes no token. Real
+processes, real signals."""
 
+import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -8,7 +11,9 @@ from typer.testing import CliRunner
 
 from cumulo.cli.app import app
 from cumulo.errors import CumuloError
-from tests.serve.running_server import RunningServer, running_server
+from tests.serve.rank_pids import rank_pids
+from tests.serve.running_server import RunningServer, running_server, wait_for
+from tests.serve.test_streams_survive import KINDS, Stream, said
 from tests.serve.tiny_model import save_tiny_model
 
 pytestmark = pytest.mark.slow
@@ -56,3 +61,32 @@ def test_a_plan_for_devices_that_are_not_here_is_refused(plan: Path, monkeypatch
     words = ["serve", "--plan", str(plan), "--device", "cuda"]
     with pytest.raises(CumuloError, match="1 engine of 2 ranks, and this machine has 0 GPUs"):
         CliRunner().invoke(app, words, catch_exceptions=False)
+
+
+def test_a_killed_rank_changes_no_stream(server: RunningServer) -> None:
+    kinds = ("greedy", "seeded", "logprobs", "guided", "samples")
+    undisturbed = {}
+    for name in kinds:
+        (calm := Stream(server, *KINDS[name])).join()
+        undisturbed[name] = said(calm.events)
+    restarts = server.sample("cumulo:engine_restarts")
+    streams = {name: Stream(server, *KINDS[name]) for name in kinds}
+    for stream in streams.values():
+        stream.speaks.wait()
+    (rank,) = rank_pids(server.engine_pid())
+    os.kill(rank, signal.SIGKILL)
+    for name, stream in streams.items():
+        stream.join()
+        assert said(stream.events) == undisturbed[name], name
+    wait_for(lambda: server.sample("cumulo:engine_restarts") > restarts, "the count of restarts", server)
+    assert "rank 1: died, exit code -9" in server.log
+
+
+def test_ranks_say_how_long_they_wait_and_what_they_hold(server: RunningServer) -> None:
+    for rank in ("0", "1"):
+        labels = {"replica": "engine", "rank": rank}
+        steps_s = server.sample("cumulo:rank_step_seconds_total", **labels)
+        waited_s = server.sample("cumulo:rank_wait_seconds_total", **labels)
+        assert 0 < waited_s < steps_s
+        assert server.sample("cumulo:rank_steps_total", **labels) > 2
+        assert server.sample("cumulo:rank_memory_bytes", **labels) > 1 << 20

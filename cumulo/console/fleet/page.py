@@ -10,6 +10,7 @@ from nicegui import ui
 from starlette.requests import Request
 
 from cumulo.console.fleet.prefill import prefill_html
+from cumulo.console.fleet.ranks import ranks_html
 from cumulo.console.fleet.view import decisions_html, overlap_html, replicas_html, tiles_html
 from cumulo.console.sessions import Visitor
 from cumulo.console.shell import Shell, empty, show
@@ -31,9 +32,27 @@ def register(shell: Shell, app: FastAPI) -> None:
         with shell.page(request, "/fleet") as visitor:
             if shell.service.fleet is None:
                 show(empty("This server has a single engine", _NO_FLEET), "card")
+                ranks = _RanksCard(shell)
+                shell.clock(visitor, _REFRESH_S, ranks.tick)
                 return
             page = _FleetPage(shell, visitor, shell.service.fleet)
             shell.clock(visitor, _REFRESH_S, page.tick)
+
+
+class _RanksCard:
+    """The processes of engines that run over several; nothing is shown where none does."""
+
+    def __init__(self, shell: Shell) -> None:
+        self._shell, self._card = shell, show("", "card")
+        self._card.set_visibility(False)
+
+    async def tick(self) -> None:
+        self.draw()
+
+    def draw(self) -> None:
+        text = ranks_html(self._shell.service.rank_states())
+        self._card.set_visibility(bool(text))
+        self._card.set_content(text)
 
 
 class _FleetPage:
@@ -49,6 +68,7 @@ class _FleetPage:
                     "Restarts the replicas one after the other. No request fails."
                 )
         self._replicas = show("", "card")
+        self._ranks = _RanksCard(shell)
         self._prefill = show("", "card") if fleet.prefill is not None else None
         self._overlap, self._decisions = show("", "card"), show("", "card")
         ui.on("operate", lambda event: self._operate(*map(str, event.args)))
@@ -62,6 +82,7 @@ class _FleetPage:
         metrics = self._shell.service.fleet_metrics
         self._tiles.set_content(tiles_html(reports, fleet.policy, metrics.moved if metrics else 0))
         self._replicas.set_content(replicas_html(reports, self._visitor.may_operate))
+        self._ranks.draw()
         if self._prefill is not None:
             self._prefill.set_content(prefill_html(prefill_reports(fleet), reports))
         self._overlap.set_content(overlap_html(reports, overlaps(fleet)))

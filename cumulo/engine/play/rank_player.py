@@ -33,6 +33,7 @@ from cumulo.models.play.rank_decoder import RankDecoder
 from cumulo.models.play.rank_links import RankLinks, connect
 from cumulo.ranks.plan_ring import PlanReader, RingFile
 from cumulo.ranks.rank_group import TCPStore, meeting_point
+from cumulo.ranks.rank_meter import RankMeter
 from cumulo.ranks.start import RankProcesses, starter, tell_starter
 from cumulo.spec.model import ModelSpec
 
@@ -82,7 +83,8 @@ def start_ranks(
         ranks.wait_for(_OPENED)
         setup.ring.unlink()  # all have it open: nothing stays behind, however the engine ends
         part = setup.part(0)
-        links = connect(part, store, setup.config.rank_timeout_s, _counter(ring, 0))
+        meter = RankMeter(ring.progress[0])
+        links = connect(part, store, setup.config.rank_timeout_s, meter)
         loaded = load(part)
         guidance = guidance_of(loaded)
         runner, runs_on = _make_runner(
@@ -95,12 +97,13 @@ def start_ranks(
             loaded.eos_ids,
             setup.config.overlap,
         )
+        meter.holds(sum(runner.memory_bytes().values()))
         ranks.wait_for(_READY)
     except BaseException:
         ranks.end()
         setup.ring.unlink(missing_ok=True)
         raise
-    ranked = RankedRunner(runner, ranks, ring, setup.config.rank_timeout_s)
+    ranked = RankedRunner(runner, ranks, ring, meter, setup.config.rank_timeout_s, setup.on_gpu)
     if setup.on_gpu:
         from cumulo.engine.play.rank_player_cuda import watch_ranks
 
@@ -120,7 +123,8 @@ def play_rank(rank: int, setup: RankSetup) -> None:
     plans = PlanReader(ring, rank, starter())
     part = setup.part(rank)
     store = meeting_point(setup.port)
-    links = connect(part, store, setup.config.rank_timeout_s, _counter(ring, rank))
+    meter = RankMeter(ring.progress[rank])
+    links = connect(part, store, setup.config.rank_timeout_s, meter)
     loaded = load_model(
         setup.model,
         dtype=getattr(torch, setup.config.dtype),
@@ -130,6 +134,7 @@ def play_rank(rank: int, setup: RankSetup) -> None:
         part=part,
     )
     runner, _ = _make_runner(setup, part, loaded.decoder, links, store, None, loaded.eos_ids, overlap=False)
+    meter.holds(sum(runner.memory_bytes().values()))
     tell_starter(_READY)
     # A GPU is given the next step while it computes one.
     running, ahead = deque[PendingStep](), 2 if setup.on_gpu else 0
@@ -142,7 +147,8 @@ def play_rank(rank: int, setup: RankSetup) -> None:
         running.append(step)
         # A step that could not be launched is told at once: the others wait for it inside their kernels.
         while len(running) > ahead or (running and getattr(step, "failed", None) is not None):
-            running.popleft().result()
+            done = running.popleft().result()
+            meter.step(done.finished_s - done.started_s)
 
 
 def _load_adapter(setup: RankSetup, runner: DeviceRunner, order: AdapterOrder) -> None:
@@ -194,13 +200,3 @@ def _make_runner(
     )
     runner.table.guided = SharedGuides(guided, links)
     return runner, runs_on
-
-
-def _counter(ring: RingFile, rank: int) -> Callable[[], None]:
-    """Counts how often a rank has waited for others, where all can see it."""
-    waits = ring.progress[rank : rank + 1, 1]
-
-    def count() -> None:
-        waits[0] += 1
-
-    return count

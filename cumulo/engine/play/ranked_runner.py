@@ -6,6 +6,7 @@ drawn. Which runner rank 0 has, and the others too, is `RankSetup`'s matter: thi
 """
 
 import threading
+import time
 
 from cumulo.engine.decide.plan import PendingStep, StepPlan, StepResult
 from cumulo.engine.play.packed_plan import AdapterOrder, pack_order, pack_plan
@@ -14,15 +15,26 @@ from cumulo.engine.play.runner_torch import TorchRunner
 from cumulo.errors import RanksFailed
 from cumulo.models.adapters.files import AdapterWeights
 from cumulo.ranks.plan_ring import PlanWriter, RingFile
+from cumulo.ranks.rank_meter import WAITS, RankMeter, RankState, rank_states
 from cumulo.ranks.start import RankProcesses
 
+_STATES_S = 0.5  # how old they may be
 _GRACE_S = 3.0  # after a step has failed, the rank that caused it has this long to be heard of
 
 
 class RankedRunner:
-    def __init__(self, runner: DeviceRunner, ranks: RankProcesses, ring: RingFile, timeout_s: float) -> None:
-        """`ranks` are all but rank 0, whose runner is here; `ring` has the progress of all."""
-        self.runner, self.ranks, self._ring = runner, ranks, ring
+    def __init__(
+        self,
+        runner: DeviceRunner,
+        ranks: RankProcesses,
+        ring: RingFile,
+        meter: RankMeter,
+        timeout_s: float,
+        on_gpu: bool = False,
+    ) -> None:
+        """`ranks` are all but rank 0, whose runner and meter are here; `ring` has the progress of all."""
+        self.runner, self.ranks, self._ring, self.meter = runner, ranks, ring, meter
+        self._on_gpu, self._states, self._states_s = on_gpu, list[RankState](), 0.0
         self._plans = PlanWriter(ring, ranks.pipes, timeout_s)
         self._failed: RanksFailed | None = None
         self.lost = False  # a rank died while a kernel here may have waited for it: results are nonsense
@@ -63,7 +75,7 @@ class RankedRunner:
 
     def _behind(self, error: Exception) -> str:
         """Nobody died: whoever has waited for others least often is whom they wait for."""
-        waits = self._ring.progress[:, 1].copy()
+        waits = self._ring.progress[:, WAITS].copy()
         rank = int(waits.argmin())
         if rank == 0 or waits.min() == waits.max():
             return f"rank 0: {type(error).__name__}: {error}"
@@ -74,6 +86,13 @@ class RankedRunner:
         self.runner.close()
         self.closed.set()
         self.ranks.end(grace_s=_GRACE_S)
+
+    def rank_states(self) -> list[RankState]:
+        """What each rank has done, as of half a second ago at most."""
+        now_s = time.monotonic()
+        if now_s - self._states_s > _STATES_S:
+            self._states, self._states_s = rank_states(self._ring.progress, self._on_gpu), now_s
+        return self._states
 
     # -- what the ledger asks ---------------------------------------------------------------------------
     def memory_bytes(self) -> dict[str, int]:
@@ -100,4 +119,5 @@ class RankedStep:
             raise self._runner.failure(error) from error
         if self._runner.lost:
             raise self._runner.failure(RuntimeError("a rank died in mid-step"))
+        self._runner.meter.step(result.finished_s - result.started_s)
         return result

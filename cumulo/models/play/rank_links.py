@@ -1,7 +1,7 @@
 """RankLinks: what a rank's decoder and its runner say to the other ranks, in their words. Made once per rank; on a
 GPU the same words are said by other means."""
 
-from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -87,7 +87,7 @@ class RankLinks:
 
 
 def connect(
-    part: RankPart, store: TCPStore, timeout_s: float, count: Callable[[], None] = lambda: None
+    part: RankPart, store: TCPStore, timeout_s: float, meter: AbstractContextManager[None] | None = None
 ) -> RankLinks:
     """This rank's links. All ranks call it; groups are made together and in one order."""
     layout, rank = part.layout, part.rank
@@ -98,7 +98,7 @@ def connect(
             return None
         if members not in groups:
             name = "-".join(map(str, members))
-            groups[members] = RankGroup(store, name, members, rank, timeout_s, count)
+            groups[members] = RankGroup(store, name, members, rank, timeout_s, meter)
         return groups[members]
 
     return RankLinks(

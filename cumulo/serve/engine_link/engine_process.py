@@ -30,6 +30,7 @@ from cumulo.engine.engine import Engine
 from cumulo.engine.guides.guided import is_fault_of_guide
 from cumulo.engine.guides.trial import GuideCompilerBusy
 from cumulo.engine.outputs import RequestOutput
+from cumulo.engine.play.ranked_runner import RankedRunner
 from cumulo.errors import CumuloError, InvalidRequest, Overloaded
 from cumulo.serve.engine_link.adapter_loader import AdapterLoader, load_now
 from cumulo.serve.engine_link.guide_checker import GuideChecker
@@ -84,6 +85,7 @@ class EngineLoop:
         self._ledger = ledger
         self.engine, self._commands, self._reports = engine, commands, reports
         self._news = NewsDesk(engine.scheduler) if for_router else None
+        self._ranked = engine.runner if isinstance(engine.runner, RankedRunner) else None
         self.meter = StepMeter(engine.runner)
         engine.runner = self.meter
         self._received = 0
@@ -217,6 +219,7 @@ class EngineLoop:
             fairness=self._fairness(),
             routing=self._news.take() if self._news is not None else None,
             transfers=self._transfers() if self.engine.link is not None else None,
+            ranks=self._ranked.rank_states() if self._ranked is not None else [],
             tiers=self._tiers(),
         )
 

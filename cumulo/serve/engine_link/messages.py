@@ -15,6 +15,7 @@ from cumulo.engine.decide.plan import TokenLogprobs
 from cumulo.engine.decide.request import FinishReason
 from cumulo.engine.decide.story import Story
 from cumulo.engine.outputs import Delta, Sample
+from cumulo.ranks.rank_meter import RankState
 from cumulo.spec.slo import Slo
 
 
@@ -199,6 +200,7 @@ class Stats(msgspec.Struct, frozen=True, array_like=True):
     fairness: FairnessReport | None = None  # about once a second
     routing: RoutingNews | None = None
     transfers: TransferStats | None = None  # of an engine with a role
+    ranks: list[RankState] = []  # of an engine over several
     tiers: TierStats | None = None  # of an engine with KV tiers
 
 

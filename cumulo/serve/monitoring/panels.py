@@ -355,7 +355,49 @@ FLEET = Section(
     ),
 )
 
-SECTIONS = (HEALTH, TRAFFIC, LATENCY, SHARING, MEMORY, FLEET)
+RANKS = Section(
+    "Ranks",
+    (
+        Panel(
+            "Step time, by rank",
+            "Of engines over several processes (--tp, --pp, --dp, --ep): mean time of a step, waiting included.",
+            (
+                Query(
+                    f"{rate('rank_step_seconds_total', by='instance, replica, rank')} / "
+                    f"{rate('rank_steps_total', by='instance, replica, rank')}",
+                    "{{replica}} rank {{rank}}",
+                ),
+            ),
+            unit="s",
+        ),
+        Panel(
+            "Waiting for other ranks",
+            "Share of its time in steps that a rank waited for others. The one that waits least is the slowest.",
+            (
+                Query(
+                    f"{rate('rank_wait_seconds_total', by='instance, replica, rank')} / "
+                    f"{rate('rank_step_seconds_total', by='instance, replica, rank')}",
+                    "{{replica}} rank {{rank}}",
+                ),
+            ),
+            unit="percentunit",
+            maximum=1,
+        ),
+        Panel(
+            "Memory, by rank",
+            "Memory of each rank's process, or what it holds on its GPU.",
+            (
+                Query(
+                    f"sum by (instance, replica, rank) ({gauge('rank_memory_bytes')})",
+                    "{{replica}} rank {{rank}}",
+                ),
+            ),
+            unit="bytes",
+        ),
+    ),
+)
+
+SECTIONS = (HEALTH, TRAFFIC, LATENCY, SHARING, MEMORY, FLEET, RANKS)
 
 
 def expressions() -> list[str]:

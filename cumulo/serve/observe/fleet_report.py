@@ -4,6 +4,7 @@ console.
 
 import time
 from collections import Counter
+from dataclasses import asdict
 from typing import Any
 
 from cumulo.engine.decide.block_pool import BlockHash
@@ -134,6 +135,7 @@ def _replica(replica: FleetReplica, copies: Counter[BlockHash]) -> dict[str, Any
         "requests": replica.requests,
         "prompt_tokens": replica.prompt_tokens,
         "cached_tokens": replica.cached_tokens,
+        "ranks": [asdict(one) for one in stats.ranks] if stats is not None else [],
         "transfers": _transfers(stats),
         "restarts": client.restarts,
         "last_failure": client.last_failure,

@@ -143,6 +143,15 @@ class BlockCounts(BaseModel):
     also_elsewhere: int  # of the cached ones
 
 
+class RankAnswer(BaseModel):
+    rank: int
+    pid: int
+    steps: int
+    step_s: float
+    wait_s: float
+    memory_bytes: int
+
+
 class ReplicaAnswer(BaseModel):
     name: str
     object: Literal["fleet.replica"]
@@ -159,6 +168,7 @@ class ReplicaAnswer(BaseModel):
     requests: int
     prompt_tokens: int
     cached_tokens: int
+    ranks: list[RankAnswer]
     restarts: int
     last_failure: str | None
 
