@@ -9,8 +9,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from cumulo.base.report import Row
 from cumulo.base.reference_text import reference_text
+from cumulo.base.report import Row
 from cumulo.bench.worker import SideProcess
 from cumulo.errors import CumuloError
 

@@ -12,10 +12,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from cumulo.base.reference_text import reference_text
 from cumulo.base.report import Row
 from cumulo.bench.overhead_client import FirstToken, Streamed, first_tokens_of, stream_all
 from cumulo.bench.server import ServerProcess
-from cumulo.base.reference_text import reference_text
 from cumulo.bench.worker import SideProcess
 from cumulo.errors import CumuloError
 from cumulo.load.lengths import Lengths

@@ -10,8 +10,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from cumulo.base.report import Row
 from cumulo.base.reference_text import reference_text
+from cumulo.base.report import Row
 from cumulo.engine.config import EngineConfig
 from cumulo.engine.llm import LLM
 from cumulo.engine.play.runner_torch import TorchRunner
@@ -35,29 +35,31 @@ def measure(model: str | None, threads: int, tell: Callable[[str, int, int], Non
         with LLM(model, config=config, keep_quantised=False) as exact, torch.inference_mode():
             sequences = torch.tensor(tokens).view(SEQUENCES, TOKENS_PER_SEQUENCE)
             tell("quality: float32 reads the text", 2, 5)
-            reference = _hidden(exact, sequences, TOKENS_PER_SEQUENCE)
+            reference = hidden_states(exact, sequences, TOKENS_PER_SEQUENCE)
             for number, (name, chunk) in enumerate((("prefill", TOKENS_PER_SEQUENCE), ("decode", 1))):
                 tell(f"quality: the default path reads it, {name}", 3 + number, 5)
-                divergence, agreement = _compare(exact, reference, fast, _hidden(fast, sequences, chunk))
+                divergence, agreement = _compare(
+                    exact, reference, fast, hidden_states(fast, sequences, chunk)
+                )
                 positions = f"{sequences.numel():,} positions, against the file in float32"
                 rows.append(Row(f"mean KL, {name}", divergence, "nats", "lower", must=0.01, note=positions))
                 rows.append(Row(f"top-1 agreement, {name}", 100 * agreement, "%", must=97.0, note=positions))
     return rows
 
 
-def _model(llm: LLM) -> Any:
+def engine_model(llm: LLM) -> Any:
     """The decoder that the engine's runner plays plans on."""
     return cast(TorchRunner, llm.engine.runner).model
 
 
-def _hidden(llm: LLM, sequences: Tensor, chunk: int) -> Tensor:
+def hidden_states(llm: LLM, sequences: Tensor, chunk: int, blocks: int = BLOCKS) -> Tensor:
     """Final hidden states of every position [sequences, tokens, hidden], computed `chunk` tokens at a time.
 
     Chunks as long as a sequence go one sequence per step, like prompts; shorter ones all sequences together.
     """
-    decoder, cache = _model(llm), cast(TorchRunner, llm.engine.runner).cache
+    decoder, cache = engine_model(llm), cast(TorchRunner, llm.engine.runner).cache
     count, length = sequences.shape
-    tables = torch.arange(BLOCKS, dtype=torch.int32).view(count, -1)
+    tables = torch.arange(blocks, dtype=torch.int32).view(count, -1)
     groups = [[index] for index in range(count)] if chunk == length else [list(range(count))]
     result = torch.empty(count, length, llm.spec.hidden)
     for group in groups:
@@ -89,8 +91,8 @@ def _compare(exact: LLM, reference: Tensor, fast: LLM, approximate: Tensor) -> t
     divergence, agreed = 0.0, 0
     for start in range(0, len(reference), LOGIT_ROWS):
         rows = slice(start, start + LOGIT_ROWS)
-        wanted = _model(exact).logits(reference[rows]).double().log_softmax(-1)
-        given = _model(fast).logits(approximate[rows]).double().log_softmax(-1)
+        wanted = engine_model(exact).logits(reference[rows]).double().log_softmax(-1)
+        given = engine_model(fast).logits(approximate[rows]).double().log_softmax(-1)
         divergence += float((wanted.exp() * (wanted - given)).sum())
         agreed += int((wanted.argmax(-1) == given.argmax(-1)).sum())
     return divergence / len(reference), agreed / len(reference)

@@ -70,7 +70,8 @@ def quantize(chosen: QuantizeOptions) -> None:
         from cumulo.quant.play.run import Calibration, quantise
 
         if chosen.threads is not None:
-            torch.set_num_threads(options.engine_config(threads=chosen.threads).threads)
+            options.engine_config(threads=chosen.threads)  # refuses 0
+            torch.set_num_threads(chosen.threads)
         recipe = Recipe(
             chosen.method,  # type: ignore[arg-type]  # `settled` checks the words
             chosen.bits,

@@ -4,10 +4,10 @@ import statistics
 
 import pytest
 
+from cumulo.base.reference_text import reference_text
 from cumulo.bench import engine as bench_engine
 from cumulo.bench import scheduler as bench_scheduler
 from cumulo.bench.engine import MEASUREMENTS, _order, _Prompts, _rows, parse_rivals
-from cumulo.base.reference_text import reference_text
 from cumulo.errors import CumuloError
 
 

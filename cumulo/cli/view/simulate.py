@@ -219,20 +219,10 @@ def fleet_rows(one: "FleetReport") -> "list[Row]":
     return rows
 
 
-_COLORS = ("#2563eb", "#1e3a8a", "#f59e0b", "#92400e")
-_STYLE = (
-    "<style>svg{background:#fff;font:12px sans-serif}.grid{stroke:#eee}.axis,.tick{stroke:#888}.line{fill:none;"
-    "stroke-width:2}.bound{stroke:#dc2626;stroke-dasharray:4 4}.note{fill:#dc2626}"
-    + "".join(f".line.s{at}{{stroke:{color}}}.dot.s{at}{{fill:{color}}}" for at, color in enumerate(_COLORS))
-    + "</style>"
-)
-
-
 def write_picture(path: Path, trials: "list[RateTrial]", slo: "Slo | None", title: str) -> None:
     """Draw percentiles of TTFT and ITL over the request rate on logarithmic axes, which show the knee."""
-    from cumulo.base import svg
-    from cumulo.errors import CumuloError
-    from cumulo.load.svg import HEIGHT, LEFT, WIDTH, Chart, Series, draw
+    from cumulo.cli.view.chart_file import write_chart
+    from cumulo.load.svg import Chart, Series
 
     series = []
     for color, (name, field, percentile) in enumerate(
@@ -250,16 +240,5 @@ def write_picture(path: Path, trials: "list[RateTrial]", slo: "Slo | None", titl
         for name, bound in (("TTFT", slo.ttft_s), ("ITL", slo.itl_s))
         if bound is not None
     ]  # fmt: skip
-    text = draw(Chart(title, "requests per second", "milliseconds", series, y_log=True, bounds=bounds))
-    legend = [
-        svg.text(LEFT + 130 * index, HEIGHT + 14, one.name, fill=color)
-        for index, (one, color) in enumerate(zip(series, _COLORS, strict=True))
-    ]
-    heading = svg.text(LEFT, -6, title, font_weight="bold")
-    inner = text.partition(">")[2].removesuffix("</svg>")
-    box = f"0 -22 {WIDTH} {HEIGHT + 46}"
-    whole = svg.tag("svg", _STYLE, heading, *legend, inner, xmlns=svg.XMLNS, width=2 * WIDTH, viewBox=box)
-    try:
-        path.write_text(whole, "utf-8")
-    except OSError as error:
-        raise CumuloError(f"cannot write {path}: {error.strerror or error}") from error
+    chart = Chart(title, "requests per second", "milliseconds", series, y_log=True, bounds=bounds)
+    write_chart(path, chart)

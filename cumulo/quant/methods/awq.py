@@ -61,4 +61,5 @@ def _rounded(weight: Tensor, grid: Grid, group: int) -> Tensor:
 def _group_errors(weight: Tensor, rounded: Tensor, own: Tensor, group: int) -> Tensor:
     """[rows, groups]: errors of the groups, each as if it were alone."""
     change = (weight - rounded).unflatten(1, (-1, group)).transpose(0, 1)  # [groups, rows, group]
-    return ((change @ own) * change).sum(-1).T
+    errors: Tensor = ((change @ own) * change).sum(-1)
+    return errors.T

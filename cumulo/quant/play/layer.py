@@ -136,7 +136,7 @@ def _watch_experts(experts: Experts, name: str, sites: Mapping[str, Inputs]) -> 
             inputs.add(x)
         return plain(which, expert, x)
 
-    experts.matmul = matmul  # type: ignore[method-assign]
+    experts.__dict__["matmul"] = matmul
     return lambda: experts.__dict__.pop("matmul")
 
 

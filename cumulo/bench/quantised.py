@@ -1,0 +1,205 @@
+"""How much quality a quantised model keeps, next to its speed and memory: perplexity, KL and top-1 agreement
+against the model in 16 bits. `cumulo bench quality` prints it.
+
+All variants read the same held-out text: the half of the Python language reference that no default calibration text
+is taken from. Speeds are measured in turns with the 16-bit model, so that other programs slow down both.
+"""
+
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from cumulo.base.reference_text import reference_text
+from cumulo.base.report import Row
+from cumulo.bench.quality import BLOCK_SIZE, LOGIT_ROWS, engine_model, hidden_states
+from cumulo.engine.config import EngineConfig
+from cumulo.engine.decide.params import SamplingParams
+from cumulo.engine.llm import LLM
+from cumulo.errors import ConfigError
+from cumulo.models.text.tokenizer import Tokenizer
+from cumulo.quant.decide.recipe import METHODS, Method, Recipe
+from cumulo.quant.play.run import Calibration, quantise
+
+Tell = Callable[[str, int, int], None]
+DECODED = 32  # tokens per measurement of speed
+
+
+@dataclass(frozen=True, slots=True)
+class QualityConfig:
+    methods: tuple[str, ...]
+    folders: tuple[Path, ...] = ()  # quantised before, by whatever tool
+    bits: int = 4
+    group: int | None = None
+    calibration: Calibration = Calibration()
+    text: Path | None = None  # held-out text; None: the default
+    sequences: int = 16
+    length: int = 256
+    rounds: int = 3
+    threads: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """One variant's. KL and agreement are against the 16-bit model, speeds relative to it."""
+
+    name: str
+    weight_bytes: int
+    perplexity: float
+    kl: float
+    agreement: float
+    decode_tok_s: float
+    relative_speed: float
+
+
+def parse_methods(text: str) -> tuple[str, ...]:
+    names = tuple(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
+    unknown = [name for name in names if name not in METHODS]
+    if unknown:
+        raise ConfigError(f"--methods knows {', '.join(METHODS)}; got {', '.join(unknown)}")
+    return names
+
+
+def measure(model: str | None, config: QualityConfig, tell: Tell) -> list[Figures]:
+    """The 16-bit model first, then every method and folder."""
+    steps = 1 + 2 * len(config.methods) + len(config.folders)
+    blocks = config.sequences * -(-config.length // BLOCK_SIZE)
+    engine = EngineConfig(
+        threads=config.threads, kv_blocks=blocks, block_size=BLOCK_SIZE, max_context=max(64, config.length)
+    )
+    with tempfile.TemporaryDirectory(prefix="cumulo-quality-") as work:
+        tell("the 16-bit model reads the text", 0, steps)
+        with LLM(model, config=engine, keep_quantised=False) as exact, torch.inference_mode():
+            text = reference_text("held-out") if config.text is None else config.text.read_text("utf-8")
+            tokens = held_out_tokens(exact.tokenizer, text, config.sequences, config.length)
+            reference = hidden_states(exact, tokens, tokens.shape[1], blocks)
+            found = [_compare("16-bit", exact, reference, exact, reference, tokens, config.rounds)]
+            done = 1
+            for method in config.methods:
+                folder = Path(work) / method
+
+                def show(stage: str, _: int, __: int, method: str = method, done: int = done) -> None:
+                    tell(f"{method}: {stage}", done, steps)
+
+                recipe = Recipe(cast(Method, method), bits=config.bits, group=config.group)
+                calibration = config.calibration
+                if not recipe.needs_calibration:
+                    calibration = Calibration()
+                with torch.inference_mode(False):
+                    made = quantise(model, folder, recipe, calibration, show)
+                tell(f"{method}: reading the text", done + 1, steps)
+                found.append(
+                    _variant(made.recipe.in_words, folder, engine, exact, reference, tokens, config, blocks)
+                )
+                done += 2
+            for given in config.folders:
+                tell(f"{given}: reading the text", done, steps)
+                found.append(_variant(given.name, given, engine, exact, reference, tokens, config, blocks))
+                done += 1
+    return found
+
+
+def _variant(
+    name: str,
+    folder: Path,
+    engine: EngineConfig,
+    exact: LLM,
+    reference: Tensor,
+    tokens: Tensor,
+    config: QualityConfig,
+    blocks: int,
+) -> Figures:
+    with LLM(str(folder), config=engine) as own:
+        states = hidden_states(own, tokens, tokens.shape[1], blocks)
+        return _compare(name, exact, reference, own, states, tokens, config.rounds)
+
+
+def held_out_tokens(tokenizer: Tokenizer, text: str, sequences: int, length: int) -> Tensor:
+    tokens = tokenizer.encode(text, parse_special_tokens=False)
+    if len(tokens) < sequences * length:
+        raise ConfigError(
+            f"the text has {len(tokens):,} tokens; {sequences} sequences of {length} need {sequences * length:,}"
+        )
+    step = len(tokens) // sequences
+    return torch.tensor([tokens[step * index : step * index + length] for index in range(sequences)])
+
+
+def _compare(
+    name: str, exact: LLM, reference: Tensor, own: LLM, states: Tensor, tokens: Tensor, rounds: int
+) -> Figures:
+    divergence, agreed, surprise, count = 0.0, 0, 0.0, 0
+    for wanted_states, own_states, ids in zip(reference, states, tokens, strict=True):
+        for start in range(0, len(ids) - 1, LOGIT_ROWS):
+            rows = slice(start, min(start + LOGIT_ROWS, len(ids) - 1))
+            wanted = engine_model(exact).logits(wanted_states[rows]).double().log_softmax(-1)
+            given = engine_model(own).logits(own_states[rows]).double().log_softmax(-1)
+            following = ids[rows.start + 1 : rows.stop + 1]
+            divergence += float((wanted.exp() * (wanted - given)).sum())
+            agreed += int((wanted.argmax(-1) == given.argmax(-1)).sum())
+            surprise -= float(given.gather(1, following[:, None]).sum())
+            count += len(following)
+    speeds = [(_decode_tok_s(own), _decode_tok_s(exact)) for _ in range(rounds)]
+    return Figures(
+        name,
+        own.ledger["weights"].measured or 0,  # type: ignore[arg-type]
+        float(torch.tensor(surprise / count).exp()),
+        divergence / count,
+        agreed / count,
+        statistics.median(speed for speed, _ in speeds),
+        statistics.median(speed / plain for speed, plain in speeds),
+    )
+
+
+def _decode_tok_s(llm: LLM) -> float:
+    params = SamplingParams(temperature=0, max_tokens=DECODED, ignore_eos=True)
+    began = time.perf_counter()
+    llm.generate([[1] * 8], params)
+    return DECODED / (time.perf_counter() - began)
+
+
+def rows(found: Sequence[Figures]) -> list[Row]:
+    """Of the JSON report. What the papers claim is a bound: a calibrated method beats rounding to nearest."""
+    plain, *others = found
+    result = []
+    for one in found:
+        result += [
+            Row(f"{one.name}: perplexity", one.perplexity, "", "lower"),
+            Row(f"{one.name}: mean KL", one.kl, "nats", "lower"),
+            Row(f"{one.name}: top-1 agreement", 100 * one.agreement, "%"),
+            Row(f"{one.name}: weights", one.weight_bytes, "B", "lower"),
+            Row(
+                f"{one.name}: decode, relative to 16 bits",
+                one.relative_speed,
+                "",
+                note=f"{one.decode_tok_s:.1f} tok/s",
+            ),
+        ]
+    nearest = next((one for one in others if one.name.startswith("rtn")), None)
+    for one in others:
+        if nearest is not None and one.name.startswith(("awq", "gptq")):
+            ratio = (one.perplexity - plain.perplexity) / (nearest.perplexity - plain.perplexity)
+            result.append(
+                Row(f"{one.name.split(',')[0]}: growth of perplexity / rtn's", ratio, "", "lower", must=1.0)
+            )
+    return result
+
+
+def chart(found: Sequence[Figures]) -> Any:
+    """KL over the size of the weights, one dot per variant."""
+    from cumulo.load.svg import Chart, Series
+
+    return Chart(
+        "Quality and size of quantised models",
+        "weights in memory (MiB)",
+        "mean KL to 16 bits (nats)",
+        [
+            Series(one.name, [(one.weight_bytes / 2**20, one.kl)], "dots", color)
+            for color, one in enumerate(found)
+        ],
+    )
