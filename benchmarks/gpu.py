@@ -41,7 +41,7 @@ from cumulo.spec.model import ModelSpec  # noqa: E402
 
 FILE = json.loads((Path(__file__).parent / "workloads.json").read_text())
 # (model, workload) -> (vLLM 0.26, must, aim); output tokens/s, or seconds where less is better.
-TARGETS: dict[tuple[str, str], tuple[float, float, float]] = {
+TARGETS: dict[tuple[str, str], tuple[float | None, float, float | None]] = {
     ("qwen3-0.6b", "mixed256"): (20657, 21000, 30000),
     ("qwen3-0.6b", "single"): (407, 800, 1200),
     ("qwen3-0.6b", "batch512"): (25831, 26000, 35000),
@@ -53,10 +53,14 @@ TARGETS: dict[tuple[str, str], tuple[float, float, float]] = {
     ("llama-3.1-8b", "prefill8k"): (1.64, 1.65, 1.5),
     ("llama-3.1-8b fp8", "single"): (284, 290, 380),
     ("llama-3.1-8b fp8", "batch512"): (14124, 14100, 17000),
+    ("llama-3.1-8b int4", "single"): (None, 450, None),
+    ("llama-3.1-8b int4", "batch16"): (None, 3500, None),
+    ("llama-3.1-8b int4", "batch512"): (None, 9500, None),
     ("qwen3-30b-a3b", "mixed256"): (6011, 6000, 9000),
     ("qwen3-30b-a3b", "single"): (237, 240, 350),
     ("qwen3-30b-a3b", "batch512"): (11417, 11400, 14000),
 }
+WEIGHT_BYTES = {"": 2, "fp8": 1, "int4": 0.53}
 IN_SECONDS = ("prefill8k", "prefix")
 START_TARGET = (114.0, 30.0, 10.0)
 
@@ -143,12 +147,10 @@ def run(engine: Engine, roofline: Roofline, requests: list[tuple[list[int], int]
 def measure(
     name: str, workloads: list[str], repeats: int, ceilings: GpuCeilings, options: dict[str, Any]
 ) -> list[dict]:
-    fp8 = name.endswith(" fp8")
-    spec = spec_from_config(FILE["models"][name.removesuffix(" fp8")])
+    base, _, weights = name.partition(" ")
+    spec = spec_from_config(FILE["models"][base])
     decoder = random_decoder(spec)
-    config = EngineConfig(max_context=4096 + 5000, weights="fp8" if fp8 else "auto", **options).settled(
-        "cuda"
-    )
+    config = EngineConfig(max_context=4096 + 5000, weights=weights or "auto", **options).settled("cuda")
     weight_bytes = sum(p.nbytes for p in decoder.parameters())
     memory = plan_memory(spec, 0, config, free_memory(config))  # the weights are there already
     engine, player = start_engine(decoder, config, memory)
@@ -161,7 +163,7 @@ def measure(
         times = []
         for repeat in range(repeats + 1):  # the first one warms up: compiles and captures
             engine.scheduler.pool.clear_cache()
-            roofline = Roofline(spec, ceilings, 1 if fp8 else 2, spec.kv_bytes_per_token(2))
+            roofline = Roofline(spec, ceilings, WEIGHT_BYTES[weights], spec.kv_bytes_per_token(2))
             elapsed_s, made = run(
                 engine, roofline, requests_of(FILE["workloads"][workload], spec.vocab_size, repeat)
             )
@@ -274,7 +276,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--models", default="qwen3-0.6b,llama-3.1-8b,llama-3.1-8b fp8,qwen3-30b-a3b")
+    parser.add_argument(
+        "--models", default="qwen3-0.6b,llama-3.1-8b,llama-3.1-8b fp8,llama-3.1-8b int4,qwen3-30b-a3b"
+    )
     parser.add_argument("--workloads", default="", help="left out: those with a target")
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument(

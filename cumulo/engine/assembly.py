@@ -25,7 +25,7 @@ from cumulo.engine.engine import Engine
 from cumulo.engine.guides.guided import Guidance
 from cumulo.engine.link import connect
 from cumulo.engine.memory.ledger import GIB, Ledger, MemoryPlan, plan_memory
-from cumulo.engine.memory.ledger_gpu import fp8_saved_bytes
+from cumulo.engine.memory.ledger_gpu import quantised_saved_bytes
 from cumulo.engine.memory.ledger_ranks import plan_rank_memory
 from cumulo.engine.play.draft_source import attach_draft, check_tokenizer, load_draft
 from cumulo.engine.play.player import Player, adapter_obstacle, cpu_player, gpu_player, refuse_kernel_options
@@ -120,7 +120,7 @@ def assemble(
         raise ConfigError(f"role={config.role} runs on one rank: omit tp, pp, dp and ep, or omit role")
     if config.layout.world > 1:
         return _assemble_ranks(files, config, loading_bytes, keep_quantised, with_tokenizer, load, tell)
-    saved_bytes = fp8_saved_bytes(files.spec, dtype.itemsize) if config.weights == "fp8" else 0
+    saved_bytes = quantised_saved_bytes(files.spec, dtype.itemsize, config.weights)
     draft = load_draft(config, files.spec, dtype, keep_quantised)
     memory = plan_memory(
         files.spec,

@@ -40,8 +40,9 @@ class EngineConfig:
     overlap: bool = True  # plan step N+1 and finish N-1 while N runs
     threads: int | None = None  # CPU threads; None: torch's default
     dtype: str = "auto"  # of activations and KV; auto: float32 on a CPU, bfloat16 on a GPU
-    # fp8: the layers' matrices are quantised to 8 bits once loaded; routed experts, embedding and head stay (GPU)
-    weights: Literal["auto", "fp8"] = "auto"
+    # fp8, int4: the layers' matrices are quantised to 8 or 4 bits once loaded; routed experts, embedding and head stay
+    # (GPU)
+    weights: Literal["auto", "fp8", "int4"] = "auto"
     kv_dtype: Literal["auto", "fp8"] = "auto"  # fp8: keys and values take one byte a number (GPU)
     batch_invariant: bool = False  # same request, same bits, whatever else is in the batch; slower (GPU)
     cuda_graphs: bool = True  # steps are captured and replayed; off: every kernel is launched by the host
@@ -118,8 +119,8 @@ class EngineConfig:
         settled = replace(self, device=kind, **chosen)  # type: ignore[arg-type]
         if kind == "cpu":
             for name in ("weights", "kv_dtype"):
-                if getattr(self, name) == "fp8":
-                    raise CumuloError(f"{name}=fp8 needs a GPU; on a CPU, omit {name}")
+                if getattr(self, name) != "auto":
+                    raise CumuloError(f"{name}={getattr(self, name)} needs a GPU; on a CPU, omit {name}")
             if self.batch_invariant:
                 raise CumuloError("batch_invariant needs a GPU; on a CPU, omit it")
         elif settled.block_size < 16 or settled.block_size & (settled.block_size - 1):
@@ -135,7 +136,7 @@ _ALLOWED = {
     "role": ("both", "prefill", "decode"),
     "preemption": ("auto", "recompute", "swap"),
     "dtype": ("auto", "float64", "float32", "float16", "bfloat16"),
-    "weights": ("auto", "fp8"),
+    "weights": ("auto", "fp8", "int4"),
     "kv_dtype": ("auto", "fp8"),
 }
 _DEFAULTS: dict[str, dict[str, int | str]] = {

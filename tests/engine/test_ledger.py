@@ -18,7 +18,7 @@ from rich.console import Console
 from cumulo.base.machine_memory import PeakMemory, available_memory, resident_bytes
 from cumulo.engine.config import EngineConfig
 from cumulo.engine.memory.ledger import GIB, activation_bytes, logit_bytes, plan_memory
-from cumulo.engine.memory.ledger_gpu import fp8_saved_bytes
+from cumulo.engine.memory.ledger_gpu import quantised_saved_bytes
 from cumulo.engine.play.runner_torch import TorchRunner
 from cumulo.errors import CumuloError, OutOfMemory
 from cumulo.models.batch import KVCache
@@ -79,7 +79,7 @@ def test_eight_bit_weights_are_counted_as_held_and_must_fit_before_they_are_quan
     """Llama-3.1-8B by hand: 6,979,321,856 numbers in the layers' matrices, which have 1,376,256 rows in all."""
     config = EngineConfig(device="cuda", weights="fp8", max_context=8192)
     loaded = weight_bytes(LLAMA_8B, "bfloat16")
-    held = loaded - fp8_saved_bytes(LLAMA_8B, 2)
+    held = loaded - quantised_saved_bytes(LLAMA_8B, 2, "fp8")
     assert loaded - held == 6_979_321_856 - 4 * 1_376_256
     plan = plan_memory(LLAMA_8B, held, config, 80 * GIB, loading_bytes=loaded)
     plain = plan_memory(LLAMA_8B, loaded, dataclasses.replace(config, weights="auto"), 80 * GIB)
@@ -98,7 +98,7 @@ def test_the_ledger_says_that_routed_experts_are_not_quantised() -> None:
     plan = plan_memory(spec, 10 * GIB, config, 80 * GIB)
     assert "routed experts too in bfloat16" in plan.ledger["weights"].how
     attention = spec.layers * (6144 + 4096) * 4096
-    assert fp8_saved_bytes(spec, 2) == attention - 4 * spec.layers * (6144 + 4096)
+    assert quantised_saved_bytes(spec, 2, "fp8") == attention - 4 * spec.layers * (6144 + 4096)
 
 
 @settings(max_examples=thorough.examples(150), deadline=None)

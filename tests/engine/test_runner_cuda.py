@@ -15,10 +15,10 @@ from cumulo.engine.decide.params import SamplingParams
 from cumulo.engine.decide.plan import StepPlan
 from cumulo.engine.engine import Engine
 from cumulo.engine.memory.ledger_gpu import (
-    fp8_saved_bytes,
     gpu_buffer_bytes,
     gpu_logit_bytes,
     gpu_table_bytes,
+    quantised_saved_bytes,
 )
 from cumulo.engine.play.runner_cuda import CudaRunner
 from cumulo.engine.play.runner_torch import TorchRunner
@@ -240,6 +240,6 @@ def test_the_ledger_predicts_what_the_runner_holds_to_the_byte(name: str) -> Non
 
 @pytest.mark.parametrize("name", list(SPECS))
 def test_the_ledger_counts_eight_bit_weights_as_they_are_held(name: str) -> None:
-    model = CudaDecoder(make_decoder(SPECS[name]), 16, 2, fp8_weights=True)
-    predicted = weight_bytes(SPECS[name], "float32") - fp8_saved_bytes(SPECS[name], 4)
+    model = CudaDecoder(make_decoder(SPECS[name]), 16, 2, weights="fp8")
+    predicted = weight_bytes(SPECS[name], "float32") - quantised_saved_bytes(SPECS[name], 4, "fp8")
     assert model.weight_bytes == predicted < weight_bytes(SPECS[name], "float32")

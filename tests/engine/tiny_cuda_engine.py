@@ -115,7 +115,7 @@ def make_engine(
             decoder,
             config.max_tokens_per_step,
             config.max_running,
-            fp8_weights=fp8,
+            weights="fp8" if fp8 else "auto",
             batch_invariant=invariant,
         )
         runner = CudaRunner(model, cache, **shared)

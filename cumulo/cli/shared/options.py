@@ -46,7 +46,7 @@ class EngineOptions:
     )
     device: str | None = option("cpu or cuda. Default: cuda if a GPU is present.", None)
     weights: str | None = option(
-        "fp8: quantize the layers' weights to 8 bits, except routed experts (GPU only).", None
+        "fp8 or int4: quantize the layers' weights to 8 or 4 bits, except routed experts (GPU only).", None
     )
     kv_dtype: str | None = option("fp8: store the KV cache in 8 bits (GPU only).", None)
     speculate: str | None = option(
@@ -118,9 +118,10 @@ def engine_config(**chosen: Any) -> "EngineConfig":
         raise CumuloError(f"--max-context must be 1 or more tokens, got {max_context}")
     if kv_gib is not None and not kv_gib > 0:
         raise CumuloError(f"--kv-memory-gib must be more than 0, got {kv_gib}")
-    for name in ("weights", "kv_dtype"):
-        if chosen.get(name) not in (None, "auto", "fp8"):
-            raise CumuloError(f"--{name.replace('_', '-')} must be auto or fp8, got {chosen[name]!r}")
+    if chosen.get("weights") not in (None, "auto", "fp8", "int4"):
+        raise CumuloError(f"--weights must be auto, fp8 or int4, got {chosen['weights']!r}")
+    if chosen.get("kv_dtype") not in (None, "auto", "fp8"):
+        raise CumuloError(f"--kv-dtype must be auto or fp8, got {chosen['kv_dtype']!r}")
     if chosen.get("device") not in (None, "auto", "cpu", "cuda"):
         raise CumuloError(f"--device must be cpu or cuda, got {chosen['device']!r}")
     return EngineConfig(**{key: value for key, value in chosen.items() if value is not None})

@@ -13,7 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 from cumulo.base.ledger import LedgerLine
 from cumulo.engine.config import EngineConfig
-from cumulo.engine.memory.ledger_gpu import gpu_buffer_bytes, gpu_logit_bytes, gpu_table_bytes
+from cumulo.engine.memory.ledger_gpu import (
+    gpu_buffer_bytes,
+    gpu_logit_bytes,
+    gpu_table_bytes,
+    int4_scratch_bytes,
+)
 from cumulo.errors import CumuloError, OutOfMemory
 from cumulo.layout.adapters import padded_rank, served_elements
 from cumulo.spec.gpu_kernels import obstacle_of
@@ -276,7 +281,9 @@ class Needs:
             f"{kv_blocks:,} blocks of {config.block_size} tokens, {why}",
         )
         if self.draft is not None:
-            yield row("draft model", self.draft.weight_bytes, f"{self.draft.name}, which drafts for speculation")
+            yield row(
+                "draft model", self.draft.weight_bytes, f"{self.draft.name}, which drafts for speculation"
+            )
             kept = kv_blocks * config.block_size * self.draft.bytes_per_token
             yield row("draft kv cache", kept, "for the same blocks, committed as they are used")
         if config.max_loras:
@@ -313,10 +320,11 @@ class Needs:
         return f"{config.max_loras:,} adapters of up to rank {padded_rank(config.max_lora_rank)}{when}"
 
     def _weights_in_words(self) -> str:
-        if self.config.weights != "fp8":
+        if self.config.weights == "auto":
             return "as stored in the file, packed where quantised"
         experts = ", routed experts too" if self.spec.moe is not None else ""
-        return f"layers' matrices in 8 bits, a scale a row; the rest{experts} in {self.config.dtype}"
+        how = {"fp8": "8 bits, a scale a row", "int4": "4 bits, a scale for 128"}[self.config.weights]
+        return f"layers' matrices in {how}; the rest{experts} in {self.config.dtype}"
 
     def _gpu_rows(
         self, row: Callable[[str, int, str], LedgerLine], tokens: int, context: int
@@ -331,6 +339,8 @@ class Needs:
             yield row("logits", logit_bytes(spec, draws, element), f"{draws:,} draws")
         else:
             buffers = gpu_buffer_bytes(spec, tokens, draws, element)
+            if config.weights == "int4":
+                buffers += int4_scratch_bytes(spec, element)
             yield row("activations", buffers, f"buffers for {tokens:,} tokens")
             sampling = gpu_logit_bytes(spec.vocab_size, draws, element)
             yield row("logits", sampling, f"{draws:,} draws, with the sampler's candidates")

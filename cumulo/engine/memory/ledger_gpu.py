@@ -5,20 +5,44 @@ rows, and the assembly before it plans.
 from cumulo.spec.model import ModelSpec
 from cumulo.spec.operations import layer_operations, model_operations
 
-# Multiplied otherwise than by the 8-bit products: the router in float32, kv_b per head.
-_NEVER_FP8 = ("ffn.router.weight", "attention.kv_b.weight")
+# Multiplied otherwise than by the quantised products: the router in float32, kv_b per head.
+_NEVER_QUANTISED = ("ffn.router.weight", "attention.kv_b.weight")
+INT4_GROUP = 128  # weights that share a scale; rows that it does not divide stay as they are
 
 
-def fp8_saved_bytes(spec: ModelSpec, bytes_per_element: int) -> int:
-    """What weights=fp8 frees: the layers' matrices shrink to a byte a number and four for each row's scale.
-    Embedding, head and routed experts stay as they are."""
-    quantised = (
+def quantised_saved_bytes(spec: ModelSpec, bytes_per_element: int, kind: str) -> int:
+    """What weights=fp8 or int4 frees: the layers' matrices shrink to a byte a number and four for each row's scale,
+    or to half a byte and four for each group's. Embedding, head and routed experts stay as they are."""
+    if kind == "auto":
+        return 0
+    matrices = (
         weight
         for layer, operation in model_operations(spec)
         for weight in operation.weights
-        if layer is not None and len(weight.shape) == 2 and weight.name not in _NEVER_FP8
+        if layer is not None and len(weight.shape) == 2 and weight.name not in _NEVER_QUANTISED
     )
-    return sum(weight.size * (bytes_per_element - 1) - 4 * weight.shape[0] for weight in quantised)
+    if kind == "fp8":
+        return sum(weight.size * (bytes_per_element - 1) - 4 * weight.shape[0] for weight in matrices)
+    return sum(
+        weight.size * bytes_per_element - weight.size // 2 - 4 * weight.size // INT4_GROUP
+        for weight in matrices
+        if weight.shape[1] % INT4_GROUP == 0
+    )
+
+
+def int4_scratch_bytes(spec: ModelSpec, bytes_per_element: int) -> int:
+    """Where the largest matrix of a layer is unpacked for steps of many tokens: gate and up lie together."""
+    widest = max(
+        (
+            (2 if weight.name.endswith(("gate.weight", "up.weight")) else 1) * weight.size
+            for layer, operation in model_operations(spec)
+            for weight in operation.weights
+            if layer is not None and len(weight.shape) == 2 and weight.name not in _NEVER_QUANTISED
+            and weight.shape[1] % INT4_GROUP == 0
+        ),
+        default=0,
+    )  # fmt: skip
+    return widest * bytes_per_element
 
 
 def gpu_buffer_bytes(spec: ModelSpec, tokens: int, outputs: int, bytes_per_element: int) -> int:

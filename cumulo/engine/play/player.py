@@ -83,7 +83,7 @@ def gpu_player(
         decoder,
         config.max_tokens_per_step,
         config.max_running,
-        fp8_weights=config.weights == "fp8",
+        weights=config.weights,
         batch_invariant=config.batch_invariant,
     )
     cache = KVCache(

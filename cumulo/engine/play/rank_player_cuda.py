@@ -94,7 +94,7 @@ def make_cuda_runner(
         decoder,
         tokens,
         draws,
-        fp8_weights=config.weights == "fp8",
+        weights=config.weights,
         batch_invariant=invariant,
         rank_slice=RankSlice(peers, part, tokens, draws, decoder.dtype, invariant),
     )

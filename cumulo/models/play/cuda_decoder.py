@@ -18,6 +18,7 @@ from cumulo.kernels.cuda.elementwise.rope_cache import rope_cache
 from cumulo.kernels.cuda.elementwise.swiglu import swiglu
 from cumulo.kernels.cuda.linear.fp8 import Fp8Weight
 from cumulo.kernels.cuda.linear.linear import Weight, choose, linear, prepare
+from cumulo.kernels.cuda.linear.w4 import W4Weight, reserve_scratch
 from cumulo.kernels.cuda.moe.moe import MoEBuffers, mixture
 from cumulo.models.batch import KVCache
 from cumulo.models.decoder import Decoder
@@ -57,14 +58,15 @@ class CudaDecoder:
         max_tokens: int,
         max_outputs: int,
         *,
-        fp8_weights: bool = False,
+        weights: str = "auto",
         batch_invariant: bool = False,
         rank_slice: RankSlice | None = None,
     ) -> None:
         """Buffers for steps of up to `max_tokens` tokens and `max_outputs` rows of logits.
 
-        `fp8_weights` quantises the layers' matrices to e4m3, one scale an output row, and frees the plain ones; a
-        mixture's routed experts, its router and latent attention's kv_b stay as they are.
+        `weights` fp8 quantises the layers' matrices to e4m3, one scale an output row, int4 to 4 bits, one scale for
+        128 weights; the plain ones are freed. A mixture's routed experts, its router and latent attention's kv_b
+        stay as they are.
         `batch_invariant` uses only kernels whose rows do not depend on the rows beside them.
         `rank_slice`: the decoder is one rank's part of a model; its spec has that rank's heads and widths, and
         its share of the vocabulary.
@@ -83,9 +85,13 @@ class CudaDecoder:
         assert decoder.rotary.table is not None
         self.cosine, self.sine = (table.contiguous() for table in decoder.rotary.table)
         adds_biases = rank_slice is None or rank_slice.rank == 0
-        self.layers = [layer_weights(layer, fp8_weights, adds_biases) for layer in decoder.layers]
-        if fp8_weights and device.type == "cuda":
+        self.layers = [layer_weights(layer, weights, adds_biases) for layer in decoder.layers]
+        if weights != "auto" and device.type == "cuda":
             torch.cuda.empty_cache()  # what the plain matrices took: the KV cache is one large piece
+        matrices = (one for layer in self.layers for one in (layer.gate_up, layer.down, layer.output))
+        self.scratch_bytes = reserve_scratch(
+            (one for one in matrices if isinstance(one, W4Weight)), self.dtype
+        )
         self.windows = tuple(dict.fromkeys(layer.window for layer in self.layers))
         self.head: Weight = (decoder.embed if spec.tied_embeddings else decoder.head).weight
         self.moe_buffers = None
@@ -139,7 +145,8 @@ class CudaDecoder:
             self.logits,
         )
         parts = (self.moe_buffers, self.latent)
-        return sum(tensor.nbytes for tensor in own) + sum(part.nbytes for part in parts if part is not None)
+        held = sum(tensor.nbytes for tensor in own) + sum(part.nbytes for part in parts if part is not None)
+        return held + self.scratch_bytes
 
     def attention_plan(
         self,
@@ -299,4 +306,7 @@ class CudaDecoder:
         """Whether the product norms on the way; otherwise our own kernel does, into our own buffer."""
         if self.invariant:
             return False
-        return isinstance(weight, Fp8Weight) or choose(tokens, weight, swiglu).kernel != "library"
+        return isinstance(weight, Fp8Weight) or choose(tokens, weight, swiglu).kernel not in (
+            "library",
+            "w4",
+        )

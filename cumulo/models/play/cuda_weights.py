@@ -14,6 +14,7 @@ from torch import Tensor
 
 from cumulo.kernels.cuda.linear.fp8 import Fp8Weight
 from cumulo.kernels.cuda.linear.linear import Weight, linear
+from cumulo.kernels.cuda.linear.w4 import STEP, W4Weight
 from cumulo.models.attention import Attention, LatentAttention
 from cumulo.models.decoder import Layer
 from cumulo.models.linear import Linear
@@ -50,17 +51,17 @@ class LayerWeights:
     ffn_width: int
 
 
-def layer_weights(layer: torch.nn.Module, fp8: bool, adds_biases: bool) -> LayerWeights:
-    """With `fp8` the layer's matrices are quantised and the plain ones freed; routed experts stay as they are. Of
-    the ranks whose partial sums are added up exactly one adds the biases of the sums."""
+def layer_weights(layer: torch.nn.Module, kind: str, adds_biases: bool) -> LayerWeights:
+    """With `kind` fp8 or int4 the layer's matrices are quantised and the plain ones freed; routed experts stay as
+    they are. Of the ranks whose partial sums are added up exactly one adds the biases of the sums."""
     assert isinstance(layer, Layer)
     attention, ffn = layer.attention, layer.ffn
 
     def matrix(linear: Linear) -> Weight:
-        if not fp8:
+        if kind == "auto" or (kind == "int4" and linear.shape[1] % STEP):
             return linear.weight
-        weight = Fp8Weight.quantised(linear.weight)
-        linear.pack(_PackedFp8(weight))
+        weight = (Fp8Weight if kind == "fp8" else W4Weight).quantised(linear.weight)
+        linear.pack(_PackedForGpu(weight))
         return weight
 
     plain = ffn if isinstance(ffn, FeedForward) else ffn.shared
@@ -96,7 +97,7 @@ def _heads(attention: Attention, matrix: Callable[[Linear], Weight]) -> HeadWeig
 def _latent(attention: LatentAttention, matrix: Callable[[Linear], Weight]) -> LatentWeights:
     mla = attention.mla
     low = mla.q_rank is not None
-    # kv_b is multiplied per head and transposed, which no 8-bit product does.
+    # kv_b is multiplied per head and transposed, which no quantised product does.
     expansion = attention.kv_b.weight.view(attention.heads, -1, mla.kv_rank)
     return LatentWeights(
         q_a=matrix(attention.q_a) if low else None,
@@ -111,11 +112,11 @@ def _latent(attention: LatentAttention, matrix: Callable[[Linear], Weight]) -> L
     )
 
 
-class _PackedFp8:
+class _PackedForGpu:
     """A GPU's quantised matrix in the place of a plain one in the torch decoder, which can still be asked for
     both."""
 
-    def __init__(self, weight: Fp8Weight) -> None:
+    def __init__(self, weight: Fp8Weight | W4Weight) -> None:
         self.weight = weight
 
     @property

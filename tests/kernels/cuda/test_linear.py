@@ -13,6 +13,7 @@ from cumulo.kernels.cuda.linear.linear import Choice, Weight, choose, linear
 from cumulo.kernels.cuda.linear.skinny_linear import SkinnyConfig
 from cumulo.kernels.cuda.linear.small_linear import SmallConfig, reference
 from cumulo.kernels.cuda.linear.w4 import W4Config, W4Weight
+from cumulo.kernels.cuda.linear.w4_row import W4RowConfig
 from tests.kernels.cuda.test_small_linear import inputs
 from tests.kernels.cuda.tolerance import poisoned, relative_error
 from tests.thorough import rare
@@ -36,7 +37,7 @@ def dense(weight: Weight) -> Tensor:
 CHOICES = {
     "plain": [Choice("skinny", SkinnyConfig(16, 64, 1, 4, 2)), Choice("library")],
     "fp8": [Choice("skinny", SkinnyConfig(16, 64, 1, 4, 2)), Choice("library")],
-    "w4": [Choice("w4", W4Config(16, 1, 4, 2)), Choice("library")],
+    "w4": [Choice("w4", W4Config(32, 1, 4, 2)), Choice("library")],
 }
 
 
@@ -66,22 +67,21 @@ def test_every_kernel_behind_the_door_computes_the_same(
     assert relative_error(out, reference(x.double(), dense(weight).double(), swiglu=swiglu)) < allowed
 
 
-@pytest.mark.parametrize("kind", ["plain", "fp8"])
+@pytest.mark.parametrize("kind", ["plain", "fp8", "w4"])
 def test_one_row_takes_the_streaming_kernel_and_agrees(
     kind: str, given: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     x, weight = given["x"][:1], weights(given["weight"])[kind]
-    monkeypatch.setitem(
-        door.WINNERS,
-        door.shape_key(1, N, K, door.kind_of(weight), True),
-        Choice("small", SmallConfig(8, 64, 2)),
+    streams = (
+        Choice("w4 row", W4RowConfig(8, 1, 2)) if kind == "w4" else Choice("small", SmallConfig(8, 64, 2))
     )
+    monkeypatch.setitem(door.WINNERS, door.shape_key(1, N, K, door.kind_of(weight), True), streams)
     found = linear(x, weight, norm_weight=given["norm"], swiglu=True)
     exact = reference(x.double(), dense(weight).double(), given["norm"].double(), swiglu=True)
     assert relative_error(found, exact) < 2e-3
 
 
-@pytest.mark.parametrize("kind", ["plain", "fp8"])
+@pytest.mark.parametrize("kind", ["plain", "fp8", "w4"])
 def test_in_the_invariant_mode_a_row_has_the_same_bits_alone(kind: str, given: dict[str, Tensor]) -> None:
     x, weight = given["x"], weights(given["weight"])[kind]
     together = linear(x, weight, norm_weight=given["norm"], swiglu=True, invariant=True)
@@ -112,6 +112,7 @@ def test_the_table_of_winners_survives_a_file(tmp_path: Path, monkeypatch: pytes
         "bf16 m1 n8 k16": Choice("small", SmallConfig(2, 512, 4)),
         "bf16 m64 n8 k16 swiglu": Choice("skinny", SkinnyConfig(64, 128, 4, 4, 5)),
         "w4g128 m16 n8 k16": Choice("w4", W4Config(64, 2, 4, 6)),
+        "w4g128 m1 n8 k16": Choice("w4 row", W4RowConfig(2, 16, 4)),
         "fp8 m128 n8 k16": Choice("library"),
     }
     monkeypatch.setattr(door, "WINNERS", dict(table))
@@ -122,8 +123,6 @@ def test_the_table_of_winners_survives_a_file(tmp_path: Path, monkeypatch: pytes
 
 
 def test_what_cannot_be_is_said(given: dict[str, Tensor]) -> None:
-    with pytest.raises(ValueError, match="no batch-invariant product"):
-        linear(given["x"], W4Weight.quantised(given["weight"], 64), invariant=True)
     with pytest.raises(ValueError, match="e4m3 only"):
         linear(quantise(given["x"]), given["weight"])
 

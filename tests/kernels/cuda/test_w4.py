@@ -4,7 +4,9 @@ import pytest
 import torch
 
 from cumulo.kernels.cuda.linear import w4
+from cumulo.kernels.cuda.linear.small_linear import reference
 from cumulo.kernels.cuda.linear.w4 import W4Config, W4Weight, w4_linear
+from cumulo.kernels.cuda.linear.w4_row import W4RowConfig, w4_row
 from tests.kernels.cuda.compile_sm90 import Case, compile_for_sm90
 from tests.kernels.cuda.test_small_linear import inputs
 from tests.kernels.cuda.tolerance import poisoned, relative_error
@@ -12,13 +14,11 @@ from tests.kernels.cuda.tolerance import poisoned, relative_error
 
 @pytest.mark.parametrize("group", w4.GROUPS)
 def test_codes_come_back_as_they_were_packed(group: int) -> None:
-    codes = torch.randint(
-        0, 16, (5, 2 * group), generator=torch.Generator().manual_seed(0), dtype=torch.uint8
-    )
-    weight = W4Weight.packed(codes, torch.ones(2, 5), None, group)
+    codes = torch.randint(0, 16, (5, 256), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    weight = W4Weight.packed(codes, torch.ones(256 // group, 5), None, group)
     assert torch.equal(weight.codes(), codes)
     assert torch.equal(weight.dequantised(), codes.float() - 8)
-    assert weight.data.nbytes == codes.nbytes // 2 and weight.shape == codes.shape
+    assert weight.words.nbytes == 64 * 256 // 2 and weight.shape == codes.shape
 
 
 @pytest.mark.parametrize("affine", [False, True])
@@ -34,8 +34,10 @@ def test_a_quantised_weight_is_within_half_a_step_of_the_original(affine: bool) 
 
 
 def test_rows_that_groups_do_not_divide_are_refused() -> None:
-    with pytest.raises(ValueError, match="do not divide rows of 100 weights"):
+    with pytest.raises(ValueError, match=r"rows of 100 weights .* a multiple of 128"):
         W4Weight.quantised(torch.zeros(4, 100), 64)
+    with pytest.raises(ValueError, match="groups of 48"):
+        W4Weight.quantised(torch.zeros(4, 128), 48)
 
 
 @pytest.mark.parametrize("group", w4.GROUPS)
@@ -44,11 +46,28 @@ def test_rows_that_groups_do_not_divide_are_refused() -> None:
 def test_the_product_is_exact_for_the_packed_matrix(
     group: int, affine: bool, m: int, n: int, splits: int, device: torch.device
 ) -> None:
-    given = inputs(m, n, 256, device)
+    given = inputs(m, n, 384, device)
     weight = W4Weight.quantised(given["weight"], group, affine)
     out = poisoned(m, n, dtype=torch.float16, device=device)
     w4_linear(given["x"], weight, out, config=W4Config(16, splits, 4, 2))
     assert relative_error(out, given["x"].double() @ weight.dequantised().double().t()) < 1e-3
+
+
+@pytest.mark.parametrize("group", w4.GROUPS)
+@pytest.mark.parametrize("affine", [False, True])
+def test_one_row_is_exact_for_the_packed_matrix(group: int, affine: bool, device: torch.device) -> None:
+    given = inputs(1, 20, 384, device)
+    weight = W4Weight.quantised(given["weight"], group, affine)
+    exact = reference(
+        given["x"].double(), weight.dequantised().double(), given["norm"].double(), 1e-6,
+        given["residual"][:, :10].double(), True, given["bias"].double(),
+    )  # fmt: skip
+    stream = given["residual"][:, :10].clone()
+    w4_row(
+        given["x"], weight.words, weight.scales, weight.minimums, group, stream, norm_weight=given["norm"],
+        residual=stream, swiglu=True, bias=given["bias"], config=W4RowConfig(4, 2, 2),
+    )  # fmt: skip
+    assert relative_error(stream, exact) < 1e-3
 
 
 def test_bias_residual_and_swiglu_are_part_of_it(device: torch.device) -> None:
@@ -65,7 +84,7 @@ def test_bias_residual_and_swiglu_are_part_of_it(device: torch.device) -> None:
 
 
 def test_more_rows_than_a_tile_are_computed_tile_by_tile(device: torch.device) -> None:
-    given = inputs(70, 16, 64, device)
+    given = inputs(70, 16, 128, device)
     weight = W4Weight.quantised(given["weight"], 32)
     runs = [w4_linear(given["x"], weight, config=W4Config(16, 2, 4, 2)) for _ in range(2)]
     assert relative_error(runs[0], given["x"].double() @ weight.dequantised().double().t()) < 1e-3
@@ -73,11 +92,11 @@ def test_more_rows_than_a_tile_are_computed_tile_by_tile(device: torch.device) -
 
 
 def test_it_is_a_torch_operator_with_a_fake_kernel(device: torch.device) -> None:
-    given = inputs(3, 16, 64, device)
+    given = inputs(3, 16, 128, device)
     weight = W4Weight.quantised(given["weight"], 64)
     torch.library.opcheck(
         torch.ops.cumulo.w4_linear,
-        (given["x"], weight.data, weight.scales, None, 64),
+        (given["x"], weight.words, weight.scales, None, 64),
         test_utils=("test_schema", "test_faketensor"),
     )
 
@@ -85,7 +104,7 @@ def test_it_is_a_torch_operator_with_a_fake_kernel(device: torch.device) -> None
 @pytest.mark.slow
 def test_on_hopper_codes_become_matrix_operands_without_conversions() -> None:
     config = w4.default_config(16, 4096, 4096, 128)
-    integers = ("N", "K", "stride_x", "stride_data", "stride_out", "stride_residual")
+    integers = ("N", "K", "stride_x", "stride_out", "stride_residual")
     cases = [
         Case(
             kernel="cumulo.kernels.cuda.linear.w4:_w4_kernel",
@@ -93,13 +112,14 @@ def test_on_hopper_codes_become_matrix_operands_without_conversions() -> None:
                 **dict.fromkeys(("x", "out", "bias", "residual"), "*bf16"),
                 **dict.fromkeys(("scales", "minimums", "partials"), "*fp32"),
                 **dict.fromkeys(integers, "i32:16"),
-                **dict.fromkeys(("M", "GROUPS_PER_SPLIT"), "i32"),
-                "data": "*u8",
+                **dict.fromkeys(("M", "STEPS_PER_SPLIT"), "i32"),
+                "words": "*i16",
                 "counters": "*i32",
             },
             constants={
                 **dict.fromkeys(("RESIDUAL", "BIAS"), False),
                 "AFFINE": affine,
+                "PAIRED": True,
                 "GROUP": group,
                 "BLOCK_M": 16,
                 "BLOCK_N": config.block_n,
@@ -111,6 +131,23 @@ def test_on_hopper_codes_become_matrix_operands_without_conversions() -> None:
         )
         for group, affine in ((128, False), (32, True))
     ]
-    for made in compile_for_sm90(cases):
+    row = Case(
+        kernel="cumulo.kernels.cuda.linear.w4_row:_w4_row_kernel",
+        types={
+            **dict.fromkeys(("x", "out", "bias", "residual", "norm_weight"), "*bf16"),
+            **dict.fromkeys(("scales", "minimums"), "*fp32"),
+            **dict.fromkeys(("OUTPUTS", "N"), "i32:16"),
+            "words": "*i16",
+            "eps": "fp32",
+        },
+        constants={
+            **dict.fromkeys(("RESIDUAL", "BIAS", "AFFINE", "SWIGLU"), False),
+            "NORM": True, "EVEN_N": True, "K": 4096, "GROUP": 128, "ROWS": 4, "STEPS": 16, "NATIVE": True,
+        },
+    )  # fmt: skip
+    *tiles, streamed = compile_for_sm90([*cases, row])
+    for made in tiles:
         made.check_fits()
-        assert made.count("HGMMA") and made.count("LDGSTS") and not made.count("I2F")
+        assert (made.count("HGMMA") or made.count("HMMA")) and made.count("LDGSTS") and not made.count("I2F")
+    streamed.check_fits()
+    assert streamed.loads(128) and not streamed.count("I2F")

@@ -23,23 +23,25 @@ from cumulo.kernels.cuda.linear.fp8_quantise import Fp8Rows
 from cumulo.kernels.cuda.linear.invariant_matmul import invariant_matmul
 from cumulo.kernels.cuda.linear.skinny_linear import SkinnyConfig, skinny_linear, workspace
 from cumulo.kernels.cuda.linear.small_linear import BENCH_SHAPES, SmallConfig, random_bf16, small_linear, work
-from cumulo.kernels.cuda.linear.w4 import W4Config, W4Weight, w4_linear
+from cumulo.kernels.cuda.linear.w4 import W4Config, W4Weight, in_scratch, w4_linear
+from cumulo.kernels.cuda.linear.w4_row import W4RowConfig, w4_row
 from cumulo.kernels.cuda.timing import copies_past_cache, graph_us
 from cumulo.kernels.cuda.work import KernelRow
 
 Weight = Tensor | Fp8Weight | W4Weight
-Config = SmallConfig | SkinnyConfig | W4Config
+Config = SmallConfig | SkinnyConfig | W4Config | W4RowConfig
 
-_CONFIGS: dict[str, type[SmallConfig] | type[SkinnyConfig] | type[W4Config]] = {
+_CONFIGS: dict[str, type[SmallConfig] | type[SkinnyConfig] | type[W4Config] | type[W4RowConfig]] = {
     "small": SmallConfig,
     "skinny": SkinnyConfig,
     "w4": W4Config,
+    "w4 row": W4RowConfig,
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Who computes a product: "small", "skinny", "w4" with a configuration, or "library"."""
+    """Who computes a product: "small", "skinny", "w4", "w4 row" with a configuration, or "library"."""
 
     kernel: str
     config: Config | None = None
@@ -104,7 +106,7 @@ def choose(m: int, weight: Weight, swiglu: bool = False) -> Choice:
 
 def _default(m: int, kind: str) -> Choice:
     if kind.startswith("w4"):
-        return Choice("w4" if m <= 128 else "library")
+        return Choice("w4 row" if m == 1 else "w4" if m <= 128 else "library")
     if m <= 4 and kind != "fp8 blocks":
         return Choice("small")
     if kind.startswith("fp8"):
@@ -139,6 +141,14 @@ def linear(
     if choice.kernel == "library":
         return _library(x, weight, out, norm_weight, eps, residual, swiglu, bias)
     if isinstance(weight, W4Weight):
+        if choice.kernel == "w4 row":
+            outputs = weight.shape[0] // (2 if swiglu else 1)
+            return w4_row(
+                x, weight.words, weight.scales, weight.minimums, weight.group,
+                x.new_empty(1, outputs) if out is None else out, norm_weight=norm_weight, eps=eps,
+                residual=residual, swiglu=swiglu, bias=bias,
+                config=choice.config if isinstance(choice.config, W4RowConfig) else None,
+            )  # fmt: skip
         if norm_weight is not None:
             x = rms_norm(x, norm_weight, eps)
         config = choice.config if isinstance(choice.config, W4Config) else None
@@ -166,7 +176,7 @@ def _library(
         )
     if norm_weight is not None:
         x = rms_norm(x, norm_weight, eps)
-    plain = weight.dequantised(x.dtype) if isinstance(weight, W4Weight) else weight
+    plain = _plain(weight, x.dtype)
     if swiglu:
         activated = swiglu_rows(F.linear(x, plain, bias), out if residual is None else None)
         return activated if residual is None else torch.add(residual, activated, out=out)
@@ -190,20 +200,24 @@ def _library(
     return torch.mm(x, plain.t(), out=out) if out is not None else x @ plain.t()
 
 
+def _plain(weight: Tensor | W4Weight, dtype: torch.dtype) -> Tensor:
+    """A matrix the library can multiply: of 4 bits, unpacked into memory that all of them share."""
+    return in_scratch(weight, dtype) if isinstance(weight, W4Weight) else weight
+
+
 def _invariant(
     x: Tensor, weight: Weight, out: Tensor | None, norm_weight: Tensor | None, eps: float,
     residual: Tensor | None, swiglu: bool, bias: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """One kernel for every number of rows; what surrounds it works a row at a time anyway."""
-    if isinstance(weight, W4Weight):
-        raise ValueError(
-            "4-bit weights have no batch-invariant product: use 8-bit or plain ones in this mode"
-        )
     if isinstance(weight, Fp8Weight) and weight.in_blocks:
         raise ValueError("weights scaled in blocks have no batch-invariant product: use one scale a row")
     if norm_weight is not None:
         x = rms_norm(x, norm_weight, eps)
-    data, scales = (weight.data, weight.scales) if isinstance(weight, Fp8Weight) else (weight, None)
+    if isinstance(weight, Fp8Weight):
+        data, scales = weight.data, weight.scales
+    else:
+        data, scales = _plain(weight, x.dtype), None
     y = invariant_matmul(x, data, out if not swiglu and residual is None else None, bias=bias, scales=scales)
     if swiglu:
         y = swiglu_rows(y, out if residual is None else None)

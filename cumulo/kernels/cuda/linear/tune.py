@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from cumulo.kernels.cuda.linear import linear as door
-from cumulo.kernels.cuda.linear import skinny_linear, small_linear, w4
+from cumulo.kernels.cuda.linear import skinny_linear, small_linear, w4, w4_row
 from cumulo.kernels.cuda.linear.fp8 import Fp8Weight
 from cumulo.kernels.cuda.linear.linear import (
     ROW_CLASSES,
@@ -76,8 +76,11 @@ def candidates(product: Product, m: int, kind: str) -> list[Choice]:
     found = [Choice("library")]
     n, k, swiglu = product.n, product.k, product.swiglu
     if kind == "w4":
+        if m == 1:
+            configs_row = dict.fromkeys((w4_row.default_config(n, k, swiglu), *w4_row.CANDIDATES))
+            found += [Choice("w4 row", config) for config in configs_row]
         return found + [
-            Choice("w4", config) for config in w4.candidates(m, n, k, GROUP)[: 11 if m == 16 else 4]
+            Choice("w4", config) for config in w4.candidates(m, n, k, GROUP)[: 11 if m in (16, 64) else 4]
         ]
     if m <= small_linear.MAX_ROWS:
         default = small_linear.default_config(n, k, swiglu, 1 if kind == "fp8" else 2)
@@ -107,7 +110,7 @@ def _copy(weight: Weight) -> Weight:
     if isinstance(weight, Fp8Weight):
         return Fp8Weight(weight.data.clone(), weight.scales.clone())
     if isinstance(weight, W4Weight):
-        return W4Weight(weight.data.clone(), weight.scales.clone(), weight.minimums, weight.group)
+        return W4Weight(weight.words.clone(), weight.scales.clone(), weight.minimums, weight.group)
     return weight.clone()
 
 
