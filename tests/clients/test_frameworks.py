@@ -82,10 +82,9 @@ LITELLM, INSTRUCTOR, AGENTS = (
     ("instructor", "instructor"),
     ("agents", "openai-agents"),
 )
-LIKE_OTHERS = (
-    LLAMAINDEX,
-    AGENTS,
-)  # what they send, langchain and tests/serve/responses/test_agents.py send, too
+# What they send, others send, too: langchain, tests/serve/responses/test_agents.py, and for litellm's rerank
+# tests/serve/rank. To import litellm alone takes as long as all else that it does.
+LIKE_OTHERS = (LLAMAINDEX, AGENTS, LITELLM)
 
 
 def judge_loop(loop: dict[str, Any]) -> None:

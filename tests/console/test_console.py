@@ -2,8 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -12,6 +10,7 @@ import httpx
 import pytest
 
 from cumulo.serve.access.keys import new_key
+from tests.cli.conftest import cumulo_process
 from tests.console.browsing import (
     DESKTOP,
     LONG_TASK,
@@ -116,9 +115,8 @@ def test_rejected_calls_appear_with_their_reason_and_two_stories_are_compared(
         # The short id that the table shows is enough for the command.
         page.goto(server.url + "/requests")
         short = page.locator(f'a[href="/requests/{asked[1]}"]').inner_text()
-    command = [sys.executable, "-m", "cumulo.cli", "explain", short, "--server", server.url]
-    told = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-    assert asked[1] in told.stdout and "finished: length after 5 tokens" in told.stdout
+    told = cumulo_process("explain", short, "--server", server.url)
+    assert asked[1] in told.out and "finished: length after 5 tokens" in told.out, told
 
 
 def test_live_names_its_numbers_and_shows_an_hour(browser: Any, server: RunningServer) -> None:
