@@ -81,6 +81,57 @@ class Attacks:
         """Many answers with twenty log-probabilities for each token."""
         self._post("/v1/chat/completions", self._chat(n=8, logprobs=True, top_logprobs=20, max_tokens=32))
 
+    def log_probabilities_of_prompts(self) -> None:
+        """Log-probabilities of every token of long prompts."""
+        prompt = [self._chance.randrange(100, 40_000) for _ in range(1000)]
+        body = {"model": MODEL, "prompt": prompt, "max_tokens": 1, "prompt_logprobs": 20, "logprobs": 5}
+        self._patiently("/v1/completions", body)
+
+    def all_places(self) -> None:
+        """Two requests with 128 answers each: as many as run at a time."""
+        chat = self._chat(n=128, max_tokens=64, temperature=1.0)
+        together(lambda: self._patiently("/v1/chat/completions", chat), 2)
+
+    def best_of_many(self) -> None:
+        """Twenty answers for every one that is returned."""
+        body = {"model": MODEL, "prompt": "Hi", "best_of": 20, "n": 1, "max_tokens": 48}
+        self._patiently("/v1/completions", body)
+
+    def beams(self) -> None:
+        """A search with many beams."""
+        body = self._chat(use_beam_search=True, n=16, max_tokens=32)
+        self._patiently("/v1/chat/completions", body)
+
+    def embeddings(self) -> None:
+        """Sixteen long texts at once."""
+        texts = [[self._chance.randrange(100, 40_000) for _ in range(400)] for _ in range(16)]
+        self._patiently("/v1/embeddings", {"model": MODEL, "input": texts})
+
+    def guided_answers(self) -> None:
+        """Many answers by a schema that nobody has used before."""
+        schema = {
+            "type": "object",
+            "properties": {f"p{self._chance.random()}": {"type": "string"} for _ in range(20)},
+        }
+        form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+        self._patiently("/v1/chat/completions", self._chat(response_format=form, n=16, max_tokens=48))
+
+    def short_questions(self) -> None:
+        """Thirty short prompts at once, none of them cached."""
+
+        def ask() -> None:
+            prompt = [self._chance.randrange(100, 40_000) for _ in range(40)]
+            self._patiently("/v1/completions", {"model": MODEL, "prompt": prompt, "max_tokens": 2})
+
+        together(ask, 30)
+
+    def _patiently(self, path: str, body: dict[str, Any]) -> None:
+        """For ten seconds."""
+        with contextlib.suppress(httpx.ReadTimeout):
+            answer = self._http.post(path, content=json.dumps(body), timeout=10)
+            if answer.status_code != 200:
+                raise SystemExit(f"this attack is refused, so it shows nothing: {answer.text[:500]}")
+
     def _chat(self, **more: Any) -> dict[str, Any]:
         return {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2} | more
 
@@ -96,6 +147,13 @@ def together(attack: Callable[[], None], count: int) -> None:
         thread.join()
 
 
+def _story(server: RunningServer, key: str, request_id: str) -> str:
+    """What happened to a request: where its time went."""
+    url = f"{server.url}/v1/requests/{request_id}/explain"
+    told = httpx.get(url, headers={"Authorization": f"Bearer {key}"}).json()["data"][0]
+    return "\n".join(f"    {event['at_ms']:8.1f} ms  {event['words']}" for event in told["events"])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -103,6 +161,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--requests", type=int, default=40, help="honest requests per figure")
     parser.add_argument("--only", default="", help="part of an attack's name")
+    parser.add_argument("--stories", action="store_true", help="the slowest honest request's story")
     chosen = parser.parse_args()
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as folder:
@@ -118,6 +177,8 @@ def main() -> None:
                     quiet = probe.figures()
                     during = probe.figures(lambda name=name: getattr(attacks, name)())  # type: ignore[misc]
                     print(f"{name}\n  quiet   {quiet}\n  during  {during}", flush=True)
+                    if chosen.stories:
+                        print(_story(server, honest, during.slowest_id), flush=True)
                     ratio = during.ttft_p99_ms / quiet.ttft_p99_ms
                     rows += [
                         Row(f"{name}: TTFT p99 over undisturbed", ratio, "", "lower", must=2.0),

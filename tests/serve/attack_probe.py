@@ -36,6 +36,7 @@ class Figures:
     failures: tuple[str, ...]  # honest requests that got no answer of status 200
     ttft_p50_ms: float
     ttft_p99_ms: float
+    slowest_id: str  # of the honest request whose first token came latest
     health_checks: int
     health_worst_ms: float
     memory_before_mib: float  # of the API process
@@ -57,6 +58,7 @@ class _Sample:
     began_s: float
     took_s: float
     problem: str | None
+    request_id: str
     memory_mib: float
 
 
@@ -116,6 +118,7 @@ class Probe:
             failures=tuple(sample.problem for sample in ttft + health if sample.problem is not None),
             ttft_p50_ms=times_ms[len(times_ms) // 2],
             ttft_p99_ms=times_ms[min(len(times_ms) - 1, int(len(times_ms) * 0.99))],
+            slowest_id=max(ttft, key=lambda sample: sample.took_s).request_id,
             health_checks=len(health),
             health_worst_ms=max(sample.took_s for sample in health) * 1e3,
             memory_before_mib=memory_before_mib,
@@ -141,8 +144,8 @@ class Probe:
     def _read(self) -> None:
         assert self._process.stdout is not None
         for line in self._process.stdout:
-            kind, began_s, took_s, problem = json.loads(line)
-            sample = _Sample(kind, began_s, took_s, problem, _memory_mib(self._server.process.pid))
+            said = json.loads(line)
+            sample = _Sample(*said, _memory_mib(self._server.process.pid))
             with self._changed:
                 self._samples.append(sample)
                 self._changed.notify_all()
@@ -158,8 +161,10 @@ def _memory_mib(pid: int) -> float:
 
 
 # -- the other process ----------------------------------------------------------------------------------------
-def _ask(url: str, method: str, path: str, body: bytes | None, headers: dict[str, str]) -> str | None:
-    """Wait for the answer's first byte, then read the rest; what went wrong, if anything."""
+def _ask(
+    url: str, method: str, path: str, body: bytes | None, headers: dict[str, str]
+) -> tuple[str | None, str]:
+    """Wait for the answer's first line: what went wrong, if anything, and the request's id."""
     place = urlsplit(url)
     connection = http.client.HTTPConnection(place.hostname or "", place.port, timeout=_PATIENCE_S)
     try:
@@ -167,10 +172,11 @@ def _ask(url: str, method: str, path: str, body: bytes | None, headers: dict[str
         answer = connection.getresponse()
         first = answer.readline()
         if answer.status != 200 or not first:
-            return f"{method} {path}: {answer.status} {(first + answer.read())[:300]!r}"
-        return None
+            return f"{method} {path}: {answer.status} {(first + answer.read())[:300]!r}", ""
+        streamed = first.startswith(b"data: {")
+        return None, json.loads(first.removeprefix(b"data: "))["id"] if streamed else ""
     except OSError as error:
-        return f"{method} {path}: {error!r}"
+        return f"{method} {path}: {error!r}", ""
     finally:
         connection.close()
 
@@ -181,9 +187,9 @@ def _probe(url: str, model: str, key: str | None) -> None:
 
     def sample(kind: str, method: str, path: str, body: bytes | None, head: dict[str, str]) -> None:
         began_s = time.monotonic()
-        problem = _ask(url, method, path, body, head)
+        problem, request_id = _ask(url, method, path, body, head)
         with lock:
-            print(json.dumps([kind, began_s, time.monotonic() - began_s, problem]), flush=True)
+            print(json.dumps([kind, began_s, time.monotonic() - began_s, problem, request_id]), flush=True)
 
     def health() -> None:
         while not ended.wait(_HEALTH_EVERY_S):

@@ -89,7 +89,7 @@ def test_a_light_users_requests_overtake_a_heavy_users_queue(guarded: tuple[Runn
     )
     assert 0 < server.sample("cumulo:tenant_tokens_total", tenant="light", kind="prompt") <= 30
     assert 0.5 <= server.sample("cumulo:fairness_index") <= 1
-    for reason in ("slots", "behind_others", "fair_share"):
+    for reason in ("slots", "behind_others", "preempted"):  # the light one got a place of the heavy one
         assert server.sample("cumulo:wait_seconds_total", reason=reason) > 0, reason
 
 
@@ -118,6 +118,30 @@ def test_a_long_prompt_of_one_key_does_not_delay_anothers_first_token(
     assert moment_ms(heavy, "admitted") < moment_ms(light, "arrived")
     assert moment_ms(light, "first_token") < moment_ms(heavy, "first_token")
     assert any("shared with other keys" in event["words"] for event in heavy["events"]), heavy["events"]
+
+
+def test_a_key_that_holds_all_places_gives_one_to_another(guarded: tuple[RunningServer, str, str]) -> None:
+    server, heavy_key, light_key = guarded
+    heavy_call: list[Any] = []
+
+    def ask_for_much() -> None:
+        asked: dict[str, Any] = {"n": 2, "max_tokens": 100, "extra_body": {"ignore_eos": True}}
+        heavy_call.append(server.client(heavy_key).completions.create(model=MODEL, prompt="Many", **asked))
+
+    client = server.client(light_key)
+    asking = threading.Thread(target=ask_for_much)
+    asking.start()
+    wait_for(lambda: server.sample("cumulo:num_requests_running") > 0, "the two answers", server)
+    light_id = client.completions.create(model=MODEL, prompt=[501], max_tokens=1).id
+    asking.join(120)
+    (heavy,), (light,) = (
+        stories_of(server, heavy_key, heavy_call[0].id),
+        stories_of(server, light_key, light_id),
+    )
+    assert moment_ms(light, "first_token") < moment_ms(heavy, "finished")
+    preempted = [event["cause"] for event in heavy["events"] if event["kind"] == "preempted"]
+    assert preempted == ["fair_share"], heavy["events"]
+    assert all(choice.finish_reason == "length" for choice in heavy_call[0].choices)
 
 
 def test_a_key_does_not_see_what_another_key_has_cached(guarded: tuple[RunningServer, str, str]) -> None:
