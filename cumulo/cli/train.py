@@ -50,10 +50,13 @@ def train(
     For a layout of several ranks, it starts one process per rank and restarts them when one dies. For several
     machines, run torchrun --nnodes 2 --nproc-per-node 8 ... -m cumulo train CONFIG.yaml on each.
 
+    A configuration with kind: eagle trains a head that drafts for an existing model (cumulo serve --speculate DIR).
+
     The folder of the run contains model/ (for cumulo chat and transformers), checkpoints/, log.csv and loss.svg.
     """
     from cumulo.cli import train_run
     from cumulo.cli.shared.terminal import note
+    from cumulo.train.head.config import read_head_config
     from cumulo.train.run.configuration import configuration
 
     wanted = dict(train_run.parse_change(change) for change in changes or [])
@@ -61,6 +64,11 @@ def train(
         wanted["folder"] = str(folder)
     if steps is not None:
         wanted["steps"] = str(steps)
+    if (head := read_head_config(config_file, wanted)) is not None:
+        from cumulo.cli.train_head import train_head
+
+        train_head(head, json_file)
+        return
     config = configuration(config_file, wanted, resume, note)
     if show_config:
         train_run.print_config(config)

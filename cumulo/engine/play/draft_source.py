@@ -64,7 +64,9 @@ def load_draft(
         )
     path = Path(config.speculate)
     if is_eagle_folder(path):
-        return DraftSource(path.name, served, head=load_eagle(path, served, pack=dtype == torch.float32))
+        return DraftSource(
+            path.name, served, head=load_eagle(path, served, dtype=dtype, pack=dtype == torch.float32)
+        )
     model = load_model(config.speculate, dtype=dtype, keep_quantised=keep_quantised)
     return DraftSource(model.name, served, model=model)
 

@@ -35,7 +35,9 @@ def is_eagle_folder(path: Path) -> bool:
     return path.is_dir() and bool((read_json(path / "config.json") or {}).get("draft_vocab_size"))
 
 
-def load_eagle(folder: Path, served: ModelSpec, *, pack: bool = True) -> EagleHead:
+def load_eagle(
+    folder: Path, served: ModelSpec, *, dtype: torch.dtype = torch.float32, pack: bool = True
+) -> EagleHead:
     """A head for the served model, or a ModelError that says what does not belong together. `pack`: its matrices
     are quantised to 8 bits for the CPU's kernels; a draft is verified anyway."""
     config = read_json(folder / "config.json") or {}
@@ -52,7 +54,7 @@ def load_eagle(folder: Path, served: ModelSpec, *, pack: bool = True) -> EagleHe
         raise ModelError(f"{folder} has no {_WEIGHTS}; convert the head's weights to safetensors")
     with safe_open(path, "pt") as file:
         tensors = {name.removeprefix("model."): file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    head = EagleHead(spec, _TAPS * served.hidden, int(config["draft_vocab_size"]))
+    head = EagleHead(spec, _TAPS * served.hidden, int(config["draft_vocab_size"]), dtype=dtype)
     try:
         _fill(head, tensors)
     except KeyError as error:

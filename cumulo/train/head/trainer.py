@@ -1,0 +1,244 @@
+"""HeadTrainer: trains an EagleHead on a model's own answers. Called by `cumulo train` for `kind: eagle`.
+
+Training is unrolled as drafting is (EAGLE-3's training-time test): the head proposes behind the model's hidden
+state, then behind its own output, and every proposal is trained. A proposal of the second kind attends to what the
+head made of the model's hidden states before its place, and to its own output at its place.
+"""
+
+import json
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from cumulo.engine.assembly import device_kind
+from cumulo.engine.config import EngineConfig
+from cumulo.errors import ConfigError
+from cumulo.models.attention import Attention
+from cumulo.models.decoder import Decoder, Layer
+from cumulo.models.files.load import load_model
+from cumulo.models.heads.eagle import EagleHead
+from cumulo.models.heads.files import save_eagle
+from cumulo.models.linear import Linear
+from cumulo.models.moe import FeedForward
+from cumulo.spec.model import ModelSpec
+from cumulo.train.head.answers import Answer, make_answers
+from cumulo.train.head.config import HeadConfig
+
+_HELD_OUT = 16  # one answer of so many is not trained on
+_TELL_EVERY = 10
+
+Tell = Callable[[str, int, int], None]  # what, done, of
+
+
+@dataclass(frozen=True, slots=True)
+class HeadResult:
+    folder: Path
+    steps: int
+    seconds: float
+    answers: int
+    tokens: int
+    loss: float
+    accuracy: list[float]  # of the first, second, ... proposal, on answers that were not trained on
+    known_share: float  # of the answers' tokens that the head can propose at all
+
+
+@dataclass(frozen=True, slots=True)
+class _Example:
+    stream: Tensor  # [n, features]: places 0 .. n - 1
+    tokens: Tensor  # [n + unroll + 1]: of places 0 ..
+    first: int  # places before it lie in the prompt: not trained
+
+
+class HeadTrainer:
+    def __init__(self, config: HeadConfig, tell: Tell) -> None:
+        self.config, self.tell = config, tell
+        torch.manual_seed(config.seed)
+
+    def run(self) -> HeadResult:
+        config, began_s = self.config, time.perf_counter()
+        device = device_kind(config.device)
+        engine = EngineConfig(device=device, threads=config.threads, max_context=2048)
+        answers = make_answers(config, engine, self.tell)
+        decoder = load_model(
+            config.model, device=device, keep_quantised=device == "cpu", with_tokenizer=False
+        ).decoder
+        if config.threads is not None:
+            torch.set_num_threads(config.threads)
+        head = new_head(config, decoder, answers).to(device)
+        examples = [_example(answer, config.unroll, device) for answer in answers]
+        examples = [one for one in examples if len(one.stream) > one.first + 1]
+        held_out, trained = examples[::_HELD_OUT], [e for i, e in enumerate(examples) if i % _HELD_OUT]
+        loss = self._train(head, decoder, trained)
+        accuracy = self.accuracy(head, decoder, held_out)
+        folder = Path(config.folder)
+        save_eagle(folder, head.to("cpu"))
+        known = np.isin(np.concatenate([one.tokens for one in answers]), head.token_of.numpy())
+        result = HeadResult(
+            folder, config.steps, time.perf_counter() - began_s, len(answers), sum(len(a.tokens) for a in answers),
+            loss, accuracy, float(known.mean()),
+        )  # fmt: skip
+        told = asdict(result) | {"folder": str(folder), "config": asdict(config)}
+        (folder / "training.json").write_text(json.dumps(told, indent=2) + "\n")
+        return result
+
+    def _train(self, head: EagleHead, decoder: Decoder, examples: list[_Example]) -> float:
+        config = self.config
+        parameters = [one.requires_grad_() for one in head.parameters()]
+        optimizer = torch.optim.AdamW(
+            parameters, lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.0
+        )
+        batches, average = _batches(examples, config), float("nan")
+        for step in range(config.steps):
+            warm = min(1.0, (step + 1) / max(1, config.warmup_steps))
+            rate = config.learning_rate * warm * 0.5 * (1 + math.cos(math.pi * step / config.steps))
+            for group in optimizer.param_groups:
+                group["lr"] = max(rate, 0.05 * config.learning_rate * warm)
+            batch = next(batches)
+            places = sum(len(one.stream) - one.first for one in batch) * config.unroll
+            total = 0.0
+            for example in batch:
+                losses = torch.stack([loss.sum() for loss, _ in self.unrolled(head, decoder, example)])
+                loss = losses.sum() / places
+                loss.backward()
+                total += float(loss.detach())
+            torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            average = total if math.isnan(average) else 0.95 * average + 0.05 * total
+            if step % _TELL_EVERY == 0 or step == config.steps - 1:
+                self.tell(f"training, loss {average:.2f}", step + 1, config.steps)
+        for parameter in parameters:
+            parameter.requires_grad_(False)
+        return average
+
+    @torch.no_grad()
+    def accuracy(self, head: EagleHead, decoder: Decoder, examples: list[_Example]) -> list[float]:
+        """How often the first, second, ... proposal is the model's own token, those before it being right."""
+        right = np.zeros(self.config.unroll)
+        tried = np.zeros(self.config.unroll)
+        for example in examples:
+            reached = torch.ones(
+                len(example.stream) - example.first, dtype=torch.bool, device=example.stream.device
+            )
+            for index, (_, hits) in enumerate(self.unrolled(head, decoder, example)):
+                tried[index] += int(reached.sum())
+                reached &= hits
+                right[index] += int(reached.sum())
+        return [float(share) for share in right / np.maximum(tried, 1)]
+
+    def unrolled(
+        self, head: EagleHead, decoder: Decoder, example: _Example
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """By proposal: losses and whether it was right, at the places that are trained."""
+        n, first = len(example.stream), example.first
+        number_of = _numbers(head)
+        stream = head.fc(example.stream.to(head.dtype))
+        keys: list[Tensor] = []
+        values: list[Tensor] = []
+        for ahead in range(self.config.unroll):
+            tokens = decoder.embed.rows(example.tokens[ahead + 1 : ahead + 1 + n])
+            query, key, value = head.heads(stream, tokens)
+            rotation = head.rotary.rotation_at(torch.arange(ahead, ahead + n, device=stream.device))
+            keys.append(rotation.apply(key))
+            values.append(value)
+            mixed = _attend(rotation.apply(query), keys, values, head.spec)
+            stream = head.rest(stream, mixed.flatten(1))
+            logits = head.logits(stream[first:])
+            wanted = number_of[example.tokens[ahead + 2 + first : ahead + 2 + n]]
+            loss = F.cross_entropy(logits, wanted.clamp(min=0), reduction="none") * (wanted >= 0)
+            yield loss, logits.argmax(dim=-1) == wanted
+
+
+def _attend(query: Tensor, keys: list[Tensor], values: list[Tensor], spec: ModelSpec) -> Tensor:
+    """Place p of a pass sees the first pass up to place p, and of every later pass its own chain: place p."""
+    scale, groups = spec.head_dim**-0.5, spec.heads // spec.kv_heads
+    keys = [key.repeat_interleave(groups, dim=1) for key in keys]
+    values = [value.repeat_interleave(groups, dim=1) for value in values]
+    n = len(query)
+    scores = torch.einsum("phd,qhd->hpq", query, keys[0]) * scale
+    scores = scores.masked_fill(torch.ones(n, n, dtype=torch.bool, device=query.device).triu(1), -math.inf)
+    chain = [torch.einsum("phd,phd->hp", query, key)[..., None] * scale for key in keys[1:]]
+    weights = torch.cat((scores, *chain), dim=-1).softmax(dim=-1)
+    mixed = torch.einsum("hpq,qhd->phd", weights[..., :n], values[0])
+    for index, value in enumerate(values[1:]):
+        mixed = mixed + weights[..., n + index].T[..., None] * value
+    return mixed
+
+
+def _numbers(head: EagleHead) -> Tensor:
+    """By token of the served model: the head's number for it, or -1."""
+    known = head.token_of.to(head.head.weight.device)
+    numbers = torch.full((head.spec.vocab_size,), -1, dtype=torch.int64, device=known.device)
+    numbers[known] = torch.arange(len(known), device=known.device)
+    return numbers
+
+
+def _example(answer: Answer, unroll: int, device: str) -> _Example:
+    places = min(len(answer.stream), len(answer.tokens) - unroll - 1)
+    # At place p the token p + 2 is proposed: the first that is an answer's follows the prompt.
+    return _Example(
+        torch.from_numpy(answer.stream[:places]).to(device),
+        torch.from_numpy(answer.tokens.astype(np.int64)).to(device),
+        max(0, answer.prompt_length - 2),
+    )
+
+
+def _batches(examples: list[_Example], config: HeadConfig) -> Iterator[list[_Example]]:
+    rng = np.random.default_rng(config.seed)
+    batch: list[_Example] = []
+    while True:
+        for index in rng.permutation(len(examples)):
+            batch.append(examples[index])
+            if sum(len(one.stream) for one in batch) >= config.batch_tokens:
+                yield batch
+                batch = []
+
+
+def new_head(config: HeadConfig, decoder: Decoder, answers: list[Answer]) -> EagleHead:
+    """A head that begins as the model's last layer on its highest tapped hidden state."""
+    spec = decoder.spec
+    tokens = np.concatenate([one.tokens[one.prompt_length :] for one in answers])
+    counts = np.bincount(tokens, minlength=spec.vocab_size)
+    frequent = np.argsort(-counts, kind="stable")[: min(config.draft_vocabulary, spec.vocab_size)]
+    own = ModelSpec(
+        family="llama", vocab_size=spec.vocab_size, hidden=spec.hidden, layers=1, heads=spec.heads,
+        kv_heads=spec.kv_heads, head_dim=spec.head_dim, ffn_hidden=spec.ffn_hidden, max_context=spec.max_context,
+        norm_eps=spec.norm_eps, rope_theta=spec.rope_theta,
+    )  # fmt: skip
+    head = EagleHead(own, 3 * spec.hidden, len(frequent), dtype=decoder.dtype)
+    head.token_of = torch.from_numpy(np.sort(frequent).astype(np.int64))
+    layer, hidden = decoder.layers[-1], spec.hidden
+    assert isinstance(layer, Layer)
+    if not isinstance(layer.attention, Attention) or not isinstance(layer.ffn, FeedForward):
+        raise ConfigError("a head is trained for dense models with grouped attention so far")
+    with torch.no_grad():
+        head.fc.weight.zero_()
+        head.fc.weight[:, 2 * hidden :].copy_(torch.eye(hidden))
+        head.qkv.weight[:, hidden:].copy_(matrix(layer.attention.qkv))
+        head.qkv.weight[:, :hidden].normal_(std=0.02)
+        head.output.weight.copy_(matrix(layer.attention.output))
+        head.ffn.gate_up.weight.copy_(matrix(layer.ffn.gate_up))
+        head.ffn.down.weight.copy_(matrix(layer.ffn.down))
+        last = decoder.embed if spec.tied_embeddings else decoder.head
+        head.head.weight.copy_(last.rows(head.token_of.to(decoder.final_norm.weight.device)))
+        for norm, like in (
+            (head.token_norm, layer.attention_norm), (head.stream_norm, layer.attention_norm),
+            (head.ffn_norm, layer.ffn_norm), (head.final_norm, decoder.final_norm),
+        ):  # fmt: skip
+            norm.weight.copy_(like.weight)
+        head.token_norm.weight.fill_(1.0)
+    head.rotary.serve(spec.max_context)
+    return head
+
+
+def matrix(linear: Linear) -> Tensor:
+    """The plain weights, whatever they are packed into."""
+    device = "cpu" if linear.packed is not None else linear.weight.device
+    return linear.rows(torch.arange(linear.shape[0], device=device))

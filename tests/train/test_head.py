@@ -1,0 +1,130 @@
+"""A head learns to foresee a model's own answers, and drafts in an engine as it did in training."""
+
+import numpy as np
+import pytest
+import torch
+
+from cumulo.engine.decide.params import SamplingParams
+from cumulo.engine.play.draft_source import DraftSource, attach_draft
+from cumulo.errors import ModelError
+from cumulo.models.heads.files import is_eagle_folder, load_eagle, save_eagle
+from cumulo.train.head.answers import Answer, _computed
+from cumulo.train.head.config import HeadConfig, read_head_config
+from cumulo.train.head.trainer import HeadTrainer, _example, new_head
+from tests.engine.equivalence import FreeDrafts, run_alone
+from tests.engine.tiny_engine import VOCAB, make_decoder, make_engine, run
+
+DECODER = make_decoder("dense")
+GREEDY = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+
+
+def engine_of(**options):
+    return make_engine(DECODER, **{"blocks": 64, **options})
+
+
+@pytest.fixture(scope="module")
+def answers():
+    rng = np.random.default_rng(0)
+    made = []
+    for _ in range(8):
+        prompt = rng.integers(0, VOCAB, 6).tolist()
+        tokens = prompt + run_alone(engine_of, prompt, GREEDY).samples[0].token_ids
+        array = np.array(tokens, dtype=np.int32)
+        made.append(Answer(array, 6, _computed(DECODER, array).to(torch.float16).numpy()))
+    DECODER.tap = None
+    return made
+
+
+@pytest.fixture(scope="module")
+def trained(answers, tmp_path_factory):
+    config = HeadConfig(steps=40, batch_tokens=150, draft_vocabulary=VOCAB, learning_rate=3e-3, device="cpu")
+    trainer = HeadTrainer(config, lambda *_: None)
+    head = new_head(config, DECODER, answers)
+    examples = [_example(answer, config.unroll, "cpu") for answer in answers]
+    before = trainer.accuracy(head, DECODER, examples)
+    trainer._train(head, DECODER, examples)
+    folder = tmp_path_factory.mktemp("head")
+    save_eagle(folder, head)
+    return trainer, head, examples, before, folder
+
+
+def test_training_makes_proposals_right(trained):
+    trainer, head, examples, before, _ = trained
+    after = trainer.accuracy(head, DECODER, examples)
+    assert after[0] > before[0] + 0.3
+
+
+def test_an_engine_proposes_what_training_says(trained, answers):
+    """Place by place, behind the model's hidden states and behind the head's own output."""
+    trainer, head, examples, _, folder = trained
+    served = load_eagle(folder, DECODER.spec, dtype=torch.float64, pack=False)
+    engine = make_engine(DECODER, blocks=64, speculate="model")
+    engine.scheduler.speculation.cost = FreeDrafts()
+    engine.scheduler.speculation.fixed_count = 2
+    attach_draft(DraftSource("head", DECODER.spec, head=served), engine.runner, DECODER)
+    answer = answers[0]
+    seen = []
+    engine.runner.drafter.propose = _spy(engine.runner.drafter.propose, engine.runner.table, seen)
+    engine.add(answer.tokens[:6].tolist(), GREEDY, request_id="r")
+    output = run(engine)["r"]
+    DECODER.tap = None
+    assert output.samples[0].token_ids == answer.tokens[6:].tolist()
+    assert output.story.accepted_tokens > 0
+    with torch.no_grad():
+        example = examples[0]
+        logits = [
+            head.token_of[step.argmax(-1)].tolist() for step in _unrolled_logits(trainer, head, example)
+        ]
+    compared = 0
+    for length, proposed in seen:  # `length` tokens were known: the last place is length - 2
+        place = length - 2
+        if place - example.first < 0 or place >= len(example.stream) or len(proposed) < 2:
+            continue
+        assert proposed[0] == logits[0][place - example.first]
+        if proposed[0] == answer.tokens[length]:  # training goes on behind the right token only
+            assert proposed[1] == logits[1][place - example.first]
+            compared += 1
+    assert compared >= 3
+
+
+def _spy(propose, table, seen):
+    def wrapped(wanted, *rest):
+        lengths = {draw: int(table.lengths[slot]) for draw, slot, _ in wanted}
+        found = propose(wanted, *rest)
+        seen.extend((lengths[draw], tokens) for draw, tokens in found.items())
+        return found
+
+    return wrapped
+
+
+def _unrolled_logits(trainer, head, example):
+    kept = []
+    original = head.logits
+    head.logits = lambda stream: kept.append(original(stream)) or kept[-1]
+    list(trainer.unrolled(head, DECODER, example))
+    del head.logits
+    return kept
+
+
+def test_a_head_comes_back_from_its_folder_as_it_was(trained):
+    _, head, _, _, folder = trained
+    assert is_eagle_folder(folder)
+    again = load_eagle(folder, DECODER.spec, dtype=torch.float64, pack=False)
+    for name, parameter in head.named_parameters():
+        assert torch.equal(parameter, again.get_parameter(name)), name
+    assert torch.equal(head.token_of, again.token_of)
+
+
+def test_a_head_of_another_model_is_refused_by_name(trained):
+    from dataclasses import replace
+
+    with pytest.raises(ModelError, match="hidden size 32 and 61 tokens, but the served one has 64"):
+        load_eagle(trained[-1], replace(DECODER.spec, hidden=64))
+
+
+def test_a_file_of_kind_eagle_is_a_heads_configuration(tmp_path):
+    path = tmp_path / "head.yaml"
+    path.write_text("kind: eagle\nsteps: 3\n")
+    assert read_head_config(path, {"answers": "5"}) == HeadConfig(steps=3, answers=5)
+    path.write_text("steps: 3\n")
+    assert read_head_config(path, {}) is None
