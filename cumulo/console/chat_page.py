@@ -52,6 +52,7 @@ class Chat:
         self._conversation = Conversation()
         self._running: RunningAnswer | None = None
         self._begun = asyncio.Event()
+        self._models: tuple[str, ...] = ()  # adapters that the settings list
         self._info: object = None  # the engine whose recommendations are shown
         history = HistoryActions(self.new, self.open, self._renamed, self._deleted)
         self._history = HistoryPanel(self._store, history)
@@ -82,8 +83,7 @@ class Chat:
                 if kept is not None:
                     self._show(kept)
                 self._history.draw(stored["chats"], self._conversation.id)
-            with contextlib.suppress(ApiFailure):
-                self._knobs.show_models((await self._api.get("/v1/models"))["data"])
+            await self._show_models()
         finally:
             self._begun.set()
 
@@ -93,6 +93,15 @@ class Chat:
         if engine.info is not None and engine.info is not self._info:
             self._info = engine.info
             self._knobs.show_effective(engine.info.generation_defaults)
+
+        if self._begun.is_set() and self._models != tuple(self._shell.service.adapters.served):
+            await self._show_models()
+
+    async def _show_models(self) -> None:
+        """The model and its adapters, which come and go."""
+        self._models = tuple(self._shell.service.adapters.served)
+        with contextlib.suppress(ApiFailure):
+            self._knobs.show_models((await self._api.get("/v1/models"))["data"])
 
     # -- what the buttons do ------------------------------------------------------------------------------
     async def send(self, text: str) -> None:

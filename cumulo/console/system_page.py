@@ -14,6 +14,7 @@ from cumulo import __version__
 from cumulo.console.knobs import effective
 from cumulo.console.resolved_options import engine_rows, server_rows
 from cumulo.console.shell import Shell, empty, show
+from cumulo.console.system.adapters_card import AdaptersCard
 from cumulo.console.words import duration
 from cumulo.engine.memory.ledger import format_bytes
 from cumulo.serve.service import Service
@@ -37,6 +38,7 @@ def register(shell: Shell, app: FastAPI) -> None:
         with shell.page(request, "/system") as visitor:
             top, versions = show("", "pair"), _card("Versions", _versions())
             middle = show("", "pair")
+            adapters = AdaptersCard(shell, visitor)
 
             async def tick() -> None:
                 service = shell.service
@@ -44,6 +46,7 @@ def register(shell: Shell, app: FastAPI) -> None:
                 info = service.engine.info
                 engine = engine_rows(service.options.engine, info) if info is not None else []
                 middle.set_content(versions + _card("Engine options", engine))
+                adapters.draw()
 
             shell.clock(visitor, 5.0, tick)
             options = server_rows(shell.service.options, shell.service.model_name)

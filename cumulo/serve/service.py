@@ -6,6 +6,7 @@ It decides whether a request may come in, and is told by the engine client what 
 import logging
 import time
 from collections import deque
+from dataclasses import replace
 from typing import Protocol
 
 from cumulo.base.nearest import did_you_mean
@@ -62,16 +63,16 @@ class Companion(Protocol):
 
 class Service:
     def __init__(self, options: ServeOptions, text: ModelText, model_name: str) -> None:
+        named = dict(split_lora(one) for one in options.lora)
+        options = replace(options, engine=room_for(options.engine, named.values()))
         self.options, self.text, self.model_name = options, text, model_name
         self.started_s = time.time()
-        named = dict(split_lora(one) for one in options.lora)
-        config = room_for(options.engine, named.values())
-        self.adapters = AdapterShelf(config.max_loras, model_name)
+        self.adapters = AdapterShelf(options.engine.max_loras, model_name)
         for name, folder in named.items():
             self.adapters.put(name, folder)
         settings = EngineSettings(
             model=options.model,
-            config=config,
+            config=options.engine,
             adapters=self.adapters,
             stall_timeout_s=options.stall_timeout_s,
             start_timeout_s=options.start_timeout_s,
@@ -91,7 +92,7 @@ class Service:
         self.chat_params = ChatParams()
         self.metrics = Metrics(model_name)
         self.fleet_metrics = self._fleet_metrics(model_name) if self.fleet is not None else None
-        if config.layout.world > 1:
+        if options.engine.layout.world > 1:
             RankMetrics(self.metrics.registry, model_name, self.rank_states)
         self.block_log = BlockLog()
         self.stories = Stories(options.stories)
