@@ -8,7 +8,7 @@ from cumulo.engine.decide.params import SamplingParams
 from cumulo.engine.play.draft_source import DraftSource, attach_draft
 from cumulo.errors import ModelError
 from cumulo.models.heads.files import is_eagle_folder, load_eagle, save_eagle
-from cumulo.train.head.answers import Answer, _computed
+from cumulo.train.head.answers import OwnAnswer, _computed
 from cumulo.train.head.config import HeadConfig, read_head_config
 from cumulo.train.head.trainer import HeadTrainer, _example, new_head
 from tests.engine.equivalence import FreeDrafts, run_alone
@@ -30,7 +30,7 @@ def answers():
         prompt = rng.integers(0, VOCAB, 6).tolist()
         tokens = prompt + run_alone(engine_of, prompt, GREEDY).samples[0].token_ids
         array = np.array(tokens, dtype=np.int32)
-        made.append(Answer(array, 6, _computed(DECODER, array).to(torch.float16).numpy()))
+        made.append(OwnAnswer(array, 6, _computed(DECODER, array).to(torch.float16).numpy()))
     DECODER.tap = None
     return made
 

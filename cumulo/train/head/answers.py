@@ -42,7 +42,7 @@ _TOPICS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class OwnAnswer:
     tokens: NDArray[np.int32]  # prompt and answer
     prompt_length: int
     stream: NDArray[np.float16]  # [places, features]: what the head sees of the model at the first places
@@ -62,10 +62,10 @@ def questions(config: HeadConfig) -> list[str]:
 
 def make_answers(
     config: HeadConfig, engine: EngineConfig, tell: Callable[[str, int, int], None]
-) -> list[Answer]:
+) -> list[OwnAnswer]:
     """The model's answers to the questions, half of them sampled, with its hidden states. They are kept in a file
     and read from there the next time."""
-    asked, done = questions(config), list[Answer]()
+    asked, done = questions(config), list[OwnAnswer]()
     firsts = range(0, config.answers, _AT_ONCE)
     paths = {first: Path(config.folder) / "answers" / f"{first:05d}.npz" for first in firsts}
     if not all(path.is_file() for path in paths.values()):
@@ -147,8 +147,8 @@ def _computed(decoder: Decoder, tokens: NDArray[np.int32]) -> Tensor:
     return tap.kept
 
 
-def _read(path: Path) -> list[Answer]:
+def _read(path: Path) -> list[OwnAnswer]:
     with np.load(path) as file:
         tokens = np.split(file["tokens"], np.cumsum(file["sizes"])[:-1])
         streams = np.split(file["stream"], np.cumsum(file["places"])[:-1])
-        return [Answer(*one) for one in zip(tokens, file["prompts"].tolist(), streams, strict=True)]
+        return [OwnAnswer(*one) for one in zip(tokens, file["prompts"].tolist(), streams, strict=True)]

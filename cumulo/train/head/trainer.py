@@ -28,7 +28,7 @@ from cumulo.models.heads.files import save_eagle
 from cumulo.models.linear import Linear
 from cumulo.models.moe import FeedForward
 from cumulo.spec.model import ModelSpec
-from cumulo.train.head.answers import Answer, make_answers
+from cumulo.train.head.answers import OwnAnswer, make_answers
 from cumulo.train.head.config import HeadConfig
 
 _HELD_OUT = 16  # one answer of so many is not trained on
@@ -180,7 +180,7 @@ def _numbers(head: EagleHead) -> Tensor:
     return numbers
 
 
-def _example(answer: Answer, unroll: int, device: str) -> _Example:
+def _example(answer: OwnAnswer, unroll: int, device: str) -> _Example:
     places = min(len(answer.stream), len(answer.tokens) - unroll - 1)
     # At place p the token p + 2 is proposed: the first that is an answer's follows the prompt.
     return _Example(
@@ -201,7 +201,7 @@ def _batches(examples: list[_Example], config: HeadConfig) -> Iterator[list[_Exa
                 batch = []
 
 
-def new_head(config: HeadConfig, decoder: Decoder, answers: list[Answer]) -> EagleHead:
+def new_head(config: HeadConfig, decoder: Decoder, answers: list[OwnAnswer]) -> EagleHead:
     """A head that begins as the model's last layer on its highest tapped hidden state."""
     spec = decoder.spec
     tokens = np.concatenate([one.tokens[one.prompt_length :] for one in answers])
