@@ -19,7 +19,7 @@ from cumulo.models.adapters.files import AdapterWeights, LowRankPair
 from cumulo.models.adapters.sections import adaptable_matrices
 from cumulo.spec.model import ModelSpec
 
-_CONTEXT = 64  # tokens that every row has behind it
+_CONTEXT = 15  # tokens that every row has behind it: little attention, so that adapters weigh more
 _GPU_MUST = 1.15
 
 
