@@ -112,7 +112,9 @@ class StepResult:
     # speculation: by draw index, the drafted tokens that were accepted, before the one in `tokens`
     accepted: dict[int, list[int]] = field(default_factory=dict)
     accepted_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
-    proposed: dict[int, list[int]] = field(default_factory=dict)  # by draw index: a draft model's tokens behind it
+    proposed: dict[int, list[int]] = field(
+        default_factory=dict
+    )  # by draw index: a draft model's tokens behind it
     proposing_s: float = 0.0  # of the step's time
     started_s: float = 0.0  # time.perf_counter() when the runner began and finished
     finished_s: float = 0.0

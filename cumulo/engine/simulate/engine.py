@@ -58,8 +58,9 @@ class SimulatedEngine:
         self._in_flight: deque[StepInFlight] = deque()  # at most one for each stage
         self._coming = 0
         self._shared: dict[int, int] = {}
-        tiers = scheduler.residency.tiers is not None  # whose blocks move in the middle of a stretch
-        self._may_stretch = overlap and not step_by_step and stages == 1 and not tiers
+        # Blocks of tiers move, and promises are learnt from, in the middle of a stretch.
+        plain = scheduler.residency.tiers is None and scheduler.config.slo is None
+        self._may_stretch = overlap and not step_by_step and stages == 1 and plain
 
     def advance(self, until_s: float) -> None:
         """Play steps until the clock reaches `until_s`, or until everything that has arrived is answered."""

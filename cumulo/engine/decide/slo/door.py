@@ -2,8 +2,8 @@
 is let in. Asked by the scheduler on arrival.
 """
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from math import inf
 
 from cumulo.engine.decide.books import Books
@@ -25,50 +25,58 @@ class Outlook:
     kept: bool  # its own promise, and those of all who wait
     ahead: int  # prompts that are computed before it
     ahead_tokens: int
+    own_tokens: int  # of its prompt, that are in no cache
     why: str = ""  # not kept: in words
 
 
 def look_ahead(books: Books, promises: Promises, newcomer: Request, now_s: float) -> Outlook:
     """Everybody who waits for a first token, in order of deadline, at the pace that steps leave to prompts."""
+    own_tokens = books.residency.tokens_to_compute(newcomer.sequences[0])
     if not promises.model.known:
-        return Outlook(0.0, True, 0, 0)
-    model, step_s = promises.model, promises.step_s
-    rows, context = promises.rows, promises.context
+        return Outlook(0.0, True, 0, 0, own_tokens)
     # Those who are late already come last, and nobody's promise is broken for them.
     line = sorted(
         [*promises.waiting.values(), newcomer], key=lambda one: (_deadline_s(one) < now_s, one.order)
     )
-    clock_s = promises.in_flight_s(now_s) + step_s  # a first token comes at the end of a step
-    found = Outlook(inf, False, 0, 0)
-    ahead = ahead_tokens = 0
-    reached = False
     allowance = _allowance(newcomer.share, books.shares.about(), now_s) * _TTFT_MARGIN
-    for one in line:
-        tokens = _tokens_left(books, one)
-        start = one.prompt_length - tokens
-        share = promises.prompt_share(rows, context, start, books.config.max_tokens_per_step)
-        before_s = clock_s
-        clock_s += model.prompt_s(start, tokens) / max(share, _LEAST_SHARE)
-        rows, context = rows + 1, context + one.prompt_length
+    found: Outlook | None = None
+    own_s = ahead_tokens = 0.0
+    for ahead, (one, tokens, share, took_s, clock_s) in enumerate(
+        _first_tokens(books, promises, line, own_tokens, now_s)
+    ):
         left_s = _deadline_s(one) - now_s
         if one is newcomer:
-            reached = True
             why = _own_obstacle(books, promises, one, share)
             if not why and clock_s > left_s * allowance:
-                why = (
-                    f"{ahead} prompts with {ahead_tokens:,} tokens come first"
-                    if ahead
-                    else (f"so long it takes to compute the {tokens:,} tokens of its prompt")
-                )
-            found = Outlook(clock_s, not why, ahead, ahead_tokens, why)
+                why = f"so long it takes to compute the {tokens:,} tokens of its prompt"
+                if ahead:
+                    why = f"{ahead} prompts with {ahead_tokens:,.0f} tokens come first"
+            own_s, found = took_s, Outlook(clock_s, not why, ahead, int(ahead_tokens), own_tokens, why)
             if why:
                 break
-        elif reached and clock_s > left_s and before_s - _seconds_of(promises, newcomer, books) <= left_s:
-            return Outlook(
-                found.ttft_s, False, ahead, ahead_tokens, "a request that is here would miss its own TTFT"
-            )
-        ahead, ahead_tokens = ahead + 1, ahead_tokens + tokens
+        elif found is not None and clock_s - own_s <= left_s < clock_s:
+            return replace(found, kept=False, why="a request that is here would miss its own TTFT")
+        ahead_tokens += tokens
+    assert found is not None
     return found
+
+
+def _first_tokens(
+    books: Books, promises: Promises, line: list[Request], own_tokens: int, now_s: float
+) -> Iterator[tuple[Request, int, float, float, float]]:
+    """Of each in line: prompt tokens to compute, the share of steps for prompts then, how long its prompt takes at
+    that pace, and when its first token comes, in seconds from now. The last in arrival has `own_tokens`."""
+    model, most = promises.model, books.config.max_tokens_per_step
+    rows, context = promises.rows, promises.context
+    clock_s = promises.in_flight_s(now_s) + promises.step_s  # a first token comes at the end of a step
+    for one in line:
+        tokens = promises.tokens_left(one, own_tokens)
+        start = one.prompt_length - tokens
+        share = promises.prompt_share(rows, context, start, most)
+        took_s = model.prompt_s(start, tokens) / max(share, _LEAST_SHARE)
+        clock_s += took_s
+        yield one, tokens, share, took_s, clock_s
+        rows, context = rows + 1, context + one.prompt_length
 
 
 def refuse(outlook: Outlook, promised_ttft_s: float | None) -> Overloaded:
@@ -106,18 +114,6 @@ def _is_queued(request: Request) -> bool:
 def _deadline_s(request: Request) -> float:
     promise = request.story.promise
     return inf if promise is None or promise.ttft_s is None else request.arrived_s + promise.ttft_s
-
-
-def _tokens_left(books: Books, request: Request) -> int:
-    sequence = request.sequences[0]
-    if sequence.state == State.WAITING:
-        return books.residency.tokens_to_compute(sequence)
-    return max(0, sequence.to_compute)
-
-
-def _seconds_of(promises: Promises, request: Request, books: Books) -> float:
-    tokens = _tokens_left(books, request)
-    return promises.model.prompt_s(request.prompt_length - tokens, tokens)
 
 
 def _allowance(tenant: Tenant, about: Iterable[Tenant], now_s: float) -> float:

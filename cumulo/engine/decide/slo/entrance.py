@@ -17,6 +17,7 @@ def promise(books: Books, request: Request) -> None:
     promises, story = books.promises, request.story
     # One that is less important than usual is promised only what it asks for: batches wait until there is time.
     slo = _merged(request.slo, config.slo) if request.slo is not None or request.priority <= 0 else None
+    tokens = request.prompt_length
     begun = request.sequences[0].output_length > 0  # another engine let it in
     if slo is not None and not request.sends and not begun:
         story.promise = Promise.of(slo)
@@ -25,6 +26,7 @@ def promise(books: Books, request: Request) -> None:
         order, number = request.order
         request.order = (order + ttft_s, number)
         outlook = look_ahead(books, promises, request, now_s)
+        tokens = outlook.own_tokens
         if outlook.kept:
             story.promise.expected_ttft_s = outlook.ttft_s
             story.add(
@@ -39,7 +41,7 @@ def promise(books: Books, request: Request) -> None:
             story.add(now_s, "not_promised", why=outlook.why)
     elif not begun:
         request.order = (request.order[0] + config.priority_step_s, request.order[1])
-    promises.take(request)
+    promises.take(request, tokens)
 
 
 def _merged(asked: Slo | None, usual: Slo | None) -> Slo | None:

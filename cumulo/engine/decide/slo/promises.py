@@ -32,6 +32,7 @@ class Promises:
         self.default = default
         self.model = StepModel()
         self.waiting: dict[str, Request] = {}  # for their first token, promised or not
+        self._uncached: dict[str, int] = {}
         self.rows = self.context = 0  # of the last plan: who decodes
         self.output_tokens = 256.0  # of a request, on average
         self.refused = 0
@@ -43,9 +44,10 @@ class Promises:
         self._last_result_s = float("-inf")
 
     # -- requests come and go -----------------------------------------------------------------------------
-    def take(self, request: Request) -> None:
-        """A request is in the queue."""
+    def take(self, request: Request, tokens: int) -> None:
+        """A request is in the queue, with so many tokens of its prompt in no cache."""
         self.waiting[request.id] = request
+        self._uncached[request.id] = tokens
         promise = request.story.promise
         if promise is not None:
             if promise.itl_s is not None:
@@ -55,12 +57,24 @@ class Promises:
 
     def drop(self, request: Request) -> None:
         """It has ended."""
-        self.waiting.pop(request.id, None)
+        self._answered(request)
         self.output_tokens += _LEARN * (request.story.output_tokens - self.output_tokens)
         promise = request.story.promise
         if promise is not None:
             _forget(self._itls, promise.itl_s)
             _forget(self._ttfts, promise.ttft_s)
+
+    def _answered(self, request: Request) -> None:
+        """It waits for its first token no more."""
+        if self.waiting.pop(request.id, None) is not None:
+            del self._uncached[request.id]
+
+    def tokens_left(self, request: Request, uncached: int) -> int:
+        """Of its prompt, to compute; `uncached`: of one that has not been taken."""
+        sequence = request.sequences[0]
+        if sequence.state == State.WAITING:
+            return self._uncached.get(request.id, uncached)
+        return max(0, sequence.to_compute)
 
     # -- steps --------------------------------------------------------------------------------------------
     @property
@@ -112,7 +126,7 @@ class Promises:
         for sequence in draws:
             if sequence.sample_index == 0 and sequence.state != State.FINISHED:
                 request = sequence.request
-                self.waiting.pop(request.id, None)
+                self._answered(request)
                 if request.story.promise is not None:
                     request.story.promise.note_token(now_s)
 
