@@ -14,6 +14,7 @@ EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 # What each must show, so that an example that prints nothing useful fails.
 EXPECTED = {
     "quickstart.py": "Paris",
+    "adapters.py": "1-random-1: ",
     "batch.py": "arrived with",
     "stream.py": "ended by",
     "json_report.py": '"ttft_s"',
