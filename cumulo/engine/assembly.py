@@ -37,6 +37,7 @@ from cumulo.engine.play.tiers.kv_files import KvFiles
 from cumulo.engine.play.tiers.mover import TierMover, host_block_of
 from cumulo.errors import ConfigError, CumuloError
 from cumulo.kernels.cuda.device_memory import gpu_memory
+from cumulo.layout.expert_copies import copies_problem
 from cumulo.layout.serving import serving_problems
 from cumulo.models.decoder import Decoder
 from cumulo.models.files.load import LoadedModel, ModelFiles, inspect_model, load_model
@@ -205,8 +206,14 @@ def _assemble_ranks(
         from cumulo.engine.play.rank_player_cuda import gpu_places, own_memory, refuse_layout
 
         refuse_layout(files.spec, layout)
+        if config.redundant_experts:
+            raise ConfigError("redundant_experts needs ranks on CPUs: omit it, or choose device=cpu")
         places, unit, own_bytes = gpu_places(), "GPUs", own_memory(files.spec, config, layout, free_bytes)
-    if problems := list(serving_problems(files.spec, layout, places, unit)):
+    problems = list(serving_problems(files.spec, layout, places, unit))
+    if config.redundant_experts and files.spec.moe is not None:
+        problem = copies_problem(files.spec.moe.experts, layout.ep, config.redundant_experts)
+        problems += [problem] if problem else []
+    if problems:
         raise ConfigError("; ".join(problems))
     memory = plan_rank_memory(files.spec, weight_bytes, config, layout, own_bytes)
     store = meeting_point()

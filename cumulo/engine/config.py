@@ -55,6 +55,9 @@ class EngineConfig:
     dp: int = 1  # data-parallel attention: each sequence's KV cache on one of this many ranks
     # Expert parallel: experts are spread whole over all tp × dp ranks of a stage; alone, it also sets tp.
     ep: int = 1
+    # Copies of experts that get most tokens, over all ranks of a stage: placed anew by load after so many steps
+    redundant_experts: int = 0
+    expert_balance_steps: int = 1000
     rank_timeout_s: float = 60.0  # a rank that the others wait for longer has hung: the engine ends
     # -- prefill and decode on engines of their own: docs/roles.md
     role: Literal["both", "prefill", "decode"] = "both"  # prefill: also computes prompts for decode engines
@@ -90,7 +93,11 @@ class EngineConfig:
             raise CumuloError("a server can promise ttft and itl: remove tpot and e2e from the SLO")
         if not self.rank_timeout_s > 0:
             raise CumuloError(f"rank_timeout_s must be more than 0 seconds, got {self.rank_timeout_s}")
-        _ = self.layout  # which refuses sizes that do not belong together
+        layout = self.layout  # which refuses sizes that do not belong together
+        if self.redundant_experts < 0 or self.expert_balance_steps < 1:
+            raise CumuloError("redundant_experts must be 0 or more, and expert_balance_steps 1 or more")
+        if self.redundant_experts and layout.ep == 1:
+            raise CumuloError("redundant_experts copies experts among ranks: add ep, or omit it")
         if not self.transfer_stall_s > 0:
             raise CumuloError(f"transfer_stall_s must be more than 0 seconds, got {self.transfer_stall_s}")
         if (self.role == "prefill") != bool(self.transfer_address):

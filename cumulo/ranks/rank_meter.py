@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 WORDS = 8  # of a rank
-READ, WAITS, STEPS, STEP_NS, WAIT_NS, HELD_BYTES, PID, _ = range(WORDS)
+READ, WAITS, STEPS, STEP_NS, WAIT_NS, HELD_BYTES, PID, ROUTED = range(WORDS)
 Words = NDArray[np.uint64]
 
 
@@ -31,6 +31,7 @@ class RankState:
     step_s: float  # in all steps
     wait_s: float  # of these: for other ranks
     memory_bytes: int  # of its process, or what it holds on its GPU
+    routed_tokens: int = 0  # choices of tokens, layer by layer, that fell on experts of this rank
 
 
 class RankMeter:
@@ -57,6 +58,10 @@ class RankMeter:
         """On its device, where no other process can look."""
         self._words[HELD_BYTES] = held_bytes
 
+    def routed(self, tokens: int) -> None:
+        """So many choices of tokens fell on experts of this rank."""
+        self._words[ROUTED] += tokens
+
     def step(self, seconds: float) -> None:
         """A step has ended."""
         words = self._words
@@ -75,6 +80,7 @@ def rank_states(table: Words, on_gpu: bool) -> list[RankState]:
             int(words[STEP_NS]) / 1e9,
             int(words[WAIT_NS]) / 1e9,
             int(words[HELD_BYTES]) if on_gpu else _resident_bytes(int(words[PID])),
+            int(words[ROUTED]),
         )
         for rank, words in enumerate(table.copy())
     ]

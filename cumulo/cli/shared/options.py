@@ -72,6 +72,9 @@ class EngineOptions:
         None,
         "--ep",
     )
+    redundant_experts: int | None = option(
+        "With --ep: number of copies of the experts that get most tokens, placed by measured load.", None
+    )
 
     def config(self, **more: Any) -> "EngineConfig":
         return engine_config(**asdict(self), **more)

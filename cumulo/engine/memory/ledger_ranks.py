@@ -6,7 +6,7 @@ import math
 
 from cumulo.engine.config import EngineConfig
 from cumulo.engine.memory.ledger import MemoryPlan, plan_memory
-from cumulo.layout.serving import ServingLayout, held_parameters, rank_part
+from cumulo.layout.serving import RankPart, ServingLayout, held_parameters, rank_part
 from cumulo.spec.model import ModelSpec
 from cumulo.spec.parameters import parameter_shapes
 
@@ -23,6 +23,7 @@ def plan_rank_memory(
     def plan(rank: int, kv_blocks: int | None) -> MemoryPlan:
         part = rank_part(spec, layout, rank)
         held = sum(parameter.elements for parameter in held_parameters(part).values())
+        held += _copied_elements(part, config.redundant_experts)
         own = dataclasses.replace(config, kv_blocks=kv_blocks)
         return plan_memory(part.local, weight_bytes * held // elements, own, available_bytes)
 
@@ -32,3 +33,13 @@ def plan_rank_memory(
     blocks = min(one.kv_blocks for one in plans)
     host_blocks = min(one.host_blocks for one in plans)
     return dataclasses.replace(plan(0, blocks), kv_blocks=blocks * layout.dp, host_blocks=host_blocks)
+
+
+def _copied_elements(part: RankPart, redundant: int) -> int:
+    """Parameters in a rank's places for copies of experts."""
+    moe, ranks = part.whole.moe, part.layout.ep
+    if not redundant or moe is None:
+        return 0
+    places = (moe.experts + redundant) // ranks - len(part.experts)
+    of_experts = (one.elements for name, one in held_parameters(part).items() if ".experts." in name)
+    return places * sum(of_experts) // max(1, len(part.experts))

@@ -31,6 +31,7 @@ from cumulo.models.files.load import LoadedModel, load_model
 from cumulo.models.play.fused import FusedDecoder, why_not
 from cumulo.models.play.rank_decoder import RankDecoder
 from cumulo.models.play.rank_links import RankLinks, connect
+from cumulo.models.play.spread_experts import SpreadExperts
 from cumulo.ranks.plan_ring import PlanReader, RingFile
 from cumulo.ranks.rank_group import TCPStore, meeting_point
 from cumulo.ranks.rank_meter import RankMeter
@@ -177,7 +178,12 @@ def _make_runner(
         guides = SharedGuides(guided, links)
         return make_cuda_runner(config, memory, part, decoder, store, eos_ids, guides, links)
     obstacle = why_not(decoder)
-    model: RunnableModel = RankDecoder(decoder, part, links) if obstacle else FusedDecoder(decoder, links)
+    spread = None
+    if config.redundant_experts:
+        spread = SpreadExperts(decoder, part, links, config.redundant_experts, config.expert_balance_steps)
+    model: RunnableModel = (
+        RankDecoder(decoder, part, links, spread) if obstacle else FusedDecoder(decoder, links)
+    )
     runs_on = f"PyTorch operators: {obstacle}" if obstacle else "fused native kernels"
     blocks = memory.kv_blocks // part.layout.dp
     cache = KVCache(part.local, blocks, config.block_size, decoder.dtype)

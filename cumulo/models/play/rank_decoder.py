@@ -16,6 +16,7 @@ from cumulo.models.decoder import Decoder, Layer
 from cumulo.models.linear import Linear, RMSNorm
 from cumulo.models.moe import Experts, FeedForward, MixtureOfExperts, gated
 from cumulo.models.play.rank_links import RankLinks
+from cumulo.models.play.spread_experts import SpreadExperts
 
 
 def empty_rank_decoder(part: RankPart, dtype: torch.dtype, device: torch.device | str) -> Decoder:
@@ -58,8 +59,11 @@ def embed_slice(embed: Linear, part: RankPart, token_ids: Tensor, links: RankLin
 
 
 class RankDecoder:
-    def __init__(self, decoder: Decoder, part: RankPart, links: RankLinks) -> None:
-        self.decoder, self.part, self.links = decoder, part, links
+    def __init__(
+        self, decoder: Decoder, part: RankPart, links: RankLinks, spread: SpreadExperts | None = None
+    ) -> None:
+        """`spread`: experts with redundant copies."""
+        self.decoder, self.part, self.links, self.spread = decoder, part, links, spread
 
     @property
     def weight_bytes(self) -> int:
@@ -68,6 +72,8 @@ class RankDecoder:
     def forward(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
         """As a whole decoder; the result of a stage that is not the last goes to the next, and is empty here."""
         decoder, links = self.decoder, self.links
+        if self.spread is not None:
+            self.spread.begin_step()
         if decoder.bank is not None:
             decoder.bank.begin(batch.adapters)
         if self.part.first:
@@ -96,7 +102,10 @@ class RankDecoder:
             return links.sum_slices(ffn(x)) if len(x) else x
         # Experts work on the rows of all ranks: how many each has follows from the plan, so nothing is asked for.
         rows = links.gather_rows(x, batch.shares)
-        routed = own_experts(ffn.experts, self.part.experts, rows, *ffn.router(rows))
+        if self.spread is not None:
+            routed = self.spread(ffn.experts, rows, *ffn.router(rows))
+        else:
+            routed = own_experts(ffn.experts, self.part.experts, rows, *ffn.router(rows), links)
         if links.data is None:
             return links.sum_experts(routed if ffn.shared is None else routed + ffn.shared(x))
         first = sum(batch.shares[: self.part.place.dp])
@@ -106,12 +115,16 @@ class RankDecoder:
         return total + links.sum_slices(ffn.shared(x))
 
 
-def own_experts(experts: Experts, held: range, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+def own_experts(
+    experts: Experts, held: range, x: Tensor, weights: Tensor, chosen: Tensor, links: RankLinks
+) -> Tensor:
     """What the experts held here add to each token, [T, hidden]; `chosen` counts all experts."""
-    total = torch.zeros_like(x)
+    total, routed = torch.zeros_like(x), 0
     for index, expert in enumerate(held):
         tokens, choices = (chosen == expert).nonzero(as_tuple=True)
         if len(tokens):
+            routed += len(tokens)
             result = experts.matmul("down", index, gated(experts.matmul("gate_up", index, x[tokens])))
             total.index_add_(0, tokens, result * weights[tokens, choices].to(x.dtype)[:, None])
+    links.count_routed(routed)
     return total

@@ -1,7 +1,6 @@
 """RankLinks: what a rank's decoder and its runner say to the other ranks, in their words. Made once per rank; on a
 GPU the same words are said by other means."""
 
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -12,6 +11,7 @@ from torch import Tensor
 from cumulo.layout.serving import RankPart
 from cumulo.ranks.collectives import Work
 from cumulo.ranks.rank_group import RankGroup, TCPStore
+from cumulo.ranks.rank_meter import RankMeter
 
 
 @dataclass(slots=True)
@@ -23,6 +23,7 @@ class RankLinks:
     data: RankGroup | None = None  # same slice, other sequences
     stage: RankGroup | None = None  # all ranks of the stage, over which experts are spread
     pipeline: RankGroup | None = None  # same slice and sequences, other layers; by stage
+    meter: RankMeter | None = None
     _leaving: list[tuple[Work, Tensor]] = field(default_factory=list)  # held until they have left
 
     # -- tensor parallel ------------------------------------------------------------------------------
@@ -52,6 +53,11 @@ class RankLinks:
     def sum_experts(self, partial: Tensor) -> Tensor:
         """What the experts on all ranks of the stage add up to, in place."""
         return partial if self.stage is None else self.stage.sum(partial)
+
+    def count_routed(self, tokens: int) -> None:
+        """Choices of tokens that fell on experts of this rank."""
+        if self.meter is not None:
+            self.meter.routed(tokens)
 
     def share_with_stage(self, tensor: Tensor) -> None:
         """What the stage's first rank says, in place on the others."""
@@ -86,9 +92,7 @@ class RankLinks:
         self._leaving.append((self.pipeline.send(tensor, stage), tensor))
 
 
-def connect(
-    part: RankPart, store: TCPStore, timeout_s: float, meter: AbstractContextManager[None] | None = None
-) -> RankLinks:
+def connect(part: RankPart, store: TCPStore, timeout_s: float, meter: RankMeter | None = None) -> RankLinks:
     """This rank's links. All ranks call it; groups are made together and in one order."""
     layout, rank = part.layout, part.rank
     groups: dict[tuple[int, ...], RankGroup] = {}
@@ -107,4 +111,5 @@ def connect(
         data=group(layout.data_group(rank)),
         stage=group(layout.stage_group(rank)),
         pipeline=group(layout.pipeline_group(rank)),
+        meter=meter,
     )

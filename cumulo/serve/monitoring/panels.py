@@ -355,6 +355,7 @@ FLEET = Section(
     ),
 )
 
+_EXPERT_TOKENS = rate("rank_expert_tokens_total", by="instance, replica, rank")
 RANKS = Section(
     "Ranks",
     (
@@ -382,6 +383,17 @@ RANKS = Section(
             ),
             unit="percentunit",
             maximum=1,
+        ),
+        Panel(
+            "Tokens for experts, by rank",
+            "With --ep: choices of tokens that fall on the experts of each rank, over the mean of all ranks.",
+            (
+                Query(
+                    f"{_EXPERT_TOKENS} / on (instance, replica) group_left avg by (instance, replica) "
+                    f"({_EXPERT_TOKENS})",
+                    "{{replica}} rank {{rank}}",
+                ),
+            ),
         ),
         Panel(
             "Memory, by rank",

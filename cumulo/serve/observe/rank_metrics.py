@@ -20,6 +20,8 @@ _PER_RANK: tuple[tuple[str, type[Any], str, Callable[[RankState], float]], ...] 
      lambda one: one.step_s),
     ("rank_wait_seconds", CounterMetricFamily, "Of these, seconds that it waited for other ranks (CPU ranks).",
      lambda one: one.wait_s),
+    ("rank_expert_tokens", CounterMetricFamily, "Choices of tokens that fell on experts of this rank.",
+     lambda one: one.routed_tokens),
 )  # fmt: skip
 
 

@@ -150,6 +150,7 @@ class RankAnswer(BaseModel):
     step_s: float
     wait_s: float
     memory_bytes: int
+    routed_tokens: int
 
 
 class ReplicaAnswer(BaseModel):
