@@ -3,14 +3,7 @@
 import json
 import os
 import random
-import re
-import shutil
-import signal
-import socket
-import subprocess
-import sys
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -26,31 +19,12 @@ from cumulo.ranks.groups import control_group, world_group
 from cumulo.ranks.hang import HangWatch, Standing, verdict
 from cumulo.ranks.launch import HUNG
 from cumulo.ranks.team import Team
-from cumulo.train.decide.config import CheckpointConfig, GuardConfig, config_text
+from cumulo.train.decide.config import CheckpointConfig, GuardConfig
 from cumulo.train.decide.elastic import fitted
-from cumulo.train.run.log import read_log
-from tests import thorough
 from tests.thorough import rare
-from tests.train.kill import ranks_of, torment
 from tests.train.pool import run_ranks
-from tests.train.ranked import tiny, train, write_texts
+from tests.train.ranked import tiny, train
 from tests.train.test_resume import DENSE, assert_same, difference, rank_state, whole_state
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "memory_every_steps",
-    [pytest.param(0, id="storage", marks=pytest.mark.thorough), pytest.param(1, id="memory")],
-)
-def test_ranks_that_are_killed_do_not_change_what_is_learnt(memory_every_steps: int, tmp_path: Path) -> None:
-    """See `tests/train/kill.py`, which does it more often."""
-    times = 2 if thorough.chosen else 1
-    outcome = torment(tmp_path, times, Layout(dp=2), seed=1, memory_every_steps=memory_every_steps)
-    assert len(outcome.kills) == times
-    assert outcome.difference < 1e-9
-    assert outcome.same_tokens
-    assert outcome.heard.count("was ended by SIGKILL") >= 1
-    assert ("from memory" in outcome.heard) == bool(memory_every_steps)
 
 
 @pytest.mark.parametrize(
@@ -230,104 +204,6 @@ def test_an_error_of_one_rank_is_raised_by_all() -> None:
         "ValueError: mine alone",
         "TrainingError: rank 1: ValueError: mine alone",
     ]
-
-
-def _launched(folder: Path, *changes: str) -> subprocess.Popen[str]:
-    source = write_texts(folder / "texts.jsonl")
-    config = tiny(folder / "run", source, Layout(dp=2), steps=400, evaluate_sequences=0)
-    (folder / "config.yaml").write_text(config_text(config))
-    command = [sys.executable, "-m", "cumulo", "train", str(folder / "config.yaml")]
-    for change in changes:
-        command += ["--set", change]
-    return subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        env=os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-
-
-@pytest.mark.thorough  # tests/ranks/test_launch.py does it with ranks that need no torch
-def test_a_run_that_cannot_go_on_says_so_once_and_is_not_started_again(tmp_path: Path) -> None:
-    run = _launched(tmp_path, "optimizer.learning_rate=1e30", "optimizer.clip_norm=0")
-    text, _ = run.communicate(timeout=300)
-    assert run.returncode == 2, text
-    assert len(re.findall(r"stopped at step \d+: the loss", " ".join(text.split()))) == 1
-    assert "restarting all" not in text
-
-
-@pytest.mark.slow
-def test_ctrl_c_reaches_all_ranks_and_they_save(tmp_path: Path) -> None:
-    run = _launched(tmp_path)
-    log = tmp_path / "run/log.csv"
-    deadline = time.monotonic() + 200
-    while len(read_log(log)) < 2 and time.monotonic() < deadline and run.poll() is None:
-        time.sleep(0.1)
-    run.send_signal(signal.SIGINT)
-    text, _ = run.communicate(timeout=200)
-    assert run.returncode == 0, text
-    (stopped,) = re.findall(r"stopped after step (\d+); checkpoint saved", " ".join(text.split()))
-    assert (tmp_path / f"run/checkpoints/step-{int(stopped):09d}").is_dir()
-    assert (tmp_path / "run/model/model.safetensors").is_file()
-    assert len(read_log(log)) == int(stopped)
-
-
-def _node(name: str, folder: Path, port: int) -> subprocess.Popen[bytes]:
-    """A machine of one rank under a torchrun of its own."""
-    torchrun = [
-        "--nnodes", "1:2", "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--rdzv-id", "job",
-        "--max-restarts", "3", "--rdzv-endpoint", f"127.0.0.1:{port}", "--local-addr", "127.0.0.1",
-        "--rdzv-conf", "last_call_timeout=10,keep_alive_interval=1,keep_alive_max_attempt=3",
-    ]  # fmt: skip
-    command = ["-m", "cumulo", "train", str(folder / "config.yaml")]
-    changes = {
-        "CUMULO_NODE": name, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1",
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-    }  # fmt: skip
-    with (folder / f"{name}.txt").open("wb") as heard:
-        return subprocess.Popen(
-            [sys.executable, "-m", "torch.distributed.run", *torchrun, *command],
-            stdout=heard, stderr=heard, env=os.environ | changes,
-        )  # fmt: skip
-
-
-def _end(node: subprocess.Popen[bytes]) -> None:
-    for pid in ranks_of(node.pid).values():
-        os.kill(pid, signal.SIGKILL)
-    node.kill()
-    node.wait()
-
-
-@pytest.mark.thorough
-def test_when_a_node_is_lost_the_run_goes_on_without_it_from_its_copy_in_a_peers_memory(
-    tmp_path: Path,
-) -> None:
-    source = write_texts(tmp_path / "texts.jsonl")
-    changes: dict[str, Any] = dict(
-        steps=30, evaluate_sequences=0,
-        checkpoint=CheckpointConfig(every_steps=0, memory_every_steps=2, memory_folder=str(tmp_path / "memory")),
-    )  # fmt: skip
-    _, expected, _ = train(tiny(tmp_path / "alone", source, Layout(), **changes))
-    config = tiny(tmp_path / "run", source, Layout(dp=2, zero=1), **changes)
-    (tmp_path / "config.yaml").write_text(config_text(config))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    log, deadline = tmp_path / "run/log.csv", time.monotonic() + 300
-    first = _node("first", tmp_path, port)
-    time.sleep(1.0)  # it hosts the rendezvous
-    second = _node("second", tmp_path, port)
-    try:
-        while len(read_log(log)) < 5 and time.monotonic() < deadline and first.poll() is None:
-            time.sleep(0.05)
-        _end(second)
-        for memory in (tmp_path / "memory").glob("*/second"):
-            shutil.rmtree(memory)
-        assert first.wait(max(1.0, deadline - time.monotonic())) == 0
-    finally:
-        _end(first)
-        _end(second)
-    text = (tmp_path / "first.txt").read_text()
-    assert re.search(r"resuming after step \d+, from memory", text), text
-    assert difference(read_log(log), expected) < 1e-9
 
 
 def test_after_a_spike_all_ranks_go_back_together(tmp_path: Path) -> None:
