@@ -197,7 +197,7 @@ def test_sampled_tokens_keep_their_distribution():
     exact = {(): 1.0}
     for _ in range(3):
         exact = {(*past, word): p * q for past, p in exact.items() for word, q in next_words(past).items()}
-    engine = speculating("dense", max_running=100, max_tokens_per_step=2048, blocks=256)
+    engine = speculating("dense", max_running=300, max_tokens_per_step=2048, blocks=512)
     engine.add(prompt, SamplingParams(**asked, max_tokens=4, n=100, seed=0), request_id="r0")
     for seed in range(1, draws // 100):
         engine.add(prompt, SamplingParams(**asked, max_tokens=4, n=100, seed=seed), request_id=f"r{seed}")

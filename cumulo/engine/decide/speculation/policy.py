@@ -103,7 +103,8 @@ class Speculation:
             return 0.0
         drafting = self._follow(sequence)
         if not self.by_model:
-            return drafting.worth
+            # What is expected now will mostly still be expected behind the token that is being drawn.
+            return drafting.rate if drafting.draft.expects else drafting.worth
         # Drafts of a model that are not made are not judged either: after a while it is given another chance.
         return drafting.rate if drafting.idle_tokens < _TRY_AGAIN else max(drafting.rate, _HOPE)
 
