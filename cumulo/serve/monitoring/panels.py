@@ -140,6 +140,14 @@ TRAFFIC = Section(
             stacked=True,
         ),
         Panel(
+            "Calls by adapter",
+            "Calls per second that were answered with a low-rank adapter, and how many adapters are loaded.",
+            (
+                Query(rate("lora_requests_total", by="adapter"), "{{adapter}}"),
+                Query(f"sum({gauge('lora_adapters')})", "adapters loaded"),
+            ),
+        ),
+        Panel(
             "Answers by status",
             "What the API sent, probes and metrics left out. 429: a queue or a rate limit was full.",
             (Query(rate("http_responses_total", by="status"), "{{status}}"),),
