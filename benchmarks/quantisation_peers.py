@@ -63,7 +63,10 @@ def by_llm_compressor(source: Path, folder: Path, recipe: Recipe, tokens: torch.
     }  # fmt: skip
     if recipe.method == "gptq":
         weights["actorder"] = "static"
-    scheme: Any = {"group_0": {"targets": ["Linear"], "weights": weights}}
+    targets = ["Linear"]
+    if recipe.layers is not None:
+        targets = [f"re:.*layers\\.{layer}\\..*_proj$" for layer in range(recipe.layers)]
+    scheme: Any = {"group_0": {"targets": targets, "weights": weights}}
     kind = GPTQModifier if recipe.method == "gptq" else AWQModifier
     data = Dataset.from_dict(
         {"input_ids": tokens.tolist(), "attention_mask": torch.ones_like(tokens).tolist()}
@@ -87,6 +90,7 @@ def main() -> None:
     parser.add_argument("--methods", default="gptq,awq")
     parser.add_argument("--sequences", type=int, default=64, help="calibration sequences")
     parser.add_argument("--length", type=int, default=512, help="tokens of each")
+    parser.add_argument("--layers", type=int, help="quantise only the first so many")
     parser.add_argument("--held-out", type=int, default=32, help="sequences of 256 tokens that are measured")
     parser.add_argument("--only", choices=["theirs", "ours", "measure"], help="one part of the work")
     parser.add_argument("--json", type=Path)
@@ -95,7 +99,7 @@ def main() -> None:
     reader = ParameterReader(source)
     folders: dict[str, list[Path]] = {}
     for method in options.methods.split(","):
-        recipe = settled(Recipe(method), reader.spec)
+        recipe = settled(Recipe(method, layers=options.layers), reader.spec)
         text = reference_text("calibration")
         tokens = calibration_tokens(reader.tokenizer(), text, options.sequences, options.length)
         ours, theirs = (options.work / f"{method}-{who}" for who in ("ours", "theirs"))

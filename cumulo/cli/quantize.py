@@ -46,6 +46,9 @@ class QuantizeOptions:
         False,
         "--static-activations",
     )
+    layers: int | None = option(
+        "Quantize only this many layers from the first, to try a method quickly. Default: all.", None
+    )
     threads: options.Threads = None
 
 
@@ -82,6 +85,7 @@ def quantize(chosen: QuantizeOptions) -> None:
             chosen.scheme,  # type: ignore[arg-type]
             chosen.static_activations,
             chosen.format,  # type: ignore[arg-type]
+            chosen.layers,
         )
         calibration = Calibration(chosen.calibration, chosen.sequences, chosen.length)
         made = quantise(chosen.model, chosen.output, recipe, calibration, show)

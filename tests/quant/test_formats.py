@@ -100,7 +100,7 @@ def test_int8_and_float8_keep_their_weights() -> None:
     weight = torch.randn(ROWS, COLUMNS, generator=torch.Generator().manual_seed(1))
     for scheme in ("channel", "tensor", "block"):
         kept = float8(weight, scheme)  # type: ignore[arg-type]
-        tensors = compressed_tensors.write_float8(kept, deepseek=scheme == "block")
+        tensors = compressed_tensors.write_float8(kept, scheme == "tensor", deepseek=scheme == "block")
         how = Quantisation("fp8" if scheme == "block" else "float-quantized", 8, scheme, block=(128, 128))  # type: ignore[arg-type]
         again = compressed_tensors.read(tensors, ROWS, COLUMNS, how)
         assert isinstance(again, Float8Matrix) and torch.equal(again.dequantise(), kept.dequantise())

@@ -99,12 +99,14 @@ class OpStruct(Structure):
         ("bounds", c_void_p),
         ("ranks", c_void_p),
         ("rank_max", c_int32),
+        ("scale_columns", c_int32),
+        ("scales", c_void_p),
     )
 
 
 # Kind in program.h
 EMBED, NORM, QUANTIZE, LINEAR, FLOAT_LINEAR, ROTATE, ATTEND, SILU_MUL, GATHER, EMBED_FLOAT = range(10)
-SHRINK, EXPAND = 10, 11
+SHRINK, EXPAND, FLOAT8_LINEAR = 10, 11, 12
 MAX_PARTS = 8
 # check() in program.h
 PROBLEMS = (

@@ -9,15 +9,26 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-_ROWS_AT_ONCE = 1 << 22  # weights that the torch form expands at once
+from cumulo.kernels.cpu.library import FLOAT8_LINEAR, NativeLibrary, OpStruct, StepStruct, native
+
+SMALL_WORK = 50_000  # multiply-adds below which a second thread costs more than it brings
+_WEIGHTS_AT_ONCE = 1 << 22  # that the torch form expands
 
 
 class PackedFloat8:
     """[rows, columns]; a row has a scale for every `block` columns."""
 
-    def __init__(self, codes: Tensor, scale: Tensor, block: int) -> None:
-        self.codes, self.scale, self.block = codes, scale, block
+    def __init__(
+        self, codes: Tensor, scale: Tensor, block: int, library: NativeLibrary | str | None = "auto"
+    ) -> None:
+        """`library=None`: the torch reference, which is also what a machine without compiler gets."""
+        self.codes, self.scale, self.block = codes.contiguous(), scale.contiguous(), block
         self.shape = (codes.shape[0], codes.shape[1])
+        chosen = native() if library == "auto" else library
+        assert not isinstance(chosen, str)
+        if chosen is not None and (self.shape[1] % chosen.lanes or block % chosen.lanes):
+            chosen = None
+        self.library = chosen
 
     @classmethod
     def stacked(cls, parts: Sequence[tuple[Tensor, Tensor, int]]) -> "PackedFloat8":
@@ -27,16 +38,37 @@ class PackedFloat8:
         scales = [
             scale if own == block else scale.expand(-1, -(-columns // block)) for _, scale, own in parts
         ]
-        return cls(torch.cat([codes for codes, _, _ in parts]), torch.cat(scales).contiguous(), block)
+        return cls(torch.cat([codes for codes, _, _ in parts]), torch.cat(scales), block)
 
     @property
     def nbytes(self) -> int:
         return self.codes.nbytes + self.scale.nbytes
 
     def matmul(self, x: Tensor) -> Tensor:
-        """x [tokens, columns] -> [tokens, rows], in x's dtype."""
+        """x [tokens, columns] -> [tokens, rows], in x's dtype. A token's result does not depend on the others."""
+        if self.library is None or x.dtype != torch.float32:
+            return self._matmul_reference(x)
+        x = x.contiguous()
+        out = torch.empty((len(x), self.shape[0]), dtype=torch.float32)
+        if len(x) == 0:
+            return out
+        op = OpStruct(
+            kind=FLOAT8_LINEAR,
+            columns=self.shape[1],
+            out_columns=self.shape[0],
+            x=x.data_ptr(),
+            out=out.data_ptr(),
+            weight=self.codes.data_ptr(),
+            scales=self.scale.data_ptr(),
+            scale_columns=self.block,
+        )
+        small = len(x) * self.shape[0] * self.shape[1] < SMALL_WORK
+        self.library.play([op], StepStruct(tokens=len(x)), 1 if small else None)
+        return out
+
+    def _matmul_reference(self, x: Tensor) -> Tensor:
         out = x.new_empty((len(x), self.shape[0]))
-        step = max(1, _ROWS_AT_ONCE // self.shape[1])
+        step = max(1, _WEIGHTS_AT_ONCE // self.shape[1])
         for first in range(0, self.shape[0], step):
             chosen = slice(first, first + step)
             out[:, chosen] = x @ self._expanded(chosen).to(x.dtype).T

@@ -5,6 +5,7 @@
 // Field names and order are mirrored by cumulo/kernels/library.py.
 #pragma once
 #include "attention.h"
+#include "float8_linear.h"
 #include "float_linear.h"
 #include "linear.h"
 #include "low_rank.h"
@@ -30,7 +31,8 @@ enum Kind : int32_t {
     GATHER,     // out[i] = x[output_rows[i]]
     EMBED_FLOAT, // EMBED from a float table
     SHRINK,     // A x of every row that has an adapter -> out
-    EXPAND      // B x added to the rows of out that have an adapter
+    EXPAND,     // B x added to the rows of out that have an adapter
+    FLOAT8_LINEAR  // FLOAT_LINEAR with 8-bit floats and scales
 };
 
 struct Op {
@@ -56,6 +58,8 @@ struct Op {
     // adapters; `parts` are the sections of a fused matrix
     const int32_t *bounds, *ranks;
     int32_t rank_max;
+    int32_t scale_columns;  // of a float8 matrix, whose codes are `weight`
+    const float* scales;
 };
 
 INLINE int64_t rows_of(const Op& op, const Step& step) { return op.over_outputs ? step.outputs : step.tokens; }
@@ -163,6 +167,10 @@ static void play_op(const Op& op, const Step& step, std::atomic<int64_t>* counte
         case LINEAR: linear(op, rows, counters, team); break;
         case FLOAT_LINEAR: float_linear(op.x, op.columns, op.weight, op.out_columns, rows,
                                         {op.out, op.out_columns, op.bias, op.accumulate != 0}, work, team);
+            break;
+        case FLOAT8_LINEAR:
+            float8_linear(op.x, {(const uint8_t*)op.weight, op.scales, op.columns, op.scale_columns},
+                          op.out_columns, rows, {op.out, op.out_columns, op.bias, op.accumulate != 0}, work, team);
             break;
         case ROTATE: each_row([&](int64_t row) { rotate_row(op, step, row); }); break;
         case ATTEND: attention(attention_input(op, step), work, team); break;

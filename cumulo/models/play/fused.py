@@ -16,6 +16,7 @@ from torch import Tensor
 from cumulo.kernels.cpu import library as native_library
 from cumulo.kernels.cpu.float_linear import float_linear
 from cumulo.kernels.cpu.library import GroupsStruct, OpStruct, StepStruct
+from cumulo.kernels.cpu.packed_float8 import PackedFloat8
 from cumulo.kernels.cpu.packed_linear import PackedWeight
 from cumulo.kernels.low_rank import AdapterGroups
 from cumulo.models.batch import ForwardBatch, KVCache
@@ -159,8 +160,11 @@ def why_not(decoder: Decoder) -> str | None:
         if module.packed is None:
             if not (module.weight.device.type == "cpu" and module.weight.is_contiguous()):
                 return f"{name}.weight is not a contiguous tensor in host memory"
-        elif not isinstance(module.packed, PackedWeight) or module.packed.library is None:
+        elif not isinstance(module.packed, PackedWeight | PackedFloat8) or module.packed.library is None:
             return f"{name} is packed in a format the kernels do not know"
+        elif isinstance(module.packed, PackedFloat8):
+            if name == "embed":
+                return "the embedding is stored in 8-bit floats"
         elif module.packed.order is not None:
             return f"{name} reads its inputs in an order of its own"
     return None

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from cumulo.kernels.cpu import library as native_library
 from cumulo.kernels.cpu.library import NativeLibrary, OpStruct, QuantizedRowsStruct
+from cumulo.kernels.cpu.packed_float8 import PackedFloat8
 from cumulo.kernels.cpu.packed_linear import PackedWeight, QuantizedBuffer
 from cumulo.kernels.cpu.paged_attention import attention_fields
 from cumulo.kernels.low_rank import LowRankStack
@@ -272,7 +273,7 @@ class OpList:
         )
 
     def _quantize(self, x: _Activation, reader: Linear, over_outputs: bool) -> None:
-        if reader.packed is not None:
+        if isinstance(reader.packed, PackedWeight):
             self._list.append(
                 OpStruct(
                     kind=native_library.QUANTIZE,
@@ -314,6 +315,10 @@ class OpList:
             op.kind = native_library.LINEAR
             op.parts, op.packed = len(linear.packed.structs), ctypes.addressof(linear.packed.structs)
             op.quantized = self._buffers.quantized(x, linear.packed)
+        elif isinstance(linear.packed, PackedFloat8):
+            op.kind, op.x = native_library.FLOAT8_LINEAR, x.pointer
+            op.weight, op.scales = linear.packed.codes.data_ptr(), linear.packed.scale.data_ptr()
+            op.scale_columns = linear.packed.block
         else:
             op.kind, op.x, op.weight = native_library.FLOAT_LINEAR, x.pointer, linear.weight.data_ptr()
         self._list.append(op)
@@ -349,7 +354,7 @@ class OpList:
     def _destination(self, to: _Activation, reader: Linear | None) -> dict[str, int | QuantizedRowsStruct]:
         """Where an operation leaves its result: quantised if a packed matrix reads it, plain for a plain matrix and
         for adapters."""
-        if reader is None or reader.packed is None:
+        if reader is None or not isinstance(reader.packed, PackedWeight):
             return {"out": to.pointer}
         found: dict[str, int | QuantizedRowsStruct] = {
             "quantized": self._buffers.quantized(to, reader.packed)

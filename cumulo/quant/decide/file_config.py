@@ -14,20 +14,20 @@ def quantization_config(recipe: Recipe, spec: ModelSpec) -> Fields:
     if recipe.format == "awq":
         return {
             "quant_method": "awq", "bits": recipe.bits, "group_size": recipe.group, "zero_point": True,
-            "version": "gemm", "modules_to_not_convert": _plain_names(spec),
+            "version": "gemm", "modules_to_not_convert": _plain_names(spec, recipe.layers),
         }  # fmt: skip
     if recipe.format == "gptq":
         return {
             "quant_method": "gptq", "bits": recipe.bits, "group_size": recipe.group, "desc_act": False,
             "static_groups": recipe.act_order, "sym": recipe.symmetric, "lm_head": False,
             "damp_percent": recipe.damping, "true_sequential": True, "checkpoint_format": "gptq",
-            "modules_to_not_convert": _plain_names(spec),
+            "modules_to_not_convert": _plain_names(spec, recipe.layers),
         }  # fmt: skip
     if recipe.format == "fp8":
         return {
             "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",
             "weight_block_size": [FLOAT8_BLOCK, FLOAT8_BLOCK],
-            "modules_to_not_convert": _plain_names(spec),
+            "modules_to_not_convert": _plain_names(spec, recipe.layers),
         }  # fmt: skip
     storage = {"fp8": "float-quantized", "int8": "int-quantized"}.get(recipe.method, "pack-quantized")
     return {
@@ -43,13 +43,13 @@ def quantization_config(recipe: Recipe, spec: ModelSpec) -> Fields:
                 "format": storage,
             }
         },
-        "ignore": ignored_patterns(spec),
+        "ignore": ignored_patterns(spec, recipe.layers),
         "kv_cache_scheme": None,
     }
 
 
-def _plain_names(spec: ModelSpec) -> list[str]:
-    names = ["lm_head"]
+def _plain_names(spec: ModelSpec, layers: int | None) -> list[str]:
+    names = ["lm_head", *(f"layers.{layer}." for layer in range(layers or spec.layers, spec.layers))]
     if spec.moe is not None:
         names.append("gate")
     if spec.mla is not None:

@@ -32,9 +32,12 @@ def is_quantised(module: str) -> bool:
     )
 
 
-def ignored_patterns(spec: ModelSpec) -> list[str]:
-    """What a quantization_config lists as left out; `re:` marks a regular expression."""
+def ignored_patterns(spec: ModelSpec, layers: int | None) -> list[str]:
+    """What a quantization_config lists as left out; `re:` marks a regular expression. `layers`: only the first so
+    many are quantised."""
     patterns = ["lm_head"]
+    if layers is not None and layers < spec.layers:
+        patterns.append(f"re:.*layers\\.({'|'.join(map(str, range(layers, spec.layers)))})\\..*")
     if spec.moe is not None:
         patterns.append("re:.*(mlp|block_sparse_moe)\\.gate$")
     if spec.mla is not None:

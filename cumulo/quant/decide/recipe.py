@@ -34,6 +34,7 @@ class Recipe:
         False  # fp8: one scale for all activations of a matrix, from the calibration text
     )
     format: FolderFormat | None = None
+    layers: int | None = None  # only so many from the first; None: all
 
     @property
     def needs_calibration(self) -> bool:
@@ -59,6 +60,8 @@ def settled(recipe: Recipe, spec: ModelSpec) -> Recipe:
         if value not in known:
             choices = ", ".join(str(one) for one in known if one is not None)
             raise ConfigError(f"--{name} must be one of {choices}; got {value!r}")
+    if recipe.layers is not None and not 1 <= recipe.layers <= spec.layers:
+        raise ConfigError(f"--layers must be 1 to {spec.layers}, which the model has; got {recipe.layers}")
     if recipe.method == "fp8":
         return _settled_float8(recipe, spec)
     if recipe.static_activations:

@@ -30,7 +30,7 @@ _COPIED = (
 def stored_tensors(matrix: QuantisedMatrix, recipe: Recipe) -> dict[str, Tensor]:
     """A matrix in the folder's format, under short names."""
     if isinstance(matrix, Float8Matrix):
-        return compressed_tensors.write_float8(matrix, deepseek=recipe.format == "fp8")
+        return compressed_tensors.write_float8(matrix, recipe.scheme == "tensor", recipe.format == "fp8")
     if recipe.format == "awq":
         return awq.write(matrix)
     if recipe.format == "gptq":

@@ -56,6 +56,7 @@ def quantise(
     reader = ParameterReader(model)
     recipe = settled(recipe, reader.spec)
     layers = reader.spec.layers
+    quantised_layers = recipe.layers or layers
     tokens: Tensor | None = None
     if recipe.needs_calibration:
         tell("reading the calibration text", 0, layers)
@@ -72,13 +73,13 @@ def quantise(
             name = f"layer {index + 1} of {layers}"
             tell(name, index, layers)
             layer = CalibratedLayer(reader, index)
-            found = quantise_layer(
-                layer,
-                recipe,
-                hidden,
-                reader.half_dtype,
-                lambda what, at=index: tell(f"{name}: {what}", at, layers),  # type: ignore[misc]  # noqa: B023
-            )
+            found = {}
+            if index < quantised_layers:
+
+                def show(what: str, name: str = name, index: int = index) -> None:
+                    tell(f"{name}: {what}", index, layers)
+
+                found = quantise_layer(layer, recipe, hidden, reader.half_dtype, show)
             tensors = {
                 f"{module}.{short}": tensor
                 for module, matrix in found.items()
@@ -87,7 +88,7 @@ def quantise(
             for placement in layer.placements:
                 if placement.source.removesuffix(".weight") not in found:
                     tensors[placement.source] = layer.weight(placement).to(reader.half_dtype)
-            if hidden is not None and index + 1 < layers:
+            if hidden is not None and index + 1 < quantised_layers:
                 layer.run(hidden, into=hidden)
             work.finish_layer(tensors, hidden)
         tell("embedding and head", layers, layers)

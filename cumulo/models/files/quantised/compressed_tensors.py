@@ -115,14 +115,12 @@ def write_int8(matrix: IntegerMatrix) -> dict[str, Tensor]:
     }
 
 
-def write_float8(matrix: Float8Matrix, deepseek: bool = False) -> dict[str, Tensor]:
-    """float-quantized, or as DeepSeek's checkpoints."""
-    rows, _ = matrix.shape
-    per_matrix = matrix.block[0] == rows and matrix.scale.numel() == 1
+def write_float8(matrix: Float8Matrix, per_matrix: bool, deepseek: bool = False) -> dict[str, Tensor]:
+    """float-quantized, or as DeepSeek's checkpoints. `per_matrix`: there is one scale, of all weights."""
     tensors = {
         "weight": matrix.codes.contiguous(),
         ("weight_scale_inv" if deepseek else "weight_scale"): matrix.scale.reshape(1)
-        if per_matrix and not deepseek
+        if per_matrix
         else matrix.scale.contiguous(),
     }
     if matrix.input_scale is not None:

@@ -1,0 +1,61 @@
+"""Our folders in transformers, and folders that compressed-tensors wrote in ours: the same logits.
+
+transformers reads compressed-tensors folders with the package of that name. Its AWQ and GPTQ need kernels that are
+built for GPUs; those formats are checked bit by bit in test_formats.py.
+"""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from cumulo.quant.decide.recipe import Recipe
+from cumulo.quant.play.run import Calibration, quantise
+from tests.quant.folders import TEXT, calibration_file, logits, tiny_folder
+
+pytest.importorskip("compressed_tensors")
+
+
+RECIPES = [
+    Recipe("rtn"),
+    Recipe("gptq", bits=8, symmetric=False),
+    Recipe("awq"),
+    Recipe("int8"),
+    Recipe("fp8"),
+    Recipe("fp8", scheme="tensor", static_activations=True),
+    Recipe("fp8", scheme="block"),
+]
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_folder(tmp_path_factory.mktemp("model") / "tiny", hidden_size=128, head_dim=32)
+
+
+@torch.no_grad()
+def their_logits(folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
+    """With activations rounded as the configuration says, and without."""
+    from compressed_tensors.quantization import disable_quantization
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tokens = torch.tensor([list(TEXT[:24].encode())])
+    rounded = model(tokens).logits[0]
+    model.apply(disable_quantization)
+    return rounded, model(tokens).logits[0]
+
+
+@pytest.mark.parametrize(
+    "recipe", RECIPES, ids=lambda recipe: f"{recipe.method}-{recipe.bits}-{recipe.scheme}"
+)
+def test_transformers_computes_the_same_logits(recipe: Recipe, source: Path, tmp_path: Path) -> None:
+    calibration = Calibration(calibration_file(tmp_path) if recipe.needs_calibration else None, 4, 64)
+    folder = quantise(source, tmp_path / "out", recipe, calibration).folder
+    with_rounded_activations, theirs = their_logits(folder)
+    ours = float((logits(folder) - theirs).abs().max())
+    if recipe.method != "int8":
+        assert ours < 1e-2
+        return
+    # 8-bit activations have a scale per 32 columns here and one per token there.
+    assert float((logits(folder, keep_quantised=False) - theirs).abs().max()) < 1e-2
+    assert ours < float((with_rounded_activations - theirs).abs().max())
