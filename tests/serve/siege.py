@@ -11,10 +11,12 @@ soak.py).
 import argparse
 import asyncio
 import json
+import math
 import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,11 +41,8 @@ SERVER = (
     "0.02",
 )
 HONEST_CLIENTS = 4
-PATIENCE_S = 60.0
-# In less than this, first uses (a grammar, log-probabilities, a worker) look like a leak: only what an attack could
-# take at once, hundreds of MiB, is then told from them.
-LONG_ENOUGH_TO_SEE_A_LEAK_S = 120.0
-SHORT_GROWTH_MIB = 64.0
+THINKS_S = 0.1  # an honest client, before it asks again
+PATIENCE_S = 300.0
 PROMPTS = tuple(f"Honest question number {number}." for number in range(12))
 
 
@@ -97,11 +96,11 @@ async def _ask(http: httpx.AsyncClient, prompt: str) -> tuple[str, float]:
 
 
 async def _honest(
-    number: int, url: str, key: str, until_s: float, expected: dict[str, str], report: Report
+    number: int, url: str, key: str, goes_on: Callable[[], bool], expected: dict[str, str], report: Report
 ) -> None:
     headers = {"Authorization": f"Bearer {key}"}
     async with httpx.AsyncClient(base_url=url, timeout=PATIENCE_S, headers=headers) as http:
-        while time.monotonic() < until_s and len(report.problems) < 20:
+        while goes_on() and len(report.problems) < 20:
             prompt = PROMPTS[(report.answered + number) % len(PROMPTS)]
             try:
                 text, first_ms = await _ask(http, prompt)
@@ -112,9 +111,12 @@ async def _honest(
             report.ttft_ms.append(first_ms)
             if text != expected[prompt]:
                 report.problems.append(f"wrong answer to {prompt!r}: {text!r}, not {expected[prompt]!r}")
+            await asyncio.sleep(THINKS_S)
 
 
-async def _besiege(server: RunningServer, keys: dict[str, str], seconds: float, seed: int) -> Report:
+async def _besiege(
+    server: RunningServer, keys: dict[str, str], seconds: float, attacks: float, seed: int
+) -> Report:
     report = Report(seconds)
     headers = {"Authorization": f"Bearer {keys['ann']}"}
     async with httpx.AsyncClient(base_url=server.url, timeout=PATIENCE_S, headers=headers) as http:
@@ -123,18 +125,22 @@ async def _besiege(server: RunningServer, keys: dict[str, str], seconds: float, 
             report.quiet_ttft_ms.append((await _ask(http, prompt))[1])
     report.memories = {"server": Memory(server.process.pid), "engine": Memory(server.engine_pid())}
     attackers = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "tests.serve.siege_attackers", server.url, keys["eve"], str(seconds), str(seed),
-        cwd=ROOT, stdout=asyncio.subprocess.PIPE,
+        sys.executable, "-m", "tests.serve.siege_attackers", server.url, keys["eve"], str(seconds), str(attacks),
+        str(seed), cwd=ROOT, stdout=asyncio.subprocess.PIPE,
     )  # fmt: skip
     began_s = time.monotonic()
-    until_s = began_s + seconds
+
+    def goes_on() -> bool:
+        return attackers.returncode is None
+
     clients = [
         asyncio.create_task(
-            _honest(number, server.url, keys["ann" if number % 2 else "bob"], until_s, expected, report)
+            _honest(number, server.url, keys["ann" if number % 2 else "bob"], goes_on, expected, report)
         )
         for number in range(HONEST_CLIENTS)
     ]
-    while time.monotonic() < until_s:
+    told = asyncio.create_task(attackers.communicate())
+    while goes_on():
         await asyncio.sleep(0.25)
         try:
             for memory in report.memories.values():
@@ -143,16 +149,20 @@ async def _besiege(server: RunningServer, keys: dict[str, str], seconds: float, 
             report.problems.append("a process of the server ended")
             break
     await asyncio.gather(*clients)
-    said, _ = await attackers.communicate()
+    said, _ = await told
+    report.seconds = time.monotonic() - began_s
     found = json.loads(said or b'{"outcomes": {}, "bad": ["the attackers broke down"]}')
     report.attacks = Counter(found["outcomes"])
     report.problems += [f"an attack got {bad}" for bad in found["bad"]]
     return report
 
 
-def besiege(server: RunningServer, keys: dict[str, str], seconds: float, seed: int = 0) -> Report:
+def besiege(
+    server: RunningServer, keys: dict[str, str], seconds: float, attacks: float = math.inf, seed: int = 0
+) -> Report:
+    """For so long, or for so many attacks of each attacker."""
     engine = server.engine_pid()
-    report = asyncio.run(_besiege(server, keys, seconds, seed))
+    report = asyncio.run(_besiege(server, keys, seconds, attacks, seed))
     names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "engine_restarts")
     left: dict[str, float] = {}
 
@@ -171,11 +181,7 @@ def besiege(server: RunningServer, keys: dict[str, str], seconds: float, seed: i
     report.problems += [
         f"the {name} process grew by {memory.growth_mib:.1f} MiB"
         for name, memory in report.memories.items()
-        if (
-            memory.grew
-            if report.seconds >= LONG_ENOUGH_TO_SEE_A_LEAK_S
-            else memory.growth_mib > SHORT_GROWTH_MIB
-        )
+        if memory.leaked(report.seconds)
     ]
     return report
 
@@ -197,7 +203,7 @@ def main() -> None:
         path, keys = make_keys(Path(folder))
         model = save_tiny_model(Path(folder))
         with running_server(str(model), "--api-keys", str(path), *SERVER, fresh=True) as server:
-            report = besiege(server, keys, chosen.minutes * 60, chosen.seed)
+            report = besiege(server, keys, chosen.minutes * 60, seed=chosen.seed)
     print("\n".join(report.lines()))
     if chosen.json is not None:
         rows: list[dict[str, Any]] = [

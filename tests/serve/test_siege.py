@@ -14,7 +14,7 @@ from tests.serve.tiny_model import save_tiny_model
 def test_honest_clients_are_served_beside_attackers(tmp_path: Path) -> None:
     path, keys = make_keys(tmp_path)
     model = save_tiny_model(tmp_path)
-    with running_server(str(model), "--api-keys", str(path), *SERVER, fresh=True) as server:
-        report = besiege(server, keys, 600.0 if thorough.chosen else 6.0)
+    with running_server(str(model), "--api-keys", str(path), *SERVER, fresh=thorough.chosen) as server:
+        report = besiege(server, keys, 600) if thorough.chosen else besiege(server, keys, 300, attacks=4)
     assert not report.problems, "\n".join(report.lines())
-    assert report.answered > 20 and sum(report.attacks.values()) > 20
+    assert report.answered > 10 and sum(report.attacks.values()) > 20
