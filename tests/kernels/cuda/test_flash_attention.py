@@ -11,6 +11,7 @@ from torch import Tensor
 from cumulo.kernels.cuda.attention import flash_attention as door
 from cumulo.kernels.cuda.attention.flash_attention_backward import BackwardConfig
 from cumulo.kernels.cuda.attention.flash_attention_forward import ForwardConfig, launch_forward
+from tests.kernels.cuda.operators import opcheck
 from tests.kernels.cuda.tolerance import check_close, poisoned, relative_error
 from tests.thorough import rare
 
@@ -189,7 +190,7 @@ def test_described_loads_give_the_same_bits(device: torch.device) -> None:
 def test_it_is_a_torch_operator_with_fake_kernel_and_gradient(device: torch.device) -> None:
     query, key, value = (random(20, h, 16, seed=h, device=device).requires_grad_() for h in (2, 1, 1))
     starts = starts_of([5, 15], device)
-    torch.library.opcheck(door.flash_attention_op, (query, key, value, starts, starts, True, 0.25))
+    opcheck(door.flash_attention_op, (query, key, value, starts, starts, True, 0.25))
 
 
 def test_shapes_that_do_not_fit_are_refused_with_the_reason() -> None:

@@ -10,6 +10,7 @@ from cumulo.kernels.cuda.attention.mla_cache import reference as cache_reference
 from cumulo.kernels.cuda.attention.mla_chunk import MlaChunkConfig
 from cumulo.kernels.cuda.attention.mla_decode import MlaConfig, reference
 from tests.kernels.cuda.compile_sm90 import SHARED_BYTES_PER_BLOCK, Case, compile_for_sm90
+from tests.kernels.cuda.operators import opcheck
 from tests.kernels.cuda.paged_case import PagedCase
 from tests.kernels.cuda.test_attention_on_gpu import TYPES
 from tests.kernels.cuda.tolerance import poisoned, relative_error
@@ -77,7 +78,7 @@ def test_bits_depend_neither_on_company_nor_on_how_a_context_was_cut(device: tor
 def test_the_custom_operations_pass_opcheck(device: torch.device) -> None:
     case = latent_case([(1, 20), (3, 17)], 2, device)
     batch = (case.query_starts, case.context_lengths, case.block_tables, RANK, 0.3)
-    torch.library.opcheck(latent_attention_op, (case.query, case.keys.nan_to_num(), *batch))
+    opcheck(latent_attention_op, (case.query, case.keys.nan_to_num(), *batch))
 
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=torch.Generator().manual_seed(5)).half().to(device)
@@ -91,7 +92,7 @@ def test_the_custom_operations_pass_opcheck(device: torch.device) -> None:
         random(9, ROPE // 2),
     )
     query, keys = random(3, 2, RANK + ROPE), random(2, 1, 4, RANK + ROPE)
-    torch.library.opcheck(mla_cache_op, (*inputs, places, places, query, keys, 1e-5, True))
+    opcheck(mla_cache_op, (*inputs, places, places, query, keys, 1e-5, True))
 
 
 def test_plans_that_run_one_after_the_other_share_their_scratch(device: torch.device) -> None:

@@ -10,11 +10,13 @@ from cumulo.kernels.cuda.loss import cross_entropy_rows
 from cumulo.kernels.cuda.loss import linear_cross_entropy as module
 from cumulo.kernels.cuda.loss.linear_cross_entropy import linear_cross_entropy, reference
 from cumulo.kernels.cuda.loss.token_cross_entropy import token_cross_entropy_op
+from tests.kernels.cuda.operators import opcheck
 from tests.kernels.cuda.tolerance import check_close, relative_error
+from tests.thorough import rare
 
 ROWS, VOCABULARY, HIDDEN = 11, 37, 16
-PLAIN: dict[str, Any] = {}
 EVERYTHING: dict[str, Any] = {"label_smoothing": 0.1, "z_loss": 0.01, "ignore_index": 3}
+SETTINGS: dict[str, dict[str, Any]] = {"plain": {}, "everything": EVERYTHING}
 
 
 def inputs(device: torch.device, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
@@ -37,12 +39,19 @@ def loss_and_gradients(
     return [loss.detach(), *torch.autograd.grad(loss, leaves, upstream)]
 
 
-@pytest.mark.parametrize("settings", [PLAIN, EVERYTHING], ids=["plain", "everything"])
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize("chunk_rows", [0, 4])
+_CASES = [
+    (way, reduction, rows) for way in SETTINGS for reduction in ("mean", "sum", "none") for rows in (0, 4)
+]
+_USUAL = [("plain", "mean", 0), ("everything", "sum", 4), ("everything", "none", 0), ("plain", "none", 4)]
+
+
+@pytest.mark.parametrize(
+    ("way", "reduction", "chunk_rows"), [*_USUAL, *rare(*(case for case in _CASES if case not in _USUAL))]
+)
 def test_losses_and_gradients_are_torchs(
-    settings: dict[str, Any], reduction: str, chunk_rows: int, device: torch.device
+    way: str, reduction: str, chunk_rows: int, device: torch.device
 ) -> None:
+    settings = SETTINGS[way]
     x, weight, targets = inputs(device)
     found = loss_and_gradients(
         linear_cross_entropy, x, weight, targets, reduction=reduction, chunk_rows=chunk_rows, **settings
@@ -107,8 +116,8 @@ def test_they_are_torch_operators_with_fake_kernels_and_gradients(device: torch.
     x, weight, targets = inputs(device)
     x.requires_grad_()
     weight.requires_grad_()
-    torch.library.opcheck(token_cross_entropy_op, (x, weight, targets, 3, 0.1, 0.0, 4))
-    torch.library.opcheck(module.linear_cross_entropy_op, (x, weight, targets, 3, 0.1, 0.0, True, True, 4))
+    opcheck(token_cross_entropy_op, (x, weight, targets, 3, 0.1, 0.0, 4))
+    opcheck(module.linear_cross_entropy_op, (x, weight, targets, 3, 0.1, 0.0, True, True, 4))
 
 
 def test_the_peak_of_memory_is_a_chunk_of_logits() -> None:

@@ -9,6 +9,7 @@ from cumulo.kernels.cuda.moe import few as moe_few
 from cumulo.kernels.cuda.moe import moe
 from cumulo.models.moe import ExpertRouter
 from cumulo.spec.model import ModelSpec, MoESpec
+from tests.kernels.cuda.operators import opcheck
 from tests.kernels.cuda.tolerance import relative_error
 from tests.thorough import rare
 
@@ -138,7 +139,7 @@ def test_the_custom_operation_passes_opcheck(tokens: int, device: torch.device) 
     spec = MoESpec(experts=6, experts_per_token=3, expert_hidden=24)
     inputs = layer(spec, tokens, 40, device)
     residual = torch.ones(tokens, 40, device=device)
-    torch.library.opcheck(
+    opcheck(
         moe.mixture_op, (*inputs, residual, None, 3, "softmax", True, 1.0, 1, 1, "max"),
     )  # fmt: skip
 

@@ -7,6 +7,7 @@ from cumulo.errors import CumuloError
 from cumulo.kernels.cuda.attention.paged_attention import attention_plan, paged_attention_op, work
 from cumulo.kernels.cuda.attention.paged_attention_chunk import ChunkConfig
 from cumulo.kernels.cuda.attention.paged_attention_decode import DecodeConfig
+from tests.kernels.cuda.operators import opcheck
 from tests.kernels.cuda.paged_case import PagedCase
 
 # Small enough for the interpreter, and enough items that sequences are split.
@@ -145,7 +146,7 @@ def test_the_custom_operation_passes_opcheck(device: torch.device) -> None:
         case.query, case.keys.nan_to_num(), case.values.nan_to_num(), case.query_starts, case.context_lengths,
         case.block_tables, case.scale,
     )  # fmt: skip
-    torch.library.opcheck(paged_attention_op, arguments, {"window": 9, "soft_cap": 4.0})
+    opcheck(paged_attention_op, arguments, {"window": 9, "soft_cap": 4.0})
 
 
 def test_what_cannot_be_planned_is_refused_in_words(device: torch.device) -> None:

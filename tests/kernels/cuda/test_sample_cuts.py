@@ -12,6 +12,7 @@ from cumulo.engine.sampling.random_numbers import uniform
 from cumulo.engine.sampling.sampler import DRAW_COLUMNS, DrawBatch, draw
 from cumulo.kernels.cuda.sampling import sample, sample_cuts
 from tests.kernels.cuda.conftest import HAS_GPU
+from tests.kernels.cuda.operators import opcheck
 
 
 @dataclass(frozen=True)
@@ -153,4 +154,4 @@ def test_the_operation_is_registered_soundly(device: torch.device) -> None:
     words = torch.from_numpy(draw_words(columns, np.arange(1), np.zeros(1, np.int64))).to(device)
     tokens = torch.zeros((1, 1), dtype=torch.int32, device=device)
     given = (random_logits(1, 60, 1.0).to(device), words, tokens)
-    torch.library.opcheck(sample_cuts.sample_with_cuts_op, given)
+    opcheck(sample_cuts.sample_with_cuts_op, given)
