@@ -6,7 +6,7 @@ from pathlib import Path
 from cumulo.cli.shared import options
 from cumulo.cli.shared.declare import REQUIRED, option, takes_options
 
-EXAMPLE = "Example: [bold]cumulo quantize --method gptq --bits 4 --output smollm2-w4[/bold]"
+EXAMPLE = "Example: [bold]cumulo quantize --method rtn --bits 4 --output smollm2-w4[/bold]"
 
 
 @dataclass(frozen=True, kw_only=True)

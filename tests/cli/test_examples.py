@@ -18,6 +18,7 @@ EXPECTED = {
     "batch.py": "arrived with",
     "stream.py": "ended by",
     "json_report.py": '"ttft_s"',
+    "quantize.py": "gptq, 4 bits, groups of 64",
 }
 
 

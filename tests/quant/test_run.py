@@ -245,3 +245,22 @@ def test_the_stepper_agrees_with_the_fused_kernels(source: Path, text: Path, tmp
         tokens = list(TEXT[:24].encode())
         fused = Stepper(FusedDecoder(loaded.decoder)).step({"a": tokens})["a"]
         assert float((fused - logits(folder)).abs().max()) < 0.02
+
+
+def test_biases_that_gptq_writers_add_are_ignored_only_if_they_are_zero(
+    source: Path, text: Path, tmp_path: Path
+) -> None:
+    from safetensors.torch import load_file, save_file
+
+    folder = run(source, text, tmp_path / "out", Recipe("rtn", format="gptq"))
+    (folder / "model.safetensors.index.json").unlink()
+    tensors = {name: one for file in folder.glob("*.safetensors") for name, one in load_file(file).items()}
+    for file in folder.glob("*.safetensors"):
+        file.unlink()
+    tensors["model.layers.0.mlp.up_proj.bias"] = torch.zeros(128)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    assert load_model(folder).quantised
+    tensors["model.layers.0.mlp.up_proj.bias"][3] = 1
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"up_proj\.bias is not zero"):
+        load_model(folder)

@@ -41,6 +41,9 @@ class QuantisedFolder:
     tensors: Mapping[str, FileTensor]
     placements: list[Placement]
     matrices: Mapping[str, StoredMatrix]  # by the source of their placement
+    empty_biases: tuple[
+        str, ...
+    ] = ()  # that some GPTQ writers add to matrices without one; they must be zero
 
     @property
     def packed(self) -> list[StoredMatrix]:
@@ -69,7 +72,13 @@ def check_quantised(folder: Path, spec: ModelSpec, how: Quantisation) -> Quantis
         raise ModelError(f"{folder}: {error}") from error
     if not matrices:
         raise ModelError(f"{folder}: config.json says the weights are {how.in_words}, but none of them are")
-    own = {name for matrix in matrices.values() for name in matrix.sources}
+    wanted = {placement.source for placement in placements}
+    biases = tuple(
+        name
+        for matrix in matrices.values()
+        if (name := f"{matrix.module}.bias") in tensors and name not in wanted
+    )
+    own = {name for matrix in matrices.values() for name in matrix.sources}.union(biases)
     ignorable = names_huggingface.ignorable(spec)
     check_tensors(
         str(folder),
@@ -78,7 +87,7 @@ def check_quantised(folder: Path, spec: ModelSpec, how: Quantisation) -> Quantis
         lambda name: name in own or ignorable(name) or _ignorable_note(name),
     )
     check_types(folder, [one.source for one in placements if one.source not in matrices], tensors)
-    return QuantisedFolder(tensors, placements, matrices)
+    return QuantisedFolder(tensors, placements, matrices, biases)
 
 
 def _ignorable_note(name: str) -> bool:
@@ -105,6 +114,9 @@ def load_quantised(
     done = 0
     with ExitStack() as stack, torch.no_grad():
         files = _OpenFiles(stack, checked.tensors)
+        for name in checked.empty_biases:
+            if bool(files.tensor(name).any()):
+                raise ModelError(f"{folder}: {name} is not zero, but {spec.family} has no such bias")
         for target, parts in parts_of.items():
             quantised = [part.source in checked.matrices for part in parts]
             if keep_quantised and decoder.can_pack(target) and all(quantised):

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from cumulo.errors import ModelError
 from cumulo.models.files.quantised.bits import pack_words, unpack_words
 from cumulo.models.files.quantised.matrices import IntegerMatrix
 from cumulo.models.files.quantised.stored import FLOATS, StoredTensor
@@ -32,8 +31,6 @@ def read(
     of_column = tensors.get("g_idx")
     if of_column is not None:
         of_column = of_column.to(torch.int64)
-        if int(of_column.min()) < 0 or int(of_column.max()) >= scale.shape[1]:
-            raise ModelError(f"g_idx names a group outside 0..{scale.shape[1] - 1}; the file is damaged")
     codes = unpack_words(tensors["qweight"].T, bits, columns)
     return IntegerMatrix(codes.contiguous(), scale, zero, bits, of_column)
 

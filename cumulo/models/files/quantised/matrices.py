@@ -35,6 +35,9 @@ class IntegerMatrix:
             )
         if columns % self.groups:
             raise ValueError(f"{columns} columns cannot have {self.groups} groups of one length")
+        of_column = self.group_of_column
+        if of_column is not None and not 0 <= int(of_column.min()) <= int(of_column.max()) < self.groups:
+            raise ModelError(f"g_idx names a group outside 0..{self.groups - 1}; the file is damaged")
 
     @property
     def shape(self) -> tuple[int, int]:
