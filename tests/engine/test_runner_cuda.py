@@ -132,6 +132,26 @@ def test_embeddings_and_prompt_log_probabilities_are_the_torch_runners() -> None
         assert a is None or (a.token == b.token and abs(a.logprob - b.logprob) < 1e-5)
 
 
+def test_drafts_are_verified_and_change_no_token() -> None:
+    decoder = make_decoder(SPECS["dense"])
+    again = SamplingParams(temperature=0.0, max_tokens=24, logit_bias=dict.fromkeys((9, 10, 11), 40.0))
+    requests = [
+        (prompt(5, 1) * 3, again),  # three tokens only: it repeats itself, so drafts come true
+        (prompt(4, 2) * 4, SamplingParams(temperature=0.9, seed=4, max_tokens=12, logprobs=1)),
+        (prompt(3, 3) * 4, SamplingParams(temperature=0.7, top_k=4, seed=5, max_tokens=12)),
+    ]
+    plain = run(make_engine(decoder, True), requests)
+    engine = make_engine(decoder, True, speculate="ngram", max_running=16)
+    assert engine.scheduler.speculation is not None
+    engine.scheduler.speculation.fixed_count = 3
+    steps: list[StepPlan] = []
+    submit = engine.runner.submit
+    engine.runner.submit = lambda plan: (steps.append(plan), submit(plan))[1]  # type: ignore[method-assign]
+    assert run(engine, requests) == plain
+    assert any(plan.drafts for plan in steps)
+    assert len(steps) < 24  # tokens of the longest answer
+
+
 @pytest.mark.parametrize("name", ["experts", *rare("window", "latent")])
 def test_in_batch_invariant_mode_company_and_chunking_change_no_bit(name: str) -> None:
     decoder = make_decoder(SPECS[name])

@@ -181,7 +181,8 @@ class Scheduler:
             self._plan_chunk(newcomer, min(newcomer.to_compute, budget), False, plan, rows, draws, now_s)
         if self.speculation is not None:
             budget = min(budget, self.shared_steps.spare_tokens(plan)) if shared else budget
-            self.speculation.extend(plan, rows, draws, self.residency, budget, now_s)
+            places = self.config.max_running - len(draws)  # logits are held for so many
+            self.speculation.extend(plan, rows, draws, self.residency, min(budget, places), now_s)
         self.residency.plan_complete()
         if not rows:
             books.next_plan = plan  # nothing to run: what changed becomes the beginning of the next plan

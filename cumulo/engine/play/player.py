@@ -72,10 +72,10 @@ def gpu_player(
         refuse_kernel_options(config, obstacle)
         runner = _torch_runner(decoder, decoder, config, memory, eos_ids, guidance)
         return Player(runner, f"PyTorch operators on {name}: {obstacle}")
-    if config.speculate:
+    if config.speculate not in ("", "ngram"):
         raise CumuloError(
-            "speculate needs the CPU engine: the GPU's kernels do not verify drafts yet; omit speculate, or choose "
-            "device=cpu"
+            f"speculate={config.speculate} was asked for, but draft models run on the CPU engine only; on a GPU "
+            "use speculate=ngram, or choose device=cpu"
         )
     if tell is not None:
         tell("preparing the GPU")

@@ -24,6 +24,7 @@ from cumulo.engine.play.device_slots import DeviceSlots
 from cumulo.engine.play.slot_table import SlotTable, StepRows
 from cumulo.engine.play.step_words import StepShape, draw_words, gained_blocks, have_cuts, pack, shape_of
 from cumulo.engine.play.swap_pool import SwapPool
+from cumulo.engine.play.verify import StepDraws, draft_places, draws_of, take_accepted, write_drafts
 from cumulo.engine.sampling.sampler import Drawn, draw, token_logprobs
 from cumulo.kernels.cuda.attention.latent_plan import LatentPlan
 from cumulo.kernels.cuda.attention.paged_attention import AttentionPlan
@@ -88,7 +89,7 @@ class CudaRunner:
     def submit(self, plan: StepPlan) -> "_PendingStep":
         if self._closed:
             raise RuntimeError("this runner was closed; no more steps can be submitted")
-        pending = _PendingStep(self, len(plan.draw_slots))
+        pending = _PendingStep(self, plan)
         try:
             self._change(plan, pending)
             if plan.slots:
@@ -150,16 +151,19 @@ class CudaRunner:
             self.cache.copy_blocks(plan.copies)
 
     def _compute(self, plan: StepPlan, pending: "_PendingStep") -> None:
+        if plan.drafts:
+            write_drafts(plan, self.table)
+            self.slots.set_tokens(draft_places(plan))
         rows = self.table.rows(plan)
-        draw_rows = np.array(plan.draw_rows, dtype=np.int64)
-        slots = np.array(plan.draw_slots, dtype=np.int64)
-        positions = rows.ends[draw_rows]
+        pending.draws = draws = draws_of(plan, rows)
+        slots, positions = draws.slots, draws.positions
         columns = self.table.columns[slots]
         cuts = bool(have_cuts(columns, self.model.vocab_size).any())
         shape = shape_of(int(rows.query_starts[-1]), len(rows.slots), len(slots), self._most, cuts)
         stage = self.slots.stage()
-        logit_rows = rows.query_starts[draw_rows + 1] - 1
-        pack(stage.array, shape, rows, pending.of_row, logit_rows, draw_words(columns, slots, positions))
+        pack(
+            stage.array, shape, rows, pending.of_row, draws.token_rows, draw_words(columns, slots, positions)
+        )
         self.slots.send(stage, shape)
         wide = bool(plan.prompt_logprob_rows or plan.pool_rows)
         self._play(shape, captured=not wide)
@@ -169,7 +173,7 @@ class CudaRunner:
             self._draw_on_host(np.flatnonzero(special), slots, positions, pending)
         if wide:  # last: it computes logits in the place of those that were drawn from
             self._read_positions(plan, rows, pending)
-        pending.slots, pending.positions, pending.owners = slots, positions, self._owners[slots]
+        pending.owners = self._owners[slots]
 
     def _play(self, shape: StepShape, captured: bool) -> None:
         if self._meet_ranks is not None and (shape, captured) not in self._rehearsed:
@@ -342,14 +346,15 @@ class CudaRunner:
 class _PendingStep:
     """A step on its way. `result` waits for it; until then it only knows what the host has computed itself."""
 
-    def __init__(self, runner: CudaRunner, draws: int) -> None:
-        self._runner, self._draws = runner, draws
+    def __init__(self, runner: CudaRunner, plan: StepPlan) -> None:
+        self._runner, self._plan = runner, plan
         self._submitted_s = time.perf_counter()
         self._started = torch.cuda.Event(enable_timing=True) if runner.device.type == "cuda" else None
         if self._started is not None:
             self._started.record()
         self.of_row: dict[int, tuple[int, int]] = {}
-        self.slots = self.positions = self.owners = np.zeros(0, dtype=np.int64)
+        self.owners = np.zeros(0, dtype=np.int64)
+        self.draws = StepDraws(self.owners, self.owners, self.owners, self.owners)
         self.host_draws: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
         self.drawn: Drawn | None = None
         self.prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
@@ -362,7 +367,7 @@ class _PendingStep:
         """Everything has been launched: from here on only time has to pass."""
         if self.failed is None:
             try:
-                self._target, self._ended = self._runner.send_back(self._draws)
+                self._target, self._ended = self._runner.send_back(len(self.draws.slots))
             except Exception as error:
                 self.failed = error
 
@@ -386,7 +391,7 @@ class _PendingStep:
             if self._ended is not None:
                 self._ended.synchronize()
             finished_s = time.perf_counter()
-            tokens = self._target[: self._draws].numpy().astype(np.int64)
+            tokens = self._target[: len(self.draws.slots)].numpy().astype(np.int64)
         except Exception as error:  # a kernel failed: this is the first the host hears of it
             self.failed = error
             return
@@ -394,17 +399,22 @@ class _PendingStep:
         if self._started is not None and self._ended is not None:
             elapsed_s = self._started.elapsed_time(self._ended) / 1e3
         result = StepResult(tokens=[], started_s=finished_s - elapsed_s, finished_s=finished_s)
+        logprobs, errors = dict[int, TokenLogprobs](), dict[int, str]()
         if self.drawn is not None:
             tokens[self.host_draws] = self.drawn.tokens
             places = self.host_draws.tolist()
-            result.logprobs = {places[index]: entry for index, entry in self.drawn.logprobs.items()}
-            result.errors = {places[index]: error for index, error in self.drawn.errors.items()}
+            logprobs = {places[index]: entry for index, entry in self.drawn.logprobs.items()}
+            errors = {places[index]: error for index, error in self.drawn.errors.items()}
         for draw_index in np.flatnonzero(tokens < 0).tolist():
-            result.errors[draw_index] = "the model returned NaN or infinite logits"
+            errors[draw_index] = "the model returned NaN or infinite logits"
         tokens = np.maximum(tokens, 0)
-        # A slot may have been given to another sequence since: a late token must not land in its text.
-        still = self.owners == self._runner._owners[self.slots]
-        self._runner.table.tokens[self.slots[still], self.positions[still]] = tokens[still]
-        result.tokens = tokens.tolist()
+        table, slots, positions = self._runner.table, self.draws.slots, self.draws.positions
+        if self._plan.drafts:  # nothing was planned behind this step: every slot is whose it was
+            take_accepted(self._plan, self.draws, Drawn(tokens, logprobs, errors), table, result)
+        else:
+            # A slot may have been given to another sequence since: a late token must not land in its text.
+            still = self.owners == self._runner._owners[slots]
+            table.tokens[slots[still], positions[still]] = tokens[still]
+            result.tokens, result.logprobs, result.errors = tokens.tolist(), logprobs, errors
         result.prompt_logprobs, result.pooled = self.prompt_logprobs, self.pooled
         self._result = result

@@ -32,6 +32,15 @@ def write_drafts(plan: StepPlan, table: SlotTable) -> None:
         table.lengths[slot] = end + len(tokens)
 
 
+def draft_places(plan: StepPlan) -> list[tuple[int, int, int]]:
+    """(slot, position, token) of every drafted token."""
+    return [
+        (plan.slots[row], plan.starts[row] + place, token)
+        for row, tokens in plan.drafts
+        for place, token in enumerate(tokens, 1)
+    ]
+
+
 def draws_of(plan: StepPlan, rows: StepRows) -> StepDraws:
     draw_rows = np.array(plan.draw_rows, dtype=np.int64)
     slots = np.array(plan.draw_slots, dtype=np.int64)

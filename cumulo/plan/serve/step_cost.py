@@ -94,6 +94,8 @@ def padded_rows(rows: int) -> int:
 
 def padded_tokens(tokens: int) -> int:
     """... and one with prompt chunks."""
+    if tokens <= 32:
+        return max(4, 1 << (tokens - 1).bit_length())
     step = max(64, 1 << max(0, tokens.bit_length() - 4))
     return -(-tokens // step) * step
 

@@ -13,7 +13,6 @@ from cumulo.kernels.cuda.linear.linear import Choice, Weight, choose, linear
 from cumulo.kernels.cuda.linear.skinny_linear import SkinnyConfig
 from cumulo.kernels.cuda.linear.small_linear import SmallConfig, reference
 from cumulo.kernels.cuda.linear.w4 import W4Config, W4Weight
-from cumulo.kernels.cuda.linear.w4_row import W4RowConfig
 from tests.kernels.cuda.test_small_linear import inputs
 from tests.kernels.cuda.tolerance import poisoned, relative_error
 from tests.thorough import rare
@@ -67,15 +66,13 @@ def test_every_kernel_behind_the_door_computes_the_same(
     assert relative_error(out, reference(x.double(), dense(weight).double(), swiglu=swiglu)) < allowed
 
 
-@pytest.mark.parametrize("kind", ["plain", "fp8", "w4"])
+@pytest.mark.parametrize("kind", ["plain", "fp8"])
 def test_one_row_takes_the_streaming_kernel_and_agrees(
     kind: str, given: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     x, weight = given["x"][:1], weights(given["weight"])[kind]
-    streams = (
-        Choice("w4 row", W4RowConfig(8, 1, 2)) if kind == "w4" else Choice("small", SmallConfig(8, 64, 2))
-    )
-    monkeypatch.setitem(door.WINNERS, door.shape_key(1, N, K, door.kind_of(weight), True), streams)
+    small = Choice("small", SmallConfig(8, 64, 2))
+    monkeypatch.setitem(door.WINNERS, door.shape_key(1, N, K, door.kind_of(weight), True), small)
     found = linear(x, weight, norm_weight=given["norm"], swiglu=True)
     exact = reference(x.double(), dense(weight).double(), given["norm"].double(), swiglu=True)
     assert relative_error(found, exact) < 2e-3
@@ -112,7 +109,6 @@ def test_the_table_of_winners_survives_a_file(tmp_path: Path, monkeypatch: pytes
         "bf16 m1 n8 k16": Choice("small", SmallConfig(2, 512, 4)),
         "bf16 m64 n8 k16 swiglu": Choice("skinny", SkinnyConfig(64, 128, 4, 4, 5)),
         "w4g128 m16 n8 k16": Choice("w4", W4Config(64, 2, 4, 6)),
-        "w4g128 m1 n8 k16": Choice("w4 row", W4RowConfig(2, 16, 4)),
         "fp8 m128 n8 k16": Choice("library"),
     }
     monkeypatch.setattr(door, "WINNERS", dict(table))

@@ -4,9 +4,7 @@ import pytest
 import torch
 
 from cumulo.kernels.cuda.linear import w4
-from cumulo.kernels.cuda.linear.small_linear import reference
 from cumulo.kernels.cuda.linear.w4 import W4Config, W4Weight, w4_linear
-from cumulo.kernels.cuda.linear.w4_row import W4RowConfig, w4_row
 from tests.kernels.cuda.compile_sm90 import Case, compile_for_sm90
 from tests.kernels.cuda.test_small_linear import inputs
 from tests.kernels.cuda.tolerance import poisoned, relative_error
@@ -51,23 +49,6 @@ def test_the_product_is_exact_for_the_packed_matrix(
     out = poisoned(m, n, dtype=torch.float16, device=device)
     w4_linear(given["x"], weight, out, config=W4Config(16, splits, 4, 2))
     assert relative_error(out, given["x"].double() @ weight.dequantised().double().t()) < 1e-3
-
-
-@pytest.mark.parametrize("group", w4.GROUPS)
-@pytest.mark.parametrize("affine", [False, True])
-def test_one_row_is_exact_for_the_packed_matrix(group: int, affine: bool, device: torch.device) -> None:
-    given = inputs(1, 20, 384, device)
-    weight = W4Weight.quantised(given["weight"], group, affine)
-    exact = reference(
-        given["x"].double(), weight.dequantised().double(), given["norm"].double(), 1e-6,
-        given["residual"][:, :10].double(), True, given["bias"].double(),
-    )  # fmt: skip
-    stream = given["residual"][:, :10].clone()
-    w4_row(
-        given["x"], weight.words, weight.scales, weight.minimums, group, stream, norm_weight=given["norm"],
-        residual=stream, swiglu=True, bias=given["bias"], config=W4RowConfig(4, 2, 2),
-    )  # fmt: skip
-    assert relative_error(stream, exact) < 1e-3
 
 
 def test_bias_residual_and_swiglu_are_part_of_it(device: torch.device) -> None:
@@ -131,23 +112,6 @@ def test_on_hopper_codes_become_matrix_operands_without_conversions() -> None:
         )
         for group, affine in ((128, False), (32, True))
     ]
-    row = Case(
-        kernel="cumulo.kernels.cuda.linear.w4_row:_w4_row_kernel",
-        types={
-            **dict.fromkeys(("x", "out", "bias", "residual", "norm_weight"), "*bf16"),
-            **dict.fromkeys(("scales", "minimums"), "*fp32"),
-            **dict.fromkeys(("OUTPUTS", "N"), "i32:16"),
-            "words": "*i16",
-            "eps": "fp32",
-        },
-        constants={
-            **dict.fromkeys(("RESIDUAL", "BIAS", "AFFINE", "SWIGLU"), False),
-            "NORM": True, "EVEN_N": True, "K": 4096, "GROUP": 128, "ROWS": 4, "STEPS": 16, "NATIVE": True,
-        },
-    )  # fmt: skip
-    *tiles, streamed = compile_for_sm90([*cases, row])
-    for made in tiles:
+    for made in compile_for_sm90(cases):
         made.check_fits()
         assert (made.count("HGMMA") or made.count("HMMA")) and made.count("LDGSTS") and not made.count("I2F")
-    streamed.check_fits()
-    assert streamed.loads(128) and not streamed.count("I2F")

@@ -24,24 +24,22 @@ from cumulo.kernels.cuda.linear.invariant_matmul import invariant_matmul
 from cumulo.kernels.cuda.linear.skinny_linear import SkinnyConfig, skinny_linear, workspace
 from cumulo.kernels.cuda.linear.small_linear import BENCH_SHAPES, SmallConfig, random_bf16, small_linear, work
 from cumulo.kernels.cuda.linear.w4 import W4Config, W4Weight, in_scratch, w4_linear
-from cumulo.kernels.cuda.linear.w4_row import W4RowConfig, w4_row
 from cumulo.kernels.cuda.timing import copies_past_cache, graph_us
 from cumulo.kernels.cuda.work import KernelRow
 
 Weight = Tensor | Fp8Weight | W4Weight
-Config = SmallConfig | SkinnyConfig | W4Config | W4RowConfig
+Config = SmallConfig | SkinnyConfig | W4Config
 
-_CONFIGS: dict[str, type[SmallConfig] | type[SkinnyConfig] | type[W4Config] | type[W4RowConfig]] = {
+_CONFIGS: dict[str, type[SmallConfig] | type[SkinnyConfig] | type[W4Config]] = {
     "small": SmallConfig,
     "skinny": SkinnyConfig,
     "w4": W4Config,
-    "w4 row": W4RowConfig,
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Who computes a product: "small", "skinny", "w4", "w4 row" with a configuration, or "library"."""
+    """Who computes a product: "small", "skinny", "w4" with a configuration, or "library"."""
 
     kernel: str
     config: Config | None = None
@@ -106,7 +104,7 @@ def choose(m: int, weight: Weight, swiglu: bool = False) -> Choice:
 
 def _default(m: int, kind: str) -> Choice:
     if kind.startswith("w4"):
-        return Choice("w4 row" if m == 1 else "w4" if m <= 128 else "library")
+        return Choice("w4" if m <= 128 else "library")
     if m <= 4 and kind != "fp8 blocks":
         return Choice("small")
     if kind.startswith("fp8"):
@@ -141,14 +139,6 @@ def linear(
     if choice.kernel == "library":
         return _library(x, weight, out, norm_weight, eps, residual, swiglu, bias)
     if isinstance(weight, W4Weight):
-        if choice.kernel == "w4 row":
-            outputs = weight.shape[0] // (2 if swiglu else 1)
-            return w4_row(
-                x, weight.words, weight.scales, weight.minimums, weight.group,
-                x.new_empty(1, outputs) if out is None else out, norm_weight=norm_weight, eps=eps,
-                residual=residual, swiglu=swiglu, bias=bias,
-                config=choice.config if isinstance(choice.config, W4RowConfig) else None,
-            )  # fmt: skip
         if norm_weight is not None:
             x = rms_norm(x, norm_weight, eps)
         config = choice.config if isinstance(choice.config, W4Config) else None

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from cumulo.kernels.cuda.linear import linear as door
-from cumulo.kernels.cuda.linear import skinny_linear, small_linear, w4, w4_row
+from cumulo.kernels.cuda.linear import skinny_linear, small_linear, w4
 from cumulo.kernels.cuda.linear.fp8 import Fp8Weight
 from cumulo.kernels.cuda.linear.linear import (
     ROW_CLASSES,
@@ -76,9 +76,6 @@ def candidates(product: Product, m: int, kind: str) -> list[Choice]:
     found = [Choice("library")]
     n, k, swiglu = product.n, product.k, product.swiglu
     if kind == "w4":
-        if m == 1:
-            configs_row = dict.fromkeys((w4_row.default_config(n, k, swiglu), *w4_row.CANDIDATES))
-            found += [Choice("w4 row", config) for config in configs_row]
         return found + [
             Choice("w4", config) for config in w4.candidates(m, n, k, GROUP)[: 11 if m in (16, 64) else 4]
         ]
