@@ -13,10 +13,12 @@ import argparse
 import gc
 import itertools
 import json
+import multiprocessing
 import os
 import signal
 import sys
 import time
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -204,37 +206,47 @@ def agreement(ours: list[list[int]], theirs: list[list[int]]) -> tuple[float, in
     return 100 * same / positions, diverged
 
 
+def answers_of(
+    model: str | None, ranks: int, invariant: bool, questions: int, device: str, strikes: bool
+) -> dict[str, Any]:
+    config = EngineConfig(
+        device=device, max_context=2048, kv_memory_gib=1, max_running=64, tp=ranks, batch_invariant=invariant
+    )
+    guide = Guide("regex", r'\{"city": "[A-Z][a-z]{2,12}", "people": [1-9][0-9]{2,6}\}')
+    llm = LLM(model, config=config, keep_quantised=False)
+    began_s = time.perf_counter()
+    made = greedy_answers(llm, prompts(questions), 64)
+    elapsed_s = time.perf_counter() - began_s
+    question = [[{"role": "user", "content": "Name a city and its number of people as JSON."}]]
+    params = SamplingParams(temperature=0.0, max_tokens=60, guide=guide, logprobs=2)
+    guided = llm.chat(question, params)[0].samples[0] if find_spec("llguidance") else None
+    sampled = llm.chat(question * 4, SamplingParams(temperature=0.7, top_p=0.9, seed=3, max_tokens=40))
+    found = {
+        "answers": made, "guided": guided and guided.text, "seconds": elapsed_s,
+        "sampled": [one.samples[0].token_ids for one in sampled],
+        "tok/s": round(sum(map(len, made)) / elapsed_s), "runs_on": llm.runs_on,
+    }  # fmt: skip
+    if strikes:
+        found["killed"] = kill_a_rank(llm)
+    llm.close()
+    return found
+
+
 def compare_answers(model: str | None, tp: int, questions: int, device: str, kill: bool) -> dict[str, Any]:
     """Through `LLM`, as users have it: the answers of one rank and of several to the same questions, what they say
     under a schema, and what happens when a rank is killed in mid-answer."""
-    config = EngineConfig(device=device, max_context=2048, kv_memory_gib=1, max_running=64)
-    guide = Guide("regex", r'\{"city": "[A-Z][a-z]{2,12}", "people": [1-9][0-9]{2,6}\}')
     said: dict[str, Any] = {}
     kinds = (False, True) if device == "cuda" else (False,)
     for invariant, ranks in itertools.product(kinds, (1, tp)):
-        llm = LLM(model, config=replace(config, tp=ranks, batch_invariant=invariant), keep_quantised=False)
-        began_s = time.perf_counter()
-        made = greedy_answers(llm, prompts(questions), 64)
-        elapsed_s = time.perf_counter() - began_s
-        question = [[{"role": "user", "content": "Name a city and its number of people as JSON."}]]
-        params = SamplingParams(temperature=0.0, max_tokens=60, guide=guide, logprobs=2)
-        guided = llm.chat(question, params)[0].samples[0] if find_spec("llguidance") else None
-        sampled = llm.chat(question * 4, SamplingParams(temperature=0.7, top_p=0.9, seed=3, max_tokens=40))
-        said[f"{ranks}{' invariant' if invariant else ''}"] = {
-            "answers": made, "guided": guided and guided.text,
-            "sampled": [one.samples[0].token_ids for one in sampled],
-            "tok/s": round(sum(map(len, made)) / elapsed_s), "runs_on": llm.runs_on,
-        }  # fmt: skip
-        print(
-            f"{ranks} ranks{' invariant' if invariant else ''}: {llm.runs_on}, {elapsed_s:.1f} s", flush=True
-        )
-        if kill and ranks > 1 and invariant == kinds[-1]:
-            print(f"killed: {kill_a_rank(llm)}", flush=True)
-        llm.close()
-        del llm
-        gc.collect()
-        if device == "cuda":
-            torch.cuda.empty_cache()
+        # In a process of its own, as `cumulo serve` has it: one process holds one engine over several GPUs.
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+            strikes = kill and ranks > 1 and invariant == kinds[-1]
+            found = pool.submit(answers_of, model, ranks, invariant, questions, device, strikes).result()
+        said[f"{ranks}{' invariant' if invariant else ''}"] = found
+        print(f"{ranks} ranks{' invariant' if invariant else ''}: {found['runs_on']}, {found['seconds']:.1f} s",
+              flush=True)  # fmt: skip
+        if strikes:
+            print(f"killed: {found['killed']}", flush=True)
     rows: dict[str, Any] = {}
     for kind in ("", " invariant")[: len(kinds)]:
         one, several = said[f"1{kind}"], said[f"{tp}{kind}"]

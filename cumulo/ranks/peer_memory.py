@@ -3,14 +3,16 @@ that all of them map. What lies in it, and when who may read, is the kernels' ma
 
 import mmap
 import tempfile
-import uuid
 from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
+from cumulo.errors import ConfigError
 from cumulo.kernels.cuda.collective.peers import PeerMemory
+
+_met = False
 
 
 def peer_memory(
@@ -25,12 +27,14 @@ def peer_memory(
 def _symmetric(size: int, store: Store, name: str, rank: int, ranks: int, device: torch.device) -> PeerMemory:
     from torch._C._distributed_c10d import ProcessGroup, _register_process_group, _SymmetricMemory
 
-    # A process may be a rank of several engines, one after the other; torch wants a new name for each.
-    meeting = PrefixStore(name, store)
-    if rank == 0:
-        meeting.set("name", f"{name}-{uuid.uuid4().hex}")
-    name = meeting.get("name").decode()
-    group = ProcessGroup(meeting, rank, ranks)  # only its store is asked for
+    global _met
+    if _met:
+        # torch counts the meetings of a process: those of other processes that begin now would not find it.
+        raise ConfigError(
+            "this process has had an engine over several GPUs already; start the next one in a new process"
+        )
+    _met = True
+    group = ProcessGroup(PrefixStore(name, store), rank, ranks)  # only its store is asked for
     group._set_group_name(name)  # type: ignore[arg-type]
     _register_process_group(name, group)  # type: ignore[arg-type]
     own = _SymmetricMemory.empty_strided_p2p((size,), (1,), torch.uint8, device, name)
