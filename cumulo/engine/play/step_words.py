@@ -55,7 +55,7 @@ def round_rows(count: int) -> int:
 
 
 def round_tokens(count: int) -> int:
-    """Eight steps per doubling, at least 64 tokens apart; up to 32, powers of two: a row with drafts is that short."""
+    """Eight steps per doubling, at least 64 tokens apart; up to 32 powers of two, as a row with drafts is short."""
     if count <= _EAGER_STEP // 2:
         return max(4, 1 << (count - 1).bit_length())
     step = max(_EAGER_STEP, 1 << max(0, count.bit_length() - 4))
