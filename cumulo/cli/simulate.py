@@ -69,6 +69,14 @@ class SimulateOptions:
     kv_host_gib: float = option(
         "Host memory for prefixes that leave the KV cache, in GiB.", 0.0, panel=_WHERE, min=0
     )
+    acceptance: float = option(
+        "Speculation: share of drafted tokens that are right, 0 to 1. The scheduler chooses how many to draft; "
+        "drafting itself costs nothing, as with ngram. 0: no speculation.",
+        0.0,
+        panel=_WHERE,
+        min=0,
+        max=1,
+    )
     rate: str = option(
         "Request rate, in requests/s; '5,10,20' simulates each rate.", "", panel=shared.TRAFFIC
     )
@@ -119,7 +127,7 @@ def serve(chosen: SimulateOptions) -> None:
     replica = Replica(
         spec, cluster.node, cluster.fabric, chosen.tp, chosen.ep, chosen.weights, max_running=chosen.max_running,
         max_tokens_per_step=chosen.max_tokens_per_step, prefix_cache=chosen.prefix_cache, pp=chosen.pp,
-        kv_host_gib=chosen.kv_host_gib,
+        kv_host_gib=chosen.kv_host_gib, acceptance=chosen.acceptance,
     ).with_context_for(traffic.arrivals)  # fmt: skip
     # Read before anything is timed.
     rates, evidence = _rates(chosen.rate, chosen.traffic.trace), replica.profile.evidence

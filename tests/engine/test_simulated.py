@@ -58,6 +58,21 @@ def traffic(seed: int, count: int = 60, rate: float = 20.0, longest: int = 200) 
     return made
 
 
+def test_drafts_that_are_right_shorten_a_simulated_answer_and_useless_ones_hardly_lengthen_it() -> None:
+    def seconds(acceptance: float | None, rows: int = 1) -> float:
+        chosen = config(speculate="" if acceptance is None else "model")
+        arrivals = [Arrival(0.0, 64, 200) for _ in range(rows)]
+        cost = LinearCost(fixed_s=0.01, token_s=0.002)
+        run = simulate(arrivals, Scheduler(chosen), cost, step_by_step=True, acceptance=acceptance or 0.0)
+        assert run.all_finished and sum(run.itl_counts) == rows * 199
+        return run.ended_s
+
+    assert seconds(0.9) < 0.6 * seconds(None)
+    assert seconds(0.0) < 1.05 * seconds(None)
+    assert seconds(0.5, rows=24) < 1.03 * seconds(None, rows=24)
+    assert seconds(0.9) == seconds(0.9)
+
+
 def outcome(run: Run) -> tuple[Any, ...]:
     served = [
         (

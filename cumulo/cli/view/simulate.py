@@ -84,6 +84,10 @@ def report_rows(
             note=f"{result.recomputed_tokens:,} tokens recomputed",
         ),
     ]
+    if result.drafted_tokens:
+        share = 100 * result.accepted_tokens / result.drafted_tokens
+        told = f"{result.accepted_tokens:,} of {result.drafted_tokens:,} drafted tokens"
+        rows.append(Row("drafts accepted", share, "%", "higher", note=told))
     return rows
 
 

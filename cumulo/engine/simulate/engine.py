@@ -31,9 +31,13 @@ def simulate(
     overlap: bool = True,
     stop_s: float = float("inf"),
     step_by_step: bool = False,
+    acceptance: float = 0.0,
 ) -> Run:
-    """Serve all arrivals, given in order of time. Ends when the last is answered or, unfinished, at `stop_s`."""
-    engine = SimulatedEngine(scheduler, cost, overlap=overlap, step_by_step=step_by_step)
+    """Serve all arrivals, given in order of time. Ends when the last is answered or, unfinished, at `stop_s`.
+    `acceptance`: with a scheduler that speculates, how often a drafted token is right."""
+    engine = SimulatedEngine(
+        scheduler, cost, overlap=overlap, step_by_step=step_by_step, acceptance=acceptance
+    )
     engine.arrivals = list(arrivals)
     engine.advance(stop_s)
     return engine.end()
@@ -47,9 +51,15 @@ class SimulatedEngine:
     """
 
     def __init__(
-        self, scheduler: Scheduler, cost: StepCost, *, overlap: bool = True, step_by_step: bool = False
+        self,
+        scheduler: Scheduler,
+        cost: StepCost,
+        *,
+        overlap: bool = True,
+        step_by_step: bool = False,
+        acceptance: float = 0.0,
     ) -> None:
-        self.scheduler, self.cost, self.overlap = scheduler, cost, overlap
+        self.scheduler, self.cost, self.overlap, self.acceptance = scheduler, cost, overlap, acceptance
         self.run, self._lockstep = Run(), Lockstep(scheduler.books)
         self.arrivals: list[Arrival] = []  # in order of time; those from `_coming` on have not been taken in
         self.clock_s = 0.0
@@ -60,6 +70,7 @@ class SimulatedEngine:
         self._shared: dict[int, int] = {}
         # Blocks of tiers move, and promises are learnt from, in the middle of a stretch.
         plain = scheduler.residency.tiers is None and scheduler.config.slo is None
+        plain = plain and scheduler.speculation is None
         self._may_stretch = overlap and not step_by_step and stages == 1 and plain
 
     def advance(self, until_s: float) -> None:
@@ -137,7 +148,7 @@ class SimulatedEngine:
 
     def _finish(self, ready: StepInFlight) -> None:
         self.clock_s = max(self.clock_s, ready.done_s)
-        enter_result(ready, self.clock_s, self.scheduler, self._lockstep, self.run)
+        enter_result(ready, self.clock_s, self.scheduler, self._lockstep, self.run, self.acceptance)
         self.clock_s += ready.time.apply_s
 
     def end(self) -> Run:

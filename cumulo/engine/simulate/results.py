@@ -5,17 +5,32 @@
 from cumulo.engine.decide.lockstep import Lockstep
 from cumulo.engine.decide.request import Sequence
 from cumulo.engine.decide.scheduler import Scheduler
+from cumulo.engine.simulate.drafts import drafted_result
 from cumulo.engine.simulate.run import Run, Served, StepInFlight
 
 
 def enter_result(
-    ready: StepInFlight, now_s: float, scheduler: Scheduler, lockstep: Lockstep, run: Run
+    ready: StepInFlight,
+    now_s: float,
+    scheduler: Scheduler,
+    lockstep: Lockstep,
+    run: Run,
+    acceptance: float = 0.0,
 ) -> None:
-    """A step's tokens arrive: who gained one, and who has ended."""
+    """A step's tokens arrive: who gained one, or several with speculation, and who has ended."""
     run.most_blocks = max(run.most_blocks, scheduler.pool.used_count)
     scheduler.observe(ready.plan, ready.time.device_s, now_s)
     same_s = run.last_result_s
-    same, advanced = lockstep.enter_result(ready.plan, now_s)
+    if scheduler.speculation is None:
+        same, advanced = lockstep.enter_result(ready.plan, now_s)
+    else:
+        flight = scheduler.books.in_flight[ready.plan.index]
+        result = drafted_result(ready.plan, flight.rows, flight.draws, acceptance)
+        same, advanced = 0, scheduler.apply(ready.plan, result, now_s)
+        at_once = sum(map(len, result.accepted.values()))
+        if at_once:  # tokens that came together with the next one
+            run.itl_s.append(0.0)
+            run.itl_counts.append(at_once)
     others: dict[float, int] = {}
     if run.itl_bound_s is not None:
         _judge(advanced, now_s, run.itl_bound_s)
@@ -35,7 +50,7 @@ def enter_result(
         run.itl_s.append(now_s - before_s)
         run.itl_counts.append(count)
     run.last_result_s = now_s
-    close_ended(scheduler, now_s)
+    close_ended(scheduler, now_s, run)
 
 
 def _judge(advanced: list[Sequence], now_s: float, bound_s: float) -> None:
@@ -54,11 +69,13 @@ def note_settled(lockstep: Lockstep, run: Run) -> None:
     lockstep.settled.clear()
 
 
-def close_ended(scheduler: Scheduler, now_s: float) -> None:
+def close_ended(scheduler: Scheduler, now_s: float, run: Run) -> None:
     for request in scheduler.closed:
         served, story = request.tag, request.story
         served.finished, served.last_token_s = True, now_s
         served.cached_tokens, served.preemptions = story.cached_tokens, story.preemptions
         served.recomputed_tokens = story.recomputed_tokens
+        run.drafted_tokens += story.drafted_tokens
+        run.accepted_tokens += story.accepted_tokens
         request.sequences = []  # they know each other: apart, both are freed at once and not by the collector
     scheduler.closed.clear()

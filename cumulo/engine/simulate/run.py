@@ -105,6 +105,8 @@ class Run:
     itl_counts: "array[int]" = field(default_factory=lambda: array("q"))
     steps: int = 0
     computed_tokens: int = 0
+    drafted_tokens: int = 0  # by speculation, of requests that ended
+    accepted_tokens: int = 0
     device_busy_s: float = 0.0
     ended_s: float = 0.0
     most_running: int = 0

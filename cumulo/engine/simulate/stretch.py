@@ -63,7 +63,7 @@ def play_stretch(
                 if played == 1:
                     run.most_blocks = max(run.most_blocks, scheduler.pool.used_count)
                     lockstep.apply(index - 1, clock_s)
-                    close_ended(scheduler, clock_s)
+                    close_ended(scheduler, clock_s, run)
             before_s = clock_s
             clock_s += last_apply_s
             done_s, last_apply_s = device_free_s, apply_s

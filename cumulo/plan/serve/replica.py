@@ -49,6 +49,7 @@ class Replica:
     prefix_cache: bool = True
     kv_host_gib: float = 0.0  # host memory for prefixes that leave the device
     pp: int = 1  # layers over this many stages, of tp ranks each
+    acceptance: float = 0.0  # speculation: how often a drafted token is right; 0: none are drafted
 
     @property
     def ranks(self) -> int:
@@ -90,6 +91,7 @@ class Replica:
             kv_host_gib=self.kv_host_gib,
             weights="fp8" if self.weights == "float8" else "auto",
             pp=self.pp,
+            speculate="drafts" if self.acceptance else "",
         ).settled("cpu" if on_cpu else "cuda")
 
     def memory(self) -> MemoryPlan:
@@ -155,7 +157,7 @@ class Replica:
     def serve(self, arrivals: tuple[Arrival, ...], slower: float = 1.0) -> tuple[Run, StepCostModel]:
         """Play traffic; the cost model comes back knowing where the time went."""
         cost = self.cost(slower=slower)
-        return simulate(arrivals, self.scheduler(), cost), cost
+        return simulate(arrivals, self.scheduler(), cost, acceptance=self.acceptance), cost
 
     def with_context_for(self, arrivals: tuple[Arrival, ...]) -> "Replica":
         """With room for the longest request, so that none is refused and no memory is planned for longer ones."""

@@ -70,6 +70,8 @@ class ServeReport:
     recomputed_tokens: int
     waiting_grows: bool  # later requests take ever longer: more comes than can be served
     time_by_part: Mapping[str, float] = field(hash=False)  # share of the device's time
+    drafted_tokens: int = 0  # by speculation
+    accepted_tokens: int = 0
 
     def holds(self, slo: Slo) -> bool:
         return self.finished == self.requests and not self.waiting_grows and not self.misses(slo)
@@ -121,6 +123,8 @@ def report(run: Run, blocks: int, spent_s: Mapping[str, float], percentile: floa
             [one.arrival.arrived_s for one in done], [one.last_token_s or 0.0 for one in done]
         ),
         time_by_part={name: seconds / total_s for name, seconds in spent_s.items()},
+        drafted_tokens=run.drafted_tokens,
+        accepted_tokens=run.accepted_tokens,
     )
 
 
