@@ -150,14 +150,14 @@ def wait_for(
     server: RunningServer | None = None,
     patience_s: float = PATIENCE_S,
 ) -> Any:
-    """Poll until the condition holds; fail loudly if it never does."""
-    deadline_s = time.monotonic() + patience_s
-    while time.monotonic() < deadline_s:
+    """Poll until the condition holds, less often the longer it takes; fail loudly if it never does."""
+    began_s = time.monotonic()
+    while (waited_s := time.monotonic() - began_s) < patience_s:
         if result := condition():
             return result
         if server is not None and server.process.poll() is not None:
             raise AssertionError(f"the server ended before {what}:\n{server.log}")
-        time.sleep(0.02)
+        time.sleep(min(0.02 + 0.02 * waited_s, 0.3))
     raise AssertionError(f"{what} did not come within {patience_s} s\n{server.log if server else ''}")
 
 
