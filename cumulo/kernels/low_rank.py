@@ -43,6 +43,7 @@ class LowRankStack:
     b: Tensor  # [slots, outputs, rank_max], scaled; on a CPU a transposed view of [slots, rank_max, outputs]
     ranks: Tensor  # [slots, P] int32 in host memory: 0 where an adapter leaves a section as it is
     bounds: tuple[int, ...]  # P + 1: where sections of the outputs begin and end
+    device_ranks: Tensor  # `ranks` where a and b are, for a device's kernel
 
     @property
     def rank_max(self) -> int:

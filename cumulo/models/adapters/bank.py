@@ -32,7 +32,7 @@ class AdaptedMatrix:
             b = lazy_zeros((slots, matrix.outputs, rank_max), bank.dtype, bank.device)
         ranks = torch.zeros((slots, parts), dtype=torch.int32)
         bounds = (*(section.start for section in matrix.sections), matrix.outputs)
-        self.stack = LowRankStack(a, b, ranks, bounds)
+        self.stack = LowRankStack(a, b, ranks, bounds, ranks.to(bank.device))
 
     def add(self, x: Tensor, y: Tensor) -> Tensor:
         """y plus what the adapters of the step's rows make of x; in place."""
@@ -59,6 +59,8 @@ class AdaptedMatrix:
             )
             stack.ranks[slot, index] = pair.rank
             taken += (a.numel() + b.numel()) * stack.a.itemsize
+        if stack.device_ranks is not stack.ranks:
+            stack.device_ranks[slot] = stack.ranks[slot]
         return taken
 
 
