@@ -24,7 +24,6 @@ from cumulo.models.batch import KVCache
 
 _ASK = struct.Struct("<II")  # a request for blocks: layer, number of runs; then source and blocks of each
 _MANY_RUNS = 4  # from so many on, a call of the native library costs less than as many copies
-_FEW_RUNS = 8  # so many copies cost less than gathering them
 _MOST_BUFFERS = 256  # of one sendmsg: the kernel takes 1024
 
 
@@ -229,6 +228,7 @@ class CudaSource:
     def __init__(self, cache: KVCache, reach: dict[str, Any]) -> None:
         storages = [one for one in (cache.key_storage, cache.value_storage) if one.numel()]
         self._stream = torch.cuda.Stream(cache.key_storage.device)
+        self._asked: dict[int, tuple[BlockRuns, list[int]]] = {}
         self._ours = [_word_tensor(one) for one in storages]
         self._theirs = []
         for ours, handle in zip(storages, json.loads(reach["handles"]), strict=True):
@@ -239,20 +239,34 @@ class CudaSource:
             theirs.set_(storage, handle["offset"], shape)  # type: ignore[call-overload]
             self._theirs.append(_word_tensor(theirs))
 
-    def read(self, layer: int, runs: BlockRuns) -> int:
-        targets, sources = [], []
-        for ours, theirs in zip(self._ours, self._theirs, strict=True):
-            targets += [ours[layer, target : target + blocks] for _, target, blocks in runs.runs]
-            sources += [theirs[layer, source : source + blocks] for source, _, blocks in runs.runs]
+        from cumulo.kernels.cuda.collective import block_copy  # Triton is there on machines with a GPU only
+
+        self._copy_blocks = block_copy.copy_blocks
         with torch.cuda.stream(self._stream):
-            if len(runs.runs) <= _FEW_RUNS:
-                for target, source in zip(targets, sources, strict=True):
-                    target.copy_(source, non_blocking=True)
-            else:  # one launch for many small pieces
-                torch._foreach_copy_(targets, sources)
-        return sum(one.nbytes for one in targets)
+            for our in self._ours:
+                block_copy.load(our.device, our.dtype, our.shape[2])
+
+    def read(self, layer: int, runs: BlockRuns) -> int:
+        """Copied when it is settled: all layers that ask for the same runs in one launch."""
+        if runs.source_end > self._theirs[0].shape[1] or runs.target_end > self._ours[0].shape[1]:
+            raise OSError("a transfer names KV blocks that do not exist")
+        self._asked.setdefault(id(runs), (runs, []))[1].append(layer)
+        return sum(runs.blocks * ours[0, 0].nbytes for ours in self._ours)
 
     def settle(self) -> None:
+        device = self._ours[0].device
+        with torch.cuda.stream(self._stream):
+            for runs, layers in self._asked.values():
+                first, to, blocks = np.array(runs.words, dtype=np.int32).reshape(-1, 3).T
+                inside = np.arange(runs.blocks, dtype=np.int32) - np.repeat(
+                    np.cumsum(blocks) - blocks, blocks
+                )
+                numbers = (np.repeat(first, blocks) + inside, np.repeat(to, blocks) + inside, layers)
+                words = torch.from_numpy(np.concatenate(numbers).astype(np.int32)).to(device)
+                sources, targets, chosen = words.split((runs.blocks, runs.blocks, len(layers)))
+                for ours, theirs in zip(self._ours, self._theirs, strict=True):
+                    self._copy_blocks(theirs, ours, sources, targets, chosen)
+        self._asked.clear()
         self._stream.synchronize()
 
     def close(self) -> None:
