@@ -4,7 +4,8 @@
 
 Prompts and answers are a sixteenth of the trace's. The SLO is scaled as well: on the GPU that the trace's objective
 (TTFT 1 s, ITL 50 ms) suits, an average prompt takes about 31 ms, so here TTFT is 32 and ITL 1.6 times what an
-average prompt takes, measured first. Request rates are relative to one prompt after the other.
+average prompt takes, measured first. Request rates are relative to one prompt after the other. With `--clock cpu`
+all times are CPU seconds of this process, so that a machine that others use, too, can be measured on.
 """
 
 import argparse
@@ -13,10 +14,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from cumulo.base.report import Row, write_json
+from cumulo.engine import engine as engine_module
 from cumulo.engine.config import EngineConfig
 from cumulo.engine.decide.params import SamplingParams
+from cumulo.engine.decide.slo.promises import LEARNING_PROMPTS
 from cumulo.engine.engine import Engine
 from cumulo.engine.llm import LLM
+from cumulo.engine.play import runner_torch as runner_module
 from cumulo.errors import Overloaded
 from cumulo.load.simulated import read_any_trace
 from cumulo.spec.slo import ITL_SHARE, Slo
@@ -24,6 +28,23 @@ from cumulo.spec.slo import ITL_SHARE, Slo
 SHRINK = 16
 LONGEST = 480  # tokens of a scaled prompt
 WAYS = {"32-token steps": (32, False), "512-token steps": (512, False), "--slo": (512, True)}
+
+
+class Clock:
+    """Seconds for everybody here: the wall's, or those in which this process computed; waiting is free then."""
+
+    def __init__(self, kind: str) -> None:
+        self._read, self._skipped_s = (time.perf_counter if kind == "wall" else time.process_time), 0.0
+        self._wall = kind == "wall"
+
+    def perf_counter(self) -> float:
+        return self._read() + self._skipped_s
+
+    def wait(self, seconds: float) -> None:
+        if self._wall:
+            time.sleep(seconds)
+        else:
+            self._skipped_s += seconds
 
 
 @dataclass(slots=True)
@@ -45,8 +66,11 @@ def main() -> None:
         "--loads", default="0.6,1.2", help="requests arrive so often, over one prompt at a time"
     )
     parser.add_argument("--threads", type=int, default=None)
+    parser.add_argument("--clock", choices=("wall", "cpu"), default="wall")
     parser.add_argument("--json", type=Path)
     chosen = parser.parse_args()
+    clock = Clock(chosen.clock)
+    engine_module.time = runner_module.time = clock  # type: ignore[assignment]
     trace = read_any_trace(chosen.trace).arrivals[: chosen.requests]
     lengths = [
         (max(1, min(LONGEST, one.prompt_tokens // SHRINK)), max(2, one.output_tokens // SHRINK))
@@ -64,7 +88,7 @@ def main() -> None:
                 Asked((one.arrived_s - trace[0].arrived_s) * squeeze, *length)
                 for one, length in zip(trace, lengths, strict=True)
             ]
-            goodput, kept, refused = _play(asked, tokens, slo, promise, chosen.threads)
+            goodput, kept, refused = _play(asked, tokens, slo, promise, chosen.threads, clock)
             best[way] = max(best.get(way, 0.0), goodput)
             least_kept = min(least_kept, kept) if promise else least_kept
             print(
@@ -87,7 +111,7 @@ def main() -> None:
 def _llm(tokens: int, slo: Slo | None, threads: int | None) -> LLM:
     config = EngineConfig(
         max_running=32, max_tokens_per_step=tokens, max_context=1024, kv_memory_gib=0.5, threads=threads, slo=slo,
-        prefix_cache=False,
+        prefix_cache=False, overlap=False,
     )  # fmt: skip
     return LLM(config=config)
 
@@ -102,27 +126,27 @@ def _prompt_s(tokens: int, threads: int | None) -> float:
 
 
 def _play(
-    asked: list[Asked], tokens: int, slo: Slo, promise: bool, threads: int | None
+    asked: list[Asked], tokens: int, slo: Slo, promise: bool, threads: int | None, clock: Clock
 ) -> tuple[float, float, float]:
     """Goodput in requests per second, the share of admitted requests that kept the SLO, the share refused."""
     with _llm(tokens, slo if promise else None, threads) as llm:
         engine = llm.engine
         if promise:
-            for length in (16, 64, 128, 256):  # as the server does before it is ready
+            for length in LEARNING_PROMPTS:  # as the server does before it is ready
                 engine.add([300] * length, SamplingParams(max_tokens=3, ignore_eos=True))
                 while engine.has_work:
                     engine.step()
-        _serve(engine, asked)
+        _serve(engine, asked, clock)
     admitted = [one for one in asked if not one.refused]
     kept = sum(_kept(one, slo) for one in admitted)
     span_s = asked[-1].arrived_s - asked[0].arrived_s
     return kept / span_s, kept / max(1, len(admitted)), 1 - len(admitted) / len(asked)
 
 
-def _serve(engine: Engine, asked: list[Asked]) -> None:
-    began_s, coming = time.perf_counter(), 0
+def _serve(engine: Engine, asked: list[Asked], clock: Clock) -> None:
+    began_s, coming = clock.perf_counter(), 0
     while coming < len(asked) or engine.has_work:
-        now_s = time.perf_counter() - began_s
+        now_s = clock.perf_counter() - began_s
         while coming < len(asked) and asked[coming].arrived_s <= now_s:
             one = asked[coming]
             params = SamplingParams(max_tokens=one.output, ignore_eos=True, temperature=0)
@@ -132,9 +156,9 @@ def _serve(engine: Engine, asked: list[Asked]) -> None:
                 one.refused = True
             coming += 1
         if not engine.has_work:
-            time.sleep(max(0.0, asked[coming].arrived_s - (time.perf_counter() - began_s)))
+            clock.wait(max(0.0, asked[coming].arrived_s - (clock.perf_counter() - began_s)))
             continue
-        output, now_s = engine.step(), time.perf_counter() - began_s
+        output, now_s = engine.step(), clock.perf_counter() - began_s
         for delta in output.deltas:
             asked[int(delta.request_id)].token_s += [now_s] * len(delta.token_ids)
 

@@ -173,8 +173,6 @@ def _engine(
 ) -> Engine:
     scheduler = Scheduler(scheduler_config(config, memory))
     scheduler.books.adapters = AdapterBook(config.max_loras)
-    if isinstance(player.runner, TorchRunner):
-        player.runner.tier_blocks = memory.tier_blocks
     if memory.all_host_blocks:
         scheduler.costs.swap_s_per_block = player.runner.measure_swap_s()
     return Engine(

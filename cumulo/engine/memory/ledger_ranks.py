@@ -32,7 +32,12 @@ def plan_rank_memory(
     plans = [plan(rank, asked) for rank in range(0, layout.world, layout.stage_ranks)]
     blocks = min(one.kv_blocks for one in plans)
     host_blocks = min(one.host_blocks for one in plans)
-    return dataclasses.replace(plan(0, blocks), kv_blocks=blocks * layout.dp, host_blocks=host_blocks)
+    return dataclasses.replace(
+        plan(0, blocks),
+        kv_blocks=blocks * layout.dp,
+        host_blocks=host_blocks,
+        tier_blocks=min(one.tier_blocks for one in plans),
+    )
 
 
 def _copied_elements(part: RankPart, redundant: int) -> int:

@@ -144,6 +144,7 @@ def _torch_runner(
         max_context=memory.max_context,
         eos_token_ids=eos_ids,
         host_blocks=memory.all_host_blocks,
+        tier_blocks=memory.tier_blocks,
         overlap=config.overlap,
         threads=config.threads,
         guidance=guidance,

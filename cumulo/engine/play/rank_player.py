@@ -194,6 +194,7 @@ def _make_runner(
         max_context=memory.max_context,
         eos_token_ids=eos_ids,
         host_blocks=memory.all_host_blocks,
+        tier_blocks=memory.tier_blocks,
         overlap=overlap,
         threads=setup.threads,
         sampler=None

@@ -43,6 +43,7 @@ class TorchRunner:
         max_context: int,
         eos_token_ids: Sequence[int] = (),
         host_blocks: int = 0,
+        tier_blocks: int = 0,
         overlap: bool = False,
         threads: int | None = None,
         guidance: Guidance | None = None,
@@ -51,7 +52,8 @@ class TorchRunner:
         bank: AdapterBank | None = None,
         drafter: Drafter | None = None,
     ) -> None:
-        """`rank`, and a sampler to go with it: this runner is one of several that play every plan together."""
+        """`tier_blocks`: of the host blocks, the last ones, for prefixes and not for swapped sequences. `rank`, and
+        a sampler to go with it: this runner is one of several that play every plan together."""
         self.model, self.cache = model, cache
         self.sampler: Sampler = sampler or WholeSampler()
         self.rank, self.drafter = rank, drafter
@@ -63,7 +65,7 @@ class TorchRunner:
             else None
         )
         self.bank, self.table.serves_adapters = bank, bank is not None
-        self.tier_blocks = 0  # of the host blocks, the last ones: prefixes and not swapped sequences
+        self._tier_blocks = tier_blocks
         self.layer_teller: LayerTeller | None = None  # who is told of rows that other engines wait for
         self._closed = False
         self._worker: ThreadPoolExecutor | None = None
@@ -109,7 +111,7 @@ class TorchRunner:
         if self.drafter is not None:
             held |= self.drafter.memory_bytes()
         if self.host_cache is not None:
-            of_tier = self.tier_blocks * self.host_cache.nbytes // self.host_cache.blocks
+            of_tier = self._tier_blocks * self.host_cache.nbytes // self.host_cache.blocks
             named = {"host tier": of_tier, "swap pool": self.host_cache.nbytes - of_tier}
             held |= {name: size for name, size in named.items() if size}
         return held

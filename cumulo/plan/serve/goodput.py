@@ -6,8 +6,9 @@ Every request is judged on its own: its TTFT, and that 99% of its tokens came wi
 from dataclasses import dataclass, replace
 
 from cumulo.engine.decide.scheduler import Scheduler
+from cumulo.engine.decide.slo.promises import LEARNING_PROMPTS
 from cumulo.engine.simulate.engine import SimulatedEngine
-from cumulo.engine.simulate.run import Served
+from cumulo.engine.simulate.run import Arrival, Served
 from cumulo.plan.serve.replica import Replica
 from cumulo.plan.serve.traffic import Traffic
 from cumulo.spec.slo import ITL_SHARE, Slo
@@ -38,6 +39,7 @@ def play_goodput(replica: Replica, traffic: Traffic, slo: Slo, *, promise: bool)
     scheduler = replica.scheduler()
     if promise:
         scheduler = Scheduler(replace(scheduler.config, slo=slo))
+        _learn(scheduler, replica)
     engine = SimulatedEngine(scheduler, replica.cost(), step_by_step=True)
     engine.arrivals = list(traffic.arrivals)
     engine.run.itl_bound_s = slo.itl_s
@@ -52,6 +54,15 @@ def play_goodput(replica: Replica, traffic: Traffic, slo: Slo, *, promise: bool)
     return Goodput(
         len(run.served), len(admitted), len(kept), len(late_start), len(uneven), span_s, tokens / span_s
     )
+
+
+def _learn(scheduler: Scheduler, replica: Replica) -> None:
+    """What a server does before it is ready."""
+    engine = SimulatedEngine(scheduler, replica.cost(), step_by_step=True)
+    for tokens in LEARNING_PROMPTS:
+        engine.arrivals.append(Arrival(engine.clock_s, tokens, 3))
+        engine.advance(float("inf"))
+    scheduler.pool.clear_cache()
 
 
 def _late_start(one: Served, slo: Slo) -> bool:

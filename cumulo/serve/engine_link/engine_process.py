@@ -26,6 +26,7 @@ import zmq
 from cumulo.engine.assembly import Assembly, assemble
 from cumulo.engine.decide.params import Guide, SamplingParams
 from cumulo.engine.decide.request import DrawnSample, State
+from cumulo.engine.decide.slo.promises import LEARNING_PROMPTS
 from cumulo.engine.engine import Engine
 from cumulo.engine.guides.guided import is_fault_of_guide
 from cumulo.engine.guides.trial import GuideCompilerBusy
@@ -312,7 +313,7 @@ def _learn_pace(engine: Engine) -> None:
     """An engine that promises a latency knows how long its steps take before anyone is promised anything."""
     scheduler = engine.scheduler
     scheduler.books.promises = None  # steps that made something say nothing about later ones
-    for tokens in (16, 64, 128, 256):
+    for tokens in LEARNING_PROMPTS:
         length = min(tokens, scheduler.config.max_context // 2)
         params = SamplingParams(max_tokens=3, ignore_eos=True, temperature=0)
         engine.add([0] * length, params, cache_salt=f"learning {tokens}")

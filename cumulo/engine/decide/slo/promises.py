@@ -14,6 +14,7 @@ from cumulo.engine.decide.request import Request, Sequence, State
 from cumulo.engine.decide.slo.step_model import StepMix, StepModel
 from cumulo.spec.slo import Slo
 
+LEARNING_PROMPTS = (16, 64, 128, 256)  # tokens; what an engine computes to know its steps before it promises
 _ITL_MARGIN = 0.96  # of the promised ITL: the host's part of a step varies, too
 _STEPS_PER_TTFT = 6  # while nobody decodes a step is bounded by the TTFT that newcomers will want
 _LEAST_TOKENS = 16  # of a prompt in a step, however little is left: prompts always get on

@@ -27,7 +27,8 @@ from cumulo.engine.play.swap_pool import SwapPool
 from cumulo.engine.play.tiers.kv_files import KvFiles
 from cumulo.models.batch import KVCache
 
-_LOOK_EVERY_S = 5.0  # for files of other engines
+_LOOK_EVERY_S = 5.0  # for files of other engines,
+_LOOK_SHARE = 50  # and no more often than this many times as long as it takes
 HostBlock = Callable[[int], list[torch.Tensor]]  # the storages of one host block, to be read and written
 
 
@@ -94,7 +95,7 @@ class TierMover:
         return [part.view(torch.uint8).numpy() for part in self._host_block(block) if part.numel()]
 
     def _write_all(self) -> None:
-        looked_s = time.monotonic()
+        next_look_s = time.monotonic() + _LOOK_EVERY_S
         while True:
             try:
                 order = self._writes.get(timeout=_LOOK_EVERY_S)
@@ -107,9 +108,10 @@ class TierMover:
                 self.news.put(FileWritten(order.block_hash, order.block, ok))
             except queue.Empty:
                 pass
-            if time.monotonic() - looked_s >= _LOOK_EVERY_S:
+            if (now_s := time.monotonic()) >= next_look_s:
                 self._look()
-                looked_s = time.monotonic()
+                took_s = time.monotonic() - now_s
+                next_look_s = now_s + max(_LOOK_EVERY_S, _LOOK_SHARE * took_s)
 
     def _look(self) -> None:
         found = self.files.scan()
