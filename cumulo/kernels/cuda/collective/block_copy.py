@@ -1,8 +1,8 @@
 """block_copy: KV blocks from one cache into another, any blocks of any layers in one launch. Engines of one GPU or
 host hand prompts over with it (engine/play/transfer_ways.py).
 
-Must move: every byte once in and once out. A block is a hundred kilobytes or so, and a transfer has thousands: a copy
-each would take longer to launch than to do.
+Must move: every byte once in and once out. A block is a hundred kilobytes or so, and a transfer has thousands: a
+copy each would take longer to launch than to do.
 """
 
 import torch
@@ -25,8 +25,8 @@ def _copy_blocks(source, target, sources, targets, layers, source_blocks, target
 
 
 def copy_blocks(source: Tensor, target: Tensor, sources: Tensor, targets: Tensor, layers: Tensor) -> None:
-    """target[layer, targets] = source[layer, sources] for every layer of `layers`; both [layers, blocks, words], the
-    others int32."""
+    """target[layer, targets] = source[layer, sources] for every layer of `layers`; both [layers, blocks, words],
+    the others int32."""
     words = source.shape[2]
     if not len(sources) or not len(layers):
         return
