@@ -98,6 +98,15 @@ class ServeCommandOptions:
         None,
         metavar="ADDRESS",
     )
+    remote_ranks: int = option("Number of ranks of --tp, --pp, --dp and --ep that join from other hosts.", 0)
+    rank_address: str = option(
+        "With --remote-ranks: HOST:PORT of this host at which they join.", "", metavar="HOST:PORT"
+    )
+    rank_of: str = option(
+        "Be a rank of the engine that waits at this --rank-address, instead of a server.",
+        "",
+        metavar="HOST:PORT",
+    )
     transfer_stall_s: float = option(
         "Seconds after which a KV transfer, or a prefill engine, that stands still is given up.",
         10.0,
@@ -211,6 +220,9 @@ def serve(chosen: ServeCommandOptions) -> None:
         from cumulo.cli.shared.plan_start import with_plan
 
         chosen = with_plan(chosen, chosen.plan)
+    if chosen.rank_of:
+        _be_rank(chosen)
+        return
     if chosen.replicas == 1 and not chosen.prefill and "cumulo.serve.server" not in sys.modules:
         from cumulo.serve.engine_link import early_start
 
@@ -275,6 +287,20 @@ def serve(chosen: ServeCommandOptions) -> None:
     run(served, on_listening=on_listening, on_ready=on_ready, extend=extend)
 
 
+def _be_rank(chosen: ServeCommandOptions) -> None:
+    """This process is a rank of an engine on another host, until it is interrupted."""
+    from cumulo.cli.shared.terminal import note
+    from cumulo.engine.play.rank_join import serve_rank
+    from cumulo.errors import CumuloError
+    from cumulo.serve.fleet.key import fleet_key
+
+    key = fleet_key(chosen.fleet_key_file)
+    if key is None:
+        raise CumuloError("--rank-of needs the engine's key: add --fleet-key-file FILE")
+    note(f"joining the engine at {chosen.rank_of}")
+    serve_rank(chosen.rank_of, key, chosen.model, chosen.engine.threads)
+
+
 def _role(chosen: ServeCommandOptions, key: str | None) -> dict[str, Any]:
     """The engine's options that say which part of a split deployment it is."""
     from cumulo.errors import CumuloError
@@ -292,6 +318,7 @@ def _role(chosen: ServeCommandOptions, key: str | None) -> dict[str, Any]:
         )
     return {
         "role": chosen.role, "transfer_address": chosen.transfer_address, "prefill_engines": addresses,
+        "remote_ranks": chosen.remote_ranks, "rank_address": chosen.rank_address,
         "transfer_key": key or "", "transfer_stall_s": chosen.transfer_stall_s,
     }  # fmt: skip
 

@@ -43,7 +43,8 @@ from cumulo.models.decoder import Decoder
 from cumulo.models.files.load import LoadedModel, ModelFiles, inspect_model, load_model
 from cumulo.models.text.tokenizer import Tokenizer
 from cumulo.ranks.plan_ring import RingFile
-from cumulo.ranks.rank_group import meeting_point
+from cumulo.ranks.rank_group import THIS_HOST, meeting_point
+from cumulo.ranks.remote import host_and_port
 from cumulo.spec.gpu_kernels import obstacle_of
 from cumulo.spec.model import ModelSpec
 
@@ -199,7 +200,10 @@ def _assemble_ranks(
 ) -> Assembly:
     """The same over several ranks: each is given its share of memory and threads, and loads its part."""
     layout, cores, free_bytes = config.layout, available_cores(), free_memory(config)
-    places, unit, own_bytes = max(cores, LEAST_CPU_RANKS), "CPU cores", free_bytes // layout.world
+    own_ranks = layout.world - config.remote_ranks
+    places, unit, own_bytes = max(cores, LEAST_CPU_RANKS), "CPU cores", free_bytes // own_ranks
+    if config.device == "cuda" and config.remote_ranks:
+        raise ConfigError("ranks of several hosts run on CPUs only: omit remote_ranks, or choose device=cpu")
     if config.device == "cuda":
         from cumulo.engine.play.rank_player_cuda import gpu_places, own_memory, refuse_layout
 
@@ -207,14 +211,15 @@ def _assemble_ranks(
         if config.redundant_experts:
             raise ConfigError("redundant_experts needs ranks on CPUs: omit it, or choose device=cpu")
         places, unit, own_bytes = gpu_places(), "GPUs", own_memory(files.spec, config, layout, free_bytes)
-    problems = list(serving_problems(files.spec, layout, places, unit))
+    problems = list(serving_problems(files.spec, layout, places + config.remote_ranks, unit))
     if config.redundant_experts and files.spec.moe is not None:
         problem = copies_problem(files.spec.moe.experts, layout.ep, config.redundant_experts)
         problems += [problem] if problem else []
     if problems:
         raise ConfigError("; ".join(problems))
     memory = plan_rank_memory(files.spec, weight_bytes, config, layout, own_bytes)
-    store = meeting_point()
+    host = host_and_port(config.rank_address)[0] if config.remote_ranks else THIS_HOST
+    store = meeting_point(host=host)
     setup = RankSetup(
         files.path,
         files.spec,
@@ -222,10 +227,12 @@ def _assemble_ranks(
         memory,
         keep_quantised,
         with_tokenizer,
-        max(1, (config.threads or cores) // layout.world),
+        max(1, (config.threads or cores) // own_ranks),
         store.port,
         RingFile.create(layout.world),
         os.getpid(),
+        host,
+        host,
     )
 
     def guidance_of(loaded: LoadedModel) -> Guidance | None:

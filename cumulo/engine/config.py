@@ -58,6 +58,10 @@ class EngineConfig:
     # Copies of experts that get most tokens, over all ranks of a stage: placed anew by load after so many steps
     redundant_experts: int = 0
     expert_balance_steps: int = 1000
+    # Of several hosts: the last so many ranks are started there, with `cumulo serve --rank-of`, and come to this
+    # HOST:PORT of rank 0's host; all of them have the same transfer_key
+    remote_ranks: int = 0
+    rank_address: str = ""
     rank_timeout_s: float = 60.0  # a rank that the others wait for longer has hung: the engine ends
     # -- prefill and decode on engines of their own: docs/roles.md
     role: Literal["both", "prefill", "decode"] = "both"  # prefill: also computes prompts for decode engines
@@ -98,6 +102,13 @@ class EngineConfig:
             raise CumuloError("redundant_experts must be 0 or more, and expert_balance_steps 1 or more")
         if self.redundant_experts and layout.ep == 1:
             raise CumuloError("redundant_experts copies experts among ranks: add ep, or omit it")
+        if (self.remote_ranks > 0) != bool(self.rank_address) or not 0 <= self.remote_ranks < layout.world:
+            raise CumuloError(
+                f"remote_ranks ({self.remote_ranks}) is how many of the {layout.world} ranks of tp, pp, dp and ep "
+                "come from other hosts, all but one at most, and needs a rank_address (HOST:PORT), where they join"
+            )
+        if self.remote_ranks and not self.transfer_key:
+            raise CumuloError("ranks of other hosts need a key: give all of them the same --fleet-key-file")
         if not self.transfer_stall_s > 0:
             raise CumuloError(f"transfer_stall_s must be more than 0 seconds, got {self.transfer_stall_s}")
         if (self.role == "prefill") != bool(self.transfer_address):

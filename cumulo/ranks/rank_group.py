@@ -19,7 +19,8 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore  # type: i
 
 from cumulo.ranks.collectives import Work
 
-__all__ = ["RankGroup", "TCPStore", "meeting_point"]
+THIS_HOST = "127.0.0.1"
+__all__ = ["THIS_HOST", "RankGroup", "TCPStore", "meeting_point"]
 
 
 class RankGroup:
@@ -31,13 +32,15 @@ class RankGroup:
         rank: int,
         timeout_s: float,
         meter: AbstractContextManager[None] | None = None,
+        host: str = THIS_HOST,
     ) -> None:
-        """`rank` is one of the members; all of them make it. `meter` is entered while others are waited for."""
+        """`rank` is one of the members; all of them make it. `meter` is entered while others are waited for.
+        `host`: the address of this one's at which the others reach it."""
         self.members, self.index, self.size = members, members.index(rank), len(members)
         self._waiting = meter or contextlib.nullcontext()
         gloo: Any = ProcessGroupGloo
         options = gloo._Options()
-        options._devices = [gloo.create_device(hostname="127.0.0.1")]
+        options._devices = [gloo.create_device(hostname=host)]
         options._timeout = timedelta(seconds=timeout_s)
         self._group = gloo(PrefixStore(name, store), self.index, self.size, options)
 
@@ -81,8 +84,8 @@ class RankGroup:
         return tensor
 
 
-def meeting_point(port: int | None = None) -> TCPStore:
-    """Where ranks of this machine find each other: opened by one of them, at a port for the others."""
+def meeting_point(port: int | None = None, host: str = THIS_HOST) -> TCPStore:
+    """Where ranks find each other: opened by one of them, at a port for the others."""
     if port is None:
-        return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    return TCPStore("127.0.0.1", port, is_master=False)
+        return TCPStore(host, 0, is_master=True, wait_for_workers=False)
+    return TCPStore(host, port, is_master=False)

@@ -71,7 +71,7 @@ class RankMeter:
 
 
 def rank_states(table: Words, on_gpu: bool) -> list[RankState]:
-    """Of all ranks, by rank. On a CPU memory is what the system says of each process."""
+    """Of all ranks of this host, by rank. On a CPU memory is what the system says of each process."""
     return [
         RankState(
             rank,
@@ -83,6 +83,7 @@ def rank_states(table: Words, on_gpu: bool) -> list[RankState]:
             int(words[ROUTED]),
         )
         for rank, words in enumerate(table.copy())
+        if words[PID]
     ]
 
 

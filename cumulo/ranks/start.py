@@ -137,10 +137,19 @@ class RankProcesses:
             self.end()
             raise
 
+    def adopt(self, rank: int, pipe: Connection) -> None:
+        """A rank that was started elsewhere and has come by this connection (`remote`)."""
+        self._ranks[rank] = _Rank(_RemoteProcess(pipe.fileno()), pipe, Path(self._folder.name, str(rank)))
+
     @property
     def pipes(self) -> dict[int, Connection]:
         """To each rank: whatever is sent here, a rank reads from `starter`."""
         return {rank: one.pipe for rank, one in self._ranks.items()}
+
+    @property
+    def all_here(self) -> bool:
+        """Whether all of them are processes of this host."""
+        return not any(isinstance(one.process, _RemoteProcess) for one in self._ranks.values())
 
     @property
     def sentinels(self) -> list[int]:
@@ -219,8 +228,24 @@ def _hidden_program() -> Iterator[None]:
 
 
 @dataclass(eq=False)
+class _RemoteProcess:
+    """A process of another host, as far as it concerns this one: it ends when its connection does."""
+
+    sentinel: int
+    pid: int | None = None
+    exitcode: str = "unknown: it ran on another host"
+
+    def join(self, timeout: float | None = None) -> None: ...
+
+    def kill(self) -> None: ...
+
+    def is_alive(self) -> bool:
+        return False
+
+
+@dataclass(eq=False)
 class _Rank:
-    process: BaseProcess
+    process: BaseProcess | _RemoteProcess
     pipe: Connection
     stacks: Path  # where it writes its stacks when told to
 
@@ -299,14 +324,21 @@ def tell_starter(message: Any) -> None:
 
 def _serve(pipe: Connection, stacks: Path, rank: int, threads: int, call: bytes) -> None:
     """A process of `RankProcesses`: one rank of one case."""
-    global _starter
-    _starter = pipe
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    torch.set_num_threads(threads)
     # Kept open for as long as the process lives: that is where stacks go.
     faulthandler.register(signal.SIGUSR1, file=stacks.open("w"), all_threads=True)
+    function, arguments = pickle.loads(call)
+    be_rank(pipe, function, rank, arguments, threads)
+
+
+def be_rank(
+    pipe: Connection, function: Callable[..., Any], rank: int, arguments: tuple[Any, ...], threads: int
+) -> None:
+    """This process is a rank: it calls the function, and tells whoever holds the other end how that ended."""
+    global _starter
+    _starter = pipe
+    torch.set_num_threads(threads)
     try:
-        function, arguments = pickle.loads(call)
         answer = pickle.dumps(("done", function(rank, *arguments)))
     except BaseException:
         answer = pickle.dumps(("failed", traceback.format_exc()))

@@ -59,6 +59,10 @@ class ServeOptions:
         for name in ("replicas", "max_body_bytes", "max_file_bytes", "files_per_key_bytes", "stories"):
             if getattr(self, name) < 1:
                 raise CumuloError(f"{name} must be 1 or more, got {getattr(self, name)}")
+        if self.engine.remote_ranks and (self.replicas > 1 or self.prefill):
+            raise CumuloError(
+                "remote_ranks works with one engine: start a server for each engine, and `cumulo gateway` in front"
+            )
         if self.prefill < 0:
             raise CumuloError(f"prefill must be 0 or more, got {self.prefill}")
         if self.prefill and self.engine.role != "both":

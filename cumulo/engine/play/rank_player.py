@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from cumulo.engine.config import EngineConfig
@@ -33,8 +34,9 @@ from cumulo.models.play.rank_decoder import RankDecoder
 from cumulo.models.play.rank_links import RankLinks, connect
 from cumulo.models.play.spread_experts import SpreadExperts
 from cumulo.ranks.plan_ring import PlanReader, RingFile
-from cumulo.ranks.rank_group import TCPStore, meeting_point
-from cumulo.ranks.rank_meter import RankMeter
+from cumulo.ranks.rank_group import THIS_HOST, TCPStore, meeting_point
+from cumulo.ranks.rank_meter import WORDS, RankMeter
+from cumulo.ranks.remote import RankDoor
 from cumulo.ranks.start import RankProcesses, starter, tell_starter
 from cumulo.spec.model import ModelSpec
 
@@ -55,6 +57,13 @@ class RankSetup:
     port: int  # where the ranks meet
     ring: Path  # the memory that plans travel through
     engine_pid: int  # rank 0's process
+    meeting_host: str = THIS_HOST  # rank 0's
+    host: str = THIS_HOST  # of the rank that is told this
+
+    @property
+    def own_ranks(self) -> int:
+        """Those on rank 0's host; the others have come from elsewhere (`cumulo.ranks.remote`)."""
+        return self.config.layout.world - self.config.remote_ranks
 
     @property
     def on_gpu(self) -> bool:
@@ -73,8 +82,11 @@ def start_ranks(
     """Start all ranks and be rank 0; returns when every one has loaded its part. `load` loads rank 0's."""
     layout = setup.config.layout
     modules = (__name__, "cumulo.models.files.load")
-    ranks = RankProcesses(play_rank, range(1, layout.world), (setup,), threads=setup.threads, preload=modules)
+    own = range(1, setup.own_ranks)
+    ranks = RankProcesses(play_rank, own, (setup,), threads=setup.threads, preload=modules)
     try:
+        if setup.config.remote_ranks:
+            _admit_others(setup, ranks)
         torch.set_num_threads(setup.threads)
         if setup.on_gpu:
             from cumulo.engine.play.rank_player_cuda import use_own_gpu
@@ -85,7 +97,7 @@ def start_ranks(
         setup.ring.unlink()  # all have it open: nothing stays behind, however the engine ends
         part = setup.part(0)
         meter = RankMeter(ring.progress[0])
-        links = connect(part, store, setup.config.rank_timeout_s, meter)
+        links = connect(part, store, setup.config.rank_timeout_s, meter, setup.host)
         loaded = load(part)
         guidance = guidance_of(loaded)
         runner, runs_on = _make_runner(
@@ -119,13 +131,13 @@ def play_rank(rank: int, setup: RankSetup) -> None:
 
         end_with(setup.engine_pid)
         use_own_gpu(rank)
-    ring = RingFile(setup.ring, setup.config.layout.world)
+    ring = RingFile(setup.ring, setup.config.layout.world) if rank < setup.own_ranks else None
     tell_starter(_OPENED)
-    plans = PlanReader(ring, rank, starter())
+    plans = PlanReader(None if setup.config.remote_ranks else ring, rank, starter())
     part = setup.part(rank)
-    store = meeting_point(setup.port)
-    meter = RankMeter(ring.progress[rank])
-    links = connect(part, store, setup.config.rank_timeout_s, meter)
+    store = meeting_point(setup.port, setup.meeting_host)
+    meter = RankMeter(ring.progress[rank] if ring is not None else np.zeros(WORDS, dtype=np.uint64))
+    links = connect(part, store, setup.config.rank_timeout_s, meter, setup.host)
     loaded = load_model(
         setup.model,
         dtype=getattr(torch, setup.config.dtype),
@@ -150,6 +162,16 @@ def play_rank(rank: int, setup: RankSetup) -> None:
         while len(running) > ahead or (running and getattr(step, "failed", None) is not None):
             done = running.popleft().result()
             meter.step(done.finished_s - done.started_s)
+
+
+def _admit_others(setup: RankSetup, ranks: RankProcesses) -> None:
+    """Wait for the ranks of other hosts."""
+    door = RankDoor(setup.config.rank_address, setup.config.transfer_key)
+    try:
+        for rank in range(setup.own_ranks, setup.config.layout.world):
+            ranks.adopt(rank, door.admit(rank, setup))
+    finally:
+        door.close()
 
 
 def _load_adapter(setup: RankSetup, runner: DeviceRunner, order: AdapterOrder) -> None:

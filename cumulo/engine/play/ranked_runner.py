@@ -15,7 +15,7 @@ from cumulo.engine.play.runner_torch import TorchRunner
 from cumulo.errors import RanksFailed
 from cumulo.models.adapters.files import AdapterWeights
 from cumulo.ranks.plan_ring import PlanWriter, RingFile
-from cumulo.ranks.rank_meter import WAITS, RankMeter, RankState, rank_states
+from cumulo.ranks.rank_meter import PID, WAITS, RankMeter, RankState, rank_states
 from cumulo.ranks.start import RankProcesses
 
 _STATES_S = 0.5  # how old they may be
@@ -35,7 +35,8 @@ class RankedRunner:
         """`ranks` are all but rank 0, whose runner and meter are here; `ring` has the progress of all."""
         self.runner, self.ranks, self._ring, self.meter = runner, ranks, ring, meter
         self._on_gpu, self._states, self._states_s = on_gpu, list[RankState](), 0.0
-        self._plans = PlanWriter(ring, ranks.pipes, timeout_s)
+        # Plans go through the ring only where all ranks map it.
+        self._plans = PlanWriter(ring if ranks.all_here else None, ranks.pipes, timeout_s)
         self._failed: RanksFailed | None = None
         self.lost = False  # a rank died while a kernel here may have waited for it: results are nonsense
         self.closed = threading.Event()
@@ -75,8 +76,11 @@ class RankedRunner:
 
     def _behind(self, error: Exception) -> str:
         """Nobody died: whoever has waited for others least often is whom they wait for."""
-        waits = self._ring.progress[:, WAITS].copy()
+        table = self._ring.progress
+        waits = table[table[:, PID] > 0, WAITS]  # ranks of other hosts count where nobody here can look
         rank = int(waits.argmin())
+        if len(waits) < len(table) and waits.min() == waits.max():
+            return f"a rank of another host: the ranks here wait for it: {type(error).__name__}: {error}"
         if rank == 0 or waits.min() == waits.max():
             return f"rank 0: {type(error).__name__}: {error}"
         return f"rank {rank}: the others wait for it; it stood at\n{self.ranks.stack_text(rank)}"

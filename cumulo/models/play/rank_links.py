@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cumulo.layout.serving import RankPart
 from cumulo.ranks.collectives import Work
-from cumulo.ranks.rank_group import RankGroup, TCPStore
+from cumulo.ranks.rank_group import THIS_HOST, RankGroup, TCPStore
 from cumulo.ranks.rank_meter import RankMeter
 
 
@@ -92,7 +92,13 @@ class RankLinks:
         self._leaving.append((self.pipeline.send(tensor, stage), tensor))
 
 
-def connect(part: RankPart, store: TCPStore, timeout_s: float, meter: RankMeter | None = None) -> RankLinks:
+def connect(
+    part: RankPart,
+    store: TCPStore,
+    timeout_s: float,
+    meter: RankMeter | None = None,
+    host: str = THIS_HOST,
+) -> RankLinks:
     """This rank's links. All ranks call it; groups are made together and in one order."""
     layout, rank = part.layout, part.rank
     groups: dict[tuple[int, ...], RankGroup] = {}
@@ -102,7 +108,7 @@ def connect(part: RankPart, store: TCPStore, timeout_s: float, meter: RankMeter 
             return None
         if members not in groups:
             name = "-".join(map(str, members))
-            groups[members] = RankGroup(store, name, members, rank, timeout_s, meter)
+            groups[members] = RankGroup(store, name, members, rank, timeout_s, meter, host)
         return groups[members]
 
     return RankLinks(

@@ -1,0 +1,76 @@
+"""Ranks on other hosts: the engine opens a door, and each rank comes in by a TCP connection on which both prove
+that they have a key. Plans, answers and the end then travel through it as through the pipe of a rank on this host.
+
+A rank believes what comes through it, so the key is a secret of those who run the engine. What ranks say to each
+other is not encrypted: use a network that you trust.
+"""
+
+import logging
+import os
+import pickle
+import socket
+import time
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Client, Connection, Listener
+from typing import Any
+
+from cumulo.errors import CumuloError
+
+log = logging.getLogger(__name__)
+
+_RETRY_S = 0.5
+
+
+class RankDoor:
+    """The engine's side, open while ranks are missing."""
+
+    def __init__(self, address: str, key: str) -> None:
+        self.host, port = host_and_port(address)
+        try:
+            self._listener = Listener((self.host, port), "AF_INET", authkey=key.encode())
+        except OSError as error:
+            raise CumuloError(
+                f"ranks cannot join at {address}: {error}; choose another rank_address"
+            ) from error
+        self.address = f"{self.host}:{self._listener.address[1]}"
+
+    def admit(self, rank: int, told: Any) -> Connection:
+        """Waits for a process that has the key; it becomes this rank."""
+        log.info("rank %d is awaited at %s: cumulo serve --rank-of %s", rank, self.address, self.address)
+        while True:
+            try:
+                connection = self._listener.accept()
+                connection.send_bytes(pickle.dumps((rank, told)))
+            except (AuthenticationError, OSError, EOFError) as error:
+                log.warning("a process that wanted to be rank %d was refused: %s", rank, error or "wrong key")
+                continue
+            return connection
+
+    def close(self) -> None:
+        self._listener.close()
+
+
+def join_door(address: str, key: str) -> tuple[Connection, int, Any, str]:
+    """Be a rank: the connection, the rank's number, what it is told, and this host's own address. Waits for an
+    engine that is not there yet."""
+    host, port = host_and_port(address)
+    while True:
+        try:
+            connection = Client((host, port), "AF_INET", authkey=key.encode())
+            rank, told = pickle.loads(connection.recv_bytes())
+        except AuthenticationError as error:
+            raise CumuloError(
+                f"the engine at {address} has another key: give both the same --fleet-key-file"
+            ) from error
+        except (OSError, EOFError):
+            time.sleep(_RETRY_S)
+            continue
+        with socket.socket(fileno=os.dup(connection.fileno())) as own:
+            return connection, rank, told, own.getsockname()[0]
+
+
+def host_and_port(address: str) -> tuple[str, int]:
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal():
+        raise CumuloError(f"{address!r} is no address: write HOST:PORT, as in 10.0.0.1:9100")
+    return host, int(port)

@@ -1,0 +1,103 @@
+"""Ranks that join over TCP, as those of other hosts do: same tokens as one rank, the next engine is joined when one
+ends, and who has no key is refused. Real processes, on this host's own address."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch.distributed", reason="this torch has no distributed package")
+
+from cumulo.engine.config import EngineConfig
+from cumulo.engine.decide.params import SamplingParams
+from cumulo.engine.play.ranked_runner import RankedRunner
+from cumulo.errors import CumuloError, RanksFailed
+from cumulo.ranks.remote import RankDoor, join_door
+from tests.engine.ranked_models import save_model
+from tests.engine.test_ranks import compare, started
+
+KEY = "a key that is long enough for all of them".replace(" ", "-")
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as held:
+        return int(held.getsockname()[1])
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model("dense", tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="module")
+def joining(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, "subprocess.Popen[str]"]]:
+    """An address, and a process that wants to be a rank of whatever engine waits there."""
+    address, key = f"127.0.0.1:{free_port()}", tmp_path_factory.mktemp("key") / "fleet.key"
+    key.write_text(KEY)
+    words = ["serve", "--rank-of", address, "--fleet-key-file", str(key), "--threads", "1"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "cumulo.cli", *words],
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        yield address, process
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def test_ranks_over_tcp_say_what_one_says_and_join_the_next_engine(
+    model: Path, joining: tuple[str, "subprocess.Popen[str]"]
+) -> None:
+    address, process = joining
+    options = {"tp": 2, "remote_ranks": 1, "rank_address": address, "transfer_key": KEY}
+    assert process.stdout is not None
+    with started(model) as one:
+        with started(model, **options) as several:
+            assert process.stdout.readline() == f"rank 1 of the engine at {address}\n"
+            runner = several.player.runner
+            assert isinstance(runner, RankedRunner) and not runner.ranks.all_here
+            compare(one.engine, several.engine, rounds=1, seed=5)
+            several.engine.add([1, 2, 3], SamplingParams(temperature=0, max_tokens=60, ignore_eos=True))
+            for _ in range(3):
+                several.engine.step()
+            with socket.socket(fileno=os.dup(runner.ranks.pipes[1].fileno())) as line:
+                line.shutdown(socket.SHUT_RDWR)  # as if the network were cut
+            with pytest.raises(RanksFailed, match="rank 1"):
+                while several.engine.has_work:
+                    several.engine.step()
+        with started(model, **options) as again:
+            assert process.stdout.readline() == f"rank 1 of the engine at {address}\n"
+            compare(one.engine, again.engine, rounds=1, seed=6, count=4)
+
+
+def test_a_rank_with_another_key_is_refused_and_says_so() -> None:
+    door = RankDoor(f"127.0.0.1:{free_port()}", KEY)
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            admitted = pool.submit(door.admit, 1, "told")
+            with pytest.raises(CumuloError, match="has another key"):
+                join_door(door.address, "another key")
+            connection, rank, told, host = join_door(door.address, KEY)
+            assert (rank, told, host) == (1, "told", "127.0.0.1")
+            admitted.result().close()
+            connection.close()
+    finally:
+        door.close()
+
+
+def test_what_several_hosts_need_is_said() -> None:
+    with pytest.raises(CumuloError, match="needs a rank_address"):
+        EngineConfig(tp=2, remote_ranks=1)
+    with pytest.raises(CumuloError, match="all but one at most"):
+        EngineConfig(tp=2, remote_ranks=2, rank_address="10.0.0.1:9", transfer_key=KEY)
+    with pytest.raises(CumuloError, match="need a key"):
+        EngineConfig(tp=2, remote_ranks=1, rank_address="10.0.0.1:9")
