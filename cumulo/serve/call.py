@@ -89,6 +89,10 @@ class Call:
                 "more, or ask the operator for may_go_first in the file of keys",
                 "priority",
             )
+        promises = self.service.options.engine.slo is not None or self.caller.slo is not None
+        if slo is not None and self.service.keys is not None and not promises:
+            # An engine that keeps promises serves by deadline: one key's request must not end the others' shares.
+            raise invalid("this server promises no latency: start it with --slo, or leave slo out", "slo")
         self._guide_param = guide_param
         at_a_time = at_a_time or len(prompts)
         if self._least_priority is not None:

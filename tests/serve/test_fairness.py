@@ -144,6 +144,15 @@ def test_a_key_that_holds_all_places_gives_one_to_another(guarded: tuple[Running
     assert all(choice.finish_reason == "length" for choice in heavy_call[0].choices)
 
 
+def test_a_key_cannot_end_fair_shares_by_asking_for_a_promise(
+    guarded: tuple[RunningServer, str, str],
+) -> None:
+    server, heavy_key, _ = guarded
+    body = {"model": MODEL, "prompt": [5], "max_tokens": 1, "slo": {"ttft_ms": 60_000}}
+    answer = server.post("/v1/completions", body, headers={"Authorization": f"Bearer {heavy_key}"})
+    assert answer.status_code == 400 and "promises no latency" in answer.json()["error"]["message"]
+
+
 def test_a_key_does_not_see_what_another_key_has_cached(guarded: tuple[RunningServer, str, str]) -> None:
     server, heavy_key, light_key = guarded
 
