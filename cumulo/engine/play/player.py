@@ -3,6 +3,7 @@ the assembly; the GPU's parts are imported only where a GPU is used."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -17,6 +18,7 @@ from cumulo.models.adapters.bank import AdapterBank
 from cumulo.models.batch import KVCache, RunnableModel
 from cumulo.models.decoder import Decoder
 from cumulo.models.play.fused import FusedDecoder, why_not
+from cumulo.models.play.rank_links import RankLinks
 
 
 class DeviceRunner(Runner, Protocol):
@@ -49,9 +51,7 @@ def cpu_player(
     guidance: Guidance | None,
     tell: Callable[[str], None] | None,
 ) -> Player:
-    obstacle = why_not(decoder)
-    model: RunnableModel = decoder if obstacle else FusedDecoder(decoder)
-    runs_on = f"PyTorch operators: {obstacle}" if obstacle else "fused native kernels"
+    model, runs_on = runnable(decoder)
     return Player(_torch_runner(model, decoder, config, memory, eos_ids, guidance), runs_on)
 
 
@@ -121,6 +121,31 @@ def adapter_obstacle(config: EngineConfig) -> str | None:
     return "adapters are added by PyTorch's operators" if config.max_loras else None
 
 
+def runner_maker(
+    config: EngineConfig, memory: MemoryPlan, eos_ids: tuple[int, ...]
+) -> "partial[TorchRunner]":
+    """A TorchRunner as far as all ranks of an engine have it alike, one or several."""
+    return partial(
+        TorchRunner,
+        max_slots=config.max_running,
+        max_context=memory.max_context,
+        eos_token_ids=eos_ids,
+        host_blocks=memory.all_host_blocks,
+        tier_blocks=memory.tier_blocks,
+    )
+
+
+def runnable(
+    decoder: Decoder, on_ranks: Callable[[], RunnableModel] | None = None, links: RankLinks | None = None
+) -> tuple[RunnableModel, str]:
+    """What computes a decoder on a CPU, and in which words: fused kernels, or operators (of several ranks, those
+    that `on_ranks` makes)."""
+    obstacle = why_not(decoder)
+    if obstacle is None:
+        return FusedDecoder(decoder, links), "fused native kernels"
+    return on_ranks() if on_ranks is not None else decoder, f"PyTorch operators: {obstacle}"
+
+
 def _torch_runner(
     model: RunnableModel,
     decoder: Decoder,
@@ -137,14 +162,9 @@ def _torch_runner(
         decoder.final_norm.weight.device,
         shared=config.role == "prefill",
     )
-    return TorchRunner(
+    return runner_maker(config, memory, eos_ids)(
         model,
         cache,
-        max_slots=config.max_running,
-        max_context=memory.max_context,
-        eos_token_ids=eos_ids,
-        host_blocks=memory.all_host_blocks,
-        tier_blocks=memory.tier_blocks,
         overlap=config.overlap,
         threads=config.threads,
         guidance=guidance,

@@ -17,7 +17,7 @@ from cumulo.engine.decide.plan import PendingStep
 from cumulo.engine.guides.guided import Guidance, GuidedSlots
 from cumulo.engine.memory.ledger import MemoryPlan
 from cumulo.engine.play.packed_plan import AdapterOrder, unpack_message
-from cumulo.engine.play.player import DeviceRunner, Player
+from cumulo.engine.play.player import DeviceRunner, Player, runnable, runner_maker
 from cumulo.engine.play.rank_play import RankPlay, SharedGuides
 from cumulo.engine.play.ranked_runner import RankedRunner
 from cumulo.engine.play.runner_torch import TorchRunner
@@ -26,10 +26,9 @@ from cumulo.errors import ModelError
 from cumulo.layout.serving import RankPart, rank_part
 from cumulo.models.adapters.bank import AdapterBank
 from cumulo.models.adapters.files import read_adapter
-from cumulo.models.batch import KVCache, RunnableModel
+from cumulo.models.batch import KVCache
 from cumulo.models.decoder import Decoder
 from cumulo.models.files.load import LoadedModel, load_model
-from cumulo.models.play.fused import FusedDecoder, why_not
 from cumulo.models.play.rank_decoder import RankDecoder
 from cumulo.models.play.rank_links import RankLinks, connect
 from cumulo.models.play.spread_experts import SpreadExperts
@@ -199,24 +198,15 @@ def _make_runner(
 
         guides = SharedGuides(guided, links)
         return make_cuda_runner(config, memory, part, decoder, store, eos_ids, guides, links)
-    obstacle = why_not(decoder)
     spread = None
     if config.redundant_experts:
         spread = SpreadExperts(decoder, part, links, config.redundant_experts, config.expert_balance_steps)
-    model: RunnableModel = (
-        RankDecoder(decoder, part, links, spread) if obstacle else FusedDecoder(decoder, links)
-    )
-    runs_on = f"PyTorch operators: {obstacle}" if obstacle else "fused native kernels"
+    model, runs_on = runnable(decoder, lambda: RankDecoder(decoder, part, links, spread), links)
     blocks = memory.kv_blocks // part.layout.dp
     cache = KVCache(part.local, blocks, config.block_size, decoder.dtype)
-    runner = TorchRunner(
+    runner = runner_maker(config, memory, eos_ids)(
         model,
         cache,
-        max_slots=config.max_running,
-        max_context=memory.max_context,
-        eos_token_ids=eos_ids,
-        host_blocks=memory.all_host_blocks,
-        tier_blocks=memory.tier_blocks,
         overlap=overlap,
         threads=setup.threads,
         sampler=None
