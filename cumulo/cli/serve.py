@@ -275,6 +275,8 @@ def serve(chosen: ServeCommandOptions) -> None:
 
     def on_ready(info: "Ready") -> None:
         note(f"{info.model_name} is ready at {address}/v1 (context {info.max_context:,}; {info.runs_on})")
+        if served.lora:
+            note(f"adapters: {', '.join(one.partition('=')[0] for one in served.lora)}")
         if extend is not None:
             note(f"the console is at {address}/")
             if chosen.open_browser:

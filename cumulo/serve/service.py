@@ -18,7 +18,6 @@ from cumulo.serve.access.keys import ApiKeys, Caller
 from cumulo.serve.access.limits import RateLimits
 from cumulo.serve.adapters.shelf import AdapterRefused, AdapterShelf, ServedAdapter, split_lora
 from cumulo.serve.bodies.logprob_bound import check_logprobs
-from cumulo.serve.engine_link.engine_child import EngineStartError
 from cumulo.serve.engine_link.engine_client import EngineClient, EngineSettings
 from cumulo.serve.engine_link.fleet import Fleet
 from cumulo.serve.engine_link.in_flight import Failure, Inbox, InFlight
@@ -131,8 +130,6 @@ class Service:
     async def start(self) -> Ready:
         info = await self.engine.start()
         for report in info.adapters:
-            if report.error:
-                raise EngineStartError(report.error)
             self._now_served(self.adapters.all[report.key], report)
         self.text.max_context = info.max_context
         self.metrics.on_ready(info)

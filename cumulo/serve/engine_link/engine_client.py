@@ -133,7 +133,7 @@ class EngineClient:
     # -- life ---------------------------------------------------------------------------------------------
     async def start(self) -> Ready:
         """Start the engine and wait until its model is loaded; raises EngineStartError."""
-        await self._start_child()
+        await self._start_child(needs_adapters=True)
         return self._begin()
 
     async def start_until_up(self) -> Ready:
@@ -150,7 +150,7 @@ class EngineClient:
         """Replace the engine by a new one; what is still in flight is continued."""
         self._restart_asked.set()
 
-    async def _start_child(self) -> None:
+    async def _start_child(self, needs_adapters: bool = False) -> None:
         self._children += 1
         told = [_order(adapter) for adapter in self.settings.adapters.all.values()]
         job = EngineJob(
@@ -162,6 +162,7 @@ class EngineClient:
             log_level=self.settings.log_level,
             for_router=self.settings.for_router,
             adapters=told,
+            needs_adapters=needs_adapters,
         )
         child = self._child = EngineChild(job, self._context, self.settings.environment)
         try:

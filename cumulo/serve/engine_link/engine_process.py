@@ -354,6 +354,8 @@ def main() -> None:
         assembly = assemble(job.model, job.config, job.keep_quantised, None)
         warm_up(assembly.engine)
         adapters = [load_now(assembly.engine.adapters, order) for order in job.adapters]
+        if job.needs_adapters and (refused := [report.error for report in adapters if report.error]):
+            raise CumuloError(refused[0])
         # What is loaded stays: the collector need not walk it again at every full collection.
         gc.collect()
         gc.freeze()

@@ -38,6 +38,7 @@ class EngineJob(msgspec.Struct, frozen=True):
     log_level: str = "info"
     for_router: bool = False  # reports RoutingNews
     adapters: list[LoadAdapter] = []  # that it loads before it is ready
+    needs_adapters: bool = False  # one that cannot be loaded ends it; otherwise it starts without
 
 
 # -- commands -------------------------------------------------------------------------------------------------
