@@ -23,7 +23,7 @@ from cumulo.models.heads.tap import StreamTap, eagle_layers
 from cumulo.models.play.fused import FusedDecoder
 from cumulo.train.head.config import HeadConfig
 
-_AT_ONCE = 16
+_AT_ONCE = {"cpu": 16, "cuda": 128}
 _VERBS = (
     "Explain", "Describe", "Summarize what is known about", "Write a paragraph about", "Give advice about",
     "List the advantages of", "List the disadvantages of", "Write a short poem about", "Tell me the history of",
@@ -66,15 +66,16 @@ def make_answers(
     """The model's answers to the questions, half of them sampled, with its hidden states. They are kept in a file
     and read from there the next time."""
     asked, done = questions(config), list[OwnAnswer]()
-    firsts = range(0, config.answers, _AT_ONCE)
+    at_once = _AT_ONCE[engine.device]
+    firsts = range(0, config.answers, at_once)
     paths = {first: Path(config.folder) / "answers" / f"{first:05d}.npz" for first in firsts}
     if not all(path.is_file() for path in paths.values()):
         with LLM(config.model, config=engine) as llm:
             stream = _streams(config, llm)
             for first, path in paths.items():
                 if not path.is_file():
-                    _answer(config, llm, stream, asked[first : first + _AT_ONCE], path)
-                tell("the model answers", min(first + _AT_ONCE, config.answers), config.answers)
+                    _answer(config, llm, stream, asked[first : first + at_once], path)
+                tell("the model answers", min(first + at_once, config.answers), config.answers)
     for path in paths.values():
         done += _read(path)
     return done[: config.answers]

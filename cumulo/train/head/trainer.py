@@ -64,7 +64,7 @@ class HeadTrainer:
     def run(self) -> HeadResult:
         config, began_s = self.config, time.perf_counter()
         device = device_kind(config.device)
-        engine = EngineConfig(device=device, threads=config.threads, max_context=2048)
+        engine = EngineConfig(device=device, threads=config.threads, max_context=2048, kv_memory_gib=2.0)
         answers = make_answers(config, engine, self.tell)
         decoder = load_model(
             config.model, device=device, keep_quantised=device == "cpu", with_tokenizer=False
