@@ -1,5 +1,7 @@
 """A head learns to foresee a model's own answers, and drafts in an engine as it did in training."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -120,6 +122,11 @@ def test_a_head_of_another_model_is_refused_by_name(trained):
 
     with pytest.raises(ModelError, match="hidden size 32 and 61 tokens, but the served one has 64"):
         load_eagle(trained[-1], replace(DECODER.spec, hidden=64))
+
+
+def test_the_example_is_a_heads_configuration():
+    found = read_head_config(Path(__file__).parents[2] / "examples" / "draft-head.yaml", {})
+    assert found is not None and found.learning_rate == 1e-3
 
 
 def test_a_file_of_kind_eagle_is_a_heads_configuration(tmp_path):
