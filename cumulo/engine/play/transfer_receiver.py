@@ -81,7 +81,6 @@ class TransferReceiver:
         self._orders: Mailbox[Order | None] = Mailbox()
         self._copying: dict[int, _Copying] = {}
         self._early: dict[int, list[LayersDone]] = {}  # of orders that have no blocks here yet
-        self._most_blocks = max(1, _PIECE_BYTES // max(1, sum(self._greeting.block_bytes)))
         self._selector = selectors.DefaultSelector()
         self._thread = threading.Thread(target=self._run, name="cumulo-transfer", daemon=True)
         self._thread.start()
@@ -152,9 +151,11 @@ class TransferReceiver:
 
     def _copy_some(self, number: int, copying: _Copying, sender: _Sender, source: BlockSource) -> bool:
         began_s, before = time.perf_counter(), copying.copied_bytes
+        piece_bytes = max(_PIECE_BYTES, source.turn_bytes)
+        most_blocks = max(1, piece_bytes // max(1, sum(self._greeting.block_bytes)))
         try:
             while copying.copied_bytes - before < source.turn_bytes:
-                piece = copying.progress.next_piece(self._most_blocks)
+                piece = copying.progress.next_piece(most_blocks)
                 if piece is None:
                     break
                 copying.copied_bytes += source.read(piece.layer, piece.runs)

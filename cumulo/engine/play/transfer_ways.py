@@ -223,7 +223,7 @@ class CudaExport:
 class CudaSource:
     """The sender's device memory. Copies run on a stream of their own, beside this engine's steps."""
 
-    turn_bytes = 1 << 30  # waiting for the device costs more than copying this
+    turn_bytes = 8 << 30  # waiting for the device costs more than copying this
 
     def __init__(self, cache: KVCache, reach: dict[str, Any]) -> None:
         storages = [one for one in (cache.key_storage, cache.value_storage) if one.numel()]

@@ -20,6 +20,7 @@ from cumulo.engine.decide.speculation.ngram import NgramDraft
 from cumulo.engine.decide.speculation.proposed import ProposedDraft
 
 _LEAST_GAIN = 1.03  # from which waiting for the tokens is worth the host's time between two steps
+_HOST_S = 4e-4  # ... which is about this on a GPU, and there a step may be no longer
 _NEWS = 0.15
 _TRY_AGAIN = 128  # tokens without a model's draft, after which one is tried again
 _HOPE = 0.7  # how right it is then hoped to be
@@ -89,7 +90,9 @@ class Speculation:
         """Whether the next step is to be planned only when the tokens of these rows, in flight, are known."""
         if not self.cost.known:
             return self.by_model
-        return self._prospects(rows).gain >= _LEAST_GAIN
+        # Behind a step whose tokens must be known the device waits for the host: a short step must gain the more.
+        least = max(_LEAST_GAIN, 1 + _HOST_S / self.cost.of(len(rows)))
+        return self._prospects(rows).gain >= least
 
     def _prospects(self, rows: list[Sequence]) -> DraftChoice:
         """How many tokens are worth drafting for each of these rows, by what is known of them."""
