@@ -243,7 +243,8 @@ def ranked_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def play_adapters(model: Path, folders: list[Path], **options: int) -> dict[str, RequestOutput]:
     """Load three adapters, answer with all, drop one and load another in its place, answer again."""
-    assembly = assemble(model, EngineConfig(**{**TIGHT, **options}), True, None)
+    blocks = TIGHT["kv_blocks"] * options.get("dp", 1)
+    assembly = assemble(model, EngineConfig(**{**TIGHT, "kv_blocks": blocks, **options}), True, None)
     engine = assembly.engine
     try:
         for index in range(3):
@@ -263,16 +264,29 @@ def play_adapters(model: Path, folders: list[Path], **options: int) -> dict[str,
         assembly.player.runner.close()
 
 
-@pytest.mark.parametrize("layout", [{"tp": 2}, {"pp": 2}], ids=str)
-def test_ranks_add_their_parts_of_every_adapter(layout, ranked_model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("layout", "name"),
+    [
+        ({"tp": 2}, "dense"),
+        ({"pp": 2}, "dense"),
+        pytest.param({"dp": 2, "ep": 2}, "experts", marks=pytest.mark.thorough),
+        pytest.param({"tp": 2, "pp": 2}, "latent", marks=pytest.mark.thorough),
+    ],
+    ids=str,
+)
+def test_ranks_add_their_parts_of_every_adapter(layout, name, ranked_model: Path, tmp_path: Path) -> None:
     pytest.importorskip("torch.distributed", reason="this torch has no distributed package")
-    spec = inspect_model(ranked_model).spec
+    model = ranked_model if name == "dense" else save_model(name, tmp_path)
+    spec = inspect_model(model).spec
+    projections = ("q_a_proj", "q_b_proj", *LATENT[1:]) if name == "latent" else ALL
     folders = [
-        write_adapter(tmp_path / str(index), spec, rank=rank, seed=index, targets=ALL[index:], strength=1.0)
+        write_adapter(
+            tmp_path / str(index), spec, rank=rank, seed=index, targets=projections[index:], strength=1.0
+        )
         for index, rank in enumerate((3, 16, 5, 8))
     ]
-    expected = play_adapters(ranked_model, folders)
-    got = play_adapters(ranked_model, folders, **layout)
+    expected = play_adapters(model, folders)
+    got = play_adapters(model, folders, **layout)
     assert got.keys() >= {"late"}
     for name, output in got.items():
         assert_same(output, expected[name], 1e-12)

@@ -14,6 +14,7 @@ from cumulo.models.adapters.config import read_config
 from cumulo.models.adapters.files import greatest_rank, read_adapter
 from cumulo.models.files.load import load_model
 from cumulo.models.play.fused import FusedDecoder, why_not
+from cumulo.spec.from_huggingface import spec_from_config
 from tests.models import tiny
 from tests.models.adapter_files import ALL, write_adapter
 from tests.models.stepper import Stepper
@@ -193,6 +194,27 @@ def test_an_adapter_that_cannot_be_served_is_refused_by_name(name: str, tmp_path
         read_adapter(folder, PLAIN, max_rank=16)
     assert words in str(error.value)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("family", "module", "words"),
+    [
+        ("qwen3_moe", "model.layers.0.mlp.experts.3.gate_proj", "routed experts"),
+        ("qwen3_moe", "model.layers.0.mlp.gate", "router"),
+        ("mixtral", "model.layers.0.block_sparse_moe.experts.1.w2", "routed experts"),
+        ("deepseek_v3", "model.layers.0.self_attn.kv_b_proj", "latent attention"),
+    ],
+)
+def test_an_adapter_of_experts_or_of_absorbed_matrices_is_refused_by_name(
+    family, module, words, tmp_path
+) -> None:
+    spec = spec_from_config(tiny.build(family).config.to_dict())
+    folder = write_adapter(tmp_path / "adapter", spec, targets=("o_proj",))
+    more = {f"base_model.model.{module}.lora_A.weight": torch.ones(4, 48)}
+    _tensors(lambda tensors: tensors.update(more))(folder)
+    with pytest.raises(ModelError, match=words) as error:
+        read_adapter(folder, spec, max_rank=16)
+    assert module in str(error.value)
 
 
 def test_a_rank_beyond_the_limit_is_refused_with_the_option_that_allows_it(tmp_path: Path) -> None:
