@@ -5,8 +5,8 @@ that did, once per session. A start then costs tenths of a CPU second instead of
 
 The process is the caller's own child, with its own arguments, environment and standard streams. The engine process
 of a server is forked, too, the first time; a server that restarts its engine starts it as users' servers do, unless
-SPARE_ENGINES in its environment says how many more are forked, which replace a lost one at once. Tests about the
-start itself, or about memory, start a process of their own.
+SPARE_ENGINES in its environment says how many more are forked, which replace a lost one at once; SPARE_RANKS says
+the same of the ranks of `cumulo train`. Tests of the start itself, or of memory, start a process of their own.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,6 +34,7 @@ from typing import IO, Any
 ROOT = Path(__file__).parents[1]
 ENGINE = "cumulo.serve.engine_link.engine_process"
 ENGINE_START = "cumulo.serve.engine_link.early_start"
+RANKS_START = "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler"
 _PRELOAD = (
     "cumulo.cli.app",
     "cumulo.cli.shared.help_words",
@@ -41,10 +42,13 @@ _PRELOAD = (
     "cumulo.gateway.server",
     ENGINE,
     "cumulo.console.install",
+    "cumulo.train.run.trainer",
+    "torch._dynamo",  # which optimizers import
+    RANKS_START,
 )
 _PR_SET_CHILD_SUBREAPER = 36
 _PR_SET_NAME = 15
-SPARE = "spare engine"  # the name in /proc of an engine process that waits for its job
+SPARE = "spare engine"  # the name in /proc of a process that waits for its job
 _starting = threading.Lock()
 
 
@@ -198,6 +202,8 @@ def _become(order: dict[str, Any]) -> None:
         terminal.out._width = terminal.err._width = int(width)
     if order["arguments"][:1] == ["serve"]:
         _prepare_engines(1 + int(os.environ.get("SPARE_ENGINES", 0)))
+    if order["arguments"][:1] == ["train"]:
+        _prepare_ranks(int(os.environ.get("SPARE_RANKS", 0)))
     main()
 
 
@@ -219,6 +225,45 @@ def _be_called(name: str) -> None:
 
 
 def _spare_engine(others: Sequence[Child]) -> Child:
+    def be_engine() -> None:
+        _be_called("engine")
+        importlib.import_module(ENGINE).main()
+
+    return _spare(others, be_engine)
+
+
+def _prepare_ranks(count: int) -> None:
+    """Ranks of a training run that wait for their order; torchrun's agent gets them, and then starts others."""
+    waiting: list[Child] = []
+    for _ in range(count):
+        waiting.append(_spare(waiting, _be_rank))
+
+    def rank(args: Sequence[str], env: Mapping[str, str], **options: Any) -> Any:
+        if not waiting or list(args[1:3]) != ["-m", "cumulo"]:
+            return subprocess.Popen(args, env=env, **options)
+        child = waiting.pop()
+        assert child.stdin is not None
+        with child.stdin as line:
+            line.write(json.dumps({"arguments": list(args[3:]), "environment": dict(env)}).encode())
+        return child
+
+    module: Any = importlib.import_module(RANKS_START)
+    module.Popen = rank
+
+
+def _be_rank() -> None:
+    order = json.loads(sys.stdin.buffer.read())
+    os.environ.clear()
+    os.environ.update(order["environment"])
+    _be_called(f"rank {os.environ['RANK']}")
+    sys.argv = ["cumulo", *order["arguments"]]
+    from cumulo.cli import main
+
+    main()
+
+
+def _spare(others: Sequence[Child], be: Callable[[], None]) -> Child:
+    """A process that waits for its job on its standard input."""
     theirs, ours = os.pipe()
     child = os.fork()
     if child == 0:
@@ -233,8 +278,7 @@ def _spare_engine(others: Sequence[Child]) -> Child:
         poll = select.poll()
         poll.register(0, select.POLLIN)
         if poll.poll()[0][1] & select.POLLIN:
-            _be_called("engine")
-            importlib.import_module(ENGINE).main()
+            be()
         sys.exit()
     os.close(theirs)
     return Child(child, os.fdopen(ours, "wb"))

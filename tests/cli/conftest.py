@@ -54,14 +54,15 @@ def cumulo(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -
     return run
 
 
-def cumulo_process(*arguments: str, stdin: str = "") -> Ran:
-    """`cumulo ARGS...` as a process."""
+def cumulo_process(*arguments: str, stdin: str = "", spare_ranks: int = 0) -> Ran:
+    """`cumulo ARGS...` as a process; `spare_ranks` as in `tests.warm`."""
     with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         given.write(stdin.encode())
         given.seek(0)
         process = warm.start(
-            arguments, stdin=given, stdout=out, stderr=err, env=os.environ | {"COLUMNS": "200"}
-        )
+            arguments, stdin=given, stdout=out, stderr=err,
+            env=os.environ | {"COLUMNS": "200", "SPARE_RANKS": str(spare_ranks)},
+        )  # fmt: skip
         try:
             code = process.wait(600)
         finally:

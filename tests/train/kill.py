@@ -10,7 +10,6 @@ import argparse
 import os
 import random
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -21,6 +20,7 @@ from cumulo.layout.layout import Layout
 from cumulo.train.decide.config import CheckpointConfig, FaultConfig, TrainConfig, config_text
 from cumulo.train.run.log import TrainRecord, read_log
 from cumulo.train.run.trainer import Trainer
+from tests import warm
 from tests.train.ranked import tiny, write_texts
 
 _STEPS_BETWEEN = 5
@@ -72,12 +72,13 @@ def _run(
     log = Path(config.folder) / "log.csv"
     kills: list[tuple[int, int]] = []
     with (folder / "heard.txt").open("w") as heard:
-        run = subprocess.Popen(
-            [sys.executable, "-m", "cumulo", "train", str(folder / "config.yaml")],
-            stdout=heard,
-            stderr=heard,
-            env=os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
-        )
+        spare = {
+            "SPARE_RANKS": str(config.layout.world)
+        }  # those that replace killed ones are as users have them
+        run = warm.start(
+            ["train", str(folder / "config.yaml")], stdout=heard, stderr=heard,
+            env=os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"} | spare,
+        )  # fmt: skip
         try:
             while run.poll() is None and time.monotonic() < deadline:
                 time.sleep(drawn.uniform(0.05, 0.3))
@@ -111,6 +112,12 @@ def ranks_of(launcher: int) -> dict[int, int]:
         try:
             parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
             if parent != launcher:
+                continue
+            name = (
+                entry / "comm"
+            ).read_text()  # of a rank that was forked; its environment in /proc is its parent's
+            if name.startswith("rank "):
+                found[int(name[5:])] = int(entry.name)
                 continue
             for item in (entry / "environ").read_bytes().split(b"\0"):
                 if item.startswith(b"RANK="):

@@ -16,7 +16,8 @@ import pytest
 from cumulo.layout.layout import Layout
 from cumulo.train.decide.config import CheckpointConfig, config_text
 from cumulo.train.run.log import read_log
-from tests import thorough
+from tests import thorough, warm
+from tests.serve.running_server import wait_for
 from tests.train.kill import ranks_of, torment
 from tests.train.ranked import tiny, train, write_texts
 from tests.train.test_resume import difference
@@ -38,38 +39,44 @@ def test_ranks_that_are_killed_do_not_change_what_is_learnt(memory_every_steps: 
     assert ("from memory" in outcome.heard) == bool(memory_every_steps)
 
 
-def _launched(folder: Path, *changes: str) -> subprocess.Popen[str]:
+def _launched(folder: Path, *changes: str) -> tuple[warm.Child, Path]:
+    """The run, and what it says."""
     source = write_texts(folder / "texts.jsonl")
     config = tiny(folder / "run", source, Layout(dp=2), steps=400, evaluate_sequences=0)
     (folder / "config.yaml").write_text(config_text(config))
-    command = [sys.executable, "-m", "cumulo", "train", str(folder / "config.yaml")]
-    for change in changes:
-        command += ["--set", change]
-    return subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        env=os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+    options = [word for change in changes for word in ("--set", change)]
+    more = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "SPARE_RANKS": "2"}
+    heard = folder / "heard.txt"
+    with heard.open("wb") as stream:
+        run = warm.start(
+            ["train", str(folder / "config.yaml"), *options],
+            stdout=stream,
+            stderr=stream,
+            env=os.environ | more,
+        )
+    return run, heard
 
 
 @pytest.mark.thorough  # tests/ranks/test_launch.py does it with ranks that need no torch
 def test_a_run_that_cannot_go_on_says_so_once_and_is_not_started_again(tmp_path: Path) -> None:
-    run = _launched(tmp_path, "optimizer.learning_rate=1e30", "optimizer.clip_norm=0")
-    text, _ = run.communicate(timeout=300)
-    assert run.returncode == 2, text
+    run, heard = _launched(tmp_path, "optimizer.learning_rate=1e30", "optimizer.clip_norm=0")
+    code, text = run.wait(300), heard.read_text()
+    assert code == 2, text
     assert len(re.findall(r"stopped at step \d+: the loss", " ".join(text.split()))) == 1
     assert "restarting all" not in text
 
 
 @pytest.mark.slow
 def test_ctrl_c_reaches_all_ranks_and_they_save(tmp_path: Path) -> None:
-    run = _launched(tmp_path)
+    run, heard = _launched(tmp_path)
     log = tmp_path / "run/log.csv"
-    deadline = time.monotonic() + 200
-    while len(read_log(log)) < 2 and time.monotonic() < deadline and run.poll() is None:
-        time.sleep(0.1)
-    run.send_signal(signal.SIGINT)
-    text, _ = run.communicate(timeout=200)
-    assert run.returncode == 0, text
+    try:
+        wait_for(lambda: len(read_log(log)) >= 2 or run.poll() is not None, "two steps")
+        run.send_signal(signal.SIGINT)
+        code, text = run.wait(300), heard.read_text()
+    finally:
+        run.kill()
+    assert code == 0, text
     (stopped,) = re.findall(r"stopped after step (\d+); checkpoint saved", " ".join(text.split()))
     assert (tmp_path / f"run/checkpoints/step-{int(stopped):09d}").is_dir()
     assert (tmp_path / "run/model/model.safetensors").is_file()
