@@ -48,6 +48,7 @@ class GatewayMetrics:
         self.in_flight = gauge("gateway_in_flight", "Requests that are being answered.")
         self.connections = gauge("connections", "Open connections of clients.")
         self.refusals = counter("connections_refused", "Requests refused and connections closed.", "reason")
+        self._answered_count = self._moved_count = self._failed_count = 0  # the same, for the page
         registry.register(_ReplicaMetrics(fleet))
 
     def on_end(self, record: PassedRecord, status: int) -> None:
@@ -55,6 +56,9 @@ class GatewayMetrics:
         model = record.model if record.model in self._fleet.models() else ""
         self._responses.labels(model, str(status)).inc()
         self._moved.labels(model).inc(record.moves)
+        self._answered_count += 1
+        self._moved_count += record.moves
+        self._failed_count += record.error is not None
         if record.first_sent_s is not None:
             self._first_byte.observe(record.first_sent_s - record.received_s)
         if record.error is not None:
@@ -64,6 +68,15 @@ class GatewayMetrics:
             self._pauses.observe(record.longest_pause_s)
         self._prompt_tokens.inc(record.prompt_tokens or 0)
         self._cached_tokens.inc(record.cached_tokens or 0)
+
+    def totals(self) -> dict[str, int]:
+        """Of all replicas, since the gateway started."""
+        return {
+            "in_flight": sum(len(one.works) for one in self._fleet.replicas.values()),
+            "answered": self._answered_count,
+            "moved": self._moved_count,
+            "failed": self._failed_count,
+        }
 
     def text(self) -> bytes:
         return generate_latest(self._registry)

@@ -1,4 +1,5 @@
-"""GatewayPages: the gateway's own endpoints: health, readiness, metrics, models, the fleet, and explanations."""
+"""GatewayPages: the gateway's own endpoints: health, readiness, metrics, models, the fleet (with a page at /), and
+explanations."""
 
 import json
 import time
@@ -19,6 +20,7 @@ from cumulo.gateway.replica import UpstreamReplica
 from cumulo.gateway.replicas import Replicas
 from cumulo.gateway.stories import GatewayStories, PassedRecord
 from cumulo.gateway.upstream import UpstreamError
+from cumulo.gateway.web_page import fleet_page
 from cumulo.serve.access.keys import Caller
 from cumulo.serve.errors import ApiError, invalid
 from cumulo.serve.fleet.wire import ASK_HEADER, KEY_HEADER, FleetAsk, written
@@ -67,6 +69,8 @@ class GatewayPages:
             return self._health(bool(self._taking()) and not self._is_draining())
         if path == "/metrics":
             return Response(self._metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+        if path == "/":
+            return fleet_page()
         if path == "/version":
             return _json({"version": __version__})
         if not path.startswith(("/v1/models", "/v1/fleet", "/v1/requests/")):
@@ -121,6 +125,7 @@ class GatewayPages:
         return {
             "object": "fleet",
             "router": self._fleet.options.router,
+            "totals": self._metrics.totals(),
             "replicas": [_described(replica) for replica in self._fleet.replicas.values()],
             "recent": [
                 {
