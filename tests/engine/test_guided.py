@@ -18,6 +18,7 @@ from cumulo.engine.llm import LLM
 from cumulo.engine.sampling import sampler
 from cumulo.errors import InvalidRequest
 from tests import thorough
+from tests.engine.equivalence import FreeDrafts
 from tests.engine.guided_engine import CLOSING, EOS, GUIDANCE, SPECIAL, TOKENIZER, VOCAB, make_engine
 from tests.engine.guided_schemas import SCHEMAS
 from tests.engine.tiny_engine import run
@@ -50,6 +51,8 @@ def validate(text: str, schema) -> None:
 
 def answers(requests: dict[str, SamplingParams], **options):
     engine = make_engine(**options)
+    if engine.scheduler.speculation is not None:
+        engine.scheduler.speculation.cost = FreeDrafts()
     for name, params in requests.items():
         engine.add(PROMPT, params, request_id=name)
     outputs = run(engine)
@@ -183,6 +186,33 @@ def test_a_grammar_may_recurse_which_a_regular_expression_cannot():
             assert text[0] + text[-1] in ("()", "[]")
             text = text[1:-1]
         assert text.isdigit()
+
+
+def test_drafts_change_nothing_in_guided_answers():
+    """Texts that the guide makes repeat themselves; greedy and sampled, with stop strings and log-probabilities."""
+    sources = [r"(ab(cd)?ef ){2,12}\.", r"(\d\d, ){3,20}end", r"(na|ba){4,20}x"]
+    requests = {
+        f"{index}-{temperature}-{stop}": SamplingParams(
+            guide=Guide("regex", source), temperature=temperature, seed=index, max_tokens=60, logprobs=1,
+            stop=(stop,) if stop else (), n=2 if temperature else 1,
+        )
+        for index, source in enumerate(sources)
+        for temperature in (0.0, 1.0)
+        for stop in ("", "ef", "7", "nana")
+    }  # fmt: skip
+    plain = answers(requests)
+    drafted = answers(requests, speculate="ngram", max_running=256)
+    assert tokens_of(drafted) == tokens_of(plain)
+    for name, output in drafted.items():
+        for ours, theirs in zip(output.samples, plain[name].samples, strict=True):
+            assert (ours.text, ours.finish_reason, ours.stop_reason) == (
+                theirs.text, theirs.finish_reason, theirs.stop_reason,
+            )  # fmt: skip
+            assert [e.token for e in ours.logprobs] == ours.token_ids
+            assert all(
+                abs(a.logprob - b.logprob) < 1e-9 for a, b in zip(ours.logprobs, theirs.logprobs, strict=True)
+            )
+    assert sum(output.story.accepted_tokens for output in drafted.values()) > 100
 
 
 def test_a_json_object_is_an_object():
