@@ -1,34 +1,12 @@
 """AdapterStore: loads adapters into a running engine and drops them. Made by the assembly where adapters are
 served; `LLM` and the engine's process ask."""
 
-from collections.abc import Callable, Iterable
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
 
-from cumulo.engine.config import EngineConfig
 from cumulo.engine.decide.adapters.book import Adapter, AdapterBook
-from cumulo.errors import CumuloError
-from cumulo.models.adapters.files import AdapterWeights, greatest_rank, read_adapter
+from cumulo.models.adapters.files import AdapterWeights, read_adapter
 from cumulo.spec.model import ModelSpec
-
-DEFAULT_PLACES = 8  # where adapters are named and max_loras is not
-
-
-def room_for(config: EngineConfig, folders: Iterable[str | Path]) -> EngineConfig:
-    """The configuration with room for the adapters in these folders and, unless it says how many, for a few
-    more."""
-    ranks = [greatest_rank(Path(folder)) for folder in folders]
-    if not ranks:
-        return config
-    if config.max_loras and config.max_loras < len(ranks):
-        raise CumuloError(
-            f"{len(ranks)} adapters were named, and max_loras is {config.max_loras}: set it higher"
-        )
-    return replace(
-        config,
-        max_loras=config.max_loras or max(DEFAULT_PLACES, len(ranks)),
-        max_lora_rank=max(config.max_lora_rank, *ranks),
-    )
 
 
 class AdapterStore:

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from cumulo.engine.adapters import room_for
+from cumulo.engine.adapter_room import room_for
 from cumulo.engine.assembly import Assembly, assemble
 from cumulo.engine.config import EngineConfig
 from cumulo.engine.decide.params import Pooling, SamplingParams

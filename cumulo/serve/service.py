@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from cumulo.base.nearest import did_you_mean
-from cumulo.engine.adapters import room_for
+from cumulo.engine.adapter_room import room_for
 from cumulo.engine.decide.params import SamplingParams
 from cumulo.engine.outputs import Delta
 from cumulo.ranks.rank_meter import RankState

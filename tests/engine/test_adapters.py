@@ -10,7 +10,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cumulo.engine.adapters import AdapterStore, room_for
+from cumulo.engine.adapter_room import room_for
+from cumulo.engine.adapters import AdapterStore
 from cumulo.engine.assembly import assemble
 from cumulo.engine.config import EngineConfig
 from cumulo.engine.decide.adapters.book import AdapterBook

@@ -122,6 +122,12 @@ def read_config(folder: Path) -> AdapterConfig:
     )
 
 
+def greatest_rank(folder: Path) -> int:
+    """What an engine must have room for, from the configuration alone."""
+    config = read_config(folder)
+    return int(max([config.rank, *config.ranks.numbers]))
+
+
 def _number(path: Path, name: str, value: Any) -> float:
     whole = name in ("r", "rank_pattern")
     good = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)

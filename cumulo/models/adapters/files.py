@@ -57,12 +57,6 @@ class AdapterWeights:
         return max((pair.rank for pair in self.pairs.values()), default=0)
 
 
-def greatest_rank(folder: Path) -> int:
-    """From the configuration alone: what an engine must have room for."""
-    config = read_config(folder)
-    return int(max([config.rank, *config.ranks.numbers]))
-
-
 def read_adapter(folder: Path | str, spec: ModelSpec, max_rank: int) -> AdapterWeights:
     """An adapter of the whole model `spec`, checked; ModelError if it is not one, or of a higher rank."""
     folder = Path(folder)
