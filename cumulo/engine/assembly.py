@@ -30,8 +30,6 @@ from cumulo.engine.memory.ledger_ranks import plan_rank_memory
 from cumulo.engine.play.draft_source import attach_draft, check_tokenizer, load_draft
 from cumulo.engine.play.player import Player, adapter_obstacle, cpu_player, gpu_player, refuse_kernel_options
 from cumulo.engine.play.rank_player import RankSetup, start_ranks
-from cumulo.engine.play.ranked_runner import RankedRunner
-from cumulo.engine.play.runner_torch import TorchRunner
 from cumulo.engine.play.tiers.fingerprint import kv_fingerprint
 from cumulo.engine.play.tiers.kv_files import KvFiles
 from cumulo.engine.play.tiers.mover import TierMover, host_block_of
@@ -92,7 +90,7 @@ def assemble(
     files = inspect_model(model)
     obstacle = obstacle_of(files.spec, config.dtype) if config.device == "cuda" else None
     if config.device == "cuda":
-        obstacle = obstacle or adapter_obstacle(config)
+        obstacle = obstacle or adapter_obstacle(config, files.spec)
     if obstacle is not None:
         refuse_kernel_options(config, obstacle)
     # The packed kernels compute in float32 on a CPU; a GPU gets plain matrices, or quantises its own.
@@ -251,7 +249,6 @@ def _assemble_ranks(
 
 def _serve_adapters(engine: Engine, player: Player, config: EngineConfig, spec: ModelSpec) -> None:
     if config.max_loras:
-        assert isinstance(player.runner, TorchRunner | RankedRunner)
         book, install = engine.scheduler.books.adapters, player.runner.load_adapter
         engine.adapters = AdapterStore(spec, book, config.max_lora_rank, install)
 

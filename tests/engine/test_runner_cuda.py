@@ -6,11 +6,14 @@ With a GPU the same tests run on it, captured graphs included.
 
 from collections import deque
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
 from tests.engine.tiny_cuda_engine import DEVICE, SPECS, make_decoder, make_engine, use_few_programs  # isort: skip
+from cumulo.engine.adapters import AdapterStore
+from cumulo.engine.decide.adapters.book import AdapterBook
 from cumulo.engine.decide.params import SamplingParams
 from cumulo.engine.decide.plan import StepPlan
 from cumulo.engine.engine import Engine
@@ -22,11 +25,14 @@ from cumulo.engine.memory.ledger_gpu import (
 )
 from cumulo.engine.play.runner_cuda import CudaRunner
 from cumulo.engine.play.runner_torch import TorchRunner
+from cumulo.models.adapters.bank import AdapterBank
+from cumulo.models.adapters.files import read_adapter
 from cumulo.models.batch import KVCache
 from cumulo.models.play.cuda_decoder import CudaDecoder
 from cumulo.spec.counting import weight_bytes
 from tests.engine.random_planner import RandomPlanner
 from tests.engine.random_planner import Sequence as PlannedSequence
+from tests.models.adapter_files import write_adapter
 from tests.thorough import rare
 
 pytestmark = pytest.mark.slow
@@ -130,6 +136,35 @@ def test_embeddings_and_prompt_log_probabilities_are_the_torch_runners() -> None
     for a, b in zip(found[1]["b"].prompt_logprobs, found[0]["b"].prompt_logprobs, strict=True):
         assert (a is None) == (b is None)
         assert a is None or (a.token == b.token and abs(a.logprob - b.logprob) < 1e-5)
+
+
+def test_adapters_of_a_batch_give_the_torch_runners_tokens(tmp_path: Path) -> None:
+    spec = SPECS["dense"]
+    found = [
+        read_adapter(write_adapter(tmp_path / str(rank), spec, rank=rank, seed=rank, strength=3.0), spec, 16)
+        for rank in (3, 16)
+    ]
+    said = []
+    for on_kernels in (False, True):
+        decoder = make_decoder(spec)
+        bank = AdapterBank(decoder, spec, 3, 16)
+        engine = make_engine(decoder, on_kernels, bank=bank)
+        book = engine.scheduler.books.adapters = AdapterBook(bank.slots)
+        engine.adapters = AdapterStore(spec, book, 16, bank.install)
+        for index, weights in enumerate(found):
+            engine.adapters.add(f"a{index}", weights)
+        for index, adapter in enumerate(("a0", "", "a1", "a0")):
+            params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+            engine.add(prompt(9, 1 if index < 3 else 2), params, request_id=str(index), adapter=adapter)
+        answers = {}
+        while engine.has_work:
+            for done in engine.step().finished:
+                assert done.error is None, done.error
+                answers[done.request_id] = done.samples[0].token_ids
+        engine.runner.close()
+        said.append(answers)
+    assert said[0] == said[1]
+    assert len({tuple(said[0][name]) for name in "012"}) == 3  # of one prompt, with different adapters
 
 
 def test_drafts_are_verified_and_change_no_token() -> None:

@@ -28,6 +28,7 @@ from cumulo.engine.play.runner_cuda import CudaRunner  # noqa: E402
 from cumulo.engine.play.runner_torch import TorchRunner  # noqa: E402
 from cumulo.kernels.cuda.linear import small_linear  # noqa: E402
 from cumulo.kernels.cuda.moe import few as moe_few  # noqa: E402
+from cumulo.models.adapters.bank import AdapterBank  # noqa: E402
 from cumulo.models.batch import KVCache  # noqa: E402
 from cumulo.models.decoder import Decoder  # noqa: E402
 from cumulo.models.play.cuda_decoder import CudaDecoder  # noqa: E402
@@ -93,7 +94,7 @@ def make_decoder(spec: ModelSpec, dtype: torch.dtype = torch.float32) -> Decoder
 
 def make_engine(
     decoder: Decoder, on_kernels: bool, overlap: bool = True, invariant: bool = False, fp8: bool = False,
-    **options: Any,
+    bank: AdapterBank | None = None, **options: Any,
 ) -> Engine:  # fmt: skip
     """With `fp8` weights and keys and values in 8 bits; it takes the decoder's plain weights away."""
     defaults = dict(blocks=24, block_size=16, max_context=120, max_running=6, max_tokens_per_step=48)
@@ -117,10 +118,11 @@ def make_engine(
             config.max_running,
             weights="fp8" if fp8 else "auto",
             batch_invariant=invariant,
+            bank=bank,
         )
         runner = CudaRunner(model, cache, **shared)
     else:
-        runner = TorchRunner(decoder, cache, **shared)
+        runner = TorchRunner(decoder, cache, bank=bank, **shared)
     return Engine(
         Scheduler(config), runner, None, vocab_size=decoder.spec.vocab_size, eos_ids=(EOS,), overlap=overlap
     )

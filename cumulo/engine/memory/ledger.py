@@ -333,7 +333,8 @@ class Needs:
         CPU."""
         spec, config, element = self.spec, self.config, self.element_bytes
         draws = config.max_running  # parallel samples draw from one row: there may be more draws than tokens
-        if config.max_loras or obstacle_of(spec, config.dtype) is not None:
+        with_operators = config.max_loras and (spec.moe is not None or spec.mla is not None)
+        if with_operators or obstacle_of(spec, config.dtype) is not None:
             activations = activation_bytes(spec, tokens, element, context) + _GATHERED_BYTES
             yield row("activations", activations, f"one layer's intermediate results for {tokens:,} tokens")
             yield row("logits", logit_bytes(spec, draws, element), f"{draws:,} draws")

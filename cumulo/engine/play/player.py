@@ -15,10 +15,12 @@ from cumulo.engine.memory.ledger import MemoryPlan
 from cumulo.engine.play.runner_torch import TorchRunner
 from cumulo.errors import CumuloError
 from cumulo.models.adapters.bank import AdapterBank
+from cumulo.models.adapters.files import AdapterWeights
 from cumulo.models.batch import KVCache, RunnableModel
 from cumulo.models.decoder import Decoder
 from cumulo.models.play.fused import FusedDecoder, why_not
 from cumulo.models.play.rank_links import RankLinks
+from cumulo.spec.model import ModelSpec
 
 
 class DeviceRunner(Runner, Protocol):
@@ -34,6 +36,10 @@ class DeviceRunner(Runner, Protocol):
 
     def measure_swap_s(self) -> float:
         """Seconds to move one block to the host pool."""
+        ...
+
+    def load_adapter(self, slot: int, weights: AdapterWeights) -> None:
+        """Put an adapter into a slot that no sequence refers to."""
         ...
 
 
@@ -67,7 +73,7 @@ def gpu_player(
     from cumulo.models.play import cuda_decoder
 
     name = torch.cuda.get_device_name()
-    obstacle = cuda_decoder.why_not(decoder) or adapter_obstacle(config)
+    obstacle = cuda_decoder.why_not(decoder) or adapter_obstacle(config, decoder.spec)
     if obstacle is not None:
         refuse_kernel_options(config, obstacle)
         runner = _torch_runner(decoder, decoder, config, memory, eos_ids, guidance)
@@ -85,6 +91,7 @@ def gpu_player(
         config.max_running,
         weights=config.weights,
         batch_invariant=config.batch_invariant,
+        bank=_bank(decoder, config),
     )
     cache = KVCache(
         decoder.spec,
@@ -117,8 +124,11 @@ def refuse_kernel_options(config: EngineConfig, obstacle: str) -> None:
             )
 
 
-def adapter_obstacle(config: EngineConfig) -> str | None:
-    return "adapters are added by PyTorch's operators" if config.max_loras else None
+def adapter_obstacle(config: EngineConfig, spec: ModelSpec) -> str | None:
+    """What keeps the GPU's kernels from adding adapters to a model, or None."""
+    if config.max_loras and (spec.moe is not None or spec.mla is not None):
+        return "adapters of mixtures and of latent attention are added by PyTorch's operators"
+    return None
 
 
 def runner_maker(
@@ -146,6 +156,12 @@ def runnable(
     return on_ranks() if on_ranks is not None else decoder, f"PyTorch operators: {obstacle}"
 
 
+def _bank(decoder: Decoder, config: EngineConfig) -> AdapterBank | None:
+    if not config.max_loras:
+        return None
+    return AdapterBank(decoder, decoder.spec, config.max_loras, config.max_lora_rank)
+
+
 def _torch_runner(
     model: RunnableModel,
     decoder: Decoder,
@@ -168,9 +184,7 @@ def _torch_runner(
         overlap=config.overlap,
         threads=config.threads,
         guidance=guidance,
-        bank=AdapterBank(decoder, decoder.spec, config.max_loras, config.max_lora_rank)
-        if config.max_loras
-        else None,
+        bank=_bank(decoder, config),
     )
 
 

@@ -31,6 +31,7 @@ from cumulo.kernels.cuda.attention.paged_attention import AttentionPlan
 from cumulo.kernels.cuda.elementwise.rms_norm import rms_norm
 from cumulo.kernels.cuda.sampling.sample import SampleBuffers, sample
 from cumulo.kernels.cuda.sampling.sample_cuts import CutBuffers, sample_with_cuts
+from cumulo.models.adapters.files import AdapterWeights
 from cumulo.models.batch import KVCache
 from cumulo.models.play.cuda_decoder import CudaDecoder, StepTensors
 
@@ -111,10 +112,17 @@ class CudaRunner:
         held["activations"] = self.model.buffer_bytes - self.model.logits.nbytes
         held["logits"] = self.model.logits.nbytes + self._buffers.nbytes + self._cut_buffers.nbytes
         held["token tables"] = self.slots.nbytes
+        if self.model.adapters is not None:
+            held["adapters"] = self.model.adapters.bank.nbytes
         if self.device.type == "cuda":
             free, total = torch.cuda.mem_get_info(self.device)
             held["libraries and graphs"] = max(0, total - free - sum(held.values()))
         return held
+
+    def load_adapter(self, slot: int, weights: AdapterWeights) -> None:
+        """Into a slot that no sequence of a plan to come refers to before the caller says so."""
+        assert self.model.adapters is not None
+        self.model.adapters.bank.install(slot, weights)
 
     def measure_step(self, tokens: int, draws: int) -> int | None:
         """Nothing to measure: a step works in buffers that are held, and counted, already."""
@@ -166,6 +174,11 @@ class CudaRunner:
         )
         self.slots.send(stage, shape)
         wide = bool(plan.prompt_logprob_rows or plan.pool_rows)
+        if self.model.adapters is not None:
+            adapted = self.table.adapter_rows(rows, draws.token_rows, "cpu")
+            if adapted is not None:
+                shape = replace(shape, adapters=True)
+                self.model.adapters.send(adapted, shape.tokens, shape.draws)
         self._play(shape, captured=not wide)
         self.table.lengths[slots] = positions + 1  # the tokens themselves follow
         special = self._special(columns, slots, positions)
@@ -216,6 +229,9 @@ class CudaRunner:
         step = StepTensors(
             slots.token_ids[:tokens], slots.positions[:tokens], slots.kv_slots[:tokens], logit_rows, attention
         )
+        if shape.adapters:
+            assert self.model.adapters is not None
+            step.adapters = self.model.adapters.views(tokens, shape.draws)
         logits = self.model.forward(step, self.cache, every_row)
         if shape.cuts and len(logits):
             whole = self.model.whole_logits(len(logits))
@@ -252,7 +268,7 @@ class CudaRunner:
         return graph
 
     def _attention(self, shape: StepShape) -> AttentionPlan | LatentPlan:
-        shape = replace(shape, cuts=False)  # attention does not see how tokens are drawn
+        shape = replace(shape, cuts=False, adapters=False)  # attention sees neither
         plan = self._plans.get(shape)
         if plan is None:
             plan = self._plans[shape] = self.model.attention_plan(

@@ -196,10 +196,10 @@ class SlotTable:
             context_lengths=tensor(ends, np.int32),
             block_tables=tensor(self.tables[rows.slots, :widest], np.int32),
             logit_rows=tensor(logit_rows, np.int64),
-            adapters=self._adapter_rows(rows, logit_rows, device) if self.serves_adapters else None,
+            adapters=self.adapter_rows(rows, logit_rows, device) if self.serves_adapters else None,
         )
 
-    def _adapter_rows(
+    def adapter_rows(
         self, rows: StepRows, logit_rows: NDArray[np.int64], device: torch.device | str
     ) -> AdapterRows | None:
         """The step's rows by adapter, grouped once for all matrices; None: no row has one."""

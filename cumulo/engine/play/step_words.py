@@ -40,6 +40,7 @@ class StepShape:
     draws: int
     decodes_only: bool = False  # every row is one token
     cuts: bool = False  # some draw has top-k, top-p or min-p
+    adapters: bool = False  # some row has an adapter
 
     @property
     def words(self) -> int:

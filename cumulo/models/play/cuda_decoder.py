@@ -20,9 +20,12 @@ from cumulo.kernels.cuda.linear.fp8 import Fp8Weight
 from cumulo.kernels.cuda.linear.linear import Weight, choose, linear, prepare
 from cumulo.kernels.cuda.linear.w4 import W4Weight, reserve_scratch
 from cumulo.kernels.cuda.moe.moe import MoEBuffers, mixture
+from cumulo.kernels.low_rank import AdapterGroups
+from cumulo.models.adapters.bank import AdapterBank
 from cumulo.models.batch import KVCache
 from cumulo.models.decoder import Decoder
 from cumulo.models.linear import Linear
+from cumulo.models.play.cuda_adapters import CudaAdapters, StepAdapters
 from cumulo.models.play.cuda_latent import LatentHalf
 from cumulo.models.play.cuda_slice import ATTENTION, FEED_FORWARD, RankSlice
 from cumulo.models.play.cuda_weights import HeadWeights, LayerWeights, layer_weights
@@ -38,6 +41,7 @@ class StepTensors:
     slots: Tensor  # [T]: where each token's K and V are written; -1: nowhere
     logit_rows: Tensor  # [R]: tokens whose logits are wanted
     attention: AttentionPlan | LatentPlan  # prepared for this step
+    adapters: StepAdapters | None = None  # rows that have one
 
 
 def why_not(decoder: Decoder) -> str | None:
@@ -61,6 +65,7 @@ class CudaDecoder:
         weights: str = "auto",
         batch_invariant: bool = False,
         rank_slice: RankSlice | None = None,
+        bank: AdapterBank | None = None,
     ) -> None:
         """Buffers for steps of up to `max_tokens` tokens and `max_outputs` rows of logits.
 
@@ -70,6 +75,7 @@ class CudaDecoder:
         `batch_invariant` uses only kernels whose rows do not depend on the rows beside them.
         `rank_slice`: the decoder is one rank's part of a model; its spec has that rank's heads and widths, and
         its share of the vocabulary.
+        `bank`: the adapters that rows may have.
         """
         obstacle = why_not(decoder)
         if obstacle is not None:
@@ -94,6 +100,7 @@ class CudaDecoder:
         )
         self.windows = tuple(dict.fromkeys(layer.window for layer in self.layers))
         self.head: Weight = (decoder.embed if spec.tied_embeddings else decoder.head).weight
+        self.adapters = None if bank is None else CudaAdapters(bank, max_tokens, max_outputs)
         self.moe_buffers = None
         if spec.moe is not None:
             self.moe_buffers = MoEBuffers(spec.moe, spec.hidden, max_tokens, self.dtype, device)
@@ -144,7 +151,7 @@ class CudaDecoder:
             self.wanted,
             self.logits,
         )
-        parts = (self.moe_buffers, self.latent)
+        parts = (self.moe_buffers, self.latent, self.adapters)
         held = sum(tensor.nbytes for tensor in own) + sum(part.nbytes for part in parts if part is not None)
         return held + self.scratch_bytes
 
@@ -186,6 +193,7 @@ class CudaDecoder:
         else:
             self.slice.embed(step.token_ids, self.decoder.embed.weight, stream)
         pick = outputs < tokens and not every_row
+        groups = None if step.adapters is None else step.adapters.tokens
         for index, layer in enumerate(self.layers):
             mixed = self._attend(layer, stream, step, cache, index)
             if pick and index == len(self.layers) - 1:
@@ -193,8 +201,10 @@ class CudaDecoder:
                 mixed = torch.index_select(mixed, 0, step.logit_rows, out=self.last_mixed[:outputs])
                 if outputs == 0:  # the middle of a prompt
                     break
+                groups = None if step.adapters is None else step.adapters.outputs
             self._add_product(mixed, layer.output, layer.output_bias, stream, ATTENTION)
-            self._feed_forward(layer, stream)
+            self._adapt(index, "attention.output", mixed, stream, groups)
+            self._feed_forward(layer, stream, index, groups)
         if outputs == 0:
             return self.logits[:0]
         rows = None if pick else step.logit_rows
@@ -234,7 +244,11 @@ class CudaDecoder:
                 layer.window, mixed,
             )  # fmt: skip
         assert isinstance(step.attention, AttentionPlan)
-        qkv = self._normed_product(stream, layer.attention_norm, heads.qkv, self.qkv[:tokens], heads.qkv_bias)
+        groups = None if step.adapters is None else step.adapters.tokens
+        qkv = self._normed_product(
+            stream, layer.attention_norm, heads.qkv, self.qkv[:tokens], heads.qkv_bias, groups
+        )
+        self._adapt(index, "attention.qkv", self.normed[:tokens], qkv, groups)
         rope_cache(
             qkv, self.cosine, self.sine, step.positions, step.slots, keys, values, spec.heads,
             heads.q_norm, heads.k_norm, spec.norm_eps, spec.rope_interleaved, invariant=self.invariant,
@@ -250,7 +264,14 @@ class CudaDecoder:
         )
         return mixed
 
-    def _feed_forward(self, layer: LayerWeights, stream: Tensor) -> None:
+    def _adapt(self, index: int, name: str, x: Tensor, y: Tensor, groups: AdapterGroups | None) -> None:
+        if groups is not None:
+            assert self.adapters is not None
+            self.adapters.add(f"layers.{index}.{name}", x, y, groups)
+
+    def _feed_forward(
+        self, layer: LayerWeights, stream: Tensor, index: int, groups: AdapterGroups | None
+    ) -> None:
         tokens = len(stream)
         if layer.mixture is not None:
             assert self.moe_buffers is not None
@@ -272,16 +293,20 @@ class CudaDecoder:
             if self.slice is not None:
                 self.slice.add_partials(FEED_FORWARD, stream)
             return
-        activated = self._activated(stream, layer, layer.ffn_norm)
+        activated = self._activated(stream, layer, layer.ffn_norm, index, groups)
         assert layer.down is not None
         self._add_product(activated, layer.down, layer.down_bias, stream, FEED_FORWARD)
+        self._adapt(index, "ffn.down", activated, stream, groups)
 
-    def _activated(self, x: Tensor, layer: LayerWeights, norm: Tensor | None) -> Tensor:
+    def _activated(
+        self, x: Tensor, layer: LayerWeights, norm: Tensor | None, index: int = 0,
+        groups: AdapterGroups | None = None,
+    ) -> Tensor:  # fmt: skip
         """silu(gate) · up of x, normed first where a norm is given."""
         tokens, width = len(x), layer.ffn_width
         assert layer.gate_up is not None
         activated = self.activated.view(-1)[: tokens * width].view(tokens, width)
-        if self._fuses(tokens, layer.gate_up, swiglu=True):
+        if groups is None and self._fuses(tokens, layer.gate_up, swiglu=True):
             return linear(
                 x, layer.gate_up, out=activated, norm_weight=norm, eps=self.spec.norm_eps, swiglu=True,
                 bias=layer.gate_up_bias,
@@ -290,14 +315,17 @@ class CudaDecoder:
         if norm is None:
             linear(x, layer.gate_up, out=both, bias=layer.gate_up_bias, invariant=self.invariant)
         else:
-            self._normed_product(x, norm, layer.gate_up, both, layer.gate_up_bias)
+            self._normed_product(x, norm, layer.gate_up, both, layer.gate_up_bias, groups)
+            self._adapt(index, "ffn.gate_up", self.normed[:tokens], both, groups)
         return swiglu(both, activated)
 
     def _normed_product(
-        self, x: Tensor, norm: Tensor, weight: Weight, out: Tensor, bias: Tensor | None
-    ) -> Tensor:
+        self, x: Tensor, norm: Tensor, weight: Weight, out: Tensor, bias: Tensor | None,
+        groups: AdapterGroups | None = None,
+    ) -> Tensor:  # fmt: skip
+        """With adapters the normed rows are left in `normed`: they need them, too."""
         eps = self.spec.norm_eps
-        if self._fuses(len(x), weight):
+        if groups is None and self._fuses(len(x), weight):
             return linear(x, weight, out=out, norm_weight=norm, eps=eps, bias=bias)
         normed = rms_norm(x, norm, eps, out=self.normed[: len(x)])
         return linear(normed, weight, out=out, bias=bias, invariant=self.invariant)

@@ -1,0 +1,78 @@
+"""What adapters add to a step of the GPU decoder: the step's rows by adapter, in a buffer that never moves, so that
+a captured graph finds them there, and the stacks of every layer's matrices. `CudaDecoder` and `CudaRunner` use it.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from cumulo.kernels.cuda.linear.lora import add_lora, low_buffer, most_groups
+from cumulo.kernels.low_rank import AdapterGroups, AdapterRows, LowRankStack
+from cumulo.models.adapters.bank import AdapterBank
+
+
+@dataclass(frozen=True, slots=True)
+class StepAdapters:
+    """Views of the buffer for a step of some shape."""
+
+    tokens: AdapterGroups
+    outputs: AdapterGroups  # of the rows whose logits are wanted
+
+
+class CudaAdapters:
+    def __init__(self, bank: AdapterBank, max_tokens: int, max_outputs: int) -> None:
+        self.bank = bank
+        self.stacks = {name: matrix.stack for name, matrix in bank.matrices.items()}
+        widest = max(self.stacks.values(), key=lambda stack: stack.a.shape[1])
+        self.low = low_buffer(widest, max_tokens)
+        words = self._words(max_tokens) + self._words(max_outputs)
+        self._buffer = torch.zeros(words, dtype=torch.int32, device=bank.device)
+
+    @property
+    def nbytes(self) -> int:
+        return self.low.nbytes + self._buffer.nbytes
+
+    def _words(self, rows: int) -> int:
+        return rows + 2 * most_groups(rows, self.bank.slots) + 1
+
+    def views(self, tokens: int, outputs: int) -> StepAdapters:
+        """Where a step of so many tokens and outputs finds its groups."""
+        first = self._words(tokens)
+        return StepAdapters(
+            self._groups(self._buffer[:first], tokens),
+            self._groups(self._buffer[first : first + self._words(outputs)], outputs),
+        )
+
+    def _groups(self, words: Tensor, rows: int) -> AdapterGroups:
+        count = most_groups(rows, self.bank.slots)
+        order, starts, slots = words.split((rows, count + 1, count))
+        return AdapterGroups(order, order, starts, slots, ())
+
+    def send(self, step: AdapterRows, tokens: int, outputs: int) -> None:
+        """Bring the step's groups, made in the host's memory, to where a step of this shape reads them."""
+        words = np.concatenate((self._filled(step.tokens, tokens), self._filled(step.outputs, outputs)))
+        source = torch.from_numpy(words)
+        if self._buffer.is_cuda:
+            source = source.pin_memory()
+        self._buffer[: len(words)].copy_(source, non_blocking=True)
+
+    def _filled(self, groups: AdapterGroups, rows: int) -> NDArray[np.int32]:
+        """As many groups as the shape has room for; those too many have slot -1 and do nothing."""
+        count = most_groups(rows, self.bank.slots)
+        words = np.zeros(self._words(rows), dtype=np.int32)
+        order, starts, slots = words[:rows], words[rows : rows + count + 1], words[rows + count + 1 :]
+        order[: len(groups.rows)] = groups.rows.numpy()
+        starts[:] = len(groups.rows)
+        starts[: len(groups.starts)] = groups.starts.numpy()
+        slots[:] = -1
+        slots[: len(groups.slots)] = groups.slots.numpy()
+        return words
+
+    def add(self, name: str, x: Tensor, y: Tensor, groups: AdapterGroups) -> None:
+        """y plus what the rows' adapters make of x; in place. Matrices that none changes stay as they are."""
+        stack: LowRankStack | None = self.stacks.get(name)
+        if stack is not None:
+            add_lora(x, y, stack, groups, self.low)
