@@ -1,5 +1,5 @@
-"""What adapters cost a decoding step on a GPU: the 8B shape in random weights, 64 sequences, no adapter, one for all,
-and many.
+"""What adapters cost a decoding step on a GPU: the 8B shape in random weights, 64 sequences, no adapter, one for
+all, and many.
 
     python benchmarks/gpu_lora.py --json results/gpu_lora.json
 """
