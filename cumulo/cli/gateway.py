@@ -17,7 +17,7 @@ EXAMPLE = (
 
 @dataclass(frozen=True, kw_only=True)
 class GatewayCommandOptions:
-    urls: list[str] | None = argument("Servers to use as replicas of one model.", None, metavar="[URL]...")
+    urls: list[str] | None = argument("Servers to use as replicas of one model.", None, metavar="URL")
     pool: list[str] | None = option(
         "Server of a model's pool, with its share of the requests. Can be given more than once.",
         None,
@@ -121,8 +121,9 @@ def gateway(chosen: GatewayCommandOptions) -> None:
     if used.fleet_key is None:
         note("without --fleet-key-file the streams of a server that dies end with an error")
 
-    def on_ready(fleet: "Replicas") -> None:
+    def on_listening(url: str, fleet: "Replicas") -> None:
+        note(f"listening on {url}; the API is at {url}/v1")
         for replica in fleet.replicas.values():
             note(f"{replica.name}: {replica.trouble or ', '.join(replica.models)}")
 
-    run(used, on_bound=lambda url: note(f"listening on {url}; the API is at {url}/v1"), on_ready=on_ready)
+    run(used, on_listening=on_listening)

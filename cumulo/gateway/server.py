@@ -36,7 +36,7 @@ _DISCARD_BYTES = 64 << 20
 class GatewayRun:
     """One life of the gateway, from the first question to the drain."""
 
-    def __init__(self, options: GatewayOptions, fleet: Replicas) -> None:
+    def __init__(self, options: GatewayOptions, fleet: Replicas, on_listening: Callable[[], None]) -> None:
         self._options, self._fleet = options, fleet
         self._app = GatewayApp(options, fleet)
         tally = Tally(lambda reason: self._app.metrics.refusals.labels(reason).inc())
@@ -74,7 +74,7 @@ class GatewayRun:
             timeout_graceful_shutdown=2,
             lifespan="off",
         )
-        self._uvicorn = SignalledServer(config, self._on_signal)
+        self._uvicorn = SignalledServer(config, self._on_signal, on_listening)
         self._ending: asyncio.Task[None] | None = None
 
     async def serve(self, listener: socket.socket) -> None:
@@ -125,35 +125,29 @@ class GatewayRun:
 def run(
     options: GatewayOptions,
     *,
-    on_bound: Callable[[str], None] = lambda url: None,
-    on_ready: Callable[[Replicas], None] = lambda fleet: None,
+    on_listening: Callable[[str, Replicas], None] = lambda url, fleet: None,
 ) -> None:
-    """Serve until told to stop; raises CumuloError if the servers cannot form a fleet."""
+    """Serve until told to stop; raises CumuloError if the servers cannot form a fleet. `on_listening` is called
+    once requests are answered."""
     steady_stderr.start_logging(options.log_level, "gateway")
     listener = bind(options.host, options.port, shared=True)
     try:
         with asyncio.Runner(loop_factory=loop_factory()) as runner:
-            runner.run(_run(options, listener, on_bound, on_ready))
+            runner.run(_run(options, listener, on_listening))
     finally:
         listener.close()
 
 
 async def _run(
-    options: GatewayOptions,
-    listener: socket.socket,
-    on_bound: Callable[[str], None],
-    on_ready: Callable[[Replicas], None],
+    options: GatewayOptions, listener: socket.socket, on_listening: Callable[[str, Replicas], None]
 ) -> None:
     fleet = Replicas(options)
-    life = GatewayRun(options, fleet)
+    life = GatewayRun(options, fleet, lambda: on_listening(url_of(listener), fleet))
     try:
         await fleet.start()
     except BaseException:
         await fleet.close()
         raise
-    listener.listen(BACKLOG)  # whoever reads the address may come at once
-    on_bound(url_of(listener))
-    on_ready(fleet)
     gc.collect()
     gc.freeze()
     await life.serve(listener)
