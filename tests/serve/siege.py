@@ -11,7 +11,6 @@ soak.py).
 import argparse
 import asyncio
 import json
-import math
 import sys
 import tempfile
 import time
@@ -114,9 +113,7 @@ async def _honest(
             await asyncio.sleep(THINKS_S)
 
 
-async def _besiege(
-    server: RunningServer, keys: dict[str, str], seconds: float, attacks: float, seed: int
-) -> Report:
+async def _besiege(server: RunningServer, keys: dict[str, str], seconds: float, seed: int) -> Report:
     report = Report(seconds)
     headers = {"Authorization": f"Bearer {keys['ann']}"}
     async with httpx.AsyncClient(base_url=server.url, timeout=PATIENCE_S, headers=headers) as http:
@@ -125,13 +122,14 @@ async def _besiege(
             report.quiet_ttft_ms.append((await _ask(http, prompt))[1])
     report.memories = {"server": Memory(server.process.pid), "engine": Memory(server.engine_pid())}
     attackers = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "tests.serve.siege_attackers", server.url, keys["eve"], str(seconds), str(attacks),
-        str(seed), cwd=ROOT, stdout=asyncio.subprocess.PIPE,
+        sys.executable, "-m", "tests.serve.siege_attackers", server.url, keys["eve"], str(seconds), str(seed),
+        cwd=ROOT, stdout=asyncio.subprocess.PIPE,
     )  # fmt: skip
     began_s = time.monotonic()
 
     def goes_on() -> bool:
-        return attackers.returncode is None
+        in_time = time.monotonic() < began_s + seconds
+        return attackers.returncode is None and (in_time or report.answered < 10 * HONEST_CLIENTS)
 
     clients = [
         asyncio.create_task(
@@ -140,7 +138,7 @@ async def _besiege(
         for number in range(HONEST_CLIENTS)
     ]
     told = asyncio.create_task(attackers.communicate())
-    while goes_on():
+    while attackers.returncode is None:
         await asyncio.sleep(0.25)
         try:
             for memory in report.memories.values():
@@ -157,12 +155,10 @@ async def _besiege(
     return report
 
 
-def besiege(
-    server: RunningServer, keys: dict[str, str], seconds: float, attacks: float = math.inf, seed: int = 0
-) -> Report:
-    """For so long, or for so many attacks of each attacker."""
+def besiege(server: RunningServer, keys: dict[str, str], seconds: float, seed: int = 0) -> Report:
+    """Attacks begin for so long; the last of each attacker is waited for."""
     engine = server.engine_pid()
-    report = asyncio.run(_besiege(server, keys, seconds, attacks, seed))
+    report = asyncio.run(_besiege(server, keys, seconds, seed))
     names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "engine_restarts")
     left: dict[str, float] = {}
 
@@ -203,7 +199,7 @@ def main() -> None:
         path, keys = make_keys(Path(folder))
         model = save_tiny_model(Path(folder))
         with running_server(str(model), "--api-keys", str(path), *SERVER, fresh=True) as server:
-            report = besiege(server, keys, chosen.minutes * 60, seed=chosen.seed)
+            report = besiege(server, keys, chosen.minutes * 60, chosen.seed)
     print("\n".join(report.lines()))
     if chosen.json is not None:
         rows: list[dict[str, Any]] = [

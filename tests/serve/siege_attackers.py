@@ -240,41 +240,43 @@ def _mutate(body: Any, chance: random.Random) -> None:
 
 
 def _attack_until(
-    url: str, key: str, until_s: float, most: float, seed: int, outcomes: Counter[str], bad: list[str]
+    url: str, key: str, until_s: float, seed: int, outcomes: Counter[str], bad: list[str]
 ) -> None:
+    """Once at least."""
     attacker = Attacker(url, key, random.Random(seed))
-    attacks: list[Callable[[], list[int]]] = [
-        getattr(attacker, name) for name in sorted(dir(attacker)) if name.startswith("attack_")
-    ]
-    done = 0
-    while time.monotonic() < until_s and done < most:
-        done += 1
-        attack = attacker.chance.choice(attacks)
-        name = attack.__name__.removeprefix("attack_")
-        try:
-            statuses = attack()
-        except (httpx.TransportError, OSError) as error:
-            outcomes[f"{name}: {type(error).__name__}"] += 1
-            if isinstance(error, httpx.TimeoutException):
-                bad.append(f"{name}: no answer in {PATIENCE_S:g} s")
-            continue
-        if not statuses:
-            outcomes[name] += 1
-        for status in statuses:
-            outcomes[f"{name}: {status}"] += 1
-            if status >= 500 and status != 503:  # "busy, come again" is an answer to an attacker
-                bad.append(f"{name}: {status}")
+    _attack(attacker, outcomes, bad)
+    while time.monotonic() < until_s:
+        _attack(attacker, outcomes, bad)
+
+
+def _attack(attacker: Attacker, outcomes: Counter[str], bad: list[str]) -> None:
+    attack: Callable[[], list[int]] = getattr(attacker, attacker.chance.choice(_ATTACKS))
+    name = attack.__name__.removeprefix("attack_")
+    try:
+        statuses = attack()
+    except (httpx.TransportError, OSError) as error:
+        outcomes[f"{name}: {type(error).__name__}"] += 1
+        if isinstance(error, httpx.TimeoutException):
+            bad.append(f"{name}: no answer in {PATIENCE_S:g} s")
+        return
+    if not statuses:
+        outcomes[name] += 1
+    for status in statuses:
+        outcomes[f"{name}: {status}"] += 1
+        if status >= 500 and status != 503:  # "busy, come again" is an answer to an attacker
+            bad.append(f"{name}: {status}")
+
+
+_ATTACKS = [name for name in sorted(dir(Attacker)) if name.startswith("attack_")]
 
 
 def main() -> None:
-    url, key, seconds, attacks, seed = *sys.argv[1:3], *map(float, sys.argv[3:5]), int(sys.argv[5])
+    url, key, seconds, seed = sys.argv[1], sys.argv[2], float(sys.argv[3]), int(sys.argv[4])
     outcomes: Counter[str] = Counter()
     bad: list[str] = []
     until_s = time.monotonic() + seconds
     threads = [
-        threading.Thread(
-            target=_attack_until, args=(url, key, until_s, attacks, seed + number, outcomes, bad)
-        )
+        threading.Thread(target=_attack_until, args=(url, key, until_s, seed + number, outcomes, bad))
         for number in range(THREADS)
     ]
     for thread in threads:
