@@ -272,4 +272,16 @@ def test_the_cost_of_a_step_is_learnt_from_few_sizes():
     assert fixed_s + token_s == pytest.approx(0.010, rel=0.1) and token_s == pytest.approx(0.003, rel=0.2)
     for _ in range(10):
         cost.observe(8, 0.024)
-    assert cost.of(1) == pytest.approx(0.010, rel=0.1) and cost.of(8) == pytest.approx(0.024, rel=0.1)
+    assert cost.of(1) == pytest.approx(0.010, rel=0.2) and cost.of(8) == pytest.approx(0.024, rel=0.1)
+
+
+def test_one_step_that_was_held_up_does_not_end_drafting():
+    cost = LearntCost()
+    cost.observe(100, 0.7)
+    for _ in range(20):
+        cost.observe(1, 0.015)
+    cost.observe(2, 0.2)  # ten times as long as it should have taken
+    for _ in range(15):
+        cost.observe(1, 0.015)
+    fixed_s, token_s = cost.line
+    assert choose([Offer(8, 0.9)], 1, 1, fixed_s, token_s, 8).counts[0] >= 1

@@ -2,9 +2,10 @@
 
 _NEWS = 0.2  # share of the news in an average
 _SHORTER, _LONGER = 0.4, 0.1  # the same, for a step that took less or more time than usual
-_FADE = 0.99  # weight of an average after each step that it was not part of
+_FADE = 0.95  # weight of an average after each step that it was not part of: one long step is soon forgotten
 _MOST_TOKENS = 64  # larger steps say what prompts cost
 _LEAST_WEIGHT = 0.02
+_PRIOR = 2.0  # weight of what prompts say about sizes not seen lately
 
 
 class LearntCost:
@@ -52,8 +53,8 @@ class LearntCost:
         ] or [(tokens, seconds, 1.0) for tokens, (seconds, _) in self._seen.items()]
         heaviest = max(points, key=lambda point: point[2])
         slope = self._prompt_s if self._prompt_s is not None else heaviest[1] / (heaviest[0] + 2)
-        slope = min(slope, heaviest[1] / heaviest[0])
-        points.append((heaviest[0] + 8, heaviest[1] + 8 * slope, 0.3))
+        slope = min(slope, heaviest[1] / (heaviest[0] + 1))  # reading the weights costs as much as a token
+        points.append((heaviest[0] + 8, heaviest[1] + 8 * slope, _PRIOR))
         total = sum(weight for _, _, weight in points)
         mean_tokens = sum(tokens * weight for tokens, _, weight in points) / total
         mean_s = sum(seconds * weight for _, seconds, weight in points) / total
@@ -62,9 +63,8 @@ class LearntCost:
             sum(weight * (tokens - mean_tokens) * (seconds - mean_s) for tokens, seconds, weight in points)
             / spread
         )
-        slope = min(
-            max(slope, 0.0), mean_s / mean_tokens
-        )  # a step is never free, nor its fixed part negative
+        # A step's fixed part is never negative, and a token never gives time back.
+        slope = min(max(slope, 0.0), mean_s / mean_tokens)
         return mean_s - slope * mean_tokens, slope
 
     def of(self, tokens: int) -> float:
