@@ -11,6 +11,7 @@ from torch import Tensor
 
 from cumulo.kernels.cpu.library import FLOAT8_LINEAR, NativeLibrary, OpStruct, StepStruct, native
 
+RUN = 16  # columns that the kernel expands together
 SMALL_WORK = 50_000  # multiply-adds below which a second thread costs more than it brings
 _WEIGHTS_AT_ONCE = 1 << 22  # that the torch form expands
 
@@ -26,7 +27,7 @@ class PackedFloat8:
         self.shape = (codes.shape[0], codes.shape[1])
         chosen = native() if library == "auto" else library
         assert not isinstance(chosen, str)
-        if chosen is not None and (self.shape[1] % chosen.lanes or block % chosen.lanes):
+        if self.shape[1] % RUN or block % RUN:
             chosen = None
         self.library = chosen
 
