@@ -26,8 +26,8 @@ class EngineConfig:
     kv_disk: str = ""  # folder; engines of one host may share it
     kv_disk_gib: float = 0.0  # most that its files may take
     priority_step_s: float = 30.0  # a request one priority lower overtakes those that came this much later
-    # While several tenants (API keys) are about, a step computes prompts for about this long: a newcomer waits
-    # for no step that another's long prompt has filled
+    # While several tenants (API keys) are about, a step takes about this long, and twice as long while one key is
+    # alone: a newcomer waits for no step that another has filled
     shared_step_s: float = 0.04
     # TTFT and ITL promised to requests that do not ask for their own; None: nothing is promised (docs/slo.md)
     slo: Slo | None = None
