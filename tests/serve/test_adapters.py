@@ -259,6 +259,18 @@ def test_a_name_that_is_loaded_anew_is_another_adapter_for_the_engines() -> None
     assert shelf.salted("s", first.key) == "s" and shelf.salted("s", second.key) == "s"
 
 
+def test_an_adapter_that_a_restarted_engine_lost_can_be_loaded_again_or_dropped() -> None:
+    shelf = AdapterShelf(1, "base")
+    lost = shelf.put("x", "/a")
+    lost.ready, lost.error = False, "the folder is gone"
+    assert shelf.named("x") is None
+    again = shelf.put("x", "/a")
+    assert set(shelf.all) == {again.key}
+    again.error = "gone again"
+    shelf.drop("x")
+    assert not shelf.all
+
+
 def test_an_adapter_is_named_by_its_folder_where_it_has_no_name() -> None:
     assert split_lora("poet=/runs/a") == ("poet", "/runs/a")
     assert split_lora("/runs/adapter") == ("adapter", "/runs/adapter")

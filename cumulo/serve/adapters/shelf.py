@@ -80,6 +80,8 @@ class AdapterShelf:
             )
         if name == self._base:
             raise AdapterRefused(f"{name!r} is the name of the model itself: choose another name")
+        if any(one.name == name and one.error for one in self.all.values()):
+            self.drop(name)  # the engines do not have it
         if any(one.name == name and not one.dropped for one in self.all.values()):
             raise AdapterRefused(
                 f"an adapter {name!r} is loaded already: drop it first, or choose another name"
@@ -100,7 +102,8 @@ class AdapterShelf:
 
     def drop(self, name: str) -> ServedAdapter:
         """It takes no new calls; once it has none it is gone."""
-        adapter = self.named(name)
+        found = (one for one in self.all.values() if one.name == name and not one.dropped)
+        adapter = next((one for one in found if one.ready or one.error), None)
         if adapter is None:
             known = ", ".join(self.served) or "none"
             raise AdapterRefused(f"there is no adapter {name[:140]!r}; loaded: {known}")
