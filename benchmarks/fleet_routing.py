@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from array import array
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -40,6 +41,7 @@ from cumulo.engine.simulate.engine import SimulatedEngine
 from cumulo.engine.simulate.fleet import simulate_fleet
 from cumulo.engine.simulate.run import Arrival, DecodeTime, StepTime
 from cumulo.plan.serve.fleet import shared_cache_share
+from cumulo.plan.serve.step_cost import load_of
 from cumulo.plan.serve.traffic import Traffic
 from cumulo.serve.engine_link.engine_client import EngineSettings
 from cumulo.serve.engine_link.fleet import Fleet
@@ -50,6 +52,7 @@ from tests.serve.tiny_model import Sizes, save_tiny_model
 BLOCK, SCALE = 16, 32  # a block of 512 tokens of the trace becomes one of 16
 _WINDOW = 4000  # requests of the trace to choose from
 SIZES = Sizes(layers=4, hidden=128, ffn=384, heads=4, kv_heads=2, head_dim=32)
+_ALIKE = 20  # measured steps on both sides of a size, of which one is drawn
 HOST_S = 2e-4  # of the loop to plan a step or to take one in; hidden behind the step before
 
 
@@ -173,33 +176,54 @@ def submit(fleet: Fleet, watched: Watched, name: str, prompt: bytes, tokens: int
 
 @dataclass(frozen=True, slots=True)
 class FittedCost:
-    """A step costs so much, and so much for each prompt token and each decoded one."""
+    """A step costs so much, and so much for each prompt token, each decoded one, and each pair of a prompt token
+    with one that it attends to; times what steps of the same size were found to take more or less, drawn anew for
+    each. On a machine that others use, too, that spread is most of what a request waits for."""
 
     step_s: float
     prefill_s: float
     decode_s: float
+    pair_s: float
+    spread: tuple[float, ...] = (1.0,)  # measured over fitted, of every step ...
+    sizes_s: tuple[float, ...] = (
+        0.0,
+    )  # ... by what was fitted, in order: long steps vary less than short ones
+    rng: random.Random = field(default_factory=lambda: random.Random(0))
 
     @classmethod
     def of_steps(cls, records: Sequence[StepRecord]) -> "FittedCost":
-        """Least squares on steps that took neither much less nor much more than others of their size."""
-        rows = np.array([(1.0, one.prefill_tokens, one.decode_tokens) for one in records])
+        """Least squares on relative errors, so that a slow step counts as one step; no term is negative."""
+        rows = np.array([(1.0, one.prefill_tokens, one.decode_tokens, one.prompt_pairs) for one in records])
         took = np.array([one.finished_s - one.started_s for one in records])
-        keep = np.ones(len(took), dtype=bool)
-        for _ in range(4):
-            values, *_ = np.linalg.lstsq(rows[keep], took[keep], rcond=None)
-            ratio = took / np.maximum(rows @ values, 1e-6)
-            keep = (ratio > 0.3) & (ratio < 3)
-        # What was left out took its time, too: the sum is kept.
-        values *= took.sum() / (rows @ values).sum()
-        return cls(*(max(0.0, float(value)) for value in values))
+        terms = np.ones(4, dtype=bool)
+        while True:
+            values = np.zeros(4)
+            values[terms], *_ = np.linalg.lstsq(
+                rows[:, terms] / took[:, None], np.ones(len(took)), rcond=None
+            )
+            if (values >= 0).all():
+                break
+            terms &= values > 0
+        fitted = np.maximum(rows @ values, 1e-6)
+        by_size = np.argsort(fitted, kind="stable")
+        spread = (took / fitted)[by_size].tolist()
+        return cls(*map(float, values), tuple(spread), tuple(fitted[by_size].tolist()))
 
     def time_of(self, plan: StepPlan, shared: Mapping[int, int]) -> StepTime:
+        load = load_of(plan)
         decodes = plan.counts.count(1)
-        return StepTime(
-            HOST_S, self.step_s + self.prefill_s * (plan.tokens - decodes) + self.decode_s * decodes, HOST_S
+        fitted_s = (
+            self.step_s
+            + self.prefill_s * (plan.tokens - decodes)
+            + self.decode_s * decodes
+            + self.pair_s * load.chunk_pairs
         )
+        at = bisect_left(self.sizes_s, fitted_s) + self.rng.randint(-_ALIKE, _ALIKE)
+        ratio = self.spread[min(len(self.spread) - 1, max(0, at))]
+        return StepTime(HOST_S, fitted_s * ratio, HOST_S)
 
     def decode(self, rows: int) -> DecodeTime:
+        """What the router expects of a step; steps themselves are timed one by one."""
         return DecodeTime(HOST_S, self.step_s + self.decode_s * rows, 0.0, 0.0, HOST_S)
 
     def arrival_s(self, prompt_tokens: int) -> float:
@@ -213,7 +237,7 @@ def simulate(
         blocks=info.kv_blocks, block_size=info.block_size, max_context=info.max_context,
         max_running=info.max_running, max_tokens_per_step=info.max_tokens_per_step,
     )  # fmt: skip
-    engines = [SimulatedEngine(Scheduler(config), cost) for _ in range(replicas)]
+    engines = [SimulatedEngine(Scheduler(config), cost, step_by_step=True) for _ in range(replicas)]
     runs = simulate_fleet(arrivals, engines, router(policy))
     served = [one for run in runs for one in run.served]
     span_s = max(run.ended_s for run in runs) - arrivals[0].arrived_s
@@ -273,7 +297,9 @@ def main() -> None:
         print(
             f"fitted to {len(watched.records):,} steps of {chosen.calibrate} other requests: a step takes "
             f"{cost.step_s * 1e3:.2f} ms and {cost.prefill_s * 1e6:.0f} us per prompt token, "
-            f"{cost.decode_s * 1e6:.0f} us per decoded one"
+            f"{cost.decode_s * 1e6:.0f} us per decoded one, {cost.pair_s * 1e9:.0f} ns per pair; the median step "
+            f"takes {np.quantile(cost.spread, 0.5):.2f} times that, one in twenty "
+            f"{np.quantile(cost.spread, 0.95):.2f} times"
         )
         ideal = shared_cache_share(
             Traffic(tuple(arrivals)), chosen.replicas * info.kv_blocks, info.block_size

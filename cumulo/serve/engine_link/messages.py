@@ -136,6 +136,7 @@ class StepRecord(msgspec.Struct, frozen=True, array_like=True):
     prefill_tokens: int  # computed in chunks: prompts and recomputed contexts
     decode_tokens: int  # sequences that computed one token
     draws: int
+    prompt_pairs: int = 0  # of a token with each one that it attends to, in chunks: attention's work
 
 
 class FairnessReport(msgspec.Struct, frozen=True, array_like=True):

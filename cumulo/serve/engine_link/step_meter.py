@@ -22,10 +22,19 @@ class StepMeter:
 
     def note(self, plan: StepPlan, started_s: float, finished_s: float) -> None:
         self.steps += 1
-        decodes = plan.counts.count(1)
+        decodes, pairs = plan.counts.count(1), 0
+        if decodes < len(plan.counts):
+            for start, count in zip(plan.starts, plan.counts, strict=True):
+                pairs += count * start + count * (count + 1) // 2 if count > 1 else 0
         self.records.append(
             StepRecord(
-                plan.index, started_s, finished_s, plan.tokens - decodes, decodes, len(plan.draw_slots)
+                plan.index,
+                started_s,
+                finished_s,
+                plan.tokens - decodes,
+                decodes,
+                len(plan.draw_slots),
+                pairs,
             )
         )
 
