@@ -120,6 +120,21 @@ def test_a_tighter_deadline_overtakes_unless_that_breaks_a_promise() -> None:
             _ask(scheduler, f"more {number}", 800, 100.0, slo=Slo(ttft_s=0.55))
 
 
+def test_many_short_prompts_do_not_make_a_step_longer_than_the_itl_allows() -> None:
+    scheduler = _taught()
+    promises = scheduler.books.promises
+    assert promises is not None
+    _ask(scheduler, "decodes", 12, 100.0)
+    plan = scheduler.plan(100.0)
+    assert plan is not None
+    scheduler.observe(plan, 0.01, 100.01)
+    scheduler.apply(plan, StepResult([1]), 100.01)
+    for number in range(120):
+        _ask(scheduler, f"short {number}", 12, 100.01)
+    assert scheduler.plan(100.01) is not None
+    assert 0.5 * SLO.itl_s < promises.in_flight_s(100.01) <= promises.step_s + 1e-6
+
+
 def test_who_is_promised_nothing_comes_after_those_who_are() -> None:
     scheduler = _taught()
     batch = _ask(scheduler, "batch", 3000, 100.0, priority=1)

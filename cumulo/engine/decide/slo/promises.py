@@ -99,14 +99,15 @@ class Promises:
         prompts_s = min(self.step_s - decode_s, self.model.prompt_s(start, max(1, most_tokens - rows)))
         return prompts_s / (decode_s + prompts_s) if prompts_s > 0 else 0.0
 
-    def spend(self, sequence: Sequence, wanted: int) -> int:
-        """How many tokens of a prompt this step computes."""
+    def spend(self, sequence: Sequence, wanted: int, first: bool) -> int:
+        """How many tokens of a prompt this step computes; the first prompt of a step always gets on."""
         most = _LEARNING_TOKENS
         if self.model.known:
-            most = max(_LEAST_TOKENS, self.model.tokens_within(self.left_s, sequence.computed))
+            most = self.model.tokens_within(self.left_s, sequence.computed)
+            most = max(_LEAST_TOKENS, most) if first else most
         count = min(wanted, most)
         self.left_s -= self.model.prompt_s(sequence.computed, count)
-        self.step_full = count < wanted
+        self.step_full = count < wanted or (self.model.known and self.left_s <= 0)
         return count
 
     def planned(self, plan: StepPlan, now_s: float) -> None:

@@ -17,7 +17,7 @@ def promised_prompts(
     left = budget
     given: list[tuple[Sequence, int, bool]] = []
     seated = sorted(chunks, key=lambda one: _turn(one, now_s), reverse=True)
-    while left > 0:
+    while left > 0 and not promises.step_full:
         first = books.queue.first() if may_admit else None
         if first is not None and (not seated or _turn(first, now_s) < _turn(seated[-1], now_s)):
             sequence = admission.admit_next(books, plan, now_s)
@@ -28,11 +28,9 @@ def promised_prompts(
             sequence = seated.pop()
         else:
             break
-        count = promises.spend(sequence, min(sequence.to_compute, left))
+        count = promises.spend(sequence, min(sequence.to_compute, left), not given)
         given.append((sequence, count, False))
         left -= count
-        if promises.step_full:
-            break
     return given
 
 
