@@ -118,7 +118,8 @@ class ServeCommandOptions:
         "Maximum number of tokens in a step, of prompts and answers together.", None
     )
     shared_step_ms: float | None = option(
-        "Time of a step while several keys have requests, in ms; twice as long while one has. Default: 40.", None
+        "Time of a step while several keys have requests, in ms; twice as long while one has. Default: 40.",
+        None,
     )
     max_body_mib: float = option(
         "Maximum size of a request body, in MiB; larger ones are refused with 413.", 4.0
