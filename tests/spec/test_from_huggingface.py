@@ -96,7 +96,7 @@ def test_every_missing_field_is_either_optional_or_named(name: str) -> None:
         ("llama_31_8b", {"num_key_value_heads": 5}, "32 heads cannot share 5"),
         ("llama_31_8b", {"vocab_size": 0}, "vocab_size must be more than 0"),
         ("llama_31_8b", {"hidden_size": "big"}, "hidden_size must be a whole number, got 'big'"),
-        ("llama_31_8b", {"quantization_config": {"quant_method": "fp8"}}, "quantized with 'fp8'"),
+        ("llama_31_8b", {"quantization_config": {"quant_method": "hqq"}}, "quantized with 'hqq'"),
         ("mixtral_8x7b", {"num_experts_per_tok": 9}, "9 experts per token cannot be chosen from 8"),
         ("deepseek_v3", {"n_group": 7}, "256 experts cannot form 7 equal groups"),
         ("deepseek_v2_lite", {"topk_method": "noaux_tc"}, "routing 'noaux_tc'"),
