@@ -21,6 +21,7 @@ from cumulo.engine.decide.speculation.proposed import ProposedDraft
 
 _LEAST_GAIN = 1.03  # from which waiting for the tokens is worth the host's time between two steps
 _HOST_S = 4e-4  # ... which is about this on a GPU, and there a step may be no longer
+_CAUTION = 1.1  # a draft must be worth so much more than it is thought to cost: both are estimates
 _NEWS = 0.15
 _TRY_AGAIN = 128  # tokens without a model's draft, after which one is tried again
 _HOPE = 0.7  # how right it is then hoped to be
@@ -144,7 +145,8 @@ class Speculation:
         if not members:
             return
         if self.fixed_count is None:
-            counts = choose(offers, len(plan.draw_slots), plan.tokens, fixed_s, token_s, budget).counts
+            cautious_s = _CAUTION * token_s
+            counts = choose(offers, len(plan.draw_slots), plan.tokens, fixed_s, cautious_s, budget).counts
         else:
             counts = [min(self.fixed_count, offer.length, budget // len(offers)) for offer in offers]
         for row, offer, count in zip(members, offers, counts, strict=True):
