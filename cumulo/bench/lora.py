@@ -95,13 +95,13 @@ def _race(
     must = _GPU_MUST if llm.config.device == "cuda" else None
     step_ms = statistics.median(times["none"]) * 1e3
     one, several = f"one adapter of rank {rank}", f"{adapters} adapters of rank {rank}"
-    held = llm.ledger["adapters"].measured or 0
+    taken = llm.ledger["adapters"].measured or 0
     return [
         Row(f"step of {rows} rows without adapters", step_ms, "ms", better="lower"),
         Row("room for adapters, none used, over no room", ratio("none", "no room"), "×", better="lower"),
         Row(f"{one} for all rows, over none", ratio("one", "none"), "×", better="lower"),
         Row(f"{several} interleaved, over none", ratio("many", "none"), "×", better="lower", must=must),
-        Row(f"{adapters} adapters, memory", held / (1 << 20), "MiB", better="lower"),
+        Row(f"{adapters} adapters, memory", taken / (1 << 20), "MiB", better="lower"),
     ]
 
 

@@ -40,8 +40,8 @@ class EngineConfig:
     overlap: bool = True  # plan step N+1 and finish N-1 while N runs
     threads: int | None = None  # CPU threads; None: torch's default
     dtype: str = "auto"  # of activations and KV; auto: float32 on a CPU, bfloat16 on a GPU
-    # fp8, int4: the layers' matrices are quantised to 8 or 4 bits once loaded; routed experts, embedding and head stay
-    # (GPU)
+    # fp8, int4: the layers' matrices are quantised to 8 or 4 bits once loaded (GPU); routed experts, embedding and
+    # head stay
     weights: Literal["auto", "fp8", "int4"] = "auto"
     kv_dtype: Literal["auto", "fp8"] = "auto"  # fp8: keys and values take one byte a number (GPU)
     batch_invariant: bool = False  # same request, same bits, whatever else is in the batch; slower (GPU)

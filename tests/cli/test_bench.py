@@ -50,7 +50,8 @@ def test_a_ratio_is_the_median_of_the_rounds_ratios() -> None:
 
 def test_the_text_is_long_enough_for_all_rounds() -> None:
     tokens_per_round = sum(m.sequences * m.prompt_tokens for m in MEASUREMENTS)
-    assert len(reference_text()) > 400_000 > 3 * 20 * tokens_per_round  # three characters per token, twenty rounds
+    # Three characters per token, twenty rounds.
+    assert len(reference_text()) > 400_000 > 3 * 20 * tokens_per_round
 
 
 def test_decoding_requests_are_all_past_their_prompts() -> None:

@@ -53,7 +53,7 @@ def test_a_gpu_without_triton_says_what_to_install(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     "options",
     [
-        {"dtype": "bf16"}, {"weights": "int4"}, {"kv_dtype": "float8"}, {"preemption": "never"},
+        {"dtype": "bf16"}, {"weights": "int3"}, {"kv_dtype": "float8"}, {"preemption": "never"},
         {"max_context": 0}, {"threads": 0}, {"swap_gib": -1}, {"kv_memory_gib": -0.5},
     ],
 )  # fmt: skip
