@@ -176,7 +176,7 @@ def test_drafts_are_verified_and_change_no_token() -> None:
         (prompt(3, 3) * 4, SamplingParams(temperature=0.7, top_k=4, seed=5, max_tokens=12)),
     ]
     plain = run(make_engine(decoder, True), requests)
-    engine = make_engine(decoder, True, speculate="ngram", max_running=16)
+    engine = make_engine(decoder, True, speculate="ngram")
     assert engine.scheduler.speculation is not None
     engine.scheduler.speculation.fixed_count = 3
     steps: list[StepPlan] = []

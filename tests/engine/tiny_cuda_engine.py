@@ -22,6 +22,7 @@ from triton import next_power_of_2  # noqa: E402
 
 from cumulo.engine.decide.scheduler import Scheduler  # noqa: E402
 from cumulo.engine.decide.scheduler_config import SchedulerConfig  # noqa: E402
+from cumulo.engine.decide.speculation.choose import most_draws  # noqa: E402
 from cumulo.engine.engine import Engine  # noqa: E402
 from cumulo.engine.play import step_words  # noqa: E402
 from cumulo.engine.play.runner_cuda import CudaRunner  # noqa: E402
@@ -115,7 +116,7 @@ def make_engine(
         model = CudaDecoder(
             decoder,
             config.max_tokens_per_step,
-            config.max_running,
+            most_draws(config.max_running, bool(config.speculate)),
             weights="fp8" if fp8 else "auto",
             batch_invariant=invariant,
             bank=bank,

@@ -25,6 +25,7 @@ from cumulo.engine.decide.scheduler_config import SchedulerConfig
 from cumulo.engine.decide.sharing.steps import SharedSteps
 from cumulo.engine.decide.slo.entrance import promise
 from cumulo.engine.decide.slo.prompts import promised_prompts
+from cumulo.engine.decide.speculation.choose import most_draws
 from cumulo.engine.decide.speculation.policy import Speculation
 from cumulo.engine.decide.step_result import enter_result
 from cumulo.engine.decide.tiers.fetch import order_fetch
@@ -181,7 +182,7 @@ class Scheduler:
             self._plan_chunk(newcomer, min(newcomer.to_compute, budget), False, plan, rows, draws, now_s)
         if self.speculation is not None:
             budget = min(budget, self.shared_steps.spare_tokens(plan)) if shared else budget
-            places = self.config.max_running - len(draws)  # logits are held for so many
+            places = most_draws(self.config.max_running, True) - len(draws)
             self.speculation.extend(plan, rows, draws, self.residency, min(budget, places), now_s)
         self.residency.plan_complete()
         if not rows:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from cumulo.base.ledger import LedgerLine
 from cumulo.engine.config import EngineConfig
+from cumulo.engine.decide.speculation.choose import most_draws
 from cumulo.engine.memory.ledger_gpu import (
     gpu_buffer_bytes,
     gpu_logit_bytes,
@@ -332,7 +333,8 @@ class Needs:
         """The GPU decoder works in buffers it allocates once, so these are exact; models it cannot play run as on a
         CPU."""
         spec, config, element = self.spec, self.config, self.element_bytes
-        draws = config.max_running  # parallel samples draw from one row: there may be more draws than tokens
+        # Parallel samples draw from one row: there may be more draws than tokens.
+        draws = most_draws(config.max_running, bool(config.speculate))
         with_operators = config.max_loras and (spec.moe is not None or spec.mla is not None)
         if with_operators or obstacle_of(spec, config.dtype) is not None:
             activations = activation_bytes(spec, tokens, element, context) + _GATHERED_BYTES
@@ -345,7 +347,7 @@ class Needs:
             yield row("activations", buffers, f"buffers for {tokens:,} tokens")
             sampling = gpu_logit_bytes(spec.vocab_size, draws, element)
             yield row("logits", sampling, f"{draws:,} draws, with the sampler's candidates")
-            tables = gpu_table_bytes(draws, tokens, context, config.block_size)
+            tables = gpu_table_bytes(config.max_running, tokens, context, config.block_size)
             yield row("token tables", tables, f"{draws:,} sequences of {context:,} tokens")
         yield row(
             "libraries and graphs", _GPU_LIBRARIES_BYTES, "reserved; what they take depends on the driver"

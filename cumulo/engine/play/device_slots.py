@@ -38,8 +38,9 @@ class Stage:
 
 class DeviceSlots:
     def __init__(
-        self, max_slots: int, max_context: int, block_size: int, max_tokens: int, device: torch.device
-    ) -> None:
+        self, max_slots: int, max_context: int, block_size: int, max_tokens: int, max_draws: int,
+        device: torch.device,
+    ) -> None:  # fmt: skip
         self.device, self.block_size = device, block_size
         blocks = -(-(max_context + 1) // block_size)
 
@@ -47,7 +48,7 @@ class DeviceSlots:
             return torch.zeros(shape, dtype=torch.int32, device=device)
 
         self.tokens, self.tables = zeros(max_slots, max_context + 1), zeros(max_slots, blocks)
-        widest = StepShape(max_tokens, max_slots, max_slots)
+        widest = StepShape(max_tokens, max_slots, max_draws)
         self.words = zeros(widest.words)
         self.token_ids, self.positions, self.kv_slots = (
             zeros(max_tokens),

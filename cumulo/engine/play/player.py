@@ -10,6 +10,7 @@ import torch
 
 from cumulo.engine.config import EngineConfig
 from cumulo.engine.decide.plan import Runner
+from cumulo.engine.decide.speculation.choose import most_draws
 from cumulo.engine.guides.guided import Guidance
 from cumulo.engine.memory.ledger import MemoryPlan
 from cumulo.engine.play.runner_torch import TorchRunner
@@ -88,7 +89,7 @@ def gpu_player(
     model = cuda_decoder.CudaDecoder(
         decoder,
         config.max_tokens_per_step,
-        config.max_running,
+        most_draws(config.max_running, bool(config.speculate)),
         weights=config.weights,
         batch_invariant=config.batch_invariant,
         bank=_bank(decoder, config),

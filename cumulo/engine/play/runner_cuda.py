@@ -60,16 +60,17 @@ class CudaRunner:
         """`meet_ranks`: waits for the other ranks that play the same plans, where the model is one rank's slice."""
         self.model, self.cache, self.device = model, cache, cache.key_storage.device
         self.table = SlotTable(max_slots, max_context, cache.block_size, eos_token_ids, guidance)
-        self.slots = DeviceSlots(max_slots, max_context, cache.block_size, model.max_tokens, self.device)
+        draws = max(max_slots, model.max_outputs)  # more than slots where a few may verify drafts
+        self.slots = DeviceSlots(
+            max_slots, max_context, cache.block_size, model.max_tokens, draws, self.device
+        )
         self.pool = SwapPool(cache, host_blocks) if host_blocks else None
-        self._most = StepShape(model.max_tokens, max_slots, min(max_slots, model.max_outputs))
-        self._buffers = SampleBuffers(max_slots, model.vocab_size, self.device)
-        self._cut_buffers = CutBuffers(max_slots, model.vocab_size, self.device)
-        self._picked = torch.zeros(max_slots, dtype=torch.int32, device=self.device)
+        self._most = StepShape(model.max_tokens, max_slots, model.max_outputs)
+        self._buffers = SampleBuffers(draws, model.vocab_size, self.device)
+        self._cut_buffers = CutBuffers(draws, model.vocab_size, self.device)
+        self._picked = torch.zeros(draws, dtype=torch.int32, device=self.device)
         on_gpu = self.device.type == "cuda"
-        self._arrived = [
-            torch.zeros(max_slots, dtype=torch.int32, pin_memory=on_gpu) for _ in range(_RESULTS)
-        ]
+        self._arrived = [torch.zeros(draws, dtype=torch.int32, pin_memory=on_gpu) for _ in range(_RESULTS)]
         self._pending: deque[_PendingStep] = deque()
         self._owners = np.zeros(max_slots, dtype=np.int64)  # how many sequences each slot has held so far
         self._submitted = 0

@@ -14,6 +14,11 @@ MOST_DRAFTED = 16  # tokens for one row
 _SUREST = 0.98  # no draft is certain, however long the luck held
 
 
+def most_draws(max_running: int, speculates: bool) -> int:
+    """Tokens that one step may draw: so many logits are held. Few sequences may draft all the same."""
+    return max(max_running, 4 * MOST_DRAFTED) if speculates else max_running
+
+
 class Offer(NamedTuple):
     """What could be drafted for a row."""
 
