@@ -27,9 +27,9 @@ needs_prometheus = pytest.mark.skipif(
     reason="Prometheus is not installed (Debian, Ubuntu: apt install prometheus)",
 )
 pytestmark = needs_prometheus
-# Good queries without an answer: nothing was preempted, and the server has no replicas (test_fleet looks at those)
-# and no ranks (test_ranked_server).
-WITHOUT_ROWS = ("preemptions_by_reason", "replica_", "requests_moved", "route_ttft", "rank_")
+# Good queries without an answer: nothing was preempted, and the server has no replicas (test_fleet looks at those),
+# no ranks (test_ranked_server) and no adapters (test_adapters).
+WITHOUT_ROWS = ("preemptions_by_reason", "replica_", "requests_moved", "route_ttft", "rank_", "lora_requests")
 ALERTS = Path(__file__).parents[2] / "cumulo/serve/monitoring/alerts.yaml"
 ALERTS_TEST = Path(__file__).with_name("alerts_test.yaml")
 
