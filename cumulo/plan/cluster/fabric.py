@@ -8,9 +8,9 @@ from cumulo.layout.layout import Layout
 from cumulo.plan.cluster.sheet import Sheet
 from cumulo.plan.job import TrainJob
 from cumulo.plan.network.collectives import Group, Network
-from cumulo.plan.network.tiers import Tier, tiers_of
 from cumulo.plan.time.step import estimate
 from cumulo.spec.cluster import Cluster
+from cumulo.spec.fabric_tiers import Tier, tiers_of
 
 
 @dataclass(frozen=True, slots=True)

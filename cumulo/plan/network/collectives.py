@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from cumulo.errors import ConfigError
 from cumulo.plan.network.lines import KINDS, CollectiveLine, Kind, Reach, lines
 from cumulo.plan.network.profile import NetworkProfile, network_constants, profile_of
-from cumulo.plan.network.tiers import tiers_of
 from cumulo.spec.cluster import Cluster
+from cumulo.spec.fabric_tiers import tiers_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,6 @@
 """The tiers of a fabric: how many nodes are joined below each layer of switches, and what is lost above it.
-The network model asks how far a group's neighbours are apart; the cluster planner counts switches and cables.
+The network model asks how far a group's neighbours are apart, the cluster planner counts switches and cables,
+and the network simulator builds its links from them.
 """
 
 from dataclasses import dataclass

@@ -1,9 +1,9 @@
-"""Tiers of switches: cumulo/plan/network/tiers.py."""
+"""Tiers of switches: cumulo/spec/fabric_tiers.py."""
 
 import pytest
 
 from cumulo.errors import ConfigError
-from cumulo.plan.network.tiers import tiers_of
+from cumulo.spec.fabric_tiers import tiers_of
 from cumulo.spec import catalog
 from cumulo.spec.fabric import Fabric
 
