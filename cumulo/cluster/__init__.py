@@ -1,0 +1,1 @@
+"""Jobs on a cluster: policies (`decide/`), their rehearsal on a trace (`simulate/`), and drivers that obey them."""

@@ -1,0 +1,51 @@
+"""What a policy decides, each with the reason a person reads. Simulator and drivers carry them out in order."""
+
+from dataclasses import dataclass
+
+from cumulo.cluster.decide.jobs import TaskPlace
+
+
+@dataclass(frozen=True, slots=True)
+class JobPlacement:
+    """Start this waiting gang: one place for each task."""
+
+    job_id: str
+    places: tuple[TaskPlace, ...]
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Eviction:
+    """Stop this running gang; it waits again, from its last checkpoint."""
+
+    job_id: str
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Resize:
+    """Give this running gang these places instead of its own: more tasks, fewer, or as many elsewhere (a move)."""
+
+    job_id: str
+    places: tuple[TaskPlace, ...]
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Waits:
+    """This job is not placed, and why. `until_s`: when the policy expects to start it, if it reserved a start."""
+
+    job_id: str
+    reason: str
+    until_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Cordon:
+    """Give this node no more tasks."""
+
+    node: str
+    reason: str = ""
+
+
+Decision = JobPlacement | Eviction | Resize | Waits | Cordon

@@ -1,0 +1,123 @@
+"""What is asked for and what runs: jobs as a policy sees them. Traces, job files and drivers write them."""
+
+from dataclasses import dataclass, replace
+
+from cumulo.errors import ConfigError
+
+WHOLE_GPU = 1000  # shares of a GPU are counted in thousandths, as integers, so that sums are exact
+
+
+@dataclass(frozen=True, slots=True)
+class StepProfile:
+    """One training step of a job: what it computes, and what its tasks exchange. The collective model prices it."""
+
+    compute_s: float
+    all_reduce_bytes: float = 0.0  # of each GPU, over all tasks: gradients
+    all_to_all_bytes: float = 0.0  # of each GPU, over all tasks: experts
+
+
+@dataclass(frozen=True, slots=True)
+class SpeedTable:
+    """Goodput of an elastic job in examples/s: `one_node[g - 1]` with g GPUs on one node, `many_nodes[g - 1]` on
+    several. 0: this size is not possible."""
+
+    one_node: tuple[float, ...]
+    many_nodes: tuple[float, ...]
+
+    def goodput(self, gpus: int, nodes: int) -> float:
+        table = self.one_node if nodes <= 1 else self.many_nodes
+        return table[gpus - 1] if 0 < gpus <= len(table) else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class JobRequest:
+    """A gang of equal tasks, placed all together or not at all. Resources are those of one task."""
+
+    job_id: str
+    tasks: int = 1
+    gpus_per_task: int = 1
+    gpu_milli: int = WHOLE_GPU  # share of the GPU; below 1000 only for tasks of one GPU
+    cpu_milli: int = 0
+    memory_mib: int = 0
+    devices: tuple[str, ...] = ()  # accepted device names; (): any
+    tenant: str = "default"
+    priority: int = 0  # higher is more urgent
+    arrival_s: float = 0.0
+    deadline_s: float | None = None
+    predicted_s: float | None = None  # remaining duration with all tasks, as predicted; None: unknown
+    min_tasks: int | None = None  # elastic range; None: rigid
+    max_tasks: int | None = None
+    preemptible: bool = True
+    checkpoint_s: float = 0.0  # what an eviction or a move costs: writing, restarting, reading
+    step: StepProfile | None = None
+    speed: SpeedTable | None = None
+
+    def __post_init__(self) -> None:
+        if self.tasks < 1 or self.gpus_per_task < 0:
+            raise ConfigError(f"job {self.job_id}: a job needs 1 or more tasks and 0 or more GPUs per task")
+        if not 0 < self.gpu_milli <= WHOLE_GPU:
+            raise ConfigError(
+                f"job {self.job_id}: a share of a GPU is 1 to {WHOLE_GPU} thousandths, not {self.gpu_milli}"
+            )
+        if self.gpu_milli < WHOLE_GPU and self.gpus_per_task > 1:
+            raise ConfigError(
+                f"job {self.job_id}: a task with a share of a GPU has one GPU, not {self.gpus_per_task}"
+            )
+        if not (self.min_tasks or self.tasks) <= self.tasks <= (self.max_tasks or self.tasks):
+            raise ConfigError(
+                f"job {self.job_id}: {self.tasks} tasks are outside its elastic range "
+                f"{self.min_tasks} to {self.max_tasks}"
+            )
+
+    @property
+    def fractional(self) -> bool:
+        return self.gpus_per_task == 1 and self.gpu_milli < WHOLE_GPU
+
+    @property
+    def elastic(self) -> bool:
+        return self.min_tasks is not None or self.max_tasks is not None
+
+    @property
+    def gpus(self) -> float:
+        """GPUs of the whole gang; a share counts as its fraction."""
+        return self.tasks * self.milli_per_task / WHOLE_GPU
+
+    @property
+    def milli_per_task(self) -> int:
+        return self.gpus_per_task * self.gpu_milli
+
+    def resized(self, tasks: int) -> "JobRequest":
+        return replace(self, tasks=tasks, min_tasks=min(self.min_tasks or tasks, tasks),
+                       max_tasks=max(self.max_tasks or tasks, tasks))  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class TaskPlace:
+    """Where one task of a gang runs: a node and its GPUs, by number."""
+
+    node: str
+    gpus: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RunningJob:
+    """A placed gang. `request.tasks` is what it asked for, `places` what it has."""
+
+    request: JobRequest
+    places: tuple[TaskPlace, ...]
+    started_s: float = 0.0
+    attained_gpu_s: float = 0.0  # GPU time received so far, over all its runs
+    expected_end_s: float | None = None  # None: unknown
+    restarts: int = 0
+
+    @property
+    def job_id(self) -> str:
+        return self.request.job_id
+
+    @property
+    def tasks(self) -> int:
+        return len(self.places)
+
+    @property
+    def node_names(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(place.node for place in self.places))

@@ -1,0 +1,44 @@
+"""A cluster at one moment: all that a policy may look at."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from cumulo.cluster.decide.decisions import Decision
+from cumulo.cluster.decide.jobs import JobRequest, RunningJob
+from cumulo.cluster.decide.nodes import ClusterNode, FreeCapacity, free_capacity
+
+
+@dataclass(frozen=True, slots=True)
+class TenantQuota:
+    """GPUs a tenant is guaranteed, and how many more it may borrow while others do not use theirs."""
+
+    tenant: str
+    gpus: float
+    borrow_gpus: float = 0.0
+    weight: float = 1.0  # of its fair share
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """Nodes, what waits in the order of arrival, what runs. Policies never change it: they try on `free.copy()`."""
+
+    now_s: float
+    nodes: Sequence[ClusterNode]
+    waiting: Sequence[JobRequest]
+    running: Mapping[str, RunningJob]
+    free: FreeCapacity
+    quotas: Mapping[str, TenantQuota] = field(default_factory=dict)
+
+
+Policy = Callable[[Snapshot], list[Decision]]
+
+
+def snapshot_of(
+    now_s: float, nodes: Sequence[ClusterNode], waiting: Sequence[JobRequest], running: Sequence[RunningJob],
+    quotas: Sequence[TenantQuota] = (),
+) -> Snapshot:  # fmt: skip
+    """What a driver builds from the jobs it knows: the free capacity is worked out here."""
+    return Snapshot(
+        now_s, tuple(nodes), tuple(waiting), {job.job_id: job for job in running},
+        free_capacity(nodes, running), {quota.tenant: quota for quota in quotas},
+    )  # fmt: skip
