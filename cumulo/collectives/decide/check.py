@@ -1,0 +1,225 @@
+"""Proves a schedule: every rank ends with the right value, every contribution counted once, and no deadlock even if
+a send waits for its receive (rendezvous). Tests, the command and the players call it before a schedule is trusted.
+
+One play is a proof: whether it comes to its end does not depend on durations, since each rank's order is fixed and
+every message has one sender and one receiver. What is counted on the way: steps, messages, elements over each link,
+additions.
+"""
+
+from collections import defaultdict, deque
+from dataclasses import dataclass, field
+
+from cumulo.collectives.decide.schedule import CollectiveSchedule, CollectiveStep, Move, Transfer
+from cumulo.errors import CumuloError
+
+_BITS = 32  # to count one rank's contribution in
+
+
+class WrongCollective(CumuloError):
+    """A schedule that does not do what its collective promises."""
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveReport:
+    """What a right schedule does; elements, not bytes."""
+
+    steps: int  # one after another, from the first to the last of any rank
+    messages: int
+    elements_by_link: dict[tuple[int, int], int]  # (sender, receiver)
+    additions_by_rank: tuple[int, ...]  # elements that are added to others
+
+    @property
+    def elements(self) -> int:
+        return sum(self.elements_by_link.values())
+
+    @property
+    def most_sent(self) -> int:
+        """Elements that the busiest rank sends."""
+        sent: dict[int, int] = defaultdict(int)
+        for (sender, _), elements in self.elements_by_link.items():
+            sent[sender] += elements
+        return max(sent.values(), default=0)
+
+
+@dataclass(slots=True)
+class _Lane:
+    """One channel of one rank: where it stands."""
+
+    rank: int
+    channel: int
+    steps: tuple[CollectiveStep, ...]
+    at: int = 0
+    open: int = 0  # transfers of its step that have no partner yet
+    begun: int = 0  # when its step began, in steps
+    ends: int = 0
+    arrived: list[tuple[int, Transfer, dict[int, int]]] = field(default_factory=list)
+
+
+def check_collective(schedule: CollectiveSchedule) -> CollectiveReport:
+    """Refuse a wrong schedule by naming a rank, a step and a chunk; count what a right one does."""
+    return _Play(schedule).run()
+
+
+class _Play:
+    def __init__(self, schedule: CollectiveSchedule) -> None:
+        self.schedule = schedule
+        self.held: list[dict[int, int]] = [{} for _ in range(schedule.nodes)]
+        for rank in range(schedule.ranks):
+            for chunk in range(len(schedule.sizes)):
+                if schedule.source(chunk) in (rank, None):
+                    self.held[rank][chunk] = 1 << (_BITS * rank)
+        self.lanes = {
+            (rank, channel): _Lane(rank, channel, tuple(schedule.steps(rank, channel)))
+            for rank in range(schedule.nodes)
+            for channel in range(schedule.channels)
+        }
+        # By (sender, receiver, channel): sends and receives that wait for each other.
+        self.sends: dict[tuple[int, int, int], deque[tuple[_Lane, Transfer, dict[int, int]]]] = defaultdict(
+            deque
+        )
+        self.receives: dict[tuple[int, int, int], deque[tuple[_Lane, Transfer]]] = defaultdict(deque)
+        self.touched: dict[tuple[int, int], int] = {}
+        self.links: dict[tuple[int, int], int] = defaultdict(int)
+        self.additions = [0] * schedule.nodes
+        self.messages = 0
+        self.ready: deque[_Lane] = deque()
+
+    def run(self) -> CollectiveReport:
+        for lane in self.lanes.values():
+            self._begin(lane)
+        while self.ready:
+            lane = self.ready.popleft()
+            self._finish(lane)
+            self._begin(lane)
+        self._check_all_done()
+        self._check_values()
+        steps = max((lane.ends for lane in self.lanes.values()), default=0)
+        return CollectiveReport(steps, self.messages, dict(self.links), tuple(self.additions))
+
+    def _begin(self, lane: _Lane) -> None:
+        if lane.at >= len(lane.steps):
+            return
+        step = lane.steps[lane.at]
+        lane.open, lane.begun = len(step), lane.ends
+        if not step:
+            self.ready.append(lane)
+        own = self.held[lane.rank]
+        for transfer in step:
+            self._check_belongs(lane, transfer)
+        for transfer in step:
+            if transfer.move is Move.SEND:
+                key = (lane.rank, transfer.peer, lane.channel)
+                values = {chunk: own[chunk] for chunk in transfer.chunks}
+                self.sends[key].append((lane, transfer, values))
+            else:
+                key = (transfer.peer, lane.rank, lane.channel)
+                self.receives[key].append((lane, transfer))
+            self._match(key)
+
+    def _match(self, key: tuple[int, int, int]) -> None:
+        if not (self.sends[key] and self.receives[key]):
+            return
+        sender, sent, values = self.sends[key].popleft()
+        receiver, received = self.receives[key].popleft()
+        if sent.chunks != received.chunks:
+            raise WrongCollective(
+                f"{self.schedule.name}: rank {sender.rank} sends {_what(sent)} in its step {sender.at}, but rank "
+                f"{receiver.rank} expects {_what(received)} from it in its step {receiver.at}"
+            )
+        receiver.arrived.append((sender.rank, received, values))
+        self.messages += 1
+        self.links[key[:2]] += self.schedule.elements(sent)
+        ends = max(sender.begun, receiver.begun) + 1
+        for lane in (sender, receiver):
+            lane.ends = max(lane.ends, ends)
+            lane.open -= 1
+            if not lane.open:
+                self.ready.append(lane)
+
+    def _finish(self, lane: _Lane) -> None:
+        """All messages of its step are through: take in what arrived."""
+        held, sizes = self.held[lane.rank], self.schedule.sizes
+        copied: set[int] = set()
+        as_set = self.schedule.collective == "barrier"
+        for _, transfer, values in lane.arrived:
+            for chunk, value in values.items():
+                if transfer.move is Move.COPY:
+                    if chunk in copied:
+                        raise self._wrong(lane, f"receives chunk {chunk} twice")
+                    copied.add(chunk)
+                    held[chunk] = value
+                elif as_set:
+                    held[chunk] = held.get(chunk, 0) | value
+                else:
+                    if chunk in held:
+                        self.additions[lane.rank] += sizes[chunk]
+                    held[chunk] = held.get(chunk, 0) + value
+        lane.arrived.clear()
+        lane.at += 1
+
+    def _check_belongs(self, lane: _Lane, transfer: Transfer) -> None:
+        nodes = self.schedule.nodes
+        if not 0 <= transfer.peer < nodes or transfer.peer == lane.rank:
+            raise self._wrong(lane, f"has a message with {transfer.peer}, which is no other rank")
+        if transfer.count < 1 or transfer.chunk < 0 or transfer.chunks.stop > len(self.schedule.sizes):
+            raise self._wrong(lane, f"has a message of {_what(transfer)}, of {len(self.schedule.sizes)}")
+        for chunk in transfer.chunks:
+            if self.touched.setdefault((lane.rank, chunk), lane.channel) != lane.channel:
+                raise self._wrong(lane, f"touches chunk {chunk}, which another channel uses")
+            if transfer.move is Move.SEND and chunk not in self.held[lane.rank]:
+                raise self._wrong(lane, f"sends chunk {chunk} to rank {transfer.peer} and does not have it")
+
+    def _check_all_done(self) -> None:
+        stuck = [lane for lane in self.lanes.values() if lane.at < len(lane.steps)]
+        if stuck:
+            raise WrongCollective(f"{self.schedule.name}: deadlock: {'; '.join(self._circle(stuck))}")
+
+    def _circle(self, stuck: list[_Lane]) -> list[str]:
+        """Who waits for whom, until one is met again."""
+        waits: dict[tuple[int, int], tuple[_Lane, Transfer]] = {}
+        waiting = [(lane, transfer) for queue in self.sends.values() for lane, transfer, _ in queue]
+        waiting += [entry for queue in self.receives.values() for entry in queue]
+        for lane, transfer in waiting:
+            waits.setdefault((lane.rank, lane.channel), (lane, transfer))
+        said: list[str] = []
+        at: tuple[int, int] | None = (stuck[0].rank, stuck[0].channel)
+        seen: set[tuple[int, int]] = set()
+        while at in waits and at not in seen:
+            seen.add(at)
+            lane, transfer = waits[at]
+            said.append(f"rank {lane.rank} waits in step {lane.at} to {transfer}")
+            at = (transfer.peer, lane.channel)
+        if at not in waits and at is not None:
+            said.append(f"rank {at[0]} has ended")
+        return said
+
+    def _check_values(self) -> None:
+        schedule = self.schedule
+        everyone = sum(1 << (_BITS * rank) for rank in range(schedule.ranks))
+        for chunk in range(len(schedule.sizes)):
+            source, destination = schedule.source(chunk), schedule.destination(chunk)
+            right = everyone if source is None else 1 << (_BITS * source)
+            for rank in range(schedule.ranks) if destination is None else (destination,):
+                value = self.held[rank].get(chunk, 0)
+                if value != right:
+                    raise WrongCollective(
+                        f"{schedule.name}: rank {rank} ends with chunk {chunk} wrong: {self._why(value, right)}"
+                    )
+
+    def _why(self, value: int, right: int) -> str:
+        mask = (1 << _BITS) - 1
+        for rank in range(self.schedule.ranks):
+            got, want = value >> (_BITS * rank) & mask, right >> (_BITS * rank) & mask
+            if got != want:
+                return f"it has rank {rank}'s part {got} times, not {want}"
+        return "its parts overflowed"
+
+    def _wrong(self, lane: _Lane, what: str) -> WrongCollective:
+        node = "rank" if lane.rank < self.schedule.ranks else "switch"
+        where = f"{node} {lane.rank}, channel {lane.channel}, step {lane.at}"
+        return WrongCollective(f"{self.schedule.name}: {where} {what}")
+
+
+def _what(transfer: Transfer) -> str:
+    last = transfer.chunks.stop - 1
+    return f"chunk {transfer.chunk}" if transfer.count == 1 else f"chunks {transfer.chunk} to {last}"

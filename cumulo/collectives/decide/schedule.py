@@ -1,0 +1,170 @@
+"""CollectiveSchedule: who sends which chunk to whom, and in which order. The generators of this folder make it;
+the checker, the players, the network simulator, the cost model and the drawing read it.
+
+    schedule = ring_all_reduce(ranks=4, elements=1000)
+    for step in schedule.steps(rank=0):        # what rank 0 does, one step after another
+        for transfer in step:                  # what it starts together
+            print(transfer)                    # send to 1: chunk 3, receive-reduce from 3: chunk 2
+
+The rules that every reader follows:
+
+- A buffer is cut into chunks, numbered alike on all ranks; `sizes` has their elements, and some may be empty.
+- A rank does its steps in order. The transfers of one step are started together and the step ends when all of them
+  have ended. What a step sends is what the chunk was before the step.
+- Several parts that arrive for one chunk in one step are added in the order of their ranks, this rank's own part in
+  its place, so that ranks which add the same parts get the same bits.
+- Channels are independent: each has its own steps and its own messages, and no two touch the same chunk of a rank.
+- Between two ranks, messages of a channel arrive in the order they were sent.
+- Switches that add (SHARP, SwitchML) have steps like ranks, numbered after them; they begin with nothing, and the
+  first part that arrives is copied.
+
+Nothing is listed before it is asked for: a schedule of 16,384 ranks is as small as one of four. Where `symmetry` is
+given, the steps of one rank are those of rank 0 with every peer moved (`moved`), so that one rank stands for all.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from functools import cached_property
+from itertools import accumulate
+from typing import Literal, TypeAlias, overload
+
+Collective = Literal[
+    "all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "all_to_all", "barrier"
+]
+COLLECTIVES: tuple[Collective, ...] = (
+    "all_reduce",
+    "all_gather",
+    "reduce_scatter",
+    "broadcast",
+    "reduce",
+    "all_to_all",
+    "barrier",
+)
+
+
+class Move(Enum):
+    SEND = "send"
+    REDUCE = "receive-reduce"  # add what arrives to the chunk
+    COPY = "copy"  # put what arrives in the chunk's place
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """One message between this rank and a peer: a chunk, or a run of chunks with consecutive numbers."""
+
+    move: Move
+    peer: int
+    chunk: int
+    count: int = 1
+
+    @property
+    def chunks(self) -> range:
+        return range(self.chunk, self.chunk + self.count)
+
+    def __str__(self) -> str:
+        way = "to" if self.move is Move.SEND else "from"
+        which = (
+            f"chunk {self.chunk}"
+            if self.count == 1
+            else f"chunks {self.chunk} to {self.chunk + self.count - 1}"
+        )
+        return f"{self.move.value} {way} {self.peer}: {which}"
+
+
+CollectiveStep: TypeAlias = tuple[Transfer, ...]
+
+
+@dataclass(frozen=True)
+class EvenSizes(Sequence[int]):
+    """`total` elements cut into `parts`, the first of which have one more where it does not divide."""
+
+    total: int
+    parts: int
+
+    def __len__(self) -> int:
+        return self.parts
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[int]: ...
+    def __getitem__(self, index: int | slice) -> int | Sequence[int]:
+        if isinstance(index, slice):
+            return [self[one] for one in range(*index.indices(self.parts))]
+        if not -self.parts <= index < self.parts:
+            raise IndexError(index)
+        whole, rest = divmod(self.total, self.parts)
+        return whole + (index % self.parts < rest)
+
+
+@dataclass(frozen=True)
+class CollectiveSchedule:
+    collective: Collective
+    algorithm: str
+    ranks: int
+    sizes: Sequence[int]  # elements of each chunk
+    program: Callable[[int, int], Sequence[CollectiveStep]]  # of (rank, channel); `steps` calls it
+    channels: int = 1
+    pieces: int = 1  # chunks of a block; a block belongs to a rank, or in an all-to-all to a pair of ranks
+    root: int = 0  # of broadcast and reduce
+    switches: int = 0  # that add: numbered after the ranks
+    # The ranks as digits, the most significant first: (n,) a ring of n, (nodes, gpus) two levels, (2, 2, 2) a
+    # hypercube. (): ranks differ.
+    symmetry: tuple[int, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return f"{self.algorithm} {self.collective}"
+
+    @property
+    def nodes(self) -> int:
+        """Ranks and switches."""
+        return self.ranks + self.switches
+
+    def steps(self, rank: int, channel: int = 0) -> Sequence[CollectiveStep]:
+        return self.program(rank, channel)
+
+    def elements(self, transfer: Transfer) -> int:
+        return sum(self.sizes[chunk] for chunk in transfer.chunks)
+
+    @cached_property
+    def offsets(self) -> Sequence[int]:
+        """Where each chunk begins in a buffer of all chunks, and where the last one ends."""
+        return list(accumulate(self.sizes, initial=0))
+
+    def source(self, chunk: int) -> int | None:
+        """The rank that has it first; None: all of them have a part of it."""
+        if self.collective in ("all_gather", "barrier"):
+            return chunk // self.pieces
+        if self.collective == "all_to_all":
+            return chunk // self.pieces // self.ranks
+        return self.root if self.collective == "broadcast" else None
+
+    def destination(self, chunk: int) -> int | None:
+        """The rank that must have it last; None: all of them."""
+        if self.collective == "reduce_scatter":
+            return chunk // self.pieces
+        if self.collective == "all_to_all":
+            return chunk // self.pieces % self.ranks
+        return self.root if self.collective == "reduce" else None
+
+    def representatives(self) -> Iterator[int]:
+        """Ranks whose steps stand for all others: one, or all of them."""
+        yield from range(1 if self.symmetry else self.nodes)
+
+    def moved(self, peer: int, rank: int) -> int:
+        """The peer of `rank` where rank 0's is `peer`: digit by digit."""
+        answer, place = 0, 1
+        for radix in reversed(self.symmetry):
+            digit = (peer // place + rank // place) % radix
+            answer, place = answer + digit * place, place * radix
+        return answer
+
+
+def listed(schedule: CollectiveSchedule) -> list[list[list[CollectiveStep]]]:
+    """All steps by rank and channel, as lists: for small schedules that are printed, changed or saved."""
+    return [
+        [list(schedule.steps(rank, channel)) for channel in range(schedule.channels)]
+        for rank in range(schedule.nodes)
+    ]
