@@ -77,6 +77,12 @@ class SimulateOptions:
         min=0,
         max=1,
     )
+    front_door: str = option(
+        "Time of a request outside the engine (HTTP, tokenization, to the engine and back), part of TTFT. A gateway in "
+        "front adds about 1 ms. `cumulo bench overhead` and `cumulo bench gateway` measure both.",
+        "2ms",
+        panel=_WHERE,
+    )
     rate: str = option(
         "Request rate, in requests/s; '5,10,20' simulates each rate.", "", panel=shared.TRAFFIC
     )
@@ -106,7 +112,7 @@ class SimulateOptions:
 def serve(chosen: SimulateOptions) -> None:
     """Simulate a server under load: the real scheduler and block pool, with step times from a cost model.
 
-    Latencies are those of the engine. They do not include HTTP and tokenization.
+    TTFT and end-to-end latency include --front-door, the time outside the engine.
     """
     from cumulo.base import report as reports
     from cumulo.cli.shared.terminal import note, out, working
@@ -128,6 +134,7 @@ def serve(chosen: SimulateOptions) -> None:
         spec, cluster.node, cluster.fabric, chosen.tp, chosen.ep, chosen.weights, max_running=chosen.max_running,
         max_tokens_per_step=chosen.max_tokens_per_step, prefix_cache=chosen.prefix_cache, pp=chosen.pp,
         kv_host_gib=chosen.kv_host_gib, acceptance=chosen.acceptance,
+        front_door_s=parse_duration_s(chosen.front_door, "--front-door"),
     ).with_context_for(traffic.arrivals)  # fmt: skip
     # Read before anything is timed.
     rates, evidence = _rates(chosen.rate, chosen.traffic.trace), replica.profile.evidence

@@ -44,6 +44,15 @@ def test_a_prefix_on_its_way_counts_as_held() -> None:
     assert policy.route(Ask(640, HASHES), views).replica == first
 
 
+def test_new_prefixes_spread_although_measured_steps_differ_a_little() -> None:
+    policy = PrefixAware()
+    views = [
+        ReplicaView(name, step_s=step_s) for name, step_s in (("a", 0.0100), ("b", 0.0098), ("c", 0.0103))
+    ]
+    given = [policy.route(Ask(640, [bytes([number]) * 16] * 40), views).replica for number in range(30)]
+    assert {given.count(name) for name in "abc"} == {10}
+
+
 def test_a_replica_that_was_given_too_much_is_passed_over_whatever_it_holds() -> None:
     views = [ReplicaView("hot", blocks=frozenset(HASHES)), *(ReplicaView(name) for name in "abc")]
     policy = PrefixAware(given_tokens={"hot": 50_000.0} | dict.fromkeys("abc", 0.0))

@@ -1,5 +1,7 @@
 """A simulated fleet: the real scheduler on every replica, and a router before them."""
 
+from dataclasses import replace
+
 import pytest
 
 from cumulo.engine.simulate.run import Arrival
@@ -38,6 +40,19 @@ def test_one_replica_of_a_fleet_is_the_simulated_engine(replica: Replica) -> Non
     fleet = play_fleet(replica, 1, "prefix-aware", traffic)
     assert (fleet.ttft_s, fleet.itl_s, fleet.cached_share) == (alone.ttft_s, alone.itl_s, alone.cached_share)
     assert fleet.simulated_s == alone.simulated_s and fleet.load_over_mean == 1
+
+
+def test_the_time_outside_the_engine_is_part_of_ttft_and_of_nothing_else(replica: Replica) -> None:
+    traffic = conversations(4, 2)
+    inside, seen = (
+        play_fleet(replace(replica, front_door_s=door_s), 2, "prefix-aware", traffic)
+        for door_s in (0.0, 0.003)
+    )
+    assert inside.ttft_s is not None and seen.ttft_s is not None
+    assert seen.ttft_s.p50 == pytest.approx(inside.ttft_s.p50 + 0.003)
+    assert (seen.itl_s, seen.simulated_s, seen.cached_share) == (
+        inside.itl_s, inside.simulated_s, inside.cached_share,
+    )  # fmt: skip
 
 
 def test_prefix_aware_routing_reaches_nearly_the_reuse_of_one_shared_cache(replica: Replica) -> None:

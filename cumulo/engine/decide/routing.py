@@ -167,8 +167,8 @@ def _chosen(option: Route, why: str, second: Route | None) -> Route:
 
 @dataclass(slots=True)
 class PrefixAware:
-    """The shortest expected TTFT plus the work that the request makes. Among equals the least loaded: new prefixes
-    spread. A session stays where it was while that costs at most `loyalty_s`.
+    """The shortest expected TTFT plus the work that the request makes. Among equals, up to `alike`, whoever was given
+    the least work: new prefixes spread. A session stays where it was while that costs at most `loyalty_s`.
 
     A replica that has been given more than `most_load` times the mean work is passed over as long as another has
     not, however much of the prompt it holds: queues that are short now say nothing of the work it will have. Work
@@ -178,6 +178,9 @@ class PrefixAware:
     most_load: float = 1.25
     little_s: float = 1.0  # while replicas were given less work than this on average, none has too much
     work_counts: float = 1.5  # a second of work that a request makes, against a second of its own wait
+    # Costs that differ by less are equal. Measured steps always differ a little, and whoever was a little faster
+    # lately would get every new prefix.
+    alike: float = 0.05
     loyalty_s: float = 0.005
     forgotten: float = 0.001  # of all work, at each request
     given_tokens: dict[str, float] = field(default_factory=dict)
@@ -192,7 +195,8 @@ class PrefixAware:
         calm = self._calm(ask, taking)
         found = [(expected(ask, one, self.promised.get(one.name, ())), one) for one in calm]
         costs_s = {option.replica: self._cost_s(ask, option, one) for option, one in found}
-        found.sort(key=lambda pair: (costs_s[pair[1].name], pair[1].load_s, len(pair[1].blocks)))
+        bound_s = (1 + self.alike) * min(costs_s.values())
+        found.sort(key=lambda pair: self._rank(pair[1], costs_s[pair[1].name], bound_s))
         options = [option for option, _ in found]
         home, most_s = self.sessions.get(ask.session), costs_s[options[0].replica] + self.loyalty_s
         stays = next((one for one in options if one.replica == home and costs_s[one.replica] <= most_s), None)
@@ -216,6 +220,11 @@ class PrefixAware:
             self.sessions.move_to_end(ask.session)
             if len(self.sessions) > self.max_sessions:
                 self.sessions.popitem(last=False)
+
+    def _rank(self, replica: ReplicaView, cost_s: float, bound_s: float) -> tuple[float, ...]:
+        if cost_s > bound_s:
+            return cost_s, 0.0, 0.0
+        return 0.0, self.given_tokens[replica.name], replica.load_s
 
     def _cost_s(self, ask: Ask, option: Route, replica: ReplicaView) -> float:
         """The request's own wait, and the work it makes, for which others will wait."""

@@ -48,7 +48,7 @@ def play(replica: Replica, traffic: Traffic, percentile: float = 99.0, slower: f
     """One run of one replica; `slower` than predicted by so much."""
     blocks = replica.memory().kv_blocks
     run, cost = replica.serve(traffic.arrivals, slower)
-    return report(run, blocks, cost.spent(run), percentile)
+    return report(run, blocks, cost.spent(run), percentile, replica.front_door_s)
 
 
 def play_between(replica: Replica, traffic: Traffic, percentile: float) -> tuple[ServeReport, ServeReport]:

@@ -50,6 +50,7 @@ class Replica:
     kv_host_gib: float = 0.0  # host memory for prefixes that leave the device
     pp: int = 1  # layers over this many stages, of tp ranks each
     acceptance: float = 0.0  # speculation: how often a drafted token is right; 0: none are drafted
+    front_door_s: float = 0.0  # of a request outside the engine: HTTP, tokenization, to the engine and back
 
     @property
     def ranks(self) -> int:

@@ -93,7 +93,14 @@ class ServeReport:
         return asdict(self) | {"time_by_part": dict(self.time_by_part)}
 
 
-def report(run: Run, blocks: int, spent_s: Mapping[str, float], percentile: float = 99.0) -> ServeReport:
+def report(
+    run: Run,
+    blocks: int,
+    spent_s: Mapping[str, float],
+    percentile: float = 99.0,
+    front_door_s: float = 0.0,
+) -> ServeReport:
+    """`front_door_s`: what every request spends outside the engine, before its first token is read."""
     done = [one for one in run.served if one.finished]
     refused = [one for one in run.served if one.refused is not None]
     prompts = sum(one.arrival.prompt_tokens for one in done)
@@ -108,9 +115,9 @@ def report(run: Run, blocks: int, spent_s: Mapping[str, float], percentile: floa
         simulated_s=span_s,
         output_tok_s=sum(one.arrival.output_tokens for one in done) / span_s,
         request_s=len(done) / span_s,
-        ttft_s=Percentiles.from_values([_ttft_s(one) for one in done], percentile=percentile),
+        ttft_s=Percentiles.from_values([_ttft_s(one) + front_door_s for one in done], percentile=percentile),
         itl_s=Percentiles.from_values(run.itl_s, run.itl_counts, percentile),
-        e2e_s=Percentiles.from_values([_stay_s(one) for one in done], percentile=percentile),
+        e2e_s=Percentiles.from_values([_stay_s(one) + front_door_s for one in done], percentile=percentile),
         steps=run.steps,
         mean_step_s=run.device_busy_s / max(1, run.steps),
         device_busy=min(1.0, run.device_busy_s / span_s),
