@@ -11,7 +11,7 @@ if not any(Path("/dev").glob("nvidia[0-9]*")):
 import pytest
 from hypothesis import settings
 
-from tests import thorough
+from tests import forked_ranks, thorough
 from tests.cpu_times import CpuTimes
 
 settings.register_profile("cumulo", deadline=None, derandomize=True, max_examples=thorough.examples(100))
@@ -27,6 +27,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    forked_ranks.prepare()
     thorough.chosen = config.getoption("--thorough")
     if thorough.chosen and not config.getoption("--hypothesis-profile"):
         settings.load_profile("thorough")
