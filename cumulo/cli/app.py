@@ -14,11 +14,14 @@ from cumulo.cli import (
     explain,
     gateway,
     generate,
+    jobs,
+    launch,
     plan,
     quantize,
     schedule,
     serve,
     simulate,
+    simulate_network,
     train,
 )
 
@@ -39,6 +42,10 @@ app.command("gateway", epilog=gateway.EXAMPLE)(gateway.gateway)
 app.command("train", epilog=train.EXAMPLE)(train.train)
 app.command("quantize", epilog=quantize.EXAMPLE)(quantize.quantize)
 app.command("explain", epilog=explain.EXAMPLE)(explain.explain)
+app.command("launch", epilog=launch.EXAMPLE)(launch.launch)
+app.command("jobs", epilog=jobs.JOBS_EXAMPLE)(jobs.jobs)
+app.command("logs", epilog=jobs.LOGS_EXAMPLE)(jobs.logs)
+app.command("cancel", epilog=jobs.CANCEL_EXAMPLE)(jobs.cancel)
 app.command("doctor", epilog=doctor.EXAMPLE)(doctor.doctor)
 app.command("schedule", epilog=schedule.EXAMPLE)(schedule.schedule)
 app.command("calibrate", epilog=calibrate.EXAMPLE)(calibrate.calibrate)
@@ -46,6 +53,7 @@ app.add_typer(bench.app, name="bench")
 app.add_typer(data.app, name="data")
 app.add_typer(plan.app, name="plan")
 app.add_typer(simulate.app, name="simulate")
+simulate.app.command("network", epilog=simulate_network.EXAMPLE)(simulate_network.network)
 
 
 def _print_version(wanted: bool) -> None:

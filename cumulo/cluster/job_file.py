@@ -145,8 +145,8 @@ class JobFile:
         group = self.devices[0]
         if len(self.devices) > 1:
             raise ConfigError(
-                f"{self.name} asks for {len(self.devices)} kinds of devices, and Cumulo's own policies place gangs of "
-                "one kind: launch it --on slurm"
+                f"{self.name} asks for {len(self.devices)} kinds of devices, and Cumulo's own policies place "
+                "gangs of one kind: launch it --on slurm"
             )
         elastic = self.elastic
         return JobRequest(
@@ -185,10 +185,10 @@ def job_from(content: Any, where: str = "the job") -> JobFile:
 
 
 def resolved(job: JobFile, folder: Path) -> JobFile:
-    """Paths relative to the job file become absolute, so that the job runs from anywhere; missing ones are named."""
+    """Paths relative to the job file become absolute, so that the job runs anywhere; missing ones are named."""
 
     def found(name: str | None, must: bool) -> str | None:
-        if name is None or not must and not (folder / name).exists():
+        if name is None or (not must and not (folder / name).exists()):
             return name
         if not (path := folder / name).exists():
             raise ConfigError(f"{job.name}: there is no {path}, which the job file names")
@@ -214,7 +214,9 @@ def plain_job(job: JobFile) -> dict[str, Any]:
         if dataclasses.is_dataclass(value):
             kept = {}
             for one in dataclasses.fields(value):
-                usual = one.default_factory() if one.default_factory is not dataclasses.MISSING else one.default
+                usual = (
+                    one.default_factory() if one.default_factory is not dataclasses.MISSING else one.default
+                )
                 if (content := getattr(value, one.name)) != usual:
                     kept[one.name] = plain(content)
             return kept

@@ -214,7 +214,8 @@ class Trainer:
     # -- the loop -------------------------------------------------------------------------------------------
     def _loop(self, should_stop: Callable[[int], bool]) -> TrainResult:
         config, begin, run = self.config, time.perf_counter(), self.model_run
-        self.watcher.begins(self, self.progress.step)
+        begun_at = self.progress.step
+        self.watcher.begins(self, begun_at)
         held_out: float | None = None
         stall_s = block_s = 0.0
         loader = self._loader()
@@ -254,6 +255,8 @@ class Trainer:
                 )  # fmt: skip
                 if self.log is not None:
                     self.log.write(record)
+                if begun_at == step - 1:
+                    self._ledger()  # who looks at a long run wants the prediction now
                 self.watcher.step(record, peak_memory_bytes(self.device))
                 stall_s, block_s = stall_s + record.data_stall_s, block_s + saved_s
         finally:

@@ -1,0 +1,72 @@
+"""`cumulo jobs`, `cumulo logs` and `cumulo cancel`: one view over the jobs of all targets."""
+
+from typing import Annotated
+
+import typer
+
+from cumulo.cli.launch import StoreOption
+from cumulo.cli.shared import options
+
+JOBS_EXAMPLE = "Example: [bold]cumulo jobs --all[/bold]"
+LOGS_EXAMPLE = "Example: [bold]cumulo launch examples/job-train.yaml && cumulo logs tiny -f[/bold]"
+CANCEL_EXAMPLE = "Example: [bold]cumulo launch examples/job-train.yaml && cumulo cancel tiny[/bold]"
+JobArgument = Annotated[
+    str,
+    typer.Argument(metavar="JOB", help="Id of the job, or the name in its file: the last job of that name."),
+]
+
+
+def jobs(
+    everything: Annotated[bool, typer.Option("--all", help="Also show jobs that have ended.")] = False,
+    replay: Annotated[
+        bool,
+        typer.Option("--replay", help="Ask the policies again for every recorded decision, and compare."),
+    ] = False,
+    store: StoreOption = None,
+    json_file: options.JsonOption = None,
+) -> None:
+    """Show the jobs of all targets: state, placement, why a job waits, predicted next to measured speed."""
+    from cumulo.cli.shared.terminal import note
+    from cumulo.cli.view.jobs import print_jobs, print_replay
+    from cumulo.cluster.job_store import JobStore, default_store
+    from cumulo.cluster.launching import refreshed
+
+    kept = JobStore(store or default_store())
+    if replay:
+        if not print_replay(kept, json_file):
+            raise typer.Exit(1)
+        return
+    records, troubles = refreshed(kept)
+    print_jobs([one for one in records if everything or not one.ended], len(records), json_file)
+    for trouble in troubles:
+        note(trouble)
+
+
+def logs(
+    job: JobArgument,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Keep printing what the job prints, until it ends.")
+    ] = False,
+    store: StoreOption = None,
+) -> None:
+    """Print what a job printed."""
+    from cumulo.cli.view import jobs as view
+    from cumulo.cluster.job_store import JobStore, default_store
+
+    kept = JobStore(store or default_store())
+    record = kept.find(job)
+    if follow:
+        if not view.follow(kept, record.job_id, show_output=True):
+            raise typer.Exit(1)
+    else:
+        view.print_output(record)
+
+
+def cancel(job: JobArgument, store: StoreOption = None) -> None:
+    """Cancel a job; a training run saves a checkpoint first."""
+    from cumulo.cli.shared.terminal import note
+    from cumulo.cluster import launching
+    from cumulo.cluster.job_store import JobStore, default_store
+
+    record = launching.cancel(JobStore(store or default_store()), job)
+    note(f"{record.job_id}: {record.state if record.ended else 'asked to end'}")

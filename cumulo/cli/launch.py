@@ -1,0 +1,81 @@
+"""`cumulo launch`: submit a job to this machine, Ray, Slurm or Kubernetes."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+EXAMPLE = (
+    "Example: [bold]cumulo launch examples/job-train.yaml --on local[/bold], then [bold]cumulo jobs[/bold] and "
+    "[bold]cumulo logs tiny -f[/bold]"
+)
+StoreOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--store", metavar="DIR", help="Folder of the jobs. Default: cumulo/jobs in your state directory."
+    ),
+]
+
+
+def launch(
+    job_file: Annotated[Path, typer.Argument(metavar="JOB.yaml", help="The job file.")],
+    on: Annotated[str, typer.Option(help="Where the job runs: local, ray, slurm or kubernetes.")] = "local",
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print exactly what would be submitted, and submit nothing.")
+    ] = False,
+    key: Annotated[
+        str | None,
+        typer.Option(
+            help="Submission key: a second launch with it returns the same job. Default: made from the job file; "
+            "a file can be launched again when its job has ended."
+        ),
+    ] = None,
+    slots: Annotated[
+        int | None, typer.Option(help="With --on local: cores that jobs may take together. Default: all.")
+    ] = None,
+    policy: Annotated[
+        str | None,
+        typer.Option(
+            help="With --on local: the policy that places jobs, or FILE.py:FUNCTION. Default: fifo."
+        ),
+    ] = None,
+    wait: Annotated[
+        bool, typer.Option("--wait", help="Wait until the job has ended; fail if it fails.")
+    ] = False,
+    store: StoreOption = None,
+) -> None:
+    """Submit a job: what to train or serve, on how many of which devices. It survives this command."""
+    from cumulo.base.nearest import did_you_mean
+    from cumulo.cli.shared.terminal import note, out
+    from cumulo.cli.view.jobs import follow
+    from cumulo.cluster import launching
+    from cumulo.cluster.drivers import local_machine
+    from cumulo.cluster.job_file import read_job
+    from cumulo.cluster.job_record import TARGETS
+    from cumulo.cluster.job_store import JobStore, default_store
+    from cumulo.cluster.policies import policy_of
+    from cumulo.errors import ConfigError
+
+    target = next((one for one in TARGETS if one == on), None)
+    if target is None:
+        raise ConfigError(f"--on cannot be {on}{did_you_mean(on, TARGETS)}")
+    job = read_job(job_file)
+    if dry_run:
+        out.print(
+            launching.explain(job, target, JobStore(store or default_store())), markup=False, soft_wrap=True
+        )
+        return
+    kept = JobStore(store or default_store())
+    if slots is not None:
+        local_machine.set_slots(kept, slots)
+    if policy is not None:
+        policy_of(policy)
+        local_machine.set_policy(kept, policy)
+    record, is_new = launching.launch(job, target, kept, key)
+    if not is_new:
+        note(
+            f"this job was submitted before, as {record.job_id}; it is {record.state}, and nothing was submitted"
+        )
+    out.print(record.job_id, markup=False)
+    if wait and not follow(kept, record.job_id, show_output=False):
+        raise typer.Exit(1)

@@ -1,0 +1,100 @@
+"""The `cumulo` command that a job is, wherever it runs. All drivers start it."""
+
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import yaml
+
+from cumulo.cluster.job_file import JobFile
+from cumulo.cluster.job_record import JobRecord
+from cumulo.errors import ConfigError
+from cumulo.train.decide.config import load_config
+from cumulo.train.decide.elastic import fitted
+
+
+def run_folder(record: JobRecord) -> Path:
+    """Where a training job keeps its checkpoints and its log."""
+    train = record.job.train
+    return Path(record.folder, "run") if train is None or train.folder is None else Path(train.folder)
+
+
+def output_file(record: JobRecord) -> Path:
+    """What the job prints, all attempts one after the other."""
+    return Path(record.folder, "output.log")
+
+
+def work_command(record: JobRecord) -> list[str]:
+    """The command; the same at every start, because a training run resumes from what is in its folder."""
+    python = [sys.executable, "-m", "cumulo"]
+    if (train := record.job.train) is not None:
+        folder = str(run_folder(record))
+        return [*python, "train", str(train.source), "--folder", folder, "--resume", *train.options]
+    serve = record.job.serve
+    assert serve is not None
+    model = [serve.model] if serve.model is not None else []
+    plan = ["--plan", serve.plan] if serve.plan is not None else []
+    replicas = ["--replicas", str(serve.replicas)] if serve.replicas > 1 else []
+    return [*python, "serve", *model, *plan, *replicas, "--port", str(serve.port), *serve.options]
+
+
+def ranks_command(record: JobRecord, ranks: int) -> list[str]:
+    """On one machine. With another number of ranks than the layout has, torchrun starts them, and the run fits its
+    data parallelism to it."""
+    command = work_command(record)
+    if record.job.train is None or ranks == planned_ranks(record.job):
+        return command
+    return [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), *command[1:],
+    ]  # fmt: skip
+
+
+def planned_ranks(job: JobFile) -> int:
+    """Processes that the work is made for."""
+    if (train := job.train) is not None:
+        if _is_head(train.source):
+            return 1
+        changes = dict(_changes(train.options))
+        return load_config(Path(str(train.source)), changes).layout.world
+    assert job.serve is not None
+    return job.ranks
+
+
+def check_work(job: JobFile) -> None:
+    """Refuse what the devices cannot run before anything is submitted."""
+    train = job.train
+    if train is None or _is_head(train.source):
+        return
+    config = load_config(Path(str(train.source)), dict(_changes(train.options)))
+    if config.layout.world != job.ranks:
+        raise ConfigError(
+            f"{job.name}: the layout {config.layout} in {train.source} has {config.layout.world} ranks, and the "
+            f"job asks for {job.ranks} devices; change one of them"
+        )
+    if job.elastic is not None:
+        fitted(config, job.elastic.min)
+
+
+def _is_head(source: str | None) -> bool:
+    try:
+        content = yaml.safe_load(Path(str(source)).read_text("utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        return False  # whoever reads it next says what is wrong with it
+    return isinstance(content, dict) and content.get("kind") == "eagle"
+
+
+def _changes(options: tuple[str, ...]) -> list[tuple[str, str]]:
+    """What `--set NAME=VALUE` and `--steps` change in a configuration."""
+    words = [
+        part
+        for option in options
+        for part in (option.split("=", 1) if option.startswith("--set=") else [option])
+    ]
+    found = []
+    for name, value in pairwise(words):
+        if name == "--set" and "=" in value:
+            key, _, content = value.partition("=")
+            found.append((key, content))
+        elif name == "--steps":
+            found.append(("steps", value))
+    return found

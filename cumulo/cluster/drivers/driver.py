@@ -1,0 +1,35 @@
+"""Driver: what every target can do with a job. `cumulo launch` and `cumulo jobs` know no more of a target."""
+
+from typing import Any, Protocol
+
+from cumulo.cluster.job_record import JobRecord, Target
+from cumulo.cluster.job_store import JobStore
+from cumulo.errors import CumuloError
+
+Facts = dict[str, Any]  # what is new about a job, by the names of JobRecord
+
+
+class TargetLost(CumuloError):
+    """The target does not answer: nothing is known of what it did with the last question."""
+
+
+class Driver(Protocol):
+    def explain(self, record: JobRecord) -> str:
+        """Exactly what would be submitted, for --dry-run."""
+
+    def submit(self, record: JobRecord) -> Facts:
+        """Hand the job over, once: a job of this key that the target already has is found, not made again."""
+
+    def look(self, record: JobRecord) -> Facts:
+        """Where the job is now."""
+
+    def cancel(self, record: JobRecord) -> Facts: ...
+
+
+def driver_for(target: Target, store: JobStore) -> Driver:
+    """Imported here, so that nobody needs the packages of a target that is not used."""
+    if target == "local":
+        from cumulo.cluster.drivers.local import LocalDriver
+
+        return LocalDriver(store)
+    raise CumuloError(f"jobs cannot be launched on {target} yet: choose local")

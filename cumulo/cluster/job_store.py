@@ -1,0 +1,132 @@
+"""JobStore: every job that was launched by this user, in a folder, as an append-only log of events. Commands, the
+local supervisor, the drivers and the console share it; a lock file keeps their lines apart.
+
+    store = JobStore(default_store())
+    record, is_new = store.submit(job, "local", key=None)
+    store.jobs()["tiny-1"].state        # "queued"
+
+A submission has a key. While a job with this key has not ended, submitting again returns it instead of a second
+one; a key that was given by hand names one job for ever.
+"""
+
+import fcntl
+import hashlib
+import json
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from cumulo.cluster.job_file import JobFile, plain_job
+from cumulo.cluster.job_record import JobRecord, Target, folded
+from cumulo.errors import ConfigError
+
+
+def default_store() -> Path:
+    """In the user's state directory, as the XDG specification names it."""
+    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "cumulo" / "jobs"
+
+
+class JobStore:
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder.absolute()
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"cannot keep jobs in {folder}: {error.strerror}; choose another --store"
+            ) from error
+        self.log = self.folder / "log.jsonl"
+        self.decisions = self.folder / "decisions.jsonl"
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Nobody else appends meanwhile."""
+        with (self.folder / "log.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+
+    def events(self) -> list[dict[str, Any]]:
+        """A last line that a crash cut short does not count."""
+        if not self.log.exists():
+            return []
+        whole, _, _ = self.log.read_text("utf-8").rpartition("\n")
+        return [json.loads(line) for line in whole.splitlines()]
+
+    def jobs(self) -> dict[str, JobRecord]:
+        return folded(self.events())
+
+    def find(self, name: str) -> JobRecord:
+        """By its id; the name of the job file means the last job of that name."""
+        jobs = self.jobs()
+        if name in jobs:
+            return jobs[name]
+        if same := [record for record in jobs.values() if record.job.name == name]:
+            return same[-1]
+        known = ", ".join(list(jobs)[-8:]) or "none yet"
+        raise ConfigError(f"there is no job {name!r} in {self.folder}; the last jobs: {known}")
+
+    def submit(self, job: JobFile, target: Target, key: str | None = None) -> tuple[JobRecord, bool]:
+        """The job of this key, and whether it is new."""
+        used = key or _content_key(job, target)
+        with self.locked():
+            jobs = self.jobs()
+            same = [record for record in jobs.values() if record.key == used]
+            if same and (key is not None or not same[-1].ended):
+                return same[-1], False
+            number = 1 + max((_number(name, job.name) for name in jobs), default=0)
+            name = f"{job.name}-{number}"
+            folder = self.folder / name
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "job.yaml").write_text(yaml.safe_dump(plain_job(job), sort_keys=False), "utf-8")
+            self._append(
+                "submitted", name, key=used, target=target, job=plain_job(job), folder=str(folder),
+                working_folder=str(Path.cwd()),
+            )  # fmt: skip
+            return self.jobs()[name], True
+
+    def append(self, event: str, job_id: str, **facts: Any) -> None:
+        with self.locked():
+            self._append(event, job_id, **facts)
+
+    def change(self, record: JobRecord, **facts: Any) -> None:
+        """Write down what is new about a job; nothing where nothing is."""
+        with self.locked():
+            current = self.jobs()[record.job_id]
+            if "places" in facts:
+                facts["places"] = [[place.node, list(place.gpus)] for place in facts["places"]]
+            before = {name: _plain(getattr(current, name)) for name in facts}
+            if before != facts:
+                self._append("changed", record.job_id, **facts)
+
+    def _append(self, event: str, job_id: str, **facts: Any) -> None:
+        line = json.dumps({"time_s": round(time.time(), 3), "event": event, "job_id": job_id, **facts})
+        self._mend()
+        with self.log.open("a", encoding="utf-8") as stream:
+            stream.write(line + "\n")
+            stream.flush()
+            os.fsync(stream.fileno())
+
+    def _mend(self) -> None:
+        """Cut off the rest of a line that a crash left behind, so that the next line begins one."""
+        if self.log.exists() and not (content := self.log.read_bytes()).endswith(b"\n") and content:
+            with self.log.open("r+b") as stream:
+                stream.truncate(content.rfind(b"\n") + 1)
+
+
+def _plain(value: Any) -> Any:
+    return [[place.node, list(place.gpus)] for place in value] if isinstance(value, tuple) else value
+
+
+def _content_key(job: JobFile, target: Target) -> str:
+    content = json.dumps([plain_job(job), target], sort_keys=True)
+    return hashlib.sha256(content.encode()).hexdigest()[:16]
+
+
+def _number(job_id: str, name: str) -> int:
+    head, _, tail = job_id.rpartition("-")
+    return int(tail) if head == name and tail.isdecimal() else 0

@@ -1,0 +1,87 @@
+"""Launch, look at and cancel jobs, on any target. The command line and the console call this, and Python programs:
+
+from cumulo.cluster.launching import launch
+from cumulo.cluster.job_file import read_job
+
+record = launch(read_job(Path("examples/job-train.yaml")), "local")
+"""
+
+from pathlib import Path
+
+from cumulo.cluster.drivers.command import check_work, run_folder
+from cumulo.cluster.drivers.driver import TargetLost, driver_for
+from cumulo.cluster.job_file import JobFile
+from cumulo.cluster.job_progress import JobProgress, run_progress
+from cumulo.cluster.job_record import JobRecord, Target
+from cumulo.cluster.job_store import JobStore, default_store
+from cumulo.errors import ConfigError, CumuloError
+
+
+def launch(
+    job: JobFile, target: Target, store: JobStore | None = None, key: str | None = None
+) -> tuple[JobRecord, bool]:
+    """The submitted job, and whether it is new: a job of this key that has not ended is returned instead."""
+    store = store or JobStore(default_store())
+    check_work(job)
+    record, is_new = store.submit(job, target, key)
+    if record.state == "submitting":
+        hand_over(store, record)
+    return store.jobs()[record.job_id], is_new
+
+
+def hand_over(store: JobStore, record: JobRecord) -> None:
+    """Submit what is in the store and not at the target yet. A target that does not answer changes nothing: the job
+    stays in the store, and the next look tries again."""
+    try:
+        store.change(record, **driver_for(record.target, store).submit(record))
+    except TargetLost as error:
+        store.change(record, reason=f"not submitted yet: {error}")
+        raise
+    except CumuloError as error:
+        store.change(record, state="failed", reason=str(error))
+        raise
+
+
+def explain(job: JobFile, target: Target, store: JobStore | None = None) -> str:
+    """What `launch` would submit, and nothing is written down."""
+    store = store or JobStore(default_store())
+    check_work(job)
+    folder = store.folder / f"{job.name}-0"
+    record = JobRecord(f"{job.name}-0", "0" * 16, target, job, str(folder), str(Path.cwd()), 0.0)
+    return driver_for(target, store).explain(record)
+
+
+def refreshed(store: JobStore) -> tuple[list[JobRecord], list[str]]:
+    """All jobs as they are now, and what could not be asked."""
+    silent: dict[str, str] = {}
+    for record in store.jobs().values():
+        if record.ended or record.target in silent:
+            continue
+        try:
+            if record.state == "submitting":
+                hand_over(store, record)
+            else:
+                store.change(record, **driver_for(record.target, store).look(record))
+        except TargetLost as error:
+            silent[record.target] = str(error)
+        except CumuloError as error:
+            silent.setdefault(record.job_id, str(error))
+    return list(store.jobs().values()), list(silent.values())
+
+
+def cancel(store: JobStore, name: str) -> JobRecord:
+    record = store.find(name)
+    if record.ended:
+        raise ConfigError(f"{record.job_id} has ended already: it is {record.state}")
+    store.append("cancel", record.job_id)
+    record = store.jobs()[record.job_id]
+    if record.state == "submitting" and record.target != "local":
+        store.change(record, state="cancelled", reason="cancelled before it was submitted")
+    else:
+        store.change(record, **driver_for(record.target, store).cancel(record))
+    return store.jobs()[record.job_id]
+
+
+def progress_of(record: JobRecord) -> JobProgress | None:
+    """None: a service has no steps."""
+    return run_progress(run_folder(record)) if record.job.train is not None else None
