@@ -223,7 +223,8 @@ class Engine:
             self.link.step_done(plan)
         elapsed_s = result.finished_s - result.started_s
         now_s = time.perf_counter()
-        self.scheduler.observe(plan, elapsed_s, now_s, result.proposing_s)
+        proposed = sum(map(len, result.proposed.values()))
+        self.scheduler.observe(plan, elapsed_s, now_s, result.proposing_s, proposed)
         for sequence in self.scheduler.apply(plan, result, now_s):
             request = sequence.request
             client: _Client = request.tag

@@ -58,19 +58,31 @@ def traffic(seed: int, count: int = 60, rate: float = 20.0, longest: int = 200) 
     return made
 
 
-def test_drafts_that_are_right_shorten_a_simulated_answer_and_useless_ones_hardly_lengthen_it() -> None:
-    def seconds(acceptance: float | None, rows: int = 1) -> float:
-        chosen = config(speculate="" if acceptance is None else "model")
-        arrivals = [Arrival(0.0, 64, 200) for _ in range(rows)]
-        cost = LinearCost(fixed_s=0.01, token_s=0.002)
-        run = simulate(arrivals, Scheduler(chosen), cost, step_by_step=True, acceptance=acceptance or 0.0)
-        assert run.all_finished and sum(run.itl_counts) == rows * 199
-        return run.ended_s
+def seconds(
+    acceptance: float | None, rows: int = 1, cost_s: tuple[float, float] = (0.01, 0.002), tokens: int = 200
+) -> float:
+    """Of so many answers at once; None: without drafts. `cost_s`: a step's fixed part, and of each token."""
+    chosen = config(speculate="" if acceptance is None else "model")
+    arrivals = [Arrival(0.0, 64, tokens) for _ in range(rows)]
+    cost = LinearCost(fixed_s=cost_s[0], token_s=cost_s[1])
+    run = simulate(arrivals, Scheduler(chosen), cost, step_by_step=True, acceptance=acceptance or 0.0)
+    assert run.all_finished and sum(run.itl_counts) == rows * (tokens - 1)
+    return run.ended_s
 
+
+def test_drafts_that_are_right_shorten_a_simulated_answer_and_useless_ones_hardly_lengthen_it() -> None:
     assert seconds(0.9) < 0.6 * seconds(None)
     assert seconds(0.0) < 1.05 * seconds(None)
     assert seconds(0.5, rows=24) < 1.03 * seconds(None, rows=24)
     assert seconds(0.9) == seconds(0.9)
+
+
+@pytest.mark.parametrize("cost_s", [(0.0, 0.01), (0.0054, 0.0046), (0.01, 0.001), (0.004, 0.00002)])
+def test_drafts_never_cost_a_batch_of_sixteen_more_than_three_percent(cost_s: tuple[float, float]) -> None:
+    """From a step that is all computing, over the CPU engine's, to a GPU's that is all reading of weights."""
+    without_s = seconds(None, 16, cost_s, tokens=120)
+    for acceptance in (0.0, 0.25, 0.5, 0.75):
+        assert without_s / seconds(acceptance, 16, cost_s, tokens=120) >= 0.97, acceptance
 
 
 def outcome(run: Run) -> tuple[Any, ...]:

@@ -11,9 +11,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cumulo.engine.decide.params import SamplingParams
-from cumulo.engine.decide.speculation.choose import Offer, choose
+from cumulo.engine.decide.speculation.acceptance import Acceptance
+from cumulo.engine.decide.speculation.choose import Offer, choose, worth_asking
 from cumulo.engine.decide.speculation.learnt_cost import LearntCost
 from cumulo.engine.decide.speculation.ngram import NgramDraft
+from cumulo.engine.decide.speculation.policy import Drafting
+from cumulo.engine.decide.speculation.proposed import ProposedDraft
 from cumulo.engine.play.draft_source import DraftSource, attach_draft
 from tests import thorough
 from tests.engine.equivalence import FreeDrafts, Lengths, Way, check, draw_requests, run_alone
@@ -261,6 +264,36 @@ def test_drafting_falls_to_zero_when_the_batch_is_full():
     offers = [Offer(8, 0.7)] * 64
     assert sum(choose(offers, 64, 64, 0.001, 0.001, 512).counts) == 0
     assert sum(choose(offers[:1], 1, 1, 0.010, 0.001, 512).counts) >= 3
+
+
+def test_drafts_are_verified_as_far_as_their_drafter_is_sure():
+    """Four tokens cost as much as a step; the third is doubtful, so the fourth is not worth its time either."""
+    offer = Offer(4, 0.9, (0.9, 0.9, 0.3, 0.9))
+    assert choose([offer], 1, 1, 0.75, 0.25, 16).counts == [2]
+
+
+def test_a_drafter_is_asked_where_what_it_is_sure_of_pays_for_asking():
+    step = (0.6, 0.4)
+    sure_half = worth_asking([0.5, 0.0, 0.0, 0.5], [[0.2, 0.5, 0.7, 0.9]], *step, 0.05)
+    # Half of the time nothing is verified: 1 + 0.5 x 0.9 tokens in 1 + 0.05 + 0.5 x 0.4 of the time.
+    assert sure_half.gain == pytest.approx(1.45 / 1.25) and sure_half.row[0] > 0
+    assert worth_asking([1.0, 0.0, 0.0, 0.0], [[0.2, 0.5, 0.7, 0.9]], *step, 0.05).row[0] < 0
+    assert worth_asking([0.5, 0.0, 0.0, 0.5], [[0.2, 0.5, 0.7, 0.9]], *step, 0.5).row[0] < 0
+    full = worth_asking([0.5, 0.0, 0.0, 0.5], [[0.2, 0.5, 0.7, 0.9]] * 64, 0.0, 0.4, 0.05)
+    assert max(full.row) < 0 and full.gain < 1
+
+
+def test_how_sure_a_drafter_is_says_how_often_it_is_right():
+    draft, everybody = ProposedDraft(), Acceptance()
+    drafting = Drafting(everybody, draft)
+    sequence = SimpleNamespace(tokens=[1, 2], prompt_length=2)
+    drafting.follow(sequence)
+    for _ in range(60):
+        draft.propose([7, 8], [0.95, 0.4])
+        assert drafting.offer.length == 2
+        sequence.tokens += [7, 9]  # the sure one came, the doubtful one did not
+        drafting.follow(sequence)
+    assert drafting.acceptance.rate(3) > 0.9 and drafting.acceptance.rate(1) < 0.1
 
 
 def test_the_cost_of_a_step_is_learnt_from_few_sizes():

@@ -93,7 +93,7 @@ def _spy(propose, table, seen):
     def wrapped(wanted, *rest):
         lengths = {draw: int(table.lengths[slot]) for draw, slot, _ in wanted}
         found = propose(wanted, *rest)
-        seen.extend((lengths[draw], tokens) for draw, tokens in found.items())
+        seen.extend((lengths[draw], tokens) for draw, tokens in found[0].items())
         return found
 
     return wrapped

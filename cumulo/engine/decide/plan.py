@@ -77,6 +77,7 @@ class StepPlan:
     drafts: list[Draft] = field(default_factory=list)  # speculation: rows that draw up to 1 + drafts tokens
     # (draw, count): the runner's draft model proposes so many tokens behind what is drawn
     proposals: list[tuple[int, int]] = field(default_factory=list)
+    proposal_floor: float = 0.0  # ... and stops where all of them are right with a lower chance than this
     sends: list[Send] = field(default_factory=list)  # rows whose KV goes to other engines; nothing is drawn
 
     @property
@@ -115,6 +116,8 @@ class StepResult:
     proposed: dict[int, list[int]] = field(
         default_factory=dict
     )  # by draw index: a draft model's tokens behind it
+    # ... and, where the drafter says so, with which chance each is right, those before it being right
+    chances: dict[int, list[float]] = field(default_factory=dict)
     proposing_s: float = 0.0  # of the step's time
     started_s: float = 0.0  # time.perf_counter() when the runner began and finished
     finished_s: float = 0.0

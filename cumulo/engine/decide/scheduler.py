@@ -286,16 +286,18 @@ class Scheduler:
         return self.shared_steps.plans_ahead(in_flight, now_s)
 
     # -- results ------------------------------------------------------------------------------------------
-    def observe(self, plan: StepPlan, seconds: float, now_s: float, proposing_s: float = 0.0) -> None:
+    def observe(
+        self, plan: StepPlan, seconds: float, now_s: float, proposing_s: float = 0.0, proposed: int = 0
+    ) -> None:
         """How long a step took, whose result is here now: later ones are planned by it. `proposing_s`: of that, the
-        draft model's part."""
+        draft model's part, which proposed so many tokens."""
         if self.books.promises is not None:
             self.books.promises.observe(plan, self.books.in_flight[plan.index].draws, now_s)
         self.residency.played(plan.index)
         rows, tokens = len(plan.slots), plan.tokens
         self.costs.observe_compute(tokens, rows, seconds)
         if self.speculation is not None:
-            self.speculation.observe(tokens, seconds, sum(n for _, n in plan.proposals), proposing_s)
+            self.speculation.observe(tokens, seconds, proposed, proposing_s)
         if tokens and seconds > 0:
             single = plan.counts.count(1)
             self.shared_steps.pace.observe(single, tokens - single, seconds)
@@ -306,7 +308,7 @@ class Scheduler:
         flight = self.books.in_flight.pop(plan.index)
         advanced = enter_result(self.books, flight, plan, result, now_s)
         if self.speculation is not None and result.proposed:
-            self.speculation.take_proposals(flight.draws, result.proposed)
+            self.speculation.take_proposals(flight.draws, result.proposed, result.chances)
         handover.issue_fetches(self.books, now_s)
         return advanced
 

@@ -15,9 +15,13 @@ from torch import Tensor
 from cumulo.engine.decide.plan import StepPlan
 from cumulo.engine.play.slot_table import SlotTable, StepRows
 from cumulo.models.batch import ForwardBatch, KVCache, RunnableModel
+from cumulo.models.heads.eagle import Likeliest, likeliest_of
 from cumulo.models.heads.tap import StreamTap
 
 _MOST_TOKENS = 512  # of prompts that are computed before one step's first proposals
+
+
+Proposed = tuple[dict[int, list[int]], dict[int, list[float]]]  # tokens and chances, by draw
 
 
 class DraftModel(Protocol):
@@ -34,8 +38,8 @@ class DraftModel(Protocol):
         places before, where these tokens are proposals themselves."""
         ...
 
-    def likeliest(self, hidden: Tensor) -> NDArray[np.int64]:
-        """The most likely next token of each row."""
+    def likeliest(self, hidden: Tensor) -> Likeliest:
+        """The most likely next token of each row, and how likely it is."""
         ...
 
 
@@ -58,9 +62,10 @@ class Drafter:
         if self.tap is not None:
             self.tap.copy_blocks(plan.copies, self.cache.block_size)
 
-    def propose(self, wanted: list[tuple[int, int, int]], table: SlotTable) -> dict[int, list[int]]:
-        """`wanted`: draw, slot and how many tokens. By draw, tokens proposed behind the slot's known ones: fewer
-        where there is no room, none while its prompt is not computed."""
+    def propose(self, wanted: list[tuple[int, int, int]], table: SlotTable, floor: float = 0.0) -> Proposed:
+        """`wanted`: draw, slot and how many tokens. By draw, tokens proposed behind the known ones, with their
+        chances: fewer where there is no room or where all of them are right with a chance below `floor`, none while
+        its prompt is not computed."""
         draws, slots, counts = (np.array(column, dtype=np.int64) for column in zip(*wanted, strict=True))
         ends = table.lengths[slots] - self.model.shift  # places that the known tokens make
         room = np.minimum(table.block_counts[slots] * table.block_size, self.limit)
@@ -71,14 +76,14 @@ class Drafter:
         needed = ends - self._followed[slots]
         given = np.clip(_MOST_TOKENS - (np.cumsum(needed) - needed), 0, needed)
         if not given.any():
-            return {}
+            return {}, {}
         begun, complete = given > 0, given == needed
         rows = _rows(slots[begun], self._followed[slots[begun]], given[begun])
         last = rows.query_starts[1:] - 1
         hidden = self.model.follow(self._batch(rows, last[complete[begun]], table), self.cache, None)
         self._followed[slots] += given
         return self._continue(
-            draws[complete], slots[complete], ends[complete], counts[complete], hidden, table
+            draws[complete], slots[complete], ends[complete], counts[complete], hidden, table, floor
         )
 
     def _continue(
@@ -89,25 +94,31 @@ class Drafter:
         counts: NDArray[np.int64],
         hidden: Tensor,
         table: SlotTable,
-    ) -> dict[int, list[int]]:
+        floor: float,
+    ) -> Proposed:
         """Token after token, each proposed behind the one before, as long as somebody wants more."""
         proposed: dict[int, list[int]] = {draw: [] for draw in draws.tolist()}
+        chances: dict[int, list[float]] = {draw: [] for draw in draws.tolist()}
+        together = np.ones(len(draws))  # the chance that all are right
         place = 0
         while len(slots):
-            tokens = self.model.likeliest(hidden)
-            for draw, token in zip(draws.tolist(), tokens.tolist(), strict=True):
+            tokens, likely = self.model.likeliest(hidden)
+            for draw, token, chance in zip(draws.tolist(), tokens.tolist(), likely.tolist(), strict=True):
                 proposed[draw].append(token)
+                chances[draw].append(chance)
             place += 1
-            more = counts > place
+            together = together * likely
+            more = (counts > place) & (together >= floor)
             if not more.any():
                 break
             draws, slots, ends, counts = draws[more], slots[more], ends[more], counts[more]
+            together = together[more]
             # Behind the known tokens, where whatever is drawn will overwrite them.
             table.tokens[slots, ends + self.model.shift + place - 1] = tokens[more]
             rows = _rows(slots, ends + place - 1, np.ones(len(slots), dtype=np.int64))
             kept = hidden[torch.from_numpy(np.flatnonzero(more))]
             hidden = self.model.follow(self._batch(rows, np.arange(len(slots)), table), self.cache, kept)
-        return proposed
+        return proposed, chances
 
     def _batch(self, rows: StepRows, wanted: NDArray[np.int64], table: SlotTable) -> ForwardBatch:
         batch = table.forward_batch(rows, wanted)
@@ -140,7 +151,5 @@ class WholeDraftModel:
     def follow(self, batch: ForwardBatch, cache: KVCache, previous: Tensor | None) -> Tensor:
         return self._model.forward(batch, cache)
 
-    def likeliest(self, hidden: Tensor) -> NDArray[np.int64]:
-        logits = self._model.logits(hidden)[:, : self._vocabulary]
-        tokens: NDArray[np.int64] = logits.numpy().argmax(axis=-1)
-        return tokens
+    def likeliest(self, hidden: Tensor) -> Likeliest:
+        return likeliest_of(self._model.logits(hidden)[:, : self._vocabulary])

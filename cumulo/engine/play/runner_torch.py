@@ -225,7 +225,7 @@ class TorchRunner:
         if plan.proposals and self.drafter is not None:
             began_s = time.perf_counter()
             behind = [(draw, plan.draw_slots[draw], count) for draw, count in plan.proposals]
-            result.proposed = self.drafter.propose(behind, self.table)
+            result.proposed, result.chances = self.drafter.propose(behind, self.table, plan.proposal_floor)
             result.proposing_s = time.perf_counter() - began_s
         return result
 

@@ -19,6 +19,16 @@ from cumulo.models.moe import FeedForward
 from cumulo.models.rope import RotaryTable
 from cumulo.spec.model import ModelSpec
 
+Likeliest = tuple[NDArray[np.int64], NDArray[np.float32]]  # tokens, and the chances that they are right
+
+
+def likeliest_of(logits: Tensor) -> Likeliest:
+    """The most likely token of each row of logits, and its probability."""
+    values = logits.numpy()
+    tokens = values.argmax(axis=-1)
+    above = values - np.take_along_axis(values, tokens[:, None], axis=-1)
+    return tokens, 1 / np.exp(above).sum(axis=-1)
+
 
 class EagleHead(nn.Module):
     __call__: Callable[..., Tensor]
@@ -97,7 +107,6 @@ class EagleDraft:
         stream = self._head.fc(self._stream_at(batch.slots)) if previous is None else previous
         return self._head(stream, self._embed(batch.token_ids), batch, cache)
 
-    def likeliest(self, hidden: Tensor) -> NDArray[np.int64]:
-        chosen = self._head.logits(hidden).numpy().argmax(axis=-1)
-        tokens: NDArray[np.int64] = self._head.token_of.numpy()[chosen]
-        return tokens
+    def likeliest(self, hidden: Tensor) -> Likeliest:
+        chosen, chances = likeliest_of(self._head.logits(hidden))
+        return self._head.token_of.numpy()[chosen], chances

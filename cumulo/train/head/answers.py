@@ -24,20 +24,36 @@ from cumulo.models.play.fused import FusedDecoder
 from cumulo.train.head.config import HeadConfig
 
 _AT_ONCE = {"cpu": 16, "cuda": 128}
-_VERBS = (
-    "Explain", "Describe", "Summarize what is known about", "Write a paragraph about", "Give advice about",
-    "List the advantages of", "List the disadvantages of", "Write a short poem about", "Tell me the history of",
-    "How do I get started with", "What are common mistakes in", "Write an email about", "Compare two kinds of",
-    "What is the best way to think about", "Give three examples of", "Why is it useful to study",
+# Forms and topics are others than those that `cumulo bench speculate` asks.
+_FORMS = (
+    "Explain {} in simple words.", "Describe {}.", "Summarize what is known about {}.", "What is {}?",
+    "Write a paragraph about {}.", "Give me some advice about {}.", "List the advantages of {}.",
+    "What are the disadvantages of {}?", "Write a short poem about {}.", "Tell me the history of {}.",
+    "How do I get started with {}?", "What are common mistakes people make with {}?", "Write an email about {}.",
+    "What is the best way to think about {}?", "Give three examples that have to do with {}.",
+    "Why is it useful to know something about {}?", "Write a story for children about {}.",
+    "Name five things that everybody should know about {}.", "Why is {} important?", "How does {} work?",
+    "Tell me something surprising about {}.", "What do you think of {}?", "Write two sentences about {}.",
+    "What questions would a student ask about {}?",
 )  # fmt: skip
 _TOPICS = (
     "cooking rice", "the solar system", "public speaking", "electric cars", "photosynthesis", "football",
     "painting", "the Roman Empire", "saving money", "learning a language", "machine learning", "sleep",
-    "recycling", "tea",
-    "airports", "elephants", "the water cycle", "job interviews", "computer viruses", "hiking", "libraries", "bees",
-    "the internet", "gardening", "glass", "vaccines", "friendship", "earthquakes", "novels", "time management",
-    "kitchens", "wind power", "the human heart", "city planning", "rivers", "photography", "cheese", "swimming",
-    "the stock market", "desert animals",
+    "recycling", "tea", "airports", "elephants", "the water cycle", "job interviews", "computer viruses",
+    "hiking", "libraries", "bees", "the internet", "farming", "glass", "vaccines", "friendship", "earthquakes",
+    "novels", "time management", "kitchens", "wind power", "the human heart", "city planning", "rivers",
+    "photography", "cheese", "swimming", "the stock market", "desert animals", "Germany", "Egypt", "Canada",
+    "India", "Mexico", "the sun", "the planet Mars", "electricity", "magnets", "light", "summer", "snow",
+    "storms", "forests", "lakes", "islands", "cats", "horses", "birds", "butterflies", "sharks", "dinosaurs",
+    "trees", "flowers", "oranges", "potatoes", "chocolate", "soup", "pizza", "milk", "salt", "cars",
+    "airplanes", "ships", "buses", "roads", "castles", "museums", "schools", "hospitals", "markets",
+    "newspapers", "television", "telephones", "computers", "video games", "movies", "dancing", "the guitar",
+    "the piano", "singing", "drawing", "poetry", "writing a diary", "mathematics", "chemistry", "history",
+    "geography", "medicine", "law", "money", "banks", "taxes", "elections", "democracy", "the family",
+    "birthdays", "holidays", "travel", "camping", "running", "tennis", "yoga", "healthy food", "breakfast",
+    "cooking for friends", "houses", "furniture", "clothes", "shoes", "gold", "paper", "plastic", "wood",
+    "stars", "black holes", "satellites", "the atom", "evolution", "the brain", "memory", "dreams", "happiness",
+    "anger",
 )  # fmt: skip
 
 
@@ -55,7 +71,7 @@ def questions(config: HeadConfig) -> list[str]:
             raise ConfigError(f"prompts: there is no file {path}")
         found = [line for line in path.read_text().splitlines() if line.strip()]
     else:
-        found = [f"{verb} {topic}." for topic in _TOPICS for verb in _VERBS]
+        found = [form.format(topic) for topic in _TOPICS for form in _FORMS]
     np.random.default_rng(config.seed).shuffle(found)
     return [found[index % len(found)] for index in range(config.answers)]
 
@@ -63,8 +79,8 @@ def questions(config: HeadConfig) -> list[str]:
 def make_answers(
     config: HeadConfig, engine: EngineConfig, tell: Callable[[str, int, int], None]
 ) -> list[OwnAnswer]:
-    """The model's answers to the questions, half of them sampled, with its hidden states. They are kept in a file
-    and read from there the next time."""
+    """The model's answers to the questions, a quarter of them sampled, with its hidden states. They are kept in
+    files and read from there the next time."""
     asked, done = questions(config), list[OwnAnswer]()
     at_once = _AT_ONCE[engine.device]
     firsts = range(0, config.answers, at_once)
@@ -104,7 +120,7 @@ def _answer(
     path: Path,
 ) -> None:
     params = [
-        SamplingParams(temperature=0.8 * (index % 2), max_tokens=config.answer_tokens, seed=index)
+        SamplingParams(temperature=0.8 * (index % 4 == 3), max_tokens=config.answer_tokens, seed=index)
         for index in range(len(group))
     ]
     outputs = llm.chat([[{"role": "user", "content": text}] for text in group], params)

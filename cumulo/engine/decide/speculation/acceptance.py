@@ -1,9 +1,11 @@
 """Acceptance: how often drafted tokens turned out right, per request, with everybody's average to begin with."""
 
 # Common past of a draft and the text, in tokens, from which on a draft is of the next class: a longer one is a
-# better omen. Drafts of a model are of the last class.
+# better omen.
 _CLASSES = (3, 5, 9)
 CLASSES = len(_CLASSES) + 1
+# The same for a draft model, which says how sure it is. One that does not is always of the last class.
+_CHANCES = (0.3, 0.6, 0.85)
 _PRIOR = 4.0  # so many observations of its own weigh as much as everybody's
 _OWN_MEMORY = 0.95  # weight of an observation after the next one
 _ALL_MEMORY = 0.995
@@ -11,6 +13,10 @@ _ALL_MEMORY = 0.995
 
 def class_of(matched: int) -> int:
     return sum(matched >= bound for bound in _CLASSES)
+
+
+def class_of_chance(chance: float) -> int:
+    return sum(chance >= bound for bound in _CHANCES)
 
 
 class Acceptance:

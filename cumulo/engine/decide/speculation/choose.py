@@ -24,6 +24,10 @@ class Offer(NamedTuple):
 
     length: int  # tokens at most
     rate: float  # how often one is right, its predecessors being right
+    rates: ListLike[float] = ()  # ... of each token, where they differ
+
+    def rate_of(self, place: int) -> float:
+        return min(self.rates[place] if self.rates else self.rate, _SUREST)
 
 
 class DraftChoice(NamedTuple):
@@ -39,7 +43,7 @@ def choose(
     yielded, seconds = float(rows), fixed_s + token_s * tokens
     before = yielded / seconds
     # Largest first: what the next draft of each offer yields.
-    heap = [(-min(offer.rate, _SUREST), index) for index, offer in enumerate(offers) if offer.length > 0]
+    heap = [(-offer.rate_of(0), index) for index, offer in enumerate(offers) if offer.length > 0]
     heapify(heap)
     while heap and budget > 0:
         negative, index = heap[0]
@@ -50,7 +54,39 @@ def choose(
         counts[index] += 1
         budget -= 1
         if counts[index] < min(offers[index].length, MOST_DRAFTED):
-            heapreplace(heap, (negative * min(offers[index].rate, _SUREST), index))
+            heapreplace(heap, (negative * offers[index].rate_of(counts[index]), index))
         else:
             heappop(heap)
     return DraftChoice(counts, yielded / seconds / before)
+
+
+class AskedGain(NamedTuple):
+    """What asking a drafter for a token behind every row would bring."""
+
+    row: list[float]  # by row: expected tokens more, less those that its time is worth
+    gain: float  # of all rows: tokens per second, as a multiple of those without
+
+
+def worth_asking(
+    shares: ListLike[float],
+    rates: ListLike[ListLike[float]],
+    fixed_s: float,
+    token_s: float,
+    proposal_s: float,
+) -> AskedGain:
+    """A drafter says how sure it is: a token is of kind k in `shares[k]` of cases, and then right with probability
+    `rates[row][k]`. It is verified only where that pays; it costs `proposal_s` in any case."""
+    count = len(rates)
+    seconds = fixed_s + token_s * count
+    base = count / seconds
+    yielded, row_values = float(count), []
+    for row in rates:
+        seconds += proposal_s
+        value = -base * proposal_s
+        for share, rate in zip(shares, row, strict=True):
+            if rate > base * token_s:
+                value += share * (rate - base * token_s)
+                yielded += share * rate
+                seconds += share * token_s
+        row_values.append(value)
+    return AskedGain(row_values, yielded / seconds / base)

@@ -7,6 +7,7 @@ first, and the place with the longest common past wins. While the text goes on a
 from array import array
 from collections.abc import Sequence as ListLike
 
+from cumulo.engine.decide.speculation.acceptance import class_of
 from cumulo.engine.decide.speculation.choose import MOST_DRAFTED
 
 _TRIED = 8  # earlier places that are compared
@@ -66,6 +67,11 @@ class NgramDraft:
                     break
             place = self._earlier[place]
         self._at, self.matched = best + 1, longest
+
+    @property
+    def kinds(self) -> list[int]:
+        """The class of its tokens: one for all."""
+        return [class_of(self.matched)]
 
     @property
     def expects(self) -> bool:

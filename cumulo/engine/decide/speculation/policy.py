@@ -13,8 +13,15 @@ tokens are those of a run without drafts, each of them, sampled or greedy.
 from cumulo.engine.decide.plan import Draft, StepPlan
 from cumulo.engine.decide.request import Sequence, State
 from cumulo.engine.decide.residency import Residency
-from cumulo.engine.decide.speculation.acceptance import Acceptance, class_of
-from cumulo.engine.decide.speculation.choose import MOST_DRAFTED, DraftChoice, Offer, choose
+from cumulo.engine.decide.speculation.acceptance import CLASSES, Acceptance
+from cumulo.engine.decide.speculation.choose import (
+    MOST_DRAFTED,
+    AskedGain,
+    DraftChoice,
+    Offer,
+    choose,
+    worth_asking,
+)
 from cumulo.engine.decide.speculation.learnt_cost import LearntCost
 from cumulo.engine.decide.speculation.ngram import NgramDraft
 from cumulo.engine.decide.speculation.proposed import ProposedDraft
@@ -39,13 +46,15 @@ class Drafting:
         self.idle_tokens = 0  # since a model's draft was last verified
 
     @property
-    def rate(self) -> float:
-        return self.acceptance.rate(class_of(self.draft.matched))
+    def offer(self) -> Offer:
+        kinds = self.draft.kinds
+        rates = [self.acceptance.rate(kind) for kind in kinds]
+        return Offer(self.draft.length, rates[0], rates if len(rates) > 1 else ())
 
     def follow(self, sequence: Sequence) -> None:
         """Take note of the tokens that came since."""
         draft, tokens = self.draft, sequence.tokens
-        expected, kind = draft.expects, class_of(draft.matched)
+        expected, kinds = draft.expects, draft.kinds
         known = len(tokens)
         came = known - draft.size
         if came <= 0:
@@ -57,7 +66,9 @@ class Drafting:
         hits, misses = draft.advance(tokens, known)
         self.idle_tokens = 0 if expected else self.idle_tokens + came
         if expected:
-            self.acceptance.observe(kind, hits, misses)
+            for index in range(hits + misses):
+                kind = kinds[min(index, len(kinds) - 1)]
+                self.acceptance.observe(kind, int(index < hits), int(index >= hits))
         for index in range(came):
             self.worth += _NEWS * ((index < hits) - self.worth)
 
@@ -69,6 +80,8 @@ class Speculation:
         self.cost = LearntCost()
         self.proposal_s = 0.0  # for one token that a model proposes; measured
         self.everybody = Acceptance()
+        # Of a model's first proposals, how many are of each class of sureness.
+        self._shares = [0.0] * (CLASSES - 1) + [1.0]
         self.fixed_count: int | None = None  # drafts of every row, for measurements; None: as many as pay
 
     def _follow(self, sequence: Sequence) -> Drafting:
@@ -93,7 +106,23 @@ class Speculation:
             return self.by_model
         # Behind a step whose tokens must be known the device waits for the host: a short step must gain the more.
         least = max(_LEAST_GAIN, 1 + _HOST_S / self.cost.of(len(rows)))
+        if self.by_model:
+            return self._asked(rows).gain >= least
         return self._prospects(rows).gain >= least
+
+    def _asked(self, rows: list[Sequence]) -> AskedGain:
+        fixed_s, token_s = self.cost.line
+        rates = [self._rates(sequence) for sequence in rows]
+        return worth_asking(self._shares, rates, fixed_s, _CAUTION * token_s, self.proposal_s)
+
+    def _rates(self, sequence: Sequence) -> list[float]:
+        """How often a model's token is right, by class."""
+        if sequence.request.beam is not None:
+            return [0.0] * CLASSES
+        drafting = self._follow(sequence)
+        rates = [drafting.acceptance.rate(kind) for kind in range(CLASSES)]
+        # Drafts of a model that are not made are not judged either: after a while it is given another chance.
+        return rates if drafting.idle_tokens < _TRY_AGAIN else [max(rate, _HOPE) for rate in rates]
 
     def _prospects(self, rows: list[Sequence]) -> DraftChoice:
         """How many tokens are worth drafting for each of these rows, by what is known of them."""
@@ -105,12 +134,11 @@ class Speculation:
     def _prospect(self, sequence: Sequence) -> float:
         if sequence.request.beam is not None:
             return 0.0
+        if self.by_model:
+            return self._rates(sequence)[-1]  # at best: it stops itself where it is less sure
         drafting = self._follow(sequence)
-        if not self.by_model:
-            # What is expected now will mostly still be expected behind the token that is being drawn.
-            return drafting.rate if drafting.draft.expects else drafting.worth
-        # Drafts of a model that are not made are not judged either: after a while it is given another chance.
-        return drafting.rate if drafting.idle_tokens < _TRY_AGAIN else max(drafting.rate, _HOPE)
+        # What is expected now will mostly still be expected behind the token that is being drawn.
+        return drafting.offer.rate if drafting.draft.expects else drafting.worth
 
     # -- planning ---------------------------------------------------------------------------------------------
     def extend(
@@ -137,11 +165,11 @@ class Speculation:
                 continue  # (a prompt's last token may begin several samples)
             if sequence.request.beam is not None:
                 continue
-            drafting = self._follow(sequence)
-            length = min(drafting.draft.length, sequence.limit - known - 1)
+            offer = self._follow(sequence).offer
+            length = min(offer.length, sequence.limit - known - 1)
             if length > 0:
                 members.append(row)
-                offers.append(Offer(length, drafting.rate))
+                offers.append(offer._replace(length=length))
         if not members:
             return
         if self.fixed_count is None:
@@ -169,7 +197,12 @@ class Speculation:
         if self.fixed_count is not None:
             counts = [self.fixed_count] * len(draws)
         elif self.cost.known:
-            counts = self._prospects(draws).counts
+            asked = self._asked(draws)
+            longest = self._prospects(draws).counts
+            counts = [count if value > 0 else 0 for count, value in zip(longest, asked.row, strict=True)]
+            fixed_s, token_s = self.cost.line
+            seconds = fixed_s + token_s * len(draws)
+            plan.proposal_floor = len(draws) / seconds * (_CAUTION * token_s + self.proposal_s)
         else:
             counts = [1] * len(draws)
         for draw, (sequence, count) in enumerate(zip(draws, counts, strict=True)):
@@ -187,11 +220,15 @@ class Speculation:
             residency.room_ahead(sequence, end - 1, count + 1, len(draws), plan)
             plan.proposals.append((draw, count))
 
-    def take_proposals(self, draws: list[Sequence], proposed: dict[int, list[int]]) -> None:
+    def take_proposals(
+        self, draws: list[Sequence], proposed: dict[int, list[int]], chances: dict[int, list[float]]
+    ) -> None:
         """What the runner's model expects behind the tokens that were just entered."""
         for draw, tokens in proposed.items():
             sequence = draws[draw]
-            if sequence.state == State.RUNNING:
+            if sequence.state == State.RUNNING and tokens:
                 drafting = self._follow(sequence)
                 assert isinstance(drafting.draft, ProposedDraft)
-                drafting.draft.propose(tokens)
+                drafting.draft.propose(tokens, chances.get(draw))
+                for kind in range(CLASSES):
+                    self._shares[kind] += _NEWS * ((kind == drafting.draft.kinds[0]) - self._shares[kind])
