@@ -1,6 +1,8 @@
 """For all tests: hypothesis draws the same cases every time, and a slow machine is not a failure."""
 
+import functools
 import os
+import ssl
 from pathlib import Path
 
 # Triton decides when it is first imported whether its interpreter plays the kernels, and any test may import it
@@ -27,6 +29,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # Every HTTP client reads the machine's certificates, 50 ms each time, and tests make thousands of clients.
+    ssl.create_default_context = functools.cache(ssl.create_default_context)
     forked_ranks.prepare()
     thorough.chosen = config.getoption("--thorough")
     if thorough.chosen and not config.getoption("--hypothesis-profile"):
