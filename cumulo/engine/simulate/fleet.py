@@ -62,7 +62,7 @@ def simulate_fleet(
         ask = Ask(arrival.prompt_tokens, hashes.of_arrival(arrival))
         # The replicas are alike: one that has computed no prompt yet is as fast as the others.
         prompt_s = min(engine.scheduler.costs.prompt_s_per_token for engine in engines)
-        route = router.route(ask, [_view(name, placed, prompt_s) for name, placed in places.items()])
+        route = router.route(ask, [replica_view(name, placed, prompt_s) for name, placed in places.items()])
         places[route.replica].engine.arrivals.append(arrival)
         places[route.replica].cached_tokens.append(route.cached_tokens)
     for engine in engines:
@@ -70,7 +70,8 @@ def simulate_fleet(
     return [engine.end() for engine in engines]
 
 
-def _view(name: str, placed: Placed, prompt_s_per_token: float) -> ReplicaView:
+def replica_view(name: str, placed: Placed, prompt_s_per_token: float) -> ReplicaView:
+    """A simulated engine as a router sees it."""
     engine, scheduler = placed.engine, placed.engine.scheduler
     coming = engine.waiting_arrivals()
     running, first = len(scheduler.requests) + len(coming), len(engine.arrivals) - len(coming)

@@ -1,0 +1,1 @@
+"""Plays the decisions of policies and autoscaling rules in virtual time."""

@@ -1,0 +1,89 @@
+"""What one replica serves within the SLO, rehearsed: the speed that the forecast rule divides load by. Called by
+`cumulo simulate autoscale` and `cumulo launch`.
+"""
+
+import itertools
+import math
+import random
+from dataclasses import replace
+
+from cumulo.cluster.decide.autoscale.seen import ReplicaSpeed
+from cumulo.cluster.simulate.autoscale import keeps
+from cumulo.engine.simulate.run import Arrival
+from cumulo.errors import ConfigError
+from cumulo.plan.serve.replica import Replica
+from cumulo.plan.serve.traffic import Traffic
+from cumulo.spec.slo import Slo
+
+_SAMPLE = 600  # requests of the trace that the search plays
+_BATCH = 32  # sequences that decode together, to weigh an output token against a prompt token
+_LEAST_RATE = 1e-3
+
+
+def replica_speed(replica: Replica, traffic: Traffic, slo: Slo, seed: int = 0) -> ReplicaSpeed:
+    """The highest Poisson rate of this traffic's requests that one replica serves within the SLO, as the tokens per
+    second of prompts and of answers whose work fills it."""
+    sample = poisson_sample(traffic, _SAMPLE, seed)
+    rate = highest_rate(replica, sample, slo)
+    prompt, output, _ = sample.means()
+    cost = replica.cost()
+    decode = cost.decode(_BATCH)
+    output_s = decode.fixed_s / _BATCH if decode is not None else 0.02 / _BATCH
+    prompt_s = prompt_token_s(replica)
+    # One request's work is 1 / rate; its parts are as the device's times are.
+    whole_s = prompt * prompt_s + output * output_s
+    slower = 1 / (rate * whole_s)
+    return ReplicaSpeed(1 / (prompt_s * slower), 1 / (output_s * slower))
+
+
+def prompt_token_s(replica: Replica) -> float:
+    """Device time of a prompt's token, from a prompt that is alone."""
+    tokens = 2048
+    run, _ = replica.serve((Arrival(0.0, tokens, 1),))
+    first_s = run.served[0].first_token_s
+    assert first_s is not None
+    return first_s / tokens
+
+
+def poisson_sample(traffic: Traffic, count: int, seed: int) -> Traffic:
+    """Requests spread over the trace, at one per second on average, with the gaps of a Poisson process."""
+    every = max(1, len(traffic.arrivals) // count)
+    rng = random.Random(f"{seed}/poisson")
+    times_s = itertools.accumulate(rng.expovariate(1.0) for _ in itertools.count())
+    return Traffic(
+        tuple(
+            replace(one, arrived_s=time_s)
+            for one, time_s in zip(traffic.arrivals[::every][:count], times_s, strict=False)
+        )
+    )
+
+
+def highest_rate(replica: Replica, sample: Traffic, slo: Slo) -> float:
+    def holds(rate: float) -> bool:
+        run, _ = replica.serve(sample.at_rate(rate).arrivals)
+        kept = sum(
+            one.first_token_s is not None
+            and one.last_token_s is not None
+            and keeps(
+                slo,
+                one.first_token_s - one.arrival.arrived_s,
+                one.last_token_s - one.first_token_s,
+                one.arrival.output_tokens,
+            )
+            for one in run.served
+        )
+        return kept >= slo.share * len(run.served)
+
+    low = high = 1.0
+    if holds(low):
+        while holds(high := high * 2):
+            low = high
+    else:
+        while not holds(low := low / 2):
+            high = low
+            if low < _LEAST_RATE:
+                raise ConfigError(f"one replica cannot keep {slo} even for single requests: use a looser SLO")
+    while high / low > 1.03:
+        middle = math.sqrt(low * high)
+        low, high = (middle, high) if holds(middle) else (low, middle)
+    return low
