@@ -1,0 +1,236 @@
+"""`cumulo simulate network`: collectives and other traffic over a fabric, link by link, in virtual time."""
+
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from cumulo.cli.shared import options
+from cumulo.cli.shared import plan_options as shared
+from cumulo.cli.shared.declare import option, takes_options
+
+if TYPE_CHECKING:
+    from cumulo.collectives.simulate.fabrics.links import FabricGraph, Routing
+    from cumulo.collectives.simulate.player import LinkChange, NetworkRun, Traffic
+
+EXAMPLE = (
+    "Example: [bold]cumulo simulate network --gpus 1024 --fabric fat-tree-roce --size 1GiB --routing ecmp "
+    "--queue-pairs 4 --heat-map links.svg[/bold]"
+)
+_FABRIC, _TRAFFIC, _REPORT = "Fabric", "Traffic", "Report"
+
+
+@dataclass(frozen=True, kw_only=True)
+class NetworkOptions:
+    cluster: shared.ClusterOptions
+    oversubscription: str = option(
+        "Oversubscription of each tier above the leaves, such as 1,7. Default: the fabric's own.",
+        "",
+        panel=_FABRIC,
+    )
+    pod_gpus: int = option("GPUs below one spine layer; 0: as many as its ports allow.", 0, panel=_FABRIC)
+    torus: str = option("Instead of switches: a torus of these dimensions, such as 8x8x8.", "", panel=_FABRIC)
+    sites: int = option("Number of datacentres, of --gpus each.", 1, panel=_FABRIC, min=1)
+    site_gbps: float = option(
+        "With --sites: bandwidth between two sites, in Gbit/s, each way.", 1600.0, panel=_FABRIC
+    )
+    site_delay: str = option("With --sites: delay between two sites, one way.", "5ms", panel=_FABRIC)
+    routing: str = option(
+        "ecmp: by hash; static: by destination; adaptive: packets spread over all paths.",
+        "ecmp",
+        panel=_FABRIC,
+    )
+    queue_pairs: int = option(
+        "Queue pairs of a message, each hashed by itself (ecmp).", 1, panel=_FABRIC, min=1
+    )
+    seed: int = option("Seed of the hash. Another seed is another cabling.", 0, panel=_FABRIC)
+    collective: str = option(
+        "all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, send (to the next rank) or incast (all to "
+        "one).",
+        "all_reduce",
+        panel=_TRAFFIC,
+    )
+    algorithm: str = option(
+        "multi-ring (a ring for each rail), or an algorithm of `cumulo collective`.",
+        "multi-ring",
+        panel=_TRAFFIC,
+    )
+    size: str = option("Bytes of the collective, as nccl-tests counts them.", "1GiB", panel=_TRAFFIC)
+    placement: str = option(
+        "packed: rank i on GPU i; scattered: nodes in random order; interleaved: consecutive nodes in "
+        "different pods.",
+        "packed",
+        panel=_TRAFFIC,
+    )
+    job: list[str] = option(
+        "One of several jobs, as NAME:key=value,...: gpus=0-511, collective, algorithm, size, start (such as 1ms), "
+        "background=yes. Repeat it for each job.",
+        (),
+        panel=_TRAFFIC,
+        metavar="JOB",
+    )
+    fail: list[str] = option(
+        "A link that changes, as LINK@TIME=GBPS, such as 'leaf 0 → spine 3@1ms=0'. Repeat it.",
+        (),
+        panel=_TRAFFIC,
+        metavar="CHANGE",
+    )
+    step_latency: str = option(
+        "Latency that software adds to every message, such as 14us for NCCL's Simple protocol.",
+        "0us",
+        panel=_TRAFFIC,
+    )
+    window: str = option(
+        "Bytes that a queue pair may have under way, such as 16MiB; 0: no limit.", "0", panel=_TRAFFIC
+    )
+    train: str = option(
+        "Play a whole training step's communication of this model instead; see --layout.", "", panel=_TRAFFIC
+    )
+    layout: str = option(
+        "With --train: for example dp=128,tp=8,pp=16,zero=1.", "dp=1,tp=8,pp=1", panel=_TRAFFIC
+    )
+    batch: shared.BatchOptions = shared.BatchOptions()
+    order: str = option("With --train: outermost axis of the mesh, pp or dp.", "pp", panel=_TRAFFIC)
+    heat_map: Path | None = option(
+        "Write a heat map of links over time (.svg or .html).", None, panel=_REPORT, metavar="FILE"
+    )
+    catalog_file: shared.CatalogFile = None
+    json_file: options.JsonOption = None
+
+
+@takes_options
+def network(chosen: NetworkOptions) -> None:
+    """Simulate collectives on a fabric, link by link: routing, sharing, failures, several jobs at once."""
+    from cumulo.cli.shared.terminal import note, working
+
+    began_s = time.process_time()
+    if chosen.train:
+        from cumulo.cli.view.network_step import print_step
+
+        print_step(chosen)
+        note(f"simulated in {time.process_time() - began_s:.2f} s of CPU time")
+        return
+    with working("simulating"):
+        graph = graph_of(chosen)
+        jobs = _jobs(chosen, graph)
+        run = _play(chosen, graph, jobs)
+    _report(chosen, graph, run, jobs, time.process_time() - began_s)
+
+
+def graph_of(chosen: NetworkOptions) -> "FabricGraph":
+    from cumulo.collectives.simulate.fabrics.build import fabric_graph
+    from cumulo.collectives.simulate.fabrics.sites import JoinedSites
+    from cumulo.collectives.simulate.fabrics.torus import TorusGraph
+    from cumulo.errors import ConfigError
+    from cumulo.load.units import parse_duration_s
+    from cumulo.spec.catalog import shipped
+
+    cluster = chosen.cluster.cluster(shipped(chosen.catalog_file))
+    if chosen.torus:
+        try:
+            shape = tuple(int(part) for part in chosen.torus.lower().split("x"))
+        except ValueError as error:
+            raise ConfigError(f"--torus must look like 8x8x8, got {chosen.torus!r}") from error
+        return TorusGraph(shape, cluster.device.link_bytes_per_s / (2 * len(shape)), 1e-6)
+    if chosen.oversubscription:
+        ratios = tuple(float(part) for part in chosen.oversubscription.split(","))
+        cluster = replace(cluster, fabric=replace(cluster.fabric, oversubscription=ratios))
+    sites = [fabric_graph(cluster, pod_gpus=chosen.pod_gpus or None) for _ in range(chosen.sites)]
+    if chosen.sites == 1:
+        return sites[0]
+    return JoinedSites(sites, chosen.site_gbps * 1e9 / 8, parse_duration_s(chosen.site_delay, "--site-delay"))
+
+
+def routing_of(chosen: NetworkOptions) -> "Routing":
+    from cumulo.collectives.simulate.fabrics.links import Routing
+
+    return Routing(chosen.routing, chosen.queue_pairs, chosen.seed)  # type: ignore[arg-type]
+
+
+def _jobs(chosen: NetworkOptions, graph: "FabricGraph") -> list["Traffic"]:
+    from cumulo.collectives.simulate.collective_traffic import collective_traffic
+    from cumulo.collectives.simulate.fabrics.torus import TorusGraph
+    from cumulo.collectives.simulate.job_text import parse_job
+    from cumulo.collectives.simulate.place import placed
+
+    per_node = getattr(graph, "node_gpus", 0) or _per_node(chosen)
+    texts = chosen.job or [f"{chosen.collective}:gpus=0-{graph.ranks - 1}"]
+    found: list[Traffic] = []
+    for text in texts:
+        job = parse_job(text, chosen.collective, chosen.algorithm, chosen.size)
+        if isinstance(graph, TorusGraph):
+            gpus, near = graph.snake()[job.first : job.last + 1], 1
+        else:
+            gpus, near = placed(job.first, job.last, chosen.placement, per_node, graph, chosen.seed), per_node
+        found.append(
+            collective_traffic(
+                job.name,
+                job.collective,
+                job.algorithm,
+                gpus,
+                job.size_bytes,
+                near,
+                job.start_s,
+                job.background,
+            )
+        )
+    return found
+
+
+def _per_node(chosen: NetworkOptions) -> int:
+    from cumulo.spec.catalog import shipped
+
+    return chosen.cluster.cluster(shipped(chosen.catalog_file)).node.gpus
+
+
+def _play(chosen: NetworkOptions, graph: "FabricGraph", jobs: list["Traffic"]) -> "NetworkRun":
+    from cumulo.base.byte_text import parse_bytes
+    from cumulo.collectives.simulate.player import play_network
+    from cumulo.load.units import parse_duration_s
+
+    window = parse_bytes(chosen.window)
+    return play_network(
+        graph,
+        jobs,
+        routing_of(chosen),
+        [_change(text, graph) for text in chosen.fail],
+        parse_duration_s(chosen.step_latency, "--step-latency"),
+        window or None,
+        record=True,
+    )
+
+
+def _change(text: str, graph: "FabricGraph") -> "LinkChange":
+    from cumulo.collectives.simulate.player import LinkChange
+    from cumulo.errors import ConfigError
+    from cumulo.load.units import parse_duration_s, parse_number
+
+    name, at, rest = text.rpartition("@")
+    when, equals, rate = rest.partition("=")
+    if not at or not equals:
+        raise ConfigError(f"--fail must look like 'leaf 0 → spine 3@1ms=0', got {text!r}")
+    gbps = parse_number(rate, "the rate of --fail in Gbit/s")
+    link = graph.links.named(name.strip().replace("->", "→"))
+    return LinkChange(parse_duration_s(when, "the time of --fail"), link, gbps * 1e9 / 8)
+
+
+def _report(
+    chosen: NetworkOptions, graph: "FabricGraph", run: "NetworkRun", jobs: list["Traffic"], cpu_s: float
+) -> None:
+    from cumulo.base import report as reports
+    from cumulo.cli.shared.terminal import note, out
+    from cumulo.cli.view.network_run import job_rows, tier_rows, write_heat_map
+
+    rows = job_rows(run, jobs) + tier_rows(run)
+    reports.write_json(chosen.json_file, rows, cpu_s=cpu_s, messages=run.messages, solves=run.solves)
+    if str(chosen.json_file) != "-":
+        out.print(reports.table(f"{graph.ranks:,} GPUs, {chosen.routing} routing", rows))
+        if run.rerouted:
+            out.print(f"{run.rerouted:,} messages took another path because a link failed.")
+        note(
+            f"{run.messages:,} messages on {len(graph.links.capacity):,} links, in {cpu_s:.2f} s of CPU "
+            f"time; rates "
+            f"were worked out {run.solves:,} times"
+        )
+    if chosen.heat_map is not None and run.use is not None:
+        write_heat_map(chosen.heat_map, run, f"{graph.ranks:,} GPUs, {chosen.routing} routing")

@@ -1,0 +1,1 @@
+"""Schedules and other traffic played in virtual time, on fabrics you may not have."""

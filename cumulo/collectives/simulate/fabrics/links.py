@@ -1,0 +1,109 @@
+"""LinkTable: every directed link of a fabric as arrays, and what a fabric must answer. The fabrics fill
+it; routing, sharing and the player read it.
+
+A rank is a GPU. A path is a row of link numbers, padded with -1.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cumulo.errors import ConfigError
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+RoutingKind = Literal["ecmp", "adaptive", "static"]
+ROUTING_KINDS: tuple[RoutingKind, ...] = ("ecmp", "adaptive", "static")
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """How a message chooses among equal paths.
+
+    ecmp: each queue pair by a hash of its addresses; `queue_pairs` of them share a message. static: by destination,
+    as InfiniBand's tables do. adaptive: spread over all paths, packet by packet.
+    """
+
+    kind: RoutingKind = "ecmp"
+    queue_pairs: int = 1
+    seed: int = 0
+    polarised: bool = False  # every tier hashes alike, so that a tier's choice repeats the one below it
+
+    def __post_init__(self) -> None:
+        if self.kind not in ROUTING_KINDS:
+            raise ConfigError(f"routing must be {', '.join(ROUTING_KINDS)}, got {self.kind!r}")
+        if self.queue_pairs < 1:
+            raise ConfigError(f"a message needs 1 or more queue pairs, got {self.queue_pairs}")
+
+
+@dataclass
+class LinkTable:
+    """Filled block by block, each of links that are alike."""
+
+    capacity: Floats = field(default_factory=lambda: np.zeros(0))  # bytes/s
+    latency: Floats = field(default_factory=lambda: np.zeros(0))  # seconds
+    tier: Ints = field(default_factory=lambda: np.zeros(0, np.int64))
+    tiers: list[str] = field(default_factory=list)
+    _blocks: list[tuple[int, Callable[[int], str]]] = field(default_factory=list)
+
+    def add(
+        self, count: int, capacity: float, latency_s: float, tier: str, name: Callable[[int], str]
+    ) -> int:
+        """The number of the first of them; `name` is given their numbers from 0."""
+        first = len(self.capacity)
+        if tier not in self.tiers:
+            self.tiers.append(tier)
+        self.capacity = np.concatenate([self.capacity, np.full(count, float(capacity))])
+        self.latency = np.concatenate([self.latency, np.full(count, latency_s)])
+        self.tier = np.concatenate([self.tier, np.full(count, self.tiers.index(tier))])
+        self._blocks.append((first, name))
+        return first
+
+    def name(self, link: int) -> str:
+        first, name = next(block for block in reversed(self._blocks) if block[0] <= link)
+        return name(link - first)
+
+    def named(self, name: str) -> int:
+        """For people who name a link that fails."""
+        for link in range(len(self.capacity)):
+            if self.name(link) == name:
+                return link
+        raise ConfigError(f"the fabric has no link {name!r}; the first one is {self.name(0)!r}")
+
+
+class FabricGraph(Protocol):
+    """What the player asks of a fabric."""
+
+    ranks: int
+    links: LinkTable
+
+    def paths(self, source: Ints, target: Ints, keys: Ints, routing: Routing) -> Ints:
+        """One row for each message; messages with equal addresses differ in their keys."""
+        ...
+
+    def fail(self, link: int, capacity: float = 0.0) -> None:
+        """Change a link's capacity."""
+        ...
+
+    def switch_of(self, link: int) -> tuple[str, str]:
+        """The devices at the two ends of a link, for buffer dependencies."""
+        ...
+
+
+def hashed(seed: int, *parts: "Ints | int") -> NDArray[np.uint64]:
+    """A well-mixed 64-bit number for each row (splitmix64's finaliser over the parts)."""
+    with np.errstate(over="ignore"):
+        mixed: NDArray[np.uint64] = np.asarray(np.uint64(seed * 2 + 1))
+        for part in parts:
+            mixed = (mixed ^ np.asarray(part).astype(np.uint64)) * np.uint64(0x9E3779B97F4A7C15)
+            mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+            mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+            mixed = mixed ^ (mixed >> np.uint64(31))
+    return mixed
+
+
+def below(mixed: NDArray[np.uint64], bound: int) -> Ints:
+    return (mixed % np.uint64(bound)).astype(np.int64)

@@ -1,0 +1,121 @@
+"""Rounds: messages that start together, as arrays, and how often they are repeated. What makes 100,000 ranks quick:
+a ring of n ranks is one round, 2(n − 1) times.
+
+    for one in rounds_of(schedule, element_bytes=2): ...     # of a schedule whose ranks are alike
+    ring_rounds(rail_orders(groups, 8), gib / 8)                              # of rings with orders of
+    their own, such as over rails
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby, pairwise
+
+import numpy as np
+
+from cumulo.collectives.decide.schedule import CollectiveSchedule, Move
+from cumulo.collectives.simulate.fabrics.links import Floats, Ints
+from cumulo.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    source: Ints
+    target: Ints
+    size_bytes: Floats
+    repeat: int = 1
+    compute_s: float = 0.0  # before its messages start
+
+    @property
+    def bytes(self) -> float:
+        return float(self.size_bytes.sum()) * self.repeat
+
+    def placed(self, placement: Ints) -> "Round":
+        """Rank i of the job on GPU `placement[i]`."""
+        return Round(
+            placement[self.source], placement[self.target], self.size_bytes, self.repeat, self.compute_s
+        )
+
+
+def rounds_of(schedule: CollectiveSchedule, element_bytes: float) -> Iterator[Round]:
+    """Step by step, all ranks and channels at once; equal steps that follow each other are one round, repeated."""
+    if not schedule.symmetry:
+        raise ConfigError(
+            f"{schedule.name} has ranks that differ; play it message by message (ScheduleTraffic), or take "
+            f"a schedule "
+            "whose ranks are alike"
+        )
+    ranks = np.arange(schedule.ranks)
+    lanes = [_sends(schedule, channel) for channel in range(schedule.channels)]
+    steps = max(len(lane) for lane in lanes)
+    merged = (tuple(lane[step] if step < len(lane) else () for lane in lanes) for step in range(steps))
+    for sends, alike in groupby(merged):
+        flat = [send for lane in sends for send in lane]
+        if not flat:
+            continue
+        targets = [_moved(schedule.symmetry, peer, ranks) for peer, _ in flat]
+        sizes = [np.full(len(ranks), elements * element_bytes) for _, elements in flat]
+        yield Round(
+            np.tile(ranks, len(flat)), np.concatenate(targets), np.concatenate(sizes), sum(1 for _ in alike)
+        )
+
+
+def _sends(schedule: CollectiveSchedule, channel: int) -> list[tuple[tuple[int, int], ...]]:
+    return [
+        tuple((one.peer, schedule.elements(one)) for one in step if one.move is Move.SEND)
+        for step in schedule.steps(0, channel)
+    ]
+
+
+def _moved(symmetry: Sequence[int], peer: int, ranks: Ints) -> Ints:
+    """`CollectiveSchedule.moved` for all ranks at once."""
+    answer, place = np.zeros_like(ranks), 1
+    for radix in reversed(symmetry):
+        answer += (peer // place + ranks // place) % radix * place
+        place *= radix
+    return answer
+
+
+def ring_rounds(orders: Ints, size_bytes: float, times: int = 2) -> Round:
+    """Rings side by side, one for each row of `orders`, each of `size_bytes`. `times`: 2 for an all-reduce, 1 for a
+    gather or a scatter."""
+    ranks = orders.shape[1]
+    source, target = orders.ravel(), np.roll(orders, -1, axis=1).ravel()
+    chunk = size_bytes / ranks
+    return Round(source, target, np.full(len(source), chunk), times * (ranks - 1))
+
+
+def rail_orders(groups: Ints, per_node: int) -> Ints:
+    """The rings of `multi_ring_all_reduce`, one row for each group (a row of GPUs, node after node) and
+    channel: ring c enters even nodes at GPU c and leaves them at c − 1, odd ones the other way round."""
+    count, ranks = groups.shape
+    by_node = groups.reshape(count, ranks // per_node, per_node)
+    rings = []
+    for channel in range(per_node):
+        turned = np.roll(by_node, -channel, axis=2)
+        turned[:, 1::2] = turned[:, 1::2, ::-1]
+        rings.append(turned.reshape(count, ranks))
+    return np.stack(rings, axis=1).reshape(count * per_node, ranks)
+
+
+def on_groups(one: Round, groups: Ints) -> Round:
+    """A round of ranks 0, 1, ... on every row of `groups` at once."""
+    count = len(groups)
+    return Round(
+        groups[:, one.source].ravel(),
+        groups[:, one.target].ravel(),
+        np.tile(one.size_bytes, count),
+        one.repeat,
+        one.compute_s,
+    )
+
+
+def thinned(rounds: list[Round], most: int) -> list[Round]:
+    """Of many rounds that follow each other, `most` that stand for their neighbours: for the n − 1 exchanges of an
+    all-to-all, of which one is as good as the next."""
+    if len(rounds) <= most:
+        return rounds
+    edges = np.linspace(0, len(rounds), most + 1).astype(int)
+    return [
+        replace(rounds[(low + high) // 2], repeat=sum(one.repeat for one in rounds[low:high]))
+        for low, high in pairwise(edges.tolist())
+    ]
