@@ -64,10 +64,9 @@ class _Play:
     def __init__(self, schedule: CollectiveSchedule) -> None:
         self.schedule = schedule
         self.held: list[dict[int, int]] = [{} for _ in range(schedule.nodes)]
-        for rank in range(schedule.ranks):
-            for chunk in range(len(schedule.sizes)):
-                if schedule.source(chunk) in (rank, None):
-                    self.held[rank][chunk] = 1 << (_BITS * rank)
+        for chunk in range(len(schedule.sizes)):
+            for rank in schedule.contributors(chunk):
+                self.held[rank][chunk] = 1 << (_BITS * rank)
         self.lanes = {
             (rank, channel): _Lane(rank, channel, tuple(schedule.steps(rank, channel)))
             for rank in range(schedule.nodes)
@@ -197,8 +196,8 @@ class _Play:
         schedule = self.schedule
         everyone = sum(1 << (_BITS * rank) for rank in range(schedule.ranks))
         for chunk in range(len(schedule.sizes)):
-            source, destination = schedule.source(chunk), schedule.destination(chunk)
-            right = everyone if source is None else 1 << (_BITS * source)
+            parts, destination = schedule.contributors(chunk), schedule.destination(chunk)
+            right = everyone if len(parts) == schedule.ranks else sum(1 << (_BITS * rank) for rank in parts)
             for rank in range(schedule.ranks) if destination is None else (destination,):
                 value = self.held[rank].get(chunk, 0)
                 if value != right:

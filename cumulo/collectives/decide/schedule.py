@@ -22,7 +22,7 @@ Nothing is listed before it is asked for: a schedule of 16,384 ranks is as small
 given, the steps of one rank are those of rank 0 with every peer moved (`moved`), so that one rank stands for all.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
@@ -112,6 +112,9 @@ class CollectiveSchedule:
     # The ranks as digits, the most significant first: (n,) a ring of n, (nodes, gpus) two levels, (2, 2, 2) a
     # hypercube. (): ranks differ.
     symmetry: tuple[int, ...] = ()
+    present: tuple[frozenset[int], ...] | None = (
+        None  # of each chunk, ranks on which it is not zero; None: all
+    )
 
     @property
     def name(self) -> str:
@@ -148,6 +151,13 @@ class CollectiveSchedule:
         if self.collective == "all_to_all":
             return chunk // self.pieces % self.ranks
         return self.root if self.collective == "reduce" else None
+
+    def contributors(self, chunk: int) -> Collection[int]:
+        """The ranks that have a part of it first."""
+        if self.present is not None:
+            return self.present[chunk]
+        source = self.source(chunk)
+        return range(self.ranks) if source is None else (source,)
 
     def representatives(self) -> Iterator[int]:
         """Ranks whose steps stand for all others: one, or all of them."""

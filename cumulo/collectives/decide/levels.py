@@ -1,0 +1,172 @@
+"""Two levels: first inside a node, where links are fast, then between nodes. Two-level all-reduce, rings over
+rails, and all-to-alls, of which one crosses the network once for each node. The catalogue calls it."""
+
+from collections.abc import Sequence
+
+from cumulo.collectives.decide.ring import ring_all_reduce
+from cumulo.collectives.decide.schedule import (
+    CollectiveSchedule,
+    CollectiveStep,
+    EvenSizes,
+    Move,
+    Transfer,
+)
+from cumulo.errors import ConfigError
+
+
+def two_level_all_reduce(ranks: int, elements: int, node_size: int) -> CollectiveSchedule:
+    """Reduce-scatter inside each node, all-reduce between the GPUs of one index, all-gather inside: a card carries
+    2(k − 1)/k of a g-th of the buffer."""
+    nodes = whole_nodes(ranks, node_size)
+
+    def program(rank: int, channel: int) -> Sequence[CollectiveStep]:
+        node, local = divmod(rank, node_size)
+        inside, across = node * node_size, local
+        steps: list[CollectiveStep] = []
+        for step in range(node_size - 1):  # blocks of `nodes` chunks; GPU l keeps block l
+            sent, taken = (local - 1 - step) % node_size, (local - 2 - step) % node_size
+            steps.append(_block(inside, local, node_size, sent, taken, nodes, Move.REDUCE))
+        for move, behind in ((Move.REDUCE, 1), (Move.COPY, 0)):
+            for step in range(nodes - 1):
+                after, before = (node + 1) % nodes, (node - 1) % nodes
+                sent, taken = (node - behind - step) % nodes, (node - behind - step - 1) % nodes
+                steps.append(
+                    (
+                        Transfer(Move.SEND, after * node_size + across, local * nodes + sent),
+                        Transfer(move, before * node_size + across, local * nodes + taken),
+                    )
+                )
+        for step in range(node_size - 1):
+            sent, taken = (local - step) % node_size, (local - 1 - step) % node_size
+            steps.append(_block(inside, local, node_size, sent, taken, nodes, Move.COPY))
+        return steps
+
+    return CollectiveSchedule(
+        "all_reduce",
+        "two-level",
+        ranks,
+        EvenSizes(elements, ranks),
+        program,
+        symmetry=(nodes, node_size),
+    )
+
+
+def _block(
+    first: int, local: int, size: int, sent: int, taken: int, nodes: int, move: Move
+) -> CollectiveStep:
+    after, before = first + (local + 1) % size, first + (local - 1) % size
+    return (
+        Transfer(Move.SEND, after, sent * nodes, nodes),
+        Transfer(move, before, taken * nodes, nodes),
+    )
+
+
+def multi_ring_all_reduce(
+    ranks: int, elements: int, node_size: int, rounds: int = 1, channels: int = 0
+) -> CollectiveSchedule:
+    """A ring for each rail. Ring c enters even nodes at GPU c and leaves them at c − 1, and goes through odd nodes
+    the other way, so that it changes nodes between cards of one rail."""
+    nodes = whole_nodes(ranks, node_size)
+    orders = []
+    for channel in range(channels or node_size):
+        order: list[int] = []
+        for node in range(nodes):
+            inside = [node * node_size + (channel + step) % node_size for step in range(node_size)]
+            order += inside if node % 2 == 0 else reversed(inside)
+        orders.append(order)
+    return ring_all_reduce(ranks, elements, len(orders), rounds, orders, "multi-ring")
+
+
+def pairwise_all_to_all(ranks: int, sizes: Sequence[int], pieces: int = 1) -> CollectiveSchedule:
+    """n − 1 steps: in step s, to the rank s after and from the rank s before."""
+
+    def program(rank: int, channel: int) -> Sequence[CollectiveStep]:
+        return [_exchange(rank, ranks, pieces, away) for away in range(1, ranks)]
+
+    return CollectiveSchedule(
+        "all_to_all", "pairwise", ranks, sizes, program, pieces=pieces, symmetry=(ranks,)
+    )
+
+
+def direct_all_to_all(ranks: int, sizes: Sequence[int], pieces: int = 1) -> CollectiveSchedule:
+    """Everything at once: one step of n − 1 messages each way."""
+
+    def program(rank: int, channel: int) -> Sequence[CollectiveStep]:
+        together = [transfer for away in range(1, ranks) for transfer in _exchange(rank, ranks, pieces, away)]
+        return [tuple(together)] if together else []
+
+    return CollectiveSchedule("all_to_all", "direct", ranks, sizes, program, pieces=pieces, symmetry=(ranks,))
+
+
+def _exchange(rank: int, ranks: int, pieces: int, away: int) -> CollectiveStep:
+    to, source = (rank + away) % ranks, (rank - away) % ranks
+    return (
+        Transfer(Move.SEND, to, (rank * ranks + to) * pieces, pieces),
+        Transfer(Move.COPY, source, (source * ranks + rank) * pieces, pieces),
+    )
+
+
+def bruck_all_to_all(ranks: int, sizes: Sequence[int]) -> CollectiveSchedule:
+    """⌈log₂ n⌉ steps: a chunk whose way is d ranks long moves in the steps of d's bits (Bruck et al. 1997). Each
+    chunk passes several ranks, so it is for short messages."""
+
+    def program(rank: int, channel: int) -> Sequence[CollectiveStep]:
+        steps: list[CollectiveStep] = []
+        bit = 1
+        while bit < ranks:
+            sends, takes = [], []
+            for way in range(ranks):
+                if way & bit:
+                    # A chunk that has moved by the lower bits of its way is at `rank` now.
+                    source = (rank - way % bit) % ranks
+                    sends.append(
+                        Transfer(Move.SEND, (rank + bit) % ranks, source * ranks + (source + way) % ranks)
+                    )
+                    source = (rank - bit - way % bit) % ranks
+                    takes.append(
+                        Transfer(Move.COPY, (rank - bit) % ranks, source * ranks + (source + way) % ranks)
+                    )
+            steps.append((*sends, *takes))
+            bit *= 2
+        return steps
+
+    return CollectiveSchedule("all_to_all", "bruck", ranks, sizes, program, symmetry=(ranks,))
+
+
+def two_level_all_to_all(ranks: int, sizes: Sequence[int], node_size: int) -> CollectiveSchedule:
+    """First over the network to the GPU of the same index in the node that is meant, then inside that node to the
+    GPU (DeepSeek-V3, section 3.2.2): n/g − 1 messages leave a card, not n − g."""
+    nodes = whole_nodes(ranks, node_size)
+
+    def program(rank: int, channel: int) -> Sequence[CollectiveStep]:
+        node, local = divmod(rank, node_size)
+        steps: list[CollectiveStep] = []
+        for away in range(1, nodes):
+            to, source = (node + away) % nodes, (node - away) % nodes
+            peer = source * node_size + local
+            steps.append(
+                (
+                    Transfer(Move.SEND, to * node_size + local, rank * ranks + to * node_size, node_size),
+                    Transfer(Move.COPY, peer, peer * ranks + node * node_size, node_size),
+                )
+            )
+        for away in range(1, node_size):
+            to = node * node_size + (local + away) % node_size
+            other = (local - away) % node_size
+            peer = node * node_size + other
+            sends = [Transfer(Move.SEND, to, (far * node_size + local) * ranks + to) for far in range(nodes)]
+            takes = [
+                Transfer(Move.COPY, peer, (far * node_size + other) * ranks + rank) for far in range(nodes)
+            ]
+            steps.append((*sends, *takes))
+        return steps
+
+    return CollectiveSchedule("all_to_all", "two-level", ranks, sizes, program, symmetry=(nodes, node_size))
+
+
+def whole_nodes(ranks: int, node_size: int) -> int:
+    if node_size < 1 or ranks % node_size:
+        raise ConfigError(
+            f"{ranks} ranks are no whole number of nodes of {node_size}; give a node size that divides them"
+        )
+    return ranks // node_size
