@@ -1,0 +1,35 @@
+"""A player by the name of its transport, for ranks that can reach a store. The command, benchmarks and the door in
+`ranks` make one."""
+
+from typing import Literal, Protocol, get_args
+
+from torch import Tensor
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+
+from cumulo.collectives.decide.schedule import CollectiveSchedule
+from cumulo.collectives.play.messages import MessagePlayer
+from cumulo.collectives.play.shared_memory import SharedMemoryPlayer
+from cumulo.collectives.play.sockets import SocketExchange
+from cumulo.collectives.play.torch_messages import TorchExchange
+from cumulo.errors import ConfigError
+
+Transport = Literal["shm", "tcp", "torch"]
+TRANSPORTS: tuple[Transport, ...] = get_args(Transport)
+
+
+class Player(Protocol):
+    def run(self, schedule: CollectiveSchedule, tensor: Tensor, received: Tensor | None = None) -> None: ...
+
+
+def make_player(
+    transport: str, rank: int, nodes: int, store: Store, timeout_s: float = 60.0, name: str = "world"
+) -> Player:
+    """`nodes`: ranks, and switches that are played by processes. All of them call it."""
+    own = PrefixStore(f"collectives {name}", store)
+    if transport == "shm":
+        return SharedMemoryPlayer(rank, nodes, own, timeout_s)
+    if transport == "tcp":
+        return MessagePlayer(rank, SocketExchange(rank, own, timeout_s))
+    if transport == "torch":
+        return MessagePlayer(rank, TorchExchange(timeout_s=timeout_s))
+    raise ConfigError(f"there is no transport {transport!r}; there are {', '.join(TRANSPORTS)}")

@@ -1,0 +1,174 @@
+"""Messages over TCP: a connection for each pair of ranks and channel, made when it is first needed. Every message
+says its collective, step and length, so that one that was cut or is out of order is named."""
+
+import contextlib
+import select
+import socket
+import struct
+import time
+from collections import deque
+
+from torch import Tensor, uint8
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from cumulo.collectives.decide.schedule import CollectiveSchedule, Transfer
+from cumulo.collectives.play.messages import Parts, peers_of
+from cumulo.collectives.play.waiting import Standing
+from cumulo.errors import RanksFailed
+
+_HEADER = struct.Struct("<IIQ")  # number of the collective, step, bytes
+_HELLO = struct.Struct("<II")  # rank, channel
+_BUFFER = 4 << 20
+
+
+class SocketExchange:
+    def __init__(self, rank: int, store: Store, timeout_s: float = 60.0, host: str = "127.0.0.1") -> None:
+        """Ranks find each other's addresses in the store."""
+        self.rank, self._store, self._timeout_s = rank, store, timeout_s
+        self._listener = socket.create_server((host, 0), backlog=1024)
+        self._store.set(f"collective address {rank}", f"{host}:{self._listener.getsockname()[1]}")
+        self._links: dict[tuple[int, int], socket.socket] = {}
+
+    def prepare(self, schedule: CollectiveSchedule) -> None:
+        """Connect to the peers of a schedule; the lower rank calls."""
+        needed = peers_of(schedule, self.rank) - set(self._links)
+        for peer, channel in sorted(needed):
+            if peer > self.rank:
+                self._links[peer, channel] = self._call(peer, channel)
+        self._listener.settimeout(self._timeout_s)
+        while missing := [link for link in needed if link not in self._links]:
+            try:
+                link, _ = self._listener.accept()
+            except TimeoutError:
+                raise RanksFailed(
+                    f"{schedule.name}: rank {missing[0][0]} did not connect to rank {self.rank} within "
+                    f"{self._timeout_s:g} s, before step 1"
+                ) from None
+            link.settimeout(self._timeout_s)
+            peer, channel = _HELLO.unpack(link.recv(_HELLO.size, socket.MSG_WAITALL))
+            self._links[peer, channel] = _tuned(link)
+
+    def _call(self, peer: int, channel: int) -> socket.socket:
+        host, port = self._store.get(f"collective address {peer}").decode().rsplit(":", 1)
+        link = socket.create_connection((host, int(port)), self._timeout_s)
+        link.sendall(_HELLO.pack(self.rank, channel))
+        return _tuned(link)
+
+    def exchange(self, number: int, standing: Standing, sends: Parts, receives: Parts) -> None:
+        flows: dict[int, _Flow] = {}
+        for transfer, views in sends:
+            flow = flows.get(transfer.peer) or flows.setdefault(transfer.peer, self._flow(standing, transfer))
+            flow.add_send(number, transfer, views)
+        for transfer, views in receives:
+            flow = flows.get(transfer.peer) or flows.setdefault(transfer.peer, self._flow(standing, transfer))
+            flow.add_receive(number, transfer, views)
+        deadline = time.monotonic() + self._timeout_s
+        while open_flows := [flow for flow in flows.values() if not flow.done]:
+            moved = [flow.move() for flow in open_flows]
+            if any(moved):
+                deadline = time.monotonic() + self._timeout_s
+                continue
+            poll = select.poll()
+            for flow in open_flows:
+                poll.register(flow.link, flow.events)
+            if not poll.poll(1e3 * max(0.0, deadline - time.monotonic())):
+                raise standing.late(open_flows[0].transfer, self._timeout_s)
+
+    def _flow(self, standing: Standing, transfer: Transfer) -> "_Flow":
+        return _Flow(self._links[transfer.peer, standing.channel], standing)
+
+    def close(self) -> None:
+        for link in (*self._links.values(), self._listener):
+            with contextlib.suppress(OSError):
+                link.close()
+
+
+class _Flow:
+    """One connection during one step: what goes out and what comes in."""
+
+    def __init__(self, link: socket.socket, standing: Standing) -> None:
+        self.link, self._standing = link, standing
+        self._out: deque[tuple[Transfer, memoryview]] = deque()
+        # Bytes that are to come; with a header, the number and bytes that it must say.
+        self._in: deque[tuple[Transfer, memoryview, tuple[int, int] | None]] = deque()
+        self._got = 0  # of the first of them
+
+    def add_send(self, number: int, transfer: Transfer, views: list[Tensor]) -> None:
+        parts = [part for part in map(_bytes, views) if len(part)]
+        header = _HEADER.pack(number, self._standing.step, sum(map(len, parts)))
+        self._out.append((transfer, memoryview(header)))
+        self._out.extend((transfer, part) for part in parts)
+
+    def add_receive(self, number: int, transfer: Transfer, views: list[Tensor]) -> None:
+        parts = [part for part in map(_bytes, views) if len(part)]
+        self._in.append((transfer, memoryview(bytearray(_HEADER.size)), (number, sum(map(len, parts)))))
+        self._in.extend((transfer, part, None) for part in parts)
+
+    @property
+    def done(self) -> bool:
+        return not self._out and not self._in
+
+    @property
+    def transfer(self) -> Transfer:
+        """The one it waits for."""
+        return self._in[0][0] if self._in else self._out[0][0]
+
+    @property
+    def events(self) -> int:
+        return (select.POLLOUT if self._out else 0) | (select.POLLIN if self._in else 0)
+
+    def move(self) -> bool:
+        """Whether something moved."""
+        return self._send() | self._receive()
+
+    def _send(self) -> bool:
+        moved = False
+        while self._out:
+            transfer, rest = self._out[0]
+            try:
+                count = self.link.send(rest)
+            except BlockingIOError:
+                break
+            except OSError:
+                raise self._standing.gone(transfer) from None
+            moved = True
+            if count == len(rest):
+                self._out.popleft()
+            else:
+                self._out[0] = (transfer, rest[count:])
+        return moved
+
+    def _receive(self) -> bool:
+        moved = False
+        while self._in:
+            transfer, whole, must_say = self._in[0]
+            try:
+                count = self.link.recv_into(whole[self._got :])
+            except BlockingIOError:
+                break
+            except OSError:
+                count = 0
+            if not count:
+                raise self._standing.cut(transfer, self._got, len(whole), must_say is not None)
+            moved = True
+            self._got += count
+            if self._got == len(whole):
+                self._in.popleft()
+                self._got = 0
+                if must_say is not None:
+                    number, step, size = _HEADER.unpack(whole)
+                    if (number, size) != must_say:
+                        raise self._standing.differs(transfer, (number, step, size), must_say)
+        return moved
+
+
+def _tuned(link: socket.socket) -> socket.socket:
+    link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+        link.setsockopt(socket.SOL_SOCKET, option, _BUFFER)
+    link.setblocking(False)
+    return link
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    return tensor.view(uint8).numpy().data
