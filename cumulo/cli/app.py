@@ -15,12 +15,14 @@ from cumulo.cli import (
     gateway,
     generate,
     jobs,
+    kubernetes,
     launch,
     plan,
     quantize,
     schedule,
     serve,
     simulate,
+    simulate_cluster,
     simulate_network,
     train,
 )
@@ -51,8 +53,10 @@ app.command("schedule", epilog=schedule.EXAMPLE)(schedule.schedule)
 app.command("calibrate", epilog=calibrate.EXAMPLE)(calibrate.calibrate)
 app.add_typer(bench.app, name="bench")
 app.add_typer(data.app, name="data")
+app.add_typer(kubernetes.app, name="kubernetes")
 app.add_typer(plan.app, name="plan")
 app.add_typer(simulate.app, name="simulate")
+simulate.app.command("cluster", epilog=simulate_cluster.EXAMPLE)(simulate_cluster.cluster)
 simulate.app.command("network", epilog=simulate_network.EXAMPLE)(simulate_network.network)
 
 

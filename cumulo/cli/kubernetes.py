@@ -1,0 +1,53 @@
+"""`cumulo kubernetes`: check manifests without a cluster."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(
+    no_args_is_help=True, help="Check Kubernetes manifests without a cluster.", rich_markup_mode="rich"
+)
+CHECK_EXAMPLE = "Example: [bold]cumulo kubernetes check examples/kubernetes/queues.yaml[/bold]"
+
+
+@app.command(epilog=CHECK_EXAMPLE)
+def check(
+    files: Annotated[
+        list[Path], typer.Argument(metavar="FILES", help="YAML or JSON files, or folders with them.")
+    ],
+    crds: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Folder with CustomResourceDefinitions that replace or extend the shipped schemas.",
+        ),
+    ] = None,
+    node_gpus: Annotated[int, typer.Option(min=1, help="Number of GPUs on a node of your cluster.")] = 8,
+    exists: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KIND/NAME", help="An object that is in the cluster already, such as LocalQueue/team-a."
+        ),
+    ] = None,
+) -> None:
+    """Check manifests against their schemas, against each other and against the nodes, without a cluster.
+
+    The schemas of Volcano, Kueue, KubeRay, LeaderWorkerSet, InferencePool, KEDA, ServiceMonitor and of core objects
+    ship with Cumulo. Every problem is printed with its file, line and field; the exit status is 1 if there is one.
+    """
+    from cumulo.cli.shared.terminal import out
+    from cumulo.cluster.drivers.kubernetes.check import check_files
+    from cumulo.errors import ConfigError
+
+    for one in exists or ():
+        if "/" not in one:
+            raise ConfigError(f"--exists needs KIND/NAME, such as LocalQueue/team-a; got {one}")
+    manifests, problems = check_files(files, crds=crds, node_gpus=node_gpus, exists=exists or ())
+    for problem in problems:
+        out.print(str(problem), markup=False, soft_wrap=True, highlight=False)
+    count = f"{len(manifests)} object{'s' if len(manifests) != 1 else ''}"
+    if problems:
+        out.print(f"{count}, {len(problems)} problem{'s' if len(problems) != 1 else ''}")
+        raise typer.Exit(1)
+    out.print(f"{count}, no problems")

@@ -1,0 +1,1 @@
+"""Kubernetes: manifests from a job file or a plan, and the check of manifests without a cluster."""

@@ -1,0 +1,137 @@
+"""The pods that objects make: their specs wherever they stand in an object, how many there are, and the GPUs they
+ask for. Read by the checks.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from cumulo.cluster.drivers.kubernetes.manifest_source import FieldPath, Manifest
+
+GPU = re.compile(r"^(nvidia|amd|intel|gpu\.intel)\.com/(gpu|i915|xe)$")
+_UNITS = {
+    "": 1.0, "m": 1e-3, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15, "Ki": 2.0**10, "Mi": 2.0**20,
+    "Gi": 2.0**30, "Ti": 2.0**40, "Pi": 2.0**50,
+}  # fmt: skip
+_QUANTITY = re.compile(r"([0-9.]+)(m|[kMGTP]|[KMGTP]i)?")
+# Options of programs that say over how many GPUs a model is divided.
+_PARALLEL = {
+    "tp": re.compile(r"^(?:--tp|-tp|--tensor-parallel-size|--tensor_parallel_size)$"),
+    "pp": re.compile(r"^(?:--pp|-pp|--pipeline-parallel-size|--pipeline_parallel_size)$"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class PodSpec:
+    owner: Manifest
+    path: FieldPath  # of the spec
+    spec: Mapping[str, Any]
+    labels: Mapping[str, str]
+    count: int  # pods that the object makes of it; 1 where it does not say
+    group: int = 1  # pods that together hold one copy of the model
+
+    @property
+    def containers(self) -> Iterator[tuple[FieldPath, Mapping[str, Any]]]:
+        for name in ("initContainers", "containers"):
+            for number, one in enumerate(self.spec.get(name) or ()):
+                if isinstance(one, dict):
+                    yield (*self.path, name, number), one
+
+    def resource(self, name: str, kind: str = "limits") -> float:
+        """What one pod asks for; init containers run before the others."""
+        most = {"initContainers": 0.0, "containers": 0.0}
+        for path, one in self.containers:
+            asked = quantity((one.get("resources") or {}).get(kind, {}).get(name, 0)) or 0.0
+            part = str(path[-2])
+            most[part] = max(most[part], asked) if part == "initContainers" else most[part] + asked
+        return max(most.values())
+
+    @property
+    def gpu_names(self) -> set[str]:
+        return {
+            name
+            for _, one in self.containers
+            for kind in ("limits", "requests")
+            for name in ((one.get("resources") or {}).get(kind) or {})
+            if GPU.match(str(name))
+        }
+
+    @property
+    def gpus(self) -> float:
+        return sum(max(self.resource(name), self.resource(name, "requests")) for name in self.gpu_names)
+
+    def parallel(self, name: str) -> int:
+        """tp or pp, as its commands say; 1 where they do not."""
+        for _, one in self.containers:
+            words = [
+                word
+                for key in ("command", "args")
+                for text in one.get(key) or ()
+                for word in str(text).split()
+            ]
+            for number, word in enumerate(words):
+                option, _, value = word.partition("=")
+                if _PARALLEL[name].match(option):
+                    value = value or (words[number + 1] if number + 1 < len(words) else "")
+                    if value.isdigit():
+                        return int(value)
+        return 1
+
+
+def quantity(value: Any) -> float | None:
+    if isinstance(value, int | float):
+        return float(value)
+    match = _QUANTITY.fullmatch(str(value))
+    try:
+        return float(match[1]) * _UNITS[match[2] or ""] if match else float(str(value))
+    except ValueError:
+        return None
+
+
+def pods_of(manifest: Manifest) -> list[PodSpec]:
+    found: list[PodSpec] = []
+    for path, spec, template in _specs(manifest.body, (), {}):
+        metadata = template.get("metadata")
+        labels = (metadata.get("labels") if isinstance(metadata, dict) else None) or {}
+        count, group = _count(manifest, path)
+        found.append(PodSpec(manifest, path, spec, labels if isinstance(labels, dict) else {}, count, group))
+    return found
+
+
+def _specs(
+    value: Any, path: FieldPath, parent: Mapping[str, Any]
+) -> Iterator[tuple[FieldPath, Mapping[str, Any], Mapping[str, Any]]]:
+    if isinstance(value, dict):
+        if path and path[-1] == "spec" and isinstance(value.get("containers"), list):
+            yield path, value, parent
+            return
+        for key, inner in value.items():
+            yield from _specs(inner, (*path, key), value)
+    elif isinstance(value, list):
+        for number, inner in enumerate(value):
+            yield from _specs(inner, (*path, number), parent)
+
+
+def _count(manifest: Manifest, path: FieldPath) -> tuple[int, int]:
+    """Pods of one template, and how many pods a copy of the model is spread over."""
+
+    def number(*steps: str | int, otherwise: int = 1) -> int:
+        found = manifest.at(*steps)
+        return found if isinstance(found, int) and not isinstance(found, bool) else otherwise
+
+    kind = manifest.kind
+    if kind == "LeaderWorkerSet":
+        size = number("spec", "leaderWorkerTemplate", "size")
+        replicas = number("spec", "replicas")
+        leads = "leaderTemplate" in path
+        has_leader = manifest.at("spec", "leaderWorkerTemplate", "leaderTemplate") is not None
+        return replicas * (1 if leads else size - has_leader), size
+    if "tasks" in path:
+        return number("spec", "tasks", path[2], "replicas"), 1
+    if "workerGroupSpecs" in path:
+        start = path[: path.index("workerGroupSpecs") + 2]
+        return number(*start, "replicas") * number(*start, "numOfHosts"), number(*start, "numOfHosts")
+    if kind == "Job":
+        return number("spec", "parallelism"), 1
+    return number("spec", "replicas"), 1

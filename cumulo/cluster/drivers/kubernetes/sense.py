@@ -1,0 +1,293 @@
+"""What a schema cannot say of one object: names, selectors, ports, volumes, limits, GPUs. Called by the check."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from cumulo.base.nearest import did_you_mean
+from cumulo.cluster.drivers.kubernetes.manifest_source import FieldPath, Manifest
+from cumulo.cluster.drivers.kubernetes.pods import GPU, PodSpec, pods_of, quantity
+
+_NAME = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?")
+_LABEL = re.compile(r"([A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?)?")
+_MOST_NAME, _MOST_LABEL = 253, 63
+
+
+def check_sense(manifest: Manifest, node_gpus: int) -> None:
+    _check_name(manifest)
+    _check_replicas(manifest)
+    _check_kind(manifest)
+    for pod in pods_of(manifest):
+        _check_labels(manifest, pod.labels, (*pod.path[:-1], "metadata", "labels"))
+        _check_selector(manifest, pod)
+        _check_containers(pod)
+        _check_gpus(pod, node_gpus)
+
+
+def _check_name(manifest: Manifest) -> None:
+    if manifest.kind == "Kustomization":
+        return
+    name = manifest.metadata.get("name")
+    if not name and not manifest.metadata.get("generateName"):
+        manifest.blame(("metadata", "name"), "is required and missing")
+    elif isinstance(name, str) and (not _NAME.fullmatch(name) or len(name) > _MOST_NAME):
+        manifest.blame(
+            ("metadata", "name"),
+            f"{name!r} is not a name; use lower-case letters, digits, hyphens and dots, {_MOST_NAME} at most",
+        )
+    _check_labels(manifest, manifest.metadata.get("labels"), ("metadata", "labels"))
+
+
+def _check_labels(manifest: Manifest, labels: Any, path: FieldPath) -> None:
+    for key, value in labels.items() if isinstance(labels, dict) else ():
+        if isinstance(value, str) and (not _LABEL.fullmatch(value) or len(value) > _MOST_LABEL):
+            manifest.blame(
+                (*path, str(key)),
+                f"{value!r} is not a label's value; use letters, digits, '-', '_' and '.', {_MOST_LABEL} at most",
+            )
+
+
+def _check_replicas(manifest: Manifest) -> None:
+    """The fewest must not be more than the most."""
+    pairs = {
+        "HorizontalPodAutoscaler": ("minReplicas", "maxReplicas"),
+        "ScaledObject": ("minReplicaCount", "maxReplicaCount"),
+    }
+    if manifest.kind in pairs:
+        low_name, high_name = pairs[manifest.kind]
+        low, high = manifest.at("spec", low_name), manifest.at("spec", high_name)
+        if isinstance(low, int) and isinstance(high, int) and low > high:
+            manifest.blame(("spec", low_name), f"{low} is more than {high_name}, {high}")
+    if manifest.kind == "HorizontalPodAutoscaler" and manifest.at("spec", "minReplicas") == 0:
+        manifest.blame(
+            ("spec", "minReplicas"), "an HPA does not scale to zero; use 1 or more, or a KEDA ScaledObject"
+        )
+    for path, group in _worker_groups(manifest):
+        low, now, high = (group.get(name) for name in ("minReplicas", "replicas", "maxReplicas"))
+        for less, more, name, other in (
+            (low, now, "minReplicas", "replicas"),
+            (now, high, "replicas", "maxReplicas"),
+            (low, high, "minReplicas", "maxReplicas"),
+        ):
+            if isinstance(less, int) and isinstance(more, int) and less > more:
+                manifest.blame((*path, name), f"{less} is more than {other}, {more}")
+
+
+def _worker_groups(manifest: Manifest) -> list[tuple[FieldPath, Mapping[str, Any]]]:
+    found: list[tuple[FieldPath, Mapping[str, Any]]] = []
+    for start in (("spec",), ("spec", "rayClusterSpec"), ("spec", "rayClusterConfig")):
+        groups = manifest.at(*start, "workerGroupSpecs")
+        for number, one in enumerate(groups if isinstance(groups, list) else ()):
+            if isinstance(one, dict):
+                found.append(((*start, "workerGroupSpecs", number), one))
+    return found
+
+
+def _check_kind(manifest: Manifest) -> None:
+    spec = manifest.body.get("spec")
+    if not isinstance(spec, dict):
+        return
+    if manifest.kind == "PodDisruptionBudget":
+        given = [name for name in ("minAvailable", "maxUnavailable") if name in spec]
+        if len(given) != 1:
+            manifest.blame(
+                ("spec",),
+                "needs either minAvailable or maxUnavailable, and has " + ("both" if given else "neither"),
+            )
+    if manifest.kind == "Job" and manifest.group == "batch.volcano.sh":
+        _check_gang(manifest, spec)
+    if manifest.kind in ("Job",) and manifest.group == "batch":
+        policy = manifest.at("spec", "template", "spec", "restartPolicy")
+        if policy not in ("Never", "OnFailure"):
+            manifest.blame(
+                ("spec", "template", "spec", "restartPolicy"), "a Job needs restartPolicy: Never or OnFailure"
+            )
+    if manifest.kind == "ClusterQueue":
+        _check_cluster_queue(manifest)
+    if manifest.kind == "HorizontalPodAutoscaler":
+        for number, metric in enumerate(spec.get("metrics") or ()):
+            if isinstance(metric, dict):
+                _check_metric(manifest, metric, ("spec", "metrics", number))
+
+
+def _check_gang(manifest: Manifest, spec: Mapping[str, Any]) -> None:
+    tasks = [one for one in spec.get("tasks") or () if isinstance(one, dict)]
+    total = sum(one.get("replicas", 1) for one in tasks if isinstance(one.get("replicas", 1), int))
+    gang = spec.get("minAvailable")
+    if isinstance(gang, int) and tasks and gang > total:
+        manifest.blame(
+            ("spec", "minAvailable"),
+            f"{gang} is more than the {total} pods of all tasks: it would never start",
+        )
+    for number, one in enumerate(tasks):
+        least, count = one.get("minAvailable"), one.get("replicas", 1)
+        if isinstance(least, int) and isinstance(count, int) and least > count:
+            manifest.blame(
+                ("spec", "tasks", number, "minAvailable"), f"{least} is more than replicas, {count}"
+            )
+
+
+def _check_metric(manifest: Manifest, metric: Mapping[str, Any], path: FieldPath) -> None:
+    kind = str(metric.get("type", ""))
+    field = kind[:1].lower() + kind[1:]
+    if field and field not in metric:
+        manifest.blame((*path, field), f"is required and missing, because the metric's type is {kind}")
+    target = (metric.get(field) or {}).get("target") if isinstance(metric.get(field), dict) else None
+    if isinstance(target, dict):
+        needed = {"Utilization": "averageUtilization", "Value": "value", "AverageValue": "averageValue"}.get(
+            str(target.get("type"))
+        )
+        if needed and needed not in target:
+            manifest.blame(
+                (*path, field, "target", needed),
+                f"is required and missing, because the target's type is {target['type']}",
+            )
+
+
+def _check_cluster_queue(manifest: Manifest) -> None:
+    for number, group in enumerate(manifest.at("spec", "resourceGroups") or ()):
+        covered = group.get("coveredResources") if isinstance(group, dict) else None
+        for place, flavor in enumerate(group.get("flavors") or () if isinstance(group, dict) else ()):
+            names = [one.get("name") for one in flavor.get("resources") or () if isinstance(one, dict)]
+            if isinstance(covered, list) and names != covered:
+                manifest.blame(
+                    ("spec", "resourceGroups", number, "flavors", place, "resources"),
+                    f"must list the coveredResources in their order, {', '.join(map(str, covered))}; got "
+                    f"{', '.join(map(str, names)) or 'none'}",
+                )
+
+
+def _check_selector(manifest: Manifest, pod: PodSpec) -> None:
+    wanted = manifest.at("spec", "selector", "matchLabels")
+    if manifest.kind not in ("Deployment", "StatefulSet", "DaemonSet") or not isinstance(wanted, dict):
+        return
+    for key, value in wanted.items():
+        if pod.labels.get(key) != value:
+            manifest.blame(
+                ("spec", "selector", "matchLabels", str(key)),
+                f"selects pods with {key}={value}, and the template's label is {pod.labels.get(key, 'missing')}",
+            )
+
+
+def _check_containers(pod: PodSpec) -> None:
+    volumes = {one.get("name") for one in pod.spec.get("volumes") or () if isinstance(one, dict)}
+    volumes |= {
+        (one.get("metadata") or {}).get("name")
+        for one in pod.owner.at("spec", "volumeClaimTemplates") or ()
+        if isinstance(one, dict)
+    }
+    names: set[str] = set()
+    for path, one in pod.containers:
+        if not one.get("image"):
+            pod.owner.blame((*path, "image"), "is required and missing")
+        if (name := str(one.get("name"))) in names:
+            pod.owner.blame((*path, "name"), f"two containers are called {name}")
+        names.add(name)
+        for number, mount in enumerate(one.get("volumeMounts") or ()):
+            known = [str(volume) for volume in volumes]
+            if isinstance(mount, dict) and mount.get("name") not in volumes:
+                pod.owner.blame(
+                    (*path, "volumeMounts", number, "name"),
+                    f"there is no volume {mount.get('name')}{did_you_mean(str(mount.get('name')), known)}",
+                )
+        _check_ports(pod, path, one)
+        _check_limits(pod, path, one.get("resources"))
+
+
+def _check_ports(pod: PodSpec, path: FieldPath, container: Mapping[str, Any]) -> None:
+    ports = [one for one in container.get("ports") or () if isinstance(one, dict)]
+    names = {one["name"] for one in ports if one.get("name")}
+    for number, one in enumerate(ports):
+        value = one.get("containerPort")
+        if isinstance(value, int) and not 1 <= value <= 65535:
+            pod.owner.blame((*path, "ports", number, "containerPort"), f"a port is 1 to 65535, got {value}")
+    for probe in ("livenessProbe", "readinessProbe", "startupProbe"):
+        for way in ("httpGet", "tcpSocket"):
+            port = ((container.get(probe) or {}).get(way) or {}).get("port")
+            if isinstance(port, str) and not port.isdigit() and port not in names:
+                pod.owner.blame(
+                    (*path, probe, way, "port"),
+                    f"the container has no port {port}{did_you_mean(port, sorted(names))}",
+                )
+
+
+def _check_limits(pod: PodSpec, path: FieldPath, resources: Any) -> None:
+    if not isinstance(resources, dict):
+        return
+    requests, limits = (resources.get(kind) or {} for kind in ("requests", "limits"))
+    if not isinstance(requests, dict) or not isinstance(limits, dict):
+        return
+    for name, asked in requests.items():
+        low, high = quantity(asked), quantity(limits.get(name))
+        if low is not None and high is not None and low > high:
+            pod.owner.blame(
+                (*path, "resources", "requests", name), f"{asked} is more than the limit, {limits[name]}"
+            )
+        if GPU.match(str(name)) and name not in limits:
+            pod.owner.blame(
+                (*path, "resources", "limits", name),
+                f"is required and missing: {name} needs a limit equal to the request",
+            )
+    for kind, given in (("requests", requests), ("limits", limits)):
+        for name, asked in given.items():
+            value = quantity(asked)
+            if GPU.match(str(name)) and value is not None and (value != int(value) or value < 0):
+                pod.owner.blame(
+                    (*path, "resources", kind, name),
+                    f"GPUs are whole: {asked} cannot be asked for; use 1 or more",
+                )
+            if (
+                GPU.match(str(name))
+                and kind == "requests"
+                and name in limits
+                and value != quantity(limits[name])
+            ):
+                pod.owner.blame(
+                    (*path, "resources", kind, name),
+                    f"must equal the limit, {limits[name]}, because GPUs are not shared; got {asked}",
+                )
+
+
+def _check_gpus(pod: PodSpec, node_gpus: int) -> None:
+    """Against a node, and against how the program divides the model."""
+    gpus, tp, pp = int(pod.gpus), pod.parallel("tp"), pod.parallel("pp")
+    where = _gpu_path(pod)
+    if gpus > node_gpus:
+        pods = -(-gpus // node_gpus)
+        pod.owner.blame(
+            where,
+            f"one pod asks for {gpus} GPUs, and a node has {node_gpus}: it would never be placed. Use a "
+            f"LeaderWorkerSet with size {pods}, or {node_gpus} GPUs or fewer in a pod",
+        )
+        return
+    if not gpus:
+        if tp * pp > 1:
+            pod.owner.blame(where, f"tp={tp} and pp={pp} need {tp * pp} GPUs, and the pod asks for none")
+        return
+    ranks, have = tp * pp, gpus * pod.group
+    if have < ranks:
+        needed = -(-ranks // pod.group)
+        pod.owner.blame(
+            where, f"tp={tp} and pp={pp} need {ranks} GPUs, and the pod asks for {gpus}: ask for {needed}"
+        )
+    elif ranks > 1 and have % ranks:
+        whole = have // ranks * ranks
+        pod.owner.blame(
+            where,
+            f"this asks for {have} GPUs on {node_gpus}-GPU nodes with tp={tp}{f', pp={pp}' if pp > 1 else ''}: "
+            f"{have - whole} of them are never used, and the node is half used. Ask for {whole} or {whole + ranks}",
+        )
+    elif tp > 1 and gpus % tp and pod.group > 1:
+        pod.owner.blame(
+            where,
+            f"tp={tp} does not divide the {gpus} GPUs of a node: a tensor-parallel group would cross nodes",
+        )
+
+
+def _gpu_path(pod: PodSpec) -> FieldPath:
+    for path, one in pod.containers:
+        for kind in ("limits", "requests"):
+            for name in (one.get("resources") or {}).get(kind) or {}:
+                if GPU.match(str(name)):
+                    return (*path, "resources", kind, str(name))
+    return (*pod.path, "containers", 0, "resources")
