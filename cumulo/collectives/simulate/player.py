@@ -22,6 +22,7 @@ _DONE = 1e-9  # of a message's bytes: what is left by rounding
 # Where thousands of messages end at times of their own, those that end within this share of the time since
 # they began end together: a run is late by at most as much, and quick.
 _TOGETHER, _MANY = 2e-3, 2000
+_TOGETHER_AT_MOST, _VERY_MANY = 2e-2, 50_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,7 +251,8 @@ class _Play:
                 ends = np.where(self.left > 0, self.left / self.rate, 0.0)
             first = float(ends.min())
             if len(ends) > _MANY:
-                close = first + _TOGETHER * (self.now + first - self.began_s)
+                share = _TOGETHER if len(ends) < _VERY_MANY else _TOGETHER_AT_MOST
+                close = first + share * (self.now + first - self.began_s)
                 first = float(ends[ends <= close].max())
             step_s = min(step_s, first)
         if not np.isfinite(step_s):

@@ -1,0 +1,115 @@
+"""`cumulo simulate network --train`: a training step's communication on the fabric, next to the same fabric without
+oversubscription."""
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from rich.table import Table
+
+from cumulo.base.quantities import quantity
+from cumulo.base.report import Row, write_json
+from cumulo.cli.shared.terminal import out, working
+from cumulo.collectives.simulate.fabrics.build import fabric_graph
+from cumulo.collectives.simulate.fabrics.links import Routing
+from cumulo.collectives.simulate.place import placed, pods_of
+from cumulo.errors import ConfigError
+from cumulo.load.units import parse_duration_s
+from cumulo.plan.search.fixed import fixed_job
+from cumulo.plan.search.space import TrainGoal
+from cumulo.plan.time.step import estimate
+from cumulo.plan.time.step_traffic import AxisTime, play_step, step_calls
+from cumulo.spec.catalog import shipped
+
+if TYPE_CHECKING:
+    from cumulo.cli.simulate_network import NetworkOptions
+
+
+def print_step(chosen: "NetworkOptions") -> None:
+    if chosen.order not in ("pp", "dp"):
+        raise ConfigError(f"--order must be pp or dp, got {chosen.order!r}")
+    catalog = shipped(chosen.catalog_file)
+    cluster = chosen.cluster.cluster(catalog)
+    if chosen.oversubscription:
+        ratios = tuple(float(part) for part in chosen.oversubscription.split(","))
+        cluster = replace(cluster, fabric=replace(cluster.fabric, oversubscription=ratios))
+    goal = TrainGoal(catalog.model_or_file(chosen.train), cluster, chosen.batch.batch, chosen.batch.sequence)
+    job = fixed_job(chosen.layout, goal)
+    flat = replace(cluster, fabric=replace(cluster.fabric, oversubscription=(1.0,)))
+    routing = Routing(chosen.routing, chosen.queue_pairs, chosen.seed)  # type: ignore[arg-type]
+    overhead_s = parse_duration_s(chosen.step_latency, "--step-latency")
+    with working("simulating"):
+        found = []
+        for one, how in ((cluster, routing), (flat, Routing("adaptive"))):
+            graph = fabric_graph(one, pod_gpus=chosen.pod_gpus or None)
+            calls = step_calls(job, one.node.gpus, chosen.order)  # type: ignore[arg-type]
+            gpus = placed(0, one.gpus - 1, chosen.placement, one.node.gpus, graph, chosen.seed)
+            found.append(list(play_step(calls, graph, how, gpus, overhead_s)))
+        step_s = estimate(job, flat, explain=False).step_s
+    mine, ideal = found
+    rows = [row for pair in zip(mine, ideal, strict=True) for row in _rows(*pair)]
+    total, least = sum(axis.total_s for axis in mine), sum(axis.total_s for axis in ideal)
+    rows.append(Row("all communication", total, "s", "lower"))
+    rows.append(Row("all communication, 1 : 1 and adaptive", least, "s", "lower"))
+    rows.append(Row("step on a 1 : 1 fabric, cost model", step_s, "s", "lower"))
+    write_json(chosen.json_file, rows)
+    if str(chosen.json_file) == "-":
+        return
+    pods = pods_of(fabric_graph(cluster, pod_gpus=chosen.pod_gpus or None))
+    title = f"{chosen.train}, {chosen.layout}, on {cluster.gpus:,} GPUs in {pods} pods, {chosen.placement}"
+    out.print(_table(title, mine, ideal))
+    out.print(f"A step takes {quantity(step_s, 's')} on a 1 : 1 fabric by the cost model.")
+    out.print(
+        "slower: times what it takes on a 1 : 1 fabric with adaptive routing. far: messages that pass the "
+        "top tier.",
+        style="dim",
+    )
+    for axis, base in zip(mine, ideal, strict=True):
+        if axis.call_s > 1.05 * base.call_s:
+            out.print(_why(axis, base, cluster.fabric.oversubscription, step_s))
+
+
+def _rows(axis: AxisTime, base: AxisTime) -> list[Row]:
+    name = f"{axis.axis} {axis.collective}"
+    more = {
+        "calls": axis.calls,
+        "size_bytes": axis.size_bytes,
+        "ranks": axis.ranks,
+        "far_share": axis.far_share,
+    }
+    return [
+        Row(f"{name}: in a step", axis.total_s, "s", "lower", more=more),
+        Row(f"{name}: times its 1 : 1 time", axis.call_s / base.call_s, "", "lower"),
+    ]
+
+
+def _table(title: str, mine: list[AxisTime], ideal: list[AxisTime]) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", header_style="dim", box=None)
+    for name in ("axis", "collective"):
+        table.add_column(name)
+    for name in ("ranks", "size", "calls", "a call", "in a step", "slower", "far"):
+        table.add_column(name, justify="right")
+    table.add_column("busiest")
+    for axis, base in zip(mine, ideal, strict=True):
+        table.add_row(
+            axis.axis, axis.collective, f"{axis.ranks:,}", quantity(axis.size_bytes, "B"), f"{axis.calls:,}",
+            quantity(axis.call_s, "s"), quantity(axis.total_s, "s"), f"{axis.call_s / base.call_s:.2f}",
+            f"{axis.far_share:.0%}", axis.busiest,
+        )  # fmt: skip
+    return table
+
+
+def _why(axis: AxisTime, base: AxisTime, ratios: tuple[float, ...], step_s: float) -> str:
+    more = axis.total_s - base.total_s
+    over = max(ratios)
+    cause = (
+        f"{axis.far_share:.0%} of its messages pass the top tier, which has a {over:g}th of the bandwidth below it"
+        if axis.far_share and over > 1
+        else "its messages hash onto the same links"
+    )
+    return (
+        f"{axis.axis} {axis.collective} takes {axis.call_s / base.call_s:.1f} times as long as on a 1 : 1 "
+        f"fabric with "
+        f"adaptive routing, {quantity(more, 's')} more in each step ({more / step_s:.0%} of it, where "
+        f"nothing hides "
+        f"it): {cause}."
+    )
