@@ -15,7 +15,6 @@ from cumulo.cli import (
     gateway,
     generate,
     jobs,
-    kubernetes,
     launch,
     plan,
     quantize,
@@ -26,6 +25,7 @@ from cumulo.cli import (
     simulate_network,
     train,
 )
+from cumulo.cli.cloud import kubernetes
 
 app = typer.Typer(
     name="cumulo",

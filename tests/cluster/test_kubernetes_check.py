@@ -31,9 +31,10 @@ BROKEN: list[tuple[str, str, Any, str, str]] = [
     ("ServiceMonitor/llm", "spec.endpoints.0.intervall", "5s", "spec.endpoints.0.intervall", "mean interval?"),
     ("Deployment/llm", "metadata.lables", {}, "metadata.lables", "did you mean labels?"),
     # wrong types
-    ("Deployment/llm", "spec.replicas", "2", "spec.replicas", "must be a whole number, got \"2\": remove the quotes"),
+    ("Deployment/llm", "spec.replicas", "2", "spec.replicas", "a whole number, got \"2\": remove the quotes"),
     ("Job/train", "spec.tasks", {"name": "node"}, "spec.tasks", "must be a list, got a mapping"),
-    ("ScaledObject/llm-keda", "spec.triggers.0.metadata.threshold", 4, "spec.triggers.0.metadata.threshold", "quotes"),
+    ("ScaledObject/llm-keda", "spec.triggers.0.metadata.threshold", 4,
+     "spec.triggers.0.metadata.threshold", "put it in quotes"),
     ("InferencePool/llm", "spec.targetPorts.0.number", "8000", "spec.targetPorts.0.number", "whole number"),
     ("ClusterQueue/gpus", "spec.resourceGroups.0.flavors.0.resources.0.nominalQuota", "32 GPUs",
      "spec.resourceGroups.0.flavors.0.resources.0.nominalQuota", "is not a quantity"),
@@ -65,10 +66,10 @@ BROKEN: list[tuple[str, str, Any, str, str]] = [
      f"{POD}.resources.limits.nvidia.com/gpu", "tp=4 and pp=1 need 4 GPUs, and the pod asks for 2"),
     ("Deployment/llm", f"{POD}.resources", {"limits": {"nvidia.com/gpu": "500m"}},
      f"{POD}.resources.limits.nvidia.com/gpu", "GPUs are whole"),
-    ("Deployment/llm", f"{POD}.resources.requests.cpu", "32", f"{POD}.resources.requests.cpu", "more than the limit"),
+    ("Deployment/llm", f"{POD}.resources.requests.cpu", "32", f"{POD}.resources.requests.cpu", "than the limit"),
     ("Deployment/llm", f"{POD}.resources.limits.memory", "64GB", f"{POD}.resources.limits.memory", "a quantity"),
     ("Job/train", "spec.minAvailable", 3, "spec.minAvailable", "3 is more than the 2 pods of all tasks"),
-    ("Job/train", "spec.tasks.0.replicas", 5, "spec.queue", "asks for 40 of nvidia.com/gpu, and the Queue research"),
+    ("Job/train", "spec.tasks.0.replicas", 5, "spec.queue", "asks for 40 of nvidia.com/gpu, and the Queue"),
     ("LeaderWorkerSet/big", "spec.replicas", 3, "metadata.labels.kueue.x-k8s.io/queue-name", "asks for 48"),
     # references
     ("Job/train", "spec.queue", "reserch", "spec.queue", "no Queue reserch; did you mean research?"),
@@ -82,12 +83,13 @@ BROKEN: list[tuple[str, str, Any, str, str]] = [
      f"{POD}.env.0.valueFrom.secretKeyRef.name", "there is no Secret key; did you mean keys?"),
     ("Deployment/llm", f"{POD}.env.0.valueFrom.secretKeyRef.key", "flet",
      f"{POD}.env.0.valueFrom.secretKeyRef.key", "the Secret keys has no key flet; did you mean fleet?"),
-    ("HorizontalPodAutoscaler/llm", "spec.scaleTargetRef.name", "lm", "spec.scaleTargetRef.name", "no Deployment lm"),
-    ("Service/llm", "spec.ports.0.targetPort", "https", "spec.ports.0.targetPort", "no port https; did you mean http?"),
+    ("HorizontalPodAutoscaler/llm", "spec.scaleTargetRef.name", "lm", "spec.scaleTargetRef.name", "no Deployment"),
+    ("Service/llm", "spec.ports.0.targetPort", "https", "spec.ports.0.targetPort", "no port https; did you mean"),
     ("Service/llm", "spec.selector", {"app": "lm"}, "spec.selector", "no pod has the labels app=lm"),
     ("ServiceMonitor/llm", "spec.endpoints.0.port", "metrics", "spec.endpoints.0.port", "has no port metrics"),
     ("Deployment/llm", f"{POD}.volumeMounts.0.name", "shn", f"{POD}.volumeMounts.0.name", "no volume shn; did you"),
-    ("Deployment/llm", f"{POD}.readinessProbe.httpGet.port", "web", f"{POD}.readinessProbe.httpGet.port", "no port web"),
+    ("Deployment/llm", f"{POD}.readinessProbe.httpGet.port", "web",
+     f"{POD}.readinessProbe.httpGet.port", "the container has no port web"),
 ]  # fmt: skip
 
 

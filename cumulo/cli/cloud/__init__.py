@@ -1,0 +1,1 @@
+"""Commands of the cloud: Kubernetes manifests, autoscaling."""
