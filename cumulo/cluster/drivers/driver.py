@@ -32,4 +32,12 @@ def driver_for(target: Target, store: JobStore) -> Driver:
         from cumulo.cluster.drivers.local import LocalDriver
 
         return LocalDriver(store)
-    raise CumuloError(f"jobs cannot be launched on {target} yet: choose local")
+    if target == "slurm":
+        from cumulo.cluster.drivers.slurm import SlurmDriver
+
+        return SlurmDriver()
+    if target == "ray":
+        from cumulo.cluster.drivers.ray import RayDriver
+
+        return RayDriver()
+    raise CumuloError(f"jobs cannot be launched on {target} yet: choose local, ray or slurm")

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from cumulo.cluster.decide.decisions import Eviction, JobPlacement, Resize, Waits
 from cumulo.cluster.decide.jobs import JobRequest, RunningJob, TaskPlace
+from cumulo.cluster.decide.restart import AttemptEnd, after_attempt
 from cumulo.cluster.decide.snapshot import Snapshot, snapshot_of
 from cumulo.cluster.decision_log import DecisionLog
 from cumulo.cluster.drivers.command import output_file, ranks_command, run_folder
@@ -34,7 +35,6 @@ from cumulo.errors import CumuloError
 
 _LOOK_S = 2.0  # where no event tells: a service that became ready, a wake that was lost
 _STOP_S = 60.0  # between asking a job to end and ending it
-_REFUSED = 2  # exit code of a command that cannot succeed however often it is tried
 
 
 @dataclass(slots=True)
@@ -93,27 +93,17 @@ class Supervisor:
             self._change(record, "cancelled", "cancelled by its user; a training run keeps its checkpoint")
         elif stopping is not None:
             self._change(record, "queued", stopping.reason)
-        elif code == 0 and (record.job.serve is not None or run_progress(run_folder(record)).finished):
-            self._change(record, "done", "finished")
         else:
-            self._failed(record, code)
+            self._after(record, code)
 
-    def _failed(self, record: JobRecord, code: int | None) -> None:
-        how = "was killed" if code is None else f"ended with exit code {code}"
-        step, progressed = run_progress(run_folder(record)).step, True
-        if record.job.train is not None and code not in (None, 0):
-            progressed = step > record.first_step
-        if code == _REFUSED:
-            self._change(record, "failed", f"{how}: see `cumulo logs {record.job_id}`")
-        elif not progressed:
-            self._change(record, "failed", f"{how} before its first step; see `cumulo logs {record.job_id}`")
-        elif record.failures >= record.job.restart.most:
-            self._change(record, "failed", f"{how}, after {record.failures} restarts (restart.most)")
-        else:
-            self.store.change(
-                record, state="queued", places=(), failures=record.failures + 1,
-                reason=f"{how} after step {step}; restarts from its last checkpoint",
-            )  # fmt: skip
+    def _after(self, record: JobRecord, code: int | None) -> None:
+        progress = run_progress(run_folder(record))
+        serves = record.job.serve is not None
+        end = AttemptEnd(code, serves or progress.finished, progress.step, record.first_step)
+        after = after_attempt(end, record.failures, record.job.restart.most)
+        state = "queued" if after.state == "again" else after.state
+        failures = record.failures + after.counts
+        self.store.change(record, state=state, places=(), failures=failures, reason=after.reason)
 
     def _change(self, record: JobRecord, state: str, reason: str) -> None:
         self.store.change(record, state=state, places=(), reason=reason)

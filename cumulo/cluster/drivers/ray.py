@@ -1,0 +1,144 @@
+"""RayDriver: jobs on a Ray cluster. Each is a detached actor that has the submission key as its name: asking for it
+twice gives the same actor. Inside the cluster runs `ray_job.py` for training and `ray_serve.py` for serving.
+"""
+
+import contextlib
+import json
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+from cumulo.cluster.drivers.command import output_file, work_command
+from cumulo.cluster.drivers.driver import Facts, TargetLost
+from cumulo.cluster.job_record import JobRecord
+from cumulo.errors import ConfigError, CumuloError
+
+NAMESPACE = "cumulo"
+_ANSWER_S = 5.0
+_ASK_S = 60.0
+
+
+class RayDriver:
+    def explain(self, record: JobRecord) -> str:
+        _ray()
+        from cumulo.cluster.drivers.ray_job import gang_bundles
+
+        bundles, strategy = gang_bundles(record, record.job.devices[0].tasks)
+        plan: dict[str, Any] = {
+            "actor": actor_name(record), "namespace": NAMESPACE, "lifetime": "detached",
+            "placement_group": {"bundles": bundles, "strategy": strategy},
+            "each_rank_runs": work_command(record), "output": str(output_file(record)),
+        }  # fmt: skip
+        return json.dumps(plan, indent=2)
+
+    def submit(self, record: JobRecord) -> Facts:
+        if len(record.job.devices) > 1:
+            raise ConfigError(f"{record.job.name} asks for several kinds of devices: launch it --on slurm")
+        ray = connected(record)
+        keeper = _keeper_class(record)
+        actor = ray.remote(keeper).options(
+            name=actor_name(record), namespace=NAMESPACE, lifetime="detached", get_if_exists=True,
+            max_restarts=-1, max_task_retries=-1, num_cpus=0,
+        ).remote(record)  # fmt: skip
+        facts = _ask(ray, actor)
+        return {"handle": actor_name(record), **facts}
+
+    def look(self, record: JobRecord) -> Facts:
+        if end := _written_end(record):
+            self._let_go(record)
+            return end
+        ray = connected(record)
+        try:
+            actor = ray.get_actor(actor_name(record), namespace=NAMESPACE)
+        except ValueError:
+            return {
+                "state": "submitting", "places": (),
+                "reason": "this Ray cluster does not know the job: it is submitted again",
+            }  # fmt: skip
+        facts = _ask(ray, actor)
+        if facts["state"] in ("done", "failed", "cancelled"):
+            self._let_go(record)
+        return facts
+
+    def cancel(self, record: JobRecord) -> Facts:
+        ray = connected(record)
+        with contextlib.suppress(ValueError):
+            actor = ray.get_actor(actor_name(record), namespace=NAMESPACE)
+            ray.get(actor.cancel.remote(), timeout=_ASK_S)
+            return _ask(ray, actor)
+        return {"state": "cancelled", "reason": "the Ray cluster does not know the job", "places": ()}
+
+    def _let_go(self, record: JobRecord) -> None:
+        """The job has ended, and what was to be known of it is known: its actor may go."""
+        ray = connected(record)
+        with contextlib.suppress(ValueError):
+            ray.kill(ray.get_actor(actor_name(record), namespace=NAMESPACE))
+
+
+def actor_name(record: JobRecord) -> str:
+    return f"cumulo-{record.key}-{record.job_id}"
+
+
+def _keeper_class(record: JobRecord) -> Any:
+    from cumulo.cluster.drivers.ray_job import JobKeeper
+
+    return JobKeeper
+
+
+def _ray() -> Any:
+    try:
+        import ray
+    except ImportError as error:
+        raise CumuloError("Ray is not installed: pip install -e '.[ray]' in Cumulo's folder") from error
+    return ray
+
+
+def connected(record: JobRecord) -> Any:
+    """The module `ray`, connected to the job's cluster. A head that does not answer is noticed within seconds."""
+    ray = _ray()
+    address = record.job.ray.address or os.environ.get("RAY_ADDRESS") or "auto"
+    if ray.is_initialized():
+        return ray
+    if address not in ("auto", "local") and "://" not in address:
+        _knock(address)
+    try:
+        ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR")
+    except (ConnectionError, TimeoutError, RuntimeError, OSError, ValueError) as error:
+        where = "on this machine" if address == "auto" else f"at {address}"
+        raise TargetLost(
+            f"no Ray cluster answers {where}: start one with `ray start --head`, or set ray.address in the job "
+            f"file; the job is kept ({' '.join(str(error).split())[:160]})"
+        ) from error
+    return ray
+
+
+def _knock(address: str) -> None:
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal():
+        raise ConfigError(f"ray.address must be HOST:PORT, got {address!r}")
+    try:
+        socket.create_connection((host, int(port)), timeout=_ANSWER_S).close()
+    except OSError as error:
+        raise TargetLost(
+            f"the Ray head at {address} does not answer ({error.strerror or error}); the job is kept, and the next "
+            "`cumulo jobs` or the same `cumulo launch` submits it, once"
+        ) from error
+
+
+def _ask(ray: Any, actor: Any) -> Facts:
+    try:
+        facts: Facts = ray.get(actor.look.remote(), timeout=_ASK_S)
+    except ray.exceptions.RayError as error:
+        raise TargetLost(
+            f"the job's actor does not answer ({str(error).splitlines()[0]}); the job is kept"
+        ) from error
+    return {name: value for name, value in facts.items() if name in _KNOWN}
+
+
+_KNOWN = ("state", "reason", "places", "attempt", "failures", "url")
+
+
+def _written_end(record: JobRecord) -> Facts:
+    path = Path(record.folder, "end.json")
+    return {**json.loads(path.read_text("utf-8")), "places": ()} if path.exists() else {}

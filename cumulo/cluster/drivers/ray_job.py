@@ -1,0 +1,277 @@
+"""A training job inside a Ray cluster: a keeper, which is a detached actor with the job's key as its name, and one
+actor for each task of the gang, in the bundles of one placement group.
+
+The keeper reserves the whole gang or nothing, starts the ranks, and when a node is lost reserves again and starts
+them from the last checkpoint. If the keeper's own node is lost, Ray starts it again and it does the same.
+"""
+
+import asyncio
+import ctypes
+import json
+import os
+import signal
+import socket
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from cumulo.cluster.decide.jobs import TaskPlace
+from cumulo.cluster.decide.recovery import LostNode, recovery
+from cumulo.cluster.decide.restart import AttemptEnd, after_attempt
+from cumulo.cluster.drivers.command import output_file, run_folder, work_command
+from cumulo.cluster.drivers.served import mark_attempt
+from cumulo.cluster.job_file import DeviceGroup
+from cumulo.cluster.job_progress import run_progress
+from cumulo.cluster.job_record import JobRecord
+
+_PR_SET_PDEATHSIG = 1
+_ANSWER_S = 10.0  # a task that does not answer for so long is lost with its node
+_STOP_S = 60.0
+_LOOK_S = 1.0
+
+
+class GangTask:
+    """The ranks of one node, as processes: they end with this actor, however it ends."""
+
+    def __init__(self) -> None:
+        self._processes: list[asyncio.subprocess.Process] = []
+
+    async def where(self) -> tuple[str, str, int]:
+        """Its node's id, its address, and a port that is free there."""
+        with socket.socket() as line:
+            line.bind(("", 0))
+            port = line.getsockname()[1]
+        return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address(), port
+
+    async def alive(self) -> bool:
+        return True
+
+    async def run(
+        self, command: list[str], folder: str, output: str, environments: list[dict[str, str]]
+    ) -> int:
+        """The worst exit code of its ranks."""
+        with Path(output).open("ab") as stream:
+            for environment in environments:
+                process = await asyncio.create_subprocess_exec(
+                    *command, cwd=folder, env=os.environ | environment, stdin=asyncio.subprocess.DEVNULL,
+                    stdout=stream, stderr=stream, preexec_fn=_end_with_parent,
+                )  # fmt: skip
+                self._processes.append(process)
+        codes = await asyncio.gather(*(process.wait() for process in self._processes))
+        return max(codes, key=abs)
+
+    async def stop(self) -> None:
+        """Ask the ranks to save and end."""
+        for process in self._processes:
+            if process.returncode is None:
+                process.send_signal(signal.SIGTERM)
+
+
+def _end_with_parent() -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+class JobKeeper:
+    def __init__(self, record: JobRecord) -> None:
+        self.record = record
+        self.facts: dict[str, Any] = {"state": "queued", "reason": "the gang is being reserved", "places": ()}
+        self._cancelled = False
+        self._tasks: list[Any] = []
+        self._lost = 0  # nodes, so far
+        self._end = Path(record.folder, "end.json")
+        self._life = asyncio.ensure_future(self._live())
+
+    async def look(self) -> dict[str, Any]:
+        return self.facts
+
+    async def cancel(self) -> None:
+        self._cancelled = True
+        self._tell(state="stopping", reason="cancelled by its user")
+        for task in self._tasks:
+            task.stop.remote()
+
+    def _tell(self, **facts: Any) -> None:
+        self.facts = self.facts | facts
+
+    async def _live(self) -> None:
+        try:
+            tasks = self.record.job.devices[0].tasks
+            while not await self._attempt(tasks):
+                tasks = await self._size(tasks)
+        except Exception as error:  # the keeper's own fault: whoever looks must see it
+            self._finish("failed", f"the keeper of the job failed: {type(error).__name__}: {error}")
+
+    async def _size(self, tasks: int) -> int:
+        """With how many tasks to go on, as the recovery policy says."""
+        job, group = self.record.job, self.record.job.devices[0]
+        progress = run_progress(run_folder(self.record))
+        fitting = _tasks_that_fit(group)
+        elastic = job.elastic
+        least = group.tasks if elastic is None else max(1, elastic.min // group.each)
+        chosen = recovery(
+            LostNode(
+                tasks=group.tasks, least_tasks=least, fitting_tasks=fitting, left_s=progress.left_s,
+                ways=job.restart.ways,
+            )
+        )  # fmt: skip
+        self._tell(reason=chosen.reason)
+        return chosen.tasks
+
+    async def _attempt(self, tasks: int) -> bool:
+        """Reserve, run, and clean up; whether the job has ended."""
+        gang = placement_group(*gang_bundles(self.record, tasks))
+        try:
+            while not await asyncio.to_thread(gang.wait, _LOOK_S):
+                self._tell(state="queued", places=(), reason=_why_not(self.record.job.devices[0], tasks))
+                if self._cancelled:
+                    return self._finish("cancelled", "cancelled before it started")
+            return await self._run(gang, tasks)
+        finally:
+            for task in self._tasks:
+                ray.kill(task)
+            self._tasks = []
+            remove_placement_group(gang)
+
+    async def _run(self, gang: PlacementGroup, tasks: int) -> bool:
+        record, group = self.record, self.record.job.devices[0]
+        actor: Any = ray.remote(GangTask)
+        self._tasks = [
+            actor.options(
+                scheduling_strategy=PlacementGroupSchedulingStrategy(gang, placement_group_bundle_index=number),
+                **_resources(group),
+            ).remote()
+            for number in range(tasks)
+        ]  # fmt: skip
+        first_step = run_progress(run_folder(record)).step
+        number = self.facts.get("attempt", 0) + 1
+        mark_attempt(output_file(record), number)
+        try:
+            places = await asyncio.gather(*(task.where.remote() for task in self._tasks))
+            shown = tuple(TaskPlace(name) for name in _names([node for node, _, _ in places]))
+            self._tell(state="running", places=shown, reason="its whole gang is reserved", attempt=number)
+            command = (work_command(record), record.working_folder, str(output_file(record)))
+            runs = [
+                task.run.remote(*command, _environments(group, tasks, place, places))
+                for place, task in enumerate(self._tasks)
+            ]
+            codes = await self._codes(runs)
+        except ray.exceptions.RayError as error:
+            return self._node_lost(str(error).splitlines()[0])
+        if codes is None:
+            return self._node_lost("a node does not answer")
+        return self._after(codes, first_step)
+
+    async def _codes(self, runs: list[Any]) -> list[int] | None:
+        """Exit codes of all tasks; None: one of them is lost with its node."""
+        waiting = [asyncio.ensure_future(_result(run)) for run in runs]
+        while True:
+            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            if all(one in done for one in waiting):
+                return [one.result() for one in waiting]
+            if any(one.exception() is not None or one.result() != 0 for one in done):
+                # One rank has failed, and the others follow; is it a node that is gone?
+                answers = await asyncio.gather(
+                    *(asyncio.wait_for(_result(task.alive.remote()), _ANSWER_S) for task in self._tasks),
+                    return_exceptions=True,
+                )
+                if any(isinstance(answer, BaseException) for answer in answers):
+                    return None
+                await asyncio.wait(waiting, timeout=_STOP_S)
+                return [one.result() if one.done() and not one.exception() else 1 for one in waiting]
+            waiting = [one for one in waiting if one not in done] or waiting
+
+    def _node_lost(self, how: str) -> bool:
+        self._lost += 1
+        if self._cancelled:
+            return self._finish("cancelled", "cancelled by its user")
+        step = run_progress(run_folder(self.record)).step
+        self._tell(state="queued", places=(), reason=f"a node was lost after step {step} ({how})")
+        return False
+
+    def _after(self, codes: list[int], first_step: int) -> bool:
+        if self._cancelled:
+            return self._finish("cancelled", "cancelled by its user; a training run keeps its checkpoint")
+        progress = run_progress(run_folder(self.record))
+        end = AttemptEnd(max(codes, key=abs), progress.finished, progress.step, first_step)
+        failures = self.facts.get("failures", 0)
+        after = after_attempt(end, failures, self.record.job.restart.most)
+        self._tell(failures=failures + after.counts, reason=after.reason)
+        if after.state == "again":
+            self._tell(state="queued", places=())
+            return False
+        return self._finish(after.state, after.reason)
+
+    def _finish(self, state: str, reason: str) -> bool:
+        self._tell(state=state, places=(), reason=reason)
+        fresh = self._end.with_suffix(".new")
+        fresh.write_text(json.dumps({"state": state, "reason": reason}), "utf-8")
+        fresh.replace(self._end)
+        return True
+
+
+async def _result(reference: Any) -> Any:
+    return await reference
+
+
+def gang_bundles(record: JobRecord, tasks: int) -> tuple[list[dict[str, float]], str]:
+    group = record.job.devices[0]
+    strategy = record.job.ray.strategy or ("STRICT_SPREAD" if group.per_node else "PACK")
+    kind = {"CPU": group.each} if group.on_cpu else {"GPU": group.each, "CPU": 0.0}
+    bundle = {name: float(amount) for name, amount in kind.items() if amount}
+    if group.kind not in ("cpu", "gpu"):
+        bundle[f"accelerator_type:{group.kind.upper()}"] = 0.001
+    return [dict(bundle) for _ in range(tasks)], strategy
+
+
+def _resources(group: DeviceGroup) -> dict[str, Any]:
+    return {"num_cpus": group.each} if group.on_cpu else {"num_gpus": group.each, "num_cpus": 0}
+
+
+def _environments(
+    group: DeviceGroup, tasks: int, place: int, places: list[tuple[str, str, int]]
+) -> list[dict[str, str]]:
+    """Of each rank of a task: as torchrun would set them."""
+    _, address, port = places[0]
+    return [
+        {
+            "RANK": str(place * group.each + local),
+            "WORLD_SIZE": str(tasks * group.each),
+            "LOCAL_RANK": str(local),
+            "LOCAL_WORLD_SIZE": str(group.each),
+            "MASTER_ADDR": address,
+            "MASTER_PORT": str(port),
+            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+        }
+        for local in range(group.each)
+    ]
+
+
+def _tasks_that_fit(group: DeviceGroup) -> int:
+    """On the nodes that are alive, whoever uses them now."""
+    name = "CPU" if group.on_cpu else "GPU"
+    alive = [node["Resources"].get(name, 0) for node in ray.nodes() if node["Alive"]]
+    if group.per_node:
+        return sum(amount >= group.each for amount in alive)
+    return int(sum(alive)) // group.each
+
+
+def _why_not(group: DeviceGroup, tasks: int) -> str:
+    name = "CPU" if group.on_cpu else "GPU"
+    free = ray.available_resources().get(name, 0)
+    total = ray.cluster_resources().get(name, 0)
+    return (
+        f"the gang needs {tasks} bundles of {group.each} {name} at once; the cluster has {total:g} {name}, "
+        f"{free:g} of them free"
+    )
+
+
+def _names(node_ids: list[str]) -> list[str]:
+    """Nodes by their address; with the beginning of their id where several share one."""
+    known = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+    shared = len(set(known.values())) < len(known)
+    return [
+        f"{known.get(name, '?')}/{name[:6]}" if shared else known.get(name, name[:6]) for name in node_ids
+    ]

@@ -1,0 +1,174 @@
+"""SlurmDriver: jobs as batch jobs of a Slurm cluster. Slurm places and requeues them; this hands them over once,
+and reads back from `squeue`, `sacct` and the job's own folder where they are and why they wait.
+
+A submission is idempotent by its key, which stands in the job's comment: before `sbatch` is called (again), Slurm
+is asked for a job with that comment.
+"""
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+from cumulo.cluster.decide.jobs import TaskPlace
+from cumulo.cluster.drivers.driver import Facts, TargetLost
+from cumulo.cluster.drivers.slurm_end import read_end
+from cumulo.cluster.drivers.slurm_script import COMMENT, batch_script
+from cumulo.cluster.job_record import JobRecord
+from cumulo.errors import ConfigError, CumuloError
+
+_PATIENCE_S = 60.0
+_STATES = {"PENDING": "queued", "COMPLETED": "done", "CANCELLED": "cancelled", "COMPLETING": "running"}
+_BAD = ("FAILED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE", "PREEMPTED")
+_WHY = {  # Slurm's word for why a job is pending, as a sentence
+    "Resources": "waits until enough nodes are free for the whole gang",
+    "Priority": "jobs with a higher priority are ahead of it",
+    "Dependency": "waits for the jobs that it depends on",
+    "BeginTime": "Slurm starts a requeued job after a short delay",
+    "JobHeldAdmin": "an administrator holds it",
+    "JobHeldUser": "it is held: scontrol release",
+    "QOSMaxJobsPerUserLimit": "its user runs as many jobs as the QOS allows",
+    "AssocGrpGRES": "its account uses all the GPUs that it may",
+    "PartitionNodeLimit": "it asks for more nodes than its partition has",
+    "PartitionTimeLimit": "its time limit is longer than its partition allows",
+    "PartitionDown": "its partition is down",
+    "PartitionInactive": "its partition is inactive",
+    "ReqNodeNotAvail": "nodes that it needs are down, drained or reserved",
+    "None": "Slurm has not looked at it yet",
+}
+_LOST = re.compile(
+    r"unable to contact slurm controller|connection refused|connection timed out|communication|"
+    r"zero bytes were transmitted|socket timed out|slurm backup controller",
+    re.I,
+)
+_IDENTITY = re.compile(r"authenticat|credential|munge|protocol authentication", re.I)
+
+
+class SlurmDriver:
+    def explain(self, record: JobRecord) -> str:
+        return "# sbatch <<EOF\n" + batch_script(record)
+
+    def submit(self, record: JobRecord) -> Facts:
+        if handle := self._existing(record):
+            return {"handle": handle, **self.look_at(record, handle)}
+        script = Path(record.folder, "batch.sh")
+        script.write_text(batch_script(record), "utf-8")
+        # The key has been written down; whatever happens to this answer, the comment finds the job again.
+        printed = self._call("sbatch", "--parsable", str(script), job=record)
+        handle = printed.strip().splitlines()[-1].split(";")[0]
+        return {"handle": handle, "state": "queued", "reason": _WHY["None"]}
+
+    def look(self, record: JobRecord) -> Facts:
+        return self.look_at(record, record.handle)
+
+    def cancel(self, record: JobRecord) -> Facts:
+        self._call("scancel", record.handle, job=record)
+        return {"state": "stopping", "reason": "cancelled by its user"}
+
+    def _existing(self, record: JobRecord) -> str:
+        """The job of this key that Slurm, or the job itself, knows of."""
+        for line in self._call(
+            "squeue", "--noheader", "--states=all", "--format=%i|%k", job=record
+        ).splitlines():
+            number, _, comment = line.strip().partition("|")
+            if comment == COMMENT + record.key:
+                return re.split(r"[+_]", number)[0]
+        handle = Path(record.folder, "handle")
+        return handle.read_text("utf-8").strip() if handle.exists() else ""
+
+    def look_at(self, record: JobRecord, handle: str) -> Facts:
+        try:
+            text = self._call("squeue", "--noheader", "--states=all", f"--jobs={handle}", "--format=%i|%T|%r|%N",
+                              job=record)  # fmt: skip
+        except _UnknownJob:
+            text = ""
+        lines = [line.split("|") for line in text.splitlines() if line.strip()]
+        if not lines:
+            return self._ended(record, handle)
+        _, state, why, _ = lines[0]
+        names = [name for line in lines for name in self._hosts(line[3])]
+        each = record.job.devices[0].each if record.job.devices[0].per_node else 1
+        places = tuple(TaskPlace(name) for name in names for _ in range(each))
+        if state == "COMPLETED" or state in _BAD or state == "CANCELLED":
+            return self._judged(record, state)
+        if state == "PENDING":
+            return {"state": "queued", "places": (), "reason": _WHY.get(why, f"Slurm says {why}")}
+        return {"state": "stopping" if record.cancel_asked else "running", "places": places,
+                "reason": "its whole gang is allocated"}  # fmt: skip
+
+    def _ended(self, record: JobRecord, handle: str) -> Facts:
+        """Slurm forgets jobs some minutes after their end; accounting and the job's folder do not."""
+        try:
+            printed = self._call("sacct", "-n", "-X", "-P", "-j", handle, "-o", "State", job=record)
+        except CumuloError:
+            printed = ""
+        words = printed.split()
+        return self._judged(record, words[0] if words else "")
+
+    def _judged(self, record: JobRecord, state: str) -> Facts:
+        end = read_end(Path(record.folder))
+        if state == "CANCELLED" or (record.cancel_asked and state != "COMPLETED"):
+            return {"state": "cancelled", "places": (), "reason": "cancelled"}
+        if state == "COMPLETED" or (not state and end.get("state") == "done"):
+            return {"state": "done", "places": (), "reason": "finished"}
+        told = str(end.get("reason") or "") if end.get("state") == "failed" else ""
+        reason = told or (f"Slurm says {state}" if state else "Slurm no longer knows the job")
+        return {"state": "failed", "places": (), "reason": reason}
+
+    def _hosts(self, names: str) -> list[str]:
+        if not names or "[" not in names:
+            return [name for name in names.split(",") if name]
+        return self._call("scontrol", "show", "hostnames", names).split()
+
+    def _call(self, program: str, *arguments: str, job: JobRecord | None = None) -> str:
+        if shutil.which(program) is None:
+            raise ConfigError(
+                f"Slurm's command {program} was not found here: launch from a login node, or install slurm-client"
+            )
+        try:
+            done = subprocess.run(
+                [program, *arguments], capture_output=True, text=True, timeout=_PATIENCE_S, check=False
+            )
+        except subprocess.TimeoutExpired:
+            raise TargetLost(
+                f"{program} did not answer within {_PATIENCE_S:.0f} s; the job is kept"
+            ) from None
+        if done.returncode == 0:
+            return done.stdout
+        raise _refusal(program, done.stderr.strip() or done.stdout.strip(), job)
+
+
+class _UnknownJob(CumuloError):
+    """Slurm has forgotten it."""
+
+
+def _refusal(program: str, said: str, record: JobRecord | None) -> CumuloError:
+    last = " ".join(said.split())
+    if re.search("invalid job id", last, re.I):
+        return _UnknownJob(last)
+    if _IDENTITY.search(last):
+        return TargetLost(
+            f"Slurm does not accept who you are ({last}): check that munged runs here with the cluster's key and "
+            "that the clocks agree; the job is kept and is submitted by the next `cumulo jobs`"
+        )
+    if _LOST.search(last):
+        return TargetLost(
+            f"Slurm's controller does not answer ({last}); the job is kept, and the next `cumulo jobs` or the same "
+            "`cumulo launch` submits it, once"
+        )
+    slurm = None if record is None else record.job.slurm
+    if slurm is not None and re.search("partition", last, re.I) and not re.search("account", last, re.I):
+        return ConfigError(f"Slurm refused partition {slurm.partition!r}: {last}; {_partitions()}")
+    if slurm is not None and re.search("account", last, re.I):
+        return ConfigError(
+            f"Slurm refused account {slurm.account!r}: {last}; set slurm.account in the job file"
+        )
+    return ConfigError(f"{program} refused: {last}")
+
+
+def _partitions() -> str:
+    done = subprocess.run(
+        ["sinfo", "-h", "-o", "%R"], capture_output=True, text=True, timeout=_PATIENCE_S, check=False
+    )
+    names = ", ".join(sorted(set(done.stdout.split())))
+    return f"there are: {names}" if names else "sinfo lists none"

@@ -1,0 +1,91 @@
+"""The last line of a batch script: the ranks have ended, and the rule of all drivers says what becomes of the job.
+
+    python -m cumulo.cluster.drivers.slurm_end JOB_FOLDER EXIT_CODE
+
+Queues the job again (`scontrol requeue`) or ends with its exit code, and writes down which in `end.json`. Where a
+node of the job does not answer, its loss is no failure of the job: Slurm takes the node out and requeues the job.
+"""
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from cumulo.cluster.decide.restart import AttemptEnd, after_attempt
+from cumulo.cluster.job_file import job_from
+from cumulo.cluster.job_progress import run_progress
+
+_ANSWER_S = 5.0
+_NOTICE_S = 600.0  # Slurm has requeued the job long before
+
+
+def main(folder: Path, code: int) -> int:
+    job = job_from(yaml.safe_load((folder / "job.yaml").read_text("utf-8")))
+    if code and (lost := lost_nodes()):
+        return _leave_to_slurm(lost, code)
+    before = read_end(folder)
+    run = folder / "run" if job.train is None or job.train.folder is None else Path(job.train.folder)
+    progress = run_progress(run)
+    end = AttemptEnd(code, job.serve is not None or progress.finished, progress.step, before.get("step", 0))
+    after = after_attempt(end, before.get("failures", 0), job.restart.most)
+    facts = {
+        "state": after.state, "reason": after.reason, "step": progress.step,
+        "failures": before.get("failures", 0) + after.counts,
+    }  # fmt: skip
+    fresh = folder / "end.json.new"
+    fresh.write_text(json.dumps(facts), "utf-8")
+    fresh.replace(folder / "end.json")
+    print(after.reason, flush=True)
+    if after.state == "again":
+        subprocess.run(["scontrol", "requeue", os.environ["SLURM_JOB_ID"]], check=True)
+        return 0
+    return code
+
+
+def lost_nodes() -> list[str]:
+    """Nodes of this job whose slurmd does not answer, asked directly: Slurm itself may not know for minutes."""
+    shown = _scontrol("show", "node", os.environ.get("SLURM_JOB_NODELIST", ""), "-o")
+    usual = re.search(r"^SlurmdPort\s*=\s*(\d+)", _scontrol("show", "config"), re.M)
+    lost = []
+    for line in shown.splitlines():
+        facts = dict(re.findall(r"(\w+)=(\S+)", line))
+        port = int(facts.get("Port") or (usual[1] if usual else 6818))
+        try:
+            socket.create_connection((facts["NodeAddr"], port), timeout=_ANSWER_S).close()
+        except OSError:
+            lost.append(facts["NodeName"])
+    return lost
+
+
+def _leave_to_slurm(lost: list[str], code: int) -> int:
+    """Say so, where this user may, and wait to be requeued; who was requeued does not return from here."""
+    names = ",".join(lost)
+    print(f"{names} does not answer: the job is requeued without it", flush=True)
+    subprocess.run(
+        ["scontrol", "update", f"NodeName={names}", "State=DOWN", "Reason=slurmd does not answer"],
+        capture_output=True, check=False,
+    )  # fmt: skip
+    time.sleep(_NOTICE_S)
+    subprocess.run(["scontrol", "requeue", os.environ["SLURM_JOB_ID"]], check=False)
+    return code
+
+
+def _scontrol(*arguments: str) -> str:
+    return subprocess.run(["scontrol", *arguments], capture_output=True, text=True, check=False).stdout
+
+
+def read_end(folder: Path) -> dict[str, Any]:
+    """How the last attempt ended that could say so; one whose node was lost could not."""
+    path = folder / "end.json"
+    return json.loads(path.read_text("utf-8")) if path.exists() else {}
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]), int(sys.argv[2])))

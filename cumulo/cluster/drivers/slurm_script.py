@@ -1,0 +1,99 @@
+"""The batch script of a job: what `sbatch` is given. Pure text; `cumulo launch --on slurm --dry-run` prints it.
+
+The gang is one allocation, so Slurm starts all of it or nothing. A lost node requeues the job (`--requeue`), and a
+training run resumes from its last checkpoint, because its command is the same at every start. Before the time limit
+Slurm signals the ranks (`--signal`), which save and end; `slurm_end.py` then queues the job again.
+"""
+
+import shlex
+import sys
+from collections.abc import Iterator
+
+from cumulo.cluster.drivers.command import output_file, work_command
+from cumulo.cluster.job_file import DeviceGroup, JobFile, seconds
+from cumulo.cluster.job_record import JobRecord
+
+COMMENT = "cumulo:"  # with the submission key: how a job is found again
+
+# Rank 0 is on the first node, where this script runs: a port that is free here is one where the ranks can meet.
+_FREE_PORT = "import socket; s = socket.socket(); s.bind(('', 0)); print(s.getsockname()[1])"
+_RANK = """export RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS LOCAL_RANK=$SLURM_LOCALID
+export LOCAL_WORLD_SIZE=${SLURM_NTASKS_PER_NODE:-1} MASTER_ADDR=$SLURM_LAUNCH_NODE_IPADDR
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}
+exec "$@\""""
+
+
+def batch_script(record: JobRecord) -> str:
+    groups = "\n#SBATCH hetjob\n".join(
+        "\n".join(f"#SBATCH {line}" for line in _group_lines(record.job, group))
+        for group in record.job.devices
+    )
+    header = "\n".join(f"#SBATCH {line}" for line in _job_lines(record))
+    folder, python = shlex.quote(record.folder), shlex.quote(sys.executable)
+    het = (
+        f" --het-group={','.join(map(str, range(len(record.job.devices))))}"
+        if len(record.job.devices) > 1
+        else ""
+    )
+    return f"""#!/bin/bash
+{header}
+{groups}
+echo $SLURM_JOB_ID > {folder}/handle
+echo "--- attempt $((${{SLURM_RESTART_COUNT:-0}} + 1)) ---"
+export MASTER_PORT=$({python} -c "{_FREE_PORT}")
+srun{het} --kill-on-bad-exit=1 --unbuffered bash -c {shlex.quote(_RANK)} rank \\
+  {shlex.join(work_command(record))}
+exec {python} -m cumulo.cluster.drivers.slurm_end {folder} $?
+"""
+
+
+def _job_lines(record: JobRecord) -> Iterator[str]:
+    job, slurm = record.job, record.job.slurm
+    yield f"--job-name={record.job_id}"
+    yield f"--comment={COMMENT}{record.key}"
+    yield f"--output={output_file(record)}"
+    yield f"--chdir={record.working_folder}"
+    yield "--open-mode=append"
+    yield "--requeue"
+    if job.time_limit is not None:
+        yield f"--time={_minutes(job.time_limit)}"
+        yield f"--signal=TERM@{seconds(job.save_before, 'save_before'):.0f}"
+    if job.deadline is not None:
+        yield f"--deadline=now+{seconds(job.deadline, 'deadline'):.0f}"
+    if job.priority < 0:
+        yield f"--nice={-job.priority}"
+    for name in ("account", "qos"):
+        if (value := getattr(slurm, name)) is not None:
+            yield f"--{name}={value}"
+
+
+def _group_lines(job: JobFile, group: DeviceGroup) -> Iterator[str]:
+    if job.slurm.partition is not None:
+        yield f"--partition={job.slurm.partition}"
+    kind = "" if group.kind == "gpu" else f":{group.kind}"
+    elastic = job.elastic
+    if group.per_node is not None:
+        nodes = str(group.tasks)
+        if elastic is not None:
+            nodes = f"{elastic.min // group.per_node}-{elastic.max // group.per_node}"
+        yield f"--nodes={nodes}"
+        yield f"--ntasks-per-node={group.per_node}"
+        if not group.on_cpu:
+            yield f"--gres=gpu{kind}:{group.per_node}"
+    else:
+        yield f"--ntasks={group.count}"
+        if not group.on_cpu:
+            yield f"--gpus-per-task={kind.removeprefix(':')}{':' if kind else ''}1"
+            yield "--gpu-bind=none"
+    yield "--cpus-per-task=1"
+    if group.memory is not None:
+        yield f"--mem-per-cpu={group.memory_mib}M"
+    if job.slurm.exclusive:
+        yield "--exclusive"
+    yield from job.slurm.options
+
+
+def _minutes(limit: str) -> str:
+    """As Slurm writes times: its limits are whole minutes."""
+    minutes = max(1, -(-int(seconds(limit, "time_limit")) // 60))
+    return f"{minutes // 1440}-{minutes % 1440 // 60:02}:{minutes % 60:02}:00"
