@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
+from tests import peers
 from tests.serve.running_server import MODEL, RunningServer, needs_built_in_model
 
-anthropic = pytest.importorskip("anthropic", reason="Anthropic's client is not installed")
 pytestmark = [needs_built_in_model, pytest.mark.slow]
 
 SCHEMA = {
@@ -22,7 +22,7 @@ PARIS = {"role": "user", "content": "What is the capital of France?"}
 
 @pytest.fixture
 def client(server: RunningServer) -> Any:
-    return anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0, timeout=120)
+    return peers.anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0, timeout=120)
 
 
 def test_a_tool_is_called_and_its_result_answered(client: Any) -> None:

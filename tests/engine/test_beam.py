@@ -1,5 +1,7 @@
 """Beam search's decisions against transformers' beam search on a tiny random Llama."""
 
+from __future__ import annotations
+
 from functools import cache
 from typing import Any
 
@@ -7,25 +9,24 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from cumulo.engine.decide.beam import BeamSearch
-from tests import thorough
+from tests import peers, thorough
 
 VOCABULARY = 12
 
 
 @cache
-def tiny_llama(seed: int) -> LlamaForCausalLM:
+def tiny_llama(seed: int) -> peers.transformers.LlamaForCausalLM:
     torch.manual_seed(seed)
-    config = LlamaConfig(
+    config = peers.transformers.LlamaConfig(
         vocab_size=VOCABULARY, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
         num_attention_heads=2, num_key_value_heads=2, initializer_range=0.6,
     )  # fmt: skip
-    return LlamaForCausalLM(config).eval()
+    return peers.transformers.LlamaForCausalLM(config).eval()
 
 
-def search(model: LlamaForCausalLM, prompt: list[int], **options: Any) -> BeamSearch:
+def search(model: peers.transformers.LlamaForCausalLM, prompt: list[int], **options: Any) -> BeamSearch:
     """Drive the decisions with full forward passes."""
     beams = BeamSearch(**options)
     sequences = [list(prompt)]
@@ -59,7 +60,7 @@ def test_results_equal_those_of_transformers(case: int) -> None:
     width, n, penalty, stopping, eos = CASES[case]
     model = tiny_llama(case % 5)
     prompt = [1, 5, case % VOCABULARY]
-    config = GenerationConfig(
+    config = peers.transformers.GenerationConfig(
         num_beams=width, num_return_sequences=n, do_sample=False, length_penalty=penalty,
         early_stopping=stopping, max_new_tokens=9, eos_token_id=eos, pad_token_id=VOCABULARY,
         bos_token_id=1, return_dict_in_generate=True, output_scores=True,
@@ -82,7 +83,7 @@ def test_results_equal_those_of_transformers(case: int) -> None:
 def test_one_beam_that_stops_early_is_greedy_search() -> None:
     for seed in range(3):
         model = tiny_llama(seed)
-        config = GenerationConfig(
+        config = peers.transformers.GenerationConfig(
             do_sample=False, max_new_tokens=9, eos_token_id=3, pad_token_id=VOCABULARY, bos_token_id=1
         )
         with torch.inference_mode():

@@ -8,21 +8,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers.generation.logits_process import (
-    LogitsProcessorList,
-    MinPLogitsWarper,
-    RepetitionPenaltyLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
 
 from cumulo.engine.decide.params import SamplingParams
 from cumulo.engine.decide.plan import NewSlot, StepPlan
 from cumulo.engine.play.slot_table import SlotTable
 from cumulo.engine.sampling.random_numbers import mix, uniform
 from cumulo.engine.sampling.sampler import Drawn, draw
-from tests import thorough
+from tests import peers, thorough
 from tests.engine.naive_sampler import naive_draw, naive_probabilities, naive_scores
 
 EOS = 2
@@ -124,16 +116,16 @@ CUTS = [
 
 
 def transformers_probabilities(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
-    processors = LogitsProcessorList()
+    processors = peers.transformers.LogitsProcessorList()
     if params.repetition_penalty != 1:
-        processors.append(RepetitionPenaltyLogitsProcessor(params.repetition_penalty))
-    processors.append(TemperatureLogitsWarper(params.temperature))
+        processors.append(peers.transformers.RepetitionPenaltyLogitsProcessor(params.repetition_penalty))
+    processors.append(peers.transformers.TemperatureLogitsWarper(params.temperature))
     if params.top_k:
-        processors.append(TopKLogitsWarper(params.top_k))
+        processors.append(peers.transformers.TopKLogitsWarper(params.top_k))
     if params.top_p < 1:
-        processors.append(TopPLogitsWarper(params.top_p))
+        processors.append(peers.transformers.TopPLogitsWarper(params.top_p))
     if params.min_p:
-        processors.append(MinPLogitsWarper(params.min_p))
+        processors.append(peers.transformers.MinPLogitsWarper(params.min_p))
     scores = processors(torch.tensor([PROMPT]), logits[None].clone())
     return torch.softmax(scores, dim=-1)[0]
 

@@ -1,10 +1,10 @@
 """Chat templates: the same text as transformers renders, and no harm from templates that mean harm."""
 
 import pytest
-from transformers.utils.chat_template_utils import render_jinja_template
 
 from cumulo.errors import CumuloError, InvalidRequest, ModelError
 from cumulo.models.text.chat_template import ChatTemplate
+from tests import peers
 
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] "
@@ -68,7 +68,7 @@ TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
 @pytest.mark.parametrize("add_generation_prompt", [True, False])
 @pytest.mark.parametrize("tools", [None, TOOLS], ids=["plain", "tools"])
 def test_the_text_is_what_transformers_renders(template, messages, add_generation_prompt, tools):
-    [expected], _ = render_jinja_template(
+    [expected], _ = peers.transformers.utils.chat_template_utils.render_jinja_template(
         [messages], tools=tools, chat_template=template, add_generation_prompt=add_generation_prompt, **TOKENS
     )
     found = ChatTemplate(template, TOKENS).render(
@@ -79,7 +79,9 @@ def test_the_text_is_what_transformers_renders(template, messages, add_generatio
 
 def test_a_system_message_and_a_skipped_tool_message_are_rendered_as_transformers_does():
     messages = [{"role": "system", "content": " Be brief. "}, USER, {"role": "tool", "content": "42"}]
-    [expected], _ = render_jinja_template([messages], chat_template=LLAMA3, **TOKENS)
+    [expected], _ = peers.transformers.utils.chat_template_utils.render_jinja_template(
+        [messages], chat_template=LLAMA3, **TOKENS
+    )
     assert ChatTemplate(LLAMA3, TOKENS).render(messages, add_generation_prompt=False) == expected
 
 
@@ -182,5 +184,7 @@ def test_templates_without_end_are_stopped(source):
 
 def test_a_long_honest_conversation_stays_inside_the_budget():
     messages = [USER, {"role": "assistant", "content": "word " * 200}] * 1000
-    [expected], _ = render_jinja_template([messages], chat_template=MISTRAL, **TOKENS)
+    [expected], _ = peers.transformers.utils.chat_template_utils.render_jinja_template(
+        [messages], chat_template=MISTRAL, **TOKENS
+    )
     assert ChatTemplate(MISTRAL, TOKENS).render(messages) == expected

@@ -9,11 +9,10 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
 
 from cumulo.models.text.tokenizer import Tokenizer, load_tokenizer
 from cumulo.models.text.tokenizer_gguf import tokenizer_from_gguf
-from tests import thorough
+from tests import peers, thorough
 
 from .vocabularies import TEXT, byte_level_metadata, sentencepiece_metadata
 
@@ -142,7 +141,7 @@ def family(tmp_path_factory):
         bos, eos = _BOS_AND_EOS.get(name, (None, "<|im_end|>"))
         config = {"bos_token": bos, "eos_token": eos, "chat_template": template}
         (folder / "tokenizer_config.json").write_text(json.dumps({k: v for k, v in config.items() if v}))
-        theirs = PreTrainedTokenizerFast(
+        theirs = peers.transformers.PreTrainedTokenizerFast(
             tokenizer_file=str(folder / "tokenizer.json"),
             bos_token=bos,
             eos_token=eos,

@@ -1,5 +1,7 @@
 """The decoder against `transformers`, for a tiny random model of every family."""
 
+from __future__ import annotations
+
 import dataclasses
 import functools
 import json
@@ -8,13 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel
 
 from cumulo.models.decoder import Decoder
 from cumulo.models.files.weights_safetensors import load_safetensors
 from cumulo.spec.from_huggingface import spec_from_config
 from cumulo.spec.model import ModelSpec
-from tests import thorough
+from tests import peers, thorough
 from tests.models import tiny
 from tests.models.stepper import Stepper
 
@@ -23,7 +24,7 @@ SHARDED = ("qwen3", "deepseek_v3")
 
 
 @functools.cache
-def oracle(name: str, folder: Path) -> tuple[PreTrainedModel, ModelSpec]:
+def oracle(name: str, folder: Path) -> tuple[peers.transformers.PreTrainedModel, ModelSpec]:
     model = tiny.save(name, folder, max_shard_size="60KB" if name in SHARDED else "1GB")
     return model, spec_from_config(json.loads((folder / "config.json").read_text()))
 

@@ -7,7 +7,6 @@ from pathlib import Path
 import gguf
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from cumulo.errors import ModelError
 from cumulo.models.decoder import Decoder
@@ -20,6 +19,7 @@ from cumulo.models.files.weights_safetensors import load_safetensors
 from cumulo.models.text.tokenizer_gguf import tokenizer_from_gguf
 from cumulo.spec.from_gguf import spec_from_gguf
 from cumulo.spec.from_huggingface import spec_from_config
+from tests import peers
 from tests.engine.pooled_reference import engine_embeddings, reference_embedding
 from tests.models import tiny
 from tests.models.cut_smollm import cut_smollm
@@ -201,7 +201,7 @@ def smollm(request, tmp_path_factory):
     spec = spec_of(file)
     decoder = Decoder(spec)
     load_gguf(file, decoder, spec, keep_quantised=False)
-    reference = AutoModelForCausalLM.from_pretrained(
+    reference = peers.transformers.AutoModelForCausalLM.from_pretrained(
         path.parent, gguf_file=path.name, dtype=torch.float32, attn_implementation="eager"
     )
     return decoder, reference.eval(), tokenizer_from_gguf(file.metadata)

@@ -6,12 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken
-from transformers import AutoTokenizer, LlamaTokenizer, PreTrainedTokenizerFast
 
 from cumulo.errors import InvalidRequest, ModelError
 from cumulo.models.text.tokenizer import load_tokenizer
 from cumulo.models.text.tokenizer_gguf import tokenizer_from_gguf
-from tests import thorough
+from tests import peers, thorough
 from tests.models.vocabularies import TEXT, byte_level_metadata, sentencepiece_metadata
 
 TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m.role + ': ' + m.content + eos_token }}{% endfor %}"
@@ -32,7 +31,7 @@ def byte_level_folder(tmp_path_factory):
     """A folder as a model release has it: tokenizer.json, its configuration, a template file."""
     folder = tmp_path_factory.mktemp("byte_level")
     backend = tokenizer_from_gguf(byte_level_metadata()).backend
-    PreTrainedTokenizerFast(
+    peers.transformers.PreTrainedTokenizerFast(
         tokenizer_object=backend, bos_token="<|im_start|>", eos_token="<|im_end|>", chat_template=TEMPLATE
     ).save_pretrained(folder)
     return folder
@@ -44,7 +43,7 @@ def sentencepiece_folder(tmp_path_factory):
     metadata = sentencepiece_metadata()
     backend = tokenizer_from_gguf(metadata).backend
     description = json.loads(backend.to_str())["model"]
-    LlamaTokenizer(
+    peers.transformers.LlamaTokenizer(
         vocab=description["vocab"],
         merges=[tuple(merge) for merge in description["merges"]],
         add_bos_token=True,
@@ -58,7 +57,7 @@ def folder(request):
 
 
 def test_ids_and_texts_are_those_of_transformers(folder):
-    ours, theirs = load_tokenizer(folder), AutoTokenizer.from_pretrained(folder)
+    ours, theirs = load_tokenizer(folder), peers.transformers.AutoTokenizer.from_pretrained(folder)
     assert ours.vocab_size == len(theirs)
     for text in SAMPLES:
         ids = ours.encode(text)
@@ -83,7 +82,7 @@ _pairs = {}
 
 def _pair(folder):
     if folder not in _pairs:
-        _pairs[folder] = load_tokenizer(folder), AutoTokenizer.from_pretrained(folder)
+        _pairs[folder] = load_tokenizer(folder), peers.transformers.AutoTokenizer.from_pretrained(folder)
     return _pairs[folder]
 
 

@@ -6,13 +6,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
-from transformers import AutoTokenizer
 
 from cumulo.errors import ModelError
 from cumulo.models.files.gguf_file import open_gguf
 from cumulo.models.files.hub import built_in_model
 from cumulo.models.text.tokenizer_gguf import _WORD_RULES, tokenizer_from_gguf
-from tests import thorough
+from tests import peers, thorough
 from tests.models.cut_smollm import cut_smollm
 from tests.models.gguf_writing import write_gguf
 from tests.models.vocabularies import TEXT, byte_level_metadata, sentencepiece_metadata, trained_sentencepiece
@@ -45,7 +44,7 @@ def smollm(request, tmp_path_factory):
         path = cut_smollm(tmp_path_factory.mktemp("cut") / "cut.gguf")
     return (
         tokenizer_from_gguf(open_gguf(path).metadata),
-        AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name),
+        peers.transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name),
     )
 
 
@@ -103,7 +102,7 @@ def test_smollm2_conversations_are_those_of_transformers(smollm):
 def test_word_rules_give_the_ids_that_transformers_gives_for_the_same_file(pre, tmp_path):
     metadata = byte_level_metadata(pre) | {"general.architecture": "llama"}
     write_gguf(tmp_path / "m.gguf", metadata)
-    theirs = AutoTokenizer.from_pretrained(tmp_path, gguf_file="m.gguf")
+    theirs = peers.transformers.AutoTokenizer.from_pretrained(tmp_path, gguf_file="m.gguf")
     ours = tokenizer_from_gguf(open_gguf(tmp_path / "m.gguf").metadata)
     for text in CORPUS:
         if pre == "qwen2":  # Qwen's own tokenizer composes characters first, which transformers omits here

@@ -6,14 +6,14 @@ Weights are scaled up, and norms, biases and routing biases randomised, so that 
 forgotten term shows.
 """
 
+from __future__ import annotations
+
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-transformers.logging.set_verbosity_error()
+from tests import peers
 
 VOCABULARY = 199
 _SIZE = {
@@ -101,19 +101,19 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-def build(name: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
+def build(name: str, seed: int = 0, **overrides: Any) -> peers.transformers.PreTrainedModel:
     """The tiny transformers model of a row of FAMILIES, float32, on the CPU, ready to be asked."""
     model_type, changes = FAMILIES[name]
-    config = AutoConfig.for_model(model_type, **{**_SIZE, **changes, **overrides})
+    config = peers.transformers.AutoConfig.for_model(model_type, **{**_SIZE, **changes, **overrides})
     config._attn_implementation = "eager"
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+        model = peers.transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
         _randomise(model)
     return model
 
 
-def save(name: str, folder: Path, seed: int = 0, **overrides: Any) -> PreTrainedModel:
+def save(name: str, folder: Path, seed: int = 0, **overrides: Any) -> peers.transformers.PreTrainedModel:
     """Build and write it as a Hugging Face folder; `max_shard_size="40KB"` makes it a sharded one."""
     shard = overrides.pop("max_shard_size", "1GB")
     model = build(name, seed, **overrides)
@@ -122,7 +122,7 @@ def save(name: str, folder: Path, seed: int = 0, **overrides: Any) -> PreTrained
 
 
 @torch.no_grad()
-def _randomise(model: PreTrainedModel) -> None:
+def _randomise(model: peers.transformers.PreTrainedModel) -> None:
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if "inv_freq" in name:
             continue
@@ -138,13 +138,13 @@ def _randomise(model: PreTrainedModel) -> None:
 
 
 @torch.no_grad()
-def reference_logits(model: PreTrainedModel, tokens: list[int]) -> torch.Tensor:
+def reference_logits(model: peers.transformers.PreTrainedModel, tokens: list[int]) -> torch.Tensor:
     """[len(tokens), vocabulary]: the logits after every prefix."""
     return model(torch.tensor([tokens])).logits[0]
 
 
 @torch.no_grad()
-def reference_greedy(model: PreTrainedModel, tokens: list[int], count: int) -> list[int]:
+def reference_greedy(model: peers.transformers.PreTrainedModel, tokens: list[int], count: int) -> list[int]:
     """`count` greedy tokens after the prompt; end-of-sequence tokens do not end it."""
     output = model.generate(
         torch.tensor([tokens]), attention_mask=torch.ones(1, len(tokens)), do_sample=False,

@@ -5,12 +5,14 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("torch.distributed.pipelining", reason="this torch has no distributed package")
-
-from torch.distributed.pipelining import schedules as torch_schedules
-
 from cumulo.pipeline.decide.actions import Action, PipelineSchedule
 from cumulo.pipeline.decide.catalog import build
+
+
+def torch_schedules() -> Any:
+    """Imported when it is wanted: that takes a second."""
+    return pytest.importorskip("torch.distributed.pipelining", reason="this torch has none").schedules
+
 
 Step = tuple[str, int, int]  # (kind, micro-batch, chunk)
 SIZES = [(2, 4), (3, 9), (4, 8), (4, 10), (5, 20), (8, 16), (8, 20), (16, 32)]
@@ -62,7 +64,7 @@ def test_every_stage_has_the_order_of_torch(
     name: str, kind: str, chunks: int, stages: int, micro_batches: int
 ) -> None:
     schedule = build(name, stages, micro_batches, chunks)
-    expected = torch_orders(getattr(torch_schedules, kind), stages, micro_batches, chunks)
+    expected = torch_orders(getattr(torch_schedules(), kind), stages, micro_batches, chunks)
     for stage in range(stages):
         steps = theirs(expected[stage])
         if name == "1f1b" and stage == stages - 1:
@@ -75,13 +77,13 @@ def test_every_stage_has_the_order_of_torch(
 @pytest.mark.parametrize(("stages", "micro_batches"), [(4, 3), (5, 6), (8, 9)])
 def test_few_micro_batches_give_the_v_order_of_torch(stages: int, micro_batches: int) -> None:
     schedule = build("zb-v", stages, micro_batches)
-    expected = torch_orders(torch_schedules.ScheduleZBVZeroBubble, stages, micro_batches, 2)
+    expected = torch_orders(torch_schedules().ScheduleZBVZeroBubble, stages, micro_batches, 2)
     assert [ours(order) for order in schedule.orders] == [theirs(order) for order in expected]
 
 
 @pytest.mark.parametrize(("stages", "micro_batches"), [(4, 8), (8, 20)])
 def test_dualpipe_v_overlaps_the_pairs_that_torch_overlaps(stages: int, micro_batches: int) -> None:
-    expected = torch_orders(torch_schedules.ScheduleDualPipeV, stages, micro_batches, 2)
+    expected = torch_orders(torch_schedules().ScheduleDualPipeV, stages, micro_batches, 2)
     for stage, order in enumerate(build("dualpipe-v", stages, micro_batches).orders):
         pairs = [ours((first, second)) for first, second in pairwise(order) if first.overlaps_next]
         assert pairs == [theirs([action]) for action in expected[stage] if action.sub_actions]
@@ -91,7 +93,7 @@ def test_dualpipe_v_overlaps_the_pairs_that_torch_overlaps(stages: int, micro_ba
 def test_each_half_of_dualpipe_does_what_a_v_of_half_the_stages_does(stages: int, micro_batches: int) -> None:
     """DualPipeV is DualPipe cut in half: stage s of either half, with the directions as the legs of the V."""
     half = stages // 2
-    expected = torch_orders(torch_schedules.ScheduleDualPipeV, half, micro_batches // 2, 2)
+    expected = torch_orders(torch_schedules().ScheduleDualPipeV, half, micro_batches // 2, 2)
     for stage, order in enumerate(build("dualpipe", stages, micro_batches).orders):
         position, entering = (stage, 0) if stage < half else (stages - 1 - stage, 1)
         as_v = [
@@ -109,16 +111,16 @@ def test_torch_finds_our_orders_valid_and_plays_them_to_the_end(
     """Sizes that its own generators refuse in part; its validator and its communication pass take any order."""
     schedule = build(name, stages, micro_batches)
     actions = {stage: [as_torch(action) for action in order] for stage, order in enumerate(schedule.orders)}
-    chunk_to_stage = torch_schedules._validate_schedule(actions, stages, schedule.chunks, micro_batches)
+    chunk_to_stage = torch_schedules()._validate_schedule(actions, stages, schedule.chunks, micro_batches)
     assert chunk_to_stage == {chunk: schedule.stage_of(chunk) for chunk in range(schedule.chunks)}
-    with_messages = torch_schedules._add_send_recv(actions, schedule.stage_of, schedule.chunks)
-    played = torch_schedules._simulate_comms_compute(with_messages, schedule.stage_of, schedule.chunks)
+    with_messages = torch_schedules()._add_send_recv(actions, schedule.stage_of, schedule.chunks)
+    played = torch_schedules()._simulate_comms_compute(with_messages, schedule.stage_of, schedule.chunks)
     assert sum(len(theirs(order)) for order in played.values()) == _compute_count(schedule)
 
 
 def as_torch(action: Action) -> Any:
-    kind = torch_schedules._ComputationType.from_str(action.kind.value)
-    return torch_schedules._Action(action.chunk, kind, action.micro_batch)
+    kind = torch_schedules()._ComputationType.from_str(action.kind.value)
+    return torch_schedules()._Action(action.chunk, kind, action.micro_batch)
 
 
 def _compute_count(schedule: PipelineSchedule) -> int:

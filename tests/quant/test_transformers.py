@@ -4,6 +4,7 @@ transformers reads compressed-tensors folders with the package of that name. Its
 built for GPUs; those formats are checked bit by bit in test_formats.py.
 """
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,9 @@ from cumulo.quant.decide.recipe import Recipe
 from cumulo.quant.play.run import Calibration, quantise
 from tests.quant.folders import TEXT, calibration_file, logits, tiny_folder
 
-pytest.importorskip("compressed_tensors")
-
+pytestmark = pytest.mark.skipif(
+    find_spec("compressed_tensors") is None, reason="compressed-tensors is missing"
+)
 
 RECIPES = [
     Recipe("rtn"),

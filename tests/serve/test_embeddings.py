@@ -16,10 +16,10 @@ import numpy as np
 import openai
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from cumulo.engine.decide.params import Pooling
 from cumulo.serve.access.keys import new_key
+from tests import peers
 from tests.engine.pooled_reference import reference_embedding
 from tests.serve.running_server import RunningServer, running_server, wait_for
 from tests.serve.tiny_model import NAME, save_tiny_model
@@ -56,8 +56,12 @@ def ann(embedder: RunningServer, keys: dict[str, str]) -> openai.OpenAI:
 
 class Oracle:
     def __init__(self, folder: Path) -> None:
-        self.tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
-        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        self.tokenizer = peers.transformers.PreTrainedTokenizerFast(
+            tokenizer_file=str(folder / "tokenizer.json")
+        )
+        self.model = peers.transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32
+        ).eval()
 
     def tokens(self, text: str) -> list[int]:
         tokens: list[int] = self.tokenizer.encode(text)

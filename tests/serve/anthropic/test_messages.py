@@ -6,9 +6,9 @@ from typing import Any, Literal
 import pydantic
 import pytest
 
+from tests import peers
 from tests.serve.running_server import MODEL, RunningServer, needs_built_in_model
 
-anthropic = pytest.importorskip("anthropic")
 pytestmark = needs_built_in_model
 
 QUESTION = "What is the capital of France?"
@@ -39,7 +39,7 @@ def server(speaking_server: RunningServer) -> RunningServer:
 
 @pytest.fixture(scope="module")
 def claude(server: RunningServer) -> Any:
-    return anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0, timeout=120)
+    return peers.anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0, timeout=120)
 
 
 def test_a_message_is_answered_like_a_chat_and_its_story_is_found(server: RunningServer, claude: Any) -> None:
@@ -153,7 +153,7 @@ def test_tokens_are_counted_as_they_are_used(claude: Any) -> None:
 def test_the_async_client_streams(server: RunningServer, claude: Any) -> None:
     async def ask() -> str:
         async with (
-            anthropic.AsyncAnthropic(base_url=server.url, api_key="none", max_retries=0) as client,
+            peers.anthropic.AsyncAnthropic(base_url=server.url, api_key="none", max_retries=0) as client,
             client.messages.stream(**ASK) as stream,
         ):
             return str(await stream.get_final_text())
@@ -199,12 +199,12 @@ def test_what_cannot_be_is_refused_in_anthropics_shape(
 
 
 def test_errors_are_the_clients_exceptions(server: RunningServer, claude: Any) -> None:
-    with pytest.raises(anthropic.NotFoundError, match="is not served here") as caught:
+    with pytest.raises(peers.anthropic.NotFoundError, match="is not served here") as caught:
         claude.messages.create(**ASK | {"model": "claude"})
     assert caught.value.type == "not_found_error" and caught.value.request_id.startswith("req_")
-    with pytest.raises(anthropic.BadRequestError, match="context holds"):
+    with pytest.raises(peers.anthropic.BadRequestError, match="context holds"):
         claude.messages.create(**ASK | {"messages": [{"role": "user", "content": "word " * 20_000}]})
-    with pytest.raises(anthropic.APIStatusError) as caught:
+    with pytest.raises(peers.anthropic.APIStatusError) as caught:
         claude.messages.create(**ASK | {"messages": [{"role": "user", "content": "x" * (5 << 20)}]})
     assert caught.value.status_code == 413 and caught.value.body["error"]["type"] == "request_too_large"
     for response, status in (

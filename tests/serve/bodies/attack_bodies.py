@@ -1,5 +1,6 @@
 """Bodies of nearly 4 MiB that are cheap to send and were expensive to read. Used by the tests of request bodies."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from tests.serve.tiny_model import NAME
@@ -13,8 +14,12 @@ _CHAT, _TEXT = "/v1/chat/completions", "/v1/completions"
 @dataclass(frozen=True, slots=True)
 class Attack:
     path: str
-    body: bytes
+    write: Callable[[], bytes]  # the body, when it is wanted: there are forty of 4 MiB
     told: str  # words of the error
+
+    @property
+    def body(self) -> bytes:
+        return self.write()
 
 
 def _many(item: bytes) -> bytes:
@@ -37,39 +42,47 @@ CONTAINERS, STRINGS, VALUES = "objects and lists", "strings (keys included)", "v
 
 ATTACKS: dict[str, Attack] = {
     "parts": Attack(
-        _CHAT, _body(b'"messages":[{"role":"user","content":[' + _many(b"{}") + b"]}]"), CONTAINERS
+        _CHAT, lambda: _body(b'"messages":[{"role":"user","content":[' + _many(b"{}") + b"]}]"), CONTAINERS
     ),
-    "messages": Attack(_CHAT, _body(b'"messages":[' + _many(b"{}") + b"]"), CONTAINERS),
-    "null messages": Attack(_CHAT, _body(b'"messages":[' + _many(b"null") + b"]"), VALUES),
-    "prompts of one token": Attack(_TEXT, _body(b'"prompt":[' + _many(b"[1]") + b"]"), CONTAINERS),
-    "a prompt of floats": Attack(_TEXT, _body(b'"prompt":[' + _many(b"1.5") + b"]"), VALUES),
-    "empty prompts": Attack(_TEXT, _body(b'"prompt":[' + _many(b'""') + b"]"), STRINGS),
-    "input of responses": Attack("/v1/responses", _body(b'"input":[' + _many(b"{}") + b"]"), CONTAINERS),
-    "tools": Attack(_CHAT, _body(b'"tools":[' + _many(b"{}") + b"]", True), CONTAINERS),
-    "stop": Attack(_CHAT, _body(b'"stop":[' + _many(b'"a"') + b"]", True), STRINGS),
-    "logit_bias": Attack(_CHAT, _body(b'"logit_bias":{' + _keys(b"1") + b"}", True), STRINGS),
-    "metadata": Attack(_CHAT, _body(b'"metadata":{' + _keys(b'""') + b"}", True), STRINGS),
-    "unknown fields": Attack(_CHAT, _body(_keys(b"0"), True), STRINGS),
-    "the same field": Attack(_CHAT, _body(_many(b'"n":1'), True), STRINGS),
-    "input of embeddings": Attack("/v1/embeddings", _body(b'"input":[' + _many(b"[]") + b"]"), CONTAINERS),
-    "messages to tokenize": Attack("/tokenize", _body(b'"messages":[' + _many(b"{}") + b"]"), CONTAINERS),
-    "tokens to detokenize": Attack("/detokenize", _body(b'"tokens":[' + _many(b'"a"') + b"]"), STRINGS),
-    "nested lists": Attack(_CHAT, b"[" * SIZE_BYTES, CONTAINERS),
-    "nested objects": Attack(_CHAT, b'{"a":' * (SIZE_BYTES // 5), CONTAINERS),
+    "messages": Attack(_CHAT, lambda: _body(b'"messages":[' + _many(b"{}") + b"]"), CONTAINERS),
+    "null messages": Attack(_CHAT, lambda: _body(b'"messages":[' + _many(b"null") + b"]"), VALUES),
+    "prompts of one token": Attack(_TEXT, lambda: _body(b'"prompt":[' + _many(b"[1]") + b"]"), CONTAINERS),
+    "a prompt of floats": Attack(_TEXT, lambda: _body(b'"prompt":[' + _many(b"1.5") + b"]"), VALUES),
+    "empty prompts": Attack(_TEXT, lambda: _body(b'"prompt":[' + _many(b'""') + b"]"), STRINGS),
+    "input of responses": Attack(
+        "/v1/responses", lambda: _body(b'"input":[' + _many(b"{}") + b"]"), CONTAINERS
+    ),
+    "tools": Attack(_CHAT, lambda: _body(b'"tools":[' + _many(b"{}") + b"]", True), CONTAINERS),
+    "stop": Attack(_CHAT, lambda: _body(b'"stop":[' + _many(b'"a"') + b"]", True), STRINGS),
+    "logit_bias": Attack(_CHAT, lambda: _body(b'"logit_bias":{' + _keys(b"1") + b"}", True), STRINGS),
+    "metadata": Attack(_CHAT, lambda: _body(b'"metadata":{' + _keys(b'""') + b"}", True), STRINGS),
+    "unknown fields": Attack(_CHAT, lambda: _body(_keys(b"0"), True), STRINGS),
+    "the same field": Attack(_CHAT, lambda: _body(_many(b'"n":1'), True), STRINGS),
+    "input of embeddings": Attack(
+        "/v1/embeddings", lambda: _body(b'"input":[' + _many(b"[]") + b"]"), CONTAINERS
+    ),
+    "messages to tokenize": Attack(
+        "/tokenize", lambda: _body(b'"messages":[' + _many(b"{}") + b"]"), CONTAINERS
+    ),
+    "tokens to detokenize": Attack(
+        "/detokenize", lambda: _body(b'"tokens":[' + _many(b'"a"') + b"]"), STRINGS
+    ),
+    "nested lists": Attack(_CHAT, lambda: b"[" * SIZE_BYTES, CONTAINERS),
+    "nested objects": Attack(_CHAT, lambda: b'{"a":' * (SIZE_BYTES // 5), CONTAINERS),
     "a number of millions of digits": Attack(
-        _CHAT, _body(b'"seed":' + b"9" * SIZE_BYTES, True), "128 digits"
+        _CHAT, lambda: _body(b'"seed":' + b"9" * SIZE_BYTES, True), "128 digits"
     ),
     "numbers of 4,000 digits": Attack(
-        _CHAT, _body(b'"stop":[' + _many(b"9" * 4000) + b"]", True), "128 digits"
+        _CHAT, lambda: _body(b'"stop":[' + _many(b"9" * 4000) + b"]", True), "128 digits"
     ),
-    "nothing that anybody knows": Attack("/v1/nowhere", b"[" + _many(b"{}") + b"]", CONTAINERS),
+    "nothing that anybody knows": Attack("/v1/nowhere", lambda: b"[" + _many(b"{}") + b"]", CONTAINERS),
 }
 
 # Below every limit, and as expensive as that can be.
 WITHIN_LIMITS: dict[str, Attack] = {
     "16,000 parts": Attack(
         _CHAT,
-        _body(
+        lambda: _body(
             b'"messages":['
             + b",".join(
                 [b'{"role":"user","content":[' + b",".join([b'{"type":"text","text":""}'] * 3900) + b"]}"] * 4
@@ -79,14 +92,18 @@ WITHIN_LIMITS: dict[str, Attack] = {
         "messages[4].role",
     ),
     "300,000 tokens": Attack(
-        _TEXT, _body(b'"prompt":[' + b",".join([b"321"] * 300_000) + b"]"), "300,000 tokens"
+        _TEXT, lambda: _body(b'"prompt":[' + b",".join([b"321"] * 300_000) + b"]"), "300,000 tokens"
     ),
     "300,000 tokens and one that is none": Attack(
-        _TEXT, _body(b'"prompt":[' + b",".join([b"321"] * 300_000) + b",-1]"), "no integer"
+        _TEXT, lambda: _body(b'"prompt":[' + b",".join([b"321"] * 300_000) + b",-1]"), "no integer"
     ),
-    "escapes": Attack(_TEXT, _body(b'"prompt":"' + b"\\n" * (SIZE_BYTES // 2) + b'"'), "characters"),
-    "backslashes": Attack(_TEXT, _body(b'"prompt":"' + b"\\\\" * (SIZE_BYTES // 2) + b'"'), "characters"),
+    "escapes": Attack(_TEXT, lambda: _body(b'"prompt":"' + b"\\n" * (SIZE_BYTES // 2) + b'"'), "characters"),
+    "backslashes": Attack(
+        _TEXT, lambda: _body(b'"prompt":"' + b"\\\\" * (SIZE_BYTES // 2) + b'"'), "characters"
+    ),
     "digits of a fraction": Attack(
-        _CHAT, _body(b'"temperature":0.' + b"3" * 120 + b',"stop":"' + b"," * 70_000 + b'"', True), "stop"
+        _CHAT,
+        lambda: _body(b'"temperature":0.' + b"3" * 120 + b',"stop":"' + b"," * 70_000 + b'"', True),
+        "stop",
     ),
 }

@@ -9,9 +9,9 @@ import httpx
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from cumulo.serve.access.keys import new_key
+from tests import peers
 from tests.engine.pooled_reference import reference_embedding
 from tests.serve.running_server import RunningServer, running_server
 from tests.serve.tiny_model import NAME, save_tiny_model
@@ -45,8 +45,12 @@ def server(folder: Path, keys: dict[str, str]) -> Iterator[RunningServer]:
 
 class Oracle:
     def __init__(self, folder: Path) -> None:
-        self.tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
-        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        self.tokenizer = peers.transformers.PreTrainedTokenizerFast(
+            tokenizer_file=str(folder / "tokenizer.json")
+        )
+        self.model = peers.transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32
+        ).eval()
 
     def cosine(self, first: str, second: str, pooling: Any = "mean", tokens: int | None = None) -> float:
         one = reference_embedding(self.model, self.tokenizer.encode(first), pooling)

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
+from tests import peers
 from tests.serve.running_server import MODEL, RunningServer, needs_built_in_model
 from tests.thorough import rare
 
-agents = pytest.importorskip("agents")
 pytestmark = needs_built_in_model
 
 
@@ -29,6 +29,7 @@ def server(speaking_server: RunningServer) -> RunningServer:
 def test_an_agent_calls_a_function_and_reads_its_result(
     server: RunningServer, api: str, streamed: bool
 ) -> None:
+    agents = peers.agents
     agents.set_tracing_disabled(True)  # its traces would go to another host
     cities = []
 
