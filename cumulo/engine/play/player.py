@@ -39,6 +39,10 @@ class DeviceRunner(Runner, Protocol):
         """Seconds to move one block to the host pool."""
         ...
 
+    def warm_up(self, tell: Callable[[str], None]) -> None:
+        """Make whatever steps would otherwise make, and wait for, when they first need it."""
+        ...
+
     def load_adapter(self, slot: int, weights: AdapterWeights) -> None:
         """Put an adapter into a slot that no sequence refers to."""
         ...

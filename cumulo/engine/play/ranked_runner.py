@@ -7,6 +7,7 @@ drawn. Which runner rank 0 has, and the others too, is `RankSetup`'s matter: thi
 
 import threading
 import time
+from collections.abc import Callable
 
 from cumulo.engine.decide.plan import PendingStep, StepPlan, StepResult
 from cumulo.engine.play.packed_plan import AdapterOrder, pack_order, pack_plan
@@ -50,6 +51,9 @@ class RankedRunner:
         except RanksFailed as error:
             raise self.failure(error) from error
         return RankedStep(self.runner.submit(plan), self)
+
+    def warm_up(self, tell: Callable[[str], None]) -> None:
+        """Ranks rehearse a shape together when it first comes."""
 
     def load_adapter(self, slot: int, weights: AdapterWeights) -> None:
         """On all ranks: each has read it before it plays a plan that comes after."""

@@ -21,16 +21,26 @@ from torch import Tensor
 from cumulo.engine.decide.plan import StepPlan, StepResult, TokenLogprobs
 from cumulo.engine.guides.guided import Guidance
 from cumulo.engine.play.device_slots import DeviceSlots
-from cumulo.engine.play.slot_table import SlotTable, StepRows
-from cumulo.engine.play.step_words import StepShape, draw_words, gained_blocks, have_cuts, pack, shape_of
+from cumulo.engine.play.slot_table import NO_ROWS, SlotTable, StepRows
+from cumulo.engine.play.step_words import (
+    DRAW_WORDS,
+    StepShape,
+    draw_words,
+    gained_blocks,
+    have_cuts,
+    pack,
+    shape_of,
+)
 from cumulo.engine.play.swap_pool import SwapPool
 from cumulo.engine.play.verify import StepDraws, draft_places, draws_of, take_accepted, write_drafts
+from cumulo.engine.play.warm_shapes import warm_shapes
 from cumulo.engine.sampling.sampler import Drawn, draw, token_logprobs
 from cumulo.kernels.cuda.attention.latent_plan import LatentPlan
 from cumulo.kernels.cuda.attention.paged_attention import AttentionPlan
 from cumulo.kernels.cuda.elementwise.rms_norm import rms_norm
 from cumulo.kernels.cuda.sampling.sample import SampleBuffers, sample
 from cumulo.kernels.cuda.sampling.sample_cuts import CutBuffers, sample_with_cuts
+from cumulo.kernels.low_rank import AdapterRows, group_rows
 from cumulo.models.adapters.files import AdapterWeights
 from cumulo.models.batch import KVCache
 from cumulo.models.play.cuda_decoder import CudaDecoder, StepTensors
@@ -106,6 +116,26 @@ class CudaRunner:
         self._settle()
         self._closed = True
         self._graphs.clear()
+
+    @torch.inference_mode()
+    def warm_up(self, tell: Callable[[str], None]) -> None:
+        """Compile, or load, every kernel that a step may need, before anyone waits for one. Where ranks play
+        together they rehearse each shape when it comes."""
+        if self._meet_ranks is not None:
+            return
+        shapes = warm_shapes(self._most, self.model.adapters is not None)
+        with self.model.one_layer_of_each_kind():
+            for done, shape in enumerate(shapes):
+                if done % 32 == 0:
+                    tell(f"preparing kernels: {done} of {len(shapes)} step shapes")
+                stage = self.slots.stage()
+                pack(stage.array, shape, NO_ROWS, {}, NO_ROWS.slots, np.zeros((0, len(DRAW_WORDS)), np.int32))
+                self.slots.send(stage, shape)
+                if shape.adapters and self.model.adapters is not None:
+                    nobody = group_rows(NO_ROWS.slots.astype(np.int32))
+                    self.model.adapters.send(AdapterRows(nobody, nobody), shape.tokens, shape.draws)
+                self._launch(shape)
+        self._synchronise()
 
     def memory_bytes(self) -> dict[str, int]:
         """What this runner holds on the device, by the names of the memory ledger's rows."""

@@ -116,6 +116,9 @@ class TorchRunner:
             held |= {name: size for name, size in named.items() if size}
         return held
 
+    def warm_up(self, tell: Callable[[str], None]) -> None:
+        """Nothing to make: torch's operators are compiled already."""
+
     def load_adapter(self, slot: int, weights: AdapterWeights) -> None:
         """Into a slot that no sequence of a plan to come refers to before the caller says so."""
         assert self.bank is not None

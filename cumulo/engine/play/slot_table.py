@@ -39,6 +39,9 @@ class StepRows:
         return self.starts + self.counts
 
 
+NO_ROWS = StepRows(_NOTHING, _NOTHING, _NOTHING, np.zeros(1, dtype=np.int64))
+
+
 class SlotGuides(Protocol):
     """What guides allow in which slots; GuidedSlots, or what ranks share of it."""
 

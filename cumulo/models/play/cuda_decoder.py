@@ -5,6 +5,8 @@ A half-layer is: norm, product, (rotation and pages, attention | SwiGLU), produc
 tokens take the products that stream weights and norm on the way; many take the matrix units.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -55,6 +57,12 @@ def why_not(decoder: Decoder) -> str | None:
     return None
 
 
+def _kind(layer: LayerWeights) -> tuple[object, ...]:
+    """Layers of one kind launch the same kernels."""
+    plain = None if layer.gate_up is None else tuple(layer.gate_up.shape)
+    return type(layer.attention), layer.window, layer.mixture is None, plain
+
+
 class CudaDecoder:
     def __init__(
         self,
@@ -98,6 +106,7 @@ class CudaDecoder:
         self.scratch_bytes = reserve_scratch(
             (one for one in matrices if isinstance(one, W4Weight)), self.dtype
         )
+        self._played = list(enumerate(self.layers))
         self.windows = tuple(dict.fromkeys(layer.window for layer in self.layers))
         self.head: Weight = (decoder.embed if spec.tied_embeddings else decoder.head).weight
         self.adapters = None if bank is None else CudaAdapters(bank, max_tokens, max_outputs)
@@ -179,6 +188,16 @@ class CudaDecoder:
             share_scratch_with=other if isinstance(other, AttentionPlan) else None,
         )  # fmt: skip
 
+    @contextmanager
+    def one_layer_of_each_kind(self) -> Iterator[None]:
+        """Steps inside compute nonsense, but launch every kernel that a whole step launches."""
+        kinds = {_kind(layer): (index, layer) for index, layer in reversed(self._played)}
+        whole, self._played = self._played, sorted(kinds.values(), key=lambda pair: pair[0])
+        try:
+            yield
+        finally:
+            self._played = whole
+
     # -- a step --------------------------------------------------------------------------------------------
     def forward(self, step: StepTensors, cache: KVCache, every_row: bool = False) -> Tensor:
         """Compute a step, write its keys and values; the logits [R, vocabulary] of `step.logit_rows`.
@@ -194,9 +213,10 @@ class CudaDecoder:
             self.slice.embed(step.token_ids, self.decoder.embed.weight, stream)
         pick = outputs < tokens and not every_row
         groups = None if step.adapters is None else step.adapters.tokens
-        for index, layer in enumerate(self.layers):
+        last = self._played[-1][0]
+        for index, layer in self._played:
             mixed = self._attend(layer, stream, step, cache, index)
-            if pick and index == len(self.layers) - 1:
+            if pick and index == last:
                 stream = torch.index_select(stream, 0, step.logit_rows, out=self.last_stream[:outputs])
                 mixed = torch.index_select(mixed, 0, step.logit_rows, out=self.last_mixed[:outputs])
                 if outputs == 0:  # the middle of a prompt

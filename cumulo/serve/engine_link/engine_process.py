@@ -26,7 +26,7 @@ import zmq
 from cumulo.engine.assembly import Assembly, assemble
 from cumulo.engine.decide.params import Guide, SamplingParams
 from cumulo.engine.decide.request import DrawnSample, State
-from cumulo.engine.decide.slo.promises import LEARNING_PROMPTS
+from cumulo.engine.decide.slo.promises import learning_prompts
 from cumulo.engine.engine import Engine
 from cumulo.engine.guides.guided import is_fault_of_guide
 from cumulo.engine.guides.trial import GuideCompilerBusy
@@ -313,10 +313,9 @@ def _learn_pace(engine: Engine) -> None:
     """An engine that promises a latency knows how long its steps take before anyone is promised anything."""
     scheduler = engine.scheduler
     scheduler.books.promises = None  # steps that made something say nothing about later ones
-    for tokens in LEARNING_PROMPTS:
-        length = min(tokens, scheduler.config.max_context // 2)
+    for length in learning_prompts(lambda: scheduler.books.promises, scheduler.config.max_context):
         params = SamplingParams(max_tokens=3, ignore_eos=True, temperature=0)
-        engine.add([0] * length, params, cache_salt=f"learning {tokens}")
+        engine.add([0] * length, params, cache_salt=f"learning {length}")
         while engine.has_work:
             engine.step()
     scheduler.pool.clear_cache()
@@ -352,6 +351,7 @@ def main() -> None:
     reports.setsockopt(zmq.LINGER, 2000)
     try:
         assembly = assemble(job.model, job.config, job.keep_quantised, None)
+        assembly.player.runner.warm_up(log.info)
         warm_up(assembly.engine)
         adapters = [load_now(assembly.engine.adapters, order) for order in job.adapters]
         if job.needs_adapters and (refused := [report.error for report in adapters if report.error]):

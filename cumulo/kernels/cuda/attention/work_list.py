@@ -23,7 +23,10 @@ INVARIANT_ITEMS = 16  # and the most of them
 
 
 # Sizes that differ from step shape to step shape must not each compile a kernel of their own.
-@triton.jit(do_not_specialize=["sequences", "max_items", "max_tiles", "min_tiles", "window", "table_stride"])
+@triton.jit(
+    do_not_specialize=["sequences", "max_items", "max_tiles", "min_tiles", "window", "table_stride"],
+    do_not_specialize_on_alignment=["query_starts"],
+)
 def _build(query_starts, context_lengths, tables, items, tiles, sequences, max_items, max_tiles, min_tiles,
            window, table_stride, PAGE: tl.constexpr, KEY_TILE: tl.constexpr, QUERY_TILE: tl.constexpr,
            SEQUENCES: tl.constexpr, HAS_WINDOW: tl.constexpr, INVARIANT: tl.constexpr, DECODES: tl.constexpr,

@@ -34,7 +34,11 @@ def reference(
     return tuple(torch.tensor(column, dtype=torch.int32) for column in (ids, positions, slots, contexts))  # type: ignore[return-value]
 
 
-@triton.jit
+# These read slices of one buffer, which begin anywhere: nothing is compiled per alignment or size.
+_WORDS = ["row_slots", "row_starts", "query_starts", "new_indices", "new_blocks"]
+
+
+@triton.jit(do_not_specialize=["rows", "padded_tokens"], do_not_specialize_on_alignment=_WORDS)
 def _inputs(row_slots, row_starts, query_starts, new_indices, new_blocks, tokens, tables, token_ids, positions,
 slots, contexts, step_tables, rows, padded_tokens, token_stride, table_stride, step_table_stride,
             BLOCK_SIZE: tl.constexpr, CHUNK: tl.constexpr):  # fmt: skip
@@ -100,7 +104,7 @@ def step_inputs(
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["source", "offsets", "counts", "rows"])
 def _fill(source, offsets, counts, rows, target, stride, CHUNK: tl.constexpr):
     item = tl.program_id(0)
     offset = tl.load(offsets + item)
@@ -121,7 +125,7 @@ def fill_rows(source: Tensor, offsets: Tensor, counts: Tensor, rows: Tensor, tar
         _fill[(len(rows),)](source, offsets, counts, rows, target, target.stride(0), CHUNK=1024, num_warps=4)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["rows", "columns", "values"])
 def _scatter(rows, columns, values, target, count, stride, CHUNK: tl.constexpr):
     index = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
     row = tl.load(rows + index, mask=index < count, other=-1).to(tl.int64)

@@ -54,7 +54,7 @@ def uniform(low, high, sample_index, position):
     return (state >> 11).to(tl.float64) * 1.1102230246251565e-16
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["draws"])
 def _partial(logits, draws, maxima, places, masses, tops, vocabulary, logit_stride, parts, COLUMNS: tl.constexpr,
              TEMPERATURE: tl.constexpr, PART: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     row, part = tl.program_id(0), tl.program_id(1)
@@ -78,7 +78,7 @@ def _partial(logits, draws, maxima, places, masses, tops, vocabulary, logit_stri
         tl.store(tops + (row * parts + part).to(tl.int64) * blocks + tl.arange(0, blocks), top)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["draws"])
 def _pick(logits, slices, draws, maxima, places, masses, picked, tokens, vocabulary, logit_stride, token_stride,
           parts, COLUMNS: tl.constexpr, SLOT: tl.constexpr, POSITION: tl.constexpr, TEMPERATURE: tl.constexpr,
           SEED_LOW: tl.constexpr, SEED_HIGH: tl.constexpr, SAMPLE_INDEX: tl.constexpr,

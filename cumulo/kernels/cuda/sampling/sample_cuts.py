@@ -74,7 +74,7 @@ def _cuts(draw, vocabulary, TOP_K: tl.constexpr, TOP_P: tl.constexpr, MIN_P: tl.
     return k, p, min_p
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["draws"])
 def _bound(draws, maxima, masses, tops, bounds, totals, vocabulary, parts, tops_count, COLUMNS: tl.constexpr,
            TEMPERATURE: tl.constexpr, TOP_K: tl.constexpr, TOP_P: tl.constexpr, MIN_P: tl.constexpr,
            UNUSED: tl.constexpr, PARTS: tl.constexpr, TOPS: tl.constexpr):  # fmt: skip
@@ -133,7 +133,7 @@ def _count(logits, maxima, bounds, counts, vocabulary, logit_stride, parts, UNUS
     tl.store(counts + row * parts + part, count)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["draws"])
 def _compact(logits, draws, maxima, bounds, counts, keys, weights, tokens, vocabulary, logit_stride, parts,
              COLUMNS: tl.constexpr, TEMPERATURE: tl.constexpr, UNUSED: tl.constexpr, PART: tl.constexpr,
              PARTS: tl.constexpr, CANDIDATES: tl.constexpr, CHUNK: tl.constexpr):  # fmt: skip
@@ -160,7 +160,7 @@ def _compact(logits, draws, maxima, bounds, counts, keys, weights, tokens, vocab
             before += tl.sum(kept.to(tl.int32), 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["draws"])
 def _finish(logits, draws, maxima, bounds, totals, counts, keys, weights, tokens, unfinished, picked, history,
             vocabulary, logit_stride, history_stride, parts, COLUMNS: tl.constexpr, SLOT: tl.constexpr,
             POSITION: tl.constexpr, TEMPERATURE: tl.constexpr, SEED_LOW: tl.constexpr, SEED_HIGH: tl.constexpr,
