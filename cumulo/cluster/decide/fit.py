@@ -1,4 +1,4 @@
-"""Whether a gang fits, and on which nodes: tight packing, blind to topology. All policies place with it or better."""
+"""Whether a gang fits, and on which nodes: tight packing, blind to topology. Policies place with it, or better."""
 
 import numpy as np
 

@@ -49,6 +49,8 @@ class JobRequest:
     max_tasks: int | None = None
     preemptible: bool = True
     checkpoint_s: float = 0.0  # what an eviction or a move costs: writing, restarting, reading
+    startup_s: float = 0.0  # before the first step of the first run
+    attained_gpu_s: float = 0.0  # GPU time of its earlier runs
     step: StepProfile | None = None
     speed: SpeedTable | None = None
 
@@ -106,7 +108,6 @@ class RunningJob:
     request: JobRequest
     places: tuple[TaskPlace, ...]
     started_s: float = 0.0
-    attained_gpu_s: float = 0.0  # GPU time received so far, over all its runs
     expected_end_s: float | None = None  # None: unknown
     restarts: int = 0
 
@@ -117,6 +118,14 @@ class RunningJob:
     @property
     def tasks(self) -> int:
         return len(self.places)
+
+    @property
+    def gpus(self) -> float:
+        return self.tasks * self.request.milli_per_task / WHOLE_GPU
+
+    def attained_gpu_s(self, now_s: float) -> float:
+        """GPU time received so far, over all its runs."""
+        return self.request.attained_gpu_s + self.gpus * (now_s - self.started_s)
 
     @property
     def node_names(self) -> tuple[str, ...]:

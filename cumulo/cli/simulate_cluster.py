@@ -1,0 +1,206 @@
+"""`cumulo simulate cluster`: a trace of jobs under scheduling policies, in virtual time."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from cumulo.cli.shared import options
+from cumulo.cli.shared.declare import option, takes_options
+
+if TYPE_CHECKING:
+    from cumulo.cluster.decide.nodes import ClusterNode
+    from cumulo.cluster.simulate.play import TraceJob
+
+EXAMPLE = (
+    "Example: [bold]cumulo simulate cluster --synthetic 500 --nodes 64 --policy fifo,backfill,shortest "
+    "--html cluster.html[/bold]"
+)
+_CLUSTER, _JOBS, _REPORT = "Cluster", "Jobs", "Report"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterRunOptions:
+    trace: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="[TRACE]", help="CSV of jobs: our own form, openb, Tiresias, Gavel or Pollux."
+        ),
+    ] = None
+    nodes: int = option("Number of nodes.", 16, panel=_CLUSTER, min=1)
+    gpus_per_node: int = option("GPUs of each node.", 8, panel=_CLUSTER, min=1)
+    nodes_per_leaf: int = option("Nodes on one leaf switch; 0: one switch.", 0, panel=_CLUSTER, min=0)
+    node_list: Path | None = option(
+        "CSV of nodes instead of --nodes: name,gpus[,device,leaf,domain], or openb's.", None, panel=_CLUSTER
+    )
+    failures: str = option(
+        "Node failures: rsc-1, rsc-2, llama-3 (published rates), or failures per 1,000 node-days.",
+        "",
+        panel=_CLUSTER,
+    )
+    synthetic: int = option("Draw this many jobs instead of reading a trace.", 0, panel=_JOBS, min=0)
+    load: float = option("With --synthetic: GPU time asked for over GPU time there is.", 0.9, panel=_JOBS)
+    seed: int = option("Seed of --synthetic, --failures and --fill.", 0, panel=_JOBS)
+    quota: list[str] = option(
+        "A tenant's quota, as TENANT=GPUS or TENANT=GPUS+BORROWED. Repeat it.",
+        (),
+        panel=_JOBS,
+        metavar="QUOTA",
+    )
+    policy: str = option(
+        "Policies to compare, separated by commas: ORDER or ORDER+PLACEMENT, or FILE.py:FUNCTION. Orders: fifo, "
+        "backfill, conservative, shortest, las. Placements: pack.",
+        "fifo,backfill",
+        panel=_JOBS,
+    )
+    interval: float = option("Decide every so many seconds; 0: at every event.", 0.0, panel=_JOBS, min=0)
+    fill: bool = option(
+        "Instead of time: how full the cluster gets when tasks arrive and stay, as the FGD paper measures it.",
+        False,
+        "--fill",
+        panel=_JOBS,
+    )
+    seeds: int = option("With --fill: number of random orders.", 3, panel=_JOBS, min=1)
+    html: Path | None = option(
+        "Write a report with a Gantt chart and a map of the cluster.", None, panel=_REPORT
+    )
+    log: Path | None = option(
+        "Write every decision of the last policy, one JSON line each.", None, panel=_REPORT
+    )
+    json_file: options.JsonOption = None
+
+
+@takes_options
+def cluster(chosen: ClusterRunOptions) -> None:
+    """Simulate a cluster under scheduling policies: the same policies that `cumulo launch` obeys, on a trace.
+
+    Reports job completion time (JCT), waiting, makespan, utilization, and fairness between tenants.
+    """
+    from cumulo.base import report as reports
+    from cumulo.cli.shared.terminal import note, out, working
+    from cumulo.cli.view import cluster_run as view
+    from cumulo.cluster.decide.policies import policy_named
+    from cumulo.cluster.simulate.play import PlayOptions, play
+
+    nodes = _nodes(chosen)
+    jobs = _jobs(chosen, nodes)
+    if chosen.fill:
+        _fill(chosen, nodes, jobs)
+        return
+    named = [policy_named(name.strip()) for name in chosen.policy.split(",")]
+    found = []
+    with working("simulating") as tell:
+        for policy in named:
+            began_s = time.process_time()
+            settings = PlayOptions(
+                interval_s=chosen.interval, quotas=_quotas(chosen), failures=_failures(chosen), seed=chosen.seed,
+                keep_log=chosen.log is not None, always_decide=policy.always_decide,
+                told=partial(_tell, tell, policy.name),
+            )  # fmt: skip
+            run = play(nodes, jobs, policy.decide, options=settings)
+            found.append((policy.name, run, time.process_time() - began_s))
+    if chosen.html is not None:
+        view.write_html(chosen.html, found)
+        note(f"report written to {chosen.html}")
+    if chosen.log is not None:
+        view.write_log(chosen.log, found[-1][1])
+        note(f"decisions of {found[-1][0]} written to {chosen.log}")
+    rows = [row for name, run, cpu_s in found for row in view.run_rows(name, run, cpu_s)]
+    reports.write_json(chosen.json_file, rows, runs={name: run.as_dict() for name, run, _ in found})
+    if str(chosen.json_file) != "-":
+        gpus = sum(node.gpus for node in nodes)
+        out.print(f"[bold]{len(jobs):,} jobs[/bold] on [bold]{len(nodes):,} nodes[/bold] with {gpus:,} GPUs")
+        out.print(view.comparison(found))
+        if len(found[-1][1].per_tenant) > 1:
+            out.print(view.tenants(found[-1][0], found[-1][1]))
+
+
+def _tell(tell: Callable[[str], None], name: str, done: int, jobs: int) -> None:
+    tell(f"{name}: {done:,} of {jobs:,} jobs")
+
+
+def _nodes(chosen: ClusterRunOptions) -> "list[ClusterNode]":
+    from cumulo.cluster.simulate.traces import read_nodes, uniform_nodes
+
+    if chosen.node_list is not None:
+        return read_nodes(chosen.node_list)
+    return uniform_nodes(chosen.nodes, chosen.gpus_per_node, chosen.nodes_per_leaf)
+
+
+def _jobs(chosen: ClusterRunOptions, nodes: "list[ClusterNode]") -> "list[TraceJob]":
+    from cumulo.cluster.simulate.traces import read_trace, synthetic_trace
+    from cumulo.errors import ConfigError
+
+    if chosen.trace is not None and chosen.synthetic:
+        raise ConfigError("give a trace or --synthetic, not both")
+    if chosen.trace is not None:
+        return read_trace(chosen.trace)
+    gpus = sum(node.gpus for node in nodes)
+    return synthetic_trace(
+        chosen.synthetic or 200, gpus, chosen.load, chosen.seed, min(node.gpus for node in nodes)
+    )
+
+
+def _quotas(chosen: ClusterRunOptions) -> tuple:  # type: ignore[type-arg]
+    from cumulo.cluster.decide.snapshot import TenantQuota
+    from cumulo.errors import ConfigError
+
+    found = []
+    for text in chosen.quota:
+        name, _, size = text.partition("=")
+        own, _, borrowed = size.partition("+")
+        try:
+            found.append(TenantQuota(name, float(own), float(borrowed or 0)))
+        except ValueError as error:
+            raise ConfigError(f"--quota {text}: write TENANT=GPUS or TENANT=GPUS+BORROWED") from error
+    return tuple(found)
+
+
+def _failures(chosen: ClusterRunOptions):  # type: ignore[no-untyped-def]
+    from cumulo.cluster.simulate.failures import PUBLISHED_RATES, FailureRates
+    from cumulo.errors import ConfigError
+
+    if not chosen.failures:
+        return None
+    rate = PUBLISHED_RATES.get(chosen.failures)
+    if rate is None:
+        try:
+            rate = float(chosen.failures)
+        except ValueError as error:
+            raise ConfigError(
+                f"--failures {chosen.failures}: known are {', '.join(PUBLISHED_RATES)}, or failures per "
+                "1,000 node-days"
+            ) from error
+    return FailureRates(rate)
+
+
+def _fill(chosen: ClusterRunOptions, nodes: "list[ClusterNode]", jobs: "list[TraceJob]") -> None:
+    from cumulo.base import report as reports
+    from cumulo.cli.shared.terminal import out, working
+    from cumulo.cli.view import cluster_run as view
+    from cumulo.cluster.simulate.fill import PUBLISHED, fill
+    from cumulo.errors import ConfigError
+
+    names = [name.strip() for name in chosen.policy.split(",")]
+    names = [*PUBLISHED] if names == ["fifo", "backfill"] else names
+    unknown = [name for name in names if name not in PUBLISHED]
+    if unknown:
+        raise ConfigError(
+            f"--fill compares packing rules: there is no {unknown[0]}; known are {', '.join(PUBLISHED)}"
+        )
+    requests = [job.request for job in jobs]
+    if any(job.tasks > 1 for job in requests):
+        raise ConfigError("--fill needs jobs of one task each: gangs are not packed")
+    found = []
+    with working("filling") as tell:
+        for name in names:
+            tell(name)
+            found.append(fill(nodes, requests, name, range(chosen.seed, chosen.seed + chosen.seeds)))
+    rows = view.filling_rows(found)
+    reports.write_json(chosen.json_file, rows)
+    if str(chosen.json_file) != "-":
+        out.print(view.fillings(found))

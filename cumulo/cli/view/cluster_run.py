@@ -1,0 +1,95 @@
+"""How `cumulo simulate cluster` shows its runs: tables, rows, the log of decisions, the page."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from rich.table import Table
+
+from cumulo.base.quantities import quantity
+from cumulo.base.report import Row
+from cumulo.cluster.simulate.fill import PUBLISHED, Filling
+from cumulo.cluster.simulate.outcome import ClusterRun
+from cumulo.cluster.simulate.page import page
+
+Runs = Sequence[tuple[str, ClusterRun, float]]
+
+
+def run_rows(name: str, run: ClusterRun, cpu_s: float) -> list[Row]:
+    return [
+        Row(f"{name}: mean JCT", run.mean_jct_s, "s", "lower"),
+        Row(f"{name}: p99 JCT", run.percentile_jct_s(99), "s", "lower"),
+        Row(f"{name}: mean wait", run.mean_wait_s, "s", "lower"),
+        Row(f"{name}: makespan", run.makespan_s, "s", "lower"),
+        Row(f"{name}: utilization", 100 * run.utilisation, "%"),
+        Row(f"{name}: fairness", run.fairness, "", note="Jain's index over the tenants' mean slowdown"),
+        Row(f"{name}: CPU time of the simulation", cpu_s, "s", "lower"),
+    ]
+
+
+def comparison(runs: Runs) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 1))
+    for heading in ("policy", "jobs", "mean JCT", "p99 JCT", "mean wait", "makespan", "utilization", "fairness",
+                    "evictions", "moves", "unfinished"):  # fmt: skip
+        table.add_column(heading, justify="left" if heading == "policy" else "right")
+    for name, run, _ in runs:
+        table.add_row(
+            name, f"{len(run.outcomes):,}", quantity(run.mean_jct_s, "s"), quantity(run.percentile_jct_s(99), "s"),
+            quantity(run.mean_wait_s, "s"), quantity(run.makespan_s, "s"), f"{100 * run.utilisation:.1f} %",
+            f"{run.fairness:.3f}",
+            f"{run.evictions:,}", f"{run.resizes:,}", f"{len(run.unfinished):,}",
+        )  # fmt: skip
+    return table
+
+
+def tenants(name: str, run: ClusterRun) -> Table:
+    table = Table(title=f"tenants under {name}", title_justify="left", box=None, pad_edge=False)
+    for heading in ("tenant", "jobs", "GPU hours", "mean JCT", "mean wait", "mean slowdown"):
+        table.add_column(heading, justify="left" if heading == "tenant" else "right")
+    for tenant, row in run.per_tenant.items():
+        table.add_row(
+            tenant, f"{row['jobs']:,}", f"{row['gpu_hours']:,.0f}", quantity(row["mean_jct_s"], "s"),
+            quantity(row["mean_wait_s"], "s"), f"{row['mean_slowdown']:.2f}",
+        )  # fmt: skip
+    return table
+
+
+def filling_rows(found: Sequence[Filling]) -> list[Row]:
+    return [
+        Row(
+            f"{one.policy}: GPUs allocated at {load}% load",
+            round(value, 2),
+            "%",
+            more={"published": published},
+        )
+        for one in found
+        for load, value, published in (
+            (100, one.mean_at_100, PUBLISHED.get(one.policy, (None, None))[0]),
+            (130, one.mean_at_130, PUBLISHED.get(one.policy, (None, None))[1]),
+        )
+    ]
+
+
+def fillings(found: Sequence[Filling]) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for heading in ("packing rule", "at 100% load", "published", "at 130% load", "published", "moves"):
+        table.add_column(heading, justify="left" if heading == "packing rule" else "right")
+    for one in found:
+        at_100, at_130 = PUBLISHED.get(one.policy, (None, None))
+        table.add_row(
+            one.policy, f"{one.mean_at_100:.2f} %", "" if at_100 is None else f"{at_100:.2f} %",
+            f"{one.mean_at_130:.2f} %", "" if at_130 is None else f"{at_130:.2f} %", f"{one.moves:,}",
+        )  # fmt: skip
+    return table
+
+
+def write_html(path: Path, runs: Runs) -> None:
+    path.write_text(page([(name, run) for name, run, _ in runs]), "utf-8")
+
+
+def write_log(path: Path, run: ClusterRun) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        for at_s, decisions in run.log:
+            for one in decisions:
+                file.write(json.dumps({"at_s": at_s, "kind": type(one).__name__} | asdict(one)) + "\n")

@@ -1,0 +1,197 @@
+"""Which node gets a task, by a score per node: the packing rules that the FGD paper compares (Weng et al., USENIX
+ATC 2023, section 6.1). Tasks may be shares of a GPU.
+
+A scorer sees the nodes that could take the task and returns one number for each, higher is better. The rules
+compare whole percents, as Kubernetes does; among equals the first node in an order that the seed draws once. That
+order is what makes them pack: with a new draw for every task FGD allocates 5 points less of the published trace.
+"""
+
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+import numpy as np
+
+from cumulo.cluster.decide.decisions import Decision, JobPlacement, Waits
+from cumulo.cluster.decide.fifo import why_not
+from cumulo.cluster.decide.fit import task_places, tasks_that_fit
+from cumulo.cluster.decide.fragmentation import (
+    Floats,
+    TaskMix,
+    TaskShape,
+    fragmentation,
+    reachable_shapes,
+    shape_of,
+)
+from cumulo.cluster.decide.jobs import WHOLE_GPU, JobRequest, TaskPlace
+from cumulo.cluster.decide.nodes import FreeCapacity, Ints
+from cumulo.cluster.decide.snapshot import Policy, Snapshot
+
+_MOST_CPU, _MOST_GPU = 128_000, 8_000  # the largest node of the published comparison, in thousandths
+
+Scorer = Callable[
+    [JobRequest, FreeCapacity, Ints], tuple[Floats, Ints | None]
+]  # scores, and the GPU for a share
+
+
+def packing_policy(scorer: Scorer, name: str, seed: int = 0, any_gpu: bool = False) -> Policy:
+    """Jobs in order of arrival, each task on the node with the best score; one that does not fit does not hold up
+    the others. `any_gpu`: shares go on any GPU with room, not on the fullest."""
+
+    def policy(snapshot: Snapshot) -> list[Decision]:
+        decided: list[Decision] = []
+        free = snapshot.free
+        for number, job in enumerate(snapshot.waiting):
+            trial = free if job.tasks == 1 and number + 1 == len(snapshot.waiting) else free.copy()
+            places = _place(job, trial, scorer, seed, any_gpu)
+            if places is None:
+                decided.append(Waits(job.job_id, why_not(job, free)))
+            else:
+                decided.append(JobPlacement(job.job_id, places, f"best score by {name}"))
+                free = trial
+        return decided
+
+    return policy
+
+
+def _place(
+    job: JobRequest, free: FreeCapacity, scorer: Scorer, seed: int, any_gpu: bool
+) -> tuple[TaskPlace, ...] | None:
+    """All tasks, one after another; takes them from `free` if there is more than one."""
+    places: list[TaskPlace] = []
+    order = _order(len(free.nodes), seed)
+    draw = np.random.Generator(np.random.PCG64(zlib.crc32(f"{seed} {job.job_id}".encode())))
+    for _ in range(job.tasks):
+        able = np.flatnonzero(tasks_that_fit(job, free))
+        if not len(able):
+            return None
+        scores, gpus = scorer(job, free, able)
+        best = np.flatnonzero(scores == scores.max())
+        chosen = int(best[draw.integers(len(best))]) if any_gpu else int(best[order[able[best]].argmin()])
+        node = int(able[chosen])
+        if job.fractional and (gpus is not None or any_gpu):
+            room = np.flatnonzero(free.gpu_milli[node] >= job.gpu_milli)
+            gpu = int(gpus[chosen]) if gpus is not None else int(room[draw.integers(len(room))])
+            place = TaskPlace(free.nodes[node].name, (gpu,))
+        else:
+            (place,) = task_places(job, free, [(node, 1)])
+        places.append(place)
+        if job.tasks > 1:
+            free.take(job, [place])
+    return tuple(places)
+
+
+@lru_cache(maxsize=16)
+def _order(nodes: int, seed: int) -> Ints:
+    """Among equal scores the first in this order: the same for every job, so that ties do not scatter tasks."""
+    return np.random.Generator(np.random.PCG64(seed)).permutation(nodes)
+
+
+def random_score(job: JobRequest, free: FreeCapacity, able: Ints) -> tuple[Floats, None]:
+    return np.zeros(len(able)), None
+
+
+def best_fit(job: JobRequest, free: FreeCapacity, able: Ints) -> tuple[Floats, None]:
+    """The node with the least left over, CPU and GPU alike."""
+    gpu = free.gpu_milli[able].sum(axis=1) - job.milli_per_task
+    cpu = free.cpu_milli[able] - job.cpu_milli
+    return np.floor(100 * (1 - 0.5 * cpu / _MOST_CPU - 0.5 * gpu / _MOST_GPU)), None
+
+
+def dot_product(job: JobRequest, free: FreeCapacity, able: Ints) -> tuple[Floats, None]:
+    """The node whose free resources point least along the request (Tetris, Grandl et al. 2014)."""
+    gpu = free.gpu_milli[able].sum(axis=1) / _MOST_GPU * (job.milli_per_task / _MOST_GPU)
+    cpu = free.cpu_milli[able] / _MOST_CPU * (job.cpu_milli / _MOST_CPU)
+    return np.floor(100 * (1 - (gpu + cpu) / 2)), None
+
+
+def gpu_packing(job: JobRequest, free: FreeCapacity, able: Ints) -> tuple[Floats, None]:
+    """GPUs in use before free ones, nodes in use before free ones (Weng et al., NSDI 2022)."""
+    if not job.gpus_per_task:
+        return np.zeros(len(able)), None
+    shares, whole = free.gpu_milli[able], free.whole[able]
+    unused = whole == free.gpus[able]
+    in_use = np.where((shares >= job.gpu_milli) & (shares < WHOLE_GPU), shares, 2 * WHOLE_GPU).min(axis=1)
+    shared = np.where(in_use < WHOLE_GPU, np.maximum(100 - in_use * 100 // WHOLE_GPU // 10, 50), 0)
+    if not job.fractional:
+        shared = np.zeros(len(able))
+    used_node = np.maximum(50 - job.gpus_per_task, 33)
+    score = np.where(unused, np.maximum(33 - whole, whole), np.where(shared > 0, shared, used_node))
+    return score.astype(np.float64), None
+
+
+@dataclass
+class Clustering:
+    """Tasks of one kind (shares, one GPU, two ...) lie together (Xiao et al., OSDI 2018). Remembers what it placed,
+    because a snapshot of shares does not say of which kind they are."""
+
+    kinds: dict[str, set[str]] = field(default_factory=dict)  # of each node
+
+    def __call__(self, job: JobRequest, free: FreeCapacity, able: Ints) -> tuple[Floats, None]:
+        if not job.gpus_per_task:
+            return np.zeros(len(able)), None
+        kind = kind_of(job)
+        left = free.gpu_milli[able].sum(axis=1)
+        base = np.empty(len(able))
+        for position, node in enumerate(able.tolist()):
+            kinds = self.kinds.get(free.nodes[node].name, set())
+            if kind in kinds:
+                base[position] = 75 if len(kinds) == 1 else 50
+            else:
+                base[position] = 25 if not kinds else 0
+        return base + 25 * (_MOST_GPU - left) // _MOST_GPU, None
+
+
+def kind_of(job: JobRequest) -> str:
+    return "share" if job.fractional else f"{job.gpus_per_task}-gpu"
+
+
+@dataclass
+class GradientDescent:
+    """FGD: the node, and for a share the GPU, where the task adds the least fragmentation."""
+
+    mix: TaskMix
+    _known: dict[TaskShape, tuple[Ints, Floats, Ints]] = field(default_factory=dict, repr=False)
+
+    def __call__(self, job: JobRequest, free: FreeCapacity, able: Ints) -> tuple[Floats, Ints | None]:
+        shape = shape_of(job)
+        size = len(free.nodes)
+        seen, saved, gpus = self._known.setdefault(
+            shape, (np.full(size, -1), np.zeros(size), np.zeros(size, dtype=np.int64))
+        )
+        stale = able[seen[able] != free.version[able]]
+        if len(stale):
+            saved[stale], gpus[stale] = self._less_fragmented(job, free, stale)
+            seen[stale] = free.version[stale]
+        return _percent(saved[able]), gpus[able] if job.fractional else None
+
+    def _less_fragmented(self, job: JobRequest, free: FreeCapacity, nodes: Ints) -> tuple[Floats, Ints]:
+        """By how much fragmentation falls if the task goes there, and on which GPU it falls most."""
+        shares, cpu = free.gpu_milli[nodes], free.cpu_milli[nodes]
+        reachable = reachable_shapes(free, nodes, self.mix)
+        before = fragmentation(shares, cpu, self.mix, reachable)
+        width = shares.shape[1]
+        if job.fractional:
+            after = np.repeat(shares, width, axis=0).reshape(len(nodes), width, width)
+            gpu = np.arange(width)
+            after[:, gpu, gpu] -= job.gpu_milli
+            possible = shares >= job.gpu_milli
+            wide = None if reachable is None else np.repeat(reachable, width, axis=0)
+            amounts = fragmentation(
+                after.reshape(-1, width), np.repeat(cpu - job.cpu_milli, width), self.mix, wide
+            ).reshape(len(nodes), width)
+            gain = np.where(possible, before[:, None] - amounts, -np.inf)
+            best = _percent(gain).argmax(axis=1)
+            return gain[np.arange(len(nodes)), best], best
+        after = shares.copy()
+        if job.gpus_per_task:
+            order = np.cumsum(shares == WHOLE_GPU, axis=1)
+            after[(shares == WHOLE_GPU) & (order <= job.gpus_per_task)] = 0
+        amount = fragmentation(after, cpu - job.cpu_milli, self.mix, reachable)
+        return before - amount, np.zeros(len(nodes), dtype=np.int64)
+
+
+def _percent(gain: Floats) -> Floats:
+    """Fragmentation saved, as the published rule compares it: whole percents of a sigmoid, in GPUs."""
+    return np.floor(100 / (1 + np.exp(-gain / WHOLE_GPU)))

@@ -1,0 +1,185 @@
+"""The order in which waiting jobs are tried, and what happens behind one that does not fit. Most policies are an
+order, a placer, and this loop.
+
+    queue_policy(by_arrival, pack_gang, backfill=True)    # EASY backfill
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from cumulo.cluster.decide.decisions import Decision, JobPlacement, Waits
+from cumulo.cluster.decide.fifo import why_not
+from cumulo.cluster.decide.fit import pack_gang, tasks_that_fit
+from cumulo.cluster.decide.jobs import JobRequest, RunningJob, TaskPlace
+from cumulo.cluster.decide.nodes import FreeCapacity
+from cumulo.cluster.decide.snapshot import Policy, Snapshot
+
+Order = Callable[[Snapshot], Iterable[JobRequest]]
+Placer = Callable[[JobRequest, FreeCapacity], tuple[TaskPlace, ...] | None]
+Admission = Callable[[JobRequest], str | None]  # why a job may not start now although it fits; None: it may
+_MOST_TRIED = (
+    200  # jobs behind the first that does not fit: as Slurm's bf_max_job_test, so that a decision ends
+)
+
+
+def by_arrival(snapshot: Snapshot) -> Iterable[JobRequest]:
+    return snapshot.waiting
+
+
+def by_prediction(snapshot: Snapshot, stretch: float = 10.0) -> Iterable[JobRequest]:
+    """Short jobs first; a job of unknown duration counts as an hour. Nobody starves: `stretch` times its duration
+    after its arrival a job is before everybody who arrives then."""
+    return sorted(snapshot.waiting, key=lambda job: job.arrival_s + stretch * _predicted_s(job))
+
+
+def by_priority(snapshot: Snapshot) -> Iterable[JobRequest]:
+    return sorted(snapshot.waiting, key=lambda job: (-job.priority, job.arrival_s))
+
+
+def _predicted_s(job: JobRequest) -> float:
+    return 3600.0 if job.predicted_s is None else job.predicted_s
+
+
+def queue_policy(
+    order: Order = by_arrival,
+    place: Placer = pack_gang,
+    backfill: bool = False,
+    reservations: int = 1,
+    admission: Callable[[Snapshot], Admission] | None = None,
+    reason: str = "its turn, and its whole gang fits",
+) -> Policy:
+    """Jobs are placed in `order` until one does not fit. With `backfill` later ones may start too, if they end
+    before the start reserved for it (EASY, Lifka 1995). `reservations`: for how many jobs a start is reserved; with
+    a large number no job is delayed by one behind it (conservative, Mu'alem and Feitelson 2001)."""
+
+    def policy(snapshot: Snapshot) -> list[Decision]:
+        return _Trial(snapshot, place, backfill, reservations, reason).decide(
+            order(snapshot), admission(snapshot) if admission is not None else _admitted
+        )
+
+    return policy
+
+
+def _admitted(job: JobRequest) -> str | None:
+    return None
+
+
+@dataclass(slots=True)
+class _Reservation:
+    job: JobRequest
+    start_s: float
+    free_then: FreeCapacity  # at that moment, with the reserved job placed
+
+
+@dataclass
+class _Trial:
+    """One decision while it is made."""
+
+    snapshot: Snapshot
+    place: Placer
+    backfill: bool
+    reservations: int
+    reason: str
+    decided: list[Decision] = field(default_factory=list)
+    reserved: list[_Reservation] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.free = self.snapshot.free
+        self.started: list[RunningJob] = []
+
+    def decide(self, ordered: Iterable[JobRequest], admission: Admission) -> list[Decision]:
+        behind = 0
+        for job in ordered:
+            if behind > _MOST_TRIED or (self.reserved and not self.free.whole.any() and not job.fractional):
+                break
+            behind += bool(self.reserved)
+            refused = admission(job)
+            if refused is not None:
+                self.decided.append(Waits(job.job_id, refused))
+                continue
+            places = self.place(job, self.free)
+            if places is None:
+                if not self.wait(job):
+                    break
+            elif self.harmless(job, places):
+                self.start(job, places)
+        return self.decided
+
+    def start(self, job: JobRequest, places: tuple[TaskPlace, ...]) -> None:
+        if self.free is self.snapshot.free:
+            self.free = self.free.copy()
+        self.free.take(job, places)
+        now = self.snapshot.now_s
+        self.started.append(
+            RunningJob(job, places, now, None if job.predicted_s is None else now + job.predicted_s)
+        )
+        why = self.reason if not self.reserved else f"it ends before {self.reserved[0].job.job_id} can start"
+        self.decided.append(JobPlacement(job.job_id, places, why))
+
+    def wait(self, job: JobRequest) -> bool:
+        """Whether jobs behind this one may be tried."""
+        reason = why_not(job, self.free)
+        if not self.backfill:
+            self.decided.append(Waits(job.job_id, reason))
+            return False
+        if len(self.reserved) >= self.reservations:
+            self.decided.append(Waits(job.job_id, reason))
+            return True
+        found = _reserve(job, self.snapshot, self.free, self.started, self.place)
+        if found is None:
+            self.decided.append(Waits(job.job_id, reason))
+            return False  # nobody knows when it could start, so nobody overtakes it
+        self.reserved.append(found)
+        self.decided.append(Waits(job.job_id, f"{reason}; it starts in {found.start_s - self.snapshot.now_s:.0f} s "
+                                              "at the latest, if predictions hold", found.start_s))  # fmt: skip
+        return True
+
+    def harmless(self, job: JobRequest, places: tuple[TaskPlace, ...]) -> bool:
+        """Whether no reserved job starts later because of it: it ends before, or leaves it enough."""
+        ends_s = float("inf") if job.predicted_s is None else self.snapshot.now_s + job.predicted_s
+        late = [one for one in self.reserved if ends_s > one.start_s]
+        for one in late:
+            if not _has_room(job, places, one.free_then):
+                self.decided.append(
+                    Waits(job.job_id, f"it fits, but would delay {one.job.job_id}, which is before it")
+                )
+                return False
+        for one in late:
+            one.free_then.take(job, places)
+        return True
+
+
+def _has_room(job: JobRequest, places: Sequence[TaskPlace], free: FreeCapacity) -> bool:
+    after = free.copy()
+    after.take(job, places)
+    numbers = [after.index[place.node] for place in places]
+    return bool(
+        (after.gpu_milli[numbers] >= 0).all()
+        and (after.cpu_milli[numbers] >= 0).all()
+        and (after.memory_mib[numbers] >= 0).all()
+    )
+
+
+def _reserve(
+    job: JobRequest, snapshot: Snapshot, free: FreeCapacity, started: Sequence[RunningJob], place: Placer
+) -> _Reservation | None:
+    """The earliest start for a gang that does not fit now, when running jobs end as predicted."""
+    ends = [
+        (one.expected_end_s, one)
+        for one in (*snapshot.running.values(), *started)
+        if one.expected_end_s is not None
+    ]
+    ends.sort(key=lambda pair: pair[0])
+    then = free.copy()
+    missing = job.tasks - int(tasks_that_fit(job, then).sum())
+    for number, (end_s, one) in enumerate(ends):
+        then.give(one.request, one.places)
+        missing -= -(-one.tasks * max(1, one.request.gpus_per_task) // max(1, job.gpus_per_task))
+        if missing > 0 and number + 1 < len(ends):
+            continue  # cannot be enough yet
+        places = place(job, then)
+        if places is not None:
+            then.take(job, places)
+            return _Reservation(job, max(end_s, snapshot.now_s), then)
+        missing = max(1, job.tasks - int(tasks_that_fit(job, then).sum()))
+    return None

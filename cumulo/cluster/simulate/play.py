@@ -1,0 +1,361 @@
+"""A trace played under a policy, in virtual time: events from a heap, one decision after each moment with events.
+
+run = play(nodes, jobs, policy)
+run.mean_jct_s, run.utilisation
+"""
+
+import bisect
+import heapq
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from cumulo.cluster.decide.check import violations
+from cumulo.cluster.decide.decisions import Cordon, Decision, Eviction, JobPlacement, Resize, Waits
+from cumulo.cluster.decide.jobs import JobRequest, RunningJob, TaskPlace
+from cumulo.cluster.decide.nodes import ClusterNode, FreeCapacity
+from cumulo.cluster.decide.snapshot import Policy, Snapshot, TenantQuota
+from cumulo.cluster.simulate.failures import FailureRates, failure_times
+from cumulo.cluster.simulate.outcome import ClusterRun, JobOutcome, Segment
+from cumulo.errors import CumuloError
+
+_MOST_SEGMENTS = 20_000  # of the Gantt chart; more than anybody can see
+_FRAGMENTATION_SAMPLES = 100
+
+
+class BrokenPolicy(CumuloError):
+    """A policy decided what cannot be carried out."""
+
+
+@dataclass(frozen=True, slots=True)
+class TraceJob:
+    """A job of a trace: what is asked for, and how much work it really is: seconds at speed 1."""
+
+    request: JobRequest
+    work: float
+
+
+class JobSpeed(Protocol):
+    """How fast a placed job advances. The default is speed 1 wherever it is placed."""
+
+    def rate(self, job: JobRequest, places: tuple[TaskPlace, ...], done: float) -> tuple[float, float]:
+        """Work per second from now on, and the amount of work done at which it may change."""
+
+    def refreshed(self, job: JobRequest, done: float) -> JobRequest:
+        """What the policy shall know about this job now: a prediction or a speed table may have changed."""
+
+
+class FixedSpeed:
+    def rate(self, job: JobRequest, places: tuple[TaskPlace, ...], done: float) -> tuple[float, float]:
+        return 1.0, float("inf")
+
+    def refreshed(self, job: JobRequest, done: float) -> JobRequest:
+        return job
+
+
+@dataclass(slots=True)
+class _Live:
+    """One job while it is in the system."""
+
+    request: JobRequest
+    work: float
+    number: int
+    done: float = 0.0
+    saved: float = 0.0  # what its last checkpoint holds
+    places: tuple[TaskPlace, ...] = ()
+    rate: float = 0.0
+    changes_at: float = float("inf")  # work done, from when the rate is another
+    since_s: float = 0.0  # `done` is of this moment
+    run_began_s: float = 0.0
+    event: int = 0  # only the newest event of a job counts
+    first_start_s: float | None = None
+    restarts: int = 0
+    resizes: int = 0
+    gpu_s: float = 0.0
+    why: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlayOptions:
+    interval_s: float = 0.0  # decide at multiples of this; 0: whenever something happens
+    quotas: tuple[TenantQuota, ...] = ()
+    failures: FailureRates | None = None
+    checkpoint_every_s: float = 1800.0  # a failure loses what was done since
+    seed: int = 0
+    drop: bool = False  # a job that is not placed when it arrives leaves
+    check: bool = True  # every decision is held against the rules
+    keep_log: bool = False
+    always_decide: bool = False  # also when nothing waits: elastic policies resize then
+    told: Callable[[int, int], None] | None = None  # jobs finished, jobs
+
+
+@dataclass
+class _Player:
+    nodes: list[ClusterNode]
+    trace: Sequence[TraceJob]
+    policy: Policy
+    speed: JobSpeed
+    options: PlayOptions
+    now_s: float = 0.0
+    heap: list[tuple[float, int, str, str, int]] = field(default_factory=list)
+    order: list[tuple[float, int]] = field(default_factory=list)  # keys of `waiting`
+    waiting: list[JobRequest] = field(default_factory=list)
+    live: dict[str, _Live] = field(default_factory=dict)
+    running: dict[str, RunningJob] = field(default_factory=dict)
+    counter: int = 0
+
+    def __post_init__(self) -> None:
+        self.free = FreeCapacity(self.nodes)
+        self.snapshot_nodes = tuple(self.nodes)
+        self.quotas = {quota.tenant: quota for quota in self.options.quotas}
+        self.run = ClusterRun(self.snapshot_nodes)
+        self.plain = isinstance(self.speed, FixedSpeed)
+        self.used_gpus = 0.0
+        self.counted_s = 0.0
+        self.checked = 0
+
+    # -- events
+
+    def push(self, at_s: float, kind: str, name: str, number: int = 0) -> None:
+        self.counter += 1
+        heapq.heappush(self.heap, (at_s, self.counter, kind, name, number))
+
+    def play(self) -> ClusterRun:
+        for number, job in enumerate(self.trace):
+            self.push(job.request.arrival_s, "arrive", job.request.job_id, number)
+        if self.options.failures is not None:
+            last = max(job.request.arrival_s for job in self.trace) + 10 * max(job.work for job in self.trace)
+            for at_s, node in failure_times(self.options.failures, len(self.nodes), last, self.options.seed):
+                self.push(at_s, "fail", self.nodes[node].name)
+        if self.options.interval_s:
+            self.push(self.options.interval_s, "decide", "")
+        finished = 0
+        while self.heap and len(self.run.outcomes) < len(self.trace):
+            self.count_until(self.heap[0][0])
+            self.now_s = self.heap[0][0]
+            decide = not self.options.interval_s
+            while self.heap and self.heap[0][0] == self.now_s:
+                _, _, kind, name, number = heapq.heappop(self.heap)
+                if kind == "decide":
+                    decide = True
+                    self.push(self.now_s + self.options.interval_s, "decide", "")
+                else:
+                    self.happen(kind, name, number)
+            if decide and (self.waiting or self.options.always_decide):
+                self.decide()
+            if self.options.told is not None and len(self.run.outcomes) != finished:
+                finished = len(self.run.outcomes)
+                self.options.told(finished, len(self.trace))
+            if not self.running and self.waiting and self.stuck():
+                break
+        return self.run.closed(self.now_s, [self.live[job.job_id].request for job in self.waiting])
+
+    def stuck(self) -> bool:
+        """Nothing runs, something waits, and only failures or repairs are to come: it will wait for ever."""
+        return not any(kind in ("arrive", "repair") for _, _, kind, _, _ in self.heap) and (
+            not self.options.interval_s or self.checked > 2
+        )
+
+    def happen(self, kind: str, name: str, number: int) -> None:
+        if kind == "arrive":
+            job = self.trace[number]
+            self.live[name] = _Live(job.request, job.work, number)
+            self.enqueue(job.request, number)
+        elif kind == "advance":
+            one = self.live.get(name)
+            if one is not None and one.event == number and one.places:
+                self.advance(one)
+                if one.done >= one.work * (1 - 1e-12):
+                    self.finish(one)
+                else:
+                    self.go_on(one)
+        elif kind == "fail":
+            self.fail(name)
+        elif kind == "repair":
+            self.set_health(name, replace(self.nodes[self.free.index[name]], health="ready"))
+
+    def enqueue(self, request: JobRequest, number: int) -> None:
+        key = (request.arrival_s, number)
+        at = bisect.bisect(self.order, key)
+        self.order.insert(at, key)
+        self.waiting.insert(at, request)
+
+    def dequeue(self, one: _Live) -> None:
+        at = bisect.bisect_left(self.order, (one.request.arrival_s, one.number))
+        del self.order[at], self.waiting[at]
+
+    # -- jobs
+
+    def advance(self, one: _Live) -> None:
+        """Work done until now, at the rate it had."""
+        gpus = self.running[one.request.job_id].gpus
+        one.gpu_s += gpus * max(0.0, self.now_s - max(one.since_s, one.run_began_s))
+        if self.now_s > one.since_s:
+            one.done = min(one.work, one.done + one.rate * (self.now_s - one.since_s))
+            one.since_s = self.now_s
+
+    def go_on(self, one: _Live) -> None:
+        """The next event of this job: its end, or when its rate changes."""
+        one.rate, one.changes_at = self.speed.rate(one.request, one.places, one.done)
+        one.event += 1
+        if one.rate > 0:
+            until = min(one.work, one.changes_at) - one.done
+            self.push(
+                max(self.now_s, one.since_s) + until / one.rate, "advance", one.request.job_id, one.event
+            )
+
+    def start(self, one: _Live, places: tuple[TaskPlace, ...], pause_s: float) -> None:
+        request = one.request
+        self.free.take(request, places)
+        one.places = places
+        one.run_began_s = self.now_s
+        one.since_s = self.now_s + pause_s
+        if one.first_start_s is None:
+            one.first_start_s = self.now_s
+        expected = None if request.predicted_s is None else one.since_s + request.predicted_s
+        self.running[request.job_id] = RunningJob(request, places, self.now_s, expected, one.restarts)
+        self.used_gpus += len(places) * request.milli_per_task / 1000
+        self.go_on(one)
+
+    def stop(self, one: _Live) -> None:
+        """Frees its places; what it was told about its past is kept in its request."""
+        self.advance(one)
+        request = one.request
+        if len(self.run.segments) < _MOST_SEGMENTS:
+            self.run.segments.append(Segment(request.job_id, one.run_began_s, self.now_s, one.places))
+        self.free.give(request, one.places)
+        self.used_gpus -= len(one.places) * request.milli_per_task / 1000
+        run = self.running.pop(request.job_id)
+        left = None
+        if request.predicted_s is not None:
+            ran_s = max(0.0, self.now_s - run.started_s - request.startup_s)
+            left = max(request.predicted_s - ran_s, 0.05 * request.predicted_s)
+        one.request = replace(request, attained_gpu_s=run.attained_gpu_s(self.now_s), predicted_s=left)
+        one.places, one.event = (), one.event + 1
+
+    def finish(self, one: _Live) -> None:
+        self.stop(one)
+        request, asked = one.request, self.trace[one.number]
+        self.run.outcomes.append(
+            JobOutcome(
+                request.job_id, request.tenant, request.gpus, asked.request.arrival_s, one.first_start_s or 0.0,
+                self.now_s, asked.work, one.restarts, one.resizes, one.gpu_s, one.why,
+            )
+        )  # fmt: skip
+        del self.live[request.job_id]
+
+    # -- nodes
+
+    def set_health(self, name: str, node: ClusterNode) -> None:
+        number = self.free.index[name]
+        self.nodes[number] = node
+        self.snapshot_nodes = tuple(self.nodes)
+        self.free.nodes = self.snapshot_nodes
+        self.free.ready[number] = node.health == "ready"
+
+    def fail(self, name: str) -> None:
+        node = self.nodes[self.free.index[name]]
+        if node.health == "down":
+            return
+        self.run.node_failures += 1
+        hit = [one for one in self.running.values() if any(place.node == name for place in one.places)]
+        for job in hit:
+            one = self.live[job.job_id]
+            self.advance(one)
+            ran_s = max(0.0, self.now_s - one.run_began_s)
+            lost_s = ran_s % self.options.checkpoint_every_s
+            one.done = max(one.saved, one.done - one.rate * lost_s)
+            self.stop(one)
+            one.restarts += 1
+            self.run.lost_work += one.rate * lost_s
+            self.enqueue(one.request, one.number)
+        cordoned = node.health == "cordoned"
+        self.set_health(name, replace(node, health="down", failures=node.failures + 1))
+        if self.options.failures is not None and not cordoned:
+            self.push(self.now_s + self.options.failures.repair_s, "repair", name)
+
+    # -- decisions
+
+    def snapshot(self) -> Snapshot:
+        if not self.plain:
+            self.refresh()
+        return Snapshot(self.now_s, self.snapshot_nodes, self.waiting, self.running, self.free, self.quotas)
+
+    def refresh(self) -> None:
+        for name, job in self.running.items():
+            one = self.live[name]
+            self.advance(one)
+            one.request = self.speed.refreshed(one.request, one.done)
+            self.running[name] = replace(job, request=one.request)
+        for at, waiting in enumerate(self.waiting):
+            one = self.live[waiting.job_id]
+            one.request = self.waiting[at] = self.speed.refreshed(one.request, one.done)
+
+    def decide(self) -> None:
+        snapshot = self.snapshot()
+        decisions = self.policy(snapshot)
+        self.run.decisions += 1
+        self.checked = self.checked + 1 if not decisions else 0
+        if self.options.check and decisions:
+            wrong = (
+                violations(snapshot, decisions) if any(not isinstance(d, Waits) for d in decisions) else []
+            )
+            if wrong:
+                raise BrokenPolicy(f"the policy broke a rule at {self.now_s:g} s: {wrong[0]}")
+        if self.options.keep_log:
+            self.run.log.append((self.now_s, tuple(decisions)))
+        for decision in decisions:
+            self.carry_out(decision)
+        if self.options.drop:
+            for job in list(self.waiting):
+                self.dequeue(self.live.pop(job.job_id))
+                self.run.dropped.append(job)
+
+    def carry_out(self, decision: Decision) -> None:
+        if isinstance(decision, Waits):
+            self.live[decision.job_id].why = decision.reason
+        elif isinstance(decision, JobPlacement):
+            one = self.live[decision.job_id]
+            self.dequeue(one)
+            one.why = decision.reason
+            first = one.first_start_s is None
+            self.start(one, decision.places, one.request.startup_s if first else one.request.checkpoint_s)
+        elif isinstance(decision, Eviction):
+            one = self.live[decision.job_id]
+            self.stop(one)
+            one.saved = one.done  # an eviction writes a checkpoint first
+            one.restarts += 1
+            one.why = decision.reason
+            self.run.evictions += 1
+            self.enqueue(one.request, one.number)
+        elif isinstance(decision, Resize):
+            one = self.live[decision.job_id]
+            if decision.places != one.places:
+                self.stop(one)
+                one.saved = one.done
+                one.resizes += 1
+                self.run.resizes += 1
+                one.why = decision.reason
+                self.start(one, decision.places, one.request.checkpoint_s)
+        elif isinstance(decision, Cordon):
+            node = self.nodes[self.free.index[decision.node]]
+            if node.health == "ready":
+                self.set_health(decision.node, replace(node, health="cordoned"))
+                self.run.cordoned.append(decision.node)
+
+    # -- what is counted over time
+
+    def count_until(self, at_s: float) -> None:
+        self.run.used_gpu_s += self.used_gpus * (at_s - self.counted_s)
+        self.counted_s = at_s
+
+
+def play(
+    nodes: Sequence[ClusterNode],
+    trace: Sequence[TraceJob],
+    policy: Policy,
+    speed: JobSpeed | None = None,
+    options: PlayOptions | None = None,
+) -> ClusterRun:
+    """The whole trace, until its last job ends or nothing can ever start again."""
+    return _Player(list(nodes), trace, policy, speed or FixedSpeed(), options or PlayOptions()).play()
