@@ -18,6 +18,7 @@ import yaml
 
 from cumulo.base.strict import build
 from cumulo.cluster.decide.jobs import JobRequest
+from cumulo.cluster.kubernetes_settings import KubernetesSettings
 from cumulo.errors import ConfigError
 
 _NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,40}[a-z0-9])?")  # a name that Slurm, Ray and Kubernetes all take
@@ -40,6 +41,19 @@ class TrainWork:
 
 
 @dataclass(frozen=True, slots=True)
+class AutoscaleSettings:
+    """What the autoscaling rule must know of a replica (`cumulo simulate autoscale` rehearses it with the same)."""
+
+    prompt_tok_s: float  # prompt tokens/s that a replica computes within the SLO
+    output_tok_s: float  # output tokens/s
+    start_up_s: float = 60.0  # from the order of a replica to its first token
+    ttft_s: float | None = 2.0  # the SLO
+    itl_s: float | None = None
+    interval_s: float = 10.0  # between two looks
+    cooldown_s: float | None = None  # before a replica is removed; None: twice its start-up
+
+
+@dataclass(frozen=True, slots=True)
 class ServeWork:
     """Replicas of `cumulo serve` behind one address."""
 
@@ -47,8 +61,9 @@ class ServeWork:
     plan: str | None = None  # what `cumulo plan serve --out` wrote
     port: int = 8000  # 0: any free one
     replicas: int = 1  # at the start
-    min_replicas: int | None = None  # with max_replicas: the autoscaling rule chooses between them
+    min_replicas: int | None = None  # with max_replicas and autoscale: the rule chooses between them
     max_replicas: int | None = None
+    autoscale: AutoscaleSettings | None = None
     options: tuple[str, ...] = ()  # further options of `cumulo serve`, as typed
 
 
@@ -127,6 +142,7 @@ class JobFile:
     restart: RestartRule = field(default_factory=RestartRule)
     slurm: SlurmSettings = field(default_factory=SlurmSettings)
     ray: RaySettings = field(default_factory=RaySettings)
+    kubernetes: KubernetesSettings = field(default_factory=KubernetesSettings)
 
     def __post_init__(self) -> None:
         if problems := list(_problems(self)):

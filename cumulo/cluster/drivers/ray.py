@@ -81,6 +81,10 @@ def actor_name(record: JobRecord) -> str:
 
 
 def _keeper_class(record: JobRecord) -> Any:
+    if record.job.serve is not None:
+        from cumulo.cluster.drivers.ray_service import ServiceKeeper
+
+        return ServiceKeeper
     from cumulo.cluster.drivers.ray_job import JobKeeper
 
     return JobKeeper

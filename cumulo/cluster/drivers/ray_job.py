@@ -57,7 +57,7 @@ class GangTask:
             for environment in environments:
                 process = await asyncio.create_subprocess_exec(
                     *command, cwd=folder, env=os.environ | environment, stdin=asyncio.subprocess.DEVNULL,
-                    stdout=stream, stderr=stream, preexec_fn=_end_with_parent,
+                    stdout=stream, stderr=stream, preexec_fn=end_with_parent,
                 )  # fmt: skip
                 self._processes.append(process)
         codes = await asyncio.gather(*(process.wait() for process in self._processes))
@@ -70,7 +70,7 @@ class GangTask:
                 process.send_signal(signal.SIGTERM)
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
@@ -141,7 +141,7 @@ class JobKeeper:
         self._tasks = [
             actor.options(
                 scheduling_strategy=PlacementGroupSchedulingStrategy(gang, placement_group_bundle_index=number),
-                **_resources(group),
+                **actor_resources(group),
             ).remote()
             for number in range(tasks)
         ]  # fmt: skip
@@ -150,7 +150,7 @@ class JobKeeper:
         mark_attempt(output_file(record), number)
         try:
             places = await asyncio.gather(*(task.where.remote() for task in self._tasks))
-            shown = tuple(TaskPlace(name) for name in _names([node for node, _, _ in places]))
+            shown = tuple(TaskPlace(name) for name in node_names([node for node, _, _ in places]))
             self._tell(state="running", places=shown, reason="its whole gang is reserved", attempt=number)
             command = (work_command(record), record.working_folder, str(output_file(record)))
             runs = [
@@ -226,7 +226,7 @@ def gang_bundles(record: JobRecord, tasks: int) -> tuple[list[dict[str, float]],
     return [dict(bundle) for _ in range(tasks)], strategy
 
 
-def _resources(group: DeviceGroup) -> dict[str, Any]:
+def actor_resources(group: DeviceGroup) -> dict[str, Any]:
     return {"num_cpus": group.each} if group.on_cpu else {"num_gpus": group.each, "num_cpus": 0}
 
 
@@ -268,7 +268,7 @@ def _why_not(group: DeviceGroup, tasks: int) -> str:
     )
 
 
-def _names(node_ids: list[str]) -> list[str]:
+def node_names(node_ids: list[str]) -> list[str]:
     """Nodes by their address; with the beginning of their id where several share one."""
     known = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
     shared = len(set(known.values())) < len(known)

@@ -1,0 +1,175 @@
+"""ServiceKeeper: the detached actor of a serving job on Ray. It deploys the two applications of `ray_serve.py`,
+asks the autoscaling rule at its interval, and carries out what it says. Killed with its node, it is started again."""
+
+import asyncio
+import json
+import re
+import secrets
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import ray
+from ray import serve
+
+from cumulo.cluster.decide.autoscale.limits import ScalingLimits
+from cumulo.cluster.decide.autoscale.rule import ForecastRule
+from cumulo.cluster.decide.autoscale.seen import FleetSeen, ReplicaSpeed, RoleSeen
+from cumulo.cluster.decide.jobs import TaskPlace
+from cumulo.cluster.drivers.ray_job import actor_resources
+from cumulo.cluster.drivers.ray_serve import engine_application, front_application
+from cumulo.cluster.job_record import JobRecord
+from cumulo.errors import CumuloError
+from cumulo.spec.slo import Slo
+
+_COUNTERS = ("prompt_tokens_total", "generation_tokens_total", "request_success_total")
+_GAUGES = ("num_requests_running", "num_requests_waiting")
+_LOOK_S = 1.0
+
+
+class ServiceKeeper:
+    def __init__(self, record: JobRecord) -> None:
+        self.record = record
+        self.facts: dict[str, Any] = {"state": "queued", "reason": "replicas are starting", "places": ()}
+        assert record.job.serve is not None
+        self.work = record.job.serve
+        self.replicas = self.work.replicas
+        self._key = _kept_key(Path(record.folder, "fleet.key"))
+        self._front, self._engines = f"{record.job_id}-front", f"{record.job_id}-engines"
+        self._before: dict[str, dict[str, float]] = {}  # counters of each replica at the last look
+        self._history: list[tuple[float, int, str]] = []
+        self._life = asyncio.ensure_future(self._live())
+
+    async def look(self) -> dict[str, Any]:
+        return self.facts
+
+    async def history(self) -> list[tuple[float, int, str]]:
+        """When the rule changed the number of replicas, to what, and why."""
+        return self._history
+
+    async def cancel(self) -> None:
+        self._life.cancel()
+        for name in (self._engines, self._front):
+            await asyncio.to_thread(serve.delete, name)
+        self._finish("cancelled", "cancelled by its user")
+
+    async def _live(self) -> None:
+        try:
+            await self._deploy()
+            rule = _rule(self.record)
+            while True:
+                await asyncio.sleep(_LOOK_S if rule is None else rule.interval_s)
+                await self._look_around(rule)
+        except Exception as error:  # the keeper's own fault, or Ray's: whoever looks must see it
+            self._finish("failed", f"{type(error).__name__}: {' '.join(str(error).split())[:400]}")
+
+    async def _deploy(self) -> None:
+        options = {"host": "0.0.0.0", "port": self.work.port or 8000, "location": "HeadOnly"}
+        await asyncio.to_thread(serve.start, http_options=options)
+        front = front_application(self._key, "prefix-aware")
+        await asyncio.to_thread(serve.run, front, name=self._front, route_prefix="/")
+        await self._scale(self.replicas)
+        address = ray.util.get_node_ip_address()
+        self.facts |= {"state": "running", "url": f"http://{address}:{options['port']}", "reason": "serving"}
+
+    async def _scale(self, replicas: int) -> None:
+        """Ray Serve changes the number in place: the replicas that stay do not notice."""
+        work, group = self.work, self.record.job.devices[0]
+        arguments = [*([work.model] if work.model else []), *work.options]
+        application = engine_application(
+            arguments, self._key, self._front, replicas, actor_resources(group), group.per_node
+        )
+        self.replicas = replicas
+        target = serve.RunTarget(application, name=self._engines, route_prefix=None)
+        # A replica more takes as long as its model takes to load; the rule looks again meanwhile.
+        wait = self.facts["state"] == "queued"
+        await asyncio.to_thread(serve.run_many, [target], wait_for_applications_running=wait)
+
+    async def _look_around(self, rule: ForecastRule | None) -> None:
+        handle = serve.get_deployment_handle("Front", app_name=self._front)
+        fleet = await handle.fleet.remote()
+        ready = [one for one in fleet["replicas"] if one["state"] == "ready"]
+        self.facts |= {"places": tuple(TaskPlace(one["name"]) for one in ready)}
+        if rule is None:
+            return
+        seen = FleetSeen(time.time(), {"both": await self._seen(ready)})
+        for wanted in rule.decide(seen):
+            if wanted.replicas != self.replicas:
+                self._history.append((time.time(), wanted.replicas, wanted.why))
+                self.facts |= {"reason": f"scaled from {self.replicas} to {wanted.replicas}: {wanted.why}"}
+                await self._scale(wanted.replicas)
+
+    async def _seen(self, ready: list[dict[str, Any]]) -> RoleSeen:
+        """What came since the look before, from the counters of each replica."""
+        new = dict.fromkeys((*_COUNTERS, *_GAUGES), 0.0)
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5)) as client:
+            for one in ready:
+                try:
+                    async with client.get(f"{one['url']}/metrics") as answer:
+                        now = _metrics(await answer.text())
+                except (aiohttp.ClientError, TimeoutError):
+                    continue
+                before = self._before.get(one["url"], dict.fromkeys(_COUNTERS, 0.0))
+                for name in _COUNTERS:
+                    new[name] += max(0.0, now.get(name, 0.0) - before.get(name, 0.0))
+                for name in _GAUGES:
+                    new[name] += now.get(name, 0.0)
+                self._before[one["url"]] = now
+        ended = round(new["request_success_total"])
+        totals = [sum(one.get(name, 0.0) for one in self._before.values()) for name in _COUNTERS]
+        return RoleSeen(
+            ready=len(ready),
+            starting=max(0, self.replicas - len(ready)),
+            arrived=ended,
+            arrived_prompt_tokens=round(new["prompt_tokens_total"]),
+            waiting=round(new["num_requests_waiting"]),
+            waiting_prompt_tokens=0,
+            running=round(new["num_requests_running"]),
+            mean_output_tokens=totals[1] / totals[2] if totals[2] else 0.0,
+            ended=ended,
+            ended_in_slo=ended,
+        )
+
+    def _finish(self, state: str, reason: str) -> None:
+        self.facts |= {"state": state, "reason": reason, "places": ()}
+        Path(self.record.folder, "end.json").write_text(
+            json.dumps({"state": state, "reason": reason}), "utf-8"
+        )
+
+
+def _kept_key(path: Path) -> str:
+    """The fleet's secret; a keeper that is started again must have the same, or all replicas would be new ones."""
+    if not path.exists():
+        path.touch(0o600)
+        path.write_text(secrets.token_hex(32), "utf-8")
+    return path.read_text("utf-8")
+
+
+def _rule(record: JobRecord) -> ForecastRule | None:
+    work = record.job.serve
+    if work is None or work.autoscale is None:
+        return None
+    asked = work.autoscale
+    low = work.replicas if work.min_replicas is None else work.min_replicas
+    high = work.replicas if work.max_replicas is None else work.max_replicas
+    if low < 1:
+        raise CumuloError("on Ray a service keeps at least one replica: set serve.min_replicas to 1")
+    rule = ForecastRule(
+        ReplicaSpeed(asked.prompt_tok_s, asked.output_tok_s),
+        asked.start_up_s,
+        Slo(ttft_s=asked.ttft_s, itl_s=asked.itl_s),
+        ScalingLimits(fewest=low, most=high),
+        interval_s=asked.interval_s,
+    )
+    return rule if asked.cooldown_s is None else replace(rule, cooldown_s=asked.cooldown_s)
+
+
+def _metrics(text: str) -> dict[str, float]:
+    """Sums over labels, of the metrics that the rule needs."""
+    found: dict[str, float] = {}
+    for name, value in re.findall(r"^cumulo:(\w+)(?:\{[^}]*\})? ([0-9.eE+-]+)$", text, re.M):
+        if name in _COUNTERS or name in _GAUGES:
+            found[name] = found.get(name, 0.0) + float(value)
+    return found
