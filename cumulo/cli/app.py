@@ -21,7 +21,6 @@ from cumulo.cli import (
     schedule,
     serve,
     simulate,
-    simulate_cluster,
     simulate_network,
     train,
 )
@@ -56,7 +55,7 @@ app.add_typer(data.app, name="data")
 app.add_typer(kubernetes.app, name="kubernetes")
 app.add_typer(plan.app, name="plan")
 app.add_typer(simulate.app, name="simulate")
-simulate.app.command("cluster", epilog=simulate_cluster.EXAMPLE)(simulate_cluster.cluster)
+simulate.app.command("cluster", epilog=cluster_simulate.EXAMPLE)(cluster_simulate.cluster)
 simulate.app.command("network", epilog=simulate_network.EXAMPLE)(simulate_network.network)
 
 

@@ -23,8 +23,8 @@ from cumulo.cluster.decide.packing import (
 )  # fmt: skip
 from cumulo.cluster.decide.snapshot import Policy, Snapshot
 
-# GPU allocation in percent when tasks for 100% and for 130% of the GPUs have arrived, `openb` default trace, mean of
-# 10 seeds: hkust-adsl/kubernetes-scheduler-simulator, experiments/analysis/expected_results.
+# GPU allocation in percent when tasks for 100% and for 130% of the GPUs have arrived, `openb` default trace, mean
+# of 10 seeds: hkust-adsl/kubernetes-scheduler-simulator, experiments/analysis/expected_results.
 PUBLISHED = {
     "random": (86.30, 87.47), "dot-product": (90.62, 90.85), "clustering": (91.65, 91.88),
     "gpu-packing": (91.78, 92.00), "best-fit": (92.86, 93.08), "fgd": (95.23, 95.39),
