@@ -25,6 +25,7 @@ from cumulo.cli import (
     train,
 )
 from cumulo.cli.cloud import kubernetes
+from cumulo.cli.cluster import simulate as cluster_simulate
 
 app = typer.Typer(
     name="cumulo",
