@@ -1,7 +1,7 @@
 # Every target does its own set-up: on a fresh machine Python 3.11 to 3.14, make and a C++ compiler are enough.
 # Set-up talks on stderr and never reads stdin, so `echo question | make chat` prints nothing but the answer.
 .DEFAULT_GOAL := help
-.PHONY: help install run chat test test-equalities test-thorough lint bench docs clean
+.PHONY: help install run chat test test-long test-equalities test-thorough lint bench docs clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -16,7 +16,8 @@ help:
 	  'make install  the command `cumulo` for your shell, in ~/.local/bin (BINDIR=... for another folder)' \
 	  'make run      the server and its console at http://127.0.0.1:8000; MODEL=... for another model, ARGS=...' \
 	  'make chat     talk with the built-in model; MODEL=... for another, ARGS=... for options' \
-	  'make test     all tests' \
+	  'make test     all tests but the long ones' \
+	  'make test-long  the long ones: frameworks, sieges, killed engines, whole pages' \
 	  'make test-equalities  the long forms of the tests that compare tokens and weights: ten minutes' \
 	  'make test-thorough  all tests in their long forms: hours' \
 	  'make lint     formatting, lint, types and layers' \
@@ -48,6 +49,10 @@ chat: $(VENV)/.ready
 test: $(VENV)/.ready-test
 	@XDG_CACHE_HOME=$(CURDIR)/$(VENV)/cache OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= \
 	  $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder $(ARGS)
+
+# What takes long, whoever runs it: other projects' frameworks, sieges, restarts as users have them.
+test-long: ARGS += --long
+test-long: test
 
 # The long forms of what must come out the same however the work is cut: tokens of the engine, weights after training
 # under every parallelism, a run that goes on under other layouts. Exact or in float64, so no machine can fail them.

@@ -25,6 +25,9 @@ settings.load_profile("cumulo")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--thorough", action="store_true", help="also the many further cases marked thorough")
+    parser.addoption(
+        "--long", action="store_true", help="only the tests marked long, which are left out else"
+    )
     parser.addoption("--cpu-times", metavar="FILE", help="write the CPU seconds of every test file there")
 
 
@@ -45,7 +48,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     names = Path(__file__).with_name("longest.txt").read_text().split()
     rank = {name: number for number, name in enumerate(names)}
     items.sort(key=lambda item: rank.get(item.location[0], len(rank)))
+    if config.getoption("--long"):
+        left_out = [item for item in items if not item.get_closest_marker("long")]
+        items[:] = [item for item in items if item.get_closest_marker("long")]
+        config.hook.pytest_deselected(items=left_out)
     if not config.getoption("--thorough"):
         for item in items:
             if item.get_closest_marker("thorough"):
                 item.add_marker(pytest.mark.skip(reason="one of many like it: run with --thorough"))
+            elif item.get_closest_marker("long") and not config.getoption("--long"):
+                item.add_marker(pytest.mark.skip(reason="takes long: run with --long"))

@@ -3,6 +3,8 @@ that did, once per session. A start then costs tenths of a CPU second instead of
 
     process = warm.start(["serve", "--port", "0"], stdout=log, stderr=log)     # like subprocess.Popen
 
+    done = warm.run_program(path)                                               # like `python PATH`
+
 The process is the caller's own child, with its own arguments, environment and standard streams. The engine process
 of a server is forked, too, the first time; a server that restarts its engine starts it as users' servers do, unless
 SPARE_ENGINES in its environment says how many more are forked, which replace a lost one at once; SPARE_RANKS says
@@ -18,11 +20,13 @@ import gc
 import importlib
 import json
 import os
+import runpy
 import select
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -43,11 +47,14 @@ _PRELOAD = (
     ENGINE,
     "cumulo.console.install",
     "cumulo.train.run.trainer",
+    "cumulo.engine.llm",
+    "openai",
     "torch._dynamo",  # which optimizers import
     RANKS_START,
 )
 _PR_SET_CHILD_SUBREAPER = 36
 _PR_SET_NAME = 15
+_PROGRAM = "python"
 SPARE = "spare engine"  # the name in /proc of a process that waits for its job
 _starting = threading.Lock()
 
@@ -122,6 +129,20 @@ def start(
     return Child(int(told))
 
 
+def run_program(path: Path, cwd: Path = ROOT, timeout_s: float = 900.0) -> subprocess.CompletedProcess[str]:
+    """`python PATH` with what it prints; a program that does not end is killed."""
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        child = start([_PROGRAM, str(path)], stdout=out, stderr=err, cwd=cwd)
+        try:
+            code = child.wait(timeout_s)
+        except BaseException:
+            child.kill()
+            raise
+        out.seek(0)
+        err.seek(0)
+        return subprocess.CompletedProcess([str(path)], code, out.read().decode(), err.read().decode())
+
+
 def _gone() -> bytes:
     raise RuntimeError("the process that forks others is gone")
 
@@ -190,10 +211,16 @@ def _fork_when_told(line: socket.socket) -> dict[str, Any] | None:
 
 
 def _become(order: dict[str, Any]) -> None:
-    """Be `cumulo ARGUMENTS...`."""
+    """Be `cumulo ARGUMENTS...`, or `python PATH`."""
     os.environ.clear()
     os.environ.update(order["environment"])
     os.chdir(order["cwd"])
+    if order["arguments"][0] == _PROGRAM:
+        path = order["arguments"][1]
+        sys.argv = [path]
+        sys.path[0] = str(Path(path).parent)
+        runpy.run_path(path, run_name="__main__")
+        return
     sys.argv = ["cumulo", *order["arguments"]]
     from cumulo.cli import main
     from cumulo.cli.shared import terminal

@@ -62,6 +62,7 @@ def test_decoding_requests_are_all_past_their_prompts() -> None:
     assert plan.counts == [1] * 20
 
 
+@pytest.mark.long
 def test_the_scheduler_benchmark_measures_something(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_scheduler, "STEPS", 3)
     monkeypatch.setattr(bench_scheduler, "QUEUED", 50)

@@ -41,6 +41,7 @@ def test_no_text_is_used_twice_and_both_sides_get_the_same_work() -> None:
     assert first.output_tokens == second.output_tokens and len(set(first.output_tokens)) > 5
 
 
+@pytest.mark.long
 def test_a_server_that_does_not_start_says_why() -> None:
     with (
         pytest.raises(CumuloError, match=r"before it was ready(.|\n)*nowhere"),

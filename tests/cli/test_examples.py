@@ -1,13 +1,12 @@
 """The examples run as they are, and the Makefile helps and refuses."""
 
-import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests import warm
 from tests.cli.conftest import ROOT, needs_built_in_model
 
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
@@ -26,13 +25,7 @@ EXPECTED = {
 @pytest.mark.slow
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
 def test_the_example_runs(path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, path],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        check=False,
-    )
+    done = warm.run_program(path)
     assert done.returncode == 0, done.stderr
     assert EXPECTED[path.name] in done.stdout
 

@@ -70,7 +70,9 @@ def outcome(request: pytest.FixtureRequest, server: RunningServer, outcomes: dic
 
 def of(*names: tuple[str, str]) -> pytest.MarkDecorator:
     cases = [
-        pytest.param(case, id=case[0], marks=[pytest.mark.thorough] if case in LIKE_OTHERS else [])
+        pytest.param(
+            case, id=case[0], marks=[pytest.mark.thorough if case in LIKE_OTHERS else pytest.mark.long]
+        )
         for case in names
     ]
     return pytest.mark.parametrize("outcome", cases, indirect=True)

@@ -183,7 +183,13 @@ def test_the_description_of_the_api_needs_no_other_host(browser: Any, server: Ru
     assert server.get("/redoc").status_code == 404
 
 
-@pytest.mark.parametrize("screen", [DESKTOP, PHONE], ids=["desktop-light", "phone-dark"])
+@pytest.mark.parametrize(
+    "screen",
+    [
+        pytest.param(DESKTOP, id="desktop-light"),
+        pytest.param(PHONE, id="phone-dark", marks=pytest.mark.long),
+    ],
+)
 def test_every_page_loads_whole_and_fits_the_screen(
     browser: Any, server: RunningServer, screen: dict[str, Any]
 ) -> None:

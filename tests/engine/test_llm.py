@@ -35,6 +35,7 @@ def test_the_built_in_model_knows_the_capital_of_france(llm):
     assert "Paris" in llm.chat([PARIS, PARIS], GREEDY)[1].text
 
 
+@pytest.mark.long
 def test_the_float32_reference_says_the_same_as_the_packed_kernels(llm):
     with LLM(config=EngineConfig(kv_blocks=100, max_running=4), keep_quantised=False) as reference:
         questions = [

@@ -64,7 +64,7 @@ def prompt(length: int, seed: int) -> list[int]:
 
 
 @pytest.mark.parametrize(  # "dense" and "window": below
-    "name", ["experts", "latent", *rare("window", "latent experts")]
+    "name", ["experts", pytest.param("latent", marks=pytest.mark.long), *rare("window", "latent experts")]
 )
 def test_the_kernels_give_the_tokens_of_the_torch_runner(name: str) -> None:
     decoder = make_decoder(SPECS[name])
@@ -100,7 +100,8 @@ def test_draws_with_cuts_are_the_torch_runners_and_need_no_host(monkeypatch: pyt
     "name, way",
     [
         ("dense", dict(preemption="recompute")),
-        ("latent", dict(preemption="swap", host_blocks=12)),  # whose values are no memory of their own
+        # whose values are no memory of their own
+        pytest.param("latent", dict(preemption="swap", host_blocks=12), marks=pytest.mark.long),
         *rare(("dense", dict(preemption="swap", host_blocks=12))),
     ],
 )
@@ -117,6 +118,7 @@ def test_preemption_by_recomputation_and_by_swap_changes_no_token(name: str, way
     assert sum(preempted) > 0
 
 
+@pytest.mark.long
 def test_embeddings_and_prompt_log_probabilities_are_the_torch_runners() -> None:
     decoder = make_decoder(SPECS["dense"])
     found = []
@@ -154,8 +156,8 @@ def test_adapters_of_a_batch_give_the_torch_runners_tokens(tmp_path: Path) -> No
         for index, weights in enumerate(found):
             engine.adapters.add(f"a{index}", weights)
         for index, adapter in enumerate(("a0", "", "a1")):
-            params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
-            engine.add(prompt(5, 1), params, request_id=str(index), adapter=adapter)
+            params = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
+            engine.add(prompt(3, 1), params, request_id=str(index), adapter=adapter)
         answers = {}
         while engine.has_work:
             for done in engine.step().finished:
@@ -232,6 +234,7 @@ class Twins:
         assert (found.tokens, found.errors) == (expected.tokens, expected.errors), f"step {index}"
 
 
+@pytest.mark.long
 def test_random_plans_with_steps_in_flight_give_the_torch_runners_tokens() -> None:
     decoder, slots, size = make_decoder(SPECS["window"]), 5, 16
     caches = [KVCache(decoder.spec, 12, size, torch.float32, DEVICE) for _ in range(2)]

@@ -94,6 +94,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
         yield Fleet(tmp_path_factory.mktemp("fleet"), stack)
 
 
+@pytest.mark.long
 def test_a_drained_replicas_streams_move(fleet: Fleet) -> None:
     streams = fleet.speaking()
     victim = fleet.busiest()

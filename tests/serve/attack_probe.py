@@ -6,11 +6,12 @@
         print(quiet, during, sep="\\n")
 
 The probe runs in a separate process, so that the attacker's own work in this one does not delay its clock. By hand:
-`python -m tests.serve.attack_probe URL MODEL [KEY]` prints a line of JSON for every request until its input ends.
+`python -m tests.serve.attack_probe URL MODEL PID [KEY]` prints a line of JSON per request until its input ends.
 """
 
 import http.client
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -39,6 +40,7 @@ class Figures:
     slowest_id: str  # of the honest request whose first token came latest
     health_checks: int
     health_worst_ms: float
+    health_worst_cpu_s: float  # what the API process computed between a health check and its answer, at most
     memory_before_mib: float  # of the API process
     memory_peak_mib: float
     memory_after_mib: float
@@ -59,6 +61,7 @@ class _Sample:
     took_s: float
     problem: str | None
     request_id: str
+    cpu_s: float  # of the API process meanwhile
     memory_mib: float
 
 
@@ -72,7 +75,15 @@ class Probe:
         self._samples: list[_Sample] = []
         self._changed = threading.Condition()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.serve.attack_probe", server.url, model, *([key] if key else [])],
+            [
+                sys.executable,
+                "-m",
+                "tests.serve.attack_probe",
+                server.url,
+                model,
+                str(server.process.pid),
+                *([key] if key else []),
+            ],
             cwd=ROOT,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -121,6 +132,7 @@ class Probe:
             slowest_id=max(ttft, key=lambda sample: sample.took_s).request_id,
             health_checks=len(health),
             health_worst_ms=max(sample.took_s for sample in health) * 1e3,
+            health_worst_cpu_s=max(sample.cpu_s for sample in health),
             memory_before_mib=memory_before_mib,
             memory_peak_mib=max(sample.memory_mib for sample in ttft + health),
             memory_after_mib=_memory_mib(self._server.process.pid),
@@ -160,6 +172,15 @@ def _memory_mib(pid: int) -> float:
     return int(status.partition("VmRSS:")[2].split()[0]) / 1024
 
 
+def _cpu_s(pid: int) -> float:
+    """What a process has computed so far."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
+    except OSError:
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 # -- the other process ----------------------------------------------------------------------------------------
 def _ask(
     url: str, method: str, path: str, body: bytes | None, headers: dict[str, str]
@@ -181,15 +202,16 @@ def _ask(
         connection.close()
 
 
-def _probe(url: str, model: str, key: str | None) -> None:
+def _probe(url: str, model: str, pid: int, key: str | None) -> None:
     headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
     ended, lock = threading.Event(), threading.Lock()
 
     def sample(kind: str, method: str, path: str, body: bytes | None, head: dict[str, str]) -> None:
-        began_s = time.monotonic()
+        began_s, cpu_s = time.monotonic(), _cpu_s(pid)
         problem, request_id = _ask(url, method, path, body, head)
+        took_s, cpu_s = time.monotonic() - began_s, _cpu_s(pid) - cpu_s
         with lock:
-            print(json.dumps([kind, began_s, time.monotonic() - began_s, problem, request_id]), flush=True)
+            print(json.dumps([kind, began_s, took_s, problem, request_id, cpu_s]), flush=True)
 
     def health() -> None:
         while not ended.wait(_HEALTH_EVERY_S):
@@ -213,4 +235,4 @@ def _probe(url: str, model: str, key: str | None) -> None:
 
 
 if __name__ == "__main__":
-    _probe(sys.argv[1], sys.argv[2], sys.argv[3] if len(sys.argv) > 3 else None)
+    _probe(sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4] if len(sys.argv) > 4 else None)

@@ -251,6 +251,7 @@ def test_a_client_that_hangs_up_ends_its_embeddings(embedder: RunningServer, key
     assert embedder.sample("cumulo:request_success_total", finished_reason="stop") - done < 600
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_call_of_many_inputs_outlives_its_engine(
     embedder: RunningServer, keys: dict[str, str], oracle: Oracle

@@ -106,6 +106,7 @@ def test_a_killed_engine_is_replaced_and_everyone_is_answered(hurt: RunningServe
         assert server.sample("cumulo:engine_restarts") == 1
 
 
+@pytest.mark.long
 def test_an_engine_that_stands_still_is_replaced(hurt: RunningServer) -> None:
     client = hurt.client()
     story = client.chat.completions.create(**STORY).choices[0].message.content

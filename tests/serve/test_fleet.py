@@ -203,6 +203,7 @@ def test_a_drained_replica_gets_nothing_and_gives_its_streams_away(fleet: FleetS
     assert fleet.ask("POST", f"/v1/fleet/replicas/{drained}/undrain").json()["state"] == "ready"
 
 
+@pytest.mark.long
 def test_a_rolling_restart_fails_no_request(fleet: FleetServer) -> None:
     before, stop = {one["pid"] for one in fleet.replicas().values()}, Event()
 

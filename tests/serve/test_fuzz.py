@@ -51,6 +51,7 @@ def is_unharmed(server: RunningServer) -> None:
     assert "Traceback" not in server.log
 
 
+@pytest.mark.long
 def test_hundreds_of_cases_find_no_undescribed_answer(fuzzed: RunningServer, tmp_path: Path) -> None:
     command = [
         sys.executable, "-m", "schemathesis.cli", "run", f"{fuzzed.url}/openapi.json",

@@ -7,6 +7,7 @@ import threading
 from pathlib import Path
 
 import httpx
+import pytest
 
 from tests.serve.running_server import RunningServer, running_server, wait_for
 from tests.serve.tiny_model import NAME, save_tiny_model
@@ -33,6 +34,7 @@ def chat(server: RunningServer, content: str) -> httpx.Response:
     return server.post("/v1/chat/completions", body)
 
 
+@pytest.mark.long
 def test_completions_are_served_and_chats_are_refused_at_once(tmp_path: Path) -> None:
     with running_server(str(model_with(COMPARING, tmp_path)), "--no-console") as server:
         _check_refusals(server)

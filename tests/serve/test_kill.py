@@ -29,6 +29,7 @@ SHORT: dict[str, Any] = {
 BEGUN, WHOLE, QUEUED = 8, 4, 4
 
 
+@pytest.mark.long
 def test_every_client_is_answered() -> None:
     options = (quick_model(), "--max-running", str(BEGUN))
     with running_server(*options) as server, ThreadPoolExecutor(32) as threads:

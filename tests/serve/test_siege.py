@@ -11,6 +11,7 @@ from tests.serve.siege_attackers import THREADS
 from tests.serve.tiny_model import save_tiny_model
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_honest_clients_are_served_beside_attackers(tmp_path: Path) -> None:
     path, keys = make_keys(tmp_path)

@@ -92,6 +92,7 @@ def test_the_clients_own_accumulator_understands_the_stream(client: openai.OpenA
     check_calls(final.message.tool_calls)
 
 
+@pytest.mark.long
 def test_several_calls_are_numbered_and_all_fit(speaking_server: RunningServer) -> None:
     fields = ASK | {"tool_choice": "required", "temperature": 1.0, "n": 2, "seed": 1, "max_tokens": 300}
     answer = speaking_server.client().chat.completions.create(**fields)

@@ -26,7 +26,10 @@ from tests.train.test_resume import difference
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "memory_every_steps",
-    [pytest.param(0, id="storage", marks=pytest.mark.thorough), pytest.param(1, id="memory")],
+    [
+        pytest.param(0, id="storage", marks=pytest.mark.thorough),
+        pytest.param(1, id="memory", marks=pytest.mark.long),
+    ],
 )
 def test_ranks_that_are_killed_do_not_change_what_is_learnt(memory_every_steps: int, tmp_path: Path) -> None:
     """See `tests/train/kill.py`, which does it more often."""

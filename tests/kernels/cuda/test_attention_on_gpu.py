@@ -148,6 +148,7 @@ def chunk_case(config: ChunkConfig, group: int = 4) -> Case:
     )  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_default_configurations_fit_a_hopper_multiprocessor() -> None:
     few = decode_config(4, 128, torch.bfloat16, 8, 132, False)

@@ -29,7 +29,7 @@ def compiled(tmp_path: Path, *groups: str) -> list[tuple[Case, Compiled]]:
 @pytest.mark.parametrize(
     "group",
     [
-        "draws, bfloat16",
+        pytest.param("draws, bfloat16", marks=pytest.mark.long),
         pytest.param("draws, float32", marks=pytest.mark.thorough),
         pytest.param("small steps", marks=pytest.mark.thorough),
     ],

@@ -82,6 +82,7 @@ def test_the_joined_layer_has_the_gradients_of_the_plain_one(
         assert relative_error(found, plain[name]) < (3e-3 if device.type == "cuda" else 3e-6), name
 
 
+@pytest.mark.long
 def test_products_in_8_bits_follow_those_that_are_not(device: torch.device) -> None:
     if device.type == "cuda":
         pytest.skip("the GPU's 8-bit products give half types only")

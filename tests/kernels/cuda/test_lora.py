@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from cumulo.kernels.cuda.linear.lora import LoraTiles, add_lora, most_groups, padded, work
-from cumulo.kernels.low_rank import LowRankStack, add_low_rank, group_rows
+from cumulo.kernels.cuda.linear.lora import LoraTiles, add_lora, most_groups, work
+from cumulo.kernels.low_rank import AdapterGroups, LowRankStack, add_low_rank, group_rows
 from tests.kernels.cuda.compile_sm90 import Case, compile_for_sm90
 from tests.kernels.cuda.tolerance import relative_error
 
@@ -25,6 +25,14 @@ def stack_of(ranks: list[list[int]], bounds: tuple[int, ...], inputs: int, dtype
             b[slot, first:last, :rank] = torch.randn(last - first, rank, generator=generator) * 0.3
     held = torch.tensor(ranks, dtype=torch.int32)
     return LowRankStack(a.to(device, dtype), b.to(device, dtype), held, bounds, held.to(device))
+
+
+def padded(groups: AdapterGroups, count: int) -> AdapterGroups:
+    """The same groups, filled up with empty ones for a launch of fixed size."""
+    more = count - len(groups.slots)
+    starts = torch.cat((groups.starts, groups.starts[-1:].expand(more)))
+    slots = torch.cat((groups.slots, groups.slots.new_full((more,), -1)))
+    return AdapterGroups(groups.of_row, groups.rows, starts, slots, groups.bounds)
 
 
 CASES = {

@@ -145,6 +145,7 @@ def queries_case(config: BackwardConfig, dim: int) -> Case:
     return Case(name, TYPES, constants, config.num_warps, config.num_stages)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_on_hopper_default_configurations_fit_and_use_its_matrix_units() -> None:
     for_keys, for_queries = default_backward(128, HALF)

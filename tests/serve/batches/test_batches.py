@@ -199,6 +199,7 @@ def test_a_batch_waits_out_the_limits_of_its_key(bench: Bench) -> None:
     assert bench.server.sample("cumulo:http_responses_total", status="429") > refused
 
 
+@pytest.mark.long
 def test_a_batch_outlives_its_engine(bench: Bench) -> None:
     client = bench.client()
     restarts = bench.server.sample("cumulo:engine_restarts")

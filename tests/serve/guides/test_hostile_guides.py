@@ -132,6 +132,7 @@ class Flood:
             thread.join()
 
 
+@pytest.mark.long
 def test_another_keys_guided_requests_all_succeed_during_a_flood(
     server: RunningServer, keys: tuple[Path, Keys]
 ) -> None:
