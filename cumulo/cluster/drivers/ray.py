@@ -36,10 +36,12 @@ class RayDriver:
         if len(record.job.devices) > 1:
             raise ConfigError(f"{record.job.name} asks for several kinds of devices: launch it --on slurm")
         ray = connected(record)
+        from cumulo.cluster.drivers.ray_job import ON_HEAD
+
         keeper = _keeper_class(record)
         actor = ray.remote(keeper).options(
             name=actor_name(record), namespace=NAMESPACE, lifetime="detached", get_if_exists=True,
-            max_restarts=-1, max_task_retries=-1, num_cpus=0,
+            max_restarts=-1, max_task_retries=-1, num_cpus=0, resources=ON_HEAD,
         ).remote(record)  # fmt: skip
         facts = _ask(ray, actor)
         return {"handle": actor_name(record), **facts}

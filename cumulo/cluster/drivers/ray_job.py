@@ -27,6 +27,7 @@ from cumulo.cluster.job_file import DeviceGroup
 from cumulo.cluster.job_progress import run_progress
 from cumulo.cluster.job_record import JobRecord
 
+ON_HEAD = {"node:__internal_head__": 0.001}  # what only the head has: it is lost last
 _PR_SET_PDEATHSIG = 1
 _ANSWER_S = 10.0  # a task that does not answer for so long is lost with its node
 _STOP_S = 60.0

@@ -20,7 +20,7 @@ from ray import serve
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
-from cumulo.cluster.drivers.ray_job import end_with_parent
+from cumulo.cluster.drivers.ray_job import ON_HEAD, end_with_parent
 from cumulo.cluster.drivers.served import served_url
 
 _JOIN_S = 2.0  # how often a replica says that it is there
@@ -190,9 +190,9 @@ def _listening(output: Path) -> str:
 
 def front_application(key: str, router: str) -> Any:
     """On the head: what clients hold open must not die with a worker node."""
-    options = {"num_cpus": 0, "resources": {"node:__internal_head__": 0.001}}
+    options = {"num_cpus": 0, "resources": ON_HEAD}
     deployment = serve.deployment(
-        Front, name="Front", num_replicas=1, ray_actor_options=options, max_ongoing_requests=4096
+        Front, name="Front", version="1", num_replicas=1, ray_actor_options=options, max_ongoing_requests=4096
     )
     return deployment.bind(key, router)
 
@@ -200,8 +200,9 @@ def front_application(key: str, router: str) -> Any:
 def engine_application(
     arguments: list[str], key: str, front: str, replicas: int, resources: dict[str, Any], per_node: int | None
 ) -> Any:
+    # With one version, another number of replicas leaves those that stay alone.
     deployment = serve.deployment(
-        EngineReplica, name="EngineReplica", num_replicas=replicas, ray_actor_options=resources,
+        EngineReplica, name="EngineReplica", version="1", num_replicas=replicas, ray_actor_options=resources,
         max_replicas_per_node=per_node, health_check_period_s=2, health_check_timeout_s=10,
         graceful_shutdown_wait_loop_s=0.1, graceful_shutdown_timeout_s=90,
     )  # fmt: skip

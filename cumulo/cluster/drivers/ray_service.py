@@ -1,5 +1,6 @@
 """ServiceKeeper: the detached actor of a serving job on Ray. It deploys the two applications of `ray_serve.py`,
-asks the autoscaling rule at its interval, and carries out what it says. Killed with its node, it is started again."""
+asks the autoscaling rule at its interval, and carries out what it says. Lost with its node, it is started again.
+"""
 
 import asyncio
 import json

@@ -1,0 +1,67 @@
+"""A real Ray cluster of four nodes on this machine; a node can be killed.
+
+with RayCluster() as cluster:
+    cluster.kill(cluster.workers[0])
+"""
+
+import os
+import socket
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+
+needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="ray is not installed")
+_OBJECTS_BYTES = 80 << 20
+
+
+class RayCluster:
+    def __init__(self, port: int | None = None, head_cores: int = 1, workers: int = 3) -> None:
+        from ray.cluster_utils import Cluster
+
+        os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+        head: dict[str, Any] = {
+            "num_cpus": head_cores, "object_store_memory": _OBJECTS_BYTES, "include_dashboard": False,
+        }  # fmt: skip
+        if port is not None:
+            head["port"] = port
+        self._cluster = Cluster(initialize_head=True, head_node_args=head)
+        self.workers = [self.add() for _ in range(workers)]
+
+    @property
+    def address(self) -> str:
+        return str(self._cluster.address)
+
+    def add(self) -> Any:
+        return self._cluster.add_node(num_cpus=1, object_store_memory=_OBJECTS_BYTES)
+
+    def kill(self, node: Any) -> None:
+        """As when its power fails."""
+        self.workers.remove(node)
+        self._cluster.remove_node(node, allow_graceful=False)
+
+    def worker_with(self, class_name: str) -> Any:
+        """A worker node on which an actor of this class lives."""
+        from ray._private.state import actors
+
+        nodes = {
+            one["Address"]["NodeID"]
+            for one in actors().values()
+            if one["State"] == "ALIVE" and class_name in one["ActorClassName"]
+        }
+        return next(worker for worker in self.workers if worker.node_id in nodes)
+
+    def __enter__(self) -> "RayCluster":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        import ray
+
+        ray.shutdown()
+        self._cluster.shutdown()
+
+
+def free_port() -> int:
+    with socket.socket() as line:
+        line.bind(("", 0))
+        return int(line.getsockname()[1])

@@ -1,0 +1,206 @@
+"""Jobs on a real Ray cluster: gangs and services that outlive a node, replicas that follow the load, a head that is
+gone."""
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cumulo.cluster import launching
+from cumulo.cluster.drivers.command import run_folder
+from cumulo.cluster.drivers.driver import TargetLost
+from cumulo.cluster.job_file import JobFile, job_from, resolved
+from cumulo.cluster.job_record import JobRecord
+from cumulo.cluster.job_store import JobStore
+from cumulo.train.run.log import read_log
+from tests.cli.conftest import ROOT
+from tests.cluster.ray_cluster import RayCluster, free_port, needs_ray
+from tests.models.cut_smollm import cut_smollm
+from tests.serve.running_server import needs_built_in_model
+from tests.serve.running_server import wait_for as wait_at_most
+
+pytestmark = [needs_ray]
+PATIENCE_S = 900.0  # a hang guard
+
+
+def wait_for(condition: Callable[[], object], what: str) -> None:
+    wait_at_most(condition, what, patience_s=PATIENCE_S)
+
+
+@pytest.fixture
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> JobStore:
+    monkeypatch.chdir(ROOT)  # the example's sources are relative to it
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{os.environ.get('PYTHONPATH', '')}")
+    return JobStore(tmp_path / "jobs")
+
+
+@pytest.fixture
+def cluster(store: JobStore) -> Iterator[RayCluster]:
+    with RayCluster() as found:
+        yield found
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return cut_smollm(tmp_path_factory.mktemp("model") / "tiny.gguf")
+
+
+def gang(name: str, address: str, **more: Any) -> JobFile:
+    options = ["--set", "layout.dp=4", "--set", "micro_batch=2"]
+    content = {
+        "name": name, "train": {"config": "train-tiny.yaml", "options": options},
+        "devices": {"count": 4, "kind": "cpu", "per_node": 1}, "ray": {"address": address},
+    }  # fmt: skip
+    return resolved(job_from(content | more), ROOT / "examples")
+
+
+def service(model: Path, address: str, **more: Any) -> JobFile:
+    content = {
+        "name": "service",
+        "serve": {
+            "model": str(model), "port": free_port(), "options": ["--threads", "1", "--name", "tiny"], **more,
+        },
+        "devices": {"count": 1, "kind": "cpu", "per_node": 1}, "ray": {"address": address},
+    }  # fmt: skip
+    return job_from(content)
+
+
+def look(store: JobStore, record: JobRecord) -> JobRecord:
+    launching.refreshed(store)
+    return store.jobs()[record.job_id]
+
+
+def output(record: JobRecord) -> str:
+    return (Path(record.folder) / "output.log").read_text()
+
+
+def test_a_head_that_is_gone_is_named_and_nothing_is_lost(store: JobStore) -> None:
+    address = f"127.0.0.1:{free_port()}"
+    for _ in range(2):
+        with pytest.raises(TargetLost, match=f"the Ray head at {address} does not answer"):
+            launching.launch(gang("kept", address), "ray", store)
+    assert list(store.jobs()) == ["kept-1"]
+    record = look(store, store.jobs()["kept-1"])
+    assert record.state == "submitting" and "not submitted yet" in record.reason
+
+
+@pytest.mark.thorough
+def test_a_gang_goes_on_after_its_node_died_and_another_one_waits_whole(
+    cluster: RayCluster, store: JobStore
+) -> None:
+    first, _ = launching.launch(gang("first", cluster.address), "ray", store)
+    wait_for(lambda: look(store, first).state == "running", "the first gang")
+    second, _ = launching.launch(gang("second", cluster.address), "ray", store)
+    log = run_folder(first) / "log.csv"
+    sizes = set()
+
+    def watched(done: bool) -> bool:
+        """Also: at no moment is a gang half placed."""
+        for record in launching.refreshed(store)[0]:
+            sizes.add((record.state, len(record.places)))
+        return done
+
+    wait_for(lambda: watched(len(read_log(log)) >= 12), "12 steps of the first gang")
+    assert "needs 4 bundles" in look(store, second).reason
+    cluster.kill(cluster.workers[1])
+    wait_for(lambda: watched(store.jobs()[first.job_id].state == "queued"), "the loss of the node")
+    assert len(read_log(log)) < 40
+    cluster.workers.append(cluster.add())
+    for record in (first, second):
+        wait_for(lambda record=record: watched(store.jobs()[record.job_id].ended), record.job_id)  # type: ignore[misc]
+        assert look(store, record).state == "done", output(record)
+    assert {size for state, size in sizes if state == "running"} == {4}
+    assert {size for state, size in sizes if state == "queued"} == {0}
+    losses, undisturbed = ([one.loss for one in read_log(run_folder(record) / "log.csv")]
+                           for record in (first, second))  # fmt: skip
+    assert len(losses) == 40
+    assert losses == undisturbed  # to the last bit
+    assert "resuming after step" in output(first)
+
+
+@pytest.mark.thorough
+def test_an_elastic_gang_goes_on_with_the_nodes_that_are_left(cluster: RayCluster, store: JobStore) -> None:
+    record, _ = launching.launch(gang("elastic", cluster.address, elastic={"min": 2, "max": 4}), "ray", store)
+    log = run_folder(record) / "log.csv"
+    wait_for(lambda: len(read_log(log)) >= 12, "12 steps")
+    cluster.kill(cluster.workers[1])
+    wait_for(lambda: look(store, record).ended, "the end")
+    assert look(store, record).state == "done", output(record)
+    assert [one.step for one in read_log(log)] == list(range(1, 41))
+
+
+def _ask(url: str, number: int, tokens: int, results: list[Any]) -> None:
+    import openai
+
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+    try:
+        stream = client.chat.completions.create(
+            model="tiny", messages=[{"role": "user", "content": f"Count from {number}."}], max_tokens=tokens,
+            temperature=0, stream=True, extra_body={"ignore_eos": True},
+        )  # fmt: skip
+        pieces = [piece.choices[0].delta.content or "" for piece in stream if piece.choices]
+        results.append("".join(pieces))
+    except openai.OpenAIError as error:
+        results.append(error)
+
+
+@pytest.mark.thorough
+@needs_built_in_model
+def test_a_service_with_two_replicas_loses_a_node_and_no_request(store: JobStore, tiny_model: Path) -> None:
+    with RayCluster(head_cores=0) as cluster:
+        record, _ = launching.launch(service(tiny_model, cluster.address, replicas=2), "ray", store)
+        wait_for(lambda: len(look(store, record).places) == 2 or look(store, record).ended, "two replicas")
+        url = look(store, record).url
+        assert url, look(store, record).reason
+        alone: list[Any] = []
+        _ask(url, 0, 200, alone)
+        results: list[Any] = []
+        askers = [threading.Thread(target=_ask, args=(url, number % 4, 200, results)) for number in range(12)]
+        for asker in askers:
+            asker.start()
+        cluster.kill(cluster.worker_with("EngineReplica"))
+        for asker in askers:
+            asker.join(PATIENCE_S)
+        assert [one for one in results if isinstance(one, Exception)] == []
+        assert (
+            len(results) == 12 and results.count(alone[0]) == 3
+        )  # the same text as of an undisturbed request
+        wait_for(lambda: len(look(store, record).places) == 2, "the lost replica's successor")
+        launching.cancel(store, record.job_id)
+        assert look(store, record).state == "cancelled"
+
+
+@pytest.mark.thorough
+@needs_built_in_model
+def test_replicas_follow_a_replayed_trace_up_and_down(store: JobStore, tiny_model: Path) -> None:
+    autoscale = {
+        "prompt_tok_s": 2000, "output_tok_s": 20, "start_up_s": 5, "interval_s": 1, "cooldown_s": 10, "ttft_s": 5,
+    }  # fmt: skip
+    more = {"replicas": 1, "min_replicas": 1, "max_replicas": 3, "autoscale": autoscale}
+    with RayCluster(head_cores=0) as cluster:
+        record, _ = launching.launch(service(tiny_model, cluster.address, **more), "ray", store)
+        wait_for(lambda: len(look(store, record).places) == 1 or look(store, record).ended, "one replica")
+        url, results, askers = look(store, record).url, list[Any](), []
+        assert url, look(store, record).reason
+        # Two requests of 40 tokens a second are a load of four such replicas; the rule may have three.
+        trace = [0.5 * number for number in range(1200)]
+        begin_s = time.monotonic()
+        for arrival_s in trace:
+            time.sleep(max(0.0, begin_s + arrival_s - time.monotonic()))
+            asker = threading.Thread(target=_ask, args=(url, len(askers), 40, results))
+            asker.start()
+            askers.append(asker)
+            if len(look(store, record).places) == 3:
+                break
+        assert len(look(store, record).places) == 3, look(store, record).reason
+        for asker in askers:
+            asker.join(PATIENCE_S)
+        wait_for(lambda: len(look(store, record).places) == 1, "one replica again")
+        assert [one for one in results if isinstance(one, Exception)] == []
+        assert len(results) == len(askers)
+        launching.cancel(store, record.job_id)
