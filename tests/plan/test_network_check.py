@@ -58,7 +58,7 @@ def test_so_is_every_run_but_the_one_of_older_software(run):
 def test_calls_timed_one_by_one_from_python_are_predicted_with_what_a_lone_call_adds():
     rows = [row for row in PUBLISHED if row.run == "aws-p6-b200"]
     assert median_error(rows) < 0.10
-    assert max(abs(row.error) for row in rows) < 0.20
+    assert max(abs(row.error) for row in rows) < 0.30  # a ring's longest way crosses each border twice
 
 
 def test_cards_of_a_run_can_be_given_to_leave_it_out():

@@ -35,8 +35,17 @@ def ring_all_reduce(
         return steps
 
     sizes = EvenSizes(elements, ranks * pieces)
+
+    def alike(rank: int, channel: int) -> Sequence[tuple[int, CollectiveStep]]:
+        return [
+            (ranks - 1, ring.step(rank, channel, piece, move))
+            for piece in range(channel, pieces, channels)
+            for move in (Move.REDUCE, Move.COPY)
+        ]
+
+    symmetry = () if orders else (ranks,)
     return CollectiveSchedule(
-        "all_reduce", name, ranks, sizes, program, channels, pieces, symmetry=() if orders else (ranks,)
+        "all_reduce", name, ranks, sizes, program, channels, pieces, symmetry=symmetry, alike=alike
     )
 
 
@@ -55,7 +64,18 @@ def ring_reduce_scatter(
 
     symmetry = () if orders else (ranks,)
     return CollectiveSchedule(
-        "reduce_scatter", "ring", ranks, sizes, program, channels, pieces, symmetry=symmetry
+        "reduce_scatter",
+        "ring",
+        ranks,
+        sizes,
+        program,
+        channels,
+        pieces,
+        symmetry=symmetry,
+        alike=lambda rank, channel: [
+            (ranks - 1, ring.step(rank, channel, piece, Move.REDUCE))
+            for piece in range(channel, pieces, channels)
+        ],
     )
 
 
@@ -73,7 +93,18 @@ def ring_all_gather(
 
     symmetry = () if orders else (ranks,)
     return CollectiveSchedule(
-        "all_gather", "ring", ranks, sizes, program, channels, pieces, symmetry=symmetry
+        "all_gather",
+        "ring",
+        ranks,
+        sizes,
+        program,
+        channels,
+        pieces,
+        symmetry=symmetry,
+        alike=lambda rank, channel: [
+            (ranks - 1, ring.step(rank, channel, piece, Move.COPY))
+            for piece in range(channel, pieces, channels)
+        ],
     )
 
 
@@ -86,9 +117,16 @@ class _Rings:
     def _place_of_each(self, channel: int) -> dict[int, int]:
         return {rank: place for place, rank in enumerate(self._orders[channel])}
 
-    def round(self, rank: int, channel: int, piece: int, move: Move, behind: int) -> list[CollectiveStep]:
+    def step(self, rank: int, channel: int, piece: int, move: Move) -> CollectiveStep:
+        """One for all of a round."""
+        return (self.round(rank, channel, piece, move, behind=0, steps=1) or [()])[0]
+
+    def round(
+        self, rank: int, channel: int, piece: int, move: Move, behind: int, steps: int | None = None
+    ) -> list[CollectiveStep]:
         """n − 1 steps. In the first a rank sends the block that belongs to the rank `behind` places before it."""
         n, pieces = self._ranks, self._pieces
+        count = n - 1 if steps is None else steps
         if not self._orders:
             after, before = (rank + 1) % n, (rank - 1) % n
             return [
@@ -96,7 +134,7 @@ class _Rings:
                     Transfer(Move.SEND, after, (rank - behind - step) % n * pieces + piece),
                     Transfer(move, before, (rank - behind - step - 1) % n * pieces + piece),
                 )
-                for step in range(n - 1)
+                for step in range(count)
             ]
         order, place = self._orders[channel], self._places(channel)[rank]
         after, before = order[(place + 1) % n], order[(place - 1) % n]
@@ -105,5 +143,5 @@ class _Rings:
                 Transfer(Move.SEND, after, order[(place - behind - step) % n] * pieces + piece),
                 Transfer(move, before, order[(place - behind - step - 1) % n] * pieces + piece),
             )
-            for step in range(n - 1)
+            for step in range(count)
         ]

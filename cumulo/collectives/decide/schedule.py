@@ -112,9 +112,10 @@ class CollectiveSchedule:
     # The ranks as digits, the most significant first: (n,) a ring of n, (nodes, gpus) two levels, (2, 2, 2) a
     # hypercube. (): ranks differ.
     symmetry: tuple[int, ...] = ()
-    present: tuple[frozenset[int], ...] | None = (
-        None  # of each chunk, ranks on which it is not zero; None: all
-    )
+    # Of each chunk, the ranks on which it is not zero; None: all of them.
+    present: tuple[frozenset[int], ...] | None = None
+    # Steps that differ only in their chunks, as (how many, one of them): of (rank, channel). None: each by itself.
+    alike: Callable[[int, int], Sequence[tuple[int, CollectiveStep]]] | None = None
 
     @property
     def name(self) -> str:
@@ -127,6 +128,12 @@ class CollectiveSchedule:
 
     def steps(self, rank: int, channel: int = 0) -> Sequence[CollectiveStep]:
         return self.program(rank, channel)
+
+    def runs(self, rank: int, channel: int = 0) -> Sequence[tuple[int, CollectiveStep]]:
+        """Its steps as (how many, one of them) where only the chunk's number changes from one to the next."""
+        if self.alike is not None:
+            return self.alike(rank, channel)
+        return [(1, step) for step in self.steps(rank, channel)]
 
     def elements(self, transfer: Transfer) -> int:
         return sum(self.sizes[chunk] for chunk in transfer.chunks)

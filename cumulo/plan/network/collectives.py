@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from cumulo.errors import ConfigError
-from cumulo.plan.network.lines import KINDS, CollectiveLine, Kind, Reach, lines
+from cumulo.plan.network.lines import CollectiveLine, Kind, Reach, lines
 from cumulo.plan.network.profile import NetworkProfile, network_constants, profile_of
 from cumulo.spec.cluster import Cluster
 from cumulo.spec.fabric_tiers import tiers_of
@@ -54,6 +54,28 @@ def chosen(kind: Kind, size_bytes: float, group: Group, in_switch: bool = True) 
     return min(able, key=lambda line: line.seconds(size_bytes))
 
 
+class _Lines(dict[Kind, tuple[CollectiveLine, ...]]):
+    """Worked out when a kind is first asked for: few groups need all of them."""
+
+    def __init__(self, reach: Reach, profile: NetworkProfile) -> None:
+        super().__init__()
+        self._reach, self._profile = reach, profile
+
+    def __missing__(self, kind: Kind) -> tuple[CollectiveLine, ...]:
+        self[kind] = found = lines(kind, self._reach, self._profile, network_constants())
+        return found
+
+
+class _LineCosts(dict[Kind, tuple[tuple[float, float], ...]]):
+    def __init__(self, found: _Lines) -> None:
+        super().__init__()
+        self._found = found
+
+    def __missing__(self, kind: Kind) -> tuple[tuple[float, float], ...]:
+        self[kind] = costs = tuple((line.latency_s, line.s_per_byte) for line in self._found[kind])
+        return costs
+
+
 class Network:
     """The groups of one cluster, each worked out once."""
 
@@ -76,12 +98,8 @@ class Network:
                 f"a group needs 1 or more ranks and a stride of 1 or more, got {ranks} and {stride}"
             )
         reach = self._reach(ranks, stride)
-        net = network_constants()
-        found = {kind: lines(kind, reach, self.profile, net) for kind in KINDS}
-        costs = {
-            kind: tuple((line.latency_s, line.s_per_byte) for line in some) for kind, some in found.items()
-        }
-        return Group(reach, stride, found, costs)
+        found = _Lines(reach, self.profile)
+        return Group(reach, stride, found, _LineCosts(found))
 
     def _reach(self, ranks: int, stride: int) -> Reach:
         cluster, fabric = self.cluster, self.cluster.fabric

@@ -1,9 +1,10 @@
 """The lines of a collective: latency + bytes × seconds per byte, for each algorithm and protocol that could carry
 it out. `network.Group` keeps them and takes the lowest at a given size; nothing else calls this.
 
-The formulas are those of NCCL's own tuning model (v2.30.7, src/graph/tuning.cc), latency = base + steps × hop and
-time = latency + bytes / bandwidth, with constants corrected by measurement (`data/collectives.yaml`). Symbols: n
-ranks in k scale-up domains of g members each; S bytes as nccl-tests counts them: all ranks' parts together.
+Each line comes from playing the algorithm's schedule (`collectives.decide.play_cost`): latency = base + hops × time
+of a hop, and bytes on the busiest link over its rate. What a hop and a byte cost is NCCL's own tuning model
+(v2.30.7, src/graph/tuning.cc), corrected by measurement (`data/collectives.yaml`). S: bytes as nccl-tests counts
+them: all ranks' parts together.
 """
 
 import math
@@ -11,6 +12,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from cumulo.plan.network.played import (
+    played_chain,
+    played_direct,
+    played_pair,
+    played_ring,
+    played_switch,
+    played_tree,
+)
 from cumulo.plan.network.profile import NVLS_FROM_GPUS, NetworkConstants, NetworkProfile, Protocol
 
 Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send_recv"]
@@ -68,45 +77,46 @@ def lines(
 def _ring(
     kind: Kind, protocol: Protocol, reach: Reach, profile: NetworkProfile, net: NetworkConstants
 ) -> CollectiveLine:
-    """n − 1 steps round the ring (all-reduce: twice), each of S/n bytes; 1/g of the steps leave a domain."""
-    n, k = reach.ranks, reach.domains
-    rounds = 2 if kind == "all_reduce" else 1
-    far_steps = rounds * (k - 1)
-    near_steps = rounds * (n - 1) - far_steps
+    played = played_ring(kind, reach.ranks, reach.per_domain)
     hop, rate = profile.hop_s, protocol.bytes_per_s
-    if k > 1:
+    load = played.near_load or played.far_load
+    s_per_byte = load / rate
+    if reach.domains > 1:
         hop = max(hop, net.near_hop_s[protocol.name])
-        rate = min(_far_ring_rate(protocol, reach, profile), _cards(protocol, reach, net))
-    latency = protocol.base_s + near_steps * hop + far_steps * _far_hop_s(net.ring_hop_s, protocol, reach)
-    s_per_byte = (1.0 if kind == "broadcast" else rounds * (n - 1) / n) / rate
+        s_per_byte = load / _far_ring_rate(protocol, reach, profile)
+        s_per_byte = max(s_per_byte, played.far_load / _cards(protocol, reach, net))
+    latency = protocol.base_s + played.near_hops * hop
+    latency += played.far_hops * _far_hop_s(net.ring_hop_s, protocol, reach)
     if kind in ("all_gather", "reduce_scatter"):
-        s_per_byte += 1 / (n * profile.copy_bytes_per_s)
+        s_per_byte += 1 / (reach.ranks * profile.copy_bytes_per_s)
     return CollectiveLine("ring", protocol.name, latency, s_per_byte)
 
 
 def _tree(protocol: Protocol, reach: Reach, profile: NetworkProfile, net: NetworkConstants) -> CollectiveLine:
-    """Up and down a double binary tree of domains, a chain inside each (Sanders, Speck and Träff 2009): a chain
-    passes each byte twice; a domain's cards pass it once where there are two domains, else twice."""
-    depth, chain = 2 * math.log2(reach.domains), 2 * (reach.per_domain - 1)
-    far = _cards(protocol, reach, net) / min(2, reach.domains - 1)
-    rate = min(far, 0.5 * _far_ring_rate(protocol, reach, profile))
-    latency = protocol.base_s + chain * max(profile.hop_s, net.near_hop_s[protocol.name])
-    latency += depth * _far_hop_s(net.tree_hop_s, protocol, reach)
-    if protocol.name != "ll":  # the pipeline fills, chunk by chunk
+    """Every hop of a piece waits for the piece before it, so a pipeline fills chunk by chunk."""
+    near, far = played_chain(reach.per_domain), played_tree(reach.domains)
+    s_per_byte = max(
+        far.far_load / _cards(protocol, reach, net), near.near_load / _far_ring_rate(protocol, reach, profile)
+    )
+    latency = protocol.base_s + near.near_hops * max(profile.hop_s, net.near_hop_s[protocol.name])
+    latency += far.far_hops * _far_hop_s(net.tree_hop_s, protocol, reach)
+    if protocol.name != "ll":
         channel = min(net.channel_bytes_per_s, 2 * reach.nic_bytes_per_s)
-        latency += (chain + depth) * net.chunk_bytes / channel
-    return CollectiveLine("tree", protocol.name, latency, 1 / rate)
+        latency += (near.near_hops + far.far_hops) * net.chunk_bytes / channel
+    return CollectiveLine("tree", protocol.name, latency, s_per_byte)
 
 
 def _nvls(reach: Reach, profile: NetworkProfile, net: NetworkConstants) -> CollectiveLine:
     """The switch adds up, member after member; between domains a tree, each level of which waits for its switch."""
-    switch = profile.nvls_s * reach.per_domain
+    inside = played_switch(reach.per_domain)
+    switch = profile.nvls_s * inside.most_messages
+    s_per_byte = inside.near_load / profile.nvls_bytes_per_s
     if reach.domains == 1:
-        return CollectiveLine("nvls", "simple", switch, 1 / profile.nvls_bytes_per_s)
-    depth = 2 * math.log2(reach.domains)
-    far = _cards(profile.simple, reach, net) / min(2, reach.domains - 1)
-    latency = depth * (switch + net.nvls_tree_hop_s + 2 * reach.net_latency_s)
-    return CollectiveLine("nvls-tree", "simple", latency, 1 / min(far, profile.nvls_bytes_per_s))
+        return CollectiveLine("nvls", "simple", switch, s_per_byte)
+    far = played_tree(reach.domains)
+    latency = far.far_hops * (switch + net.nvls_tree_hop_s + 2 * reach.net_latency_s)
+    s_per_byte = max(s_per_byte, far.far_load / _cards(profile.simple, reach, net))
+    return CollectiveLine("nvls-tree", "simple", latency, s_per_byte)
 
 
 def _cards(protocol: Protocol, reach: Reach, net: NetworkConstants) -> float:
@@ -127,22 +137,20 @@ def _direct(
     """Everybody sends to everybody at once (send_recv: to one); links and cards work side by side. With LL there is
     one channel for each peer, so all of them take as long as one; Simple begins on few channels, then takes all."""
     one = kind == "send_recv"
-    peers = 1 if one else reach.ranks - 1
-    far_peers = min(peers, reach.ranks - reach.per_domain)
+    played = played_pair(reach.domains > 1) if one else played_direct(reach.ranks, reach.per_domain)
     part = 1.0 if one else 1 / reach.ranks  # of S, what one peer is sent
     copy = 0.0 if one else part / profile.copy_bytes_per_s  # of what a rank keeps
     card = reach.nic_bytes_per_s if one else reach.far_nic_bytes_per_s
-    starts = 0.25 * profile.hop_s * peers
-    near = (peers - far_peers) * part
+    starts = 0.25 * profile.hop_s * played.most_messages
     for protocol, base, s_per_byte in (
         (profile.ll, profile.ll.base_s + profile.hop_s, part / profile.peer_bytes_per_s),
-        (profile.simple, profile.direct_s, near / profile.ll128.bytes_per_s),
-        (profile.simple, profile.simple.base_s, near / profile.simple.bytes_per_s),
+        (profile.simple, profile.direct_s, played.near_load / profile.ll128.bytes_per_s),
+        (profile.simple, profile.simple.base_s, played.near_load / profile.simple.bytes_per_s),
     ):
         latency = base + starts
-        if far_peers:
-            latency += _far_hop_s(net.ring_hop_s, protocol, reach)
-            s_per_byte = max(s_per_byte, far_peers * part / (card * protocol.wire_share))
+        if played.far_hops:
+            latency += played.far_hops * _far_hop_s(net.ring_hop_s, protocol, reach)
+            s_per_byte = max(s_per_byte, played.far_rank_load / (card * protocol.wire_share))
         yield CollectiveLine("direct", protocol.name, latency, s_per_byte + copy)
 
 
