@@ -1,0 +1,74 @@
+"""An NCCL log (NCCL_DEBUG=INFO) as facts. `diagnose` calls it."""
+
+import re
+from dataclasses import dataclass
+
+_USING = re.compile(r"NET/IB\s*:\s*Using\s+(.*)")
+_CARD = re.compile(r"\[\d+\]\s*([\w.\-]+):\d+/(\w+)")
+_HOST = re.compile(r"^(?:\[[^\]]*\]\s*(?:<\w+>:?)?\s*)?([\w.\-]+):\d+:\d+\s+\[")
+_INFO = re.compile(r"NCCL (?:INFO|WARN)")
+_RANKS = re.compile(r"\bnranks\s+(\d+)", re.IGNORECASE)
+_NODES = re.compile(r"\bnNodes\s+(\d+)")
+_VIA = re.compile(r"->\s*\d+\[[\w]+\]\s*(?:\[(send|receive)\]\s*)?via\s+(\S+)")
+_TYPE = re.compile(r"\btype\s+(\w+)/(\w+)")
+_SET = re.compile(r"(NCCL_\w+)\s+set\s+(?:by environment\s+)?to\s+(\S+)")
+_ASYNC = re.compile(r"Got async (?:fatal )?event\s*:\s*([\w ]+)")
+
+
+@dataclass(frozen=True, slots=True)
+class NcclLog:
+    cards: dict[str, tuple[str, ...]]  # network cards in use, by host
+    link: str  # IB, RoCE or ""
+    socket: bool  # data goes over TCP
+    network: str  # "Using network ..."
+    ranks: int | None
+    nodes: int | None
+    near: frozenset[str]  # transports inside a node: P2P/CUMEM, SHM/direct/direct
+    far: frozenset[str]  # between nodes: NET/IB/0/GDRDMA
+    gdr_off: bool
+    gdr_on: bool
+    pcie_path: str  # PHB, SYS, ...: the type NCCL found between GPUs, where it is no NVLink
+    events: tuple[str, ...]  # port error
+    settings: dict[str, str]
+    warnings: tuple[str, ...]
+
+
+def parse_nccl_log(text: str) -> NcclLog | None:
+    lines = [line for line in text.splitlines() if _INFO.search(line) or "NET/" in line]
+    if not lines:
+        return None
+    body = "\n".join(lines)
+    cards: dict[str, tuple[str, ...]] = {}
+    link = ""
+    for line in lines:
+        if match := _USING.search(line):
+            found = _CARD.findall(match[1])
+            host = _HOST.match(line)
+            if found:
+                cards[host[1] if host else "here"] = tuple(name for name, _ in found)
+                link = found[0][1]
+    paths = [via for _, via in _VIA.findall(body)]
+    network = re.search(r"Using network (\S+)", body)
+    named = network[1] if network else ""
+    kinds = [first for first, _ in _TYPE.findall(body)]
+    ranks, nodes = _RANKS.search(body), _NODES.search(body)
+    return NcclLog(
+        cards=cards,
+        link=link,
+        socket=named == "Socket" or any(path.startswith("NET/Socket") for path in paths),
+        network=named,
+        ranks=int(ranks[1]) if ranks else None,
+        nodes=int(nodes[1]) if nodes else None,
+        near=frozenset(path for path in paths if path.startswith(("P2P", "SHM"))),
+        far=frozenset(re.sub(r"/\d+", "", path) for path in paths if path.startswith("NET")),
+        gdr_off=bool(
+            re.search(r"GPU ?Direct RDMA (?:is )?(?:Disabled|not available)|no nvidia-peermem", body, re.I)
+        ),
+        gdr_on="GDRDMA" in body or bool(re.search(r"GPU ?Direct RDMA Enabled", body, re.I)),
+        pcie_path=kinds[0] if kinds and kinds[0] not in ("NVL", "NVB", "LOC", "C2C") else "",
+        events=tuple(dict.fromkeys(one.strip() for one in _ASYNC.findall(body))),
+        settings=dict(_SET.findall(body)),
+        warnings=tuple(
+            dict.fromkeys(line.split("NCCL WARN", 1)[1].strip() for line in lines if "NCCL WARN" in line)
+        ),
+    )
