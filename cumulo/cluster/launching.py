@@ -6,13 +6,14 @@ from cumulo.cluster.job_file import read_job
 record = launch(read_job(Path("examples/job-train.yaml")), "local")
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from cumulo.cluster.drivers.command import check_work, run_folder
 from cumulo.cluster.drivers.driver import TargetLost, driver_for
 from cumulo.cluster.job_file import JobFile
 from cumulo.cluster.job_progress import JobProgress, run_progress
-from cumulo.cluster.job_record import JobRecord, Target
+from cumulo.cluster.job_record import TARGETS, JobRecord, Target
 from cumulo.cluster.job_store import JobStore, default_store
 from cumulo.errors import ConfigError, CumuloError
 
@@ -51,11 +52,11 @@ def explain(job: JobFile, target: Target, store: JobStore | None = None) -> str:
     return driver_for(target, store).explain(record)
 
 
-def refreshed(store: JobStore) -> tuple[list[JobRecord], list[str]]:
-    """All jobs as they are now, and what could not be asked."""
+def refreshed(store: JobStore, targets: Sequence[Target] = TARGETS) -> tuple[list[JobRecord], list[str]]:
+    """All jobs as they are now, and what could not be asked. `targets`: those that are asked at all."""
     silent: dict[str, str] = {}
     for record in store.jobs().values():
-        if record.ended or record.target in silent:
+        if record.ended or record.target in silent or record.target not in targets:
             continue
         try:
             if record.state == "submitting":

@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cumulo.console.sessions import COOKIE, LIFETIME_S, Sessions
 
-_PAGES = {"/", "/requests", "/live", "/fleet", "/system"}
+_PAGES = {"/", "/requests", "/live", "/fleet", "/jobs", "/system"}
 _PLAIN = {"/login", "/logout"}
 _OPEN = ("/_nicegui/", "/favicon.ico")  # scripts, styles, fonts: the same for everyone
 _SOCKET = "/_nicegui_ws/"

@@ -14,6 +14,7 @@ from nicegui import ui
 from cumulo.console import chat_page, live_page, requests_page, system_page
 from cumulo.console.fleet import page as fleet_page
 from cumulo.console.front import Front
+from cumulo.console.jobs import page as jobs_page
 from cumulo.console.machine_use import MachineUse
 from cumulo.console.sessions import Sessions
 from cumulo.console.shell import Shell
@@ -32,7 +33,7 @@ def install(app: FastAPI) -> None:
     shell = Shell(service, sessions)
     machine = MachineUse(lambda: service.engine.engine_pids)
     pages_app.on_startup(machine.run)
-    for page in (chat_page, requests_page, fleet_page, system_page):
+    for page in (chat_page, requests_page, fleet_page, jobs_page, system_page):
         page.register(shell, app)
     live_page.register(shell, app, machine)
     logging.getLogger("nicegui").setLevel(logging.WARNING)

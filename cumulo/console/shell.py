@@ -20,6 +20,7 @@ _LINKS = (
     ("/requests", "Requests"),
     ("/live", "Live"),
     ("/fleet", "Fleet"),
+    ("/jobs", "Jobs"),
     ("/system", "System"),
 )
 _THEME_COOKIE = "cumulo_theme"

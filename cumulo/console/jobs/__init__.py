@@ -1,0 +1,1 @@
+"""The page Jobs: queue, cluster map and timeline."""

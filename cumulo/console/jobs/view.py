@@ -1,0 +1,152 @@
+"""The jobs page as HTML: the queue as a table, nodes coloured by job, and what each job did when."""
+
+from collections.abc import Mapping, Sequence
+from html import escape
+from zlib import crc32
+
+from cumulo.base.quantities import quantity
+from cumulo.base.svg import line, picture, tag, text, title
+from cumulo.cluster.job_progress import JobProgress
+from cumulo.cluster.job_record import JobRecord
+from cumulo.console.shell import empty
+from cumulo.console.tiles import tile
+from cumulo.console.words import clock_time
+
+_BADGES = {"running": "running", "queued": "queued", "submitting": "queued", "failed": "error"}
+_COLUMNS = (  # name, classes, tooltip
+    ("job", "", "Its id: the name in the job file, and a number."),
+    ("on", "wide-only", "Where it was submitted: local, ray, slurm or kubernetes."),
+    ("state", "", "submitting, queued, running, stopping, done, failed or cancelled."),
+    ("devices", "right wide-only", "Devices that it asks for."),
+    ("where", "wide-only", "Nodes of its tasks."),
+    ("progress", "right", "Training steps done, of all."),
+    ("step", "right", "Measured time of a training step, the median of the last 50."),
+    ("predicted", "right wide-only", "Time of a step as predicted when the run started."),
+    ("why", "wide-only", "Why it waits, runs there, or ended."),
+)
+
+
+def job_tiles_html(records: Sequence[JobRecord]) -> str:
+    counts = {
+        name: sum(one.state in states for one in records)
+        for name, states in (
+            ("Running", ("running", "stopping")),
+            ("Queued", ("queued", "submitting")),
+            ("Done", ("done",)),
+            ("Failed", ("failed",)),
+        )
+    }
+    explained = {
+        "Running": "Jobs whose whole gang is placed.",
+        "Queued": "Jobs that wait for devices, or for their target to answer.",
+        "Done": "Jobs that finished.",
+        "Failed": "Jobs that ended with an error; their log says why.",
+    }
+    return "".join(tile(name, count, "", explained[name]) for name, count in counts.items())
+
+
+def queue_html(
+    records: Sequence[JobRecord], progress: Mapping[str, JobProgress | None], may_cancel: bool
+) -> str:
+    heading = '<h2 title="Jobs of all targets, newest first.">Queue</h2>'
+    if not records:
+        return heading + empty(
+            "No job yet", "Submit one with: cumulo launch examples/job-train.yaml --on local"
+        )
+    head = "".join(f'<th class="{classes}" title="{tip}">{name}</th>' for name, classes, tip in _COLUMNS)
+    body = "".join(_row(one, progress.get(one.job_id), may_cancel) for one in records)
+    return (
+        f'{heading}<table class="plain jobs"><thead><tr>{head}{"<th></th>" if may_cancel else ""}</tr></thead>'
+        f"<tbody>{body}</tbody></table>"
+    )
+
+
+def _row(record: JobRecord, progress: JobProgress | None, may_cancel: bool) -> str:
+    devices = " + ".join(f"{group.count} {group.kind}" for group in record.job.devices)
+    nodes = ", ".join(dict.fromkeys(place.node for place in record.places)) or "–"
+    url = f' <a href="{escape(record.url)}">{escape(record.url)}</a>' if record.url else ""
+    done = "–" if progress is None or progress.steps is None else f"{progress.step:,} of {progress.steps:,}"
+    times = (None, None) if progress is None else (progress.step_s, progress.predicted_step_s)
+    measured, predicted = ("–" if value is None else quantity(value, "s") for value in times)
+    cells = (
+        f'<td><span class="swatch" style="background:{colour(record.job_id)}"></span>'
+        f"<b>{escape(record.job_id)}</b>{url}</td>"
+        f'<td class="wide-only">{escape(record.target)}</td>'
+        f'<td><span class="badge {_BADGES.get(record.state, "")}">{record.state}</span></td>'
+        f'<td class="right num wide-only">{escape(devices)}</td><td class="wide-only">{escape(nodes)}</td>'
+        f'<td class="right num">{done}</td><td class="right num">{measured}</td>'
+        f'<td class="right num wide-only">{predicted}</td><td class="why wide-only">{escape(record.reason)}</td>'
+    )
+    return f"<tr>{cells}{_cancel(record) if may_cancel else ''}</tr>"
+
+
+def _cancel(record: JobRecord) -> str:
+    if record.ended or record.cancel_asked:
+        return "<td></td>"
+    name = escape(record.job_id)
+    button = f"<button aria-label=\"Cancel {name}\" onclick=\"emitEvent('cancel', '{name}')\">Cancel</button>"
+    return f'<td class="actions">{button}</td>'
+
+
+def map_html(records: Sequence[JobRecord], slots: Mapping[str, int]) -> str:
+    """A box for each task on each node, in the colour of its job; `slots`: places of nodes that are known whole."""
+    heading = '<h2 title="Nodes with the tasks that run there, coloured by job.">Cluster map</h2>'
+    tasks: dict[str, list[str]] = {node: [] for node in slots}
+    for record in records:
+        for place in record.places:
+            tasks.setdefault(place.node, []).append(record.job_id)
+    if not tasks:
+        return heading + empty("No node is in use", "Nodes appear here when a job is placed on them.")
+    rows = []
+    for node, jobs in sorted(tasks.items()):
+        boxes = "".join(_box(job) for job in jobs) + _box("") * max(0, slots.get(node, 0) - len(jobs))
+        rows.append(f'<div class="node"><span>{escape(node)}</span><div class="boxes">{boxes}</div></div>')
+    return f'{heading}<div class="cluster-map">{"".join(rows)}</div>'
+
+
+def _box(job_id: str) -> str:
+    if not job_id:
+        return '<i title="free"></i>'
+    return f'<i style="background:{colour(job_id)}" title="{escape(job_id)}"></i>'
+
+
+_WIDTH, _LEFT, _ROW, _TOP = 900.0, 120.0, 22.0, 18.0
+
+
+def timeline_html(records: Sequence[JobRecord], now_s: float) -> str:
+    """Of the last jobs: when they waited (hatched) and ran (coloured)."""
+    heading = '<h2 title="When each job waited and ran.">Timeline</h2>'
+    shown = [record for record in records if record.phases]
+    if not shown:
+        return heading + empty("No job yet", "The waiting and running times of jobs appear here.")
+    begin_s = min(record.phases[0].begin_s for record in shown)
+    span_s = max(now_s - begin_s, 1.0)
+
+    def x(time_s: float) -> float:
+        return _LEFT + (time_s - begin_s) / span_s * (_WIDTH - _LEFT)
+
+    parts = []
+    for number, record in enumerate(shown):
+        y = _TOP + number * _ROW
+        parts.append(text(_LEFT - 6, y + 14, record.job_id, "end", class_="label"))
+        for phase in record.phases:
+            left, right = x(phase.begin_s), x(phase.end_s or (phase.begin_s if record.ended else now_s))
+            runs = phase.state in ("running", "stopping")
+            tip = (
+                f"{record.job_id}: {phase.state} for {quantity((phase.end_s or now_s) - phase.begin_s, 's')}"
+            )
+            parts.append(
+                tag("rect", title(tip), x=left, y=y + (3 if runs else 8), width=max(1.0, right - left),
+                    height=14 if runs else 4, rx=2, fill=colour(record.job_id), opacity=1 if runs else 0.35)
+            )  # fmt: skip
+    height = _TOP + len(shown) * _ROW + 20
+    parts.append(line(_LEFT, height - 16, _WIDTH, height - 16, "axis"))
+    parts.append(text(_LEFT, height - 3, clock_time(begin_s), class_="label"))
+    parts.append(text(_WIDTH, height - 3, clock_time(now_s), "end", class_="label"))
+    drawn = picture(_WIDTH, height, *parts, label="When each job waited and ran", class_="timeline")
+    return heading + drawn
+
+
+def colour(job_id: str) -> str:
+    """Always the same for a job, and legible on light and dark pages."""
+    return f"hsl({crc32(job_id.encode()) * 137 % 360} 55% 50%)"

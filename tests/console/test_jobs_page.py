@@ -1,0 +1,45 @@
+"""The jobs page: queue, cluster map and timeline as HTML, and what a visitor may do."""
+
+from dataclasses import replace
+
+from cumulo.cluster.decide.jobs import TaskPlace
+from cumulo.cluster.job_file import job_from
+from cumulo.cluster.job_progress import JobProgress
+from cumulo.cluster.job_record import JobPhase, JobRecord
+from cumulo.console.jobs.view import colour, job_tiles_html, map_html, queue_html, timeline_html
+
+JOB = job_from({"name": "tiny", "train": {"config": "a.yaml"}, "devices": {"count": 2}})
+RUNS = JobRecord(
+    "tiny-1", "k", "slurm", JOB, "/jobs/tiny-1", "/home", 100.0, state="running", reason="its <whole> gang",
+    places=(TaskPlace("n1"), TaskPlace("n2")),
+    phases=(JobPhase("queued", 100.0, (), 110.0), JobPhase("running", 110.0)),
+)  # fmt: skip
+WAITS = replace(RUNS, job_id="tiny-2", target="local", state="queued", places=(), reason="behind tiny-1",
+                phases=(JobPhase("queued", 105.0),))  # fmt: skip
+
+
+def test_the_queue_shows_why_a_job_waits_and_predicted_next_to_measured_speed() -> None:
+    progress = JobProgress(12, 40, 3.5, step_s=0.131, predicted_step_s=0.1)
+    shown = queue_html([RUNS, WAITS], {"tiny-1": progress}, may_cancel=True)
+    assert "12 of 40" in shown and "131 ms" in shown and "100 ms" in shown
+    assert "its &lt;whole&gt; gang" in shown and "behind tiny-1" in shown
+    assert 'aria-label="Cancel tiny-2"' in shown
+    assert "<button" not in queue_html([RUNS, replace(WAITS, state="done")], {}, may_cancel=False)
+    assert "<button" not in queue_html([replace(RUNS, state="done")], {}, may_cancel=True)
+    assert "No job yet" in queue_html([], {}, may_cancel=True)
+    tiles = job_tiles_html([RUNS, WAITS])
+    assert tiles.count("<b>1<small>") == 2 and tiles.count("<b>0<small>") == 2
+
+
+def test_the_map_colours_tasks_by_job_and_shows_free_slots() -> None:
+    shown = map_html([RUNS, WAITS], {"here": 2})
+    assert shown.count(colour("tiny-1")) == 2 and shown.count('title="free"') == 2
+    assert colour("tiny-1") != colour("tiny-2")
+    assert "No node is in use" in map_html([WAITS], {})
+
+
+def test_the_timeline_draws_waiting_and_running_of_each_job() -> None:
+    shown = timeline_html([RUNS, WAITS], now_s=160.0)
+    assert shown.count("<rect") == 3
+    assert "tiny-1: queued for 10 s" in shown and "tiny-1: running for 50 s" in shown
+    assert "No job yet" in timeline_html([], 0.0)
