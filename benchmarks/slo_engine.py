@@ -17,7 +17,7 @@ from cumulo.base.report import Row, write_json
 from cumulo.engine import engine as engine_module
 from cumulo.engine.config import EngineConfig
 from cumulo.engine.decide.params import SamplingParams
-from cumulo.engine.decide.slo.promises import LEARNING_PROMPTS
+from cumulo.engine.decide.slo.promises import learning_prompts
 from cumulo.engine.engine import Engine
 from cumulo.engine.llm import LLM
 from cumulo.engine.play import runner_torch as runner_module
@@ -132,7 +132,8 @@ def _play(
     with _llm(tokens, slo if promise else None, threads) as llm:
         engine = llm.engine
         if promise:
-            for length in LEARNING_PROMPTS:  # as the server does before it is ready
+            # As the server does before it is ready.
+            for length in learning_prompts(lambda: engine.scheduler.books.promises, llm.max_context):
                 engine.add([300] * length, SamplingParams(max_tokens=3, ignore_eos=True))
                 while engine.has_work:
                     engine.step()

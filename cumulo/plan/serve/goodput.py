@@ -6,7 +6,7 @@ Every request is judged on its own: its TTFT, and that 99% of its tokens came wi
 from dataclasses import dataclass, replace
 
 from cumulo.engine.decide.scheduler import Scheduler
-from cumulo.engine.decide.slo.promises import LEARNING_PROMPTS
+from cumulo.engine.decide.slo.promises import learning_prompts
 from cumulo.engine.simulate.engine import SimulatedEngine
 from cumulo.engine.simulate.run import Arrival, Served
 from cumulo.plan.serve.replica import Replica
@@ -59,7 +59,7 @@ def play_goodput(replica: Replica, traffic: Traffic, slo: Slo, *, promise: bool)
 def _learn(scheduler: Scheduler, replica: Replica) -> None:
     """What a server does before it is ready."""
     engine = SimulatedEngine(scheduler, replica.cost(), step_by_step=True)
-    for tokens in LEARNING_PROMPTS:
+    for tokens in learning_prompts(lambda: scheduler.books.promises, scheduler.config.max_context):
         engine.arrivals.append(Arrival(engine.clock_s, tokens, 3))
         engine.advance(float("inf"))
     scheduler.pool.clear_cache()

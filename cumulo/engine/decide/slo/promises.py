@@ -7,6 +7,7 @@ at the door exactly if all deadlines hold in that order.
 """
 
 from collections import Counter
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from cumulo.engine.decide.plan import StepPlan
@@ -14,12 +15,28 @@ from cumulo.engine.decide.request import Request, Sequence, State
 from cumulo.engine.decide.slo.step_model import StepMix, StepModel
 from cumulo.spec.slo import Slo
 
-LEARNING_PROMPTS = (16, 64, 128, 256)  # tokens; what an engine computes to know its steps before it promises
+# Tokens of prompts that an engine computes to know its steps before it promises, the long ones only if they take no
+# longer than this: long prompts cost more than their tokens say, and short ones do not show it.
+_LEARNING_PROMPTS, _LONG_PROMPTS, _LONGEST_LEARNING_S = (16, 64, 128, 256), (1024, 4096, 16384), 0.5
 _ITL_MARGIN = 0.96  # of the promised ITL: the host's part of a step varies, too
 _STEPS_PER_TTFT = 6  # while nobody decodes a step is bounded by the TTFT that newcomers will want
 _LEAST_TOKENS = 16  # of a prompt in a step, however little is left: prompts always get on
 _LEARNING_TOKENS = 64  # of a step, until the model is known
 _LEARN = 0.05
+
+
+def learning_prompts(promises: "Callable[[], Promises | None]", max_context: int) -> Iterator[int]:
+    """Lengths of prompts to compute, one after the other, before anyone is promised anything."""
+    yield from (min(tokens, max_context // 2) for tokens in _LEARNING_PROMPTS)
+    for tokens in _LONG_PROMPTS:
+        known = promises()
+        if known is None or tokens > max_context // 2:
+            return
+        ttft_s = known.default.ttft_s if known.default is not None else None
+        most_s = _LONGEST_LEARNING_S if ttft_s is None else min(_LONGEST_LEARNING_S, ttft_s / 2)
+        if not known.model.known or known.model.prompt_s(0, tokens) > most_s:
+            return
+        yield tokens
 
 
 class _Planned(NamedTuple):

@@ -12,10 +12,13 @@ from typing import NamedTuple
 
 _DECAY = 0.995  # per step: about the last 200 count
 _RIDGE = 1e-6
+_LEAST_WEIGHT = 0.05  # of a short step, next to one as long as it may be
+_SURPRISE = 0.1  # a step that took so much more or less than expected is learnt from at once
 _KNOWN_AFTER = 8  # steps with prompts
 _WINDOW = 256  # steps whose errors are remembered
 _TRUSTED_AFTER = 32  # long steps; before, they are expected to take
-_CAUTION = 1.2  # times what the model says
+_CAUTION = 1.2  # times what the model says, ...
+_LEAST_CAUTION = 1.05  # ... and later at least times this: a mix that was not seen lately may take longer
 _MOST_ERROR = 1.5  # a machine that stood still says nothing about the next step
 
 
@@ -52,24 +55,27 @@ class StepModel:
         return self._slower
 
     def observe(self, shape: StepMix, seconds: float, aimed_s: float) -> None:
-        """`aimed_s`: how long a step may take. Errors of much shorter ones do not matter."""
+        """`aimed_s`: how long a step may take. Much shorter ones matter little: memory bounds them, and there a few
+        prompt tokens cost next to nothing. Errors of steps in which nobody decodes say nothing about an ITL."""
         if seconds <= 0:
             return
         self._steps += 1
         if self.known and not shape.prompt_tokens and self._steps % 4:
             return  # such steps come by the thousand, one like the other
-        if self.known and seconds > 0.4 * aimed_s and (expected_s := self.seconds(shape)) > 0:
+        expected_s = self.seconds(shape)
+        surprised = self.known and abs(seconds - expected_s) > _SURPRISE * seconds
+        if self.known and shape.rows and seconds > 0.4 * aimed_s and expected_s > 0:
             self._errors.append(min(_MOST_ERROR, seconds / expected_s))
-        features = shape.features()
+        features, weight = shape.features(), min(1.0, max(_LEAST_WEIGHT, seconds / aimed_s))
         for row, one in zip(self._moments, features, strict=True):
-            weighted = one / seconds
+            weighted = weight * one / seconds
             for column, other in enumerate(features):
                 row[column] = _DECAY * row[column] + weighted * other
-            row[_SIZE] = _DECAY * row[_SIZE] + one
+            row[_SIZE] = _DECAY * row[_SIZE] + weight * one
         self._with_prompts += shape.prompt_tokens > 0
-        if self._steps % 8 == 0 or not self.known:
+        if self._steps % 8 == 0 or not self.known or surprised:
             self.weights = _fit(self._moments)
-            least = 1.0 if len(self._errors) >= _TRUSTED_AFTER else _CAUTION
+            least = _LEAST_CAUTION if len(self._errors) >= _TRUSTED_AFTER else _CAUTION
             self._slower = max(least, max(self._errors, default=least))
 
     def seconds(self, shape: StepMix) -> float:
