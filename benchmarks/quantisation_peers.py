@@ -54,8 +54,11 @@ def by_llm_compressor(source: Path, folder: Path, recipe: Recipe, tokens: torch.
     from llmcompressor import oneshot
     from llmcompressor.modifiers.awq import AWQModifier
     from llmcompressor.modifiers.quantization import GPTQModifier
+    from llmcompressor.pipelines.cache import IntermediatesCache
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    if not torch.accelerator.is_available():  # their AWQ pins memory, which torch refuses without an accelerator
+        IntermediatesCache.pin_memory = lambda *_, **__: None
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
     weights = {
         "num_bits": recipe.bits, "type": "int", "symmetric": recipe.symmetric, "strategy": "group",

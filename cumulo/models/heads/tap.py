@@ -23,8 +23,9 @@ class StreamTap:
 
     def take(self, layer: int, stream: Tensor, slots: Tensor) -> None:
         """The stream [tokens, hidden] that enters a layer, and where each token's keys and values lie."""
-        first = self.layers.index(layer) * self._hidden
-        self.kept[slots, first : first + self._hidden] = stream
+        for place, kept in enumerate(self.layers):  # a model of few layers has one in several places
+            if kept == layer:
+                self.kept[slots, place * self._hidden : (place + 1) * self._hidden] = stream
 
     def at(self, slots: Tensor) -> Tensor:
         """[tokens, layers x hidden]."""

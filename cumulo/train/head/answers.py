@@ -151,17 +151,20 @@ def _computed(decoder: Decoder, tokens: NDArray[np.int32]) -> Tensor:
     tap = decoder.tap = StreamTap(eagle_layers(spec.layers), count, spec.hidden, decoder.dtype, device)
     cache = KVCache(spec, 1, count, decoder.dtype, device)
     places = torch.arange(count, device=device)
+    decoder.forward(one_sequence(torch.from_numpy(tokens[:-1].astype(np.int64)).to(device), places), cache)
+    return tap.kept
+
+
+def one_sequence(tokens: Tensor, places: Tensor) -> ForwardBatch:
+    """A step that computes one whole sequence, in a cache of one block."""
 
     def small(*numbers: int) -> Tensor:
-        return torch.tensor(numbers, dtype=torch.int32, device=device)
+        return torch.tensor(numbers, dtype=torch.int32, device=places.device)
 
-    batch = ForwardBatch(
-        token_ids=torch.from_numpy(tokens[:-1].astype(np.int64)).to(device), positions=places, slots=places,
-        query_starts=small(0, count), context_lengths=small(count), block_tables=small(0)[None],
-        logit_rows=places[-1:],
+    return ForwardBatch(
+        token_ids=tokens, positions=places, slots=places, query_starts=small(0, len(places)),
+        context_lengths=small(len(places)), block_tables=small(0)[None], logit_rows=places[-1:],
     )  # fmt: skip
-    decoder.forward(batch, cache)
-    return tap.kept
 
 
 def _read(path: Path) -> list[OwnAnswer]:

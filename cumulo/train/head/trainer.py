@@ -2,7 +2,8 @@
 
 Training is unrolled as drafting is (EAGLE-3's training-time test): the head proposes behind the model's hidden
 state, then behind its own output, and every proposal is trained. A proposal of the second kind attends to what the
-head made of the model's hidden states before its place, and to its own output at its place.
+head made of the model's hidden states before its place, and to its own output at its place. What it learns is the
+model's probabilities there, not only the token that was drawn: few answers say more that way (Hinton et al. 2015).
 """
 
 import json
@@ -21,14 +22,16 @@ from cumulo.engine.assembly import device_kind
 from cumulo.engine.config import EngineConfig
 from cumulo.errors import ConfigError
 from cumulo.models.attention import Attention
+from cumulo.models.batch import KVCache
 from cumulo.models.decoder import Decoder, Layer
 from cumulo.models.files.load import load_model
 from cumulo.models.heads.eagle import EagleHead
 from cumulo.models.heads.files import save_eagle
+from cumulo.models.heads.tap import eagle_layers
 from cumulo.models.linear import Linear
 from cumulo.models.moe import FeedForward
 from cumulo.spec.model import ModelSpec
-from cumulo.train.head.answers import OwnAnswer, make_answers
+from cumulo.train.head.answers import OwnAnswer, make_answers, one_sequence
 from cumulo.train.head.config import HeadConfig
 
 _HELD_OUT = 16  # one answer of so many is not trained on
@@ -54,11 +57,13 @@ class _Example:
     stream: Tensor  # [n, features]: places 0 .. n - 1
     tokens: Tensor  # [n + unroll + 1]: of places 0 ..
     first: int  # places before it lie in the prompt: not trained
+    teacher: Tensor  # [n, hidden]: the model's last hidden states, normed, which say what it expects behind them
 
 
 class HeadTrainer:
     def __init__(self, config: HeadConfig, tell: Tell) -> None:
         self.config, self.tell = config, tell
+        self._taught_rows: Tensor | None = None
         torch.manual_seed(config.seed)
 
     def run(self) -> HeadResult:
@@ -72,8 +77,11 @@ class HeadTrainer:
         if config.threads is not None:
             torch.set_num_threads(config.threads)
         head = new_head(config, decoder, answers).to(device)
-        examples = [_example(answer, config.unroll, device) for answer in answers]
-        examples = [one for one in examples if len(one.stream) > one.first + 1]
+        examples = []
+        for number, answer in enumerate(answers, 1):
+            examples.append(_example(answer, decoder, config.unroll, device))
+            self.tell("the model's probabilities", number, len(answers))
+        examples = [one for one in examples if len(one.stream) > one.first + config.unroll + 1]
         held_out, trained = examples[::_HELD_OUT], [e for i, e in enumerate(examples) if i % _HELD_OUT]
         loss = self._train(head, decoder, trained)
         accuracy = self.accuracy(head, decoder, held_out)
@@ -101,7 +109,7 @@ class HeadTrainer:
             for group in optimizer.param_groups:
                 group["lr"] = max(rate, 0.05 * config.learning_rate * warm)
             batch = next(batches)
-            places = sum(len(one.stream) - one.first for one in batch) * config.unroll
+            places = sum(map(self._trained, batch)) * config.unroll
             total = 0.0
             for example in batch:
                 losses = torch.stack([loss.sum() for loss, _ in self.unrolled(head, decoder, example)])
@@ -124,9 +132,7 @@ class HeadTrainer:
         right = np.zeros(self.config.unroll)
         tried = np.zeros(self.config.unroll)
         for example in examples:
-            reached = torch.ones(
-                len(example.stream) - example.first, dtype=torch.bool, device=example.stream.device
-            )
+            reached = torch.ones(self._trained(example), dtype=torch.bool, device=example.stream.device)
             for index, (_, hits) in enumerate(self.unrolled(head, decoder, example)):
                 tried[index] += int(reached.sum())
                 reached &= hits
@@ -137,8 +143,12 @@ class HeadTrainer:
         self, head: EagleHead, decoder: Decoder, example: _Example
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """By proposal: losses and whether it was right, at the places that are trained."""
-        n, first = len(example.stream), example.first
+        n, first, trained = len(example.stream), example.first, self._trained(example)
         number_of = _numbers(head)
+        rows = self._teacher_rows(head, decoder)
+        taught = F.linear(example.teacher[first + 1 :].to(head.dtype), rows).softmax(dim=-1)
+        # A proposal is the likeliest token, so that one counts for as much as all of them.
+        taught = 0.5 * taught + 0.5 * F.one_hot(taught.argmax(dim=-1), len(rows))
         stream = head.fc(example.stream.to(head.dtype))
         keys: list[Tensor] = []
         values: list[Tensor] = []
@@ -150,10 +160,21 @@ class HeadTrainer:
             values.append(value)
             mixed = _attend(rotation.apply(query), keys, values, head.spec)
             stream = head.rest(stream, mixed.flatten(1))
-            logits = head.logits(stream[first:])
-            wanted = number_of[example.tokens[ahead + 2 + first : ahead + 2 + n]]
-            loss = F.cross_entropy(logits, wanted.clamp(min=0), reduction="none") * (wanted >= 0)
+            logits = head.logits(stream[first : first + trained])
+            wanted = number_of[example.tokens[first + 2 + ahead :][:trained]]
+            loss = F.cross_entropy(logits, taught[ahead : ahead + trained], reduction="none") * (wanted >= 0)
             yield loss, logits.argmax(dim=-1) == wanted
+
+    def _trained(self, example: _Example) -> int:
+        """Places behind which the model's probabilities are known as far as proposals go."""
+        return len(example.stream) - self.config.unroll - example.first
+
+    def _teacher_rows(self, head: EagleHead, decoder: Decoder) -> Tensor:
+        """Of the model's last matrix, those of the tokens that the head knows."""
+        if self._taught_rows is None:
+            last = decoder.embed if decoder.spec.tied_embeddings else decoder.head
+            self._taught_rows = last.rows(head.token_of.to(head.head.weight.device)).to(head.dtype)
+        return self._taught_rows
 
 
 def _attend(query: Tensor, keys: list[Tensor], values: list[Tensor], spec: ModelSpec) -> Tensor:
@@ -180,14 +201,29 @@ def _numbers(head: EagleHead) -> Tensor:
     return numbers
 
 
-def _example(answer: OwnAnswer, unroll: int, device: str) -> _Example:
+def _example(answer: OwnAnswer, decoder: Decoder, unroll: int, device: str) -> _Example:
     places = min(len(answer.stream), len(answer.tokens) - unroll - 1)
+    stream = torch.from_numpy(answer.stream[:places]).to(device)
     # At place p the token p + 2 is proposed: the first that is an answer's follows the prompt.
     return _Example(
-        torch.from_numpy(answer.stream[:places]).to(device),
+        stream,
         torch.from_numpy(answer.tokens.astype(np.int64)).to(device),
         max(0, answer.prompt_length - 2),
+        _last_states(decoder, stream).to(torch.float16),
     )
+
+
+@torch.inference_mode()
+def _last_states(decoder: Decoder, stream: Tensor) -> Tensor:
+    """The model's last hidden states, normed, from those that enter the highest tapped layer."""
+    spec, places = decoder.spec, torch.arange(len(stream), device=stream.device)
+    cache = KVCache(spec, 1, len(stream), decoder.dtype, stream.device)
+    batch = one_sequence(places, places)
+    state, rotation = stream[:, -spec.hidden :].to(decoder.dtype), decoder.rotary.rotation_at(places)
+    for layer in decoder.layers[eagle_layers(spec.layers)[-1] :]:
+        state = layer(state, rotation, batch, cache)
+    hidden: Tensor = decoder.final_norm(state)
+    return hidden
 
 
 def _batches(examples: list[_Example], config: HeadConfig) -> Iterator[list[_Example]]:
@@ -234,6 +270,8 @@ def new_head(config: HeadConfig, decoder: Decoder, answers: list[OwnAnswer]) -> 
         ):  # fmt: skip
             norm.weight.copy_(like.weight)
         head.token_norm.weight.fill_(1.0)
+        # What it begins with foresees the token that is known already: it should not be so sure of that.
+        head.final_norm.weight.mul_(0.3)
     head.rotary.serve(spec.max_context)
     return head
 
