@@ -42,6 +42,17 @@ def launch(
     wait: Annotated[
         bool, typer.Option("--wait", help="Wait until the job has ended; fail if it fails.")
     ] = False,
+    out_folder: Annotated[
+        Path | None,
+        typer.Option(
+            "--out",
+            metavar="DIR",
+            help="With --on kubernetes: write the manifests there, and submit nothing.",
+        ),
+    ] = None,
+    form: Annotated[
+        str, typer.Option("--format", help="With --out: yaml, kustomize or helm.", metavar="FORMAT")
+    ] = "yaml",
     store: StoreOption = None,
 ) -> None:
     """Submit a job: what to train or serve, on how many of which devices. It survives this command."""
@@ -60,6 +71,14 @@ def launch(
     if target is None:
         raise ConfigError(f"--on cannot be {on}{did_you_mean(on, TARGETS)}")
     job = read_job(job_file)
+    if out_folder is not None:
+        if target != "kubernetes":
+            raise ConfigError(f"--out writes manifests, so it needs --on kubernetes, not --on {target}")
+        from cumulo.cluster.drivers.kubernetes.writing import write_manifests
+
+        for path in write_manifests(job, out_folder, form):
+            out.print(str(path), markup=False, soft_wrap=True)
+        return
     if dry_run:
         out.print(
             launching.explain(job, target, JobStore(store or default_store())), markup=False, soft_wrap=True

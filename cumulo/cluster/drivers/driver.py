@@ -40,4 +40,6 @@ def driver_for(target: Target, store: JobStore) -> Driver:
         from cumulo.cluster.drivers.ray import RayDriver
 
         return RayDriver()
-    raise CumuloError(f"jobs cannot be launched on {target} yet: choose local, ray or slurm")
+    from cumulo.cluster.drivers.kubernetes.driver import KubernetesDriver
+
+    return KubernetesDriver()

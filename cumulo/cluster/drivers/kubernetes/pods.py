@@ -3,7 +3,7 @@ ask for. Read by the checks.
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,13 +70,19 @@ class PodSpec:
                 for text in one.get(key) or ()
                 for word in str(text).split()
             ]
-            for number, word in enumerate(words):
-                option, _, value = word.partition("=")
-                if _PARALLEL[name].match(option):
-                    value = value or (words[number + 1] if number + 1 < len(words) else "")
-                    if value.isdigit():
-                        return int(value)
+            value = option_value(words, name)
+            if value is not None and value.isdigit():
+                return int(value)
         return 1
+
+
+def option_value(words: Sequence[str], name: str) -> str | None:
+    """The value of --tp or --pp, by any of its names."""
+    for number, word in enumerate(words):
+        option, _, value = word.partition("=")
+        if _PARALLEL[name].match(option):
+            return value or (words[number + 1] if number + 1 < len(words) else "")
+    return None
 
 
 def quantity(value: Any) -> float | None:

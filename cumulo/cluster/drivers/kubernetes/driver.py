@@ -1,0 +1,152 @@
+"""KubernetesDriver: submits a job's manifests with kubectl, and reads back how the job is. `cumulo launch --on
+kubernetes` uses it.
+
+Objects have the job's name, so a second submission changes nothing. Without kubectl, `--out` writes the files.
+"""
+
+import json
+import re
+import shutil
+import subprocess
+from typing import Any
+
+from cumulo.cluster.drivers.driver import Facts, TargetLost
+from cumulo.cluster.drivers.kubernetes.manifests import FILL_IN, job_manifests
+from cumulo.cluster.drivers.kubernetes.pod_template import Body
+from cumulo.cluster.drivers.kubernetes.writing import as_yaml
+from cumulo.cluster.job_record import JobRecord
+from cumulo.errors import ConfigError
+
+_RESOURCES = {  # of the object that is the job: kind and group, as kubectl names them
+    "Job": "jobs.batch", "Deployment": "deployments.apps", "LeaderWorkerSet":
+    "leaderworkersets.leaderworkerset.x-k8s.io", "RayJob": "rayjobs.ray.io", "RayService": "rayservices.ray.io",
+}  # fmt: skip
+_PATIENCE_S = 60.0
+_LOST = re.compile(
+    r"connection refused|no such host|i/o timeout|unable to connect|timed out|eof|service unavailable", re.I
+)
+_IDENTITY = re.compile(r"unauthorized|must be logged in|forbidden|expired|certificate", re.I)
+
+
+class KubernetesDriver:
+    def explain(self, record: JobRecord) -> str:
+        return as_yaml(job_manifests(record.job))
+
+    def submit(self, record: JobRecord) -> Facts:
+        bodies = job_manifests(record.job)
+        for body in bodies:
+            if body["kind"] == "Secret" and FILL_IN in body["stringData"].values():
+                raise ConfigError(
+                    f"the Secret {body['metadata']['name']} has values to fill in: create a Secret with them "
+                    "(kubectl create secret generic), and name it in the job file under kubernetes.secret"
+                )
+        self._call("apply", "--server-side", "--field-manager=cumulo", "-f", "-", text=as_yaml(bodies))
+        body = _work(bodies)
+        return {
+            "handle": f"{_resource(body)}/{body['metadata']['name']}",
+            "state": "queued",
+            "reason": "submitted",
+        }
+
+    def look(self, record: JobRecord) -> Facts:
+        namespace = f"--namespace={record.job.kubernetes.namespace}"
+        printed = self._call("get", record.handle, namespace, "--output=json", "--ignore-not-found")
+        if not printed.strip():
+            return {"state": "cancelled", "reason": f"{record.handle} is no longer in the cluster"}
+        return facts_of(json.loads(printed))
+
+    def cancel(self, record: JobRecord) -> Facts:
+        text = as_yaml([body for body in job_manifests(record.job) if not _is_shared(body)])
+        self._call("delete", "--ignore-not-found", "--wait=false", "-f", "-", text=text)
+        return {"state": "cancelled", "reason": "cancelled by its user"}
+
+    def _call(self, *words: str, text: str = "") -> str:
+        program = shutil.which("kubectl")
+        if program is None:
+            raise ConfigError(
+                "kubectl is not installed here: write the manifests with --out DIR, and apply them where it is"
+            )
+        try:
+            done = subprocess.run(
+                [program, *words],
+                input=text,
+                capture_output=True,
+                text=True,
+                timeout=_PATIENCE_S,
+                check=False,
+            )
+        except subprocess.TimeoutExpired as error:
+            raise TargetLost(
+                f"the cluster did not answer kubectl {words[0]} within {_PATIENCE_S:.0f} s"
+            ) from error
+        if done.returncode == 0:
+            return done.stdout
+        message = " ".join(done.stderr.split())
+        if _IDENTITY.search(message):
+            raise ConfigError(
+                f"the cluster does not accept this account: {message}; log in again (kubectl auth whoami)"
+            )
+        if _LOST.search(message):
+            raise TargetLost(f"the cluster does not answer: {message}")
+        raise ConfigError(f"kubectl {words[0]}: {message}")
+
+
+def facts_of(body: Body) -> Facts:
+    """Where a job is, from the status of its object."""
+    status: dict[str, Any] = body.get("status") or {}
+    kind, group = body["kind"], body["apiVersion"].rpartition("/")[0]
+    if kind == "Job" and group == "batch.volcano.sh":
+        phase = (status.get("state") or {}).get("phase", "Pending")
+        states = {
+            "Running": "running", "Completed": "done", "Failed": "failed", "Aborted": "cancelled",
+            "Terminated": "failed", "Restarting": "queued", "Completing": "running",
+        }  # fmt: skip
+        why = (status.get("state") or {}).get("message") or f"Volcano says {phase}"
+        return {"state": states.get(phase, "queued"), "reason": why}
+    if kind == "Job":
+        return _of_job(body, status)
+    if kind == "RayJob":
+        said = str(status.get("jobStatus") or status.get("jobDeploymentStatus") or "PENDING")
+        states = {"RUNNING": "running", "SUCCEEDED": "done", "FAILED": "failed", "STOPPED": "cancelled"}
+        return {
+            "state": states.get(said, "queued"),
+            "reason": status.get("message") or f"KubeRay says {said}",
+        }
+    ready = int(status.get("readyReplicas") or status.get("numServeEndpoints") or 0)
+    wanted = int((body.get("spec") or {}).get("replicas") or 1)
+    if ready:
+        return {"state": "running", "reason": f"{ready} of {wanted} replicas are ready"}
+    messages = [
+        str(one["message"])
+        for one in status.get("conditions") or ()
+        if one.get("status") != "True" and one.get("message")
+    ]
+    return {"state": "queued", "reason": "; ".join(messages) or "no replica is ready yet"}
+
+
+def _of_job(body: Body, status: dict[str, Any]) -> Facts:
+    true = {one["type"]: one for one in status.get("conditions") or () if one.get("status") == "True"}
+    if "Complete" in true:
+        return {"state": "done", "reason": "all pods ended well"}
+    if "Failed" in true:
+        return {"state": "failed", "reason": str(true["Failed"].get("message") or "its pods failed")}
+    if (body.get("spec") or {}).get("suspend"):
+        return {"state": "queued", "reason": "its queue has not admitted it yet"}
+    if status.get("active"):
+        return {"state": "running", "reason": f"{status['active']} pods are active"}
+    return {"state": "queued", "reason": "its pods have not been created yet"}
+
+
+def _work(bodies: list[Body]) -> Body:
+    return next(body for body in bodies if body["kind"] in _RESOURCES)
+
+
+def _resource(body: Body) -> str:
+    if body["kind"] == "Job" and body["apiVersion"].startswith("batch.volcano.sh"):
+        return "jobs.batch.volcano.sh"
+    return _RESOURCES[body["kind"]]
+
+
+def _is_shared(body: Body) -> bool:
+    """Queues and the network's shape serve other jobs, too."""
+    return body["kind"] in ("Queue", "HyperNode", "ClusterQueue", "LocalQueue", "ResourceFlavor", "Topology")

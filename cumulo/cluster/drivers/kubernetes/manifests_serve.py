@@ -1,0 +1,320 @@
+"""Manifests of a service: replicas on one node (Deployment) or over several (LeaderWorkerSet), prefill and decode
+apart, KubeRay's RayService; with Service, probes, autoscaler, disruption budget and monitor. Called by
+`job_manifests`.
+"""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import yaml
+
+from cumulo.base.strict import build
+from cumulo.cluster.drivers.kubernetes.manifests_train import ray_cluster
+from cumulo.cluster.drivers.kubernetes.pod_template import (
+    DATA,
+    DRAIN_S,
+    KEYS,
+    PORT,
+    RANK_PORT,
+    TRANSFER_PORT,
+    Body,
+    fleet_key,
+    labels_of,
+    metadata,
+    pod_template,
+)
+from cumulo.cluster.drivers.kubernetes.pods import option_value
+from cumulo.cluster.drivers.kubernetes.queues import kueue_queues, queue_name, volcano_queue
+from cumulo.cluster.drivers.kubernetes.scaling import autoscaler
+from cumulo.cluster.job_file import JobFile, ServeWork
+from cumulo.errors import ConfigError
+from cumulo.plan.serve.plan_file import ServePlanFile
+
+
+@dataclass(frozen=True, slots=True)
+class ServedShape:
+    """How replicas are divided, from the plan or the options."""
+
+    tp: int
+    pp: int
+    replicas: int
+    prefill: int  # engines that only compute prompts
+
+    @property
+    def ranks(self) -> int:
+        return self.tp * self.pp
+
+
+def shape_of(job: JobFile) -> ServedShape:
+    serve = job.serve
+    assert serve is not None
+    if serve.plan is not None:
+        plan = build(ServePlanFile, yaml.safe_load(Path(serve.plan).read_text("utf-8")), serve.plan)
+        shape = ServedShape(plan.tp, plan.pp, plan.decode or plan.replicas, plan.prefill)
+    else:
+        tp, pp = (int(option_value(serve.options, name) or 1) for name in ("tp", "pp"))
+        shape = ServedShape(tp, pp, serve.replicas, 0)
+    if serve.replicas > 1:
+        shape = replace(shape, replicas=serve.replicas)
+    _check(job, shape)
+    return shape
+
+
+def _check(job: JobFile, shape: ServedShape) -> None:
+    group, node = job.devices[0], job.kubernetes.node_gpus
+    if group.on_cpu:
+        return
+    wanted = shape.ranks * (shape.replicas + shape.prefill)
+    if group.count != wanted:
+        what = f"{shape.replicas + shape.prefill} engines with tp={shape.tp}, pp={shape.pp} need {wanted}"
+        half = f": one {node}-GPU node is partly used" if group.count % node else ""
+        raise ConfigError(
+            f"{job.name} asks for {group.count} GPUs and {what}{half}; set devices.count to {wanted}"
+        )
+    if shape.ranks > node and shape.ranks % node:
+        raise ConfigError(
+            f"{job.name}: a replica with tp={shape.tp}, pp={shape.pp} has {shape.ranks} ranks, no multiple of "
+            f"the {node} GPUs of a node: its last node is partly used; change tp or pp"
+        )
+    if shape.tp > node:
+        raise ConfigError(f"{job.name}: tp={shape.tp} crosses nodes of {node} GPUs; use pp for that")
+
+
+def serve_manifests(job: JobFile) -> list[Body]:
+    shape = shape_of(job)
+    on_gpu = not job.devices[0].on_cpu
+    if job.kubernetes.scheduler == "ray":
+        return _ray(job, shape, on_gpu)
+    queues = volcano_queue(job) if job.kubernetes.scheduler == "volcano" else []
+    queues = kueue_queues(job) if job.kubernetes.scheduler == "kueue" else queues
+    workloads: list[Body]
+    if on_gpu and shape.ranks > job.kubernetes.node_gpus:
+        workloads = _leader_worker(job, shape)
+    elif shape.prefill:
+        workloads = [*_prefill(job, shape, on_gpu), _deployment(job, shape, on_gpu, "decode")]
+    else:
+        workloads = [_deployment(job, shape, on_gpu, "")]
+    return [*queues, *workloads, *_around(job, workloads[-1])]
+
+
+def server_command(job: JobFile, shape: ServedShape, *more: str) -> list[str]:
+    serve = job.serve
+    assert serve is not None
+    options = list(serve.options)
+    for name, value in (("tp", shape.tp), ("pp", shape.pp)):
+        if value > 1 and option_value(options, name) is None:
+            options += [f"--{name}", str(value)]
+    model = [model_path(job, serve)] if model_path(job, serve) else []
+    keys = ["--api-keys", f"{KEYS}/api-keys"] if job.kubernetes.api_keys else []
+    return [
+        "cumulo", "serve", *model, "--host", "0.0.0.0", "--port", str(PORT), "--allow-host", "*",
+        "--drain-timeout", str(DRAIN_S), "--no-console", *keys, *options, *more,
+    ]  # fmt: skip
+
+
+def model_path(job: JobFile, serve: ServeWork) -> str:
+    """A folder of this machine is on the volume in the cluster."""
+    model = serve.model
+    if serve.plan is not None:
+        model = yaml.safe_load(Path(serve.plan).read_text("utf-8")).get("model")
+    if model and Path(model).is_absolute():
+        return f"{DATA}/models/{Path(model).name}" if job.kubernetes.claim else model
+    return model or ""
+
+
+def _admission(job: JobFile, body: Body) -> Body:
+    if job.kubernetes.scheduler == "kueue":
+        body["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] = queue_name(job)
+    return body
+
+
+def _deployment(job: JobFile, shape: ServedShape, on_gpu: bool, part: str) -> Body:
+    more: list[str] = []
+    if part == "decode":
+        more = ["--role", "decode"]
+        for number in range(shape.prefill):
+            peer = f"{job.name}-prefill-{number}.{job.name}-prefill"
+            more += ["--prefill-engine", f"tcp:{peer}:{TRANSFER_PORT}"]
+    gpus = shape.ranks if on_gpu else 0
+    many = bool(part)
+    template = pod_template(
+        job, server_command(job, shape, *more), gpus, part=part, serves=True, many_nodes=many
+    )
+    if job.kubernetes.scheduler == "volcano":
+        template["spec"]["schedulerName"] = "volcano"
+        template["metadata"]["annotations"] = {"scheduling.volcano.sh/queue-name": queue_name(job)}
+    spec: Body = {
+        "replicas": shape.replicas,
+        "selector": {"matchLabels": labels_of(job, part)},
+        # A new pod is up before an old one goes, where there are GPUs for it; never one fewer than asked for.
+        "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0}},
+        "template": template,
+    }
+    body: Body = {
+        "apiVersion": "apps/v1",
+        "kind": "Deployment",
+        "metadata": metadata(job, part),
+        "spec": spec,
+    }
+    return _admission(job, body)
+
+
+def _prefill(job: JobFile, shape: ServedShape, on_gpu: bool) -> list[Body]:
+    """Prefill engines have names that decode engines order prompts from."""
+    name, gpus = f"{job.name}-prefill", shape.ranks if on_gpu else 0
+    command = server_command(
+        job, shape, "--role", "prefill", "--transfer-address", f"tcp:0.0.0.0:{TRANSFER_PORT}"
+    )
+    port = {"name": "transfer", "containerPort": TRANSFER_PORT}
+    template = pod_template(job, command, gpus, part="prefill", serves=True, many_nodes=True, ports=[port])
+    service: Body = {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": metadata(job, "prefill"),
+        "spec": {
+            "clusterIP": "None",
+            "selector": labels_of(job, "prefill"),
+            "ports": [{"name": "transfer", "port": TRANSFER_PORT, "targetPort": "transfer"}],
+        },
+    }
+    spec: Body = {
+        "replicas": shape.prefill,
+        "serviceName": name,
+        "podManagementPolicy": "Parallel",
+        "selector": {"matchLabels": labels_of(job, "prefill")},
+        "template": template,
+    }
+    body: Body = {
+        "apiVersion": "apps/v1",
+        "kind": "StatefulSet",
+        "metadata": metadata(job, "prefill"),
+        "spec": spec,
+    }
+    return [service, _admission(job, body)]
+
+
+def _leader_worker(job: JobFile, shape: ServedShape) -> list[Body]:
+    """A replica over several nodes: the leader has the server and the first ranks, workers have the others."""
+    each = job.kubernetes.node_gpus
+    size = shape.ranks // each
+    address = f"$(LWS_LEADER_ADDRESS):{RANK_PORT}"
+    port = {"name": "ranks", "containerPort": RANK_PORT}
+    leads = server_command(job, shape, "--remote-ranks", str(shape.ranks - each), "--rank-address", address)
+    works = server_command(job, shape, "--rank-of", address)
+    leader = pod_template(job, leads, each, serves=True, many_nodes=True, ports=[port])
+    worker = pod_template(job, works, each, part="worker", many_nodes=True)
+    group: Body = {
+        "size": size,
+        "restartPolicy": "RecreateGroupOnPodRestart",
+        "leaderTemplate": leader,
+        "workerTemplate": worker,
+    }
+    made: Body = {
+        "apiVersion": "leaderworkerset.x-k8s.io/v1",
+        "kind": "LeaderWorkerSet",
+        "metadata": metadata(job),
+        "spec": {
+            "replicas": shape.replicas,
+            "startupPolicy": "LeaderCreated",
+            "rolloutStrategy": {
+                "type": "RollingUpdate",
+                "rollingUpdateConfiguration": {"maxUnavailable": 1, "maxSurge": 0},
+            },
+            "leaderWorkerTemplate": group,
+        },
+    }
+    if job.kubernetes.scheduler != "volcano":
+        return [_admission(job, made)]
+    for template in (leader, worker):
+        template["spec"]["schedulerName"] = "volcano"
+        template["metadata"]["annotations"] = {"scheduling.k8s.io/group-name": job.name}
+    gang: Body = {
+        "apiVersion": "scheduling.volcano.sh/v1beta1",
+        "kind": "PodGroup",
+        "metadata": metadata(job),
+        "spec": {"minMember": size, "queue": queue_name(job)},  # one whole replica, or none
+    }
+    if job.kubernetes.leafs:
+        gang["spec"]["networkTopology"] = {"mode": "soft", "highestTierAllowed": 1}
+    return [gang, made]
+
+
+def _ray(job: JobFile, shape: ServedShape, on_gpu: bool) -> list[Body]:
+    """The applications that `cumulo launch --on ray` deploys, for KubeRay to keep."""
+    serve = job.serve
+    assert serve is not None
+    low = shape.replicas if serve.min_replicas is None else max(1, serve.min_replicas)
+    high = shape.replicas if serve.max_replicas is None else serve.max_replicas
+    gpus = shape.ranks if on_gpu else 0
+    options = list(serve.options)
+    if shape.tp > 1 and option_value(options, "tp") is None:
+        options += ["--tp", str(shape.tp)]
+    entry = "cumulo.cluster.drivers.kubernetes.ray_entry"
+    model = model_path(job, serve)
+    arguments = [*([model] if model else []), *options]
+    apps = [
+        {
+            "name": "front",
+            "route_prefix": "/",
+            "import_path": f"{entry}:front",
+            "args": {"router": "prefix-aware"},
+        },
+        {
+            "name": "engines",
+            "route_prefix": None,
+            "import_path": f"{entry}:engines",
+            "args": {"arguments": arguments, "gpus": gpus, "replicas": shape.replicas},
+        },
+    ]
+    spec: Body = {
+        "serveConfigV2": yaml.safe_dump({"applications": apps}, sort_keys=False),
+        "rayClusterConfig": ray_cluster(job, shape.replicas, gpus, low, high),
+    }
+    for group in (spec["rayClusterConfig"]["headGroupSpec"], *spec["rayClusterConfig"]["workerGroupSpecs"]):
+        group["template"]["spec"]["containers"][0]["env"] += fleet_key(job)
+    return [{"apiVersion": "ray.io/v1", "kind": "RayService", "metadata": metadata(job), "spec": spec}]
+
+
+def _around(job: JobFile, workload: Body) -> list[Body]:
+    """What stands next to the pods that answer."""
+    serve, part = job.serve, "decode" if workload["metadata"]["name"].endswith("-decode") else ""
+    assert serve is not None
+    selected = labels_of(job, part)
+    service: Body = {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": metadata(job),
+        "spec": {"selector": selected, "ports": [{"name": "http", "port": 80, "targetPort": "http"}]},
+    }
+    budget: Body = {
+        "apiVersion": "policy/v1",
+        "kind": "PodDisruptionBudget",
+        "metadata": metadata(job),
+        "spec": {"maxUnavailable": 1, "selector": {"matchLabels": selected}},
+    }
+    made = [service, budget]
+    if job.kubernetes.monitor:
+        endpoint = {"port": "http", "path": "/metrics", "interval": "15s"}
+        chosen = {"matchLabels": labels_of(job)}
+        made.append(
+            {
+                "apiVersion": "monitoring.coreos.com/v1",
+                "kind": "ServiceMonitor",
+                "metadata": metadata(job),
+                "spec": {"selector": chosen, "endpoints": [endpoint]},
+            }
+        )
+    if job.kubernetes.inference_pool:
+        made.append(
+            {
+                "apiVersion": "inference.networking.k8s.io/v1",
+                "kind": "InferencePool",
+                "metadata": metadata(job),
+                "spec": {
+                    "selector": {"matchLabels": selected},
+                    "targetPorts": [{"number": PORT}],
+                    "endpointPickerRef": {"name": job.name, "port": {"number": 80}},
+                },
+            }
+        )
+    return [*made, *autoscaler(job, workload)]

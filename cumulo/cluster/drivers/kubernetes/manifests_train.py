@@ -1,0 +1,178 @@
+"""Manifests of a training job: a gang of nodes under Volcano, Kueue, KubeRay or Kubernetes alone. Called by
+`job_manifests`.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from cumulo.cluster.drivers.kubernetes.pod_template import (
+    CONFIG,
+    DATA,
+    MASTER_PORT,
+    Body,
+    labels_of,
+    metadata,
+    pod_template,
+)
+from cumulo.cluster.drivers.kubernetes.queues import hypernodes, kueue_queues, queue_name, volcano_queue
+from cumulo.cluster.job_file import JobFile, seconds
+from cumulo.errors import ConfigError
+
+
+def train_manifests(job: JobFile) -> list[Body]:
+    makers = {"volcano": _volcano, "kueue": _kueue, "ray": _ray, "none": _plain}
+    return makers[job.kubernetes.scheduler](job)
+
+
+def nodes_of(job: JobFile) -> tuple[int, int]:
+    """How many pods, and the GPUs of each; cores count as no GPUs."""
+    group = job.devices[0]
+    if len(job.devices) > 1:
+        raise ConfigError(f"{job.name} asks for several kinds of devices; on Kubernetes a job has one kind")
+    if group.on_cpu:
+        return group.tasks, 0
+    each = group.per_node or min(group.count, job.kubernetes.node_gpus)
+    if group.count % each:
+        raise ConfigError(
+            f"{job.name} asks for {group.count} GPUs on {job.kubernetes.node_gpus}-GPU nodes: one node is partly "
+            f"used; ask for a multiple of {each}, or set devices.per_node to a divisor of {group.count}"
+        )
+    return group.count // each, each
+
+
+def train_command(job: JobFile, nodes: int, ranks: int, master: str, node_rank: str) -> list[str]:
+    train = job.train
+    assert train is not None
+    folder = f"{DATA}/runs/{job.name}" if job.kubernetes.claim else f"/tmp/{job.name}"
+    work = [
+        "-m", "cumulo", "train", f"{CONFIG}/{Path(str(train.source)).name}", "--folder", folder, "--resume",
+        *train.options,
+    ]  # fmt: skip
+    if nodes * ranks == 1:
+        return ["python", *work]
+    if nodes == 1:
+        start = ["--standalone", f"--nproc-per-node={ranks}"]
+    else:
+        start = [
+            f"--nnodes={nodes}", f"--nproc-per-node={ranks}", f"--node-rank={node_rank}",
+            f"--master-addr={master}", f"--master-port={MASTER_PORT}", f"--max-restarts={job.restart.most}",
+        ]  # fmt: skip
+    return ["python", "-m", "torch.distributed.run", *start, *work]
+
+
+def _template(job: JobFile, master: str, node_rank: str, **more: Any) -> tuple[int, Body]:
+    nodes, gpus = nodes_of(job)
+    ranks = gpus or job.devices[0].each
+    ports = [{"name": "master", "containerPort": MASTER_PORT}] if nodes > 1 else []
+    command = train_command(job, nodes, ranks, master, node_rank)
+    return nodes, pod_template(job, command, gpus, many_nodes=nodes > 1, ports=ports, **more)
+
+
+def _volcano(job: JobFile) -> list[Body]:
+    """Volcano gives pods stable names (plugin svc) and their index (plugin env)."""
+    nodes, template = _template(job, f"{job.name}-node-0.{job.name}", "$(VC_TASK_INDEX)", restart="OnFailure")
+    spec: Body = {
+        "schedulerName": "volcano",
+        "queue": queue_name(job),
+        "minAvailable": nodes if job.elastic is None else max(1, job.elastic.min // job.devices[0].each),
+        "maxRetry": job.restart.most,
+        "plugins": {"svc": [], "env": []},
+        "policies": [
+            {"event": "PodEvicted", "action": "RestartJob"},
+            {"event": "PodFailed", "action": "RestartJob"},
+            {"event": "TaskCompleted", "action": "CompleteJob"},
+        ],
+        "tasks": [{"name": "node", "replicas": nodes, "template": template}],
+    }
+    if job.kubernetes.leafs:
+        spec["networkTopology"] = {"mode": "soft", "highestTierAllowed": 1}
+    made: Body = {
+        "apiVersion": "batch.volcano.sh/v1alpha1",
+        "kind": "Job",
+        "metadata": metadata(job),
+        "spec": spec,
+    }
+    return [*volcano_queue(job), *hypernodes(job), made]
+
+
+def _indexed_job(job: JobFile) -> tuple[Body, Body]:
+    """A Job whose pods know their index, and the Service that gives them names."""
+    rank = "$(JOB_COMPLETION_INDEX)"
+    nodes, template = _template(job, f"{job.name}-0.{job.name}", rank, restart="Never")
+    template["spec"]["subdomain"] = job.name
+    spec: Body = {
+        "completionMode": "Indexed",
+        "completions": nodes,
+        "parallelism": nodes,
+        "backoffLimit": job.restart.most * nodes,
+        "template": template,
+    }
+    if job.time_limit is not None:
+        spec["activeDeadlineSeconds"] = int(seconds(job.time_limit, "time_limit"))
+    service: Body = {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": metadata(job),
+        "spec": {
+            "clusterIP": "None",
+            "publishNotReadyAddresses": True,
+            "selector": labels_of(job),
+            "ports": [{"name": "master", "port": MASTER_PORT}],
+        },
+    }
+    return {"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata(job), "spec": spec}, service
+
+
+def _plain(job: JobFile) -> list[Body]:
+    made, service = _indexed_job(job)
+    return [service, made] if made["spec"]["completions"] > 1 else [made]
+
+
+def _kueue(job: JobFile) -> list[Body]:
+    """Kueue starts the suspended job when all its pods have a place."""
+    made, service = _indexed_job(job)
+    made["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] = queue_name(job)
+    made["spec"]["suspend"] = True
+    if job.kubernetes.leafs:
+        wanted = {"kueue.x-k8s.io/podset-preferred-topology": job.kubernetes.leaf_label}
+        made["spec"]["template"]["metadata"]["annotations"] = wanted
+    services = [service] if made["spec"]["completions"] > 1 else []
+    return [*kueue_queues(job), *services, made]
+
+
+def _ray(job: JobFile) -> list[Body]:
+    """A Ray cluster of the job's own, which ends with it. Inside, Cumulo's Ray driver places the ranks."""
+    nodes, gpus = nodes_of(job)
+    spec: Body = {
+        "entrypoint": f"cumulo launch {CONFIG}/job.yaml --on ray --wait",
+        "shutdownAfterJobFinishes": True,
+        "backoffLimit": job.restart.most,
+        "rayClusterSpec": ray_cluster(job, nodes, gpus, nodes, nodes),
+    }
+    if job.time_limit is not None:
+        spec["activeDeadlineSeconds"] = int(seconds(job.time_limit, "time_limit"))
+    return [{"apiVersion": "ray.io/v1", "kind": "RayJob", "metadata": metadata(job), "spec": spec}]
+
+
+def ray_cluster(job: JobFile, nodes: int, gpus: int, fewest: int, most: int) -> Body:
+    """A head without GPUs, and the workers."""
+    head, worker = (
+        pod_template(job, [], count, part=part) for count, part in ((0, "head"), (gpus, "worker"))
+    )
+    for template, name in ((head, "ray-head"), (worker, "ray-worker")):
+        template["spec"]["containers"][0]["name"] = name
+        del template["spec"]["containers"][0]["command"]  # KubeRay starts Ray itself
+    return {
+        "enableInTreeAutoscaling": most > fewest,
+        "headGroupSpec": {"rayStartParams": {"num-gpus": "0"}, "template": head},
+        "workerGroupSpecs": [
+            {
+                "groupName": "workers",
+                "replicas": nodes,
+                "minReplicas": fewest,
+                "maxReplicas": most,
+                "rayStartParams": {},
+                "template": worker,
+            }
+        ],
+    }
