@@ -6,8 +6,8 @@ from typing import Annotated
 import typer
 
 EXAMPLE = (
-    "Example: [bold]cumulo launch examples/job-train.yaml --on local[/bold], then [bold]cumulo jobs[/bold] and "
-    "[bold]cumulo logs tiny -f[/bold]"
+    "Example: [bold]cumulo launch examples/job-train.yaml --on local[/bold], then `cumulo jobs` and "
+    "`cumulo logs tiny -f`"
 )
 StoreOption = Annotated[
     Path | None,

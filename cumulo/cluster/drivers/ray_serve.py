@@ -190,20 +190,20 @@ def _listening(output: Path) -> str:
 
 def front_application(key: str, router: str) -> Any:
     """On the head: what clients hold open must not die with a worker node."""
-    options = {"num_cpus": 0, "resources": ON_HEAD}
-    deployment = serve.deployment(
-        Front, name="Front", version="1", num_replicas=1, ray_actor_options=options, max_ongoing_requests=4096
+    actor = {"num_cpus": 0, "resources": ON_HEAD}
+    deployment: Any = serve.deployment(
+        Front, name="Front", num_replicas=1, ray_actor_options=actor, max_ongoing_requests=4096
     )
     return deployment.bind(key, router)
 
 
 def engine_application(
-    arguments: list[str], key: str, front: str, replicas: int, resources: dict[str, Any], per_node: int | None
+    arguments: list[str], key: str, front: str, replicas: int, actor: dict[str, Any], per_node: int | None
 ) -> Any:
-    # With one version, another number of replicas leaves those that stay alone.
-    deployment = serve.deployment(
-        EngineReplica, name="EngineReplica", version="1", num_replicas=replicas, ray_actor_options=resources,
-        max_replicas_per_node=per_node, health_check_period_s=2, health_check_timeout_s=10,
-        graceful_shutdown_wait_loop_s=0.1, graceful_shutdown_timeout_s=90,
+    spread: Any = {} if per_node is None else {"max_replicas_per_node": per_node}
+    deployment: Any = serve.deployment(
+        EngineReplica, name="EngineReplica", num_replicas=replicas, ray_actor_options=actor,
+        health_check_period_s=2, health_check_timeout_s=10, graceful_shutdown_wait_loop_s=0.1,
+        graceful_shutdown_timeout_s=90, **spread,
     )  # fmt: skip
     return deployment.bind(arguments, key, front)

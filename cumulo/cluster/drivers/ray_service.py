@@ -14,6 +14,8 @@ from typing import Any
 import aiohttp
 import ray
 from ray import serve
+from ray.serve._private.common import DeploymentID
+from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
 
 from cumulo.cluster.decide.autoscale.limits import ScalingLimits
 from cumulo.cluster.decide.autoscale.rule import ForecastRule
@@ -69,24 +71,30 @@ class ServiceKeeper:
     async def _deploy(self) -> None:
         options = {"host": "0.0.0.0", "port": self.work.port or 8000, "location": "HeadOnly"}
         await asyncio.to_thread(serve.start, http_options=options)
-        front = front_application(self._key, "prefix-aware")
-        await asyncio.to_thread(serve.run, front, name=self._front, route_prefix="/")
-        await self._scale(self.replicas)
+        # A keeper that was started again finds what it had deployed: to run it anew would replace every replica.
+        known = (await asyncio.to_thread(serve.status)).applications
+        work, group = self.work, self.record.job.devices[0]
+        if self._front not in known:
+            front = front_application(self._key, "prefix-aware")
+            await asyncio.to_thread(serve.run, front, name=self._front, route_prefix="/")
+        if self._engines not in known:
+            arguments = [*([work.model] if work.model else []), *work.options]
+            engines = engine_application(
+                arguments, self._key, self._front, self.replicas, actor_resources(group), group.per_node
+            )
+            target = serve.RunTarget(
+                engines, name=self._engines, route_prefix=None, external_scaler_enabled=True
+            )
+            await asyncio.to_thread(serve.run_many, [target])
         address = ray.util.get_node_ip_address()
         self.facts |= {"state": "running", "url": f"http://{address}:{options['port']}", "reason": "serving"}
 
     async def _scale(self, replicas: int) -> None:
-        """Ray Serve changes the number in place: the replicas that stay do not notice."""
-        work, group = self.work, self.record.job.devices[0]
-        arguments = [*([work.model] if work.model else []), *work.options]
-        application = engine_application(
-            arguments, self._key, self._front, replicas, actor_resources(group), group.per_node
-        )
+        """What Serve's REST route for external scalers calls: the replicas that stay do not notice."""
         self.replicas = replicas
-        target = serve.RunTarget(application, name=self._engines, route_prefix=None)
-        # A replica more takes as long as its model takes to load; the rule looks again meanwhile.
-        wait = self.facts["state"] == "queued"
-        await asyncio.to_thread(serve.run_many, [target], wait_for_applications_running=wait)
+        controller = ray.get_actor(SERVE_CONTROLLER_NAME, namespace=SERVE_NAMESPACE)
+        engines = DeploymentID(name="EngineReplica", app_name=self._engines)
+        await controller.update_deployment_replicas.remote(engines, replicas)
 
     async def _look_around(self, rule: ForecastRule | None) -> None:
         handle = serve.get_deployment_handle("Front", app_name=self._front)
