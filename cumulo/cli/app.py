@@ -26,6 +26,8 @@ from cumulo.cli import (
 )
 from cumulo.cli.cloud import kubernetes
 from cumulo.cli.cluster import simulate as cluster_simulate
+from cumulo.cli.collectives import bench as bench_collectives
+from cumulo.cli.collectives import collective
 
 app = typer.Typer(
     name="cumulo",
@@ -52,10 +54,12 @@ app.command("doctor", epilog=doctor.EXAMPLE)(doctor.doctor)
 app.command("schedule", epilog=schedule.EXAMPLE)(schedule.schedule)
 app.command("calibrate", epilog=calibrate.EXAMPLE)(calibrate.calibrate)
 app.add_typer(bench.app, name="bench")
+app.add_typer(collective.app, name="collective")
 app.add_typer(data.app, name="data")
 app.add_typer(kubernetes.app, name="kubernetes")
 app.add_typer(plan.app, name="plan")
 app.add_typer(simulate.app, name="simulate")
+bench.app.command("collectives", epilog=bench_collectives.EXAMPLE)(bench_collectives.collectives)
 simulate.app.command("cluster", epilog=cluster_simulate.EXAMPLE)(cluster_simulate.cluster)
 simulate.app.command("network", epilog=simulate_network.EXAMPLE)(simulate_network.network)
 

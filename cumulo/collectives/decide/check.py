@@ -55,6 +55,24 @@ class _Lane:
     arrived: list[tuple[int, Transfer, dict[int, int]]] = field(default_factory=list)
 
 
+@dataclass(frozen=True, slots=True)
+class PlacedMessage:
+    """A message with its place in time, in steps from 0 on."""
+
+    step: int
+    sender: int
+    receiver: int
+    channel: int
+    transfer: Transfer  # as the receiver has it
+
+
+def placed_messages(schedule: CollectiveSchedule) -> list[PlacedMessage]:
+    """All messages of a right schedule, in the order of time: for pictures and tables of small ones."""
+    play = _Play(schedule)
+    play.run()
+    return sorted(play.placed, key=lambda one: (one.step, one.channel, one.sender, one.receiver))
+
+
 def check_collective(schedule: CollectiveSchedule) -> CollectiveReport:
     """Refuse a wrong schedule by naming a rank, a step and a chunk; count what a right one does."""
     return _Play(schedule).run()
@@ -81,6 +99,7 @@ class _Play:
         self.links: dict[tuple[int, int], int] = defaultdict(int)
         self.additions = [0] * schedule.nodes
         self.messages = 0
+        self.placed: list[PlacedMessage] = []
         self.ready: deque[_Lane] = deque()
 
     def run(self) -> CollectiveReport:
@@ -129,6 +148,7 @@ class _Play:
         self.messages += 1
         self.links[key[:2]] += self.schedule.elements(sent)
         ends = max(sender.begun, receiver.begun) + 1
+        self.placed.append(PlacedMessage(ends - 1, sender.rank, receiver.rank, key[2], received))
         for lane in (sender, receiver):
             lane.ends = max(lane.ends, ends)
             lane.open -= 1

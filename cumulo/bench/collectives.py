@@ -1,0 +1,88 @@
+"""Measures collective schedules on processes of this machine, in turns with gloo, and writes a profile for the
+tuner. `cumulo bench collectives` calls it."""
+
+import json
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from cumulo.base.report import Row, machine
+from cumulo.collectives.decide.catalog import Shape, make_schedule
+from cumulo.collectives.play.groups import make_player
+from cumulo.ranks.start import run_ranks
+
+SIZES = (64 << 10, 1 << 20, 64 << 20)
+ALGORITHMS = ("ring", "recursive-doubling", "halving-doubling", "two-shot", "one-shot", "tree")
+# Of gloo's speed, what a ring over shared memory must reach.
+_MUST = {64 << 10: 1.0, 64 << 20: 0.8}
+
+
+def measure(
+    ranks: int,
+    sizes: Sequence[int],
+    algorithms: Sequence[str],
+    transport: str,
+    rounds: int,
+    profile: Path | None,
+    tell: Callable[[str], None],
+) -> list[Row]:
+    found: list[dict[str, Any]] = []
+    for size in sizes:
+        tell(f"{size >> 10} KiB on {ranks} processes")
+        times = run_ranks(_rank, ranks, ranks, size, tuple(algorithms), transport, rounds, timeout_s=600)
+        for name in times[0]:
+            # A round ends with its last rank; the middle round counts.
+            seconds = statistics.median(max(one) for one in zip(*(rank[name] for rank in times), strict=True))
+            row = {"collective": "all_reduce", "algorithm": name, "transport": transport, "ranks": ranks}
+            found.append({**row, "bytes": size, "pieces": 1, "seconds": seconds})
+    if profile is not None:
+        profile.write_text(json.dumps({"machine": machine(), "rows": found}, indent=1) + "\n", "utf-8")
+    return _rows(found, transport)
+
+
+def _rows(found: list[dict[str, Any]], transport: str) -> list[Row]:
+    gloo = {row["bytes"]: row["seconds"] for row in found if row["algorithm"] == "gloo"}
+    rows = []
+    for row in found:
+        size, n = row["bytes"], row["ranks"]
+        name = f"{row['algorithm']} all_reduce, {_size(size)}, {n} ranks"
+        bus = size / row["seconds"] * 2 * (n - 1) / n / 1e9
+        if row["algorithm"] == "gloo":
+            rows.append(Row(name, row["seconds"] * 1e6, "µs", "lower", note=f"bus bandwidth {bus:.2f} GB/s"))
+            continue
+        must = _MUST.get(size) if row["algorithm"] == "ring" and transport == "shm" else None
+        note = f"{row['seconds'] * 1e6:,.0f} µs over {transport}, bus bandwidth {bus:.2f} GB/s"
+        rows.append(Row(name, gloo[size] / row["seconds"], "× gloo's speed", "higher", must=must, note=note))
+    return rows
+
+
+def _size(size: int) -> str:
+    return f"{size >> 20} MiB" if size >= 1 << 20 else f"{size >> 10} KiB"
+
+
+def _rank(
+    rank: int, ranks: int, size: int, algorithms: tuple[str, ...], transport: str, rounds: int
+) -> dict[str, list[float]]:
+    store = dist.distributed_c10d._get_default_store()
+    player = make_player(transport, rank, ranks, store)
+    tensor = torch.ones(size // 4)
+    calls: dict[str, Callable[[], object]] = {"gloo": lambda: dist.all_reduce(tensor)}
+    for name in algorithms:
+        schedule = make_schedule("all_reduce", name, Shape(ranks, tensor.numel()))
+        calls[name] = lambda schedule=schedule: player.run(schedule, tensor)  # type: ignore[misc]
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for number in range(rounds + 1):
+        for name, call in calls.items():
+            tensor.fill_(1.0)
+            dist.barrier()
+            began = time.perf_counter()
+            call()
+            if number:  # the first one maps memory
+                times[name].append(time.perf_counter() - began)
+    getattr(player, "close", lambda: None)()
+    return times

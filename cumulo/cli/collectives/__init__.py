@@ -1,0 +1,1 @@
+"""`cumulo collective` and `cumulo bench collectives`."""

@@ -1,0 +1,63 @@
+"""The tuner's choices follow from latency and bytes, and say so; pictures show every message."""
+
+import pytest
+
+from cumulo.collectives.decide.catalog import Shape, make_schedule
+from cumulo.collectives.decide.check import check_collective
+from cumulo.collectives.decide.tuner import MachineCosts, ProtocolCosts, crossovers, measured_choice, tune
+from cumulo.collectives.draw.svg import collective_svg
+from cumulo.errors import ConfigError
+
+US = 1e-6
+NODE = MachineCosts(8, 1, (ProtocolCosts("simple", 0.0, 1 * US, 5 * US, 100e9, 25e9),))
+
+
+def test_short_messages_take_few_hops_and_long_ones_few_bytes() -> None:
+    short, long = tune("all_reduce", 256, 8, NODE)[0], tune("all_reduce", 1 << 30, 8, NODE)[0]
+    assert short.algorithm == "one-shot"
+    assert long.bytes_s == pytest.approx(2 * 7 / 8 * (1 << 30) / 100e9)
+    assert short.latency_s < long.latency_s
+    assert "hops" in short.why and "bound by latency" in short.why
+
+
+def test_crossovers_are_where_the_next_choice_becomes_the_faster() -> None:
+    found = crossovers("all_reduce", 8, NODE)
+    assert len(found) >= 2
+    for one in found[1:]:
+        assert one.before is not None
+        smaller = tune("all_reduce", one.size_bytes // 2, 8, NODE)[0]
+        assert (smaller.algorithm, smaller.protocol) == (one.before.algorithm, one.before.protocol)
+
+
+def test_a_ring_beats_a_tree_when_bytes_count_and_loses_when_hops_do() -> None:
+    def seconds(name: str, size: int) -> float:
+        return min(one.seconds for one in tune("all_reduce", size, 512, NODE) if one.algorithm == name)
+
+    assert seconds("tree", 1 << 12) < seconds("ring", 1 << 12)
+    assert seconds("ring", 1 << 34) < seconds("tree", 1 << 34)
+
+
+def test_a_measured_profile_decides_by_its_own_times() -> None:
+    rows = [
+        {"collective": "all_reduce", "algorithm": name, "ranks": 2, "bytes": size, "pieces": 1, "seconds": s}
+        for name, size, s in [
+            ("ring", 1024, 9.0),
+            ("ring", 4096, 10.0),
+            ("tree", 1024, 4.0),
+            ("tree", 4096, 40.0),
+        ]
+    ]
+    assert measured_choice({"rows": rows}, "all_reduce", 1024, 2)[0] == "tree"
+    name, _, seconds = measured_choice({"rows": rows}, "all_reduce", 4096, 2)
+    assert (name, seconds) == ("ring", pytest.approx(10.0))
+    with pytest.raises(ConfigError, match="no all_reduce of 3 ranks"):
+        measured_choice({"rows": rows}, "all_reduce", 1024, 3)
+
+
+def test_a_picture_has_a_line_for_every_message() -> None:
+    schedule = make_schedule("all_reduce", "tree", Shape(5, 50, pieces=2))
+    assert (
+        collective_svg(schedule).count('<line class="reduce"')
+        + collective_svg(schedule).count('<line class="copy"')
+        == check_collective(schedule).messages
+    )
