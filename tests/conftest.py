@@ -1,6 +1,7 @@
 """For all tests: hypothesis draws the same cases every time, and a slow machine is not a failure."""
 
 import functools
+import gc
 import os
 import ssl
 from pathlib import Path
@@ -35,11 +36,21 @@ def pytest_configure(config: pytest.Config) -> None:
     # Every HTTP client reads the machine's certificates, 50 ms each time, and tests make thousands of clients.
     ssl.create_default_context = functools.cache(ssl.create_default_context)
     forked_ranks.prepare()
+    # Every garbage collection would walk over the 600,000 objects of all that is imported, half a second each time.
+    # They are put aside when the tests are collected (below), and stay there.
+    gc.disable()
+    gc.unfreeze = lambda: None
     thorough.chosen = config.getoption("--thorough")
     if thorough.chosen and not config.getoption("--hypothesis-profile"):
         settings.load_profile("thorough")
     if config.getoption("--cpu-times"):
         config.pluginmanager.register(CpuTimes(config))
+
+
+def pytest_collection_finish() -> None:
+    gc.collect()
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
