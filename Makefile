@@ -121,7 +121,13 @@ $(VENV)/.clients: $(VENV)/.torch tests/clients/requirements.txt
 	  echo 'they cannot be installed here: their tests are skipped' 1>&2
 	@touch $@
 
-$(VENV)/.ready-test: $(VENV)/.ready $(VENV)/.clients
+# Jobs are tested on a real Ray cluster, where Ray can be installed.
+$(VENV)/.ray: $(VENV)/.ready
+	$(SAY) 'installing Ray'
+	@$(PIP_INSTALL) 'ray[default,serve]>=2.50' || echo 'Ray cannot be installed here: its tests are skipped' 1>&2
+	@touch $@
+
+$(VENV)/.ready-test: $(VENV)/.ready $(VENV)/.clients $(VENV)/.ray
 	$(SAY) 'installing what the tests need'
 	@$(PIP_INSTALL) -e '.[gguf,serve,console,test]'
 	@touch $@

@@ -60,11 +60,11 @@ def launch(
     from cumulo.cli.shared.terminal import note, out
     from cumulo.cli.view.jobs import follow
     from cumulo.cluster import launching
+    from cumulo.cluster.decide.policies import policy_named
     from cumulo.cluster.drivers import local_machine
     from cumulo.cluster.job_file import read_job
     from cumulo.cluster.job_record import TARGETS
     from cumulo.cluster.job_store import JobStore, default_store
-    from cumulo.cluster.policies import policy_of
     from cumulo.errors import ConfigError
 
     target = next((one for one in TARGETS if one == on), None)
@@ -88,7 +88,7 @@ def launch(
     if slots is not None:
         local_machine.set_slots(kept, slots)
     if policy is not None:
-        policy_of(policy)
+        policy_named(policy)
         local_machine.set_policy(kept, policy)
     record, is_new = launching.launch(job, target, kept, key)
     if not is_new:

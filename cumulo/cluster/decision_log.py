@@ -3,7 +3,7 @@
 
 import dataclasses
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +33,13 @@ class DecisionLog:
                 stream.write(json.dumps(turn) + "\n")
 
 
-def replay(path: Path, policies: Mapping[str, Policy]) -> tuple[int, list[str]]:
+def replay(path: Path, policy: Callable[[str], Policy]) -> tuple[int, list[str]]:
     """How many turns were replayed, and what came out otherwise."""
     lines = path.read_text("utf-8").splitlines() if path.exists() else []
     differing = []
     for number, line in enumerate(lines, 1):
         turn = json.loads(line)
-        again = plain_decisions(policies[turn["policy"]](read_snapshot(turn["snapshot"])))
+        again = plain_decisions(policy(turn["policy"])(read_snapshot(turn["snapshot"])))
         if again != turn["decisions"]:
             differing.append(f"turn {number}: decided {turn['decisions']}, and now {again}")
     return len(lines), differing

@@ -92,8 +92,8 @@ def test_a_recorded_decision_replays_identically_and_a_changed_one_is_seen(tmp_p
     decided = fifo(snapshot)
     log.add("fifo", snapshot, decided)
     log.add("fifo", snapshot, decided)  # nothing is new
-    assert replay(log.path, {"fifo": fifo}) == (1, [])
-    turns, differing = replay(log.path, {"fifo": lambda _: []})
+    assert replay(log.path, lambda _: fifo) == (1, [])
+    turns, differing = replay(log.path, lambda _: lambda _: [])
     assert turns == 1 and "turn 1" in differing[0]
 
 

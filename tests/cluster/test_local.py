@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from cumulo.cluster import launching
+from cumulo.cluster.decide.policies import policy_named
 from cumulo.cluster.decision_log import replay
 from cumulo.cluster.drivers import local_supervisor
 from cumulo.cluster.drivers.local import LocalDriver
@@ -19,7 +20,6 @@ from cumulo.cluster.drivers.local_machine import set_policy, set_slots
 from cumulo.cluster.drivers.local_supervisor import Supervisor
 from cumulo.cluster.job_file import JobFile, job_from, resolved
 from cumulo.cluster.job_store import JobStore
-from cumulo.cluster.policies import policies_by_name, policy_of
 from cumulo.errors import ConfigError
 from cumulo.train.run.log import read_log
 from tests.cli.conftest import ROOT
@@ -64,7 +64,7 @@ def test_a_gang_waits_whole_until_the_first_has_gone_and_the_log_replays(store: 
     assert store.find("third").reason == "waits behind second-1"
     launching.cancel(store, "first")
     until(store, supervisor, lambda: states(store) == ["cancelled", "running", "queued"], "the second gang")
-    turns, differing = replay(store.decisions, policies_by_name())
+    turns, differing = replay(store.decisions, lambda name: policy_named(name).decide)
     assert turns >= 3 and differing == []
 
 
@@ -114,10 +114,10 @@ def test_a_policy_of_ones_own_is_one_function_of_the_snapshot(store: JobStore, t
     Supervisor(store).turn()
     assert store.find("tiny").reason == "not today"
     with pytest.raises(ConfigError, match="no policy 'fiffo'; did you mean fifo"):
-        policy_of("fiffo")
+        policy_named("fiffo")
 
 
-@pytest.mark.thorough
+@pytest.mark.long
 def test_the_example_trains_shows_its_speed_and_survives_its_supervisor(tmp_path: Path) -> None:
     """As users have it: every command a process of its own, and the supervisor killed in the middle."""
     store = JobStore(tmp_path / "jobs")

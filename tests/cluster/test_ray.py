@@ -89,7 +89,7 @@ def test_a_head_that_is_gone_is_named_and_nothing_is_lost(store: JobStore) -> No
     assert record.state == "submitting" and "not submitted yet" in record.reason
 
 
-@pytest.mark.thorough
+@pytest.mark.long
 def test_a_gang_goes_on_after_its_node_died_and_another_one_waits_whole(
     cluster: RayCluster, store: JobStore
 ) -> None:
@@ -123,7 +123,7 @@ def test_a_gang_goes_on_after_its_node_died_and_another_one_waits_whole(
     assert "resuming after step" in output(first)
 
 
-@pytest.mark.thorough
+@pytest.mark.long
 def test_an_elastic_gang_goes_on_with_the_nodes_that_are_left(cluster: RayCluster, store: JobStore) -> None:
     record, _ = launching.launch(gang("elastic", cluster.address, elastic={"min": 2, "max": 4}), "ray", store)
     log = run_folder(record) / "log.csv"
@@ -149,7 +149,7 @@ def _ask(url: str, number: int, tokens: int, results: list[Any]) -> None:
         results.append(error)
 
 
-@pytest.mark.thorough
+@pytest.mark.long
 @needs_built_in_model
 def test_a_service_with_two_replicas_loses_a_node_and_no_request(store: JobStore, tiny_model: Path) -> None:
     with RayCluster(head_cores=0) as cluster:
@@ -175,7 +175,7 @@ def test_a_service_with_two_replicas_loses_a_node_and_no_request(store: JobStore
         assert look(store, record).state == "cancelled"
 
 
-@pytest.mark.thorough
+@pytest.mark.long
 @needs_built_in_model
 def test_replicas_follow_a_replayed_trace_up_and_down(store: JobStore, tiny_model: Path) -> None:
     autoscale = {

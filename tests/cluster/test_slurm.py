@@ -19,7 +19,7 @@ from tests.cli.conftest import ROOT
 from tests.cluster.slurm_cluster import SlurmCluster, needs_slurm
 from tests.serve.running_server import wait_for as wait_at_most
 
-pytestmark = [needs_slurm, pytest.mark.thorough]
+pytestmark = [needs_slurm, pytest.mark.long]
 PATIENCE_S = 600.0  # a hang guard
 
 

@@ -83,7 +83,7 @@ def all_commands() -> Iterator[tuple[str, str]]:
     for page in PAGES:
         outside = _BLOCK.sub("", page.read_text("utf-8"))
         yield from ((str(page.relative_to(ROOT)), found[1]) for found in _INLINE.finditer(outside))
-    for example in sorted((ROOT / "examples").glob("*")):
+    for example in sorted(path for path in (ROOT / "examples").glob("*") if path.is_file()):
         for line in example.read_text("utf-8").splitlines():
             if (found := re.search(r"#.*?(cumulo (?:train|plan|serve|chat) .*)", line)) is not None:
                 yield example.name, re.split(r"   ", found[1])[0]

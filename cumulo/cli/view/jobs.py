@@ -11,13 +11,13 @@ from rich.table import Table
 from cumulo.base.quantities import quantity
 from cumulo.base.report import Row, write_json
 from cumulo.cli.shared.terminal import note, out
+from cumulo.cluster.decide.policies import policy_named
 from cumulo.cluster.decision_log import replay
 from cumulo.cluster.drivers.command import output_file
 from cumulo.cluster.job_progress import JobProgress
 from cumulo.cluster.job_record import JobRecord
 from cumulo.cluster.job_store import JobStore
 from cumulo.cluster.launching import progress_of, refreshed
-from cumulo.cluster.policies import policies_by_name
 
 _POLL_S = 0.3
 
@@ -111,7 +111,7 @@ def follow(store: JobStore, job_id: str, show_output: bool) -> bool:
 
 
 def print_replay(store: JobStore, json_file: Path | None) -> bool:
-    turns, differing = replay(store.decisions, policies_by_name())
+    turns, differing = replay(store.decisions, lambda name: policy_named(name).decide)
     row = Row(
         "decisions that differ", len(differing), "turns", "lower", must=0, note=f"of {turns} recorded turns"
     )

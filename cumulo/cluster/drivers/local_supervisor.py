@@ -19,6 +19,7 @@ from pathlib import Path
 
 from cumulo.cluster.decide.decisions import Eviction, JobPlacement, Resize, Waits
 from cumulo.cluster.decide.jobs import JobRequest, RunningJob, TaskPlace
+from cumulo.cluster.decide.policies import NamedPolicy, policy_named
 from cumulo.cluster.decide.restart import AttemptEnd, after_attempt
 from cumulo.cluster.decide.snapshot import Snapshot, snapshot_of
 from cumulo.cluster.decision_log import DecisionLog
@@ -30,7 +31,6 @@ from cumulo.cluster.drivers.served import mark_attempt, served_url
 from cumulo.cluster.job_progress import run_progress
 from cumulo.cluster.job_record import JobRecord
 from cumulo.cluster.job_store import JobStore
-from cumulo.cluster.policies import policy_of
 from cumulo.errors import CumuloError
 
 _LOOK_S = 2.0  # where no event tells: a service that became ready, a wake that was lost
@@ -42,6 +42,7 @@ class Stopping:
     since_s: float
     then: str  # the state it has afterwards
     reason: str
+    places: tuple[TaskPlace, ...] = ()  # where it goes on at once, after a resize
 
 
 class Supervisor:
@@ -55,8 +56,9 @@ class Supervisor:
         for record in self._jobs():
             self._settle(record)
         waiting = [record for record in self._jobs() if record.state in ("submitting", "queued")]
-        if waiting:
-            self._decide(waiting)
+        policy = policy_named(policy_name(self.store))
+        if waiting or policy.always_decide:
+            self._decide(policy, waiting)
         return bool(self._jobs())
 
     def attempts(self) -> list[Attempt]:
@@ -82,8 +84,8 @@ class Supervisor:
         if record.job.serve is not None and not record.url and (url := served_url(output_file(record))):
             self.store.change(record, url=url)
 
-    def _stop(self, record: JobRecord, then: str, reason: str) -> None:
-        self.stopping[record.job_id] = Stopping(time.time(), then, reason)
+    def _stop(self, record: JobRecord, then: str, reason: str, places: tuple[TaskPlace, ...] = ()) -> None:
+        self.stopping[record.job_id] = Stopping(time.time(), then, reason, places)
         self.store.change(record, state="stopping", reason=reason)
         _attempt(record).ask_to_end()
 
@@ -93,6 +95,8 @@ class Supervisor:
             self._change(record, "cancelled", "cancelled by its user; a training run keeps its checkpoint")
         elif stopping is not None:
             self._change(record, "queued", stopping.reason)
+            if stopping.places:
+                self._start(self.store.jobs()[record.job_id], stopping.places, stopping.reason)
         else:
             self._after(record, code)
 
@@ -117,10 +121,10 @@ class Supervisor:
         requests = [_request(record) for record in waiting]
         return snapshot_of(time.time(), this_machine(self.store), requests, running)
 
-    def _decide(self, waiting: list[JobRecord]) -> None:
-        name, snapshot = policy_name(self.store), self._snapshot(waiting)
-        decided = policy_of(name)(snapshot)
-        self.decisions.add(name, snapshot, decided)
+    def _decide(self, policy: NamedPolicy, waiting: list[JobRecord]) -> None:
+        snapshot = self._snapshot(waiting)
+        decided = policy.decide(snapshot)
+        self.decisions.add(policy.name, snapshot, decided)
         records = {record.job_id: record for record in self._jobs()}
         behind = next((one.job_id for one in decided if isinstance(one, Waits)), None)
         told = set()
@@ -130,7 +134,9 @@ class Supervisor:
             elif isinstance(one, Waits):
                 self.store.change(records[one.job_id], state="queued", reason=one.reason)
             elif isinstance(one, Eviction | Resize):
-                self._stop(records[one.job_id], "queued", one.reason)
+                if one.job_id not in self.stopping:
+                    places = one.places if isinstance(one, Resize) else ()
+                    self._stop(records[one.job_id], "queued", one.reason, places)
             else:
                 continue
             told.add(one.job_id)
