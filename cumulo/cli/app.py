@@ -21,13 +21,14 @@ from cumulo.cli import (
     schedule,
     serve,
     simulate,
-    simulate_network,
     train,
 )
-from cumulo.cli.cloud import kubernetes
+from cumulo.cli.cloud import autoscale, kubernetes
 from cumulo.cli.cluster import simulate as cluster_simulate
 from cumulo.cli.collectives import bench as bench_collectives
 from cumulo.cli.collectives import collective
+from cumulo.cli.network import diagnose, lint
+from cumulo.cli.network import simulate as simulate_network
 
 app = typer.Typer(
     name="cumulo",
@@ -51,14 +52,17 @@ app.command("jobs", epilog=jobs.JOBS_EXAMPLE)(jobs.jobs)
 app.command("logs", epilog=jobs.LOGS_EXAMPLE)(jobs.logs)
 app.command("cancel", epilog=jobs.CANCEL_EXAMPLE)(jobs.cancel)
 app.command("doctor", epilog=doctor.EXAMPLE)(doctor.doctor)
+app.command("diagnose", epilog=diagnose.EXAMPLE)(diagnose.diagnose)
 app.command("schedule", epilog=schedule.EXAMPLE)(schedule.schedule)
 app.command("calibrate", epilog=calibrate.EXAMPLE)(calibrate.calibrate)
 app.add_typer(bench.app, name="bench")
 app.add_typer(collective.app, name="collective")
 app.add_typer(data.app, name="data")
 app.add_typer(kubernetes.app, name="kubernetes")
+app.add_typer(lint.app, name="network")
 app.add_typer(plan.app, name="plan")
 app.add_typer(simulate.app, name="simulate")
+simulate.app.command("autoscale", epilog=autoscale.EXAMPLE)(autoscale.autoscale)
 bench.app.command("collectives", epilog=bench_collectives.EXAMPLE)(bench_collectives.collectives)
 simulate.app.command("cluster", epilog=cluster_simulate.EXAMPLE)(cluster_simulate.cluster)
 simulate.app.command("network", epilog=simulate_network.EXAMPLE)(simulate_network.network)

@@ -38,7 +38,7 @@ def replica_speed(replica: Replica, traffic: Traffic, slo: Slo, seed: int = 0) -
 
 def prompt_token_s(replica: Replica) -> float:
     """Device time of a prompt's token, from a prompt that is alone."""
-    tokens = 2048
+    tokens = min(2048, (replica.max_context or replica.spec.max_context) - 1)
     run, _ = replica.serve((Arrival(0.0, tokens, 1),))
     first_s = run.served[0].first_token_s
     assert first_s is not None

@@ -43,7 +43,7 @@ class ForecastRule:
     )
     idle_s: float = 300.0  # without a request, before the last replica of a role goes
     headroom: float = 1.1  # to begin with: replicas for each replica of load
-    quantile: float = 0.9  # of forecasts that the margin covers
+    quantile: float = 0.95  # of forecasts that the margin covers
     _roles: dict[str, _RoleMemory] = field(default_factory=dict)
 
     def decide(self, seen: FleetSeen) -> list[ScaleTo]:

@@ -1,0 +1,157 @@
+"""`cumulo simulate autoscale`: rehearse autoscaling rules on a trace before they are deployed."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from cumulo.cli.shared import options
+from cumulo.cli.shared import plan_options as shared
+from cumulo.cli.shared.declare import option, takes_options
+
+if TYPE_CHECKING:
+    from cumulo.cluster.decide.autoscale.limits import ScalingLimits
+    from cumulo.cluster.decide.autoscale.seen import ReplicaSpeed
+    from cumulo.plan.serve.traffic import Traffic
+
+EXAMPLE = (
+    "Example: [bold]cumulo simulate autoscale --requests 2000 --rate 8 --device l40s --rule forecast,hpa-queue=2 "
+    "--svg autoscale.svg[/bold]"
+)
+_FLEET, _RULES, _REPORT = "Fleet", "Rules", "Report"
+
+
+@dataclass(frozen=True, kw_only=True)
+class AutoscaleOptions:
+    trace_file: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="[TRACE]", help="A trace to replay, as with --trace: Azure, BurstGPT, Mooncake."
+        ),
+    ] = None
+    rule: str = option(
+        "Rules to compare, separated by commas: forecast, hpa-queue, hpa-concurrency, hpa-utilization, keda-queue, "
+        "keda-concurrency, keda-utilization; with a target per replica as in hpa-queue=2.",
+        "forecast,hpa-queue,hpa-concurrency,hpa-utilization",
+        panel=_RULES,
+    )
+    train: float = option(
+        "Share of the trace on which rules without a target are tuned; the rest is reported.", 0.0, panel=_RULES,
+        min=0, max=0.9,
+    )  # fmt: skip
+    min_replicas: int = option("Fewest replicas; 0: scale to zero.", 1, "--min", panel=_RULES, min=0)
+    max_replicas: int = option("Most replicas.", 16, "--max", panel=_RULES, min=1)
+    budget: float = option(
+        "Most that all replicas may cost per hour, in USD; 0: no bound.", 0.0, panel=_RULES
+    )
+    model: str = option(
+        "A model name from the catalogue, or a folder with a config.json.", "llama-3.1-8b", panel=_FLEET
+    )
+    device: str = option("Device, by its name in the catalogue.", "h200", panel=_FLEET)
+    tp: int = option("Tensor parallelism of a replica.", 1, panel=_FLEET)
+    weights: str = option("Weight format: bfloat16, float8 or float32.", "bfloat16", panel=_FLEET)
+    start_up: str = option("Time from the order of a replica until it serves.", "60s", panel=_FLEET)
+    begin: int = option(
+        "Replicas at the beginning; 0: as many as the first minute needs.", 0, panel=_FLEET, min=0
+    )
+    copies: int = option(
+        "Replay every request so many times, a few seconds apart: a larger service.",
+        1,
+        panel=shared.TRAFFIC,
+        min=1,
+    )
+    rate: float = option("Request rate; 0: as recorded, or 1 request/s.", 0.0, panel=shared.TRAFFIC, min=0)
+    traffic: shared.TrafficOptions = shared.TrafficOptions()
+    slo: str = option(
+        "Latency objective of a request: ttft, tpot and e2e.", "ttft=1s,tpot=50ms", panel=shared.TRAFFIC
+    )
+    slo_share: float = option("Share of requests that must keep the SLO.", 0.95, panel=shared.TRAFFIC)
+    svg: Path | None = option(
+        "Write a picture of replicas and load over time (SVG).", None, panel=_REPORT, metavar="FILE"
+    )
+    catalog_file: shared.CatalogFile = None
+    json_file: options.JsonOption = None
+
+
+@takes_options
+def autoscale(chosen: AutoscaleOptions) -> None:
+    """Rehearse autoscaling rules on a trace: replica-hours, SLO attainment and thrash, next to HPA and KEDA.
+
+    The rule that does best here is the one that `cumulo serve --autoscale` obeys: the same code decides.
+    """
+    import dataclasses
+
+    from cumulo.base import report as reports
+    from cumulo.cli.shared.terminal import note, out, working
+    from cumulo.cli.view import autoscale as view
+    from cumulo.cluster.decide.autoscale.limits import ScalingLimits
+    from cumulo.cluster.simulate.autoscale_speed import replica_speed
+    from cumulo.cluster.simulate.rehearsal import Rehearsal, copied, parse_rule, parted
+    from cumulo.errors import ConfigError
+    from cumulo.load.slo import parse_slo
+    from cumulo.load.units import parse_duration_s
+    from cumulo.plan.serve.replica import Replica
+    from cumulo.spec.catalog import shipped
+
+    rules = [parse_rule(text) for text in chosen.rule.split(",")]
+    slo = parse_slo(chosen.slo, chosen.slo_share)
+    if slo.itl_s is not None:
+        raise ConfigError(
+            "a rehearsal judges requests by ttft, tpot and e2e: write tpot instead of itl in --slo"
+        )
+    catalog = shipped(chosen.catalog_file)
+    traffic_options = chosen.traffic
+    if chosen.trace_file is not None:
+        traffic_options = dataclasses.replace(traffic_options, trace=chosen.trace_file)
+    traffic = traffic_options.traffic()
+    traffic = copied(traffic.at_rate(chosen.rate) if chosen.rate else traffic, chosen.copies)
+    cluster = catalog.cluster(max(1, chosen.tp), chosen.device)
+    replica = Replica(
+        catalog.model_or_file(chosen.model), cluster.node, cluster.fabric, chosen.tp, weights=chosen.weights
+    ).with_context_for(traffic.arrivals)
+    start_up_s = parse_duration_s(chosen.start_up, "--start-up")
+    limits = ScalingLimits(
+        chosen.min_replicas,
+        chosen.max_replicas,
+        budget_per_hour=chosen.budget or None,
+        devices_per_replica={"both": replica.ranks},
+        price_per_device_hour=replica.device.price_per_hour,
+    )
+    earlier, judged = parted(traffic, chosen.train)
+    runs = []
+    with working("simulating") as tell:
+        tell("what one replica serves within the SLO")
+        speed = replica_speed(replica, earlier or judged, slo)
+        begin = chosen.begin or _needed(judged, speed, limits)
+        rehearsal = Rehearsal(replica, slo, start_up_s, limits, begin)
+        for rule in rules:
+            if earlier is not None:
+                rule = rehearsal.tuned(rule, earlier, speed, tell)
+            tell(str(rule))
+            runs.append(rehearsal.play(rule, judged, speed))
+    rows = [row for run in runs for row in view.run_rows(run, slo, replica.price_per_hour)]
+    extra = {"runs": {run.rule: [dataclasses.asdict(look) for look in run.looks] for run in runs}}
+    reports.write_json(chosen.json_file, rows, evidence=replica.profile.evidence, **extra)
+    if chosen.svg is not None:
+        view.write_picture(chosen.svg, runs)
+        note(f"picture written to {chosen.svg}")
+    if str(chosen.json_file) != "-":
+        out.print(f"[bold]{chosen.model}[/bold] on replicas of [bold]{replica}[/bold], {slo}")
+        out.print(view.comparison(runs, slo, replica.price_per_hour))
+        out.print(
+            f"{begin} replicas at the beginning, {start_up_s:g} s to start one; one replica serves "
+            f"{speed.prompt_tok_s:,.0f} prompt tok/s or {speed.output_tok_s:,.0f} output tok/s within the SLO",
+            style="dim",
+        )
+        out.print(f"evidence: {replica.profile.evidence}", style="dim")
+
+
+def _needed(traffic: "Traffic", speed: "ReplicaSpeed", limits: "ScalingLimits") -> int:
+    """As many replicas as the first minute needs, so that no rule is judged by how the fleet began."""
+    import math
+
+    first = [one for one in traffic.arrivals if one.arrived_s <= traffic.arrivals[0].arrived_s + 60]
+    work_s = sum(speed.work_s("both", one.prompt_tokens, one.output_tokens) for one in first)
+    span_s = max(1.0, min(60.0, traffic.arrivals[-1].arrived_s - traffic.arrivals[0].arrived_s))
+    return min(limits.most, max(1, limits.fewest, math.ceil(work_s / span_s)))

@@ -1,0 +1,127 @@
+"""How `cumulo simulate autoscale` shows its runs: a table, rows, a picture of replicas and load over time."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.table import Table
+
+from cumulo.base import svg
+from cumulo.base.quantities import quantity
+from cumulo.base.report import Row
+from cumulo.cluster.simulate.autoscale_result import ScaledRun
+from cumulo.errors import CumuloError
+from cumulo.plan.serve.report import Percentiles
+from cumulo.spec.slo import Slo
+
+_WIDTH, _BAND, _LEFT, _TOP = 900.0, 150.0, 60.0, 34.0
+_STYLE = (
+    "<style>svg{background:#fff;font:12px sans-serif}.ready{fill:#bfdbfe;stroke:#2563eb}.start{fill:#fde68a;"
+    "stroke:#f59e0b}.load{fill:none;stroke:#059669;stroke-width:1.5}.late{fill:#dc2626}.axis{stroke:#888}</style>"
+)
+
+
+def run_rows(run: ScaledRun, slo: Slo, price_per_hour: float) -> list[Row]:
+    ttft = Percentiles.from_values(run.ttft_s, percentile=slo.percentile)
+    rows = [
+        Row(f"{run.rule}: replica-hours", run.replica_hours, "h", "lower"),
+        Row(f"{run.rule}: SLO attainment", 100 * run.attainment, "%", "higher"),
+        Row(f"{run.rule}: replicas started", run.starts, "", "lower"),
+        Row(f"{run.rule}: reversals", run.reversals, "", "lower"),
+        Row(f"{run.rule}: requests lost", run.requests - run.answered, "", "lower"),
+    ]
+    if price_per_hour:
+        rows.append(Row(f"{run.rule}: cost", run.replica_hours * price_per_hour, "USD", "lower"))
+    if ttft is not None:
+        rows.append(Row(f"{run.rule}: TTFT p{slo.percentile:g}", ttft.at_slo, "s", "lower"))
+    return rows
+
+
+def comparison(runs: Sequence[ScaledRun], slo: Slo, price_per_hour: float) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 1))
+    headings = ("rule", "replica-hours", "cost", "SLO attainment", f"TTFT p{slo.percentile:g}", "most", "started",
+                "reversals", "answered")  # fmt: skip
+    for heading in headings:
+        table.add_column(heading, justify="left" if heading == "rule" else "right")
+    for run in runs:
+        ttft = Percentiles.from_values(run.ttft_s, percentile=slo.percentile)
+        table.add_row(
+            run.rule, f"{run.replica_hours:.2f}", f"${run.replica_hours * price_per_hour:.2f}",
+            f"{100 * run.attainment:.2f} %", quantity(ttft.at_slo, "s") if ttft else "–", str(run.most),
+            str(run.starts), str(run.reversals), f"{run.answered:,} of {run.requests:,}",
+        )  # fmt: skip
+    return table
+
+
+def write_picture(path: Path, runs: Sequence[ScaledRun]) -> None:
+    """One band per rule: replicas that are ready or start, requests per second, and when requests were late."""
+    end_s = max(run.looks[-1].time_s for run in runs if run.looks)
+    most = max(look.ready + look.starting for run in runs for look in run.looks)
+    inside = [_band(run, at, end_s, most) for at, run in enumerate(runs)]
+    height = _TOP + (_BAND + 30) * len(runs) + 20
+    legend = svg.text(
+        _LEFT,
+        16,
+        "blue: ready replicas, yellow: starting; green: requests/s; red: requests that missed the SLO",
+    )
+    text = svg.picture(
+        _WIDTH + _LEFT + 20,
+        height,
+        _STYLE,
+        legend,
+        *inside,
+        label="replicas and load over time",
+        xmlns=svg.XMLNS,
+    )
+    try:
+        path.write_text(text, "utf-8")
+    except OSError as error:
+        raise CumuloError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+def _band(run: ScaledRun, at: int, end_s: float, most: int) -> str:
+    bottom = _TOP + (_BAND + 30) * at + _BAND
+
+    def x(time_s: float) -> float:
+        return _LEFT + _WIDTH * time_s / end_s
+
+    def y(count: float) -> float:
+        return bottom - _BAND * count / max(1, most)
+
+    looks = run.looks
+    interval_s = looks[0].time_s
+    rates = [look.arrived / interval_s for look in looks]
+    top_rate = max(rates) or 1.0
+    load = [
+        (x(look.time_s), bottom - 0.9 * _BAND * rate / top_rate)
+        for look, rate in zip(looks, rates, strict=True)
+    ]
+    late = [
+        svg.dot(x(look.time_s), bottom + 6, 1 + 3 * (look.ended - look.ended_in_slo) / max(1, look.ended),
+                f"{look.ended - look.ended_in_slo} of {look.ended} late", class_="late")
+        for look in looks
+        if look.ended > look.ended_in_slo
+    ]  # fmt: skip
+    title = f"{run.rule}: {run.replica_hours:.2f} replica-hours, {100 * run.attainment:.1f}% within the SLO"
+    return "".join(
+        [
+            svg.polygon(
+                _steps([(x(one.time_s), y(one.ready + one.starting)) for one in looks], bottom), "start"
+            ),
+            svg.polygon(_steps([(x(one.time_s), y(one.ready)) for one in looks], bottom), "ready"),
+            svg.polyline(load, "load"),
+            *late,
+            svg.line(_LEFT, bottom, _LEFT + _WIDTH, bottom, "axis"),
+            svg.text(_LEFT, bottom - _BAND - 4, title, font_weight="bold"),
+            svg.text(_LEFT - 6, bottom, "0", "end"),
+            svg.text(_LEFT - 6, bottom - _BAND + 10, f"{most}", "end"),
+            svg.text(_LEFT + _WIDTH, bottom + 18, f"{end_s / 60:.0f} min", "end"),
+            svg.text(_LEFT + _WIDTH, bottom - 0.9 * _BAND - 4, f"{top_rate:.1f} requests/s", "end"),
+        ]
+    )
+
+
+def _steps(points: list[tuple[float, float]], bottom: float) -> list[tuple[float, float]]:
+    made = [(points[0][0], bottom)]
+    for (x, y), (next_x, _) in zip(points, [*points[1:], points[-1]], strict=True):
+        made += [(x, y), (next_x, y)]
+    return [*made, (points[-1][0], bottom)]
