@@ -96,7 +96,7 @@ class Rehearsal:
         speed: ReplicaSpeed,
         tell: Callable[[str], None] = lambda text: None,
     ) -> RuleName:
-        """With its best target on this traffic: the cheapest that keeps the SLO, or else the one that comes nearest."""
+        """With its best target on this traffic: the cheapest that keeps the SLO, or else the nearest to it."""
         if chosen.name == FORECAST or chosen.target is not None:
             return chosen
         runs: list[tuple[ScaledRun, RuleName]] = []

@@ -16,6 +16,7 @@ _FEW_ERRORS = 8  # with fewer, the margin is that of a Poisson process
 @dataclass(slots=True)
 class LoadForecast:
     horizon_s: float  # how far ahead: what a new replica takes to start
+    interval_s: float  # between two looks
     window_s: float = 60.0  # over which load is averaged
     trend_s: float = 300.0  # over which its trend is
     memory_s: float = 2400.0  # how long errors count
@@ -27,7 +28,7 @@ class LoadForecast:
     def note(self, now_s: float, work_s: float) -> None:
         """Work that came since the look before."""
         if self._first_s is None:
-            self._first_s = now_s
+            self._first_s = now_s - self.interval_s
         self._looks.append((now_s, work_s))
         kept_s = max(self.trend_s, self.window_s)
         while self._looks[0][0] <= now_s - kept_s:
@@ -62,6 +63,6 @@ class LoadForecast:
         return max(0.0, errors[min(len(errors) - 1, int(quantile * len(errors)))])
 
     def _mean(self, from_s: float, to_s: float) -> float:
-        work = sum(work for time_s, work in self._looks if from_s < time_s <= to_s)
         assert self._first_s is not None
-        return work / max(1e-9, to_s - max(from_s, min(self._first_s, self._looks[0][0])))
+        work = sum(work for time_s, work in self._looks if from_s < time_s <= to_s)
+        return work / max(self.interval_s, to_s - max(from_s, self._first_s))

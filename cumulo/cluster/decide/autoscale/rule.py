@@ -53,7 +53,7 @@ class ForecastRule:
 
     def _decide_role(self, role: str, seen: RoleSeen, now_s: float) -> ScaleTo:
         memory = self._roles.setdefault(
-            role, _RoleMemory(LoadForecast(self.start_up_s + self.interval_s), self.headroom)
+            role, _RoleMemory(LoadForecast(self.start_up_s + self.interval_s, self.interval_s), self.headroom)
         )
         output = seen.mean_output_tokens or _USUAL_OUTPUT_TOKENS
         work_s = self.speed.work_s(role, seen.arrived_prompt_tokens, output * seen.arrived)
