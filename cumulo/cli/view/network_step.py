@@ -21,7 +21,7 @@ from cumulo.plan.time.step_traffic import AxisTime, play_step, step_calls
 from cumulo.spec.catalog import shipped
 
 if TYPE_CHECKING:
-    from cumulo.cli.simulate_network import NetworkOptions
+    from cumulo.cli.network.simulate import NetworkOptions
 
 
 def print_step(chosen: "NetworkOptions") -> None:

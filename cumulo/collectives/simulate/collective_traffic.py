@@ -5,7 +5,7 @@ message, which is for a few thousand ranks."""
 
 import numpy as np
 
-from cumulo.collectives.decide.catalog import Shape, make_schedule
+from cumulo.collectives.decide.catalog import CollectiveShape, make_schedule
 from cumulo.collectives.simulate.fabrics.links import Ints
 from cumulo.collectives.simulate.player import RoundTraffic, Traffic
 from cumulo.collectives.simulate.rounds import (
@@ -47,7 +47,7 @@ def collective_traffic(
             f"{algorithm} {collective} has ranks that differ, and is played message by message: take at most "
             f"{_MOST_EXPLICIT:,} ranks in one group, or another algorithm: multi-ring, two-level, ring"
         )
-    shape = Shape(groups.shape[1], max(1, int(size_bytes)), per_node, pieces=pieces)
+    shape = CollectiveShape(groups.shape[1], max(1, int(size_bytes)), per_node, pieces=pieces)
     return ScheduleTraffic(
         name, make_schedule(collective, algorithm, shape), 1.0, groups[0], start_s, background
     )
@@ -71,7 +71,9 @@ def _rounds(
     if algorithm == "multi-ring":
         algorithm = "ring"
     schedule = make_schedule(
-        collective, algorithm, Shape(ranks, max(1, int(size_bytes)), per_node if ranks % per_node == 0 else 1)
+        collective,
+        algorithm,
+        CollectiveShape(ranks, max(1, int(size_bytes)), per_node if ranks % per_node == 0 else 1),
     )
     if not schedule.symmetry:
         return None

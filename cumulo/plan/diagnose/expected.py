@@ -49,11 +49,11 @@ class Expected:
     card_gbps: float  # of each GPU
     stated: bool  # the text says what network there is
 
-    def busbw(self, operation: str, size_bytes: float) -> float:
-        """GB/s."""
+    def busbw(self, operation: str, size_bytes: float, best: bool = False) -> float:
+        """GB/s that a healthy run reaches at least; `best`: with the algorithm that suits it best."""
         group = self.network.group(self.ranks)
         seconds = collective_s(cast(Kind, operation), size_bytes, group)
-        if self.nodes > 1:  # what a ring reaches is enough: trees do better between two nodes only
+        if self.nodes > 1 and not best:  # a ring's rate is enough: trees do better between two nodes only
             rings = [one for one in group.lines[cast(Kind, operation)] if one.algorithm == "ring"]
             seconds = min((one.seconds(size_bytes) for one in rings), default=seconds)
         n = self.ranks
@@ -79,14 +79,16 @@ def node_of(text: str) -> Node | None:
 
 def card_gbps_of(text: str, gpus: int) -> float | None:
     """Gbit/s of network for each GPU, where the text states it."""
-    for name, gbps in _INSTANCES.items():
-        if re.search(rf"\b{name}\b", text, re.IGNORECASE):
-            return gbps
     best = 0.0
     for count, rate, more, generation in _CARDS.findall(text):
         total = int(count) * float(rate) if count else int(more) * _GENERATION[generation.lower()]
         best = max(best, total)
-    return best / gpus if best else None
+    if best:
+        return best / gpus
+    for name, gbps in _INSTANCES.items():
+        if re.search(rf"\b{name}\b", text, re.IGNORECASE):
+            return gbps
+    return None
 
 
 def expected_of(text: str, ranks: int, nodes: int, device: str, link: str) -> Expected | None:

@@ -30,6 +30,7 @@ CAUSES = {
     "unknown": "I cannot tell",
 }
 _HEALTHY_NEAR, _HEALTHY_FAR = 0.82, 0.88  # of what the model expects, in a node and between nodes
+_TOO_GOOD = 1.25  # of the best algorithm's rate: it is another machine
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +77,7 @@ class _Judge:
     def __init__(self, text: str, test: NcclTest | None, log: NcclLog | None) -> None:
         self.text, self.test, self.log = text, test, log
         self.evidence: list[str] = []
+        self.said = False
         self.inferred = test.inferred_ranks() if test else None
         self.ranks = self._ranks()
         self.nodes = self._nodes()
@@ -305,15 +307,31 @@ class _Judge:
             return None
         row = self.test.rows[-1]
         usual = self.expected.busbw(self.operation, row.size_bytes)
+        self._say_numbers()
+        if row.busbw > _TOO_GOOD * max(usual, self.expected.busbw(self.operation, row.size_bytes, best=True)):
+            return self._answer(
+                "unknown",
+                "This is more than the network that the text names can carry, so that it is not the one that ran.",
+                (_LOG, "state the cards of a node, as in 8 x 400G"),
+                "low",
+            )
+        if (published := nearest_published(self.expected)) is not None:
+            self.evidence.append(f"published: {published}")
+        return self._far_numbers(row.busbw) if self.nodes > 1 else self._near_numbers()
+
+    def _say_numbers(self) -> None:
+        """The bandwidth next to what it should be, once."""
+        if self.said or self.share is None or self.expected is None or self.test is None:
+            return
+        self.said = True
+        row = self.test.rows[-1]
+        usual = self.expected.busbw(self.operation, row.size_bytes)
         self.evidence.append(
             f"busbw {row.busbw:.4g} GB/s at {quantity(row.size_bytes, 'B')}: {self.share:.0%} of the "
             f"{usual:.0f} GB/s "
             f"that {self.ranks} × {self.expected.node.device.name} should reach"
             + (f" with {self.expected.card_gbps:.0f} Gbit/s for each GPU" if self.nodes > 1 else "")
         )
-        if (published := nearest_published(self.expected)) is not None:
-            self.evidence.append(f"published: {published}")
-        return self._far_numbers(row.busbw) if self.nodes > 1 else self._near_numbers()
 
     def _near_numbers(self) -> Diagnosis:
         assert self.share is not None and self.expected is not None
@@ -361,7 +379,12 @@ class _Judge:
         if share < 0.62:
             return self._answer(
                 "rail-down",
-                f"{share:.0%}, about half: one card seems to carry two GPUs' traffic, and all wait for it.",
+                f"{share:.0%}, about half: one card seems to carry two GPUs' traffic, and all wait for it."
+                + (
+                    ""
+                    if self.expected.stated
+                    else f" Or the cards have less than {self.expected.card_gbps:.0f} Gbit/s."
+                ),
                 (_PORTS, _PAIRS, _LOG),
                 "medium",
             )
@@ -389,6 +412,8 @@ class _Judge:
         )
 
     def _answer(self, cause: str, sentence: str, steps: tuple[str, ...], confidence: str) -> Diagnosis:
+        if cause not in ("wrong-ranks", "small-messages"):
+            self._say_numbers()
         return Diagnosis(cause, sentence, tuple(self.evidence), steps, confidence, self.ranks, self.share)
 
 

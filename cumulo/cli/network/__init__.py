@@ -1,0 +1,1 @@
+"""The verbs about networks: simulate network, network lint, topology, diagnose."""

@@ -1,0 +1,119 @@
+"""`cumulo diagnose`: what a pasted output says about a network, and what to run next."""
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from cumulo.cli.shared import options
+
+if TYPE_CHECKING:
+    from cumulo.plan.diagnose.verdict import Diagnosis
+
+EXAMPLE = "Example: [bold]cumulo diagnose examples/network/slow_all_reduce.txt[/bold]"
+
+
+def diagnose(
+    file: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="[FILE]",
+            help="Output of nccl-tests, perftest or a flight recorder, or an NCCL log; '-': standard input.",
+        ),
+    ] = None,
+    live: Annotated[
+        bool,
+        typer.Option(
+            "--live",
+            help="Measure here: all_reduce_perf where it is installed, otherwise processes over shared memory.",
+        ),
+    ] = False,
+    json_file: options.JsonOption = None,
+) -> None:
+    """Name the likely cause of a slow or stuck collective from the output of the usual tools.
+
+    The answer names the evidence, compares with what such machines reach, and says what to run next. Where the
+    text is not enough, it says so.
+    """
+    from cumulo.cli.shared.terminal import out, read_stdin, read_text
+    from cumulo.errors import InvalidRequest
+    from cumulo.plan.diagnose.verdict import diagnose as judge
+
+    if live:
+        _live(json_file)
+        return
+    if file is None:
+        raise InvalidRequest("name a file with the output, or - for standard input; --live measures here")
+    found = judge(read_stdin() if str(file) == "-" else read_text(file))
+    _write(json_file, found)
+    if str(json_file) == "-":
+        return
+    out.print(f"[bold]{found.title[0].upper()}{found.title[1:]}[/bold] (confidence: {found.confidence})")
+    out.print(found.sentence, markup=False)
+    _list("Evidence", found.evidence)
+    _list("Next", found.next_steps)
+
+
+def _list(title: str, lines: "tuple[str, ...]") -> None:
+    from cumulo.cli.shared.terminal import out
+
+    if lines:
+        out.print(f"\n[dim]{title}[/dim]")
+        for line in lines:
+            out.print(f"  {line}", markup=False, soft_wrap=not sys.stdout.isatty())
+
+
+def _write(json_file: Path | None, found: "Diagnosis") -> None:
+    from cumulo.base.report import Row, write_json
+
+    rows = [
+        Row("cause", found.cause, note=found.sentence),
+        Row("confidence", found.confidence),
+        Row("ranks", found.ranks),
+        Row("share of the expected bus bandwidth", found.share),
+    ]
+    write_json(json_file, rows, cause=found.cause, evidence=found.evidence, next=found.next_steps)
+
+
+def _live(json_file: Path | None) -> None:
+    """GPUs where nccl-tests is installed; else what processes reach over shared memory, next to gloo."""
+    import shutil
+    import subprocess
+
+    from cumulo.base import report
+    from cumulo.cli.shared.terminal import out, working
+
+    if path := shutil.which("all_reduce_perf"):
+        with working("running all_reduce_perf"):
+            done = subprocess.run(
+                [path, "-b", "1M", "-e", "1G", "-f", "4", "-g", _gpus()],
+                capture_output=True,
+                text=True,
+                check=False,
+            )
+        from cumulo.plan.diagnose.verdict import diagnose as judge
+
+        found = judge(done.stdout + done.stderr)
+        _write(json_file, found)
+        out.print(f"[bold]{found.title}[/bold]: {found.sentence}")
+        _list("Evidence", found.evidence)
+        _list("Next", found.next_steps)
+        return
+    from cumulo.bench.collectives import measure
+
+    with working("measuring") as tell:
+        rows = measure(2, (1 << 20, 16 << 20), ("ring",), "shm", 5, None, tell)
+    report.write_json(json_file, rows)
+    if str(json_file) != "-":
+        out.print(report.table("All-reduce of two processes on this machine", rows))
+        out.print(
+            "Install nccl-tests to measure GPUs and network cards: there is no all_reduce_perf here.",
+            style="dim",
+        )
+
+
+def _gpus() -> str:
+    from cumulo.base.machine_devices import gpus_here
+
+    return str(max(1, len(gpus_here())))
