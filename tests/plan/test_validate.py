@@ -15,7 +15,16 @@ from cumulo.plan.evidence import weights as evidence
 from cumulo.plan.evidence.published import PublishedRow, citations, rows
 from cumulo.plan.evidence.published_lines import COLUMNS
 from cumulo.plan.evidence.published_tables import lines_of
-from cumulo.plan.evidence.validate import RowPrediction, by_source, predict, quantile, scatter_svg
+from cumulo.plan.evidence.validate import (
+    RowPrediction,
+    by_source,
+    predict,
+    predict_left_out,
+    quantile,
+    scatter_svg,
+    summarise,
+)
+from cumulo.plan.time.efficiency import left_out_efficiency, shipped_efficiency
 from cumulo.spec import catalog
 
 
@@ -24,33 +33,42 @@ def predictions() -> list[RowPrediction]:
     return [predict(row) for row in rows()]
 
 
-def test_all_rows_are_predicted_within_the_bar(predictions: list[RowPrediction]) -> None:
-    for summary in by_source(predictions):
-        if summary.name in ("all", "all held out"):
-            assert summary.median <= 0.06, summary
-            assert summary.p90 <= 0.15, summary
+def test_rows_of_software_that_the_constants_never_saw_are_predicted_within_the_bar() -> None:
+    found = summarise("all", [predict_left_out(row) for row in rows()[::2]])
+    assert found.median <= 0.08, found
+    assert found.p90 <= 0.18, found
+    assert 0.85 <= found.coverage <= 0.95, found
+    assert found.width <= 1.6, found
 
 
-def test_stated_intervals_contain_as_many_held_out_rows_as_they_say(predictions: list[RowPrediction]) -> None:
-    held_out = [prediction for prediction in predictions if prediction.row.held_out]
-    covered = sum(prediction.covered for prediction in held_out) / len(held_out)
-    assert len(held_out) >= 100
-    assert 0.85 <= covered <= 0.95
+def test_fitted_rows_are_predicted_closer(predictions: list[RowPrediction]) -> None:
+    found = by_source(predictions)[-1]
+    assert (found.name, found.rows) == ("all", len(rows()))
+    assert found.median <= 0.04, found
+    assert found.p90 <= 0.12, found
 
 
 def test_the_shipped_errors_are_those_of_the_shipped_constants(predictions: list[RowPrediction]) -> None:
     shipped = {witness.row.name: witness.log_error for witness in evidence.witnesses()}
     assert set(shipped) == {row.name for row in rows()}
     for prediction in predictions:
-        assert shipped[prediction.row.name] == pytest.approx(math.log(1 + prediction.error), abs=2e-3), (
+        assert shipped[prediction.row.name] == pytest.approx(math.log(1 + prediction.error), abs=2e-2), (
             prediction.row.name
         )
 
 
-def test_every_source_is_cited_and_about_a_third_is_held_out() -> None:
+def test_every_source_is_cited() -> None:
     assert {row.source for row in rows()} <= set(citations())
-    share = sum(row.held_out for row in rows()) / len(rows())
-    assert 0.25 < share < 0.42
+
+
+def test_constants_without_a_generation_of_software_are_not_those_with_it() -> None:
+    whole, without = shipped_efficiency(), left_out_efficiency("fsdp-2023")
+    assert without.constants["passes_eager"] != whole.constants["passes_eager"]
+    assert len(whole.constants) < 40
+    with pytest.raises(
+        ConfigError, match="there are no constants without jax-2030; there are: megatron-2021"
+    ):
+        left_out_efficiency("jax-2030")
 
 
 def row_named(name: str) -> PublishedRow:
@@ -82,7 +100,7 @@ def test_an_interval_is_wider_far_from_all_rows() -> None:
     row = row_named("llm-foundry-a100-80gb-bf16-7b-8-2048")
     near = evidence.half_width(row.job, row.cluster)
     far = evidence.half_width(row.job, catalog.cluster(8, "mi300x"), borrowed=True)
-    assert near < 0.1 < 0.2 <= far
+    assert near < 0.2 <= far
     assert (
         evidence.half_width(row.job, catalog.cluster(8, "h100-pcie")) >= 0.2
     )  # its generation has rows, it has not

@@ -5,7 +5,6 @@ says where each was printed and what was not printed there and is assumed.
 """
 
 import csv
-import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -21,8 +20,6 @@ from cumulo.spec.catalog import Catalog
 from cumulo.spec.cluster import Cluster
 from cumulo.spec.model import ModelSpec
 
-HELD_OUT_OF = 3  # every third row, by the checksum of its name, is kept out of the fit
-
 
 @dataclass(frozen=True, slots=True)
 class PublishedRow:
@@ -31,11 +28,6 @@ class PublishedRow:
     job: TrainJob
     cluster: Cluster
     step_s: float  # as published, or from what was published
-
-    @property
-    def held_out(self) -> bool:
-        """Not seen by the fit. The choice is by name, so that nobody's result has a say in it."""
-        return zlib.crc32(self.name.encode()) % HELD_OUT_OF == 0
 
 
 @cache
@@ -90,7 +82,8 @@ def _row(line: Mapping[str, str], catalog: Catalog) -> PublishedRow:
         predict_ahead=number.get("predict_ahead", 0),
         software=line["software"],
     )
-    cluster = catalog.cluster(number["gpus"], node=line["node"])
+    fabric = {"fabric": line["fabric"]} if line.get("fabric") else {}
+    cluster = catalog.cluster(number["gpus"], node=line["node"], **fabric)
     return PublishedRow(line["id"], line["source"], job, cluster, _step_s(line, job, cluster))
 
 

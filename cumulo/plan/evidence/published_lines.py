@@ -8,7 +8,7 @@ Line = dict[str, str]
 Given = Mapping[str, str]
 
 COLUMNS = [
-    "id", "source", "software", "node", "gpus", "model", "layers", "hidden", "heads", "kv_heads", "ffn",
+    "id", "source", "software", "node", "fabric", "gpus", "model", "layers", "hidden", "heads", "kv_heads", "ffn",
     "gated", "vocabulary", "tied", "learned_positions", "sequence", "dp", "tp", "pp", "cp", "ep", "zero",
     "sequence_parallel", "schedule", "chunks_per_stage", "micro_batch", "global_batch", "recompute",
     "dtype", "gradient_dtype", "flash", "overlap_tensor", "expert_exchange", "overlap_expert", "predict_ahead",

@@ -14,8 +14,10 @@ from cumulo.plan.evidence.published_lines import (
     FULL_MFU,
     GPT,
     HARDWARE,
+    LLAMA,
     MODEL_FLOPS,
     MODELS,
+    NEMOTRON,
     SECONDS,
     TOKENS,
     Given,
@@ -220,13 +222,15 @@ def _llm_foundry(given: Given) -> Iterator[Line]:
 
 
 def _nanotron(given: Given) -> Iterator[Line]:
-    """The figure prints no sequence length; the script that made it has 4,096, which fits the printed 1M tokens."""
+    """The figure prints no sequence length; the script that made it has 4,096, which fits the printed 1M tokens.
+    The machines were AWS's (Tazi et al. 2025), so the network is EFA."""
     tp = int(given["tp"])
     yield line_of(
         id=f"nanotron-{given['params_b']}b-{given['gpus']}",
         source="nanotron-2025",
         software="nanotron-2025",
         node="dgx-h100",
+        fabric="efa",
         gpus=given["gpus"],
         **MODELS[f"nanotron-{given['params_b']}"],
         sequence=4096,
@@ -243,6 +247,40 @@ def _nanotron(given: Given) -> Iterator[Line]:
     )
 
 
+def _dgxc(given: Given) -> Iterator[Line]:
+    """NVIDIA's benchmark recipes: everything is printed but the interleaving of stages, which the recipes have.
+    Tensor-parallel collectives are overlapped."""
+    tp, pp, cp, gpus = (int(given[name]) for name in ("tp", "pp", "cp", "gpus"))
+    virtual = int(given["virtual_stages"])
+    gated = "not gated" not in given["ffn"]
+    kind = GPT if given["model"].startswith("gpt") else LLAMA if gated else NEMOTRON
+    gpu, eight = given["gpu"].removesuffix("-sxm"), given["precision"] == "fp8"
+    layers, hidden, heads, kv_heads = (int(given[name]) for name in ("layers", "hidden", "heads", "kv_heads"))
+    yield line_of(
+        id=f"dgxc-{gpu}-{given['model']}-{gpus}-{given['precision']}",
+        source=f"dgxc-2025-{gpu}",
+        software="nemo-2025",
+        node={"h100": "dgx-h100", "gb200": "gb200-nvl72"}[gpu],
+        gpus=gpus,
+        **shape_of(layers, hidden, heads, kv_heads, int(given["ffn"].split()[0]), kind),
+        vocabulary=given["vocab"],
+        sequence=given["seq_len"],
+        dp=gpus // (tp * pp * cp),
+        tp=tp,
+        pp=pp,
+        cp=cp,
+        zero=given["zero"],
+        sequence_parallel=int(given["sequence_parallel"] == "true"),
+        chunks_per_stage=virtual if virtual > 1 and pp > 1 else "",
+        micro_batch=given["micro_batch"],
+        global_batch=given["global_batch"],
+        dtype="float8" if eight else "bfloat16",
+        overlap_tensor=int(tp > 1),
+        reported=given["step_s"],
+        unit=SECONDS,
+    )
+
+
 # By how a table's file name begins.
 READERS: dict[str, Callable[[Given], Iterator[Line]]] = {
     "megatron_sc21": _narayanan,
@@ -253,4 +291,5 @@ READERS: dict[str, Callable[[Given], Iterator[Line]]] = {
     "torchtitan": _torchtitan,
     "llm_foundry": _llm_foundry,
     "nanotron": _nanotron,
+    "dgxc": _dgxc,
 }

@@ -1,11 +1,10 @@
 """What a prediction rests on: the published rows near it, how far outside them it is, and its interval.
 `train_time.estimate` and `cumulo plan validate` ask.
 
-The interval is what the errors of the fitted rows near the question say (a weighted conformal interval:
-Tibshirani et al. 2019): the 90% quantile of their sizes, near rows counting more, widened with the distance to
-the nearest. The errors are those under constants fitted without the row (five folds), since a fitted error is too
-small. No held-out row's error enters it; `cumulo plan validate` counts how many of them it contains, and
-docs/plan-validation.md says how its settings were picked.
+The interval is what the errors of published rows near the question say (a weighted conformal interval: Tibshirani
+et al. 2019): the 90% quantile of their sizes, near rows counting more, widened with the distance to the nearest.
+The errors are those under constants that never saw the row's generation of software, as a question's has not been
+seen either. `cumulo plan validate --left-out` counts how many rows lie inside where only the other generations vouch.
 """
 
 import csv
@@ -18,21 +17,15 @@ from importlib import resources
 from cumulo.plan.evidence.published import PublishedRow, rows
 from cumulo.plan.job import TrainJob
 from cumulo.plan.time.compute_profile import Profile
+from cumulo.plan.time.efficiency import generation_of
 from cumulo.spec.cluster import Cluster
 
 LEVEL = 0.9
-NEIGHBOURS = 24  # rows that have a say
-REACH = 2.0  # distance at which a row's say falls to 1/e
-# Of the interval, for each unit of distance to the nearest row: so that nearly nine in ten rows of a source that is
-# left out lie inside (`fit_training.py --leave-out source`).
-WIDENING = 0.5
-LEAST = 0.02  # half-width: what is printed is rounded, and runs differ from day to day
+NEIGHBOURS = 250  # rows that have a say
+REACH = 8.0  # distance at which a row's say falls to 1/e
+WIDENING = 0.1  # of the interval, for each unit of distance to the nearest row
+LEAST = 0.04  # half-width: what is printed is rounded, and runs differ from day to day
 BORROWED = 0.20  # half-width at least where constants or rows are of other devices or number formats
-
-# Half-width that each of these adds where no row of the software has it, half of that where rows of other software
-# on such devices do: 90% quantiles of errors under constants fitted without the rows that have it
-# (`fit_training.py --leave-out way`).
-_UNWITNESSED = {"experts": 0.40, "cp": 0.25, "pp": 0.20, "tp": 0.20}
 
 # What a doubling of a quantity counts in the distance between two jobs.
 _WEIGHTS = {
@@ -48,9 +41,9 @@ _WEIGHTS = {
     "micro-batches": 0.2,
 }
 _OTHER_SOFTWARE, _OTHER_DEVICE, _OTHER_FORMAT, _OTHER_RECOMPUTE, _EXPERTS, _OTHER_SHARING = (
-    3.0,
-    3.0,
+    1.0,
     2.0,
+    1.5,
     0.5,
     4.0,
     0.5,
@@ -89,7 +82,7 @@ class Witness:
     row: PublishedRow
     features: Features
     log_error: float  # of predicted over published
-    unseen: float  # size of the error under constants that were fitted without it
+    unseen: float  # size of the error under constants that never saw its generation of software
 
 
 def features(job: TrainJob, cluster: Cluster, software: str | None = None) -> Features:
@@ -161,13 +154,13 @@ def half_width(
     without: Collection[str] = (),
     software: str | None = None,
 ) -> float:
-    """Of the interval, as a logarithm. `without`: rows that must not vouch for themselves."""
+    """Of the interval, as a logarithm. `without`: generations of software whose rows must not vouch."""
     mine = features(job, cluster, software)
     near = sorted(
         (
             (distance(mine, witness.features), witness.unseen)
             for witness in witnesses()
-            if not witness.row.held_out and witness.row.name not in without
+            if generation_of(witness.row.job.software) not in without
         ),
     )[:NEIGHBOURS]
     nearest = near[0][0]
@@ -184,31 +177,7 @@ def half_width(
     width = max(LEAST, quantile) * (1 + WIDENING * nearest)
     if borrowed or cluster.device.name not in witnessed_devices():
         width = max(width, BORROWED)
-    return math.hypot(width, *_unwitnessed(mine).values())
-
-
-def _ways(one: Features) -> frozenset[str]:
-    """What a job's time depends on that not every job has."""
-    sizes = dict(zip(_WEIGHTS, one.logs, strict=True))
-    found = {axis for axis in ("tp", "pp", "cp") if sizes[axis] > 0}
-    return frozenset(found | ({"experts"} if one.experts else set()))
-
-
-@cache
-def _witnessed_ways(software: str | None, device: str) -> frozenset[str]:
-    """Those of the fitted rows on a generation of devices; of all software, or of one."""
-    seen = (witness.features for witness in witnesses() if not witness.row.held_out)
-    alike = (one for one in seen if one.device == device and software in (None, one.software))
-    return frozenset().union(*map(_ways, alike))
-
-
-def _unwitnessed(one: Features) -> dict[str, float]:
-    """What nothing of the software on such devices shows, and the half-width that it adds."""
-    others = _witnessed_ways(None, one.device)
-    return {
-        way: _UNWITNESSED[way] * (0.5 if way in others else 1.0)
-        for way in sorted(_ways(one) - _witnessed_ways(one.software, one.device))
-    }
+    return width
 
 
 def judge(job: TrainJob, cluster: Cluster, profile: Profile, borrowed: tuple[str, ...]) -> Judgement:
@@ -229,9 +198,6 @@ def _sentences(job: TrainJob, cluster: Cluster, profile: Profile) -> tuple[str, 
     found.append(f"nearest published rows: {named}")
     if cluster.device.name not in witnessed_devices():
         found.append(f"no published row is of a {cluster.device.name}")
-    if unseen := _unwitnessed(mine):
-        names = ", ".join({"tp": "tensor", "pp": "pipeline", "cp": "context"}.get(way, way) for way in unseen)
-        found.append(f"no published row of {mine.software} on {mine.device} devices shows: {names}")
     outside = _outside(mine, [witness.features for witness in same or near])
     found.append(
         f"outside the range of the published rows: {outside}"

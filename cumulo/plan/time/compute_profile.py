@@ -1,12 +1,8 @@
-"""Profile: how fast a generation of devices runs under a generation of software, as a few constants. `compute` and
-`step` turn work into seconds with one; `cumulo calibrate` and the fitting script make them.
-
-Nearly all constants are ratios to what the device's data sheet says, so that a profile can be carried to another
-device of the same generation, and, with a wider interval, to another generation.
-"""
+"""Profiles: which constants hold for a device, a number format and a software: measured by themselves
+(`profiles.yaml`, files of `cumulo calibrate`), or put together from physics and traits (`efficiency`)."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cache, lru_cache
 from importlib import resources
 from pathlib import Path
@@ -16,73 +12,11 @@ import yaml
 
 from cumulo.base.nearest import did_you_mean
 from cumulo.errors import ConfigError
+from cumulo.plan.time.compute_profile_fields import Profile
+from cumulo.plan.time.efficiency import GENERATIONS, composed, shipped_efficiency
 from cumulo.spec.device import Device
 
-
-@dataclass(frozen=True, slots=True)
-class Profile:
-    software: str  # the generation of software: "megatron-2021", "torchtitan-2024-compile", ...
-    devices: str  # a generation of them, "hopper", or one by name, "a100-40gb"
-    dtype: str  # of the matrix products
-    note: str  # what the constants were taken from
-
-    # -- what a device reaches ------------------------------------------------------------------------------
-    matmul_efficiency: float  # of the peak rate, of a large matrix product
-    matmul_traffic: float  # share of a product's operand traffic that its arithmetic does not hide
-    attention_forward_efficiency: float  # of the 16-bit peak, causal half counted once, heads of 128
-    attention_backward_efficiency: float
-    # Width of a head at which softmax takes as long as the products: half the efficiency (Shah et al. 2024, section
-    # 3.1: a Hopper device has 256 times more matrix FLOPs than exponentials).
-    attention_half_width: float
-    elementwise_passes: float  # traffic of everything between the products, over what ideal fusion would move
-    score_bytes: float  # moved for each attention score in forward, where scores are stored at all
-    logit_bytes: float  # moved for each logit, forward and backward together
-    weight_bytes: float  # moved for each held parameter in each micro-batch: accumulation, casts, copies
-    optimizer_bytes: float  # moved for each parameter the rank updates
-    launch_s: float  # of one layer's forward: what the host adds that the device does not hide
-    expert_passes: (
-        float  # in forward over a mixture's token copies: sorted, quantised, brought back and added up
-    )
-    expert_bias_passes: float  # more of them, also over what is inside experts, where these have biases
-    # Where the host waits for the sizes of an all-to-all: its time for each expert of a rank in a layer's forward,
-    # which counts where the device is faster, and when a stage takes up another chunk; backward: twice that.
-    expert_launch_s: float
-    chunk_launch_s: float
-    step_s: float  # of one step: data, logging, clipping, synchronisation
-
-    # -- what of its communication a device waits for -------------------------------------------------------
-    tensor_exposed: float
-    tensor_overlapped_exposed: float  # with the job's `overlap_tensor`
-    context_exposed: float
-    expert_exposed: float
-    expert_overlapped_exposed: float  # with the job's `overlap_expert`
-    data_exposed: float
-    data_rate: float  # of what the network could give them, the share that data-parallel collectives get
-    # Gradients and weights travel in pieces of this size, each with a collective's latency; 0: layer by layer.
-    bucket_bytes: float
-    expert_imbalance: float  # tokens of the busiest expert rank over the mean
-
-    # -- what "selective" recomputation repeats under this software -----------------------------------------
-    selective_products: float  # share of the layer's matrix products
-    selective_attention: bool  # the attention between its projections
-
-    balances_stages: bool  # whether stages get layers by cost, the loss counted, and not by number
-
-    def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if isinstance(value, float) and not value >= 0:
-                raise ConfigError(f"profile {self.name}: {field.name} must be 0 or more, got {value}")
-        for name in ("matmul_efficiency", "attention_forward_efficiency", "attention_backward_efficiency"):
-            if not 0 < getattr(self, name) <= 1.5:
-                raise ConfigError(
-                    f"profile {self.name}: {name} is a share of the device's peak, in (0, 1.5]; "
-                    f"got {getattr(self, name)}"
-                )
-
-    @property
-    def name(self) -> str:
-        return f"{self.software} / {self.devices} / {self.dtype}"
+__all__ = ["Profile", "Profiles", "profile_from", "shipped", "shipped_for"]
 
 
 @dataclass(frozen=True)
@@ -97,7 +31,8 @@ class Profiles:
         """What ships with the package, and the files that `cumulo calibrate` wrote on top."""
         text = (resources.files("cumulo.plan") / "data" / "profiles.yaml").read_text("utf-8")
         content = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-        known, current = _profiles(content, "profiles.yaml"), dict(content["current"])
+        made = _composed()
+        known, current = made | _profiles(content, "profiles.yaml", made), dict(content["current"])
         for path in files:
             try:
                 extra = yaml.safe_load(path.read_text("utf-8"))
@@ -105,7 +40,7 @@ class Profiles:
                 raise ConfigError(f"cannot read the profile {path}: {error}") from error
             if not isinstance(extra, Mapping) or "profiles" not in extra:
                 raise ConfigError(f"{path} has no table `profiles`; write one with: cumulo calibrate")
-            known |= _profiles({**extra, "profiles": {**content["profiles"], **extra["profiles"]}}, str(path))
+            known |= _profiles({"profiles": {**content["profiles"], **extra["profiles"]}}, str(path), made)
             current |= extra.get("current") or {}
         return Profiles(known, current)
 
@@ -117,6 +52,11 @@ class Profiles:
     def find(self, device: Device, dtype: str, software: str = "current") -> tuple[Profile, tuple[str, ...]]:
         """The profile for a device, and in what it was taken from elsewhere."""
         best = self.known[self.name_for(device, dtype, software)]
+        if best.software in shipped_efficiency().software:
+            made = composed(shipped_efficiency().software[best.software], device.generation, dtype, device)
+            if device.generation in GENERATIONS:
+                return made, ()
+            return made, (f"no published rows of {device.generation} devices: shares of newer ones are used",)
         borrowed = []
         if _device_distance(best, device) > 1:
             borrowed.append(f"no profile for {device.generation} devices: that of {best.devices} is used")
@@ -164,11 +104,25 @@ def _dtype_distance(one: str, other: str) -> int:
     return abs(width.get(one, 2) - width.get(other, 2))
 
 
-def _profiles(content: Mapping[str, Any], where: str) -> dict[str, Profile]:
-    """An entry may name another as its `base` and give only what differs."""
+@cache
+def _composed() -> dict[str, Profile]:
+    """By software and generation of devices, in 16 and in 8 bits; `find` adds what a single device differs in."""
+    found = {}
+    for name, software in shipped_efficiency().software.items():
+        for generation in GENERATIONS:
+            found[f"{name}-{generation}"] = composed(software, generation, "bfloat16")
+            if generation != "ampere":
+                found[f"{name}-{generation}-fp8"] = composed(software, generation, "float8")
+    return found
+
+
+def _profiles(content: Mapping[str, Any], where: str, made: Mapping[str, Profile]) -> dict[str, Profile]:
+    """An entry may name another as its `base`, one of the composed ones too, and give only what differs."""
     entries: Mapping[str, Mapping[str, Any]] = content["profiles"]
 
     def resolved(name: str, seen: tuple[str, ...] = ()) -> dict[str, Any]:
+        if name in made and name not in entries:
+            return asdict(made[name])
         if name not in entries or name in seen:
             raise ConfigError(f"{where}: profile {(*seen, name)[0]!r} is based on {name!r}, which cannot be")
         entry = dict(entries[name])

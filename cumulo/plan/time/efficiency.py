@@ -1,0 +1,174 @@
+"""Profiles put together from physics and traits: what a device of a generation reaches under a software, from
+`data/efficiency.yaml`. `compute_profile` asks it for every software that was not measured by itself.
+
+A product reaches its device's measured ceiling times a share that all software has in common. Software differs in
+traits that whoever runs it knows: its attention kernels, whether what lies between products is fused, how experts
+are computed. There is no constant of a single software, so a new one starts where its traits put it.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from functools import cache
+from importlib import resources
+from typing import Any, Literal
+
+import yaml
+
+from cumulo.errors import ConfigError
+from cumulo.plan.time.compute_profile_fields import Profile
+from cumulo.spec.device import Device
+
+HIGHEST_SHARE = 0.92  # of its peak, that no product has reached on any device
+DTYPES = ("bfloat16", "float16", "float32", "float8")
+GENERATIONS = ("ampere", "hopper", "blackwell")
+
+
+@dataclass(frozen=True, slots=True)
+class Software:
+    """Traits of a generation of software."""
+
+    name: str
+    attention: Literal["unfused", "flash1", "flash2", "cudnn"] = "cudnn"
+    between: Literal["eager", "fused", "compiled"] = "fused"
+    row_scaled: bool = False
+    fused_experts: tuple[str, ...] = ()
+    data_rate: float = 1.0
+    selective_products: float = 0.0
+    selective_attention: bool = True
+    balances_stages: bool = False
+    bucket_bytes: float = 0.0
+    note: str = ""
+
+
+# Software that goes under several names and is left out together.
+_ONE_GENERATION = {
+    "deepspeed-2021": "megatron-2021",
+    "torchtitan-2024-compile": "torchtitan-2024",
+    "torchtitan-2024-compile-rowwise": "torchtitan-2024",
+}
+
+
+def generation_of(software: str) -> str:
+    return _ONE_GENERATION.get(software, software)
+
+
+@dataclass(frozen=True)
+class Efficiency:
+    """The content of `efficiency.yaml`."""
+
+    ceilings: Mapping[str, Mapping[str, float]]
+    attention: Mapping[str, Mapping[str, Any]]
+    attention_reach: Mapping[str, Mapping[str, float]]
+    fast_exponentials: tuple[str, ...]
+    constants: Mapping[str, float]
+    software: Mapping[str, Software]
+
+
+@cache
+def shipped_efficiency() -> Efficiency:
+    text = (resources.files("cumulo.plan") / "data" / "efficiency.yaml").read_text("utf-8")
+    content = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    return Efficiency(
+        ceilings=content["ceilings"],
+        attention=content["attention"],
+        attention_reach=content["attention_reach"],
+        fast_exponentials=tuple(content["fast_exponentials"]),
+        constants={name: float(value) for name, value in content["constants"].items()},
+        software={name: software_from(name, entry) for name, entry in content["software"].items()},
+    )
+
+
+@cache
+def left_out_efficiency(generation: str) -> Efficiency:
+    """As if a generation of software had published nothing (`fit_training.py --write`): neither the constants nor
+    its own rate of data-parallel collectives have seen its rows."""
+    text = (resources.files("cumulo.plan") / "data" / "efficiency_left_out.yaml").read_text("utf-8")
+    folds = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    if generation not in folds:
+        raise ConfigError(f"there are no constants without {generation}; there are: {', '.join(folds)}")
+    found = with_constants(shipped_efficiency(), folds[generation])
+    software = {name: replace(each, data_rate=1.0) for name, each in found.software.items()}
+    return replace(found, software=software)
+
+
+def with_constants(found: Efficiency, values: Mapping[str, float]) -> Efficiency:
+    """Other constants; those of attention are named by generation and kernel, as in hopper/cudnn."""
+    reach = {place: dict(kernels) for place, kernels in found.attention_reach.items()}
+    constants = dict(found.constants)
+    for name, value in values.items():
+        place, slash, kernel = name.partition("/")
+        if slash:
+            reach[place][kernel] = value
+        else:
+            constants[name] = value
+    return replace(found, constants=constants, attention_reach=reach)
+
+
+def software_from(name: str, entry: Mapping[str, Any]) -> Software:
+    known = {field.name for field in fields(Software)}
+    if unknown := sorted(set(entry) - known):
+        raise ConfigError(f"the software {name} has unknown traits: {', '.join(unknown)}")
+    values: dict[str, Any] = {
+        key: tuple(value) if isinstance(value, list) else value for key, value in entry.items()
+    }
+    return Software(name, **values)
+
+
+def composed(
+    software: Software,
+    generation: str,
+    dtype: str,
+    device: Device | None = None,
+    given: Efficiency | None = None,
+) -> Profile:
+    """The profile of a software on a generation of devices, or on one of them, which may get more power than the
+    one that its generation's ceiling was measured on."""
+    found = given or shipped_efficiency()
+    known, narrow = found.constants, dtype == "float8"
+    place = generation if generation in found.ceilings else "other"
+    ceiling = found.ceilings[place]
+    power = 1.0
+    if device is not None:
+        watts = device.power_w / (device.flops("bfloat16") / 1e12)
+        power = (watts / ceiling["watts"]) ** known["power_exponent"]
+    highest = min(HIGHEST_SHARE, ceiling["bits8" if narrow else "bits16"] * power)
+    share = known["product_share"] * known.get(f"product_share_{place}", 1.0)
+    if narrow:
+        share *= known["product_share_8bit"]
+    fast = device is not None and device.name in found.fast_exponentials
+    reach = found.attention_reach[place][software.attention] * min(1.25, power)
+    forward, backward = found.attention[place][software.attention]
+    if fast:
+        reach *= known["fast_exponentials_gain"]
+    passes = known[f"passes_{software.between}"]
+    if narrow:
+        passes *= known["passes_8bit"] * (known["passes_row_scaled"] if software.row_scaled else 1.0)
+    fused = known["fused_experts"] if generation in software.fused_experts else 1.0
+    shared = {name: known[name] for name in _AS_THEY_ARE}
+    return Profile(
+        software=software.name,
+        devices=generation if device is None else device.name,
+        dtype=dtype,
+        note=software.note or "physics and traits fitted to all published rows together",
+        matmul_efficiency=min(highest, highest * share),
+        attention_forward_efficiency=min(HIGHEST_SHARE, forward * reach),
+        attention_backward_efficiency=min(HIGHEST_SHARE, backward * reach),
+        attention_half_width=found.attention[place]["half_width"] * (0.5 if fast else 1.0),
+        elementwise_passes=passes,
+        expert_passes=known["expert_passes"] * fused,
+        expert_bias_passes=known["expert_bias_passes"] * fused,
+        data_rate=software.data_rate,
+        bucket_bytes=software.bucket_bytes,
+        expert_imbalance=1.0,
+        selective_products=software.selective_products,
+        selective_attention=software.selective_attention,
+        balances_stages=software.balances_stages,
+        **shared,
+    )
+
+
+_AS_THEY_ARE = (
+    "matmul_traffic", "score_bytes", "logit_bytes", "weight_bytes", "optimizer_bytes", "launch_s", "step_s",
+    "tensor_exposed", "tensor_overlapped_exposed", "context_exposed", "data_exposed", "expert_launch_s",
+    "chunk_launch_s", "expert_exposed", "expert_overlapped_exposed",
+)  # fmt: skip

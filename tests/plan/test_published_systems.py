@@ -1,0 +1,76 @@
+"""Published systems of which no row was fitted, described as their papers describe them."""
+
+import pytest
+
+from cumulo.layout.layout import Layout
+from cumulo.plan.job import TrainJob
+from cumulo.plan.time.flops import model_flops
+from cumulo.plan.time.step import estimate
+from cumulo.spec import catalog
+from cumulo.spec.model import ModelSpec
+
+
+def test_deepseek_v3_on_2048_h800_is_within_10_percent() -> None:
+    """DeepSeek-AI 2024, section 1: 180,000 H800 hours for a trillion tokens; sections 3.2 and 4.2: the layout."""
+    job = TrainJob(
+        catalog.model("deepseek-v3"),
+        Layout(dp=128, pp=16, ep=64, zero=1, schedule="dualpipe"),
+        15360,
+        4096,
+        recompute="norm",
+        dtype="float8",
+        expert_exchange="once",
+        overlap_expert=True,
+        predict_ahead=1,
+    )
+    found = estimate(job, catalog.cluster(2048, "h800"))
+    published_s = job.tokens_per_step * 180e3 * 3600 / 1e12 / 2048
+    assert found.step_s == pytest.approx(published_s, rel=0.10)
+    assert found.interval.low < published_s < found.interval.high
+
+
+@pytest.mark.parametrize(("gpus", "dp", "mfu"), [(8192, 64, 0.43), (16384, 128, 0.41)])
+def test_llama_3_405b_is_within_12_percent(gpus: int, dp: int, mfu: float) -> None:
+    """Grattafiori et al. 2024, table 4."""
+    model = catalog.model("llama-3.1-405b")
+    layout = Layout(
+        dp=dp, tp=8, pp=16, zero=1, sequence_parallel=True, schedule="interleaved-1f1b", chunks_per_stage=4
+    )
+    job = TrainJob(model, layout, 2048, 8192)
+    cluster = catalog.cluster(gpus, "h100-sxm", fabric="llama3-roce")
+    published_s = model_flops(model, 8192) * job.tokens_per_step / (mfu * 989.4e12 * gpus)
+    found = estimate(job, cluster)
+    assert found.step_s == pytest.approx(published_s, rel=0.12)
+    assert found.interval.low < published_s < found.interval.high
+
+
+@pytest.mark.parametrize(
+    ("gpus", "batch", "seconds"), [(256, 768, 32.0), (3072, 6144, 23.66), (12288, 6144, 6.34)]
+)
+def test_megascale_is_within_12_percent(gpus: int, batch: int, seconds: float) -> None:
+    """Jiang et al. 2024, table 2: 175B on A100."""
+    model = ModelSpec(
+        "gpt",
+        64000,
+        12288,
+        96,
+        128,
+        128,
+        96,
+        49152,
+        2048,
+        tied_embeddings=True,
+        gated_ffn=False,
+        learned_positions=True,
+    )
+    layout = Layout(
+        dp=gpus // 64,
+        tp=8,
+        pp=8,
+        zero=1,
+        sequence_parallel=True,
+        schedule="interleaved-1f1b",
+        chunks_per_stage=6,
+    )
+    job = TrainJob(model, layout, batch, 2048, overlap_tensor=True)
+    assert estimate(job, catalog.cluster(gpus, "a100-80gb")).step_s == pytest.approx(seconds, rel=0.12)
