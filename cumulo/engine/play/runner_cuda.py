@@ -37,6 +37,7 @@ from cumulo.engine.play.warm_shapes import warm_shapes
 from cumulo.engine.sampling.sampler import Drawn, draw, token_logprobs
 from cumulo.kernels.cuda.attention.latent_plan import LatentPlan
 from cumulo.kernels.cuda.attention.paged_attention import AttentionPlan
+from cumulo.kernels.cuda.compile_ahead import compiling_ahead
 from cumulo.kernels.cuda.elementwise.rms_norm import rms_norm
 from cumulo.kernels.cuda.sampling.sample import SampleBuffers, sample
 from cumulo.kernels.cuda.sampling.sample_cuts import CutBuffers, sample_with_cuts
@@ -125,17 +126,25 @@ class CudaRunner:
             return
         shapes = warm_shapes(self._most, self.model.adapters is not None)
         with self.model.one_layer_of_each_kind():
-            for done, shape in enumerate(shapes):
-                if done % 32 == 0:
-                    tell(f"preparing kernels: {done} of {len(shapes)} step shapes")
-                stage = self.slots.stage()
-                pack(stage.array, shape, NO_ROWS, {}, NO_ROWS.slots, np.zeros((0, len(DRAW_WORDS)), np.int32))
-                self.slots.send(stage, shape)
-                if shape.adapters and self.model.adapters is not None:
-                    nobody = group_rows(NO_ROWS.slots.astype(np.int32))
-                    self.model.adapters.send(AdapterRows(nobody, nobody), shape.tokens, shape.draws)
-                self._launch(shape)
+            if self.device.type == "cuda":
+                tell(f"compiling kernels for {len(shapes)} step shapes, or loading them from the last start")
+                with compiling_ahead():
+                    for shape in shapes:
+                        self._launch_nothing(shape)
+            tell("preparing the first steps")
+            for shape in shapes:
+                self._launch_nothing(shape)
         self._synchronise()
+
+    def _launch_nothing(self, shape: StepShape) -> None:
+        """A step of this shape without a sequence in it."""
+        stage = self.slots.stage()
+        pack(stage.array, shape, NO_ROWS, {}, NO_ROWS.slots, np.zeros((0, len(DRAW_WORDS)), np.int32))
+        self.slots.send(stage, shape)
+        if shape.adapters and self.model.adapters is not None:
+            nobody = group_rows(NO_ROWS.slots.astype(np.int32))
+            self.model.adapters.send(AdapterRows(nobody, nobody), shape.tokens, shape.draws)
+        self._launch(shape)
 
     def memory_bytes(self) -> dict[str, int]:
         """What this runner holds on the device, by the names of the memory ledger's rows."""

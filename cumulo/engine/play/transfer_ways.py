@@ -230,9 +230,12 @@ class CudaSource:
         self._stream = torch.cuda.Stream(cache.key_storage.device)
         self._asked: dict[int, tuple[BlockRuns, list[int]]] = {}
         self._ours = [_word_tensor(one) for one in storages]
+        # A look at a tensor costs microseconds, and every layer asks.
+        self._our_blocks, self._their_blocks = cache.blocks, int(reach["blocks"])
+        self._block_bytes = sum(ours[0, 0].nbytes for ours in self._ours)
         self._theirs = []
         for ours, handle in zip(storages, json.loads(reach["handles"]), strict=True):
-            shape = (ours.shape[0], int(reach["blocks"]), *ours.shape[2:])
+            shape = (ours.shape[0], self._their_blocks, *ours.shape[2:])
             fields = [bytes.fromhex(part) if isinstance(part, str) else part for part in handle["fields"]]
             storage = torch.UntypedStorage._new_shared_cuda(handle["device"], *fields)
             theirs = torch.empty(0, dtype=ours.dtype, device=storage.device)
@@ -248,10 +251,10 @@ class CudaSource:
 
     def read(self, layer: int, runs: BlockRuns) -> int:
         """Copied when it is settled: all layers that ask for the same runs in one launch."""
-        if runs.source_end > self._theirs[0].shape[1] or runs.target_end > self._ours[0].shape[1]:
+        if runs.source_end > self._their_blocks or runs.target_end > self._our_blocks:
             raise OSError("a transfer names KV blocks that do not exist")
         self._asked.setdefault(id(runs), (runs, []))[1].append(layer)
-        return sum(runs.blocks * ours[0, 0].nbytes for ours in self._ours)
+        return runs.blocks * self._block_bytes
 
     def settle(self) -> None:
         device = self._ours[0].device
@@ -262,7 +265,8 @@ class CudaSource:
                     np.cumsum(blocks) - blocks, blocks
                 )
                 numbers = (np.repeat(first, blocks) + inside, np.repeat(to, blocks) + inside, layers)
-                words = torch.from_numpy(np.concatenate(numbers).astype(np.int32)).to(device)
+                words = torch.from_numpy(np.concatenate(numbers).astype(np.int32)).pin_memory()
+                words = words.to(device, non_blocking=True)
                 sources, targets, chosen = words.split((runs.blocks, runs.blocks, len(layers)))
                 for ours, theirs in zip(self._ours, self._theirs, strict=True):
                     self._copy_blocks(theirs, ours, sources, targets, chosen)

@@ -2,6 +2,8 @@
 a captured graph finds them there, and the stacks of every layer's matrices. `CudaDecoder` and `CudaRunner` use it.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cumulo.kernels.cuda.linear.lora import add_lora, low_buffer, most_groups
+from cumulo.kernels.cuda.linear.lora import expand, low_buffer, most_groups, shrink
 from cumulo.kernels.low_rank import AdapterGroups, AdapterRows, LowRankStack
 from cumulo.models.adapters.bank import AdapterBank
 
@@ -30,6 +32,7 @@ class CudaAdapters:
         self.low = low_buffer(widest, max_tokens)
         words = self._words(max_tokens) + self._words(max_outputs)
         self._buffer = torch.zeros(words, dtype=torch.int32, device=bank.device)
+        self._beside = torch.cuda.Stream() if self._buffer.is_cuda else None
 
     @property
     def nbytes(self) -> int:
@@ -71,8 +74,22 @@ class CudaAdapters:
         slots[: len(groups.slots)] = groups.slots.numpy()
         return words
 
-    def add(self, name: str, x: Tensor, y: Tensor, groups: AdapterGroups) -> None:
-        """y plus what the rows' adapters make of x; in place. Matrices that none changes stay as they are."""
+    @contextmanager
+    def added(self, name: str, x: Tensor, y: Tensor, groups: AdapterGroups) -> Iterator[None]:
+        """Inside, the plain product goes from x to y; on leaving, what the rows' adapters make of x is added. Their
+        first half runs beside the product, which leaves most of the GPU waiting for its weights."""
         stack: LowRankStack | None = self.stacks.get(name)
-        if stack is not None:
-            add_lora(x, y, stack, groups, self.low)
+        if stack is None:  # none changes this matrix
+            yield
+            return
+        if self._beside is None:
+            shrink(x, stack, groups, self.low)
+            yield
+        else:
+            here = torch.cuda.current_stream()
+            self._beside.wait_stream(here)
+            with torch.cuda.stream(self._beside):
+                shrink(x, stack, groups, self.low)
+            yield
+            here.wait_stream(self._beside)
+        expand(y, stack, groups, self.low)

@@ -6,7 +6,7 @@ tokens take the products that stream weights and norm on the way; many take the 
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -222,8 +222,8 @@ class CudaDecoder:
                 if outputs == 0:  # the middle of a prompt
                     break
                 groups = None if step.adapters is None else step.adapters.outputs
-            self._add_product(mixed, layer.output, layer.output_bias, stream, ATTENTION)
-            self._adapt(index, "attention.output", mixed, stream, groups)
+            with self._adapted(index, "attention.output", mixed, stream, groups):
+                self._add_product(mixed, layer.output, layer.output_bias, stream, ATTENTION)
             self._feed_forward(layer, stream, index, groups)
         if outputs == 0:
             return self.logits[:0]
@@ -266,9 +266,9 @@ class CudaDecoder:
         assert isinstance(step.attention, AttentionPlan)
         groups = None if step.adapters is None else step.adapters.tokens
         qkv = self._normed_product(
-            stream, layer.attention_norm, heads.qkv, self.qkv[:tokens], heads.qkv_bias, groups
-        )
-        self._adapt(index, "attention.qkv", self.normed[:tokens], qkv, groups)
+            stream, layer.attention_norm, heads.qkv, self.qkv[:tokens], heads.qkv_bias,
+            (index, "attention.qkv"), groups,
+        )  # fmt: skip
         rope_cache(
             qkv, self.cosine, self.sine, step.positions, step.slots, keys, values, spec.heads,
             heads.q_norm, heads.k_norm, spec.norm_eps, spec.rope_interleaved, invariant=self.invariant,
@@ -284,10 +284,14 @@ class CudaDecoder:
         )
         return mixed
 
-    def _adapt(self, index: int, name: str, x: Tensor, y: Tensor, groups: AdapterGroups | None) -> None:
-        if groups is not None:
-            assert self.adapters is not None
-            self.adapters.add(f"layers.{index}.{name}", x, y, groups)
+    def _adapted(
+        self, index: int, name: str, x: Tensor, y: Tensor, groups: AdapterGroups | None
+    ) -> AbstractContextManager[None]:
+        """Around the product of a matrix, from x to y: adds what the rows' adapters make of x."""
+        if groups is None:
+            return nullcontext()
+        assert self.adapters is not None
+        return self.adapters.added(f"layers.{index}.{name}", x, y, groups)
 
     def _feed_forward(
         self, layer: LayerWeights, stream: Tensor, index: int, groups: AdapterGroups | None
@@ -315,8 +319,8 @@ class CudaDecoder:
             return
         activated = self._activated(stream, layer, layer.ffn_norm, index, groups)
         assert layer.down is not None
-        self._add_product(activated, layer.down, layer.down_bias, stream, FEED_FORWARD)
-        self._adapt(index, "ffn.down", activated, stream, groups)
+        with self._adapted(index, "ffn.down", activated, stream, groups):
+            self._add_product(activated, layer.down, layer.down_bias, stream, FEED_FORWARD)
 
     def _activated(
         self, x: Tensor, layer: LayerWeights, norm: Tensor | None, index: int = 0,
@@ -335,20 +339,21 @@ class CudaDecoder:
         if norm is None:
             linear(x, layer.gate_up, out=both, bias=layer.gate_up_bias, invariant=self.invariant)
         else:
-            self._normed_product(x, norm, layer.gate_up, both, layer.gate_up_bias, groups)
-            self._adapt(index, "ffn.gate_up", self.normed[:tokens], both, groups)
+            name = (index, "ffn.gate_up")
+            self._normed_product(x, norm, layer.gate_up, both, layer.gate_up_bias, name, groups)
         return swiglu(both, activated)
 
     def _normed_product(
-        self, x: Tensor, norm: Tensor, weight: Weight, out: Tensor, bias: Tensor | None,
-        groups: AdapterGroups | None = None,
+        self, x: Tensor, norm: Tensor, weight: Weight, out: Tensor, bias: Tensor | None, name: tuple[int, str],
+        groups: AdapterGroups | None,
     ) -> Tensor:  # fmt: skip
-        """With adapters the normed rows are left in `normed`: they need them, too."""
+        """`name`: the matrix of which layer, as adapters call it."""
         eps = self.spec.norm_eps
         if groups is None and self._fuses(len(x), weight):
             return linear(x, weight, out=out, norm_weight=norm, eps=eps, bias=bias)
         normed = rms_norm(x, norm, eps, out=self.normed[: len(x)])
-        return linear(normed, weight, out=out, bias=bias, invariant=self.invariant)
+        with self._adapted(*name, normed, out, groups):
+            return linear(normed, weight, out=out, bias=bias, invariant=self.invariant)
 
     def _fuses(self, tokens: int, weight: Weight, swiglu: bool = False) -> bool:
         """Whether the product norms on the way; otherwise our own kernel does, into our own buffer."""

@@ -92,19 +92,19 @@ def test_32_adapters_read_each_weight_once() -> None:
 
 def test_the_kernels_compile_for_a_hopper_gpu() -> None:
     tables = dict.fromkeys(("rows", "starts", "slots", "ranks"), "*i32")
-    sizes = {"PARTS": 3, "RANK_MAX": 16, "ROWS": 32, "TILE": 16, "SPLITS": 4}
+    sizes = {"PARTS": 3, "RANK_MAX": 16, "ROWS": 16, "TILES": 2, "TILE": 16, "SPLITS": 16}
     shrink = Case(
         "cumulo.kernels.cuda.linear.lora:_shrink",
         {"x": "*bf16", "a": "*bf16", "low": "*fp32", **tables,
          **dict.fromkeys(("K", "stride_x", "stride_a", "stride_split", "stride_low"), "i32:16")},
-        {**sizes, "BLOCK_K": 128},
+        {**sizes, "BLOCK_K": 256},
     )  # fmt: skip
     expand = Case(
         "cumulo.kernels.cuda.linear.lora:_expand",
         {"low": "*fp32", "b": "*bf16", "y": "*bf16", **tables,
          **dict.fromkeys(("stride_y", "stride_b", "stride_output", "stride_split", "stride_low", "first", "second"),
                          "i32:16")},
-        {**sizes, "BLOCK_N": 128, "stride_rank": 1},
+        {**sizes, "BLOCK_N": 256, "stride_rank": 1},
     )  # fmt: skip
     for made in compile_for_sm90([shrink, expand]):
         made.check_fits()

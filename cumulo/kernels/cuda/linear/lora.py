@@ -1,10 +1,10 @@
 """lora: y += B (A x) for rows with different adapters, in two launches for all adapters of a batch (Punica, Chen et
 al. 2023; S-LoRA, Sheng et al. 2023). Of the same tensors as the reference, `kernels/low_rank.py`.
 
-Must move: each adapter's A and B once for every group of up to 32 of its rows, and y twice. A program takes a group
-and 16 of the ranks (shrink) or a tile of the outputs (expand), so an adapter's weights are read once whatever its
-rows. The inputs are cut among several programs, whose sums the second launch adds up in a fixed order: a row's bits
-do not depend on its batch. Groups that only fill a captured graph up have slot -1 and do nothing.
+Must move: each adapter's A and B once for every 16 of its rows, and y twice. A program takes up to 16 rows of a
+group and 16 of the ranks (shrink) or a tile of the outputs (expand). The inputs are cut among several programs,
+whose sums the second launch adds up in a fixed order: a row's bits do not depend on its batch. Groups that only
+fill a captured graph up have slot -1 and do nothing.
 """
 
 from dataclasses import dataclass
@@ -18,14 +18,17 @@ from cumulo.kernels.cuda.work import Work
 from cumulo.kernels.low_rank import MOST_ROWS, AdapterGroups, LowRankStack
 
 RANK_TILE = 16
+ROW_TILE = 16  # the fewest that matrix units take: most groups of a batch have fewer rows
+_ROW_TILES = MOST_ROWS // ROW_TILE
 
 
 @dataclass(frozen=True, slots=True)
 class LoraTiles:
-    block_k: int = 128
-    splits: int = 4  # programs that share the inputs
+    block_k: int = 256
+    splits: int = 16  # programs that share the inputs
+    block_n: int = 256
     warps: int = 4
-    stages: int = 3
+    stages: int = 2
 
 
 def work(rows: int, groups: int, stack: LowRankStack, rank: int) -> Work:
@@ -39,20 +42,6 @@ def work(rows: int, groups: int, stack: LowRankStack, rank: int) -> Work:
 def most_groups(rows: int, slots: int) -> int:
     """Groups that so many rows can have: what a captured graph has room for."""
     return min(rows, slots + rows // MOST_ROWS)
-
-
-def padded(groups: AdapterGroups, count: int) -> AdapterGroups:
-    """The same groups, filled up with empty ones for a launch of fixed size."""
-    more = count - len(groups.slots)
-    last = groups.starts[-1:].expand(more)
-    nothing = groups.slots.new_full((more,), -1)
-    return AdapterGroups(
-        groups.of_row,
-        groups.rows,
-        torch.cat((groups.starts, last)),
-        torch.cat((groups.slots, nothing)),
-        groups.bounds,
-    )
 
 
 def low_buffer(stack: LowRankStack, rows: int, config: LoraTiles = LoraTiles()) -> Tensor:
@@ -69,57 +58,78 @@ def add_lora(
     config: LoraTiles = LoraTiles(),
 ) -> Tensor:
     """y [T, outputs] plus what each row's adapter makes of x [T, inputs]; in place. `low`: of `low_buffer`."""
-    count, parts, rank_max = len(groups.slots), len(stack.bounds) - 1, stack.rank_max
-    if count == 0:
-        return y
     if low is None:
         low = low_buffer(stack, len(groups.rows), config)
-    inputs, outputs = x.shape[1], y.shape[1]
-    block_n = _column_tile(stack.bounds)
-    constants = {
-        "PARTS": parts, "RANK_MAX": rank_max, "ROWS": MOST_ROWS, "TILE": RANK_TILE, "SPLITS": config.splits,
-        "num_warps": config.warps, "num_stages": config.stages,
-    }  # fmt: skip
-    tables = groups.rows, groups.starts, groups.slots, stack.device_ranks
-    _shrink[count, parts * rank_max // RANK_TILE, config.splits](
-        x, stack.a, low, *tables, inputs, x.stride(0), stack.a.stride(0), low.stride(0), low.stride(1),
-        BLOCK_K=config.block_k, **constants,
+    shrink(x, stack, groups, low, config)
+    return expand(y, stack, groups, low, config)
+
+
+def shrink(
+    x: Tensor, stack: LowRankStack, groups: AdapterGroups, low: Tensor, config: LoraTiles = LoraTiles()
+) -> None:
+    """low = A x, in `config.splits` sums."""
+    if not len(groups.slots):
+        return
+    _shrink[len(groups.slots) * _ROW_TILES, stack.a.shape[1] // RANK_TILE, config.splits](
+        x, stack.a, low, groups.rows, groups.starts, groups.slots, stack.device_ranks, x.shape[1], x.stride(0),
+        stack.a.stride(0), low.stride(0), low.stride(1), BLOCK_K=config.block_k, **_constants(stack, config),
     )  # fmt: skip
+
+
+def expand(
+    y: Tensor, stack: LowRankStack, groups: AdapterGroups, low: Tensor, config: LoraTiles = LoraTiles()
+) -> Tensor:
+    """y += B low; in place."""
+    if not len(groups.slots):
+        return y
+    outputs, block_n = y.shape[1], _column_tile(stack.bounds, config.block_n)
     first, second = (*stack.bounds[1:-1], outputs, outputs)[:2]
-    _expand[count, outputs // block_n](
-        low, stack.b, y, *tables, y.stride(0), *stack.b.stride(), low.stride(0), low.stride(1), first, second,
-        BLOCK_N=block_n, **constants,
+    _expand[len(groups.slots) * _ROW_TILES, outputs // block_n](
+        low, stack.b, y, groups.rows, groups.starts, groups.slots, stack.device_ranks, y.stride(0),
+        *stack.b.stride(), low.stride(0), low.stride(1), first, second, BLOCK_N=block_n,
+        **_constants(stack, config),
     )  # fmt: skip
     return y
 
 
-def _column_tile(bounds: tuple[int, ...]) -> int:
+def _constants(stack: LowRankStack, config: LoraTiles) -> dict[str, int]:
+    return {
+        "PARTS": len(stack.bounds) - 1, "RANK_MAX": stack.rank_max, "ROWS": ROW_TILE, "TILES": _ROW_TILES,
+        "TILE": RANK_TILE, "SPLITS": config.splits, "num_warps": config.warps, "num_stages": config.stages,
+    }  # fmt: skip
+
+
+def _column_tile(bounds: tuple[int, ...], widest: int) -> int:
     """The widest that no section of the outputs cuts."""
-    for size in (128, 64, 32, 16):
-        if all(bound % size == 0 for bound in bounds):
-            return size
+    while widest >= 16:
+        if all(bound % widest == 0 for bound in bounds):
+            return widest
+        widest //= 2
     raise ValueError(f"sections of a matrix must be multiples of 16, got {bounds}")
 
 
 @triton.jit
 def _shrink(x, a, low, rows, starts, slots, ranks, K, stride_x, stride_a, stride_split, stride_low,
-            PARTS: tl.constexpr, RANK_MAX: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
-            BLOCK_K: tl.constexpr, SPLITS: tl.constexpr):  # fmt: skip
-    group, tile, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+            PARTS: tl.constexpr, RANK_MAX: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr,
+            TILE: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr):  # fmt: skip
+    group, tile, split = tl.program_id(0) // TILES, tl.program_id(1), tl.program_id(2)
     slot = tl.load(slots + group)
     if slot < 0:
         return
     part = tile // (RANK_MAX // TILE)
-    if tile % (RANK_MAX // TILE) * TILE >= tl.load(ranks + slot * PARTS + part):
+    begin = tl.load(starts + group) + tl.program_id(0) % TILES * ROWS
+    end = tl.load(starts + group + 1)
+    rank = tl.load(ranks + slot * PARTS + part)
+    if (begin >= end) | (tile % (RANK_MAX // TILE) * TILE >= rank):
         return
-    index = tl.load(starts + group) + tl.arange(0, ROWS)
-    here = index < tl.load(starts + group + 1)
+    index = begin + tl.arange(0, ROWS)
+    here = index < end
     row = tl.load(rows + index, mask=here, other=0).to(tl.int64)
     own = tile * TILE + tl.arange(0, TILE)  # rows of the slot's A
     a += slot.to(tl.int64) * stride_a
     sums = tl.zeros((ROWS, TILE), dtype=tl.float32)
-    for begin in range(split * BLOCK_K, K, SPLITS * BLOCK_K):
-        column = begin + tl.arange(0, BLOCK_K)
+    for left in range(split * BLOCK_K, K, SPLITS * BLOCK_K):
+        column = left + tl.arange(0, BLOCK_K)
         inside = column < K
         xs = tl.load(
             x + row[:, None] * stride_x + column[None, :], mask=here[:, None] & inside[None, :], other=0.0
@@ -133,19 +143,21 @@ def _shrink(x, a, low, rows, starts, slots, ranks, K, stride_x, stride_a, stride
 @triton.jit
 def _expand(low, b, y, rows, starts, slots, ranks, stride_y, stride_b, stride_output, stride_rank, stride_split,
             stride_low, first, second, PARTS: tl.constexpr, RANK_MAX: tl.constexpr, ROWS: tl.constexpr,
-            TILE: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr):  # fmt: skip
-    group, begin = tl.program_id(0), tl.program_id(1) * BLOCK_N
+            TILES: tl.constexpr, TILE: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr):  # fmt: skip
+    group, left = tl.program_id(0) // TILES, tl.program_id(1) * BLOCK_N
     slot = tl.load(slots + group)
     if slot < 0:
         return
-    part = (begin >= first).to(tl.int32) + (begin >= second).to(tl.int32)
+    part = (left >= first).to(tl.int32) + (left >= second).to(tl.int32)
+    begin = tl.load(starts + group) + tl.program_id(0) % TILES * ROWS
+    end = tl.load(starts + group + 1)
     rank = tl.load(ranks + slot * PARTS + part)
-    if rank == 0:
+    if (begin >= end) | (rank == 0):
         return
-    index = tl.load(starts + group) + tl.arange(0, ROWS)
-    here = index < tl.load(starts + group + 1)
+    index = begin + tl.arange(0, ROWS)
+    here = index < end
     row = tl.load(rows + index, mask=here, other=0).to(tl.int64)
-    column = begin + tl.arange(0, BLOCK_N)
+    column = left + tl.arange(0, BLOCK_N)
     places = y + row[:, None] * stride_y + column[None, :]
     sums = tl.load(places, mask=here[:, None], other=0.0).to(tl.float32)
     b += slot.to(tl.int64) * stride_b + column[None, :] * stride_output
