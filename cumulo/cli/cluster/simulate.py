@@ -37,6 +37,9 @@ class ClusterRunOptions:
     node_list: Path | None = option(
         "CSV of nodes instead of --nodes: name,gpus[,device,leaf,domain], or openb's.", None, panel=_CLUSTER
     )
+    oversubscription: float = option(
+        "What the nodes of a leaf can send over what its uplinks carry.", 2.0, panel=_CLUSTER, min=1
+    )
     failures: str = option(
         "Node failures: rsc-1, rsc-2, llama-3 (published rates), or failures per 1,000 node-days.",
         "",
@@ -52,12 +55,15 @@ class ClusterRunOptions:
         metavar="QUOTA",
     )
     policy: str = option(
-        "Policies to compare, separated by commas: ORDER or ORDER+PLACEMENT, or FILE.py:FUNCTION. Orders: fifo, "
-        "backfill, conservative, shortest, las. Placements: pack.",
+        "Policies to compare, separated by commas: ORDER[+PLACEMENT][+cordon][+defrag], or FILE.py:FUNCTION. "
+        "Orders: fifo, backfill, conservative, shortest, las, fair, priority, elastic, goodput. Placements: pack, "
+        "topology, emptiest.",
         "fifo,backfill",
         panel=_JOBS,
     )
-    interval: float = option("Decide every so many seconds; 0: at every event.", 0.0, panel=_JOBS, min=0)
+    interval: float = option(
+        "Decide every so many seconds; 0: at every event. Pollux' workloads: 60.", 0.0, panel=_JOBS, min=0
+    )
     fill: bool = option(
         "Instead of time: how full the cluster gets when tasks arrive and stay, as the FGD paper measures it.",
         False,
@@ -65,6 +71,10 @@ class ClusterRunOptions:
         panel=_JOBS,
     )
     seeds: int = option("With --fill: number of random orders.", 3, panel=_JOBS, min=1)
+    explain: str = option(
+        "Explain one job: where it ran and why, what its step takes there and elsewhere.", "", panel=_REPORT,
+        metavar="JOB",
+    )  # fmt: skip
     html: Path | None = option(
         "Write a report with a Gantt chart and a map of the cluster.", None, panel=_REPORT
     )
@@ -84,25 +94,41 @@ def cluster(chosen: ClusterRunOptions) -> None:
     from cumulo.cli.shared.terminal import note, out, working
     from cumulo.cli.view import cluster_run as view
     from cumulo.cluster.decide.policies import policy_named
-    from cumulo.cluster.simulate.play import PlayOptions, play
+    from cumulo.cluster.decide.step_time import leaf_fabric
+    from cumulo.cluster.simulate.leaf_speed import LeafSpeed
+    from cumulo.cluster.simulate.play import JobSpeed, PlayOptions, play
+    from cumulo.cluster.simulate.pollux import is_pollux, read_pollux
 
     nodes = _nodes(chosen)
-    jobs = _jobs(chosen, nodes)
+    pollux = chosen.trace is not None and chosen.trace.is_file() and is_pollux(chosen.trace)
+    jobs = [] if pollux else _jobs(chosen, nodes)
     if chosen.fill:
         _fill(chosen, nodes, jobs)
         return
     named = [policy_named(name.strip()) for name in chosen.policy.split(",")]
-    found = []
+    found, steps = [], []
     with working("simulating") as tell:
         for policy in named:
             began_s = time.process_time()
+            speed: JobSpeed | None = None
+            if pollux:
+                assert chosen.trace is not None
+                jobs, speed = read_pollux(chosen.trace, policy.resizes)
+            elif any(job.request.step is not None for job in jobs):
+                speed = LeafSpeed(leaf_fabric(nodes, chosen.oversubscription))
             settings = PlayOptions(
-                interval_s=chosen.interval, quotas=_quotas(chosen), failures=_failures(chosen), seed=chosen.seed,
-                keep_log=chosen.log is not None, always_decide=policy.always_decide,
+                interval_s=chosen.interval or (60.0 if pollux else 0.0),
+                quotas=_quotas(chosen),
+                failures=_failures(chosen),
+                seed=chosen.seed,
+                keep_log=chosen.log is not None or bool(chosen.explain),
+                always_decide=policy.always_decide,
                 told=partial(_tell, tell, policy.name),
-            )  # fmt: skip
-            run = play(nodes, jobs, policy.decide, options=settings)
+            )
+            run = play(nodes, jobs, policy.decide, speed, settings)
             found.append((policy.name, run, time.process_time() - began_s))
+            if isinstance(speed, LeafSpeed):
+                steps.append((policy.name, dict(speed.steps)))
     if chosen.html is not None:
         view.write_html(chosen.html, found)
         note(f"report written to {chosen.html}")
@@ -110,12 +136,17 @@ def cluster(chosen: ClusterRunOptions) -> None:
         view.write_log(chosen.log, found[-1][1])
         note(f"decisions of {found[-1][0]} written to {chosen.log}")
     rows = [row for name, run, cpu_s in found for row in view.run_rows(name, run, cpu_s)]
+    rows += [row for name, some in steps for row in view.step_rows(name, some)]
     reports.write_json(chosen.json_file, rows, runs={name: run.as_dict() for name, run, _ in found})
     if str(chosen.json_file) != "-":
         gpus = sum(node.gpus for node in nodes)
         out.print(f"[bold]{len(jobs):,} jobs[/bold] on [bold]{len(nodes):,} nodes[/bold] with {gpus:,} GPUs")
         out.print(view.comparison(found))
-        if len(found[-1][1].per_tenant) > 1:
+        if steps:
+            out.print(view.step_table(steps))
+        if chosen.explain:
+            out.print(view.explanation(chosen.explain, found, steps), highlight=False)
+        elif len(found[-1][1].per_tenant) > 1:
             out.print(view.tenants(found[-1][0], found[-1][1]))
 
 

@@ -1,17 +1,22 @@
 """How `cumulo simulate cluster` shows its runs: tables, rows, the log of decisions, the page."""
 
 import json
+import statistics
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 from rich.table import Table
 
+from cumulo.base.nearest import did_you_mean
 from cumulo.base.quantities import quantity
 from cumulo.base.report import Row
+from cumulo.cluster.decide.decisions import JobPlacement, Resize, Waits
 from cumulo.cluster.simulate.fill import PUBLISHED, Filling
 from cumulo.cluster.simulate.outcome import ClusterRun
 from cumulo.cluster.simulate.page import page
+from cumulo.errors import ConfigError
 
 Runs = Sequence[tuple[str, ClusterRun, float]]
 
@@ -53,6 +58,66 @@ def tenants(name: str, run: ClusterRun) -> Table:
             quantity(row["mean_wait_s"], "s"), f"{row['mean_slowdown']:.2f}",
         )  # fmt: skip
     return table
+
+
+Steps = dict[str, tuple[float, float]]  # of each job: its step, and the best there is, in seconds
+
+
+def step_rows(name: str, steps: Steps) -> list[Row]:
+    mean = statistics.fmean(step / best for step, best in steps.values())
+    worst = max(step / best for step, best in steps.values())
+    slow = sum(step > 1.05 * best for step, best in steps.values())
+    return [
+        Row(f"{name}: mean step time over the best possible", mean, "", "lower"),
+        Row(f"{name}: worst step time over the best possible", worst, "", "lower"),
+        Row(f"{name}: jobs more than 5% slower than possible", slow, "", "lower"),
+    ]
+
+
+def step_table(found: Sequence[tuple[str, Steps]]) -> Table:
+    """Step times as the collective model predicts them, over those of a gang alone under one leaf switch."""
+    table = Table(title="step time over the best possible", title_justify="left", box=None, pad_edge=False)
+    for heading in ("policy", "gangs", "mean", "worst", "over 5% slower"):
+        table.add_column(heading, justify="left" if heading == "policy" else "right")
+    for name, steps in found:
+        mean, worst, slow = (row.value for row in step_rows(name, steps))
+        table.add_row(name, f"{len(steps):,}", f"{mean:.3f}", f"{worst:.3f}", f"{slow}")
+    return table
+
+
+def explanation(job_id: str, runs: Runs, steps: Sequence[tuple[str, Steps]]) -> str:
+    """Of one job under each policy: when, where, why, and what its step takes."""
+    by_policy = dict(steps)
+    lines = []
+    for name, run, _ in runs:
+        done = next((one for one in run.outcomes if one.job_id == job_id), None)
+        if done is None:
+            known = [one.job_id for one in run.outcomes]
+            raise ConfigError(
+                f"--explain: no job {job_id} ended under {name}{did_you_mean(job_id, known[:200])}"
+            )
+        lines.append(f"{job_id} under {name}: waited {quantity(done.wait_s, 's')}, ran until "
+                     f"{quantity(done.end_s - done.arrival_s, 's')} after it arrived")  # fmt: skip
+        for at_s, decisions in run.log:
+            for one in decisions:
+                if getattr(one, "job_id", None) != job_id:
+                    continue
+                if isinstance(one, Waits):
+                    if not lines[-1].endswith(one.reason):
+                        lines.append(f"  at {quantity(at_s, 's')} it waits: {one.reason}")
+                    continue
+                lines.append(f"  at {quantity(at_s, 's')} {type(one).__name__}: {one.reason}")
+                if isinstance(one, JobPlacement | Resize):
+                    leaf = {node.name: node.leaf for node in run.nodes}
+                    counts = Counter(leaf[place.node] for place in one.places)
+                    where = ", ".join(f"{count} under {key or 'no switch'}" for key, count in counts.items())
+                    lines.append(f"    {len(one.places)} tasks: {where}")
+        if job_id in by_policy.get(name, {}):
+            step_s, best_s = by_policy[name][job_id]
+            lines.append(
+                f"  its step takes {quantity(step_s, 's')}; alone under one leaf {quantity(best_s, 's')}"
+            )
+    return "\n".join(lines)
 
 
 def filling_rows(found: Sequence[Filling]) -> list[Row]:

@@ -9,11 +9,15 @@ from cumulo.cluster.decide.snapshot import Snapshot
 
 
 def violations(snapshot: Snapshot, decisions: Sequence[Decision]) -> list[str]:
-    """One sentence for each rule that the decisions break, in the order they are carried out; []: all is well."""
+    """One sentence for each rule that the decisions break; []: all is well. Decisions are carried out together:
+    what is evicted or resized stops first, then everything starts."""
     found: list[str] = []
     free = snapshot.free.copy()
     waiting = {job.job_id: job for job in snapshot.waiting}
     running = {name: job.places for name, job in snapshot.running.items()}
+    for decision in decisions:
+        if isinstance(decision, Eviction | Resize) and decision.job_id in running:
+            free.give(snapshot.running[decision.job_id].request, running.pop(decision.job_id))
     for decision in decisions:
         if isinstance(decision, JobPlacement):
             job = waiting.pop(decision.job_id, None)
@@ -23,14 +27,12 @@ def violations(snapshot: Snapshot, decisions: Sequence[Decision]) -> list[str]:
             found += _wrong_places(job, decision.places, free)
             running[job.job_id] = decision.places
         elif isinstance(decision, Eviction | Resize):
-            places = running.pop(decision.job_id, None)
-            if places is None or decision.job_id not in snapshot.running:
-                found.append(f"{decision.job_id} is moved, but does not run")
+            if decision.job_id not in snapshot.running or decision.job_id in running:
+                found.append(f"{decision.job_id} is moved, but does not run, or is moved twice")
                 continue
             job = snapshot.running[decision.job_id].request
             if not job.preemptible:
                 found.append(f"{job.job_id} is moved, but is not preemptible")
-            free.give(job, places)
             if isinstance(decision, Resize):
                 found += _wrong_places(job, decision.places, free)
                 running[job.job_id] = decision.places

@@ -1,4 +1,6 @@
-"""What a policy decides, each with the reason a person reads. Simulator and drivers carry them out in order."""
+"""What a policy decides, each with the reason a person reads. Simulator and drivers carry the decisions of one
+moment out together: what is evicted or resized stops first, then everything starts.
+"""
 
 from dataclasses import dataclass
 
@@ -24,7 +26,8 @@ class Eviction:
 
 @dataclass(frozen=True, slots=True)
 class Resize:
-    """Give this running gang these places instead of its own: more tasks, fewer, or as many elsewhere (a move)."""
+    """Give this running gang these places instead of its own: more tasks, fewer, or as many elsewhere (a
+    move)."""
 
     job_id: str
     places: tuple[TaskPlace, ...]

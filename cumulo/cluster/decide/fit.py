@@ -1,4 +1,5 @@
-"""Whether a gang fits, and on which nodes: tight packing, blind to topology. Policies place with it, or better."""
+"""Whether a gang fits, and on which nodes: tight packing, blind to topology. Policies place with it, or
+better."""
 
 import numpy as np
 
@@ -25,7 +26,8 @@ def tasks_that_fit(job: JobRequest, free: FreeCapacity) -> Ints:
 
 
 def pack_gang(job: JobRequest, free: FreeCapacity) -> tuple[TaskPlace, ...] | None:
-    """Places for all tasks, or None. As few nodes as a gang can do with; among equals those with the least left."""
+    """Places for all tasks, or None. As few nodes as a gang can do with; among equals those with the least
+    left."""
     fits = tasks_that_fit(job, free)
     if job.tasks == 1:
         able = np.flatnonzero(fits)

@@ -1,8 +1,8 @@
 """How much of a node's free GPU share the workload cannot use: the measure of FGD (Weng et al., USENIX ATC 2023).
 
 A workload is what tasks usually ask for, and how often. A node's fragmentation is the expected share of its free
-GPUs that a task drawn from the workload cannot use: all of it if the task does not fit, else what lies on GPUs with
-too little left for it (section 3.2).
+GPUs that a task drawn from the workload cannot use: all of it if the task does not fit, else what lies on GPUs
+with too little left for it (section 3.2).
 """
 
 from collections import Counter
@@ -52,7 +52,8 @@ def shape_of(job: JobRequest) -> TaskShape:
 
 
 def task_mix(jobs: Iterable[JobRequest], share: float = 0.95) -> TaskMix:
-    """The most frequent shapes that together make up `share` of all tasks (95%, as the paper's experiments use)."""
+    """The most frequent shapes that together make up `share` of all tasks (95%, as the paper's experiments
+    use)."""
     counts: Counter[TaskShape] = Counter()
     for job in jobs:
         counts[shape_of(job)] += job.tasks

@@ -9,7 +9,8 @@ WHOLE_GPU = 1000  # shares of a GPU are counted in thousandths, as integers, so 
 
 @dataclass(frozen=True, slots=True)
 class StepProfile:
-    """One training step of a job: what it computes, and what its tasks exchange. The collective model prices it."""
+    """One training step of a job: what it computes, and what its tasks exchange. The collective model prices
+    it."""
 
     compute_s: float
     all_reduce_bytes: float = 0.0  # of each GPU, over all tasks: gradients

@@ -1,5 +1,5 @@
-"""Least attained service in two queues: Tiresias' discretised 2D-LAS (Gu et al., NSDI 2019). Nothing is predicted:
-jobs that have had little GPU time go before those that have had much, which are preempted for them."""
+"""Least attained service in two queues: Tiresias' discretised 2D-LAS (Gu et al., NSDI 2019). Nothing is
+predicted: jobs that have had little GPU time go before those that have had much, which are preempted for them."""
 
 from cumulo.cluster.decide.decisions import Decision, Eviction, JobPlacement, Waits
 from cumulo.cluster.decide.fifo import why_not
@@ -10,8 +10,8 @@ from cumulo.cluster.decide.snapshot import Policy, Snapshot
 
 
 def least_attained_service(place: Placer, threshold_gpu_s: float = 16 * 3600.0, queues: int = 2) -> Policy:
-    """`threshold_gpu_s`: GPU seconds after which a job goes to the second queue (the published default: 16 hours);
-    each further queue begins at twice that."""
+    """`threshold_gpu_s`: GPU seconds after which a job goes to the second queue (the published default: 16
+    hours); each further queue begins at twice that."""
 
     def policy(snapshot: Snapshot) -> list[Decision]:
         everyone = [(job, job.attained_gpu_s) for job in snapshot.waiting]

@@ -21,8 +21,8 @@ _versions = itertools.count()
 
 @dataclass(frozen=True, slots=True)
 class ClusterNode:
-    """One machine. Only `ready` nodes get tasks; tasks on a `cordoned` one run on, those on one that is `down` are
-    lost."""
+    """One machine. Only `ready` nodes get tasks; tasks on a `cordoned` one run on, those on one that is `down`
+    are lost."""
 
     name: str
     gpus: int = 8

@@ -123,8 +123,8 @@ def gpu_packing(job: JobRequest, free: FreeCapacity, able: Ints) -> tuple[Floats
 
 @dataclass
 class Clustering:
-    """Tasks of one kind (shares, one GPU, two ...) lie together (Xiao et al., OSDI 2018). Remembers what it placed,
-    because a snapshot of shares does not say of which kind they are."""
+    """Tasks of one kind (shares, one GPU, two ...) lie together (Xiao et al., OSDI 2018). Remembers what it
+    placed, because a snapshot of shares does not say of which kind they are."""
 
     kinds: dict[str, set[str]] = field(default_factory=dict)  # of each node
 

@@ -1,6 +1,7 @@
 """Policies by name, as `--policy` takes them, and a user's own from a file.
 
-A name is an order, and optionally where gangs are placed: `fair`, `backfill+topology`, `shortest+fgd`.
+A name is an order, and optionally where gangs are placed and what else is done: `fair`, `backfill+topology`,
+`priority+defrag+cordon`.
 """
 
 import importlib.util
@@ -9,10 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cumulo.base.nearest import did_you_mean
+from cumulo.cluster.decide.elastic import elastic
+from cumulo.cluster.decide.fair import fair, preempting
 from cumulo.cluster.decide.fit import pack_gang
-from cumulo.cluster.decide.las import least_attained_service
+from cumulo.cluster.decide.las import emptiest_first, least_attained_service
 from cumulo.cluster.decide.queueing import Placer, by_arrival, by_prediction, queue_policy
-from cumulo.cluster.decide.snapshot import Policy
+from cumulo.cluster.decide.snapshot import Policy, Snapshot
+from cumulo.cluster.decide.topology import topology_placer
+from cumulo.cluster.decide.upkeep import cordoning, defragmenting
 from cumulo.errors import ConfigError
 
 
@@ -21,6 +26,7 @@ class NamedPolicy:
     name: str
     decide: Policy
     always_decide: bool = False  # also when nothing waits: it resizes or moves what runs
+    resizes: bool = False  # jobs are elastic for it
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,22 +54,48 @@ ORDERS: dict[str, PolicyKind] = {
         lambda place: queue_policy(by_prediction, place, backfill=True),
     ),
     "las": PolicyKind("least attained service in two queues (Tiresias)", least_attained_service),
+    "fair": PolicyKind("fair shares between tenants (DRF), with quotas, borrowing and reclaiming", fair),
+    "priority": PolicyKind("urgent jobs first; they preempt others where that pays", preempting),
+    "elastic": PolicyKind("elastic jobs resized by marginal goodput (Pollux)", lambda place: elastic(), True),
+    "goodput": PolicyKind(
+        "elastic, and short jobs count more", lambda place: elastic(short_first=0.3), always_decide=True
+    ),
 }
-PLACERS: dict[str, tuple[str, Placer]] = {"pack": ("tightest nodes first, blind to topology", pack_gang)}
+PlacerOf = Callable[[Snapshot], Placer]
+PLACERS: dict[str, tuple[str, PlacerOf]] = {
+    "pack": ("tightest nodes first, blind to topology", lambda snapshot: pack_gang),
+    "topology": ("where the job's step is fastest, by the collective model", topology_placer),
+    "emptiest": ("nodes with the most free GPUs first", lambda snapshot: emptiest_first),
+}
+_UPKEEP: dict[str, Callable[[Policy], Policy]] = {"cordon": cordoning, "defrag": defragmenting}
 
 
 def policy_named(name: str) -> NamedPolicy:
     if ":" in name:
         return NamedPolicy(name, _from_file(name), always_decide=True)
-    order, _, placer = name.partition("+")
+    order, *more = name.split("+")
     if order not in ORDERS:
         raise ConfigError(
             f"there is no policy {order!r}{did_you_mean(order, ORDERS)}; your own is FILE.py:FUNCTION"
         )
-    if placer and placer not in PLACERS:
-        raise ConfigError(f"there is no placement {placer!r}{did_you_mean(placer, PLACERS)}")
-    kind = ORDERS[order]
-    return NamedPolicy(name, kind.make(PLACERS[placer or "pack"][1]), kind.always_decide)
+    kind, place, upkeep = ORDERS[order], PLACERS["pack"][1], []
+    for part in more:
+        if part in PLACERS:
+            place = PLACERS[part][1]
+        elif part in _UPKEEP:
+            upkeep.append(_UPKEEP[part])
+        else:
+            raise ConfigError(f"there is no placement {part!r}{did_you_mean(part, [*PLACERS, *_UPKEEP])}")
+    decide = _policy_of(kind, place)
+    for wrap in upkeep:
+        decide = wrap(decide)
+    return NamedPolicy(name, decide, kind.always_decide, kind.always_decide)
+
+
+def _policy_of(kind: PolicyKind, place: PlacerOf) -> Policy:
+    if place is PLACERS["pack"][1]:
+        return kind.make(pack_gang)
+    return lambda snapshot: kind.make(place(snapshot))(snapshot)
 
 
 def _from_file(name: str) -> Policy:

@@ -49,8 +49,8 @@ def queue_policy(
     reason: str = "its turn, and its whole gang fits",
 ) -> Policy:
     """Jobs are placed in `order` until one does not fit. With `backfill` later ones may start too, if they end
-    before the start reserved for it (EASY, Lifka 1995). `reservations`: for how many jobs a start is reserved; with
-    a large number no job is delayed by one behind it (conservative, Mu'alem and Feitelson 2001)."""
+    before the start reserved for it (EASY, Lifka 1995). `reservations`: for how many jobs a start is reserved;
+    with a large number no job is delayed by one behind it (conservative, Mu'alem and Feitelson 2001)."""
 
     def policy(snapshot: Snapshot) -> list[Decision]:
         return _Trial(snapshot, place, backfill, reservations, reason).decide(
@@ -114,6 +114,8 @@ class _Trial:
             RunningJob(job, places, now, None if job.predicted_s is None else now + job.predicted_s)
         )
         why = self.reason if not self.reserved else f"it ends before {self.reserved[0].job.job_id} can start"
+        told = getattr(self.place, "why", {}).get(job.job_id)  # a placer that chose between ways says why
+        why = f"{why}; {told}" if told else why
         self.decided.append(JobPlacement(job.job_id, places, why))
 
     def wait(self, job: JobRequest) -> bool:

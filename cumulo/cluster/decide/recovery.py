@@ -1,5 +1,5 @@
-"""Where a gang goes on after it lost a node: on a spare one, with fewer tasks, or later with as many as before. The
-cheapest way in expected time to the end is taken. Pure; the Ray driver and the failure simulator ask it."""
+"""Where a gang goes on after it lost a node: on a spare one, with fewer tasks, or later with as many as before.
+The cheapest way in expected time to the end is taken. Pure; the Ray driver and the failure simulator ask it."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -29,8 +29,8 @@ class WayOn:
 
 
 def recovery(lost: LostNode) -> WayOn:
-    """With the same batch, a gang of n of N tasks takes N / n times as long: what is left bounds what a repair may
-    take."""
+    """With the same batch, a gang of n of N tasks takes N / n times as long: what is left bounds what a repair
+    may take."""
     ways = [_cost(way, lost) for way in lost.ways]
     possible = [way for way in ways if way is not None]
     if not possible:

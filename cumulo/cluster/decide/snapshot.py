@@ -20,7 +20,8 @@ class TenantQuota:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """Nodes, what waits in the order of arrival, what runs. Policies never change it: they try on `free.copy()`."""
+    """Nodes, what waits in the order of arrival, what runs. Policies never change it: they try on
+    `free.copy()`."""
 
     now_s: float
     nodes: Sequence[ClusterNode]

@@ -3,8 +3,8 @@
 import random
 from dataclasses import dataclass
 
-# Failures per 1,000 node-days. RSC-1 and RSC-2: Kokolis et al., HPCA 2025 (arXiv 2410.21680); Llama 3 405B: 419 in
-# 54 days on 2,048 nodes (arXiv 2407.21783, table 5).
+# Failures per 1,000 node-days. RSC-1 and RSC-2: Kokolis et al., HPCA 2025 (arXiv 2410.21680); Llama 3 405B: 419
+# in 54 days on 2,048 nodes (arXiv 2407.21783, table 5).
 PUBLISHED_RATES = {"rsc-1": 6.5, "rsc-2": 2.34, "llama-3": 3.79}
 
 

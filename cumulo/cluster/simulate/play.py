@@ -6,7 +6,7 @@ run.mean_jct_s, run.utilisation
 
 import bisect
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -44,8 +44,14 @@ class JobSpeed(Protocol):
     def refreshed(self, job: JobRequest, done: float) -> JobRequest:
         """What the policy shall know about this job now: a prediction or a speed table may have changed."""
 
+    def beside(self, running: Mapping[str, RunningJob]) -> None:
+        """Called once: the running jobs, kept up to date, for speeds that depend on the neighbours."""
+
 
 class FixedSpeed:
+    def beside(self, running: Mapping[str, RunningJob]) -> None:
+        pass
+
     def rate(self, job: JobRequest, places: tuple[TaskPlace, ...], done: float) -> tuple[float, float]:
         return 1.0, float("inf")
 
@@ -110,6 +116,7 @@ class _Player:
         self.quotas = {quota.tenant: quota for quota in self.options.quotas}
         self.run = ClusterRun(self.snapshot_nodes)
         self.plain = isinstance(self.speed, FixedSpeed)
+        self.speed.beside(self.running)
         self.used_gpus = 0.0
         self.counted_s = 0.0
         self.checked = 0
@@ -157,6 +164,7 @@ class _Player:
         )
 
     def happen(self, kind: str, name: str, number: int) -> None:
+        self.checked = 0
         if kind == "arrive":
             job = self.trace[number]
             self.live[name] = _Live(job.request, job.work, number)
@@ -213,7 +221,9 @@ class _Player:
         if one.first_start_s is None:
             one.first_start_s = self.now_s
         expected = None if request.predicted_s is None else one.since_s + request.predicted_s
-        self.running[request.job_id] = RunningJob(request, places, self.now_s, expected, one.restarts)
+        self.running[request.job_id] = RunningJob(
+            request, places, self.now_s, expected, one.restarts + one.resizes
+        )
         self.used_gpus += len(places) * request.milli_per_task / 1000
         self.go_on(one)
 
@@ -295,7 +305,8 @@ class _Player:
         snapshot = self.snapshot()
         decisions = self.policy(snapshot)
         self.run.decisions += 1
-        self.checked = self.checked + 1 if not decisions else 0
+        idle = not any(isinstance(one, JobPlacement | Resize) for one in decisions)
+        self.checked = self.checked + 1 if idle and self.waiting else 0
         if self.options.check and decisions:
             wrong = (
                 violations(snapshot, decisions) if any(not isinstance(d, Waits) for d in decisions) else []
@@ -305,11 +316,20 @@ class _Player:
         if self.options.keep_log:
             self.run.log.append((self.now_s, tuple(decisions)))
         for decision in decisions:
+            if isinstance(decision, Eviction | Resize):
+                self.stop_for(decision)
+        for decision in decisions:
             self.carry_out(decision)
         if self.options.drop:
             for job in list(self.waiting):
                 self.dequeue(self.live.pop(job.job_id))
                 self.run.dropped.append(job)
+
+    def stop_for(self, decision: Eviction | Resize) -> None:
+        one = self.live[decision.job_id]
+        self.stop(one)
+        one.saved = one.done  # a checkpoint is written first
+        one.why = decision.reason
 
     def carry_out(self, decision: Decision) -> None:
         if isinstance(decision, Waits):
@@ -322,21 +342,14 @@ class _Player:
             self.start(one, decision.places, one.request.startup_s if first else one.request.checkpoint_s)
         elif isinstance(decision, Eviction):
             one = self.live[decision.job_id]
-            self.stop(one)
-            one.saved = one.done  # an eviction writes a checkpoint first
             one.restarts += 1
-            one.why = decision.reason
             self.run.evictions += 1
             self.enqueue(one.request, one.number)
         elif isinstance(decision, Resize):
             one = self.live[decision.job_id]
-            if decision.places != one.places:
-                self.stop(one)
-                one.saved = one.done
-                one.resizes += 1
-                self.run.resizes += 1
-                one.why = decision.reason
-                self.start(one, decision.places, one.request.checkpoint_s)
+            one.resizes += 1
+            self.run.resizes += 1
+            self.start(one, decision.places, one.request.checkpoint_s)
         elif isinstance(decision, Cordon):
             node = self.nodes[self.free.index[decision.node]]
             if node.health == "ready":

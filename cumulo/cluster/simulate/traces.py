@@ -1,7 +1,8 @@
-"""Job traces: the published ones and our own form, read into jobs and nodes. `cumulo simulate cluster` reads them.
+"""Job traces: the published ones and our own form, read into jobs and nodes. `cumulo simulate cluster` reads
+them.
 
-A file is known by its columns. Our own form is a CSV with `job_id,arrival_s,duration_s,gpus` and optionally `tasks,
-tenant, priority, gpu_milli, predicted_s, min_tasks, max_tasks, checkpoint_s, compute_s, all_reduce_gb`.
+A file is known by its columns. Our own form is a CSV with `job_id,arrival_s,duration_s,gpus` and optionally
+`tasks, tenant, priority, gpu_milli, predicted_s, min_tasks, max_tasks, checkpoint_s, compute_s, all_reduce_gb`.
 """
 
 import csv
@@ -62,15 +63,11 @@ def read_nodes(path: Path) -> list[ClusterNode]:
 
 
 def uniform_nodes(nodes: int, gpus: int = 8, nodes_per_leaf: int = 0, device: str = "") -> list[ClusterNode]:
-    """Equal nodes, so many to a leaf switch (0: one leaf)."""
+    """Equal nodes, so many to a leaf switch (0: one leaf). Consecutive numbers are under different leaves: a name
+    says nothing about where a node hangs, so that packing by name is really blind."""
+    leaves = -(-nodes // nodes_per_leaf) if nodes_per_leaf else 1
     return [
-        ClusterNode(
-            f"node-{number}",
-            gpus,
-            device,
-            leaf=f"leaf-{number // nodes_per_leaf}" if nodes_per_leaf else "leaf-0",
-        )
-        for number in range(nodes)
+        ClusterNode(f"node-{number}", gpus, device, leaf=f"leaf-{number % leaves}") for number in range(nodes)
     ]
 
 

@@ -1,0 +1,83 @@
+"""What a set of nodes does to a job's step: its collectives, priced by the planner's network model for the way
+the gang would lie under the leaf switches, beside the jobs that already cross them.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from cumulo.cluster.decide.jobs import JobRequest, RunningJob, TaskPlace
+from cumulo.cluster.decide.nodes import ClusterNode
+from cumulo.plan.network.lines import Kind, Reach, lines
+from cumulo.plan.network.profile import network_constants, profile_of
+from cumulo.spec.catalog import shipped
+from cumulo.spec.cluster import Cluster
+
+_USUAL_DEVICE, _USUAL_FABRIC = "h100-sxm", "fat-tree-roce"
+
+
+@dataclass(frozen=True)
+class LeafFabric:
+    """Nodes under leaf switches. `oversubscription`: what a leaf's nodes can send over what its uplinks carry."""
+
+    machine: Cluster
+    leaf_of: Mapping[str, str]
+    oversubscription: float = 2.0
+
+    @cached_property
+    def leaf_cards(self) -> Mapping[str, int]:
+        """Network cards under each leaf, one per GPU."""
+        counts = Counter(self.leaf_of.values())
+        return {leaf: nodes * self.machine.node.gpus for leaf, nodes in counts.items()}
+
+    def crossing(self, places: Iterable[TaskPlace]) -> tuple[str, ...]:
+        """The leaves whose uplinks a gang uses; (): it lies under one."""
+        leaves = tuple(dict.fromkeys(self.leaf_of[place.node] for place in places))
+        return leaves if len(leaves) > 1 else ()
+
+    def busy(self, running: Iterable[RunningJob]) -> Counter[str]:
+        """Jobs on each leaf's uplinks."""
+        return Counter(leaf for job in running if job.request.step for leaf in self.crossing(job.places))
+
+    def step_s(self, job: JobRequest, places: Sequence[TaskPlace], busy: Mapping[str, int]) -> float:
+        """Seconds of one step, when the jobs counted in `busy` share the uplinks fairly with this one."""
+        if job.step is None:
+            return 0.0
+        reach = self._reach(job, places, busy)
+        seconds = job.step.compute_s
+        if job.step.all_reduce_bytes:
+            seconds += self._collective_s("all_reduce", job.step.all_reduce_bytes, reach)
+        if job.step.all_to_all_bytes:
+            seconds += self._collective_s("all_to_all", job.step.all_to_all_bytes, reach)
+        return seconds
+
+    def _collective_s(self, kind: Kind, size_bytes: float, reach: Reach) -> float:
+        profile = profile_of(self.machine.device)
+        return min(line.seconds(size_bytes) for line in lines(kind, reach, profile, network_constants()))
+
+    def _reach(self, job: JobRequest, places: Sequence[TaskPlace], busy: Mapping[str, int]) -> Reach:
+        fabric, node = self.machine.fabric, self.machine.node
+        per_node = Counter(place.node for place in places)
+        gpus = max(per_node.values()) * job.gpus_per_task
+        card = node.nic_bytes_per_s * network_constants().transport_share[fabric.transport]
+        crossed = self.crossing(places)
+        near_loss = far_loss = 1.0
+        for leaf in crossed:
+            inside = sum(1 for name in per_node if self.leaf_of[name] == leaf)
+            sharing = busy.get(leaf, 0) + 1
+            uplinks = self.leaf_cards[leaf] / self.oversubscription / sharing  # cards' worth, for this job
+            # A ring leaves the leaf once, on every rail; an all-to-all with all that goes elsewhere.
+            near_loss = max(near_loss, gpus / uplinks)
+            far_loss = max(far_loss, inside * gpus * (1 - inside / len(per_node)) / uplinks)
+        latency = fabric.latency_s + (2 * fabric.hop_latency_s if crossed else 0.0)
+        ranks = len(places) * job.gpus_per_task
+        return Reach(ranks, gpus, len(per_node), card / near_loss, card / far_loss, latency)
+
+
+def leaf_fabric(nodes: Sequence[ClusterNode], oversubscription: float = 2.0) -> LeafFabric:
+    """The fabric of these nodes: of their device if the catalogue has it, else of 8-GPU H100 nodes on RoCE."""
+    catalog = shipped()
+    known = nodes[0].device if nodes and nodes[0].device in catalog.tables["devices"] else _USUAL_DEVICE
+    machine = catalog.cluster(8, known, fabric=_USUAL_FABRIC)
+    return LeafFabric(machine, {node.name: node.leaf for node in nodes}, oversubscription)

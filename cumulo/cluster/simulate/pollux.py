@@ -1,0 +1,186 @@
+"""The workloads of Pollux (Qiao et al., OSDI 2021): jobs whose speed depends on GPUs, placement and batch size,
+and whose steps are worth less in large batches. `play` asks this file how fast a job advances.
+"""
+
+import csv
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib import resources
+from pathlib import Path
+
+import numpy as np
+import yaml
+
+from cumulo.cluster.decide.jobs import JobRequest, RunningJob, SpeedTable, TaskPlace
+from cumulo.cluster.simulate.play import TraceJob
+from cumulo.errors import ConfigError
+
+RESTART_S = 30.0  # of every start and every change of the allocation, as the artifact counts it
+_MOST_GPUS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Application:
+    """A training job of the workloads; see pollux_applications.yaml for the formulas."""
+
+    name: str
+    initial_batch: int
+    max_batch: int
+    local_batch: tuple[int, int]
+    progress: float
+    noise: tuple[tuple[float, float], ...]
+    compute: tuple[float, float]
+    network: dict[str, tuple[float, float]]
+    overlap: float
+
+    def step_s(self, gpus: int, nodes: int, local: float, accumulated: int) -> float:
+        """Seconds for a step of `accumulated` further passes before the gradients are exchanged."""
+        compute = self.compute[0] + self.compute[1] * local
+        first, per_gpu = self.network["one" if nodes == 1 else "two" if nodes == 2 else "more"]
+        network = 0.0 if gpus == 1 else first + per_gpu * (gpus - 2)
+        return accumulated * compute + float(
+            (compute**self.overlap + network**self.overlap) ** (1 / self.overlap)
+        )
+
+    def worth(self, batch: float, done: float) -> float:
+        """Steps of the initial batch that a step of this batch replaces."""
+        noise, scale = self.noise_at(done)[0], batch / self.initial_batch
+        return (noise + 1) / (noise / scale + 1)
+
+    def noise_at(self, done: float) -> tuple[float, float]:
+        """The noise scale now, and the progress until which it holds."""
+        for share, noise in self.noise:
+            if done < share * self.progress * (1 - 1e-9):
+                return noise, share * self.progress
+        return self.noise[-1][1], math.inf
+
+    def goodput(self, gpus: int, nodes: int, done: float, batch: int | None) -> float:
+        """Progress per second; `batch` None: of the best batch size."""
+        if batch is not None:
+            return self._goodput_of(gpus, nodes, done, batch)
+        return _best_goodput(self.name, gpus, min(nodes, 3), self.noise_at(done)[0])
+
+    def _goodput_of(self, gpus: int, nodes: int, done: float, batch: float) -> float:
+        local = math.ceil(batch / gpus - 1e-8)
+        if local < self.local_batch[0]:
+            return 0.0
+        accumulated = math.ceil(local / self.local_batch[1] - 1e-8) - 1
+        if gpus == 1 and batch > self.initial_batch:
+            accumulated = max(1, accumulated)  # one batch alone says nothing about the noise
+        each = math.ceil(local / (accumulated + 1) - 1e-8)
+        if each < self.local_batch[0] and batch > self.initial_batch:
+            return 0.0
+        return self.worth(each * (accumulated + 1) * gpus, done) / self.step_s(gpus, nodes, each, accumulated)
+
+
+@cache
+def applications() -> dict[str, Application]:
+    text = resources.files("cumulo.cluster").joinpath("data/pollux_applications.yaml").read_text("utf-8")
+    return {
+        name: Application(
+            name, row["initial_batch"], row["max_batch"], tuple(row["local_batch"]), row["progress"],
+            tuple(tuple(pair) for pair in row["noise"]), tuple(row["compute"]),
+            {key: tuple(pair) for key, pair in row["network"].items()}, row["overlap"],
+        )
+        for name, row in yaml.safe_load(text).items()
+    }  # fmt: skip
+
+
+@cache
+def _best_goodput(name: str, gpus: int, nodes: int, noise: float) -> float:
+    app = applications()[name]
+    done = next(
+        (share * app.progress * 0.999 for share, value in app.noise if value == noise), app.progress * 0.999
+    )
+    least = max(app.initial_batch, app.local_batch[0] * gpus)
+    if least > app.max_batch:
+        return 0.0
+    sizes = np.geomspace(least, app.max_batch, 50)
+    return max(app._goodput_of(gpus, nodes, done, float(size)) for size in sizes)
+
+
+@dataclass
+class PolluxSpeed:
+    """How the jobs of a workload advance. `adaptive`: each job takes the best batch size for the GPUs it has,
+    and the policy sees its goodput with every number of GPUs; else the batch size of the trace."""
+
+    adaptive: bool
+    batches: dict[str, int]
+
+    def __post_init__(self) -> None:
+        self.most_gpus: dict[str, int] = {}
+
+    def beside(self, running: Mapping[str, RunningJob]) -> None:
+        pass  # neighbours do not slow each other down here
+
+    def rate(self, job: JobRequest, places: tuple[TaskPlace, ...], done: float) -> tuple[float, float]:
+        app = application_of(job.job_id)
+        nodes = len({place.node for place in places})
+        self.most_gpus[job.job_id] = max(len(places), self.most_gpus.get(job.job_id, 0))
+        batch = None if self.adaptive and app.name != "ncf" else self.batches[job.job_id]
+        return app.goodput(len(places), nodes, done, batch), app.noise_at(done)[1]
+
+    def refreshed(self, job: JobRequest, done: float) -> JobRequest:
+        """A job shows its goodput with up to twice the GPUs it has had: nobody has measured it with more."""
+        if not self.adaptive:
+            return job
+        app = application_of(job.job_id)
+        known = self.most_gpus.get(job.job_id, 0)
+        most = (
+            1
+            if app.name == "ncf"
+            else max(1, min(2 * known, _MOST_GPUS, app.max_batch // app.local_batch[0]))
+        )
+        table = _table(app.name, app.noise_at(done)[0])
+        left_s = (app.progress - done) / table.goodput(1, 1)  # on one GPU
+        return replace(job, max_tasks=most, speed=table, predicted_s=left_s)
+
+
+@cache
+def _table(name: str, noise: float) -> SpeedTable:
+    most = 1 if name == "ncf" else _MOST_GPUS
+    return SpeedTable(
+        tuple(_best_goodput(name, gpus, 1, noise) for gpus in range(1, min(most, 4) + 1)),
+        tuple(_best_goodput(name, gpus, max(2, -(-gpus // 4)), noise) if gpus > 1 else 0.0
+              for gpus in range(1, most + 1)),
+    )  # fmt: skip
+
+
+def application_of(job_id: str) -> Application:
+    name = job_id.rpartition("-")[0]
+    if name not in applications():
+        raise ConfigError(
+            f"job {job_id} is of no application of Pollux' workloads: {', '.join(applications())}"
+        )
+    return applications()[name]
+
+
+def read_pollux(path: Path, adaptive: bool) -> tuple[list[TraceJob], PolluxSpeed]:
+    """A workload of the artifact: name,time,application,num_replicas,batch_size."""
+    with path.open(newline="", encoding="utf-8") as file:
+        lines = list(csv.DictReader(file))
+    jobs = []
+    for line in lines:
+        request = JobRequest(
+            line["name"], 1 if adaptive else int(line["num_replicas"]), 1, arrival_s=float(line["time"]),
+            checkpoint_s=RESTART_S, startup_s=RESTART_S, min_tasks=1 if adaptive else None,
+            max_tasks=1 if adaptive else None,
+        )  # fmt: skip
+        jobs.append(TraceJob(request, application_of(line["name"]).progress))
+    return jobs, PolluxSpeed(adaptive, {line["name"]: int(line["batch_size"]) for line in lines})
+
+
+def is_pollux(path: Path) -> bool:
+    with path.open(encoding="utf-8") as file:
+        return {"name", "application", "num_replicas", "batch_size"} <= set(
+            file.readline().strip().split(",")
+        )
+
+
+# Mean JCT in seconds on 16 nodes with 4 GPUs: petuum/adaptdl, branch osdi21-artifact, simulator/results-jobload.
+PUBLISHED_JCT_S = {
+    "workload-1": {"pollux": 2088.77, "tiresias": 2473.65},
+    "workload-6": {"pollux": 2446.13, "tiresias": 3469.69},
+}
