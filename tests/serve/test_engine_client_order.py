@@ -38,7 +38,9 @@ def test_all_tokens_are_told_before_the_end_when_two_reports_come_at_once() -> N
             client.in_flight["r"] = InFlight(Submit("r", b"", SamplingParams(), True), Inbox(), 0)
             client._take(progress(1, "A", []))
             client._take(progress(2, "B", [Finished("r", [], Story(arrived_s=0.0))]))
-            await asyncio.sleep(0.01)
+            async with asyncio.timeout(60):
+                while "end" not in observer.seen or "step 2" not in observer.seen:
+                    await asyncio.sleep(0)
         finally:
             await client.close()
         return observer.seen

@@ -105,6 +105,14 @@ def _node(name: str, folder: Path, port: int) -> subprocess.Popen[bytes]:
         )  # fmt: skip
 
 
+def _wait_until_it_listens(port: int) -> None:
+    def listens() -> bool:
+        with socket.socket() as trial:
+            return trial.connect_ex(("127.0.0.1", port)) == 0
+
+    wait_for(listens, "the rendezvous")
+
+
 def _end(node: subprocess.Popen[bytes]) -> None:
     for pid in ranks_of(node.pid).values():
         os.kill(pid, signal.SIGKILL)
@@ -129,7 +137,7 @@ def test_when_a_node_is_lost_the_run_goes_on_without_it_from_its_copy_in_a_peers
         port = free.getsockname()[1]
     log, deadline = tmp_path / "run/log.csv", time.monotonic() + 300
     first = _node("first", tmp_path, port)
-    time.sleep(1.0)  # it hosts the rendezvous
+    _wait_until_it_listens(port)  # it hosts the rendezvous
     second = _node("second", tmp_path, port)
     try:
         while len(read_log(log)) < 5 and time.monotonic() < deadline and first.poll() is None:
