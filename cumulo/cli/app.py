@@ -27,7 +27,7 @@ from cumulo.cli.cloud import autoscale, kubernetes
 from cumulo.cli.cluster import simulate as cluster_simulate
 from cumulo.cli.collectives import bench as bench_collectives
 from cumulo.cli.collectives import collective
-from cumulo.cli.network import diagnose, lint
+from cumulo.cli.network import diagnose, lint, topology
 from cumulo.cli.network import simulate as simulate_network
 
 app = typer.Typer(
@@ -53,6 +53,7 @@ app.command("logs", epilog=jobs.LOGS_EXAMPLE)(jobs.logs)
 app.command("cancel", epilog=jobs.CANCEL_EXAMPLE)(jobs.cancel)
 app.command("doctor", epilog=doctor.EXAMPLE)(doctor.doctor)
 app.command("diagnose", epilog=diagnose.EXAMPLE)(diagnose.diagnose)
+app.command("topology", epilog=topology.EXAMPLE)(topology.topology)
 app.command("schedule", epilog=schedule.EXAMPLE)(schedule.schedule)
 app.command("calibrate", epilog=calibrate.EXAMPLE)(calibrate.calibrate)
 app.add_typer(bench.app, name="bench")

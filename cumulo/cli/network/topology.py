@@ -1,0 +1,94 @@
+"""`cumulo topology`: this machine's GPUs and network cards and what joins them, or those of a saved description."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from cumulo.cli.shared import options
+
+if TYPE_CHECKING:
+    from cumulo.collectives.topology.machine_graph import MachineGraph
+
+EXAMPLE = (
+    "Example: [bold]cumulo topology examples/network/topo_h100.txt --svg machine.svg --out node.yaml[/bold]"
+)
+
+
+def topology(
+    file: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="[FILE]",
+            help="`nvidia-smi topo -m` as text, or NCCL's topology XML. Default: this machine.",
+        ),
+    ] = None,
+    svg: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the machine (SVG).")] = None,
+    out_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--out",
+            metavar="FILE",
+            help="Write it as a node of the catalogue, for `cumulo plan --catalog FILE`.",
+        ),
+    ] = None,
+    name: Annotated[str, typer.Option(help="Name of that node.")] = "this-machine",
+    device: Annotated[
+        str | None,
+        typer.Option(help="Device, by its name in the catalogue. Default: guessed from the links."),
+    ] = None,
+    json_file: options.JsonOption = None,
+) -> None:
+    """Show how GPUs and network cards are joined, and the rings and trees that NCCL would find on them."""
+    import yaml
+
+    from cumulo.base.report import Row, table, write_json
+    from cumulo.cli.shared.terminal import out
+    from cumulo.collectives.topology.draw import draw_machine
+    from cumulo.collectives.topology.rings import find_rings, ring_text, tree_text
+
+    machine = _read(file)
+    rings = find_rings(machine)
+    rows = [
+        Row("GPUs", len(machine.gpus), more={"gpus": [place.name for place in machine.gpus]}),
+        Row("network cards", len(machine.cards), more={"cards": [place.name for place in machine.cards]}),
+        Row("NUMA nodes", machine.numa_nodes),
+        Row("GPUs joined by NVLink", machine.domain if machine.domain > 1 else 0),
+        Row("ring channels", len(rings.orders), more={"orders": rings.orders}),
+        Row("ring bandwidth, all channels", rings.total_gbps, "GB/s"),
+    ]
+    write_json(json_file, rows, complaints=machine.complaints())
+    if str(json_file) != "-":
+        out.print(table("this machine" if file is None else str(file), rows))
+        for gpu, place in enumerate(machine.gpus):
+            card = machine.nearest_card(gpu)
+            if card is not None:
+                kind = machine.card_near.get((gpu, card), "SYS")
+                out.print(f"{place.name}: card {machine.cards[card].name} ({kind})", markup=False)
+        for line in (*ring_text(rings), *tree_text(rings)[:1], *machine.complaints()):
+            out.print(line, markup=False, soft_wrap=True)
+    if svg is not None:
+        _write(svg, draw_machine(machine, name if file is None else file.name))
+    if out_file is not None:
+        _write(out_file, yaml.safe_dump(machine.entry(name, device), sort_keys=False))
+
+
+def _read(file: Path | None) -> "MachineGraph":
+    from cumulo.cli.shared.terminal import read_text
+    from cumulo.collectives.topology.nccl_xml import parse_nccl_xml
+    from cumulo.collectives.topology.sysfs import read_machine
+    from cumulo.collectives.topology.topo_text import parse_topo
+
+    if file is None:
+        return read_machine()
+    text = read_text(file)
+    return parse_nccl_xml(text) if text.lstrip().startswith("<") else parse_topo(text)
+
+
+def _write(path: Path, text: str) -> None:
+    from cumulo.errors import CumuloError
+
+    try:
+        path.write_text(text, "utf-8")
+    except OSError as error:
+        raise CumuloError(f"cannot write {path}: {error.strerror or error}") from error
