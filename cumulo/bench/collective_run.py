@@ -4,23 +4,24 @@
 import time
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from cumulo.base.report import Row
-from cumulo.collectives.decide.catalog import Shape, make_schedule
+from cumulo.collectives.decide.catalog import CollectiveShape, make_schedule
 from cumulo.collectives.decide.check import check_collective
 from cumulo.collectives.decide.schedule import CollectiveSchedule
 from cumulo.collectives.play.groups import make_player
 from cumulo.collectives.play.reference import play_here
 from cumulo.errors import ConfigError
+from cumulo.ranks.collectives import all_reduce, barrier
+from cumulo.ranks.groups import world_group, world_store
 from cumulo.ranks.start import run_ranks
 
 _RUNS = 5
 
 
 def run_once(
-    collective: str, algorithm: str, shape: Shape, dtype: str, transport: str, timeout_s: float
+    collective: str, algorithm: str, shape: CollectiveShape, dtype: str, transport: str, timeout_s: float
 ) -> list[Row]:
     schedule = make_schedule(collective, algorithm, shape)
     if not isinstance(getattr(torch, dtype, None), torch.dtype):
@@ -68,11 +69,17 @@ def own_part(schedule: CollectiveSchedule, rank: int, tensor: Tensor) -> Tensor:
 
 
 def _node(
-    node: int, collective: str, algorithm: str, shape: Shape, dtype: str, transport: str, timeout_s: float
+    node: int,
+    collective: str,
+    algorithm: str,
+    shape: CollectiveShape,
+    dtype: str,
+    transport: str,
+    timeout_s: float,
 ) -> tuple[bool, list[float], float | None]:
     schedule = make_schedule(collective, algorithm, shape)
     kind: torch.dtype = getattr(torch, dtype)
-    store = dist.distributed_c10d._get_default_store()
+    store = world_store()
     player = make_player(transport, node, schedule.nodes, store, timeout_s)
     expected, expected_received = inputs(schedule, kind)
     summed = [tensor.clone() for tensor in expected]
@@ -83,7 +90,7 @@ def _node(
         is_rank = node < schedule.ranks
         own = tensors[node] if is_rank else tensors[0].clone()
         other = received[node] if received is not None and is_rank else None
-        dist.barrier()
+        barrier(world_group())
         began = time.perf_counter()
         player.run(schedule, own, other)
         times.append(time.perf_counter() - began)
@@ -94,7 +101,7 @@ def _node(
             same &= torch.equal(ours, right)
     far = None
     if collective == "all_reduce" and not schedule.switches and kind.itemsize > 1:
-        dist.all_reduce(summed[node])
+        all_reduce(summed[node], world_group())
         largest = float(summed[node].abs().max()) if summed[node].numel() else 1.0
         difference = (summed[node].double() - expected[node].double()).abs()
         far = float(difference.max()) / max(largest, 1e-30) if difference.numel() else 0.0

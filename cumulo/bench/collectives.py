@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from cumulo.base.report import Row, machine
-from cumulo.collectives.decide.catalog import Shape, make_schedule
+from cumulo.collectives.decide.catalog import CollectiveShape, make_schedule
 from cumulo.collectives.play.groups import make_player
+from cumulo.ranks.collectives import all_reduce, barrier
+from cumulo.ranks.groups import world_group, world_store
 from cumulo.ranks.start import run_ranks
 
 SIZES = (64 << 10, 1 << 20, 64 << 20)
@@ -68,18 +69,18 @@ def _size(size: int) -> str:
 def _rank(
     rank: int, ranks: int, size: int, algorithms: tuple[str, ...], transport: str, rounds: int
 ) -> dict[str, list[float]]:
-    store = dist.distributed_c10d._get_default_store()
+    store = world_store()
     player = make_player(transport, rank, ranks, store)
     tensor = torch.ones(size // 4)
-    calls: dict[str, Callable[[], object]] = {"gloo": lambda: dist.all_reduce(tensor)}
+    calls: dict[str, Callable[[], object]] = {"gloo": lambda: all_reduce(tensor, world_group())}
     for name in algorithms:
-        schedule = make_schedule("all_reduce", name, Shape(ranks, tensor.numel()))
+        schedule = make_schedule("all_reduce", name, CollectiveShape(ranks, tensor.numel()))
         calls[name] = lambda schedule=schedule: player.run(schedule, tensor)  # type: ignore[misc]
     times: dict[str, list[float]] = {name: [] for name in calls}
     for number in range(rounds + 1):
         for name, call in calls.items():
             tensor.fill_(1.0)
-            dist.barrier()
+            barrier(world_group())
             began = time.perf_counter()
             call()
             if number:  # the first one maps memory

@@ -7,7 +7,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from cumulo.collectives.decide.choices import parse_choices
 from cumulo.ranks.groups import Group
+from cumulo.ranks.lanes import lane_group
+from cumulo.ranks.scheduled import ScheduledCollectives
 
 Work: TypeAlias = dist.Work  # something on its way: `wait()` for it
 
@@ -16,19 +19,44 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
+_schedules = ScheduledCollectives({})
+
+
+def use_collectives(choices: str) -> None:
+    """Which algorithms of ours carry out collectives of CPU tensors, such as `all_reduce=ring`, from now on in this
+    process; empty: torch.distributed's. All ranks say the same."""
+    global _schedules
+    _schedules.close()
+    _schedules = ScheduledCollectives(parse_choices(choices))
+
+
 def all_reduce(tensor: Tensor, group: Group | None) -> None:
     """The sum over ranks, in place."""
-    if group is not None:
+    if group is None:
+        return
+    group = lane_group(group)
+    if _schedules.wants("all_reduce", tensor):
+        _schedules.all_reduce(tensor, group)
+    else:
         dist.all_reduce(tensor, group=group)
 
 
 def start_all_reduce(tensor: Tensor, group: Group | None) -> Work | None:
-    return None if group is None else dist.all_reduce(tensor, group=group, async_op=True)
+    """None: it is done."""
+    if group is None or _schedules.wants("all_reduce", tensor):
+        all_reduce(tensor, group)
+        return None
+    work: Work | None = dist.all_reduce(tensor, group=lane_group(group), async_op=True)
+    return work
 
 
 def all_gather(whole: Tensor, own: Tensor, group: Group) -> None:
     """Every rank's `own`, one after another along the first dimension."""
-    _all_gather(whole, own, group=group)
+    group = lane_group(group)
+    if _schedules.wants("all_gather", whole):
+        _schedules.all_gather(whole, own, group)
+    else:
+        _all_gather(whole, own, group=group)
 
 
 def all_gather_list(own: Tensor, group: Group) -> list[Tensor]:
@@ -40,10 +68,17 @@ def all_gather_list(own: Tensor, group: Group) -> list[Tensor]:
 
 def reduce_scatter(own: Tensor, whole: Tensor, group: Group) -> None:
     """This rank's part of the sum over ranks, cut along the first dimension."""
-    _reduce_scatter(own, whole, group=group)
+    group = lane_group(group)
+    if _schedules.wants("reduce_scatter", whole) and own.is_contiguous():
+        _schedules.reduce_scatter(own, whole, group)
+    else:
+        _reduce_scatter(own, whole, group=group)
 
 
 def start_reduce_scatter(own: Tensor, whole: Tensor, group: Group) -> Work | None:
+    if _schedules.wants("reduce_scatter", whole):
+        reduce_scatter(own, whole, group)
+        return None
     work: Work | None = _reduce_scatter(own, whole, group=group, async_op=True)
     return work
 
@@ -56,7 +91,7 @@ def all_to_all(
     sends: list[int] | None = None,
 ) -> None:
     """Runs of rows to all ranks and from all ranks; None: equal ones."""
-    dist.all_to_all_single(received, sent, receives, sends, group=group)
+    dist.all_to_all_single(received, sent, receives, sends, group=lane_group(group))
 
 
 def gather_objects(own: Any, group: Group) -> list[Any]:

@@ -11,6 +11,7 @@ from datetime import timedelta
 from typing import TypeAlias, get_args
 
 import torch.distributed as dist
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 from cumulo.errors import ConfigError
 from cumulo.layout.layout import Axis, Layout
@@ -66,6 +67,11 @@ def world_group() -> Group:
     if (world := dist.group.WORLD) is None:
         raise ConfigError("no ranks were started: call it inside join_ranks")
     return world
+
+
+def world_store() -> Store:
+    """Where the ranks met."""
+    return dist.distributed_c10d._get_default_store()
 
 
 def new_group(members: tuple[int, ...]) -> Group:

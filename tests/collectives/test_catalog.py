@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cumulo.collectives.decide.catalog import Shape, algorithms, make_schedule
+from cumulo.collectives.decide.catalog import CollectiveShape, algorithms, make_schedule
 from cumulo.collectives.decide.check import check_collective
 from cumulo.collectives.decide.schedule import COLLECTIVES
 from cumulo.collectives.decide.switch_slots import SlotPacket, SlotWorker, SwitchPool
@@ -27,7 +27,7 @@ def test_every_algorithm_is_right_for_any_shape(collective: str, algorithm: str,
         ranks = data.draw(st.integers(1, 11))  # its last node may be smaller
     pairs = {"all_gather": ranks, "reduce_scatter": ranks, "all_to_all": ranks * ranks}.get(collective, 0)
     blocks = data.draw(st.lists(st.integers(0, 5), min_size=pairs, max_size=pairs))
-    shape = Shape(
+    shape = CollectiveShape(
         ranks,
         data.draw(st.integers(0, 200)),
         node_size,
@@ -75,12 +75,12 @@ def _chunks_by_peer(schedule, step, rank) -> Counter:  # type: ignore[no-untyped
     ],
 )
 def test_steps_and_bytes_are_those_of_the_books(algorithm: str, steps: int, most_sent: int) -> None:
-    report = check_collective(make_schedule("all_reduce", algorithm, Shape(8, 64, node_size=4)))
+    report = check_collective(make_schedule("all_reduce", algorithm, CollectiveShape(8, 64, node_size=4)))
     assert (report.steps, report.most_sent) == (steps, most_sent)
 
 
 def test_in_a_double_binary_tree_every_rank_sends_about_twice_its_buffer() -> None:
-    report = check_collective(make_schedule("all_reduce", "tree", Shape(31, 3100, pieces=10)))
+    report = check_collective(make_schedule("all_reduce", "tree", CollectiveShape(31, 3100, pieces=10)))
     sent = [0] * 31
     for (sender, _), elements in report.elements_by_link.items():
         sent[sender] += elements
@@ -88,7 +88,7 @@ def test_in_a_double_binary_tree_every_rank_sends_about_twice_its_buffer() -> No
 
 
 def test_rings_over_rails_leave_a_node_on_their_own_rail() -> None:
-    schedule = make_schedule("all_reduce", "multi-ring", Shape(16, 1600, node_size=4))
+    schedule = make_schedule("all_reduce", "multi-ring", CollectiveShape(16, 1600, node_size=4))
     crossing = {
         (sender % 4, receiver % 4)
         for sender, receiver in check_collective(schedule).elements_by_link
@@ -98,23 +98,23 @@ def test_rings_over_rails_leave_a_node_on_their_own_rail() -> None:
 
 
 def test_the_two_level_all_to_all_sends_one_message_to_each_node() -> None:
-    schedule = make_schedule("all_to_all", "two-level", Shape(16, 160, node_size=4))
+    schedule = make_schedule("all_to_all", "two-level", CollectiveShape(16, 160, node_size=4))
     far = [t for step in schedule.steps(0) for t in step if t.move.value == "send" and t.peer >= 4]
     assert [t.peer for t in far] == [4, 8, 12]
 
 
 def test_a_schedule_of_a_hundred_thousand_ranks_is_made_without_listing_it() -> None:
     for algorithm in ("ring", "halving-doubling", "two-level"):
-        schedule = make_schedule("all_reduce", algorithm, Shape(131_072, 1 << 28, node_size=8))
+        schedule = make_schedule("all_reduce", algorithm, CollectiveShape(131_072, 1 << 28, node_size=8))
         assert schedule.symmetry
         assert algorithm == "ring" or schedule.steps(99_999)
 
 
 def test_unknown_names_are_refused_with_what_there_is() -> None:
     with pytest.raises(ConfigError, match="did you mean"):
-        make_schedule("all_reduce", "rings", Shape(4, 4))
+        make_schedule("all_reduce", "rings", CollectiveShape(4, 4))
     with pytest.raises(ConfigError, match="no whole number of nodes"):
-        make_schedule("all_reduce", "two-level", Shape(7, 70, node_size=2))
+        make_schedule("all_reduce", "two-level", CollectiveShape(7, 70, node_size=2))
 
 
 @settings(max_examples=20, deadline=None, derandomize=True)

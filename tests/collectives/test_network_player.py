@@ -1,11 +1,11 @@
-"""Traffic over fabrics in virtual time: cumulo/collectives/simulate."""
+"""NetworkTraffic over fabrics in virtual time: cumulo/collectives/simulate."""
 
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from cumulo.collectives.decide.catalog import Shape, make_schedule
+from cumulo.collectives.decide.catalog import CollectiveShape, make_schedule
 from cumulo.collectives.simulate.collective_traffic import collective_traffic, ring_formula_s
 from cumulo.collectives.simulate.fabrics.build import fabric_graph
 from cumulo.collectives.simulate.fabrics.clos import ClosGraph
@@ -14,7 +14,7 @@ from cumulo.collectives.simulate.fabrics.links import FabricGraph, Routing
 from cumulo.collectives.simulate.fabrics.sites import JoinedSites
 from cumulo.collectives.simulate.fabrics.torus import TorusGraph
 from cumulo.collectives.simulate.player import LinkChange, RoundTraffic, play_network
-from cumulo.collectives.simulate.rounds import Round, rail_orders, ring_rounds, rounds_of
+from cumulo.collectives.simulate.rounds import MessageRound, rail_orders, ring_rounds, rounds_of
 from cumulo.collectives.simulate.schedule_traffic import ScheduleTraffic
 from cumulo.errors import CumuloError
 from cumulo.spec import catalog
@@ -47,15 +47,15 @@ def test_an_all_reduce_on_an_idle_fabric_takes_what_its_formula_says(algorithm: 
 def test_rounds_and_messages_one_by_one_agree() -> None:
     ranks, elements = 16, 1 << 30
     fabric = graph(ranks)
-    rings = make_schedule("all_reduce", "multi-ring", Shape(ranks, elements, 8))
+    rings = make_schedule("all_reduce", "multi-ring", CollectiveShape(ranks, elements, 8))
     for schedule, rounds in (
         (rings, [ring_rounds(rail_orders(np.arange(ranks)[None], 8), elements / 8)]),
         *(
             (one, list(rounds_of(one, 1.0)))
             for one in (
-                make_schedule("all_reduce", "ring", Shape(ranks, elements)),
-                make_schedule("all_reduce", "halving-doubling", Shape(ranks, elements)),
-                make_schedule("all_to_all", "pairwise", Shape(ranks, elements)),
+                make_schedule("all_reduce", "ring", CollectiveShape(ranks, elements)),
+                make_schedule("all_reduce", "halving-doubling", CollectiveShape(ranks, elements)),
+                make_schedule("all_to_all", "pairwise", CollectiveShape(ranks, elements)),
             )
         ),
     ):
@@ -65,7 +65,7 @@ def test_rounds_and_messages_one_by_one_agree() -> None:
 
 
 def test_rings_over_rails_are_those_of_the_schedule() -> None:
-    schedule = make_schedule("all_reduce", "multi-ring", Shape(24, 240, 8))
+    schedule = make_schedule("all_reduce", "multi-ring", CollectiveShape(24, 240, 8))
     orders = rail_orders(np.arange(24)[None], 8)
     for channel in range(8):
         after = {rank: schedule.steps(rank, channel)[0][0].peer for rank in range(24)}
@@ -119,7 +119,7 @@ def test_a_dragonflys_detours_make_bad_traffic_quicker() -> None:
     assert isinstance(fabric, DragonflyGraph)
     ranks = np.arange(256)
     shifted = (ranks + fabric.in_group) % 256  # every group sends all it has to the next one
-    one = Round(ranks, shifted, np.full(256, 1e9))
+    one = MessageRound(ranks, shifted, np.full(256, 1e9))
     times = {
         kind: play_network(fabric, [RoundTraffic("job", [one])], Routing(kind)).end_s  # type: ignore[arg-type]
         for kind in ("ecmp", "adaptive")
@@ -129,7 +129,7 @@ def test_a_dragonflys_detours_make_bad_traffic_quicker() -> None:
 
 def test_a_failed_link_is_left_and_its_messages_arrive_over_others() -> None:
     fabric = graph(512, "fat-tree-infiniband")
-    one = Round(np.array([0]), np.array([511]), np.array([50e9]))  # one second at a card's rate
+    one = MessageRound(np.array([0]), np.array([511]), np.array([50e9]))  # one second at a card's rate
     path = fabric.paths(np.array([0]), np.array([511]), np.array([0]), Routing())[0]
     uplink = int(path[4])
     run = play_network(
@@ -143,7 +143,7 @@ def test_a_failed_link_is_left_and_its_messages_arrive_over_others() -> None:
 
 def test_a_flap_costs_what_it_lasts_and_a_link_that_never_recovers_is_named() -> None:
     fabric = graph(16)
-    one = Round(np.array([0]), np.array([8]), np.array([50e9]))
+    one = MessageRound(np.array([0]), np.array([8]), np.array([50e9]))
     card = int(fabric.paths(np.array([0]), np.array([8]), np.array([0]), Routing())[0][2])
     flap = [LinkChange(0.25, card, 0.0), LinkChange(0.75, card, CARD)]
     assert play_network(fabric, [RoundTraffic("job", [one])], changes=flap).end_s == pytest.approx(
@@ -155,8 +155,8 @@ def test_a_flap_costs_what_it_lasts_and_a_link_that_never_recovers_is_named() ->
 
 def test_background_traffic_takes_its_share_and_is_not_waited_for() -> None:
     fabric = graph(16)
-    mine = RoundTraffic("job", [Round(np.array([0]), np.array([8]), np.array([50e9]))])
-    endless = Round(np.array([0]), np.array([8]), np.array([1e18]))
+    mine = RoundTraffic("job", [MessageRound(np.array([0]), np.array([8]), np.array([50e9]))])
+    endless = MessageRound(np.array([0]), np.array([8]), np.array([1e18]))
     other = RoundTraffic("other", [endless], background=True)
     run = play_network(fabric, [mine, other])
     assert run.end_s == pytest.approx(2.0, rel=1e-4)
@@ -171,7 +171,7 @@ def test_incast_shares_the_receivers_card() -> None:
 
 def test_more_queue_pairs_collide_less() -> None:
     fabric = graph(256, "fat-tree-roce")
-    shifted = Round(np.arange(256), (np.arange(256) + 128) % 256, np.full(256, 1e9))
+    shifted = MessageRound(np.arange(256), (np.arange(256) + 128) % 256, np.full(256, 1e9))
     times = [
         play_network(fabric, [RoundTraffic("job", [shifted])], Routing("ecmp", pairs)).end_s
         for pairs in (1, 8)
@@ -182,7 +182,7 @@ def test_more_queue_pairs_collide_less() -> None:
 
 def test_a_long_link_bounds_its_messages_by_delay_and_window() -> None:
     fabric = FABRICS["sites"]
-    one = Round(np.array([0]), np.array([300]), np.array([50e9]))
+    one = MessageRound(np.array([0]), np.array([300]), np.array([50e9]))
     free = play_network(fabric, [RoundTraffic("job", [one])]).end_s
     bound = play_network(fabric, [RoundTraffic("job", [one])], window_bytes=50e6).end_s
     assert free == pytest.approx(1.005, rel=1e-3)
@@ -210,11 +210,11 @@ def test_paths_choose_links_as_often_as_published_collisions_say() -> None:
 
 
 def collisions(flows: int, uplinks: int, trials: int = 200) -> float:
-    from cumulo.collectives.simulate.fabrics.clos import ClosTier, Rates
+    from cumulo.collectives.simulate.fabrics.clos import ClosTier, LinkRates
 
     cards = 1024
     tiers = [ClosTier("leaf", cards, uplinks, 1.0), ClosTier("spine", 2 * cards, 0, 1.0)]
-    fabric = ClosGraph(2 * cards, 1, 1, False, tiers, Rates(1.0, 1.0, 0.0, 0.0, 0.0))
+    fabric = ClosGraph(2 * cards, 1, 1, False, tiers, LinkRates(1.0, 1.0, 0.0, 0.0, 0.0))
     source = np.arange(flows)
     worst = []
     for seed in range(trials):

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from cumulo.collectives.decide.catalog import Shape, make_schedule
+from cumulo.collectives.decide.catalog import CollectiveShape, make_schedule
 from cumulo.collectives.decide.play_cost import play_cost
 from cumulo.plan.network.played import played_chain, played_tree
 
@@ -14,13 +14,13 @@ from cumulo.plan.network.played import played_chain, played_tree
 def test_ranks_that_are_alike_give_the_same_as_all_of_them(
     algorithm: str, ranks: int, node_size: int
 ) -> None:
-    schedule = make_schedule("all_reduce", algorithm, Shape(ranks, ranks * 64, node_size))
+    schedule = make_schedule("all_reduce", algorithm, CollectiveShape(ranks, ranks * 64, node_size))
     every = replace(schedule, symmetry=(), alike=None)
     assert play_cost(schedule, node_size) == play_cost(every, node_size)
 
 
 def test_a_ring_of_many_ranks_is_counted_without_playing_every_step() -> None:
-    played = play_cost(make_schedule("all_reduce", "ring", Shape(131_072, 131_072 * 64)), 8)
+    played = play_cost(make_schedule("all_reduce", "ring", CollectiveShape(131_072, 131_072 * 64)), 8)
     assert played.near_hops + played.far_hops == 2 * 131_071
     assert played.far_hops == 2 * 131_072 // 8
     assert played.far_load == pytest.approx(2 * 131_071 / 131_072)
@@ -29,7 +29,8 @@ def test_a_ring_of_many_ranks_is_counted_without_playing_every_step() -> None:
 @pytest.mark.parametrize(("nodes", "members"), [(2, 4), (5, 4), (8, 2)])
 def test_a_tree_of_chains_takes_the_hops_of_its_tree_and_of_its_chain(nodes: int, members: int) -> None:
     whole = play_cost(
-        make_schedule("all_reduce", "tree", Shape(nodes * members, nodes * members * 64, members)), members
+        make_schedule("all_reduce", "tree", CollectiveShape(nodes * members, nodes * members * 64, members)),
+        members,
     )
     tree, chain = played_tree(nodes), played_chain(members)
     assert (whole.near_hops, whole.far_hops) == (chain.near_hops, tree.far_hops)
@@ -38,6 +39,6 @@ def test_a_tree_of_chains_takes_the_hops_of_its_tree_and_of_its_chain(nodes: int
 
 
 def test_twice_the_nodes_are_one_level_more() -> None:
-    exact = play_cost(make_schedule("all_reduce", "tree", Shape(512, 512 * 64)), 1)
+    exact = play_cost(make_schedule("all_reduce", "tree", CollectiveShape(512, 512 * 64)), 1)
     assert played_tree(512).far_hops == exact.far_hops == 18
     assert played_tree(512).far_load == pytest.approx(exact.far_load, rel=0.01)

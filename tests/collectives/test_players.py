@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from cumulo.collectives.decide.catalog import Shape, algorithms, make_schedule
+from cumulo.collectives.decide.catalog import CollectiveShape, algorithms, make_schedule
 from cumulo.collectives.decide.ring import ring_all_reduce
 from cumulo.collectives.decide.schedule import COLLECTIVES, CollectiveSchedule
 from cumulo.collectives.play.groups import TRANSPORTS, make_player
@@ -19,7 +19,7 @@ from cumulo.ranks.start import run_ranks
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int32, torch.float8_e4m3fn]
 
 
-def _cases(ranks: int, thorough: bool) -> list[tuple[str, str, Shape]]:
+def _cases(ranks: int, thorough: bool) -> list[tuple[str, str, CollectiveShape]]:
     found = []
     for collective in COLLECTIVES:
         for name in algorithms(collective):
@@ -28,7 +28,11 @@ def _cases(ranks: int, thorough: bool) -> list[tuple[str, str, Shape]]:
                 continue
             for elements in (1000, 3) if thorough else (101,):
                 found.append(
-                    (collective, name, Shape(ranks, elements, node_size, 2, 2, root=ranks - 1, radix=3))
+                    (
+                        collective,
+                        name,
+                        CollectiveShape(ranks, elements, node_size, 2, 2, root=ranks - 1, radix=3),
+                    )
                 )
     return found
 
@@ -123,7 +127,9 @@ def _with_switches(node: int, ranks: int) -> list[str]:
     nodes = dist.get_world_size()
     player = make_player("shm", node, nodes, store, timeout_s=60)
     for name in ("sharp", "switchml", "omnireduce"):
-        schedule = make_schedule("all_reduce", name, Shape(ranks, 50, channels=1, pieces=4, radix=8))
+        schedule = make_schedule(
+            "all_reduce", name, CollectiveShape(ranks, 50, channels=1, pieces=4, radix=8)
+        )
         (expected,) = _inputs(schedule, torch.bfloat16, 7)
         play_here(schedule, expected)
         (tensors,) = _inputs(schedule, torch.bfloat16, 7)

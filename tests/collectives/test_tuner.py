@@ -2,7 +2,7 @@
 
 import pytest
 
-from cumulo.collectives.decide.catalog import Shape, make_schedule
+from cumulo.collectives.decide.catalog import CollectiveShape, make_schedule
 from cumulo.collectives.decide.check import check_collective
 from cumulo.collectives.decide.tuner import MachineCosts, ProtocolCosts, crossovers, measured_choice, tune
 from cumulo.collectives.draw.svg import collective_svg
@@ -55,7 +55,7 @@ def test_a_measured_profile_decides_by_its_own_times() -> None:
 
 
 def test_a_picture_has_a_line_for_every_message() -> None:
-    schedule = make_schedule("all_reduce", "tree", Shape(5, 50, pieces=2))
+    schedule = make_schedule("all_reduce", "tree", CollectiveShape(5, 50, pieces=2))
     assert (
         collective_svg(schedule).count('<line class="reduce"')
         + collective_svg(schedule).count('<line class="copy"')

@@ -13,6 +13,11 @@ LIBRARIES = {
         "torch.distributed.tensor",
         "torch.distributed.device_mesh",
     ),
+    # The players of schedules are what `ranks` uses itself.
+    **{
+        f"collectives/play/{name}.py": ("torch.distributed",)
+        for name in ("groups", "mailboxes", "shared_memory", "sockets", "torch_messages")
+    },
     "checkpoint/play/boxes.py": ("torch.distributed.checkpoint",),
     "checkpoint/play/metadata.py": ("torch.distributed.checkpoint",),
 }

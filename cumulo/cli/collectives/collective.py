@@ -9,7 +9,7 @@ import typer
 from cumulo.cli.shared import options
 
 if TYPE_CHECKING:
-    from cumulo.collectives.decide.catalog import Shape
+    from cumulo.collectives.decide.catalog import CollectiveShape
     from cumulo.collectives.decide.tuner import MachineCosts
 
 app = typer.Typer(
@@ -105,13 +105,13 @@ def check(
     _report(collective, algorithm, _shape(ranks, elements, node_size, channels, pieces), json_file)
 
 
-def _shape(ranks: int, elements: int, node_size: int, channels: int, pieces: int) -> "Shape":
-    from cumulo.collectives.decide.catalog import Shape
+def _shape(ranks: int, elements: int, node_size: int, channels: int, pieces: int) -> "CollectiveShape":
+    from cumulo.collectives.decide.catalog import CollectiveShape
 
-    return Shape(ranks, elements, node_size, channels, pieces)
+    return CollectiveShape(ranks, elements, node_size, channels, pieces)
 
 
-def _report(collective: str, algorithm: str, shape: "Shape", json_file: Path | None) -> None:
+def _report(collective: str, algorithm: str, shape: "CollectiveShape", json_file: Path | None) -> None:
     from cumulo.base import report
     from cumulo.cli.shared.terminal import out
     from cumulo.collectives.decide.catalog import make_schedule

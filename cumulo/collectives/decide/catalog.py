@@ -1,7 +1,7 @@
 """The catalogue: every algorithm by the collective it carries out, and how to make its schedule. The command, the
 tuner, the players and the cost model ask here.
 
-    make_schedule("all_reduce", "tree", Shape(ranks=16, elements=1 << 20, node_size=8, channels=2, pieces=8))
+    make_schedule("all_reduce", "tree", CollectiveShape(ranks=16, elements=1 << 20, node_size=8))
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +14,7 @@ from cumulo.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class CollectiveShape:
     """What a schedule is made for. Elements are counted as nccl-tests counts bytes: all_reduce, broadcast and
     reduce: the buffer; all_gather: what each rank has afterwards; reduce_scatter: what each rank has before;
     all_to_all: what each rank sends, its own part included."""
@@ -31,10 +31,10 @@ class Shape:
     seed: int = 0
 
 
-Make = Callable[[Shape], CollectiveSchedule]
+Make = Callable[[CollectiveShape], CollectiveSchedule]
 
 
-def _blocks(shape: Shape, blocks: int) -> Sequence[int]:
+def _blocks(shape: CollectiveShape, blocks: int) -> Sequence[int]:
     """Chunk by chunk: the blocks of the ranks, each in channels × pieces."""
     parts = shape.channels * shape.pieces
     if shape.blocks:
@@ -46,11 +46,11 @@ def _blocks(shape: Shape, blocks: int) -> Sequence[int]:
     return [size for block in EvenSizes(shape.elements, blocks) for size in EvenSizes(block, parts)]
 
 
-def _one_each(shape: Shape) -> Sequence[int]:
+def _one_each(shape: CollectiveShape) -> Sequence[int]:
     return _blocks(replace(shape, channels=1, pieces=1), shape.ranks)
 
 
-def _pairs(shape: Shape) -> Sequence[int]:
+def _pairs(shape: CollectiveShape) -> Sequence[int]:
     pairs = shape.ranks * shape.ranks
     if shape.blocks:
         return _blocks(replace(shape, channels=1, pieces=1), pairs)
@@ -77,7 +77,7 @@ class _Rows(Sequence[int]):
 def _in_channels(make: Callable[[int, int], CollectiveSchedule]) -> Make:
     """An algorithm of one channel on several: each takes its own share of the buffer."""
 
-    def made(shape: Shape) -> CollectiveSchedule:
+    def made(shape: CollectiveShape) -> CollectiveSchedule:
         one = make(shape.ranks, shape.elements)
         if shape.channels == 1:
             return one
@@ -95,7 +95,7 @@ def _in_channels(make: Callable[[int, int], CollectiveSchedule]) -> Make:
     return made
 
 
-def _sparse(shape: Shape) -> CollectiveSchedule:
+def _sparse(shape: CollectiveShape) -> CollectiveSchedule:
     blocks = max(1, shape.channels * shape.pieces)
     present = sparse.random_presence(shape.ranks, blocks, shape.density, shape.seed)
     return sparse.omnireduce(shape.ranks, shape.elements, present, shape.channels)
@@ -153,7 +153,7 @@ _ALL: Mapping[str, Mapping[str, Make]] = {
 }
 
 
-def _whole(shape: Shape) -> tuple[int, ...]:
+def _whole(shape: CollectiveShape) -> tuple[int, ...]:
     return (shape.ranks,) if shape.ranks > 1 else ()
 
 
@@ -161,7 +161,7 @@ def algorithms(collective: Collective) -> tuple[str, ...]:
     return tuple(_ALL[collective])
 
 
-def make_schedule(collective: str, algorithm: str, shape: Shape) -> CollectiveSchedule:
+def make_schedule(collective: str, algorithm: str, shape: CollectiveShape) -> CollectiveSchedule:
     """Refuses names that do not exist and shapes that the algorithm cannot serve."""
     if collective not in _ALL:
         known = ", ".join(_ALL)

@@ -12,7 +12,7 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
-from cumulo.collectives.decide.catalog import Shape, algorithms, make_schedule
+from cumulo.collectives.decide.catalog import CollectiveShape, algorithms, make_schedule
 from cumulo.collectives.decide.play_cost import PlayedCost, play_cost
 from cumulo.collectives.decide.schedule import Collective
 from cumulo.errors import ConfigError
@@ -96,7 +96,9 @@ def _fits(algorithm: str, ranks: int, node_size: int) -> bool:
 
 @lru_cache(maxsize=4096)
 def _played(collective: Collective, algorithm: str, ranks: int, node_size: int) -> PlayedCost:
-    shape = Shape(ranks, ranks * ranks * _UNIT if collective == "all_to_all" else ranks * _UNIT, node_size)
+    shape = CollectiveShape(
+        ranks, ranks * ranks * _UNIT if collective == "all_to_all" else ranks * _UNIT, node_size
+    )
     schedule = make_schedule(collective, algorithm, shape)
     if not schedule.symmetry and ranks > _MOST_PLAYED and algorithm != "chain":
         # Trees: each doubling adds a level up and a level down; loads stay.

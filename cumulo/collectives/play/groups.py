@@ -4,7 +4,7 @@
 from typing import Literal, Protocol, get_args
 
 from torch import Tensor
-from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, ProcessGroup, Store  # type: ignore[attr-defined]
 
 from cumulo.collectives.decide.schedule import CollectiveSchedule
 from cumulo.collectives.play.messages import MessagePlayer
@@ -17,19 +17,26 @@ Transport = Literal["shm", "tcp", "torch"]
 TRANSPORTS: tuple[Transport, ...] = get_args(Transport)
 
 
-class Player(Protocol):
+class CollectivePlayer(Protocol):
     def run(self, schedule: CollectiveSchedule, tensor: Tensor, received: Tensor | None = None) -> None: ...
 
 
 def make_player(
-    transport: str, rank: int, nodes: int, store: Store, timeout_s: float = 60.0, name: str = "world"
-) -> Player:
-    """`nodes`: ranks, and switches that are played by processes. All of them call it."""
+    transport: str,
+    rank: int,
+    nodes: int,
+    store: Store,
+    timeout_s: float = 60.0,
+    name: str = "world",
+    group: ProcessGroup | None = None,
+) -> CollectivePlayer:
+    """`nodes`: ranks, and switches that are played by processes. All of them call it. `group`: whose members
+    messages of torch.distributed go to; None: all ranks."""
     own = PrefixStore(f"collectives {name}", store)
     if transport == "shm":
         return SharedMemoryPlayer(rank, nodes, own, timeout_s)
     if transport == "tcp":
         return MessagePlayer(rank, SocketExchange(rank, own, timeout_s))
     if transport == "torch":
-        return MessagePlayer(rank, TorchExchange(timeout_s=timeout_s))
+        return MessagePlayer(rank, TorchExchange(group, timeout_s))
     raise ConfigError(f"there is no transport {transport!r}; there are {', '.join(TRANSPORTS)}")

@@ -17,7 +17,7 @@ from pathlib import Path
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from cumulo.collectives.decide.schedule import Transfer
-from cumulo.collectives.play.waiting import Standing
+from cumulo.collectives.play.waiting import CollectiveStanding
 from cumulo.errors import ConfigError
 
 HEADER = struct.Struct("<IIQQ")  # number of the collective, window's generation, bytes, where they begin
@@ -59,7 +59,9 @@ class Mailboxes:
         self._taken: Counter[tuple[int, int]] = Counter()  # of these, those that were read
         self._read: Counter[tuple[int, int]] = Counter()  # from (peer, channel)
 
-    def post(self, standing: Standing, transfer: Transfer, header: tuple[int, int, int, int]) -> int:
+    def post(
+        self, standing: CollectiveStanding, transfer: Transfer, header: tuple[int, int, int, int]
+    ) -> int:
         """Tell a peer of a message. Its number."""
         key = (transfer.peer, standing.channel)
         number = self._sent[key]
@@ -71,7 +73,7 @@ class Mailboxes:
         _quick.sem_post(ctypes.c_void_p(self._bases[transfer.peer] + at))
         return number
 
-    def receive(self, standing: Standing, transfer: Transfer) -> tuple[int, int, int, int]:
+    def receive(self, standing: CollectiveStanding, transfer: Transfer) -> tuple[int, int, int, int]:
         """Wait for the next message of a peer; what it says."""
         at = _BOX * (transfer.peer * self.channels + standing.channel)
         self._wait(self._bases[self.rank] + at, standing, transfer)
@@ -83,7 +85,7 @@ class Mailboxes:
         at = _BOX * (peer * self.channels + channel) + _TAKEN_AT
         _quick.sem_post(ctypes.c_void_p(self._bases[self.rank] + at))
 
-    def wait_taken(self, standing: Standing, transfer: Transfer, number: int) -> None:
+    def wait_taken(self, standing: CollectiveStanding, transfer: Transfer, number: int) -> None:
         """Until a message has been read."""
         key = (transfer.peer, standing.channel)
         at = _BOX * (self.rank * self.channels + standing.channel) + _TAKEN_AT
@@ -91,7 +93,7 @@ class Mailboxes:
             self._wait(self._bases[transfer.peer] + at, standing, transfer)
             self._taken[key] += 1
 
-    def _wait(self, semaphore: int, standing: Standing, transfer: Transfer) -> None:
+    def _wait(self, semaphore: int, standing: CollectiveStanding, transfer: Transfer) -> None:
         address = ctypes.c_void_p(semaphore)
         for _ in range(_SPINS):
             if not _quick.sem_trywait(address):

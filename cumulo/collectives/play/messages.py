@@ -1,5 +1,5 @@
-"""Plays schedules by messages: sockets and torch.distributed. `Exchange` moves what one step sends and receives;
-all else is here, once for both.
+"""Plays schedules by messages: sockets and torch.distributed. `MessageExchange` moves what one step sends and
+receives; all else is here, once for both.
 
     player = MessagePlayer(rank, SocketExchange(rank, store, timeout_s=60))
     player.run(schedule, tensor)
@@ -13,13 +13,13 @@ from torch import Tensor
 
 from cumulo.collectives.decide.schedule import CollectiveSchedule, CollectiveStep, Move, Transfer
 from cumulo.collectives.play.homes import Homes
-from cumulo.collectives.play.waiting import Standing
+from cumulo.collectives.play.waiting import CollectiveStanding
 
 Parts = Sequence[tuple[Transfer, list[Tensor]]]
 
 
-class Exchange(Protocol):
-    def exchange(self, number: int, standing: Standing, sends: Parts, receives: Parts) -> None:
+class MessageExchange(Protocol):
+    def exchange(self, number: int, standing: CollectiveStanding, sends: Parts, receives: Parts) -> None:
         """All of them at the same time; those between two ranks in order."""
 
     def prepare(self, schedule: CollectiveSchedule) -> None: ...
@@ -36,7 +36,7 @@ def peers_of(schedule: CollectiveSchedule, rank: int) -> set[tuple[int, int]]:
 
 
 class MessagePlayer:
-    def __init__(self, rank: int, exchange: Exchange) -> None:
+    def __init__(self, rank: int, exchange: MessageExchange) -> None:
         self.rank, self._exchange = rank, exchange
         self._number = 0  # collectives so far
 
@@ -56,9 +56,9 @@ class MessagePlayer:
 
     def _lane(self, schedule: CollectiveSchedule, homes: Homes, channel: int) -> None:
         for index, step in enumerate(schedule.steps(self.rank, channel)):
-            self._step(Standing(schedule, self.rank, channel, index), homes, step)
+            self._step(CollectiveStanding(schedule, self.rank, channel, index), homes, step)
 
-    def _step(self, standing: Standing, homes: Homes, step: CollectiveStep) -> None:
+    def _step(self, standing: CollectiveStanding, homes: Homes, step: CollectiveStep) -> None:
         sends = [(transfer, homes.views(transfer)) for transfer in step if transfer.move is Move.SEND]
         leaving = {chunk for transfer, _ in sends for chunk in transfer.chunks}
         receives, staged = [], []

@@ -23,7 +23,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from cumulo.collectives.decide.schedule import CollectiveSchedule, CollectiveStep, Move, Transfer
 from cumulo.collectives.play.homes import Homes, add
 from cumulo.collectives.play.mailboxes import Mailboxes, shared_file
-from cumulo.collectives.play.waiting import Standing
+from cumulo.collectives.play.waiting import CollectiveStanding
 from cumulo.errors import ConfigError
 
 
@@ -38,7 +38,7 @@ class SharedMemoryPlayer:
         self.window = torch.empty(0, dtype=torch.uint8)
         self._windows: dict[tuple[int, int], Tensor] = {}  # of peers, by generation
         self._files: list[Path] = []
-        self._unread: list[tuple[Standing, Transfer, int]] = []  # of the last collective
+        self._unread: list[tuple[CollectiveStanding, Transfer, int]] = []  # of the last collective
 
     def run(self, schedule: CollectiveSchedule, tensor: Tensor, received: Tensor | None = None) -> None:
         """In place; see `homes`. All ranks call it with the same schedule."""
@@ -121,17 +121,17 @@ class _Lane:
         count = player.window.numel() // self._size * self._size
         self._window = player.window[:count].view(homes.dtype)
         self._at: dict[int, _At] = {}  # else at home
-        self.unread: dict[int, list[tuple[Standing, Transfer, int]]] = {}  # sends of a chunk
+        self.unread: dict[int, list[tuple[CollectiveStanding, Transfer, int]]] = {}  # sends of a chunk
 
     def play(self) -> None:
         schedule, rank = self._schedule, self._player.rank
         for index, step in enumerate(schedule.steps(rank, self._channel)):
-            self._step(Standing(schedule, rank, self._channel, index), step)
+            self._step(CollectiveStanding(schedule, rank, self._channel, index), step)
         for chunk, at in self._at.items():
             if at is _At.WINDOW:
                 self._home(chunk).copy_(self._place(chunk))
 
-    def _step(self, standing: Standing, step: CollectiveStep) -> None:
+    def _step(self, standing: CollectiveStanding, step: CollectiveStep) -> None:
         for transfer in step:
             if transfer.move is Move.SEND:
                 self._send(standing, transfer)
@@ -147,7 +147,7 @@ class _Lane:
             for peer, _ in parts:
                 self._player.boxes.acknowledge(peer, self._channel)
 
-    def _send(self, standing: Standing, transfer: Transfer) -> None:
+    def _send(self, standing: CollectiveStanding, transfer: Transfer) -> None:
         player, start = self._player, self._next
         if self._in_place:
             start = self._schedule.offsets[transfer.chunk]
@@ -166,7 +166,7 @@ class _Lane:
         for chunk in transfer.chunks:
             self.unread.setdefault(chunk, []).append((standing, transfer, number))
 
-    def _arrived(self, standing: Standing, transfer: Transfer) -> Tensor:
+    def _arrived(self, standing: CollectiveStanding, transfer: Transfer) -> Tensor:
         number, generation, size, start = self._player.boxes.receive(standing, transfer)
         want = self._schedule.elements(transfer) * self._size
         if (number, size) != (self._player.number, want):

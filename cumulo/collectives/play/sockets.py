@@ -13,7 +13,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from cumulo.collectives.decide.schedule import CollectiveSchedule, Transfer
 from cumulo.collectives.play.messages import Parts, peers_of
-from cumulo.collectives.play.waiting import Standing
+from cumulo.collectives.play.waiting import CollectiveStanding
 from cumulo.errors import RanksFailed
 
 _HEADER = struct.Struct("<IIQ")  # number of the collective, step, bytes
@@ -54,7 +54,7 @@ class SocketExchange:
         link.sendall(_HELLO.pack(self.rank, channel))
         return _tuned(link)
 
-    def exchange(self, number: int, standing: Standing, sends: Parts, receives: Parts) -> None:
+    def exchange(self, number: int, standing: CollectiveStanding, sends: Parts, receives: Parts) -> None:
         flows: dict[int, _Flow] = {}
         for transfer, views in sends:
             flow = flows.get(transfer.peer) or flows.setdefault(transfer.peer, self._flow(standing, transfer))
@@ -74,7 +74,7 @@ class SocketExchange:
             if not poll.poll(1e3 * max(0.0, deadline - time.monotonic())):
                 raise standing.late(open_flows[0].transfer, self._timeout_s)
 
-    def _flow(self, standing: Standing, transfer: Transfer) -> "_Flow":
+    def _flow(self, standing: CollectiveStanding, transfer: Transfer) -> "_Flow":
         return _Flow(self._links[transfer.peer, standing.channel], standing)
 
     def close(self) -> None:
@@ -86,7 +86,7 @@ class SocketExchange:
 class _Flow:
     """One connection during one step: what goes out and what comes in."""
 
-    def __init__(self, link: socket.socket, standing: Standing) -> None:
+    def __init__(self, link: socket.socket, standing: CollectiveStanding) -> None:
         self.link, self._standing = link, standing
         self._out: deque[tuple[Transfer, memoryview]] = deque()
         # Bytes that are to come; with a header, the number and bytes that it must say.

@@ -7,7 +7,7 @@ from torch import Tensor, uint8
 
 from cumulo.collectives.decide.schedule import CollectiveSchedule, Transfer
 from cumulo.collectives.play.messages import Parts
-from cumulo.collectives.play.waiting import Standing
+from cumulo.collectives.play.waiting import CollectiveStanding
 
 
 class TorchExchange:
@@ -16,7 +16,7 @@ class TorchExchange:
 
     def prepare(self, schedule: CollectiveSchedule) -> None: ...
 
-    def exchange(self, number: int, standing: Standing, sends: Parts, receives: Parts) -> None:
+    def exchange(self, number: int, standing: CollectiveStanding, sends: Parts, receives: Parts) -> None:
         works: list[tuple[Transfer, dist.Work | None]] = []
         for transfer, views in sends:
             for view in views:

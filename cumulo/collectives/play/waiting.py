@@ -11,7 +11,7 @@ class CollectiveFailed(RanksFailed):
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class CollectiveStanding:
     """Where a rank stands in a collective."""
 
     schedule: CollectiveSchedule

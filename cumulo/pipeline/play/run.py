@@ -7,14 +7,16 @@ what its order says, action by action; a receive is begun where it stands and wa
 One stage alone is a pipeline, too: gradient accumulation.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from cumulo.pipeline.decide.actions import Action, Kind, PipelineSchedule
+from cumulo.pipeline.decide.actions import Action, Kind, PipelineSchedule, blocks
 from cumulo.pipeline.play.deferred import DeferredWeights
 
 
@@ -77,19 +79,69 @@ def play(
     wire: Wire,
     transport: Transport | None,
     sink: Sink,
+    beside: Callable[[], AbstractContextManager[object]] | None = None,
 ) -> None:
     """Run one step of a stage: `schedule` has its communication, `chunks` are those the stage holds, by number (no
-    stage holds one number twice), and `transport` reaches the other stages by number; None: there is only one."""
+    stage holds one number twice), and `transport` reaches the other stages by number; None: there is only one.
+
+    `beside`: pairs that the schedule overlaps are computed at the same time, the forward in a thread of its own,
+    inside this context, which keeps its collectives apart from the backward's. None: one after the other."""
     player = _Player(schedule, stage, chunks, micro_batches, wire, transport)
     order = schedule.orders[stage]
     last = {action.chunk: number for number, action in enumerate(order) if action.kind.gives_weight_gradient}
-    for number, action in enumerate(order):
-        if last.get(action.chunk) == number and action.kind.gives_weight_gradient:
-            sink.last(action.chunk)
-        player.do(action)
-        if action.kind.gives_weight_gradient:
-            sink.added(action.chunk)
+    with ThreadPoolExecutor(1, "forward") if beside is not None else nullcontext() as thread:
+        number = 0
+        for block in blocks(order):
+            done = range(number, number + len(block))
+            for position, action in zip(done, block, strict=True):
+                if last.get(action.chunk) == position and action.kind.gives_weight_gradient:
+                    sink.last(action.chunk)
+            if thread is not None and beside is not None and _is_pair(block):
+                _together(player, block, thread, beside, wire.device)
+            else:
+                for action in block:
+                    player.do(action)
+            for action in block:
+                if action.kind.gives_weight_gradient:
+                    sink.added(action.chunk)
+            number = done.stop
     player.wait_for_sends()
+
+
+def _is_pair(block: tuple[Action, ...]) -> bool:
+    """A forward and a backward."""
+    return len(block) == 2 and sum(action.kind is Kind.FORWARD for action in block) == 1
+
+
+def _together(
+    player: "_Player",
+    block: tuple[Action, ...],
+    thread: ThreadPoolExecutor,
+    beside: Callable[[], AbstractContextManager[object]],
+    device: torch.device,
+) -> None:
+    """While one waits for its messages the other computes. On a GPU each has a stream."""
+    forward, backward = sorted(block, key=lambda action: action.kind is not Kind.FORWARD)
+    here = torch.cuda.current_stream(device) if device.type == "cuda" else None
+    side = torch.cuda.Stream(device) if here is not None else None
+    grad = torch.is_grad_enabled()
+
+    def run() -> None:
+        with torch.set_grad_enabled(grad), beside():
+            if side is None or here is None:
+                player.do(forward)
+                return
+            with torch.cuda.device(device), torch.cuda.stream(side):
+                side.wait_stream(here)
+                player.do(forward)
+
+    begun = thread.submit(run)
+    try:
+        player.do(backward)
+    finally:
+        begun.result()
+    if side is not None and here is not None:
+        here.wait_stream(side)
 
 
 @dataclass(slots=True)

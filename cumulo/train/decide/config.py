@@ -12,6 +12,7 @@ from typing import Any, Literal
 import yaml
 
 from cumulo.base import strict
+from cumulo.collectives.decide.choices import parse_choices
 from cumulo.errors import ConfigError
 from cumulo.layout.check import batch_problem, layout_problems
 from cumulo.layout.divide import nearest_divisor
@@ -160,6 +161,12 @@ class TrainConfig:
     guard: GuardConfig = field(default_factory=GuardConfig)
     lora: LoraConfig | None = None
     layout: Layout = field(default_factory=Layout)  # over how many processes, and how
+    # With dualpipe and dualpipe-v: a forward and the backward it is paired with run at the same time, so that one
+    # computes while the other waits for experts' or tensor-parallel messages.
+    overlap_passes: bool = False
+    # Which of our schedules carry out collectives of CPU ranks: all_reduce=ring,all_gather=bruck; auto: the tuner's
+    # choice; empty: torch.distributed's.
+    collective: str = ""
     faults: FaultConfig = field(default_factory=FaultConfig)
 
     def __post_init__(self) -> None:
@@ -292,6 +299,12 @@ def _problems(config: TrainConfig) -> Iterator[str]:
         yield f"data.sequence_length is at most {1 << 20:,}, got {config.data.sequence_length:,}"
     if config.data.tokenizer.kind == "bpe" and config.data.tokenizer.vocab_size < 300:
         yield f"a BPE vocabulary has 300 or more entries, got {config.data.tokenizer.vocab_size}"
+    if config.overlap_passes and config.layout.zero >= 2:
+        yield "overlap_passes needs layout.zero 0 or 1: sharded weights come and go for one pass at a time"
+    try:
+        parse_choices(config.collective)
+    except ConfigError as error:
+        yield str(error)
     optimizer, schedule = config.optimizer, config.schedule
     for name, value in (("learning_rate", optimizer.learning_rate), ("epsilon", optimizer.epsilon)):
         if not value > 0:

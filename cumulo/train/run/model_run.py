@@ -27,6 +27,7 @@ from cumulo.pipeline.decide.actions import PipelineSchedule
 from cumulo.pipeline.play.run import Wire, play
 from cumulo.ranks.collectives import all_reduce
 from cumulo.ranks.groups import Groups
+from cumulo.ranks.lanes import SecondLane
 from cumulo.ranks.point_to_point import Peers
 from cumulo.spec.model import ModelSpec
 from cumulo.spec.parameters import parameter_shapes
@@ -67,6 +68,8 @@ class ModelRun:
         self.spec, self.config, self.groups, self.device = spec, config, groups, device
         self.layout = layout = groups.layout
         self.dtype: torch.dtype = getattr(torch, config.dtype)
+        overlaps = config.overlap_passes and layout.pp > 1
+        self.second_lane = SecondLane(groups) if overlaps else None
         shapes = parameter_shapes(spec)
         if config.lora is not None:
             shapes |= adapter_shapes(spec, config.lora.rank, config.lora.targets)
@@ -245,7 +248,16 @@ class ModelRun:
             tokens //= layout.tp
         wire = Wire((tokens, self.spec.hidden), self.dtype, self.device)
         transport = Peers(self.groups.group("pp")) if layout.pp > 1 else None
-        play(schedule, self.groups.place.pp, players, micro_batches, wire, transport, self.sink)
+        play(
+            schedule,
+            self.groups.place.pp,
+            players,
+            micro_batches,
+            wire,
+            transport,
+            self.sink,
+            self.second_lane,
+        )
 
     def _total(self, players: Mapping[int, ChunkLoss]) -> tuple[float, float]:
         """The sums of tokens' losses and of balances over all ranks; tensor-parallel ranks have the same ones."""

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from cumulo.ranks.collectives import use_collectives
 from cumulo.ranks.groups import Groups, control_group
 from cumulo.ranks.start import join_ranks
 from cumulo.ranks.team import Team
@@ -53,4 +54,5 @@ def joined(config: TrainConfig, rank: int) -> Iterator[Ranks]:
     # The watch for hangs speaks first: it knows more than a timeout says.
     patience = timedelta(seconds=2 * config.faults.hang_after_s + 60)
     with join_ranks(rank, config.layout.world, patience, gpu=on_gpu):
+        use_collectives(config.collective)
         yield Ranks(Groups(config.layout, rank), Team(control_group(_CHECKPOINT_TIMEOUT)))
