@@ -75,6 +75,12 @@ class ServeCommandOptions:
         "continued by another.",
         1,
     )
+    autoscale: str = option(
+        "Fewest and most replicas between which the load decides, as in 1..4; 0..4 scales to zero. Further "
+        "settings follow: 0..4,idle=60s,interval=5s,ttft=1s.",
+        "",
+        metavar="MIN..MAX",
+    )
     router: str = option(
         "With --replicas: which of them gets a request: prefix-aware, least-loaded or round-robin.",
         "prefix-aware",
@@ -224,7 +230,12 @@ def serve(chosen: ServeCommandOptions) -> None:
     if chosen.rank_of:
         _be_rank(chosen)
         return
-    if chosen.replicas == 1 and not chosen.prefill and "cumulo.serve.server" not in sys.modules:
+    if (
+        chosen.replicas == 1
+        and not chosen.prefill
+        and not chosen.autoscale
+        and "cumulo.serve.server" not in sys.modules
+    ):
         from cumulo.serve.engine_link import early_start
 
         early_start.begin()  # its imports take as long as this process's

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from cumulo.cluster.decide.autoscale.settings import parse_autoscale
 from cumulo.engine.config import EngineConfig
 from cumulo.engine.decide import routing
 from cumulo.errors import CumuloError
@@ -18,6 +19,9 @@ class ServeOptions:
     parse_special_tokens: bool = False  # recognise special tokens in what callers write, too
     engine: EngineConfig = field(default_factory=EngineConfig)
     replicas: int = 1  # engine processes; more than one: each request goes to the one that `router` chooses
+    autoscale: str = (
+        ""  # fewest..most replicas, and how eagerly: "0..3,idle=60s"; empty: `replicas` stay as they are
+    )
     router: str = "prefix-aware"  # or "least-loaded", "round-robin"
     prefill: int = 0  # further engine processes, which compute the prompts of the replicas
     host: str = "127.0.0.1"  # only this machine; 0.0.0.0 for every network it is in
@@ -63,6 +67,14 @@ class ServeOptions:
             raise CumuloError(
                 "remote_ranks works with one engine: start a server for each engine, and `cumulo gateway` in front"
             )
+        if self.autoscale:
+            limits = parse_autoscale(self.autoscale).limits
+            if not limits.fewest <= self.replicas <= limits.most:
+                raise CumuloError(
+                    f"replicas={self.replicas} must be within autoscale {limits.fewest}..{limits.most}"
+                )
+            if self.prefill or self.engine.remote_ranks:
+                raise CumuloError("autoscale works with replicas that do both: omit prefill and remote_ranks")
         if self.prefill < 0:
             raise CumuloError(f"prefill must be 0 or more, got {self.prefill}")
         if self.prefill and self.engine.role != "both":

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from cumulo.base.nearest import did_you_mean
+from cumulo.cluster.decide.autoscale.settings import parse_autoscale
 from cumulo.engine.adapter_room import room_for
 from cumulo.engine.decide.params import SamplingParams
 from cumulo.engine.outputs import Delta
@@ -18,6 +19,7 @@ from cumulo.serve.access.keys import ApiKeys, Caller
 from cumulo.serve.access.limits import RateLimits
 from cumulo.serve.adapters.shelf import AdapterRefused, AdapterShelf, ServedAdapter, split_lora
 from cumulo.serve.bodies.logprob_bound import check_logprobs
+from cumulo.serve.engine_link.autoscaler import FleetAutoscaler
 from cumulo.serve.engine_link.engine_client import EngineClient, EngineSettings
 from cumulo.serve.engine_link.fleet import Fleet
 from cumulo.serve.engine_link.in_flight import Failure, Inbox, InFlight
@@ -78,9 +80,16 @@ class Service:
             log_level=options.log_level,
             for_router=options.fleet_key is not None,
         )
-        several = options.replicas > 1 or options.prefill > 0
+        scaled = parse_autoscale(options.autoscale) if options.autoscale else None
+        several = options.replicas > 1 or options.prefill > 0 or scaled is not None
+        most = scaled.limits.most if scaled is not None else 0
         self.fleet = (
-            Fleet(settings, self, options.replicas, options.router, options.prefill) if several else None
+            Fleet(settings, self, options.replicas, options.router, options.prefill, most)
+            if several
+            else None
+        )
+        self.autoscaler = (
+            FleetAutoscaler(self.fleet, scaled, options.engine.slo) if self.fleet and scaled else None
         )
         self.engine: EngineClient | Fleet = self.fleet or EngineClient(settings, self)
         self.adapters.on_free = lambda adapter: self.engine.drop_adapter(adapter.key)
@@ -129,6 +138,8 @@ class Service:
 
     async def start(self) -> Ready:
         info = await self.engine.start()
+        if self.autoscaler is not None and self.fleet is not None:
+            self.fleet.keep(self.autoscaler.run())
         for report in info.adapters:
             self._now_served(self.adapters.all[report.key], report)
         self.text.max_context = info.max_context
@@ -312,6 +323,9 @@ class Service:
         else:
             record.outcome = end.samples[0].finish_reason if end.samples else "abort"
         self.metrics.on_end(record)
+        if self.autoscaler is not None and story is not None and story.first_token_s is not None:
+            rest_s = (story.finished_s or story.first_token_s) - story.first_token_s
+            self.autoscaler.note_end(story.first_token_s - record.received_s, rest_s, story.output_tokens)
         if self.fleet_metrics is not None:
             self.fleet_metrics.on_end(record)
 

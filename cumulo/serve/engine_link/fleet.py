@@ -11,7 +11,7 @@ import logging
 import time
 from array import array
 from collections import ChainMap, deque
-from collections.abc import Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
 import msgspec
@@ -42,14 +42,26 @@ _PROMPT_S, _STEP_S = 1e-3, 0.02  # a prompt's token and a step, before any was c
 
 class Fleet:
     def __init__(
-        self, settings: EngineSettings, observer: Observer, replicas: int, policy: str, prefill: int = 0
+        self,
+        settings: EngineSettings,
+        observer: Observer,
+        replicas: int,
+        policy: str,
+        prefill: int = 0,
+        most_replicas: int = 0,
     ) -> None:
-        """`prefill`: so many further engines compute the replicas' prompts."""
+        """`prefill`: so many further engines compute the replicas' prompts. `most_replicas`: that there may be
+        later."""
         self.settings, self._observer, self.policy = settings, observer, policy
         self.router = router(policy)
         self.info: Ready | None = None
         self.replicas: dict[str, FleetReplica] = {}
-        self.size = replicas + prefill  # what the machine is shared by
+        self.size = max(replicas, most_replicas) + prefill  # what the machine is shared by
+        self.start_up_s = 0.0  # that the first replica took
+        # Set by an autoscaler: whether requests wait while there is no replica, and who is told of each request.
+        self.holds_requests = False
+        self.on_arrival: Callable[[int, bool], None] | None = None
+        self.scaling_report: Callable[[], dict[str, Any]] | None = None
         self.prefill = PrefillEngines(settings, prefill, self.size) if prefill else None
         self.decisions: deque[tuple[str, Dispatch]] = deque(maxlen=_RECENT_DECISIONS)
         self._homeless: dict[
@@ -80,6 +92,8 @@ class Fleet:
         if self._stopped:
             return "stopped"
         if any(not replica.refuses for replica in self.replicas.values()):
+            return "ready"
+        if self.holds_requests and self.info is not None:
             return "ready"
         return "starting" if self.info is None else "restarting"
 
@@ -122,7 +136,9 @@ class Fleet:
     async def start(self) -> Ready:
         """Returns when the first replica is up, or raises EngineStartError; the others follow."""
         first, *others = self.replicas.values()
+        began_s = time.perf_counter()
         info = await first.client.start()
+        self.start_up_s = time.perf_counter() - began_s
         self.on_ready(first.client)
         if self.settings.config.kv_memory_gib is None and self.settings.config.kv_blocks is None:
             self.keep(
@@ -162,6 +178,8 @@ class Fleet:
     def submit(self, submit: Submit, inbox: Inbox, position: int = 0) -> InFlight:
         request = InFlight(submit, inbox, position, array("i", submit.resumed))
         self.place(request)
+        if self.on_arrival is not None:
+            self.on_arrival(len(submit.tokens) // 4, submit.request_id in self._homeless)
         return request
 
     def place(self, request: InFlight, tried: frozenset[str] = frozenset(), moved_because: str = "") -> None:
@@ -179,6 +197,11 @@ class Fleet:
         request.dispatches.append(dispatch)
         self.decisions.append((name, dispatch))
         self.replicas[route.replica].take(request, route, ask.prompt_tokens)
+
+    @property
+    def homeless_tokens(self) -> int:
+        """Of prompts that wait for a replica."""
+        return sum(len(one.submit.tokens) // 4 for one in self._homeless.values())
 
     def place_homeless(self) -> None:
         """Some replica takes requests again."""
@@ -267,7 +290,7 @@ class Fleet:
         self.place_homeless()
 
     def on_failed_start(self, client: EngineClient, message: str) -> None:
-        if self.state != "ready":
+        if self.state != "ready" or (self.holds_requests and not self._up()):
             self._fail_homeless(message)
 
     def _of(self, client: EngineClient) -> FleetReplica:

@@ -24,6 +24,7 @@ def fleet_report(fleet: Fleet) -> dict[str, Any]:
         "router": fleet.policy,
         "replicas": replica_reports(fleet),
         "prefill_engines": prefill_reports(fleet),
+        "autoscale": fleet.scaling_report() if fleet.scaling_report is not None else None,
         "decisions": [
             decision_report(name, dispatch, now_s)
             for name, dispatch in reversed(list(fleet.decisions)[-_DECISIONS:])

@@ -179,6 +179,7 @@ class FleetAnswer(BaseModel):
     router: str
     replicas: list[ReplicaAnswer]
     decisions: list[DecisionAnswer]
+    autoscale: dict[str, Any] | None = None
 
 
 class ChatCompletion(BaseModel):

@@ -1,0 +1,79 @@
+"""AutoscaleSettings: what `cumulo serve --autoscale` is told, as text: how many replicas, and how eagerly.
+
+parse_autoscale("0..3,idle=60s")    # scale to zero after a minute without a request
+"""
+
+import re
+from dataclasses import dataclass
+
+from cumulo.base.nearest import did_you_mean
+from cumulo.cluster.decide.autoscale.limits import ScalingLimits
+from cumulo.cluster.decide.autoscale.rule import ForecastRule
+from cumulo.cluster.decide.autoscale.seen import ReplicaSpeed
+from cumulo.errors import ConfigError
+from cumulo.spec.slo import Slo
+
+_RANGE = re.compile(r"(\d+)\.\.(\d+)")
+_TIME = re.compile(r"(\d+(?:\.\d+)?)(ms|s|min|m|h)?")
+_SECONDS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
+_TIMES = ("interval", "idle", "cooldown", "start-up", "ttft", "tpot")
+_RATES = ("prompt-tok-s", "output-tok-s")
+
+
+@dataclass(frozen=True, slots=True)
+class AutoscaleSettings:
+    limits: ScalingLimits
+    interval_s: float = 5.0
+    idle_s: float = 300.0  # without a request, before the last replica goes
+    cooldown_s: float | None = None  # None: twice the start-up time
+    start_up_s: float | None = None  # of a replica; None: as measured
+    slo: Slo | None = None  # None: what the server promises, or a TTFT of 2 s
+    prompt_tok_s: float | None = None  # of one replica within the SLO; None: as measured
+    output_tok_s: float | None = None
+
+    def rule(self, speed: ReplicaSpeed, start_up_s: float, slo: Slo) -> ForecastRule:
+        return ForecastRule(
+            ReplicaSpeed(self.prompt_tok_s or speed.prompt_tok_s, self.output_tok_s or speed.output_tok_s),
+            start_up_s if self.start_up_s is None else self.start_up_s,
+            slo if self.slo is None else self.slo,
+            self.limits,
+            interval_s=self.interval_s,
+            cooldown_s=self.cooldown_s,
+            idle_s=self.idle_s,
+        )
+
+
+def parse_autoscale(text: str) -> AutoscaleSettings:
+    first, *rest = (part.strip() for part in text.split(","))
+    match = _RANGE.fullmatch(first)
+    if match is None:
+        raise ConfigError(
+            f"--autoscale begins with the fewest and the most replicas, as in 1..4; got {first!r}"
+        )
+    times: dict[str, float] = {}
+    for part in rest:
+        name, equals, value = (piece.strip() for piece in part.partition("="))
+        if not equals or name not in (*_TIMES, *_RATES):
+            known = did_you_mean(name, (*_TIMES, *_RATES))
+            raise ConfigError(f"--autoscale has no setting {name}{known}; write it as in 1..4,interval=5s")
+        times[name] = _number(name, value)
+    bounds = {f"{name}_s": times[name] for name in ("ttft", "tpot") if name in times}
+    return AutoscaleSettings(
+        ScalingLimits(int(match[1]), int(match[2])),
+        interval_s=times.get("interval", 5.0),
+        idle_s=times.get("idle", 300.0),
+        cooldown_s=times.get("cooldown"),
+        start_up_s=times.get("start-up"),
+        slo=Slo(**bounds) if bounds else None,
+        prompt_tok_s=times.get("prompt-tok-s"),
+        output_tok_s=times.get("output-tok-s"),
+    )
+
+
+def _number(name: str, value: str) -> float:
+    match = _TIME.fullmatch(value)
+    found = 0.0 if match is None else float(match[1]) * _SECONDS[match[2] or "s"]
+    if found <= 0 or (name in _RATES and match is not None and match[2]):
+        wanted = "a number of tokens per second" if name in _RATES else "a time such as 500ms, 10s or 5m"
+        raise ConfigError(f"--autoscale {name} must be {wanted}, got {value!r}")
+    return found
