@@ -6,6 +6,7 @@ with RayCluster() as cluster:
 
 import os
 import socket
+from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
 
@@ -25,7 +26,8 @@ class RayCluster:
         }  # fmt: skip
         if port is not None:
             head["port"] = port
-        self._cluster = Cluster(initialize_head=True, head_node_args=head)
+        # Ray gives a node 30 s to start, which on a busy machine may be too few.
+        self._cluster = _patiently(lambda: Cluster(initialize_head=True, head_node_args=head))
         self.workers = [self.add() for _ in range(workers)]
 
     @property
@@ -33,7 +35,7 @@ class RayCluster:
         return str(self._cluster.address)
 
     def add(self) -> Any:
-        return self._cluster.add_node(num_cpus=1, object_store_memory=_OBJECTS_BYTES)
+        return _patiently(lambda: self._cluster.add_node(num_cpus=1, object_store_memory=_OBJECTS_BYTES))
 
     def kill(self, node: Any) -> None:
         """As when its power fails."""
@@ -59,6 +61,16 @@ class RayCluster:
 
         ray.shutdown()
         self._cluster.shutdown()
+
+
+def _patiently(start: Callable[[], Any]) -> Any:
+    for _ in range(4):
+        try:
+            return start()
+        except Exception as error:
+            if "timed out during startup" not in str(error):
+                raise
+    return start()
 
 
 def free_port() -> int:

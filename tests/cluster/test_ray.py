@@ -2,6 +2,8 @@
 gone."""
 
 import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -9,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from cumulo.cluster import launching
 from cumulo.cluster.drivers.command import run_folder
 from cumulo.cluster.drivers.driver import TargetLost
-from cumulo.cluster.job_file import JobFile, job_from, resolved
+from cumulo.cluster.job_file import JobFile, job_from, plain_job, resolved
 from cumulo.cluster.job_record import JobRecord
 from cumulo.cluster.job_store import JobStore
 from cumulo.train.run.log import read_log
@@ -87,6 +90,40 @@ def test_a_head_that_is_gone_is_named_and_nothing_is_lost(store: JobStore) -> No
     assert list(store.jobs()) == ["kept-1"]
     record = look(store, store.jobs()["kept-1"])
     assert record.state == "submitting" and "not submitted yet" in record.reason
+
+
+@pytest.mark.long
+def test_a_token_that_the_head_does_not_take_is_named(store: JobStore, tmp_path: Path) -> None:
+    port = free_port()
+    environment = os.environ | {"RAY_AUTH_MODE": "token", "RAY_USAGE_STATS_ENABLED": "0"}
+    ray = Path(sys.executable).with_name("ray")
+    options = [
+        "--num-cpus",
+        "0",
+        "--object-store-memory",
+        "80000000",
+        "--include-dashboard",
+        "false",
+        "--block",
+    ]
+    with (tmp_path / "head.log").open("wb") as log:
+        head = subprocess.Popen(
+            [ray, "start", "--head", "--port", str(port), *options], stdout=log, stderr=log,
+            env=environment | {"RAY_AUTH_TOKEN": "a" * 32},
+        )  # fmt: skip
+    job = tmp_path / "job.yaml"
+    job.write_text(yaml.safe_dump(plain_job(gang("kept", f"127.0.0.1:{port}"))))
+    try:
+        wait_for(lambda: "Ray runtime started" in (tmp_path / "head.log").read_text(), "the head")
+        done = subprocess.run(
+            [sys.executable, "-m", "cumulo", "launch", job, "--on", "ray", "--store", store.folder],
+            env=environment | {"RAY_AUTH_TOKEN": "b" * 32}, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+    finally:
+        head.terminate()
+        head.wait(60)
+    assert done.returncode == 2 and "check that RAY_AUTH_TOKEN is right" in done.stderr, done.stderr
+    assert store.find("kept").state == "submitting"
 
 
 @pytest.mark.long

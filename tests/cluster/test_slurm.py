@@ -2,9 +2,12 @@
 
 import os
 import shutil
+import socket
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 
 from cumulo.cluster import launching
@@ -17,6 +20,8 @@ from cumulo.errors import ConfigError
 from cumulo.train.run.log import read_log
 from tests.cli.conftest import ROOT
 from tests.cluster.slurm_cluster import SlurmCluster, needs_slurm
+from tests.models.cut_smollm import cut_smollm
+from tests.serve.running_server import needs_built_in_model
 from tests.serve.running_server import wait_for as wait_at_most
 
 pytestmark = [needs_slurm, pytest.mark.long]
@@ -156,6 +161,55 @@ def test_a_cancelled_job_ends(slurm: SlurmCluster, store: JobStore) -> None:
     record, _ = launching.launch(gang("gone", steps=4000), "slurm", store)
     wait_for(lambda: slurm.queue()["gone-1"][0] == "RUNNING", "the gang")
     launching.cancel(store, "gone")
+    wait_for(lambda: look(store, record).ended, "the end")
+    assert look(store, record).state == "cancelled"
+
+
+def test_a_job_that_is_asked_to_save_is_queued_again_and_goes_on(
+    slurm: SlurmCluster, store: JobStore
+) -> None:
+    """What `--signal` does before the time limit, done by hand: the steps of the job are signalled."""
+    record, _ = launching.launch(resolved(job_from({
+        "name": "limited", "train": {"config": "train-tiny.yaml", "options": ["--set", "checkpoint.every_steps=0"]},
+        "devices": {"count": 2, "kind": "cpu", "per_node": 1}, "time_limit": "2h",
+    }), ROOT / "examples"), "slurm", store)  # fmt: skip
+    log = run_folder(record) / "log.csv"
+    wait_for(lambda: len(read_log(log)) >= 7, "7 steps")
+    subprocess.run(["scancel", "--signal=TERM", store.jobs()[record.job_id].handle], check=True)
+    wait_for(lambda: look(store, record).ended, "the job")
+    assert look(store, record).state == "done", (Path(record.folder) / "output.log").read_text()
+    assert slurm.restarts(record.handle) == 1
+    assert [one.step for one in read_log(log)] == list(range(1, 41))
+    assert "saved a checkpoint after step" in (Path(record.folder) / "output.log").read_text()
+
+
+@needs_built_in_model
+def test_a_service_is_servers_on_its_nodes_behind_one_gateway(
+    slurm: SlurmCluster, store: JobStore, tmp_path: Path
+) -> None:
+    model = cut_smollm(tmp_path / "tiny.gguf")
+    with socket.socket() as line:
+        line.bind(("", 0))
+        port = line.getsockname()[1]
+    serve = {"model": str(model), "port": port, "options": ["--threads", "1", "--name", "tiny"]}
+    devices = {"count": 2, "kind": "cpu", "per_node": 1}
+    record, _ = launching.launch(
+        job_from({"name": "web", "serve": serve, "devices": devices}), "slurm", store
+    )
+
+    def ready() -> bool:
+        try:
+            fleet = httpx.get(f"http://127.0.0.1:{port}/v1/fleet", timeout=5).json()
+        except (httpx.HTTPError, ValueError):
+            return False
+        return [one["state"] for one in fleet["replicas"]] == ["ready", "ready"]
+
+    wait_for(lambda: ready() or look(store, record).ended, "two servers behind the gateway")
+    asked = {"model": "tiny", "prompt": "One two", "max_tokens": 4}
+    answer = httpx.post(f"http://127.0.0.1:{port}/v1/completions", json=asked, timeout=120)
+    assert answer.status_code == 200, (Path(record.folder) / "output.log").read_text()
+    assert look(store, record).url.endswith(f":{port}")
+    launching.cancel(store, "web")
     wait_for(lambda: look(store, record).ended, "the end")
     assert look(store, record).state == "cancelled"
 

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import socket
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ _ASK_S = 60.0
 class RayDriver:
     def explain(self, record: JobRecord) -> str:
         _ray()
+        if record.job.serve is not None:
+            return json.dumps(_service_plan(record), indent=2)
         from cumulo.cluster.drivers.ray_job import gang_bundles
 
         bundles, strategy = gang_bundles(record, record.job.devices[0].tasks)
@@ -78,6 +81,33 @@ class RayDriver:
             ray.kill(ray.get_actor(actor_name(record), namespace=NAMESPACE))
 
 
+def _service_plan(record: JobRecord) -> dict[str, Any]:
+    from cumulo.cluster.drivers.ray_job import ON_HEAD, actor_resources
+    from cumulo.cluster.drivers.ray_service import server_arguments
+
+    serve = record.job.serve
+    assert serve is not None
+    group = record.job.devices[0]
+    engines = {
+        "application": f"{record.job_id}-engines", "deployment": "EngineReplica", "num_replicas": serve.replicas,
+        "ray_actor_options": actor_resources(group), "max_replicas_per_node": group.per_node,
+        "each_replica_runs": ["cumulo", "serve", *server_arguments(serve), "--port", "0"],
+    }  # fmt: skip
+    route = {
+        "application": f"{record.job_id}-front", "deployment": "ServiceRoute", "route_prefix": "/",
+        "http_port": serve.port or 8000, "ray_actor_options": {"num_cpus": 0, "resources": ON_HEAD},
+        "runs": ["cumulo", "gateway", "--router", "prefix-aware"],
+    }  # fmt: skip
+    scaling = None if serve.autoscale is None else asdict(serve.autoscale)
+    limits = {"min_replicas": serve.min_replicas, "max_replicas": serve.max_replicas, "rule": scaling}
+    return {
+        "actor": actor_name(record),
+        "namespace": NAMESPACE,
+        "serve": [route, engines],
+        "autoscale": limits,
+    }
+
+
 def actor_name(record: JobRecord) -> str:
     return f"cumulo-{record.key}-{record.job_id}"
 
@@ -111,12 +141,20 @@ def connected(record: JobRecord) -> Any:
     try:
         ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR")
     except (ConnectionError, TimeoutError, RuntimeError, OSError, ValueError) as error:
-        where = "on this machine" if address == "auto" else f"at {address}"
-        raise TargetLost(
-            f"no Ray cluster answers {where}: start one with `ray start --head`, or set ray.address in the job "
-            f"file; the job is kept ({' '.join(str(error).split())[:160]})"
-        ) from error
+        raise TargetLost(_why_not_connected(address, " ".join(str(error).split())[:160])) from error
     return ray
+
+
+def _why_not_connected(address: str, said: str) -> str:
+    if address == "auto":
+        return (
+            "no Ray cluster runs on this machine: start one with `ray start --head`, or set ray.address in the job "
+            f"file; the job is kept ({said})"
+        )
+    return (
+        f"the Ray head at {address} is there, and does not let you in ({said}): check that RAY_AUTH_TOKEN is right "
+        "and has not expired, and that both sides have the same Ray version; the job is kept"
+    )
 
 
 def _knock(address: str) -> None:

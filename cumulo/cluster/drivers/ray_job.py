@@ -29,6 +29,8 @@ from cumulo.cluster.job_record import JobRecord
 
 ON_HEAD = {"node:__internal_head__": 0.001}  # what only the head has: it is lost last
 _PR_SET_PDEATHSIG = 1
+CORDON_AFTER = 2  # failures that began on a node
+_FOLLOWS = (0, 3, -signal.SIGTERM)  # exit codes of ranks that did not fail first: 3 has lost another one
 _ANSWER_S = 10.0  # a task that does not answer for so long is lost with its node
 _STOP_S = 60.0
 _LOOK_S = 1.0
@@ -81,7 +83,8 @@ class JobKeeper:
         self.facts: dict[str, Any] = {"state": "queued", "reason": "the gang is being reserved", "places": ()}
         self._cancelled = False
         self._tasks: list[Any] = []
-        self._lost = 0  # nodes, so far
+        self._failures: dict[str, int] = {}  # of nodes whose ranks failed first, by their id
+        self._nodes: list[str] = []  # of the tasks of this attempt
         self._end = Path(record.folder, "end.json")
         self._life = asyncio.ensure_future(self._live())
 
@@ -123,7 +126,8 @@ class JobKeeper:
 
     async def _attempt(self, tasks: int) -> bool:
         """Reserve, run, and clean up; whether the job has ended."""
-        gang = placement_group(*gang_bundles(self.record, tasks))
+        bundles, strategy = gang_bundles(self.record, tasks)
+        gang = placement_group(bundles, strategy, bundle_label_selector=self._avoiding(tasks))
         try:
             while not await asyncio.to_thread(gang.wait, _LOOK_S):
                 self._tell(state="queued", places=(), reason=_why_not(self.record.job.devices[0], tasks))
@@ -151,7 +155,8 @@ class JobKeeper:
         mark_attempt(output_file(record), number)
         try:
             places = await asyncio.gather(*(task.where.remote() for task in self._tasks))
-            shown = tuple(TaskPlace(name) for name in node_names([node for node, _, _ in places]))
+            self._nodes = [node for node, _, _ in places]
+            shown = tuple(TaskPlace(name) for name in node_names(self._nodes))
             self._tell(state="running", places=shown, reason="its whole gang is reserved", attempt=number)
             command = (work_command(record), record.working_folder, str(output_file(record)))
             runs = [
@@ -184,8 +189,12 @@ class JobKeeper:
                 return [one.result() if one.done() and not one.exception() else 1 for one in waiting]
             waiting = [one for one in waiting if one not in done] or waiting
 
+    def _avoiding(self, tasks: int) -> list[dict[str, str]] | None:
+        """Nodes that failed again and again are cordoned for this job, as the cluster's own policies do."""
+        bad = [name for name, failures in self._failures.items() if failures >= CORDON_AFTER]
+        return [{"ray.io/node-id": f"!in({', '.join(bad)})"}] * tasks if bad else None
+
     def _node_lost(self, how: str) -> bool:
-        self._lost += 1
         if self._cancelled:
             return self._finish("cancelled", "cancelled by its user")
         step = run_progress(run_folder(self.record)).step
@@ -199,6 +208,9 @@ class JobKeeper:
         end = AttemptEnd(max(codes, key=abs), progress.finished, progress.step, first_step)
         failures = self.facts.get("failures", 0)
         after = after_attempt(end, failures, self.record.job.restart.most)
+        for node, code in zip(self._nodes, codes, strict=True):
+            if code not in _FOLLOWS:
+                self._failures[node] = self._failures.get(node, 0) + 1
         self._tell(failures=failures + after.counts, reason=after.reason)
         if after.state == "again":
             self._tell(state="queued", places=())

@@ -69,7 +69,7 @@ class EngineReplica:
 
     def _say_so(self) -> None:
         """Again and again, so that a route that was started anew learns of it."""
-        handle = serve.get_deployment_handle("Front", app_name=self._front)
+        handle = serve.get_deployment_handle("ServiceRoute", app_name=self._front)
         while not self._leaving.wait(_JOIN_S):
             with contextlib.suppress(Exception):  # the route may be starting; the next time will do
                 handle.join.remote(self.url).result(timeout_s=10)
@@ -85,14 +85,14 @@ class EngineReplica:
         """Out of the fleet first: its streams move; then the process."""
         self._leaving.set()
         with contextlib.suppress(Exception):
-            handle = serve.get_deployment_handle("Front", app_name=self._front)
+            handle = serve.get_deployment_handle("ServiceRoute", app_name=self._front)
             handle.leave.remote(self.url).result(timeout_s=30)
         self._process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(30)
 
 
-class Front:
+class ServiceRoute:
     """The route: starts the gateway when the first replica has come, and passes requests to it unread."""
 
     def __init__(self, key: str, router: str) -> None:
@@ -192,7 +192,7 @@ def front_application(key: str, router: str) -> Any:
     """On the head: what clients hold open must not die with a worker node."""
     actor = {"num_cpus": 0, "resources": ON_HEAD}
     deployment: Any = serve.deployment(
-        Front, name="Front", num_replicas=1, ray_actor_options=actor, max_ongoing_requests=4096
+        ServiceRoute, name="ServiceRoute", num_replicas=1, ray_actor_options=actor, max_ongoing_requests=4096
     )
     return deployment.bind(key, router)
 

@@ -23,12 +23,14 @@ from cumulo.cluster.decide.autoscale.seen import FleetSeen, ReplicaSpeed, RoleSe
 from cumulo.cluster.decide.jobs import TaskPlace
 from cumulo.cluster.drivers.ray_job import actor_resources
 from cumulo.cluster.drivers.ray_serve import engine_application, front_application
+from cumulo.cluster.job_file import ServeWork
 from cumulo.cluster.job_record import JobRecord
 from cumulo.errors import CumuloError
 from cumulo.spec.slo import Slo
 
-_COUNTERS = ("prompt_tokens_total", "generation_tokens_total", "request_success_total")
+_COUNTERS = ("prompt_tokens_total", "generation_tokens_total", "request_success_total", "in_slo")
 _GAUGES = ("num_requests_running", "num_requests_waiting")
+_TTFT = r'time_to_first_token_seconds_bucket\{[^}]*le="([0-9.]+)"[^}]*\} ([0-9.eE+-]+)'
 _LOOK_S = 1.0
 
 
@@ -78,9 +80,13 @@ class ServiceKeeper:
             front = front_application(self._key, "prefix-aware")
             await asyncio.to_thread(serve.run, front, name=self._front, route_prefix="/")
         if self._engines not in known:
-            arguments = [*([work.model] if work.model else []), *work.options]
             engines = engine_application(
-                arguments, self._key, self._front, self.replicas, actor_resources(group), group.per_node
+                server_arguments(work),
+                self._key,
+                self._front,
+                self.replicas,
+                actor_resources(group),
+                group.per_node,
             )
             target = serve.RunTarget(
                 engines, name=self._engines, route_prefix=None, external_scaler_enabled=True
@@ -97,7 +103,7 @@ class ServiceKeeper:
         await controller.update_deployment_replicas.remote(engines, replicas)
 
     async def _look_around(self, rule: ForecastRule | None) -> None:
-        handle = serve.get_deployment_handle("Front", app_name=self._front)
+        handle = serve.get_deployment_handle("ServiceRoute", app_name=self._front)
         fleet = await handle.fleet.remote()
         ready = [one for one in fleet["replicas"] if one["state"] == "ready"]
         self.facts |= {"places": tuple(TaskPlace(one["name"]) for one in ready)}
@@ -113,11 +119,13 @@ class ServiceKeeper:
     async def _seen(self, ready: list[dict[str, Any]]) -> RoleSeen:
         """What came since the look before, from the counters of each replica."""
         new = dict.fromkeys((*_COUNTERS, *_GAUGES), 0.0)
+        bound_s = None if self.work.autoscale is None else self.work.autoscale.ttft_s
+        ttft_s = float("inf") if bound_s is None else bound_s
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5)) as client:
             for one in ready:
                 try:
                     async with client.get(f"{one['url']}/metrics") as answer:
-                        now = _metrics(await answer.text())
+                        now = _metrics(await answer.text(), ttft_s)
                 except (aiohttp.ClientError, TimeoutError):
                     continue
                 before = self._before.get(one["url"], dict.fromkeys(_COUNTERS, 0.0))
@@ -138,7 +146,7 @@ class ServiceKeeper:
             running=round(new["num_requests_running"]),
             mean_output_tokens=totals[1] / totals[2] if totals[2] else 0.0,
             ended=ended,
-            ended_in_slo=ended,
+            ended_in_slo=min(ended, round(new["in_slo"])),
         )
 
     def _finish(self, state: str, reason: str) -> None:
@@ -146,6 +154,12 @@ class ServiceKeeper:
         Path(self.record.folder, "end.json").write_text(
             json.dumps({"state": state, "reason": reason}), "utf-8"
         )
+
+
+def server_arguments(work: ServeWork) -> list[str]:
+    """Of `cumulo serve`, in every replica. A plan's own number of replicas is Ray's to start."""
+    plan = ["--plan", work.plan, "--replicas", "1"] if work.plan else []
+    return [*([work.model] if work.model else []), *plan, *work.options]
 
 
 def _kept_key(path: Path) -> str:
@@ -175,9 +189,13 @@ def _rule(record: JobRecord) -> ForecastRule | None:
     return rule if asked.cooldown_s is None else replace(rule, cooldown_s=asked.cooldown_s)
 
 
-def _metrics(text: str) -> dict[str, float]:
-    """Sums over labels, of the metrics that the rule needs."""
+def _metrics(text: str, ttft_s: float) -> dict[str, float]:
+    """Sums over labels, of the metrics that the rule needs; and how many first tokens came within the SLO."""
     found: dict[str, float] = {}
+    for bound, value in re.findall(_TTFT, text):
+        if float(bound) <= ttft_s:
+            # Buckets are cumulative: the largest bound within the SLO counts.
+            found["in_slo"] = max(found.get("in_slo", 0.0), float(value))
     for name, value in re.findall(r"^cumulo:(\w+)(?:\{[^}]*\})? ([0-9.eE+-]+)$", text, re.M):
         if name in _COUNTERS or name in _GAUGES:
             found[name] = found.get(name, 0.0) + float(value)

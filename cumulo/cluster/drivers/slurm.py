@@ -11,7 +11,9 @@ import subprocess
 from pathlib import Path
 
 from cumulo.cluster.decide.jobs import TaskPlace
+from cumulo.cluster.drivers.command import output_file
 from cumulo.cluster.drivers.driver import Facts, TargetLost
+from cumulo.cluster.drivers.served import served_url
 from cumulo.cluster.drivers.slurm_end import read_end
 from cumulo.cluster.drivers.slurm_script import COMMENT, batch_script
 from cumulo.cluster.job_record import JobRecord
@@ -93,8 +95,9 @@ class SlurmDriver:
             return self._judged(record, state)
         if state == "PENDING":
             return {"state": "queued", "places": (), "reason": _WHY.get(why, f"Slurm says {why}")}
-        return {"state": "stopping" if record.cancel_asked else "running", "places": places,
-                "reason": "its whole gang is allocated"}  # fmt: skip
+        running = "stopping" if record.cancel_asked else "running"
+        url = served_url(output_file(record)) if record.job.serve is not None else ""
+        return {"state": running, "places": places, "reason": "its whole gang is allocated", "url": url}
 
     def _ended(self, record: JobRecord, handle: str) -> Facts:
         """Slurm forgets jobs some minutes after their end; accounting and the job's folder do not."""

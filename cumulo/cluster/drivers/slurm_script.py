@@ -35,15 +35,48 @@ def batch_script(record: JobRecord) -> str:
         if len(record.job.devices) > 1
         else ""
     )
-    return f"""#!/bin/bash
+    head = f"""#!/bin/bash
 {header}
 {groups}
 echo $SLURM_JOB_ID > {folder}/handle
 echo "--- attempt $((${{SLURM_RESTART_COUNT:-0}} + 1)) ---"
-export MASTER_PORT=$({python} -c "{_FREE_PORT}")
+"""
+    if record.job.serve is not None:
+        return head + _service(record, python, het)
+    return f"""{head}export MASTER_PORT=$({python} -c "{_FREE_PORT}")
 srun{het} --kill-on-bad-exit=1 --unbuffered bash -c {shlex.quote(_RANK)} rank \\
   {shlex.join(work_command(record))}
 exec {python} -m cumulo.cluster.drivers.slurm_end {folder} $?
+"""
+
+
+# Each task is a server; the gateway on the first node is the address of the service.
+_SERVER = """exec "$@" --host 0.0.0.0 --port $((CUMULO_PORT + 1 + SLURM_PROCID))"""
+_ADDRESSES = r"""scontrol show node "$SLURM_JOB_NODELIST" -o | sed -E 's/.* NodeAddr=([^ ]+).*/\1/'"""
+
+
+def _service(record: JobRecord, python: str, het: str) -> str:
+    """The fleet's key is made by the job and known to its own processes only."""
+    serve = record.job.serve
+    assert serve is not None
+    command = work_command(record)
+    del command[command.index("--port") : command.index("--port") + 2]
+    each = record.job.devices[0].per_node or 1
+    return f"""export CUMULO_PORT={serve.port or 8000}
+export CUMULO_FLEET_KEY=$({python} -c "import secrets; print(secrets.token_hex(32))")
+number=0 urls=() places=()
+for address in $({_ADDRESSES}); do
+  for _ in $(seq {each}); do
+    number=$((number + 1)) port=$((CUMULO_PORT + number))
+    urls+=("http://$address:$port") places+=("$address/$port")
+  done
+done
+srun{het} --unbuffered bash -c {shlex.quote(_SERVER)} server \\
+  {shlex.join(command)} &
+listening() {{ for place in "${{places[@]}}"; do (: > "/dev/tcp/$place") 2> /dev/null && return; done; return 1; }}
+until listening; do kill -0 $! 2> /dev/null || exit 1; sleep 1; done
+echo "the service is ready at http://$(hostname):$CUMULO_PORT/v1"
+exec {python} -m cumulo gateway "${{urls[@]}}" --host 0.0.0.0 --port $CUMULO_PORT --wait-for-replica 120
 """
 
 
