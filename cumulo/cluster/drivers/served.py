@@ -3,7 +3,8 @@
 import re
 from pathlib import Path
 
-_READY = re.compile(r"is ready at (https?://\S+?)/v1")
+_READY = re.compile(r"(.*) is ready at (https?://\S+?)/v1")
+SERVICE = "the service"  # what a script says is ready, where it stands before several servers
 
 
 _ATTEMPT = "--- attempt {number} ---"
@@ -15,11 +16,11 @@ def mark_attempt(output: Path, number: int) -> None:
         stream.write(_ATTEMPT.format(number=number) + "\n")
 
 
-def served_url(output: Path) -> str:
+def served_url(output: Path, who: str = "") -> str:
     """Of the last attempt; empty: it is not ready yet."""
     try:
         text = output.read_text("utf-8", "replace")
     except OSError:
         return ""
     found = _READY.findall(text.rpartition("--- attempt ")[2])
-    return found[-1] if found else ""
+    return next((url for name, url in found if who in ("", name)), "")

@@ -13,7 +13,7 @@ from pathlib import Path
 from cumulo.cluster.decide.jobs import TaskPlace
 from cumulo.cluster.drivers.command import output_file
 from cumulo.cluster.drivers.driver import Facts, TargetLost
-from cumulo.cluster.drivers.served import served_url
+from cumulo.cluster.drivers.served import SERVICE, served_url
 from cumulo.cluster.drivers.slurm_end import read_end
 from cumulo.cluster.drivers.slurm_script import COMMENT, batch_script
 from cumulo.cluster.job_record import JobRecord
@@ -96,7 +96,7 @@ class SlurmDriver:
         if state == "PENDING":
             return {"state": "queued", "places": (), "reason": _WHY.get(why, f"Slurm says {why}")}
         running = "stopping" if record.cancel_asked else "running"
-        url = served_url(output_file(record)) if record.job.serve is not None else ""
+        url = served_url(output_file(record), SERVICE) if record.job.serve is not None else ""
         return {"state": running, "places": places, "reason": "its whole gang is allocated", "url": url}
 
     def _ended(self, record: JobRecord, handle: str) -> Facts:

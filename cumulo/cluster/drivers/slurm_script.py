@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 
 from cumulo.cluster.drivers.command import output_file, work_command
+from cumulo.cluster.drivers.served import SERVICE
 from cumulo.cluster.job_file import DeviceGroup, JobFile, seconds
 from cumulo.cluster.job_record import JobRecord
 
@@ -75,7 +76,7 @@ srun{het} --unbuffered bash -c {shlex.quote(_SERVER)} server \\
   {shlex.join(command)} &
 listening() {{ for place in "${{places[@]}}"; do (: > "/dev/tcp/$place") 2> /dev/null && return; done; return 1; }}
 until listening; do kill -0 $! 2> /dev/null || exit 1; sleep 1; done
-echo "the service is ready at http://$(hostname):$CUMULO_PORT/v1"
+echo "{SERVICE} is ready at http://$(hostname):$CUMULO_PORT/v1"
 exec {python} -m cumulo gateway "${{urls[@]}}" --host 0.0.0.0 --port $CUMULO_PORT --wait-for-replica 120
 """
 
