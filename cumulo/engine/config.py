@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from cumulo.collectives.decide.choices import parse_choices
 from cumulo.errors import CumuloError
 from cumulo.layout.serving import ServingLayout
 from cumulo.spec.slo import Slo
@@ -35,7 +36,7 @@ class EngineConfig:
         "refuse"  # a request whose promise cannot be kept; queue: without one
     )
     # Tokens are drafted and verified together: "ngram" drafts what followed the same words before; or the name of a
-    # draft model with the same tokenizer, or the folder of an EAGLE-3 head. Empty: off
+    # draft model with the same tokenizer, or the folder of an EAGLE-3 head; "mtp": DeepSeek-V3's layer. Empty: off
     speculate: str = ""
     overlap: bool = True  # plan step N+1 and finish N-1 while N runs
     threads: int | None = None  # CPU threads; None: torch's default
@@ -62,6 +63,8 @@ class EngineConfig:
     # HOST:PORT of rank 0's host; all of them have the same transfer_key
     remote_ranks: int = 0
     rank_address: str = ""
+    # Which of our schedules add between CPU ranks of one host: all_reduce=ring; auto: the tuner's; empty: gloo
+    collective: str = ""
     rank_timeout_s: float = 60.0  # a rank that the others wait for longer has hung: the engine ends
     # -- prefill and decode on engines of their own: docs/roles.md
     role: Literal["both", "prefill", "decode"] = "both"  # prefill: also computes prompts for decode engines
@@ -77,6 +80,7 @@ class EngineConfig:
                 raise CumuloError(
                     f"{name} must be 1 or more (or 0 for the device's default), got {getattr(self, name)}"
                 )
+        parse_choices(self.collective)
         for name, allowed in _ALLOWED.items():
             if getattr(self, name) not in allowed:
                 raise CumuloError(

@@ -51,9 +51,9 @@ class EngineOptions:
     kv_dtype: str | None = option("fp8: store the KV cache in 8 bits (GPU only).", None)
     speculate: str | None = option(
         "Draft tokens and verify several in one step; answers stay the same. ngram: draft from repeated text; "
-        "MODEL: with a draft model of the same tokenizer; DIR: with an EAGLE-3 head.",
+        "MODEL: with a draft model of the same tokenizer; DIR: with an EAGLE-3 head; mtp: by DeepSeek-V3's layer.",
         None,
-        metavar="ngram|MODEL|DIR",
+        metavar="ngram|mtp|MODEL|DIR",
     )
 
     tp: int | None = option(
@@ -74,6 +74,11 @@ class EngineOptions:
     )
     redundant_experts: int | None = option(
         "With --ep: number of copies of the experts that get most tokens, placed by measured load.", None
+    )
+    collective: str | None = option(
+        "Algorithm of all-reduces between CPU ranks, such as all_reduce=ring, or auto. Default: gloo's.",
+        None,
+        metavar="NAME=ALGORITHM",
     )
 
     def config(self, **more: Any) -> "EngineConfig":

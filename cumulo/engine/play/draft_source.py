@@ -18,6 +18,8 @@ from cumulo.models.decoder import Decoder
 from cumulo.models.files.load import LoadedModel, load_model
 from cumulo.models.heads.eagle import EagleDraft, EagleHead
 from cumulo.models.heads.files import is_eagle_folder, load_eagle
+from cumulo.models.heads.mtp import MtpHead
+from cumulo.models.heads.mtp_files import load_mtp
 from cumulo.models.heads.tap import StreamTap, eagle_layers
 from cumulo.models.play.fused import FusedDecoder, why_not
 from cumulo.models.text.tokenizer import Tokenizer
@@ -29,7 +31,14 @@ class DraftSource:
     name: str
     served: ModelSpec
     model: LoadedModel | None = None
-    head: EagleHead | None = None
+    head: EagleHead | MtpHead | None = None
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """Where a head sees the served model's stream."""
+        if isinstance(self.head, MtpHead):
+            return (self.served.layers,)
+        return eagle_layers(self.served.layers) if self.head is not None else ()
 
     @property
     def spec(self) -> ModelSpec:
@@ -47,21 +56,23 @@ class DraftSource:
         return self.model.decoder.weight_bytes
 
     def needs(self, element_bytes: int) -> DraftNeeds:
-        tapped = len(eagle_layers(self.served.layers)) * self.served.hidden if self.head is not None else 0
+        tapped = len(self.taps) * self.served.hidden
         per_token = self.spec.kv_bytes_per_token(element_bytes) + tapped * element_bytes
         return DraftNeeds(self.name, self.weight_bytes, per_token)
 
 
 def load_draft(
-    config: EngineConfig, served: ModelSpec, dtype: torch.dtype, keep_quantised: bool
+    config: EngineConfig, served: ModelSpec, dtype: torch.dtype, keep_quantised: bool, folder: Path
 ) -> DraftSource | None:
-    """None where nothing or n-gram lookup drafts."""
+    """None where nothing or n-gram lookup drafts. `folder`: of the served model."""
     if config.speculate in ("", "ngram"):
         return None
     if config.device != "cpu":
         raise ConfigError(
             "a draft model or head runs on the CPU engine so far: omit speculate, or choose device=cpu"
         )
+    if config.speculate == "mtp":
+        return DraftSource("mtp", served, head=load_mtp(folder, served, dtype=dtype))
     path = Path(config.speculate)
     if is_eagle_folder(path):
         return DraftSource(
@@ -98,8 +109,10 @@ def attach_draft(source: DraftSource, runner: Runner, decoder: Decoder) -> None:
     if source.head is not None:
         source.head.rotary.serve(context)
         slots = cache.blocks * cache.block_size
-        tap = StreamTap(eagle_layers(source.served.layers), slots, source.served.hidden, dtype, runner.device)
+        tap = StreamTap(source.taps, slots, source.served.hidden, dtype, runner.device)
         assert isinstance(runner.model, (Decoder, FusedDecoder))
+        if isinstance(source.head, MtpHead) and isinstance(runner.model, FusedDecoder):
+            raise ConfigError("speculate=mtp runs on models with latent attention so far, as DeepSeek-V3")
         runner.model.tap = tap
         model = EagleDraft(source.head, decoder.embed.rows, tap.at)
     else:

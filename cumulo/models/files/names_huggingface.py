@@ -34,23 +34,35 @@ def _placements(spec: ModelSpec) -> Iterator[Placement]:
     table = (spec.vocab_size, spec.hidden)
     yield Placement("model.embed_tokens.weight", "embed.weight", table)
     for layer in range(spec.layers):
-        source, target = f"model.layers.{layer}", f"layers.{layer}"
-        yield Placement(f"{source}.input_layernorm.weight", f"{target}.attention_norm.weight", (spec.hidden,))
-        yield from _attention(spec, f"{source}.self_attn", f"{target}.attention")
-        yield Placement(
-            f"{source}.post_attention_layernorm.weight", f"{target}.ffn_norm.weight", (spec.hidden,)
-        )
-        if spec.moe is None or not spec.is_moe_layer(layer):
-            yield from _feed_forward(spec, f"{source}.mlp", f"{target}.ffn", spec.ffn_hidden)
-        elif spec.family == "mixtral":
-            names = ("w1", "w3", "w2")
-            yield from _experts(spec, spec.moe, f"{source}.block_sparse_moe", f"{target}.ffn", names)
-        else:
-            names = ("gate_proj", "up_proj", "down_proj")
-            yield from _experts(spec, spec.moe, f"{source}.mlp", f"{target}.ffn", names)
+        yield from _layer(spec, layer, f"model.layers.{layer}", f"layers.{layer}")
     yield Placement("model.norm.weight", "final_norm.weight", (spec.hidden,))
     if not spec.tied_embeddings:
         yield Placement("lm_head.weight", "head.weight", table)
+
+
+def mtp_placements(spec: ModelSpec) -> Iterator[Placement]:
+    """DeepSeek-V3's multi-token-prediction module, which stands where one more layer would: into an MtpHead."""
+    source, hidden = f"model.layers.{spec.layers}", spec.hidden
+    yield Placement(f"{source}.enorm.weight", "token_norm.weight", (hidden,))
+    yield Placement(f"{source}.hnorm.weight", "stream_norm.weight", (hidden,))
+    yield Placement(f"{source}.eh_proj.weight", "joined.weight", (hidden, 2 * hidden))
+    yield from _layer(spec, spec.layers, source, "layer")
+    yield Placement(f"{source}.shared_head.norm.weight", "final_norm.weight", (hidden,))
+    yield Placement(f"{source}.shared_head.head.weight", "head.weight", (spec.vocab_size, hidden))
+
+
+def _layer(spec: ModelSpec, layer: int, source: str, target: str) -> Iterator[Placement]:
+    yield Placement(f"{source}.input_layernorm.weight", f"{target}.attention_norm.weight", (spec.hidden,))
+    yield from _attention(spec, f"{source}.self_attn", f"{target}.attention")
+    yield Placement(f"{source}.post_attention_layernorm.weight", f"{target}.ffn_norm.weight", (spec.hidden,))
+    if spec.moe is None or not spec.is_moe_layer(layer):
+        yield from _feed_forward(spec, f"{source}.mlp", f"{target}.ffn", spec.ffn_hidden)
+    elif spec.family == "mixtral":
+        names = ("w1", "w3", "w2")
+        yield from _experts(spec, spec.moe, f"{source}.block_sparse_moe", f"{target}.ffn", names)
+    else:
+        names = ("gate_proj", "up_proj", "down_proj")
+        yield from _experts(spec, spec.moe, f"{source}.mlp", f"{target}.ffn", names)
 
 
 def _fused(target: str, parts: list[tuple[str, int]], inputs: int, bias: bool) -> Iterator[Placement]:

@@ -6,6 +6,7 @@ place of the stream. It knows only the most frequent tokens, so that its last ma
 """
 
 from collections.abc import Callable
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -89,13 +90,32 @@ class EagleHead(nn.Module):
         return sum(one.nbytes for one in self.parameters()) + sum(one.nbytes for one in packed)
 
 
+class DraftHead(Protocol):
+    """What EagleDraft plays."""
+
+    spec: ModelSpec
+    rotary: RotaryTable
+    token_of: Tensor
+
+    @property
+    def weight_bytes(self) -> int: ...
+
+    def __call__(self, stream: Tensor, tokens: Tensor, batch: ForwardBatch, cache: KVCache) -> Tensor: ...
+
+    def fc(self, stream: Tensor) -> Tensor:
+        """From what is tapped to the head's own stream."""
+        ...
+
+    def logits(self, stream: Tensor) -> Tensor: ...
+
+
 class EagleDraft:
-    """An EagleHead on a decoder whose stream is tapped: what a drafter plays."""
+    """An EagleHead, or another of its kind, on a decoder whose stream is tapped: what a drafter plays."""
 
     shift = 1
 
     def __init__(
-        self, head: EagleHead, embed: Callable[[Tensor], Tensor], stream_at: Callable[[Tensor], Tensor]
+        self, head: DraftHead, embed: Callable[[Tensor], Tensor], stream_at: Callable[[Tensor], Tensor]
     ) -> None:
         self._head, self._embed, self._stream_at = head, embed, stream_at
 

@@ -12,7 +12,7 @@ class StreamTap:
     def __init__(
         self, layers: Sequence[int], slots: int, hidden: int, dtype: torch.dtype, device: torch.device | str
     ) -> None:
-        """`layers`: the stream is kept as it enters these, ascending."""
+        """`layers`: the stream is kept as it enters these, ascending; behind the last layer, normed."""
         self.layers = tuple(layers)
         self.kept = torch.zeros((slots, len(self.layers) * hidden), dtype=dtype, device=device)
         self._hidden = hidden
