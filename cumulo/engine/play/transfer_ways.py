@@ -268,8 +268,7 @@ class CudaSource:
                 words = torch.from_numpy(np.concatenate(numbers).astype(np.int32)).pin_memory()
                 words = words.to(device, non_blocking=True)
                 sources, targets, chosen = words.split((runs.blocks, runs.blocks, len(layers)))
-                for ours, theirs in zip(self._ours, self._theirs, strict=True):
-                    self._copy_blocks(theirs, ours, sources, targets, chosen)
+                self._copy_blocks(self._theirs, self._ours, sources, targets, chosen)
         self._asked.clear()
         self._stream.synchronize()
 

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cumulo.kernels.cuda.linear.lora import expand, low_buffer, most_groups, shrink
+from cumulo.kernels.cuda.linear.lora import FEW_ROWS, expand, low_buffer, most_groups, shrink
 from cumulo.kernels.low_rank import AdapterGroups, AdapterRows, LowRankStack
 from cumulo.models.adapters.bank import AdapterBank
 
@@ -25,8 +25,9 @@ class StepAdapters:
 
 
 class CudaAdapters:
-    def __init__(self, bank: AdapterBank, max_tokens: int, max_outputs: int) -> None:
-        self.bank = bank
+    def __init__(self, bank: AdapterBank, max_tokens: int, max_outputs: int, invariant: bool = False) -> None:
+        """`invariant`: a row's bits do not depend on how many rows a step has."""
+        self.bank, self._invariant = bank, invariant
         self.stacks = {name: matrix.stack for name, matrix in bank.matrices.items()}
         widest = max(self.stacks.values(), key=lambda stack: stack.a.shape[1])
         self.low = low_buffer(widest, max_tokens)
@@ -92,4 +93,4 @@ class CudaAdapters:
                 shrink(x, stack, groups, self.low)
             yield
             here.wait_stream(self._beside)
-        expand(y, stack, groups, self.low)
+        expand(y, stack, groups, self.low, few=not self._invariant and len(y) <= FEW_ROWS)

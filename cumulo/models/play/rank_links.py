@@ -98,6 +98,7 @@ def connect(
     timeout_s: float,
     meter: RankMeter | None = None,
     host: str = THIS_HOST,
+    collective: str = "",
 ) -> RankLinks:
     """This rank's links. All ranks call it; groups are made together and in one order."""
     layout, rank = part.layout, part.rank
@@ -108,7 +109,7 @@ def connect(
             return None
         if members not in groups:
             name = "-".join(map(str, members))
-            groups[members] = RankGroup(store, name, members, rank, timeout_s, meter, host)
+            groups[members] = RankGroup(store, name, members, rank, timeout_s, meter, host, collective)
         return groups[members]
 
     return RankLinks(

@@ -11,8 +11,10 @@ def test_blocks_of_the_asked_layers_arrive_and_no_other_changes(device: torch.de
     sources, targets, layers = (
         torch.tensor(numbers, dtype=torch.int32, device=device) for numbers in ([4, 0, 2], [1, 6, 3], [0, 2])
     )
-    copy_blocks(source, target, sources, targets, layers)
+    other = torch.full_like(target, -1)
+    copy_blocks([source, -source], [target, other], sources, targets, layers)
     expected = torch.full_like(target, -1)
     for layer in (0, 2):
         expected[layer, [1, 6, 3]] = source[layer, [4, 0, 2]]
     assert torch.equal(target, expected)
+    assert torch.equal(other, torch.where(expected == -1, -1, -expected))

@@ -1,5 +1,7 @@
 """The grouped low-rank product: many adapters of mixed ranks in one launch, as each row alone."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -55,6 +57,8 @@ def test_rows_get_what_their_adapters_add(name: str, dtype: torch.dtype, device:
     expected = add_low_rank(x.double(), y.double(), exact, groups)
     got = add_lora(x, y.clone(), stack, groups, config=LoraTiles(block_k=32, splits=2))
     assert relative_error(got, expected) < (1e-6 if dtype == torch.float32 else 2e-3)
+    few = add_lora(x, y.clone(), stack, groups, config=LoraTiles(block_k=32, splits=2), few=True)
+    assert relative_error(few, expected) < (1e-6 if dtype == torch.float32 else 2e-3)
     untouched = torch.from_numpy(of_row < 0).to(device)
     assert torch.equal(got[untouched], y[untouched])
     # Filled up for a graph of fixed size, and each row alone: the very bits.
@@ -104,8 +108,9 @@ def test_the_kernels_compile_for_a_hopper_gpu() -> None:
         {"low": "*fp32", "b": "*bf16", "y": "*bf16", **tables,
          **dict.fromkeys(("stride_y", "stride_b", "stride_output", "stride_split", "stride_low", "first", "second"),
                          "i32:16")},
-        {**sizes, "BLOCK_N": 256, "stride_rank": 1},
+        {**sizes, "BLOCK_N": 256, "stride_rank": 1, "FEW": False},
     )  # fmt: skip
-    for made in compile_for_sm90([shrink, expand]):
+    few = replace(expand, constants={**expand.constants, "FEW": True})
+    for made in compile_for_sm90([shrink, expand, few]):
         made.check_fits()
-        assert made.count("HMMA") or made.count("HGMMA")
+        assert made.count("HMMA") or made.count("HGMMA") or made.loads(128)

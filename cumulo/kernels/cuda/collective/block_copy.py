@@ -5,34 +5,42 @@ Must move: every byte once in and once out. A block is a hundred kilobytes or so
 copy each would take longer to launch than to do.
 """
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-_WORDS = 2048  # a program copies
+_WORDS = 4096  # a program copies
 
 
 @triton.jit
-def _copy_blocks(source, target, sources, targets, layers, source_blocks, target_blocks, WORDS,
-                 BLOCK: tl.constexpr):  # fmt: skip
+def _copy_blocks(source, target, source_2, target_2, sources, targets, layers, source_blocks, target_blocks, WORDS,
+                 PIECES, BLOCK: tl.constexpr):  # fmt: skip
     pair, layer = tl.program_id(0), tl.load(layers + tl.program_id(1)).to(tl.int64)
-    words = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+    piece = tl.program_id(2)
+    if piece >= PIECES:
+        source, target, piece = source_2, target_2, piece - PIECES
+    words = piece * BLOCK + tl.arange(0, BLOCK)
     taken = (layer * source_blocks + tl.load(sources + pair)) * WORDS
     given = (layer * target_blocks + tl.load(targets + pair)) * WORDS
     mask = words < WORDS
     tl.store(target + given + words, tl.load(source + taken + words, mask=mask), mask=mask)
 
 
-def copy_blocks(source: Tensor, target: Tensor, sources: Tensor, targets: Tensor, layers: Tensor) -> None:
-    """target[layer, targets] = source[layer, sources] for every layer of `layers`; both [layers, blocks, words],
-    the others int32."""
-    words = source.shape[2]
+def copy_blocks(
+    theirs: Sequence[Tensor], ours: Sequence[Tensor], sources: Tensor, targets: Tensor, layers: Tensor
+) -> None:
+    """ours[layer, targets] = theirs[layer, sources] for every layer of `layers`, of keys and values (or keys that
+    hold both) in one launch; all [layers, blocks, words], of one shape but for the blocks; the others int32."""
+    words = theirs[0].shape[2]
     if not len(sources) or not len(layers):
         return
-    _copy_blocks[len(sources), len(layers), triton.cdiv(words, _WORDS)](
-        source, target, sources, targets, layers, source.shape[1], target.shape[1], words,
-        BLOCK=min(_WORDS, triton.next_power_of_2(words)), num_warps=8,
+    pieces = triton.cdiv(words, _WORDS)
+    _copy_blocks[len(sources), len(layers), pieces * len(ours)](
+        theirs[0], ours[0], theirs[-1], ours[-1], sources, targets, layers, theirs[0].shape[1], ours[0].shape[1],
+        words, pieces, BLOCK=min(_WORDS, triton.next_power_of_2(words)), num_warps=8,
     )  # fmt: skip
 
 
@@ -40,4 +48,4 @@ def load(device: torch.device, dtype: torch.dtype, words: int) -> None:
     """Compile it before the first transfer."""
     some = torch.zeros(1, 2, words, dtype=dtype, device=device)
     index = torch.zeros(1, dtype=torch.int32, device=device)
-    copy_blocks(some[:, :1], some.clone(), index, index, index)
+    copy_blocks([some[:, :1]], [some.clone()], index, index, index)
