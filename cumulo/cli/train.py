@@ -27,6 +27,14 @@ def train(
     ] = None,
     folder: Annotated[Path | None, typer.Option(help="Folder of the run.")] = None,
     steps: Annotated[int | None, typer.Option(help="Number of optimizer steps.")] = None,
+    collective: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME=ALGORITHM",
+            help="Algorithms of collectives between CPU ranks, such as all_reduce=ring, or auto for the tuner's "
+            "choice. Default: torch.distributed's.",
+        ),
+    ] = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Resume from the latest valid checkpoint in the folder.")
     ] = False,
@@ -64,6 +72,8 @@ def train(
         wanted["folder"] = str(folder)
     if steps is not None:
         wanted["steps"] = str(steps)
+    if collective is not None:
+        wanted["collective"] = collective
     if (head := read_head_config(config_file, wanted)) is not None:
         from cumulo.cli.train_head import train_head
 

@@ -17,7 +17,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore  # type: ignore[attr-defined]
 
+from cumulo.collectives.decide.choices import parse_choices
+from cumulo.collectives.play.groups import make_player
 from cumulo.ranks.collectives import Work
+from cumulo.ranks.scheduled import scheduled
 
 THIS_HOST = "127.0.0.1"
 __all__ = ["THIS_HOST", "RankGroup", "TCPStore", "meeting_point"]
@@ -33,9 +36,11 @@ class RankGroup:
         timeout_s: float,
         meter: AbstractContextManager[None] | None = None,
         host: str = THIS_HOST,
+        collective: str = "",
     ) -> None:
         """`rank` is one of the members; all of them make it. `meter` is entered while others are waited for.
-        `host`: the address of this one's at which the others reach it."""
+        `host`: the address of this one's at which the others reach it. `collective`: which of our schedules add,
+        on one host, such as all_reduce=ring; empty: gloo."""
         self.members, self.index, self.size = members, members.index(rank), len(members)
         self._waiting = meter or contextlib.nullcontext()
         gloo: Any = ProcessGroupGloo
@@ -43,11 +48,22 @@ class RankGroup:
         options._devices = [gloo.create_device(hostname=host)]
         options._timeout = timedelta(seconds=timeout_s)
         self._group = gloo(PrefixStore(name, store), self.index, self.size, options)
+        self._algorithm = parse_choices(collective).get("all_reduce", "") if host == THIS_HOST else ""
+        if self._algorithm:
+            self._player = make_player("shm", self.index, self.size, store, timeout_s, f"ranks {name}")
 
     def sum(self, tensor: Tensor) -> Tensor:
         """Over all members, in place, with the same bits on all of them."""
         with self._waiting:
-            if tensor.numel():
+            if self._algorithm and tensor.numel():
+                whole = tensor.contiguous()
+                self._player.run(
+                    scheduled("all_reduce", self._algorithm, self.size, whole.numel(), whole.element_size()),
+                    whole,
+                )
+                if whole is not tensor:
+                    tensor.copy_(whole)
+            elif tensor.numel():
                 self._group.allreduce([tensor]).wait()
         return tensor
 

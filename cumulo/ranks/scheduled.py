@@ -21,8 +21,12 @@ _HOST = MachineCosts(1 << 20, 1, (ProtocolCosts("shm", 20e-6, 15e-6, 15e-6, 4e9,
 
 
 class ScheduledCollectives:
+    made = 0
+
     def __init__(self, choices: dict[Collective, str], timeout_s: float = 300.0) -> None:
         self._choices, self._timeout_s = choices, timeout_s
+        # All ranks choose alike, so they count alike; what met under an older number is gone.
+        self._number = ScheduledCollectives.made = ScheduledCollectives.made + 1
         self._players: dict[Group, CollectivePlayer] = {}
 
     def wants(self, kind: Collective, tensor: Tensor) -> bool:
@@ -52,7 +56,7 @@ class ScheduledCollectives:
         dist.all_gather_object(hosts, socket.gethostname(), group=group)
         transport = "shm" if len(set(hosts)) == 1 else "torch"
         members = dist.get_process_group_ranks(group)
-        name = f"{group.group_name} {members}"
+        name = f"{self._number} {group.group_name} {members}"
         return make_player(
             transport, group.rank(), group.size(), world_store(), self._timeout_s, name, group=group
         )

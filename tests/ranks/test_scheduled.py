@@ -1,0 +1,59 @@
+"""Training's collectives by our schedules give what torch.distributed gives."""
+
+import pytest
+import torch
+
+from cumulo.collectives.decide.choices import parse_choices
+from cumulo.errors import ConfigError
+from cumulo.ranks.collectives import all_gather, all_reduce, reduce_scatter, start_all_reduce, use_collectives
+from cumulo.ranks.groups import world_group
+from cumulo.ranks.rank_group import RankGroup, meeting_point
+from cumulo.ranks.start import run_ranks
+
+
+def _all(rank: int) -> list[torch.Tensor]:
+    group = world_group()
+    own = torch.arange(12, dtype=torch.float64) * (rank + 1)
+    whole = torch.zeros(36, dtype=torch.float64)
+    part = torch.zeros(4, dtype=torch.float64)
+    summed, begun = own.clone(), own.clone()
+    all_reduce(summed, group)
+    work = start_all_reduce(begun, group)
+    if work is not None:
+        work.wait()
+    all_gather(whole, own, group)
+    reduce_scatter(part, own.clone(), group)
+    return [summed, begun, whole, part]
+
+
+def _both(rank: int) -> list[list[torch.Tensor]]:
+    found = []
+    for choice in ("", "all_reduce=tree,all_gather=bruck,reduce_scatter=ring", "auto"):
+        use_collectives(choice)
+        found.append(_all(rank))
+    use_collectives("")
+    return found
+
+
+def test_the_door_gives_the_same_with_our_schedules() -> None:
+    for theirs, *ours in run_ranks(_both, 3):
+        for mine in ours:
+            assert all(torch.equal(a, b) for a, b in zip(theirs, mine, strict=True))
+
+
+def _engine_ranks(rank: int, port: int) -> torch.Tensor:
+    group = RankGroup(meeting_point(port), "0-1", (0, 1), rank, 30.0, collective="all_reduce=ring")
+    return group.sum(torch.full((2, 5), float(rank + 1)))
+
+
+def test_ranks_of_an_engine_add_by_the_schedule_that_was_asked_for() -> None:
+    store = meeting_point()
+    for found in run_ranks(_engine_ranks, 2, store.port):
+        assert torch.equal(found, torch.full((2, 5), 3.0))
+
+
+def test_a_wrong_choice_is_refused_with_what_there_is() -> None:
+    with pytest.raises(ConfigError, match="no all_reduce algorithm 'rung'"):
+        parse_choices("all_reduce=rung")
+    with pytest.raises(ConfigError, match="give NAME=ALGORITHM"):
+        parse_choices("sum=ring")
