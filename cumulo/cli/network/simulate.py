@@ -10,13 +10,15 @@ from cumulo.cli.shared import plan_options as shared
 from cumulo.cli.shared.declare import option, takes_options
 
 if TYPE_CHECKING:
+    from cumulo.base.report import Row
     from cumulo.collectives.simulate.fabrics.links import FabricGraph, Routing
-    from cumulo.collectives.simulate.player import LinkChange, NetworkRun, Traffic
+    from cumulo.collectives.simulate.player import LinkChange, NetworkRun, NetworkTraffic
 
 EXAMPLE = (
     "Example: [bold]cumulo simulate network --gpus 1024 --fabric fat-tree-roce --size 1GiB --routing ecmp "
     "--queue-pairs 4 --heat-map links.svg[/bold]"
 )
+_MOST_PORT = 512  # senders of an incast whose port is played step by step
 _FABRIC, _TRAFFIC, _REPORT = "Fabric", "Traffic", "Report"
 
 
@@ -147,7 +149,7 @@ def routing_of(chosen: NetworkOptions) -> "Routing":
     return Routing(chosen.routing, chosen.queue_pairs, chosen.seed)  # type: ignore[arg-type]
 
 
-def _jobs(chosen: NetworkOptions, graph: "FabricGraph") -> list["Traffic"]:
+def _jobs(chosen: NetworkOptions, graph: "FabricGraph") -> list["NetworkTraffic"]:
     from cumulo.collectives.simulate.collective_traffic import collective_traffic
     from cumulo.collectives.simulate.fabrics.torus import TorusGraph
     from cumulo.collectives.simulate.job_text import parse_job
@@ -155,7 +157,7 @@ def _jobs(chosen: NetworkOptions, graph: "FabricGraph") -> list["Traffic"]:
 
     per_node = getattr(graph, "node_gpus", 0) or _per_node(chosen)
     texts = chosen.job or [f"{chosen.collective}:gpus=0-{graph.ranks - 1}"]
-    found: list[Traffic] = []
+    found: list[NetworkTraffic] = []
     for text in texts:
         job = parse_job(text, chosen.collective, chosen.algorithm, chosen.size)
         if isinstance(graph, TorusGraph):
@@ -183,7 +185,7 @@ def _per_node(chosen: NetworkOptions) -> int:
     return chosen.cluster.cluster(shipped(chosen.catalog_file)).node.gpus
 
 
-def _play(chosen: NetworkOptions, graph: "FabricGraph", jobs: list["Traffic"]) -> "NetworkRun":
+def _play(chosen: NetworkOptions, graph: "FabricGraph", jobs: list["NetworkTraffic"]) -> "NetworkRun":
     from cumulo.base.byte_text import parse_bytes
     from cumulo.collectives.simulate.player import play_network
     from cumulo.load.units import parse_duration_s
@@ -214,14 +216,38 @@ def _change(text: str, graph: "FabricGraph") -> "LinkChange":
     return LinkChange(parse_duration_s(when, "the time of --fail"), link, gbps * 1e9 / 8)
 
 
+def _incast_rows(chosen: NetworkOptions, ranks: int) -> "list[Row]":
+    """The port's queue and pauses, with DCQCN and without."""
+    from cumulo.base.byte_text import parse_bytes
+    from cumulo.base.report import Row
+    from cumulo.collectives.simulate.congestion import CongestionControl, play_incast
+    from cumulo.spec.catalog import shipped
+
+    rate = chosen.cluster.cluster(shipped(chosen.catalog_file)).node.nic_bytes_per_s
+    size = min(parse_bytes(chosen.size), 64e6)
+    rows = []
+    for name, control in (("PFC alone", None), ("DCQCN and PFC", CongestionControl())):
+        run = play_incast(ranks - 1, size, rate, control)
+        note = f"{size / 1e6:.0f} MB from each; peak queue {run.peak_queue_bytes / 1e6:.1f} MB"
+        rows.append(Row(f"{name}: senders paused", 100 * run.paused_share, "%", "lower", note=note))
+        rows.append(Row(f"{name}: use of the port", 100 * run.use, "%"))
+    return rows
+
+
 def _report(
-    chosen: NetworkOptions, graph: "FabricGraph", run: "NetworkRun", jobs: list["Traffic"], cpu_s: float
+    chosen: NetworkOptions,
+    graph: "FabricGraph",
+    run: "NetworkRun",
+    jobs: list["NetworkTraffic"],
+    cpu_s: float,
 ) -> None:
     from cumulo.base import report as reports
     from cumulo.cli.shared.terminal import note, out
     from cumulo.cli.view.network_run import job_rows, tier_rows, write_heat_map
 
     rows = job_rows(run, jobs) + tier_rows(run)
+    if chosen.collective == "incast" and not chosen.job and 1 < graph.ranks <= _MOST_PORT:
+        rows += _incast_rows(chosen, graph.ranks)
     reports.write_json(chosen.json_file, rows, cpu_s=cpu_s, messages=run.messages, solves=run.solves)
     if str(chosen.json_file) != "-":
         out.print(reports.table(f"{graph.ranks:,} GPUs, {chosen.routing} routing", rows))

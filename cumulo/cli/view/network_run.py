@@ -6,11 +6,11 @@ from pathlib import Path
 from cumulo.base.quantities import quantity
 from cumulo.base.report import Row
 from cumulo.collectives.simulate.heat_map import heat_map, heat_map_page
-from cumulo.collectives.simulate.player import NetworkRun, Traffic
+from cumulo.collectives.simulate.player import NetworkRun, NetworkTraffic
 from cumulo.errors import CumuloError
 
 
-def job_rows(run: NetworkRun, jobs: Sequence[Traffic]) -> list[Row]:
+def job_rows(run: NetworkRun, jobs: Sequence[NetworkTraffic]) -> list[Row]:
     return [
         Row(f"{job.name}: time", run.ends_s[job.name] - job.start_s, "s", "lower", more={"job": job.name})
         for job in jobs

@@ -7,9 +7,9 @@ import numpy as np
 
 from cumulo.collectives.decide.catalog import CollectiveShape, make_schedule
 from cumulo.collectives.simulate.fabrics.links import Ints
-from cumulo.collectives.simulate.player import RoundTraffic, Traffic
+from cumulo.collectives.simulate.player import NetworkTraffic, RoundTraffic
 from cumulo.collectives.simulate.rounds import (
-    Round,
+    MessageRound,
     on_groups,
     rail_orders,
     ring_rounds,
@@ -35,7 +35,7 @@ def collective_traffic(
     start_s: float = 0.0,
     background: bool = False,
     pieces: int = 1,
-) -> Traffic:
+) -> NetworkTraffic:
     """`groups`: the GPUs of each group, in the order of their ranks; `per_node`: members that share a node.
     `size_bytes` as nccl-tests counts it."""
     groups = np.atleast_2d(groups)
@@ -55,17 +55,17 @@ def collective_traffic(
 
 def _rounds(
     collective: str, algorithm: str, groups: Ints, size_bytes: float, per_node: int
-) -> list[Round] | None:
+) -> list[MessageRound] | None:
     ranks = groups.shape[1]
     if ranks == 1:
         return []
     if collective == "send":  # each rank to the next, the last to nobody
         source, target = groups[:, :-1].ravel(), groups[:, 1:].ravel()
-        return [Round(source, target, np.full(len(source), size_bytes))]
+        return [MessageRound(source, target, np.full(len(source), size_bytes))]
     if collective == "incast":  # all to the first
         source = groups[:, 1:].ravel()
         target = np.repeat(groups[:, 0], ranks - 1)
-        return [Round(source, target, np.full(len(source), size_bytes))]
+        return [MessageRound(source, target, np.full(len(source), size_bytes))]
     if algorithm == "multi-ring" and collective in _TIMES and ranks % per_node == 0:
         return [ring_rounds(rail_orders(groups, per_node), size_bytes / per_node, _TIMES[collective])]
     if algorithm == "multi-ring":

@@ -52,12 +52,15 @@ class PacketNetwork:
         self.delivered: Counter[str] = Counter({flow.name: 0 for flow in self.flows})
         self.paused: Counter[tuple[str, str]] = Counter()
 
-    def run(self, most_slots: int = 20_000) -> PacketRun:
+    def run(self, most_slots: int = 20_000, until_repeat: bool = True) -> PacketRun:
+        """`until_repeat` False: play all slots, for shares of a long time."""
         seen: set[object] = set()
         for slot in range(1, most_slots + 1):
             self._slot()
             if self.lossless and (stuck := self._stuck()):
                 return self._result(slot, slot, stuck, False)
+            if not until_repeat:
+                continue
             state = self._state()
             if state in seen:
                 return self._result(slot, None, (), True)

@@ -14,7 +14,7 @@ import numpy as np
 
 from cumulo.collectives.simulate.fabrics.links import FabricGraph, Floats, Ints, Routing
 from cumulo.collectives.simulate.link_use import LinkUse
-from cumulo.collectives.simulate.rounds import Round
+from cumulo.collectives.simulate.rounds import MessageRound
 from cumulo.collectives.simulate.sharing import max_min
 from cumulo.errors import CumuloError
 
@@ -37,7 +37,7 @@ class Messages:
     wait_s: float = 0.0  # before they start
 
 
-class Traffic(Protocol):
+class NetworkTraffic(Protocol):
     """What the player plays."""
 
     name: str
@@ -59,7 +59,7 @@ class RoundTraffic:
     """A job that plays rounds, each after the one before has ended everywhere."""
 
     def __init__(
-        self, name: str, rounds: Iterable[Round], start_s: float = 0.0, background: bool = False
+        self, name: str, rounds: Iterable[MessageRound], start_s: float = 0.0, background: bool = False
     ) -> None:
         self.name, self.start_s, self.background = name, start_s, background
         self._rounds, self._open = iter(rounds), 0
@@ -104,7 +104,7 @@ class NetworkRun:
 
 def play_network(
     graph: FabricGraph,
-    jobs: Sequence[Traffic],
+    jobs: Sequence[NetworkTraffic],
     routing: Routing = Routing(),
     changes: Sequence[LinkChange] = (),
     step_overhead_s: float = 0.0,
@@ -120,7 +120,7 @@ class _Play:
     def __init__(
         self,
         graph: FabricGraph,
-        jobs: Sequence[Traffic],
+        jobs: Sequence[NetworkTraffic],
         routing: Routing,
         changes: Sequence[LinkChange],
         step_overhead_s: float,
@@ -207,8 +207,8 @@ class _Play:
         latency = np.where(paths >= 0, self.graph.links.latency[paths], 0.0).sum(axis=1)
         delay = latency + self.overhead_s
         if messages.repeat > 1:
-            # Round after round, a rank waits for its own neighbour only, so that short hops make up for long ones:
-            # the mean counts, not the longest (the cycle time of the max-plus system).
+            # MessageRound after round, a rank waits for its own neighbour only, so that short hops make up
+            # for long ones: the mean counts, not the longest (the cycle time of the max-plus system).
             delay = np.full(len(delay), messages.repeat * float(delay.mean()))
         most = np.full(len(size), np.inf)
         if self.window_bytes is not None:

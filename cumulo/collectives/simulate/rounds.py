@@ -18,7 +18,7 @@ from cumulo.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
-class Round:
+class MessageRound:
     source: Ints
     target: Ints
     size_bytes: Floats
@@ -29,14 +29,14 @@ class Round:
     def bytes(self) -> float:
         return float(self.size_bytes.sum()) * self.repeat
 
-    def placed(self, placement: Ints) -> "Round":
+    def placed(self, placement: Ints) -> "MessageRound":
         """Rank i of the job on GPU `placement[i]`."""
-        return Round(
+        return MessageRound(
             placement[self.source], placement[self.target], self.size_bytes, self.repeat, self.compute_s
         )
 
 
-def rounds_of(schedule: CollectiveSchedule, element_bytes: float) -> Iterator[Round]:
+def rounds_of(schedule: CollectiveSchedule, element_bytes: float) -> Iterator[MessageRound]:
     """Step by step, all ranks and channels at once; equal steps that follow each other are one round, repeated."""
     if not schedule.symmetry:
         raise ConfigError(
@@ -54,7 +54,7 @@ def rounds_of(schedule: CollectiveSchedule, element_bytes: float) -> Iterator[Ro
             continue
         targets = [_moved(schedule.symmetry, peer, ranks) for peer, _ in flat]
         sizes = [np.full(len(ranks), elements * element_bytes) for _, elements in flat]
-        yield Round(
+        yield MessageRound(
             np.tile(ranks, len(flat)), np.concatenate(targets), np.concatenate(sizes), sum(1 for _ in alike)
         )
 
@@ -75,13 +75,13 @@ def _moved(symmetry: Sequence[int], peer: int, ranks: Ints) -> Ints:
     return answer
 
 
-def ring_rounds(orders: Ints, size_bytes: float, times: int = 2) -> Round:
+def ring_rounds(orders: Ints, size_bytes: float, times: int = 2) -> MessageRound:
     """Rings side by side, one for each row of `orders`, each of `size_bytes`. `times`: 2 for an all-reduce, 1 for a
     gather or a scatter."""
     ranks = orders.shape[1]
     source, target = orders.ravel(), np.roll(orders, -1, axis=1).ravel()
     chunk = size_bytes / ranks
-    return Round(source, target, np.full(len(source), chunk), times * (ranks - 1))
+    return MessageRound(source, target, np.full(len(source), chunk), times * (ranks - 1))
 
 
 def rail_orders(groups: Ints, per_node: int) -> Ints:
@@ -97,10 +97,10 @@ def rail_orders(groups: Ints, per_node: int) -> Ints:
     return np.stack(rings, axis=1).reshape(count * per_node, ranks)
 
 
-def on_groups(one: Round, groups: Ints) -> Round:
+def on_groups(one: MessageRound, groups: Ints) -> MessageRound:
     """A round of ranks 0, 1, ... on every row of `groups` at once."""
     count = len(groups)
-    return Round(
+    return MessageRound(
         groups[:, one.source].ravel(),
         groups[:, one.target].ravel(),
         np.tile(one.size_bytes, count),
@@ -109,7 +109,7 @@ def on_groups(one: Round, groups: Ints) -> Round:
     )
 
 
-def thinned(rounds: list[Round], most: int) -> list[Round]:
+def thinned(rounds: list[MessageRound], most: int) -> list[MessageRound]:
     """Of many rounds that follow each other, `most` that stand for their neighbours: for the n − 1 exchanges of an
     all-to-all, of which one is as good as the next."""
     if len(rounds) <= most:

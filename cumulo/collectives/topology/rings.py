@@ -64,6 +64,8 @@ def _ring(
     count: int, left: dict[tuple[int, int], float], ports: list[float] | None, speed: float, turn: int
 ) -> tuple[int, ...] | None:
     """A circle over all GPUs whose links have `speed` left, depth first, neighbours in turn."""
+    if ports is not None and min(ports) < speed:
+        return None
     tries = 0
 
     def free(one: int, other: int) -> bool:

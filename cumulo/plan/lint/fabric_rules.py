@@ -10,7 +10,7 @@ from cumulo.collectives.decide.buffer_cycles import PacketFlow
 from cumulo.collectives.simulate.fabrics.build import fabric_graph
 from cumulo.collectives.simulate.fabrics.links import FabricGraph, Ints, Routing
 from cumulo.collectives.simulate.player import RoundTraffic, play_network
-from cumulo.collectives.simulate.rounds import Round
+from cumulo.collectives.simulate.rounds import MessageRound
 from cumulo.plan.lint.finding import Finding
 from cumulo.spec.cluster import Cluster
 from cumulo.spec.fabric_tiers import tiers_of
@@ -28,7 +28,7 @@ def lint_collisions(cluster: Cluster, groups: Ints, queue_pairs: int = 1) -> Ite
     """Slowdown of one round of these rings by hashing, over several seeds, against packets that spread."""
     graph = fabric_graph(cluster)
     source, target = ring_flows(groups)
-    one = Round(source, target, np.full(len(source), 1e9))
+    one = MessageRound(source, target, np.full(len(source), 1e9))
     if not _leaves_the_leaf(graph, source, target):
         yield Finding(
             "note",

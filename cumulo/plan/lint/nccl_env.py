@@ -74,7 +74,7 @@ def lint_settings(given: Mapping[str, str], fabric: Fabric) -> Iterator[Finding]
     if fabric.transport == "roce":
         yield from _roce(given)
     hca = given.get("NCCL_IB_HCA", "")
-    if hca and not hca.startswith("^") and "," not in hca and re.search(r"\d$|:\d$", hca):
+    if hca and not hca.startswith("^") and "," not in hca and re.search(r"_\w*\d+(:\d+)?$", hca):
         yield Finding(
             "warning",
             "nccl-hca",

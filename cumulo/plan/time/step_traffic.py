@@ -14,7 +14,7 @@ import numpy as np
 from cumulo.collectives.simulate.collective_traffic import collective_traffic
 from cumulo.collectives.simulate.fabrics.links import FabricGraph, Ints, Routing
 from cumulo.collectives.simulate.player import RoundTraffic, play_network
-from cumulo.collectives.simulate.rounds import Round
+from cumulo.collectives.simulate.rounds import MessageRound
 from cumulo.plan.job import DTYPE_BYTES, TrainJob
 from cumulo.plan.time.data_parallel import heaviest_stage
 from cumulo.plan.time.pipeline import messages_of_stage
@@ -125,7 +125,7 @@ def play_step(
         groups = call.groups if placement is None else placement[call.groups]
         if call.collective == "neighbours":  # activations on and gradients back, at the same time
             one, other = groups[:, :-1].ravel(), groups[:, 1:].ravel()
-            both = Round(np.r_[one, other], np.r_[other, one], np.full(2 * len(one), call.size_bytes))
+            both = MessageRound(np.r_[one, other], np.r_[other, one], np.full(2 * len(one), call.size_bytes))
             traffic = RoundTraffic(call.axis, [both])
         else:
             algorithm = "multi-ring" if call.collective != "all_to_all" else "pairwise"

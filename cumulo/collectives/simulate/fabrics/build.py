@@ -1,6 +1,6 @@
 """A fabric link by link from the description the planner uses. Commands and tests call it."""
 
-from cumulo.collectives.simulate.fabrics.clos import ClosGraph, ClosTier, Rates
+from cumulo.collectives.simulate.fabrics.clos import ClosGraph, ClosTier, LinkRates
 from cumulo.collectives.simulate.fabrics.dragonfly import DragonflyGraph
 from cumulo.collectives.simulate.fabrics.links import FabricGraph
 from cumulo.errors import ConfigError
@@ -21,7 +21,7 @@ def fabric_graph(
     """`card_share`, `link_share`: what of the line rate payload reaches. `pod_gpus`: GPUs below one spine layer,
     where they are fewer than its ports allow."""
     node, fabric = cluster.node, cluster.fabric
-    rates = Rates(
+    rates = LinkRates(
         node.nic_bytes_per_s * card_share,
         node.device.link_bytes_per_s * link_share,
         fabric.latency_s,

@@ -28,7 +28,7 @@ class ClosTier:
 
 
 @dataclass(frozen=True, slots=True)
-class Rates:
+class LinkRates:
     """What one GPU's own links carry, each way, and how long a step over them takes."""
 
     card_bytes_per_s: float
@@ -46,7 +46,7 @@ class ClosGraph:
         domain_gpus: int,
         rails: bool,
         tiers: Sequence[ClosTier],
-        rates: Rates,
+        rates: LinkRates,
     ) -> None:
         self.ranks, self.nodes, self.node_gpus = nodes * node_gpus, nodes, node_gpus
         self.domain_gpus, self.rails, self.tiers, self.rates = domain_gpus, rails, tuple(tiers), rates

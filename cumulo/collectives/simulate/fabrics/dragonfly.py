@@ -6,7 +6,7 @@ get several links to a pair. `fabric_graph` makes it.
 
 import numpy as np
 
-from cumulo.collectives.simulate.fabrics.clos import Rates
+from cumulo.collectives.simulate.fabrics.clos import LinkRates
 from cumulo.collectives.simulate.fabrics.links import Ints, LinkTable, Routing, below, hashed
 from cumulo.errors import ConfigError
 
@@ -14,7 +14,7 @@ _HOPS = 2 + 5  # cards, and local-global-local-global-local of a path by way of 
 
 
 class DragonflyGraph:
-    def __init__(self, ranks: int, domain_gpus: int, switch_ports: int, rates: Rates) -> None:
+    def __init__(self, ranks: int, domain_gpus: int, switch_ports: int, rates: LinkRates) -> None:
         self.ranks, self.domain_gpus, self.rates = ranks, domain_gpus, rates
         self.at_switch = (switch_ports + 1) // 4  # h
         self.switches = 2 * self.at_switch  # of a group
