@@ -115,7 +115,7 @@ def cluster(chosen: ClusterRunOptions) -> None:
                 assert chosen.trace is not None
                 jobs, speed = read_pollux(chosen.trace, policy.resizes)
             elif any(job.request.step is not None for job in jobs):
-                speed = LeafSpeed(leaf_fabric(nodes, chosen.oversubscription))
+                speed = LeafSpeed(leaf_fabric(nodes))
             settings = PlayOptions(
                 interval_s=chosen.interval or (60.0 if pollux else 0.0),
                 quotas=_quotas(chosen),
@@ -159,7 +159,9 @@ def _nodes(chosen: ClusterRunOptions) -> "list[ClusterNode]":
 
     if chosen.node_list is not None:
         return read_nodes(chosen.node_list)
-    return uniform_nodes(chosen.nodes, chosen.gpus_per_node, chosen.nodes_per_leaf)
+    return uniform_nodes(
+        chosen.nodes, chosen.gpus_per_node, chosen.nodes_per_leaf, oversubscription=chosen.oversubscription
+    )
 
 
 def _jobs(chosen: ClusterRunOptions, nodes: "list[ClusterNode]") -> "list[TraceJob]":

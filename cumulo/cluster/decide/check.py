@@ -12,37 +12,71 @@ def violations(snapshot: Snapshot, decisions: Sequence[Decision]) -> list[str]:
     """One sentence for each rule that the decisions break; []: all is well. Decisions are carried out together:
     what is evicted or resized stops first, then everything starts."""
     found: list[str] = []
-    free = snapshot.free.copy()
-    waiting = {job.job_id: job for job in snapshot.waiting}
-    running = {name: job.places for name, job in snapshot.running.items()}
+    books = _Books(snapshot.free)
+    placed = {one.job_id for one in decisions if isinstance(one, JobPlacement)}
+    waiting = {job.job_id: job for job in snapshot.waiting if job.job_id in placed} if placed else {}
+    change: dict[str, float] = {}  # GPUs that tenants gain
+    stopped: set[str] = set()
     for decision in decisions:
-        if isinstance(decision, Eviction | Resize) and decision.job_id in running:
-            free.give(snapshot.running[decision.job_id].request, running.pop(decision.job_id))
+        if isinstance(decision, Eviction | Resize):
+            running = snapshot.running.get(decision.job_id)
+            if running is None or decision.job_id in stopped:
+                found.append(f"{decision.job_id} is moved, but does not run, or is moved twice")
+                continue
+            if not running.request.preemptible:
+                found.append(f"{decision.job_id} is moved, but is not preemptible")
+            stopped.add(decision.job_id)
+            books.move(running.request, running.places, 1)
+            change[running.request.tenant] = change.get(running.request.tenant, 0.0) - running.gpus
     for decision in decisions:
         if isinstance(decision, JobPlacement):
             job = waiting.pop(decision.job_id, None)
             if job is None:
                 found.append(f"{decision.job_id} is placed, but does not wait")
                 continue
-            found += _wrong_places(job, decision.places, free)
-            running[job.job_id] = decision.places
-        elif isinstance(decision, Eviction | Resize):
-            if decision.job_id not in snapshot.running or decision.job_id in running:
-                found.append(f"{decision.job_id} is moved, but does not run, or is moved twice")
-                continue
+        elif isinstance(decision, Resize) and decision.job_id in stopped:
             job = snapshot.running[decision.job_id].request
-            if not job.preemptible:
-                found.append(f"{job.job_id} is moved, but is not preemptible")
-            if isinstance(decision, Resize):
-                found += _wrong_places(job, decision.places, free)
-                running[job.job_id] = decision.places
-    return found + _quotas_broken(snapshot, running)
+        else:
+            continue
+        found += _wrong_places(job, decision.places, books)
+        gained = len(decision.places) * job.milli_per_task / WHOLE_GPU
+        change[job.tenant] = change.get(job.tenant, 0.0) + gained
+    return found + _quotas_broken(snapshot, change)
 
 
-def _wrong_places(job: JobRequest, places: Sequence[TaskPlace], free: FreeCapacity) -> list[str]:
+class _Books:
+    """What is free on the nodes that the decisions touch."""
+
+    def __init__(self, free: FreeCapacity) -> None:
+        self.free = free
+        self.touched: dict[int, list[int]] = {}  # CPU, memory, then the GPUs
+
+    def of(self, node: int) -> list[int]:
+        known = self.touched.get(node)
+        if known is None:
+            free = self.free
+            known = [int(free.cpu_milli[node]), int(free.memory_mib[node]), *free.gpu_milli[node].tolist()]
+            self.touched[node] = known
+        return known
+
+    def move(self, job: JobRequest, places: Sequence[TaskPlace], sign: int) -> None:
+        for place in places:
+            self.move_one(job, self.free.index[place.node], place, sign)
+
+    def move_one(self, job: JobRequest, node: int, place: TaskPlace, sign: int) -> bool:
+        """Whether nothing is overcommitted afterwards."""
+        left = self.of(node)
+        left[0] += sign * job.cpu_milli
+        left[1] += sign * job.memory_mib
+        for gpu in place.gpus:
+            left[gpu + 2] += sign * job.gpu_milli
+        return min(left) >= 0
+
+
+def _wrong_places(job: JobRequest, places: Sequence[TaskPlace], books: _Books) -> list[str]:
     """And takes the places, if the nodes exist."""
     low, high = job.min_tasks or job.tasks, job.max_tasks or job.tasks
-    found = []
+    found, free = [], books.free
     if not low <= len(places) <= high:
         wanted = f"{low}" if low == high else f"{low} to {high}"
         found.append(f"{job.job_id} gets {len(places)} tasks of a gang of {wanted}")
@@ -60,28 +94,25 @@ def _wrong_places(job: JobRequest, places: Sequence[TaskPlace], free: FreeCapaci
                 *found,
                 f"{job.job_id} gets GPUs {place.gpus} of {place.node} for a task of {job.gpus_per_task}",
             ]
-        free.take(job, [place])
-        if (free.gpu_milli[number] < 0).any() or free.cpu_milli[number] < 0 or free.memory_mib[number] < 0:
+        if not books.move_one(job, number, place, -1):
             found.append(f"{job.job_id} is placed on {place.node}, which has too little free")
     return found
 
 
-def _quotas_broken(snapshot: Snapshot, running: dict[str, tuple[TaskPlace, ...]]) -> list[str]:
+def _quotas_broken(snapshot: Snapshot, change: dict[str, float]) -> list[str]:
     """A tenant has at most its quota and what it may borrow. One that is over already must not grow."""
     if not snapshot.quotas:
         return []
-    requests = {job.job_id: job for job in snapshot.waiting}
-    requests |= {name: job.request for name, job in snapshot.running.items()}
-    used: dict[str, float] = {}
-    for name, places in running.items():
-        job = requests[name]
-        used[job.tenant] = used.get(job.tenant, 0.0) + len(places) * job.milli_per_task / WHOLE_GPU
     before = tenant_gpus(snapshot)
-    return [
-        f"tenant {name} gets {used[name]:g} GPUs, its quota is {quota.gpus:g} and {quota.borrow_gpus:g} borrowed"
-        for name, quota in snapshot.quotas.items()
-        if used.get(name, 0.0) > max(quota.gpus + quota.borrow_gpus, before.get(name, 0.0)) + 1e-9
-    ]
+    found = []
+    for name, quota in snapshot.quotas.items():
+        had = before.get(name, 0.0)
+        has = had + change.get(name, 0.0)
+        if has > max(quota.gpus + quota.borrow_gpus, had) + 1e-9:
+            found.append(
+                f"tenant {name} gets {has:g} GPUs, its quota is {quota.gpus:g} and {quota.borrow_gpus:g} borrowed"
+            )
+    return found
 
 
 def tenant_gpus(snapshot: Snapshot) -> dict[str, float]:

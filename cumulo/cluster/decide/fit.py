@@ -41,22 +41,28 @@ def pack_gang(job: JobRequest, free: FreeCapacity) -> tuple[TaskPlace, ...] | No
 
 
 def _nodes_for(job: JobRequest, fits: Ints, free: FreeCapacity) -> list[tuple[int, int]]:
-    able = np.flatnonzero(fits)
-    # The fullest hold first, and the node with the least room left over for the rest.
-    order = able[np.lexsort((free.whole[able], -fits[able]))]
+    """Nodes with the most room first, and for the rest the tightest node that takes it all."""
     chosen: list[tuple[int, int]] = []
     missing = job.tasks
-    for node in order.tolist():
-        room = int(fits[node])
-        if room >= missing:
-            enough = able[fits[able] >= missing]
-            used = {number for number, _ in chosen}
-            last = min(
-                (n for n in enough.tolist() if n not in used), key=lambda n: (fits[n], free.whole[n], n)
-            )
-            return [*chosen, (int(last), missing)]
-        chosen.append((node, room))
-        missing -= room
+    room = int(fits.max())
+    while missing:
+        if room > missing:  # one node takes the rest: the one with the least room for it
+            able = np.flatnonzero(fits >= missing)
+            able = able[fits[able] == fits[able].min()]
+            return [*chosen, (int(able[free.whole[able].argmin()]), missing)]
+        same = np.flatnonzero(fits == room)
+        same = same[np.argsort(free.whole[same], kind="stable")]
+        taken = same[: missing // room] if room else same
+        chosen += [(node, room) for node in taken.tolist()]
+        missing -= room * len(taken)
+        if len(taken) == len(same):
+            room = int(fits[fits < room].max(initial=0))
+        elif missing:
+            fits = fits.copy()
+            fits[taken] = 0
+            able = np.flatnonzero(fits >= missing)
+            able = able[fits[able] == fits[able].min()]
+            return [*chosen, (int(able[free.whole[able].argmin()]), missing)]
     return chosen
 
 

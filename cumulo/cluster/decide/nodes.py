@@ -31,6 +31,7 @@ class ClusterNode:
     memory_mib: int = UNLIMITED
     nvlink_domain: str = ""  # nodes of one domain reach each other over scale-up links; "": this node alone
     leaf: str = ""  # the switch its network cards hang on; "": all nodes alike
+    leaf_oversubscription: float = 2.0  # what the leaf's nodes can send over what its uplinks carry
     health: NodeHealth = "ready"
     failures: int = 0  # recent ones; policies cordon nodes that fail again and again
 

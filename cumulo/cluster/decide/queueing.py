@@ -106,9 +106,10 @@ class _Trial:
         return self.decided
 
     def start(self, job: JobRequest, places: tuple[TaskPlace, ...]) -> None:
-        if self.free is self.snapshot.free:
-            self.free = self.free.copy()
-        self.free.take(job, places)
+        if len(self.snapshot.waiting) > 1:  # else nobody looks again
+            if self.free is self.snapshot.free:
+                self.free = self.free.copy()
+            self.free.take(job, places)
         now = self.snapshot.now_s
         self.started.append(
             RunningJob(job, places, now, None if job.predicted_s is None else now + job.predicted_s)

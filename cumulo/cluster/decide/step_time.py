@@ -75,9 +75,9 @@ class LeafFabric:
         return Reach(ranks, gpus, len(per_node), card / near_loss, card / far_loss, latency)
 
 
-def leaf_fabric(nodes: Sequence[ClusterNode], oversubscription: float = 2.0) -> LeafFabric:
+def leaf_fabric(nodes: Sequence[ClusterNode]) -> LeafFabric:
     """The fabric of these nodes: of their device if the catalogue has it, else of 8-GPU H100 nodes on RoCE."""
     catalog = shipped()
     known = nodes[0].device if nodes and nodes[0].device in catalog.tables["devices"] else _USUAL_DEVICE
     machine = catalog.cluster(8, known, fabric=_USUAL_FABRIC)
-    return LeafFabric(machine, {node.name: node.leaf for node in nodes}, oversubscription)
+    return LeafFabric(machine, {node.name: node.leaf for node in nodes}, nodes[0].leaf_oversubscription)

@@ -62,12 +62,21 @@ def read_nodes(path: Path) -> list[ClusterNode]:
     )
 
 
-def uniform_nodes(nodes: int, gpus: int = 8, nodes_per_leaf: int = 0, device: str = "") -> list[ClusterNode]:
+def uniform_nodes(
+    nodes: int, gpus: int = 8, nodes_per_leaf: int = 0, device: str = "", oversubscription: float = 2.0
+) -> list[ClusterNode]:
     """Equal nodes, so many to a leaf switch (0: one leaf). Consecutive numbers are under different leaves: a name
     says nothing about where a node hangs, so that packing by name is really blind."""
     leaves = -(-nodes // nodes_per_leaf) if nodes_per_leaf else 1
     return [
-        ClusterNode(f"node-{number}", gpus, device, leaf=f"leaf-{number % leaves}") for number in range(nodes)
+        ClusterNode(
+            f"node-{number}",
+            gpus,
+            device,
+            leaf=f"leaf-{number % leaves}",
+            leaf_oversubscription=oversubscription,
+        )
+        for number in range(nodes)
     ]
 
 
