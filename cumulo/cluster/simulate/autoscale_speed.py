@@ -17,7 +17,7 @@ from cumulo.spec.slo import Slo
 
 _SAMPLE = 600  # requests of the trace that the search plays
 _BATCH = 32  # sequences that decode together, to weigh an output token against a prompt token
-_LEAST_RATE = 1e-3
+_LEAST_RATE, _MOST_RATE = 1e-3, 1e4
 
 
 def replica_speed(replica: Replica, traffic: Traffic, slo: Slo, seed: int = 0) -> ReplicaSpeed:
@@ -76,7 +76,7 @@ def highest_rate(replica: Replica, sample: Traffic, slo: Slo) -> float:
 
     low = high = 1.0
     if holds(low):
-        while holds(high := high * 2):
+        while high < _MOST_RATE and holds(high := high * 2):
             low = high
     else:
         while not holds(low := low / 2):

@@ -48,6 +48,7 @@ class FleetAutoscaler:
         self.events: deque[ScaleEvent] = deque(maxlen=_KEPT)
         self.replica_s = 0.0  # seconds of replicas so far, from their order to their end
         self.judged = self.kept = 0  # requests that ended, and those within the SLO
+        self.start_ups_s: deque[float] = deque(maxlen=_KEPT)  # that new replicas took
         self.wanted: ScaleTo | None = None
         self._rule: ForecastRule | None = None
         self._arrived = self._arrived_tokens = 0
@@ -104,7 +105,7 @@ class FleetAutoscaler:
             self.fleet.place_homeless()
         for _ in range(todo.start):
             replica = self.fleet.make_replica()
-            self.fleet.keep(replica.client.start_until_up())
+            self.fleet.keep(self._start(replica))
         for name in (*todo.drain, *todo.cancel):
             replica = self.fleet.replicas[name]
             replica.draining = True
@@ -113,6 +114,11 @@ class FleetAutoscaler:
         if after != before:
             log.info("autoscaling: %d -> %d replicas: %s", before, after, self.wanted.why)
             self.events.append(ScaleEvent(time.time(), before, after, self.wanted.why))
+
+    async def _start(self, replica: FleetReplica) -> None:
+        began_s = time.perf_counter()
+        await replica.client.start_until_up()
+        self.start_ups_s.append(time.perf_counter() - began_s)
 
     async def _end_when_empty(self, replica: FleetReplica) -> None:
         while replica.draining and (replica.client.in_flight or replica.client.state == "starting"):
@@ -185,6 +191,7 @@ class FleetAutoscaler:
             "wanted": None if self.wanted is None else self.wanted.replicas,
             "why": "" if self.wanted is None else self.wanted.why,
             "replica_s": round(self.replica_s, 3),
+            "start_ups_s": [round(one, 3) for one in self.start_ups_s],
             "slo_attainment": self.kept / self.judged if self.judged else None,
             "events": [
                 {"time_s": one.time_s, "before": one.before, "after": one.after, "why": one.why}
