@@ -1,12 +1,20 @@
 """The jobs page: queue, cluster map and timeline as HTML, and what a visitor may do."""
 
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
 
 from cumulo.cluster.decide.jobs import TaskPlace
 from cumulo.cluster.job_file import job_from
 from cumulo.cluster.job_progress import JobProgress
 from cumulo.cluster.job_record import JobPhase, JobRecord
+from cumulo.cluster.job_store import JobStore, default_store
 from cumulo.console.jobs.view import colour, job_tiles_html, map_html, queue_html, timeline_html
+from tests.console.browsing import DESKTOP, PHONE, in_a_browser, looking_at
+from tests.serve.running_server import running_server
+from tests.serve.tiny_model import save_tiny_model
 
 JOB = job_from({"name": "tiny", "train": {"config": "a.yaml"}, "devices": {"count": 2}})
 RUNS = JobRecord(
@@ -43,3 +51,23 @@ def test_the_timeline_draws_waiting_and_running_of_each_job() -> None:
     assert shown.count("<rect") == 3
     assert "tiny-1: queued for 10 s" in shown and "tiny-1: running for 50 s" in shown
     assert "No job yet" in timeline_html([], 0.0)
+
+
+@pytest.mark.thorough
+class TestInABrowser:
+    pytestmark = in_a_browser
+
+    def test_a_job_is_seen_and_cancelled_in_the_browser(
+        self, browser: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+        store = JobStore(default_store())
+        store.submit(JOB, "ray")
+        with running_server(str(save_tiny_model(tmp_path)), "--kv-memory-gib", "0.02") as server:
+            with looking_at(browser, server, "/jobs", DESKTOP) as page:
+                page.get_by_label("Cancel tiny-1").click()
+                page.locator(".badge", has_text="cancelled").wait_for()
+                assert store.find("tiny").state == "cancelled"
+            with looking_at(browser, server, "/jobs", PHONE) as page:
+                page.locator("table.jobs").wait_for()
+                assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")

@@ -172,11 +172,10 @@ class JobKeeper:
 
     async def _codes(self, runs: list[Any]) -> list[int] | None:
         """Exit codes of all tasks; None: one of them is lost with its node."""
-        waiting = [asyncio.ensure_future(_result(run)) for run in runs]
-        while True:
-            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            if all(one in done for one in waiting):
-                return [one.result() for one in waiting]
+        tasks = [asyncio.ensure_future(_result(run)) for run in runs]
+        waiting = set(tasks)
+        while waiting:
+            done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
             if any(one.exception() is not None or one.result() != 0 for one in done):
                 # One rank has failed, and the others follow; is it a node that is gone?
                 answers = await asyncio.gather(
@@ -185,9 +184,9 @@ class JobKeeper:
                 )
                 if any(isinstance(answer, BaseException) for answer in answers):
                     return None
-                await asyncio.wait(waiting, timeout=_STOP_S)
-                return [one.result() if one.done() and not one.exception() else 1 for one in waiting]
-            waiting = [one for one in waiting if one not in done] or waiting
+                await asyncio.wait(tasks, timeout=_STOP_S)
+                break
+        return [one.result() if one.done() and not one.exception() else 1 for one in tasks]
 
     def _avoiding(self, tasks: int) -> list[dict[str, str]] | None:
         """Nodes that failed again and again are cordoned for this job, as the cluster's own policies do."""
