@@ -64,6 +64,15 @@ def print_step(chosen: "NetworkOptions") -> None:
         style="dim",
     )
     for axis, base in zip(mine, ideal, strict=True):
+        if (
+            axis.axis == "dp"
+            and axis.call_s <= 1.05 * base.call_s
+            and max(cluster.fabric.oversubscription) > 1
+        ):
+            out.print(
+                f"{axis.axis} {axis.collective} does not notice the oversubscription: {axis.far_share:.0%} of its "
+                "messages pass the top tier, since a ring leaves a pod once for all its members there."
+            )
         if axis.call_s > 1.05 * base.call_s:
             out.print(_why(axis, base, cluster.fabric.oversubscription, step_s))
 

@@ -6,6 +6,7 @@ CPU), NODE (through its PCIe host bridges), SYS (through the link between CPUs).
 
 import re
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from cumulo.errors import ConfigError
 
@@ -44,7 +45,7 @@ class MachineGraph:
     numa_nodes: int = 1
     switched: bool = False  # NVLinks go to switches, so that any pair has all of them
 
-    @property
+    @cached_property
     def generation(self) -> int:
         """Compute capability; guessed from the number of links where it is not said."""
         if self.compute_capability is not None:
@@ -52,7 +53,7 @@ class MachineGraph:
         most = max((links(kind) for kind in self.near.values()), default=0)
         return _BY_LINKS.get(most, 90 if most > 12 else 80)
 
-    @property
+    @cached_property
     def nvlink_gbps(self) -> float:
         known = [sm for sm in NVLINK_GBPS if sm <= self.generation]
         return NVLINK_GBPS[max(known)] if known else 20.0
