@@ -231,7 +231,7 @@ def test_a_model_that_does_not_fit_is_told_how_many_gpus_would_hold_it(cumulo: R
 
 
 def test_a_missed_deadline_names_a_cluster_that_keeps_it(cumulo: Run) -> None:
-    limits = ("--tokens", "1e12", "--deadline-days", "20", "--no-why")
+    limits = ("--tokens", "1e12", "--deadline-days", "15", "--no-why")
     ran = cumulo(*SMALL, *limits)
     assert ran.code == 2
     enough = ran.err.split(" GPUs would take")[0].split()[-1]
@@ -241,7 +241,7 @@ def test_a_missed_deadline_names_a_cluster_that_keeps_it(cumulo: Run) -> None:
 
 def test_the_named_cluster_is_not_much_larger_than_needed(cumulo: Run) -> None:
     """The next smaller one that was tried is too small."""
-    asked = ("--batch", "192", "--tokens", "1e12", "--deadline-days", "11", "--no-why")
+    asked = ("--batch", "192", "--tokens", "1e12", "--deadline-days", "7", "--no-why")
     enough = int(cumulo(*SMALL, *asked).err.split(" GPUs would take")[0].split()[-1])
     assert enough % 8 == 0 and enough & (enough - 1)  # whole nodes, and not only powers of two
     smaller = 1 << (enough.bit_length() - 1)
@@ -249,6 +249,7 @@ def test_the_named_cluster_is_not_much_larger_than_needed(cumulo: Run) -> None:
     assert cumulo(*SMALL, *asked, "--gpus", str(enough)).code == 0
 
 
+@pytest.mark.long
 def test_a_deadline_that_no_cluster_keeps_says_what_to_change(cumulo: Run) -> None:
     ran = cumulo(*SMALL, "--tokens", "1e15", "--deadline-days", "1", "--no-why")
     assert ran.code == 2

@@ -214,6 +214,7 @@ def test_a_refused_message_goes_back_to_where_it_was_written(browser: Any, serve
         assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
 
 
+@pytest.mark.long
 def test_conversations_are_searched_renamed_exported_and_deleted(browser: Any, server: RunningServer) -> None:
     said = [
         {"role": "user", "content": "Tell me of <b>whales</b>"},
@@ -255,6 +256,7 @@ def test_conversations_are_searched_renamed_exported_and_deleted(browser: Any, s
         assert [chat["name"] for chat in stored_chats(page)] == ["Greeting"]
 
 
+@pytest.mark.long
 def test_a_text_file_and_a_preset_reach_the_model(
     browser: Any, server: RunningServer, tmp_path: Path
 ) -> None:
@@ -298,6 +300,7 @@ def test_a_text_file_and_a_preset_reach_the_model(
         wait_for(lambda: prompt.input_value() == "Answer like a pirate.", "the preset kept by the browser")
 
 
+@pytest.mark.long
 def test_keys_of_the_keyboard(browser: Any, server: RunningServer) -> None:
     said = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho."}]
     with looking_at(browser, server, "/", DESKTOP) as page:

@@ -98,6 +98,7 @@ def refused(*arguments: str) -> str:
     return str(error.value)
 
 
+@pytest.mark.long
 def test_a_fleet_that_cannot_work_is_refused_with_what_would(
     servers: tuple[RunningServer, RunningServer], key: str, tmp_path: Path
 ) -> None:

@@ -162,6 +162,7 @@ def test_ticks_are_few_and_span_the_axis(values: list[float], log: bool) -> None
         assert scale.low <= min(values) and max(values) <= scale.high
 
 
+@pytest.mark.long
 def test_the_generator_is_measured_against_a_canned_server_in_another_process() -> None:
     figures = asyncio.run(measure(seconds=0.4))
     # CPU seconds, not wall-clock: the bar of 2,000 tokens per second and core, with room.

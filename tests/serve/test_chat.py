@@ -204,6 +204,7 @@ def test_the_story_comes_with_the_answer_when_asked_for(client: openai.OpenAI) -
     assert last.explain[0]["finish_reason"] == "stop"  # type: ignore[attr-defined]
 
 
+@pytest.mark.long
 def test_sixteen_streams_at_once_get_each_their_own_text(server: RunningServer) -> None:
     def fields(number: int) -> dict[str, Any]:
         return GREEDY | {"messages": [{"role": "user", "content": f"Count from {number}."}], "max_tokens": 16}

@@ -50,6 +50,7 @@ def test_no_engine_outlives_its_server() -> None:
         wait_for(lambda: engine_is_gone(engine), "the end of the engine")
 
 
+@pytest.mark.long
 def test_a_server_told_to_stop_while_it_loads_stops() -> None:
     process = subprocess.Popen(
         [sys.executable, "-m", "cumulo.cli", "serve", "--port", "0", quick_model()],

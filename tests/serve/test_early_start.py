@@ -39,6 +39,7 @@ def test_it_is_taken_once_and_only_with_the_environment_it_has(monkeypatch: pyte
     assert early_start.take_process({}) is started[2]
 
 
+@pytest.mark.long
 def test_it_ends_with_a_server_that_cannot_start() -> None:
     done = subprocess.run([sys.executable, "-c", _FAILING], capture_output=True, text=True, check=False)
     assert done.returncode == 2 and "there is no model at" in done.stderr and "Traceback" not in done.stderr

@@ -95,6 +95,7 @@ def test_a_long_prompt_is_computed_by_the_prefill_engine_and_its_story_says_so(s
     assert split.server.sample("cumulo:kv_transfers_total") > before
 
 
+@pytest.mark.long
 def test_a_prefill_engine_killed_in_mid_transfer_changes_no_answer(
     split: SplitServer, texts: list[str]
 ) -> None:
@@ -138,6 +139,7 @@ def test_kills_in_the_middle_of_much_traffic_change_no_answer(split: SplitServer
     wait_for(split.connected, "the new engine", split.server)
 
 
+@pytest.mark.long
 def test_a_prefill_engine_that_hangs_is_given_up_and_replaced(split: SplitServer, texts: list[str]) -> None:
     prefill, failed = split.prefill(), split.transfers("failed")
     os.kill(prefill["pid"], signal.SIGSTOP)

@@ -73,6 +73,7 @@ def test_a_shrunk_configuration_keeps_its_axes_and_can_be_run(
     assert (small.spec.moe is None) == (spec.moe is None) and (small.spec.mla is None) == (spec.mla is None)
 
 
+@pytest.mark.long
 def test_a_users_configuration_is_verified_in_processes_of_its_own() -> None:
     config = TrainConfig(
         batch_sequences=64, micro_batch=4, dtype="bfloat16",

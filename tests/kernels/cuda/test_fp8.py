@@ -120,6 +120,7 @@ def test_the_operators_have_fake_kernels(device: torch.device) -> None:
     torch.library.opcheck(torch.ops.cumulo.fp8_quantise, (x, None, 1e-6, True, True), test_utils=utilities)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_on_hopper_blocks_are_multiplied_by_the_8_bit_matrix_unit() -> None:
     integers = ("M", "N", "K", "stride_x", "stride_w", "stride_out", "stride_x_scales", "stride_w_scales")

@@ -95,6 +95,7 @@ def test_of_equal_logits_the_lower_tokens_stay(device: torch.device) -> None:
     check_like_the_cpu(logits, alike, device, seed=2)
 
 
+@pytest.mark.long
 def test_flat_rows_and_large_k_are_drawn_from_the_whole_row(device: torch.device) -> None:
     vocabulary = 2 * sample_cuts.CANDIDATES + 77
     cuts = [Cut(1.0, top_p=0.95), Cut(1.0, top_k=6000), Cut(1.0, top_k=5000, top_p=0.9), Cut(1.0, min_p=1e-4)]
@@ -124,6 +125,7 @@ def test_impossible_tokens_are_never_drawn_and_unsound_rows_have_no_token(device
     assert sample_cuts.sample_with_cuts_op(unsound, words.to(device), tokens).tolist() == [-1, -1, -1]
 
 
+@pytest.mark.long
 def test_padding_and_strided_logits_are_drawn_into_given_buffers(device: torch.device) -> None:
     rows, vocabulary = 3, 130
     wide = random_logits(rows, 200, 2.0).to(device)

@@ -145,6 +145,7 @@ def case(config: SmallConfig, m: int, k: int, weight: str = "*bf16", **fusions: 
     )
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_on_hopper_every_weight_load_is_16_bytes() -> None:
     cases = [

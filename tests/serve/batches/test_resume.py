@@ -15,6 +15,7 @@ from tests.serve.batches.help import CHAT, begin, chat, end_of, line, results
 from tests.serve.running_server import running_server, wait_for
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_killed_servers_batches_are_resumed(tiny: Path, tmp_path: Path) -> None:
     options = (str(tiny), "--files", str(tmp_path / "files"), "--max-running", "4")

