@@ -4,12 +4,14 @@ restart it costs.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cumulo.cluster.decide.decisions import Decision, Eviction, JobPlacement, Resize, Waits
-from cumulo.cluster.decide.fit import task_places
-from cumulo.cluster.decide.jobs import WHOLE_GPU, JobRequest, SpeedTable, TaskPlace
+from cumulo.cluster.decide.fifo import fifo
+from cumulo.cluster.decide.fit import task_places, tasks_that_fit
+from cumulo.cluster.decide.jobs import JobRequest, SpeedTable, TaskPlace
 from cumulo.cluster.decide.nodes import FreeCapacity
+from cumulo.cluster.decide.quotas import QuotaBook
 from cumulo.cluster.decide.snapshot import Policy, Snapshot
 
 _LITTLE = 1e-3  # so that a job without GPUs has a finite cost
@@ -47,27 +49,46 @@ def elastic(restart_s: float = 30.0, sizes: Iterable[int] = (1, 2, 3, 4), short_
         if not ready.any():
             return []
         node_gpus = int(snapshot.free.gpus[ready].max())
-        jobs = _sized(snapshot, restart_s, node_gpus)
+        rigid = [job for job in snapshot.waiting if not _resizable(job)]
+        decided = fifo(replace(snapshot, waiting=rigid)) if rigid else []
+        started = {one.job_id: one.places for one in decided if isinstance(one, JobPlacement)}
+        free, book = snapshot.free.copy(), QuotaBook(snapshot)
+        for job in rigid:
+            if job.job_id in started:
+                free.take(job, started[job.job_id])
+                book.count(job, job.gpus)
+        held = [
+            one for one in snapshot.running.values() if _resizable(one.request) and one.request.preemptible
+        ]
+        gpus = int(free.whole[ready].sum() + sum(one.gpus for one in held))
+        jobs = _sized(snapshot, restart_s, node_gpus, gpus)
         if short_first:
-            for job in jobs:
-                seconds = job.request.predicted_s or 3600.0
-                job.weight = (3600.0 / max(seconds, 60.0)) ** short_first
-        if not jobs:
-            return []
-        _choose_sizes(jobs, int(snapshot.free.gpus[ready].sum()), node_gpus, inside)
-        return _placed(snapshot, jobs, node_gpus)
+            for sized in jobs:
+                seconds = sized.request.predicted_s or 3600.0
+                sized.weight = (3600.0 / max(seconds, 60.0)) ** short_first
+        _choose_sizes(jobs, gpus, node_gpus, inside)
+        return decided + _placed(jobs, node_gpus, free, book)
 
     return policy
 
 
-def _sized(snapshot: Snapshot, restart_s: float, node_gpus: int) -> list[_Sized]:
-    active = [(job, (), 0) for job in snapshot.waiting]
-    active += [(one.request, one.places, one.restarts) for one in snapshot.running.values()]  # type: ignore[misc]
-    total = float(snapshot.free.gpus[snapshot.free.ready].sum())
+def _resizable(job: JobRequest) -> bool:
+    return job.speed is not None and job.gpus_per_task == 1 and not job.fractional
+
+
+def _sized(snapshot: Snapshot, restart_s: float, node_gpus: int, gpus: int) -> list[_Sized]:
+    active: list[tuple[JobRequest, tuple[TaskPlace, ...], int]] = [
+        (job, (), 0) for job in snapshot.waiting if _resizable(job)
+    ]
+    active += [
+        (one.request, one.places, one.restarts) for one in snapshot.running.values()
+        if _resizable(one.request) and one.request.preemptible
+    ]  # fmt: skip
+    total = float(gpus)
     share = max(1, -int(-total // max(1, len(active))))
     found = []
     for job, places, restarts in active:
-        speed = job.speed or SpeedTable((0.0,) * (job.tasks - 1) + (1.0,), (0.0,) * (job.tasks - 1) + (1.0,))
+        speed = job.speed or SpeedTable((), ())
         age_s = max(1.0, snapshot.now_s - job.arrival_s)
         keep = max(age_s - restarts * restart_s, 0.0) / (age_s + restart_s)
         fair = 0.0
@@ -104,12 +125,12 @@ def _choose_sizes(jobs: list[_Sized], gpus: int, node_gpus: int, inside: tuple[i
         chosen.size = best[2]
 
 
-def _placed(snapshot: Snapshot, jobs: list[_Sized], node_gpus: int) -> list[Decision]:
+def _placed(jobs: list[_Sized], node_gpus: int, free: FreeCapacity, book: QuotaBook) -> list[Decision]:
     """Jobs that keep their size keep their places; the others are placed anew, the largest first."""
-    free = snapshot.free.copy()
     for job in jobs:
         if job.current and job.size != job.current:
             free.give(job.request, job.places)
+            book.count(job.request, -job.current)
     decided: list[Decision] = []
     resized: list[Decision] = []
     for job in sorted(jobs, key=lambda one: (-one.size, one.request.arrival_s)):
@@ -117,7 +138,8 @@ def _placed(snapshot: Snapshot, jobs: list[_Sized], node_gpus: int) -> list[Deci
             continue
         size, places = job.size, None
         while size and places is None:
-            places = _places(job.request, size, free, node_gpus)
+            if book.refuses(job.request, size) is None:
+                places = _places(job.request, size, free, node_gpus)
             if places is None:
                 size = size - node_gpus if size > node_gpus else size - 1
         name = job.request.job_id
@@ -128,6 +150,7 @@ def _placed(snapshot: Snapshot, jobs: list[_Sized], node_gpus: int) -> list[Deci
                 decided.append(Waits(name, "no GPU adds more goodput here than where it is"))
             continue
         free.take(job.request, places)
+        book.count(job.request, size)
         why = f"{size} GPUs: one more would add more goodput to another job"
         if job.current:
             resized.append(Resize(name, places, why))
@@ -138,13 +161,14 @@ def _placed(snapshot: Snapshot, jobs: list[_Sized], node_gpus: int) -> list[Deci
 
 
 def _places(job: JobRequest, size: int, free: FreeCapacity, node_gpus: int) -> tuple[TaskPlace, ...] | None:
+    fits = tasks_that_fit(job, free)
     if size <= node_gpus:
-        able = [int(node) for node in free.ready.nonzero()[0] if free.whole[node] >= size]
+        able = (fits >= size).nonzero()[0].tolist()
         if not able:
             return None
         node = min(able, key=lambda number: (int(free.whole[number]), number))
         return task_places(job, free, [(node, size)])
-    empty = [int(node) for node in free.ready.nonzero()[0] if free.whole[node] == node_gpus]
-    if len(empty) * node_gpus < size or job.gpu_milli != WHOLE_GPU:
+    empty = ((free.whole == node_gpus) & (fits >= node_gpus)).nonzero()[0].tolist()
+    if len(empty) * node_gpus < size or size % node_gpus:
         return None
     return task_places(job, free, [(node, node_gpus) for node in empty[: size // node_gpus]])

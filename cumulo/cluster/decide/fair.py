@@ -9,25 +9,9 @@ from cumulo.cluster.decide.check import tenant_gpus
 from cumulo.cluster.decide.decisions import Decision, Eviction, JobPlacement
 from cumulo.cluster.decide.jobs import JobRequest, RunningJob
 from cumulo.cluster.decide.nodes import FreeCapacity
-from cumulo.cluster.decide.queueing import Admission, Placer, queue_policy
+from cumulo.cluster.decide.queueing import Placer, queue_policy
+from cumulo.cluster.decide.quotas import QuotaBook
 from cumulo.cluster.decide.snapshot import Policy, Snapshot, TenantQuota
-
-
-def within_quota(snapshot: Snapshot) -> Admission:
-    """A job may start while its tenant stays within its quota and what it may borrow. Counts what it admits."""
-    used = tenant_gpus(snapshot)
-
-    def admission(job: JobRequest) -> str | None:
-        quota = snapshot.quotas.get(job.tenant)
-        if quota is None:
-            return None
-        most = quota.gpus + quota.borrow_gpus
-        if used.get(job.tenant, 0.0) + job.gpus > most + 1e-9:
-            return f"tenant {job.tenant} has {used.get(job.tenant, 0.0):g} GPUs, its limit is {most:g}"
-        used[job.tenant] = used.get(job.tenant, 0.0) + job.gpus
-        return None
-
-    return admission
 
 
 def by_share(snapshot: Snapshot) -> Iterator[JobRequest]:
@@ -62,9 +46,7 @@ def by_share(snapshot: Snapshot) -> Iterator[JobRequest]:
 def fair(place: Placer) -> Policy:
     """`by_share` with backfill, and reclaiming: a tenant below its quota gets back what others borrowed, the
     youngest borrower first, because it loses least."""
-    fill = queue_policy(
-        by_share, place, backfill=True, admission=within_quota, reason="its tenant has the least"
-    )
+    fill = queue_policy(by_share, place, backfill=True, reason="its tenant has the least")
 
     def policy(snapshot: Snapshot) -> list[Decision]:
         reclaimed = _reclaim(snapshot, place) if snapshot.quotas else []
@@ -132,13 +114,11 @@ def _enough(
 def preempting(place: Placer) -> Policy:
     """Priorities: a job may stop those of lower priority, if what it saves is worth what they lose: a
     checkpoint each, counted in GPU seconds, against its waiting until one of them would have ended."""
-    fill = queue_policy(
-        _urgent_first, place, backfill=True, admission=within_quota, reason="the most urgent that fits"
-    )
+    fill = queue_policy(_urgent_first, place, backfill=True, reason="the most urgent that fits")
 
     def policy(snapshot: Snapshot) -> list[Decision]:
         for job in list(_urgent_first(snapshot))[:20]:
-            if place(job, snapshot.free) is not None or within_quota(snapshot)(job) is not None:
+            if place(job, snapshot.free) is not None or QuotaBook(snapshot).refuses(job) is not None:
                 continue
             lower = [
                 one for one in snapshot.running.values()

@@ -4,19 +4,22 @@ from cumulo.cluster.decide.decisions import Decision, JobPlacement, Waits
 from cumulo.cluster.decide.fit import pack_gang, tasks_that_fit
 from cumulo.cluster.decide.jobs import JobRequest
 from cumulo.cluster.decide.nodes import FreeCapacity
+from cumulo.cluster.decide.quotas import QuotaBook
 from cumulo.cluster.decide.snapshot import Snapshot
 
 
 def fifo(snapshot: Snapshot) -> list[Decision]:
     decided: list[Decision] = []
-    free = snapshot.free
+    free, book = snapshot.free, QuotaBook(snapshot)
     for job in snapshot.waiting:
         places = pack_gang(job, free)
-        if places is None:
-            decided.append(Waits(job.job_id, why_not(job, free)))
+        refused = why_not(job, free) if places is None else book.refuses(job)
+        if places is None or refused is not None:
+            decided.append(Waits(job.job_id, refused or ""))
             break
         free = free.copy() if free is snapshot.free else free
         free.take(job, places)
+        book.count(job, job.gpus)
         decided.append(JobPlacement(job.job_id, places, "first in the queue, and its whole gang fits"))
     return decided
 

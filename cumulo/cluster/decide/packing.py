@@ -26,6 +26,7 @@ from cumulo.cluster.decide.fragmentation import (
 )
 from cumulo.cluster.decide.jobs import WHOLE_GPU, JobRequest, TaskPlace
 from cumulo.cluster.decide.nodes import FreeCapacity, Ints
+from cumulo.cluster.decide.quotas import QuotaBook
 from cumulo.cluster.decide.snapshot import Policy, Snapshot
 
 _MOST_CPU, _MOST_GPU = 128_000, 8_000  # the largest node of the published comparison, in thousandths
@@ -41,15 +42,20 @@ def packing_policy(scorer: Scorer, name: str, seed: int = 0, any_gpu: bool = Fal
 
     def policy(snapshot: Snapshot) -> list[Decision]:
         decided: list[Decision] = []
-        free = snapshot.free
+        free, book = snapshot.free, QuotaBook(snapshot)
         for number, job in enumerate(snapshot.waiting):
-            trial = free if job.tasks == 1 and number + 1 == len(snapshot.waiting) else free.copy()
+            last = job.tasks == 1 and number + 1 == len(snapshot.waiting)
+            trial = free if last else free.copy()
             places = _place(job, trial, scorer, seed, any_gpu)
-            if places is None:
-                decided.append(Waits(job.job_id, why_not(job, free)))
-            else:
-                decided.append(JobPlacement(job.job_id, places, f"best score by {name}"))
-                free = trial
+            refused = why_not(job, free) if places is None else book.refuses(job)
+            if places is None or refused is not None:
+                decided.append(Waits(job.job_id, refused or ""))
+                continue
+            decided.append(JobPlacement(job.job_id, places, f"best score by {name}"))
+            book.count(job, job.gpus)
+            if job.tasks == 1 and not last:
+                trial.take(job, places)
+            free = trial
         return decided
 
     return policy

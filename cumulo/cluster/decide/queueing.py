@@ -12,11 +12,11 @@ from cumulo.cluster.decide.fifo import why_not
 from cumulo.cluster.decide.fit import pack_gang, tasks_that_fit
 from cumulo.cluster.decide.jobs import JobRequest, RunningJob, TaskPlace
 from cumulo.cluster.decide.nodes import FreeCapacity
+from cumulo.cluster.decide.quotas import QuotaBook
 from cumulo.cluster.decide.snapshot import Policy, Snapshot
 
 Order = Callable[[Snapshot], Iterable[JobRequest]]
 Placer = Callable[[JobRequest, FreeCapacity], tuple[TaskPlace, ...] | None]
-Admission = Callable[[JobRequest], str | None]  # why a job may not start now although it fits; None: it may
 _MOST_TRIED = (
     200  # jobs behind the first that does not fit: as Slurm's bf_max_job_test, so that a decision ends
 )
@@ -45,7 +45,6 @@ def queue_policy(
     place: Placer = pack_gang,
     backfill: bool = False,
     reservations: int = 1,
-    admission: Callable[[Snapshot], Admission] | None = None,
     reason: str = "its turn, and its whole gang fits",
 ) -> Policy:
     """Jobs are placed in `order` until one does not fit. With `backfill` later ones may start too, if they end
@@ -53,15 +52,9 @@ def queue_policy(
     with a large number no job is delayed by one behind it (conservative, Mu'alem and Feitelson 2001)."""
 
     def policy(snapshot: Snapshot) -> list[Decision]:
-        return _Trial(snapshot, place, backfill, reservations, reason).decide(
-            order(snapshot), admission(snapshot) if admission is not None else _admitted
-        )
+        return _Trial(snapshot, place, backfill, reservations, reason).decide(order(snapshot))
 
     return policy
-
-
-def _admitted(job: JobRequest) -> str | None:
-    return None
 
 
 @dataclass(slots=True)
@@ -86,14 +79,15 @@ class _Trial:
     def __post_init__(self) -> None:
         self.free = self.snapshot.free
         self.started: list[RunningJob] = []
+        self.book = QuotaBook(self.snapshot)
 
-    def decide(self, ordered: Iterable[JobRequest], admission: Admission) -> list[Decision]:
+    def decide(self, ordered: Iterable[JobRequest]) -> list[Decision]:
         behind = 0
         for job in ordered:
             if behind > _MOST_TRIED or (self.reserved and not self.free.whole.any() and not job.fractional):
                 break
             behind += bool(self.reserved)
-            refused = admission(job)
+            refused = self.book.refuses(job)
             if refused is not None:
                 self.decided.append(Waits(job.job_id, refused))
                 continue
@@ -110,6 +104,7 @@ class _Trial:
             if self.free is self.snapshot.free:
                 self.free = self.free.copy()
             self.free.take(job, places)
+        self.book.count(job, job.gpus)
         now = self.snapshot.now_s
         self.started.append(
             RunningJob(job, places, now, None if job.predicted_s is None else now + job.predicted_s)

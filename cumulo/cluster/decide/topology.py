@@ -40,7 +40,7 @@ class TopologyPlacer:
     why: dict[str, str] = field(default_factory=dict)
 
     def __call__(self, job: JobRequest, free: FreeCapacity) -> tuple[TaskPlace, ...] | None:
-        if job.tasks == 1:
+        if job.tasks == 1 or not job.gpus_per_task or job.fractional:
             return pack_gang(job, free)
         fits = tasks_that_fit(job, free)
         if int(fits.sum()) < job.tasks:
