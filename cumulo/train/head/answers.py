@@ -79,8 +79,8 @@ def questions(config: HeadConfig) -> list[str]:
 def make_answers(
     config: HeadConfig, engine: EngineConfig, tell: Callable[[str, int, int], None]
 ) -> list[OwnAnswer]:
-    """The model's answers to the questions, a quarter of them sampled, with its hidden states. They are kept in
-    files and read from there the next time."""
+    """The model's answers to the questions, a quarter of them and all to repeated questions sampled, with its
+    hidden states. They are kept in files and read from there the next time."""
     asked, done = questions(config), list[OwnAnswer]()
     at_once = _AT_ONCE[engine.device]
     firsts = range(0, config.answers, at_once)
@@ -90,7 +90,7 @@ def make_answers(
             stream = _streams(config, llm)
             for first, path in paths.items():
                 if not path.is_file():
-                    _answer(config, llm, stream, asked[first : first + at_once], path)
+                    _answer(config, llm, stream, asked, range(first, min(first + at_once, len(asked))), path)
                 tell("the model answers", min(first + at_once, config.answers), config.answers)
     for path in paths.values():
         done += _read(path)
@@ -116,14 +116,20 @@ def _answer(
     config: HeadConfig,
     llm: LLM,
     stream: Callable[[NDArray[np.int32]], Tensor],
-    group: list[str],
+    asked: list[str],
+    group: range,
     path: Path,
 ) -> None:
+    distinct = len(set(asked))  # they are asked in turn: the others repeat them
     params = [
-        SamplingParams(temperature=0.8 * (index % 4 == 3), max_tokens=config.answer_tokens, seed=index)
-        for index in range(len(group))
+        SamplingParams(
+            temperature=0.8 if index % 4 == 3 or index >= distinct else 0.0,
+            max_tokens=config.answer_tokens,
+            seed=index,
+        )
+        for index in group
     ]
-    outputs = llm.chat([[{"role": "user", "content": text}] for text in group], params)
+    outputs = llm.chat([[{"role": "user", "content": asked[index]}] for index in group], params)
     tokens = [np.array(one.prompt_token_ids + one.samples[0].token_ids, dtype=np.int32) for one in outputs]
     streams = [stream(one).to(torch.float16).cpu().numpy() for one in tokens]
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -57,7 +57,9 @@ class _Example:
     stream: Tensor  # [n, features]: places 0 .. n - 1
     tokens: Tensor  # [n + unroll + 1]: of places 0 ..
     first: int  # places before it lie in the prompt: not trained
-    teacher: Tensor  # [n, hidden]: the model's last hidden states, normed, which say what it expects behind them
+    teacher: (
+        Tensor  # [n, hidden]: the model's last hidden states, normed, which say what it expects behind them
+    )
 
 
 class HeadTrainer:

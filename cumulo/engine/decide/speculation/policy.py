@@ -30,6 +30,10 @@ _LEAST_GAIN = 1.03  # from which waiting for the tokens is worth the host's time
 _HOST_S = 4e-4  # ... which is about this on a GPU, and there a step may be no longer
 _CAUTION = 1.1  # a draft must be worth so much more than it is thought to cost: both are estimates
 _NEWS = 0.15
+_SHORTER, _LONGER = 0.4, 0.05  # share of the news in what a proposal takes
+_LEARNING = (
+    32  # a model's first tokens are asked for one by one, to know what they take and how right they are
+)
 _TRY_AGAIN = 128  # tokens without a model's draft, after which one is tried again
 _HOPE = 0.7  # how right it is then hoped to be
 
@@ -79,6 +83,7 @@ class Speculation:
         self.by_model = by_model
         self.cost = LearntCost()
         self.proposal_s = 0.0  # for one token that a model proposes; measured
+        self.proposed = 0  # tokens in all
         self.everybody = Acceptance()
         # Of a model's first proposals, how many are of each class of sureness.
         self._shares = [0.0] * (CLASSES - 1) + [1.0]
@@ -97,7 +102,9 @@ class Speculation:
         self.cost.observe(tokens, seconds - proposing_s)
         if proposed and proposing_s > 0:
             measured = proposing_s / proposed
-            self.proposal_s += (_NEWS if self.proposal_s else 1.0) * (measured - self.proposal_s)
+            # A sequence's first proposal follows its prompt, and others on the machine only make it longer.
+            news = 1.0 if not self.proposal_s else _SHORTER if measured < self.proposal_s else _LONGER
+            self.proposal_s += news * (measured - self.proposal_s)
 
     # -- whether tokens must be known -------------------------------------------------------------------------
     def waits(self, rows: list[Sequence]) -> bool:
@@ -107,7 +114,7 @@ class Speculation:
         # Behind a step whose tokens must be known the device waits for the host: a short step must gain the more.
         least = max(_LEAST_GAIN, 1 + _HOST_S / self.cost.of(len(rows)))
         if self.by_model:
-            return self._asked(rows).gain >= least
+            return self.proposed < _LEARNING or self._asked(rows).gain >= least
         return self._prospects(rows).gain >= least
 
     def _asked(self, rows: list[Sequence]) -> AskedGain:
@@ -196,7 +203,7 @@ class Speculation:
         """Ask for drafts behind the tokens that this plan draws, for whom they are worth it."""
         if self.fixed_count is not None:
             counts = [self.fixed_count] * len(draws)
-        elif self.cost.known:
+        elif self.cost.known and self.proposed >= _LEARNING:
             asked = self._asked(draws)
             longest = self._prospects(draws).counts
             counts = [count if value > 0 else 0 for count, value in zip(longest, asked.row, strict=True)]
@@ -226,6 +233,7 @@ class Speculation:
         """What the runner's model expects behind the tokens that were just entered."""
         for draw, tokens in proposed.items():
             sequence = draws[draw]
+            self.proposed += len(tokens)
             if sequence.state == State.RUNNING and tokens:
                 drafting = self._follow(sequence)
                 assert isinstance(drafting.draft, ProposedDraft)
