@@ -1,12 +1,13 @@
 """`cumulo plan train`: the fastest way to train a model on a cluster, what it needs, and why it is the fastest."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
 from cumulo.cli.shared import options
 from cumulo.cli.shared import plan_options as shared
 from cumulo.cli.shared.declare import group, option, takes_options
+from cumulo.cli.shared.software_options import SoftwareOptions
 
 if TYPE_CHECKING:
     from cumulo.plan.job import TrainJob
@@ -26,6 +27,7 @@ class PlanTrainOptions:
     model: shared.ModelName
     where: shared.ClusterOptions = group()
     batches: shared.BatchOptions = shared.BatchOptions()
+    how: SoftwareOptions = SoftwareOptions()
     dtype: str = option(
         "Number format: bfloat16, float16, float32 or float8.", "bfloat16", panel=shared.TRAINING
     )
@@ -109,16 +111,22 @@ def train(chosen: PlanTrainOptions) -> None:
     from cumulo.plan.search.why import changes
     from cumulo.spec.catalog import shipped
 
-    where, batches, tokens, fixed = chosen.where, chosen.batches, chosen.tokens, chosen.fixed
+    system = chosen.how.system()
+    where = replace(chosen.where, fabric=system.get("fabric", chosen.where.fabric))
+    batches, tokens = chosen.batches, chosen.tokens
+    dtype, fixed = system.get("dtype", chosen.dtype), chosen.fixed or system.get("layout")
     limits = RunLimits(chosen.deadline_days, chosen.budget)
     interval_s = None if chosen.checkpoint_minutes is None else 60 * chosen.checkpoint_minutes
     storage = Storage(chosen.storage_gb_s * 1e9, chosen.asynchronous, interval_s)
     for name, value, choices in (
-        ("--dtype", chosen.dtype, ("bfloat16", "float16", "float32", "float8")),
+        ("--dtype", dtype, ("bfloat16", "float16", "float32", "float8")),
+        ("--expert-exchange", chosen.how.expert_exchange or "once", ("once", "all-to-all")),
+        ("--moment-dtype", chosen.how.moment_dtype, ("float32", "bfloat16")),
+        ("--frozen-bits", chosen.how.frozen_bits, (4, 8, 16)),
         ("--optimizer", chosen.optimizer, get_args(OptimizerKind)),
     ):
         if value not in choices:
-            raise ConfigError(f"{name} must be one of {', '.join(choices)}; got {value!r}")
+            raise ConfigError(f"{name} must be one of {', '.join(map(str, choices))}; got {value!r}")
     for name, amount in (("--tokens", tokens), ("--memory-gib", chosen.memory_gib)):
         if amount is not None and not 0 < amount < float("inf"):
             raise ConfigError(f"{name} must be more than 0 and finite, got {amount:g}")
@@ -126,13 +134,14 @@ def train(chosen: PlanTrainOptions) -> None:
     goal = TrainGoal(
         catalog.model_or_file(chosen.model),
         where.cluster(catalog),
-        batches.batch,
-        batches.sequence,
+        system.get("batch", batches.batch),
+        system.get("sequence", batches.sequence),
         None if chosen.memory_gib is None else round(chosen.memory_gib * 2**30),
-        chosen.dtype,  # type: ignore[arg-type]
+        dtype,
         chosen.optimizer,  # type: ignore[arg-type]
         chosen.offload_optimizer,
         chosen.offload_activations,
+        **chosen.how.traits(),
     )
     with working("planning"):
         result = _plans(goal, fixed)
@@ -173,6 +182,8 @@ def _command(chosen: PlanTrainOptions) -> str:
         f"--checkpoint-minutes {chosen.checkpoint_minutes!r}" if chosen.checkpoint_minutes else "",
         "" if chosen.asynchronous else "--sync-checkpoints",
         f"--fixed {quote(chosen.fixed)}" if chosen.fixed else "",
+        f"--like {chosen.how.like}" if chosen.how.like else "",
+        f"--software {chosen.how.software}" if chosen.how.software != "current" else "",
         f"--catalog {quote(str(chosen.catalog_file))}" if chosen.catalog_file else "",
     ]  # fmt: skip
     return " ".join(filter(None, words))

@@ -110,7 +110,7 @@ def _table(summaries: "list[ErrorSummary]", left_out: bool) -> "Table":
     from rich.table import Table
 
     title = "Published step times, their software left out" if left_out else "Published step times, as fitted"
-    table = Table(title=title)
+    table = Table(title=title, box=None)
     table.add_column("source", no_wrap=True)
     for name in ("rows", "median", "p90", "worst", "bias", "inside", "width"):
         table.add_column(name, justify="right")

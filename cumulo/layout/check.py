@@ -12,9 +12,10 @@ from cumulo.spec.model import ModelSpec
 
 
 def layout_problems(
-    spec: ModelSpec, layout: Layout, sequence_length: int, batch: int, micro_batch: int
+    spec: ModelSpec, layout: Layout, sequence_length: int, batch: int, micro_batch: int, ends: int = 0
 ) -> Iterator[str]:
-    """Why this model cannot be trained so, with `batch` sequences in a step and `micro_batch` at once."""
+    """Why this model cannot be trained so, with `batch` sequences in a step and `micro_batch` at once. `ends`: of
+    embedding and head, how many may be a chunk by themselves."""
     yield from tensor_problems(spec, layout.tp)
     yield from _expert_problems(spec, layout.ep)
     yield from _sequence_problems(spec, layout, sequence_length, micro_batch)
@@ -31,7 +32,7 @@ def layout_problems(
     micro_batches = batch // (layout.dp * micro_batch)
     if not split and (refusal := chosen.refusal(layout.pp, micro_batches, chunks_per_stage(layout))):
         yield f"{refusal} (micro-batches are the batch / (dp × micro_batch))"
-    elif problem := layers_problem(spec.layers, layout):
+    elif problem := layers_problem(spec.layers + ends, layout):
         yield problem
 
 

@@ -44,6 +44,7 @@ class TrainJob:
     optimizer: OptimizerKind = "adamw"
     offload_optimizer: bool = False  # its states and its step are in the host's memory
     offload_activations: bool = False  # what backward needs waits in the host's memory
+    narrow_activations: bool = False  # ... or is kept in 8 bits (DeepSeek-V3, section 3.3.3)
     master_weights: bool = True  # below 32 bits: the optimizer keeps a float32 copy
     flash_attention: bool = True  # scores are never stored
     fused_loss: bool = True  # logits become the loss a piece at a time; False: all of a micro-batch's at once
@@ -53,6 +54,10 @@ class TrainJob:
     expert_exchange: Literal["all-to-all", "once"] = "all-to-all"
     overlap_expert: bool = False  # ... behind the computation of another micro-batch
     predict_ahead: int = 0  # further tokens that extra layers predict (DeepSeek-V3, section 2.2)
+    moment_dtype: Literal["float32", "bfloat16"] = "float32"  # of the optimizer's, beside a float32 copy
+    # Only adapters of this rank beside every matrix are trained (Hu et al. 2021); the weights are frozen.
+    lora_rank: int | None = None
+    frozen_bits: Literal[4, 8, 16] = 16  # of a frozen weight (Dettmers et al. 2023: 4)
     overlap_data: bool = True  # gradients and weights travel while layers compute
     overlap_tensor: bool = False  # tensor-parallel collectives are cut up and hidden behind matrix products
     software: str = "current"  # the generation of software whose efficiency curves hold
@@ -116,6 +121,10 @@ class TrainJob:
         return max(2, DTYPE_BYTES[self.dtype])
 
     @property
+    def lora_rank_or_0(self) -> int:
+        return self.lora_rank or 0
+
+    @property
     def padded_vocabulary(self) -> int:
         """Up to a multiple of 128 for each tensor-parallel rank, so that its slices are alike and aligned."""
         unit = 128 * self.layout.tp
@@ -139,8 +148,13 @@ def _problems(job: TrainJob) -> Iterator[str]:
             return
     if job.recompute not in get_args(Recompute):
         yield f"recompute is none, full, selective, or some of {'+'.join(OPERATIONS)}, got {job.recompute!r}"
-    yield from layout_problems(job.model, job.layout, job.sequence_length, job.global_batch, job.micro_batch)
+    # Stages may be cut as if embedding and head were layers, so that the first and the last chunk have none.
+    yield from layout_problems(
+        job.model, job.layout, job.sequence_length, job.global_batch, job.micro_batch, ends=2
+    )
     if job.predict_ahead < 0:
         yield f"predict_ahead is the number of further tokens to predict, 0 or more; got {job.predict_ahead}"
+    if job.lora_rank is not None and job.lora_rank < 1:
+        yield f"lora_rank must be 1 or more, got {job.lora_rank}"
     if job.recompute_layers is not None and (job.recompute != "full" or job.recompute_layers < 0):
         yield f"recompute_layers {job.recompute_layers} goes with full recomputation and is 0 or more"

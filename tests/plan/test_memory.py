@@ -407,7 +407,7 @@ def test_each_zero_stage_needs_less(changes: dict[str, int]) -> None:
         ({"tp": 3}, "tp 3 cannot share 32 attention heads evenly; tp 2 can"),
         ({"tp": 16}, "tp 16 cannot share 8 key/value heads evenly; tp 8 can"),
         ({"ep": 2, "dp": 2}, "this model has none; use ep 1"),
-        ({"pp": 64}, "use pp 32 or fewer"),
+        ({"pp": 64}, "use pp 34 or fewer"),
         ({"dp": 5}, "cut into micro-batches of 1 over dp 5; a batch of 15 or 20 can"),
         ({"cp": 3}, "cp 3 cannot share 2048 tokens of a sequence evenly; cp 2 can"),
         ({"pp": 4, "schedule": "interleaved-1f1b", "chunks_per_stage": 1}, "2 or more chunks"),

@@ -1,7 +1,11 @@
 """Published systems of which no row was fitted, described as their papers describe them."""
 
-import pytest
+import json
 
+import pytest
+from typer.testing import CliRunner
+
+from cumulo.cli.app import app
 from cumulo.layout.layout import Layout
 from cumulo.plan.job import TrainJob
 from cumulo.plan.time.flops import model_flops
@@ -74,3 +78,29 @@ def test_megascale_is_within_12_percent(gpus: int, batch: int, seconds: float) -
     )
     job = TrainJob(model, layout, batch, 2048, overlap_tensor=True)
     assert estimate(job, catalog.cluster(gpus, "a100-80gb")).step_s == pytest.approx(seconds, rel=0.12)
+
+
+def plan_of(*words: str) -> dict[str, float]:
+    found = CliRunner().invoke(app, ["plan", "train", *words, "--no-why", "--json", "-"])
+    assert found.exit_code == 0, found.output
+    return {row["name"]: row["value"] for row in json.loads(found.stdout)["rows"]}
+
+
+def test_like_deepseek_v3_gives_its_time_and_fits_into_its_memory() -> None:
+    figures = plan_of(
+        "deepseek-v3", "--gpus", "2048", "--device", "h800", "--like", "deepseek-v3", "--tokens", "1e12"
+    )
+    assert figures["run time"] == pytest.approx(180e3 / 2048 / 24, rel=0.10)
+    assert figures["memory per GPU"] < 79
+
+
+def test_like_llama_3_cuts_126_layers_into_128_chunks_and_fits() -> None:
+    figures = plan_of("llama-3.1-405b", "--gpus", "16384", "--like", "llama-3")
+    assert figures["MFU"] == pytest.approx(41, rel=0.12)
+    assert figures["memory per GPU"] < 79
+
+
+def test_qlora_of_8b_fits_on_one_4090_and_full_training_does_not() -> None:
+    words = ("llama-3.1-8b", "--gpus", "1", "--device", "rtx-4090", "--batch", "8", "--sequence", "2048")
+    assert plan_of(*words, "--lora-rank", "16", "--frozen-bits", "4")["memory per GPU"] < 22
+    assert CliRunner().invoke(app, ["plan", "train", *words]).exit_code != 0

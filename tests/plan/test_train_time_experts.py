@@ -91,7 +91,7 @@ def test_mixtral_on_h100_is_near_what_megatron_core_reports() -> None:
 def test_a_mixture_on_devices_where_no_row_has_one_gets_an_interval_for_it() -> None:
     mixture = TrainJob(catalog.model("mixtral-8x7b"), Layout(dp=8, pp=8, ep=8, zero=1), 512, 4096)
     found = estimate(mixture, catalog.cluster(64, "a100-80gb"))
-    assert found.mfu < 0.5
+    assert found.mfu < 0.6
     dense = TrainJob(catalog.model("llama-3.1-8b"), Layout(dp=8, zero=3), 64, 2048)
     narrow = estimate(dense, catalog.cluster(8, "a100-80gb"))
     assert 1.1 < found.interval.high / found.step_s < 2

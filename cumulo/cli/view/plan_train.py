@@ -1,7 +1,7 @@
 """What `cumulo plan train` prints: the ranking, memory, the parts of a step, network traffic, costs, and why."""
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from rich.console import Console
@@ -44,34 +44,55 @@ def rows(plan: Plan, goal: TrainGoal, cost: RunCost | None, stalls: Stalls) -> l
     ]
     if found.memory is not None:
         left = goal.memory_limit_bytes - found.memory.total
-        free = f"{left / GIB:.1f} GiB free" if left >= 0 else f"{-left / GIB:.1f} GiB too much"
-        result.append(Row("memory per GPU", found.memory.total / GIB, "GiB", "lower", note=free))
+        free = f"{left / GIB:.3g} GiB free" if left >= 0 else f"{-left / GIB:.3g} GiB too much"
+        fits = found.memory.fits_with_probability(goal.memory_limit_bytes)
+        note = f"{free}; fits with {min(0.99, max(0.01, fits)):.0%} probability"
+        result.append(Row("memory per GPU", found.memory.total / GIB, "GiB", "lower", note=note))
         if found.memory.host:
             note = "per GPU, for offloaded states; not checked against a limit"
             result.append(Row("host memory", found.memory.host / GIB, "GiB", "lower", note=note))
     result += _stall_rows(stalls)
     if cost is not None:
+        low, high = found.interval.low / found.step_s, found.interval.high / found.step_s
         result += [
             Row(
                 "run time",
                 cost.days,
                 "days",
                 "lower",
-                note=f"{quantity(cost.tokens, 'tokens')}, without failures; "
-                f"{quantity(cost.stalled_days, 'days')} of it stalled",
+                note=f"{_range(cost.days, low, high, 'days')}; {quantity(cost.tokens, 'tokens')}, without "
+                f"failures; {quantity(cost.stalled_days, 'days')} of it stalled",
             ),
             Row(
-                "energy", cost.energy_mwh, "MWh", "lower", note="nodes at full load; cooling is not included"
+                "energy",
+                cost.energy_mwh,
+                "MWh",
+                "lower",
+                note=f"{_range(cost.energy_mwh, low, high, 'MWh')}; nodes at full load; cooling is not included",
             ),
             Row(
                 "price",
                 cost.money,
                 "$",
                 "lower",
-                note=f"${goal.cluster.device.price_per_hour:g} per GPU hour",
+                note=f"{_range(cost.money, low, high, '$')}; ${goal.cluster.device.price_per_hour:g} per GPU hour",
             ),
         ]
     return result
+
+
+def three_digits(value: float) -> float:
+    return float(f"{value:.3g}")
+
+
+def _rounded(row: Row) -> Row:
+    return replace(row, value=three_digits(row.value)) if isinstance(row.value, float) else row
+
+
+def _range(value: float, low: float, high: float, unit: str) -> str:
+    """The interval of a step's time, carried on to what a whole run takes."""
+    ends = (quantity(three_digits(value * factor), unit) for factor in (low, high))
+    return "90% interval: " + " to ".join(ends)
 
 
 def _seconds(value: float) -> str:
@@ -146,7 +167,7 @@ def show(
         f"[bold green]{job.layout}[/bold green], micro-batch size {job.micro_batch} "
         f"({job.micro_batches} per step), {_RECOMPUTE.get(job.recompute, f'{job.recompute} recomputed')}"
     )
-    out.print(table("", rows(best, goal, cost, stalls)))
+    out.print(table("", [_rounded(row) for row in rows(best, goal, cost, stalls)]))
     parts = (*best.estimate.breakdown, *stalls.rows())
     out.print(_shares("Step time by part", parts, "s"))
     if best.estimate.memory is not None:

@@ -4,7 +4,7 @@
 The interval is what the errors of published rows near the question say (a weighted conformal interval: Tibshirani
 et al. 2019): the 90% quantile of their sizes, near rows counting more, widened with the distance to the nearest.
 The errors are those under constants that never saw the row's generation of software, as a question's has not been
-seen either. `cumulo plan validate --left-out` counts how many rows lie inside where only the other generations vouch.
+seen either. `cumulo plan validate --left-out` counts how many rows lie inside where only other generations vouch.
 """
 
 import csv

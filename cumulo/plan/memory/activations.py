@@ -18,9 +18,8 @@ def layer_bytes_per_token(job: TrainJob, layer_has_experts: bool, recompute: Rec
     tp, between = job.layout.tp, job.layout.tp if job.layout.sequence_parallel else 1
     if recompute == "full":  # the first operation's input
         return job.activation_bytes_each * _input_numbers(job.model, layer_has_experts) / between
-    kept = _kept_bytes(
-        job.model, layer_has_experts, job.activation_bytes_each, _keys(job), job.dropout, recompute
-    )
+    each = 1 if job.narrow_activations else job.activation_bytes_each
+    kept = _kept_bytes(job.model, layer_has_experts, each, _keys(job), job.dropout, recompute)
     return sum(size / Share(tp, between).ranks(cut) for cut, size in kept)
 
 

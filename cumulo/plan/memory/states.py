@@ -118,6 +118,8 @@ def stage_elements(job: TrainJob, places: tuple[Place, ...]) -> Elements:
 def state_bytes(job: TrainJob, elements: Elements) -> StateBytes:
     """Of a rank with `elements` before sharing, on the device and, where states are offloaded, beside it."""
     layout = job.layout
+    if job.lora_rank is not None:
+        return _adapter_bytes(job, elements)
     shared_by = (layout.shard or layout.dp) * layout.cp if layout.zero else 1
     # Ranks with the same experts: of those that share the rest, one in every ep.
     experts_shared_by = max(1, shared_by // layout.ep)
@@ -150,6 +152,22 @@ def state_bytes(job: TrainJob, elements: Elements) -> StateBytes:
     return StateBytes(weights, gradients, stays, host)
 
 
+def adapter_elements(job: TrainJob, elements: Elements) -> int:
+    """Of adapters beside the matrices of a rank: r·(n + m) for one of n × m, with sides near the hidden size."""
+    return round(2 * job.lora_rank_or_0 * (elements.matrices + elements.experts) / job.model.hidden)
+
+
+def _adapter_bytes(job: TrainJob, elements: Elements) -> StateBytes:
+    """Frozen weights in their own width (4 and 8 bits come with a scale of a byte for each 64); adapters have
+    gradients, a float32 copy and two moments."""
+    layout = job.layout
+    each = {4: 0.5 + 1 / 64, 8: 1 + 1 / 64, 16: 2.0}[job.frozen_bits]
+    shared_by = (layout.shard or layout.dp) * layout.cp if layout.zero >= 3 else 1
+    frozen = (each * (elements.matrices + elements.experts) + 2 * elements.rest) / shared_by
+    adapters = adapter_elements(job, elements)
+    return StateBytes(round(frozen) + 2 * adapters, DTYPE_BYTES[job.gradient_dtype] * adapters, 12 * adapters)
+
+
 def master_bytes_each(job: TrainJob) -> int:
     """Of the float32 copy that is updated, where weights are narrower."""
     return 4 if job.dtype != "float32" and job.master_weights else 0
@@ -157,6 +175,8 @@ def master_bytes_each(job: TrainJob) -> int:
 
 def _moment_bytes(job: TrainJob, moments: int) -> int:
     """Moments are as wide as the weights that are updated: the float32 copy where there is one."""
+    if job.moment_dtype == "bfloat16":
+        return 2 * moments
     return moments * (master_bytes_each(job) or job.weight_bytes_each)
 
 

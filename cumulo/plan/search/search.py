@@ -81,7 +81,7 @@ class _Search:
 
     def __init__(self, goal: TrainGoal, choices: Choices, keep: int, faster_than_s: float) -> None:
         self.goal, self.choices, self.keep, self.most = goal, choices, keep, len(choices.recompute)
-        profile, _ = shipped().find(goal.cluster.device, goal.dtype, "current")
+        profile, _ = shipped().find(goal.cluster.device, goal.dtype, goal.software)
         self.bounds = Bounds(goal, profile)
         self.best: dict[tuple[int, ...], tuple[float, TrainJob]] = {}  # by mesh
         self.worst_kept_s = faster_than_s  # or of the last that is kept

@@ -16,6 +16,8 @@ from cumulo.layout.check import tensor_sliced
 from cumulo.layout.layout import Layout
 from cumulo.pipeline.decide.catalog import FAMILIES
 from cumulo.plan.job import OPERATIONS, OptimizerKind, Recompute, TrainJob
+from cumulo.plan.time.compute_profile import shipped
+from cumulo.plan.time.efficiency import Software, shipped_efficiency
 from cumulo.spec.cluster import Cluster
 from cumulo.spec.model import ModelSpec
 
@@ -35,6 +37,17 @@ class TrainGoal:
     optimizer: OptimizerKind = "adamw"
     offload_optimizer: bool = False
     offload_activations: bool = False
+    software: str = "current"
+    # None: as the software does it.
+    overlap_tensor: bool | None = None
+    expert_exchange: Literal["all-to-all", "once"] | None = None
+    overlap_expert: bool = False
+    predict_ahead: int = 0
+    moment_dtype: Literal["float32", "bfloat16"] = "float32"
+    narrow_activations: bool = False
+    flash_attention: bool = True
+    lora_rank: int | None = None
+    frozen_bits: Literal[4, 8, 16] = 16
 
     def __post_init__(self) -> None:
         for name in ("global_batch", "sequence_length"):
@@ -54,8 +67,20 @@ class TrainGoal:
     def memory_limit_bytes(self) -> int:
         return self.cluster.device.memory_bytes if self.memory_bytes is None else self.memory_bytes
 
+    @property
+    def known_software(self) -> Software | None:
+        """Its traits, where it is not one that was measured by itself."""
+        profiles = shipped()
+        name = self.software
+        if name == "current":
+            name = profiles.current.get(self.cluster.device.generation, profiles.current["other"])
+        return shipped_efficiency().software.get(name)
+
     def job(self, layout: Layout, micro_batch: int = 1, recompute: Recompute = "none") -> TrainJob:
         """This training, split so."""
+        traits = self.known_software
+        overlaps = traits is not None and traits.overlaps_tensor and layout.tp > 1
+        once = traits is not None and traits.exchanges_once
         return TrainJob(
             model=self.model,
             layout=layout,
@@ -67,6 +92,16 @@ class TrainGoal:
             optimizer=self.optimizer,
             offload_optimizer=self.offload_optimizer,
             offload_activations=self.offload_activations,
+            software=self.software,
+            overlap_tensor=overlaps if self.overlap_tensor is None else self.overlap_tensor,
+            expert_exchange=self.expert_exchange or ("once" if once else "all-to-all"),
+            overlap_expert=self.overlap_expert,
+            predict_ahead=self.predict_ahead,
+            moment_dtype=self.moment_dtype,
+            narrow_activations=self.narrow_activations,
+            flash_attention=self.flash_attention,
+            lora_rank=self.lora_rank,
+            frozen_bits=self.frozen_bits,
         )
 
 

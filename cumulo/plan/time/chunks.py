@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from cumulo.layout.stages import split_layers
+from cumulo.pipeline.decide.catalog import family
 from cumulo.pipeline.decide.costs import ChunkCost
 from cumulo.plan.job import TrainJob
 from cumulo.plan.network.collectives import Network, collective_s
@@ -104,7 +105,7 @@ def _chunk(
         inputs.append(scale(layer_cost.backward_input, times))
         weights.append(scale(layer_cost.backward_weight, times))
         again.append(scale(repeated, times * share))
-    recomputed = add(*again)
+    recomputed = add(*again) if again else Seconds()
     passes = Passes(add(*forward), add(*inputs, recomputed), add(*weights))
     cost = ChunkCost(passes.forward.total, passes.backward_input.total, passes.backward_weight.total)
     return passes, cost, recomputed
@@ -177,7 +178,10 @@ def _layer(
         again = operations_again(job, moe, once, waits)
     else:
         again = Seconds()
-    return Passes(forward, backward, plain.backward_weight), again
+    weights = plain.backward_weight
+    if job.lora_rank is not None:  # of adapters alone, which are as many times smaller
+        weights = scale(weights, min(1.0, 2 * job.lora_rank / job.model.hidden))
+    return Passes(forward, backward, weights), again
 
 
 def _waits(job: TrainJob, cluster: Cluster, profile: Profile, moe: bool) -> Seconds:
@@ -193,6 +197,7 @@ def _waits(job: TrainJob, cluster: Cluster, profile: Profile, moe: bool) -> Seco
         job.model.moe,
         job.expert_exchange == "once",
         job.overlap_expert,
+        job.layout.pp > 1 and family(job.layout.schedule).overlaps,
         cluster,
         profile,
     )
@@ -210,10 +215,12 @@ def waits_of(
     moe: MoESpec | None,
     once: bool,
     overlap_expert: bool,
+    paired: bool,
     cluster: Cluster,
     profile: Profile,
 ) -> Seconds:
-    """`stream_bytes`: the residual stream of the rank's tokens; `key_value_bytes`: all their keys and values."""
+    """`stream_bytes`: the residual stream of the rank's tokens; `key_value_bytes`: all their keys and values;
+    `paired`: the schedule runs a forward beside a backward: there is twice as much to hide an exchange behind."""
     network = network_of(cluster)
     tensor_s = context_s = expert_s = 0.0
     if tp > 1:
@@ -234,7 +241,7 @@ def waits_of(
         exchange_s = exchanged_s(own_bytes, moe, network, ep, tp, once)
         exposed = 1.0  # nothing hides what crosses the network
         if overlap_expert:
-            exposed = profile.expert_overlapped_exposed
+            exposed = profile.expert_overlapped_exposed * (0.5 if paired else 1.0)
         elif network.group(ep, tp).reach.domains == 1:
             exposed = profile.expert_exposed
         expert_s = 2 * exchange_s * exposed

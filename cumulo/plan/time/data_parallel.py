@@ -11,7 +11,7 @@ Symbols: P parameters of a rank before sharing, w and g bytes of a weight and a 
 from dataclasses import dataclass
 
 from cumulo.plan.job import DTYPE_BYTES, TrainJob
-from cumulo.plan.memory.states import Elements, layer_elements
+from cumulo.plan.memory.states import Elements, adapter_elements, layer_elements
 from cumulo.plan.network.collectives import Group, collective_s
 from cumulo.plan.time.chunks import layer_kinds, network_of
 from cumulo.plan.time.compute import rates
@@ -31,6 +31,8 @@ def around(job: TrainJob, cluster: Cluster, profile: Profile, micro_batch_s: flo
     """`micro_batch_s`: forward and backward of one micro-batch on a stage, behind which data can travel."""
     byte_s = rates(profile, cluster.device).byte_s
     elements = heaviest_stage(job)
+    if job.lora_rank is not None:  # frozen weights are neither accumulated, nor sent, nor updated
+        elements = Elements(matrices=adapter_elements(job, elements))
     layout, m = job.layout, job.micro_batches
     shared_by = (layout.shard or layout.dp) * layout.cp if layout.zero else 1
     updated = (elements.matrices + elements.rest) / shared_by + elements.experts / max(

@@ -37,6 +37,9 @@ class Software:
     selective_attention: bool = True
     balances_stages: bool = False
     bucket_bytes: float = 0.0
+    # What its jobs do unless they say otherwise.
+    overlaps_tensor: bool = False
+    exchanges_once: bool = False
     note: str = ""
 
 

@@ -44,6 +44,8 @@ def estimate(
     profile, borrowed = _profile(job, cluster, profile)
     time = step_time(job, cluster, profile, play=True)
     flops = model_flops(job.model, job.sequence_length, ahead=job.predict_ahead) * job.tokens_per_step
+    if job.lora_rank is not None:  # frozen weights have no gradients: two products of three are left
+        flops *= 2 / 3
     peak = cluster.device.flops(job.dtype) * job.layout.world
     recomputed = 1 + _recomputed_share(time)
     found = evidence.judge(job, cluster, profile, borrowed) if explain else evidence.UNJUDGED
