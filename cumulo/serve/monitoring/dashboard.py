@@ -14,7 +14,8 @@ from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.models import common as common_models
 from grafana_foundation_sdk.models import dashboard as models
 
-from cumulo.serve.monitoring.panels import SECTIONS, Number, Panel, Query
+from cumulo.serve.monitoring.panel import Number, Panel, Query
+from cumulo.serve.monitoring.panels import SECTIONS
 
 FILE = Path(__file__).with_name("dashboard.json")
 _WIDTH = 24  # of Grafana's grid

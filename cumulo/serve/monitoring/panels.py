@@ -3,67 +3,24 @@
 Expressions are PromQL; `$model` and `$instance` are chosen at the top of the dashboard.
 """
 
-from dataclasses import dataclass
-
-CHOSEN = 'model_name=~"$model",instance=~"$instance"'
-_WINDOW = "$__rate_interval"
-
-
-@dataclass(frozen=True, slots=True)
-class Query:
-    expression: str
-    legend: str
-
-
-@dataclass(frozen=True, slots=True)
-class Panel:
-    title: str
-    description: str
-    queries: tuple[Query, ...]
-    unit: str = "short"  # Grafana's name of it
-    stacked: bool = False
-    maximum: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Number:
-    """One large figure with its colours: (from this value on, colour), the first value being the lowest."""
-
-    title: str
-    description: str
-    query: Query
-    colours: tuple[tuple[float | None, str], ...]
-    unit: str = "short"
-    words: tuple[tuple[str, str], ...] = ()  # shown in place of these values
-
-
-@dataclass(frozen=True, slots=True)
-class Section:
-    title: str
-    panels: tuple[Panel | Number, ...]
-
-
-def gauge(name: str) -> str:
-    return f"cumulo:{name}{{{CHOSEN}}}"
-
-
-def rate(name: str, by: str = "", window: str = _WINDOW) -> str:
-    grouped = f" by ({by})" if by else ""
-    return f"sum{grouped} (rate(cumulo:{name}{{{CHOSEN}}}[{window}]))"
-
-
-def quantile(share: float, histogram: str) -> str:
-    return f"histogram_quantile({share:g}, {rate(f'{histogram}_bucket', by='le')})"
-
-
-def percentiles(title: str, histogram: str, description: str) -> Panel:
-    queries = tuple(Query(quantile(share, histogram), f"p{share * 100:g}") for share in (0.5, 0.95, 0.99))
-    return Panel(title, description, queries, unit="s")
+from cumulo.serve.monitoring.fleet_panels import FLEET, RANKS
+from cumulo.serve.monitoring.panel import (
+    CHOSEN,
+    WINDOW,
+    Number,
+    Panel,
+    Query,
+    Section,
+    gauge,
+    percentiles,
+    quantile,
+    rate,
+)
 
 
 def _share_of_answers(status: str) -> str:
     """The share of the API's answers whose status matches; 0, not nothing, where there is no such answer."""
-    matching = f'rate(cumulo:http_responses_total{{{CHOSEN},status=~"{status}"}}[{_WINDOW}])'
+    matching = f'rate(cumulo:http_responses_total{{{CHOSEN},status=~"{status}"}}[{WINDOW}])'
     return f"(sum ({matching}) or vector(0)) / {rate('http_responses_total')}"
 
 
@@ -288,134 +245,6 @@ SHARING = Section(
     ),
 )
 
-FLEET = Section(
-    "Replicas",
-    (
-        Panel(
-            "Replicas that take requests",
-            "Of servers with --replicas: replicas that are ready, and those that drain.",
-            (
-                Query(f"sum by (instance) ({gauge('replica_up')})", "ready {{instance}}"),
-                Query(f"sum by (instance) ({gauge('replica_draining')})", "draining {{instance}}"),
-            ),
-        ),
-        Panel(
-            "Running and waiting, by replica",
-            "Sequences that each replica computes, and those that wait there.",
-            (
-                Query(f"sum by (instance, replica) ({gauge('replica_running')})", "{{replica}} running"),
-                Query(f"sum by (instance, replica) ({gauge('replica_waiting')})", "{{replica}} waiting"),
-            ),
-        ),
-        Panel(
-            "Prompt tokens to compute, by replica",
-            "Accepted and not computed yet: what a new request waits for.",
-            (Query(f"sum by (instance, replica) ({gauge('replica_waiting_tokens')})", "{{replica}}"),),
-        ),
-        Panel(
-            "Requests, by replica",
-            "How many requests the router gives to each replica, per second.",
-            (Query(rate("replica_requests_total", by="instance, replica"), "{{replica}}"),),
-            unit="reqps",
-            stacked=True,
-        ),
-        Panel(
-            "Found in the cache, by replica",
-            "Share of prompt tokens that the router found in the prefix cache of the replica it chose.",
-            (
-                Query(
-                    f"{rate('replica_cached_tokens_total', by='instance, replica')} / "
-                    f"{rate('replica_prompt_tokens_total', by='instance, replica')}",
-                    "{{replica}}",
-                ),
-            ),
-            unit="percentunit",
-            maximum=1,
-        ),
-        Panel(
-            "KV cache, by replica",
-            "Share of KV blocks in use.",
-            (Query(f"max by (instance, replica) ({gauge('replica_kv_usage')})", "{{replica}}"),),
-            unit="percentunit",
-            maximum=1,
-        ),
-        Panel(
-            "Blocks in the prefix cache, by replica",
-            "KV blocks that hold a prefix the next request may share.",
-            (Query(f"sum by (instance, replica) ({gauge('replica_cached_blocks')})", "{{replica}}"),),
-        ),
-        Panel(
-            "Failures and moved requests",
-            "Replicas replaced after a failure, and requests that another replica took over in mid-answer.",
-            (
-                Query(f"sum by (instance, replica) ({gauge('replica_restarts')})", "{{replica}} restarts"),
-                Query(rate("requests_moved_total"), "moved per second"),
-            ),
-        ),
-        Panel(
-            "Expected over measured TTFT",
-            "How well the router predicts the time to first token: 1 is exact.",
-            tuple(
-                Query(quantile(share, "route_ttft_predicted_over_measured"), f"p{share * 100:g}")
-                for share in (0.1, 0.5, 0.9)
-            ),
-        ),
-    ),
-)
-
-_EXPERT_TOKENS = rate("rank_expert_tokens_total", by="instance, replica, rank")
-RANKS = Section(
-    "Ranks",
-    (
-        Panel(
-            "Step time, by rank",
-            "Of engines over several processes (--tp, --pp, --dp, --ep): mean time of a step, waiting included.",
-            (
-                Query(
-                    f"{rate('rank_step_seconds_total', by='instance, replica, rank')} / "
-                    f"{rate('rank_steps_total', by='instance, replica, rank')}",
-                    "{{replica}} rank {{rank}}",
-                ),
-            ),
-            unit="s",
-        ),
-        Panel(
-            "Waiting for other ranks",
-            "Share of its time in steps that a rank waited for others. The one that waits least is the slowest.",
-            (
-                Query(
-                    f"{rate('rank_wait_seconds_total', by='instance, replica, rank')} / "
-                    f"{rate('rank_step_seconds_total', by='instance, replica, rank')}",
-                    "{{replica}} rank {{rank}}",
-                ),
-            ),
-            unit="percentunit",
-            maximum=1,
-        ),
-        Panel(
-            "Tokens for experts, by rank",
-            "With --ep: choices of tokens that fall on the experts of each rank, over the mean of all ranks.",
-            (
-                Query(
-                    f"{_EXPERT_TOKENS} / on (instance, replica) group_left avg by (instance, replica) "
-                    f"({_EXPERT_TOKENS})",
-                    "{{replica}} rank {{rank}}",
-                ),
-            ),
-        ),
-        Panel(
-            "Memory, by rank",
-            "Memory of each rank's process, or what it holds on its GPU.",
-            (
-                Query(
-                    f"sum by (instance, replica, rank) ({gauge('rank_memory_bytes')})",
-                    "{{replica}} rank {{rank}}",
-                ),
-            ),
-            unit="bytes",
-        ),
-    ),
-)
 
 SECTIONS = (HEALTH, TRAFFIC, LATENCY, SHARING, MEMORY, FLEET, RANKS)
 
