@@ -8,6 +8,8 @@ from pathlib import Path
 
 import yaml
 
+from cumulo.base.quantities import quantity
+
 _TAIL_BYTES = 1 << 16
 _SPEED_STEPS = 50  # the last ones, of which the median counts
 
@@ -20,6 +22,13 @@ class JobProgress:
     step_s: float | None = None  # measured
     predicted_step_s: float | None = None
     basis: str = ""  # what the prediction rests on
+
+    @property
+    def predicted_text(self) -> str:
+        """A bound from below is marked as one."""
+        if self.predicted_step_s is None:
+            return "–"
+        return f"{'≥ ' if 'the least' in self.basis else ''}{quantity(self.predicted_step_s, 's')}"
 
     @property
     def finished(self) -> bool:

@@ -65,9 +65,9 @@ def done_text(progress: JobProgress | None) -> str:
 
 def speed_texts(progress: JobProgress | None) -> tuple[str, str]:
     """The time of a step, as measured and as predicted."""
-    times = (None, None) if progress is None else (progress.step_s, progress.predicted_step_s)
-    measured, predicted = ("–" if time_s is None else quantity(time_s, "s") for time_s in times)
-    return measured, predicted
+    if progress is None:
+        return "–", "–"
+    return "–" if progress.step_s is None else quantity(progress.step_s, "s"), progress.predicted_text
 
 
 def _plain(record: JobRecord) -> dict[str, object]:

@@ -28,5 +28,7 @@ def why_not(job: JobRequest, free: FreeCapacity) -> str:
     """One sentence for the person who asks why a job waits."""
     able = int(tasks_that_fit(job, free).sum())
     each = f"{job.gpu_milli / 1000:g} GPU" if job.fractional else f"{job.gpus_per_task} GPUs"
+    if not job.gpus_per_task:
+        each = f"{job.cpu_milli / 1000:g} cores"
     kind = f" of {' or '.join(job.devices)}" if job.devices else ""
     return f"the gang needs {job.tasks} tasks with {each}{kind} each; {able} fit now"

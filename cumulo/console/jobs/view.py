@@ -66,8 +66,8 @@ def _row(record: JobRecord, progress: JobProgress | None, may_cancel: bool) -> s
     nodes = ", ".join(dict.fromkeys(place.node for place in record.places)) or "–"
     url = f' <a href="{escape(record.url)}">{escape(record.url)}</a>' if record.url else ""
     done = "–" if progress is None or progress.steps is None else f"{progress.step:,} of {progress.steps:,}"
-    times = (None, None) if progress is None else (progress.step_s, progress.predicted_step_s)
-    measured, predicted = ("–" if value is None else quantity(value, "s") for value in times)
+    measured = "–" if progress is None or progress.step_s is None else quantity(progress.step_s, "s")
+    predicted = "–" if progress is None else progress.predicted_text
     cells = (
         f'<td><span class="swatch" style="background:{colour(record.job_id)}"></span>'
         f"<b>{escape(record.job_id)}</b>{url}</td>"
