@@ -7,6 +7,8 @@ import pytest
 import yaml
 
 from cumulo.cluster.drivers.command import check_work, work_command
+from cumulo.cluster.drivers.driver import TargetLost
+from cumulo.cluster.drivers.slurm import refusal
 from cumulo.cluster.drivers.slurm_script import batch_script
 from cumulo.cluster.job_file import job_from, plain_job, read_job, resolved
 from cumulo.cluster.job_record import JobRecord
@@ -96,3 +98,19 @@ def test_an_elastic_gang_asks_slurm_for_a_range_of_nodes() -> None:
     content = {**TRAIN, "devices": {"count": 4, "per_node": 1}, "elastic": {"min": 2, "max": 6}}
     record = JobRecord("tiny-1", "abc", "slurm", job_from(content), "/jobs/tiny-1", "/home/me", 0.0)
     assert "#SBATCH --nodes=2-6\n" in batch_script(record)
+
+
+@pytest.mark.parametrize(
+    ("said", "kind", "told"),
+    [
+        ("Invalid account or account/partition combination specified", ConfigError, "refused account 'lab'"),
+        ("Unable to contact slurm controller (connect failure)", TargetLost, "controller does not answer"),
+        ("Protocol authentication error", TargetLost, "does not accept who you are"),
+        ("Requested node configuration is not available", ConfigError, "sbatch refused: "),
+    ],
+)
+def test_what_slurm_says_becomes_what_to_do(said: str, kind: type[Exception], told: str) -> None:
+    job = job_from({**TRAIN, "slurm": {"account": "lab"}})
+    record = JobRecord("tiny-1", "abc", "slurm", job, "/jobs/tiny-1", "/home/me", 0.0)
+    error = refusal("sbatch", f"sbatch: error: Batch job submission failed: {said}", record)
+    assert type(error) is kind and told in str(error) and said in str(error)

@@ -80,6 +80,13 @@ def test_a_supervisor_that_takes_over_adopts_what_runs_and_starts_nothing_twice(
     assert store.find("tiny").attempt == 1
 
 
+def test_a_launcher_that_dies_before_it_handed_the_job_over_loses_nothing(store: JobStore) -> None:
+    store.submit(job("tiny"), "local")  # and no more
+    launching.refreshed(store)  # `cumulo jobs`, later
+    assert store.find("tiny").state == "queued"
+    assert launching.launch(job("tiny"), "local", store)[1] is False
+
+
 def test_a_job_that_is_killed_starts_again_as_often_as_its_file_allows(store: JobStore) -> None:
     launching.launch(job("tiny", restart={"most": 1}), "local", store)
     supervisor = Supervisor(store)

@@ -165,6 +165,28 @@ def test_a_cancelled_job_ends(slurm: SlurmCluster, store: JobStore) -> None:
     assert look(store, record).state == "cancelled"
 
 
+def test_an_elastic_gang_goes_on_with_the_nodes_that_are_left(slurm: SlurmCluster, store: JobStore) -> None:
+    record, _ = launching.launch(gang("elastic", elastic={"min": 2, "max": 4}), "slurm", store)
+    log = run_folder(record) / "log.csv"
+    wait_for(lambda: len(read_log(log)) >= 12, "12 steps")
+    slurm.kill_node("n3")
+    try:
+        sizes = set()
+
+        def ended() -> bool:
+            found = look(store, record)
+            sizes.add((found.state, len(found.places)))
+            return found.ended
+
+        wait_for(ended, "the end")
+    finally:
+        slurm.start_node("n3")
+        wait_for(lambda: slurm.node_state("n3") == "idle", "the node")
+    assert look(store, record).state == "done", (Path(record.folder) / "output.log").read_text()
+    assert {size for state, size in sizes if state == "running"} >= {3}
+    assert [one.step for one in read_log(log)] == list(range(1, 41))
+
+
 def test_a_job_that_is_asked_to_save_is_queued_again_and_goes_on(
     slurm: SlurmCluster, store: JobStore
 ) -> None:

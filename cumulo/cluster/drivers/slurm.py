@@ -138,14 +138,14 @@ class SlurmDriver:
             ) from None
         if done.returncode == 0:
             return done.stdout
-        raise _refusal(program, done.stderr.strip() or done.stdout.strip(), job)
+        raise refusal(program, done.stderr.strip() or done.stdout.strip(), job)
 
 
 class _UnknownJob(CumuloError):
     """Slurm has forgotten it."""
 
 
-def _refusal(program: str, said: str, record: JobRecord | None) -> CumuloError:
+def refusal(program: str, said: str, record: JobRecord | None) -> CumuloError:
     last = " ".join(said.split())
     if re.search("invalid job id", last, re.I):
         return _UnknownJob(last)

@@ -30,12 +30,15 @@ def batch_script(record: JobRecord) -> str:
         for group in record.job.devices
     )
     header = "\n".join(f"#SBATCH {line}" for line in _job_lines(record))
+    each = record.job.devices[0].per_node or 1
+    spread = f" --ntasks=$((SLURM_JOB_NUM_NODES * {each})) --ntasks-per-node={each}"
     folder, python = shlex.quote(record.folder), shlex.quote(sys.executable)
     het = (
         f" --het-group={','.join(map(str, range(len(record.job.devices))))}"
         if len(record.job.devices) > 1
         else ""
     )
+    step = het if record.job.elastic is None else spread
     head = f"""#!/bin/bash
 {header}
 {groups}
@@ -45,7 +48,7 @@ echo "--- attempt $((${{SLURM_RESTART_COUNT:-0}} + 1)) ---"
     if record.job.serve is not None:
         return head + _service(record, python, het)
     return f"""{head}export MASTER_PORT=$({python} -c "{_FREE_PORT}")
-srun{het} --kill-on-bad-exit=1 --unbuffered bash -c {shlex.quote(_RANK)} rank \\
+srun{step} --kill-on-bad-exit=1 --unbuffered bash -c {shlex.quote(_RANK)} rank \\
   {shlex.join(work_command(record))}
 exec {python} -m cumulo.cluster.drivers.slurm_end {folder} $?
 """
@@ -111,7 +114,8 @@ def _group_lines(job: JobFile, group: DeviceGroup) -> Iterator[str]:
         if elastic is not None:
             nodes = f"{elastic.min // group.per_node}-{elastic.max // group.per_node}"
         yield f"--nodes={nodes}"
-        yield f"--ntasks-per-node={group.per_node}"
+        # With a number of tasks Slurm would give an elastic job the fewest nodes: its step says it instead.
+        yield f"--ntasks-per-node={group.per_node}" if elastic is None else f"--mincpus={group.per_node}"
         if not group.on_cpu:
             yield f"--gres=gpu{kind}:{group.per_node}"
     else:
@@ -119,7 +123,8 @@ def _group_lines(job: JobFile, group: DeviceGroup) -> Iterator[str]:
         if not group.on_cpu:
             yield f"--gpus-per-task={kind.removeprefix(':')}{':' if kind else ''}1"
             yield "--gpu-bind=none"
-    yield "--cpus-per-task=1"
+    if elastic is None:
+        yield "--cpus-per-task=1"
     if group.memory is not None:
         yield f"--mem-per-cpu={group.memory_mib}M"
     if job.slurm.exclusive:
