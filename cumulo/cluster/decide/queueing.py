@@ -4,6 +4,7 @@ order, a placer, and this loop.
     queue_policy(by_arrival, pack_gang, backfill=True)    # EASY backfill
 """
 
+import heapq
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -162,22 +163,27 @@ def _reserve(
     job: JobRequest, snapshot: Snapshot, free: FreeCapacity, started: Sequence[RunningJob], place: Placer
 ) -> _Reservation | None:
     """The earliest start for a gang that does not fit now, when running jobs end as predicted."""
-    ends = [
-        (one.expected_end_s, one)
-        for one in (*snapshot.running.values(), *started)
-        if one.expected_end_s is not None
-    ]
-    ends.sort(key=lambda pair: pair[0])
+    if snapshot.by_end is None:
+        known = sorted(
+            (one.expected_end_s, one.job_id) for one in snapshot.running.values() if one.expected_end_s
+        )
+    else:
+        known = snapshot.by_end  # type: ignore[assignment]
+    new = {one.job_id: one for one in started}
+    soon = sorted((one.expected_end_s, one.job_id) for one in started if one.expected_end_s is not None)
+    ends = heapq.merge(known, soon)
+    last = len(known) + len(soon)
     then = free.copy()
     missing = job.tasks - int(tasks_that_fit(job, then).sum())
-    for number, (end_s, one) in enumerate(ends):
+    for number, (end_s, name) in enumerate(ends, 1):
+        one = new.get(name) or snapshot.running[name]
         then.give(one.request, one.places)
         missing -= -(-one.tasks * max(1, one.request.gpus_per_task) // max(1, job.gpus_per_task))
-        if missing > 0 and number + 1 < len(ends):
+        if missing > 0 and number < last:
             continue  # cannot be enough yet
         places = place(job, then)
         if places is not None:
             then.take(job, places)
-            return _Reservation(job, max(end_s, snapshot.now_s), then)
+            return _Reservation(job, max(end_s or 0.0, snapshot.now_s), then)
         missing = max(1, job.tasks - int(tasks_that_fit(job, then).sum()))
     return None

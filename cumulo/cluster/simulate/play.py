@@ -5,6 +5,7 @@ run.mean_jct_s, run.utilisation
 """
 
 import bisect
+import gc
 import heapq
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -118,6 +119,7 @@ class _Player:
         self.plain = isinstance(self.speed, FixedSpeed)
         self.speed.beside(self.running)
         self.used_gpus = 0.0
+        self.by_end: list[tuple[float, str]] = []
         self.counted_s = 0.0
         self.checked = 0
 
@@ -224,6 +226,8 @@ class _Player:
         self.running[request.job_id] = RunningJob(
             request, places, self.now_s, expected, one.restarts + one.resizes
         )
+        if expected is not None:
+            bisect.insort(self.by_end, (expected, request.job_id))
         self.used_gpus += len(places) * request.milli_per_task / 1000
         self.go_on(one)
 
@@ -236,6 +240,8 @@ class _Player:
         self.free.give(request, one.places)
         self.used_gpus -= len(one.places) * request.milli_per_task / 1000
         run = self.running.pop(request.job_id)
+        if run.expected_end_s is not None:
+            del self.by_end[bisect.bisect_left(self.by_end, (run.expected_end_s, request.job_id))]
         left = None
         if request.predicted_s is not None:
             ran_s = max(0.0, self.now_s - run.started_s - request.startup_s)
@@ -289,7 +295,9 @@ class _Player:
     def snapshot(self) -> Snapshot:
         if not self.plain:
             self.refresh()
-        return Snapshot(self.now_s, self.snapshot_nodes, self.waiting, self.running, self.free, self.quotas)
+        return Snapshot(
+            self.now_s, self.snapshot_nodes, self.waiting, self.running, self.free, self.quotas, self.by_end
+        )
 
     def refresh(self) -> None:
         for name, job in self.running.items():
@@ -371,4 +379,9 @@ def play(
     options: PlayOptions | None = None,
 ) -> ClusterRun:
     """The whole trace, until its last job ends or nothing can ever start again."""
-    return _Player(list(nodes), trace, policy, speed or FixedSpeed(), options or PlayOptions()).play()
+    gc.collect()
+    gc.freeze()  # a hundred thousand jobs would be walked again and again, in the middle of decisions
+    try:
+        return _Player(list(nodes), trace, policy, speed or FixedSpeed(), options or PlayOptions()).play()
+    finally:
+        gc.unfreeze()

@@ -1,0 +1,148 @@
+"""The simulator: outcomes known by hand, nobody starves, failures, and the published workloads."""
+
+from pathlib import Path
+
+import pytest
+
+from cumulo.cluster.decide.decisions import JobPlacement
+from cumulo.cluster.decide.jobs import JobRequest, StepProfile, TaskPlace
+from cumulo.cluster.decide.policies import policy_named
+from cumulo.cluster.decide.snapshot import TenantQuota
+from cumulo.cluster.decide.step_time import leaf_fabric
+from cumulo.cluster.simulate.failures import FailureRates
+from cumulo.cluster.simulate.fill import PUBLISHED, fill
+from cumulo.cluster.simulate.leaf_speed import LeafSpeed
+from cumulo.cluster.simulate.page import page
+from cumulo.cluster.simulate.play import BrokenPolicy, PlayOptions, TraceJob, play
+from cumulo.cluster.simulate.pollux import read_pollux
+from cumulo.cluster.simulate.traces import read_nodes, read_trace, synthetic_trace, uniform_nodes
+from cumulo.errors import ConfigError
+
+TRACES = Path(__file__).parents[3] / "shared/data/cluster/traces"
+needs_traces = pytest.mark.skipif(not TRACES.is_dir(), reason="the published traces are not at hand")
+
+
+def job(name, at_s, work, gpus, tasks=1, **more):
+    return TraceJob(JobRequest(name, tasks, gpus, arrival_s=at_s, predicted_s=work, **more), work)
+
+
+# One node with 4 GPUs: a long small job, a gang that needs all, a short small one behind it, and one too long.
+TRACE = [job("long", 0, 100, 2), job("all", 1, 10, 4), job("short", 2, 50, 2), job("too-long", 3, 200, 2)]
+
+
+def ends(policy, trace=TRACE, **options):
+    run = play(uniform_nodes(1, 4), trace, policy_named(policy).decide, options=PlayOptions(**options))
+    return {one.job_id: one.end_s for one in run.outcomes}
+
+
+def test_fifo_lets_nobody_overtake():
+    assert ends("fifo") == {"long": 100, "all": 110, "short": 160, "too-long": 310}
+
+
+def test_backfill_starts_what_does_not_delay_the_reserved_job():
+    assert ends("backfill") == {"long": 100, "all": 110, "short": 52, "too-long": 310}
+
+
+def test_the_urgent_preempt_where_the_checkpoint_is_worth_it():
+    trace = [job("low", 0, 100, 4, checkpoint_s=5), job("high", 10, 20, 4, priority=1)]
+    assert ends("priority", trace) == {"high": 30, "low": 30 + 5 + 90}
+    dear = [job("low", 0, 100, 4, checkpoint_s=500), job("high", 10, 20, 4, priority=1)]
+    assert ends("priority", dear) == {"low": 100, "high": 120}
+
+
+def test_a_tenant_gets_back_what_others_borrowed():
+    trace = [
+        job("a1", 0, 100, 2, tenant="a"),
+        job("a2", 1, 100, 2, tenant="a"),
+        job("b1", 10, 20, 2, tenant="b"),
+    ]
+    quotas = (TenantQuota("a", 2, 2), TenantQuota("b", 2))
+    found = ends("fair", trace, quotas=quotas)
+    assert found["b1"] == 30 and found["a1"] == 100 and found["a2"] == 30 + 91
+
+
+@pytest.mark.parametrize(
+    "name", ("backfill", "shortest", "fair", "las", "priority", "backfill+topology+defrag")
+)
+def test_nobody_starves_on_a_full_cluster(name):
+    trace = synthetic_trace(150, 64, load=1.5, seed=3)
+    policy = policy_named(name)
+    run = play(uniform_nodes(8, 8, 4), trace, policy.decide)
+    assert len(run.outcomes) == len(trace) and not run.unfinished
+    assert all(one.jct_s >= 0.999 * one.alone_s for one in run.outcomes)
+
+
+def test_failures_cost_work_and_bad_nodes_are_cordoned():
+    trace = [job(f"j{number}", 100.0 * number, 20_000, 8) for number in range(40)]
+    rates = FailureRates(2000.0, repair_s=600, bad_nodes=0.05, bad_share=0.9)  # per 1,000 node-days
+    run = play(
+        uniform_nodes(20), trace, policy_named("backfill+cordon").decide, options=PlayOptions(failures=rates)
+    )
+    assert len(run.outcomes) == 40
+    assert run.node_failures >= 3 and run.cordoned == ["node-0"] and run.lost_work > 0
+    assert sum(one.restarts for one in run.outcomes) > 0
+
+
+def test_a_broken_policy_is_stopped_and_named():
+    def twice(snapshot):
+        return [JobPlacement(snapshot.waiting[0].job_id, (TaskPlace("node-0", (0, 1)),))]
+
+    with pytest.raises(BrokenPolicy, match="at 2 s: second is placed on node-0, which has too little free"):
+        play(uniform_nodes(1, 4), [job("first", 0, 100, 2), job("second", 2, 50, 2)], twice)
+
+
+def test_a_gang_goes_under_one_leaf_where_its_step_is_fastest_and_says_so():
+    nodes = uniform_nodes(16, 8, 4, oversubscription=4)
+    gangs = [job(f"g{number}", number, 3600, 8, 4, step=StepProfile(0.5, 4e9, 4e9)) for number in range(4)]
+    steps = {}
+    for name in ("fifo", "fifo+topology"):
+        speed = LeafSpeed(leaf_fabric(nodes))
+        run = play(nodes, gangs, policy_named(name).decide, speed, PlayOptions(keep_log=True))
+        steps[name] = [step / best for step, best in speed.steps.values()]
+    assert max(steps["fifo+topology"]) == pytest.approx(1.0)
+    assert max(steps["fifo"]) > 1.1  # packed by name, the gangs lie over all leaves and share their uplinks
+    reasons = [one.reason for _, decisions in run.log for one in decisions]
+    assert "under leaf-" in reasons[0] and "packed without looking would take" in reasons[0]
+
+
+def test_the_page_has_a_bar_for_every_run_and_a_square_for_every_node():
+    run = play(uniform_nodes(1, 4), TRACE, policy_named("backfill").decide)
+    text = page([("backfill", run)])
+    assert text.count("<rect") == 4 + 1 and "too-long: 3.33 min on 1 tasks" in text
+
+
+def test_an_unknown_trace_and_a_bad_line_are_named(tmp_path):
+    file = tmp_path / "t.csv"
+    file.write_text("a,b\n1,2\n")
+    with pytest.raises(ConfigError, match="is no job trace: its columns are a,b"):
+        read_trace(file)
+    file.write_text("job_id,arrival_s,duration_s,gpus\nx,0,ten,1\n")
+    with pytest.raises(ConfigError, match="line 2"):
+        read_trace(file)
+
+
+@needs_traces
+@pytest.mark.thorough
+@pytest.mark.parametrize("workload", (1, 6))
+def test_pollux_workloads_come_out_as_published(workload):
+    published = {1: (2088.77, 2473.65), 6: (2446.13, 3469.69)}[workload]
+    found = []
+    for name, adaptive in (("elastic", True), ("las+emptiest", False)):
+        jobs, speed = read_pollux(TRACES / f"pollux_workload-{workload}.csv", adaptive)
+        options = PlayOptions(interval_s=60, always_decide=True, check=False)
+        found.append(play(uniform_nodes(16, 4), jobs, policy_named(name).decide, speed, options).mean_jct_s)
+    assert found == pytest.approx(published, rel=0.15)
+    assert found[0] / found[1] == pytest.approx(published[0] / published[1], rel=0.15)
+
+
+@needs_traces
+@pytest.mark.thorough
+def test_openb_fills_up_as_published():
+    nodes = read_nodes(TRACES / "openb_node_list_gpu_node.csv")
+    jobs = [one.request for one in read_trace(TRACES / "openb_pod_list_default.csv")]
+    found = {name: fill(nodes, jobs, name, [7]) for name in PUBLISHED}
+    for name, (at_100, at_130) in PUBLISHED.items():
+        assert found[name].mean_at_100 == pytest.approx(at_100, abs=1.5)
+        assert found[name].mean_at_130 == pytest.approx(at_130, abs=1.5)
+    order = [found[name].mean_at_130 for name in ("random", "dot-product", "gpu-packing", "best-fit", "fgd")]
+    assert order == sorted(order)
