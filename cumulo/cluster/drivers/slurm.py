@@ -149,6 +149,11 @@ def refusal(program: str, said: str, record: JobRecord | None) -> CumuloError:
     last = " ".join(said.split())
     if re.search("invalid job id", last, re.I):
         return _UnknownJob(last)
+    if re.search("configuration source", last, re.I):
+        return TargetLost(
+            "Slurm is installed here, and has no configuration: set SLURM_CONF or launch from a login node; the job "
+            "is kept"
+        )
     if _IDENTITY.search(last):
         return TargetLost(
             f"Slurm does not accept who you are ({last}): check that munged runs here with the cluster's key and "
