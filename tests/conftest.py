@@ -22,6 +22,7 @@ settings.register_profile("thorough", deadline=None, derandomize=True)
 # Other cases than always: pytest --hypothesis-profile=hunt --hypothesis-seed=1
 settings.register_profile("hunt", deadline=None)
 settings.load_profile("cumulo")
+_unfreeze = gc.unfreeze
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -51,6 +52,10 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    _unfreeze()  # extensions report what is never freed
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
