@@ -53,6 +53,9 @@ def main() -> None:
     parser.add_argument("--model", default="llama-3.1-8b")
     parser.add_argument("--adapters", type=int, default=32)
     parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument(
+        "--targets", default="", help="only matrices with this in their names: attention, ffn"
+    )
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--json", default="")
     chosen = parser.parse_args()
@@ -65,11 +68,14 @@ def main() -> None:
     runner = player.runner
     assert isinstance(runner, CudaRunner) and runner.model.adapters is not None
     bank = runner.model.adapters.bank
-    for matrix in bank.matrices.values():
+    for name, matrix in bank.matrices.items():
+        if chosen.targets not in name:
+            continue
         matrix.stack.a.normal_(0, matrix.matrix.inputs**-0.5)
         matrix.stack.b.normal_(0, 0.02)
         matrix.stack.ranks.fill_(chosen.rank)
         matrix.stack.device_ranks.fill_(chosen.rank)
+    runner.model.adapters.look_again()
     for index in range(chosen.adapters):
         engine.scheduler.books.adapters.place(f"a{index}", f"a{index}", chosen.rank, f"print {index}", "")
     print(f"{chosen.model}: {player.runs_on}, {bank.nbytes / 2**30:.2f} GiB of adapters", flush=True)

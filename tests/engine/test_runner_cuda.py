@@ -152,7 +152,7 @@ def test_adapters_of_a_batch_give_the_torch_runners_tokens(tmp_path: Path) -> No
         bank = AdapterBank(decoder, spec, 3, 16)
         engine = make_engine(decoder, on_kernels, bank=bank)
         book = engine.scheduler.books.adapters = AdapterBook(bank.slots)
-        engine.adapters = AdapterStore(spec, book, 16, bank.install)
+        engine.adapters = AdapterStore(spec, book, 16, engine.runner.load_adapter)
         for index, weights in enumerate(found):
             engine.adapters.add(f"a{index}", weights)
         for index, adapter in enumerate(("a0", "", "a1")):

@@ -10,7 +10,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 
 import numpy as np
@@ -125,7 +125,11 @@ class CudaRunner:
         if self._meet_ranks is not None:
             return
         shapes = warm_shapes(self._most, self.model.adapters is not None)
-        with self.model.one_layer_of_each_kind():
+        adapters = self.model.adapters
+        with (
+            self.model.one_layer_of_each_kind(),
+            nullcontext() if adapters is None else adapters.every_matrix(),
+        ):
             if self.device.type == "cuda":
                 tell(f"compiling kernels for {len(shapes)} step shapes, or loading them from the last start")
                 with compiling_ahead():
@@ -163,6 +167,10 @@ class CudaRunner:
         """Into a slot that no sequence of a plan to come refers to before the caller says so."""
         assert self.model.adapters is not None
         self.model.adapters.bank.install(slot, weights)
+        if self.model.adapters.look_again():
+            self._synchronise()
+            for shape in [shape for shape in self._graphs if shape.adapters]:
+                del self._graphs[shape]
 
     def measure_step(self, tokens: int, draws: int) -> int | None:
         """Nothing to measure: a step works in buffers that are held, and counted, already."""

@@ -24,6 +24,7 @@ from cumulo.models.batch import KVCache
 
 _ASK = struct.Struct("<II")  # a request for blocks: layer, number of runs; then source and blocks of each
 _MANY_RUNS = 4  # from so many on, a call of the native library costs less than as many copies
+_LAYERS_AT_ONCE = 8  # of a copy on a GPU: the first run while the host still asks for the next
 _MOST_BUFFERS = 256  # of one sendmsg: the kernel takes 1024
 
 
@@ -228,7 +229,11 @@ class CudaSource:
     def __init__(self, cache: KVCache, reach: dict[str, Any]) -> None:
         storages = [one for one in (cache.key_storage, cache.value_storage) if one.numel()]
         self._stream = torch.cuda.Stream(cache.key_storage.device)
-        self._asked: dict[int, tuple[BlockRuns, list[int]]] = {}
+        self._runs: BlockRuns | None = (
+            None  # what is asked for now, their places on the device, and of which layers
+        )
+        self._places: torch.Tensor | None = None
+        self._layers: list[int] = []
         self._ours = [_word_tensor(one) for one in storages]
         # A look at a tensor costs microseconds, and every layer asks.
         self._our_blocks, self._their_blocks = cache.blocks, int(reach["blocks"])
@@ -245,31 +250,44 @@ class CudaSource:
         from cumulo.kernels.cuda.collective import block_copy  # Triton is there on machines with a GPU only
 
         self._copy_blocks = block_copy.copy_blocks
+        device = cache.key_storage.device
+        self._all_layers = torch.arange(cache.spec.layers, dtype=torch.int32, device=device)
         with torch.cuda.stream(self._stream):
             for our in self._ours:
                 block_copy.load(our.device, our.dtype, our.shape[2])
 
     def read(self, layer: int, runs: BlockRuns) -> int:
-        """Copied when it is settled: all layers that ask for the same runs in one launch."""
+        """Begun with some more layers that ask for the same runs; all are there when it is settled."""
         if runs.source_end > self._their_blocks or runs.target_end > self._our_blocks:
             raise OSError("a transfer names KV blocks that do not exist")
-        self._asked.setdefault(id(runs), (runs, []))[1].append(layer)
+        if self._runs is not runs:
+            self._begin()
+            self._runs, self._places = runs, None
+        self._layers.append(layer)
+        if len(self._layers) == _LAYERS_AT_ONCE:
+            self._begin()
         return runs.blocks * self._block_bytes
 
-    def settle(self) -> None:
-        device = self._ours[0].device
+    def _begin(self) -> None:
+        """Launch the copy of the layers asked for so far."""
+        if self._runs is None or not self._layers:
+            return
         with torch.cuda.stream(self._stream):
-            for runs, layers in self._asked.values():
-                first, to, blocks = np.array(runs.words, dtype=np.int32).reshape(-1, 3).T
-                inside = np.arange(runs.blocks, dtype=np.int32) - np.repeat(
-                    np.cumsum(blocks) - blocks, blocks
-                )
-                numbers = (np.repeat(first, blocks) + inside, np.repeat(to, blocks) + inside, layers)
-                words = torch.from_numpy(np.concatenate(numbers).astype(np.int32)).pin_memory()
-                words = words.to(device, non_blocking=True)
-                sources, targets, chosen = words.split((runs.blocks, runs.blocks, len(layers)))
-                self._copy_blocks(self._theirs, self._ours, sources, targets, chosen)
-        self._asked.clear()
+            if self._places is None:
+                first, to, blocks = np.array(self._runs.words, dtype=np.int32).reshape(-1, 3).T
+                inside = np.arange(blocks.sum()) - np.repeat(np.cumsum(blocks) - blocks, blocks)
+                numbers = np.stack((np.repeat(first, blocks) + inside, np.repeat(to, blocks) + inside))
+                self._places = torch.from_numpy(numbers.astype(np.int32)).to(self._all_layers.device)
+            begin, end = self._layers[0], self._layers[-1] + 1
+            layers = self._all_layers[begin:end]
+            if len(layers) != len(self._layers):  # not one after the other
+                layers = torch.tensor(self._layers, dtype=torch.int32).to(layers.device)
+            self._copy_blocks(self._theirs, self._ours, self._places[0], self._places[1], layers)
+        self._layers.clear()
+
+    def settle(self) -> None:
+        self._begin()
+        self._runs = self._places = None
         self._stream.synchronize()
 
     def close(self) -> None:

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cumulo.kernels.cuda.linear.lora import FEW_ROWS, expand, low_buffer, most_groups, shrink
+from cumulo.kernels.cuda.linear.lora import expand, low_buffer, most_groups, shrink
 from cumulo.kernels.low_rank import AdapterGroups, AdapterRows, LowRankStack
 from cumulo.models.adapters.bank import AdapterBank
 
@@ -25,15 +25,31 @@ class StepAdapters:
 
 
 class CudaAdapters:
-    def __init__(self, bank: AdapterBank, max_tokens: int, max_outputs: int, invariant: bool = False) -> None:
-        """`invariant`: a row's bits do not depend on how many rows a step has."""
-        self.bank, self._invariant = bank, invariant
+    def __init__(self, bank: AdapterBank, max_tokens: int, max_outputs: int) -> None:
+        self.bank = bank
         self.stacks = {name: matrix.stack for name, matrix in bank.matrices.items()}
         widest = max(self.stacks.values(), key=lambda stack: stack.a.shape[1])
         self.low = low_buffer(widest, max_tokens)
         words = self._words(max_tokens) + self._words(max_outputs)
         self._buffer = torch.zeros(words, dtype=torch.int32, device=bank.device)
+        self._changed: set[str] = set()
         self._beside = torch.cuda.Stream() if self._buffer.is_cuda else None
+
+    @contextmanager
+    def every_matrix(self) -> Iterator[None]:
+        """Inside, all matrices are taken for changed, whatever adapters there are: for warming up."""
+        changed, self._changed = self._changed, set(self.stacks)
+        try:
+            yield
+        finally:
+            self._changed = changed
+
+    def look_again(self) -> bool:
+        """After adapters have come: which matrices any of them changes. True if others than before: graphs that
+        were captured then do not fit any more."""
+        changed = {name for name, stack in self.stacks.items() if bool(stack.ranks.any())}
+        before, self._changed = self._changed, changed | self._changed
+        return self._changed != before
 
     @property
     def nbytes(self) -> int:
@@ -79,7 +95,7 @@ class CudaAdapters:
     def added(self, name: str, x: Tensor, y: Tensor, groups: AdapterGroups) -> Iterator[None]:
         """Inside, the plain product goes from x to y; on leaving, what the rows' adapters make of x is added. Their
         first half runs beside the product, which leaves most of the GPU waiting for its weights."""
-        stack: LowRankStack | None = self.stacks.get(name)
+        stack: LowRankStack | None = self.stacks.get(name) if name in self._changed else None
         if stack is None:  # none changes this matrix
             yield
             return
@@ -93,4 +109,4 @@ class CudaAdapters:
                 shrink(x, stack, groups, self.low)
             yield
             here.wait_stream(self._beside)
-        expand(y, stack, groups, self.low, few=not self._invariant and len(y) <= FEW_ROWS)
+        expand(y, stack, groups, self.low)

@@ -109,7 +109,7 @@ class CudaDecoder:
         self._played = list(enumerate(self.layers))
         self.windows = tuple(dict.fromkeys(layer.window for layer in self.layers))
         self.head: Weight = (decoder.embed if spec.tied_embeddings else decoder.head).weight
-        self.adapters = None if bank is None else CudaAdapters(bank, max_tokens, max_outputs, batch_invariant)
+        self.adapters = None if bank is None else CudaAdapters(bank, max_tokens, max_outputs)
         self.moe_buffers = None
         if spec.moe is not None:
             self.moe_buffers = MoEBuffers(spec.moe, spec.hidden, max_tokens, self.dtype, device)

@@ -12,21 +12,22 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_WORDS = 4096  # a program copies
+_WORDS, _TURNS = 1024, 4  # a program copies so many, so often
 
 
 @triton.jit
 def _copy_blocks(source, target, source_2, target_2, sources, targets, layers, source_blocks, target_blocks, WORDS,
-                 PIECES, BLOCK: tl.constexpr):  # fmt: skip
+                 PIECES, BLOCK: tl.constexpr, TURNS: tl.constexpr):  # fmt: skip
     pair, layer = tl.program_id(0), tl.load(layers + tl.program_id(1)).to(tl.int64)
     piece = tl.program_id(2)
     if piece >= PIECES:
         source, target, piece = source_2, target_2, piece - PIECES
-    words = piece * BLOCK + tl.arange(0, BLOCK)
     taken = (layer * source_blocks + tl.load(sources + pair)) * WORDS
     given = (layer * target_blocks + tl.load(targets + pair)) * WORDS
-    mask = words < WORDS
-    tl.store(target + given + words, tl.load(source + taken + words, mask=mask), mask=mask)
+    for turn in tl.static_range(TURNS):
+        words = (piece * TURNS + turn) * BLOCK + tl.arange(0, BLOCK)
+        mask = words < WORDS
+        tl.store(target + given + words, tl.load(source + taken + words, mask=mask), mask=mask)
 
 
 def copy_blocks(
@@ -37,10 +38,10 @@ def copy_blocks(
     words = theirs[0].shape[2]
     if not len(sources) or not len(layers):
         return
-    pieces = triton.cdiv(words, _WORDS)
+    pieces = triton.cdiv(words, _WORDS * _TURNS)
     _copy_blocks[len(sources), len(layers), pieces * len(ours)](
         theirs[0], ours[0], theirs[-1], ours[-1], sources, targets, layers, theirs[0].shape[1], ours[0].shape[1],
-        words, pieces, BLOCK=min(_WORDS, triton.next_power_of_2(words)), num_warps=8,
+        words, pieces, BLOCK=min(_WORDS, triton.next_power_of_2(words)), TURNS=_TURNS, num_warps=4,
     )  # fmt: skip
 
 

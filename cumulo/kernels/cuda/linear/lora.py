@@ -20,16 +20,15 @@ from cumulo.kernels.low_rank import MOST_ROWS, AdapterGroups, LowRankStack
 RANK_TILE = 16
 ROW_TILE = 16  # the fewest that matrix units take: most groups of a batch have fewer rows
 _ROW_TILES = MOST_ROWS // ROW_TILE
-FEW_ROWS = 128  # of a step that mostly decodes
 
 
 @dataclass(frozen=True, slots=True)
 class LoraTiles:
-    block_k: int = 256
-    splits: int = 16  # programs that share the inputs
-    block_n: int = 256
+    block_k: int = 128
+    splits: int = 8  # programs that share the inputs
+    block_n: int = 512
     warps: int = 4
-    stages: int = 2
+    stages: int = 3
 
 
 def work(rows: int, groups: int, stack: LowRankStack, rank: int) -> Work:
@@ -57,13 +56,12 @@ def add_lora(
     groups: AdapterGroups,
     low: Tensor | None = None,
     config: LoraTiles = LoraTiles(),
-    few: bool = False,
 ) -> Tensor:
     """y [T, outputs] plus what each row's adapter makes of x [T, inputs]; in place. `low`: of `low_buffer`."""
     if low is None:
         low = low_buffer(stack, len(groups.rows), config)
     shrink(x, stack, groups, low, config)
-    return expand(y, stack, groups, low, config, few)
+    return expand(y, stack, groups, low, config)
 
 
 def shrink(
@@ -84,9 +82,8 @@ def expand(
     groups: AdapterGroups,
     low: Tensor,
     config: LoraTiles = LoraTiles(),
-    few: bool = False,
 ) -> Tensor:
-    """y += B low; in place. `few`: the faster way for a few rows of every adapter, whose sums round otherwise."""
+    """y += B low; in place."""
     if not len(groups.slots):
         return y
     outputs, block_n = y.shape[1], _column_tile(stack.bounds, config.block_n)
@@ -94,7 +91,7 @@ def expand(
     _expand[len(groups.slots) * _ROW_TILES, outputs // block_n](
         low, stack.b, y, groups.rows, groups.starts, groups.slots, stack.device_ranks, y.stride(0),
         *stack.b.stride(), low.stride(0), low.stride(1), first, second, BLOCK_N=block_n,
-        FEW=few, **_constants(stack, config),
+        **_constants(stack, config),
     )  # fmt: skip
     return y
 
@@ -150,8 +147,7 @@ def _shrink(x, a, low, rows, starts, slots, ranks, K, stride_x, stride_a, stride
 @triton.jit
 def _expand(low, b, y, rows, starts, slots, ranks, stride_y, stride_b, stride_output, stride_rank, stride_split,
             stride_low, first, second, PARTS: tl.constexpr, RANK_MAX: tl.constexpr, ROWS: tl.constexpr,
-            TILES: tl.constexpr, TILE: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr,
-            FEW: tl.constexpr):  # fmt: skip
+            TILES: tl.constexpr, TILE: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr):  # fmt: skip
     group, left = tl.program_id(0) // TILES, tl.program_id(1) * BLOCK_N
     slot = tl.load(slots + group)
     if slot < 0:
@@ -163,22 +159,6 @@ def _expand(low, b, y, rows, starts, slots, ranks, stride_y, stride_b, stride_ou
     if (begin >= end) | (rank == 0):
         return
     column = left + tl.arange(0, BLOCK_N)
-    if FEW:  # a row at a time: B stays in registers, and a tile of 16 rows would be mostly empty
-        b += slot.to(tl.int64) * stride_b
-        for at in range(begin, tl.minimum(end, begin + ROWS)):
-            one = y + tl.load(rows + at).to(tl.int64) * stride_y + column
-            total = tl.load(one).to(tl.float32)
-            for tile in range(0, rank, TILE):
-                own = tile + tl.arange(0, TILE)
-                held = low + at * stride_low + part * RANK_MAX + own
-                shrunk = tl.zeros((TILE,), dtype=tl.float32)
-                for split in tl.static_range(SPLITS):
-                    shrunk += tl.load(held + split * stride_split)
-                weights = tl.load(b + column[:, None] * stride_output + own[None, :] * stride_rank)
-                rounded = shrunk.to(weights.dtype).to(tl.float32)
-                total += tl.sum(weights.to(tl.float32) * rounded[None, :], axis=1)
-            tl.store(one, total.to(y.dtype.element_ty))
-        return
     index = begin + tl.arange(0, ROWS)
     here = index < end
     row = tl.load(rows + index, mask=here, other=0).to(tl.int64)
