@@ -151,8 +151,8 @@ def refusal(program: str, said: str, record: JobRecord | None) -> CumuloError:
         return _UnknownJob(last)
     if re.search("configuration source", last, re.I):
         return TargetLost(
-            "Slurm is installed here, and has no configuration: set SLURM_CONF or launch from a login node; the job "
-            "is kept"
+            "Slurm is installed here, and has no configuration: set SLURM_CONF or launch from a login node; the "
+            "job is kept"
         )
     if _IDENTITY.search(last):
         return TargetLost(
