@@ -56,7 +56,8 @@ test-long: test
 
 # The long forms of what must come out the same however the work is cut: tokens of the engine, weights after training
 # under every parallelism, a run that goes on under other layouts. Exact or in float64, so no machine can fail them.
-EQUALITIES := tests/engine/test_equivalence.py tests/engine/test_runner_torch.py tests/train/test_same_mathematics.py \
+EQUALITIES := tests/engine/test_equivalence.py tests/engine/test_runner_torch.py tests/engine/test_runner_cuda.py \
+  tests/models/test_cuda_slices.py tests/train/test_same_mathematics.py \
   tests/train/test_resume.py tests/train/test_zero.py tests/train/test_lora.py
 test-equalities: $(VENV)/.ready-test
 	@XDG_CACHE_HOME=$(CURDIR)/$(VENV)/cache OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= \

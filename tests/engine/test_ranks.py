@@ -112,8 +112,6 @@ def compare(one: Engine, several: Engine, rounds: int, seed: int, count: int = 8
 
 
 SHORT = [
-    ("dense", {"tp": 2}),
-    ("tied", {"pp": 2}),
     ("experts", {"ep": 2}),
     ("latent", {"dp": 2, "ep": 2}),
     ("latent", {"tp": 2, "pp": 2}),

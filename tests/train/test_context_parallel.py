@@ -10,6 +10,7 @@ from cumulo.ranks.ring_attention import Ring, ring_attention
 from cumulo.train.data.loader import to_device
 from cumulo.train.model.document_mask import DocumentMask
 from cumulo.train.parallel.context_parallel import ScatteredDocuments
+from tests.thorough import rare
 from tests.train.split_case import DENSE, LATENT, SPARSE, TIED, Case, check, make_batch, rows
 
 LAYOUTS = {
@@ -49,8 +50,7 @@ def test_the_balance_of_a_row_counts_all_its_pieces(layout: Layout) -> None:
     check(Case(SPARSE, layout, rows(4, 16, 2)))
 
 
-@pytest.mark.parametrize("other", [0, 1])
-@pytest.mark.parametrize("own", [0, 1])
+@pytest.mark.parametrize(("own", "other"), [(0, 0), (1, 1), *rare((0, 1), (1, 0))])
 def test_the_gpus_blocks_are_the_masked_ones(own: int, other: int) -> None:
     """Played by Triton's interpreter where there is no GPU."""
     pytest.importorskip("triton")

@@ -52,7 +52,7 @@ CASES: dict[str, tuple[ModelSpec, LoraConfig, Layout]] = {
 
 RARE = (
     "data parallel", "zero 1", "zero 2", "zero 3, sliced", "two copies", "ring attention", "a frozen first stage",
-    "a frozen first stage, zero 2", "zero 3 and a tied embedding at both ends",
+    "weight gradients apart", "a frozen first stage, zero 2", "zero 3 and a tied embedding at both ends",
 )  # fmt: skip
 
 

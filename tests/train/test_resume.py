@@ -137,9 +137,8 @@ def test_a_state_is_stored_once_and_evenly(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "chain", [0, *(pytest.param(chain, marks=pytest.mark.thorough) for chain in (1, 2, 3))]
-)
+@pytest.mark.thorough  # which `make test-equalities` is
+@pytest.mark.parametrize("chain", range(4))
 def test_a_run_that_changes_its_layout_after_every_step_learns_the_same(chain: int, tmp_path: Path) -> None:
     """Layouts of up to 8 processes in turn, seven with `--thorough`: saving under one and resuming under
     another, all against one process that never stopped."""
