@@ -252,7 +252,7 @@ def _report(
     if str(chosen.json_file) != "-":
         out.print(reports.table(f"{graph.ranks:,} GPUs, {chosen.routing} routing", rows))
         if run.rerouted:
-            out.print(f"{run.rerouted:,} messages took another path because a link failed.")
+            out.print(f"Messages that took another path because a link failed: {run.rerouted:,}.")
         note(
             f"{run.messages:,} messages on {len(graph.links.capacity):,} links, in {cpu_s:.2f} s of CPU "
             f"time; rates "

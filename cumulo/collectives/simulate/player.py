@@ -234,8 +234,10 @@ class _Play:
         dead = ((self.paths >= 0) & (self.graph.links.capacity[self.paths] <= 0)).any(axis=1)
         if dead.any():
             source, target, keys = self.ends[:, dead]
-            self.paths[dead] = self.graph.paths(source, target, keys, self.routing)
-            self.run_.rerouted += int(dead.sum())
+            found = self.graph.paths(source, target, keys, self.routing)
+            self.paths[dead] = found
+            still = ((found >= 0) & (self.graph.links.capacity[found] <= 0)).any(axis=1)
+            self.run_.rerouted += int((~still).sum())
 
     def _share(self) -> None:
         self.started = 0

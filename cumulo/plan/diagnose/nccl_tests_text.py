@@ -8,6 +8,7 @@ import re
 from dataclasses import dataclass
 from statistics import median
 
+_BENCH = re.compile(r"\|\s*([\d.]+)\s*([KMG])i?B?\s*\|\s*([\d.]+)\s*GBps\s*\|\s*([\d.]+)\s*GBps\s*\|")
 _DEVICE = re.compile(r"Rank\s+(\d+)\s+.*?on\s+(\S+)\s+device\s+(\d+)\s+\[[^\]]*\]\s*(.*?)\s*$", re.MULTILINE)
 _OPERATIONS = {
     "all_reduce": ("all_reduce_perf", "all_reduce", "allreduce"),
@@ -79,6 +80,7 @@ class NcclTest:
 
 def parse_nccl_tests(text: str) -> NcclTest | None:
     rows = [row for line in text.splitlines() if "NCCL INFO" not in line and (row := _row(line)) is not None]
+    rows = rows or [row for line in _BENCH.findall(text) if (row := _bench_row(*line)) is not None]
     if not rows:
         return None
     devices = {int(rank): (host, name.strip()) for rank, host, _, name in _DEVICE.findall(text)}
@@ -108,6 +110,14 @@ def _row(line: str) -> TestRow | None:
         if at + 4 < len(words):
             return None  # the first number that could be a size is one, or there is none
     return None
+
+
+def _bench_row(size: str, unit: str, busbw: str, algbw: str) -> TestRow | None:
+    """A row of the table that all_reduce_bench.py prints: | 16GB | 480.21GBps | 274.40GBps |."""
+    size_bytes = round(float(size) * 2 ** (10 * "KMG".index(unit[0].upper()) + 10))
+    if float(algbw) <= 0:
+        return None
+    return TestRow(size_bytes, size_bytes / float(algbw) / 1e3, float(algbw), float(busbw))
 
 
 def _number(word: str) -> float | None:
