@@ -1,6 +1,7 @@
 """Latency by promise: what is let in keeps its TTFT and ITL, and what cannot be kept is said at the door."""
 
 import random
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -9,13 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cumulo.engine.decide.params import SamplingParams
-from cumulo.engine.decide.plan import StepResult
+from cumulo.engine.decide.plan import StepPlan, StepResult
 from cumulo.engine.decide.request import Request
 from cumulo.engine.decide.scheduler import Scheduler
 from cumulo.engine.decide.scheduler_config import SchedulerConfig
+from cumulo.engine.decide.slo.promises import Promises, learning_prompts
 from cumulo.engine.decide.slo.step_model import StepMix, StepModel
 from cumulo.engine.simulate.engine import SimulatedEngine
-from cumulo.engine.simulate.run import Arrival, Run
+from cumulo.engine.simulate.run import Arrival, Run, StepTime
 from cumulo.errors import Overloaded
 from cumulo.spec.slo import ITL_SHARE, Slo
 from tests.engine.test_simulated import LinearCost
@@ -177,6 +179,38 @@ def test_stories_say_what_was_promised_and_what_became_of_it() -> None:
     words = request.story.describe()
     assert "is promised TTFT 600 ms and ITL 50 ms" in words
     assert "came later than the promised ITL" in words
+
+
+class RooflineCost(LinearCost):
+    """A step reads the weights or computes, whichever takes longer: short prompts cost nothing."""
+
+    def time_of(self, plan: StepPlan, shared: Mapping[int, int]) -> StepTime:
+        return StepTime(0.0, max(self.fixed_s, self.token_s * plan.tokens), 0.0)
+
+
+def test_the_first_long_prompts_keep_their_promises_where_short_ones_cost_nothing() -> None:
+    engine = SimulatedEngine(
+        Scheduler(config(max_context=16384)), RooflineCost(0.006, 2e-5), step_by_step=True
+    )
+    books, learnt = engine.scheduler.books, []
+    for tokens in learning_prompts(lambda: books.promises, 16384):
+        learnt.append(tokens)
+        engine.arrivals.append(Arrival(engine.clock_s, tokens, 3))
+        engine.advance(float("inf"))
+    assert learnt == [16, 64, 128, 256, 1024, 4096]  # half of the context, and half of the TTFT, at most
+    engine.run = Run(itl_bound_s=SLO.itl_s)
+    begun_s = engine.clock_s
+    engine.arrivals += [Arrival(begun_s + number / 20, 3000, 20) for number in range(10)]
+    engine.advance(float("inf"))
+    admitted = [one for one in engine.end().served if one.refused is None]
+    assert len(admitted) >= 5 and kept(engine.run) == len(admitted)
+
+
+def test_a_slow_engine_learns_from_short_prompts_only() -> None:
+    promises = Promises(SLO)
+    for tokens in (16, 32, 64, 64, 64, 64, 64, 64):
+        promises.model.observe(StepMix(0, 0, tokens, tokens**2 // 2), 0.01 + 0.003 * tokens, 0.05)
+    assert list(learning_prompts(lambda: promises, 8192)) == [16, 64, 128, 256]
 
 
 def test_without_an_slo_nothing_is_promised_and_nothing_is_learnt() -> None:

@@ -41,12 +41,12 @@ def look_ahead(books: Books, promises: Promises, newcomer: Request, now_s: float
     allowance = _allowance(newcomer.share, books.shares.about(), now_s) * _TTFT_MARGIN
     found: Outlook | None = None
     own_s = ahead_tokens = 0.0
-    for ahead, (one, tokens, share, took_s, clock_s) in enumerate(
+    for ahead, (one, tokens, room, took_s, clock_s) in enumerate(
         _first_tokens(books, promises, line, own_tokens, now_s)
     ):
         left_s = _deadline_s(one) - now_s
         if one is newcomer:
-            why = _own_obstacle(books, promises, one, share)
+            why = _own_obstacle(books, promises, one, room)
             if not why and clock_s > left_s * allowance:
                 why = f"so long it takes to compute the {tokens:,} tokens of its prompt"
                 if ahead:
@@ -64,8 +64,8 @@ def look_ahead(books: Books, promises: Promises, newcomer: Request, now_s: float
 def _first_tokens(
     books: Books, promises: Promises, line: list[Request], own_tokens: int, now_s: float
 ) -> Iterator[tuple[Request, int, float, float, float]]:
-    """Of each in line: prompt tokens to compute, the share of steps for prompts then, how long its prompt takes at
-    that pace, and when its first token comes, in seconds from now. The last in arrival has `own_tokens`."""
+    """Of each in line: prompt tokens to compute, the share of a step that is left to prompts then, how long its
+    prompt takes at that pace, and when its first token comes, in seconds from now. `own_tokens`: the newcomer's."""
     model, most = promises.model, books.config.max_tokens_per_step
     rows, context = promises.rows, promises.context
     clock_s = promises.in_flight_s(now_s) + promises.step_s  # a first token comes at the end of a step
@@ -73,9 +73,9 @@ def _first_tokens(
         tokens = promises.tokens_left(one, own_tokens)
         start = one.prompt_length - tokens
         share = promises.prompt_share(rows, context, start, most)
-        took_s = model.prompt_s(start, tokens) / max(share, _LEAST_SHARE)
+        took_s = model.prompt_s(start, tokens) / (share or _LEAST_SHARE)
         clock_s += took_s
-        yield one, tokens, share, took_s, clock_s
+        yield one, tokens, promises.prompt_room(rows, context), took_s, clock_s
         rows, context = rows + 1, context + one.prompt_length
 
 
@@ -91,9 +91,9 @@ def refuse(outlook: Outlook, promised_ttft_s: float | None) -> Overloaded:
     )
 
 
-def _own_obstacle(books: Books, promises: Promises, request: Request, share: float) -> str:
+def _own_obstacle(books: Books, promises: Promises, request: Request, room: float) -> str:
     """Why it could not run in time however short its wait is."""
-    if share < _LEAST_SHARE:
+    if room < _LEAST_SHARE:
         return f"{promises.rows} sequences that are being answered leave no time for prompts within their ITL"
     pool, waiting = books.pool, [one for one in promises.waiting.values() if _is_queued(one)]
     slots = len(books.residency.free_slots) - sum(one.params.samples for one in waiting)

@@ -110,6 +110,10 @@ class Promises:
         self.left_s = self.step_s - self.model.decode_s(self.rows, self.context)
         self.step_full = False
 
+    def prompt_room(self, rows: int, context: int) -> float:
+        """The share of a step's time that so many sequences that decode leave to prompts, if they need it."""
+        return 1 - self.model.decode_s(rows, context) / self.step_s
+
     def prompt_share(self, rows: int, context: int, start: int, most_tokens: int) -> float:
         """Of the time that steps take, what is spent on prompts while so many sequences decode."""
         decode_s = self.model.decode_s(rows, context)
