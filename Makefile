@@ -18,7 +18,7 @@ help:
 	  'make chat     talk with the built-in model; MODEL=... for another, ARGS=... for options' \
 	  'make test     all tests but the long ones' \
 	  'make test-long  the long ones: frameworks, sieges, killed engines, whole pages' \
-	  'make test-equalities  the long forms of the tests that compare tokens and weights: ten minutes' \
+	  'make test-equalities  the long forms of the tests that compare tokens and weights: ten to fifteen minutes' \
 	  'make test-thorough  all tests in their long forms: hours' \
 	  'make lint     formatting, lint, types and layers' \
 	  'make bench    engine, scheduler and kernels, against transformers and llama.cpp' \
