@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from cumulo.cli.shared.validate_serving import validate_serving
 from cumulo.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -19,6 +20,9 @@ EXAMPLE = "Try: [bold]cumulo plan validate --left-out --worst 5[/bold]"
 
 
 def validate(
+    what: Annotated[
+        str, typer.Argument(metavar="[training|serving]", help="Which published results to predict.")
+    ] = "training",
     tables: Annotated[
         Path | None,
         typer.Option(
@@ -45,7 +49,7 @@ def validate(
         bool, typer.Option("--sources", help="Print the sources of the published results.")
     ] = False,
 ) -> None:
-    """Compare the planner's predictions with published training results, by source.
+    """Compare the planner's predictions with published training results, by source, or with serving throughputs.
 
     Errors are errors of step time: +5% means that the predicted step is 5% too long. The figures that matter are
     those of --left-out: there the target is a median error of 8% and a 90th percentile of 18%, with 85 to 95% of
@@ -59,6 +63,11 @@ def validate(
     from cumulo.plan.evidence.validate import by_source, predict, predict_left_out, scatter_svg
 
     console = Console(stderr=str(json) == "-")
+    if what not in ("training", "serving"):
+        raise ConfigError(f"cumulo plan validate takes training or serving, got {what!r}")
+    if what == "serving":
+        validate_serving(console, left_out, worst, json)
+        return
     chosen = _rows(tables, console)
     if not chosen:
         raise ConfigError(

@@ -1,0 +1,43 @@
+"""Published serving throughputs, predicted."""
+
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from cumulo.cli.plan_validate import validate
+from cumulo.plan.evidence.serving import constants, saturated_tokens_per_s, served_rows
+from cumulo.plan.evidence.validate import quantile
+
+
+@pytest.mark.parametrize("key", ["model", "device"])
+def test_models_and_devices_that_the_constants_never_saw_are_within_the_bar(key: str) -> None:
+    errors = sorted(
+        abs(saturated_tokens_per_s(row, constants(f"{key} {getattr(row, key)}")) / row.tokens_per_s - 1)
+        for row in served_rows()
+    )
+    assert len(errors) == 87
+    assert quantile(errors, 0.5) <= 0.12
+    assert quantile(errors, 0.9) <= 0.25
+
+
+def test_longer_answers_and_more_memory_do_what_they_must() -> None:
+    rows = {row.name: row for row in served_rows()}
+    given = constants()
+    small, large = (
+        saturated_tokens_per_s(rows[f"llama-3.1-8b {device} tp1 fp8 20000/2000"], given)
+        for device in ("h100-sxm", "h200")
+    )
+    assert large > 1.2 * small
+
+
+def test_the_command_prints_models_devices_and_the_whole(tmp_path: Path) -> None:
+    app = typer.Typer()
+    app.command()(validate)
+    ran = CliRunner().invoke(
+        app, ["serving", "--left-out", "--worst", "1", "--json", str(tmp_path / "out.json")]
+    )
+    assert ran.exit_code == 0, ran.output
+    assert "qwen3-235b-a22b" in ran.output
+    assert "all, by device" in ran.output
