@@ -21,7 +21,11 @@ Term = Callable[[Names], Any]
 
 
 class CelUnknown(Exception):
-    """The rule cannot be judged: a form that is not known here, or a field that is not there."""
+    """The rule cannot be judged: it has a form that is not known here."""
+
+
+class CelMissing(Exception):
+    """A field that the rule reads is not there: an API server refuses the object then."""
 
 
 def keeps_rule(rule: str, value: Any) -> bool:
@@ -30,6 +34,8 @@ def keeps_rule(rule: str, value: Any) -> bool:
         return True
     try:
         return bool(_parsed(rule)({"self": value}))
+    except CelMissing:
+        return False
     except (CelUnknown, TypeError, AttributeError, KeyError, IndexError):
         return True
 
@@ -191,19 +197,35 @@ class _Parser:
         return found
 
 
+def _decided_by(first: Term, second: Term, decides: bool) -> Term:
+    """In CEL either side may decide, also where the other one fails."""
+
+    def value(names: Names) -> bool:
+        try:
+            if bool(first(names)) is decides:
+                return decides
+        except CelMissing:
+            if bool(second(names)) is decides:
+                return decides
+            raise
+        return bool(second(names))
+
+    return value
+
+
 def _or(first: Term, second: Term) -> Term:
-    return lambda names: bool(first(names)) or bool(second(names))
+    return _decided_by(first, second, True)
 
 
 def _and(first: Term, second: Term) -> Term:
-    return lambda names: bool(first(names)) and bool(second(names))
+    return _decided_by(first, second, False)
 
 
 def _field(owner: Term, name: str) -> Term:
     def value(names: Names) -> Any:
         found = owner(names)
         if not isinstance(found, dict) or name not in found:
-            raise CelUnknown(name)
+            raise CelMissing(name)
         return found[name]
 
     return value
@@ -213,7 +235,7 @@ def _has(inner: Term) -> Term:
     def there(names: Names) -> bool:
         try:
             inner(names)
-        except CelUnknown:
+        except CelMissing:
             return False
         return True
 

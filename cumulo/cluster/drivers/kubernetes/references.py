@@ -7,9 +7,10 @@ An object that is in the cluster already is named to the check as KIND/NAME.
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from cumulo.base.nearest import did_you_mean
+from cumulo.base.nearest import did_you_mean, nearest
 from cumulo.cluster.drivers.kubernetes.manifest_source import FieldPath, Manifest
 from cumulo.cluster.drivers.kubernetes.pods import GPU, PodSpec, pods_of, quantity
+from cumulo.cluster.drivers.kubernetes.schemas import shipped_book
 
 _ALWAYS = {
     ("Queue", "default"), ("Queue", "root"), ("ServiceAccount", "default"), ("ConfigMap", "kube-root-ca.crt"),
@@ -116,7 +117,7 @@ def _nominal(queue: Manifest) -> dict[str, float]:
     for group in queue.at("spec", "resourceGroups") or ():
         for flavor in group.get("flavors") or () if isinstance(group, dict) else ():
             for one in flavor.get("resources") or () if isinstance(flavor, dict) else ():
-                name, amount = str(one.get("name")), quantity(one.get("nominalQuota")) or 0.0
+                name, amount = str(one.get("name")), quantity(one.get("nominalQuota", "inf")) or 0.0
                 if cohort:
                     borrowed = one.get("borrowingLimit")
                     amount += float("inf") if borrowed is None else quantity(borrowed) or 0.0
@@ -179,6 +180,10 @@ def _check_target(one: Manifest, objects: ObjectSet) -> None:
     if not isinstance(target, dict):
         return
     kind = str(target.get("kind") or "Deployment")
+    kinds = sorted({name for _, name in shipped_book().kinds})
+    if kind not in kinds and (close := nearest(kind, kinds)):
+        one.blame(("spec", "scaleTargetRef", "kind"), f"there is no kind {kind}; did you mean {close[0]}?")
+        return
     objects.need(one, ("spec", "scaleTargetRef", "name"), kind, target.get("name"))
     found = objects.find(kind, str(target.get("name")), one.namespace)
     given = target.get("apiVersion")

@@ -1,7 +1,9 @@
 """What a schema cannot say of one object: names, selectors, ports, volumes, limits, GPUs. Called by the check."""
 
+import base64
+import binascii
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from cumulo.base.nearest import did_you_mean
@@ -11,16 +13,30 @@ from cumulo.cluster.drivers.kubernetes.pods import GPU, PodSpec, pods_of, quanti
 _NAME = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?")
 _LABEL = re.compile(r"([A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?)?")
 _MOST_NAME, _MOST_LABEL = 253, 63
+_RAY_MODES = ("K8sJobMode", "HTTPMode", "InteractiveMode", "SidecarMode")
+_PULL = ("Always", "IfNotPresent", "Never")
+_POD_WORDS = {
+    "restartPolicy": ("Always", "OnFailure", "Never"),
+    "dnsPolicy": ("ClusterFirst", "ClusterFirstWithHostNet", "Default", "None"),
+    "preemptionPolicy": ("PreemptLowerPriority", "Never"),
+}
+_TOLERATION = {
+    "operator": ("Equal", "Exists", "Lt", "Gt"),
+    "effect": ("NoSchedule", "PreferNoSchedule", "NoExecute"),
+}
 
 
 def check_sense(manifest: Manifest, node_gpus: int) -> None:
     _check_name(manifest)
     _check_replicas(manifest)
     _check_kind(manifest)
+    if manifest.kind == "Secret":
+        _check_secret(manifest)
     for pod in pods_of(manifest):
         _check_labels(manifest, pod.labels, (*pod.path[:-1], "metadata", "labels"))
         _check_selector(manifest, pod)
         _check_containers(pod)
+        _check_pod_words(pod)
         _check_gpus(pod, node_gpus)
 
 
@@ -104,17 +120,66 @@ def _check_kind(manifest: Manifest) -> None:
             )
     if manifest.kind == "ClusterQueue":
         _check_cluster_queue(manifest)
+    if manifest.kind == "LocalQueue" and not spec.get("clusterQueue"):
+        manifest.blame(("spec", "clusterQueue"), "is required and missing: the queue would admit nothing")
+    if manifest.kind == "RayJob":
+        _check_ray_job(manifest, spec)
+    if manifest.kind == "Service":
+        _check_service(manifest, spec)
     if manifest.kind == "HorizontalPodAutoscaler":
         for number, metric in enumerate(spec.get("metrics") or ()):
             if isinstance(metric, dict):
                 _check_metric(manifest, metric, ("spec", "metrics", number))
 
 
+def _check_ray_job(manifest: Manifest, spec: Mapping[str, Any]) -> None:
+    mode = spec.get("submissionMode", "K8sJobMode")
+    check_word(manifest, ("spec", "submissionMode"), mode, _RAY_MODES)
+    if not spec.get("entrypoint") and mode != "InteractiveMode":
+        manifest.blame(("spec", "entrypoint"), "is required and missing: the command that the job runs")
+    if not spec.get("rayClusterSpec") and not spec.get("clusterSelector"):
+        manifest.blame(("spec", "rayClusterSpec"), "is required and missing, or clusterSelector instead")
+
+
+def _check_service(manifest: Manifest, spec: Mapping[str, Any]) -> None:
+    for number, port in enumerate(spec.get("ports") or ()):
+        for name, low, high in (("port", 1, 65535), ("targetPort", 1, 65535), ("nodePort", 30000, 32767)):
+            value = port.get(name) if isinstance(port, dict) else None
+            if isinstance(value, int) and not low <= value <= high:
+                manifest.blame(("spec", "ports", number, name), f"must be {low} to {high}, got {value}")
+
+
+def _check_secret(manifest: Manifest) -> None:
+    data = manifest.body.get("data")
+    for key, value in data.items() if isinstance(data, dict) else ():
+        try:
+            base64.b64decode(str(value), validate=True)
+        except binascii.Error:
+            manifest.blame(("data", str(key)), "is not base64; put plain text under stringData")
+
+
+def check_word(manifest: Manifest, path: FieldPath, value: Any, known: Sequence[str]) -> None:
+    """Words that schemas leave open, and the API server does not."""
+    if isinstance(value, str) and value not in known:
+        manifest.blame(path, f"cannot be {value!r}{did_you_mean(value, known)}")
+
+
+def _check_pod_words(pod: PodSpec) -> None:
+    for name, known in _POD_WORDS.items():
+        check_word(pod.owner, (*pod.path, name), pod.spec.get(name), known)
+    for path, one in pod.containers:
+        check_word(pod.owner, (*path, "imagePullPolicy"), one.get("imagePullPolicy"), _PULL)
+    for number, one in enumerate(pod.spec.get("tolerations") or ()):
+        if isinstance(one, dict):
+            for name, known in _TOLERATION.items():
+                check_word(pod.owner, (*pod.path, "tolerations", number, name), one.get(name), known)
+
+
 def _check_gang(manifest: Manifest, spec: Mapping[str, Any]) -> None:
     tasks = [one for one in spec.get("tasks") or () if isinstance(one, dict)]
     total = sum(one.get("replicas", 1) for one in tasks if isinstance(one.get("replicas", 1), int))
     gang = spec.get("minAvailable")
-    if isinstance(gang, int) and tasks and gang > total:
+    if isinstance(gang, int) and tasks and gang > total >= 0:
         manifest.blame(
             ("spec", "minAvailable"),
             f"{gang} is more than the {total} pods of all tasks: it would never start",
