@@ -109,6 +109,8 @@ class Speculation:
     # -- whether tokens must be known -------------------------------------------------------------------------
     def waits(self, rows: list[Sequence]) -> bool:
         """Whether the next step is to be planned only when the tokens of these rows, in flight, are known."""
+        if self.fixed_count is not None:
+            return True
         if not self.cost.known:
             return self.by_model
         # Behind a step whose tokens must be known the device waits for the host: a short step must gain the more.
