@@ -41,7 +41,7 @@ class TrainWork:
 
 
 @dataclass(frozen=True, slots=True)
-class AutoscaleSettings:
+class ReplicaScaling:
     """What the autoscaling rule must know of a replica (`cumulo simulate autoscale` rehearses it with the same)."""
 
     prompt_tok_s: float  # prompt tokens/s that a replica computes within the SLO
@@ -63,7 +63,7 @@ class ServeWork:
     replicas: int = 1  # at the start
     min_replicas: int | None = None  # with max_replicas and autoscale: the rule chooses between them
     max_replicas: int | None = None
-    autoscale: AutoscaleSettings | None = None
+    autoscale: ReplicaScaling | None = None
     options: tuple[str, ...] = ()  # further options of `cumulo serve`, as typed
 
 
