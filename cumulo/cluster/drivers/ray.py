@@ -76,8 +76,8 @@ class RayDriver:
 
     def _let_go(self, record: JobRecord) -> None:
         """The job has ended, and what was to be known of it is known: its actor may go."""
-        ray = connected(record)
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError, TargetLost):
+            ray = connected(record)
             ray.kill(ray.get_actor(actor_name(record), namespace=NAMESPACE))
 
 
