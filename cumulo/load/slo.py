@@ -24,6 +24,8 @@ def parse_slo(text: str, share: float = 0.95) -> Slo:
             raise CumuloError(
                 f"--slo must look like ttft=500ms,itl=50ms,tpot=40ms,e2e=10s; got {part!r} in it"
             )
+        if value[-1:].isdigit():  # 500 would be eight minutes
+            raise CumuloError(f"--slo needs units: write {name}={value}ms or {name}={value}s; got {part.strip()!r}")
         bounds[f"{name.lower()}_s"] = parse_duration_s(value, f"the SLO's {name}")
     if not 0 < share < 1:
         raise CumuloError(f"--slo-share must lie between 0 and 1, got {share:g}; 0.95 is usual")
@@ -32,9 +34,6 @@ def parse_slo(text: str, share: float = 0.95) -> Slo:
 
 def parse_promise(text: str) -> Slo:
     """What a server promises, 'ttft=500ms,itl=40ms': times have units, so that nobody promises 500 seconds."""
-    for part in text.split(","):
-        if part.strip()[-1:].isdigit():
-            raise CumuloError(f"--slo needs units, such as ttft=500ms,itl=40ms or ttft=2s; got {part!r}")
     slo = parse_slo(text)
     if slo.tpot_s is not None or slo.e2e_s is not None:
         raise CumuloError("a server can promise ttft and itl: remove tpot and e2e from --slo")

@@ -26,6 +26,7 @@ from cumulo.spec.slo import Slo
 TENSOR_SIZES = (1, 2, 4, 8)
 STAGES = (1, 2, 4)
 _SMALLER_STEPS = (4, 16)  # parts of the engine's default
+_LEAST_STEP = 256  # tokens: below, a step is all overhead
 _MOST_REPLICAS = 4096
 
 
@@ -129,8 +130,9 @@ def _with_smaller_steps(replica: Replica, slo: Slo) -> Iterator[Replica]:
     may do with fewer replicas."""
     usual = replica.engine_config()
     for part in _SMALLER_STEPS if slo.itl_s is not None else ():
-        if usual.max_tokens_per_step // part >= usual.max_running:
-            yield replace(replica, max_tokens_per_step=usual.max_tokens_per_step // part)
+        tokens = usual.max_tokens_per_step // part
+        if tokens >= _LEAST_STEP:
+            yield replace(replica, max_tokens_per_step=tokens, max_running=min(usual.max_running, tokens))
 
 
 def _split(one: Candidate, wanted: Wanted, price_limit: float) -> Deployment | None:
