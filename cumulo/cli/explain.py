@@ -17,9 +17,16 @@ def explain(
     request_id: Annotated[
         str,
         typer.Argument(
-            metavar="ID", help="The `id` of an answer, the short form that the console shows, or `last`."
+            metavar="ID",
+            help="The `id` of an answer, its short form, `last`, or `step`.",
         ),
     ],
+    number: Annotated[
+        int | None, typer.Argument(metavar="[N]", help="After `step`: the training step.", show_default=False)
+    ] = None,
+    folder: Annotated[
+        Path | None, typer.Option(help="With `step N`: the folder of a training run.", show_default=False)
+    ] = None,
     server: Annotated[str, typer.Option(help="Address of the server.")] = "http://127.0.0.1:8000",
     api_key: Annotated[
         str | None, typer.Option(help="API key, if the server requires one.", envvar="OPENAI_API_KEY")
@@ -29,9 +36,17 @@ def explain(
     ] = None,
     json_file: options.JsonOption = None,
 ) -> None:
-    """Explain a request of a running server: queueing, prefix cache hits, chunks, preemptions and latencies."""
+    """Explain a request of a running server: queueing, prefix cache hits, chunks, preemptions and latencies.
+
+    cumulo explain step 5 --folder RUN shows the collectives of a training step: time, bus bandwidth, prediction.
+    """
     from cumulo.cli.shared.terminal import note, out
 
+    if request_id == "step":
+        from cumulo.cli.view.training_step import print_step
+
+        print_step(folder, number, json_file)
+        return
     story = _get(server, request_id, api_key)
     if json_file is not None:
         text = json.dumps(story, indent=2) + "\n"

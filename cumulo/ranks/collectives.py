@@ -1,6 +1,7 @@
 """Collectives without gradients. Everyone in a group calls them in the same order; a group of None is this rank
 alone, for which nothing is sent or copied. `differentiable.py` has those that gradients pass through."""
 
+import time
 from typing import Any, TypeAlias
 
 import torch
@@ -8,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cumulo.collectives.decide.choices import parse_choices
+from cumulo.ranks.collective_meter import meter
 from cumulo.ranks.groups import Group
 from cumulo.ranks.lanes import lane_group
 from cumulo.ranks.scheduled import ScheduledCollectives
@@ -34,11 +36,12 @@ def all_reduce(tensor: Tensor, group: Group | None) -> None:
     """The sum over ranks, in place."""
     if group is None:
         return
-    group = lane_group(group)
+    group, began = lane_group(group), time.perf_counter()
     if _schedules.wants("all_reduce", tensor):
         _schedules.all_reduce(tensor, group)
     else:
         dist.all_reduce(tensor, group=group)
+    meter.add("all_reduce", tensor, group.size(), began)
 
 
 def start_all_reduce(tensor: Tensor, group: Group | None) -> Work | None:
@@ -46,17 +49,21 @@ def start_all_reduce(tensor: Tensor, group: Group | None) -> Work | None:
     if group is None or _schedules.wants("all_reduce", tensor):
         all_reduce(tensor, group)
         return None
+    began, size = time.perf_counter(), group.size()
     work: Work | None = dist.all_reduce(tensor, group=lane_group(group), async_op=True)
+    if work is not None and tensor.device.type == "cpu":
+        work.get_future().add_done_callback(lambda _: meter.add("all_reduce", tensor, size, began))
     return work
 
 
 def all_gather(whole: Tensor, own: Tensor, group: Group) -> None:
     """Every rank's `own`, one after another along the first dimension."""
-    group = lane_group(group)
+    group, began = lane_group(group), time.perf_counter()
     if _schedules.wants("all_gather", whole):
         _schedules.all_gather(whole, own, group)
     else:
         _all_gather(whole, own, group=group)
+    meter.add("all_gather", whole, group.size(), began)
 
 
 def all_gather_list(own: Tensor, group: Group) -> list[Tensor]:
@@ -68,11 +75,12 @@ def all_gather_list(own: Tensor, group: Group) -> list[Tensor]:
 
 def reduce_scatter(own: Tensor, whole: Tensor, group: Group) -> None:
     """This rank's part of the sum over ranks, cut along the first dimension."""
-    group = lane_group(group)
+    group, began = lane_group(group), time.perf_counter()
     if _schedules.wants("reduce_scatter", whole) and own.is_contiguous():
         _schedules.reduce_scatter(own, whole, group)
     else:
         _reduce_scatter(own, whole, group=group)
+    meter.add("reduce_scatter", whole, group.size(), began)
 
 
 def start_reduce_scatter(own: Tensor, whole: Tensor, group: Group) -> Work | None:
@@ -91,7 +99,9 @@ def all_to_all(
     sends: list[int] | None = None,
 ) -> None:
     """Runs of rows to all ranks and from all ranks; None: equal ones."""
+    began = time.perf_counter()
     dist.all_to_all_single(received, sent, receives, sends, group=lane_group(group))
+    meter.add("all_to_all", sent, group.size(), began)
 
 
 def gather_objects(own: Any, group: Group) -> list[Any]:

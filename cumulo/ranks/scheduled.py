@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cumulo.collectives.decide.catalog import CollectiveShape, make_schedule
-from cumulo.collectives.decide.schedule import Collective, CollectiveSchedule
+from cumulo.collectives.decide.schedule import COLLECTIVES, Collective, CollectiveSchedule
 from cumulo.collectives.decide.tuner import MachineCosts, ProtocolCosts, tune
 from cumulo.collectives.play.groups import CollectivePlayer, make_player
 from cumulo.ranks.groups import Group, world_store
@@ -66,6 +66,13 @@ class ScheduledCollectives:
             close: Callable[[], None] = getattr(player, "close", lambda: None)
             close()
         self._players.clear()
+
+
+@lru_cache(maxsize=1024)
+def host_seconds(kind: str, size_bytes: int, ranks: int) -> float:
+    """What a collective between processes of one host takes, by the cost model."""
+    known = next((one for one in COLLECTIVES if one == kind), None)
+    return 0.0 if known is None else tune(known, max(1, size_bytes), ranks, _HOST)[0].seconds
 
 
 @lru_cache(maxsize=1024)

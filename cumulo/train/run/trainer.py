@@ -22,6 +22,7 @@ from cumulo.checkpoint.play.peft import export_peft
 from cumulo.checkpoint.play.saver import Saver
 from cumulo.checkpoint.play.store import Checkpoint, CheckpointStore, Store
 from cumulo.errors import ConfigError, TrainingError
+from cumulo.ranks.collective_meter import meter
 from cumulo.ranks.groups import Groups
 from cumulo.ranks.hang import HangWatch
 from cumulo.ranks.team import Team
@@ -34,6 +35,7 @@ from cumulo.train.decide.ledger import write_ledger
 from cumulo.train.decide.plot import loss_plot
 from cumulo.train.decide.schedule import learning_rate_share
 from cumulo.train.model.lora import merged
+from cumulo.train.run.collective_log import CollectiveLog
 from cumulo.train.run.evaluate import held_out_loss
 from cumulo.train.run.forecast import Forecast, training_device
 from cumulo.train.run.interrupt import StopRequest
@@ -123,6 +125,8 @@ class Trainer:
         elif self.memory is not None:
             self.memory.forget()
         self.log = RunLog(self.folder, self.progress.step) if self.lead else None
+        several = self.lead and self.config.layout.world > 1
+        self.collectives = CollectiveLog(self.folder, self.progress.step) if several else None
         try:
             with StopRequest(self._heard) as stop, self.watch or contextlib.nullcontext():
                 result = self._loop(lambda step: stop.asked or should_stop(step))
@@ -130,6 +134,8 @@ class Trainer:
             self.saver.wait()
             if self.log is not None:
                 self.log.close()
+            if self.collectives is not None:
+                self.collectives.close()
         self.team.first(lambda: self._export(prepared, result))
         if self.memory is not None:
             self.memory.remove()
@@ -255,6 +261,8 @@ class Trainer:
                 )  # fmt: skip
                 if self.log is not None:
                     self.log.write(record)
+                if self.collectives is not None:
+                    self.collectives.write(step, meter.take())
                 if begun_at == step - 1:
                     self._ledger()  # who looks at a long run wants the prediction now
                 self.watcher.step(record, peak_memory_bytes(self.device))
