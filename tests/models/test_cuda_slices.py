@@ -132,7 +132,7 @@ def test_two_slices_give_the_logits_and_tokens_of_the_whole_model(
     if not HAS_GPU:
         monkeypatch.setattr(small_linear, "default_config", few_programs)
     expected, drawn = steps(CudaDecoder(make_decoder(SPECS[name]), 32, 2))
-    found = run_ranks(play_rank, 2, name, 2, ep)
+    found = run_ranks(play_rank, 2, name, 2, ep, timeout_s=600)
     for logits, tokens in found:
         assert (logits - expected).abs().max() < 1e-4 * expected.abs().max()
         assert tokens.equal(drawn)

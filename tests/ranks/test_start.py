@@ -56,6 +56,9 @@ def test_a_rank_that_dies_is_named_and_replaced() -> None:
 
 
 def test_a_hang_ends_with_the_stacks_of_all_who_waited() -> None:
-    with pytest.raises(RanksFailed, match="rank 1: not done after 2 s") as caught:
-        run_ranks(sleep_on_rank_1, 2, timeout_s=2)
-    assert "in sleep_on_rank_1" in str(caught.value) and "in barrier" in str(caught.value)
+    for limit_s in (2, 10, 50):  # on a busy machine ranks do not come so far in two seconds
+        with pytest.raises(RanksFailed, match=f"rank 1: not done after {limit_s} s") as caught:
+            run_ranks(sleep_on_rank_1, 2, timeout_s=limit_s)
+        if "in sleep_on_rank_1" in str(caught.value) and "in barrier" in str(caught.value):
+            return
+    pytest.fail(str(caught.value))

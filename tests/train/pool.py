@@ -4,4 +4,5 @@ from functools import partial
 
 from cumulo.ranks import start
 
-run_ranks = partial(start.run_ranks, preload=("cumulo.train.run.verify",))
+# Ranks that hang are told of; on a busy machine others take minutes.
+run_ranks = partial(start.run_ranks, preload=("cumulo.train.run.verify",), timeout_s=600)
