@@ -30,9 +30,10 @@ class LinkUse:
         starts, ends, rates = [], [], []
         for one in range(0, len(self.starts) - 1, 2):
             first, second = self.ends[one] - self.starts[one], self.ends[one + 1] - self.starts[one + 1]
-            whole = self.ends[one + 1] - self.starts[one]
-            starts.append(self.starts[one])
-            ends.append(self.ends[one + 1])
+            start, end = min(self.starts[one : one + 2]), max(self.ends[one : one + 2])
+            whole = end - start
+            starts.append(start)
+            ends.append(end)
             rates.append((self.rates[one] * first + self.rates[one + 1] * second) / (whole or 1.0))
         if len(self.starts) % 2:
             starts.append(self.starts[-1])

@@ -139,6 +139,9 @@ class _Play:
         self.job, self.tags = np.zeros(0, np.int64), np.zeros(0, np.int64)
         self.ends = np.zeros((3, 0), np.int64)  # source, target and key of each message, to route it again
         self.open = [0] * len(jobs)  # messages under way, of each job
+        # Of jobs that play a repeated round: when it began, and its messages. Its rounds follow each other, so that
+        # its links are busy evenly, not all at first: its use is recorded when it has ended.
+        self.repeated: dict[int, tuple[float, Ints, Floats]] = {}
         self.parts: dict[tuple[int, int], int] = {}  # queue pairs of a message that have not ended
         self.run_ = NetworkRun({}, LinkUse(graph.links) if record else None)
         for number, job in enumerate(jobs):
@@ -184,6 +187,8 @@ class _Play:
             else:
                 number, tags = what
                 self.open[number] -= len(tags)
+                if not self.open[number] and number in self.repeated:
+                    self._record_repeated(*self.repeated.pop(number))
                 self._take(number, self.jobs[number].delivered(tags))
             changed = True
         if changed or self.started:
@@ -218,6 +223,8 @@ class _Play:
             self.parts.update({(number, int(tag)): pairs for tag in messages.tags})
         if not len(self.left):
             self.began_s = self.now
+        if messages.repeat > 1:
+            self.repeated[number] = (self.now, paths, size)
         self.started += len(size)
         self.run_.messages += len(size) * messages.repeat
         self.ends = np.concatenate([self.ends, [source, target, keys]], axis=1)
@@ -260,13 +267,18 @@ class _Play:
         if not np.isfinite(step_s):
             raise self._stalled()
         if self.run_.use is not None and len(self.left) and step_s > 0:
-            self.run_.use.add(self.now, self.now + step_s, self.paths, self.rate)
+            once = ~np.isin(self.job, list(self.repeated))
+            self.run_.use.add(self.now, self.now + step_s, self.paths[once], self.rate[once])
         self.now += step_s
         if len(self.left):
             with np.errstate(invalid="ignore"):
                 sent = np.where(np.isinf(self.rate), self.left, self.rate * step_s)
             self.left = self.left - sent
             self._deliver(self.left <= _DONE * self.size)
+
+    def _record_repeated(self, began_s: float, paths: Ints, size: Floats) -> None:
+        if self.run_.use is not None and self.now > began_s:
+            self.run_.use.add(began_s, self.now, paths, size / (self.now - began_s))
 
     def _deliver(self, done: "np.ndarray[tuple[int], np.dtype[np.bool_]]") -> None:
         if not done.any():
