@@ -19,7 +19,8 @@ EXAMPLE = (
 _ASSUMED, _REPORT = "Assumptions (default: published values)", "Report"
 # What the terminal shows; the report has the rest.
 _SHOWN = (
-    "job_gpus", "nodes_beside_job", "spare_nodes", "step_s", "mfu", "training_tok_s", "switches", "cables",
+    "job_gpus", "nodes_beside_job", "further_jobs", "spare_nodes", "step_s", "step_low_s", "step_high_s", "mfu",
+    "training_tok_s", "switches", "cables",
     "checkpoint_bytes", "write_behind", "read_bytes_per_s", "mttf_h", "ettr_formula", "ettr_simulated",
     "goodput_tok_s", "days", "facility_w", "energy_mwh", "cost_trillion", "cost_run",
 )  # fmt: skip

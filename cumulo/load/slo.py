@@ -25,7 +25,9 @@ def parse_slo(text: str, share: float = 0.95) -> Slo:
                 f"--slo must look like ttft=500ms,itl=50ms,tpot=40ms,e2e=10s; got {part!r} in it"
             )
         if value[-1:].isdigit():  # 500 would be eight minutes
-            raise CumuloError(f"--slo needs units: write {name}={value}ms or {name}={value}s; got {part.strip()!r}")
+            raise CumuloError(
+                f"--slo needs units: write {name}={value}ms or {name}={value}s; got {part.strip()!r}"
+            )
         bounds[f"{name.lower()}_s"] = parse_duration_s(value, f"the SLO's {name}")
     if not 0 < share < 1:
         raise CumuloError(f"--slo-share must lie between 0 and 1, got {share:g}; 0.95 is usual")

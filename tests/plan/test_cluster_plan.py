@@ -204,3 +204,19 @@ def test_nonsense_gets_the_reason(arguments, reason):
     result = run(*arguments)
     assert isinstance(result.exception, ConfigError)
     assert reason in str(result.exception)
+
+
+@pytest.mark.thorough
+def test_of_800000_gpus_a_job_takes_as_many_as_give_the_most_goodput() -> None:
+    goal = ClusterGoal(
+        "llama-3.1-405b",
+        catalog.model("llama-3.1-405b"),
+        catalog.cluster(800_000, "h100-sxm"),
+        16384,
+        8192,
+        tokens=15e12,
+    )
+    sheet = plan_cluster(goal).sheet
+    assert 50_000 < sheet["job_gpus"] < 400_000
+    assert sheet["further_jobs"] >= 1
+    assert sheet["goodput_tok_s"] > 10e6

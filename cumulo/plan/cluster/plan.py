@@ -40,6 +40,7 @@ from cumulo.spec.counting import parameter_count
 
 _SIZES_TRIED = 4
 _LEAST_ETTR = 0.01  # below it nothing is gained by planning on, and there are too many failures to play
+_ENOUGH_TRAINED = 0.75  # of the time: a job of half the GPUs cannot train as much then
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,18 +150,16 @@ def _training(goal: ClusterGoal, sheet: Sheet) -> tuple[Plan, Cluster]:
                 f"spares and none is left to train; lower --repair or --failures, or ask for more GPUs"
             )
         candidates = [*job_sizes(goal, most, 18 * parameters, _SIZES_TRIED), most]
-    for gpus in candidates:
-        part = goal.on(gpus)
-        found = [timed(goal.fixed, part)] if goal.fixed is not None else list(search(part, keep=1).plans)
-        if found:
-            best = found[0]
-            break
-    else:
+    best = _first(goal, candidates)
+    if best is not None and goal.fixed is None:
+        best = _best_size(goal, best, parameters)
+    if best is None:
         try:
             refuse(goal.on(most))
         except CumuloError as error:
             beside = f"{int(sheet['spare_nodes']):,} of {int(sheet['nodes']):,} nodes are spares"
             raise ConfigError(f"{error} ({goal.model_name}; {beside})") from error
+        raise ConfigError(f"no layout of {goal.model_name} on {most:,} GPUs was found")
     estimate, layout = best.estimate, best.job.layout
     held = goal.cluster.device.memory_bytes
     if estimate.memory is not None and estimate.memory.total > held:
@@ -169,9 +168,66 @@ def _training(goal: ClusterGoal, sheet: Sheet) -> tuple[Plan, Cluster]:
             f"{goal.cluster.device.name} has {held / 2**30:.1f} GiB; use a larger tp or pp, zero=3 or "
             "recompute=full, or omit --fixed"
         )
+    _job_lines(best, sheet)
+    return best, Cluster(node, layout.world, goal.cluster.fabric)
+
+
+def _first(goal: ClusterGoal, candidates: list[int]) -> Plan | None:
+    """The best plan of the first number of GPUs that has one."""
+    for gpus in candidates:
+        part = goal.on(gpus)
+        found = [timed(goal.fixed, part)] if goal.fixed is not None else list(search(part, keep=1).plans)
+        if found:
+            return found[0]
+    return None
+
+
+def _best_size(goal: ClusterGoal, largest: Plan, parameters: float) -> Plan:
+    """Of the largest job and jobs of half as many GPUs, and so on, the one with the most goodput: a job that fails
+    often trains less on more GPUs. Where most of the time trains, half as many cannot do more."""
+    best, best_share = largest, _trained_share(goal, largest)
+    best_goodput = largest.estimate.tokens_per_s * best_share
+    gpus, share = largest.job.layout.world, best_share
+    while share < _ENOUGH_TRAINED and gpus > goal.cluster.node.gpus:
+        smaller = _first(goal, job_sizes(goal, gpus // 2, 18 * parameters, _SIZES_TRIED))
+        if smaller is None:
+            break
+        gpus, share = smaller.job.layout.world, _trained_share(goal, smaller)
+        if smaller.estimate.tokens_per_s * share > best_goodput:
+            best, best_goodput = smaller, smaller.estimate.tokens_per_s * share
+    return best
+
+
+def _trained_share(goal: ClusterGoal, plan: Plan) -> float:
+    """ETTR of a job by formula, under its best way to keep checkpoints."""
+    sheet = Sheet()
+    for one in fields(goal.assumptions):
+        assumed = getattr(goal.assumptions, one.name)
+        sheet.given(one.name, assumed.value, assumed.unit, assumed.label, assumed.source)
+    _nodes(goal, sheet)
+    sheet.given("parameters", parameter_count(goal.model), "", "parameters", goal.model_name)
+    _job_lines(plan, sheet)
+    storage(goal, plan.job, sheet)
+    return max(tier.ettr for tier in checkpoint_tiers(sheet))
+
+
+def _job_lines(best: Plan, sheet: Sheet) -> None:
+    estimate, layout = best.estimate, best.job.layout
     sheet.given("job_gpus", layout.world, "", "GPUs of the job", f"layout {layout}")
     sheet.work_out("job_nodes", "ceil(job_gpus / gpus_per_node)", "", "nodes of the job")
     sheet.work_out("nodes_beside_job", "nodes - job_nodes", "", "nodes that are not part of the job")
+    sheet.work_out(
+        "further_jobs",
+        "floor((nodes - spare_nodes) / job_nodes) - 1",
+        "",
+        "further jobs of this size that the other nodes could run",
+    )
+    sheet.given(
+        "step_low_s", estimate.interval.low, "s", "step time, low end", "90% interval of the cost model"
+    )
+    sheet.given(
+        "step_high_s", estimate.interval.high, "s", "step time, high end", "90% interval of the cost model"
+    )
     sheet.given("batch", best.job.global_batch, "sequences", "batch", "asked for")
     sheet.given("sequence", best.job.sequence_length, "tokens", "sequence", "asked for")
     sheet.given(
@@ -184,7 +240,6 @@ def _training(goal: ClusterGoal, sheet: Sheet) -> tuple[Plan, Cluster]:
     sheet.given("mfu", estimate.mfu, "share", "MFU: model FLOPs over peak", "cost model: docs/plan-time.md")
     sheet.work_out("tokens_per_step", "batch * sequence", "tokens", "tokens per step")
     sheet.work_out("training_tok_s", "tokens_per_step / step_s", "tokens/s", "training throughput")
-    return best, Cluster(node, layout.world, goal.cluster.fabric)
 
 
 def _results(

@@ -67,8 +67,8 @@ def report(plan: ClusterPlan) -> str:
 def _layout(plan: ClusterPlan) -> str:
     sheet, job, estimate = plan.sheet, plan.training.job, plan.training.estimate
     rows = _rows(
-        sheet, "job_gpus", "nodes_beside_job", "batch", "sequence", "step_s", "tokens_per_step", "training_tok_s",
-        "mfu",
+        sheet, "job_gpus", "nodes_beside_job", "further_jobs", "batch", "sequence", "step_s", "step_low_s",
+        "step_high_s", "tokens_per_step", "training_tok_s", "mfu",
     )  # fmt: skip
     low, high = estimate.interval.low, estimate.interval.high
     evidence = "".join(f"<li>{escape(sentence)}</li>" for sentence in estimate.evidence)
