@@ -28,6 +28,7 @@ def run_rows(name: str, run: ClusterRun, cpu_s: float) -> list[Row]:
         Row(f"{name}: mean wait", run.mean_wait_s, "s", "lower"),
         Row(f"{name}: makespan", run.makespan_s, "s", "lower"),
         Row(f"{name}: utilization", 100 * run.utilisation, "%"),
+        Row(f"{name}: fragmentation of the free GPUs", 100 * run.fragmentation, "%", "lower"),
         Row(f"{name}: fairness", run.fairness, "", note="Jain's index over the tenants' mean slowdown"),
         Row(f"{name}: CPU time of the simulation", cpu_s, "s", "lower"),
     ]

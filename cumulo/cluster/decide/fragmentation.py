@@ -89,8 +89,12 @@ def reachable_shapes(free: FreeCapacity, nodes: Ints, mix: TaskMix) -> Ints | No
     return np.stack(masks, axis=1)
 
 
-def cluster_fragmentation(free: FreeCapacity, mix: TaskMix) -> float:
-    """GPUs that are free and that the mix cannot use, over all nodes."""
-    nodes = np.arange(len(free.nodes))
+def fragmented_share(free: FreeCapacity, mix: TaskMix, most_nodes: int = 2000) -> float:
+    """Of the GPUs that are free, the share that a task drawn from the mix cannot use; of the first nodes of a
+    large cluster."""
+    nodes = np.arange(min(len(free.nodes), most_nodes))
+    left = float(free.gpu_milli[nodes].sum())
+    if not left:
+        return 0.0
     reachable = reachable_shapes(free, nodes, mix)
-    return float(fragmentation(free.gpu_milli, free.cpu_milli, mix, reachable).sum()) / 1000
+    return float(fragmentation(free.gpu_milli[nodes], free.cpu_milli[nodes], mix, reachable).sum()) / left

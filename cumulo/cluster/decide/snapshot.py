@@ -29,9 +29,7 @@ class Snapshot:
     running: Mapping[str, RunningJob]
     free: FreeCapacity
     quotas: Mapping[str, TenantQuota] = field(default_factory=dict)
-    by_end: Sequence[tuple[float, str]] | None = (
-        None  # expected ends of what runs, in order
-    )
+    by_end: Sequence[tuple[float, str]] | None = None  # expected ends of what runs, in order
 
 
 Policy = Callable[[Snapshot], list[Decision]]

@@ -13,6 +13,7 @@ from typing import Protocol
 
 from cumulo.cluster.decide.check import violations
 from cumulo.cluster.decide.decisions import Cordon, Decision, Eviction, JobPlacement, Resize, Waits
+from cumulo.cluster.decide.fragmentation import fragmented_share, task_mix
 from cumulo.cluster.decide.jobs import JobRequest, RunningJob, TaskPlace
 from cumulo.cluster.decide.nodes import ClusterNode, FreeCapacity
 from cumulo.cluster.decide.snapshot import Policy, Snapshot, TenantQuota
@@ -21,7 +22,7 @@ from cumulo.cluster.simulate.outcome import ClusterRun, JobOutcome, Segment
 from cumulo.errors import CumuloError
 
 _MOST_SEGMENTS = 20_000  # of the Gantt chart; more than anybody can see
-_FRAGMENTATION_SAMPLES = 100
+_FRAGMENTATION_SAMPLES = 20
 
 
 class BrokenPolicy(CumuloError):
@@ -139,6 +140,8 @@ class _Player:
         if self.options.interval_s:
             self.push(self.options.interval_s, "decide", "")
         finished = 0
+        sample_every = max(1, len(self.trace) // _FRAGMENTATION_SAMPLES)
+        mix = task_mix(job.request for job in self.trace)
         while self.heap and len(self.run.outcomes) < len(self.trace):
             self.count_until(self.heap[0][0])
             self.now_s = self.heap[0][0]
@@ -152,9 +155,12 @@ class _Player:
                     self.happen(kind, name, number)
             if decide and (self.waiting or self.options.always_decide):
                 self.decide()
-            if self.options.told is not None and len(self.run.outcomes) != finished:
+            if len(self.run.outcomes) != finished:
                 finished = len(self.run.outcomes)
-                self.options.told(finished, len(self.trace))
+                if finished % sample_every == 0:
+                    self.run.fragmented.append(fragmented_share(self.free, mix))
+                if self.options.told is not None:
+                    self.options.told(finished, len(self.trace))
             if not self.running and self.waiting and self.stuck():
                 break
         return self.run.closed(self.now_s, [self.live[job.job_id].request for job in self.waiting])
