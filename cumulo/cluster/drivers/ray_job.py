@@ -104,12 +104,13 @@ class JobKeeper:
         try:
             tasks = self.record.job.devices[0].tasks
             while not await self._attempt(tasks):
-                tasks = await self._size(tasks)
+                tasks = self._size()
         except Exception as error:  # the keeper's own fault: whoever looks must see it
             self._finish("failed", f"the keeper of the job failed: {type(error).__name__}: {error}")
 
-    async def _size(self, tasks: int) -> int:
-        """With how many tasks to go on, as the recovery policy says."""
+    def _size(self) -> int:
+        """With how many tasks to go on, as the recovery policy says; asked again while the gang waits, because Ray
+        notices a lost node later than its ranks do."""
         job, group = self.record.job, self.record.job.devices[0]
         progress = run_progress(run_folder(self.record))
         fitting = _tasks_that_fit(group)
@@ -133,6 +134,8 @@ class JobKeeper:
                 self._tell(state="queued", places=(), reason=_why_not(self.record.job.devices[0], tasks))
                 if self._cancelled:
                     return self._finish("cancelled", "cancelled before it started")
+                if self.record.job.elastic is not None and self._size() != tasks:
+                    return False
             return await self._run(gang, tasks)
         finally:
             for task in self._tasks:
