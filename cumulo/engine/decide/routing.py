@@ -167,8 +167,8 @@ def _chosen(option: Route, why: str, second: Route | None) -> Route:
 
 @dataclass(slots=True)
 class PrefixAware:
-    """The shortest expected TTFT plus the work that the request makes. Among equals, up to `alike`, whoever was given
-    the least work: new prefixes spread. A session stays where it was while that costs at most `loyalty_s`.
+    """The shortest expected TTFT plus the work that the request makes. Among equals, up to `alike`, whoever was
+    given the least work: new prefixes spread. A session stays where it was while that costs at most `loyalty_s`.
 
     A replica that has been given more than `most_load` times the mean work is passed over as long as another has
     not, however much of the prompt it holds: queues that are short now say nothing of the work it will have. Work

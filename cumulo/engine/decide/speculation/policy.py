@@ -31,6 +31,7 @@ _HOST_S = 4e-4  # ... which is about this on a GPU, and there a step may be no l
 _CAUTION = 1.1  # a draft must be worth so much more than it is thought to cost: both are estimates
 _NEWS = 0.15
 _SHORTER, _LONGER = 0.4, 0.05  # share of the news in what a proposal takes
+_SHARE_NEWS = 0.02  # at least, in how often it is how sure
 _LEARNING = (
     32  # a model's first tokens are asked for one by one, to know what they take and how right they are
 )
@@ -87,6 +88,7 @@ class Speculation:
         self.everybody = Acceptance()
         # Of a model's first proposals, how many are of each class of sureness.
         self._shares = [0.0] * (CLASSES - 1) + [1.0]
+        self._judged = 0  # such proposals
         self.fixed_count: int | None = None  # drafts of every row, for measurements; None: as many as pay
 
     def _follow(self, sequence: Sequence) -> Drafting:
@@ -240,5 +242,7 @@ class Speculation:
                 drafting = self._follow(sequence)
                 assert isinstance(drafting.draft, ProposedDraft)
                 drafting.draft.propose(tokens, chances.get(draw))
+                self._judged += 1
+                news = max(_SHARE_NEWS, 1 / self._judged)
                 for kind in range(CLASSES):
-                    self._shares[kind] += _NEWS * ((kind == drafting.draft.kinds[0]) - self._shares[kind])
+                    self._shares[kind] += news * ((kind == drafting.draft.kinds[0]) - self._shares[kind])
