@@ -78,8 +78,8 @@ class SimulateOptions:
         max=1,
     )
     front_door: str = option(
-        "Time of a request outside the engine (HTTP, tokenization, to the engine and back), part of TTFT. A gateway "
-        "in front adds about 1 ms. `cumulo bench overhead` and `cumulo bench gateway` measure both.",
+        "Time of a request outside the engine (HTTP, tokenization, to the engine and back), part of TTFT. A "
+        "gateway in front adds about 1 ms. `cumulo bench overhead` and `cumulo bench gateway` measure both.",
         "2ms",
         panel=_WHERE,
     )
