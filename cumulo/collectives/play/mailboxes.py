@@ -9,7 +9,6 @@ import errno
 import mmap
 import os
 import struct
-import tempfile
 import time
 from collections import Counter
 from pathlib import Path
@@ -112,16 +111,19 @@ class Mailboxes:
                 raise standing.gone(transfer)
 
     def close(self) -> None:
-        self.path.unlink(missing_ok=True)
+        forget_file(self.path)
 
 
 def shared_file(what: str, size: int) -> Path:
-    """A new file of zeros in memory."""
-    folder = "/dev/shm" if Path("/dev/shm").is_dir() else None
-    handle, name = tempfile.mkstemp(prefix=f"cumulo-collective-{what}-", dir=folder)
+    """New zeros in memory, under a name that other processes of this user can open. They end with this process and
+    those that have mapped them, however it ends."""
+    handle = os.memfd_create(f"cumulo-collective-{what}")
     os.ftruncate(handle, max(1, size))
-    os.close(handle)
-    return Path(name)
+    return Path(f"/proc/{os.getpid()}/fd/{handle}")
+
+
+def forget_file(path: Path) -> None:
+    os.close(int(path.name))
 
 
 def _map(path: Path, size: int) -> mmap.mmap:

@@ -22,7 +22,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from cumulo.collectives.decide.schedule import CollectiveSchedule, CollectiveStep, Move, Transfer
 from cumulo.collectives.play.homes import Homes, add
-from cumulo.collectives.play.mailboxes import Mailboxes, shared_file
+from cumulo.collectives.play.mailboxes import Mailboxes, forget_file, shared_file
 from cumulo.collectives.play.waiting import CollectiveStanding
 from cumulo.errors import ConfigError
 
@@ -91,7 +91,7 @@ class SharedMemoryPlayer:
     def close(self) -> None:
         self.boxes.close()
         for path in self._files:
-            path.unlink(missing_ok=True)
+            forget_file(path)
         self._files.clear()
 
 
@@ -173,7 +173,11 @@ class _Lane:
             raise standing.differs(transfer, (number, standing.step, size), (self._player.number, want))
         if not size:
             return self._window[:0]
-        return self._player.window_of(transfer.peer, generation)[start : start + size].view(self._homes.dtype)
+        try:
+            window = self._player.window_of(transfer.peer, generation)
+        except OSError:
+            raise standing.gone(transfer) from None
+        return window[start : start + size].view(self._homes.dtype)
 
     def _take(self, transfer: Transfer, part: Tensor) -> None:
         for home in self._homes.views(transfer):
