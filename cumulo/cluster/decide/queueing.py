@@ -81,13 +81,17 @@ class _Trial:
         self.free = self.snapshot.free
         self.started: list[RunningJob] = []
         self.book = QuotaBook(self.snapshot)
+        self.bound: tuple[int, int] | None = None  # GPUs free on the emptiest node, and on all
 
     def decide(self, ordered: Iterable[JobRequest]) -> list[Decision]:
         behind = 0
         for job in ordered:
             if behind > _MOST_TRIED or (self.reserved and not self.free.whole.any() and not job.fractional):
                 break
-            behind += bool(self.reserved)
+            if self.reserved:
+                behind += 1
+                if self.too_large(job):
+                    continue  # a glance instead of a search: behind a job that waits, most do not fit
             refused = self.book.refuses(job)
             if refused is not None:
                 self.decided.append(Waits(job.job_id, refused))
@@ -100,11 +104,19 @@ class _Trial:
                 self.start(job, places)
         return self.decided
 
+    def too_large(self, job: JobRequest) -> bool:
+        """Whether a job cannot fit, whatever the nodes look like in detail."""
+        if self.bound is None:
+            self.bound = int(self.free.whole.max()), int(self.free.whole.sum())
+        most, total = self.bound
+        return not job.fractional and (job.gpus_per_task > most or job.tasks * job.gpus_per_task > total)
+
     def start(self, job: JobRequest, places: tuple[TaskPlace, ...]) -> None:
         if len(self.snapshot.waiting) > 1:  # else nobody looks again
             if self.free is self.snapshot.free:
                 self.free = self.free.copy()
             self.free.take(job, places)
+            self.bound = None
         self.book.count(job, job.gpus)
         now = self.snapshot.now_s
         self.started.append(
