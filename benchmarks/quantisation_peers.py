@@ -57,7 +57,8 @@ def by_llm_compressor(source: Path, folder: Path, recipe: Recipe, tokens: torch.
     from llmcompressor.pipelines.cache import IntermediatesCache
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    if not torch.accelerator.is_available():  # their AWQ pins memory, which torch refuses without an accelerator
+    # Their AWQ pins memory, which torch refuses without an accelerator.
+    if not torch.accelerator.is_available():
         IntermediatesCache.pin_memory = lambda *_, **__: None
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
     weights = {
