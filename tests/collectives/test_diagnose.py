@@ -1,5 +1,5 @@
 """`cumulo diagnose` on pasted outputs: cumulo/plan/diagnose. The texts have the formats of the real tools; those of
-held_out/ were written before the rules; two rules were changed after one of them had been called healthy wrongly."""
+held_out/ were written before the rules; two rules were changed after one of them was called healthy wrongly."""
 
 import json
 from pathlib import Path

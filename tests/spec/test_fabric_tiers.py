@@ -3,9 +3,9 @@
 import pytest
 
 from cumulo.errors import ConfigError
-from cumulo.spec.fabric_tiers import tiers_of
 from cumulo.spec import catalog
 from cumulo.spec.fabric import Fabric
+from cumulo.spec.fabric_tiers import tiers_of
 
 NODE = catalog.node("dgx-h100")
 
