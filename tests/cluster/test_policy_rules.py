@@ -79,7 +79,7 @@ def test_no_policy_breaks_a_rule_on_any_snapshot(name):
     assert placed > EACH / 4, "the rule is empty for a policy that places nothing"
 
 
-@pytest.mark.parametrize("rule", (best_fit, dot_product, gpu_packing, "fgd"), ids=str)
+@pytest.mark.parametrize("rule", (best_fit, dot_product, gpu_packing, "fgd"))
 def test_packing_rules_break_none_either(rule):
     for seed in range(EACH):
         snapshot = random_snapshot(seed)
