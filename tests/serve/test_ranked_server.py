@@ -84,10 +84,16 @@ def test_a_killed_rank_changes_no_stream(server: RunningServer) -> None:
 
 
 def test_ranks_say_how_long_they_wait_and_what_they_hold(server: RunningServer) -> None:
+    asked = {"prompt": "the cat", "max_tokens": 8, "ignore_eos": True}
     for rank in ("0", "1"):
         labels = {"replica": "engine", "rank": rank}
+
+        def told(labels: dict[str, str] = labels) -> bool:  # a report tells what the steps before it took
+            assert server.post("/v1/completions", asked).status_code == 200
+            return server.sample("cumulo:rank_steps_total", **labels) > 2
+
+        wait_for(told, "the rank's figures", server)
         steps_s = server.sample("cumulo:rank_step_seconds_total", **labels)
         waited_s = server.sample("cumulo:rank_wait_seconds_total", **labels)
         assert 0 < waited_s < steps_s
-        assert server.sample("cumulo:rank_steps_total", **labels) > 2
         assert server.sample("cumulo:rank_memory_bytes", **labels) > 1 << 20
