@@ -14,7 +14,7 @@ from cumulo.errors import CumuloError
 from tests.serve.rank_pids import rank_pids
 from tests.serve.running_server import RunningServer, running_server, wait_for
 from tests.serve.test_streams_survive import KINDS, Stream, said
-from tests.serve.tiny_model import save_tiny_model
+from tests.serve.tiny_model import NAME, save_tiny_model
 
 pytestmark = pytest.mark.slow
 # Too small for the whole model: the plan must take two.
@@ -84,7 +84,7 @@ def test_a_killed_rank_changes_no_stream(server: RunningServer) -> None:
 
 
 def test_ranks_say_how_long_they_wait_and_what_they_hold(server: RunningServer) -> None:
-    asked = {"prompt": "the cat", "max_tokens": 8, "ignore_eos": True}
+    asked = {"model": NAME, "prompt": "the cat", "max_tokens": 8, "ignore_eos": True}
     for rank in ("0", "1"):
         labels = {"replica": "engine", "rank": rank}
 
