@@ -92,7 +92,7 @@ def test_a_head_that_is_gone_is_named_and_nothing_is_lost(store: JobStore) -> No
     assert record.state == "submitting" and "not submitted yet" in record.reason
 
 
-@pytest.mark.long
+@pytest.mark.thorough
 def test_a_token_that_the_head_does_not_take_is_named(store: JobStore, tmp_path: Path) -> None:
     port = free_port()
     environment = os.environ | {"RAY_AUTH_MODE": "token", "RAY_USAGE_STATS_ENABLED": "0"}
@@ -126,7 +126,7 @@ def test_a_token_that_the_head_does_not_take_is_named(store: JobStore, tmp_path:
     assert store.find("kept").state == "submitting"
 
 
-@pytest.mark.long
+@pytest.mark.thorough
 def test_a_gang_goes_on_after_its_node_died_and_another_one_waits_whole(
     cluster: RayCluster, store: JobStore
 ) -> None:
@@ -160,7 +160,7 @@ def test_a_gang_goes_on_after_its_node_died_and_another_one_waits_whole(
     assert "resuming after step" in output(first)
 
 
-@pytest.mark.long
+@pytest.mark.thorough
 def test_an_elastic_gang_goes_on_with_the_nodes_that_are_left(cluster: RayCluster, store: JobStore) -> None:
     record, _ = launching.launch(gang("elastic", cluster.address, elastic={"min": 2, "max": 4}), "ray", store)
     log = run_folder(record) / "log.csv"
@@ -186,7 +186,7 @@ def _ask(url: str, number: int, tokens: int, results: list[Any]) -> None:
         results.append(error)
 
 
-@pytest.mark.long
+@pytest.mark.thorough
 @needs_built_in_model
 def test_a_service_with_two_replicas_loses_a_node_and_no_request(store: JobStore, tiny_model: Path) -> None:
     with RayCluster(head_cores=0) as cluster:
@@ -212,7 +212,7 @@ def test_a_service_with_two_replicas_loses_a_node_and_no_request(store: JobStore
         assert look(store, record).state == "cancelled"
 
 
-@pytest.mark.long
+@pytest.mark.thorough
 @needs_built_in_model
 def test_replicas_follow_a_replayed_trace_up_and_down(store: JobStore, tiny_model: Path) -> None:
     autoscale = {

@@ -102,6 +102,7 @@ def test_a_gang_goes_on_after_its_node_died_and_another_one_waits_whole(
     assert "resuming after step" in (Path(first.folder) / "output.log").read_text()
 
 
+@pytest.mark.thorough
 def test_what_slurm_refuses_is_told_and_not_submitted(slurm: SlurmCluster, store: JobStore) -> None:
     before = slurm.queue()
     with pytest.raises(ConfigError, match=r"partition 'nowhere'.*there are: main"):
@@ -110,6 +111,7 @@ def test_what_slurm_refuses_is_told_and_not_submitted(slurm: SlurmCluster, store
     assert slurm.queue() == before
 
 
+@pytest.mark.thorough
 def test_a_job_survives_the_controller_and_is_submitted_once(slurm: SlurmCluster, store: JobStore) -> None:
     slurm.stop_controller()
     try:
@@ -126,6 +128,7 @@ def test_a_job_survives_the_controller_and_is_submitted_once(slurm: SlurmCluster
     assert [name for name in slurm.queue() if name.startswith("kept")] == ["kept-1"]
 
 
+@pytest.mark.thorough
 def test_an_answer_that_is_lost_on_the_way_submits_nothing_twice(
     slurm: SlurmCluster, store: JobStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -147,6 +150,7 @@ def test_an_answer_that_is_lost_on_the_way_submits_nothing_twice(
     assert [name for name in slurm.queue() if name.startswith("once")] == ["once-1"]
 
 
+@pytest.mark.thorough
 def test_an_identity_that_slurm_does_not_accept_is_named(slurm: SlurmCluster, store: JobStore) -> None:
     slurm.stop_identity()
     try:
@@ -157,6 +161,7 @@ def test_an_identity_that_slurm_does_not_accept_is_named(slurm: SlurmCluster, st
     assert look(store, store.jobs()["who-1"]).handle
 
 
+@pytest.mark.thorough
 def test_a_cancelled_job_ends(slurm: SlurmCluster, store: JobStore) -> None:
     record, _ = launching.launch(gang("gone", steps=4000), "slurm", store)
     wait_for(lambda: slurm.queue()["gone-1"][0] == "RUNNING", "the gang")
@@ -165,6 +170,7 @@ def test_a_cancelled_job_ends(slurm: SlurmCluster, store: JobStore) -> None:
     assert look(store, record).state == "cancelled"
 
 
+@pytest.mark.thorough
 def test_an_elastic_gang_goes_on_with_the_nodes_that_are_left(slurm: SlurmCluster, store: JobStore) -> None:
     record, _ = launching.launch(gang("elastic", elastic={"min": 2, "max": 4}), "slurm", store)
     log = run_folder(record) / "log.csv"
@@ -187,6 +193,7 @@ def test_an_elastic_gang_goes_on_with_the_nodes_that_are_left(slurm: SlurmCluste
     assert [one.step for one in read_log(log)] == list(range(1, 41))
 
 
+@pytest.mark.thorough
 def test_a_job_that_is_asked_to_save_is_queued_again_and_goes_on(
     slurm: SlurmCluster, store: JobStore
 ) -> None:
@@ -205,6 +212,7 @@ def test_a_job_that_is_asked_to_save_is_queued_again_and_goes_on(
     assert "saved a checkpoint after step" in (Path(record.folder) / "output.log").read_text()
 
 
+@pytest.mark.thorough
 @needs_built_in_model
 def test_a_service_is_servers_on_its_nodes_behind_one_gateway(
     slurm: SlurmCluster, store: JobStore, tmp_path: Path
@@ -236,6 +244,7 @@ def test_a_service_is_servers_on_its_nodes_behind_one_gateway(
     assert look(store, record).state == "cancelled"
 
 
+@pytest.mark.thorough
 def test_two_kinds_of_devices_are_one_heterogeneous_job(slurm: SlurmCluster, store: JobStore) -> None:
     devices = [{"count": 1, "kind": "cpu", "per_node": 1}, {"count": 1, "kind": "gpu", "per_node": 1}]
     train = {"config": "train-tiny.yaml", "options": ["--steps", "6"]}
