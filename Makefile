@@ -51,7 +51,7 @@ test: $(VENV)/.ready-test
 	  $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder $(ARGS)
 
 # What takes long, whoever runs it: other projects' frameworks, sieges, restarts as users have them.
-test-long: ARGS += --long
+test-long: override ARGS += --long
 test-long: test
 
 # The long forms of what must come out the same however the work is cut: tokens of the engine, weights after training
