@@ -64,7 +64,7 @@ test-equalities: $(VENV)/.ready-test
 	  $(BIN)/python -m pytest -n auto --dist worksteal --thorough $(EQUALITIES) $(ARGS)
 
 # Everything, also what is one of many like cases, and the long forms of soak, kill and siege: hours on two cores.
-test-thorough: ARGS += --thorough
+test-thorough: override ARGS += --thorough
 test-thorough: test
 
 lint: $(VENV)/.ready-lint
