@@ -68,6 +68,7 @@ def look(store: JobStore, record: JobRecord) -> JobRecord:
     return store.jobs()[record.job_id]
 
 
+@pytest.mark.thorough
 def test_a_gang_goes_on_after_its_node_died_and_another_one_waits_whole(
     slurm: SlurmCluster, store: JobStore
 ) -> None:
@@ -102,7 +103,6 @@ def test_a_gang_goes_on_after_its_node_died_and_another_one_waits_whole(
     assert "resuming after step" in (Path(first.folder) / "output.log").read_text()
 
 
-@pytest.mark.thorough
 def test_what_slurm_refuses_is_told_and_not_submitted(slurm: SlurmCluster, store: JobStore) -> None:
     before = slurm.queue()
     with pytest.raises(ConfigError, match=r"partition 'nowhere'.*there are: main"):
