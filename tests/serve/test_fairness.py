@@ -93,7 +93,7 @@ def test_a_light_users_requests_overtake_a_heavy_users_queue(guarded: tuple[Runn
         assert server.sample("cumulo:wait_seconds_total", reason=reason) > 0, reason
 
 
-@pytest.mark.long
+@pytest.mark.thorough
 def test_a_long_prompt_of_one_key_does_not_delay_anothers_first_token(
     guarded: tuple[RunningServer, str, str],
 ) -> None:
