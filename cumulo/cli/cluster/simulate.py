@@ -142,6 +142,8 @@ def cluster(chosen: ClusterRunOptions) -> None:
         gpus = sum(node.gpus for node in nodes)
         out.print(f"[bold]{len(jobs):,} jobs[/bold] on [bold]{len(nodes):,} nodes[/bold] with {gpus:,} GPUs")
         out.print(view.comparison(found))
+        for line in view.never_ended(found):
+            out.print(line, highlight=False)
         if steps:
             out.print(view.step_table(steps))
         if chosen.explain:

@@ -12,7 +12,7 @@ from rich.table import Table
 from cumulo.base.nearest import did_you_mean
 from cumulo.base.quantities import quantity
 from cumulo.base.report import Row
-from cumulo.cluster.decide.decisions import JobPlacement, Resize, Waits
+from cumulo.cluster.decide.decisions import Eviction, JobPlacement, Resize, Waits
 from cumulo.cluster.simulate.fill import PUBLISHED, Filling
 from cumulo.cluster.simulate.outcome import ClusterRun
 from cumulo.cluster.simulate.page import page
@@ -36,17 +36,33 @@ def run_rows(name: str, run: ClusterRun, cpu_s: float) -> list[Row]:
 
 def comparison(runs: Runs) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 1))
-    for heading in ("policy", "jobs", "mean JCT", "p99 JCT", "mean wait", "makespan", "utilization", "fairness",
-                    "evictions", "moves", "unfinished"):  # fmt: skip
-        table.add_column(heading, justify="left" if heading == "policy" else "right")
-    for name, run, _ in runs:
+    headings = ["policy", "jobs", "mean JCT", "p99 JCT", "mean wait", "makespan", "use", "fairness"]
+    # Columns that would be zero everywhere are left out: lines stay narrow.
+    rare = {"evicted": [run.evictions for _, run, _ in runs], "moved": [run.resizes for _, run, _ in runs],
+            "left": [len(run.unfinished) for _, run, _ in runs]}  # fmt: skip
+    rare = {name: counts for name, counts in rare.items() if any(counts)}
+    for heading in (*headings, *rare):
+        table.add_column(
+            heading, justify="left" if heading == "policy" else "right", no_wrap=heading == "policy"
+        )
+    for index, (name, run, _) in enumerate(runs):
         table.add_row(
             name, f"{len(run.outcomes):,}", quantity(run.mean_jct_s, "s"), quantity(run.percentile_jct_s(99), "s"),
             quantity(run.mean_wait_s, "s"), quantity(run.makespan_s, "s"), f"{100 * run.utilisation:.1f} %",
-            f"{run.fairness:.3f}",
-            f"{run.evictions:,}", f"{run.resizes:,}", f"{len(run.unfinished):,}",
+            f"{run.fairness:.3f}", *(f"{counts[index]:,}" for counts in rare.values()),
         )  # fmt: skip
     return table
+
+
+def never_ended(runs: Runs) -> list[str]:
+    """One line for each policy that leaves jobs behind."""
+    lines = []
+    for name, run, _ in runs:
+        if run.unfinished:
+            job, gpus = run.unfinished[0], sum(node.gpus for node in run.nodes)
+            lines.append(f"{len(run.unfinished):,} jobs never end under {name}; the first is {job.job_id}, which "
+                         f"needs {job.gpus:,g} of {gpus:,} GPUs")  # fmt: skip
+    return lines
 
 
 def tenants(name: str, run: ClusterRun) -> Table:
@@ -64,7 +80,13 @@ def tenants(name: str, run: ClusterRun) -> Table:
 Steps = dict[str, tuple[float, float]]  # of each job: its step, and the best there is, in seconds
 
 
+_DONE = {JobPlacement: "it is placed", Eviction: "it is evicted", Resize: "it gets other nodes"}
+
+
 def step_rows(name: str, steps: Steps) -> list[Row]:
+    """None, where no gang ever ran."""
+    if not steps:
+        return []
     mean = statistics.fmean(step / best for step, best in steps.values())
     worst = max(step / best for step, best in steps.values())
     slow = sum(step > 1.05 * best for step, best in steps.values())
@@ -81,8 +103,11 @@ def step_table(found: Sequence[tuple[str, Steps]]) -> Table:
     for heading in ("policy", "gangs", "mean", "worst", "over 5% slower"):
         table.add_column(heading, justify="left" if heading == "policy" else "right")
     for name, steps in found:
-        mean, worst, slow = (row.value for row in step_rows(name, steps))
-        table.add_row(name, f"{len(steps):,}", f"{mean:.3f}", f"{worst:.3f}", f"{slow}")
+        if steps:
+            mean, worst, slow = (row.value for row in step_rows(name, steps))
+            table.add_row(name, f"{len(steps):,}", f"{mean:.3f}", f"{worst:.3f}", f"{slow}")
+        else:
+            table.add_row(name, "0", "–", "–", "–")
     return table
 
 
@@ -107,7 +132,7 @@ def explanation(job_id: str, runs: Runs, steps: Sequence[tuple[str, Steps]]) -> 
                     if not lines[-1].endswith(one.reason):
                         lines.append(f"  at {quantity(at_s, 's')} it waits: {one.reason}")
                     continue
-                lines.append(f"  at {quantity(at_s, 's')} {type(one).__name__}: {one.reason}")
+                lines.append(f"  at {quantity(at_s, 's')} {_DONE[type(one)]}: {one.reason}")
                 if isinstance(one, JobPlacement | Resize):
                     leaf = {node.name: node.leaf for node in run.nodes}
                     counts = Counter(leaf[place.node] for place in one.places)

@@ -141,8 +141,11 @@ class _Trial:
             self.decided.append(Waits(job.job_id, reason))
             return False  # nobody knows when it could start, so nobody overtakes it
         self.reserved.append(found)
-        self.decided.append(Waits(job.job_id, f"{reason}; it starts in {found.start_s - self.snapshot.now_s:.0f} s "
-                                              "at the latest, if predictions hold", found.start_s))  # fmt: skip
+        ahead_s = found.start_s - self.snapshot.now_s
+        when = f"it starts in {ahead_s:.0f} s at the latest, if predictions hold"
+        if ahead_s < 1:
+            when = "jobs before it run longer than predicted"
+        self.decided.append(Waits(job.job_id, f"{reason}; {when}", found.start_s))
         return True
 
     def harmless(self, job: JobRequest, places: tuple[TaskPlace, ...]) -> bool:

@@ -138,11 +138,19 @@ def connected(record: JobRecord) -> Any:
         return ray
     if address not in ("auto", "local") and "://" not in address:
         _knock(address)
+    if address == "auto" and (last := _last_head()):  # which may be gone: Ray would wait for it for minutes
+        _knock(last)
     try:
         ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR")
     except (ConnectionError, TimeoutError, RuntimeError, OSError, ValueError) as error:
         raise TargetLost(_why_not_connected(address, " ".join(str(error).split())[:160])) from error
     return ray
+
+
+def _last_head() -> str:
+    """HOST:PORT of the cluster that was last started on this machine, as `auto` finds it; empty: none was."""
+    file = Path(os.environ.get("RAY_TMPDIR") or "/tmp") / "ray" / "ray_current_cluster"
+    return file.read_text().strip() if file.exists() else ""
 
 
 def _why_not_connected(address: str, said: str) -> str:
