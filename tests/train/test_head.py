@@ -103,7 +103,7 @@ def _unrolled_logits(trainer, head, example):
     kept = []
     original = head.logits
     head.logits = lambda stream: kept.append(original(stream)) or kept[-1]
-    list(trainer.unrolled(head, DECODER, example))
+    list(trainer.unrolled(head, DECODER, trainer.together([example])))
     del head.logits
     return kept
 

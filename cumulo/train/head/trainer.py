@@ -36,6 +36,7 @@ from cumulo.train.head.config import HeadConfig
 
 _HELD_OUT = 16  # one answer of so many is not trained on
 _TELL_EVERY = 10
+_TOGETHER = 16  # answers that are judged at once
 
 Tell = Callable[[str, int, int], None]  # what, done, of
 
@@ -60,6 +61,17 @@ class _Example:
     teacher: (
         Tensor  # [n, hidden]: the model's last hidden states, normed, which say what it expects behind them
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """Examples side by side, filled up at their ends, which nothing before sees."""
+
+    stream: Tensor  # [examples, n, features]
+    tokens: Tensor  # [examples, n + unroll + 1]
+    teacher: Tensor  # [examples, n, hidden]
+    rows: Tensor  # [places]: of the places that are trained, whose example
+    places: Tensor  # ... and where
 
 
 class HeadTrainer:
@@ -110,19 +122,16 @@ class HeadTrainer:
             rate = config.learning_rate * warm * 0.5 * (1 + math.cos(math.pi * step / config.steps))
             for group in optimizer.param_groups:
                 group["lr"] = max(rate, 0.05 * config.learning_rate * warm)
-            batch = next(batches)
-            places = sum(map(self._trained, batch)) * config.unroll
-            total = 0.0
-            for example in batch:
-                losses = torch.stack([loss.sum() for loss, _ in self.unrolled(head, decoder, example)])
-                loss = losses.sum() / places
-                loss.backward()
-                total += float(loss.detach())
+            batch = self.together(next(batches))
+            losses = torch.stack([loss.mean() for loss, _ in self.unrolled(head, decoder, batch)])
+            loss = losses.mean()
+            loss.backward()
             torch.nn.utils.clip_grad_norm_(parameters, 1.0)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-            average = total if math.isnan(average) else 0.95 * average + 0.05 * total
             if step % _TELL_EVERY == 0 or step == config.steps - 1:
+                total = float(loss.detach())
+                average = total if math.isnan(average) else 0.7 * average + 0.3 * total
                 self.tell(f"training, loss {average:.2f}", step + 1, config.steps)
         for parameter in parameters:
             parameter.requires_grad_(False)
@@ -133,43 +142,57 @@ class HeadTrainer:
         """How often the first, second, ... proposal is the model's own token, those before it being right."""
         right = np.zeros(self.config.unroll)
         tried = np.zeros(self.config.unroll)
-        for example in examples:
-            reached = torch.ones(self._trained(example), dtype=torch.bool, device=example.stream.device)
-            for index, (_, hits) in enumerate(self.unrolled(head, decoder, example)):
+        for first in range(0, len(examples), _TOGETHER):
+            batch = self.together(examples[first : first + _TOGETHER])
+            reached = torch.ones(len(batch.places), dtype=torch.bool, device=batch.stream.device)
+            for index, (_, hits) in enumerate(self.unrolled(head, decoder, batch)):
                 tried[index] += int(reached.sum())
                 reached &= hits
                 right[index] += int(reached.sum())
         return [float(share) for share in right / np.maximum(tried, 1)]
 
-    def unrolled(
-        self, head: EagleHead, decoder: Decoder, example: _Example
-    ) -> Iterator[tuple[Tensor, Tensor]]:
+    def unrolled(self, head: EagleHead, decoder: Decoder, batch: _Batch) -> Iterator[tuple[Tensor, Tensor]]:
         """By proposal: losses and whether it was right, at the places that are trained."""
-        n, first, trained = len(example.stream), example.first, self._trained(example)
+        (examples, n, _), rows, places = batch.stream.shape, batch.rows, batch.places
         number_of = _numbers(head)
-        rows = self._teacher_rows(head, decoder)
-        taught = F.linear(example.teacher[first + 1 :].to(head.dtype), rows).softmax(dim=-1)
-        # A proposal is the likeliest token, so that one counts for as much as all of them.
-        taught = 0.5 * taught + 0.5 * F.one_hot(taught.argmax(dim=-1), len(rows))
-        stream = head.fc(example.stream.to(head.dtype))
+        expected = self._teacher_rows(head, decoder)
+        stream = head.fc(batch.stream.to(head.dtype))
         keys: list[Tensor] = []
         values: list[Tensor] = []
         for ahead in range(self.config.unroll):
-            tokens = decoder.embed.rows(example.tokens[ahead + 1 : ahead + 1 + n])
-            query, key, value = head.heads(stream, tokens)
-            rotation = head.rotary.rotation_at(torch.arange(ahead, ahead + n, device=stream.device))
-            keys.append(rotation.apply(key))
-            values.append(value)
-            mixed = _attend(rotation.apply(query), keys, values, head.spec)
-            stream = head.rest(stream, mixed.flatten(1))
-            logits = head.logits(stream[first : first + trained])
-            wanted = number_of[example.tokens[first + 2 + ahead :][:trained]]
-            loss = F.cross_entropy(logits, taught[ahead : ahead + trained], reduction="none") * (wanted >= 0)
-            yield loss, logits.argmax(dim=-1) == wanted
+            tokens = decoder.embed.rows(batch.tokens[:, ahead + 1 : ahead + 1 + n].flatten()).to(head.dtype)
+            positions = torch.arange(ahead, ahead + n, device=stream.device).repeat(examples)
+            query, key, value = head.heads(stream.flatten(0, 1), tokens)
+            rotation = head.rotary.rotation_at(positions)
+            keys.append(rotation.apply(key).unflatten(0, (examples, n)))
+            values.append(value.unflatten(0, (examples, n)))
+            mixed = _attend(rotation.apply(query).unflatten(0, (examples, n)), keys, values, head.spec)
+            stream = head.rest(stream, mixed.flatten(2))
+            logits = head.logits(stream[rows, places])
+            teacher = batch.teacher[rows, places + 1 + ahead].to(head.dtype)
+            taught = F.linear(teacher, expected).softmax(dim=-1)
+            # A proposal is the likeliest token, so that one counts for as much as all of them.
+            taught = 0.5 * taught + 0.5 * F.one_hot(taught.argmax(dim=-1), len(expected))
+            wanted = number_of[batch.tokens[rows, places + 2 + ahead]]
+            yield (
+                F.cross_entropy(logits, taught, reduction="none") * (wanted >= 0),
+                logits.argmax(dim=-1) == wanted,
+            )
 
-    def _trained(self, example: _Example) -> int:
-        """Places behind which the model's probabilities are known as far as proposals go."""
-        return len(example.stream) - self.config.unroll - example.first
+    def together(self, examples: list[_Example]) -> _Batch:
+        def padded(tensors: list[Tensor]) -> Tensor:
+            return torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True)
+
+        # Places behind which the model's probabilities are known as far as proposals go.
+        ends = [len(one.stream) - self.config.unroll for one in examples]
+        wanted = [(row, place) for row, one in enumerate(examples) for place in range(one.first, ends[row])]
+        rows, places = torch.tensor(wanted, device=examples[0].stream.device).T
+        longest = max(len(one.stream) for one in examples) + self.config.unroll + 1
+        tokens = padded([one.tokens[:longest] for one in examples])
+        tokens = F.pad(tokens, (0, longest - tokens.shape[1]))
+        return _Batch(
+            padded([e.stream for e in examples]), tokens, padded([e.teacher for e in examples]), rows, places
+        )
 
     def _teacher_rows(self, head: EagleHead, decoder: Decoder) -> Tensor:
         """Of the model's last matrix, those of the tokens that the head knows."""
@@ -182,16 +205,16 @@ class HeadTrainer:
 def _attend(query: Tensor, keys: list[Tensor], values: list[Tensor], spec: ModelSpec) -> Tensor:
     """Place p of a pass sees the first pass up to place p, and of every later pass its own chain: place p."""
     scale, groups = spec.head_dim**-0.5, spec.heads // spec.kv_heads
-    keys = [key.repeat_interleave(groups, dim=1) for key in keys]
-    values = [value.repeat_interleave(groups, dim=1) for value in values]
-    n = len(query)
-    scores = torch.einsum("phd,qhd->hpq", query, keys[0]) * scale
+    keys = [key.repeat_interleave(groups, dim=2) for key in keys]
+    values = [value.repeat_interleave(groups, dim=2) for value in values]
+    n = query.shape[1]
+    scores = torch.einsum("ephd,eqhd->ehpq", query, keys[0]) * scale
     scores = scores.masked_fill(torch.ones(n, n, dtype=torch.bool, device=query.device).triu(1), -math.inf)
-    chain = [torch.einsum("phd,phd->hp", query, key)[..., None] * scale for key in keys[1:]]
+    chain = [torch.einsum("ephd,ephd->ehp", query, key)[..., None] * scale for key in keys[1:]]
     weights = torch.cat((scores, *chain), dim=-1).softmax(dim=-1)
-    mixed = torch.einsum("hpq,qhd->phd", weights[..., :n], values[0])
+    mixed = torch.einsum("ehpq,eqhd->ephd", weights[..., :n], values[0])
     for index, value in enumerate(values[1:]):
-        mixed = mixed + weights[..., n + index].T[..., None] * value
+        mixed = mixed + weights[..., n + index].transpose(1, 2)[..., None] * value
     return mixed
 
 
@@ -250,7 +273,10 @@ def new_head(config: HeadConfig, decoder: Decoder, answers: list[OwnAnswer]) -> 
         kv_heads=spec.kv_heads, head_dim=spec.head_dim, ffn_hidden=spec.ffn_hidden, max_context=spec.max_context,
         norm_eps=spec.norm_eps, rope_theta=spec.rope_theta,
     )  # fmt: skip
-    head = EagleHead(own, 3 * spec.hidden, len(frequent), dtype=decoder.dtype)
+    # Small steps are lost in 16 bits.
+    head = EagleHead(
+        own, 3 * spec.hidden, len(frequent), dtype=torch.promote_types(decoder.dtype, torch.float32)
+    )
     head.token_of = torch.from_numpy(np.sort(frequent).astype(np.int64))
     layer, hidden = decoder.layers[-1], spec.hidden
     assert isinstance(layer, Layer)
