@@ -1,5 +1,6 @@
 """`cumulo plan train`: the fastest way to train a model on a cluster, what it needs, and why it is the fastest."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
@@ -102,47 +103,16 @@ def train(chosen: PlanTrainOptions) -> None:
     from cumulo.base import report
     from cumulo.cli.shared.terminal import out, working
     from cumulo.cli.view import plan_train as view
-    from cumulo.errors import ConfigError
-    from cumulo.plan.job import OptimizerKind
     from cumulo.plan.search.plan_file import plan_text
     from cumulo.plan.search.run_cost import RunCost, RunLimits, check_limits
     from cumulo.plan.search.run_stalls import Storage, stalls_of
-    from cumulo.plan.search.space import TrainGoal
     from cumulo.plan.search.why import changes
-    from cumulo.spec.catalog import shipped
 
-    system = chosen.how.system()
-    where = replace(chosen.where, fabric=system.get("fabric", chosen.where.fabric))
-    batches, tokens = chosen.batches, chosen.tokens
-    dtype, fixed = system.get("dtype", chosen.dtype), chosen.fixed or system.get("layout")
+    goal, fixed = asked(chosen)
+    tokens = chosen.tokens
     limits = RunLimits(chosen.deadline_days, chosen.budget)
     interval_s = None if chosen.checkpoint_minutes is None else 60 * chosen.checkpoint_minutes
     storage = Storage(chosen.storage_gb_s * 1e9, chosen.asynchronous, interval_s)
-    for name, value, choices in (
-        ("--dtype", dtype, ("bfloat16", "float16", "float32", "float8")),
-        ("--expert-exchange", chosen.how.expert_exchange or "once", ("once", "all-to-all")),
-        ("--moment-dtype", chosen.how.moment_dtype, ("float32", "bfloat16")),
-        ("--frozen-bits", chosen.how.frozen_bits, (4, 8, 16)),
-        ("--optimizer", chosen.optimizer, get_args(OptimizerKind)),
-    ):
-        if value not in choices:
-            raise ConfigError(f"{name} must be one of {', '.join(map(str, choices))}; got {value!r}")
-    for name, amount in (("--tokens", tokens), ("--memory-gib", chosen.memory_gib)):
-        if amount is not None and not 0 < amount < float("inf"):
-            raise ConfigError(f"{name} must be more than 0 and finite, got {amount:g}")
-    catalog = shipped(chosen.catalog_file)
-    goal = TrainGoal(
-        catalog.model_or_file(chosen.model),
-        where.cluster(catalog),
-        system.get("batch", batches.batch),
-        system.get("sequence", batches.sequence),
-        None if chosen.memory_gib is None else round(chosen.memory_gib * 2**30),
-        dtype,
-        chosen.optimizer,  # type: ignore[arg-type]
-        chosen.offload_optimizer,
-        chosen.offload_activations,
-        **chosen.how.traits(),
-    )
     with working("planning"):
         result = _plans(goal, fixed)
         best = result.plans[0]
@@ -162,6 +132,60 @@ def train(chosen: PlanTrainOptions) -> None:
     report.write_json(chosen.json_file, rows, **view.as_dict(result, gains, stalls))
     if str(chosen.json_file) != "-":
         view.show(out, chosen.model, goal, result, gains, cost, stalls)
+
+
+def parsed(words: Sequence[str]) -> "tuple[TrainGoal, str | None]":
+    """What these words of `cumulo plan train` ask for, read by its own options."""
+    import typer
+
+    found: list[tuple[TrainGoal, str | None]] = []
+
+    def remember(chosen: PlanTrainOptions) -> None:
+        found.append(asked(chosen))
+
+    reader = typer.Typer(add_completion=False)
+    reader.command()(takes_options(remember))
+    typer.main.get_command(reader).main(list(words), "plan train", standalone_mode=False)
+    return found[0]
+
+
+def asked(chosen: PlanTrainOptions) -> "tuple[TrainGoal, str | None]":
+    """The job, and its layout where one is given."""
+    from cumulo.errors import ConfigError
+    from cumulo.plan.job import OptimizerKind
+    from cumulo.plan.search.space import TrainGoal
+    from cumulo.spec.catalog import shipped
+
+    system = chosen.how.system()
+    where = replace(chosen.where, fabric=system.get("fabric", chosen.where.fabric))
+    batches = chosen.batches
+    dtype, fixed = system.get("dtype", chosen.dtype), chosen.fixed or system.get("layout")
+    for name, value, choices in (
+        ("--dtype", dtype, ("bfloat16", "float16", "float32", "float8")),
+        ("--expert-exchange", chosen.how.expert_exchange or "once", ("once", "all-to-all")),
+        ("--moment-dtype", chosen.how.moment_dtype, ("float32", "bfloat16")),
+        ("--frozen-bits", chosen.how.frozen_bits, (4, 8, 16)),
+        ("--optimizer", chosen.optimizer, get_args(OptimizerKind)),
+    ):
+        if value not in choices:
+            raise ConfigError(f"{name} must be one of {', '.join(map(str, choices))}; got {value!r}")
+    for name, amount in (("--tokens", chosen.tokens), ("--memory-gib", chosen.memory_gib)):
+        if amount is not None and not 0 < amount < float("inf"):
+            raise ConfigError(f"{name} must be more than 0 and finite, got {amount:g}")
+    catalog = shipped(chosen.catalog_file)
+    goal = TrainGoal(
+        catalog.model_or_file(chosen.model),
+        where.cluster(catalog),
+        system.get("batch", batches.batch),
+        system.get("sequence", batches.sequence),
+        None if chosen.memory_gib is None else round(chosen.memory_gib * 2**30),
+        dtype,
+        chosen.optimizer,  # type: ignore[arg-type]
+        chosen.offload_optimizer,
+        chosen.offload_activations,
+        **chosen.how.traits(),
+    )
+    return goal, fixed
 
 
 def _command(chosen: PlanTrainOptions) -> str:

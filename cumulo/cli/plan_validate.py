@@ -1,5 +1,6 @@
 """`cumulo plan validate`: the planner's predictions against published training results."""
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
 
     from cumulo.base.report import Row
     from cumulo.plan.evidence.published import PublishedRow
-    from cumulo.plan.evidence.validate import ErrorSummary
+    from cumulo.plan.evidence.validate import ErrorSummary, RowPrediction
 
 EXAMPLE = "Try: [bold]cumulo plan validate --left-out --worst 5[/bold]"
 
@@ -36,6 +37,17 @@ def validate(
             help="Predict each row as if its generation of software had published nothing: with constants fitted "
             "without it, and with intervals for which only the others vouch.",
         ),
+    ] = False,
+    as_user: Annotated[
+        bool,
+        typer.Option(
+            "--as-user",
+            help="Ask for each row in words of `cumulo plan train`, with what a user knows: model, GPUs, layout, "
+            "batch, sequence, number format and the name of the software.",
+        ),
+    ] = False,
+    unnamed: Annotated[
+        bool, typer.Option("--unnamed", help="With --as-user: do not name the software either.")
     ] = False,
     worst: Annotated[int, typer.Option(min=0, help="Also print this many rows with the largest errors.")] = 0,
     svg: Annotated[
@@ -73,8 +85,11 @@ def validate(
         raise ConfigError(
             f"{tables} contains no published rows that state their layout; docs/plan-time.md has the format"
         )
-    how = predict_left_out if left_out else predict
-    predictions = [how(row) for row in track(chosen, "predicting", console=console, transient=True)]
+    rows = track(chosen, "predicting", console=console, transient=True)
+    if as_user or unnamed:
+        predictions = _as_user(chosen, rows, named=not unnamed, left_out=left_out)
+    else:
+        predictions = [predict_left_out(row) if left_out else predict(row) for row in rows]
     summaries = by_source(predictions)
     console.print(_table(summaries, left_out))
     for prediction in sorted(predictions, key=lambda each: -abs(each.error))[:worst]:
@@ -113,6 +128,22 @@ def _rows(tables: Path | None, console: "Console") -> "list[PublishedRow]":
     for reason in refused:
         console.print(f"left out: {reason}", highlight=False)
     return found
+
+
+def _as_user(
+    chosen: "list[PublishedRow]", rows: "Iterable[PublishedRow]", named: bool, left_out: bool
+) -> "list[RowPrediction]":
+    from tempfile import TemporaryDirectory
+
+    from cumulo.cli.shared.asked_rows import AskedRows
+    from cumulo.plan.evidence.validate import predict, predict_left_out
+
+    with TemporaryDirectory() as folder:
+        users = AskedRows(chosen, Path(folder), named)
+        return [
+            predict_left_out(users.asked(row), row.job.software) if left_out else predict(users.asked(row))
+            for row in rows
+        ]
 
 
 def _table(summaries: "list[ErrorSummary]", left_out: bool) -> "Table":

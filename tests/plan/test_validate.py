@@ -10,6 +10,7 @@ import typer
 from typer.testing import CliRunner
 
 from cumulo.cli.plan_validate import validate
+from cumulo.cli.shared.asked_rows import AskedRows
 from cumulo.errors import ConfigError
 from cumulo.plan.evidence import weights as evidence
 from cumulo.plan.evidence.published import PublishedRow, citations, rows
@@ -209,3 +210,12 @@ def test_the_command_prints_every_source_and_writes_its_figures(tmp_path: Path) 
     assert svg.read_text().startswith("<svg")
     names = [row["name"] for row in json.loads(figures.read_text())["rows"]]
     assert "all: median error" in names
+
+
+def test_a_user_who_names_model_layout_and_software_gets_nearly_the_same_errors(tmp_path: Path) -> None:
+    some = list(rows()[::12])
+    users = AskedRows(some, tmp_path, named=True)
+    asked = [predict_left_out(users.asked(row), row.job.software) for row in some]
+    known = [predict_left_out(row) for row in some]
+    assert summarise("asked", asked).median <= summarise("known", known).median + 0.015
+    assert summarise("asked", asked).coverage >= 0.8

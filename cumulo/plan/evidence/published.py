@@ -39,11 +39,11 @@ def rows() -> tuple[PublishedRow, ...]:
 
 def rows_of(lines: Iterable[Mapping[str, str]]) -> tuple[PublishedRow, ...]:
     """Lines in the columns of `published_training.csv`."""
-    return tuple(_row(line, _machines()) for line in lines)
+    return tuple(_row(line, machines()) for line in lines)
 
 
 @cache
-def _machines() -> Catalog:
+def machines() -> Catalog:
     return Catalog.load(_data() / "published_training_machines.yaml")
 
 

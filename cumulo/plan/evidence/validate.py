@@ -61,10 +61,11 @@ def predict(row: PublishedRow) -> RowPrediction:
     return _predicted(row, profile, bool(borrowed), ())
 
 
-def predict_left_out(row: PublishedRow) -> RowPrediction:
+def predict_left_out(row: PublishedRow, measured_with: str | None = None) -> RowPrediction:
     """As if the row's generation of software had published nothing: constants fitted without it, its traits alone,
-    and an interval for which only the others vouch."""
-    generation, device = generation_of(row.job.software), row.cluster.device
+    and an interval for which only the others vouch. `measured_with`: the software of the row, where it is asked for
+    under the name of another."""
+    generation, device = generation_of(measured_with or row.job.software), row.cluster.device
     given = left_out_efficiency(generation)
     software = given.software[row.job.software]
     profile = composed(software, device.generation, row.job.dtype, device, given)

@@ -1,5 +1,6 @@
 """One given layout, from text such as `tp=8,pp=16,dp=64,zero=1`. `cumulo plan train --fixed` times it."""
 
+from collections.abc import Mapping
 from typing import get_args
 
 from cumulo.base.nearest import did_you_mean
@@ -21,7 +22,7 @@ _OTHERS = {
 
 
 def fixed_job(text: str, goal: TrainGoal) -> TrainJob:
-    """What is not said is as a `Layout` has it by itself; dp, left out, is what the GPUs allow."""
+    """What is not said is as the job's software does it; dp, left out, is what the GPUs allow."""
     layout: dict[str, object] = {}
     job: dict[str, object] = {}
     for part in filter(None, (piece.strip() for piece in text.split(","))):
@@ -47,13 +48,30 @@ def fixed_job(text: str, goal: TrainGoal) -> TrainJob:
         raise ConfigError("; ".join(problems))
     if "dp" not in layout:
         layout["dp"] = _data_parallel(layout, goal)
-    split = Layout(**layout)  # type: ignore[arg-type]
+    split = Layout(**{**_usual(layout, goal, job), **layout})  # type: ignore[arg-type]
     if split.world != goal.cluster.gpus:
         raise ConfigError(
             f"{split} is a layout of {split.world:,} GPUs, but the cluster has {goal.cluster.gpus:,}; "
             f"use --gpus {split.world}, or omit dp"
         )
     return goal.job(split, **job)  # type: ignore[arg-type]
+
+
+def _usual(given: Mapping[str, object], goal: TrainGoal, job: Mapping[str, object]) -> dict[str, object]:
+    """What the software does unless told otherwise; several chunks of a stage are interleaved."""
+    found: dict[str, object] = {}
+    dp, tp, pp, cp = (int(str(given.get(axis, 1))) for axis in ("dp", "tp", "pp", "cp"))
+    if "chunks_per_stage" in given and pp > 1:
+        found["schedule"] = "interleaved-1f1b"
+    traits = goal.known_software
+    if traits is None:
+        return found
+    if dp * cp > 1:
+        found["zero"] = 2 if traits.zero == 3 and pp > 1 else traits.zero
+    tokens = goal.sequence_length // max(1, cp) * int(str(job.get("micro_batch", 1)))
+    if traits.sequence_parallel and tp > 1 and tokens % tp == 0:
+        found["sequence_parallel"] = True
+    return found
 
 
 def _data_parallel(layout: dict[str, object], goal: TrainGoal) -> int:

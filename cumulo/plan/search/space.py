@@ -45,7 +45,7 @@ class TrainGoal:
     predict_ahead: int = 0
     moment_dtype: Literal["float32", "bfloat16"] = "float32"
     narrow_activations: bool = False
-    flash_attention: bool = True
+    flash_attention: bool | None = None
     lora_rank: int | None = None
     frozen_bits: Literal[4, 8, 16] = 16
 
@@ -81,6 +81,7 @@ class TrainGoal:
         traits = self.known_software
         overlaps = traits is not None and traits.overlaps_tensor and layout.tp > 1
         once = traits is not None and traits.exchanges_once
+        flash = traits is None or traits.flash_attention
         return TrainJob(
             model=self.model,
             layout=layout,
@@ -99,7 +100,8 @@ class TrainGoal:
             predict_ahead=self.predict_ahead,
             moment_dtype=self.moment_dtype,
             narrow_activations=self.narrow_activations,
-            flash_attention=self.flash_attention,
+            flash_attention=flash if self.flash_attention is None else self.flash_attention,
+            gradient_dtype="float32" if traits is None else traits.gradient_dtype,
             lora_rank=self.lora_rank,
             frozen_bits=self.frozen_bits,
         )

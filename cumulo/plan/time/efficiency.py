@@ -40,7 +40,14 @@ class Software:
     # What its jobs do unless they say otherwise.
     overlaps_tensor: bool = False
     exchanges_once: bool = False
+    sequence_parallel: bool = True  # where there is tensor parallelism
+    zero: Literal[0, 1, 2, 3] = 1
+    gradient_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     note: str = ""
+
+    @property
+    def flash_attention(self) -> bool:
+        return self.attention != "unfused"
 
 
 # Software that goes under several names and is left out together.

@@ -1,0 +1,65 @@
+"""Published rows asked for as a user asks: in words of `cumulo plan train`, read by its own options.
+
+Only what somebody knows who wants to train is in the words: model, GPUs, layout, batch, sequence, number format,
+the software by its name. What else the transcription says of a row, the planner has to know by itself.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+
+import yaml
+
+from cumulo.cli.plan_train import parsed
+from cumulo.plan.evidence.published import PublishedRow, machines
+from cumulo.plan.search.fixed import fixed_job
+from cumulo.plan.search.space import TrainGoal
+from cumulo.spec.model_file import plain
+
+
+class AskedRows:
+    """Rows as a user's questions. Models and machines that are in no catalogue go into a file of the user's own."""
+
+    def __init__(self, rows: list[PublishedRow], folder: Path, named: bool) -> None:
+        self.named = named  # whether the user names the software
+        self.file = folder / "published.yaml"
+        tables = {kind: dict(entries) for kind, entries in machines().tables.items()}
+        tables["models"] |= {row.name: plain(row.job.model) for row in rows}
+        self.file.write_text(yaml.safe_dump(tables), "utf-8")
+
+    def words(self, row: PublishedRow) -> list[str]:
+        job, fabric = row.job, row.cluster.fabric.name
+        words = [
+            row.name, "--catalog", str(self.file), "--gpus", str(row.cluster.gpus), "--node", row.cluster.node.name,
+            "--batch", str(job.global_batch), "--sequence", str(job.sequence_length), "--dtype", job.dtype,
+            "--fixed", _layout(row),
+        ]  # fmt: skip
+        if fabric != "rail-infiniband":
+            words += ["--fabric", fabric]
+        if job.predict_ahead:
+            words += ["--mtp", str(job.predict_ahead)]
+        return [*words, "--software", job.software] if self.named else words
+
+    def asked(self, row: PublishedRow) -> PublishedRow:
+        """The row with the job that the words describe."""
+        goal, fixed = parsed(self.words(row))
+        assert fixed is not None
+        job = fixed_job(fixed, goal)
+        return replace(row, job=replace(job, software=_software(goal)), cluster=goal.cluster)
+
+
+def _layout(row: PublishedRow) -> str:
+    """What tables print of a layout; where weights are sharded, that too."""
+    job, layout = row.job, row.job.layout
+    parts = [f"{axis}={size}" for axis in ("tp", "pp", "cp", "ep") if (size := getattr(layout, axis)) > 1]
+    if layout.chunks_per_stage:
+        parts.append(f"chunks={layout.chunks_per_stage}")
+    if layout.zero == 3:
+        parts.append("zero=3")
+    if job.recompute != "none":
+        parts.append(f"recompute={job.recompute}")
+    return ",".join([*parts, f"micro_batch={job.micro_batch}"])
+
+
+def _software(goal: TrainGoal) -> str:
+    traits = goal.known_software
+    return goal.software if traits is None else traits.name
