@@ -22,6 +22,7 @@ from cumulo.cli.shared.terminal import out
 from cumulo.cluster.decide.autoscale.seen import ReplicaSpeed
 from cumulo.cluster.decide.autoscale.settings import parse_autoscale
 from cumulo.cluster.simulate.autoscale import AutoscaledFleet
+from cumulo.cluster.simulate.autoscale_member import EngineMember
 from cumulo.cluster.simulate.autoscale_result import ScaledRun
 from cumulo.engine.decide.routing import router
 from cumulo.engine.simulate.engine import SimulatedEngine
@@ -112,8 +113,8 @@ def rehearsed(times: list[float], start_up_s: float) -> ScaledRun:
     slo = settings.slo or Slo(ttft_s=10.0)
     rule = settings.rule(ReplicaSpeed(1.0, 1.0), start_up_s, slo)
     fleet = AutoscaledFleet(
-        lambda: SimulatedEngine(replica.scheduler(), replica.cost()),
-        router("prefix-aware"),
+        lambda role: EngineMember(SimulatedEngine(replica.scheduler(), replica.cost())),
+        lambda: router("prefix-aware"),
         rule,
         slo,
         start_up_s,

@@ -1,27 +1,27 @@
 """A fleet whose size follows an autoscaling rule, in virtual time. `cumulo simulate autoscale` plays it.
 
-The rule, the router, the scheduler and the block pool are the real ones. A replica that is ordered serves after its
-start-up, and costs from the order until it has drained. Requests that come while no replica is ready wait for one:
-none is refused.
+The rule and the router are the real ones. A replica that is ordered serves after its start-up, and costs from the
+order until it has drained. Requests that come while no replica is ready wait for one: none is refused. With the
+roles prefill and decode, a prompt's keys and values travel to a decode replica when its first token is drawn.
 """
 
 import heapq
 import itertools
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from cumulo.cluster.decide.autoscale.changes import ReplicaLife, changes
-from cumulo.cluster.decide.autoscale.seen import FleetSeen, RoleSeen, ScalingRule
+from cumulo.cluster.decide.autoscale.seen import FleetSeen, RoleSeen, ScaleTo, ScalingRule
+from cumulo.cluster.simulate.autoscale_judge import RequestJudge
+from cumulo.cluster.simulate.autoscale_member import PlayedReplica
 from cumulo.cluster.simulate.autoscale_result import ScaledRun, ScaleLook
 from cumulo.engine.decide.routing import Ask, Router
-from cumulo.engine.simulate.engine import SimulatedEngine
-from cumulo.engine.simulate.fleet import Placed, PromptHashes, replica_view
-from cumulo.engine.simulate.run import Arrival, Served
+from cumulo.engine.simulate.fleet import PromptHashes
+from cumulo.engine.simulate.run import Arrival
 from cumulo.spec.slo import Slo
 
-ROLE = "both"
 _END_S = 24 * 3600.0  # after the last arrival: whatever is unanswered then will never be
 
 
@@ -32,10 +32,8 @@ class _Member:
     name: str
     ordered_s: float
     ready_s: float
-    placed: Placed
+    played: PlayedReplica
     draining: bool = False
-    judged: int = 0  # of its requests, in the order in which it took them: those before this one are over
-    open: list[Served] = field(default_factory=list)
     busy_s: float = 0.0  # as of the look before
 
     def state(self, now_s: float) -> Literal["starting", "ready", "draining"]:
@@ -43,49 +41,49 @@ class _Member:
             return "draining"
         return "starting" if now_s < self.ready_s else "ready"
 
-    @property
-    def engine(self) -> SimulatedEngine:
-        return self.placed.engine
 
-    @property
-    def requests(self) -> int:
-        return len(self.engine.scheduler.requests) + len(self.engine.waiting_arrivals())
+@dataclass(slots=True)
+class _Role:
+    name: str
+    router: Router
+    members: dict[str, _Member] = field(default_factory=dict)
+    held: deque[Arrival] = field(default_factory=deque)  # came while no replica was ready
+    arrived: int = 0  # since the look before
+    arrived_tokens: int = 0
 
-    def take_note(self) -> list[Served]:
-        """Requests that ended since the last time."""
-        served = self.engine.run.served
-        self.open += served[self.judged :]
-        self.judged = len(served)
-        over = [one for one in self.open if one.finished or one.refused is not None]
-        if over:
-            self.open = [one for one in self.open if not (one.finished or one.refused is not None)]
-        return over
+    def ready(self, now_s: float) -> list[_Member]:
+        return [one for one in self.members.values() if one.state(now_s) == "ready"]
 
 
 class AutoscaledFleet:
     def __init__(
         self,
-        make_engine: Callable[[], SimulatedEngine],
-        router: Router,
+        make_replica: Callable[[str], PlayedReplica],
+        make_router: Callable[[], Router],
         rule: ScalingRule,
         slo: Slo,
         start_up_s: float,
         *,
-        begin_with: int = 1,
+        begin_with: Mapping[str, int] | int = 1,
         name: str = "",
+        transfer_s: Callable[[int], float] = lambda tokens: 0.0,
+        block_size: int = 16,
     ) -> None:
-        self._make_engine, self._router, self._rule, self._slo = make_engine, router, rule, slo
-        self._start_up_s = start_up_s
+        """`make_replica` is told its role; `begin_with`: replicas by role, or of the role `both`; `transfer_s`: of
+        a prompt's keys and values, from prefill to decode."""
+        self._make_replica, self._rule, self._start_up_s = make_replica, rule, start_up_s
+        self._transfer_s = transfer_s
         self.run = ScaledRun(name)
-        self._members: dict[str, _Member] = {}
+        counts = {"both": begin_with} if isinstance(begin_with, int) else begin_with
+        self._roles = {role: _Role(role, make_router()) for role in counts}
+        self._judges = {role: RequestJudge(slo, role, self.run) for role in counts}
         self._numbers = itertools.count()
-        self._held: deque[Arrival] = deque()  # came while no replica was ready
-        self._readies: list[tuple[float, str]] = []
-        self._hashes: PromptHashes | None = None
-        self._arrived = self._arrived_tokens = 0
-        self._outputs = self._output_tokens = 0
-        for _ in range(begin_with):
-            self._order(0.0, ready_s=0.0)
+        self._readies: list[tuple[float, str, str]] = []
+        self._landings: list[tuple[float, int, Arrival]] = []  # on their way from prefill to decode
+        self._hashes = PromptHashes(block_size)
+        for role in self._roles.values():
+            for _ in range(counts[role.name]):
+                self._order(role, 0.0, ready_s=0.0)
 
     def serve(self, arrivals: Sequence[Arrival]) -> ScaledRun:
         """All arrivals, given in order of time, until the last is answered."""
@@ -96,9 +94,11 @@ class AutoscaledFleet:
             next_s = arrivals[coming].arrived_s if coming < len(arrivals) else float("inf")
             ready_s = self._readies[0][0] if self._readies else float("inf")
             now_s = min(next_s, ready_s, look_s)
+            if self._land_one(now_s):
+                continue
             if now_s == ready_s:
-                heapq.heappop(self._readies)
-                self._place_held(now_s)
+                _, _, role = heapq.heappop(self._readies)
+                self._place_held(self._roles[role], now_s)
             elif now_s == next_s:
                 self._arrive(arrivals[coming], now_s)
                 coming += 1
@@ -110,146 +110,151 @@ class AutoscaledFleet:
     # -- requests -----------------------------------------------------------------------------------------
     def _arrive(self, arrival: Arrival, now_s: float) -> None:
         self.run.requests += 1
-        self._arrived += 1
-        self._arrived_tokens += arrival.prompt_tokens
-        self._held.append(arrival)
-        self._place_held(now_s)
+        for role in self._roles.values():  # decode will have it soon, too
+            role.arrived += 1
+            role.arrived_tokens += arrival.prompt_tokens
+        first = next(iter(self._roles.values()))
+        self._hold(first, self._judges[first.name].begin(arrival), now_s)
 
-    def _place_held(self, now_s: float) -> None:
-        ready = [one for one in self._members.values() if one.state(now_s) == "ready"]
-        if not ready or not self._held:
+    def _hold(self, role: _Role, arrival: Arrival, now_s: float) -> None:
+        role.held.append(arrival)
+        self._place_held(role, now_s)
+
+    def _place_held(self, role: _Role, now_s: float) -> None:
+        ready = role.ready(now_s)
+        if not ready or not role.held:
             return
-        self._hashes = self._hashes or PromptHashes(ready[0].engine.scheduler.config.block_size)
         for one in ready:
-            one.engine.advance(now_s)
-            one.engine.clock_s = max(one.engine.clock_s, one.ready_s)
-        prompt_s = min(one.engine.scheduler.costs.prompt_s_per_token for one in ready)
-        while self._held:
-            arrival = self._held.popleft()
+            one.played.advance(now_s)
+            one.played.begin(one.ready_s)
+        prompt_s = min(one.played.prompt_s_per_token for one in ready)
+        while role.held:
+            arrival = role.held.popleft()
             ask = Ask(arrival.prompt_tokens, self._hashes.of_arrival(arrival))
-            views = [replica_view(one.name, one.placed, prompt_s) for one in ready]
-            route = self._router.route(ask, views)
-            placed = self._members[route.replica].placed
-            placed.engine.arrivals.append(arrival)
-            placed.cached_tokens.append(route.cached_tokens)
+            route = role.router.route(ask, [one.played.view(one.name, prompt_s) for one in ready])
+            role.members[route.replica].played.give(arrival, route.cached_tokens)
+
+    def _land_one(self, now_s: float) -> bool:
+        """One prompt whose first token was drawn goes to a decode replica; False: none has arrived by now."""
+        prefill = self._roles.get("prefill")
+        if prefill is None:
+            return False
+        for one in prefill.members.values():
+            one.played.advance(now_s)
+            self._note_over(prefill, one)
+        if not self._landings or self._landings[0][0] > now_s:
+            return False
+        landed_s, _, arrival = heapq.heappop(self._landings)
+        self._hold(self._roles["decode"], arrival, landed_s)
+        return True
+
+    def _note_over(self, role: _Role, member: _Member) -> None:
+        """What ended there is judged, and what was prefilled goes on."""
+        for arrival, first_s in self._judges[role.name].note(member.played.over()):
+            landed_s = first_s + self._transfer_s(arrival.prompt_tokens)
+            moved = replace(arrival, arrived_s=landed_s, first_token_s=first_s, shared=())
+            self._judges["decode"].expect(moved, arrival)
+            heapq.heappush(self._landings, (landed_s, next(self._numbers), moved))
 
     def _open(self) -> bool:
-        return bool(self._held) or any(one.requests for one in self._members.values())
+        return bool(self._landings) or any(
+            role.held or any(one.played.requests for one in role.members.values())
+            for role in self._roles.values()
+        )
 
     # -- replicas -----------------------------------------------------------------------------------------
-    def _order(self, now_s: float, ready_s: float) -> None:
-        name = f"r{next(self._numbers)}"
-        self._members[name] = _Member(name, now_s, ready_s, Placed(self._make_engine()))
-        heapq.heappush(self._readies, (ready_s, name))
+    def _order(self, role: _Role, now_s: float, ready_s: float) -> None:
+        name = f"{role.name}{next(self._numbers)}"
+        role.members[name] = _Member(name, now_s, ready_s, self._make_replica(role.name))
+        heapq.heappush(self._readies, (ready_s, name, role.name))
 
     def _look(self, now_s: float) -> None:
-        for one in self._members.values():
-            one.engine.advance(now_s)
-        seen = self._seen(now_s)
-        self._drop_drained(now_s)
-        (target,) = self._rule.decide(FleetSeen(now_s, {ROLE: seen}))
+        seen = {name: self._seen(role, now_s) for name, role in self._roles.items()}
+        for target in self._rule.decide(FleetSeen(now_s, seen)):
+            self._obey(self._roles[target.role], target, seen[target.role], now_s)
+        self.run.most = max(self.run.most, sum(len(role.members) for role in self._roles.values()))
+
+    def _obey(self, role: _Role, target: ScaleTo, seen: RoleSeen, now_s: float) -> None:
+        self._drop_drained(role, now_s)
         lives = [
-            ReplicaLife(one.name, one.state(now_s), one.requests, one.ordered_s)
-            for one in self._members.values()
+            ReplicaLife(one.name, one.state(now_s), one.played.requests, one.ordered_s)
+            for one in role.members.values()
         ]
         todo = changes(lives, target.replicas)
         for _ in range(todo.start):
-            self._order(now_s, now_s + self._start_up_s)
+            self._order(role, now_s, now_s + self._start_up_s)
         for name in todo.take_back:
-            self._members[name].draining = False
+            role.members[name].draining = False
         for name in todo.drain:
-            self._members[name].draining = True
+            role.members[name].draining = True
         for name in todo.cancel:
-            self._remove(self._members[name], now_s)
-        self._drop_drained(now_s)
-        self._place_held(now_s)
+            self._remove(role, role.members[name], now_s)
+        self._drop_drained(role, now_s)
+        self._place_held(role, now_s)
         added, removed = todo.start + len(todo.take_back), len(todo.drain) + len(todo.cancel)
-        self.run.note_change(ROLE, added - removed)
-        self.run.most = max(self.run.most, len(self._members))
+        self.run.note_change(role.name, added - removed)
         self.run.looks.append(
             ScaleLook(
-                now_s, ROLE, seen.ready, seen.starting, target.replicas, seen.arrived, seen.waiting, seen.ended,
-                seen.ended_in_slo, target.why,
+                now_s, role.name, seen.ready, seen.starting, target.replicas, seen.arrived, seen.waiting,
+                seen.ended, seen.ended_in_slo, target.why,
             )
         )  # fmt: skip
 
-    def _drop_drained(self, now_s: float) -> None:
-        for one in [one for one in self._members.values() if one.draining and not one.requests]:
+    def _drop_drained(self, role: _Role, now_s: float) -> None:
+        for one in [one for one in role.members.values() if one.draining and not one.played.requests]:
             # It was empty when its last request ended, which may be a while ago.
-            self._remove(one, min(now_s, max(one.engine.clock_s, one.ready_s, now_s - self._rule.interval_s)))
+            empty_s = max(one.played.clock_s, one.ready_s, now_s - self._rule.interval_s)
+            self._remove(role, one, min(now_s, empty_s))
 
-    def _remove(self, member: _Member, now_s: float) -> None:
-        self._judge(member.take_note())
-        del self._members[member.name]
+    def _remove(self, role: _Role, member: _Member, now_s: float) -> None:
+        self._note_over(role, member)
+        del role.members[member.name]
         self._readies = [one for one in self._readies if one[1] != member.name]
         heapq.heapify(self._readies)
-        self._router.forget(member.name)
-        self._cost(member, now_s)
-
-    def _cost(self, member: _Member, until_s: float) -> None:
-        self.run.replica_s[ROLE] = self.run.replica_s.get(ROLE, 0.0) + max(0.0, until_s - member.ordered_s)
+        role.router.forget(member.name)
+        spent_s = self.run.replica_s.get(role.name, 0.0)
+        self.run.replica_s[role.name] = spent_s + max(0.0, now_s - member.ordered_s)
 
     def _end(self, now_s: float) -> ScaledRun:
-        for one in list(self._members.values()):
-            self._remove(one, now_s)
+        for role in self._roles.values():
+            for one in list(role.members.values()):
+                self._remove(role, one, now_s)
         self.run.ended_s = now_s
         return self.run
 
     # -- what the rule sees -------------------------------------------------------------------------------
-    def _seen(self, now_s: float) -> RoleSeen:
-        ended = kept = waiting = running = tokens = 0
-        busy_s, ready = 0.0, 0
-        for one in self._members.values():
-            over = one.take_note()
-            ended += len(over)
-            kept += self._judge(over)
-            coming = one.engine.waiting_arrivals()
-            begun = sum(request.first_token_s is not None for request in one.open)
-            waiting += len(one.open) - begun + len(coming)
-            running += begun
-            tokens += sum(arrival.prompt_tokens for arrival in coming)
-            tokens += sum(
-                max(0, request.prompt_length - request.sequences[0].computed)
-                for request in one.engine.scheduler.requests.values()
+    def _seen(self, role: _Role, now_s: float) -> RoleSeen:
+        waiting = running = tokens = ready = starting = 0
+        busy_s = 0.0
+        for one in role.members.values():
+            one.played.advance(now_s)
+            self._note_over(role, one)
+            load = one.played.load()
+            waiting, running, tokens = (
+                waiting + load.waiting,
+                running + load.running,
+                tokens + load.waiting_tokens,
             )
-            if one.state(now_s) == "ready":
+            state = one.state(now_s)
+            starting += state == "starting"
+            if state == "ready":
                 ready += 1
-                busy_s += one.engine.run.device_busy_s - one.busy_s
-            one.busy_s = one.engine.run.device_busy_s
+                busy_s += load.busy_s - one.busy_s
+            one.busy_s = load.busy_s
+        judge = self._judges[role.name]
+        ended, kept = judge.since_look()
         seen = RoleSeen(
             ready=ready,
-            starting=sum(one.state(now_s) == "starting" for one in self._members.values()),
-            arrived=self._arrived,
-            arrived_prompt_tokens=self._arrived_tokens,
-            waiting=waiting + len(self._held),
-            waiting_prompt_tokens=tokens + sum(one.prompt_tokens for one in self._held),
+            starting=starting,
+            arrived=role.arrived,
+            arrived_prompt_tokens=role.arrived_tokens,
+            waiting=waiting + len(role.held),
+            waiting_prompt_tokens=tokens + sum(one.prompt_tokens for one in role.held),
             running=running,
-            mean_output_tokens=self._output_tokens / self._outputs if self._outputs else 0.0,
+            mean_output_tokens=judge.mean_output_tokens,
             busy=min(1.0, busy_s / (max(1, ready) * self._rule.interval_s)),
             ended=ended,
             ended_in_slo=kept,
         )
-        self._arrived = self._arrived_tokens = 0
+        role.arrived = role.arrived_tokens = 0
         return seen
-
-    def _judge(self, over: list[Served]) -> int:
-        kept = 0
-        for one in over:
-            if not one.finished or one.first_token_s is None or one.last_token_s is None:
-                continue
-            arrival = one.arrival
-            self._outputs += 1
-            self._output_tokens += arrival.output_tokens
-            self.run.answered += 1
-            ttft_s = one.first_token_s - arrival.arrived_s
-            self.run.ttft_s.append(ttft_s)
-            kept += keeps(self._slo, ttft_s, one.last_token_s - one.first_token_s, arrival.output_tokens)
-        self.run.in_slo += kept
-        return kept
-
-
-def keeps(slo: Slo, ttft_s: float, rest_s: float, output_tokens: int) -> bool:
-    """Whether a request kept the SLO; `rest_s`: from its first token to its last."""
-    tpot_s = rest_s / max(1, output_tokens - 1)
-    bounds = ((slo.ttft_s, ttft_s), (slo.tpot_s, tpot_s), (slo.e2e_s, ttft_s + rest_s))
-    return all(bound is None or value <= bound for bound, value in bounds)

@@ -8,7 +8,7 @@ import random
 from dataclasses import replace
 
 from cumulo.cluster.decide.autoscale.seen import ReplicaSpeed
-from cumulo.cluster.simulate.autoscale import keeps
+from cumulo.cluster.simulate.autoscale_judge import keeps
 from cumulo.engine.simulate.run import Arrival
 from cumulo.errors import ConfigError
 from cumulo.plan.serve.replica import Replica

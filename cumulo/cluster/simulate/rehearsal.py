@@ -6,7 +6,7 @@ earlier part of it. `cumulo simulate autoscale` prints it.
 """
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from cumulo.base.nearest import did_you_mean
@@ -15,11 +15,14 @@ from cumulo.cluster.decide.autoscale.rivals import METRICS, HpaRule
 from cumulo.cluster.decide.autoscale.rule import ForecastRule
 from cumulo.cluster.decide.autoscale.seen import ReplicaSpeed, ScalingRule
 from cumulo.cluster.simulate.autoscale import AutoscaledFleet
+from cumulo.cluster.simulate.autoscale_member import EngineMember, PlayedReplica
 from cumulo.cluster.simulate.autoscale_result import ScaledRun
+from cumulo.cluster.simulate.autoscale_sketch import SketchReplica
 from cumulo.engine.decide.routing import router
 from cumulo.engine.simulate.engine import SimulatedEngine
 from cumulo.errors import ConfigError
 from cumulo.plan.serve.replica import Replica
+from cumulo.plan.serve.split import NETWORK_SHARE, landing_blocks
 from cumulo.plan.serve.traffic import Traffic
 from cumulo.spec.slo import Slo
 
@@ -68,20 +71,51 @@ class Rehearsal:
     slo: Slo
     start_up_s: float
     limits: ScalingLimits
-    begin_with: int = 1
+    begin_with: Mapping[str, int] | int = 1  # replicas, by role where prefill and decode are apart
     routing: str = "least-loaded"
 
-    def play(self, chosen: RuleName, traffic: Traffic, speed: ReplicaSpeed) -> ScaledRun:
+    def play(
+        self, chosen: RuleName, traffic: Traffic, speed: ReplicaSpeed, *, roughly: bool = False
+    ) -> ScaledRun:
+        """`roughly`: with sketched replicas, some ten times as fast; fleet, router and rule are the same."""
+        return self.play_rule(self.rule(chosen, speed), str(chosen), traffic, roughly=roughly)
+
+    def play_rule(
+        self, rule: ScalingRule, name: str, traffic: Traffic, *, roughly: bool = False
+    ) -> ScaledRun:
         fleet = AutoscaledFleet(
-            lambda: SimulatedEngine(self.replica.scheduler(), self.replica.cost()),
-            router(self.routing),
-            self.rule(chosen, speed),
+            self._maker(traffic, roughly),
+            lambda: router(self.routing),
+            rule,
             self.slo,
             self.start_up_s,
             begin_with=self.begin_with,
-            name=str(chosen),
+            name=name,
+            transfer_s=self._transfer_s(),
+            block_size=self.replica.engine_config().block_size,
         )
         return fleet.serve(traffic.arrivals)
+
+    def _maker(self, traffic: Traffic, roughly: bool) -> Callable[[str], PlayedReplica]:
+        replica = self.replica
+        config, cost = replica.scheduler().config, replica.cost()
+        if roughly:
+            return lambda role: SketchReplica(config, cost)
+        landing = landing_blocks(replica, traffic) if isinstance(self.begin_with, Mapping) else 0
+
+        def exact(role: str) -> PlayedReplica:
+            if role == "decode":  # the transfer is counted on the way
+                engine = SimulatedEngine(replica.scheduler(landing), replica.cost(float("inf")))
+            else:
+                engine = SimulatedEngine(replica.scheduler(), replica.cost())
+            return EngineMember(engine)
+
+        return exact
+
+    def _transfer_s(self) -> Callable[[int], float]:
+        replica = self.replica
+        token_s = replica.work().kv_bytes_per_token / (NETWORK_SHARE * replica.node.nic_bytes_per_s)
+        return lambda tokens: tokens * token_s + replica.fabric.latency_s
 
     def rule(self, chosen: RuleName, speed: ReplicaSpeed) -> ScalingRule:
         if chosen.name == FORECAST:
@@ -96,14 +130,15 @@ class Rehearsal:
         speed: ReplicaSpeed,
         tell: Callable[[str], None] = lambda text: None,
     ) -> RuleName:
-        """With its best target on this traffic: the cheapest that keeps the SLO, or else the nearest to it."""
+        """With its best target on this traffic: the cheapest that keeps the SLO, or else the nearest to it. All
+        targets are played roughly."""
         if chosen.name == FORECAST or chosen.target is not None:
             return chosen
         runs: list[tuple[ScaledRun, RuleName]] = []
         for target in TARGETS[chosen.metric]:
             candidate = replace(chosen, target=target)
             tell(f"tuning {candidate}")
-            runs.append((self.play(candidate, traffic, speed), candidate))
+            runs.append((self.play(candidate, traffic, speed, roughly=True), candidate))
         return best_of(runs, self.slo.share)
 
 

@@ -56,7 +56,7 @@ def decode(replica: Replica, traffic: Traffic, prefilled: Prefilled, percentile:
         [one.first_token_s or 0.0 for one in arrivals], [one.arrived_s for one in arrivals]
     )
     blocks = replica.memory().kv_blocks
-    scheduler = replica.scheduler(host_blocks=_landing_blocks(replica, traffic))
+    scheduler = replica.scheduler(host_blocks=landing_blocks(replica, traffic))
     cost = replica.cost(swap_bytes_per_s=float("inf"))  # the transfer was counted on the way
     run = simulate(arrivals, scheduler, cost)
     result = report(run, blocks, cost.spent(run), percentile)
@@ -69,7 +69,7 @@ def decode(replica: Replica, traffic: Traffic, prefilled: Prefilled, percentile:
     )
 
 
-def _landing_blocks(replica: Replica, traffic: Traffic) -> int:
+def landing_blocks(replica: Replica, traffic: Traffic) -> int:
     """Room for every request of the traffic at once: how long they wait is the result, not a limit."""
     size = replica.engine_config().block_size
     return sum(-(-one.prompt_tokens // size) for one in traffic.arrivals)
