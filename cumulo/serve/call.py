@@ -24,9 +24,11 @@ from cumulo.serve.engine_link.messages import Finished, Submit
 from cumulo.serve.errors import ApiError, ClientGone, invalid
 from cumulo.serve.fleet.passage import PASSAGE, Passage
 from cumulo.serve.formats import call_ids
+from cumulo.serve.http.direct_writer import connection_of
 from cumulo.serve.service import Service
 from cumulo.spec.slo import Slo
 
+_UNKNOWN_PARAMS = SamplingParams()
 _BATCH_AT_A_TIME = 4  # prompts of one line of a batch, so that it leaves the queue to others
 
 Batch = list[tuple[int, Delta | Finished]]  # what is new, with the position of the prompt it belongs to
@@ -50,11 +52,11 @@ class Call:
         request.scope["state"]["call_id"] = self.id
         self.finished: list[Finished | None] = []
         self.prompts: list[list[int]] = []  # as token ids; known once submitted
-        self.params = SamplingParams()  # likewise
+        self.params = _UNKNOWN_PARAMS  # likewise
         # Output tokens, where the server and not the client set the limit.
         self.default_limit: int | None = None
         self._least_priority: int | None = request.scope["state"].get(LEAST_PRIORITY_KEY)
-        self._receive = request.receive
+        self._request = request
         self._inbox = Inbox()
         self._request_ids: list[str] = []
         self._guide_param: str | None = None
@@ -134,7 +136,10 @@ class Call:
         self._unsent.extend(enumerate(prompts))
         self.service.unsent += len(prompts)
         self._send_more(at_a_time)
-        self._watcher = asyncio.create_task(self._watch())
+        if (connection := connection_of(self._request.scope)) is not None:
+            connection.when_gone(self._lose_client)
+        else:
+            self._watcher = asyncio.create_task(self._watch())
 
     def _send_more(self, count: int) -> None:
         for _ in range(min(count, len(self._unsent))):
@@ -142,9 +147,12 @@ class Call:
             self._send(*self._unsent.popleft())
 
     async def _watch(self) -> None:
-        """Abort as soon as the client hangs up."""
-        while (await self._receive())["type"] != "http.disconnect":
+        while (await self._request.receive())["type"] != "http.disconnect":
             pass
+        self._lose_client()
+
+    def _lose_client(self) -> None:
+        """Abort as soon as the client hangs up."""
         self._client_gone = True
         self.abort()
 
@@ -163,6 +171,11 @@ class Call:
             self._adapter = None
         if self._watcher is not None:
             self._watcher.cancel()
+        self.tell_at_once(None)
+
+    def tell_at_once(self, tell: Callable[[int, Delta], bool] | None) -> None:
+        """`tell` is offered every delta while `next_batch` waits, and says whether it has told it."""
+        self._inbox.at_once = tell
 
     # -- answers ------------------------------------------------------------------------------------------
     @property

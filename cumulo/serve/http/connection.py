@@ -7,6 +7,7 @@ against what it has reported: a stretch of input that completes nothing ends the
 
 import asyncio
 import enum
+from collections.abc import Callable
 from typing import Any
 
 import httptools
@@ -16,6 +17,7 @@ from uvicorn.server import ServerState
 
 from cumulo.serve.errors import ApiError
 from cumulo.serve.http import refusals
+from cumulo.serve.http.direct_writer import CONNECTION, DirectWriter
 from cumulo.serve.http.keeper import Address, Keeper
 
 # Answered on the connections of the reserve, for those who must know how the server is.
@@ -65,6 +67,7 @@ class Connection(HttpToolsProtocol):
         # The request that is being read, once its header is.
         self._current: RequestResponseCycle | None = None
         self._running: RequestResponseCycle | None = None  # the request that is being answered
+        self._when_gone: Callable[[], None] | None = None  # told if that request's client leaves
         self.answered = False  # has a request of this connection had its answer?
         self._block_bytes = 0  # of the input that is being parsed
         self._head_bytes = 0  # of all input in which the present header came
@@ -91,9 +94,9 @@ class Connection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._keeper.release(self)
         # Uvicorn tells the newest request only; those before it on this connection have lost their client, too.
-        for cycle in (self._running, *(waiting for waiting, _ in self.pipeline)):
-            if cycle is not None:
-                _tell_gone(cycle)
+        self._lose_running()
+        for cycle, _ in self.pipeline:
+            _tell_gone(cycle)
         self.pipeline.clear()
         super().connection_lost(exc)
 
@@ -199,6 +202,7 @@ class Connection(HttpToolsProtocol):
         if self.cycle is not earlier:  # it is no WebSocket's
             self._current = self.cycle
             self._running = self._running or self.cycle
+            self.scope[CONNECTION] = self  # type: ignore[literal-required]
             self.headers = []
         self._reading = _BODY
         self._since_s = self._progress_s = self._keeper.clock_s
@@ -223,7 +227,7 @@ class Connection(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         """In place of uvicorn's, which sets a timer for every answer."""
         self.server_state.total_requests += 1
-        self._running = None
+        self._running = self._when_gone = None
         if not self.answered:
             self._keeper.busy(self)  # out of the line of strangers
             self.answered = True
@@ -250,6 +254,25 @@ class Connection(HttpToolsProtocol):
         self._reading, self._in_line = Reading.NEXT, True
         self._since_s = self._keeper.clock_s
         self._keeper.waiting(self)
+
+    # -- for the request that is being answered: a KnownConnection ----------------------------------------
+    def when_gone(self, tell: Callable[[], None]) -> None:
+        if self._running is None or self._running.disconnected:
+            tell()
+        else:
+            self._when_gone = tell
+
+    def direct_writer(self) -> DirectWriter | None:
+        cycle = self._running
+        return DirectWriter(cycle) if cycle is not None and cycle.chunked_encoding else None
+
+    def _lose_running(self) -> None:
+        """Whoever answers is told that nobody waits for it any more."""
+        tell, self._when_gone = self._when_gone, None
+        if self._running is not None:
+            _tell_gone(self._running)
+            if tell is not None:
+                tell()
 
     # -- sockets ------------------------------------------------------------------------------------------
     def _upgrade(self) -> None:
@@ -281,8 +304,7 @@ class Connection(HttpToolsProtocol):
             self._end_after_running()
             return
         told = self._current is not None and self._current.response_started
-        if self._running is not None:
-            _tell_gone(self._running)
+        self._lose_running()
         self._running = None
         self._reading = Reading.NOTHING
         if told or self.transport.is_closing():
@@ -320,8 +342,7 @@ class Connection(HttpToolsProtocol):
         told = self._current is not None and self._current.response_started
         if self._reading is Reading.HEAD or (self._reading is Reading.BODY and not told):
             self._say(ApiError(503, "the server needs this connection's place", retry_after_s=2))
-        if self._running is not None:
-            _tell_gone(self._running)
+        self._lose_running()
         self._reading = Reading.NOTHING
         self._since_s = self._keeper.clock_s
         self.transport.close()
