@@ -26,7 +26,7 @@ from cumulo.cli import (
 from cumulo.cli.cloud import autoscale, kubernetes
 from cumulo.cli.cluster import simulate as cluster_simulate
 from cumulo.cli.collectives import bench as bench_collectives
-from cumulo.cli.collectives import collective
+from cumulo.cli.collectives import bench_overlap, collective
 from cumulo.cli.network import diagnose, lint, topology
 from cumulo.cli.network import simulate as simulate_network
 
@@ -65,6 +65,7 @@ app.add_typer(plan.app, name="plan")
 app.add_typer(simulate.app, name="simulate")
 simulate.app.command("autoscale", epilog=autoscale.EXAMPLE)(autoscale.autoscale)
 bench.app.command("collectives", epilog=bench_collectives.EXAMPLE)(bench_collectives.collectives)
+bench.app.command("overlap", epilog=bench_overlap.EXAMPLE)(bench_overlap.overlap)
 simulate.app.command("cluster", epilog=cluster_simulate.EXAMPLE)(cluster_simulate.cluster)
 simulate.app.command("network", epilog=simulate_network.EXAMPLE)(simulate_network.network)
 

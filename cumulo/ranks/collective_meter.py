@@ -3,6 +3,7 @@ tells it, the trainer asks it after each step. CPU tensors only: on a GPU a call
 
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -31,6 +32,8 @@ class CollectiveMeter:
     def __init__(self) -> None:
         self._found: dict[tuple[str, int, int], tuple[int, float]] = {}
         self._lock = threading.Lock()
+        # Told of each call as it ends, in its thread, if someone measures: kind, bytes, ranks.
+        self.listener: Callable[[str, int, int], None] | None = None
 
     def add(self, kind: str, tensor: Tensor, ranks: int, began: float) -> None:
         """A call that began at this `time.perf_counter()` has ended."""
@@ -40,6 +43,8 @@ class CollectiveMeter:
         with self._lock:
             calls, so_far = self._found.get(key, (0, 0.0))
             self._found[key] = (calls + 1, so_far + seconds)
+        if self.listener is not None:
+            self.listener(kind, tensor.nbytes, ranks)
 
     def take(self) -> list[CollectiveTime]:
         """Since it was last asked, the longest first."""

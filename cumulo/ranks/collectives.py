@@ -9,10 +9,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cumulo.collectives.decide.choices import parse_choices
+from cumulo.collectives.decide.measured import read_collective_profile
 from cumulo.ranks.collective_meter import meter
 from cumulo.ranks.groups import Group
 from cumulo.ranks.lanes import lane_group
-from cumulo.ranks.scheduled import ScheduledCollectives
+from cumulo.ranks.scheduled import CollectiveChoices, ScheduledCollectives
 
 Work: TypeAlias = dist.Work  # something on its way: `wait()` for it
 
@@ -21,15 +22,18 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-_schedules = ScheduledCollectives({})
+_schedules = ScheduledCollectives(CollectiveChoices())
 
 
-def use_collectives(choices: str) -> None:
+def use_collectives(choices: str | CollectiveChoices, profile: str = "") -> None:
     """Which algorithms of ours carry out collectives of CPU tensors, such as `all_reduce=ring`, from now on in this
-    process; empty: torch.distributed's. All ranks say the same."""
+    process; empty: torch.distributed's. `profile`: a file of measurements that decides the rest. All ranks say the
+    same."""
     global _schedules
     _schedules.close()
-    _schedules = ScheduledCollectives(parse_choices(choices))
+    if isinstance(choices, str):
+        choices = CollectiveChoices(parse_choices(choices), read_collective_profile(profile))
+    _schedules = ScheduledCollectives(choices)
 
 
 def all_reduce(tensor: Tensor, group: Group | None) -> None:
@@ -37,8 +41,8 @@ def all_reduce(tensor: Tensor, group: Group | None) -> None:
     if group is None:
         return
     group, began = lane_group(group), time.perf_counter()
-    if _schedules.wants("all_reduce", tensor):
-        _schedules.all_reduce(tensor, group)
+    if (ours := _schedules.algorithm("all_reduce", tensor, group.size())) is not None:
+        _schedules.all_reduce(tensor, group, ours)
     else:
         dist.all_reduce(tensor, group=group)
     meter.add("all_reduce", tensor, group.size(), began)
@@ -46,7 +50,7 @@ def all_reduce(tensor: Tensor, group: Group | None) -> None:
 
 def start_all_reduce(tensor: Tensor, group: Group | None) -> Work | None:
     """None: it is done."""
-    if group is None or _schedules.wants("all_reduce", tensor):
+    if group is None or _schedules.algorithm("all_reduce", tensor, group.size()) is not None:
         all_reduce(tensor, group)
         return None
     began, size = time.perf_counter(), group.size()
@@ -59,8 +63,8 @@ def start_all_reduce(tensor: Tensor, group: Group | None) -> Work | None:
 def all_gather(whole: Tensor, own: Tensor, group: Group) -> None:
     """Every rank's `own`, one after another along the first dimension."""
     group, began = lane_group(group), time.perf_counter()
-    if _schedules.wants("all_gather", whole):
-        _schedules.all_gather(whole, own, group)
+    if (ours := _schedules.algorithm("all_gather", whole, group.size())) is not None:
+        _schedules.all_gather(whole, own, group, ours)
     else:
         _all_gather(whole, own, group=group)
     meter.add("all_gather", whole, group.size(), began)
@@ -76,18 +80,22 @@ def all_gather_list(own: Tensor, group: Group) -> list[Tensor]:
 def reduce_scatter(own: Tensor, whole: Tensor, group: Group) -> None:
     """This rank's part of the sum over ranks, cut along the first dimension."""
     group, began = lane_group(group), time.perf_counter()
-    if _schedules.wants("reduce_scatter", whole) and own.is_contiguous():
-        _schedules.reduce_scatter(own, whole, group)
+    ours = _schedules.algorithm("reduce_scatter", whole, group.size()) if own.is_contiguous() else None
+    if ours is not None:
+        _schedules.reduce_scatter(own, whole, group, ours)
     else:
         _reduce_scatter(own, whole, group=group)
     meter.add("reduce_scatter", whole, group.size(), began)
 
 
 def start_reduce_scatter(own: Tensor, whole: Tensor, group: Group) -> Work | None:
-    if _schedules.wants("reduce_scatter", whole):
+    if _schedules.algorithm("reduce_scatter", whole, group.size()) is not None:
         reduce_scatter(own, whole, group)
         return None
+    began, size = time.perf_counter(), group.size()
     work: Work | None = _reduce_scatter(own, whole, group=group, async_op=True)
+    if work is not None and whole.device.type == "cpu":
+        work.get_future().add_done_callback(lambda _: meter.add("reduce_scatter", whole, size, began))
     return work
 
 
@@ -99,8 +107,11 @@ def all_to_all(
     sends: list[int] | None = None,
 ) -> None:
     """Runs of rows to all ranks and from all ranks; None: equal ones."""
-    began = time.perf_counter()
-    dist.all_to_all_single(received, sent, receives, sends, group=lane_group(group))
+    group, began = lane_group(group), time.perf_counter()
+    if (ours := _schedules.algorithm("all_to_all", sent, group.size())) is not None:
+        _schedules.all_to_all(received, sent, group, (receives, sends), ours)
+    else:
+        dist.all_to_all_single(received, sent, receives, sends, group=group)
     meter.add("all_to_all", sent, group.size(), began)
 
 

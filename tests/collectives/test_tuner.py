@@ -4,7 +4,8 @@ import pytest
 
 from cumulo.collectives.decide.catalog import CollectiveShape, make_schedule
 from cumulo.collectives.decide.check import check_collective
-from cumulo.collectives.decide.tuner import MachineCosts, ProtocolCosts, crossovers, measured_choice, tune
+from cumulo.collectives.decide.measured import collective_profile
+from cumulo.collectives.decide.tuner import MachineCosts, ProtocolCosts, crossovers, tune
 from cumulo.collectives.draw.svg import collective_svg
 from cumulo.errors import ConfigError
 
@@ -47,11 +48,15 @@ def test_a_measured_profile_decides_by_its_own_times() -> None:
             ("tree", 4096, 40.0),
         ]
     ]
-    assert measured_choice({"rows": rows}, "all_reduce", 1024, 2)[0] == "tree"
-    name, _, seconds = measured_choice({"rows": rows}, "all_reduce", 4096, 2)
-    assert (name, seconds) == ("ring", pytest.approx(10.0))
+    profile = collective_profile({"rows": rows})
+    assert profile.ours("all_reduce", 1024, 2)[0] == "tree"
+    assert profile.ours("all_reduce", 4096, 2) == ("ring", pytest.approx(10.0))
+    assert profile.fastest("all_reduce", 4096, 2) == "ring"
+    gloo = {**rows[0], "algorithm": "gloo", "seconds": 1.0}
+    assert collective_profile({"rows": [*rows, gloo]}).fastest("all_reduce", 1024, 2) is None
+    assert profile.fastest("all_reduce", 1024, 3, "auto") == "auto"
     with pytest.raises(ConfigError, match="no all_reduce of 3 ranks"):
-        measured_choice({"rows": rows}, "all_reduce", 1024, 3)
+        profile.ours("all_reduce", 1024, 3)
 
 
 def test_a_picture_has_a_line_for_every_message() -> None:

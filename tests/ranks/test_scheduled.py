@@ -4,10 +4,19 @@ import pytest
 import torch
 
 from cumulo.collectives.decide.choices import parse_choices
+from cumulo.collectives.play.shaping import LinkShaper
 from cumulo.errors import ConfigError
-from cumulo.ranks.collectives import all_gather, all_reduce, reduce_scatter, start_all_reduce, use_collectives
+from cumulo.ranks.collectives import (
+    all_gather,
+    all_reduce,
+    all_to_all,
+    reduce_scatter,
+    start_all_reduce,
+    use_collectives,
+)
 from cumulo.ranks.groups import world_group
 from cumulo.ranks.rank_group import RankGroup, meeting_point
+from cumulo.ranks.scheduled import CollectiveChoices
 from cumulo.ranks.start import run_ranks
 
 
@@ -23,12 +32,20 @@ def _all(rank: int) -> list[torch.Tensor]:
         work.wait()
     all_gather(whole, own, group)
     reduce_scatter(part, own.clone(), group)
-    return [summed, begun, whole, part]
+    # Rank r sends r + p rows to rank p, and so the first one sends itself nothing.
+    sends, receives = [rank + peer for peer in range(3)], [peer + rank for peer in range(3)]
+    sent = torch.arange(2.0 * sum(sends)).view(-1, 2) + 100 * rank
+    arrived, equal = torch.zeros(sum(receives), 2), torch.zeros(6, dtype=torch.int64)
+    all_to_all(arrived, sent, group, receives, sends)
+    all_to_all(equal, torch.arange(6) + 10 * rank, group)
+    return [summed, begun, whole, part, arrived, equal]
 
 
 def _both(rank: int) -> list[list[torch.Tensor]]:
     found = []
-    for choice in ("", "all_reduce=tree,all_gather=bruck,reduce_scatter=ring", "auto"):
+    shaped = CollectiveChoices({"all_to_all": "direct"}, transport="tcp", shaper=LinkShaper(1e7))
+    named = "all_reduce=tree,all_gather=bruck,reduce_scatter=ring,all_to_all=pairwise"
+    for choice in ("", named, "auto", shaped):
         use_collectives(choice)
         found.append(_all(rank))
     use_collectives("")
@@ -53,7 +70,7 @@ def test_ranks_of_an_engine_add_by_the_schedule_that_was_asked_for() -> None:
 
 
 def test_a_wrong_choice_is_refused_with_what_there_is() -> None:
-    with pytest.raises(ConfigError, match="no all_reduce algorithm 'rung'"):
+    with pytest.raises(ConfigError, match="all_reduce cannot be carried out by 'rung'; there are ring"):
         parse_choices("all_reduce=rung")
     with pytest.raises(ConfigError, match="give NAME=ALGORITHM"):
         parse_choices("sum=ring")

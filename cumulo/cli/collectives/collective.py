@@ -1,6 +1,5 @@
 """`cumulo collective`: a collective's schedule shown, proved, run on processes, and chosen."""
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -185,24 +184,21 @@ def tune(
     """Choose algorithm, protocol, chunk and channels by size; say why, and where the crossovers are."""
     from cumulo.base import report
     from cumulo.cli.shared.terminal import out
+    from cumulo.collectives.decide.measured import read_collective_profile
     from cumulo.collectives.decide.schedule import COLLECTIVES
-    from cumulo.collectives.decide.tuner import crossovers, measured_choice
+    from cumulo.collectives.decide.tuner import crossovers
     from cumulo.collectives.decide.tuner import tune as tuned
     from cumulo.errors import ConfigError
 
     if (kind := next((one for one in COLLECTIVES if one == collective), None)) is None:
         raise ConfigError(f"there is no collective {collective!r}; there are {', '.join(COLLECTIVES)}")
     rows = []
-    if profile is not None:
-        try:
-            known = json.loads(profile.read_text("utf-8"))
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"{profile} is no profile of `cumulo bench collectives`: {error}") from None
+    if known := read_collective_profile("" if profile is None else str(profile)):
         for power in range(10, 27, 2):
-            name, pieces, seconds = measured_choice(known, collective, 1 << power, ranks)
-            rows.append(
-                report.Row(_bytes(1 << power), seconds * 1e6, "µs", "lower", note=f"{name}, {pieces} pieces")
-            )
+            name, seconds = known.ours(collective, 1 << power, ranks)
+            gloo_s = known.times(collective, 1 << power, ranks).get("gloo", seconds)
+            note = f"{name}; {gloo_s / seconds:.2f} × gloo's speed"
+            rows.append(report.Row(_bytes(1 << power), seconds * 1e6, "µs", "lower", note=note))
     else:
         costs = _costs(device, ranks)
         for one in crossovers(kind, ranks, costs):

@@ -5,15 +5,18 @@ from cumulo.collectives.decide.catalog import algorithms
 from cumulo.collectives.decide.schedule import COLLECTIVES, Collective
 from cumulo.errors import ConfigError
 
-_ASKED: tuple[Collective, ...] = ("all_reduce", "all_gather", "reduce_scatter")
+_TUNED: tuple[Collective, ...] = ("all_reduce", "all_gather", "reduce_scatter")
+_ASKED: tuple[Collective, ...] = (*_TUNED, "all_to_all")
+# A rank knows what it sends and what it gets, not what others send each other: tokens are passed on by nobody.
+_DIRECT = ("pairwise", "direct")
 
 
 def parse_choices(text: str) -> dict[Collective, str]:
-    """`all_reduce=ring,all_gather=bruck`; auto: the tuner chooses all of them; empty: none."""
+    """`all_reduce=ring,all_gather=bruck`; auto: the tuner chooses all but all_to_all; empty: none."""
     if not text:
         return {}
     if text == "auto":
-        return dict.fromkeys(_ASKED, "auto")
+        return dict.fromkeys(_TUNED, "auto")
     found: dict[Collective, str] = {}
     for part in text.split(","):
         name, _, algorithm = part.partition("=")
@@ -22,9 +25,10 @@ def parse_choices(text: str) -> dict[Collective, str]:
             raise ConfigError(
                 f"collective {part!r}: give NAME=ALGORITHM with NAME one of {', '.join(_ASKED)}, or auto"
             )
-        if algorithm.strip() not in (*algorithms(kind), "auto"):
+        known = _DIRECT if kind == "all_to_all" else (*algorithms(kind), "auto")
+        if algorithm.strip() not in known:
             raise ConfigError(
-                f"there is no {kind} algorithm {algorithm.strip()!r}; there are {', '.join(algorithms(kind))}"
+                f"{kind} cannot be carried out by {algorithm.strip()!r}; there are {', '.join(known)}"
             )
         found[kind] = algorithm.strip()
     return found

@@ -1,21 +1,18 @@
 """The tuner: which algorithm, protocol, chunk and channels carry out a collective fastest, by size; and why. From
-the cost model (schedules that are played), or from what was measured here (`cumulo bench collectives`).
+the cost model (schedules that are played); `measured` chooses from measurements.
 
     machine = MachineCosts(node_size=8, cards=8, protocols=(...))
     choice = tune("all_reduce", size_bytes=1 << 20, ranks=64, machine=machine)[0]
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
-from typing import Any
 
 from cumulo.collectives.decide.catalog import CollectiveShape, algorithms, make_schedule
 from cumulo.collectives.decide.play_cost import PlayedCost, play_cost
 from cumulo.collectives.decide.schedule import Collective
-from cumulo.errors import ConfigError
 
 _PIPELINED = {"tree", "chain", "sharp"}  # pieces follow each other through them
 _NOT_CHOSEN = {"omnireduce", "switchml", "sharp"}  # they need zeros, or switches that add
@@ -145,32 +142,3 @@ def _choice(
     return TunedChoice(
         algorithm, protocol.name, channels, pieces, latency_s + bytes_s, latency_s, bytes_s, why
     )
-
-
-def measured_choice(
-    profile: Mapping[str, Any], collective: str, size_bytes: float, ranks: int
-) -> tuple[str, int, float]:
-    """(algorithm, pieces, seconds) that a profile of `cumulo bench collectives` says is the fastest: between the
-    sizes that were measured, times follow a straight line in the logarithms."""
-    curves: dict[tuple[str, int], list[tuple[float, float]]] = {}
-    for row in profile["rows"]:
-        if row["collective"] == collective and row["ranks"] == ranks and row["algorithm"] != "gloo":
-            curves.setdefault((row["algorithm"], row["pieces"]), []).append((row["bytes"], row["seconds"]))
-    if not curves:
-        raise ConfigError(
-            f"the profile has no {collective} of {ranks} ranks; measure it with "
-            f"`cumulo bench collectives --ranks {ranks} --profile FILE`"
-        )
-    times = {key: _between(sorted(points), size_bytes) for key, points in curves.items()}
-    (algorithm, pieces), seconds = min(times.items(), key=lambda one: one[1])
-    return algorithm, pieces, seconds
-
-
-def _between(points: Sequence[tuple[float, float]], size: float) -> float:
-    if size <= points[0][0] or len(points) == 1:
-        return points[0][1]
-    for (low, low_s), (high, high_s) in pairwise(points):
-        if size <= high:
-            share = math.log(size / low) / math.log(high / low)
-            return math.exp(math.log(low_s) * (1 - share) + math.log(high_s) * share)
-    return points[-1][1] * size / points[-1][0]

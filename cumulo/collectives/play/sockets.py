@@ -13,6 +13,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from cumulo.collectives.decide.schedule import CollectiveSchedule, Transfer
 from cumulo.collectives.play.messages import Parts, peers_of
+from cumulo.collectives.play.shaping import LinkShaper
 from cumulo.collectives.play.waiting import CollectiveStanding
 from cumulo.errors import RanksFailed
 
@@ -22,9 +23,17 @@ _BUFFER = 4 << 20
 
 
 class SocketExchange:
-    def __init__(self, rank: int, store: Store, timeout_s: float = 60.0, host: str = "127.0.0.1") -> None:
-        """Ranks find each other's addresses in the store."""
-        self.rank, self._store, self._timeout_s = rank, store, timeout_s
+    def __init__(
+        self,
+        rank: int,
+        store: Store,
+        timeout_s: float = 60.0,
+        host: str = "127.0.0.1",
+        shaper: LinkShaper | None = None,
+    ) -> None:
+        """Ranks find each other's addresses in the store. `shaper`: the card that all sends pass; None: as fast as
+        the host can."""
+        self.rank, self._store, self._timeout_s, self._shaper = rank, store, timeout_s, shaper
         self._listener = socket.create_server((host, 0), backlog=1024)
         self._store.set(f"collective address {rank}", f"{host}:{self._listener.getsockname()[1]}")
         self._links: dict[tuple[int, int], socket.socket] = {}
@@ -71,11 +80,15 @@ class SocketExchange:
             poll = select.poll()
             for flow in open_flows:
                 poll.register(flow.link, flow.events)
-            if not poll.poll(1e3 * max(0.0, deadline - time.monotonic())):
+            now = time.monotonic()
+            granted = min(
+                (flow.granted_s for flow in open_flows if flow.granted_s is not None), default=deadline
+            )
+            if not poll.poll(1e3 * max(0.0, min(deadline, granted) - now)) and time.monotonic() >= deadline:
                 raise standing.late(open_flows[0].transfer, self._timeout_s)
 
     def _flow(self, standing: CollectiveStanding, transfer: Transfer) -> "_Flow":
-        return _Flow(self._links[transfer.peer, standing.channel], standing)
+        return _Flow(self._links[transfer.peer, standing.channel], standing, self._shaper)
 
     def close(self) -> None:
         for link in (*self._links.values(), self._listener):
@@ -86,8 +99,10 @@ class SocketExchange:
 class _Flow:
     """One connection during one step: what goes out and what comes in."""
 
-    def __init__(self, link: socket.socket, standing: CollectiveStanding) -> None:
-        self.link, self._standing = link, standing
+    def __init__(self, link: socket.socket, standing: CollectiveStanding, shaper: LinkShaper | None) -> None:
+        self.link, self._standing, self._shaper = link, standing, shaper
+        self._grant: tuple[int, float] | None = None  # bytes that may leave, and from when on
+        self._sending = False  # something has left in this step
         self._out: deque[tuple[Transfer, memoryview]] = deque()
         # Bytes that are to come; with a header, the number and bytes that it must say.
         self._in: deque[tuple[Transfer, memoryview, tuple[int, int] | None]] = deque()
@@ -114,8 +129,14 @@ class _Flow:
         return self._in[0][0] if self._in else self._out[0][0]
 
     @property
+    def granted_s(self) -> float | None:
+        """When the card has time for the next send; None: it waits for no card."""
+        return self._grant[1] if self._out and self._grant is not None else None
+
+    @property
     def events(self) -> int:
-        return (select.POLLOUT if self._out else 0) | (select.POLLIN if self._in else 0)
+        sends = self._out and (self._grant is None or self._grant[1] <= time.monotonic())
+        return (select.POLLOUT if sends else 0) | (select.POLLIN if self._in else 0)
 
     def move(self) -> bool:
         """Whether something moved."""
@@ -125,18 +146,31 @@ class _Flow:
         moved = False
         while self._out:
             transfer, rest = self._out[0]
+            most = self._allowed(len(rest))
+            if not most:
+                break
             try:
-                count = self.link.send(rest)
+                count = self.link.send(rest[:most])
             except BlockingIOError:
                 break
             except OSError:
                 raise self._standing.gone(transfer) from None
-            moved = True
+            moved = self._sending = True
+            if self._grant is not None:
+                self._grant = (most - count, self._grant[1]) if count < most else None
             if count == len(rest):
                 self._out.popleft()
             else:
                 self._out[0] = (transfer, rest[count:])
         return moved
+
+    def _allowed(self, wanted: int) -> int:
+        """Bytes that may leave now."""
+        if self._shaper is None:
+            return wanted
+        if self._grant is None:
+            self._grant = self._shaper.grant(wanted, self._sending, self.link.fileno())
+        return self._grant[0] if self._grant[1] <= time.monotonic() else 0
 
     def _receive(self) -> bool:
         moved = False

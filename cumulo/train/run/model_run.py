@@ -10,7 +10,8 @@ weights. Whatever the layout, the numbers are those of one process, up to roundi
 rank, which sends nothing and copies nothing.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 
@@ -23,7 +24,7 @@ from cumulo.checkpoint.play.store import Checkpoint
 from cumulo.layout.adapters import adapter_shapes, is_adapter
 from cumulo.layout.pieces import chunk_parts, pieces
 from cumulo.layout.stages import held_chunks, splits_backward
-from cumulo.pipeline.decide.actions import PipelineSchedule
+from cumulo.pipeline.decide.actions import Action, PipelineSchedule
 from cumulo.pipeline.play.run import Wire, play
 from cumulo.ranks.collectives import all_reduce
 from cumulo.ranks.groups import Groups
@@ -70,6 +71,7 @@ class ModelRun:
         self.dtype: torch.dtype = getattr(torch, config.dtype)
         overlaps = config.overlap_passes and layout.pp > 1
         self.second_lane = SecondLane(groups) if overlaps else None
+        self.timed: Callable[[Action], AbstractContextManager[object]] | None = None  # benchmarks set it
         shapes = parameter_shapes(spec)
         if config.lora is not None:
             shapes |= adapter_shapes(spec, config.lora.rank, config.lora.targets)
@@ -257,6 +259,7 @@ class ModelRun:
             transport,
             self.sink,
             self.second_lane,
+            self.timed,
         )
 
     def _total(self, players: Mapping[int, ChunkLoss]) -> tuple[float, float]:
