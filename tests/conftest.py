@@ -4,6 +4,7 @@ import functools
 import gc
 import os
 import ssl
+import sys
 from pathlib import Path
 
 # Triton decides when it is first imported whether its interpreter plays the kernels, and any test may import it
@@ -49,6 +50,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish() -> None:
+    if os.environ.get("TRITON_INTERPRET") == "1" and "triton" in sys.modules:
+        import tests.quick_triton  # noqa: F401
     gc.collect()
     gc.freeze()
     gc.enable()

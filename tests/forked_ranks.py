@@ -15,6 +15,7 @@ MODULES = (
     "cumulo.pipeline.play",
     "cumulo.train.run.trainer",
     "cumulo.train.run.verify",
+    "tests.quick_triton",
 )
 _set = forkserver.set_forkserver_preload
 
