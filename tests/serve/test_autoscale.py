@@ -21,7 +21,8 @@ RULE = "0..3,interval=200ms,idle=1s,cooldown=1s,start-up=1s,prompt-tok-s=10,outp
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     model = save_tiny_model(tmp_path_factory.mktemp("tiny") / NAME)
-    with running_server(str(model), "--no-console", "--replicas", "1", "--autoscale", RULE) as started:
+    options = ("--no-console", "--replicas", "1", "--autoscale", RULE)
+    with running_server(str(model), *options, spare_engines=3) as started:
         yield started
 
 
