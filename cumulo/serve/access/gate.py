@@ -45,17 +45,19 @@ class Gate:
         state: dict[str, Any] = scope.setdefault("state", {})
         state["received_s"], state["caller"] = received_s, self._service.anyone
         exchange = _Exchange(self._service, scope, receive, send)
+        protected = scope["path"].startswith(_PROTECTED)
         try:
-            if scope["path"].startswith(_PROTECTED) and scope["method"] != "OPTIONS":
+            if protected and scope["method"] != "OPTIONS":
                 self._check(scope, exchange.limit_bytes)
             await self._app(scope, exchange.receive, exchange.send)
         except ApiError as error:
             await shaped(error, scope)(scope, receive, exchange.send)
         finally:
             if exchange.status:
-                if scope["path"].startswith(_PROTECTED):  # probes and pages would hide the share of errors
+                if protected:  # probes and pages would hide the share of errors
                     self._service.metrics.on_response(exchange.status)
-                    self._note_rejection(scope, exchange)
+                    if exchange.status >= 400:
+                        self._note_rejection(scope, exchange)
                 level = logging.DEBUG if scope["path"] in _QUIET else logging.INFO
                 took_ms = (time.perf_counter() - received_s) * 1e3
                 log.log(
@@ -66,7 +68,7 @@ class Gate:
     def _note_rejection(self, scope: Scope, exchange: "_Exchange") -> None:
         """What was refused before the engine saw it; the rest has a story, and 499 is the client's own end."""
         state, service = scope["state"], self._service
-        if exchange.status < 400 or exchange.status == 499 or scope["method"] != "POST":
+        if exchange.status == 499 or scope["method"] != "POST":
             return
         if not service.stories.of_call(state.get("call_id", "")):
             caller = None if exchange.status == 401 else state["caller"].name
@@ -143,18 +145,21 @@ class _Exchange:
         if message["type"] == "http.response.start":
             self.status = message["status"]
             call_id = self._scope["state"].get("call_id")
-            headers = message.get("headers")
-            # A stream has it already, as its last.
-            if call_id is not None and not (headers and headers[-1][0] == b"x-request-id"):
-                MutableHeaders(scope=message)["x-request-id"] = call_id
-            if call_id is not None and speaks_anthropic(self._scope["path"]):
-                MutableHeaders(scope=message)["request-id"] = call_id  # where Anthropic's clients look
-        elif self.status >= 400 and len(self.refusal) < MOST_REASON_BYTES:
-            self.refusal += message.get("body", b"")[:MOST_REASON_BYTES]
-        if message["type"] == "http.response.body" and self.status == 413 and not message.get("more_body"):
-            await self._send({**message, "more_body": True})
-            await self._discard_body()
-            message = {"type": "http.response.body"}
+            if call_id is not None:
+                headers = message.get("headers", [])
+                if not (
+                    headers and headers[-1][0] == b"x-request-id"
+                ):  # a stream has it already, as its last
+                    message["headers"] = [*headers, (b"x-request-id", call_id.encode())]
+                if speaks_anthropic(self._scope["path"]):
+                    MutableHeaders(scope=message)["request-id"] = call_id  # where Anthropic's clients look
+        elif self.status >= 400:
+            if len(self.refusal) < MOST_REASON_BYTES:
+                self.refusal += message.get("body", b"")[:MOST_REASON_BYTES]
+            if self.status == 413 and not message.get("more_body"):
+                await self._send({**message, "more_body": True})
+                await self._discard_body()
+                message = {"type": "http.response.body"}
         await self._send(message)
 
     async def _discard_body(self) -> None:

@@ -8,9 +8,10 @@ evenly tenants are served, and how far the memory plan's predictions were off.
 from collections.abc import Callable, Iterator, Mapping
 from typing import TypeVar
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Metric, generate_latest
 
 from cumulo.serve.engine_link.messages import FairnessReport, Ready, Stats, TierStats
+from cumulo.serve.observe.quick_series import QuickCounter, QuickHistogram
 from cumulo.serve.observe.stories import Record
 
 Kind = TypeVar("Kind", Counter, Gauge)
@@ -66,9 +67,13 @@ class Metrics:
         self.registry = CollectorRegistry()
         self._values = (model_name, "0")
         gauge, counter, histogram = self._gauge, self._counter, self._histogram
-        self.running = gauge("num_requests_running", "Sequences that compute.")
-        self.waiting = gauge("num_requests_waiting", "Sequences that wait for room.")
-        self.kv_usage = gauge("kv_cache_usage_perc", "Share of KV blocks in use; 1 is all.")
+        self._now: Stats | None = None  # what the engine said last; read when somebody asks
+        self._of_now("num_requests_running", "Sequences that compute.", lambda now: now.running)
+        self._of_now("num_requests_waiting", "Sequences that wait for room.", lambda now: now.waiting)
+        self._of_now(
+            "kv_cache_usage_perc", "Share of KV blocks in use; 1 is all.",
+            lambda now: now.blocks_used / now.blocks_total,
+        )  # fmt: skip
         self.prefix_queries = counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
         self.prefix_hits = counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.")
         self.preempted = counter("num_preemptions", "Times a sequence had to give way.")
@@ -145,7 +150,11 @@ class Metrics:
         )
         self.connections = gauge("connections", "Open connections, sockets of the console included.")
         self.log_lines_lost = gauge("log_lines_lost", "Lines of the log that standard error did not take.")
-        self.cached_blocks = gauge("prefix_cache_blocks", "KV blocks that hold a prefix worth sharing.")
+        self._of_now(
+            "prefix_cache_blocks",
+            "KV blocks that hold a prefix worth sharing.",
+            lambda now: now.blocks_cached,
+        )
         self.step = histogram("step_duration_seconds", "Time the runner took for a step.", _BETWEEN_TOKENS_S)
         self.restarts = gauge("engine_restarts", "Times the engine process was replaced.")
         self.up = gauge("engine_up", "1 while the engine process is ready.")
@@ -154,23 +163,34 @@ class Metrics:
     def _gauge(self, name: str, text: str) -> Gauge:
         return Gauge(f"cumulo:{name}", text, _LABELS, registry=self.registry).labels(*self._values)
 
-    def _counter(self, name: str, text: str) -> Counter:
-        return Counter(f"cumulo:{name}", text, _LABELS, registry=self.registry).labels(*self._values)
+    def _of_now(self, name: str, text: str, read: Callable[[Stats], float]) -> None:
+        self._gauge(name, text).set_function(lambda: float(read(self._now)) if self._now is not None else 0.0)
 
-    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-        metric = Histogram(f"cumulo:{name}", text, _LABELS, registry=self.registry, buckets=buckets)
-        return metric.labels(*self._values)
+    @property
+    def _labels(self) -> list[tuple[str, str]]:
+        return list(zip(_LABELS, self._values, strict=True))
+
+    def _counter(self, name: str, text: str) -> QuickCounter:
+        return QuickCounter(self.registry, f"cumulo:{name}", text, self._labels)
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> QuickHistogram:
+        return QuickHistogram(self.registry, f"cumulo:{name}", text, self._labels, buckets)
 
     def _labelled(self, kind: type[Kind], name: str, text: str, label: str) -> Callable[[str], Kind]:
         metric = kind(f"cumulo:{name}", text, (*_LABELS, label), registry=self.registry)
-        return lambda value: metric.labels(*self._values, value)
+        known: dict[str, Kind] = {}  # looking one up is quicker here than there
+
+        def of(value: str) -> Kind:
+            found = known.get(value)
+            if found is None:
+                found = known[value] = metric.labels(*self._values, value)
+            return found
+
+        return of
 
     # -- feeding them -------------------------------------------------------------------------------------
     def on_progress(self, stats: Stats) -> None:
-        self.running.set(stats.running)
-        self.waiting.set(stats.waiting)
-        self.kv_usage.set(stats.blocks_used / stats.blocks_total)
-        self.cached_blocks.set(stats.blocks_cached)
+        self._now = stats
         for record in stats.records:
             self.iteration_tokens.observe(record.prefill_tokens + record.decode_tokens)
             self.step.observe(record.finished_s - record.started_s)

@@ -48,8 +48,18 @@ class FailureWriter(Protocol):
     def fail(self, error: ApiError) -> bytes: ...
 
 
-def json_response(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    return Response(to_json(content), status, headers, "application/json")
+def json_response(content: Any, status: int = 200) -> Response:
+    return _JsonAnswer(to_json(content), status)
+
+
+class _JsonAnswer(Response):
+    def __init__(self, body: bytes, status: int) -> None:
+        # Instead of Response's own, which looks for headers that are never given here.
+        self.status_code, self.background, self.body = status, None, body
+        self.raw_headers = [
+            (b"content-length", str(len(body)).encode()),
+            (b"content-type", b"application/json"),
+        ]
 
 
 def to_line(content: Any) -> bytes:
