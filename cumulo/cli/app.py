@@ -30,6 +30,14 @@ from cumulo.cli.collectives import bench_overlap, collective
 from cumulo.cli.network import diagnose, lint, topology
 from cumulo.cli.network import simulate as simulate_network
 
+# The panels of `cumulo --help`.
+_RUN = "Run and serve"
+_TRAIN = "Train and quantize"
+_JOBS = "Jobs"
+_PLAN = "Plan and simulate"
+_NETWORKS = "Networks"
+_CHECK = "Check and measure"
+
 app = typer.Typer(
     name="cumulo",
     help="Run, serve, train and plan language models.",
@@ -40,29 +48,29 @@ app = typer.Typer(
     pretty_exceptions_enable=False,  # what is not a CumuloError is our bug: keep the plain traceback
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command("chat", epilog=chat.EXAMPLE)(chat.chat)
-app.command("generate", epilog=generate.EXAMPLE)(generate.generate)
-app.command("serve", epilog=serve.EXAMPLE)(serve.serve)
-app.command("gateway", epilog=gateway.EXAMPLE)(gateway.gateway)
-app.command("train", epilog=train.EXAMPLE)(train.train)
-app.command("quantize", epilog=quantize.EXAMPLE)(quantize.quantize)
-app.command("explain", epilog=explain.EXAMPLE)(explain.explain)
-app.command("launch", epilog=launch.EXAMPLE)(launch.launch)
-app.command("jobs", epilog=jobs.JOBS_EXAMPLE)(jobs.jobs)
-app.command("logs", epilog=jobs.LOGS_EXAMPLE)(jobs.logs)
-app.command("cancel", epilog=jobs.CANCEL_EXAMPLE)(jobs.cancel)
-app.command("doctor", epilog=doctor.EXAMPLE)(doctor.doctor)
-app.command("diagnose", epilog=diagnose.EXAMPLE)(diagnose.diagnose)
-app.command("topology", epilog=topology.EXAMPLE)(topology.topology)
-app.command("schedule", epilog=schedule.EXAMPLE)(schedule.schedule)
-app.command("calibrate", epilog=calibrate.EXAMPLE)(calibrate.calibrate)
-app.add_typer(bench.app, name="bench")
-app.add_typer(collective.app, name="collective")
-app.add_typer(data.app, name="data")
-app.add_typer(kubernetes.app, name="kubernetes")
-app.add_typer(lint.app, name="network")
-app.add_typer(plan.app, name="plan")
-app.add_typer(simulate.app, name="simulate")
+app.command("chat", epilog=chat.EXAMPLE, rich_help_panel=_RUN)(chat.chat)
+app.command("generate", epilog=generate.EXAMPLE, rich_help_panel=_RUN)(generate.generate)
+app.command("serve", epilog=serve.EXAMPLE, rich_help_panel=_RUN)(serve.serve)
+app.command("gateway", epilog=gateway.EXAMPLE, rich_help_panel=_RUN)(gateway.gateway)
+app.command("train", epilog=train.EXAMPLE, rich_help_panel=_TRAIN)(train.train)
+app.command("quantize", epilog=quantize.EXAMPLE, rich_help_panel=_TRAIN)(quantize.quantize)
+app.command("explain", epilog=explain.EXAMPLE, rich_help_panel=_RUN)(explain.explain)
+app.command("launch", epilog=launch.EXAMPLE, rich_help_panel=_JOBS)(launch.launch)
+app.command("jobs", epilog=jobs.JOBS_EXAMPLE, rich_help_panel=_JOBS)(jobs.jobs)
+app.command("logs", epilog=jobs.LOGS_EXAMPLE, rich_help_panel=_JOBS)(jobs.logs)
+app.command("cancel", epilog=jobs.CANCEL_EXAMPLE, rich_help_panel=_JOBS)(jobs.cancel)
+app.command("doctor", epilog=doctor.EXAMPLE, rich_help_panel=_CHECK)(doctor.doctor)
+app.command("diagnose", epilog=diagnose.EXAMPLE, rich_help_panel=_NETWORKS)(diagnose.diagnose)
+app.command("topology", epilog=topology.EXAMPLE, rich_help_panel=_NETWORKS)(topology.topology)
+app.command("schedule", epilog=schedule.EXAMPLE, rich_help_panel=_PLAN)(schedule.schedule)
+app.command("calibrate", epilog=calibrate.EXAMPLE, rich_help_panel=_PLAN)(calibrate.calibrate)
+app.add_typer(bench.app, name="bench", rich_help_panel=_CHECK)
+app.add_typer(collective.app, name="collective", rich_help_panel=_NETWORKS)
+app.add_typer(data.app, name="data", rich_help_panel=_TRAIN)
+app.add_typer(kubernetes.app, name="kubernetes", rich_help_panel=_JOBS)
+app.add_typer(lint.app, name="network", rich_help_panel=_NETWORKS)
+app.add_typer(plan.app, name="plan", rich_help_panel=_PLAN)
+app.add_typer(simulate.app, name="simulate", rich_help_panel=_PLAN)
 simulate.app.command("autoscale", epilog=autoscale.EXAMPLE)(autoscale.autoscale)
 bench.app.command("collectives", epilog=bench_collectives.EXAMPLE)(bench_collectives.collectives)
 bench.app.command("overlap", epilog=bench_overlap.EXAMPLE)(bench_overlap.overlap)

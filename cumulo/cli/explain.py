@@ -22,7 +22,7 @@ def explain(
         ),
     ],
     number: Annotated[
-        int | None, typer.Argument(metavar="[N]", help="After `step`: the training step.", show_default=False)
+        int | None, typer.Argument(metavar="N", help="After `step`: the training step.", show_default=False)
     ] = None,
     folder: Annotated[
         Path | None, typer.Option(help="With `step N`: the folder of a training run.", show_default=False)
@@ -38,7 +38,7 @@ def explain(
 ) -> None:
     """Explain a request of a running server: queueing, prefix cache hits, chunks, preemptions and latencies.
 
-    cumulo explain step 5 --folder RUN shows the collectives of a training step: time, bus bandwidth, prediction.
+    `cumulo explain step 5 --folder RUN` shows the collectives of a training step: time, bus bandwidth, prediction.
     """
     from cumulo.cli.shared.terminal import note, out
 

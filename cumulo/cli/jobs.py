@@ -49,7 +49,7 @@ def logs(
     ] = False,
     store: StoreOption = None,
 ) -> None:
-    """Print what a job printed."""
+    """Print the output of a job."""
     from cumulo.cli.view import jobs as view
     from cumulo.cluster.job_store import JobStore, default_store
 

@@ -22,7 +22,7 @@ EXAMPLE = "Try: [bold]cumulo plan validate --left-out --worst 5[/bold]"
 
 def validate(
     what: Annotated[
-        str, typer.Argument(metavar="[training|serving]", help="Which published results to predict.")
+        str, typer.Argument(metavar="WHICH", help="Which published results to predict: training or serving.")
     ] = "training",
     tables: Annotated[
         Path | None,

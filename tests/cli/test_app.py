@@ -2,10 +2,14 @@
 
 import subprocess
 import sys
+from typing import Any
 
 import pytest
+from typer.main import get_command
 
 from cumulo import __version__
+from cumulo.cli.app import app
+from cumulo.cli.shared.help_words import use_plain_types
 from cumulo.errors import CumuloError
 from tests.cli.conftest import ROOT, Run, cumulo_process
 
@@ -30,14 +34,14 @@ def test_every_verb_explains_itself_with_an_example(cumulo: Run, verb: tuple[str
     assert ran.code == 0
     assert "Usage:" in ran.out
     if verb != ("bench",):
-        assert "Example: " in ran.out
-        assert "cumulo " + " ".join(verb) in ran.out.split("Example: ")[1]
+        assert "Example:" in ran.out
+        assert "cumulo " + " ".join(verb) in ran.out.split("Example:")[1]
 
 
 @pytest.mark.parametrize(
     ("verb", "usage"),
     [
-        (("explain",), "explain [OPTIONS] ID"),
+        (("explain",), "explain [OPTIONS] ID [N]"),
         (("train",), "train [OPTIONS] [CONFIG.yaml]"),
         (("data", "build"), "data build [OPTIONS] FOLDER SOURCES..."),
         (("generate",), "generate [OPTIONS] [PROMPT]"),
@@ -46,6 +50,30 @@ def test_every_verb_explains_itself_with_an_example(cumulo: Run, verb: tuple[str
 def test_usage_lines_name_arguments_as_users_know_them(verb: tuple[str, ...], usage: str) -> None:
     ran = cumulo_process(*verb, "--help")  # a process: help is set up in `main`
     assert f"Usage: cumulo {usage}" in " ".join(ran.out.split())
+
+
+def test_no_help_page_is_cut_off_at_80_columns(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    command = get_command(app)
+    use_plain_types(command)
+
+    def look(command: Any, context: Any, path: str) -> int:
+        command.format_help(context, None)
+        page = capsys.readouterr().out
+        assert "…" not in page, path
+        assert max(map(len, page.splitlines())) <= 80, path
+        assert "[[" not in page and "<bool>" not in page, path
+        for parameter in command.get_params(context):
+            assert all(name in page for name in parameter.opts if name.startswith("-")), path
+        inner = getattr(command, "commands", {})
+        return 1 + sum(
+            look(one, one.context_class(one, parent=context, info_name=name), f"{path} {name}")
+            for name, one in inner.items()
+        )
+
+    assert look(command, command.context_class(command, info_name="cumulo"), "cumulo") > 50
 
 
 def test_help_imports_no_torch() -> None:

@@ -140,7 +140,7 @@ def test_options_that_contradict_are_refused_before_anything_is_sent(
 
 def test_it_explains_itself_with_an_example(cumulo: Run) -> None:
     ran = cumulo("bench", "serve", "--help")
-    assert ran.code == 0 and "cumulo bench serve" in ran.out.split("Example: ")[1]
+    assert ran.code == 0 and "cumulo bench serve" in ran.out.split("Example:")[1]
 
 
 @pytest.mark.slow

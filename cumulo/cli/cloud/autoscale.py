@@ -27,7 +27,7 @@ class AutoscaleOptions:
     trace_file: Annotated[
         Path | None,
         typer.Argument(
-            metavar="[TRACE]", help="A trace to replay, as with --trace: Azure, BurstGPT, Mooncake."
+            metavar="TRACE", help="A trace to replay, as with --trace: Azure, BurstGPT, Mooncake."
         ),
     ] = None
     rule: str = option(

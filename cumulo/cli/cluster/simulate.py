@@ -28,7 +28,7 @@ class ClusterRunOptions:
     trace: Annotated[
         Path | None,
         typer.Argument(
-            metavar="[TRACE]", help="CSV of jobs: our own form, openb, Tiresias, Gavel or Pollux."
+            metavar="TRACE", help="CSV of jobs: our own form, openb, Tiresias, Gavel or Pollux."
         ),
     ] = None
     nodes: int = option("Number of nodes.", 16, panel=_CLUSTER, min=1)

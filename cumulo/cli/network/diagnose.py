@@ -18,7 +18,7 @@ def diagnose(
     file: Annotated[
         Path | None,
         typer.Argument(
-            metavar="[FILE]",
+            metavar="FILE",
             help="Output of nccl-tests, perftest or a flight recorder, or an NCCL log; '-': standard input.",
         ),
     ] = None,

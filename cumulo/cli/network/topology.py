@@ -19,7 +19,7 @@ def topology(
     file: Annotated[
         Path | None,
         typer.Argument(
-            metavar="[FILE]",
+            metavar="FILE",
             help="`nvidia-smi topo -m` as text, or NCCL's topology XML. Default: this machine.",
         ),
     ] = None,

@@ -8,7 +8,8 @@
     @takes_options
     def serve(chosen: ServeOptions) -> None: ...
 
-A group is declared once and used by several commands; its instance in a command gives the defaults there.
+A group is declared once and used by several commands; its instance in a command gives the defaults there, and its
+PANEL the title under which the help shows its options.
 """
 
 import copy
@@ -87,6 +88,7 @@ def _parameters(
             if "option" in told:
                 found = copy.copy(told["option"])
                 found.help = helps.get(field.name, found.help)
+                found.rich_help_panel = found.rich_help_panel or getattr(kind, "PANEL", None)
                 hint = Annotated[hint, found]
             default = inspect.Parameter.empty if default is REQUIRED else default
             yield inspect.Parameter(

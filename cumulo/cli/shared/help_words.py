@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
 
+from cumulo.cli.shared.help_page import print_help
+
 _WORDS = {str: "TEXT", int: "INTEGER", float: "FLOAT", Path: "PATH"}
 
 
@@ -28,6 +30,7 @@ def use_plain_types(command: Any) -> None:
         return option
 
     command.get_help_option = help_option
+    command.format_help = lambda context, formatter: print_help(command, context)
     for inner in getattr(command, "commands", {}).values():
         use_plain_types(inner)
 

@@ -2,7 +2,7 @@
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
 
@@ -36,6 +36,8 @@ Threads = Annotated[int | None, typer.Option(help="Number of CPU threads. Defaul
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
     """How the engine runs a model; None means the engine's own default."""
+
+    PANEL: ClassVar[str] = "Engine"
 
     threads: Threads = None
     max_context: int | None = option(
@@ -88,6 +90,8 @@ class EngineOptions:
 @dataclass(frozen=True, kw_only=True)
 class SamplingOptions:
     """How answers are drawn: the names are those of SamplingParams."""
+
+    PANEL: ClassVar[str] = "Sampling"
 
     temperature: float | None = option("Sampling temperature; 0: always the most likely token.", None)
     top_k: int | None = option("Sample from the k most likely tokens; 0: from all.", 0)

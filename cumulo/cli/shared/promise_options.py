@@ -1,13 +1,15 @@
 """Options of `cumulo serve` that promise a latency."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from cumulo.cli.shared.declare import option
 
 
 @dataclass(frozen=True, kw_only=True)
 class PromiseOptions:
+    PANEL: ClassVar[str] = "Latency"
+
     slo: str = option(
         "Latency to promise, for example ttft=500ms,itl=40ms: prompts are computed in pieces that keep the ITL, in "
         "order of deadline, and a request whose promise cannot be kept is refused with 429. Keys and requests can "
@@ -15,7 +17,8 @@ class PromiseOptions:
         "",
     )
     slo_late: str = option(
-        "With --slo: refuse, or queue (without a promise), a request whose promise cannot be kept.", "refuse"
+        "With --slo: refuse, or queue (without a promise), a request whose promise cannot be kept.",
+        "refuse",
     )
 
     def config(self) -> dict[str, Any]:

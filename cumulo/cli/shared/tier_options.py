@@ -1,13 +1,15 @@
 """Options of `cumulo serve` for KV blocks beyond the device: host memory and disk."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from cumulo.cli.shared.declare import option
 
 
 @dataclass(frozen=True, kw_only=True)
 class TierOptions:
+    PANEL: ClassVar[str] = "KV cache in host memory and on disk"
+
     kv_host_gib: float = option(
         "Host memory for prefixes that leave the KV cache, in GiB: they are fetched from there instead of computed "
         "again.",
