@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from cumulo.cluster.decide.decisions import Decision, Eviction, JobPlacement, Resize
 from cumulo.cluster.decide.jobs import WHOLE_GPU, JobRequest, TaskPlace
 from cumulo.cluster.decide.nodes import FreeCapacity
+from cumulo.cluster.decide.queue import JobQueue
+from cumulo.cluster.decide.running import gpus_by_tenant
 from cumulo.cluster.decide.snapshot import Snapshot
 
 
@@ -14,7 +16,7 @@ def violations(snapshot: Snapshot, decisions: Sequence[Decision]) -> list[str]:
     found: list[str] = []
     books = _Books(snapshot.free)
     placed = {one.job_id for one in decisions if isinstance(one, JobPlacement)}
-    waiting = {job.job_id: job for job in snapshot.waiting if job.job_id in placed} if placed else {}
+    waiting = _those_that_wait(snapshot.waiting, placed)
     change: dict[str, float] = {}  # GPUs that tenants gain
     stopped: set[str] = set()
     for decision in decisions:
@@ -44,6 +46,13 @@ def violations(snapshot: Snapshot, decisions: Sequence[Decision]) -> list[str]:
     return found + _quotas_broken(snapshot, change)
 
 
+def _those_that_wait(waiting: Sequence[JobRequest], placed: set[str]) -> dict[str, JobRequest]:
+    if isinstance(waiting, JobQueue):
+        found = ((name, waiting.find(name)) for name in placed)
+        return {name: job for name, job in found if job is not None}
+    return {job.job_id: job for job in waiting if job.job_id in placed} if placed else {}
+
+
 class _Books:
     """What is free on the nodes that the decisions touch."""
 
@@ -71,6 +80,12 @@ class _Books:
         for gpu in place.gpus:
             left[gpu + 2] += sign * job.gpu_milli
         return min(left) >= 0
+
+
+def has_room(job: JobRequest, places: Sequence[TaskPlace], free: FreeCapacity) -> bool:
+    """Whether these places are free."""
+    books = _Books(free)
+    return all(books.move_one(job, free.index[place.node], place, -1) for place in places)
 
 
 def _wrong_places(job: JobRequest, places: Sequence[TaskPlace], books: _Books) -> list[str]:
@@ -103,7 +118,7 @@ def _quotas_broken(snapshot: Snapshot, change: dict[str, float]) -> list[str]:
     """A tenant has at most its quota and what it may borrow. One that is over already must not grow."""
     if not snapshot.quotas:
         return []
-    before = tenant_gpus(snapshot)
+    before = gpus_by_tenant(snapshot.running)
     found = []
     for name, quota in snapshot.quotas.items():
         had = before.get(name, 0.0)
@@ -113,11 +128,3 @@ def _quotas_broken(snapshot: Snapshot, change: dict[str, float]) -> list[str]:
                 f"tenant {name} gets {has:g} GPUs, its quota is {quota.gpus:g} and {quota.borrow_gpus:g} borrowed"
             )
     return found
-
-
-def tenant_gpus(snapshot: Snapshot) -> dict[str, float]:
-    """GPUs that each tenant's running jobs have."""
-    used: dict[str, float] = {}
-    for job in snapshot.running.values():
-        used[job.request.tenant] = used.get(job.request.tenant, 0.0) + job.gpus
-    return used

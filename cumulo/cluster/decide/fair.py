@@ -2,44 +2,41 @@
 NSDI 2011), within quotas, with borrowing of what others leave unused, and reclaiming when they come back.
 """
 
-from collections import deque
-from collections.abc import Iterator
+import heapq
+import itertools
+from collections.abc import Iterable, Iterator
 
-from cumulo.cluster.decide.check import tenant_gpus
 from cumulo.cluster.decide.decisions import Decision, Eviction, JobPlacement
-from cumulo.cluster.decide.jobs import JobRequest, RunningJob
+from cumulo.cluster.decide.fit import only_gpus, slots
+from cumulo.cluster.decide.jobs import WHOLE_GPU, JobRequest, RunningJob
 from cumulo.cluster.decide.nodes import FreeCapacity
-from cumulo.cluster.decide.queueing import Placer, queue_policy
+from cumulo.cluster.decide.queue import tenant_queues
+from cumulo.cluster.decide.queueing import Placer, by_priority, queue_policy
 from cumulo.cluster.decide.quotas import QuotaBook
-from cumulo.cluster.decide.snapshot import Policy, Snapshot, TenantQuota
+from cumulo.cluster.decide.running import gpus_by_tenant, table_of
+from cumulo.cluster.decide.snapshot import Policy, Snapshot
 
 
 def by_share(snapshot: Snapshot) -> Iterator[JobRequest]:
     """Jobs one by one from the tenant with the smallest weighted dominant share; what is tried counts as had, so
     that a tenant whose job does not fit does not hold up all others."""
-    free = snapshot.free
-    total_gpus = max(1.0, float(free.gpus.sum()))
-    total_cpu = max(1.0, float(sum(node.cpu_milli for node in snapshot.nodes)))
-    shares: dict[str, tuple[float, float]] = {}
-    for running in snapshot.running.values():
-        gpu, cpu = shares.get(running.request.tenant, (0.0, 0.0))
-        shares[running.request.tenant] = (gpu + running.gpus, cpu + running.tasks * running.request.cpu_milli)
-    queues: dict[str, deque[JobRequest]] = {}
-    for job in snapshot.waiting:
-        queues.setdefault(job.tenant, deque()).append(job)
+    total_gpus, total_cpu = snapshot.free.capacity
+    running = table_of(snapshot.running)
+    queues = tenant_queues(snapshot.waiting)
+    heap: list[tuple[float, float, str, int, float, float]] = []
 
-    def dominant(tenant: str) -> tuple[float, float, str]:
-        gpu, cpu = shares.get(tenant, (0.0, 0.0))
-        weight = snapshot.quotas.get(tenant, TenantQuota(tenant, 0.0)).weight
-        return max(gpu / total_gpus, cpu / total_cpu) / max(weight, 1e-9), queues[tenant][0].arrival_s, tenant
+    def push(tenant: str, at: int, gpus: float, cpu: float) -> None:
+        quota = snapshot.quotas.get(tenant)
+        share = max(gpus / total_gpus, cpu / total_cpu) / max(quota.weight if quota else 1.0, 1e-9)
+        heapq.heappush(heap, (share, queues[tenant][at].arrival_s, tenant, at, gpus, cpu))
 
-    while queues:
-        tenant = min(queues, key=dominant)
-        job = queues[tenant].popleft()
-        if not queues[tenant]:
-            del queues[tenant]
-        gpu, cpu = shares.get(tenant, (0.0, 0.0))
-        shares[tenant] = (gpu + job.gpus, cpu + job.tasks * job.cpu_milli)
+    for tenant in queues:
+        push(tenant, 0, running.milli[tenant] / WHOLE_GPU, float(running.cpu_milli[tenant]))
+    while heap:
+        _, _, tenant, at, gpus, cpu = heapq.heappop(heap)
+        job = queues[tenant][at]
+        if at + 1 < len(queues[tenant]):
+            push(tenant, at + 1, gpus + job.gpus, cpu + job.tasks * job.cpu_milli)
         yield job
 
 
@@ -56,12 +53,12 @@ def fair(place: Placer) -> Policy:
 
 
 def _reclaim(snapshot: Snapshot, place: Placer) -> list[Decision]:
-    used = tenant_gpus(snapshot)
+    used = gpus_by_tenant(snapshot.running)
     for job in snapshot.waiting:
         quota = snapshot.quotas.get(job.tenant)
         if quota is None or used.get(job.tenant, 0.0) + job.gpus > quota.gpus + 1e-9:
             continue
-        if place(job, snapshot.free) is not None:
+        if _fits(job, snapshot.free, place):
             return []  # it fits without
         victims = _borrowers(snapshot, used)
         chosen, free = _enough(job, victims, snapshot.free, place)
@@ -90,7 +87,7 @@ def _borrowers(snapshot: Snapshot, used: dict[str, float]) -> list[RunningJob]:
 
 
 def _enough(
-    job: JobRequest, victims: list[RunningJob], free: FreeCapacity, place: Placer
+    job: JobRequest, victims: Iterable[RunningJob], free: FreeCapacity, place: Placer
 ) -> tuple[list[RunningJob] | None, FreeCapacity | None]:
     """The first victims that make room for the job, and none that turn out not to be needed."""
     then = free.copy()
@@ -98,36 +95,38 @@ def _enough(
     for one in victims:
         then.give(one.request, one.places)
         chosen.append(one)
-        if place(job, then) is not None:
+        if _fits(job, then, place):
             break
     else:
         return None, None
     for one in list(chosen[:-1]):
         then.take(one.request, one.places)
-        if place(job, then) is None:
+        if not _fits(job, then, place):
             then.give(one.request, one.places)
         else:
             chosen.remove(one)
     return chosen, then
 
 
+def _fits(job: JobRequest, free: FreeCapacity, place: Placer) -> bool:
+    """Every placer finds places for a gang of whole GPUs where there are enough: counting them will do."""
+    return slots(job, free) >= job.tasks if only_gpus(job) else place(job, free) is not None
+
+
 def preempting(place: Placer) -> Policy:
     """Priorities: a job may stop those of lower priority, if what it saves is worth what they lose: a
     checkpoint each, counted in GPU seconds, against its waiting until one of them would have ended."""
-    fill = queue_policy(_urgent_first, place, backfill=True, reason="the most urgent that fits")
+    fill = queue_policy(by_priority, place, backfill=True, reason="the most urgent that fits")
 
     def policy(snapshot: Snapshot) -> list[Decision]:
-        for job in list(_urgent_first(snapshot))[:20]:
-            if place(job, snapshot.free) is not None or QuotaBook(snapshot).refuses(job) is not None:
+        book, preemptible = QuotaBook(snapshot), table_of(snapshot.running).preemptible
+        lowest = min((priority for priority, jobs in preemptible.items() if jobs), default=None)
+        for job in itertools.islice(by_priority(snapshot), 20):
+            if lowest is None or job.priority <= lowest:
+                break  # nor may any behind it
+            if _fits(job, snapshot.free, place) or book.refuses(job) is not None:
                 continue
-            lower = [
-                one for one in snapshot.running.values()
-                if one.request.priority < job.priority and one.request.preemptible
-            ]  # fmt: skip
-            lower.sort(
-                key=lambda one: (one.request.priority, one.gpus * one.request.checkpoint_s, -one.started_s)
-            )
-            chosen, free = _enough(job, lower, snapshot.free, place)
+            chosen, free = _enough(job, _lower(snapshot, job), snapshot.free, place)
             if chosen is None or free is None:
                 continue
             lost = sum(one.gpus * one.request.checkpoint_s for one in chosen)
@@ -145,5 +144,11 @@ def preempting(place: Placer) -> Policy:
     return policy
 
 
-def _urgent_first(snapshot: Snapshot) -> list[JobRequest]:
-    return sorted(snapshot.waiting, key=lambda job: (-job.priority, job.arrival_s))
+def _lower(snapshot: Snapshot, job: JobRequest) -> list[RunningJob]:
+    """Who may be stopped for this job: the least urgent first, then those that lose least."""
+    lower = [
+        one for one in snapshot.running.values()
+        if one.request.priority < job.priority and one.request.preemptible
+    ]  # fmt: skip
+    lower.sort(key=lambda one: (one.request.priority, one.gpus * one.request.checkpoint_s, -one.started_s))
+    return lower

@@ -1,7 +1,7 @@
 """First come, first served: the head of the queue is placed when its whole gang fits, and nobody overtakes it."""
 
 from cumulo.cluster.decide.decisions import Decision, JobPlacement, Waits
-from cumulo.cluster.decide.fit import pack_gang, tasks_that_fit
+from cumulo.cluster.decide.fit import pack_gang, slots
 from cumulo.cluster.decide.jobs import JobRequest
 from cumulo.cluster.decide.nodes import FreeCapacity
 from cumulo.cluster.decide.quotas import QuotaBook
@@ -26,7 +26,7 @@ def fifo(snapshot: Snapshot) -> list[Decision]:
 
 def why_not(job: JobRequest, free: FreeCapacity) -> str:
     """One sentence for the person who asks why a job waits."""
-    able = int(tasks_that_fit(job, free).sum())
+    able = slots(job, free)
     each = f"{job.gpu_milli / 1000:g} GPU" if job.fractional else f"{job.gpus_per_task} GPUs"
     if not job.gpus_per_task:
         each = f"{job.cpu_milli / 1000:g} cores"

@@ -3,8 +3,8 @@ better."""
 
 import numpy as np
 
-from cumulo.cluster.decide.jobs import JobRequest, TaskPlace
-from cumulo.cluster.decide.nodes import FreeCapacity, Ints
+from cumulo.cluster.decide.jobs import WHOLE_GPU, JobRequest, TaskPlace
+from cumulo.cluster.decide.nodes import FreeCapacity, Ints, members
 
 
 def tasks_that_fit(job: JobRequest, free: FreeCapacity) -> Ints:
@@ -25,9 +25,34 @@ def tasks_that_fit(job: JobRequest, free: FreeCapacity) -> Ints:
     return fits
 
 
+def only_gpus(job: JobRequest) -> bool:
+    """Whether the job asks for whole GPUs and for nothing else that is counted."""
+    return bool(job.gpus_per_task) and job.gpu_milli == WHOLE_GPU and not job.cpu_milli and not job.memory_mib
+
+
+def slots(job: JobRequest, free: FreeCapacity) -> int:
+    """How many tasks of this job fit now, on all nodes together."""
+    if not only_gpus(job):
+        return int(tasks_that_fit(job, free).sum())
+    each = job.gpus_per_task
+    if not job.devices:
+        return sum(nodes * (room // each) for room, nodes in enumerate(free.tally) if room >= each)
+    usable = free.usable_set(job.devices)
+    return sum(
+        (nodes & usable).bit_count() * (room // each) for room, nodes in enumerate(free.room) if room >= each
+    )
+
+
 def pack_gang(job: JobRequest, free: FreeCapacity) -> tuple[TaskPlace, ...] | None:
     """Places for all tasks, or None. As few nodes as a gang can do with; among equals those with the least
     left."""
+    if only_gpus(job):
+        if job.tasks == 1:
+            node = _tightest(free, job.gpus_per_task, free.usable_set(job.devices))
+            return None if node is None else task_places(job, free, [(node, 1)])
+        if slots(job, free) < job.tasks:
+            return None
+        return task_places(job, free, _fewest_nodes(job, free))
     fits = tasks_that_fit(job, free)
     if job.tasks == 1:
         able = np.flatnonzero(fits)
@@ -38,6 +63,36 @@ def pack_gang(job: JobRequest, free: FreeCapacity) -> tuple[TaskPlace, ...] | No
     if int(fits.sum()) < job.tasks:
         return None
     return task_places(job, free, _nodes_for(job, fits, free))
+
+
+def _tightest(free: FreeCapacity, gpus: int, among: int) -> int | None:
+    """The first node with the fewest free GPUs that are enough."""
+    for room in range(gpus, len(free.room)):
+        if free.tally[room] and free.room[room] & among:
+            return members(free.room[room] & among, 1)[0]
+    return None
+
+
+def _fewest_nodes(job: JobRequest, free: FreeCapacity) -> list[tuple[int, int]]:
+    """As `_nodes_for`, from the sets of nodes with equally many free GPUs. All tasks are known to fit."""
+    each, missing, chosen = job.gpus_per_task, job.tasks, []
+    among = free.usable_set(job.devices)
+    for room in range((len(free.room) - 1) // each, 0, -1):
+        for whole in range(room * each, min(room * each + each, len(free.room))):
+            if not missing // room:
+                break
+            taken = members(free.room[whole] & among, missing // room)
+            chosen += [(node, room) for node in taken]
+            missing -= room * len(taken)
+        if missing and missing < room:  # one node takes the rest: the one with the least room for it
+            for node, _ in chosen:
+                among &= ~(1 << node)
+            last = _tightest(free, missing * each, among)
+            if last is not None:
+                return [*chosen, (last, missing)]
+        if not missing:
+            break
+    return chosen
 
 
 def _nodes_for(job: JobRequest, fits: Ints, free: FreeCapacity) -> list[tuple[int, int]]:
@@ -74,6 +129,9 @@ def task_places(job: JobRequest, free: FreeCapacity, counts: list[tuple[int, int
         for _ in range(tasks):
             if job.gpus_per_task == 0:
                 places.append(TaskPlace(name))
+                continue
+            if job.gpus_per_task == len(shares) and tasks == 1 and min(shares) == WHOLE_GPU:
+                places.append(TaskPlace(name, tuple(range(len(shares)))))
                 continue
             able = [gpu for gpu, share in enumerate(shares) if share >= job.gpu_milli]
             if job.fractional:

@@ -1,5 +1,5 @@
-"""Nodes as a policy sees them: what each has, where it hangs, and what is free, in columns so that ten thousand
-nodes are searched in microseconds."""
+"""Nodes as a policy sees them: what each has, where it hangs, and what is free, in columns and in sets of nodes
+with equally many free GPUs, so that ten thousand nodes are searched in microseconds."""
 
 import itertools
 from collections.abc import Iterable, Sequence
@@ -41,6 +41,8 @@ class FreeCapacity:
 
     __slots__ = (
         "_device_masks",
+        "_device_sets",
+        "capacity",
         "cpu_milli",
         "gpu_milli",
         "gpus",
@@ -48,6 +50,9 @@ class FreeCapacity:
         "memory_mib",
         "nodes",
         "ready",
+        "ready_set",
+        "room",
+        "tally",
         "version",
         "whole",
     )
@@ -66,12 +71,33 @@ class FreeCapacity:
         # A number that no other state of a node has: what was worked out for it stays right, also in copies.
         self.version: Ints = np.array([next(_versions) for _ in nodes], dtype=np.int64)
         self._device_masks: dict[tuple[str, ...], NDArray[np.bool_]] = {}
+        self._device_sets: dict[tuple[str, ...], int] = {}
+        # GPUs and thousandths of cores of all nodes, for shares
+        self.capacity = (
+            max(1.0, float(self.gpus.sum())), max(1.0, float(sum(node.cpu_milli for node in nodes)))
+        )  # fmt: skip
+        self._count_room()
+
+    def _count_room(self) -> None:
+        """Nodes by their entirely free GPUs. A set of nodes is an integer with a bit for each: copied for nothing,
+        and its first member and its size are found in a microsecond."""
+        self.room = [node_set(self.whole == free) for free in range(self.gpu_milli.shape[1] + 1)]
+        self.ready_set = node_set(self.ready)
+        self.tally = [(some & self.ready_set).bit_count() for some in self.room]  # of the ready ones
 
     def copy(self) -> "FreeCapacity":
         other: Any = object.__new__(FreeCapacity)
-        for name in ("nodes", "index", "gpus", "_device_masks"):  # these never change
+        for name in (
+            "nodes",
+            "index",
+            "gpus",
+            "_device_masks",
+            "_device_sets",
+            "ready_set",
+            "capacity",
+        ):  # never changed in place
             setattr(other, name, getattr(self, name))
-        for name in ("gpu_milli", "whole", "cpu_milli", "memory_mib", "ready", "version"):
+        for name in ("gpu_milli", "whole", "cpu_milli", "memory_mib", "ready", "version", "room", "tally"):
             setattr(other, name, getattr(self, name).copy())
         return other  # type: ignore[no-any-return]
 
@@ -81,6 +107,20 @@ class FreeCapacity:
         if known is None:
             known = self._device_masks[devices] = np.array([node.device in devices for node in self.nodes])
         return known
+
+    def usable_set(self, devices: tuple[str, ...]) -> int:
+        """The ready nodes with one of these devices."""
+        if not devices:
+            return self.ready_set
+        known = self._device_sets.get(devices)
+        if known is None:
+            known = self._device_sets[devices] = node_set(self.device_mask(devices))
+        return known & self.ready_set
+
+    def set_ready(self, ready: NDArray[np.bool_]) -> None:
+        """Which nodes may get tasks."""
+        self.ready = ready
+        self._count_room()
 
     def take(self, job: JobRequest, places: Iterable[TaskPlace]) -> None:
         for place in places:
@@ -97,20 +137,66 @@ class FreeCapacity:
             self.cpu_milli[node] += sign * job.cpu_milli
         if job.memory_mib:
             self.memory_mib[node] += sign * job.memory_mib
-        if job.gpu_milli == WHOLE_GPU:
-            self.gpu_milli[node, list(place.gpus)] += sign * WHOLE_GPU
-            self.whole[node] += sign * len(place.gpus)
+        gpus = place.gpus
+        if not gpus:
             return
-        for gpu in place.gpus:
-            before = int(self.gpu_milli[node, gpu])
-            after = before + sign * job.gpu_milli
-            self.gpu_milli[node, gpu] = after
-            self.whole[node] += int(after == WHOLE_GPU) - int(before == WHOLE_GPU)
+        whole = 0
+        if job.gpu_milli == WHOLE_GPU:
+            whole = sign * len(gpus)
+            first, end = gpus[0], gpus[-1] + 1
+            if end - first == len(gpus):  # in a row, as nearly always: a slice is three times as fast
+                self.gpu_milli[node, first:end] += sign * WHOLE_GPU
+            else:
+                self.gpu_milli[node, list(gpus)] += sign * WHOLE_GPU
+        else:
+            for gpu in gpus:
+                before = int(self.gpu_milli[node, gpu])
+                after = before + sign * job.gpu_milli
+                self.gpu_milli[node, gpu] = after
+                whole += int(after == WHOLE_GPU) - int(before == WHOLE_GPU)
+        if whole:
+            self._set_whole(node, whole)
+
+    def _set_whole(self, node: int, change: int) -> None:
+        before = int(self.whole[node])
+        after = before + change
+        self.whole[node] = after
+        bit = 1 << node
+        room = self.room
+        room[before] ^= bit
+        room[after] ^= bit
+        if self.ready_set & bit:
+            self.tally[before] -= 1
+            self.tally[after] += 1
+
+    @property
+    def free_gpus(self) -> int:
+        """Entirely free GPUs of the ready nodes."""
+        return sum(free * nodes for free, nodes in enumerate(self.tally))
 
     def overcommitted(self) -> list[str]:
         """Names of nodes with less than nothing free."""
         bad = (self.gpu_milli < 0).any(axis=1) | (self.cpu_milli < 0) | (self.memory_mib < 0)
         return [self.nodes[number].name for number in np.flatnonzero(bad).tolist()]
+
+
+def node_set(mask: NDArray[np.bool_]) -> int:
+    """The nodes where the mask is true, as the bits of an integer."""
+    return int.from_bytes(np.packbits(mask, bitorder="little").tobytes(), "little")
+
+
+def members(some: int, at_most: int) -> list[int]:
+    """The first nodes of a set, in order."""
+    if at_most > 3:
+        bits = np.frombuffer(some.to_bytes((some.bit_length() + 7) // 8, "little"), dtype=np.uint8)
+        found: list[int] = np.flatnonzero(np.unpackbits(bits, bitorder="little"))[:at_most].tolist()
+        return found
+    found = []
+    while some and len(found) < at_most:
+        low = some & -some
+        found.append(low.bit_length() - 1)
+        some ^= low
+    return found
 
 
 def free_capacity(nodes: Sequence[ClusterNode], running: Iterable[RunningJob]) -> FreeCapacity:

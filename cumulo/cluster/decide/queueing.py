@@ -4,16 +4,18 @@ order, a placer, and this loop.
     queue_policy(by_arrival, pack_gang, backfill=True)    # EASY backfill
 """
 
-import heapq
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
+from cumulo.cluster.decide.check import has_room
 from cumulo.cluster.decide.decisions import Decision, JobPlacement, Waits
 from cumulo.cluster.decide.fifo import why_not
-from cumulo.cluster.decide.fit import pack_gang, tasks_that_fit
+from cumulo.cluster.decide.fit import only_gpus, pack_gang, slots
 from cumulo.cluster.decide.jobs import JobRequest, RunningJob, TaskPlace
 from cumulo.cluster.decide.nodes import FreeCapacity
+from cumulo.cluster.decide.queue import JobQueue, Shape, ordered, shape_key
 from cumulo.cluster.decide.quotas import QuotaBook
+from cumulo.cluster.decide.releases import Releases, Start
 from cumulo.cluster.decide.snapshot import Policy, Snapshot
 
 Order = Callable[[Snapshot], Iterable[JobRequest]]
@@ -21,24 +23,30 @@ Placer = Callable[[JobRequest, FreeCapacity], tuple[TaskPlace, ...] | None]
 _MOST_TRIED = (
     200  # jobs behind the first that does not fit: as Slurm's bf_max_job_test, so that a decision ends
 )
+_STRETCH = 10.0
+_MOST_REASONS = 20  # jobs behind it that are told why they wait, in one decision
 
 
 def by_arrival(snapshot: Snapshot) -> Iterable[JobRequest]:
     return snapshot.waiting
 
 
-def by_prediction(snapshot: Snapshot, stretch: float = 10.0) -> Iterable[JobRequest]:
-    """Short jobs first; a job of unknown duration counts as an hour. Nobody starves: `stretch` times its duration
-    after its arrival a job is before everybody who arrives then."""
-    return sorted(snapshot.waiting, key=lambda job: job.arrival_s + stretch * _predicted_s(job))
+def by_prediction(snapshot: Snapshot) -> Iterable[JobRequest]:
+    """Short jobs first; a job of unknown duration counts as an hour. Nobody starves: ten times its duration after
+    its arrival a job is before everybody who arrives then."""
+    return ordered(snapshot.waiting, _stretched)
+
+
+def _stretched(job: JobRequest) -> float:
+    return job.arrival_s + _STRETCH * (3600.0 if job.predicted_s is None else job.predicted_s)
 
 
 def by_priority(snapshot: Snapshot) -> Iterable[JobRequest]:
-    return sorted(snapshot.waiting, key=lambda job: (-job.priority, job.arrival_s))
+    return ordered(snapshot.waiting, _urgent)
 
 
-def _predicted_s(job: JobRequest) -> float:
-    return 3600.0 if job.predicted_s is None else job.predicted_s
+def _urgent(job: JobRequest) -> tuple[int, float]:
+    return -job.priority, job.arrival_s
 
 
 def queue_policy(
@@ -62,12 +70,13 @@ def queue_policy(
 class _Reservation:
     job: JobRequest
     start_s: float
-    free_then: FreeCapacity  # at that moment, with the reserved job placed
+    start: Start | None  # of a gang of whole GPUs; others have the whole cluster at that moment instead
+    free_then: FreeCapacity | None = None  # with the reserved job placed
 
 
 @dataclass
 class _Trial:
-    """One decision while it is made."""
+    """One decision while it is made. What it tries is taken back at its end."""
 
     snapshot: Snapshot
     place: Placer
@@ -79,49 +88,69 @@ class _Trial:
 
     def __post_init__(self) -> None:
         self.free = self.snapshot.free
-        self.started: list[RunningJob] = []
+        self.releases = self.snapshot.releases
         self.book = QuotaBook(self.snapshot)
-        self.bound: tuple[int, int] | None = None  # GPUs free on the emptiest node, and on all
+        self.started: list[RunningJob] = []
+        self.failed: set[Shape] = set()  # what is free only shrinks: these never fit in this decision
+        self.harmful: dict[Shape, float] = {}  # they delay a reserved job if they end after this moment
 
     def decide(self, ordered: Iterable[JobRequest]) -> list[Decision]:
-        behind = 0
+        waiting = self.snapshot.waiting
+        shapes = waiting.shapes if isinstance(waiting, JobQueue) else {}
+        try:
+            self._try_all(ordered, shapes)
+        finally:
+            self._take_back()
+        return self.decided
+
+    def _try_all(self, ordered: Iterable[JobRequest], shapes: dict[str, Shape]) -> None:
+        behind, failed, harmful, now_s = 0, self.failed, self.harmful, self.snapshot.now_s
         for job in ordered:
-            if behind > _MOST_TRIED or (self.reserved and not self.free.whole.any() and not job.fractional):
-                break
+            shape = shapes.get(job.job_id) or shape_key(job)
             if self.reserved:
                 behind += 1
-                if self.too_large(job):
-                    continue  # a glance instead of a search: behind a job that waits, most do not fit
+                if behind > _MOST_TRIED or (not self.free.free_gpus and not job.fractional):
+                    break
+                if shape in failed:
+                    self._waits_too(job, behind)
+                    continue
+                if shape in harmful and (job.predicted_s is None or now_s + job.predicted_s > harmful[shape]):
+                    continue
             refused = self.book.refuses(job)
             if refused is not None:
                 self.decided.append(Waits(job.job_id, refused))
                 continue
-            places = self.place(job, self.free)
+            places = None if shape in failed else self.place(job, self.free)
             if places is None:
+                failed.add(shape)
                 if not self.wait(job):
                     break
-            elif self.harmless(job, places):
+            elif self.harmless(job, shape, places):
                 self.start(job, places)
-        return self.decided
 
-    def too_large(self, job: JobRequest) -> bool:
-        """Whether a job cannot fit, whatever the nodes look like in detail."""
-        if self.bound is None:
-            self.bound = int(self.free.whole.max()), int(self.free.whole.sum())
-        most, total = self.bound
-        return not job.fractional and (job.gpus_per_task > most or job.tasks * job.gpus_per_task > total)
+    def _waits_too(self, job: JobRequest, behind: int) -> None:
+        """A reason for the first that wait; the others have the same."""
+        if behind < _MOST_REASONS:
+            self.decided.append(Waits(job.job_id, why_not(job, self.free)))
+
+    def _take_back(self) -> None:
+        for one in self.started:
+            self.free.give(one.request, one.places)
+            if self.releases is not None:
+                self.releases.give(one.request, one.places, one.expected_end_s)
+        if self.releases is not None:
+            self.releases.forget()
 
     def start(self, job: JobRequest, places: tuple[TaskPlace, ...]) -> None:
+        now_s = self.snapshot.now_s
+        ends_s = None if job.predicted_s is None else now_s + job.predicted_s
         if len(self.snapshot.waiting) > 1:  # else nobody looks again
-            if self.free is self.snapshot.free:
-                self.free = self.free.copy()
             self.free.take(job, places)
-            self.bound = None
+            if self.releases is not None:
+                self.releases.take(job, places, ends_s)
+            self.started.append(RunningJob(job, places, now_s, ends_s))
+            self.harmful.clear()
         self.book.count(job, job.gpus)
-        now = self.snapshot.now_s
-        self.started.append(
-            RunningJob(job, places, now, None if job.predicted_s is None else now + job.predicted_s)
-        )
         why = self.reason if not self.reserved else f"it ends before {self.reserved[0].job.job_id} can start"
         told = getattr(self.place, "why", {}).get(job.job_id)  # a placer that chose between ways says why
         why = f"{why}; {told}" if told else why
@@ -136,7 +165,7 @@ class _Trial:
         if len(self.reserved) >= self.reservations:
             self.decided.append(Waits(job.job_id, reason))
             return True
-        found = _reserve(job, self.snapshot, self.free, self.started, self.place)
+        found = self.reserve(job)
         if found is None:
             self.decided.append(Waits(job.job_id, reason))
             return False  # nobody knows when it could start, so nobody overtakes it
@@ -148,57 +177,68 @@ class _Trial:
         self.decided.append(Waits(job.job_id, f"{reason}; {when}", found.start_s))
         return True
 
-    def harmless(self, job: JobRequest, places: tuple[TaskPlace, ...]) -> bool:
+    def reserve(self, job: JobRequest) -> _Reservation | None:
+        """The earliest start for a gang that does not fit now, when running jobs end as predicted."""
+        if self.releases is None:
+            self.releases = Releases(self.free, self.snapshot.running)
+            for one in self.started:
+                self.releases.take(one.request, one.places, one.expected_end_s)
+        now_s = self.snapshot.now_s
+        if only_gpus(job):
+            start = self.releases.earliest(job)
+            return None if start is None else _Reservation(job, max(start.at_s, now_s), start)
+        found = _play_ends(job, self.snapshot, self.free, self.started, self.releases.by_end, self.place)
+        return None if found is None else _Reservation(job, max(found[0], now_s), None, found[1])
+
+    def harmless(self, job: JobRequest, shape: Shape, places: tuple[TaskPlace, ...]) -> bool:
         """Whether no reserved job starts later because of it: it ends before, or leaves it enough."""
+        if not self.reserved:
+            return True
         ends_s = float("inf") if job.predicted_s is None else self.snapshot.now_s + job.predicted_s
         late = [one for one in self.reserved if ends_s > one.start_s]
         for one in late:
-            if not _has_room(job, places, one.free_then):
+            if not self._has_room(job, places, one):
+                self.harmful[shape] = one.start_s
                 self.decided.append(
                     Waits(job.job_id, f"it fits, but would delay {one.job.job_id}, which is before it")
                 )
                 return False
         for one in late:
-            one.free_then.take(job, places)
+            if one.free_then is not None:
+                one.free_then.take(job, places)
         return True
 
-
-def _has_room(job: JobRequest, places: Sequence[TaskPlace], free: FreeCapacity) -> bool:
-    after = free.copy()
-    after.take(job, places)
-    numbers = [after.index[place.node] for place in places]
-    return bool(
-        (after.gpu_milli[numbers] >= 0).all()
-        and (after.cpu_milli[numbers] >= 0).all()
-        and (after.memory_mib[numbers] >= 0).all()
-    )
+    def _has_room(self, job: JobRequest, places: tuple[TaskPlace, ...], reserved: _Reservation) -> bool:
+        if reserved.start is None:
+            assert reserved.free_then is not None
+            return has_room(job, places, reserved.free_then)
+        assert self.releases is not None
+        start = reserved.start
+        return self.releases.lost(places, reserved.job, start.at_s) <= start.spare
 
 
-def _reserve(
-    job: JobRequest, snapshot: Snapshot, free: FreeCapacity, started: Sequence[RunningJob], place: Placer
-) -> _Reservation | None:
-    """The earliest start for a gang that does not fit now, when running jobs end as predicted."""
-    if snapshot.by_end is None:
-        known = sorted(
-            (one.expected_end_s, one.job_id) for one in snapshot.running.values() if one.expected_end_s
-        )
-    else:
-        known = snapshot.by_end  # type: ignore[assignment]
+def _play_ends(
+    job: JobRequest,
+    snapshot: Snapshot,
+    free: FreeCapacity,
+    started: Sequence[RunningJob],
+    ends: Sequence[tuple[float, str]],
+    place: Placer,
+) -> tuple[float, FreeCapacity] | None:
+    """The first moment at which a gang fits, and the cluster then: for jobs that ask for more than whole GPUs, end
+    by end."""
     new = {one.job_id: one for one in started}
-    soon = sorted((one.expected_end_s, one.job_id) for one in started if one.expected_end_s is not None)
-    ends = heapq.merge(known, soon)
-    last = len(known) + len(soon)
     then = free.copy()
-    missing = job.tasks - int(tasks_that_fit(job, then).sum())
+    missing = job.tasks - slots(job, then)
     for number, (end_s, name) in enumerate(ends, 1):
         one = new.get(name) or snapshot.running[name]
         then.give(one.request, one.places)
         missing -= -(-one.tasks * max(1, one.request.gpus_per_task) // max(1, job.gpus_per_task))
-        if missing > 0 and number < last:
+        if missing > 0 and number < len(ends):
             continue  # cannot be enough yet
         places = place(job, then)
         if places is not None:
             then.take(job, places)
-            return _Reservation(job, max(end_s or 0.0, snapshot.now_s), then)
-        missing = max(1, job.tasks - int(tasks_that_fit(job, then).sum()))
+            return end_s, then
+        missing = max(1, job.tasks - slots(job, then))
     return None

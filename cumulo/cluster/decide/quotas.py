@@ -1,7 +1,7 @@
 """Quotas of tenants: how many GPUs each has, and whether one more job may start. Every policy asks."""
 
-from cumulo.cluster.decide.check import tenant_gpus
 from cumulo.cluster.decide.jobs import JobRequest
+from cumulo.cluster.decide.running import gpus_by_tenant
 from cumulo.cluster.decide.snapshot import Snapshot
 
 
@@ -10,7 +10,7 @@ class QuotaBook:
 
     def __init__(self, snapshot: Snapshot) -> None:
         self.quotas = snapshot.quotas
-        self.used = tenant_gpus(snapshot) if snapshot.quotas else {}
+        self.used = gpus_by_tenant(snapshot.running) if snapshot.quotas else {}
 
     def refuses(self, job: JobRequest, gpus: float | None = None) -> str | None:
         """Why a job may not start now although it may fit; None: it may."""

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from cumulo.cluster.decide.decisions import Decision
 from cumulo.cluster.decide.jobs import JobRequest, RunningJob
 from cumulo.cluster.decide.nodes import ClusterNode, FreeCapacity, free_capacity
+from cumulo.cluster.decide.releases import Releases
+from cumulo.cluster.decide.running import RunningTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +31,7 @@ class Snapshot:
     running: Mapping[str, RunningJob]
     free: FreeCapacity
     quotas: Mapping[str, TenantQuota] = field(default_factory=dict)
-    by_end: Sequence[tuple[float, str]] | None = None  # expected ends of what runs, in order
+    releases: Releases | None = None  # when GPUs become free; None: worked out when it is asked for
 
 
 Policy = Callable[[Snapshot], list[Decision]]
@@ -41,6 +43,6 @@ def snapshot_of(
 ) -> Snapshot:  # fmt: skip
     """What a driver builds from the jobs it knows: the free capacity is worked out here."""
     return Snapshot(
-        now_s, tuple(nodes), tuple(waiting), {job.job_id: job for job in running},
+        now_s, tuple(nodes), tuple(waiting), RunningTable(running),
         free_capacity(nodes, running), {quota.tenant: quota for quota in quotas},
     )  # fmt: skip

@@ -3,7 +3,7 @@ moved where that makes room for a gang that waits. Each wraps another policy.
 """
 
 from cumulo.cluster.decide.decisions import Cordon, Decision, JobPlacement, Resize
-from cumulo.cluster.decide.fit import pack_gang, tasks_that_fit
+from cumulo.cluster.decide.fit import pack_gang, slots
 from cumulo.cluster.decide.jobs import JobRequest, RunningJob, TaskPlace
 from cumulo.cluster.decide.nodes import FreeCapacity
 from cumulo.cluster.decide.snapshot import Policy, Snapshot
@@ -50,7 +50,7 @@ def _make_room(job: JobRequest, snapshot: Snapshot, moves: int) -> list[Decision
     free = snapshot.free
     if job.fractional or not job.gpus_per_task or pack_gang(job, free) is not None:
         return None
-    if float(free.whole[free.ready].sum()) < job.gpus:
+    if free.free_gpus < job.gpus:
         return None
     then = free.copy()
     moved: list[Resize] = []
@@ -71,7 +71,7 @@ def _make_room(job: JobRequest, snapshot: Snapshot, moves: int) -> list[Decision
                 then.give(one.request, one.places)
                 then.take(one.request, places)
                 moved.append(Resize(one.job_id, places, f"it makes room for {job.job_id}"))
-        if int(tasks_that_fit(job, then).sum()) >= job.tasks:
+        if slots(job, then) >= job.tasks:
             return _if_it_pays(job, snapshot, then, moved)
     return None
 
@@ -79,8 +79,9 @@ def _make_room(job: JobRequest, snapshot: Snapshot, moves: int) -> list[Decision
 def _elsewhere(one: RunningJob, free: FreeCapacity, gpus: int) -> tuple[TaskPlace, ...] | None:
     """Another node for a job, one that could not take a task of the gang anyway."""
     trial = free.copy()
-    trial.ready = trial.ready & (trial.whole < gpus)
-    trial.ready[trial.index[one.places[0].node]] = False
+    able = trial.ready & (trial.whole < gpus)
+    able[trial.index[one.places[0].node]] = False
+    trial.set_ready(able)
     return pack_gang(one.request.resized(one.tasks), trial)
 
 

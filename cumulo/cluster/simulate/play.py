@@ -4,7 +4,6 @@ run = play(nodes, jobs, policy)
 run.mean_jct_s, run.utilisation
 """
 
-import bisect
 import gc
 import heapq
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +15,9 @@ from cumulo.cluster.decide.decisions import Cordon, Decision, Eviction, JobPlace
 from cumulo.cluster.decide.fragmentation import fragmented_share, task_mix
 from cumulo.cluster.decide.jobs import JobRequest, RunningJob, TaskPlace
 from cumulo.cluster.decide.nodes import ClusterNode, FreeCapacity
+from cumulo.cluster.decide.queue import JobQueue
+from cumulo.cluster.decide.releases import Releases
+from cumulo.cluster.decide.running import RunningTable
 from cumulo.cluster.decide.snapshot import Policy, Snapshot, TenantQuota
 from cumulo.cluster.simulate.failures import FailureRates, failure_times
 from cumulo.cluster.simulate.outcome import ClusterRun, JobOutcome, Segment
@@ -106,10 +108,9 @@ class _Player:
     options: PlayOptions
     now_s: float = 0.0
     heap: list[tuple[float, int, str, str, int]] = field(default_factory=list)
-    order: list[tuple[float, int]] = field(default_factory=list)  # keys of `waiting`
-    waiting: list[JobRequest] = field(default_factory=list)
+    waiting: JobQueue = field(default_factory=JobQueue)
     live: dict[str, _Live] = field(default_factory=dict)
-    running: dict[str, RunningJob] = field(default_factory=dict)
+    running: RunningTable = field(default_factory=RunningTable)
     counter: int = 0
 
     def __post_init__(self) -> None:
@@ -120,7 +121,7 @@ class _Player:
         self.plain = isinstance(self.speed, FixedSpeed)
         self.speed.beside(self.running)
         self.used_gpus = 0.0
-        self.by_end: list[tuple[float, str]] = []
+        self.releases = Releases(self.free)
         self.counted_s = 0.0
         self.checked = 0
 
@@ -191,14 +192,7 @@ class _Player:
             self.set_health(name, replace(self.nodes[self.free.index[name]], health="ready"))
 
     def enqueue(self, request: JobRequest, number: int) -> None:
-        key = (request.arrival_s, number)
-        at = bisect.bisect(self.order, key)
-        self.order.insert(at, key)
-        self.waiting.insert(at, request)
-
-    def dequeue(self, one: _Live) -> None:
-        at = bisect.bisect_left(self.order, (one.request.arrival_s, one.number))
-        del self.order[at], self.waiting[at]
+        self.waiting.add(request, number)
 
     # -- jobs
 
@@ -229,34 +223,34 @@ class _Player:
         if one.first_start_s is None:
             one.first_start_s = self.now_s
         expected = None if request.predicted_s is None else one.since_s + request.predicted_s
-        self.running[request.job_id] = RunningJob(
-            request, places, self.now_s, expected, one.restarts + one.resizes
-        )
-        if expected is not None:
-            bisect.insort(self.by_end, (expected, request.job_id))
+        self.running.put(RunningJob(request, places, self.now_s, expected, one.restarts + one.resizes))
+        self.releases.take(request, places, expected)
         self.used_gpus += len(places) * request.milli_per_task / 1000
         self.go_on(one)
 
     def stop(self, one: _Live) -> None:
-        """Frees its places; what it was told about its past is kept in its request."""
+        """Frees its places, before it waits again: what it was told about its past is kept in its request."""
+        run = self.leave(one)
+        request, left = one.request, None
+        if request.predicted_s is not None:
+            ran_s = max(0.0, self.now_s - run.started_s - request.startup_s)
+            left = max(request.predicted_s - ran_s, 0.05 * request.predicted_s)
+        one.request = replace(request, attained_gpu_s=run.attained_gpu_s(self.now_s), predicted_s=left)
+
+    def leave(self, one: _Live) -> RunningJob:
         self.advance(one)
         request = one.request
         if len(self.run.segments) < _MOST_SEGMENTS:
             self.run.segments.append(Segment(request.job_id, one.run_began_s, self.now_s, one.places))
         self.free.give(request, one.places)
         self.used_gpus -= len(one.places) * request.milli_per_task / 1000
-        run = self.running.pop(request.job_id)
-        if run.expected_end_s is not None:
-            del self.by_end[bisect.bisect_left(self.by_end, (run.expected_end_s, request.job_id))]
-        left = None
-        if request.predicted_s is not None:
-            ran_s = max(0.0, self.now_s - run.started_s - request.startup_s)
-            left = max(request.predicted_s - ran_s, 0.05 * request.predicted_s)
-        one.request = replace(request, attained_gpu_s=run.attained_gpu_s(self.now_s), predicted_s=left)
+        run = self.running.drop(request.job_id)
+        self.releases.give(request, one.places, run.expected_end_s)
         one.places, one.event = (), one.event + 1
+        return run
 
     def finish(self, one: _Live) -> None:
-        self.stop(one)
+        self.leave(one)
         request, asked = one.request, self.trace[one.number]
         self.run.outcomes.append(
             JobOutcome(
@@ -273,7 +267,10 @@ class _Player:
         self.nodes[number] = node
         self.snapshot_nodes = tuple(self.nodes)
         self.free.nodes = self.snapshot_nodes
-        self.free.ready[number] = node.health == "ready"
+        ready = self.free.ready.copy()
+        ready[number] = node.health == "ready"
+        self.free.set_ready(ready)
+        self.releases.set_health(number)
 
     def fail(self, name: str) -> None:
         node = self.nodes[self.free.index[name]]
@@ -302,7 +299,7 @@ class _Player:
         if not self.plain:
             self.refresh()
         return Snapshot(
-            self.now_s, self.snapshot_nodes, self.waiting, self.running, self.free, self.quotas, self.by_end
+            self.now_s, self.snapshot_nodes, self.waiting, self.running, self.free, self.quotas, self.releases
         )
 
     def refresh(self) -> None:
@@ -311,9 +308,10 @@ class _Player:
             self.advance(one)
             one.request = self.speed.refreshed(one.request, one.done)
             self.running[name] = replace(job, request=one.request)
-        for at, waiting in enumerate(self.waiting):
+        for waiting in list(self.waiting):
             one = self.live[waiting.job_id]
-            one.request = self.waiting[at] = self.speed.refreshed(one.request, one.done)
+            one.request = self.speed.refreshed(one.request, one.done)
+            self.waiting.replace(one.request)
 
     def decide(self) -> None:
         snapshot = self.snapshot()
@@ -336,7 +334,8 @@ class _Player:
             self.carry_out(decision)
         if self.options.drop:
             for job in list(self.waiting):
-                self.dequeue(self.live.pop(job.job_id))
+                self.waiting.remove(job.job_id)
+                del self.live[job.job_id]
                 self.run.dropped.append(job)
 
     def stop_for(self, decision: Eviction | Resize) -> None:
@@ -350,7 +349,7 @@ class _Player:
             self.live[decision.job_id].why = decision.reason
         elif isinstance(decision, JobPlacement):
             one = self.live[decision.job_id]
-            self.dequeue(one)
+            self.waiting.remove(decision.job_id)
             one.why = decision.reason
             first = one.first_start_s is None
             self.start(one, decision.places, one.request.startup_s if first else one.request.checkpoint_s)
@@ -385,9 +384,10 @@ def play(
     options: PlayOptions | None = None,
 ) -> ClusterRun:
     """The whole trace, until its last job ends or nothing can ever start again."""
-    gc.collect()
-    gc.freeze()  # a hundred thousand jobs would be walked again and again, in the middle of decisions
+    collects = gc.isenabled()
+    gc.disable()  # it would walk a hundred thousand jobs again and again, in the middle of decisions
     try:
         return _Player(list(nodes), trace, policy, speed or FixedSpeed(), options or PlayOptions()).play()
     finally:
-        gc.unfreeze()
+        if collects:
+            gc.enable()

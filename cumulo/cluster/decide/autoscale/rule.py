@@ -1,34 +1,46 @@
-"""ForecastRule: Cumulo's own autoscaling rule. Load expected when a replica ordered now would be ready, over what a
-replica serves within the SLO; corrected by how many requests kept the SLO; and the queue, where new replicas would
-still help it.
+"""ForecastRule: Cumulo's own autoscaling rule. It follows the load that is expected when a replica ordered now would
+be ready, in the way that would have been cheapest in the role's own past; keeps replicas ready for bursts that are
+shorter than a start-up, as many as that past needed; corrects itself by how many requests kept the SLO; and adds
+replicas for a queue where they would still help it.
 
-    rule = ForecastRule(ReplicaSpeed(9000, 700), start_up_s=60, slo=Slo(ttft_s=1, itl_s=0.05))
-    rule.decide(seen)  # [ScaleTo("both", 3, "load 2.1 in 60 s (margin 0.3) ...")]
+    rule = ForecastRule(ReplicaSpeed(9000, 700, saturated=1.5), start_up_s=60, slo=Slo(ttft_s=1, itl_s=0.05))
+    rule.decide(seen)  # [ScaleTo("both", 3, "load 2.1 expected in 65 s ...")]
 """
 
 import math
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from cumulo.cluster.decide.autoscale.bursts import BurstMemory, Following
 from cumulo.cluster.decide.autoscale.forecast import LoadForecast
 from cumulo.cluster.decide.autoscale.limits import ScalingLimits
 from cumulo.cluster.decide.autoscale.seen import FleetSeen, ReplicaSpeed, RoleSeen, ScaleTo
 from cumulo.spec.slo import Slo
 
 _USUAL_OUTPUT_TOKENS = 128.0  # of an answer, before any has ended
-_HEADROOM = (0.6, 3.0)  # bounds of what is learnt from the SLO
-_LESS, _MORE = 0.01, 0.10  # steps in which it is learnt
+_RETHINK_S = 60.0  # between two looks at the past
+_ENOUGH_PAST = 5.0  # start-ups of it, before it is believed
+_HEADROOM = (0.8, 1.5)  # bounds of what is learnt from the SLO
+_LESS, _MORE = 0.01, 0.05  # steps in which it is learnt
+_FORGOTTEN = 0.9  # of requests that ended, what counts after _RETHINK_S
 _ENDED = 30  # requests that an attainment is judged from, at least
+_WINDOWS = (1.0, 3.0)  # over which load may be averaged, in start-ups
+_HOLDS = (2.0, 10.0)  # how long a replica may be kept after it was wanted, in start-ups
+_SAFER = 0.4  # of the requests that may be late, those the past may have been late with
 
 
 @dataclass(slots=True)
 class _RoleMemory:
     forecast: LoadForecast
-    headroom: float
+    past: BurstMemory
+    way: Following
+    headroom: float = 1.0
     wanted: deque[tuple[float, int]] = field(default_factory=deque)
     busy_s: float | None = None  # when there was a request last
-    ended: int = 0
-    in_slo: int = 0
+    rethought_s: float | None = None
+    ended: float = 0.0
+    in_slo: float = 0.0
 
 
 @dataclass(slots=True)
@@ -37,13 +49,10 @@ class ForecastRule:
     start_up_s: float
     slo: Slo
     limits: ScalingLimits = field(default_factory=ScalingLimits)
-    interval_s: float = 10.0
-    cooldown_s: float | None = (
-        None  # the fewest seconds before a replica is removed; None: twice its start-up
-    )
+    interval_s: float = 5.0
+    # The fewest seconds before a replica is removed; None: two to ten start-ups, whatever the past was cheapest with.
+    cooldown_s: float | None = None
     idle_s: float = 300.0  # without a request, before the last replica of a role goes
-    headroom: float = 1.1  # to begin with: replicas for each replica of load
-    quantile: float = 0.95  # of forecasts that the margin covers
     _roles: dict[str, _RoleMemory] = field(default_factory=dict)
 
     def decide(self, seen: FleetSeen) -> list[ScaleTo]:
@@ -51,31 +60,55 @@ class ForecastRule:
             [self._decide_role(role, one, seen.now_s) for role, one in seen.roles.items()]
         )
 
+    def remember(self, role: str, looks: Iterable[tuple[int, int, int]]) -> None:
+        """What came in earlier looks: requests, their prompt tokens, their output tokens."""
+        memory = self._memory(role)
+        for requests, prompt_tokens, output_tokens in looks:
+            memory.past.note(self._work_s(role, prompt_tokens, output_tokens), requests)
+
+    def _memory(self, role: str) -> _RoleMemory:
+        if role not in self._roles:
+            window_s, hold_s = 60.0, _HOLDS[0] * self.start_up_s
+            self._roles[role] = _RoleMemory(
+                LoadForecast(self.start_up_s + self.interval_s, self.interval_s),
+                BurstMemory(self.interval_s, self.start_up_s),
+                Following(window_s, hold_s if self.cooldown_s is None else self.cooldown_s),
+            )
+        return self._roles[role]
+
+    def _work_s(self, role: str, prompt_tokens: float, output_tokens: float) -> float:
+        """Seconds of a saturated replica."""
+        return self.speed.work_s(role, prompt_tokens, output_tokens) / self.speed.saturated
+
     def _decide_role(self, role: str, seen: RoleSeen, now_s: float) -> ScaleTo:
-        memory = self._roles.setdefault(
-            role, _RoleMemory(LoadForecast(self.start_up_s + self.interval_s, self.interval_s), self.headroom)
-        )
+        memory = self._memory(role)
         output = seen.mean_output_tokens or _USUAL_OUTPUT_TOKENS
-        work_s = self.speed.work_s(role, seen.arrived_prompt_tokens, output * seen.arrived)
+        work_s = self._work_s(role, seen.arrived_prompt_tokens, output * seen.arrived)
         memory.forecast.note(now_s, work_s)
-        self._learn(memory, seen)
+        memory.past.note(work_s, seen.arrived)
+        if not seen.starting:  # what is late because replicas start says nothing of how many there should be
+            memory.ended += seen.ended
+            memory.in_slo += seen.ended_in_slo
         if seen.requests or seen.arrived:
             memory.busy_s = now_s
+        self._rethink(role, memory, seen, now_s)
         if not self._may_sleep(memory, seen, now_s):
-            return self._awake(role, memory, seen, now_s, output)
+            return self._awake(role, memory, seen, now_s)
         return ScaleTo(role, 0, f"no request for {now_s - (memory.busy_s or now_s):.0f} s")
 
-    def _awake(self, role: str, memory: _RoleMemory, seen: RoleSeen, now_s: float, output: float) -> ScaleTo:
-        one_s = self.speed.work_s(role, seen.arrived_prompt_tokens / max(1, seen.arrived), output)
-        predicted, margin = memory.forecast.predicted(now_s), memory.forecast.margin(self.quantile, one_s)
-        load = memory.headroom * (predicted + margin)
-        queued = self._for_queue(role, seen)
-        wanted = max(1, math.ceil(load + queued - 0.05))
-        why = f"load {predicted:.2f} replicas expected in {memory.forecast.horizon_s:.0f} s, margin {margin:.2f}"
-        why += f", headroom {memory.headroom:.2f}"
+    def _awake(self, role: str, memory: _RoleMemory, seen: RoleSeen, now_s: float) -> ScaleTo:
+        predicted = memory.forecast.predicted(now_s)
+        for_load, queued = self.speed.needed(predicted), self._for_queue(role, seen)
+        wanted = max(1, math.ceil(memory.headroom * for_load + queued - 0.05))
+        floor = math.ceil(memory.headroom * memory.way.floor - 0.5)
+        why = f"load {predicted:.2f} expected in {memory.forecast.horizon_s:.0f} s needs {for_load:.2f} replicas"
+        if memory.headroom != 1.0:
+            why += f", headroom {memory.headroom:.2f}"
+        if floor > 1:
+            why += f", {floor} stand ready for bursts"
         if queued:
             why += f", {queued:.2f} for {seen.waiting} waiting requests"
-        return ScaleTo(role, self._cooled(memory, wanted, seen.replicas, now_s), why)
+        return ScaleTo(role, max(floor, self._cooled(memory, wanted, seen.replicas, now_s)), why)
 
     def _may_sleep(self, memory: _RoleMemory, seen: RoleSeen, now_s: float) -> bool:
         if self.limits.fewest > 0 or seen.requests or seen.arrived:
@@ -84,34 +117,50 @@ class ForecastRule:
 
     def _for_queue(self, role: str, seen: RoleSeen) -> float:
         """Replicas to clear the queue: none where it is gone before they could have started."""
-        waiting_s = self.speed.work_s(role, seen.waiting_prompt_tokens, 0.0)
         if role == "decode":
-            waiting_s = 0.0
+            return 0.0
+        waiting_s = self._work_s(role, seen.waiting_prompt_tokens, 0.0)
         left_s = waiting_s - max(1, seen.ready) * self.start_up_s
         return max(0.0, left_s) / (self.start_up_s + self.interval_s)
 
     def _cooled(self, memory: _RoleMemory, wanted: int, now: int, now_s: float) -> int:
         """Up at once; down to the most that was wanted within the cool-down."""
-        cooldown_s = 2 * self.start_up_s if self.cooldown_s is None else self.cooldown_s
         memory.wanted.append((now_s, wanted))
-        while memory.wanted[0][0] < now_s - cooldown_s:
+        while memory.wanted[0][0] < now_s - memory.way.hold_s:
             memory.wanted.popleft()
         return wanted if wanted >= now else min(now, max(count for _, count in memory.wanted))
 
-    def _learn(self, memory: _RoleMemory, seen: RoleSeen) -> None:
-        """Too few requests within the SLO: more headroom, at once. Enough: a little less."""
-        memory.ended += seen.ended
-        memory.in_slo += seen.ended_in_slo
+    # -- what is learnt -----------------------------------------------------------------------------------
+    def _rethink(self, role: str, memory: _RoleMemory, seen: RoleSeen, now_s: float) -> None:
+        """Once in a while: which way of following the load would have been cheapest, and whether the SLO was kept."""
+        if memory.rethought_s is not None and now_s - memory.rethought_s < _RETHINK_S:
+            return
+        first, memory.rethought_s = memory.rethought_s is None, now_s
+        if not first:
+            self._learn(memory)
+        if memory.past.span_s < _ENOUGH_PAST * self.start_up_s:
+            return
+        holds = [scale * self.start_up_s for scale in _HOLDS] if self.cooldown_s is None else [self.cooldown_s]
+        windows = sorted({max(30.0, scale * self.start_up_s) for scale in _WINDOWS})
+        ways = [Following(window_s, hold_s) for window_s in windows for hold_s in holds]
+        share = 1.0 - _SAFER * (1.0 - self.slo.share)
+        memory.way = memory.past.best(ways, self.speed.needed, share, self._slack_s(role, seen), self.limits.most)
+        memory.forecast.window_s = memory.way.window_s
+
+    def _slack_s(self, role: str, seen: RoleSeen) -> float:
+        """How long a request may wait and still keep the SLO."""
+        if self.slo.ttft_s is None or role == "decode":
+            return self.interval_s
+        mean_tokens = seen.arrived_prompt_tokens / max(1, seen.arrived)
+        return max(0.2 * self.slo.ttft_s, self.slo.ttft_s - self._work_s("prefill", mean_tokens, 0.0))
+
+    def _learn(self, memory: _RoleMemory) -> None:
+        """Too few requests within the SLO: more headroom. Enough: a little less."""
         if memory.ended < _ENDED:
             return
-        kept = memory.in_slo / memory.ended
-        memory.ended = memory.in_slo = 0
-        # In balance, as many small steps down as a share of misses undoes.
-        missed_more = (1 - kept) - (1 - self.slo.share)
-        step = (
-            _MORE * missed_more / self.slo.share
-            if missed_more > 0
-            else _LESS * missed_more / (1 - self.slo.share)
-        )
+        missed, may_miss = 1 - memory.in_slo / memory.ended, 1 - self.slo.share
+        step = min(_MORE, _MORE * (missed / may_miss - 1)) if missed > may_miss else -_LESS * (1 - missed / may_miss)
         low, high = _HEADROOM
         memory.headroom = min(high, max(low, memory.headroom * (1 + step)))
+        memory.ended *= _FORGOTTEN
+        memory.in_slo *= _FORGOTTEN

@@ -2,6 +2,7 @@
 --autoscale` and by the Ray driver; a rule reads nothing else, so it decides alike in all of them.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
@@ -65,8 +66,17 @@ class ReplicaSpeed:
 
     prompt_tok_s: float
     output_tok_s: float
+    # How many times as much it does when it is saturated, and requests wait. Replicas together need less slack than
+    # each alone.
+    saturated: float = 1.0
 
     def work_s(self, role: str, prompt_tokens: float, output_tokens: float) -> float:
         prompt_s = 0.0 if role == "decode" else prompt_tokens / self.prompt_tok_s
         output_s = 0.0 if role == "prefill" else output_tokens / self.output_tok_s
         return prompt_s + output_s
+
+    def needed(self, load: float) -> float:
+        """Replicas for a load, in seconds of a saturated replica per second: the load, and slack that grows with its
+        root (square-root staffing: Halfin and Whitt 1981), so that one replica serves what it does within the SLO."""
+        alone = 1.0 / self.saturated
+        return load + (1.0 - alone) * math.sqrt(load / alone)

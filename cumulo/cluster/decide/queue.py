@@ -1,0 +1,133 @@
+"""The jobs that wait, kept in order. Players keep one queue up to date; a policy reads it in the order it wants,
+and nothing is sorted again when one job of fifty thousand changes.
+"""
+
+import bisect
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, overload
+
+from cumulo.cluster.decide.jobs import JobRequest
+
+SortKey = Callable[[JobRequest], Any]
+Shape = tuple[int, int, int, int, int, tuple[str, ...]]
+
+
+def shape_key(job: JobRequest) -> Shape:
+    """Jobs of one shape fit at the same moments."""
+    return (job.tasks, job.gpus_per_task, job.gpu_milli, job.cpu_milli, job.memory_mib, job.devices)
+
+
+def by_arrival_key(job: JobRequest) -> float:
+    return job.arrival_s
+
+
+class _Sorted:
+    """Jobs in the order of a key, the earlier number first among equals."""
+
+    __slots__ = ("jobs", "key", "keys")
+
+    def __init__(self, key: SortKey, jobs: Iterable[tuple[int, JobRequest]]) -> None:
+        self.key = key
+        rows = sorted(((key(job), number), job) for number, job in jobs)
+        self.keys = [row[0] for row in rows]
+        self.jobs = [row[1] for row in rows]
+
+    def add(self, job: JobRequest, number: int) -> None:
+        entry = (self.key(job), number)
+        if not self.keys or self.keys[-1] < entry:
+            self.keys.append(entry)
+            self.jobs.append(job)
+            return
+        at = bisect.bisect(self.keys, entry)
+        self.keys.insert(at, entry)
+        self.jobs.insert(at, job)
+
+    def remove(self, job: JobRequest, number: int) -> None:
+        at = bisect.bisect_left(self.keys, (self.key(job), number))
+        del self.keys[at], self.jobs[at]
+
+
+class JobQueue(Sequence[JobRequest]):
+    """Waiting jobs in the order of arrival. `ordered(key)` is another order, kept from the first time it is asked
+    for; `tenants` the queue of each tenant."""
+
+    def __init__(self) -> None:
+        self._arrived = _Sorted(by_arrival_key, ())
+        self._views: dict[SortKey, _Sorted] = {by_arrival_key: self._arrived}
+        self._tenants: dict[str, _Sorted] | None = None
+        self._known: dict[str, tuple[int, JobRequest]] = {}
+        self.shapes: dict[str, Shape] = {}  # of each job
+
+    def __len__(self) -> int:
+        return len(self._arrived.jobs)
+
+    def __iter__(self) -> Iterator[JobRequest]:
+        return iter(self._arrived.jobs)
+
+    @overload
+    def __getitem__(self, at: int) -> JobRequest: ...
+    @overload
+    def __getitem__(self, at: slice) -> Sequence[JobRequest]: ...
+    def __getitem__(self, at: int | slice) -> JobRequest | Sequence[JobRequest]:
+        return self._arrived.jobs[at]
+
+    def find(self, job_id: str) -> JobRequest | None:
+        known = self._known.get(job_id)
+        return None if known is None else known[1]
+
+    def add(self, job: JobRequest, number: int) -> None:
+        """`number`: its place in the trace, which decides between jobs that arrive at the same moment."""
+        self._known[job.job_id] = (number, job)
+        self.shapes[job.job_id] = shape_key(job)
+        for view in self._views.values():
+            view.add(job, number)
+        if self._tenants is not None:
+            self._tenants.setdefault(job.tenant, _Sorted(by_arrival_key, ())).add(job, number)
+
+    def remove(self, job_id: str) -> JobRequest:
+        number, job = self._known.pop(job_id)
+        del self.shapes[job_id]
+        for view in self._views.values():
+            view.remove(job, number)
+        if self._tenants is not None:
+            self._tenants[job.tenant].remove(job, number)
+            if not self._tenants[job.tenant].jobs:
+                del self._tenants[job.tenant]
+        return job
+
+    def replace(self, job: JobRequest) -> None:
+        """What is asked for, or predicted, is another now."""
+        number, old = self._known[job.job_id]
+        if old is not job and old != job:
+            self.remove(job.job_id)
+            self.add(job, number)
+
+    def ordered(self, key: SortKey) -> Sequence[JobRequest]:
+        """`key`: always the same function for one order, and of the job alone."""
+        known = self._views.get(key)
+        if known is None:
+            known = self._views[key] = _Sorted(key, self._known.values())
+        return known.jobs
+
+    @property
+    def tenants(self) -> dict[str, Sequence[JobRequest]]:
+        if self._tenants is None:
+            self._tenants = {}
+            for number, job in self._known.values():
+                self._tenants.setdefault(job.tenant, _Sorted(by_arrival_key, ())).add(job, number)
+        return {name: some.jobs for name, some in self._tenants.items()}
+
+
+def ordered(waiting: Sequence[JobRequest], key: SortKey) -> Sequence[JobRequest]:
+    """Waiting jobs in the order of a key; without sorting where a queue keeps that order."""
+    return waiting.ordered(key) if isinstance(waiting, JobQueue) else sorted(waiting, key=key)
+
+
+def tenant_queues(waiting: Sequence[JobRequest]) -> dict[str, Sequence[JobRequest]]:
+    """Each tenant's jobs in the order of arrival."""
+    if isinstance(waiting, JobQueue):
+        return waiting.tenants
+    found: dict[str, list[JobRequest]] = {}
+    for job in waiting:
+        found.setdefault(job.tenant, []).append(job)
+    return dict(found)

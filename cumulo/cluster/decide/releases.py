@@ -1,0 +1,151 @@
+"""When GPUs become free, if running jobs end as predicted: the earliest start of a gang that does not fit now,
+and whether another job would delay it. Kept up to date node by node: a reservation costs what has changed.
+"""
+
+import bisect
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from cumulo.cluster.decide.jobs import WHOLE_GPU, JobRequest, RunningJob, TaskPlace
+from cumulo.cluster.decide.nodes import FreeCapacity
+
+_NOW, _NEVER = float("-inf"), float("inf")
+_Kind = tuple[int, tuple[str, ...]]  # GPUs per task, accepted devices
+
+
+@dataclass(slots=True)
+class Start:
+    """The earliest start of `tasks` tasks: `at_s` is the first moment with so many slots."""
+
+    tasks: int
+    at_s: float
+    before: int  # slots that are free before that moment
+    by_then: int  # and at that moment
+    asked: int = 0
+
+    @property
+    def spare(self) -> int:
+        return self.by_then - self.tasks
+
+
+class Releases:
+    """The moment at which each GPU is free. Policies try on it and take back what they tried."""
+
+    def __init__(self, free: FreeCapacity, running: Mapping[str, RunningJob] | None = None) -> None:
+        self.free = free
+        self.gpu_end_s: list[list[float]] = [[_NOW] * node.gpus for node in free.nodes]
+        self.by_end: list[tuple[float, str]] = []  # of the jobs whose end is predicted
+        self._shares: dict[tuple[int, int], dict[str, float]] = {}  # ends of the shares of a GPU
+        self._slots: dict[_Kind, np.ndarray] = {}  # [nodes, tasks]: when a node has room for so many tasks
+        self._starts: dict[_Kind, dict[int, Start]] = {}
+        self._round = 0
+        for job in (running or {}).values():
+            self.take(job.request, job.places, job.expected_end_s)
+
+    def take(self, job: JobRequest, places: Iterable[TaskPlace], end_s: float | None) -> None:
+        if end_s is not None:
+            bisect.insort(self.by_end, (end_s, job.job_id))
+        self._move(job, places, _NEVER if end_s is None else end_s)
+
+    def give(self, job: JobRequest, places: Iterable[TaskPlace], end_s: float | None) -> None:
+        """Takes back `take` with the same values."""
+        if end_s is not None:
+            del self.by_end[bisect.bisect_left(self.by_end, (end_s, job.job_id))]
+        self._move(job, places, None)
+
+    def _move(self, job: JobRequest, places: Iterable[TaskPlace], end_s: float | None) -> None:
+        changed = set()
+        for place in places:
+            if not place.gpus:
+                continue
+            node = self.free.index[place.node]
+            ends = self.gpu_end_s[node]
+            changed.add(node)
+            for gpu in place.gpus:
+                if job.gpu_milli == WHOLE_GPU:
+                    ends[gpu] = _NOW if end_s is None else end_s
+                    continue
+                shares = self._shares.setdefault((node, gpu), {})
+                if end_s is None:
+                    shares.pop(job.job_id, None)
+                else:
+                    shares[job.job_id] = end_s
+                ends[gpu] = max(shares.values(), default=_NOW)
+        for node in changed:
+            self._changed(node)
+
+    def _changed(self, node: int) -> None:
+        for kind, slots in self._slots.items():
+            after = self._slots_of(node, kind)
+            starts = self._starts.get(kind)
+            if starts:
+                before = slots[node].tolist()
+                if after == before:
+                    continue
+                for start in starts.values():
+                    at_s = start.at_s
+                    for was, will in zip(before, after, strict=True):
+                        start.before += (will < at_s) - (was < at_s)
+                        start.by_then += (will <= at_s) - (was <= at_s)
+            slots[node] = after
+
+    def _slots_of(self, node: int, kind: _Kind) -> list[float]:
+        gpus, devices = kind
+        width = self.free.gpu_milli.shape[1] // gpus
+        if not self.free.ready[node] or (devices and self.free.nodes[node].device not in devices):
+            return [_NEVER] * width
+        found = sorted(self.gpu_end_s[node])[gpus - 1 :: gpus]
+        return found + [_NEVER] * (width - len(found))
+
+    def set_health(self, node: int) -> None:
+        """`free` says whether the node is ready."""
+        self._changed(node)
+
+    def earliest(self, job: JobRequest) -> Start | None:
+        """Of a job that asks for whole GPUs only; None: it is not known to fit ever."""
+        kind = (job.gpus_per_task, job.devices)
+        if kind[0] > self.free.gpu_milli.shape[1]:
+            return None
+        slots = self._slots.get(kind)
+        if slots is None:
+            rows = [self._slots_of(node, kind) for node in range(len(self.free.nodes))]
+            slots = self._slots[kind] = np.array(rows)
+        starts = self._starts.setdefault(kind, {})
+        known = starts.get(job.tasks)
+        if known is None or not known.before < job.tasks <= known.by_then:
+            if job.tasks > slots.size:
+                return None
+            at_s = float(
+                slots.min()
+                if job.tasks == 1
+                else np.partition(slots, job.tasks - 1, axis=None)[job.tasks - 1]
+            )
+            before, by_then = int(np.count_nonzero(slots < at_s)), int(np.count_nonzero(slots <= at_s))
+            known = starts[job.tasks] = Start(job.tasks, at_s, before, by_then)
+        known.asked = self._round
+        return None if known.at_s == _NEVER else known
+
+    def lost(self, places: Iterable[TaskPlace], job: JobRequest, at_s: float) -> int:
+        """How many tasks of `job` fewer fit at a moment if another job still has these places then."""
+        taken: dict[int, int] = {}
+        gpus_per_task = job.gpus_per_task
+        for place in places:
+            node = self.free.index[place.node]
+            if job.devices and self.free.nodes[node].device not in job.devices:
+                continue
+            ends = self.gpu_end_s[node]
+            taken[node] = taken.get(node, 0) + sum(ends[gpu] <= at_s for gpu in place.gpus)
+        lost = 0
+        for node, count in taken.items():
+            there = sum(end_s <= at_s for end_s in self.gpu_end_s[node])
+            lost += there // gpus_per_task - (there - count) // gpus_per_task
+        return lost
+
+    def forget(self) -> None:
+        """Drops the starts that nobody asked for since the last call."""
+        for starts in self._starts.values():
+            for tasks in [tasks for tasks, start in starts.items() if start.asked < self._round]:
+                del starts[tasks]
+        self._round += 1
