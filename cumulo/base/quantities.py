@@ -9,6 +9,8 @@ _LADDERS: tuple[tuple[tuple[float, str], ...], ...] = (
     tuple((1024.0**power, name) for power, name in enumerate(("B", "KiB", "MiB", "GiB", "TiB", "PiB"))),
     tuple((1000.0**power, name) for power, name in enumerate(("B", "kB", "MB", "GB", "TB", "PB"))),
     ((1e-3, "kWh"), (1.0, "MWh"), (1e3, "GWh")),
+    ((1.0, "W"), (1e3, "kW"), (1e6, "MW"), (1e9, "GW")),
+    ((1.0, "USD"), (1e6, "million USD"), (1e9, "billion USD")),
     *(
         ((1.0, name), (1e6, f"M {name}"), (1e9, f"B {name}"), (1e12, f"T {name}"))
         for name in ("tokens", "tok")
@@ -21,7 +23,7 @@ _AT_LEAST = {"min": 2.0, "h": 2.0, "days": 2.0}
 def quantity(value: float, unit: str) -> str:
     """`quantity(0.00184, "s")` is "1.84 ms"."""
     size, scaled_unit = scale(value, unit)
-    return f"{number(value / size, scaled_unit)} {scaled_unit}".strip()
+    return f"{number(value if size == 1 else value / size, scaled_unit)} {scaled_unit}".strip()
 
 
 def scale(value: float, unit: str) -> tuple[float, str]:
@@ -44,8 +46,12 @@ def number(value: float, unit: str = "") -> str:
     size = abs(value)
     if isinstance(value, int) or not math.isfinite(value):
         return f"{value:,}"
-    if unit.startswith("$") and 0.1 <= size < 1000:
-        return f"{value:.2f}"
     if unit == "%" and 0 < size < 0.01:
         return "< 0.01" if value > 0 else "> -0.01"
-    return f"{value:,.0f}" if size >= 999.5 else f"{value:.3g}"
+    return f"{float(f'{value:.3g}'):,.0f}" if size >= 999.5 else f"{value:.3g}"
+
+
+def between(low: float, high: float, unit: str) -> str:
+    """A range in one unit, that of its high end: "3.1 to 4.2 s"."""
+    size, scaled_unit = scale(high, unit)
+    return f"{number(low / size, scaled_unit)} to {number(high / size, scaled_unit)} {scaled_unit}".strip()

@@ -112,6 +112,12 @@ def table(title: str, rows: Sequence[Row]) -> Table:
     return result
 
 
+def shown(row: Row) -> str:
+    """The row's value with its unit."""
+    size, unit = _scale(row)
+    return f"{_shown(row.value, size, unit)} {unit}".strip()
+
+
 def _verdict(row: Row) -> str:
     if row.must is None and row.aim is None:
         return ""

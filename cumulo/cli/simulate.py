@@ -34,9 +34,9 @@ _MODEL = "A model name from the catalogue, or a folder with a config.json."
 
 @dataclass(frozen=True, kw_only=True)
 class SimulateOptions:
-    model: Annotated[str, typer.Argument(metavar="[MODEL]", help=_MODEL)] = _USUAL_MODEL
+    model: Annotated[str, typer.Argument(metavar="MODEL", help=_MODEL)] = _USUAL_MODEL
     trace_file: Annotated[
-        Path | None, typer.Argument(metavar="[TRACE]", help="A trace to replay, as with --trace.")
+        Path | None, typer.Argument(metavar="TRACE", help="A trace to replay, as with --trace.")
     ] = None
     device: str = option("Device, by its name in the catalogue.", "h200", panel=_WHERE)
     tp: int = option("Tensor parallelism: number of GPUs that share every matrix.", 1, panel=_WHERE)
@@ -176,9 +176,10 @@ def serve(chosen: SimulateOptions) -> None:
     shown_traffic = traffic if shown.rate == traffic.rate else traffic.at_rate(shown.rate)
     between = play_between(replica, shown_traffic, percentile)
     rows = view.report_rows(shown.report, shown.rate, objective, between)
-    if capacity is not None:
+    if capacity is not None and objective is not None:
         think_s = parse_duration_s(chosen.think, "--think")
-        rows = view.capacity_rows(capacity.rate, capacity.users(think_s), think_s, capacity.bound) + rows
+        limit = capacity.limit(objective)
+        rows = view.capacity_rows(capacity.rate, capacity.users(think_s), think_s, limit) + rows
     rows += view.effort_rows(simulated_s, cpu_s)
     if chosen.svg is not None:
         view.write_picture(chosen.svg, trials, objective, f"{model} on {replica}")

@@ -11,6 +11,8 @@ BITS_PER_WEIGHT = {
     "float64": 64.0, "float32": 32.0, "float16": 16.0, "bfloat16": 16.0, "float8": 8.0, "int8": 8.0,
     "q8_0": 8.5, "q4_0": 4.5, "q4_1": 5.0, "q5_0": 5.5, "q5_1": 6.0,
     "q4_k": 4.5, "q5_k": 5.5, "q6_k": 6.5625,
+    "int4": 4.25,  # a float32 scale for 128
+    "float4": 4.5,  # an 8-bit scale for 16
 }  # fmt: skip
 
 

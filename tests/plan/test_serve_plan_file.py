@@ -15,7 +15,7 @@ from tests.plan.test_serve_search import replica, some_traffic
 def deployment(**changes: int) -> Deployment:
     one = replace(replica(tp=2, weights="float8"), max_tokens_per_step=2048)
     report = play(one, some_traffic(20).at_rate(2.0))
-    return replace(Deployment(one, 3, 0, 6.0, report), **changes)
+    return replace(Deployment(one, 3, 0, 6.0, report, 30.0), **changes)
 
 
 def test_a_plan_that_is_read_is_the_one_that_was_written(tmp_path: Path) -> None:

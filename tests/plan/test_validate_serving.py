@@ -1,5 +1,6 @@
 """Published serving throughputs, predicted."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -7,8 +8,10 @@ import typer
 from typer.testing import CliRunner
 
 from cumulo.cli.plan_validate import validate
-from cumulo.plan.evidence.serving import constants, saturated_tokens_per_s, served_rows
+from cumulo.engine.simulate.run import Arrival
+from cumulo.plan.evidence.serving import replica_of, saturated_rate, saturated_tokens_per_s, served_rows
 from cumulo.plan.evidence.validate import quantile
+from cumulo.plan.serve.published_engine import constants, fitted_file
 
 
 @pytest.mark.parametrize("key", ["model", "device"])
@@ -41,3 +44,26 @@ def test_the_command_prints_models_devices_and_the_whole(tmp_path: Path) -> None
     assert ran.exit_code == 0, ran.output
     assert "qwen3-235b-a22b" in ran.output
     assert "all, by device" in ran.output
+
+
+def test_what_plan_serve_believes_is_what_validation_found() -> None:
+    """The range of its predictions is the error of rows whose model, or device, the constants never saw."""
+    for key in ("model", "device"):
+        errors = sorted(
+            abs(saturated_tokens_per_s(row, constants(f"{key} {getattr(row, key)}")) / row.tokens_per_s - 1)
+            for row in served_rows()
+        )
+        assert fitted_file()["errors"][key] == pytest.approx(quantile(errors, 0.9), abs=0.002)
+    one = replica_of("llama-3.1-8b", "h100-sxm", 1, "fp8", 1024)
+    assert one.confidence.error == fitted_file()["errors"]["model"]
+
+
+def test_a_simulated_replica_that_never_waits_reaches_the_saturated_throughput() -> None:
+    """Both go through the same step costs; the simulation also has a scheduler, a start and an end."""
+    given = constants()
+    one = replace(
+        replica_of("llama-3.1-8b", "h200", 1, "fp8", 384), max_running=128, max_tokens_per_step=2048
+    )
+    run, _ = one.serve(tuple(Arrival(0.0, 256, 128) for _ in range(1024)))
+    steady = saturated_rate(one, 128, 256, 128, given)
+    assert 1024 * 128 / run.ended_s == pytest.approx(steady, rel=0.1)

@@ -12,8 +12,9 @@ def validate_serving(console: "Console", left_out: bool, worst: int, json: Path 
     from rich.table import Table
 
     from cumulo.base import report
-    from cumulo.plan.evidence.serving import constants, saturated_tokens_per_s, served_rows
+    from cumulo.plan.evidence.serving import saturated_tokens_per_s, served_rows
     from cumulo.plan.evidence.validate import quantile
+    from cumulo.plan.serve.published_engine import constants
 
     title = "Published throughputs, each group left out" if left_out else "Published throughputs, as fitted"
     table = Table(title=title, box=None)

@@ -17,9 +17,17 @@ _ENTRY, _PER_LINE = 130, 4  # width of a short name in the legend, and how many 
 
 
 def write_chart(path: Path, chart: "Chart") -> None:
+    from cumulo.errors import CumuloError
+
+    try:
+        path.write_text(chart_text(chart), "utf-8")
+    except OSError as error:
+        raise CumuloError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+def chart_text(chart: "Chart") -> str:
     """Long names get a line of the legend each."""
     from cumulo.base import svg
-    from cumulo.errors import CumuloError
     from cumulo.load.svg import HEIGHT, LEFT, WIDTH, draw
 
     text = draw(chart)
@@ -36,8 +44,4 @@ def write_chart(path: Path, chart: "Chart") -> None:
     heading = svg.text(LEFT, -6, chart.title, font_weight="bold")
     inner = text.partition(">")[2].removesuffix("</svg>")
     box = f"0 -22 {WIDTH} {HEIGHT + 30 + 16 * -(-len(legend) // per_line)}"
-    whole = svg.tag("svg", _STYLE, heading, *legend, inner, xmlns=svg.XMLNS, width=2 * WIDTH, viewBox=box)
-    try:
-        path.write_text(whole, "utf-8")
-    except OSError as error:
-        raise CumuloError(f"cannot write {path}: {error.strerror or error}") from error
+    return svg.tag("svg", _STYLE, heading, *legend, inner, xmlns=svg.XMLNS, width=2 * WIDTH, viewBox=box)

@@ -100,11 +100,11 @@ def capacity_rows(rate: float, users: float, think_s: float, bound: str) -> "lis
     from cumulo.base.report import Row
 
     return [
-        Row("highest rate within the SLO", rate, "requests/s", "higher", note=f"limited by {bound}"),
+        Row("highest rate within the SLO", rate, "requests/s", "higher", note=f"beyond it, {bound}"),
         Row(
             "concurrent users",
-            int(users),
-            "",
+            float(f"{users:.3g}"),
+            "users",
             "higher",
             note=f"each waits {think_s:g} s between an answer and the next question",
         ),

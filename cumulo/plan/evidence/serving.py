@@ -9,9 +9,10 @@ import csv
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from importlib import resources
 
+from cumulo.plan.serve.profile import ServingProfile
 from cumulo.plan.serve.published_engine import Saturation
 from cumulo.plan.serve.replica import TENSORRT_LLM, Replica
 from cumulo.plan.serve.step_cost import StepLoad
@@ -80,21 +81,23 @@ def replica_of(model: str, device: str, tp: int, weights: str, longest: int) -> 
 
 @cache
 def _kv_tokens(model: str, device: str, tp: int, weights: str, longest: int) -> int:
-    memory = replica_of(model, device, tp, weights, longest).memory()
-    return memory.kv_blocks * 64
+    replica = replica_of(model, device, tp, weights, longest)
+    return replica.memory().kv_blocks * replica.engine_config().block_size
 
 
 def saturated_tokens_per_s(row: ServedRow, given: Saturation) -> float:
     """Output tokens per second of a replica that never waits for requests."""
     length = row.prompt + row.answer
     kind = (row.model, row.device, row.tp, row.weights, length)
-    fit = _kv_tokens(*kind) / (length * given.kv_margin)
+    replica = replica_of(*kind)
+    reserved = given.reserved * replica.device.memory_bytes / replica.work().kv_bytes_per_token
+    fit = (_kv_tokens(*kind) - reserved) / length
     running = min(max(fit, 1.0), given.most_running, row.requests)
     waves = row.requests / running
     if waves < 4:  # the last of few is not full, and all that start together end together
         waves = max(1, math.ceil(waves - 1e-9))
     running = row.requests / waves
-    return saturated_rate(replica_of(*kind), running, row.prompt, row.answer, given)
+    return saturated_rate(replica, running, row.prompt, row.answer, given)
 
 
 def saturated_rate(
@@ -111,4 +114,9 @@ def saturated_rate(
         round(prompts * prompt**2 / 2),
         round(prompts * prompt),
     )
-    return running / sum(replica.cost_under(given.profile()).parts(load))
+    return running / sum(replica.cost_under(_profile(given)).parts(load))
+
+
+@lru_cache(maxsize=64)
+def _profile(given: Saturation) -> ServingProfile:
+    return given.profile()

@@ -32,11 +32,10 @@ class Capacity:
     def best(self) -> RateTrial:
         return max((one for one in self.trials if one.holds), key=lambda one: one.rate)
 
-    @property
-    def bound(self) -> str:
-        """What gives way first, in words."""
-        beyond = [one for one in self.trials if one.rate > self.rate]
-        return beyond[0].report.bound_by if beyond else self.best.report.bound_by
+    def limit(self, slo: Slo) -> str:
+        """What gives way first beyond the highest rate, and why, in words."""
+        beyond = [one for one in self.trials if one.rate > self.rate and not one.holds]
+        return (beyond[0] if beyond else self.best).report.limit(slo)
 
     def users(self, think_s: float) -> float:
         """People who each wait for an answer, think, and ask again: Little's law (1961) around the whole loop."""
@@ -52,9 +51,9 @@ def play(replica: Replica, traffic: Traffic, percentile: float = 99.0, slower: f
 
 
 def play_between(replica: Replica, traffic: Traffic, percentile: float) -> tuple[ServeReport, ServeReport]:
-    """The same with every step as much faster, and slower, as the device's profile may be wrong."""
-    error = replica.profile.error
-    return play(replica, traffic, percentile, 1 - error), play(replica, traffic, percentile, 1 + error)
+    """The same with every step as much faster, and slower, as predictions of this replica may be wrong."""
+    sure = replica.confidence
+    return play(replica, traffic, percentile, sure.fastest), play(replica, traffic, percentile, sure.slowest)
 
 
 def find_capacity(

@@ -19,6 +19,15 @@ class Candidate:
     most_rate: float  # no replica of this kind can take more; 0: a request alone misses the objective
     why_not: str = ""  # where it cannot be used at all
     fits: bool = True  # into memory
+    runnable: bool = True  # by `cumulo serve`
+
+    def is_of(self, deployment: "Deployment") -> bool:
+        """Whether it is the kind of a deployment, which may have chosen smaller steps."""
+        chosen = deployment.replica
+        usual = replace(
+            chosen, max_tokens_per_step=self.replica.max_tokens_per_step, max_running=self.replica.max_running
+        )
+        return usual == self.replica and self.split == (deployment.prefill_replicas > 0)
 
     def least_price(self, rate: float) -> float:
         """USD per hour that so much traffic costs at least."""
@@ -34,8 +43,8 @@ class Deployment:
     replicas: int  # of the decode kind, where the two are split
     prefill_replicas: int  # 0: every replica does both
     rate: float  # of all traffic
-    report: ServeReport  # of one replica with its share of it
-    headroom: float | None = None  # how much more traffic it would hold, as a share
+    report: ServeReport  # of one replica with its share of it, at the pessimistic end of the prediction
+    output_tokens: float  # of an answer, on average
 
     @property
     def gpus(self) -> int:
@@ -47,55 +56,60 @@ class Deployment:
 
     @property
     def price_per_million_tokens(self) -> float:
-        """Of output, USD."""
-        tokens_per_hour = 3600 * self.report.output_tok_s * self.replicas
-        return 1e6 * self.price_per_hour / tokens_per_hour if tokens_per_hour else float("inf")
+        """Of output in the steady state, USD: all traffic is answered while it keeps coming."""
+        return 1e6 * self.price_per_hour / (3600 * self.output_tok_s)
+
+    @property
+    def output_tok_s(self) -> float:
+        """Of all replicas in the steady state, without the start and the end of the simulated traffic."""
+        return self.rate * self.output_tokens
 
     def __str__(self) -> str:
         if self.prefill_replicas:
             return f"{self.prefill_replicas} prefill + {self.replicas} decode replicas of {self.replica}"
         return f"{self.replicas} replica{'s' if self.replicas > 1 else ''} of {self.replica}"
 
-    def with_headroom(self, headroom: float) -> "Deployment":
-        return replace(self, headroom=headroom)
-
 
 def candidate(replica: Replica, split: bool, traffic: Traffic, slo: Slo) -> Candidate:
-    """What can be said of a kind of replica without simulating it.
+    """What can be said of a kind of replica without simulating it, at the pessimistic end of its step times.
 
     A replica's device is busy with every request at least for what each of its tokens adds to a step; and where the
     objective bounds the gap between tokens, what a step costs before its first token is paid at least once in each
     such gap. So it can take at most (1 - fixed / gap) / busy requests per second, and as many on each stage of a
     pipeline, which has its part of both.
     """
-    if split and replica.ranks > 1:
-        return Candidate(replica, split, 0.0, "prefill and decode apart need engines of one rank", fits=False)
     try:
         replica.memory()
     except OutOfMemory as error:
         return Candidate(replica, split, 0.0, str(error), fits=False)
-    cost = replica.cost()
+    cost, slow = replica.cost(), replica.confidence.slowest
     prompt, output, shared = traffic.means()
     fresh = max(1, round(prompt - shared)) if replica.prefix_cache else round(prompt)
     one_s, two_s = (sum(cost.parts(StepLoad(4096 * n, 1, 1, 0, 0, 0, 0))) for n in (1, 2))
     token_s = (two_s - one_s) / 4096
     context = prompt + output / 2
     kv_s = sum(cost.parts(StepLoad(1, 1, 1, 1 << 20))) - sum(cost.parts(StepLoad(1, 1, 1)))
-    busy_s = fresh * token_s
+    busy_s = fresh * token_s * slow
     if not split:
-        busy_s += output * (token_s + _kv_share(replica) * context * kv_s / (1 << 20))
-    step_s = sum(cost.parts(StepLoad(1, 1, 1, round(prompt))))
+        drawn = output / _most_at_once(replica)
+        busy_s += slow * drawn * (token_s + _kv_share(replica) * context * kv_s / (1 << 20))
+    step_s = slow * sum(cost.parts(StepLoad(1, 1, 1, round(prompt))))
     room = 1.0
     if slo.itl_s is not None and not split:
         if step_s > slo.itl_s:
             return Candidate(replica, split, 0.0, f"one sequence alone takes {step_s * 1e3:.1f} ms a token")
         room = 1 - step_s / replica.pp / slo.itl_s
-    first_s = sum(cost.parts(StepLoad(fresh, 1, 1, 0, 0, pairs(round(shared), fresh), fresh)))
+    first_s = slow * sum(cost.parts(StepLoad(fresh, 1, 1, 0, 0, pairs(round(shared), fresh), fresh)))
     if slo.ttft_s is not None and first_s > slo.ttft_s:
         return Candidate(
             replica, split, 0.0, f"a prompt of {fresh:,} new tokens alone takes {first_s * 1e3:.1f} ms"
         )
     return Candidate(replica, split, room * replica.pp / busy_s)
+
+
+def _most_at_once(replica: Replica) -> int:
+    """Tokens of a sequence that one step can yield: with speculation, drafts as well."""
+    return 8 if replica.acceptance else 1
 
 
 def _kv_share(replica: Replica) -> float:

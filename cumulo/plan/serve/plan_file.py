@@ -8,6 +8,7 @@ from typing import Any
 import yaml
 
 from cumulo.base.strict import build
+from cumulo.engine.config import EngineConfig
 from cumulo.errors import ConfigError
 from cumulo.plan.serve.deployment import Deployment
 
@@ -51,6 +52,9 @@ class ServePlanFile:
     max_context: int | None = None
     max_running: int | None = None
     max_tokens_per_step: int | None = None
+    kv_dtype: str | None = None
+    kv_host_gib: float = 0.0
+    speculate: str | None = None
 
     @property
     def engines(self) -> int:
@@ -77,14 +81,14 @@ def plan_file(best: Deployment, model: str, percentile: float) -> ServePlanFile:
             best.gpus,
             best.rate,
             percentile,
-            _rounded(report.output_tok_s * best.replicas),
+            _rounded(best.output_tok_s),
             None if report.ttft_s is None else _rounded(report.ttft_s.at_slo),
             None if report.itl_s is None else _rounded(report.itl_s.at_slo),
             model if weights is None else None,
         ),
         model=None if weights is None else str(weights),
         device=config.device,
-        weights="fp8" if replica.weights == "float8" else None,
+        weights={"float8": "fp8", "int4": "int4"}.get(replica.weights),
         tp=replica.tp,
         pp=replica.pp,
         ep=replica.ep,
@@ -94,7 +98,25 @@ def plan_file(best: Deployment, model: str, percentile: float) -> ServePlanFile:
         max_context=replica.roomy_context(),
         max_running=config.max_running,
         max_tokens_per_step=config.max_tokens_per_step,
+        kv_dtype="fp8" if replica.kv == "float8" else None,
+        kv_host_gib=replica.kv_host_gib,
+        speculate="ngram" if replica.acceptance else None,
     )
+
+
+def differing(planned: ServePlanFile) -> dict[str, Any]:
+    """Options that a plain `cumulo serve` would not have, by name."""
+    usual = ServePlanFile(planned.planned_for, device=planned.device)
+    standard = EngineConfig().settled(planned.device)
+    found = {
+        name: value
+        for name, value in planned.options().items()
+        if name not in ("model", "device") and value != getattr(usual, name)
+    }
+    for name in ("max_running", "max_tokens_per_step"):
+        if found.get(name) == getattr(standard, name):
+            del found[name]
+    return found
 
 
 def _rounded(value: float) -> float:

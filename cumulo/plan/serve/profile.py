@@ -44,9 +44,7 @@ class Host:
 class ServingProfile:
     device: str  # of the catalogue, on which it was measured
     evidence: str  # what the constants were taken from, which runs were fitted and which held out
-    error: (
-        float  # of throughput: the larger of the median over held-out runs and 0.05; intervals are made of it
-    )
+    error: float  # of step times: nine of ten measured runs lie within it
     products: Mapping[str, Reached] = field(hash=False)  # by weight format
     experts: Reached  # of grouped products
     kv_bandwidth: float  # of the memory's, while keys and values are read
@@ -61,6 +59,7 @@ class ServingProfile:
     step_s: float  # of one step
     rounds_up: bool  # steps are padded to captured shapes
     host: Host
+    collectives: float = 1.0  # seconds between ranks, over those of the network model
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self) | {"products": {name: asdict(one) for name, one in self.products.items()}}

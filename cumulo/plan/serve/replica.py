@@ -5,6 +5,7 @@ Its KV blocks are those the engine's own memory ledger would give it, and its li
 """
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from cumulo.engine.config import EngineConfig
 from cumulo.engine.decide.scheduler import Scheduler
@@ -17,7 +18,9 @@ from cumulo.errors import ConfigError, OutOfMemory
 from cumulo.layout.local_spec import local_spec
 from cumulo.layout.serving import ServingLayout
 from cumulo.plan.network.collectives import Network
+from cumulo.plan.serve.confidence import Confidence, confidence_of
 from cumulo.plan.serve.profile import ServingProfile, profile_for
+from cumulo.plan.serve.published_engine import published_profile
 from cumulo.plan.serve.step_cost import StepCostModel
 from cumulo.plan.serve.step_cost_work import Format, StepWork, check_split, step_work
 from cumulo.spec.cluster import Cluster
@@ -25,10 +28,17 @@ from cumulo.spec.device import Device, Node
 from cumulo.spec.fabric import Fabric
 from cumulo.spec.model import ModelSpec
 
+CUMULO, TENSORRT_LLM = "cumulo", "tensorrt-llm"
+_QUANTISED: dict[str, Literal["fp8", "int4"]] = {
+    "float8": "fp8",
+    "int4": "int4",
+}  # by `cumulo serve --weights`
 _DRIVER_BYTES = GIB // 2  # of a GPU's memory, taken before the engine asks how much is free
 FORMATS = {
     "bfloat16": Format(),
     "float8": Format(weights="float8", compute="float8"),
+    "int4": Format(weights="int4"),
+    "float4": Format(weights="float4", compute="float4"),
     "float32": Format("float32", "float32", "float32", "float32", "float32", "float32"),
     # The built-in model, on a CPU.
     "q4_1": Format("q4_1", "float32", "q8_0", "float32", "float32", "float32"),
@@ -43,6 +53,8 @@ class Replica:
     tp: int = 1
     ep: int = 1  # experts over this many of the tp ranks; 1: every expert is cut like the other matrices
     weights: str = "bfloat16"
+    kv: str = ""  # number format of keys and values; empty: that of activations
+    engine: str = CUMULO  # or TENSORRT_LLM, whose published throughputs are known
     max_context: int | None = None  # prompt and answer; None: what the model was made for
     max_running: int = 0  # 0: the engine's default
     max_tokens_per_step: int = 0
@@ -65,11 +77,18 @@ class Replica:
     def form(self) -> Format:
         if self.weights not in FORMATS:
             raise ConfigError(f"weights must be one of {', '.join(FORMATS)}; got {self.weights!r}")
-        return FORMATS[self.weights]
+        form = FORMATS[self.weights]
+        if self.engine != CUMULO:  # whose engine leaves routed experts as they are
+            form = replace(form, experts=form.weights)
+        return replace(form, kv=self.kv) if self.kv else form
 
     @property
     def profile(self) -> ServingProfile:
-        return profile_for(self.device)
+        return profile_for(self.device) if self.engine == CUMULO else published_profile()
+
+    @property
+    def confidence(self) -> Confidence:
+        return confidence_of(self.device, self.ranks, self.engine == CUMULO)
 
     @property
     def price_per_hour(self) -> float:
@@ -90,7 +109,8 @@ class Replica:
             max_tokens_per_step=self.max_tokens_per_step,
             prefix_cache=self.prefix_cache,
             kv_host_gib=self.kv_host_gib,
-            weights="fp8" if self.weights == "float8" else "auto",
+            weights=_QUANTISED.get(self.weights, "auto"),
+            kv_dtype="fp8" if self.kv == "float8" else "auto",
             pp=self.pp,
             speculate="drafts" if self.acceptance else "",
         ).settled("cpu" if on_cpu else "cuda")
@@ -111,7 +131,9 @@ class Replica:
     def _memory(self) -> MemoryPlan:
         free = self.device.memory_bytes - (0 if self.device.generation == "cpu" else _DRIVER_BYTES)
         held, loading = self.work().held_bytes, 0
-        if self.weights == "float8":  # the engine loads weights as they are, and then quantises
+        if (
+            self.weights in _QUANTISED and self.engine == CUMULO
+        ):  # it loads weights as they are, and then quantises
             loading = step_work(self.spec, FORMATS["bfloat16"], self.tp, self.ep).held_bytes
         check_split(self.spec, self.tp, self.ep)
         if self.pp > 1:
@@ -143,6 +165,12 @@ class Replica:
         return scheduler
 
     def cost(self, swap_bytes_per_s: float | None = None, slower: float = 1.0) -> StepCostModel:
+        return self.cost_under(self.profile, swap_bytes_per_s, slower)
+
+    def cost_under(
+        self, profile: ServingProfile, swap_bytes_per_s: float | None = None, slower: float = 1.0
+    ) -> StepCostModel:
+        """Under constants other than the device's own: those that never saw it."""
         tensor = expert = stages = None
         if self.ranks > 1:
             network = Network(Cluster(self.node, self.ranks, self.fabric))
@@ -150,7 +178,7 @@ class Replica:
             expert = tensor if self.ep > 1 else None
             stages = network.group(self.pp, stride=self.tp) if self.pp > 1 else None
         return StepCostModel(
-            self.work(), self.device, self.profile, weights=self.weights, compute=self.form.compute, tensor=tensor,
+            self.work(), self.device, profile, weights=self.weights, compute=self.form.compute, tensor=tensor,
             expert=expert, stages=stages, block_size=self.engine_config().block_size,
             swap_bytes_per_s=swap_bytes_per_s, slower=slower,
         )  # fmt: skip
@@ -184,6 +212,8 @@ class Replica:
     def __str__(self) -> str:
         sizes = (("tp", self.tp), ("pp", self.pp), ("ep", self.ep))
         split = " ".join(f"{name}{size}" for name, size in sizes if size > 1)
+        numbers = self.weights + (f", {self.kv} KV" if self.kv else "")
+        numbers += "" if self.engine == CUMULO else f", {self.engine}"
         if not split:
-            return f"{self.device.name} ({self.weights})"
-        return f"{self.ranks} × {self.device.name} ({split}, {self.weights})"
+            return f"{self.device.name} ({numbers})"
+        return f"{self.ranks} × {self.device.name} ({split}, {numbers})"

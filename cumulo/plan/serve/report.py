@@ -1,11 +1,12 @@
 """What a simulated run amounts to: latencies, throughput, what bounds it. Commands and search read it."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, astuple, dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
+from cumulo.base.quantities import quantity
 from cumulo.engine.simulate.run import Run, Served
 from cumulo.spec.slo import Slo
 
@@ -26,6 +27,9 @@ class Percentiles:
     p99: float
     most: float
     at_slo: float  # the objective's own percentile
+
+    def times(self, factor: float) -> "Percentiles":
+        return Percentiles(*(factor * value for value in astuple(self)))
 
     @staticmethod
     def from_values(
@@ -88,6 +92,34 @@ class ServeReport:
     def bound_by(self) -> str:
         part = max(self.time_by_part, key=lambda name: self.time_by_part[name])
         return BOUND_BY[part]
+
+    def stretched(self, factor: float) -> "ServeReport":
+        """The same run if everything in it, arrivals too, took so many times as long."""
+        if factor == 1:
+            return self
+        return replace(
+            self,
+            simulated_s=self.simulated_s * factor,
+            output_tok_s=self.output_tok_s / factor,
+            request_s=self.request_s / factor,
+            ttft_s=self.ttft_s and self.ttft_s.times(factor),
+            itl_s=self.itl_s and self.itl_s.times(factor),
+            e2e_s=self.e2e_s and self.e2e_s.times(factor),
+            mean_step_s=self.mean_step_s * factor,
+        )
+
+    def limit(self, slo: Slo) -> str:
+        """Which bound gives way first, or nearly does, and what steps spend their time on."""
+        words = []
+        for name, bound, spread in (("TTFT", slo.ttft_s, self.ttft_s), ("ITL", slo.itl_s, self.itl_s)):
+            if bound is not None and spread is not None and spread.at_slo > bound:
+                words.append(f"{name} p{slo.percentile:g} passes {quantity(bound, 's')}")
+        if self.waiting_grows and not words:
+            words.append("requests queue up")
+        if self.preemptions or self.kv_used > 0.98:
+            words.append("the KV cache is full")
+        share = self.time_by_part[max(self.time_by_part, key=lambda name: self.time_by_part[name])]
+        return f"{' and '.join(words) or 'nothing'}; steps are bound by {self.bound_by} ({share:.0%} of their time)"
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self) | {"time_by_part": dict(self.time_by_part)}

@@ -1,9 +1,8 @@
 """The cheapest deployment that keeps the objective, found by simulating. Called by `cumulo plan serve`.
 
-Kinds of replica (device × tensor, pipeline and expert parallel × weight format × prefill apart or not) are ranked
-by what they cost at least (`serve_deployment.candidate`), and simulated in that order until no other kind can be
-cheaper than the two best found. So the answer is the cheapest of all that were enumerated, as far as the cost model
-is right.
+Kinds of replica (`kinds`) are ranked by what they cost at least (`deployment.candidate`), and simulated in that
+order until no other kind can be cheaper than the two best found. So the answer is the cheapest of all that were
+enumerated, as far as the cost model is right. The objective is kept at the pessimistic end of predicted step times.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -11,29 +10,30 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from cumulo.errors import ConfigError
-from cumulo.plan.serve.capacity import Capacity, find_capacity, play
-from cumulo.plan.serve.deployment import Candidate, Deployment, candidate
+from cumulo.plan.serve.capacity import Capacity, RateTrial, play
+from cumulo.plan.serve.deployment import Candidate, Deployment
+from cumulo.plan.serve.headroom import RateGrid
 from cumulo.plan.serve.replica import Replica
 from cumulo.plan.serve.report import ServeReport
 from cumulo.plan.serve.split import decode, prefill
 from cumulo.plan.serve.step_cost import StepLoad
 from cumulo.plan.serve.traffic import Traffic, check_rate
-from cumulo.spec.catalog import Catalog
-from cumulo.spec.device import Node
 from cumulo.spec.model import ModelSpec
 from cumulo.spec.slo import Slo
 
-TENSOR_SIZES = (1, 2, 4, 8)
-STAGES = (1, 2, 4)
-_SMALLER_STEPS = (4, 16)  # parts of the engine's default
-_LEAST_STEP = 256  # tokens: below, a step is all overhead
+_STEPS = (4096, 2048, 1024, 512, 256)  # tokens, beside the engine's default; below, a step is all overhead
 _MOST_REPLICAS = 4096
+_LEAST_LOOK = 1.1  # times a replica's share: how far headroom is looked for, at least
 
 
 @dataclass(frozen=True, slots=True)
 class ServePlan:
     deployments: tuple[Deployment, ...]  # cheapest first; at most two
-    capacity: Capacity  # of one replica of the cheapest, for a picture
+    share: tuple[
+        ServeReport, ServeReport, ServeReport
+    ]  # of one replica of the best: fast, expected, slow steps
+    capacity: tuple[Capacity, Capacity, Capacity]  # of one replica of the best: slow, expected, fast steps
+    curve: tuple[RateTrial, ...]  # of one replica of the best, by rate, as expected
     enumerated: int
     simulated: int  # kinds of replica
     rejected: tuple[Candidate, ...]  # those that cannot be used at all
@@ -41,6 +41,13 @@ class ServePlan:
     @property
     def best(self) -> Deployment:
         return self.deployments[0]
+
+    @property
+    def headroom(self) -> tuple[float, float, float]:
+        """How much more traffic would hold, as a share: at the pessimistic end, expected, at the other end."""
+        share = self.best.rate / self.best.replicas
+        low, middle, high = (one.rate / share - 1 for one in self.capacity)
+        return low, middle, high
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,40 +58,16 @@ class Wanted:
     slo: Slo
     most_gpus: int | None = None
 
-
-def kinds(
-    wanted: Wanted, catalog: Catalog, devices: Iterable[str], formats: Iterable[str], split: bool | None
-) -> Iterator[Candidate]:
-    """Everything that is looked at; `split` None: both ways."""
-    for name in devices:
-        node, fabric = catalog.cluster(1, name).node, catalog.fabric("rail-infiniband")
-        for tp, pp, ep in rank_sizes(wanted.spec, node):
-            for weights in formats:
-                if weights == "float8" and "float8" not in node.device.peak_flops:
-                    continue
-                replica = Replica(wanted.spec, node, fabric, tp, ep, weights, pp=pp)
-                replica = replica.with_context_for(wanted.traffic.arrivals)
-                for apart in (False, True) if split is None else (split,):
-                    yield candidate(replica, apart, wanted.traffic, wanted.slo)
-
-
-def rank_sizes(spec: ModelSpec, node: Node) -> Iterator[tuple[int, int, int]]:
-    """tp, pp and ep of one engine that the scale-up links of a node reach. Pipelines run on CPUs only."""
-    for pp in STAGES if node.device.generation == "cpu" else (1,):
-        for tp in TENSOR_SIZES:
-            uneven = spec.heads % tp or (spec.mla is None and spec.kv_heads % tp and tp % spec.kv_heads)
-            if uneven or tp * pp > node.scale_up_gpus or pp > spec.layers:
-                continue
-            yield tp, pp, 1
-            if spec.moe is not None and tp > 1 and spec.moe.experts % tp == 0:
-                yield tp, pp, tp
+    @property
+    def output_tokens(self) -> float:
+        return self.traffic.means()[1]
 
 
 def search(
     wanted: Wanted, candidates: Iterable[Candidate], tell: Callable[[str], None] = lambda _: None
 ) -> ServePlan:
     check_rate(wanted.rate)
-    every = sorted(candidates, key=lambda one: one.least_price(wanted.rate))
+    every = sorted(candidates, key=lambda one: (one.least_price(wanted.rate), one.replica.ranks))
     if not every:
         raise ConfigError("--devices contains no device: name one or more, or omit it")
     found: list[Deployment] = []
@@ -104,59 +87,89 @@ def search(
     rejected = tuple(one for one in every if one.most_rate <= 0)
     if not found:
         raise ConfigError(_nothing_works(wanted, every))
-    capacity = _capacity(found[0], wanted)
-    best = found[0].with_headroom(capacity.rate * found[0].replicas / wanted.rate - 1)
-    return ServePlan((best, *found[1:]), capacity, len(every), simulated, rejected)
+    tell("headroom")
+    best, sure = found[0], found[0].replica.confidence
+    rates = RateGrid(_at_rate(best, wanted, 1.0), wanted.rate / best.replicas, wanted.slo)
+    most = next(one.most_rate for one in every if one.is_of(best)) * sure.slowest
+    if best.prefill_replicas:  # it bounds prefill replicas, of which there may be fewer or more
+        most *= best.prefill_replicas / best.replicas
+    slow, usual, fast = (
+        rates.capacity(slower, max(most / slower, rates.share * _LEAST_LOOK))
+        for slower in (sure.slowest, 1.0, sure.fastest)
+    )
+    reports = _at_rate(best, wanted, sure.fastest)(rates.share), rates.report(0), best.report
+    return ServePlan(
+        tuple(found), reports, (slow, usual, fast), rates.curve(usual), len(every), simulated, rejected
+    )
 
 
 def _together(one: Candidate, wanted: Wanted, price_limit: float) -> Deployment | None:
     """The fewest replicas that hold, each with its share of the rate; with smaller steps where fewer hold so."""
     least = int(max(1, -(-wanted.rate // one.most_rate)))
     best, most = None, _most(one.replica, wanted, price_limit)
-    for replica in (one.replica, *_with_smaller_steps(one.replica, wanted.slo)):
+    for replica in _step_sizes(one.replica, wanted):
         at = partial(_share_of, wanted, replica)
         found = _fewest(at, lambda result: result.holds(wanted.slo), least, most)
         if found is not None:
-            best, most = Deployment(replica, found[0], 0, wanted.rate, found[1]), found[0] - 1
+            best = Deployment(replica, found[0], 0, wanted.rate, found[1], wanted.output_tokens)
+            most = found[0] - 1
     return best
 
 
 def _share_of(wanted: Wanted, replica: Replica, replicas: int) -> ServeReport:
-    return play(replica, wanted.traffic.at_rate(wanted.rate / replicas), wanted.slo.percentile)
+    traffic = wanted.traffic.at_rate(wanted.rate / replicas)
+    return play(replica, traffic, wanted.slo.percentile, replica.confidence.slowest)
 
 
-def _with_smaller_steps(replica: Replica, slo: Slo) -> Iterator[Replica]:
-    """A step that computes a whole long prompt delays every running answer: where the ITL is bounded, smaller steps
-    may do with fewer replicas."""
-    usual = replica.engine_config()
-    for part in _SMALLER_STEPS if slo.itl_s is not None else ():
-        tokens = usual.max_tokens_per_step // part
-        if tokens >= _LEAST_STEP:
-            yield replace(replica, max_tokens_per_step=tokens, max_running=min(usual.max_running, tokens))
+def _step_sizes(replica: Replica, wanted: Wanted) -> Iterator[Replica]:
+    """A step that computes a whole long prompt delays every running answer: where the ITL is bounded, the largest
+    step that keeps it, the engine's default, and half of the first."""
+    itl_s, usual = wanted.slo.itl_s, replica.engine_config()
+    sizes = []
+    if itl_s is not None and usual.max_tokens_per_step > _STEPS[-1]:
+        cost, slow = replica.cost(), replica.confidence.slowest
+        rows, context = 64, round(sum(wanted.traffic.means()[:2]))
+
+        def step_s(tokens: int) -> float:
+            load = StepLoad(tokens, rows, rows, rows * context, 0, tokens * tokens // 2, tokens)
+            return slow * sum(cost.parts(load))
+
+        within = next((tokens for tokens in _STEPS if step_s(tokens) <= itl_s), _STEPS[-1])
+        sizes = [within, 0, within // 2] if within > _STEPS[-1] else [within, 0]
+    for tokens in sizes or [0]:
+        running = min(usual.max_running, tokens) if tokens else usual.max_running
+        if tokens < usual.max_tokens_per_step:
+            yield replace(replica, max_tokens_per_step=tokens, max_running=running)
 
 
 def _split(one: Candidate, wanted: Wanted, price_limit: float) -> Deployment | None:
-    """First the fewest prefill replicas for the time to first token, then the fewest for the gaps after it."""
-    slo, most = wanted.slo, _most(one.replica, wanted, price_limit)
+    """First the fewest prefill replicas for the time to first token, then the fewest for the gaps after it. Both
+    run on one host, where keys and values go from GPU to GPU."""
+    slo, most = wanted.slo, min(_most(one.replica, wanted, price_limit), one.replica.node.gpus)
+    slow, replica = one.replica.confidence.slowest, one.replica
 
     def prompts(replicas: int) -> ServeReport:
-        return prefill(one.replica, wanted.traffic.at_rate(wanted.rate / replicas), slo.percentile).report
+        return prefill(replica, wanted.traffic.at_rate(wanted.rate / replicas), slo.percentile, slow).report
 
     least = int(max(1, -(-wanted.rate // one.most_rate)))
     first = _fewest(prompts, lambda result: result.holds(slo), least, most - 1)
     if first is None:
         return None
-    prefilled = prefill(one.replica, wanted.traffic.at_rate(wanted.rate / first[0]), slo.percentile)
+    prefilled = prefill(replica, wanted.traffic.at_rate(wanted.rate / first[0]), slo.percentile, slow)
 
     def answers(replicas: int) -> ServeReport:
-        return decode(one.replica, wanted.traffic.at_rate(wanted.rate / replicas), prefilled, slo.percentile)
+        return decode(
+            replica, wanted.traffic.at_rate(wanted.rate / replicas), prefilled, slo.percentile, slow
+        )
 
     second = _fewest(answers, lambda result: result.holds(slo), 1, most - first[0])
-    return None if second is None else Deployment(one.replica, second[0], first[0], wanted.rate, second[1])
+    if second is None:
+        return None
+    return Deployment(replica, second[0], first[0], wanted.rate, second[1], wanted.output_tokens)
 
 
 def _most(replica: Replica, wanted: Wanted, price_limit: float) -> int:
-    """Replicas beyond which it is too dear or there are no GPUs."""
+    """Replicas beyond which it is too expensive or there are no GPUs."""
     most = _MOST_REPLICAS if wanted.most_gpus is None else wanted.most_gpus // replica.ranks
     if price_limit < float("inf"):
         most = min(most, int(price_limit / replica.price_per_hour) if replica.price_per_hour else most)
@@ -183,31 +196,30 @@ def _fewest(
     return high, result
 
 
-def _capacity(best: Deployment, wanted: Wanted) -> Capacity:
-    """How much one (decode) replica of the deployment would take."""
-    slo, share = wanted.slo, wanted.rate / best.replicas
-    prompts = wanted.traffic.at_rate(wanted.rate / best.prefill_replicas) if best.prefill_replicas else None
-    prefilled = None if prompts is None else prefill(best.replica, prompts, slo.percentile)
+def _at_rate(best: Deployment, wanted: Wanted, slower: float) -> Callable[[float], ServeReport]:
+    """One (decode) replica of a deployment under any rate."""
+    slo, replica = wanted.slo, best.replica
+    if not best.prefill_replicas:
+        return lambda rate: play(replica, wanted.traffic.at_rate(rate), slo.percentile, slower)
+    ratio = best.replicas / best.prefill_replicas
 
-    def at(rate: float) -> ServeReport:
-        traffic = wanted.traffic.at_rate(rate)
-        if prefilled is None:
-            return play(best.replica, traffic, slo.percentile)
-        # More traffic reaches the prefill replicas in the same measure.
-        more = wanted.traffic.at_rate(wanted.rate / best.prefill_replicas * rate / share)
-        return decode(best.replica, traffic, prefill(best.replica, more, slo.percentile), slo.percentile)
+    def apart(rate: float) -> ServeReport:
+        prompts = prefill(replica, wanted.traffic.at_rate(rate * ratio), slo.percentile, slower)
+        return decode(replica, wanted.traffic.at_rate(rate), prompts, slo.percentile, slower)
 
-    return find_capacity(at, slo, start=share)
+    return apart
 
 
 def _nothing_works(wanted: Wanted, every: list[Candidate]) -> str:
     """Why no deployment was found, and the nearest thing that works."""
     fitting = [one for one in every if one.fits]
     if not fitting:
-        largest = max(every, key=lambda one: one.replica.ranks * one.replica.device.memory_bytes)
+        tried = [one for one in every if one.runnable] or every
+        largest = max(tried, key=lambda one: one.replica.ranks * one.replica.device.memory_bytes)
         return (
-            f"the model fits none of the {len(every)} kinds of replica considered (leave --devices out to consider "
-            f"all); in the largest, {largest.why_not}"
+            f"`cumulo serve` runs the model on none of the {len(every)} kinds of replica considered (omit "
+            "--devices to consider all, or add --hypothetical to plan for engines with 8-bit experts and KV "
+            f"caches); in the largest, {largest.why_not}"
         )
     usable = [one for one in fitting if one.most_rate > 0]
     if not usable:

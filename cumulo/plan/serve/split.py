@@ -25,10 +25,11 @@ class Prefilled:
     report: ServeReport
 
 
-def prefill(replica: Replica, traffic: Traffic, percentile: float) -> Prefilled:
+def prefill(replica: Replica, traffic: Traffic, percentile: float, slower: float = 1.0) -> Prefilled:
     prompts = tuple(replace(one, output_tokens=1) for one in traffic.arrivals)
-    run, cost = replica.serve(prompts)
-    return Prefilled(traffic, run, report(run, replica.memory().kv_blocks, cost.spent(run), percentile))
+    run, cost = replica.serve(prompts, slower)
+    blocks = replica.memory().kv_blocks
+    return Prefilled(traffic, run, report(run, blocks, cost.spent(run), percentile, replica.front_door_s))
 
 
 def landings(replica: Replica, traffic: Traffic, waits_s: list[float]) -> list[Arrival]:
@@ -48,7 +49,9 @@ def landings(replica: Replica, traffic: Traffic, waits_s: list[float]) -> list[A
     return landed
 
 
-def decode(replica: Replica, traffic: Traffic, prefilled: Prefilled, percentile: float) -> ServeReport:
+def decode(
+    replica: Replica, traffic: Traffic, prefilled: Prefilled, percentile: float, slower: float = 1.0
+) -> ServeReport:
     """One decode replica's run. Its requests' first tokens take as long as those of the prefill run, one by one."""
     waits_s = [(one.first_token_s or 0.0) - one.arrival.arrived_s for one in prefilled.run.served]
     arrivals = landings(replica, traffic, waits_s)
@@ -57,7 +60,7 @@ def decode(replica: Replica, traffic: Traffic, prefilled: Prefilled, percentile:
     )
     blocks = replica.memory().kv_blocks
     scheduler = replica.scheduler(host_blocks=landing_blocks(replica, traffic))
-    cost = replica.cost(swap_bytes_per_s=float("inf"))  # the transfer was counted on the way
+    cost = replica.cost(swap_bytes_per_s=float("inf"), slower=slower)  # the transfer was counted on the way
     run = simulate(arrivals, scheduler, cost)
     result = report(run, blocks, cost.spent(run), percentile)
     return replace(

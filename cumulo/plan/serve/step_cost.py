@@ -133,11 +133,11 @@ class StepCostModel:
         self._expert_s = work.expert_parameters * work.expert_bytes / (bandwidth * experts.bandwidth)
         local = work.experts / work.experts_of_model if work.experts else 0.0
         plain = profile.products.get("bfloat16", reached)
-        wide = (
-            device.flops("bfloat16") if compute == "float8" else rate
-        )  # attention, experts and head stay in 16 bits
+        # Attention and head stay in 16 bits, and experts where they are not quantised.
+        wide = device.flops("bfloat16") if compute in ("float8", "float4") else rate
+        expert_rate = rate if work.expert_bytes == work.weight_bytes else wide
         self._expert_token_s = (
-            2 * work.expert_parameters * work.experts_per_token * local / (wide * experts.matmul)
+            2 * work.expert_parameters * work.experts_per_token * local / (expert_rate * experts.matmul)
         )
         self._head_s = work.head_parameters * work.head_bytes / (bandwidth * plain.bandwidth)
         self._draw_s = 2 * work.head_parameters / (wide * plain.matmul)
@@ -252,7 +252,7 @@ class StepCostModel:
             seconds += 2 * work.moe_layers * collective_s("all_to_all", sent, self._expert)
         if self._stages is not None:
             seconds += (self._stages.ranks - 1) * collective_s("send_recv", message, self._stages)
-        return seconds
+        return seconds * self.profile.collectives
 
 
 def _together(memory_s: float, compute_s: float, power: float) -> float:

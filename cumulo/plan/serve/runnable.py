@@ -1,0 +1,30 @@
+"""What keeps `cumulo serve` from running a replica that could be planned. The search asks it unless it may be
+hypothetical."""
+
+from cumulo.plan.serve.replica import CUMULO, Replica
+from cumulo.spec.gpu_kernels import obstacle_of
+
+
+def obstacle(replica: Replica, split: bool = False) -> str:
+    """In words; empty: `cumulo serve` runs it."""
+    device, spec = replica.device, replica.spec
+    if replica.engine != CUMULO:
+        return f"{replica.engine} is not Cumulo's engine"
+    if device.generation == "cpu":
+        return ""
+    if device.generation.startswith("cdna"):
+        return f"the kernels are for NVIDIA's GPUs, and {device.name} is not one"
+    if replica.pp > 1:
+        return "pipelines run on CPUs only"
+    if replica.tp > 1 and not device.link_kind.startswith("nvlink"):
+        return f"ranks on GPUs need NVLink, and {device.name} has {device.link_kind}"
+    if spec.vocab_size % replica.tp:
+        return f"tp {replica.tp} does not divide the vocabulary of {spec.vocab_size:,} tokens"
+    if split and replica.ranks > 1:
+        return "prefill and decode apart need engines of one rank"
+    if replica.acceptance and replica.ranks > 1:
+        return "speculation runs on one rank"
+    quantised = replica.weights in ("float8", "int4") or replica.kv == "float8"
+    if quantised and (why := obstacle_of(spec, "bfloat16")):
+        return f"quantised formats need the GPU's kernels: {why}"
+    return ""
