@@ -2,6 +2,8 @@
 rows, and the assembly before it plans.
 """
 
+from functools import lru_cache
+
 from cumulo.spec.model import ModelSpec
 from cumulo.spec.operations import layer_operations, model_operations
 
@@ -30,6 +32,7 @@ def quantised_saved_bytes(spec: ModelSpec, bytes_per_element: int, kind: str) ->
     )
 
 
+@lru_cache(maxsize=64)
 def int4_scratch_bytes(spec: ModelSpec, bytes_per_element: int) -> int:
     """Where the largest matrix of a layer is unpacked for steps of many tokens: gate and up lie together."""
     widest = max(
@@ -45,6 +48,7 @@ def int4_scratch_bytes(spec: ModelSpec, bytes_per_element: int) -> int:
     return widest * bytes_per_element
 
 
+@lru_cache(maxsize=256)
 def gpu_buffer_bytes(spec: ModelSpec, tokens: int, outputs: int, bytes_per_element: int) -> int:
     """What the GPU decoder works in: the stream and its normed copy, one layer's projections, attention's result,
     the feed-forward's two sides and their product, and the rows whose logits are wanted."""

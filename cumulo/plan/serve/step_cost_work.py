@@ -6,6 +6,7 @@ Tensor and expert parallelism are arithmetic on the model: a rank holds 1/tp of 
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 
 from cumulo.errors import ConfigError
 from cumulo.layout.divide import nearest_divisor
@@ -64,6 +65,7 @@ class StepWork:
         return self.experts * (1 - (1 - self.experts_per_token / self.experts_of_model) ** tokens)
 
 
+@lru_cache(maxsize=512)
 def step_work(spec: ModelSpec, form: Format, tp: int = 1, ep: int = 1) -> StepWork:
     """The work of one of tp ranks; its experts are spread over ep of the replica's ranks."""
     check_split(spec, tp, ep)
