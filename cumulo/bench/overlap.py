@@ -70,7 +70,7 @@ class OverlapPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class OverlapSteps:
     """Of one rank."""
 
     passes: Mapping[PassKey, list[Parts]]
@@ -84,7 +84,7 @@ class Measured:
 
 def measure(plan: OverlapPlan, tell: Callable[[str], None]) -> list[Row]:
     tell(f"{plan.ranks} processes")
-    found: list[Measured] = run_ranks(_rank, plan.ranks, plan, timeout_s=1800, heard=tell)
+    found: list[OverlapSteps] = run_ranks(_rank, plan.ranks, plan, timeout_s=1800, heard=tell)
     schedule = training_schedule(plan.layout, plan.micro_batches)
     costs = pass_costs([one.passes for one in found])
     cores = available_cores()
@@ -111,7 +111,7 @@ def measure(plan: OverlapPlan, tell: Callable[[str], None]) -> list[Row]:
     return rows
 
 
-def _passes_s(found: Sequence[Measured]) -> float:
+def _passes_s(found: Sequence[OverlapSteps]) -> float:
     return sum(part[0] for one in found for steps in one.passes.values() for part in steps[len(steps) // 2])
 
 
@@ -132,7 +132,7 @@ def _rows(title: str, times: list[float], said: list[float]) -> list[Row]:
     ]
 
 
-def _rank(rank: int, plan: OverlapPlan) -> Measured:
+def _rank(rank: int, plan: OverlapPlan) -> OverlapSteps:
     groups, shaper = Groups(plan.layout, rank), LinkShaper(_FAST, plan.each_connection)
     use_collectives(CollectiveChoices({"all_to_all": "direct"}, transport="tcp", shaper=shaper))
     run = ModelRun(plan.spec, plan.config, groups, torch.device("cpu"))
@@ -175,7 +175,7 @@ def _rank(rank: int, plan: OverlapPlan) -> Measured:
             )
         times.append(took)
     use_collectives("")
-    return Measured(trace.passes, rest_s, tuple(cards), tuple(times), same)
+    return OverlapSteps(trace.passes, rest_s, tuple(cards), tuple(times), same)
 
 
 def _traced(run: ModelRun, step: Callable[[bool], object]) -> tuple[PassTrace, float]:

@@ -50,9 +50,10 @@ def all_reduce(tensor: Tensor, group: Group | None) -> None:
 
 def start_all_reduce(tensor: Tensor, group: Group | None) -> Work | None:
     """None: it is done."""
-    if group is None or _schedules.algorithm("all_reduce", tensor, group.size()) is not None:
-        all_reduce(tensor, group)
+    if group is None:
         return None
+    if _schedules.algorithm("all_reduce", tensor, group.size()) is not None:
+        return _schedules.start(lambda: all_reduce(tensor, group))
     began, size = time.perf_counter(), group.size()
     work: Work | None = dist.all_reduce(tensor, group=lane_group(group), async_op=True)
     if work is not None and tensor.device.type == "cpu":
@@ -68,6 +69,16 @@ def all_gather(whole: Tensor, own: Tensor, group: Group) -> None:
     else:
         _all_gather(whole, own, group=group)
     meter.add("all_gather", whole, group.size(), began)
+
+
+def start_all_gather(whole: Tensor, own: Tensor, group: Group) -> Work | None:
+    if _schedules.algorithm("all_gather", whole, group.size()) is not None:
+        return _schedules.start(lambda: all_gather(whole, own, group))
+    began, size = time.perf_counter(), group.size()
+    work: Work | None = _all_gather(whole, own, group=group, async_op=True)
+    if work is not None and whole.device.type == "cpu":
+        work.get_future().add_done_callback(lambda _: meter.add("all_gather", whole, size, began))
+    return work
 
 
 def all_gather_list(own: Tensor, group: Group) -> list[Tensor]:
@@ -90,8 +101,7 @@ def reduce_scatter(own: Tensor, whole: Tensor, group: Group) -> None:
 
 def start_reduce_scatter(own: Tensor, whole: Tensor, group: Group) -> Work | None:
     if _schedules.algorithm("reduce_scatter", whole, group.size()) is not None:
-        reduce_scatter(own, whole, group)
-        return None
+        return _schedules.start(lambda: reduce_scatter(own, whole, group))
     began, size = time.perf_counter(), group.size()
     work: Work | None = _reduce_scatter(own, whole, group=group, async_op=True)
     if work is not None and whole.device.type == "cpu":

@@ -3,10 +3,12 @@
 first; CPU tensors only, the rest stays with torch.distributed."""
 
 import socket
+import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from datetime import timedelta
 from functools import lru_cache
-from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -40,7 +42,20 @@ class ScheduledCollectives:
         self._choices, self._timeout_s = choices, timeout_s
         # All ranks choose alike, so they count alike; what met under an older number is gone.
         self._number = ScheduledCollectives.made = ScheduledCollectives.made + 1
-        self._players: dict[Group, CollectivePlayer] = {}
+        self._players: dict[tuple[Group, bool], CollectivePlayer] = {}
+        # What is started, and not waited for, runs here in the order of its starts, with players of its own.
+        self._thread: ThreadPoolExecutor | None = None
+        self._here = threading.local()
+
+    def start(self, call: Callable[[], None]) -> "ScheduledWork":
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, "collectives")
+
+        def run() -> None:
+            self._here.started = True
+            call()
+
+        return ScheduledWork(self._thread.submit(run))
 
     def algorithm(self, kind: Collective, tensor: Tensor, ranks: int) -> str | None:
         """Which schedule carries it out; None: torch.distributed does."""
@@ -89,19 +104,18 @@ class ScheduledCollectives:
         self._playing(group).run(schedule, tensor)
 
     def _playing(self, group: Group) -> CollectivePlayer:
-        if group not in self._players:
-            self._players[group] = self._player(group)
-        return self._players[group]
+        key = (group, getattr(self._here, "started", False))
+        if key not in self._players:
+            self._players[key] = self._player(*key)
+        return self._players[key]
 
-    def _player(self, group: Group) -> CollectivePlayer:
+    def _player(self, group: Group, started: bool) -> CollectivePlayer:
         """Shared memory on one host; between hosts, messages of torch.distributed."""
         transport = self._choices.transport
-        if not transport:
-            hosts: list[Any] = [None] * group.size()
-            dist.all_gather_object(hosts, socket.gethostname(), group=group)
-            transport = "shm" if len(set(hosts)) == 1 else "torch"
         members = dist.get_process_group_ranks(group)
-        name = f"{self._number} {group.group_name} {members}"
+        name = f"{self._number} {group.group_name} {members} {started}"
+        if not transport:
+            transport = "shm" if len(self._hosts(group, name)) == 1 else "torch"
         return make_player(
             transport,
             group.rank(),
@@ -113,11 +127,35 @@ class ScheduledCollectives:
             shaper=self._choices.shaper,
         )
 
+    def _hosts(self, group: Group, name: str) -> set[str]:
+        """By the store: the group's own messages have an order that a started collective is not in."""
+        store = world_store()
+        store.set(f"host {name} {group.rank()}", socket.gethostname())
+        return {store.get(f"host {name} {rank}").decode() for rank in range(group.size())}
+
     def close(self) -> None:
+        if self._thread is not None:
+            self._thread.shutdown()
+            self._thread = None
         for player in self._players.values():
             close: Callable[[], None] = getattr(player, "close", lambda: None)
             close()
         self._players.clear()
+
+
+class ScheduledWork(dist.Work):
+    """A collective on its way."""
+
+    def __init__(self, future: Future[None]) -> None:
+        super().__init__()
+        self._future = future
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        self._future.result()
+        return True
+
+    def is_completed(self) -> bool:
+        return self._future.done()
 
 
 @lru_cache(maxsize=1024)

@@ -6,6 +6,7 @@ start (`parameter.grad` is a view), so nothing is copied; half types are summed 
 How a bucket is added up over ranks is an `Exchange`: here an all-reduce, under ZeRO 1 a reduce-scatter.
 """
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -17,10 +18,12 @@ from torch import Tensor, nn
 from cumulo.layout.pieces import Piece
 from cumulo.ranks.collectives import Work, all_reduce, start_all_reduce
 from cumulo.ranks.groups import Group, Groups
+from cumulo.train.decide.bucket_order import send_order, timings
 from cumulo.train.optimizer.sink import RestGroups, Shard, data_axis
 
 BUCKET_BYTES = 25 << 20  # long enough for the link's full rate (Li et al. 2020)
 FIRST_BUCKET_BYTES = 1 << 20  # what is ready first goes early
+_MEASURED_STEPS = 2  # before the order of buckets is worked out; the first of them finds memory
 
 
 class Exchange(Protocol):
@@ -75,6 +78,62 @@ class _Sending:
     missing: int = 0  # gradients that the chunk's last backward has not added to yet
     awaited: bool = False  # the chunk's last backward is running
     sent: bool = False
+    needed: int = 0  # the place in forward of the first layer that needs it
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PendingBucket:
+    """Gradients on their way."""
+
+    sending: _Sending
+
+    @property
+    def needed(self) -> int:
+        return self.sending.needed
+
+    def wait(self) -> dict[str, Tensor]:
+        """By the parameter's name."""
+        self.sending.exchange.wait()
+        return dict(zip(self.sending.bucket.names, self.sending.exchange.parts(), strict=True))
+
+
+class NeedOrder:
+    """The order in which buckets leave, from what the first rank's steps took: the same on all ranks."""
+
+    def __init__(self, groups: Groups) -> None:
+        self._group, self._lead = groups.group_of_several("data"), groups.index("data") == 0
+        self._steps = 0
+        self._began_s = self._ended_s = self._arrived_s = 0.0
+        self._bytes = 0
+        self._order: tuple[int, ...] | None = None
+
+    @property
+    def first(self) -> bool:
+        return self._steps == 1
+
+    def step_begins(self) -> None:
+        self._steps += 1
+        self._bytes = 0
+
+    def backward_ended(self) -> None:
+        self._ended_s = time.perf_counter()
+
+    def arrived(self, size_bytes: int) -> None:
+        self._bytes, self._arrived_s = self._bytes + size_bytes, time.perf_counter()
+
+    def ordered(self, buckets: list[_Sending]) -> list[_Sending]:
+        """Of the first steps as they come: nothing is known yet."""
+        if self._order is None and self._steps == _MEASURED_STEPS + 1 and self._group is not None:
+            # Of the step before: backward, and bytes over the time until the last of them was used.
+            took = [self._ended_s - self._began_s, self._arrived_s - self._began_s]
+            told = torch.tensor(took if self._lead else [0.0, 0.0], dtype=torch.float64)
+            all_reduce(told, self._group)
+            sizes = [one.bucket.flat.nbytes for one in buckets]
+            backward_s, link_s = told.tolist()
+            rate = sum(sizes) / max(link_s, 1e-9)
+            self._order = send_order(timings(sizes, [one.needed for one in buckets], backward_s, rate))
+        self._began_s = time.perf_counter()
+        return buckets if self._order is None else [buckets[number] for number in self._order]
 
 
 class DataParallel:
@@ -85,8 +144,11 @@ class DataParallel:
         groups: Groups,
         wide_gradients: bool,
         exchange: Callable[[GradientBucket, Piece, Groups], Exchange] = AllReduce,
+        bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         """`chunks`: this rank's parameters by chunk; `wide_gradients`: half types' are summed in float32."""
+        self._bucket_bytes = bucket_bytes
+        self._by_need: NeedOrder | None = None
         self._chunks, self._groups, self._rest = chunks, groups, RestGroups(pieces, groups)
         self._exchange = exchange
         self._parameters: dict[str, nn.Parameter] = {}
@@ -118,18 +180,27 @@ class DataParallel:
                 self._parameters[name].register_post_accumulate_grad_hook(self._hook(sending))
 
     def begin(self) -> None:
+        if self._by_need is not None:
+            self._by_need.step_begins()
         for sending in self._all():
-            sending.bucket.flat.zero_()
+            if self._by_need is None or self._by_need.first:
+                self._clear(sending)
             sending.awaited = sending.sent = False
-            for name, view in zip(sending.bucket.names, sending.bucket.views, strict=True):
-                self._parameters[name].grad = view
+
+    def _clear(self, sending: _Sending) -> None:
+        sending.bucket.flat.zero_()
+        for name, view in zip(sending.bucket.names, sending.bucket.views, strict=True):
+            self._parameters[name].grad = view
 
     def leaves(self, chunk: int) -> Iterator[nn.Parameter]:
         return iter(self._chunks[chunk].values())
 
     def last(self, chunk: int) -> None:
         self._send_queued()
-        for sending in self._buckets[chunk]:
+        buckets = self._buckets[chunk]
+        if self._by_need is not None:
+            buckets = self._by_need.ordered(buckets)
+        for sending in buckets:
             sending.awaited, sending.missing = True, len(sending.bucket.names)
             self._queue.append(sending)
 
@@ -150,6 +221,27 @@ class DataParallel:
             for name, part in zip(sending.bucket.names, sending.exchange.parts(), strict=True)
         }
 
+    # -- gradients that are waited for one by one ------------------------------------------------------------
+    def use_places(self, places: Mapping[str, int]) -> None:
+        """From now on gradients leave by when the next forward needs them: `places` of the parameters in it. A
+        bucket is cleared by `begin_bucket` when it was used, not by `begin`."""
+        for sending in self._all():
+            sending.needed = min(places[name] for name in sending.bucket.names)
+        self._by_need = NeedOrder(self._groups)
+
+    def finish_later(self) -> list[PendingBucket]:
+        """In place of `finish`, without waiting; those that are needed first come first."""
+        self._send_queued()
+        if self._by_need is not None:
+            self._by_need.backward_ended()
+        return sorted(map(PendingBucket, self._all()), key=lambda one: one.needed)
+
+    def begin_bucket(self, bucket: PendingBucket) -> None:
+        """It was used."""
+        if self._by_need is not None:
+            self._by_need.arrived(bucket.sending.bucket.flat.nbytes)
+        self._clear(bucket.sending)
+
     def spread(self, frozen: bool = False) -> None:
         """Every rank has moved all its weights."""
 
@@ -164,7 +256,7 @@ class DataParallel:
     def _make_buckets(self, names: Iterable[str], pieces: Mapping[str, Piece]) -> Iterator[_Sending]:
         """In the order given; only what goes to the same ranks in the same type goes together."""
         open_names: dict[tuple[bool, tuple[int, ...], torch.dtype], list[str]] = {}
-        limit = FIRST_BUCKET_BYTES
+        limit = min(FIRST_BUCKET_BYTES, self._bucket_bytes)
         for name in names:
             parameter = self._parameters[name]
             gradient_dtype = parameter.grad_dtype or parameter.dtype
@@ -175,7 +267,7 @@ class DataParallel:
             if sum(self._parameters[each].numel() for each in together) * gradient_dtype.itemsize >= limit:
                 yield self._make_bucket(together, pieces, gradient_dtype)
                 together.clear()
-                limit = BUCKET_BYTES
+                limit = self._bucket_bytes
         for (_, _, gradient_dtype), together in open_names.items():
             if together:
                 yield self._make_bucket(together, pieces, gradient_dtype)

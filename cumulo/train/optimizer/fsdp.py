@@ -22,7 +22,8 @@ from cumulo.layout.pieces import Piece, zero_rows
 from cumulo.models.moe import Experts
 from cumulo.ranks.collectives import all_reduce
 from cumulo.ranks.groups import Groups
-from cumulo.train.optimizer.sink import RestGroups, Shard, zero_axis
+from cumulo.train.optimizer.fsdp_messages import GatherThroughDoor, ScatterThroughDoor
+from cumulo.train.optimizer.sink import FsdpPrefetch, RestGroups, Shard, zero_axis
 from cumulo.train.optimizer.zero1 import Zero1
 
 
@@ -34,8 +35,11 @@ class FullySharded:
         groups: Groups,
         wide_gradients: bool,
         device: torch.device,
+        prefetch: FsdpPrefetch = "pre",
     ) -> None:
-        """What of `chunks` is on the meta device gets memory on `device`, once it is cut, and no values."""
+        """What of `chunks` is on the meta device gets memory on `device`, once it is cut, and no values.
+        `prefetch`: a layer's weights are gathered while the layer before it computes, or after."""
+        self._prefetch, self._on_cpu = prefetch, device.type == "cpu"
         self._chunks, self._groups, self._rest = chunks, groups, RestGroups(pieces, groups)
         self._reshard = groups.layout.zero == 3
         # FSDP2 takes no parameter that two of its roots share, such as a tied embedding of the first and the last
@@ -117,8 +121,19 @@ class FullySharded:
                 part, mesh=mesh, reshard_after_forward=self._reshard, mp_policy=policy, ignored_params=ignored
             )
         layers = list(_layers(module))
-        for layer, following in itertools.pairwise(layers):
-            _as_fsdp(layer).set_modules_to_forward_prefetch([_as_fsdp(following)])
+        if self._prefetch == "pre":
+            for layer, following in itertools.pairwise(layers):
+                _as_fsdp(layer).set_modules_to_forward_prefetch([_as_fsdp(following)])
+        for sharded in _fsdp_modules(module):
+            if self._prefetch == "post":
+                sharded.set_modules_to_backward_prefetch(
+                    [sharded]
+                )  # its own are there: nothing is fetched early
+            if self._on_cpu:
+                # There are no streams: weights are gathered by other threads, through the door that times them.
+                sharded._set_unshard_async_op(True)
+                sharded.set_custom_all_gather(GatherThroughDoor())
+                sharded.set_custom_reduce_scatter(ScatterThroughDoor())
         for sharded in _fsdp_modules(module):
             sharded.set_gradient_divide_factor(1.0)  # sums, not means
             sharded.set_force_sum_reduction_for_comms(True)

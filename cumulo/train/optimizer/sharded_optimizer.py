@@ -17,12 +17,12 @@ from cumulo.ranks.collectives import all_reduce
 from cumulo.ranks.groups import Groups
 from cumulo.spec.model import ModelSpec
 from cumulo.train.decide.config import OptimizerConfig
-from cumulo.train.optimizer.data_parallel import DataParallel
+from cumulo.train.optimizer.data_parallel import BUCKET_BYTES, DataParallel
 from cumulo.train.optimizer.fsdp import FullySharded
 from cumulo.train.optimizer.muon import Whole
 from cumulo.train.optimizer.one_rank import OneRank
 from cumulo.train.optimizer.optimizer import Optimizer, is_inner_matrix
-from cumulo.train.optimizer.sink import GradientSink
+from cumulo.train.optimizer.sink import FsdpPrefetch, GradientSink
 from cumulo.train.optimizer.whole_matrix import WholeMatrix
 from cumulo.train.optimizer.zero1 import Zero1
 
@@ -34,18 +34,20 @@ def gradient_sink(
     wide_gradients: bool,
     device: torch.device | None = None,
     offload: bool = False,
+    prefetch: FsdpPrefetch = "pre",
+    bucket_bytes: int = BUCKET_BYTES,
 ) -> GradientSink:
     """The sink of a layout's ZeRO stage. `chunks`: this rank's by number, with global names. `device`: where
     those of ZeRO 2 and 3 are to be that are on the meta device until now; their shares then have no values yet.
-    `offload`: the optimizer is in the host's memory."""
+    `offload`: the optimizer is in the host's memory. `prefetch`: of ZeRO 2 and 3."""
     if groups.layout.zero >= 2:
         place = device or next(next(iter(chunks.values())).parameters()).device
-        return FullySharded(chunks, pieces, groups, wide_gradients, place)
+        return FullySharded(chunks, pieces, groups, wide_gradients, place, prefetch)
     parameters = {chunk: dict(module.named_parameters()) for chunk, module in chunks.items()}
     if groups.layout.world == 1:
         return OneRank(parameters, pieces, wide_gradients, offload)
     kind = Zero1 if groups.layout.zero else DataParallel
-    return kind(parameters, pieces, groups, wide_gradients)
+    return kind(parameters, pieces, groups, wide_gradients, bucket_bytes=bucket_bytes)
 
 
 class ShardedOptimizer:

@@ -6,7 +6,7 @@ and `fsdp`.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from cumulo.layout.layout import Axis
 from cumulo.layout.pieces import Piece
 from cumulo.ranks.groups import Group, Groups, new_group
+
+FsdpPrefetch = Literal["pre", "post"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

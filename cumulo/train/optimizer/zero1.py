@@ -65,9 +65,10 @@ class Zero1:
         pieces: Mapping[str, Piece],
         groups: Groups,
         wide_gradients: bool,
+        bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         self._groups = groups
-        self._whole = DataParallel(chunks, pieces, groups, wide_gradients, ReduceScatter)
+        self._whole = DataParallel(chunks, pieces, groups, wide_gradients, ReduceScatter, bucket_bytes)
         self.shards = {name: self._cut(shard) for name, shard in self._whole.shards.items()}
 
     def begin(self) -> None:

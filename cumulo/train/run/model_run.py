@@ -41,6 +41,8 @@ from cumulo.train.model.lora import add_adapters, initialise_adapter
 from cumulo.train.model.model import TrainingDecoder, joins_operations
 from cumulo.train.model.offload import offload_activations
 from cumulo.train.model.split import split_for
+from cumulo.train.optimizer.data_parallel import DataParallel
+from cumulo.train.optimizer.postponed import PostponedUpdates
 from cumulo.train.optimizer.sharded_optimizer import ShardedOptimizer, gradient_sink
 from cumulo.train.optimizer.sink import Shard
 from cumulo.train.parallel.expert_balance import ExpertBalance
@@ -104,10 +106,20 @@ class ModelRun:
             for chunk in self.chunks.values():
                 offload_activations(chunk)
         self.sink = gradient_sink(
-            self.chunks, self.pieces, groups, config.master_weights, device, config.optimizer.offload
+            self.chunks,
+            self.pieces,
+            groups,
+            config.master_weights,
+            device,
+            config.optimizer.offload,
+            config.fsdp_prefetch,
+            int(config.gradient_bucket_mib * (1 << 20)),
         )
         self._fill(start)
         self.optimizer = ShardedOptimizer(self.sink, config.optimizer, spec, config.master_weights, groups)
+        self.postponed: PostponedUpdates | None = None
+        if config.gradient_order == "priority" and isinstance(self.sink, DataParallel):
+            self.postponed = PostponedUpdates(self.chunks[0], self.sink, self.optimizer.inner)
         self.balance: ExpertBalance | None = None
         every = config.expert_rebalance_every_steps
         if every and spec.moe is not None and isinstance(split.experts, ExpertParallel):
@@ -122,6 +134,7 @@ class ModelRun:
     @property
     def shards(self) -> Mapping[str, Shard]:
         """What this rank's optimizer moves and a checkpoint keeps, by the parameter's name."""
+        self.settle()
         return self.sink.shards if self.balance is None else self.balance.placed(self.sink.shards)
 
     # -- a step ------------------------------------------------------------------------------------------------
@@ -153,19 +166,28 @@ class ModelRun:
         }
         self.sink.begin()
         self._play(training_schedule(self.layout, len(micro_batches)), players, micro_batches)
-        self.optimizer.take_gradients(self.sink.finish())
+        if self.postponed is not None and isinstance(self.sink, DataParallel):
+            self.postponed.take(self.sink.finish_later())
+        else:
+            self.optimizer.take_gradients(self.sink.finish())
         token_sum, balance_sum = self._total(players)
         return StepLoss(token_sum / loss_tokens, balance_sum / rows)
 
     def clip(self) -> float:
-        """Limit the gradients' norm over everything; returns what it was."""
+        """Limit the gradients' norm over everything; returns what it was. Where weights move later, the norm is
+        that of the step before: this one's gradients are still on their way."""
+        if self.postponed is not None:
+            return self.postponed.norm
         return float(self.optimizer.clip())
 
     def step(self, share: float) -> str | None:
         """Move the weights by the gradients, which are then forgotten, and by their load the experts' biases and
         places, which is news. `share` is the schedule's part of the learning rates."""
-        self.optimizer.step(share)
-        self.forget()
+        if self.postponed is not None:
+            self.postponed.step(share)
+        else:
+            self.optimizer.step(share)
+            self.forget()
         rate, moe = self.config.expert_bias_rate, self.spec.moe
         steers = rate > 0 and moe is not None and moe.selection_bias
         if not steers and self.balance is None:
@@ -178,11 +200,20 @@ class ModelRun:
 
     def forget(self) -> None:
         """The gradients, without a step."""
-        self.optimizer.zero_grad()
+        if self.postponed is not None:
+            self.postponed.forget()
+        else:
+            self.optimizer.zero_grad()
+
+    def settle(self) -> None:
+        """All weights are those after the last step."""
+        if self.postponed is not None:
+            self.postponed.settle()
 
     @torch.no_grad()
     def token_sum(self, batch: Batch, micro: int) -> float:
         """Cross-entropy summed over the loss tokens of all ranks' rows, without gradients."""
+        self.settle()
         micro_batches = self._cut(batch, micro)
         players = {
             number: ChunkLoss(model, model.parameters, 1, 0.0) for number, model in self.chunks.items()
@@ -193,15 +224,19 @@ class ModelRun:
     # -- checkpoints -------------------------------------------------------------------------------------------
     def state(self) -> dict[str, Held]:
         """The live tensors that a checkpoint keeps. What is frozen (under adapters) is kept, too."""
+        self.settle()
         weights, optimizer = self.optimizer.weights(), self.optimizer.state()
         return held_state(self.shards, weights, optimizer, self.layout, self.groups.rank)
 
     def loaded(self) -> None:
         """After the state was overwritten."""
+        if self.postponed is not None:
+            self.postponed.forget()
         self.optimizer.loaded()
 
     def whole_parameters(self, checkpoint: Checkpoint) -> Mapping[str, Tensor]:
         """The model for an export, adapters beside it, by this process alone. `checkpoint` was just written."""
+        self.settle()
         if self.layout.world == 1:
             return {name: p for model in self.chunks.values() for name, p in model.named_parameters()}
         return stored_parameters(checkpoint)
