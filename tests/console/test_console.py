@@ -152,7 +152,7 @@ def test_system_shows_values_that_apply(browser: Any, server: RunningServer) -> 
         values = page.locator("table.plain td:last-child").all_inner_texts()
         assert "512.0 MiB" not in values and "0.5 GiB" in values and "float32" in values
         assert not {"auto", "None", "not set", ""} & set(values)
-        assert page.get_by_text("temperature 0.2, top_p 0.9").count() == 1, (
+        assert page.get_by_text("temperature 0.1, top_p 0.5").count() == 1, (
             "what the built-in model recommends"
         )
 

@@ -131,21 +131,24 @@ def test_the_models_list_shows_what_a_request_gets_that_leaves_it_out(thinker: R
 
 
 @needs_built_in_model
-def test_the_built_in_model_is_sampled_as_its_authors_recommend(
+def test_the_built_in_model_is_sampled_so_that_it_answers_well(
     server: RunningServer, client: openai.OpenAI
 ) -> None:
     (model,) = server.get("/v1/models").json()["data"]
-    assert model["generation_defaults"] == {"temperature": 0.2, "top_p": 0.9, "max_tokens": 512}
+    assert model["generation_defaults"] == {"temperature": 0.1, "top_p": 0.5, "max_tokens": 512}
     question: Any = {
         "messages": [{"role": "user", "content": "Tell me of Rome."}],
         "max_tokens": 12,
         "seed": 1,
     }
     left_out = client.chat.completions.create(model=MODEL, **question)
-    said = client.chat.completions.create(model=MODEL, **question, temperature=0.2, top_p=0.9)
+    said = client.chat.completions.create(model=MODEL, **question, temperature=0.1, top_p=0.5)
     hot = client.chat.completions.create(model=MODEL, **question, temperature=1.8, top_p=1)
     assert left_out.choices[0].message.content == said.choices[0].message.content
     assert hot.choices[0].message.content != said.choices[0].message.content
+    asked: Any = [{"role": "user", "content": "What is the capital of France?"}]
+    answers = client.chat.completions.create(model=MODEL, messages=asked, max_tokens=10, n=16, seed=0)
+    assert [one for one in answers.choices if "Paris" not in str(one.message.content)] == []
 
 
 def test_a_negative_limit_is_refused_at_the_start() -> None:
