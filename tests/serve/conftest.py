@@ -9,8 +9,8 @@ from tests.serve.running_server import RunningServer, quick_model, running_serve
 
 
 @pytest.fixture(scope="session")
-def server() -> Iterator[RunningServer]:
-    """What it says makes no sense: a file whose tests want some overrides this with `speaking_server`."""
+def quick_server() -> Iterator[RunningServer]:
+    """What it says makes no sense, and takes a tenth of the time."""
     with running_server(quick_model()) as running:
         yield running
 
@@ -20,6 +20,14 @@ def speaking_server() -> Iterator[RunningServer]:
     """With the whole built-in model."""
     with running_server() as running:
         yield running
+
+
+@pytest.fixture
+def server(request: pytest.FixtureRequest) -> RunningServer:
+    """The quick one; for a test that is marked `speaking` the one whose answers make sense."""
+    speaking = request.node.get_closest_marker("speaking") is not None
+    running: RunningServer = request.getfixturevalue("speaking_server" if speaking else "quick_server")
+    return running
 
 
 @pytest.fixture

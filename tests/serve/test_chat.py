@@ -14,18 +14,13 @@ QUESTION: list[Any] = [{"role": "user", "content": "What is the capital of Franc
 GREEDY: dict[str, Any] = {"model": MODEL, "messages": QUESTION, "temperature": 0, "max_tokens": 24}
 
 
-@pytest.fixture(scope="session")
-def server(speaking_server: RunningServer) -> RunningServer:
-    """These tests read what the model says."""
-    return speaking_server
-
-
 def streamed_text(chunks: Any, index: int = 0) -> str:
     return "".join(
         choice.delta.content or "" for chunk in chunks for choice in chunk.choices if choice.index == index
     )
 
 
+@pytest.mark.speaking
 def test_a_question_is_answered(client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(**GREEDY)
     assert "Paris" in (answer.choices[0].message.content or "")
@@ -83,6 +78,7 @@ def test_requests_without_a_seed_are_not_all_alike(client: openai.OpenAI) -> Non
     assert len(texts) > 1
 
 
+@pytest.mark.speaking
 def test_a_stop_string_ends_the_answer_before_it(client: openai.OpenAI) -> None:
     whole = client.chat.completions.create(**GREEDY).choices[0].message.content or ""
     for stop in (" is", [" is", "never said"]):
@@ -124,6 +120,7 @@ def test_log_probabilities_describe_the_answer(client: openai.OpenAI) -> None:
     assert [entry.token for entry in streamed] == [entry.token for entry in entries]
 
 
+@pytest.mark.speaking
 def test_a_bias_forces_and_forbids_tokens(client: openai.OpenAI, server: RunningServer) -> None:
     token = server.post("/tokenize", {"prompt": "The", "add_special_tokens": False}).json()["tokens"][0]
     first = client.chat.completions.create(**(GREEDY | {"max_tokens": 1}))
@@ -194,6 +191,7 @@ def test_content_may_come_in_parts_and_neutral_fields_may_be_there(client: opena
     )
 
 
+@pytest.mark.speaking
 def test_the_story_comes_with_the_answer_when_asked_for(client: openai.OpenAI) -> None:
     answer: Any = client.chat.completions.create(**GREEDY, extra_body={"explain": True})
     story = answer.explain[0]

@@ -7,24 +7,18 @@ import openai
 import pytest
 
 from cumulo import LLM, SamplingParams
-from tests.serve.running_server import MODEL, RunningServer, needs_built_in_model
+from tests.serve.running_server import MODEL, RunningServer, needs_built_in_model, quick_model
 
 pytestmark = needs_built_in_model
 PROMPT = "The capital of France is"
 GREEDY: dict[str, Any] = {"model": MODEL, "prompt": PROMPT, "temperature": 0, "max_tokens": 8}
 
 
-@pytest.fixture(scope="session")
-def server(speaking_server: RunningServer) -> RunningServer:
-    """These tests read what the model says."""
-    return speaking_server
-
-
 @pytest.fixture(scope="module")
 def llm() -> Any:
     from cumulo.engine.config import EngineConfig
 
-    with LLM(config=EngineConfig(threads=1, kv_memory_gib=0.1)) as llm:
+    with LLM(quick_model(), config=EngineConfig(threads=1, kv_memory_gib=0.1)) as llm:
         yield llm
 
 
@@ -34,7 +28,7 @@ def test_the_server_says_what_the_engine_says(client: openai.OpenAI, llm: LLM) -
     assert answer.choices[0].text == expected.text
     assert answer.usage is not None
     assert answer.usage.prompt_tokens == len(expected.prompt_token_ids)
-    sampled = llm.generate(PROMPT, SamplingParams(temperature=1.2, top_p=0.9, max_tokens=8, seed=3))[0]
+    sampled = llm.generate(PROMPT, SamplingParams(temperature=1.2, top_p=1, max_tokens=8, seed=3))[0]
     again = client.completions.create(**(GREEDY | {"temperature": 1.2, "seed": 3}))
     assert again.choices[0].text == sampled.text
 
@@ -93,7 +87,7 @@ def test_echo_gives_the_prompt_and_its_log_probabilities(client: openai.OpenAI, 
 
 
 def test_the_best_of_several_is_returned(client: openai.OpenAI, llm: LLM) -> None:
-    params = SamplingParams(temperature=1.5, top_p=0.9, max_tokens=8, seed=9, n=1, best_of=4)
+    params = SamplingParams(temperature=1.5, top_p=1, max_tokens=8, seed=9, n=1, best_of=4)
     expected = llm.generate(PROMPT, params)[0].text
     answer = client.completions.create(**(GREEDY | {"temperature": 1.5, "seed": 9}), best_of=4)
     assert [choice.text for choice in answer.choices] == [expected]

@@ -80,11 +80,11 @@ class RunningPrometheus:
 
 
 @pytest.fixture(scope="module")
-def prometheus(server: RunningServer) -> Iterator[RunningPrometheus]:
+def prometheus(quick_server: RunningServer) -> Iterator[RunningPrometheus]:
     with tempfile.TemporaryDirectory() as folder:
         for attempt in range(3):  # another program may have taken the free port meanwhile
-            running = RunningPrometheus(server.url.removeprefix("http://"), Path(folder) / str(attempt))
-            wait_for(running.has_scraped_or_ended, "a first scrape", server)
+            running = RunningPrometheus(quick_server.url.removeprefix("http://"), Path(folder) / str(attempt))
+            wait_for(running.has_scraped_or_ended, "a first scrape", quick_server)
             if running.process.poll() is None:
                 break
             running.end()

@@ -26,12 +26,7 @@ SCHEMA: dict[str, Any] = {
 }
 
 
-@pytest.fixture(scope="session")
-def server(speaking_server: RunningServer) -> RunningServer:
-    """These tests read what the model says."""
-    return speaking_server
-
-
+@pytest.mark.speaking
 def test_an_input_is_answered_like_a_chat(client: openai.OpenAI) -> None:
     response = client.responses.create(**ASK, metadata={"a": "b"})
     chat = client.chat.completions.create(
@@ -44,6 +39,7 @@ def test_an_input_is_answered_like_a_chat(client: openai.OpenAI) -> None:
     assert response.usage.output_tokens == chat.usage.completion_tokens
 
 
+@pytest.mark.speaking
 def test_streamed_events_tell_the_whole_response(client: openai.OpenAI) -> None:
     whole = client.responses.create(**ASK)
     events: list[Any] = list(client.responses.create(**ASK, stream=True))
@@ -64,6 +60,7 @@ def test_streamed_events_tell_the_whole_response(client: openai.OpenAI) -> None:
     )
 
 
+@pytest.mark.speaking
 def test_the_clients_own_accumulator_understands_the_stream(client: openai.OpenAI) -> None:
     with client.responses.stream(**ASK) as stream:
         final = stream.get_final_response()

@@ -31,13 +31,7 @@ WEATHER: dict[str, Any] = {
 }
 
 
-@pytest.fixture(scope="session")
-def server(speaking_server: RunningServer) -> RunningServer:
-    """These tests read what the model says."""
-    return speaking_server
-
-
-@pytest.fixture(scope="module")
+@pytest.fixture
 def claude(server: RunningServer) -> Any:
     return peers.anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0, timeout=120)
 
@@ -75,6 +69,7 @@ def test_a_stream_tells_the_same_message_in_anthropics_order(server: RunningServ
     assert set(names[3:-3]) == {"content_block_delta"}
 
 
+@pytest.mark.speaking
 @pytest.mark.parametrize("result", ["sunny, 21 degrees", [{"type": "text", "text": "sunny, 21 degrees"}]])
 def test_a_tool_is_called_and_its_result_is_read(claude: Any, result: Any) -> None:
     with claude.messages.stream(
@@ -102,6 +97,7 @@ def test_any_tool_without_parallel_use_is_one_call(claude: Any) -> None:
     assert [block.type for block in called.content] == ["tool_use"]
 
 
+@pytest.mark.speaking
 def test_a_call_that_is_cut_gives_what_there_is_of_it(claude: Any) -> None:
     long = {
         "type": "object",

@@ -27,12 +27,6 @@ LEGACY: dict[str, Any] = GREEDY | {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="session")
-def server(speaking_server: RunningServer) -> RunningServer:
-    """These tests read what the model says."""
-    return speaking_server
-
-
 def as_tool(function: dict[str, Any]) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
@@ -96,6 +90,7 @@ def test_only_an_assistants_text_can_be_continued(
 
 
 # -- functions in their older form ------------------------------------------------------------------------
+@pytest.mark.speaking
 def test_a_function_is_called_in_the_form_of_the_request(client: openai.OpenAI) -> None:
     choice = client.chat.completions.create(**LEGACY).choices[0]
     assert choice.finish_reason == "function_call"
@@ -110,6 +105,7 @@ def test_a_function_is_called_in_the_form_of_the_request(client: openai.OpenAI) 
     assert choice.message.function_call.arguments == calls[0].function.arguments
 
 
+@pytest.mark.speaking
 def test_a_streamed_function_call_comes_in_pieces(client: openai.OpenAI) -> None:
     whole = client.chat.completions.create(**LEGACY).choices[0].message.function_call
     choices = [chunk.choices[0] for chunk in client.chat.completions.create(**LEGACY, stream=True)]

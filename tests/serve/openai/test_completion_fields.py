@@ -5,18 +5,12 @@ from typing import Any
 import openai
 import pytest
 
-from tests.serve.running_server import MODEL, RunningServer, needs_built_in_model
+from tests.serve.running_server import MODEL, RunningServer, needs_built_in_model, quick_model
 
 pytestmark = needs_built_in_model
 PROMPT = "The capital of France is"
 GREEDY: dict[str, Any] = {"model": MODEL, "prompt": PROMPT, "temperature": 0, "max_tokens": 6}
 EMOJI = "Say 😀 🇫🇷 你好: 😀"
-
-
-@pytest.fixture(scope="session")
-def server(speaking_server: RunningServer) -> RunningServer:
-    """These tests read what the model says."""
-    return speaking_server
 
 
 def chunks_of(client: openai.OpenAI, fields: dict[str, Any]) -> list[Any]:
@@ -161,7 +155,7 @@ def test_beams_are_those_of_the_engine(client: openai.OpenAI) -> None:
     from cumulo import LLM
     from cumulo.engine.config import EngineConfig
 
-    with LLM(config=EngineConfig(threads=1, kv_memory_gib=0.1)) as llm:
+    with LLM(quick_model(), config=EngineConfig(threads=1, kv_memory_gib=0.1)) as llm:
         expected = llm.beam_search(PROMPT, width=3, max_tokens=6, length_penalty=0.5)[0]
     search = {"use_beam_search": True, "length_penalty": 0.5}
     fields: dict[str, Any] = {"model": MODEL, "prompt": PROMPT, "max_tokens": 6, "n": 3, "extra_body": search}

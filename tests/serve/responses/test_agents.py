@@ -12,12 +12,7 @@ from tests.thorough import rare
 pytestmark = needs_built_in_model
 
 
-@pytest.fixture(scope="session")
-def server(speaking_server: RunningServer) -> RunningServer:
-    """These tests read what the model says."""
-    return speaking_server
-
-
+@pytest.mark.speaking
 @pytest.mark.parametrize(
     ("api", "streamed"),
     [

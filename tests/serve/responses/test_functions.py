@@ -38,12 +38,7 @@ CALL: dict[str, Any] = {
 }
 
 
-@pytest.fixture(scope="session")
-def server(speaking_server: RunningServer) -> RunningServer:
-    """These tests read what the model says."""
-    return speaking_server
-
-
+@pytest.mark.speaking
 def test_a_tool_loop_continues_by_id(client: openai.OpenAI) -> None:
     called = client.responses.create(**ASK, **CALL, instructions="Answer like a pirate.")
     (call,) = called.output
@@ -64,6 +59,7 @@ def test_a_tool_loop_continues_by_id(client: openai.OpenAI) -> None:
     assert by_id.usage.input_tokens == whole.usage.input_tokens
 
 
+@pytest.mark.speaking
 def test_a_streamed_call_is_told_in_the_official_order(client: openai.OpenAI) -> None:
     events: list[Any] = list(client.responses.create(**ASK, **CALL, stream=True))
     assert [event.sequence_number for event in events] == list(range(len(events)))
