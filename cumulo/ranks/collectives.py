@@ -2,6 +2,8 @@
 alone, for which nothing is sent or copied. `differentiable.py` has those that gradients pass through."""
 
 import time
+from collections.abc import Callable
+from datetime import timedelta
 from typing import Any, TypeAlias
 
 import torch
@@ -56,8 +58,32 @@ def start_all_reduce(tensor: Tensor, group: Group | None) -> Work | None:
         return _schedules.start(lambda: all_reduce(tensor, group))
     began, size = time.perf_counter(), group.size()
     work: Work | None = dist.all_reduce(tensor, group=lane_group(group), async_op=True)
-    if work is not None and tensor.device.type == "cpu":
-        work.get_future().add_done_callback(lambda _: meter.add("all_reduce", tensor, size, began))
+    return _timed(work, "all_reduce", tensor, size, began)
+
+
+class _TimedWork(dist.Work):
+    """Of gloo's reduce-scatter nobody is told when it ends: it is timed until it is waited for."""
+
+    def __init__(self, work: Work, ended: Callable[[], None]) -> None:
+        super().__init__()
+        self._work, self._ended = work, ended
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        done = self._work.wait()
+        self._ended()
+        return bool(done)
+
+    def is_completed(self) -> bool:
+        return self._work.is_completed()
+
+
+def _timed(work: Work | None, kind: str, tensor: Tensor, ranks: int, began: float) -> Work | None:
+    if work is None or tensor.device.type != "cpu":
+        return work
+    try:
+        work.get_future().add_done_callback(lambda _: meter.add(kind, tensor, ranks, began))
+    except RuntimeError:
+        return _TimedWork(work, lambda: meter.add(kind, tensor, ranks, began))
     return work
 
 
@@ -75,10 +101,7 @@ def start_all_gather(whole: Tensor, own: Tensor, group: Group) -> Work | None:
     if _schedules.algorithm("all_gather", whole, group.size()) is not None:
         return _schedules.start(lambda: all_gather(whole, own, group))
     began, size = time.perf_counter(), group.size()
-    work: Work | None = _all_gather(whole, own, group=group, async_op=True)
-    if work is not None and whole.device.type == "cpu":
-        work.get_future().add_done_callback(lambda _: meter.add("all_gather", whole, size, began))
-    return work
+    return _timed(_all_gather(whole, own, group=group, async_op=True), "all_gather", whole, size, began)
 
 
 def all_gather_list(own: Tensor, group: Group) -> list[Tensor]:
@@ -104,9 +127,7 @@ def start_reduce_scatter(own: Tensor, whole: Tensor, group: Group) -> Work | Non
         return _schedules.start(lambda: reduce_scatter(own, whole, group))
     began, size = time.perf_counter(), group.size()
     work: Work | None = _reduce_scatter(own, whole, group=group, async_op=True)
-    if work is not None and whole.device.type == "cpu":
-        work.get_future().add_done_callback(lambda _: meter.add("reduce_scatter", whole, size, began))
-    return work
+    return _timed(work, "reduce_scatter", whole, size, began)
 
 
 def all_to_all(
