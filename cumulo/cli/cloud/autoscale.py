@@ -32,12 +32,12 @@ class AutoscaleOptions:
     ] = None
     rule: str = option(
         "Rules to compare, separated by commas: forecast, hpa-queue, hpa-concurrency, hpa-utilization, keda-queue, "
-        "keda-concurrency, keda-utilization; with a target per replica as in hpa-queue=2.",
+        "keda-concurrency, keda-utilization, with a target per replica as in hpa-queue=2; oracle knows the future.",
         "forecast,hpa-queue,hpa-concurrency,hpa-utilization",
         panel=_RULES,
     )
     train: float = option(
-        "Share of the trace on which rules without a target are tuned; the rest is reported.", 0.0, panel=_RULES,
+        "Share of the trace on which rules learn or are tuned; the rest is reported.", 0.0, panel=_RULES,
         min=0, max=0.9,
     )  # fmt: skip
     min_replicas: int = option("Fewest replicas; 0: scale to zero.", 1, "--min", panel=_RULES, min=0)
@@ -53,7 +53,10 @@ class AutoscaleOptions:
     weights: str = option("Weight format: bfloat16, float8 or float32.", "bfloat16", panel=_FLEET)
     start_up: str = option("Time from the order of a replica until it serves.", "60s", panel=_FLEET)
     begin: int = option(
-        "Replicas at the beginning; 0: as many as the first minute needs.", 0, panel=_FLEET, min=0
+        "Replicas at the beginning; 0: as many as the rule had after --train, or as the first minute needs.",
+        0,
+        panel=_FLEET,
+        min=0,
     )
     copies: int = option(
         "Replay every request so many times, a few seconds apart: a larger service.",
@@ -126,10 +129,12 @@ def autoscale(chosen: AutoscaleOptions) -> None:
         begin = chosen.begin or _needed(judged, speed, limits)
         rehearsal = Rehearsal(replica, slo, start_up_s, limits, begin)
         for rule in rules:
+            played = rehearsal
             if earlier is not None:
-                rule = rehearsal.tuned(rule, earlier, speed, tell)
+                rule = rehearsal.tuned(rule, earlier, judged, speed, tell)
+                played = rehearsal if chosen.begin else rehearsal.begun(rule, earlier, speed)
             tell(str(rule))
-            runs.append(rehearsal.play(rule, judged, speed))
+            runs.append(played.play(rule, judged, speed, earlier=earlier))
     rows = [row for run in runs for row in view.run_rows(run, slo, replica.price_per_hour)]
     extra = {"runs": {run.rule: [dataclasses.asdict(look) for look in run.looks] for run in runs}}
     reports.write_json(chosen.json_file, rows, evidence=replica.profile.evidence, **extra)
@@ -154,4 +159,5 @@ def _needed(traffic: "Traffic", speed: "ReplicaSpeed", limits: "ScalingLimits") 
     first = [one for one in traffic.arrivals if one.arrived_s <= traffic.arrivals[0].arrived_s + 60]
     work_s = sum(speed.work_s("both", one.prompt_tokens, one.output_tokens) for one in first)
     span_s = max(1.0, min(60.0, traffic.arrivals[-1].arrived_s - traffic.arrivals[0].arrived_s))
-    return min(limits.most, max(1, limits.fewest, math.ceil(work_s / span_s)))
+    needed = speed.needed(work_s / span_s / speed.saturated)
+    return min(limits.most, max(1, limits.fewest, math.ceil(needed)))

@@ -33,7 +33,13 @@ def replica_speed(replica: Replica, traffic: Traffic, slo: Slo, seed: int = 0) -
     # One request's work is 1 / rate; its parts are as the device's times are.
     whole_s = prompt * prompt_s + output * output_s
     slower = 1 / (rate * whole_s)
-    return ReplicaSpeed(1 / (prompt_s * slower), 1 / (output_s * slower))
+    return ReplicaSpeed(1 / (prompt_s * slower), 1 / (output_s * slower), _saturated(replica, sample, rate))
+
+
+def _saturated(replica: Replica, sample: Traffic, rate: float) -> float:
+    """Requests per second when they all wait, over those within the SLO."""
+    run, _ = replica.serve(tuple(replace(one, arrived_s=0.0) for one in sample.arrivals))
+    return max(1.0, len(sample.arrivals) / (run.ended_s * rate))
 
 
 def prompt_token_s(replica: Replica) -> float:

@@ -16,6 +16,7 @@ from cumulo.cluster.decide.autoscale.rule import ForecastRule
 from cumulo.cluster.decide.autoscale.seen import ReplicaSpeed, ScalingRule
 from cumulo.cluster.simulate.autoscale import AutoscaledFleet
 from cumulo.cluster.simulate.autoscale_member import EngineMember, PlayedReplica
+from cumulo.cluster.simulate.autoscale_oracle import OracleRule
 from cumulo.cluster.simulate.autoscale_result import ScaledRun
 from cumulo.cluster.simulate.autoscale_sketch import SketchReplica
 from cumulo.engine.decide.routing import router
@@ -26,15 +27,16 @@ from cumulo.plan.serve.split import NETWORK_SHARE, landing_blocks
 from cumulo.plan.serve.traffic import Traffic
 from cumulo.spec.slo import Slo
 
-FORECAST = "forecast"
-NAMES = (FORECAST, *(f"{who}-{metric}" for who in ("hpa", "keda") for metric in METRICS))
+FORECAST, ORACLE = "forecast", "oracle"
+NAMES = (FORECAST, ORACLE, *(f"{who}-{metric}" for who in ("hpa", "keda") for metric in METRICS))
 # Targets per replica that tuning tries, and what is usual without.
 TARGETS = {
-    "queue": (0.25, 0.5, 1.0, 2.0, 4.0),
-    "concurrency": (10.0, 15.0, 20.0, 30.0, 45.0),
-    "utilization": (0.5, 0.7, 0.8, 0.9),
+    "queue": (0.125, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0),
+    "concurrency": (1.0, 2.0, 4.0, 7.0, 10.0, 15.0, 20.0, 30.0, 45.0),
+    "utilization": (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9),
 }
 USUAL = {"queue": 2.0, "concurrency": 20.0, "utilization": 0.7}
+_HEADROOMS = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.35, 1.5, 2.0)  # that hindsight tries for the oracle
 _JITTER_S = 5.0  # between the copies of a request
 
 
@@ -75,26 +77,38 @@ class Rehearsal:
     routing: str = "least-loaded"
 
     def play(
-        self, chosen: RuleName, traffic: Traffic, speed: ReplicaSpeed, *, roughly: bool = False
+        self,
+        chosen: RuleName,
+        traffic: Traffic,
+        speed: ReplicaSpeed,
+        *,
+        earlier: Traffic | None = None,
+        roughly: bool = False,
     ) -> ScaledRun:
-        """`roughly`: with sketched replicas, some ten times as fast; fleet, router and rule are the same."""
-        return self.play_rule(self.rule(chosen, speed), str(chosen), traffic, roughly=roughly)
-
-    def play_rule(
-        self, rule: ScalingRule, name: str, traffic: Traffic, *, roughly: bool = False
-    ) -> ScaledRun:
+        """`earlier`: what came before, which the forecast rule remembers; `roughly`: with sketched replicas, some
+        nine times as fast: fleet, router and rule are the same."""
         fleet = AutoscaledFleet(
             self._maker(traffic, roughly),
             lambda: router(self.routing),
-            rule,
+            self.rule(chosen, speed, traffic, earlier),
             self.slo,
             self.start_up_s,
             begin_with=self.begin_with,
-            name=name,
+            name=str(chosen),
             transfer_s=self._transfer_s(),
             block_size=self.replica.engine_config().block_size,
         )
         return fleet.serve(traffic.arrivals)
+
+    def begun(self, chosen: RuleName, earlier: Traffic, speed: ReplicaSpeed) -> "Rehearsal":
+        """With the replicas to begin with that this rule has at the end of the earlier traffic."""
+        looks = self.play(chosen, earlier, speed, roughly=True).looks
+        last = {
+            look.role: max(1, look.wanted) for look in looks if look.time_s <= earlier.arrivals[-1].arrived_s
+        }
+        if isinstance(self.begin_with, int):
+            return replace(self, begin_with=last.get("both", self.begin_with))
+        return replace(self, begin_with={**self.begin_with, **last})
 
     def _maker(self, traffic: Traffic, roughly: bool) -> Callable[[str], PlayedReplica]:
         replica = self.replica
@@ -117,29 +131,52 @@ class Rehearsal:
         token_s = replica.work().kv_bytes_per_token / (NETWORK_SHARE * replica.node.nic_bytes_per_s)
         return lambda tokens: tokens * token_s + replica.fabric.latency_s
 
-    def rule(self, chosen: RuleName, speed: ReplicaSpeed) -> ScalingRule:
+    def rule(
+        self, chosen: RuleName, speed: ReplicaSpeed, traffic: Traffic, earlier: Traffic | None = None
+    ) -> ScalingRule:
+        if chosen.name == ORACLE:
+            return OracleRule(speed, self.start_up_s, traffic.arrivals, self.limits, chosen.target or 1.0)
         if chosen.name == FORECAST:
-            return ForecastRule(speed, self.start_up_s, self.slo, self.limits)
+            made = ForecastRule(speed, self.start_up_s, self.slo, self.limits)
+            if earlier is not None:
+                looks = _looks(earlier, made.interval_s)
+                for role in ("both",) if isinstance(self.begin_with, int) else self.begin_with:
+                    made.remember(role, looks)
+            return made
         target = USUAL[chosen.metric] if chosen.target is None else chosen.target
         return HpaRule(chosen.metric, target, self.limits, keda=chosen.name.startswith("keda"))
 
     def tuned(
         self,
         chosen: RuleName,
-        traffic: Traffic,
+        earlier: Traffic,
+        judged: Traffic,
         speed: ReplicaSpeed,
         tell: Callable[[str], None] = lambda text: None,
     ) -> RuleName:
-        """With its best target on this traffic: the cheapest that keeps the SLO, or else the nearest to it. All
-        targets are played roughly."""
+        """With its best target on the earlier traffic: the cheapest that keeps the SLO, or else the nearest to it.
+        All targets are played roughly. The oracle is tuned on what it is judged by."""
         if chosen.name == FORECAST or chosen.target is not None:
             return chosen
+        targets, traffic = TARGETS.get(chosen.metric, ()), earlier
+        if chosen.name == ORACLE:
+            targets, traffic = _HEADROOMS, judged
         runs: list[tuple[ScaledRun, RuleName]] = []
-        for target in TARGETS[chosen.metric]:
+        for target in targets:
             candidate = replace(chosen, target=target)
             tell(f"tuning {candidate}")
             runs.append((self.play(candidate, traffic, speed, roughly=True), candidate))
         return best_of(runs, self.slo.share)
+
+
+def _looks(traffic: Traffic, interval_s: float) -> list[tuple[int, int, int]]:
+    """What came in each interval: requests, prompt tokens, output tokens."""
+    found = [(0, 0, 0)] * (int(traffic.arrivals[-1].arrived_s / interval_s) + 1)
+    for one in traffic.arrivals:
+        at = int(one.arrived_s / interval_s)
+        requests, prompt, output = found[at]
+        found[at] = (requests + 1, prompt + one.prompt_tokens, output + one.output_tokens)
+    return found
 
 
 def best_of(runs: Sequence[tuple[ScaledRun, RuleName]], share: float) -> RuleName:

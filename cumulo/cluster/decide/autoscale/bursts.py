@@ -1,8 +1,8 @@
-"""BurstMemory: how many replicas should stand ready for bursts, and how eagerly load should be followed, rehearsed on
-the role's own past. Owned by ForecastRule.
+"""BurstMemory: how many replicas should stand ready for bursts, and how eagerly load should be followed, rehearsed
+on the role's own past. Owned by ForecastRule.
 
-A burst that is over before a new replica has started must be served by replicas that are there. The memory keeps the
-work of each look, and plays it as a fluid through fleets that follow the load in different ways with different
+A burst that is over before a new replica has started must be served by replicas that are there. The memory keeps
+the work of each look, and plays it as a fluid through fleets that follow the load in different ways with different
 floors: capacity that was ordered serves after the start-up, work that is not served waits, and requests that wait
 longer than the SLO allows are late. The cheapest way that would have kept the SLO is the one to follow next.
 """
@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
-
 
 _AROUND = 2  # looks before one, that count with it
 
@@ -49,7 +48,12 @@ class BurstMemory:
         return len(self.looks) * self.interval_s
 
     def best(
-        self, ways: Sequence[Following], needed: Callable[[float], float], share: float, slack_s: float, most: int
+        self,
+        ways: Sequence[Following],
+        needed: Callable[[float], float],
+        share: float,
+        slack_s: float,
+        most: int,
     ) -> Following:
         """The cheapest of these ways, each with the lowest floor that keeps `share` of the requests within
         `slack_s` of waiting; where none does, the one that keeps most. `needed`: replicas for a load."""
@@ -70,7 +74,11 @@ class BurstMemory:
             enough = self._kept(follows, least, middle, slack_s) >= share
             low, high = (low, middle) if enough else (middle + 1, high)
         counts = [max(low, 1, one) for one in follows]
-        return way._replace(floor=low), self._kept(follows, least, low, slack_s), sum(counts) / max(1, len(counts))
+        return (
+            way._replace(floor=low),
+            self._kept(follows, least, low, slack_s),
+            sum(counts) / max(1, len(counts)),
+        )
 
     def _needs(self, needed: Callable[[float], float]) -> list[float]:
         """Replicas for what came around each look: with fewer, answers come too slowly, though none waits."""
@@ -89,7 +97,9 @@ class BurstMemory:
         highest: deque[tuple[int, int]] = deque()  # of the last `hold` looks, falling
         for at, look in enumerate(self.looks):
             total += look.work_s - (self.looks[at - window].work_s if at >= window else 0.0)
-            wanted = min(most, math.ceil(needed(max(0.0, total) / (min(at + 1, window) * self.interval_s)) - 0.05))
+            wanted = min(
+                most, math.ceil(needed(max(0.0, total) / (min(at + 1, window) * self.interval_s)) - 0.05)
+            )
             while highest and highest[-1][1] <= wanted:
                 highest.pop()
             highest.append((at, wanted))

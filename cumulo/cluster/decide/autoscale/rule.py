@@ -1,7 +1,7 @@
-"""ForecastRule: Cumulo's own autoscaling rule. It follows the load that is expected when a replica ordered now would
-be ready, in the way that would have been cheapest in the role's own past; keeps replicas ready for bursts that are
-shorter than a start-up, as many as that past needed; corrects itself by how many requests kept the SLO; and adds
-replicas for a queue where they would still help it.
+"""ForecastRule: Cumulo's own autoscaling rule. It follows the load that is expected when a replica ordered now
+would be ready, in the way that would have been cheapest in the role's own past; keeps replicas ready for bursts
+that are shorter than a start-up, as many as that past needed; corrects itself by how many requests kept the SLO; and
+adds replicas for a queue where they would still help it.
 
     rule = ForecastRule(ReplicaSpeed(9000, 700, saturated=1.5), start_up_s=60, slo=Slo(ttft_s=1, itl_s=0.05))
     rule.decide(seen)  # [ScaleTo("both", 3, "load 2.1 expected in 65 s ...")]
@@ -27,7 +27,7 @@ _FORGOTTEN = 0.9  # of requests that ended, what counts after _RETHINK_S
 _ENDED = 30  # requests that an attainment is judged from, at least
 _WINDOWS = (1.0, 3.0)  # over which load may be averaged, in start-ups
 _HOLDS = (2.0, 10.0)  # how long a replica may be kept after it was wanted, in start-ups
-_SAFER = 0.4  # of the requests that may be late, those the past may have been late with
+_SAFER = 0.6  # of the requests that may be late, those the past may have been late with
 
 
 @dataclass(slots=True)
@@ -39,6 +39,7 @@ class _RoleMemory:
     wanted: deque[tuple[float, int]] = field(default_factory=deque)
     busy_s: float | None = None  # when there was a request last
     rethought_s: float | None = None
+    started_s: float = -math.inf  # when a replica was starting last
     ended: float = 0.0
     in_slo: float = 0.0
 
@@ -50,7 +51,7 @@ class ForecastRule:
     slo: Slo
     limits: ScalingLimits = field(default_factory=ScalingLimits)
     interval_s: float = 5.0
-    # The fewest seconds before a replica is removed; None: two to ten start-ups, whatever the past was cheapest with.
+    # The fewest seconds before a replica is removed; None: two or ten start-ups, whichever was cheaper in the past.
     cooldown_s: float | None = None
     idle_s: float = 300.0  # without a request, before the last replica of a role goes
     _roles: dict[str, _RoleMemory] = field(default_factory=dict)
@@ -86,7 +87,10 @@ class ForecastRule:
         work_s = self._work_s(role, seen.arrived_prompt_tokens, output * seen.arrived)
         memory.forecast.note(now_s, work_s)
         memory.past.note(work_s, seen.arrived)
-        if not seen.starting:  # what is late because replicas start says nothing of how many there should be
+        if seen.starting:
+            memory.started_s = now_s
+        # What is late because replicas start says nothing of how many there should be.
+        if now_s - memory.started_s > self.start_up_s:
             memory.ended += seen.ended
             memory.in_slo += seen.ended_in_slo
         if seen.requests or seen.arrived:
@@ -132,7 +136,7 @@ class ForecastRule:
 
     # -- what is learnt -----------------------------------------------------------------------------------
     def _rethink(self, role: str, memory: _RoleMemory, seen: RoleSeen, now_s: float) -> None:
-        """Once in a while: which way of following the load would have been cheapest, and whether the SLO was kept."""
+        """Now and then: which way of following the load would have been cheapest, and whether the SLO was kept."""
         if memory.rethought_s is not None and now_s - memory.rethought_s < _RETHINK_S:
             return
         first, memory.rethought_s = memory.rethought_s is None, now_s
@@ -140,11 +144,15 @@ class ForecastRule:
             self._learn(memory)
         if memory.past.span_s < _ENOUGH_PAST * self.start_up_s:
             return
-        holds = [scale * self.start_up_s for scale in _HOLDS] if self.cooldown_s is None else [self.cooldown_s]
+        holds = (
+            [scale * self.start_up_s for scale in _HOLDS] if self.cooldown_s is None else [self.cooldown_s]
+        )
         windows = sorted({max(30.0, scale * self.start_up_s) for scale in _WINDOWS})
         ways = [Following(window_s, hold_s) for window_s in windows for hold_s in holds]
         share = 1.0 - _SAFER * (1.0 - self.slo.share)
-        memory.way = memory.past.best(ways, self.speed.needed, share, self._slack_s(role, seen), self.limits.most)
+        memory.way = memory.past.best(
+            ways, self.speed.needed, share, self._slack_s(role, seen), self.limits.most
+        )
         memory.forecast.window_s = memory.way.window_s
 
     def _slack_s(self, role: str, seen: RoleSeen) -> float:
@@ -159,7 +167,11 @@ class ForecastRule:
         if memory.ended < _ENDED:
             return
         missed, may_miss = 1 - memory.in_slo / memory.ended, 1 - self.slo.share
-        step = min(_MORE, _MORE * (missed / may_miss - 1)) if missed > may_miss else -_LESS * (1 - missed / may_miss)
+        step = (
+            min(_MORE, _MORE * (missed / may_miss - 1))
+            if missed > may_miss
+            else -_LESS * (1 - missed / may_miss)
+        )
         low, high = _HEADROOM
         memory.headroom = min(high, max(low, memory.headroom * (1 + step)))
         memory.ended *= _FORGOTTEN

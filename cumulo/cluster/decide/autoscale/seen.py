@@ -76,7 +76,7 @@ class ReplicaSpeed:
         return prompt_s + output_s
 
     def needed(self, load: float) -> float:
-        """Replicas for a load, in seconds of a saturated replica per second: the load, and slack that grows with its
-        root (square-root staffing: Halfin and Whitt 1981), so that one replica serves what it does within the SLO."""
+        """Replicas for a load, in seconds of a saturated replica per second: the load, and slack that grows with
+        its root (Halfin and Whitt 1981), so that one replica alone serves what it does within the SLO."""
         alone = 1.0 / self.saturated
         return load + (1.0 - alone) * math.sqrt(load / alone)
