@@ -25,7 +25,6 @@ _PACKAGES = (
     "tokenizers",
     "fastapi",
     "uvicorn",
-    "pyzmq",
     "msgspec",
     "llguidance",
     "nicegui",

@@ -43,7 +43,8 @@ def create_app(service: Service) -> FastAPI:
     rooms = (chat, completions, responses, anthropic, embeddings, rank, files, batches, operation)
     parts = [*(part.router for part in rooms), adapters.router, fleet_endpoints.router, fleet_state.router]
     app.state.routes = [route for router in parts for route in router.routes]
-    for router in parts:
+    # First those that are asked for with GET: FastAPI tries its routes in turn, and bodies do not go that way.
+    for router in sorted(parts, key=lambda router: router is not operation.router):
         app.include_router(router)
     endpoints = direct_route.json_endpoints(parts)
     endpoints["/v1/chat/completions"] = replace(endpoints["/v1/chat/completions"], quick=read_plain)
@@ -75,6 +76,8 @@ def _description(app: FastAPI, service: Service) -> dict[str, Any]:
     """FastAPI's description, corrected: what does not validate gets 400 here, never 422."""
     if app.openapi_schema is None:
         schema = get_openapi(title=app.title, version=app.version, summary=app.summary, routes=app.routes)
+        paths = schema["paths"]
+        schema["paths"] = {route.path: paths[route.path] for route in app.state.routes if route.path in paths}
         for operations in schema["paths"].values():
             for operation in operations.values():
                 operation["responses"].pop("422", None)

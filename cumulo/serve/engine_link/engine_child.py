@@ -1,26 +1,25 @@
-"""EngineChild: one engine process and the two sockets to it. Owned by EngineClient; a restart makes a new one,
-with new sockets, so that nothing an old process said can be taken for the new one's word.
+"""EngineChild: one engine process and the line to it. Owned by EngineClient; a restart makes a new one, with a new
+line, so that nothing an old process said can be taken for the new one's word.
 """
 
 import asyncio
 import contextlib
 import os
 import signal
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 
 import msgspec
-import zmq
 
 from cumulo.errors import CumuloError
 from cumulo.serve.engine_link import early_start
+from cumulo.serve.engine_link.message_line import Doorway, MessageLine
 from cumulo.serve.engine_link.messages import Command, EngineJob, Fatal, Ready, Report, decode_report, encode
 
 _POLL_S = 0.05
-# As plain integers: arithmetic with ZeroMQ's own is slow.
-_NOW, _READABLE = int(zmq.NOBLOCK), int(zmq.POLLIN)
-_LONGEST_SOCKET_PATH = 100  # the kernel's limit is 108 bytes, ipc:// and all
+_LONGEST_SOCKET_PATH = 100  # the kernel's limit is 108 bytes
 
 
 class EngineStartError(CumuloError):
@@ -28,21 +27,12 @@ class EngineStartError(CumuloError):
 
 
 class EngineChild:
-    def __init__(
-        self,
-        job: EngineJob,
-        context: "zmq.Context[zmq.Socket[bytes]]",
-        environment: Mapping[str, str] = MappingProxyType({}),
-    ) -> None:
-        self._commands = context.socket(zmq.PUSH)
-        self._reports = context.socket(zmq.PULL)
-        self._bell: int | None = None  # the descriptor that tells of reports, once somebody listens
+    def __init__(self, job: EngineJob, environment: Mapping[str, str] = MappingProxyType({})) -> None:
+        self._doorway = Doorway(job.address)
+        self._line: MessageLine | None = None  # once the process has connected
+        self._unread: deque[bytes] = deque()
+        self._take: Callable[[Report], None] | None = None  # who listens
         self.misunderstood: Exception | None = None  # what it said that could not be read or taken in
-        for socket in (self._commands, self._reports):
-            socket.set_hwm(0)
-            socket.setsockopt(zmq.LINGER, 0)
-        self._commands.bind(job.commands_address)
-        self._reports.bind(job.reports_address)
         self._process = early_start.take_process(environment)
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it died at once: `ready` will say so
@@ -96,52 +86,69 @@ class EngineChild:
 
     def reports(self) -> Iterator[Report]:
         """What it has said and nobody has read yet."""
-        while self._has_reports:
-            yield decode_report(self._reports.recv(_NOW))
+        self._line = self._line or self._doorway.enter()
+        while self._line is not None and (self._unread or self._hear()):
+            yield decode_report(self._unread.popleft())
 
-    @property
-    def _has_reports(self) -> bool:
-        """Asked first: an attempt to read what is not there takes longer."""
-        state: int = self._reports.getsockopt(zmq.EVENTS)  # type: ignore[assignment]
-        return state & _READABLE != 0
+    def _hear(self) -> bool:
+        """Whether there is something new."""
+        assert self._line is not None
+        self._unread.extend(self._line.receive())
+        return bool(self._unread)
 
     def listen(self, take: Callable[[Report], None]) -> None:
         """Hand every report to `take` as it comes, in the loop's own callback: no task is woken for it."""
-        loop = asyncio.get_running_loop()
+        assert self._line is not None
+        self._take = take
+        asyncio.get_running_loop().add_reader(self._line.fileno(), self._on_readable)
+        if self._unread:
+            self._take_one()
 
-        def on_bell() -> None:
-            if self._bell is None:  # it was rung before somebody said to listen no more
-                return
-            try:
-                if self._has_reports:
-                    take(decode_report(self._reports.recv(_NOW)))
-                    # The bell rings only when something new comes, so all must be read; but first go those whom
-                    # this report woke.
-                    if self._has_reports:
-                        loop.call_soon(on_bell)
-            except Exception as error:
-                self.misunderstood = error
-                self.deafen()
+    def _on_readable(self) -> None:
+        assert self._line is not None
+        if not self._unread and not self._hear() and self._line.closed:
+            self.deafen()  # its end, which whoever supervises it sees, too
+        self._take_one()
 
-        self._bell = int(self._reports.getsockopt(zmq.FD))
-        loop.add_reader(self._bell, on_bell)
-        on_bell()  # for what came before
+    def _take_one(self) -> None:
+        """The oldest report; those behind it come after whoever this one wakes."""
+        if self._take is None or not self._unread:
+            return
+        try:
+            self._take(decode_report(self._unread.popleft()))
+        except Exception as error:
+            self.misunderstood = error
+            self.deafen()
+        if self._unread:
+            asyncio.get_running_loop().call_soon(self._take_one)
 
     def deafen(self) -> None:
-        if self._bell is not None:
-            asyncio.get_running_loop().remove_reader(self._bell)
-            self._bell = None
+        if self._take is not None and self._line is not None:
+            asyncio.get_running_loop().remove_reader(self._line.fileno())
+            self._take = None
 
     def send(self, command: Command) -> bool:
         """False if the process is gone: whoever supervises it will see that, too."""
+        if self._line is None:
+            return False
         try:
-            self._commands.send(encode(command), _NOW)
+            self._line.send(encode(command))
+            if self._line.has_unsent:
+                asyncio.get_running_loop().add_writer(self._line.fileno(), self._on_writable)
             return True
-        except zmq.Again:
+        except OSError:
             return False
 
+    def _on_writable(self) -> None:
+        assert self._line is not None
+        with contextlib.suppress(OSError):
+            self._line.flush()
+            if self._line.has_unsent:
+                return
+        asyncio.get_running_loop().remove_writer(self._line.fileno())
+
     async def end(self, patience_s: float = 0.0) -> None:
-        """Wait this long for it to end by itself, then kill it; close the sockets."""
+        """Wait this long for it to end by itself, then kill it; close the line."""
         for _ in range(int(patience_s / 0.02)):
             if self._process.poll() is not None:
                 break
@@ -153,9 +160,12 @@ class EngineChild:
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
         self.deafen()
-        self._commands.close()
-        self._reports.close()
+        self._doorway.close()
+        if self._line is not None:
+            asyncio.get_running_loop().remove_writer(self._line.fileno())
+            self._line.close()
+            self._line = None
 
 
 def socket_folder_fits(folder: Path) -> bool:
-    return len(str(folder)) <= _LONGEST_SOCKET_PATH - len("/commands-000000.ipc")
+    return len(str(folder)) <= _LONGEST_SOCKET_PATH - len("/engine-000000.sock")

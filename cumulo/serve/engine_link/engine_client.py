@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 import msgspec
-import zmq
 
 from cumulo.engine.config import EngineConfig
 from cumulo.engine.outputs import Delta
@@ -106,7 +105,6 @@ class EngineClient:
         if not socket_folder_fits(self._folder):
             self._folder.rmdir()
             self._folder = Path(tempfile.mkdtemp(prefix="cumulo-", dir="/tmp"))
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._children = 0
         self._child: EngineChild | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -157,14 +155,13 @@ class EngineClient:
             model=self.settings.model,
             # Where requests without a seed draw theirs: a server that restarts must not repeat itself.
             config=dataclasses.replace(self.settings.config, seed=secrets.randbits(63)),
-            commands_address=f"ipc://{self._folder}/commands-{self._children}.ipc",
-            reports_address=f"ipc://{self._folder}/reports-{self._children}.ipc",
+            address=f"{self._folder}/engine-{self._children}.sock",
             log_level=self.settings.log_level,
             for_router=self.settings.for_router,
             adapters=told,
             needs_adapters=needs_adapters,
         )
-        child = self._child = EngineChild(job, self._context, self.settings.environment)
+        child = self._child = EngineChild(job, self.settings.environment)
         try:
             self.info = await child.ready(self.settings.start_timeout_s)
         except BaseException:
@@ -203,7 +200,6 @@ class EngineClient:
             self._child.send(Shutdown())
             await self._child.end(patience_s=3.0)
             self._child = None
-        self._context.destroy(linger=0)
         shutil.rmtree(self._folder, ignore_errors=True)
 
     # -- requests -----------------------------------------------------------------------------------------
@@ -385,7 +381,6 @@ class EngineClient:
         assert self._child is not None
         child, self._child = self._child, None
         if child.misunderstood is None:
-            await asyncio.sleep(0.01)  # the socket's thread may still be reading
             for report in child.reports():  # what it said before it died
                 self._take(report)
         if not trouble.planned:

@@ -9,6 +9,7 @@ import contextlib
 import gc
 import logging
 import os
+import select
 import shutil
 import sys
 import threading
@@ -21,7 +22,6 @@ from typing import Any
 
 import msgspec
 import numpy as np
-import zmq
 
 from cumulo.engine.assembly import Assembly, assemble
 from cumulo.engine.decide.params import Guide, SamplingParams
@@ -35,6 +35,7 @@ from cumulo.engine.play.ranked_runner import RankedRunner
 from cumulo.errors import CumuloError, InvalidRequest, Overloaded
 from cumulo.serve.engine_link.adapter_loader import AdapterLoader, load_now
 from cumulo.serve.engine_link.guide_checker import GuideChecker
+from cumulo.serve.engine_link.message_line import MessageLine, connect
 from cumulo.serve.engine_link.messages import (
     Abort,
     AdapterReport,
@@ -77,14 +78,13 @@ class EngineLoop:
     def __init__(
         self,
         engine: Engine,
-        commands: "zmq.Socket[bytes]",
-        reports: "zmq.Socket[bytes]",
+        line: MessageLine,
         for_router: bool = False,
         ledger: Callable[[], dict[str, Any]] = dict,
     ) -> None:
         """`ledger`: the memory plan with what is held now."""
         self._ledger = ledger
-        self.engine, self._commands, self._reports = engine, commands, reports
+        self.engine, self._line = engine, line
         self._news = NewsDesk(engine.scheduler) if for_router else None
         self._ranked = engine.runner if isinstance(engine.runner, RankedRunner) else None
         self.meter = StepMeter(engine.runner)
@@ -92,18 +92,18 @@ class EngineLoop:
         self._received = 0
         self._reported_s = 0.0
         self._fairness_reported_s = 0.0
-        self._poller = zmq.Poller()
-        self._poller.register(commands, zmq.POLLIN)
+        self._poller = select.poll()
+        self._poller.register(line, select.POLLIN)
         if engine.link is not None:
-            self._poller.register(engine.link.fileno(), zmq.POLLIN)
+            self._poller.register(engine.link.fileno(), select.POLLIN)
         self._adapters = AdapterLoader(engine.adapters)
-        self._poller.register(self._adapters.bell, zmq.POLLIN)
+        self._poller.register(self._adapters.bell, select.POLLIN)
         if engine.mover is not None:
-            self._poller.register(engine.mover.news.fileno(), zmq.POLLIN)
+            self._poller.register(engine.mover.news.fileno(), select.POLLIN)
         self._guides: GuideChecker | None = None
         if engine.guidance is not None:
-            self._guides = GuideChecker(engine.guidance, commands.context)
-            self._poller.register(self._guides.bell, zmq.POLLIN)
+            self._guides = GuideChecker(engine.guidance)
+            self._poller.register(self._guides.bell, select.POLLIN)
 
     def run(self) -> None:
         engine = self.engine
@@ -128,18 +128,23 @@ class EngineLoop:
 
     def _take_commands(self, wait_s: float) -> bool:
         """Carry out every command that is here, waiting for the first; False when told to stop."""
-        self._poller.poll(int(wait_s * 1000))
-        self._take_checked()
+        ready = [descriptor for descriptor, _ in self._poller.poll(int(wait_s * 1000))]
+        if not ready:
+            return True
+        if self._guides is not None and self._guides.bell in ready:
+            self._take_checked(self._guides)
         for report in self._adapters.take_read():
             self._send(msgspec.structs.replace(report, ledger=self._ledger()))
-        while True:
-            try:
-                command = decode_command(self._commands.recv(zmq.NOBLOCK))
-            except zmq.Again:
-                return True
+        if self._line.fileno() not in ready:
+            return True
+        if self._line.has_unsent:
+            self._flush()
+        for packed in self._line.receive():
+            command = decode_command(packed)
             if isinstance(command, Shutdown):
                 return False
             self._carry_out(command)
+        return not self._line.closed
 
     def _carry_out(self, command: Command) -> None:
         if isinstance(command, Submit):
@@ -163,11 +168,9 @@ class EngineLoop:
             with contextlib.suppress(InvalidRequest):  # this engine could not load it
                 self.engine.adapters.drop(command.key)
 
-    def _take_checked(self) -> None:
+    def _take_checked(self, guides: GuideChecker) -> None:
         """Requests whose guides are compiled go into the engine; those refused go back."""
-        if self._guides is None or not self._guides.pending:
-            return
-        for checked in self._guides.take_checked():
+        for checked in guides.take_checked():
             submit = checked.submit
             if checked.refusal is not None:
                 self._send(Rejected(submit.request_id, checked.refusal, of_guide=True, busy=checked.busy))
@@ -263,8 +266,24 @@ class EngineLoop:
         return BlockMap(owners, owner_of, cached)
 
     def _send(self, report: Report) -> None:
-        self._reports.send(encode(report))
+        say(self._line, report)
+        if self._line.has_unsent:
+            self._flush()
         self._reported_s = time.perf_counter()
+
+    def _flush(self) -> None:
+        """The API process bounds what is in flight; nothing is dropped, and no step waits for whoever reads it."""
+        with contextlib.suppress(OSError):
+            self._line.flush()
+        self._poller.modify(self._line, select.POLLIN | (select.POLLOUT if self._line.has_unsent else 0))
+
+
+def say(line: MessageLine, report: Report) -> None:
+    """If nobody listens any more, the loop ends by itself."""
+    try:
+        line.send(encode(report))
+    except OSError:
+        log.debug("nobody listens to this engine any more")
 
 
 def finished_report(done: RequestOutput) -> Finished:
@@ -338,17 +357,10 @@ def main() -> None:
     if not told:
         return  # it was started early, and the server could not start
     job = msgspec.json.decode(told, type=EngineJob)
-    folder = Path(job.commands_address.removeprefix("ipc://")).parent
+    folder = Path(job.address).parent
     threading.Thread(target=_end_with_parent, args=(stdin, folder), daemon=True).start()
     start_logging(job.log_level, "engine")
-    context = zmq.Context()
-    commands = context.socket(zmq.PULL)
-    reports = context.socket(zmq.PUSH)
-    for socket in (commands, reports):
-        socket.set_hwm(0)  # the API process bounds what is in flight; nothing may be dropped or block here
-    commands.connect(job.commands_address)
-    reports.connect(job.reports_address)
-    reports.setsockopt(zmq.LINGER, 2000)
+    line = connect(job.address)
     try:
         assembly = assemble(job.model, job.config, job.keep_quantised, None)
         assembly.player.runner.warm_up(log.info)
@@ -359,24 +371,22 @@ def main() -> None:
         # What is loaded stays: the collector need not walk it again at every full collection.
         gc.collect()
         gc.freeze()
-        reports.send(encode(ready_report(assembly, adapters)))
-        loop = EngineLoop(
-            assembly.engine, commands, reports, job.for_router, lambda: assembly.ledger().to_dict()
-        )
+        say(line, ready_report(assembly, adapters))
+        loop = EngineLoop(assembly.engine, line, job.for_router, lambda: assembly.ledger().to_dict())
         loop.run()
         assembly.engine.save_tiers(SAVE_S)
         assembly.player.runner.close()
         if assembly.engine.link is not None:
             assembly.engine.link.close()
     except CumuloError as error:
-        reports.send(encode(Fatal(str(error), for_user=True)))
+        say(line, Fatal(str(error), for_user=True))
         sys.exit(2)
     except Exception as error:
         log.exception("the engine process ends")
-        reports.send(encode(Fatal(f"{type(error).__name__}: {error}", for_user=False)))
+        say(line, Fatal(f"{type(error).__name__}: {error}", for_user=False))
         sys.exit(1)
     finally:
-        context.destroy()
+        line.close(patience_s=2.0)
 
 
 if __name__ == "__main__":

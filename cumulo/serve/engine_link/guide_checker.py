@@ -8,12 +8,11 @@ compiled already does not wait at all.
 
 import contextlib
 import logging
+import os
 import threading
 import time
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
-
-import zmq
 
 from cumulo.base.sandbox.limits import JobEnded
 from cumulo.base.sandbox.worker import Worker
@@ -39,7 +38,7 @@ class Checked:
 
 
 class GuideChecker:
-    def __init__(self, guidance: Guidance, context: "zmq.Context[zmq.Socket[bytes]]") -> None:
+    def __init__(self, guidance: Guidance) -> None:
         self.checked = 0
         self.pending: dict[str, bool] = {}  # request ids; True: aborted by its client meanwhile
         self._guidance = guidance
@@ -48,12 +47,10 @@ class GuideChecker:
         self._closed = False
         self._workers: list[Worker] = []
         self._done: SimpleQueue[Checked] = SimpleQueue()
-        # Wakes the loop, which sleeps on its sockets. Each end is used by one thread at a time.
-        address = f"inproc://guides-{id(self)}"
-        self.bell: zmq.Socket[bytes] = context.socket(zmq.PULL)
-        self.bell.bind(address)
-        self._ringer: zmq.Socket[bytes] = context.socket(zmq.PUSH)
-        self._ringer.connect(address)
+        # Wakes the loop, which sleeps on descriptors; a full pipe rings just as loud.
+        self.bell, self._rope = os.pipe()
+        os.set_blocking(self.bell, False)
+        os.set_blocking(self._rope, False)
         self._ringing = threading.Lock()
         for number, lanes in enumerate(_LANES):
             threading.Thread(
@@ -80,8 +77,9 @@ class GuideChecker:
 
     def take_checked(self) -> list[Checked]:
         """The requests whose guides have been compiled or refused."""
-        while self.bell.poll(0):
-            self.bell.recv()
+        with contextlib.suppress(BlockingIOError):
+            while os.read(self.bell, 4096):
+                pass
         done: list[Checked] = []
         while True:
             try:
@@ -99,8 +97,9 @@ class GuideChecker:
             workers = list(self._workers)
         for worker in workers:
             worker.close()
-        with self._ringing:  # a socket that one thread closes while another sends on it crashes the process
-            self._ringer.close(linger=0)
+        with self._ringing:  # nobody may write to a descriptor that is somebody else's by then
+            os.close(self._rope)
+            os.close(self.bell)
 
     # -- in the threads -------------------------------------------------------------------------------------
     def _work(self, lanes: tuple[Lane, ...]) -> None:
@@ -120,10 +119,7 @@ class GuideChecker:
                     self._changed.wait()
                 if self._closed or waiting is None:
                     return
-            try:
-                self._check(waiting, worker)
-            except zmq.ZMQError:  # the process ends
-                return
+            self._check(waiting, worker)
 
     def _check(self, waiting: Waiting, worker: Worker | None) -> None:
         refusal, busy = None, False
@@ -163,6 +159,6 @@ class GuideChecker:
 
     def _tell(self, checked: Checked) -> None:
         self._done.put(checked)
-        with self._ringing:
-            if not self._ringer.closed:
-                self._ringer.send(b"")
+        with self._ringing, contextlib.suppress(BlockingIOError):
+            if not self._closed:
+                os.write(self._rope, b".")

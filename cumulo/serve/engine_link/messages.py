@@ -32,8 +32,7 @@ class EngineJob(msgspec.Struct, frozen=True):
 
     model: str | None
     config: EngineConfig
-    commands_address: str
-    reports_address: str
+    address: str  # the path of the socket it connects to
     keep_quantised: bool = True
     log_level: str = "info"
     for_router: bool = False  # reports RoutingNews
