@@ -25,7 +25,11 @@ class KubernetesSettings:
         None  # Secret with fleet-key and hf-token; None: one is written, with values to fill in
     )
     api_keys: bool = False  # the Secret has api-keys, too, a file that `cumulo serve --new-api-key` made
-    autoscaler: Literal["keda", "hpa"] = "keda"  # with min_replicas and max_replicas
+    # With min_replicas and max_replicas: KEDA on Prometheus' metrics, an HPA, or KEDA with Cumulo's own rule.
+    autoscaler: Literal["keda", "hpa", "cumulo"] = "keda"
+    gateway: str | None = (
+        None  # URL of a `cumulo gateway` before the pods, where requests wait while there is none
+    )
     waiting_per_replica: int = 4  # waiting requests at which one more replica starts
     prometheus: str = "http://prometheus-operated.monitoring:9090"
     monitor: bool = True  # a ServiceMonitor for Prometheus' operator

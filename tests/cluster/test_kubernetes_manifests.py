@@ -71,6 +71,9 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, JobFile]:
             if scheduler != "ray":
                 made[f"wide-{name}"] = wide_serve(scheduler=scheduler, **fabric)
                 made[f"split-{name}"] = split_serve(folder, scheduler=scheduler, **fabric)
+    scaling = {"prompt_tok_s": 8000, "output_tok_s": 600}
+    own = SERVE | {"serve": SERVE["serve"] | {"autoscale": scaling}}
+    made["serve-own"] = kubernetes(own, autoscaler="cumulo", gateway="http://gateway:8000")
     made["serve-hpa"] = kubernetes(SERVE, autoscaler="hpa", secret="own-keys", api_keys=True)
     made["train-one"] = kubernetes(TRAIN | {"devices": [{"count": 1}]}, scheduler="none")
     made["gang"] = read_job(ROOT / "examples" / "job-gang.yaml")

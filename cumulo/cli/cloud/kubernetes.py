@@ -1,4 +1,4 @@
-"""`cumulo kubernetes`: check manifests without a cluster."""
+"""`cumulo kubernetes`: check manifests without a cluster; Cumulo's autoscaling rule as KEDA's external scaler."""
 
 from pathlib import Path
 from typing import Annotated
@@ -6,8 +6,11 @@ from typing import Annotated
 import typer
 
 app = typer.Typer(
-    no_args_is_help=True, help="Check Kubernetes manifests without a cluster.", rich_markup_mode="rich"
+    no_args_is_help=True,
+    help="Check Kubernetes manifests without a cluster, and scale services with KEDA.",
+    rich_markup_mode="rich",
 )
+SCALER_EXAMPLE = "Example: [bold]cumulo kubernetes scaler --port 9090[/bold]"
 CHECK_EXAMPLE = "Example: [bold]cumulo kubernetes check examples/kubernetes/queues.yaml[/bold]"
 
 
@@ -51,3 +54,29 @@ def check(
         out.print(f"{count}, {len(problems)} problem{'s' if len(problems) != 1 else ''}")
         raise typer.Exit(1)
     out.print(f"{count}, no problems")
+
+
+@app.command(epilog=SCALER_EXAMPLE)
+def scaler(
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "0.0.0.0",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0: any free one.")] = 9090,
+) -> None:
+    """Serve Cumulo's autoscaling rule to KEDA, as an external scaler (gRPC).
+
+    A ScaledObject with a trigger of type external or external-push names this server, the pods and the rule;
+    `autoscaler: cumulo` in a job file writes all of them. Needs grpcio: pip install 'cumulo[keda]'.
+    """
+    import logging
+
+    from cumulo.cli.shared.terminal import out
+    from cumulo.cluster.drivers.kubernetes.keda_scaler import KedaScaler, serve_scaler
+
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    served = KedaScaler()
+    server, bound = serve_scaler(served, f"{host}:{port}")
+    out.print(f"KEDA's external scaler listens on {host}:{bound}; press Ctrl+C to stop", highlight=False)
+    try:
+        server.wait_for_termination()
+    except KeyboardInterrupt:
+        served.close()
+        server.stop(1).wait()

@@ -1,0 +1,218 @@
+"""KEDA's external scaler with Cumulo's autoscaling rule behind it: the gRPC server of `cumulo kubernetes scaler`.
+
+A ScaledObject's trigger says where the pods are and how to scale them, in the words of `cumulo serve --autoscale`:
+
+    triggers:
+    - type: external-push
+      metadata: {scalerAddress: "chat-scaler:9090", pods: "chat-pods:8000", rule: "1..4,ttft=2s,start-up=60s,
+                 prompt-tok-s=8000,output-tok-s=600"}
+
+The metric is the number of replicas that the rule wants, one per replica, so KEDA's HPA arrives at that number.
+"""
+
+import logging
+import socket
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+from cumulo.cluster.decide.autoscale.rule import ForecastRule
+from cumulo.cluster.decide.autoscale.seen import FleetSeen, ReplicaSpeed, ScaleTo
+from cumulo.cluster.decide.autoscale.settings import parse_autoscale
+from cumulo.cluster.drivers.kubernetes.keda_messages import (
+    ScaledObjectRef,
+    read_metrics_request,
+    read_object,
+    write_active,
+    write_spec,
+    write_value,
+)
+from cumulo.cluster.drivers.metrics_seen import MetricsWatch
+from cumulo.errors import ConfigError, CumuloError
+from cumulo.spec.slo import Slo
+
+if TYPE_CHECKING:
+    import grpc
+
+log = logging.getLogger(__name__)
+
+METRIC = "cumulo-replicas"
+SERVICE = "externalscaler.ExternalScaler"
+_ANSWER_S = 5.0  # for a pod to say its metrics
+_USUAL_START_UP_S, _USUAL_TTFT_S = 60.0, 2.0
+_WORKERS = 16  # calls at a time; each StreamIsActive keeps one
+
+
+def pod_metrics(address: str) -> dict[str, str]:
+    """/metrics of every pod behind a name: a headless Service resolves to all its pods."""
+    host, _, port = address.rpartition(":")
+    try:
+        found = {str(one[4][0]) for one in socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)}
+    except OSError:
+        return {}  # a headless Service without a ready pod has no address
+    with ThreadPoolExecutor(8) as pool:
+        texts = pool.map(lambda one: fetch(f"http://{_bracketed(one)}:{port}/metrics"), sorted(found))
+        return {one: text for one, text in zip(sorted(found), texts, strict=True) if text}
+
+
+def fetch(url: str) -> str:
+    """Its text; nothing where it does not answer."""
+    try:
+        with urllib.request.urlopen(url, timeout=_ANSWER_S) as answer:
+            return str(answer.read().decode())
+    except (urllib.error.URLError, OSError, ValueError):
+        return ""
+
+
+def _bracketed(address: str) -> str:
+    return f"[{address}]" if ":" in address else address
+
+
+class WatchedObject:
+    """One ScaledObject: its rule, what it saw last, and what it wants."""
+
+    def __init__(self, metadata: Mapping[str, str], read: Callable[[str], dict[str, str]]) -> None:
+        for name in ("pods", "rule"):
+            if not metadata.get(name):
+                raise ConfigError(f"the trigger's metadata needs {name}; see docs/kubernetes.md")
+        settings = parse_autoscale(metadata["rule"])
+        if settings.prompt_tok_s is None or settings.output_tok_s is None:
+            raise ConfigError(
+                "the trigger's rule needs prompt-tok-s and output-tok-s: what a replica serves within the SLO; "
+                "`cumulo simulate autoscale` prints them"
+            )
+        slo = settings.slo or Slo(ttft_s=_USUAL_TTFT_S)
+        speed = ReplicaSpeed(settings.prompt_tok_s, settings.output_tok_s)
+        self.rule: ForecastRule = settings.rule(speed, _USUAL_START_UP_S, slo)
+        self.pods, self.gateway = metadata["pods"], metadata.get("gateway", "")
+        self._read, self._watch = read, MetricsWatch(slo)
+        self.wanted = ScaleTo("both", max(1, settings.limits.fewest), "nothing was seen yet")
+        self.looked_s = float("-inf")
+        self.lock = threading.Lock()
+
+    def look(self, now_s: float) -> bool:
+        """Ask the pods and the rule; whether there is now something to run for, or nothing any more."""
+        texts = self._read(self.pods)
+        gateway = fetch(f"{self.gateway}/metrics") if self.gateway else ""
+        starting = max(0, self.wanted.replicas - len(texts)) if self.looked_s > float("-inf") else 0
+        before, self.looked_s = self.wanted, now_s
+        seen = self._watch.seen(texts, starting, gateway)
+        (self.wanted,) = self.rule.decide(FleetSeen(now_s, {"both": seen}))
+        if before.replicas != self.wanted.replicas:
+            log.info(
+                "%s: %d replicas, were %d: %s",
+                self.pods,
+                self.wanted.replicas,
+                before.replicas,
+                self.wanted.why,
+            )
+        return bool(before.replicas) != bool(self.wanted.replicas)
+
+
+class KedaScaler:
+    """The four calls, without gRPC: bytes in, bytes out."""
+
+    def __init__(
+        self,
+        read: Callable[[str], dict[str, str]] = pod_metrics,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._read, self._clock = read, clock
+        self.objects: dict[tuple[str, str, tuple[tuple[str, str], ...]], WatchedObject] = {}
+        self._changed = threading.Condition()
+        self._closed = False
+
+    def is_active(self, data: bytes) -> bytes:
+        return write_active(self._current(read_object(data)).wanted.replicas > 0)
+
+    def metric_spec(self, data: bytes) -> bytes:
+        self._current(read_object(data))  # so that a wrong trigger is named at once
+        return write_spec(METRIC, 1)
+
+    def metrics(self, data: bytes) -> bytes:
+        asked, metric = read_metrics_request(data)
+        return write_value(metric or METRIC, self._current(asked).wanted.replicas)
+
+    def stream_active(self, data: bytes, alive: Callable[[], bool]) -> Iterator[bytes]:
+        """Now, and whenever it changes."""
+        asked, told = read_object(data), None
+        while alive() and not self._closed:
+            watched = self._current(asked)
+            if (active := watched.wanted.replicas > 0) != told:
+                told = active
+                yield write_active(active)
+            with self._changed:
+                self._changed.wait(watched.rule.interval_s)
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def _current(self, asked: ScaledObjectRef) -> WatchedObject:
+        """The object, looked at within its interval: the rule is asked as often as it wants, whoever calls."""
+        key = (asked.namespace, asked.name, tuple(sorted(asked.metadata.items())))
+        with self._changed:
+            watched = self.objects.get(key)
+            if watched is None:
+                for old in [one for one in self.objects if one[:2] == key[:2]]:  # its manifest was changed
+                    del self.objects[old]
+                watched = self.objects[key] = WatchedObject(asked.metadata, self._read)
+        with watched.lock:  # pods that hang hold up nobody else
+            turned = self._clock() - watched.looked_s >= watched.rule.interval_s and watched.look(
+                self._clock()
+            )
+        if turned:
+            with self._changed:
+                self._changed.notify_all()
+        return watched
+
+
+def serve_scaler(scaler: KedaScaler, address: str) -> tuple["grpc.Server", int]:
+    """A gRPC server that has begun, and its port."""
+    grpc = _grpc()
+
+    def guarded(answer: Callable[[bytes], bytes]) -> Callable[[bytes, Any], bytes]:
+        def call(data: bytes, context: Any) -> bytes:
+            try:
+                return answer(data)
+            except CumuloError as error:
+                context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+                raise  # abort has raised already
+
+        return call
+
+    def stream(data: bytes, context: Any) -> Iterator[bytes]:
+        try:
+            yield from scaler.stream_active(data, context.is_active)
+        except CumuloError as error:
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+
+    handlers = {
+        "IsActive": grpc.unary_unary_rpc_method_handler(guarded(scaler.is_active)),
+        "GetMetricSpec": grpc.unary_unary_rpc_method_handler(guarded(scaler.metric_spec)),
+        "GetMetrics": grpc.unary_unary_rpc_method_handler(guarded(scaler.metrics)),
+        "StreamIsActive": grpc.unary_stream_rpc_method_handler(stream),
+    }
+    server = grpc.server(ThreadPoolExecutor(_WORKERS))
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
+    try:
+        port = server.add_insecure_port(address)
+    except RuntimeError as error:
+        raise CumuloError(f"cannot listen on {address}: {error}") from error
+    server.start()
+    return server, port
+
+
+def _grpc() -> Any:
+    try:
+        import grpc
+    except ImportError as error:
+        raise CumuloError(
+            "gRPC is not installed: pip install 'cumulo[keda]' or pip install grpcio"
+        ) from error
+    return grpc

@@ -1,0 +1,123 @@
+"""MetricsWatch: what an autoscaling rule sees of replicas that others keep, from their /metrics. Used by the Ray
+keeper and by KEDA's external scaler.
+
+    watch = MetricsWatch(Slo(ttft_s=2.0))
+    watch.seen({"http://10.0.0.7:8000": text}, starting=1)    # RoleSeen: what came since the last time
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from cumulo.cluster.decide.autoscale.seen import RoleSeen
+from cumulo.spec.slo import Slo
+
+_ENDED, _PROMPTS, _OUTPUTS = "request_success_total", "prompt_tokens_total", "generation_tokens_total"
+_RUNNING, _WAITING, _AT_GATEWAY = "num_requests_running", "num_requests_waiting", "gateway_in_flight"
+_TTFT, _TPOT = "time_to_first_token_seconds", "request_time_per_output_token_seconds"
+_LINE = re.compile(r"^cumulo:(\w+?)(?:\{([^}]*)\})? ([0-9.eE+-]+|\+?Inf|NaN)$", re.M)
+_BOUND = re.compile(r'le="([^"]+)"')
+
+
+@dataclass(slots=True)
+class ReplicaCounters:
+    """Of one replica, since it started; sums over labels."""
+
+    values: dict[str, float] = field(default_factory=dict)
+    buckets: dict[str, dict[float, float]] = field(default_factory=dict)  # cumulative, by upper bound
+
+    def of(self, name: str) -> float:
+        return self.values.get(name, 0.0)
+
+    def within(self, name: str, bound_s: float | None) -> tuple[float, float]:
+        """Observations within a bound, straight between two buckets; and all of them."""
+        buckets = self.buckets.get(name, {})
+        total = max(buckets.values(), default=0.0)
+        if bound_s is None:
+            return total, total
+        low_s = low = 0.0
+        for upper_s, count in sorted(buckets.items()):
+            if upper_s >= bound_s:
+                share = 1.0 if upper_s == bound_s else (bound_s - low_s) / (upper_s - low_s)
+                return low + (count - low) * share, total
+            low_s, low = upper_s, count
+        return low, total
+
+
+def read_counters(text: str) -> ReplicaCounters:
+    found = ReplicaCounters()
+    for name, labels, value in _LINE.findall(text):
+        if name.endswith("_bucket"):
+            bound = _BOUND.search(labels)
+            if bound is not None:
+                buckets = found.buckets.setdefault(name.removesuffix("_bucket"), {})
+                upper_s = float(bound[1])
+                buckets[upper_s] = buckets.get(upper_s, 0.0) + float(value)
+        else:
+            found.values[name] = found.values.get(name, 0.0) + float(value)
+    return found
+
+
+@dataclass(slots=True)
+class MetricsWatch:
+    slo: Slo
+    _before: dict[str, ReplicaCounters] = field(default_factory=dict)  # by replica
+    _in_flight: float = 0.0  # at the look before
+    _ended: float = 0.0  # in all
+    _prompt_tokens: float = 0.0
+    _output_tokens: float = 0.0
+
+    def seen(self, texts: Mapping[str, str], starting: int = 0, gateway: str = "") -> RoleSeen:
+        """`texts`: /metrics of each replica that answers; `gateway`: that of the gateway before them, where
+        requests wait that no replica has."""
+        now = {name: read_counters(text) for name, text in texts.items()}
+        ended, prompts, outputs = (self._since(now, name) for name in (_ENDED, _PROMPTS, _OUTPUTS))
+        self._ended += ended
+        self._prompt_tokens += prompts
+        self._output_tokens += outputs
+        running, waiting = (sum(one.of(name) for one in now.values()) for name in (_RUNNING, _WAITING))
+        if gateway:
+            waiting += max(0.0, read_counters(gateway).of(_AT_GATEWAY) - running - waiting)
+        in_flight = running + waiting
+        arrived = max(0.0, ended + in_flight - self._in_flight)
+        mean_prompt = self._prompt_tokens / self._ended if self._ended else 0.0
+        kept = self._kept_share(now)
+        self._before, self._in_flight = self._before | now, in_flight
+        return RoleSeen(
+            ready=len(now),
+            starting=starting,
+            arrived=round(arrived),
+            arrived_prompt_tokens=round(arrived * mean_prompt),
+            waiting=round(waiting),
+            waiting_prompt_tokens=round(waiting * mean_prompt),
+            running=round(running),
+            mean_output_tokens=self._output_tokens / self._ended if self._ended else 0.0,
+            busy=sum(one.of(_RUNNING) > 0 for one in now.values()) / max(1, len(now)),
+            ended=round(ended),
+            ended_in_slo=round(ended * kept),
+        )
+
+    def _since(self, now: Mapping[str, ReplicaCounters], name: str) -> float:
+        """Growth of a counter. One that is smaller than before belongs to a replica that was started again."""
+        total = 0.0
+        for replica, one in now.items():
+            before = self._before[replica].of(name) if replica in self._before else 0.0
+            total += one.of(name) - (before if before <= one.of(name) else 0.0)
+        return total
+
+    def _kept_share(self, now: Mapping[str, ReplicaCounters]) -> float:
+        """Of the requests since the look before. Histograms do not say which requests kept both bounds: it is the
+        smaller share of the two."""
+        shares = []
+        for name, bound_s in ((_TTFT, self.slo.ttft_s), (_TPOT, self.slo.tpot_s or self.slo.itl_s)):
+            kept = total = 0.0
+            for replica, one in now.items():
+                before = self._before.get(replica, ReplicaCounters())
+                within, every = one.within(name, bound_s)
+                within_before, every_before = before.within(name, bound_s)
+                if every < every_before:  # it was started again
+                    within_before = every_before = 0.0
+                kept += within - within_before
+                total += every - every_before
+            shares.append(kept / total if total else 1.0)
+        return min(1.0, max(0.0, min(shares)))

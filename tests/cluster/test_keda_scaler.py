@@ -1,0 +1,217 @@
+"""KEDA's external scaler answers a real gRPC client whose messages are Google's own protobuf, and its answers are
+those of the autoscaling rule on what the pods' metrics say."""
+
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from cumulo.cluster.drivers.kubernetes.keda_messages import read_object
+from cumulo.cluster.drivers.kubernetes.keda_scaler import (
+    METRIC,
+    SERVICE,
+    KedaScaler,
+    pod_metrics,
+    serve_scaler,
+)
+from cumulo.cluster.drivers.metrics_seen import MetricsWatch, read_counters
+from cumulo.errors import CumuloError
+from cumulo.serve.observe.metrics import Metrics
+from cumulo.spec.slo import Slo
+
+grpc = pytest.importorskip("grpc", reason="grpcio is not installed")
+pytest.importorskip("google.protobuf", reason="protobuf is not installed")
+RULE = "0..5,interval=10s,idle=30s,start-up=20s,ttft=1s,prompt-tok-s=1000,output-tok-s=100"
+
+
+def pod(ended: int, in_time: int, running: int = 0, waiting: int = 0) -> str:
+    """/metrics of a pod that has answered so many requests of 500 and 50 tokens."""
+    return "\n".join(
+        [
+            f'cumulo:num_requests_running{{model_name="m"}} {running}',
+            f'cumulo:num_requests_waiting{{model_name="m"}} {waiting}',
+            f'cumulo:request_success_total{{finished_reason="stop"}} {ended}.0',
+            f"cumulo:prompt_tokens_total {500 * ended}.0",
+            f"cumulo:generation_tokens_total {50 * ended}.0",
+            f'cumulo:time_to_first_token_seconds_bucket{{le="0.5"}} {in_time}',
+            f'cumulo:time_to_first_token_seconds_bucket{{le="1.5"}} {in_time}',
+            f'cumulo:time_to_first_token_seconds_bucket{{le="+Inf"}} {ended}',
+        ]
+    )
+
+
+def messages() -> dict[str, Any]:
+    """The classes of externalscaler.proto, made by Google's protobuf from a description."""
+    from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+
+    file = descriptor_pb2.FileDescriptorProto(name="s.proto", package="externalscaler", syntax="proto3")
+    kinds = {"string": 9, "bool": 8, "int64": 3, "double": 1}
+    shapes: dict[str, list[tuple[str, str]]] = {
+        "ScaledObjectRef": [("name", "string"), ("namespace", "string"), ("scalerMetadata", "*Entry")],
+        "IsActiveResponse": [("result", "bool")],
+        "MetricSpec": [("metricName", "string"), ("targetSize", "int64"), ("targetSizeFloat", "double")],
+        "GetMetricSpecResponse": [("metricSpecs", "*MetricSpec")],
+        "GetMetricsRequest": [("scaledObjectRef", "ScaledObjectRef"), ("metricName", "string")],
+        "MetricValue": [("metricName", "string"), ("metricValue", "int64"), ("metricValueFloat", "double")],
+        "GetMetricsResponse": [("metricValues", "*MetricValue")],
+    }
+    for name, fields in shapes.items():
+        message = file.message_type.add(name=name)
+        for number, (field, kind) in enumerate(fields, 1):
+            made = message.field.add(name=field, number=number, label=3 if kind.startswith("*") else 1)
+            kind = kind.removeprefix("*")
+            if kind == "Entry":
+                entry = message.nested_type.add(name="ScalerMetadataEntry")
+                entry.options.map_entry = True
+                for at, part in enumerate(("key", "value"), 1):
+                    entry.field.add(name=part, number=at, label=1, type=9)
+                made.type, made.type_name = 11, ".externalscaler.ScaledObjectRef.ScalerMetadataEntry"
+            elif kind in kinds:
+                made.type = kinds[kind]
+            else:
+                made.type, made.type_name = 11, f".externalscaler.{kind}"
+    pool = descriptor_pool.DescriptorPool()
+    pool.Add(file)
+    return {
+        name: message_factory.GetMessageClass(pool.FindMessageTypeByName(f"externalscaler.{name}"))
+        for name in shapes
+    }
+
+
+MESSAGES = messages()
+
+
+class Cluster:
+    """Pods, a clock, and a real gRPC channel to the scaler."""
+
+    def __init__(self) -> None:
+        self.now_s, self.pods = 0.0, dict[str, str]()
+        self.scaler = KedaScaler(lambda address: self.pods, lambda: self.now_s)
+        self.server, port = serve_scaler(self.scaler, "127.0.0.1:0")
+        self.channel = grpc.insecure_channel(f"127.0.0.1:{port}")
+
+    def ref(self, **metadata: str) -> Any:
+        given = {"pods": "chat-pods:8000", "rule": RULE} | metadata
+        return MESSAGES["ScaledObjectRef"](name="chat", namespace="default", scalerMetadata=given)
+
+    def call(self, method: str, request: Any, answer: str) -> Any:
+        ask = self.channel.unary_unary(
+            f"/{SERVICE}/{method}",
+            request_serializer=lambda one: one.SerializeToString(),
+            response_deserializer=MESSAGES[answer].FromString,
+        )
+        return ask(request, timeout=20)
+
+    def wanted(self) -> int:
+        request = MESSAGES["GetMetricsRequest"](scaledObjectRef=self.ref(), metricName=METRIC)
+        (value,) = self.call("GetMetrics", request, "GetMetricsResponse").metricValues
+        assert value.metricName == METRIC
+        assert value.metricValueFloat == value.metricValue
+        return int(value.metricValue)
+
+    def active(self) -> bool:
+        return bool(self.call("IsActive", self.ref(), "IsActiveResponse").result)
+
+
+@pytest.fixture
+def cluster() -> Iterator[Cluster]:
+    made = Cluster()
+    yield made
+    made.scaler.close()
+    made.channel.close()
+    made.server.stop(0).wait()
+
+
+def test_replicas_follow_the_load_of_the_pods_to_zero_and_back(cluster: Cluster) -> None:
+    (spec,) = cluster.call("GetMetricSpec", cluster.ref(), "GetMetricSpecResponse").metricSpecs
+    assert (spec.metricName, spec.targetSize) == (METRIC, 1)
+    ended, wanted = 0, []
+    for _ in range(12):  # three requests per second, each a second of a replica
+        cluster.now_s += 10
+        ended += 30
+        cluster.pods = {"10.0.0.1": pod(ended, ended)}
+        wanted.append(cluster.wanted())
+    assert wanted[-1] in (3, 4)
+    for _ in range(12):
+        cluster.now_s += 10
+        wanted.append(cluster.wanted())
+    assert wanted[-1] == 0 and not cluster.active()
+    cluster.pods = {}
+    cluster.now_s += 10
+    assert cluster.wanted() == 0
+    cluster.pods = {"10.0.0.2": pod(0, 0, waiting=1)}
+    cluster.now_s += 10
+    assert cluster.active()
+
+
+def test_a_stream_says_when_there_is_something_to_run_for(cluster: Cluster) -> None:
+    stream = cluster.channel.unary_stream(
+        f"/{SERVICE}/StreamIsActive",
+        request_serializer=lambda one: one.SerializeToString(),
+        response_deserializer=MESSAGES["IsActiveResponse"].FromString,
+    )(cluster.ref(), timeout=20)
+    assert next(stream).result is False  # no pod, no request
+    cluster.pods = {"10.0.0.1": pod(0, 0, waiting=2)}
+    cluster.now_s += 10
+    assert cluster.active()  # whoever looks first wakes the stream
+    assert next(stream).result is True
+    stream.cancel()
+
+
+@pytest.mark.parametrize(
+    ("metadata", "words"),
+    [
+        ({"rule": "1..4"}, "needs prompt-tok-s and output-tok-s"),
+        ({"rule": "4"}, "begins with the fewest and the most replicas"),
+        ({"pods": ""}, "metadata needs pods"),
+    ],
+)
+def test_a_trigger_that_says_too_little_is_named(
+    cluster: Cluster, metadata: dict[str, str], words: str
+) -> None:
+    with pytest.raises(grpc.RpcError, match=words) as failed:
+        cluster.call("GetMetricSpec", cluster.ref(**metadata), "GetMetricSpecResponse")
+    assert failed.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+def test_half_a_message_is_refused() -> None:
+    whole = MESSAGES["ScaledObjectRef"](name="chat", scalerMetadata={"a": "b"}).SerializeToString()
+    assert read_object(whole).metadata == {"a": "b"}
+    with pytest.raises(CumuloError, match="ends in the middle"):
+        read_object(whole[:-1])
+
+
+def test_late_requests_are_counted_from_the_histogram_of_first_tokens() -> None:
+    watch = MetricsWatch(Slo(ttft_s=1.0))
+    watch.seen({"a": pod(100, 100)})
+    seen = watch.seen({"a": pod(200, 140), "b": pod(20, 20, running=3)})
+    assert (seen.ready, seen.ended, seen.ended_in_slo) == (2, 120, 60)
+    assert (seen.arrived, seen.running, seen.mean_output_tokens) == (123, 3, 50.0)
+    again = watch.seen({"a": pod(10, 10), "b": pod(20, 20)})  # a was started again
+    assert (again.ended, again.ended_in_slo) == (10, 10)
+
+
+def test_the_servers_own_metrics_are_read_from_every_pod_behind_a_name() -> None:
+    text = Metrics("m").text(with_names=True)
+    counters = read_counters(text.decode())
+    assert {"num_requests_running", "num_requests_waiting", "prompt_tokens_total"} <= counters.values.keys()
+
+    class Pod(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(text)
+
+        def log_message(self, *words: Any) -> None: ...
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Pod)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        assert list(pod_metrics(f"127.0.0.1:{server.server_port}")) == ["127.0.0.1"]
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert pod_metrics("no-such-name.invalid:80") == {}
