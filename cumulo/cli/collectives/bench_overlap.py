@@ -11,8 +11,14 @@ EXAMPLE = "Example: [bold]cumulo bench overlap --ranks 4 --shares 1 --rounds 1[/
 
 def overlap(
     ranks: Annotated[
-        int, typer.Option(min=4, help="Number of processes: 4, 8 or another multiple of 4.")
+        int, typer.Option(min=2, help="Number of processes; with --of passes a multiple of 4.")
     ] = 4,
+    of: Annotated[
+        str,
+        typer.Option(
+            help="passes: pairs of a pipeline (overlap_passes); gradients: gradient_order; weights: fsdp_prefetch."
+        ),
+    ] = "passes",
     schedule: Annotated[str, typer.Option(help="dualpipe-v or dualpipe.")] = "dualpipe-v",
     micro_batches: Annotated[
         int | None, typer.Option(help="Micro-batches of a step. Default: four for each stage.")
@@ -33,19 +39,22 @@ def overlap(
     rounds: Annotated[int, typer.Option(min=1, help="Number of measurements of each.")] = 5,
     json_file: options.JsonOption = None,
 ) -> None:
-    """Measure a training step whose paired passes overlap, next to one whose passes do not, and the simulator.
+    """Measure what a training step saves by computing while messages travel, in turns with one that does not.
 
-    A mixture of experts in a pipeline: tokens travel to experts on other processes over TCP, through a network that
-    is slower than this host. The simulator knows how many cores the processes share.
+    Messages really travel between processes, over TCP, through a network that is slower than this host. Passes are
+    those of a mixture of experts in a pipeline, next to the simulator, which knows how many cores are shared.
+    Gradients and weights are those of data parallelism.
     """
     from cumulo.bench import overlap as bench_overlap
     from cumulo.cli.bench import _finish, _warn_if_busy
     from cumulo.cli.shared.terminal import working
     from cumulo.errors import ConfigError
 
+    if of not in ("passes", "gradients", "weights"):
+        raise ConfigError(f"--of {of}: give passes, gradients or weights")
     if limit not in ("connection", "card"):
         raise ConfigError(f"--limit {limit}: give connection or card")
-    if schedule not in ("dualpipe-v", "dualpipe") or ranks % 4:
+    if of == "passes" and (schedule not in ("dualpipe-v", "dualpipe") or ranks % 4):
         raise ConfigError(
             f"--schedule {schedule} --ranks {ranks}: give dualpipe-v or dualpipe, and a multiple of 4 processes"
         )
@@ -55,10 +64,18 @@ def overlap(
         raise ConfigError(f"--shares {shares}: give numbers, such as 0.5,1,2") from None
     if min(wanted) <= 0:
         raise ConfigError(f"--shares {shares}: every share must be more than 0")
+    _warn_if_busy()
+    if of != "passes":
+        from cumulo.bench import message_order
+
+        with working("overlap") as tell:
+            order = message_order.OrderPlan(ranks, of == "weights", wanted, rounds)
+            rows = message_order.measure(order, tell)
+        _finish(f"{of} that travel meanwhile, {ranks} processes", rows, json_file)
+        return
     plan = bench_overlap.OverlapPlan(
         ranks, schedule, micro_batches or 2 * ranks, wanted, limit == "connection", rounds
     )
-    _warn_if_busy()
     with working("overlap") as tell:
         rows = bench_overlap.measure(plan, tell)
     _finish(f"overlapped passes, {schedule}, {ranks} processes", rows, json_file)

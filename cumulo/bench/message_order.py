@@ -1,0 +1,142 @@
+"""What `cumulo bench overlap --of gradients|weights` measures: data-parallel steps over a network slower than this
+host, whose gradients leave as they are ready or by priority, and whose sharded weights are gathered after the layer
+before has computed or meanwhile. In turns, in the same processes; the losses must be the same bits."""
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from cumulo.base.report import Row, available_cores
+from cumulo.collectives.play.shaping import LinkShaper
+from cumulo.layout.layout import Layout
+from cumulo.ranks.collective_meter import meter
+from cumulo.ranks.collectives import all_reduce, barrier, use_collectives
+from cumulo.ranks.groups import Groups, world_group
+from cumulo.ranks.scheduled import CollectiveChoices
+from cumulo.ranks.start import run_ranks
+from cumulo.spec.model import ModelSpec
+from cumulo.train.data.packing import Batch
+from cumulo.train.decide.config import DataConfig, ModelConfig, OptimizerConfig, ScheduleConfig, TrainConfig
+from cumulo.train.run.model_run import ModelRun
+
+LENGTH, ROWS = 128, 2  # of one process's step
+SPEC = ModelSpec("llama", 512, 192, 6, 3, 3, 64, 512, LENGTH)
+_FAST = 1e12
+_FIRST = 4  # steps until memory is found and the order of gradients is known
+_RINGS = {"all_reduce": "ring", "all_gather": "ring", "reduce_scatter": "ring"}
+
+
+@dataclass(frozen=True, slots=True)
+class OrderPlan:
+    ranks: int
+    weights: bool  # sharded weights, not gradients
+    shares: tuple[float, ...]  # seconds that messages need over seconds that the cores need
+    rounds: int
+
+    @property
+    def ways(self) -> tuple[str, str]:
+        return ("post", "pre") if self.weights else ("ready", "priority")
+
+    def config(self, way: str) -> TrainConfig:
+        plain = TrainConfig(
+            batch_sequences=self.ranks * ROWS,
+            micro_batch=ROWS,
+            device="cpu",
+            steps=1000,
+            data=DataConfig(sequence_length=LENGTH),
+            model=ModelConfig(start_from="the benchmark's own"),
+            schedule=ScheduleConfig("constant", warmup_steps=0),
+            optimizer=OptimizerConfig(clip_norm=0),
+            layout=Layout(dp=self.ranks, zero=3 if self.weights else 0),
+            gradient_bucket_mib=1.0,
+        )
+        if self.weights:
+            return replace(plain, fsdp_prefetch="pre" if way == "pre" else "post")
+        return replace(plain, gradient_order="priority" if way == "priority" else "ready")
+
+
+def measure(plan: OrderPlan, tell: Callable[[str], None]) -> list[Row]:
+    tell(f"{plan.ranks} processes")
+    found = run_ranks(_rank, plan.ranks, plan, timeout_s=1800, heard=tell)
+    rows = [Row("losses are equal, bit by bit", all(one[0] for one in found), must=True)]
+    for number, share in enumerate(plan.shares):
+        rate = found[0][1][number]
+        times = [
+            statistics.median(max(one) for one in zip(*(rank[2][number][way] for rank in found), strict=True))
+            for way in plan.ways
+        ]
+        title = f"card of {rate / 1e6:.1f} MB/s, {share:g} ×"
+        rows += [
+            Row(f"{title}: {way}", seconds * 1e3, "ms", "lower")
+            for way, seconds in zip(plan.ways, times, strict=True)
+        ]
+        rows.append(Row(f"{title}: {plan.ways[1]} saves", 100 * (1 - times[1] / times[0]), "%"))
+    return rows
+
+
+Times = list[dict[str, list[float]]]
+
+
+def _rank(rank: int, plan: OrderPlan) -> tuple[bool, list[float], Times]:
+    shaper = LinkShaper(_FAST)
+    use_collectives(CollectiveChoices(_RINGS, transport="tcp", shaper=shaper))  # type: ignore[arg-type]
+    runs = {
+        way: ModelRun(SPEC, plan.config(way), Groups(plan.config(way).layout, rank), torch.device("cpu"))
+        for way in plan.ways
+    }
+    batch, tokens = _batch(rank), plan.ranks * ROWS * LENGTH
+    losses: dict[str, list[float]] = {way: [] for way in plan.ways}
+
+    def step(way: str) -> float:
+        """It ends where the next forward may begin."""
+        began_s = time.perf_counter()
+        losses[way].append(runs[way].gradients(batch, tokens).loss)
+        runs[way].clip()
+        runs[way].step(1.0)
+        return time.perf_counter() - began_s
+
+    busy_s, sent = _calibrated(plan, step)
+    rates, times = [], []
+    for share in plan.shares:
+        shaper.bytes_per_s = sent / (share * busy_s)
+        rates.append(shaper.bytes_per_s)
+        took: dict[str, list[float]] = {way: [] for way in plan.ways}
+        for _ in range(plan.rounds):
+            for way in plan.ways:
+                barrier(world_group())
+                # Several in a row: what a step leaves to the next one is in the next one's time.
+                took[way].append(statistics.mean(step(way) for _ in range(3)))
+                runs[way].settle()
+        times.append(took)
+    use_collectives("")
+    first, second = losses.values()
+    return first == second, rates, times
+
+
+def _calibrated(plan: OrderPlan, step: Callable[[str], float]) -> tuple[float, float]:
+    """Seconds of all cores, and bytes that a rank sends, of a step."""
+    for _ in range(_FIRST):
+        for way in plan.ways:
+            step(way)
+    meter.take()
+    before_s = time.process_time()
+    step(plan.ways[0])
+    step(plan.ways[1])
+    n = plan.ranks
+    factor = {"all_reduce": 2 * (n - 1) / n, "all_gather": (n - 1) / n, "reduce_scatter": (n - 1) / n}
+    sent = sum(one.calls * one.size_bytes * factor.get(one.kind, 0.0) for one in meter.take()) / 2
+    total = torch.tensor([(time.process_time() - before_s) / 2, sent], dtype=torch.float64)
+    all_reduce(total, world_group())
+    return float(total[0]) / available_cores(), float(total[1]) / n
+
+
+def _batch(place: int) -> Batch:
+    chance = np.random.default_rng(place)
+    tokens = chance.integers(0, SPEC.vocab_size, (ROWS, LENGTH + 1))
+    positions = np.broadcast_to(np.arange(LENGTH), (ROWS, LENGTH)).copy()
+    starts = np.arange(0, (ROWS + 1) * LENGTH, LENGTH, dtype=np.int32)
+    return Batch(tokens[:, :-1].copy(), tokens[:, 1:].copy(), positions, starts, ROWS * LENGTH)
