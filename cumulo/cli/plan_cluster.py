@@ -11,19 +11,31 @@ from cumulo.cli.shared.declare import group, option, takes_options
 if TYPE_CHECKING:
     from cumulo.base.report import Row
     from cumulo.plan.cluster.goal import ClusterGoal
+    from cumulo.plan.cluster.inference import InferenceGoal
     from cumulo.plan.cluster.plan import ClusterPlan
+    from cumulo.plan.serve.search import ServePlan
 
 EXAMPLE = (
     "Example: [bold]cumulo plan cluster llama-3.1-405b --gpus 100000 --tokens 15e12 --report plan.html[/bold]"
 )
-_ASSUMED, _REPORT = "Assumptions (default: published values)", "Report"
+_ASSUMED, _REPORT, _SERVING = "Assumptions (default: published values)", "Report", "Inference"
 # What the terminal shows; the report has the rest.
 _SHOWN = (
-    "job_gpus", "nodes_beside_job", "further_jobs", "spare_nodes", "step_s", "step_low_s", "step_high_s", "mfu",
-    "training_tok_s", "switches", "cables",
-    "checkpoint_bytes", "write_behind", "read_bytes_per_s", "mttf_h", "ettr_formula", "ettr_simulated",
-    "goodput_tok_s", "days", "facility_w", "energy_mwh", "cost_trillion", "cost_run",
+    "job_gpus", "further_jobs", "inference_nodes", "spare_nodes", "idle_nodes", "step_s", "mfu", "training_tok_s",
+    "mttf_h", "ettr", "goodput_tok_s", "days", "cost_run", "cost_trillion", "inference_rate", "inference_tok_s",
+    "users", "inference_price", "switches", "cables", "transceivers", "checkpoint_bytes", "checkpoint_storm",
+    "storage_servers", "storage_capacity", "metadata_rate", "startup_s", "metric_samples", "racks", "facility_w",
+    "cooling_w", "energy_mwh",
 )  # fmt: skip
+# Why a figure is what it is, in the sheet's names.
+_REASONS = {
+    "job_gpus": "job_nodes", "goodput_tok_s": "ettr", "days": "goodput_tok_s", "cost_run": "charged_gpus",
+    "cost_trillion": "charged_gpus", "ettr": "mttf_h", "inference_rate": "inference_replicas",
+    "users": "think", "further_jobs": "job_nodes", "inference_nodes": "inference_replicas",
+    "checkpoint_bytes": "parameters", "storage_servers": "server_rate", "metadata_rate": "checkpoint_files",
+    "startup_s": "startup_bytes", "metric_samples": "scrape", "racks": "rack", "facility_w": "pue",
+    "switches": "cards", "storage_capacity": "kept_checkpoints", "mttf_h": "failures", "mfu": "batch",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +64,27 @@ class AssumptionOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class InferenceOptions:
+    """What the nodes beside the job serve."""
+
+    serve: str = option("Model that the nodes beside the job serve.", "", panel=_SERVING, metavar="MODEL")
+    rate: float | None = option(
+        "Request rate to serve, in requests/s. Default: as much as the nodes that are left take.",
+        None,
+        panel=_SERVING,
+    )
+    slo: str = option("Latency objective (SLO) of inference.", "ttft=1s,itl=50ms", panel=_SERVING)
+    input_tokens: str = option("Prompt length in tokens.", "1000", "--input", panel=_SERVING)
+    output_tokens: str = option("Answer length in tokens.", "300", "--output", panel=_SERVING)
+    hypothetical: bool = option(
+        "Also consider replicas that `cumulo serve` cannot run, as in `cumulo plan serve`.",
+        False,
+        "--hypothetical",
+        panel=_SERVING,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class PlanClusterOptions:
     model: shared.ModelName
     where: shared.ClusterOptions = group(
@@ -70,6 +103,13 @@ class PlanClusterOptions:
     )
     assumed: AssumptionOptions = AssumptionOptions()
     price: float | None = option("Price per GPU hour, in dollars.", None, panel=_ASSUMED)
+    recovery: str = option(
+        "After a failure: restart (the whole job), spare (a hot spare takes over) or replica (only one replica "
+        "stops: no global rollback). The report compares all three.",
+        "restart",
+        panel=shared.TRAINING,
+    )
+    inference: InferenceOptions = InferenceOptions()
     seed: int = option("Random seed of the simulated failures.", 0, panel=_REPORT)
     report_file: Path | None = option(
         "Write an HTML report with charts to this file.", None, "--report", panel=_REPORT, metavar="FILE"
@@ -85,11 +125,11 @@ def cluster(chosen: PlanClusterOptions) -> None:
     from cumulo.cli.shared.terminal import note, out, working
     from cumulo.errors import ConfigError
     from cumulo.plan.cluster.plan import plan_cluster
-    from cumulo.plan.cluster.report import report
+    from cumulo.plan.cluster.report import report, why_so_many
 
     goal = _goal(chosen)
     with working("planning"):
-        plan = plan_cluster(goal, chosen.seed)
+        plan = plan_cluster(goal, chosen.seed, _inference(chosen))
     if (report_file := chosen.report_file) is not None:
         try:
             report_file.write_text(report(plan), "utf-8")
@@ -99,15 +139,20 @@ def cluster(chosen: PlanClusterOptions) -> None:
     reports.write_json(chosen.json_file, _rows(plan), layout=str(plan.training.job.layout))
     if str(chosen.json_file) != "-":
         out.print(_table(plan))
-        out.print(f"layout: {plan.training.job.layout}; checkpoints: {plan.checkpoints[0].name}")
-        idle = plan.sheet["nodes_beside_job"] - plan.sheet["spare_nodes"]
-        if not chosen.fixed and idle > 0.1 * plan.sheet["nodes"]:
-            note(f"{idle:,.0f} nodes neither train nor are needed as spares; a larger --batch can use them")
+        out.print(_recoveries(plan))
+        out.print(
+            f"layout: {plan.training.job.layout}; checkpoints: {plan.checkpoints[0].name}", highlight=False
+        )
+        out.print(f"why: {why_so_many(plan)} {_bound(plan)}", highlight=False)
+        if plan.inference is not None:
+            replica = plan.inference.best.replica
+            out.print(f"inference: replicas of {replica}; {replica.confidence.evidence}", highlight=False)
         most = plan.sheet.figures[plan.gains[0]]
         out.print(
             f"largest possible improvement: {most.label}, {most.value:+.1%} goodput"
             if most.value >= 0.001
-            else "failures, restarts and checkpoints each cost less than 0.1% of the goodput"
+            else "failures, restarts and checkpoints each cost less than 0.1% of the goodput",
+            highlight=False,
         )
 
 
@@ -118,6 +163,8 @@ def _goal(chosen: PlanClusterOptions) -> "ClusterGoal":
 
     if chosen.dtype not in ("bfloat16", "float8"):
         raise ConfigError(f"--dtype must be bfloat16 or float8, got {chosen.dtype!r}")
+    if chosen.recovery not in ("restart", "spare", "replica"):
+        raise ConfigError(f"--recovery must be restart, spare or replica, got {chosen.recovery!r}")
     catalog = shipped(chosen.catalog_file)
     found = chosen.where.cluster(catalog)
     if chosen.price is not None:
@@ -131,9 +178,64 @@ def _goal(chosen: PlanClusterOptions) -> "ClusterGoal":
         sequence_length=chosen.batches.sequence,
         tokens=chosen.tokens,
         dtype=chosen.dtype,  # type: ignore[arg-type]
+        recovery=chosen.recovery,  # type: ignore[arg-type]
         assumptions=Assumptions().overridden(asdict(chosen.assumed)),
     )
     return replace(goal, fixed=fixed_job(chosen.fixed, goal)) if chosen.fixed else goal
+
+
+def _inference(chosen: PlanClusterOptions) -> "tuple[InferenceGoal, ServePlan] | None":
+    from cumulo.errors import ConfigError
+    from cumulo.load.simulated import draw_traffic, parse_objective
+    from cumulo.plan.cluster.inference import InferenceGoal, inference_plan
+    from cumulo.spec.catalog import shipped
+
+    asked = chosen.inference
+    if not asked.serve:
+        if asked.rate is not None:
+            raise ConfigError("--rate is the request rate of inference: add --serve MODEL")
+        return None
+    slo = parse_objective(asked.slo, 99.0)
+    if slo is None:
+        raise ConfigError("inference needs an SLO, for example --slo ttft=1s,itl=50ms")
+    catalog = shipped(chosen.catalog_file)
+    traffic = draw_traffic(asked.input_tokens, asked.output_tokens, 0, 1, "poisson", 200, chosen.seed)
+    model = catalog.model_or_file(asked.serve)
+    goal = InferenceGoal(asked.serve, model, traffic, slo, asked.rate, asked.hypothetical)
+    return goal, inference_plan(goal, chosen.where.cluster(catalog).device.name, catalog)
+
+
+def _bound(plan: "ClusterPlan") -> str:
+    """What a step spends its time on."""
+    estimate = plan.training.estimate
+    largest = sorted(estimate.breakdown, key=lambda part: -part[1])[:3]
+    shares = ", ".join(f"{name} {seconds / estimate.step_s:.0%}" for name, seconds in largest)
+    return f"A step is {shares}."
+
+
+def _recoveries(plan: "ClusterPlan") -> Any:
+    from rich.table import Table
+
+    from cumulo.plan.cluster.report import value
+
+    table = Table(
+        box=None, header_style="dim", title="After a failure", title_justify="left", title_style="bold"
+    )
+    for name, justify in (
+        ("", "left"),
+        ("pause", "right"),
+        ("trains", "right"),
+        ("goodput", "right"),
+        ("", "left"),
+    ):
+        table.add_column(name, justify=justify)  # type: ignore[arg-type]
+    for one in plan.recoveries:
+        figures = (
+            plan.sheet.figures[f"{name}_{one.key}{unit}"]
+            for name, unit in (("pause", "_s"), ("ettr", ""), ("goodput", ""))
+        )
+        table.add_row(one.name, *map(value, figures), one.what)
+    return table
 
 
 def _rows(plan: "ClusterPlan") -> "list[Row]":
@@ -155,16 +257,34 @@ def _rows(plan: "ClusterPlan") -> "list[Row]":
 
 
 def _table(plan: "ClusterPlan") -> Any:
+    """The main figures with their ranges and what they follow from; the report has all of them with formulas."""
     from rich.table import Table
 
+    from cumulo.plan.cluster.report import value, value_range
+
+    sheet = plan.sheet
+    table = Table(
+        title=f"{plan.goal.model_name} on {plan.goal.cluster}",
+        title_justify="left",
+        box=None,
+        header_style="dim",
+    )
+    for name, justify in (("", "left"), ("", "right"), ("90% range", "left"), ("follows from", "left")):
+        table.add_column(name, justify=justify)  # type: ignore[arg-type]
+    for name in _SHOWN:
+        if name not in sheet.figures:
+            continue
+        figure = sheet.figures[name]
+        ranged = value_range(sheet, "inference_most" if name == "inference_rate" else name)
+        table.add_row(figure.label, value(figure), ranged, _source(plan, name))
+    return table
+
+
+def _source(plan: "ClusterPlan", name: str) -> str:
     from cumulo.plan.cluster.report import value
 
-    table = Table(title=f"{plan.goal.model_name} on {plan.goal.cluster}", title_justify="left")
-    table.add_column("")
-    table.add_column("", justify="right")
-    table.add_column("calculation")
-    for name in _SHOWN:
-        figure = plan.sheet.figures[name]
-        how = plan.sheet.inserted(name) if figure.formula else figure.source
-        table.add_row(figure.label, value(figure), how)
-    return table
+    figures = plan.sheet.figures
+    named = _REASONS.get(name)
+    if named is not None:
+        return f"{figures[named].label}: {value(figures[named])}"
+    return ""

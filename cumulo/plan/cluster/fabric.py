@@ -26,13 +26,13 @@ class TierCount:
 
 def count_switches(cluster: Cluster, tiers: tuple[Tier, ...], sheet: Sheet) -> tuple[TierCount, ...]:
     """What has to be bought. Ports that a part-filled tier leaves free are counted with their switches."""
-    sheet.work_out("cards", "nodes * gpus_per_node", "", "network cards", "one for each GPU")
+    sheet.work_out("cards", "nodes * gpus_per_node", "cards", "network cards", "one for each GPU")
     if cluster.fabric.kind == "dragonfly":
         found = _count_dragonfly(tiers, sheet)
     else:
         found = _count_tree(cluster, tiers, sheet)
     for what in ("switches", "cables"):
-        sheet.work_out(what, " + ".join(f"{count.key}_{what}" for count in found), "", f"{what} in all")
+        sheet.work_out(what, " + ".join(f"{count.key}_{what}" for count in found), what, f"{what} in all")
     return found
 
 
@@ -53,7 +53,7 @@ def _count_tree(cluster: Cluster, tiers: tuple[Tier, ...], sheet: Sheet) -> tupl
             # Only as many uplinks as what is below can fill at the tier's oversubscription.
             cables = f"{key}_uplinks"
             formula = f"min({key}_switches * {key}_up, ceil({key}_cables * {key}_up / {key}_down))"
-            sheet.work_out(cables, formula, "", f"cables up from all {tier.name} switches")
+            sheet.work_out(cables, formula, "cables", f"cables up from all {tier.name} switches")
     return tuple(found)
 
 
@@ -71,17 +71,17 @@ def _count_dragonfly(tiers: tuple[Tier, ...], sheet: Sheet) -> tuple[TierCount, 
 
 def _ports(tier: Tier, key: str, sheet: Sheet) -> None:
     how = "catalogue: its ports, split by the oversubscription"
-    sheet.given(f"{key}_down", tier.down_ports, "", f"ports down from a {tier.name} switch", how)
+    sheet.given(f"{key}_down", tier.down_ports, "ports", f"ports down from a {tier.name} switch", how)
     if tier.up_ports:
-        sheet.given(f"{key}_up", tier.up_ports, "", f"ports up from a {tier.name} switch", how)
+        sheet.given(f"{key}_up", tier.up_ports, "ports", f"ports up from a {tier.name} switch", how)
 
 
 def _count(tier: Tier, key: str, switches: str, cables: str, sheet: Sheet) -> TierCount:
     return TierCount(
         tier,
         key,
-        int(sheet.work_out(f"{key}_switches", switches, "", f"switches, {tier.name}")),
-        int(sheet.work_out(f"{key}_cables", cables, "", f"cables below, {tier.name}")),
+        int(sheet.work_out(f"{key}_switches", switches, "switches", f"switches, {tier.name}")),
+        int(sheet.work_out(f"{key}_cables", cables, "cables", f"cables below, {tier.name}")),
         sheet.work_out(
             f"{key}_bytes_per_s",
             f"{key}_cables * nic_bytes_per_s",
@@ -118,7 +118,7 @@ def other_fabrics(job: TrainJob, cluster: Cluster, sheet: Sheet) -> tuple[Fabric
             count_switches(whole, tiers, scratch)
             for what in ("switches", "cables"):
                 sheet.given(
-                    f"{key}_{what}", scratch[what], "", f"{name}: {what}", "counted by the same formulas"
+                    f"{key}_{what}", scratch[what], what, f"{name}: {what}", "counted by the same formulas"
                 )
             step_s = estimate(job, replace(whole, gpus=job.layout.world), explain=False).step_s
             sheet.given(
@@ -162,10 +162,10 @@ def traffic_of(
         else:
             members = group.reach.per_domain
             sheet.given(
-                f"{axis}_near", members, "", f"{axis}: members in one scale-up domain", "layout and node"
+                f"{axis}_near", members, "GPUs", f"{axis}: members in one scale-up domain", "layout and node"
             )
             if axis == "ep":  # all-to-all: each member sends its own share to all that are elsewhere
-                sheet.given("ep_ranks", ranks, "", "ep: members", "layout")
+                sheet.given("ep_ranks", ranks, "GPUs", "ep: members", "layout")
                 sent, how = (
                     "ep_bytes * (ep_ranks - ep_near) / (ep_ranks - 1)",
                     "all-to-all: to members elsewhere",

@@ -61,7 +61,32 @@ class Assumptions:
     switch_w: Assumption = Assumption(
         26.9, "W", "power of a switch, for each port", "1,720 W for 64 ports (NVIDIA QM9700)"
     )
-    pue: Assumption = Assumption(1.2, "", "power of the building over that of its machines", "assumed")
+    pue: Assumption = Assumption(1.2, "times", "power of the building over that of its machines", "assumed")
+    swap: Assumption = Assumption(
+        60.0,
+        "s",
+        "from a failure until a hot spare has taken over",
+        "assumed: detection, and groups of one node anew",
+    )
+    regroup: Assumption = Assumption(
+        10.0,
+        "s",
+        "from a failure until the other replicas train on",
+        "assumed: a timeout of their all-reduce",
+    )
+    server_rate: Assumption = Assumption(
+        40.0, "GB/s", "what a storage server reads or writes", "assumed: two 200 Gbit/s cards at 80%"
+    )
+    kept_checkpoints: Assumption = Assumption(20.0, "checkpoints", "checkpoints that are kept", "assumed")
+    storm: Assumption = Assumption(10.0, "s", "time in which all ranks may create their files", "assumed")
+    image: Assumption = Assumption(20.0, "GB", "software of a node: container and libraries", "assumed")
+    series: Assumption = Assumption(100.0, "series", "metrics of a GPU with its share of the node", "assumed")
+    scrape: Assumption = Assumption(15.0, "s", "between two samples of a metric", "assumed")
+    node_logs: Assumption = Assumption(1.0, "GB", "logs of a node in a day", "assumed")
+    rack: Assumption = Assumption(40.0, "kW", "power of a rack", "assumed: four air-cooled 8-GPU nodes")
+    water: Assumption = Assumption(
+        1.8, "L/kWh", "water that evaporative cooling takes", "average of US data centres: LBNL 2016 report"
+    )
 
     def __post_init__(self) -> None:
         for one in fields(self):
@@ -72,7 +97,7 @@ class Assumptions:
                 "pue must be 1 or more, because a building uses at least the power of its machines; got "
                 f"{self.pue.value}"
             )
-        for name in ("failures", "storage", "stall"):
+        for name in ("failures", "storage", "stall", "server_rate", "scrape", "rack", "storm"):
             if getattr(self, name).value == 0:
                 raise ConfigError(f"{name} must be more than 0: a plan without it has no optimum")
         if self.broken_share.value > 1:
@@ -100,6 +125,7 @@ class ClusterGoal:
     tokens: float  # to be trained on
     dtype: Literal["bfloat16", "float16", "float32", "float8"] = "bfloat16"
     fixed: TrainJob | None = None  # in place of a search
+    recovery: Literal["restart", "spare", "replica"] = "restart"  # after a failure: plan/cluster/recovery.py
     assumptions: Assumptions = Assumptions()
 
     def __post_init__(self) -> None:

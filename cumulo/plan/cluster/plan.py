@@ -29,18 +29,21 @@ from cumulo.plan.cluster.fabric import (
     other_fabrics,
     traffic_of,
 )
+from cumulo.plan.cluster.facility import cooling_sheet, materials_sheet, monitoring_sheet, storage_sheet
 from cumulo.plan.cluster.failures import FailureOutcome, Spares, spares_needed
 from cumulo.plan.cluster.goal import ClusterGoal, job_sizes
+from cumulo.plan.cluster.inference import InferenceGoal, inference_sheet
+from cumulo.plan.cluster.recovery import CHOICES, RecoveryChoice, best_job_gpus, compare_recoveries
 from cumulo.plan.cluster.sheet import Sheet
 from cumulo.plan.network.collectives import Network
 from cumulo.plan.search.search import Plan, search, timed
 from cumulo.plan.search.why_not import refuse
+from cumulo.plan.serve.search import ServePlan
 from cumulo.spec.cluster import Cluster
 from cumulo.spec.counting import parameter_count
 
 _SIZES_TRIED = 4
 _LEAST_ETTR = 0.01  # below it nothing is gained by planning on, and there are too many failures to play
-_ENOUGH_TRAINED = 0.75  # of the time: a job of half the GPUs cannot train as much then
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +59,14 @@ class ClusterPlan:
     sweeps: Mapping[str, tuple[SweepPoint, ...]]  # of each tier, over intervals
     outcome: FailureOutcome  # of the best tier at its best interval
     gains: list[str]  # figures of what one change would add to the goodput, largest first
+    recoveries: tuple[RecoveryChoice, ...]
+    inference: ServePlan | None = None
 
 
-def plan_cluster(goal: ClusterGoal, seed: int = 0) -> ClusterPlan:
+def plan_cluster(
+    goal: ClusterGoal, seed: int = 0, inference: tuple[InferenceGoal, ServePlan] | None = None
+) -> ClusterPlan:
+    """`inference`: what the nodes beside the job serve, and the plan of it."""
     sheet = Sheet()
     for one in fields(goal.assumptions):
         assumed = getattr(goal.assumptions, one.name)
@@ -82,7 +90,15 @@ def plan_cluster(goal: ClusterGoal, seed: int = 0) -> ClusterPlan:
     sweeps = {tier.key: sweep_intervals(tier, spares, seed) for tier in checkpoints}
     sweep = sweeps[best.key]
     outcome = next(point.simulated for point in sweep if point.interval_s == best.interval_s)
+    recoveries = compare_recoveries(sheet, best, training.job.layout.dp)
     _results(goal, sheet, best, sweep, outcome)
+    storage_sheet(sheet, best.key)
+    monitoring_sheet(sheet)
+    cooling_sheet(sheet)
+    materials_sheet(sheet)
+    if inference is not None:
+        inference_sheet(sheet, *inference)
+    _division(sheet, inference is not None)
     return ClusterPlan(
         goal,
         training,
@@ -95,14 +111,31 @@ def plan_cluster(goal: ClusterGoal, seed: int = 0) -> ClusterPlan:
         sweeps,
         outcome,
         gains(best, sheet),
+        recoveries,
+        inference[1] if inference is not None else None,
     )
+
+
+def _division(sheet: Sheet, serves: bool) -> None:
+    """Who gets the nodes."""
+    taken = "job_nodes * (1 + further_jobs) + spare_nodes" + (" + inference_nodes" if serves else "")
+    beside = "nodes - spare_nodes" + (" - inference_nodes" if serves else "")
+    sheet.work_out(
+        "further_jobs",
+        f"max(0, floor(({beside}) / job_nodes) - 1)",
+        "jobs",
+        "further jobs of this size that fit",
+    )
+    sheet.work_out("idle_nodes", f"nodes - ({taken})", "nodes", "nodes with nothing to do")
 
 
 def _nodes(goal: ClusterGoal, sheet: Sheet) -> None:
     cluster = goal.cluster
-    sheet.given("gpus", cluster.gpus, "", "GPUs in all", "asked for")
-    sheet.given("gpus_per_node", cluster.node.gpus, "", "GPUs of a node", f"catalogue: {cluster.node.name}")
-    sheet.work_out("nodes", "ceil(gpus / gpus_per_node)", "", "nodes in all")
+    sheet.given("gpus", cluster.gpus, "GPUs", "GPUs in all", "asked for")
+    sheet.given(
+        "gpus_per_node", cluster.node.gpus, "GPUs", "GPUs of a node", f"catalogue: {cluster.node.name}"
+    )
+    sheet.work_out("nodes", "ceil(gpus / gpus_per_node)", "nodes", "nodes in all")
     for name, rate, label in (
         ("link_bytes_per_s", cluster.device.link_bytes_per_s, "scale-up links of a GPU, each way"),
         ("nic_bytes_per_s", cluster.node.nic_bytes_per_s, "network of a GPU, each way"),
@@ -138,12 +171,16 @@ def _nodes(goal: ClusterGoal, sheet: Sheet) -> None:
 def _training(goal: ClusterGoal, sheet: Sheet) -> tuple[Plan, Cluster]:
     node = goal.cluster.node
     parameters = sheet.given(
-        "parameters", parameter_count(goal.model), "", "parameters", f"{goal.model_name}"
+        "parameters", parameter_count(goal.model), "parameters", "model size", f"{goal.model_name}"
     )
     if goal.fixed is not None:
         candidates = [goal.fixed.layout.world]
     else:
         most = goal.cluster.gpus - int(sheet["spare_nodes"]) * node.gpus
+        if (
+            goal.recovery == "restart"
+        ):  # more GPUs would train less: they fail too often, and start too slowly
+            most = min(most, max(node.gpus, best_job_gpus(goal.assumptions, node.gpus)))
         if most < 1:
             raise ConfigError(
                 f"{sheet['in_repair']:,.3g} nodes would be in repair at once, so all {int(sheet['nodes']):,} are "
@@ -151,8 +188,6 @@ def _training(goal: ClusterGoal, sheet: Sheet) -> tuple[Plan, Cluster]:
             )
         candidates = [*job_sizes(goal, most, 18 * parameters, _SIZES_TRIED), most]
     best = _first(goal, candidates)
-    if best is not None and goal.fixed is None:
-        best = _best_size(goal, best, parameters)
     if best is None:
         try:
             refuse(goal.on(most))
@@ -182,51 +217,16 @@ def _first(goal: ClusterGoal, candidates: list[int]) -> Plan | None:
     return None
 
 
-def _best_size(goal: ClusterGoal, largest: Plan, parameters: float) -> Plan:
-    """Of the largest job and jobs of half as many GPUs, and so on, the one with the most goodput: a job that fails
-    often trains less on more GPUs. Where most of the time trains, half as many cannot do more."""
-    best, best_share = largest, _trained_share(goal, largest)
-    best_goodput = largest.estimate.tokens_per_s * best_share
-    gpus, share = largest.job.layout.world, best_share
-    while share < _ENOUGH_TRAINED and gpus > goal.cluster.node.gpus:
-        smaller = _first(goal, job_sizes(goal, gpus // 2, 18 * parameters, _SIZES_TRIED))
-        if smaller is None:
-            break
-        gpus, share = smaller.job.layout.world, _trained_share(goal, smaller)
-        if smaller.estimate.tokens_per_s * share > best_goodput:
-            best, best_goodput = smaller, smaller.estimate.tokens_per_s * share
-    return best
-
-
-def _trained_share(goal: ClusterGoal, plan: Plan) -> float:
-    """ETTR of a job by formula, under its best way to keep checkpoints."""
-    sheet = Sheet()
-    for one in fields(goal.assumptions):
-        assumed = getattr(goal.assumptions, one.name)
-        sheet.given(one.name, assumed.value, assumed.unit, assumed.label, assumed.source)
-    _nodes(goal, sheet)
-    sheet.given("parameters", parameter_count(goal.model), "", "parameters", goal.model_name)
-    _job_lines(plan, sheet)
-    storage(goal, plan.job, sheet)
-    return max(tier.ettr for tier in checkpoint_tiers(sheet))
-
-
 def _job_lines(best: Plan, sheet: Sheet) -> None:
     estimate, layout = best.estimate, best.job.layout
-    sheet.given("job_gpus", layout.world, "", "GPUs of the job", f"layout {layout}")
-    sheet.work_out("job_nodes", "ceil(job_gpus / gpus_per_node)", "", "nodes of the job")
-    sheet.work_out("nodes_beside_job", "nodes - job_nodes", "", "nodes that are not part of the job")
-    sheet.work_out(
-        "further_jobs",
-        "floor((nodes - spare_nodes) / job_nodes) - 1",
-        "",
-        "further jobs of this size that the other nodes could run",
+    sheet.given("job_gpus", layout.world, "GPUs", "GPUs of the job", f"layout {layout}")
+    sheet.work_out("job_nodes", "ceil(job_gpus / gpus_per_node)", "nodes", "nodes of the job")
+    sheet.work_out("nodes_beside_job", "nodes - job_nodes", "nodes", "nodes that are not part of the job")
+    sheet.given(
+        "step_s_low", estimate.interval.low, "s", "step time, low end", "90% interval of the cost model"
     )
     sheet.given(
-        "step_low_s", estimate.interval.low, "s", "step time, low end", "90% interval of the cost model"
-    )
-    sheet.given(
-        "step_high_s", estimate.interval.high, "s", "step time, high end", "90% interval of the cost model"
+        "step_s_high", estimate.interval.high, "s", "step time, high end", "90% interval of the cost model"
     )
     sheet.given("batch", best.job.global_batch, "sequences", "batch", "asked for")
     sheet.given("sequence", best.job.sequence_length, "tokens", "sequence", "asked for")
@@ -240,6 +240,10 @@ def _job_lines(best: Plan, sheet: Sheet) -> None:
     sheet.given("mfu", estimate.mfu, "share", "MFU: model FLOPs over peak", "cost model: docs/plan-time.md")
     sheet.work_out("tokens_per_step", "batch * sequence", "tokens", "tokens per step")
     sheet.work_out("training_tok_s", "tokens_per_step / step_s", "tokens/s", "training throughput")
+    for end, other in (("low", "high"), ("high", "low")):
+        rate = f"tokens_per_step / step_s_{other}"
+        sheet.work_out(f"training_tok_s_{end}", rate, "tokens/s", f"training throughput, {end} end")
+        sheet.work_out(f"mfu_{end}", f"mfu * step_s / step_s_{other}", "share", f"MFU, {end} end")
 
 
 def _results(
@@ -256,14 +260,21 @@ def _results(
         "ettr_simulated", outcome.ettr, "share", "ETTR, share of time that trains, simulated", SIMULATED
     )
     for name, share, label in (
-        ("ettr_low", outcome.ettr_low, "1 in 20 simulated runs trains less than"),
-        ("ettr_high", outcome.ettr_high, "1 in 20 simulated runs trains more than"),
+        ("ettr_simulated_low", outcome.ettr_low, "1 in 20 simulated runs trains less than"),
+        ("ettr_simulated_high", outcome.ettr_high, "1 in 20 simulated runs trains more than"),
         ("lost_share", outcome.lost, "share of time that repeats work lost in failures"),
         ("checkpoint_share", outcome.checkpoints, "share of time that checkpoints stop training"),
         ("restart_share", outcome.restarts, "share of time between a failure and the restart"),
         ("repair_share", outcome.no_spare, "share of time that waits for a repair"),
     ):
         sheet.given(name, share, "share", label, SIMULATED)
+    how = next(one.name for one in CHOICES if one.key == goal.recovery)
+    source = "ettr_simulated" if goal.recovery == "restart" else f"ettr_{goal.recovery}"
+    sheet.work_out("ettr", source, "share", "ETTR, share of time that trains", how)
+    half = "(ettr_simulated_high - ettr_simulated_low) / 2"
+    sheet.work_out("ettr_range", half, "share", "half of the range of simulated runs")
+    sheet.work_out("ettr_low", "max(0, ettr - ettr_range)", "share", "ETTR, low end")
+    sheet.work_out("ettr_high", "min(1, ettr + ettr_range)", "share", "ETTR, high end")
     simulated_best = max(sweep, key=lambda point: point.simulated.ettr)
     sheet.given(
         "interval_simulated_s", simulated_best.interval_s, "s", "best interval of those simulated", SIMULATED
@@ -274,19 +285,36 @@ def _results(
         "GB/s",
         "storage bandwidth if every checkpoint is written to it",
     )
-    sheet.work_out("goodput_tok_s", "training_tok_s * ettr_simulated", "tokens/s", "goodput")
+    sheet.work_out("goodput_tok_s", "training_tok_s * ettr", "tokens/s", "goodput")
+    for end in ("low", "high"):
+        formula = f"training_tok_s_{end} * ettr_{end}"
+        sheet.work_out(f"goodput_tok_s_{end}", formula, "tokens/s", f"goodput, {end} end")
     sheet.given("tokens", goal.tokens, "tokens", "tokens to train on", "asked for")
-    sheet.work_out("days", "tokens / goodput_tok_s / 86400", "days", "run time")
-    sheet.work_out("failures_in_run", "days * 86400 * ettr_simulated / mttf_s", "", "failures during the run")
+    for end, other in (("", ""), ("_low", "_high"), ("_high", "_low")):
+        label = "run time" + (f", {end[1:]} end" if end else "")
+        sheet.work_out(f"days{end}", f"tokens / goodput_tok_s{other} / 86400", "days", label)
+    sheet.work_out("failures_in_run", "days * 86400 * ettr / mttf_s", "failures", "failures during the run")
     device, node = goal.cluster.device, goal.cluster.node
     sheet.given("device_w", device.power_w, "W", "power of a GPU", f"catalogue: {device.name}")
     sheet.given("node_w", node.power_w, "W", "power of the rest of a node", f"catalogue: {node.name}")
-    sheet.given("switch_ports", goal.cluster.fabric.switch_ports, "", "ports of a switch", "catalogue")
+    sheet.given("switch_ports", goal.cluster.fabric.switch_ports, "ports", "ports of a switch", "catalogue")
     sheet.work_out("network_w", "switches * switch_ports * switch_w", "W", "power of the switches")
     sheet.work_out("machines_w", "gpus * device_w + nodes * node_w + network_w", "W", "power of all machines")
     sheet.work_out("facility_w", "machines_w * pue", "W", "power of the building")
     sheet.work_out(
-        "energy_mwh", "facility_w * 1e12 / goodput_tok_s / 3.6e9", "MWh", "energy for a trillion tokens"
+        "charged_gpus",
+        "min(nodes, job_nodes + spare_nodes * job_nodes / nodes) * gpus_per_node",
+        "GPUs",
+        "GPUs that the run is charged for: the job's and its share of the spares",
+    )
+    sheet.work_out(
+        "charged_share", "charged_gpus / gpus", "share", "share of the cluster that the run is charged for"
+    )
+    sheet.work_out(
+        "energy_mwh",
+        "facility_w * charged_share * 1e12 / goodput_tok_s / 3.6e9",
+        "MWh",
+        "energy for a trillion tokens",
     )
     sheet.given(
         "price",
@@ -296,6 +324,11 @@ def _results(
         f"--price, or the catalogue's guide for {device.name}",
     )
     sheet.work_out(
-        "cost_trillion", "gpus * price * 1e12 / goodput_tok_s / 3600", "USD", "price of a trillion tokens"
+        "cost_trillion",
+        "charged_gpus * price * 1e12 / goodput_tok_s / 3600",
+        "USD",
+        "price of a trillion tokens",
     )
-    sheet.work_out("cost_run", "cost_trillion * tokens / 1e12", "USD", "price of the run")
+    for end in ("", "_low", "_high"):
+        label = "price of the run" + (f", {end[1:]} end" if end else "")
+        sheet.work_out(f"cost_run{end}", f"charged_gpus * price * days{end} * 24", "USD", label)

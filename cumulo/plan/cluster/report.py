@@ -8,9 +8,11 @@ of all numbers, whose formula links on to the numbers it was made from.
 from collections.abc import Iterable
 from html import escape
 
+from cumulo.base import quantities
+from cumulo.plan.cluster.facility import COOLING, MATERIALS, MONITORING, STORAGE
 from cumulo.plan.cluster.pictures import fabric_picture, interval_picture, share_picture
 from cumulo.plan.cluster.plan import ClusterPlan
-from cumulo.plan.cluster.sheet import Figure, Sheet, number
+from cumulo.plan.cluster.sheet import Figure, Sheet
 
 _STYLE = """
 body{font:15px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;color:#1d2733}
@@ -27,6 +29,7 @@ tr:target{background:#fff3c4}small{color:#556}
 """
 
 
+_ROUNDED = ("s", "h", "W", "B", "B/s", "tokens", "tokens/s", "USD", "GB/s", "MWh", "days")
 _CAVEAT = (
     "A job's mean time to failure is taken as inversely proportional to its nodes. Meta measured 7.9 h at 1,024 "
     "GPUs where its own rate per node says 28.9 h (Kokolis et al. 2024): small jobs may fail more often than this."
@@ -44,16 +47,19 @@ def report(plan: ClusterPlan) -> str:
                 sheet,
                 "goodput_tok_s",
                 "days",
-                "ettr_simulated",
+                "ettr",
                 "mfu",
                 "mttf_h",
                 "cost_trillion",
                 "facility_w",
             ),
+            _division(plan),
             _layout(plan),
+            _inference(plan),
             _fabric(plan),
             _storage(plan),
             _failures(plan),
+            _around(plan),
             _money(plan),
             _every_number(sheet),
         )
@@ -64,11 +70,65 @@ def report(plan: ClusterPlan) -> str:
     )
 
 
+def _division(plan: ClusterPlan) -> str:
+    sheet = plan.sheet
+    names = ["job_nodes", "further_jobs", "spare_nodes", "idle_nodes"]
+    parts = [("this job", sheet["job_nodes"]), ("further jobs", sheet["further_jobs"] * sheet["job_nodes"])]
+    if plan.inference is not None:
+        names.insert(2, "inference_nodes")
+        parts.append(("inference", sheet["inference_nodes"]))
+    parts += [("spares", sheet["spare_nodes"]), ("idle", sheet["idle_nodes"])]
+    return (
+        f"<h2>Who gets the nodes</h2>{share_picture('Who gets the nodes', parts)}"
+        f"{_table(('', ''), _rows(sheet, *names))}<p>{escape(why_so_many(plan))}</p>"
+    )
+
+
+def why_so_many(plan: ClusterPlan) -> str:
+    """Why the job has the GPUs that it has."""
+    sheet = plan.sheet
+    if plan.goal.fixed is not None:
+        return "The job's layout was given with --fixed."
+    beside = sheet["nodes"] - sheet["spare_nodes"] - sheet["job_nodes"]
+    if beside < 0.1 * sheet["nodes"]:
+        return "The job takes all nodes but the spares."
+    if plan.goal.recovery == "restart" and sheet["ettr"] < 0.75:
+        return (
+            "A larger job would train less: it fails more often, and setting up its communication takes longer. "
+            "With recovery without global rollback (--recovery replica) one job can use more."
+        )
+    return "The batch has no more sequences to spread over further replicas; a larger --batch can use more nodes."
+
+
+def _inference(plan: ClusterPlan) -> str:
+    if plan.inference is None:
+        return ""
+    best, sheet = plan.inference.best, plan.sheet
+    rows = _rows(
+        sheet, "inference_rate", "inference_tok_s", "users", "inference_replicas", "inference_nodes",
+        "replica_rate", "inference_most", "inference_price",
+    )  # fmt: skip
+    return (
+        f"<h2>Inference</h2><p><b>{escape(str(best.replica))}</b>. {escape(best.replica.confidence.evidence)}.</p>"
+        f"{_table(('', '', 'range'), rows)}"
+    )
+
+
+def _around(plan: ClusterPlan) -> str:
+    sheet = plan.sheet
+    parts = (
+        ("Monitoring", MONITORING),
+        ("Racks and cooling", COOLING),
+        ("Bill of materials of the network", MATERIALS),
+    )
+    return "".join(f"<h2>{name}</h2>{_table(('', ''), _rows(sheet, *figures))}" for name, figures in parts)
+
+
 def _layout(plan: ClusterPlan) -> str:
     sheet, job, estimate = plan.sheet, plan.training.job, plan.training.estimate
     rows = _rows(
-        sheet, "job_gpus", "nodes_beside_job", "further_jobs", "batch", "sequence", "step_s", "step_low_s",
-        "step_high_s", "tokens_per_step", "training_tok_s", "mfu",
+        sheet, "job_gpus", "nodes_beside_job", "batch", "sequence", "step_s", "step_s_low",
+        "step_s_high", "tokens_per_step", "training_tok_s", "mfu",
     )  # fmt: skip
     low, high = estimate.interval.low, estimate.interval.high
     evidence = "".join(f"<li>{escape(sentence)}</li>" for sentence in estimate.evidence)
@@ -133,7 +193,7 @@ def _fabric(plan: ClusterPlan) -> str:
 def _storage(plan: ClusterPlan) -> str:
     names = (
         "checkpoint_bytes", "shard_bytes", "copy_s", "send_s", "write_s", "write_behind", "write_for_stall",
-        "read_bytes_per_s",
+        "read_bytes_per_s", *STORAGE,
     )  # fmt: skip
     return f"<h2>Storage</h2>{_table(('', ''), _rows(plan.sheet, *names))}"
 
@@ -166,19 +226,33 @@ def _failures(plan: ClusterPlan) -> str:
     )
     sweeps = [(tier.name, plan.sweeps[tier.key]) for tier in plan.checkpoints]
     names = ("mttf_h", "failures_in_run", "in_repair", "spare_nodes", "ettr_formula", "ettr_simulated",
-             "ettr_low", "ettr_high", "lost_share", "checkpoint_share", "restart_share", "repair_share",
-             "interval_simulated_s", "both_lost_share")  # fmt: skip
+             "ettr_simulated_low", "ettr_simulated_high", "lost_share", "checkpoint_share", "restart_share",
+             "repair_share", "interval_simulated_s", "both_lost_share")  # fmt: skip
     return (
         f"<h2>Failures</h2>{_table(('', ''), _rows(sheet, *names))}"
         f"<p>{escape(_CAVEAT)}</p>"
         f"{_table(heads, tiers)}<h3>Where time goes ({escape(plan.checkpoints[0].name)})</h3>"
         f"{share_picture('Where time goes', shares)}{interval_picture(sweeps)}"
+        f"<h3>After a failure</h3>{_recoveries(plan)}"
         f"<h3>What one change would add to the goodput</h3>{_table(('', ''), _rows(sheet, *plan.gains))}"
     )
 
 
+def _recoveries(plan: ClusterPlan) -> str:
+    sheet = plan.sheet
+    rows = [
+        (
+            escape(one.name),
+            escape(one.what),
+            *(_link(sheet, name) for name in (f"pause_{one.key}_s", f"ettr_{one.key}", f"goodput_{one.key}")),
+        )
+        for one in plan.recoveries
+    ]
+    return _table(("alternative", "what happens", "pause", "share that trains", "goodput"), rows)
+
+
 def _money(plan: ClusterPlan) -> str:
-    names = ("machines_w", "facility_w", "energy_mwh", "goodput_tok_s", "days", "cost_trillion", "cost_run")
+    names = ("charged_gpus", "facility_w", "energy_mwh", "goodput_tok_s", "days", "cost_trillion", "cost_run")
     return f"<h2>Power and money</h2>{_table(('', ''), _rows(plan.sheet, *names))}"
 
 
@@ -206,8 +280,11 @@ def _cards(sheet: Sheet, *names: str) -> str:
     return f'<div class="cards">{cards}</div>'
 
 
-def _rows(sheet: Sheet, *names: str) -> list[tuple[str, str]]:
-    return [(escape(sheet.figures[name].label), _link(sheet, name)) for name in names]
+def _rows(sheet: Sheet, *names: str) -> list[tuple[str, ...]]:
+    return [
+        (escape(sheet.figures[name].label), _link(sheet, name), escape(value_range(sheet, name)))
+        for name in names
+    ]
 
 
 def _link(sheet: Sheet, name: str, text: str | None = None) -> str:
@@ -224,28 +301,28 @@ def _table(heads: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     return f"<table>{head}{body}</table>"
 
 
-_PREFIXES = (
-    (1e12, "T", "trillion "),
-    (1e9, "G", "billion "),
-    (1e6, "M", "million "),
-)
-
-
 def value(figure: Figure) -> str:
-    """A figure as people read it: percent, MW, TB, minutes."""
+    """A figure as people read it, with its unit: percent, MW, TB, minutes."""
     amount, unit = figure.value, figure.unit.replace("bytes", "B")
     if unit == "share":
-        return f"{amount:.2%}" if amount >= 1e-4 or amount == 0 else f"{amount:.1e}"
-    if unit == "s" and (amount >= 600 or 0 < amount < 0.1):
-        return f"{number(amount / 60)} min" if amount >= 600 else f"{number(amount * 1e3)} ms"
-    if unit == "h" and 0 < amount < 1:
-        return f"{number(amount * 60)} min"
-    if unit == "GB/s":
-        amount, unit = amount * 1e9, "B/s"
-    if unit in ("W", "B", "B/s", "tokens", "tokens/s", "USD"):
-        for factor, prefix, word in _PREFIXES:
-            if amount >= factor:
-                return (
-                    f"{number(float(f'{amount / factor:.4g}'))} {prefix if unit[0] in 'WB' else word}{unit}"
-                )
-    return f"{number(amount)} {unit}".strip()
+        return f"{quantities.number(100.0 * amount, '%')}%"
+    if amount == int(amount) and abs(amount) < 1e6 and unit not in _ROUNDED:
+        return f"{int(amount):,} {unit}".strip()  # counts are exact
+    return quantities.quantity(*_decimal(amount, unit))
+
+
+def _decimal(amount: float, unit: str) -> tuple[float, str]:
+    """Storage and networks are sold in powers of ten."""
+    return (amount / 1e9, f"G{unit}") if unit in ("B", "B/s") else (amount, unit)
+
+
+def value_range(sheet: Sheet, name: str) -> str:
+    """Where nine of ten results are expected; empty: the figure has no range of its own."""
+    low, high = sheet.figures.get(f"{name}_low"), sheet.figures.get(f"{name}_high")
+    if low is None or high is None:
+        return ""
+    unit = low.unit.replace("bytes", "B")
+    if unit == "share":
+        return quantities.between(100 * low.value, 100 * high.value, "%")
+    high_value, shown_unit = _decimal(high.value, unit)
+    return quantities.between(_decimal(low.value, unit)[0], high_value, shown_unit)

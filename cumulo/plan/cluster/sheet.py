@@ -34,6 +34,7 @@ _FUNCTIONS: dict[str, Callable[..., float]] = {
     "exp": _exp,
     "ceil": math.ceil,
     "floor": math.floor,
+    "log2": math.log2,
     "min": min,
     "max": max,
 }
