@@ -4,7 +4,7 @@ better."""
 import numpy as np
 
 from cumulo.cluster.decide.jobs import WHOLE_GPU, JobRequest, TaskPlace
-from cumulo.cluster.decide.nodes import FreeCapacity, Ints, members
+from cumulo.cluster.decide.nodes import FreeCapacity, Ints, first_member, members
 
 
 def tasks_that_fit(job: JobRequest, free: FreeCapacity) -> Ints:
@@ -49,7 +49,7 @@ def pack_gang(job: JobRequest, free: FreeCapacity) -> tuple[TaskPlace, ...] | No
     if only_gpus(job):
         if job.tasks == 1:
             node = _tightest(free, job.gpus_per_task, free.usable_set(job.devices))
-            return None if node is None else task_places(job, free, [(node, 1)])
+            return None if node is None else (_first_gpus(job, free, node),)
         if slots(job, free) < job.tasks:
             return None
         return task_places(job, free, _fewest_nodes(job, free))
@@ -69,8 +69,15 @@ def _tightest(free: FreeCapacity, gpus: int, among: int) -> int | None:
     """The first node with the fewest free GPUs that are enough."""
     for room in range(gpus, len(free.room)):
         if free.tally[room] and free.room[room] & among:
-            return members(free.room[room] & among, 1)[0]
+            return first_member(free.room[room] & among)
     return None
+
+
+def _first_gpus(job: JobRequest, free: FreeCapacity, node: int) -> TaskPlace:
+    """The first whole GPUs of a node."""
+    shares = free.gpu_milli[node].tolist()
+    able = [gpu for gpu, share in enumerate(shares) if share == WHOLE_GPU]
+    return TaskPlace(free.nodes[node].name, tuple(able[: job.gpus_per_task]))
 
 
 def _fewest_nodes(job: JobRequest, free: FreeCapacity) -> list[tuple[int, int]]:

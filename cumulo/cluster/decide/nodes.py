@@ -44,6 +44,8 @@ class FreeCapacity:
         "_device_sets",
         "capacity",
         "cpu_milli",
+        "free_gpus",
+        "gains",
         "gpu_milli",
         "gpus",
         "index",
@@ -76,6 +78,7 @@ class FreeCapacity:
         self.capacity = (
             max(1.0, float(self.gpus.sum())), max(1.0, float(sum(node.cpu_milli for node in nodes)))
         )  # fmt: skip
+        self.gains = 0  # how often something became free: while it stays, what did not fit does not fit
         self._count_room()
 
     def _count_room(self) -> None:
@@ -84,18 +87,13 @@ class FreeCapacity:
         self.room = [node_set(self.whole == free) for free in range(self.gpu_milli.shape[1] + 1)]
         self.ready_set = node_set(self.ready)
         self.tally = [(some & self.ready_set).bit_count() for some in self.room]  # of the ready ones
+        self.free_gpus = sum(
+            free * nodes for free, nodes in enumerate(self.tally)
+        )  # entirely free, on ready nodes
 
     def copy(self) -> "FreeCapacity":
         other: Any = object.__new__(FreeCapacity)
-        for name in (
-            "nodes",
-            "index",
-            "gpus",
-            "_device_masks",
-            "_device_sets",
-            "ready_set",
-            "capacity",
-        ):  # never changed in place
+        for name in self.__slots__:
             setattr(other, name, getattr(self, name))
         for name in ("gpu_milli", "whole", "cpu_milli", "memory_mib", "ready", "version", "room", "tally"):
             setattr(other, name, getattr(self, name).copy())
@@ -120,13 +118,25 @@ class FreeCapacity:
     def set_ready(self, ready: NDArray[np.bool_]) -> None:
         """Which nodes may get tasks."""
         self.ready = ready
+        self.gains += 1
         self._count_room()
+
+    def narrowed(self, able: NDArray[np.bool_]) -> "FreeCapacity":
+        """The same capacity, to look at only: with these nodes alone."""
+        other: Any = object.__new__(FreeCapacity)
+        for name in self.__slots__:
+            setattr(other, name, getattr(self, name))
+        other.ready = self.ready & able
+        other.ready_set = node_set(other.ready)
+        other.tally = [(some & other.ready_set).bit_count() for some in self.room]
+        return other  # type: ignore[no-any-return]
 
     def take(self, job: JobRequest, places: Iterable[TaskPlace]) -> None:
         for place in places:
             self._move(job, place, -1)
 
     def give(self, job: JobRequest, places: Iterable[TaskPlace]) -> None:
+        self.gains += 1
         for place in places:
             self._move(job, place, 1)
 
@@ -168,11 +178,7 @@ class FreeCapacity:
         if self.ready_set & bit:
             self.tally[before] -= 1
             self.tally[after] += 1
-
-    @property
-    def free_gpus(self) -> int:
-        """Entirely free GPUs of the ready nodes."""
-        return sum(free * nodes for free, nodes in enumerate(self.tally))
+            self.free_gpus += change
 
     def overcommitted(self) -> list[str]:
         """Names of nodes with less than nothing free."""
@@ -193,10 +199,13 @@ def members(some: int, at_most: int) -> list[int]:
         return found
     found = []
     while some and len(found) < at_most:
-        low = some & -some
-        found.append(low.bit_length() - 1)
-        some ^= low
+        found.append((some ^ (some - 1)).bit_length() - 1)
+        some &= some - 1
     return found
+
+
+def first_member(some: int) -> int:
+    return (some ^ (some - 1)).bit_length() - 1
 
 
 def free_capacity(nodes: Sequence[ClusterNode], running: Iterable[RunningJob]) -> FreeCapacity:

@@ -21,6 +21,10 @@ def by_arrival_key(job: JobRequest) -> float:
     return job.arrival_s
 
 
+def _length(job: JobRequest) -> tuple[float, str]:
+    return float("inf") if job.predicted_s is None else job.predicted_s, job.job_id
+
+
 class _Sorted:
     """Jobs in the order of a key, the earlier number first among equals."""
 
@@ -57,6 +61,11 @@ class JobQueue(Sequence[JobRequest]):
         self._tenants: dict[str, _Sorted] | None = None
         self._known: dict[str, tuple[int, JobRequest]] = {}
         self.shapes: dict[str, Shape] = {}  # of each job
+        self.by_shape: dict[
+            Shape, list[tuple[float, str]]
+        ] = {}  # predicted seconds and name, the shortest first
+        self.arrivals: list[str] = []  # every job that ever joined, in that order
+        self.sharing = 0  # jobs that could start where no GPU is entirely free
 
     def __len__(self) -> int:
         return len(self._arrived.jobs)
@@ -78,7 +87,10 @@ class JobQueue(Sequence[JobRequest]):
     def add(self, job: JobRequest, number: int) -> None:
         """`number`: its place in the trace, which decides between jobs that arrive at the same moment."""
         self._known[job.job_id] = (number, job)
-        self.shapes[job.job_id] = shape_key(job)
+        self.arrivals.append(job.job_id)
+        shape = self.shapes[job.job_id] = shape_key(job)
+        bisect.insort(self.by_shape.setdefault(shape, []), _length(job))
+        self.sharing += job.fractional or not job.gpus_per_task
         for view in self._views.values():
             view.add(job, number)
         if self._tenants is not None:
@@ -86,7 +98,12 @@ class JobQueue(Sequence[JobRequest]):
 
     def remove(self, job_id: str) -> JobRequest:
         number, job = self._known.pop(job_id)
-        del self.shapes[job_id]
+        shape = self.shapes.pop(job_id)
+        same = self.by_shape[shape]
+        del same[bisect.bisect_left(same, _length(job))]
+        if not same:
+            del self.by_shape[shape]
+        self.sharing -= job.fractional or not job.gpus_per_task
         for view in self._views.values():
             view.remove(job, number)
         if self._tenants is not None:

@@ -4,7 +4,8 @@ order, a placer, and this loop.
     queue_policy(by_arrival, pack_gang, backfill=True)    # EASY backfill
 """
 
-from collections.abc import Callable, Iterable, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from cumulo.cluster.decide.check import has_room
@@ -13,7 +14,7 @@ from cumulo.cluster.decide.fifo import why_not
 from cumulo.cluster.decide.fit import only_gpus, pack_gang, slots
 from cumulo.cluster.decide.jobs import JobRequest, RunningJob, TaskPlace
 from cumulo.cluster.decide.nodes import FreeCapacity
-from cumulo.cluster.decide.queue import JobQueue, Shape, ordered, shape_key
+from cumulo.cluster.decide.queue import JobQueue, Shape, SortKey, by_arrival_key, ordered, shape_key
 from cumulo.cluster.decide.quotas import QuotaBook
 from cumulo.cluster.decide.releases import Releases, Start
 from cumulo.cluster.decide.snapshot import Policy, Snapshot
@@ -23,6 +24,7 @@ Placer = Callable[[JobRequest, FreeCapacity], tuple[TaskPlace, ...] | None]
 _MOST_TRIED = (
     200  # jobs behind the first that does not fit: as Slurm's bf_max_job_test, so that a decision ends
 )
+_MOST_SHAPES = 32  # that are looked at before single jobs are
 _STRETCH = 10.0
 _MOST_REASONS = 20  # jobs behind it that are told why they wait, in one decision
 
@@ -49,6 +51,9 @@ def _urgent(job: JobRequest) -> tuple[int, float]:
     return -job.priority, job.arrival_s
 
 
+_KEYS: dict[Order, SortKey] = {by_arrival: by_arrival_key, by_prediction: _stretched, by_priority: _urgent}
+
+
 def queue_policy(
     order: Order = by_arrival,
     place: Placer = pack_gang,
@@ -60,10 +65,64 @@ def queue_policy(
     before the start reserved for it (EASY, Lifka 1995). `reservations`: for how many jobs a start is reserved;
     with a large number no job is delayed by one behind it (conservative, Mu'alem and Feitelson 2001)."""
 
+    last: _Last | None = None
+
     def policy(snapshot: Snapshot) -> list[Decision]:
-        return _Trial(snapshot, place, backfill, reservations, reason).decide(order(snapshot))
+        nonlocal last
+        trial = _Trial(snapshot, place, backfill, reservations, reason)
+        newcomers = None if last is None else last.newcomers(snapshot)
+        if last is not None and newcomers is not None:
+            trial.decide_on(newcomers, last.reserved)
+        else:
+            trial.decide(order(snapshot))
+        last = _Last.of(trial, _KEYS.get(order))
+        return trial.decided
 
     return policy
+
+
+@dataclass(slots=True)
+class _Last:
+    """What a policy remembers of its last decision. As long as nothing becomes free, only jobs that joined the
+    queue since need a look, because time alone helps nobody to start: it saves work and changes no decision."""
+
+    queue: JobQueue
+    key: SortKey
+    arrivals: int
+    gains: int
+    reserved: list[JobRequest]
+    started: list[str]
+
+    @classmethod
+    def of(cls, trial: "_Trial", key: SortKey | None) -> "_Last | None":
+        queue = trial.snapshot.waiting
+        if not isinstance(queue, JobQueue) or not trial.reserved or trial.book.quotas or key is None:
+            return None
+        if trial.reservations > 1:
+            return None  # jobs in between may have a reservation next time
+        started = [one.job_id for one in trial.decided if isinstance(one, JobPlacement)]
+        reserved = [one.job for one in trial.reserved]
+        return cls(queue, key, len(queue.arrivals), trial.free.gains, reserved, started)
+
+    def newcomers(self, snapshot: Snapshot) -> list[JobRequest] | None:
+        """None: everybody needs a look."""
+        queue, key = self.queue, self.key
+        if snapshot.waiting is not queue or snapshot.free.gains != self.gains or snapshot.quotas:
+            return None
+        if any(map(queue.find, self.started)):
+            return None  # the starts were not carried out
+        if any(queue.find(job.job_id) is not job for job in self.reserved):
+            return None
+        found = [queue.find(name) for name in queue.arrivals[self.arrivals :]]
+        jobs = [job for job in found if job is not None]
+        if any(key(job) <= key(self.reserved[-1]) for job in jobs):
+            return None
+        view = queue.ordered(key)
+        if len(view) <= _MOST_TRIED:
+            return jobs
+        jobs = [job for job in jobs if key(job) < key(view[_MOST_TRIED])]
+        into_view = view[_MOST_TRIED - len(self.started) : _MOST_TRIED]
+        return jobs + [job for job in into_view if job not in jobs]
 
 
 @dataclass(slots=True)
@@ -91,55 +150,123 @@ class _Trial:
         self.releases = self.snapshot.releases
         self.book = QuotaBook(self.snapshot)
         self.started: list[RunningJob] = []
-        self.failed: set[Shape] = set()  # what is free only shrinks: these never fit in this decision
+        # What is free only shrinks: these shapes never fit in this decision, and why.
+        self.failed: dict[Shape, str] = {}
         self.harmful: dict[Shape, float] = {}  # they delay a reserved job if they end after this moment
 
-    def decide(self, ordered: Iterable[JobRequest]) -> list[Decision]:
-        waiting = self.snapshot.waiting
-        shapes = waiting.shapes if isinstance(waiting, JobQueue) else {}
+    def decide(self, ordered: Iterable[JobRequest]) -> None:
         try:
-            self._try_all(ordered, shapes)
+            rest = iter(ordered)
+            if self._in_turn(rest):
+                self._behind(rest)
         finally:
             self._take_back()
-        return self.decided
 
-    def _try_all(self, ordered: Iterable[JobRequest], shapes: dict[str, Shape]) -> None:
-        behind, failed, harmful, now_s = 0, self.failed, self.harmful, self.snapshot.now_s
-        for job in ordered:
-            shape = shapes.get(job.job_id) or shape_key(job)
-            if self.reserved:
-                behind += 1
-                if behind > _MOST_TRIED or (not self.free.free_gpus and not job.fractional):
-                    break
-                if shape in failed:
-                    self._waits_too(job, behind)
-                    continue
-                if shape in harmful and (job.predicted_s is None or now_s + job.predicted_s > harmful[shape]):
-                    continue
+    def decide_on(self, newcomers: list[JobRequest], reserved: list[JobRequest]) -> None:
+        """Looks at these jobs only, behind those that have a reservation."""
+        try:
+            for job in reserved:
+                self.failed[shape_key(job)] = why_not(job, self.free)
+                found = self.reserve(job)
+                if found is not None:
+                    self.reserved.append(found)
+            self._behind(iter(newcomers))
+        finally:
+            self._take_back()
+
+    def _in_turn(self, jobs: Iterator[JobRequest]) -> bool:
+        """Starts jobs until one does not fit; whether those behind it may be tried."""
+        for job in jobs:
             refused = self.book.refuses(job)
             if refused is not None:
                 self.decided.append(Waits(job.job_id, refused))
                 continue
-            places = None if shape in failed else self.place(job, self.free)
+            places = self.place(job, self.free)
             if places is None:
-                failed.add(shape)
-                if not self.wait(job):
-                    break
-            elif self.harmless(job, shape, places):
-                self.start(job, places)
+                return self.wait(job, shape_key(job))
+            self.start(job, places)
+        return False
 
-    def _waits_too(self, job: JobRequest, behind: int) -> None:
-        """A reason for the first that wait; the others have the same."""
-        if behind < _MOST_REASONS:
-            self.decided.append(Waits(job.job_id, why_not(job, self.free)))
+    def _behind(self, jobs: Iterator[JobRequest]) -> None:
+        """Jobs behind one that waits. Most of them do not fit either: a glance at their shape tells."""
+        waiting, failed, harmful = self.snapshot.waiting, self.failed, self.harmful
+        shapes = waiting.shapes if isinstance(waiting, JobQueue) else {}
+        now_s, hopeless = self.snapshot.now_s, self.full() or self.nobody_fits()
+        for number, job in enumerate(itertools.islice(jobs, _MOST_TRIED)):
+            if hopeless and number >= _MOST_REASONS:
+                break
+            shape = shapes.get(job.job_id) or shape_key(job)
+            if shape in failed or hopeless:
+                if number < _MOST_REASONS:
+                    self.decided.append(Waits(job.job_id, self.why(job, shape)))
+                continue
+            if shape in harmful and (job.predicted_s is None or now_s + job.predicted_s > harmful[shape]):
+                continue
+            refused = self.book.refuses(job)
+            if refused is not None:
+                self.decided.append(Waits(job.job_id, refused))
+                continue
+            places = self.place(job, self.free)
+            if places is None:
+                if not self.wait(job, shape):
+                    break
+                hopeless = self.nobody_fits()
+                continue
+            places = self.without_harm(job, shape, places)
+            if places is not None:
+                self.start(job, places)
+                hopeless = self.full()
+            hopeless = hopeless or self.nobody_fits()
+
+    def why(self, job: JobRequest, shape: Shape) -> str:
+        reason = self.failed.get(shape) or why_not(job, self.free)
+        if shape in self.failed:
+            self.failed[shape] = reason
+        return reason
+
+    def nobody_fits(self) -> bool:
+        """Whether it is clear from the shapes alone that no waiting job can start now."""
+        waiting, failed, harmful, now_s = (
+            self.snapshot.waiting,
+            self.failed,
+            self.harmful,
+            self.snapshot.now_s,
+        )
+        if not isinstance(waiting, JobQueue) or len(waiting.by_shape) > _MOST_SHAPES:
+            return False
+        if len(self.reserved) < self.reservations:
+            return False  # the next that does not fit gets a reservation
+        for shape, lengths in waiting.by_shape.items():
+            if shape in failed:
+                continue
+            if shape in harmful:
+                if now_s + lengths[0][0] > harmful[shape]:
+                    continue
+                return False
+            job = waiting.find(lengths[0][1])
+            if job is None or slots(job, self.free) >= job.tasks:
+                return False
+            failed[shape] = ""
+        return True
+
+    def full(self) -> bool:
+        """Whether no job could start, whatever it asks for."""
+        if self.free.free_gpus:
+            return False
+        waiting = self.snapshot.waiting
+        if isinstance(waiting, JobQueue):
+            return not waiting.sharing
+        return all(job.gpus_per_task and not job.fractional for job in waiting)
 
     def _take_back(self) -> None:
+        gains = self.free.gains
         for one in self.started:
             self.free.give(one.request, one.places)
             if self.releases is not None:
                 self.releases.give(one.request, one.places, one.expected_end_s)
         if self.releases is not None:
             self.releases.forget()
+        self.free.gains = gains  # nothing is free that was not before
 
     def start(self, job: JobRequest, places: tuple[TaskPlace, ...]) -> None:
         now_s = self.snapshot.now_s
@@ -156,9 +283,9 @@ class _Trial:
         why = f"{why}; {told}" if told else why
         self.decided.append(JobPlacement(job.job_id, places, why))
 
-    def wait(self, job: JobRequest) -> bool:
+    def wait(self, job: JobRequest, shape: Shape) -> bool:
         """Whether jobs behind this one may be tried."""
-        reason = why_not(job, self.free)
+        reason = self.failed[shape] = why_not(job, self.free)
         if not self.backfill:
             self.decided.append(Waits(job.job_id, reason))
             return False
@@ -190,23 +317,27 @@ class _Trial:
         found = _play_ends(job, self.snapshot, self.free, self.started, self.releases.by_end, self.place)
         return None if found is None else _Reservation(job, max(found[0], now_s), None, found[1])
 
-    def harmless(self, job: JobRequest, shape: Shape, places: tuple[TaskPlace, ...]) -> bool:
-        """Whether no reserved job starts later because of it: it ends before, or leaves it enough."""
-        if not self.reserved:
-            return True
+    def without_harm(
+        self, job: JobRequest, shape: Shape, places: tuple[TaskPlace, ...]
+    ) -> tuple[TaskPlace, ...] | None:
+        """Places with which no reserved job starts later: these, if the job ends before or leaves enough, or others
+        on nodes that the reserved job has no use for."""
         ends_s = float("inf") if job.predicted_s is None else self.snapshot.now_s + job.predicted_s
         late = [one for one in self.reserved if ends_s > one.start_s]
-        for one in late:
-            if not self._has_room(job, places, one):
-                self.harmful[shape] = one.start_s
-                self.decided.append(
-                    Waits(job.job_id, f"it fits, but would delay {one.job.job_id}, which is before it")
-                )
-                return False
+        harmed = next((one for one in late if not self._has_room(job, places, one)), None)
+        if harmed is not None and harmed.start is not None and self.releases is not None:
+            able = self.releases.of_no_use(harmed.job, harmed.start.at_s)
+            places = self.place(job, self.free.narrowed(able)) or ()
+            harmed = next((one for one in late if not places or not self._has_room(job, places, one)), None)
+        if harmed is not None:
+            self.harmful[shape] = harmed.start_s
+            reason = f"it fits, but would delay {harmed.job.job_id}, which is before it"
+            self.decided.append(Waits(job.job_id, reason))
+            return None
         for one in late:
             if one.free_then is not None:
                 one.free_then.take(job, places)
-        return True
+        return places
 
     def _has_room(self, job: JobRequest, places: tuple[TaskPlace, ...], reserved: _Reservation) -> bool:
         if reserved.start is None:

@@ -85,10 +85,10 @@ class Releases:
                 if after == before:
                     continue
                 for start in starts.values():
-                    at_s = start.at_s
-                    for was, will in zip(before, after, strict=True):
-                        start.before += (will < at_s) - (was < at_s)
-                        start.by_then += (will <= at_s) - (was <= at_s)
+                    start.before += bisect.bisect_left(after, start.at_s) - bisect.bisect_left(
+                        before, start.at_s
+                    )
+                    start.by_then += bisect.bisect(after, start.at_s) - bisect.bisect(before, start.at_s)
             slots[node] = after
 
     def _slots_of(self, node: int, kind: _Kind) -> list[float]:
@@ -130,18 +130,27 @@ class Releases:
     def lost(self, places: Iterable[TaskPlace], job: JobRequest, at_s: float) -> int:
         """How many tasks of `job` fewer fit at a moment if another job still has these places then."""
         taken: dict[int, int] = {}
-        gpus_per_task = job.gpus_per_task
         for place in places:
             node = self.free.index[place.node]
             if job.devices and self.free.nodes[node].device not in job.devices:
                 continue
-            ends = self.gpu_end_s[node]
-            taken[node] = taken.get(node, 0) + sum(ends[gpu] <= at_s for gpu in place.gpus)
-        lost = 0
+            ends, count = self.gpu_end_s[node], taken.get(node, 0)
+            for gpu in place.gpus:
+                if ends[gpu] <= at_s:
+                    count += 1
+            taken[node] = count
+        lost, each = 0, job.gpus_per_task
         for node, count in taken.items():
-            there = sum(end_s <= at_s for end_s in self.gpu_end_s[node])
-            lost += there // gpus_per_task - (there - count) // gpus_per_task
+            there = 0
+            for end_s in self.gpu_end_s[node]:
+                if end_s <= at_s:
+                    there += 1
+            lost += there // each - (there - count) // each
         return lost
+
+    def of_no_use(self, job: JobRequest, at_s: float) -> np.ndarray:
+        """Nodes that cannot take a task of this job at that moment anyway."""
+        return self._slots[job.gpus_per_task, job.devices][:, 0] > at_s
 
     def forget(self) -> None:
         """Drops the starts that nobody asked for since the last call."""

@@ -1,7 +1,7 @@
 """ForecastRule: Cumulo's own autoscaling rule. It follows the load that is expected when a replica ordered now
 would be ready, in the way that would have been cheapest in the role's own past; keeps replicas ready for bursts
-that are shorter than a start-up, as many as that past needed; corrects itself by how many requests kept the SLO; and
-adds replicas for a queue where they would still help it.
+that are shorter than a start-up, as many as that past needed; corrects itself by how many requests kept the SLO;
+and adds replicas for a queue where they would still help it.
 
     rule = ForecastRule(ReplicaSpeed(9000, 700, saturated=1.5), start_up_s=60, slo=Slo(ttft_s=1, itl_s=0.05))
     rule.decide(seen)  # [ScaleTo("both", 3, "load 2.1 expected in 65 s ...")]
