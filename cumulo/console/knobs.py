@@ -27,7 +27,7 @@ def effective(recommended: Mapping[str, Any]) -> dict[str, str]:
     """What applies where a field is left empty: the model's recommendation, else the API's default."""
     defaults = SamplingParams()
     shown = {
-        name: str(recommended.get(name, getattr(defaults, name)))
+        name: f"{recommended.get(name, getattr(defaults, name)):g}"
         for name, *_ in _FIELDS
         if name not in ("max_tokens", "seed")
     }

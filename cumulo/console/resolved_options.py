@@ -26,6 +26,7 @@ def server_rows(options: ServeOptions, model_name: str) -> Rows:
     derived: dict[str, Any] = {
         "name": model_name,
         "max_connections_per_address": options.max_connections // 2,
+        "default_max_tokens": options.chat_limit,
     }
     return [
         (field.name, shown(field.name, derived.get(field.name) if value is None else value))
@@ -50,6 +51,7 @@ def engine_rows(config: EngineConfig, info: Ready) -> Rows:
         "preemption": _preemption(config),
         "weights": "as the model's file has them" if config.weights == "auto" else config.weights,
         "kv_dtype": settled.dtype if config.kv_dtype == "auto" else config.kv_dtype,
+        "cuda_graphs": settled.cuda_graphs if on_gpu else "no GPU is used",
     }
     return [
         (field.name, shown(field.name, known.get(field.name, getattr(settled, field.name))))

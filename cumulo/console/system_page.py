@@ -35,25 +35,23 @@ def register(shell: Shell, app: FastAPI) -> None:
     @ui.page("/system", title="System · Cumulo")
     def system(request: Request) -> None:
         with shell.page(request, "/system") as visitor:
-            top, versions = show("", "pair"), _card("Versions", _versions())
+            top, versions = show("", "flow"), _card("Versions", _versions())
             middle = show("", "pair")
             adapters = AdaptersCard(shell, visitor)
 
             async def tick() -> None:
                 service = shell.service
-                top.set_content(_card("Model", _model(service)) + _card("Server", _server(service)))
+                top.set_content(
+                    _card("Model", _model(service)) + _card("Server", _server(service)) + versions
+                )
                 info = service.engine.info
                 engine = engine_rows(service.options.engine, info) if info is not None else []
-                middle.set_content(versions + _card("Engine options", engine))
+                middle.set_content(_halves("Engine options", engine))
                 adapters.draw()
 
             shell.clock(visitor, 5.0, tick)
             options = server_rows(shell.service.options, shell.service.model_name)
-            half = -(-len(options) // 2)
-            show(
-                _card("Server options", options[:half]) + _card("Server options, continued", options[half:]),
-                "pair",
-            )
+            show(_halves("Server options", options), "pair")
             show(
                 '<a href="/docs">API description</a> · <a href="/metrics">Prometheus metrics</a> · '
                 '<a href="/health">health</a>',
@@ -135,6 +133,12 @@ def _versions() -> list[tuple[str, Any]]:
         except PackageNotFoundError:
             rows.append((package, "not installed"))
     return rows
+
+
+def _halves(title: str, rows: list[tuple[str, Any]]) -> str:
+    """A long list as two cards next to each other."""
+    half = -(-len(rows) // 2)
+    return _card(title, rows[:half]) + (_card(f"{title}, continued", rows[half:]) if rows[half:] else "")
 
 
 def _card(title: str, rows: list[tuple[str, Any]]) -> str:

@@ -201,6 +201,8 @@ def test_every_page_loads_whole_and_fits_the_screen(
         "/requests": "received",
         "/live": "cached, reusable",
         "/system": "fastapi",
+        "/fleet": "a single engine",
+        "/jobs": "Cluster map",
         "/requests/none": "Nothing is known",
     }
     with looking_at(browser, server, "/system", screen) as page:
@@ -209,6 +211,10 @@ def test_every_page_loads_whole_and_fits_the_screen(
             found = page.get_by_placeholder(content) if path == "/" else page.get_by_text(content)
             found.first.wait_for()
             assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth"), path
+        assert page.evaluate(
+            "() => [...document.querySelectorAll('.bar nav a')].at(-1).getBoundingClientRect().right"
+            " <= document.querySelector('header.top .q-btn').getBoundingClientRect().left"
+        ), "no link is under the button"
         dark = page.evaluate("document.body.classList.contains('body--dark')")
         assert dark == (screen["color_scheme"] == "dark")
 

@@ -1,6 +1,7 @@
 """The jobs page: queue, cluster map and timeline as HTML, and what a visitor may do."""
 
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +49,9 @@ def test_the_map_colours_tasks_by_job_and_shows_free_slots() -> None:
 
 def test_the_timeline_draws_waiting_and_running_of_each_job() -> None:
     shown = timeline_html([RUNS, WAITS], now_s=160.0)
-    assert shown.count("<rect") == 3
+    assert shown.count('<i class="ran"') == 1 and shown.count('<i class="waited"') == 2
     assert "tiny-1: queued for 10 s" in shown and "tiny-1: running for 50 s" in shown
+    assert datetime.fromtimestamp(160.0).strftime("%H:%M:%S") in shown  # of the clock on the wall
     assert "No job yet" in timeline_html([], 0.0)
 
 

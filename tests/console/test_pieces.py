@@ -84,6 +84,7 @@ def test_options_are_shown_as_they_apply_and_never_as_auto() -> None:
     server = dict(server_rows(ServeOptions(), "my-model"))
     assert server["name"] == "my-model" and server["max_body_bytes"] == "4.0 MiB"
     assert server["drain_timeout_s"] == "30 s" and server["tokens_per_minute"] == "no limit"
+    assert server["default_max_tokens"] == "512" and left["cuda_graphs"] == "no GPU is used"
     for shown in (left, on_gpu, server):
         assert not {"auto", "None", "not set", ""} & set(shown.values())
 

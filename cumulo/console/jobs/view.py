@@ -1,16 +1,15 @@
 """The jobs page as HTML: the queue as a table, nodes coloured by job, and what each job did when."""
 
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from html import escape
 from zlib import crc32
 
 from cumulo.base.quantities import quantity
-from cumulo.base.svg import line, picture, tag, text, title
 from cumulo.cluster.job_progress import JobProgress
 from cumulo.cluster.job_record import JobRecord
 from cumulo.console.shell import empty
 from cumulo.console.tiles import tile
-from cumulo.console.words import clock_time
 
 _BADGES = {"running": "running", "queued": "queued", "submitting": "queued", "failed": "error"}
 _COLUMNS = (  # name, classes, tooltip
@@ -70,7 +69,7 @@ def _row(record: JobRecord, progress: JobProgress | None, may_cancel: bool) -> s
     predicted = "–" if progress is None else progress.predicted_text
     cells = (
         f'<td><span class="swatch" style="background:{colour(record.job_id)}"></span>'
-        f"<b>{escape(record.job_id)}</b>{url}</td>"
+        f'<b>{escape(record.job_id)}</b>{url}<div class="why narrow-only">{escape(record.reason)}</div></td>'
         f'<td class="wide-only">{escape(record.target)}</td>'
         f'<td><span class="badge {_BADGES.get(record.state, "")}">{record.state}</span></td>'
         f'<td class="right num wide-only">{escape(devices)}</td><td class="wide-only">{escape(nodes)}</td>'
@@ -110,41 +109,35 @@ def _box(job_id: str) -> str:
     return f'<i style="background:{colour(job_id)}" title="{escape(job_id)}"></i>'
 
 
-_WIDTH, _LEFT, _ROW, _TOP = 900.0, 120.0, 22.0, 18.0
-
-
 def timeline_html(records: Sequence[JobRecord], now_s: float) -> str:
-    """Of the last jobs: when they waited (hatched) and ran (coloured)."""
+    """Of the last jobs: when they waited (thin and pale) and ran; `now_s` is Unix time, as in the records."""
     heading = '<h2 title="When each job waited and ran.">Timeline</h2>'
     shown = [record for record in records if record.phases]
     if not shown:
         return heading + empty("No job yet", "The waiting and running times of jobs appear here.")
     begin_s = min(record.phases[0].begin_s for record in shown)
-    span_s = max(now_s - begin_s, 1.0)
+    rows = "".join(_track(record, begin_s, now_s) for record in shown)
+    ends = f"<time>{_clock(begin_s)}</time><time>{_clock(now_s)}</time>"
+    return f'{heading}<div class="timeline">{rows}<span></span><div class="ends">{ends}</div></div>'
 
-    def x(time_s: float) -> float:
-        return _LEFT + (time_s - begin_s) / span_s * (_WIDTH - _LEFT)
 
-    parts = []
-    for number, record in enumerate(shown):
-        y = _TOP + number * _ROW
-        parts.append(text(_LEFT - 6, y + 14, record.job_id, "end", class_="label"))
-        for phase in record.phases:
-            left, right = x(phase.begin_s), x(phase.end_s or (phase.begin_s if record.ended else now_s))
-            runs = phase.state in ("running", "stopping")
-            tip = (
-                f"{record.job_id}: {phase.state} for {quantity((phase.end_s or now_s) - phase.begin_s, 's')}"
-            )
-            parts.append(
-                tag("rect", title(tip), x=left, y=y + (3 if runs else 8), width=max(1.0, right - left),
-                    height=14 if runs else 4, rx=2, fill=colour(record.job_id), opacity=1 if runs else 0.35)
-            )  # fmt: skip
-    height = _TOP + len(shown) * _ROW + 20
-    parts.append(line(_LEFT, height - 16, _WIDTH, height - 16, "axis"))
-    parts.append(text(_LEFT, height - 3, clock_time(begin_s), class_="label"))
-    parts.append(text(_WIDTH, height - 3, clock_time(now_s), "end", class_="label"))
-    drawn = picture(_WIDTH, height, *parts, label="When each job waited and ran", class_="timeline")
-    return heading + drawn
+def _track(record: JobRecord, begin_s: float, now_s: float) -> str:
+    whole_s = max(now_s - begin_s, 1.0)
+    bars = []
+    for phase in record.phases:
+        end_s = phase.end_s or (phase.begin_s if record.ended else now_s)
+        left, share = (phase.begin_s - begin_s) / whole_s, (end_s - phase.begin_s) / whole_s
+        kind = "ran" if phase.state in ("running", "stopping") else "waited"
+        tip = f"{record.job_id}: {phase.state} for {quantity(end_s - phase.begin_s, 's')}"
+        bars.append(
+            f'<i class="{kind}" title="{escape(tip)}" style="left:{left:.2%};width:{share:.2%};'
+            f'background:{colour(record.job_id)}"></i>'
+        )
+    return f'<span>{escape(record.job_id)}</span><div class="track">{"".join(bars)}</div>'
+
+
+def _clock(time_s: float) -> str:
+    return datetime.fromtimestamp(time_s).strftime("%H:%M:%S")
 
 
 def colour(job_id: str) -> str:
