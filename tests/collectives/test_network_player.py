@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from cumulo.collectives.decide.catalog import CollectiveShape, make_schedule
+from cumulo.collectives.simulate import player
 from cumulo.collectives.simulate.collective_traffic import collective_traffic, ring_formula_s
 from cumulo.collectives.simulate.fabrics.build import fabric_graph
 from cumulo.collectives.simulate.fabrics.clos import ClosGraph
@@ -178,6 +179,23 @@ def test_more_queue_pairs_collide_less() -> None:
     ]
     ideal = play_network(fabric, [RoundTraffic("job", [shifted])], Routing("adaptive")).end_s
     assert times[0] > 2 * ideal and times[1] < 0.8 * times[0]
+
+
+@pytest.mark.parametrize("queue_pairs", [1, 3])
+def test_a_round_that_is_alone_ends_when_its_busiest_link_does(
+    monkeypatch: pytest.MonkeyPatch, queue_pairs: int
+) -> None:
+    """The short way of large rounds gives what rates give that are worked out message by message."""
+    fabric = graph(256, "llama3-roce")
+    chance = np.random.default_rng(3)
+    source, target = (chance.integers(0, 256, 600) for _ in range(2))
+    one = MessageRound(source, target, np.full(600, 1e8))
+    ends = []
+    for many in (10**9, 10):
+        monkeypatch.setattr(player, "_MANY", many)
+        run = play_network(fabric, [RoundTraffic("x", [one])], Routing("ecmp", queue_pairs))
+        ends.append(run.end_s)
+    assert ends[1] == pytest.approx(ends[0], rel=1e-3)  # the delay of a path more or less
 
 
 def test_a_long_link_bounds_its_messages_by_delay_and_window() -> None:

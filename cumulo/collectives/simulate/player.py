@@ -249,8 +249,33 @@ class _Play:
     def _share(self) -> None:
         self.started = 0
         if len(self.left):
-            self.rate = max_min(self.paths, self.graph.links.capacity, self.most)
+            end_s = self._round_s()
+            if np.isfinite(end_s):
+                self.rate = self.left / end_s
+            else:
+                self.rate = max_min(self.paths, self.graph.links.capacity, self.most)
             self.run_.solves += 1
+
+    def _round_s(self) -> float:
+        """How long a large round lasts, if it is alone and its messages are of one size: as long as its busiest
+        link needs. Infinite: it must be worked out message by message.
+
+        Max-min rates are at least the busiest link's share, and only grow while messages end: so no message takes
+        longer than that link, whose own take exactly as long. Nobody waits for those that end earlier."""
+        if (
+            len(self.left) <= _MANY
+            or self.events
+            or not isinstance(self.jobs[int(self.job[0])], RoundTraffic)
+        ):
+            return np.inf
+        size = self.left[0]
+        alike = np.allclose(self.left, size, rtol=1e-9) and (self.job == self.job[0]).all()
+        if not alike or np.isfinite(self.most).any():
+            return np.inf
+        users = np.bincount(self.paths[self.paths >= 0], minlength=len(self.graph.links.capacity))
+        used = users > 0
+        capacity = self.graph.links.capacity[used]
+        return float((users[used] * size / capacity).max()) if used.any() and capacity.min() > 0 else np.inf
 
     def _advance(self) -> None:
         """To the next event, or to the next end of a message."""
