@@ -8,11 +8,18 @@ from typing import Any
 import pytest
 
 from cumulo.serve.access.keys import new_key
-from tests.serve.running_server import MODEL, RunningServer, needs_built_in_model, running_server, wait_for
+from tests.serve.running_server import (
+    MODEL,
+    RunningServer,
+    needs_built_in_model,
+    quick_model,
+    running_server,
+    wait_for,
+)
 
 pytestmark = [needs_built_in_model, pytest.mark.slow]
 
-HEAVY_REQUESTS, HEAVY_OUTPUT, LIGHT_REQUESTS, LIGHT_OUTPUT = 24, 8, 3, 2
+HEAVY_REQUESTS, HEAVY_OUTPUT, LIGHT_REQUESTS, LIGHT_OUTPUT = 24, 40, 3, 2
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +29,9 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RunningS
     entries = json.loads(path.read_text())
     entries["keys"][2]["may_see_names"] = True
     path.write_text(json.dumps(entries))
-    with running_server("--api-keys", str(path), "--max-running", "2", "--no-console") as server:
+    with running_server(
+        quick_model(), "--api-keys", str(path), "--max-running", "2", "--no-console"
+    ) as server:
         server.operator_key = operator
         yield server, heavy, light
 
@@ -102,7 +111,7 @@ def test_a_long_prompt_of_one_key_does_not_delay_anothers_first_token(
     greedy: dict[str, Any] = {"model": MODEL, "temperature": 0, "max_tokens": 1}
 
     def ask_for_much() -> None:
-        prompt = [token % 40_000 + 100 for token in range(1_500)]
+        prompt = [token % 3_000 + 100 for token in range(6_000)]
         heavy_call.append(server.client(heavy_key).completions.create(prompt=prompt, **greedy))
 
     client = server.client(light_key)
@@ -126,7 +135,7 @@ def test_a_key_that_holds_all_places_gives_one_to_another(guarded: tuple[Running
     heavy_call: list[Any] = []
 
     def ask_for_much() -> None:
-        asked: dict[str, Any] = {"n": 2, "max_tokens": 100, "extra_body": {"ignore_eos": True}}
+        asked: dict[str, Any] = {"n": 2, "max_tokens": 500, "extra_body": {"ignore_eos": True}}
         heavy_call.append(server.client(heavy_key).completions.create(model=MODEL, prompt="Many", **asked))
 
     client = server.client(light_key)

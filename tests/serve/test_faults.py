@@ -26,7 +26,9 @@ LONG: dict[str, Any] = {
     "max_tokens": 4000, "extra_body": {"ignore_eos": True},
 }  # fmt: skip
 SHORT: dict[str, Any] = LONG | {"max_tokens": 40}
-STORY: dict[str, Any] = LONG | {"max_tokens": 90}
+# Long enough for a quick model to be killed in the middle of them.
+TALE: dict[str, Any] = LONG | {"max_tokens": 300}
+STORY: dict[str, Any] = LONG | {"max_tokens": 400}
 
 
 def begin_stream(client: openai.OpenAI, fields: dict[str, Any]) -> tuple[Any, Any]:
@@ -36,7 +38,7 @@ def begin_stream(client: openai.OpenAI, fields: dict[str, Any]) -> tuple[Any, An
 
 
 # A long answer of each of the other two APIs, and what says that it is complete.
-WORDS: dict[str, Any] = {"type": "array", "items": {"enum": ["word"]}, "minItems": 40, "maxItems": 40}
+WORDS: dict[str, Any] = {"type": "array", "items": {"enum": ["word"]}, "minItems": 150, "maxItems": 150}
 OTHER_STREAMS: dict[str, tuple[dict[str, Any], str]] = {
     "/v1/responses": (
         {"input": "Hi", "text": {"format": {"type": "json_schema", "name": "x", "schema": WORDS}}},
@@ -73,7 +75,7 @@ def engine_is_gone(pid: int) -> bool:
 @pytest.fixture(scope="module")
 def hurt() -> Any:
     """For tests after which the server has a new engine: one forked, the next as users have it."""
-    with running_server("--no-console", "--stall-timeout", "3", spare_engines=1) as server:
+    with running_server(quick_model(), "--no-console", "--stall-timeout", "3", spare_engines=1) as server:
         yield server
 
 
@@ -81,12 +83,12 @@ def test_a_killed_engine_is_replaced_and_everyone_is_answered(hurt: RunningServe
     server = hurt
     with ThreadPoolExecutor() as threads:
         client = server.client()
-        expected = client.chat.completions.create(**SHORT).choices[0].message.content
+        expected = client.chat.completions.create(**TALE).choices[0].message.content
         story = client.chat.completions.create(**STORY).choices[0].message.content
         stream, first = begin_stream(client, STORY)
         others = {path: begin_events(server, path) for path in OTHER_STREAMS}
         # Two that have told their clients nothing yet: they are asked again of the new engine.
-        whole = [threads.submit(client.chat.completions.create, **SHORT) for _ in range(2)]
+        whole = [threads.submit(client.chat.completions.create, **TALE) for _ in range(2)]
         wait_for(lambda: server.sample("cumulo:num_requests_running") == 5, "five running", server)
         os.kill(server.engine_pid(), signal.SIGKILL)
         wait_for(lambda: server.status("/health") == 503, "a bad /health", server)
@@ -99,7 +101,7 @@ def test_a_killed_engine_is_replaced_and_everyone_is_answered(hurt: RunningServe
         for answer in whole:
             assert answer.result().choices[0].message.content == expected
         wait_for(lambda: server.status("/health") == 200, "health", server)
-        assert client.chat.completions.create(**SHORT).choices[0].message.content == expected
+        assert client.chat.completions.create(**TALE).choices[0].message.content == expected
         calls = [first.id, *(answer.result().id for answer in whole)]
         told = [server.get(f"/v1/requests/{call}/explain").json()["data"][0] for call in calls]
         assert any(one["retried_after_engine_restart"] for one in told)
