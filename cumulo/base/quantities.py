@@ -13,7 +13,7 @@ _LADDERS: tuple[tuple[tuple[float, str], ...], ...] = (
     ((1.0, "USD"), (1e6, "million USD"), (1e9, "billion USD")),
     *(
         ((1.0, name), (1e6, f"M {name}"), (1e9, f"B {name}"), (1e12, f"T {name}"))
-        for name in ("tokens", "tok")
+        for name in ("tokens", "tok", "parameters")
     ),
 )
 # 90 s and 100 min read better than 1.5 min and 1.67 h.

@@ -22,10 +22,10 @@ _ASSUMED, _REPORT, _SERVING = "Assumptions (default: published values)", "Report
 # What the terminal shows; the report has the rest.
 _SHOWN = (
     "job_gpus", "further_jobs", "inference_nodes", "spare_nodes", "idle_nodes", "step_s", "mfu", "training_tok_s",
-    "mttf_h", "ettr", "goodput_tok_s", "days", "cost_run", "cost_trillion", "inference_rate", "inference_tok_s",
-    "users", "inference_price", "switches", "cables", "transceivers", "checkpoint_bytes", "checkpoint_storm",
-    "storage_servers", "storage_capacity", "metadata_rate", "startup_s", "metric_samples", "racks", "facility_w",
-    "cooling_w", "energy_mwh",
+    "mttf_h", "ettr", "goodput_tok_s", "days", "cost_run", "cost_trillion", "budget_tokens", "inference_rate",
+    "inference_tok_s", "users", "inference_price", "switches", "cables", "transceivers", "checkpoint_bytes",
+    "checkpoint_storm", "storage_servers", "storage_capacity", "metadata_rate", "startup_s", "metric_samples", "racks",
+    "facility_w", "cooling_w", "energy_mwh",
 )  # fmt: skip
 # Why a figure is what it is, in the sheet's names.
 _REASONS = {
@@ -103,6 +103,12 @@ class PlanClusterOptions:
     )
     assumed: AssumptionOptions = AssumptionOptions()
     price: float | None = option("Price per GPU hour, in dollars.", None, panel=_ASSUMED)
+    deadline_days: float | None = option(
+        "Longest acceptable run time, in days: the job takes no more GPUs than it needs.",
+        None,
+        panel=shared.TRAINING,
+    )
+    budget: float | None = option("Budget of the run, in dollars.", None, panel=shared.TRAINING)
     recovery: str = option(
         "After a failure: restart (the whole job), spare (a hot spare takes over) or replica (only one replica "
         "stops: no global rollback). The report compares all three.",
@@ -125,7 +131,7 @@ def cluster(chosen: PlanClusterOptions) -> None:
     from cumulo.cli.shared.terminal import note, out, working
     from cumulo.errors import ConfigError
     from cumulo.plan.cluster.plan import plan_cluster
-    from cumulo.plan.cluster.report import report, why_so_many
+    from cumulo.plan.cluster.report import budget_verdict, report, why_so_many
 
     goal = _goal(chosen)
     with working("planning"):
@@ -144,6 +150,8 @@ def cluster(chosen: PlanClusterOptions) -> None:
             f"layout: {plan.training.job.layout}; checkpoints: {plan.checkpoints[0].name}", highlight=False
         )
         out.print(f"why: {why_so_many(plan)} {_bound(plan)}", highlight=False)
+        if verdict := budget_verdict(plan):
+            out.print(f"budget: {verdict}", highlight=False)
         if plan.inference is not None:
             replica = plan.inference.best.replica
             out.print(f"inference: replicas of {replica}; {replica.confidence.evidence}", highlight=False)
@@ -179,6 +187,8 @@ def _goal(chosen: PlanClusterOptions) -> "ClusterGoal":
         tokens=chosen.tokens,
         dtype=chosen.dtype,  # type: ignore[arg-type]
         recovery=chosen.recovery,  # type: ignore[arg-type]
+        deadline_days=chosen.deadline_days,
+        budget=chosen.budget,
         assumptions=Assumptions().overridden(asdict(chosen.assumed)),
     )
     return replace(goal, fixed=fixed_job(chosen.fixed, goal)) if chosen.fixed else goal

@@ -126,6 +126,8 @@ class ClusterGoal:
     dtype: Literal["bfloat16", "float16", "float32", "float8"] = "bfloat16"
     fixed: TrainJob | None = None  # in place of a search
     recovery: Literal["restart", "spare", "replica"] = "restart"  # after a failure: plan/cluster/recovery.py
+    deadline_days: float | None = None  # the job takes no more GPUs than it needs to end in time
+    budget: float | None = None  # USD
     assumptions: Assumptions = Assumptions()
 
     def __post_init__(self) -> None:
@@ -133,6 +135,10 @@ class ClusterGoal:
             raise ConfigError(
                 f"--tokens must be more than 0 and finite, for example 15e12; got {self.tokens:g}"
             )
+        for name in ("deadline_days", "budget"):
+            limit = getattr(self, name)
+            if limit is not None and not 0 < limit < math.inf:
+                raise ConfigError(f"--{name.replace('_', '-')} must be more than 0 and finite, got {limit:g}")
         if not self.cluster.device.price_per_hour < math.inf:
             raise ConfigError("the price of a GPU must be a number of dollars, got inf")
         if self.fixed is not None and self.fixed.layout.world > self.cluster.gpus:

@@ -7,6 +7,7 @@
 Every number of the plan is a figure of its sheet, with the formula it was worked out by.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
@@ -43,6 +44,7 @@ from cumulo.spec.cluster import Cluster
 from cumulo.spec.counting import parameter_count
 
 _SIZES_TRIED = 4
+_MARGIN = 1.04  # sizes that divide the batch are a little apart
 _LEAST_ETTR = 0.01  # below it nothing is gained by planning on, and there are too many failures to play
 
 
@@ -188,6 +190,8 @@ def _training(goal: ClusterGoal, sheet: Sheet) -> tuple[Plan, Cluster]:
             )
         candidates = [*job_sizes(goal, most, 18 * parameters, _SIZES_TRIED), most]
     best = _first(goal, candidates)
+    if best is not None and goal.deadline_days is not None and goal.fixed is None:
+        best = _in_time(goal, best, parameters)
     if best is None:
         try:
             refuse(goal.on(most))
@@ -215,6 +219,36 @@ def _first(goal: ClusterGoal, candidates: list[int]) -> Plan | None:
         if found:
             return found[0]
     return None
+
+
+def _in_time(goal: ClusterGoal, largest: Plan, parameters: float) -> Plan:
+    """The smallest job that is sure to end in time: at the long end of its range."""
+    deadline = goal.deadline_days or 0.0
+    days = _longest_days(goal, largest)
+    if days > deadline:
+        raise ConfigError(
+            f"{goal.tokens:.3g} tokens take up to {days:.3g} days on {largest.job.layout.world:,} GPUs, more than "
+            f"--deadline-days {deadline:g}: ask for more GPUs or fewer tokens, a larger --batch or --dtype float8"
+        )
+    best = largest
+    for _ in range(_SIZES_TRIED):
+        wanted = int(best.job.layout.world * _longest_days(goal, best) / deadline * _MARGIN)
+        smaller = _first(goal, job_sizes(goal, wanted, 18 * parameters, _SIZES_TRIED))
+        if smaller is None or smaller.job.layout.world >= best.job.layout.world:
+            break
+        if _longest_days(goal, smaller) > deadline:
+            break
+        best = smaller
+    return best
+
+
+def _longest_days(goal: ClusterGoal, plan: Plan) -> float:
+    """With the slowest step of its interval, and restarts to the first order."""
+    assumed, gpus = goal.assumptions, plan.job.layout.world
+    tokens_per_s = plan.job.global_batch * plan.job.sequence_length / plan.estimate.interval.high
+    restart_s = assumed.detect.value + assumed.initialise.value * gpus / 96000
+    failures_per_s = gpus / 8 * assumed.failures.value / 1000 / 86400
+    return goal.tokens / (tokens_per_s * math.exp(-restart_s * failures_per_s) * 0.99) / 86400
 
 
 def _job_lines(best: Plan, sheet: Sheet) -> None:
@@ -305,7 +339,7 @@ def _results(
         "charged_gpus",
         "min(nodes, job_nodes + spare_nodes * job_nodes / nodes) * gpus_per_node",
         "GPUs",
-        "GPUs that the run is charged for: the job's and its share of the spares",
+        "GPUs charged, with a share of the spares",
     )
     sheet.work_out(
         "charged_share", "charged_gpus / gpus", "share", "share of the cluster that the run is charged for"
@@ -332,3 +366,8 @@ def _results(
     for end in ("", "_low", "_high"):
         label = "price of the run" + (f", {end[1:]} end" if end else "")
         sheet.work_out(f"cost_run{end}", f"charged_gpus * price * days{end} * 24", "USD", label)
+    if goal.budget is not None:
+        sheet.given("budget", goal.budget, "USD", "budget", "--budget")
+        for end, other in (("", ""), ("_low", "_high"), ("_high", "_low")):
+            label = "tokens that the budget pays for" + (f", {end[1:]} end" if end else "")
+            sheet.work_out(f"budget_tokens{end}", f"tokens * budget / cost_run{other}", "tokens", label)

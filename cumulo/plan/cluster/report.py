@@ -80,7 +80,7 @@ def _division(plan: ClusterPlan) -> str:
     parts += [("spares", sheet["spare_nodes"]), ("idle", sheet["idle_nodes"])]
     return (
         f"<h2>Who gets the nodes</h2>{share_picture('Who gets the nodes', parts)}"
-        f"{_table(('', ''), _rows(sheet, *names))}<p>{escape(why_so_many(plan))}</p>"
+        f"{_table(('', ''), _rows(sheet, *names))}<p>{escape(why_so_many(plan))} {escape(budget_verdict(plan))}</p>"
     )
 
 
@@ -89,6 +89,9 @@ def why_so_many(plan: ClusterPlan) -> str:
     sheet = plan.sheet
     if plan.goal.fixed is not None:
         return "The job's layout was given with --fixed."
+    if plan.goal.deadline_days is not None:
+        deadline = quantities.quantity(plan.goal.deadline_days, "days")
+        return f"The job takes as many GPUs as end it within {deadline} at the long end of the range."
     beside = sheet["nodes"] - sheet["spare_nodes"] - sheet["job_nodes"]
     if beside < 0.1 * sheet["nodes"]:
         return "The job takes all nodes but the spares."
@@ -98,6 +101,21 @@ def why_so_many(plan: ClusterPlan) -> str:
             "With recovery without global rollback (--recovery replica) one job can use more."
         )
     return "The batch has no more sequences to spread over further replicas; a larger --batch can use more nodes."
+
+
+def budget_verdict(plan: ClusterPlan) -> str:
+    """Whether the run is within the budget; empty: none was given."""
+    sheet = plan.sheet
+    if plan.goal.budget is None:
+        return ""
+    tokens = (
+        f"the budget pays for {value(sheet.figures['budget_tokens'])} ({value_range(sheet, 'budget_tokens')})"
+    )
+    if sheet["cost_run_high"] <= sheet["budget"]:
+        return f"Within the budget, at the expensive end of the range too: {tokens}."
+    if sheet["cost_run"] <= sheet["budget"]:
+        return f"Probably within the budget, but not surely: {tokens}."
+    return f"Over the budget: {tokens}."
 
 
 def _inference(plan: ClusterPlan) -> str:
@@ -308,7 +326,7 @@ def value(figure: Figure) -> str:
         return f"{quantities.number(100.0 * amount, '%')}%"
     if amount == int(amount) and abs(amount) < 1e6 and unit not in _ROUNDED:
         return f"{int(amount):,} {unit}".strip()  # counts are exact
-    return quantities.quantity(*_decimal(amount, unit))
+    return quantities.quantity(*_decimal(float(amount), unit))
 
 
 def _decimal(amount: float, unit: str) -> tuple[float, str]:
