@@ -27,6 +27,13 @@ def check(
         ),
     ] = None,
     node_gpus: Annotated[int, typer.Option(min=1, help="Number of GPUs on a node of your cluster.")] = 8,
+    plan: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="A plan that `cumulo plan serve --out` wrote: GPUs, replicas, tp and pp must be the plan's.",
+        ),
+    ] = None,
     exists: Annotated[
         list[str] | None,
         typer.Option(
@@ -46,7 +53,7 @@ def check(
     for one in exists or ():
         if "/" not in one:
             raise ConfigError(f"--exists needs KIND/NAME, such as LocalQueue/team-a; got {one}")
-    manifests, problems = check_files(files, crds=crds, node_gpus=node_gpus, exists=exists or ())
+    manifests, problems = check_files(files, crds=crds, node_gpus=node_gpus, exists=exists or (), plan=plan)
     for problem in problems:
         out.print(str(problem), markup=False, soft_wrap=True, highlight=False)
     count = f"{len(manifests)} object{'s' if len(manifests) != 1 else ''}"

@@ -36,7 +36,7 @@ TARGETS = {
     "utilization": (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9),
 }
 USUAL = {"queue": 2.0, "concurrency": 20.0, "utilization": 0.7}
-_HEADROOMS = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.35, 1.5, 2.0)  # that hindsight tries for the oracle
+_HEADROOMS = tuple(0.05 * step for step in range(8, 41))  # that hindsight tries for the oracle
 _JITTER_S = 5.0  # between the copies of a request
 
 
@@ -155,17 +155,23 @@ class Rehearsal:
         tell: Callable[[str], None] = lambda text: None,
     ) -> RuleName:
         """With its best target on the earlier traffic: the cheapest that keeps the SLO, or else the nearest to it.
-        All targets are played roughly. The oracle is tuned on what it is judged by."""
+        Targets are played roughly. The oracle is tuned on what it is judged by."""
         if chosen.name == FORECAST or chosen.target is not None:
             return chosen
         targets, traffic = TARGETS.get(chosen.metric, ()), earlier
         if chosen.name == ORACLE:
             targets, traffic = _HEADROOMS, judged
         runs: list[tuple[ScaledRun, RuleName]] = []
-        for target in targets:
-            candidate = replace(chosen, target=target)
+        # A higher target is cheaper and keeps less, a higher headroom the other way round: halve the list.
+        cheaper = targets if chosen.name != ORACLE else tuple(reversed(targets))
+        low, high = 0, len(cheaper)
+        while low < high:
+            middle = (low + high) // 2
+            candidate = replace(chosen, target=cheaper[middle])
             tell(f"tuning {candidate}")
             runs.append((self.play(candidate, traffic, speed, roughly=True), candidate))
+            holds = runs[-1][0].attainment >= self.slo.share
+            low, high = (middle + 1, high) if holds else (low, middle)
         return best_of(runs, self.slo.share)
 
 

@@ -15,6 +15,7 @@ from cumulo.cluster.drivers.kubernetes.manifest_source import (
     manifest_files,
     read_manifests,
 )
+from cumulo.cluster.drivers.kubernetes.plan_check import check_against_plan, read_plan
 from cumulo.cluster.drivers.kubernetes.references import ObjectSet, check_references
 from cumulo.cluster.drivers.kubernetes.schema_check import check_schema
 from cumulo.cluster.drivers.kubernetes.schemas import SchemaBook, book_with, shipped_book
@@ -29,8 +30,13 @@ def check_files(
     crds: Path | None = None,
     node_gpus: int = USUAL_NODE_GPUS,
     exists: Iterable[str] = (),
+    plan: Path | None = None,
 ) -> tuple[list[Manifest], list[ManifestProblem]]:
+    """`plan`: what `cumulo plan serve --out` wrote, which the manifests are to carry out."""
+    planned = None if plan is None else read_plan(plan)
     manifests = [one for path in manifest_files(list(paths)) for one in read_manifests(path)]
+    if planned is not None:
+        check_against_plan([one for one in manifests if one.body], planned, node_gpus)
     return manifests, check_manifests(manifests, book_with(crds), node_gpus, exists)
 
 

@@ -76,6 +76,16 @@ class PodSpec:
         return 1
 
 
+def gpu_path(pod: PodSpec) -> FieldPath:
+    """Where a pod asks for GPUs, or would."""
+    for path, one in pod.containers:
+        for kind in ("limits", "requests"):
+            for name in (one.get("resources") or {}).get(kind) or {}:
+                if GPU.match(str(name)):
+                    return (*path, "resources", kind, str(name))
+    return (*pod.path, "containers", 0, "resources")
+
+
 def option_value(words: Sequence[str], name: str) -> str | None:
     """The value of --tp or --pp, by any of its names."""
     for number, word in enumerate(words):

@@ -97,6 +97,13 @@ def _check_queue_label(one: Manifest, objects: ObjectSet) -> None:
     labels = one.metadata.get("labels")
     name = labels.get(_QUEUE_LABEL) if isinstance(labels, dict) else None
     if name is None:
+        queues = [queue.name for queue in objects.manifests if queue.kind == "LocalQueue"]
+        if queues and one.kind == "Job" and one.group == "batch" and one.at("spec", "suspend") is True:
+            one.blame(
+                ("metadata", "labels", _QUEUE_LABEL),
+                "is missing, and the Job is suspended (suspend: true): nothing would start it. Use "
+                f"{' or '.join(queues)}, or remove suspend",
+            )
         return
     objects.need(one, ("metadata", "labels", _QUEUE_LABEL), "LocalQueue", name)
     local = objects.find("LocalQueue", str(name), one.namespace)
@@ -203,7 +210,20 @@ def _check_pod_selector(one: Manifest, objects: ObjectSet) -> None:
     path: FieldPath = ("spec", "selector") if one.kind == "Service" else ("spec", "selector", "matchLabels")
     wanted = one.at(*path)
     pods = [pod for pod in objects.pods if pod.owner.namespace == one.namespace]
-    if not isinstance(wanted, dict) or not wanted or not pods:
+    if not isinstance(wanted, dict) or not wanted:
+        return
+    if not pods:
+        there = {
+            pod.owner.namespace
+            for pod in objects.pods
+            if all(pod.labels.get(key) == value for key, value in wanted.items())
+        }
+        if there:
+            one.blame(
+                path,
+                f"no pod is in the namespace {one.namespace}; those with these labels are in "
+                f"{' and '.join(sorted(there))}",
+            )
         return
     chosen = [pod for pod in pods if all(pod.labels.get(key) == value for key, value in wanted.items())]
     if not chosen:

@@ -8,7 +8,8 @@ from typing import Any
 
 from cumulo.base.nearest import did_you_mean
 from cumulo.cluster.drivers.kubernetes.manifest_source import FieldPath, Manifest
-from cumulo.cluster.drivers.kubernetes.pods import GPU, PodSpec, pods_of, quantity
+from cumulo.cluster.drivers.kubernetes.pods import GPU, PodSpec, gpu_path, pods_of, quantity
+from cumulo.cluster.drivers.kubernetes.ray_serve_config import check_serve_config
 
 _NAME = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?")
 _LABEL = re.compile(r"([A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?)?")
@@ -20,6 +21,18 @@ _POD_WORDS = {
     "dnsPolicy": ("ClusterFirst", "ClusterFirstWithHostNet", "Default", "None"),
     "preemptionPolicy": ("PreemptLowerPriority", "Never"),
 }
+_PROTOCOLS = ("TCP", "UDP", "SCTP")
+_MEDIUMS = ("", "Memory", "HugePages", "HugePages-2Mi", "HugePages-1Gi")
+# Of Volcano's policies, for a whole job and for a task.
+_EVENTS = (
+    "*", "PodPending", "PodRunning", "PodFailed", "PodEvicted", "Unknown", "TaskCompleted", "TaskFailed",
+    "OutOfSync", "CommandIssued", "JobUpdated",
+)  # fmt: skip
+_ACTIONS = (
+    "AbortJob", "RestartJob", "RestartTask", "RestartPod", "RestartPartition", "TerminateJob", "CompleteJob",
+    "ResumeJob", "SyncJob", "EnqueueJob", "SyncQueue", "OpenQueue", "CloseQueue",
+)  # fmt: skip
+_LEAST_MEMORY = 1.0  # bytes: less is a unit gone wrong
 _TOLERATION = {
     "operator": ("Equal", "Exists", "Lt", "Gt"),
     "effect": ("NoSchedule", "PreferNoSchedule", "NoExecute"),
@@ -124,6 +137,8 @@ def _check_kind(manifest: Manifest) -> None:
         manifest.blame(("spec", "clusterQueue"), "is required and missing: the queue would admit nothing")
     if manifest.kind == "RayJob":
         _check_ray_job(manifest, spec)
+    if manifest.kind == "RayService":
+        check_serve_config(manifest)
     if manifest.kind == "Service":
         _check_service(manifest, spec)
     if manifest.kind == "HorizontalPodAutoscaler":
@@ -161,7 +176,9 @@ def _check_secret(manifest: Manifest) -> None:
 def check_word(manifest: Manifest, path: FieldPath, value: Any, known: Sequence[str]) -> None:
     """Words that schemas leave open, and the API server does not."""
     if isinstance(value, str) and value not in known:
-        manifest.blame(path, f"cannot be {value!r}{did_you_mean(value, known)}")
+        close = did_you_mean(value, known)
+        words = ", ".join(word for word in known if word)
+        manifest.blame(path, f"cannot be {value!r}{close or f'; use one of {words}'}")
 
 
 def _check_pod_words(pod: PodSpec) -> None:
@@ -169,6 +186,14 @@ def _check_pod_words(pod: PodSpec) -> None:
         check_word(pod.owner, (*pod.path, name), pod.spec.get(name), known)
     for path, one in pod.containers:
         check_word(pod.owner, (*path, "imagePullPolicy"), one.get("imagePullPolicy"), _PULL)
+        for number, port in enumerate(one.get("ports") or ()):
+            if isinstance(port, dict):
+                check_word(pod.owner, (*path, "ports", number, "protocol"), port.get("protocol"), _PROTOCOLS)
+    for number, volume in enumerate(pod.spec.get("volumes") or ()):
+        empty = volume.get("emptyDir") if isinstance(volume, dict) else None
+        if isinstance(empty, dict):
+            medium = empty.get("medium")
+            check_word(pod.owner, (*pod.path, "volumes", number, "emptyDir", "medium"), medium, _MEDIUMS)
     for number, one in enumerate(pod.spec.get("tolerations") or ()):
         if isinstance(one, dict):
             for name, known in _TOLERATION.items():
@@ -177,6 +202,9 @@ def _check_pod_words(pod: PodSpec) -> None:
 
 def _check_gang(manifest: Manifest, spec: Mapping[str, Any]) -> None:
     tasks = [one for one in spec.get("tasks") or () if isinstance(one, dict)]
+    _check_policies(manifest, spec, ("spec",))
+    for number, one in enumerate(tasks):
+        _check_policies(manifest, one, ("spec", "tasks", number))
     total = sum(one.get("replicas", 1) for one in tasks if isinstance(one.get("replicas", 1), int))
     gang = spec.get("minAvailable")
     if isinstance(gang, int) and tasks and gang > total >= 0:
@@ -190,6 +218,13 @@ def _check_gang(manifest: Manifest, spec: Mapping[str, Any]) -> None:
             manifest.blame(
                 ("spec", "tasks", number, "minAvailable"), f"{least} is more than replicas, {count}"
             )
+
+
+def _check_policies(manifest: Manifest, owner: Mapping[str, Any], path: FieldPath) -> None:
+    for number, one in enumerate(owner.get("policies") or ()):
+        if isinstance(one, dict):
+            check_word(manifest, (*path, "policies", number, "event"), one.get("event"), _EVENTS)
+            check_word(manifest, (*path, "policies", number, "action"), one.get("action"), _ACTIONS)
 
 
 def _check_metric(manifest: Manifest, metric: Mapping[str, Any], path: FieldPath) -> None:
@@ -262,6 +297,7 @@ def _check_containers(pod: PodSpec) -> None:
 def _check_ports(pod: PodSpec, path: FieldPath, container: Mapping[str, Any]) -> None:
     ports = [one for one in container.get("ports") or () if isinstance(one, dict)]
     names = {one["name"] for one in ports if one.get("name")}
+    numbers = {one["containerPort"] for one in ports if isinstance(one.get("containerPort"), int)}
     for number, one in enumerate(ports):
         value = one.get("containerPort")
         if isinstance(value, int) and not 1 <= value <= 65535:
@@ -273,6 +309,11 @@ def _check_ports(pod: PodSpec, path: FieldPath, container: Mapping[str, Any]) ->
                 pod.owner.blame(
                     (*path, probe, way, "port"),
                     f"the container has no port {port}{did_you_mean(port, sorted(names))}",
+                )
+            if isinstance(port, int) and ports and port not in numbers:
+                listed = ", ".join(map(str, sorted(numbers)))
+                pod.owner.blame(
+                    (*path, probe, way, "port"), f"the container has no port {port}; its ports are {listed}"
                 )
 
 
@@ -296,6 +337,12 @@ def _check_limits(pod: PodSpec, path: FieldPath, resources: Any) -> None:
     for kind, given in (("requests", requests), ("limits", limits)):
         for name, asked in given.items():
             value = quantity(asked)
+            if name == "memory" and value is not None and 0 < value < _LEAST_MEMORY:
+                meant = str(asked).removesuffix("m")
+                pod.owner.blame(
+                    (*path, "resources", kind, name),
+                    f"{asked} is less than a byte: m means a thousandth; did you mean {meant}Mi?",
+                )
             if GPU.match(str(name)) and value is not None and (value != int(value) or value < 0):
                 pod.owner.blame(
                     (*path, "resources", kind, name),
@@ -316,7 +363,7 @@ def _check_limits(pod: PodSpec, path: FieldPath, resources: Any) -> None:
 def _check_gpus(pod: PodSpec, node_gpus: int) -> None:
     """Against a node, and against how the program divides the model."""
     gpus, tp, pp = int(pod.gpus), pod.parallel("tp"), pod.parallel("pp")
-    where = _gpu_path(pod)
+    where = gpu_path(pod)
     if gpus > node_gpus:
         pods = -(-gpus // node_gpus)
         pod.owner.blame(
@@ -347,12 +394,3 @@ def _check_gpus(pod: PodSpec, node_gpus: int) -> None:
             where,
             f"tp={tp} does not divide the {gpus} GPUs of a node: a tensor-parallel group would cross nodes",
         )
-
-
-def _gpu_path(pod: PodSpec) -> FieldPath:
-    for path, one in pod.containers:
-        for kind in ("limits", "requests"):
-            for name in (one.get("resources") or {}).get(kind) or {}:
-                if GPU.match(str(name)):
-                    return (*path, "resources", kind, str(name))
-    return (*pod.path, "containers", 0, "resources")
