@@ -73,9 +73,10 @@ def rows(plan: Plan, goal: TrainGoal, cost: RunCost | None, stalls: Stalls) -> l
             Row(
                 "price",
                 cost.money,
-                "$",
+                "USD",
                 "lower",
-                note=f"{_range(cost.money, low, high, '$')}; ${goal.cluster.device.price_per_hour:g} per GPU hour",
+                note=f"{_range(cost.money, low, high, 'USD')}; {goal.cluster.device.price_per_hour:.3g} USD per GPU "
+                "hour",
             ),
         ]
     return result
@@ -217,7 +218,7 @@ def _ranking(result: SearchResult) -> Table:
     found.add_column("", style="dim")
     best = result.plans[0]
     for plan in result.plans:
-        memory = f"{plan.estimate.memory.total / GIB:.1f} GiB" if plan.estimate.memory else ""
+        memory = f"{plan.estimate.memory.total / GIB:.3g} GiB" if plan.estimate.memory else ""
         found.add_row(
             str(plan.job.layout),
             str(plan.job.micro_batch),

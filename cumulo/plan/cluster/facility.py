@@ -16,9 +16,10 @@ def storage_sheet(sheet: Sheet, tier: str) -> None:
     """`tier`: the key of the way in which checkpoints are kept, whose interval sets the rate."""
     sheet.work_out(
         "checkpoint_storm",
-        f"max(write_behind, checkpoint_bytes / max(interval_{tier}_s, write_s) / 1e9)",
+        f"checkpoint_bytes / max(interval_{tier}_s, {'flush' if tier == 'partner' else 'write_s'}) / 1e9",
         "GB/s",
         "storage bandwidth that checkpoints ask for",
+        "those in the memory of nodes go to storage now and then" if tier == "partner" else "",
     )
     sheet.work_out(
         "restore_storm",
@@ -27,7 +28,10 @@ def storage_sheet(sheet: Sheet, tier: str) -> None:
         "storage bandwidth while a restarted job reads its checkpoint",
     )
     sheet.work_out(
-        "storage_servers", "ceil(storage / server_rate)", "servers", "storage servers, for their bandwidth"
+        "storage_servers",
+        "ceil(storage / server_rate)",
+        "servers",
+        "storage servers, for the bandwidth that the plan counts on",
     )
     sheet.work_out(
         "storage_capacity",

@@ -77,6 +77,9 @@ class Assumptions:
     server_rate: Assumption = Assumption(
         40.0, "GB/s", "what a storage server reads or writes", "assumed: two 200 Gbit/s cards at 80%"
     )
+    flush: Assumption = Assumption(
+        600.0, "s", "between checkpoints that go to storage, where others stay in memory", "assumed"
+    )
     kept_checkpoints: Assumption = Assumption(20.0, "checkpoints", "checkpoints that are kept", "assumed")
     storm: Assumption = Assumption(10.0, "s", "time in which all ranks may create their files", "assumed")
     image: Assumption = Assumption(20.0, "GB", "software of a node: container and libraries", "assumed")
