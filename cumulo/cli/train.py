@@ -35,6 +35,13 @@ def train(
             "choice. Default: torch.distributed's.",
         ),
     ] = None,
+    collective_profile: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="Choose the algorithms by what `cumulo bench collectives --profile FILE` measured.",
+        ),
+    ] = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Resume from the latest valid checkpoint in the folder.")
     ] = False,
@@ -74,6 +81,8 @@ def train(
         wanted["steps"] = str(steps)
     if collective is not None:
         wanted["collective"] = collective
+    if collective_profile is not None:
+        wanted["collective_profile"] = collective_profile
     if (head := read_head_config(config_file, wanted)) is not None:
         from cumulo.cli.train_head import train_head
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from cumulo.collectives.decide.choices import parse_choices
+from cumulo.collectives.decide.measured import read_collective_profile
 from cumulo.errors import CumuloError
 from cumulo.layout.serving import ServingLayout
 from cumulo.spec.slo import Slo
@@ -65,6 +66,9 @@ class EngineConfig:
     rank_address: str = ""
     # Which of our schedules add between CPU ranks of one host: all_reduce=ring; auto: the tuner's; empty: gloo
     collective: str = ""
+    collective_profile: str = (
+        ""  # a file of `cumulo bench collectives` that decides where `collective` does not
+    )
     rank_timeout_s: float = 60.0  # a rank that the others wait for longer has hung: the engine ends
     # -- prefill and decode on engines of their own: docs/roles.md
     role: Literal["both", "prefill", "decode"] = "both"  # prefill: also computes prompts for decode engines
@@ -74,6 +78,12 @@ class EngineConfig:
     transfer_stall_s: float = 10.0  # a transfer or a prefill engine that stands still for longer is given up
     seed: int = 0  # where requests without a seed of their own draw theirs
 
+    @property
+    def collective_text(self) -> str:
+        """Algorithms and profile in one, as ranks are told."""
+        profile = f"profile={self.collective_profile}" if self.collective_profile else ""
+        return ",".join(part for part in (self.collective, profile) if part)
+
     def __post_init__(self) -> None:
         for name in ("block_size", "max_running", "max_tokens_per_step"):
             if getattr(self, name) < 0:
@@ -81,6 +91,7 @@ class EngineConfig:
                     f"{name} must be 1 or more (or 0 for the device's default), got {getattr(self, name)}"
                 )
         parse_choices(self.collective)
+        read_collective_profile(self.collective_profile)
         for name, allowed in _ALLOWED.items():
             if getattr(self, name) not in allowed:
                 raise CumuloError(

@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore  # type: ignore[attr-defined]
 
-from cumulo.collectives.decide.choices import parse_choices
+from cumulo.collectives.decide.choices import parse_choices, split_profile
+from cumulo.collectives.decide.measured import read_collective_profile
 from cumulo.collectives.play.groups import make_player
 from cumulo.ranks.collectives import Work
 from cumulo.ranks.scheduled import scheduled
@@ -40,7 +41,7 @@ class RankGroup:
     ) -> None:
         """`rank` is one of the members; all of them make it. `meter` is entered while others are waited for.
         `host`: the address of this one's at which the others reach it. `collective`: which of our schedules add,
-        on one host, such as all_reduce=ring; empty: gloo."""
+        on one host, such as all_reduce=ring or profile=FILE; empty: gloo."""
         self.members, self.index, self.size = members, members.index(rank), len(members)
         self._waiting = meter or contextlib.nullcontext()
         gloo: Any = ProcessGroupGloo
@@ -48,24 +49,35 @@ class RankGroup:
         options._devices = [gloo.create_device(hostname=host)]
         options._timeout = timedelta(seconds=timeout_s)
         self._group = gloo(PrefixStore(name, store), self.index, self.size, options)
-        self._algorithm = parse_choices(collective).get("all_reduce", "") if host == THIS_HOST else ""
-        if self._algorithm:
+        algorithms, profile = split_profile(collective if host == THIS_HOST else "")
+        self._algorithm, self._profile = (
+            parse_choices(algorithms).get("all_reduce"),
+            read_collective_profile(profile),
+        )
+        if self._algorithm or self._profile is not None:
             self._player = make_player("shm", self.index, self.size, store, timeout_s, f"ranks {name}")
 
     def sum(self, tensor: Tensor) -> Tensor:
         """Over all members, in place, with the same bits on all of them."""
         with self._waiting:
-            if self._algorithm and tensor.numel():
+            if not tensor.numel():
+                return tensor
+            if (ours := self._chosen(tensor.nbytes)) is not None:
                 whole = tensor.contiguous()
                 self._player.run(
-                    scheduled("all_reduce", self._algorithm, self.size, whole.numel(), whole.element_size()),
-                    whole,
+                    scheduled("all_reduce", ours, self.size, whole.numel(), whole.element_size()), whole
                 )
                 if whole is not tensor:
                     tensor.copy_(whole)
-            elif tensor.numel():
+            else:
                 self._group.allreduce([tensor]).wait()
         return tensor
+
+    def _chosen(self, size_bytes: int) -> str | None:
+        """The schedule that adds; None: gloo does."""
+        if self._profile is None or self._algorithm not in (None, "auto"):
+            return self._algorithm
+        return self._profile.fastest("all_reduce", size_bytes, self.size, self._algorithm)
 
     def gather(self, tensor: Tensor) -> list[Tensor]:
         """Every member's tensor; all have one shape."""

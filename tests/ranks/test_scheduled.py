@@ -1,5 +1,8 @@
 """Training's collectives by our schedules give what torch.distributed gives."""
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -58,15 +61,25 @@ def test_the_door_gives_the_same_with_our_schedules() -> None:
             assert all(torch.equal(a, b) for a, b in zip(theirs, mine, strict=True))
 
 
-def _engine_ranks(rank: int, port: int) -> torch.Tensor:
-    group = RankGroup(meeting_point(port), "0-1", (0, 1), rank, 30.0, collective="all_reduce=ring")
-    return group.sum(torch.full((2, 5), float(rank + 1)))
+def _engine_ranks(rank: int, port: int, profile: str) -> list[tuple[str | None, torch.Tensor]]:
+    found = []
+    for name, text in (("0-1", "all_reduce=ring"), ("0-1 measured", f"profile={profile}")):
+        group = RankGroup(meeting_point(port), name, (0, 1), rank, 30.0, collective=text)
+        found.append((group._chosen(40), group.sum(torch.full((2, 5), float(rank + 1)))))
+    return found
 
 
-def test_ranks_of_an_engine_add_by_the_schedule_that_was_asked_for() -> None:
+def test_ranks_of_an_engine_add_by_the_schedule_that_was_asked_for_or_measured(tmp_path: Path) -> None:
+    profile = tmp_path / "profile.json"
+    rows = [
+        {"collective": "all_reduce", "algorithm": name, "ranks": 2, "bytes": 40, "pieces": 1, "seconds": s}
+        for name, s in (("gloo", 3.0), ("two-shot", 1.0), ("tree", 2.0))
+    ]
+    profile.write_text(json.dumps({"rows": rows}), "utf-8")
     store = meeting_point()
-    for found in run_ranks(_engine_ranks, 2, store.port):
-        assert torch.equal(found, torch.full((2, 5), 3.0))
+    for found in run_ranks(_engine_ranks, 2, store.port, str(profile)):
+        assert [name for name, _ in found] == ["ring", "two-shot"]
+        assert all(torch.equal(total, torch.full((2, 5), 3.0)) for _, total in found)
 
 
 def test_a_wrong_choice_is_refused_with_what_there_is() -> None:

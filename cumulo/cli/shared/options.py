@@ -82,6 +82,11 @@ class EngineOptions:
         None,
         metavar="NAME=ALGORITHM",
     )
+    collective_profile: str | None = option(
+        "Choose the algorithm by what `cumulo bench collectives --profile FILE` measured.",
+        None,
+        metavar="FILE",
+    )
 
     def config(self, **more: Any) -> "EngineConfig":
         return engine_config(**asdict(self), **more)

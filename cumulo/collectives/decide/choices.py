@@ -11,6 +11,13 @@ _ASKED: tuple[Collective, ...] = (*_TUNED, "all_to_all")
 _DIRECT = ("pairwise", "direct")
 
 
+def split_profile(text: str) -> tuple[str, str]:
+    """(algorithms, path of a profile) of a text such as `all_reduce=ring,profile=FILE`."""
+    parts = [part.strip() for part in text.split(",")] if text else []
+    paths = [part.removeprefix("profile=") for part in parts if part.startswith("profile=")]
+    return ",".join(part for part in parts if not part.startswith("profile=")), paths[-1] if paths else ""
+
+
 def parse_choices(text: str) -> dict[Collective, str]:
     """`all_reduce=ring,all_gather=bruck`; auto: the tuner chooses all but all_to_all; empty: none."""
     if not text:

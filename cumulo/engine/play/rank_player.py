@@ -96,7 +96,9 @@ def start_ranks(
         setup.ring.unlink()  # all have it open: nothing stays behind, however the engine ends
         part = setup.part(0)
         meter = RankMeter(ring.progress[0])
-        links = connect(part, store, setup.config.rank_timeout_s, meter, setup.host, setup.config.collective)
+        links = connect(
+            part, store, setup.config.rank_timeout_s, meter, setup.host, setup.config.collective_text
+        )
         loaded = load(part)
         guidance = guidance_of(loaded)
         runner, runs_on = _make_runner(
@@ -136,7 +138,7 @@ def play_rank(rank: int, setup: RankSetup) -> None:
     part = setup.part(rank)
     store = meeting_point(setup.port, setup.meeting_host)
     meter = RankMeter(ring.progress[rank] if ring is not None else np.zeros(WORDS, dtype=np.uint64))
-    links = connect(part, store, setup.config.rank_timeout_s, meter, setup.host, setup.config.collective)
+    links = connect(part, store, setup.config.rank_timeout_s, meter, setup.host, setup.config.collective_text)
     loaded = load_model(
         setup.model,
         dtype=getattr(torch, setup.config.dtype),

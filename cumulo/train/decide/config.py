@@ -13,6 +13,7 @@ import yaml
 
 from cumulo.base import strict
 from cumulo.collectives.decide.choices import parse_choices
+from cumulo.collectives.decide.measured import read_collective_profile
 from cumulo.errors import ConfigError
 from cumulo.layout.check import batch_problem, layout_problems
 from cumulo.layout.divide import nearest_divisor
@@ -176,6 +177,9 @@ class TrainConfig:
     # Which of our schedules carry out collectives of CPU ranks: all_reduce=ring,all_gather=bruck; auto: the tuner's
     # choice; empty: torch.distributed's.
     collective: str = ""
+    collective_profile: str = (
+        ""  # a file of `cumulo bench collectives` that decides where `collective` does not
+    )
     faults: FaultConfig = field(default_factory=FaultConfig)
 
     def __post_init__(self) -> None:
@@ -323,6 +327,7 @@ def _problems(config: TrainConfig) -> Iterator[str]:
             )
     try:
         parse_choices(config.collective)
+        read_collective_profile(config.collective_profile)
     except ConfigError as error:
         yield str(error)
     optimizer, schedule = config.optimizer, config.schedule

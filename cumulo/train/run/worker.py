@@ -54,5 +54,5 @@ def joined(config: TrainConfig, rank: int) -> Iterator[Ranks]:
     # The watch for hangs speaks first: it knows more than a timeout says.
     patience = timedelta(seconds=2 * config.faults.hang_after_s + 60)
     with join_ranks(rank, config.layout.world, patience, gpu=on_gpu):
-        use_collectives(config.collective)
+        use_collectives(config.collective, config.collective_profile)
         yield Ranks(Groups(config.layout, rank), Team(control_group(_CHECKPOINT_TIMEOUT)))
