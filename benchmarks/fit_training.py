@@ -68,13 +68,6 @@ def with_logs(logs: np.ndarray) -> Efficiency:
     return with_constants(shipped_efficiency(), dict(zip(NAMES, np.exp(logs).tolist(), strict=True)))
 
 
-def left_out(logs: np.ndarray) -> Efficiency:
-    """... and no software knows its own rate of data-parallel collectives, which is fitted to its rows."""
-    found = with_logs(logs)
-    software = {name: replace(each, data_rate=1.0) for name, each in found.software.items()}
-    return replace(found, software=software)
-
-
 def profile_of(row: PublishedRow, given: Efficiency) -> Profile:
     device = row.cluster.device
     return composed(
@@ -215,7 +208,7 @@ def main() -> None:
         for name in dict.fromkeys(map(key, fit.rows)):
             folds[name] = fit.without(key, name)
             mine = np.array([key(row) == name for row in fit.rows])
-            out[mine] = fit.errors(folds[name], left_out(folds[name]))[mine]
+            out[mine] = fit.errors(folds[name])[mine]
         for source in dict.fromkeys(row.source for row in fit.rows):
             mine = np.array([row.source == source for row in fit.rows])
             print(f"  {what} left out, {source:26} {spread(out[mine])}")
@@ -261,7 +254,7 @@ def write_errors(some: Sequence[PublishedRow], logs: np.ndarray, folds: dict[str
     lines = ["id,predicted_over_published,predicted_without_it"]
     for row in some:
         ratios = []
-        for given in (with_logs(logs), left_out(rounded(folds[generation_of(row)]))):
+        for given in (with_logs(logs), with_logs(rounded(folds[generation_of(row)]))):
             time = step_time(row.job, row.cluster, profile_of(row, given), play=True)
             ratios.append(f"{time.step_s / row.step_s:.4f}")
         lines.append(",".join([row.name, *ratios]))

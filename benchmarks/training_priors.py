@@ -24,6 +24,7 @@ PRIORS: dict[str, tuple[float, float]] = {
     "tensor_overlapped_exposed": (0.45, 1.5),
     "context_exposed": (0.3, 1.8),
     "data_exposed": (0.25, 1.5),
+    "data_rate_deepspeed": (0.4, 2.0),  # small buckets, reduced and broadcast rank by rank
     "expert_passes": (20.0, 1.5),  # copies sorted, rounded, brought back, added up: each read and written
     "expert_bias_passes": (
         14.0,

@@ -46,8 +46,8 @@ class PlanTrainOptions:
     fixed: str | None = option(
         "Predict this layout instead of searching for one: "
         "tp=8,pp=16,dp=64,zero=1,schedule=1f1b,chunks=2,sp=true,micro_batch=1,recompute=full. recompute can "
-        "also be norm, activation, attention, or several of them joined by +. Other keys: cp, ep, ulysses, "
-        "shard.",
+        "also be norm, activation, attention, or several of them joined by +. Other keys: cp, ep, etp, "
+        "ulysses, shard.",
         None,
         panel=shared.TRAINING,
     )

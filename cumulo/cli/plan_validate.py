@@ -38,6 +38,14 @@ def validate(
             "without it, and with intervals for which only the others vouch.",
         ),
     ] = False,
+    held_out: Annotated[
+        bool,
+        typer.Option(
+            "--held-out",
+            help="Predict the built-in rows that no constant was ever fitted to: Llama 3, DeepSeek-V3, MT-NLG, "
+            "MegaScale and InternLM.",
+        ),
+    ] = False,
     as_user: Annotated[
         bool,
         typer.Option(
@@ -80,7 +88,11 @@ def validate(
     if what == "serving":
         validate_serving(console, left_out, worst, json)
         return
-    chosen = _rows(tables, console)
+    if held_out and (left_out or tables is not None):
+        raise ConfigError(
+            "--held-out has rows of its own, which nothing was fitted to; omit --left-out and --tables"
+        )
+    chosen = _rows(tables, held_out, console)
     if not chosen:
         raise ConfigError(
             f"{tables} contains no published rows that state their layout; docs/plan-time.md has the format"
@@ -91,7 +103,8 @@ def validate(
     else:
         predictions = [predict_left_out(row) if left_out else predict(row) for row in rows]
     summaries = by_source(predictions)
-    console.print(_table(summaries, left_out))
+    how = "never fitted" if held_out else "their software left out" if left_out else "as fitted"
+    console.print(_table(summaries, how))
     for prediction in sorted(predictions, key=lambda each: -abs(each.error))[:worst]:
         console.print(
             f"{prediction.error:+7.1%}  {prediction.row.name}: published {prediction.row.step_s:.3g} s, "
@@ -110,12 +123,12 @@ def validate(
     report.write_json(json, _report(summaries, left_out))
 
 
-def _rows(tables: Path | None, console: "Console") -> "list[PublishedRow]":
-    from cumulo.plan.evidence.published import rows, rows_of
+def _rows(tables: Path | None, held_out: bool, console: "Console") -> "list[PublishedRow]":
+    from cumulo.plan.evidence.published import held_out_rows, rows, rows_of
     from cumulo.plan.evidence.published_tables import lines_of
 
     if tables is None:
-        return list(rows())
+        return list(held_out_rows() if held_out else rows())
     if not tables.is_dir():
         raise ConfigError(f"{tables} is not a folder of tables; give the folder that contains the CSV files")
     refused: list[str] = []
@@ -146,11 +159,10 @@ def _as_user(
         ]
 
 
-def _table(summaries: "list[ErrorSummary]", left_out: bool) -> "Table":
+def _table(summaries: "list[ErrorSummary]", how: str) -> "Table":
     from rich.table import Table
 
-    title = "Published step times, their software left out" if left_out else "Published step times, as fitted"
-    table = Table(title=title, box=None)
+    table = Table(title=f"Published step times, {how}", box=None)
     table.add_column("source", no_wrap=True)
     for name in ("rows", "median", "p90", "worst", "bias", "inside", "width"):
         table.add_column(name, justify="right")

@@ -52,6 +52,9 @@ class TrainJob:
     # How tokens reach their experts. once: a token travels once to each rank that wants it, in sizes only the
     # device knows (DeepEP, HybridEP). all-to-all: once for each expert, and the host waits for sizes in each layer.
     expert_exchange: Literal["all-to-all", "once"] = "all-to-all"
+    # Experts are spread over the tensor-parallel ranks, too, each of them whole (Liu et al. 2025, MoE parallel
+    # folding: an expert tensor parallelism of 1); else these share every expert.
+    whole_experts: bool = False
     overlap_expert: bool = False  # ... behind the computation of another micro-batch
     predict_ahead: int = 0  # further tokens that extra layers predict (DeepSeek-V3, section 2.2)
     moment_dtype: Literal["float32", "bfloat16"] = "float32"  # of the optimizer's, beside a float32 copy
@@ -121,6 +124,11 @@ class TrainJob:
         return max(2, DTYPE_BYTES[self.dtype])
 
     @property
+    def expert_ranks(self) -> int:
+        """Ranks that experts are spread over, as publishers count them."""
+        return self.layout.ep * (self.layout.tp if self.whole_experts else 1)
+
+    @property
     def lora_rank_or_0(self) -> int:
         return self.lora_rank or 0
 
@@ -152,6 +160,10 @@ def _problems(job: TrainJob) -> Iterator[str]:
     yield from layout_problems(
         job.model, job.layout, job.sequence_length, job.global_batch, job.micro_batch, ends=2
     )
+    if job.whole_experts and (job.model.moe is None or job.model.moe.experts % job.expert_ranks):
+        yield f"whole experts over {job.expert_ranks} ranks (ep × tp) do not divide this model's experts"
+    if job.whole_experts and job.layout.tp > 1 and not job.layout.sequence_parallel:
+        yield "whole experts over tensor-parallel ranks need sequence parallelism: each rank sends its own tokens"
     if job.predict_ahead < 0:
         yield f"predict_ahead is the number of further tokens to predict, 0 or more; got {job.predict_ahead}"
     if job.lora_rank is not None and job.lora_rank < 1:

@@ -3,6 +3,7 @@
 import csv
 import math
 import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from cumulo.cli.plan_validate import validate
 from cumulo.cli.shared.asked_rows import AskedRows
 from cumulo.errors import ConfigError
 from cumulo.plan.evidence import weights as evidence
-from cumulo.plan.evidence.published import PublishedRow, citations, rows
+from cumulo.plan.evidence.published import PublishedRow, citations, held_out_rows, rows
 from cumulo.plan.evidence.published_lines import COLUMNS
 from cumulo.plan.evidence.published_tables import lines_of
 from cumulo.plan.evidence.validate import (
@@ -25,7 +26,9 @@ from cumulo.plan.evidence.validate import (
     scatter_svg,
     summarise,
 )
+from cumulo.plan.time.compute_profile import shipped_for
 from cumulo.plan.time.efficiency import left_out_efficiency, shipped_efficiency
+from cumulo.plan.time.step import step_time
 from cumulo.spec import catalog
 
 
@@ -35,7 +38,7 @@ def predictions() -> list[RowPrediction]:
 
 
 def test_rows_of_software_that_the_constants_never_saw_are_predicted_within_the_bar() -> None:
-    found = summarise("all", [predict_left_out(row) for row in rows()[::2]])
+    found = summarise("all", [predict_left_out(row) for row in rows()[::4]])
     assert found.median <= 0.08, found
     assert found.p90 <= 0.18, found
     assert 0.85 <= found.coverage <= 0.95, found
@@ -219,3 +222,21 @@ def test_a_user_who_names_model_layout_and_software_gets_nearly_the_same_errors(
     known = [predict_left_out(row) for row in some]
     assert summarise("asked", asked).median <= summarise("known", known).median + 0.015
     assert summarise("asked", asked).coverage >= 0.8
+
+
+def test_rows_that_nothing_was_fitted_to_are_predicted_within_the_bar() -> None:
+    assert not {row.name for row in held_out_rows()} & {row.name for row in rows()}
+    found = summarise("all", [predict(row) for row in held_out_rows()])
+    assert found.median <= 0.08, found
+    assert found.p90 <= 0.18, found
+    assert found.coverage >= 0.85, found
+
+
+def test_a_pipeline_that_waits_for_its_messages_is_slower() -> None:
+    """MT-NLG: without that wait and DeepSpeed's collectives it was predicted 20 to 24% too fast."""
+    row = next(row for row in held_out_rows() if row.name == "mt-nlg-3360")
+    profile, _ = shipped_for(row.cluster.device, row.job.dtype, row.job.software)
+    waits = step_time(row.job, row.cluster, profile, play=True).step_s
+    sliced = step_time(row.job, row.cluster, replace(profile, waits_for_messages="slice"), play=True).step_s
+    sends = step_time(row.job, row.cluster, replace(profile, waits_for_messages=""), play=True).step_s
+    assert sends < sliced < waits < row.step_s

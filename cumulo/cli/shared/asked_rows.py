@@ -48,13 +48,18 @@ class AskedRows:
 
 
 def _layout(row: PublishedRow) -> str:
-    """What tables print of a layout; where weights are sharded, that too."""
+    """What tables print of a layout; whether tokens are shared between products they do not."""
     job, layout = row.job, row.job.layout
-    parts = [f"{axis}={size}" for axis in ("tp", "pp", "cp", "ep") if (size := getattr(layout, axis)) > 1]
+    sizes = {"tp": layout.tp, "pp": layout.pp, "cp": layout.cp, "ep": job.expert_ranks}
+    parts = [f"{axis}={size}" for axis, size in sizes.items() if size > 1]
+    if layout.shard:
+        parts.append(f"shard={layout.shard}")
+    if layout.schedule not in ("1f1b", "interleaved-1f1b"):
+        parts.append(f"schedule={layout.schedule}")
     if layout.chunks_per_stage:
         parts.append(f"chunks={layout.chunks_per_stage}")
-    if layout.zero == 3:
-        parts.append("zero=3")
+    if layout.data_ranks > 1:
+        parts.append(f"zero={layout.zero}")
     if job.recompute != "none":
         parts.append(f"recompute={job.recompute}")
     return ",".join([*parts, f"micro_batch={job.micro_batch}"])

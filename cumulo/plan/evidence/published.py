@@ -15,6 +15,7 @@ import yaml
 
 from cumulo.layout.layout import Layout
 from cumulo.plan.job import TrainJob
+from cumulo.plan.time.efficiency import shipped_efficiency
 from cumulo.plan.time.flops import megatron_flops, model_flops
 from cumulo.spec.catalog import Catalog
 from cumulo.spec.cluster import Cluster
@@ -33,7 +34,17 @@ class PublishedRow:
 @cache
 def rows() -> tuple[PublishedRow, ...]:
     """What ships with the package."""
-    with (_data() / "published_training.csv").open(encoding="utf-8", newline="") as file:
+    return _rows_in("published_training.csv")
+
+
+@cache
+def held_out_rows() -> tuple[PublishedRow, ...]:
+    """Rows that no constant was ever fitted to, and that vouch for no interval."""
+    return _rows_in("published_training_held_out.csv")
+
+
+def _rows_in(name: str) -> tuple[PublishedRow, ...]:
+    with (_data() / name).open(encoding="utf-8", newline="") as file:
         return rows_of(csv.DictReader(file))
 
 
@@ -61,10 +72,12 @@ def _data() -> Path:
 def _row(line: Mapping[str, str], catalog: Catalog) -> PublishedRow:
     number = {name: int(text) for name, text in line.items() if text and text.lstrip("-").isdigit()}
     model = catalog.model(line["model"]) if line["model"] else _shaped(number)
+    traits = shipped_efficiency().software[line["software"]]
     job = TrainJob(
         model,
         Layout(
             **{axis: number[axis] for axis in ("dp", "tp", "pp", "cp", "ep", "zero")},  # type: ignore[arg-type]
+            shard=number.get("shard"),
             sequence_parallel=bool(number["sequence_parallel"]),
             schedule=line["schedule"],
             chunks_per_stage=number.get("chunks_per_stage"),
@@ -80,6 +93,8 @@ def _row(line: Mapping[str, str], catalog: Catalog) -> PublishedRow:
         expert_exchange=line.get("expert_exchange") or "all-to-all",  # type: ignore[arg-type]
         overlap_expert=bool(number.get("overlap_expert", 0)),
         predict_ahead=number.get("predict_ahead", 0),
+        overlap_data=traits.overlaps_data,
+        whole_experts=traits.whole_experts and model.moe is not None and number["tp"] > 1,
         software=line["software"],
     )
     fabric = {"fabric": line["fabric"]} if line.get("fabric") else {}

@@ -10,7 +10,7 @@ Given = Mapping[str, str]
 COLUMNS = [
     "id", "source", "software", "node", "fabric", "gpus", "model", "layers", "hidden", "heads", "kv_heads", "ffn",
     "gated", "vocabulary", "tied", "learned_positions", "sequence", "dp", "tp", "pp", "cp", "ep", "zero",
-    "sequence_parallel", "schedule", "chunks_per_stage", "micro_batch", "global_batch", "recompute",
+    "shard", "sequence_parallel", "schedule", "chunks_per_stage", "micro_batch", "global_batch", "recompute",
     "dtype", "gradient_dtype", "flash", "overlap_tensor", "expert_exchange", "overlap_expert", "predict_ahead",
     "reported", "unit",
 ]  # fmt: skip

@@ -1,6 +1,7 @@
 """One given layout, from text such as `tp=8,pp=16,dp=64,zero=1`. `cumulo plan train --fixed` times it."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import get_args
 
 from cumulo.base.nearest import did_you_mean
@@ -11,7 +12,7 @@ from cumulo.layout.layout import Layout
 from cumulo.plan.job import OPERATIONS, Recompute, TrainJob
 from cumulo.plan.search.space import TrainGoal
 
-_SIZES = ("dp", "tp", "pp", "cp", "ep", "zero", "ulysses", "shard")
+_SIZES = ("dp", "tp", "pp", "cp", "ep", "etp", "zero", "ulysses", "shard")
 _OTHERS = {
     "chunks": "chunks_per_stage",
     "schedule": "schedule",
@@ -46,6 +47,7 @@ def fixed_job(text: str, goal: TrainGoal) -> TrainJob:
     tp = layout.get("tp")
     if isinstance(tp, int) and tp > 0 and (problems := list(tensor_problems(goal.model, tp))):
         raise ConfigError("; ".join(problems))
+    goal = _expert_ranks(layout, goal)
     if "dp" not in layout:
         layout["dp"] = _data_parallel(layout, goal)
     split = Layout(**{**_usual(layout, goal, job), **layout})  # type: ignore[arg-type]
@@ -55,6 +57,30 @@ def fixed_job(text: str, goal: TrainGoal) -> TrainJob:
             f"use --gpus {split.world}, or omit dp"
         )
     return goal.job(split, **job)  # type: ignore[arg-type]
+
+
+def _expert_ranks(layout: dict[str, object], goal: TrainGoal) -> TrainGoal:
+    """Publishers count tensor-parallel ranks among the expert-parallel ones where each has whole experts (etp=1); a
+    `Layout` does not. Without etp: as the software does it."""
+    ep, tp = int(str(layout.get("ep", 1))), int(str(layout.get("tp", 1)))
+    etp = layout.pop("etp", None)
+    if etp is None:
+        traits = goal.known_software
+        whole = traits is not None and traits.whole_experts and ep % tp == 0
+    elif etp in (1, tp):
+        whole = etp == 1
+    else:
+        raise ConfigError(
+            f"--fixed etp={etp}: tensor-parallel ranks share every expert (etp={tp}) or none (etp=1)"
+        )
+    if not whole or tp == 1 or goal.model.moe is None or ep == 1:
+        return replace(goal, whole_experts=False)
+    if ep % tp:
+        raise ConfigError(
+            f"--fixed etp=1: ep {ep} counts the tensor-parallel ranks, and must be a multiple of tp {tp}"
+        )
+    layout["ep"] = ep // tp
+    return replace(goal, whole_experts=True)
 
 
 def _usual(given: Mapping[str, object], goal: TrainGoal, job: Mapping[str, object]) -> dict[str, object]:

@@ -41,6 +41,7 @@ class TrainGoal:
     # None: as the software does it.
     overlap_tensor: bool | None = None
     expert_exchange: Literal["all-to-all", "once"] | None = None
+    whole_experts: bool | None = None
     overlap_expert: bool = False
     predict_ahead: int = 0
     moment_dtype: Literal["float32", "bfloat16"] = "float32"
@@ -76,6 +77,14 @@ class TrainGoal:
             name = profiles.current.get(self.cluster.device.generation, profiles.current["other"])
         return shipped_efficiency().software.get(name)
 
+    def _whole_experts(self, layout: Layout) -> bool:
+        traits, moe = self.known_software, self.model.moe
+        asked = (
+            traits is not None and traits.whole_experts if self.whole_experts is None else self.whole_experts
+        )
+        able = layout.tp > 1 and layout.sequence_parallel and moe is not None
+        return asked and able and moe is not None and moe.experts % (layout.ep * layout.tp) == 0
+
     def job(self, layout: Layout, micro_batch: int = 1, recompute: Recompute = "none") -> TrainJob:
         """This training, split so."""
         traits = self.known_software
@@ -96,11 +105,14 @@ class TrainGoal:
             software=self.software,
             overlap_tensor=overlaps if self.overlap_tensor is None else self.overlap_tensor,
             expert_exchange=self.expert_exchange or ("once" if once else "all-to-all"),
-            overlap_expert=self.overlap_expert,
+            whole_experts=self._whole_experts(layout),
+            overlap_expert=self.overlap_expert
+            or (traits is not None and traits.overlaps_experts and layout.ep > 1),
             predict_ahead=self.predict_ahead,
             moment_dtype=self.moment_dtype,
             narrow_activations=self.narrow_activations,
             flash_attention=flash if self.flash_attention is None else self.flash_attention,
+            overlap_data=traits is None or traits.overlaps_data,
             gradient_dtype="float32" if traits is None else traits.gradient_dtype,
             lora_rank=self.lora_rank,
             frozen_bits=self.frozen_bits,

@@ -120,7 +120,7 @@ def _taken_up(job: TrainJob, profile: Profile) -> list[Passes]:
     """What the host does for each expert when a stage takes up another chunk."""
     if job.model.moe is None or job.chunks_per_stage == 1 or not _host_waits(job):
         return []
-    once = Seconds(launch=profile.chunk_launch_s * job.model.moe.experts / job.layout.ep)
+    once = Seconds(launch=profile.chunk_launch_s * job.model.moe.experts / job.expert_ranks)
     return [Passes(once, once, once)]
 
 
@@ -150,6 +150,7 @@ def _layer(
         tensor=layout.tp,
         sequence_parallel=layout.sequence_parallel,
         expert_ranks=layout.ep,
+        whole_experts=job.whole_experts,
         window=window,
         flash=job.flash_attention,
         host_waits=moe and _host_waits(job),
@@ -189,7 +190,8 @@ def _waits(job: TrainJob, cluster: Cluster, profile: Profile, moe: bool) -> Seco
     return waits_of(
         job.layout.tp,
         job.layout.cp,
-        job.layout.ep if moe else 1,
+        job.expert_ranks if moe else 1,
+        moe and job.whole_experts,
         job.layout.sequence_parallel,
         job.overlap_tensor,
         float(job.tokens_per_rank * job.model.hidden * job.activation_bytes_each),
@@ -208,6 +210,7 @@ def waits_of(
     tp: int,
     cp: int,
     ep: int,
+    whole_experts: bool,
     sequence_parallel: bool,
     overlap_tensor: bool,
     stream_bytes: float,
@@ -232,17 +235,18 @@ def waits_of(
         else:
             each = collective_s("all_reduce", stream_bytes, group)
         exposed = profile.tensor_overlapped_exposed if overlap_tensor else profile.tensor_exposed
-        tensor_s = 2 * each * exposed
+        tensor_s = (1 if whole_experts else 2) * each * exposed  # whole experts are no block of slices
     if cp > 1:
         ring = network.group(cp, tp)
         context_s = (cp - 1) * collective_s("send_recv", key_value_bytes / tp, ring) * profile.context_exposed
     if ep > 1 and moe is not None:
         own_bytes = stream_bytes / (tp if sequence_parallel else 1)
-        exchange_s = exchanged_s(own_bytes, moe, network, ep, tp, once)
+        stride = 1 if whole_experts else tp
+        exchange_s = exchanged_s(own_bytes, moe, network, ep, stride, once)
         exposed = 1.0  # nothing hides what crosses the network
         if overlap_expert:
             exposed = profile.expert_overlapped_exposed * (0.5 if paired else 1.0)
-        elif network.group(ep, tp).reach.domains == 1:
+        elif network.group(ep, stride).reach.domains == 1:
             exposed = profile.expert_exposed
         expert_s = 2 * exchange_s * exposed
     return Seconds(tensor=tensor_s, context=context_s, expert=expert_s)

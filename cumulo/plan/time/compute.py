@@ -111,6 +111,7 @@ class LayerWork:
     tensor: int = 1  # tensor-parallel ranks
     sequence_parallel: bool = False  # they share the tokens between the products
     expert_ranks: int = 1
+    whole_experts: bool = False  # tensor-parallel ranks hold different experts, and not slices of each
     window: int | None = None
     flash: bool = True
     host_waits: bool = False  # for how many tokens each expert gets
@@ -132,7 +133,8 @@ def layer(model: ModelSpec, moe: bool, work: LayerWork, profile: Profile, device
     host_s = 0.0
     if moe and model.moe is not None:
         elementwise_s += _copies_s(model, model.moe, work, profile, rate)
-        host_s = profile.expert_launch_s * model.moe.experts / work.expert_ranks if work.host_waits else 0.0
+        held = model.moe.experts / work.expert_ranks / (work.tensor if work.whole_experts else 1)
+        host_s = profile.expert_launch_s * held if work.host_waits else 0.0
     forward_attention_s, backward_attention_s = _attention_s(model, work, rate, profile)
     forward = Seconds(products, forward_attention_s, elementwise_s, profile.launch_s)
     inputs = Seconds(products, backward_attention_s, 2 * elementwise_s, profile.launch_s)
@@ -214,6 +216,9 @@ def _product_s(product: MatrixProduct, work: LayerWork, rate: Rates, profile: Pr
     # Each rank holds experts/ep experts, and gets as many token copies as it sends out, if routing is even.
     held = product.experts / work.expert_ranks
     copies = work.tokens * product.choices * profile.expert_imbalance
+    if work.whole_experts:
+        held, copies = held / work.tensor, copies / work.tensor
+        outputs, inputs = product.outputs, product.inputs
     return product_s(rate, copies / held, outputs, inputs, held)
 
 

@@ -6,6 +6,7 @@ device of the same generation, and, with a wider interval, to another generation
 """
 
 from dataclasses import dataclass, fields
+from typing import Literal
 
 from cumulo.errors import ConfigError
 
@@ -57,6 +58,9 @@ class Profile:
     selective_products: float  # share of the layer's matrix products
     selective_attention: bool  # the attention between its projections
 
+    # Whether stages wait until a message between them has arrived: "" not, "slice" a tensor-parallel rank's part of
+    # an activation (Narayanan et al. 2021, section 4.1), "whole" all of it (DeepSpeed's pipeline).
+    waits_for_messages: Literal["", "slice", "whole"]
     balances_stages: bool  # whether stages get layers by cost, the loss counted, and not by number
 
     def __post_init__(self) -> None:

@@ -32,14 +32,18 @@ class Software:
     between: Literal["eager", "fused", "compiled"] = "fused"
     row_scaled: bool = False
     fused_experts: tuple[str, ...] = ()
-    data_rate: float = 1.0
+    deepspeed_collectives: bool = False
     selective_products: float = 0.0
     selective_attention: bool = True
     balances_stages: bool = False
     bucket_bytes: float = 0.0
+    waits_for_messages: Literal["", "slice", "whole"] = ""
     # What its jobs do unless they say otherwise.
     overlaps_tensor: bool = False
+    overlaps_data: bool = True
+    whole_experts: bool = False
     exchanges_once: bool = False
+    overlaps_experts: bool = False
     sequence_parallel: bool = True  # where there is tensor parallelism
     zero: Literal[0, 1, 2, 3] = 1
     gradient_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
@@ -90,15 +94,12 @@ def shipped_efficiency() -> Efficiency:
 
 @cache
 def left_out_efficiency(generation: str) -> Efficiency:
-    """As if a generation of software had published nothing (`fit_training.py --write`): neither the constants nor
-    its own rate of data-parallel collectives have seen its rows."""
+    """As if a generation of software had published nothing (`fit_training.py --write`)."""
     text = (resources.files("cumulo.plan") / "data" / "efficiency_left_out.yaml").read_text("utf-8")
     folds = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     if generation not in folds:
         raise ConfigError(f"there are no constants without {generation}; there are: {', '.join(folds)}")
-    found = with_constants(shipped_efficiency(), folds[generation])
-    software = {name: replace(each, data_rate=1.0) for name, each in found.software.items()}
-    return replace(found, software=software)
+    return with_constants(shipped_efficiency(), folds[generation])
 
 
 def with_constants(found: Efficiency, values: Mapping[str, float]) -> Efficiency:
@@ -167,8 +168,9 @@ def composed(
         elementwise_passes=passes,
         expert_passes=known["expert_passes"] * fused,
         expert_bias_passes=known["expert_bias_passes"] * fused,
-        data_rate=software.data_rate,
+        data_rate=known["data_rate_deepspeed"] if software.deepspeed_collectives else 1.0,
         bucket_bytes=software.bucket_bytes,
+        waits_for_messages=software.waits_for_messages,
         expert_imbalance=1.0,
         selective_products=software.selective_products,
         selective_attention=software.selective_attention,

@@ -8,8 +8,9 @@ layer (`chunks`); the schedule itself is played with them (`pipeline`); what sur
 layers is added (`data_parallel`). How the constants were fitted is in docs/plan-validation.md.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from cumulo.pipeline.decide.costs import ChunkCost
 from cumulo.plan.estimate import Interval, TrainEstimate
 from cumulo.plan.evidence import weights as evidence
 from cumulo.plan.job import TrainJob
@@ -77,6 +78,10 @@ def step_time(job: TrainJob, cluster: Cluster, profile: Profile, play: bool) -> 
         next_stage = network_of(cluster).group(2, layout.world // layout.pp)
         latency_s = collective_s("send_recv", 0.0, next_stage)
         transfer_s = collective_s("send_recv", chunks.message_bytes, next_stage) - latency_s
+        if profile.waits_for_messages:
+            parts = layout.tp if profile.waits_for_messages == "whole" else 1
+            costs = _with_messages(costs, latency_s + parts * transfer_s)
+            latency_s = transfer_s = 0.0
         pipeline_s = played_s(
             layout.schedule, layout.pp, job.micro_batches, job.chunks_per_stage, costs, latency_s, transfer_s
         )
@@ -88,6 +93,16 @@ def step_time(job: TrainJob, cluster: Cluster, profile: Profile, play: bool) -> 
         pipeline_s + surrounding.data_s + surrounding.optimizer_s + surrounding.weights_s + profile.step_s
     )
     return TrainStepTime(chunks, pipeline_s, surrounding, step_s, profile)
+
+
+def _with_messages(costs: tuple[ChunkCost, ...], message_s: float) -> tuple[ChunkCost, ...]:
+    """Chunks that wait until what they pass on has arrived: both ends of a message are busy with it."""
+    last = len(costs) - 1
+    return tuple(
+        replace(cost, forward_s=cost.forward_s + waited_s, backward_input_s=cost.backward_input_s + waited_s)
+        for number, cost in enumerate(costs)
+        for waited_s in [message_s * ((number > 0) + (number < last))]
+    )
 
 
 def _profile(job: TrainJob, cluster: Cluster, profile: Profile | None) -> tuple[Profile, tuple[str, ...]]:
