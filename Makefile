@@ -45,10 +45,12 @@ chat: $(VENV)/.ready
 
 # A file's tests stay with one worker, which then starts their server once. One thread per worker: the models are
 # tiny, and the workers already fill the cores. The compiled kernels' cache lies in the virtual environment: tests
-# touch nothing outside the checkout. Compiled Python files are kept: the tests start many processes.
+# touch nothing outside the checkout. Compiled Python files are kept: the tests start many processes. One worker more
+# than cores: while a worker waits for a server, a browser or a clock, another one computes.
+WORKERS ?= $(shell expr $$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2) + 1)
 test: $(VENV)/.ready-test
 	@XDG_CACHE_HOME=$(CURDIR)/$(VENV)/cache OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= \
-	  $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder $(ARGS)
+	  $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 # What takes long, whoever runs it: other projects' frameworks, sieges, restarts as users have them.
 test-long: override ARGS += --long

@@ -21,9 +21,17 @@ EXPECTED = {
 }
 
 
+# Writes the whole model; tests/quant quantizes and asks tiny ones by all methods.
+LONG = {"quantize.py"}
+
+
 @needs_built_in_model
 @pytest.mark.slow
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(path, marks=pytest.mark.long if path.name in LONG else ()) for path in EXAMPLES],
+    ids=lambda path: path.name,
+)
 def test_the_example_runs(path: Path) -> None:
     done = warm.run_program(path)
     assert done.returncode == 0, done.stderr

@@ -133,7 +133,7 @@ _PROGRAMS = [block for block in blocks() if block.page != PAGES[0] and block.is_
 
 def _program_marks(text: str) -> list[pytest.MarkDecorator]:
     """Only programs that need neither a model nor a server are run every time."""
-    heavy = ("LLM", "127.0.0.1", "train", "profile.yaml")
+    heavy = ("LLM", "127.0.0.1", "train", "profile.yaml", "quantise(")
     return [pytest.mark.thorough] if any(word in text for word in heavy) else []
 
 
