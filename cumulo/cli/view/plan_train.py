@@ -75,8 +75,8 @@ def rows(plan: Plan, goal: TrainGoal, cost: RunCost | None, stalls: Stalls) -> l
                 cost.money,
                 "USD",
                 "lower",
-                note=f"{_range(cost.money, low, high, 'USD')}; {goal.cluster.device.price_per_hour:.3g} USD per GPU "
-                "hour",
+                note=f"{_range(cost.money, low, high, 'USD')}; "
+                f"{quantity(goal.cluster.device.price_per_hour, 'USD')} per GPU hour",
             ),
         ]
     return result

@@ -81,7 +81,7 @@ def candidate(replica: Replica, split: bool, traffic: Traffic, slo: Slo) -> Cand
     try:
         replica.memory()
     except OutOfMemory as error:
-        return Candidate(replica, split, 0.0, str(error), fits=False)
+        return Candidate(replica, split, 0.0, _short(str(error)), fits=False)
     cost, slow = replica.cost(), replica.confidence.slowest
     prompt, output, shared = traffic.means()
     fresh = max(1, round(prompt - shared)) if replica.prefix_cache else round(prompt)
@@ -105,6 +105,12 @@ def candidate(replica: Replica, split: bool, traffic: Traffic, slo: Slo) -> Cand
             replica, split, 0.0, f"a prompt of {fresh:,} new tokens alone takes {first_s * 1e3:.1f} ms"
         )
     return Candidate(replica, split, room * replica.pp / busy_s)
+
+
+def _short(reason: str) -> str:
+    """Of why a model does not fit, what a buyer needs."""
+    loaded = "; weights are loaded before they are quantised" if "loaded before" in reason else ""
+    return reason.partition(": ")[0] + loaded
 
 
 def _most_at_once(replica: Replica) -> int:

@@ -7,10 +7,11 @@ Its KV blocks are those the engine's own memory ledger would give it, and its li
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from cumulo.base.quantities import quantity
 from cumulo.engine.config import EngineConfig
 from cumulo.engine.decide.scheduler import Scheduler
 from cumulo.engine.decide.scheduler_config import scheduler_config
-from cumulo.engine.memory.ledger import GIB, MemoryPlan, format_bytes, plan_memory
+from cumulo.engine.memory.ledger import GIB, MemoryPlan, plan_memory
 from cumulo.engine.memory.ledger_ranks import plan_rank_memory
 from cumulo.engine.simulate.engine import simulate
 from cumulo.engine.simulate.run import Arrival, Run
@@ -120,12 +121,12 @@ class Replica:
         try:
             return self._memory()
         except OutOfMemory as error:
-            held = format_bytes(self.work().held_bytes // self.pp)
+            held = quantity(self.work().held_bytes / self.pp, "B")
             more = self._smallest_that_fits() if self.pp == 1 else None
             advice = f"; tp {more} would fit" if more else ""
             raise OutOfMemory(
                 f"{self.weights} weights over {self.ranks} × {self.device.name} take {held} of "
-                f"{format_bytes(self.device.memory_bytes)} each{advice}: {error}"
+                f"{quantity(float(self.device.memory_bytes), 'B')} each{advice}: {error}"
             ) from error
 
     def _memory(self) -> MemoryPlan:
