@@ -135,9 +135,32 @@ def test_a_plan_names_the_cheapest_the_second_best_and_what_bounds_it(
     assert best["price_per_hour"] <= second["price_per_hour"]
     assert best["headroom"] >= -0.02 and best["gpus"] >= 1 and best["report"]["ttft_s"]["at_slo"] <= 0.3
     rows = {row["name"]: row for row in found["rows"]}
-    assert "limited by" in rows["headroom"]["note"] and "more expensive" in rows["second best"]["note"]
-    text = run(*words, *FAST, "--together", of=plan_app)
-    assert "evidence: " in text and "were simulated" in text
+    assert "steps are bound by" in rows["headroom"]["note"] and "range" in rows["headroom"]["note"]
+    assert rows["second best, total"]["value"] >= rows["price, total"]["value"]
+    assert best["headroom_low"] <= best["headroom"] <= best["headroom_high"]
+    page = tmp_path / "plan.html"
+    text = run(*words, *FAST, "--together", "--report", str(page), of=plan_app)
+    assert "evidence: " in text and "were simulated" in text and "How many users fit" in text
+    assert page.read_text("utf-8").count("<svg") == 1
+
+
+def test_a_plan_can_be_hypothetical(tmp_path: Path, plan_app: typer.Typer) -> None:
+    words = [
+        "serve",
+        "qwen3-235b-a22b",
+        "--rate",
+        "1",
+        "--slo",
+        "itl=60ms",
+        "--devices",
+        "h200",
+        "--max-gpus",
+        "2",
+    ]
+    with pytest.raises(CumuloError, match="with 2 GPUs; .* needs at least 4 GPUs"):
+        run(*words, *FAST, of=plan_app)
+    found = report_of(tmp_path / "plan.json", *words, *FAST, "--hypothetical", of=plan_app)
+    assert found["plans"][0]["engine"] == "tensorrt-llm" and found["plans"][0]["gpus"] == 2
 
 
 def test_a_plan_serves_longer_requests_than_its_sample_has(
@@ -146,7 +169,8 @@ def test_a_plan_serves_longer_requests_than_its_sample_has(
     words = ["serve", "llama-3.1-8b", "--rate", "5", "--slo", "itl=40ms", "--devices", "h200", "--together"]
     with pytest.raises(SystemExit, match="0"):
         plan_app([*words, *FAST])
-    assert "cumulo serve MODEL --max-context 256" in " ".join(capsys.readouterr().err.split())
+    told = " ".join(capsys.readouterr().err.split())
+    assert "start it with: cumulo serve MODEL" in told and "--max-context 256" in told
 
 
 @pytest.mark.parametrize(
@@ -176,7 +200,7 @@ def test_nonsense_is_refused_with_what_would_work(words: list[str], says: str) -
 
 
 def test_a_model_that_does_not_fit_is_refused_with_its_size() -> None:
-    with pytest.raises(CumuloError, match=r"take 756\.\d GiB of 139\.7 GiB each; tp 8 would fit"):
+    with pytest.raises(CumuloError, match=r"take 756 GiB of 140 GiB each; tp 8 would fit"):
         run("simulate", "serve", "llama-3.1-405b")
 
 
