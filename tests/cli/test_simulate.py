@@ -157,7 +157,7 @@ def test_a_plan_can_be_hypothetical(tmp_path: Path, plan_app: typer.Typer) -> No
         "--max-gpus",
         "2",
     ]
-    with pytest.raises(CumuloError, match="with 2 GPUs; .* needs at least 4 GPUs"):
+    with pytest.raises(CumuloError, match=r"with 2 GPUs; .* needs at least 4 GPUs"):
         run(*words, *FAST, of=plan_app)
     found = report_of(tmp_path / "plan.json", *words, *FAST, "--hypothetical", of=plan_app)
     assert found["plans"][0]["engine"] == "tensorrt-llm" and found["plans"][0]["gpus"] == 2
