@@ -30,6 +30,17 @@ _NODES = (
     (r"RTX 4090", "rtx-4090-workstation"),
     (r"RTX 5090", "rtx-5090-workstation"),
 )
+# GPUs that the planner's catalogue lacks: a node of it that has the same kind of links, and their rate each way.
+_LIKE = (
+    (r"\bA100[- ]?(?:80GB |40GB )?PCI", "a100-pcie", "l40s-server", 32e9),
+    (r"\bA800", "a800", "dgx-a100", 200e9),
+    (r"\bH20\b", "h20", "dgx-h100", 450e9),
+    (r"\bV100", "v100", "dgx-a100", 150e9),
+    (r"\bMI325X", "mi325x", "mi300x-server", None),
+    (r"RTX PRO 6000|RTX 6000 Blackwell", "rtx-pro-6000", "l40s-server", 64e9),
+    (r"\b(?:L40|L20|L4|A40|A10G?|A30|RTX A6000|RTX 6000 Ada)\b", "pcie-gpu", "l40s-server", 32e9),
+    (r"Tesla T4|\bT4\b", "t4", "l40s-server", 16e9),
+)
 _CARDS = re.compile(
     r"\b(\d{1,2})\s*(?:x|×|\*)\s*(\d{2,3})\s*G(?:b|B|E|bit|bps|b/s)?\b|\b(\d{1,2})\s*(?:x|×)\s*(NDR|HDR|EDR)",
     re.I,
@@ -71,6 +82,11 @@ class Expected:
 
 
 def node_of(text: str) -> Node | None:
+    for pattern, name, like, rate in _LIKE:
+        if re.search(pattern, text, re.IGNORECASE):
+            node = catalog.node(like)
+            links = node.device.link_bytes_per_s if rate is None else rate
+            return replace(node, device=replace(node.device, name=name, link_bytes_per_s=links))
     for pattern, name in _NODES:
         if re.search(pattern, text, re.IGNORECASE):
             return catalog.node(name)

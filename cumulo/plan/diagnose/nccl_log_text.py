@@ -30,6 +30,7 @@ class NcclLog:
     pcie_path: str  # PHB, SYS, ...: the type NCCL found between GPUs, where it is no NVLink
     events: tuple[str, ...]  # port error
     settings: dict[str, str]
+    domain_off: bool  # no NVLink between hosts, where there could be
     warnings: tuple[str, ...]
 
 
@@ -68,6 +69,7 @@ def parse_nccl_log(text: str) -> NcclLog | None:
         pcie_path=kinds[0] if kinds and kinds[0] not in ("NVL", "NVB", "LOC", "C2C") else "",
         events=tuple(dict.fromkeys(one.strip() for one in _ASYNC.findall(body))),
         settings=dict(_SET.findall(body)),
+        domain_off=bool(re.search(r"\bMNNVL 0\b", body)) and not re.search(r"\bMNNVL 1\b", body),
         warnings=tuple(
             dict.fromkeys(line.split("NCCL WARN", 1)[1].strip() for line in lines if "NCCL WARN" in line)
         ),

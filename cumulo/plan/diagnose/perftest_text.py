@@ -7,6 +7,8 @@ LINE_RATES_GBPS = (10.0, 25.0, 40.0, 50.0, 100.0, 200.0, 400.0, 800.0)
 _FIELD = re.compile(r"(Device|Mtu|Link type|Number of qps|GID index)\s*:\s*(\S+)")
 _UNIT = re.compile(r"BW average\[(\w+)/sec\]")
 _ROW = re.compile(r"^\s*(\d+)\s+(\d+)\s+([\d.]+)\s+([\d.]+)(?:\s+([\d.]+))?", re.MULTILINE)
+_RATE = re.compile(r"\b[Rr]ate\s*:\s*(\d+)|\b(?:rate|speed)\s*:\s*(\d+)\s*Gb", re.MULTILINE)
+_SPEED = re.compile(r"Speed:\s*(\d+)\s*Mb/s")
 _LATENCY = re.compile(r"t_typical\[usec\]")
 
 
@@ -20,6 +22,7 @@ class Perftest:
     size_bytes: int
     latency_us: float | None
     port_down: bool
+    stated: float | None  # Gbit/s of the port, where the text says it (ibstat, ethtool, ibv_devinfo)
 
     @property
     def line_rate(self) -> float | None:
@@ -55,4 +58,11 @@ def parse_perftest(text: str) -> Perftest | None:
         size,
         latency_us,
         down,
+        _stated(text),
     )
+
+
+def _stated(text: str) -> float | None:
+    rates = [float(first or second) for first, second in _RATE.findall(text)]
+    rates += [float(one) / 1e3 for one in _SPEED.findall(text)]
+    return max((rate for rate in rates if rate >= 10), default=None)

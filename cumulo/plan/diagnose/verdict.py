@@ -6,71 +6,54 @@ neither is enough the answer is "I cannot tell" with the command that would tell
 reaches what such machines reach.
 """
 
-from dataclasses import dataclass
 from statistics import median
 
 from cumulo.base.quantities import quantity
+from cumulo.plan.diagnose.counters_text import congestion_counters
+from cumulo.plan.diagnose.diagnosis import (
+    CAUSES,
+    ECN_STEP,
+    GDR_STEP,
+    LOG_STEP,
+    PAIRS_STEP,
+    PAUSES_STEP,
+    PORTS_STEP,
+    TEST_STEP,
+    TOPO_STEP,
+    Diagnosis,
+)
 from cumulo.plan.diagnose.expected import expected_of, nearest_published, node_of
-from cumulo.plan.diagnose.flight_text import Hang, parse_hang
+from cumulo.plan.diagnose.flight_text import parse_hang
+from cumulo.plan.diagnose.hang_verdict import hang_verdict
 from cumulo.plan.diagnose.nccl_log_text import NcclLog, parse_nccl_log
 from cumulo.plan.diagnose.nccl_tests_text import NcclTest, parse_nccl_tests
-from cumulo.plan.diagnose.perftest_text import Perftest, parse_perftest
+from cumulo.plan.diagnose.perftest_text import parse_perftest
+from cumulo.plan.diagnose.perftest_verdict import perftest_verdict
 
-CAUSES = {
-    "healthy": "healthy",
-    "rail-down": "a rail (network card, cable or port) is down",
-    "wrong-nic": "data goes over the wrong network card, or over TCP",
-    "pcie-not-nvlink": "GPUs of a node talk over PCIe or host memory, not NVLink",
-    "no-gdr": "no GPUDirect RDMA: data is copied through host memory",
-    "small-messages": "messages are too small to show bandwidth",
-    "wrong-ranks": "the stated number of ranks is not the one that ran",
-    "late-rank": "a rank did not come to a collective",
-    "slow-link": "a link runs below its line rate",
-    "nvls-off": "NVLink SHARP (NVLS) is not used",
-    "unknown": "I cannot tell",
-}
+__all__ = ["CAUSES", "Diagnosis", "diagnose"]
+
+
 _HEALTHY_NEAR, _HEALTHY_FAR = 0.82, 0.88  # of what the model expects, in a node and between nodes
+_HEALTHY_PCIE = 0.6  # over PCIe it depends on the board: switches, host bridges, the link between sockets
+_FALLS = 1.5  # times the bandwidth of the largest messages, that smaller ones reach: buffers overflow
 _TOO_GOOD = 1.25  # of the best algorithm's rate: it is another machine
-
-
-@dataclass(frozen=True, slots=True)
-class Diagnosis:
-    cause: str  # a key of CAUSES
-    sentence: str
-    evidence: tuple[str, ...]
-    next_steps: tuple[str, ...]
-    confidence: str  # high, medium, low
-    ranks: int | None = None
-    share: float | None = None  # measured over expected bus bandwidth
-
-    @property
-    def title(self) -> str:
-        return CAUSES[self.cause]
 
 
 def diagnose(text: str) -> Diagnosis:
     if (hang := parse_hang(text)) is not None:
-        return _of_hang(hang)
+        return hang_verdict(hang)
     test, log = parse_nccl_tests(text), parse_nccl_log(text)
     if test is None and (perftest := parse_perftest(text)) is not None:
-        return _of_perftest(perftest)
+        return perftest_verdict(perftest)
     if test is None and log is None:
         return Diagnosis(
             "unknown",
             "The text contains no table of nccl-tests, no NCCL log, no perftest output and no flight recorder.",
             (),
-            (_TEST, _LOG),
+            (TEST_STEP, LOG_STEP),
             "low",
         )
     return _Judge(text, test, log).verdict()
-
-
-_TEST = "run `./all_reduce_perf -b 8 -e 8G -f 2 -g 8`, over several nodes with mpirun, and paste its output"
-_LOG = "run it again with NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=INIT,GRAPH,NET and paste the log of rank 0"
-_PAIRS = "run `ib_write_bw -d mlx5_N --report_gbits` between two nodes for each card N"
-_PORTS = "run `ibstat` (or `rdma link`) on each node and look for ports that are not Active at full rate"
-_GDR = "run `lsmod | grep nvidia_peermem`, and `ib_write_bw --report_gbits` with and without --use_cuda=0"
-_TOPO = "run `nvidia-smi topo -m` and `nvidia-smi nvlink --status`, or `cumulo topology`"
 
 
 class _Judge:
@@ -88,8 +71,16 @@ class _Judge:
         self.share = self._share()
 
     def verdict(self) -> Diagnosis:
-        found = self._stated_ranks() or self._from_log() or self._small() or self._from_numbers()
-        return found or self._answer("unknown", "This text does not say enough.", (_LOG, _TEST), "low")
+        found = (
+            self._stated_ranks()
+            or self._from_log()
+            or self._small()
+            or self._congested()
+            or self._from_numbers()
+        )
+        return found or self._answer(
+            "unknown", "This text does not say enough.", (LOG_STEP, TEST_STEP), "low"
+        )
 
     # -- what ran ---------------------------------------------------------------------------------------
     def _ranks(self) -> int | None:
@@ -170,6 +161,7 @@ class _Judge:
         far = self.nodes > 1 or bool(log.far)
         found = (
             self._events(log)
+            or self._domain(log)
             or (self._network(log) if far else None)
             or (self._near(log) if not far else None)
             or (self._missing_cards(log) if far else None)
@@ -187,7 +179,15 @@ class _Judge:
         if not bad:
             return None
         self.evidence.append(f"NCCL reports: {', '.join(bad)}")
-        return self._answer("rail-down", "A port went down during the run.", (_PORTS, _PAIRS), "high")
+        return self._answer("rail-down", "A port went down during the run.", (PORTS_STEP, PAIRS_STEP), "high")
+
+    def _domain(self, log: NcclLog) -> Diagnosis | None:
+        node = self.expected.node if self.expected else node_of(self.text)
+        wide = node is not None and node.scale_up_gpus > node.gpus
+        if not (wide and self.nodes > 1 and log.far and log.domain_off):
+            return None
+        self.evidence.append("NCCL says MNNVL 0: no NVLink between hosts")
+        return self._apart("MNNVL 0", "high")
 
     def _network(self, log: NcclLog) -> Diagnosis | None:
         if log.socket:
@@ -200,7 +200,7 @@ class _Judge:
                 (
                     "run `ibv_devinfo` inside the container",
                     "remove NCCL_IB_DISABLE; set NCCL_IB_HCA=mlx5",
-                    _LOG,
+                    LOG_STEP,
                 ),
                 "high",
             )
@@ -212,7 +212,7 @@ class _Judge:
             return self._answer(
                 "wrong-nic",
                 f"All GPUs of a node share the card {card}, which may be the management or storage card.",
-                (f"remove NCCL_IB_HCA={card}, or name all compute cards in it", _TOPO, _PORTS),
+                (f"remove NCCL_IB_HCA={card}, or name all compute cards in it", TOPO_STEP, PORTS_STEP),
                 "high",
             )
         return None
@@ -231,7 +231,7 @@ class _Judge:
         return self._answer(
             "rail-down",
             f"{usual - least} of {usual} rails of {short[0]} is missing.",
-            (_PORTS, _PAIRS),
+            (PORTS_STEP, PAIRS_STEP),
             "high",
         )
 
@@ -245,7 +245,7 @@ class _Judge:
         return self._answer(
             "no-gdr",
             "Data between nodes is copied through host memory, since GPUDirect RDMA is off.",
-            (_GDR, "load nvidia-peermem (or use dma-buf), and remove NCCL_NET_GDR_LEVEL", _TOPO),
+            (GDR_STEP, "load nvidia-peermem (or use dma-buf), and remove NCCL_NET_GDR_LEVEL", TOPO_STEP),
             "high",
         )
 
@@ -263,7 +263,9 @@ class _Judge:
         settings = [f"{name}={value}" for name, value in log.settings.items() if "P2P" in name]
         self.evidence.extend(f"{one} is set" for one in settings)
         fixes = tuple(f"remove {one}" for one in settings)
-        return self._answer("pcie-not-nvlink", "GPUs of a node do not use NVLink.", (*fixes, _TOPO), "high")
+        return self._answer(
+            "pcie-not-nvlink", "GPUs of a node do not use NVLink.", (*fixes, TOPO_STEP), "high"
+        )
 
     def _log_alone(self, log: NcclLog) -> Diagnosis | None:
         good = bool(log.near) and all(path.startswith("P2P") for path in log.near)
@@ -277,7 +279,7 @@ class _Judge:
         return self._answer(
             "healthy",
             "The log shows the paths one would want. It has no bandwidth: measure it.",
-            (_TEST,),
+            (TEST_STEP,),
             "medium",
         )
 
@@ -293,13 +295,52 @@ class _Judge:
             )
             if smallest.time_us > 8 * usual:
                 return self._answer(
-                    "unknown", "Messages are small, and even their latency is high.", (_LOG, _TEST), "low"
+                    "unknown",
+                    "Messages are small, and even their latency is high.",
+                    (LOG_STEP, TEST_STEP),
+                    "low",
                 )
         return self._answer(
             "small-messages",
             "At these sizes latency counts, not bandwidth: a low busbw says nothing about the links.",
             ("run with -b 8 -e 8G -f 2, and read busbw from 256 MiB up",),
             "high",
+        )
+
+    @property
+    def one_domain(self) -> bool:
+        """All GPUs are on one NVLink domain, be it of several hosts."""
+        return self.nodes == 1 or (
+            self.expected is not None and self.expected.ranks <= self.expected.node.scale_up_gpus
+        )
+
+    def _congested(self) -> Diagnosis | None:
+        """Counters of pauses and losses, or a bandwidth that falls as messages grow."""
+        if self.nodes == 1 or self.one_domain:
+            return None
+        counters = congestion_counters(self.text)
+        rows = [row for row in self.test.rows if row.size_bytes >= 8 << 20] if self.test else []
+        best = max(rows, key=lambda row: row.busbw, default=None)
+        falls = best is not None and best.busbw > _FALLS * rows[-1].busbw and best is not rows[-1]
+        slow = self.share is not None and self.share < _HEALTHY_FAR
+        if not falls and not (counters and (slow or self.share is None)):
+            return None
+        if falls and best is not None:
+            self.evidence.append(
+                f"busbw falls from {best.busbw:.4g} GB/s at {quantity(best.size_bytes, 'B')} to "
+                f"{rows[-1].busbw:.4g} at {quantity(rows[-1].size_bytes, 'B')}"
+            )
+        self.evidence.extend(f"{name} is {count:,}" for name, count in counters[:4])
+        return self._answer(
+            "congested",
+            "Large messages fill the switches' buffers: senders are paused, or packets are lost and sent again.",
+            (
+                PAUSES_STEP,
+                ECN_STEP,
+                "run `cumulo network lint FABRIC` for the layout's collisions",
+                PAIRS_STEP,
+            ),
+            "high" if falls and counters else "medium",
         )
 
     def _from_numbers(self) -> Diagnosis | None:
@@ -312,12 +353,12 @@ class _Judge:
             return self._answer(
                 "unknown",
                 "This is more than the network that the text names can carry, so that it is not the one that ran.",
-                (_LOG, "state the cards of a node, as in 8 x 400G"),
+                (LOG_STEP, "state the cards of a node, as in 8 x 400G"),
                 "low",
             )
         if (published := nearest_published(self.expected)) is not None:
             self.evidence.append(f"published: {published}")
-        return self._far_numbers(row.busbw) if self.nodes > 1 else self._near_numbers()
+        return self._near_numbers() if self.one_domain else self._far_numbers(row.busbw)
 
     def _say_numbers(self) -> None:
         """The bandwidth next to what it should be, once."""
@@ -335,13 +376,15 @@ class _Judge:
 
     def _near_numbers(self) -> Diagnosis:
         assert self.share is not None and self.expected is not None
-        if self.share >= _HEALTHY_NEAR:
+        if self.share >= (_HEALTHY_NEAR if self.expected.has_nvlink else _HEALTHY_PCIE):
             return self._healthy()
+        if self.share < 0.32 and self.expected.has_nvlink and self.nodes > 1:
+            return self._apart(f"{self.share:.0%} of what the NVLink domain gives", "medium")
         if self.share < 0.32 and self.expected.has_nvlink:
             return self._answer(
                 "pcie-not-nvlink",
                 f"{self.share:.0%} of what NVLink gives; PCIe gives as much.",
-                (_TOPO, "look for NCCL_P2P_DISABLE and NCCL_P2P_LEVEL in the environment", _LOG),
+                (TOPO_STEP, "look for NCCL_P2P_DISABLE and NCCL_P2P_LEVEL in the environment", LOG_STEP),
                 "medium",
             )
         ring = self.operation == "all_reduce" and self.expected.network.profile.nvls_bytes_per_s > 0
@@ -349,11 +392,25 @@ class _Judge:
             return self._answer(
                 "nvls-off",
                 "This is what a ring over NVLink reaches; with NVLS it would be a third more.",
-                ("check that fabric manager runs and NCCL_NVLS_ENABLE is not 0", _LOG),
+                ("check that fabric manager runs and NCCL_NVLS_ENABLE is not 0", LOG_STEP),
                 "medium",
             )
+        links = (
+            "NVLink gives; more than PCIe does" if self.expected.has_nvlink else "its PCIe links could carry"
+        )
+        return self._answer("unknown", f"{self.share:.0%} of what {links}.", (TOPO_STEP, LOG_STEP), "low")
+
+    def _apart(self, why: str, confidence: str) -> Diagnosis:
+        """Trays of one rack that talk over network cards."""
         return self._answer(
-            "unknown", f"{self.share:.0%} of what NVLink gives; more than PCIe does.", (_TOPO, _LOG), "low"
+            "pcie-not-nvlink",
+            f"The hosts of the NVLink domain talk over network cards ({why}).",
+            (
+                "run `nvidia-smi -q | grep -A4 Fabric` and check that nvidia-imex runs on every host",
+                "remove NCCL_MNNVL_ENABLE=0",
+                LOG_STEP,
+            ),
+            confidence,
         )
 
     def _far_numbers(self, busbw: float) -> Diagnosis:
@@ -366,14 +423,14 @@ class _Judge:
             return self._answer(
                 "wrong-nic",
                 "So little goes over one slow card, or over TCP.",
-                (_LOG, "look at `NET/IB : Using` or `NET/Socket` in it, and at NCCL_IB_HCA", _PORTS),
+                (LOG_STEP, "look at `NET/IB : Using` or `NET/Socket` in it, and at NCCL_IB_HCA", PORTS_STEP),
                 "medium",
             )
         if share < 0.42:
             return self._answer(
                 "no-gdr",
                 f"{share:.0%} of the cards' rate is what copies through host memory reach.",
-                (_GDR, _LOG, _PAIRS),
+                (GDR_STEP, LOG_STEP, PAIRS_STEP),
                 "medium",
             )
         if share < 0.62:
@@ -385,14 +442,14 @@ class _Judge:
                     if self.expected.stated
                     else f" Or the cards have less than {self.expected.card_gbps:.0f} Gbit/s."
                 ),
-                (_PORTS, _PAIRS, _LOG),
+                (PORTS_STEP, PAIRS_STEP, LOG_STEP),
                 "medium",
             )
         return self._answer(
             "unknown",
             f"{share:.0%} of what is usual: a rail that is missing (7 of 8 is 88%), links that flows hash onto "
             "together, or a slow node would all look so.",
-            (_PORTS, _PAIRS, "run pairs of nodes, to find a slow one", _LOG),
+            (PORTS_STEP, PAIRS_STEP, "run pairs of nodes, to find a slow one", LOG_STEP),
             "low",
         )
 
@@ -415,70 +472,3 @@ class _Judge:
         if cause not in ("wrong-ranks", "small-messages"):
             self._say_numbers()
         return Diagnosis(cause, sentence, tuple(self.evidence), steps, confidence, self.ranks, self.share)
-
-
-def _of_hang(hang: Hang) -> Diagnosis:
-    if hang.collective == "none":
-        return Diagnosis(
-            "unknown", "All ranks ended the same collectives; nothing hangs.", (), (_LOG,), "medium"
-        )
-    who = ", ".join(str(rank) for rank in hang.missing)
-    evidence = [f"{len(hang.waiting)} ranks wait in {hang.collective} number {hang.sequence}"]
-    if hang.where:
-        evidence.append(f"called at {hang.where}")
-    if hang.differ:
-        return Diagnosis(
-            "late-rank", f"{hang.differ[0].upper()}{hang.differ[1:]}.", tuple(evidence),
-            ("make all ranks take the same branch before this collective",), "high",
-        )  # fmt: skip
-    if not hang.missing:
-        return Diagnosis(
-            "late-rank", "Ranks wait in a collective, and the text does not say which rank is missing.",
-            tuple(evidence), ("collect the dumps of all ranks: TORCH_NCCL_DUMP_ON_TIMEOUT=1",), "medium",
-        )  # fmt: skip
-    return Diagnosis(
-        "late-rank",
-        f"Rank {who} did not come to {hang.collective} number {hang.sequence}.",
-        tuple(evidence),
-        (f"look at rank {who} with `py-spy dump`: data loading, a crash, or another branch of the program",),
-        "high",
-    )
-
-
-def _of_perftest(perftest: Perftest) -> Diagnosis:
-    if perftest.port_down:
-        return Diagnosis("rail-down", "The port is down.", (), (_PORTS,), "high")
-    if perftest.gbps is None:
-        if perftest.latency_us is not None and perftest.latency_us <= 6:
-            return Diagnosis(
-                "healthy", f"A latency of {perftest.latency_us:g} µs is usual.", (), (_PAIRS,), "medium"
-            )
-        return Diagnosis("unknown", "There is no bandwidth in the text.", (), (_PAIRS,), "low")
-    name = perftest.device or "the card"
-    evidence = (f"{perftest.gbps:.0f} Gbit/s on {name} at {quantity(perftest.size_bytes, 'B')}",)
-    rate = perftest.line_rate
-    if perftest.gpu_memory and (rate is None or rate <= 100):
-        return Diagnosis(
-            "no-gdr", "GPU memory is reached slowly: GPUDirect RDMA is missing or takes a long way.", evidence,
-            (_GDR, _TOPO), "medium",
-        )  # fmt: skip
-    if rate is not None and rate <= 50:
-        return Diagnosis(
-            "wrong-nic", f"{name} is a {rate:.0f} Gbit/s port: a management card, not one for GPUs.", evidence,
-            (_TOPO, "name a compute card with -d"), "medium",
-        )  # fmt: skip
-    if rate is not None:
-        return Diagnosis("healthy", f"{name} reaches {rate:.0f} Gbit/s line rate.", evidence, (), "high")
-    small = perftest.size_bytes < 4096
-    if small:
-        return Diagnosis(
-            "small-messages",
-            "At this size the message rate counts.",
-            evidence,
-            ("run with -s 65536 or -a",),
-            "high",
-        )
-    steps: tuple[str, ...] = (_PORTS, "run with -q 4, and with the CPU of the card's NUMA node (numactl)")
-    if perftest.mtu is not None and perftest.mtu < 4096:
-        steps = (f"raise the MTU, which is {perftest.mtu}: 4096 needs an interface MTU of 9000", *steps)
-    return Diagnosis("slow-link", f"{name} reaches no line rate.", evidence, steps, "medium")

@@ -1,0 +1,25 @@
+"""Counters of cards and switches that say a network is congested: pauses, marks, losses. `diagnose` calls it.
+
+Texts are those of `ethtool -S`, `rdma statistic`, `mlnx_qos` and switches' own: a name, and a number after it."""
+
+import re
+
+_COUNTER = re.compile(
+    r"\b((?:[rt]x_prio\d_(?:pause|discards?)(?:_duration|_transition)?)|[rt]x_pause(?:_ctrl_phy)?|[rt]x_discards_phy|"
+    r"out_of_(?:buffer|sequence)|packet_seq_err|local_ack_timeout_err|rnr_nak_retry_err|np_cnp_sent|"
+    r"rp_cnp_handled|np_ecn_marked_roce_packets|PortXmitWait|PortXmitDiscards|[Tt]x ?PFC|[Rr]x ?PFC)"
+    r"\s*[:=.]*\s*(\d[\d,]*)"
+)
+_MANY = 100_000  # pauses and marks; some are usual
+_LOST_MANY = 100  # packets lost or out of order
+
+
+def congestion_counters(text: str) -> list[tuple[str, int]]:
+    """Those that are high, the highest first."""
+    found: dict[str, int] = {}
+    for name, digits in _COUNTER.findall(text):
+        count = int(digits.replace(",", ""))
+        lost = any(word in name for word in ("discard", "Discards", "out_of", "seq_err", "timeout", "rnr"))
+        if count >= (_LOST_MANY if lost else _MANY):
+            found[name] = max(found.get(name, 0), count)
+    return sorted(found.items(), key=lambda one: -one[1])
