@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rich.markup import escape
-from rich.table import Table
 
 from cumulo.base import quantities
+from cumulo.base.report_table import ReportTable
 from cumulo.errors import CumuloError
 
 
@@ -86,30 +86,27 @@ def write_json(path: Path | None, rows: Sequence[Row], **extra: Any) -> None:
         raise CumuloError(f"cannot write the report to {path}: {error.strerror or error}") from error
 
 
-def table(title: str, rows: Sequence[Row]) -> Table:
+def table(title: str, rows: Sequence[Row]) -> ReportTable:
     """The rows for a terminal; columns that no row would fill are left out."""
     # Findings (words, yes or no) read from the left, figures line up on the right.
     worded = any(isinstance(row.value, (str, bool)) for row in rows)
     bounded = not worded and any(row.must is not None or row.aim is not None for row in rows)
-    result = Table(title=title, title_justify="left", title_style="bold", header_style="dim", box=None)
-    result.add_column("")
-    result.add_column("", justify="left" if worded else "right", overflow="fold")
-    if not worded:
-        result.add_column("")
-    if bounded:
-        result.add_column("must", justify="right", no_wrap=True)
-        result.add_column("aim", justify="right", no_wrap=True)
-    result.add_column("", no_wrap=True)
-    result.add_column("", style="dim", overflow="fold")
+    aimed = bounded and any(row.aim is not None for row in rows)
+    judged = any(_verdict(row) for row in rows)
+    lines = []
     for row in rows:
         size, unit = _scale(row)
         value = _shown(row.value, size, unit)
         cells = [row.name, f"{value} {unit}".strip()] if worded else [row.name, value, unit]
         if bounded:
-            cells += [_bound(row, row.must, size, unit), _bound(row, row.aim, size, unit)]
-        result.add_row(*cells, _verdict(row), escape(row.note))
-    result.show_header = bounded
-    return result
+            cells += [_bound(row, row.must, size, unit)]
+        if aimed:
+            cells += [_bound(row, row.aim, size, unit)]
+        lines.append((cells + ([_verdict(row)] if judged else []), escape(row.note)))
+    columns = [("", False), ("", not worded)]
+    columns += [("", False)] * (not worded) + [("must", True)] * bounded + [("aim", True)] * aimed
+    columns += [("", False)] * judged
+    return ReportTable(title, [name for name, _ in columns], [right for _, right in columns], lines)
 
 
 def shown(row: Row) -> str:

@@ -54,7 +54,7 @@ def _rows(found: list[dict[str, Any]], transport: str) -> list[Row]:
     rows = []
     for row in found:
         size, n, kind = row["bytes"], row["ranks"], row["collective"]
-        name = f"{row['algorithm']} {kind}, {_size(size)}, {n} ranks"
+        name = f"{row['algorithm']} {kind}, {_size(size)}"
         bus = size / row["seconds"] * (2 if kind == "all_reduce" else 1) * (n - 1) / n / 1e9
         if row["algorithm"] == "gloo":
             rows.append(Row(name, row["seconds"] * 1e6, "µs", "lower", note=f"bus bandwidth {bus:.2f} GB/s"))
@@ -62,9 +62,7 @@ def _rows(found: list[dict[str, Any]], transport: str) -> list[Row]:
         ring = row["algorithm"] == "ring" and kind == "all_reduce" and transport == "shm"
         must = _MUST.get(size) if ring else None
         note = f"{row['seconds'] * 1e6:,.0f} µs over {transport}, bus bandwidth {bus:.2f} GB/s"
-        rows.append(
-            Row(name, gloo[kind, size] / row["seconds"], "× gloo's speed", "higher", must=must, note=note)
-        )
+        rows.append(Row(name, gloo[kind, size] / row["seconds"], "× gloo", "higher", must=must, note=note))
     return rows
 
 

@@ -72,8 +72,18 @@ def test_findings_are_shown_in_words() -> None:
     assert lines[-1].split() == ["memory", "2.5", "GiB"]
 
 
-def _lines(rows: list[Row]) -> list[str]:
-    console = Console(width=120, file=io.StringIO())
+def test_in_a_narrow_window_notes_stand_below_their_rows() -> None:
+    rows = [
+        Row("gloo, 64 KiB", 2.7, "ms", "lower", note="a note of many words " * 3),
+        Row("ring, 64 KiB", 12.0, "ms"),
+    ]
+    lines = _lines(rows, width=50)
+    assert lines[1].split() == ["gloo,", "64", "KiB", "2.7", "ms"] and lines[-1].split()[-2:] == ["12", "ms"]
+    assert lines[2].startswith("    a note of many words") and max(map(len, lines)) <= 50
+
+
+def _lines(rows: list[Row], width: int = 120) -> list[str]:
+    console = Console(width=width, file=io.StringIO())
     console.print(table("title", rows))
     return [line for line in console.file.getvalue().splitlines() if line.strip()]  # type: ignore[attr-defined]
 

@@ -19,7 +19,7 @@ app = typer.Typer(
 _SHOW = "Example: [bold]cumulo collective show all_reduce ring --ranks 4 --svg ring.svg[/bold]"
 _CHECK = "Example: [bold]cumulo collective check all_reduce tree --ranks 13[/bold]"
 _RUN = "Example: [bold]cumulo collective run all_reduce ring --ranks 2 --elements 1000[/bold]"
-_TUNE = "Example: [bold]cumulo collective tune all_reduce --ranks 64 --device h100-sxm --size 1048576[/bold]"
+_TUNE = "Example: [bold]cumulo collective tune all_reduce --ranks 64 --device h100-sxm --size 1MiB[/bold]"
 
 Collective = Annotated[
     str,
@@ -173,7 +173,7 @@ def tune(
     ranks: Ranks = 8,
     device: Annotated[str, typer.Option(help="Device, by its name in the catalogue.")] = "h100-sxm",
     size: Annotated[
-        int | None, typer.Option(help="Also compare all choices for a message of this size, in bytes.")
+        str | None, typer.Option(help="Also compare the choices for a message of this size, such as 1MiB.")
     ] = None,
     profile: Annotated[
         Path | None,
@@ -183,6 +183,9 @@ def tune(
 ) -> None:
     """Choose algorithm, protocol, chunk and channels by size; say why, and where the crossovers are."""
     from cumulo.base import report
+    from cumulo.base.byte_text import parse_bytes
+    from cumulo.base.nearest import did_you_mean
+    from cumulo.base.quantities import quantity
     from cumulo.cli.shared.terminal import out
     from cumulo.collectives.decide.measured import read_collective_profile
     from cumulo.collectives.decide.schedule import COLLECTIVES
@@ -191,7 +194,7 @@ def tune(
     from cumulo.errors import ConfigError
 
     if (kind := next((one for one in COLLECTIVES if one == collective), None)) is None:
-        raise ConfigError(f"there is no collective {collective!r}; there are {', '.join(COLLECTIVES)}")
+        raise ConfigError(f"there is no collective {collective!r}{did_you_mean(collective, COLLECTIVES)}")
     rows = []
     if known := read_collective_profile("" if profile is None else str(profile)):
         for power in range(10, 27, 2):
@@ -203,21 +206,26 @@ def tune(
         costs = _costs(device, ranks)
         for one in crossovers(kind, ranks, costs):
             best = one.choice
-            words = f"{best.algorithm}, {best.protocol}, {best.channels} channels, {best.pieces} pieces: {best.why}"
+            words = f"{best.algorithm}, {best.protocol}, {_count(best.channels, 'channel')}: {best.why}"
             rows.append(
                 report.Row(f"from {_bytes(one.size_bytes)}", best.seconds * 1e6, "µs", "lower", note=words)
             )
         if size is not None:
-            for best in tuned(kind, size, ranks, costs)[:6]:
+            asked = int(parse_bytes(size, "--size"))
+            for best in tuned(kind, asked, ranks, costs)[:6]:
                 words = (
-                    f"{best.protocol}, {best.pieces} pieces; latency {best.latency_s * 1e6:,.1f} µs and bytes "
-                    f"{best.bytes_s * 1e6:,.1f} µs"
+                    f"{best.protocol}, {_count(best.channels, 'channel')}, {_count(best.pieces, 'piece')}; "
+                    f"latency {quantity(best.latency_s, 's')}, bytes {quantity(best.bytes_s, 's')}"
                 )
-                name = f"{_bytes(size)}: {best.algorithm}"
+                name = f"{_bytes(asked)}: {best.algorithm}"
                 rows.append(report.Row(name, best.seconds * 1e6, "µs", "lower", note=words))
     report.write_json(json_file, rows)
     if str(json_file) != "-":
         out.print(report.table(f"{collective} of {ranks} ranks", rows))
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _costs(device: str, ranks: int) -> "MachineCosts":

@@ -164,16 +164,10 @@ def algorithms(collective: Collective) -> tuple[str, ...]:
 def make_schedule(collective: str, algorithm: str, shape: CollectiveShape) -> CollectiveSchedule:
     """Refuses names that do not exist and shapes that the algorithm cannot serve."""
     if collective not in _ALL:
-        known = ", ".join(_ALL)
-        raise ConfigError(
-            f"there is no collective {collective!r}{did_you_mean(collective, _ALL)}; there are {known}"
-        )
+        raise ConfigError(f"there is no collective {collective!r}{did_you_mean(collective, _ALL)}")
     made = _ALL[collective]
     if algorithm not in made:
-        raise ConfigError(
-            f"there is no {collective} algorithm {algorithm!r}{did_you_mean(algorithm, made)}; "
-            f"there are {', '.join(made)}"
-        )
+        raise ConfigError(f"there is no {collective} algorithm {algorithm!r}{did_you_mean(algorithm, made)}")
     if shape.ranks < 1 or shape.elements < 0 or shape.channels < 1 or shape.pieces < 1:
         raise ConfigError(
             f"a collective needs 1 or more ranks, channels and pieces and no negative size, got {shape}"

@@ -137,7 +137,7 @@ def _choice(
     bound = "latency" if latency_s > bytes_s else "the network" if far_s >= near_s else "links inside a node"
     why = (
         f"{played.near_hops} hops inside nodes and {played.far_hops} between them, "
-        f"{max(played.near_load, played.far_load):.2f} of the buffer on the busiest link; bound by {bound}"
+        f"{max(played.near_load, played.far_load):.3g} times the buffer on the busiest link; bound by {bound}"
     )
     return TunedChoice(
         algorithm, protocol.name, channels, pieces, latency_s + bytes_s, latency_s, bytes_s, why

@@ -116,6 +116,8 @@ def timeline_html(records: Sequence[JobRecord], now_s: float) -> str:
     if not shown:
         return heading + empty("No job yet", "The waiting and running times of jobs appear here.")
     begin_s = min(record.phases[0].begin_s for record in shown)
+    if all(record.ended for record in shown):  # until the last one ended: nothing has happened since
+        now_s = max(phase.end_s or phase.begin_s for record in shown for phase in record.phases)
     rows = "".join(_track(record, begin_s, now_s) for record in shown)
     ends = f"<time>{_clock(begin_s)}</time><time>{_clock(now_s)}</time>"
     return f'{heading}<div class="timeline">{rows}<span></span><div class="ends">{ends}</div></div>'
