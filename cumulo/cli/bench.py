@@ -61,6 +61,32 @@ def scheduler(
     _finish("scheduler, one core", rows, json_file)
 
 
+@app.command(
+    epilog="Example: [bold]cumulo bench cluster --nodes 200 --jobs 1000 --loads 0.9 --policy backfill[/bold]"
+)
+def cluster(
+    policy: Annotated[
+        str, typer.Option(help="Policies, separated by commas, as for `cumulo simulate cluster`.")
+    ] = "fifo,backfill,conservative,shortest,fair,priority,las,elastic,goodput",
+    loads: Annotated[
+        str, typer.Option(help="Loads of the trace: GPU time asked for over GPU time there is.")
+    ] = "0.5,0.9,1.2,2",
+    nodes: Annotated[int, typer.Option(min=1, help="Number of nodes with 8 GPUs.")] = 10_000,
+    jobs: Annotated[int, typer.Option(min=1, help="Number of jobs.")] = 100_000,
+    json_file: options.JsonOption = None,
+) -> None:
+    """Measure what scheduling decisions cost on a large cluster: the whole trace and the slowest decision."""
+    from cumulo.bench import cluster as bench_cluster
+    from cumulo.cli.shared.terminal import working
+    from cumulo.load.units import parse_number
+
+    wanted = [parse_number(part, "--loads", more_than=True) for part in loads.split(",")]
+    names = [name.strip() for name in policy.split(",")]
+    with working("cluster") as tell:
+        rows = bench_cluster.measure(names, wanted, nodes, jobs, tell)
+    _finish(f"{jobs:,} jobs on {nodes:,} nodes, one core", rows, json_file)
+
+
 @app.command(epilog="Example: [bold]cumulo bench plans[/bold]")
 def plans(
     repeats: Annotated[int, typer.Option(min=1, help="Number of measurements.")] = 5,

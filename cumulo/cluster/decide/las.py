@@ -1,11 +1,15 @@
 """Least attained service in two queues: Tiresias' discretised 2D-LAS (Gu et al., NSDI 2019). Nothing is
 predicted: jobs that have had little GPU time go before those that have had much, which are preempted for them."""
 
+from collections.abc import Callable
+from functools import cache
+
 from cumulo.cluster.decide.decisions import Decision, Eviction, JobPlacement, Waits
 from cumulo.cluster.decide.fifo import why_not
 from cumulo.cluster.decide.fit import pack_gang, tasks_that_fit
 from cumulo.cluster.decide.jobs import JobRequest, TaskPlace
 from cumulo.cluster.decide.nodes import FreeCapacity
+from cumulo.cluster.decide.queue import SortKey, ordered, shape_samples
 from cumulo.cluster.decide.queueing import Placer
 from cumulo.cluster.decide.quotas import QuotaBook
 from cumulo.cluster.decide.snapshot import Policy, Snapshot
@@ -15,46 +19,89 @@ def least_attained_service(place: Placer, threshold_gpu_s: float = 16 * 3600.0, 
     """`threshold_gpu_s`: GPU seconds after which a job goes to the second queue (the published default: 16
     hours); each further queue begins at twice that."""
 
+    rank = _ranking(threshold_gpu_s, queues)
+
     def policy(snapshot: Snapshot) -> list[Decision]:
-        everyone = [(job, job.attained_gpu_s) for job in snapshot.waiting]
-        everyone += [(job.request, job.attained_gpu_s(snapshot.now_s)) for job in snapshot.running.values()]
-
-        def queue_of(attained: float) -> int:
-            level = 0
-            while level + 1 < queues and attained >= threshold_gpu_s * 2**level:
-                level += 1
-            return level
-
-        ordered = [job for job, _ in sorted(everyone, key=lambda one: (queue_of(one[1]), one[0].arrival_s))]
-        fixed = {name for name, one in snapshot.running.items() if not one.request.preemptible}
-        chosen, budget = set(fixed), float(snapshot.free.gpus[snapshot.free.ready].sum())
-        budget -= sum(snapshot.running[name].gpus for name in fixed)
-        for job in ordered:
-            if job.job_id not in fixed and job.gpus <= budget:
-                chosen.add(job.job_id)
-                budget -= job.gpus
+        now_s, running = snapshot.now_s, snapshot.running
+        held = [
+            (rank(one.attained_gpu_s(now_s)), one.request.arrival_s, name)
+            for name, one in running.items() if one.request.preemptible
+        ]  # fmt: skip
+        held.sort()
+        budget = float(snapshot.free.gpus[snapshot.free.ready].sum())
+        budget -= sum(one.gpus for one in running.values() if not one.request.preemptible)
+        kept, starting = _within(budget, held, snapshot, rank)
         decided: list[Decision] = []
         free, book = snapshot.free.copy(), QuotaBook(snapshot)
-        for name, running in snapshot.running.items():
-            if name not in chosen and running.request.preemptible:
+        for _, _, name in held:
+            if name not in kept:
+                stopped = running[name]
                 decided.append(Eviction(name, "jobs that had less GPU time go first"))
-                free.give(running.request, running.places)
-                book.count(running.request, -running.gpus)
-        for job in ordered:
-            if job.job_id in chosen and job.job_id not in snapshot.running:
-                places = place(job, free)
-                refused = why_not(job, free) if places is None else book.refuses(job)
-                if places is None or refused is not None:
-                    decided.append(Waits(job.job_id, refused or ""))
-                else:
-                    free.take(job, places)
-                    book.count(job, job.gpus)
-                    decided.append(
-                        JobPlacement(job.job_id, places, "among those that had the least GPU time")
-                    )
+                free.give(stopped.request, stopped.places)
+                book.count(stopped.request, -stopped.gpus)
+        for job in starting:
+            places = place(job, free)
+            refused = why_not(job, free) if places is None else book.refuses(job)
+            if places is None or refused is not None:
+                decided.append(Waits(job.job_id, refused or ""))
+            else:
+                free.take(job, places)
+                book.count(job, job.gpus)
+                decided.append(JobPlacement(job.job_id, places, "among those that had the least GPU time"))
         return decided
 
     return policy
+
+
+@cache
+def _ranking(threshold_gpu_s: float, queues: int) -> Callable[[float], int]:
+    """Which queue a job of so much GPU time is in. One function for one setting, so that orders are kept."""
+
+    def rank(attained_gpu_s: float) -> int:
+        level = 0
+        while level + 1 < queues and attained_gpu_s >= threshold_gpu_s * 2**level:
+            level += 1
+        return level
+
+    return rank
+
+
+@cache
+def _waiting_key(rank: Callable[[float], int]) -> SortKey:
+    return lambda job: (rank(job.attained_gpu_s), job.arrival_s)
+
+
+def _within(
+    budget: float, held: list[tuple[int, float, str]], snapshot: Snapshot, rank: Callable[[float], int]
+) -> tuple[set[str], list[JobRequest]]:
+    """The running jobs that go on and the waiting ones that start: in order of their queues, as many as there are
+    GPUs for; one that is too large does not hold up smaller ones."""
+    kept: set[str] = set()
+    starting: list[JobRequest] = []
+    key, at = _waiting_key(rank), 0
+    smallest = min((job.gpus for job in shape_samples(snapshot.waiting)), default=0.0)
+    for job in ordered(snapshot.waiting, key):
+        mine = key(job)
+        while at < len(held) and held[at] < mine:
+            budget = _keep(held[at][2], snapshot, budget, kept)
+            at += 1
+        if budget < smallest:
+            break
+        if job.gpus <= budget:
+            starting.append(job)
+            budget -= job.gpus
+    for _, _, name in held[at:]:
+        budget = _keep(name, snapshot, budget, kept)
+    return kept, starting
+
+
+def _keep(name: str, snapshot: Snapshot, budget: float, kept: set[str]) -> float:
+    """What is left of the budget if this job goes on, as far as there is something left for it."""
+    gpus = snapshot.running[name].request.gpus
+    if gpus > budget:
+        return budget
+    kept.add(name)
+    return budget - gpus
 
 
 def emptiest_first(job: JobRequest, free: FreeCapacity) -> tuple[TaskPlace, ...] | None:

@@ -148,3 +148,11 @@ def tenant_queues(waiting: Sequence[JobRequest]) -> dict[str, Sequence[JobReques
     for job in waiting:
         found.setdefault(job.tenant, []).append(job)
     return dict(found)
+
+
+def shape_samples(waiting: Sequence[JobRequest]) -> Iterable[JobRequest]:
+    """At least one waiting job of each shape."""
+    if not isinstance(waiting, JobQueue):
+        return waiting
+    found = (waiting.find(lengths[0][1]) for lengths in waiting.by_shape.values())
+    return [job for job in found if job is not None]
