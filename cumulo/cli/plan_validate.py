@@ -86,7 +86,7 @@ def validate(
     if what not in ("training", "serving"):
         raise ConfigError(f"cumulo plan validate takes training or serving, got {what!r}")
     if what == "serving":
-        validate_serving(console, left_out, worst, json)
+        validate_serving(console, left_out, worst, json, tables)
         return
     if held_out and (left_out or tables is not None):
         raise ConfigError(

@@ -1,46 +1,102 @@
-"""`cumulo plan validate serving`: published serving throughputs, predicted."""
+"""`cumulo plan validate serving`: published serving throughputs and Cumulo's own runs, predicted."""
 
+import csv
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from cumulo.errors import ConfigError
+
 if TYPE_CHECKING:
     from rich.console import Console
-
-
-def validate_serving(console: "Console", left_out: bool, worst: int, json: Path | None) -> None:
-    """By model and by device; `left_out`: each under constants that never saw it."""
     from rich.table import Table
 
-    from cumulo.base import report
-    from cumulo.plan.evidence.serving import saturated_tokens_per_s, served_rows
-    from cumulo.plan.evidence.validate import quantile
-    from cumulo.plan.serve.published_engine import constants
+    from cumulo.base.report import Row
+    from cumulo.plan.evidence.serving import ServedRow
 
+_BARS = (0.12, 0.25)  # of rows whose model or device was left out: median and 90th percentile
+
+
+def validate_serving(
+    console: "Console", left_out: bool, worst: int, json: Path | None, tables: Path | None = None
+) -> None:
+    """By model and by device; `left_out`: each under constants that never saw it."""
+    from cumulo.base import report
+    from cumulo.plan.evidence.own_runs import own_runs
+    from cumulo.plan.evidence.serving import saturated_tokens_per_s, served_rows
+    from cumulo.plan.serve.published_engine import constants, fitted_file
+
+    rows = served_rows() if tables is None else _read(tables)
     title = "Published throughputs, each group left out" if left_out else "Published throughputs, as fitted"
+    table, found, largest = _table(title), list[report.Row](), set[tuple[float, str]]()
+    for key in ("model", "device"):
+
+        def error_of(row: "ServedRow", key: str = key) -> float:
+            fold = f"{key} {getattr(row, key)}"
+            known = left_out and fold in fitted_file()["left_out"]
+            return saturated_tokens_per_s(row, constants(fold if known else "")) / row.tokens_per_s - 1
+
+        errors: dict[str, list[float]] = {}
+        for row in rows:
+            error = error_of(row)
+            errors.setdefault(str(getattr(row, key)), []).append(error)
+            largest.add((error, row.name))
+        errors[f"all, by {key}"] = [error for some in list(errors.values()) for error in some]
+        for name, some in errors.items():
+            found += _summary(table, name, some, left_out and name.startswith("all"))
+        table.add_section()
+    if tables is None:
+        for name, fitted in (("Cumulo on an H200, fitted", True), ("Cumulo on an H200, held out", False)):
+            runs = [one for one in own_runs() if one.fitted == fitted]
+            errors_of = {one.name: one.predicted_tokens_per_s() / one.tokens_per_s - 1 for one in runs}
+            largest |= {(error, run) for run, error in errors_of.items()}
+            found += _summary(table, name, list(errors_of.values()), judged=False)
+    console.print(table)
+    for error, name in sorted(largest, key=lambda each: -abs(each[0]))[:worst]:
+        console.print(f"{error:+7.1%}  {name}", highlight=False)
+    report.write_json(json, found)
+
+
+def _table(title: str) -> "Table":
+    from rich.table import Table
+
     table = Table(title=title, box=None)
     table.add_column("", no_wrap=True)
     for heading in ("rows", "median", "p90", "bias"):
         table.add_column(heading, justify="right")
-    found: list[report.Row] = []
-    largest: list[tuple[float, str]] = []
-    for key in ("model", "device"):
-        errors: dict[str, list[float]] = {}
-        for row in served_rows():
-            name = str(getattr(row, key))
-            given = constants(f"{key} {name}" if left_out else "")
-            error = saturated_tokens_per_s(row, given) / row.tokens_per_s - 1
-            errors.setdefault(name, []).append(error)
-            largest.append((error, row.name))
-        errors[f"all, by {key}"] = [error for some in list(errors.values()) for error in some]
-        for name, some in errors.items():
-            sizes, whole = sorted(map(abs, some)), name.startswith("all")
-            median, p90, bias = quantile(sizes, 0.5), quantile(sizes, 0.9), quantile(sorted(some), 0.5)
-            table.add_row(name, str(len(some)), f"{median:.1%}", f"{p90:.1%}", f"{bias:+.1%}")
-            bars = (0.12, 0.25) if left_out and whole else (None, None)
-            found.append(report.Row(f"{name}: median error", median, "share", "lower", bars[0]))
-            found.append(report.Row(f"{name}: 90th percentile", p90, "share", "lower", bars[1]))
-        table.add_section()
-    console.print(table)
-    for error, name in sorted(set(largest), key=lambda each: -abs(each[0]))[:worst]:
-        console.print(f"{error:+7.1%}  {name}", highlight=False)
-    report.write_json(json, found)
+    return table
+
+
+def _summary(table: "Table", name: str, errors: Sequence[float], judged: bool) -> "list[Row]":
+    from cumulo.base.report import Row
+    from cumulo.plan.evidence.validate import quantile
+
+    sizes = sorted(map(abs, errors))
+    shown: Callable[[float], str] = "{:.1%}".format
+    median, p90, bias = quantile(sizes, 0.5), quantile(sizes, 0.9), quantile(sorted(errors), 0.5)
+    table.add_row(name, str(len(errors)), shown(median), shown(p90), f"{bias:+.1%}")
+    bars = _BARS if judged else (None, None)
+    return [
+        Row(f"{name}: median error", median, "share", "lower", bars[0]),
+        Row(f"{name}: 90th percentile", p90, "share", "lower", bars[1]),
+    ]
+
+
+def _read(tables: Path) -> "tuple[ServedRow, ...]":
+    """A CSV file, or a folder of them, with the columns of cumulo/plan/data/published_serving.csv."""
+    from cumulo.plan.evidence.serving import served_rows_of
+
+    files = sorted(tables.glob("*.csv")) if tables.is_dir() else [tables]
+    found: list[ServedRow] = []
+    for file in files:
+        try:
+            with file.open(encoding="utf-8", newline="") as lines:
+                found += served_rows_of(csv.DictReader(lines))
+        except (OSError, KeyError, ValueError) as error:
+            raise ConfigError(
+                f"cannot read {file}: {error}; it needs the columns model, gpu, tp, weights, input, output, "
+                "requests and output_tok_s"
+            ) from error
+    if not found:
+        raise ConfigError(f"{tables} contains no published throughputs; give a CSV file or a folder of them")
+    return tuple(found)

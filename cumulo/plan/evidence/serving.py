@@ -18,7 +18,12 @@ from cumulo.plan.serve.replica import TENSORRT_LLM, Replica
 from cumulo.plan.serve.step_cost import StepLoad
 from cumulo.spec.catalog import shipped
 
-_CATALOGUE = {"llama-3.3-70b": "llama-3.1-70b"}  # the same sizes
+_CATALOGUE = {  # the same sizes
+    "llama-3.3-70b": "llama-3.1-70b",
+    "deepseek-r1": "deepseek-v3",
+    "deepseek-r1-0528": "deepseek-v3",
+    "deepseek-v3.1": "deepseek-v3",
+}
 _WEIGHTS = {"fp8": "float8", "fp4": "float4", "bf16": "bfloat16"}
 
 
