@@ -212,6 +212,8 @@ def _fork_when_told(line: socket.socket) -> dict[str, Any] | None:
 
 def _become(order: dict[str, Any]) -> None:
     """Be `cumulo ARGUMENTS...`, or `python PATH`."""
+    # A shell that starts the tests in the background has them, and so us, ignore Ctrl-C.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.clear()
     os.environ.update(order["environment"])
     os.chdir(order["cwd"])
