@@ -75,7 +75,7 @@ class Slo:
 
     def __str__(self) -> str:
         named = [f"{name} ≤ {_shown(bound)}" for name, bound in self.bounds.items()]
-        return f"{', '.join(named)} for {self.share:.3g} of requests"
+        return f"{', '.join(named)} for {100 * self.share:.4g}% of requests"
 
 
 def _shown(bound_s: float) -> str:

@@ -118,7 +118,7 @@ def test_stopped_requests_neither_succeed_nor_fail() -> None:
 def test_an_objective_is_read_and_applied() -> None:
     slo = parse_slo("ttft=500ms, itl=50ms,e2e=2s", 0.9)
     assert slo == Slo(ttft_s=0.5, itl_s=0.05, e2e_s=2.0, share=0.9)
-    assert str(slo) == "ttft ≤ 500 ms, itl ≤ 50 ms, e2e ≤ 2 s for 0.9 of requests"
+    assert str(slo) == "ttft ≤ 500 ms, itl ≤ 50 ms, e2e ≤ 2 s for 90% of requests"
     assert slo.met_by(record(0, 0.5, [0.049] * 10))
     assert not slo.met_by(record(0, 0.51, [0.049] * 10))
     assert not slo.met_by(record(0, 0.5, [0.049] * 9 + [0.06]))

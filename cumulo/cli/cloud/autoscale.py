@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from cumulo.plan.serve.traffic import Traffic
 
 EXAMPLE = (
-    "Example: [bold]cumulo simulate autoscale --requests 2000 --rate 8 --device l40s --rule forecast,hpa-queue=2 "
-    "--svg autoscale.svg[/bold]"
+    "Example: [bold]cumulo simulate autoscale --requests 2400 --rate 24 --begin 1 --start-up 20s --device l40s "
+    "--rule forecast,hpa-queue=2 --svg autoscale.svg[/bold]"
 )
 _FLEET, _RULES, _REPORT = "Fleet", "Rules", "Report"
 
@@ -145,10 +145,11 @@ def autoscale(chosen: AutoscaleOptions) -> None:
         out.print(f"[bold]{chosen.model}[/bold] on replicas of [bold]{replica}[/bold], {slo}")
         out.print(view.comparison(runs, slo, replica.price_per_hour))
         out.print(
-            f"{begin} replicas at the beginning, {start_up_s:g} s to start one; one replica serves "
-            f"{speed.prompt_tok_s:,.0f} prompt tok/s or {speed.output_tok_s:,.0f} output tok/s within the SLO",
+            f"{begin} replica{'' if begin == 1 else 's'} at the beginning, {start_up_s:g} s to start one. One serves "
+            f"{speed.prompt_tok_s:,.0f} prompt tok/s or {speed.output_tok_s:,.0f} output tok/s within the SLO.",
             style="dim",
         )
+        out.print(view.KEY, style="dim")
         out.print(f"evidence: {replica.profile.evidence}", style="dim")
 
 

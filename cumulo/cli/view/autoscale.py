@@ -20,6 +20,12 @@ _STYLE = (
 )
 
 
+KEY = (
+    "hours: of replicas, from their order until they have drained. most: replicas at the same time. starts: replicas "
+    "that were started. turns: changes against the direction of the one before. lost: requests without an answer."
+)
+
+
 def run_rows(run: ScaledRun, slo: Slo, price_per_hour: float) -> list[Row]:
     ttft = Percentiles.from_values(run.ttft_s, percentile=slo.percentile)
     rows = [
@@ -37,17 +43,27 @@ def run_rows(run: ScaledRun, slo: Slo, price_per_hour: float) -> list[Row]:
 
 
 def comparison(runs: Sequence[ScaledRun], slo: Slo, price_per_hour: float) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 1))
-    headings = ("rule", "replica-hours", "cost", "SLO attainment", f"TTFT p{slo.percentile:g}", "most", "started",
-                "reversals", "answered")  # fmt: skip
+    """At most 80 columns wide; `KEY` explains the headings."""
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    headings = (
+        "rule",
+        "hours",
+        "cost",
+        "in SLO",
+        f"TTFT p{slo.percentile:g}",
+        "most",
+        "starts",
+        "turns",
+        "lost",
+    )
     for heading in headings:
-        table.add_column(heading, justify="left" if heading == "rule" else "right")
+        table.add_column(heading, justify="left" if heading == "rule" else "right", no_wrap=heading != "rule")
     for run in runs:
         ttft = Percentiles.from_values(run.ttft_s, percentile=slo.percentile)
         table.add_row(
             run.rule, f"{run.replica_hours:.2f}", f"${run.replica_hours * price_per_hour:.2f}",
-            f"{100 * run.attainment:.2f} %", quantity(ttft.at_slo, "s") if ttft else "–", str(run.most),
-            str(run.starts), str(run.reversals), f"{run.answered:,} of {run.requests:,}",
+            f"{run.attainment:.1%}", quantity(ttft.at_slo, "s") if ttft else "–", str(run.most),
+            str(run.starts), str(run.reversals), f"{run.requests - run.answered:,}",
         )  # fmt: skip
     return table
 
