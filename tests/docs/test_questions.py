@@ -38,10 +38,13 @@ class Answered:
 
     def value(self, name: str, unit: str) -> float:
         """Of the row with this name, or label, in this unit."""
-        for row in self.rows:
-            if name in (row["name"], row.get("note")) and row["value"] is not None:
-                assert row["unit"] == unit, f"{name} is in {row['unit']}"
+        named = [
+            row for row in self.rows if name in (row["name"], row.get("note")) and row["value"] is not None
+        ]
+        for row in named:
+            if row["unit"] == unit:
                 return float(row["value"])  # type: ignore[arg-type]
+        assert not named, f"{self.page}: {name} is in {named[0]['unit']}, not in {unit}"
         raise AssertionError(f"{self.page}: the answer has no {name!r}")
 
 
@@ -76,7 +79,7 @@ def ask(tmp_path_factory: pytest.TempPathFactory):  # type: ignore[no-untyped-de
                     str(folder / word) if word.endswith((".html", ".yaml")) else word
                     for word in shlex.split(line)[1:]
                 ]
-                done = CliRunner().invoke(app, [*words, "--json", str(file)], env={"COLUMNS": "200"})
+                done = CliRunner().invoke(app, [*words, "--json", str(file)], env={"COLUMNS": "300"})
                 assert done.exit_code == 0, f"{line}\n{done.output}\n{done.exception}"
                 text += done.output
                 rows += json.loads(file.read_text())["rows"]
@@ -120,12 +123,13 @@ def test_no_number_has_more_than_three_digits_that_count(ask, page: Path) -> Non
         r"`[^`]*`|--\S+( [\d.e]+)?|\S*[a-z_]+[-.]\d\S*|\b\d+e\d+\b|\b(19|20)\d\d\b", "", text, flags=re.I
     )
     wrong = []
-    for found in re.finditer(r"(?<![\w.,-])\d[\d,]*(?:\.\d+)?(?![\w,])(?P<after>[ ×]*\S*)", text):
+    for found in re.finditer(r"(?<![\w.,-])\d[\d,]*(?:\.\d+)?(?![\w,])(?P<after>\s*\S*)", text):
         number = found[0].removesuffix(found["after"]).replace(",", "")
         digits = (
             number.replace(".", "").strip("0") if "." not in number else number.replace(".", "").lstrip("0")
         )
-        counted = "." not in number and found["after"].strip().rstrip(",;:.)").startswith(_COUNTED)
+        after = found["after"].strip().strip(",;:.)")
+        counted = "." not in number and (not after or after.startswith(_COUNTED))
         if len(digits) > 3 and not counted:
             wrong.append(text[max(0, found.start() - 30) : found.end() + 20])
     assert not wrong, "\n".join(wrong)

@@ -18,6 +18,8 @@ def obstacle(replica: Replica, split: bool = False) -> str:
         return "pipelines run on CPUs only"
     if replica.tp > 1 and not device.link_kind.startswith("nvlink"):
         return f"ranks on GPUs need NVLink, and {device.name} has {device.link_kind}"
+    if replica.ranks > replica.node.gpus:
+        return f"ranks on GPUs are of one host, and {replica.node.name} has {replica.node.gpus} GPUs"
     if spec.vocab_size % replica.tp:
         return f"tp {replica.tp} does not divide the vocabulary of {spec.vocab_size:,} tokens"
     if split and replica.ranks > 1:
