@@ -68,13 +68,19 @@ class ServeOptions:
                 "remote_ranks works with one engine: start a server for each engine, and `cumulo gateway` in front"
             )
         if self.autoscale:
-            limits = parse_autoscale(self.autoscale).limits
+            scaled = parse_autoscale(self.autoscale)
+            limits, prefill = scaled.limits, scaled.prefill
             if not limits.fewest <= self.replicas <= limits.most:
                 raise CumuloError(
                     f"replicas={self.replicas} must be within autoscale {limits.fewest}..{limits.most}"
                 )
-            if self.prefill or self.engine.remote_ranks:
-                raise CumuloError("autoscale works with replicas that do both: omit prefill and remote_ranks")
+            if self.engine.remote_ranks:
+                raise CumuloError("autoscale starts engines on this machine: omit remote_ranks")
+            if prefill is not None and not max(1, prefill.fewest) <= self.prefill <= prefill.most:
+                raise CumuloError(
+                    f"prefill={self.prefill} must be 1 or more, and within autoscale's "
+                    f"prefill={prefill.fewest}..{prefill.most}"
+                )
         if self.prefill < 0:
             raise CumuloError(f"prefill must be 0 or more, got {self.prefill}")
         if self.prefill and self.engine.role != "both":

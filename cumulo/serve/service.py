@@ -83,8 +83,9 @@ class Service:
         scaled = parse_autoscale(options.autoscale) if options.autoscale else None
         several = options.replicas > 1 or options.prefill > 0 or scaled is not None
         most = scaled.limits.most if scaled is not None else 0
+        most_prefill = scaled.prefill.most if scaled is not None and scaled.prefill is not None else 0
         self.fleet = (
-            Fleet(settings, self, options.replicas, options.router, options.prefill, most)
+            Fleet(settings, self, options.replicas, options.router, options.prefill, most, most_prefill)
             if several
             else None
         )

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from threading import Event
 from typing import Any
 
@@ -70,6 +71,39 @@ def test_replicas_follow_the_load_to_three_to_none_and_back_without_a_lost_reque
     assert all(one["why"] for one in report["events"])
 
 
+@pytest.mark.thorough
+def test_prefill_engines_follow_prompts_and_replicas_follow_answers(tmp_path: Path) -> None:
+    # Prompts count as slow and answers as fast: a few requests per second are a load for two prefill engines.
+    rule = "1..2,prefill=1..2,interval=200ms,cooldown=1s,start-up=1s,prompt-tok-s=20,output-tok-s=100000,ttft=60s"
+    model = save_tiny_model(tmp_path / NAME)
+    options = ("--no-console", "--decode", "1", "--prefill", "1", "--autoscale", rule)
+    with running_server(str(model), *options) as server:
+        enough = Event()
+
+        def ask_until_enough() -> set[int]:
+            statuses = set()
+            while not enough.is_set():
+                statuses.add(server.post("/v1/completions", ASKED).status_code)
+            return statuses
+
+        def prefills() -> list[str]:
+            return [one["state"] for one in fleet(server)["prefill_engines"]]
+
+        with ThreadPoolExecutor(2) as pool:
+            asking = [pool.submit(ask_until_enough) for _ in range(2)]
+            try:
+                wait_for(lambda: prefills() == ["ready", "ready"], "two prefill engines", server)
+            finally:
+                enough.set()
+            assert set.union(*(one.result() for one in asking)) == {200}
+        wait_for(lambda: len(prefills()) == 1, "one prefill engine again", server)
+        assert server.post("/v1/completions", ASKED).status_code == 200
+        report = fleet(server)["autoscale"]
+        assert report["prefill"]["max"] == 2
+        assert {one["role"] for one in report["events"]} == {"prefill"}
+        assert ready(server) == 1
+
+
 @pytest.mark.parametrize(
     ("autoscale", "words"),
     [
@@ -78,6 +112,9 @@ def test_replicas_follow_the_load_to_three_to_none_and_back_without_a_lost_reque
         ("1..4,idel=5s", "did you mean idle?"),
         ("1..4,idle=soon", "a time such as"),
         ("0..0", "max of 1 or more"),
+        ("1..4,prefill=2", "a range such as 1..2"),
+        ("1..4,prefill=1..2", "prefill=0 must be 1 or more"),
+        ("1..4,devices=many", "a number of engines"),
     ],
 )
 def test_what_makes_no_sense_is_refused(autoscale: str, words: str) -> None:

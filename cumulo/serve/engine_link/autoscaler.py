@@ -10,20 +10,21 @@ import contextlib
 import logging
 import time
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from cumulo.cluster.decide.autoscale.changes import ReplicaLife, changes
+from cumulo.cluster.decide.autoscale.limits import ScalingLimits
 from cumulo.cluster.decide.autoscale.rule import ForecastRule
 from cumulo.cluster.decide.autoscale.seen import FleetSeen, ReplicaSpeed, RoleSeen, ScaleTo
 from cumulo.cluster.decide.autoscale.settings import AutoscaleSettings
 from cumulo.serve.engine_link.fleet import Fleet
+from cumulo.serve.engine_link.prefill_scaling import PrefillScaling
 from cumulo.serve.engine_link.replica import FleetReplica
 from cumulo.spec.slo import Slo
 
 log = logging.getLogger(__name__)
 
-ROLE = "both"
 _LOOK_S = 0.02  # between two looks at a replica that drains
 _USUAL_TTFT_S = 2.0
 _SHARE_OF_SPEED = 0.7  # of what an engine computes at most; beyond it queues grow
@@ -39,6 +40,7 @@ class ScaleEvent:
     before: int
     after: int
     why: str
+    role: str = "both"
 
 
 class FleetAutoscaler:
@@ -52,7 +54,12 @@ class FleetAutoscaler:
         self.wanted: ScaleTo | None = None
         self._rule: ForecastRule | None = None
         self._arrived = self._arrived_tokens = 0
-        self._ended = self._in_slo = 0
+        self._ended = self._in_slo = self._begun = 0
+        self._prefill_rule: ForecastRule | None = None
+        self._prefill = (
+            PrefillScaling(fleet.prefill, fleet.keep) if fleet.prefill and settings.prefill else None
+        )
+        self.role = "both" if fleet.prefill is None else "decode"
         self._outputs = self._output_tokens = 0
         self._ordered_s: dict[str, float] = {}
         self._counted_s = self._looked_s = time.perf_counter()
@@ -68,12 +75,16 @@ class FleetAutoscaler:
             self._woken.set()  # nobody takes requests: do not wait for the next look
 
     def note_end(self, ttft_s: float, rest_s: float, output_tokens: int) -> None:
-        """A request that was answered; `rest_s`: from its first token to its last."""
+        """A request that was answered; `rest_s`: from its first token to its last. Prefill is judged by the first,
+        decode by the rest."""
         tpot_s = rest_s / max(1, output_tokens - 1)
-        bounds = ((self.slo.ttft_s, ttft_s), (self.slo.itl_s, tpot_s), (self.slo.tpot_s, tpot_s))
-        kept = all(bound is None or value <= bound for bound, value in bounds)
+        begun = self.slo.ttft_s is None or ttft_s <= self.slo.ttft_s
+        bounds = ((self.slo.itl_s, tpot_s), (self.slo.tpot_s, tpot_s))
+        fluent = all(bound is None or value <= bound for bound, value in bounds)
+        kept = begun and fluent
         self._ended += 1
-        self._in_slo += kept
+        self._in_slo += fluent if self._prefill is not None else kept
+        self._begun += begun
         self.judged += 1
         self.kept += kept
         self._outputs += 1
@@ -93,9 +104,21 @@ class FleetAutoscaler:
 
     def look(self) -> None:
         self._count()
-        rule = self._rule_now()
-        now_s = time.perf_counter()
-        (self.wanted,) = rule.decide(FleetSeen(now_s, {ROLE: self._seen(now_s)}))
+        now_s, begun = time.perf_counter(), self._begun
+        seen = self._seen(now_s)
+        answers = self._rule_now().decide(FleetSeen(now_s, {self.role: seen}))
+        if self._prefill is not None:
+            self._begun = 0
+            answers += self._wanted_prefill(self._prefill, replace(seen, ended_in_slo=begun), now_s)
+        if self.settings.most_devices is not None:
+            both = max(self.settings.limits.most, *(one.replicas for one in answers))
+            least = min(self.settings.limits.fewest, 1)
+            answers = ScalingLimits(least, both, most_devices=self.settings.most_devices).apply(answers)
+        self.wanted = answers[0]
+        if self._prefill is not None:
+            before, after = self._prefill.obey(answers[1])
+            if before != after:
+                self._note(before, after, answers[1])
         lives = [self._life(one) for one in self.fleet.replicas.values()]
         todo = changes(lives, self.wanted.replicas)
         before = sum(one.state != "draining" for one in lives)
@@ -112,8 +135,28 @@ class FleetAutoscaler:
             self.fleet.keep(self._end_when_empty(replica))
         after = before + todo.start + len(todo.take_back) - len(todo.drain) - len(todo.cancel)
         if after != before:
-            log.info("autoscaling: %d -> %d replicas: %s", before, after, self.wanted.why)
-            self.events.append(ScaleEvent(time.time(), before, after, self.wanted.why))
+            self._note(before, after, self.wanted)
+
+    def _note(self, before: int, after: int, wanted: ScaleTo) -> None:
+        what = "prefill engines" if wanted.role == "prefill" else "replicas"
+        log.info("autoscaling: %d -> %d %s: %s", before, after, what, wanted.why)
+        self.events.append(ScaleEvent(time.time(), before, after, wanted.why, wanted.role))
+
+    def _wanted_prefill(self, prefill: PrefillScaling, seen: RoleSeen, now_s: float) -> list[ScaleTo]:
+        """Decided by a rule of its own: prompts are the work of one role, answers of the other."""
+        rule = self._rule_now()
+        if self._prefill_rule is None:
+            limits = self.settings.prefill
+            self._prefill_rule = self.settings.rule(rule.speed, rule.start_up_s, self.slo, limits)
+        self._prefill_rule.speed = rule.speed
+        lives = prefill.lives()
+        own = replace(
+            seen,
+            ready=sum(one.state == "ready" for one in lives),
+            starting=sum(one.state == "starting" for one in lives),
+            running=0,
+        )
+        return self._prefill_rule.decide(FleetSeen(now_s, {"prefill": own}))
 
     async def _start(self, replica: FleetReplica) -> None:
         began_s = time.perf_counter()
@@ -130,7 +173,10 @@ class FleetAutoscaler:
     def _count(self) -> None:
         """Seconds of replicas since the last time."""
         now_s = time.perf_counter()
-        self.replica_s += len(self.fleet.replicas) * (now_s - self._counted_s)
+        engines = len(self.fleet.replicas) + (
+            0 if self.fleet.prefill is None else len(self.fleet.prefill.clients)
+        )
+        self.replica_s += engines * (now_s - self._counted_s)
         self._counted_s = now_s
 
     # -- what the rule sees -------------------------------------------------------------------------------
@@ -149,7 +195,7 @@ class FleetAutoscaler:
             return self._rule.speed
         prompt = max((one.prompt_tok_s for one in views), default=1000.0)
         output = max((min(_BATCH, one.max_running) / one.step_s for one in views), default=100.0)
-        return ReplicaSpeed(_SHARE_OF_SPEED * prompt, _SHARE_OF_SPEED * output)
+        return ReplicaSpeed(_SHARE_OF_SPEED * prompt, _SHARE_OF_SPEED * output, 1 / _SHARE_OF_SPEED)
 
     def _seen(self, now_s: float) -> RoleSeen:
         lives = [self._life(one) for one in self.fleet.replicas.values()]
@@ -182,6 +228,19 @@ class FleetAutoscaler:
         since_s = self._ordered_s.setdefault(replica.name, time.perf_counter())
         return ReplicaLife(replica.name, state, len(replica.client.in_flight), since_s)
 
+    def _prefill_report(self) -> dict[str, Any]:
+        if self._prefill is None or self.settings.prefill is None:
+            return {}
+        limits, wanted = self.settings.prefill, self._prefill.wanted
+        return {
+            "prefill": {
+                "min": limits.fewest,
+                "max": limits.most,
+                "wanted": None if wanted is None else wanted.replicas,
+                "why": "" if wanted is None else wanted.why,
+            }
+        }
+
     def report(self) -> dict[str, Any]:
         """For /v1/fleet and the console."""
         self._count()
@@ -194,7 +253,14 @@ class FleetAutoscaler:
             "start_ups_s": [round(one, 3) for one in self.start_ups_s],
             "slo_attainment": self.kept / self.judged if self.judged else None,
             "events": [
-                {"time_s": one.time_s, "before": one.before, "after": one.after, "why": one.why}
+                {
+                    "time_s": one.time_s,
+                    "role": one.role,
+                    "before": one.before,
+                    "after": one.after,
+                    "why": one.why,
+                }
                 for one in self.events
             ],
+            **self._prefill_report(),
         }

@@ -49,20 +49,21 @@ class Fleet:
         policy: str,
         prefill: int = 0,
         most_replicas: int = 0,
+        most_prefill: int = 0,
     ) -> None:
-        """`prefill`: so many further engines compute the replicas' prompts. `most_replicas`: that there may be
-        later."""
+        """`prefill`: so many further engines compute the replicas' prompts. `most_replicas`, `most_prefill`: that
+        there may be later."""
         self.settings, self._observer, self.policy = settings, observer, policy
         self.router = router(policy)
         self.info: Ready | None = None
         self.replicas: dict[str, FleetReplica] = {}
-        self.size = max(replicas, most_replicas) + prefill  # what the machine is shared by
+        self.size = max(replicas, most_replicas) + max(prefill, most_prefill)  # what the machine is shared by
         self.start_up_s = 0.0  # that the first replica took
         # Set by an autoscaler: whether requests wait while there is no replica, and who is told of each request.
         self.holds_requests = False
         self.on_arrival: Callable[[int, bool], None] | None = None
         self.scaling_report: Callable[[], dict[str, Any]] | None = None
-        self.prefill = PrefillEngines(settings, prefill, self.size) if prefill else None
+        self.prefill = PrefillEngines(settings, prefill, self.size, most_prefill) if prefill else None
         self.decisions: deque[tuple[str, Dispatch]] = deque(maxlen=_RECENT_DECISIONS)
         self._homeless: dict[
             str, InFlight

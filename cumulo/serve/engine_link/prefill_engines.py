@@ -18,19 +18,39 @@ from cumulo.serve.engine_link.messages import Finished, Stats
 
 
 class PrefillEngines:
-    def __init__(self, settings: EngineSettings, count: int, size: int) -> None:
-        """`size`: all engines of the fleet, which share the machine."""
+    def __init__(self, settings: EngineSettings, count: int, size: int, most: int = 0) -> None:
+        """`size`: all engines of the fleet, which share the machine; `most`: of these engines, later."""
+        self._settings, self._size = settings, size
+        self._gone_restarts = 0  # of engines that were dismissed
         self._folder = Path(tempfile.mkdtemp(prefix="cumulo-", dir="/tmp"))  # only this user may enter it
         self.addresses = {
-            f"prefill-{number}": f"unix:{self._folder}/{number}.sock" for number in range(count)
+            f"prefill-{number}": f"unix:{self._folder}/{number}.sock" for number in range(max(count, most))
         }
         self.clients: dict[str, EngineClient] = {}
+        for _ in range(count):
+            self.make()
+
+    def make(self) -> tuple[str, EngineClient] | None:
+        """A new engine at a free address, not started yet; None: all addresses are taken."""
         for number, (name, address) in enumerate(self.addresses.items()):
+            if name in self.clients:
+                continue
+            settings, size = self._settings, self._size
             config = dataclasses.replace(settings.config, role="prefill", transfer_address=address)
             own = dataclasses.replace(settings, config=config)
             # Numbered from the end: replicas are numbered from the beginning.
             shared = settings_of_replica(own, name, size - 1 - number, size)
-            self.clients[name] = EngineClient(dataclasses.replace(shared, for_router=False), _Silence())
+            client = EngineClient(dataclasses.replace(shared, for_router=False), _Silence())
+            self.clients[name] = client
+            return name, client
+        return None
+
+    async def dismiss(self, name: str) -> None:
+        """Stop an engine; its address is free when it is gone."""
+        client = self.clients[name]
+        await client.close()
+        self._gone_restarts += client.restarts
+        del self.clients[name]
 
     def settings_of_decode(self, settings: EngineSettings) -> EngineSettings:
         """Of a replica, which is told where these engines are; it works while they are not there yet."""
@@ -40,11 +60,11 @@ class PrefillEngines:
 
     @property
     def restarts(self) -> int:
-        return sum(client.restarts for client in self.clients.values())
+        return self._gone_restarts + sum(client.restarts for client in self.clients.values())
 
     async def start(self) -> None:
         """One after the other: each plans its memory with what the ones before have left."""
-        for client in self.clients.values():
+        for client in list(self.clients.values()):
             await client.start_until_up()
 
     async def close(self) -> None:

@@ -20,7 +20,7 @@ from cumulo.spec.slo import Slo
 
 _USUAL_OUTPUT_TOKENS = 128.0  # of an answer, before any has ended
 _RETHINK_S = 60.0  # between two looks at the past
-_ENOUGH_PAST = 5.0  # start-ups of it, before it is believed
+_ENOUGH_PAST_S, _ENOUGH_START_UPS = 600.0, 5.0  # of it, before it is believed
 _HEADROOM = (0.8, 1.5)  # bounds of what is learnt from the SLO
 _LESS, _MORE = 0.01, 0.05  # steps in which it is learnt
 _FORGOTTEN = 0.9  # of requests that ended, what counts after _RETHINK_S
@@ -142,7 +142,7 @@ class ForecastRule:
         first, memory.rethought_s = memory.rethought_s is None, now_s
         if not first:
             self._learn(memory)
-        if memory.past.span_s < _ENOUGH_PAST * self.start_up_s:
+        if memory.past.span_s < max(_ENOUGH_PAST_S, _ENOUGH_START_UPS * self.start_up_s):
             return
         holds = (
             [scale * self.start_up_s for scale in _HOLDS] if self.cooldown_s is None else [self.cooldown_s]
