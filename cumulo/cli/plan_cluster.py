@@ -24,8 +24,8 @@ _SHOWN = (
     "job_gpus", "further_jobs", "inference_nodes", "spare_nodes", "idle_nodes", "step_s", "mfu", "training_tok_s",
     "mttf_h", "ettr", "goodput_tok_s", "days", "cost_run", "cost_trillion", "budget_tokens", "inference_rate",
     "inference_tok_s", "users", "inference_price", "switches", "cables", "transceivers", "checkpoint_bytes",
-    "checkpoint_storm", "storage_servers", "storage_capacity", "metadata_rate", "startup_s", "metric_samples", "racks",
-    "facility_w", "cooling_w", "energy_mwh",
+    "checkpoint_storm", "storage_servers", "storage_capacity", "metadata_rate", "startup_s", "metric_samples",
+    "racks", "facility_w", "cooling_w", "energy_mwh",
 )  # fmt: skip
 # Why a figure is what it is, in the sheet's names.
 _REASONS = {

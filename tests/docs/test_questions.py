@@ -18,11 +18,8 @@ PAGES = sorted((ROOT / "docs" / "questions").glob("*.md"))
 _ROW = re.compile(
     r"^\| (?P<name>[^|]+) \| (?P<low>[\d.,]+) to (?P<high>[\d.,]+) (?P<unit>[^|]+) \| [^|]+ \|$", re.M
 )
-_QUICK = (
-    "lora-8b",
-    "deepseek-v3",
-    "moe-1t",
-)  # the others run with --thorough: seconds of processor time each
+# The others run with --thorough: seconds of processor time each.
+_QUICK = ("lora-8b", "serve-70b", "moe-1t")
 # What is counted one by one is exact; everything else has three digits at most.
 _COUNTED = (
     "GPU", "GPUs", "nodes", "sequences", "tokens", "switches", "cables", "transceivers", "racks", "files", "cards",
