@@ -27,9 +27,7 @@ _CLUSTER, _JOBS, _REPORT = "Cluster", "Jobs", "Report"
 class ClusterRunOptions:
     trace: Annotated[
         Path | None,
-        typer.Argument(
-            metavar="TRACE", help="CSV of jobs: our own form, openb, Tiresias, Gavel or Pollux."
-        ),
+        typer.Argument(metavar="TRACE", help="CSV of jobs: our own form, openb, Tiresias, Gavel or Pollux."),
     ] = None
     nodes: int = option("Number of nodes.", 16, panel=_CLUSTER, min=1)
     gpus_per_node: int = option("GPUs of each node.", 8, panel=_CLUSTER, min=1)
@@ -46,6 +44,13 @@ class ClusterRunOptions:
         panel=_CLUSTER,
     )
     synthetic: int = option("Draw this many jobs instead of reading a trace.", 0, panel=_JOBS, min=0)
+    steps: bool = option(
+        "With --synthetic: jobs of several tasks exchange data in every step, so that their placement decides how "
+        "fast they run.",
+        False,
+        "--steps",
+        panel=_JOBS,
+    )
     load: float = option("With --synthetic: GPU time asked for over GPU time there is.", 0.9, panel=_JOBS)
     seed: int = option("Seed of --synthetic, --failures and --fill.", 0, panel=_JOBS)
     quota: list[str] = option(
@@ -68,6 +73,12 @@ class ClusterRunOptions:
         "Instead of time: how full the cluster gets when tasks arrive and stay, as the FGD paper measures it.",
         False,
         "--fill",
+        panel=_JOBS,
+    )
+    mix: str = option(
+        "With --fill: another mix of the trace's tasks, as KIND=SHARE: shares=0.6, multi-gpu=0.5, cpu=0.4 or "
+        "device=0.3.",
+        "",
         panel=_JOBS,
     )
     seeds: int = option("With --fill: number of random orders.", 3, panel=_JOBS, min=1)
@@ -176,7 +187,12 @@ def _jobs(chosen: ClusterRunOptions, nodes: "list[ClusterNode]") -> "list[TraceJ
         return read_trace(chosen.trace)
     gpus = sum(node.gpus for node in nodes)
     return synthetic_trace(
-        chosen.synthetic or 200, gpus, chosen.load, chosen.seed, min(node.gpus for node in nodes)
+        chosen.synthetic or 200,
+        gpus,
+        chosen.load,
+        chosen.seed,
+        min(node.gpus for node in nodes),
+        chosen.steps,
     )
 
 
@@ -217,25 +233,28 @@ def _fill(chosen: ClusterRunOptions, nodes: "list[ClusterNode]", jobs: "list[Tra
     from cumulo.base import report as reports
     from cumulo.cli.shared.terminal import out, working
     from cumulo.cli.view import cluster_run as view
-    from cumulo.cluster.simulate.fill import PUBLISHED, fill
+    from cumulo.cluster.simulate.fill import RULES, fill
+    from cumulo.cluster.simulate.variants import variant
     from cumulo.errors import ConfigError
 
     names = [name.strip() for name in chosen.policy.split(",")]
-    names = [*PUBLISHED] if names == ["fifo", "backfill"] else names
-    unknown = [name for name in names if name not in PUBLISHED]
+    names = [*RULES] if names == ["fifo", "backfill"] else names
+    unknown = [name for name in names if name not in RULES]
     if unknown:
         raise ConfigError(
-            f"--fill compares packing rules: there is no {unknown[0]}; known are {', '.join(PUBLISHED)}"
+            f"--fill compares packing rules: there is no {unknown[0]}; known are {', '.join(RULES)}"
         )
     requests = [job.request for job in jobs]
     if any(job.tasks > 1 for job in requests):
         raise ConfigError("--fill needs jobs of one task each: gangs are not packed")
+    if chosen.mix:
+        requests = variant(requests, nodes, chosen.mix, chosen.seed)
     found = []
     with working("filling") as tell:
         for name in names:
             tell(name)
             found.append(fill(nodes, requests, name, range(chosen.seed, chosen.seed + chosen.seeds)))
-    rows = view.filling_rows(found)
+    rows = view.filling_rows(found, bool(chosen.mix))
     reports.write_json(chosen.json_file, rows)
     if str(chosen.json_file) != "-":
-        out.print(view.fillings(found))
+        out.print(view.fillings(found, bool(chosen.mix)))

@@ -146,7 +146,9 @@ def explanation(job_id: str, runs: Runs, steps: Sequence[tuple[str, Steps]]) -> 
     return "\n".join(lines)
 
 
-def filling_rows(found: Sequence[Filling]) -> list[Row]:
+def filling_rows(found: Sequence[Filling], mixed: bool = False) -> list[Row]:
+    """`mixed`: of a mix for which nothing is published."""
+    known = {} if mixed else PUBLISHED
     return [
         Row(
             f"{one.policy}: GPUs allocated at {load}% load",
@@ -156,18 +158,19 @@ def filling_rows(found: Sequence[Filling]) -> list[Row]:
         )
         for one in found
         for load, value, published in (
-            (100, one.mean_at_100, PUBLISHED.get(one.policy, (None, None))[0]),
-            (130, one.mean_at_130, PUBLISHED.get(one.policy, (None, None))[1]),
+            (100, one.mean_at_100, known.get(one.policy, (None, None))[0]),
+            (130, one.mean_at_130, known.get(one.policy, (None, None))[1]),
         )
     ]
 
 
-def fillings(found: Sequence[Filling]) -> Table:
+def fillings(found: Sequence[Filling], mixed: bool = False) -> Table:
+    known = {} if mixed else PUBLISHED
     table = Table(box=None, pad_edge=False)
     for heading in ("packing rule", "at 100% load", "published", "at 130% load", "published", "moves"):
         table.add_column(heading, justify="left" if heading == "packing rule" else "right")
     for one in found:
-        at_100, at_130 = PUBLISHED.get(one.policy, (None, None))
+        at_100, at_130 = known.get(one.policy, (None, None))
         table.add_row(
             one.policy, f"{one.mean_at_100:.2f} %", "" if at_100 is None else f"{at_100:.2f} %",
             f"{one.mean_at_130:.2f} %", "" if at_130 is None else f"{at_130:.2f} %", f"{one.moves:,}",

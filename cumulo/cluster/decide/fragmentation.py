@@ -80,6 +80,22 @@ def fragmentation(gpu_milli: Ints, cpu_milli: Ints, mix: TaskMix, reachable: Int
     return total - np.where(fits, usable, 0) @ frequency  # type: ignore[no-any-return]
 
 
+def stranded(gpu_milli: Ints, cpu_milli: Ints, mix: TaskMix, reachable: Ints | None = None) -> Floats:
+    """As `fragmentation`, looking ahead: half of it, and half of what is left over when a node is filled up with
+    tasks of one shape, the mean over the shapes. That half sees what the next task alone does not: GPUs for whose
+    tasks there will be no cores, and what a share leaves on its GPU for good."""
+    gpus, milli, cpu, frequency = mix.columns
+    each = milli.astype(np.int32)
+    tasks = (gpu_milli[:, :, None] // each).sum(axis=1) // gpus  # [states, shapes]
+    cores = np.maximum(cpu_milli, 0)[:, None] // np.maximum(cpu, 1)
+    tasks = np.where(cpu > 0, np.minimum(tasks, cores), tasks)
+    if reachable is not None:
+        tasks = np.where(reachable, tasks, 0)
+    filled = (tasks * (each * gpus)) @ frequency
+    left = gpu_milli.sum(axis=1, dtype=np.float64) - filled
+    return 0.5 * (fragmentation(gpu_milli, cpu_milli, mix, reachable) + left)  # type: ignore[no-any-return]
+
+
 def reachable_shapes(free: FreeCapacity, nodes: Ints, mix: TaskMix) -> Ints | None:
     """[nodes, shapes]: whether the shape accepts the node's device; None: every shape accepts all."""
     if not any(shape.devices for shape in mix.shapes):

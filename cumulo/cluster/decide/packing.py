@@ -155,9 +155,11 @@ def kind_of(job: JobRequest) -> str:
 
 @dataclass
 class GradientDescent:
-    """FGD: the node, and for a share the GPU, where the task adds the least fragmentation."""
+    """FGD: the node, and for a share the GPU, where the task adds the least fragmentation. With `stranded` as the
+    measure it looks ahead."""
 
     mix: TaskMix
+    measure: Callable[[Ints, Ints, TaskMix, Ints | None], Floats] = fragmentation
     _known: dict[TaskShape, tuple[Ints, Floats, Ints]] = field(default_factory=dict, repr=False)
 
     def __call__(self, job: JobRequest, free: FreeCapacity, able: Ints) -> tuple[Floats, Ints | None]:
@@ -176,7 +178,7 @@ class GradientDescent:
         """By how much fragmentation falls if the task goes there, and on which GPU it falls most."""
         shares, cpu = free.gpu_milli[nodes], free.cpu_milli[nodes]
         reachable = reachable_shapes(free, nodes, self.mix)
-        before = fragmentation(shares, cpu, self.mix, reachable)
+        before = self.measure(shares, cpu, self.mix, reachable)
         width = shares.shape[1]
         if job.fractional:
             after = np.repeat(shares, width, axis=0).reshape(len(nodes), width, width)
@@ -184,7 +186,7 @@ class GradientDescent:
             after[:, gpu, gpu] -= job.gpu_milli
             possible = shares >= job.gpu_milli
             wide = None if reachable is None else np.repeat(reachable, width, axis=0)
-            amounts = fragmentation(
+            amounts = self.measure(
                 after.reshape(-1, width), np.repeat(cpu - job.cpu_milli, width), self.mix, wide
             ).reshape(len(nodes), width)
             gain = np.where(possible, before[:, None] - amounts, -np.inf)
@@ -194,7 +196,7 @@ class GradientDescent:
         if job.gpus_per_task:
             order = np.cumsum(shares == WHOLE_GPU, axis=1)
             after[(shares == WHOLE_GPU) & (order <= job.gpus_per_task)] = 0
-        amount = fragmentation(after, cpu - job.cpu_milli, self.mix, reachable)
+        amount = self.measure(after, cpu - job.cpu_milli, self.mix, reachable)
         return before - amount, np.zeros(len(nodes), dtype=np.int64)
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from cumulo.cluster.decide.decisions import Eviction, JobPlacement, Resize
-from cumulo.cluster.decide.fragmentation import TaskMix, task_mix
+from cumulo.cluster.decide.fragmentation import TaskMix, stranded, task_mix
 from cumulo.cluster.decide.jobs import JobRequest, RunningJob
 from cumulo.cluster.decide.nodes import ClusterNode, FreeCapacity
 from cumulo.cluster.decide.packing import (
@@ -29,6 +29,9 @@ PUBLISHED = {
     "random": (86.30, 87.47), "dot-product": (90.62, 90.85), "clustering": (91.65, 91.88),
     "gpu-packing": (91.78, 92.00), "best-fit": (92.86, 93.08), "fgd": (95.23, 95.39),
 }  # fmt: skip
+
+
+RULES = (*PUBLISHED, "lookahead")  # the last is ours
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +71,8 @@ def packer(name: str, mix: TaskMix, seed: int) -> Packer:
         return Packer(packing_policy(rule, name, seed), placed)
     if name == "random":
         return Packer(packing_policy(random_score, name, seed, any_gpu=True))
+    if name == "lookahead":
+        return Packer(packing_policy(GradientDescent(mix, stranded), name, seed))
     scorer = {"dot-product": dot_product, "gpu-packing": gpu_packing, "best-fit": best_fit}.get(name)
     return Packer(packing_policy(scorer or GradientDescent(mix), name, seed))
 

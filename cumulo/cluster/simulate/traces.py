@@ -81,10 +81,11 @@ def uniform_nodes(
 
 
 def synthetic_trace(
-    jobs: int, gpus: int, load: float = 0.9, seed: int = 0, gpus_per_node: int = 8
+    jobs: int, gpus: int, load: float = 0.9, seed: int = 0, gpus_per_node: int = 8, steps: bool = False
 ) -> list[TraceJob]:
     """Jobs as production clusters see them: most ask for one GPU and end within minutes, few ask for hundreds and
-    run for days (the shares of Helios, Hu et al., SC 2021). `load`: GPU time asked for over GPU time there is."""
+    run for days (the shares of Helios, Hu et al., SC 2021). `load`: GPU time asked for over GPU time there is.
+    `steps`: jobs of several tasks exchange gradients, and some tokens of experts, in every step."""
     draw = random.Random(f"synthetic {seed}")
     sizes, weights = (1, 2, 4, 8, 16, 32, 64, 128, 256), (58, 12, 8, 14, 4, 2, 1.2, 0.6, 0.2)
     found: list[tuple[int, float, int]] = []
@@ -102,8 +103,19 @@ def synthetic_trace(
             f"job-{number}", size // per_task, per_task, tenant=f"tenant-{tenant}", arrival_s=at_s,
             predicted_s=seconds * draw.lognormvariate(0, 0.3), checkpoint_s=120.0,
         )  # fmt: skip
+        if steps and request.tasks > 1:
+            request = replace(request, step=_drawn_step(f"step {seed} {number}"))
         trace.append(TraceJob(request, seconds))
     return trace
+
+
+def _drawn_step(seed: str) -> StepProfile:
+    draw = random.Random(seed)
+    return StepProfile(
+        draw.uniform(0.2, 1.5),
+        1e9 * draw.choice((1, 2, 4, 8, 16)),
+        1e9 * draw.choice((0, 0, 0, 1, 4)),
+    )
 
 
 def _lines(path: Path) -> list[dict[str, str]]:

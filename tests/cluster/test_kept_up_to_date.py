@@ -1,0 +1,153 @@
+"""What is kept up to date between decisions says the same as what is worked out anew."""
+
+import random
+
+import pytest
+
+from cumulo.cluster.decide.decisions import JobPlacement
+from cumulo.cluster.decide.fit import _nodes_for, pack_gang, slots, tasks_that_fit
+from cumulo.cluster.decide.fragmentation import TaskMix, TaskShape, fragmentation, stranded
+from cumulo.cluster.decide.jobs import JobRequest, RunningJob
+from cumulo.cluster.decide.nodes import ClusterNode, FreeCapacity, members, node_set
+from cumulo.cluster.decide.policies import policy_named
+from cumulo.cluster.decide.queue import JobQueue
+from cumulo.cluster.decide.releases import Releases
+from cumulo.cluster.decide.running import RunningTable, gpus_by_tenant
+from cumulo.cluster.decide.snapshot import Snapshot, snapshot_of
+from cumulo.cluster.simulate.play import play
+from cumulo.cluster.simulate.traces import synthetic_trace, uniform_nodes
+
+
+def some_job(draw: random.Random, name: str) -> JobRequest:
+    share = draw.random() < 0.2
+    return JobRequest(
+        name, draw.choice((1, 1, 2, 3, 9)), 1 if share else draw.choice((1, 2, 4, 8)), 250 if share else 1000,
+        devices=draw.choice(((), (), ("a",))), tenant=draw.choice("xy"), arrival_s=draw.uniform(0, 9),
+        predicted_s=draw.choice((None, draw.uniform(1, 99))),
+    )  # fmt: skip
+
+
+def states(seed: int, steps: int = 60):
+    """A cluster on which jobs come and go: (free, running, releases) after each step."""
+    draw = random.Random(seed)
+    nodes = [
+        ClusterNode(f"n{n}", draw.choice((2, 4, 8)), draw.choice("ab"), health="down" if n == 3 else "ready")
+        for n in range(9)
+    ]
+    free, running = FreeCapacity(nodes), RunningTable()
+    releases = Releases(free)
+    for step in range(steps):
+        if running and draw.random() < 0.45:
+            gone = running.drop(draw.choice(list(running)))
+            free.give(gone.request, gone.places)
+            releases.give(gone.request, gone.places, gone.expected_end_s)
+        else:
+            job = some_job(draw, f"j{step}")
+            places = pack_gang(job, free)
+            if places is not None:
+                ends = None if job.predicted_s is None else step + job.predicted_s
+                running.put(RunningJob(job, places, step, ends))
+                free.take(job, places)
+                releases.take(job, places, ends)
+        yield draw, nodes, free, running, releases
+
+
+def test_sets_of_nodes_are_those_with_so_many_free_gpus():
+    for _, nodes, free, running, _ in states(1):
+        fresh = snapshot_of(0.0, nodes, [], list(running.values())).free
+        assert free.room == fresh.room and free.tally == fresh.tally and free.free_gpus == fresh.free_gpus
+        assert [members(some, 99) for some in free.room] == [
+            [n for n in range(9) if free.whole[n] == count] for count in range(9)
+        ]
+    assert node_set(free.ready) == free.ready_set
+    assert gpus_by_tenant(running) == pytest.approx(gpus_by_tenant(dict(running)))
+
+
+def test_a_gang_gets_the_nodes_that_a_search_over_all_nodes_finds():
+    tried = 0
+    for draw, _, free, _, _ in states(2, 200):
+        job = some_job(draw, "asks")
+        fits = tasks_that_fit(job, free)
+        assert slots(job, free) == fits.sum()
+        places = pack_gang(job, free)
+        assert (places is None) == (int(fits.sum()) < job.tasks)
+        if places is not None and job.tasks > 1 and not job.fractional:
+            tried += 1
+            found: dict[int, int] = {}
+            for place in places:
+                found[free.index[place.node]] = found.get(free.index[place.node], 0) + 1
+            assert list(found.items()) == _nodes_for(job, fits, free)
+    assert tried > 20
+
+
+def test_the_earliest_start_is_the_first_end_after_which_the_gang_fits():
+    known = 0
+    asked = [JobRequest("a", 2, 2), JobRequest("b", 3, 4), JobRequest("c", 1, 8), JobRequest("d", 9, 1)]
+    for _, _, free, running, releases in states(3, 150):
+        for job in asked:
+            if slots(job, free) >= job.tasks:
+                continue
+            then, expected = free.copy(), None
+            for one in sorted(
+                (one for one in running.values() if one.expected_end_s is not None),
+                key=lambda one: one.expected_end_s or 0.0,
+            ):
+                then.give(one.request, one.places)
+                if slots(job, then) >= job.tasks:
+                    expected = one.expected_end_s
+                    break
+            start = releases.earliest(job)
+            assert (None if start is None else start.at_s) == expected
+            known += expected is not None
+    assert known > 50
+
+
+def test_a_queue_keeps_every_order_it_was_asked_for():
+    draw, queue, there = random.Random(4), JobQueue(), {}
+
+    def longest(job):
+        return -(job.predicted_s or 0.0)
+
+    for number in range(200):
+        if there and draw.random() < 0.4:
+            name = draw.choice(list(there))
+            assert queue.remove(name) is there.pop(name)
+        else:
+            job = some_job(draw, f"j{number}")
+            there[job.job_id] = job
+            queue.add(job, number)
+        assert list(queue) == sorted(there.values(), key=lambda job: job.arrival_s)
+        assert list(queue.ordered(longest)) == sorted(there.values(), key=longest)
+        assert {name: list(some) for name, some in queue.tenants.items()} == {
+            name: [job for job in queue if job.tenant == name] for name in {job.tenant for job in queue}
+        }
+    assert sum(map(len, queue.by_shape.values())) == len(there)
+
+
+@pytest.mark.parametrize("name", ("backfill", "shortest", "conservative", "fair", "las", "priority"))
+def test_decisions_are_those_of_a_snapshot_that_is_built_anew(name):
+    looked = 0
+
+    def both(snapshot: Snapshot):
+        nonlocal looked
+        decided = policy_named(name).decide(snapshot)
+        if looked % 7 == 0:
+            anew = snapshot_of(
+                snapshot.now_s, snapshot.nodes, tuple(snapshot.waiting), tuple(snapshot.running.values())
+            )
+            again = policy_named(name).decide(anew)
+            starts = [one for one in decided if isinstance(one, JobPlacement)]
+            assert starts == [one for one in again if isinstance(one, JobPlacement)]
+        looked += 1
+        return decided
+
+    run = play(uniform_nodes(8, 8), synthetic_trace(150, 64, 1.6, seed=1), both)
+    assert len(run.outcomes) == 150 and looked > 150
+
+
+def test_looking_ahead_sees_gpus_without_cores():
+    mix = TaskMix((TaskShape(1, 1000, 8000),), (1.0,))
+    node = FreeCapacity([ClusterNode("n", 4, cpu_milli=16_000)])
+    now = (node.gpu_milli, node.cpu_milli, mix)
+    assert fragmentation(*now) == [0.0]  # the next task fits
+    assert stranded(*now) == [1000.0]  # two of four GPUs have no cores: half of 2,000
