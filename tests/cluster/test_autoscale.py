@@ -110,6 +110,14 @@ def test_an_idle_role_scales_to_zero_and_one_request_brings_it_back() -> None:
     assert answer.replicas >= 1
 
 
+def test_a_role_does_not_sleep_before_it_was_idle() -> None:
+    rule = ForecastRule(SPEED, 60.0, SLO, ScalingLimits(0, 4), idle_s=100.0)
+    (answer,) = rule.decide(
+        FleetSeen(1.7e9, {"both": RoleSeen(0, starting=1)})
+    )  # its clock need not begin at 0
+    assert answer.replicas == 1
+
+
 def test_a_budget_takes_from_the_role_that_keeps_most_of_what_it_wants() -> None:
     limits = ScalingLimits(1, 20, most_devices=16, devices_per_replica={"prefill": 1, "decode": 2})
     answers = limits.apply([ScaleTo("prefill", 8, "load"), ScaleTo("decode", 8, "load")])

@@ -93,12 +93,12 @@ class ForecastRule:
         if now_s - memory.started_s > self.start_up_s:
             memory.ended += seen.ended
             memory.in_slo += seen.ended_in_slo
-        if seen.requests or seen.arrived:
+        if seen.requests or seen.arrived or memory.busy_s is None:
             memory.busy_s = now_s
         self._rethink(role, memory, seen, now_s)
         if not self._may_sleep(memory, seen, now_s):
             return self._awake(role, memory, seen, now_s)
-        return ScaleTo(role, 0, f"no request for {now_s - (memory.busy_s or now_s):.0f} s")
+        return ScaleTo(role, 0, f"no request for {now_s - memory.busy_s:.0f} s")
 
     def _awake(self, role: str, memory: _RoleMemory, seen: RoleSeen, now_s: float) -> ScaleTo:
         predicted = memory.forecast.predicted(now_s)
@@ -117,7 +117,7 @@ class ForecastRule:
     def _may_sleep(self, memory: _RoleMemory, seen: RoleSeen, now_s: float) -> bool:
         if self.limits.fewest > 0 or seen.requests or seen.arrived:
             return False
-        return seen.replicas == 0 or now_s - (memory.busy_s or 0.0) >= self.idle_s
+        return seen.replicas == 0 or memory.busy_s is None or now_s - memory.busy_s >= self.idle_s
 
     def _for_queue(self, role: str, seen: RoleSeen) -> float:
         """Replicas to clear the queue: none where it is gone before they could have started."""
