@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from cumulo.base import report
+from cumulo.base.quantities import quantity
 from cumulo.cli.shared.terminal import out
 from cumulo.errors import CumuloError
 
@@ -22,7 +23,7 @@ def print_step(folder: Path | None, step: int | None, json_file: Path | None) ->
     share = f"{total / record.step_s:.0%} of the step; waiting for other ranks counts, overlapped time too"
     rows.append(report.Row("collectives of rank 0", total * 1e3, "ms", "lower", note=share))
     for one in found:
-        name = f"{one.collective}, {one.ranks} ranks, {one.size_bytes / 1024:,.0f} KiB × {one.calls}"
+        name = f"{one.collective}, {one.ranks} ranks, {quantity(one.size_bytes, 'B')} × {one.calls}"
         note = f"bus bandwidth {one.bus_gb_s:.3f} GB/s; predicted {one.predicted_s * 1e3:,.2f} ms"
         rows.append(report.Row(name, one.seconds * 1e3, "ms", "lower", note=note))
     report.write_json(json_file, rows)

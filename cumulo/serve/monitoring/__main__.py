@@ -1,4 +1,5 @@
-"""Writes what watches a server into a folder: prometheus.yml, alerts.yaml, dashboard.json. For operators:
+"""Writes what watches a server into a folder: prometheus.yml, alerts.yaml, dashboard.json, training.json. For
+operators:
 
 python -m cumulo.serve.monitoring FOLDER
 prometheus --config.file FOLDER/prometheus.yml
@@ -14,8 +15,8 @@ import yaml
 JOB = "cumulo"  # the alert rules expect this name
 
 
-def write(folder: Path, targets: list[str], interval_s: int) -> list[Path]:
-    """The three files; Prometheus will scrape `targets`, each HOST:PORT."""
+def write(folder: Path, targets: list[str], interval_s: int, training: list[str] | None = None) -> list[Path]:
+    """The files; Prometheus will scrape `targets` and the runs of `training`, each HOST:PORT."""
     folder.mkdir(parents=True, exist_ok=True)
     shipped = files("cumulo.serve.monitoring")
     settings = {
@@ -23,10 +24,14 @@ def write(folder: Path, targets: list[str], interval_s: int) -> list[Path]:
         "rule_files": ["alerts.yaml"],
         "scrape_configs": [{"job_name": JOB, "static_configs": [{"targets": targets}]}],
     }
+    if training:
+        runs = {"job_name": "cumulo-train", "static_configs": [{"targets": training}]}
+        settings["scrape_configs"] = [*settings["scrape_configs"], runs]
     texts = {
         "prometheus.yml": yaml.safe_dump(settings, sort_keys=False),
         "alerts.yaml": (shipped / "alerts.yaml").read_text("utf-8"),
         "dashboard.json": (shipped / "dashboard.json").read_text("utf-8"),
+        "training.json": (shipped / "training.json").read_text("utf-8"),
     }
     for name, text in texts.items():
         (folder / name).write_text(text, "utf-8")
@@ -38,10 +43,14 @@ def main(
     target: Annotated[
         list[str] | None, typer.Option(metavar="HOST:PORT", help="A server to scrape; may be repeated.")
     ] = None,
+    training: Annotated[
+        list[str] | None,
+        typer.Option(metavar="HOST:PORT", help="A training run's metrics_port to scrape; may be repeated."),
+    ] = None,
     interval: Annotated[int, typer.Option(min=1, help="Seconds between two scrapes.")] = 5,
 ) -> None:
     """Write Prometheus' settings, the alert rules and the Grafana dashboard for `cumulo serve`."""
-    for path in write(folder, target or ["127.0.0.1:8000"], interval):
+    for path in write(folder, target or ["127.0.0.1:8000"], interval, training):
         print(path)
 
 

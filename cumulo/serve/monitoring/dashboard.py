@@ -2,10 +2,11 @@
 
     pip install -e '.[dashboards]' && python -m cumulo.serve.monitoring.dashboard
 
-rewrites dashboard.json beside this file, which is what users import. Nothing else needs the builders.
+rewrites dashboard.json and training.json beside this file, which users import. Nothing else needs the builders.
 """
 
 import itertools
+from collections.abc import Sequence
 from pathlib import Path
 
 from grafana_foundation_sdk.builders import common, dashboard, stat, timeseries
@@ -14,10 +15,12 @@ from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.models import common as common_models
 from grafana_foundation_sdk.models import dashboard as models
 
-from cumulo.serve.monitoring.panel import Number, Panel, Query
+from cumulo.serve.monitoring.panel import Number, Panel, Query, Section
 from cumulo.serve.monitoring.panels import SECTIONS
+from cumulo.serve.monitoring.training_panels import TRAINING
 
 FILE = Path(__file__).with_name("dashboard.json")
+TRAINING_FILE = Path(__file__).with_name("training.json")
 _WIDTH = 24  # of Grafana's grid
 _SOURCE = models.DataSourceRef(type_val="prometheus", uid="${datasource}")
 
@@ -77,12 +80,12 @@ def _number(panel: Number) -> stat.Panel:
     return figure
 
 
-def _choice(name: str, label: str) -> dashboard.QueryVariable:
+def _choice(name: str, label: str, metric: str = "engine_up") -> dashboard.QueryVariable:
     """A variable filled with the label's values; all of them at first."""
     return (
         dashboard.QueryVariable(name)
         .label(name.capitalize())
-        .query(f"label_values(cumulo:engine_up, {label})")
+        .query(f"label_values(cumulo:{metric}, {label})")
         .datasource(_SOURCE)
         .refresh(models.VariableRefresh.ON_TIME_RANGE_CHANGED)
         .sort(models.VariableSort.ALPHABETICAL_ASC)
@@ -108,8 +111,29 @@ def build() -> str:
         .with_variable(_choice("model", "model_name"))
         .with_variable(_choice("instance", "instance"))
     )
+    return _filled(made, SECTIONS)
+
+
+def build_training() -> str:
+    """The dashboard of training runs."""
+    made = (
+        dashboard.Dashboard("Cumulo training")
+        .uid("cumulo-train")
+        .description("Training runs: loss, speed, and their collectives next to the cost model.")
+        .tags(["cumulo", "llm"])
+        .refresh("10s")
+        .time("now-1h", "now")
+        .timezone("browser")
+        .tooltip(models.DashboardCursorSync.CROSSHAIR)
+        .with_variable(dashboard.DatasourceVariable("datasource").label("Prometheus").type("prometheus"))
+        .with_variable(_choice("run", "run", "train_step"))
+    )
+    return _filled(made, (TRAINING,))
+
+
+def _filled(made: dashboard.Dashboard, sections: Sequence[Section]) -> str:
     numbers = itertools.count(1)
-    for section in SECTIONS:
+    for section in sections:
         made.with_row(dashboard.Row(section.title).id(next(numbers)))
         for panel in section.panels:
             drawn = _number(panel) if isinstance(panel, Number) else _graph(panel)
@@ -119,3 +143,4 @@ def build() -> str:
 
 if __name__ == "__main__":
     FILE.write_text(build())
+    TRAINING_FILE.write_text(build_training())

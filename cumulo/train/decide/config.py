@@ -180,6 +180,9 @@ class TrainConfig:
     collective_profile: str = (
         ""  # a file of `cumulo bench collectives` that decides where `collective` does not
     )
+    # The first rank answers Prometheus at http://metrics_host:metrics_port/metrics; 0: nowhere.
+    metrics_port: int = 0
+    metrics_host: str = "127.0.0.1"
     faults: FaultConfig = field(default_factory=FaultConfig)
 
     def __post_init__(self) -> None:
@@ -353,7 +356,7 @@ def _problems(config: TrainConfig) -> Iterator[str]:
         "expert_rebalance_every_steps": config.expert_rebalance_every_steps,
         "evaluate_every_steps": config.evaluate_every_steps, "evaluate_sequences": config.evaluate_sequences,
         "checkpoint.memory_every_steps": config.checkpoint.memory_every_steps,
-        "faults.most_restarts": config.faults.most_restarts,
+        "faults.most_restarts": config.faults.most_restarts, "metrics_port": config.metrics_port,
     }  # fmt: skip
     yield from (f"{name} must not be negative, got {value}" for name, value in negative.items() if value < 0)
     if config.guard.action == "rollback" and not config.checkpoint.every_steps:

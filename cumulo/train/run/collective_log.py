@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
+from cumulo.collectives.decide.measured import CollectiveProfile
 from cumulo.ranks.collective_meter import CollectiveTime
 from cumulo.ranks.scheduled import host_seconds
 
@@ -23,8 +24,10 @@ class CollectiveRecord:
 
 
 class CollectiveLog:
-    def __init__(self, folder: Path, after_step: int) -> None:
-        """Keep what an earlier run wrote up to `after_step`."""
+    def __init__(self, folder: Path, after_step: int, profile: CollectiveProfile | None = None) -> None:
+        """Keep what an earlier run wrote up to `after_step`. `profile`: what was measured here predicts better than
+        the cost model."""
+        self._profile = profile
         path = folder / "collectives.csv"
         kept = [record for record in read_collectives(path) if record.step <= after_step]
         self._stream = path.open("w", newline="", encoding="utf-8")
@@ -32,9 +35,12 @@ class CollectiveLog:
         self._writer.writeheader()
         self._writer.writerows(map(asdict, kept))
 
-    def write(self, step: int, times: Sequence[CollectiveTime]) -> None:
+    def write(self, step: int, times: Sequence[CollectiveTime]) -> list[CollectiveRecord]:
+        records = []
         for one in times:
-            predicted = one.calls * host_seconds(one.kind, one.size_bytes, one.ranks)
+            known = self._profile.times(one.kind, one.size_bytes, one.ranks) if self._profile else {}
+            each_s = min(known.values(), default=host_seconds(one.kind, one.size_bytes, one.ranks))
+            predicted = one.calls * each_s
             record = CollectiveRecord(
                 step,
                 one.kind,
@@ -46,7 +52,9 @@ class CollectiveLog:
                 predicted,
             )
             self._writer.writerow(asdict(record))
+            records.append(record)
         self._stream.flush()
+        return records
 
     def close(self) -> None:
         self._stream.close()

@@ -21,6 +21,7 @@ from cumulo.checkpoint.play.memory import MemoryStore, memory_folder
 from cumulo.checkpoint.play.peft import export_peft
 from cumulo.checkpoint.play.saver import Saver
 from cumulo.checkpoint.play.store import Checkpoint, CheckpointStore, Store
+from cumulo.collectives.decide.measured import read_collective_profile
 from cumulo.errors import ConfigError, TrainingError
 from cumulo.ranks.collective_meter import meter
 from cumulo.ranks.groups import Groups
@@ -41,6 +42,7 @@ from cumulo.train.run.forecast import Forecast, training_device
 from cumulo.train.run.interrupt import StopRequest
 from cumulo.train.run.log import RunLog, TrainRecord
 from cumulo.train.run.meter import peak_memory_bytes
+from cumulo.train.run.metrics import TrainMetrics
 from cumulo.train.run.model_run import ModelRun
 from cumulo.train.run.state import Progressed, RunState
 
@@ -126,7 +128,12 @@ class Trainer:
             self.memory.forget()
         self.log = RunLog(self.folder, self.progress.step) if self.lead else None
         several = self.lead and self.config.layout.world > 1
-        self.collectives = CollectiveLog(self.folder, self.progress.step) if several else None
+        profile = read_collective_profile(self.config.collective_profile)
+        self.collectives = CollectiveLog(self.folder, self.progress.step, profile) if several else None
+        self.metrics: TrainMetrics | None = None
+        if self.lead and self.config.metrics_port:
+            self.metrics = TrainMetrics(self.folder.name, self.config.metrics_host, self.config.metrics_port)
+            self.watcher.tell(f"metrics: http://{self.config.metrics_host}:{self.metrics.port}/metrics")
         try:
             with StopRequest(self._heard) as stop, self.watch or contextlib.nullcontext():
                 result = self._loop(lambda step: stop.asked or should_stop(step))
@@ -136,6 +143,8 @@ class Trainer:
                 self.log.close()
             if self.collectives is not None:
                 self.collectives.close()
+            if self.metrics is not None:
+                self.metrics.close()
         self.team.first(lambda: self._export(prepared, result))
         if self.memory is not None:
             self.memory.remove()
@@ -261,8 +270,9 @@ class Trainer:
                 )  # fmt: skip
                 if self.log is not None:
                     self.log.write(record)
-                if self.collectives is not None:
-                    self.collectives.write(step, meter.take())
+                timed = [] if self.collectives is None else self.collectives.write(step, meter.take())
+                if self.metrics is not None:
+                    self.metrics.update(record, peak_memory_bytes(self.device), timed)
                 if begun_at == step - 1:
                     self._ledger()  # who looks at a long run wants the prediction now
                 self.watcher.step(record, peak_memory_bytes(self.device))
