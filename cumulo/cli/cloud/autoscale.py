@@ -145,8 +145,9 @@ def autoscale(chosen: AutoscaleOptions) -> None:
         out.print(f"[bold]{chosen.model}[/bold] on replicas of [bold]{replica}[/bold], {slo}")
         out.print(view.comparison(runs, slo, replica.price_per_hour))
         out.print(
-            f"{begin} replica{'' if begin == 1 else 's'} at the beginning, {start_up_s:g} s to start one. One serves "
-            f"{speed.prompt_tok_s:,.0f} prompt tok/s or {speed.output_tok_s:,.0f} output tok/s within the SLO.",
+            f"{begin} replica{'' if begin == 1 else 's'} at the beginning, {start_up_s:g} s to start one. "
+            f"One serves {speed.prompt_tok_s:,.0f} prompt tok/s or {speed.output_tok_s:,.0f} output tok/s within "
+            "the SLO.",
             style="dim",
         )
         out.print(view.KEY, style="dim")

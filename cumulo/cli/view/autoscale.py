@@ -21,8 +21,9 @@ _STYLE = (
 
 
 KEY = (
-    "hours: of replicas, from their order until they have drained. most: replicas at the same time. starts: replicas "
-    "that were started. turns: changes against the direction of the one before. lost: requests without an answer."
+    "hours: of replicas, from their order until they have drained. most: replicas at the same time. starts: "
+    "replicas that were started. turns: changes against the direction of the one before. lost: requests without an "
+    "answer."
 )
 
 
