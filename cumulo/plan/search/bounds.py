@@ -19,7 +19,7 @@ from cumulo.plan.memory.peak import (
     stage_layers,
 )
 from cumulo.plan.search.space import JobShape, TrainGoal, Variant, job_of
-from cumulo.plan.time.chunks import chunks_of
+from cumulo.plan.time.chunks import Pieces, chunks_of, is_paired, pieces_of
 from cumulo.plan.time.compute_profile import Profile
 from cumulo.plan.time.data_parallel import around
 from cumulo.plan.time.pipeline import bound_s
@@ -35,6 +35,7 @@ class Bounds:
         self._layer_s = cache(self._count_layer_s)
         self._most_s = cache(self._count_most_s)
         self._costs: dict[tuple[object, ...], tuple[ChunkCost, ...]] = {}
+        self._pieces: dict[tuple[object, ...], Pieces] = {}
         self._states: dict[tuple[object, ...], int] = {}
         self._held: dict[tuple[object, ...], StageLayers] = {}
         self._memory = cache(self._count_memory)
@@ -87,9 +88,13 @@ class Bounds:
         return beside.data_s + beside.optimizer_s + beside.weights_s
 
     def _chunk_costs(self, shape: JobShape, job: TrainJob) -> tuple[ChunkCost, ...]:
-        key = (*shape[1:], job.chunks, job.chunks_per_stage, job.recompute)
+        paired = is_paired(job)
+        key = (*shape[1:], job.chunks, job.chunks_per_stage, job.recompute, paired)
         if key not in self._costs:
-            self._costs[key] = chunks_of(job, self.goal.cluster, self.profile).costs
+            alike = (*shape[1:2], *shape[3:], job.recompute, paired)
+            if alike not in self._pieces:
+                self._pieces[alike] = pieces_of(job, self.goal.cluster, self.profile)
+            self._costs[key] = chunks_of(job, self.goal.cluster, self.profile, self._pieces[alike]).costs
         return self._costs[key]
 
     def memory_bytes(self, shape: JobShape, variant: Variant) -> float:

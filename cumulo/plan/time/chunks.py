@@ -54,13 +54,35 @@ def layer_kinds(model: ModelSpec) -> tuple[LayerKind, ...]:
     return tuple((model.is_moe_layer(index), model.window_of_layer(index)) for index in range(model.layers))
 
 
-def chunks_of(job: TrainJob, cluster: Cluster, profile: Profile) -> Chunks:
-    """One micro-batch through every chunk."""
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """What chunks are made of, whatever their number."""
+
+    layers: Mapping[LayerKind, tuple[Passes, Seconds]]
+    first: Passes
+    ends: list[Passes]  # the loss, and what predicts further tokens
+
+
+def pieces_of(job: TrainJob, cluster: Cluster, profile: Profile) -> Pieces:
+    model, tokens = job.model, job.tokens_per_rank
+    kinds = layer_kinds(model)
+    layers = {kind: _layer(job, cluster, profile, *kind) for kind in set(kinds)}
+    loss = head(model, job.padded_vocabulary, tokens, job.layout.tp, profile, cluster.device)
+    ends = [loss, *_ahead(job, profile, cluster, layers[kinds[-1]], loss)]
+    return Pieces(layers, embedding(model, tokens, profile, cluster.device), ends)
+
+
+def is_paired(job: TrainJob) -> bool:
+    """Whether the schedule runs a forward beside a backward."""
+    return job.layout.pp > 1 and family(job.layout.schedule).overlaps
+
+
+def chunks_of(job: TrainJob, cluster: Cluster, profile: Profile, pieces: Pieces | None = None) -> Chunks:
+    """One micro-batch through every chunk. `pieces`: of a job that differs in dp and in its pipeline only."""
     model, tokens, last = job.model, job.tokens_per_rank, job.chunks - 1
     kinds = layer_kinds(model)
-    costs = {kind: _layer(job, cluster, profile, *kind) for kind in set(kinds)}
-    loss = head(model, job.padded_vocabulary, tokens, job.layout.tp, profile, cluster.device)
-    ends = [loss, *_ahead(job, profile, cluster, costs[kinds[-1]], loss)]
+    found_pieces = pieces or pieces_of(job, cluster, profile)
+    costs, ends = found_pieces.layers, found_pieces.ends
     counts = job.chunk_layers
     if last and (profile.balances_stages or job.predict_ahead):
         mean = sum(costs[kind][0].total for kind in kinds) / len(kinds)
@@ -73,7 +95,7 @@ def chunks_of(job: TrainJob, cluster: Cluster, profile: Profile) -> Chunks:
         begin += count
         look = (mine, chunk == 0, chunk == last)
         if look not in made:
-            extra = [embedding(model, tokens, profile, cluster.device)] if chunk == 0 else []
+            extra = [found_pieces.first] if chunk == 0 else []
             if any(moe for moe, _ in mine):
                 extra += _taken_up(job, profile)
             made[look] = _chunk(job, mine, costs, extra + ends * (chunk == last))
@@ -199,7 +221,7 @@ def _waits(job: TrainJob, cluster: Cluster, profile: Profile, moe: bool) -> Seco
         job.model.moe,
         job.expert_exchange == "once",
         job.overlap_expert,
-        job.layout.pp > 1 and family(job.layout.schedule).overlaps,
+        is_paired(job),
         cluster,
         profile,
     )
