@@ -17,6 +17,7 @@ from typing import Any, Literal
 import yaml
 
 from cumulo.base.strict import build
+from cumulo.base.yaml_text import yaml_problem
 from cumulo.cluster.decide.jobs import JobRequest
 from cumulo.cluster.kubernetes_settings import KubernetesSettings
 from cumulo.errors import ConfigError
@@ -188,7 +189,7 @@ def read_job(path: Path) -> JobFile:
     except OSError as error:
         raise ConfigError(f"cannot read the job file {path}: {error.strerror or error}") from error
     except (UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path} is not valid YAML: {error}") from error
+        raise ConfigError(f"{path} is not valid YAML: {yaml_problem(error)}") from error
     return resolved(job_from(content, str(path)), path.resolve().parent)
 
 

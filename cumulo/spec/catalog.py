@@ -18,6 +18,7 @@ import yaml
 
 from cumulo.base.nearest import nearest
 from cumulo.base.strict import build
+from cumulo.base.yaml_text import yaml_problem
 from cumulo.errors import ConfigError, ModelError
 from cumulo.spec.check import checked
 from cumulo.spec.cluster import Cluster
@@ -157,7 +158,7 @@ def _read(path: Path) -> Mapping[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read the catalogue {path}: {error}") from error
     except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not valid YAML: {error}") from error
+        raise ConfigError(f"{path} is not valid YAML: {yaml_problem(error)}") from error
     return _table(content, str(path))
 
 

@@ -54,7 +54,7 @@ def test_files_that_are_missing_or_no_yaml_are_named(tmp_path: Path) -> None:
         read_job(tmp_path / "none.yaml")
     broken = tmp_path / "broken.yaml"
     broken.write_text("name: [")
-    with pytest.raises(ConfigError, match="not valid YAML"):
+    with pytest.raises(ConfigError, match="not valid YAML: line"):
         read_job(broken)
     broken.write_text(yaml.safe_dump(TRAIN))
     with pytest.raises(ConfigError, match=r"there is no .*train-tiny\.yaml"):

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from cumulo.base.yaml_text import yaml_problem
 from cumulo.cli.shared import options
 from cumulo.cli.shared import plan_options as shared
 from cumulo.cli.shared.declare import option, takes_options
@@ -140,7 +141,7 @@ def _content(target: str) -> "dict[str, Any] | None":
     try:
         content = yaml.safe_load(read_text(path))
     except yaml.YAMLError as error:
-        raise ConfigError(f"{target} is not valid YAML: {error}") from error
+        raise ConfigError(f"{target} is not valid YAML: {yaml_problem(error)}") from error
     if not isinstance(content, dict):
         raise ConfigError(f"{target} must be a table, got {type(content).__name__}")
     return content

@@ -25,12 +25,16 @@ _POLL_S = 0.3
 def print_jobs(records: Sequence[JobRecord], known: int, json_file: Path | None) -> None:
     if str(json_file) != "-":
         if not records:
-            out.print("No jobs." if not known else f"No job is waiting or running; --all shows all {known}.")
+            ended = f"No job is waiting or running. `cumulo jobs --all` also shows the {known} that ended."
+            out.print(
+                "No jobs yet; `cumulo launch JOB.yaml` submits one." if not known else ended, highlight=False
+            )
         else:
             out.print(_table(records))
             for record in records:
                 if record.reason:
-                    out.print(f"{record.job_id}: {record.reason}", style="dim", markup=False, soft_wrap=True)
+                    told = f"{record.job_id} ({record.state}): {record.reason}"
+                    out.print(told, style="dim", markup=False, soft_wrap=True)
     write_json(json_file, [], jobs=[_plain(record) for record in records])
 
 

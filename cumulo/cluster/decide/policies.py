@@ -60,6 +60,11 @@ ORDERS: dict[str, PolicyKind] = {
     "goodput": PolicyKind(
         "elastic, and short jobs count more", lambda place: elastic(short_first=0.3), always_decide=True
     ),
+    "attained": PolicyKind(
+        "elastic, and jobs that had little GPU time count more; nothing is predicted",
+        lambda place: elastic(short_first=0.3, predicted=False),
+        always_decide=True,
+    ),
 }
 PlacerOf = Callable[[Snapshot], Placer]
 PLACERS: dict[str, tuple[str, PlacerOf]] = {
@@ -76,7 +81,7 @@ def policy_named(name: str) -> NamedPolicy:
     order, *more = name.split("+")
     if order not in ORDERS:
         raise ConfigError(
-            f"there is no policy {order!r}{did_you_mean(order, ORDERS)}; your own is FILE.py:FUNCTION"
+            f"there is no policy {order!r}{did_you_mean(order, ORDERS)} (or FILE.py:FUNCTION, a policy of your own)"
         )
     kind, place, upkeep = ORDERS[order], PLACERS["pack"][1], []
     for part in more:

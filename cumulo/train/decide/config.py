@@ -12,6 +12,7 @@ from typing import Any, Literal
 import yaml
 
 from cumulo.base import strict
+from cumulo.base.yaml_text import yaml_problem
 from cumulo.collectives.decide.choices import parse_choices
 from cumulo.collectives.decide.measured import read_collective_profile
 from cumulo.errors import ConfigError
@@ -200,7 +201,7 @@ def load_config(path: Path, changes: Mapping[str, str] | None = None) -> TrainCo
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read {path}: {error}") from error
     except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not valid YAML: {error}") from error
+        raise ConfigError(f"{path} is not valid YAML: {yaml_problem(error)}") from error
     return config_from(data or {}, str(path), changes)
 
 
