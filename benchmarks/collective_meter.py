@@ -12,7 +12,7 @@ import torch
 
 from cumulo.base import report
 from cumulo.base.report import Row
-from cumulo.bench.message_order import LENGTH, ROWS, SPEC, OrderPlan, _batch
+from cumulo.bench.overlapped.message_order import LENGTH, ROWS, SPEC, OrderPlan, _batch
 from cumulo.ranks.collective_meter import CollectiveMeter, meter
 from cumulo.ranks.collectives import barrier
 from cumulo.ranks.groups import Groups, world_group

@@ -45,7 +45,7 @@ def overlap(
     those of a mixture of experts in a pipeline, next to the simulator, which knows how many cores are shared.
     Gradients and weights are those of data parallelism.
     """
-    from cumulo.bench import overlap as bench_overlap
+    from cumulo.bench.overlapped import passes as bench_overlap
     from cumulo.cli.bench import _finish, _warn_if_busy
     from cumulo.cli.shared.terminal import working
     from cumulo.errors import ConfigError
@@ -66,7 +66,7 @@ def overlap(
         raise ConfigError(f"--shares {shares}: every share must be more than 0")
     _warn_if_busy()
     if of != "passes":
-        from cumulo.bench import message_order
+        from cumulo.bench.overlapped import message_order
 
         with working("overlap") as tell:
             order = message_order.OrderPlan(ranks, of == "weights", wanted, rounds)

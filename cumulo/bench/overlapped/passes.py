@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from cumulo.base.report import Row, available_cores
-from cumulo.bench.pass_trace import Parts, PassKey, PassTrace, pass_costs
+from cumulo.bench.overlapped.pass_trace import Parts, PassKey, PassTrace, pass_costs
 from cumulo.collectives.play.shaping import LinkShaper
 from cumulo.layout.layout import Layout
 from cumulo.pipeline.simulate.passes import PassMachine, play_passes

@@ -1,0 +1,1 @@
+"""What training saves by computing while messages travel: `cumulo bench overlap`."""
