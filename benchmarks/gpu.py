@@ -34,7 +34,7 @@ from cumulo.engine.config import EngineConfig  # noqa: E402
 from cumulo.engine.decide.params import SamplingParams  # noqa: E402
 from cumulo.engine.decide.plan import StepPlan  # noqa: E402
 from cumulo.engine.engine import Engine  # noqa: E402
-from cumulo.engine.memory.ledger import plan_memory  # noqa: E402
+from cumulo.engine.memory.memory_plan import plan_memory  # noqa: E402
 from cumulo.models.decoder import Decoder  # noqa: E402
 from cumulo.spec.from_huggingface import spec_from_config  # noqa: E402
 from cumulo.spec.model import ModelSpec  # noqa: E402

@@ -25,7 +25,7 @@ from benchmarks.gpu import FILE, random_decoder  # noqa: E402
 from cumulo.engine.assembly import free_memory, start_engine  # noqa: E402
 from cumulo.engine.config import EngineConfig  # noqa: E402
 from cumulo.engine.decide.params import SamplingParams  # noqa: E402
-from cumulo.engine.memory.ledger import plan_memory  # noqa: E402
+from cumulo.engine.memory.memory_plan import plan_memory  # noqa: E402
 from cumulo.engine.play.runner_cuda import CudaRunner  # noqa: E402
 from cumulo.spec.from_huggingface import spec_from_config  # noqa: E402
 

@@ -24,9 +24,10 @@ from cumulo.engine.decide.scheduler_config import scheduler_config
 from cumulo.engine.engine import Engine
 from cumulo.engine.guides.guided import Guidance
 from cumulo.engine.link import connect
-from cumulo.engine.memory.ledger import GIB, Ledger, MemoryPlan, plan_memory
+from cumulo.engine.memory.ledger import GIB, Ledger
 from cumulo.engine.memory.ledger_gpu import quantised_saved_bytes
 from cumulo.engine.memory.ledger_ranks import plan_rank_memory
+from cumulo.engine.memory.memory_plan import MemoryPlan, plan_memory
 from cumulo.engine.play.draft_source import attach_draft, check_tokenizer, load_draft
 from cumulo.engine.play.player import Player, adapter_obstacle, cpu_player, gpu_player, refuse_kernel_options
 from cumulo.engine.play.rank_player import RankSetup, start_ranks

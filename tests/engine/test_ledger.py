@@ -17,8 +17,10 @@ from rich.console import Console
 
 from cumulo.base.machine_memory import PeakMemory, available_memory, resident_bytes
 from cumulo.engine.config import EngineConfig
-from cumulo.engine.memory.ledger import GIB, activation_bytes, logit_bytes, plan_memory
+from cumulo.engine.memory.ledger import GIB
 from cumulo.engine.memory.ledger_gpu import quantised_saved_bytes
+from cumulo.engine.memory.memory_plan import plan_memory
+from cumulo.engine.memory.needs import activation_bytes, logit_bytes
 from cumulo.engine.play.runner_torch import TorchRunner
 from cumulo.errors import CumuloError, OutOfMemory
 from cumulo.models.batch import KVCache

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from cumulo.engine.config import EngineConfig
-from cumulo.engine.memory.ledger import plan_memory
+from cumulo.engine.memory.memory_plan import plan_memory
 from cumulo.layout.layout import Layout
 from cumulo.plan.job import TrainJob
 from cumulo.plan.memory.peak import peak_memory

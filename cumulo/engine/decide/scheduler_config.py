@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from cumulo.engine.config import EngineConfig
-from cumulo.engine.memory.ledger import MemoryPlan
+from cumulo.engine.memory.memory_plan import MemoryPlan
 from cumulo.errors import CumuloError
 from cumulo.spec.slo import Slo
 

@@ -5,7 +5,7 @@ import dataclasses
 import math
 
 from cumulo.engine.config import EngineConfig
-from cumulo.engine.memory.ledger import MemoryPlan, plan_memory
+from cumulo.engine.memory.memory_plan import MemoryPlan, plan_memory
 from cumulo.layout.serving import RankPart, ServingLayout, held_parameters, rank_part
 from cumulo.spec.model import ModelSpec
 from cumulo.spec.parameters import parameter_shapes

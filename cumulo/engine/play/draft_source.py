@@ -9,7 +9,7 @@ import torch
 
 from cumulo.engine.config import EngineConfig
 from cumulo.engine.decide.plan import Runner
-from cumulo.engine.memory.ledger import DraftNeeds
+from cumulo.engine.memory.needs import DraftNeeds
 from cumulo.engine.play.drafter import Drafter, DraftModel, WholeDraftModel
 from cumulo.engine.play.runner_torch import TorchRunner
 from cumulo.errors import ConfigError

@@ -12,7 +12,7 @@ from cumulo.engine.config import EngineConfig
 from cumulo.engine.decide.plan import Runner
 from cumulo.engine.decide.speculation.choose import most_draws
 from cumulo.engine.guides.guided import Guidance
-from cumulo.engine.memory.ledger import MemoryPlan
+from cumulo.engine.memory.memory_plan import MemoryPlan
 from cumulo.engine.play.runner_torch import TorchRunner
 from cumulo.errors import CumuloError
 from cumulo.models.adapters.bank import AdapterBank

@@ -15,7 +15,7 @@ import torch
 from cumulo.engine.config import EngineConfig
 from cumulo.engine.decide.plan import PendingStep
 from cumulo.engine.guides.guided import Guidance, GuidedSlots
-from cumulo.engine.memory.ledger import MemoryPlan
+from cumulo.engine.memory.memory_plan import MemoryPlan
 from cumulo.engine.play.packed_plan import AdapterOrder, unpack_message
 from cumulo.engine.play.player import DeviceRunner, Player, runnable, runner_maker
 from cumulo.engine.play.rank_play import RankPlay, SharedGuides

@@ -13,7 +13,7 @@ from multiprocessing.connection import wait
 import torch
 
 from cumulo.engine.config import EngineConfig
-from cumulo.engine.memory.ledger import MemoryPlan
+from cumulo.engine.memory.memory_plan import MemoryPlan
 from cumulo.engine.play.player import DeviceRunner, kv_dtype
 from cumulo.engine.play.ranked_runner import RankedRunner
 from cumulo.engine.play.runner_cuda import CudaRunner

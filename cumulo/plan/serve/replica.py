@@ -11,8 +11,9 @@ from cumulo.base.quantities import quantity
 from cumulo.engine.config import EngineConfig
 from cumulo.engine.decide.scheduler import Scheduler
 from cumulo.engine.decide.scheduler_config import scheduler_config
-from cumulo.engine.memory.ledger import GIB, MemoryPlan, plan_memory
+from cumulo.engine.memory.ledger import GIB
 from cumulo.engine.memory.ledger_ranks import plan_rank_memory
+from cumulo.engine.memory.memory_plan import MemoryPlan, plan_memory
 from cumulo.engine.simulate.engine import simulate
 from cumulo.engine.simulate.run import Arrival, Run
 from cumulo.errors import ConfigError, OutOfMemory

@@ -1,0 +1,148 @@
+"""How memory is shared out before a model is loaded. The engine and the planner ask `plan_memory`.
+
+It predicts every part, chooses the number of KV blocks where the user left it open, and refuses what cannot fit by
+naming the largest setting that would.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from cumulo.engine.config import EngineConfig
+from cumulo.engine.memory.ledger import GIB, Ledger, format_bytes
+from cumulo.engine.memory.needs import DraftNeeds, Needs
+from cumulo.errors import CumuloError, OutOfMemory
+from cumulo.spec.model import ModelSpec
+
+# Left to the rest of the system: a machine filled to the last page starts to swap or kills the process.
+_SHARE_LEFT_FREE = 0.05
+# Where nobody says how much KV to keep: room for this many tokens per sequence that may run at once, but at
+# most this share of what is free and this many bytes. On a CPU decoding slows down with context long before
+# memory for it runs out, so a laptop's memory is better left to its owner.
+_TYPICAL_CONTEXT = 1024
+_KV_SHARE, _KV_LIMIT_BYTES = 0.25, 4 * GIB
+# A GPU serves and does nothing else: all but this share of its memory is used, the rest goes to libraries.
+_GPU_SHARE_LEFT_FREE = 0.03
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    kv_blocks: int
+    host_blocks: int  # of the swap pool
+    max_context: int  # prompt and output together; less than the model's where the KV cache is smaller
+    ledger: Ledger
+    tier_blocks: int = 0  # of host memory, for prefixes
+
+    @property
+    def all_host_blocks(self) -> int:
+        """The swap pool's, then the tier's."""
+        return self.host_blocks + self.tier_blocks
+
+
+def plan_memory(
+    spec: ModelSpec,
+    weight_bytes: int,
+    config: EngineConfig,
+    available_bytes: int,
+    *,
+    loading_bytes: int = 0,
+    draft: DraftNeeds | None = None,
+) -> MemoryPlan:
+    """Predict every row, choose what the configuration leaves open, or raise OutOfMemory.
+
+    `weight_bytes` is what the weights take in the end, `loading_bytes`, where it is more, before being quantised.
+
+    A `max_context` that was asked for must fit at least once into the KV cache. One that was not asked for
+    (the model's own may be 131,072) becomes what the cache holds; the plan and the ledger say so.
+    """
+    config = config.settled("cuda" if config.device.startswith("cuda") else "cpu")
+    needs = Needs(spec, weight_bytes, config, draft)
+    on_gpu = config.device == "cuda"
+    usable = int(available_bytes * (1 - (_GPU_SHARE_LEFT_FREE if on_gpu else _SHARE_LEFT_FREE)))
+    if config.max_context is not None and config.max_context > spec.max_context:
+        raise CumuloError(
+            f"max_context={config.max_context} was asked for, but this model supports at most "
+            f"{spec.max_context:,} tokens; set max_context={spec.max_context} or less"
+        )
+    if weight_bytes <= usable < loading_bytes:
+        raise OutOfMemory(
+            f"weights={config.weights} was asked for, but weights are loaded before they are quantised: as they "
+            f"are they take {format_bytes(loading_bytes)} of {format_bytes(usable)} usable; take a larger GPU or "
+            "a smaller model"
+        )
+    if not needs.fit(usable):
+        raise OutOfMemory(refusal(needs, usable))
+    kv_blocks, why = needs.given_kv_blocks, "as configured"
+    if kv_blocks is None and on_gpu:
+        most = usable // needs.block_bytes
+        kv_blocks = largest(lambda blocks: needs.total(blocks) <= usable, needs.least_kv_blocks, most)
+        why = "all that is left on the GPU"
+    elif kv_blocks is None:
+        limit = int(min(_KV_SHARE * available_bytes, _KV_LIMIT_BYTES)) // needs.block_bytes
+        typical = config.max_running * needs.blocks_for(min(needs.context, _TYPICAL_CONTEXT))
+        wanted = max(min(max(typical, needs.blocks_for(needs.context)), limit), needs.least_kv_blocks)
+        kv_blocks = largest(lambda blocks: needs.total(blocks) <= usable, needs.least_kv_blocks, wanted)
+        why = f"for {config.max_running:,} sequences, within a quarter of free memory and 4 GiB"
+    context = needs.context_with(kv_blocks)
+    if context < needs.context:
+        why += f"; longest context {context:,} of the model's {needs.context:,}"
+    rows = tuple(needs.rows(kv_blocks, why))
+    return MemoryPlan(
+        kv_blocks, needs.host_blocks, context, Ledger(rows, available_bytes), tier_blocks=needs.tier_blocks
+    )
+
+
+def refusal(needs: Needs, usable_bytes: int) -> str:
+    """Why it does not fit, and for each setting the largest value that makes it fit on its own."""
+    config, usable = needs.config, format_bytes(usable_bytes)
+    if needs.weight_bytes > usable_bytes:
+        return (
+            f"the model's weights alone take {format_bytes(needs.weight_bytes)}, but only {usable} of memory "
+            "are usable: take a smaller or a quantised model, or free memory"
+        )
+    given, least = needs.given_kv_blocks, needs.least_kv_blocks
+    advice: list[str] = []
+    if given is not None and given < least:
+        block = config.block_size
+        what = f"a KV cache of {given * block:,} tokens cannot hold one sequence of {least * block:,}"
+        name = "kv_blocks" if config.kv_blocks is not None else "kv_memory_gib"
+        # Rounded up: the number printed must be enough.
+        enough = least if name == "kv_blocks" else math.ceil(least * needs.block_bytes / GIB * 1000) / 1000
+        if needs.changed(**{name: enough}).fit(usable_bytes):
+            advice.append(f"{name}={enough} or more")
+    else:
+        total = format_bytes(needs.total(least if given is None else given))
+        what = f"this configuration needs {total} of memory, and {usable} are usable"
+    for name in ("max_context", "kv_blocks", "max_tokens_per_step", "max_running", "max_loras"):
+        value = getattr(config, name)
+        if value is not None and (best := _largest_setting(needs, usable_bytes, name, value, 1)) is not None:
+            advice.append(f"{name}={best}")
+    for name in ("kv_memory_gib", "swap_gib", "kv_host_gib"):
+        value = getattr(config, name)
+        if value and (best := _largest_setting(needs, usable_bytes, name, int(value * 100), 100)) is not None:
+            advice.append(f"{name}={best / 100:g}")
+    if not advice:
+        return f"{what}; no single setting helps: take a smaller or a quantised model, or free memory"
+    return f"{what}; the largest that fits, all else unchanged: {', or '.join(advice)}"
+
+
+def _largest_setting(needs: Needs, usable_bytes: int, name: str, present: int, per_unit: int) -> int | None:
+    """The largest value below the present one with which everything fits, in units of 1 / per_unit."""
+
+    def fit(value: int) -> bool:
+        return needs.changed(**{name: value / per_unit if per_unit > 1 else value}).fit(usable_bytes)
+
+    smallest = {"max_context": 1, "kv_blocks": needs.least_kv_blocks, "swap_gib": 0, "kv_host_gib": 0}.get(
+        name, 1
+    )
+    if name == "kv_memory_gib":  # the least that holds one sequence
+        smallest = math.ceil(needs.least_kv_blocks * needs.block_bytes / GIB * per_unit)
+    return largest(fit, smallest, present) if smallest <= present and fit(smallest) else None
+
+
+def largest(fit: Callable[[int], bool], low: int, high: int) -> int:
+    """The largest value in low..high that fits, given that `low` does and that fitting is monotone."""
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fit(middle) else (low, middle - 1)
+    return low

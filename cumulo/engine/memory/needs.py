@@ -1,0 +1,226 @@
+"""What a model and a configuration need of memory, part by part. `plan_memory` asks it for numbers of KV blocks."""
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from cumulo.base.ledger import LedgerLine
+from cumulo.engine.config import EngineConfig
+from cumulo.engine.decide.speculation.choose import most_draws
+from cumulo.engine.memory.ledger import GIB
+from cumulo.engine.memory.ledger_gpu import (
+    gpu_buffer_bytes,
+    gpu_logit_bytes,
+    gpu_table_bytes,
+    int4_scratch_bytes,
+)
+from cumulo.errors import CumuloError
+from cumulo.layout.adapters import padded_rank, served_elements
+from cumulo.spec.gpu_kernels import obstacle_of
+from cumulo.spec.model import ModelSpec
+from cumulo.spec.operations import layer_operations
+
+BYTES_PER_ELEMENT = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
+
+_GPU_LIBRARIES_BYTES = 3 * GIB // 2  # matrix libraries' workspaces, compiled kernels, captured graphs
+_GATHERED_BYTES = 2 * GIB  # scores and gathered keys and values of PyTorch's operators on a GPU, at worst
+_SAMPLER_SLICE = 1 << 20  # logits the sampler works on at once
+# A model is of no use with less context than this (or its own, if that is shorter).
+_SHORTEST_CONTEXT = 256
+_STAGING_BYTES = 64 << 20  # of host memory, on the way to disk
+
+
+@dataclass(frozen=True, slots=True)
+class DraftNeeds:
+    """What speculation by a model or head takes."""
+
+    name: str
+    weight_bytes: int
+    bytes_per_token: int  # of its own KV cache, and of the hidden states a head reads
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """A model and a configuration, and the bytes they need for a given number of KV blocks."""
+
+    spec: ModelSpec
+    weight_bytes: int
+    config: EngineConfig
+    draft: DraftNeeds | None = None
+
+    @property
+    def element_bytes(self) -> int:
+        dtype = self.config.dtype
+        if dtype not in BYTES_PER_ELEMENT:
+            raise CumuloError(
+                f"dtype must be auto, {', '.join(BYTES_PER_ELEMENT)}; got {self.config.dtype!r}"
+            )
+        return BYTES_PER_ELEMENT[dtype]
+
+    @property
+    def block_bytes(self) -> int:
+        element = 1 if self.config.kv_dtype == "fp8" else self.element_bytes
+        return self.config.block_size * self.spec.kv_bytes_per_token(element)
+
+    @property
+    def host_blocks(self) -> int:
+        return int(self.config.swap_gib * GIB) // self.block_bytes
+
+    @property
+    def tier_blocks(self) -> int:
+        """Blocks pass through host memory on their way to disk: there are some where only a disk is asked for."""
+        asked = int(self.config.kv_host_gib * GIB) // self.block_bytes
+        return max(asked, _STAGING_BYTES // self.block_bytes, 16) if self.config.kv_disk else asked
+
+    @property
+    def context(self) -> int:
+        """The longest sequence wanted."""
+        return self.config.max_context or self.spec.max_context
+
+    @property
+    def given_kv_blocks(self) -> int | None:
+        if self.config.kv_blocks is None and self.config.kv_memory_gib is not None:
+            return int(self.config.kv_memory_gib * GIB) // self.block_bytes
+        return self.config.kv_blocks
+
+    @property
+    def least_kv_blocks(self) -> int:
+        """One sequence of the context asked for or, when none was, of the shortest useful one."""
+        asked = self.config.max_context
+        return self.blocks_for(asked if asked is not None else min(self.context, _SHORTEST_CONTEXT))
+
+    def blocks_for(self, tokens: int) -> int:
+        return -(-tokens // self.config.block_size)
+
+    def context_with(self, kv_blocks: int) -> int:
+        return min(self.context, kv_blocks * self.config.block_size)
+
+    def rows(self, kv_blocks: int, why: str = "") -> Iterator[LedgerLine]:
+        spec, config, element = self.spec, self.config, self.element_bytes
+        context = self.context_with(kv_blocks)
+        tokens, draws = config.max_tokens_per_step, min(config.max_running, config.max_tokens_per_step)
+
+        def row(name: str, predicted_bytes: int, how: str) -> LedgerLine:
+            return LedgerLine(name, predicted_bytes, how=how)
+
+        yield row("weights", self.weight_bytes, self._weights_in_words())
+        yield row(
+            "kv cache",
+            kv_blocks * self.block_bytes,
+            f"{kv_blocks:,} blocks of {config.block_size} tokens, {why}",
+        )
+        if self.draft is not None:
+            yield row(
+                "draft model", self.draft.weight_bytes, f"{self.draft.name}, which drafts for speculation"
+            )
+            kept = kv_blocks * config.block_size * self.draft.bytes_per_token
+            yield row("draft kv cache", kept, "for the same blocks, committed as they are used")
+        if config.max_loras:
+            room = served_elements(spec, config.max_lora_rank) * element
+            yield row("adapters", config.max_loras * room, self._adapters_in_words())
+        if config.device == "cuda":
+            yield from self._gpu_rows(row, tokens, context)
+            return
+        yield row(
+            "activations", activation_bytes(spec, tokens, element, context),
+            f"one layer's intermediate results for {tokens:,} tokens",
+        )  # fmt: skip
+        yield row(
+            "logits", logit_bytes(spec, draws, element),
+            f"{draws:,} draws from {spec.vocab_size:,} tokens, and the sampler's candidates at worst",
+        )  # fmt: skip
+        yield row(
+            "token tables", table_bytes(config.max_running, context, config.block_size),
+            f"{config.max_running:,} sequences of {context:,} tokens, committed as they are used",
+        )  # fmt: skip
+        if self.host_blocks:
+            yield row(
+                "swap pool", self.host_blocks * self.block_bytes, f"{self.host_blocks:,} blocks on the host"
+            )
+        if self.tier_blocks:
+            yield row(
+                "host tier", self.tier_blocks * self.block_bytes,
+                f"{self.tier_blocks:,} blocks of prefixes, committed as they are used",
+            )  # fmt: skip
+
+    def _adapters_in_words(self) -> str:
+        config = self.config
+        when = ", committed as they are loaded" if config.device == "cpu" else ""
+        return f"{config.max_loras:,} adapters of up to rank {padded_rank(config.max_lora_rank)}{when}"
+
+    def _weights_in_words(self) -> str:
+        if self.config.weights == "auto":
+            return "as stored in the file, packed where quantised"
+        experts = ", routed experts too" if self.spec.moe is not None else ""
+        how = {"fp8": "8 bits, a scale a row", "int4": "4 bits, a scale for 128"}[self.config.weights]
+        return f"layers' matrices in {how}; the rest{experts} in {self.config.dtype}"
+
+    def _gpu_rows(
+        self, row: Callable[[str, int, str], LedgerLine], tokens: int, context: int
+    ) -> Iterator[LedgerLine]:
+        """The GPU decoder works in buffers it allocates once, so these are exact; models it cannot play run as on a
+        CPU."""
+        spec, config, element = self.spec, self.config, self.element_bytes
+        # Parallel samples draw from one row: there may be more draws than tokens.
+        draws = most_draws(config.max_running, bool(config.speculate))
+        with_operators = config.max_loras and (spec.moe is not None or spec.mla is not None)
+        if with_operators or obstacle_of(spec, config.dtype) is not None:
+            activations = activation_bytes(spec, tokens, element, context) + _GATHERED_BYTES
+            yield row("activations", activations, f"one layer's intermediate results for {tokens:,} tokens")
+            yield row("logits", logit_bytes(spec, draws, element), f"{draws:,} draws")
+        else:
+            buffers = gpu_buffer_bytes(spec, tokens, draws, element)
+            if config.weights == "int4":
+                buffers += int4_scratch_bytes(spec, element)
+            yield row("activations", buffers, f"buffers for {tokens:,} tokens")
+            sampling = gpu_logit_bytes(spec.vocab_size, draws, element)
+            yield row("logits", sampling, f"{draws:,} draws, with the sampler's candidates")
+            tables = gpu_table_bytes(config.max_running, tokens, context, config.block_size)
+            yield row("token tables", tables, f"{draws:,} sequences of {context:,} tokens")
+        yield row(
+            "libraries and graphs", _GPU_LIBRARIES_BYTES, "reserved; what they take depends on the driver"
+        )
+        # The swap pool lies in the host's memory: it is no part of this sum.
+
+    def total(self, kv_blocks: int) -> int:
+        return int(sum(row.predicted for row in self.rows(kv_blocks)))
+
+    def fit(self, usable_bytes: int) -> bool:
+        given = self.given_kv_blocks
+        if given is not None and given < self.least_kv_blocks:
+            return False
+        return self.total(self.least_kv_blocks if given is None else given) <= usable_bytes
+
+    def changed(self, **settings: Any) -> "Needs":
+        return dataclasses.replace(self, config=dataclasses.replace(self.config, **settings))
+
+
+def activation_bytes(spec: ModelSpec, tokens: int, bytes_per_element: int, context: int) -> int:
+    """Peak of one decoder layer: the residual stream and its normed copy, and the larger of attention and
+    feed-forward. Layers run one after the other, so their number does not matter.
+    """
+    stream = tokens * 4 * spec.hidden  # residual, normed copy, the block's result, the layer's
+    blocks: Counter[tuple[str, bool]] = Counter()
+    for has_experts in (False, True):
+        for operation in layer_operations(spec, has_experts, "serve"):
+            block = operation.name.split(".")[0], has_experts
+            blocks[block] += tokens * operation.eager
+            # The float32 kernel reads blocks in place; for other types one sequence's keys and values are gathered.
+            if bytes_per_element != BYTES_PER_ELEMENT["float32"]:
+                blocks[block] += context * operation.kv_read
+    return bytes_per_element * (stream + max(blocks.values()))
+
+
+def logit_bytes(spec: ModelSpec, draws: int, bytes_per_element: int) -> int:
+    """Logits, a copy where samples share a row, and what the sampler makes of one slice of rows when every
+    token is a candidate (14 columns of 8 bytes); sampling is never below float32.
+    """
+    elements = draws * spec.vocab_size
+    return elements * 2 * max(4, bytes_per_element) + min(elements, _SAMPLER_SLICE) * 112
+
+
+def table_bytes(max_running: int, context: int, block_size: int) -> int:
+    """The runner's token ids and block tables (int32), and some columns of parameters."""
+    return max_running * (4 * (context + 1) + 4 * -(-(context + 1) // block_size) + 120)
