@@ -22,6 +22,7 @@ class PrefillScaling:
     def __init__(self, engines: PrefillEngines, keep: Callable[[Coroutine[Any, Any, Any]], None]) -> None:
         self._engines, self._keep = engines, keep
         self._leaving: set[str] = set()
+        self._closing: set[str] = set()  # of these, that cannot be taken back any more
         self._order: dict[str, int] = {}
         self._orders = 0
         self.wanted: ScaleTo | None = None
@@ -31,7 +32,8 @@ class PrefillScaling:
         return len(self._engines.clients)
 
     def lives(self) -> list[ReplicaLife]:
-        return [self._life(name, client) for name, client in self._engines.clients.items()]
+        clients = self._engines.clients.items()
+        return [self._life(name, client) for name, client in clients if name not in self._closing]
 
     def obey(self, wanted: ScaleTo) -> tuple[int, int]:
         """How many there were, and will be; those that go not counted."""
@@ -67,8 +69,10 @@ class PrefillScaling:
                 break
             await asyncio.sleep(_LOOK_S)
         if name in self._leaving:  # it may have been taken back
-            self._leaving.discard(name)
+            self._closing.add(name)
             await self._engines.dismiss(name)
+            self._closing.discard(name)
+            self._leaving.discard(name)
 
 
 def _busy(client: EngineClient) -> int:
