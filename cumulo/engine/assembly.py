@@ -117,8 +117,10 @@ def assemble(
         raise ConfigError(
             "kv_disk needs an engine on one rank: omit tp, pp, dp and ep, or use kv_host_gib alone"
         )
-    if config.layout.world > 1 and config.role != "both":
-        raise ConfigError(f"role={config.role} runs on one rank: omit tp, pp, dp and ep, or omit role")
+    if config.role != "both" and (problem := _why_no_role(config)):
+        raise ConfigError(
+            f"prefill and decode engines {problem}; or use engines that do both: omit role, prefill and decode"
+        )
     if config.layout.world > 1:
         return _assemble_ranks(files, config, loading_bytes, keep_quantised, with_tokenizer, load, tell)
     saved_bytes = quantised_saved_bytes(files.spec, dtype.itemsize, config.weights)
@@ -245,7 +247,18 @@ def _assemble_ranks(
     _serve_adapters(engine, player, config, files.spec)
     if config.device == "cuda":
         _compile_first(engine, tell)
+    connect(engine, player, config, loaded.name)
     return Assembly(loaded, config, memory, engine, player)
+
+
+def _why_no_role(config: EngineConfig) -> str:
+    """What of a layout does not go with a role; empty: nothing. Every rank must have a part of every block."""
+    layout = config.layout
+    if layout.world > 1 and config.device == "cuda":
+        return "run on one GPU each: omit tp, pp, dp and ep"
+    if layout.pp > 1 or layout.dp > 1:
+        return "run on tensor-parallel ranks only: omit pp and dp"
+    return "run on the ranks of one host: omit remote_ranks" if config.remote_ranks else ""
 
 
 def _serve_adapters(engine: Engine, player: Player, config: EngineConfig, spec: ModelSpec) -> None:

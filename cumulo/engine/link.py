@@ -2,6 +2,7 @@
 loop between two steps, so that the scheduler's books are changed by one thread only.
 """
 
+from collections.abc import Callable
 from typing import Protocol
 
 from cumulo.engine.config import EngineConfig
@@ -12,9 +13,11 @@ from cumulo.engine.decide.request import Request
 from cumulo.engine.decide.scheduler import Scheduler
 from cumulo.engine.decide.transfer.orders import LOAD_EVERY_S, Ordered, OrderFailed
 from cumulo.engine.play.player import Player
+from cumulo.engine.play.ranked_runner import RankedRunner
 from cumulo.engine.play.runner_torch import TorchRunner
 from cumulo.engine.play.transfer_receiver import TransferReceiver
 from cumulo.engine.play.transfer_sender import TransferSender
+from cumulo.engine.play.transfer_wire import RankCaches, SentCache
 from cumulo.errors import ConfigError, InvalidRequest
 from cumulo.models.batch import KVCache
 
@@ -25,17 +28,20 @@ def connect(engine: "LinkedEngine", player: Player, config: EngineConfig, model:
     """Give an engine the link that its role asks for."""
     if config.role == "both":
         return
-    cache, scheduler = getattr(player.runner, "cache", None), engine.scheduler
-    if not isinstance(cache, KVCache):
+    runner, scheduler = player.runner, engine.scheduler
+    ranked = runner if isinstance(runner, RankedRunner) else None
+    cache: SentCache | None = getattr(runner, "cache", None) if ranked is None else RankCaches(ranked.caches)
+    if not isinstance(cache, KVCache | RankCaches):
         raise ConfigError(
             f"role={config.role} needs an engine whose KV cache is in its own process: omit role"
         )
     scheduler.transfers.stall_s = config.transfer_stall_s
     if config.role == "prefill":
         sender = TransferSender(cache, model, config.transfer_address, config.transfer_key)
-        if isinstance(player.runner, TorchRunner):
-            player.runner.layer_teller = sender.layer_teller
-        engine.link = PrefillLink(scheduler, sender, cache.spec.layers)
+        if isinstance(runner, TorchRunner):
+            runner.layer_teller = sender.layer_teller
+        before_told = ranked.wait_for_ranks if ranked is not None else None
+        engine.link = PrefillLink(scheduler, sender, cache.spec.layers, before_told)
         return
     peers = [peer_of(text, number) for number, text in enumerate(config.prefill_engines)]
     receiver = TransferReceiver(cache, model, peers, config.transfer_key)
@@ -72,8 +78,16 @@ class EngineLink(Protocol):
 class PrefillLink:
     """Of an engine that computes prompts for others."""
 
-    def __init__(self, scheduler: Scheduler, sender: TransferSender, layers: int) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        sender: TransferSender,
+        layers: int,
+        before_told: Callable[[], None] | None = None,
+    ) -> None:
+        """`before_told`: returns when the steps that have ended have been computed by everybody."""
         self._scheduler, self._sender, self._layers = scheduler, sender, layers
+        self._before_told = before_told
         self._told_s = float("-inf")
 
     def exchange(self, now_s: float) -> None:
@@ -93,6 +107,8 @@ class PrefillLink:
     def step_done(self, plan: StepPlan) -> None:
         """For runners that do not tell of single layers."""
         if plan.sends:
+            if self._before_told is not None:
+                self._before_told()
             self._sender.layer_teller(plan.sends)(self._layers - 1)
 
     def _accept(self, event: Ordered, now_s: float) -> None:

@@ -8,7 +8,7 @@ A sequence's new tokens attend to its cached context (found through its block ta
 import math
 import mmap
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -47,14 +47,17 @@ class KVCache:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         shared: bool = False,
+        files: Sequence[int] = (),
     ) -> None:
-        """`shared`: in memory that other processes of this host can map (`descriptors`)."""
+        """`shared`: in memory that other processes of this host can map (`descriptors`). `files`: descriptors of
+        a cache of the same sizes that another process has made so; this is the same memory."""
         self.descriptors: list[int] = []  # of the files behind the storages, keys first
+        self._files = list(files)
         # Told of each layer whose keys and values of the step are written; the model calls it.
         self.on_layer: Callable[[int], None] | None = None
         self.spec, self.blocks, self.block_size = spec, blocks, block_size
         heads = spec.kv_cache_heads
-        make = self._shared_zeros if shared else lazy_zeros
+        make = self._shared_zeros if shared or files else lazy_zeros
         self.key_storage = make((spec.layers, blocks, heads, block_size, spec.kv_key_dim), dtype, device)
         self.value_storage = make((spec.layers, blocks, heads, block_size, spec.kv_value_dim), dtype, device)
         self.keys = list(self.key_storage.unbind(0))
@@ -68,8 +71,11 @@ class KVCache:
         size = math.prod(shape) * dtype.itemsize
         if torch.device(device).type != "cpu" or size == 0:
             return lazy_zeros(shape, dtype, device)
-        self.descriptors.append(os.memfd_create("cumulo-kv"))
-        os.ftruncate(self.descriptors[-1], size)
+        if self._files:
+            self.descriptors.append(self._files.pop(0))
+        else:
+            self.descriptors.append(os.memfd_create("cumulo-kv"))
+            os.ftruncate(self.descriptors[-1], size)
         return torch.frombuffer(mmap.mmap(self.descriptors[-1], size), dtype=dtype).view(shape)
 
     @property

@@ -4,9 +4,10 @@ the others, load its part, make its runner. `start_ranks` is called by the assem
 On a GPU the same steps make a CudaRunner (`rank_player_cuda`, imported only there).
 """
 
+import os
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -58,6 +59,8 @@ class RankSetup:
     engine_pid: int  # rank 0's process
     meeting_host: str = THIS_HOST  # rank 0's
     host: str = THIS_HOST  # of the rank that is told this
+    # Of an engine with a role: rank 0's descriptors of the files that hold each rank's KV cache.
+    kv_files: tuple[tuple[int, ...], ...] = ()
 
     @property
     def own_ranks(self) -> int:
@@ -71,6 +74,14 @@ class RankSetup:
     def part(self, rank: int) -> RankPart:
         return rank_part(self.spec, self.config.layout, rank)
 
+    def cache(self, rank: int, dtype: torch.dtype) -> KVCache:
+        """A rank's part of the KV; of an engine with a role, in the memory that rank 0 has made for it."""
+        part, files = self.part(rank), list[int]()
+        if self.kv_files:
+            files = [os.open(f"/proc/{self.engine_pid}/fd/{file}", os.O_RDWR) for file in self.kv_files[rank]]
+        blocks = self.memory.kv_blocks // part.layout.dp
+        return KVCache(part.local, blocks, self.config.block_size, dtype, files=files)
+
 
 def start_ranks(
     setup: RankSetup,
@@ -80,6 +91,8 @@ def start_ranks(
 ) -> tuple[LoadedModel, Guidance | None, Player]:
     """Start all ranks and be rank 0; returns when every one has loaded its part. `load` loads rank 0's."""
     layout = setup.config.layout
+    caches = _shared_caches(setup)
+    setup = replace(setup, kv_files=tuple(tuple(one.descriptors) for one in caches))
     modules = (__name__, "cumulo.models.files.load")
     own = range(1, setup.own_ranks)
     ranks = RankProcesses(play_rank, own, (setup,), threads=setup.threads, preload=modules)
@@ -118,11 +131,20 @@ def start_ranks(
         setup.ring.unlink(missing_ok=True)
         raise
     ranked = RankedRunner(runner, ranks, ring, meter, setup.config.rank_timeout_s, setup.on_gpu)
+    ranked.caches = caches
     if setup.on_gpu:
         from cumulo.engine.play.rank_player_cuda import watch_ranks
 
         watch_ranks(ranked, runner, ranks)
     return loaded, guidance, Player(ranked, f"{layout.world} ranks ({layout}), {runs_on}")
+
+
+def _shared_caches(setup: RankSetup) -> list[KVCache]:
+    """Of all ranks of an engine with a role, made and mapped here: this process hands KV over for all of them."""
+    if setup.config.role == "both":
+        return []
+    sizes = setup.memory.kv_blocks, setup.config.block_size, getattr(torch, setup.config.dtype)
+    return [KVCache(setup.part(rank).local, *sizes, shared=True) for rank in range(setup.config.layout.world)]
 
 
 def play_rank(rank: int, setup: RankSetup) -> None:
@@ -204,8 +226,7 @@ def _make_runner(
     if config.redundant_experts:
         spread = SpreadExperts(decoder, part, links, config.redundant_experts, config.expert_balance_steps)
     model, runs_on = runnable(decoder, lambda: RankDecoder(decoder, part, links, spread), links)
-    blocks = memory.kv_blocks // part.layout.dp
-    cache = KVCache(part.local, blocks, config.block_size, decoder.dtype)
+    cache = setup.cache(part.rank, decoder.dtype)
     runner = runner_maker(config, memory, eos_ids)(
         model,
         cache,
@@ -214,7 +235,7 @@ def _make_runner(
         sampler=None
         if links.tensor is None
         else SlicedSampler(part.place.tp, part.vocabulary, part.whole.vocab_size, links.gather_slices),
-        rank=RankPlay(part, links, config.max_running, blocks),
+        rank=RankPlay(part, links, config.max_running, cache.blocks),
         bank=AdapterBank(decoder, setup.spec, config.max_loras, config.max_lora_rank, part)
         if config.max_loras
         else None,

@@ -15,11 +15,13 @@ from cumulo.engine.play.player import DeviceRunner
 from cumulo.engine.play.runner_torch import TorchRunner
 from cumulo.errors import RanksFailed
 from cumulo.models.adapters.files import AdapterWeights
+from cumulo.models.batch import KVCache
 from cumulo.ranks.plan_ring import PlanWriter, RingFile
-from cumulo.ranks.rank_meter import PID, WAITS, RankMeter, RankState, rank_states
+from cumulo.ranks.rank_meter import PID, STEPS, WAITS, RankMeter, RankState, rank_states
 from cumulo.ranks.start import RankProcesses
 
 _STATES_S = 0.5  # how old they may be
+_LOOK_S = 1e-4
 _GRACE_S = 3.0  # after a step has failed, the rank that caused it has this long to be heard of
 
 
@@ -41,6 +43,8 @@ class RankedRunner:
         self._failed: RanksFailed | None = None
         self.lost = False  # a rank died while a kernel here may have waited for it: results are nonsense
         self.closed = threading.Event()
+        # Of an engine with a role: the KV of every rank, as this process sees it.
+        self.caches: list[KVCache] = []
 
     def submit(self, plan: StepPlan) -> "RankedStep":
         """To all ranks, without waiting for any."""
@@ -94,6 +98,15 @@ class RankedRunner:
         self.runner.close()
         self.closed.set()
         self.ranks.end(grace_s=_GRACE_S)
+
+    def wait_for_ranks(self) -> None:
+        """Until every rank has ended the steps whose results are here. Rank 0's result does not say so: a step in
+        which nothing is drawn may end on one rank before the others have written their last layer."""
+        steps = self._ring.progress[:, STEPS]
+        while int(steps.min()) < int(steps[0]):
+            if found := self.ranks.failures(0.0):
+                raise self.failure(RuntimeError("; ".join(found)))
+            time.sleep(_LOOK_S)
 
     def rank_states(self) -> list[RankState]:
         """What each rank has done, as of half a second ago at most."""

@@ -33,6 +33,7 @@ from cumulo.engine.play.transfer_wire import (
     Greeting,
     LayersDone,
     ReleaseWord,
+    SentCache,
     Word,
     WordReader,
     greeting_of,
@@ -74,7 +75,7 @@ class _Copying:
 
 
 class TransferReceiver:
-    def __init__(self, cache: KVCache, model: str, peers: Sequence[tuple[str, str]], key: str = "") -> None:
+    def __init__(self, cache: SentCache, model: str, peers: Sequence[tuple[str, str]], key: str = "") -> None:
         self._cache, self._greeting = cache, replace(greeting_of(cache, model), key=key)
         self._senders = {name: _Sender(name, address) for name, address in peers}
         self.news: Mailbox[ReceiverEvent] = Mailbox()
@@ -268,6 +269,7 @@ class TransferReceiver:
         if greeting.transport == "shared":
             return SharedSource(self._cache, reach, descriptors)
         if greeting.transport == "cuda":
+            assert isinstance(self._cache, KVCache)  # ranks on GPUs have no role
             return CudaSource(self._cache, reach)
         return TcpSource(self._cache, sender.address, pack(replace(self._greeting, transport="tcp")))
 

@@ -27,6 +27,7 @@ from cumulo.engine.play.transfer_wire import (
     Greeting,
     LayersDone,
     ReleaseWord,
+    SentCache,
     Word,
     WordReader,
     greeting_of,
@@ -50,7 +51,7 @@ class _Receiver:
 
 
 class TransferSender:
-    def __init__(self, cache: KVCache, model: str, address: str, key: str = "") -> None:
+    def __init__(self, cache: SentCache, model: str, address: str, key: str = "") -> None:
         self._greeting, self._key = greeting_of(cache, model), key
         self._export = _export(cache, address)
         self._listener, where = open_socket(address)
@@ -218,10 +219,10 @@ class TransferSender:
                 Path(self._path).unlink()
 
 
-def _export(cache: KVCache, address: str) -> SharedExport | TcpExport | CudaExport:
-    on_gpu = cache.key_storage.is_cuda
+def _export(cache: SentCache, address: str) -> SharedExport | TcpExport | CudaExport:
+    on_gpu = isinstance(cache, KVCache) and cache.key_storage.is_cuda
     if address.startswith("unix:"):
-        return CudaExport(cache) if on_gpu else SharedExport(cache)
+        return CudaExport(cache) if on_gpu and isinstance(cache, KVCache) else SharedExport(cache)
     if on_gpu:
         raise CumuloError("KV on a GPU is sent by CUDA IPC on one host: use a unix: address")
     return TcpExport(cache)

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from cumulo.engine.decide.transfer.travel import BlockRuns
-from cumulo.engine.play.transfer_wire import open_socket
+from cumulo.engine.play.transfer_wire import RankCaches, SentCache, open_socket
 from cumulo.errors import CumuloError
 from cumulo.kernels.cpu.library import native
 from cumulo.models.batch import KVCache
@@ -55,10 +55,12 @@ class BlockSource(Protocol):
     def close(self) -> None: ...
 
 
-def byte_blocks(cache: KVCache) -> list[NDArray[np.uint8]]:
-    """Keys and values as [layers, blocks, bytes of a block]; without values, where they lie in the keys."""
+def byte_blocks(cache: SentCache) -> list[NDArray[np.uint8]]:
+    """Keys and values as [layers, blocks, bytes of a block]; without values, where they lie in the keys. Of several
+    ranks, one's after the other's."""
     layers, blocks = cache.spec.layers, cache.blocks
-    storages = [one for one in (cache.key_storage, cache.value_storage) if one.numel()]
+    ranks = cache.ranks if isinstance(cache, RankCaches) else [cache]
+    storages = [one for rank in ranks for one in (rank.key_storage, rank.value_storage) if one.numel()]
     return [one.view(torch.uint8).view(layers, blocks, -1).numpy() for one in storages]
 
 
@@ -81,7 +83,7 @@ def copy_runs(source: NDArray[np.uint8], target: NDArray[np.uint8], runs: BlockR
 class SharedExport:
     name = "shared"
 
-    def __init__(self, cache: KVCache) -> None:
+    def __init__(self, cache: SentCache) -> None:
         if not cache.descriptors:
             raise CumuloError("this engine's KV cache is not in shared memory: start it with a role")
         self._cache, self.descriptors = cache, cache.descriptors
@@ -95,7 +97,7 @@ class SharedSource:
 
     turn_bytes = 16 << 20
 
-    def __init__(self, cache: KVCache, reach: dict[str, Any], descriptors: list[int]) -> None:
+    def __init__(self, cache: SentCache, reach: dict[str, Any], descriptors: list[int]) -> None:
         self._ours = byte_blocks(cache)
         self._theirs = []
         for ours, descriptor in zip(self._ours, descriptors, strict=True):
@@ -122,7 +124,7 @@ class TcpExport:
 
     name = "tcp"
 
-    def __init__(self, cache: KVCache) -> None:
+    def __init__(self, cache: SentCache) -> None:
         self.descriptors: list[int] = []
         self._blocks = byte_blocks(cache)
 
@@ -149,7 +151,7 @@ class TcpExport:
 class TcpSource:
     turn_bytes = 4 << 20
 
-    def __init__(self, cache: KVCache, address: str, greeting: bytes) -> None:
+    def __init__(self, cache: SentCache, address: str, greeting: bytes) -> None:
         self._ours = byte_blocks(cache)
         self._socket, where = open_socket(address)
         self._socket.settimeout(30.0)

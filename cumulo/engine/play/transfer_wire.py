@@ -8,7 +8,7 @@ import json
 import socket
 import struct
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -36,6 +36,19 @@ class LayersDone:
     tokens: int
 
 
+class RankCaches:
+    """The KV of all ranks of an engine, each with its own heads of the same blocks: sent and received as one."""
+
+    def __init__(self, ranks: Sequence[KVCache]) -> None:
+        self.ranks, first = list(ranks), ranks[0]
+        self.spec, self.blocks, self.block_size = first.spec, first.blocks, first.block_size
+        self.key_storage, self.value_storage = first.key_storage, first.value_storage
+        self.descriptors = [descriptor for one in ranks for descriptor in one.descriptors]
+
+
+SentCache = KVCache | RankCaches
+
+
 @dataclass(frozen=True, slots=True)
 class Greeting:
     """Both ends begin with it: what must be alike, and (of the sender) how its cache is reached."""
@@ -46,6 +59,7 @@ class Greeting:
     layers: int
     block_size: int
     dtype: str
+    tp: int = 1  # ranks that hold parts of each block
     key: str = ""  # the fleet's, of the receiver
     transport: str = ""
     reach: dict[str, Any] | None = None
@@ -53,7 +67,7 @@ class Greeting:
 
     def differs_from(self, other: "Greeting") -> str:
         """What keeps the two engines from sharing KV, in words; empty if nothing does."""
-        for name in ("version", "model", "layers", "block_size", "dtype", "block_bytes"):
+        for name in ("version", "model", "tp", "layers", "block_size", "dtype", "block_bytes"):
             mine, theirs = getattr(self, name), getattr(other, name)
             if mine != theirs:
                 what = name.replace("_", " ")
@@ -74,7 +88,7 @@ _KINDS: list[type[Word]] = [
 ]  # fmt: skip
 
 
-def greeting_of(cache: KVCache, model: str) -> Greeting:
+def greeting_of(cache: SentCache, model: str) -> Greeting:
     from cumulo import __version__  # late: the package's own file imports the engine
 
     blocks = cache.spec.layers * cache.blocks
@@ -85,6 +99,7 @@ def greeting_of(cache: KVCache, model: str) -> Greeting:
         layers=cache.spec.layers,
         block_size=cache.block_size,
         dtype=str(cache.key_storage.dtype).removeprefix("torch."),
+        tp=len(cache.ranks) if isinstance(cache, RankCaches) else 1,
     )
 
 
