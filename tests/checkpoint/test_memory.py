@@ -133,8 +133,11 @@ def test_what_a_lost_node_had_comes_from_its_keeper_under_any_layout(
     before: Layout, after: Layout, experts: bool, tmp_path: Path
 ) -> None:
     run_ranks(_on_nodes, before.world, tmp_path, before, experts, False)
+    written = {path.name for path in tmp_path.glob("node-*/*")}
     shutil.rmtree(tmp_path / "node-1")
-    run_ranks(_on_nodes, after.world, tmp_path, after, experts, True)
+    kept = {path.name for path in (tmp_path / "node-0").iterdir()}
+    assert kept == written  # of all ranks: its own, and those it keeps for the other node
+    run_ranks(_on_nodes, after.world, tmp_path, after, experts, True)  # every rank compares what it loaded
 
 
 def test_runs_and_nodes_have_memory_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -364,3 +364,5 @@ def test_a_lost_answer_is_told_and_storage_of_others_is_not_read(browser: Any, s
         page.reload()
         ready(page)
         page.get_by_text("No conversations yet.").wait_for()
+        others = page.evaluate("localStorage.getItem('cumulo:other:chat:' + 'f'.repeat(24))")
+        assert (stored_chats(page), others) == ([], "x")

@@ -160,8 +160,10 @@ def test_system_shows_values_that_apply(browser: Any, server: RunningServer) -> 
 @pytest.mark.thorough
 def test_queued_requests_and_an_engine_that_is_not_ready_are_shown(browser: Any) -> None:
     with running_server(quick_model(), "--max-running", "1") as server, ThreadPoolExecutor() as pool:
-        body = {"model": MODEL, "messages": [{"role": "user", "content": LONG_TASK}], "max_tokens": 150}
+        body = {"model": MODEL, "messages": [{"role": "user", "content": LONG_TASK}], "max_tokens": 600}
         calls = [pool.submit(server.post, "/v1/chat/completions", body) for _ in range(2)]
+        wait_for(lambda: server.sample("cumulo:num_requests_waiting") == 1, "one waiting", server)
+        os.kill(server.engine_pid(), signal.SIGSTOP)  # so that they are under way until the page has shown it
         with looking_at(browser, server, "/requests", DESKTOP) as page:
             page.locator("td .badge.queued").wait_for()
             page.locator("td .badge.running").wait_for()
@@ -170,8 +172,7 @@ def test_queued_requests_and_an_engine_that_is_not_ready_are_shown(browser: Any)
             os.kill(server.engine_pid(), signal.SIGKILL)
             page.get_by_role("status").get_by_text("The engine is being restarted").wait_for()
             page.locator(".ask-status").wait_for(state="hidden")
-        for call in calls:
-            call.result()
+        assert [call.result().status_code for call in calls] == [200, 200]
 
 
 def test_the_description_of_the_api_needs_no_other_host(browser: Any, server: RunningServer) -> None:

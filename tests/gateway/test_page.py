@@ -24,6 +24,10 @@ def browser() -> Iterator[Any]:
         running.close()
 
 
+def states(gateway: RunningGateway) -> list[str]:
+    return [replica["state"] for replica in gateway.get("/v1/fleet").json()["replicas"]]
+
+
 def test_the_page_shows_replicas_and_failures_and_drains_with_the_operators_key(
     browser: Any, tmp_path: Path
 ) -> None:
@@ -43,6 +47,7 @@ def test_the_page_shows_replicas_and_failures_and_drains_with_the_operators_key(
                 page.get_by_role("button", name="Drain").click()
                 row.locator("td.draining").wait_for()
                 page.get_by_role("button", name="Undrain").wait_for()
+            assert states(gateway) == ["draining"]
         finally:
             gateway.end()
 
@@ -56,10 +61,12 @@ def test_without_the_key_the_page_asks_for_it(browser: Any, tmp_path: Path) -> N
             page.goto(gateway.url)
             page.get_by_role("button", name="Drain").click()
             page.get_by_label("Key").wait_for()
+            assert states(gateway) == ["ready"]
             page.get_by_label("Key").fill(KEY)
             page.get_by_role("button", name="Use").click()
             page.get_by_role("button", name="Drain").click()
             page.get_by_role("button", name="Undrain").wait_for()
+            assert states(gateway) == ["draining"]
         finally:
             context.close()
             gateway.end()
