@@ -11,6 +11,8 @@ from cumulo.cli.shared import plan_options as shared
 from cumulo.cli.shared.declare import option, takes_options
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from cumulo.cluster.decide.autoscale.limits import ScalingLimits
     from cumulo.cluster.decide.autoscale.seen import ReplicaSpeed
     from cumulo.plan.serve.traffic import Traffic
@@ -58,6 +60,10 @@ class AutoscaleOptions:
         panel=_FLEET,
         min=0,
     )
+    split: bool = option(
+        "Prefill and decode on replicas of their own, scaled apart; --min and --max hold for each.", False,
+        panel=_FLEET,
+    )  # fmt: skip
     copies: int = option(
         "Replay every request so many times, a few seconds apart: a larger service.",
         1,
@@ -114,11 +120,12 @@ def autoscale(chosen: AutoscaleOptions) -> None:
         catalog.model_or_file(chosen.model), cluster.node, cluster.fabric, chosen.tp, weights=chosen.weights
     ).with_context_for(traffic.arrivals)
     start_up_s = parse_duration_s(chosen.start_up, "--start-up")
+    roles = ("prefill", "decode") if chosen.split else ("both",)
     limits = ScalingLimits(
         chosen.min_replicas,
         chosen.max_replicas,
         budget_per_hour=chosen.budget or None,
-        devices_per_replica={"both": replica.ranks},
+        devices_per_replica=dict.fromkeys(roles, replica.ranks),
         price_per_device_hour=replica.device.price_per_hour,
     )
     earlier, judged = parted(traffic, chosen.train)
@@ -126,8 +133,8 @@ def autoscale(chosen: AutoscaleOptions) -> None:
     with working("simulating") as tell:
         tell("what one replica serves within the SLO")
         speed = replica_speed(replica, earlier or judged, slo)
-        begin = chosen.begin or _needed(judged, speed, limits)
-        rehearsal = Rehearsal(replica, slo, start_up_s, limits, begin)
+        begin = {role: chosen.begin or _needed(judged, speed, limits, role) for role in roles}
+        rehearsal = Rehearsal(replica, slo, start_up_s, limits, begin if chosen.split else begin["both"])
         for rule in rules:
             played = rehearsal
             if earlier is not None:
@@ -145,7 +152,7 @@ def autoscale(chosen: AutoscaleOptions) -> None:
         out.print(f"[bold]{chosen.model}[/bold] on replicas of [bold]{replica}[/bold], {slo}")
         out.print(view.comparison(runs, slo, replica.price_per_hour))
         out.print(
-            f"{begin} replica{'' if begin == 1 else 's'} at the beginning, {start_up_s:g} s to start one. "
+            f"{_begin_words(begin)} at the beginning, {start_up_s:g} s to start one. "
             f"One serves {speed.prompt_tok_s:,.0f} prompt tok/s or {speed.output_tok_s:,.0f} output tok/s within "
             "the SLO.",
             style="dim",
@@ -154,12 +161,20 @@ def autoscale(chosen: AutoscaleOptions) -> None:
         out.print(f"evidence: {replica.profile.evidence}", style="dim")
 
 
-def _needed(traffic: "Traffic", speed: "ReplicaSpeed", limits: "ScalingLimits") -> int:
+def _begin_words(begin: "Mapping[str, int]") -> str:
+    words = [
+        f"{count} {'' if role == 'both' else role + ' '}replica{'' if count == 1 else 's'}"
+        for role, count in begin.items()
+    ]
+    return " and ".join(words)
+
+
+def _needed(traffic: "Traffic", speed: "ReplicaSpeed", limits: "ScalingLimits", role: str) -> int:
     """As many replicas as the first minute needs, so that no rule is judged by how the fleet began."""
     import math
 
     first = [one for one in traffic.arrivals if one.arrived_s <= traffic.arrivals[0].arrived_s + 60]
-    work_s = sum(speed.work_s("both", one.prompt_tokens, one.output_tokens) for one in first)
+    work_s = sum(speed.work_s(role, one.prompt_tokens, one.output_tokens) for one in first)
     span_s = max(1.0, min(60.0, traffic.arrivals[-1].arrived_s - traffic.arrivals[0].arrived_s))
     needed = speed.needed(work_s / span_s / speed.saturated)
     return min(limits.most, max(1, limits.fewest, math.ceil(needed)))
