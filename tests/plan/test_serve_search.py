@@ -4,6 +4,7 @@ import json
 import random
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from cumulo.plan.serve.deployment import Candidate
 from cumulo.plan.serve.kinds import ReplicaChoices, kinds
 from cumulo.plan.serve.replica import Replica
 from cumulo.plan.serve.report import Percentiles, ServeReport, grows
+from cumulo.plan.serve.runnable import obstacle
 from cumulo.plan.serve.search import Wanted, _split, _together, search
 from cumulo.plan.serve.split import decode, landings, prefill
 from cumulo.plan.serve.traffic import Traffic, drawn_traffic, read_traffic
@@ -278,3 +280,33 @@ def test_what_cannot_be_is_refused_with_the_nearest_that_can(
 def test_requests_longer_than_the_model_was_made_for_are_refused() -> None:
     with pytest.raises(ConfigError, match="131,072"):
         replica().with_context_for((Arrival(0.0, 131_072, 1),))
+
+
+@pytest.mark.parametrize(
+    ("device", "changes", "split", "words"),
+    [
+        ("h200", {}, False, ""),
+        ("h200", {"tp": 2, "weights": "int4"}, False, ""),
+        ("mi300x", {}, False, "NVIDIA"),
+        ("rtx-4090", {"tp": 2}, False, "NVLink"),
+        ("gb200", {"tp": 8}, False, "one host"),
+        ("h200", {"tp": 2}, True, "one rank"),
+        ("cpu", {"tp": 2, "weights": "float32"}, True, "one rank"),
+        ("h200", {"tp": 2, "acceptance": 0.5}, False, "one rank"),
+        ("b200", {"engine": "tensorrt-llm", "weights": "float4"}, False, "not Cumulo's engine"),
+    ],
+)
+def test_only_what_the_server_can_run_is_planned(
+    device: str, changes: dict[str, Any], split: bool, words: str
+) -> None:
+    found = obstacle(replace(replica(device), **changes), split)
+    assert words in found and bool(found) == bool(words)
+
+
+def test_the_ends_of_a_prediction_are_what_slower_and_faster_steps_do() -> None:
+    """A run in stretched time is the run of slower steps, but for the time that no device spends."""
+    slow = play(replica(), some_traffic().at_rate(10.0), slower=1.25)
+    stretched = play(replica(), some_traffic().at_rate(12.5)).stretched(1.25)
+    assert slow.itl_s is not None and stretched.itl_s is not None
+    assert stretched.itl_s.p50 == pytest.approx(slow.itl_s.p50, rel=0.02)
+    assert stretched.output_tok_s == pytest.approx(slow.output_tok_s, rel=0.02)

@@ -124,7 +124,9 @@ def _parts(shares: Any) -> str:
 
 
 def _gpus(one: "Deployment") -> str:
-    return f"{one.gpus:,} GPU{'s' if one.gpus > 1 else ''} × {quantity(one.replica.device.price_per_hour, 'USD/h')}"
+    what = "CPU" if one.replica.device.generation == "cpu" else "GPU"
+    each = quantity(one.replica.device.price_per_hour, "USD/h")
+    return f"{one.gpus:,} {what}{'s' if one.gpus > 1 else ''} × {each}"
 
 
 def _second(best: "Deployment", second: "Deployment") -> str:
@@ -145,8 +147,8 @@ def why(plan: "ServePlan") -> str:
         f"the cheapest of {plan.enumerated:,} kinds of replica; {plan.simulated:,} were simulated, the others "
         "cannot be cheaper"
     )
-    if best.replica.max_tokens_per_step:
-        found += f". Steps of {best.replica.max_tokens_per_step:,} tokens, not the engine's default, keep ITL"
+    if tokens := best.replica.max_tokens_per_step:
+        found += f". Steps of {tokens:,} tokens, where the engine's default is larger, keep the ITL"
     return found
 
 

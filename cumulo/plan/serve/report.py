@@ -119,7 +119,8 @@ class ServeReport:
         if self.preemptions or self.kv_used > 0.98:
             words.append("the KV cache is full")
         share = self.time_by_part[max(self.time_by_part, key=lambda name: self.time_by_part[name])]
-        return f"{' and '.join(words) or 'nothing'}; steps are bound by {self.bound_by} ({share:.0%} of their time)"
+        first = " and ".join(words) or "no bound is passed up to there"
+        return f"{first}; steps are bound by {self.bound_by} ({share:.0%} of their time)"
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self) | {"time_by_part": dict(self.time_by_part)}

@@ -10,6 +10,10 @@ def obstacle(replica: Replica, split: bool = False) -> str:
     device, spec = replica.device, replica.spec
     if replica.engine != CUMULO:
         return f"{replica.engine} is not Cumulo's engine"
+    if split and replica.ranks > 1:
+        return "prefill and decode apart need engines of one rank"
+    if replica.acceptance and replica.ranks > 1:
+        return "speculation runs on one rank"
     if device.generation == "cpu":
         return ""
     if device.generation.startswith("cdna"):
@@ -22,10 +26,6 @@ def obstacle(replica: Replica, split: bool = False) -> str:
         return f"ranks on GPUs are of one host, and {replica.node.name} has {replica.node.gpus} GPUs"
     if spec.vocab_size % replica.tp:
         return f"tp {replica.tp} does not divide the vocabulary of {spec.vocab_size:,} tokens"
-    if split and replica.ranks > 1:
-        return "prefill and decode apart need engines of one rank"
-    if replica.acceptance and replica.ranks > 1:
-        return "speculation runs on one rank"
     quantised = replica.weights in ("float8", "int4") or replica.kv == "float8"
     if quantised and (why := obstacle_of(spec, "bfloat16")):
         return f"quantised formats need the GPU's kernels: {why}"

@@ -21,7 +21,7 @@ from cumulo.plan.serve.traffic import Traffic, check_rate
 from cumulo.spec.model import ModelSpec
 from cumulo.spec.slo import Slo
 
-_STEPS = (4096, 2048, 1024, 512, 256)  # tokens, beside the engine's default; below, a step is all overhead
+_STEPS = (4096, 2048, 1024, 512, 256, 128)  # tokens, beside the engine's default
 _MOST_REPLICAS = 4096
 _LEAST_LOOK = 1.1  # times a replica's share: how far headroom is looked for, at least
 
