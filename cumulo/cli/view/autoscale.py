@@ -1,6 +1,7 @@
 """How `cumulo simulate autoscale` shows its runs: a table, rows, a picture of replicas and load over time."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from rich.table import Table
@@ -8,7 +9,7 @@ from rich.table import Table
 from cumulo.base import svg
 from cumulo.base.quantities import quantity
 from cumulo.base.report import Row
-from cumulo.cluster.simulate.autoscale_result import ScaledRun
+from cumulo.cluster.simulate.autoscale_result import ScaledRun, ScaleLook
 from cumulo.errors import CumuloError
 from cumulo.plan.serve.report import Percentiles
 from cumulo.spec.slo import Slo
@@ -72,7 +73,7 @@ def comparison(runs: Sequence[ScaledRun], slo: Slo, price_per_hour: float) -> Ta
 def write_picture(path: Path, runs: Sequence[ScaledRun]) -> None:
     """One band per rule: replicas that are ready or start, requests per second, and when requests were late."""
     end_s = max(run.looks[-1].time_s for run in runs if run.looks)
-    most = max(look.ready + look.starting for run in runs for look in run.looks)
+    most = max(look.ready + look.starting for run in runs for look in _together(run.looks))
     inside = [_band(run, at, end_s, most) for at, run in enumerate(runs)]
     height = _TOP + (_BAND + 30) * len(runs) + 20
     legend = svg.text(
@@ -104,7 +105,7 @@ def _band(run: ScaledRun, at: int, end_s: float, most: int) -> str:
     def y(count: float) -> float:
         return bottom - _BAND * count / max(1, most)
 
-    looks = run.looks
+    looks = _together(run.looks)
     interval_s = looks[0].time_s
     rates = [look.arrived / interval_s for look in looks]
     top_rate = max(rates) or 1.0
@@ -135,6 +136,18 @@ def _band(run: ScaledRun, at: int, end_s: float, most: int) -> str:
             svg.text(_LEFT + _WIDTH, bottom - 0.9 * _BAND - 4, f"{top_rate:.1f} requests/s", "end"),
         ]
     )
+
+
+def _together(looks: Sequence[ScaleLook]) -> list[ScaleLook]:
+    """Roles that were looked at in the same moment as one: their replicas are added."""
+    found: list[ScaleLook] = []
+    for look in looks:
+        if found and found[-1].time_s == look.time_s:
+            last = found[-1]
+            found[-1] = replace(last, ready=last.ready + look.ready, starting=last.starting + look.starting)
+        else:
+            found.append(look)
+    return found
 
 
 def _steps(points: list[tuple[float, float]], bottom: float) -> list[tuple[float, float]]:
