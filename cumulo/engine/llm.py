@@ -5,10 +5,8 @@
 >>> llm.generate("The capital of France is", SamplingParams(temperature=0, max_tokens=8))[0].text
 """
 
-import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,8 +20,9 @@ from cumulo.engine.decide.params import Pooling, SamplingParams
 from cumulo.engine.decide.story import Story
 from cumulo.engine.engine import Engine
 from cumulo.engine.memory.ledger import Ledger
-from cumulo.engine.outputs import Delta, Progress, RequestOutput
+from cumulo.engine.outputs import Progress, RequestOutput
 from cumulo.engine.play.embedding import shortened
+from cumulo.engine.token_stream import Answers, TokenStream
 from cumulo.errors import CumuloError, InvalidRequest
 from cumulo.models.text.tokenizer import Tokenizer
 from cumulo.spec.model import ModelSpec
@@ -56,9 +55,8 @@ class LLM:
         chosen = room_for(replace(config or EngineConfig(), **options), (lora or {}).values())
         self._assembly: Assembly = assemble(model, chosen, keep_quantised, progress)
         self.config = self._assembly.config
-        self._lock = threading.RLock()
-        self._queues: dict[str, deque[Delta]] = {}  # of open streams
-        self._outputs: dict[str, RequestOutput | None] = {}  # of requests somebody waits for
+        self._answers = Answers(self._assembly.engine)
+        self._lock = self._answers.lock
         self._closed = False
         self.default_adapter: str | None = None  # of requests that name none
         for name, folder in (lora or {}).items():
@@ -174,7 +172,7 @@ class LLM:
         prompt: Prompt | Sequence[Message],
         params: SamplingParams | None = None,
         adapter: str | None = None,
-    ) -> "TokenStream":
+    ) -> TokenStream:
         """Iterate over an answer as it is made. Several streams may be read side by side; closing one early
         (or leaving its `with`) aborts its request."""
         is_chat = not isinstance(prompt, (str, bytes)) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
@@ -185,9 +183,8 @@ class LLM:
             request = self.engine.add(
                 tokens, self._params(params), prompt_text=text, stream=True, adapter=self._named(adapter)
             )
-            self._queues[request.id] = deque()
-            self._outputs[request.id] = None
-        return TokenStream(self, request.id)
+            self._answers.expect(request.id, streamed=True)
+        return TokenStream(self._answers, request.id)
 
     def beam_search(
         self,
@@ -260,12 +257,12 @@ class LLM:
             waiting = {answer for answer in answers if isinstance(answer, str)}
             total, prompt_tokens, output_tokens = len(prompts), 0, 0
             while waiting:
-                self._step()
-                for name in [name for name in waiting if self._outputs[name] is not None]:
-                    waiting.discard(name)
-                    story = self._outputs[name].story  # type: ignore[union-attr]
-                    prompt_tokens += story.prompt_tokens
-                    output_tokens += story.output_tokens
+                self._answers.step()
+                for name, output in [(name, self._answers.output(name)) for name in waiting]:
+                    if output is not None:
+                        waiting.discard(name)
+                        prompt_tokens += output.story.prompt_tokens
+                        output_tokens += output.story.output_tokens
                 if on_progress is not None:
                     running = self.engine.scheduler.running
                     on_progress(
@@ -278,12 +275,16 @@ class LLM:
                             elapsed_s=time.perf_counter() - started_s,
                         )
                     )
-            return [answer if isinstance(answer, RequestOutput) else self._take(answer) for answer in answers]
+            found = [
+                answer if isinstance(answer, RequestOutput) else self._answers.output(answer)
+                for answer in answers
+            ]
+            return [output for output in found if output is not None]
         finally:
             # Interrupted (Ctrl-C, an error): nothing keeps running behind the caller's back.
             for answer in answers:
-                if isinstance(answer, str) and self._outputs.pop(answer, None) is None:
-                    self.engine.abort(answer)
+                if isinstance(answer, str):
+                    self._answers.leave(answer)
 
     def _submit(
         self,
@@ -301,29 +302,13 @@ class LLM:
                 request = self.engine.add(
                     tokens, self._params(params), prompt_text=text, adapter=self._named(adapter)
                 )
-                self._outputs[request.id] = None
+                self._answers.expect(request.id)
                 return request.id
         except InvalidRequest as error:
             if alone:
                 raise
             shown = prompt if isinstance(prompt, str) else None
             return RequestOutput("", shown, [], [], Story(time.perf_counter()), error=str(error))
-
-    def _step(self) -> None:
-        """Advance the engine once and hand everyone what is theirs."""
-        with self._lock:
-            output = self.engine.step()
-            for delta in output.deltas:
-                if delta.request_id in self._queues:
-                    self._queues[delta.request_id].append(delta)
-            for finished in output.finished:
-                if finished.request_id in self._outputs:
-                    self._outputs[finished.request_id] = finished
-
-    def _take(self, request_id: str) -> RequestOutput:
-        output = self._outputs[request_id]
-        assert output is not None
-        return output
 
     def _named(self, adapter: str | None) -> str:
         return adapter or self.default_adapter or ""
@@ -360,52 +345,6 @@ class LLM:
                 self.engine.runner.close()
 
     def __enter__(self) -> "LLM":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
-
-
-class TokenStream(Iterator[Delta]):
-    """An answer in the making. After the last Delta, `output` is the whole RequestOutput with its story."""
-
-    def __init__(self, llm: LLM, request_id: str) -> None:
-        self._llm, self.request_id = llm, request_id
-        self.output: RequestOutput | None = None
-
-    def __next__(self) -> Delta:
-        llm = self._llm
-        while True:
-            queue = llm._queues.get(self.request_id)
-            if queue is None:
-                raise StopIteration
-            if queue:
-                return queue.popleft()
-            finished = llm._outputs.get(self.request_id)
-            if finished is not None:
-                self.output = finished
-                self._forget()
-                raise StopIteration
-            llm._step()
-
-    def close(self) -> None:
-        """Abort if it is still running; keeps what was made so far in `output`."""
-        llm = self._llm
-        if self.request_id not in llm._queues:
-            return
-        with llm._lock:
-            if llm._outputs.get(self.request_id) is None and llm.engine.abort(self.request_id):
-                llm._step()
-            self.output = llm._outputs.get(self.request_id)
-            self._forget()
-
-    def _forget(self) -> None:
-        self._llm._queues.pop(self.request_id, None)
-        self._llm._outputs.pop(self.request_id, None)
-
-    def __enter__(self) -> "TokenStream":
         return self
 
     def __exit__(
