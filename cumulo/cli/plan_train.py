@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from cumulo.plan.job import TrainJob
     from cumulo.plan.search.search import SearchResult
     from cumulo.plan.search.space import TrainGoal
+    from cumulo.plan.time.phases import CommunicationPhase
     from cumulo.spec.cluster import Cluster
 
 EXAMPLE = (
@@ -89,6 +90,13 @@ class PlanTrainOptions:
         metavar="FILE",
     )
     why: bool = option("Show how much a single change would save.", True, "--why/--no-why", panel=_REPORT)
+    phases: bool = option(
+        "Show every collective of a forward and a backward pass: bytes, time, and whether compute or bandwidth "
+        "bounds it.",
+        False,
+        "--phases",
+        panel=_REPORT,
+    )
     catalog_file: shared.CatalogFile = None
     json_file: options.JsonOption = None
 
@@ -103,6 +111,7 @@ def train(chosen: PlanTrainOptions) -> None:
     from cumulo.base import report
     from cumulo.cli.shared.terminal import out, working
     from cumulo.cli.view import plan_train as view
+    from cumulo.cli.view.phases import phase_tables, phases_as_dicts
     from cumulo.plan.search.plan_file import plan_text
     from cumulo.plan.search.run_cost import RunCost, RunLimits, check_limits
     from cumulo.plan.search.run_stalls import Storage, stalls_of
@@ -129,9 +138,13 @@ def train(chosen: PlanTrainOptions) -> None:
         texts.append((chosen.timeline_file, _timeline(best.job, goal.cluster, chosen.model)))
     _write_files(texts)
     rows = view.rows(best, goal, cost, stalls)
-    report.write_json(chosen.json_file, rows, **view.as_dict(result, gains, stalls))
+    phases = _phases(best.job, goal.cluster) if chosen.phases else ()
+    more = {"phases": phases_as_dicts(phases)} if phases else {}
+    report.write_json(chosen.json_file, rows, **view.as_dict(result, gains, stalls), **more)
     if str(chosen.json_file) != "-":
         view.show(out, chosen.model, goal, result, gains, cost, stalls)
+        for table in phase_tables(phases):
+            out.print(table)
 
 
 def parsed(words: Sequence[str]) -> "tuple[TrainGoal, str | None]":
@@ -232,6 +245,14 @@ def _plans(goal: "TrainGoal", fixed: str | None) -> "SearchResult":
     if not result.plans:
         refuse(goal)
     return result
+
+
+def _phases(job: "TrainJob", cluster: "Cluster") -> "tuple[CommunicationPhase, ...]":
+    from cumulo.plan.time.compute_profile import shipped_for
+    from cumulo.plan.time.phases import phases_of
+
+    profile, _ = shipped_for(cluster.device, job.dtype, job.software)
+    return phases_of(job, cluster, profile)
 
 
 def _timeline(job: "TrainJob", cluster: "Cluster", model: str) -> str:

@@ -149,6 +149,37 @@ def layer(model: ModelSpec, moe: bool, work: LayerWork, profile: Profile, device
     )
 
 
+class BlockSeconds(NamedTuple):
+    """Computation of one of a layer's two blocks, without communication and launches."""
+
+    name: str  # attention or feed-forward
+    forward_s: float
+    backward_s: float
+
+
+def block_seconds(
+    model: ModelSpec, moe: bool, work: LayerWork, profile: Profile, device: Device
+) -> tuple[BlockSeconds, ...]:
+    """A layer's computation by block: the two together are what `layer` counts."""
+    rate = rates(profile, device)
+    found = []
+    scores = _attention_s(model, work, rate, profile)
+    copies_s = _copies_s(model, model.moe, work, profile, rate) if moe and model.moe is not None else 0.0
+    for name, start in (("attention", "attention"), ("feed-forward", "ffn")):
+        mine = [found for found in layer_operations(model, moe) if found.name.startswith(start)]
+        products = sum(_product_s(each.product, work, rate, profile) for each in mine if each.product)
+        moved = sum(each.moved / work.share.ranks(each.cut) for each in mine)
+        between = work.tokens * rate.number_bytes * moved * rate.elementwise_byte_s
+        forward_scores, backward_scores = scores if name == "attention" else (0.0, 0.0)
+        between += copies_s if name == "feed-forward" else 0.0
+        found.append(
+            BlockSeconds(
+                name, products + between + forward_scores, 2 * products + 2 * between + backward_scores
+            )
+        )
+    return tuple(found)
+
+
 @lru_cache(1024)
 def embedding(model: ModelSpec, tokens: int, profile: Profile, device: Device) -> Passes:
     """Rows read and written; backward adds them to the table's gradient."""

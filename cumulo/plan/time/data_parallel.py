@@ -8,7 +8,10 @@ Symbols: P parameters of a rank before sharing, w and g bytes of a weight and a 
     ZeRO-3      for each micro-batch, two all-gathers of w·P and a reduce-scatter of g·P
 """
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from cumulo.plan.job import DTYPE_BYTES, TrainJob
 from cumulo.plan.memory.states import Elements, adapter_elements, layer_elements
@@ -69,27 +72,47 @@ def heaviest_stage(job: TrainJob) -> Elements:
 
 def _travel(job: TrainJob, cluster: Cluster, elements: Elements, bucket_bytes: float) -> tuple[float, float]:
     """Seconds of all collectives, of one micro-batch with ZeRO-3, else of a step; and the bytes a rank sends."""
-    layout, network = job.layout, network_of(cluster)
     seconds = sent = 0.0
+    for some in data_groups(job, cluster, elements, bucket_bytes):
+        seconds += some.pieces * _collectives_s(job, some.parameters / some.pieces, some.group)
+        if some.copies is not None:
+            gradient_bytes = some.parameters * DTYPE_BYTES[job.gradient_dtype]
+            each = gradient_bytes / some.pieces / some.group.ranks
+            seconds += some.pieces * collective_s("all_reduce", each, some.copies)
+        ranks = some.group.ranks * (some.copies.ranks if some.copies else 1)
+        sent += some.parameters * _sent_each(job) * (ranks - 1) / ranks
+    return seconds, sent
+
+
+class DataGroup(NamedTuple):
+    """Parameters that the same data-parallel ranks share out."""
+
+    experts: bool
+    parameters: float
+    pieces: int  # in which they travel
+    group: Group
+    copies: Group | None  # of what the group shares; gradients are summed over them, too
+
+
+def data_groups(
+    job: TrainJob, cluster: Cluster, elements: Elements, bucket_bytes: float
+) -> Iterator[DataGroup]:
+    layout, network = job.layout, network_of(cluster)
     plain = float(elements.matrices + elements.rest)
     layers = -(-job.model.layers // layout.pp)
-    for count, ranks, stride in (
-        (plain, layout.data_ranks, layout.tp),
-        (float(elements.experts), layout.data_ranks // layout.ep, layout.tp * layout.ep),
+    for experts, count, ranks, stride in (
+        (False, plain, layout.data_ranks, layout.tp),
+        (True, float(elements.experts), layout.data_ranks // layout.ep, layout.tp * layout.ep),
     ):
         if not count or ranks == 1:
             continue
         gradient_bytes = count * DTYPE_BYTES[job.gradient_dtype]
-        pieces = max(1.0, gradient_bytes / bucket_bytes) if bucket_bytes else float(layers)
+        pieces = math.ceil(gradient_bytes / bucket_bytes) if bucket_bytes else layers
         shard = ranks
         if layout.zero and layout.shard:  # hybrid: shared inside, summed over the copies
             shard = max(1, min(ranks, layout.shard * layout.cp))
-        seconds += pieces * _collectives_s(job, count / pieces, network.group(shard, stride))
-        if shard < ranks:
-            outer = network.group(ranks // shard, stride * shard)
-            seconds += pieces * collective_s("all_reduce", gradient_bytes / pieces / shard, outer)
-        sent += count * _sent_each(job) * (ranks - 1) / ranks
-    return seconds, sent
+        copies = network.group(ranks // shard, stride * shard) if shard < ranks else None
+        yield DataGroup(experts, count, pieces, network.group(shard, stride), copies)
 
 
 def _collectives_s(job: TrainJob, count: float, group: Group) -> float:
