@@ -1,0 +1,149 @@
+"""The verdict by what NCCL logged: it names links, cards and settings, so it decides before bandwidths do."""
+
+from cumulo.plan.diagnose.diagnosis import (
+    GDR_STEP,
+    LOG_STEP,
+    PAIRS_STEP,
+    PORTS_STEP,
+    TEST_STEP,
+    TOPO_STEP,
+    Diagnosis,
+)
+from cumulo.plan.diagnose.expected import node_of
+from cumulo.plan.diagnose.nccl_case import NcclCase
+from cumulo.plan.diagnose.nccl_log_text import NcclLog
+
+
+def log_verdict(case: NcclCase) -> Diagnosis | None:
+    log = case.log
+    if log is None:
+        return None
+    far = case.nodes > 1 or bool(log.far)
+    found = (
+        _events(case, log)
+        or _domain(case, log)
+        or (_network(case, log) if far else None)
+        or (_near(case, log) if not far else None)
+        or (_missing_cards(case, log) if far else None)
+        or (_gdr(case, log) if far else None)
+        or _near(case, log)
+    )
+    if found is not None:
+        return found
+    if case.test is None:
+        return _log_alone(case, log)
+    return None
+
+
+def _events(case: NcclCase, log: NcclLog) -> Diagnosis | None:
+    bad = [one for one in log.events if "error" in one or "down" in one or "fatal" in one]
+    if not bad:
+        return None
+    case.evidence.append(f"NCCL reports: {', '.join(bad)}")
+    return case.answer("rail-down", "A port went down during the run.", (PORTS_STEP, PAIRS_STEP), "high")
+
+
+def _domain(case: NcclCase, log: NcclLog) -> Diagnosis | None:
+    node = case.expected.node if case.expected else node_of(case.text)
+    wide = node is not None and node.scale_up_gpus > node.gpus
+    if not (wide and case.nodes > 1 and log.far and log.domain_off):
+        return None
+    case.evidence.append("NCCL says MNNVL 0: no NVLink between hosts")
+    return case.apart("MNNVL 0", "high")
+
+
+def _network(case: NcclCase, log: NcclLog) -> Diagnosis | None:
+    if log.socket:
+        case.evidence.append("NCCL uses the network Socket (TCP)")
+        if log.settings.get("NCCL_IB_DISABLE", "0").strip(".") == "1":
+            case.evidence.append("NCCL_IB_DISABLE is 1")
+        return case.answer(
+            "wrong-nic",
+            "NCCL found no RDMA card that it may use and sends over TCP.",
+            (
+                "run `ibv_devinfo` inside the container",
+                "remove NCCL_IB_DISABLE; set NCCL_IB_HCA=mlx5",
+                LOG_STEP,
+            ),
+            "high",
+        )
+    counts = {len(cards) for cards in log.cards.values()}
+    near = case.per_node
+    if counts and max(counts) == 1 and near >= 4:
+        card = next(iter(log.cards.values()))[0]
+        case.evidence.append(f"of each node's cards NCCL uses one, {card}, for {near} GPUs")
+        return case.answer(
+            "wrong-nic",
+            f"All GPUs of a node share the card {card}, which may be the management or storage card.",
+            (f"remove NCCL_IB_HCA={card}, or name all compute cards in it", TOPO_STEP, PORTS_STEP),
+            "high",
+        )
+    return None
+
+
+def _missing_cards(case: NcclCase, log: NcclLog) -> Diagnosis | None:
+    counts = {host: len(cards) for host, cards in log.cards.items()}
+    near = case.per_node
+    if not counts:
+        return None
+    most, least = max(counts.values()), min(counts.values())
+    usual = near if most in (near, near - 1) else most
+    short = [host for host, count in counts.items() if count < usual]
+    if not short or (case.share is not None and case.share > 1.0 and most == least):
+        return None
+    case.evidence.append(f"{short[0]} has {least} network cards in use, of {usual}")
+    return case.answer(
+        "rail-down",
+        f"{usual - least} of {usual} rails of {short[0]} is missing.",
+        (PORTS_STEP, PAIRS_STEP),
+        "high",
+    )
+
+
+def _gdr(case: NcclCase, log: NcclLog) -> Diagnosis | None:
+    paths = [path for path in log.far if path.startswith("NET/IB")]
+    if not log.gdr_off and not (paths and not any("GDRDMA" in path for path in paths)):
+        return None
+    if log.gdr_on and not log.gdr_off:
+        return None
+    case.evidence.append("messages between nodes go via NET/IB without GDRDMA")
+    return case.answer(
+        "no-gdr",
+        "Data between nodes is copied through host memory, since GPUDirect RDMA is off.",
+        (GDR_STEP, "load nvidia-peermem (or use dma-buf), and remove NCCL_NET_GDR_LEVEL", TOPO_STEP),
+        "high",
+    )
+
+
+def _near(case: NcclCase, log: NcclLog) -> Diagnosis | None:
+    node = case.expected.node if case.expected else node_of(case.text)
+    pcie_device = node is not None and node.device.link_kind.startswith("pcie")
+    shared = [path for path in log.near if path.startswith("SHM")]
+    off = log.settings.get("NCCL_P2P_DISABLE", "0").startswith("1")
+    if not (shared or off or log.pcie_path) or pcie_device:
+        return None
+    if log.pcie_path:
+        case.evidence.append(f"NCCL found the path type {log.pcie_path} between GPUs, not NVL")
+    if shared:
+        case.evidence.append(f"GPUs of a node talk via {shared[0]}")
+    settings = [f"{name}={value}" for name, value in log.settings.items() if "P2P" in name]
+    case.evidence.extend(f"{one} is set" for one in settings)
+    fixes = tuple(f"remove {one}" for one in settings)
+    return case.answer("pcie-not-nvlink", "GPUs of a node do not use NVLink.", (*fixes, TOPO_STEP), "high")
+
+
+def _log_alone(case: NcclCase, log: NcclLog) -> Diagnosis | None:
+    good = bool(log.near) and all(path.startswith("P2P") for path in log.near)
+    if case.nodes > 1 or log.far:
+        good = good and log.gdr_on and bool(log.cards)
+    if not good:
+        return None
+    case.evidence.append(
+        "P2P between the GPUs of a node" + (", GPUDirect RDMA between nodes" if log.far else "")
+    )
+    return case.answer(
+        "healthy",
+        "The log shows the paths one would want. It has no bandwidth: measure it.",
+        (TEST_STEP,),
+        "medium",
+    )

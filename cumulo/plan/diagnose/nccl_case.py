@@ -1,0 +1,112 @@
+"""What a pasted nccl-tests table and NCCL log say of a run: its ranks, nodes and operation, and how close it comes
+to what its machines should reach. The rules of the verdict read it and add their evidence.
+"""
+
+from statistics import median
+
+from cumulo.base.quantities import quantity
+from cumulo.plan.diagnose.diagnosis import LOG_STEP, Diagnosis
+from cumulo.plan.diagnose.expected import expected_of, node_of
+from cumulo.plan.diagnose.nccl_log_text import NcclLog
+from cumulo.plan.diagnose.nccl_tests_text import NcclTest
+
+
+class NcclCase:
+    def __init__(self, text: str, test: NcclTest | None, log: NcclLog | None) -> None:
+        self.text, self.test, self.log = text, test, log
+        self.evidence: list[str] = []
+        self.said = False
+        self.inferred = test.inferred_ranks() if test else None
+        self.ranks = self._ranks()
+        self.nodes = self._nodes()
+        self.operation = self._operation()
+        device = test.device if test else ""
+        link = log.link if log else ""
+        self.expected = expected_of(text, self.ranks, self.nodes, device, link) if self.ranks else None
+        self.share = self._share()
+
+    def _ranks(self) -> int | None:
+        if self.inferred is not None and self.inferred[0] < 512:
+            return max(1, round(self.inferred[0]))
+        if self.test and self.test.claimed:
+            return self.test.claimed[-1]
+        return self.log.ranks if self.log else None
+
+    def _nodes(self) -> int:
+        if self.test and self.test.hosts:
+            return self.test.hosts
+        if self.log and self.log.nodes:
+            return self.log.nodes
+        node = node_of(self.text)
+        if self.ranks and node is not None:
+            return max(1, self.ranks // node.scale_up_gpus)
+        return max(1, (self.ranks or 1) // 8)
+
+    def _operation(self) -> str:
+        if self.test is None:
+            return "all_reduce"
+        if self.test.operation is not None:
+            return self.test.operation
+        ratio = self.test.ratio
+        return (
+            "all_reduce" if ratio is None or ratio > 1 or (self.ranks == 2 and ratio > 0.9) else "all_gather"
+        )
+
+    def _share(self) -> float | None:
+        """Measured over expected, of the largest messages."""
+        if self.test is None or self.expected is None:
+            return None
+        rows = self.test.large[-4:] or self.test.rows[-2:]
+        operations = [self.operation]
+        if self.test.operation is None and self.operation == "all_gather":
+            operations = ["all_gather", "all_to_all"]  # the table does not say which; the kinder one counts
+        shares = [
+            median(row.busbw / self.expected.busbw(name, row.size_bytes) for row in rows)
+            for name in operations
+        ]
+        return max(shares)
+
+    @property
+    def one_domain(self) -> bool:
+        """All GPUs are on one NVLink domain, be it of several hosts."""
+        return self.nodes == 1 or (
+            self.expected is not None and self.expected.ranks <= self.expected.node.scale_up_gpus
+        )
+
+    @property
+    def per_node(self) -> int:
+        if self.test and self.test.devices:
+            return max(1, len(self.test.devices) // max(1, self.test.hosts))
+        return max(1, (self.ranks or 8) // max(1, self.nodes))
+
+    def say_numbers(self) -> None:
+        """The bandwidth next to what it should be, once."""
+        if self.said or self.share is None or self.expected is None or self.test is None:
+            return
+        self.said = True
+        row = self.test.rows[-1]
+        usual = self.expected.busbw(self.operation, row.size_bytes)
+        self.evidence.append(
+            f"busbw {row.busbw:.4g} GB/s at {quantity(row.size_bytes, 'B')}: {self.share:.0%} of the "
+            f"{usual:.0f} GB/s "
+            f"that {self.ranks} × {self.expected.node.device.name} should reach"
+            + (f" with {self.expected.card_gbps:.0f} Gbit/s for each GPU" if self.nodes > 1 else "")
+        )
+
+    def apart(self, why: str, confidence: str) -> Diagnosis:
+        """Trays of one rack that talk over network cards."""
+        return self.answer(
+            "pcie-not-nvlink",
+            f"The hosts of the NVLink domain talk over network cards ({why}).",
+            (
+                "run `nvidia-smi -q | grep -A4 Fabric` and check that nvidia-imex runs on every host",
+                "remove NCCL_MNNVL_ENABLE=0",
+                LOG_STEP,
+            ),
+            confidence,
+        )
+
+    def answer(self, cause: str, sentence: str, steps: tuple[str, ...], confidence: str) -> Diagnosis:
+        if cause not in ("wrong-ranks", "small-messages"):
+            self.say_numbers()
+        return Diagnosis(cause, sentence, tuple(self.evidence), steps, confidence, self.ranks, self.share)
