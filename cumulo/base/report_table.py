@@ -1,4 +1,4 @@
-"""The table of a report in a terminal: notes in a last column, or below their rows where the window is narrow."""
+"""The table of a report in a terminal: notes in a last column; those that are too long for it, below their rows."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -34,9 +34,14 @@ class ReportTable:
         if any(self.headings):
             yield self._line(headings, widths)
         for row, (_, note) in zip(cells, self.rows, strict=True):
-            yield self._line(row, widths)
-            if note:
-                yield Padding(Text.from_markup(note, style="dim"), (0, 0, 0, 4), expand=False)
+            line, told = self._line(row, widths), Text.from_markup(note, style="dim")
+            fits = sum(widths) + _GAP * (len(widths) + 1) + told.cell_len <= options.max_width
+            if note and fits:
+                line.append(" ").append(told)
+            line.rstrip()
+            yield line
+            if note and not fits:
+                yield Padding(told, (0, 0, 0, 4), expand=False)
 
     def _line(self, cells: list[Text], widths: list[int]) -> Text:
         line = Text(no_wrap=True)
@@ -45,7 +50,6 @@ class ReportTable:
             line.append(" ").append(space if right else "").append(cell).append(
                 "" if right else space
             ).append(" ")
-        line.rstrip()
         return line
 
     def _wide(self) -> Table:
