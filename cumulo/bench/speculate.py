@@ -17,6 +17,7 @@ from cumulo.engine.config import EngineConfig
 from cumulo.engine.decide.params import SamplingParams
 from cumulo.engine.decide.speculation.acceptance import CLASSES
 from cumulo.engine.decide.speculation.choose import MOST_DRAFTED, Offer, choose
+from cumulo.engine.decide.speculation.rounds import RoundPolicy
 from cumulo.engine.llm import LLM
 from cumulo.errors import CumuloError
 
@@ -126,12 +127,13 @@ def measure(
             for batch in batches:
                 tell(f"{name}, {batch} at once")
                 race = _race(plain, drafting, encoded, batch, new_tokens)
-                rows += _rows(name, batch, race, speculate)
+                rows += _rows(name, batch, race, speculate, plain.config.device == "cuda")
                 sure, total = sure + race.equal, total + race.prompts
         equal = Row("answers with the same tokens", sure / total, "of 1", must=1.0, note=f"{sure} of {total}")
         rows.insert(0, equal)
         if lengths:
-            rows += _best_lengths(drafting, workloads["editing"], new_tokens, lengths, tell)
+            used = "editing" if speculate == "ngram" else "chat"
+            rows += _best_lengths(drafting, workloads[used], new_tokens, lengths, tell)
     return rows
 
 
@@ -141,14 +143,14 @@ def _encode(llm: LLM, texts: Sequence[str], chat: bool) -> list[list[int]]:
     return [list(llm.tokenizer.render_chat([{"role": "user", "content": text}])[1]) for text in texts]
 
 
-def _rows(name: str, batch: int, race: Race, speculate: str) -> list[Row]:
+def _rows(name: str, batch: int, race: Race, speculate: str, on_gpu: bool) -> list[Row]:
     must = aim = None
     if batch >= 16:
         must = 0.97
     elif batch == 1 and name == "editing" and speculate == "ngram":
-        must, aim = 1.4, 1.8
+        must, aim = (2.0, None) if on_gpu else (1.4, 1.8)
     elif batch == 1 and name == "chat" and speculate != "ngram":
-        must = 1.1
+        must = 1.6 if on_gpu else 1.1
     more: dict[str, Any] = {
         "processor_time_ratio": statistics.median(race.processor_ratios),
         "accepted_share": race.accepted_share,
@@ -211,18 +213,23 @@ def _best_lengths(
     """Drafts of one length after another, against the length that the engine would choose for such drafts."""
     speculation = llm.engine.scheduler.speculation
     assert speculation is not None
+    on_gpu = llm.config.device == "cuda"
     rates: dict[int, list[float]] = {length: [] for length in lengths}
     for prompt in prompts[: max(4, len(prompts) // 4)]:
         for length in lengths:
             tell(f"drafts of {length} tokens")
             speculation.fixed_count = length
-            rates[length].append(_answer(llm, [prompt], new_tokens).processor_rate)
+            answered = _answer(llm, [prompt], new_tokens)
+            rates[length].append(answered.rate if on_gpu else answered.processor_rate)
     speculation.fixed_count = None
     medians = {length: statistics.median(found) for length, found in rates.items()}
     best = max(medians, key=lambda length: medians[length])
-    offer = Offer(MOST_DRAFTED, speculation.everybody.rate(CLASSES - 1))
-    fixed_s, token_s = speculation.cost.line
-    predicted = choose([offer], 1, 1, fixed_s, token_s, MOST_DRAFTED).counts[0]
+    if isinstance(speculation, RoundPolicy):
+        predicted = speculation.best(1)[0].drafts
+    else:
+        offer = Offer(MOST_DRAFTED, speculation.everybody.rate(CLASSES - 1))
+        fixed_s, token_s = speculation.cost.line
+        predicted = choose([offer], 1, 1, fixed_s, token_s, MOST_DRAFTED).counts[0]
     worth = medians[min(lengths, key=lambda length: abs(length - predicted))] / medians[best]
     return [
         Row(

@@ -131,7 +131,7 @@ def assemble(
         config,
         free_memory(config),
         loading_bytes=loading_bytes,
-        draft=None if draft is None else draft.needs(dtype.itemsize),
+        draft=None if draft is None else draft.needs(dtype.itemsize, config.device == "cuda"),
     )
     loaded = load()
     engine, player = start_engine(loaded.decoder, config, memory, loaded.tokenizer, loaded.eos_ids, tell)

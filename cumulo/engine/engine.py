@@ -229,7 +229,7 @@ class Engine:
             request = sequence.request
             client: _Client = request.tag
             if client.stream or request.params.stop:
-                gained = self.scheduler.books.gained.get(sequence, 1) if plan.drafts else 1
+                gained = self.scheduler.books.gained.get(sequence, 1) if plan.may_accept else 1
                 before = len(sequence.tokens) - gained
                 text = self._push_text(sequence, client, before, now_s)
                 if client.stream:

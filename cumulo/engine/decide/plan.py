@@ -38,6 +38,14 @@ class Draft(NamedTuple):
     tokens: list[int]
 
 
+class Rounds(NamedTuple):
+    """Every row, one known token each, is verified with as many `drafts` of the runner's own head behind it; those
+    that agree are kept, the head drafts again behind them, and so on: `times` in one step."""
+
+    times: int
+    drafts: int
+
+
 class Send(NamedTuple):
     """A row that computes another engine's order: the receiver is told of every layer."""
 
@@ -78,11 +86,18 @@ class StepPlan:
     # (draw, count): the runner's draft model proposes so many tokens behind what is drawn
     proposals: list[tuple[int, int]] = field(default_factory=list)
     proposal_floor: float = 0.0  # ... and stops where all of them are right with a lower chance than this
+    rounds: Rounds | None = None  # speculation by the device itself
+    feeds_head: bool = True  # a head on the device sees this step's tokens, so that it can draft behind them
     sends: list[Send] = field(default_factory=list)  # rows whose KV goes to other engines; nothing is drawn
 
     @property
     def tokens(self) -> int:
         return sum(self.counts)
+
+    @property
+    def may_accept(self) -> bool:
+        """Whether a row may gain several tokens."""
+        return bool(self.drafts) or self.rounds is not None
 
     def draw_one_each(self) -> None:
         """Every row so far is one token and draws one."""
@@ -113,6 +128,7 @@ class StepResult:
     # speculation: by draw index, the drafted tokens that were accepted, before the one in `tokens`
     accepted: dict[int, list[int]] = field(default_factory=dict)
     accepted_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+    round_hits: dict[int, list[int]] = field(default_factory=dict)  # by draw index: drafts kept, by round
     proposed: dict[int, list[int]] = field(
         default_factory=dict
     )  # by draw index: a draft model's tokens behind it

@@ -27,6 +27,7 @@ from cumulo.engine.decide.slo.entrance import promise
 from cumulo.engine.decide.slo.prompts import promised_prompts
 from cumulo.engine.decide.speculation.choose import most_draws
 from cumulo.engine.decide.speculation.policy import Speculation
+from cumulo.engine.decide.speculation.rounds import RoundPolicy
 from cumulo.engine.decide.step_result import enter_result
 from cumulo.engine.decide.tiers.fetch import order_fetch
 from cumulo.errors import InvalidRequest
@@ -46,7 +47,11 @@ class Scheduler:
         )
         self.requests, self.closed, self.running = books.requests, books.closed, books.running
         self.transfers, self.shared_steps = books.transfers, SharedSteps(books)
-        self.speculation = Speculation(config.speculate == "model") if config.speculate else None
+        self.speculation: Speculation | RoundPolicy | None = None
+        if config.speculate == "rounds":
+            self.speculation = RoundPolicy(config.max_context)
+        elif config.speculate:
+            self.speculation = Speculation(config.speculate == "model")
         self._arrivals = 0
 
     @property
@@ -278,7 +283,7 @@ class Scheduler:
         """Whether to plan the next step while this one is computed. With speculation, tokens may have to be known
         first. The stages of a pipeline always have steps behind each other."""
         if self.speculation is not None and (
-            in_flight.drafts or self.speculation.waits(self.books.in_flight[in_flight.index].rows)
+            in_flight.may_accept or self.speculation.waits(self.books.in_flight[in_flight.index].rows)
         ):
             return False
         if self.config.stages > 1 or self.books.promises is not None:
@@ -295,9 +300,11 @@ class Scheduler:
             self.books.promises.observe(plan, self.books.in_flight[plan.index].draws, now_s)
         self.residency.played(plan.index)
         rows, tokens = len(plan.slots), plan.tokens
+        if plan.rounds is not None:
+            seconds /= plan.rounds.times
         self.costs.observe_compute(tokens, rows, seconds)
         if self.speculation is not None:
-            self.speculation.observe(tokens, seconds, proposed, proposing_s)
+            self.speculation.observe(plan, seconds, now_s, proposed, proposing_s)
         if tokens and seconds > 0:
             single = plan.counts.count(1)
             self.shared_steps.pace.observe(single, tokens - single, seconds)
@@ -307,8 +314,8 @@ class Scheduler:
         `books.gained` says."""
         flight = self.books.in_flight.pop(plan.index)
         advanced = enter_result(self.books, flight, plan, result, now_s)
-        if self.speculation is not None and result.proposed:
-            self.speculation.take_proposals(flight.draws, result.proposed, result.chances)
+        if self.speculation is not None:
+            self.speculation.learn(plan, flight.draws, result)
         handover.issue_fetches(self.books, now_s)
         return advanced
 

@@ -23,7 +23,8 @@ class SchedulerConfig:
     disk: bool = False  # from where they are written to files, and read
     priority_step_s: float = 30.0
     shared_step_s: float = 0.04
-    speculate: Literal["", "ngram", "model"] = ""  # which drafts: by lookup, or of a model
+    # Which drafts: by lookup, of a model, or of a head that a GPU asks by itself, in rounds.
+    speculate: Literal["", "ngram", "model", "rounds"] = ""
     # Of a pipeline. A sequence whose next token is still being drawn would hold up all stages, so it waits, and a
     # step takes its share of those that do not.
     stages: int = 1
@@ -69,9 +70,15 @@ def scheduler_config(config: EngineConfig, memory: MemoryPlan) -> SchedulerConfi
         disk=bool(config.kv_disk),
         priority_step_s=config.priority_step_s,
         shared_step_s=config.shared_step_s,
-        speculate="" if not config.speculate else "ngram" if config.speculate == "ngram" else "model",
+        speculate=_drafts(config),
         stages=config.pp,
         homes=config.dp,
         slo=config.slo,
         late=config.slo_late,
     )
+
+
+def _drafts(config: EngineConfig) -> Literal["", "ngram", "model", "rounds"]:
+    if config.speculate in ("", "ngram"):
+        return "ngram" if config.speculate else ""
+    return "rounds" if config.device == "cuda" else "model"

@@ -19,7 +19,7 @@ def enter_result(
     books: Books, flight: Flight, plan: StepPlan, result: StepResult, now_s: float
 ) -> list[Sequence]:
     """Returns the sequences that gained a token (beams excepted)."""
-    ended = _enter_accepted(books, flight, plan, result, now_s) if plan.drafts else []
+    ended = _enter_accepted(books, flight, plan, result, now_s) if plan.may_accept else []
     books.residency.register_full(flight.rows, plan)
     for row, logprobs in result.prompt_logprobs.items():
         _take_prompt_logprobs(flight.rows[row], plan.starts[row], logprobs)
@@ -68,13 +68,17 @@ def _enter_accepted(
     are written again. Returns the sequences that ended on the way; for others the token drawn last comes after."""
     ended: list[Sequence] = []
     books.gained = {}
-    for row, _ in plan.drafts:
+    for row in range(len(flight.rows)) if plan.rounds is not None else [row for row, _ in plan.drafts]:
         sequence = flight.rows[row]
         accepted = result.accepted.get(row, [])
         if sequence.state != State.RUNNING:
             continue  # failed, aborted, or ended by a stop string, while this step ran
         request, start = sequence.request, plan.starts[row]
         stop = next((n for n, token in enumerate(accepted, 1) if token in request.stop_ids), None)
+        stops_at = None if stop is None else accepted[stop - 1]
+        room = sequence.limit - len(sequence.tokens)
+        if len(accepted[:stop]) >= room and (stop is None or stop > room):
+            stop, stops_at = room, None  # a device's rounds may pass the limit
         sequence.tokens.extend(accepted[:stop])
         sequence.computed = start + 1 + len(accepted[:stop])
         request.share.output_tokens += len(accepted[:stop])
@@ -86,7 +90,7 @@ def _enter_accepted(
             books.residency.register_blocks(sequence, start, sequence.computed)
         books.gained[sequence] = len(accepted[:stop]) + (stop is None)
         if stop is not None:
-            books.finish(sequence, "stop", now_s, accepted[stop - 1])
+            books.finish(sequence, "length" if stops_at is None else "stop", now_s, stops_at)
             ended.append(sequence)
     return ended
 

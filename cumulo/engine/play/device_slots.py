@@ -48,14 +48,15 @@ class DeviceSlots:
             return torch.zeros(shape, dtype=torch.int32, device=device)
 
         self.tokens, self.tables = zeros(max_slots, max_context + 1), zeros(max_slots, blocks)
-        widest = StepShape(max_tokens, max_slots, max_draws)
+        rows = max(max_slots, max_draws)  # a token that is verified may be a row of its own
+        widest = StepShape(max_tokens, rows, max_draws)
         self.words = zeros(widest.words)
         self.token_ids, self.positions, self.kv_slots = (
             zeros(max_tokens),
             zeros(max_tokens),
             zeros(max_tokens),
         )
-        self.contexts, self.step_tables = zeros(max_slots), zeros(max_slots, blocks)
+        self.contexts, self.step_tables = zeros(rows), zeros(rows, blocks)
         self._stages = deque(Stage(widest.words, device) for _ in range(_STAGES))
         self._flight: deque[Tensor] = deque(maxlen=_STAGES)  # kept until their copies must have ended
 

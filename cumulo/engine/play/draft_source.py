@@ -55,8 +55,9 @@ class DraftSource:
         assert self.model is not None
         return self.model.decoder.weight_bytes
 
-    def needs(self, element_bytes: int) -> DraftNeeds:
-        tapped = len(self.taps) * self.served.hidden
+    def needs(self, element_bytes: int, on_gpu: bool) -> DraftNeeds:
+        # A GPU's head sees every token when it is computed; on a CPU what it will see is kept.
+        tapped = 0 if on_gpu else len(self.taps) * self.served.hidden
         per_token = self.spec.kv_bytes_per_token(element_bytes) + tapped * element_bytes
         return DraftNeeds(self.name, self.weight_bytes, per_token)
 
@@ -67,17 +68,17 @@ def load_draft(
     """None where nothing or n-gram lookup drafts. `folder`: of the served model."""
     if config.speculate in ("", "ngram"):
         return None
-    if config.device != "cpu":
+    path = Path(config.speculate)
+    if config.device != "cpu" and not is_eagle_folder(path):
         raise ConfigError(
-            "a draft model or head runs on the CPU engine so far: omit speculate, or choose device=cpu"
+            f"speculate={config.speculate} runs on the CPU engine so far; on a GPU choose ngram or the folder of "
+            "an EAGLE-3 head, or choose device=cpu"
         )
     if config.speculate == "mtp":
         return DraftSource("mtp", served, head=load_mtp(folder, served, dtype=dtype))
-    path = Path(config.speculate)
     if is_eagle_folder(path):
-        return DraftSource(
-            path.name, served, head=load_eagle(path, served, dtype=dtype, pack=dtype == torch.float32)
-        )
+        packed = dtype == torch.float32 and config.device == "cpu"
+        return DraftSource(path.name, served, head=load_eagle(path, served, dtype=dtype, pack=packed))
     model = load_model(config.speculate, dtype=dtype, keep_quantised=keep_quantised)
     return DraftSource(model.name, served, model=model)
 
@@ -97,9 +98,26 @@ def check_tokenizer(source: DraftSource, tokenizer: Tokenizer | None) -> None:
             )
 
 
+def attach_rounds(source: DraftSource, runner: Runner) -> None:
+    """Give a GPU's runner a head, which drafts in rounds."""
+    from cumulo.engine.play.cuda_rounds import HeadRounds
+    from cumulo.engine.play.runner_cuda import CudaRunner
+    from cumulo.models.play.cuda_eagle import CudaEagle
+
+    assert isinstance(runner, CudaRunner) and isinstance(source.head, EagleHead)  # load_draft refuses others
+    model, cache, head = runner.model, runner.cache, source.head
+    head.rotary.serve(runner.table.max_context)
+    head = head.to(model.device)
+    own = KVCache(head.spec, cache.blocks, cache.block_size, cache.key_storage.dtype, model.device)
+    model.tap(source.taps)
+    runner.head = HeadRounds(CudaEagle(head, model, len(runner.slots.contexts)), own, model, runner.slots)
+
+
 def attach_draft(source: DraftSource, runner: Runner, decoder: Decoder) -> None:
     """Give the runner a drafter, whose cache has as many blocks as the runner's."""
-    assert isinstance(runner, TorchRunner)  # load_draft refuses others
+    if not isinstance(runner, TorchRunner):
+        attach_rounds(source, runner)
+        return
     cache, dtype = runner.cache, decoder.dtype
     context = runner.table.max_context
     spec = replace(source.spec, max_context=max(context, source.spec.max_context))

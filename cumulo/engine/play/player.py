@@ -81,13 +81,13 @@ def gpu_player(
     obstacle = cuda_decoder.why_not(decoder) or adapter_obstacle(config, decoder.spec)
     if obstacle is not None:
         refuse_kernel_options(config, obstacle)
+        if config.speculate not in ("", "ngram"):
+            raise CumuloError(
+                f"speculate={config.speculate} was asked for, but this model runs on PyTorch operators, which "
+                f"draft on a CPU only ({obstacle}); use speculate=ngram, or choose device=cpu"
+            )
         runner = _torch_runner(decoder, decoder, config, memory, eos_ids, guidance)
         return Player(runner, f"PyTorch operators on {name}: {obstacle}")
-    if config.speculate not in ("", "ngram"):
-        raise CumuloError(
-            f"speculate={config.speculate} was asked for, but draft models run on the CPU engine only; on a GPU "
-            "use speculate=ngram, or choose device=cpu"
-        )
     if tell is not None:
         tell("preparing the GPU")
     model = cuda_decoder.CudaDecoder(

@@ -18,8 +18,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cumulo.engine.decide.plan import StepPlan, StepResult, TokenLogprobs
+from cumulo.engine.decide.plan import Rounds, StepPlan, StepResult, TokenLogprobs
+from cumulo.engine.decide.speculation.rounds import DRAFTS
 from cumulo.engine.guides.guided import Guidance
+from cumulo.engine.play.cuda_rounds import HeadRounds, round_shape, rows_of, warm_rounds
 from cumulo.engine.play.device_slots import DeviceSlots
 from cumulo.engine.play.slot_table import NO_ROWS, SlotTable, StepRows
 from cumulo.engine.play.step_words import (
@@ -32,7 +34,15 @@ from cumulo.engine.play.step_words import (
     shape_of,
 )
 from cumulo.engine.play.swap_pool import SwapPool
-from cumulo.engine.play.verify import StepDraws, draft_places, draws_of, take_accepted, write_drafts
+from cumulo.engine.play.verify import (
+    StepDraws,
+    draft_places,
+    draws_of,
+    round_draws,
+    take_accepted,
+    take_rounds,
+    write_drafts,
+)
 from cumulo.engine.play.warm_shapes import warm_shapes
 from cumulo.engine.sampling.sampler import Drawn, draw, token_logprobs
 from cumulo.kernels.cuda.attention.latent_plan import LatentPlan
@@ -76,7 +86,7 @@ class CudaRunner:
             max_slots, max_context, cache.block_size, model.max_tokens, draws, self.device
         )
         self.pool = SwapPool(cache, host_blocks) if host_blocks else None
-        self._most = StepShape(model.max_tokens, max_slots, model.max_outputs)
+        self._most = StepShape(model.max_tokens, draws, model.max_outputs)
         self._buffers = SampleBuffers(draws, model.vocab_size, self.device)
         self._cut_buffers = CutBuffers(draws, model.vocab_size, self.device)
         self._picked = torch.zeros(draws, dtype=torch.int32, device=self.device)
@@ -95,6 +105,7 @@ class CudaRunner:
         self._memory_pool = torch.cuda.graph_pool_handle() if self._use_graphs else None
         self._capture_stream = torch.cuda.Stream() if self._use_graphs else None
         self._meet_ranks = meet_ranks
+        self.head: HeadRounds | None = None  # drafts; given after the model is in place
         self._closed = False
 
     # -- the Runner protocol ------------------------------------------------------------------------------
@@ -125,6 +136,8 @@ class CudaRunner:
         if self._meet_ranks is not None:
             return
         shapes = warm_shapes(self._most, self.model.adapters is not None)
+        if self.head is not None:
+            shapes = [replace(shape, follows=True) for shape in shapes] + warm_rounds(self._most, DRAFTS)
         adapters = self.model.adapters
         with (
             self.model.one_layer_of_each_kind(),
@@ -158,6 +171,8 @@ class CudaRunner:
         held["token tables"] = self.slots.nbytes
         if self.model.adapters is not None:
             held["adapters"] = self.model.adapters.bank.nbytes
+        if self.head is not None:
+            held |= self.head.memory_bytes()
         if self.device.type == "cuda":
             free, total = torch.cuda.mem_get_info(self.device)
             held["libraries and graphs"] = max(0, total - free - sum(held.values()))
@@ -200,13 +215,21 @@ class CudaRunner:
         for new in plan.begin:
             self._owners[new.slot] += 1
         pending.of_row, rest = gained_blocks(plan, self.table.block_counts)
+        if plan.rounds is not None:  # they may lie ahead of where this step ends: tables must have them now
+            rest += [(plan.slots[row], index, block) for row, (index, block) in pending.of_row.items()]
+            pending.of_row = {}
         self.table.apply(plan)
         self.slots.begin(plan.begin)
         self.slots.set_blocks(rest)
         if plan.copies:
             self.cache.copy_blocks(plan.copies)
+            if self.head is not None:
+                self.head.cache.copy_blocks(plan.copies)
 
     def _compute(self, plan: StepPlan, pending: "_PendingStep") -> None:
+        if plan.rounds is not None:
+            self._compute_rounds(plan, plan.rounds, pending)
+            return
         if plan.drafts:
             write_drafts(plan, self.table)
             self.slots.set_tokens(draft_places(plan))
@@ -216,6 +239,7 @@ class CudaRunner:
         columns = self.table.columns[slots]
         cuts = bool(have_cuts(columns, self.model.vocab_size).any())
         shape = shape_of(int(rows.query_starts[-1]), len(rows.slots), len(slots), self._most, cuts)
+        shape = replace(shape, follows=self.head is not None and plan.feeds_head)
         stage = self.slots.stage()
         pack(
             stage.array, shape, rows, pending.of_row, draws.token_rows, draw_words(columns, slots, positions)
@@ -235,6 +259,20 @@ class CudaRunner:
         if wide:  # last: it computes logits in the place of those that were drawn from
             self._read_positions(plan, rows, pending)
         pending.owners = self._owners[slots]
+
+    def _compute_rounds(self, plan: StepPlan, rounds: Rounds, pending: "_PendingStep") -> None:
+        rows, draws = round_draws(plan, rounds.drafts)
+        columns = self.table.columns[draws.slots]
+        cuts = bool(have_cuts(columns, self.model.vocab_size).any())
+        shape = round_shape(len(plan.slots), rounds, self._most, cuts)
+        stage = self.slots.stage()
+        words = draw_words(columns, draws.slots, draws.positions)
+        pack(stage.array, shape, rows, pending.of_row, draws.token_rows, words)
+        self.slots.send(stage, shape)
+        assert self.head is not None
+        self.head.begin()
+        for _ in range(rounds.times):  # each leaves for the next one what it needs
+            self._play(shape, captured=True)
 
     def _play(self, shape: StepShape, captured: bool) -> None:
         if self._meet_ranks is not None and (shape, captured) not in self._rehearsed:
@@ -266,6 +304,23 @@ class CudaRunner:
 
     def _launch(self, shape: StepShape, every_row: bool = False) -> None:
         """Every kernel of a step of this shape, from the words to the drawn tokens."""
+        if shape.rounds is None:
+            self._launch_once(shape, every_row)
+            if shape.follows:
+                assert self.head is not None
+                self.head.follow(shape)
+            return
+        assert self.head is not None
+        count = rows_of(shape, shape.rounds)
+        chain, attention = (
+            self._attention(StepShape(count, count, 0, decodes_only=True)),
+            self._launch_once(shape),
+        )
+        assert isinstance(chain, AttentionPlan) and isinstance(attention, AttentionPlan)
+        self.head.end_round(shape, shape.rounds, self._picked, attention, chain)
+
+    def _launch_once(self, shape: StepShape, every_row: bool = False) -> AttentionPlan | LatentPlan:
+        """... without what a head does behind them."""
         slots = self.slots
         slots.unpack(shape)
         attention = self._attention(shape)
@@ -288,6 +343,7 @@ class CudaRunner:
             self.model.slice.draw(len(logits), draws, self._picked, slots.tokens)
         else:
             sample(logits, draws, self._buffers, self._picked, slots.tokens)
+        return attention
 
     def _captured(self, shape: StepShape) -> "torch.cuda.CUDAGraph | None":
         """A step that cannot be captured (for want of memory, say) can still be launched: no request fails."""
@@ -316,7 +372,7 @@ class CudaRunner:
         return graph
 
     def _attention(self, shape: StepShape) -> AttentionPlan | LatentPlan:
-        shape = replace(shape, cuts=False, adapters=False)  # attention sees neither
+        shape = replace(shape, cuts=False, adapters=False, follows=False, rounds=None)  # attention sees none
         plan = self._plans.get(shape)
         if plan is None:
             plan = self._plans[shape] = self.model.attention_plan(
@@ -431,7 +487,10 @@ class _PendingStep:
         """Everything has been launched: from here on only time has to pass."""
         if self.failed is None:
             try:
-                self._target, self._ended = self._runner.send_back(len(self.draws.slots))
+                if self._plan.rounds is not None and self._runner.head is not None:
+                    self._ended = self._runner.head.send_back(len(self._plan.slots))
+                else:
+                    self._target, self._ended = self._runner.send_back(len(self.draws.slots))
             except Exception as error:
                 self.failed = error
 
@@ -455,14 +514,14 @@ class _PendingStep:
             if self._ended is not None:
                 self._ended.synchronize()
             finished_s = time.perf_counter()
+            if self._plan.rounds is not None:
+                self._result = self._rounds_result(self._plan.rounds, finished_s)
+                return
             tokens = self._target[: len(self.draws.slots)].numpy().astype(np.int64)
         except Exception as error:  # a kernel failed: this is the first the host hears of it
             self.failed = error
             return
-        elapsed_s = finished_s - self._submitted_s
-        if self._started is not None and self._ended is not None:
-            elapsed_s = self._started.elapsed_time(self._ended) / 1e3
-        result = StepResult(tokens=[], started_s=finished_s - elapsed_s, finished_s=finished_s)
+        result = self._new_result(finished_s)
         logprobs, errors = dict[int, TokenLogprobs](), dict[int, str]()
         if self.drawn is not None:
             tokens[self.host_draws] = self.drawn.tokens
@@ -482,3 +541,15 @@ class _PendingStep:
             result.tokens, result.logprobs, result.errors = tokens.tolist(), logprobs, errors
         result.prompt_logprobs, result.pooled = self.prompt_logprobs, self.pooled
         self._result = result
+
+    def _rounds_result(self, rounds: Rounds, finished_s: float) -> StepResult:
+        head, result = self._runner.head, self._new_result(finished_s)
+        assert head is not None
+        take_rounds(self._plan, head.told(len(self._plan.slots), rounds), self._runner.table, result)
+        return result
+
+    def _new_result(self, finished_s: float) -> StepResult:
+        elapsed_s = finished_s - self._submitted_s
+        if self._started is not None and self._ended is not None:
+            elapsed_s = self._started.elapsed_time(self._ended) / 1e3
+        return StepResult(tokens=[], started_s=finished_s - elapsed_s, finished_s=finished_s)

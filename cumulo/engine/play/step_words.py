@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from cumulo.engine.decide.plan import StepPlan
+from cumulo.engine.decide.plan import Rounds, StepPlan
 from cumulo.engine.play.slot_table import StepRows
 
 # Columns of a draw, in the sampling kernel's order (kernels/cuda/sampling/sample.py). Floats travel as their bits.
@@ -41,6 +41,8 @@ class StepShape:
     decodes_only: bool = False  # every row is one token
     cuts: bool = False  # some draw has top-k, top-p or min-p
     adapters: bool = False  # some row has an adapter
+    follows: bool = False  # a draft head sees the tokens
+    rounds: Rounds | None = None  # ... and drafts, in as many rounds
 
     @property
     def words(self) -> int:

@@ -59,6 +59,37 @@ def draws_of(plan: StepPlan, rows: StepRows) -> StepDraws:
     return StepDraws(slots, positions, token_rows, firsts)
 
 
+def round_draws(plan: StepPlan, drafts: int) -> tuple[StepRows, StepDraws]:
+    """Of a round in which every row verifies as many drafts behind its known token, each in a row of its own."""
+    places, count = drafts + 1, len(plan.slots)
+    slots, starts = np.array(plan.slots, dtype=np.int64), np.array(plan.starts, dtype=np.int64)
+    lanes = np.arange(count * places)
+    slots, starts = np.repeat(slots, places), np.repeat(starts, places) + lanes % places
+    rows = StepRows(slots, starts, np.ones(len(lanes), dtype=np.int64), np.arange(len(lanes) + 1))
+    return rows, StepDraws(slots, starts + 1, lanes, lanes[::places])
+
+
+def take_rounds(plan: StepPlan, told: NDArray[np.int32], table: SlotTable, result: StepResult) -> None:
+    """Of each row what was kept in all rounds. `told` [rows, rounds, 1 + places]: how many drafts were kept in a
+    round, and what was drawn at its places."""
+    for row, (slot, start) in enumerate(zip(plan.slots, plan.starts, strict=True)):
+        tokens: list[int] = []
+        hits = told[row, :, 0].tolist()
+        for kept, drawn in zip(hits, told[row, :, 1:].tolist(), strict=True):
+            tokens += drawn[: kept + 1]
+        failed = next((index for index, token in enumerate(tokens) if token < 0), None)
+        if failed == 0:
+            result.errors[row] = "the model returned NaN or infinite logits"
+            tokens = [0]
+        elif failed is not None:
+            tokens = tokens[:failed]  # it is drawn again in the next step
+        end = start + 1 + len(tokens)
+        table.tokens[slot, start + 1 : end], table.lengths[slot] = tokens, end
+        result.tokens.append(tokens[-1])
+        result.accepted[row] = tokens[:-1]
+        result.round_hits[row] = hits
+
+
 def take_accepted(
     plan: StepPlan, draws: StepDraws, drawn: Drawn, table: SlotTable, result: StepResult
 ) -> None:

@@ -109,6 +109,9 @@ class CudaDecoder:
         self._played = list(enumerate(self.layers))
         self.windows = tuple(dict.fromkeys(layer.window for layer in self.layers))
         self.head: Weight = (decoder.embed if spec.tied_embeddings else decoder.head).weight
+        # The stream as it enters these layers is kept for a draft head, side by side (`tap`).
+        self.tap_layers: tuple[int, ...] = ()
+        self.tapped: Tensor | None = None
         self.adapters = None if bank is None else CudaAdapters(bank, max_tokens, max_outputs)
         self.moe_buffers = None
         if spec.moe is not None:
@@ -215,6 +218,8 @@ class CudaDecoder:
         groups = None if step.adapters is None else step.adapters.tokens
         last = self._played[-1][0]
         for index, layer in self._played:
+            if index in self.tap_layers:
+                self._keep(index, stream)
             mixed = self._attend(layer, stream, step, cache, index)
             if pick and index == last:
                 stream = torch.index_select(stream, 0, step.logit_rows, out=self.last_stream[:outputs])
@@ -231,6 +236,19 @@ class CudaDecoder:
         norm = self.decoder.final_norm.weight
         wanted = rms_norm(stream, norm, self.spec.norm_eps, rows=rows, out=self.wanted[:outputs])
         return self.logits_of(wanted, self.logits[:outputs])
+
+    def tap(self, layers: tuple[int, ...]) -> None:
+        """From now on every step keeps its stream where it enters these layers, in `tapped`."""
+        self.tap_layers = layers
+        columns = len(layers) * self.spec.hidden
+        self.tapped = torch.zeros((self.max_tokens, columns), dtype=self.dtype, device=self.device)
+
+    def _keep(self, layer: int, stream: Tensor) -> None:
+        assert self.tapped is not None
+        hidden = self.spec.hidden
+        for place, tapped in enumerate(self.tap_layers):  # a model of few layers has one in several places
+            if tapped == layer:
+                self.tapped[: len(stream), place * hidden : (place + 1) * hidden].copy_(stream)
 
     def logits_of(self, hidden: Tensor, out: Tensor) -> Tensor:
         """Normed hidden states [R, hidden] -> [R, vocabulary], this rank's share of it."""

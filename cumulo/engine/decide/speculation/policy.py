@@ -10,7 +10,7 @@ A drafted token is accepted if it is the token that is drawn at its place, with 
 tokens are those of a run without drafts, each of them, sampled or greedy.
 """
 
-from cumulo.engine.decide.plan import Draft, StepPlan
+from cumulo.engine.decide.plan import Draft, StepPlan, StepResult
 from cumulo.engine.decide.request import Sequence, State
 from cumulo.engine.decide.residency import Residency
 from cumulo.engine.decide.speculation.acceptance import CLASSES, Acceptance
@@ -99,9 +99,11 @@ class Speculation:
         drafting.follow(sequence)
         return drafting
 
-    def observe(self, tokens: int, seconds: float, proposed: int, proposing_s: float) -> None:
-        """A step of so many tokens took `seconds`, of which proposing took `proposing_s`."""
-        self.cost.observe(tokens, seconds - proposing_s)
+    def observe(
+        self, plan: StepPlan, seconds: float, now_s: float, proposed: int, proposing_s: float
+    ) -> None:
+        """A step took `seconds`, of which proposing took `proposing_s`."""
+        self.cost.observe(plan.tokens, seconds - proposing_s)
         if proposed and proposing_s > 0:
             measured = proposing_s / proposed
             # A sequence's first proposal follows its prompt, and others on the machine only make it longer.
@@ -231,17 +233,15 @@ class Speculation:
             residency.room_ahead(sequence, end - 1, count + 1, len(draws), plan)
             plan.proposals.append((draw, count))
 
-    def take_proposals(
-        self, draws: list[Sequence], proposed: dict[int, list[int]], chances: dict[int, list[float]]
-    ) -> None:
+    def learn(self, plan: StepPlan, draws: list[Sequence], result: StepResult) -> None:
         """What the runner's model expects behind the tokens that were just entered."""
-        for draw, tokens in proposed.items():
+        for draw, tokens in result.proposed.items():
             sequence = draws[draw]
             self.proposed += len(tokens)
             if sequence.state == State.RUNNING and tokens:
                 drafting = self._follow(sequence)
                 assert isinstance(drafting.draft, ProposedDraft)
-                drafting.draft.propose(tokens, chances.get(draw))
+                drafting.draft.propose(tokens, result.chances.get(draw))
                 self._judged += 1
                 news = max(_SHARE_NEWS, 1 / self._judged)
                 for kind in range(CLASSES):

@@ -68,6 +68,12 @@ MODELS = {
     "Qwen3-0.6B": products("Qwen3-0.6B", 1024, 4096, 2048, 3072, 151936),
     "Llama-3.1-8B": products("Llama-3.1-8B", 4096, 6144, 4096, 14336, 128256),
     "Qwen3-30B-A3B": products("Qwen3-30B-A3B", 2048, 5120, 4096, None, 151936),
+    "SmolLM2-135M": products("SmolLM2-135M", 576, 960, 576, 1536, 49152),
+    # Of a head that drafts for it, what is not a product of the model's, too.
+    "SmolLM2-135M's head": [
+        Product("SmolLM2-135M's head fc", 576, 1728),
+        Product("SmolLM2-135M's head logits", 8192, 576, norm=True),
+    ],
 }
 
 

@@ -1,0 +1,190 @@
+"""RoundPolicy: decides when a device drafts and verifies by itself, several rounds in one step, and how much.
+
+On a GPU a step is shorter than the host's time between two steps, so drafts that wait for the host gain nothing. A
+plan with `rounds` leaves both to the device: it verifies what its head has drafted, keeps what agrees, drafts
+behind that, and goes on; the host sees the tokens of all rounds at once. Owned by the scheduler, in the place of
+`Speculation` where the runner has a head on a GPU.
+
+What a round takes is learnt for each number of drafts; how often a draft is right, place by place.
+"""
+
+from cumulo.engine.decide.plan import Rounds, StepPlan, StepResult
+from cumulo.engine.decide.request import Sequence
+from cumulo.engine.decide.residency import Residency
+
+DRAFTS = (1, 3, 7)  # with the known token 2, 4 or 8 places: kernels are made for such numbers
+_MOST_ROWS = 4  # with more, steps are long, and each number of rows would have to be captured anew
+_SEEN = 4  # steps of a kind: the first may have compiled or captured something
+_ROUNDS = (8, 4, 2, 1)
+_STEP_S = 6e-3  # a step is no longer for several rounds: newcomers wait for its end
+_LEAST_GAIN = 1.03
+_TRY_AGAIN = 256  # steps without drafts, after which they are tried again
+_NEWS, _ODD_NEWS = 0.1, 0.01  # share of the news in an average; of a step that took far longer
+_MEMORY = 0.995
+_LIKELY = (3.0, 5.0)  # before anything is known: hits, tries
+
+
+class _Learnt:
+    """Of steps with about so many rows."""
+
+    def __init__(self) -> None:
+        self.plain = [0.0, 0]  # seconds, steps seen
+        self.rounds: dict[int, list[float]] = {}  # by drafts: seconds of a round, steps seen
+        self.idle = 0  # steps without drafts since they were last worth it
+        self.hopeless = False
+
+    def see(self, drafts: int, seconds: float) -> None:
+        known = self.plain if not drafts else self.rounds.setdefault(drafts, [0.0, 0])
+        known[1] += 1
+        # The first steps of a kind may compile or capture something: a much shorter one replaces them.
+        if known[1] == 1 or seconds < 0.6 * known[0]:
+            known[0] = seconds
+        else:
+            known[0] += (_NEWS if seconds < 1.5 * known[0] else _ODD_NEWS) * (seconds - known[0])
+
+    @property
+    def missing(self) -> int | None:
+        """Drafts of which too few steps were seen."""
+        return next((n for n in DRAFTS if self.rounds.get(n, (0.0, 0))[1] < _SEEN), None)
+
+
+class RoundPolicy:
+    def __init__(self, max_context: int) -> None:
+        self.max_context = max_context
+        self._by_rows: dict[int, _Learnt] = {}
+        self._right = [list(_LIKELY) for _ in range(8)]  # by place: hits, tries
+        self._before: tuple[tuple[int, int] | None, int, float] | None = (
+            None  # kind, index and end of the last step
+        )
+        self.fixed_count: int | None = None  # drafts of every row, for measurements; None: as many as pay
+
+    # -- what a step brings -----------------------------------------------------------------------------------
+    def rate(self, place: int) -> float:
+        """How often the draft at a place is right, those before it being right."""
+        hits, tries = self._right[place]
+        return hits / tries
+
+    def expected(self, drafts: int) -> float:
+        """Tokens of a round (Leviathan et al. 2023, eq. 1, with a rate for each place)."""
+        tokens = chance = 1.0
+        for place in range(drafts):
+            chance *= self.rate(place)
+            tokens += chance
+        return tokens
+
+    def best(self, rows: int) -> tuple[Rounds, float]:
+        """The rounds that yield most tokens per second, and how many times as many as steps without."""
+        learnt = self._learnt(rows)
+        found: tuple[float, Rounds] | None = None
+        for drafts in DRAFTS:
+            round_s = learnt.rounds[drafts][0]
+            count = next((n for n in _ROUNDS if n * round_s <= _STEP_S), 1)
+            rate = self.expected(drafts) / round_s
+            if found is None or rate > found[0]:
+                found = rate, Rounds(count, drafts)
+        assert found is not None
+        return found[1], found[0] * learnt.plain[0]
+
+    def _learnt(self, rows: int) -> _Learnt:
+        return self._by_rows.setdefault(1 << (rows - 1).bit_length(), _Learnt())
+
+    def _choose(self, rows: int) -> Rounds | None:
+        if self.fixed_count is not None:
+            return Rounds(_ROUNDS[0], self.fixed_count) if self.fixed_count else None
+        learnt = self._learnt(rows)
+        if rows > _MOST_ROWS:
+            learnt.hopeless = rows > 2 * _MOST_ROWS  # when some have ended, the head can continue
+            return None
+        if learnt.plain[1] < _SEEN:
+            return None
+        if (missing := learnt.missing) is not None:
+            return Rounds(_ROUNDS[0], missing)
+        chosen, gain = self.best(rows)
+        learnt.hopeless = gain < _LEAST_GAIN and learnt.idle < _TRY_AGAIN
+        return None if learnt.hopeless else chosen
+
+    # -- the scheduler's questions ----------------------------------------------------------------------------
+    def waits(self, rows: list[Sequence]) -> bool:
+        """Whether the next step is to be planned only when the tokens of these rows, in flight, are known."""
+        return self._choose(len(rows)) is not None and all(map(_drawn_on_device, rows))
+
+    def extend(
+        self, plan: StepPlan, rows: list[Sequence], draws: list[Sequence], residency: Residency, budget: int,
+        now_s: float,
+    ) -> None:  # fmt: skip
+        """Let a plan of decoding alone, whose tokens are known, go on by itself. Takes no block from anybody."""
+        if not rows or len(draws) != len(rows) or len(plan.counts) != plan.tokens:
+            return  # prompts are computed
+        chosen = self._choose(len(rows))
+        if chosen is None:
+            self._learnt(len(rows)).idle += 1
+            plan.feeds_head = not self._learnt(len(rows)).hopeless
+            return
+        count, drafts = chosen
+        if len(rows) * drafts > budget or not all(map(_drawn_on_device, rows)):
+            return
+        if any(start != len(sequence.tokens) - 1 or sequence.shares_tail
+               for sequence, start in zip(rows, plan.starts, strict=True)):  # fmt: skip
+            return
+        wanted = max(sequence.limit - len(sequence.tokens) for sequence in rows)
+        while count > 1 and count // 2 * self.expected(drafts) >= wanted:
+            count //= 2
+        for sequence, start in zip(rows, plan.starts, strict=True):
+            # Behind the last round's tokens lie the drafts for the next step.
+            most = min((count + 1) * (drafts + 1), self.max_context - 1 - start)
+            room = residency.room_ahead(sequence, start, most, len(rows), plan)
+            while count and (count + 1) * (drafts + 1) > room:
+                count = count // 2
+        if not count:
+            return
+        plan.rounds = Rounds(count, drafts)
+        self._learnt(len(rows)).idle = 0
+        for sequence in rows:
+            story = sequence.request.story
+            if not story.drafted_tokens:
+                rate = f"{self.rate(0):.0%}"
+                story.add(now_s, "drafting", step=plan.index, count=count * drafts, rate=rate)
+            story.drafted_tokens += count * drafts
+
+    def observe(
+        self, plan: StepPlan, seconds: float, now_s: float, proposed: int, proposing_s: float
+    ) -> None:
+        """A step ended now. What counts is the time since the one before of its kind: it includes the host's, where
+        the device waits for it."""
+        rows, before = len(plan.slots), self._before
+        drafts = 0 if plan.rounds is None else plan.rounds.drafts
+        kind = (rows, drafts) if rows and plan.tokens == rows else None
+        if kind is not None and before is not None and before[:2] == (kind, plan.index - 1):
+            self._learnt(rows).see(
+                drafts, (now_s - before[2]) / (1 if plan.rounds is None else plan.rounds.times)
+            )
+        self._before = (kind, plan.index, now_s)
+
+    def learn(self, plan: StepPlan, draws: list[Sequence], result: StepResult) -> None:
+        """How many drafts of each round were right."""
+        if plan.rounds is None:
+            return
+        for hits_of_rounds in result.round_hits.values():
+            for hits in hits_of_rounds:
+                for place in range(min(hits + 1, plan.rounds.drafts)):
+                    known = self._right[place]
+                    known[0] = _MEMORY * known[0] + (place < hits)
+                    known[1] = _MEMORY * known[1] + 1
+
+
+def _drawn_on_device(sequence: Sequence) -> bool:
+    """Draws that need nothing of the host: no guide, penalty, bias or log-probability, no adapter, no beam."""
+    request = sequence.request
+    params = request.params
+    return (
+        request.beam is None
+        and request.adapter is None
+        and params.guide is None
+        and params.logprobs is None
+        and params.best_of is None
+        and not params.logit_bias
+        and params.repetition_penalty == 1.0
+        and params.presence_penalty == 0.0
+        and params.frequency_penalty == 0.0
+        and sequence.output_length >= params.min_tokens
+    )

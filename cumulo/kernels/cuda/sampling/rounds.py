@@ -1,0 +1,140 @@
+"""Drafting and verifying without the host: which drafts of a row agree with what was drawn, and what its head
+proposes next, written where the next round reads them.
+
+Must move: a few words a row, and the head's logits once.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from cumulo.kernels.cuda.sampling.sample import COLUMNS, POSITION
+
+_BLOCK = 4096
+
+
+def accepted_reference(drawn: Tensor, drafted: Tensor) -> Tensor:
+    """How many of the drafts [rows, k] were drawn [rows, k + 1], up to the first that was not."""
+    return (drawn[:, :-1] == drafted).long().cumprod(dim=1).sum(dim=1).int()
+
+
+_WORDS = ["lane_slots", "lane_starts", "query_starts", "draws"]
+
+
+@triton.jit(do_not_specialize=["lanes"], do_not_specialize_on_alignment=_WORDS)
+def _accept(lane_slots, lane_starts, query_starts, draws, picked, token_ids, next_tokens, row_slots, row_starts,
+            kept_rows, one_each, turns, out, out_stride, lanes, DRAFTS: tl.constexpr, PLACES: tl.constexpr,
+            COLUMNS: tl.constexpr, POSITION: tl.constexpr):  # fmt: skip
+    row = tl.program_id(0)
+    first = row * (DRAFTS + 1)
+    tl.store(one_each + row + 1, tl.minimum(row + 1, tl.load(query_starts + lanes) // (DRAFTS + 1)))
+    slot = tl.load(lane_slots + first, mask=first < lanes, other=-1)
+    tl.store(row_slots + row, slot)
+    if slot < 0:
+        tl.store(kept_rows + row, 0)
+    else:
+        place = tl.arange(0, PLACES)
+        inside = place <= DRAFTS
+        drawn = tl.load(picked + first + place, mask=inside, other=-1)
+        drafted = tl.load(token_ids + first + place + 1, mask=place < DRAFTS, other=-2)
+        agrees = (drawn == drafted) & (place < DRAFTS)
+        count = tl.min(tl.where(agrees, PLACES, place), 0)
+        turn = tl.load(turns + row)
+        told = out + row * out_stride + turn * (DRAFTS + 2)
+        tl.store(told, count)
+        tl.store(told + 1 + place, drawn, mask=inside)
+        tl.store(turns + row, turn + 1)
+        start = tl.load(lane_starts + first) + count + 1
+        tl.store(row_starts + row, start)
+        tl.store(lane_starts + first + place, start + place, mask=inside)
+        tl.store(draws + (first + place) * COLUMNS + POSITION, start + 1 + place, mask=inside)
+        tl.store(next_tokens + first + place, tl.maximum(drawn, 0), mask=inside)
+        tl.store(kept_rows + row, first + count)
+
+
+@dataclass(slots=True)
+class RoundRows:
+    """What a round leaves for its rows, int32, at fixed addresses."""
+
+    slots: Tensor  # [rows]: -1 where there is none
+    starts: Tensor  # [rows]: place of the last token that is kept
+    kept: Tensor  # [rows]: its lane in the round
+    chain_starts: Tensor  # [rows]: place behind which the next token is proposed
+    one_each: Tensor  # [rows + 1]: query starts of a step with one token for each row
+    turns: Tensor  # [rows]: rounds so far
+    told: Tensor  # [rows, words]: for each round how many drafts were kept, and what was drawn
+
+    @classmethod
+    def zeros(cls, rows: int, words: int, device: torch.device) -> "RoundRows":
+        def zeros(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.int32, device=device)
+
+        return cls(
+            zeros(rows),
+            zeros(rows),
+            zeros(rows),
+            zeros(rows),
+            zeros(rows + 1),
+            zeros(rows),
+            zeros(rows, words),
+        )
+
+    def first(self, rows: int) -> "RoundRows":
+        return RoundRows(
+            self.slots[:rows], self.starts[:rows], self.kept[:rows], self.chain_starts[:rows],
+            self.one_each[: rows + 1], self.turns[:rows], self.told[:rows],
+        )  # fmt: skip
+
+
+def accept(
+    lane_slots: Tensor, lane_starts: Tensor, query_starts: Tensor, draws: Tensor, picked: Tensor, token_ids: Tensor,
+    next_tokens: Tensor, rows: RoundRows, drafts: int,
+) -> None:  # fmt: skip
+    """After a round in which each row verified `drafts` tokens behind a known one, in drafts + 1 lanes, and
+    `picked` [lanes] was drawn behind `token_ids`: fills `rows` except its chain; lanes and positions of `draws`
+    move to the next round's; `next_tokens`: behind every lane, what was drawn there."""
+    _accept[(len(rows.slots),)](
+        lane_slots, lane_starts, query_starts, draws, picked, token_ids, next_tokens, rows.slots, rows.starts,
+        rows.kept, rows.one_each, rows.turns, rows.told, rows.told.stride(0), len(lane_slots), DRAFTS=drafts,
+        PLACES=triton.next_power_of_2(drafts + 1), COLUMNS=COLUMNS, POSITION=POSITION, num_warps=1,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["ahead"])
+def _propose(logits, token_of, row_slots, row_starts, chain_starts, tokens, logit_stride, token_stride, vocabulary,
+             ahead, BLOCK: tl.constexpr):  # fmt: skip
+    row = tl.program_id(0)
+    slot = tl.load(row_slots + row).to(tl.int64)
+    if slot >= 0:
+        column = tl.arange(0, BLOCK)
+        best = tl.full((BLOCK,), float("-inf"), tl.float32)
+        where = tl.zeros((BLOCK,), tl.int32)
+        for first in range(0, vocabulary, BLOCK):
+            inside = first + column < vocabulary
+            value = tl.load(logits + row.to(tl.int64) * logit_stride + first + column, mask=inside,
+                            other=float("-inf")).to(tl.float32)  # fmt: skip
+            higher = value > best
+            best = tl.where(higher, value, best)
+            where = tl.where(higher, first + column, where)
+        peak = tl.max(best, 0)
+        chosen = tl.min(tl.where(best == peak, where, vocabulary - 1), 0)
+        start = tl.load(row_starts + row)
+        tl.store(tokens + slot * token_stride + start + ahead, tl.load(token_of + chosen))
+        tl.store(chain_starts + row, start - 1 + ahead)
+
+
+def propose(logits: Tensor, token_of: Tensor, rows: RoundRows, tokens: Tensor, ahead: int) -> None:
+    """The likeliest token of each row of logits, by `token_of` [V] as the model knows it, becomes the draft at
+    `ahead` places behind the row's start."""
+    count, vocabulary = logits.shape
+    _propose[(count,)](
+        logits, token_of, rows.slots, rows.starts, rows.chain_starts, tokens, logits.stride(0), tokens.stride(0),
+        vocabulary, ahead, BLOCK=min(_BLOCK, triton.next_power_of_2(vocabulary)), num_warps=8,
+    )  # fmt: skip
+
+
+def proposed_reference(logits: Tensor, token_of: Tensor) -> Tensor:
+    return token_of[logits.argmax(dim=-1)].to(torch.int32)

@@ -1,0 +1,138 @@
+"""CudaEagle: an EagleHead in GPU kernels, into buffers that never move, so that rounds of drafting and verifying
+can be captured in one CUDA graph. Its keys and values lie in a cache of its own under the served model's blocks.
+"""
+
+import torch
+from torch import Tensor
+
+from cumulo.errors import ConfigError
+from cumulo.kernels.cuda.attention.paged_attention import AttentionPlan
+from cumulo.kernels.cuda.elementwise.rms_norm import rms_norm
+from cumulo.kernels.cuda.elementwise.rope_cache import rope_cache
+from cumulo.kernels.cuda.elementwise.swiglu import swiglu
+from cumulo.kernels.cuda.linear.linear import choose, linear
+from cumulo.models.batch import KVCache
+from cumulo.models.heads.eagle import EagleHead
+from cumulo.models.play.cuda_decoder import CudaDecoder
+
+
+class CudaEagle:
+    def __init__(self, head: EagleHead, served: CudaDecoder, max_rows: int) -> None:
+        """`head`: on the served model's device, in its precision. It proposes for up to `max_rows` rows at once."""
+        spec, own = served.spec, head.spec
+        if spec.mla is not None or (own.heads, own.kv_heads, own.head_dim) != (
+            spec.heads,
+            spec.kv_heads,
+            spec.head_dim,
+        ):
+            raise ConfigError(
+                f"on a GPU a draft head has the served model's attention heads so far ({spec.heads} and "
+                f"{spec.kv_heads} of {spec.head_dim}; this one has {own.heads} and {own.kv_heads} of "
+                f"{own.head_dim}): choose device=cpu"
+            )
+        if None not in served.windows:
+            raise ConfigError(
+                "on a GPU a draft head needs a model with full attention in some layer: choose device=cpu"
+            )
+        self.head, self.spec, self.embed = head, own, served.decoder.embed.weight
+        device, dtype, hidden = served.device, served.dtype, own.hidden
+        head.rotary.rotation_at(torch.zeros(0, dtype=torch.int64, device=device))
+        assert head.rotary.table is not None
+        self.cosine, self.sine = (table.contiguous() for table in head.rotary.table)
+        # The projections see token and stream side by side: two products, of which the second adds onto the first.
+        self._of_token = head.qkv.weight[:, :hidden].contiguous()
+        self._of_stream = head.qkv.weight[:, hidden:].contiguous()
+        self.token_of = head.token_of.to(device=device, dtype=torch.int32)
+
+        def buffer(rows: int, columns: int) -> Tensor:
+            return torch.empty((rows, columns), dtype=dtype, device=device)
+
+        tokens, width = served.max_tokens, own.heads * own.head_dim
+        self.stream, self.embedded, self.normed = (buffer(tokens, hidden) for _ in range(3))
+        self.qkv = buffer(tokens, width + 2 * own.kv_heads * own.head_dim)
+        self.mixed = buffer(min(tokens, 2 * served.max_outputs + 64), width)
+        self.rows_stream, self.rows_normed = buffer(max_rows, hidden), buffer(max_rows, hidden)
+        self.rows_mixed = buffer(max_rows, width)
+        self.gate_up, self.activated = buffer(max_rows, 2 * own.ffn_hidden), buffer(max_rows, own.ffn_hidden)
+        self.logits = buffer(max_rows, len(self.token_of))
+
+    @property
+    def nbytes(self) -> int:
+        own = (self.stream, self.embedded, self.normed, self.qkv, self.mixed, self.rows_stream, self.rows_normed,
+               self.rows_mixed, self.gate_up, self.activated, self.logits)  # fmt: skip
+        return sum(one.nbytes for one in own)
+
+    def see(
+        self, tapped: Tensor, token_ids: Tensor, positions: Tensor, slots: Tensor, cache: KVCache
+    ) -> tuple[Tensor, Tensor]:
+        """Stream and queries [T, ...] at places of the served model, whose keys and values are written. `tapped`:
+        its stream there; `token_ids`: the tokens behind them."""
+        stream = linear(tapped, self.head.fc.weight, out=self.stream[: len(tapped)])
+        return stream, self._attended(stream, token_ids, positions, slots, cache)
+
+    def see_own(
+        self, stream: Tensor, token_ids: Tensor, positions: Tensor, slots: Tensor, cache: KVCache
+    ) -> Tensor:
+        """The same behind its own proposals: `stream` is what `output` returned."""
+        return self._attended(stream, token_ids, positions, slots, cache)
+
+    def _attended(
+        self, stream: Tensor, token_ids: Tensor, positions: Tensor, slots: Tensor, cache: KVCache
+    ) -> Tensor:
+        tokens, head = len(stream), self.head
+        embedded = torch.index_select(self.embed, 0, token_ids, out=self.embedded[:tokens])
+        qkv = self.qkv[:tokens]
+        self._normed_product(embedded, head.token_norm.weight, self._of_token, qkv)
+        self._normed_product(stream, head.stream_norm.weight, self._of_stream, qkv, residual=qkv)
+        rope_cache(
+            qkv, self.cosine, self.sine, positions, slots, cache.keys[0], cache.values[0], self.spec.heads,
+            interleaved=self.spec.rope_interleaved,
+        )  # fmt: skip
+        return qkv
+
+    def output(
+        self, stream: Tensor, qkv: Tensor, attention: AttentionPlan, cache: KVCache, rows: Tensor | None
+    ) -> Tensor:
+        """The head's stream [R, hidden] behind the places of `rows` (None: all), in a buffer of its own."""
+        tokens, spec, head = len(stream), self.spec, self.head
+        mixed = self.mixed[:tokens]
+        query = qkv.view(tokens, -1, spec.head_dim)[:, : spec.heads]
+        attention.attend(
+            query,
+            cache.keys[0],
+            cache.values[0],
+            mixed.view(tokens, spec.heads, spec.head_dim),
+            spec.head_dim**-0.5,
+        )
+        count = tokens if rows is None else len(rows)
+        out = self.rows_stream[:count]
+        if rows is not None:
+            torch.index_select(stream, 0, rows, out=out)
+            mixed = torch.index_select(mixed, 0, rows, out=self.rows_mixed[:count])
+        linear(mixed, head.output.weight, out=out, residual=out)
+        activated, gate_up = self.activated[:count], self.gate_up[:count]
+        if choose(count, head.ffn.gate_up.weight, True).kernel != "library":
+            linear(
+                out, head.ffn.gate_up.weight, out=activated, norm_weight=head.ffn_norm.weight, eps=spec.norm_eps,
+                swiglu=True,
+            )  # fmt: skip
+        else:
+            self._normed_product(out, head.ffn_norm.weight, head.ffn.gate_up.weight, gate_up)
+            swiglu(gate_up, activated)
+        linear(activated, head.ffn.down.weight, out=out, residual=out)
+        return out
+
+    def logits_of(self, stream: Tensor) -> Tensor:
+        """Over the head's own tokens."""
+        return self._normed_product(
+            stream, self.head.final_norm.weight, self.head.head.weight, self.logits[: len(stream)]
+        )
+
+    def _normed_product(
+        self, x: Tensor, norm: Tensor, weight: Tensor, out: Tensor, residual: Tensor | None = None
+    ) -> Tensor:
+        eps = self.spec.norm_eps
+        if choose(len(x), weight).kernel != "library":
+            return linear(x, weight, out=out, norm_weight=norm, eps=eps, residual=residual)
+        normed = rms_norm(x, norm, eps, out=self.normed[: len(x)])
+        return linear(normed, weight, out=out, residual=residual)

@@ -1,0 +1,218 @@
+"""A draft head on the GPU: rounds of drafting and verifying in one step give the tokens of a run without drafts,
+and the head proposes what the same head proposes in torch. Without a GPU Triton's interpreter plays the kernels."""
+
+from itertools import chain
+
+import pytest
+import torch
+
+from tests.engine.tiny_cuda_engine import DEVICE, SPECS, make_decoder, make_engine, use_few_programs  # isort: skip
+from cumulo.engine.decide.params import SamplingParams
+from cumulo.engine.decide.plan import Rounds
+from cumulo.engine.play.draft_source import DraftSource, attach_rounds
+from cumulo.kernels.cuda.sampling.rounds import (
+    RoundRows,
+    accept,
+    accepted_reference,
+    propose,
+    proposed_reference,
+)
+from cumulo.models.heads.eagle import EagleHead
+from cumulo.spec.model import ModelSpec
+from cumulo.train.head.answers import _computed
+from tests.engine.test_runner_cuda import prompt, run
+from tests.thorough import rare
+
+pytestmark = pytest.mark.slow
+SPEC = SPECS["dense"]
+
+
+@pytest.fixture(autouse=True)
+def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_few_programs(monkeypatch)
+
+
+def make_head() -> EagleHead:
+    own = ModelSpec(family="llama", vocab_size=SPEC.vocab_size, hidden=SPEC.hidden, layers=1, heads=SPEC.heads,
+                    kv_heads=SPEC.kv_heads, head_dim=SPEC.head_dim, ffn_hidden=40, max_context=128)  # fmt: skip
+    head = EagleHead(own, 3 * SPEC.hidden, 37)
+    generator = torch.Generator().manual_seed(11)
+    for parameter in head.parameters():
+        parameter.data = 0.3 * torch.randn(parameter.shape, generator=generator) + (parameter.dim() == 1)
+    head.token_of = torch.randperm(SPEC.vocab_size, generator=generator)[:37].sort().values
+    return head
+
+
+def engine_with_head(decoder, drafts: int | None = 3, **options):
+    engine = make_engine(decoder, on_kernels=True, speculate="rounds", **options)
+    attach_rounds(DraftSource("head", SPEC, head=make_head()), engine.runner)
+    engine.scheduler.speculation.fixed_count = drafts
+    return engine
+
+
+def whisper(monkeypatch, known: dict[int, list[int]]) -> None:
+    """The head's proposals are replaced by what is right: all tokens of some known text whose beginning the slot
+    has, but for every fourth place, so that each number of drafts is kept in some round."""
+    from cumulo.engine.play import cuda_rounds
+
+    def right(logits, token_of, rows, tokens, ahead):
+        propose(logits, token_of, rows, tokens, ahead)
+        for slot, start in zip(rows.slots.tolist(), rows.starts.tolist(), strict=True):
+            text = known.get(int(tokens[slot, 0])) if slot >= 0 else None
+            if text is not None and start + ahead < len(text) and (start + ahead) % 4:
+                tokens[slot, start + ahead] = text[start + ahead]
+
+    monkeypatch.setattr(cuda_rounds, "propose", right)
+
+
+def test_rounds_give_the_tokens_of_a_run_without_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = make_decoder(SPEC)
+    requests = [
+        ([9, *prompt(6, 1)], SamplingParams(temperature=0, max_tokens=14, ignore_eos=True)),
+        (
+            [10, *prompt(3, 2)],
+            SamplingParams(temperature=0.8, top_k=20, seed=5, max_tokens=9, ignore_eos=True),
+        ),
+        ([11, *prompt(20, 3)], SamplingParams(temperature=0, max_tokens=5)),
+    ]
+    expected = run(make_engine(decoder, on_kernels=True), requests)
+    known = {text[0]: [*text, *expected[str(index)][0]] for index, (text, _) in enumerate(requests)}
+    whisper(monkeypatch, known)
+    engine = engine_with_head(decoder)
+    kept: list[int] = []
+    policy = engine.scheduler.speculation
+    learn = policy.learn
+    monkeypatch.setattr(
+        policy,
+        "learn",
+        lambda plan, draws, result: (
+            kept.extend(chain(*result.round_hits.values())) or learn(plan, draws, result)
+        ),
+    )
+    assert run(engine, requests) == expected
+    assert {0, 1, 2, 3} <= set(kept)  # some rounds kept no draft, some all of them
+    assert engine.scheduler.problems() == []
+
+
+@pytest.mark.parametrize("drafts", [2, *rare(1, 4, 7)])
+def test_rounds_go_on_over_the_ends_of_blocks(drafts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block that is given ahead is in the table when a later step comes to it."""
+    decoder = make_decoder(SPEC)
+    requests = [([9, *prompt(6, 1)], SamplingParams(temperature=0, max_tokens=40, ignore_eos=True))]
+    expected = run(make_engine(decoder, on_kernels=True), requests)
+    whisper(monkeypatch, {9: [*requests[0][0], *expected["0"][0]]})
+    assert run(engine_with_head(decoder, drafts), requests) == expected
+
+
+def test_a_row_that_needs_the_host_ends_the_rounds_of_its_step() -> None:
+    """... and answers are the same beside it and after it."""
+    decoder = make_decoder(SPEC)
+    requests = [
+        (prompt(5, 1), SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)),
+        (prompt(4, 2), SamplingParams(temperature=0, max_tokens=3, repetition_penalty=1.3, logprobs=1)),
+    ]
+    expected = run(make_engine(decoder, on_kernels=True), requests)
+    assert run(engine_with_head(decoder, 2), requests) == expected
+
+
+def test_the_head_proposes_what_it_proposes_in_torch() -> None:
+    """Behind the model's own stream, and behind its own proposals."""
+    decoder, head = make_decoder(SPEC), make_head().to(DEVICE)
+    text = prompt(9, 4)
+    engine = engine_with_head(decoder, 3)
+    engine.add(text, SamplingParams(temperature=0, max_tokens=2, ignore_eos=True), request_id="r")
+    drafts: list[int] = []
+    tokens = engine.runner.slots.tokens
+    while engine.has_work:
+        output = engine.step()
+        if engine.scheduler.speculation._right[0][1] > 5.0 and not drafts:  # a round was played
+            drafts = tokens[0].tolist()
+        done = output.finished
+    answer = list(text) + done[0].samples[0].token_ids
+    # After one round: the known tokens, then three drafts behind the last one.
+    known = next(n for n in range(len(answer), 0, -1) if drafts[:n] == answer[:n])
+    assert known >= len(text) + 1
+    assert _proposed(decoder, head, drafts[: known + 3], known) == drafts[known : known + 3]
+
+
+def _proposed(decoder, head, tokens: list[int], known: int) -> list[int]:
+    """The head in torch, on one sequence, with an attention matrix: behind the first `known` tokens."""
+    head.rotary.serve(128)
+    array = torch.tensor(tokens)
+    stream = head.fc(_computed(decoder, array[:known].numpy()).float())  # places 0 .. known - 2
+    decoder.tap = None
+    found = []
+    keys, values, out = [], [], stream[0]
+    for place in range(known + 1):
+        row = stream[place] if place < len(stream) else out
+        behind = decoder.embed.rows(array[place + 1 : place + 2].to(DEVICE))
+        query, key, value = head.heads(row[None], behind)
+        rotation = head.rotary.rotation_at(torch.tensor([place], device=DEVICE))
+        keys.append(rotation.apply(key)[0])
+        values.append(value[0])
+        repeat = SPEC.heads // SPEC.kv_heads
+        scores = torch.stack(
+            [(rotation.apply(query)[0] * k.repeat_interleave(repeat, 0)).sum(-1) for k in keys]
+        )
+        weights = (scores * SPEC.head_dim**-0.5).softmax(0)
+        mixed = sum(w[:, None] * v.repeat_interleave(repeat, 0) for w, v in zip(weights, values, strict=True))
+        out = head.rest(row[None], mixed.flatten()[None])[0]
+        if place >= known - 2:
+            found.append(int(head.token_of[head.logits(out[None]).argmax()]))
+    return found
+
+
+def test_accepting_and_proposing_follow_their_references() -> None:
+    generator = torch.Generator().manual_seed(0)
+    drafts, count = 3, 5
+    lane_slots = torch.tensor([2, 0, 4, 1, -1], device=DEVICE).repeat_interleave(4).int()
+    lane_starts = (
+        torch.tensor([5, 0, 9, 3, 0], device=DEVICE).repeat_interleave(4).int()
+        + torch.arange(20, device=DEVICE).int() % 4
+    )
+    query_starts = torch.arange(21, dtype=torch.int32, device=DEVICE).clamp_max(16)
+    picked = torch.randint(0, 2, (20,), generator=generator).int().to(DEVICE)
+    token_ids = torch.randint(0, 2, (21,), generator=generator).int().to(DEVICE)
+    draws = torch.zeros(20, 9, dtype=torch.int32, device=DEVICE)
+    behind = torch.zeros(20, dtype=torch.int32, device=DEVICE)
+    rows = RoundRows.zeros(count, 10, DEVICE)
+    rows.turns[:] = 1  # the second round of a step
+    before = lane_starts.clone()
+    accept(lane_slots, lane_starts, query_starts, draws, picked, token_ids, behind, rows, drafts)
+    expected = accepted_reference(picked[:16].view(4, 4), token_ids[:16].view(4, 4)[:, 1:])
+    assert len(set(expected.tolist())) > 2
+    assert torch.equal(rows.told[:4, 5], expected) and torch.equal(rows.told[:4, 6:], picked[:16].view(4, 4))
+    assert rows.turns.tolist() == [2, 2, 2, 2, 1] and rows.slots.tolist() == [2, 0, 4, 1, -1]
+    assert torch.equal(rows.starts[:4], before[:16:4] + expected + 1)
+    assert torch.equal(lane_starts[:16], before[:16] + (expected + 1).repeat_interleave(4).int())
+    assert rows.kept.tolist() == [*(torch.arange(4) * 4 + expected.cpu()).tolist(), 0]
+    assert torch.equal(draws[:16, 1], lane_starts[:16] + 1)
+    assert rows.one_each.tolist() == [0, 1, 2, 3, 4, 4]
+    logits = torch.randn(count, 4100, generator=generator).to(DEVICE)
+    token_of = torch.randperm(5000, generator=generator)[:4100].int().to(DEVICE)
+    tokens = torch.zeros(6, 32, dtype=torch.int32, device=DEVICE)
+    propose(logits, token_of, rows, tokens, 2)
+    found = tokens[rows.slots[:4].long(), (rows.starts[:4] + 2).long()]
+    assert torch.equal(found, proposed_reference(logits[:4], token_of))
+    assert rows.chain_starts[:4].tolist() == (rows.starts[:4] + 1).tolist()
+
+
+def test_rounds_are_chosen_where_they_pay() -> None:
+    """From what steps took and how often drafts were right: long drafts where they are cheap and right, none where
+    a round costs more than it yields."""
+    from cumulo.engine.decide.speculation.rounds import DRAFTS, RoundPolicy
+
+    def chosen(rate: float, draft_share: float) -> Rounds | None:
+        policy = RoundPolicy(1000)
+        learnt = policy._learnt(1)
+        for _ in range(4):
+            learnt.see(0, 1e-3)
+            for drafts in DRAFTS:
+                learnt.see(drafts, 1e-3 * (1 + draft_share * drafts))
+        for known in policy._right:
+            known[:] = [rate * 100, 100]
+        return policy._choose(1)
+
+    assert chosen(0.9, 0.02).drafts == 7
+    assert chosen(0.5, 0.2).drafts == 1
+    assert chosen(0.2, 0.3) is None
