@@ -76,14 +76,14 @@ def cluster(
     json_file: options.JsonOption = None,
 ) -> None:
     """Measure what scheduling decisions cost on a large cluster: the whole trace and the slowest decision."""
-    from cumulo.bench import cluster as bench_cluster
     from cumulo.cli.shared.terminal import working
+    from cumulo.cluster.simulate import decision_cost
     from cumulo.load.units import parse_number
 
     wanted = [parse_number(part, "--loads", more_than=True) for part in loads.split(",")]
     names = [name.strip() for name in policy.split(",")]
     with working("cluster") as tell:
-        rows = bench_cluster.measure(names, wanted, nodes, jobs, tell)
+        rows = decision_cost.measure(names, wanted, nodes, jobs, tell)
     _finish(f"{jobs:,} jobs on {nodes:,} nodes, one core", rows, json_file)
 
 

@@ -53,6 +53,13 @@ class ClusterRunOptions:
     )
     load: float = option("With --synthetic: GPU time asked for over GPU time there is.", 0.9, panel=_JOBS)
     seed: int = option("Seed of --synthetic, --failures and --fill.", 0, panel=_JOBS)
+    prediction_error: float = option(
+        "Make predicted durations wrong: standard deviation of the logarithm of the factor. 0.5: most are right "
+        "within a factor of 1.6.",
+        0.0,
+        panel=_JOBS,
+        min=0,
+    )
     quota: list[str] = option(
         "A tenant's quota, as TENANT=GPUS or TENANT=GPUS+BORROWED. Repeat it.",
         (),
@@ -61,8 +68,8 @@ class ClusterRunOptions:
     )
     policy: str = option(
         "Policies to compare, separated by commas: ORDER[+PLACEMENT][+cordon][+defrag], or FILE.py:FUNCTION. "
-        "Orders: fifo, backfill, conservative, shortest, las, fair, priority, elastic, goodput. Placements: pack, "
-        "topology, emptiest.",
+        "Orders: fifo, backfill, conservative, shortest, las, fair, priority, elastic, goodput, attained. "
+        "Placements: pack, topology, emptiest.",
         "fifo,backfill",
         panel=_JOBS,
     )
@@ -124,7 +131,7 @@ def cluster(chosen: ClusterRunOptions) -> None:
             speed: JobSpeed | None = None
             if pollux:
                 assert chosen.trace is not None
-                jobs, speed = read_pollux(chosen.trace, policy.resizes)
+                jobs, speed = read_pollux(chosen.trace, policy.resizes, chosen.prediction_error)
             elif any(job.request.step is not None for job in jobs):
                 speed = LeafSpeed(leaf_fabric(nodes))
             settings = PlayOptions(

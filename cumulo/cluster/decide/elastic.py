@@ -27,6 +27,7 @@ class _Sized:
     places: tuple[TaskPlace, ...]
     fair: float  # goodput with a fair share
     keep: float  # share of the speedup that is left after a restart
+    attained_gpu_s: float
     weight: float = 1.0
     size: int = 0
 
@@ -39,9 +40,16 @@ class _Sized:
         return self.weight / (speedup * (1.0 if size == self.current else self.keep) + _LITTLE)
 
 
-def elastic(restart_s: float = 30.0, sizes: Iterable[int] = (1, 2, 3, 4), short_first: float = 0.0) -> Policy:
-    """Tasks are of one GPU. Sizes: within a node any of `sizes`, beyond it whole nodes, so that no two
-    distributed jobs share a node's network. Jobs without a speed table keep the size they ask for."""
+def elastic(
+    restart_s: float = 30.0,
+    sizes: Iterable[int] = (1, 2, 3, 4),
+    short_first: float = 0.0,
+    predicted: bool = True,
+) -> Policy:
+    """`short_first`: by what power shorter jobs count more: by their predicted remaining time or, if nothing is
+    `predicted`, by the GPU time they have had. Tasks are of one GPU. Sizes: within a node any of
+    `sizes`, beyond it whole nodes, so that no two distributed jobs share a node's network. Jobs without a speed
+    table keep the size they ask for."""
     inside = tuple(sizes)
 
     def policy(snapshot: Snapshot) -> list[Decision]:
@@ -64,7 +72,7 @@ def elastic(restart_s: float = 30.0, sizes: Iterable[int] = (1, 2, 3, 4), short_
         jobs = _sized(snapshot, restart_s, node_gpus, gpus)
         if short_first:
             for sized in jobs:
-                seconds = sized.request.predicted_s or 3600.0
+                seconds = sized.request.predicted_s or 3600.0 if predicted else sized.attained_gpu_s
                 sized.weight = (3600.0 / max(seconds, 60.0)) ** short_first
         _choose_sizes(jobs, gpus, node_gpus, inside)
         return decided + _placed(jobs, node_gpus, free, book)
@@ -77,17 +85,18 @@ def _resizable(job: JobRequest) -> bool:
 
 
 def _sized(snapshot: Snapshot, restart_s: float, node_gpus: int, gpus: int) -> list[_Sized]:
-    active: list[tuple[JobRequest, tuple[TaskPlace, ...], int]] = [
-        (job, (), 0) for job in snapshot.waiting if _resizable(job)
+    now_s = snapshot.now_s
+    active: list[tuple[JobRequest, tuple[TaskPlace, ...], int, float]] = [
+        (job, (), 0, job.attained_gpu_s) for job in snapshot.waiting if _resizable(job)
     ]
     active += [
-        (one.request, one.places, one.restarts) for one in snapshot.running.values()
+        (one.request, one.places, one.restarts, one.attained_gpu_s(now_s)) for one in snapshot.running.values()
         if _resizable(one.request) and one.request.preemptible
     ]  # fmt: skip
     total = float(gpus)
     share = max(1, -int(-total // max(1, len(active))))
     found = []
-    for job, places, restarts in active:
+    for job, places, restarts, attained in active:
         speed = job.speed or SpeedTable((), ())
         age_s = max(1.0, snapshot.now_s - job.arrival_s)
         keep = max(age_s - restarts * restart_s, 0.0) / (age_s + restart_s)
@@ -96,7 +105,7 @@ def _sized(snapshot: Snapshot, restart_s: float, node_gpus: int, gpus: int) -> l
             fair = speed.goodput(size, 1 if size <= node_gpus else -(-size // node_gpus))
             if fair > 0:
                 break
-        found.append(_Sized(job, speed, len(places), places, fair or 1.0, max(keep, 0.05)))
+        found.append(_Sized(job, speed, len(places), places, fair or 1.0, max(keep, 0.05), attained))
     return found
 
 

@@ -15,6 +15,7 @@ import yaml
 
 from cumulo.cluster.decide.jobs import JobRequest, RunningJob, SpeedTable, TaskPlace
 from cumulo.cluster.simulate.play import TraceJob
+from cumulo.cluster.simulate.traces import error_of
 from cumulo.errors import ConfigError
 
 RESTART_S = 30.0  # of every start and every change of the allocation, as the artifact counts it
@@ -108,6 +109,7 @@ class PolluxSpeed:
 
     adaptive: bool
     batches: dict[str, int]
+    error: float = 0.0  # of the predicted remaining time
 
     def __post_init__(self) -> None:
         self.most_gpus: dict[str, int] = {}
@@ -135,7 +137,9 @@ class PolluxSpeed:
         )
         table = _table(app.name, app.noise_at(done)[0])
         left_s = (app.progress - done) / table.goodput(1, 1)  # on one GPU
-        return replace(job, max_tasks=most, speed=table, predicted_s=left_s)
+        return replace(
+            job, max_tasks=most, speed=table, predicted_s=left_s * error_of(job.job_id, self.error)
+        )
 
 
 @cache
@@ -157,7 +161,7 @@ def application_of(job_id: str) -> Application:
     return applications()[name]
 
 
-def read_pollux(path: Path, adaptive: bool) -> tuple[list[TraceJob], PolluxSpeed]:
+def read_pollux(path: Path, adaptive: bool, error: float = 0.0) -> tuple[list[TraceJob], PolluxSpeed]:
     """A workload of the artifact: name,time,application,num_replicas,batch_size."""
     with path.open(newline="", encoding="utf-8") as file:
         lines = list(csv.DictReader(file))
@@ -169,7 +173,7 @@ def read_pollux(path: Path, adaptive: bool) -> tuple[list[TraceJob], PolluxSpeed
             max_tasks=1 if adaptive else None,
         )  # fmt: skip
         jobs.append(TraceJob(request, application_of(line["name"]).progress))
-    return jobs, PolluxSpeed(adaptive, {line["name"]: int(line["batch_size"]) for line in lines})
+    return jobs, PolluxSpeed(adaptive, {line["name"]: int(line["batch_size"]) for line in lines}, error)
 
 
 def is_pollux(path: Path) -> bool:

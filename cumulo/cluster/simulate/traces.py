@@ -193,6 +193,21 @@ _READERS: Sequence[tuple[set[str], Callable[[Line, int], TraceJob | None]]] = (
 )
 
 
+def error_of(job_id: str, sigma: float) -> float:
+    """By what factor this job's prediction is wrong: log-normal, always the same for one job."""
+    return random.Random(f"error of {job_id}").lognormvariate(0.0, sigma) if sigma else 1.0
+
+
+def mispredicted(trace: Sequence[TraceJob], sigma: float) -> list[TraceJob]:
+    """The same jobs, with predictions that are wrong by random factors."""
+    return [
+        job if job.request.predicted_s is None
+        else replace(job, request=replace(
+            job.request, predicted_s=job.request.predicted_s * error_of(job.request.job_id, sigma)))
+        for job in trace
+    ]  # fmt: skip
+
+
 def unpredicted(trace: Sequence[TraceJob]) -> list[TraceJob]:
     """The same jobs, with nothing known about how long they take."""
     return [replace(job, request=replace(job.request, predicted_s=None)) for job in trace]

@@ -36,6 +36,10 @@ class LoadForecast:
         slope = (self._mean(now_s - half_s, now_s) - self._mean(now_s - 2 * half_s, now_s - half_s)) / half_s
         return max(0.0, level + _DAMPED * slope * self.horizon_s)
 
+    def lately(self, now_s: float, window_s: float) -> float:
+        """Mean load of a short window, as it is in a burst."""
+        return self._mean(now_s - window_s, now_s)
+
     def _mean(self, from_s: float, to_s: float) -> float:
         assert self._first_s is not None
         work = sum(work for time_s, work in self._looks if from_s < time_s <= to_s)

@@ -18,9 +18,10 @@ from cumulo.cluster.decide.autoscale.limits import ScalingLimits
 from cumulo.cluster.decide.autoscale.seen import FleetSeen, ReplicaSpeed, RoleSeen, ScaleTo
 from cumulo.spec.slo import Slo
 
+_BURST_S = 15.0  # over which load is averaged while requests are late
 _USUAL_OUTPUT_TOKENS = 128.0  # of an answer, before any has ended
 _RETHINK_S = 60.0  # between two looks at the past
-_ENOUGH_PAST_S, _ENOUGH_START_UPS = 600.0, 5.0  # of it, before it is believed
+_ENOUGH_PAST_S, _ENOUGH_START_UPS = 300.0, 5.0  # of it, before it is believed
 _HEADROOM = (0.8, 1.5)  # bounds of what is learnt from the SLO
 _LESS, _MORE = 0.01, 0.05  # steps in which it is learnt
 _FORGOTTEN = 0.9  # of requests that ended, what counts after _RETHINK_S
@@ -102,12 +103,17 @@ class ForecastRule:
 
     def _awake(self, role: str, memory: _RoleMemory, seen: RoleSeen, now_s: float) -> ScaleTo:
         predicted = memory.forecast.predicted(now_s)
+        burst = self._is_late(role, seen)
+        if burst:
+            predicted = max(predicted, memory.forecast.lately(now_s, _BURST_S))
         for_load, queued = self.speed.needed(predicted), self._for_queue(role, seen)
         wanted = max(1, math.ceil(memory.headroom * for_load + queued - 0.05))
         floor = math.ceil(memory.headroom * memory.way.floor - 0.5)
         why = f"load {predicted:.2f} expected in {memory.forecast.horizon_s:.0f} s needs {for_load:.2f} replicas"
         if memory.headroom != 1.0:
             why += f", headroom {memory.headroom:.2f}"
+        if burst:
+            why += ", a burst: requests wait longer than the SLO allows"
         if floor > 1:
             why += f", {floor} stand ready for bursts"
         if queued:
@@ -126,6 +132,13 @@ class ForecastRule:
         waiting_s = self._work_s(role, seen.waiting_prompt_tokens, 0.0)
         left_s = waiting_s - max(1, seen.ready) * self.start_up_s
         return max(0.0, left_s) / (self.start_up_s + self.interval_s)
+
+    def _is_late(self, role: str, seen: RoleSeen) -> bool:
+        """Whether the queue is longer than the SLO's slack: a burst has begun, and the mean of minutes hides it."""
+        if role == "decode" or not seen.waiting:
+            return False
+        waiting_s = self._work_s(role, seen.waiting_prompt_tokens, 0.0)
+        return waiting_s > max(1, seen.ready) * self._slack_s(role, seen)
 
     def _cooled(self, memory: _RoleMemory, wanted: int, now: int, now_s: float) -> int:
         """Up at once; down to the most that was wanted within the cool-down."""

@@ -16,7 +16,7 @@ from cumulo.cluster.simulate.traces import synthetic_trace, uniform_nodes
 
 MUST_WHOLE_S, MUST_DECISION_MS = 60.0, 50.0
 # These look at every running job, as the systems they follow do once in a while, and not at every event.
-IN_ROUNDS = ("las", "elastic", "goodput")
+IN_ROUNDS = ("las", "elastic", "goodput", "attained")
 ROUND_S = 60.0
 NODES_PER_LEAF = 32
 
