@@ -1,4 +1,4 @@
-"""Draws the pictures of docs/collectives.md anew: python docs/draw_collectives.py"""
+"""Draws the pictures of docs/collectives.md and docs/algorithms/ anew: python docs/draw_collectives.py"""
 
 from pathlib import Path
 
@@ -19,6 +19,15 @@ PICTURES = {
     "sharp": ("all_reduce", "sharp", CollectiveShape(4, 64, pieces=2, radix=2)),
     "switchml": ("all_reduce", "switchml", CollectiveShape(3, 64, channels=2, pieces=2)),
     "omnireduce": ("all_reduce", "omnireduce", CollectiveShape(3, 64, pieces=6, density=0.4, seed=1)),
+    "ring-all-gather": ("all_gather", "ring", CollectiveShape(4, 64)),
+    "butterfly-all-gather": ("all_gather", "butterfly", CollectiveShape(6, 60)),
+    "direct-all-gather": ("all_gather", "direct", CollectiveShape(4, 64)),
+    "ring-reduce-scatter": ("reduce_scatter", "ring", CollectiveShape(4, 64)),
+    "butterfly-reduce-scatter": ("reduce_scatter", "butterfly", CollectiveShape(6, 60)),
+    "direct-reduce-scatter": ("reduce_scatter", "direct", CollectiveShape(4, 64)),
+    "chain-reduce": ("reduce", "chain", CollectiveShape(4, 64, pieces=3)),
+    "binomial-reduce": ("reduce", "binomial", CollectiveShape(6, 64)),
+    "direct": ("all_to_all", "direct", CollectiveShape(4, 64)),
     "bruck-all-gather": ("all_gather", "bruck", CollectiveShape(5, 50)),
     "chain": ("broadcast", "chain", CollectiveShape(4, 64, pieces=3)),
     "binomial": ("broadcast", "binomial", CollectiveShape(6, 64)),
