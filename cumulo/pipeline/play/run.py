@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, Protocol
 
 import torch
@@ -122,10 +123,11 @@ def _together(
     beside: Callable[[], AbstractContextManager[object]],
     device: torch.device,
 ) -> None:
-    """While one waits for its messages the other computes. On a GPU each has a stream."""
+    """While one waits for its messages the other computes. On a GPU each has a stream; memory that the forward's takes
+    comes back to it alone, and it begins each time when all earlier work is done: nothing is overwritten early."""
     forward, backward = sorted(block, key=lambda action: action.kind is not Kind.FORWARD)
     here = torch.cuda.current_stream(device) if device.type == "cuda" else None
-    side = torch.cuda.Stream(device) if here is not None else None
+    side = _side_stream(device) if here is not None else None
     grad = torch.is_grad_enabled()
 
     def run() -> None:
@@ -144,6 +146,11 @@ def _together(
         begun.result()
     if side is not None and here is not None:
         here.wait_stream(side)
+
+
+@cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
 
 
 @dataclass(slots=True)
