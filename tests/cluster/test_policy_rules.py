@@ -18,7 +18,8 @@ from cumulo.cluster.decide.snapshot import Snapshot, TenantQuota, snapshot_of
 
 NAMES = (
     "fifo", "backfill", "conservative", "shortest", "las", "fair", "priority", "elastic", "goodput", "attained",
-    "las+emptiest", "backfill+topology", "fair+topology", "priority+topology+defrag+cordon", "fifo+defrag", "shortest+cordon",
+    "las+emptiest", "backfill+topology", "fair+topology", "priority+topology+defrag+cordon", "fifo+defrag",
+    "shortest+cordon",
 )  # fmt: skip
 EACH = 140  # snapshots per policy: over two thousand in all
 
