@@ -123,8 +123,8 @@ def _together(
     beside: Callable[[], AbstractContextManager[object]],
     device: torch.device,
 ) -> None:
-    """While one waits for its messages the other computes. On a GPU each has a stream; memory that the forward's takes
-    comes back to it alone, and it begins each time when all earlier work is done: nothing is overwritten early."""
+    """While one waits for its messages the other computes. On a GPU each has a stream; memory that the forward's
+    takes comes back to it alone, and it begins when all earlier work is done: nothing is overwritten early."""
     forward, backward = sorted(block, key=lambda action: action.kind is not Kind.FORWARD)
     here = torch.cuda.current_stream(device) if device.type == "cuda" else None
     side = _side_stream(device) if here is not None else None
