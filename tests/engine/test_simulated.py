@@ -59,10 +59,11 @@ def traffic(seed: int, count: int = 60, rate: float = 20.0, longest: int = 200) 
 
 
 def seconds(
-    acceptance: float | None, rows: int = 1, cost_s: tuple[float, float] = (0.01, 0.002), tokens: int = 200
-) -> float:
+    acceptance: float | None, rows: int = 1, cost_s: tuple[float, float] = (0.01, 0.002), tokens: int = 200,
+    speculate: str = "model",
+) -> float:  # fmt: skip
     """Of so many answers at once; None: without drafts. `cost_s`: a step's fixed part, and of each token."""
-    chosen = config(speculate="" if acceptance is None else "model")
+    chosen = config(speculate="" if acceptance is None else speculate)
     arrivals = [Arrival(0.0, 64, tokens) for _ in range(rows)]
     cost = LinearCost(fixed_s=cost_s[0], token_s=cost_s[1])
     run = simulate(arrivals, Scheduler(chosen), cost, step_by_step=True, acceptance=acceptance or 0.0)
@@ -83,6 +84,16 @@ def test_drafts_never_cost_a_batch_of_sixteen_more_than_three_percent(cost_s: tu
     without_s = seconds(None, 16, cost_s, tokens=120)
     for acceptance in (0.0, 0.25, 0.5, 0.75):
         assert without_s / seconds(acceptance, 16, cost_s, tokens=120) >= 0.97, acceptance
+
+
+def test_rounds_of_a_device_shorten_a_simulated_answer_and_are_given_up_where_they_do_not_pay() -> None:
+    gpu = (0.0005, 0.00002)
+    without_s = seconds(None, cost_s=gpu)
+    assert seconds(0.8, cost_s=gpu, speculate="rounds") < 0.6 * without_s
+    assert seconds(0.0, cost_s=gpu, speculate="rounds", tokens=900) < 1.05 * seconds(
+        None, cost_s=gpu, tokens=900
+    )
+    assert seconds(0.3, 16, (0.0, 0.01), speculate="rounds") < 1.03 * seconds(None, 16, (0.0, 0.01))
 
 
 def outcome(run: Run) -> tuple[Any, ...]:

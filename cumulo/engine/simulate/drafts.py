@@ -4,8 +4,12 @@ A drafted token is right with a given probability. Whether it is follows from it
 a run repeats itself to the last bit.
 """
 
-from cumulo.engine.decide.plan import StepPlan, StepResult
+from collections.abc import Mapping
+from dataclasses import replace
+
+from cumulo.engine.decide.plan import Rounds, StepPlan, StepResult
 from cumulo.engine.decide.request import Sequence
+from cumulo.engine.simulate.run import StepCost, StepTime
 
 _PROPOSED, _DRAWN = 1, 0  # a proposed token, and the one that is drawn where it is wrong
 _MASK = (1 << 64) - 1
@@ -23,9 +27,33 @@ def drafted_result(
             right += 1
         if right:
             result.accepted[row] = tokens[:right]
+    if plan.rounds is not None:
+        for row, sequence in enumerate(rows):
+            result.round_hits[row] = hits = _kept(
+                int(sequence.request.id), plan.starts[row], plan.rounds, acceptance
+            )
+            result.accepted[row] = [_PROPOSED] * (sum(hits) + len(hits) - 1)
     for draw, count in plan.proposals:
         result.proposed[draw] = [_PROPOSED] * count
     return result
+
+
+def _kept(number: int, start: int, rounds: Rounds, acceptance: float) -> list[int]:
+    """Drafts that are kept in each round."""
+    hits = []
+    for _ in range(rounds.times):
+        right = 0
+        while right < rounds.drafts and _uniform(number, start + 1 + right) < acceptance:
+            right += 1
+        hits.append(right)
+        start += right + 1
+    return hits
+
+
+def rounds_time(plan: StepPlan, rounds: Rounds, cost: StepCost, shared: Mapping[int, int]) -> StepTime:
+    """A round computes every row with its drafts; what the head takes is not counted."""
+    once = cost.time_of(replace(plan, counts=[rounds.drafts + 1] * len(plan.slots)), shared)
+    return StepTime(once.submit_s, once.device_s * rounds.times, once.apply_s)
 
 
 def _uniform(request: int, place: int) -> float:

@@ -17,6 +17,7 @@ from cumulo.engine.decide.params import SamplingParams
 from cumulo.engine.decide.plan import StepPlan
 from cumulo.engine.decide.request import Request
 from cumulo.engine.decide.scheduler import Scheduler
+from cumulo.engine.simulate.drafts import rounds_time
 from cumulo.engine.simulate.results import enter_result, note_settled
 from cumulo.engine.simulate.run import Arrival, Run, Served, StepCost, StepInFlight
 from cumulo.engine.simulate.stretch import play_stretch
@@ -125,7 +126,10 @@ class SimulatedEngine:
         note_settled(self._lockstep, run)
         if plan is not None:
             _note_shared(plan, scheduler, self._shared)
-            time = self.cost.time_of(plan, self._shared)
+            if plan.rounds is None:
+                time = self.cost.time_of(plan, self._shared)
+            else:
+                time = rounds_time(plan, plan.rounds, self.cost, self._shared)
             self.clock_s += time.submit_s
             in_flight.append(StepInFlight(plan, time, self._pass_stages(time.device_s)))
             run.count_step(len(plan.slots), plan.tokens, time.device_s)

@@ -27,7 +27,9 @@ def enter_result(
         flight = scheduler.books.in_flight[ready.plan.index]
         result = drafted_result(ready.plan, flight.rows, flight.draws, acceptance)
         same, advanced = 0, scheduler.apply(ready.plan, result, now_s)
-        at_once = sum(map(len, result.accepted.values()))
+        at_once = 0
+        if ready.plan.may_accept:
+            at_once = sum(count - 1 for count in scheduler.books.gained.values())
         if at_once:  # tokens that came together with the next one
             run.itl_s.append(0.0)
             run.itl_counts.append(at_once)
