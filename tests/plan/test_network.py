@@ -4,7 +4,7 @@ import subprocess
 import sys
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cumulo.errors import ConfigError
@@ -13,6 +13,7 @@ from cumulo.plan.network.lines import KINDS
 from cumulo.spec import catalog
 from cumulo.spec.cluster import Cluster
 from cumulo.spec.fabric import Fabric
+from tests import thorough
 
 GIB = 2**30
 H100 = Network(catalog.cluster(4096, "h100-sxm"))
@@ -87,6 +88,7 @@ def test_no_collective_is_faster_than_its_links_and_larger_ones_take_longer(kind
     assert collective_s(kind, 2 * size, group) > seconds
 
 
+@settings(max_examples=thorough.examples(32))  # each plans three collectives, of up to 1,024 ranks
 @given(ranks=st.integers(2, 1024), stride=st.sampled_from([1, 8]), size=st.integers(1024, GIB))
 def test_an_all_reduce_is_never_dearer_than_scattering_and_gathering(ranks, stride, size):
     group = H100.group(ranks, stride)
