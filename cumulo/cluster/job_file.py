@@ -51,7 +51,8 @@ class ReplicaScaling:
     ttft_s: float | None = 2.0  # the SLO
     itl_s: float | None = None
     interval_s: float = 10.0  # between two looks
-    cooldown_s: float | None = None  # before a replica is removed; None: twice its start-up
+    cooldown_s: float | None = None  # before a replica is removed; None: two or ten times its start-up
+    idle_s: float = 300.0  # without a request, before the last replica goes, where min_replicas is 0
 
 
 @dataclass(frozen=True, slots=True)

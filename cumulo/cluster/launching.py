@@ -65,6 +65,9 @@ def refreshed(store: JobStore, targets: Sequence[Target] = TARGETS) -> tuple[lis
                 store.change(record, **driver_for(record.target, store).look(record))
         except TargetLost as error:
             silent[record.target] = str(error)
+            lost = f"contact lost: {error}"
+            if record.state != "submitting" and record.reason != lost:
+                store.change(record, reason=lost)
         except CumuloError as error:
             silent.setdefault(record.job_id, str(error))
     return list(store.jobs().values()), list(silent.values())

@@ -25,7 +25,7 @@ class RayCluster:
             "num_cpus": head_cores, "object_store_memory": _OBJECTS_BYTES, "include_dashboard": False,
         }  # fmt: skip
         if port is not None:
-            head["port"] = port
+            head["gcs_server_port"] = port
         # Ray gives a node 30 s to start, which on a busy machine may be too few.
         self._cluster = _patiently(lambda: Cluster(initialize_head=True, head_node_args=head))
         self.workers = [self.add() for _ in range(workers)]
@@ -41,6 +41,13 @@ class RayCluster:
         """As when its power fails."""
         self.workers.remove(node)
         self._cluster.remove_node(node, allow_graceful=False)
+
+    def kill_all(self) -> None:
+        """As when the power of all nodes fails: the head is gone, and whoever was connected does not know yet."""
+        for node in [*self.workers, self._cluster.head_node]:
+            for started in [one for several in node.all_processes.values() for one in several]:
+                started.process.kill()
+                started.process.wait()
 
     def worker_with(self, class_name: str) -> Any:
         """A worker node on which an actor of this class lives."""

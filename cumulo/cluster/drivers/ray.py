@@ -10,8 +10,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from cumulo.cluster.drivers.command import output_file, work_command
+from cumulo.cluster.drivers.command import output_file, run_folder, work_command
 from cumulo.cluster.drivers.driver import Facts, TargetLost
+from cumulo.cluster.job_progress import run_progress
 from cumulo.cluster.job_record import JobRecord
 from cumulo.errors import ConfigError, CumuloError
 
@@ -59,8 +60,14 @@ class RayDriver:
         except ValueError:
             return {
                 "state": "submitting", "places": (),
-                "reason": "this Ray cluster does not know the job: it is submitted again",
+                "reason": "this Ray cluster does not know the job, which was lost with an earlier head: it is "
+                f"submitted again{_resumes(record)}",
             }  # fmt: skip
+        except (ray.exceptions.RayError, ConnectionError, TimeoutError, RuntimeError) as error:
+            disconnect()
+            raise TargetLost(
+                f"the Ray head does not answer ({_first_line(error)}); {_kept(record)}"
+            ) from error
         facts = _ask(ray, actor)
         if facts["state"] in ("done", "failed", "cancelled"):
             self._let_go(record)
@@ -135,16 +142,49 @@ def connected(record: JobRecord) -> Any:
     ray = _ray()
     address = record.job.ray.address or os.environ.get("RAY_ADDRESS") or "auto"
     if ray.is_initialized():
+        try:
+            _knock(str(ray.get_runtime_context().gcs_address), record)
+        except TargetLost:
+            disconnect()  # Ray ends a process whose head stays away, and this one has more to do
+            raise
         return ray
     if address not in ("auto", "local") and "://" not in address:
-        _knock(address)
+        _knock(address, record)
     if address == "auto" and (last := _last_head()):  # which may be gone: Ray would wait for it for minutes
-        _knock(last)
+        _knock(last, record)
     try:
         ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR")
     except (ConnectionError, TimeoutError, RuntimeError, OSError, ValueError) as error:
         raise TargetLost(_why_not_connected(address, " ".join(str(error).split())[:160])) from error
     return ray
+
+
+def disconnect() -> None:
+    ray = _ray()
+    if ray.is_initialized():
+        with contextlib.suppress(Exception):  # the head is gone: there is nobody to say goodbye to
+            ray.shutdown()
+
+
+def _kept(record: JobRecord) -> str:
+    """What becomes of a job whose head is gone. Its actors end with the head, unless Ray keeps state elsewhere."""
+    if record.state not in ("running", "queued", "stopping"):
+        return "the job is kept, and the next `cumulo jobs` or the same `cumulo launch` submits it, once"
+    return (
+        f"{record.job_id} was {record.state} and ended with it. The job is kept: when a head answers there again, "
+        f"the next `cumulo jobs` submits it again, once{_resumes(record)}"
+    )
+
+
+def _resumes(record: JobRecord) -> str:
+    if record.job.serve is not None:
+        return ", with as many replicas as its file says"
+    step = run_progress(run_folder(record)).step
+    return f", and it resumes from its last checkpoint (it was at step {step})" if step else ""
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)[:160]
 
 
 def _last_head() -> str:
@@ -165,17 +205,15 @@ def _why_not_connected(address: str, said: str) -> str:
     )
 
 
-def _knock(address: str) -> None:
+def _knock(address: str, record: JobRecord) -> None:
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal():
         raise ConfigError(f"ray.address must be HOST:PORT, got {address!r}")
     try:
         socket.create_connection((host, int(port)), timeout=_ANSWER_S).close()
     except OSError as error:
-        raise TargetLost(
-            f"the Ray head at {address} does not answer ({error.strerror or error}); the job is kept, and the next "
-            "`cumulo jobs` or the same `cumulo launch` submits it, once"
-        ) from error
+        why = error.strerror or error
+        raise TargetLost(f"the Ray head at {address} does not answer ({why}); {_kept(record)}") from error
 
 
 def _ask(ray: Any, actor: Any) -> Facts:
@@ -183,7 +221,7 @@ def _ask(ray: Any, actor: Any) -> Facts:
         facts: Facts = ray.get(actor.look.remote(), timeout=_ASK_S)
     except ray.exceptions.RayError as error:
         raise TargetLost(
-            f"the job's actor does not answer ({str(error).splitlines()[0]}); the job is kept"
+            f"the job's actor does not answer ({_first_line(error)}); the job is kept"
         ) from error
     return {name: value for name, value in facts.items() if name in _KNOWN}
 

@@ -26,6 +26,7 @@ from cumulo.cluster.drivers.served import served_url
 _JOIN_S = 2.0  # how often a replica says that it is there
 _SILENT_S = 20.0  # a replica that did not for so long is taken out
 _START_S = 600.0
+_WAIT_S = 120.0  # for a request, while there is no replica
 _HOP_HEADERS = {"host", "connection", "keep-alive", "transfer-encoding", "content-length", "te", "upgrade"}
 
 
@@ -101,6 +102,8 @@ class ServiceRoute:
         self._process: subprocess.Popen[bytes] | None = None
         self._seen: dict[str, float] = {}
         self._starting = asyncio.Lock()
+        self._begun = asyncio.Event()  # the gateway has
+        self._waiting = 0  # requests that wait for it
         self._session: aiohttp.ClientSession | None = None
 
     async def join(self, url: str) -> None:
@@ -124,6 +127,13 @@ class ServiceRoute:
             return {"replicas": [], "totals": {}}
         return await self._ask("GET", "/v1/fleet")
 
+    async def metrics(self) -> str:
+        """Of the gateway; requests that wait for the first one count as being there."""
+        if not self._gateway:
+            return f"cumulo:gateway_in_flight {self._waiting}"
+        async with self._client().get(f"{self._gateway}/metrics") as answer:
+            return await answer.text()
+
     async def _ready(self, url: str) -> None:
         async with self._starting:
             if self._process is not None and self._process.poll() is None:
@@ -140,9 +150,10 @@ class ServiceRoute:
                 self._router,
             ]
             self._process, output = start_process(
-                [*command, "--wait-for-replica", "120"], self._key, "gateway"
+                [*command, "--wait-for-replica", f"{_WAIT_S:.0f}"], self._key, "gateway"
             )
             self._gateway = await asyncio.to_thread(wait_until, self._process, output, _listening)
+            self._begun.set()
 
     async def _ask(self, method: str, path: str, body: Any = None) -> dict[str, Any]:
         headers = {"Authorization": f"Bearer {self._key}"}
@@ -159,7 +170,7 @@ class ServiceRoute:
         return self._session
 
     async def __call__(self, request: Request) -> Response:
-        if not self._gateway:
+        if not await self._has_begun():
             problem = {"error": {"message": "no replica is ready yet", "code": "no_replica"}}
             return JSONResponse(problem, 503, headers={"Retry-After": "2"})
         path = request.url.path + (f"?{request.url.query}" if request.url.query else "")
@@ -169,6 +180,19 @@ class ServiceRoute:
         )
         kept = {name: value for name, value in answer.headers.items() if name.lower() not in _HOP_HEADERS}
         return StreamingResponse(_pieces(answer), answer.status, kept)
+
+    async def _has_begun(self) -> bool:
+        """Whether there is a gateway, after a wait: a service without a replica starts one for a request."""
+        if self._gateway:
+            return True
+        self._waiting += 1
+        try:
+            await asyncio.wait_for(self._begun.wait(), _WAIT_S)
+        except TimeoutError:
+            return False
+        finally:
+            self._waiting -= 1
+        return True
 
     def check_health(self) -> None:
         if self._process is not None and self._process.poll() is not None:

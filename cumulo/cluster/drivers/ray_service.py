@@ -3,8 +3,8 @@ asks the autoscaling rule at its interval, and carries out what it says. Lost wi
 """
 
 import asyncio
+import contextlib
 import json
-import re
 import secrets
 import time
 from dataclasses import replace
@@ -21,17 +21,15 @@ from cumulo.cluster.decide.autoscale.limits import ScalingLimits
 from cumulo.cluster.decide.autoscale.rule import ForecastRule
 from cumulo.cluster.decide.autoscale.seen import FleetSeen, ReplicaSpeed, RoleSeen
 from cumulo.cluster.decide.jobs import TaskPlace
+from cumulo.cluster.drivers.metrics_seen import MetricsWatch
 from cumulo.cluster.drivers.ray_job import actor_resources
 from cumulo.cluster.drivers.ray_serve import engine_application, front_application
 from cumulo.cluster.job_file import ServeWork
 from cumulo.cluster.job_record import JobRecord
-from cumulo.errors import CumuloError
 from cumulo.spec.slo import Slo
 
-_COUNTERS = ("prompt_tokens_total", "generation_tokens_total", "request_success_total", "in_slo")
-_GAUGES = ("num_requests_running", "num_requests_waiting")
-_TTFT = r'time_to_first_token_seconds_bucket\{[^}]*le="([0-9.]+)"[^}]*\} ([0-9.eE+-]+)'
 _LOOK_S = 1.0
+_USUAL_TTFT_S = 2.0
 
 
 class ServiceKeeper:
@@ -43,7 +41,7 @@ class ServiceKeeper:
         self.replicas = self.work.replicas
         self._key = _kept_key(Path(record.folder, "fleet.key"))
         self._front, self._engines = f"{record.job_id}-front", f"{record.job_id}-engines"
-        self._before: dict[str, dict[str, float]] = {}  # counters of each replica at the last look
+        self._watch = MetricsWatch(_slo(self.work))
         self._history: list[tuple[float, int, str]] = []
         self._life = asyncio.ensure_future(self._live())
 
@@ -104,50 +102,27 @@ class ServiceKeeper:
 
     async def _look_around(self, rule: ForecastRule | None) -> None:
         handle = serve.get_deployment_handle("ServiceRoute", app_name=self._front)
-        fleet = await handle.fleet.remote()
+        fleet, gateway = await handle.fleet.remote(), await handle.metrics.remote()
         ready = [one for one in fleet["replicas"] if one["state"] == "ready"]
         self.facts |= {"places": tuple(TaskPlace(one["name"]) for one in ready)}
         if rule is None:
             return
-        seen = FleetSeen(time.time(), {"both": await self._seen(ready)})
+        seen = FleetSeen(time.time(), {"both": await self._seen(ready, gateway)})
         for wanted in rule.decide(seen):
             if wanted.replicas != self.replicas:
                 self._history.append((time.time(), wanted.replicas, wanted.why))
                 self.facts |= {"reason": f"scaled from {self.replicas} to {wanted.replicas}: {wanted.why}"}
                 await self._scale(wanted.replicas)
 
-    async def _seen(self, ready: list[dict[str, Any]]) -> RoleSeen:
-        """What came since the look before, from the counters of each replica."""
-        new = dict.fromkeys((*_COUNTERS, *_GAUGES), 0.0)
-        bound_s = None if self.work.autoscale is None else self.work.autoscale.ttft_s
-        ttft_s = float("inf") if bound_s is None else bound_s
+    async def _seen(self, ready: list[dict[str, Any]], gateway: str) -> RoleSeen:
+        """What came since the look before, from the counters of each replica and of the gateway before them."""
+        texts: dict[str, str] = {}
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5)) as client:
             for one in ready:
-                try:
+                with contextlib.suppress(aiohttp.ClientError, TimeoutError):
                     async with client.get(f"{one['url']}/metrics") as answer:
-                        now = _metrics(await answer.text(), ttft_s)
-                except (aiohttp.ClientError, TimeoutError):
-                    continue
-                before = self._before.get(one["url"], dict.fromkeys(_COUNTERS, 0.0))
-                for name in _COUNTERS:
-                    new[name] += max(0.0, now.get(name, 0.0) - before.get(name, 0.0))
-                for name in _GAUGES:
-                    new[name] += now.get(name, 0.0)
-                self._before[one["url"]] = now
-        ended = round(new["request_success_total"])
-        totals = [sum(one.get(name, 0.0) for one in self._before.values()) for name in _COUNTERS]
-        return RoleSeen(
-            ready=len(ready),
-            starting=max(0, self.replicas - len(ready)),
-            arrived=ended,
-            arrived_prompt_tokens=round(new["prompt_tokens_total"]),
-            waiting=round(new["num_requests_waiting"]),
-            waiting_prompt_tokens=0,
-            running=round(new["num_requests_running"]),
-            mean_output_tokens=totals[1] / totals[2] if totals[2] else 0.0,
-            ended=ended,
-            ended_in_slo=min(ended, round(new["in_slo"])),
-        )
+                        texts[one["url"]] = await answer.text()
+        return self._watch.seen(texts, max(0, self.replicas - len(texts)), gateway)
 
     def _finish(self, state: str, reason: str) -> None:
         self.facts |= {"state": state, "reason": reason, "places": ()}
@@ -170,6 +145,13 @@ def _kept_key(path: Path) -> str:
     return path.read_text("utf-8")
 
 
+def _slo(work: ServeWork) -> Slo:
+    asked = work.autoscale
+    if asked is None or (asked.ttft_s is None and asked.itl_s is None):
+        return Slo(ttft_s=_USUAL_TTFT_S)
+    return Slo(ttft_s=asked.ttft_s, tpot_s=asked.itl_s)
+
+
 def _rule(record: JobRecord) -> ForecastRule | None:
     work = record.job.serve
     if work is None or work.autoscale is None:
@@ -177,26 +159,12 @@ def _rule(record: JobRecord) -> ForecastRule | None:
     asked = work.autoscale
     low = work.replicas if work.min_replicas is None else work.min_replicas
     high = work.replicas if work.max_replicas is None else work.max_replicas
-    if low < 1:
-        raise CumuloError("on Ray a service keeps at least one replica: set serve.min_replicas to 1")
     rule = ForecastRule(
         ReplicaSpeed(asked.prompt_tok_s, asked.output_tok_s),
         asked.start_up_s,
-        Slo(ttft_s=asked.ttft_s, itl_s=asked.itl_s),
+        _slo(work),
         ScalingLimits(fewest=low, most=high),
         interval_s=asked.interval_s,
+        idle_s=asked.idle_s,
     )
     return rule if asked.cooldown_s is None else replace(rule, cooldown_s=asked.cooldown_s)
-
-
-def _metrics(text: str, ttft_s: float) -> dict[str, float]:
-    """Sums over labels, of the metrics that the rule needs; and how many first tokens came within the SLO."""
-    found: dict[str, float] = {}
-    for bound, value in re.findall(_TTFT, text):
-        if float(bound) <= ttft_s:
-            # Buckets are cumulative: the largest bound within the SLO counts.
-            found["in_slo"] = max(found.get("in_slo", 0.0), float(value))
-    for name, value in re.findall(r"^cumulo:(\w+)(?:\{[^}]*\})? ([0-9.eE+-]+)$", text, re.M):
-        if name in _COUNTERS or name in _GAUGES:
-            found[name] = found.get(name, 0.0) + float(value)
-    return found

@@ -131,6 +131,7 @@ def rule_text(job: JobFile, low: int, high: int) -> str:
             "`cumulo simulate autoscale` prints them"
         )
     parts = [f"{low}..{high}", f"interval={asked.interval_s:g}s", f"start-up={asked.start_up_s:g}s"]
+    parts += [f"idle={asked.idle_s:g}s"] if low == 0 else []
     parts += [f"prompt-tok-s={asked.prompt_tok_s:g}", f"output-tok-s={asked.output_tok_s:g}"]
     for name, value in (("ttft", asked.ttft_s), ("tpot", asked.itl_s), ("cooldown", asked.cooldown_s)):
         parts += [f"{name}={value:g}s"] if value is not None else []
