@@ -65,11 +65,19 @@ def storage(goal: ClusterGoal, job: TrainJob, sheet: Sheet) -> None:
     sheet.work_out("read_bytes_per_s", "training_tok_s * token_bytes", "bytes/s", "data reading rate")
 
 
-def checkpoint_tiers(sheet: Sheet) -> list[CheckpointTier]:
+# From a failure until training continues, in the sheet's names, by what happens then: plan/cluster/recovery.py.
+_PAUSES = {
+    "restart": "detect + initialise_s + {load}",
+    "spare": "swap + {load}",
+    "replica": "regroup + step_s",
+}
+
+
+def checkpoint_tiers(sheet: Sheet, recovery: str = "restart") -> list[CheckpointTier]:
     sheet.work_out(
         "initialise_s", "initialise * job_gpus / 96000", "s", "setting up communication of this job"
     )
-    restart = "detect + initialise_s + {load}"
+    restart = _PAUSES[recovery]
     found = []
     copied = "while parts are copied to host memory"
     for key, name, what, stall, away, load in (
@@ -113,10 +121,10 @@ def checkpoint_tiers(sheet: Sheet) -> list[CheckpointTier]:
     return found
 
 
-def ettr_formula(key: str, stall: str, away: str, failures: str = "mttf_s") -> str:
+def ettr_formula(key: str, stall: str, away: str, failures: str = "mttf_s", pause: str = "") -> str:
     """Of a tier, in the sheet's names: `cluster_failures.ettr`."""
     return (
-        f"interval_{key}_s / ({failures} * exp((restart_{key}_s + {away}) / {failures})"
+        f"interval_{key}_s / ({failures} * exp(({pause or f'restart_{key}_s'} + {away}) / {failures})"
         f" * (exp((interval_{key}_s + {stall}) / {failures}) - 1))"
     )
 

@@ -80,7 +80,8 @@ def plan_cluster(
     fabrics = other_fabrics(training.job, goal.cluster, sheet)
     traffic = traffic_of(training.job, network, dict(training.estimate.link_bytes), sheet)
     storage(goal, training.job, sheet)
-    checkpoints = tuple(sorted(checkpoint_tiers(sheet), key=lambda tier: tier.ettr, reverse=True))
+    tiers_of = checkpoint_tiers(sheet, goal.recovery)
+    checkpoints = tuple(sorted(tiers_of, key=lambda tier: tier.ettr, reverse=True))
     best = checkpoints[0]
     if best.ettr < _LEAST_ETTR:
         restart_s = sheet[f"restart_{best.key}_s"]
@@ -303,7 +304,7 @@ def _results(
     ):
         sheet.given(name, share, "share", label, SIMULATED)
     how = next(one.name for one in CHOICES if one.key == goal.recovery)
-    source = "ettr_simulated" if goal.recovery == "restart" else f"ettr_{goal.recovery}"
+    source = "ettr_replica" if goal.recovery == "replica" else "ettr_simulated"
     sheet.work_out("ettr", source, "share", "ETTR, share of time that trains", how)
     half = "(ettr_simulated_high - ettr_simulated_low) / 2"
     sheet.work_out("ettr_range", half, "share", "half of the range of simulated runs")

@@ -35,28 +35,19 @@ CHOICES = (
 def compare_recoveries(sheet: Sheet, tier: CheckpointTier, replicas: int) -> tuple[RecoveryChoice, ...]:
     """By formula, at the size of this job and at the size that would give each the most goodput."""
     sheet.given("replicas", replicas, "replicas", "data-parallel replicas of the job", "layout")
-    sheet.work_out(
-        "pause_restart_s", f"restart_{tier.key}_s", "s", "pause after a failure: restart the job", tier.name
-    )
-    sheet.work_out("pause_spare_s", "swap + send_s", "s", "pause after a failure: hot spare")
-    sheet.work_out("pause_replica_s", "regroup + step_s", "s", "pause after a failure: no global rollback")
-    sheet.work_out(
-        "ettr_restart",
-        ettr_formula(tier.key, tier.stall, tier.away),
-        "share",
-        "ETTR: restart the job",
-        tier.name,
-    )
-    sheet.work_out(
-        "ettr_spare",
-        f"ettr_restart * exp((restart_{tier.key}_s - pause_spare_s) / mttf_s)",
-        "share",
-        "ETTR: hot spare",
-        "Daly 2006, equation 20, with another pause",
-    )
+    for key, pause in (
+        ("restart", "detect + initialise_s + send_s"),
+        ("spare", "swap + send_s"),
+        ("replica", "regroup + step_s"),
+    ):
+        name = next(one.name for one in CHOICES if one.key == key)
+        sheet.work_out(f"pause_{key}_s", pause, "s", f"pause after a failure: {name}")
+        if key != "replica":
+            formula = ettr_formula(tier.key, tier.stall, tier.away, pause=f"pause_{key}_s")
+            sheet.work_out(f"ettr_{key}", formula, "share", f"ETTR: {name}", "Daly 2006, equation 20")
     sheet.work_out(
         "ettr_replica",
-        f"exp(0 - pause_replica_s / mttf_s) * (1 - min(1, restart_{tier.key}_s / (mttf_s * replicas)))",
+        "exp(0 - pause_replica_s / mttf_s) * (1 - min(1, pause_restart_s / (mttf_s * replicas)))",
         "share",
         "ETTR: no global rollback",
         "all wait for the pause; by Little's law so many replicas are away at once",

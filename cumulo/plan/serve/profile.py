@@ -60,6 +60,8 @@ class ServingProfile:
     rounds_up: bool  # steps are padded to captured shapes
     host: Host
     collectives: float = 1.0  # seconds between ranks, over those of the network model
+    # All-reduces add in the switch (NVLink SHARP): a rank sends its part once, not 2·(n − 1)/n times
+    adds_in_switch: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self) | {"products": {name: asdict(one) for name, one in self.products.items()}}

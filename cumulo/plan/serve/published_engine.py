@@ -54,6 +54,7 @@ class Saturation:
             step_s=0.0,
             rounds_up=False,
             collectives=self.all_reduce,
+            adds_in_switch=True,
         )
 
 

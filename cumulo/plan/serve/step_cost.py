@@ -244,7 +244,9 @@ class StepCostModel:
         if self._tensor is not None:
             # After attention and after the feed-forward (Shoeybi et al. 2019, section 3); experts bring their own.
             reductions = 2 * work.layers - (work.moe_layers if self._expert is not None else 0)
-            seconds += reductions * collective_s("all_reduce", message, self._tensor)
+            ranks = self._tensor.ranks
+            once = ranks / (2 * (ranks - 1)) if self.profile.adds_in_switch else 1.0
+            seconds += reductions * collective_s("all_reduce", message, self._tensor) * once
         if self._expert is not None:
             sent = (
                 message * work.experts_per_token / self._expert.ranks
