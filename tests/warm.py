@@ -16,6 +16,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import fcntl
 import gc
 import importlib
 import json
@@ -54,7 +55,8 @@ _PRELOAD = (
 )
 _PR_SET_CHILD_SUBREAPER = 36
 _PR_SET_NAME = 15
-_PROGRAM = "python"
+_PROGRAM, _CODE = "python", "python -c"
+_MORE_FDS = 8
 SPARE = "spare engine"  # the name in /proc of a process that waits for its job
 _starting = threading.Lock()
 
@@ -104,10 +106,11 @@ def start(
     stdin: IO[Any] | None = None,
     cwd: Path = ROOT,
     env: Mapping[str, str] | None = None,
+    more_fds: Sequence[int] = (),
 ) -> Child:
-    """`cumulo ARGUMENTS...`; without `stdin` it has none."""
+    """`cumulo ARGUMENTS...`; without `stdin` it has none. `more_fds` have the same numbers there."""
     order = {
-        "arguments": list(arguments), "cwd": str(cwd),
+        "arguments": list(arguments), "cwd": str(cwd), "more_fds": list(more_fds),
         "environment": dict(os.environ if env is None else env),
     }  # fmt: skip
     with contextlib.ExitStack() as stack:
@@ -118,7 +121,7 @@ def start(
         _adopt_orphans(True)
         try:
             message = json.dumps(order).encode()
-            fds = [stream.fileno() for stream in (stdin, stdout, stderr)]
+            fds = [*(stream.fileno() for stream in (stdin, stdout, stderr)), *more_fds]
             socket.send_fds(parent, [len(message).to_bytes(4, "big")], fds)
             parent.sendall(message)
             told = b""
@@ -141,6 +144,12 @@ def run_program(path: Path, cwd: Path = ROOT, timeout_s: float = 900.0) -> subpr
         out.seek(0)
         err.seek(0)
         return subprocess.CompletedProcess([str(path)], code, out.read().decode(), err.read().decode())
+
+
+def start_code(code: str, fds: Sequence[int]) -> int:
+    """`python -c CODE` with these files open and with our standard streams; its process id."""
+    with os.fdopen(os.dup(1), "wb") as out, os.fdopen(os.dup(2), "wb") as err:
+        return start([_CODE, code], stdout=out, stderr=err, cwd=Path.cwd(), more_fds=fds).pid
 
 
 def _gone() -> bytes:
@@ -174,7 +183,7 @@ def _parent() -> socket.socket:
 
 # -- the other process ----------------------------------------------------------------------------------------
 def _receive(line: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
-    head, fds, _, _ = socket.recv_fds(line, 4, 3)
+    head, fds, _, _ = socket.recv_fds(line, 4, 3 + _MORE_FDS)
     if not head:
         return None
     length, text = int.from_bytes(head, "big"), b""
@@ -199,7 +208,11 @@ def _fork_when_told(line: socket.socket) -> dict[str, Any] | None:
             for fd in (gate, told, tell):
                 os.close(fd)
             line.close()
-            for number, fd in enumerate(fds):
+            wanted = [0, 1, 2, *order["more_fds"]]
+            above = [fcntl.fcntl(fd, fcntl.F_DUPFD, max(wanted) + 1) for fd in fds]
+            for fd in fds:
+                os.close(fd)
+            for number, fd in zip(wanted, above, strict=True):
                 os.dup2(fd, number)
                 os.close(fd)
             return order
@@ -222,6 +235,9 @@ def _become(order: dict[str, Any]) -> None:
         sys.argv = [path]
         sys.path[0] = str(Path(path).parent)
         runpy.run_path(path, run_name="__main__")
+        return
+    if order["arguments"][0] == _CODE:
+        exec(order["arguments"][1], {"__name__": "__main__"})
         return
     sys.argv = ["cumulo", *order["arguments"]]
     from cumulo.cli import main
