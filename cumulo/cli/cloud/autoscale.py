@@ -95,7 +95,7 @@ def autoscale(chosen: AutoscaleOptions) -> None:
     from cumulo.cli.shared.terminal import note, out, working
     from cumulo.cli.view import autoscale as view
     from cumulo.cluster.decide.autoscale.limits import ScalingLimits
-    from cumulo.cluster.simulate.autoscale_speed import replica_speed
+    from cumulo.cluster.simulate.autoscale_speed import replica_speed, split_speed
     from cumulo.cluster.simulate.rehearsal import Rehearsal, copied, parse_rule, parted
     from cumulo.errors import ConfigError
     from cumulo.load.slo import parse_slo
@@ -132,7 +132,7 @@ def autoscale(chosen: AutoscaleOptions) -> None:
     runs = []
     with working("simulating") as tell:
         tell("what one replica serves within the SLO")
-        speed = replica_speed(replica, earlier or judged, slo)
+        speed = (split_speed if chosen.split else replica_speed)(replica, earlier or judged, slo)
         begin = {role: chosen.begin or _needed(judged, speed, limits, role) for role in roles}
         rehearsal = Rehearsal(replica, slo, start_up_s, limits, begin if chosen.split else begin["both"])
         for rule in rules:

@@ -5,19 +5,23 @@
 import itertools
 import math
 import random
+from collections.abc import Callable
 from dataclasses import replace
 
 from cumulo.cluster.decide.autoscale.seen import ReplicaSpeed
 from cumulo.cluster.simulate.autoscale_judge import keeps
-from cumulo.engine.simulate.run import Arrival
+from cumulo.engine.simulate.engine import simulate
+from cumulo.engine.simulate.run import Arrival, Run
 from cumulo.errors import ConfigError
 from cumulo.plan.serve.replica import Replica
+from cumulo.plan.serve.split import landing_blocks
 from cumulo.plan.serve.traffic import Traffic
 from cumulo.spec.slo import Slo
 
 _SAMPLE = 600  # requests of the trace that the search plays
 _BATCH = 32  # sequences that decode together, to weigh an output token against a prompt token
 _LEAST_RATE, _MOST_RATE = 1e-3, 1e4
+_USUAL_TTFT_S, _USUAL_TPOT_S = 2.0, 0.1  # where the SLO has no such bound
 
 
 def replica_speed(replica: Replica, traffic: Traffic, slo: Slo, seed: int = 0) -> ReplicaSpeed:
@@ -34,6 +38,29 @@ def replica_speed(replica: Replica, traffic: Traffic, slo: Slo, seed: int = 0) -
     whole_s = prompt * prompt_s + output * output_s
     slower = 1 / (rate * whole_s)
     return ReplicaSpeed(1 / (prompt_s * slower), 1 / (output_s * slower), _saturated(replica, sample, rate))
+
+
+def split_speed(replica: Replica, traffic: Traffic, slo: Slo, seed: int = 0) -> ReplicaSpeed:
+    """The same where prefill and decode have replicas of their own: prompts as one computes them within the bound
+    on TTFT, answers as one draws them within the bound on the time per token."""
+    sample = poisson_sample(traffic, _SAMPLE, seed)
+    prompts = Traffic(tuple(replace(one, output_tokens=1) for one in sample.arrivals))
+    answers = Traffic(
+        tuple(replace(one, output_tokens=max(2, one.output_tokens), shared=()) for one in sample.arrivals)
+    )
+    first = Slo(ttft_s=slo.ttft_s or slo.e2e_s or _USUAL_TTFT_S, share=slo.share)
+    later = Slo(tpot_s=slo.tpot_s or _USUAL_TPOT_S, share=slo.share)
+
+    def decode(arrivals: tuple[Arrival, ...]) -> Run:
+        landed = [replace(one, first_token_s=one.arrived_s) for one in arrivals]
+        scheduler = replica.scheduler(landing_blocks(replica, answers))
+        return simulate(landed, scheduler, replica.cost(float("inf")))
+
+    prompt, output, _ = sample.means()
+    rates = highest_rate(replica, prompts, first), highest_rate(replica, answers, later, decode)
+    ended_s = decode(tuple(replace(one, arrived_s=0.0) for one in answers.arrivals)).ended_s
+    most = _saturated(replica, prompts, rates[0]), len(answers.arrivals) / (ended_s * rates[1])
+    return ReplicaSpeed(rates[0] * prompt, rates[1] * output, max(1.0, min(most)))
 
 
 def _saturated(replica: Replica, sample: Traffic, rate: float) -> float:
@@ -64,9 +91,14 @@ def poisson_sample(traffic: Traffic, count: int, seed: int) -> Traffic:
     )
 
 
-def highest_rate(replica: Replica, sample: Traffic, slo: Slo) -> float:
+def highest_rate(
+    replica: Replica, sample: Traffic, slo: Slo, play: Callable[[tuple[Arrival, ...]], Run] | None = None
+) -> float:
+    """`play`: how one replica serves; None: it does both, prefill and decode."""
+
     def holds(rate: float) -> bool:
-        run, _ = replica.serve(sample.at_rate(rate).arrivals)
+        arrivals = sample.at_rate(rate).arrivals
+        run = replica.serve(arrivals)[0] if play is None else play(arrivals)
         kept = sum(
             one.first_token_s is not None
             and one.last_token_s is not None
