@@ -73,11 +73,11 @@ _PAUSES = {
 }
 
 
-def checkpoint_tiers(sheet: Sheet, recovery: str = "restart") -> list[CheckpointTier]:
+def checkpoint_tiers(sheet: Sheet, after_failure: str = "restart") -> list[CheckpointTier]:
     sheet.work_out(
         "initialise_s", "initialise * job_gpus / 96000", "s", "setting up communication of this job"
     )
-    restart = _PAUSES[recovery]
+    restart = _PAUSES[after_failure]
     found = []
     copied = "while parts are copied to host memory"
     for key, name, what, stall, away, load in (
