@@ -18,10 +18,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cumulo.engine.decide.plan import Rounds, StepPlan, StepResult, TokenLogprobs
+from cumulo.engine.decide.plan import Rounds, StepPlan, TokenLogprobs
 from cumulo.engine.decide.speculation.rounds import DRAFTS
 from cumulo.engine.guides.guided import Guidance
 from cumulo.engine.play.cuda_rounds import HeadRounds, round_shape, rows_of, warm_rounds
+from cumulo.engine.play.cuda_step import CudaStep
 from cumulo.engine.play.device_slots import DeviceSlots
 from cumulo.engine.play.slot_table import NO_ROWS, SlotTable, StepRows
 from cumulo.engine.play.step_words import (
@@ -35,16 +36,13 @@ from cumulo.engine.play.step_words import (
 )
 from cumulo.engine.play.swap_pool import SwapPool
 from cumulo.engine.play.verify import (
-    StepDraws,
     draft_places,
     draws_of,
     round_draws,
-    take_accepted,
-    take_rounds,
     write_drafts,
 )
 from cumulo.engine.play.warm_shapes import warm_shapes
-from cumulo.engine.sampling.sampler import Drawn, draw, token_logprobs
+from cumulo.engine.sampling.sampler import draw, token_logprobs
 from cumulo.kernels.cuda.attention.latent_plan import LatentPlan
 from cumulo.kernels.cuda.attention.paged_attention import AttentionPlan
 from cumulo.kernels.cuda.compile_ahead import compiling_ahead
@@ -92,8 +90,8 @@ class CudaRunner:
         self._picked = torch.zeros(draws, dtype=torch.int32, device=self.device)
         on_gpu = self.device.type == "cuda"
         self._arrived = [torch.zeros(draws, dtype=torch.int32, pin_memory=on_gpu) for _ in range(_RESULTS)]
-        self._pending: deque[_PendingStep] = deque()
-        self._owners = np.zeros(max_slots, dtype=np.int64)  # how many sequences each slot has held so far
+        self.in_flight: deque[CudaStep] = deque()
+        self.owners = np.zeros(max_slots, dtype=np.int64)  # how many sequences each slot has held so far
         self._submitted = 0
         self._plans: dict[StepShape, AttentionPlan | LatentPlan] = {}
         # Others use its scratch: steps run one after the other.
@@ -110,10 +108,10 @@ class CudaRunner:
 
     # -- the Runner protocol ------------------------------------------------------------------------------
     @torch.inference_mode()
-    def submit(self, plan: StepPlan) -> "_PendingStep":
+    def submit(self, plan: StepPlan) -> CudaStep:
         if self._closed:
             raise RuntimeError("this runner was closed; no more steps can be submitted")
-        pending = _PendingStep(self, plan)
+        pending = CudaStep(self, plan)
         try:
             self._change(plan, pending)
             if plan.slots:
@@ -121,7 +119,7 @@ class CudaRunner:
         except Exception as error:
             pending.failed = error
         pending.end()
-        self._pending.append(pending)
+        self.in_flight.append(pending)
         return pending
 
     def close(self) -> None:
@@ -204,7 +202,7 @@ class CudaRunner:
         return (time.perf_counter() - started_s) / len(pairs)
 
     # -- one step -----------------------------------------------------------------------------------------
-    def _change(self, plan: StepPlan, pending: "_PendingStep") -> None:
+    def _change(self, plan: StepPlan, pending: CudaStep) -> None:
         """Everything a plan changes before it computes, in the order it says."""
         self.table.end(plan.end)
         if plan.swap_out or plan.swap_in:
@@ -213,7 +211,7 @@ class CudaRunner:
             self.pool.copy_out(plan.swap_out)
             self.pool.give(plan.swap_in)
         for new in plan.begin:
-            self._owners[new.slot] += 1
+            self.owners[new.slot] += 1
         pending.of_row, rest = gained_blocks(plan, self.table.block_counts)
         if plan.rounds is not None:  # they may lie ahead of where this step ends: tables must have them now
             rest += [(plan.slots[row], index, block) for row, (index, block) in pending.of_row.items()]
@@ -226,7 +224,7 @@ class CudaRunner:
             if self.head is not None:
                 self.head.cache.copy_blocks(plan.copies)
 
-    def _compute(self, plan: StepPlan, pending: "_PendingStep") -> None:
+    def _compute(self, plan: StepPlan, pending: CudaStep) -> None:
         if plan.rounds is not None:
             self._compute_rounds(plan, plan.rounds, pending)
             return
@@ -258,9 +256,9 @@ class CudaRunner:
             self._draw_on_host(np.flatnonzero(special), slots, positions, pending)
         if wide:  # last: it computes logits in the place of those that were drawn from
             self._read_positions(plan, rows, pending)
-        pending.owners = self._owners[slots]
+        pending.owners = self.owners[slots]
 
-    def _compute_rounds(self, plan: StepPlan, rounds: Rounds, pending: "_PendingStep") -> None:
+    def _compute_rounds(self, plan: StepPlan, rounds: Rounds, pending: CudaStep) -> None:
         rows, draws = round_draws(plan, rounds.drafts)
         columns = self.table.columns[draws.slots]
         cuts = bool(have_cuts(columns, self.model.vocab_size).any())
@@ -400,7 +398,7 @@ class CudaRunner:
         draws: NDArray[np.int64],
         slots: NDArray[np.int64],
         positions: NDArray[np.int64],
-        pending: "_PendingStep",
+        pending: CudaStep,
     ) -> None:
         """Draw these again with everything their parameters ask for; what the device drew is replaced."""
         self._settle()  # penalties and guides look at the tokens so far
@@ -411,7 +409,7 @@ class CudaRunner:
         pending.host_draws, pending.drawn = draws, drawn
         self.slots.set_tokens(list(zip(chosen.tolist(), where.tolist(), drawn.tokens.tolist(), strict=True)))
 
-    def _read_positions(self, plan: StepPlan, rows: StepRows, pending: "_PendingStep") -> None:
+    def _read_positions(self, plan: StepPlan, rows: StepRows, pending: CudaStep) -> None:
         """Log-probabilities of prompt tokens, and sums of hidden states for embeddings."""
         norm, stream = self.model.decoder.final_norm.weight, self.model.stream
 
@@ -442,8 +440,8 @@ class CudaRunner:
     # -- results ------------------------------------------------------------------------------------------
     def _settle(self) -> None:
         """Wait for the tokens of every step submitted so far and enter them into the host's table."""
-        while self._pending:
-            self._pending[0].arrive()
+        while self.in_flight:
+            self.in_flight[0].arrive()
 
     def _synchronise(self) -> None:
         if self.device.type == "cuda":
@@ -452,8 +450,8 @@ class CudaRunner:
     def send_back(self, draws: int) -> tuple[Tensor, "torch.cuda.Event | None"]:
         """Start the copy of the drawn tokens to the host."""
         target = self._arrived[self._submitted % _RESULTS]
-        while len(self._pending) >= _RESULTS:
-            self._pending[0].arrive()
+        while len(self.in_flight) >= _RESULTS:
+            self.in_flight[0].arrive()
         self._submitted += 1
         target[:draws].copy_(self._picked[:draws], non_blocking=True)
         if self.device.type != "cuda":
@@ -461,95 +459,3 @@ class CudaRunner:
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return target, event
-
-
-class _PendingStep:
-    """A step on its way. `result` waits for it; until then it only knows what the host has computed itself."""
-
-    def __init__(self, runner: CudaRunner, plan: StepPlan) -> None:
-        self._runner, self._plan = runner, plan
-        self._submitted_s = time.perf_counter()
-        self._started = torch.cuda.Event(enable_timing=True) if runner.device.type == "cuda" else None
-        if self._started is not None:
-            self._started.record()
-        self.of_row: dict[int, tuple[int, int]] = {}
-        self.owners = np.zeros(0, dtype=np.int64)
-        self.draws = StepDraws(self.owners, self.owners, self.owners, self.owners)
-        self.host_draws: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
-        self.drawn: Drawn | None = None
-        self.prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
-        self.pooled: list[NDArray[np.float64]] = []
-        self.failed: Exception | None = None
-        self._result: StepResult | None = None
-        self._ended: torch.cuda.Event | None = None
-
-    def end(self) -> None:
-        """Everything has been launched: from here on only time has to pass."""
-        if self.failed is None:
-            try:
-                if self._plan.rounds is not None and self._runner.head is not None:
-                    self._ended = self._runner.head.send_back(len(self._plan.slots))
-                else:
-                    self._target, self._ended = self._runner.send_back(len(self.draws.slots))
-            except Exception as error:
-                self.failed = error
-
-    def result(self) -> StepResult:
-        while self._result is None and self.failed is None:
-            self._runner._pending[0].arrive()  # steps arrive in order
-        if self.failed is not None:
-            self.arrive()
-            raise self.failed
-        assert self._result is not None
-        return self._result
-
-    def arrive(self) -> None:
-        """Wait for the tokens, enter them into the host's table, and make the result of them."""
-        pending = self._runner._pending
-        if pending and pending[0] is self:
-            pending.popleft()
-        if self.failed is not None or self._result is not None:
-            return
-        try:
-            if self._ended is not None:
-                self._ended.synchronize()
-            finished_s = time.perf_counter()
-            if self._plan.rounds is not None:
-                self._result = self._rounds_result(self._plan.rounds, finished_s)
-                return
-            tokens = self._target[: len(self.draws.slots)].numpy().astype(np.int64)
-        except Exception as error:  # a kernel failed: this is the first the host hears of it
-            self.failed = error
-            return
-        result = self._new_result(finished_s)
-        logprobs, errors = dict[int, TokenLogprobs](), dict[int, str]()
-        if self.drawn is not None:
-            tokens[self.host_draws] = self.drawn.tokens
-            places = self.host_draws.tolist()
-            logprobs = {places[index]: entry for index, entry in self.drawn.logprobs.items()}
-            errors = {places[index]: error for index, error in self.drawn.errors.items()}
-        for draw_index in np.flatnonzero(tokens < 0).tolist():
-            errors[draw_index] = "the model returned NaN or infinite logits"
-        tokens = np.maximum(tokens, 0)
-        table, slots, positions = self._runner.table, self.draws.slots, self.draws.positions
-        if self._plan.drafts:  # nothing was planned behind this step: every slot is whose it was
-            take_accepted(self._plan, self.draws, Drawn(tokens, logprobs, errors), table, result)
-        else:
-            # A slot may have been given to another sequence since: a late token must not land in its text.
-            still = self.owners == self._runner._owners[slots]
-            table.tokens[slots[still], positions[still]] = tokens[still]
-            result.tokens, result.logprobs, result.errors = tokens.tolist(), logprobs, errors
-        result.prompt_logprobs, result.pooled = self.prompt_logprobs, self.pooled
-        self._result = result
-
-    def _rounds_result(self, rounds: Rounds, finished_s: float) -> StepResult:
-        head, result = self._runner.head, self._new_result(finished_s)
-        assert head is not None
-        take_rounds(self._plan, head.told(len(self._plan.slots), rounds), self._runner.table, result)
-        return result
-
-    def _new_result(self, finished_s: float) -> StepResult:
-        elapsed_s = finished_s - self._submitted_s
-        if self._started is not None and self._ended is not None:
-            elapsed_s = self._started.elapsed_time(self._ended) / 1e3
-        return StepResult(tokens=[], started_s=finished_s - elapsed_s, finished_s=finished_s)
