@@ -13,6 +13,7 @@ from cumulo.layout.layout import Layout
 from cumulo.train.decide.bucket_order import BucketTiming, send_order, timings
 from cumulo.train.decide.config import OptimizerConfig, TrainConfig
 from cumulo.train.run.verify import Outcome
+from tests import thorough
 from tests.train.layout_runs import SPECS, train_config, train_parallel
 
 PLAIN = OptimizerConfig(learning_rate=1e-2, clip_norm=0)
@@ -32,7 +33,7 @@ def _same(first: list[Outcome], second: list[Outcome]) -> None:
 
 
 def test_gradients_by_priority_train_the_same_weights_bit_by_bit() -> None:
-    layout = Layout(dp=4)
+    layout = Layout(dp=4 if thorough.chosen else 2)
     _same(_run(layout, optimizer=PLAIN), _run(layout, optimizer=PLAIN, gradient_order="priority"))
 
 
