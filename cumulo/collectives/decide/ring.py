@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from cumulo.collectives.decide.schedule import (
+    Collective,
     CollectiveSchedule,
     CollectiveStep,
     EvenSizes,
@@ -53,34 +54,24 @@ def ring_reduce_scatter(
     ranks: int, sizes: Sequence[int], channels: int = 1, pieces: int = 1, orders: Orders = ()
 ) -> CollectiveSchedule:
     """`sizes`: of each chunk, `pieces` of them to a rank."""
-    ring = _Rings(ranks, pieces, channels, orders)
-
-    def program(rank: int, channel: int) -> Sequence[CollectiveStep]:
-        return [
-            step
-            for piece in range(channel, pieces, channels)
-            for step in ring.round(rank, channel, piece, Move.REDUCE, behind=1)
-        ]
-
-    symmetry = () if orders else (ranks,)
-    return CollectiveSchedule(
-        "reduce_scatter",
-        "ring",
-        ranks,
-        sizes,
-        program,
-        channels,
-        pieces,
-        symmetry=symmetry,
-        alike=lambda rank, channel: [
-            (ranks - 1, ring.step(rank, channel, piece, Move.REDUCE))
-            for piece in range(channel, pieces, channels)
-        ],
-    )
+    return _one_round("reduce_scatter", Move.REDUCE, 1, ranks, sizes, channels, pieces, orders)
 
 
 def ring_all_gather(
     ranks: int, sizes: Sequence[int], channels: int = 1, pieces: int = 1, orders: Orders = ()
+) -> CollectiveSchedule:
+    return _one_round("all_gather", Move.COPY, 0, ranks, sizes, channels, pieces, orders)
+
+
+def _one_round(
+    collective: Collective,
+    move: Move,
+    behind: int,
+    ranks: int,
+    sizes: Sequence[int],
+    channels: int,
+    pieces: int,
+    orders: Orders,
 ) -> CollectiveSchedule:
     ring = _Rings(ranks, pieces, channels, orders)
 
@@ -88,23 +79,17 @@ def ring_all_gather(
         return [
             step
             for piece in range(channel, pieces, channels)
-            for step in ring.round(rank, channel, piece, Move.COPY, behind=0)
+            for step in ring.round(rank, channel, piece, move, behind=behind)
+        ]
+
+    def alike(rank: int, channel: int) -> list[tuple[int, CollectiveStep]]:
+        return [
+            (ranks - 1, ring.step(rank, channel, piece, move)) for piece in range(channel, pieces, channels)
         ]
 
     symmetry = () if orders else (ranks,)
     return CollectiveSchedule(
-        "all_gather",
-        "ring",
-        ranks,
-        sizes,
-        program,
-        channels,
-        pieces,
-        symmetry=symmetry,
-        alike=lambda rank, channel: [
-            (ranks - 1, ring.step(rank, channel, piece, Move.COPY))
-            for piece in range(channel, pieces, channels)
-        ],
+        collective, "ring", ranks, sizes, program, channels, pieces, symmetry=symmetry, alike=alike
     )
 
 
