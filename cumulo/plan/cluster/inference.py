@@ -106,6 +106,9 @@ def inference_sheet(sheet: Sheet, goal: InferenceGoal, plan: ServePlan) -> None:
     sheet.work_out(
         "users", "inference_rate * (think + answer_s)", "users", "inference: concurrent users", "Little's law"
     )
+    for end in ("low", "high"):
+        formula = f"inference_most_{end} * (think + answer_s)"
+        sheet.work_out(f"users_{end}", formula, "users", f"inference: users, {end} end")
     sheet.work_out(
         "inference_price",
         "inference_nodes * gpus_per_node * price / (inference_tok_s * 3600) * 1e6",

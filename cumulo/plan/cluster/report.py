@@ -29,7 +29,7 @@ tr:target{background:#fff3c4}small{color:#556}
 """
 
 
-_ROUNDED = ("s", "h", "W", "B", "B/s", "tokens", "tokens/s", "USD", "GB/s", "MWh", "days")
+_ROUNDED = ("s", "h", "W", "B", "B/s", "tokens/s", "USD", "GB/s", "MWh", "days")
 _CAVEAT = (
     "A job's mean time to failure is taken as inversely proportional to its nodes. Meta measured 7.9 h at 1,024 "
     "GPUs where its own rate per node says 28.9 h (Kokolis et al. 2024): small jobs may fail more often than this."
@@ -145,8 +145,8 @@ def _around(plan: ClusterPlan) -> str:
 def _layout(plan: ClusterPlan) -> str:
     sheet, job, estimate = plan.sheet, plan.training.job, plan.training.estimate
     rows = _rows(
-        sheet, "job_gpus", "nodes_beside_job", "batch", "sequence", "step_s", "step_s_low",
-        "step_s_high", "tokens_per_step", "training_tok_s", "mfu",
+        sheet, "job_gpus", "nodes_beside_job", "batch", "sequence", "step_s", "tokens_per_step",
+        "training_tok_s", "mfu",
     )  # fmt: skip
     low, high = estimate.interval.low, estimate.interval.high
     evidence = "".join(f"<li>{escape(sentence)}</li>" for sentence in estimate.evidence)
