@@ -144,10 +144,10 @@ class DataParallel:
         groups: Groups,
         wide_gradients: bool,
         exchange: Callable[[GradientBucket, Piece, Groups], Exchange] = AllReduce,
-        bucket_bytes: int = BUCKET_BYTES,
+        bucket_bytes: int | None = None,
     ) -> None:
         """`chunks`: this rank's parameters by chunk; `wide_gradients`: half types' are summed in float32."""
-        self._bucket_bytes = bucket_bytes
+        self._bucket_bytes = BUCKET_BYTES if bucket_bytes is None else bucket_bytes
         self._by_need: NeedOrder | None = None
         self._chunks, self._groups, self._rest = chunks, groups, RestGroups(pieces, groups)
         self._exchange = exchange

@@ -17,7 +17,7 @@ from cumulo.ranks.collectives import all_reduce
 from cumulo.ranks.groups import Groups
 from cumulo.spec.model import ModelSpec
 from cumulo.train.decide.config import OptimizerConfig
-from cumulo.train.optimizer.data_parallel import BUCKET_BYTES, DataParallel
+from cumulo.train.optimizer.data_parallel import DataParallel
 from cumulo.train.optimizer.fsdp import FullySharded
 from cumulo.train.optimizer.muon import Whole
 from cumulo.train.optimizer.one_rank import OneRank
@@ -35,7 +35,7 @@ def gradient_sink(
     device: torch.device | None = None,
     offload: bool = False,
     prefetch: FsdpPrefetch = "pre",
-    bucket_bytes: int = BUCKET_BYTES,
+    bucket_bytes: int | None = None,
 ) -> GradientSink:
     """The sink of a layout's ZeRO stage. `chunks`: this rank's by number, with global names. `device`: where
     those of ZeRO 2 and 3 are to be that are on the meta device until now; their shares then have no values yet.

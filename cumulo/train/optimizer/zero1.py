@@ -65,7 +65,7 @@ class Zero1:
         pieces: Mapping[str, Piece],
         groups: Groups,
         wide_gradients: bool,
-        bucket_bytes: int = BUCKET_BYTES,
+        bucket_bytes: int | None = None,
     ) -> None:
         self._groups = groups
         self._whole = DataParallel(chunks, pieces, groups, wide_gradients, ReduceScatter, bucket_bytes)
