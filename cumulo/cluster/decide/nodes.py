@@ -175,7 +175,7 @@ class FreeCapacity:
         room = self.room
         room[before] ^= bit
         room[after] ^= bit
-        if self.ready_set & bit:
+        if self.ready[node]:
             self.tally[before] -= 1
             self.tally[after] += 1
             self.free_gpus += change

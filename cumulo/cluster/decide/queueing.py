@@ -27,6 +27,7 @@ _MOST_TRIED = (
 _MOST_SHAPES = 32  # that are looked at before single jobs are
 _STRETCH = 10.0
 _MOST_REASONS = 20  # jobs behind it that are told why they wait, in one decision
+_LONG_QUEUE = 200  # of a queue that is longer, only those that were tried are told
 
 
 def by_arrival(snapshot: Snapshot) -> Iterable[JobRequest]:
@@ -152,6 +153,7 @@ class _Trial:
         self.started: list[RunningJob] = []
         # What is free only shrinks: these shapes never fit in this decision, and why.
         self.failed: dict[Shape, str] = {}
+        self.narrow: tuple[_Reservation, FreeCapacity] | None = None
         self.harmful: dict[Shape, float] = {}  # they delay a reserved job if they end after this moment
 
     def decide(self, ordered: Iterable[JobRequest]) -> None:
@@ -166,11 +168,12 @@ class _Trial:
         """Looks at these jobs only, behind those that have a reservation."""
         try:
             for job in reserved:
-                self.failed[shape_key(job)] = why_not(job, self.free)
+                self.failed[shape_key(job)] = ""
                 found = self.reserve(job)
                 if found is not None:
                     self.reserved.append(found)
-            self._behind(iter(newcomers))
+            if newcomers:
+                self._behind(iter(newcomers))
         finally:
             self._take_back()
 
@@ -192,12 +195,13 @@ class _Trial:
         waiting, failed, harmful = self.snapshot.waiting, self.failed, self.harmful
         shapes = waiting.shapes if isinstance(waiting, JobQueue) else {}
         now_s, hopeless = self.snapshot.now_s, self.full() or self.nobody_fits()
+        told = _MOST_REASONS if len(waiting) < _LONG_QUEUE else 0
         for number, job in enumerate(itertools.islice(jobs, _MOST_TRIED)):
-            if hopeless and number >= _MOST_REASONS:
+            if hopeless and number >= told:
                 break
             shape = shapes.get(job.job_id) or shape_key(job)
             if shape in failed or hopeless:
-                if number < _MOST_REASONS:
+                if number < told:
                     self.decided.append(Waits(job.job_id, self.why(job, shape)))
                 continue
             if shape in harmful and (job.predicted_s is None or now_s + job.predicted_s > harmful[shape]):
@@ -219,9 +223,11 @@ class _Trial:
             hopeless = hopeless or self.nobody_fits()
 
     def why(self, job: JobRequest, shape: Shape) -> str:
+        """Why a job of this shape waits, worded once."""
+        if shape in self.harmful:
+            return f"it fits, but would delay {self.reserved[0].job.job_id}, which is before it"
         reason = self.failed.get(shape) or why_not(job, self.free)
-        if shape in self.failed:
-            self.failed[shape] = reason
+        self.failed[shape] = reason
         return reason
 
     def nobody_fits(self) -> bool:
@@ -277,6 +283,7 @@ class _Trial:
                 self.releases.take(job, places, ends_s)
             self.started.append(RunningJob(job, places, now_s, ends_s))
             self.harmful.clear()
+            self.narrow = None
         self.book.count(job, job.gpus)
         why = self.reason if not self.reserved else f"it ends before {self.reserved[0].job.job_id} can start"
         told = getattr(self.place, "why", {}).get(job.job_id)  # a placer that chose between ways says why
@@ -326,8 +333,7 @@ class _Trial:
         late = [one for one in self.reserved if ends_s > one.start_s]
         harmed = next((one for one in late if not self._has_room(job, places, one)), None)
         if harmed is not None and harmed.start is not None and self.releases is not None:
-            able = self.releases.of_no_use(harmed.job, harmed.start.at_s)
-            places = self.place(job, self.free.narrowed(able)) or ()
+            places = self.place(job, self._of_no_use(harmed)) or ()
             harmed = next((one for one in late if not places or not self._has_room(job, places, one)), None)
         if harmed is not None:
             self.harmful[shape] = harmed.start_s
@@ -338,6 +344,14 @@ class _Trial:
             if one.free_then is not None:
                 one.free_then.take(job, places)
         return places
+
+    def _of_no_use(self, reserved: _Reservation) -> FreeCapacity:
+        """The nodes that a reserved job has no use for."""
+        if self.narrow is None or self.narrow[0] is not reserved:
+            assert self.releases is not None and reserved.start is not None
+            able = self.releases.of_no_use(reserved.job, reserved.start.at_s)
+            self.narrow = reserved, self.free.narrowed(able)
+        return self.narrow[1]
 
     def _has_room(self, job: JobRequest, places: tuple[TaskPlace, ...], reserved: _Reservation) -> bool:
         if reserved.start is None:

@@ -6,8 +6,6 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from cumulo.cluster.decide.fit import pack_gang, task_places, tasks_that_fit
 from cumulo.cluster.decide.jobs import JobRequest, TaskPlace
 from cumulo.cluster.decide.nodes import FreeCapacity, Ints
@@ -115,9 +113,3 @@ def topology_placer(snapshot: Snapshot) -> TopologyPlacer:
         known = _fabrics[key] = (snapshot.free.index, leaf_fabric(snapshot.nodes), by_leaf)
     fabric, leaves = known[1], known[2]
     return TopologyPlacer(fabric, leaves, fabric.busy(snapshot.running.values()))
-
-
-def free_by_leaf(snapshot: Snapshot) -> dict[str, int]:
-    """Whole GPUs that are free under each leaf."""
-    placer = topology_placer(snapshot)
-    return {leaf: int(np.asarray(snapshot.free.whole)[nodes].sum()) for leaf, nodes in placer.by_leaf.items()}
