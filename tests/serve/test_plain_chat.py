@@ -11,10 +11,19 @@ from pydantic import ValidationError
 
 from cumulo.serve.model_formats import ModelFormats
 from cumulo.serve.openai.conversation import conversation
-from cumulo.serve.openai.plain_chat import PlainChat, PlainMessage, read_chat
+from cumulo.serve.openai.plain_chat import PlainChat, PlainMessage, read_plain
 from cumulo.serve.openai.sampling import ChatParams, chat_params
 from cumulo.serve.openai.schemas import ChatRequest, Message
 from tests import thorough
+
+
+def read_chat(body: bytes) -> Any:
+    """A PlainChat where the body is one, else a ChatRequest; raises pydantic's ValidationError if it is neither."""
+    try:
+        return read_plain(body)
+    except (msgspec.MsgspecError, ValueError):
+        return ChatRequest.model_validate_json(body)
+
 
 BODY: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}
 DEFAULTS = {"temperature": 0.6, "top_k": 20}

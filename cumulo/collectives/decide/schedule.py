@@ -22,7 +22,7 @@ Nothing is listed before it is asked for: a schedule of 16,384 ranks is as small
 given, the steps of one rank are those of rank 0 with every peer moved (`moved`), so that one rank stands for all.
 """
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
@@ -165,10 +165,6 @@ class CollectiveSchedule:
             return self.present[chunk]
         source = self.source(chunk)
         return range(self.ranks) if source is None else (source,)
-
-    def representatives(self) -> Iterator[int]:
-        """Ranks whose steps stand for all others: one, or all of them."""
-        yield from range(1 if self.symmetry else self.nodes)
 
     def moved(self, peer: int, rank: int) -> int:
         """The peer of `rank` where rank 0's is `peer`: digit by digit."""

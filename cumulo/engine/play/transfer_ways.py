@@ -28,17 +28,6 @@ _LAYERS_AT_ONCE = 8  # of a copy on a GPU: the first run while the host still as
 _MOST_BUFFERS = 256  # of one sendmsg: the kernel takes 1024
 
 
-class BlockExport(Protocol):
-    """The sender's side."""
-
-    name: str
-    descriptors: list[int]  # that travel with the greeting
-
-    def reach(self) -> dict[str, Any]:
-        """What a receiver must know, as JSON."""
-        ...
-
-
 class BlockSource(Protocol):
     """The receiver's side: another engine's cache."""
 

@@ -53,11 +53,6 @@ class Timeline:
         return tuple(self.makespan_s - busy_s for busy_s in self.busy_s)
 
     @property
-    def stage_bubble_ratios(self) -> tuple[float, ...]:
-        """Of each stage: the share of the step it idles."""
-        return tuple(idle_s / self.makespan_s if self.makespan_s else 0.0 for idle_s in self.bubble_s)
-
-    @property
     def bubble_ratio(self) -> float:
         """Of all stages together: idle time over stages × makespan."""
         whole_s = self.makespan_s * self.schedule.stages

@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 from msgspec import Meta
 
-from cumulo.serve.openai.schemas import MAX_MESSAGES, MAX_STOP_CHARACTERS, MAX_STOP_STRINGS, ChatRequest
+from cumulo.serve.openai.schemas import MAX_MESSAGES, MAX_STOP_CHARACTERS, MAX_STOP_STRINGS
 
 Label = Annotated[str, Meta(max_length=512)]
 StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARACTERS)]
@@ -101,11 +101,3 @@ def plain_conversation(messages: list[PlainMessage]) -> list[dict[str, Any]]:
         {"role": "system" if message.role == "developer" else message.role, "content": message.content}
         for message in messages
     ]
-
-
-def read_chat(body: bytes) -> Any:
-    """A PlainChat where the body is one, else a ChatRequest; raises pydantic's ValidationError if it is neither."""
-    try:
-        return read_plain(body)
-    except (msgspec.MsgspecError, ValueError):
-        return ChatRequest.model_validate_json(body)
