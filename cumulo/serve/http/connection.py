@@ -6,7 +6,6 @@ against what it has reported: a stretch of input that completes nothing ends the
 """
 
 import asyncio
-import enum
 from collections.abc import Callable
 from typing import Any
 
@@ -19,22 +18,12 @@ from cumulo.serve.errors import ApiError
 from cumulo.serve.http import refusals
 from cumulo.serve.http.direct_writer import CONNECTION, DirectWriter
 from cumulo.serve.http.keeper import Address, Keeper
+from cumulo.serve.http.reading import Reading
 
 # Answered on the connections of the reserve, for those who must know how the server is.
 FOR_OPERATORS = (b"/health", b"/ready", b"/metrics")
 _LINGER_S = 2.0  # after an error's answer: to let a client that still sends read it
 _LINGER_BYTES = 1 << 20
-
-
-class Reading(enum.Enum):
-    """What the client is to send next."""
-
-    FIRST_BYTE = "sent nothing"
-    HEAD = "half a header"
-    BODY = "half a body"
-    DONE = "whole request"
-    NEXT = "idle after a request"
-    NOTHING = "refused"
 
 
 # Looked up for every request: a name of the module is quicker than an attribute of the class.
