@@ -90,7 +90,8 @@ class ServeCommandOptions:
     )
     autoscale: str = option(
         "Fewest and most replicas between which the load decides, as in 1..4; 0..4 scales to zero. Further "
-        "settings follow: 0..4,idle=60s,interval=5s,ttft=1s.",
+        "settings follow: 0..4,idle=60s,interval=5s,ttft=1s; with --prefill also prefill=1..2, and devices=5 for "
+        "all engines together.",
         "",
         metavar="MIN..MAX",
         panel=REPLICAS,
