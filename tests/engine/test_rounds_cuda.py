@@ -216,3 +216,15 @@ def test_rounds_are_chosen_where_they_pay() -> None:
     assert chosen(0.9, 0.02).drafts == 7
     assert chosen(0.5, 0.2).drafts == 1
     assert chosen(0.2, 0.3) is None
+
+
+def test_the_ledger_knows_what_a_head_holds() -> None:
+    engine = engine_with_head(make_decoder(SPEC))
+    needs = DraftSource("head", SPEC, head=make_head()).needs(4, on_gpu=True)
+    held, cache = engine.runner.head.memory_bytes(), engine.runner.cache
+    assert held["draft model"] == needs.weight_bytes
+    assert held["draft kv cache"] == cache.blocks * cache.block_size * needs.bytes_per_token
+    head, tapped = engine.runner.head.head, engine.runner.model.tapped
+    of_tokens = sum(one.nbytes for one in (tapped, head.stream, head.embedded, head.normed, head.qkv))
+    assert of_tokens == engine.runner.model.max_tokens * needs.step_token_bytes
+    engine.runner.close()

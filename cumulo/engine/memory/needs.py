@@ -39,6 +39,7 @@ class DraftNeeds:
     name: str
     weight_bytes: int
     bytes_per_token: int  # of its own KV cache, and of the hidden states a head reads
+    step_token_bytes: int = 0  # of buffers, for each token that a step may have
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +116,9 @@ class Needs:
             yield row(
                 "draft model", self.draft.weight_bytes, f"{self.draft.name}, which drafts for speculation"
             )
+            if self.draft.step_token_bytes:
+                held = config.max_tokens_per_step * self.draft.step_token_bytes
+                yield row("draft buffers", held, "what the head sees of a step")
             kept = kv_blocks * config.block_size * self.draft.bytes_per_token
             yield row("draft kv cache", kept, "for the same blocks, committed as they are used")
         if config.max_loras:

@@ -38,7 +38,11 @@ class HeadRounds:
         return self.head.nbytes + tapped + self.rows.told.nbytes + self._next_tokens.nbytes
 
     def memory_bytes(self) -> dict[str, int]:
-        return {"draft model": self.head.head.weight_bytes, "draft kv cache": self.cache.nbytes + self.nbytes}
+        return {
+            "draft model": self.head.head.weight_bytes,
+            "draft buffers": self.nbytes,
+            "draft kv cache": self.cache.nbytes,
+        }
 
     # -- launches, in the order of a step ---------------------------------------------------------------------
     def follow(self, shape: StepShape) -> None:

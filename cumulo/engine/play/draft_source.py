@@ -59,7 +59,12 @@ class DraftSource:
         # A GPU's head sees every token when it is computed; on a CPU what it will see is kept.
         tapped = 0 if on_gpu else len(self.taps) * self.served.hidden
         per_token = self.spec.kv_bytes_per_token(element_bytes) + tapped * element_bytes
-        return DraftNeeds(self.name, self.weight_bytes, per_token)
+        seen = 0
+        if on_gpu:  # CudaDecoder.tapped, and CudaEagle's stream, tokens, norm and projections
+            own = self.spec
+            projected = (own.heads + 2 * own.kv_heads) * own.head_dim
+            seen = element_bytes * ((len(self.taps) + 3) * self.served.hidden + projected)
+        return DraftNeeds(self.name, self.weight_bytes, per_token, seen)
 
 
 def load_draft(
