@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from cumulo.cluster.drivers.kubernetes.keda_messages import read_object
-from cumulo.cluster.drivers.kubernetes.keda_scaler import (
+from cumulo.cluster.drivers.kubernetes.keda.messages import read_object
+from cumulo.cluster.drivers.kubernetes.keda.scaler import (
     METRIC,
     SERVICE,
     KedaScaler,

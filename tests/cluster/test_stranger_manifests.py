@@ -82,6 +82,16 @@ BROKEN: list[tuple[str, str, Any, str, str]] = [
     ("Deployment/vllm", "apiVersion", "extensions/v1beta1", "apiVersion", "apps/v1"),
     ("Deployment/vllm", f"{VLLM}.env.2", {"name": "NCCL_DEBUG", "vlaue": "INFO"}, f"{VLLM}.env.2.vlaue", "value"),
     ("Deployment/vllm", f"{VLLM}.env.2.name", "HF_TOKEN", f"{VLLM}.env.2", "HF_TOKEN"),
+    # found missing in a second look
+    ("Deployment/vllm", f"{VLLM}.startupProbe.httpGet.scheme", "http",
+     f"{VLLM}.startupProbe.httpGet.scheme", "HTTP"),
+    ("Deployment/vllm", "spec.strategy", {"type": "Recreate", "rollingUpdate": {"maxSurge": 1}},
+     "spec.strategy.rollingUpdate", "type: Recreate"),
+    ("ScaledObject/batch", "spec.triggers.0.type", "prometeus", "spec.triggers.0.type", "did you mean prometheus?"),
+    ("ScaledObject/batch", "spec.triggers.0.metadata", {"serverAddress": "http://p:9090", "query": "x"},
+     "spec.triggers.0.metadata.threshold", "is required and missing"),
+    ("Job/pretrain", "spec.tasks.1.name", "master", "spec.tasks.1.name", "task 0 is called master, too"),
+    ("Job/pretrain", "spec.plugins", {"scv": []}, "spec.plugins.scv", "did you mean svc?"),
     # Ray
     ("RayService/ray-llm", "spec.serveConfigV2", "applications:\n  - name: llm\n    route_prefix: /\n",
      "spec.serveConfigV2", "import_path"),

@@ -3,13 +3,15 @@
 import base64
 import binascii
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from cumulo.base.nearest import did_you_mean
 from cumulo.cluster.drivers.kubernetes.manifest_source import FieldPath, Manifest
 from cumulo.cluster.drivers.kubernetes.pods import GPU, PodSpec, gpu_path, pods_of, quantity
 from cumulo.cluster.drivers.kubernetes.ray_serve_config import check_serve_config
+from cumulo.cluster.drivers.kubernetes.sense_kinds import check_gang, check_strategy, check_triggers
+from cumulo.cluster.drivers.kubernetes.words import check_word
 
 _NAME = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?")
 _LABEL = re.compile(r"([A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?)?")
@@ -21,17 +23,9 @@ _POD_WORDS = {
     "dnsPolicy": ("ClusterFirst", "ClusterFirstWithHostNet", "Default", "None"),
     "preemptionPolicy": ("PreemptLowerPriority", "Never"),
 }
+_SCHEMES = ("HTTP", "HTTPS")
 _PROTOCOLS = ("TCP", "UDP", "SCTP")
 _MEDIUMS = ("", "Memory", "HugePages", "HugePages-2Mi", "HugePages-1Gi")
-# Of Volcano's policies, for a whole job and for a task.
-_EVENTS = (
-    "*", "PodPending", "PodRunning", "PodFailed", "PodEvicted", "Unknown", "TaskCompleted", "TaskFailed",
-    "OutOfSync", "CommandIssued", "JobUpdated",
-)  # fmt: skip
-_ACTIONS = (
-    "AbortJob", "RestartJob", "RestartTask", "RestartPod", "RestartPartition", "TerminateJob", "CompleteJob",
-    "ResumeJob", "SyncJob", "EnqueueJob", "SyncQueue", "OpenQueue", "CloseQueue",
-)  # fmt: skip
 _LEAST_MEMORY = 1.0  # bytes: less is a unit gone wrong
 _TOLERATION = {
     "operator": ("Equal", "Exists", "Lt", "Gt"),
@@ -124,7 +118,7 @@ def _check_kind(manifest: Manifest) -> None:
                 "needs either minAvailable or maxUnavailable, and has " + ("both" if given else "neither"),
             )
     if manifest.kind == "Job" and manifest.group == "batch.volcano.sh":
-        _check_gang(manifest, spec)
+        check_gang(manifest, spec)
     if manifest.kind in ("Job",) and manifest.group == "batch":
         policy = manifest.at("spec", "template", "spec", "restartPolicy")
         if policy not in ("Never", "OnFailure"):
@@ -135,6 +129,10 @@ def _check_kind(manifest: Manifest) -> None:
         _check_cluster_queue(manifest)
     if manifest.kind == "LocalQueue" and not spec.get("clusterQueue"):
         manifest.blame(("spec", "clusterQueue"), "is required and missing: the queue would admit nothing")
+    if manifest.kind == "ScaledObject":
+        check_triggers(manifest, spec)
+    if manifest.kind == "Deployment":
+        check_strategy(manifest, spec)
     if manifest.kind == "RayJob":
         _check_ray_job(manifest, spec)
     if manifest.kind == "RayService":
@@ -173,14 +171,6 @@ def _check_secret(manifest: Manifest) -> None:
             manifest.blame(("data", str(key)), "is not base64; put plain text under stringData")
 
 
-def check_word(manifest: Manifest, path: FieldPath, value: Any, known: Sequence[str]) -> None:
-    """Words that schemas leave open, and the API server does not."""
-    if isinstance(value, str) and value not in known:
-        close = did_you_mean(value, known)
-        words = ", ".join(word for word in known if word)
-        manifest.blame(path, f"cannot be {value!r}{close or f'; use one of {words}'}")
-
-
 def _check_pod_words(pod: PodSpec) -> None:
     for name, known in _POD_WORDS.items():
         check_word(pod.owner, (*pod.path, name), pod.spec.get(name), known)
@@ -198,33 +188,6 @@ def _check_pod_words(pod: PodSpec) -> None:
         if isinstance(one, dict):
             for name, known in _TOLERATION.items():
                 check_word(pod.owner, (*pod.path, "tolerations", number, name), one.get(name), known)
-
-
-def _check_gang(manifest: Manifest, spec: Mapping[str, Any]) -> None:
-    tasks = [one for one in spec.get("tasks") or () if isinstance(one, dict)]
-    _check_policies(manifest, spec, ("spec",))
-    for number, one in enumerate(tasks):
-        _check_policies(manifest, one, ("spec", "tasks", number))
-    total = sum(one.get("replicas", 1) for one in tasks if isinstance(one.get("replicas", 1), int))
-    gang = spec.get("minAvailable")
-    if isinstance(gang, int) and tasks and gang > total >= 0:
-        manifest.blame(
-            ("spec", "minAvailable"),
-            f"{gang} is more than the {total} pods of all tasks: it would never start",
-        )
-    for number, one in enumerate(tasks):
-        least, count = one.get("minAvailable"), one.get("replicas", 1)
-        if isinstance(least, int) and isinstance(count, int) and least > count:
-            manifest.blame(
-                ("spec", "tasks", number, "minAvailable"), f"{least} is more than replicas, {count}"
-            )
-
-
-def _check_policies(manifest: Manifest, owner: Mapping[str, Any], path: FieldPath) -> None:
-    for number, one in enumerate(owner.get("policies") or ()):
-        if isinstance(one, dict):
-            check_word(manifest, (*path, "policies", number, "event"), one.get("event"), _EVENTS)
-            check_word(manifest, (*path, "policies", number, "action"), one.get("action"), _ACTIONS)
 
 
 def _check_metric(manifest: Manifest, metric: Mapping[str, Any], path: FieldPath) -> None:
@@ -304,7 +267,9 @@ def _check_ports(pod: PodSpec, path: FieldPath, container: Mapping[str, Any]) ->
             pod.owner.blame((*path, "ports", number, "containerPort"), f"a port is 1 to 65535, got {value}")
     for probe in ("livenessProbe", "readinessProbe", "startupProbe"):
         for way in ("httpGet", "tcpSocket"):
-            port = ((container.get(probe) or {}).get(way) or {}).get("port")
+            target = (container.get(probe) or {}).get(way) or {}
+            port = target.get("port")
+            check_word(pod.owner, (*path, probe, way, "scheme"), target.get("scheme"), _SCHEMES)
             if isinstance(port, str) and not port.isdigit() and port not in names:
                 pod.owner.blame(
                     (*path, probe, way, "port"),

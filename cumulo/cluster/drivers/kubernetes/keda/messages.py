@@ -1,5 +1,5 @@
 """The messages of KEDA's external scaler (externalscaler.proto) as bytes: nine fields of protobuf, written and read
-by hand, so that no generated code is needed. Used by keda_scaler.py.
+by hand, so that no generated code is needed. Used by scaler.py.
 
 Wire format: protobuf.dev/programming-guides/encoding. Fields that are not known are passed over.
 """

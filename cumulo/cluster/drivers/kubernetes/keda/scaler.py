@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from cumulo.cluster.decide.autoscale.rule import ForecastRule
 from cumulo.cluster.decide.autoscale.seen import FleetSeen, ReplicaSpeed, ScaleTo
 from cumulo.cluster.decide.autoscale.settings import parse_autoscale
-from cumulo.cluster.drivers.kubernetes.keda_messages import (
+from cumulo.cluster.drivers.kubernetes.keda.messages import (
     ScaledObjectRef,
     read_metrics_request,
     read_object,

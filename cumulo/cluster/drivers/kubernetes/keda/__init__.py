@@ -1,0 +1,1 @@
+"""KEDA's external scaler with Cumulo's autoscaling rule behind it."""
