@@ -10,9 +10,10 @@ from html import escape
 
 from cumulo.base import quantities
 from cumulo.plan.cluster.facility import COOLING, MATERIALS, MONITORING, STORAGE
+from cumulo.plan.cluster.figures import value, value_range
 from cumulo.plan.cluster.pictures import fabric_picture, interval_picture, share_picture
 from cumulo.plan.cluster.plan import ClusterPlan
-from cumulo.plan.cluster.sheet import Figure, Sheet
+from cumulo.plan.cluster.sheet import Sheet
 
 _STYLE = """
 body{font:15px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;color:#1d2733}
@@ -29,7 +30,6 @@ tr:target{background:#fff3c4}small{color:#556}
 """
 
 
-_ROUNDED = ("s", "h", "W", "B", "B/s", "tokens/s", "USD", "GB/s", "MWh", "days")
 _CAVEAT = (
     "A job's mean time to failure is taken as inversely proportional to its nodes. Meta measured 7.9 h at 1,024 "
     "GPUs where its own rate per node says 28.9 h (Kokolis et al. 2024): small jobs may fail more often than this."
@@ -317,30 +317,3 @@ def _table(heads: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     head = "<tr>" + "".join(f"<th>{name}</th>" for name in names) + "</tr>" if any(names) else ""
     body = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows)
     return f"<table>{head}{body}</table>"
-
-
-def value(figure: Figure) -> str:
-    """A figure as people read it, with its unit: percent, MW, TB, minutes."""
-    amount, unit = figure.value, figure.unit.replace("bytes", "B")
-    if unit == "share":
-        return f"{quantities.number(100.0 * amount, '%')}%"
-    if amount == int(amount) and abs(amount) < 1e6 and unit not in _ROUNDED:
-        return f"{int(amount):,} {unit}".strip()  # counts are exact
-    return quantities.quantity(*_decimal(float(amount), unit))
-
-
-def _decimal(amount: float, unit: str) -> tuple[float, str]:
-    """Storage and networks are sold in powers of ten."""
-    return (amount / 1e9, f"G{unit}") if unit in ("B", "B/s") else (amount, unit)
-
-
-def value_range(sheet: Sheet, name: str) -> str:
-    """Where nine of ten results are expected; empty: the figure has no range of its own."""
-    low, high = sheet.figures.get(f"{name}_low"), sheet.figures.get(f"{name}_high")
-    if low is None or high is None:
-        return ""
-    unit = low.unit.replace("bytes", "B")
-    if unit == "share":
-        return quantities.between(100 * low.value, 100 * high.value, "%")
-    high_value, shown_unit = _decimal(high.value, unit)
-    return quantities.between(_decimal(low.value, unit)[0], high_value, shown_unit)
