@@ -225,11 +225,12 @@ class Engine:
         now_s = time.perf_counter()
         proposed = sum(map(len, result.proposed.values()))
         self.scheduler.observe(plan, elapsed_s, now_s, result.proposing_s, proposed)
+        several = plan.may_accept  # tokens at a time
         for sequence in self.scheduler.apply(plan, result, now_s):
             request = sequence.request
             client: _Client = request.tag
             if client.stream or request.params.stop:
-                gained = self.scheduler.books.gained.get(sequence, 1) if plan.may_accept else 1
+                gained = self.scheduler.books.gained.get(sequence, 1) if several else 1
                 before = len(sequence.tokens) - gained
                 text = self._push_text(sequence, client, before, now_s)
                 if client.stream:
@@ -264,7 +265,9 @@ class Engine:
         logprobs = sequence.logprobs[-len(tokens) :] if request.params.logprobs is not None and tokens else []
         if sequence.state == State.FINISHED:
             request.tag.told.add(sequence.sample_index)
-        of_prompt = request.prompt_logprobs if sequence.output_length == 1 else None
+        of_prompt = request.prompt_logprobs
+        if of_prompt is not None and sequence.output_length != 1:
+            of_prompt = None
         output.deltas.append(
             Delta(
                 request.id, sequence.sample_index, text, tokens, sequence.finish_reason, logprobs, of_prompt
