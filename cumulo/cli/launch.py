@@ -55,7 +55,7 @@ def launch(
     ] = "yaml",
     store: StoreOption = None,
 ) -> None:
-    """Submit a job: what to train or serve, on how many of which devices. It survives this command."""
+    """Submit a job: what to train or serve, on how many of which devices. It continues when this command ends."""
     from cumulo.base.nearest import did_you_mean
     from cumulo.cli.shared.terminal import note, out
     from cumulo.cli.view.jobs import follow

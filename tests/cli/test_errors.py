@@ -20,6 +20,7 @@ from tests.cli.conftest import Run
         (["--threads", "0"], "--threads must be 1 or more"),
         (["--max-context=-5"], "--max-context must be 1 or more"),
         (["--kv-memory-gib", "nan"], "--kv-memory-gib must be more than 0"),
+        (["--speculate", "ngrma"], "there is nothing at 'ngrma'; did you mean ngram?"),
     ],
 )
 def test_impossible_options_are_refused_before_anything_is_loaded(
@@ -29,6 +30,26 @@ def test_impossible_options_are_refused_before_anything_is_loaded(
     assert ran.code == 2
     assert words in ran.err
     assert len(ran.err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["serve", "--slo-late", "maybe"], "--slo-late must be refuse or queue, got 'maybe'"),
+        (["serve", "--plan", "none.yaml"], "cannot read the plan none.yaml: No such file or directory"),
+        (
+            ["collective", "tune", "all_reduce", "--size", "1MX"],
+            "--size must look like 512, 64KiB, 1GiB or 2.5GB",
+        ),
+        (["collective", "show", "all_reduce", "rign"], "no all_reduce algorithm 'rign'; did you mean ring?"),
+        (["launch", "none.yaml"], "cannot read the job file none.yaml: No such file or directory"),
+    ],
+)
+def test_what_newer_verbs_cannot_do_is_told_in_one_line(
+    cumulo: Run, arguments: list[str], words: str
+) -> None:
+    ran = cumulo(*arguments)
+    assert (ran.code, len(ran.err.splitlines())) == (2, 1) and words in ran.err
 
 
 def test_no_prompt_and_two_prompts_are_refused(cumulo: Run) -> None:

@@ -256,7 +256,7 @@ def _report(
         note(
             f"{run.messages:,} messages on {len(graph.links.capacity):,} links, in {cpu_s:.2f} s of CPU "
             f"time; rates "
-            f"were worked out {run.solves:,} times"
+            f"were worked out {run.solves:,} time{'' if run.solves == 1 else 's'}"
         )
     if chosen.heat_map is not None and run.use is not None:
         write_heat_map(chosen.heat_map, run, f"{graph.ranks:,} GPUs, {chosen.routing} routing")

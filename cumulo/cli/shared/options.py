@@ -139,6 +139,21 @@ def engine_config(**chosen: Any) -> "EngineConfig":
         raise CumuloError(f"--weights must be auto, fp8 or int4, got {chosen['weights']!r}")
     if chosen.get("kv_dtype") not in (None, "auto", "fp8"):
         raise CumuloError(f"--kv-dtype must be auto or fp8, got {chosen['kv_dtype']!r}")
+    _check_drafter(chosen.get("speculate"))
     if chosen.get("device") not in (None, "auto", "cpu", "cuda"):
         raise CumuloError(f"--device must be cpu or cuda, got {chosen['device']!r}")
     return EngineConfig(**{key: value for key, value in chosen.items() if value is not None})
+
+
+def _check_drafter(name: str | None) -> None:
+    """A word that is neither a drafter nor a path nor a Hugging Face name is refused before a model is loaded."""
+    from cumulo.base.nearest import did_you_mean
+    from cumulo.errors import CumuloError
+
+    drafters = ("ngram", "mtp")
+    if name is None or name in drafters or "/" in name or Path(name).expanduser().exists():
+        return
+    raise CumuloError(
+        f"--speculate must be ngram, mtp, a draft model or a folder with an EAGLE-3 head; there is nothing at "
+        f"{name!r}{did_you_mean(name, drafters, otherwise='')}"
+    )

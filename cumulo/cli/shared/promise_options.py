@@ -23,6 +23,9 @@ class PromiseOptions:
 
     def config(self) -> dict[str, Any]:
         """Fields of EngineConfig."""
+        from cumulo.errors import CumuloError
         from cumulo.load.slo import parse_promise
 
+        if self.slo_late not in ("refuse", "queue"):
+            raise CumuloError(f"--slo-late must be refuse or queue, got {self.slo_late!r}")
         return {"slo": parse_promise(self.slo) if self.slo else None, "slo_late": self.slo_late}

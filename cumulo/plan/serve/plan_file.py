@@ -8,6 +8,7 @@ from typing import Any
 import yaml
 
 from cumulo.base.strict import build
+from cumulo.base.yaml_text import yaml_problem
 from cumulo.engine.config import EngineConfig
 from cumulo.errors import ConfigError
 from cumulo.plan.serve.deployment import Deployment
@@ -136,7 +137,8 @@ def read_plan(path: Path) -> ServePlanFile:
     try:
         content = yaml.safe_load(path.read_text("utf-8"))
     except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read the plan {path}: {error}") from error
+        reason = getattr(error, "strerror", None) or yaml_problem(error)
+        raise ConfigError(f"cannot read the plan {path}: {reason}") from error
     return build(ServePlanFile, content, f"the plan {path}")
 
 
