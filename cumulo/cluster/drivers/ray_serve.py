@@ -102,8 +102,8 @@ class ServiceRoute:
         self._process: subprocess.Popen[bytes] | None = None
         self._seen: dict[str, float] = {}
         self._starting = asyncio.Lock()
-        self._begun = asyncio.Event()  # the gateway has
-        self._waiting = 0  # requests that wait for it
+        self._some = asyncio.Event()  # the gateway has a replica
+        self._waiting = 0  # requests that wait for one
         self._session: aiohttp.ClientSession | None = None
 
     async def join(self, url: str) -> None:
@@ -112,12 +112,16 @@ class ServiceRoute:
         known = {one["url"] for one in (await self.fleet())["replicas"]}
         if url not in known:
             await self._ask("POST", "/v1/fleet/replicas", {"url": url})
+        if url in self._seen:  # it may have left meanwhile
+            self._some.set()
         for other, last_s in list(self._seen.items()):
             if time.monotonic() - last_s > _SILENT_S:
                 await self.leave(other)
 
     async def leave(self, url: str) -> None:
         self._seen.pop(url, None)
+        if not self._seen:
+            self._some.clear()
         if self._gateway:
             await self._ask("DELETE", f"/v1/fleet/replicas/{url.split('//')[1]}")
 
@@ -128,11 +132,12 @@ class ServiceRoute:
         return await self._ask("GET", "/v1/fleet")
 
     async def metrics(self) -> str:
-        """Of the gateway; requests that wait for the first one count as being there."""
+        """Of the gateway; requests that wait here for a replica count as being there."""
+        waiting = f"cumulo:gateway_in_flight {self._waiting}\n"
         if not self._gateway:
-            return f"cumulo:gateway_in_flight {self._waiting}"
+            return waiting
         async with self._client().get(f"{self._gateway}/metrics") as answer:
-            return await answer.text()
+            return waiting + await answer.text()
 
     async def _ready(self, url: str) -> None:
         async with self._starting:
@@ -153,7 +158,6 @@ class ServiceRoute:
                 [*command, "--wait-for-replica", f"{_WAIT_S:.0f}"], self._key, "gateway"
             )
             self._gateway = await asyncio.to_thread(wait_until, self._process, output, _listening)
-            self._begun.set()
 
     async def _ask(self, method: str, path: str, body: Any = None) -> dict[str, Any]:
         headers = {"Authorization": f"Bearer {self._key}"}
@@ -170,7 +174,7 @@ class ServiceRoute:
         return self._session
 
     async def __call__(self, request: Request) -> Response:
-        if not await self._has_begun():
+        if not await self._has_replica():
             problem = {"error": {"message": "no replica is ready yet", "code": "no_replica"}}
             return JSONResponse(problem, 503, headers={"Retry-After": "2"})
         path = request.url.path + (f"?{request.url.query}" if request.url.query else "")
@@ -181,13 +185,13 @@ class ServiceRoute:
         kept = {name: value for name, value in answer.headers.items() if name.lower() not in _HOP_HEADERS}
         return StreamingResponse(_pieces(answer), answer.status, kept)
 
-    async def _has_begun(self) -> bool:
-        """Whether there is a gateway, after a wait: a service without a replica starts one for a request."""
-        if self._gateway:
+    async def _has_replica(self) -> bool:
+        """Whether there is a replica, after a wait: a service without one starts it for a request."""
+        if self._some.is_set():
             return True
         self._waiting += 1
         try:
-            await asyncio.wait_for(self._begun.wait(), _WAIT_S)
+            await asyncio.wait_for(self._some.wait(), _WAIT_S)
         except TimeoutError:
             return False
         finally:
