@@ -22,3 +22,27 @@ def test_jobs_that_never_fit_are_told_and_nothing_breaks() -> None:
     found = CliRunner().invoke(app, words, catch_exceptions=False)
     assert found.exit_code == 0
     assert "120 jobs never end under fifo; the first is gang-0, which needs" in " ".join(found.output.split())
+
+
+def test_a_mix_that_is_not_known_is_named() -> None:
+    trace = str(ROOT / "examples/cluster/gangs.csv")
+    found = CliRunner().invoke(app, ["simulate", "cluster", trace, "--fill", "--mix", "shares=2"])
+    assert found.exit_code != 0
+
+
+def test_what_decisions_cost_is_measured_next_to_its_bounds() -> None:
+    words = [
+        "bench",
+        "cluster",
+        "--nodes",
+        "20",
+        "--jobs",
+        "60",
+        "--loads",
+        "0.9,2",
+        "--policy",
+        "backfill,las",
+    ]
+    found = CliRunner().invoke(app, words, catch_exceptions=False)
+    assert found.exit_code == 0
+    assert "las, load 2: slowest decision" in found.output and "≤ 50" in found.output

@@ -137,6 +137,40 @@ def test_pollux_workloads_come_out_as_published(workload):
 
 @needs_traces
 @pytest.mark.thorough
+@pytest.mark.parametrize(("workload", "pollux_s"), ((2, 3322.94), (6, 2446.13)))
+def test_goodput_is_shorter_than_pollux_also_where_predictions_are_wrong(workload, pollux_s):
+    jobs, speed = read_pollux(TRACES / f"pollux_workload-{workload}.csv", True, 0.5)
+    options = PlayOptions(interval_s=60, always_decide=True)
+    run = play(uniform_nodes(16, 4), jobs, policy_named("goodput").decide, speed, options)
+    assert run.mean_jct_s < 0.97 * pollux_s
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("per_leaf", "oversubscription", "load", "seed"), ((4, 2, 0.9, 2), (16, 8, 0.9, 3), (8, 1, 1.5, 4))
+)
+def test_on_other_fabrics_topology_is_never_slower_than_packing_blind(per_leaf, oversubscription, load, seed):
+    nodes = uniform_nodes(64, 8, per_leaf, oversubscription=oversubscription)
+    trace = synthetic_trace(300, 512, load, seed, steps=True)
+    means = []
+    for name in ("backfill", "backfill+topology"):
+        speed = LeafSpeed(leaf_fabric(nodes))
+        play(nodes, trace, policy_named(name).decide, speed)
+        means.append(sum(step / best for step, best in speed.steps.values()) / len(speed.steps))
+    assert means[1] <= means[0] + 0.002
+
+
+@needs_traces
+@pytest.mark.thorough
+def test_looking_ahead_allocates_more_of_openb_than_fgd():
+    nodes = read_nodes(TRACES / "openb_node_list_gpu_node.csv")
+    jobs = [one.request for one in read_trace(TRACES / "openb_pod_list_default.csv")]
+    found = {name: fill(nodes, jobs, name, [0, 1]).mean_at_100 for name in ("fgd", "lookahead")}
+    assert found["lookahead"] > found["fgd"]
+
+
+@needs_traces
+@pytest.mark.thorough
 def test_openb_fills_up_as_published():
     nodes = read_nodes(TRACES / "openb_node_list_gpu_node.csv")
     jobs = [one.request for one in read_trace(TRACES / "openb_pod_list_default.csv")]
