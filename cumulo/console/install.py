@@ -48,6 +48,9 @@ def install(app: FastAPI) -> None:
         tailwind=False,
         binding_refresh_interval=None,  # nothing is polled while nobody acts
         show_welcome_message=False,
+        # A page that does not answer for this long keeps what was entered; after that it is loaded anew. With the
+        # default of 3 seconds a browser on a busy machine loses it.
+        reconnect_timeout=20.0,
     )
     app.router.routes[:] = [
         route for route in app.router.routes if getattr(route, "app", None) is not pages_app
