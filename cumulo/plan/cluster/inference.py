@@ -12,6 +12,7 @@ from cumulo.spec.catalog import Catalog
 from cumulo.spec.model import ModelSpec
 from cumulo.spec.slo import Slo
 
+_MANY = 8  # replicas: so many that the cheapest kind is the one that takes most for its price
 THINK_S = 30.0  # between an answer and the next question
 
 
@@ -26,12 +27,13 @@ class InferenceGoal:
 
 
 def inference_plan(goal: InferenceGoal, device: str, catalog: Catalog) -> ServePlan:
-    """A plan of as much traffic as is asked for, or of so little that its replica tells what all take."""
+    """A plan of as much traffic as is asked for; or of so much that replicas are chosen for what they take."""
     weights = ("bfloat16", "float8", "int4") + (("float4",) if goal.hypothetical else ())
     choices = ReplicaChoices((device,), weights, split=False, hypothetical=goal.hypothetical)
-    rate = goal.rate if goal.rate is not None else 1.0
-    wanted = Wanted(goal.model, goal.traffic, rate, goal.slo)
-    return search(wanted, kinds(goal.model, goal.traffic, goal.slo, catalog, choices))
+    every = list(kinds(goal.model, goal.traffic, goal.slo, catalog, choices))
+    most = max((one.most_rate for one in every), default=0.0)
+    rate = goal.rate if goal.rate is not None else _MANY * most or 1.0
+    return search(Wanted(goal.model, goal.traffic, rate, goal.slo), every)
 
 
 def inference_sheet(sheet: Sheet, goal: InferenceGoal, plan: ServePlan) -> None:
