@@ -49,6 +49,7 @@ def read_nemo(given: Given) -> Iterator[Line]:
         micro_batch=given["mbs"],
         global_batch=given["gbs"],
         dtype="bfloat16" if precision == "bf16" else "float8",
+        gradient_dtype="bfloat16" if bridge else "float32",
         overlap_tensor=int(tp > 1),
         **(_bridge_mixture(container, given["system"], name, ep) if "model" in shape else {}),
         predict_ahead=int("DEEPSEEK" in name and ("W/ MTP" in name or (bridge and container != "25.11"))),

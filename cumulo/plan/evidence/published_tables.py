@@ -275,6 +275,7 @@ def _dgxc(given: Given) -> Iterator[Line]:
         micro_batch=given["micro_batch"],
         global_batch=given["global_batch"],
         dtype="float8" if eight else "bfloat16",
+        gradient_dtype="bfloat16",
         overlap_tensor=int(tp > 1),
         reported=given["step_s"],
         unit=SECONDS,

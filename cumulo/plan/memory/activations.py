@@ -13,13 +13,18 @@ from cumulo.spec.model import ModelSpec
 from cumulo.spec.operations import Cut, Share, layer_operations
 
 
+# Outputs of norms and activations: what products take, and what can be computed again from its own input.
+_PRODUCT_INPUTS = (("norm",), ("activation",))
+
+
 def layer_bytes_per_token(job: TrainJob, layer_has_experts: bool, recompute: Recompute) -> float:
     """Kept for backward by one layer of a rank, for each of its tokens (`TrainJob.tokens_per_rank`)."""
     tp, between = job.layout.tp, job.layout.tp if job.layout.sequence_parallel else 1
     if recompute == "full":  # the first operation's input
         return job.activation_bytes_each * _input_numbers(job.model, layer_has_experts) / between
     each = 1 if job.narrow_activations else job.activation_bytes_each
-    kept = _kept_bytes(job.model, layer_has_experts, each, _keys(job), job.dropout, recompute)
+    eight_bits = job.dtype == "float8"
+    kept = _kept_bytes(job.model, layer_has_experts, each, eight_bits, _keys(job), job.dropout, recompute)
     return sum(size / Share(tp, between).ranks(cut) for cut, size in kept)
 
 
@@ -41,15 +46,23 @@ def _input_numbers(model: ModelSpec, layer_has_experts: bool) -> int:
 
 @cache
 def _kept_bytes(
-    model: ModelSpec, layer_has_experts: bool, each: int, keys: int, dropout: bool, recompute: Recompute
+    model: ModelSpec,
+    layer_has_experts: bool,
+    each: int,
+    eight_bits: bool,
+    keys: int,
+    dropout: bool,
+    recompute: Recompute,
 ) -> tuple[tuple[Cut, int], ...]:
-    """Before they are divided over tensor-parallel ranks."""
+    """Before they are divided over tensor-parallel ranks. `eight_bits`: products keep their inputs as they took them;
+    those of norms and activations have no other reader."""
     again = recompute.split("+")
     found: dict[Cut, int] = {}
     for operation in layer_operations(model, layer_has_experts):
         for kept in operation.kept:
             if (dropout or not kept.dropout) and not any(name in again for name in kept.again):
-                size = (kept.bytes_each or each) * kept.numbers * (keys if kept.per_key else 1)
+                width = 1 if eight_bits and kept.again in _PRODUCT_INPUTS else kept.bytes_each or each
+                size = width * kept.numbers * (keys if kept.per_key else 1)
                 found[kept.cut] = found.get(kept.cut, 0) + size
     return tuple(found.items())
 
