@@ -6,7 +6,7 @@ import typer
 
 from cumulo.cli.shared import options
 
-EXAMPLE = "Example: [bold]cumulo bench overlap --ranks 4 --shares 1 --rounds 1[/bold]"
+EXAMPLE = "Example: [bold]cumulo bench overlap --of weights --ranks 2 --shares 2 --rounds 1[/bold]"
 
 
 def overlap(
