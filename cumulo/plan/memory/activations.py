@@ -12,7 +12,6 @@ from cumulo.plan.job import Recompute, TrainJob
 from cumulo.spec.model import ModelSpec
 from cumulo.spec.operations import Cut, Share, layer_operations
 
-
 # Outputs of norms and activations: what products take, and what can be computed again from its own input.
 _PRODUCT_INPUTS = (("norm",), ("activation",))
 
@@ -54,8 +53,8 @@ def _kept_bytes(
     dropout: bool,
     recompute: Recompute,
 ) -> tuple[tuple[Cut, int], ...]:
-    """Before they are divided over tensor-parallel ranks. `eight_bits`: products keep their inputs as they took them;
-    those of norms and activations have no other reader."""
+    """Before they are divided over tensor-parallel ranks. `eight_bits`: products keep their inputs as they took
+    them; those of norms and activations have no other reader."""
     again = recompute.split("+")
     found: dict[Cut, int] = {}
     for operation in layer_operations(model, layer_has_experts):
