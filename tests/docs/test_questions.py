@@ -120,7 +120,7 @@ def test_no_number_has_more_than_three_digits_that_count(ask, page: Path) -> Non
         r"`[^`]*`|--\S+( [\d.e]+)?|\S*[a-z_]+[-.]\d\S*|\b\d+e\d+\b|\b(19|20)\d\d\b", "", text, flags=re.I
     )
     wrong = []
-    for found in re.finditer(r"(?<![\w.,-])\d[\d,]*(?:\.\d+)?(?![\w,])(?P<after>\s*\S*)", text):
+    for found in re.finditer(r"(?<![\w.,-])\d[\d,]*(?:\.\d+)?(?![\w,])(?P<after>[ \t]*\S*)", text):
         number = found[0].removesuffix(found["after"]).replace(",", "")
         digits = (
             number.replace(".", "").strip("0") if "." not in number else number.replace(".", "").lstrip("0")

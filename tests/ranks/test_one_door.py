@@ -13,6 +13,7 @@ LIBRARIES = {
         "torch.distributed.tensor",
         "torch.distributed.device_mesh",
     ),
+    "train/optimizer/fsdp_messages.py": ("torch.distributed.fsdp",),
     # The players of schedules are what `ranks` uses itself.
     **{
         f"collectives/play/{name}.py": ("torch.distributed",)

@@ -195,7 +195,7 @@ def test_promtool_finds_nothing_wrong_with_the_metrics_but_the_names_we_share_wi
 
 
 def test_the_written_settings_and_rules_are_valid(tmp_path: Path) -> None:
-    settings, rules, _ = write(tmp_path, ["127.0.0.1:8000"], interval_s=5)
+    settings, rules, *_ = write(tmp_path, ["127.0.0.1:8000"], interval_s=5)
     for command in (("check", "config", str(settings)), ("check", "rules", str(rules))):
         checked = _promtool(*command)
         assert checked.returncode == 0, checked.stderr.decode()

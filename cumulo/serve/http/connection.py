@@ -250,6 +250,7 @@ class Connection(HttpToolsProtocol):
             tell()
         else:
             self._when_gone = tell
+            self.flow.resume_reading()  # a large body has paused it, and nobody would see the client go
 
     def direct_writer(self) -> DirectWriter | None:
         cycle = self._running

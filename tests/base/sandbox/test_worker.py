@@ -41,6 +41,13 @@ def wait_until_gone(*pids: int) -> None:
         time.sleep(0.01)
 
 
+def wait_until_stopped(pid: int) -> None:
+    deadline_s = time.monotonic() + 60
+    while Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "T":
+        assert time.monotonic() < deadline_s, "it still runs"
+        time.sleep(0.01)
+
+
 def test_a_job_gets_what_was_sent_and_its_answer_comes_back(worker: Worker) -> None:
     value = {"text": "Straße \ud800", "numbers": [1, 2.5, None, True]}
     header, payload = worker.call(("echo", value), AMPLE)
@@ -108,6 +115,7 @@ def test_a_worker_that_is_killed_from_outside_is_started_again(worker: Worker) -
 def test_a_worker_that_is_stopped_does_not_hold_its_owner_for_ever(worker: Worker) -> None:
     pids = worker.call(("pids", None), AMPLE)[0]
     os.kill(pids["child"], signal.SIGSTOP)
+    wait_until_stopped(pids["child"])
     with pytest.raises(JobEnded) as caught:
         worker.call(("echo", 3), Limits(cpu_s=0.1, wall_s=0.1, memory_bytes=MIB))
     assert caught.value.reason == "time"
