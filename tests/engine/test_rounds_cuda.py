@@ -9,6 +9,7 @@ import torch
 from tests.engine.tiny_cuda_engine import DEVICE, SPECS, make_decoder, make_engine, use_few_programs  # isort: skip
 from cumulo.engine.decide.params import SamplingParams
 from cumulo.engine.decide.plan import Rounds
+from cumulo.engine.decide.speculation import rounds
 from cumulo.engine.play.draft_source import DraftSource, attach_rounds
 from cumulo.kernels.cuda.sampling.rounds import (
     RoundRows,
@@ -30,6 +31,7 @@ SPEC = SPECS["dense"]
 @pytest.fixture(autouse=True)
 def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     use_few_programs(monkeypatch)
+    monkeypatch.setattr(rounds, "_ROUNDS", (2, 1))  # short answers end in the middle of more
 
 
 def make_head() -> EagleHead:
@@ -68,12 +70,12 @@ def whisper(monkeypatch, known: dict[int, list[int]]) -> None:
 def test_rounds_give_the_tokens_of_a_run_without_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = make_decoder(SPEC)
     requests = [
-        ([9, *prompt(6, 1)], SamplingParams(temperature=0, max_tokens=14, ignore_eos=True)),
+        ([9, *prompt(6, 1)], SamplingParams(temperature=0, max_tokens=11, ignore_eos=True)),
         (
             [10, *prompt(3, 2)],
-            SamplingParams(temperature=0.8, top_k=20, seed=5, max_tokens=9, ignore_eos=True),
+            SamplingParams(temperature=0.8, top_k=20, seed=5, max_tokens=6, ignore_eos=True),
         ),
-        ([11, *prompt(20, 3)], SamplingParams(temperature=0, max_tokens=5)),
+        ([11, *prompt(20, 3)], SamplingParams(temperature=0, max_tokens=3)),
     ]
     expected = run(make_engine(decoder, on_kernels=True), requests)
     known = {text[0]: [*text, *expected[str(index)][0]] for index, (text, _) in enumerate(requests)}
@@ -94,11 +96,12 @@ def test_rounds_give_the_tokens_of_a_run_without_drafts(monkeypatch: pytest.Monk
     assert engine.scheduler.problems() == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("drafts", [2, *rare(1, 4, 7)])
 def test_rounds_go_on_over_the_ends_of_blocks(drafts: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A block that is given ahead is in the table when a later step comes to it."""
     decoder = make_decoder(SPEC)
-    requests = [([9, *prompt(6, 1)], SamplingParams(temperature=0, max_tokens=40, ignore_eos=True))]
+    requests = [([9, *prompt(6, 1)], SamplingParams(temperature=0, max_tokens=28, ignore_eos=True))]
     expected = run(make_engine(decoder, on_kernels=True), requests)
     whisper(monkeypatch, {9: [*requests[0][0], *expected["0"][0]]})
     assert run(engine_with_head(decoder, drafts), requests) == expected
