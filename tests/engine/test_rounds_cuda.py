@@ -219,6 +219,9 @@ def test_rounds_are_chosen_where_they_pay() -> None:
     assert chosen(0.9, 0.02).drafts == 7
     assert chosen(0.5, 0.2).drafts == 1
     assert chosen(0.2, 0.3) is None
+    policy = RoundPolicy(1000)
+    policy.fixed_count = 16
+    assert policy._choose(1) == Rounds(2, 8)  # a runner has room for no more
 
 
 def test_the_ledger_knows_what_a_head_holds() -> None:

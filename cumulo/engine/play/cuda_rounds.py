@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from cumulo.engine.decide.plan import Rounds
+from cumulo.engine.decide.speculation.rounds import MOST_DRAFTS, MOST_ROUNDS
 from cumulo.engine.play.device_slots import DeviceSlots
 from cumulo.engine.play.step_words import StepShape, round_rows
 from cumulo.kernels.cuda.attention.paged_attention import AttentionPlan
@@ -18,8 +19,6 @@ from cumulo.kernels.cuda.sampling.rounds import RoundRows, accept, propose
 from cumulo.models.batch import KVCache
 from cumulo.models.play.cuda_decoder import CudaDecoder
 from cumulo.models.play.cuda_eagle import CudaEagle
-
-MOST_ROUNDS, MOST_DRAFTS = 8, 8
 
 
 class HeadRounds:

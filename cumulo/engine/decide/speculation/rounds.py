@@ -16,6 +16,7 @@ DRAFTS = (1, 3, 7)  # with the known token 2, 4 or 8 places: kernels are made fo
 _MOST_ROWS = 4  # with more, steps are long, and each number of rows would have to be captured anew
 _SEEN = 4  # steps of a kind: the first may have compiled or captured something
 _ROUNDS = (8, 4, 2, 1)
+MOST_DRAFTS, MOST_ROUNDS = 8, 8  # that a runner has room for
 _STEP_S = 6e-3  # a step is no longer for several rounds: newcomers wait for its end
 _LEAST_GAIN = 1.03
 _TRY_AGAIN = 256  # steps without drafts, after which they are tried again
@@ -52,7 +53,7 @@ class RoundPolicy:
     def __init__(self, max_context: int) -> None:
         self.max_context = max_context
         self._by_rows: dict[int, _Learnt] = {}
-        self._right = [list(_LIKELY) for _ in range(8)]  # by place: hits, tries
+        self._right = [list(_LIKELY) for _ in range(MOST_DRAFTS)]  # by place: hits, tries
         self._before: tuple[tuple[int, int] | None, int, float] | None = (
             None  # kind, index and end of the last step
         )
@@ -90,7 +91,8 @@ class RoundPolicy:
 
     def _choose(self, rows: int) -> Rounds | None:
         if self.fixed_count is not None:
-            return Rounds(_ROUNDS[0], self.fixed_count) if self.fixed_count else None
+            drafts = min(self.fixed_count, MOST_DRAFTS)
+            return Rounds(_ROUNDS[0], drafts) if drafts else None
         learnt = self._learnt(rows)
         if rows > _MOST_ROWS:
             learnt.hopeless = rows > 2 * _MOST_ROWS  # when some have ended, the head can continue
