@@ -181,7 +181,7 @@ def users_lines(curve: "Sequence[RateTrial]", best: "Deployment", think_s: float
         times = [quantity(value, "s") for spread in spreads for value in (spread.p50, spread.p99)]
         found.append(
             (
-                number(_users(one, best, think_s), "users"),
+                number(best.replicas * one.users(think_s), "users"),
                 number(one.rate * best.replicas, "requests/s"),
                 *times,
                 *[""] * (4 - len(times)),
@@ -191,32 +191,12 @@ def users_lines(curve: "Sequence[RateTrial]", best: "Deployment", think_s: float
     return found
 
 
-def _users(one: "RateTrial", best: "Deployment", think_s: float) -> float:
-    answer = one.report.e2e_s.mean if one.report.e2e_s is not None else 0.0
-    return best.replicas * one.rate * (think_s + answer)
-
-
 def users_chart(curve: "Sequence[RateTrial]", best: "Deployment", slo: "Slo", think_s: float) -> "Chart":
     """Latencies over the number of users, with the SLO."""
-    from cumulo.load.svg import Chart, Series
+    from cumulo.cli.view.latency_chart import latency_chart
 
-    series = []
-    for color, (name, field, percentile) in enumerate(
-        (("TTFT p50", "ttft_s", "p50"), ("TTFT p99", "ttft_s", "p99"), ("ITL p50", "itl_s", "p50"),
-         ("ITL p99", "itl_s", "p99"))
-    ):  # fmt: skip
-        points = [
-            (_users(one, best, think_s), 1e3 * getattr(spread, percentile))
-            for one in curve
-            if (spread := getattr(one.report, field)) is not None
-        ]
-        series.append(Series(name, points, "both", color))
-    bounds = [
-        (f"{name} ≤ {1e3 * bound:g} ms", 1e3 * bound)
-        for name, bound in (("TTFT", slo.ttft_s), ("ITL", slo.itl_s))
-        if bound is not None
-    ]
-    return Chart("Latency over users", "users", "milliseconds", series, y_log=True, bounds=bounds)
+    reports = ((best.replicas * one.users(think_s), one.report) for one in curve)
+    return latency_chart("Latency over users", "users", reports, slo)
 
 
 def write_report(path: Path, heading: str, table: "Sequence[Row]", notes: "Sequence[str]", chart: "Chart",

@@ -1,4 +1,4 @@
-"""The report of a simulated deployment: rows, a table of rates, a chart. `simulate` and `plan serve` print it."""
+"""The report of a simulated deployment: rows, a table of rates, a chart. `simulate serve` prints it."""
 
 import math
 from collections.abc import Callable
@@ -224,25 +224,9 @@ def fleet_rows(one: "FleetReport") -> "list[Row]":
 
 
 def write_picture(path: Path, trials: "list[RateTrial]", slo: "Slo | None", title: str) -> None:
-    """Draw percentiles of TTFT and ITL over the request rate on logarithmic axes, which show the knee."""
+    """Draw percentiles of TTFT and ITL over the request rate."""
     from cumulo.cli.view.chart_file import write_chart
-    from cumulo.load.svg import Chart, Series
+    from cumulo.cli.view.latency_chart import latency_chart
 
-    series = []
-    for color, (name, field, percentile) in enumerate(
-        (("TTFT p50", "ttft_s", "p50"), ("TTFT p99", "ttft_s", "p99"), ("ITL p50", "itl_s", "p50"),
-         ("ITL p99", "itl_s", "p99"))
-    ):  # fmt: skip
-        points = [
-            (one.rate, 1e3 * getattr(spread, percentile))
-            for one in sorted(trials, key=lambda one: one.rate)
-            if (spread := getattr(one.report, field)) is not None
-        ]
-        series.append(Series(name, points, "both", color))
-    bounds = [] if slo is None else [
-        (f"{name} ≤ {1e3 * bound:g} ms", 1e3 * bound)
-        for name, bound in (("TTFT", slo.ttft_s), ("ITL", slo.itl_s))
-        if bound is not None
-    ]  # fmt: skip
-    chart = Chart(title, "requests per second", "milliseconds", series, y_log=True, bounds=bounds)
-    write_chart(path, chart)
+    reports = ((one.rate, one.report) for one in sorted(trials, key=lambda one: one.rate))
+    write_chart(path, latency_chart(title, "requests per second", reports, slo))

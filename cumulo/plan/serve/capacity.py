@@ -5,7 +5,7 @@ A simulated trial has no noise: at one rate the answer is always the same, so do
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cumulo.errors import ConfigError
 from cumulo.plan.serve.replica import Replica
@@ -21,6 +21,11 @@ class RateTrial:
     rate: float
     report: ServeReport
     holds: bool
+
+    def users(self, think_s: float) -> float:
+        """People who each wait for an answer, think, and ask again: Little's law (1961) around the whole loop."""
+        answer = self.report.e2e_s
+        return self.rate * (think_s + (answer.mean if answer is not None else 0.0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +43,7 @@ class Capacity:
         return (beyond[0] if beyond else self.best).report.limit(slo)
 
     def users(self, think_s: float) -> float:
-        """People who each wait for an answer, think, and ask again: Little's law (1961) around the whole loop."""
-        answer = self.best.report.e2e_s
-        return self.rate * (think_s + (answer.mean if answer is not None else 0.0))
+        return replace(self.best, rate=self.rate).users(think_s)
 
 
 def play(replica: Replica, traffic: Traffic, percentile: float = 99.0, slower: float = 1.0) -> ServeReport:
