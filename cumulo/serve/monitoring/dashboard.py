@@ -98,37 +98,33 @@ def _choice(name: str, label: str, metric: str = "engine_up") -> dashboard.Query
 
 def build() -> str:
     """The dashboard as JSON text."""
-    made = (
-        dashboard.Dashboard("Cumulo")
-        .uid("cumulo-serve")
-        .description("One or more `cumulo serve`: health, traffic, latency, memory.")
-        .tags(["cumulo", "llm"])
-        .refresh("10s")
-        .time("now-30m", "now")
-        .timezone("browser")
-        .tooltip(models.DashboardCursorSync.CROSSHAIR)
-        .with_variable(dashboard.DatasourceVariable("datasource").label("Prometheus").type("prometheus"))
-        .with_variable(_choice("model", "model_name"))
-        .with_variable(_choice("instance", "instance"))
+    made = _empty(
+        "Cumulo", "cumulo-serve", "One or more `cumulo serve`: health, traffic, latency, memory.", "now-30m"
     )
+    made.with_variable(_choice("model", "model_name")).with_variable(_choice("instance", "instance"))
     return _filled(made, SECTIONS)
 
 
 def build_training() -> str:
     """The dashboard of training runs."""
-    made = (
-        dashboard.Dashboard("Cumulo training")
-        .uid("cumulo-train")
-        .description("Training runs: loss, speed, and their collectives next to the cost model.")
+    about = "Training runs: loss, speed, and their collectives next to the cost model."
+    made = _empty("Cumulo training", "cumulo-train", about, "now-1h")
+    made.with_variable(_choice("run", "run", "train_step"))
+    return _filled(made, (TRAINING,))
+
+
+def _empty(title: str, uid: str, about: str, since: str) -> dashboard.Dashboard:
+    return (
+        dashboard.Dashboard(title)
+        .uid(uid)
+        .description(about)
         .tags(["cumulo", "llm"])
         .refresh("10s")
-        .time("now-1h", "now")
+        .time(since, "now")
         .timezone("browser")
         .tooltip(models.DashboardCursorSync.CROSSHAIR)
         .with_variable(dashboard.DatasourceVariable("datasource").label("Prometheus").type("prometheus"))
-        .with_variable(_choice("run", "run", "train_step"))
     )
-    return _filled(made, (TRAINING,))
 
 
 def _filled(made: dashboard.Dashboard, sections: Sequence[Section]) -> str:
