@@ -21,17 +21,6 @@ def parameter_count(spec: ModelSpec) -> int:
     return sum(weight.size for _, operation in model_operations(spec) for weight in operation.weights)
 
 
-def active_parameter_count(spec: ModelSpec) -> int:
-    """Parameters one token meets: of the routed experts only those it is sent to."""
-    return sum(
-        weight.size * operation.product.choices // operation.product.experts
-        if operation.product
-        else weight.size
-        for _, operation in model_operations(spec)
-        for weight in operation.weights
-    )
-
-
 def weight_bytes(spec: ModelSpec, dtype: str | None = None) -> int:
     """Bytes of all weights in `dtype` (None: as the spec says they are stored)."""
     name = dtype or spec.dtype

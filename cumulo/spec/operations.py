@@ -111,13 +111,6 @@ class Operation:
         flops = 2 * self.product.weights_per_token * tokens if self.product else 0
         return flops + self.scores.flops_per_pair * pairs if self.scores else flops
 
-    def backward_input_flops(self, tokens: float, pairs: float = 0) -> float:
-        """Attention has two inputs for each of its two products, and no weights."""
-        return self.forward_flops(tokens, 2 * pairs)
-
-    def backward_weight_flops(self, tokens: float) -> float:
-        return self.forward_flops(tokens)
-
     @property
     def moved(self) -> int:
         return self.reads + self.writes

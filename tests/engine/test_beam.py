@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cumulo.engine.decide.beam import BeamSearch
+from cumulo.engine.decide.beam import BeamSearch, candidates_per_beam
 from tests import peers, thorough
 
 VOCABULARY = 12
@@ -33,7 +33,8 @@ def search(model: peers.transformers.LlamaForCausalLM, prompt: list[int], **opti
     while not beams.done:
         with torch.inference_mode():
             logits = model(torch.tensor(sequences)).logits[:, -1].float()
-        top = torch.log_softmax(logits, dim=-1).topk(min(beams.candidates_per_beam, VOCABULARY))
+        wanted = candidates_per_beam(beams.width, len(beams.stop_ids))
+        top = torch.log_softmax(logits, dim=-1).topk(min(wanted, VOCABULARY))
         step = beams.advance(
             [
                 list(zip(tokens, values, strict=True))
@@ -155,7 +156,7 @@ def test_every_search_ends_with_sorted_results_and_no_duplicates(
         logprob = st.floats(-8, -0.01)
         candidates = [
             sorted(
-                ((token, data.draw(logprob)) for token in range(beams.candidates_per_beam)),
+                ((token, data.draw(logprob)) for token in range(candidates_per_beam(width, 1))),
                 key=lambda pair: -pair[1],
             )
             for _ in beams.live

@@ -10,9 +10,10 @@ from cumulo.models.decoder import Decoder
 from cumulo.spec import catalog
 from cumulo.spec.catalog import Catalog
 from cumulo.spec.cluster import Cluster
-from cumulo.spec.counting import active_parameter_count, parameter_count
+from cumulo.spec.counting import parameter_count
 from cumulo.spec.from_huggingface import spec_from_config
 from tests.spec import published
+from tests.spec.active import active_parameter_count
 
 # What does not change a size: stretched positions, special tokens, and how rotated pairs are stored.
 _NOT_SIZES = {"rope_scaling", "bos_token_id", "eos_token_ids", "max_context", "rope_interleaved", "dtype"}

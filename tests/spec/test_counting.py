@@ -5,10 +5,11 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from cumulo.errors import ModelError
-from cumulo.spec.counting import active_parameter_count, flops_per_token, parameter_count, weight_bytes
+from cumulo.spec.counting import flops_per_token, parameter_count, weight_bytes
 from cumulo.spec.from_huggingface import spec_from_config
 from tests.models import tiny
 from tests.spec import published
+from tests.spec.active import active_parameter_count
 
 
 @pytest.mark.parametrize("name", tiny.FAMILIES)

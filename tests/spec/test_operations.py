@@ -25,9 +25,8 @@ def test_flops_of_forward_and_backward_are_those_torch_counts(name: str) -> None
     rotary = 2 * spec.rope_dim * tokens  # transformers' angles are a matrix product
     counted = sum(one.forward_flops(tokens, pairs) for one in found)
     assert abs(forward.get_total_flops() - counted) <= rotary
-    counted = sum(
-        one.backward_input_flops(tokens, pairs) + one.backward_weight_flops(tokens) for one in found
-    )
+    # Of inputs and of weights; attention has two inputs for each of its two products, and no weights.
+    counted = sum(one.forward_flops(tokens, 2 * pairs) + one.forward_flops(tokens) for one in found)
     assert backward.get_total_flops() == counted
 
 

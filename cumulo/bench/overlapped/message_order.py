@@ -7,10 +7,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 
 from cumulo.base.report import Row, available_cores
+from cumulo.bench.overlapped.batches import LENGTH, random_batch
 from cumulo.collectives.play.shaping import LinkShaper
 from cumulo.layout.layout import Layout
 from cumulo.ranks.collective_meter import meter
@@ -19,11 +19,10 @@ from cumulo.ranks.groups import Groups, world_group
 from cumulo.ranks.scheduled import CollectiveChoices
 from cumulo.ranks.start import run_ranks
 from cumulo.spec.model import ModelSpec
-from cumulo.train.data.packing import Batch
 from cumulo.train.decide.config import DataConfig, ModelConfig, OptimizerConfig, ScheduleConfig, TrainConfig
 from cumulo.train.run.model_run import ModelRun
 
-LENGTH, ROWS = 128, 2  # of one process's step
+ROWS = 2  # of one process's step
 SPEC = ModelSpec("llama", 512, 192, 6, 3, 3, 64, 512, LENGTH)
 _FAST = 1e12
 _FIRST = 4  # steps until memory is found and the order of gradients is known
@@ -88,7 +87,7 @@ def _rank(rank: int, plan: OrderPlan) -> tuple[bool, list[float], Times]:
         way: ModelRun(SPEC, plan.config(way), Groups(plan.config(way).layout, rank), torch.device("cpu"))
         for way in plan.ways
     }
-    batch, tokens = _batch(rank), plan.ranks * ROWS * LENGTH
+    batch, tokens = random_batch(rank, ROWS, SPEC.vocab_size), plan.ranks * ROWS * LENGTH
     losses: dict[str, list[float]] = {way: [] for way in plan.ways}
 
     def step(way: str) -> float:
@@ -132,11 +131,3 @@ def _calibrated(plan: OrderPlan, step: Callable[[str], float]) -> tuple[float, f
     total = torch.tensor([(time.process_time() - before_s) / 2, sent], dtype=torch.float64)
     all_reduce(total, world_group())
     return float(total[0]) / available_cores(), float(total[1]) / n
-
-
-def _batch(place: int) -> Batch:
-    chance = np.random.default_rng(place)
-    tokens = chance.integers(0, SPEC.vocab_size, (ROWS, LENGTH + 1))
-    positions = np.broadcast_to(np.arange(LENGTH), (ROWS, LENGTH)).copy()
-    starts = np.arange(0, (ROWS + 1) * LENGTH, LENGTH, dtype=np.int32)
-    return Batch(tokens[:, :-1].copy(), tokens[:, 1:].copy(), positions, starts, ROWS * LENGTH)

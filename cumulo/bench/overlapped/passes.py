@@ -11,11 +11,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from cumulo.base.report import Row, available_cores
+from cumulo.bench.overlapped.batches import LENGTH, random_batch
 from cumulo.bench.overlapped.pass_trace import Parts, PassKey, PassTrace, pass_costs
 from cumulo.collectives.play.shaping import LinkShaper
 from cumulo.layout.layout import Layout
@@ -25,12 +25,10 @@ from cumulo.ranks.groups import Group, Groups, world_group
 from cumulo.ranks.scheduled import CollectiveChoices
 from cumulo.ranks.start import run_ranks
 from cumulo.spec.model import ModelSpec, MoESpec
-from cumulo.train.data.packing import Batch
 from cumulo.train.decide.config import DataConfig, ModelConfig, TrainConfig
 from cumulo.train.parallel.pipelined import training_schedule
 from cumulo.train.run.model_run import ModelRun
 
-LENGTH = 128
 _FAST = 1e12  # bytes/s: no card is that fast, so none waits
 _TRACED = 3  # steps
 WITHIN = 0.2  # of the predicted saving
@@ -137,7 +135,10 @@ def _rank(rank: int, plan: OverlapPlan) -> OverlapSteps:
     use_collectives(CollectiveChoices({"all_to_all": "direct"}, transport="tcp", shaper=shaper))
     run = ModelRun(plan.spec, plan.config, groups, torch.device("cpu"))
     lanes = {False: None, True: run.second_lane}
-    batch, tokens = _batch(groups.place.dp, plan), 2 * plan.micro_batches * LENGTH
+    batch, tokens = (
+        random_batch(groups.place.dp, plan.micro_batches, plan.spec.vocab_size),
+        2 * plan.micro_batches * LENGTH,
+    )
 
     def step(together: bool) -> tuple[float, dict[str, Tensor]]:
         run.second_lane = lanes[together]
@@ -206,12 +207,3 @@ def _exchange_s(shaper: LinkShaper, group: Group) -> float:
     worst = torch.tensor([statistics.median(times)], dtype=torch.float64)
     all_reduce(worst, world_group())
     return float(worst) / world_group().size()
-
-
-def _batch(place: int, plan: OverlapPlan) -> Batch:
-    rows = plan.micro_batches
-    chance = np.random.default_rng(place)
-    tokens = chance.integers(0, plan.spec.vocab_size, (rows, LENGTH + 1))
-    positions = np.broadcast_to(np.arange(LENGTH), (rows, LENGTH)).copy()
-    starts = np.arange(0, (rows + 1) * LENGTH, LENGTH, dtype=np.int32)
-    return Batch(tokens[:, :-1].copy(), tokens[:, 1:].copy(), positions, starts, rows * LENGTH)

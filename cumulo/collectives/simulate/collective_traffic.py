@@ -78,11 +78,3 @@ def _rounds(
     if not schedule.symmetry:
         return None
     return [on_groups(one, groups) for one in thinned(list(rounds_of(schedule, 1.0)), _MOST_ROUNDS)]
-
-
-def ring_formula_s(
-    collective: str, ranks: int, size_bytes: float, bytes_per_s: float, step_s: float
-) -> float:
-    """α–β time of a ring: steps × (latency + chunk / rate)."""
-    steps = _TIMES[collective] * (ranks - 1)
-    return steps * (step_s + size_bytes / ranks / bytes_per_s)

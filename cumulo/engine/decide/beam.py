@@ -37,6 +37,12 @@ class _Beam:
     logprob: float = 0.0
 
 
+def candidates_per_beam(width: int, stops: int) -> int:
+    """How many of its most likely tokens `BeamSearch.advance` must be given for each beam: `width` continuations
+    that do not end must be left even if every one of `stops` stop tokens comes before them."""
+    return max(2 * width, width + stops)
+
+
 @dataclass(slots=True)
 class BeamSearch:
     """Search for the `n` best sequences with `width` beams. Begins with one live beam: the prompt.
@@ -61,14 +67,6 @@ class BeamSearch:
             raise ValueError(f"n must be 1 to the beam width ({self.width}), got {self.n}")
         if self.max_tokens < 1:
             raise ValueError(f"max_tokens must be 1 or more, got {self.max_tokens}")
-
-    @property
-    def candidates_per_beam(self) -> int:
-        """How many of its most likely tokens `advance` must be given for each beam.
-
-        `width` continuations that do not end must be left even if every stop token comes before them.
-        """
-        return max(2 * self.width, self.width + len(self.stop_ids))
 
     @property
     def length(self) -> int:

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from cumulo.engine.decide.beam import candidates_per_beam
 from cumulo.engine.decide.params import Guide, SamplingParams
 from cumulo.engine.decide.plan import StepPlan
 from cumulo.engine.guides.guided import Guidance, GuidedSlots
@@ -131,10 +132,8 @@ class SlotTable:
         if params.best_of is not None:
             logprobs = max(logprobs, 0)  # the samples are ranked by theirs
         if params.beam_width is not None:
-            # Enough for `width` continuations that do not end, however many end tokens come before them.
-            width = params.beam_width
-            ends = len(self.eos_token_ids) + len(params.stop_token_ids)
-            logprobs = max(logprobs, 2 * width, width + ends)
+            stops = len(self.eos_token_ids) + len(params.stop_token_ids)
+            logprobs = max(logprobs, candidates_per_beam(params.beam_width, stops))
         penalised = params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty
         self.params[slot] = params
         self.guided.begin(slot, params.guide)

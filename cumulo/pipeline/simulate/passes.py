@@ -22,14 +22,6 @@ class PassCost:
 
     parts: tuple[tuple[float, float], ...]
 
-    @property
-    def compute_s(self) -> float:
-        return sum(seconds for seconds, _ in self.parts)
-
-    @property
-    def sent_bytes(self) -> float:
-        return sum(size for _, size in self.parts)
-
 
 PassCosts = Mapping[tuple[Kind, int], PassCost]  # of a kind of pass on a chunk
 

@@ -104,7 +104,6 @@ class NeedOrder:
         self._group, self._lead = groups.group_of_several("data"), groups.index("data") == 0
         self._steps = 0
         self._began_s = self._ended_s = self._arrived_s = 0.0
-        self._bytes = 0
         self._order: tuple[int, ...] | None = None
 
     @property
@@ -113,13 +112,13 @@ class NeedOrder:
 
     def step_begins(self) -> None:
         self._steps += 1
-        self._bytes = 0
 
     def backward_ended(self) -> None:
         self._ended_s = time.perf_counter()
 
-    def arrived(self, size_bytes: int) -> None:
-        self._bytes, self._arrived_s = self._bytes + size_bytes, time.perf_counter()
+    def arrived(self) -> None:
+        """A bucket's gradients were used."""
+        self._arrived_s = time.perf_counter()
 
     def ordered(self, buckets: list[_Sending]) -> list[_Sending]:
         """Of the first steps as they come: nothing is known yet."""
@@ -239,7 +238,7 @@ class DataParallel:
     def begin_bucket(self, bucket: PendingBucket) -> None:
         """It was used."""
         if self._by_need is not None:
-            self._by_need.arrived(bucket.sending.bucket.flat.nbytes)
+            self._by_need.arrived()
         self._clear(bucket.sending)
 
     def spread(self, frozen: bool = False) -> None:

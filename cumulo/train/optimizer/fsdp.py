@@ -9,7 +9,7 @@ With float32 master weights the shared-out rows are the masters, and what is gat
 """
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ from cumulo.models.moe import Experts
 from cumulo.ranks.collectives import all_reduce
 from cumulo.ranks.groups import Groups
 from cumulo.train.optimizer.fsdp_messages import GatherThroughDoor, ScatterThroughDoor
-from cumulo.train.optimizer.sink import FsdpPrefetch, RestGroups, Shard, zero_axis
+from cumulo.train.optimizer.sink import FsdpPrefetch, RestGroups, Shard, layers_of, zero_axis
 from cumulo.train.optimizer.zero1 import Zero1
 
 
@@ -120,7 +120,7 @@ class FullySharded:
             fully_shard(
                 part, mesh=mesh, reshard_after_forward=self._reshard, mp_policy=policy, ignored_params=ignored
             )
-        layers = list(_layers(module))
+        layers = list(layers_of(module))
         if self._prefetch == "pre":
             for layer, following in itertools.pairwise(layers):
                 _as_fsdp(layer).set_modules_to_forward_prefetch([_as_fsdp(following)])
@@ -140,7 +140,7 @@ class FullySharded:
 
     def _parts(self, module: nn.Module) -> Iterator[tuple[nn.Module, DeviceMesh]]:
         """What is gathered together, from the inside out: a layer's experts, the rest of it, the rest."""
-        for layer in _layers(module):
+        for layer in layers_of(module):
             for part in layer.modules():
                 if isinstance(part, Experts):
                     yield part, self._expert_mesh
@@ -228,12 +228,6 @@ def _mesh(groups: Groups, device_type: str) -> DeviceMesh:
 
 def _expert_mesh(groups: Groups, device_type: str) -> DeviceMesh:
     return DeviceMesh.from_group(groups.group("expert_data"), device_type, mesh_dim_names=("expert_data",))
-
-
-def _layers(module: nn.Module) -> Iterable[nn.Module]:
-    """The repeated layers of a chunk."""
-    layers = module.get_submodule("layers")
-    return layers.values() if isinstance(layers, nn.ModuleDict) else layers.children()
 
 
 def _widen(module: nn.Module, ignored: set[nn.Parameter]) -> None:

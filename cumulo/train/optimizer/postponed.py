@@ -3,13 +3,14 @@ end. So the next forward begins while gradients of later layers still travel (By
 Owned by the run, where `gradient_order: priority` asks for it; the weights are those of a plain step, bit by bit.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
 from cumulo.train.optimizer.data_parallel import DataParallel, PendingBucket
 from cumulo.train.optimizer.optimizer import Optimizer
+from cumulo.train.optimizer.sink import layers_of
 
 
 class PostponedUpdates:
@@ -20,7 +21,7 @@ class PostponedUpdates:
         self._share: float | None = None
         self._squares: list[Tensor] = []
         self.norm = 0.0  # of the gradients that were used last
-        layers = list(_layers(model))
+        layers = list(layers_of(model))
         places = {name: _place(name, len(layers)) for name, _ in model.named_parameters()}
         sink.use_places(places)
         self._places = places
@@ -29,9 +30,9 @@ class PostponedUpdates:
             layer.register_forward_pre_hook(self._hook(number + 1))
         layers[-1].register_forward_hook(lambda *_: self._settle(len(layers) + 1))
 
-    def take(self, pending: Iterable[PendingBucket]) -> None:
-        """After backward: what is on its way."""
-        self._pending = list(pending)
+    def take_gradients(self) -> None:
+        """After backward: they are on their way."""
+        self._pending = self._sink.finish_later()
 
     def step(self, share: float) -> None:
         """From now on a forward moves what it needs."""
@@ -72,11 +73,6 @@ class PostponedUpdates:
             if self._squares:
                 self.norm = float(torch.stack(self._squares).sum().sqrt())
             self._share, self._squares = None, []
-
-
-def _layers(module: nn.Module) -> Iterator[nn.Module]:
-    layers = module.get_submodule("layers")
-    return iter(layers.values() if isinstance(layers, nn.ModuleDict) else layers.children())
 
 
 def _place(name: str, layers: int) -> int:

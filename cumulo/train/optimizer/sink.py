@@ -4,7 +4,7 @@ The pipeline's player feeds it, `ShardedOptimizer` takes from it. It is one of `
 and `fsdp`.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -106,3 +106,9 @@ class RestGroups:
         """None: no other rank has a part."""
         members = self.members[name]
         return self._groups[members] if len(members) > 1 else None
+
+
+def layers_of(module: nn.Module) -> Iterable[nn.Module]:
+    """The repeated layers of a chunk."""
+    layers = module.get_submodule("layers")
+    return layers.values() if isinstance(layers, nn.ModuleDict) else layers.children()

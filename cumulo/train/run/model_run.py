@@ -166,8 +166,8 @@ class ModelRun:
         }
         self.sink.begin()
         self._play(training_schedule(self.layout, len(micro_batches)), players, micro_batches)
-        if self.postponed is not None and isinstance(self.sink, DataParallel):
-            self.postponed.take(self.sink.finish_later())
+        if self.postponed is not None:
+            self.postponed.take_gradients()
         else:
             self.optimizer.take_gradients(self.sink.finish())
         token_sum, balance_sum = self._total(players)

@@ -4,12 +4,13 @@ import numpy as np
 import pytest
 import torch
 
-from cumulo.kernels.cuda.linear.lora import LoraTiles, add_lora, most_groups, work
+from cumulo.kernels.cuda.linear.lora import LoraTiles, expand, low_buffer, most_groups, shrink, work
 from cumulo.kernels.low_rank import AdapterGroups, LowRankStack, add_low_rank, group_rows
 from tests.kernels.cuda.compile_sm90 import Case, compile_for_sm90
 from tests.kernels.cuda.tolerance import relative_error
 
 RANK_MAX = 32
+TILES = LoraTiles(block_k=32, splits=2)
 FUSED = (0, 48, 64, 80)  # query, key and value
 
 
@@ -25,6 +26,14 @@ def stack_of(ranks: list[list[int]], bounds: tuple[int, ...], inputs: int, dtype
             b[slot, first:last, :rank] = torch.randn(last - first, rank, generator=generator) * 0.3
     held = torch.tensor(ranks, dtype=torch.int32)
     return LowRankStack(a.to(device, dtype), b.to(device, dtype), held, bounds, held.to(device))
+
+
+def add_lora(
+    x: torch.Tensor, y: torch.Tensor, stack: LowRankStack, groups: AdapterGroups, tiles: LoraTiles
+) -> torch.Tensor:
+    low = low_buffer(stack, len(groups.rows), tiles)
+    shrink(x, stack, groups, low, tiles)
+    return expand(y.clone(), stack, groups, low, tiles)
 
 
 def padded(groups: AdapterGroups, count: int) -> AdapterGroups:
@@ -53,20 +62,16 @@ def test_rows_get_what_their_adapters_add(name: str, dtype: torch.dtype, device:
     groups = group_rows(of_row, device)
     exact = LowRankStack(stack.a.double(), stack.b.double(), stack.ranks, bounds, stack.device_ranks)
     expected = add_low_rank(x.double(), y.double(), exact, groups)
-    got = add_lora(x, y.clone(), stack, groups, config=LoraTiles(block_k=32, splits=2))
+    got = add_lora(x, y, stack, groups, TILES)
     assert relative_error(got, expected) < (1e-6 if dtype == torch.float32 else 2e-3)
     untouched = torch.from_numpy(of_row < 0).to(device)
     assert torch.equal(got[untouched], y[untouched])
     # Filled up for a graph of fixed size, and each row alone: the very bits.
     room = most_groups(len(of_row), len(ranks)) + 3
-    assert torch.equal(
-        got, add_lora(x, y.clone(), stack, padded(groups, room), config=LoraTiles(block_k=32, splits=2))
-    )
+    assert torch.equal(got, add_lora(x, y, stack, padded(groups, room), TILES))
     for row in (0, 4, 5):
         alone = group_rows(of_row[row : row + 1], device)
-        single = add_lora(
-            x[row : row + 1], y[row : row + 1].clone(), stack, alone, config=LoraTiles(block_k=32, splits=2)
-        )
+        single = add_lora(x[row : row + 1], y[row : row + 1], stack, alone, TILES)
         assert torch.equal(single[0], got[row])
 
 
@@ -75,7 +80,7 @@ def test_a_step_without_adapters_launches_nothing(device: torch.device) -> None:
     y = torch.ones(3, 16, device=device)
     groups = group_rows(np.full(3, -1, dtype=np.int32), device)
     assert len(groups.slots) == 0
-    assert torch.equal(add_lora(torch.ones(3, 32, device=device), y.clone(), stack, groups), y)
+    assert torch.equal(add_lora(torch.ones(3, 32, device=device), y, stack, groups, LoraTiles()), y)
 
 
 def test_groups_fit_into_the_room_that_a_graph_has() -> None:

@@ -49,21 +49,6 @@ def low_buffer(stack: LowRankStack, rows: int, config: LoraTiles = LoraTiles()) 
     return stack.a.new_empty((config.splits, rows, stack.a.shape[1]), dtype=torch.float32)
 
 
-def add_lora(
-    x: Tensor,
-    y: Tensor,
-    stack: LowRankStack,
-    groups: AdapterGroups,
-    low: Tensor | None = None,
-    config: LoraTiles = LoraTiles(),
-) -> Tensor:
-    """y [T, outputs] plus what each row's adapter makes of x [T, inputs]; in place. `low`: of `low_buffer`."""
-    if low is None:
-        low = low_buffer(stack, len(groups.rows), config)
-    shrink(x, stack, groups, low, config)
-    return expand(y, stack, groups, low, config)
-
-
 def shrink(
     x: Tensor, stack: LowRankStack, groups: AdapterGroups, low: Tensor, config: LoraTiles = LoraTiles()
 ) -> None:
