@@ -1,4 +1,4 @@
-"""The table of a report in a terminal: notes in a last column; those that are too long for it, below their rows."""
+"""The table of a report: in a narrow terminal, notes and columns that do not fit stand below their rows."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -27,25 +27,42 @@ class ReportTable:
         cells = [[Text.from_markup(cell) for cell in row] for row, _ in self.rows]
         headings = [Text(one, style="dim") for one in self.headings]
         widths = [max(one.cell_len for one in column) for column in zip(headings, *cells, strict=True)]
-        if sum(widths) + _GAP * len(widths) > options.max_width:
+        fitting = len(widths)
+        while sum(widths[:fitting]) + _GAP * fitting > options.max_width and self.headings[fitting - 1]:
+            fitting -= 1
+        if not fitting or sum(widths[:fitting]) + _GAP * fitting > options.max_width:
             yield wide  # its cells are folded
             return
-        yield Text(self.title, style="bold")
+        if self.title:
+            yield Text(self.title, style="bold")
         if any(self.headings):
-            yield self._line(headings, widths)
+            yield self._line(headings[:fitting], widths)
         for row, (_, note) in zip(cells, self.rows, strict=True):
-            line, told = self._line(row, widths), Text.from_markup(note, style="dim")
-            fits = sum(widths) + _GAP * (len(widths) + 1) + told.cell_len <= options.max_width
-            if note and fits:
+            line, told = self._line(row[:fitting], widths), self._told(row, fitting, note)
+            fits = sum(widths[:fitting]) + _GAP * (fitting + 1) + told.cell_len <= options.max_width
+            if told and fits and fitting == len(widths):
                 line.append(" ").append(told)
+                told = Text()
             line.rstrip()
             yield line
-            if note and not fits:
+            if told:
                 yield Padding(told, (0, 0, 0, 4), expand=False)
+
+    def _told(self, row: list[Text], fitting: int, note: str) -> Text:
+        """What is below a row: its columns that do not fit, then its note."""
+        parts = [
+            Text(f"{heading}: ").append(cell)
+            for heading, cell in zip(self.headings[fitting:], row[fitting:], strict=True)
+            if cell
+        ]
+        parts += [Text.from_markup(note)] if note else []
+        told = Text("; ").join(parts)
+        told.style = "dim"
+        return told
 
     def _line(self, cells: list[Text], widths: list[int]) -> Text:
         line = Text(no_wrap=True)
-        for cell, width, right in zip(cells, widths, self.right, strict=True):
+        for cell, width, right in zip(cells, widths, self.right, strict=False):
             space = " " * (width - cell.cell_len)
             line.append(" ").append(space if right else "").append(cell).append(
                 "" if right else space

@@ -12,6 +12,7 @@ from rich.console import Console
 
 from cumulo.base.quantities import quantity, scale
 from cumulo.base.report import Row, machine, table, write_json
+from cumulo.base.report_table import ReportTable
 
 
 def test_a_row_without_a_bound_is_ok() -> None:
@@ -84,6 +85,23 @@ def test_in_a_narrow_window_notes_stand_below_their_rows() -> None:
         "short",
     ]
     assert lines[2].startswith("    a note of many words") and max(map(len, lines)) <= 50
+
+
+def test_in_a_narrow_window_columns_that_do_not_fit_stand_below_their_rows_and_no_word_is_cut() -> None:
+    headings = ["axis", "in a step", "far", "busiest"]
+    rows = [(["dp", "1.2 s", "50%", "from leaf 3 to spine 12"], ""), (["tp", "3 ms", "0%", ""], "a note")]
+    wide, narrow = io.StringIO(), io.StringIO()
+    for width, file in ((70, wide), (30, narrow)):
+        Console(width=width, file=file).print(ReportTable("", headings, [False, True, True, False], rows))
+    assert wide.getvalue().split("\n")[0].split() == ["axis", "in", "a", "step", "far", "busiest"]
+    assert [line.split() for line in narrow.getvalue().splitlines()] == [
+        ["axis", "in", "a", "step", "far"],
+        ["dp", "1.2", "s", "50%"],
+        ["busiest:", "from", "leaf", "3", "to"],
+        ["spine", "12"],
+        ["tp", "3", "ms", "0%"],
+        ["a", "note"],
+    ]
 
 
 def _lines(rows: list[Row], width: int = 120) -> list[str]:

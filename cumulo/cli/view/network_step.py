@@ -4,10 +4,9 @@ oversubscription."""
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from rich.table import Table
-
 from cumulo.base.quantities import quantity
 from cumulo.base.report import Row, write_json
+from cumulo.base.report_table import ReportTable
 from cumulo.cli.shared.terminal import out, working
 from cumulo.collectives.simulate.fabrics.build import fabric_graph
 from cumulo.collectives.simulate.fabrics.links import Routing
@@ -70,7 +69,7 @@ def print_step(chosen: "NetworkOptions") -> None:
             and max(cluster.fabric.oversubscription) > 1
         ):
             out.print(
-                f"{axis.axis} {axis.collective} does not notice the oversubscription: {axis.far_share:.0%} of its "
+                f"{_name(axis)} does not notice the oversubscription: {axis.far_share:.0%} of its "
                 "messages pass the top tier, since a ring leaves a pod once for all its members there."
             )
         if axis.call_s > 1.05 * base.call_s:
@@ -91,20 +90,35 @@ def _rows(axis: AxisTime, base: AxisTime) -> list[Row]:
     ]
 
 
-def _table(title: str, mine: list[AxisTime], ideal: list[AxisTime]) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", header_style="dim", box=None)
-    for name in ("axis", "collective"):
-        table.add_column(name)
-    for name in ("ranks", "size", "calls", "a call", "in a step", "slower", "far"):
-        table.add_column(name, justify="right")
-    table.add_column("busiest")
-    for axis, base in zip(mine, ideal, strict=True):
-        table.add_row(
-            axis.axis, axis.collective, f"{axis.ranks:,}", quantity(axis.size_bytes, "B"), f"{axis.calls:,}",
-            quantity(axis.call_s, "s"), quantity(axis.total_s, "s"), f"{axis.call_s / base.call_s:.2f}",
-            f"{axis.far_share:.0%}", axis.busiest,
-        )  # fmt: skip
-    return table
+def _table(title: str, mine: list[AxisTime], ideal: list[AxisTime]) -> ReportTable:
+    headings = [
+        "axis",
+        "collective",
+        "ranks",
+        "size",
+        "calls",
+        "a call",
+        "in a step",
+        "slower",
+        "far",
+        "busiest",
+    ]
+    rows = [
+        (
+            [
+                axis.axis, axis.collective.replace("_", "-"), f"{axis.ranks:,}", quantity(axis.size_bytes, "B"),
+                f"{axis.calls:,}", quantity(axis.call_s, "s"), quantity(axis.total_s, "s"),
+                f"{axis.call_s / base.call_s:.2f} ×", f"{axis.far_share:.0%}", axis.busiest,
+            ],
+            "",
+        )
+        for axis, base in zip(mine, ideal, strict=True)
+    ]  # fmt: skip
+    return ReportTable(title, headings, [1 < place < 9 for place in range(len(headings))], rows)
+
+
+def _name(axis: AxisTime) -> str:
+    return f"{axis.axis} {axis.collective.replace('_', '-')}"
 
 
 def _why(axis: AxisTime, base: AxisTime, ratios: tuple[float, ...], step_s: float) -> str:
@@ -116,7 +130,7 @@ def _why(axis: AxisTime, base: AxisTime, ratios: tuple[float, ...], step_s: floa
         else "its messages hash onto the same links"
     )
     return (
-        f"{axis.axis} {axis.collective} takes {axis.call_s / base.call_s:.1f} times as long as on a 1 : 1 "
+        f"{_name(axis)} takes {axis.call_s / base.call_s:.1f} times as long as on a 1 : 1 "
         f"fabric with "
         f"adaptive routing, {quantity(more, 's')} more in each step ({more / step_s:.0%} of it, where "
         f"nothing hides "

@@ -9,6 +9,7 @@ from rich.table import Table
 
 from cumulo.base.quantities import quantity
 from cumulo.base.report import Row, table
+from cumulo.base.report_table import ReportTable
 from cumulo.plan.search.run_cost import RunCost
 from cumulo.plan.search.run_stalls import Stalls
 from cumulo.plan.search.search import Plan, SearchResult
@@ -208,27 +209,24 @@ def _shares(title: str, parts: Sequence[tuple[str, float]], unit: str) -> Table:
     return result
 
 
-def _ranking(result: SearchResult) -> Table:
-    found = Table(
-        title="Best plan of each mesh", title_justify="left", title_style="bold", box=None, header_style="dim"
-    )
-    found.add_column("layout")
-    for heading in ("micro-batch", "recompute", "step time", "MFU", "memory"):
-        found.add_column(heading, justify="right")
-    found.add_column("", style="dim")
+def _ranking(result: SearchResult) -> ReportTable:
+    headings = ["layout", "micro-batch", "recompute", "step time", "MFU", "memory"]
     best = result.plans[0]
-    for plan in result.plans:
-        memory = f"{plan.estimate.memory.total / GIB:.3g} GiB" if plan.estimate.memory else ""
-        found.add_row(
-            str(plan.job.layout),
-            str(plan.job.micro_batch),
-            plan.job.recompute,
-            _seconds(plan.estimate.step_s),
-            f"{plan.estimate.mfu:.1%}",
-            memory,
+    rows = [
+        (
+            [
+                str(plan.job.layout),
+                str(plan.job.micro_batch),
+                plan.job.recompute,
+                _seconds(plan.estimate.step_s),
+                f"{plan.estimate.mfu:.1%}",
+                f"{plan.estimate.memory.total / GIB:.3g} GiB" if plan.estimate.memory else "",
+            ],
             "" if plan is best else loses_by(best, plan),
         )
-    return found
+        for plan in result.plans
+    ]
+    return ReportTable("Best plan of each mesh", headings, [place > 0 for place in range(6)], rows)
 
 
 def _print_why(out: Console, best: Plan, result: SearchResult, gains: Sequence[Change]) -> None:
