@@ -4,17 +4,23 @@ NSDI 2011), within quotas, with borrowing of what others leave unused, and recla
 
 import heapq
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+
+import numpy as np
 
 from cumulo.cluster.decide.decisions import Decision, Eviction, JobPlacement
 from cumulo.cluster.decide.fit import only_gpus, slots
 from cumulo.cluster.decide.jobs import WHOLE_GPU, JobRequest, RunningJob
-from cumulo.cluster.decide.nodes import FreeCapacity
-from cumulo.cluster.decide.queue import tenant_queues
+from cumulo.cluster.decide.nodes import FreeCapacity, Ints
+from cumulo.cluster.decide.preemption import RoomSearch, preemptible_on_nodes
+from cumulo.cluster.decide.queue import Shape, shape_key, tenant_queues
 from cumulo.cluster.decide.queueing import Placer, by_priority, queue_policy
 from cumulo.cluster.decide.quotas import QuotaBook
 from cumulo.cluster.decide.running import gpus_by_tenant, table_of
 from cumulo.cluster.decide.snapshot import Policy, Snapshot
+
+_MOST_TRIED = 200  # waiting jobs of tenants below their quotas
+_MOST_URGENT = 20  # for which others may be stopped, in one decision
 
 
 def by_share(snapshot: Snapshot) -> Iterator[JobRequest]:
@@ -54,61 +60,59 @@ def fair(place: Placer) -> Policy:
 
 def _reclaim(snapshot: Snapshot, place: Placer) -> list[Decision]:
     used = gpus_by_tenant(snapshot.running)
-    for job in snapshot.waiting:
-        quota = snapshot.quotas.get(job.tenant)
-        if quota is None or used.get(job.tenant, 0.0) + job.gpus > quota.gpus + 1e-9:
+    below = {
+        name: quota.gpus - used.get(name, 0.0) for name, quota in snapshot.quotas.items()
+        if used.get(name, 0.0) < quota.gpus
+    }  # fmt: skip
+    over = {name: used.get(name, 0.0) - quota.gpus for name, quota in snapshot.quotas.items()}
+    queues = tenant_queues(snapshot.waiting)
+    first = heapq.merge(*(queues.get(name, ()) for name in below), key=lambda job: job.arrival_s)
+    tried: set[tuple[str, Shape]] = set()
+    for job in itertools.islice(first, _MOST_TRIED):
+        if job.gpus > below[job.tenant] + 1e-9 or (job.tenant, shape_key(job)) in tried:
             continue
-        if _fits(job, snapshot.free, place):
+        tried.add((job.tenant, shape_key(job)))
+        if fits(job, snapshot.free, place):
             return []  # it fits without
-        victims = _borrowers(snapshot, used)
-        chosen, free = _enough(job, victims, snapshot.free, place)
-        if chosen is None or free is None:
-            continue
-        places = place(job, free)
-        if places is None:
+        found = _borrowers(job, snapshot, over).find()
+        places = None if found is None else place(job, found[1])
+        if found is None or places is None:
             continue
         why = f"its tenant borrowed GPUs that tenant {job.tenant} is guaranteed"
         return [
-            *(Eviction(one.job_id, why) for one in chosen),
+            *(Eviction(one.job_id, why) for one in found[0]),
             JobPlacement(job.job_id, places, "guaranteed by its tenant's quota"),
         ]
     return []
 
 
-def _borrowers(snapshot: Snapshot, used: dict[str, float]) -> list[RunningJob]:
+def _borrowers(job: JobRequest, snapshot: Snapshot, over: dict[str, float]) -> RoomSearch:
     """Jobs whose tenants are over their quotas, the youngest first; as many as bring the tenant back to it."""
-    over = {name: used.get(name, 0.0) - quota.gpus for name, quota in snapshot.quotas.items() if name in used}
-    found = []
-    for one in sorted(snapshot.running.values(), key=lambda job: -job.started_s):
-        if one.request.preemptible and over.get(one.request.tenant, 0.0) > 1e-9:
-            over[one.request.tenant] -= one.gpus
-            found.append(one)
-    return found
+    columns = preemptible_on_nodes(snapshot, _tenant)
+    some = [columns[name] for name, gpus in over.items() if gpus > 1e-9 and name in columns]
+
+    def may_stop(one: RunningJob, chosen: list[RunningJob]) -> bool:
+        tenant = one.request.tenant
+        back = sum(other.gpus for other in chosen if other.request.tenant == tenant)
+        return over.get(tenant, 0.0) - back > 1e-9
+
+    return RoomSearch(job, snapshot, _sum(some, snapshot), may_stop, lambda one: (-one.started_s,))
 
 
-def _enough(
-    job: JobRequest, victims: Iterable[RunningJob], free: FreeCapacity, place: Placer
-) -> tuple[list[RunningJob] | None, FreeCapacity | None]:
-    """The first victims that make room for the job, and none that turn out not to be needed."""
-    then = free.copy()
-    chosen: list[RunningJob] = []
-    for one in victims:
-        then.give(one.request, one.places)
-        chosen.append(one)
-        if _fits(job, then, place):
-            break
-    else:
-        return None, None
-    for one in list(chosen[:-1]):
-        then.take(one.request, one.places)
-        if not _fits(job, then, place):
-            then.give(one.request, one.places)
-        else:
-            chosen.remove(one)
-    return chosen, then
+def _tenant(job: RunningJob) -> str:
+    return job.request.tenant
 
 
-def _fits(job: JobRequest, free: FreeCapacity, place: Placer) -> bool:
+def _priority(job: RunningJob) -> int:
+    return job.request.priority
+
+
+def _sum(columns: list[Ints], snapshot: Snapshot) -> Ints:
+    nothing: Ints = np.zeros((3, len(snapshot.nodes)), dtype=np.int64)
+    return sum(columns, nothing)
+
+
+def fits(job: JobRequest, free: FreeCapacity, place: Placer) -> bool:
     """Every placer finds places for a gang of whole GPUs where there are enough: counting them will do."""
     return slots(job, free) >= job.tasks if only_gpus(job) else place(job, free) is not None
 
@@ -121,34 +125,48 @@ def preempting(place: Placer) -> Policy:
     def policy(snapshot: Snapshot) -> list[Decision]:
         book, preemptible = QuotaBook(snapshot), table_of(snapshot.running).preemptible
         lowest = min((priority for priority, jobs in preemptible.items() if jobs), default=None)
-        for job in itertools.islice(by_priority(snapshot), 20):
+        hopeless: set[tuple[int, Shape]] = set()
+        for job in itertools.islice(by_priority(snapshot), _MOST_URGENT):
             if lowest is None or job.priority <= lowest:
                 break  # nor may any behind it
-            if _fits(job, snapshot.free, place) or book.refuses(job) is not None:
+            if (job.priority, shape_key(job)) in hopeless or book.refuses(job) is not None:
                 continue
-            chosen, free = _enough(job, _lower(snapshot, job), snapshot.free, place)
-            if chosen is None or free is None:
+            if fits(job, snapshot.free, place):
                 continue
-            lost = sum(one.gpus * one.request.checkpoint_s for one in chosen)
-            ends = [one.expected_end_s for one in chosen if one.expected_end_s is not None]
-            waits_s = min(ends) - snapshot.now_s if ends else float("inf")
-            if lost > job.gpus * max(0.0, waits_s):
-                continue  # waiting is cheaper
-            places = place(job, free)
-            if places is not None:
-                why = f"{job.job_id} has priority {job.priority}; the checkpoints cost {lost:.0f} GPU seconds"
-                return [*(Eviction(one.job_id, why) for one in chosen),
-                        JobPlacement(job.job_id, places, "its priority")]  # fmt: skip
+            found = _less_urgent(job, snapshot)
+            if found is not None and (decided := _worth_it(job, *found, snapshot, place)):
+                return decided
+            hopeless.add((job.priority, shape_key(job)))
         return fill(snapshot)
 
     return policy
 
 
-def _lower(snapshot: Snapshot, job: JobRequest) -> list[RunningJob]:
-    """Who may be stopped for this job: the least urgent first, then those that lose least."""
-    lower = [
-        one for one in snapshot.running.values()
-        if one.request.priority < job.priority and one.request.preemptible
+def _less_urgent(job: JobRequest, snapshot: Snapshot) -> tuple[list[RunningJob], FreeCapacity] | None:
+    """The least urgent jobs that make room, and among them those that lose least."""
+    columns = preemptible_on_nodes(snapshot, _priority)
+    some: list[Ints] = []
+    for level in sorted(level for level in columns if isinstance(level, int) and level < job.priority):
+        some.append(columns[level])
+        found = RoomSearch(
+            job, snapshot, _sum(some, snapshot), lambda one, _: one.request.priority <= level,  # noqa: B023
+            lambda one: (one.gpus * one.request.checkpoint_s, one.gpus, -one.started_s),
+        ).find()  # fmt: skip
+        if found is not None:
+            return found
+    return None
+
+
+def _worth_it(
+    job: JobRequest, chosen: list[RunningJob], free: FreeCapacity, snapshot: Snapshot, place: Placer
+) -> list[Decision]:
+    lost = sum(one.gpus * one.request.checkpoint_s for one in chosen)
+    ends = [one.expected_end_s for one in chosen if one.expected_end_s is not None]
+    waits_s = min(ends) - snapshot.now_s if ends else float("inf")
+    places = place(job, free)
+    if places is None or lost > job.gpus * max(0.0, waits_s):
+        return []  # waiting is cheaper
+    why = f"{job.job_id} has priority {job.priority}; the checkpoints cost {lost:.0f} GPU seconds"
+    return [
+        *(Eviction(one.job_id, why) for one in chosen), JobPlacement(job.job_id, places, "its priority"),
     ]  # fmt: skip
-    lower.sort(key=lambda one: (one.request.priority, one.gpus * one.request.checkpoint_s, -one.started_s))
-    return lower

@@ -48,7 +48,7 @@ def pack_gang(job: JobRequest, free: FreeCapacity) -> tuple[TaskPlace, ...] | No
     left."""
     if only_gpus(job):
         if job.tasks == 1:
-            node = _tightest(free, job.gpus_per_task, free.usable_set(job.devices))
+            node = tightest(free, job.gpus_per_task, free.usable_set(job.devices))
             return None if node is None else (_first_gpus(job, free, node),)
         if slots(job, free) < job.tasks:
             return None
@@ -65,7 +65,7 @@ def pack_gang(job: JobRequest, free: FreeCapacity) -> tuple[TaskPlace, ...] | No
     return task_places(job, free, _nodes_for(job, fits, free))
 
 
-def _tightest(free: FreeCapacity, gpus: int, among: int) -> int | None:
+def tightest(free: FreeCapacity, gpus: int, among: int) -> int | None:
     """The first node with the fewest free GPUs that are enough."""
     for room in range(gpus, len(free.room)):
         if free.tally[room] and free.room[room] & among:
@@ -94,7 +94,7 @@ def _fewest_nodes(job: JobRequest, free: FreeCapacity) -> list[tuple[int, int]]:
         if missing and missing < room:  # one node takes the rest: the one with the least room for it
             for node, _ in chosen:
                 among &= ~(1 << node)
-            last = _tightest(free, missing * each, among)
+            last = tightest(free, missing * each, among)
             if last is not None:
                 return [*chosen, (last, missing)]
         if not missing:

@@ -1,18 +1,23 @@
 """Least attained service in two queues: Tiresias' discretised 2D-LAS (Gu et al., NSDI 2019). Nothing is
 predicted: jobs that have had little GPU time go before those that have had much, which are preempted for them."""
 
+import bisect
+import heapq
 from collections.abc import Callable
 from functools import cache
 
 from cumulo.cluster.decide.decisions import Decision, Eviction, JobPlacement, Waits
 from cumulo.cluster.decide.fifo import why_not
-from cumulo.cluster.decide.fit import pack_gang, tasks_that_fit
-from cumulo.cluster.decide.jobs import JobRequest, TaskPlace
-from cumulo.cluster.decide.nodes import FreeCapacity
+from cumulo.cluster.decide.fit import only_gpus, pack_gang, tasks_that_fit
+from cumulo.cluster.decide.jobs import WHOLE_GPU, JobRequest, RunningJob, TaskPlace
+from cumulo.cluster.decide.nodes import FreeCapacity, members
 from cumulo.cluster.decide.queue import SortKey, ordered, shape_samples
 from cumulo.cluster.decide.queueing import Placer
 from cumulo.cluster.decide.quotas import QuotaBook
+from cumulo.cluster.decide.running import table_of
 from cumulo.cluster.decide.snapshot import Policy, Snapshot
+
+_Ranking = Callable[[float], int]
 
 
 def least_attained_service(place: Placer, threshold_gpu_s: float = 16 * 3600.0, queues: int = 2) -> Policy:
@@ -22,23 +27,17 @@ def least_attained_service(place: Placer, threshold_gpu_s: float = 16 * 3600.0, 
     rank = _ranking(threshold_gpu_s, queues)
 
     def policy(snapshot: Snapshot) -> list[Decision]:
-        now_s, running = snapshot.now_s, snapshot.running
-        held = [
-            (rank(one.attained_gpu_s(now_s)), one.request.arrival_s, name)
-            for name, one in running.items() if one.request.preemptible
-        ]  # fmt: skip
-        held.sort()
-        budget = float(snapshot.free.gpus[snapshot.free.ready].sum())
-        budget -= sum(one.gpus for one in running.values() if not one.request.preemptible)
-        kept, starting = _within(budget, held, snapshot, rank)
+        held = table_of(snapshot.running).view(rank, lambda: _Held(rank, threshold_gpu_s, queues))
+        held.advance(snapshot.now_s)
+        budget = WHOLE_GPU * int(snapshot.free.gpus[snapshot.free.ready].sum()) - held.fixed_milli
+        stopping, starting = _within(budget, held, snapshot, rank)
         decided: list[Decision] = []
         free, book = snapshot.free.copy(), QuotaBook(snapshot)
-        for _, _, name in held:
-            if name not in kept:
-                stopped = running[name]
-                decided.append(Eviction(name, "jobs that had less GPU time go first"))
-                free.give(stopped.request, stopped.places)
-                book.count(stopped.request, -stopped.gpus)
+        for name in stopping:
+            stopped = snapshot.running[name]
+            decided.append(Eviction(name, "jobs that had less GPU time go first"))
+            free.give(stopped.request, stopped.places)
+            book.count(stopped.request, -stopped.gpus)
         for job in starting:
             places = place(job, free)
             refused = why_not(job, free) if places is None else book.refuses(job)
@@ -53,8 +52,63 @@ def least_attained_service(place: Placer, threshold_gpu_s: float = 16 * 3600.0, 
     return policy
 
 
+class _Held:
+    """The running jobs that may be preempted, in the order of their queues and arrivals. A job changes its place
+    when it starts, ends, or comes to the end of its queue, and not otherwise."""
+
+    def __init__(self, rank: _Ranking, threshold_gpu_s: float, queues: int) -> None:
+        self.rank, self.threshold_gpu_s, self.queues = rank, threshold_gpu_s, queues
+        self.keys: list[tuple[int, float, str]] = []
+        self.milli: list[int] = []  # of GPUs that each asked for, in the same order
+        self.fixed_milli = 0  # of those that may not be preempted
+        self._now_s = float("-inf")
+        self._known: dict[str, tuple[tuple[int, float, str], RunningJob]] = {}
+        self._passes: list[tuple[float, str, RunningJob]] = []  # when a job comes to the end of its queue
+
+    def add(self, job: RunningJob) -> None:
+        if not job.request.preemptible:
+            self.fixed_milli += _milli(job)
+            return
+        level = self.rank(job.attained_gpu_s(max(self._now_s, job.started_s)))
+        key = (level, job.request.arrival_s, job.job_id)
+        self._known[job.job_id] = key, job
+        at = bisect.bisect(self.keys, key)
+        self.keys.insert(at, key)
+        self.milli.insert(at, job.request.tasks * job.request.milli_per_task)
+        if level + 1 < self.queues and job.gpus:
+            left = self.threshold_gpu_s * 2**level - job.request.attained_gpu_s
+            heapq.heappush(self._passes, (job.started_s + left / job.gpus, job.job_id, job))
+
+    def remove(self, job: RunningJob) -> None:
+        if not job.request.preemptible:
+            self.fixed_milli -= _milli(job)
+            return
+        at = bisect.bisect_left(self.keys, self._known.pop(job.job_id)[0])
+        del self.keys[at], self.milli[at]
+
+    def advance(self, now_s: float) -> None:
+        self._now_s, early = now_s, []
+        while self._passes and self._passes[0][0] <= now_s + 1e-6:
+            passed = heapq.heappop(self._passes)
+            _, name, job = passed
+            key, known = self._known.get(name, (None, None))
+            if key is None or known is not job:
+                continue  # it ended, or was started anew
+            if self.rank(job.attained_gpu_s(now_s)) == key[0]:
+                early.append(passed)  # by a rounding error
+            else:
+                self.remove(job)
+                self.add(job)
+        for passed in early:
+            heapq.heappush(self._passes, passed)
+
+
+def _milli(job: RunningJob) -> int:
+    return job.tasks * job.request.milli_per_task
+
+
 @cache
-def _ranking(threshold_gpu_s: float, queues: int) -> Callable[[float], int]:
+def _ranking(threshold_gpu_s: float, queues: int) -> _Ranking:
     """Which queue a job of so much GPU time is in. One function for one setting, so that orders are kept."""
 
     def rank(attained_gpu_s: float) -> int:
@@ -67,56 +121,79 @@ def _ranking(threshold_gpu_s: float, queues: int) -> Callable[[float], int]:
 
 
 @cache
-def _waiting_key(rank: Callable[[float], int]) -> SortKey:
+def _waiting_key(rank: _Ranking) -> SortKey:
     return lambda job: (rank(job.attained_gpu_s), job.arrival_s)
 
 
 def _within(
-    budget: float, held: list[tuple[int, float, str]], snapshot: Snapshot, rank: Callable[[float], int]
-) -> tuple[set[str], list[JobRequest]]:
-    """The running jobs that go on and the waiting ones that start: in order of their queues, as many as there are
-    GPUs for; one that is too large does not hold up smaller ones."""
-    kept: set[str] = set()
+    budget: int, held: _Held, snapshot: Snapshot, rank: _Ranking
+) -> tuple[list[str], list[JobRequest]]:
+    """The running jobs that stop and the waiting ones that start: in order of their queues as many go on as there
+    are GPUs for; one that is too large does not hold up smaller ones."""
+    stopping: list[str] = []
     starting: list[JobRequest] = []
+    keys, sizes = held.keys, held.milli
     key, at = _waiting_key(rank), 0
-    smallest = min((job.gpus for job in shape_samples(snapshot.waiting)), default=0.0)
+    smallest = min((_asked(job) for job in shape_samples(snapshot.waiting)), default=0)
     for job in ordered(snapshot.waiting, key):
-        mine = key(job)
-        while at < len(held) and held[at] < mine:
-            budget = _keep(held[at][2], snapshot, budget, kept)
-            at += 1
+        until = bisect.bisect_left(keys, key(job), at)
+        budget = _keep(at, until, held, budget, stopping)
+        at = until
         if budget < smallest:
             break
-        if job.gpus <= budget:
+        milli = _asked(job)
+        if milli <= budget:
             starting.append(job)
-            budget -= job.gpus
-    for _, _, name in held[at:]:
-        budget = _keep(name, snapshot, budget, kept)
-    return kept, starting
+            budget -= milli
+    if sum(sizes[at:]) > budget:
+        _keep(at, len(keys), held, budget, stopping)
+    return stopping, starting
 
 
-def _keep(name: str, snapshot: Snapshot, budget: float, kept: set[str]) -> float:
-    """What is left of the budget if this job goes on, as far as there is something left for it."""
-    gpus = snapshot.running[name].request.gpus
-    if gpus > budget:
-        return budget
-    kept.add(name)
-    return budget - gpus
+def _asked(job: JobRequest) -> int:
+    return job.tasks * job.milli_per_task
+
+
+def _keep(at: int, until: int, held: _Held, budget: int, stopping: list[str]) -> int:
+    """What is left of the budget if these jobs go on; those for which nothing is left stop."""
+    some = held.milli[at:until]
+    wanted = sum(some)
+    if wanted <= budget:
+        return budget - wanted
+    for number, milli in enumerate(some, at):
+        if milli > budget:
+            stopping.append(held.keys[number][2])
+        else:
+            budget -= milli
+    return budget
 
 
 def emptiest_first(job: JobRequest, free: FreeCapacity) -> tuple[TaskPlace, ...] | None:
     """Tasks of one GPU, always from the node with the most free GPUs: how the published simulators place."""
     if job.gpus_per_task != 1 or job.fractional:
         return pack_gang(job, free)
-    fits = tasks_that_fit(job, free)
-    if int(fits.sum()) < job.tasks:
-        return None
-    left = {node: int(fits[node]) for node in fits.nonzero()[0].tolist()}
     places: list[TaskPlace] = []
-    while len(places) < job.tasks:
-        node = max(left, key=lambda number: (left[number], -number))
-        able = [gpu for gpu, share in enumerate(free.gpu_milli[node].tolist()) if share == 1000]
-        taken = able[: min(left[node], job.tasks - len(places))]
-        places += [TaskPlace(free.nodes[node].name, (gpu,)) for gpu in taken]
-        left.pop(node)
-    return tuple(places)
+    for node in _emptiest(job, free):
+        able = [gpu for gpu, share in enumerate(free.gpu_milli[node].tolist()) if share == WHOLE_GPU]
+        if not only_gpus(job):
+            able = able[: int(tasks_that_fit(job, free)[node])]
+        places += [TaskPlace(free.nodes[node].name, (gpu,)) for gpu in able[: job.tasks - len(places)]]
+        if len(places) == job.tasks:
+            return tuple(places)
+    return None
+
+
+def _emptiest(job: JobRequest, free: FreeCapacity) -> list[int]:
+    """Nodes in this order, as many as the gang can need."""
+    if not only_gpus(job):
+        fits = tasks_that_fit(job, free)
+        able = [(-int(fits[node]), node) for node in fits.nonzero()[0].tolist()]
+        return [node for _, node in sorted(able)]
+    usable, found, missing = free.usable_set(job.devices), list[int](), job.tasks
+    for room in range(len(free.room) - 1, 0, -1):
+        some = members(free.room[room] & usable, -(-missing // room))
+        found += some
+        missing -= room * len(some)
+        if missing <= 0:
+            break
+    return found

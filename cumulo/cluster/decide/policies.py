@@ -10,13 +10,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cumulo.base.nearest import did_you_mean
+from cumulo.cluster.decide.decisions import Decision
 from cumulo.cluster.decide.elastic import elastic
 from cumulo.cluster.decide.fair import fair, preempting
 from cumulo.cluster.decide.fit import pack_gang
+from cumulo.cluster.decide.jobs import JobRequest, TaskPlace
 from cumulo.cluster.decide.las import emptiest_first, least_attained_service
+from cumulo.cluster.decide.nodes import FreeCapacity
 from cumulo.cluster.decide.queueing import Placer, by_arrival, by_prediction, queue_policy
 from cumulo.cluster.decide.snapshot import Policy, Snapshot
-from cumulo.cluster.decide.topology import topology_placer
+from cumulo.cluster.decide.topology import TopologyPlacer, TopologyPlacers
 from cumulo.cluster.decide.upkeep import cordoning, defragmenting
 from cumulo.errors import ConfigError
 
@@ -66,11 +69,13 @@ ORDERS: dict[str, PolicyKind] = {
         always_decide=True,
     ),
 }
-PlacerOf = Callable[[Snapshot], Placer]
-PLACERS: dict[str, tuple[str, PlacerOf]] = {
-    "pack": ("tightest nodes first, blind to topology", lambda snapshot: pack_gang),
-    "topology": ("where the job's step is fastest, by the collective model", topology_placer),
-    "emptiest": ("nodes with the most free GPUs first", lambda snapshot: emptiest_first),
+PLACERS: dict[str, tuple[str, Placer | None]] = {
+    "pack": ("tightest nodes first, blind to topology", pack_gang),
+    "topology": (
+        "where the job's step is fastest, by the collective model",
+        None,
+    ),  # another for each snapshot
+    "emptiest": ("nodes with the most free GPUs first", emptiest_first),
 }
 _UPKEEP: dict[str, Callable[[Policy], Policy]] = {"cordon": cordoning, "defrag": defragmenting}
 
@@ -97,10 +102,33 @@ def policy_named(name: str) -> NamedPolicy:
     return NamedPolicy(name, decide, kind.always_decide, kind.always_decide)
 
 
-def _policy_of(kind: PolicyKind, place: PlacerOf) -> Policy:
-    if place is PLACERS["pack"][1]:
-        return kind.make(pack_gang)
-    return lambda snapshot: kind.make(place(snapshot))(snapshot)
+class _TopologyOfTheMoment:
+    """A placer for one policy after another snapshot, so that the policy may remember its last decision."""
+
+    def __init__(self) -> None:
+        self.placers = TopologyPlacers()
+        self.now: TopologyPlacer | None = None
+
+    def __call__(self, job: JobRequest, free: FreeCapacity) -> tuple[TaskPlace, ...] | None:
+        assert self.now is not None
+        return self.now(job, free)
+
+    @property
+    def why(self) -> dict[str, str]:
+        return {} if self.now is None else self.now.why
+
+
+def _policy_of(kind: PolicyKind, place: Placer | None) -> Policy:
+    if place is not None:
+        return kind.make(place)
+    placer = _TopologyOfTheMoment()
+    decide = kind.make(placer)
+
+    def policy(snapshot: Snapshot) -> list[Decision]:
+        placer.now = placer.placers(snapshot)
+        return decide(snapshot)
+
+    return policy
 
 
 def _from_file(name: str) -> Policy:

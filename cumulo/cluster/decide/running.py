@@ -1,10 +1,21 @@
-"""The jobs that run, with what policies ask about all of them kept up to date: GPUs and cores of each tenant, and
-how many could be preempted at each priority."""
+"""The jobs that run, with what policies ask about all of them kept up to date: GPUs and cores of each tenant, how
+many could be preempted at each priority, and views that a policy wants kept."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Protocol, TypeVar, cast
 
 from cumulo.cluster.decide.jobs import WHOLE_GPU, RunningJob
+
+
+class RunningView(Protocol):
+    """What is worked out from all running jobs, one job at a time."""
+
+    def add(self, job: RunningJob) -> None: ...
+    def remove(self, job: RunningJob) -> None: ...
+
+
+View = TypeVar("View", bound=RunningView)
 
 
 class RunningTable(dict[str, RunningJob]):
@@ -15,17 +26,38 @@ class RunningTable(dict[str, RunningJob]):
         self.milli: Counter[str] = Counter()  # of each tenant: thousandths of GPUs
         self.cpu_milli: Counter[str] = Counter()
         self.preemptible: Counter[int] = Counter()  # jobs of each priority
+        self._views: dict[Any, RunningView] = {}
         for job in jobs:
             self.put(job)
 
     def put(self, job: RunningJob) -> None:
         self[job.job_id] = job
         self._count(job, 1)
+        for view in self._views.values():
+            view.add(job)
 
     def drop(self, job_id: str) -> RunningJob:
         job = self.pop(job_id)
         self._count(job, -1)
+        for view in self._views.values():
+            view.remove(job)
         return job
+
+    def swap(self, job: RunningJob) -> None:
+        """More is known about a job that runs; it keeps its places."""
+        old, self[job.job_id] = self[job.job_id], job
+        for view in self._views.values():
+            view.remove(old)
+            view.add(job)
+
+    def view(self, key: Any, make: Callable[[], View]) -> View:
+        """The view of this key, kept from the first time it is asked for."""
+        found = self._views.get(key)
+        if found is None:
+            found = self._views[key] = make()
+            for job in self.values():
+                found.add(job)
+        return cast(View, found)
 
     def _count(self, job: RunningJob, sign: int) -> None:
         request, tasks = job.request, sign * job.tasks
@@ -36,8 +68,27 @@ class RunningTable(dict[str, RunningJob]):
             self.preemptible[request.priority] += sign
 
 
+class JobsOnNodes:
+    """The jobs on each node, by name."""
+
+    def __init__(self) -> None:
+        self.on: dict[str, dict[str, RunningJob]] = {}
+
+    def add(self, job: RunningJob) -> None:
+        for place in job.places:
+            self.on.setdefault(place.node, {})[job.job_id] = job
+
+    def remove(self, job: RunningJob) -> None:
+        for place in job.places:
+            self.on[place.node].pop(job.job_id, None)
+
+
 def table_of(running: Mapping[str, RunningJob]) -> RunningTable:
     return running if isinstance(running, RunningTable) else RunningTable(running.values())
+
+
+def jobs_on_nodes(running: Mapping[str, RunningJob]) -> Mapping[str, Mapping[str, RunningJob]]:
+    return table_of(running).view(JobsOnNodes, JobsOnNodes).on
 
 
 def gpus_by_tenant(running: Mapping[str, RunningJob]) -> dict[str, float]:

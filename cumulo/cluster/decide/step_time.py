@@ -4,16 +4,18 @@ the gang would lie under the leaf switches, beside the jobs that already cross t
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from cumulo.cluster.decide.jobs import JobRequest, RunningJob, TaskPlace
 from cumulo.cluster.decide.nodes import ClusterNode
+from cumulo.cluster.decide.running import table_of
 from cumulo.plan.network.lines import Kind, Reach, lines
 from cumulo.plan.network.profile import network_constants, profile_of
 from cumulo.spec.catalog import shipped
 from cumulo.spec.cluster import Cluster
 
+_MOST_PRICED = 10_000
 _USUAL_DEVICE, _USUAL_FABRIC = "h100-sxm", "fat-tree-roce"
 
 
@@ -24,6 +26,7 @@ class LeafFabric:
     machine: Cluster
     leaf_of: Mapping[str, str]
     oversubscription: float = 2.0
+    _priced: dict[tuple[Kind, float, Reach], float] = field(default_factory=dict, repr=False, compare=False)
 
     @cached_property
     def leaf_cards(self) -> Mapping[str, int]:
@@ -35,10 +38,6 @@ class LeafFabric:
         """The leaves whose uplinks a gang uses; (): it lies under one."""
         leaves = tuple(dict.fromkeys(self.leaf_of[place.node] for place in places))
         return leaves if len(leaves) > 1 else ()
-
-    def busy(self, running: Iterable[RunningJob]) -> Counter[str]:
-        """Jobs on each leaf's uplinks."""
-        return Counter(leaf for job in running if job.request.step for leaf in self.crossing(job.places))
 
     def step_s(self, job: JobRequest, places: Sequence[TaskPlace], busy: Mapping[str, int]) -> float:
         """Seconds of one step, when the jobs counted in `busy` share the uplinks fairly with this one."""
@@ -53,8 +52,16 @@ class LeafFabric:
         return seconds
 
     def _collective_s(self, kind: Kind, size_bytes: float, reach: Reach) -> float:
-        profile = profile_of(self.machine.device)
-        return min(line.seconds(size_bytes) for line in lines(kind, reach, profile, network_constants()))
+        key = kind, size_bytes, reach
+        known = self._priced.get(key)
+        if known is None:
+            if len(self._priced) >= _MOST_PRICED:
+                self._priced.clear()
+            profile = profile_of(self.machine.device)
+            known = self._priced[key] = min(
+                line.seconds(size_bytes) for line in lines(kind, reach, profile, network_constants())
+            )
+        return known
 
     def _reach(self, job: JobRequest, places: Sequence[TaskPlace], busy: Mapping[str, int]) -> Reach:
         fabric, node = self.machine.fabric, self.machine.node
@@ -73,6 +80,27 @@ class LeafFabric:
         latency = fabric.latency_s + (2 * fabric.hop_latency_s if crossed else 0.0)
         ranks = len(places) * job.gpus_per_task
         return Reach(ranks, gpus, len(per_node), card / near_loss, card / far_loss, latency)
+
+
+class Uplinks:
+    """Jobs that exchange data over each leaf's uplinks."""
+
+    def __init__(self, fabric: LeafFabric) -> None:
+        self.fabric = fabric
+        self.busy: Counter[str] = Counter()
+
+    def add(self, job: RunningJob) -> None:
+        if job.request.step is not None:
+            self.busy.update(self.fabric.crossing(job.places))
+
+    def remove(self, job: RunningJob) -> None:
+        if job.request.step is not None:
+            self.busy.subtract(self.fabric.crossing(job.places))
+
+
+def uplinks_of(fabric: LeafFabric, running: Mapping[str, RunningJob]) -> Uplinks:
+    """Kept up to date with the running jobs."""
+    return table_of(running).view(("uplinks", id(fabric)), lambda: Uplinks(fabric))
 
 
 def leaf_fabric(nodes: Sequence[ClusterNode]) -> LeafFabric:

@@ -3,17 +3,18 @@ job's step, and the fastest is taken; among equals the one that leaves the most 
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+
+import numpy as np
 
 from cumulo.cluster.decide.fit import pack_gang, task_places, tasks_that_fit
 from cumulo.cluster.decide.jobs import JobRequest, TaskPlace
-from cumulo.cluster.decide.nodes import FreeCapacity, Ints
+from cumulo.cluster.decide.nodes import ClusterNode, FreeCapacity, Ints
 from cumulo.cluster.decide.snapshot import Snapshot
-from cumulo.cluster.decide.step_time import LeafFabric, leaf_fabric
+from cumulo.cluster.decide.step_time import LeafFabric, leaf_fabric, uplinks_of
 
 _MOST_LEAVES_TRIED = 32
-_fabrics: dict[int, tuple[object, LeafFabric, dict[str, list[int]]]] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +33,7 @@ class TopologyPlacer:
     """A placer for one snapshot. `candidates` keeps what was considered for each job, for those who ask why."""
 
     fabric: LeafFabric
-    by_leaf: dict[str, list[int]]
+    leaves: "Leaves"
     busy: Counter[str]
     candidates: dict[str, list[PricedPlacement]] = field(default_factory=dict)
     why: dict[str, str] = field(default_factory=dict)
@@ -59,7 +60,8 @@ class TopologyPlacer:
         places = task_places(job, free, counts)
         leaves = {self.fabric.leaf_of[place.node] for place in places}
         idle = (
-            sum(int(free.whole[self.by_leaf[leaf]].sum()) for leaf in leaves) - job.tasks * job.gpus_per_task
+            sum(int(free.whole[self.leaves.nodes[leaf]].sum()) for leaf in leaves)
+            - job.tasks * job.gpus_per_task
         )
         return PricedPlacement(name, places, self.fabric.step_s(job, places, self.busy), len(leaves), idle)
 
@@ -68,20 +70,21 @@ class TopologyPlacer:
     ) -> Iterator[tuple[str, list[tuple[int, int]]]]:
         """Under each leaf that has room; over as few leaves as possible; over the leaves with idle uplinks;
         packed without looking."""
-        room = {leaf: int(fits[nodes].sum()) for leaf, nodes in self.by_leaf.items()}
+        by_leaf = self.leaves.nodes
+        room = dict(zip(by_leaf, self.leaves.sums(fits), strict=True))
         able = sorted((leaf for leaf in room if room[leaf] >= job.tasks), key=lambda leaf: room[leaf])
         for leaf in able[:_MOST_LEAVES_TRIED]:
-            yield f"under {leaf}", _take(job.tasks, fits, self.by_leaf[leaf], free)
+            yield f"under {leaf}", _take(job.tasks, fits, by_leaf[leaf], free)
         if not able:
             wide = sorted((leaf for leaf in room if room[leaf]), key=lambda leaf: (-room[leaf], leaf))
             yield (
                 "over the fewest leaves",
-                _take(job.tasks, fits, [n for leaf in wide for n in self.by_leaf[leaf]], free),
+                _take(job.tasks, fits, [n for leaf in wide for n in by_leaf[leaf]], free),
             )
             idle = sorted(wide, key=lambda leaf: (self.busy.get(leaf, 0), -room[leaf], leaf))
             yield (
                 "over leaves with idle uplinks",
-                _take(job.tasks, fits, [n for leaf in idle for n in self.by_leaf[leaf]], free),
+                _take(job.tasks, fits, [n for leaf in idle for n in by_leaf[leaf]], free),
             )
         packed = pack_gang(job, free)
         if packed is not None:
@@ -102,14 +105,32 @@ def _take(tasks: int, fits: Ints, nodes: list[int], free: FreeCapacity) -> list[
     return chosen
 
 
-def topology_placer(snapshot: Snapshot) -> TopologyPlacer:
-    key = id(snapshot.free.index)  # the same for all snapshots of a cluster
-    known = _fabrics.get(key)
-    if known is None or known[0] is not snapshot.free.index:
-        by_leaf: dict[str, list[int]] = {}
-        for number, node in enumerate(snapshot.nodes):
-            by_leaf.setdefault(node.leaf, []).append(number)
-        _fabrics.clear()
-        known = _fabrics[key] = (snapshot.free.index, leaf_fabric(snapshot.nodes), by_leaf)
-    fabric, leaves = known[1], known[2]
-    return TopologyPlacer(fabric, leaves, fabric.busy(snapshot.running.values()))
+class Leaves:
+    """The nodes under each leaf switch, by number."""
+
+    def __init__(self, nodes: Sequence[ClusterNode]) -> None:
+        self.nodes: dict[str, list[int]] = {}
+        for number, node in enumerate(nodes):
+            self.nodes.setdefault(node.leaf, []).append(number)
+        numbers = {leaf: number for number, leaf in enumerate(self.nodes)}
+        self._leaf_of = np.array([numbers[node.leaf] for node in nodes], dtype=np.int64)
+
+    def sums(self, of_nodes: Ints) -> list[int]:
+        """Of each leaf: the sum over its nodes."""
+        found: list[int] = np.bincount(self._leaf_of, of_nodes, len(self.nodes)).astype(np.int64).tolist()
+        return found
+
+
+class TopologyPlacers:
+    """Placers for the snapshots of one cluster after another: the fabric is worked out once."""
+
+    def __init__(self) -> None:
+        self._index: object = None
+        self._known: tuple[LeafFabric, Leaves] | None = None
+
+    def __call__(self, snapshot: Snapshot) -> TopologyPlacer:
+        if self._known is None or self._index is not snapshot.free.index:  # the same for all of a cluster
+            self._index = snapshot.free.index
+            self._known = leaf_fabric(snapshot.nodes), Leaves(snapshot.nodes)
+        fabric, leaves = self._known
+        return TopologyPlacer(fabric, leaves, Counter(uplinks_of(fabric, snapshot.running).busy))

@@ -2,19 +2,28 @@
 moved where that makes room for a gang that waits. Each wraps another policy.
 """
 
+from collections.abc import Iterator, Sequence
+
 from cumulo.cluster.decide.decisions import Cordon, Decision, JobPlacement, Resize
 from cumulo.cluster.decide.fit import pack_gang, slots
 from cumulo.cluster.decide.jobs import JobRequest, RunningJob, TaskPlace
-from cumulo.cluster.decide.nodes import FreeCapacity
+from cumulo.cluster.decide.nodes import ClusterNode, FreeCapacity, members
+from cumulo.cluster.decide.running import jobs_on_nodes
 from cumulo.cluster.decide.snapshot import Policy, Snapshot
 
 _MOST_MOVES = 8
+_MOST_NODES = 32  # that are looked at, to make room for one gang
 
 
 def cordoning(policy: Policy, failures: int = 3, at_most: float = 0.05) -> Policy:
     """Nodes with so many recent failures get no more tasks; never more than `at_most` of all nodes."""
 
+    healthy: Sequence[ClusterNode] | None = None  # these were looked at, and none of them is to be cordoned
+
     def wrapped(snapshot: Snapshot) -> list[Decision]:
+        nonlocal healthy
+        if snapshot.nodes is healthy:
+            return policy(snapshot)
         out = sum(node.health != "ready" for node in snapshot.nodes)
         allowed = int(at_most * len(snapshot.nodes)) - out
         bad = sorted(
@@ -22,6 +31,7 @@ def cordoning(policy: Policy, failures: int = 3, at_most: float = 0.05) -> Polic
             key=lambda node: -node.failures,
         )[: max(0, allowed)]
         if not bad:
+            healthy = snapshot.nodes if isinstance(snapshot.nodes, tuple) else None
             return policy(snapshot)
         decided: list[Decision] = [Cordon(node.name, f"it failed {node.failures} times") for node in bad]
         return decided  # the next decision sees the node cordoned
@@ -35,7 +45,7 @@ def defragmenting(policy: Policy, moves: int = _MOST_MOVES) -> Policy:
 
     def wrapped(snapshot: Snapshot) -> list[Decision]:
         decided = policy(snapshot)
-        if any(not isinstance(one, Cordon) and isinstance(one, JobPlacement | Resize) for one in decided):
+        if any(isinstance(one, JobPlacement | Resize) for one in decided):
             return decided
         for job in snapshot.waiting[:3]:
             found = _make_room(job, snapshot, moves)
@@ -47,42 +57,52 @@ def defragmenting(policy: Policy, moves: int = _MOST_MOVES) -> Policy:
 
 
 def _make_room(job: JobRequest, snapshot: Snapshot, moves: int) -> list[Decision] | None:
-    free = snapshot.free
-    if job.fractional or not job.gpus_per_task or pack_gang(job, free) is not None:
-        return None
-    if free.free_gpus < job.gpus:
+    free, each = snapshot.free, job.gpus_per_task
+    if (
+        job.fractional
+        or not each
+        or free.free_gpus < job.gpus
+        or not 0 < job.tasks - slots(job, free) <= moves
+    ):
         return None
     then = free.copy()
     moved: list[Resize] = []
-    by_node: dict[str, list[RunningJob]] = {}
-    for one in snapshot.running.values():
-        if one.request.preemptible and len(one.node_names) == 1 and one.gpus < job.gpus_per_task:
-            by_node.setdefault(one.places[0].node, []).append(one)
-    # Nodes with the least to move first.
-    order = sorted(by_node, key=lambda name: sum(one.gpus for one in by_node[name]))
-    for name in order:
-        if len(moved) >= moves:
-            break
-        for one in sorted(by_node[name], key=lambda one: one.gpus):
-            if int(then.whole[then.index[name]]) >= job.gpus_per_task or len(moved) >= moves:
+    on = jobs_on_nodes(snapshot.running)
+    for node in _nearly_free(job, free):
+        name = free.nodes[node].name
+        small = [
+            one for one in on.get(name, {}).values()
+            if one.request.preemptible and len(one.node_names) == 1 and one.gpus < each
+        ]  # fmt: skip
+        for one in sorted(small, key=lambda one: (one.gpus, one.job_id)):
+            if int(then.whole[node]) >= each or len(moved) >= moves:
                 break
-            places = _elsewhere(one, then, job.gpus_per_task)
+            places = _elsewhere(one, then, each)
             if places is not None:
                 then.give(one.request, one.places)
                 then.take(one.request, places)
                 moved.append(Resize(one.job_id, places, f"it makes room for {job.job_id}"))
         if slots(job, then) >= job.tasks:
             return _if_it_pays(job, snapshot, then, moved)
+        if len(moved) >= moves:
+            break
     return None
+
+
+def _nearly_free(job: JobRequest, free: FreeCapacity) -> Iterator[int]:
+    """The nodes that have too few free GPUs for a task of the gang, those with the least to move first."""
+    left, usable = _MOST_NODES, free.usable_set(job.devices)
+    for room in range(min(job.gpus_per_task, len(free.room)) - 1, -1, -1):
+        some = members(free.room[room] & usable, left)
+        yield from some
+        left -= len(some)
 
 
 def _elsewhere(one: RunningJob, free: FreeCapacity, gpus: int) -> tuple[TaskPlace, ...] | None:
     """Another node for a job, one that could not take a task of the gang anyway."""
-    trial = free.copy()
-    able = trial.ready & (trial.whole < gpus)
-    able[trial.index[one.places[0].node]] = False
-    trial.set_ready(able)
-    return pack_gang(one.request.resized(one.tasks), trial)
+    able = free.whole < gpus
+    able[free.index[one.places[0].node]] = False
+    return pack_gang(one.request.resized(one.tasks), free.narrowed(able))
 
 
 def _if_it_pays(
@@ -91,9 +111,14 @@ def _if_it_pays(
     cost = sum(
         snapshot.running[one.job_id].gpus * snapshot.running[one.job_id].request.checkpoint_s for one in moved
     )
-    ends = [one.expected_end_s for one in snapshot.running.values() if one.expected_end_s is not None]
-    waits_s = max(0.0, min(ends) - snapshot.now_s) if ends else float("inf")
     places = pack_gang(job, then)
-    if places is None or cost > job.gpus * waits_s:
+    if places is None or cost > job.gpus * max(0.0, _first_end_s(snapshot) - snapshot.now_s):
         return None
     return [*moved, JobPlacement(job.job_id, places, f"{len(moved)} jobs moved to make room for it")]
+
+
+def _first_end_s(snapshot: Snapshot) -> float:
+    if snapshot.releases is not None:
+        return snapshot.releases.by_end[0][0] if snapshot.releases.by_end else float("inf")
+    ends = (one.expected_end_s for one in snapshot.running.values())
+    return min((end_s for end_s in ends if end_s is not None), default=float("inf"))

@@ -5,17 +5,21 @@ a gang has and the jobs beside it. Without a step profile a job runs at speed 1.
 from collections import Counter
 from collections.abc import Mapping
 
-from cumulo.cluster.decide.jobs import JobRequest, RunningJob, TaskPlace
-from cumulo.cluster.decide.step_time import LeafFabric
+from cumulo.cluster.decide.jobs import JobRequest, RunningJob, StepProfile, TaskPlace
+from cumulo.cluster.decide.step_time import LeafFabric, uplinks_of
 
 
 class LeafSpeed:
     """Work is counted in seconds at the step time of a gang that lies under one leaf with nobody beside it. The
     price of a placement is that of the moment it starts: jobs that start later do not change it."""
 
+    refreshes = False
+
     def __init__(self, fabric: LeafFabric) -> None:
         self.fabric = fabric
         self.running: Mapping[str, RunningJob] = {}
+        self._best_s: dict[tuple[StepProfile | None, int, int], float] = {}
+        self._alone: LeafFabric | None = None  # the same nodes under one leaf
         self.steps: dict[str, tuple[float, float]] = {}  # of each job: its step, and the best there is
 
     def beside(self, running: Mapping[str, RunningJob]) -> None:
@@ -24,9 +28,9 @@ class LeafSpeed:
     def rate(self, job: JobRequest, places: tuple[TaskPlace, ...], done: float) -> tuple[float, float]:
         if job.step is None:
             return 1.0, float("inf")
-        others: Counter[str] = self.fabric.busy(
-            one for one in self.running.values() if one.job_id != job.job_id
-        )
+        others = Counter(uplinks_of(self.fabric, self.running).busy)
+        if job.job_id in self.running:
+            others.subtract(self.fabric.crossing(places))
         best_s = self.best_s(job)
         step_s = self.fabric.step_s(job, places, others)
         self.steps[job.job_id] = (step_s, best_s)
@@ -34,11 +38,21 @@ class LeafSpeed:
 
     def best_s(self, job: JobRequest) -> float:
         """Under one leaf, on as few nodes as the gang can have."""
+        key = job.step, job.tasks, job.gpus_per_task
+        known = self._best_s.get(key)
+        if known is None:
+            known = self._best_s[key] = self._alone_s(job)
+        return known
+
+    def _alone_s(self, job: JobRequest) -> float:
         per_node = max(1, self.fabric.machine.node.gpus // max(1, job.gpus_per_task))
-        names = list(self.fabric.leaf_of)
+        names = [f"node-{number}" for number in range(len(self.fabric.leaf_of))]
         places = [TaskPlace(names[task // per_node % len(names)]) for task in range(job.tasks)]
-        alone = LeafFabric(self.fabric.machine, dict.fromkeys(names, "one"), self.fabric.oversubscription)
-        return alone.step_s(job, places, {})
+        if self._alone is None:
+            self._alone = LeafFabric(
+                self.fabric.machine, dict.fromkeys(names, "one"), self.fabric.oversubscription
+            )
+        return self._alone.step_s(job, places, {})
 
     def refreshed(self, job: JobRequest, done: float) -> JobRequest:
         return job

@@ -42,6 +42,8 @@ class TraceJob:
 class JobSpeed(Protocol):
     """How fast a placed job advances. The default is speed 1 wherever it is placed."""
 
+    refreshes: bool  # whether a policy shall know more about a job while it runs or waits
+
     def rate(self, job: JobRequest, places: tuple[TaskPlace, ...], done: float) -> tuple[float, float]:
         """Work per second from now on, and the amount of work done at which it may change."""
 
@@ -53,6 +55,8 @@ class JobSpeed(Protocol):
 
 
 class FixedSpeed:
+    refreshes = False
+
     def beside(self, running: Mapping[str, RunningJob]) -> None:
         pass
 
@@ -118,7 +122,6 @@ class _Player:
         self.snapshot_nodes = tuple(self.nodes)
         self.quotas = {quota.tenant: quota for quota in self.options.quotas}
         self.run = ClusterRun(self.snapshot_nodes)
-        self.plain = isinstance(self.speed, FixedSpeed)
         self.speed.beside(self.running)
         self.used_gpus = 0.0
         self.releases = Releases(self.free)
@@ -296,7 +299,7 @@ class _Player:
     # -- decisions
 
     def snapshot(self) -> Snapshot:
-        if not self.plain:
+        if self.speed.refreshes:
             self.refresh()
         return Snapshot(
             self.now_s, self.snapshot_nodes, self.waiting, self.running, self.free, self.quotas, self.releases
@@ -306,8 +309,10 @@ class _Player:
         for name, job in self.running.items():
             one = self.live[name]
             self.advance(one)
-            one.request = self.speed.refreshed(one.request, one.done)
-            self.running[name] = replace(job, request=one.request)
+            fresh = self.speed.refreshed(one.request, one.done)
+            if fresh is not one.request:
+                one.request = fresh
+                self.running.swap(replace(job, request=fresh))
         for waiting in list(self.waiting):
             one = self.live[waiting.job_id]
             one.request = self.speed.refreshed(one.request, one.done)

@@ -112,6 +112,7 @@ class PolluxSpeed:
     error: float = 0.0  # of the predicted remaining time
 
     def __post_init__(self) -> None:
+        self.refreshes = self.adaptive
         self.most_gpus: dict[str, int] = {}
 
     def beside(self, running: Mapping[str, RunningJob]) -> None:
