@@ -11,7 +11,7 @@ from pathlib import Path
 
 from cumulo.base.nearest import did_you_mean
 from cumulo.cluster.decide.decisions import Decision
-from cumulo.cluster.decide.elastic import elastic
+from cumulo.cluster.decide.elastic_jobs.policy import elastic
 from cumulo.cluster.decide.fair import fair, preempting
 from cumulo.cluster.decide.fit import pack_gang
 from cumulo.cluster.decide.jobs import JobRequest, TaskPlace

@@ -9,8 +9,8 @@ from dataclasses import replace
 import numpy as np
 
 from cumulo.cluster.decide.decisions import Decision, Eviction, JobPlacement, Resize, Waits
-from cumulo.cluster.decide.elastic_columns import ActiveJobs, ElasticColumns, resizable
-from cumulo.cluster.decide.elastic_sizes import Floats, choose_sizes, possible_sizes
+from cumulo.cluster.decide.elastic_jobs.columns import ActiveJobs, ElasticColumns, resizable
+from cumulo.cluster.decide.elastic_jobs.sizes import Floats, choose_sizes, possible_sizes
 from cumulo.cluster.decide.fifo import fifo
 from cumulo.cluster.decide.fit import only_gpus, task_places, tasks_that_fit, tightest
 from cumulo.cluster.decide.jobs import JobRequest, TaskPlace

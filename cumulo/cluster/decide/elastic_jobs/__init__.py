@@ -1,0 +1,1 @@
+"""Elastic jobs: how many GPUs each gets, by marginal goodput."""
