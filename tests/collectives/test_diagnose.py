@@ -58,3 +58,59 @@ def test_ranks_follow_from_the_ratio_of_bandwidths() -> None:
 def test_rows_are_found_in_all_versions_of_the_table(line: str) -> None:
     test = parse_nccl_tests(line)
     assert test is not None and test.rows[0].busbw == 163.20 and test.rows[0].size_bytes == 1 << 27
+
+
+def _table(ranks: int, peak: float, wrong: int = 0) -> str:
+    """An all-reduce's rows up to 8 GiB, as nccl-tests prints them."""
+    rows = []
+    for power in range(26, 34):
+        size, factor = 1 << power, 2 * (ranks - 1) / ranks
+        time_us = round(20 + size * factor / peak / 1e3, 1)
+        algbw = size / time_us / 1e3
+        rows.append(
+            f"{size} {size // 4} float sum -1 {time_us} {algbw:.2f} {algbw * factor:.2f} {wrong} "
+            f"{time_us} {algbw:.2f} {algbw * factor:.2f} 0"
+        )
+    return "\n".join(["#  size  count  type  redop  root  time  algbw  busbw  #wrong", *rows, ""])
+
+
+def _devices(ranks: int, hosts: int, name: str) -> str:
+    each = ranks // hosts
+    return "# nThread 1 nGpus 1\n" + "".join(
+        f"#  Rank {rank:2} Group 0 Pid {9000 + rank} on node{rank // each} device {rank % each} "
+        f"[0000:1b:00] {name}\n"
+        for rank in range(ranks)
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "cause"),
+    [
+        (_devices(8, 1, "NVIDIA H100 80GB HBM3") + _table(8, 475, wrong=3), "wrong-results"),
+        ("srun -N 2 --ntasks-per-node=8 all_reduce_perf -b 64M -e 8G -f 2 -g 1 -n 100\n"
+         + _devices(16, 2, "NVIDIA H200") + _table(16, 470), "healthy"),
+        ("mpirun -np 2 -npernode 1 all_reduce_perf -b 64M -e 8G -f 2 -g 8\n"
+         + _devices(8, 1, "NVIDIA H200") + _table(8, 470), "wrong-ranks"),
+        (_devices(8, 1, "NVIDIA A100-SXM4-80GB") + _table(8, 231)
+         + _devices(16, 2, "NVIDIA A100-SXM4-80GB") + _table(16, 9), "wrong-nic"),
+        ("8x400G\n" + _devices(16, 2, "NVIDIA H100 80GB HBM3") + _table(16, 338), "rail-down"),
+        (_devices(8, 1, "Tesla V100-PCIE-16GB") + _table(8, 10.4), "healthy"),
+        (_devices(8, 1, "NVIDIA H100 80GB HBM3") + _table(8, 475) + "NVRM: Xid (PCI:0000:1b): 74", "gpu-fault"),
+        ("n1: Test NCCL failure common.cu:958 'unhandled system error'", "failed"),
+        ("# OSU MPI-CUDA Bandwidth Test v7.3, 400G ports\n# Size  Bandwidth (MB/s)\n4194304  9900.10\n", "no-gdr"),
+    ],
+)  # fmt: skip
+def test_what_else_a_text_may_say_is_read(text: str, cause: str) -> None:
+    """Wrong sums, -n that counts iterations, each node by itself, the worst of two runs, seven of eight rails, a
+    slow board that is healthy, a driver's message, an error, another tool."""
+    assert diagnose(text).cause == cause
+
+
+def test_of_several_cards_the_slow_one_is_named() -> None:
+    heading = " #bytes #iterations BW peak[Gb/sec] BW average[Gb/sec] MsgRate[Mpps]\n"
+    text = "".join(
+        f"RDMA_Write BW Test\n Device : mlx5_{card}\n{heading} 65536 5000 {gbps} {gbps} 0.7\n"
+        for card, gbps in enumerate((391.2, 391.4, 196.9, 391.1))
+    )
+    found = diagnose(text)
+    assert found.cause == "slow-link" and "mlx5_2" in found.sentence

@@ -14,6 +14,9 @@ CAUSES = {
     "slow-link": "a link runs below its line rate",
     "congested": "the network is congested: pauses (PFC), or packets that are lost and sent again",
     "nvls-off": "NVLink SHARP (NVLS) is not used",
+    "wrong-results": "the collective's results are wrong: data was corrupted",
+    "gpu-fault": "a GPU or its NVLink reports a hardware error",
+    "failed": "the run failed before it measured anything",
     "unknown": "I cannot tell",
 }
 

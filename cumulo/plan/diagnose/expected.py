@@ -5,48 +5,29 @@ import re
 from dataclasses import dataclass, replace
 from typing import cast
 
+from cumulo.plan.diagnose.machine_names import card_gbps_of, node_of
 from cumulo.plan.network.check import published_runs
 from cumulo.plan.network.collectives import Network, collective_s
 from cumulo.plan.network.lines import Kind
+from cumulo.plan.network.profile import network_constants
 from cumulo.spec import catalog
 from cumulo.spec.cluster import Cluster
 from cumulo.spec.device import Node
 
-# Names as drivers print them, the first that fits; PCIe boards before their SXM sisters.
-_NODES = (
-    (r"H100.*PCIe|H100 PCIe", "h100-pcie-server"),
-    (r"H100 NVL|H200 NVL", "h100-nvl-server"),
-    (r"GB300", "gb300-nvl72"),
-    (r"GB200", "gb200-nvl72"),
-    (r"B300", "dgx-b300"),
-    (r"B200", "dgx-b200"),
-    (r"H200", "dgx-h200"),
-    (r"H100|HGX H100", "dgx-h100"),
-    (r"H800", "hgx-h800"),
-    (r"A100.*40GB", "dgx-a100-40gb"),
-    (r"A100.*SXM|A100", "dgx-a100"),
-    (r"MI300X", "mi300x-server"),
-    (r"L40S", "l40s-server"),
-    (r"RTX 4090", "rtx-4090-workstation"),
-    (r"RTX 5090", "rtx-5090-workstation"),
-)
-# GPUs that the planner's catalogue lacks: a node of it that has the same kind of links, and their rate each way.
-_LIKE = (
-    (r"\bA100[- ]?(?:80GB |40GB )?PCI", "a100-pcie", "l40s-server", 32e9),
-    (r"\bA800", "a800", "dgx-a100", 200e9),
-    (r"\bH20\b", "h20", "dgx-h100", 450e9),
-    (r"\bV100", "v100", "dgx-a100", 150e9),
-    (r"\bMI325X", "mi325x", "mi300x-server", None),
-    (r"RTX PRO 6000|RTX 6000 Blackwell", "rtx-pro-6000", "l40s-server", 64e9),
-    (r"\b(?:L40|L20|L4|A40|A10G?|A30|RTX A6000|RTX 6000 Ada)\b", "pcie-gpu", "l40s-server", 32e9),
-    (r"Tesla T4|\bT4\b", "t4", "l40s-server", 16e9),
-)
-_CARDS = re.compile(
-    r"\b(\d{1,2})\s*(?:x|×|\*)\s*(\d{2,3})\s*G(?:b|B|E|bit|bps|b/s)?\b|\b(\d{1,2})\s*(?:x|×)\s*(NDR|HDR|EDR)",
-    re.I,
-)
-_GENERATION = {"ndr": 400.0, "hdr": 200.0, "edr": 100.0}
-_INSTANCES = {"p4de": 50.0, "p4d": 50.0, "p5en": 400.0, "p5": 400.0, "p6-b200": 400.0}  # Gbit/s for each GPU
+# Collectives that the planner has no lines for, and those that load the same links as much.
+_LIKE_KIND = {
+    "reduce": "broadcast",
+    "gather": "all_to_all",
+    "scatter": "all_to_all",
+    "hypercube": "all_gather",
+}
+
+
+def busbw_factor(operation: str, ranks: int) -> float:
+    """Bus bandwidth over algorithm bandwidth, as nccl-tests defines it."""
+    if operation == "all_reduce":
+        return 2 * (ranks - 1) / ranks
+    return 1.0 if operation in ("broadcast", "reduce", "send_recv") else (ranks - 1) / ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,50 +42,32 @@ class Expected:
     stated: bool  # the text says what network there is
 
     def busbw(self, operation: str, size_bytes: float, best: bool = False) -> float:
-        """GB/s that a healthy run reaches at least; `best`: with the algorithm that suits it best."""
-        group = self.network.group(self.ranks)
-        seconds = collective_s(cast(Kind, operation), size_bytes, group)
-        if self.nodes > 1 and not best:  # a ring's rate is enough: trees do better between two nodes only
-            rings = [one for one in group.lines[cast(Kind, operation)] if one.algorithm == "ring"]
-            seconds = min((one.seconds(size_bytes) for one in rings), default=seconds)
-        n = self.ranks
-        factor = {"all_reduce": 2 * (n - 1) / n, "broadcast": 1.0, "send_recv": 1.0}.get(
-            operation, (n - 1) / n
-        )
-        return size_bytes / seconds * factor / 1e9
+        """GB/s that a healthy run reaches at least; `best`: with the algorithm that suits it best.
+
+        Between nodes that is a ring's rate, or what the cards carry: trees do better between two nodes only."""
+        group, kind = self.network.group(self.ranks), _LIKE_KIND.get(operation, operation)
+        seconds = collective_s(cast(Kind, kind), size_bytes, group)
+        if self.nodes > 1 and not best:
+            rings = [one for one in group.lines[cast(Kind, kind)] if one.algorithm == "ring"]
+            ring_s = min((one.seconds(size_bytes) for one in rings), default=seconds)
+            seconds = max(seconds, min(ring_s, self._cards_s(kind, size_bytes, ring_s)))
+        return size_bytes / seconds * busbw_factor(operation, self.ranks) / 1e9
+
+    def _cards_s(self, kind: str, size_bytes: float, ring_s: float) -> float:
+        """An all-reduce through the cards of a node at their rate; switches that add carry the rest."""
+        reach = self.network.group(self.ranks).reach
+        if kind != "all_reduce" or not self.network.profile.nvls_bytes_per_s or reach.domains < 2:
+            return ring_s
+        rate = min(reach.per_domain, network_constants().most_cards) * reach.nic_bytes_per_s
+        return size_bytes * busbw_factor(kind, self.ranks) / rate
 
     def latency_us(self, operation: str) -> float:
-        return collective_s(cast(Kind, operation), 8, self.network.group(self.ranks)) * 1e6
+        kind = _LIKE_KIND.get(operation, operation)
+        return collective_s(cast(Kind, kind), 8, self.network.group(self.ranks)) * 1e6
 
     @property
     def has_nvlink(self) -> bool:
         return not self.node.device.link_kind.startswith("pcie")
-
-
-def node_of(text: str) -> Node | None:
-    for pattern, name, like, rate in _LIKE:
-        if re.search(pattern, text, re.IGNORECASE):
-            node = catalog.node(like)
-            links = node.device.link_bytes_per_s if rate is None else rate
-            return replace(node, device=replace(node.device, name=name, link_bytes_per_s=links))
-    for pattern, name in _NODES:
-        if re.search(pattern, text, re.IGNORECASE):
-            return catalog.node(name)
-    return None
-
-
-def card_gbps_of(text: str, gpus: int) -> float | None:
-    """Gbit/s of network for each GPU, where the text states it."""
-    best = 0.0
-    for count, rate, more, generation in _CARDS.findall(text):
-        total = int(count) * float(rate) if count else int(more) * _GENERATION[generation.lower()]
-        best = max(best, total)
-    if best:
-        return best / gpus
-    for name, gbps in _INSTANCES.items():
-        if re.search(rf"\b{name}\b", text, re.IGNORECASE):
-            return gbps
-    return None
 
 
 def expected_of(text: str, ranks: int, nodes: int, device: str, link: str) -> Expected | None:

@@ -9,11 +9,15 @@ from dataclasses import dataclass
 from typing import Any
 
 _TIMEOUT = re.compile(
-    r"\[Rank (\d+)\] Watchdog caught collective operation timeout: WorkNCCL\(SeqNum=(\d+), OpType=(\w+)"
+    r"\bRank (\d+)\] Watchdog caught collective operation timeout: WorkNCCL\(SeqNum=(\d+), OpType=(\w+)"
 )
 _LAST = re.compile(
     r"Rank (\d+)\].*?last enqueued (?:NCCL )?work: (-?\d+), last completed (?:NCCL )?work: (-?\d+)"
 )
+# What torchfrtrace prints of the dumps of all ranks.
+_MISSING = re.compile(r"[Mm]issing ranks\s*:?\s*[{\[(]?\s*(\d+(?:\s*,\s*\d+)*)")
+_NUMBER = re.compile(r"(?:sequence number|collective(?:_seq_id)?)\s*[:#=]?\s*(\d+)")
+_NAME = re.compile(r"\bnccl:(\w+)|\bcollective:\s*(\w+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +31,17 @@ class Hang:
 
 
 def parse_hang(text: str) -> Hang | None:
-    return _from_dumps(text) or _from_watchdog(text)
+    return _from_dumps(text) or _from_report(text) or _from_watchdog(text)
+
+
+def _from_report(text: str) -> Hang | None:
+    missing = _MISSING.search(text)
+    if missing is None:
+        return None
+    number, name = _NUMBER.search(text), _NAME.search(text)
+    ranks = tuple(int(one) for one in missing[1].split(","))
+    called = (name[1] or name[2]) if name else "a collective"
+    return Hang(called, int(number[1]) if number else 0, (), ranks, "", "")
 
 
 def _from_watchdog(text: str) -> Hang | None:

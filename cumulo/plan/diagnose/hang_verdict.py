@@ -10,7 +10,7 @@ def hang_verdict(hang: Hang) -> Diagnosis:
             "unknown", "All ranks ended the same collectives; nothing hangs.", (), (LOG_STEP,), "medium"
         )
     who = ", ".join(str(rank) for rank in hang.missing)
-    evidence = [f"{len(hang.waiting)} ranks wait in {hang.collective} number {hang.sequence}"]
+    evidence = [f"{len(hang.waiting) or 'the other'} ranks wait in {hang.collective} number {hang.sequence}"]
     if hang.where:
         evidence.append(f"called at {hang.where}")
     if hang.differ:

@@ -9,7 +9,7 @@ from cumulo.plan.diagnose.diagnosis import (
     TOPO_STEP,
     Diagnosis,
 )
-from cumulo.plan.diagnose.expected import node_of
+from cumulo.plan.diagnose.machine_names import node_of
 from cumulo.plan.diagnose.nccl_case import NcclCase
 from cumulo.plan.diagnose.nccl_log_text import NcclLog
 
@@ -18,9 +18,10 @@ def log_verdict(case: NcclCase) -> Diagnosis | None:
     log = case.log
     if log is None:
         return None
-    far = case.nodes > 1 or bool(log.far)
+    far = case.nodes > 1 or (bool(log.far) and not _one_host(case, log))
     found = (
         _events(case, log)
+        or (_through_cards(case, log) if not far else None)
         or _domain(case, log)
         or (_network(case, log) if far else None)
         or (_near(case, log) if not far else None)
@@ -41,6 +42,23 @@ def _events(case: NcclCase, log: NcclLog) -> Diagnosis | None:
         return None
     case.evidence.append(f"NCCL reports: {', '.join(bad)}")
     return case.answer("rail-down", "A port went down during the run.", (PORTS_STEP, PAIRS_STEP), "high")
+
+
+def _one_host(case: NcclCase, log: NcclLog) -> bool:
+    """Surely so: the list of devices or the log says it."""
+    return bool(case.test and case.test.hosts == 1 and case.nodes == 1) or log.nodes == 1
+
+
+def _through_cards(case: NcclCase, log: NcclLog) -> Diagnosis | None:
+    if not log.far:
+        return None
+    case.evidence.append(f"GPUs of one host talk via {sorted(log.far)[0]}")
+    return case.answer(
+        "pcie-not-nvlink",
+        "GPUs of a node talk over the network, not NVLink: P2P and shared memory are off.",
+        ("remove NCCL_P2P_DISABLE, NCCL_P2P_LEVEL and NCCL_SHM_DISABLE", TOPO_STEP),
+        "high",
+    )
 
 
 def _domain(case: NcclCase, log: NcclLog) -> Diagnosis | None:
@@ -69,7 +87,16 @@ def _network(case: NcclCase, log: NcclLog) -> Diagnosis | None:
         )
     counts = {len(cards) for cards in log.cards.values()}
     near = case.per_node
-    if counts and max(counts) == 1 and near >= 4:
+    named = log.settings.get("NCCL_IB_HCA", "")
+    if named and counts and 1 < max(counts) <= near / 2 and case.share is not None and case.share < 0.7:
+        case.evidence.append(f"NCCL_IB_HCA is {named}: {max(counts)} cards for {near} GPUs of a node")
+        return case.answer(
+            "wrong-nic",
+            f"NCCL may use only {max(counts)} of a node's cards.",
+            ("remove NCCL_IB_HCA, or name all compute cards in it", TOPO_STEP, PORTS_STEP),
+            "medium",
+        )
+    if counts and max(counts) == 1 and near >= 4 and not _plenty(case):
         card = next(iter(log.cards.values()))[0]
         case.evidence.append(f"of each node's cards NCCL uses one, {card}, for {near} GPUs")
         return case.answer(
@@ -79,6 +106,13 @@ def _network(case: NcclCase, log: NcclLog) -> Diagnosis | None:
             "high",
         )
     return None
+
+
+def _plenty(case: NcclCase) -> bool:
+    """It is as fast as the stated network: one card is all there is."""
+    return (
+        case.share is not None and case.share >= 0.88 and case.expected is not None and case.expected.stated
+    )
 
 
 def _missing_cards(case: NcclCase, log: NcclLog) -> Diagnosis | None:
@@ -120,13 +154,17 @@ def _near(case: NcclCase, log: NcclLog) -> Diagnosis | None:
     pcie_device = node is not None and node.device.link_kind.startswith("pcie")
     shared = [path for path in log.near if path.startswith("SHM")]
     off = log.settings.get("NCCL_P2P_DISABLE", "0").startswith("1")
-    if not (shared or off or log.pcie_path) or pcie_device:
+    if not (shared or off or log.pcie_path or log.p2p_off) or pcie_device:
         return None
     if log.pcie_path:
         case.evidence.append(f"NCCL found the path type {log.pcie_path} between GPUs, not NVL")
+    if log.p2p_off:
+        case.evidence.append("NCCL says that P2P is disabled between GPUs")
     if shared:
         case.evidence.append(f"GPUs of a node talk via {shared[0]}")
     settings = [f"{name}={value}" for name, value in log.settings.items() if "P2P" in name]
+    if case.share is not None and case.share >= 0.82:
+        return None  # a line of one pair, or of another try: the bandwidth is NVLink's
     case.evidence.extend(f"{one} is set" for one in settings)
     fixes = tuple(f"remove {one}" for one in settings)
     return case.answer("pcie-not-nvlink", "GPUs of a node do not use NVLink.", (*fixes, TOPO_STEP), "high")

@@ -2,13 +2,17 @@
 to what its machines should reach. The rules of the verdict read it and add their evidence.
 """
 
+from collections import Counter
 from statistics import median
 
 from cumulo.base.quantities import quantity
 from cumulo.plan.diagnose.diagnosis import LOG_STEP, Diagnosis
-from cumulo.plan.diagnose.expected import expected_of, node_of
+from cumulo.plan.diagnose.expected import expected_of
+from cumulo.plan.diagnose.machine_names import node_of
 from cumulo.plan.diagnose.nccl_log_text import NcclLog
 from cumulo.plan.diagnose.nccl_tests_text import NcclTest
+
+_FULL_RATE = 0.6  # of what the largest messages reach
 
 
 class NcclCase:
@@ -28,13 +32,17 @@ class NcclCase:
     def _ranks(self) -> int | None:
         if self.inferred is not None and self.inferred[0] < 512:
             return max(1, round(self.inferred[0]))
-        if self.test and self.test.claimed:
-            return self.test.claimed[-1]
+        if self.test and self.test.claimed.last:
+            return self.test.claimed.last
         return self.log.ranks if self.log else None
 
     def _nodes(self) -> int:
-        if self.test and self.test.hosts:
-            return self.test.hosts
+        hosts, listed = (self.test.hosts, len(self.test.devices)) if self.test else (0, 0)
+        if hosts and listed >= (self.ranks or 0):
+            return hosts
+        if hosts and self.ranks:  # the list is cut off: other hosts have as many as the fullest of these
+            fullest = max(Counter(host for _, host, _ in self.test.devices).values()) if self.test else 1
+            return max(hosts, round(self.ranks / max(fullest, 8 if fullest > 4 else fullest)))
         if self.log and self.log.nodes:
             return self.log.nodes
         node = node_of(self.text)
@@ -53,10 +61,10 @@ class NcclCase:
         )
 
     def _share(self) -> float | None:
-        """Measured over expected, of the largest messages."""
+        """Measured over expected, of the two largest messages."""
         if self.test is None or self.expected is None:
             return None
-        rows = self.test.large[-4:] or self.test.rows[-2:]
+        rows = self.test.rows[-2:]
         operations = [self.operation]
         if self.test.operation is None and self.operation == "all_gather":
             operations = ["all_gather", "all_to_all"]  # the table does not say which; the kinder one counts
@@ -67,6 +75,17 @@ class NcclCase:
         return max(shares)
 
     @property
+    def full_rate(self) -> bool:
+        """The largest message is one that shows bandwidth: it should reach most of what the links carry."""
+        if self.test is None:
+            return False
+        largest = self.test.rows[-1].size_bytes
+        if self.expected is None:
+            return largest > 4 << 20
+        most = self.expected.busbw(self.operation, 16 << 30)
+        return self.expected.busbw(self.operation, largest) >= _FULL_RATE * most
+
+    @property
     def one_domain(self) -> bool:
         """All GPUs are on one NVLink domain, be it of several hosts."""
         return self.nodes == 1 or (
@@ -75,8 +94,6 @@ class NcclCase:
 
     @property
     def per_node(self) -> int:
-        if self.test and self.test.devices:
-            return max(1, len(self.test.devices) // max(1, self.test.hosts))
         return max(1, (self.ranks or 8) // max(1, self.nodes))
 
     def say_numbers(self) -> None:

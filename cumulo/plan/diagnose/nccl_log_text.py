@@ -9,7 +9,10 @@ _HOST = re.compile(r"^(?:\[[^\]]*\]\s*(?:<\w+>:?)?\s*)?([\w.\-]+):\d+:\d+\s+\[")
 _INFO = re.compile(r"NCCL (?:INFO|WARN)")
 _RANKS = re.compile(r"\bnranks\s+(\d+)", re.IGNORECASE)
 _NODES = re.compile(r"\bnNodes\s+(\d+)")
-_VIA = re.compile(r"->\s*\d+\[[\w]+\]\s*(?:\[(send|receive)\]\s*)?via\s+(\S+)")
+_VIA = re.compile(r"->\s*\d+\[[\w]+\]\s*(?:\[(send|receive)\]\s*)?via\s+(direct shared memory|\S+)")
+_OVER_TCP = re.compile(
+    r"NET/OFI.*[Pp]rovider is tcp|Using network (?:Socket|TCP)\b|NET/IB\s*:\s*No device found"
+)
 _TYPE = re.compile(r"\btype\s+(\w+)/(\w+)")
 _SET = re.compile(r"(NCCL_\w+)\s+set\s+(?:by environment\s+)?to\s+(\S+)")
 _ASYNC = re.compile(r"Got async (?:fatal )?event\s*:\s*([\w ]+)")
@@ -31,6 +34,9 @@ class NcclLog:
     events: tuple[str, ...]  # port error
     settings: dict[str, str]
     domain_off: bool  # no NVLink between hosts, where there could be
+    p2p_off: bool  # NCCL says that GPUs of a node cannot reach each other
+    nvls_off: bool  # NCCL says that there is no NVLink SHARP, or is told not to use it
+    card_path: str  # PIX, PXB, PHB, SYS: the type NCCL found between GPUs and cards
     warnings: tuple[str, ...]
 
 
@@ -48,7 +54,7 @@ def parse_nccl_log(text: str) -> NcclLog | None:
             if found:
                 cards[host[1] if host else "here"] = tuple(name for name, _ in found)
                 link = found[0][1]
-    paths = [via for _, via in _VIA.findall(body)]
+    paths = [_transport(via) for _, via in _VIA.findall(body)]
     network = re.search(r"Using network (\S+)", body)
     named = network[1] if network else ""
     kinds = [first for first, _ in _TYPE.findall(body)]
@@ -56,7 +62,7 @@ def parse_nccl_log(text: str) -> NcclLog | None:
     return NcclLog(
         cards=cards,
         link=link,
-        socket=named == "Socket" or any(path.startswith("NET/Socket") for path in paths),
+        socket=bool(_OVER_TCP.search(body)) or any(path.startswith("NET/Socket") for path in paths),
         network=named,
         ranks=int(ranks[1]) if ranks else None,
         nodes=int(nodes[1]) if nodes else None,
@@ -70,7 +76,19 @@ def parse_nccl_log(text: str) -> NcclLog | None:
         events=tuple(dict.fromkeys(one.strip() for one in _ASYNC.findall(body))),
         settings=dict(_SET.findall(body)),
         domain_off=bool(re.search(r"\bMNNVL 0\b", body)) and not re.search(r"\bMNNVL 1\b", body),
+        p2p_off=bool(
+            re.search(r"P2P is disabled between|[Cc]ould not enable P2P|peer access.*not supported", body)
+        ),
+        nvls_off=bool(
+            re.search(r"NVLS (?:multicast )?support is not available|NCCL_NVLS_ENABLE set.* to 0", body)
+        ),
+        card_path=next((second for _, second in _TYPE.findall(body)), ""),
         warnings=tuple(
             dict.fromkeys(line.split("NCCL WARN", 1)[1].strip() for line in lines if "NCCL WARN" in line)
         ),
     )
+
+
+def _transport(via: str) -> str:
+    """Versions before 2.12 spell shared memory out."""
+    return "SHM" if via == "direct shared memory" else via

@@ -1,32 +1,40 @@
-"""The output of nccl-tests (and rccl-tests) as data: rows, ranks, devices. `diagnose` calls it.
+"""The output of nccl-tests (and rccl-tests) as data: runs, their rows, ranks and devices. `diagnose` calls it.
 
 Lines may have prefixes (mpirun's "[1,0]<stdout>:", a log's time), the in-place half may be missing, and
 older versions print no root. The number of ranks is inferred from busbw/algbw, which is 2(n − 1)/n for an
-all-reduce."""
+all-reduce. A paste may hold several runs."""
 
 import re
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from statistics import median
 
+from cumulo.plan.diagnose.stated_ranks import StatedRanks, stated_ranks
+
 _BENCH = re.compile(r"\|\s*([\d.]+)\s*([KMG])i?B?\s*\|\s*([\d.]+)\s*GBps\s*\|\s*([\d.]+)\s*GBps\s*\|")
+_JSON = re.compile(
+    r'"size"\s*:\s*(\d+)[^{}]*?"out_of_place"\s*:\s*\{[^{}]*?"time"\s*:\s*([\d.]+)[^{}]*?"alg_bw"\s*:\s*([\d.]+)'
+    r'[^{}]*?"bus_bw"\s*:\s*([\d.]+)(?:[^{}]*?"nwrong"\s*:\s*"?(\d+))?'
+)
 _DEVICE = re.compile(r"Rank\s+(\d+)\s+.*?on\s+(\S+)\s+device\s+(\d+)\s+\[[^\]]*\]\s*(.*?)\s*$", re.MULTILINE)
 _OPERATIONS = {
-    "all_reduce": ("all_reduce_perf", "all_reduce", "allreduce"),
-    "all_gather": ("all_gather_perf", "all_gather", "allgather"),
-    "reduce_scatter": ("reduce_scatter_perf", "reduce_scatter", "reducescatter"),
-    "all_to_all": ("alltoall_perf", "all_to_all", "alltoall"),
-    "broadcast": ("broadcast_perf",),
-    "send_recv": ("sendrecv_perf", "sendrecv"),
+    "all_reduce": ("all_reduce", "allreduce"),
+    "all_gather": ("all_gather", "allgather"),
+    "reduce_scatter": ("reduce_scatter", "reducescatter"),
+    "all_to_all": ("alltoallv", "alltoall", "all_to_all"),
+    "broadcast": ("broadcast",),
+    "send_recv": ("sendrecv", "send_recv"),
+    "hypercube": ("hypercube",),
+    "reduce": ("reduce",),
+    "gather": ("gather",),
+    "scatter": ("scatter",),
 }
-_CLAIMED = (
-    re.compile(r"-np?\s+(\d+)\b"),
-    re.compile(r"\bnranks\s+(\d+)", re.IGNORECASE),
-    re.compile(
-        r"\b(\d+)\s*(?:x|×)\s*(?:NVIDIA\s+)?(?:H100|H200|A100|B200|GB200|MI300X|V100)\b", re.IGNORECASE
-    ),
-    re.compile(r"\b(\d+)\s+(?:GPUs|ranks)\b", re.IGNORECASE),
-    re.compile(r"\branks\s+0\s*(?:\.\.|-|to)\s*(\d+)", re.IGNORECASE),
+_BEGINS = re.compile(
+    r"_perf\b|nThread|nccl-tests version|\b(?:mpirun|mpiexec|srun|torchrun)\b|^\s*(?:=|-|\*|~|#){4,}"
 )
+_HEADING = re.compile(r"\bsize\b.*\b(?:count|time|busbw)\b")
+_LEAST_ERROR = 0.02  # of the old versions' column of differences: more is no rounding, in any type
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +43,8 @@ class TestRow:
     time_us: float
     algbw: float  # GB/s
     busbw: float
+    wrong: int = 0  # elements that are not what they should be, in either half
+    in_place: float | None = None  # busbw
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +52,7 @@ class NcclTest:
     operation: str | None  # as printed; None: not said
     rows: tuple[TestRow, ...]
     devices: tuple[tuple[int, str, str], ...]  # rank, host, name
-    claimed: tuple[int, ...]  # numbers of ranks that the text states
+    claimed: StatedRanks
 
     @property
     def hosts(self) -> int:
@@ -67,7 +77,7 @@ class NcclTest:
         """Best, least and most; None: the ratio does not say."""
         precise = sorted((row for row in self.rows if row.algbw >= 1), key=lambda row: -row.algbw)[:8]
         ratio = self.ratio
-        if ratio is None or not precise:
+        if ratio is None or not precise or self.operation in ("broadcast", "reduce", "send_recv"):
             return None
         error = 0.011 / precise[len(precise) // 2].algbw * max(1.0, ratio)
         whole = 2.0 if self.operation in (None, "all_reduce") and ratio > 1 - error else 1.0
@@ -78,38 +88,113 @@ class NcclTest:
         return tuple(whole / (whole - one) for one in (ratio, max(0.0, ratio - error), ratio + error))  # type: ignore[return-value]
 
 
+@dataclass(frozen=True, slots=True)
+class TestRun:
+    """One table and the text that belongs to it."""
+
+    text: str
+    test: NcclTest
+
+
 def parse_nccl_tests(text: str) -> NcclTest | None:
-    rows = [row for line in text.splitlines() if "NCCL INFO" not in line and (row := _row(line)) is not None]
-    rows = rows or [row for line in _BENCH.findall(text) if (row := _bench_row(*line)) is not None]
-    if not rows:
-        return None
-    devices = {int(rank): (host, name.strip()) for rank, host, _, name in _DEVICE.findall(text)}
-    found = tuple((rank, host, name) for rank, (host, name) in sorted(devices.items()))
-    return NcclTest(
-        _operation(text), tuple(sorted(rows, key=lambda row: row.size_bytes)), found, _claimed(text, found)
+    """The first run of a text."""
+    return next((run.test for run in nccl_test_runs(text)), None)
+
+
+def nccl_test_runs(text: str) -> Iterator[TestRun]:
+    """Each run; one that does not list its devices or name its collective has those of the run before it."""
+    before: NcclTest | None = None
+    for part in _parts(text):
+        rows = list(_rows(part))
+        devices = _devices(part)
+        listed = len(devices) if _all_listed(part, devices) else 0
+        test = NcclTest(
+            _operation(part),
+            tuple(sorted(rows, key=lambda row: row.size_bytes)),
+            devices,
+            stated_ranks(part, listed),
+        )
+        if before is not None:
+            test = replace(
+                test,
+                operation=test.operation or before.operation,
+                devices=test.devices or before.devices,
+                claimed=test.claimed if test.claimed.last or test.devices else before.claimed,
+            )
+        before = test
+        yield TestRun(part, test)
+
+
+def _parts(text: str) -> list[str]:
+    """The text of each run: a table ends where sizes begin again."""
+    lines = text.splitlines()
+    sizes = [(at, row.size_bytes) for at, line in enumerate(lines) if (row := _row(line)) is not None]
+    if not sizes:
+        return [text] if _JSON.search(text) or _BENCH.search(text) else []
+    cuts = [0]
+    for (last, size), (first, next_size) in pairwise(sizes):
+        if next_size < size or (next_size == size and first - last > 4):
+            between = range(last + 1, first)
+            begins = [at for at in between if _BEGINS.search(lines[at])]
+            headings = [at for at in between if _HEADING.search(lines[at])]
+            if begins or headings:
+                cuts.append((begins or headings)[0])
+    return ["\n".join(lines[a:b]) for a, b in zip(cuts, [*cuts[1:], len(lines)], strict=True)]
+
+
+def _rows(text: str) -> Iterator[TestRow]:
+    found = [row for line in text.splitlines() if (row := _row(line)) is not None]
+    found = found or [row for line in _BENCH.findall(text) if (row := _bench_row(*line)) is not None]
+    yield from found or (
+        TestRow(int(size), float(time_us), float(algbw), float(busbw), int(wrong or 0))
+        for size, time_us, algbw, busbw, wrong in _JSON.findall(text)
     )
 
 
 def _row(line: str) -> TestRow | None:
     """Columns differ between versions: a row is a size, and after it a time with the bandwidths that
     follow from the two."""
+    if "NCCL INFO" in line:
+        return None
     words = line.replace("|", " ").replace(">:", ">: ").split()
     for at, word in enumerate(words[:6]):
         if not word.isdigit() or int(word) < 1:
             continue
         size = int(word)
         for first in range(at + 1, min(at + 7, len(words) - 2)):
-            time_us, algbw, busbw = (_number(one) for one in words[first : first + 3])
-            if time_us is None or algbw is None or busbw is None or time_us <= 0:
-                continue
-            if "." not in words[first + 1] or "." not in words[first + 2]:
-                continue
-            exact = size / time_us / 1e3
-            if abs(algbw - exact) <= 0.0051 + 0.01 * exact and busbw <= 2 * algbw + 0.011:
-                return TestRow(size, time_us, algbw, busbw)
+            if (half := _half(size, words[first:])) is not None:
+                rest = words[first + 3 :]
+                other = _half(size, rest[1:]) or _half(size, rest)
+                wrong = _wrong(rest[:1])
+                if other is not None:
+                    wrong = max(wrong, _wrong(rest[4:5]))
+                return TestRow(size, *half, wrong, other[2] if other else None)
         if at + 4 < len(words):
             return None  # the first number that could be a size is one, or there is none
     return None
+
+
+def _half(size: int, words: list[str]) -> tuple[float, float, float] | None:
+    """Time and bandwidths at the beginning of `words`, if they agree with the size."""
+    if len(words) < 3 or "." not in words[1] or "." not in words[2]:
+        return None
+    time_us, algbw, busbw = (_number(one) for one in words[:3])
+    if time_us is None or algbw is None or busbw is None or time_us <= 0:
+        return None
+    exact = size / time_us / 1e3
+    if abs(algbw - exact) <= 0.0051 + 0.01 * exact and busbw <= 2 * algbw + 0.011:
+        return time_us, algbw, busbw
+    return None
+
+
+def _wrong(words: list[str]) -> int:
+    """The column #wrong, or the old versions' largest difference."""
+    if not words:
+        return 0
+    if words[0].isdigit():
+        return int(words[0])
+    difference = _number(words[0])
+    return int(difference is not None and not difference <= _LEAST_ERROR)
 
 
 def _bench_row(size: str, unit: str, busbw: str, algbw: str) -> TestRow | None:
@@ -128,21 +213,27 @@ def _number(word: str) -> float | None:
 
 
 def _operation(text: str) -> str | None:
+    """By the program's name, and otherwise by any mention outside of logs."""
     lower = text.lower()
     for name, words in _OPERATIONS.items():
-        if words[0] in lower:
+        if any(re.search(rf"(?<![a-z_]){word}_perf", lower) for word in words):
             return name
-    for name, words in _OPERATIONS.items():
-        if any(word in lower for word in words[1:]):
+    plain = "\n".join(line for line in lower.splitlines() if "nccl info" not in line)
+    for name, words in list(_OPERATIONS.items())[:6]:
+        if any(word in plain for word in words if name != "broadcast"):
             return name
     return None
 
 
-def _claimed(text: str, devices: tuple[tuple[int, str, str], ...]) -> tuple[int, ...]:
-    found: list[int] = []
-    plain = "\n".join(line for line in text.splitlines() if not _DEVICE.search(line))
-    for number, pattern in enumerate(_CLAIMED):
-        found += [int(one) + (number == len(_CLAIMED) - 1) for one in pattern.findall(plain)]
-    if devices:
-        found.append(len(devices))
-    return tuple(dict.fromkeys(one for one in found if one > 0))
+def _devices(text: str) -> tuple[tuple[int, str, str], ...]:
+    found = {int(rank): (host, name.strip()) for rank, host, _, name in _DEVICE.findall(text)}
+    return tuple((rank, host, name) for rank, (host, name) in sorted(found.items()))
+
+
+def _all_listed(text: str, devices: tuple[tuple[int, str, str], ...]) -> bool:
+    """No line of the list is cut off: it begins with rank 0, has no gap and no dots, and the table follows it."""
+    if not devices or [rank for rank, _, _ in devices] != list(range(len(devices))):
+        return False
+    ends = [match.end() for match in _DEVICE.finditer(text)]
+    after = text[ends[-1] :].lstrip("\n").splitlines()[:2]
+    return not any(re.search(r"\.\.\.|…|<snip|\[?(?:cut|snip|truncated|omitted)", line) for line in after)

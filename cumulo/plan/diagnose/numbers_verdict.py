@@ -1,5 +1,8 @@
 """The verdict by bandwidths and latencies, compared with the planner's network model."""
 
+import re
+from itertools import pairwise
+
 from cumulo.base.quantities import quantity
 from cumulo.plan.diagnose.counters_text import congestion_counters
 from cumulo.plan.diagnose.diagnosis import (
@@ -11,14 +14,20 @@ from cumulo.plan.diagnose.diagnosis import (
     PORTS_STEP,
     TEST_STEP,
     TOPO_STEP,
+    WIDTH_STEP,
     Diagnosis,
 )
 from cumulo.plan.diagnose.expected import nearest_published
+from cumulo.plan.diagnose.link_states import link_states
 from cumulo.plan.diagnose.nccl_case import NcclCase
+from cumulo.plan.diagnose.nccl_tests_text import TestRow
 
-_HEALTHY_NEAR, _HEALTHY_FAR = 0.82, 0.88  # of what the model expects, in a node and between nodes
+_HEALTHY_NEAR, _HEALTHY_FAR = 0.82, 0.9  # of what the model expects, in a node and between nodes
+_HEALTHY_ALL_TO_ALL = 0.75  # between nodes: many flows at once collide a little on every fabric
 _HEALTHY_PCIE = 0.6  # over PCIe it depends on the board: switches, host bridges, the link between sockets
-_FALLS = 1.5  # times the bandwidth of the largest messages, that smaller ones reach: buffers overflow
+_HALF = 0.5
+_DIP = 0.7  # of the bandwidths before and after
+_FALLS = 1.3  # times the bandwidth of the largest messages, that smaller ones reach: buffers overflow
 _TOO_GOOD = 1.25  # of the best algorithm's rate: it is another machine
 
 
@@ -36,9 +45,10 @@ def stated_ranks(case: NcclCase) -> Diagnosis | None:
         return None
     best, low, high = case.inferred
     slack = 0.15 + 0.02 * best
-    claimed = [one for one in case.test.claimed if one > 1]
-    wrong = [one for one in claimed if not low - slack <= one <= high + slack]
-    if not claimed or not wrong or (len(wrong) < len(claimed) and case.test.hosts):
+    claimed = case.test.claimed
+    wrong = claimed.wrong(low - slack, high + slack)
+    some_fit = len(wrong) < len(claimed.sure) + len(claimed.either)
+    if not wrong or (some_fit and case.test.hosts and claimed.command not in wrong):
         return None
     case.evidence.append(
         f"busbw/algbw is {case.test.ratio:.4f}, which an {case.operation} of {best:.0f} ranks has; the "
@@ -52,26 +62,49 @@ def stated_ranks(case: NcclCase) -> Diagnosis | None:
     )
 
 
-def small_messages(case: NcclCase) -> Diagnosis | None:
-    if case.test is None or case.test.rows[-1].size_bytes > 4 << 20:
+def wrong_results(case: NcclCase) -> Diagnosis | None:
+    rows = [row for row in case.test.rows if row.wrong] if case.test else []
+    failed = re.search(r"Out of bounds values\s*:\s*([1-9]\d*)", case.text)
+    if not rows and failed is None:
         return None
-    smallest = case.test.rows[0]
-    case.evidence.append(f"the largest message has {quantity(case.test.rows[-1].size_bytes, 'B')}")
+    if rows:
+        case.evidence.append(
+            f"#wrong is {rows[0].wrong} at {quantity(rows[0].size_bytes, 'B')}, and not 0 in {len(rows)} of "
+            f"{len(case.test.rows) if case.test else 0} rows"
+        )
+    return case.answer(
+        "wrong-results",
+        "Sums differ from what they should be: memory, a link or a driver corrupts data. Do not train on it.",
+        (
+            "run each node alone, then pairs, to find the GPU or card that is always in a wrong run",
+            "run `nvidia-smi -q -d ECC,PAGE_RETIREMENT` and `dcgmi diag -r 3` on those nodes",
+        ),
+        "high",
+    )
+
+
+def small_messages(case: NcclCase) -> Diagnosis | None:
+    if case.test is None or case.full_rate:
+        return None
+    smallest, largest = case.test.rows[0], case.test.rows[-1]
+    case.evidence.append(f"the largest message has {quantity(largest.size_bytes, 'B')}")
     if case.expected is not None:
         usual = case.expected.latency_us(case.operation)
         case.evidence.append(f"{smallest.time_us:.0f} µs for the smallest; about {usual:.0f} µs are usual")
-        if smallest.time_us > 8 * usual:
-            return case.answer(
-                "unknown",
-                "Messages are small, and even their latency is high.",
-                (LOG_STEP, TEST_STEP),
-                "low",
-            )
+        slow = smallest.size_bytes <= 64 << 10 and smallest.time_us > 8 * usual
+        if slow or (largest.size_bytes > 4 << 20 and case.share is not None and case.share < _HALF):
+            return None if largest.size_bytes > 4 << 20 else _slow_latency(case)
     return case.answer(
         "small-messages",
         "At these sizes latency counts, not bandwidth: a low busbw says nothing about the links.",
         ("run with -b 8 -e 8G -f 2, and read busbw from 256 MiB up",),
         "high",
+    )
+
+
+def _slow_latency(case: NcclCase) -> Diagnosis:
+    return case.answer(
+        "unknown", "Messages are small, and even their latency is high.", (LOG_STEP, TEST_STEP), "low"
     )
 
 
@@ -83,9 +116,15 @@ def congested(case: NcclCase) -> Diagnosis | None:
     rows = [row for row in case.test.rows if row.size_bytes >= 8 << 20] if case.test else []
     best = max(rows, key=lambda row: row.busbw, default=None)
     falls = best is not None and best.busbw > _FALLS * rows[-1].busbw and best is not rows[-1]
-    slow = case.share is not None and case.share < _HEALTHY_FAR
-    if not falls and not (counters and (slow or case.share is None)):
+    slow = case.share is not None and not _enough(case)
+    dips = dips_of(case)
+    if not (falls or dips) and not (counters and (slow or case.share is None)):
         return None
+    if dips and not falls:
+        case.evidence.append(
+            f"busbw is {dips[0].busbw:.4g} GB/s at {quantity(dips[0].size_bytes, 'B')}, much less than at the "
+            "sizes before and after it"
+        )
     if falls and best is not None:
         case.evidence.append(
             f"busbw falls from {best.busbw:.4g} GB/s at {quantity(best.size_bytes, 'B')} to "
@@ -105,6 +144,18 @@ def congested(case: NcclCase) -> Diagnosis | None:
     )
 
 
+def dips_of(case: NcclCase) -> list[TestRow]:
+    """Large messages that reach much less than smaller and larger ones do: no link is that slow, so it is others'
+    traffic, or packets that are lost now and then."""
+    rows = [row for row in case.test.rows if row.size_bytes >= 32 << 20] if case.test else []
+    return [
+        row
+        for at, row in enumerate(rows)
+        if any(row.busbw < _DIP * one.busbw for one in rows[:at])
+        and any(row.busbw < _DIP * one.busbw for one in rows[at + 1 :])
+    ]
+
+
 def numbers_verdict(case: NcclCase) -> Diagnosis | None:
     if case.share is None or case.expected is None or case.test is None:
         return None
@@ -118,14 +169,48 @@ def numbers_verdict(case: NcclCase) -> Diagnosis | None:
             (LOG_STEP, "state the cards of a node, as in 8 x 400G"),
             "low",
         )
+    if (found := _states(case)) is not None:
+        return found
     if (published := nearest_published(case.expected)) is not None:
         case.evidence.append(f"published: {published}")
     return _near_numbers(case) if case.one_domain else _far_numbers(case, row.busbw)
 
 
+def _states(case: NcclCase) -> Diagnosis | None:
+    """What other tools say of ports and links, where the bandwidth is low."""
+    assert case.share is not None and case.expected is not None
+    states = link_states(case.text)
+    near = case.one_domain
+    if _enough(case):
+        return None
+    if states.down and not near:
+        case.evidence.append(f"the text says: {states.down[:120]}")
+        return case.answer("rail-down", "A port is down.", (PORTS_STEP, PAIRS_STEP), "high")
+    active, inactive = states.nvlinks
+    if near and case.expected.has_nvlink and (states.no_nvlink or (inactive and not active)):
+        case.evidence.append("nvidia-smi shows no NVLink between the GPUs")
+        return case.answer("pcie-not-nvlink", "GPUs of a node do not use NVLink.", (TOPO_STEP,), "high")
+    if states.downgraded or (near and inactive):
+        case.evidence.append(
+            f"lspci says: {states.downgraded[:120]}"
+            if states.downgraded
+            else f"{inactive} NVLinks are inactive, {active} active"
+        )
+        return case.answer("slow-link", "A link runs below its rate.", (WIDTH_STEP, TOPO_STEP), "high")
+    return None
+
+
 def _near_numbers(case: NcclCase) -> Diagnosis:
     assert case.share is not None and case.expected is not None
-    if case.share >= (_HEALTHY_NEAR if case.expected.has_nvlink else _HEALTHY_PCIE):
+    if dips := dips_of(case):
+        case.evidence.append(f"busbw dips to {dips[0].busbw:.4g} GB/s at {quantity(dips[0].size_bytes, 'B')}")
+        return case.answer(
+            "unknown",
+            "Bandwidth dips at some sizes: something else uses the GPUs or the links now and then.",
+            ("look for other processes with `nvidia-smi`, and run again with -n 100", TOPO_STEP),
+            "low",
+        )
+    if _enough(case):
         return _healthy(case)
     if case.share < 0.32 and case.expected.has_nvlink and case.nodes > 1:
         return case.apart(f"{case.share:.0%} of what the NVLink domain gives", "medium")
@@ -137,6 +222,8 @@ def _near_numbers(case: NcclCase) -> Diagnosis:
             "medium",
         )
     ring = case.operation == "all_reduce" and case.expected.network.profile.nvls_bytes_per_s > 0
+    if case.log and case.log.nvls_off:
+        case.evidence.append("NCCL says that NVLS is not available, or is told not to use it")
     if ring and 0.68 <= case.share < _HEALTHY_NEAR and (case.ranks or 0) >= 5:
         return case.answer(
             "nvls-off",
@@ -144,17 +231,26 @@ def _near_numbers(case: NcclCase) -> Diagnosis:
             ("check that fabric manager runs and NCCL_NVLS_ENABLE is not 0", LOG_STEP),
             "medium",
         )
-    links = "NVLink gives; more than PCIe does" if case.expected.has_nvlink else "its PCIe links could carry"
-    return case.answer("unknown", f"{case.share:.0%} of what {links}.", (TOPO_STEP, LOG_STEP), "low")
+    if case.expected.has_nvlink:
+        return case.answer(
+            "slow-link",
+            f"{case.share:.0%} of what NVLink gives, and more than PCIe does: some NVLinks seem to be down, or a "
+            "GPU is slow.",
+            ("run `nvidia-smi nvlink --status` and look for inactive links", TOPO_STEP, LOG_STEP),
+            "low",
+        )
+    return case.answer(
+        "unknown", f"{case.share:.0%} of what its PCIe links could carry.", (TOPO_STEP, LOG_STEP), "low"
+    )
 
 
 def _far_numbers(case: NcclCase, busbw: float) -> Diagnosis:
     assert case.share is not None and case.expected is not None
     share = case.share
     card = case.expected.card_gbps / 8
-    if share >= _HEALTHY_FAR:
+    if _enough(case):
         return _healthy(case)
-    if share < 0.16 or busbw < 1.05 * card / 2:
+    if share < 0.16 or (case.per_node > 1 and busbw < 1.05 * card / 2):
         return case.answer(
             "wrong-nic",
             "So little goes over one slow card, or over TCP.",
@@ -180,13 +276,36 @@ def _far_numbers(case: NcclCase, busbw: float) -> Diagnosis:
             (PORTS_STEP, PAIRS_STEP, LOG_STEP),
             "medium",
         )
+    if _steady(case):
+        return case.answer(
+            "rail-down",
+            f"{share:.0%} of what is usual, at all large sizes: a rail seems to be missing (7 of 8 is 88%), or a "
+            "node is slow.",
+            (PORTS_STEP, PAIRS_STEP, "run pairs of nodes, to find a slow one", LOG_STEP),
+            "low",
+        )
     return case.answer(
-        "unknown",
-        f"{share:.0%} of what is usual: a rail that is missing (7 of 8 is 88%), links that flows hash onto "
-        "together, or a slow node would all look so.",
-        (PORTS_STEP, PAIRS_STEP, "run pairs of nodes, to find a slow one", LOG_STEP),
+        "congested",
+        f"{share:.0%} of what is usual, and unevenly: flows seem to share links (ECMP collisions), or packets are "
+        "lost.",
+        (PAUSES_STEP, ECN_STEP, "run `cumulo network lint FABRIC` for the layout's collisions", PAIRS_STEP),
         "low",
     )
+
+
+def _enough(case: NcclCase) -> bool:
+    """It reaches what such machines reach."""
+    assert case.share is not None and case.expected is not None
+    if case.one_domain:
+        return case.share >= (_HEALTHY_NEAR if case.expected.has_nvlink else _HEALTHY_PCIE)
+    ring = case.operation in ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce")
+    return case.share >= (_HEALTHY_FAR if ring else _HEALTHY_ALL_TO_ALL)
+
+
+def _steady(case: NcclCase) -> bool:
+    """Large messages grow towards one bandwidth, as over links of one rate."""
+    rows = case.test.large if case.test else ()
+    return all(later.busbw > 0.95 * row.busbw for row, later in pairwise(rows))
 
 
 def _healthy(case: NcclCase) -> Diagnosis:

@@ -1,15 +1,18 @@
-"""The output of perftest (ib_write_bw, ib_read_lat, ...) as data. `diagnose` calls it."""
+"""The output of perftest (ib_write_bw, ib_read_lat, ...) as data, of each test in a text. `diagnose` calls it."""
 
 import re
 from dataclasses import dataclass
+from itertools import pairwise
 
-LINE_RATES_GBPS = (10.0, 25.0, 40.0, 50.0, 100.0, 200.0, 400.0, 800.0)
+LINE_RATES_GBPS = (10.0, 25.0, 40.0, 50.0, 56.0, 100.0, 200.0, 400.0, 800.0)
 _FIELD = re.compile(r"(Device|Mtu|Link type|Number of qps|GID index)\s*:\s*(\S+)")
 _UNIT = re.compile(r"BW average\[(\w+)/sec\]")
-_ROW = re.compile(r"^\s*(\d+)\s+(\d+)\s+([\d.]+)\s+([\d.]+)(?:\s+([\d.]+))?", re.MULTILINE)
-_RATE = re.compile(r"\b[Rr]ate\s*:\s*(\d+)|\b(?:rate|speed)\s*:\s*(\d+)\s*Gb", re.MULTILINE)
-_SPEED = re.compile(r"Speed:\s*(\d+)\s*Mb/s")
+_ROW = re.compile(r"^[^\S\n]*(\d+)\s+(\d+)\s+([\d.]+)\s+([\d.]+)(?:\s+([\d.]+))?", re.MULTILINE)
 _LATENCY = re.compile(r"t_typical\[usec\]")
+_BANNER = re.compile(
+    r"^.*\b(?:RDMA_Write|RDMA_Read|Send|Atomic\S*)\b.*\b(?:BW|Latency|Bidirectional)\b.*Test", re.M
+)
+_COMMAND = re.compile(r"^.*\bib_(?:write|read|send)_(?:bw|lat)\b.*$", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,11 +21,9 @@ class Perftest:
     mtu: int | None
     link: str
     gpu_memory: bool
-    gbps: float | None  # average at the largest size
+    gbps: float | None  # average at the largest size, each way
     size_bytes: int
     latency_us: float | None
-    port_down: bool
-    stated: float | None  # Gbit/s of the port, where the text says it (ibstat, ethtool, ibv_devinfo)
 
     @property
     def line_rate(self) -> float | None:
@@ -32,37 +33,49 @@ class Perftest:
         return next((rate for rate in LINE_RATES_GBPS if 0.88 * rate <= self.gbps <= 1.02 * rate), None)
 
 
-def parse_perftest(text: str) -> Perftest | None:
-    down = bool(re.search(r"Port number \d+ state is (?:Down|Init)|port state is (?:DOWN|INIT)", text, re.I))
+def parse_perftests(text: str) -> list[Perftest]:
+    """Each test that has a heading, in the order of the text."""
+    return [found for part in _parts(text) if (found := _parse(part)) is not None]
+
+
+def _parts(text: str) -> list[str]:
+    """A test begins with its command or its banner; where neither is pasted, with its heading."""
+    starts = [match.start() for match in _BANNER.finditer(text)]
+    if len(starts) < 2:
+        headings = [match.start() for match in re.finditer(r"^.*(?:BW average|t_typical).*$", text, re.M)]
+        starts = headings if len(headings) > len(starts) else starts
+    commands = [match.start() for match in _COMMAND.finditer(text)]
+    cuts = [0]
+    for before, start in pairwise(starts):
+        cuts.append(max([at for at in commands if before < at < start], default=start))
+    return [text[a:b] for a, b in zip(cuts, [*cuts[1:], len(text)], strict=True)]
+
+
+def _parse(text: str) -> Perftest | None:
     unit, latency = _UNIT.search(text), _LATENCY.search(text)
-    if unit is None and latency is None and not down:
+    heading = unit or latency
+    if heading is None:
         return None
     fields = dict(_FIELD.findall(text))
-    heading = unit or latency
-    rows = _ROW.findall(text[heading.end() :]) if heading else []
+    rows = _ROW.findall(text[heading.end() :])
     gbps, size, latency_us = None, 0, None
     if rows and unit is not None:
         best = max(rows, key=lambda row: int(row[0]))
         size = int(best[0])
         scale = 1.0 if unit[1].lower().startswith("gb") else 8 * 2**20 / 1e9  # perftest's MB are MiB
-        gbps = float(best[3]) * scale
+        gbps = float(best[3]) * scale / (2 if "Bidirectional" in text else 1)
     elif rows:
         latency_us = float(rows[0][4] or rows[0][2])
     mtu = re.match(r"\d+", fields.get("Mtu", ""))
+    gpu = re.search(
+        r"use_cuda|use_rocm|GPU memory|cuda_dmabuf|CUDA (?:device|memory)|initializing CUDA", text, re.I
+    )
     return Perftest(
         fields.get("Device", ""),
         int(mtu[0]) if mtu else None,
         fields.get("Link type", ""),
-        "cuda" in text.lower(),
+        gpu is not None,
         gbps,
         size,
         latency_us,
-        down,
-        _stated(text),
     )
-
-
-def _stated(text: str) -> float | None:
-    rates = [float(first or second) for first, second in _RATE.findall(text)]
-    rates += [float(one) / 1e3 for one in _SPEED.findall(text)]
-    return max((rate for rate in rates if rate >= 10), default=None)

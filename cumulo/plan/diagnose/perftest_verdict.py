@@ -1,51 +1,49 @@
-"""What an output of perftest says about a link. `diagnose` calls it."""
+"""What outputs of perftest and of OSU's tests say about links. `diagnose` calls it."""
 
 from cumulo.base.quantities import quantity
 from cumulo.plan.diagnose.diagnosis import GDR_STEP, PAIRS_STEP, PORTS_STEP, TOPO_STEP, WIDTH_STEP, Diagnosis
-from cumulo.plan.diagnose.perftest_text import Perftest
+from cumulo.plan.diagnose.link_states import link_states, port_gbps
+from cumulo.plan.diagnose.osu_text import OsuTest
+from cumulo.plan.diagnose.perftest_text import LINE_RATES_GBPS, Perftest
+
+_LEAST = 0.85  # of a port's rate, that a healthy link reaches
+_USUAL_LATENCY_US = 6.0
+_CORES_STEP = "run with -q 4, and with the CPU of the card's NUMA node (numactl)"
 
 
-def perftest_verdict(perftest: Perftest) -> Diagnosis:
-    if perftest.port_down:
-        return Diagnosis("rail-down", "The port is down.", (), (PORTS_STEP,), "high")
-    if perftest.gbps is None:
-        if perftest.latency_us is not None and perftest.latency_us <= 6:
-            return Diagnosis(
-                "healthy", f"A latency of {perftest.latency_us:g} µs is usual.", (), (PAIRS_STEP,), "medium"
-            )
-        return Diagnosis("unknown", "There is no bandwidth in the text.", (), (PAIRS_STEP,), "low")
-    name = perftest.device or "the card"
-    evidence = (f"{perftest.gbps:.0f} Gbit/s on {name} at {quantity(perftest.size_bytes, 'B')}",)
-    rate = perftest.line_rate
-    if perftest.stated is not None and perftest.size_bytes >= 4096 and perftest.gbps < 0.8 * perftest.stated:
-        share = f"{perftest.gbps / perftest.stated:.0%} of the port's {perftest.stated:.0f} Gbit/s"
-        if perftest.gpu_memory:
-            return Diagnosis(
-                "no-gdr", f"GPU memory is reached at {share}.", evidence, (GDR_STEP, TOPO_STEP), "medium"
-            )
+def perftests_verdict(tests: list[Perftest], text: str) -> Diagnosis:
+    """The worst of several, each compared with the port's stated rate and with its sisters."""
+    states = link_states(text)
+    if states.down:
         return Diagnosis(
-            "slow-link", f"{name} reaches {share}.", evidence,
-            ("run with -q 4, and with the CPU of the card's NUMA node (numactl)", WIDTH_STEP, PORTS_STEP), "high",
-        )  # fmt: skip
-    if perftest.gpu_memory and (rate is None or rate <= 100):
+            "rail-down", "A port is down.", (f"the text says: {states.down[:120]}",), (PORTS_STEP,), "high"
+        )
+    reached = [test.gbps for test in tests if test.gbps is not None and test.size_bytes >= 4096]
+    rate = port_gbps(text)
+    if rate is None and len(reached) > 1:
+        rate = next((one for one in LINE_RATES_GBPS if 0.88 * one <= max(reached) <= 1.02 * one), None)
+    found = [_verdict(test, rate, len(tests) > 1) for test in tests]
+    if states.downgraded and all(one.cause == "healthy" for one in found):
         return Diagnosis(
-            "no-gdr", "GPU memory is reached slowly: GPUDirect RDMA is missing or takes a long way.", evidence,
-            (GDR_STEP, TOPO_STEP), "medium",
+            "slow-link", "A PCIe link is narrower or slower than its card.",
+            (f"lspci says: {states.downgraded[:120]}",), (WIDTH_STEP,), "medium",
         )  # fmt: skip
-    if rate is not None and rate <= 50:
-        return Diagnosis(
-            "wrong-nic", f"{name} is a {rate:.0f} Gbit/s port: a management card, not one for GPUs.", evidence,
-            (TOPO_STEP, "name a compute card with -d"), "medium",
-        )  # fmt: skip
-    if rate is not None:
-        if perftest.stated is not None:
-            return Diagnosis("healthy", f"{name} reaches its {rate:.0f} Gbit/s.", evidence, (), "high")
-        return Diagnosis(
-            "healthy", f"{name} reaches {rate:.0f} Gbit/s, which is a line rate; a faster port "
-            "(see `ibstat`) would be slow.", evidence, (PORTS_STEP,), "medium",
-        )  # fmt: skip
-    small = perftest.size_bytes < 4096
-    if small:
+    bad = [one for one in found if one.cause not in ("healthy", "unknown", "small-messages")]
+    return next(iter(bad or [one for one in found if one.cause == "unknown"] or found))
+
+
+def osu_verdict(test: OsuTest, text: str) -> Diagnosis:
+    """As a test of perftest with the same numbers."""
+    same = Perftest("the link", None, "", test.gpu_memory, test.gbps, test.size_bytes, test.latency_us)
+    return perftests_verdict([same], text)
+
+
+def _verdict(test: Perftest, stated: float | None, several: bool) -> Diagnosis:
+    if test.gbps is None:
+        return _latency(test)
+    name = test.device or "the card"
+    evidence = (f"{test.gbps:.0f} Gbit/s on {name} at {quantity(test.size_bytes, 'B')}",)
+    if test.size_bytes < 4096:
         return Diagnosis(
             "small-messages",
             "At this size the message rate counts.",
@@ -53,7 +51,68 @@ def perftest_verdict(perftest: Perftest) -> Diagnosis:
             ("run with -s 65536 or -a",),
             "high",
         )
-    steps: tuple[str, ...] = (PORTS_STEP, "run with -q 4, and with the CPU of the card's NUMA node (numactl)")
-    if perftest.mtu is not None and perftest.mtu < 4096:
-        steps = (f"raise the MTU, which is {perftest.mtu}: 4096 needs an interface MTU of 9000", *steps)
-    return Diagnosis("slow-link", f"{name} reaches no line rate.", evidence, steps, "medium")
+    if stated is not None and test.gbps < _LEAST * stated:
+        return _below(test, stated, name, evidence)
+    rate = test.line_rate
+    if test.gpu_memory and (rate is None or rate <= 100) and stated is None:
+        return Diagnosis(
+            "no-gdr", "GPU memory is reached slowly: GPUDirect RDMA is missing or takes a long way.", evidence,
+            (GDR_STEP, TOPO_STEP), "medium",
+        )  # fmt: skip
+    if rate is not None and rate <= 50 and not several:
+        return _management(name, rate, evidence)
+    if rate is not None:
+        if stated is not None:
+            return Diagnosis("healthy", f"{name} reaches its {stated:.0f} Gbit/s.", evidence, (), "high")
+        return Diagnosis(
+            "healthy", f"{name} reaches {rate:.0f} Gbit/s, which is a line rate; a faster port "
+            "(see `ibstat`) would be slow.", evidence, (PORTS_STEP,), "medium",
+        )  # fmt: skip
+    return Diagnosis("slow-link", f"{name} reaches no line rate.", evidence, _slow_steps(test), "medium")
+
+
+def _below(test: Perftest, stated: float, name: str, evidence: tuple[str, ...]) -> Diagnosis:
+    assert test.gbps is not None
+    share = f"{test.gbps / stated:.0%} of the port's {stated:.0f} Gbit/s"
+    if test.gpu_memory:
+        return Diagnosis(
+            "no-gdr", f"GPU memory is reached at {share}.", evidence, (GDR_STEP, TOPO_STEP), "medium"
+        )
+    if test.line_rate is not None and test.line_rate <= 50 and stated >= 100:
+        return _management(name, test.line_rate, evidence)
+    return Diagnosis("slow-link", f"{name} reaches {share}.", evidence, _slow_steps(test), "high")
+
+
+def _management(name: str, rate: float, evidence: tuple[str, ...]) -> Diagnosis:
+    return Diagnosis(
+        "wrong-nic", f"{name} is a {rate:.0f} Gbit/s port: a management card, not one for GPUs.", evidence,
+        (TOPO_STEP, "name a compute card with -d"), "medium",
+    )  # fmt: skip
+
+
+def _slow_steps(test: Perftest) -> tuple[str, ...]:
+    steps: tuple[str, ...] = (_CORES_STEP, WIDTH_STEP, PORTS_STEP)
+    if test.mtu is not None and test.mtu < 4096:
+        return (f"raise the MTU, which is {test.mtu}: 4096 needs an interface MTU of 9000", *steps)
+    return steps
+
+
+def _latency(test: Perftest) -> Diagnosis:
+    if test.latency_us is None:
+        return Diagnosis("unknown", "There is no bandwidth in the text.", (), (PAIRS_STEP,), "low")
+    if test.latency_us <= _USUAL_LATENCY_US:
+        return Diagnosis(
+            "healthy", f"A latency of {test.latency_us:g} µs is usual.", (), (PAIRS_STEP,), "medium"
+        )
+    if test.latency_us >= 15 and not test.gpu_memory:
+        return Diagnosis(
+            "slow-link", f"A latency of {test.latency_us:g} µs is high: RDMA takes 1 to 6.",
+            (f"{test.latency_us:g} µs",), (_CORES_STEP, PORTS_STEP, PAIRS_STEP), "low",
+        )  # fmt: skip
+    return Diagnosis(
+        "unknown",
+        f"A latency of {test.latency_us:g} µs is more than usual.",
+        (),
+        (PAIRS_STEP, _CORES_STEP),
+        "low",
+    )

@@ -6,40 +6,92 @@ neither is enough the answer is "I cannot tell" with the command that would tell
 reaches what such machines reach.
 """
 
+from dataclasses import replace
+
 from cumulo.plan.diagnose.diagnosis import CAUSES, LOG_STEP, TEST_STEP, Diagnosis
+from cumulo.plan.diagnose.failures_text import failure_verdict
 from cumulo.plan.diagnose.flight_text import parse_hang
 from cumulo.plan.diagnose.hang_verdict import hang_verdict
+from cumulo.plan.diagnose.link_states import link_states
 from cumulo.plan.diagnose.log_verdict import log_verdict
 from cumulo.plan.diagnose.nccl_case import NcclCase
-from cumulo.plan.diagnose.nccl_log_text import parse_nccl_log
-from cumulo.plan.diagnose.nccl_tests_text import parse_nccl_tests
-from cumulo.plan.diagnose.numbers_verdict import congested, numbers_verdict, small_messages, stated_ranks
-from cumulo.plan.diagnose.perftest_text import parse_perftest
-from cumulo.plan.diagnose.perftest_verdict import perftest_verdict
+from cumulo.plan.diagnose.nccl_log_text import NcclLog, parse_nccl_log
+from cumulo.plan.diagnose.nccl_tests_text import NcclTest, TestRun, nccl_test_runs
+from cumulo.plan.diagnose.numbers_verdict import (
+    congested,
+    numbers_verdict,
+    small_messages,
+    stated_ranks,
+    wrong_results,
+)
+from cumulo.plan.diagnose.osu_text import parse_osu
+from cumulo.plan.diagnose.perftest_text import parse_perftests
+from cumulo.plan.diagnose.perftest_verdict import osu_verdict, perftests_verdict
 
 __all__ = ["CAUSES", "Diagnosis", "diagnose"]
+# Of several runs the worst counts; a cause that a run's text names comes before what cannot be told.
+_MILD = ("unknown", "small-messages", "healthy")
 
 
 def diagnose(text: str) -> Diagnosis:
     if (hang := parse_hang(text)) is not None:
         return hang_verdict(hang)
-    test, log = parse_nccl_tests(text), parse_nccl_log(text)
-    if test is None and (perftest := parse_perftest(text)) is not None:
-        return perftest_verdict(perftest)
-    if test is None and log is None:
-        return Diagnosis(
-            "unknown",
-            "The text contains no table of nccl-tests, no NCCL log, no perftest output and no flight recorder.",
-            (),
-            (TEST_STEP, LOG_STEP),
-            "low",
-        )
-    case = NcclCase(text, test, log)
+    runs, log = list(nccl_test_runs(text)), parse_nccl_log(text)
+    perftests, osu = parse_perftests(text), parse_osu(text)
+    if failure := failure_verdict(text, measured=bool(runs)):
+        return failure
+    if not runs and perftests:
+        return perftests_verdict(perftests, text)
+    if not runs and osu is not None:
+        return osu_verdict(osu, text)
+    if len(runs) > 1:
+        return _worst([_run_verdict(run, text) for run in runs])
+    if not runs and log is None:
+        return _nothing(text)
+    return _nccl_verdict(NcclCase(text, runs[0].test if runs else None, log))
+
+
+def _run_verdict(run: TestRun, text: str) -> Diagnosis:
+    """Of one of several runs: what its own part of the text does not name may stand in the rest of it."""
+    outside = "\n".join(line for line in text.splitlines() if "NCCL INFO" not in line)
+    own: NcclLog | None = parse_nccl_log(run.text)
+    test: NcclTest = run.test
+    named = NcclCase(run.text, test, own)
+    return _nccl_verdict(named if named.expected is not None else NcclCase(outside, test, own))
+
+
+def _nccl_verdict(case: NcclCase) -> Diagnosis:
     found = (
-        stated_ranks(case)
+        wrong_results(case)
+        or stated_ranks(case)
         or log_verdict(case)
         or small_messages(case)
         or congested(case)
         or numbers_verdict(case)
     )
     return found or case.answer("unknown", "This text does not say enough.", (LOG_STEP, TEST_STEP), "low")
+
+
+def _worst(found: list[Diagnosis]) -> Diagnosis:
+    order = {cause: at for at, cause in enumerate(_MILD, start=1)}
+    at = min(range(len(found)), key=lambda number: order.get(found[number].cause, 0))
+    others = ", ".join(f"{number + 1}: {one.cause}" for number, one in enumerate(found) if number != at)
+    return replace(
+        found[at],
+        evidence=(f"this is run {at + 1} of {len(found)} in the text ({others})", *found[at].evidence),
+    )
+
+
+def _nothing(text: str) -> Diagnosis:
+    states = link_states(text)
+    if states.down:
+        return Diagnosis(
+            "rail-down", "A port is down.", (f"the text says: {states.down[:120]}",), (TEST_STEP,), "medium"
+        )
+    return Diagnosis(
+        "unknown",
+        "The text contains no table of nccl-tests, no NCCL log, no perftest output and no flight recorder.",
+        (),
+        (TEST_STEP, LOG_STEP),
+        "low",
+    )

@@ -1,0 +1,107 @@
+"""Messages with which a run ends or a driver reports a fault, and what each says. `diagnose` reads them before it
+looks at bandwidths: what has failed measures nothing."""
+
+import re
+from dataclasses import dataclass
+
+from cumulo.plan.diagnose.diagnosis import LOG_STEP, PAIRS_STEP, PORTS_STEP, TOPO_STEP, Diagnosis
+
+
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    pattern: str
+    cause: str
+    sentence: str
+    steps: tuple[str, ...]
+    confidence: str = "high"
+
+
+_INTERFACE_STEP = "set NCCL_SOCKET_IFNAME to the interface that joins the nodes, such as eth0 or ^docker0,lo"
+_DRIVER_STEP = "run `dmesg | grep -i xid` and `nvidia-smi -q` on the host, and take the GPU out of use"
+# The first that fits counts: those that name a part come before those that only say that something failed.
+_FAILURES = (
+    _Failure(
+        r"NVRM: Xid|\bXid \(PCI|fallen off the bus|uncorrectable (?:ECC|NVLink)|nvlink error|GPU is lost",
+        "gpu-fault",
+        "The driver reports an error of a GPU or of its NVLink.",
+        (_DRIVER_STEP, TOPO_STEP),
+    ),
+    _Failure(
+        r"Got async (?:fatal )?event\s*:\s*(?:port error|device fatal|port.*down)|Link [Dd]own|carrier lost",
+        "rail-down",
+        "A port went down during the run.",
+        (PORTS_STEP, PAIRS_STEP),
+    ),
+    _Failure(
+        r"(?:completion|Completion|wc)[^\n]{0,80}(?:status[= ]|error[= ]|with error )\s*12\b|RETRY_EXC|"
+        r"retry (?:counter )?exceeded",
+        "rail-down",
+        "A peer's card no longer acknowledges messages: its port, its cable or the path to it was lost.",
+        (PORTS_STEP, PAIRS_STEP, "look at the host and card that the message names"),
+        "medium",
+    ),
+    _Failure(
+        r"no socket interface found|[Cc]onnect(?:ion)?[^\n]{0,60}(?:[Rr]efused|[Nn]etwork is unreachable)|"
+        r"No route to host|Network is unreachable",
+        "wrong-nic",
+        "NCCL tries to reach its peers over an interface that does not lead to them.",
+        (_INTERFACE_STEP, LOG_STEP),
+        "medium",
+    ),
+    _Failure(
+        r"ibv_modify_qp failed|Failed to modify QP|[Uu]nable to (?:find|read) (?:the )?(?:sgid|GID)|"
+        r"Couldn't find GID|ibv_query_gid",
+        "wrong-nic",
+        "The cards find no path to each other: another subnet or rail, or the wrong GID for RoCE.",
+        ("run `show_gids`, and set NCCL_IB_GID_INDEX to the RoCE v2 row (usually 3)", PAIRS_STEP, LOG_STEP),
+        "medium",
+    ),
+    _Failure(
+        r"[Mm]ismatch(?:ed|ing)? (?:collective|between collectives|NCCL version)|"
+        r"Detected mismatch between collectives",
+        "late-rank",
+        "Ranks do not call the same collective.",
+        ("make all ranks take the same branch before this collective",),
+    ),
+    _Failure(
+        r"ncclRemoteError|remote process (?:exited|has terminated)|[Cc]onnection closed by (?:remote )?peer|"
+        r"Connection reset by peer|[Ss]ocket.{0,20}closed|exited on signal|mpirun noticed that process rank",
+        "late-rank",
+        "A process ended while others waited for it.",
+        ("look at the first message of the process that ended, not at those of its peers", LOG_STEP),
+        "medium",
+    ),
+    _Failure(
+        r"/dev/shm/nccl[^\n]*|failed to extend[^\n]*shm|No space left on device",
+        "failed",
+        "Shared memory is full: /dev/shm is too small.",
+        ("give the container more with --shm-size=16g or --ipc=host (Kubernetes: an emptyDir of Memory)",),
+    ),
+    _Failure(
+        r"out of memory|CUDA_ERROR_OUT_OF_MEMORY",
+        "failed",
+        "A GPU has too little free memory for the test's buffers.",
+        ("run with a smaller -e, and look for other processes with `nvidia-smi`",),
+    ),
+    _Failure(
+        r"Test (?:NCCL|CUDA) failure|unhandled (?:system|cuda) error|ncclSystemError|ncclInternalError|"
+        r"ncclInvalidUsage|Test failure common|failed with error|Couldn't connect to",
+        "failed",
+        "The run ended in an error before it measured anything.",
+        (LOG_STEP, "read the first NCCL WARN of each host"),
+        "medium",
+    ),
+)
+
+
+def failure_verdict(text: str, measured: bool) -> Diagnosis | None:
+    """`measured`: there are bandwidths, so that only what names a part counts, and no general error."""
+    for one in _FAILURES:
+        found = re.search(one.pattern, text)
+        if found is None or (measured and one.cause in ("failed", "late-rank", "wrong-nic")):
+            continue
+        line = text[text.rfind("\n", 0, found.start()) + 1 :].split("\n", 1)[0].strip()
+        return Diagnosis(
+            one.cause, one.sentence, (f"the text says: {line[:160]}",), one.steps, one.confidence
+        )
+    return None

@@ -1,0 +1,64 @@
+"""States of ports and links that people paste next to a test: ibstat, rdma link, ibdev2netdev, ibv_devinfo,
+ethtool, lspci, nvidia-smi. `diagnose` calls it."""
+
+import re
+from dataclasses import dataclass
+
+_DOWN = re.compile(
+    r"(?:^|\n)[^\n]*(?:\bState:\s*Down|\bstate(?: is)?\s*:?\s*(?:PORT_)?(?:DOWN|INIT)\b|"
+    r"Port number \d+ state is (?:Down|Init)|"
+    r"[Pp]hysical[_ ]state:?\s*(?:DISABLED|POLLING|Disabled|Polling|LinkErrorRecovery)|port \d+ ==> \S+ \(Down\)|"
+    r"Link detected: no|state DOWN|active_state: DOWN)[^\n]*"
+)
+_RATES = (
+    (re.compile(r"\b[Rr]ate\s*:\s*(\d+)"), 1.0),
+    (re.compile(r"\b(?:rate|speed)\s*:\s*(\d+)\s*Gb"), 1.0),
+    (re.compile(r"Speed:\s*(\d+)\s*Mb/s"), 1e-3),
+    (re.compile(r"\b(\d{2,3})\s?-?G(?:b|bps|b/s|bE|E|bit|bit/s|bits/s)?\b(?!i?B)"), 1.0),
+)
+_LANES = re.compile(
+    r"active_width:\s*(\d+)X.*?active_speed:\s*([\d.]+) Gbps|"
+    r"active_speed:\s*([\d.]+) Gbps.*?active_width:\s*(\d+)X",
+    re.S,
+)
+_WORDS = (
+    (r"\bXDR\b", 800.0),
+    (r"\bNDR\b|\bNDR400\b|MT4129|ConnectX-7|\bCX-?7\b", 400.0),
+    (r"\bHDR\b|\bNDR200\b|MT4123|ConnectX-6(?! ?[DL]x)|\bCX-?6\b", 200.0),
+    (r"\bEDR\b|\bHDR100\b|MT4119|MT4121", 100.0),
+)
+_PORT_GBPS = (10.0, 25.0, 40.0, 50.0, 56.0, 100.0, 200.0, 400.0, 800.0)
+
+
+@dataclass(frozen=True, slots=True)
+class LinkStates:
+    down: str  # the line that says a port is down; "": none does
+    downgraded: str  # the line that says a PCIe link is narrower or slower than its parts
+    nvlinks: tuple[int, int]  # active, inactive
+    no_nvlink: bool  # the matrix of nvidia-smi joins GPUs by PCIe only
+
+
+def link_states(text: str) -> LinkStates:
+    down = _DOWN.search(text)
+    slow = re.search(r"[^\n]*(?:LnkSta:[^\n]*\((?:downgraded|degraded)\)|limited by[^\n]*GT/s)[^\n]*", text)
+    active = len(re.findall(r"Link \d+:\s*[\d.]+ GB/s", text))
+    inactive = len(re.findall(r"Link \d+:\s*<?inactive>?", text))
+    matrix = re.findall(r"^\s*GPU\d+\s+((?:X|NV\d+|SYS|NODE|PHB|PXB|PIX)\s+.*)$", text, re.MULTILINE)
+    joined = any(re.search(r"\bNV\d+\b", line) for line in matrix)
+    return LinkStates(
+        down[0].strip() if down else "",
+        slow[0].strip() if slow else "",
+        (active, inactive),
+        len(matrix) > 1 and not joined,
+    )
+
+
+def port_gbps(text: str) -> float | None:
+    """The fastest rate of a port that the text states."""
+    rates = [float(one) * scale for pattern, scale in _RATES for one in pattern.findall(text)]
+    for width, speed, other_speed, other_width in _LANES.findall(text):
+        rates.append(float(width or other_width) * float(speed or other_speed))
+    rates = [rate for rate in rates if rate in _PORT_GBPS]
+    if not rates:  # a card's name is what it can do at most; a rate in figures says more
+        rates = [gbps for pattern, gbps in _WORDS if re.search(pattern, text)][:1]
+    return max(rates, default=None)
