@@ -39,7 +39,8 @@ class Attention(nn.Module):
             spec.heads * spec.head_dim, spec.hidden, spec.output_bias, dtype=dtype, device=device
         )
 
-    def forward(self, x: Tensor, rotation: Rotation, batch: ForwardBatch, cache: KVCache) -> Tensor:
+    def project(self, x: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
+        """Query, key and value of each token, [T, heads or kv_heads, head_dim], the first two rotated."""
         states = self.qkv(x).view(len(x), -1, self.head_dim)  # [T, heads + 2 kv_heads, head_dim]
         rotated = self.heads + self.kv_heads
         if self.qk_norm:
@@ -48,7 +49,11 @@ class Attention(nn.Module):
         else:
             turned = rotation.apply(states[:, :rotated])
             query, key = turned[:, : self.heads], turned[:, self.heads :]
-        cache.write(self.layer, batch.slots, key, states[:, rotated:])
+        return query, key, states[:, rotated:]
+
+    def forward(self, x: Tensor, rotation: Rotation, batch: ForwardBatch, cache: KVCache) -> Tensor:
+        query, key, value = self.project(x, rotation)
+        cache.write(self.layer, batch.slots, key, value)
         mixed = paged_attention(
             query, cache.keys[self.layer], cache.values[self.layer], batch, self.scale, self.window
         )

@@ -1,5 +1,6 @@
 """A head learns to foresee a model's own answers, and drafts in an engine as it did in training."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,10 +10,13 @@ import torch
 from cumulo.engine.decide.params import SamplingParams
 from cumulo.engine.play.draft_source import DraftSource, attach_draft
 from cumulo.errors import ModelError
+from cumulo.models.batch import KVCache
 from cumulo.models.heads.files import is_eagle_folder, load_eagle, save_eagle
-from cumulo.train.head.answers import OwnAnswer, _computed
+from cumulo.models.heads.tap import StreamTap, eagle_layers
+from cumulo.train.head.answers import OwnAnswer
 from cumulo.train.head.config import HeadConfig, read_head_config
-from cumulo.train.head.trainer import HeadTrainer, _example, new_head
+from cumulo.train.head.states import hidden_states
+from cumulo.train.head.trainer import HeadTrainer, _example, _one_sequence, new_head
 from tests.engine.equivalence import FreeDrafts, run_alone
 from tests.engine.tiny_engine import VOCAB, make_decoder, make_engine, run
 
@@ -32,8 +36,7 @@ def answers():
         prompt = rng.integers(0, VOCAB, 6).tolist()
         tokens = prompt + run_alone(engine_of, prompt, GREEDY).samples[0].token_ids
         array = np.array(tokens, dtype=np.int32)
-        made.append(OwnAnswer(array, 6, _computed(DECODER, array).to(torch.float16).numpy()))
-    DECODER.tap = None
+        made.append(OwnAnswer(array, 6, None))
     return made
 
 
@@ -48,6 +51,22 @@ def trained(answers, tmp_path_factory):
     folder = tmp_path_factory.mktemp("head")
     save_eagle(folder, head)
     return trainer, head, examples, before, folder
+
+
+def test_states_for_training_are_those_that_a_step_sees(answers):
+    """Computed text by text, filled up at their ends; a step's are tapped."""
+    spec = DECODER.spec
+    tokens = [torch.from_numpy(answers[0].tokens.astype(np.int64)), torch.arange(9)]
+    stream, last = hidden_states(DECODER, torch.nn.utils.rnn.pad_sequence(tokens, batch_first=True))
+    for row, one in enumerate(tokens):
+        cache = KVCache(spec, 1, len(one), torch.float64)
+        tap = DECODER.tap = StreamTap(eagle_layers(spec.layers), len(one), spec.hidden, torch.float64, "cpu")
+        ended = DECODER.forward(replace(_one_sequence(torch.arange(len(one))), token_ids=one), cache)
+        DECODER.tap = None
+        assert torch.allclose(tap.kept, stream[row, : len(one)], atol=1e-9)
+        assert torch.allclose(ended, last[row, len(one) - 1], atol=1e-9)
+    kept = _example(replace(answers[0], stream=stream[0].to(torch.float16).numpy()), DECODER, 2, "cpu").kept
+    assert torch.allclose(kept.teacher.double(), last[0, : len(kept.teacher)], atol=2e-2)
 
 
 def test_training_makes_proposals_right(trained):
@@ -80,7 +99,7 @@ def test_an_engine_proposes_what_training_says(trained, answers):
     compared = 0
     for length, proposed in seen:  # `length` tokens were known: the last place is length - 2
         place = length - 2
-        if place - example.first < 0 or place >= len(example.stream) - 2 or len(proposed) < 2:
+        if place - example.first < 0 or place >= example.length - 2 or len(proposed) < 2:
             continue
         assert proposed[0] == logits[0][place - example.first]
         if proposed[0] == answer.tokens[length]:  # training goes on behind the right token only
@@ -103,7 +122,7 @@ def _unrolled_logits(trainer, head, example):
     kept = []
     original = head.logits
     head.logits = lambda stream: kept.append(original(stream)) or kept[-1]
-    list(trainer.unrolled(head, DECODER, trainer.together([example])))
+    list(trainer.unrolled(head, DECODER, trainer.together(DECODER, [example])))
     del head.logits
     return kept
 
@@ -118,8 +137,6 @@ def test_a_head_comes_back_from_its_folder_as_it_was(trained):
 
 
 def test_a_head_of_another_model_is_refused_by_name(trained):
-    from dataclasses import replace
-
     with pytest.raises(ModelError, match="hidden size 32 and 61 tokens, but the served one has 64"):
         load_eagle(trained[-1], replace(DECODER.spec, hidden=64))
 

@@ -24,7 +24,7 @@ from cumulo.models.batch import KVCache
 
 _ASK = struct.Struct("<II")  # a request for blocks: layer, number of runs; then source and blocks of each
 _MANY_RUNS = 4  # from so many on, a call of the native library costs less than as many copies
-_LAYERS_AT_ONCE = 8  # of a copy on a GPU: the first run while the host still asks for the next
+_FIRST_LAYERS = 8  # of a copy on a GPU: it runs while the host asks for the others, which go together
 _MOST_BUFFERS = 256  # of one sendmsg: the kernel takes 1024
 
 
@@ -255,7 +255,7 @@ class CudaSource:
             self._begin()
             self._runs, self._places = runs, None
         self._layers.append(layer)
-        if len(self._layers) == _LAYERS_AT_ONCE:
+        if self._places is None and len(self._layers) == _FIRST_LAYERS:
             self._begin()
         return runs.blocks * self._block_bytes
 

@@ -20,7 +20,7 @@ from cumulo.kernels.cuda.elementwise.rope_cache import rope_cache
 from cumulo.kernels.cuda.elementwise.swiglu import swiglu
 from cumulo.kernels.cuda.linear.fp8 import Fp8Weight
 from cumulo.kernels.cuda.linear.linear import Weight, choose, linear, prepare
-from cumulo.kernels.cuda.linear.w4 import W4Weight, reserve_scratch
+from cumulo.kernels.cuda.linear.w4_weight import W4Weight, reserve_scratch
 from cumulo.kernels.cuda.moe.moe import MoEBuffers, mixture
 from cumulo.kernels.low_rank import AdapterGroups
 from cumulo.models.adapters.bank import AdapterBank

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from cumulo.kernels.cuda.linear.fp8 import Fp8Weight
 from cumulo.kernels.cuda.linear.linear import Weight, linear
-from cumulo.kernels.cuda.linear.w4 import STEP, W4Weight
+from cumulo.kernels.cuda.linear.w4_weight import STEP, W4Weight
 from cumulo.models.attention import Attention, LatentAttention
 from cumulo.models.decoder import Layer
 from cumulo.models.linear import Linear

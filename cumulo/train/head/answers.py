@@ -1,9 +1,11 @@
-"""What a head learns from: answers of the very model it will draft for, with the hidden states that it will see."""
+"""What a head learns from: answers of the very model it will draft for; on a CPU with the hidden states that it
+will see, which the engine had to compute anyway."""
 
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,14 +18,13 @@ from cumulo.engine.decide.params import SamplingParams
 from cumulo.engine.llm import LLM
 from cumulo.engine.play.runner_torch import TorchRunner
 from cumulo.errors import ConfigError
-from cumulo.models.batch import ForwardBatch, KVCache
 from cumulo.models.decoder import Decoder
-from cumulo.models.files.load import load_model
 from cumulo.models.heads.tap import StreamTap, eagle_layers
 from cumulo.models.play.fused import FusedDecoder
-from cumulo.train.head.config import HeadConfig
+from cumulo.train.head.config import OWN_QUESTIONS, HeadConfig
 
-_AT_ONCE = {"cpu": 16, "cuda": 128}
+_AT_ONCE = {"cpu": 16, "cuda": 2048}
+_OWN_QUESTION_TOKENS = 48  # of which a question has at most so many
 # Forms and topics are others than those that `cumulo bench speculate` asks.
 _FORMS = (
     "Explain {} in simple words.", "Describe {}.", "Summarize what is known about {}.", "What is {}?",
@@ -61,33 +62,62 @@ _TOPICS = (
 class OwnAnswer:
     tokens: NDArray[np.int32]  # prompt and answer
     prompt_length: int
-    stream: NDArray[np.float16]  # [places, features]: what the head sees of the model at the first places
+    stream: (
+        NDArray[np.float16] | None
+    )  # [places, features]: what the head sees of the model at the first places
 
 
-def questions(config: HeadConfig) -> list[str]:
-    if config.prompts is not None:
+def questions(config: HeadConfig, own: Callable[[int], list[str]]) -> list[str]:
+    """As many as answers are wanted, from a file or the built-in ones, asked again and again; `own` makes more that
+    are all different, if the configuration wants those."""
+    if config.prompts not in (None, OWN_QUESTIONS):
         path = Path(config.prompts)
         if not path.is_file():
             raise ConfigError(f"prompts: there is no file {path}")
         found = [line for line in path.read_text().splitlines() if line.strip()]
     else:
         found = [form.format(topic) for topic in _TOPICS for form in _FORMS]
+        if config.prompts is not None and config.answers > len(found):
+            found += own(config.answers - len(found))
     np.random.default_rng(config.seed).shuffle(found)
     return [found[index % len(found)] for index in range(config.answers)]
+
+
+def own_questions(llm: LLM, count: int, seed: int) -> list[str]:
+    """What the model expects people to ask: it continues its chat template where a user's words would begin
+    (Magpie, Xu et al. 2024). About as many as wanted: some are no questions, or were asked before."""
+    mark = "\u2063"  # a character that no template has
+    begin, _, _ = llm.tokenizer.apply_chat_template([{"role": "user", "content": mark}]).partition(mark)
+    params = [
+        SamplingParams(
+            temperature=1.0, top_p=0.95, max_tokens=_OWN_QUESTION_TOKENS, seed=seed + index, stop="\n"
+        )
+        for index in range(count)
+    ]
+    outputs = llm.generate([llm.tokenizer.encode(begin)] * count, params)
+    found = (one.samples[0] for one in outputs)
+    texts = (one.text.strip() for one in found if one.finish_reason == "stop")
+    return list(dict.fromkeys(text for text in texts if len(text.split()) > 2))
 
 
 def make_answers(
     config: HeadConfig, engine: EngineConfig, tell: Callable[[str, int, int], None]
 ) -> list[OwnAnswer]:
-    """The model's answers to the questions, a quarter of them and all to repeated questions sampled, with its
-    hidden states. They are kept in files and read from there the next time."""
-    asked, done = questions(config), list[OwnAnswer]()
+    """The model's answers to the questions, a quarter of them and all to repeated questions sampled. They are kept
+    in files and read from there the next time."""
+    done = list[OwnAnswer]()
     at_once = _AT_ONCE[engine.device]
     firsts = range(0, config.answers, at_once)
     paths = {first: Path(config.folder) / "answers" / f"{first:05d}.npz" for first in firsts}
     if not all(path.is_file() for path in paths.values()):
         with LLM(config.model, config=engine) as llm:
-            stream = _streams(config, llm)
+            stream = _streams(llm)
+
+            def own(count: int) -> list[str]:
+                tell("the model asks itself", 0, count)
+                return own_questions(llm, count, config.seed)
+
+            asked = questions(config, own)
             for first, path in paths.items():
                 if not path.is_file():
                     _answer(config, llm, stream, asked, range(first, min(first + at_once, len(asked))), path)
@@ -97,25 +127,21 @@ def make_answers(
     return done[: config.answers]
 
 
-def _streams(config: HeadConfig, llm: LLM) -> Callable[[NDArray[np.int32]], Tensor]:
-    """From tokens to the hidden states at as many places as are known: tapped while the answer was made; where the
-    engine cannot be tapped, computed again."""
+def _streams(llm: LLM) -> Callable[[NDArray[np.int32]], Tensor] | None:
+    """From tokens to the hidden states at as many places as are known, tapped while the answer was made; None where
+    the engine cannot be tapped: then they are computed again."""
     runner, spec = llm.engine.runner, llm.spec
-    if isinstance(runner, TorchRunner) and isinstance(runner.model, (Decoder, FusedDecoder)):
-        slots = runner.cache.blocks * runner.cache.block_size
-        tap = runner.model.tap = StreamTap(
-            eagle_layers(spec.layers), slots, spec.hidden, torch.float32, "cpu"
-        )
-        return lambda tokens: _tapped(llm, tap, tokens)
-    decoder = load_model(config.model, device="cuda", keep_quantised=False, with_tokenizer=False).decoder
-    decoder.rotary.serve(llm.max_context)
-    return lambda tokens: _computed(decoder, tokens)
+    if not isinstance(runner, TorchRunner) or not isinstance(runner.model, (Decoder, FusedDecoder)):
+        return None
+    slots = runner.cache.blocks * runner.cache.block_size
+    tap = runner.model.tap = StreamTap(eagle_layers(spec.layers), slots, spec.hidden, torch.float32, "cpu")
+    return lambda tokens: _tapped(llm, tap, tokens)
 
 
 def _answer(
     config: HeadConfig,
     llm: LLM,
-    stream: Callable[[NDArray[np.int32]], Tensor],
+    stream: Callable[[NDArray[np.int32]], Tensor] | None,
     asked: list[str],
     group: range,
     path: Path,
@@ -131,12 +157,15 @@ def _answer(
     ]
     outputs = llm.chat([[{"role": "user", "content": asked[index]}] for index in group], params)
     tokens = [np.array(one.prompt_token_ids + one.samples[0].token_ids, dtype=np.int32) for one in outputs]
-    streams = [stream(one).to(torch.float16).cpu().numpy() for one in tokens]
+    kept: dict[str, Any] = {}
+    if stream is not None:
+        streams = [stream(one).to(torch.float16).cpu().numpy() for one in tokens]
+        kept = {"stream": np.concatenate(streams), "places": [len(one) for one in streams]}
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(".part.npz")
     np.savez(
-        part, tokens=np.concatenate(tokens), sizes=[len(one) for one in tokens], stream=np.concatenate(streams),
-        places=[len(one) for one in streams], prompts=[len(one.prompt_token_ids) for one in outputs],
+        part, tokens=np.concatenate(tokens), sizes=[len(one) for one in tokens],
+        prompts=[len(one.prompt_token_ids) for one in outputs], **kept,
     )  # fmt: skip
     part.replace(path)
 
@@ -151,30 +180,10 @@ def _tapped(llm: LLM, tap: StreamTap, tokens: NDArray[np.int32]) -> Tensor:
     return tap.at((blocks[:, None] * size + torch.arange(size)).flatten())
 
 
-@torch.inference_mode()
-def _computed(decoder: Decoder, tokens: NDArray[np.int32]) -> Tensor:
-    spec, device, count = decoder.spec, decoder.final_norm.weight.device, len(tokens) - 1
-    tap = decoder.tap = StreamTap(eagle_layers(spec.layers), count, spec.hidden, decoder.dtype, device)
-    cache = KVCache(spec, 1, count, decoder.dtype, device)
-    places = torch.arange(count, device=device)
-    decoder.forward(one_sequence(torch.from_numpy(tokens[:-1].astype(np.int64)).to(device), places), cache)
-    return tap.kept
-
-
-def one_sequence(tokens: Tensor, places: Tensor) -> ForwardBatch:
-    """A step that computes one whole sequence, in a cache of one block."""
-
-    def small(*numbers: int) -> Tensor:
-        return torch.tensor(numbers, dtype=torch.int32, device=places.device)
-
-    return ForwardBatch(
-        token_ids=tokens, positions=places, slots=places, query_starts=small(0, len(places)),
-        context_lengths=small(len(places)), block_tables=small(0)[None], logit_rows=places[-1:],
-    )  # fmt: skip
-
-
 def _read(path: Path) -> list[OwnAnswer]:
     with np.load(path) as file:
         tokens = np.split(file["tokens"], np.cumsum(file["sizes"])[:-1])
-        streams = np.split(file["stream"], np.cumsum(file["places"])[:-1])
+        streams: list[NDArray[np.float16] | None] = [None] * len(tokens)
+        if "stream" in file:
+            streams = list(np.split(file["stream"], np.cumsum(file["places"])[:-1]))
         return [OwnAnswer(*one) for one in zip(tokens, file["prompts"].tolist(), streams, strict=True)]

@@ -10,6 +10,7 @@ from cumulo.base import strict
 from cumulo.errors import ConfigError
 
 KIND = "eagle"
+OWN_QUESTIONS = "own"
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +18,9 @@ class HeadConfig:
     folder: str = "runs/head"  # where answers, the trained head and its log go
     kind: str = KIND
     model: str | None = None  # that is drafted for; None: the built-in one
-    prompts: str | None = None  # a text file with one prompt per line; None: built-in questions
+    # A text file with one prompt per line; None: built-in questions; "own": those, and what the model itself
+    # expects to be asked.
+    prompts: str | None = None
     answers: int = 320  # that the model gives itself; the head learns from them
     answer_tokens: int = 96
     draft_vocabulary: int = 4096  # tokens the head can propose: the most frequent of the answers

@@ -22,7 +22,7 @@ from cumulo.engine.assembly import device_kind
 from cumulo.engine.config import EngineConfig
 from cumulo.errors import ConfigError
 from cumulo.models.attention import Attention
-from cumulo.models.batch import KVCache
+from cumulo.models.batch import ForwardBatch, KVCache
 from cumulo.models.decoder import Decoder, Layer
 from cumulo.models.files.load import load_model
 from cumulo.models.heads.eagle import EagleHead
@@ -31,11 +31,13 @@ from cumulo.models.heads.tap import eagle_layers
 from cumulo.models.linear import Linear
 from cumulo.models.moe import FeedForward
 from cumulo.spec.model import ModelSpec
-from cumulo.train.head.answers import OwnAnswer, make_answers, one_sequence
+from cumulo.train.head.answers import OwnAnswer, make_answers
 from cumulo.train.head.config import HeadConfig
+from cumulo.train.head.states import hidden_states
 
 _HELD_OUT = 16  # one answer of so many is not trained on
 _TELL_EVERY = 10
+_CONTEXT = 2048
 _TOGETHER = 16  # answers that are judged at once
 
 Tell = Callable[[str, int, int], None]  # what, done, of
@@ -54,13 +56,19 @@ class HeadResult:
 
 
 @dataclass(frozen=True, slots=True)
+class _Kept:
+    """A model's hidden states that were kept with an answer."""
+
+    stream: Tensor  # [n, features]
+    teacher: Tensor  # [n, hidden]: the last ones, normed, which say what the model expects behind them
+
+
+@dataclass(frozen=True, slots=True)
 class _Example:
-    stream: Tensor  # [n, features]: places 0 .. n - 1
+    length: int  # n: places 0 .. n - 1 are seen
     tokens: Tensor  # [n + unroll + 1]: of places 0 ..
     first: int  # places before it lie in the prompt: not trained
-    teacher: (
-        Tensor  # [n, hidden]: the model's last hidden states, normed, which say what it expects behind them
-    )
+    kept: _Kept | None  # None: computed with each batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +91,7 @@ class HeadTrainer:
     def run(self) -> HeadResult:
         config, began_s = self.config, time.perf_counter()
         device = device_kind(config.device)
-        engine = EngineConfig(device=device, threads=config.threads, max_context=2048, kv_memory_gib=2.0)
+        engine = EngineConfig(device=device, threads=config.threads, max_context=_CONTEXT, kv_memory_gib=2.0)
         answers = make_answers(config, engine, self.tell)
         decoder = load_model(
             config.model, device=device, keep_quantised=device == "cpu", with_tokenizer=False
@@ -91,11 +99,14 @@ class HeadTrainer:
         if config.threads is not None:
             torch.set_num_threads(config.threads)
         head = new_head(config, decoder, answers).to(device)
+        if device == "cuda":
+            decoder.rotary.serve(_CONTEXT)
+            torch.set_float32_matmul_precision("high")
         examples = []
         for number, answer in enumerate(answers, 1):
             examples.append(_example(answer, decoder, config.unroll, device))
             self.tell("the model's probabilities", number, len(answers))
-        examples = [one for one in examples if len(one.stream) > one.first + config.unroll + 1]
+        examples = [one for one in examples if one.length > one.first + config.unroll + 1]
         held_out, trained = examples[::_HELD_OUT], [e for i, e in enumerate(examples) if i % _HELD_OUT]
         loss = self._train(head, decoder, trained)
         accuracy = self.accuracy(head, decoder, held_out)
@@ -122,7 +133,7 @@ class HeadTrainer:
             rate = config.learning_rate * warm * 0.5 * (1 + math.cos(math.pi * step / config.steps))
             for group in optimizer.param_groups:
                 group["lr"] = max(rate, 0.05 * config.learning_rate * warm)
-            batch = self.together(next(batches))
+            batch = self.together(decoder, next(batches))
             losses = torch.stack([loss.mean() for loss, _ in self.unrolled(head, decoder, batch)])
             loss = losses.mean()
             loss.backward()
@@ -143,7 +154,7 @@ class HeadTrainer:
         right = np.zeros(self.config.unroll)
         tried = np.zeros(self.config.unroll)
         for first in range(0, len(examples), _TOGETHER):
-            batch = self.together(examples[first : first + _TOGETHER])
+            batch = self.together(decoder, examples[first : first + _TOGETHER])
             reached = torch.ones(len(batch.places), dtype=torch.bool, device=batch.stream.device)
             for index, (_, hits) in enumerate(self.unrolled(head, decoder, batch)):
                 tried[index] += int(reached.sum())
@@ -179,20 +190,24 @@ class HeadTrainer:
                 logits.argmax(dim=-1) == wanted,
             )
 
-    def together(self, examples: list[_Example]) -> _Batch:
+    def together(self, decoder: Decoder, examples: list[_Example]) -> _Batch:
         def padded(tensors: list[Tensor]) -> Tensor:
             return torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True)
 
         # Places behind which the model's probabilities are known as far as proposals go.
-        ends = [len(one.stream) - self.config.unroll for one in examples]
-        wanted = [(row, place) for row, one in enumerate(examples) for place in range(one.first, ends[row])]
-        rows, places = torch.tensor(wanted, device=examples[0].stream.device).T
-        longest = max(len(one.stream) for one in examples) + self.config.unroll + 1
-        tokens = padded([one.tokens[:longest] for one in examples])
-        tokens = F.pad(tokens, (0, longest - tokens.shape[1]))
-        return _Batch(
-            padded([e.stream for e in examples]), tokens, padded([e.teacher for e in examples]), rows, places
-        )
+        ends = [one.length - self.config.unroll for one in examples]
+        wanted = np.array([(row, place) for row, one in enumerate(examples)
+                           for place in range(one.first, ends[row])])  # fmt: skip
+        rows, places = torch.from_numpy(wanted.T).to(examples[0].tokens.device)
+        longest = max(one.length for one in examples)
+        tokens = padded([one.tokens[: longest + self.config.unroll + 1] for one in examples])
+        tokens = F.pad(tokens, (0, longest + self.config.unroll + 1 - tokens.shape[1]))
+        kept = [one.kept for one in examples if one.kept is not None]
+        if len(kept) == len(examples):
+            stream, teacher = padded([one.stream for one in kept]), padded([one.teacher for one in kept])
+        else:
+            stream, teacher = hidden_states(decoder, tokens[:, :longest])
+        return _Batch(stream, tokens, teacher, rows, places)
 
     def _teacher_rows(self, head: EagleHead, decoder: Decoder) -> Tensor:
         """Of the model's last matrix, those of the tokens that the head knows."""
@@ -227,15 +242,15 @@ def _numbers(head: EagleHead) -> Tensor:
 
 
 def _example(answer: OwnAnswer, decoder: Decoder, unroll: int, device: str) -> _Example:
-    places = min(len(answer.stream), len(answer.tokens) - unroll - 1)
-    stream = torch.from_numpy(answer.stream[:places]).to(device)
+    known = len(answer.tokens) if answer.stream is None else len(answer.stream)
+    length = min(known, len(answer.tokens) - unroll - 1)
+    kept = None
+    if answer.stream is not None:
+        stream = torch.from_numpy(answer.stream[:length]).to(device)
+        kept = _Kept(stream, _last_states(decoder, stream).to(torch.float16))
+    tokens = torch.from_numpy(answer.tokens.astype(np.int64)).to(device)
     # At place p the token p + 2 is proposed: the first that is an answer's follows the prompt.
-    return _Example(
-        stream,
-        torch.from_numpy(answer.tokens.astype(np.int64)).to(device),
-        max(0, answer.prompt_length - 2),
-        _last_states(decoder, stream).to(torch.float16),
-    )
+    return _Example(length, tokens, max(0, answer.prompt_length - 2), kept)
 
 
 @torch.inference_mode()
@@ -243,12 +258,24 @@ def _last_states(decoder: Decoder, stream: Tensor) -> Tensor:
     """The model's last hidden states, normed, from those that enter the highest tapped layer."""
     spec, places = decoder.spec, torch.arange(len(stream), device=stream.device)
     cache = KVCache(spec, 1, len(stream), decoder.dtype, stream.device)
-    batch = one_sequence(places, places)
+    batch = _one_sequence(places)
     state, rotation = stream[:, -spec.hidden :].to(decoder.dtype), decoder.rotary.rotation_at(places)
     for layer in decoder.layers[eagle_layers(spec.layers)[-1] :]:
         state = layer(state, rotation, batch, cache)
     hidden: Tensor = decoder.final_norm(state)
     return hidden
+
+
+def _one_sequence(places: Tensor) -> ForwardBatch:
+    """A step that computes one whole sequence, in a cache of one block."""
+
+    def small(*numbers: int) -> Tensor:
+        return torch.tensor(numbers, dtype=torch.int32, device=places.device)
+
+    return ForwardBatch(
+        token_ids=places, positions=places, slots=places, query_starts=small(0, len(places)),
+        context_lengths=small(len(places)), block_tables=small(0)[None], logit_rows=places[-1:],
+    )  # fmt: skip
 
 
 def _batches(examples: list[_Example], config: HeadConfig) -> Iterator[list[_Example]]:
@@ -257,7 +284,7 @@ def _batches(examples: list[_Example], config: HeadConfig) -> Iterator[list[_Exa
     while True:
         for index in rng.permutation(len(examples)):
             batch.append(examples[index])
-            if sum(len(one.stream) for one in batch) >= config.batch_tokens:
+            if sum(one.length for one in batch) >= config.batch_tokens:
                 yield batch
                 batch = []
 

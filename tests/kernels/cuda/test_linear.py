@@ -12,7 +12,8 @@ from cumulo.kernels.cuda.linear.fp8_quantise import quantise
 from cumulo.kernels.cuda.linear.linear import Choice, Weight, choose, linear
 from cumulo.kernels.cuda.linear.skinny_linear import SkinnyConfig
 from cumulo.kernels.cuda.linear.small_linear import SmallConfig, reference
-from cumulo.kernels.cuda.linear.w4 import W4Config, W4Weight
+from cumulo.kernels.cuda.linear.w4 import W4Config
+from cumulo.kernels.cuda.linear.w4_weight import W4Weight
 from tests.kernels.cuda.test_small_linear import inputs
 from tests.kernels.cuda.tolerance import poisoned, relative_error
 from tests.thorough import rare

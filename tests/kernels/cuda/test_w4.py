@@ -4,13 +4,14 @@ import pytest
 import torch
 
 from cumulo.kernels.cuda.linear import w4
-from cumulo.kernels.cuda.linear.w4 import W4Config, W4Weight, w4_linear
+from cumulo.kernels.cuda.linear.w4 import W4Config, w4_linear
+from cumulo.kernels.cuda.linear.w4_weight import GROUPS, W4Weight
 from tests.kernels.cuda.compile_sm90 import Case, compile_for_sm90
 from tests.kernels.cuda.test_small_linear import inputs
 from tests.kernels.cuda.tolerance import poisoned, relative_error
 
 
-@pytest.mark.parametrize("group", w4.GROUPS)
+@pytest.mark.parametrize("group", GROUPS)
 def test_codes_come_back_as_they_were_packed(group: int) -> None:
     codes = torch.randint(0, 16, (5, 256), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
     weight = W4Weight.packed(codes, torch.ones(256 // group, 5), None, group)
@@ -38,7 +39,7 @@ def test_rows_that_groups_do_not_divide_are_refused() -> None:
         W4Weight.quantised(torch.zeros(4, 128), 48)
 
 
-@pytest.mark.parametrize("group", w4.GROUPS)
+@pytest.mark.parametrize("group", GROUPS)
 @pytest.mark.parametrize("affine", [False, True])
 @pytest.mark.parametrize(("m", "n", "splits"), [(1, 16, 1), (5, 20, 2), (17, 33, 1)])
 def test_the_product_is_exact_for_the_packed_matrix(
@@ -64,6 +65,28 @@ def test_bias_residual_and_swiglu_are_part_of_it(device: torch.device) -> None:
     assert relative_error(activated, torch.nn.functional.silu(gate) * up) < 2e-3
 
 
+@pytest.mark.parametrize(
+    ("splits", "affine", "swiglu"), [(1, False, True), (2, True, True), (2, False, False)]
+)
+def test_the_norm_before_it_is_part_of_it(
+    splits: int, affine: bool, swiglu: bool, device: torch.device
+) -> None:
+    given = inputs(3, 40, 256, device)
+    weight = W4Weight.quantised(given["weight"], 32, affine)
+    gains = torch.rand(256, generator=torch.Generator().manual_seed(3)).to(device, torch.float16)
+    x = given["x"].double()
+    exact = x * torch.rsqrt((x * x).mean(-1, keepdim=True) + 1e-5) * gains.double()
+    exact = exact @ weight.dequantised().double().t() + given["bias"].double()
+    if swiglu:
+        gate, up = exact.chunk(2, dim=1)
+        exact = torch.nn.functional.silu(gate) * up
+    got = w4_linear(
+        given["x"], weight, norm_weight=gains, eps=1e-5, bias=given["bias"], swiglu=swiglu,
+        config=W4Config(16, splits, 4, 2),
+    )  # fmt: skip
+    assert relative_error(got, exact) < 2e-3
+
+
 def test_more_rows_than_a_tile_are_computed_tile_by_tile(device: torch.device) -> None:
     given = inputs(70, 16, 128, device)
     weight = W4Weight.quantised(given["weight"], 32)
@@ -85,12 +108,13 @@ def test_it_is_a_torch_operator_with_a_fake_kernel(device: torch.device) -> None
 @pytest.mark.slow
 def test_on_hopper_codes_become_matrix_operands_without_conversions() -> None:
     config = w4.default_config(16, 4096, 4096, 128)
-    integers = ("N", "K", "stride_x", "stride_out", "stride_residual")
+    integers = ("OUTPUTS", "N", "K", "stride_x", "stride_out", "stride_residual")
     cases = [
         Case(
             kernel="cumulo.kernels.cuda.linear.w4:_w4_kernel",
             types={
-                **dict.fromkeys(("x", "out", "bias", "residual"), "*bf16"),
+                **dict.fromkeys(("x", "out", "bias", "residual", "norm_weight"), "*bf16"),
+                "eps": "fp32",
                 **dict.fromkeys(("scales", "minimums", "partials"), "*fp32"),
                 **dict.fromkeys(integers, "i32:16"),
                 **dict.fromkeys(("M", "STEPS_PER_SPLIT"), "i32"),
@@ -99,10 +123,12 @@ def test_on_hopper_codes_become_matrix_operands_without_conversions() -> None:
             },
             constants={
                 **dict.fromkeys(("RESIDUAL", "BIAS"), False),
+                **dict.fromkeys(("NORM", "SWIGLU", "EARLY"), few),
+                "AHEAD": 2,
                 "AFFINE": affine,
                 "PAIRED": True,
                 "GROUP": group,
-                "BLOCK_M": 16,
+                "BLOCK_M": 8 if few else 16,
                 "BLOCK_N": config.block_n,
                 "SPLITS": config.splits,
                 "STAGES": config.num_stages,
@@ -110,7 +136,7 @@ def test_on_hopper_codes_become_matrix_operands_without_conversions() -> None:
             num_warps=config.num_warps,
             num_stages=config.num_stages,
         )
-        for group, affine in ((128, False), (32, True))
+        for group, affine, few in ((128, False, False), (32, True, False), (128, False, True))
     ]
     for made in compile_for_sm90(cases):
         made.check_fits()

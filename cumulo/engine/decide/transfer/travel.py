@@ -29,12 +29,16 @@ class BlockRuns(NamedTuple):
     def joined(pairs: Iterable[tuple[int, int]]) -> "BlockRuns":
         """Blocks by source and target, neighbours in one run."""
         found: list[BlockRun] = []
+        first = to = blocks = 0  # of the run that is growing
         for source, target in pairs:
-            last = found[-1] if found else None
-            if last and (last.source + last.blocks, last.target + last.blocks) == (source, target):
-                found[-1] = last._replace(blocks=last.blocks + 1)
-            else:
-                found.append(BlockRun(source, target, 1))
+            if blocks and source == first + blocks and target == to + blocks:
+                blocks += 1
+                continue
+            if blocks:
+                found.append(BlockRun(first, to, blocks))
+            first, to, blocks = source, target, 1
+        if blocks:
+            found.append(BlockRun(first, to, blocks))
         return BlockRuns(
             tuple(found),
             array("q", [number for run in found for number in run]),
@@ -85,6 +89,7 @@ class TransferProgress:
         self._ready = [0] * plan.layers  # blocks that are complete at the source
         self._copied = [plan.held_blocks] * plan.layers
         self._runs: dict[tuple[int, int], BlockRuns] = {}  # layers are cut alike: joined once for all
+        self._behind = 0  # layers before it have nothing to copy
 
     def computed(self, layers: int, tokens: int) -> None:
         """The first `layers` layers have the KV of the first `tokens` tokens. A block is sent when it is full, the
@@ -94,11 +99,14 @@ class TransferProgress:
         for layer in range(layers):
             if blocks > self._ready[layer]:
                 self._ready[layer] = blocks
+        self._behind = 0
 
     def next_piece(self, most_blocks: int) -> LayerPiece | None:
         """What to copy now, or None until more has been computed."""
-        for layer, (ready, copied) in enumerate(zip(self._ready, self._copied, strict=True)):
+        for layer in range(self._behind, self.plan.layers):
+            ready, copied = self._ready[layer], self._copied[layer]
             if copied < ready:
+                self._behind = layer
                 end = min(ready, copied + most_blocks)
                 self._copied[layer] = end
                 runs = self._runs.get((copied, end))

@@ -23,7 +23,8 @@ from cumulo.kernels.cuda.linear.fp8_quantise import Fp8Rows
 from cumulo.kernels.cuda.linear.invariant_matmul import invariant_matmul
 from cumulo.kernels.cuda.linear.skinny_linear import SkinnyConfig, skinny_linear, workspace
 from cumulo.kernels.cuda.linear.small_linear import BENCH_SHAPES, SmallConfig, random_bf16, small_linear, work
-from cumulo.kernels.cuda.linear.w4 import W4Config, W4Weight, in_scratch, w4_linear
+from cumulo.kernels.cuda.linear.w4 import W4Config, w4_linear
+from cumulo.kernels.cuda.linear.w4_weight import W4Weight, in_scratch
 from cumulo.kernels.cuda.timing import copies_past_cache, graph_us
 from cumulo.kernels.cuda.work import KernelRow
 
@@ -139,10 +140,10 @@ def linear(
     if choice.kernel == "library":
         return _library(x, weight, out, norm_weight, eps, residual, swiglu, bias)
     if isinstance(weight, W4Weight):
-        if norm_weight is not None:
-            x = rms_norm(x, norm_weight, eps)
-        config = choice.config if isinstance(choice.config, W4Config) else None
-        return w4_linear(x, weight, out, residual=residual, swiglu=swiglu, bias=bias, config=config)
+        return w4_linear(
+            x, weight, out, norm_weight=norm_weight, eps=eps, residual=residual, swiglu=swiglu, bias=bias,
+            config=choice.config if isinstance(choice.config, W4Config) else None,
+        )  # fmt: skip
     data, scales = (weight.data, weight.scales) if isinstance(weight, Fp8Weight) else (weight, None)
     if choice.kernel == "small":
         return small_linear(

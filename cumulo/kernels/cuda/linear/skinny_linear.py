@@ -28,6 +28,7 @@ BLOCK = 128  # side of a scale block (DeepSeek-V3, 2024, section 3.3.2)
 PARTIAL_FLOATS = 8 << 20  # 32 MiB of partial sums a device
 MAX_TILES = 1 << 16
 SHARED_BYTES = 220 << 10
+LEAST_M = 16
 
 __all__ = ["SkinnyConfig", "bench_rows", "default_config", "reference", "skinny_linear", "work"]
 
@@ -236,7 +237,7 @@ def workspace(device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def _workspace_suffices(m: int, tiles: int, splits: int, block_n: int, swiglu: bool) -> bool:
-    block_m = max(16, triton.next_power_of_2(m))
+    block_m = max(LEAST_M, triton.next_power_of_2(m))
     return (
         tiles * splits * ((2 if swiglu else 1) * block_n + 1) * block_m <= PARTIAL_FLOATS
         and tiles <= MAX_TILES
@@ -300,7 +301,7 @@ def skinny_linear(
         0 if residual is None else residual.stride(0),
         scales.stride(0) if scales is not None and scaled == 2 else 0,
         eps,
-        BLOCK_M=max(16, triton.next_power_of_2(m)),
+        BLOCK_M=max(LEAST_M, triton.next_power_of_2(m)),
         BLOCK_N=block_n,
         BLOCK_K=block_k,
         SPLITS=splits,

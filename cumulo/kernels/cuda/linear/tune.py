@@ -29,7 +29,7 @@ from cumulo.kernels.cuda.linear.linear import (
     shape_key,
 )
 from cumulo.kernels.cuda.linear.small_linear import random_bf16
-from cumulo.kernels.cuda.linear.w4 import W4Weight
+from cumulo.kernels.cuda.linear.w4_weight import W4Weight
 from cumulo.kernels.cuda.timing import copies_past_cache, graph_us
 
 GROUP = 128
@@ -83,7 +83,7 @@ def candidates(product: Product, m: int, kind: str) -> list[Choice]:
     n, k, swiglu = product.n, product.k, product.swiglu
     if kind == "w4":
         return found + [
-            Choice("w4", config) for config in w4.candidates(m, n, k, GROUP)[: 11 if m in (16, 64) else 4]
+            Choice("w4", config) for config in w4.candidates(m, n, k, GROUP, swiglu)[: None if m < 128 else 4]
         ]
     if m <= small_linear.MAX_ROWS:
         default = small_linear.default_config(n, k, swiglu, 1 if kind == "fp8" else 2)

@@ -1,15 +1,13 @@
-"""w4: weights of 4 bits in groups that share a scale, and the product of 16-bit activations with them (W4A16).
-`linear` calls `w4_linear`.
+"""w4: the product of a few rows of 16-bit activations with 4-bit weights (W4A16). `linear` calls `w4_linear`.
 
 Must move: half a byte a weight and four bytes a group of 32, 64 or 128, about a quarter of bfloat16, so up to four
-times the speed where reading weights is all the time. Then unpacking counts. A word of 16 bits has four codes; the
-code in place j of words 0 to 31 belongs to column 32·j + word, so one place of 32 words is a tile of neighbouring
-columns, which the tensor cores take as it is. A code put into the last bits of a power of two is that power plus
-the code, for two weights an instruction. The scale multiplies a group's product, not every weight. 64 rows of 128
-columns lie in one piece of 4 KiB, which a program reads in one go.
+times the speed where reading weights is all the time. Then unpacking counts: a code put into the last bits of a
+power of two is that power plus the code, for two weights an instruction, and the scale multiplies a group's
+product, not every weight. And beginning and ending count: a product of one row takes a few microseconds, so the
+norm before it, SwiGLU and the residual behind it are part of it, as in `skinny_linear`.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -17,124 +15,19 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from cumulo.kernels.cuda.elementwise.swiglu import swiglu as swiglu_rows
 from cumulo.kernels.cuda.linear.skinny_linear import PARTIAL_FLOATS, workspace
 from cumulo.kernels.cuda.linear.small_linear import BENCH_SHAPES, random_bf16
+from cumulo.kernels.cuda.linear.w4_weight import STEP, W4Weight
 from cumulo.kernels.cuda.timing import copies_past_cache, graph_us
 from cumulo.kernels.cuda.work import KernelRow, Work
 
-GROUPS = (32, 64, 128)
-STEP = 128  # columns whose codes lie together
-TILE = 64  # rows likewise
-
-
-@dataclass(frozen=True, slots=True)
-class W4Weight:
-    """A matrix [N, K] in 4 bits: w = scale·(code − 8), or scale·code + minimum where minimums are given.
-
-    words [N/64, K/128, 64, 32] int16, scales and minimums [K/group, N] float32 (a group's scales lie together).
-    """
-
-    words: Tensor
-    scales: Tensor
-    minimums: Tensor | None
-    group: int
-
-    @classmethod
-    def quantised(cls, weight: Tensor, group: int = 128, affine: bool = False) -> "W4Weight":
-        """The nearest codes under scales from each group's extremes. Scales are kept in float32: the asynchronous
-        copies that bring them with the codes move no less than four bytes."""
-        n, k = weight.shape
-        check_group(k, group)
-        groups = weight.float().view(n, k // group, group)
-        minimums = None
-        if affine:
-            low, high = groups.amin(-1), groups.amax(-1)
-            scales = ((high - low) / 15).clamp_min(1e-12)
-            minimums = low
-            codes = (groups - low[..., None]) / scales[..., None]
-        else:
-            extreme = groups.gather(-1, groups.abs().argmax(-1, keepdim=True)).squeeze(-1)
-            # The extreme gets code 0, the end of the range with one step more (as GGUF's Q4_0).
-            scales = torch.where(extreme == 0, torch.full_like(extreme, 1e-12), extreme / -8)
-            codes = groups / scales[..., None] + 8
-        return cls.packed(
-            codes.round().clamp(0, 15).to(torch.uint8).view(n, k),
-            scales.t().contiguous(),
-            None if minimums is None else minimums.t().contiguous(),
-            group,
-        )
-
-    @classmethod
-    def packed(cls, codes: Tensor, scales: Tensor, minimums: Tensor | None, group: int) -> "W4Weight":
-        """From codes [N, K] of 0..15 and scales [K/group, N]."""
-        n, k = codes.shape
-        check_group(k, group)
-        codes = F.pad(codes, (0, 0, 0, -n % TILE)).view(-1, TILE, k // STEP, 4, 32)
-        words = torch.zeros_like(codes[..., 0, :], dtype=torch.int16)
-        for place in range(4):  # the last one reaches the sign, as it should
-            words |= codes[..., place, :].to(torch.int16) << (4 * place)
-        return cls(words.transpose(1, 2).contiguous(), scales, minimums, group)
-
-    @property
-    def shape(self) -> torch.Size:
-        return torch.Size((self.scales.shape[1], STEP * self.words.shape[1]))
-
-    @property
-    def device(self) -> torch.device:
-        return self.words.device
-
-    @property
-    def nbytes(self) -> int:
-        return self.words.nbytes + self.scales.nbytes + (0 if self.minimums is None else self.minimums.nbytes)
-
-    def codes(self) -> Tensor:
-        """[N, K] of 0..15."""
-        n, k = self.shape
-        rows = self.words.transpose(1, 2).reshape(-1, k // STEP, 1, 32)[:n]
-        places = torch.arange(0, 16, 4, dtype=torch.int16, device=self.device).view(1, 1, 4, 1)
-        return ((rows >> places) & 15).to(torch.uint8).reshape(n, k)
-
-    def dequantised(self, dtype: torch.dtype = torch.float32, out: Tensor | None = None) -> Tensor:
-        """The matrix [N, K], on a GPU by one pass over the codes."""
-        n, k = self.shape
-        if out is None:
-            out = torch.empty((n, k), dtype=dtype, device=self.device)
-        _dequantise[(triton.cdiv(n, TILE), k // STEP)](
-            self.words, self.scales, self.scales if self.minimums is None else self.minimums, out, n, k,
-            GROUP=self.group, AFFINE=self.minimums is not None,
-        )  # fmt: skip
-        return out
-
-
-_SCRATCH: dict[torch.device, Tensor] = {}
-
-
-def reserve_scratch(weights: Iterable[W4Weight], dtype: torch.dtype) -> int:
-    """Memory in which any of these can be unpacked, before a graph is captured that does so; returns its bytes."""
-    for weight in weights:
-        held = _SCRATCH.get(weight.device)
-        if held is None or held.numel() < weight.shape.numel() or held.dtype != dtype:
-            _SCRATCH[weight.device] = torch.empty(weight.shape.numel(), dtype=dtype, device=weight.device)
-    return sum(held.nbytes for held in _SCRATCH.values())
-
-
-def in_scratch(weight: W4Weight, dtype: torch.dtype) -> Tensor:
-    """The matrix unpacked, in memory that the next one will overwrite."""
-    held = _SCRATCH.get(weight.device)
-    if held is None or held.dtype != dtype or held.numel() < weight.shape.numel():
-        return weight.dequantised(dtype)
-    return weight.dequantised(dtype, held[: weight.shape.numel()].view(weight.shape))
-
-
-def check_group(columns: int, group: int) -> None:
-    if group not in GROUPS:
-        raise ValueError(f"4-bit groups of {group} weights have no GPU kernel: choose one of {GROUPS}")
-    if columns % STEP:
-        raise ValueError(
-            f"rows of {columns} weights have no 4-bit GPU kernel: they must be a multiple of {STEP}"
-        )
+LEAST_ROWS = 8  # of activations in a tile: what the tensor cores take at least
+AHEAD = 2  # steps whose weights a program that begins early fetches into the cache
+# Rows of weights, warps and stages that `tune` tries, of a few rows of activations and of more.
+_TILES_OF_FEW = ((64, 2, 3), (64, 2, 5), (32, 1, 3), (32, 1, 5), (128, 4, 3))
+_TILES = ((128, 4, 3), (64, 2, 3), (128, 4, 5), (128, 8, 3), (64, 4, 3))
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,29 +36,34 @@ class W4Config:
     splits: int
     num_warps: int
     num_stages: int
+    early: bool = False  # begins while the kernel before it ends (programmatic dependent launch)
 
 
-def default_config(m: int, n: int, k: int, group: int, multiprocessors: int = 132) -> W4Config:
+def default_config(
+    m: int, n: int, k: int, group: int, multiprocessors: int = 132, swiglu: bool = False
+) -> W4Config:
     """As many programs as all multiprocessors hold at once: a step is short, so others must run while one waits."""
     block_n, warps = (64, 2) if m <= 4 else (128, 4)
+    outputs = n // 2 if swiglu else n
     splits = 1
-    while triton.cdiv(n, block_n) * splits < 3 * multiprocessors and k // STEP // (2 * splits) >= 4:
+    while triton.cdiv(outputs, block_n) * splits < 3 * multiprocessors and k // STEP // (2 * splits) >= 4:
         splits *= 2
     return W4Config(block_n, splits, warps, 3)
 
 
-def candidates(m: int, n: int, k: int, group: int) -> list[W4Config]:
+def candidates(m: int, n: int, k: int, group: int, swiglu: bool = False) -> list[W4Config]:
     """What `tune` tries."""
-    default = default_config(m, n, k, group)
+    default = default_config(m, n, k, group, swiglu=swiglu)
     found = [default]
-    for block_n, warps, stages in ((128, 4, 3), (64, 2, 3), (128, 4, 5), (128, 8, 3), (64, 4, 3)):
+    for block_n, warps, stages in _TILES_OF_FEW if m <= 4 else _TILES:
         splits = max(1, default.splits * default.block_n // block_n)
         found += [
-            W4Config(block_n, each, warps, stages)
+            W4Config(block_n, each, warps, stages, early)
             for each in (splits, 2 * splits, max(1, splits // 2))
             if k // STEP // each >= 2
+            for early in ((False, True) if m <= 4 else (False,))
         ]
-    return list(dict.fromkeys(found))[:12]
+    return list(dict.fromkeys(found))
 
 
 def reference(
@@ -215,87 +113,129 @@ def _numbers(words, OFFSET: tl.constexpr, PAIRED: tl.constexpr, dtype: tl.conste
 
 
 @triton.jit
-def _add_place(numbers, x, product, total, m_mask, AFFINE: tl.constexpr):
-    """Add one place's product, and where minimums want it the activations' sum."""
+def _activations(x, gains, m_mask, squared, NORM: tl.constexpr):
+    """A place's activations; to be normed: times the norm's gains, with their squares summed on the way."""
     values = tl.load(x, mask=m_mask[:, None], other=0.0)
-    product = tl.dot(numbers, tl.trans(values), product, input_precision="ieee")
-    if AFFINE:
-        total += tl.sum(values.to(tl.float32), axis=1)
-    return product, total
+    if NORM:
+        wide = values.to(tl.float32)
+        squared += wide * wide
+        values = (wide * tl.load(gains)[None, :].to(tl.float32)).to(values.dtype)
+    return values, squared
 
 
 @triton.jit
-def _end_group(acc, product, total, scales, minimums, place, AFFINE: tl.constexpr):
-    """Scale a group's product into the sum; both begin anew."""
+def _add_group(acc, product, total, scales, minimums, place, AFFINE: tl.constexpr):
+    """Scale a group's product into the sum."""
     acc += product * tl.load(scales + place)[:, None]
     if AFFINE:
         acc += tl.load(minimums + place)[:, None] * total[None, :]
-    return acc, tl.zeros_like(product), tl.zeros_like(total)
+    return acc
 
 
 @triton.jit
-def _w4_kernel(x, words, scales, minimums, out, residual, bias, partials, counters, M, N, K, STEPS_PER_SPLIT,
-               stride_x, stride_out, stride_residual, GROUP: tl.constexpr, BLOCK_M: tl.constexpr,
-               BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr, AFFINE: tl.constexpr,
-               PAIRED: tl.constexpr, RESIDUAL: tl.constexpr, BIAS: tl.constexpr):  # fmt: skip
+def _w4_kernel(x, words, scales, minimums, out, norm_weight, residual, bias, partials, counters, M, OUTPUTS, N, K,
+               STEPS_PER_SPLIT, stride_x, stride_out, stride_residual, eps, GROUP: tl.constexpr,
+               BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr,
+               AFFINE: tl.constexpr, PAIRED: tl.constexpr, NORM: tl.constexpr, SWIGLU: tl.constexpr,
+               RESIDUAL: tl.constexpr, BIAS: tl.constexpr, EARLY: tl.constexpr, AHEAD: tl.constexpr):  # fmt: skip
     OFFSET: tl.constexpr = 0 if AFFINE else 8
     PARTS: tl.constexpr = 128 // GROUP  # groups of a step
     tile, split, m_tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     n_offsets = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    n_safe = tl.minimum(n_offsets, N - 1)  # rows past the end are read again and not stored
+    n_safe = tl.minimum(n_offsets, OUTPUTS - 1)  # rows past the end are read again and not stored
     m_offsets = m_tile * BLOCK_M + tl.arange(0, BLOCK_M)
     m_mask = m_offsets < M
     columns = tl.arange(0, 32)
     steps = K // 128
     x_tile = x + m_offsets.to(tl.int64)[:, None] * stride_x + columns[None, :]
+    gains = norm_weight + columns
     w_rows = (n_safe // 64).to(tl.int64) * steps * 2048 + (n_safe % 64) * 32
     w_tile = words + w_rows[:, None] + columns[None, :]
-    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    product, total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32), tl.zeros([BLOCK_M], tl.float32)
+    u_safe = n_safe + OUTPUTS
+    u_rows = (u_safe // 64).to(tl.int64) * steps * 2048 + (u_safe % 64) * 32
+    u_tile = words + u_rows[:, None] + columns[None, :]
+    acc, up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32), tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    product, product_u = acc, up
+    total = tl.zeros([BLOCK_M], tl.float32)
+    squared = tl.zeros(
+        [BLOCK_M, 32], tl.float32
+    )  # summed at the end: no exchange between threads in the loop
     first = split * STEPS_PER_SPLIT
     last = tl.minimum(first + STEPS_PER_SPLIT, steps)
+    if EARLY:
+        # Weights depend on nobody: they are on their way to the cache while the kernel before this one ends.
+        for ahead in tl.static_range(AHEAD):
+            _prefetch(words + w_rows + tl.minimum(first + ahead, last - 1) * 2048)
+            if SWIGLU:
+                _prefetch(words + u_rows + tl.minimum(first + ahead, last - 1) * 2048)
+        gdc_wait()
+        gdc_launch_dependents()
     # Saying num_stages here, not at the launch alone, makes the scales travel ahead with the codes.
     for step in tl.range(first, last, num_stages=STAGES):
         w = tl.load(w_tile + step * 2048, eviction_policy="evict_first")
-        p0, p1, p2, p3 = _numbers(w, OFFSET, PAIRED, x.dtype.element_ty)
-        xs = x_tile + step * 128
-        place = step * PARTS * N + n_safe
-        product, total = _add_place(p0, xs, product, total, m_mask, AFFINE)
-        if PARTS == 4:
-            acc, product, total = _end_group(acc, product, total, scales, minimums, place, AFFINE)
-        product, total = _add_place(p1, xs + 32, product, total, m_mask, AFFINE)
-        if PARTS >= 2:
-            acc, product, total = _end_group(
-                acc, product, total, scales, minimums, place + (PARTS // 2 - 1) * N, AFFINE
+        p = _numbers(w, OFFSET, PAIRED, x.dtype.element_ty)
+        if SWIGLU:
+            u = tl.load(u_tile + step * 2048, eviction_policy="evict_first")
+            q = _numbers(u, OFFSET, PAIRED, x.dtype.element_ty)
+        for j in tl.static_range(4):
+            values, squared = _activations(
+                x_tile + step * 128 + 32 * j, gains + step * 128 + 32 * j, m_mask, squared, NORM
             )
-        product, total = _add_place(p2, xs + 64, product, total, m_mask, AFFINE)
-        if PARTS == 4:
-            acc, product, total = _end_group(acc, product, total, scales, minimums, place + 2 * N, AFFINE)
-        product, total = _add_place(p3, xs + 96, product, total, m_mask, AFFINE)
-        acc, product, total = _end_group(
-            acc, product, total, scales, minimums, place + (PARTS - 1) * N, AFFINE
-        )
+            turned = tl.trans(values)
+            product = tl.dot(p[j], turned, product, input_precision="ieee")
+            if SWIGLU:
+                product_u = tl.dot(q[j], turned, product_u, input_precision="ieee")
+            if AFFINE:
+                total += tl.sum(values.to(tl.float32), axis=1)
+            if (j + 1) % (4 // PARTS) == 0:  # a group ends here
+                place = (step * PARTS + j // (4 // PARTS)) * N
+                acc = _add_group(acc, product, total, scales, minimums, place + n_safe, AFFINE)
+                product = tl.zeros_like(product)
+                if SWIGLU:
+                    up = _add_group(up, product_u, total, scales, minimums, place + u_safe, AFFINE)
+                    product_u = tl.zeros_like(product_u)
+                total = tl.zeros_like(total)
 
+    squares = tl.sum(squared, axis=1)
     is_last = True
     if SPLITS > 1:
         # As in skinny_linear: partial sums of one tile lie together; who arrives last adds them in order.
+        HALVES: tl.constexpr = 2 if SWIGLU else 1
         CELLS: tl.constexpr = BLOCK_N * BLOCK_M
         where = m_tile * tl.num_programs(0) + tile
         cells = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
-        base = partials + where.to(tl.int64) * SPLITS * CELLS + cells
-        tl.store(base + split * CELLS, acc, cache_modifier=".cg")
+        base = partials + where.to(tl.int64) * SPLITS * (HALVES * CELLS + BLOCK_M)
+        base_squares = base + SPLITS * HALVES * CELLS + tl.arange(0, BLOCK_M)
+        tl.store(base + split * HALVES * CELLS + cells, acc, cache_modifier=".cg")
+        if SWIGLU:
+            tl.store(base + (split * HALVES + 1) * CELLS + cells, up, cache_modifier=".cg")
+        if NORM:
+            tl.store(base_squares + split * BLOCK_M, squares, cache_modifier=".cg")
         tl.debug_barrier()  # every thread's part is written before one thread says so
         is_last = tl.atomic_add(counters + where, 1, sem="acq_rel") == SPLITS - 1
         if is_last:
-            acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+            acc, up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32), tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+            squares = tl.zeros([BLOCK_M], tl.float32)
             for other in range(SPLITS):
-                acc += tl.load(base + other * CELLS, cache_modifier=".cg")
+                acc += tl.load(base + other * HALVES * CELLS + cells, cache_modifier=".cg")
+                if SWIGLU:
+                    up += tl.load(base + (other * HALVES + 1) * CELLS + cells, cache_modifier=".cg")
+                if NORM:
+                    squares += tl.load(base_squares + other * BLOCK_M, cache_modifier=".cg")
             tl.atomic_xchg(counters + where, 0, sem="relaxed")  # ready for the next launch
 
     if is_last:
-        mask = (n_offsets < N)[:, None] & m_mask[None, :]
+        mask = (n_offsets < OUTPUTS)[:, None] & m_mask[None, :]
+        if NORM:
+            rstd = tl.rsqrt(squares / K + eps)[None, :]
+            acc *= rstd
+            up *= rstd
         if BIAS:
             acc += tl.load(bias + n_safe).to(tl.float32)[:, None]
+        if SWIGLU:
+            if BIAS:
+                up += tl.load(bias + u_safe).to(tl.float32)[:, None]
+            acc = acc * tl.sigmoid(acc) * up
         if RESIDUAL:
             places = residual + m_offsets.to(tl.int64)[None, :] * stride_residual + n_offsets[:, None]
             acc += tl.load(places, mask=mask, other=0.0).to(tl.float32)
@@ -304,23 +244,11 @@ def _w4_kernel(x, words, scales, minimums, out, residual, bias, partials, counte
 
 
 @triton.jit
-def _dequantise(words, scales, minimums, out, N, K, GROUP: tl.constexpr, AFFINE: tl.constexpr):
-    tile, step = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    inside, columns = tl.arange(0, 64), tl.arange(0, 32)
-    rows = tile * 64 + inside
-    mask = rows < N
-    piece = words + (tile * (K // 128) + step) * 2048
-    w = tl.load(piece + inside[:, None] * 32 + columns[None, :])
-    for j in tl.static_range(4):
-        group = (step * 128 + 32 * j) // GROUP
-        scale = tl.load(scales + group * N + rows, mask=mask, other=0.0)[:, None]
-        code = ((w >> (4 * j)) & 15).to(tl.float32)
-        if AFFINE:
-            number = code * scale + tl.load(minimums + group * N + rows, mask=mask, other=0.0)[:, None]
-        else:
-            number = (code - 8) * scale
-        places = out + rows[:, None] * K + step * 128 + 32 * j + columns[None, :]
-        tl.store(places, number.to(out.dtype.element_ty), mask=mask[:, None])
+def _prefetch(places):
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [places.to(tl.int64)], dtype=tl.int32, is_pure=False,
+        pack=1,
+    )  # fmt: skip
 
 
 def w4_linear(
@@ -328,45 +256,50 @@ def w4_linear(
     weight: W4Weight,
     out: Tensor | None = None,
     *,
+    norm_weight: Tensor | None = None,
+    eps: float = 1e-6,
     residual: Tensor | None = None,
     swiglu: bool = False,
     bias: Tensor | None = None,
     config: W4Config | None = None,
 ) -> Tensor:
-    """x [M, K] times a 4-bit weight [N, K] into `out`, which may be `residual`; made for M up to 64 or so."""
+    """x [M, K] times a 4-bit weight [N, K] into `out`, which may be `residual`; made for M up to 64 or so. Other
+    arguments are skinny_linear's."""
     m, k = x.shape
     n = weight.shape[0]
-    if swiglu:
-        both = w4_linear(x, weight, bias=bias, config=config)
-        activated = swiglu_rows(both, out if residual is None else None)
-        return activated if residual is None else torch.add(residual, activated, out=out)
+    outputs = n // 2 if swiglu else n
     if out is None:
-        out = torch.empty((m, n), dtype=x.dtype, device=x.device)
+        out = torch.empty((m, outputs), dtype=x.dtype, device=x.device)
     if config is None:
-        config = default_config(m, n, k, weight.group)
-    block_m = min(64, max(16, triton.next_power_of_2(m)))
-    tiles, m_tiles = triton.cdiv(n, config.block_n), triton.cdiv(m, block_m)
+        config = default_config(m, n, k, weight.group, swiglu=swiglu)
+    block_m = min(64, max(LEAST_ROWS, triton.next_power_of_2(m)))
+    tiles, m_tiles = triton.cdiv(outputs, config.block_n), triton.cdiv(m, block_m)
     splits = min(config.splits, k // STEP)
-    while splits > 1 and tiles * m_tiles * splits * config.block_n * block_m > PARTIAL_FLOATS:
+    cells = ((2 if swiglu else 1) * config.block_n + 1) * block_m
+    while splits > 1 and tiles * m_tiles * splits * cells > PARTIAL_FLOATS:
         splits //= 2
     partials, counters = workspace(x.device) if splits > 1 else (x, x)
+    early = config.early and x.is_cuda
     _w4_kernel[(tiles, splits, m_tiles)](
         x,
         weight.words,
         weight.scales,
         weight.scales if weight.minimums is None else weight.minimums,
         out,
+        x if norm_weight is None else norm_weight,
         x if residual is None else residual,
         x if bias is None else bias,
         partials,
         counters,
         m,
+        outputs,
         n,
         k,
         triton.cdiv(k // STEP, splits),
         x.stride(0),
         out.stride(0),
         0 if residual is None else residual.stride(0),
+        eps,
         GROUP=weight.group,
         BLOCK_M=block_m,
         BLOCK_N=config.block_n,
@@ -374,10 +307,15 @@ def w4_linear(
         STAGES=config.num_stages,
         AFFINE=weight.minimums is not None,
         PAIRED=x.is_cuda and x.dtype == torch.bfloat16,
+        NORM=norm_weight is not None,
+        SWIGLU=swiglu,
         RESIDUAL=residual is not None,
         BIAS=bias is not None,
+        EARLY=early,
+        AHEAD=AHEAD,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
+        **({"launch_pdl": True} if early else {}),
     )
     return out
 

@@ -1,0 +1,43 @@
+"""What a head sees of a model, and what it is taught: the model's hidden states over whole texts, computed without
+a cache. A trainer calls it for every batch where computing is cheaper than keeping (a GPU: states are thousands of
+bytes a token).
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from cumulo.errors import ConfigError
+from cumulo.models.attention import Attention
+from cumulo.models.decoder import Decoder, Layer
+from cumulo.models.heads.tap import eagle_layers
+
+
+@torch.no_grad()
+def hidden_states(decoder: Decoder, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """Of texts [examples, n], filled up at their ends: what a head sees [examples, n, features], and the model's
+    last states, normed [examples, n, hidden]."""
+    examples, n = tokens.shape
+    tapped, seen = eagle_layers(decoder.spec.layers), list[Tensor]()
+    x = decoder.embed.rows(tokens.flatten())
+    rotation = decoder.rotary.rotation_at(torch.arange(n, device=tokens.device).repeat(examples))
+    for index, layer in enumerate(decoder.layers):
+        seen += [x] * tapped.count(index)
+        assert isinstance(layer, Layer)
+        attention = layer.attention
+        if not isinstance(attention, Attention) or (attention.window or n) < n:
+            raise ConfigError(
+                "a head is trained for models with grouped attention over the whole text so far"
+            )
+        query, key, value = (
+            one.unflatten(0, (examples, n)).transpose(1, 2)
+            for one in attention.project(layer.attention_norm(x), rotation)
+        )
+        mixed = F.scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=attention.scale, enable_gqa=True
+        )
+        x = x + attention.output(mixed.transpose(1, 2).flatten(0, 1).flatten(1))
+        x = x + layer.ffn(layer.ffn_norm(x))
+    return torch.cat(seen, dim=-1).unflatten(0, (examples, n)), decoder.final_norm(x).unflatten(
+        0, (examples, n)
+    )
