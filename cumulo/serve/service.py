@@ -20,7 +20,8 @@ from cumulo.serve.access.limits import RateLimits
 from cumulo.serve.adapters.shelf import AdapterRefused, AdapterShelf, ServedAdapter, split_lora
 from cumulo.serve.bodies.logprob_bound import check_logprobs
 from cumulo.serve.engine_link.autoscaler import FleetAutoscaler
-from cumulo.serve.engine_link.engine_client import EngineClient, EngineSettings
+from cumulo.serve.engine_link.engine_client import EngineClient
+from cumulo.serve.engine_link.engine_supervisor import EngineSettings
 from cumulo.serve.engine_link.fleet import Fleet
 from cumulo.serve.engine_link.in_flight import Failure, Inbox, InFlight
 from cumulo.serve.engine_link.messages import AdapterReport, Finished, Ready, Stats, StepRecord, Submit

@@ -1,5 +1,5 @@
-"""EngineChild: one engine process and the line to it. Owned by EngineClient; a restart makes a new one, with a new
-line, so that nothing an old process said can be taken for the new one's word.
+"""EngineChild: one engine process and the line to it. Owned by EngineSupervisor; a restart makes a new one, with a
+new line, so that nothing an old process said can be taken for the new one's word.
 """
 
 import asyncio

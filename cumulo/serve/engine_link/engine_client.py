@@ -1,5 +1,5 @@
-"""EngineClient: the API process's side of the engine. Requests go out, what the engine says goes into their
-inboxes, and a supervisor restarts an engine that died or stands still.
+"""EngineClient: the API process's side of the engine. Requests go out, and what the engine says goes into their
+inboxes. Its EngineSupervisor keeps the engine alive.
 
 No request is lost: each ends with Finished or with a Failure. When the engine is restarted, requests in flight are
 submitted again, to another engine of its fleet where there is one. A stream continues after the tokens that its
@@ -7,25 +7,23 @@ client has; a request that ends two engines without a token in between fails and
 """
 
 import asyncio
-import contextlib
-import dataclasses
 import logging
-import secrets
-import shutil
-import tempfile
 import time
 from array import array
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Literal, Protocol
+from typing import Protocol
 
 import msgspec
 
-from cumulo.engine.config import EngineConfig
 from cumulo.engine.outputs import Delta
-from cumulo.serve.adapters.shelf import AdapterShelf, ServedAdapter
-from cumulo.serve.engine_link.engine_child import EngineChild, EngineStartError, socket_folder_fits
+from cumulo.serve.adapters.shelf import ServedAdapter
+from cumulo.serve.engine_link.engine_child import EngineStartError
+from cumulo.serve.engine_link.engine_supervisor import (
+    EngineSettings,
+    EngineSupervisor,
+    State,
+    Trouble,
+    load_order,
+)
 from cumulo.serve.engine_link.in_flight import Failure, Inbox, InFlight, Observer, failure_of
 from cumulo.serve.engine_link.messages import (
     Abort,
@@ -33,46 +31,18 @@ from cumulo.serve.engine_link.messages import (
     BlockMap,
     Command,
     DropAdapter,
-    EngineJob,
     EngineProgress,
     Fatal,
     Finished,
     InspectBlocks,
-    LoadAdapter,
     Ready,
     Rejected,
     Report,
-    Shutdown,
     Stats,
     Submit,
 )
 
 log = logging.getLogger(__name__)
-
-State = Literal["starting", "ready", "restarting", "stopped"]
-_TICK_S = 0.2
-_LONGEST_PAUSE_S = 30.0  # between attempts to bring an engine back
-
-
-@dataclass(frozen=True, slots=True)
-class EngineSettings:
-    model: str | None = None
-    config: EngineConfig = field(default_factory=EngineConfig)
-    stall_timeout_s: float = 60.0  # has work, finishes no step for this long: dead
-    start_timeout_s: float = 900.0
-    log_level: str = "info"
-    name: str = ""  # of the replica, in messages; empty: it is the only one
-    environment: Mapping[str, str] = field(default_factory=dict)  # of its process, beside this one's
-    for_router: bool = False
-    adapters: AdapterShelf = field(default_factory=lambda: AdapterShelf(0))  # that an engine begins with
-
-
-@dataclass(frozen=True, slots=True)
-class Trouble:
-    """Why an engine is replaced. `planned`: somebody asked for it, and no request is to blame."""
-
-    words: str
-    planned: bool = False
 
 
 class Relatives(Protocol):
@@ -92,30 +62,33 @@ class EngineClient:
         self, settings: EngineSettings, observer: Observer, relatives: Relatives | None = None
     ) -> None:
         self.settings, self._observer, self._relatives = settings, observer, relatives
-        self.state: State = "starting"
+        self._supervisor = EngineSupervisor(settings, self)
         self.info: Ready | None = None
         self.stats: Stats | None = None
-        self.restarts = 0
-        self.last_failure: str | None = None
         self.in_flight: dict[str, InFlight] = {}
         self.leaving: set[str] = set()  # requests given away whose end the engine has not told yet
         self.sent = 0  # Submit commands given to the present child
         self._unobserved: list[tuple[list[tuple[InFlight, Delta]], float, Stats]] = []
-        self._folder = Path(tempfile.mkdtemp(prefix="cumulo-"))  # only this user may enter it
-        if not socket_folder_fits(self._folder):
-            self._folder.rmdir()
-            self._folder = Path(tempfile.mkdtemp(prefix="cumulo-", dir="/tmp"))
-        self._children = 0
-        self._child: EngineChild | None = None
-        self._tasks: list[asyncio.Task[None]] = []
         self._block_maps: list[asyncio.Future[BlockMap]] = []
         self._adapter_answers: dict[str, asyncio.Future[AdapterReport]] = {}  # by key
-        self._restart_asked = asyncio.Event()
         self._reports = 0  # of a prefill engine, whose work this process does not know: silent is dead
 
     @property
+    def state(self) -> State:
+        return self._supervisor.state
+
+    @property
+    def restarts(self) -> int:
+        return self._supervisor.restarts
+
+    @property
+    def last_failure(self) -> str | None:
+        return self._supervisor.last_failure
+
+    @property
     def engine_pids(self) -> tuple[int, ...]:
-        return (self._child.pid,) if self._child is not None else ()
+        child = self._supervisor.child
+        return (child.pid,) if child is not None else ()
 
     @property
     def max_running(self) -> int:
@@ -131,76 +104,25 @@ class EngineClient:
     # -- life ---------------------------------------------------------------------------------------------
     async def start(self) -> Ready:
         """Start the engine and wait until its model is loaded; raises EngineStartError."""
-        await self._start_child(needs_adapters=True)
-        return self._begin()
+        await self._supervisor.start()
+        assert self.info is not None
+        return self.info
 
     async def start_until_up(self) -> Ready:
         """As `start`, but an engine that does not come up is tried again."""
-        await self._bring_up()
-        return self._begin()
-
-    def _begin(self) -> Ready:
-        self._tasks.append(asyncio.create_task(self._supervise()))
+        await self._supervisor.start_until_up()
         assert self.info is not None
         return self.info
 
     def ask_for_restart(self) -> None:
         """Replace the engine by a new one; what is still in flight is continued."""
-        self._restart_asked.set()
-
-    async def _start_child(self, needs_adapters: bool = False) -> None:
-        self._children += 1
-        told = [_order(adapter) for adapter in self.settings.adapters.all.values()]
-        job = EngineJob(
-            model=self.settings.model,
-            # Where requests without a seed draw theirs: a server that restarts must not repeat itself.
-            config=dataclasses.replace(self.settings.config, seed=secrets.randbits(63)),
-            address=f"{self._folder}/engine-{self._children}.sock",
-            log_level=self.settings.log_level,
-            for_router=self.settings.for_router,
-            adapters=told,
-            needs_adapters=needs_adapters,
-        )
-        child = self._child = EngineChild(job, self.settings.environment)
-        try:
-            self.info = await child.ready(self.settings.start_timeout_s)
-        except BaseException:
-            self._child = None
-            await child.end()
-            raise
-        self.stats, self.sent = None, 0
-        self.leaving.clear()
-        self.state = "ready"
-        self._catch_up({order.key for order in told})
-        for lost in (report for report in self.info.adapters if report.error and self._tasks):
-            log.error("%s could not load an adapter again: %s", self._who, lost.error)
-            if self._relatives is None and lost.key in self.settings.adapters.all:
-                adapter = self.settings.adapters.all[lost.key]
-                adapter.ready, adapter.error = False, lost.error
-
-    def _catch_up(self, told: set[str]) -> None:
-        """Adapters that came and went while the engine started."""
-        shelf = self.settings.adapters
-        for key in told - set(shelf.all):
-            self._send(DropAdapter(key))
-        for key, adapter in shelf.all.items():
-            if key not in told:
-                self._send(_order(adapter))
+        self._supervisor.ask_for_restart()
 
     async def close(self) -> None:
         """Stop the engine. Requests still in flight fail; drain first if they should not."""
-        self.state = "stopped"
-        for task in self._tasks:
-            task.cancel()
-        for task in self._tasks:
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
+        await self._supervisor.stop_watching()
         self._fail(list(self.in_flight.values()), "the server is shutting down")
-        if self._child is not None:
-            self._child.send(Shutdown())
-            await self._child.end(patience_s=3.0)
-            self._child = None
-        shutil.rmtree(self._folder, ignore_errors=True)
+        await self._supervisor.close()
 
     # -- requests -----------------------------------------------------------------------------------------
     def submit(self, submit: Submit, inbox: Inbox, position: int = 0) -> InFlight:
@@ -219,7 +141,7 @@ class EngineClient:
     def release(self, request_id: str) -> InFlight:
         """Give a request away: its engine computes it no more, and nothing more of it is heard."""
         request = self.in_flight.pop(request_id)
-        if self._child is not None:
+        if self._supervisor.child is not None:
             self.leaving.add(request_id)
             self._send(Abort(request_id))
         return request
@@ -246,7 +168,7 @@ class EngineClient:
         if self.state != "ready":
             return None
         answer = self._adapter_answers[adapter.key] = asyncio.get_running_loop().create_future()
-        self._send(_order(adapter))
+        self._send(load_order(adapter))
         try:
             return await asyncio.shield(answer)
         except asyncio.CancelledError:
@@ -262,9 +184,10 @@ class EngineClient:
             self._send(DropAdapter(key))
 
     def _send(self, command: Command) -> None:
-        if self._child is not None:
+        child = self._supervisor.child
+        if child is not None:
             self.sent += isinstance(command, Submit)
-            self._child.send(command)
+            child.send(command)
 
     def _fail(self, requests: list[InFlight], message: str) -> None:
         for request in requests:
@@ -276,7 +199,7 @@ class EngineClient:
             request.inbox.put(request.position, end)
 
     # -- what the engine says -----------------------------------------------------------------------------
-    def _take(self, report: Report) -> None:
+    def take(self, report: Report) -> None:
         if isinstance(report, EngineProgress):
             self.stats = report.stats
             self._reports += self.settings.config.role == "prefill"
@@ -320,7 +243,7 @@ class EngineClient:
                 asked.set_result(report)
         elif isinstance(report, Fatal):
             log.error("the engine ends: %s", report.message)
-            self.last_failure = report.message
+            self._supervisor.last_failure = report.message
 
     def _observe(self) -> None:
         """Tell the observer all it has not been told, in order: the next report may come before its turn."""
@@ -330,84 +253,58 @@ class EngineClient:
                 self._observer.on_delta(request, delta, now_s)
             self._observer.on_progress(stats)
 
-    # -- supervision --------------------------------------------------------------------------------------
-    async def _supervise(self) -> None:
-        """Read what the engine says; when it dies or stands still, bring a new one up. Until cancelled."""
-        while True:
-            child = self._child
-            assert child is not None
-            child.listen(self._take)
-            try:
-                trouble = await self._watch(child)
-            finally:
-                child.deafen()
-            await self._replace(trouble)
+    # -- what becomes of the engine: its supervisor's EngineOwner -----------------------------------------
+    def progress(self) -> tuple[int, ...] | None:
+        """Steps, guides that were compiled, words with other engines."""
+        if not self.in_flight and self.settings.config.role != "prefill":
+            return None
+        stats = self.stats
+        if stats is None:
+            return 0, 0, self._reports
+        heard = stats.transfers.heard if stats.transfers is not None else 0
+        return stats.steps, stats.guides_checked, heard + self._reports
 
-    async def _watch(self, child: EngineChild) -> Trouble:
-        """Returns what is wrong, as soon as something is."""
-        loop = asyncio.get_running_loop()
-        still_s, seen, ticked_s = 0.0, (-1, -1, -1), loop.time()
-        while True:
-            await child.ended(_TICK_S)
-            now_s = loop.time()
-            if child.misunderstood is not None:
-                return Trouble(f"said something that cannot be understood ({child.misunderstood!r})")
-            if (death := child.death) is not None:
-                return Trouble(death)
-            if self._restart_asked.is_set():
-                return Trouble("is restarted as asked", planned=True)
-            stats = self.stats
-            done = _progress(stats, self._reports)
-            if (self.in_flight or self.settings.config.role == "prefill") and done == seen:
-                # Counted in ticks, so that a machine that slept does not blame the engine.
-                still_s += min(now_s - ticked_s, 2 * _TICK_S)
-            else:
-                still_s, seen = 0.0, done
-            ticked_s = now_s
-            if still_s >= self.settings.stall_timeout_s:
-                return Trouble(
-                    f"finished no step for {self.settings.stall_timeout_s:g} s although it had work"
-                )
+    def on_start(self, info: Ready, adapters: set[str]) -> None:
+        self.info, self.stats, self.sent = info, None, 0
+        self.leaving.clear()
+        self._catch_up(adapters)
+        if self._supervisor.supervising:
+            self._note_lost_adapters(info)
+        if self._block_maps:  # asked for while there was no engine
+            self._send(InspectBlocks())
+        if self._relatives is not None:
+            self._relatives.on_ready(self)
 
-    async def _replace(self, trouble: Trouble) -> None:
-        self.state = "restarting"
-        self._restart_asked.clear()
+    def _catch_up(self, told: set[str]) -> None:
+        """Adapters that came and went while the engine started."""
+        shelf = self.settings.adapters
+        for key in told - set(shelf.all):
+            self._send(DropAdapter(key))
+        for key, adapter in shelf.all.items():
+            if key not in told:
+                self._send(load_order(adapter))
+
+    def _note_lost_adapters(self, info: Ready) -> None:
+        for lost in (report for report in info.adapters if report.error):
+            log.error("%s could not load an adapter again: %s", self.settings.who, lost.error)
+            if self._relatives is None and lost.key in self.settings.adapters.all:
+                adapter = self.settings.adapters.all[lost.key]
+                adapter.ready, adapter.error = False, lost.error
+
+    def on_loss(self, trouble: Trouble) -> None:
+        who, count = self.settings.who, len(self.in_flight)
         if trouble.planned:
-            log.info("%s %s; %d requests are in flight", self._who, trouble.words, len(self.in_flight))
+            log.info("%s %s; %d requests are in flight", who, trouble.words, count)
         else:
-            self.restarts += 1
-            self.last_failure = f"{self._who} {trouble.words}"
-            log.error("%s; %d requests were in flight; restarting it", self.last_failure, len(self.in_flight))
-        assert self._child is not None
-        child, self._child = self._child, None
-        if child.misunderstood is None:
-            for report in child.reports():  # what it said before it died
-                self._take(report)
-        if not trouble.planned:
+            log.error("%s %s; %d requests were in flight; restarting it", who, trouble.words, count)
             self._fail_hopeless()
         if self._relatives is not None:
             self._relatives.take_over(self, trouble)
-        child.send(Shutdown())
-        await child.end(patience_s=2.0 if trouble.planned else 0.0)
-        for answer in self._block_maps:
-            answer.cancel()
+        for asked in self._block_maps:
+            asked.cancel()
         for loading in self._adapter_answers.values():
             loading.cancel()
         self._block_maps.clear()
-        await self._bring_up()
-        if self._relatives is not None:
-            return
-        log.warning("%s is back; %d requests are submitted again", self._who, len(self.in_flight))
-        for request in self.in_flight.values():
-            self._send(request.as_it_is_now())
-
-    @property
-    def _who(self) -> str:
-        return (
-            f"the engine process of replica {self.settings.name}"
-            if self.settings.name
-            else "the engine process"
-        )
 
     def _fail_hopeless(self) -> None:
         """Requests that cannot be continued, or may be what ends engines."""
@@ -422,33 +319,15 @@ class EngineClient:
                 continue
             self._fail([request], f"{self.last_failure} while this request ran, {told}; send it again")
 
-    async def _bring_up(self) -> None:
-        """Start an engine, trying again until one comes up."""
-        pause_s = 0.5
-        while True:
-            try:
-                await self._start_child()
-                break
-            except EngineStartError as error:
-                log.error("%s does not come up: %s; next attempt in %g s", self._who, error, pause_s)
-                message = f"{self.last_failure} and did not come back: {error}"
-                self._fail(list(self.in_flight.values()), message)
-                if self._relatives is not None:
-                    self.last_failure = str(error)
-                    self._relatives.on_failed_start(self, message)
-                await asyncio.sleep(pause_s)
-                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+    def on_failed_start(self, error: EngineStartError) -> None:
+        message = f"{self.last_failure} and did not come back: {error}"
+        self._fail(list(self.in_flight.values()), message)
         if self._relatives is not None:
-            self._relatives.on_ready(self)
+            self._supervisor.last_failure = str(error)
+            self._relatives.on_failed_start(self, message)
 
-
-def _order(adapter: ServedAdapter) -> LoadAdapter:
-    return LoadAdapter(adapter.key, adapter.name, adapter.folder)
-
-
-def _progress(stats: Stats | None, reports: int) -> tuple[int, int, int]:
-    """What grows while an engine is alive: steps, guides that were compiled, words with other engines."""
-    if stats is None:
-        return 0, 0, reports
-    heard = stats.transfers.heard if stats.transfers is not None else 0
-    return stats.steps, stats.guides_checked, heard + reports
+    def on_replaced(self) -> None:
+        if self._relatives is None:
+            log.warning("%s is back; %d requests are submitted again", self.settings.who, len(self.in_flight))
+            for request in self.in_flight.values():
+                self._send(request.as_it_is_now())

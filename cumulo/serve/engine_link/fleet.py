@@ -19,7 +19,8 @@ import msgspec
 from cumulo.engine.decide.block_pool import chain_hashes, root_hash
 from cumulo.engine.decide.routing import Ask, NoReplica, ReplicaView, router
 from cumulo.serve.adapters.shelf import ServedAdapter
-from cumulo.serve.engine_link.engine_client import EngineClient, EngineSettings, State, Trouble
+from cumulo.serve.engine_link.engine_client import EngineClient
+from cumulo.serve.engine_link.engine_supervisor import EngineSettings, State, Trouble
 from cumulo.serve.engine_link.fleet_reports import (
     lacks_adapter,
     merged_blocks,
@@ -140,7 +141,6 @@ class Fleet:
         began_s = time.perf_counter()
         info = await first.client.start()
         self.start_up_s = time.perf_counter() - began_s
-        self.on_ready(first.client)
         if self.settings.config.kv_memory_gib is None and self.settings.config.kv_blocks is None:
             self.keep(
                 self._start_in_turn(others)

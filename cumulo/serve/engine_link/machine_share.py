@@ -4,7 +4,7 @@ import dataclasses
 import os
 
 from cumulo.base.machine_devices import gpus_here
-from cumulo.serve.engine_link.engine_client import EngineSettings
+from cumulo.serve.engine_link.engine_supervisor import EngineSettings
 
 
 def settings_of_replica(settings: EngineSettings, name: str, number: int, replicas: int) -> EngineSettings:

@@ -11,7 +11,8 @@ import tempfile
 from pathlib import Path
 
 from cumulo.engine.outputs import Delta
-from cumulo.serve.engine_link.engine_client import EngineClient, EngineSettings
+from cumulo.serve.engine_link.engine_client import EngineClient
+from cumulo.serve.engine_link.engine_supervisor import EngineSettings
 from cumulo.serve.engine_link.in_flight import Failure, InFlight
 from cumulo.serve.engine_link.machine_share import settings_of_replica
 from cumulo.serve.engine_link.messages import Finished, Stats

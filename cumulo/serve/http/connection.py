@@ -19,6 +19,7 @@ from cumulo.serve.http import refusals
 from cumulo.serve.http.direct_writer import CONNECTION, DirectWriter
 from cumulo.serve.http.keeper import Address, Keeper
 from cumulo.serve.http.reading import Reading
+from cumulo.serve.http.write_stall import WriteStall
 
 # Answered on the connections of the reserve, for those who must know how the server is.
 FOR_OPERATORS = (b"/health", b"/ready", b"/metrics")
@@ -68,8 +69,7 @@ class Connection(HttpToolsProtocol):
         self._in_line = False  # has the Keeper been told that this request is not whole yet?
         self._discarded_bytes = 0
         self._since_s = self._progress_s = 0.0  # on the keeper's clock
-        # When the write buffer was seen to stand still, and its size.
-        self._stalled: tuple[float, int] | None = None
+        self._stall = WriteStall()
         self._problem: tuple[ApiError, str] | None = None
 
     # -- the connection -----------------------------------------------------------------------------------
@@ -126,26 +126,16 @@ class Connection(HttpToolsProtocol):
             self._in_line = True
             self._keeper.waiting(self)
         if self._reading is _HEAD:
-            if self._head_bytes > self._limits.header_line_bytes and self._is_too_large():
+            if self._head_bytes > self._limits.header_line_bytes and self._limits.exceeded_by(self.headers):
                 self._refuse(*self._too_large())
         elif in_body and self._reading is _BODY:
             self._progress_s = self._keeper.clock_s
             self._check_body()
 
-    def _is_too_large(self) -> bool:
-        """Of headers or trailers, those that are complete."""
-        limits, total_bytes = self._limits, 0
-        for name, value in self.headers:
-            line_bytes = len(name) + len(value) + 4
-            total_bytes += line_bytes
-            if line_bytes > limits.header_line_bytes:
-                return True
-        return total_bytes > limits.head_bytes
-
     def _check_body(self) -> None:
         limits, body_bytes = self._limits, self._body_bytes
         framing_bytes = self._wire_bytes - body_bytes
-        if framing_bytes > limits.header_line_bytes and self._is_too_large():
+        if framing_bytes > limits.header_line_bytes and self._limits.exceeded_by(self.headers):
             self._refuse(*self._too_large())
         elif framing_bytes > limits.framing_bytes + limits.framing_per_body_byte * body_bytes:
             self._refuse(*refusals.too_much_framing())
@@ -177,7 +167,7 @@ class Connection(HttpToolsProtocol):
         headers.append((name, value))
 
     def on_headers_complete(self) -> None:
-        if self._head_bytes > self._limits.header_line_bytes and self._is_too_large():
+        if self._head_bytes > self._limits.header_line_bytes and self._limits.exceeded_by(self.headers):
             self._fail(*self._too_large())
         if self.reserved and not self._may_come_in():
             self._fail(*refusals.too_many_connections())
@@ -355,7 +345,7 @@ class Connection(HttpToolsProtocol):
                 self._keeper.tally.note("write_timeout", "an answer is not read; closing %s", self.describe())
                 self.transport.abort()
             return
-        self._stalled = None
+        self._stall.clear()
         limits, reading, waited_s = self._limits, self._reading, now_s - self._since_s
         if self._owes_answer():
             return
@@ -382,19 +372,15 @@ class Connection(HttpToolsProtocol):
                 self._refuse(*refusals.body_too_slow(limits))
 
     def resume_writing(self) -> None:
-        self._stalled = None
+        self._stall.clear()
         super().resume_writing()
 
     def _is_stalled(self, now_s: float) -> bool:
-        """Does what is to be written stand still? Where more was written in between, the count begins anew."""
-        size_bytes = self.transport.get_write_buffer_size()
-        if self._stalled is None or size_bytes > self._stalled[1]:
-            self._stalled = now_s, size_bytes
-        since_s, first_bytes = self._stalled
         patience_s = self._limits.write_timeout_s
         if self._reading is Reading.NOTHING and self._running is None:
             patience_s = min(patience_s, _LINGER_S)
-        return now_s - since_s > patience_s + (first_bytes - size_bytes) / self._limits.least_bytes_s
+        size_bytes = self.transport.get_write_buffer_size()
+        return self._stall.lasts(size_bytes, now_s, patience_s, self._limits.least_bytes_s)
 
 
 def _tell_gone(cycle: RequestResponseCycle) -> None:

@@ -1,5 +1,6 @@
 """HttpLimits: what one connection may send and how long it may take. Made by `_Run` from ServeOptions."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cumulo.serve.http.descriptors import Room
@@ -31,6 +32,16 @@ class HttpLimits:
     # After the first `body_timeout_s` a body must come, and after `write_timeout_s` an answer must be taken, at
     # this pace on average.
     least_bytes_s: float = 4096.0
+
+    def exceeded_by(self, headers: Sequence[tuple[bytes, bytes]]) -> bool:
+        """Whether these headers or trailers, all complete, are too large."""
+        total_bytes = 0
+        for name, value in headers:
+            line_bytes = len(name) + len(value) + 4
+            total_bytes += line_bytes
+            if line_bytes > self.header_line_bytes:
+                return True
+        return total_bytes > self.head_bytes
 
     @property
     def sockets(self) -> int:
