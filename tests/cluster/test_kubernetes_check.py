@@ -1,7 +1,6 @@
 """Manifests are checked without a cluster, and each broken one is named precisely: the field, what is wrong, what
 would work."""
 
-import copy
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +12,14 @@ from cumulo.cluster.drivers.kubernetes.check import check_bodies, check_files, c
 from cumulo.cluster.drivers.kubernetes.manifest_source import parse_manifests
 from cumulo.cluster.drivers.kubernetes.schemas import shipped_book
 from tests.cli.conftest import ROOT
+from tests.cluster.broken_manifests import GONE, Break, broken, is_named_at_its_field
 
 FILE = Path(__file__).parent / "whole_manifests.yaml"
 WHOLE = list(yaml.safe_load_all(FILE.read_text("utf-8")))
 CRDS = ROOT.parent / "shared" / "data" / "crds"
-GONE = object()
 POD = "spec.template.spec.containers.0"
 RAY = "spec.rayClusterSpec.workerGroupSpecs.0"
-# What is broken: kind, name, field, its new value; and the field that is blamed, with words of the message.
-BROKEN: list[tuple[str, str, Any, str, str]] = [
+BROKEN: list[Break] = [
     # unknown fields
     ("Deployment/llm", "spec.replica", 3, "spec.replica", "did you mean replicas?"),
     ("Deployment/llm", f"{POD}.imagePullPolice", "Always", f"{POD}.imagePullPolice", "mean imagePullPolicy?"),
@@ -102,35 +100,13 @@ BROKEN: list[tuple[str, str, Any, str, str]] = [
 ]  # fmt: skip
 
 
-def broken(subject: str, path: str, value: Any) -> list[dict[str, Any]]:
-    bodies = copy.deepcopy(WHOLE)
-    kind, name = subject.split("/")
-    place: Any = next(one for one in bodies if one["kind"] == kind and one["metadata"]["name"] == name)
-    *steps, last = [int(step) if step.isdigit() else step for step in path.split(".")]
-    for step in steps:
-        place = place[step]
-    if value is GONE:
-        del place[last]
-    else:
-        place[last] = value
-    return bodies
-
-
-def plain(path: str) -> str:
-    return path.replace("['", ".").replace("']", "").replace("[", ".").replace("]", "")
-
-
 def test_whole_manifests_have_no_problem() -> None:
     assert check_bodies(WHOLE) == []
 
 
 @pytest.mark.parametrize("case", BROKEN, ids=lambda case: f"{case[0]} {case[1]} {case[4][:20]}")
-def test_a_broken_field_is_named_with_what_is_wrong(case: tuple[str, str, Any, str, str]) -> None:
-    subject, path, value, blamed, words = case
-    problems = check_bodies(broken(subject, path, value))
-    at = [one for one in problems if plain(one.path) == blamed and words in one.message]
-    assert at, [str(one) for one in problems]
-    assert len(problems) <= 3, [str(one) for one in problems]
+def test_a_broken_field_is_named_with_what_is_wrong(case: Break) -> None:
+    is_named_at_its_field(WHOLE, case)
 
 
 def test_there_are_many_ways_to_be_wrong() -> None:
@@ -167,7 +143,7 @@ def test_two_objects_of_one_name_are_named() -> None:
 
 
 def test_an_object_that_the_cluster_has_need_not_be_there() -> None:
-    bodies = broken("Job/train", "spec.queue", "other")
+    bodies = broken(WHOLE, "Job/train", "spec.queue", "other")
     assert [one.path for one in check_bodies(bodies)] == ["spec.queue"]
     assert check_bodies(bodies, exists=["Queue/other"]) == []
 

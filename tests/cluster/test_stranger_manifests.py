@@ -1,7 +1,6 @@
 """Manifests in a stranger's style, broken one field at a time: each break is named at its field. They were written
 without a look at the checks."""
 
-import copy
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +9,13 @@ import yaml
 
 from cumulo.cluster.drivers.kubernetes.check import check_bodies, check_files
 from cumulo.errors import ConfigError
+from tests.cluster.broken_manifests import Break, broken, is_named_at_its_field, plain
 
 FILE = Path(__file__).parent / "stranger_manifests.yaml"
 WHOLE = list(yaml.safe_load_all(FILE.read_text("utf-8")))
-GONE = object()
 VLLM = "spec.template.spec.containers.0"
 SPEC = "spec.template.spec"
-# What is broken: kind, name, field, its new value; the field that is blamed, with words of the message.
-BROKEN: list[tuple[str, str, Any, str, str]] = [
+BROKEN: list[Break] = [
     # typos deep inside
     ("Deployment/vllm", f"{VLLM}.env.0.valueFrom.secretKeyRef", {"nmae": "hf-token", "key": "token"},
      f"{VLLM}.env.0.valueFrom.secretKeyRef.nmae", "did you mean name?"),
@@ -103,33 +101,13 @@ BROKEN: list[tuple[str, str, Any, str, str]] = [
 ]  # fmt: skip
 
 
-def broken(subject: str, path: str, value: Any) -> list[dict[str, Any]]:
-    bodies = copy.deepcopy(WHOLE)
-    kind, name = subject.split("/")
-    place: Any = next(one for one in bodies if one["kind"] == kind and one["metadata"]["name"] == name)
-    *steps, last = [int(step) if step.isdigit() else step for step in path.split(".")]
-    for step in steps:
-        place = place[step]
-    place[last] = value
-    return bodies
-
-
-def plain(path: str) -> str:
-    return path.replace("['", ".").replace("']", "").replace("[", ".").replace("]", "")
-
-
 def test_a_strangers_manifests_have_no_problem() -> None:
     assert check_bodies(WHOLE) == []
 
 
 @pytest.mark.parametrize("case", BROKEN, ids=lambda case: f"{case[0]} {case[1]} {case[4][:20]}")
-def test_a_strangers_mistake_is_named_at_its_field(case: tuple[str, str, Any, str, str]) -> None:
-    subject, path, value, blamed, words = case
-    problems = check_bodies(broken(subject, path, value))
-    assert any(plain(one.path) == blamed and words in one.message for one in problems), [
-        str(one) for one in problems
-    ]
-    assert len(problems) <= 3, [str(one) for one in problems]
+def test_a_strangers_mistake_is_named_at_its_field(case: Break) -> None:
+    is_named_at_its_field(WHOLE, case)
 
 
 # -- against a plan -----------------------------------------------------------------------------------------
@@ -164,7 +142,7 @@ def test_manifests_that_carry_out_their_plan_have_no_problem(tmp_path: Path) -> 
 def test_what_differs_from_the_plan_is_named(
     tmp_path: Path, path: str, value: Any, changed: dict[str, Any], words: str
 ) -> None:
-    problems = against(tmp_path, broken("Deployment/vllm", path, value), **changed)
+    problems = against(tmp_path, broken(WHOLE, "Deployment/vllm", path, value), **changed)
     assert any(words in one for one in problems), problems
 
 
