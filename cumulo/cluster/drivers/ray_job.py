@@ -6,11 +6,12 @@ them from the last checkpoint. If the keeper's own node is lost, Ray starts it a
 """
 
 import asyncio
-import ctypes
 import json
 import os
+import shutil
 import signal
 import socket
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,9 @@ from cumulo.cluster.job_progress import run_progress
 from cumulo.cluster.job_record import JobRecord
 
 ON_HEAD = {"node:__internal_head__": 0.001}  # what only the head has: it is lost last
-_PR_SET_PDEATHSIG = 1
+_END_WITH_PARENT = (  # PR_SET_PDEATHSIG: SIGKILL
+    "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9, 0, 0, 0); os.execv(sys.argv[1], sys.argv[1:])"
+)
 CORDON_AFTER = 2  # failures that began on a node
 _FOLLOWS = (0, 3, -signal.SIGTERM)  # exit codes of ranks that did not fail first: 3 has lost another one
 _ANSWER_S = 10.0  # a task that does not answer for so long is lost with its node
@@ -59,8 +62,8 @@ class GangTask:
         with Path(output).open("ab") as stream:
             for environment in environments:
                 process = await asyncio.create_subprocess_exec(
-                    *command, cwd=folder, env=os.environ | environment, stdin=asyncio.subprocess.DEVNULL,
-                    stdout=stream, stderr=stream, preexec_fn=end_with_parent,
+                    *ending_with_parent(command), cwd=folder, env=os.environ | environment,
+                    stdin=asyncio.subprocess.DEVNULL, stdout=stream, stderr=stream,
                 )  # fmt: skip
                 self._processes.append(process)
         codes = await asyncio.gather(*(process.wait() for process in self._processes))
@@ -73,8 +76,17 @@ class GangTask:
                 process.send_signal(signal.SIGTERM)
 
 
-def end_with_parent() -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+def ending_with_parent(command: list[str]) -> list[str]:
+    """A command whose process ends with the one that starts it. Without preexec_fn, which forks: threads of gRPC in
+    an actor do not survive that."""
+    return [
+        sys.executable,
+        "-S",
+        "-c",
+        _END_WITH_PARENT,
+        shutil.which(command[0]) or command[0],
+        *command[1:],
+    ]
 
 
 class JobKeeper:

@@ -20,12 +20,9 @@ from ray import serve
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
-from cumulo.cluster.drivers.ray_job import ON_HEAD
+from cumulo.cluster.drivers.ray_job import ON_HEAD, ending_with_parent
 from cumulo.cluster.drivers.served import served_url
 
-_END_WITH_PARENT = (  # PR_SET_PDEATHSIG: SIGKILL
-    "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9, 0, 0, 0); os.execv(sys.argv[1], sys.argv[1:])"
-)
 _JOIN_S = 2.0  # how often a replica says that it is there
 _SILENT_S = 20.0  # a replica that did not for so long is taken out
 _START_S = 600.0
@@ -39,9 +36,8 @@ def start_process(command: list[str], key: str, name: str) -> tuple[subprocess.P
     environment = os.environ | {"CUMULO_FLEET_KEY": key}
     environment.setdefault("OMP_NUM_THREADS", "1")
     with output.open("ab") as stream:
-        # Without preexec_fn, which forks: threads of gRPC in an actor do not survive that.
         process = subprocess.Popen(
-            [sys.executable, "-S", "-c", _END_WITH_PARENT, *command],
+            ending_with_parent(command),
             stdin=subprocess.DEVNULL,
             stdout=stream,
             stderr=stream,

@@ -15,8 +15,9 @@ from cumulo.cluster.drivers.kubernetes.manifest_source import (
     manifest_files,
     read_manifests,
 )
+from cumulo.cluster.drivers.kubernetes.objects import ObjectSet
 from cumulo.cluster.drivers.kubernetes.plan_check import check_against_plan, read_plan
-from cumulo.cluster.drivers.kubernetes.references import ObjectSet, check_references
+from cumulo.cluster.drivers.kubernetes.references import check_references
 from cumulo.cluster.drivers.kubernetes.schema_check import check_schema
 from cumulo.cluster.drivers.kubernetes.schemas import SchemaBook, book_with, shipped_book
 from cumulo.cluster.drivers.kubernetes.sense import check_sense

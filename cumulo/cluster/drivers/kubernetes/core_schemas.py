@@ -1,8 +1,8 @@
 """Schemas of the core objects that Cumulo writes, and of those that often stand next to them, in a short notation.
 
 `data/core.yaml` has a line per field: `string`, `integer`, `boolean`, `quantity`, `port` (a number or a name),
-`map` (of strings), `any`, `A|B` (one of these words), `$Part`, or an object; `[x]` is a list. A name with
-`!` at its end is required.
+`tcp-port` (1 to 65535), `share` (a number or a percentage), `map` (of strings), `any`, `A|B` (one of these words),
+`$Part`, or an object; `[x]` is a list. A name with `!` at its end is required.
 """
 
 from collections.abc import Iterator, Mapping
@@ -21,6 +21,8 @@ _PLAIN: Mapping[str, Mapping[str, Any]] = {
     "map": {"type": "object", "additionalProperties": {"type": "string"}},
     "any": {"x-kubernetes-preserve-unknown-fields": True},
     "port": {"x-kubernetes-int-or-string": True},
+    "tcp-port": {"type": "integer", "minimum": 1, "maximum": 65535},
+    "share": {"x-kubernetes-int-or-string": True, "pattern": r"^[0-9]+%?$"},
     "quantity": {
         "x-kubernetes-int-or-string": True,
         "pattern": r"^(\+|-)?(([0-9]+(\.[0-9]*)?)|(\.[0-9]+))(([KMGTPE]i)|[numkMGTPE]|([eE](\+|-)?[0-9]+))?$",

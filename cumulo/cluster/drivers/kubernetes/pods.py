@@ -148,6 +148,9 @@ def _count(manifest: Manifest, path: FieldPath) -> tuple[int, int]:
     if "workerGroupSpecs" in path:
         start = path[: path.index("workerGroupSpecs") + 2]
         return number(*start, "replicas") * number(*start, "numOfHosts"), number(*start, "numOfHosts")
+    if "replicatedJobs" in path:
+        start = path[: path.index("replicatedJobs") + 2]
+        return number(*start, "replicas") * number(*start, "template", "spec", "parallelism"), 1
     if kind == "Job":
         return number("spec", "parallelism"), 1
     return number("spec", "replicas"), 1

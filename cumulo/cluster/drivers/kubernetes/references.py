@@ -4,20 +4,17 @@ objects that are applied together.
 An object that is in the cluster already is named to the check as KIND/NAME.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from cumulo.base.nearest import did_you_mean, nearest
 from cumulo.cluster.drivers.kubernetes.manifest_source import FieldPath, Manifest
-from cumulo.cluster.drivers.kubernetes.pods import GPU, PodSpec, pods_of, quantity
+from cumulo.cluster.drivers.kubernetes.objects import ObjectSet
+from cumulo.cluster.drivers.kubernetes.pods import GPU, PodSpec, quantity
+from cumulo.cluster.drivers.kubernetes.rules.network import check_network, ports_of
 from cumulo.cluster.drivers.kubernetes.schemas import shipped_book
 
-_ALWAYS = {
-    ("Queue", "default"), ("Queue", "root"), ("ServiceAccount", "default"), ("ConfigMap", "kube-root-ca.crt"),
-    ("PriorityClass", "system-cluster-critical"), ("PriorityClass", "system-node-critical"),
-}  # fmt: skip
 _QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
-_CLUSTER_WIDE = {"Queue", "ClusterQueue", "ResourceFlavor", "Topology", "PriorityClass", "HyperNode"}
 # Of a kind: a field, and the kind that it names.
 _FIELDS: Mapping[str, Sequence[tuple[FieldPath, str]]] = {
     "LocalQueue": [(("spec", "clusterQueue"), "ClusterQueue")],
@@ -28,44 +25,13 @@ _FIELDS: Mapping[str, Sequence[tuple[FieldPath, str]]] = {
     "StatefulSet": [(("spec", "serviceName"), "Service")],
     "InferencePool": [(("spec", "endpointPickerRef", "name"), "Service")],
 }
-
-
-class ObjectSet:
-    """All objects that stand together, and those that are said to be there."""
-
-    def __init__(self, manifests: Sequence[Manifest], exists: Iterable[str] = ()) -> None:
-        self.manifests = manifests
-        self._there = {tuple(one.split("/", 1)) for one in exists} | _ALWAYS
-        self.pods = [pod for one in manifests for pod in pods_of(one)]
-
-    def find(self, kind: str, name: str, namespace: str) -> Manifest | None:
-        for one in self.manifests:
-            if (
-                one.kind == kind
-                and one.name == name
-                and (kind in _CLUSTER_WIDE or one.namespace == namespace)
-            ):
-                return one
-        return None
-
-    def has(self, kind: str, name: str, namespace: str) -> bool:
-        return (kind, name) in self._there or self.find(kind, name, namespace) is not None
-
-    def need(self, owner: Manifest, path: FieldPath, kind: str, name: Any) -> None:
-        """Blame the owner unless what it names is there."""
-        if not isinstance(name, str) or not name or self.has(kind, name, owner.namespace):
-            return
-        elsewhere = [one for one in self.manifests if one.kind == kind and one.name == name]
-        if elsewhere:
-            owner.blame(
-                path, f"{kind} {name} is in the namespace {elsewhere[0].namespace}, not in {owner.namespace}"
-            )
-            return
-        known = sorted({one.name for one in self.manifests if one.kind == kind})
-        there = did_you_mean(name, known) if known else f"; no {kind} is among these files"
-        owner.blame(
-            path, f"there is no {kind} {name}{there}; if the cluster has it, add --exists {kind}/{name}"
-        )
+_CLAIMS = {"resourceClaimName": "ResourceClaim", "resourceClaimTemplateName": "ResourceClaimTemplate"}
+# The same, for kinds that a cluster comes with.
+_CLASSES: Mapping[str, Sequence[tuple[FieldPath, str]]] = {
+    "PersistentVolumeClaim": [(("spec", "storageClassName"), "StorageClass")],
+    "Gateway": [(("spec", "gatewayClassName"), "GatewayClass")],
+    "Ingress": [(("spec", "ingressClassName"), "IngressClass")],
+}
 
 
 def check_references(objects: ObjectSet) -> None:
@@ -75,8 +41,11 @@ def check_references(objects: ObjectSet) -> None:
         for path, kind in _FIELDS.get(one.kind, ()):
             if one.kind != "Job" or one.group == "batch.volcano.sh":
                 objects.need(one, path, kind, one.at(*path))
+        for path, kind in _CLASSES.get(one.kind, ()):
+            objects.need_alike(one, path, kind, one.at(*path))
         _check_queue_label(one, objects)
         _check_kind(one, objects)
+        check_network(one, objects)
     for pod in objects.pods:
         _check_pod(pod, objects)
 
@@ -233,7 +202,7 @@ def _check_pod_selector(one: Manifest, objects: ObjectSet) -> None:
         shown = ", ".join(f"{key}={value}" for key, value in wanted.items())
         one.blame(path, f"no pod has the labels {shown}; pods here have {' or '.join(sorted(set(labels)))}")
         return
-    names, numbers = _ports(chosen)
+    names, numbers = ports_of(chosen)
     if one.kind == "Service":
         for number, port in enumerate(one.at("spec", "ports") or ()):
             target = port.get("targetPort", port.get("port")) if isinstance(port, dict) else None
@@ -247,12 +216,6 @@ def _check_pod_selector(one: Manifest, objects: ObjectSet) -> None:
                     ("spec", "ports", number, "targetPort"),
                     f"its pods listen on {', '.join(map(str, sorted(numbers)))}, not on {target}",
                 )
-
-
-def _ports(pods: Sequence[PodSpec]) -> tuple[set[str], set[int]]:
-    ports = [port for pod in pods for _, one in pod.containers for port in one.get("ports") or ()]
-    named = {str(one["name"]) for one in ports if isinstance(one, dict) and one.get("name")}
-    return named, {one["containerPort"] for one in ports if isinstance(one, dict) and "containerPort" in one}
 
 
 def _check_monitor(one: Manifest, objects: ObjectSet) -> None:
@@ -287,6 +250,11 @@ def _check_pod(pod: PodSpec, objects: ObjectSet) -> None:
     for number, secret in enumerate(spec.get("imagePullSecrets") or ()):
         if isinstance(secret, dict):
             objects.need(owner, (*pod.path, "imagePullSecrets", number, "name"), "Secret", secret.get("name"))
+    objects.need_alike(owner, (*pod.path, "runtimeClassName"), "RuntimeClass", spec.get("runtimeClassName"))
+    for number, claim in enumerate(spec.get("resourceClaims") or ()):
+        for field, kind in _CLAIMS.items():
+            if isinstance(claim, dict):
+                objects.need(owner, (*pod.path, "resourceClaims", number, field), kind, claim.get(field))
     for path, kind, name in _volume_references(pod):
         objects.need(owner, path, kind, name)
     for path, container in pod.containers:

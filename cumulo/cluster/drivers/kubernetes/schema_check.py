@@ -256,6 +256,8 @@ def _matches(pattern: str, value: str) -> bool:
 def _pattern_words(pattern: str) -> str:
     if "KMGTPE" in pattern:
         return "is not a quantity; write a number with a unit, such as 500m, 16Gi or 8"
+    if pattern == "^[0-9]+%?$":
+        return "is not a number or a percentage; write 1 or 25%, without a space"
     if pattern.startswith("^[a-z0-9]") or "[a-z0-9]([-a-z0-9]*[a-z0-9])?" in pattern:
         return "is not a name; use lower-case letters, digits and hyphens, and begin and end with a letter or digit"
     return f"does not have the required form ({pattern})"

@@ -10,6 +10,8 @@ from cumulo.base.nearest import did_you_mean
 from cumulo.cluster.drivers.kubernetes.manifest_source import FieldPath, Manifest
 from cumulo.cluster.drivers.kubernetes.pods import GPU, PodSpec, gpu_path, pods_of, quantity
 from cumulo.cluster.drivers.kubernetes.ray_serve_config import check_serve_config
+from cumulo.cluster.drivers.kubernetes.rules.batch import check_batch_rules, check_restart
+from cumulo.cluster.drivers.kubernetes.rules.pods import check_expressions, check_pod_rules
 from cumulo.cluster.drivers.kubernetes.sense_kinds import check_gang, check_strategy, check_triggers
 from cumulo.cluster.drivers.kubernetes.words import check_word
 
@@ -37,6 +39,8 @@ def check_sense(manifest: Manifest, node_gpus: int) -> None:
     _check_name(manifest)
     _check_replicas(manifest)
     _check_kind(manifest)
+    check_expressions(manifest)
+    check_batch_rules(manifest)
     if manifest.kind == "Secret":
         _check_secret(manifest)
     for pod in pods_of(manifest):
@@ -44,6 +48,8 @@ def check_sense(manifest: Manifest, node_gpus: int) -> None:
         _check_selector(manifest, pod)
         _check_containers(pod)
         _check_pod_words(pod)
+        check_pod_rules(pod)
+        check_restart(pod)
         _check_gpus(pod, node_gpus)
 
 
@@ -119,17 +125,11 @@ def _check_kind(manifest: Manifest) -> None:
             )
     if manifest.kind == "Job" and manifest.group == "batch.volcano.sh":
         check_gang(manifest, spec)
-    if manifest.kind in ("Job",) and manifest.group == "batch":
-        policy = manifest.at("spec", "template", "spec", "restartPolicy")
-        if policy not in ("Never", "OnFailure"):
-            manifest.blame(
-                ("spec", "template", "spec", "restartPolicy"), "a Job needs restartPolicy: Never or OnFailure"
-            )
     if manifest.kind == "ClusterQueue":
         _check_cluster_queue(manifest)
     if manifest.kind == "LocalQueue" and not spec.get("clusterQueue"):
         manifest.blame(("spec", "clusterQueue"), "is required and missing: the queue would admit nothing")
-    if manifest.kind == "ScaledObject":
+    if manifest.kind in ("ScaledObject", "ScaledJob"):
         check_triggers(manifest, spec)
     if manifest.kind == "Deployment":
         check_strategy(manifest, spec)
