@@ -23,7 +23,7 @@ from cumulo.pipeline.simulate.passes import PassMachine, play_passes
 from cumulo.ranks.collectives import all_reduce, all_to_all, barrier, use_collectives
 from cumulo.ranks.groups import Group, Groups, world_group
 from cumulo.ranks.scheduled import CollectiveChoices
-from cumulo.ranks.start import run_ranks
+from cumulo.ranks.start import run_ranks, tell_starter
 from cumulo.spec.model import ModelSpec, MoESpec
 from cumulo.train.decide.config import DataConfig, ModelConfig, TrainConfig
 from cumulo.train.parallel.pipelined import training_schedule
@@ -73,10 +73,12 @@ class OverlapSteps:
 
     passes: Mapping[PassKey, list[Parts]]
     rest_s: float  # of a step, in processor time besides the passes
+    free_s: float  # of a step over an unlimited network, one after the other
     cards: tuple[
         tuple[float, float], ...
     ]  # of each share: bytes/s, and seconds of an exchange besides its bytes
     times: tuple[dict[bool, list[float]], ...]  # of each share: steps one after the other, at the same time
+    busy_s: float  # processor time of a step over the slower networks
     same: bool
 
 
@@ -87,11 +89,18 @@ def measure(plan: OverlapPlan, tell: Callable[[str], None]) -> list[Row]:
     costs = pass_costs([one.passes for one in found])
     cores = available_cores()
     rest_s = sum(one.rest_s for one in found) / cores
+    free_s = rest_s + play_passes(schedule, costs, PassMachine(cores, plan.layout.dp, _FAST), False)
     rows = [
         Row("gradients are equal, bit by bit", all(one.same for one in found), must=True),
         Row(
             "processor time of a step", sum(one.rest_s for one in found) + _passes_s(found), "s", "lower",
-            note=f"all {plan.ranks} ranks, on {cores} cores",
+            note=f"all {plan.ranks} ranks, on {cores} cores; over the slower networks "
+            f"{sum(one.busy_s for one in found):.3g} s",
+        ),
+        Row(
+            "step over an unlimited network", max(one.free_s for one in found) * 1e3, "ms", "lower",
+            note=f"predicted {free_s * 1e3:.0f} ms; much longer: other programs use the cores, and what follows "
+            "is wrong",
         ),
     ]  # fmt: skip
     for number, share in enumerate(plan.shares):
@@ -156,42 +165,49 @@ def _rank(rank: int, plan: OverlapPlan) -> OverlapSteps:
         run.forget()
         return took_s, gradients
 
-    trace, rest_s = _traced(run, step)
+    trace, rest_s, free_s = _traced(run, step)
     sent = sum(part[1] for steps in trace.passes.values() for part in steps[-1])
     total = torch.tensor([trace.seconds() + rest_s, sent], dtype=torch.float64)
     all_reduce(total, world_group())
     busy_s, mean_bytes = float(total[0]) / available_cores(), float(total[1]) / plan.ranks
-    cards, times, same = [], [], True
+    cards, times, busy, same = [], [], [], True
     for share in plan.shares:
         shaper.bytes_per_s = mean_bytes / (share * busy_s)
         cards.append((shaper.bytes_per_s, _exchange_s(shaper, groups.group("ep"))))
         took: dict[bool, list[float]] = {False: [], True: []}
-        for _ in range(plan.rounds):
+        for round_ in range(plan.rounds):
             kept = {}
             for together in (False, True):
+                if rank == 0:
+                    way = "at the same time" if together else "one after the other"
+                    tell_starter(f"exchanges {share:g} ×, {way}, {round_ + 1} of {plan.rounds}")
+                before_s = time.process_time()
                 seconds, kept[together] = step(together)
                 took[together].append(seconds)
+                busy.append(time.process_time() - before_s)
             same &= len(kept[True]) > 0 and all(
                 torch.equal(own, kept[True][name]) for name, own in kept[False].items()
             )
         times.append(took)
     use_collectives("")
-    return OverlapSteps(trace.passes, rest_s, tuple(cards), tuple(times), same)
+    return OverlapSteps(
+        trace.passes, rest_s, free_s, tuple(cards), tuple(times), statistics.median(busy), same
+    )
 
 
-def _traced(run: ModelRun, step: Callable[[bool], object]) -> tuple[PassTrace, float]:
-    """Passes without waits for a card, and the processor time of a step besides them."""
+def _traced(run: ModelRun, step: Callable[[bool], tuple[float, object]]) -> tuple[PassTrace, float, float]:
+    """Passes without waits for a card, the processor time of a step besides them, and what the step took."""
     for together in (False, True):
         step(together)  # both lanes connect, and memory is found
-    trace, rests = PassTrace(), []
+    trace, rests, took = PassTrace(), [], []
     run.timed = trace
     with trace.listening():
         for _ in range(_TRACED):
             before_s = time.process_time()
-            step(False)
+            took.append(step(False)[0])
             rests.append(time.process_time() - before_s)
     run.timed = None
-    return trace, max(0.0, statistics.median(rests) - trace.seconds())
+    return trace, max(0.0, statistics.median(rests) - trace.seconds()), statistics.median(took)
 
 
 def _exchange_s(shaper: LinkShaper, group: Group) -> float:

@@ -21,7 +21,8 @@ def overlap(
     ] = "passes",
     schedule: Annotated[str, typer.Option(help="dualpipe-v or dualpipe.")] = "dualpipe-v",
     micro_batches: Annotated[
-        int | None, typer.Option(help="Micro-batches of a step. Default: as many as processes, and 4 more.")
+        int | None,
+        typer.Option(help="Micro-batches of a step. Default: as many as processes, and at least 8."),
     ] = None,
     shares: Annotated[
         str,
@@ -36,7 +37,7 @@ def overlap(
             help="What has this speed: each connection, or the card that a rank's connections share."
         ),
     ] = "connection",
-    rounds: Annotated[int, typer.Option(min=1, help="Number of measurements of each.")] = 3,
+    rounds: Annotated[int, typer.Option(min=1, help="Number of measurements of each.")] = 2,
     json_file: options.JsonOption = None,
 ) -> None:
     """Measure what a training step saves by computing while messages travel, in turns with one that does not.
@@ -74,7 +75,7 @@ def overlap(
         _finish(f"{of} that travel meanwhile, {ranks} processes", rows, json_file)
         return
     plan = bench_overlap.OverlapPlan(
-        ranks, schedule, micro_batches or ranks + 4, wanted, limit == "connection", rounds
+        ranks, schedule, micro_batches or max(8, ranks), wanted, limit == "connection", rounds
     )
     with working("overlap") as tell:
         rows = bench_overlap.measure(plan, tell)

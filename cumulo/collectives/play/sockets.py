@@ -146,7 +146,7 @@ class _Flow:
         moved = False
         while self._out:
             transfer, rest = self._out[0]
-            most = self._allowed(len(rest))
+            most = min(len(rest), self._allowed())
             if not most:
                 break
             try:
@@ -157,19 +157,21 @@ class _Flow:
                 raise self._standing.gone(transfer) from None
             moved = self._sending = True
             if self._grant is not None:
-                self._grant = (most - count, self._grant[1]) if count < most else None
+                left = self._grant[0] - count
+                self._grant = (left, self._grant[1]) if left else None
             if count == len(rest):
                 self._out.popleft()
             else:
                 self._out[0] = (transfer, rest[count:])
         return moved
 
-    def _allowed(self, wanted: int) -> int:
-        """Bytes that may leave now."""
+    def _allowed(self) -> int:
+        """Bytes that may leave now, of all that waits."""
         if self._shaper is None:
-            return wanted
+            return len(self._out[0][1])
         if self._grant is None:
-            self._grant = self._shaper.grant(wanted, self._sending, self.link.fileno())
+            waiting = sum(len(part) for _, part in self._out)
+            self._grant = self._shaper.grant(waiting, self._sending, self.link.fileno())
         return self._grant[0] if self._grant[1] <= time.monotonic() else 0
 
     def _receive(self) -> bool:
