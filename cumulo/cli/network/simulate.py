@@ -53,7 +53,8 @@ class NetworkOptions:
         panel=_TRAFFIC,
     )
     algorithm: str = option(
-        "multi-ring (a ring for each rail), or an algorithm of `cumulo collective`.",
+        "multi-ring (a ring for each rail), or an algorithm of `cumulo collective`; switchml is played packet by "
+        "packet, with losses.",
         "multi-ring",
         panel=_TRAFFIC,
     )
@@ -85,6 +86,18 @@ class NetworkOptions:
     window: str = option(
         "Bytes that a queue pair may have under way, such as 16MiB; 0: no limit.", "0", panel=_TRAFFIC
     )
+    slots: int = option(
+        "With switchml: slots of the switch's pool; 0: as many as the link's rate needs.",
+        0,
+        panel=_TRAFFIC,
+        min=0,
+    )
+    loss: float = option(
+        "With switchml: share of packets that are lost, each way.", 0.0, panel=_TRAFFIC, min=0.0, max=0.9
+    )
+    resend: str = option(
+        "With switchml: time after which a worker sends a packet again.", "1ms", panel=_TRAFFIC
+    )
     train: str = option(
         "Play a whole training step's communication of this model instead; see --layout.", "", panel=_TRAFFIC
     )
@@ -110,6 +123,12 @@ def network(chosen: NetworkOptions) -> None:
         from cumulo.cli.view.network_step import print_step
 
         print_step(chosen)
+        note(f"simulated in {time.process_time() - began_s:.2f} s of CPU time")
+        return
+    if chosen.algorithm == "switchml" and not chosen.job:
+        from cumulo.cli.view.network_switch import print_switch
+
+        print_switch(chosen)
         note(f"simulated in {time.process_time() - began_s:.2f} s of CPU time")
         return
     with working("simulating"):
