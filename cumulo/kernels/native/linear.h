@@ -33,8 +33,8 @@ constexpr bool is_four(Format format) { return format == FOUR_HALF || format == 
 constexpr int code_bytes(Format format) { return LANES * (is_four(format) ? 16 : 32); }  // of 32 columns
 
 template <Format FORMAT>
-INLINE vf load_scale(const PackedPart& part, const uint8_t* block, int which) {  // scales, then minima
-    const uint8_t* p = block + code_bytes(FORMAT) * part.span;
+INLINE vf load_scale(const PackedPart& part, int span, const uint8_t* block, int which) {  // scales, then minima
+    const uint8_t* p = block + code_bytes(FORMAT) * span;
     if (FORMAT == FOUR_HALF || (FORMAT == EIGHT && part.half_floats)) return load_half(p + which * LANES * 2);
     return load((const float*)(p + which * LANES * 4));
 }
@@ -80,16 +80,18 @@ INLINE vi block_dot(const vb w[8], const int8_t* codes, const float* notes, int 
     return sums;
 }
 
-// One panel x T tokens. A single stream of weights: reading two panels at once was slower from memory.
-template <Format FORMAT, int HALVES, bool WIDE, int T>
+// One panel x T tokens. A single stream of weights: reading two panels at once was slower from memory. SPAN is the
+// part's span, or 0 to look it up: the count of columns inside a block takes up to a tenth of the time.
+template <Format FORMAT, int HALVES, bool WIDE, int SPAN, int T>
 static inline void multiply_tile(const PackedPart& part, int groups, const uint8_t* block, const int8_t* codes,
                                  const float* notes, vf result[T]) {
     const int CODE_BYTES = WIDE ? 64 : 32;
+    const int span = SPAN ? SPAN : part.span;
     vf sums[T] = {};
     for (int group = 0, inside = 0; group < groups; ++group) {
         vb w[8];
         load_codes<FORMAT>(block + inside * code_bytes(FORMAT), w);
-        vf scale = load_scale<FORMAT>(part, block, 0);
+        vf scale = load_scale<FORMAT>(part, span, block, 0);
         if (HALVES == 1) {
             const int PAIRED = HAS_PAIR && WIDE ? T / 2 * 2 : 0;
 #pragma GCC unroll 4
@@ -101,7 +103,7 @@ static inline void multiply_tile(const PackedPart& part, int groups, const uint8
                 sums[t] = fma(to_float(d), scale * notes[SCALE * T + t], sums[t]);
             }
         } else {
-            vf second = load_scale<FORMAT>(part, block, 1);
+            vf second = load_scale<FORMAT>(part, span, block, 1);
 #pragma GCC unroll 8
             for (int t = 0; t < T; ++t) {
                 const int8_t* a = codes + t * CODE_BYTES;
@@ -112,18 +114,18 @@ static inline void multiply_tile(const PackedPart& part, int groups, const uint8
             }
         }
         if (HALVES == 1 && (FORMAT != EIGHT || part.has_minimum)) {
-            vf minimum = load_scale<FORMAT>(part, block, 1);
+            vf minimum = load_scale<FORMAT>(part, span, block, 1);
 #pragma GCC unroll 8
             for (int t = 0; t < T; ++t) sums[t] = fma(minimum, notes[SUM * T + t], sums[t]);
         } else if (HALVES == 2 && part.has_minimum) {
-            vf first = load_scale<FORMAT>(part, block, 2), second = load_scale<FORMAT>(part, block, 3);
+            vf first = load_scale<FORMAT>(part, span, block, 2), second = load_scale<FORMAT>(part, span, block, 3);
 #pragma GCC unroll 8
             for (int t = 0; t < T; ++t) {
                 sums[t] = fma(first, notes[SUM_FIRST * T + t], sums[t]);
                 sums[t] = fma(second, notes[SUM_SECOND * T + t], sums[t]);
             }
         }
-        if (++inside == part.span) block += part.block_bytes, inside = 0;
+        if (++inside == span) block += part.block_bytes, inside = 0;
         codes += T * CODE_BYTES;
         notes += T * NOTES;
     }
@@ -152,7 +154,7 @@ INLINE void put(const LinearOutput& out, int64_t token, int64_t row, int64_t row
     }
 }
 
-template <Format FORMAT, int HALVES, bool WIDE, int T>
+template <Format FORMAT, int HALVES, bool WIDE, int SPAN, int T>
 static void multiply_panels(const PackedPart& part, const QuantizedRows& x, int64_t token, int64_t begin,
                             int64_t end, const LinearOutput& out) {
     const int8_t* codes = x.codes + token * x.groups * x.code_bytes();
@@ -161,12 +163,12 @@ static void multiply_panels(const PackedPart& part, const QuantizedRows& x, int6
     const uint8_t* block = part.data + begin * panel_bytes;
     for (int64_t panel = begin; panel < end; ++panel, block += panel_bytes) {
         vf result[T];
-        multiply_tile<FORMAT, HALVES, WIDE, T>(part, x.groups, block, codes, notes, result);
+        multiply_tile<FORMAT, HALVES, WIDE, SPAN, T>(part, x.groups, block, codes, notes, result);
         for (int t = 0; t < T; ++t) put(out, token + t, panel * LANES, part.rows, result[t]);
     }
 }
 
-template <Format FORMAT, int HALVES, bool WIDE>
+template <Format FORMAT, int HALVES, bool WIDE, int SPAN>
 static void multiply_chunk(const PackedPart& part, const QuantizedRows& x, int64_t tokens, int64_t begin,
                            int64_t end, const LinearOutput& out) {
     for (int64_t token = 0; token < tokens;) {
@@ -174,7 +176,7 @@ static void multiply_chunk(const PackedPart& part, const QuantizedRows& x, int64
         int n;
         tile_of(token, tokens, &first, &n);
 #define TILE(N) \
-    case N: multiply_panels<FORMAT, HALVES, WIDE, N>(part, x, token, begin, end, out); break;
+    case N: multiply_panels<FORMAT, HALVES, WIDE, SPAN, N>(part, x, token, begin, end, out); break;
         switch (n) { TILE(1) TILE(2) TILE(3) TILE(4) TILE(5) TILE(6) TILE(7) TILE(8) }
 #undef TILE
         token += n;
@@ -197,7 +199,7 @@ static PackedPart expand(const PackedPart& part, int groups, int64_t begin, int6
         load_codes<FORMAT>(block + inside * code_bytes(FORMAT), w);
         for (int j = 0; j < 8; ++j) *(vb_any*)(to + j * LANES * 4) = w[j];
         for (int which = 0; which < 2; ++which)
-            store((float*)(to + LANES * (32 + 4 * which)), load_scale<FORMAT>(part, block, which));
+            store((float*)(to + LANES * (32 + 4 * which)), load_scale<FORMAT>(part, part.span, block, which));
         if (++inside == part.span) block += part.block_bytes, inside = 0;
     }
     return expanded;
@@ -217,18 +219,20 @@ static void multiply(const PackedPart& part, const QuantizedRows& x, int64_t tok
     chunk = tokens <= MAX_TILE ? share : (chunk < share ? chunk : share);
     chunk = chunk < 1 ? 1 : chunk;
     work.each(panels, chunk, [&](int64_t begin, int64_t end) {
-#define CASE(PART, FORMAT, HALVES) \
-    (x.wide ? multiply_chunk<FORMAT, HALVES, true>(PART, x, tokens, begin, end, out) \
-            : multiply_chunk<FORMAT, HALVES, false>(PART, x, tokens, begin, end, out))
+#define CASE(PART, FORMAT, HALVES, SPAN) \
+    (x.wide ? multiply_chunk<FORMAT, HALVES, true, SPAN>(PART, x, tokens, begin, end, out) \
+            : multiply_chunk<FORMAT, HALVES, false, SPAN>(PART, x, tokens, begin, end, out))
+#define SPANNED(FORMAT) (part.span == 1 ? CASE(part, FORMAT, 1, 1) : CASE(part, FORMAT, 1, 0))
         if (expanding) {
             scratch.resize((size_t)(chunk * panel_bytes));
             auto expander = part.half_floats ? expand<FOUR_HALF> : expand<FOUR_FLOAT>;
-            CASE(expander(part, x.groups, begin, end, scratch.data()), EXPANDED, 1);
+            CASE(expander(part, x.groups, begin, end, scratch.data()), EXPANDED, 1, 1);
         } else if (part.bits == 4) {
-            part.half_floats ? CASE(part, FOUR_HALF, 1) : CASE(part, FOUR_FLOAT, 1);
+            part.half_floats ? SPANNED(FOUR_HALF) : SPANNED(FOUR_FLOAT);
         } else {
-            part.halves == 1 ? CASE(part, EIGHT, 1) : CASE(part, EIGHT, 2);
+            part.halves == 1 ? SPANNED(EIGHT) : CASE(part, EIGHT, 2, 1);
         }
+#undef SPANNED
 #undef CASE
     });
 }
