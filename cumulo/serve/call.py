@@ -124,7 +124,8 @@ class Call:
                 stream,
                 priority,
                 salt,
-                self.caller.name,
+                # Without keys there is nobody to share steps with: long prompts are computed whole.
+                self.caller.name if self.service.keys is not None else "",
                 resumed,
                 session=session,
                 slo=slo or self.caller.slo,

@@ -48,7 +48,7 @@ class Submit(msgspec.Struct, frozen=True, tag="submit"):
     stream: bool
     priority: int = 0
     cache_salt: str = ""
-    tenant: str = ""  # who is owed a fair share: the name of the caller's key
+    tenant: str = ""  # who is owed a fair share: the name of the caller's key; empty where there are no keys
     resumed: bytes = b""  # output tokens that another engine drew, packed as the prompt
     # The same for each of several samples, with why it ended if it has.
     resumed_samples: list[tuple[bytes, FinishReason | None]] = []

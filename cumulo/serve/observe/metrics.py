@@ -219,7 +219,8 @@ class Metrics:
 
     def _on_fairness(self, report: FairnessReport) -> None:
         self.fairness.set(report.index)
-        for name, prompt_tokens, output_tokens in report.served:
+        for key, prompt_tokens, output_tokens in report.served:
+            name = key or "anyone"
             if name not in self._tenants:
                 if len(self._tenants) < MOST_TENANTS:
                     self._tenants[name] = f"key-{len(self._tenants) + 1}"

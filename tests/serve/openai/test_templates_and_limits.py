@@ -185,3 +185,11 @@ def test_a_continued_message_is_rendered_as_transformers_does(tmp_path: Any) -> 
             )
             assert prompt == expected, (template, text)
     own.close()
+
+
+def test_without_keys_a_prompt_is_computed_whole(server: RunningServer, client: openai.OpenAI) -> None:
+    answer = client.completions.create(model=MODEL, prompt="one two three four " * 30, max_tokens=1)
+    (story,) = server.get(f"/v1/requests/{answer.id}/explain").json()["data"]
+    assert story["tokens"]["prompt"] > 100
+    kinds = [event["kind"] for event in story["events"]]
+    assert kinds.count("chunk") == 1 and "shared" not in kinds, "there is no key to share a step with"
