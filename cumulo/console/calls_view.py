@@ -40,7 +40,7 @@ class CallsView:
                             field.set_enabled(False)
             if self._open and answered is None:
                 text = "Send result" if len(self._open) == 1 else "Send results"
-                ui.button(text, icon="reply").props("unelevated dense no-caps size=sm").on(
+                ui.button(text, icon="reply").props("unelevated dense no-caps padding='2px 10px'").on(
                     "click", self._sent, js_handler=_COLLECT
                 )
 

@@ -82,8 +82,8 @@ def latencies(records: Iterable[Record], now_s: float) -> Latencies:
         count += 1
         if record.story is not None:
             preemptions += record.story.preemptions
-            if record.story.ttft_s is not None:
-                firsts.append(record.story.ttft_s)
+            if record.ttft_s is not None:
+                firsts.append(record.ttft_s)
         if record.samples == 1:
             times = record.token_times_s[-_MOST_GAPS:]
             gaps.extend(later - earlier for earlier, later in pairwise(times))

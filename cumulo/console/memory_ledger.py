@@ -8,7 +8,7 @@ from cumulo.serve.engine_link.messages import Ready
 
 def ledger_html(info: Ready) -> str:
     rows = "".join(
-        f'<tr><td>{escape(row["name"])}</td><td class="right num">{format_bytes(row["predicted_bytes"])}</td>'
+        f'<tr><td>{_part(row["name"])}</td><td class="right num">{format_bytes(row["predicted_bytes"])}</td>'
         f'<td class="right num">{_measured(row["measured_bytes"])}</td>'
         f'<td class="right num">{_ratio(row["predicted_bytes"], row["measured_bytes"])}</td>'
         f'<td class="soft small wide-only">{escape(row["how"])}</td></tr>'
@@ -30,3 +30,7 @@ def _measured(count: int | None) -> str:
 
 def _ratio(predicted: int, measured: int | None) -> str:
     return "–" if measured is None or not predicted else f"{measured / predicted:.2f}"
+
+
+def _part(name: str) -> str:
+    return escape(name.replace("kv cache", "KV cache"))

@@ -73,9 +73,9 @@ _COLUMNS = (  # name, classes, tooltip
     ("output", "right", "Output tokens."),
     ("cached", "right wide-only", "Prompt tokens that came from the prefix cache."),
     ("queue time", "right wide-only", "Time until the request got a place in the engine."),
-    ("TTFT", "right wide-only", "Time to first token, from the request's arrival in the engine."),
+    ("TTFT", "right wide-only", "Time to first token, from when the server received the request."),
     ("total", "right", "Time from when the server received the request until it ended."),
-    ("key", "wide-only", "The name of the API key that sent it."),
+    ("key", "wide-only", "The name of the API key that sent it; anyone: no key was needed."),
 )
 
 
@@ -104,7 +104,7 @@ def _request(row: RequestRow, picked: Collection[str]) -> str:
         f'<td class="right num wide-only">{record.prompt_tokens:,}</td><td class="right num">{output:,}</td>'
         f'<td class="right num wide-only">{f"{story.cached_tokens:,}" if story else "–"}</td>'
         f'<td class="right num wide-only">{milliseconds(story.queue_s if story else None)}</td>'
-        f'<td class="right num wide-only">{milliseconds(story.ttft_s if story else None)}</td>'
+        f'<td class="right num wide-only">{milliseconds(record.ttft_s)}</td>'
         f'<td class="right num">{milliseconds(total_s)}</td>'
         f'<td class="wide-only">{escape(record.caller)}</td></tr>'
     )
@@ -122,6 +122,19 @@ def _rejected(row: RequestRow) -> str:
     )
 
 
+MEANINGS = {
+    "all": "All requests.",
+    "queued": "Waits for a place in the engine.",
+    "running": "The engine computes it now.",
+    "stop": "The model ended its answer, or wrote a stop string.",
+    "length": "Stopped at max_tokens.",
+    "abort": "The client stopped it or closed the connection.",
+    "error": "It failed; its page tells the reason.",
+    "rejected": "The server refused it before it reached the engine.",
+}
+
+
 def badge(record: Record, status: str = "") -> str:
     state = status or status_of(record)
-    return f'<span class="badge {escape(state)}">{escape(state)}</span>'
+    meaning = escape(MEANINGS.get(state, ""))
+    return f'<span class="badge {escape(state)}" title="{meaning}">{escape(state)}</span>'

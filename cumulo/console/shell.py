@@ -13,7 +13,7 @@ from cumulo.console.sessions import Sessions, Visitor
 from cumulo.console.words import duration
 from cumulo.serve.service import Service
 
-ACCENT = "#2f7d74"
+ACCENT = "#2b756c"
 _STYLE = (Path(__file__).parent / "style.css").read_text("utf-8")
 _LINKS = (
     ("/", "Chat"),

@@ -40,6 +40,9 @@ _NUMBERS = (  # term, where in an explanation, unit, tooltip
 )
 
 
+_OF_DRAFTS = (("tokens", "drafted"), ("tokens", "accepted"))  # shown only where something was drafted
+
+
 def _number(told: dict[str, Any], place: tuple[str, ...]) -> float | None:
     value: Any = told
     for part in place:
@@ -49,7 +52,9 @@ def _number(told: dict[str, Any], place: tuple[str, ...]) -> float | None:
 
 def _tiles(told: dict[str, Any]) -> str:
     tiles = "".join(
-        tile(term, _number(told, place), unit, explained) for term, place, unit, explained in _NUMBERS
+        tile(term, _number(told, place), unit, explained)
+        for term, place, unit, explained in _NUMBERS
+        if told["tokens"]["drafted"] or place not in _OF_DRAFTS
     )
     return f'<div class="tiles">{tiles}</div>'
 
@@ -104,7 +109,7 @@ def _line(record: Record) -> str:
     admitted_s = story.admitted_s if story.admitted_s is not None else end_s
     first_s = story.first_token_s if story.first_token_s is not None else end_s
     edges = [record.received_s, record.submitted_s, admitted_s, first_s, end_s]
-    names = ("tokenise", "queue", "prefill", "decode")
+    names = ("tokenize", "queue", "prefill", "decode")
     inks = ("ink-6", "ink-free", "ink-prefill", "ink-decode")
     bars = "".join(
         f'<rect class="{ink}" x="{at(start):.1f}" y="{_BAR_Y}" width="{max(0.6, at(end) - at(start)):.1f}" '

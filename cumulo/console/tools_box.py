@@ -73,7 +73,7 @@ class ToolsBox:
             self._choice = ui.select(_CHOICES, value="auto", label="Calls").props("outlined dense")
             self._choice.set_enabled(False)
             ui.button("Example", on_click=lambda: self._text.set_value(EXAMPLE)).props(
-                "flat dense no-caps size=sm"
+                "outline dense no-caps padding='2px 10px'"
             ).classes("quiet")
 
     def fields(self) -> dict[str, Any]:

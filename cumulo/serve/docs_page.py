@@ -17,7 +17,7 @@ _POLICY = "default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'none'
 _DEEPEST = 3  # schemas inside schemas are laid out so far; what lies deeper is named
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1d2526; --soft: #5d6a6c; --line: #dfe4e4; --card: #fff; --ground: #f6f7f7;
-  --accent: #2f7d74; }
+  --accent: #2b756c; }
 @media (prefers-color-scheme: dark) { :root { --ink: #e4eaea; --soft: #98a6a8; --line: #2e3839; --card: #1c2324;
   --ground: #14191a; --accent: #55b3a7; } }
 body { margin: 0; background: var(--ground); color: var(--ink); font: 15px/1.55 system-ui, sans-serif; }

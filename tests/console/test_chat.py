@@ -277,7 +277,7 @@ def test_a_text_file_and_a_preset_reach_the_model(
         page.get_by_label("Delete preset").wait_for()
 
         chooser = page.locator("#ask-file")
-        for name, reason in (("picture.bin", "not a text file"), ("large.txt", "larger than 200000 bytes")):
+        for name, reason in (("picture.bin", "not a text file"), ("large.txt", "larger than 200 kB")):
             chooser.set_input_files(str(tmp_path / name))
             page.get_by_role("alert").get_by_text(reason).wait_for()
         chooser.set_input_files(str(notes))

@@ -85,7 +85,7 @@ def test_a_request_is_explained_in_words_and_numbers(server: RunningServer, clie
         "queued",
         "prefix cache hit",
         "first token",
-        "ended by length after 6 tokens",
+        "stopped at max_tokens after 6 tokens",
     ):
         assert words in story["summary"]
 
@@ -119,7 +119,7 @@ def test_the_command_explains_a_request(server: RunningServer, client: openai.Op
     trace = tmp_path / "trace.json"
     told = cumulo_process("explain", answer.id, "--server", server.url, "--trace", str(trace))
     assert told.code == 0, told.err
-    assert "ended by length after 6 tokens" in told.out and "admitted to step" in told.out
+    assert "stopped at max_tokens after 6 tokens" in told.out and "admitted to step" in told.out
     assert json.loads(trace.read_text())["traceEvents"]
     missing = cumulo_process("explain", "chatcmpl-none", "--server", server.url)
     assert missing.code == 2 and "nothing is known" in missing.err

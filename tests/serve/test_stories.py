@@ -67,7 +67,7 @@ def test_an_explanation_names_what_happened() -> None:
     for words in (
         "queued 4.00 s behind 37 requests", "waited for 1 of the 256 slots in use; then for 4 of the 90 KV blocks",
         "prefix cache hit 512 of 640 tokens", "preempted in step 9 by other, which needed it, recomputed later",
-        "640 tokens recomputed", "longest 5500.0 ms", "ended by length after 11 tokens", "16.00 s in all",
+        "640 tokens recomputed", "longest 5500.0 ms", "stopped at max_tokens after 11 tokens", "16.00 s in all",
     ):  # fmt: skip
         assert words in explained["summary"]
     assert explained["times_ms"]["first_token"] == 5500

@@ -17,12 +17,12 @@ _CLICK = "() => emit(document.querySelector('.ask textarea').value)"
 # A file is read by the browser: text only, and not more than a message may carry.
 _READ_FILES = """
 for (const file of this.files) {
-  if (file.size > LIMIT) emitEvent('file', {name: file.name, problem: 'is larger than LIMIT bytes'});
+  if (file.size > LIMIT) emitEvent('file', {name: file.name, problem: 'is larger than LARGEST kB'});
   else file.text().then((text) => emitEvent('file', text.includes('\\u0000') || text.includes('\\ufffd')
     ? {name: file.name, problem: 'is not a text file'} : {name: file.name, text}));
 }
 this.value = '';
-""".replace("LIMIT", str(LARGEST_FILE_BYTES))
+""".replace("LIMIT", str(LARGEST_FILE_BYTES)).replace("LARGEST", str(LARGEST_FILE_BYTES // 1000))
 
 
 class AskBox:

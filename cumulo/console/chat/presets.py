@@ -51,8 +51,9 @@ class Presets:
 
     def restore(self, own: dict[str, str], prompt: str) -> None:
         self._own = own
-        self._choice.set_options([*BUILT_IN, *own])
+        named = next((name for name, text in (BUILT_IN | own).items() if text == prompt), None)
         self._prompt.set_value(prompt)
+        self._choice.set_options([*BUILT_IN, *own], value=named)
 
     def _chosen(self) -> None:
         name = self._choice.value

@@ -102,10 +102,8 @@ class ThreadView:
             )
             field.on("keydown", resend, js_handler=_EDITED)
             with ui.element("div").classes("edit-buttons"):
-                ui.button("Cancel", on_click=cancel).props("flat dense no-caps size=sm").classes("quiet")
-                ui.button("Send").props("unelevated dense no-caps size=sm").on(
-                    "click", resend, js_handler=_EDITED
-                )
+                ui.button("Cancel", on_click=cancel).props("flat dense no-caps").classes("quiet")
+                ui.button("Send").props("unelevated dense no-caps").on("click", resend, js_handler=_EDITED)
 
 
 def _results(entries: list[Entry], index: int) -> dict[str, str]:

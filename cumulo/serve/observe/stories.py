@@ -57,6 +57,12 @@ class Record:
             self.token_times_s.append(now_s)
 
     @property
+    def ttft_s(self) -> float | None:
+        """Time to first token from when the server received the request: what /metrics counts, too."""
+        first_s = self.story.first_token_s if self.story is not None else None
+        return None if first_s is None else first_s - self.received_s
+
+    @property
     def itls_s(self) -> list[float]:
         """Times between two tokens handed to the client; only a streamed single answer has them."""
         times = self.token_times_s if self.samples == 1 else ()
@@ -217,7 +223,7 @@ def summary(record: Record) -> str:
             return f"Still running for {(time.perf_counter() - record.received_s) * 1e3:.0f} ms; {seen}."
         return f"Ended without an answer: {record.error or record.outcome}."
     parts = [
-        f"{record.prompt_tokens} prompt tokens, tokenised in {_ms(record.submitted_s - record.received_s)}"
+        f"{record.prompt_tokens} prompt tokens, tokenized in {_ms(record.submitted_s - record.received_s)}"
     ]
     behind = next((event.detail.get("behind", 0) for event in story.events if event.kind == "arrived"), 0)
     if story.queue_s is not None:
@@ -243,8 +249,8 @@ def summary(record: Record) -> str:
         parts.append(f"moved to {dispatch.route.replica} because {dispatch.moved_because}")
     if record.retried and not record.dispatches:
         parts.append("the engine was restarted meanwhile and the request submitted again")
-    if story.ttft_s is not None:
-        parts.append(f"first token {_ms(story.ttft_s)} after it reached the engine")
+    if record.ttft_s is not None:
+        parts.append(f"first token after {_ms(record.ttft_s)}")
     if story.decode_tok_s is not None:
         parts.append(f"then {story.decode_tok_s:.1f} tokens/s")
     itls_ms = sorted(itl_s * 1e3 for itl_s in record.itls_s)
@@ -253,12 +259,21 @@ def summary(record: Record) -> str:
     if any(event.kind == "embedded" for event in story.events):
         parts.append("ended with its embedding")
     else:
-        parts.append(f"ended by {record.outcome} after {story.output_tokens} tokens")
+        how = _ENDS.get(record.outcome or "", f"ended by {record.outcome}")
+        parts.append(f"{how} after {story.output_tokens} tokens")
         if record.outcome == "length" and record.default_limit is not None:
             parts.append("the server's default, because the request has no max_tokens")
     if record.ended_s is not None:
         parts.append(f"{_ms(record.ended_s - record.received_s)} in all")
     return "; ".join(parts) + "."
+
+
+_ENDS = {
+    "stop": "the model ended its answer",
+    "length": "stopped at max_tokens",
+    "abort": "aborted by the client",
+    "error": "failed",
+}
 
 
 def _since(origin_s: float) -> Any:
