@@ -18,15 +18,24 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import yaml
 from training_priors import ATTENTION, ATTENTION_SPREAD, PRIORS
 
+from cumulo.cli.shared.asked_rows import AskedRows
 from cumulo.plan.evidence.published import PublishedRow, rows
+from cumulo.plan.evidence.validate import unnamed_s
 from cumulo.plan.time import efficiency
 from cumulo.plan.time.compute_profile import Profile
-from cumulo.plan.time.efficiency import Efficiency, composed, shipped_efficiency, with_constants
+from cumulo.plan.time.efficiency import (
+    Efficiency,
+    composed,
+    left_out_efficiency,
+    shipped_efficiency,
+    with_constants,
+)
 from cumulo.plan.time.step import step_time
 
 DATA = Path(efficiency.__file__).parents[1] / "data"
@@ -251,14 +260,28 @@ def write_folds(folds: dict[str, np.ndarray]) -> None:
 def write_errors(some: Sequence[PublishedRow], logs: np.ndarray, folds: dict[str, np.ndarray]) -> None:
     """Each row's error under the constants, and under those that never saw its generation of software."""
     logs = rounded(logs)
-    lines = ["id,predicted_over_published,predicted_without_it"]
+    lines = ["id,predicted_over_published,predicted_without_it,predicted_unnamed"]
+    shipped_efficiency.cache_clear()
+    left_out_efficiency.cache_clear()
+    unnamed = unnamed_ratios(some)
     for row in some:
         ratios = []
         for given in (with_logs(logs), with_logs(rounded(folds[generation_of(row)]))):
             time = step_time(row.job, row.cluster, profile_of(row, given), play=True)
             ratios.append(f"{time.step_s / row.step_s:.4f}")
-        lines.append(",".join([row.name, *ratios]))
+        lines.append(",".join([row.name, *ratios, unnamed[row.name]]))
     put(DATA / "published_training_errors.csv", "\n".join(lines) + "\n")
+
+
+def unnamed_ratios(some: Sequence[PublishedRow]) -> dict[str, str]:
+    """Predicted over published where no software is named: constants without the row's generation of software, and
+    likely software without its source's descriptions."""
+    with TemporaryDirectory() as folder:
+        users = AskedRows(list(some), Path(folder), named=False)
+        return {
+            row.name: f"{unnamed_s(row, users.likely(row, left_out=True), left_out=True) / row.step_s:.4f}"
+            for row in some
+        }
 
 
 def rounded(logs: np.ndarray) -> np.ndarray:

@@ -230,10 +230,12 @@ def _plans(goal: "TrainGoal", fixed: str | None) -> "SearchResult":
     from cumulo.cli.shared.terminal import note
     from cumulo.plan.search.fixed import fixed_job
     from cumulo.plan.search.search import SearchResult, search, timed
+    from cumulo.plan.search.unnamed import timed_unnamed
     from cumulo.plan.search.why_not import refuse
 
     if fixed is not None:
-        plan = timed(fixed_job(fixed, goal), goal)
+        named = goal.software_named
+        plan = timed(fixed_job(fixed, goal), goal) if named else timed_unnamed(fixed, goal)
         needed = plan.estimate.memory.total if plan.estimate.memory else 0
         if needed > goal.memory_limit_bytes:
             note(

@@ -149,10 +149,12 @@ def _as_user(
     from tempfile import TemporaryDirectory
 
     from cumulo.cli.shared.asked_rows import AskedRows
-    from cumulo.plan.evidence.validate import predict, predict_left_out
+    from cumulo.plan.evidence.validate import predict, predict_left_out, predict_unnamed
 
     with TemporaryDirectory() as folder:
         users = AskedRows(chosen, Path(folder), named)
+        if not named:
+            return [predict_unnamed(row, users.likely(row, left_out), left_out) for row in rows]
         return [
             predict_left_out(users.asked(row), row.job.software) if left_out else predict(users.asked(row))
             for row in rows

@@ -22,6 +22,7 @@ from cumulo.plan.evidence.validate import (
     by_source,
     predict,
     predict_left_out,
+    predict_unnamed,
     quantile,
     scatter_svg,
     summarise,
@@ -240,3 +241,20 @@ def test_a_pipeline_that_waits_for_its_messages_is_slower() -> None:
     sliced = step_time(row.job, row.cluster, replace(profile, waits_for_messages="slice"), play=True).step_s
     sends = step_time(row.job, row.cluster, replace(profile, waits_for_messages=""), play=True).step_s
     assert sends < sliced < waits < row.step_s
+
+
+def test_software_that_nobody_names_is_inferred_from_how_a_job_is_described(tmp_path: Path) -> None:
+    some = [row for row in rows() if row.source in ("llm-foundry-a100-80gb", "nemo-24.07", "bloom-bf16")][::9]
+    users = AskedRows(some, tmp_path, named=False)
+    for row in some:
+        jobs = users.likely(row, left_out=True)
+        assert sum(probability for probability, _ in jobs) == pytest.approx(1)
+        assert jobs[0][1].software == row.job.software or row.source == "nemo-24.07"
+    found = summarise("all", [predict_unnamed(row, users.likely(row, True), True) for row in some])
+    assert found.median <= 0.08, found
+
+
+def test_intervals_are_wider_where_the_software_is_not_named() -> None:
+    row = row_named("llm-foundry-a100-80gb-bf16-7b-8-2048")
+    named = evidence.half_width(row.job, row.cluster)
+    assert evidence.half_width(row.job, row.cluster, unnamed=True) > named

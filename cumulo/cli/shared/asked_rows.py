@@ -11,8 +11,10 @@ import yaml
 
 from cumulo.cli.plan_train import parsed
 from cumulo.plan.evidence.published import PublishedRow, machines
+from cumulo.plan.job import TrainJob
 from cumulo.plan.search.fixed import fixed_job
 from cumulo.plan.search.space import TrainGoal
+from cumulo.plan.search.unnamed import likely_jobs
 from cumulo.spec.model_file import plain
 
 
@@ -45,6 +47,14 @@ class AskedRows:
         assert fixed is not None
         job = fixed_job(fixed, goal)
         return replace(row, job=replace(job, software=_software(goal)), cluster=goal.cluster)
+
+    def likely(self, row: PublishedRow, left_out: bool) -> list[tuple[float, TrainJob]]:
+        """The jobs that the words may mean where they name no software, with their probabilities; `left_out`: as if
+        nobody had described jobs of the row's source."""
+        goal, fixed = parsed(self.words(row))
+        assert fixed is not None
+        jobs = likely_jobs(fixed, goal, row.source if left_out else "")
+        return [(one.probability, one.job) for one in jobs]
 
 
 def _layout(row: PublishedRow) -> str:

@@ -68,4 +68,5 @@ class SoftwareOptions:
         """For `TrainGoal`."""
         own = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "like"}
         known = {*own, "flash_attention"}
+        own["software_named"] = self.like is not None or "software" in typed_names()
         return {**own, **{name: value for name, value in self.system().items() if name in known}}

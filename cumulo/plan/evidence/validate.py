@@ -10,9 +10,10 @@ from html import escape
 from cumulo.base import svg
 from cumulo.plan.evidence import weights as evidence
 from cumulo.plan.evidence.published import PublishedRow
+from cumulo.plan.job import TrainJob
 from cumulo.plan.time import compute_profile
 from cumulo.plan.time.compute_profile import Profile
-from cumulo.plan.time.efficiency import composed, generation_of, left_out_efficiency
+from cumulo.plan.time.efficiency import composed, generation_of, left_out_efficiency, shipped_efficiency
 from cumulo.plan.time.step import step_time
 
 # The bar that the planner is held to, over rows whose generation of software the constants have never seen.
@@ -70,6 +71,26 @@ def predict_left_out(row: PublishedRow, measured_with: str | None = None) -> Row
     software = given.software[row.job.software]
     profile = composed(software, device.generation, row.job.dtype, device, given)
     return _predicted(row, profile, False, (generation,))
+
+
+def predict_unnamed(
+    row: PublishedRow, jobs: Sequence[tuple[float, TrainJob]], left_out: bool
+) -> RowPrediction:
+    """With the software not named, and an interval for which such predictions of other generations vouch."""
+    without = (generation_of(row.job.software),) if left_out else ()
+    width = evidence.half_width(jobs[0][1], row.cluster, without=without, unnamed=True)
+    return RowPrediction(row, unnamed_s(row, jobs, left_out), width)
+
+
+def unnamed_s(row: PublishedRow, jobs: Sequence[tuple[float, TrainJob]], left_out: bool) -> float:
+    """The geometric mean over jobs as likely software does them, with their probabilities."""
+    device = row.cluster.device
+    given = left_out_efficiency(generation_of(row.job.software)) if left_out else shipped_efficiency()
+    logs = 0.0
+    for probability, job in jobs:
+        profile = composed(given.software[job.software], device.generation, job.dtype, device, given)
+        logs += probability * math.log(step_time(job, row.cluster, profile, play=True).step_s)
+    return math.exp(logs)
 
 
 def _predicted(

@@ -25,6 +25,7 @@ NEIGHBOURS = 250  # rows that have a say
 REACH = 8.0  # distance at which a row's say falls to 1/e
 WIDENING = 0.1  # of the interval, for each unit of distance to the nearest row
 LEAST = 0.04  # half-width: what is printed is rounded, and runs differ from day to day
+UNNAMED = "unnamed"
 BORROWED = 0.20  # half-width at least where constants or rows are of other devices or number formats
 
 # What a doubling of a quantity counts in the distance between two jobs.
@@ -83,6 +84,7 @@ class Witness:
     features: Features
     log_error: float  # of predicted over published
     unseen: float  # size of the error under constants that never saw its generation of software
+    unnamed: float  # ... and the software was not named: inferred without its source's descriptions
 
 
 def features(job: TrainJob, cluster: Cluster, software: str | None = None) -> Features:
@@ -138,7 +140,8 @@ def witnesses() -> tuple[Witness, ...]:
         unseen = (
             abs(math.log(float(line["predicted_without_it"]))) if line["predicted_without_it"] else abs(error)
         )
-        found.append(Witness(row, features(row.job, row.cluster), error, unseen))
+        unnamed = abs(math.log(float(line["predicted_unnamed"])))
+        found.append(Witness(row, features(row.job, row.cluster), error, unseen, unnamed))
     return tuple(found)
 
 
@@ -153,12 +156,15 @@ def half_width(
     borrowed: bool = False,
     without: Collection[str] = (),
     software: str | None = None,
+    unnamed: bool = False,
 ) -> float:
-    """Of the interval, as a logarithm. `without`: generations of software whose rows must not vouch."""
-    mine = features(job, cluster, software)
+    """Of the interval, as a logarithm. `without`: generations of software whose rows must not vouch. `unnamed`: the
+    software is not known, so that of a row makes no distance."""
+    mine = features(job, cluster, UNNAMED if unnamed else software)
+    nearer = _OTHER_SOFTWARE if unnamed else 0.0
     near = sorted(
         (
-            (distance(mine, witness.features), witness.unseen)
+            (distance(mine, witness.features) - nearer, witness.unnamed if unnamed else witness.unseen)
             for witness in witnesses()
             if generation_of(witness.row.job.software) not in without
         ),

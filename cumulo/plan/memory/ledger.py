@@ -19,7 +19,8 @@ class MemoryLedger:
     activations: int  # kept for backward, of all live micro-batches
     logits: int  # the loss's own: logits and their gradients
     temporary: int  # gathered weights, communication buffers, one layer's working memory
-    reserved: int  # the driver's context and libraries, and the allocator's fragments
+    fragments: int  # what the framework's allocator keeps and cannot hand out
+    context: int  # never passes through it: the driver's context, loaded kernels, NCCL's buffers
     host: int = 0  # beside the device, in its host's memory: what was offloaded
 
     @property
@@ -32,9 +33,14 @@ class MemoryLedger:
         return self.states + self.activations + self.logits + self.temporary
 
     @property
+    def reserved(self) -> int:
+        """What the allocator takes from the device at most (`max_memory_reserved`)."""
+        return self.peak + self.fragments
+
+    @property
     def total(self) -> int:
-        """What the device must have."""
-        return self.peak + self.reserved
+        """What the device must have, and what `nvidia-smi` shows of it."""
+        return self.reserved + self.context
 
     def fits_with_probability(self, limit_bytes: float) -> float:
         """In so much memory, with errors like those of measured peaks (docs/plan-memory.md): a Laplace curve."""
@@ -44,5 +50,6 @@ class MemoryLedger:
     @property
     def lines(self) -> tuple[LedgerLine, ...]:
         """What `total` is made of."""
-        names = ("weights", "gradients", "optimizer", "activations", "logits", "temporary", "reserved")
+        names = ("weights", "gradients", "optimizer", "activations", "logits", "temporary", "fragments",
+                 "context")  # fmt: skip
         return tuple(LedgerLine(name, getattr(self, name)) for name in names)

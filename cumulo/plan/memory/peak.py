@@ -49,7 +49,7 @@ def least_state_bytes(job: TrainJob, stage: int) -> int:
     places = places_of(job.layout.schedule, job.layout.pp, job.chunks_per_stage, stage)
     states = state_bytes(job, stage_elements(job, places))
     held = states.weights + states.gradients + states.optimizer
-    return held + _largest(job, _gathered_bytes) + _reserved_bytes(job, 0)
+    return held + _largest(job, _gathered_bytes) + _context_bytes(job)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +139,8 @@ class _Ledgers:
             activations=activations,
             logits=loss,
             temporary=temporary,
-            reserved=_reserved_bytes(job, activations + loss + temporary),
+            fragments=round(FRAGMENT_SHARE * (activations + loss + temporary)),
+            context=_context_bytes(job),
             host=states.host + away,
         )
 
@@ -219,7 +220,7 @@ def stage_loads_of(job: TrainJob) -> tuple[StageLoad, ...]:
     return stage_loads(job.layout.schedule, job.layout.pp, job.micro_batches, job.chunks_per_stage)
 
 
-def _reserved_bytes(job: TrainJob, allocated_again: int) -> int:
+def _context_bytes(job: TrainJob) -> int:
     layout = job.layout
     groups = sum(size > 1 for size in (layout.dp * layout.cp, layout.tp, layout.pp, layout.cp, layout.ep))
-    return CONTEXT_BYTES + groups * COMMUNICATOR_BYTES + round(FRAGMENT_SHARE * allocated_again)
+    return CONTEXT_BYTES + groups * COMMUNICATOR_BYTES

@@ -59,6 +59,11 @@ def fixed_job(text: str, goal: TrainGoal) -> TrainJob:
     return goal.job(split, **job)  # type: ignore[arg-type]
 
 
+def said_in(text: str) -> frozenset[str]:
+    """Names that the text gives a value."""
+    return frozenset(part.partition("=")[0].strip() for part in text.split(","))
+
+
 def _expert_ranks(layout: dict[str, object], goal: TrainGoal) -> TrainGoal:
     """Publishers count tensor-parallel ranks among the expert-parallel ones where each has whole experts (etp=1); a
     `Layout` does not. Without etp: as the software does it."""

@@ -38,6 +38,7 @@ class TrainGoal:
     offload_optimizer: bool = False
     offload_activations: bool = False
     software: str = "current"
+    software_named: bool = True  # False: "current" is only what stands for it
     # None: as the software does it.
     overlap_tensor: bool | None = None
     expert_exchange: Literal["all-to-all", "once"] | None = None
@@ -113,7 +114,7 @@ class TrainGoal:
             narrow_activations=self.narrow_activations,
             flash_attention=flash if self.flash_attention is None else self.flash_attention,
             overlap_data=traits is None or traits.overlaps_data,
-            gradient_dtype="float32" if traits is None else traits.gradient_dtype,
+            gradient_dtype="float32" if traits is None else traits.sums_gradients_in(self.dtype),
             lora_rank=self.lora_rank,
             frozen_bits=self.frozen_bits,
         )

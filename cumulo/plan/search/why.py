@@ -68,9 +68,12 @@ def changes(plan: Plan, goal: TrainGoal, searched: bool = True) -> tuple[Change,
     """One thing different at a time, best first. Of a plan that was given and not searched for, also one thing of
     its layout: nothing else of it changes."""
     step_s = plan.estimate.step_s
-    different = _searched(plan, goal) if searched else _given(plan, goal)
+    # Changes are timed under the job's own software; where none was named, the plan's time is a mean over several.
+    own_s = step_s if searched else _step_s(plan.job, goal.cluster)
+    different = _searched(plan, goal) if searched else _given(plan, goal, own_s)
     found = [
-        Change(what, other_s, 1 - other_s / step_s) for what, other_s in (*_around(plan, goal), *different)
+        Change(what, other_s * step_s / own_s, 1 - other_s / own_s)
+        for what, other_s in (*_around(plan, goal), *different)
     ]
     return tuple(sorted(found, key=lambda change: change.step_s))
 
@@ -100,7 +103,7 @@ def _searched(plan: Plan, goal: TrainGoal) -> Iterator[tuple[str, float]]:
             yield what, _step_s(other, goal.cluster)
 
 
-def _given(plan: Plan, goal: TrainGoal) -> Iterator[tuple[str, float]]:
+def _given(plan: Plan, goal: TrainGoal, own_s: float) -> Iterator[tuple[str, float]]:
     """A given layout with one thing changed, as far as memory allows; and the best of those that need twice it."""
     limit = goal.memory_limit_bytes
     roomier: list[tuple[float, str]] = []
@@ -112,7 +115,7 @@ def _given(plan: Plan, goal: TrainGoal) -> Iterator[tuple[str, float]]:
                 yield what, step_s
             else:
                 roomier.append((step_s, what))
-    if roomier and (best := min(roomier))[0] < plan.estimate.step_s:
+    if roomier and (best := min(roomier))[0] < own_s:
         yield f"twice the memory, and {best[1]}", best[0]
 
 

@@ -47,7 +47,10 @@ class Seconds(NamedTuple):
 
 
 def add(*parts: Seconds) -> Seconds:
-    return Seconds(*map(sum, zip(*parts, strict=True))) if len(parts) > 1 else parts[0]
+    """Of no part: a chunk may be without layers where stages are evened out."""
+    if len(parts) < 2:
+        return parts[0] if parts else Seconds()
+    return Seconds(*map(sum, zip(*parts, strict=True)))
 
 
 def scale(part: Seconds, factor: float) -> Seconds:

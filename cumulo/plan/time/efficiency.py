@@ -53,6 +53,10 @@ class Software:
     def flash_attention(self) -> bool:
         return self.attention != "unfused"
 
+    def sums_gradients_in(self, dtype: str) -> Literal["float32", "bfloat16", "float16"]:
+        """For products of a number format: DeepSpeed sums those of float16 as they come."""
+        return "float16" if self.deepspeed_collectives and dtype == "float16" else self.gradient_dtype
+
 
 # Software that goes under several names and is left out together.
 _ONE_GENERATION = {

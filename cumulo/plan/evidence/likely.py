@@ -1,0 +1,90 @@
+"""Which software a job was probably run with, where nobody names it: from how published jobs were described.
+
+    likely(clues(job, cluster))      # (("nemo-2025", 0.7), ("megatron-core-2024", 0.2), ...)
+
+A device, a number format, a model's shape and a layout each go with some generations of software and not with
+others. Naive Bayes over the descriptions of the published rows, all software equally likely beforehand, one
+pseudo-count for each clue; step times have no say.
+"""
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+
+from cumulo.plan.evidence.published import rows
+from cumulo.plan.job import TrainJob
+from cumulo.spec.cluster import Cluster
+
+PSEUDO_COUNT = 1.0
+LEAST = 0.02  # less likely software is left out
+# A job that needs more than this share of the device's memory under a software was hardly run with it.
+MOST_MEMORY, TOO_LARGE = 1.15, 0.05
+LONG_SEQUENCE, LARGE_VOCABULARY = 8192, 100_000
+
+Clues = tuple[tuple[str, str], ...]
+
+
+def clues(job: TrainJob, cluster: Cluster, zero_known: bool = True) -> Clues:
+    """What somebody who describes a job says of it."""
+    layout, model = job.layout, job.model
+    found = {
+        "device": cluster.device.generation,
+        "number format": job.dtype,
+        "split": f"tp {layout.tp > 1}, pp {layout.pp > 1}",
+        "recompute": job.recompute if job.recompute in ("none", "full", "selective") else "operations",
+        "kind": "experts" if model.moe is not None else "gated" if model.gated_ffn else "plain",
+        "sequence": "long" if job.sequence_length >= LONG_SEQUENCE else "short",
+        "vocabulary": "large" if model.vocab_size >= LARGE_VOCABULARY else "small",
+        "positions": "learned" if model.learned_positions else "rotary",
+        "grouped heads": str(model.kv_heads < model.heads),
+    }
+    if zero_known and layout.data_ranks > 1:
+        found["zero"] = str(layout.zero)
+    if layout.pp > 1:
+        found["schedule"] = "several chunks" if layout.chunks_per_stage else layout.schedule
+    return tuple(found.items())
+
+
+def likely(found: Clues, without: str = "") -> tuple[tuple[str, float], ...]:
+    """Software and its probability, most likely first. `without`: a source whose descriptions are not known."""
+    seen = _sightings(without)
+    logs = {name: seen.log_likelihood(name, found) for name in seen.rows}
+    most = max(logs.values())
+    weights = {name: math.exp(log - most) for name, log in logs.items()}
+    total = sum(weights.values())
+    return tuple(
+        sorted(((name, weight / total) for name, weight in weights.items()), key=lambda one: -one[1])
+    )
+
+
+@dataclass(frozen=True)
+class _Sightings:
+    rows: Mapping[str, int]  # by software
+    values: Mapping[str, Counter[str]]  # that a clue has, by clue
+    counts: Mapping[tuple[str, str], Counter[str]]  # by software and clue
+
+    def log_likelihood(self, software: str, found: Clues) -> float:
+        total = 0.0
+        for clue, value in found:
+            seen, kinds = self.counts[software, clue], len({*self.values[clue], value})
+            total += math.log((seen[value] + PSEUDO_COUNT / kinds) / (seen.total() + PSEUDO_COUNT))
+        return total
+
+
+@cache
+def _sightings(without: str) -> _Sightings:
+    count: Counter[str] = Counter()
+    values: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    counts: defaultdict[tuple[str, str], Counter[str]] = defaultdict(Counter)
+    for row in rows():
+        described = clues(row.job, row.cluster)
+        for clue, value in described:
+            values[clue][value] += 1
+        if row.source == without:
+            continue
+        count[row.job.software] += 1
+        for clue, value in described:
+            counts[row.job.software, clue][value] += 1
+    return _Sightings(count, values, counts)

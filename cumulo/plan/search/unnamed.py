@@ -1,0 +1,84 @@
+"""A given layout whose software nobody names: timed under every software it was probably run with.
+`cumulo plan train --fixed` without --software, and `cumulo plan validate --unnamed`."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from cumulo.errors import ConfigError
+from cumulo.plan.estimate import Interval
+from cumulo.plan.evidence import weights as evidence
+from cumulo.plan.evidence.likely import LEAST, MOST_MEMORY, TOO_LARGE, clues, likely
+from cumulo.plan.job import TrainJob
+from cumulo.plan.memory.peak import peak_memory
+from cumulo.plan.search.fixed import fixed_job, said_in
+from cumulo.plan.search.search import Plan, timed
+from cumulo.plan.search.space import TrainGoal
+from cumulo.plan.time.efficiency import GENERATIONS
+
+
+@dataclass(frozen=True, slots=True)
+class LikelyJob:
+    """The job as a software does it, and how likely that is."""
+
+    software: str
+    probability: float
+    job: TrainJob
+
+
+def likely_jobs(text: str, goal: TrainGoal, without: str = "") -> tuple[LikelyJob, ...]:
+    """Most likely first; probabilities add up to 1. `without`: a source whose jobs are not known."""
+    if goal.cluster.device.generation not in GENERATIONS:  # nobody published jobs of such devices
+        return (LikelyJob(goal.software, 1.0, fixed_job(text, goal)),)
+    described = fixed_job(text, goal)
+    seen = likely(clues(described, goal.cluster, "zero" in said_in(text)), without)
+    found = []
+    for name, probability in seen:
+        try:
+            job = fixed_job(text, replace(goal, software=name))
+        except ConfigError:  # it cannot do this
+            continue
+        if peak_memory(job).total > MOST_MEMORY * goal.memory_limit_bytes:
+            probability *= TOO_LARGE
+        found.append(LikelyJob(name, probability, job))
+    if not found:
+        raise ConfigError("no known software runs this layout; name one with --software")
+    total = sum(one.probability for one in found)
+    kept = [one for one in found if one.probability >= LEAST * total]
+    total = sum(one.probability for one in kept)
+    shares = [replace(one, probability=one.probability / total) for one in kept]
+    return tuple(sorted(shares, key=lambda one: -one.probability))
+
+
+def mean_s(jobs: tuple[LikelyJob, ...], step_s: Callable[[LikelyJob], float]) -> float:
+    """The geometric mean of what they take."""
+    return math.exp(sum(one.probability * math.log(step_s(one)) for one in jobs))
+
+
+def timed_unnamed(text: str, goal: TrainGoal) -> Plan:
+    """As the most likely software does it; the time is the mean over all that are likely, and the interval is that
+    of published rows whose software was not named either."""
+    jobs = likely_jobs(text, goal)
+    if len(jobs) == 1 and jobs[0].software == goal.software:
+        return timed(jobs[0].job, goal)
+    plans = {one.software: timed(one.job, goal) for one in jobs}
+    first = plans[jobs[0].software]
+    step_s = mean_s(jobs, lambda one: plans[one.software].estimate.step_s)
+    half = evidence.half_width(first.job, goal.cluster, unnamed=True)
+    slower, found = step_s / first.estimate.step_s, first.estimate
+    named = ", ".join(f"{one.software} {one.probability:.0%}" for one in jobs[:4])
+    told = (
+        f"software not named: jobs described like this ran {named}; the time is the mean over them; --software "
+        "narrows the range"
+    )
+    estimate = replace(
+        found,
+        step_s=step_s,
+        breakdown=tuple((name, slower * seconds) for name, seconds in found.breakdown),
+        tokens_per_s=found.tokens_per_s / slower,
+        mfu=found.mfu / slower,
+        hfu=found.hfu / slower,
+        interval=Interval(step_s * math.exp(-half), step_s * math.exp(half)),
+        evidence=(told, *found.evidence),
+    )
+    return Plan(first.job, estimate)
