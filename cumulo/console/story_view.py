@@ -65,6 +65,8 @@ def compared_html(one: Record, other: Record) -> str:
     rows = ""
     for term, place, unit, explained in _NUMBERS:
         a, b = _number(left, place), _number(right, place)
+        if place in _OF_DRAFTS and not (a or b):
+            continue
         ratio = f"{b / a:.2f}×" if a and b is not None else "–"
         rows += (
             f'<tr><td title="{escape(explained)}">{term}{f", {unit}" if unit else ""}</td>'

@@ -53,6 +53,7 @@ def register(shell: Shell, app: FastAPI) -> None:
             options = server_rows(shell.service.options, shell.service.model_name)
             show(_halves("Server options", options), "pair")
             show(
+                "The command <code>cumulo serve --help</code> explains every option. · "
                 '<a href="/docs">API description</a> · <a href="/metrics">Prometheus metrics</a> · '
                 '<a href="/health">health</a>',
                 "small soft",

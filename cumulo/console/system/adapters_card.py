@@ -10,7 +10,14 @@ from cumulo.console.shell import Shell, empty, show
 from cumulo.errors import CumuloError
 from cumulo.serve.adapters.shelf import ServedAdapter
 
-_COLUMNS = ("Adapter", "Rank", "Folder", "Running", "Requests", "State")
+_COLUMNS = (  # name, tooltip
+    ("adapter", "What requests call it, as their model."),
+    ("rank", "Rank of its matrices."),
+    ("folder", "Where the server read it."),
+    ("running", "Requests that use it now."),
+    ("requests", "Requests that were answered with it."),
+    ("state", "loading, loaded, finishing its last requests, or lost."),
+)
 _NO_ROOM = (
     "Start the server with --lora NAME=DIR or --max-loras 8 to serve low-rank adapters next to the model."
 )
@@ -21,7 +28,9 @@ def adapters_html(adapters: list[ServedAdapter], most: int, may_operate: bool) -
     title = f"<h2>Adapters ({len(adapters)} of {most})</h2>"
     if not adapters:
         return title + empty("No adapter is loaded", _NONE if most else _NO_ROOM)
-    head = "".join(f"<th>{name}</th>" for name in _COLUMNS) + ("<th></th>" if may_operate else "")
+    head = "".join(f'<th title="{tip}">{name}</th>' for name, tip in _COLUMNS) + (
+        "<th></th>" if may_operate else ""
+    )
     rows = "".join(_row(adapter, may_operate) for adapter in adapters)
     return f'{title}<table class="plain fleet"><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>'
 
@@ -37,10 +46,10 @@ def _row(adapter: ServedAdapter, may_operate: bool) -> str:
         return f"<tr>{shown}</tr>"
     # A name has only letters, digits and . _ : / - (AdapterShelf.put).
     button = (
-        f'<button class="quiet" aria-label="Drop {name}" '
-        f"onclick=\"emitEvent('drop_adapter', ['{name}'])\">Drop</button>"
+        f"<button aria-label=\"Drop {name}\" onclick=\"emitEvent('drop_adapter', ['{name}'])\">Drop</button>"
     )
-    return f"<tr>{shown}<td>{button if adapter.ready and not adapter.dropped else ''}</td></tr>"
+    shown_button = button if adapter.ready and not adapter.dropped else ""
+    return f'<tr>{shown}<td class="actions">{shown_button}</td></tr>'
 
 
 class AdaptersCard:
