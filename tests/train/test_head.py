@@ -15,8 +15,8 @@ from cumulo.models.heads.files import is_eagle_folder, load_eagle, save_eagle
 from cumulo.models.heads.tap import StreamTap, eagle_layers
 from cumulo.train.head.answers import OwnAnswer
 from cumulo.train.head.config import HeadConfig, read_head_config
-from cumulo.train.head.states import hidden_states
-from cumulo.train.head.trainer import HeadTrainer, _example, _one_sequence, new_head
+from cumulo.train.head.states import hidden_states, one_sequence
+from cumulo.train.head.trainer import HeadTrainer, _example, new_head
 from tests.engine.equivalence import FreeDrafts, run_alone
 from tests.engine.tiny_engine import VOCAB, make_decoder, make_engine, run
 
@@ -61,7 +61,7 @@ def test_states_for_training_are_those_that_a_step_sees(answers):
     for row, one in enumerate(tokens):
         cache = KVCache(spec, 1, len(one), torch.float64)
         tap = DECODER.tap = StreamTap(eagle_layers(spec.layers), len(one), spec.hidden, torch.float64, "cpu")
-        ended = DECODER.forward(replace(_one_sequence(torch.arange(len(one))), token_ids=one), cache)
+        ended = DECODER.forward(one_sequence(one, torch.arange(len(one))), cache)
         DECODER.tap = None
         assert torch.allclose(tap.kept, stream[row, : len(one)], atol=1e-9)
         assert torch.allclose(ended, last[row, len(one) - 1], atol=1e-9)

@@ -377,7 +377,4 @@ class CudaDecoder:
         """Whether the product norms on the way; otherwise our own kernel does, into our own buffer."""
         if self.invariant:
             return False
-        return isinstance(weight, Fp8Weight) or choose(tokens, weight, swiglu).kernel not in (
-            "library",
-            "w4",
-        )
+        return isinstance(weight, Fp8Weight) or choose(tokens, weight, swiglu).kernel != "library"

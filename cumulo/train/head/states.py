@@ -9,6 +9,7 @@ from torch import Tensor
 
 from cumulo.errors import ConfigError
 from cumulo.models.attention import Attention
+from cumulo.models.batch import ForwardBatch
 from cumulo.models.decoder import Decoder, Layer
 from cumulo.models.heads.tap import eagle_layers
 
@@ -41,3 +42,15 @@ def hidden_states(decoder: Decoder, tokens: Tensor) -> tuple[Tensor, Tensor]:
     return torch.cat(seen, dim=-1).unflatten(0, (examples, n)), decoder.final_norm(x).unflatten(
         0, (examples, n)
     )
+
+
+def one_sequence(tokens: Tensor, places: Tensor) -> ForwardBatch:
+    """A step that computes one whole sequence, in a cache of one block."""
+
+    def small(*numbers: int) -> Tensor:
+        return torch.tensor(numbers, dtype=torch.int32, device=places.device)
+
+    return ForwardBatch(
+        token_ids=tokens, positions=places, slots=places, query_starts=small(0, len(places)),
+        context_lengths=small(len(places)), block_tables=small(0)[None], logit_rows=places[-1:],
+    )  # fmt: skip

@@ -22,7 +22,7 @@ from cumulo.engine.assembly import device_kind
 from cumulo.engine.config import EngineConfig
 from cumulo.errors import ConfigError
 from cumulo.models.attention import Attention
-from cumulo.models.batch import ForwardBatch, KVCache
+from cumulo.models.batch import KVCache
 from cumulo.models.decoder import Decoder, Layer
 from cumulo.models.files.load import load_model
 from cumulo.models.heads.eagle import EagleHead
@@ -33,7 +33,7 @@ from cumulo.models.moe import FeedForward
 from cumulo.spec.model import ModelSpec
 from cumulo.train.head.answers import OwnAnswer, make_answers
 from cumulo.train.head.config import HeadConfig
-from cumulo.train.head.states import hidden_states
+from cumulo.train.head.states import hidden_states, one_sequence
 
 _HELD_OUT = 16  # one answer of so many is not trained on
 _TELL_EVERY = 10
@@ -258,24 +258,12 @@ def _last_states(decoder: Decoder, stream: Tensor) -> Tensor:
     """The model's last hidden states, normed, from those that enter the highest tapped layer."""
     spec, places = decoder.spec, torch.arange(len(stream), device=stream.device)
     cache = KVCache(spec, 1, len(stream), decoder.dtype, stream.device)
-    batch = _one_sequence(places)
+    batch = one_sequence(places, places)
     state, rotation = stream[:, -spec.hidden :].to(decoder.dtype), decoder.rotary.rotation_at(places)
     for layer in decoder.layers[eagle_layers(spec.layers)[-1] :]:
         state = layer(state, rotation, batch, cache)
     hidden: Tensor = decoder.final_norm(state)
     return hidden
-
-
-def _one_sequence(places: Tensor) -> ForwardBatch:
-    """A step that computes one whole sequence, in a cache of one block."""
-
-    def small(*numbers: int) -> Tensor:
-        return torch.tensor(numbers, dtype=torch.int32, device=places.device)
-
-    return ForwardBatch(
-        token_ids=places, positions=places, slots=places, query_starts=small(0, len(places)),
-        context_lengths=small(len(places)), block_tables=small(0)[None], logit_rows=places[-1:],
-    )  # fmt: skip
 
 
 def _batches(examples: list[_Example], config: HeadConfig) -> Iterator[list[_Example]]:

@@ -52,7 +52,7 @@ def test_candidates_are_few_and_fit_the_rows(kind: str) -> None:
         for product in model:
             for m in ROW_CLASSES:
                 found = candidates(product, m, kind)
-                assert found[0] == Choice("library") and 2 <= len(found) <= 31
+                assert found[0] == Choice("library") and 2 <= len(found) <= 40
                 assert len(set(found)) == len(found)
                 assert m <= small_linear.MAX_ROWS or all(choice.kernel != "small" for choice in found)
 

@@ -21,7 +21,7 @@ from cumulo.kernels.cuda.elementwise.swiglu import swiglu as swiglu_rows
 from cumulo.kernels.cuda.linear.fp8 import Fp8Weight, fp8_linear_wide
 from cumulo.kernels.cuda.linear.fp8_quantise import Fp8Rows
 from cumulo.kernels.cuda.linear.invariant_matmul import invariant_matmul
-from cumulo.kernels.cuda.linear.skinny_linear import SkinnyConfig, skinny_linear, workspace
+from cumulo.kernels.cuda.linear.skinny_linear import SMALL_MATRIX, SkinnyConfig, skinny_linear, workspace
 from cumulo.kernels.cuda.linear.small_linear import BENCH_SHAPES, SmallConfig, random_bf16, small_linear, work
 from cumulo.kernels.cuda.linear.w4 import W4Config, w4_linear
 from cumulo.kernels.cuda.linear.w4_weight import W4Weight, in_scratch
@@ -100,13 +100,18 @@ def choose(m: int, weight: Weight, swiglu: bool = False) -> Choice:
     n, k = weight.shape
     kind = kind_of(weight)
     found = WINNERS.get(shape_key(m, n, k, kind, swiglu))
-    return _default(m, kind) if found is None else found
+    if found is None and not swiglu:
+        # Where the library won a product with SwiGLU behind it, that is the product that is asked for here.
+        paired = WINNERS.get(shape_key(m, n, k, kind, True))
+        found = paired if paired is not None and paired.kernel == "library" else None
+    return _default(m, n, k, kind) if found is None else found
 
 
-def _default(m: int, kind: str) -> Choice:
+def _default(m: int, n: int, k: int, kind: str) -> Choice:
     if kind.startswith("w4"):
         return Choice("w4" if m <= 128 else "library")
-    if m <= 4 and kind != "fp8 blocks":
+    # Plain multiply-adds keep up with the memory for one row; in small matrices it is not the memory that counts.
+    if (m == 1 or (m <= 4 and n * k <= SMALL_MATRIX)) and kind != "fp8 blocks":
         return Choice("small")
     if kind.startswith("fp8"):
         return Choice("skinny" if m <= 64 else "library")  # above, the 8-bit tensor cores win

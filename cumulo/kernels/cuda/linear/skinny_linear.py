@@ -28,7 +28,6 @@ BLOCK = 128  # side of a scale block (DeepSeek-V3, 2024, section 3.3.2)
 PARTIAL_FLOATS = 8 << 20  # 32 MiB of partial sums a device
 MAX_TILES = 1 << 16
 SHARED_BYTES = 220 << 10
-LEAST_M = 16
 
 __all__ = ["SkinnyConfig", "bench_rows", "default_config", "reference", "skinny_linear", "work"]
 
@@ -45,6 +44,16 @@ class SkinnyConfig:
 
 
 # The splits of a candidate are chosen by the shape; see `candidates`.
+# Matrices of a few MiB do not fill the device with large tiles: what counts is how soon all of it is on its way.
+SMALL_MATRIX = 8 << 20  # weights
+SMALL_TILES = (
+    (16, 256, 1, 3),
+    (16, 256, 2, 3),
+    (16, 128, 1, 5),
+    (16, 512, 2, 3),
+    (32, 256, 2, 3),
+    (32, 128, 2, 5),
+)
 TILES = (
     (64, 128, 4, 4),
     (64, 128, 4, 6),
@@ -58,7 +67,14 @@ TILES = (
 
 
 def default_config(m: int, n: int, k: int, swiglu: bool = False, multiprocessors: int = 132) -> SkinnyConfig:
-    """At least two programs on every multiprocessor, each with some 64 KiB of W on its way."""
+    """About one program on every multiprocessor with 100 KiB of W on its way; more of them where k is long. Of many
+    rows of x two, with less."""
+    if m <= 16:
+        outputs = n // 2 if swiglu else n
+        tiles, steps, splits = -(-outputs // 64), -(-k // 256), 1
+        while (2 * tiles * splits <= multiprocessors and steps >= 4 * splits) or steps > 20 * splits:
+            splits *= 2
+        return SkinnyConfig(64, 256, splits, 4, 3 if swiglu else 4)
     block_n, block_k, stages = (64, 128, 5) if m <= 32 and not swiglu else (64, 64, 5 if m <= 32 else 4)
     splits = splits_for(m, n, k, block_n, block_k, swiglu, multiprocessors)
     return SkinnyConfig(block_n, block_k, splits, 4, stages)
@@ -81,7 +97,9 @@ def splits_for(
 def candidates(m: int, n: int, k: int, swiglu: bool = False, element_bytes: int = 2) -> list[SkinnyConfig]:
     """What `tune` tries at a shape: the default, and each tile that fits with the splits that fill the device."""
     found = [default_config(m, n, k, swiglu)]
-    for block_n, block_k, warps, stages in TILES:
+    for block_n, block_k, warps, stages in (*(SMALL_TILES if n * k <= SMALL_MATRIX else ()), *TILES):
+        if block_k >= 2 * k:
+            continue  # mostly mask
         tile_bytes = block_k * (block_n * element_bytes * (2 if swiglu else 1) + 2 * max(16, m))
         if stages * tile_bytes > SHARED_BYTES or block_n * m > 8192 * warps // 4:
             continue  # shared memory, registers
@@ -89,7 +107,7 @@ def candidates(m: int, n: int, k: int, swiglu: bool = False, element_bytes: int 
         found += [
             SkinnyConfig(block_n, block_k, each, warps, stages) for each in {splits, max(1, splits // 2)}
         ]
-    return list(dict.fromkeys(found))[:16]
+    return list(dict.fromkeys(found))[:24]
 
 
 @triton.jit
@@ -237,7 +255,7 @@ def workspace(device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def _workspace_suffices(m: int, tiles: int, splits: int, block_n: int, swiglu: bool) -> bool:
-    block_m = max(LEAST_M, triton.next_power_of_2(m))
+    block_m = max(16, triton.next_power_of_2(m))
     return (
         tiles * splits * ((2 if swiglu else 1) * block_n + 1) * block_m <= PARTIAL_FLOATS
         and tiles <= MAX_TILES
@@ -301,7 +319,7 @@ def skinny_linear(
         0 if residual is None else residual.stride(0),
         scales.stride(0) if scales is not None and scaled == 2 else 0,
         eps,
-        BLOCK_M=max(LEAST_M, triton.next_power_of_2(m)),
+        BLOCK_M=max(16, triton.next_power_of_2(m)),
         BLOCK_N=block_n,
         BLOCK_K=block_k,
         SPLITS=splits,

@@ -72,16 +72,18 @@ def work(m: int, n: int, k: int, weight_bytes: int, swiglu: bool = False, residu
 
 
 def default_config(n: int, k: int, swiglu: bool, weight_bytes_per_element: int = 2) -> SmallConfig:
-    """Small matrices: every load of every program in flight in one wave. Large ones: 16 KiB a program."""
+    """Small matrices: every load of every program in flight in one wave. Large ones: 8 KiB a program, or four rows
+    of SwiGLU's two halves; of 8 bits as many bytes."""
     if n * k <= 4 << 20:
         rows = 1 if n <= 2048 or swiglu else 2
         block_k = 1024 if k <= 1024 or k % 2048 else 2048
-    else:
-        rows = 1 if swiglu else 2
+    elif weight_bytes_per_element == 1:
+        rows = 2 if swiglu else 4
         block_k = 2048 if k % 2048 == 0 or k > 8192 else 1024
-        if weight_bytes_per_element == 1:  # half the bytes: twice the rows for as many bytes in flight
-            rows *= 2
-    warps = 8 if rows * block_k * (2 if swiglu else 1) >= 8192 else 4
+    else:
+        block_k = 2048 if k % 2048 == 0 else 1024
+        rows = 1 if n <= 4096 and block_k == 2048 and not swiglu else 2
+    warps = 8 if rows * block_k * (2 if swiglu else 1) * weight_bytes_per_element > 16384 else 4
     return SmallConfig(rows, min(block_k, triton.next_power_of_2(k)), warps)
 
 

@@ -72,7 +72,11 @@ MODELS = {
     # Of a head that drafts for it, what is not a product of the model's, too.
     "SmolLM2-135M's head": [
         Product("SmolLM2-135M's head fc", 576, 1728),
-        Product("SmolLM2-135M's head logits", 8192, 576, norm=True),
+        Product("SmolLM2-135M's head logits", 12288, 576, norm=True),
+    ],
+    "Llama-3.1-8B's head": [
+        Product("Llama-3.1-8B's head fc", 4096, 12288),
+        Product("Llama-3.1-8B's head logits", 32000, 4096, norm=True),
     ],
 }
 
@@ -87,13 +91,12 @@ def candidates(product: Product, m: int, kind: str) -> list[Choice]:
         ]
     if m <= small_linear.MAX_ROWS:
         default = small_linear.default_config(n, k, swiglu, 1 if kind == "fp8" else 2)
-        configs = dict.fromkeys((default, *small_linear.CANDIDATES[: None if m == 1 else 4]))
+        configs = dict.fromkeys((default, *small_linear.CANDIDATES[: None if m <= 2 else 5]))
         # Tiles wider than a row are mostly mask.
         found += [Choice("small", config) for config in configs if config.block_k < 2 * k]
-    # Of 8-bit weights the memory brings twice as many: plain multiply-adds keep up with it for one row only.
-    if m >= 4 or (kind == "fp8" and m > 1):
+    if m > 1:  # one row needs no tensor cores
         configs_skinny = skinny_linear.candidates(m, n, k, swiglu, 1 if kind == "fp8" else 2)
-        found += [Choice("skinny", config) for config in configs_skinny[: 14 if m in (16, 64) else 6]]
+        found += [Choice("skinny", config) for config in configs_skinny[: None if m < 128 else 6]]
     return found
 
 
