@@ -48,6 +48,8 @@ def column_chart(values: Sequence[float], axis: ChartAxis, ink: str, titles: Seq
                 width=max(0.5, width - (1 if width > 3 else 0)), height=height,
             )
         )  # fmt: skip
+    if not any(value > 0 for value in values):
+        columns = [svg.text((_LEFT + _WIDTH) / 2, _bottom() - _span() / 4, "nothing in this time", "middle")]
     return _frame(axis, most, "".join(columns))
 
 

@@ -116,6 +116,10 @@ def test_a_scale_ends_at_a_round_number_and_not_below_its_floor() -> None:
         (("running", "decode", [1.0, None, 1.0]),), ChartAxis("sequences", 4, ("", ""), counts=True)
     )
     assert ">4</text>" in drawn and ">2</text>" in drawn and drawn.count("M") >= 2
+    assert "nothing in this time" not in drawn
+    assert "nothing in this time" in column_chart(
+        [0.0, 0.0], ChartAxis("tokens/s", 10, ("", "now")), "decode"
+    )
 
 
 def test_one_window_shows_seconds_and_another_an_hour() -> None:

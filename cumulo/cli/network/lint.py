@@ -53,6 +53,9 @@ def lint(chosen: LintOptions) -> None:
 
     Every finding says what to change and what that gains. The exit status is 1 if there is an error.
     """
+    from rich.padding import Padding
+    from rich.text import Text
+
     from cumulo.base.report import Row, write_json
     from cumulo.cli.shared.terminal import out, working
     from cumulo.plan.lint.fabric_rules import worst
@@ -67,11 +70,9 @@ def lint(chosen: LintOptions) -> None:
     if str(chosen.json_file) != "-":
         for one in found:
             colour = {"error": "bold red", "warning": "yellow", "note": "dim"}[one.severity]
-            out.print(f"[{colour}]{one.severity}[/{colour}] {one.rule}: ", end="")
-            out.print(one.what, markup=False, highlight=False)
-            if one.change:
-                out.print(f"  change: {one.change}", markup=False)
-                out.print(f"  gain: {one.gain}", markup=False)
+            out.print(Text.assemble((one.severity, colour), f" {one.rule}: {one.what}"))
+            for name, told in (("change", one.change), ("gain", one.gain)) if one.change else ():
+                out.print(Padding(Text(f"{name}: {told}"), (0, 0, 0, 2), expand=False))
     if worst(found) == "error":
         raise typer.Exit(1)
 

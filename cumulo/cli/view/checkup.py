@@ -79,7 +79,7 @@ def _software() -> list[Row]:
 
     rows = [
         Row("python", report.machine()["python"]),
-        Row("torch", torch.__version__, note=f"{torch.get_num_threads()} threads by default"),
+        Row("torch", torch.__version__, note=f"threads by default: {torch.get_num_threads()}"),
     ]
     for package, why in (("gguf", "reads GGUF files"), ("huggingface_hub", "downloads models by name")):
         rows.append(Row(package, _version(package) or "not installed", note=f"optional: {why}"))
