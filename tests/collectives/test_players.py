@@ -160,6 +160,8 @@ def _one_misbehaves(rank: int, transport: str, how: str) -> str:
         return "late"
     if rank == 1 and how == "truncated":
         schedule = ring_all_reduce(3, 150)
+    if rank == 1 and how == "another schedule":  # whose messages are as long
+        schedule = make_schedule("all_reduce", "two-shot", CollectiveShape(3, 300))
     try:
         player.run(schedule, torch.ones(schedule.offsets[-1]))
     except CollectiveFailed as error:
@@ -197,3 +199,10 @@ def test_a_lost_rank_is_named_long_before_the_timeout(transport: str) -> None:
     text = str(failed.value)
     assert "rank 1: died, exit code 7" in text
     assert "rank 2 could not receive from rank 1 in step 1 of 4" in text and "rank 1 is gone" in text
+
+
+@pytest.mark.parametrize("transport", ["shm", pytest.param("tcp", marks=pytest.mark.thorough)])
+def test_a_rank_that_plays_another_schedule_is_named_and_adds_nothing_wrong(transport: str) -> None:
+    said = run_ranks(_one_misbehaves, 3, transport, "another schedule", timeout_s=60)
+    assert any("rank 1" in text and "plays another schedule" in text for text in said)
+    assert "no error" not in said

@@ -28,6 +28,7 @@ from enum import Enum
 from functools import cached_property
 from itertools import accumulate
 from typing import Literal, TypeAlias, overload
+from zlib import crc32
 
 Collective = Literal[
     "all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "all_to_all", "barrier"
@@ -142,6 +143,20 @@ class CollectiveSchedule:
     def offsets(self) -> Sequence[int]:
         """Where each chunk begins in a buffer of all chunks, and where the last one ends."""
         return list(accumulate(self.sizes, initial=0))
+
+    @cached_property
+    def fingerprint(self) -> int:
+        """32 bits that ranks of one collective compare: they must all play the same schedule."""
+        what = (
+            self.collective,
+            self.algorithm,
+            self.ranks,
+            self.channels,
+            self.pieces,
+            self.root,
+            len(self.sizes),
+        )
+        return crc32(repr(what).encode())
 
     def source(self, chunk: int) -> int | None:
         """The rank that has it first; None: all of them have a part of it."""

@@ -16,13 +16,13 @@ from pathlib import Path
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from cumulo.collectives.decide.schedule import Transfer
-from cumulo.collectives.play.waiting import CollectiveStanding
+from cumulo.collectives.play.waiting import CollectiveStanding, MessageHead, wait_in_store
 from cumulo.errors import ConfigError
 
-HEADER = struct.Struct("<IIQQ")  # number of the collective, window's generation, bytes, where they begin
+HEADER = struct.Struct("<IIQIQ")  # a MessageHead, the window's generation, where the bytes begin in it
 SLOTS = 8  # messages that may be under way from one rank to another on a channel
 _TAKEN_AT, _HEADERS_AT = 32, 64  # in a box; a semaphore has 32 bytes
-_BOX = _HEADERS_AT + SLOTS * HEADER.size
+_BOX = -(-(_HEADERS_AT + SLOTS * HEADER.size) // 32) * 32
 _SPINS = 50
 _LOOK_S = 0.2  # how often a waiting rank looks whether its peer still lives
 
@@ -50,7 +50,7 @@ class Mailboxes:
         store.set(f"collective boxes {rank}", f"{os.getpid()} {self.path}")
         self._maps, self._pids = [], []
         for peer in range(nodes):
-            pid, path = store.get(f"collective boxes {peer}").decode().split(" ", 1)
+            pid, path = wait_in_store(store, f"collective boxes {peer}", peer, rank, timeout_s).split(" ", 1)
             self._pids.append(int(pid))
             self._maps.append(_map(Path(path), size))
         self._bases = [_address(one) for one in self._maps]
@@ -59,26 +59,29 @@ class Mailboxes:
         self._read: Counter[tuple[int, int]] = Counter()  # from (peer, channel)
 
     def post(
-        self, standing: CollectiveStanding, transfer: Transfer, header: tuple[int, int, int, int]
+        self, standing: CollectiveStanding, transfer: Transfer, head: MessageHead, generation: int, start: int
     ) -> int:
-        """Tell a peer of a message. Its number."""
+        """Tell a peer of a message, and where in which window it is. Its number."""
         key = (transfer.peer, standing.channel)
         number = self._sent[key]
         if number - self._taken[key] >= SLOTS:
             self.wait_taken(standing, transfer, number - SLOTS)
         at = _BOX * (self.rank * self.channels + standing.channel)
-        HEADER.pack_into(self._maps[transfer.peer], at + _HEADERS_AT + number % SLOTS * HEADER.size, *header)
+        slot = at + _HEADERS_AT + number % SLOTS * HEADER.size
+        HEADER.pack_into(self._maps[transfer.peer], slot, *head, generation, start)
         self._sent[key] = number + 1
         _quick.sem_post(ctypes.c_void_p(self._bases[transfer.peer] + at))
         return number
 
-    def receive(self, standing: CollectiveStanding, transfer: Transfer) -> tuple[int, int, int, int]:
-        """Wait for the next message of a peer; what it says."""
+    def receive(self, standing: CollectiveStanding, transfer: Transfer) -> tuple[MessageHead, int, int]:
+        """Wait for the next message of a peer; what it says, its window's generation and where it begins."""
         at = _BOX * (transfer.peer * self.channels + standing.channel)
         self._wait(self._bases[self.rank] + at, standing, transfer)
         number = self._read[transfer.peer, standing.channel]
         self._read[transfer.peer, standing.channel] = number + 1
-        return HEADER.unpack_from(self._maps[self.rank], at + _HEADERS_AT + number % SLOTS * HEADER.size)
+        slot = at + _HEADERS_AT + number % SLOTS * HEADER.size
+        *head, generation, start = HEADER.unpack_from(self._maps[self.rank], slot)
+        return MessageHead(*head), generation, start
 
     def acknowledge(self, peer: int, channel: int) -> None:
         at = _BOX * (peer * self.channels + channel) + _TAKEN_AT
@@ -117,7 +120,7 @@ class Mailboxes:
 def shared_file(what: str, size: int) -> Path:
     """New zeros in memory, under a name that other processes of this user can open. They end with this process and
     those that have mapped them, however it ends."""
-    handle = os.memfd_create(f"cumulo-collective-{what}")
+    handle = os.memfd_create(f"cumulo-collective-{what}")  # not /dev/shm, which is small in containers
     os.ftruncate(handle, max(1, size))
     return Path(f"/proc/{os.getpid()}/fd/{handle}")
 

@@ -20,10 +20,11 @@ import torch
 from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 
+from cumulo.base.quantities import quantity
 from cumulo.collectives.decide.schedule import CollectiveSchedule, CollectiveStep, Move, Transfer
 from cumulo.collectives.play.homes import Homes, add
 from cumulo.collectives.play.mailboxes import Mailboxes, forget_file, shared_file
-from cumulo.collectives.play.waiting import CollectiveStanding
+from cumulo.collectives.play.waiting import CollectiveFailed, CollectiveStanding, MessageHead
 from cumulo.errors import ConfigError
 
 
@@ -75,9 +76,16 @@ class SharedMemoryPlayer:
             size = schedule.offsets[-1]
         if size * element_size > self.window.numel():
             self.generation += 1
-            path = shared_file("window", -(-size * element_size // 4096) * 4096)
-            self._files.append(path)
-            self.window = _mapped(path)
+            wanted = -(-size * element_size // 4096) * 4096
+            try:
+                path = shared_file("window", wanted)
+                self._files.append(path)
+                self.window = _mapped(path)
+            except OSError as error:
+                raise CollectiveFailed(
+                    f"{schedule.name}: rank {self.rank} got no {quantity(wanted, 'B')} of memory to share, before "
+                    f"step 1 ({error.strerror}): raise the memory limit, or take the transport tcp"
+                ) from error
             self._store.set(f"collective window {self.rank} {self.generation}", str(path))
         return starts
 
@@ -161,16 +169,17 @@ class _Lane:
                 self._window[self._next : self._next + view.numel()].copy_(view)
                 self._next += view.numel()
         elements = self._schedule.elements(transfer)
-        header = (player.number, player.generation, elements * self._size, start * self._size)
-        number = player.boxes.post(standing, transfer, header)
+        head = MessageHead(player.number, self._schedule.fingerprint, elements * self._size)
+        number = player.boxes.post(standing, transfer, head, player.generation, start * self._size)
         for chunk in transfer.chunks:
             self.unread.setdefault(chunk, []).append((standing, transfer, number))
 
     def _arrived(self, standing: CollectiveStanding, transfer: Transfer) -> Tensor:
-        number, generation, size, start = self._player.boxes.receive(standing, transfer)
-        want = self._schedule.elements(transfer) * self._size
-        if (number, size) != (self._player.number, want):
-            raise standing.differs(transfer, (number, standing.step, size), (self._player.number, want))
+        said, generation, start = self._player.boxes.receive(standing, transfer)
+        size = self._schedule.elements(transfer) * self._size
+        want = MessageHead(self._player.number, self._schedule.fingerprint, size)
+        if said != want:
+            raise standing.differs(transfer, said, want)
         if not size:
             return self._window[:0]
         try:

@@ -1,5 +1,5 @@
 """Messages over TCP: a connection for each pair of ranks and channel, made when it is first needed. Every message
-says its collective, step and length, so that one that was cut or is out of order is named."""
+says its collective, schedule and length, so that one that was cut or is out of order is named."""
 
 import contextlib
 import select
@@ -14,10 +14,9 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from cumulo.collectives.decide.schedule import CollectiveSchedule, Transfer
 from cumulo.collectives.play.messages import Parts, peers_of
 from cumulo.collectives.play.shaping import LinkShaper
-from cumulo.collectives.play.waiting import CollectiveStanding
-from cumulo.errors import RanksFailed
+from cumulo.collectives.play.waiting import CollectiveFailed, CollectiveStanding, MessageHead, wait_in_store
 
-_HEADER = struct.Struct("<IIQ")  # number of the collective, step, bytes
+_HEADER = struct.Struct("<IIQ")  # a MessageHead
 _HELLO = struct.Struct("<II")  # rank, channel
 _BUFFER = 4 << 20
 
@@ -43,13 +42,13 @@ class SocketExchange:
         needed = peers_of(schedule, self.rank) - set(self._links)
         for peer, channel in sorted(needed):
             if peer > self.rank:
-                self._links[peer, channel] = self._call(peer, channel)
+                self._links[peer, channel] = self._call(schedule, peer, channel)
         self._listener.settimeout(self._timeout_s)
         while missing := [link for link in needed if link not in self._links]:
             try:
                 link, _ = self._listener.accept()
             except TimeoutError:
-                raise RanksFailed(
+                raise CollectiveFailed(
                     f"{schedule.name}: rank {missing[0][0]} did not connect to rank {self.rank} within "
                     f"{self._timeout_s:g} s, before step 1"
                 ) from None
@@ -57,10 +56,17 @@ class SocketExchange:
             peer, channel = _HELLO.unpack(link.recv(_HELLO.size, socket.MSG_WAITALL))
             self._links[peer, channel] = _tuned(link)
 
-    def _call(self, peer: int, channel: int) -> socket.socket:
-        host, port = self._store.get(f"collective address {peer}").decode().rsplit(":", 1)
-        link = socket.create_connection((host, int(port)), self._timeout_s)
-        link.sendall(_HELLO.pack(self.rank, channel))
+    def _call(self, schedule: CollectiveSchedule, peer: int, channel: int) -> socket.socket:
+        address = wait_in_store(self._store, f"collective address {peer}", peer, self.rank, self._timeout_s)
+        host, port = address.rsplit(":", 1)
+        try:
+            link = socket.create_connection((host, int(port)), self._timeout_s)
+            link.sendall(_HELLO.pack(self.rank, channel))
+        except OSError as error:
+            raise CollectiveFailed(
+                f"{schedule.name}: rank {self.rank} could not connect to rank {peer} at {address}, before step 1: "
+                f"{error.strerror or error}"
+            ) from error
         return _tuned(link)
 
     def exchange(self, number: int, standing: CollectiveStanding, sends: Parts, receives: Parts) -> None:
@@ -104,20 +110,23 @@ class _Flow:
         self._grant: tuple[int, float] | None = None  # bytes that may leave, and from when on
         self._sending = False  # something has left in this step
         self._out: deque[tuple[Transfer, memoryview]] = deque()
-        # Bytes that are to come; with a header, the number and bytes that it must say.
-        self._in: deque[tuple[Transfer, memoryview, tuple[int, int] | None]] = deque()
+        # Bytes that are to come; with a header, what it must say.
+        self._in: deque[tuple[Transfer, memoryview, MessageHead | None]] = deque()
         self._got = 0  # of the first of them
 
     def add_send(self, number: int, transfer: Transfer, views: list[Tensor]) -> None:
         parts = [part for part in map(_bytes, views) if len(part)]
-        header = _HEADER.pack(number, self._standing.step, sum(map(len, parts)))
+        header = _HEADER.pack(*self._head(number, parts))
         self._out.append((transfer, memoryview(header)))
         self._out.extend((transfer, part) for part in parts)
 
     def add_receive(self, number: int, transfer: Transfer, views: list[Tensor]) -> None:
         parts = [part for part in map(_bytes, views) if len(part)]
-        self._in.append((transfer, memoryview(bytearray(_HEADER.size)), (number, sum(map(len, parts)))))
+        self._in.append((transfer, memoryview(bytearray(_HEADER.size)), self._head(number, parts)))
         self._in.extend((transfer, part, None) for part in parts)
+
+    def _head(self, number: int, parts: list[memoryview]) -> MessageHead:
+        return MessageHead(number, self._standing.schedule.fingerprint, sum(map(len, parts)))
 
     @property
     def done(self) -> bool:
@@ -192,9 +201,9 @@ class _Flow:
                 self._in.popleft()
                 self._got = 0
                 if must_say is not None:
-                    number, step, size = _HEADER.unpack(whole)
-                    if (number, size) != must_say:
-                        raise self._standing.differs(transfer, (number, step, size), must_say)
+                    said = MessageHead(*_HEADER.unpack(whole))
+                    if said != must_say:
+                        raise self._standing.differs(transfer, said, must_say)
         return moved
 
 

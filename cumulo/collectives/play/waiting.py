@@ -1,9 +1,21 @@
 """What a rank says when a collective does not go on: the collective, the rank, the step, and for whom it waits."""
 
 from dataclasses import dataclass
+from datetime import timedelta
+from typing import NamedTuple
+
+from torch.distributed import DistStoreError, Store  # type: ignore[attr-defined]
 
 from cumulo.collectives.decide.schedule import CollectiveSchedule, Move, Transfer
 from cumulo.errors import RanksFailed
+
+
+class MessageHead(NamedTuple):
+    """What every message says of itself."""
+
+    number: int  # of the collective, counted by each rank
+    fingerprint: int  # of its schedule
+    size: int  # bytes
 
 
 class CollectiveFailed(RanksFailed):
@@ -39,13 +51,23 @@ class CollectiveStanding:
             return self.gone(transfer)
         return self.failed(transfer, f"the message was cut after {got} of {want} bytes, and the rank is gone")
 
-    def differs(
-        self, transfer: Transfer, got: tuple[int, int, int], want: tuple[int, int]
-    ) -> CollectiveFailed:
-        """Got: the collective's number, the sender's step, bytes. Want: number and bytes."""
-        number, step, size = got
-        if number != want[0]:
-            why = f"that rank is in its collective number {number}, this one in number {want[0]}"
+    def differs(self, transfer: Transfer, got: MessageHead, want: MessageHead) -> CollectiveFailed:
+        if got.number != want.number:
+            why = f"that rank is in its collective number {got.number}, this one in number {want.number}"
+        elif got.fingerprint != want.fingerprint:
+            why = "that rank plays another schedule: give all ranks the same algorithm, channels and sizes"
         else:
-            why = f"its message of step {step + 1} has {size} bytes, and {want[1]} were expected"
+            why = f"its message has {got.size} bytes, and {want.size} were expected"
         return self.failed(transfer, why)
+
+
+def wait_in_store(store: Store, key: str, peer: int, rank: int, timeout_s: float) -> str:
+    """What a peer says of itself, before the first step."""
+    try:
+        store.wait([key], timedelta(seconds=timeout_s))
+        return store.get(key).decode()
+    except DistStoreError:
+        raise CollectiveFailed(
+            f"rank {peer} did not meet rank {rank} within {timeout_s:g} s, before step 1 of their first "
+            "collective: it is lost, late, or uses another transport"
+        ) from None
