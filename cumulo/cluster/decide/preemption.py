@@ -3,7 +3,7 @@ choose who may be stopped; ten thousand nodes are searched in a millisecond, bec
 is kept in columns.
 """
 
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,7 +14,7 @@ from cumulo.cluster.decide.nodes import FreeCapacity, Ints
 from cumulo.cluster.decide.running import jobs_on_nodes, table_of
 from cumulo.cluster.decide.snapshot import Snapshot
 
-_MORE_NODES = 32  # that are priced, besides four for each missing task
+_MORE_NODES = 12  # that are priced, besides two for each missing task
 
 
 class PreemptibleOnNodes:
@@ -67,17 +67,23 @@ class RoomSearch:
         on = jobs_on_nodes(self.snapshot.running)
         chosen: list[RunningJob] = []
         while (missing := job.tasks - slots(job, then)) > 0:
-            priced: list[tuple[tuple[float, ...], int]] = []
+            priced: list[tuple[float, float, int, list[RunningJob]]] = []
             for node in self._candidates(then, missing, chosen):
                 victims = self._victims(node, then, on, chosen)
                 if victims:
-                    priced.append((_total(map(self.price, victims)), node))
+                    prices = [self.price(one) for one in victims]
+                    total = sum(price[0] for price in prices)
+                    priced.append((total, sum(price[-1] for price in prices), node, victims))
             if not priced:
                 return None
-            for _, node in sorted(priced):
-                for victim in self._victims(node, then, on, chosen):
+            touched: set[str] = set()  # by those that stop: what was found for these nodes is old
+            for _, _, node, victims in sorted(priced, key=lambda one: one[:3]):
+                if then.nodes[node].name in touched:
+                    victims = self._victims(node, then, on, chosen)
+                for victim in victims:
                     then.give(victim.request, victim.places)
                     chosen.append(victim)
+                    touched.update(place.node for place in victim.places)
                 if slots(job, then) >= job.tasks:
                     break
         return chosen, then
@@ -107,7 +113,7 @@ class RoomSearch:
             able &= free.device_mask(job.devices)
         found = np.flatnonzero(able)
         found = found[np.argsort(need[found], kind="stable")]
-        return [int(node) for node in found[: 4 * missing + _MORE_NODES]]
+        return [int(node) for node in found[: 2 * missing + _MORE_NODES]]
 
     def _victims(
         self,
@@ -117,12 +123,16 @@ class RoomSearch:
         chosen: list[RunningJob],
     ) -> list[RunningJob]:
         """The cheapest jobs of a node without which it has room for one task more than now."""
-        name = free.nodes[node].name
-        there = sorted(on.get(name, {}).values(), key=lambda one: (*self.price(one), one.job_id))
+        name, stopped = free.nodes[node].name, {one.job_id for one in chosen}
+        there = [
+            one for one in on.get(name, {}).values()
+            if one.request.preemptible and one.job_id not in stopped and self.may_stop(one, chosen)
+        ]  # fmt: skip
+        there.sort(key=lambda one: (*self.price(one), one.job_id))
         state = _NodeState(self.job, free, node)
         before, taken = state.tasks(), list[RunningJob]()
         for one in there:
-            if one.request.preemptible and one not in chosen and self.may_stop(one, chosen + taken):
+            if not taken or self.may_stop(one, chosen + taken):
                 state.move(one, name, 1)
                 taken.append(one)
                 if state.tasks() > before:
@@ -166,7 +176,3 @@ class _NodeState:
         if job.memory_mib:
             fits = min(fits, self.memory_mib // job.memory_mib)
         return fits
-
-
-def _total(prices: Iterable[tuple[float, ...]]) -> tuple[float, ...]:
-    return tuple(map(sum, zip(*prices, strict=True)))
