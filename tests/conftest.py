@@ -15,7 +15,7 @@ if not any(Path("/dev").glob("nvidia[0-9]*")):
 import pytest
 from hypothesis import settings
 
-from tests import forked_ranks, thorough
+from tests import forked_ranks, forked_workers, thorough
 from tests.cpu_times import CpuTimes
 
 settings.register_profile("cumulo", deadline=None, derandomize=True, max_examples=thorough.examples(100))
@@ -38,6 +38,7 @@ def pytest_configure(config: pytest.Config) -> None:
     # Every HTTP client reads the machine's certificates, 50 ms each time, and tests make thousands of clients.
     ssl.create_default_context = functools.cache(ssl.create_default_context)
     forked_ranks.prepare()
+    forked_workers.prepare(config)
     # Every garbage collection would walk over the 600,000 objects of all that is imported, half a second each time.
     # They are put aside when the tests are collected (below), and stay there.
     gc.disable()

@@ -31,7 +31,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import IO, Any
@@ -40,7 +39,7 @@ ROOT = Path(__file__).parents[1]
 ENGINE = "cumulo.serve.engine_link.engine_process"
 ENGINE_START = "cumulo.serve.engine_link.early_start"
 RANKS_START = "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler"
-_PRELOAD = (
+PRELOAD = (
     "cumulo.cli.app",
     "cumulo.cli.shared.help_words",
     "cumulo.serve.server",
@@ -161,9 +160,16 @@ def _adopt_orphans(adopt: bool) -> None:
         raise OSError(ctypes.get_errno(), "prctl")
 
 
-@cache
+_lines: list[socket.socket] = []  # to the process that has everything imported, once there is one
+
+
 def _parent() -> socket.socket:
-    """The line to the process that has everything imported."""
+    if not _lines:
+        _start_parent()
+    return _lines[0]
+
+
+def _start_parent() -> None:
     ours, theirs = socket.socketpair()
     process = subprocess.Popen(
         # The last word is how tests find an engine among a server's children: it is forked from here.
@@ -172,13 +178,37 @@ def _parent() -> socket.socket:
         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
     )  # fmt: skip
     theirs.close()
+    _keep(ours, lambda: process.wait(30))
 
-    def end() -> None:
+
+def fork_parent(not_its_own: socket.socket) -> None:
+    """For a process that has everything imported itself: the one that forks others is its copy."""
+    ours, theirs = socket.socketpair()
+    child = os.fork()
+    if child == 0:
         ours.close()
-        process.wait(30)
+        not_its_own.close()
+        nothing = os.open(os.devnull, os.O_RDWR)
+        for number in range(3):
+            os.dup2(nothing, number)
+        os.close(nothing)
+        sys.stdin, sys.stdout, sys.stderr = (
+            open(number, mode, closefd=False)  # noqa: SIM115
+            for number, mode in enumerate("rww")
+        )
+        _serve(theirs)
+        os._exit(0)
+    theirs.close()
+    _keep(ours, lambda: os.waitpid(child, 0))
 
+
+def _keep(line: socket.socket, wait: Callable[[], object]) -> None:
+    def end() -> None:
+        line.close()
+        wait()
+
+    _lines.append(line)
     atexit.register(end)
-    return ours
 
 
 # -- the other process ----------------------------------------------------------------------------------------
@@ -323,24 +353,28 @@ def _spare(others: Sequence[Child], be: Callable[[], None]) -> Child:
         poll = select.poll()
         poll.register(0, select.POLLIN)
         if poll.poll()[0][1] & select.POLLIN:
-            _end_after(be)
+            end_after(be)
         os._exit(0)
     os.close(theirs)
     return Child(child, os.fdopen(ours, "wb"))
 
 
 def _main() -> None:
-    for name in _PRELOAD:
+    for name in PRELOAD:
         with contextlib.suppress(ImportError):  # an extra that is not installed
             importlib.import_module(name)
     gc.collect()
     gc.freeze()
-    order = _fork_when_told(socket.socket(fileno=int(sys.argv[1])))
+    _serve(socket.socket(fileno=int(sys.argv[1])))
+
+
+def _serve(line: socket.socket) -> None:
+    order = _fork_when_told(line)
     if order is not None:
-        _end_after(lambda: _become(order))
+        end_after(lambda: _become(order))
 
 
-def _end_after(be: Callable[[], None]) -> None:
+def end_after(be: Callable[[], None]) -> None:
     """What Python does at its end, less taking apart all that is imported: half a CPU second for each process."""
     code: Any = 0
     try:

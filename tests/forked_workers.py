@@ -1,0 +1,124 @@
+"""The workers of pytest-xdist are forked from one process that has imported their test modules, and with them
+torch, the server's libraries and this package. Else every worker would import them again, and in a fresh clone each
+would compile every file: together more than a CPU minute.
+
+The controller starts that process (`prepare`). For each worker xdist starts `worker_door.py` as its Python, which
+hands its standard streams over and waits for the worker's end. Where there is nobody to hand them to, it becomes
+the Python that xdist meant.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import gc
+import importlib
+import os
+import random
+import select
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import types
+from pathlib import Path
+
+import pytest
+
+from tests import forked_ranks, warm
+
+ROOT = Path(__file__).parents[1]
+DOOR = Path(__file__).with_name("worker_door.py")
+
+
+def prepare(config: pytest.Config) -> None:
+    """Called by the controller, before xdist starts its workers."""
+    places = config.getoption("tx", None) or []
+    if not sys.platform.startswith("linux") or set(places) != {"popen"}:
+        return
+    folder = Path(tempfile.mkdtemp(prefix="cumulo-tests-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(folder / "workers"))
+        listener.listen()
+        process = subprocess.Popen(
+            # The last word is how tests find an engine among a server's children: it is forked from here.
+            [sys.executable, "-m", "tests.forked_workers", str(listener.fileno()), *config.args, "engine_process"],
+            cwd=ROOT, pass_fds=[listener.fileno()], stdin=subprocess.PIPE,
+        )  # fmt: skip
+
+    def end() -> None:
+        assert process.stdin is not None
+        process.stdin.close()
+        process.wait(60)
+
+    config.add_cleanup(end)
+    door = shlex.join([sys.executable, "-IS", str(DOOR), str(folder / "workers")])
+    config.option.tx = [f"popen//python={door}"] * len(places)
+
+
+# -- the process that forks -----------------------------------------------------------------------------------
+def _import_all(wanted: list[str]) -> None:
+    # First, since it writes what assertions say into plugins; below into the test modules.
+    from _pytest.config import _prepareconfig
+
+    hooks = list(sys.meta_path)
+    _prepareconfig(["--capture=no", "-p", "no:cacheprovider"])
+    for name in (*warm.PRELOAD, *forked_ranks.MODULES):
+        with contextlib.suppress(ImportError):  # an extra that is not installed
+            importlib.import_module(name)
+    for path in (Path(name.partition("::")[0]).resolve() for name in wanted):
+        for file in sorted(path.rglob("test_*.py")) if path.is_dir() else [path]:
+            # One that cannot be imported says so to the worker that collects it.
+            with contextlib.suppress(Exception, pytest.skip.Exception):
+                importlib.import_module(".".join(file.relative_to(ROOT).with_suffix("").parts))
+    sys.meta_path[:] = hooks
+    gc.collect()
+    gc.freeze()
+
+
+def _fork_when_asked(listener: socket.socket) -> str | None:
+    """Returns in each new worker, with the code it shall run; and None when the controller has ended."""
+    while True:
+        ready, _, _ = select.select([listener, 0], [], [])
+        if 0 in ready:
+            with contextlib.suppress(ChildProcessError):
+                while True:
+                    os.wait()
+            return None
+        door, _ = listener.accept()
+        code, streams, _, _ = socket.recv_fds(door, 4096, 3)
+        if os.fork() == 0:
+            for number, stream in enumerate(streams):
+                os.dup2(stream, number)
+                os.close(stream)
+            listener.close()
+            warm.fork_parent(door)
+            door.sendall(b"1")
+            door.detach()  # closed when this process ends, which is what the door waits for
+            return code.decode()
+        door.close()
+        for stream in streams:
+            os.close(stream)
+
+
+def _main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _import_all(sys.argv[2:-1])
+    code = _fork_when_asked(socket.socket(fileno=int(sys.argv[1])))
+    if code is None:
+        os._exit(0)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    random.seed()
+    sys.argv = ["-c"]
+    sys.stdin, sys.stdout = open(0, closefd=False), open(1, "w", closefd=False)  # noqa: SIM115
+    # Processes that a worker spawns look into its main module, and would run this one.
+    main = sys.modules["__main__"] = types.ModuleType("__main__")
+    warm.end_after(lambda: exec(code, main.__dict__))
+
+
+if __name__ == "__main__":
+    _main()
