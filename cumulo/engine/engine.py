@@ -172,13 +172,16 @@ class Engine:
     def step(self) -> StepOutput:
         """Plan a step and hand it to the runner; then finish the oldest, once more are on their way than `depth`
         (without overlap: this one) or if nothing else can be planned, or should be before the oldest has ended."""
-        self.exchange()
+        exchanges = self.link is not None or self.mover is not None
+        if exchanges:
+            self.exchange()
         now_s, plan = time.perf_counter(), None
         if not self._in_flight or self.scheduler.plans_ahead(self._in_flight[-1][0], now_s):
             plan = self.scheduler.plan(now_s)
         if plan is not None:
             self._in_flight.append((plan, self.runner.submit(plan)))
-        self.exchange()  # what was planned is known to other engines while it is computed
+        if exchanges:
+            self.exchange()  # what was planned is known to other engines while it is computed
         output = StepOutput()
         finishes = bool(self._in_flight) and (plan is None or len(self._in_flight) > self._depth)
         if finishes:
@@ -223,22 +226,26 @@ class Engine:
             self.link.step_done(plan)
         elapsed_s = result.finished_s - result.started_s
         now_s = time.perf_counter()
-        proposed = sum(map(len, result.proposed.values()))
+        proposed = sum(map(len, result.proposed.values())) if result.proposed else 0
         self.scheduler.observe(plan, elapsed_s, now_s, result.proposing_s, proposed)
-        several = plan.may_accept  # tokens at a time
-        for sequence in self.scheduler.apply(plan, result, now_s):
+        advanced = self.scheduler.apply(plan, result, now_s)
+        gained = self.scheduler.books.gained if plan.may_accept else {}
+        # This loop runs for every sequence at every step: keep it lean.
+        for sequence in advanced:
             request = sequence.request
             client: _Client = request.tag
             if client.stream or request.params.stop:
-                gained = self.scheduler.books.gained.get(sequence, 1) if several else 1
-                before = len(sequence.tokens) - gained
-                text = self._push_text(sequence, client, before, now_s)
+                tokens = sequence.tokens
+                fresh = [tokens[-1]]
+                if gained:
+                    fresh = tokens[len(tokens) - gained.get(sequence, 1) :].tolist()
+                text = self._push_text(sequence, client, fresh, now_s)
                 if client.stream:
-                    self._tell(sequence, text, sequence.tokens[before:].tolist(), output)
+                    self._tell(sequence, text, fresh, output)
 
-    def _push_text(self, sequence: Sequence, client: _Client, before: int, now_s: float) -> str:
-        """Feed the tokens from position `before` on to the sample's text; a stop string found there ends the sample
-        without the tokens after it."""
+    def _push_text(self, sequence: Sequence, client: _Client, fresh: list[int], now_s: float) -> str:
+        """Feed the sample's newest tokens to its text; a stop string found there ends the sample without the tokens
+        after it, which `fresh` loses, too."""
         if self.tokenizer is None:
             return ""
         stream = client.streams.get(sequence.sample_index)
@@ -246,11 +253,12 @@ class Engine:
             stream = client.streams[sequence.sample_index] = TextStream(
                 self.tokenizer, sequence.request.params
             )
-        text, end = "", len(sequence.tokens) - (sequence.finish_reason == "stop")
-        for position in range(before, end):
-            text += stream.push(sequence.tokens[position])
+        text = ""
+        for index, token in enumerate(fresh if sequence.finish_reason != "stop" else fresh[:-1], 1):
+            text += stream.push(token)
             if stream.matched is not None:
-                take_back(sequence, len(sequence.tokens) - position - 1)
+                take_back(sequence, len(fresh) - index)
+                del fresh[index:]
                 break
         if stream.matched is not None:
             self.scheduler.finish(sequence, "stop", now_s, stream.matched)

@@ -148,7 +148,7 @@ def make_room(books: Books, sequence: Sequence, position: int, plan: StepPlan, n
     in this plan gives way; False if there is none."""
     while books.residency.needs_block(sequence, position):
         residency = books.residency
-        home = residency.home(sequence)
+        home = residency.home(sequence) if books.pool.homes > 1 else 0
         if books.pool.free_in(home):
             residency.give_block(sequence, position, plan)
             return True

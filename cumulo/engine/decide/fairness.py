@@ -95,6 +95,7 @@ class FairShares:
         self._slices: deque[_Slice] = deque()
         self._slice_ends_s: float | None = None
         self._forget_beyond = _MANY_TENANTS
+        self.ever_keys = False  # has a tenant come that is known by a name?
         self._here: dict[str, Tenant] = {}  # that have requests
         # When the last request of others ended; oldest first.
         self._left_s: OrderedDict[str, float] = OrderedDict()
@@ -107,6 +108,7 @@ class FairShares:
             if self._left_s.pop(tenant.name, None) is None and (others := self.about()):
                 tenant.lift_recent(min(one.recent(now_s) for one in others), now_s)
             self._here[tenant.name] = tenant
+            self.ever_keys = self.ever_keys or tenant.name != ""
 
     def went(self, tenant: Tenant, now_s: float) -> None:
         tenant.requests -= 1

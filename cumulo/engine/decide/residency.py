@@ -169,8 +169,9 @@ class Residency:
     def give_block(self, sequence: Sequence, position: int, plan: StepPlan) -> None:
         """A fresh block for `position`; if it was shared, a copy of it (copy-on-write)."""
         pool = self.pool
-        own = pool.allocate(self.home(sequence))
-        self._spill(plan)
+        own = pool.allocate(self.home(sequence) if pool.homes > 1 else 0)
+        if pool.evicted:
+            self._spill(plan)
         if position >= sequence.capacity:
             sequence.blocks.append(own)
             sequence.capacity += pool.block_size

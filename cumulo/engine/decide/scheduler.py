@@ -124,14 +124,15 @@ class Scheduler:
         books.drop_ended()
         if self.transfers.receives:
             handover.give_up_late(books, now_s)
-        admission.make_room_for_priority(books, plan, now_s)
+        if self.queue.count:
+            admission.make_room_for_priority(books, plan, now_s)
         budget = self.config.max_tokens_per_step
         chunks: list[Sequence] = []
         starved = False  # somebody running could not get a block: admit nobody
 
         # Sequences that need one token. This loop runs for every sequence at every step: keep it lean.
         promises = books.promises
-        shared = promises is None and self.shared_steps.begin(now_s)
+        shared = promises is None and self.shares.ever_keys and self.shared_steps.begin(now_s)
         index, slots, starts = plan.index, plan.slots, plan.starts
         stages, most = self.config.stages, -(-len(self.running) // self.config.stages)
         for sequence in self.shared_steps.rows(plan, now_s) if shared else self.running:
@@ -169,8 +170,11 @@ class Scheduler:
         share = self.shared_steps.prompts if shared else self._order_prompts
         if promises is not None:
             share = partial(promised_prompts, books, promises)
+        wanted = chunks or self.queue.count or shared or promises is not None
         spent = not budget
-        for sequence, count, cut in share(chunks, budget, may_admit, plan, now_s) if budget else ():
+        for sequence, count, cut in (
+            share(chunks, budget, may_admit, plan, now_s) if wanted and budget else ()
+        ):
             if count:
                 self._plan_chunk(sequence, count, cut, plan, rows, draws, now_s)
                 budget -= count
@@ -286,7 +290,7 @@ class Scheduler:
             in_flight.may_accept or self.speculation.waits(self.books.in_flight[in_flight.index].rows)
         ):
             return False
-        if self.config.stages > 1 or self.books.promises is not None:
+        if self.config.stages > 1 or self.books.promises is not None or not self.shares.ever_keys:
             return True
         return self.shared_steps.plans_ahead(in_flight, now_s)
 
@@ -298,7 +302,8 @@ class Scheduler:
         draft model's part, which proposed so many tokens."""
         if self.books.promises is not None:
             self.books.promises.observe(plan, self.books.in_flight[plan.index].draws, now_s)
-        self.residency.played(plan.index)
+        if self.residency.tiers is not None:
+            self.residency.played(plan.index)
         rows, tokens = len(plan.slots), plan.tokens
         if plan.rounds is not None:
             seconds /= plan.rounds.times
@@ -316,7 +321,8 @@ class Scheduler:
         advanced = enter_result(self.books, flight, plan, result, now_s)
         if self.speculation is not None:
             self.speculation.learn(plan, flight.draws, result)
-        handover.issue_fetches(self.books, now_s)
+        if self.transfers.fetches:
+            handover.issue_fetches(self.books, now_s)
         return advanced
 
     def fail_step(self, plan: StepPlan, error: str, now_s: float) -> list[Request]:
