@@ -1,18 +1,23 @@
-"""Makes docs/images/console-chat.png and console-live.png in a real browser. Run it on an otherwise idle machine:
+"""Makes the pictures of docs/console.md and README in a real browser. Run it on an otherwise idle machine:
 
-.venv/bin/cumulo serve --port 8123
-.venv/bin/python docs/record_console.py http://127.0.0.1:8123
+.venv/bin/cumulo serve --port 8123                 # chat, story, tools, live and phone
+.venv/bin/cumulo serve --port 8124 --replicas 3    # fleet
+.venv/bin/python docs/record_console.py http://127.0.0.1:8123 http://127.0.0.1:8124
 """
 
+import json
 import shutil
 import sys
 from pathlib import Path
 from typing import Any
+from urllib.request import Request, urlopen
 
 from playwright.sync_api import sync_playwright
 
 IMAGES = Path(__file__).parent / "images"
-QUESTIONS = ("What is the capital of France?", "Write a Python function that reverses a string.")
+MODEL = "SmolLM2-135M-Instruct"
+DESKTOP = {"viewport": {"width": 1440, "height": 900}, "color_scheme": "light", "reduced_motion": "reduce"}
+PHONE = {"viewport": {"width": 390, "height": 844}, "color_scheme": "dark", "reduced_motion": "reduce"}
 _ANSWERED = "document.querySelectorAll('.said.assistant .foot').length == 1"
 
 
@@ -23,30 +28,81 @@ def ask(page: Any, text: str) -> None:
     page.wait_for_function(_ANSWERED)
 
 
-def main(url: str) -> None:
+def new_chat(page: Any) -> None:
+    page.get_by_text("New chat").first.click()
+    page.wait_for_function("document.querySelectorAll('.said').length == 0")
+
+
+def take(page: Any, name: str, full_page: bool = False) -> None:
+    page.mouse.move(700, 700)
+    page.wait_for_timeout(1000)  # the tooltip goes
+    page.screenshot(path=IMAGES / f"console-{name}.png", full_page=full_page)
+
+
+def opened(browser: Any, url: str, screen: dict[str, Any]) -> Any:
+    page = browser.new_context(**screen).new_page()
+    page.goto(url)
+    page.locator("ul.chats > *").first.wait_for(state="attached")
+    return page
+
+
+def chat_and_live(browser: Any, url: str) -> None:
+    page = opened(browser, url, DESKTOP)
+    ask(page, "What is the capital of France?")
+    new_chat(page)
+    page.get_by_text("Token probabilities").first.click()
+    ask(page, "Write a Python function that reverses a string.")
+    take(page, "chat")
+    page.get_by_label("Story", exact=True).click()
+    page.locator(".story-panel ol.events").wait_for()
+    take(page, "story")
+    page.goto(f"{url}/live")
+    page.get_by_text("Memory ledger").wait_for()
+    page.wait_for_timeout(2000)  # the charts are drawn once a second
+    take(page, "live", full_page=True)
+
+
+def tools(browser: Any, url: str) -> None:
+    page = opened(browser, url, DESKTOP)
+    page.get_by_text("Tools", exact=True).click()
+    page.get_by_role("button", name="Example").press("Enter")
+    page.get_by_label("Calls").click()
+    page.get_by_role("option", name="Must call get_weather").click()
+    ask(page, "What is the weather in Paris?")
+    page.get_by_label("Result of get_weather").fill('{"sky": "clear", "celsius": 21}')
+    take(page, "tools")
+
+
+def phone(browser: Any, url: str) -> None:
+    page = opened(browser, url, PHONE)
+    ask(page, "Give me three tips for better sleep.")
+    take(page, "phone")
+
+
+def fleet(browser: Any, url: str) -> None:
+    page = browser.new_context(**DESKTOP).new_page()
+    page.goto(f"{url}/fleet")
+    for number in range(12):  # three documents, each asked about four times
+        prompt = (
+            f"Document {number % 3}. " + f"It speaks of number {number % 3}. " * 12 + f"Question {number}?"
+        )
+        body = json.dumps({"model": MODEL, "prompt": prompt, "max_tokens": 8}).encode()
+        urlopen(Request(f"{url}/v1/completions", body, {"Content-Type": "application/json"})).read()
+    page.get_by_text("Routing decisions").wait_for()
+    page.wait_for_timeout(1500)  # the page is refreshed once a second
+    take(page, "fleet")
+
+
+def main(one_engine: str, several: str = "") -> None:
     with sync_playwright() as player:
         chromium = shutil.which("chromium") or shutil.which("google-chrome")
         browser = player.chromium.launch(executable_path=chromium, args=["--no-sandbox", "--disable-gpu"])
-        context = browser.new_context(
-            viewport={"width": 1440, "height": 900}, color_scheme="light", reduced_motion="reduce"
-        )
-        page = context.new_page()
-        page.goto(url)
-        page.locator("ul.chats > *").first.wait_for(state="attached")
-        ask(page, QUESTIONS[0])
-        page.get_by_text("New chat").first.click()
-        page.wait_for_function("document.querySelectorAll('.said').length == 0")
-        page.get_by_text("Token probabilities").first.click()
-        ask(page, QUESTIONS[1])
-        page.mouse.move(700, 700)
-        page.wait_for_timeout(1000)  # the tooltip goes
-        page.screenshot(path=IMAGES / "console-chat.png")
-        page.goto(f"{url}/live")
-        page.get_by_text("Memory ledger").wait_for()
-        page.wait_for_timeout(2000)  # the charts are drawn once a second
-        page.screenshot(path=IMAGES / "console-live.png", full_page=True)
+        for record in (chat_and_live, tools, phone):
+            record(browser, one_engine)
+        if several:
+            fleet(browser, several)
         browser.close()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1].rstrip("/"))
+    main(*(url.rstrip("/") for url in sys.argv[1:]))

@@ -34,8 +34,16 @@ def run_rows(name: str, run: ClusterRun, cpu_s: float) -> list[Row]:
     ]
 
 
+_KEY = (
+    "JCT: job completion time, from arrival to end. use: share of the GPUs' time. fairness: Jain's index "
+    "over the tenants' mean slowdown; 1 is even."
+)
+
+
 def comparison(runs: Runs) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 1))
+    table = Table(
+        box=None, pad_edge=False, padding=(0, 1), caption=_KEY, caption_justify="left", caption_style="dim"
+    )
     headings = ["policy", "jobs", "mean JCT", "p99 JCT", "mean wait", "makespan", "use", "fairness"]
     # Columns that would be zero everywhere are left out: lines stay narrow.
     rare = {"evicted": [run.evictions for _, run, _ in runs], "moved": [run.resizes for _, run, _ in runs],
@@ -69,7 +77,7 @@ def tenants(name: str, run: ClusterRun) -> Table:
     table = Table(title=f"tenants under {name}", title_justify="left", box=None, pad_edge=False)
     for heading in ("tenant", "jobs", "GPU hours", "mean JCT", "mean wait", "mean slowdown"):
         table.add_column(heading, justify="left" if heading == "tenant" else "right")
-    for tenant, row in run.per_tenant.items():
+    for tenant, row in sorted(run.per_tenant.items(), key=lambda item: (len(item[0]), item[0])):
         table.add_row(
             tenant, f"{row['jobs']:,}", f"{row['gpu_hours']:,.0f}", quantity(row["mean_jct_s"], "s"),
             quantity(row["mean_wait_s"], "s"), f"{row['mean_slowdown']:.2f}",
