@@ -239,6 +239,8 @@ def _print_why(out: Console, best: Plan, result: SearchResult, gains: Sequence[C
         out.print("no single change of network, links, memory, batch or layout would save half a percent")
     for sentence in best.estimate.evidence:
         out.print(sentence, style="dim", markup=False)
+    if result.enumerated == 1:
+        return  # it was given whole
     out.print(
         f"the space contains {result.enumerated:,} plans; {result.too_large:,} of those examined do not fit into "
         f"memory; {result.timed:,} were timed by simulating their pipeline schedule",
