@@ -16,7 +16,7 @@ app = typer.Typer(
 app.command("serve", epilog=bench_serve.EXAMPLE)(bench_serve.serve)
 
 
-@app.command(epilog="Example: [bold]cumulo bench engine --against transformers,llama.cpp[/bold]")
+@app.command(epilog="Example: [bold]cumulo bench engine --json engine.json[/bold]")
 def engine(
     model: options.ModelArgument = None,
     against: Annotated[
