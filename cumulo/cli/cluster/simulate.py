@@ -113,6 +113,7 @@ def cluster(chosen: ClusterRunOptions) -> None:
     from cumulo.cli.view import cluster_run as view
     from cumulo.cluster.decide.policies import policy_named
     from cumulo.cluster.decide.step_time import leaf_fabric
+    from cumulo.cluster.simulate.elastic_speed import ElasticSpeed, elastic_jobs
     from cumulo.cluster.simulate.leaf_speed import LeafSpeed
     from cumulo.cluster.simulate.play import JobSpeed, PlayOptions, play
     from cumulo.cluster.simulate.pollux import is_pollux, read_pollux
@@ -132,6 +133,8 @@ def cluster(chosen: ClusterRunOptions) -> None:
             if pollux:
                 assert chosen.trace is not None
                 jobs, speed = read_pollux(chosen.trace, policy.resizes, chosen.prediction_error)
+            elif policy.resizes and any(job.request.elastic for job in jobs):
+                jobs, speed = elastic_jobs(jobs, leaf_fabric(nodes)), ElasticSpeed()
             elif any(job.request.step is not None for job in jobs):
                 speed = LeafSpeed(leaf_fabric(nodes))
             settings = PlayOptions(

@@ -2,7 +2,8 @@
 with equally many free GPUs, so that ten thousand nodes are searched in microseconds."""
 
 import itertools
-from collections.abc import Iterable, Sequence
+import operator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -17,6 +18,7 @@ Ints = NDArray[Any]  # small integers, so that a copy of ten thousand nodes cost
 
 UNLIMITED = 1 << 30
 _versions = itertools.count()
+_node_of = operator.attrgetter("node")
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,22 +134,20 @@ class FreeCapacity:
         return other  # type: ignore[no-any-return]
 
     def take(self, job: JobRequest, places: Iterable[TaskPlace]) -> None:
-        for place in places:
-            self._move(job, place, -1)
+        for node, gpus, tasks in _by_node(job, places):
+            self._move(job, self.index[node], gpus, -1, tasks)
 
     def give(self, job: JobRequest, places: Iterable[TaskPlace]) -> None:
         self.gains += 1
-        for place in places:
-            self._move(job, place, 1)
+        for node, gpus, tasks in _by_node(job, places):
+            self._move(job, self.index[node], gpus, 1, tasks)
 
-    def _move(self, job: JobRequest, place: TaskPlace, sign: int) -> None:
-        node = self.index[place.node]
+    def _move(self, job: JobRequest, node: int, gpus: Sequence[int], sign: int, tasks: int) -> None:
         self.version[node] = next(_versions)
         if job.cpu_milli:
-            self.cpu_milli[node] += sign * job.cpu_milli
+            self.cpu_milli[node] += sign * tasks * job.cpu_milli
         if job.memory_mib:
-            self.memory_mib[node] += sign * job.memory_mib
-        gpus = place.gpus
+            self.memory_mib[node] += sign * tasks * job.memory_mib
         if not gpus:
             return
         whole = 0
@@ -184,6 +184,17 @@ class FreeCapacity:
         """Names of nodes with less than nothing free."""
         bad = (self.gpu_milli < 0).any(axis=1) | (self.cpu_milli < 0) | (self.memory_mib < 0)
         return [self.nodes[number].name for number in np.flatnonzero(bad).tolist()]
+
+
+def _by_node(job: JobRequest, places: Iterable[TaskPlace]) -> Iterator[tuple[str, Sequence[int], int]]:
+    """Neighbouring tasks on one node together: its name, their GPUs, and how many they are."""
+    if job.gpu_milli != WHOLE_GPU or job.gpus_per_task != 1:
+        for place in places:
+            yield place.node, place.gpus, 1
+        return
+    for name, some in itertools.groupby(places, key=_node_of):
+        gpus = [gpu for place in some for gpu in place.gpus]
+        yield name, gpus, len(gpus)
 
 
 def node_set(mask: NDArray[np.bool_]) -> int:

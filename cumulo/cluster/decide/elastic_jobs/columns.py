@@ -10,7 +10,7 @@ from cumulo.cluster.decide.jobs import JobRequest, RunningJob, SpeedTable, TaskP
 from cumulo.cluster.decide.nodes import Ints
 from cumulo.cluster.decide.snapshot import Snapshot
 
-_ARRIVAL, _PREDICTED, _ATTAINED, _STARTED, _TABLE, _MOST, _CURRENT, _RESTARTS = range(8)
+_ARRIVAL, _PREDICTED, _ATTAINED, _STARTED, _TABLE, _MOST, _CURRENT, _RESTARTS, _RESTART_S = range(9)
 _UNKNOWN_S = 3600.0  # a job of unknown duration counts as an hour
 
 
@@ -25,6 +25,7 @@ class ActiveJobs:
     requests: Sequence[JobRequest]
     places: Sequence[tuple[TaskPlace, ...]]
     tables: Sequence[SpeedTable]
+    dense: Sequence[tuple[Ints, Ints]]  # the same numbers
     arrival_s: Ints
     predicted_s: Ints
     attained_gpu_s: Ints
@@ -32,17 +33,28 @@ class ActiveJobs:
     most: Ints
     current: Ints
     restarts: Ints
+    restart_s: Ints  # what one costs
 
     def goodput(self, table: int, size: int, node_gpus: int) -> float:
         return self.tables[table].goodput(size, 1 if size <= node_gpus else -(-size // node_gpus))
 
+    def goodputs(self, sizes: Ints, node_gpus: int) -> Ints:
+        """[tables, sizes]."""
+        found = np.zeros((len(self.tables), len(sizes)))
+        for row, (one, many) in enumerate(self.dense):
+            for column, inside in ((one, sizes <= node_gpus), (many, sizes > node_gpus)):
+                known = inside & (sizes > 0) & (sizes <= len(column))
+                found[row, known] = column[sizes[known] - 1]
+        return found
+
 
 class ElasticColumns:
     def __init__(self) -> None:
-        self._rows: Ints = np.zeros((64, 8))
+        self._rows: Ints = np.zeros((64, 9))
         self._known: dict[str, tuple[JobRequest | RunningJob, int]] = {}  # -1: not elastic
         self._used = 0
         self._tables: list[SpeedTable] = []
+        self._dense: list[tuple[Ints, Ints]] = []
         self._table_of: dict[int, int] = {}
 
     def active(self, snapshot: Snapshot) -> ActiveJobs:
@@ -71,8 +83,9 @@ class ElasticColumns:
         current = found[:, _CURRENT].astype(np.int64)
         attained = found[:, _ATTAINED] + current * (snapshot.now_s - found[:, _STARTED])
         return ActiveJobs(
-            requests, places, self._tables, found[:, _ARRIVAL], found[:, _PREDICTED], attained,
+            requests, places, self._tables, self._dense, found[:, _ARRIVAL], found[:, _PREDICTED], attained,
             found[:, _TABLE].astype(np.int64), found[:, _MOST].astype(np.int64), current, found[:, _RESTARTS],
+            found[:, _RESTART_S],
         )  # fmt: skip
 
     def _enter(self, job: JobRequest, one: RunningJob | None) -> int:
@@ -89,7 +102,7 @@ class ElasticColumns:
             self._rows[row] = (
                 job.arrival_s, job.predicted_s or _UNKNOWN_S, job.attained_gpu_s, one.started_s if one else 0.0,
                 self._number(job.speed), job.max_tasks or job.tasks, len(one.places) if one else 0,
-                one.restarts if one else 0,
+                one.restarts if one else 0, job.checkpoint_s,
             )  # fmt: skip
         self._known[job.job_id] = (one or job), row
         return row
@@ -99,5 +112,6 @@ class ElasticColumns:
         known = self._table_of.get(id(speed))
         if known is None:
             known = self._table_of[id(speed)] = len(self._tables)
+            self._dense.append((np.array(speed.one_node), np.array(speed.many_nodes)))
             self._tables.append(speed)  # kept, so that no other object gets its id
         return known

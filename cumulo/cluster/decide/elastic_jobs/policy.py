@@ -28,10 +28,11 @@ def elastic(
     short_first: float = 0.0,
     predicted: bool = True,
 ) -> Policy:
-    """`short_first`: by what power shorter jobs count more: by their predicted remaining time or, if nothing is
-    `predicted`, by the GPU time they have had. Tasks are of one GPU. Sizes: within a node any of
-    `sizes` (none given: any), beyond it whole nodes, so that no two distributed jobs share a node's network. Jobs
-    without a speed table keep the size they ask for."""
+    """`restart_s`: the least that a restart costs; a job's `checkpoint_s` may be more. `short_first`: by what
+    power shorter jobs count more: by their predicted remaining time or, if nothing is `predicted`, by the GPU time
+    they have had. Tasks are of one GPU. Sizes: within a node any of `sizes` (none given: any), beyond it whole
+    nodes, so that no two distributed jobs share a node's network. Jobs without a speed table keep the size they
+    ask for."""
     inside = tuple(sizes)
     columns = ElasticColumns()
 
@@ -74,15 +75,15 @@ def _costs(
     """[jobs, sizes], the first size is 0: what a power mean with exponent −1 adds up, 1 / speedup over a fair
     share. Infinite: this size is not possible."""
     share = max(1, -int(-float(gpus) // max(1, len(jobs.requests))))
-    goodput = np.array([[jobs.goodput(table, int(size), node_gpus) for size in options]
-                        for table in range(len(jobs.tables))])  # fmt: skip
+    goodput = jobs.goodputs(options, node_gpus)
     # The largest possible size within a fair share.
     fair = np.array([
         next((found for size in range(share, 0, -1) if (found := jobs.goodput(table, size, node_gpus)) > 0), 1.0)
         for table in range(len(jobs.tables))
     ])  # fmt: skip
     age_s = np.maximum(1.0, now_s - jobs.arrival_s)
-    keep = np.maximum(np.maximum(age_s - jobs.restarts * restart_s, 0.0) / (age_s + restart_s), 0.05)
+    pause_s = np.maximum(jobs.restart_s, restart_s)
+    keep = np.maximum(np.maximum(age_s - jobs.restarts * pause_s, 0.0) / (age_s + pause_s), 0.05)
     stays = options == jobs.current[:, None]
     speedup = (goodput / fair[:, None])[jobs.table]
     costs: Floats = 1.0 / (np.where(stays, speedup, speedup * keep[:, None]) + _LITTLE)
