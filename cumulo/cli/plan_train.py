@@ -228,19 +228,29 @@ def _command(chosen: PlanTrainOptions) -> str:
 
 def _plans(goal: "TrainGoal", fixed: str | None) -> "SearchResult":
     from cumulo.cli.shared.terminal import note
-    from cumulo.plan.search.fixed import fixed_job
+    from cumulo.plan.search.fixed import fixed_job, said_in
+    from cumulo.plan.search.saving import fitted
     from cumulo.plan.search.search import SearchResult, search, timed
     from cumulo.plan.search.unnamed import timed_unnamed
     from cumulo.plan.search.why_not import refuse
 
     if fixed is not None:
-        named = goal.software_named
-        plan = timed(fixed_job(fixed, goal), goal) if named else timed_unnamed(fixed, goal)
+        if goal.software_named:
+            fits = fitted(fixed_job(fixed, goal), goal.memory_limit_bytes, said_in(fixed))
+            plan = timed(fits.job, goal)
+        else:
+            plan, fits = timed_unnamed(fixed, goal)
         needed = plan.estimate.memory.total if plan.estimate.memory else 0
+        if fits.saved_by:
+            note(
+                f"as given, this layout needs {fits.needed_bytes / 2**30:.3g} GiB per GPU, and "
+                f"{goal.memory_limit_bytes / 2**30:.3g} GiB are available: it is predicted with "
+                f"{', '.join(fits.saved_by)}"
+            )
         if needed > goal.memory_limit_bytes:
             note(
-                f"this layout needs {needed / 2**30:.1f} GiB per GPU, but only "
-                f"{goal.memory_limit_bytes / 2**30:.1f} GiB are available: the time is predicted as if it fitted"
+                f"this layout needs {needed / 2**30:.3g} GiB per GPU, but only "
+                f"{goal.memory_limit_bytes / 2**30:.3g} GiB are available: the time is predicted as if it fitted"
             )
         return SearchResult((plan,), 1, int(needed > goal.memory_limit_bytes), 1)
     result = search(goal)

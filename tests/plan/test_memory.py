@@ -18,11 +18,14 @@ from cumulo.layout.pieces import pieces
 from cumulo.layout.stages import split_layers
 from cumulo.pipeline.decide.catalog import FAMILIES, build
 from cumulo.pipeline.decide.check import peak_live_activations
+from cumulo.plan.evidence.published import held_out_rows, rows
 from cumulo.plan.job import OPERATIONS, OptimizerKind, Recompute, TrainJob
+from cumulo.plan.memory import framework
 from cumulo.plan.memory.activations import layer_bytes_per_token
 from cumulo.plan.memory.live import least_alive, places_of, stage_loads
 from cumulo.plan.memory.peak import least_memory_bytes, peak_memory, stage_loads_of, stage_memory
 from cumulo.plan.memory.states import BLOCK, LEAST_FOR_8_BITS, Elements, stage_elements, state_bytes
+from cumulo.plan.search.saving import fitted
 from cumulo.spec.catalog import model
 from cumulo.spec.counting import parameter_count
 from cumulo.spec.model import ModelSpec
@@ -441,3 +444,36 @@ def test_all_measured_peaks_are_met_within_10_percent_at_the_median() -> None:
     assert len(errors) > 200
     assert statistics.median(errors) < 0.04
     assert statistics.quantiles(errors, n=10)[7] < 0.10
+
+
+def test_memory_that_nvidia_smi_showed_of_blooms_trials_is_predicted() -> None:
+    measured = {
+        line["id"]: float(line["gib"])
+        for line in csv.DictReader(
+            (Path(framework.__file__).parents[1] / "data" / "published_memory.csv").open()
+        )
+    }
+    by_name = {row.name: row for row in rows()}
+    errors = sorted(
+        abs(peak_memory(by_name[name].job).total / 2**30 / gib - 1) for name, gib in measured.items()
+    )
+    assert errors[len(errors) // 2] <= 0.05
+    assert errors[int(0.9 * len(errors))] <= 0.15
+
+
+def test_no_layout_that_is_known_to_have_run_is_refused() -> None:
+    chosen = 0
+    for row in (*rows()[::12], *held_out_rows()[::3]):
+        limit = row.cluster.device.memory_bytes
+        found = fitted(row.job, limit, ("recompute",) if row.job.recompute != "none" else ())
+        assert peak_memory(found.job).total <= limit, row.name
+        assert bool(found.saved_by) == (peak_memory(row.job).total > limit)
+        chosen += bool(found.saved_by)
+    assert chosen > 2
+
+
+def test_what_a_user_says_of_recomputation_is_kept() -> None:
+    row = next(row for row in rows() if row.name == "bridge-26.02-gb200-llama3_70b-64-fp8")
+    limit = row.cluster.device.memory_bytes
+    assert "recomputed" in fitted(row.job, limit).saved_by[0]
+    assert fitted(row.job, limit, ("recompute",)).job.recompute == "none"

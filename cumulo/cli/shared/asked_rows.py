@@ -12,7 +12,8 @@ import yaml
 from cumulo.cli.plan_train import parsed
 from cumulo.plan.evidence.published import PublishedRow, machines
 from cumulo.plan.job import TrainJob
-from cumulo.plan.search.fixed import fixed_job
+from cumulo.plan.search.fixed import fixed_job, said_in
+from cumulo.plan.search.saving import fitted
 from cumulo.plan.search.space import TrainGoal
 from cumulo.plan.search.unnamed import likely_jobs
 from cumulo.spec.model_file import plain
@@ -45,7 +46,7 @@ class AskedRows:
         """The row with the job that the words describe."""
         goal, fixed = parsed(self.words(row))
         assert fixed is not None
-        job = fixed_job(fixed, goal)
+        job = fitted(fixed_job(fixed, goal), goal.memory_limit_bytes, said_in(fixed)).job
         return replace(row, job=replace(job, software=_software(goal)), cluster=goal.cluster)
 
     def likely(self, row: PublishedRow, left_out: bool) -> list[tuple[float, TrainJob]]:

@@ -13,6 +13,8 @@ CAUSES = {
     "late-rank": "a rank did not come to a collective",
     "slow-link": "a link runs below its line rate",
     "congested": "the network is congested: pauses (PFC), or packets that are lost and sent again",
+    "oversubscribed": "uplinks carry less than the nodes below them send: the fabric is oversubscribed",
+    "shared-path": "GPUs or cards share a PCIe link, or reach each other across sockets",
     "nvls-off": "NVLink SHARP (NVLS) is not used",
     "wrong-results": "the collective's results are wrong: data was corrupted",
     "gpu-fault": "a GPU or its NVLink reports a hardware error",

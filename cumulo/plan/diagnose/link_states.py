@@ -33,23 +33,23 @@ _PORT_GBPS = (10.0, 25.0, 40.0, 50.0, 56.0, 100.0, 200.0, 400.0, 800.0)
 @dataclass(frozen=True, slots=True)
 class LinkStates:
     down: str  # the line that says a port is down; "": none does
-    downgraded: str  # the line that says a PCIe link is narrower or slower than its parts
+    downgraded: str  # the line that says a link is narrower or slower than it could be
     nvlinks: tuple[int, int]  # active, inactive
-    no_nvlink: bool  # the matrix of nvidia-smi joins GPUs by PCIe only
 
 
 def link_states(text: str) -> LinkStates:
     down = _DOWN.search(text)
-    slow = re.search(r"[^\n]*(?:LnkSta:[^\n]*\((?:downgraded|degraded)\)|limited by[^\n]*GT/s)[^\n]*", text)
+    slow = re.search(
+        r"[^\n]*(?:LnkSta:[^\n]*\((?:downgraded|degraded)\)|limited by[^\n]*GT/s|"
+        r"Could be \d+X|Could be [\d.]+ Gbps)[^\n]*",
+        text,
+    )
     active = len(re.findall(r"Link \d+:\s*[\d.]+ GB/s", text))
     inactive = len(re.findall(r"Link \d+:\s*<?inactive>?", text))
-    matrix = re.findall(r"^\s*GPU\d+\s+((?:X|NV\d+|SYS|NODE|PHB|PXB|PIX)\s+.*)$", text, re.MULTILINE)
-    joined = any(re.search(r"\bNV\d+\b", line) for line in matrix)
     return LinkStates(
         down[0].strip() if down else "",
         slow[0].strip() if slow else "",
         (active, inactive),
-        len(matrix) > 1 and not joined,
     )
 
 

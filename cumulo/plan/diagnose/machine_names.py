@@ -75,6 +75,13 @@ _CARDS = (
         re.I,
     ),
 )
+# "one EDR per node", "2 x HDR200 a node"
+_NODE_CARDS = re.compile(
+    rf"\b(one|single|two|four|eight|\d{{1,2}})\s*(?:x|×)?\s*(?:[\w-]+\s+){{0,2}}?"
+    rf"(?:({_RATES})|(\d{{2,3}})\s?G\w*)\b[^\n,;]{{0,20}}?(?:per|/|\ba|each)\s*(?:node|host|server)",
+    re.I,
+)
+_NUMBERS = {"one": 1, "single": 1, "two": 2, "four": 4, "eight": 8}
 _EACH = re.compile(
     rf"\b(?:(\d{{2,3}})\s*G(?:b|bps|b/s|bit/s|E|bE)?|({_RATES}))\s*(?:\w+\s+)?(?:per|for each|/)\s*GPU", re.I
 )
@@ -82,6 +89,12 @@ _TOTAL = re.compile(r"\b(\d(?:\.\d+)?)\s*T(?:bps|b/s|bit/s)\b|\b(\d{4})\s*G(?:bp
 _LOGGED = re.compile(r"NET/IB\s*:\s*\[(\d+)\]\s*[\w.-]+:\S+.*?\bspeed=(\d+)")
 # What one GPU's NVLinks carry each way, as NCCL's graph search prints it, and whose they are.
 _NVLINK = re.compile(r"\bNVL\[(\d+(?:\.\d+)?)\]|\btotalBw (\d+(?:\.\d+)?)")
+_NVLINKS = re.compile(r"\bNV(\d{1,2})\b")
+_LINK_GBPS = {
+    18: 375.0,
+    12: 240.0,
+    6: 125.0,
+}  # GPUs by the number of their links, as nvidia-smi's matrix has it
 _NVLINK_OF = ((600.0, "B200"), (330.0, "H100"), (220.0, "A100"), (100.0, "V100"))
 
 
@@ -104,6 +117,7 @@ def node_of(text: str) -> Node | None:
 def _node_of_links(text: str) -> Node | None:
     """Where no name is printed: what NCCL found of NVLink."""
     rates = [float(first or second) for first, second in _NVLINK.findall(text)]
+    rates += [_LINK_GBPS.get(int(one), 0.0) for one in _NVLINKS.findall(text)]
     most = max(rates, default=0.0)
     return next((node_of(gpu) for least, gpu in _NVLINK_OF if most >= least), None)
 
@@ -113,10 +127,13 @@ def card_gbps_of(text: str, gpus: int) -> float | None:
     if found := _EACH.search(text):
         return float(found[1]) if found[1] else _GENERATION[found[2].lower()]
     best = 0.0
+    for number, generation, rate in _NODE_CARDS.findall(text):
+        count = _NUMBERS.get(number.lower()) or int(number)
+        best = max(best, count * (float(rate) if rate else _GENERATION[generation.lower()]))
     for pattern in _CARDS:
-        for count, rate in pattern.findall(text):
-            gbps = float(rate) if rate.isdigit() else _GENERATION[rate.lower()]
-            best = max(best, int(count) * gbps)
+        for cards, each in pattern.findall(text):
+            gbps = float(each) if each.isdigit() else _GENERATION[each.lower()]
+            best = max(best, int(cards) * gbps)
     if best:
         return best / gpus
     for terabits, gigabits in _TOTAL.findall(text):

@@ -2,7 +2,6 @@
 to what its machines should reach. The rules of the verdict read it and add their evidence.
 """
 
-from collections import Counter
 from statistics import median
 
 from cumulo.base.quantities import quantity
@@ -12,6 +11,9 @@ from cumulo.plan.diagnose.machine_names import node_of
 from cumulo.plan.diagnose.nccl_log_text import NcclLog
 from cumulo.plan.diagnose.nccl_tests_text import NcclTest
 
+HEALTHY_NEAR, _HEALTHY_FAR = 0.82, 0.9  # of what the model expects, in a node and between nodes
+_HEALTHY_ALL_TO_ALL = 0.75  # between nodes: many flows at once collide a little on every fabric
+_HEALTHY_PCIE = 0.6  # over PCIe it depends on the board: switches, host bridges, the link between sockets
 _FULL_RATE = 0.6  # of what the largest messages reach
 
 
@@ -30,22 +32,34 @@ class NcclCase:
         self.share = self._share()
 
     def _ranks(self) -> int | None:
-        if self.inferred is not None and self.inferred[0] < 512:
+        said = self.test.claimed if self.test else None
+        if self.inferred is not None and (self.inferred[0] < 512 or not (said and said.last)):
             return max(1, round(self.inferred[0]))
         if self.test and self.test.claimed.last:
             return self.test.claimed.last
+        if self.test and self.test.devices and self.test.devices[-1].rank:
+            return self.test.devices[-1].rank + 1
         return self.log.ranks if self.log else None
 
     def _nodes(self) -> int:
-        hosts, listed = (self.test.hosts, len(self.test.devices)) if self.test else (0, 0)
-        if hosts and listed >= (self.ranks or 0):
+        devices = self.test.devices if self.test else ()
+        hosts = len({one.host for one in devices})
+        if hosts and len(devices) >= (self.ranks or 0):
             return hosts
-        if hosts and self.ranks:  # the list is cut off: other hosts have as many as the fullest of these
-            fullest = max(Counter(host for _, host, _ in self.test.devices).values()) if self.test else 1
-            return max(hosts, round(self.ranks / max(fullest, 8 if fullest > 4 else fullest)))
+        if (
+            hosts and self.ranks
+        ):  # the list is cut off: other hosts have as many as the highest number in it says
+            each = 1 + max(one.number for one in devices)
+            node = node_of(devices[0].name)
+            if node is not None and each > node.gpus / 2 and self.ranks % node.gpus == 0:
+                each = node.gpus
+            return max(hosts, round(self.ranks / each))
         if self.log and self.log.nodes:
             return self.log.nodes
         node = node_of(self.text)
+        said = self.test.claimed.nodes if self.test else 0
+        if self.ranks and said > 1 and self.ranks % said == 0:
+            return said
         if self.ranks and node is not None:
             return max(1, self.ranks // node.scale_up_gpus)
         return max(1, (self.ranks or 1) // 8)
@@ -84,6 +98,16 @@ class NcclCase:
             return largest > 4 << 20
         most = self.expected.busbw(self.operation, 16 << 30)
         return self.expected.busbw(self.operation, largest) >= _FULL_RATE * most
+
+    @property
+    def enough(self) -> bool:
+        """It reaches what such machines reach."""
+        if self.share is None or self.expected is None:
+            return False
+        if self.one_domain:
+            return self.share >= (HEALTHY_NEAR if self.expected.has_nvlink else _HEALTHY_PCIE)
+        alike = self.operation in ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce")
+        return self.share >= (_HEALTHY_FAR if alike else _HEALTHY_ALL_TO_ALL)
 
     @property
     def one_domain(self) -> bool:

@@ -30,11 +30,17 @@ _OPERATIONS = {
     "gather": ("gather",),
     "scatter": ("scatter",),
 }
-_BEGINS = re.compile(
-    r"_perf\b|nThread|nccl-tests version|\b(?:mpirun|mpiexec|srun|torchrun)\b|^\s*(?:=|-|\*|~|#){4,}"
+# Lines after a table that still belong to it.
+_ENDS = re.compile(
+    r"^\W*$|Out of bounds|Avg bus bandwidth|Collective test concluded|NCCL WARN|NVRM|NCCL failure|pause|discard",
+    re.IGNORECASE,
 )
-_HEADING = re.compile(r"\bsize\b.*\b(?:count|time|busbw)\b")
 _LEAST_ERROR = 0.02  # of the old versions' column of differences: more is no rounding, in any type
+
+
+_OWN = re.compile(
+    r"nThread|Using devices|Rank +\d|out-of-place|\bsize\b.*\bcount\b|\(B\)|NCCL|rccl-tests|nccl-tests"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,19 +54,33 @@ class TestRow:
 
 
 @dataclass(frozen=True, slots=True)
+class TestDevice:
+    rank: int
+    host: str
+    number: int  # in its host
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
 class NcclTest:
     operation: str | None  # as printed; None: not said
     rows: tuple[TestRow, ...]
-    devices: tuple[tuple[int, str, str], ...]  # rank, host, name
+    devices: tuple[TestDevice, ...]
+    asked_bytes: int  # the largest size that was asked for; 0: not said
     claimed: StatedRanks
 
     @property
     def hosts(self) -> int:
-        return len({host for _, host, _ in self.devices})
+        return len({one.host for one in self.devices})
 
     @property
     def device(self) -> str:
-        return self.devices[0][2] if self.devices else ""
+        return self.devices[0].name if self.devices else ""
+
+    @property
+    def is_cut(self) -> bool:
+        """It ends long before the largest message that was asked for."""
+        return self.asked_bytes >= 16 * self.rows[-1].size_bytes
 
     @property
     def large(self) -> tuple[TestRow, ...]:
@@ -95,6 +115,18 @@ class TestRun:
     text: str
     test: NcclTest
 
+    @property
+    def title(self) -> str:
+        """The last words before its table that are not nccl-tests' own."""
+        title = ""
+        for line in self.text.splitlines():
+            if _row(line) is not None:
+                break
+            words = line.strip(" #=-~*\t")
+            if words and not _ENDS.search(words) and not _OWN.search(words):
+                title = words[:120]
+        return title
+
 
 def parse_nccl_tests(text: str) -> NcclTest | None:
     """The first run of a text."""
@@ -112,6 +144,7 @@ def nccl_test_runs(text: str) -> Iterator[TestRun]:
             _operation(part),
             tuple(sorted(rows, key=lambda row: row.size_bytes)),
             devices,
+            _asked_bytes(part),
             stated_ranks(part, listed),
         )
         if before is not None:
@@ -119,10 +152,27 @@ def nccl_test_runs(text: str) -> Iterator[TestRun]:
                 test,
                 operation=test.operation or before.operation,
                 devices=test.devices or before.devices,
-                claimed=test.claimed if test.claimed.last or test.devices else before.claimed,
             )
         before = test
         yield TestRun(part, test)
+
+
+def unwrapped(text: str) -> str:
+    """A text copied from a terminal whose lines were broken at its width: joined again."""
+    lines = text.splitlines()
+    width = max(map(len, lines), default=0)
+    full = [at for at, line in enumerate(lines) if len(line) == width]
+    if len(full) < 4 or width < 60 or len(full) > 0.7 * len(lines):
+        return text
+    joined: list[str] = []
+    goes_on = False
+    for line in lines:
+        if goes_on and not re.match(r"\s*(?:#|\d{4,}\s)", line):
+            joined[-1] += line
+        else:
+            joined.append(line)
+        goes_on = len(line) == width
+    return "\n".join(joined)
 
 
 def _parts(text: str) -> list[str]:
@@ -134,11 +184,9 @@ def _parts(text: str) -> list[str]:
     cuts = [0]
     for (last, size), (first, next_size) in pairwise(sizes):
         if next_size < size or (next_size == size and first - last > 4):
-            between = range(last + 1, first)
-            begins = [at for at in between if _BEGINS.search(lines[at])]
-            headings = [at for at in between if _HEADING.search(lines[at])]
-            if begins or headings:
-                cuts.append((begins or headings)[0])
+            begins = [at for at in range(last + 1, first) if not _ENDS.search(lines[at])]
+            if begins:
+                cuts.append(begins[0])
     return ["\n".join(lines[a:b]) for a, b in zip(cuts, [*cuts[1:], len(lines)], strict=True)]
 
 
@@ -164,10 +212,10 @@ def _row(line: str) -> TestRow | None:
         for first in range(at + 1, min(at + 7, len(words) - 2)):
             if (half := _half(size, words[first:])) is not None:
                 rest = words[first + 3 :]
-                other = _half(size, rest[1:]) or _half(size, rest)
-                wrong = _wrong(rest[:1])
-                if other is not None:
-                    wrong = max(wrong, _wrong(rest[4:5]))
+                if (other := _half(size, rest)) is not None:  # one column of errors for both
+                    return TestRow(size, *half, _wrong(rest[3:4]), other[2])
+                other = _half(size, rest[1:])
+                wrong = max(_wrong(rest[:1]), _wrong(rest[4:5]) if other else 0)
                 return TestRow(size, *half, wrong, other[2] if other else None)
         if at + 4 < len(words):
             return None  # the first number that could be a size is one, or there is none
@@ -225,15 +273,27 @@ def _operation(text: str) -> str | None:
     return None
 
 
-def _devices(text: str) -> tuple[tuple[int, str, str], ...]:
-    found = {int(rank): (host, name.strip()) for rank, host, _, name in _DEVICE.findall(text)}
-    return tuple((rank, host, name) for rank, (host, name) in sorted(found.items()))
+def _devices(text: str) -> tuple[TestDevice, ...]:
+    found = {
+        int(rank): TestDevice(int(rank), host, int(number), name.strip())
+        for rank, host, number, name in _DEVICE.findall(text)
+    }
+    return tuple(found[rank] for rank in sorted(found))
 
 
-def _all_listed(text: str, devices: tuple[tuple[int, str, str], ...]) -> bool:
+def _asked_bytes(text: str) -> int:
+    if found := re.search(r"\bmaxBytes\s+(\d+)", text):
+        return int(found[1])
+    found = re.search(r"_perf\b.*?\s(?:-e|--maxbytes)[\s=]*(\d+)([KMG]?)", text)
+    return int(found[1]) << 10 * ("KMG".find(found[2]) + 1 if found[2] else 0) if found else 0
+
+
+def _all_listed(text: str, devices: tuple[TestDevice, ...]) -> bool:
     """No line of the list is cut off: it begins with rank 0, has no gap and no dots, and the table follows it."""
-    if not devices or [rank for rank, _, _ in devices] != list(range(len(devices))):
+    if not devices or [one.rank for one in devices] != list(range(len(devices))):
         return False
     ends = [match.end() for match in _DEVICE.finditer(text)]
     after = text[ends[-1] :].lstrip("\n").splitlines()[:2]
-    return not any(re.search(r"\.\.\.|…|<snip|\[?(?:cut|snip|truncated|omitted)", line) for line in after)
+    return not any(
+        re.search(r"\.\.\.|…|<snip|\b(?:cut|snip|truncated|omitted|more)\b", line) for line in after
+    )

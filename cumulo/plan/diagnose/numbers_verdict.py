@@ -1,6 +1,5 @@
 """The verdict by bandwidths and latencies, compared with the planner's network model."""
 
-import re
 from itertools import pairwise
 
 from cumulo.base.quantities import quantity
@@ -12,100 +11,17 @@ from cumulo.plan.diagnose.diagnosis import (
     PAIRS_STEP,
     PAUSES_STEP,
     PORTS_STEP,
-    TEST_STEP,
     TOPO_STEP,
-    WIDTH_STEP,
     Diagnosis,
 )
 from cumulo.plan.diagnose.expected import nearest_published
-from cumulo.plan.diagnose.link_states import link_states
-from cumulo.plan.diagnose.nccl_case import NcclCase
+from cumulo.plan.diagnose.nccl_case import HEALTHY_NEAR, NcclCase
 from cumulo.plan.diagnose.nccl_tests_text import TestRow
+from cumulo.plan.diagnose.states_verdict import states_verdict
 
-_HEALTHY_NEAR, _HEALTHY_FAR = 0.82, 0.9  # of what the model expects, in a node and between nodes
-_HEALTHY_ALL_TO_ALL = 0.75  # between nodes: many flows at once collide a little on every fabric
-_HEALTHY_PCIE = 0.6  # over PCIe it depends on the board: switches, host bridges, the link between sockets
-_HALF = 0.5
 _DIP = 0.7  # of the bandwidths before and after
 _FALLS = 1.3  # times the bandwidth of the largest messages, that smaller ones reach: buffers overflow
 _TOO_GOOD = 1.25  # of the best algorithm's rate: it is another machine
-
-
-def stated_ranks(case: NcclCase) -> Diagnosis | None:
-    if case.test is None:
-        return None
-    if case.test.ratio is not None and case.test.ratio < 0.05:
-        return case.answer(
-            "wrong-ranks",
-            "busbw is 0: every process ran alone, with one rank. The processes did not find each other.",
-            ("build nccl-tests with MPI=1, and check that mpirun and the build use the same MPI",),
-            "high",
-        )
-    if case.inferred is None:
-        return None
-    best, low, high = case.inferred
-    slack = 0.15 + 0.02 * best
-    claimed = case.test.claimed
-    wrong = claimed.wrong(low - slack, high + slack)
-    some_fit = len(wrong) < len(claimed.sure) + len(claimed.either)
-    if not wrong or (some_fit and case.test.hosts and claimed.command not in wrong):
-        return None
-    case.evidence.append(
-        f"busbw/algbw is {case.test.ratio:.4f}, which an {case.operation} of {best:.0f} ranks has; the "
-        f"text states {', '.join(str(one) for one in wrong)}"
-    )
-    return case.answer(
-        "wrong-ranks",
-        f"{round(best)} ranks ran, not {wrong[0]}. Compare the bandwidth with that of {round(best)} ranks.",
-        ("check -np, -g and the host file; count the `Rank` lines at the top of the output",),
-        "high",
-    )
-
-
-def wrong_results(case: NcclCase) -> Diagnosis | None:
-    rows = [row for row in case.test.rows if row.wrong] if case.test else []
-    failed = re.search(r"Out of bounds values\s*:\s*([1-9]\d*)", case.text)
-    if not rows and failed is None:
-        return None
-    if rows:
-        case.evidence.append(
-            f"#wrong is {rows[0].wrong} at {quantity(rows[0].size_bytes, 'B')}, and not 0 in {len(rows)} of "
-            f"{len(case.test.rows) if case.test else 0} rows"
-        )
-    return case.answer(
-        "wrong-results",
-        "Sums differ from what they should be: memory, a link or a driver corrupts data. Do not train on it.",
-        (
-            "run each node alone, then pairs, to find the GPU or card that is always in a wrong run",
-            "run `nvidia-smi -q -d ECC,PAGE_RETIREMENT` and `dcgmi diag -r 3` on those nodes",
-        ),
-        "high",
-    )
-
-
-def small_messages(case: NcclCase) -> Diagnosis | None:
-    if case.test is None or case.full_rate:
-        return None
-    smallest, largest = case.test.rows[0], case.test.rows[-1]
-    case.evidence.append(f"the largest message has {quantity(largest.size_bytes, 'B')}")
-    if case.expected is not None:
-        usual = case.expected.latency_us(case.operation)
-        case.evidence.append(f"{smallest.time_us:.0f} µs for the smallest; about {usual:.0f} µs are usual")
-        slow = smallest.size_bytes <= 64 << 10 and smallest.time_us > 8 * usual
-        if slow or (largest.size_bytes > 4 << 20 and case.share is not None and case.share < _HALF):
-            return None if largest.size_bytes > 4 << 20 else _slow_latency(case)
-    return case.answer(
-        "small-messages",
-        "At these sizes latency counts, not bandwidth: a low busbw says nothing about the links.",
-        ("run with -b 8 -e 8G -f 2, and read busbw from 256 MiB up",),
-        "high",
-    )
-
-
-def _slow_latency(case: NcclCase) -> Diagnosis:
-    return case.answer(
-        "unknown", "Messages are small, and even their latency is high.", (LOG_STEP, TEST_STEP), "low"
-    )
 
 
 def congested(case: NcclCase) -> Diagnosis | None:
@@ -116,7 +32,7 @@ def congested(case: NcclCase) -> Diagnosis | None:
     rows = [row for row in case.test.rows if row.size_bytes >= 8 << 20] if case.test else []
     best = max(rows, key=lambda row: row.busbw, default=None)
     falls = best is not None and best.busbw > _FALLS * rows[-1].busbw and best is not rows[-1]
-    slow = case.share is not None and not _enough(case)
+    slow = case.share is not None and not case.enough
     dips = dips_of(case)
     if not (falls or dips) and not (counters and (slow or case.share is None)):
         return None
@@ -169,35 +85,11 @@ def numbers_verdict(case: NcclCase) -> Diagnosis | None:
             (LOG_STEP, "state the cards of a node, as in 8 x 400G"),
             "low",
         )
-    if (found := _states(case)) is not None:
+    if (found := states_verdict(case)) is not None:
         return found
     if (published := nearest_published(case.expected)) is not None:
         case.evidence.append(f"published: {published}")
     return _near_numbers(case) if case.one_domain else _far_numbers(case, row.busbw)
-
-
-def _states(case: NcclCase) -> Diagnosis | None:
-    """What other tools say of ports and links, where the bandwidth is low."""
-    assert case.share is not None and case.expected is not None
-    states = link_states(case.text)
-    near = case.one_domain
-    if _enough(case):
-        return None
-    if states.down and not near:
-        case.evidence.append(f"the text says: {states.down[:120]}")
-        return case.answer("rail-down", "A port is down.", (PORTS_STEP, PAIRS_STEP), "high")
-    active, inactive = states.nvlinks
-    if near and case.expected.has_nvlink and (states.no_nvlink or (inactive and not active)):
-        case.evidence.append("nvidia-smi shows no NVLink between the GPUs")
-        return case.answer("pcie-not-nvlink", "GPUs of a node do not use NVLink.", (TOPO_STEP,), "high")
-    if states.downgraded or (near and inactive):
-        case.evidence.append(
-            f"lspci says: {states.downgraded[:120]}"
-            if states.downgraded
-            else f"{inactive} NVLinks are inactive, {active} active"
-        )
-        return case.answer("slow-link", "A link runs below its rate.", (WIDTH_STEP, TOPO_STEP), "high")
-    return None
 
 
 def _near_numbers(case: NcclCase) -> Diagnosis:
@@ -210,7 +102,7 @@ def _near_numbers(case: NcclCase) -> Diagnosis:
             ("look for other processes with `nvidia-smi`, and run again with -n 100", TOPO_STEP),
             "low",
         )
-    if _enough(case):
+    if case.enough:
         return _healthy(case)
     if case.share < 0.32 and case.expected.has_nvlink and case.nodes > 1:
         return case.apart(f"{case.share:.0%} of what the NVLink domain gives", "medium")
@@ -224,7 +116,7 @@ def _near_numbers(case: NcclCase) -> Diagnosis:
     ring = case.operation == "all_reduce" and case.expected.network.profile.nvls_bytes_per_s > 0
     if case.log and case.log.nvls_off:
         case.evidence.append("NCCL says that NVLS is not available, or is told not to use it")
-    if ring and 0.68 <= case.share < _HEALTHY_NEAR and (case.ranks or 0) >= 5:
+    if ring and 0.68 <= case.share < HEALTHY_NEAR and (case.ranks or 0) >= 5:
         return case.answer(
             "nvls-off",
             "This is what a ring over NVLink reaches; with NVLS it would be a third more.",
@@ -248,7 +140,7 @@ def _far_numbers(case: NcclCase, busbw: float) -> Diagnosis:
     assert case.share is not None and case.expected is not None
     share = case.share
     card = case.expected.card_gbps / 8
-    if _enough(case):
+    if case.enough:
         return _healthy(case)
     if share < 0.16 or (case.per_node > 1 and busbw < 1.05 * card / 2):
         return case.answer(
@@ -291,15 +183,6 @@ def _far_numbers(case: NcclCase, busbw: float) -> Diagnosis:
         (PAUSES_STEP, ECN_STEP, "run `cumulo network lint FABRIC` for the layout's collisions", PAIRS_STEP),
         "low",
     )
-
-
-def _enough(case: NcclCase) -> bool:
-    """It reaches what such machines reach."""
-    assert case.share is not None and case.expected is not None
-    if case.one_domain:
-        return case.share >= (_HEALTHY_NEAR if case.expected.has_nvlink else _HEALTHY_PCIE)
-    ring = case.operation in ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce")
-    return case.share >= (_HEALTHY_FAR if ring else _HEALTHY_ALL_TO_ALL)
 
 
 def _steady(case: NcclCase) -> bool:

@@ -26,11 +26,16 @@ _PER_NODE = re.compile(
     r"(?:(?:\bper|/|\ba|\bevery|\beach)\s*(?:node|host|server|machine)\b|\beach\b)",
     re.IGNORECASE,
 )
-_NODES_SAID = re.compile(rf"\b(\d+)\s*(?:x|×)?\s*(?:\w+\s+)?{_MANY}", re.IGNORECASE)
+_NODES_SAID = re.compile(
+    rf"\b(\d+|two|three|four|eight|sixteen)(?:\s*[x×-]\s*|\s+)(?:(?!GPU)\w+\s+)?{_MANY}|\bnodes\s*[:=]\s*(\d+)",
+    re.IGNORECASE,
+)
+_NUMBERS = {"two": 2, "three": 3, "four": 4, "eight": 8, "sixteen": 16}
 _PLAIN = (
     re.compile(rf"\b(\d+)\s*(?:x|×)\s*{_GPU}", re.IGNORECASE),
     re.compile(r"\b(\d+)[ -]+(?:GPUs?|ranks?)\b", re.IGNORECASE),
-    re.compile(r"\bworld[ _-]?size\s*[:=]?\s*(\d+)", re.IGNORECASE),
+    re.compile(r"\b(?:world[ _-]?size|ranks|n?gpus|ntasks)\s*[:=]\s*(\d+)", re.IGNORECASE),
+    re.compile(r"\bworld[ _-]?size\s+(\d+)", re.IGNORECASE),
 )
 _NO_WORDS = re.compile(r"_perf\b.*\s-\w|NCCL INFO|\bRank\s+\d+ .*device")
 _RANGE = re.compile(r"\branks\s+0\s*(?:\.\.|-|–|to)\s*(\d+)", re.IGNORECASE)
@@ -40,6 +45,7 @@ _RANGE = re.compile(r"\branks\s+0\s*(?:\.\.|-|–|to)\s*(\d+)", re.IGNORECASE)
 class StatedRanks:
     sure: tuple[int, ...]
     command: int | None = None  # of `sure`, what the command asks for
+    nodes: int = 0  # in words; 0: not said
     either: tuple[tuple[int, int], ...] = ()  # "2 nodes, 8 GPUs": all of them, or those of each node
 
     @property
@@ -66,6 +72,7 @@ def stated_ranks(text: str, listed: int) -> StatedRanks:
     return StatedRanks(
         tuple(dict.fromkeys(one for one in sure if one > 0)),
         command[0] if command else None,
+        nodes_said(text),
         tuple(dict.fromkeys(either)),
     )
 
@@ -100,6 +107,12 @@ def _each(arguments: str) -> int:
     return (int(gpus[1]) if gpus else 1) * (int(threads[1]) if threads else 1)
 
 
+def nodes_said(words: str) -> int:
+    """The largest number of nodes that is stated; 0: none is."""
+    found = (first or second for first, second in _NODES_SAID.findall(words))
+    return max((_NUMBERS.get(one.lower()) or int(one) for one in found), default=0)
+
+
 def _in_words(text: str) -> tuple[list[int], list[tuple[int, int]]]:
     words = "\n".join(line for line in text.splitlines() if not _NO_WORDS.search(line))
     sure = [
@@ -107,7 +120,7 @@ def _in_words(text: str) -> tuple[list[int], list[tuple[int, int]]]:
         for first, second, third, fourth in _PRODUCT.findall(words)
     ]
     words = _PRODUCT.sub(" ", words)
-    nodes = max((int(one) for one in _NODES_SAID.findall(words)), default=0)
+    nodes = nodes_said(words)
     sure += [int(one) * nodes for one in _PER_NODE.findall(words) if nodes]
     words = _PER_NODE.sub(" ", words)
     plain = [int(one) for pattern in _PLAIN for one in pattern.findall(words)]

@@ -8,6 +8,7 @@ reaches what such machines reach.
 
 from dataclasses import replace
 
+from cumulo.plan.diagnose.compare_runs import ComparedRun, compare_runs
 from cumulo.plan.diagnose.diagnosis import CAUSES, LOG_STEP, TEST_STEP, Diagnosis
 from cumulo.plan.diagnose.failures_text import failure_verdict
 from cumulo.plan.diagnose.flight_text import parse_hang
@@ -15,18 +16,14 @@ from cumulo.plan.diagnose.hang_verdict import hang_verdict
 from cumulo.plan.diagnose.link_states import link_states
 from cumulo.plan.diagnose.log_verdict import log_verdict
 from cumulo.plan.diagnose.nccl_case import NcclCase
-from cumulo.plan.diagnose.nccl_log_text import NcclLog, parse_nccl_log
-from cumulo.plan.diagnose.nccl_tests_text import NcclTest, TestRun, nccl_test_runs
-from cumulo.plan.diagnose.numbers_verdict import (
-    congested,
-    numbers_verdict,
-    small_messages,
-    stated_ranks,
-    wrong_results,
-)
+from cumulo.plan.diagnose.nccl_log_text import parse_nccl_log
+from cumulo.plan.diagnose.nccl_tests_text import TestRun, nccl_test_runs, unwrapped
+from cumulo.plan.diagnose.numbers_verdict import congested, numbers_verdict
 from cumulo.plan.diagnose.osu_text import parse_osu
 from cumulo.plan.diagnose.perftest_text import parse_perftests
 from cumulo.plan.diagnose.perftest_verdict import osu_verdict, perftests_verdict
+from cumulo.plan.diagnose.states_verdict import far_cards
+from cumulo.plan.diagnose.table_verdict import small_messages, stated_ranks, wrong_results
 
 __all__ = ["CAUSES", "Diagnosis", "diagnose"]
 # Of several runs the worst counts; a cause that a run's text names comes before what cannot be told.
@@ -36,6 +33,7 @@ _MILD = ("unknown", "small-messages", "healthy")
 def diagnose(text: str) -> Diagnosis:
     if (hang := parse_hang(text)) is not None:
         return hang_verdict(hang)
+    text = unwrapped(text)
     runs, log = list(nccl_test_runs(text)), parse_nccl_log(text)
     perftests, osu = parse_perftests(text), parse_osu(text)
     if failure := failure_verdict(text, measured=bool(runs)):
@@ -45,19 +43,29 @@ def diagnose(text: str) -> Diagnosis:
     if not runs and osu is not None:
         return osu_verdict(osu, text)
     if len(runs) > 1:
-        return _worst([_run_verdict(run, text) for run in runs])
+        return _of_several(runs, text)
     if not runs and log is None:
         return _nothing(text)
     return _nccl_verdict(NcclCase(text, runs[0].test if runs else None, log))
 
 
-def _run_verdict(run: TestRun, text: str) -> Diagnosis:
+def _of_several(runs: list[TestRun], text: str) -> Diagnosis:
+    """What a run's own text names counts first, then what runs say of each other, then each by its numbers."""
+    cases = [_run_case(run, text) for run in runs]
+    found = [_nccl_verdict(case) for case in cases]
+    worst = _worst(found)
+    if worst.cause not in _MILD and worst.confidence == "high":
+        return worst
+    compared = [ComparedRun(run.title, _run_case(run, text)) for run in runs]
+    return compare_runs(compared) or worst
+
+
+def _run_case(run: TestRun, text: str) -> NcclCase:
     """Of one of several runs: what its own part of the text does not name may stand in the rest of it."""
     outside = "\n".join(line for line in text.splitlines() if "NCCL INFO" not in line)
-    own: NcclLog | None = parse_nccl_log(run.text)
-    test: NcclTest = run.test
-    named = NcclCase(run.text, test, own)
-    return _nccl_verdict(named if named.expected is not None else NcclCase(outside, test, own))
+    own = parse_nccl_log(run.text)
+    named = NcclCase(run.text, run.test, own)
+    return named if named.expected is not None else NcclCase(outside, run.test, own)
 
 
 def _nccl_verdict(case: NcclCase) -> Diagnosis:
@@ -69,6 +77,7 @@ def _nccl_verdict(case: NcclCase) -> Diagnosis:
         or congested(case)
         or numbers_verdict(case)
     )
+    found = found or (far_cards(case) if case.nodes > 1 and case.share is None else None)
     return found or case.answer("unknown", "This text does not say enough.", (LOG_STEP, TEST_STEP), "low")
 
 

@@ -13,14 +13,12 @@ from functools import cache
 
 from cumulo.plan.job import DTYPE_BYTES, TrainJob
 from cumulo.plan.memory.activations import layer_bytes_per_token, working_bytes_per_token
+from cumulo.plan.memory.framework import FrameworkMemory, framework_memory
 from cumulo.plan.memory.ledger import MemoryLedger
 from cumulo.plan.memory.live import StageLoad, enough_micro_batches, least_alive, places_of, stage_loads
-from cumulo.plan.memory.states import layer_elements, stage_elements, state_bytes
+from cumulo.plan.memory.states import StateBytes, layer_elements, stage_elements, state_bytes
 
-# What never passes through the framework's allocator: the driver's context and loaded kernels, and the buffers of
-# NCCL for each kind of group a rank is in; and the share of its memory that an allocator loses to fragments.
-CONTEXT_BYTES = 700 * 2**20
-COMMUNICATOR_BYTES = 200 * 2**20
+# At least, of what is allocated and freed again in a step: `framework`.
 FRAGMENT_SHARE = 0.03
 LOSS_PIECE_BYTES = 512 * 2**20  # of the logits at a time, where the loss is fused with the product before it
 WORKSPACE_BYTES = 64 * 2**20  # of the matrix libraries, inside the allocator
@@ -49,7 +47,7 @@ def least_state_bytes(job: TrainJob, stage: int) -> int:
     places = places_of(job.layout.schedule, job.layout.pp, job.chunks_per_stage, stage)
     states = state_bytes(job, stage_elements(job, places))
     held = states.weights + states.gradients + states.optimizer
-    return held + _largest(job, _gathered_bytes) + _context_bytes(job)
+    return held + _largest(job, _gathered_bytes) + _context_bytes(job, _framework(job, states, 1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,16 +129,24 @@ class _Ledgers:
         loss = self.logits if any(chunk == self.last for chunk, _ in load.places) else 0
         # The loss is over before backward enters the first layer, so the two never need their memory at once.
         temporary = WORKSPACE_BYTES + max(0, self.working - loss) + self.gathered
+        live = max(map(max, load.peaks))
+        frame = _framework(job, states, live)
+        temporary += frame.buffers
+        gradients = states.gradients + frame.gradients
+        held = states.weights + gradients + states.optimizer
         return MemoryLedger(
             stage=stage,
             weights=states.weights,
-            gradients=states.gradients,
+            gradients=gradients,
             optimizer=states.optimizer,
             activations=activations,
             logits=loss,
             temporary=temporary,
-            fragments=round(FRAGMENT_SHARE * (activations + loss + temporary)),
-            context=_context_bytes(job),
+            fragments=round(
+                frame.fragment_share * (activations + loss + temporary)
+                + frame.fragment_share_of_states * held
+            ),
+            context=_context_bytes(job, frame),
             host=states.host + away,
         )
 
@@ -220,7 +226,13 @@ def stage_loads_of(job: TrainJob) -> tuple[StageLoad, ...]:
     return stage_loads(job.layout.schedule, job.layout.pp, job.micro_batches, job.chunks_per_stage)
 
 
-def _context_bytes(job: TrainJob) -> int:
+def _framework(job: TrainJob, states: StateBytes, live: int) -> FrameworkMemory:
+    parameters = states.weights // job.weight_bytes_each
+    shared_by = job.layout.data_ranks if 1 <= job.layout.zero <= 2 else 1
+    return framework_memory(job, parameters, parameters // shared_by, live)
+
+
+def _context_bytes(job: TrainJob, frame: FrameworkMemory) -> int:
     layout = job.layout
     groups = sum(size > 1 for size in (layout.dp * layout.cp, layout.tp, layout.pp, layout.cp, layout.ep))
-    return CONTEXT_BYTES + groups * COMMUNICATOR_BYTES
+    return frame.context + (groups + (frame.more_groups if groups else 0)) * frame.communicator

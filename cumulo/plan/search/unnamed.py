@@ -12,6 +12,7 @@ from cumulo.plan.evidence.likely import LEAST, MOST_MEMORY, TOO_LARGE, clues, li
 from cumulo.plan.job import TrainJob
 from cumulo.plan.memory.peak import peak_memory
 from cumulo.plan.search.fixed import fixed_job, said_in
+from cumulo.plan.search.saving import Fitted, fitted
 from cumulo.plan.search.search import Plan, timed
 from cumulo.plan.search.space import TrainGoal
 from cumulo.plan.time.efficiency import GENERATIONS
@@ -23,13 +24,15 @@ class LikelyJob:
 
     software: str
     probability: float
-    job: TrainJob
+    job: TrainJob  # with what it saves memory by, where it needs that to fit
+    fits: Fitted
 
 
 def likely_jobs(text: str, goal: TrainGoal, without: str = "") -> tuple[LikelyJob, ...]:
     """Most likely first; probabilities add up to 1. `without`: a source whose jobs are not known."""
     if goal.cluster.device.generation not in GENERATIONS:  # nobody published jobs of such devices
-        return (LikelyJob(goal.software, 1.0, fixed_job(text, goal)),)
+        fits = fitted(fixed_job(text, goal), goal.memory_limit_bytes, said_in(text))
+        return (LikelyJob(goal.software, 1.0, fits.job, fits),)
     described = fixed_job(text, goal)
     seen = likely(clues(described, goal.cluster, "zero" in said_in(text)), without)
     found = []
@@ -40,7 +43,8 @@ def likely_jobs(text: str, goal: TrainGoal, without: str = "") -> tuple[LikelyJo
             continue
         if peak_memory(job).total > MOST_MEMORY * goal.memory_limit_bytes:
             probability *= TOO_LARGE
-        found.append(LikelyJob(name, probability, job))
+        fits = fitted(job, goal.memory_limit_bytes, said_in(text))
+        found.append(LikelyJob(name, probability, fits.job, fits))
     if not found:
         raise ConfigError("no known software runs this layout; name one with --software")
     total = sum(one.probability for one in found)
@@ -55,12 +59,12 @@ def mean_s(jobs: tuple[LikelyJob, ...], step_s: Callable[[LikelyJob], float]) ->
     return math.exp(sum(one.probability * math.log(step_s(one)) for one in jobs))
 
 
-def timed_unnamed(text: str, goal: TrainGoal) -> Plan:
+def timed_unnamed(text: str, goal: TrainGoal) -> tuple[Plan, Fitted]:
     """As the most likely software does it; the time is the mean over all that are likely, and the interval is that
     of published rows whose software was not named either."""
     jobs = likely_jobs(text, goal)
     if len(jobs) == 1 and jobs[0].software == goal.software:
-        return timed(jobs[0].job, goal)
+        return timed(jobs[0].job, goal), jobs[0].fits
     plans = {one.software: timed(one.job, goal) for one in jobs}
     first = plans[jobs[0].software]
     step_s = mean_s(jobs, lambda one: plans[one.software].estimate.step_s)
@@ -81,4 +85,4 @@ def timed_unnamed(text: str, goal: TrainGoal) -> Plan:
         interval=Interval(step_s * math.exp(-half), step_s * math.exp(half)),
         evidence=(told, *found.evidence),
     )
-    return Plan(first.job, estimate)
+    return Plan(first.job, estimate), jobs[0].fits

@@ -1,0 +1,96 @@
+"""The verdict by what a table says before its bandwidths are judged: ranks that did not run, sums that are wrong,
+messages that are small."""
+
+import re
+
+from cumulo.base.quantities import quantity
+from cumulo.plan.diagnose.diagnosis import LOG_STEP, TEST_STEP, Diagnosis
+from cumulo.plan.diagnose.nccl_case import NcclCase
+
+_HALF = 0.5
+
+
+def stated_ranks(case: NcclCase) -> Diagnosis | None:
+    if case.test is None:
+        return None
+    if case.test.ratio is not None and case.test.ratio < 0.05:
+        return case.answer(
+            "wrong-ranks",
+            "busbw is 0: every process ran alone, with one rank. The processes did not find each other.",
+            ("build nccl-tests with MPI=1, and check that mpirun and the build use the same MPI",),
+            "high",
+        )
+    if case.inferred is None:
+        return None
+    best, low, high = case.inferred
+    slack = 0.15 + 0.02 * best
+    claimed = case.test.claimed
+    wrong = claimed.wrong(low - slack, high + slack)
+    some_fit = len(wrong) < len(claimed.sure) + len(claimed.either)
+    one_node = claimed.nodes > case.test.hosts and len(case.test.devices) == round(best)
+    if not wrong or (some_fit and case.test.hosts and claimed.command not in wrong and not one_node):
+        return None
+    case.evidence.append(
+        f"busbw/algbw is {case.test.ratio:.4f}, which an {case.operation} of {best:.0f} ranks has; the "
+        f"text states {', '.join(str(one) for one in wrong)}"
+    )
+    return case.answer(
+        "wrong-ranks",
+        f"{round(best)} ranks ran, not {wrong[0]}. Compare the bandwidth with that of {round(best)} ranks.",
+        ("check -np, -g and the host file; count the `Rank` lines at the top of the output",),
+        "high",
+    )
+
+
+def wrong_results(case: NcclCase) -> Diagnosis | None:
+    rows = [row for row in case.test.rows if row.wrong] if case.test else []
+    failed = re.search(r"Out of bounds values\s*:\s*([1-9]\d*)", case.text)
+    if not rows and failed is None:
+        return None
+    if rows:
+        case.evidence.append(
+            f"#wrong is {rows[0].wrong} at {quantity(rows[0].size_bytes, 'B')}, and not 0 in {len(rows)} of "
+            f"{len(case.test.rows) if case.test else 0} rows"
+        )
+    return case.answer(
+        "wrong-results",
+        "Sums differ from what they should be: memory, a link or a driver corrupts data. Do not train on it.",
+        (
+            "run each node alone, then pairs, to find the GPU or card that is always in a wrong run",
+            "run `nvidia-smi -q -d ECC,PAGE_RETIREMENT` and `dcgmi diag -r 3` on those nodes",
+        ),
+        "high",
+    )
+
+
+def small_messages(case: NcclCase) -> Diagnosis | None:
+    if case.test is None or case.full_rate:
+        return None
+    if case.test.is_cut:
+        return case.answer(
+            "unknown",
+            f"The table ends at {quantity(case.test.rows[-1].size_bytes, 'B')}, long before the largest message "
+            f"that was asked for ({quantity(case.test.asked_bytes, 'B')}).",
+            ("paste the rest of the output, or run again if it stopped there", LOG_STEP),
+            "high",
+        )
+    smallest, largest = case.test.rows[0], case.test.rows[-1]
+    case.evidence.append(f"the largest message has {quantity(largest.size_bytes, 'B')}")
+    if case.expected is not None:
+        usual = case.expected.latency_us(case.operation)
+        case.evidence.append(f"{smallest.time_us:.0f} µs for the smallest; about {usual:.0f} µs are usual")
+        slow = smallest.size_bytes <= 64 << 10 and smallest.time_us > 8 * usual
+        if slow or (largest.size_bytes > 4 << 20 and case.share is not None and case.share < _HALF):
+            return None if largest.size_bytes > 4 << 20 else _slow_latency(case)
+    return case.answer(
+        "small-messages",
+        "At these sizes latency counts, not bandwidth: a low busbw says nothing about the links.",
+        ("run with -b 8 -e 8G -f 2, and read busbw from 256 MiB up",),
+        "high",
+    )
+
+
+def _slow_latency(case: NcclCase) -> Diagnosis:
+    return case.answer(
+        "unknown", "Messages are small, and even their latency is high.", (LOG_STEP, TEST_STEP), "low"
+    )
