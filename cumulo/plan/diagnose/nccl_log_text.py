@@ -1,6 +1,7 @@
 """An NCCL log (NCCL_DEBUG=INFO) as facts. `diagnose` calls it."""
 
 import re
+from collections import Counter
 from dataclasses import dataclass
 
 _USING = re.compile(r"NET/IB\s*:\s*Using\s+(.*)")
@@ -16,6 +17,10 @@ _OVER_TCP = re.compile(
 _TYPE = re.compile(r"\btype\s+(\w+)/(\w+)")
 _SET = re.compile(r"(NCCL_\w+)\s+set\s+(?:by environment\s+)?to\s+(\S+)")
 _ASYNC = re.compile(r"Got async (?:fatal )?event\s*:\s*([\w ]+)")
+
+
+_REPEATED = re.compile(r"via [^\[]*|NCCL INFO (?:Channel|Ring|Trees?|Setting affinity)\b")
+_KEPT = 64  # of each kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +43,20 @@ class NcclLog:
     nvls_off: bool  # NCCL says that there is no NVLink SHARP, or is told not to use it
     card_path: str  # PIX, PXB, PHB, SYS: the type NCCL found between GPUs and cards
     warnings: tuple[str, ...]
+
+
+def condensed(text: str) -> str:
+    """A log without the many lines of channels, rings and trees that say the same of other ranks."""
+    seen: Counter[str] = Counter()
+    kept = []
+    for line in text.splitlines():
+        if "NCCL INFO" in line and (match := _REPEATED.search(line)):
+            kind = re.sub(r"\d+", "", match[0])
+            seen[kind] += 1
+            if seen[kind] > _KEPT:
+                continue
+        kept.append(line)
+    return "\n".join(kept)
 
 
 def parse_nccl_log(text: str) -> NcclLog | None:

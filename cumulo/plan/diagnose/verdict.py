@@ -16,7 +16,7 @@ from cumulo.plan.diagnose.hang_verdict import hang_verdict
 from cumulo.plan.diagnose.link_states import link_states
 from cumulo.plan.diagnose.log_verdict import log_verdict
 from cumulo.plan.diagnose.nccl_case import NcclCase
-from cumulo.plan.diagnose.nccl_log_text import parse_nccl_log
+from cumulo.plan.diagnose.nccl_log_text import condensed, parse_nccl_log
 from cumulo.plan.diagnose.nccl_tests_text import TestRun, nccl_test_runs, unwrapped
 from cumulo.plan.diagnose.numbers_verdict import congested, numbers_verdict
 from cumulo.plan.diagnose.osu_text import parse_osu
@@ -33,7 +33,7 @@ _MILD = ("unknown", "small-messages", "healthy")
 def diagnose(text: str) -> Diagnosis:
     if (hang := parse_hang(text)) is not None:
         return hang_verdict(hang)
-    text = unwrapped(text)
+    text = condensed(unwrapped(text))
     runs, log = list(nccl_test_runs(text)), parse_nccl_log(text)
     perftests, osu = parse_perftests(text), parse_osu(text)
     if failure := failure_verdict(text, measured=bool(runs)):

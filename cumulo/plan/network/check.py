@@ -8,6 +8,7 @@ whole racks, with their network stated (`data/collectives_published.yaml`). Both
 import csv
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from importlib import resources
 from typing import Any, cast
 
@@ -59,8 +60,10 @@ def measured(profiles: Mapping[str, NetworkProfile] | None = None) -> Iterator[T
                 )
 
 
+@cache
 def published_runs() -> Mapping[str, Mapping[str, Any]]:
-    runs: Mapping[str, Mapping[str, Any]] = yaml.safe_load("\n".join(_lines("collectives_published.yaml")))
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    runs: Mapping[str, Mapping[str, Any]] = yaml.load("\n".join(_lines("collectives_published.yaml")), loader)
     return runs
 
 
