@@ -23,6 +23,7 @@ from cumulo.engine.play.rank_play import RankPlay
 from cumulo.engine.play.slot_table import SlotTable, StepRows
 from cumulo.engine.play.verify import StepDraws, draws_of, take_accepted, write_drafts
 from cumulo.engine.sampling.sampler import Sampler, WholeSampler
+from cumulo.kernels.cpu.kv_codes import bytes_of
 from cumulo.models.adapters.bank import AdapterBank
 from cumulo.models.adapters.files import AdapterWeights
 from cumulo.models.batch import KVCache, RunnableModel
@@ -139,7 +140,7 @@ class TorchRunner:
         plan.draw_rows = plan.draw_slots = slots[:draws]
         touched = {block for new in plan.begin for block in new.blocks}
         for storage in (self.cache.key_storage, self.cache.value_storage):
-            storage[:, sorted(touched)] = 0  # commits the cache's pages: they are not this step's
+            bytes_of(storage)[:, sorted(touched)] = 0  # commits the cache's pages: they are not this step's
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
             before = torch.cuda.memory_allocated(self.device)
@@ -309,7 +310,7 @@ def _copy_between(source: KVCache, target: KVCache, pairs: list[tuple[int, int]]
     sources = torch.tensor([pair[0] for pair in pairs], device=source.key_storage.device)
     targets = torch.tensor([pair[1] for pair in pairs], device=target.key_storage.device)
     for taken, given in (
-        (source.key_storage, target.key_storage),
-        (source.value_storage, target.value_storage),
+        (bytes_of(source.key_storage), bytes_of(target.key_storage)),
+        (bytes_of(source.value_storage), bytes_of(target.value_storage)),
     ):
         given.index_copy_(1, targets, taken.index_select(1, sources).to(given.device))

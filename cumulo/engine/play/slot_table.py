@@ -187,8 +187,11 @@ class SlotTable:
         blocks = self.tables[token_slots, positions // self.block_size].astype(np.int64)
         widest = -(-int(ends.max(initial=0)) // self.block_size)
 
+        on_host = str(device) == "cpu"
+
         def tensor(array: NDArray[np.generic], dtype: type[np.generic]) -> torch.Tensor:
-            return torch.from_numpy(array.astype(dtype)).to(device)
+            made = torch.from_numpy(array.astype(dtype))
+            return made if on_host else made.to(device)
 
         return ForwardBatch(
             token_ids=tensor(self.tokens[token_slots, positions], np.int64),
