@@ -45,7 +45,8 @@ class EngineConfig:
     # fp8, int4: the layers' matrices are quantised to 8 or 4 bits once loaded (GPU); routed experts, embedding and
     # head stay
     weights: Literal["auto", "fp8", "int4"] = "auto"
-    kv_dtype: Literal["auto", "fp8"] = "auto"  # fp8: keys and values take one byte a number (GPU)
+    # Keys and values take one byte a number: fp8, or on a CPU int8, with a scale for each head and token
+    kv_dtype: Literal["auto", "fp8", "int8"] = "auto"
     batch_invariant: bool = False  # same request, same bits, whatever else is in the batch; slower (GPU)
     cuda_graphs: bool = True  # steps are captured and replayed; off: every kernel is launched by the host
     # -- low-rank adapters: docs/adapters.md
@@ -151,11 +152,12 @@ class EngineConfig:
         chosen = {name: value for name, value in defaults.items() if getattr(self, name) in (0, "auto")}
         settled = replace(self, device=kind, **chosen)  # type: ignore[arg-type]
         if kind == "cpu":
-            for name in ("weights", "kv_dtype"):
-                if getattr(self, name) != "auto":
-                    raise CumuloError(f"{name}={getattr(self, name)} needs a GPU; on a CPU, omit {name}")
+            if self.weights != "auto":
+                raise CumuloError(f"weights={self.weights} needs a GPU; on a CPU, omit weights")
             if self.batch_invariant:
                 raise CumuloError("batch_invariant needs a GPU; on a CPU, omit it")
+        elif self.kv_dtype == "int8":
+            raise CumuloError("kv_dtype=int8 is for the CPU engine; on a GPU, choose fp8")
         elif settled.block_size < 16 or settled.block_size & (settled.block_size - 1):
             raise CumuloError(
                 f"block_size={settled.block_size} was asked for, but on a GPU it must be a power of two, 16 or "
@@ -170,7 +172,7 @@ _ALLOWED = {
     "preemption": ("auto", "recompute", "swap"),
     "dtype": ("auto", "float64", "float32", "float16", "bfloat16"),
     "weights": ("auto", "fp8", "int4"),
-    "kv_dtype": ("auto", "fp8"),
+    "kv_dtype": ("auto", "fp8", "int8"),
 }
 _DEFAULTS: dict[str, dict[str, int | str]] = {
     "cpu": {"block_size": 16, "max_running": 256, "max_tokens_per_step": 512, "dtype": "float32"},

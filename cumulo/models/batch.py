@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from cumulo.kernels.cpu.kv_codes import bytes_of, encode, stored_columns
 from cumulo.kernels.low_rank import AdapterRows
 from cumulo.spec.model import ModelSpec
 
@@ -35,8 +36,9 @@ class ForwardBatch:
 class KVCache:
     """Keys and values of every layer in fixed-size blocks.
 
-    `keys[layer]` is [blocks, kv_heads, block_size, key_dim] so that one block of one head is contiguous.
-    With latent attention `values[layer]` is a view of the first kv_rank columns of the key.
+    `keys[layer]` is [blocks, kv_heads, block_size, key_dim] so that one block of one head is contiguous; in int8 it
+    has a few bytes more, for a scale (kernels/cpu/kv_codes.py). With latent attention `values[layer]` is a view of
+    the first kv_rank columns of the key.
     """
 
     def __init__(
@@ -58,8 +60,9 @@ class KVCache:
         self.spec, self.blocks, self.block_size = spec, blocks, block_size
         heads = spec.kv_cache_heads
         make = self._shared_zeros if shared or files else lazy_zeros
-        self.key_storage = make((spec.layers, blocks, heads, block_size, spec.kv_key_dim), dtype, device)
-        self.value_storage = make((spec.layers, blocks, heads, block_size, spec.kv_value_dim), dtype, device)
+        keys, values = (stored_columns(dim, dtype) for dim in (spec.kv_key_dim, spec.kv_value_dim))
+        self.key_storage = make((spec.layers, blocks, heads, block_size, keys), dtype, device)
+        self.value_storage = make((spec.layers, blocks, heads, block_size, values), dtype, device)
         self.keys = list(self.key_storage.unbind(0))
         if spec.mla:
             self.values = [key[..., : spec.mla.kv_rank] for key in self.keys]
@@ -85,9 +88,10 @@ class KVCache:
     def write(self, layer: int, slots: Tensor, key: Tensor, value: Tensor | None) -> None:
         """Store key [T, heads, key_dim] (and value) at flat slots."""
         block, offset = slots // self.block_size, slots % self.block_size
-        self.keys[layer][block, :, offset] = key
+        dtype = self.key_storage.dtype
+        bytes_of(self.keys[layer])[block, :, offset] = bytes_of(encode(key, dtype))
         if value is not None:
-            self.values[layer][block, :, offset] = value
+            bytes_of(self.values[layer])[block, :, offset] = bytes_of(encode(value, dtype))
 
     def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
         """Copy-on-write: block `source` to block `target` in every layer, pairs in order."""

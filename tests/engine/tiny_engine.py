@@ -44,19 +44,27 @@ def make_decoder(name: str) -> Decoder:
     return decoder
 
 
-def make_engine(decoder: Decoder, *, blocks: int, overlap: bool = False, **options) -> Engine:
+def make_engine(
+    decoder: Decoder,
+    *,
+    blocks: int,
+    overlap: bool = False,
+    kv_dtype: torch.dtype = torch.float64,
+    **options,
+) -> Engine:
     defaults = dict(block_size=16, max_context=256, max_running=8, max_tokens_per_step=512)
     config = SchedulerConfig(blocks=blocks, **{**defaults, **options})
-    cache = KVCache(decoder.spec, config.blocks, config.block_size, torch.float64)
+    cache = KVCache(decoder.spec, config.blocks, config.block_size, kv_dtype)
     # Whatever a block held before must not matter: fill the cache with nonsense.
-    cache.key_storage.fill_(1e3)
-    cache.value_storage.fill_(-1e3)
+    nonsense = 1e3 if kv_dtype == torch.float64 else 100
+    cache.key_storage.fill_(nonsense)
+    cache.value_storage.fill_(-nonsense)
     runner = TorchRunner(
         decoder, cache, max_slots=config.max_running, max_context=config.max_context, eos_token_ids=(EOS,),
         host_blocks=config.host_blocks + config.tier_blocks, overlap=overlap,
     )  # fmt: skip
     if runner.host_cache is not None:
-        runner.host_cache.key_storage.fill_(-1e3)
+        runner.host_cache.key_storage.fill_(-nonsense)
     engine = Engine(Scheduler(config), runner, None, vocab_size=VOCAB, eos_ids=(EOS,), overlap=overlap)
     if config.tier_blocks:
         engine.scheduler.costs.swap_s_per_block = 0.0  # so that whatever is found is fetched

@@ -50,7 +50,7 @@ class EngineOptions:
     weights: str | None = option(
         "fp8 or int4: quantize the layers' weights to 8 or 4 bits, except routed experts (GPU only).", None
     )
-    kv_dtype: str | None = option("fp8: store the KV cache in 8 bits (GPU only).", None)
+    kv_dtype: str | None = option("fp8, or int8 on a CPU: store the KV cache in 8 bits.", None)
     speculate: str | None = option(
         "Draft tokens and verify several in one step; answers stay the same. ngram: draft from repeated text; "
         "MODEL: with a draft model of the same tokenizer; DIR: with an EAGLE-3 head; mtp: by DeepSeek-V3's layer.",
@@ -137,8 +137,8 @@ def engine_config(**chosen: Any) -> "EngineConfig":
         raise CumuloError(f"--kv-memory-gib must be more than 0, got {kv_gib}")
     if chosen.get("weights") not in (None, "auto", "fp8", "int4"):
         raise CumuloError(f"--weights must be auto, fp8 or int4, got {chosen['weights']!r}")
-    if chosen.get("kv_dtype") not in (None, "auto", "fp8"):
-        raise CumuloError(f"--kv-dtype must be auto or fp8, got {chosen['kv_dtype']!r}")
+    if chosen.get("kv_dtype") not in (None, "auto", "fp8", "int8"):
+        raise CumuloError(f"--kv-dtype must be auto, fp8 or int8, got {chosen['kv_dtype']!r}")
     _check_drafter(chosen.get("speculate"))
     if chosen.get("device") not in (None, "auto", "cpu", "cuda"):
         raise CumuloError(f"--device must be cpu or cuda, got {chosen['device']!r}")

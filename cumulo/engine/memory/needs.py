@@ -29,6 +29,7 @@ _GATHERED_BYTES = 2 * GIB  # scores and gathered keys and values of PyTorch's op
 _SAMPLER_SLICE = 1 << 20  # logits the sampler works on at once
 # A model is of no use with less context than this (or its own, if that is shorter).
 _SHORTEST_CONTEXT = 256
+_KV_SCALE_BYTES = 4  # of int8 keys and values
 _STAGING_BYTES = 64 << 20  # of host memory, on the way to disk
 
 
@@ -62,8 +63,11 @@ class Needs:
 
     @property
     def block_bytes(self) -> int:
-        element = 1 if self.config.kv_dtype == "fp8" else self.element_bytes
-        return self.config.block_size * self.spec.kv_bytes_per_token(element)
+        spec, kind = self.spec, self.config.kv_dtype
+        per_token = spec.kv_bytes_per_token(self.element_bytes if kind == "auto" else 1)
+        if kind == "int8":  # and a scale of keys and of values for each head
+            per_token += 2 * _KV_SCALE_BYTES * spec.layers * spec.kv_cache_heads
+        return self.config.block_size * per_token
 
     @property
     def host_blocks(self) -> int:

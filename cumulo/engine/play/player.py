@@ -175,11 +175,12 @@ def _torch_runner(
     eos_ids: tuple[int, ...],
     guidance: Guidance | None,
 ) -> TorchRunner:
+    refuse_latent_int8(config, decoder.spec)
     cache = KVCache(
         decoder.spec,
         memory.kv_blocks,
         config.block_size,
-        decoder.dtype,
+        kv_dtype(config, decoder.dtype),
         decoder.final_norm.weight.device,
         shared=config.role == "prefill",
     )
@@ -194,4 +195,12 @@ def _torch_runner(
 
 
 def kv_dtype(config: EngineConfig, dtype: torch.dtype) -> torch.dtype:
-    return torch.float8_e4m3fn if config.kv_dtype == "fp8" else dtype
+    """Of keys and values, where activations are in `dtype`."""
+    return {"fp8": torch.float8_e4m3fn, "int8": torch.int8}.get(config.kv_dtype, dtype)
+
+
+def refuse_latent_int8(config: EngineConfig, spec: ModelSpec) -> None:
+    if config.kv_dtype == "int8" and spec.mla is not None:
+        raise CumuloError(
+            "kv_dtype=int8 does not store latent attention, whose values are a part of the keys; choose fp8"
+        )

@@ -18,7 +18,14 @@ from cumulo.engine.decide.plan import PendingStep
 from cumulo.engine.guides.guided import Guidance, GuidedSlots
 from cumulo.engine.memory.memory_plan import MemoryPlan
 from cumulo.engine.play.packed_plan import AdapterOrder, unpack_message
-from cumulo.engine.play.player import DeviceRunner, Player, runnable, runner_maker
+from cumulo.engine.play.player import (
+    DeviceRunner,
+    Player,
+    kv_dtype,
+    refuse_latent_int8,
+    runnable,
+    runner_maker,
+)
 from cumulo.engine.play.rank_play import RankPlay, SharedGuides
 from cumulo.engine.play.ranked_runner import RankedRunner
 from cumulo.engine.play.runner_torch import TorchRunner
@@ -143,7 +150,11 @@ def _shared_caches(setup: RankSetup) -> list[KVCache]:
     """Of all ranks of an engine with a role, made and mapped here: this process hands KV over for all of them."""
     if setup.config.role == "both":
         return []
-    sizes = setup.memory.kv_blocks, setup.config.block_size, getattr(torch, setup.config.dtype)
+    sizes = (
+        setup.memory.kv_blocks,
+        setup.config.block_size,
+        kv_dtype(setup.config, getattr(torch, setup.config.dtype)),
+    )
     return [KVCache(setup.part(rank).local, *sizes, shared=True) for rank in range(setup.config.layout.world)]
 
 
@@ -226,7 +237,8 @@ def _make_runner(
     if config.redundant_experts:
         spread = SpreadExperts(decoder, part, links, config.redundant_experts, config.expert_balance_steps)
     model, runs_on = runnable(decoder, lambda: RankDecoder(decoder, part, links, spread), links)
-    cache = setup.cache(part.rank, decoder.dtype)
+    refuse_latent_int8(setup.config, decoder.spec)
+    cache = setup.cache(part.rank, kv_dtype(setup.config, decoder.dtype))
     runner = runner_maker(config, memory, eos_ids)(
         model,
         cache,

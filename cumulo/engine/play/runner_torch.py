@@ -193,7 +193,9 @@ class TorchRunner:
             write_drafts(plan, self.table)
         rows = self.table.rows(plan)
         draws = draws_of(plan, rows)
-        last_tokens, logit_row_of_draw = np.unique(draws.token_rows, return_inverse=True)
+        last_tokens, logit_row_of_draw = draws.token_rows, np.arange(len(draws.token_rows))
+        if (np.diff(last_tokens) <= 0).any():  # parallel samples begin at one row
+            last_tokens, logit_row_of_draw = np.unique(draws.token_rows, return_inverse=True)
         prompts = {row: self._prompt_positions(rows, row) for row in plan.prompt_logprob_rows}
         pools = [
             np.arange(rows.query_starts[row] + first - rows.starts[row], rows.query_starts[row + 1])

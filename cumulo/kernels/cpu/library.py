@@ -94,6 +94,7 @@ class OpStruct(Structure):
         ("block_size", c_int32),
         ("window", c_int32),
         ("interleaved", c_int32),
+        ("kv_format", c_int32),
         ("scale", c_float),
         ("eps", c_float),
         ("bounds", c_void_p),
@@ -106,7 +107,7 @@ class OpStruct(Structure):
 
 # Kind in program.h
 EMBED, NORM, QUANTIZE, LINEAR, FLOAT_LINEAR, ROTATE, ATTEND, SILU_MUL, GATHER, EMBED_FLOAT = range(10)
-SHRINK, EXPAND, FLOAT8_LINEAR = 10, 11, 12
+SHRINK, EXPAND, FLOAT8_LINEAR, KEEP, LIKELIEST = range(10, 15)
 MAX_PARTS = 8
 # check() in program.h
 PROBLEMS = (

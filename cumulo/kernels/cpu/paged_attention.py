@@ -4,8 +4,9 @@ Must move: the keys and values of every sequence once per step, kv_heads * (D + 
 compute heads * (D + Dv) multiply-adds for every pair of a query and a position it sees. Decoding is bound by the
 first, prefill by the second.
 
-`paged_attention` uses the C++ kernel (native/attention.h), which reads the blocks in place, for float32 on a CPU;
-`reference` does the same for any dtype and device with torch's operators and gathers each sequence's own blocks.
+`paged_attention` uses the C++ kernel (native/attention.h), which reads the blocks in place, for float32 on a CPU,
+with keys and values in float32 or 8 bits; `reference` does the same for any dtype and device with torch's operators
+and gathers each sequence's own blocks.
 """
 
 from collections import defaultdict
@@ -16,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from cumulo.kernels.cpu.kv_codes import KV_FORMATS, bytes_of, columns_of, decode
 from cumulo.kernels.cpu.library import ATTEND, NativeLibrary, OpStruct, StepStruct, native
 
 # Scores, or gathered keys and values, that the reference makes at once: a long chunk over a long context, or many
@@ -48,9 +50,10 @@ def paged_attention(
 
 def _suits_kernel(library: NativeLibrary, query: Tensor, keys: Tensor, values: Tensor) -> bool:
     return (
-        keys.dtype == values.dtype == torch.float32
+        keys.dtype == values.dtype
+        and keys.dtype in KV_FORMATS
         and query.shape[-1] % library.lanes == 0
-        and values.shape[-1] % library.lanes == 0
+        and columns_of(values) % library.lanes == 0
         and keys.stride(-1) == values.stride(-1) == 1
     )
 
@@ -67,13 +70,14 @@ def _kernel(
     tokens, heads, key_dim = query.shape
     query = query.contiguous()
     starts, lengths, tables = _as_int32(batch.query_starts, batch.context_lengths, batch.block_tables)
-    out = torch.empty((tokens, heads, values.shape[-1]), dtype=torch.float32)
+    value_dim = columns_of(values)
+    out = torch.empty((tokens, heads, value_dim), dtype=torch.float32)
     if tokens == 0:
         return out
     op = OpStruct(
         kind=ATTEND,
         columns=heads * key_dim,
-        out_columns=heads * values.shape[-1],
+        out_columns=heads * value_dim,
         x=query.data_ptr(),
         out=out.data_ptr(),
         **attention_fields(keys, values, heads, scale, window),
@@ -89,7 +93,7 @@ def _kernel(
         block_size=keys.shape[2],
     )
     # An upper bound is enough to decide on threads: the longest context for every token.
-    work = tokens * heads * (key_dim + values.shape[-1]) * tables.shape[1] * keys.shape[2]
+    work = tokens * heads * (key_dim + value_dim) * tables.shape[1] * keys.shape[2]
     library.play([op], step, threads=1 if work < SMALL_WORK else None)
     return out
 
@@ -109,8 +113,9 @@ def attention_fields(
         "value_position": values.stride(2),
         "heads": heads,
         "kv_heads": keys.shape[1],
-        "head_dim": keys.shape[-1],
-        "value_dim": values.shape[-1],
+        "head_dim": columns_of(keys),
+        "value_dim": columns_of(values),
+        "kv_format": KV_FORMATS[keys.dtype],
         "block_size": keys.shape[2],
         "window": window or 0,
         "scale": scale,
@@ -125,7 +130,7 @@ def reference(
     query: Tensor, keys: Tensor, values: Tensor, batch: PagedBatch, scale: float, window: int | None = None
 ) -> Tensor:
     """The same in torch: one call per prefill chunk, one per group of decodes of similar context length."""
-    out = query.new_empty((*query.shape[:2], values.shape[-1]))
+    out = query.new_empty((*query.shape[:2], columns_of(values)))
     starts, lengths = batch.query_starts.tolist(), batch.context_lengths.tolist()
     block_size = keys.shape[2]
     decodes: dict[int, list[int]] = defaultdict(list)
@@ -175,7 +180,8 @@ def _attend(
 
     def gather(cache: Tensor) -> Tensor:
         """[S, KVH, used * block_size, D] up to the longest context."""
-        return cache[table].transpose(1, 2).flatten(2, 3)[:, :, :longest]
+        stored = bytes_of(cache)[table].view(cache.dtype)
+        return decode(stored.transpose(1, 2).flatten(2, 3)[:, :, :longest], query.dtype)
 
     key, value = gather(keys), gather(values)
     positions = torch.arange(longest, device=device)

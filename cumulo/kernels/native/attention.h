@@ -6,7 +6,9 @@
 // a chunk of one, or alone.
 //   few rows (decode): every key is read once and multiplied with each row, vectors along the head dimension
 //   many rows (prefill): a chunk of keys is transposed once, vectors along the positions
+// A cache in 8 bits (kv_codes.h) is expanded chunk by chunk, in the first-level cache, and then read as floats.
 #pragma once
+#include "kv_codes.h"
 #include "simd.h"
 #include "team.h"
 
@@ -18,12 +20,14 @@ static const int FEW_ROWS = 8;    // up to here transposing the keys does not pa
 static const float MASKED = -1e30f;
 
 struct AttentionInput {
-    const float *query, *keys, *values;
+    const float* query;
+    const void *keys, *values;
     float* out;
     int64_t query_stride, out_stride;              // floats between tokens
-    int64_t key_block, key_head, key_position;     // strides in floats
+    int64_t key_block, key_head, key_position;     // strides in numbers, each of one byte in a cache of 8 bits
     int64_t value_block, value_head, value_position;
     int32_t heads, kv_heads, key_dim, value_dim, block_size, window;  // window 0: unlimited
+    KvFormat format;
     float scale;
     int64_t sequences, table_stride;
     const int32_t *query_starts, *context_lengths, *block_tables;
@@ -38,13 +42,17 @@ struct AttentionScratch {
     const float* value_rows[CHUNK];
     int first_visible[MAX_ROWS], last_visible[MAX_ROWS];  // positions a row may see
     float *query, *accumulator, *transposed;  // [MAX_ROWS, key_dim], [MAX_ROWS, value_dim], [key_dim, CHUNK]
+    float *expanded_keys, *expanded_values;   // [CHUNK, key_dim], [CHUNK, value_dim]
     std::vector<float> storage;
 
-    void reserve(int key_dim, int value_dim) {
-        storage.resize((size_t)MAX_ROWS * (key_dim + value_dim) + (size_t)CHUNK * key_dim);
+    void reserve(int key_dim, int value_dim, bool expands) {
+        size_t chunks = (size_t)CHUNK * (key_dim + (expands ? key_dim + value_dim : 0));
+        storage.resize((size_t)MAX_ROWS * (key_dim + value_dim) + chunks);
         query = storage.data();
         accumulator = query + (size_t)MAX_ROWS * key_dim;
         transposed = accumulator + (size_t)MAX_ROWS * value_dim;
+        expanded_keys = transposed + (size_t)CHUNK * key_dim;
+        expanded_values = expanded_keys + (size_t)CHUNK * key_dim;
     }
 };
 
@@ -190,19 +198,32 @@ static void rows_times_values(AttentionScratch& s, int dim, int row, const float
 INLINE void locate(const AttentionInput& in, const int32_t* table, int kv_head, int begin, int count,
                    const float** key_rows, const float** value_rows) {
     int index = begin / in.block_size, offset = begin % in.block_size;
+    const int64_t size = number_bytes(in.format);
+    const uint8_t *keys = (const uint8_t*)in.keys, *values = (const uint8_t*)in.values;
     for (int p = 0; p < count; ++index, offset = 0) {
         int64_t block = table[index];
-        const float* key = in.keys + block * in.key_block + kv_head * in.key_head;
-        const float* value = in.values + block * in.value_block + kv_head * in.value_head;
+        const uint8_t* key = keys + (block * in.key_block + kv_head * in.key_head) * size;
+        const uint8_t* value = values + (block * in.value_block + kv_head * in.value_head) * size;
         for (; offset < in.block_size && p < count; ++offset, ++p) {
-            key_rows[p] = key + offset * in.key_position;
-            if (value_rows) value_rows[p] = value + offset * in.value_position;
+            key_rows[p] = (const float*)(key + offset * in.key_position * size);
+            if (value_rows) value_rows[p] = (const float*)(value + offset * in.value_position * size);
         }
     }
     for (int p = count; p % LANES; ++p) key_rows[p] = key_rows[count - 1];
 }
-INLINE void prefetch_row(const float* row, int dim) {
-    for (int d = 0; d < dim; d += 16) __builtin_prefetch(row + d);
+INLINE void prefetch_row(const float* row, int bytes) {
+    for (int b = 0; b < bytes; b += 64) __builtin_prefetch((const uint8_t*)row + b);
+}
+
+// Rows that were located in a cache of 8 bits become rows of floats.
+static void expand_rows(const AttentionInput& in, AttentionScratch& s, int positions) {
+    for (int p = 0; p < positions; ++p) {
+        float *key = s.expanded_keys + (size_t)p * in.key_dim, *value = s.expanded_values + (size_t)p * in.value_dim;
+        read_codes(in.format, (const uint8_t*)s.key_rows[p], in.key_dim, key);
+        read_codes(in.format, (const uint8_t*)s.value_rows[p], in.value_dim, value);
+        s.key_rows[p] = key, s.value_rows[p] = value;
+    }
+    for (int p = positions; p % LANES; ++p) s.key_rows[p] = s.key_rows[positions - 1];
 }
 
 // Tokens [token, token + tokens) of one sequence, the first at position `position`; `heads` query heads from
@@ -211,7 +232,7 @@ static __attribute__((noinline)) void attend(const AttentionInput& in, Attention
                    int position, int head, int heads, int kv_head) {
     const int D = in.key_dim, E = in.value_dim, rows = tokens * heads;
     const int padded_rows = (rows + 3) / 4 * 4;  // tiles of 4 rows read (and ignore) what follows
-    s.reserve(D, E);
+    s.reserve(D, E, in.format != KV_FLOAT);
     std::fill_n(s.accumulator, (size_t)padded_rows * E, 0.0f);
     for (int r = 0; r < rows; ++r) {
         int t = r / heads;
@@ -231,12 +252,14 @@ static __attribute__((noinline)) void attend(const AttentionInput& in, Attention
     }
     const int end = s.last_visible[rows - 1] + 1;
     const bool few = rows <= FEW_ROWS;
+    const int size = number_bytes(in.format);
     for (int begin = s.first_visible[0] / CHUNK * CHUNK; begin < end; begin += CHUNK) {
         int positions = end - begin < CHUNK ? end - begin : CHUNK;
         locate(in, table, kv_head, begin, positions, s.key_rows, s.value_rows);
         // Decoding waits for memory: fetch the values while the scores are computed, ...
         if (few)
-            for (int p = 0; p < positions; ++p) prefetch_row(s.value_rows[p], E);
+            for (int p = 0; p < positions; ++p) prefetch_row(s.value_rows[p], E * size);
+        if (in.format != KV_FLOAT) expand_rows(in, s, positions);
         if (few) {
             int row = 0;
             for (; row + 3 <= rows; row += 3)
@@ -246,7 +269,7 @@ static __attribute__((noinline)) void attend(const AttentionInput& in, Attention
             int next = end - begin - CHUNK < CHUNK ? end - begin - CHUNK : CHUNK;
             if (next > 0) {  // ... and the next chunk's keys while these values are used.
                 locate(in, table, kv_head, begin + CHUNK, next, s.key_rows, nullptr);
-                for (int p = 0; p < next; ++p) prefetch_row(s.key_rows[p], D);
+                for (int p = 0; p < next; ++p) prefetch_row(s.key_rows[p], D * size);
             }
         } else {
             for (int p = 0; p < CHUNK; p += LANES) {
@@ -291,7 +314,7 @@ static void attention(const AttentionInput& in, Work work, const Team& team) {
     const int per_kv = in.heads / in.kv_heads;
     // With few sequences and no prefill there are fewer KV heads than threads can share evenly: split further.
     int64_t tokens = in.query_starts[in.sequences];
-    bool split_heads = tokens == in.sequences && in.sequences * in.kv_heads < 4 * team.size;
+    bool split_heads = team.size > 1 && tokens == in.sequences && in.sequences * in.kv_heads < 4 * team.size;
     const int most_heads = split_heads ? 1 : per_kv < MAX_ROWS ? per_kv : MAX_ROWS;
     const int head_groups = (per_kv + most_heads - 1) / most_heads;
     const int tile = MAX_ROWS / most_heads > 0 ? MAX_ROWS / most_heads : 1;

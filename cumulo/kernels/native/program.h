@@ -32,7 +32,9 @@ enum Kind : int32_t {
     EMBED_FLOAT, // EMBED from a float table
     SHRINK,     // A x of every row that has an adapter -> out
     EXPAND,     // B x added to the rows of out that have an adapter
-    FLOAT8_LINEAR  // FLOAT_LINEAR with 8-bit floats and scales
+    FLOAT8_LINEAR,  // FLOAT_LINEAR with 8-bit floats and scales
+    KEEP,       // x -> out[slots[token]], rows of out_columns: what a draft head sees of the stream
+    LIKELIEST   // x = logits -> out = [probability of the most likely token, its number as an int32]
 };
 
 struct Op {
@@ -49,11 +51,11 @@ struct Op {
     const PackedPart* packed;
     QuantizedRows quantized;
     // rotary embedding and attention
-    float *keys, *values;
+    uint8_t *keys, *values;  // numbers of `kv_format`
     const float *query_norm, *key_norm, *cosine, *sine;
     int64_t key_block, key_head, key_position, value_block, value_head, value_position;
     int32_t heads, kv_heads, head_dim, value_dim, block_size, window;
-    int32_t interleaved;
+    int32_t interleaved, kv_format;
     float scale, eps;
     // adapters; `parts` are the sections of a fused matrix
     const int32_t *bounds, *ranks;
@@ -87,6 +89,8 @@ static void rotate_row(const Op& op, const Step& step, int64_t token) {
     float* row = op.out + token * op.columns;
     const float *cosine = op.cosine + step.positions[token] * half, *sine = op.sine + step.positions[token] * half;
     int64_t block = step.slots[token] / op.block_size, offset = step.slots[token] % op.block_size;
+    const KvFormat format = (KvFormat)op.kv_format;
+    const int64_t size = number_bytes(format);
     for (int head = 0; head < op.heads + op.kv_heads; ++head) {
         float* x = row + (int64_t)head * D;
         const float* weight = head < op.heads ? op.query_norm : op.key_norm;
@@ -97,9 +101,10 @@ static void rotate_row(const Op& op, const Step& step, int64_t token) {
         rotate_head(x, D, cosine, sine, op.interleaved);
         if (head < op.heads) continue;
         int kv = head - op.heads;
-        memcpy(op.keys + block * op.key_block + kv * op.key_head + offset * op.key_position, x, sizeof(float) * D);
-        memcpy(op.values + block * op.value_block + kv * op.value_head + offset * op.value_position,
-               x + (int64_t)op.kv_heads * D, sizeof(float) * D);
+        int64_t key = block * op.key_block + kv * op.key_head + offset * op.key_position;
+        int64_t value = block * op.value_block + kv * op.value_head + offset * op.value_position;
+        write_codes(format, x, D, op.keys + key * size);
+        write_codes(format, x + (int64_t)op.kv_heads * D, D, op.values + value * size);
     }
 }
 
@@ -127,6 +132,7 @@ static AttentionInput attention_input(const Op& op, const Step& step) {
     in.value_block = op.value_block, in.value_head = op.value_head, in.value_position = op.value_position;
     in.heads = op.heads, in.kv_heads = op.kv_heads, in.key_dim = op.head_dim, in.value_dim = op.value_dim;
     in.block_size = op.block_size, in.window = op.window, in.scale = op.scale;
+    in.format = (KvFormat)op.kv_format;
     in.sequences = step.sequences, in.table_stride = step.table_stride;
     in.query_starts = step.query_starts, in.context_lengths = step.context_lengths;
     in.block_tables = step.block_tables;
@@ -177,6 +183,20 @@ static void play_op(const Op& op, const Step& step, std::atomic<int64_t>* counte
         case SILU_MUL: each_row([&](int64_t row) { silu_row(op, row, rows); }); break;
         case SHRINK: shrink(low_rank(op), op.over_outputs ? step.output_groups : step.token_groups, work); break;
         case EXPAND: expand(low_rank(op), op.over_outputs ? step.output_groups : step.token_groups, work); break;
+        case KEEP:
+            each_row([&](int64_t row) {
+                memcpy(op.out + step.slots[row] * op.out_columns, op.x + row * op.columns,
+                       sizeof(float) * op.columns);
+            });
+            break;
+        case LIKELIEST:
+            each_row([&](int64_t row) {
+                float chance;
+                int32_t token = likeliest(op.x + row * op.columns, op.columns, &chance);
+                op.out[2 * row] = chance;
+                memcpy(op.out + 2 * row + 1, &token, 4);
+            });
+            break;
         case GATHER:
             each_row([&](int64_t row) {
                 memcpy(op.out + row * op.columns, op.x + step.output_rows[row] * op.columns,

@@ -17,6 +17,35 @@ INLINE float inverse_rms(const float* x, int columns, float eps) {
     return 1.0f / std::sqrt(sum(squares[0] + squares[1]) / (float)columns + eps);
 }
 
+// The first of the largest of `columns` numbers, and its share of the sum of all exponentials.
+INLINE int32_t likeliest(const float* x, int columns, float* chance) {
+    vf best = splat(-INFINITY);
+    vi at = {}, index = {}, step = splat(LANES);
+    for (int lane = 0; lane < LANES; ++lane) index[lane] = lane;
+    int k = 0;
+    for (; k + LANES <= columns; k += LANES, index += step) {
+        vf v = load(x + k);
+        vi larger = v > best;
+        best = larger ? v : best;
+        at = larger ? index : at;
+    }
+    int32_t token = 0;
+    float most = -INFINITY;
+    for (int lane = 0; lane < LANES; ++lane)
+        if (best[lane] > most || (best[lane] == most && at[lane] < token)) most = best[lane], token = at[lane];
+    for (; k < columns; ++k)
+        if (x[k] > most) most = x[k], token = k;
+    vf total[2] = {};
+    for (k = 0; k + 2 * LANES <= columns; k += 2 * LANES) {
+        total[0] += exp(load(x + k) - most);
+        total[1] += exp(load(x + k + LANES) - most);
+    }
+    float whole = sum(total[0] + total[1]);
+    for (; k < columns; ++k) whole += std::exp(x[k] - most);
+    *chance = 1.0f / whole;
+    return token;
+}
+
 INLINE vf silu(vf x) { return x / (1.0f + exp(-x)); }
 
 // Rotate one head in place. Tables hold cos and sin of the head's half dimensions at this position.
