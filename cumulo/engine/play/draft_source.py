@@ -22,6 +22,7 @@ from cumulo.models.heads.mtp import MtpHead
 from cumulo.models.heads.mtp_files import load_mtp
 from cumulo.models.heads.tap import StreamTap, eagle_layers
 from cumulo.models.play.fused import FusedDecoder, why_not
+from cumulo.models.play.fused_eagle import FusedEagle, why_not_head
 from cumulo.models.text.tokenizer import Tokenizer
 from cumulo.spec.model import ModelSpec
 
@@ -137,7 +138,10 @@ def attach_draft(source: DraftSource, runner: Runner, decoder: Decoder) -> None:
         if isinstance(source.head, MtpHead) and isinstance(runner.model, FusedDecoder):
             raise ConfigError("speculate=mtp runs on models with latent attention so far, as DeepSeek-V3")
         runner.model.tap = tap
-        model = EagleDraft(source.head, decoder.embed.rows, tap.at)
+        if isinstance(source.head, EagleHead) and why_not_head(source.head, decoder.embed) is None:
+            model = FusedEagle(source.head, decoder.embed, tap)
+        else:
+            model = EagleDraft(source.head, decoder.embed.rows, tap.at)
     else:
         assert source.model is not None
         drafting = source.model.decoder

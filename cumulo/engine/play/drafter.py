@@ -33,13 +33,12 @@ class DraftModel(Protocol):
     @property
     def weight_bytes(self) -> int: ...
 
-    def follow(self, batch: ForwardBatch, cache: KVCache, previous: Tensor | None) -> Tensor:
-        """Compute the tokens and return the hidden states of `batch.logit_rows`. `previous`: those returned for the
-        places before, where these tokens are proposals themselves."""
-        ...
-
-    def likeliest(self, hidden: Tensor) -> Likeliest:
-        """The most likely next token of each row, and how likely it is."""
+    def follow(
+        self, batch: ForwardBatch, cache: KVCache, previous: Tensor | None
+    ) -> tuple[Tensor, Likeliest]:
+        """Compute the tokens and return, of `batch.logit_rows`, the hidden states, and the most likely next tokens
+        with their chances. `previous`: hidden states returned for the places before, where these tokens are
+        proposals themselves."""
         ...
 
 
@@ -80,10 +79,10 @@ class Drafter:
         begun, complete = given > 0, given == needed
         rows = _rows(slots[begun], self._followed[slots[begun]], given[begun])
         last = rows.query_starts[1:] - 1
-        hidden = self.model.follow(self._batch(rows, last[complete[begun]], table), self.cache, None)
+        followed = self.model.follow(self._batch(rows, last[complete[begun]], table), self.cache, None)
         self._followed[slots] += given
         return self._continue(
-            draws[complete], slots[complete], ends[complete], counts[complete], hidden, table, floor
+            draws[complete], slots[complete], ends[complete], counts[complete], *followed, table, floor
         )
 
     def _continue(
@@ -93,6 +92,7 @@ class Drafter:
         ends: NDArray[np.int64],
         counts: NDArray[np.int64],
         hidden: Tensor,
+        likeliest: Likeliest,
         table: SlotTable,
         floor: float,
     ) -> Proposed:
@@ -102,7 +102,7 @@ class Drafter:
         together = np.ones(len(draws))  # the chance that all are right
         place = 0
         while len(slots):
-            tokens, likely = self.model.likeliest(hidden)
+            tokens, likely = likeliest
             for draw, token, chance in zip(draws.tolist(), tokens.tolist(), likely.tolist(), strict=True):
                 proposed[draw].append(token)
                 chances[draw].append(chance)
@@ -117,7 +117,8 @@ class Drafter:
             table.tokens[slots, ends + self.model.shift + place - 1] = tokens[more]
             rows = _rows(slots, ends + place - 1, np.ones(len(slots), dtype=np.int64))
             kept = hidden[torch.from_numpy(np.flatnonzero(more))]
-            hidden = self.model.follow(self._batch(rows, np.arange(len(slots)), table), self.cache, kept)
+            behind = self._batch(rows, np.arange(len(slots)), table)
+            hidden, likeliest = self.model.follow(behind, self.cache, kept)
         return proposed, chances
 
     def _batch(self, rows: StepRows, wanted: NDArray[np.int64], table: SlotTable) -> ForwardBatch:
@@ -148,8 +149,8 @@ class WholeDraftModel:
     def weight_bytes(self) -> int:
         return self._model.weight_bytes
 
-    def follow(self, batch: ForwardBatch, cache: KVCache, previous: Tensor | None) -> Tensor:
-        return self._model.forward(batch, cache)
-
-    def likeliest(self, hidden: Tensor) -> Likeliest:
-        return likeliest_of(self._model.logits(hidden)[:, : self._vocabulary])
+    def follow(
+        self, batch: ForwardBatch, cache: KVCache, previous: Tensor | None
+    ) -> tuple[Tensor, Likeliest]:
+        hidden = self._model.forward(batch, cache)
+        return hidden, likeliest_of(self._model.logits(hidden)[:, : self._vocabulary])

@@ -186,6 +186,23 @@ class PackedStack:
         return out
 
 
+class PackedColumns:
+    """Packed matrices side by side: each reads its own part of the input."""
+
+    def __init__(self, parts: Sequence[PackedWeight]) -> None:
+        self.parts = list(parts)
+        self.shape = (parts[0].shape[0], sum(part.shape[1] for part in parts))
+        self.nbytes = sum(part.nbytes for part in parts)
+
+    def matmul(self, x: Tensor) -> Tensor:
+        slices = x.split([part.shape[1] for part in self.parts], dim=1)
+        first, *others = (part.matmul(one) for part, one in zip(self.parts, slices, strict=True))
+        return sum(others, start=first)
+
+    def rows(self, indices: Tensor) -> Tensor:
+        return torch.cat([part.rows(indices) for part in self.parts], dim=1)
+
+
 def _fits_half(values: np.ndarray | None) -> bool:
     with np.errstate(over="ignore"):
         return values is None or bool(np.array_equal(values.astype(np.float16).astype(np.float32), values))

@@ -123,10 +123,10 @@ class EagleDraft:
     def weight_bytes(self) -> int:
         return self._head.weight_bytes
 
-    def follow(self, batch: ForwardBatch, cache: KVCache, previous: Tensor | None) -> Tensor:
+    def follow(
+        self, batch: ForwardBatch, cache: KVCache, previous: Tensor | None
+    ) -> tuple[Tensor, Likeliest]:
         stream = self._head.fc(self._stream_at(batch.slots)) if previous is None else previous
-        return self._head(stream, self._embed(batch.token_ids), batch, cache)
-
-    def likeliest(self, hidden: Tensor) -> Likeliest:
+        hidden = self._head(stream, self._embed(batch.token_ids), batch, cache)
         chosen, chances = likeliest_of(self._head.logits(hidden))
-        return self._head.token_of.numpy()[chosen], chances
+        return hidden, (self._head.token_of.numpy()[chosen], chances)

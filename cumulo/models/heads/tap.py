@@ -21,11 +21,19 @@ class StreamTap:
     def nbytes(self) -> int:
         return self.kept.nbytes
 
+    def places(self, layer: int) -> list[Tensor]:
+        """Where the stream that enters a layer is kept, [slots, hidden]: a model of few layers has several."""
+        hidden = self._hidden
+        return [
+            self.kept[:, place * hidden : (place + 1) * hidden]
+            for place, kept in enumerate(self.layers)
+            if kept == layer
+        ]
+
     def take(self, layer: int, stream: Tensor, slots: Tensor) -> None:
         """The stream [tokens, hidden] that enters a layer, and where each token's keys and values lie."""
-        for place, kept in enumerate(self.layers):  # a model of few layers has one in several places
-            if kept == layer:
-                self.kept[slots, place * self._hidden : (place + 1) * self._hidden] = stream
+        for kept in self.places(layer):
+            kept[slots] = stream
 
     def at(self, slots: Tensor) -> Tensor:
         """[tokens, layers x hidden]."""

@@ -7,15 +7,12 @@ thread start between layers. Same interface as `Decoder`: `forward` gives hidden
 logits of them.
 """
 
-import ctypes
-from itertools import pairwise
-
 import torch
 from torch import Tensor
 
 from cumulo.kernels.cpu import library as native_library
 from cumulo.kernels.cpu.float_linear import float_linear
-from cumulo.kernels.cpu.library import GroupsStruct, OpStruct, StepStruct
+from cumulo.kernels.cpu.library import GroupsStruct, StepStruct
 from cumulo.kernels.cpu.packed_float8 import PackedFloat8
 from cumulo.kernels.cpu.packed_linear import PackedWeight
 from cumulo.kernels.low_rank import AdapterGroups
@@ -24,6 +21,7 @@ from cumulo.models.decoder import Decoder
 from cumulo.models.heads.tap import StreamTap
 from cumulo.models.linear import Linear
 from cumulo.models.play.fused_program import FusedProgram, OpList, StepBuffers
+from cumulo.models.play.pointers import pointer
 from cumulo.models.play.rank_decoder import embed_slice
 from cumulo.models.play.rank_links import RankLinks
 
@@ -61,10 +59,16 @@ class FusedDecoder:
         if tokens == 0:
             return hidden
         program = self._program
-        if program is None or program.cache is not cache or program.rows < max(tokens, outputs):
+        if (
+            program is None
+            or program.cache is not cache
+            or program.tap is not self.tap
+            or program.rows < max(tokens, outputs)
+        ):
             rows = -(-max(tokens, outputs) // ROWS_STEP) * ROWS_STEP
             tables = self.cosine, self.sine
-            program = self._program = FusedProgram(self.decoder, tables, links, self.library, cache, rows)
+            program = FusedProgram(self.decoder, tables, links, self.library, cache, rows, self.tap)
+            self._program = program
         operations = program.operations(batch.adapters is not None)
         if last:
             operations.set_result(hidden)
@@ -78,21 +82,19 @@ class FusedDecoder:
             position_limit=len(self.cosine),
             blocks=cache.blocks,
             block_size=cache.block_size,
-            token_ids=_pointer(batch.token_ids, torch.int64),
-            positions=_pointer(batch.positions, torch.int64),
-            slots=_pointer(batch.slots, torch.int64),
-            output_rows=_pointer(batch.logit_rows, torch.int64),
-            query_starts=_pointer(batch.query_starts, torch.int32),
-            context_lengths=_pointer(batch.context_lengths, torch.int32),
-            block_tables=_pointer(block_tables, torch.int32),
+            token_ids=pointer(batch.token_ids, torch.int64),
+            positions=pointer(batch.positions, torch.int64),
+            slots=pointer(batch.slots, torch.int64),
+            output_rows=pointer(batch.logit_rows, torch.int64),
+            query_starts=pointer(batch.query_starts, torch.int32),
+            context_lengths=pointer(batch.context_lengths, torch.int32),
+            block_tables=pointer(block_tables, torch.int32),
         )
         if batch.adapters is not None:
             step.token_groups = _groups(batch.adapters.tokens)
             step.output_groups = _groups(batch.adapters.outputs)
         if links is not None:
             self._play_with_others(program.buffers, operations, step, batch, links)
-        elif self.tap is not None:
-            self._play_tapped(program.buffers, operations, step, batch.slots, self.tap)
         elif cache.on_layer is None:
             self.library.play(operations.ops, step)
         else:
@@ -101,18 +103,6 @@ class FusedDecoder:
                 if layer < self.spec.layers:
                     cache.on_layer(layer)
         return hidden
-
-    def _play_tapped(
-        self, buffers: StepBuffers, operations: OpList, step: StepStruct, slots: Tensor, tap: StreamTap
-    ) -> None:
-        bounds = [0, *(sum(map(len, operations.parts[:layer])) for layer in tap.layers), len(operations.ops)]
-        for (first, end), layer in zip(pairwise(bounds), (*tap.layers, None), strict=True):
-            if end > first:
-                array = OpStruct * (end - first)
-                ops = array.from_buffer(operations.ops, first * ctypes.sizeof(OpStruct))
-                self.library.play(ops, step)
-            if layer is not None:
-                tap.take(layer, buffers.hidden.values[: step.tokens], slots)
 
     def _play_with_others(
         self,
@@ -170,18 +160,10 @@ def why_not(decoder: Decoder) -> str | None:
     return None
 
 
-def _pointer(tensor: Tensor, dtype: torch.dtype) -> int:
-    if tensor.dtype != dtype or not tensor.is_contiguous():
-        raise ValueError(
-            f"expected a contiguous {dtype} tensor, got {tensor.dtype} with strides {tensor.stride()}"
-        )
-    return tensor.data_ptr()
-
-
 def _groups(groups: AdapterGroups) -> GroupsStruct:
     return GroupsStruct(
-        rows=_pointer(groups.rows, torch.int32),
-        starts=_pointer(groups.starts, torch.int32),
-        slots=_pointer(groups.slots, torch.int32),
+        rows=pointer(groups.rows, torch.int32),
+        starts=pointer(groups.starts, torch.int32),
+        slots=pointer(groups.slots, torch.int32),
         count=len(groups.slots),
     )

@@ -1,0 +1,155 @@
+"""FusedEagle: an Eagle head's step in one call of the native kernels. A drafter plays it in place of `EagleDraft`
+wherever `why_not_head` has nothing to say.
+"""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cumulo.kernels.cpu import library as native_library
+from cumulo.kernels.cpu.library import NativeLibrary, StepStruct
+from cumulo.kernels.cpu.packed_linear import PackedColumns, PackedWeight
+from cumulo.kernels.cpu.paged_attention import attention_fields
+from cumulo.models.batch import ForwardBatch, KVCache
+from cumulo.models.heads.eagle import EagleHead, Likeliest
+from cumulo.models.heads.tap import StreamTap
+from cumulo.models.linear import Linear
+from cumulo.models.play.op_writer import ActivationRoom, OpWriter
+from cumulo.models.play.pointers import pointer
+
+_ROWS_STEP = 16  # buffers grow in multiples of this many tokens
+
+
+class FusedEagle:
+    shift = 1
+
+    def __init__(self, head: EagleHead, embed: Linear, tap: StreamTap) -> None:
+        """`embed`: the served model's. `tap`: what the head sees of its stream."""
+        library = native_library.native()
+        reason = why_not_head(head, embed)
+        if reason is not None or library is None:
+            raise ValueError(f"this head cannot be fused: {reason}")
+        self._head, self._embed, self._tap, self._library = head, embed, tap, library
+        head.rotary.rotation_at(torch.zeros(0, dtype=torch.int64))  # makes the table
+        assert head.rotary.table is not None
+        self._tables = head.rotary.table[0].contiguous(), head.rotary.table[1].contiguous()
+        self._program: _HeadProgram | None = None
+
+    @property
+    def weight_bytes(self) -> int:
+        return self._head.weight_bytes
+
+    def follow(
+        self, batch: ForwardBatch, cache: KVCache, previous: Tensor | None
+    ) -> tuple[Tensor, Likeliest]:
+        tokens, outputs = len(batch.token_ids), len(batch.logit_rows)
+        program = self._program
+        if program is None or program.cache is not cache or program.rows < tokens:
+            rows = -(-tokens // _ROWS_STEP) * _ROWS_STEP
+            program = self._program = _HeadProgram(
+                self._head, self._embed, self._tables, self._library, cache, rows
+            )
+        if previous is None:
+            torch.index_select(self._tap.kept, 0, batch.slots, out=program.tapped.values[:tokens])
+        else:
+            program.stream.values[:tokens] = previous
+        block_tables = batch.block_tables.contiguous()
+        step = StepStruct(
+            tokens=tokens,
+            sequences=len(batch.context_lengths),
+            outputs=outputs,
+            table_stride=block_tables.shape[1],
+            vocabulary=self._embed.shape[0],
+            position_limit=len(self._tables[0]),
+            blocks=cache.blocks,
+            block_size=cache.block_size,
+            token_ids=pointer(batch.token_ids, torch.int64),
+            positions=pointer(batch.positions, torch.int64),
+            slots=pointer(batch.slots, torch.int64),
+            output_rows=pointer(batch.logit_rows, torch.int64),
+            query_starts=pointer(batch.query_starts, torch.int32),
+            context_lengths=pointer(batch.context_lengths, torch.int32),
+            block_tables=pointer(block_tables, torch.int32),
+        )
+        self._library.play(program.behind_tokens if previous is None else program.behind_drafts, step)
+        found = program.likeliest.numpy()[:outputs]
+        tokens_of = self._head.token_of.numpy()[found.view(np.int32)[:, 1]]
+        return program.wanted.values[:outputs].clone(), (tokens_of, found[:, 0].copy())
+
+
+class _HeadProgram:
+    """The operations for up to `rows` tokens over one cache: behind known tokens, where the stream is the served
+    model's, and behind the head's own proposals, where it is its own."""
+
+    def __init__(
+        self, head: EagleHead, embed: Linear, tables: tuple[Tensor, Tensor], library: NativeLibrary,
+        cache: KVCache, rows: int,
+    ) -> None:  # fmt: skip
+        self.cache, self.rows = cache, rows
+        spec = head.spec
+        room = ActivationRoom(library, rows)
+        self.tapped = room.buffer(head.fc.shape[1])
+        self.stream = room.buffer(spec.hidden)
+        self.wanted = room.buffer(spec.hidden)
+        self.likeliest = torch.empty((rows, 2), dtype=torch.float32)
+        logits = room.buffer(head.head.shape[0])
+        tokens, mixed, wanted_mixed = (
+            room.buffer(columns)
+            for columns in (spec.hidden, spec.heads * spec.head_dim, spec.heads * spec.head_dim)
+        )
+        # One normed form each: the two norms are read by different halves of a matrix, one after the other.
+        normed, qkv = room.buffer(spec.hidden), room.buffer(head.qkv.shape[0])
+        gate_up, activated = room.buffer(2 * spec.ffn_hidden), room.buffer(spec.ffn_hidden)
+        fields = attention_fields(cache.keys[0], cache.values[0], spec.heads, spec.head_dim**-0.5, None)
+        assert isinstance(head.qkv.packed, PackedColumns)
+        of_token, of_stream = head.qkv.packed.parts
+        self._writers = (OpWriter(room, spec.norm_eps), OpWriter(room, spec.norm_eps))
+        for first, writer in zip((True, False), self._writers, strict=True):
+            if first:
+                writer.quantize(self.tapped, head.fc)
+                writer.linear(self.tapped, head.fc, self.stream)
+            writer.embed(embed, tokens)
+            writer.norm(tokens, head.token_norm.weight, normed, of_token)
+            writer.packed(normed, of_token, qkv)
+            writer.norm(self.stream, head.stream_norm.weight, normed, of_stream)
+            writer.packed(normed, of_stream, qkv, accumulate=True)
+            writer.rotate(qkv, tables, fields, interleaved=int(spec.rope_interleaved))
+            writer.attend(qkv, mixed, fields)
+            writer.gather(self.stream, self.wanted)
+            writer.gather(mixed, wanted_mixed)
+            writer.quantize(wanted_mixed, head.output, over_outputs=True)
+            writer.linear(wanted_mixed, head.output, self.wanted, accumulate=True, over_outputs=True)
+            writer.norm(self.wanted, head.ffn_norm.weight, normed, head.ffn.gate_up, over_outputs=True)
+            writer.linear(normed, head.ffn.gate_up, gate_up, over_outputs=True)
+            writer.silu_mul(gate_up, activated, head.ffn.down, over_outputs=True)
+            writer.linear(activated, head.ffn.down, self.wanted, accumulate=True, over_outputs=True)
+            writer.norm(self.wanted, head.final_norm.weight, normed, head.head, over_outputs=True)
+            writer.linear(normed, head.head, logits, over_outputs=True)
+            writer.likeliest(logits, self.likeliest)
+        self.behind_tokens, self.behind_drafts = (writer.array() for writer in self._writers)
+
+
+def why_not_head(head: EagleHead, embed: Linear) -> str | None:
+    """What keeps a head from being fused, or None."""
+    spec, library = head.spec, native_library.native()
+    if library is None:
+        return "the native kernels are not available"
+    if any(size % library.lanes for size in (spec.hidden, spec.head_dim, spec.ffn_hidden)):
+        return f"a size is not a multiple of the vector width {library.lanes}"
+    if not isinstance(head.qkv.packed, PackedColumns):
+        return "its matrices are not packed"
+    if embed.packed is None:
+        if embed.weight.dtype != torch.float32 or not embed.weight.is_contiguous():
+            return "the embedding is not in contiguous float32"
+    elif (
+        not isinstance(embed.packed, PackedWeight)
+        or embed.packed.library is None
+        or embed.packed.order is not None
+    ):
+        return "the embedding is packed in a format the kernels do not know"
+    for name, module in head.named_modules():
+        if isinstance(module, Linear) and module is not head.qkv:
+            packed = module.packed
+            if not isinstance(packed, PackedWeight) or packed.library is None or packed.order is not None:
+                return f"{name} is not packed for the kernels"
+    return None

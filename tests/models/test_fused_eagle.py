@@ -1,0 +1,83 @@
+"""FusedEagle against the same head in PyTorch's operators."""
+
+import pytest
+import torch
+
+from cumulo.kernels.cpu.library import native
+from cumulo.models.batch import ForwardBatch, KVCache
+from cumulo.models.heads.eagle import EagleDraft, EagleHead
+from cumulo.models.heads.files import load_eagle, save_eagle
+from cumulo.models.heads.tap import StreamTap
+from cumulo.models.linear import Linear
+from cumulo.models.play.fused_eagle import FusedEagle, why_not_head
+from cumulo.spec.model import ModelSpec
+
+pytestmark = pytest.mark.skipif(native() is None, reason="no compiler")
+
+SPEC = ModelSpec("llama", 300, 64, 1, 4, 2, 16, 96, 256)
+
+
+def random_head(folder) -> EagleHead:
+    """As it comes from a file, packed."""
+    generator = torch.Generator().manual_seed(1)
+    head = EagleHead(SPEC, 3 * SPEC.hidden, 150)
+    for parameter in head.parameters():
+        scale, offset = (0.15, 0.0) if parameter.dim() > 1 else (0.2, 1.0)
+        parameter.data = offset + scale * torch.randn(parameter.shape, generator=generator)
+    head.token_of = torch.randperm(SPEC.vocab_size, generator=generator)[:150].sort().values
+    save_eagle(folder, head)
+    loaded = load_eagle(folder, SPEC)
+    loaded.rotary.serve(SPEC.max_context)
+    return loaded
+
+
+def step(first: int, count: int, wanted: list[int], generator: torch.Generator) -> ForwardBatch:
+    """`count` tokens of one sequence, whose blocks are 2, 0, 3, ..."""
+    table = torch.tensor([[2, 0, 3, 1, 4, 5]], dtype=torch.int32)
+    positions = torch.arange(first, first + count)
+    return ForwardBatch(
+        token_ids=torch.randint(0, SPEC.vocab_size, (count,), generator=generator),
+        positions=positions,
+        slots=table[0, positions // 16].to(torch.int64) * 16 + positions % 16,
+        query_starts=torch.tensor([0, count], dtype=torch.int32),
+        context_lengths=torch.tensor([first + count], dtype=torch.int32),
+        block_tables=table,
+        logit_rows=torch.tensor(wanted),
+    )
+
+
+def test_a_fused_head_proposes_what_the_head_proposes(tmp_path) -> None:
+    generator = torch.Generator().manual_seed(2)
+    head = random_head(tmp_path)
+    embed = Linear(SPEC.hidden, SPEC.vocab_size, dtype=torch.float32, device="cpu")
+    embed.weight.data = torch.randn(SPEC.vocab_size, SPEC.hidden, generator=generator)
+    tap = StreamTap((0, 1, 2), 96, SPEC.hidden, torch.float32, "cpu")
+    tap.kept.copy_(torch.randn(tap.kept.shape, generator=generator))
+    assert why_not_head(head, embed) is None
+    models = (EagleDraft(head, embed.rows, tap.at), FusedEagle(head, embed, tap))
+    caches = [KVCache(SPEC, 6, 16) for _ in models]
+    previous: list[torch.Tensor | None] = [None, None]
+    # A prompt, known tokens behind it, then proposals behind proposals, and a longer chunk than any before.
+    for batch, own in (
+        (step(0, 5, [4], generator), False),
+        (step(5, 2, [0, 1], generator), False),
+        (step(7, 2, [0, 1], generator), True),
+        (step(9, 40, [7, 39], generator), False),
+    ):
+        found = [
+            model.follow(batch, cache, before if own else None)
+            for model, cache, before in zip(models, caches, previous, strict=True)
+        ]
+        (hidden, (tokens, chances)), (fused_hidden, (fused_tokens, fused_chances)) = found
+        torch.testing.assert_close(
+            fused_hidden, hidden, rtol=0.02, atol=0.02
+        )  # activations are rounded to 8 bits
+        assert fused_tokens.tolist() == tokens.tolist()
+        assert fused_chances == pytest.approx(chances, rel=0.05)
+        previous = [one[0] for one in found]
+    torch.testing.assert_close(caches[1].key_storage, caches[0].key_storage, rtol=0.02, atol=0.02)
+
+
+def test_a_head_that_is_not_packed_is_not_fused() -> None:
+    embed = Linear(SPEC.hidden, SPEC.vocab_size, dtype=torch.float32, device="cpu")
+    assert why_not_head(EagleHead(SPEC, 3 * SPEC.hidden, 150), embed) == "its matrices are not packed"
