@@ -20,7 +20,7 @@ from cumulo.kernels.cuda.sampling.rounds import (
 )
 from cumulo.models.heads.eagle import EagleHead
 from cumulo.spec.model import ModelSpec
-from cumulo.train.head.answers import _computed
+from cumulo.train.head.states import hidden_states
 from tests.engine.test_runner_cuda import prompt, run
 from tests.thorough import rare
 
@@ -142,8 +142,8 @@ def _proposed(decoder, head, tokens: list[int], known: int) -> list[int]:
     """The head in torch, on one sequence, with an attention matrix: behind the first `known` tokens."""
     head.rotary.serve(128)
     array = torch.tensor(tokens)
-    stream = head.fc(_computed(decoder, array[:known].numpy()).float())  # places 0 .. known - 2
-    decoder.tap = None
+    seen, _ = hidden_states(decoder, array[None, : known - 1].to(DEVICE))
+    stream = head.fc(seen[0].float())  # places 0 .. known - 2
     found = []
     keys, values, out = [], [], stream[0]
     for place in range(known + 1):

@@ -37,9 +37,11 @@ class _Learnt:
     def see(self, drafts: int, seconds: float) -> None:
         known = self.plain if not drafts else self.rounds.setdefault(drafts, [0.0, 0])
         known[1] += 1
-        # The first steps of a kind may compile or capture something: a much shorter one replaces them.
+        # The first steps of a kind may compile or capture something, or wait for a prompt's result.
         if known[1] == 1 or seconds < 0.6 * known[0]:
             known[0] = seconds
+        elif known[1] <= _SEEN:
+            known[0] = min(known[0], seconds)
         else:
             known[0] += (_NEWS if seconds < 1.5 * known[0] else _ODD_NEWS) * (seconds - known[0])
 
