@@ -111,14 +111,47 @@ def test_the_page_has_a_bar_for_every_run_and_a_square_for_every_node():
     assert text.count("<rect") == 4 + 1 and "too-long: 3.33 min on 1 tasks" in text
 
 
-def test_an_unknown_trace_and_a_bad_line_are_named(tmp_path):
+HEAD = "job_id,arrival_s,duration_s,gpus"
+
+
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    (
+        ("a,b\n1,2", "is no job trace: its columns are a,b"),
+        (
+            "job_id,arrival,duration_s,gpus\nx,0,1,1",
+            r"column arrival_s is missing \(did you mean it by arrival",
+        ),
+        (f"{HEAD},prioritty\nx,0,1,1,5", "there is no column prioritty; did you mean priority"),
+        (f"{HEAD}\nx,0,ten,1", ":2: duration_s must be a number of 0 or more, got 'ten'"),
+        (f"{HEAD}\nx,0,nan,1", ":2: duration_s must be a number"),
+        (f"{HEAD}\nx,0,1,1\ny,0,-5,1", ":3: duration_s must be a number of 0 or more, got '-5'"),
+        (f"{HEAD}\nx,0,1e300,1", "1e\\+12 at most"),
+        (f"{HEAD}\nx,0,1,1.5", ":2: gpus must be a whole number"),
+        (f"{HEAD}\nx,0", ":2: this line has no value for duration_s"),
+        (f"{HEAD}\nx,0,1,1,7", ":2: this line has more values than there are columns"),
+        (f"{HEAD}\nx,0,1,1\nx,5,1,1", ":3: job_id 'x' is already in line 2"),
+        (f"{HEAD}\n,0,1,1", ":2: job_id is missing"),
+        (f"{HEAD},gpu_milli\nx,0,1,1,1500", ":2: job x: a share of a GPU is 1 to 1000"),
+        (HEAD, "has no lines"),
+        ("\x00\udcff", "no CSV file"),
+    ),
+)
+def test_an_odd_trace_is_refused_with_its_line_and_column(tmp_path, lines, said):
     file = tmp_path / "t.csv"
-    file.write_text("a,b\n1,2\n")
-    with pytest.raises(ConfigError, match="is no job trace: its columns are a,b"):
+    file.write_bytes(lines.encode("utf-8", "surrogateescape"))
+    with pytest.raises(ConfigError, match=said):
         read_trace(file)
-    file.write_text("job_id,arrival_s,duration_s,gpus\nx,0,ten,1\n")
-    with pytest.raises(ConfigError, match="line 2"):
-        read_trace(file)
+
+
+def test_a_job_that_is_too_large_for_the_cluster_holds_up_nobody(tmp_path):
+    file = tmp_path / "t.csv"
+    file.write_text(
+        f"\ufeff{HEAD.upper().replace(',', '; ')};Devices\nlast;9;0;1;\nwide;0;5;16;\nother;0;5;1;H100\n"
+    )
+    run = play(uniform_nodes(2, 8), read_trace(file), policy_named("backfill").decide)
+    assert [one.job_id for one in run.outcomes] == ["last"]
+    assert [job.job_id for job in run.impossible] == ["wide", "other"]
 
 
 @needs_traces

@@ -63,8 +63,18 @@ def comparison(runs: Runs) -> Table:
 
 
 def never_ended(runs: Runs) -> list[str]:
-    """One line for each policy that leaves jobs behind."""
+    """One line for jobs that no policy can place, and one for each policy that leaves jobs behind."""
     lines = []
+    if runs and (left_out := runs[0][1].impossible):
+        first, nodes = left_out[0], runs[0][1].nodes
+        kind = f" of {' or '.join(first.devices)}" if first.devices else ""
+        able = [node for node in nodes if not kind or node.device in first.devices]
+        lines.append(
+            f"{len(left_out):,} jobs were left out: the whole cluster is too small for them. The first is "
+            f"{first.job_id}, which needs {first.tasks:,} tasks with {first.gpus_per_task} GPUs{kind} each; the "
+            f"cluster has {sum(node.gpus for node in able):,}{' such' if kind else ''} GPUs, "
+            f"{max((node.gpus for node in able), default=0)} on its largest node."
+        )
     for name, run, _ in runs:
         if run.unfinished:
             job, gpus = run.unfinished[0], sum(node.gpus for node in run.nodes)

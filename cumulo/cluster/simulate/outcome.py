@@ -60,6 +60,7 @@ class ClusterRun:
     segments: list[Segment] = field(default_factory=list)
     dropped: list[JobRequest] = field(default_factory=list)
     unfinished: list[JobRequest] = field(default_factory=list)
+    impossible: list[JobRequest] = field(default_factory=list)  # too large for the whole cluster, left out
     log: list[tuple[float, tuple[Decision, ...]]] = field(default_factory=list)
     cordoned: list[str] = field(default_factory=list)
     fragmented: list[float] = field(default_factory=list)  # share of the free GPUs, sampled while jobs end
@@ -141,5 +142,6 @@ class ClusterRun:
             "utilisation": self.utilisation, "fragmentation": self.fragmentation, "fairness": self.fairness,
             "decisions": self.decisions,
             "evictions": self.evictions, "resizes": self.resizes, "node_failures": self.node_failures,
-            "cordoned": self.cordoned, "unfinished": len(self.unfinished), "tenants": self.per_tenant,
+            "cordoned": self.cordoned, "unfinished": len(self.unfinished), "impossible": len(self.impossible),
+            "tenants": self.per_tenant,
         }  # fmt: skip

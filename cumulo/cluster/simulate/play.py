@@ -12,10 +12,11 @@ from typing import Protocol
 
 from cumulo.cluster.decide.check import violations
 from cumulo.cluster.decide.decisions import Cordon, Decision, Eviction, JobPlacement, Resize, Waits
+from cumulo.cluster.decide.fit import slots
 from cumulo.cluster.decide.fragmentation import fragmented_share, task_mix
 from cumulo.cluster.decide.jobs import JobRequest, RunningJob, TaskPlace
 from cumulo.cluster.decide.nodes import ClusterNode, FreeCapacity
-from cumulo.cluster.decide.queue import JobQueue
+from cumulo.cluster.decide.queue import JobQueue, Shape, shape_key
 from cumulo.cluster.decide.releases import Releases
 from cumulo.cluster.decide.running import RunningTable
 from cumulo.cluster.decide.snapshot import Policy, Snapshot, TenantQuota
@@ -124,6 +125,8 @@ class _Player:
         self.run = ClusterRun(self.snapshot_nodes)
         self.speed.beside(self.running)
         self.used_gpus = 0.0
+        self.empty = FreeCapacity([replace(node, health="ready") for node in self.nodes])
+        self.fitting: dict[Shape, int] = {}  # tasks of each shape that the empty cluster can hold
         self.releases = Releases(self.free)
         self.counted_s = 0.0
         self.checked = 0
@@ -146,7 +149,7 @@ class _Player:
         finished = 0
         sample_every = max(1, len(self.trace) // _FRAGMENTATION_SAMPLES)
         mix = task_mix(job.request for job in self.trace)
-        while self.heap and len(self.run.outcomes) < len(self.trace):
+        while self.heap and len(self.run.outcomes) + len(self.run.impossible) < len(self.trace):
             self.count_until(self.heap[0][0])
             self.now_s = self.heap[0][0]
             decide = not self.options.interval_s
@@ -179,6 +182,9 @@ class _Player:
         self.checked = 0
         if kind == "arrive":
             job = self.trace[number]
+            if not self.possible(job.request):
+                self.run.impossible.append(job.request)
+                return
             self.live[name] = _Live(job.request, job.work, number)
             self.enqueue(job.request, number)
         elif kind == "advance":
@@ -193,6 +199,14 @@ class _Player:
             self.fail(name)
         elif kind == "repair":
             self.set_health(name, replace(self.nodes[self.free.index[name]], health="ready"))
+
+    def possible(self, job: JobRequest) -> bool:
+        """Whether an empty and whole cluster could run it: a queue must not wait for a job that never starts."""
+        shape = shape_key(job)
+        known = self.fitting.get(shape)
+        if known is None:
+            known = self.fitting[shape] = slots(job, self.empty)
+        return known >= (job.min_tasks or job.tasks)
 
     def enqueue(self, request: JobRequest, number: int) -> None:
         self.waiting.add(request, number)

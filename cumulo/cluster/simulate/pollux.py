@@ -2,7 +2,6 @@
 and whose steps are worth less in large batches. `play` asks this file how fast a job advances.
 """
 
-import csv
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -15,6 +14,7 @@ import yaml
 
 from cumulo.cluster.decide.jobs import JobRequest, RunningJob, SpeedTable, TaskPlace
 from cumulo.cluster.simulate.play import TraceJob
+from cumulo.cluster.simulate.trace_lines import once, read_lines
 from cumulo.cluster.simulate.traces import error_of
 from cumulo.errors import ConfigError
 
@@ -164,24 +164,28 @@ def application_of(job_id: str) -> Application:
 
 def read_pollux(path: Path, adaptive: bool, error: float = 0.0) -> tuple[list[TraceJob], PolluxSpeed]:
     """A workload of the artifact: name,time,application,num_replicas,batch_size."""
-    with path.open(newline="", encoding="utf-8") as file:
-        lines = list(csv.DictReader(file))
+    lines = read_lines(path)
+    once(lines, (line.text("name") for line in lines), "name")
     jobs = []
     for line in lines:
         request = JobRequest(
-            line["name"], 1 if adaptive else int(line["num_replicas"]), 1, arrival_s=float(line["time"]),
-            checkpoint_s=RESTART_S, startup_s=RESTART_S, min_tasks=1 if adaptive else None,
+            line.text("name"),
+            1 if adaptive else line.whole("num_replicas", least=1),
+            1,
+            arrival_s=line.real("time"),
+            checkpoint_s=RESTART_S,
+            startup_s=RESTART_S,
+            min_tasks=1 if adaptive else None,
             max_tasks=1 if adaptive else None,
-        )  # fmt: skip
-        jobs.append(TraceJob(request, application_of(line["name"]).progress))
-    return jobs, PolluxSpeed(adaptive, {line["name"]: int(line["batch_size"]) for line in lines}, error)
+        )
+        jobs.append(TraceJob(request, application_of(line.text("name")).progress))
+    return jobs, PolluxSpeed(
+        adaptive, {line.text("name"): line.whole("batch_size", least=1) for line in lines}, error
+    )
 
 
 def is_pollux(path: Path) -> bool:
-    with path.open(encoding="utf-8") as file:
-        return {"name", "application", "num_replicas", "batch_size"} <= set(
-            file.readline().strip().split(",")
-        )
+    return {"name", "time", "application", "num_replicas", "batch_size"} <= set(read_lines(path)[0].fields)
 
 
 # Mean JCT in seconds on 16 nodes with 4 GPUs: petuum/adaptdl, branch osdi21-artifact, simulator/results-jobload.

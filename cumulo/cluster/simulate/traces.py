@@ -2,21 +2,22 @@
 them.
 
 A file is known by its columns. Our own form is a CSV with `job_id,arrival_s,duration_s,gpus` and optionally
-`tasks, tenant, priority, gpu_milli, predicted_s, min_tasks, max_tasks, checkpoint_s, compute_s, all_reduce_gb`.
+`tasks, tenant, priority, gpu_milli, predicted_s, min_tasks, max_tasks, checkpoint_s, compute_s, all_reduce_gb,
+all_to_all_gb, devices`. `devices`: names separated by |, as in the list of nodes.
 """
 
-import csv
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from cumulo.base.nearest import nearest
 from cumulo.cluster.decide.jobs import WHOLE_GPU, JobRequest, StepProfile
 from cumulo.cluster.decide.nodes import ClusterNode
 from cumulo.cluster.simulate.play import TraceJob
+from cumulo.cluster.simulate.trace_lines import TraceLine, no_slips, once, read_lines
 from cumulo.errors import ConfigError
 
-Line = Mapping[str, str]
 # Steps per second on a V100 of the job types of Gavel's traces (Narayanan et al., OSDI 2020), rounded: they only
 # turn its steps into seconds.
 _GAVEL_STEPS_PER_S = {
@@ -27,39 +28,74 @@ _GAVEL_STEPS_PER_S = {
 
 def read_trace(path: Path) -> list[TraceJob]:
     """Jobs in the order of arrival."""
-    lines = _lines(path)
-    columns = set(lines[0])
-    for known, reader in _READERS:
-        if known <= columns:
-            jobs = [reader(line, number) for number, line in enumerate(lines)]
-            return sorted((job for job in jobs if job is not None), key=lambda job: job.request.arrival_s)
-    wanted = "; ".join(",".join(sorted(known)) for known, _ in _READERS)
-    raise ConfigError(
-        f"{path} is no job trace: its columns are {','.join(sorted(columns))}; known are {wanted}"
-    )
+    lines = read_lines(path)
+    columns = set(lines[0].fields)
+    found = next(((column, reader) for known, column, reader in _READERS if known <= columns), None)
+    if found is None:
+        raise ConfigError(_unknown(path, columns))
+    column, reader = found
+    if reader is _own:
+        no_slips(path, columns, _OWN_COLUMNS)
+    jobs = []
+    for line in lines:
+        try:
+            jobs.append(reader(line))
+        except ConfigError as error:
+            raise (
+                error if str(error).startswith(str(path)) else ConfigError(f"{path}:{line.number}: {error}")
+            ) from error
+    once(lines, (job.request.job_id for job in jobs), column)
+    return sorted(jobs, key=lambda job: job.request.arrival_s)
+
+
+def _unknown(path: Path, columns: set[str]) -> str:
+    """Which form it nearly has, and what is missing."""
+    near = max(_READERS, key=lambda one: len(one[0] & columns) / len(one[0]))[0]
+    missing = sorted(near - columns)
+    if len(missing) < len(near):
+        slips = [close[0] for name in missing if (close := nearest(name, sorted(columns - near)))]
+        had = f" (did you mean it by {slips[0]}?)" if slips else ""
+        return f"{path} is no job trace: the column {' and '.join(missing)} is missing{had}"
+    wanted = "; ".join(",".join(sorted(known)) for known, _, _ in _READERS)
+    return f"{path} is no job trace: its columns are {','.join(sorted(columns))}; known are {wanted}"
 
 
 def read_nodes(path: Path) -> list[ClusterNode]:
     """A list of nodes: the columns of Alibaba's `openb`, or `name,gpus` and optionally `device,leaf,domain`."""
-    lines = _lines(path)
-    if {"sn", "gpu"} <= set(lines[0]):
-        return [
+    lines = read_lines(path)
+    columns = set(lines[0].fields)
+    if {"sn", "gpu", "model", "cpu_milli", "memory_mib"} <= columns:
+        nodes = [
             ClusterNode(
-                line["sn"], int(line["gpu"]), line["model"], int(line["cpu_milli"]), int(line["memory_mib"])
+                line.text("sn"),
+                line.whole("gpu"),
+                line.text("model", ""),
+                line.whole("cpu_milli"),
+                line.whole("memory_mib"),
             )
             for line in lines
         ]
-    if {"name", "gpus"} <= set(lines[0]):
-        return [
+    elif {"name", "gpus"} <= columns:
+        no_slips(path, columns, ("name", "gpus", "device", "leaf", "domain"))
+        nodes = [
             ClusterNode(
-                line["name"], int(line["gpus"]), line.get("device", ""), nvlink_domain=line.get("domain", ""),
-                leaf=line.get("leaf", ""),
+                line.text("name"),
+                line.whole("gpus"),
+                line.text("device", ""),
+                nvlink_domain=line.text("domain", ""),
+                leaf=line.text("leaf", ""),
             )
             for line in lines
-        ]  # fmt: skip
-    raise ConfigError(
-        f"{path} is no list of nodes: it needs the columns name,gpus or sn,gpu,model,cpu_milli,memory_mib"
-    )
+        ]
+    else:
+        raise ConfigError(
+            f"{path} is no list of nodes: it needs the columns name,gpus or sn,gpu,model,cpu_milli,memory_mib; "
+            f"it has {','.join(sorted(columns))}"
+        )
+    once(lines, (node.name for node in nodes), "sn" if "sn" in columns else "name")
+    if not any(node.gpus for node in nodes):
+        raise ConfigError(f"{path}: no node has a GPU")
+    return nodes
 
 
 def uniform_nodes(
@@ -118,78 +154,109 @@ def _drawn_step(seed: str) -> StepProfile:
     )
 
 
-def _lines(path: Path) -> list[dict[str, str]]:
-    try:
-        with path.open(newline="", encoding="utf-8") as file:
-            lines = list(csv.DictReader(file))
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror or error}") from error
-    if not lines:
-        raise ConfigError(f"{path} has no lines")
-    return lines
-
-
-def _openb(line: Line, number: int) -> TraceJob:
-    gpus = int(line["num_gpu"])
-    arrival_s, end_s = float(line["creation_time"]), float(line["deletion_time"])
+def _openb(line: TraceLine) -> TraceJob:
+    arrival_s, end_s = line.real("creation_time"), line.real("deletion_time")
+    if end_s < arrival_s:
+        raise line.wrong("deletion_time", f"is before creation_time, {arrival_s:g}")
     request = JobRequest(
-        line["name"], 1, gpus, int(line["gpu_milli"]) or WHOLE_GPU, int(line["cpu_milli"]), int(line["memory_mib"]),
-        tuple(device for device in line["gpu_spec"].split("|") if device), line["qos"], arrival_s=arrival_s,
+        line.text("name"),
+        1,
+        line.whole("num_gpu"),
+        line.whole("gpu_milli", 0) or WHOLE_GPU,
+        line.whole("cpu_milli", 0),
+        line.whole("memory_mib", 0),
+        _devices(line.text("gpu_spec", "")),
+        line.text("qos", "default"),
+        arrival_s=arrival_s,
         predicted_s=end_s - arrival_s,
-    )  # fmt: skip
+    )
     return TraceJob(request, max(1.0, end_s - arrival_s))
 
 
-def _tiresias(line: Line, number: int) -> TraceJob:
-    seconds = float(line["duration"])
-    request = JobRequest(f"job-{line['job_id']}", int(line["num_gpu"]), 1, arrival_s=float(line["submit_time"]),
-                         predicted_s=seconds)  # fmt: skip
+def _devices(text: str) -> tuple[str, ...]:
+    return tuple(device.strip() for device in text.split("|") if device.strip())
+
+
+def _tiresias(line: TraceLine) -> TraceJob:
+    seconds = line.real("duration")
+    request = JobRequest(
+        f"job-{line.text('job_id')}",
+        line.whole("num_gpu", least=1),
+        1,
+        arrival_s=line.real("submit_time"),
+        predicted_s=seconds,
+    )
     return TraceJob(request, seconds)
 
 
-def _gavel(line: Line, number: int) -> TraceJob | None:
-    kind = line["job_type"].split(" ")[0]
+def _gavel(line: TraceLine) -> TraceJob:
+    kind = line.text("job_type").split(" ")[0]
     rate = _GAVEL_STEPS_PER_S.get(kind)
     if rate is None:
-        raise ConfigError(f"the trace has a job of type {kind}; known are {', '.join(_GAVEL_STEPS_PER_S)}")
-    seconds = float(line["total_steps"]) / rate
+        raise line.wrong("job_type", f"{kind} is not known; known are {', '.join(_GAVEL_STEPS_PER_S)}")
+    seconds = line.real("total_steps") / rate
     request = JobRequest(
-        f"{line['vc']}-{line['idx']}", int(line["scale_factor_gpus"]), 1, tenant=line["vc"],
-        arrival_s=float(line["arrival_s"]), predicted_s=seconds, checkpoint_s=60.0,
-    )  # fmt: skip
+        f"{line.text('vc')}-{line.text('idx')}",
+        line.whole("scale_factor_gpus", least=1),
+        1,
+        tenant=line.text("vc"),
+        arrival_s=line.real("arrival_s"),
+        predicted_s=seconds,
+        checkpoint_s=60.0,
+    )
     return TraceJob(request, seconds)
 
 
-def _own(line: Line, number: int) -> TraceJob:
-    def given(name: str, otherwise: str = "0") -> str:
-        return (line.get(name) or "").strip() or otherwise
+_OWN_COLUMNS = (
+    "job_id",
+    "arrival_s",
+    "duration_s",
+    "gpus",
+    "tasks",
+    "tenant",
+    "priority",
+    "gpu_milli",
+    "predicted_s",
+    "min_tasks",
+    "max_tasks",
+    "checkpoint_s",
+    "compute_s",
+    "all_reduce_gb",
+    "all_to_all_gb",
+    "devices",
+)
 
-    try:
-        seconds = float(line["duration_s"])
-        low, high = int(given("min_tasks")), int(given("max_tasks"))
-        step = None
-        if float(given("compute_s")):
-            step = StepProfile(
-                float(given("compute_s")),
-                1e9 * float(given("all_reduce_gb")),
-                1e9 * float(given("all_to_all_gb")),
-            )
-        request = JobRequest(
-            line["job_id"], int(given("tasks", "1")), int(line["gpus"]), int(given("gpu_milli", "1000")),
-            tenant=given("tenant", "default"), priority=int(given("priority")), arrival_s=float(line["arrival_s"]),
-            predicted_s=float(given("predicted_s", str(seconds))), min_tasks=low or None, max_tasks=high or None,
-            checkpoint_s=float(given("checkpoint_s")), step=step,
-        )  # fmt: skip
-    except ValueError as error:
-        raise ConfigError(f"line {number + 2} of the trace: {error}") from error
+
+def _own(line: TraceLine) -> TraceJob:
+    seconds, step = line.real("duration_s"), None
+    if compute_s := line.real("compute_s", 0.0):
+        step = StepProfile(
+            compute_s, 1e9 * line.real("all_reduce_gb", 0.0), 1e9 * line.real("all_to_all_gb", 0.0)
+        )
+    request = JobRequest(
+        line.text("job_id"),
+        line.whole("tasks", 1, least=1),
+        line.whole("gpus"),
+        line.whole("gpu_milli", WHOLE_GPU),
+        devices=_devices(line.text("devices", "")),
+        tenant=line.text("tenant", "default"),
+        priority=line.whole("priority", 0, least=None),
+        arrival_s=line.real("arrival_s"),
+        predicted_s=line.real("predicted_s", seconds),
+        min_tasks=line.whole("min_tasks", 0) or None,
+        max_tasks=line.whole("max_tasks", 0) or None,
+        checkpoint_s=line.real("checkpoint_s", 0.0),
+        step=step,
+    )
     return TraceJob(request, seconds)
 
 
-_READERS: Sequence[tuple[set[str], Callable[[Line, int], TraceJob | None]]] = (
-    ({"num_gpu", "gpu_milli", "creation_time"}, _openb),
-    ({"num_gpu", "submit_time", "duration"}, _tiresias),
-    ({"vc", "job_type", "total_steps"}, _gavel),
-    ({"job_id", "arrival_s", "duration_s", "gpus"}, _own),
+# Columns by which a form is known, the one that names a job, and its reader.
+_READERS: Sequence[tuple[set[str], str, Callable[[TraceLine], TraceJob]]] = (
+    ({"job_id", "arrival_s", "duration_s", "gpus"}, "job_id", _own),
+    ({"num_gpu", "gpu_milli", "creation_time", "deletion_time", "name"}, "name", _openb),
+    ({"num_gpu", "submit_time", "duration", "job_id"}, "job_id", _tiresias),
+    ({"vc", "job_type", "total_steps", "idx", "scale_factor_gpus", "arrival_s"}, "idx", _gavel),
 )
 
 
