@@ -8,8 +8,11 @@
 import json
 import shutil
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 from playwright.sync_api import sync_playwright
@@ -19,6 +22,22 @@ MODEL = "SmolLM2-135M-Instruct"
 DESKTOP = {"viewport": {"width": 1440, "height": 900}, "color_scheme": "light", "reduced_motion": "reduce"}
 PHONE = {"viewport": {"width": 390, "height": 844}, "color_scheme": "dark", "reduced_motion": "reduce"}
 _ANSWERED = "document.querySelectorAll('.said.assistant .foot').length == 1"
+
+
+def complete(url: str, prompt: str, max_tokens: int) -> None:
+    body = json.dumps(
+        {"model": MODEL, "prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True}
+    ).encode()
+    urlopen(Request(f"{url}/v1/completions", body, {"Content-Type": "application/json"})).read()
+
+
+def wait_until_ready(url: str) -> None:
+    while True:
+        try:
+            urlopen(f"{url}/ready").read()
+            return
+        except HTTPError:  # it loads the model
+            time.sleep(0.5)
 
 
 def ask(page: Any, text: str) -> None:
@@ -43,6 +62,7 @@ def opened(browser: Any, url: str, screen: dict[str, Any]) -> Any:
     page = browser.new_context(**screen).new_page()
     page.goto(url)
     page.locator("ul.chats > *").first.wait_for(state="attached")
+    page.get_by_label("Seed", exact=True).fill("1", force=True)  # the same answers every time
     return page
 
 
@@ -56,10 +76,13 @@ def chat_and_live(browser: Any, url: str) -> None:
     page.get_by_label("Story", exact=True).click()
     page.locator(".story-panel ol.events").wait_for()
     take(page, "story")
-    page.goto(f"{url}/live")
-    page.get_by_text("Memory ledger").wait_for()
-    page.wait_for_timeout(2000)  # the charts are drawn once a second
-    take(page, "live", full_page=True)
+    with ThreadPoolExecutor() as clients:
+        for number in range(8):  # a load to look at
+            clients.submit(complete, url, f"Chapter {number}. Once upon a time", 160)
+        page.goto(f"{url}/live")
+        page.get_by_text("Memory ledger").wait_for()
+        page.wait_for_timeout(8000)  # the charts are drawn once a second
+        take(page, "live", full_page=True)
 
 
 def tools(browser: Any, url: str) -> None:
@@ -83,11 +106,8 @@ def fleet(browser: Any, url: str) -> None:
     page = browser.new_context(**DESKTOP).new_page()
     page.goto(f"{url}/fleet")
     for number in range(12):  # three documents, each asked about four times
-        prompt = (
-            f"Document {number % 3}. " + f"It speaks of number {number % 3}. " * 12 + f"Question {number}?"
-        )
-        body = json.dumps({"model": MODEL, "prompt": prompt, "max_tokens": 8}).encode()
-        urlopen(Request(f"{url}/v1/completions", body, {"Content-Type": "application/json"})).read()
+        document = f"Document {number % 3}. " + f"It speaks of number {number % 3}. " * 12
+        complete(url, f"{document}Question {number}?", 8)
     page.get_by_text("Routing decisions").wait_for()
     page.wait_for_timeout(1500)  # the page is refreshed once a second
     take(page, "fleet")
@@ -97,6 +117,8 @@ def main(one_engine: str, several: str = "") -> None:
     with sync_playwright() as player:
         chromium = shutil.which("chromium") or shutil.which("google-chrome")
         browser = player.chromium.launch(executable_path=chromium, args=["--no-sandbox", "--disable-gpu"])
+        for url in filter(None, (one_engine, several)):
+            wait_until_ready(url)
         for record in (chat_and_live, tools, phone):
             record(browser, one_engine)
         if several:

@@ -195,6 +195,7 @@ def _console() -> "Callable[[FastAPI], None] | None":
 
 
 def _make_key(name: str, chosen: ServeCommandOptions) -> None:
+    from cumulo.cli.shared.terminal import note
     from cumulo.errors import CumuloError
     from cumulo.serve.access.keys import new_key
 
@@ -209,4 +210,8 @@ def _make_key(name: str, chosen: ServeCommandOptions) -> None:
             chosen.cache_group,
             chosen.operator,
         )
+    )
+    note(
+        f"This is the key of {name}. It is shown only once; {chosen.api_keys} stores its hash. "
+        f"Start the server with --api-keys {chosen.api_keys}."
     )
