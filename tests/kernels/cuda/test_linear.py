@@ -105,6 +105,19 @@ def test_without_a_table_one_row_streams_and_many_rows_go_to_the_library() -> No
     assert choose(512, weight).kernel == "library"
 
 
+def test_where_the_library_won_with_swiglu_it_makes_the_product_alone_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The decoder asks for gate and up without SwiGLU then: it must not fall back to a kernel for few rows."""
+    weight = torch.empty(28672, 4096, dtype=torch.bfloat16, device="meta")
+    key = door.shape_key(4, *weight.shape, "bf16", True)
+    for choice in (door.Choice("library"), door.Choice("skinny")):
+        monkeypatch.setattr(door, "WINNERS", {key: choice})
+        assert door.choose(4, weight, swiglu=True) == choice
+        assert door.choose(4, weight).kernel == ("library" if choice.kernel == "library" else "skinny")
+        assert door.choose(1, weight).kernel == "small"
+
+
 def test_the_table_of_winners_survives_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     table = {
         "bf16 m1 n8 k16": Choice("small", SmallConfig(2, 512, 4)),
