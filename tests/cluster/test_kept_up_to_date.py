@@ -2,9 +2,11 @@
 
 import random
 
+import numpy as np
 import pytest
 
 from cumulo.cluster.decide.decisions import JobPlacement
+from cumulo.cluster.decide.elastic_jobs.sizes import choose_sizes, possible_sizes
 from cumulo.cluster.decide.fit import _nodes_for, pack_gang, slots, tasks_that_fit
 from cumulo.cluster.decide.fragmentation import TaskMix, TaskShape, fragmentation, stranded
 from cumulo.cluster.decide.jobs import JobRequest, RunningJob
@@ -122,6 +124,31 @@ def test_a_queue_keeps_every_order_it_was_asked_for():
             name: [job for job in queue if job.tenant == name] for name in {job.tenant for job in queue}
         }
     assert sum(map(len, queue.by_shape.values())) == len(there)
+
+
+def test_sizes_of_elastic_jobs_are_those_of_taking_the_best_step_again_and_again():
+    draw = np.random.default_rng(5)
+    for _ in range(25):
+        jobs, gpus = int(draw.integers(1, 9)), int(draw.integers(1, 60))
+        most = draw.integers(1, 25, jobs)
+        options = possible_sizes(4, most, np.zeros(jobs, dtype=np.int64))
+        costs = draw.uniform(0, 2, (jobs, len(options))) / (1 + options)
+        costs[:, 0] = 1000 * draw.uniform(0.5, 2, jobs)
+        costs[options > most[:, None]] = np.inf
+        at, left = [0] * jobs, gpus
+        while True:
+            steps = [
+                ((costs[job, at[job]] - costs[job, to]) / (options[to] - options[at[job]]), job, to)
+                for job in range(jobs)
+                for to in range(at[job] + 1, len(options))
+                if options[to] - options[at[job]] <= left
+            ]
+            best = max(steps, default=(0.0, 0, 0))
+            if best[0] <= 0:
+                break
+            left -= options[best[2]] - options[at[best[1]]]
+            at[best[1]] = best[2]
+        assert choose_sizes(costs, options, gpus).tolist() == options[at].tolist()
 
 
 @pytest.mark.parametrize("name", ("backfill", "shortest", "conservative", "fair", "las", "priority"))

@@ -8,6 +8,8 @@ from numpy.typing import NDArray
 from cumulo.cluster.decide.nodes import Ints
 
 Floats = NDArray[np.float64]
+_Steps = tuple[Floats, Ints, Ints, Ints]
+_WIDTHS = (6, 10, 18, 1 << 30)  # possible sizes of the jobs that are looked at together
 _SAVES = 1e-9  # a step must save more
 _ALL_NODES = (
     16  # up to so many nodes every number of them is a possible size; beyond, the next is a quarter more
@@ -28,7 +30,9 @@ def possible_sizes(node_gpus: int, most: Ints, current: Ints, inside: tuple[int,
 def choose_sizes(costs: Floats, options: Ints, gpus: int) -> Ints:
     """Of each job: its size. `costs` is [jobs, options]; the first option is 0."""
     at = np.zeros(len(costs), dtype=np.int64)  # the option that each job has
-    gains, jobs, targets, lengths = _steps(costs, options)
+    gains, jobs, targets, lengths = (
+        np.concatenate(column) for column in zip(*_all_steps(costs, options), strict=True)
+    )
     order = np.argsort(-gains, kind="stable")
     jobs, targets, lengths = jobs[order], targets[order], lengths[order]
     fitting = int(np.searchsorted(np.cumsum(lengths), gpus, side="right"))
@@ -39,31 +43,47 @@ def choose_sizes(costs: Floats, options: Ints, gpus: int) -> Ints:
     return options[at]
 
 
-def _steps(costs: Floats, options: Ints) -> tuple[Floats, Ints, Ints, Ints]:
+def _all_steps(costs: Floats, options: Ints) -> list[_Steps]:
+    """Of jobs with few possible sizes, and then of those with more: most jobs are small."""
+    possible = np.isfinite(costs)
+    widths = possible.shape[1] - possible[:, ::-1].argmax(axis=1)  # up to the largest that is possible
+    found: list[_Steps] = []
+    narrower = 0
+    for width in _WIDTHS:
+        rows = np.flatnonzero((widths > narrower) & (widths <= width))
+        narrower = width
+        if len(rows):
+            found += _steps(costs[rows, :width], options[:width], rows)
+    return found
+
+
+def _steps(costs: Floats, options: Ints, jobs: Ints) -> list[_Steps]:
     """Every step that saves something: what it saves per GPU, of which job, to which option, by how many GPUs."""
-    rows = np.arange(len(costs))
     at = np.zeros(len(costs), dtype=np.int64)
-    found: list[tuple[Floats, Ints, Ints, Ints]] = []
-    while len(rows):
-        gain, target = _best_step(costs[rows], options, at)
+    found: list[_Steps] = []
+    while len(jobs):
+        gain, target = _best_step(costs, options, at)
         more = gain > _SAVES
-        rows, before, at = rows[more], at[more], target[more]
-        found.append((gain[more], rows, at, options[at] - options[before]))
-    gains, jobs, targets, lengths = (np.concatenate(column) for column in zip(*found, strict=True))
-    return gains, jobs, targets, lengths
+        before, at = at[more], target[more]
+        if len(at) < len(jobs):
+            costs, jobs = costs[more], jobs[more]
+        found.append((gain[more], jobs, at, options[at] - options[before]))
+    return found
 
 
 def _best_step(costs: Floats, options: Ints, at: Ints, left: int | None = None) -> tuple[Floats, Ints]:
     """The best step of each job from the option it has, and what it saves per GPU."""
-    now = np.take_along_axis(costs, at[:, None], axis=1)
-    length = options - options[at][:, None]
-    with np.errstate(divide="ignore", invalid="ignore"):
-        gains = (now - costs) / length
-    gains[length <= 0] = -np.inf
+    rows = np.arange(len(costs))
+    length = options.astype(np.float64) - options[at][:, None]
+    gains = costs[rows, at][:, None] - costs
+    behind = length <= 0
+    length[behind] = 1.0
+    gains /= length
+    gains[behind] = -np.inf
     if left is not None:
         gains[length > left] = -np.inf
     best = gains.argmax(axis=1)
-    return gains[np.arange(len(best)), best], best
+    return gains[rows, best], best
 
 
 def _fill_up(costs: Floats, options: Ints, at: Ints, left: int) -> None:
