@@ -227,7 +227,7 @@ class Engine:
         elapsed_s = result.finished_s - result.started_s
         now_s = time.perf_counter()
         proposed = sum(map(len, result.proposed.values())) if result.proposed else 0
-        self.scheduler.observe(plan, elapsed_s, now_s, result.proposing_s, proposed)
+        self.scheduler.observe(plan, elapsed_s, now_s, result.proposing_s, proposed, result.busy_s)
         advanced = self.scheduler.apply(plan, result, now_s)
         gained = self.scheduler.books.gained if plan.may_accept else {}
         # This loop runs for every sequence at every step: keep it lean.

@@ -296,10 +296,11 @@ class Scheduler:
 
     # -- results ------------------------------------------------------------------------------------------
     def observe(
-        self, plan: StepPlan, seconds: float, now_s: float, proposing_s: float = 0.0, proposed: int = 0
-    ) -> None:
+        self, plan: StepPlan, seconds: float, now_s: float, proposing_s: float = 0.0, proposed: int = 0,
+        busy_s: float = 0.0,
+    ) -> None:  # fmt: skip
         """How long a step took, whose result is here now: later ones are planned by it. `proposing_s`: of that, the
-        draft model's part, which proposed so many tokens."""
+        draft model's part, which proposed so many tokens. `busy_s`: its processor time, if known."""
         if self.books.promises is not None:
             self.books.promises.observe(plan, self.books.in_flight[plan.index].draws, now_s)
         if self.residency.tiers is not None:
@@ -309,7 +310,8 @@ class Scheduler:
             seconds /= plan.rounds.times
         self.costs.observe_compute(tokens, rows, seconds)
         if self.speculation is not None:
-            self.speculation.observe(plan, seconds, now_s, proposed, proposing_s)
+            # Drafts make steps longer by less than another program on the same cores does.
+            self.speculation.observe(plan, busy_s or seconds, now_s, proposed, proposing_s)
         if tokens and seconds > 0:
             single = plan.counts.count(1)
             self.shared_steps.pace.observe(single, tokens - single, seconds)

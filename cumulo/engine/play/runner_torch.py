@@ -166,7 +166,7 @@ class TorchRunner:
     # -- one step -----------------------------------------------------------------------------------------
     @torch.inference_mode()
     def _execute(self, plan: StepPlan) -> StepResult:
-        started_s = time.perf_counter()
+        started_s, began_busy_s = time.perf_counter(), time.thread_time()
         if self.rank is not None:
             self.rank.take_tokens(plan, self.table)
             plan = self.rank.own_plan(plan)
@@ -178,6 +178,8 @@ class TorchRunner:
             self.drafter.change(plan)
         result = self._compute(plan) if plan.slots else StepResult(tokens=[])
         result.started_s, result.finished_s = started_s, time.perf_counter()
+        if self.device.type == "cpu":
+            result.busy_s = time.thread_time() - began_busy_s
         return result
 
     def _move_blocks(self, plan: StepPlan) -> None:
@@ -229,10 +231,10 @@ class TorchRunner:
             logits = self.model.logits(output[: len(last_tokens)])
             self._draw(plan, draws, logits, logit_row_of_draw, result)
         if plan.proposals and self.drafter is not None:
-            began_s = time.perf_counter()
+            began_s = time.thread_time()
             behind = [(draw, plan.draw_slots[draw], count) for draw, count in plan.proposals]
             result.proposed, result.chances = self.drafter.propose(behind, self.table, plan.proposal_floor)
-            result.proposing_s = time.perf_counter() - began_s
+            result.proposing_s = time.thread_time() - began_s
         return result
 
     @contextmanager
