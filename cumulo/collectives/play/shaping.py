@@ -7,7 +7,7 @@ import time
 
 # Of a card's time, that one message takes before the next one's turn. Each slice costs a core a wake-up, so that
 # short ones would slow down what they are to measure.
-_SLICE_S = 10e-3
+_SLICE_S = 20e-3
 _WHOLE_S = 1.0  # ... of a connection, which has no other message to let in: few are longer
 _LEAST_BYTES = 4096
 
