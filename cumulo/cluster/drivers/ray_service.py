@@ -7,6 +7,7 @@ import contextlib
 import json
 import secrets
 import time
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from cumulo.spec.slo import Slo
 
 _LOOK_S = 1.0
 _USUAL_TTFT_S = 2.0
+_MOST_TRIES, _AGAIN_S = 10, 5.0
 
 
 class ServiceKeeper:
@@ -60,13 +62,26 @@ class ServiceKeeper:
 
     async def _live(self) -> None:
         try:
-            await self._deploy()
+            await self._patiently(self._deploy, "Ray Serve did not start the service")
             rule = _rule(self.record)
             while True:
                 await asyncio.sleep(_LOOK_S if rule is None else rule.interval_s)
-                await self._look_around(rule)
+                await self._patiently(lambda: self._look_around(rule), "the route did not answer")
         except Exception as error:  # the keeper's own fault, or Ray's: whoever looks must see it
-            self._finish("failed", f"{type(error).__name__}: {' '.join(str(error).split())[:400]}")
+            self._finish("failed", _words(error))
+
+    async def _patiently(self, work: Callable[[], Awaitable[None]], trouble: str) -> None:
+        """Again, if one of Ray's actors died or was late: Ray starts it anew. On a busy machine Serve kills its own
+        proxy when it is not ready within seconds, and the next one may be."""
+        for number in range(1, _MOST_TRIES):
+            try:
+                await work()
+            except (ray.exceptions.RayError, TimeoutError, aiohttp.ClientError) as error:
+                self.facts |= {"reason": f"{trouble} ({_words(error)}); try {number + 1} of {_MOST_TRIES}"}
+                await asyncio.sleep(_AGAIN_S)
+            else:
+                return
+        await work()
 
     async def _deploy(self) -> None:
         options = {"host": "0.0.0.0", "port": self.work.port or 8000, "location": "HeadOnly"}
@@ -129,6 +144,10 @@ class ServiceKeeper:
         Path(self.record.folder, "end.json").write_text(
             json.dumps({"state": state, "reason": reason}), "utf-8"
         )
+
+
+def _words(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
 
 
 def server_arguments(work: ServeWork) -> list[str]:
