@@ -19,7 +19,7 @@ from cumulo.plan.memory.peak import (
     stage_layers,
 )
 from cumulo.plan.search.space import JobShape, TrainGoal, Variant, job_of
-from cumulo.plan.time.chunks import Pieces, chunks_of, is_paired, pieces_of
+from cumulo.plan.time.chunks import Pieces, chunk_costs, chunks_of, is_paired, pieces_of
 from cumulo.plan.time.compute_profile import Profile
 from cumulo.plan.time.data_parallel import around
 from cumulo.plan.time.pipeline import bound_s
@@ -94,14 +94,15 @@ class Bounds:
             alike = (*shape[1:2], *shape[3:], job.recompute, paired)
             if alike not in self._pieces:
                 self._pieces[alike] = pieces_of(job, self.goal.cluster, self.profile)
-            self._costs[key] = chunks_of(job, self.goal.cluster, self.profile, self._pieces[alike]).costs
+            self._costs[key] = chunk_costs(job, self.goal.cluster, self.profile, self._pieces[alike])
         return self._costs[key]
 
     def memory_bytes(self, shape: JobShape, variant: Variant) -> float:
         """What a stage near the front holds at least: its states, and the micro-batches kept there."""
         schedule, chunks, zero, recompute = variant
         stage = min(self._stage, shape.pp - 1)
-        mesh = (*shape[:5], schedule, chunks, zero)
+        # Shapes that differ in how dp × cp is split have the same states, but for a group's buffers.
+        mesh = (shape.tp, shape.pp, shape.dp * shape.cp, shape.cp > 1, shape.ep, schedule, chunks, zero)
         states = self._states.get(mesh)
         if states is None:
             states = self._states[mesh] = least_state_bytes(job_of(shape, variant, self.goal), stage)

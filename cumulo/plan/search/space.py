@@ -22,6 +22,9 @@ from cumulo.spec.cluster import Cluster
 from cumulo.spec.model import ModelSpec
 
 ZeroStage = Literal[0, 1, 2, 3]
+# Activations of a micro-batch from which on sequence parallelism never loses: its two collectives move the bytes of
+# the one they replace, and latency, which they have twice, no longer counts.
+_LARGE_STREAM = 8 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,9 +192,21 @@ def shapes(goal: TrainGoal, choices: Choices) -> Iterator[JobShape]:
                     for micro_batch in choices.micro_batches:
                         if goal.global_batch // dp % micro_batch:
                             continue
-                        for sequence_parallel in choices.sequence_parallel if tp > 1 else (False,):
-                            if not sequence_parallel or goal.sequence_length // cp % tp == 0:
-                                yield JobShape(dp, tp, pp, cp, ep, micro_batch, sequence_parallel)
+                        for sequence_parallel in _sequence_parallel(goal, choices, tp, cp, micro_batch):
+                            yield JobShape(dp, tp, pp, cp, ep, micro_batch, sequence_parallel)
+
+
+def _sequence_parallel(
+    goal: TrainGoal, choices: Choices, tp: int, cp: int, micro_batch: int
+) -> tuple[bool, ...]:
+    """Without it only where it cannot be, or may lose."""
+    if tp == 1:
+        return (False,)
+    length = goal.sequence_length // cp
+    if length % tp:
+        return tuple(choice for choice in choices.sequence_parallel if not choice)
+    large = micro_batch * length * goal.model.hidden * 2 >= _LARGE_STREAM
+    return (True,) if large and True in choices.sequence_parallel else choices.sequence_parallel
 
 
 def zero_stages(shape: JobShape, choices: Choices) -> tuple[ZeroStage, ...]:

@@ -28,11 +28,21 @@ def bound_s(
     before = list(accumulate(waits, initial=0.0))
     each = micro_batches / chosen.placement.directions
     best = 0.0
-    for stage in range(stages):
-        mine = sum(busy[chunk] for chunk, _ in chosen.placement.held_by(stage, stages, chunks_per_stage))
+    for stage, held in enumerate(_held(name, stages, chunks_per_stage)):
+        mine = sum([busy[chunk] for chunk in held])
         first = min(before[stage], before[stages - 1 - stage]) if chosen.bidirectional else before[stage]
         best = max(best, first + each * mine)
     return best
+
+
+@lru_cache(1024)
+def _held(name: str, stages: int, chunks_per_stage: int) -> tuple[tuple[int, ...], ...]:
+    """Chunks of each stage."""
+    placement = family(name).placement
+    return tuple(
+        tuple(chunk for chunk, _ in placement.held_by(stage, stages, chunks_per_stage))
+        for stage in range(stages)
+    )
 
 
 @lru_cache(1024)
