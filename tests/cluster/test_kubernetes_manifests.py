@@ -13,7 +13,7 @@ from cumulo.cluster.drivers.kubernetes.driver import facts_of
 from cumulo.cluster.drivers.kubernetes.manifest_source import Manifest
 from cumulo.cluster.drivers.kubernetes.manifests import assumed, job_manifests
 from cumulo.cluster.drivers.kubernetes.schemas import SchemaBook, book_with
-from cumulo.cluster.drivers.kubernetes.writing import FORMATS, render_chart, write_manifests
+from cumulo.cluster.drivers.kubernetes.writing import FORMATS, Files, write_manifests
 from cumulo.cluster.job_file import JobFile, job_from, plain_job, read_job
 from cumulo.errors import ConfigError
 from cumulo.serve.observe.metrics import Metrics
@@ -38,6 +38,21 @@ SERVE: dict[str, Any] = {
     "devices": [{"count": 8, "kind": "gpu"}],
 }
 FABRIC = {"quota": 128, "leafs": ["a", "b"], "rdma": "rdma/hca", "claim": "data"}
+
+
+def render_chart(files: Files) -> list[Any]:
+    """What Helm makes of a chart; there is no Helm here."""
+    values = yaml.safe_load(files["values.yaml"])
+
+    def value(match: re.Match[str]) -> str:
+        return str(values[match[1]])
+
+    made = []
+    for name, text in files.items():
+        if name.startswith("templates/"):
+            plain = re.sub(r"\{\{ \.Values\.(\w+)(?: \| quote)? \}\}", value, text)
+            made.append(yaml.safe_load(plain.replace('{{ "{{" }}', "{{")))
+    return made
 
 
 def kubernetes(base: dict[str, Any], **settings: Any) -> JobFile:

@@ -151,18 +151,3 @@ def _templated(text: str) -> str:
         return f"{{{{ .Values.{match[2]}{quote} }}}}"
 
     return _MARKER.sub(template, escaped)
-
-
-def render_chart(files: Files) -> list[Any]:
-    """What Helm makes of a chart that was written here; for tests, where there is no Helm."""
-    values = yaml.safe_load(files["values.yaml"])
-
-    def value(match: re.Match[str]) -> str:
-        return str(values[match[1]])
-
-    made = []
-    for name, text in files.items():
-        if name.startswith("templates/"):
-            plain = re.sub(r"\{\{ \.Values\.(\w+)(?: \| quote)? \}\}", value, text)
-            made.append(yaml.safe_load(plain.replace('{{ "{{" }}', "{{")))
-    return made
