@@ -167,6 +167,7 @@ class Service:
     def check_model(self, name: str | None) -> None:
         if name is None or name == self.model_name or self.adapters.named(name) is not None:
             return
+        name = name[:140]  # it may be as long as a body, and comparing names takes time
         lost = next((one for one in self.adapters.all.values() if one.name == name and one.error), None)
         has = f"this server has {self.model_name!r}"
         if self.adapters.served:

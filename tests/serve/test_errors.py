@@ -131,6 +131,8 @@ def test_an_unknown_model_is_404(server: RunningServer, client: openai.OpenAI) -
     assert caught.value.code == "model_not_found" and caught.value.param == "model"
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("gpt-17")
+    long = server.post("/v1/chat/completions", CHAT | {"model": "x" * 1_000_000})
+    assert long.status_code == 404 and len(long.text) < 1000, "the name is told in full"
 
 
 def test_an_unknown_place_and_method_are_said_so(server: RunningServer) -> None:

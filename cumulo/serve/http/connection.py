@@ -18,6 +18,7 @@ from cumulo.serve.errors import ApiError
 from cumulo.serve.http import refusals
 from cumulo.serve.http.direct_writer import CONNECTION, DirectWriter
 from cumulo.serve.http.keeper import Address, Keeper
+from cumulo.serve.http.plain_answer import send_plainly
 from cumulo.serve.http.reading import Reading
 from cumulo.serve.http.write_stall import WriteStall
 
@@ -182,6 +183,8 @@ class Connection(HttpToolsProtocol):
             self._current = self.cycle
             self._running = self._running or self.cycle
             self.scope[CONNECTION] = self  # type: ignore[literal-required]
+            if self.scope["http_version"] == "1.0":
+                send_plainly(self.cycle)
             self.headers = []
         self._reading = _BODY
         self._since_s = self._progress_s = self._keeper.clock_s
@@ -262,8 +265,18 @@ class Connection(HttpToolsProtocol):
             self._end_after_running()
         elif self._keeper.take_socket(self):
             self.handle_websocket_upgrade()
+            self._end_bad_handshake(self.transport.get_protocol())
         else:
             self._refuse(*refusals.too_many_sockets())
+
+    def _end_bad_handshake(self, protocol: Any) -> None:
+        """Uvicorn would leave it open and unanswered, and fail on it when the server ends."""
+        if protocol.conn.handshake_exc is not None:
+            error, reason = refusals.bad_handshake()
+            self._keeper.tally.note(reason, "%s; closing %s", error.message, self.describe())
+            protocol.close_sent = True
+            self._say(error)
+            self.transport.close()
 
     # -- ends ---------------------------------------------------------------------------------------------
     def _fail(self, error: ApiError, reason: str) -> None:

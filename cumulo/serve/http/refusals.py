@@ -14,6 +14,11 @@ def malformed() -> Refusal:
     return ApiError(400, "this is not a valid HTTP/1.1 request", code="malformed_request"), "malformed"
 
 
+def bad_handshake() -> Refusal:
+    message = "this is not the handshake of a WebSocket, which is a GET without a body: leave out Upgrade"
+    return ApiError(400, message, code="malformed_request"), "malformed"
+
+
 def header_too_large(limits: HttpLimits) -> Refusal:
     error = ApiError(
         431,

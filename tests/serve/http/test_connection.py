@@ -126,6 +126,15 @@ def test_the_refusal_is_an_error_in_openais_shape(
         assert client.is_closed()
 
 
+@pytest.mark.parametrize("begin", ["POST / HTTP/1.1", "GET / HTTP/1.1\r\nContent-Length: 2"])
+def test_a_handshake_that_is_none_is_refused_and_the_server_can_end(begin: str) -> None:
+    with transport() as own, Client(own.url) as client:
+        client.send(f"{begin}\r\nHost: a\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n\r\n{{}}".encode())
+        answer = client.answer()
+        assert answer is not None and answer.status == 400 and "WebSocket" in answer.error["message"]
+        assert client.is_closed()
+
+
 def test_a_trailer_does_not_become_a_header(served: Transport) -> None:
     with Client(served.url) as client:
         client.send(chunked() + b"1\r\nx\r\n0\r\nAuthorization: Bearer stolen\r\n\r\n")

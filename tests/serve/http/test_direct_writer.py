@@ -124,6 +124,15 @@ def test_tokens_written_at_once_arrive_in_order(server: Server) -> None:
     assert server.asked[-1].told_at_once > TOKENS // 2, "the task was woken for most tokens"
 
 
+def test_a_client_that_knows_no_chunks_gets_none(server: Server) -> None:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
+        connection.sendall(b"GET / HTTP/1.0\r\nConnection: keep-alive\r\n\r\n")
+        received = b"".join(iter(lambda: connection.recv(65536), b""))
+    head, _, body = received.partition(b"\r\n\r\n")
+    assert b"200" in head and b"connection: close" in head and b"chunked" not in head
+    assert body.decode() == expected("")
+
+
 def test_a_slow_reader_gets_every_token_once(server: Server) -> None:
     with httpx.stream("GET", f"http://127.0.0.1:{server.port}/long", timeout=60) as answer:
         pieces = answer.iter_bytes(1000)
