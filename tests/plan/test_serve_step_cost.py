@@ -13,8 +13,9 @@ from cumulo.engine.decide.plan import StepPlan
 from cumulo.engine.simulate.run import Arrival, Run
 from cumulo.errors import ConfigError
 from cumulo.layout.local_spec import local_spec
-from cumulo.plan.network.collectives import Network
+from cumulo.plan.network.collectives import Network, collective_s
 from cumulo.plan.serve.profile import profile_for, read_profile, shipped_profiles
+from cumulo.plan.serve.published_engine import published_profile
 from cumulo.plan.serve.replica import Replica
 from cumulo.plan.serve.step_cost import (
     PARTS,
@@ -232,3 +233,16 @@ def test_runs_measured_on_an_h200_are_predicted_within_seven_percent(row: dict[s
     )
     assert run.steps == row["steps"]
     assert run.ended_s == pytest.approx(row["steps"] * row["ms_per_step"] / 1e3, rel=0.07)
+
+
+def test_small_models_on_many_ranks_are_bound_by_the_latency_of_their_sums_and_by_the_host() -> None:
+    cluster = catalog.cluster(8, "h200")
+    eight = Replica(
+        catalog.model("qwen3-0.6b"), cluster.node, cluster.fabric, 8, engine="tensorrt-llm"
+    ).cost()
+    latency_s = collective_s("all_reduce", 0.0, Network(cluster).group(8))
+    communication_s = parts(eight, StepLoad(1, 1, 1, 512))["communication"]
+    assert communication_s >= 2 * 28 * latency_s * published_profile().collectives
+    one, both = (cost("qwen3-0.6b", tp=tp).decode(1) for tp in (1, 2))
+    assert one is not None and both is not None
+    assert both.submit_s > one.submit_s

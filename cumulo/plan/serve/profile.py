@@ -37,6 +37,9 @@ class Host:
     apply_row_s: float
     arrival_s: float  # take a request in
     arrival_token_s: float
+    # ... for each further rank of the engine: a plan of 256 rows to 4 ranks takes 94 µs of an ARM core, halved as
+    # the others are (docs/serving-ranks.md).
+    submit_rank_s: float = 12e-6
     prompt_submit_s: float = 0.0  # more for a step that computes prompts: it is not one captured launch
 
 

@@ -124,6 +124,8 @@ class StepCostModel:
             raise ConfigError(f"{device.name} has no measured products of {weights} weights; it has: {known}")
         self.work, self.profile, self._tensor, self._expert = work, profile, tensor, expert
         self._stages = stages
+        others = (1 if tensor is None else tensor.ranks) * (1 if stages is None else stages.ranks) - 1
+        self._submit_s = profile.host.submit_s + others * profile.host.submit_rank_s
         bandwidth, reached, experts = device.memory_bytes_per_s, profile.products[weights], profile.experts
         rate = device.flops(compute)
         self._power, self._slower = reached.overlap, slower
@@ -169,7 +171,7 @@ class StepCostModel:
                 return decode.time_with(load.decode_context, load.shared_context)
         prompts_s = host.prompt_submit_s if load.tokens > load.rows else 0.0
         return StepTime(
-            host.submit_s + load.rows * host.submit_row_s + prompts_s,
+            self._submit_s + load.rows * host.submit_row_s + prompts_s,
             self._slower * sum(parts),
             host.apply_s + load.draws * host.apply_row_s,
         )
@@ -181,7 +183,7 @@ class StepCostModel:
         if time is None:
             host = self.profile.host
             time = self._decodes[rows] = DecodeTime(
-                host.submit_s + rows * host.submit_row_s,
+                self._submit_s + rows * host.submit_row_s,
                 self._slower * sum(self.parts(StepLoad(rows, rows, rows))),
                 self._slower * self._kv_s,
                 self._shared_saving,
@@ -246,7 +248,9 @@ class StepCostModel:
             reductions = 2 * work.layers - (work.moe_layers if self._expert is not None else 0)
             ranks = self._tensor.ranks
             once = ranks / (2 * (ranks - 1)) if self.profile.adds_in_switch else 1.0
-            seconds += reductions * collective_s("all_reduce", message, self._tensor) * once
+            # A switch that adds saves bytes, and no latency: that bounds small models on many ranks.
+            least_s = collective_s("all_reduce", 0.0, self._tensor)
+            seconds += reductions * max(least_s, once * collective_s("all_reduce", message, self._tensor))
         if self._expert is not None:
             sent = (
                 message * work.experts_per_token / self._expert.ranks
