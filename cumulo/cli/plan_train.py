@@ -48,7 +48,7 @@ class PlanTrainOptions:
         "Predict this layout instead of searching for one: "
         "tp=8,pp=16,dp=64,zero=1,schedule=1f1b,chunks=2,sp=true,micro_batch=1,recompute=full. recompute can "
         "also be norm, activation, attention, or several of them joined by +. Other keys: cp, ep, etp, "
-        "ulysses, shard.",
+        "ulysses, shard. Or a file of --save-job.",
         None,
         panel=shared.TRAINING,
     )
@@ -82,6 +82,14 @@ class PlanTrainOptions:
         panel=_REPORT,
         metavar="FILE",
     )
+    job_file: Path | None = option(
+        "Write the best plan's job to this file (YAML), with its software, recomputation and number formats. "
+        "--fixed FILE reads it.",
+        None,
+        "--save-job",
+        panel=_REPORT,
+        metavar="FILE.yaml",
+    )
     timeline_file: Path | None = option(
         "Draw the pipeline of the best plan into this file (SVG).",
         None,
@@ -112,6 +120,7 @@ def train(chosen: PlanTrainOptions) -> None:
     from cumulo.cli.shared.terminal import out, working
     from cumulo.cli.view import plan_train as view
     from cumulo.cli.view.phases import phase_tables, phases_as_dicts
+    from cumulo.plan.search.job_file import job_text
     from cumulo.plan.search.plan_file import plan_text
     from cumulo.plan.search.run_cost import RunCost, RunLimits, check_limits
     from cumulo.plan.search.run_stalls import Storage, stalls_of
@@ -134,6 +143,8 @@ def train(chosen: PlanTrainOptions) -> None:
         steps = None if tokens is None else max(1, round(tokens / best.job.tokens_per_step))
         text = plan_text(best, goal.cluster, stalls, storage, _command(chosen), steps)
         texts.append((chosen.out_file, text))
+    if chosen.job_file is not None:
+        texts.append((chosen.job_file, job_text(best.job)))
     if chosen.timeline_file is not None:
         texts.append((chosen.timeline_file, _timeline(best.job, goal.cluster, chosen.model)))
     _write_files(texts)
@@ -228,12 +239,17 @@ def _command(chosen: PlanTrainOptions) -> str:
 
 def _plans(goal: "TrainGoal", fixed: str | None) -> "SearchResult":
     from cumulo.cli.shared.terminal import note
+    from cumulo.plan.memory.peak import peak_memory
     from cumulo.plan.search.fixed import fixed_job, said_in
+    from cumulo.plan.search.job_file import SUFFIXES, read_job
     from cumulo.plan.search.saving import fitted
     from cumulo.plan.search.search import SearchResult, search, timed
     from cumulo.plan.search.unnamed import timed_unnamed
     from cumulo.plan.search.why_not import refuse
 
+    if fixed is not None and fixed.endswith(SUFFIXES):
+        job = read_job(Path(fixed), goal.model, goal.cluster.gpus)
+        return SearchResult((timed(job, goal),), 1, int(peak_memory(job).total > goal.memory_limit_bytes), 1)
     if fixed is not None:
         if goal.software_named:
             fits = fitted(fixed_job(fixed, goal), goal.memory_limit_bytes, said_in(fixed))

@@ -8,11 +8,13 @@ import pytest
 from cumulo.errors import ConfigError, OutOfMemory
 from cumulo.pipeline.decide.actions import PipelineSchedule
 from cumulo.pipeline.decide.catalog import FAMILIES, build
+from cumulo.plan.evidence.published import held_out_rows, rows
 from cumulo.plan.job import TrainJob
 from cumulo.plan.memory import live as memory_live
 from cumulo.plan.memory.peak import least_memory_bytes, peak_memory
 from cumulo.plan.search.bounds import Bounds
 from cumulo.plan.search.fixed import fixed_job
+from cumulo.plan.search.job_file import job_from, job_text
 from cumulo.plan.search.offload import plan_time
 from cumulo.plan.search.search import search, timed
 from cumulo.plan.search.space import (
@@ -187,3 +189,12 @@ def test_the_same_search_gives_the_same_plans() -> None:
 def test_a_goal_without_sense_is_refused(fields: dict[str, int]) -> None:
     with pytest.raises(ConfigError, match=r"must be (1 or )?more"):
         replace(GOALS[0], **fields)
+
+
+def test_a_job_with_all_its_traits_survives_its_file() -> None:
+    for row in (*rows()[::40], *held_out_rows()[::10]):
+        assert job_from(job_text(row.job), row.job.model, "job.yaml") == row.job
+    job = replace(rows()[0].job, moment_dtype="bfloat16", narrow_activations=True, software="fsdp-2023")
+    assert job_from(job_text(job), job.model, "job.yaml") == job
+    with pytest.raises(ConfigError, match="softwear"):
+        job_from("softwear: nemo-2025\nlayout: {}", job.model, "job.yaml")
