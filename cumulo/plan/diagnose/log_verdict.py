@@ -1,5 +1,7 @@
 """The verdict by what NCCL logged: it names links, cards and settings, so it decides before bandwidths do."""
 
+import re
+
 from cumulo.plan.diagnose.diagnosis import (
     GDR_STEP,
     LOG_STEP,
@@ -12,6 +14,9 @@ from cumulo.plan.diagnose.diagnosis import (
 from cumulo.plan.diagnose.machine_names import node_of
 from cumulo.plan.diagnose.nccl_case import NcclCase
 from cumulo.plan.diagnose.nccl_log_text import NcclLog
+
+# A test was run, and its table is not in the text: what it measured is not known.
+_TABLE_MISSING = re.compile(r"nThread \d+|_perf\b|out-of-place|Avg bus bandwidth")
 
 
 def log_verdict(case: NcclCase) -> Diagnosis | None:
@@ -31,7 +36,7 @@ def log_verdict(case: NcclCase) -> Diagnosis | None:
     )
     if found is not None:
         return found
-    if case.test is None:
+    if case.test is None and not _TABLE_MISSING.search(case.text):
         return _log_alone(case, log)
     return None
 

@@ -98,6 +98,12 @@ _LINK_GBPS = {
 _NVLINK_OF = ((600.0, "B200"), (330.0, "H100"), (220.0, "A100"), (100.0, "V100"))
 
 
+_CARD_NAMES = re.compile(
+    r"\b(\d{1,2})\s*(?:x|×|\*)?\s*(?:NVIDIA |Mellanox )?(?:ConnectX|CX)-?\s?([5678])\b", re.I
+)
+_CARD_NAME_GBPS = {"5": 100.0, "6": 200.0, "7": 400.0, "8": 800.0}  # what they can do at most
+
+
 def node_of(text: str) -> Node | None:
     for pattern, name, like, rate, card in _LIKE:
         if re.search(pattern, text, re.IGNORECASE):
@@ -136,6 +142,8 @@ def card_gbps_of(text: str, gpus: int) -> float | None:
             best = max(best, int(cards) * gbps)
     if best:
         return best / gpus
+    if named := _CARD_NAMES.search(text):
+        return int(named[1]) * _CARD_NAME_GBPS[named[2]] / gpus
     for terabits, gigabits in _TOTAL.findall(text):
         best = max(best, float(terabits) * 1000 if terabits else float(gigabits))
     if best:

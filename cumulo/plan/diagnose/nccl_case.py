@@ -11,7 +11,7 @@ from cumulo.plan.diagnose.machine_names import node_of
 from cumulo.plan.diagnose.nccl_log_text import NcclLog
 from cumulo.plan.diagnose.nccl_tests_text import NcclTest
 
-HEALTHY_NEAR, _HEALTHY_FAR = 0.82, 0.9  # of what the model expects, in a node and between nodes
+HEALTHY_NEAR, _HEALTHY_FAR = 0.82, 0.92  # of what the model expects, in a node and between nodes
 _HEALTHY_ALL_TO_ALL = 0.75  # between nodes: many flows at once collide a little on every fabric
 _HEALTHY_PCIE = 0.6  # over PCIe it depends on the board: switches, host bridges, the link between sockets
 _FULL_RATE = 0.6  # of what the largest messages reach

@@ -38,6 +38,9 @@ _ENDS = re.compile(
 _LEAST_ERROR = 0.02  # of the old versions' column of differences: more is no rounding, in any type
 
 
+_SEPARATORS = re.compile(
+    r"[\s|;,]+|(?<=>):\s*"
+)  # also of tables in Markdown and CSV, and after mpirun's prefix
 _OWN = re.compile(
     r"nThread|Using devices|Rank +\d|out-of-place|\bsize\b.*\bcount\b|\(B\)|NCCL|rccl-tests|nccl-tests"
 )
@@ -204,8 +207,8 @@ def _row(line: str) -> TestRow | None:
     follow from the two."""
     if "NCCL INFO" in line:
         return None
-    words = line.replace("|", " ").replace(">:", ">: ").split()
-    for at, word in enumerate(words[:6]):
+    words = _SEPARATORS.split(line.strip())
+    for at, word in enumerate(words[:8]):
         if not word.isdigit() or int(word) < 1:
             continue
         size = int(word)
@@ -217,8 +220,6 @@ def _row(line: str) -> TestRow | None:
                 other = _half(size, rest[1:])
                 wrong = max(_wrong(rest[:1]), _wrong(rest[4:5]) if other else 0)
                 return TestRow(size, *half, wrong, other[2] if other else None)
-        if at + 4 < len(words):
-            return None  # the first number that could be a size is one, or there is none
     return None
 
 

@@ -1,5 +1,6 @@
 """The verdict by bandwidths and latencies, compared with the planner's network model."""
 
+import re
 from itertools import pairwise
 
 from cumulo.base.quantities import quantity
@@ -149,7 +150,18 @@ def _far_numbers(case: NcclCase, busbw: float) -> Diagnosis:
             (LOG_STEP, "look at `NET/IB : Using` or `NET/Socket` in it, and at NCCL_IB_HCA", PORTS_STEP),
             "medium",
         )
-    if share < 0.42:
+    if _many_leaves(case):
+        return case.answer(
+            "oversubscribed",
+            f"{share:.0%} of what is usual, on nodes of several leaves or racks: their uplinks seem to be too few.",
+            (
+                "run the same on nodes of one leaf, and compare the downlinks and uplinks of each leaf",
+                "run `cumulo network lint FABRIC` for the layout's collisions",
+                PAUSES_STEP,
+            ),
+            "low",
+        )
+    if share < 0.46:
         return case.answer(
             "no-gdr",
             f"{share:.0%} of the cards' rate is what copies through host memory reach.",
@@ -183,6 +195,14 @@ def _far_numbers(case: NcclCase, busbw: float) -> Diagnosis:
         (PAUSES_STEP, ECN_STEP, "run `cumulo network lint FABRIC` for the layout's collisions", PAIRS_STEP),
         "low",
     )
+
+
+def _many_leaves(case: NcclCase) -> bool:
+    """The bandwidth is uneven on many nodes, and the text speaks of the tiers above them."""
+    tiers = re.search(
+        r"\b(?:leaf|leaves|racks?|spines?|pods|uplinks?|oversubscri\w+|\d:1)\b", case.text, re.I
+    )
+    return case.nodes >= 8 and tiers is not None and not _steady(case)
 
 
 def _steady(case: NcclCase) -> bool:
