@@ -176,5 +176,5 @@ def _needed(traffic: "Traffic", speed: "ReplicaSpeed", limits: "ScalingLimits", 
     first = [one for one in traffic.arrivals if one.arrived_s <= traffic.arrivals[0].arrived_s + 60]
     work_s = sum(speed.work_s(role, one.prompt_tokens, one.output_tokens) for one in first)
     span_s = max(1.0, min(60.0, traffic.arrivals[-1].arrived_s - traffic.arrivals[0].arrived_s))
-    needed = speed.needed(work_s / span_s / speed.saturated)
+    needed = speed.needed(work_s / span_s / speed.at_most(role), role)
     return min(limits.most, max(1, limits.fewest, math.ceil(needed)))

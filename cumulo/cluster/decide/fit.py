@@ -133,18 +133,19 @@ def task_places(job: JobRequest, free: FreeCapacity, counts: list[tuple[int, int
     places: list[TaskPlace] = []
     for node, tasks in counts:
         name, shares = free.nodes[node].name, free.gpu_milli[node].tolist()
+        if job.gpus_per_task and not job.fractional:
+            able, each = [gpu for gpu, share in enumerate(shares) if share == WHOLE_GPU], job.gpus_per_task
+            places += [
+                TaskPlace(name, tuple(able[first : first + each])) for first in range(0, tasks * each, each)
+            ]
+            continue
         for _ in range(tasks):
             if job.gpus_per_task == 0:
                 places.append(TaskPlace(name))
                 continue
-            if job.gpus_per_task == len(shares) and tasks == 1 and min(shares) == WHOLE_GPU:
-                places.append(TaskPlace(name, tuple(range(len(shares)))))
-                continue
-            able = [gpu for gpu, share in enumerate(shares) if share >= job.gpu_milli]
-            if job.fractional:
-                able.sort(key=shares.__getitem__)
-            taken = tuple(able[: job.gpus_per_task])
-            for gpu in taken:
-                shares[gpu] -= job.gpu_milli
-            places.append(TaskPlace(name, taken))
+            fullest = min(
+                (gpu for gpu, share in enumerate(shares) if share >= job.gpu_milli), key=shares.__getitem__
+            )
+            shares[fullest] -= job.gpu_milli
+            places.append(TaskPlace(name, (fullest,)))
     return tuple(places)

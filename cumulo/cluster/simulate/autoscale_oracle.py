@@ -43,12 +43,12 @@ def needs(speed: ReplicaSpeed, role: str, arrivals: Sequence[Arrival]) -> list[f
     """Replicas that each two seconds of the trace need, averaged with those before."""
     work_s = [0.0] * (int(arrivals[-1].arrived_s / _BIN_S) + 1)
     for one in arrivals:
-        work = speed.work_s(role, one.prompt_tokens, one.output_tokens) / speed.saturated
+        work = speed.work_s(role, one.prompt_tokens, one.output_tokens) / speed.at_most(role)
         work_s[int(one.arrived_s / _BIN_S)] += work
     found = []
     for at in range(len(work_s)):
         around = work_s[max(0, at - _BINS + 1) : at + 1]
-        found.append(speed.needed(sum(around) / (len(around) * _BIN_S)))
+        found.append(speed.needed(sum(around) / (len(around) * _BIN_S), role))
     return found
 
 

@@ -59,8 +59,10 @@ def split_speed(replica: Replica, traffic: Traffic, slo: Slo, seed: int = 0) -> 
     prompt, output, _ = sample.means()
     rates = highest_rate(replica, prompts, first), highest_rate(replica, answers, later, decode)
     ended_s = decode(tuple(replace(one, arrived_s=0.0) for one in answers.arrivals)).ended_s
-    most = _saturated(replica, prompts, rates[0]), len(answers.arrivals) / (ended_s * rates[1])
-    return ReplicaSpeed(rates[0] * prompt, rates[1] * output, max(1.0, min(most)))
+    drawn = len(answers.arrivals) / (ended_s * rates[1])  # when all are drawn at once
+    return ReplicaSpeed(
+        rates[0] * prompt, rates[1] * output, _saturated(replica, prompts, rates[0]), max(1.0, drawn)
+    )
 
 
 def _saturated(replica: Replica, sample: Traffic, rate: float) -> float:

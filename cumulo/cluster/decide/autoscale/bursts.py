@@ -54,20 +54,29 @@ class BurstMemory:
         share: float,
         slack_s: float,
         most: int,
+        slows: bool = True,
     ) -> Following:
         """The cheapest of these ways, each with the lowest floor that keeps `share` of the requests within
-        `slack_s` of waiting; where none does, the one that keeps most. `needed`: replicas for a load."""
-        found = [self._with_floor(way, needed, share, slack_s, most) for way in ways]
+        `slack_s` of waiting; where none does, the one that keeps most. `needed`: replicas for a load. `slows`:
+        whether requests that run together slow each other down, so that they may be late without a wait."""
+        found = [self._with_floor(way, needed, share, slack_s, most, slows) for way in ways]
         good = [one for one in found if one[1] >= share]
         if good:
             return min(good, key=lambda one: one[2])[0]
         return max(found, key=lambda one: one[1])[0]
 
     def _with_floor(
-        self, way: Following, needed: Callable[[float], float], share: float, slack_s: float, most: int
+        self,
+        way: Following,
+        needed: Callable[[float], float],
+        share: float,
+        slack_s: float,
+        most: int,
+        slows: bool,
     ) -> tuple[Following, float, float]:
         """With its lowest floor; what it keeps; replicas it takes on average."""
-        follows, least = self._follows(way, needed, most), self._needs(needed)
+        follows = self._follows(way, needed, most)
+        least = self._needs(needed) if slows else [0.0] * len(self.looks)
         low, high = 0, most
         while low < high:
             middle = (low + high) // 2

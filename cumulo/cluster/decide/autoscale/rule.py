@@ -11,6 +11,7 @@ import math
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import partial
 
 from cumulo.cluster.decide.autoscale.bursts import BurstMemory, Following
 from cumulo.cluster.decide.autoscale.forecast import LoadForecast
@@ -80,7 +81,7 @@ class ForecastRule:
 
     def _work_s(self, role: str, prompt_tokens: float, output_tokens: float) -> float:
         """Seconds of a saturated replica."""
-        return self.speed.work_s(role, prompt_tokens, output_tokens) / self.speed.saturated
+        return self.speed.work_s(role, prompt_tokens, output_tokens) / self.speed.at_most(role)
 
     def _decide_role(self, role: str, seen: RoleSeen, now_s: float) -> ScaleTo:
         memory = self._memory(role)
@@ -106,7 +107,7 @@ class ForecastRule:
         burst = self._is_late(role, seen)
         if burst:
             predicted = max(predicted, memory.forecast.lately(now_s, _BURST_S))
-        for_load, queued = self.speed.needed(predicted), self._for_queue(role, seen)
+        for_load, queued = self.speed.needed(predicted, role), self._for_queue(role, seen)
         wanted = max(1, math.ceil(memory.headroom * for_load + queued - 0.05))
         floor = math.ceil(memory.headroom * memory.way.floor - 0.5)
         why = f"load {predicted:.2f} expected in {memory.forecast.horizon_s:.0f} s needs {for_load:.2f} replicas"
@@ -163,8 +164,14 @@ class ForecastRule:
         windows = sorted({max(30.0, scale * self.start_up_s) for scale in _WINDOWS})
         ways = [Following(window_s, hold_s) for window_s in windows for hold_s in holds]
         share = 1.0 - _SAFER * (1.0 - self.slo.share)
+        # Prompts are computed one after another: one that does not wait is in time.
         memory.way = memory.past.best(
-            ways, self.speed.needed, share, self._slack_s(role, seen), self.limits.most
+            ways,
+            partial(self.speed.needed, role=role),
+            share,
+            self._slack_s(role, seen),
+            self.limits.most,
+            slows=role != "prefill",
         )
         memory.forecast.window_s = memory.way.window_s
 

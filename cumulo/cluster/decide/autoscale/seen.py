@@ -69,14 +69,19 @@ class ReplicaSpeed:
     # How many times as much it does when it is saturated, and requests wait. Replicas together need less slack than
     # each alone.
     saturated: float = 1.0
+    decode_saturated: float | None = None  # the same of a replica that only decodes; None: as the others
+
+    def at_most(self, role: str) -> float:
+        """By how much a saturated replica of this role does more."""
+        return self.decode_saturated or self.saturated if role == "decode" else self.saturated
 
     def work_s(self, role: str, prompt_tokens: float, output_tokens: float) -> float:
         prompt_s = 0.0 if role == "decode" else prompt_tokens / self.prompt_tok_s
         output_s = 0.0 if role == "prefill" else output_tokens / self.output_tok_s
         return prompt_s + output_s
 
-    def needed(self, load: float) -> float:
+    def needed(self, load: float, role: str = "both") -> float:
         """Replicas for a load, in seconds of a saturated replica per second: the load, and slack that grows with
         its root (Halfin and Whitt 1981), so that one replica alone serves what it does within the SLO."""
-        alone = 1.0 / self.saturated
+        alone = 1.0 / self.at_most(role)
         return load + (1.0 - alone) * math.sqrt(load / alone)

@@ -45,6 +45,7 @@ class AutoscaleSettings:
                 self.prompt_tok_s or speed.prompt_tok_s,
                 self.output_tok_s or speed.output_tok_s,
                 1.0 if told else speed.saturated,
+                None if told else speed.decode_saturated,
             ),
             start_up_s if self.start_up_s is None else self.start_up_s,
             slo if self.slo is None else self.slo,
