@@ -32,7 +32,8 @@ def create_app(service: Service) -> FastAPI:
         version=__version__,
         summary="OpenAI-compatible language model server",
         redirect_slashes=False,
-        docs_url=None,  # FastAPI's page loads its scripts from another host; ours is docs_page
+        openapi_url=None,  # this and the page are docs_page's: FastAPI's page loads its scripts from another host
+        docs_url=None,
         redoc_url=None,
         # Tracing is ours (otel.py): FastAPI's own would tell the same twice, and asks for it in every request.
         telemetry={"tracing": False, "metrics": False, "logs": False, "auto_configure": False},

@@ -10,7 +10,7 @@ from typing import Any
 
 from fastapi import FastAPI
 from starlette.requests import Request
-from starlette.responses import HTMLResponse
+from starlette.responses import HTMLResponse, JSONResponse
 
 # No scripts, nothing from elsewhere, in nobody's frame.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'none'; base-uri 'none'"
@@ -41,8 +41,14 @@ td details { margin-top: 4px; } td summary { color: var(--soft); cursor: pointer
 
 
 def install(app: FastAPI) -> None:
+    """Both in threads: the description takes long to make, and nobody's stream waits for it."""
+
+    @app.get("/openapi.json", include_in_schema=False)
+    def description() -> JSONResponse:
+        return JSONResponse(app.openapi())
+
     @app.get("/docs", include_in_schema=False)
-    async def docs(request: Request) -> HTMLResponse:
+    def docs(request: Request) -> HTMLResponse:
         page = render(app.openapi(), str(request.base_url).rstrip("/"))
         return HTMLResponse(
             page, headers={"Content-Security-Policy": _POLICY, "X-Content-Type-Options": "nosniff"}

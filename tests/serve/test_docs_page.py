@@ -1,6 +1,7 @@
 """The page /docs is made from the server's own description and loads nothing."""
 
 import re
+import threading
 from typing import Any
 
 from fastapi import FastAPI
@@ -55,3 +56,20 @@ def test_the_page_loads_nothing_and_escapes_what_it_shows() -> None:
     text = page()
     assert not re.search(r"<script|<link|<img|src=|@import|url\(", text)
     assert "<inner>" not in text and "&lt;inner&gt;" in text and "Some &lt;API&gt;" in text
+
+
+def test_the_description_is_made_beside_the_event_loop() -> None:
+    app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
+    threads: list[int] = []
+
+    @app.get("/loop")
+    async def loop() -> int:
+        return threading.get_ident()
+
+    docs_page.install(app)
+    describe = app.openapi
+    app.openapi = lambda: threads.append(threading.get_ident()) or describe()  # type: ignore[method-assign, func-returns-value]
+    with TestClient(app) as client:
+        own = client.get("/loop").json()
+        assert client.get("/openapi.json").json()["paths"] and client.get("/docs").status_code == 200
+    assert len(threads) == 2 and own not in threads
