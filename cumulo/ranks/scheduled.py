@@ -64,8 +64,8 @@ class ScheduledCollectives:
             return None
         if tensor.device.type != "cpu" or not tensor.is_contiguous():
             return None
-        if self._choices.profile is None or chosen not in (None, "auto"):
-            return chosen
+        if self._choices.profile is None or chosen not in (None, "auto") or kind == "all_to_all":
+            return chosen  # what ranks send to all differs in size, and all must choose alike
         return self._choices.profile.fastest(kind, tensor.nbytes, ranks, chosen)
 
     def all_reduce(self, tensor: Tensor, group: Group, algorithm: str) -> None:
