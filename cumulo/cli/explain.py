@@ -84,7 +84,9 @@ def _get(server: str, request_id: str, api_key: str | None, form: str = "json") 
             message = json.load(error)["error"]["message"]
         except (ValueError, KeyError, TypeError):
             message = f"{error.code} {error.reason}"
-        hint = " (with this command: --api-key KEY, or the variable OPENAI_API_KEY)" if error.code == 401 else ""
+        hint = (
+            " (with this command: --api-key KEY, or the variable OPENAI_API_KEY)" if error.code == 401 else ""
+        )
         raise CumuloError(f"{server} answered: {message}{hint}") from error
     except (OSError, ValueError) as error:
         reason = error.reason if isinstance(error, urllib.error.URLError) else error
