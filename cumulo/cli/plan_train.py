@@ -244,7 +244,7 @@ def _plans(goal: "TrainGoal", fixed: str | None) -> "SearchResult":
     from cumulo.plan.search.job_file import SUFFIXES, read_job
     from cumulo.plan.search.saving import fitted
     from cumulo.plan.search.search import SearchResult, search, timed
-    from cumulo.plan.search.unnamed import timed_unnamed
+    from cumulo.plan.search.unnamed import timed_unnamed, widened
     from cumulo.plan.search.why_not import refuse
 
     if fixed is not None and fixed.endswith(SUFFIXES):
@@ -272,6 +272,8 @@ def _plans(goal: "TrainGoal", fixed: str | None) -> "SearchResult":
     result = search(goal)
     if not result.plans:
         refuse(goal)
+    if not goal.software_named:
+        result = replace(result, plans=(widened(result.plans[0], goal), *result.plans[1:]))
     return result
 
 

@@ -47,11 +47,12 @@ def rows(plan: Plan, goal: TrainGoal, cost: RunCost | None, stalls: Stalls) -> l
         left = goal.memory_limit_bytes - found.memory.total
         free = f"{left / GIB:.3g} GiB free" if left >= 0 else f"{-left / GIB:.3g} GiB too much"
         fits = found.memory.fits_with_probability(goal.memory_limit_bytes)
-        note = (
-            f"{free}; fits with {min(0.99, max(0.01, fits)):.0%} probability; as nvidia-smi shows it: the "
-            f"allocator reserves {found.memory.reserved / GIB:.3g} GiB, and {found.memory.peak / GIB:.3g} GiB are "
-            "allocated"
-        )
+        note = f"{free}; fits with {min(0.99, max(0.01, fits)):.0%} probability"
+        if goal.cluster.device.generation != "cpu":
+            note += (
+                f"; as nvidia-smi shows it: the allocator reserves {found.memory.reserved / GIB:.3g} GiB, and "
+                f"{found.memory.peak / GIB:.3g} GiB are allocated"
+            )
         result.append(Row("memory per GPU", found.memory.total / GIB, "GiB", "lower", note=note))
         if found.memory.host:
             note = "per GPU, for offloaded states; not checked against a limit"

@@ -64,15 +64,6 @@ def timed(job: TrainJob, goal: TrainGoal) -> Plan:
     return Plan(job, replace(plan_time(job, goal.cluster), memory=peak_memory(job)))
 
 
-def _with_assumption(plan: Plan, goal: TrainGoal) -> Plan:
-    """A search ranks layouts under today's software where none is named, and says so."""
-    traits = goal.known_software
-    if goal.software_named or traits is None:
-        return plan
-    told = f"software not named: today's, {traits.name}, is assumed; name yours with --software"
-    return replace(plan, estimate=replace(plan.estimate, evidence=(told, *plan.estimate.evidence)))
-
-
 @dataclass(frozen=True, slots=True)
 class _Branch:
     """All plans of a shape; with a schedule, those that have it; with a variant, that one and those that differ
@@ -119,7 +110,7 @@ class _Search:
             else:
                 self._branch_by_schedule(branch.shape)
         ranked = sorted(self.best.values(), key=lambda found: found[0])[: self.keep]
-        plans = tuple(_with_assumption(timed(job, self.goal), self.goal) for _, job in ranked)
+        plans = tuple(timed(job, self.goal) for _, job in ranked)
         return SearchResult(plans, self.enumerated, self.too_large, self.timed)
 
     def _push(self, bound_s: float, branch: _Branch) -> None:

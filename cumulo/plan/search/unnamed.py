@@ -12,6 +12,7 @@ from cumulo.plan.evidence.likely import LEAST, MOST_MEMORY, TOO_LARGE, clues, li
 from cumulo.plan.job import TrainJob
 from cumulo.plan.memory.peak import peak_memory
 from cumulo.plan.search.fixed import fixed_job, said_in
+from cumulo.plan.search.offload import plan_time
 from cumulo.plan.search.saving import Fitted, fitted
 from cumulo.plan.search.search import Plan, timed
 from cumulo.plan.search.space import TrainGoal
@@ -86,3 +87,30 @@ def timed_unnamed(text: str, goal: TrainGoal) -> tuple[Plan, Fitted]:
         evidence=(told, *found.evidence),
     )
     return Plan(first.job, estimate), jobs[0].fits
+
+
+def widened(plan: Plan, goal: TrainGoal) -> Plan:
+    """A plan that was searched for under today's software, with an interval that reaches to what jobs like it took
+    with the software they were probably run with."""
+    traits, job = goal.known_software, plan.job
+    if traits is None or goal.cluster.device.generation not in GENERATIONS:
+        return plan
+    logs = total = 0.0
+    for name, probability in likely(clues(job, goal.cluster)):
+        if probability >= LEAST:
+            other = replace(goal, software=name).job(job.layout, job.micro_batch, job.recompute)
+            logs += probability * math.log(plan_time(other, goal.cluster, explain=False).step_s)
+            total += probability
+    mean, half = math.exp(logs / total), evidence.half_width(job, goal.cluster, unnamed=True)
+    found = plan.estimate
+    low, high = (
+        min(found.interval.low, mean * math.exp(-half)),
+        max(found.interval.high, mean * math.exp(half)),
+    )
+    told = (
+        f"software not named: today's, {traits.name}, is assumed, and the range reaches to what jobs like this "
+        "took with other software; --software narrows it"
+    )
+    return replace(
+        plan, estimate=replace(found, interval=Interval(low, high), evidence=(told, *found.evidence))
+    )
