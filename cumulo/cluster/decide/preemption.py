@@ -14,7 +14,7 @@ from cumulo.cluster.decide.nodes import FreeCapacity, Ints
 from cumulo.cluster.decide.running import jobs_on_nodes, table_of
 from cumulo.cluster.decide.snapshot import Snapshot
 
-_MORE_NODES = 12  # that are priced, besides two for each missing task
+_MORE_NODES = 12  # that are priced, besides one for each missing task
 
 
 class PreemptibleOnNodes:
@@ -113,7 +113,7 @@ class RoomSearch:
             able &= free.device_mask(job.devices)
         found = np.flatnonzero(able)
         found = found[np.argsort(need[found], kind="stable")]
-        return [int(node) for node in found[: 2 * missing + _MORE_NODES]]
+        return [int(node) for node in found[: missing + _MORE_NODES]]
 
     def _victims(
         self,

@@ -26,6 +26,7 @@ class ActiveJobs:
     places: Sequence[tuple[TaskPlace, ...]]
     tables: Sequence[SpeedTable]
     dense: Sequence[tuple[Ints, Ints]]  # the same numbers
+    kept: dict[tuple[bytes, int, int], Ints]
     arrival_s: Ints
     predicted_s: Ints
     attained_gpu_s: Ints
@@ -39,12 +40,17 @@ class ActiveJobs:
         return self.tables[table].goodput(size, 1 if size <= node_gpus else -(-size // node_gpus))
 
     def goodputs(self, sizes: Ints, node_gpus: int) -> Ints:
-        """[tables, sizes]."""
+        """[tables, sizes]; the last one is kept, because sizes and tables seldom change."""
+        key = sizes.tobytes(), node_gpus, len(self.tables)
+        if key in self.kept:
+            return self.kept[key]
         found = np.zeros((len(self.tables), len(sizes)))
         for row, (one, many) in enumerate(self.dense):
             for column, inside in ((one, sizes <= node_gpus), (many, sizes > node_gpus)):
                 known = inside & (sizes > 0) & (sizes <= len(column))
                 found[row, known] = column[sizes[known] - 1]
+        self.kept.clear()
+        self.kept[key] = found
         return found
 
 
@@ -55,6 +61,7 @@ class ElasticColumns:
         self._used = 0
         self._tables: list[SpeedTable] = []
         self._dense: list[tuple[Ints, Ints]] = []
+        self._kept: dict[tuple[bytes, int, int], Ints] = {}
         self._table_of: dict[int, int] = {}
 
     def active(self, snapshot: Snapshot) -> ActiveJobs:
@@ -83,7 +90,8 @@ class ElasticColumns:
         current = found[:, _CURRENT].astype(np.int64)
         attained = found[:, _ATTAINED] + current * (snapshot.now_s - found[:, _STARTED])
         return ActiveJobs(
-            requests, places, self._tables, self._dense, found[:, _ARRIVAL], found[:, _PREDICTED], attained,
+            requests, places, self._tables, self._dense, self._kept, found[:, _ARRIVAL], found[:, _PREDICTED],
+            attained,
             found[:, _TABLE].astype(np.int64), found[:, _MOST].astype(np.int64), current, found[:, _RESTARTS],
             found[:, _RESTART_S],
         )  # fmt: skip
