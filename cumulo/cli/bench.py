@@ -67,7 +67,7 @@ def scheduler(
 def cluster(
     policy: Annotated[
         str, typer.Option(help="Policies, separated by commas, as for `cumulo simulate cluster`.")
-    ] = "fifo,backfill,conservative,shortest,fair,priority,las,elastic,goodput",
+    ] = "fifo,backfill,conservative,shortest,fair,priority,las,elastic,goodput,attained,backfill+topology",
     loads: Annotated[
         str, typer.Option(help="Loads of the trace: GPU time asked for over GPU time there is.")
     ] = "0.5,0.9,1.2,2",
