@@ -89,7 +89,7 @@ def test_latent_attention_runs_on_the_kernels_where_its_key_fits_them() -> None:
     assert "does not fit" in str(obstacle(1024, 64)) and "does not fit" in str(obstacle(512, 64, "float32"))
 
 
-@pytest.mark.parametrize("options", [{"weights": "fp8"}, {"kv_dtype": "fp8"}, {"batch_invariant": True}])
+@pytest.mark.parametrize("options", [{"weights": "fp8"}, {"batch_invariant": True}])
 def test_what_only_a_gpu_has_is_refused_on_a_cpu_by_name(options: dict[str, Any]) -> None:
     with pytest.raises(CumuloError, match=f"{next(iter(options))}.* on a CPU, omit"):
         EngineConfig(**options).settled("cpu")
