@@ -79,7 +79,7 @@ def build(cache_folder: Path | None = None, announce: bool = True) -> Path:
         raise BuildFailed(f"cannot write to the cache folder {folder}: {error}") from error
     if announce:
         print(
-            "cumulo: compiling CPU kernels for this machine (once, about 10 s) ...",
+            "cumulo: compiling CPU kernels for this machine (once, about 20 s) ...",
             file=sys.stderr,
             flush=True,
         )
