@@ -76,7 +76,7 @@ def installed(home: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def server(installed: Path) -> Iterator[str]:
-    """`cumulo serve` at the address that the pages name."""
+    """`cumulo serve` at the address that the pages name; answers that nobody bounds are short."""
     with socket.socket() as trial:
         trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -85,9 +85,8 @@ def server(installed: Path) -> Iterator[str]:
             pytest.skip("the pages say port 8000, and another program has it")
     log = installed / "serve.log"
     with log.open("w") as stream:
-        process = warm.start(
-            ["serve", "--threads", "1"], stdout=stream, stderr=stream, cwd=installed / "work"
-        )
+        words = ["serve", "--threads", "1", "--default-max-tokens", "48"]
+        process = warm.start(words, stdout=stream, stderr=stream, cwd=installed / "work")
     try:
         wait_for(lambda: "is ready at" in log.read_text() or process.poll() is not None, "the server")
         assert process.poll() is None, log.read_text()
@@ -168,6 +167,15 @@ def _marks(line: str) -> list[pytest.MarkDecorator]:
     return [pytest.mark.slow] if line.startswith(_QUICK) else [pytest.mark.slow, pytest.mark.thorough]
 
 
+_OF_A_SERVER = ("cumulo bench serve", "cumulo explain")
+
+
+def ask_something(url: str) -> None:
+    """A server that `cumulo explain last` can tell something about."""
+    body = {"model": MODEL, "prompt": "Hi", "max_tokens": 1}
+    httpx.post(f"{url}/v1/completions", json=body, timeout=60).raise_for_status()
+
+
 _HELP = sorted({line for _, line in help_examples()})
 
 
@@ -181,11 +189,8 @@ def test_an_example_of_the_help_runs_as_it_stands(
         return
     if line.startswith("cumulo gateway"):
         pytest.skip("it runs until it is told to stop; tests/gateway starts gateways")
-    if line.startswith(("cumulo bench serve", "cumulo explain")):
-        url = request.getfixturevalue("server")
-        httpx.post(
-            f"{url}/v1/completions", json={"model": MODEL, "prompt": "Hi", "max_tokens": 1}, timeout=60
-        )
+    if line.startswith(_OF_A_SERVER):
+        ask_something(request.getfixturevalue("server"))
     done = shell(installed, line)
     assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
 
@@ -208,5 +213,7 @@ def test_a_block_of_the_documentation_runs_as_it_stands(
             continue
         if command.startswith("make "):
             continue  # it is installed
+        if command.startswith(_OF_A_SERVER) and "--server" not in command:
+            ask_something(request.getfixturevalue("server"))
         done = shell(installed, command)
         assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
