@@ -98,7 +98,7 @@ def tools(browser: Any, url: str) -> None:
 
 def phone(browser: Any, url: str) -> None:
     page = opened(browser, url, PHONE)
-    ask(page, "Give me three tips for better sleep.")
+    ask(page, "Give me three tips for saving water at home.")
     take(page, "phone")
 
 
