@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
 
     from cumulo.serve.engine_link.messages import Ready
+    from cumulo.serve.options import ServeOptions
 
 EXAMPLE = (
     "Example: [bold]cumulo serve --port 8000[/bold], then point any OpenAI client at http://127.0.0.1:8000/v1"
@@ -26,16 +27,7 @@ def serve(chosen: ServeCommandOptions) -> None:
     if chosen.new_api_key is not None:
         _make_key(chosen.new_api_key, chosen)
         return
-    if chosen.cache_group is not None:
-        raise CumuloError("--cache-group applies to a new key: add --new-api-key NAME")
-    if chosen.operator:
-        raise CumuloError("--operator applies to a new key: add --new-api-key NAME")
-    if chosen.log_level not in ("debug", "info", "warning", "error"):
-        raise CumuloError(f"--log-level must be debug, info, warning or error, got {chosen.log_level!r}")
-    if chosen.max_running is not None and chosen.max_running < 1:
-        raise CumuloError(f"--max-running must be 1 or more, got {chosen.max_running}")
-    if chosen.max_tokens_per_step is not None and chosen.max_tokens_per_step < 1:
-        raise CumuloError(f"--max-tokens-per-step must be 1 or more, got {chosen.max_tokens_per_step}")
+    _check(chosen)
     if chosen.plan is not None:
         from cumulo.cli.shared.plan_start import with_plan
 
@@ -53,7 +45,6 @@ def serve(chosen: ServeCommandOptions) -> None:
 
         early_start.begin()  # its imports take as long as this process's
     try:
-        from cumulo.serve.options import ServeOptions
         from cumulo.serve.server import run
     except ImportError as error:
         raise CumuloError(
@@ -61,10 +52,45 @@ def serve(chosen: ServeCommandOptions) -> None:
             "pip install -e '.[serve]' in Cumulo's folder"
         ) from error
     from cumulo.cli.shared.terminal import note
-    from cumulo.serve.fleet.key import fleet_key
     from cumulo.serve.observe import steady_stderr
 
     steady_stderr.install()  # before the first note: one that cannot be written must not end the server
+    served = _served(chosen)
+    extend = _console() if chosen.console else None
+    address = ""
+
+    def on_listening(url: str) -> None:
+        nonlocal address
+        address = url
+        note(f"listening on {url}; loading the model")
+
+    def on_ready(info: "Ready") -> None:
+        _announce(info, address, served, extend is not None, chosen)
+
+    run(served, on_listening=on_listening, on_ready=on_ready, extend=extend)
+
+
+def _check(chosen: ServeCommandOptions) -> None:
+    """What is wrong whatever the model is."""
+    from cumulo.errors import CumuloError
+
+    if chosen.cache_group is not None:
+        raise CumuloError("--cache-group applies to a new key: add --new-api-key NAME")
+    if chosen.operator:
+        raise CumuloError("--operator applies to a new key: add --new-api-key NAME")
+    if chosen.log_level not in ("debug", "info", "warning", "error"):
+        raise CumuloError(f"--log-level must be debug, info, warning or error, got {chosen.log_level!r}")
+    if chosen.max_running is not None and chosen.max_running < 1:
+        raise CumuloError(f"--max-running must be 1 or more, got {chosen.max_running}")
+    if chosen.max_tokens_per_step is not None and chosen.max_tokens_per_step < 1:
+        raise CumuloError(f"--max-tokens-per-step must be 1 or more, got {chosen.max_tokens_per_step}")
+
+
+def _served(chosen: ServeCommandOptions) -> "ServeOptions":
+    """The options of the command as the server takes them."""
+    from cumulo.serve.fleet.key import fleet_key
+    from cumulo.serve.options import ServeOptions
+
     shared_step_s = None if chosen.shared_step_ms is None else chosen.shared_step_ms / 1e3
     key = fleet_key(chosen.fleet_key_file)
     told = vars(chosen) | {
@@ -88,30 +114,24 @@ def serve(chosen: ServeCommandOptions) -> None:
         "fleet_key": key,
         "otlp_endpoint": chosen.otlp_endpoint or _standard_otlp_endpoint(),
     }
-    served = ServeOptions(**{one.name: told[one.name] for one in fields(ServeOptions) if one.name in told})
-    address = ""
+    return ServeOptions(**{one.name: told[one.name] for one in fields(ServeOptions) if one.name in told})
 
-    def on_listening(url: str) -> None:
-        nonlocal address
-        address = url
-        note(f"listening on {url}; loading the model")
 
-    extend = _console() if chosen.console else None
+def _announce(
+    info: "Ready", address: str, served: "ServeOptions", console: bool, chosen: ServeCommandOptions
+) -> None:
+    """Say that the server is ready, and where."""
+    from cumulo.cli.shared.terminal import note
 
-    def on_ready(info: "Ready") -> None:
-        note(f"{info.model_name} is ready at {address}/v1 (context {info.max_context:,}; {info.runs_on})")
-        if served.lora:
-            note(f"adapters: {', '.join(one.partition('=')[0] for one in served.lora)}")
-        if extend is not None:
-            note(f"the console is at {address}/")
-            if chosen.open_browser:
-                _open(address)
-        elif chosen.console:
-            note(
-                "the console is not installed; to install it: pip install -e '.[console]' in Cumulo's folder"
-            )
-
-    run(served, on_listening=on_listening, on_ready=on_ready, extend=extend)
+    note(f"{info.model_name} is ready at {address}/v1 (context {info.max_context:,}; {info.runs_on})")
+    if served.lora:
+        note(f"adapters: {', '.join(one.partition('=')[0] for one in served.lora)}")
+    if console:
+        note(f"the console is at {address}/")
+        if chosen.open_browser:
+            _open(address)
+    elif chosen.console:
+        note("the console is not installed; to install it: pip install -e '.[console]' in Cumulo's folder")
 
 
 def _be_rank(chosen: ServeCommandOptions) -> None:
