@@ -33,9 +33,10 @@ def byte_alphabet() -> dict[str, int]:
     Printable Latin-1 bytes stand for themselves; the others are numbered from U+0100 on.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    alphabet = {chr(byte): byte for byte in printable}
-    others = (byte for byte in range(256) if byte not in set(printable))
-    return alphabet | {chr(0x100 + index): byte for index, byte in enumerate(others)}
+    others = sorted(set(range(256)).difference(printable))
+    return {chr(byte): byte for byte in printable} | {
+        chr(0x100 + index): byte for index, byte in enumerate(others)
+    }
 
 
 _BYTE_OF_CHARACTER = byte_alphabet()

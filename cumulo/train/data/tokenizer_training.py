@@ -27,7 +27,8 @@ CHAT_TEMPLATE = (
 
 def byte_tokenizer() -> tokenizers.Tokenizer:
     """256 bytes and the special tokens: nothing to train, sequences are as long as the text."""
-    alphabet = sorted(byte_alphabet(), key=lambda character: byte_alphabet()[character])
+    byte_of = byte_alphabet()
+    alphabet = sorted(byte_of, key=byte_of.__getitem__)
     vocabulary = {character: index for index, character in enumerate(alphabet)}
     backend = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     return _finished(backend, use_regex=False)
