@@ -265,7 +265,7 @@ def test_a_budget_is_kept_by_fewer_gpus_or_not_at_all(cumulo: Run) -> None:
 
 def test_what_one_change_of_a_given_layout_would_gain_leaves_the_rest_as_it_is(cumulo: Run) -> None:
     given = "dp=4,tp=2,zero=1,micro_batch=2,sp=false"
-    ran = cumulo(*SMALL, "--fixed", given, "--json", "-")
+    ran = cumulo(*SMALL, "--software", "current", "--fixed", given, "--json", "-")
     report = json.loads(ran.out)
     found = {change["what"]: change["step_s"] for change in report["changes"]}
     assert {"zero 3", "micro-batch 4", "dp 8, tp 1", "recompute full", "twice the network"} <= set(found)
@@ -277,7 +277,9 @@ def test_what_one_change_of_a_given_layout_would_gain_leaves_the_rest_as_it_is(c
         "recompute norm+activation": f"{given},recompute=norm+activation",
         "with sequence parallelism": given.replace("sp=false", "sp=true"),
     }.items():
-        (plan,) = json.loads(cumulo(*SMALL, "--fixed", other, "--no-why", "--json", "-").out)["plans"]
+        (plan,) = json.loads(
+            cumulo(*SMALL, "--software", "current", "--fixed", other, "--no-why", "--json", "-").out
+        )["plans"]
         assert found[what] == pytest.approx(plan["step_s"]), what
 
 

@@ -181,7 +181,7 @@ def users_lines(curve: "Sequence[RateTrial]", best: "Deployment", think_s: float
         times = [quantity(value, "s") for spread in spreads for value in (spread.p50, spread.p99)]
         found.append(
             (
-                number(best.replicas * one.users(think_s), "users"),
+                number(float(round(best.replicas * one.users(think_s))), "users"),
                 number(one.rate * best.replicas, "requests/s"),
                 *times,
                 *[""] * (4 - len(times)),
