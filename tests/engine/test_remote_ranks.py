@@ -4,11 +4,10 @@ ends, and who has no key is refused. Real processes, on this host's own address.
 import os
 import signal
 import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TextIO
 
 import pytest
 
@@ -19,6 +18,7 @@ from cumulo.engine.decide.params import SamplingParams
 from cumulo.engine.play.ranked_runner import RankedRunner
 from cumulo.errors import CumuloError, RanksFailed
 from cumulo.ranks.remote import RankDoor, join_door
+from tests import warm
 from tests.engine.ranked_models import save_model
 from tests.engine.test_ranks import compare, started
 
@@ -36,33 +36,34 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def joining(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, "subprocess.Popen[str]"]]:
-    """An address, and a process that wants to be a rank of whatever engine waits there."""
+def joining(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, TextIO]]:
+    """An address, and what a process says that wants to be a rank of whatever engine waits there."""
     address, key = f"127.0.0.1:{free_port()}", tmp_path_factory.mktemp("key") / "fleet.key"
     key.write_text(KEY)
     words = ["serve", "--rank-of", address, "--fleet-key-file", str(key), "--threads", "1"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "cumulo.cli", *words],
-        stdout=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        yield address, process
-    finally:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+    reading, writing = os.pipe()
+    with os.fdopen(reading) as said:
+        with os.fdopen(writing, "w") as saying:
+            process = warm.start(words, stdout=saying, stderr=saying)
+        try:
+            yield address, said
+        finally:
+            process.send_signal(signal.SIGINT)  # at which it ends its rank
+            process.wait()
+
+
+def _rank_said(said: TextIO) -> str:
+    return next(line for line in said if line.startswith("rank"))
 
 
 def test_ranks_over_tcp_say_what_one_says_and_join_the_next_engine(
-    model: Path, joining: tuple[str, "subprocess.Popen[str]"]
+    model: Path, joining: tuple[str, TextIO]
 ) -> None:
-    address, process = joining
+    address, said = joining
     options = {"tp": 2, "remote_ranks": 1, "rank_address": address, "transfer_key": KEY}
-    assert process.stdout is not None
     with started(model) as one:
         with started(model, **options) as several:
-            assert process.stdout.readline() == f"rank 1 of the engine at {address}\n"
+            assert _rank_said(said) == f"rank 1 of the engine at {address}\n"
             runner = several.player.runner
             assert isinstance(runner, RankedRunner) and not runner.ranks.all_here
             compare(one.engine, several.engine, rounds=1, seed=5)
@@ -75,7 +76,7 @@ def test_ranks_over_tcp_say_what_one_says_and_join_the_next_engine(
                 while several.engine.has_work:
                     several.engine.step()
         with started(model, **options) as again:
-            assert process.stdout.readline() == f"rank 1 of the engine at {address}\n"
+            assert _rank_said(said) == f"rank 1 of the engine at {address}\n"
             compare(one.engine, again.engine, rounds=1, seed=6, count=4)
 
 

@@ -18,7 +18,8 @@ _REFUSED = 3  # exit status: joining again would not help
 def serve_rank(address: str, key: str, model: str | None, threads: int | None) -> None:
     """Until it is interrupted. `model`: where it lies on this host; None: where the engine's lies on its own."""
     host_and_port(address)
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])  # the next engine is joined without importing torch again
     while True:
         # A process for each engine: what one leaves in torch must not meet the next.
         one = context.Process(target=_be_rank_once, args=(address, key, model, threads), daemon=True)
