@@ -11,6 +11,7 @@ MODULES = (
     "hypothesis",
     "pytest",
     "torch._dynamo",  # which optimizers import
+    "torch.utils.tensorboard",  # in which a run's first rank writes
     "cumulo.engine.play.rank_player",
     "cumulo.models.files.load",
     "cumulo.models.play.cuda_decoder",

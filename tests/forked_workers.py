@@ -31,6 +31,7 @@ import pytest
 from tests import forked_ranks, warm
 
 ROOT = Path(__file__).parents[1]
+MODULES = ("transformers.models.llama.modeling_llama",)  # the oracle of many tests, imported when first asked
 DOOR = Path(__file__).with_name("worker_door.py")
 
 
@@ -67,7 +68,7 @@ def _import_all(wanted: list[str]) -> None:
 
     hooks = list(sys.meta_path)
     _prepareconfig(["--capture=no", "-p", "no:cacheprovider"])
-    for name in (*warm.PRELOAD, *forked_ranks.MODULES):
+    for name in (*warm.PRELOAD, *forked_ranks.MODULES, *MODULES):
         with contextlib.suppress(ImportError):  # an extra that is not installed
             importlib.import_module(name)
     for path in (Path(name.partition("::")[0]).resolve() for name in wanted):
