@@ -11,6 +11,7 @@ import pytest
 from cumulo.engine.config import EngineConfig
 from cumulo.engine.decide.params import SamplingParams
 from cumulo.engine.llm import LLM
+from tests.cli.conftest import cumulo_process
 from tests.models import tiny
 from tests.models.gguf_conversion import convert
 from tests.models.hostile_files import FOLDER_CASES, GGUF_CASES
@@ -72,16 +73,10 @@ def test_a_hostile_file_is_refused_in_one_line(found: dict[str, dict[str, Any]],
 def test_serve_says_why_in_one_line_and_ends(tmp_path: Path) -> None:
     good = save_tiny_model(tmp_path)
     FOLDER_CASES["added id 2147483648"](good)
-    result = subprocess.run(
-        [sys.executable, "-m", "cumulo.cli", "serve", str(good), "--port", "0", "--no-console"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert result.returncode != 0
-    assert "Traceback" not in result.stderr + result.stdout
-    assert "2147483648" in " ".join((result.stderr + result.stdout).split())
+    refused = cumulo_process("serve", str(good), "--port", "0", "--no-console")
+    assert refused.code != 0
+    assert "Traceback" not in refused.err + refused.out
+    assert "2147483648" in " ".join((refused.err + refused.out).split())
 
 
 def test_a_claimed_context_takes_no_memory_for_angles(tmp_path: Path) -> None:
