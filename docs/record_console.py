@@ -89,6 +89,7 @@ def tools(browser: Any, url: str) -> None:
     page = opened(browser, url, DESKTOP)
     page.get_by_text("Tools", exact=True).click()
     page.get_by_role("button", name="Example").press("Enter")
+    page.wait_for_timeout(1000)  # the tools are read, and the choice below knows their names
     page.get_by_label("Calls").click()
     page.get_by_role("option", name="Must call get_weather").click()
     ask(page, "What is the weather in Paris?")
