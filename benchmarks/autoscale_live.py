@@ -49,7 +49,7 @@ def trace(seed: int = 3) -> list[float]:
 
 
 def recorded(path: Path, from_s: float, to_s: float, every: int) -> list[float]:
-    """When every so-manieth request of the slice came; the last arrival is its end, so that silence counts."""
+    """When every n-th request of the slice came; the last arrival is its end, so that silence counts."""
     arrivals = TrafficOptions(trace=path).traffic().arrivals
     times = [one.arrived_s - from_s for one in arrivals if from_s <= one.arrived_s < to_s]
     return [*times[::every], to_s - from_s]
@@ -151,7 +151,7 @@ def main() -> None:
         "--from", type=float, default=0.0, dest="from_s", help="Begin of the slice, in seconds."
     )
     parser.add_argument("--to", type=float, default=300.0, dest="to_s", help="End of the slice, in seconds.")
-    parser.add_argument("--every", type=int, default=1, help="Every so-manieth request is replayed.")
+    parser.add_argument("--every", type=int, default=1, help="Every n-th request of the slice is replayed.")
     parser.add_argument("--only-rehearse", type=float, help="No server: with this start-up time in seconds.")
     parser.add_argument("--json", type=Path)
     chosen = parser.parse_args()

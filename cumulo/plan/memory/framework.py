@@ -15,7 +15,7 @@ from cumulo.plan.time.efficiency import shipped_efficiency
 MIB = 2**20
 _BUCKETS, _BUCKET_ELEMENTS = 2, 500_000_000
 # Of all it hands out, what the allocator of 2022 held beside it under DeepSpeed: fitted to 14 figures in float16
-# of BLOOM's trials, checked with the 17 in bfloat16 (docs/plan-memory.md).
+# of BLOOM's trials; the 17 in bfloat16 were seen, not fitted (docs/plan-memory.md).
 _DEEPSPEED_FRAGMENTS = 0.155
 _FRAGMENTS = 0.03  # of what is allocated and freed again in a step
 
