@@ -3,7 +3,8 @@ differ in. `diagnose` asks here before it judges each run by itself."""
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from statistics import median
 
 from cumulo.base.quantities import quantity
 from cumulo.plan.diagnose.diagnosis import (
@@ -14,10 +15,11 @@ from cumulo.plan.diagnose.diagnosis import (
     WIDTH_STEP,
     Diagnosis,
 )
-from cumulo.plan.diagnose.nccl_case import NcclCase
+from cumulo.plan.diagnose.link_states import link_states
+from cumulo.plan.diagnose.nccl_case import MOST_PCIE, NcclCase
 
 _SLOWER = 0.75  # of the like run's bandwidth
-_OVER_PCIE = 64.0  # GB/s: no PCIe slot carries more, and every NVLink does
+_BEHIND, _LIKE_RUNS = 0.92, 2  # of the bandwidth that so many like runs or more agree on
 _ALONE = re.compile(r"\b(?:alone|by itself|only|single|one at a time|separately)\b", re.IGNORECASE)
 _TOGETHER = re.compile(
     r"\b(?:both|together|same time|simultaneous\w*|concurrent\w*|in parallel)\b", re.IGNORECASE
@@ -36,8 +38,10 @@ class ComparedRun:
         return next((row.busbw for row in rows if row.size_bytes == size_bytes), None)
 
 
-def compare_runs(runs: Sequence[ComparedRun]) -> Diagnosis | None:
+def compare_runs(runs: Sequence[ComparedRun], text: str) -> Diagnosis | None:
     """None: they are not alike, or about equal."""
+    if (behind := _behind_the_others(runs, text)) is not None:
+        return behind
     for fast in runs:
         for slow in runs:
             size = _common_size(fast, slow)
@@ -49,6 +53,50 @@ def compare_runs(runs: Sequence[ComparedRun]) -> Diagnosis | None:
             if (found := _verdict(fast, slow, runs, size)) is not None:
                 return found
     return None
+
+
+def _behind_the_others(runs: Sequence[ComparedRun], text: str) -> Diagnosis | None:
+    """Of several runs of one kind all but a few agree, and these few are slower, if only by one card's part."""
+    for slow in runs:
+        like = [one for one in runs if one is not slow and _alike(one, slow)]
+        sizes = [size for one in like if (size := _common_size(one, slow)) is not None]
+        if len(sizes) < _LIKE_RUNS:
+            continue
+        size = min(sizes)
+        others = [one.busbw(size) or 0.0 for one in like]
+        usual, late = median(others), slow.busbw(size) or 0.0
+        agree = [one for one in others if abs(one - usual) <= 0.03 * usual]
+        if late >= _BEHIND * usual or len(agree) < max(_LIKE_RUNS, 0.6 * len(others)):
+            continue
+        return _of_the_slow(slow, runs, size, usual, text)
+    return None
+
+
+def _alike(one: ComparedRun, other: ComparedRun) -> bool:
+    same = _SETTING.findall(one.title) == _SETTING.findall(other.title)
+    return same and one.case.ranks == other.case.ranks
+
+
+def _of_the_slow(
+    slow: ComparedRun, runs: Sequence[ComparedRun], size: int, usual: float, text: str
+) -> Diagnosis:
+    late = slow.busbw(size) or 0.0
+    evidence = (
+        f"{slow.title or 'one run'}: {late:.4g} GB/s at {quantity(size, 'B')}, {late / usual:.0%} of the "
+        f"{usual:.4g} GB/s that others of the same kind reach",
+    )
+    found = _slow_link(slow, runs, size, evidence)
+    down = link_states(text).down
+    if slow.case.nodes > 1 and (down or abs(late / usual - 7 / 8) <= 0.02):
+        said = (f"the text says: {down[:120]}",) if down else ()
+        sentence = (
+            found.sentence if down else f"{found.sentence} It has seven eighths: of 8 rails one is missing."
+        )
+        sure = "high" if down else "medium"
+        return replace(
+            found, cause="rail-down", sentence=sentence, evidence=(*evidence, *said), confidence=sure
+        )
+    return found
 
 
 def _common_size(one: ComparedRun, other: ComparedRun) -> int | None:
@@ -105,7 +153,7 @@ def _verdict(
             "medium",
             many,
         )
-    if slow.case.nodes == 1 and (fast.busbw(size) or 0.0) < _OVER_PCIE:
+    if slow.case.nodes == 1 and (fast.busbw(size) or 0.0) < MOST_PCIE:
         return _shared(
             f"{many} GPUs reach much less than {few} do: their path crosses sockets, or shares a PCIe link.",
             evidence,

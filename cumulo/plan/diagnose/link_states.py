@@ -8,8 +8,13 @@ _DOWN = re.compile(
     r"(?:^|\n)[^\n]*(?:\bState:\s*Down|\bstate(?: is)?\s*:?\s*(?:PORT_)?(?:DOWN|INIT)\b|"
     r"Port number \d+ state is (?:Down|Init)|"
     r"[Pp]hysical[_ ]state:?\s*(?:DISABLED|POLLING|Disabled|Polling|LinkErrorRecovery)|port \d+ ==> \S+ \(Down\)|"
-    r"Link detected: no|state DOWN|active_state: DOWN)[^\n]*"
+    r"Link detected: no|state DOWN|active_state: DOWN|\bPORT_(?:DOWN|INIT)\b|"
+    r"\b(?:mlx5|bnxt_re|irdma|rdmap?|rocep|ibp|efa|hfi1)[\w.:/-]*\b[^\n]{0,40}?(?:\bis\b|->|=>|:|\s)\s*"
+    r"(?:[Dd]own|DOWN|DISABLED|POLLING|NO-CARRIER|[Ii]nactive)\b|NO-CARRIER)[^\n]*"
 )
+_CAPABILITY = re.compile(r"(LnkCap:[^\n]*)\n(?:(?!LnkCap:)[^\n]*\n){0,4}?([^\n]*LnkSta:[^\n]*)")
+_LINK = re.compile(r"Speed ([\d.]+)GT/s[^\n]*?Width x(\d+)")
+_GPU_WIDTH = re.compile(r"Link Width\s*\n\s*Max\s*:\s*(\d+)x\s*\n\s*Current\s*:\s*(\d+)x")
 _RATES = (
     (re.compile(r"\b[Rr]ate\s*:\s*(\d+)"), 1.0),
     (re.compile(r"\b(?:rate|speed)\s*:\s*(\d+)\s*Gb"), 1.0),
@@ -43,7 +48,7 @@ def link_states(text: str) -> LinkStates:
         r"[^\n]*(?:LnkSta:[^\n]*\((?:downgraded|degraded)\)|limited by[^\n]*GT/s|"
         r"Could be \d+X|Could be [\d.]+ Gbps)[^\n]*",
         text,
-    )
+    ) or _narrower(text)
     active = len(re.findall(r"Link \d+:\s*[\d.]+ GB/s", text))
     inactive = len(re.findall(r"Link \d+:\s*<?inactive>?", text))
     return LinkStates(
@@ -51,6 +56,19 @@ def link_states(text: str) -> LinkStates:
         slow[0].strip() if slow else "",
         (active, inactive),
     )
+
+
+def _narrower(text: str) -> re.Match[str] | None:
+    """A link whose state has fewer lanes or a lower rate than its own capability, as lspci and nvidia-smi print
+    them. GPUs and their links rest at a low rate when idle, so that of a GPU only the width counts."""
+    for cap, state in _CAPABILITY.findall(text):
+        can, has = _LINK.search(cap), _LINK.search(state)
+        if can and has and (int(has[2]) < int(can[2]) or float(has[1]) < float(can[1])):
+            return re.search(re.escape(state), text)
+    for most, now in _GPU_WIDTH.findall(text):
+        if int(now) < int(most):
+            return _GPU_WIDTH.search(text)
+    return None
 
 
 def port_gbps(text: str) -> float | None:

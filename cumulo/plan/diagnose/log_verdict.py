@@ -101,7 +101,7 @@ def _network(case: NcclCase, log: NcclLog) -> Diagnosis | None:
             ("remove NCCL_IB_HCA, or name all compute cards in it", TOPO_STEP, PORTS_STEP),
             "medium",
         )
-    if counts and max(counts) == 1 and near >= 4 and not _plenty(case):
+    if counts and max(counts) == 1 and near >= 4 and not _plenty(case) and not _only_card(case, log):
         card = next(iter(log.cards.values()))[0]
         case.evidence.append(f"of each node's cards NCCL uses one, {card}, for {near} GPUs")
         return case.answer(
@@ -111,6 +111,12 @@ def _network(case: NcclCase, log: NcclLog) -> Diagnosis | None:
             "high",
         )
     return None
+
+
+def _only_card(case: NcclCase, log: NcclLog) -> bool:
+    """Nothing says that a node has more than this card, and the log says what is wrong with its use."""
+    more = case.expected is not None and case.expected.stated
+    return log.gdr_off and "NCCL_IB_HCA" not in log.settings and not more
 
 
 def _plenty(case: NcclCase) -> bool:

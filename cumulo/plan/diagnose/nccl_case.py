@@ -10,7 +10,9 @@ from cumulo.plan.diagnose.expected import expected_of
 from cumulo.plan.diagnose.machine_names import node_of
 from cumulo.plan.diagnose.nccl_log_text import NcclLog
 from cumulo.plan.diagnose.nccl_tests_text import NcclTest
+from cumulo.plan.diagnose.peer_figures import OwnRun, PeerFigure, peer_figure
 
+MOST_PCIE = 64.0  # GB/s: no PCIe slot carries more, and every NVLink does
 HEALTHY_NEAR, _HEALTHY_FAR = 0.82, 0.92  # of what the model expects, in a node and between nodes
 _HEALTHY_ALL_TO_ALL = 0.75  # between nodes: many flows at once collide a little on every fabric
 _HEALTHY_PCIE = 0.6  # over PCIe it depends on the board: switches, host bridges, the link between sockets
@@ -30,6 +32,7 @@ class NcclCase:
         link = log.link if log else ""
         self.expected = expected_of(text, self.ranks, self.nodes, device, link) if self.ranks else None
         self.share = self._share()
+        self.peer: PeerFigure | None = None
 
     def _ranks(self) -> int | None:
         said = self.test.claimed if self.test else None
@@ -88,6 +91,20 @@ class NcclCase:
         ]
         return max(shares)
 
+    def compare_with_peer(self) -> None:
+        """What the text says of a like run counts for more than what the model expects."""
+        if self.test is None or self.share is None:
+            return
+        best = max(max(row.busbw, row.in_place or 0.0) for row in self.test.rows)
+        device = f"{self.test.device} {self.expected.node.device.name if self.expected else ''}"
+        own = OwnRun(best, self.ranks or 0, self.nodes, self.operation, device)
+        self.peer = peer_figure(self.text, own)
+        if self.peer is not None:
+            self.share = min(self.share, best / self.peer.gbytes_per_s)
+            self.evidence.append(
+                f"{best / self.peer.gbytes_per_s:.0%} of what the text says of a like run: {self.peer.words}"
+            )
+
     @property
     def full_rate(self) -> bool:
         """The largest message is one that shows bandwidth: it should reach most of what the links carry."""
@@ -105,7 +122,7 @@ class NcclCase:
         if self.share is None or self.expected is None:
             return False
         if self.one_domain:
-            return self.share >= (HEALTHY_NEAR if self.expected.has_nvlink else _HEALTHY_PCIE)
+            return self.share >= (HEALTHY_NEAR if self.expected.has_nvlink or self.peer else _HEALTHY_PCIE)
         alike = self.operation in ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce")
         return self.share >= (_HEALTHY_FAR if alike else _HEALTHY_ALL_TO_ALL)
 

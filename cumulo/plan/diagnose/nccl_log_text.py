@@ -89,6 +89,7 @@ def parse_nccl_log(text: str) -> NcclLog | None:
         far=frozenset(re.sub(r"/\d+", "", path) for path in paths if path.startswith("NET")),
         gdr_off=bool(
             re.search(r"GPU ?Direct RDMA (?:is )?(?:Disabled|not available)|no nvidia-peermem", body, re.I)
+            or (re.search(r"\bGDR 0\b", body) and not re.search(r"\bGDR 1\b|GDRDMA", body))
         ),
         gdr_on="GDRDMA" in body or bool(re.search(r"GPU ?Direct RDMA Enabled", body, re.I)),
         pcie_path=kinds[0] if kinds and kinds[0] not in ("NVL", "NVB", "LOC", "C2C") else "",

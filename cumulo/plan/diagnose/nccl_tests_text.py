@@ -11,12 +11,8 @@ from itertools import pairwise
 from statistics import median
 
 from cumulo.plan.diagnose.stated_ranks import StatedRanks, stated_ranks
+from cumulo.plan.diagnose.table_rows import TestRow, table_row, table_rows
 
-_BENCH = re.compile(r"\|\s*([\d.]+)\s*([KMG])i?B?\s*\|\s*([\d.]+)\s*GBps\s*\|\s*([\d.]+)\s*GBps\s*\|")
-_JSON = re.compile(
-    r'"size"\s*:\s*(\d+)[^{}]*?"out_of_place"\s*:\s*\{[^{}]*?"time"\s*:\s*([\d.]+)[^{}]*?"alg_bw"\s*:\s*([\d.]+)'
-    r'[^{}]*?"bus_bw"\s*:\s*([\d.]+)(?:[^{}]*?"nwrong"\s*:\s*"?(\d+))?'
-)
 _DEVICE = re.compile(r"Rank\s+(\d+)\s+.*?on\s+(\S+)\s+device\s+(\d+)\s+\[[^\]]*\]\s*(.*?)\s*$", re.MULTILINE)
 _OPERATIONS = {
     "all_reduce": ("all_reduce", "allreduce"),
@@ -35,25 +31,9 @@ _ENDS = re.compile(
     r"^\W*$|Out of bounds|Avg bus bandwidth|Collective test concluded|NCCL WARN|NVRM|NCCL failure|pause|discard",
     re.IGNORECASE,
 )
-_LEAST_ERROR = 0.02  # of the old versions' column of differences: more is no rounding, in any type
-
-
-_SEPARATORS = re.compile(
-    r"[\s|;,]+|(?<=>):\s*"
-)  # also of tables in Markdown and CSV, and after mpirun's prefix
 _OWN = re.compile(
     r"nThread|Using devices|Rank +\d|out-of-place|\bsize\b.*\bcount\b|\(B\)|NCCL|rccl-tests|nccl-tests"
 )
-
-
-@dataclass(frozen=True, slots=True)
-class TestRow:
-    size_bytes: int
-    time_us: float
-    algbw: float  # GB/s
-    busbw: float
-    wrong: int = 0  # elements that are not what they should be, in either half
-    in_place: float | None = None  # busbw
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +51,7 @@ class NcclTest:
     devices: tuple[TestDevice, ...]
     asked_bytes: int  # the largest size that was asked for; 0: not said
     claimed: StatedRanks
+    listed: int = 0  # ranks, where the list is whole
 
     @property
     def hosts(self) -> int:
@@ -123,7 +104,8 @@ class TestRun:
         """The last words before its table that are not nccl-tests' own."""
         title = ""
         for line in self.text.splitlines():
-            if _row(line) is not None:
+            if (row := table_row(line)) is not None:
+                title = row.label or title
                 break
             words = line.strip(" #=-~*\t")
             if words and not _ENDS.search(words) and not _OWN.search(words):
@@ -140,15 +122,16 @@ def nccl_test_runs(text: str) -> Iterator[TestRun]:
     """Each run; one that does not list its devices or name its collective has those of the run before it."""
     before: NcclTest | None = None
     for part in _parts(text):
-        rows = list(_rows(part))
+        rows = list(table_rows(part))
         devices = _devices(part)
         listed = len(devices) if _all_listed(part, devices) else 0
         test = NcclTest(
-            _operation(part),
+            _operation(part, rows),
             tuple(sorted(rows, key=lambda row: row.size_bytes)),
             devices,
             _asked_bytes(part),
             stated_ranks(part, listed),
+            listed,
         )
         if before is not None:
             test = replace(
@@ -170,7 +153,8 @@ def unwrapped(text: str) -> str:
     joined: list[str] = []
     goes_on = False
     for line in lines:
-        if goes_on and not re.match(r"\s*(?:#|\d{4,}\s)", line):
+        begins = re.match(r"\s*(?:#|\d{4,}\s)", line) or table_row(line) is not None
+        if goes_on and not begins:
             joined[-1] += line
         else:
             joined.append(line)
@@ -181,10 +165,13 @@ def unwrapped(text: str) -> str:
 def _parts(text: str) -> list[str]:
     """The text of each run: a table ends where sizes begin again."""
     lines = text.splitlines()
-    sizes = [(at, row.size_bytes) for at, line in enumerate(lines) if (row := _row(line)) is not None]
+    sizes = [(at, row.size_bytes) for at, line in enumerate(lines) if (row := table_row(line)) is not None]
     if not sizes:
-        return [text] if _JSON.search(text) or _BENCH.search(text) else []
-    cuts = [0]
+        return [text] if any(table_rows(text)) else []
+    cuts = _sweep_cuts(lines)
+    if cuts:
+        sizes = [one for one in sizes if one[0] >= cuts[-1]]
+    cuts = cuts or [0]
     for (last, size), (first, next_size) in pairwise(sizes):
         if next_size < size or (next_size == size and first - last > 4):
             begins = [at for at in range(last + 1, first) if not _ENDS.search(lines[at])]
@@ -193,80 +180,38 @@ def _parts(text: str) -> list[str]:
     return ["\n".join(lines[a:b]) for a, b in zip(cuts, [*cuts[1:], len(lines)], strict=True)]
 
 
-def _rows(text: str) -> Iterator[TestRow]:
-    found = [row for line in text.splitlines() if (row := _row(line)) is not None]
-    found = found or [row for line in _BENCH.findall(text) if (row := _bench_row(*line)) is not None]
-    yield from found or (
-        TestRow(int(size), float(time_us), float(algbw), float(busbw), int(wrong or 0))
-        for size, time_us, algbw, busbw, wrong in _JSON.findall(text)
-    )
+def _sweep_cuts(lines: list[str]) -> list[int]:
+    """Where a table has lines of the same size for several hosts or pairs, named in each line: each begins a run.
+
+    Lines of one name follow each other; processes that print at the same time mix theirs."""
+    labelled = [
+        (at, row) for at, line in enumerate(lines) if (row := table_row(line)) is not None and row.label
+    ]
+    begins = [
+        at
+        for number, (at, row) in enumerate(labelled)
+        if not number or row.label != labelled[number - 1][1].label
+    ]
+    names = {row.label for _, row in labelled}
+    if len(names) < 3 or len(begins) != len(names):
+        return []
+    sizes = [{row.size_bytes for _, row in labelled if row.label == name} for name in names]
+    return [0, *begins[1:]] if len(set.intersection(*sizes)) > 0 else []
 
 
-def _row(line: str) -> TestRow | None:
-    """Columns differ between versions: a row is a size, and after it a time with the bandwidths that
-    follow from the two."""
-    if "NCCL INFO" in line:
-        return None
-    words = _SEPARATORS.split(line.strip())
-    for at, word in enumerate(words[:8]):
-        if not word.isdigit() or int(word) < 1:
-            continue
-        size = int(word)
-        for first in range(at + 1, min(at + 7, len(words) - 2)):
-            if (half := _half(size, words[first:])) is not None:
-                rest = words[first + 3 :]
-                if (other := _half(size, rest)) is not None:  # one column of errors for both
-                    return TestRow(size, *half, _wrong(rest[3:4]), other[2])
-                other = _half(size, rest[1:])
-                wrong = max(_wrong(rest[:1]), _wrong(rest[4:5]) if other else 0)
-                return TestRow(size, *half, wrong, other[2] if other else None)
-    return None
-
-
-def _half(size: int, words: list[str]) -> tuple[float, float, float] | None:
-    """Time and bandwidths at the beginning of `words`, if they agree with the size."""
-    if len(words) < 3 or "." not in words[1] or "." not in words[2]:
-        return None
-    time_us, algbw, busbw = (_number(one) for one in words[:3])
-    if time_us is None or algbw is None or busbw is None or time_us <= 0:
-        return None
-    exact = size / time_us / 1e3
-    if abs(algbw - exact) <= 0.0051 + 0.01 * exact and busbw <= 2 * algbw + 0.011:
-        return time_us, algbw, busbw
-    return None
-
-
-def _wrong(words: list[str]) -> int:
-    """The column #wrong, or the old versions' largest difference."""
-    if not words:
-        return 0
-    if words[0].isdigit():
-        return int(words[0])
-    difference = _number(words[0])
-    return int(difference is not None and not difference <= _LEAST_ERROR)
-
-
-def _bench_row(size: str, unit: str, busbw: str, algbw: str) -> TestRow | None:
-    """A row of the table that all_reduce_bench.py prints: | 16GB | 480.21GBps | 274.40GBps |."""
-    size_bytes = round(float(size) * 2 ** (10 * "KMG".index(unit[0].upper()) + 10))
-    if float(algbw) <= 0:
-        return None
-    return TestRow(size_bytes, size_bytes / float(algbw) / 1e3, float(algbw), float(busbw))
-
-
-def _number(word: str) -> float | None:
-    try:
-        return float(word)
-    except ValueError:
-        return None
-
-
-def _operation(text: str) -> str | None:
-    """By the program's name, and otherwise by any mention outside of logs."""
+def _operation(text: str, rows: list[TestRow]) -> str | None:
+    """By the program's name, then by the columns, and otherwise by any mention outside of logs."""
     lower = text.lower()
     for name, words in _OPERATIONS.items():
         if any(re.search(rf"(?<![a-z_]){word}_perf", lower) for word in words):
             return name
+    kinds = {row.kind for row in rows}
+    if kinds == {"reduced"}:
+        return "reduce"
+    if kinds == {
+        "rooted"
+    }:  # a broadcast's factor is 1; what gathers or scatters leaves out the root's own part
+        return "broadcast" if all(row.busbw > 0.995 * row.algbw - 0.011 for row in rows) else "gather"
     plain = "\n".join(line for line in lower.splitlines() if "nccl info" not in line)
     for name, words in list(_OPERATIONS.items())[:6]:
         if any(word in plain for word in words if name != "broadcast"):

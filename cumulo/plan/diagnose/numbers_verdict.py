@@ -16,9 +16,9 @@ from cumulo.plan.diagnose.diagnosis import (
     Diagnosis,
 )
 from cumulo.plan.diagnose.expected import nearest_published
-from cumulo.plan.diagnose.nccl_case import HEALTHY_NEAR, NcclCase
-from cumulo.plan.diagnose.nccl_tests_text import TestRow
+from cumulo.plan.diagnose.nccl_case import HEALTHY_NEAR, MOST_PCIE, NcclCase
 from cumulo.plan.diagnose.states_verdict import states_verdict
+from cumulo.plan.diagnose.table_rows import TestRow
 
 _DIP = 0.7  # of the bandwidths before and after
 _FALLS = 1.3  # times the bandwidth of the largest messages, that smaller ones reach: buffers overflow
@@ -86,14 +86,16 @@ def numbers_verdict(case: NcclCase) -> Diagnosis | None:
             (LOG_STEP, "state the cards of a node, as in 8 x 400G"),
             "low",
         )
+    if case.enough:
+        case.compare_with_peer()
     if (found := states_verdict(case)) is not None:
         return found
     if (published := nearest_published(case.expected)) is not None:
         case.evidence.append(f"published: {published}")
-    return _near_numbers(case) if case.one_domain else _far_numbers(case, row.busbw)
+    return _near_numbers(case, row) if case.one_domain else _far_numbers(case, row.busbw)
 
 
-def _near_numbers(case: NcclCase) -> Diagnosis:
+def _near_numbers(case: NcclCase, row: TestRow) -> Diagnosis:
     assert case.share is not None and case.expected is not None
     if dips := dips_of(case):
         case.evidence.append(f"busbw dips to {dips[0].busbw:.4g} GB/s at {quantity(dips[0].size_bytes, 'B')}")
@@ -105,6 +107,14 @@ def _near_numbers(case: NcclCase) -> Diagnosis:
         )
     if case.enough:
         return _healthy(case)
+    if case.peer and row.busbw <= MOST_PCIE < case.peer.gbytes_per_s:
+        return case.answer(
+            "pcie-not-nvlink",
+            "No PCIe link carries what the like run reaches, and this one is no faster than PCIe: its GPUs do not "
+            "use NVLink.",
+            (TOPO_STEP, "look for a bridge that is not seated, and compare the two in the matrix", LOG_STEP),
+            "medium",
+        )
     if case.share < 0.32 and case.expected.has_nvlink and case.nodes > 1:
         return case.apart(f"{case.share:.0%} of what the NVLink domain gives", "medium")
     if case.share < 0.32 and case.expected.has_nvlink:
@@ -132,9 +142,8 @@ def _near_numbers(case: NcclCase) -> Diagnosis:
             ("run `nvidia-smi nvlink --status` and look for inactive links", TOPO_STEP, LOG_STEP),
             "low",
         )
-    return case.answer(
-        "unknown", f"{case.share:.0%} of what its PCIe links could carry.", (TOPO_STEP, LOG_STEP), "low"
-    )
+    usual = "what a like run reaches" if case.peer else "what its PCIe links could carry"
+    return case.answer("unknown", f"{case.share:.0%} of {usual}.", (TOPO_STEP, LOG_STEP), "low")
 
 
 def _far_numbers(case: NcclCase, busbw: float) -> Diagnosis:

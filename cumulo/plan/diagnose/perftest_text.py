@@ -1,4 +1,5 @@
-"""The output of perftest (ib_write_bw, ib_read_lat, ...) as data, of each test in a text. `diagnose` calls it."""
+"""The output of perftest (ib_write_bw, ib_read_lat, ...) and of the OSU micro-benchmarks (osu_bw, osu_bibw,
+osu_latency) as data, of each test in a text. `diagnose` calls it."""
 
 import re
 from dataclasses import dataclass
@@ -13,6 +14,10 @@ _BANNER = re.compile(
     r"^.*\b(?:RDMA_Write|RDMA_Read|Send|Atomic\S*)\b.*\b(?:BW|Latency|Bidirectional)\b.*Test", re.M
 )
 _COMMAND = re.compile(r"^.*\bib_(?:write|read|send)_(?:bw|lat)\b.*$", re.MULTILINE)
+_OSU_TITLE = re.compile(
+    r"#\s*OSU MPI(-CUDA|-ROCM)?\S*\s+(Bandwidth|Bi-Directional Bandwidth|Multiple Bandwidth|Latency)"
+)
+_OSU_ROW = re.compile(r"^\s*(\d+)\s+(\d+\.\d+)(?:\s+(\d+\.\d+))?\s*$", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,3 +84,25 @@ def _parse(text: str) -> Perftest | None:
         size,
         latency_us,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class OsuTest:
+    gpu_memory: bool
+    gbps: float | None  # each way, at the largest size
+    size_bytes: int
+    latency_us: float | None
+
+
+def parse_osu(text: str) -> OsuTest | None:
+    title = _OSU_TITLE.search(text)
+    rows = _OSU_ROW.findall(text[title.end() :]) if title else []
+    if title is None or not rows:
+        return None
+    gpu = bool(title[1]) or bool(re.search(r"\bD D\b|-d cuda", text))
+    largest = max(rows, key=lambda row: int(row[0]))
+    if title[2] == "Latency":
+        smallest = min(rows, key=lambda row: int(row[0]))
+        return OsuTest(gpu, None, int(largest[0]), float(smallest[1]))
+    ways = 2 if title[2].startswith("Bi") else 1
+    return OsuTest(gpu, float(largest[1]) * 8 / 1e3 / ways, int(largest[0]), None)  # OSU's MB are 10⁶

@@ -3,8 +3,7 @@
 from cumulo.base.quantities import quantity
 from cumulo.plan.diagnose.diagnosis import GDR_STEP, PAIRS_STEP, PORTS_STEP, TOPO_STEP, WIDTH_STEP, Diagnosis
 from cumulo.plan.diagnose.link_states import link_states, port_gbps
-from cumulo.plan.diagnose.osu_text import OsuTest
-from cumulo.plan.diagnose.perftest_text import LINE_RATES_GBPS, Perftest
+from cumulo.plan.diagnose.perftest_text import LINE_RATES_GBPS, OsuTest, Perftest
 
 _LEAST = 0.85  # of a port's rate, that a healthy link reaches
 _USUAL_LATENCY_US = 6.0

@@ -18,7 +18,8 @@ _LOGGED = re.compile(r"\bnranks\s+(\d+)", re.IGNORECASE)
 # In words: "2 nodes of 8 GPUs", "4 x 8 H100", "8x H100 per node", "16 GPUs", "ranks 0-15".
 _PRODUCT = re.compile(
     rf"\b(\d+)\s*{_MANY}\s*(?:x|×|\*|with|of)\s*(\d+)\s*(?:x|×|\*)?\s*(?:GPUs?\b|{_GPU})|"
-    rf"\b(\d+)\s*(?:x|×)\s*(\d+)\s*(?:x|×)?\s*(?:GPUs?\b|{_GPU})",
+    rf"\b(\d+)\s*(?:x|×)\s*(\d+)\s*(?:x|×)?\s*(?:GPUs?\b|{_GPU})|"
+    r"\bworld(?:[ _-]?size)?\s*[:=]\s*(\d+)\s*[x×*]\s*(\d+)",
     re.IGNORECASE,
 )
 _PER_NODE = re.compile(
@@ -36,7 +37,19 @@ _PLAIN = (
     re.compile(r"\b(\d+)[ -]+(?:GPUs?|ranks?)\b", re.IGNORECASE),
     re.compile(r"\b(?:world[ _-]?size|ranks|n?gpus|ntasks)\s*[:=]\s*(\d+)", re.IGNORECASE),
     re.compile(r"\bworld[ _-]?size\s+(\d+)", re.IGNORECASE),
+    re.compile(r"\bworld\s*[:=]\s*(\d+)\b(?!\s*[x×*])", re.IGNORECASE),
 )
+# A machine's GPUs, of which a run may use a few: "an 8x H100 box", "4 of 8 GPUs".
+_MACHINE = re.compile(
+    rf"\b\d+\s*[x×-]?\s*(?:GPUs?\b|{_GPU})(?:\s+\w+){{0,2}}?[\s-]+(?:node|host|server|machine|instance|box|system|"
+    r"workstation|chassis|baseboard|cluster|pod)s?\b|"
+    rf"\b(?:out of|of|has|have|with)\s+(?:our\s+|the\s+)?\d+\s*[x×-]?\s*(?:GPUs?\b|{_GPU})",
+    re.IGNORECASE,
+)
+_SUBSET = re.compile(
+    r"CUDA_VISIBLE_DEVICES|HIP_VISIBLE_DEVICES|\b\d+ (?:out )?of (?:the |its |our )?\d+\b|\bonly \d+ GPUs"
+)
+_EVERY = re.compile(rf"\ball\s+(?:the\s+)?(\d+)\s*(?:x\s*)?(?:GPUs?\b|ranks?\b|{_GPU})", re.IGNORECASE)
 _NO_WORDS = re.compile(r"_perf\b.*\s-\w|NCCL INFO|\bRank\s+\d+ .*device")
 _RANGE = re.compile(r"\branks\s+0\s*(?:\.\.|-|–|to)\s*(\d+)", re.IGNORECASE)
 
@@ -47,6 +60,8 @@ class StatedRanks:
     command: int | None = None  # of `sure`, what the command asks for
     nodes: int = 0  # in words; 0: not said
     either: tuple[tuple[int, int], ...] = ()  # "2 nodes, 8 GPUs": all of them, or those of each node
+    words: tuple[int, ...] = ()  # of `sure`, what is said of the run in words
+    every: tuple[int, ...] = ()  # "all 8 GPUs"
 
     @property
     def last(self) -> int | None:
@@ -65,6 +80,7 @@ class StatedRanks:
 def stated_ranks(text: str, listed: int) -> StatedRanks:
     """Each number of ranks that is stated, once; `listed`: devices that the header lists, 0 if it is cut off."""
     sure, either = _in_words(text)
+    of_run = _in_words(_MACHINE.sub(" ", text))[0]
     command = _by_command(text)
     sure = command + [int(one) for one in _LOGGED.findall(text)] + sure
     if listed:
@@ -74,6 +90,8 @@ def stated_ranks(text: str, listed: int) -> StatedRanks:
         command[0] if command else None,
         nodes_said(text),
         tuple(dict.fromkeys(either)),
+        () if _SUBSET.search(text) else tuple(one for one in of_run if one > 1),
+        tuple(int(one) for one in _EVERY.findall(text)),
     )
 
 
@@ -116,8 +134,8 @@ def nodes_said(words: str) -> int:
 def _in_words(text: str) -> tuple[list[int], list[tuple[int, int]]]:
     words = "\n".join(line for line in text.splitlines() if not _NO_WORDS.search(line))
     sure = [
-        int(first or third) * int(second or fourth)
-        for first, second, third, fourth in _PRODUCT.findall(words)
+        int(found[0] or found[2] or found[4]) * int(found[1] or found[3] or found[5])
+        for found in _PRODUCT.findall(words)
     ]
     words = _PRODUCT.sub(" ", words)
     nodes = nodes_said(words)

@@ -5,17 +5,28 @@ from cumulo.plan.diagnose.link_states import link_states
 from cumulo.plan.diagnose.nccl_case import NcclCase
 from cumulo.plan.diagnose.topology_text import topology_matrix
 
+_FULL = 1.02  # of what is expected: a node with a card less does not reach it
+
 
 def states_verdict(case: NcclCase) -> Diagnosis | None:
     """What other tools say of ports and links, where the bandwidth is low."""
     assert case.share is not None and case.expected is not None
     states, matrix = link_states(case.text), topology_matrix(case.text)
     near = case.one_domain
-    if case.enough:
-        return None
     if states.down and not near:
         case.evidence.append(f"the text says: {states.down[:120]}")
-        return case.answer("rail-down", "A port is down.", (PORTS_STEP, PAIRS_STEP), "high")
+        if case.enough and case.share > _FULL:
+            return case.answer(
+                "unknown",
+                "The bandwidth is what is usual, and yet a port is down: check that it is one that nothing uses.",
+                (PORTS_STEP, PAIRS_STEP),
+                "low",
+            )
+        return case.answer(
+            "rail-down", "A port is down.", (PORTS_STEP, PAIRS_STEP), "medium" if case.enough else "high"
+        )
+    if case.enough:
+        return None
     if not near and (found := far_cards(case)) is not None:
         return found
     active, inactive = states.nvlinks

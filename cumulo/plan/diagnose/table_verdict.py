@@ -5,6 +5,7 @@ import re
 
 from cumulo.base.quantities import quantity
 from cumulo.plan.diagnose.diagnosis import LOG_STEP, TEST_STEP, Diagnosis
+from cumulo.plan.diagnose.expected import busbw_factor
 from cumulo.plan.diagnose.nccl_case import NcclCase
 
 _HALF = 0.5
@@ -21,24 +22,55 @@ def stated_ranks(case: NcclCase) -> Diagnosis | None:
             "high",
         )
     if case.inferred is None:
-        return None
+        return _listed_ranks(case)
     best, low, high = case.inferred
     slack = 0.15 + 0.02 * best
     claimed = case.test.claimed
     wrong = claimed.wrong(low - slack, high + slack)
     some_fit = len(wrong) < len(claimed.sure) + len(claimed.either)
     one_node = claimed.nodes > case.test.hosts and len(case.test.devices) == round(best)
-    if not wrong or (some_fit and case.test.hosts and claimed.command not in wrong and not one_node):
+    more = [one for one in wrong if one > best]  # fewer may be those of each node
+    said = [one for one in claimed.words if one in more]
+    misspoken = (
+        bool(said) and len(said) == len(claimed.words) and claimed.command is None and not claimed.either
+    )
+    misspoken = misspoken or any(one in more for one in claimed.every)
+    fits = some_fit and case.test.hosts and claimed.command not in wrong and not one_node
+    if not wrong or (fits and not misspoken):
         return None
     case.evidence.append(
         f"busbw/algbw is {case.test.ratio:.4f}, which an {case.operation} of {best:.0f} ranks has; the "
         f"text states {', '.join(str(one) for one in wrong)}"
     )
+    if case.log is not None and case.log.ranks in wrong and not case.test.listed:
+        true = case.test.rows[-1].algbw * busbw_factor(case.operation, case.log.ranks or 2)
+        return case.answer(
+            "wrong-ranks",
+            f"busbw was computed for {round(best)} ranks, and NCCL ran {case.log.ranks}: it is {true:.4g} GB/s.",
+            ("count ranks, not nodes, in the factor of busbw",),
+            "high",
+        )
     return case.answer(
         "wrong-ranks",
         f"{round(best)} ranks ran, not {wrong[0]}. Compare the bandwidth with that of {round(best)} ranks.",
         ("check -np, -g and the host file; count the `Rank` lines at the top of the output",),
         "high",
+    )
+
+
+def _listed_ranks(case: NcclCase) -> Diagnosis | None:
+    """Where bandwidths do not tell the ranks, as of a broadcast: the list of devices and what was asked for."""
+    assert case.test is not None
+    listed, claimed = case.test.listed, case.test.claimed
+    asked = [one for one in (claimed.command, *claimed.every) if one is not None and one != listed]
+    if not listed or not asked:
+        return None
+    case.evidence.append(f"the output lists {listed} ranks; the text states {asked[0]}")
+    return case.answer(
+        "wrong-ranks",
+        f"{listed} ranks ran, not {asked[0]}. Compare the bandwidth with that of {listed} ranks.",
+        ("check -np, -g and the host file; count the `Rank` lines at the top of the output",),
+        "medium",
     )
 
 

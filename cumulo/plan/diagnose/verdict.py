@@ -9,7 +9,7 @@ reaches what such machines reach.
 from dataclasses import replace
 
 from cumulo.plan.diagnose.compare_runs import ComparedRun, compare_runs
-from cumulo.plan.diagnose.diagnosis import CAUSES, LOG_STEP, TEST_STEP, Diagnosis
+from cumulo.plan.diagnose.diagnosis import CAUSES, LOG_STEP, PORTS_STEP, TEST_STEP, Diagnosis
 from cumulo.plan.diagnose.failures_text import failure_verdict
 from cumulo.plan.diagnose.flight_text import parse_hang
 from cumulo.plan.diagnose.hang_verdict import hang_verdict
@@ -19,8 +19,7 @@ from cumulo.plan.diagnose.nccl_case import NcclCase
 from cumulo.plan.diagnose.nccl_log_text import condensed, parse_nccl_log
 from cumulo.plan.diagnose.nccl_tests_text import TestRun, nccl_test_runs, unwrapped
 from cumulo.plan.diagnose.numbers_verdict import congested, numbers_verdict
-from cumulo.plan.diagnose.osu_text import parse_osu
-from cumulo.plan.diagnose.perftest_text import parse_perftests
+from cumulo.plan.diagnose.perftest_text import parse_osu, parse_perftests
 from cumulo.plan.diagnose.perftest_verdict import osu_verdict, perftests_verdict
 from cumulo.plan.diagnose.states_verdict import far_cards
 from cumulo.plan.diagnose.table_verdict import small_messages, stated_ranks, wrong_results
@@ -46,7 +45,8 @@ def diagnose(text: str) -> Diagnosis:
         return _of_several(runs, text)
     if not runs and log is None:
         return _nothing(text)
-    return _nccl_verdict(NcclCase(text, runs[0].test if runs else None, log))
+    found = _nccl_verdict(NcclCase(text, runs[0].test if runs else None, log))
+    return found if runs else _contrary(found, text)
 
 
 def _of_several(runs: list[TestRun], text: str) -> Diagnosis:
@@ -57,7 +57,21 @@ def _of_several(runs: list[TestRun], text: str) -> Diagnosis:
     if worst.cause not in _MILD and worst.confidence == "high":
         return worst
     compared = [ComparedRun(run.title, _run_case(run, text)) for run in runs]
-    return compare_runs(compared) or worst
+    return compare_runs(compared, text) or _contrary(worst, text)
+
+
+def _contrary(found: Diagnosis, text: str) -> Diagnosis:
+    """Healthy is not said while the text says that a port is down."""
+    if found.cause != "healthy" or not (down := link_states(text).down):
+        return found
+    return replace(
+        found,
+        cause="unknown",
+        sentence="The bandwidth is what is usual, and yet a port is down: check that it is one that nothing uses.",
+        evidence=(f"the text says: {down[:120]}", *found.evidence),
+        next_steps=(PORTS_STEP, LOG_STEP),
+        confidence="low",
+    )
 
 
 def _run_case(run: TestRun, text: str) -> NcclCase:
