@@ -15,6 +15,17 @@ _DOWN = re.compile(
 _CAPABILITY = re.compile(r"(LnkCap:[^\n]*)\n(?:(?!LnkCap:)[^\n]*\n){0,4}?([^\n]*LnkSta:[^\n]*)")
 _LINK = re.compile(r"Speed ([\d.]+)GT/s[^\n]*?Width x(\d+)")
 _GPU_WIDTH = re.compile(r"Link Width\s*\n\s*Max\s*:\s*(\d+)x\s*\n\s*Current\s*:\s*(\d+)x")
+_DOWNGRADED = re.compile(r"LnkSta:[^\n]*\((?:downgraded|degraded)\)")
+_NARROW = re.compile(
+    r"(?:LnkSta:[^\n]*Width x\d+ \(downgraded\)|LnkSta: Speed (?!2\.5)[\d.]+GT/s \(downgraded\)|"
+    r"limited by[^\n]*GT/s|Could be \d+X|Could be [\d.]+ Gbps|LinkWidthActive:[. ]*[12]X|\(1X [HENFX]DR\))"
+)
+# Ports that no collective uses.
+_OF_NO_RAIL = re.compile(
+    r"\b(?:docker|virbr|veth|usb|eno|idrac|bmc|tap|wlan)\w*|\b(?:mgmt|management|storage|unused|spare|unplugged|"
+    r"not (?:cabled|used|connected|plugged)|on purpose)\b",
+    re.I,
+)
 _RATES = (
     (re.compile(r"\b[Rr]ate\s*:\s*(\d+)"), 1.0),
     (re.compile(r"\b(?:rate|speed)\s*:\s*(\d+)\s*Gb"), 1.0),
@@ -40,22 +51,27 @@ class LinkStates:
     down: str  # the line that says a port is down; "": none does
     downgraded: str  # the line that says a link is narrower or slower than it could be
     nvlinks: tuple[int, int]  # active, inactive
+    narrow: str  # the line that says so of a link that does not merely rest, as a GPU's does
 
 
 def link_states(text: str) -> LinkStates:
-    down = _DOWN.search(text)
-    slow = re.search(
-        r"[^\n]*(?:LnkSta:[^\n]*\((?:downgraded|degraded)\)|limited by[^\n]*GT/s|"
-        r"Could be \d+X|Could be [\d.]+ Gbps)[^\n]*",
-        text,
-    ) or _narrower(text)
+    down = next((one for one in _DOWN.finditer(text) if not _OF_NO_RAIL.search(one[0])), None)
+    narrow = _NARROW.search(text) or _narrower(text)
+    slow = _DOWNGRADED.search(text) or narrow
     active = len(re.findall(r"Link \d+:\s*[\d.]+ GB/s", text))
     inactive = len(re.findall(r"Link \d+:\s*<?inactive>?", text))
     return LinkStates(
         down[0].strip() if down else "",
-        slow[0].strip() if slow else "",
+        whole_line(slow) if slow else "",
         (active, inactive),
+        whole_line(narrow) if narrow else "",
     )
+
+
+def whole_line(found: re.Match[str]) -> str:
+    """In which it is."""
+    text = found.string
+    return text[text.rfind("\n", 0, found.start()) + 1 :].split("\n", 1)[0].strip()
 
 
 def _narrower(text: str) -> re.Match[str] | None:

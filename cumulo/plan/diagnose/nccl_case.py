@@ -10,12 +10,13 @@ from cumulo.plan.diagnose.expected import expected_of
 from cumulo.plan.diagnose.machine_names import node_of
 from cumulo.plan.diagnose.nccl_log_text import NcclLog
 from cumulo.plan.diagnose.nccl_tests_text import NcclTest
-from cumulo.plan.diagnose.peer_figures import OwnRun, PeerFigure, peer_figure
+from cumulo.plan.diagnose.peer_figures import PeerFigure, RunInHand, peer_figure
 
 MOST_PCIE = 64.0  # GB/s: no PCIe slot carries more, and every NVLink does
 HEALTHY_NEAR, _HEALTHY_FAR = 0.82, 0.92  # of what the model expects, in a node and between nodes
 _HEALTHY_ALL_TO_ALL = 0.75  # between nodes: many flows at once collide a little on every fabric
 _HEALTHY_PCIE = 0.6  # over PCIe it depends on the board: switches, host bridges, the link between sockets
+TOO_GOOD = 1.25  # of the best algorithm's rate: it is another machine, or another collective
 _FULL_RATE = 0.6  # of what the largest messages reach
 
 
@@ -73,6 +74,8 @@ class NcclCase:
         if self.test.operation is not None:
             return self.test.operation
         ratio = self.test.ratio
+        if self.test.reducing and ratio is not None and ratio < 0.97:
+            return "reduce_scatter"
         return (
             "all_reduce" if ratio is None or ratio > 1 or (self.ranks == 2 and ratio > 0.9) else "all_gather"
         )
@@ -83,13 +86,13 @@ class NcclCase:
             return None
         rows = self.test.rows[-2:]
         operations = [self.operation]
-        if self.test.operation is None and self.operation == "all_gather":
+        if self.test.operation is None and self.operation == "all_gather" and not self.test.reducing:
             operations = ["all_gather", "all_to_all"]  # the table does not say which; the kinder one counts
         shares = [
             median(row.busbw / self.expected.busbw(name, row.size_bytes) for row in rows)
             for name in operations
         ]
-        return max(shares)
+        return max((one for one in shares if one <= TOO_GOOD), default=min(shares))
 
     def compare_with_peer(self) -> None:
         """What the text says of a like run counts for more than what the model expects."""
@@ -97,12 +100,12 @@ class NcclCase:
             return
         best = max(max(row.busbw, row.in_place or 0.0) for row in self.test.rows)
         device = f"{self.test.device} {self.expected.node.device.name if self.expected else ''}"
-        own = OwnRun(best, self.ranks or 0, self.nodes, self.operation, device)
+        own = RunInHand(best, self.ranks or 0, self.nodes, self.operation, device)
         self.peer = peer_figure(self.text, own)
         if self.peer is not None:
-            self.share = min(self.share, best / self.peer.gbytes_per_s)
+            self.share = min(self.share, best / self.peer.rate)
             self.evidence.append(
-                f"{best / self.peer.gbytes_per_s:.0%} of what the text says of a like run: {self.peer.words}"
+                f"{best / self.peer.rate:.0%} of what the text says of a like run: {self.peer.words}"
             )
 
     @property

@@ -67,6 +67,11 @@ class NcclTest:
         return self.asked_bytes >= 16 * self.rows[-1].size_bytes
 
     @property
+    def reducing(self) -> bool:
+        """By its columns it reduces, and to no root."""
+        return all(row.kind == "reducing" for row in self.rows)
+
+    @property
     def large(self) -> tuple[TestRow, ...]:
         """Rows that show bandwidth."""
         return tuple(row for row in self.rows if row.size_bytes >= 64 << 20)

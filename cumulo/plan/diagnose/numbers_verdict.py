@@ -16,13 +16,12 @@ from cumulo.plan.diagnose.diagnosis import (
     Diagnosis,
 )
 from cumulo.plan.diagnose.expected import nearest_published
-from cumulo.plan.diagnose.nccl_case import HEALTHY_NEAR, MOST_PCIE, NcclCase
+from cumulo.plan.diagnose.nccl_case import HEALTHY_NEAR, MOST_PCIE, TOO_GOOD, NcclCase
 from cumulo.plan.diagnose.states_verdict import states_verdict
 from cumulo.plan.diagnose.table_rows import TestRow
 
 _DIP = 0.7  # of the bandwidths before and after
 _FALLS = 1.3  # times the bandwidth of the largest messages, that smaller ones reach: buffers overflow
-_TOO_GOOD = 1.25  # of the best algorithm's rate: it is another machine
 
 
 def congested(case: NcclCase) -> Diagnosis | None:
@@ -79,7 +78,7 @@ def numbers_verdict(case: NcclCase) -> Diagnosis | None:
     row = case.test.rows[-1]
     usual = case.expected.busbw(case.operation, row.size_bytes)
     case.say_numbers()
-    if row.busbw > _TOO_GOOD * max(usual, case.expected.busbw(case.operation, row.size_bytes, best=True)):
+    if row.busbw > TOO_GOOD * max(usual, case.expected.busbw(case.operation, row.size_bytes, best=True)):
         return case.answer(
             "unknown",
             "This is more than the network that the text names can carry, so that it is not the one that ran.",
@@ -107,7 +106,7 @@ def _near_numbers(case: NcclCase, row: TestRow) -> Diagnosis:
         )
     if case.enough:
         return _healthy(case)
-    if case.peer and row.busbw <= MOST_PCIE < case.peer.gbytes_per_s:
+    if case.peer and row.busbw <= MOST_PCIE < case.peer.rate:
         return case.answer(
             "pcie-not-nvlink",
             "No PCIe link carries what the like run reaches, and this one is no faster than PCIe: its GPUs do not "

@@ -35,6 +35,9 @@ _NO_RUN = re.compile(
     r"algbw|in theory|of raw|published|blog|docs?|paper|capable|rated|NVLink ?\d? is|PCIe (?:is|gen))\b",
     re.I,
 )
+_NO_CARD_RUN = re.compile(
+    r"\b(?:spec\w*|theor\w*|line[- ]?rate|nominal|data ?sheets?|vendor|up to|bi-?dir\w*)\b", re.I
+)
 _ONE_NODE = re.compile(
     r"\b(?:(?:single|one|1|each|a|per)[ -]node|intra\S*|inside|within|locally|NVLink|NVSwitch|in the (?:node|box)|"
     r"node alone|one (?:box|host|server|machine))\b", re.I,
@@ -55,17 +58,17 @@ _NO_WORDS = re.compile(
     r"NCCL (?:INFO|WARN)|^\W*#|Link \d+:|_perf\b.*\s-\w|\bRank\s+\d+ .*device|bus_?bw\s*[=:]"
 )
 _SENTENCES = re.compile(r"(?<=[.;!?)])\s+|\s+(?:but|while|whereas)\s+|,\s+(?=[a-z])", re.I)
-_LEAST, _MOST = 1.12, 60.0  # times what was measured
+_LEAST, _MOST = 1.09, 60.0  # times what was measured
 
 
 @dataclass(frozen=True, slots=True)
 class PeerFigure:
-    gbytes_per_s: float
+    rate: float  # GB/s; of a card's own test Gbit/s
     words: str
 
 
 @dataclass(frozen=True, slots=True)
-class OwnRun:
+class RunInHand:
     """What a figure must be of, to be comparable."""
 
     busbw: float
@@ -75,7 +78,7 @@ class OwnRun:
     device: str
 
 
-def peer_figure(text: str, own: OwnRun) -> PeerFigure | None:
+def peer_figure(text: str, own: RunInHand) -> PeerFigure | None:
     """The least of those that are faster: a text may name several."""
     found = []
     for line in text.splitlines():
@@ -88,7 +91,18 @@ def peer_figure(text: str, own: OwnRun) -> PeerFigure | None:
                 figure = _gbytes(digits, unit, sentence)
                 if figure is not None and _LEAST * own.busbw <= figure <= _MOST * own.busbw:
                     found.append(PeerFigure(figure, sentence.strip()[:120]))
-    return min(found, key=lambda one: one.gbytes_per_s, default=None)
+    return min(found, key=lambda one: one.rate, default=None)
+
+
+def peer_gbits(text: str, gbps: float) -> PeerFigure | None:
+    """The same of a test of one card, in Gbit/s."""
+    found = []
+    for sentence in (one for line in text.splitlines() for one in _SENTENCES.split(line.strip())):
+        if not _LIKE.search(sentence) or not _MADE.search(sentence) or _NO_CARD_RUN.search(sentence):
+            continue
+        figures = [float(digits) for digits, unit in _FIGURE.findall(sentence) if unit[1:2] == "b"]
+        found += [PeerFigure(one, sentence[:120]) for one in figures if 1.2 * gbps <= one <= _MOST * gbps]
+    return min(found, key=lambda one: one.rate, default=None)
 
 
 def _gbytes(digits: str, unit: str, sentence: str) -> float | None:
@@ -104,7 +118,7 @@ def _gbytes(digits: str, unit: str, sentence: str) -> float | None:
     return float(digits) * (2**30 / 1e9 if "ib" in unit.lower() else 1.0)
 
 
-def _comparable(sentence: str, own: OwnRun) -> bool:
+def _comparable(sentence: str, own: RunInHand) -> bool:
     if not _LIKE.search(sentence) or not _MADE.search(sentence) or _NO_RUN.search(sentence):
         return False
     if (own.nodes > 1 and _ONE_NODE.search(sentence)) or (own.nodes == 1 and _FAR.search(sentence)):

@@ -3,6 +3,7 @@
 from cumulo.base.quantities import quantity
 from cumulo.plan.diagnose.diagnosis import GDR_STEP, PAIRS_STEP, PORTS_STEP, TOPO_STEP, WIDTH_STEP, Diagnosis
 from cumulo.plan.diagnose.link_states import link_states, port_gbps
+from cumulo.plan.diagnose.peer_figures import peer_gbits
 from cumulo.plan.diagnose.perftest_text import LINE_RATES_GBPS, OsuTest, Perftest
 
 _LEAST = 0.85  # of a port's rate, that a healthy link reaches
@@ -26,6 +27,12 @@ def perftests_verdict(tests: list[Perftest], text: str) -> Diagnosis:
         return Diagnosis(
             "slow-link", "A PCIe link is narrower or slower than its card.",
             (f"lspci says: {states.downgraded[:120]}",), (WIDTH_STEP,), "medium",
+        )  # fmt: skip
+    peer = peer_gbits(text, min(reached)) if reached else None
+    if peer is not None and all(one.cause == "healthy" for one in found):
+        return Diagnosis(
+            "slow-link", f"A card has {min(reached) / peer.rate:.0%} of what the text says of another.",
+            (f"{min(reached):.0f} Gbit/s", f"the text says: {peer.words}"), (PORTS_STEP, WIDTH_STEP), "medium",
         )  # fmt: skip
     bad = [one for one in found if one.cause not in ("healthy", "unknown", "small-messages")]
     return next(iter(bad or [one for one in found if one.cause == "unknown"] or found))

@@ -28,7 +28,8 @@ _PER_NODE = re.compile(
     re.IGNORECASE,
 )
 _NODES_SAID = re.compile(
-    rf"\b(\d+|two|three|four|eight|sixteen)(?:\s*[x×-]\s*|\s+)(?:(?!GPU)\w+\s+)?{_MANY}|\bnodes\s*[:=]\s*(\d+)",
+    rf"\b(\d+|two|three|four|eight|sixteen)(?:\s*[x×-]\s*|\s+)"
+    rf"(?!{_GPU}\s+(?:node|host|server|machine|instance|box)\b)(?:(?!GPU)\w+\s+)?{_MANY}|\bnodes\s*[:=]\s*(\d+)",
     re.IGNORECASE,
 )
 _NUMBERS = {"two": 2, "three": 3, "four": 4, "eight": 8, "sixteen": 16}
@@ -50,7 +51,7 @@ _SUBSET = re.compile(
     r"CUDA_VISIBLE_DEVICES|HIP_VISIBLE_DEVICES|\b\d+ (?:out )?of (?:the |its |our )?\d+\b|\bonly \d+ GPUs"
 )
 _EVERY = re.compile(rf"\ball\s+(?:the\s+)?(\d+)\s*(?:x\s*)?(?:GPUs?\b|ranks?\b|{_GPU})", re.IGNORECASE)
-_NO_WORDS = re.compile(r"_perf\b.*\s-\w|NCCL INFO|\bRank\s+\d+ .*device")
+_NO_WORDS = re.compile(r"_perf\b.*\s-\w|NCCL INFO|\bRank\s+\d+ .*device|^\s*\d+\s+\d+\s+[a-z]")
 _RANGE = re.compile(r"\branks\s+0\s*(?:\.\.|-|–|to)\s*(\d+)", re.IGNORECASE)
 
 
@@ -79,8 +80,9 @@ class StatedRanks:
 
 def stated_ranks(text: str, listed: int) -> StatedRanks:
     """Each number of ranks that is stated, once; `listed`: devices that the header lists, 0 if it is cut off."""
-    sure, either = _in_words(text)
-    of_run = _in_words(_MACHINE.sub(" ", text))[0]
+    words = "\n".join(line for line in text.splitlines() if not _NO_WORDS.search(line))
+    sure, either = _in_words(words)
+    of_run = _in_words(_MACHINE.sub(" ", words))[0] if sure else []
     command = _by_command(text)
     sure = command + [int(one) for one in _LOGGED.findall(text)] + sure
     if listed:
@@ -131,8 +133,7 @@ def nodes_said(words: str) -> int:
     return max((_NUMBERS.get(one.lower()) or int(one) for one in found), default=0)
 
 
-def _in_words(text: str) -> tuple[list[int], list[tuple[int, int]]]:
-    words = "\n".join(line for line in text.splitlines() if not _NO_WORDS.search(line))
+def _in_words(words: str) -> tuple[list[int], list[tuple[int, int]]]:
     sure = [
         int(found[0] or found[2] or found[4]) * int(found[1] or found[3] or found[5])
         for found in _PRODUCT.findall(words)

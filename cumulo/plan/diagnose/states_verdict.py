@@ -1,10 +1,20 @@
 """The verdict by what other tools say of ports, links and topology, next to a bandwidth that is low."""
 
-from cumulo.plan.diagnose.diagnosis import PAIRS_STEP, PORTS_STEP, TOPO_STEP, WIDTH_STEP, Diagnosis
-from cumulo.plan.diagnose.link_states import link_states
+import re
+
+from cumulo.plan.diagnose.diagnosis import GDR_STEP, PAIRS_STEP, PORTS_STEP, TOPO_STEP, WIDTH_STEP, Diagnosis
+from cumulo.plan.diagnose.link_states import LinkStates, link_states, whole_line
 from cumulo.plan.diagnose.nccl_case import NcclCase
 from cumulo.plan.diagnose.topology_text import topology_matrix
 
+_GDR_OFF = re.compile(
+    r"GPU ?Direct(?: RDMA)?,? (?:is |was |seems |RDMA )?(?:off|disabled|unavailable|"
+    r"not (?:available|enabled|supported|working))|"
+    r"(?:nvidia[_-]peermem|nv_peer_mem)\b[^\n]{0,20}(?:not (?:loaded|found|running|present)|missing|absent)|"
+    r"\b(?:no|without) (?:GDR|GPU ?Direct|nvidia[_-]peermem|nv_peer_mem)\b|"
+    r"NCCL_NET_GDR_LEVEL[ =]+(?:0|LOC)\b|\bGDR (?:is )?(?:off|disabled)\b",
+    re.I,
+)
 _FULL = 1.02  # of what is expected: a node with a card less does not reach it
 
 
@@ -13,20 +23,11 @@ def states_verdict(case: NcclCase) -> Diagnosis | None:
     assert case.share is not None and case.expected is not None
     states, matrix = link_states(case.text), topology_matrix(case.text)
     near = case.one_domain
+    if case.enough:
+        return _despite(case, states)
     if states.down and not near:
         case.evidence.append(f"the text says: {states.down[:120]}")
-        if case.enough and case.share > _FULL:
-            return case.answer(
-                "unknown",
-                "The bandwidth is what is usual, and yet a port is down: check that it is one that nothing uses.",
-                (PORTS_STEP, PAIRS_STEP),
-                "low",
-            )
-        return case.answer(
-            "rail-down", "A port is down.", (PORTS_STEP, PAIRS_STEP), "medium" if case.enough else "high"
-        )
-    if case.enough:
-        return None
+        return case.answer("rail-down", "A port is down.", (PORTS_STEP, PAIRS_STEP), "high")
     if not near and (found := far_cards(case)) is not None:
         return found
     active, inactive = states.nvlinks
@@ -42,6 +43,31 @@ def states_verdict(case: NcclCase) -> Diagnosis | None:
         )
         return case.answer("slow-link", "A link runs below its rate.", (WIDTH_STEP, TOPO_STEP), "high")
     return None
+
+
+def _despite(case: NcclCase, states: LinkStates) -> Diagnosis | None:
+    """The bandwidth is near to what is usual, and yet the text names a fault: healthy is not said."""
+    assert case.share is not None
+    near = case.one_domain
+    active, inactive = states.nvlinks
+    gdr_off = _GDR_OFF.search(case.text) if not near and not (case.log and case.log.gdr_on) else None
+    named = (
+        ("rail-down", states.down, "A port is down.", (PORTS_STEP, PAIRS_STEP)) if not near and states.down
+        else ("no-gdr", whole_line(gdr_off), "GPUDirect RDMA is off.", (GDR_STEP, TOPO_STEP)) if gdr_off
+        else ("slow-link", states.narrow, "A link runs below its rate.", (WIDTH_STEP, TOPO_STEP)) if states.narrow
+        else ("slow-link", f"{inactive} NVLinks inactive, {active} active", "Some NVLinks are down.", (TOPO_STEP,))
+        if near and inactive and active else None
+    )  # fmt: skip
+    if named is None:
+        return None
+    cause, words, sentence, steps = named
+    case.evidence.append(f"the text says: {words.strip()[:120]}")
+    if case.share > _FULL:
+        doubt = (
+            f"The bandwidth is what is usual, and yet the text says: {sentence} Check that this run uses it."
+        )
+        return case.answer("unknown", doubt, steps, "low")
+    return case.answer(cause, sentence, steps, "medium")
 
 
 def far_cards(case: NcclCase) -> Diagnosis | None:

@@ -48,7 +48,7 @@ class TestRow:
     busbw: float
     wrong: int = 0  # elements that are not what they should be, in either half
     in_place: float | None = None  # busbw
-    kind: str = ""  # by its columns: "rooted", "reduced" (to a root); "": they do not say
+    kind: str = ""  # by its columns: "reducing", "reduced" (to a root), "rooted"; "": they do not say
     label: str = ""  # words before or after the numbers: the hosts of one line of a sweep
 
 
@@ -85,11 +85,12 @@ def table_row(line: str) -> TestRow | None:
 
 
 def _kind(columns: list[str]) -> str:
-    """By the columns between the size and the time: a root that is a rank, with or without a reduction. The
-    column of elements is a number, too, so that a root is the last of three or more."""
+    """By the columns between the size and the time: a reduction, and a root that is a rank. The column of elements
+    is a number, too, so that a root is the last of three or more."""
+    reduces = any(one in _REDUCTIONS for one in columns)
     if len(columns) < 3 or not columns[-1].isdecimal():
-        return ""
-    return "reduced" if any(one in _REDUCTIONS for one in columns) else "rooted"
+        return "reducing" if reduces else ""
+    return "reduced" if reduces else "rooted"
 
 
 def _label(before: list[str], after: list[str]) -> str:
