@@ -106,6 +106,51 @@ def test_what_else_a_text_may_say_is_read(text: str, cause: str) -> None:
     assert diagnose(text).cause == cause
 
 
+def _lines(busbw: list[float]) -> str:
+    """One size on several pairs of nodes, each named in its line."""
+    size, factor = 8 << 30, 15 / 16
+    return "".join(
+        f"n{at},m{at} {size} {size // 4} float sum -1 {size * factor / one / 1e3:.1f} {one / factor:.2f} {one} 0\n"
+        for at, one in enumerate(busbw)
+    )
+
+
+_H100, _A100 = "NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB"
+
+
+@pytest.mark.parametrize(
+    ("text", "cause"),
+    [
+        ("the sister node gives 233 GB/s\n" + _devices(8, 1, _A100) + _table(8, 190), "slow-link"),
+        ("8x NDR. last week these nodes did 386\n" + _devices(16, 2, _H100) + _table(16, 338), "rail-down"),
+        ("8x NDR\n" + _devices(16, 2, _H100) + _table(16, 371) + "mlx5_4 -> PORT_DOWN", "rail-down"),
+        ("8x NDR, nvidia_peermem is not loaded\n" + _devices(16, 2, _H100) + _table(16, 371), "no-gdr"),
+        (_devices(4, 1, "NVIDIA L40S") + _table(4, 19)
+         + "LnkCap: Speed 16GT/s, Width x16\nLnkSta: Speed 16GT/s, Width x8\n", "slow-link"),
+        ("all 16 GPUs:\n" + _devices(8, 1, _H100) + _table(8, 475), "wrong-ranks"),
+        ("pairs of H200, 16 ranks, 8x NDR\n" + _lines([375.0, 376.0, 328.0, 374.0]), "rail-down"),
+        ("8x H100\nall_reduce size=4GiB time=125.3ms algbw=34.3 GB/s busbw=480 Gbit/s", "pcie-not-nvlink"),
+    ],
+)  # fmt: skip
+def test_what_speaks_against_a_run_is_heard_though_its_bandwidth_is_near(text: str, cause: str) -> None:
+    assert diagnose(text).cause == cause
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "NVLink is 900 GB/s by the data sheet, was it ever?",
+        "our other cluster of B200 does 850 GB/s",
+        "before the repair it was 60 GB/s",
+        "8x H100 node, and a port of the same box is rated 800 GB/s",
+        "mlx5_9 (storage, not cabled) port 1 ==> ibp9 (Down)",
+        "LnkCap: Speed 32GT/s, Width x16\nLnkSta: Speed 2.5GT/s (downgraded), Width x16",
+    ],
+)
+def test_specifications_other_machines_and_idle_links_accuse_no_healthy_run(words: str) -> None:
+    assert diagnose(words + "\n" + _devices(8, 1, _H100) + _table(8, 475)).cause == "healthy"
+
+
 def test_of_several_cards_the_slow_one_is_named() -> None:
     heading = " #bytes #iterations BW peak[Gb/sec] BW average[Gb/sec] MsgRate[Mpps]\n"
     text = "".join(

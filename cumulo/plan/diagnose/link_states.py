@@ -10,7 +10,8 @@ _DOWN = re.compile(
     r"[Pp]hysical[_ ]state:?\s*(?:DISABLED|POLLING|Disabled|Polling|LinkErrorRecovery)|port \d+ ==> \S+ \(Down\)|"
     r"Link detected: no|state DOWN|active_state: DOWN|\bPORT_(?:DOWN|INIT)\b|"
     r"\b(?:mlx5|bnxt_re|irdma|rdmap?|rocep|ibp|efa|hfi1)[\w.:/-]*\b[^\n]{0,40}?(?:\bis\b|->|=>|:|\s)\s*"
-    r"(?:[Dd]own|DOWN|DISABLED|POLLING|NO-CARRIER|[Ii]nactive)\b|NO-CARRIER)[^\n]*"
+    r"(?:[Dd]own|DOWN|DISABLED|POLLING|INIT|Init(?:ializing)?|NO-CARRIER|[Ii]nactive)\b|NO-CARRIER|"
+    r"Cable error|Cable is unplugged)[^\n]*"
 )
 _CAPABILITY = re.compile(r"(LnkCap:[^\n]*)\n(?:(?!LnkCap:)[^\n]*\n){0,4}?([^\n]*LnkSta:[^\n]*)")
 _LINK = re.compile(r"Speed ([\d.]+)GT/s[^\n]*?Width x(\d+)")
@@ -22,8 +23,8 @@ _NARROW = re.compile(
 )
 # Ports that no collective uses.
 _OF_NO_RAIL = re.compile(
-    r"\b(?:docker|virbr|veth|usb|eno|idrac|bmc|tap|wlan)\w*|\b(?:mgmt|management|storage|unused|spare|unplugged|"
-    r"not (?:cabled|used|connected|plugged)|on purpose)\b",
+    r"\b(?:docker|virbr|veth|usb|eno|idrac|bmc|tap|wlan)\w*|\b(?:mgmt|management|storage|unused|spare|"
+    r"not (?:cabled|used)|on purpose)\b",
     re.I,
 )
 _RATES = (
@@ -76,10 +77,10 @@ def whole_line(found: re.Match[str]) -> str:
 
 def _narrower(text: str) -> re.Match[str] | None:
     """A link whose state has fewer lanes or a lower rate than its own capability, as lspci and nvidia-smi print
-    them. GPUs and their links rest at a low rate when idle, so that of a GPU only the width counts."""
+    them. A GPU's link rests at 2.5 GT/s when idle, which says nothing."""
     for cap, state in _CAPABILITY.findall(text):
         can, has = _LINK.search(cap), _LINK.search(state)
-        if can and has and (int(has[2]) < int(can[2]) or float(has[1]) < float(can[1])):
+        if can and has and (int(has[2]) < int(can[2]) or 2.5 < float(has[1]) < float(can[1])):
             return re.search(re.escape(state), text)
     for most, now in _GPU_WIDTH.findall(text):
         if int(now) < int(most):

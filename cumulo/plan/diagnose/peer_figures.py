@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from cumulo.plan.diagnose.stated_ranks import nodes_said, stated_ranks
 
 _FIGURE = re.compile(
-    r"(?<![\w.-])~?(\d{1,4}(?:\.\d+)?)\s*(GB/s|GBps|GiB/s|GB/sec|Gb/s|Gbps|Gbit/s)?(?![\w.%]|\s*[x×]\s*\w)",
+    r"(?<![\w.-])~?(\d{1,4}(?:\.\d+)?)\s*(GB/s|GBps|GiB/s|GB/sec|Gb/s|Gbps|Gbit/s)?(?![\w%]|\.\d|\s*[x×]\s*\w)",
     re.I,
 )
 # Words of a run that was made; with those of _LIKE the unit may be missing.
@@ -24,7 +24,8 @@ _LIKE = re.compile(
     r"used to|bare[ -]?metal|"
     r"acceptance|burn-?in|the rest|remaining|its peers?|all the other|every other|normally|usually|still|"
     r"known[- ]good|golden|healthy|good (?:node|pair|box|host)|not updated|(?:old|previous) (?:driver|kernel|image|"
-    r"firmware|container)|down from|instead of|CUDA_VISIBLE_DEVICES|"
+    r"firmware|container)|instead of|CUDA_VISIBLE_DEVICES|"
+    r"(?:down|drop\w*|fell|fallen|went) from|"
     r"on (?:Mon|Tues|Wednes|Thurs|Fri|Satur|Sun)day)\b",
     re.I,
 )

@@ -1,4 +1,4 @@
-"""The verdict by what other tools say of ports, links and topology, next to a bandwidth that is low."""
+"""The verdict by what other tools say of ports, links and topology, next to a bandwidth."""
 
 import re
 
@@ -15,11 +15,13 @@ _GDR_OFF = re.compile(
     r"NCCL_NET_GDR_LEVEL[ =]+(?:0|LOC)\b|\bGDR (?:is )?(?:off|disabled)\b",
     re.I,
 )
+_THROTTLED = re.compile(r"\b(?:Thermal|HW|Power Brake)\s*Slowdown\s*:\s*Active\b", re.I)
+_CLOCKS_STEP = "run `nvidia-smi -q -d PERFORMANCE,TEMPERATURE,CLOCK` during a run"
 _FULL = 1.02  # of what is expected: a node with a card less does not reach it
 
 
 def states_verdict(case: NcclCase) -> Diagnosis | None:
-    """What other tools say of ports and links, where the bandwidth is low."""
+    """What other tools say of ports and links."""
     assert case.share is not None and case.expected is not None
     states, matrix = link_states(case.text), topology_matrix(case.text)
     near = case.one_domain
@@ -51,16 +53,19 @@ def _despite(case: NcclCase, states: LinkStates) -> Diagnosis | None:
     near = case.one_domain
     active, inactive = states.nvlinks
     gdr_off = _GDR_OFF.search(case.text) if not near and not (case.log and case.log.gdr_on) else None
-    named = (
-        ("rail-down", states.down, "A port is down.", (PORTS_STEP, PAIRS_STEP)) if not near and states.down
-        else ("no-gdr", whole_line(gdr_off), "GPUDirect RDMA is off.", (GDR_STEP, TOPO_STEP)) if gdr_off
-        else ("slow-link", states.narrow, "A link runs below its rate.", (WIDTH_STEP, TOPO_STEP)) if states.narrow
-        else ("slow-link", f"{inactive} NVLinks inactive, {active} active", "Some NVLinks are down.", (TOPO_STEP,))
-        if near and inactive and active else None
-    )  # fmt: skip
+    throttled = _THROTTLED.search(case.text)
+    links = f"{inactive} NVLinks inactive, {active} active" if near and inactive and active else ""
+    faults: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
+        ("" if near else states.down, "rail-down", "A port is down.", (PORTS_STEP, PAIRS_STEP)),
+        (whole_line(gdr_off) if gdr_off else "", "no-gdr", "GPUDirect RDMA is off.", (GDR_STEP, TOPO_STEP)),
+        (states.narrow, "slow-link", "A link runs below its rate.", (WIDTH_STEP, TOPO_STEP)),
+        (links, "slow-link", "Some NVLinks are down.", (TOPO_STEP,)),
+        (whole_line(throttled) if throttled else "", "unknown", "A GPU is throttled.", (_CLOCKS_STEP,)),
+    )
+    named = next((one for one in faults if one[0]), None)
     if named is None:
         return None
-    cause, words, sentence, steps = named
+    words, cause, sentence, steps = named
     case.evidence.append(f"the text says: {words.strip()[:120]}")
     if case.share > _FULL:
         doubt = (
