@@ -15,6 +15,7 @@ from cumulo.plan.diagnose.peer_figures import PeerFigure, RunInHand, peer_figure
 MOST_PCIE = 64.0  # GB/s: no PCIe slot carries more, and every NVLink does
 HEALTHY_NEAR, _HEALTHY_FAR = 0.82, 0.92  # of what the model expects, in a node and between nodes
 _HEALTHY_ALL_TO_ALL = 0.75  # between nodes: many flows at once collide a little on every fabric
+_LIKE_NEAR = 0.85  # of what the text says of a like run in a node; between nodes as above
 _HEALTHY_PCIE = 0.6  # over PCIe it depends on the board: switches, host bridges, the link between sockets
 TOO_GOOD = 1.25  # of the best algorithm's rate: it is another machine, or another collective
 _FULL_RATE = 0.6  # of what the largest messages reach
@@ -101,12 +102,11 @@ class NcclCase:
         best = max(max(row.busbw, row.in_place or 0.0) for row in self.test.rows)
         device = f"{self.test.device} {self.expected.node.device.name if self.expected else ''}"
         own = RunInHand(best, self.ranks or 0, self.nodes, self.operation, device)
-        self.peer = peer_figure(self.text, own)
-        if self.peer is not None:
-            self.share = min(self.share, best / self.peer.rate)
-            self.evidence.append(
-                f"{best / self.peer.rate:.0%} of what the text says of a like run: {self.peer.words}"
-            )
+        peer = peer_figure(self.text, own, best / (_LIKE_NEAR if self.one_domain else _HEALTHY_FAR))
+        if peer is not None:
+            self.peer = peer
+            self.share = min(self.share, best / peer.rate)
+            self.evidence.append(f"{best / peer.rate:.0%} of what the text says of a like run: {peer.words}")
 
     @property
     def full_rate(self) -> bool:
@@ -122,10 +122,10 @@ class NcclCase:
     @property
     def enough(self) -> bool:
         """It reaches what such machines reach."""
-        if self.share is None or self.expected is None:
+        if self.share is None or self.expected is None or self.peer is not None:
             return False
         if self.one_domain:
-            return self.share >= (HEALTHY_NEAR if self.expected.has_nvlink or self.peer else _HEALTHY_PCIE)
+            return self.share >= (HEALTHY_NEAR if self.expected.has_nvlink else _HEALTHY_PCIE)
         alike = self.operation in ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce")
         return self.share >= (_HEALTHY_FAR if alike else _HEALTHY_ALL_TO_ALL)
 

@@ -136,8 +136,8 @@ def _near_numbers(case: NcclCase, row: TestRow) -> Diagnosis:
     if case.expected.has_nvlink:
         return case.answer(
             "slow-link",
-            f"{case.share:.0%} of what NVLink gives, and more than PCIe does: some NVLinks seem to be down, or a "
-            "GPU is slow.",
+            f"{case.share:.0%} of what {'a like run reaches' if case.peer else 'NVLink gives'}, and more than PCIe "
+            "does: some NVLinks seem to be down, or a GPU is slow.",
             ("run `nvidia-smi nvlink --status` and look for inactive links", TOPO_STEP, LOG_STEP),
             "low",
         )
