@@ -17,7 +17,7 @@ LIBRARIES = {
     # The players of schedules are what `ranks` uses itself.
     **{
         f"collectives/play/{name}.py": ("torch.distributed",)
-        for name in ("groups", "mailboxes", "shared_memory", "sockets", "torch_messages")
+        for name in ("groups", "mailboxes", "shared_memory", "sockets", "torch_messages", "waiting")
     },
     "checkpoint/play/boxes.py": ("torch.distributed.checkpoint",),
     "checkpoint/play/metadata.py": ("torch.distributed.checkpoint",),

@@ -70,8 +70,8 @@ _CARDS = (
     re.compile(r"\b(\d{1,2})\s*(?:x|×|\*)\s*(\d{2,3})\s*-?\s*G(?:b|B|E|bE|bit|bps|b/s|bit/s)?\b", re.I),
     re.compile(rf"\b(\d{{1,2}})\s*(?:x|×)\s*(?:[\w-]+\s+)?({_RATES})\d*\b", re.I),
     re.compile(
-        r"\b(\d{1,2})\s*(?:x|×|\*)?\s*(?:NVIDIA |Mellanox )?(?:ConnectX|CX)-?\s?\d\w*\s*(?:Dx|VPI)?"
-        r"[ ,(]*(\d{2,3})\s*G",
+        r"\b(one|single|two|four|eight|\d{1,2})\s*(?:x|×|\*)?\s*(?:NVIDIA |Mellanox )?(?:ConnectX|CX)-?\s?\d\w*"
+        r"\s*(?:Dx|VPI)?[ ,(]*(\d{2,3})\s*G",
         re.I,
     ),
 )
@@ -99,7 +99,8 @@ _NVLINK_OF = ((600.0, "B200"), (330.0, "H100"), (220.0, "A100"), (100.0, "V100")
 
 
 _CARD_NAMES = re.compile(
-    r"\b(\d{1,2})\s*(?:x|×|\*)?\s*(?:NVIDIA |Mellanox )?(?:ConnectX|CX)-?\s?([5678])\b", re.I
+    r"\b(one|single|two|four|eight|\d{1,2})\s*(?:x|×|\*)?\s*(?:NVIDIA |Mellanox )?(?:ConnectX|CX)-?\s?([5678])\b",
+    re.I,
 )
 _CARD_NAME_GBPS = {"5": 100.0, "6": 200.0, "7": 400.0, "8": 800.0}  # what they can do at most
 
@@ -139,11 +140,12 @@ def card_gbps_of(text: str, gpus: int) -> float | None:
     for pattern in _CARDS:
         for cards, each in pattern.findall(text):
             gbps = float(each) if each.isdigit() else _GENERATION[each.lower()]
-            best = max(best, int(cards) * gbps)
+            best = max(best, (_NUMBERS.get(cards.lower()) or int(cards)) * gbps)
     if best:
         return best / gpus
     if named := _CARD_NAMES.search(text):
-        return int(named[1]) * _CARD_NAME_GBPS[named[2]] / gpus
+        cards = _NUMBERS.get(named[1].lower()) or int(named[1])
+        return cards * _CARD_NAME_GBPS[named[2]] / gpus
     for terabits, gigabits in _TOTAL.findall(text):
         best = max(best, float(terabits) * 1000 if terabits else float(gigabits))
     if best:
