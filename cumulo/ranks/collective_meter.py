@@ -3,7 +3,7 @@ tells it, the trainer asks it after each step. CPU tensors only: on a GPU a call
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -32,11 +32,15 @@ class CollectiveMeter:
     def __init__(self) -> None:
         self._found: dict[tuple[str, int, int], tuple[int, float]] = {}
         self._lock = threading.Lock()
-        # Told of each call as it ends, in its thread, if someone measures: kind, bytes, ranks.
-        self.listener: Callable[[str, int, int], None] | None = None
+        # Told of each call as it ends, in its thread, if someone measures: its kind, and the bytes of its buffer
+        # that have left this rank.
+        self.listener: Callable[[str, float], None] | None = None
 
-    def add(self, kind: str, tensor: Tensor, ranks: int, began: float) -> None:
-        """A call that began at this `time.perf_counter()` has ended."""
+    def add(
+        self, kind: str, tensor: Tensor, ranks: int, began: float, sends: Sequence[int] | None = None
+    ) -> None:
+        """A call that began at this `time.perf_counter()` has ended. `sends`: rows of the buffer that have left for
+        other ranks, where those are not equal shares."""
         if tensor.device.type != "cpu":
             return
         seconds, key = time.perf_counter() - began, (kind, ranks, tensor.nbytes)
@@ -44,7 +48,8 @@ class CollectiveMeter:
             calls, so_far = self._found.get(key, (0, 0.0))
             self._found[key] = (calls + 1, so_far + seconds)
         if self.listener is not None:
-            self.listener(kind, tensor.nbytes, ranks)
+            away = (ranks - 1) / ranks if sends is None else sum(sends) / max(1, len(tensor))
+            self.listener(kind, tensor.nbytes * away)
 
     def take(self) -> list[CollectiveTime]:
         """Since it was last asked, the longest first."""

@@ -143,7 +143,8 @@ def all_to_all(
         _schedules.all_to_all(received, sent, group, (receives, sends), ours)
     else:
         dist.all_to_all_single(received, sent, receives, sends, group=group)
-    meter.add("all_to_all", sent, group.size(), began)
+    others = sends and [rows for rank, rows in enumerate(sends) if rank != group.rank()]
+    meter.add("all_to_all", sent, group.size(), began, others)
 
 
 def gather_objects(own: Any, group: Group) -> list[Any]:

@@ -1,30 +1,32 @@
 """A pipeline's passes in virtual time: cores and cards that are shared bound them."""
 
+import random
+
 import pytest
 
-from cumulo.pipeline.decide.actions import Kind, PipelineSchedule
+from cumulo.pipeline.decide.actions import Action, Kind, PipelineSchedule
 from cumulo.pipeline.decide.catalog import build
 from cumulo.pipeline.decide.costs import ChunkCost, Costs
-from cumulo.pipeline.simulate.passes import PassCost, PassMachine, play_passes
+from cumulo.pipeline.simulate.passes import PassCost, PassKey, PassMachine, pass_key, play_passes
 from cumulo.pipeline.simulate.timeline import simulate
 
-KINDS = (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, Kind.BACKWARD)
 MANY = PassMachine(cores=1000, copies=1, bytes_per_s=1.0)
 
 
-def _costs(
-    schedule: PipelineSchedule, parts: tuple[tuple[float, float], ...]
-) -> dict[tuple[Kind, int], PassCost]:
-    return {(kind, chunk): PassCost(parts) for kind in KINDS for chunk in range(schedule.chunks)}
+def _passes(schedule: PipelineSchedule) -> list[Action]:
+    return [action for stage in range(schedule.stages) for action in schedule.compute_order(stage)]
+
+
+def _costs(schedule: PipelineSchedule, parts: tuple[tuple[float, float], ...]) -> dict[PassKey, PassCost]:
+    return {pass_key(action): PassCost(parts) for action in _passes(schedule)}
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-v", "dualpipe", "dualpipe-v"])
 def test_with_cores_enough_it_is_the_timeline_simulator(name: str) -> None:
     schedule = build(name, 4, 16)
     costs = {
-        (kind, chunk): PassCost(((2.0 if kind is Kind.BACKWARD else 1.0, 0.0),))
-        for kind in KINDS
-        for chunk in range(schedule.chunks)
+        pass_key(action): PassCost(((2.0 if action.kind is Kind.BACKWARD else 1.0, 0.0),))
+        for action in _passes(schedule)
     }
     expected = simulate(schedule, Costs((ChunkCost(),))).makespan_s
     assert play_passes(schedule, costs, MANY, together=False) == pytest.approx(expected)
@@ -50,3 +52,16 @@ def test_pairs_at_the_same_time_share_a_card_but_not_connections() -> None:
     assert play_passes(schedule, costs, PassMachine(1000, 1, 1.0, True, 1.0), together=True) == pytest.approx(
         2 * own
     )
+
+
+def test_a_pair_ends_with_its_longer_pass() -> None:
+    schedule = build("dualpipe-v", 2, 8)
+    even = _costs(schedule, ((0.0, 1.0), (0.0, 0.0)))
+    draw = random.Random(0)
+    uneven = {key: PassCost(((0.0, draw.uniform(0.0, 2.0)), (0.0, 0.0))) for key in even}
+    network = PassMachine(1000, 1, 1.0, each_connection=True)
+
+    def saved(costs: dict[PassKey, PassCost]) -> float:
+        return 1 - play_passes(schedule, costs, network, True) / play_passes(schedule, costs, network, False)
+
+    assert saved(uneven) < saved(even)

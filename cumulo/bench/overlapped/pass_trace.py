@@ -9,10 +9,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from cumulo.pipeline.decide.actions import Action, Kind
-from cumulo.pipeline.simulate.passes import PassCost
+from cumulo.pipeline.simulate.passes import PassCost, PassKey, pass_key
 from cumulo.ranks.collective_meter import meter
 
-PassKey = tuple[Kind, int, int, int]  # kind, micro-batch, chunk, direction
 Parts = list[tuple[float, float]]
 
 
@@ -34,8 +33,7 @@ class PassTrace:
             yield
         finally:
             here.parts.append((time.thread_time() - here.since_s, 0.0))
-            key = (action.kind, action.micro_batch, action.chunk, action.direction)
-            self.passes.setdefault(key, []).append(here.parts)
+            self.passes.setdefault(pass_key(action), []).append(here.parts)
             here.parts = None
 
     @contextmanager
@@ -46,11 +44,11 @@ class PassTrace:
         finally:
             meter.listener = None
 
-    def _heard(self, kind: str, size_bytes: int, ranks: int) -> None:
+    def _heard(self, kind: str, sent_bytes: float) -> None:
         parts = getattr(self._here, "parts", None)
         if parts is not None and kind == "all_to_all":
             now_s = time.thread_time()
-            parts.append((now_s - self._here.since_s, size_bytes * (ranks - 1) / ranks))
+            parts.append((now_s - self._here.since_s, sent_bytes))
             self._here.since_s = now_s
 
     def seconds(self) -> float:
@@ -59,20 +57,24 @@ class PassTrace:
         return float(statistics.median(sum(part[0] for parts in step for part in parts) for step in steps))
 
 
-def pass_costs(traces: Sequence[Mapping[PassKey, list[Parts]]]) -> dict[tuple[Kind, int], PassCost]:
-    """The middle of the ranks' and steps' times; an exchange takes as long as its largest sender needs."""
-    found: dict[tuple[Kind, int], list[Parts]] = {}
+def pass_costs(traces: Sequence[Mapping[PassKey, list[Parts]]]) -> dict[PassKey, PassCost]:
+    """Seconds: the middle of all ranks' and steps' passes of a kind on a chunk. Bytes: each pass's own, of its
+    largest sender, for whom the others wait."""
+    alike: dict[tuple[Kind, int], list[Parts]] = {}
     sizes: dict[PassKey, list[list[float]]] = {}
     for trace in traces:
         for key, steps in trace.items():
-            found.setdefault((key[0], key[2]), []).extend(steps)
+            alike.setdefault((key[0], key[2]), []).extend(steps)
             sizes.setdefault(key, []).append([size for _, size in steps[-1]])
-    largest: dict[tuple[Kind, int], list[list[float]]] = {}
-    for key, rows in sizes.items():
-        largest.setdefault((key[0], key[2]), []).append([max(column) for column in zip(*rows, strict=True)])
-    costs = {}
-    for name, many in found.items():
-        times = [statistics.median(part[0] for part in column) for column in zip(*many, strict=True)]
-        bytes_ = [statistics.mean(column) for column in zip(*largest[name], strict=True)]
-        costs[name] = PassCost(tuple(zip(times, bytes_, strict=True)))
-    return costs
+    seconds = {
+        name: [statistics.median(part[0] for part in column) for column in zip(*many, strict=True)]
+        for name, many in alike.items()
+    }
+    return {
+        key: PassCost(
+            tuple(
+                zip(seconds[key[0], key[2]], (max(column) for column in zip(*rows, strict=True)), strict=True)
+            )
+        )
+        for key, rows in sizes.items()
+    }

@@ -23,7 +23,15 @@ class PassCost:
     parts: tuple[tuple[float, float], ...]
 
 
-PassCosts = Mapping[tuple[Kind, int], PassCost]  # of a kind of pass on a chunk
+PassKey = tuple[Kind, int, int, int]  # kind, micro-batch, chunk, direction
+
+
+def pass_key(action: Action) -> PassKey:
+    return action.kind, action.micro_batch, action.chunk, action.direction
+
+
+# Each pass has its own: a pair lasts as long as the longer of the two, so that means would say too little.
+PassCosts = Mapping[PassKey, PassCost]
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +106,7 @@ class _Play:
             next_ones = self.waiting[stage] if self.together else self.waiting[stage][: stage not in busy]
             for action in [action for action in next_ones if self._ready(action)]:
                 self.waiting[stage].remove(action)
-                parts = list(self.costs[action.kind, action.chunk].parts)
+                parts = list(self.costs[pass_key(action)].parts)
                 self.running.append(_Pass(stage, action, parts))
         for one in self.running:
             self._next_part(one)
