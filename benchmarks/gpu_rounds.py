@@ -1,20 +1,26 @@
 """What a draft head brings on a GPU: a step's cost with 1 to 8 drafts, and the length that the engine predicts to
 be best against the best one measured. Weights are random, shapes are real; how many drafts are kept in each round
-is replayed from a recorded run of a real model with a trained head.
+is replayed from a recorded run of a real model with a trained head, or drawn with the rates at which it was right.
 
     python benchmarks/gpu_rounds.py --record MODEL --head FOLDER --trace results/kept_drafts.json   # a real model
     python benchmarks/gpu_rounds.py --model llama-3.1-8b --trace results/kept_drafts.json           # another shape
+    python benchmarks/gpu_rounds.py --model smollm2-135m --rates 0.62,0.66,0.69 --drafts 0,1,3,7 --kernels
 """
 
 import argparse
 import json
+import random
 import statistics
 import sys
+import tempfile
 import time
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 import torch
+import triton
+import triton.language as tl
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
@@ -36,7 +42,8 @@ from cumulo.spec.model import ModelSpec  # noqa: E402
 
 TOKENS = 256
 MOST_DRAFTS = 8
-DRAFT_VOCABULARY = 32_000
+DRAFT_VOCABULARY = {"smollm2-135m": 12_288}  # others: 32,000
+REPLAYED = 4096  # rounds that are drawn where rates are given
 
 
 def main() -> None:
@@ -46,7 +53,14 @@ def main() -> None:
     parser.add_argument("--record", help="a model whose head's kept drafts become the trace")
     parser.add_argument("--head", help="the folder of that head")
     parser.add_argument("--model", help="whose shape is measured, by its name in workloads.json")
-    parser.add_argument("--trace", type=Path, required=True)
+    parser.add_argument("--trace", type=Path, help="a file of kept drafts, written or replayed")
+    parser.add_argument(
+        "--rates", help="instead of a trace: how often each place is right, those before it being"
+    )
+    parser.add_argument(
+        "--drafts", default=",".join(map(str, range(MOST_DRAFTS + 1))), help="numbers to measure"
+    )
+    parser.add_argument("--kernels", action="store_true", help="also where the time of a round goes")
     parser.add_argument("--json", type=Path)
     chosen = parser.parse_args()
     if chosen.record:
@@ -54,9 +68,26 @@ def main() -> None:
         chosen.trace.write_text(json.dumps({"drafts": MOST_DRAFTS, "kept": kept}) + "\n")
         print(f"{len(kept)} rounds, {statistics.fmean(kept):.2f} of {MOST_DRAFTS} drafts kept on average")
     if chosen.model:
-        measured = measure(chosen.model, json.loads(chosen.trace.read_text())["kept"])
+        if chosen.rates:
+            kept = drawn([float(rate) for rate in chosen.rates.split(",")])
+        else:
+            kept = json.loads(chosen.trace.read_text())["kept"]
+        drafts = [int(count) for count in chosen.drafts.split(",")]
+        measured = measure(chosen.model, kept, drafts, chosen.kernels)
         if chosen.json:
             chosen.json.write_text(json.dumps(measured, indent=1) + "\n")
+
+
+def drawn(rates: list[float]) -> list[int]:
+    """Kept drafts of rounds whose places are right at these rates; further ones as the last."""
+    rng = random.Random(0)
+    kept = []
+    for _ in range(REPLAYED):
+        count = 0
+        while count < MOST_DRAFTS and rng.random() < rates[min(count, len(rates) - 1)]:
+            count += 1
+        kept.append(count)
+    return kept
 
 
 def record(model: str, head: str) -> list[int]:
@@ -78,32 +109,67 @@ def record(model: str, head: str) -> list[int]:
     return kept
 
 
-def measure(name: str, kept: list[int]) -> dict[str, Any]:
+def measure(name: str, kept: list[int], counts: list[int], kernels: bool) -> dict[str, Any]:
     spec = spec_from_config(FILE["models"][name])
-    engine = _engine(spec, kept)
+    engine = _engine(name, spec, kept)
     policy = engine.scheduler.speculation
     assert isinstance(policy, RoundPolicy)
     rates: dict[int, float] = {}
-    for drafts in range(MOST_DRAFTS + 1):
+    for drafts in counts:
         policy.fixed_count = drafts
+        policy._learnt(1).hopeless = not drafts  # a run without drafts has no head to feed
         _decode(engine)
         rates[drafts] = statistics.median(_decode(engine) for _ in range(3))
+        yielded = 1 + statistics.fmean(min(count, drafts) for count in kept)
         print(
-            f"{name}, {drafts} drafts: {rates[drafts]:7.0f} tok/s, {rates[drafts] / rates[0]:.2f}x",
+            f"{name}, {drafts} drafts: {rates[drafts]:7.0f} tok/s, {rates[drafts] / rates[counts[0]]:.2f}x, "
+            f"{1e3 * yielded / rates[drafts]:.3f} ms for {yielded:.2f} tokens",
             flush=True,
         )
+        if kernels:
+            _print_kernels(engine)
     policy.fixed_count = None
     chosen = statistics.median(_decode(engine) for _ in range(3))
     best = max(rates, key=lambda drafts: rates[drafts])
     predicted, gain = policy.best(1)
-    print(f"{name}, as it chooses: {chosen:7.0f} tok/s, {chosen / rates[0]:.2f}x; predicted best {predicted.drafts}"
-          f" drafts ({gain:.2f}x), measured best {best} ({rates[best] / rates[0]:.2f}x)")  # fmt: skip
+    print(f"{name}, as it chooses: {chosen:7.0f} tok/s, {chosen / rates[counts[0]]:.2f}x; predicted best "
+          f"{predicted.drafts} drafts ({gain:.2f}x), measured best {best} "
+          f"({rates[best] / rates[counts[0]]:.2f}x)")  # fmt: skip
     rounds = {drafts: seconds for drafts, (seconds, _) in policy._learnt(1).rounds.items()}
     return {"model": name, "tokens_per_s": rates, "chosen": chosen, "predicted": predicted.drafts, "best": best,
             "round_s": rounds, "plain_s": policy._learnt(1).plain[0]}  # fmt: skip
 
 
-def _engine(spec: ModelSpec, kept: list[int]) -> Engine:
+def _print_kernels(engine: Engine) -> None:
+    """Kernels of one request's decoding by name and grid: how many a round, how long each runs, and how long it is
+    from its beginning to the next one's, which includes the wait between them."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        _decode(engine)
+        torch.cuda.synchronize()
+    with tempfile.NamedTemporaryFile(suffix=".json") as file:
+        profiler.export_chrome_trace(file.name)
+        events = json.loads(Path(file.name).read_text())["traceEvents"]
+    launches = sorted((e for e in events if e.get("cat") == "kernel"), key=lambda event: event["ts"])
+    draws = [i for i, event in enumerate(launches) if "_pick" in event["name"]]
+    launches = launches[draws[len(draws) // 4] : draws[3 * len(draws) // 4]]  # whole rounds, of the middle
+    rounds = max(1, len(draws) // 2)
+    found: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0, 0.0, 0.0])
+    for event, after in zip(launches, launches[1:] + launches[-1:], strict=True):
+        row = found[event["name"][:60], str(event["args"].get("grid"))]
+        row[0] += 1
+        row[1] += event["dur"]
+        row[2] += min(after["ts"] - event["ts"], 100.0)  # between two steps the host is waited for
+    print(f"    of {rounds} rounds: {len(launches) / rounds:.0f} launches, "
+          f"{sum(r[1] for r in found.values()) / rounds:.0f} us in kernels, "
+          f"{sum(r[2] for r in found.values()) / rounds:.0f} us from start to start")  # fmt: skip
+    for (name, grid), (count, ran, until) in sorted(found.items(), key=lambda item: -item[1][2])[:32]:
+        print(f"    {until / rounds:7.1f} us  {count / rounds:6.1f} x {ran / count:5.2f} us "
+              f"(start to start {until / count:5.2f})  {grid:16} {name}")  # fmt: skip
+
+
+def _engine(name: str, spec: ModelSpec, kept: list[int]) -> Engine:
     # "rounds" is chosen by the name of a folder with a head; here the head is random.
     config = EngineConfig(
         max_context=2048, kv_memory_gib=4, max_running=16, prefix_cache=False, speculate="random head"
@@ -115,7 +181,8 @@ def _engine(spec: ModelSpec, kept: list[int]) -> Engine:
         kv_heads=spec.kv_heads, head_dim=spec.head_dim, ffn_hidden=spec.ffn_hidden or 4 * spec.hidden,
         max_context=spec.max_context, norm_eps=spec.norm_eps, rope_theta=spec.rope_theta,
     )  # fmt: skip
-    head = EagleHead(own, 3 * spec.hidden, min(DRAFT_VOCABULARY, spec.vocab_size), dtype=torch.bfloat16)
+    words = min(DRAFT_VOCABULARY.get(name, 32_000), spec.vocab_size)
+    head = EagleHead(own, 3 * spec.hidden, words, dtype=torch.bfloat16)
     for parameter in head.parameters():
         parameter.data.normal_(std=0.02) if parameter.dim() > 1 else parameter.data.fill_(1.0)
     attach_rounds(DraftSource("random head", spec, head=head), player.runner)
@@ -123,20 +190,30 @@ def _engine(spec: ModelSpec, kept: list[int]) -> Engine:
     return engine
 
 
+@triton.jit
+def _make_right(trace, turn, picked, tokens, count, DRAFTS: tl.constexpr, PLACES: tl.constexpr):
+    now = tl.load(turn)
+    place = tl.arange(0, PLACES)
+    inside = place < DRAFTS
+    drawn = tl.load(picked + place, mask=inside, other=-7)
+    tl.store(tokens + 1 + place, tl.where(place < tl.load(trace + now % count), drawn, -7), mask=inside)
+    tl.store(turn, now + 1)
+
+
 def _replay(kept: list[int]) -> None:
-    """From now on as many drafts are kept as in the trace: those are made to agree with what was drawn."""
+    """From now on as many drafts are kept as in the trace: those are made to agree with what was drawn. Costs a
+    round one short launch."""
     trace = torch.tensor(kept, dtype=torch.int32, device="cuda")
-    turn = torch.zeros(1, dtype=torch.int64, device="cuda")
-    places = torch.arange(MOST_DRAFTS, dtype=torch.int32, device="cuda")
+    turn = torch.zeros(1, dtype=torch.int32, device="cuda")
     accept = cuda_rounds.accept
 
     def replayed(
         lane_slots: Any, starts: Any, queries: Any, draws: Any, picked: Any, tokens: Any, *rest: Any
     ) -> None:
         drafts = rest[-1]
-        right = places[:drafts] < trace[turn]
-        tokens[1 : drafts + 1].copy_(torch.where(right, picked[:drafts], -7))
-        turn.add_(1).remainder_(len(trace))
+        _make_right[(1,)](
+            trace, turn, picked, tokens, len(kept), DRAFTS=drafts, PLACES=MOST_DRAFTS, num_warps=1
+        )
         accept(lane_slots, starts, queries, draws, picked, tokens, *rest)
 
     cuda_rounds.accept = replayed  # type: ignore[assignment]
