@@ -1,9 +1,10 @@
-"""Tensor parallelism on one GPU: two ranks in processes of their own, each with its slice of the model, that read
-each other's memory. Do they say what one rank says, and where does a step's time go?
+"""Ranks on one GPU: processes of their own, each with its part of the model, that read each other's memory. Do they
+say what one rank says, and where does a step's time go?
 
     nvidia-cuda-mps-control -d        # lets kernels of two processes run side by side
     TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1 python benchmarks/gpu_ranks.py --json results/gpu_ranks.json
     TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1 python benchmarks/gpu_ranks.py --answers --model MODEL.gguf --tp 3
+    TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1 python benchmarks/gpu_ranks.py --answers --model MODEL.gguf --pp 2
 
 Models are shapes in random weights. Two ranks share one GPU here, so nothing gets faster: correctness and the cost
 of the sums are what this shows.
@@ -207,11 +208,12 @@ def agreement(ours: list[list[int]], theirs: list[list[int]]) -> tuple[float, in
 
 
 def answers_of(
-    model: str | None, ranks: int, invariant: bool, questions: int, device: str, strikes: bool
+    model: str | None, layout: ServingLayout, invariant: bool, questions: int, device: str, strikes: bool
 ) -> dict[str, Any]:
     config = EngineConfig(
-        device=device, max_context=2048, kv_memory_gib=1, max_running=64, tp=ranks, batch_invariant=invariant
-    )
+        device=device, max_context=2048, kv_memory_gib=1, max_running=64, batch_invariant=invariant,
+        tp=layout.tp, pp=layout.pp, dp=layout.dp, ep=layout.ep,
+    )  # fmt: skip
     guide = Guide("regex", r'\{"city": "[A-Z][a-z]{2,12}", "people": [1-9][0-9]{2,6}\}')
     llm = LLM(model, config=config, keep_quantised=False)
     began_s = time.perf_counter()
@@ -232,28 +234,29 @@ def answers_of(
     return found
 
 
-def compare_answers(model: str | None, tp: int, questions: int, device: str, kill: bool) -> dict[str, Any]:
+def compare_answers(
+    model: str | None, layout: ServingLayout, kinds: tuple[bool, ...], questions: int, device: str, kill: bool
+) -> dict[str, Any]:
     """Through `LLM`, as users have it: the answers of one rank and of several to the same questions, what they say
     under a schema, and what happens when a rank is killed in mid-answer."""
     said: dict[str, Any] = {}
-    kinds = (False, True) if device == "cuda" else (False,)
-    for invariant, ranks in itertools.product(kinds, (1, tp)):
+    for invariant, ranks in itertools.product(kinds, (ServingLayout(), layout)):
         # In a process of its own, as `cumulo serve` has it: one process holds one engine over several GPUs.
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-            strikes = kill and ranks > 1 and invariant == kinds[-1]
+            strikes = kill and ranks.world > 1 and invariant == kinds[-1]
             found = pool.submit(answers_of, model, ranks, invariant, questions, device, strikes).result()
         said[f"{ranks}{' invariant' if invariant else ''}"] = found
-        print(f"{ranks} ranks{' invariant' if invariant else ''}: {found['runs_on']}, {found['seconds']:.1f} s",
+        print(f"{ranks}{' invariant' if invariant else ''}: {found['runs_on']}, {found['seconds']:.1f} s",
               flush=True)  # fmt: skip
         if strikes:
             print(f"killed: {found['killed']}", flush=True)
     rows: dict[str, Any] = {}
-    for kind in ("", " invariant")[: len(kinds)]:
-        one, several = said[f"1{kind}"], said[f"{tp}{kind}"]
+    for kind in (" invariant" if invariant else "" for invariant in kinds):
+        one, several = said[f"{ServingLayout()}{kind}"], said[f"{layout}{kind}"]
         share, diverged = agreement(
             padded(several["answers"], one["answers"]), padded(one["answers"], several["answers"])
         )
-        rows[f"tp {tp}{kind}"] = {
+        rows[f"{layout}{kind}"] = {
             "greedy agreement %": round(share, 2), "answers that diverge": diverged, "of": questions,
             "guided": several["guided"], "guided alike": several["guided"] == one["guided"],
             "sampled alike": several["sampled"] == one["sampled"], "tok/s": several["tok/s"],
@@ -293,14 +296,18 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--answers", action="store_true", help="answers of a real model, by LLM(tp=...)")
     parser.add_argument("--model", help="its file; none: the built-in model")
-    parser.add_argument("--tp", type=int, default=3)
+    for name in ("tp", "pp", "dp", "ep"):
+        parser.add_argument(f"--{name}", type=int, default=1, help="ranks of --answers")
+    parser.add_argument("--kinds", default="plain,invariant", help="of --answers")
     parser.add_argument("--kill", action="store_true", help="and kill a rank in mid-answer")
     parser.add_argument("--questions", type=int, default=200)
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--json", default="")
     chosen = parser.parse_args()
     if chosen.answers:
-        found = compare_answers(chosen.model, chosen.tp, chosen.questions, chosen.device, chosen.kill)
+        layout = ServingLayout(chosen.tp, chosen.pp, chosen.dp, chosen.ep)
+        kinds = tuple(kind == "invariant" for kind in chosen.kinds.split(","))
+        found = compare_answers(chosen.model, layout, kinds, chosen.questions, chosen.device, chosen.kill)
         for name, row in found.items():
             print(f"{name}: {row}", flush=True)
         if chosen.json:

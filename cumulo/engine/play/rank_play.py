@@ -4,6 +4,7 @@ RankPlay plays every plan of the engine."""
 
 from collections import deque
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -18,7 +19,13 @@ from cumulo.engine.sampling.sampler import TokenMasks
 from cumulo.layout.serving import RankPart
 from cumulo.models.play.rank_links import RankLinks
 
+if TYPE_CHECKING:  # it needs Triton
+    from cumulo.models.play.cuda_stage import RankStage
+
 Ints = NDArray[np.int64]
+_MOST_EXPECTED = (
+    8  # steps whose tokens lie with the first stage: fewer than there is room for (cuda_stage.py)
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +116,36 @@ class RankPlay:
         whole = torch.empty_like(gathered)
         whole[torch.from_numpy(own.order)] = gathered
         return whole
+
+
+class DeviceRank:
+    """The same for a CudaRunner, which waits for nobody: what other stages say is waited for on the device."""
+
+    def __init__(self, part: RankPart, stage: "RankStage | None") -> None:
+        self.part, self._stage = part, stage
+        self._expected: deque[list[int]] = deque()  # slots of tokens drawn elsewhere, by step
+
+    def take_tokens(self, plan: StepPlan, tokens: Tensor) -> None:
+        """Launch what enters the tokens drawn by the last stage, as far as this plan could meet their slots."""
+        if not self._expected or self._stage is None:
+            return
+        touched = {*plan.slots, *plan.end, *(new.slot for new in plan.begin)}
+        # The last stage waits once too many lie here.
+        while len(self._expected) > _MOST_EXPECTED or any(
+            not touched.isdisjoint(slots) for slots in self._expected
+        ):
+            self._expected.popleft()
+            self._stage.take_tokens(tokens)
+
+    def expect_tokens(self, slots: Ints) -> None:
+        """The last stage draws tokens for these."""
+        if self.part.first and len(slots):
+            self._expected.append(slots.tolist())
+
+    def send_tokens(self, draws: Tensor, tokens: Tensor) -> None:
+        """`draws`: of the step, on the device; `tokens`: by slot and position, those drawn among them."""
+        if self._stage is not None and len(draws):
+            self._stage.send_tokens(draws, tokens)
 
 
 class SharedGuides:

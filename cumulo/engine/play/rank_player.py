@@ -184,7 +184,7 @@ def play_rank(rank: int, setup: RankSetup) -> None:
     meter.holds(sum(runner.memory_bytes().values()))
     tell_starter(_READY)
     # A GPU is given the next step while it computes one.
-    running, ahead = deque[PendingStep](), 2 if setup.on_gpu else 0
+    running, ahead = deque[PendingStep](), 1 + setup.config.layout.pp if setup.on_gpu else 0
     while (message := plans.receive()) is not None:
         told = unpack_message(message)
         if isinstance(told, AdapterOrder):
@@ -231,8 +231,9 @@ def _make_runner(
     if setup.on_gpu:
         from cumulo.engine.play.rank_player_cuda import make_cuda_runner
 
-        guides = SharedGuides(guided, links)
-        return make_cuda_runner(config, memory, part, decoder, store, eos_ids, guides, links)
+        guides, device = SharedGuides(guided, links), torch.device("cuda", torch.cuda.current_device())
+        runner = make_cuda_runner(config, memory, part, decoder, store, eos_ids, guides, links, device)
+        return runner, f"GPU kernels on {torch.cuda.get_device_name()}"
     spread = None
     if config.redundant_experts:
         spread = SpreadExperts(decoder, part, links, config.redundant_experts, config.expert_balance_steps)

@@ -1,4 +1,4 @@
-"""A rank of tensor and expert parallelism on a GPU: its CudaRunner, and what keeps the others from waiting for it
+"""A rank of an engine on a GPU: its CudaRunner, and what keeps the others from waiting for it
 forever. Used by `rank_player`.
 
 On a GPU ranks wait for each other inside kernels, which nothing times out. So when a rank dies, the engine's
@@ -15,17 +15,20 @@ import torch
 from cumulo.engine.config import EngineConfig
 from cumulo.engine.memory.memory_plan import MemoryPlan
 from cumulo.engine.play.player import DeviceRunner, kv_dtype
+from cumulo.engine.play.rank_play import DeviceRank
 from cumulo.engine.play.ranked_runner import RankedRunner
 from cumulo.engine.play.runner_cuda import CudaRunner
 from cumulo.engine.play.slot_table import SlotGuides
 from cumulo.errors import ConfigError
 from cumulo.kernels.cuda.collective.one_shot import release
+from cumulo.kernels.cuda.collective.peers import aligned, flags_bytes
 from cumulo.layout.divide import nearest_divisor
 from cumulo.layout.serving import RankPart, ServingLayout, rank_part
 from cumulo.models.batch import KVCache
 from cumulo.models.decoder import Decoder
 from cumulo.models.play.cuda_decoder import CudaDecoder, why_not
 from cumulo.models.play.cuda_slice import RankSlice, shared_bytes
+from cumulo.models.play.cuda_stage import RankStage, stage_bytes
 from cumulo.models.play.rank_links import RankLinks
 from cumulo.ranks.peer_memory import peer_memory
 from cumulo.ranks.rank_group import TCPStore
@@ -44,22 +47,30 @@ def gpu_places() -> int:
 
 def own_memory(spec: ModelSpec, config: EngineConfig, layout: ServingLayout, free_bytes: int) -> int:
     """Of a GPU's memory what a rank has for weights, cache and steps; the rest is what ranks show each other."""
-    part = rank_part(spec, layout, 0)
     dtype: torch.dtype = getattr(torch, config.dtype)
-    draws = config.max_running
-    shared = shared_bytes(
-        part.local, config.max_tokens_per_step, draws, dtype, layout.tp, config.batch_invariant
-    )
+    shared = sum(_shared_sizes(rank_part(spec, layout, 0), config, dtype))
     on_one = -(-layout.world // torch.cuda.device_count())
-    return free_bytes // on_one - shared - draws * spec.vocab_size * dtype.itemsize
+    return free_bytes // on_one - shared - config.max_running * spec.vocab_size * dtype.itemsize
+
+
+def _shared_sizes(part: RankPart, config: EngineConfig, dtype: torch.dtype) -> tuple[int, int]:
+    """Bytes that a rank shares with those of its slice's stage, and with those of other stages. All ranks have as
+    many: symmetric memory asks for it."""
+    tokens, draws, layout = config.max_tokens_per_step, config.max_running, part.layout
+    slices = stages = 0
+    if layout.tp > 1:
+        slices = shared_bytes(part.local, tokens, draws, dtype, layout.tp, config.batch_invariant)
+    if layout.pp > 1:
+        stages = stage_bytes(part.whole.hidden, tokens, draws, dtype, layout.pp)
+    return slices, stages
 
 
 def refuse_layout(spec: ModelSpec, layout: ServingLayout) -> None:
     """What only CPUs do so far."""
-    if layout.pp > 1 or layout.dp > 1:
+    if layout.dp > 1:
         raise ConfigError(
-            f"{layout} was asked for; on GPUs an engine has tensor and expert parallelism: use tp and ep, or "
-            "replicas, or device=cpu"
+            f"{layout} was asked for; on GPUs an engine has tensor, pipeline and expert parallelism: use tp, pp "
+            "and ep, or replicas, or device=cpu"
         )
     if spec.vocab_size % layout.tp:
         raise ConfigError(
@@ -82,21 +93,32 @@ def make_cuda_runner(
     eos_ids: tuple[int, ...],
     guided: SlotGuides,
     links: RankLinks,
-) -> tuple[CudaRunner, str]:
+    device: torch.device,
+) -> CudaRunner:
     obstacle = why_not(decoder)
     if obstacle is not None:
-        raise ConfigError(f"on several GPUs a model runs on our kernels only ({obstacle}); omit tp and ep")
-    device = torch.device("cuda", torch.cuda.current_device())
+        raise ConfigError(
+            f"on several GPUs a model runs on our kernels only ({obstacle}); omit tp, pp and ep"
+        )
     tokens, draws, invariant = config.max_tokens_per_step, config.max_running, config.batch_invariant
-    size = shared_bytes(part.local, tokens, draws, decoder.dtype, part.layout.tp, invariant)
-    peers = peer_memory(size, store, "cumulo-peers", part.place.tp, part.layout.tp, device)
+    layout, rank_slice, stage = part.layout, None, None
+    slices, stages = _shared_sizes(part, config, decoder.dtype)
+    size = flags_bytes(layout.world) + aligned(slices) + aligned(stages)
+    peers = peer_memory(size, store, "cumulo-peers", part.rank, layout.world, device)
+    if layout.tp > 1:
+        memory_of_slices = peers.among(layout.tensor_group(part.rank), slices)
+        rank_slice = RankSlice(memory_of_slices, part, tokens, draws, decoder.dtype, invariant)
+    if layout.pp > 1:
+        memory_of_stages = peers.among(layout.pipeline_group(part.rank), stages)
+        stage = RankStage(memory_of_stages, part, tokens, draws, decoder.dtype)
     model = CudaDecoder(
         decoder,
         tokens,
         draws,
         weights=config.weights,
         batch_invariant=invariant,
-        rank_slice=RankSlice(peers, part, tokens, draws, decoder.dtype, invariant),
+        rank_slice=rank_slice,
+        stage=stage,
     )
     cache = KVCache(part.local, memory.kv_blocks, config.block_size, kv_dtype(config, decoder.dtype), device)
     runner = CudaRunner(
@@ -107,19 +129,21 @@ def make_cuda_runner(
         eos_token_ids=eos_ids,
         host_blocks=memory.all_host_blocks,
         graphs=config.cuda_graphs,
-        meet_ranks=links.meet_slices,
+        meet_ranks=links.meet,
+        rank=DeviceRank(part, stage),
     )
     runner.table.guided = guided
-    return runner, f"GPU kernels on {torch.cuda.get_device_name()}"
+    return runner
 
 
 def watch_ranks(ranked: RankedRunner, runner: DeviceRunner, ranks: RankProcesses) -> None:
     """When a rank dies, what this process waits for on the GPU ends, and its step fails."""
-    assert isinstance(runner, CudaRunner) and runner.model.slice is not None
-    memory = runner.model.slice.memory
+    assert isinstance(runner, CudaRunner)
+    slices, stage = runner.model.slice, runner.model.stage
     stream = torch.cuda.Stream()
     device = torch.cuda.current_device()
-    release(memory, only_load=True)
+    if slices is not None:
+        release(slices.memory, only_load=True)
 
     def watch() -> None:
         wait(ranks.sentinels)
@@ -127,7 +151,10 @@ def watch_ranks(ranked: RankedRunner, runner: DeviceRunner, ranks: RankProcesses
         torch.cuda.set_device(device)
         with torch.cuda.stream(stream):
             while not ranked.closed.wait(_RELEASE_S):
-                release(memory)
+                if slices is not None:
+                    release(slices.memory)
+                if stage is not None:
+                    stage.let_go()
 
     threading.Thread(target=watch, name="cumulo-rank-watch", daemon=True).start()
 

@@ -24,6 +24,7 @@ from cumulo.engine.guides.guided import Guidance
 from cumulo.engine.play.cuda_rounds import HeadRounds, round_shape, rows_of, warm_rounds
 from cumulo.engine.play.cuda_step import CudaStep
 from cumulo.engine.play.device_slots import DeviceSlots
+from cumulo.engine.play.rank_play import DeviceRank
 from cumulo.engine.play.slot_table import NO_ROWS, SlotTable, StepRows
 from cumulo.engine.play.step_words import (
     DRAW_WORDS,
@@ -75,8 +76,10 @@ class CudaRunner:
         guidance: Guidance | None = None,
         graphs: bool = True,
         meet_ranks: Callable[[], None] | None = None,
+        rank: DeviceRank | None = None,
     ) -> None:
-        """`meet_ranks`: waits for the other ranks that play the same plans, where the model is one rank's slice."""
+        """`meet_ranks`: waits for the other ranks that play the same plans, where the model is one rank's part;
+        `rank`: what this one tells them besides."""
         self.model, self.cache, self.device = model, cache, cache.key_storage.device
         self.table = SlotTable(max_slots, max_context, cache.block_size, eos_token_ids, guidance)
         draws = max(max_slots, model.max_outputs)  # more than slots where a few may verify drafts
@@ -102,7 +105,7 @@ class CudaRunner:
         self._use_graphs = graphs and on_gpu
         self._memory_pool = torch.cuda.graph_pool_handle() if self._use_graphs else None
         self._capture_stream = torch.cuda.Stream() if self._use_graphs else None
-        self._meet_ranks = meet_ranks
+        self._meet_ranks, self.rank = meet_ranks, rank
         self.head: HeadRounds | None = None  # drafts; given after the model is in place
         self._closed = False
 
@@ -113,6 +116,8 @@ class CudaRunner:
             raise RuntimeError("this runner was closed; no more steps can be submitted")
         pending = CudaStep(self, plan)
         try:
+            if self.rank is not None:
+                self.rank.take_tokens(plan, self.slots.tokens)
             self._change(plan, pending)
             if plan.slots:
                 self._compute(plan, pending)
@@ -232,7 +237,7 @@ class CudaRunner:
             write_drafts(plan, self.table)
             self.slots.set_tokens(draft_places(plan))
         rows = self.table.rows(plan)
-        pending.draws = draws = draws_of(plan, rows)
+        draws = draws_of(plan, rows)
         slots, positions = draws.slots, draws.positions
         columns = self.table.columns[slots]
         cuts = bool(have_cuts(columns, self.model.vocab_size).any())
@@ -251,11 +256,18 @@ class CudaRunner:
                 self.model.adapters.send(adapted, shape.tokens, shape.draws)
         self._play(shape, captured=not wide)
         self.table.lengths[slots] = positions + 1  # the tokens themselves follow
+        if not self.model.draws:
+            if self.rank is not None:
+                self.rank.expect_tokens(slots)
+            return
+        pending.draws = draws
         special = self._special(columns, slots, positions)
         if special.any():
             self._draw_on_host(np.flatnonzero(special), slots, positions, pending)
         if wide:  # last: it computes logits in the place of those that were drawn from
             self._read_positions(plan, rows, pending)
+        if self.rank is not None:
+            self.rank.send_tokens(self.slots.views(shape)[1][: len(slots)], self.slots.tokens)
         pending.owners = self.owners[slots]
 
     def _compute_rounds(self, plan: StepPlan, rounds: Rounds, pending: CudaStep) -> None:
@@ -291,10 +303,10 @@ class CudaRunner:
     def _rehearse(self, shape: StepShape, captured: bool) -> None:
         """Load every kernel of a new shape before any of them waits for another rank: loading may have to wait
         until the GPU has nothing left to do. What it computes is overwritten by the step that follows."""
-        assert self._meet_ranks is not None and self.model.slice is not None
+        assert self._meet_ranks is not None
         self._synchronise()
         self._meet_ranks()  # nobody reads any more what the step before left for the others
-        with self.model.slice.rehearsal():
+        with self.model.rehearsal():
             self._launch(shape, every_row=not captured)
         self._synchronise()
         self._rehearsed.add((shape, captured))
@@ -334,6 +346,8 @@ class CudaRunner:
             assert self.model.adapters is not None
             step.adapters = self.model.adapters.views(tokens, shape.draws)
         logits = self.model.forward(step, self.cache, every_row)
+        if not self.model.draws:
+            return attention
         if shape.cuts and len(logits):
             whole = self.model.whole_logits(len(logits))
             sample_with_cuts(whole, draws, self._buffers, self._cut_buffers, self._picked, slots.tokens)

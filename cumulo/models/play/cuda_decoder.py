@@ -30,6 +30,7 @@ from cumulo.models.linear import Linear
 from cumulo.models.play.cuda_adapters import CudaAdapters, StepAdapters
 from cumulo.models.play.cuda_latent import LatentHalf
 from cumulo.models.play.cuda_slice import ATTENTION, FEED_FORWARD, RankSlice
+from cumulo.models.play.cuda_stage import RankStage
 from cumulo.models.play.cuda_weights import HeadWeights, LayerWeights, layer_weights
 from cumulo.spec.gpu_kernels import obstacle_of
 
@@ -73,6 +74,7 @@ class CudaDecoder:
         weights: str = "auto",
         batch_invariant: bool = False,
         rank_slice: RankSlice | None = None,
+        stage: RankStage | None = None,
         bank: AdapterBank | None = None,
     ) -> None:
         """Buffers for steps of up to `max_tokens` tokens and `max_outputs` rows of logits.
@@ -83,6 +85,7 @@ class CudaDecoder:
         `batch_invariant` uses only kernels whose rows do not depend on the rows beside them.
         `rank_slice`: the decoder is one rank's part of a model; its spec has that rank's heads and widths, and
         its share of the vocabulary.
+        `stage`: it has some of the model's layers only, and gets its stream from the stage before.
         `bank`: the adapters that rows may have.
         """
         obstacle = why_not(decoder)
@@ -94,7 +97,8 @@ class CudaDecoder:
         registry.load_for(registry.device_name(device))
         prepare(device)
         self.max_tokens, self.max_outputs = max_tokens, max_outputs
-        self.invariant, self.slice = batch_invariant, rank_slice
+        self.invariant, self.slice, self.stage = batch_invariant, rank_slice, stage
+        self.draws = stage is None or stage.last  # others have no logits
         decoder.rotary.rotation_at(torch.zeros(0, dtype=torch.int64, device=device))  # makes the table
         assert decoder.rotary.table is not None
         self.cosine, self.sine = (table.contiguous() for table in decoder.rotary.table)
@@ -137,7 +141,10 @@ class CudaDecoder:
         self.last_stream, self.last_mixed = buffer(max_outputs, spec.hidden), buffer(max_outputs, heads)
         self.wanted = buffer(max_outputs, spec.hidden)
         # Of this rank's share of the vocabulary.
-        self.logits = buffer(max_outputs, spec.vocab_size) if rank_slice is None else rank_slice.logits
+        if rank_slice is None:
+            self.logits = buffer(max_outputs if self.draws else 0, spec.vocab_size)
+        else:
+            self.logits = rank_slice.logits
 
     @property
     def vocab_size(self) -> int:
@@ -201,20 +208,29 @@ class CudaDecoder:
         finally:
             self._played = whole
 
+    @contextmanager
+    def rehearsal(self) -> Iterator[None]:
+        """Kernels that are launched inside do not wait for other ranks, and compute nonsense."""
+        memories = [part.memory for part in (self.slice, self.stage) if part is not None]
+        for memory in memories:
+            memory.waits = False
+        try:
+            yield
+        finally:
+            for memory in memories:
+                memory.waits = True
+
     # -- a step --------------------------------------------------------------------------------------------
     def forward(self, step: StepTensors, cache: KVCache, every_row: bool = False) -> Tensor:
         """Compute a step, write its keys and values; the logits [R, vocabulary] of `step.logit_rows`.
 
         After the last layer's attention only the rows whose logits are wanted go on, usually a few of thousands;
-        with `every_row` all do, and `stream` holds them afterwards.
+        with `every_row` all do, and `stream` holds them afterwards. A stage that is not the last passes all on.
         """
         tokens, outputs = len(step.token_ids), len(step.logit_rows)
         stream = self.stream[:tokens]
-        if self.slice is None:
-            torch.index_select(self.decoder.embed.weight, 0, step.token_ids, out=stream)
-        else:
-            self.slice.embed(step.token_ids, self.decoder.embed.weight, stream)
-        pick = outputs < tokens and not every_row
+        self._enter(step.token_ids, stream)
+        pick = outputs < tokens and not every_row and self.draws
         groups = None if step.adapters is None else step.adapters.tokens
         last = self._played[-1][0]
         for index, layer in self._played:
@@ -230,12 +246,25 @@ class CudaDecoder:
             with self._adapted(index, "attention.output", mixed, stream, groups):
                 self._add_product(mixed, layer.output, layer.output_bias, stream, ATTENTION)
             self._feed_forward(layer, stream, index, groups)
-        if outputs == 0:
+        if self.stage is not None and not self.draws:
+            self.stage.send(stream)
+            if self.slice is not None:
+                self.slice.end_step()
+        if outputs == 0 or not self.draws:
             return self.logits[:0]
         rows = None if pick else step.logit_rows
         norm = self.decoder.final_norm.weight
         wanted = rms_norm(stream, norm, self.spec.norm_eps, rows=rows, out=self.wanted[:outputs])
         return self.logits_of(wanted, self.logits[:outputs])
+
+    def _enter(self, token_ids: Tensor, stream: Tensor) -> None:
+        """The stream before the first layer that is here."""
+        if self.stage is not None and not self.stage.first:
+            self.stage.receive(stream)
+        elif self.slice is None:
+            torch.index_select(self.decoder.embed.weight, 0, token_ids, out=stream)
+        else:
+            self.slice.embed(token_ids, self.decoder.embed.weight, stream)
 
     def tap(self, layers: tuple[int, ...]) -> None:
         """From now on every step keeps its stream where it enters these layers, in `tapped`."""

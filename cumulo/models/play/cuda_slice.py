@@ -8,9 +8,6 @@ Partial sums of small steps, where bytes are cheap, stay in float32: the sum is 
 product is, and the ranks together say what one says but for the order of additions.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 from torch import Tensor
 
@@ -71,15 +68,6 @@ class RankSlice:
             (max_outputs, spec.vocab_size * self.ranks), dtype=dtype, device=device
         )
 
-    @contextmanager
-    def rehearsal(self) -> Iterator[None]:
-        """Kernels that are launched inside do not wait for other ranks, and compute nonsense."""
-        self.memory.waits = False
-        try:
-            yield
-        finally:
-            self.memory.waits = True
-
     @property
     def logits(self) -> Tensor:
         """Where this rank's columns go."""
@@ -117,6 +105,10 @@ class RankSlice:
                 own, draws, self._maxima.addresses, self._places.addresses, self._masses.addresses, picked, tokens,
                 self._logits.addresses,
             )  # fmt: skip
+
+    def end_step(self) -> None:
+        """Of a stage that draws nothing: after it a rank may write what the others read."""
+        meet_all(self.memory)
 
     def gather(self, rows: int) -> Tensor:
         """The whole logits of the last step, for draws that look at all of a row."""

@@ -35,10 +35,11 @@ class RankLinks:
         """What each slice of the vocabulary has to say, [slices, ...]."""
         return array[None] if self.tensor is None else self.tensor.gather_array(array)
 
-    def meet_slices(self) -> None:
-        """Returns when all of them are here."""
-        if self.tensor is not None:
-            self.tensor.sum(torch.zeros(1))
+    def meet(self) -> None:
+        """Returns when all ranks are here: all of each stage, then all stages."""
+        for group in (self.stage, self.pipeline):
+            if group is not None:
+                group.sum(torch.zeros(1))
 
     # -- data-parallel attention, expert parallel -----------------------------------------------------
     def gather_rows(self, own: Tensor, shares: tuple[int, ...]) -> Tensor:

@@ -30,26 +30,38 @@ class PeerMemory:
     ) -> None:
         """`own`: bytes, all zero; `addresses`: where this process sees each rank's, as long as it holds `keep`.
         `shares_device`: several ranks compute on one GPU."""
-        self.rank, self.ranks = rank, len(addresses)
+        self.rank, self.ranks, self._shares_device = rank, len(addresses), shares_device
         self.channels = SHARED_CHANNELS if shares_device else MAX_CHANNELS
         self.waits = True  # False: kernels do not wait for other ranks, and compute nonsense
         self._own, self._addresses, self._used, self._keep = own, addresses, 0, keep
         # Zero: nobody waits. A waiting program's twin sets its word, and the program clears it when it goes on.
         self.flags = self.carve((MAX_CHANNELS * self.ranks,), torch.int32)
 
+    def among(self, members: Sequence[int], size: int) -> "PeerMemory":
+        """The next bytes, for this rank and some others alone, in this order. All ranks carve as many, with
+        whomever they share them."""
+        begin = self._take(size)
+        addresses = [self._addresses[member] + begin for member in members]
+        own, rank = self._own[begin : begin + size], members.index(self.rank)
+        return PeerMemory(own, addresses, rank, self._keep, self._shares_device)
+
     def carve(self, shape: Sequence[int], dtype: torch.dtype) -> PeerTensor:
         """The next tensor; its contents are undefined."""
         size = math.prod(shape) * dtype.itemsize
+        begin = self._take(size)
+        table = torch.tensor([base + begin for base in self._addresses], dtype=torch.int64)
+        return PeerTensor(
+            self._own[begin : begin + size].view(dtype).view(tuple(shape)), table.to(self._own.device)
+        )
+
+    def _take(self, size: int) -> int:
         begin = self._used
         if begin + size > len(self._own):
             raise ValueError(
                 f"{begin + size} bytes were carved from {len(self._own)} that ranks share: a bug in their sizing"
             )
         self._used += aligned(size)
-        table = torch.tensor([base + begin for base in self._addresses], dtype=torch.int64)
-        return PeerTensor(
-            self._own[begin : begin + size].view(dtype).view(tuple(shape)), table.to(self._own.device)
-        )
+        return begin
 
 
 def aligned(size: int) -> int:
