@@ -21,7 +21,7 @@ from cumulo.models.decoder import Decoder
 from cumulo.models.heads.tap import StreamTap
 from cumulo.models.linear import Linear
 from cumulo.models.play.fused_program import FusedProgram, OpList, StepBuffers
-from cumulo.models.play.pointers import pointer
+from cumulo.models.play.native_step import native_step, pointer
 from cumulo.models.play.rank_decoder import embed_slice
 from cumulo.models.play.rank_links import RankLinks
 
@@ -72,24 +72,8 @@ class FusedDecoder:
         operations = program.operations(batch.adapters is not None)
         if last:
             operations.set_result(hidden)
-        block_tables = batch.block_tables.contiguous()
-        step = StepStruct(
-            tokens=tokens,
-            sequences=len(batch.context_lengths),
-            outputs=outputs,
-            table_stride=block_tables.shape[1],
-            vocabulary=self.spec.vocab_size if links is None else links.part.whole.vocab_size,
-            position_limit=len(self.cosine),
-            blocks=cache.blocks,
-            block_size=cache.block_size,
-            token_ids=pointer(batch.token_ids, torch.int64),
-            positions=pointer(batch.positions, torch.int64),
-            slots=pointer(batch.slots, torch.int64),
-            output_rows=pointer(batch.logit_rows, torch.int64),
-            query_starts=pointer(batch.query_starts, torch.int32),
-            context_lengths=pointer(batch.context_lengths, torch.int32),
-            block_tables=pointer(block_tables, torch.int32),
-        )
+        vocabulary = self.spec.vocab_size if links is None else links.part.whole.vocab_size
+        step = native_step(batch, cache, outputs, vocabulary, len(self.cosine))
         if batch.adapters is not None:
             step.token_groups = _groups(batch.adapters.tokens)
             step.output_groups = _groups(batch.adapters.outputs)

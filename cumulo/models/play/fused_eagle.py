@@ -7,15 +7,15 @@ import torch
 from torch import Tensor
 
 from cumulo.kernels.cpu import library as native_library
-from cumulo.kernels.cpu.library import NativeLibrary, StepStruct
+from cumulo.kernels.cpu.library import NativeLibrary
 from cumulo.kernels.cpu.packed_linear import PackedColumns, PackedWeight
 from cumulo.kernels.cpu.paged_attention import attention_fields
 from cumulo.models.batch import ForwardBatch, KVCache
 from cumulo.models.heads.eagle import EagleHead, Likeliest
 from cumulo.models.heads.tap import StreamTap
 from cumulo.models.linear import Linear
+from cumulo.models.play.native_step import native_step
 from cumulo.models.play.op_writer import ActivationRoom, OpWriter
-from cumulo.models.play.pointers import pointer
 
 _ROWS_STEP = 16  # buffers grow in multiples of this many tokens
 
@@ -53,24 +53,7 @@ class FusedEagle:
             torch.index_select(self._tap.kept, 0, batch.slots, out=program.tapped.values[:tokens])
         else:
             program.stream.values[:tokens] = previous
-        block_tables = batch.block_tables.contiguous()
-        step = StepStruct(
-            tokens=tokens,
-            sequences=len(batch.context_lengths),
-            outputs=outputs,
-            table_stride=block_tables.shape[1],
-            vocabulary=self._embed.shape[0],
-            position_limit=len(self._tables[0]),
-            blocks=cache.blocks,
-            block_size=cache.block_size,
-            token_ids=pointer(batch.token_ids, torch.int64),
-            positions=pointer(batch.positions, torch.int64),
-            slots=pointer(batch.slots, torch.int64),
-            output_rows=pointer(batch.logit_rows, torch.int64),
-            query_starts=pointer(batch.query_starts, torch.int32),
-            context_lengths=pointer(batch.context_lengths, torch.int32),
-            block_tables=pointer(block_tables, torch.int32),
-        )
+        step = native_step(batch, cache, outputs, self._embed.shape[0], len(self._tables[0]))
         self._library.play(program.behind_tokens if previous is None else program.behind_drafts, step)
         found = program.likeliest.numpy()[:outputs]
         tokens_of = self._head.token_of.numpy()[found.view(np.int32)[:, 1]]
