@@ -37,6 +37,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     # Every HTTP client reads the machine's certificates, 50 ms each time, and tests make thousands of clients.
     ssl.create_default_context = functools.cache(ssl.create_default_context)
+    if config.getoption("--cpu-times"):
+        config.pluginmanager.register(CpuTimes(config))
     forked_ranks.prepare()
     forked_workers.prepare(config)
     # Every garbage collection would walk over the 600,000 objects of all that is imported, half a second each time.
@@ -46,8 +48,6 @@ def pytest_configure(config: pytest.Config) -> None:
     thorough.chosen = config.getoption("--thorough")
     if thorough.chosen and not config.getoption("--hypothesis-profile"):
         settings.load_profile("thorough")
-    if config.getoption("--cpu-times"):
-        config.pluginmanager.register(CpuTimes(config))
 
 
 def pytest_collection_finish() -> None:
@@ -67,7 +67,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     # together, and its order. The list is from `--cpu-times`.
     names = Path(__file__).with_name("longest.txt").read_text().split()
     rank = {name: number for number, name in enumerate(names)}
-    items.sort(key=lambda item: rank.get(item.location[0], len(rank)))
+    items.sort(key=lambda item: rank.get(item.nodeid.partition("::")[0], len(rank)))
     if config.getoption("--long"):
         left_out = [item for item in items if not item.get_closest_marker("long")]
         items[:] = [item for item in items if item.get_closest_marker("long")]

@@ -13,6 +13,7 @@ import atexit
 import contextlib
 import gc
 import importlib
+import importlib.util
 import os
 import random
 import select
@@ -68,17 +69,52 @@ def _import_all(wanted: list[str]) -> None:
 
     hooks = list(sys.meta_path)
     _prepareconfig(["--capture=no", "-p", "no:cacheprovider"])
+    paths = [Path(name.partition("::")[0]).resolve() for name in wanted]
+    files = [
+        file for path in paths for file in (sorted(path.rglob("test_*.py")) if path.is_dir() else [path])
+    ]
+    if not sys.dont_write_bytecode and os.fork() == 0:
+        with contextlib.suppress(Exception):
+            _compile_all(files)
+        os._exit(0)
     for name in (*warm.PRELOAD, *forked_ranks.MODULES, *MODULES):
         with contextlib.suppress(ImportError):  # an extra that is not installed
             importlib.import_module(name)
-    for path in (Path(name.partition("::")[0]).resolve() for name in wanted):
-        for file in sorted(path.rglob("test_*.py")) if path.is_dir() else [path]:
-            # One that cannot be imported says so to the worker that collects it.
-            with contextlib.suppress(Exception, pytest.skip.Exception):
-                importlib.import_module(".".join(file.relative_to(ROOT).with_suffix("").parts))
+    for file in files:
+        # One that cannot be imported says so to the worker that collects it.
+        with contextlib.suppress(Exception, pytest.skip.Exception):
+            importlib.import_module(_module_name(file))
     sys.meta_path[:] = hooks
+    with contextlib.suppress(
+        ImportError
+    ):  # which each worker would do else, where it has tests with examples
+        from hypothesis.internal.conjecture.providers import _get_local_constants
+
+        _get_local_constants()
     gc.collect()
     gc.freeze()
+
+
+def _module_name(file: Path) -> str:
+    return ".".join(file.relative_to(ROOT).with_suffix("").parts)
+
+
+def _compile_all(files: list[Path]) -> None:
+    """Beside the process that imports torch and the rest, on another core: it finds the test modules compiled, with
+    what their assertions say, and the constants of the package from which hypothesis draws."""
+    from _pytest.assertion import rewrite
+    from hypothesis.internal.constants_ast import constants_from_module
+
+    hook = next(hook for hook in sys.meta_path if isinstance(hook, rewrite.AssertionRewritingHook))
+    rewrite.exec = lambda code, names: None  # type: ignore[attr-defined]  # compiled and written, not run
+    for file in files:
+        spec = importlib.util.spec_from_file_location(_module_name(file), file, loader=hook)
+        assert spec is not None
+        hook.exec_module(importlib.util.module_from_spec(spec))
+    for file in sorted((ROOT / "cumulo").rglob("*.py")):
+        module = types.ModuleType(_module_name(file))
+        module.__file__ = str(file)
+        constants_from_module(module)
 
 
 def _fork_when_asked(listener: socket.socket) -> str | None:
