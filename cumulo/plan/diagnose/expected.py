@@ -5,7 +5,7 @@ import re
 from dataclasses import dataclass, replace
 from typing import cast
 
-from cumulo.plan.diagnose.machine_names import card_gbps_of, node_of
+from cumulo.plan.diagnose.machine_names import bridged_node, card_gbps_of, node_of
 from cumulo.plan.network.check import published_runs
 from cumulo.plan.network.collectives import Network, collective_s
 from cumulo.plan.network.lines import Kind
@@ -71,10 +71,11 @@ class Expected:
 
 
 def expected_of(text: str, ranks: int, nodes: int, device: str, link: str) -> Expected | None:
-    node = node_of(device) or node_of(text)
+    near = max(1, ranks // max(1, nodes))
+    node = (bridged_node(device or text, text) if near == 2 else None) or node_of(device) or node_of(text)
     if node is None or ranks < 2:
         return None
-    near = max(1, ranks // max(1, nodes))
+    node = _of_few(node, near)
     stated = card_gbps_of(text, near)
     if stated is not None:
         node = replace(node, nic_bytes_per_s=stated * 1e9 / 8)
@@ -94,6 +95,14 @@ def expected_of(text: str, ranks: int, nodes: int, device: str, link: str) -> Ex
         node.nic_bytes_per_s * 8 / 1e9,
         stated is not None,
     )
+
+
+def _of_few(node: Node, gpus: int) -> Node:
+    """Where each GPU has one link to each other one, as AMD's have, a few of them use a few links."""
+    if node.device.link_kind != "infinity-fabric" or not 1 < gpus < node.gpus:
+        return node
+    rate = node.device.link_bytes_per_s * (gpus - 1) / (node.gpus - 1)
+    return replace(node, device=replace(node.device, link_bytes_per_s=rate))
 
 
 def nearest_published(expected: Expected) -> str | None:

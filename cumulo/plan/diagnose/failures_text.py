@@ -41,11 +41,67 @@ _FAILURES = (
         "medium",
     ),
     _Failure(
-        r"no socket interface found|[Cc]onnect(?:ion)?[^\n]{0,60}(?:[Rr]efused|[Nn]etwork is unreachable)|"
+        r"Mismatched NCCL version|[Mm]ismatch(?:ed|ing)? NCCL version|NCCL version mismatch|"
+        r"different (?:NCCL|RCCL) versions|driver version is insufficient|no kernel image is available|"
+        r"forward compatibility was attempted|undefined symbol: nccl|version `NCCL|Driver/library version mismatch|"
+        r"PTX was compiled with an unsupported",
+        "version-mismatch",
+        "Versions do not fit together: of NCCL between the nodes, or of CUDA and the driver.",
+        (
+            "compare `nvidia-smi` and `python -c 'import torch; print(torch.cuda.nccl.version())'` on all nodes",
+            "use one container image on all nodes; look for another libnccl in LD_LIBRARY_PATH",
+        ),
+    ),
+    _Failure(
+        r"Duplicate GPU detected",
+        "failed",
+        "Two ranks use the same GPU.",
+        ("give each rank its own: check CUDA_VISIBLE_DEVICES, local_rank and -g against ranks per node",),
+    ),
+    _Failure(
+        r"invalid device ordinal|Invalid CUDA device",
+        "failed",
+        "A rank asks for a GPU that its host (or container) does not have.",
+        ("compare the ranks of each node with `nvidia-smi -L` inside the container",),
+    ),
+    _Failure(
+        r"no socket interface found|Bootstrap : Using (?:docker|lo\b|virbr|br-|veth)[^\n]*(?=[\s\S]*(?:refused|"
+        r"timed out|unreachable|abort|failed))",
+        "wrong-nic",
+        "NCCL tries to reach its peers over an interface that does not lead to them.",
+        (_INTERFACE_STEP, LOG_STEP),
+    ),
+    _Failure(
+        r"[Aa]ddress already in use|EADDRINUSE",
+        "no-connection",
+        "The port of the rendezvous is taken: an older run still has it.",
+        ("end the older processes, or use another MASTER_PORT (--rdzv-endpoint)",),
+    ),
+    _Failure(
+        r"Name or service not known|[Tt]emporary failure in name resolution|getaddrinfo[^\n]*fail|"
+        r"[Cc]ould not resolve|nodename nor servname",
+        "no-connection",
+        "A host's name cannot be resolved.",
+        ("use its address for MASTER_ADDR, or mend DNS or /etc/hosts in the container",),
+    ),
+    _Failure(
+        r"[Cc]onnect(?:ion)?[^\n]{0,60}(?:[Rr]efused|[Nn]etwork is unreachable)|"
         r"No route to host|Network is unreachable",
         "wrong-nic",
         "NCCL tries to reach its peers over an interface that does not lead to them.",
         (_INTERFACE_STEP, LOG_STEP),
+        "medium",
+    ),
+    _Failure(
+        r"(?:client socket|socketPollConnect|socketStartConnect|TCPStore|rendezvous|RendezvousTimeout)[^\n]{0,120}"
+        r"[Tt]imed? ?out|[Tt]imed out[^\n]{0,60}(?:connect|store|rendezvous)|RendezvousTimeoutError",
+        "no-connection",
+        "Processes do not find each other: a node did not start, or its address or port cannot be reached.",
+        (
+            "check that every node runs, with the same MASTER_ADDR and MASTER_PORT",
+            "test with `nc -l 45000` on one node and `nc NODE 45000` on the other, for a firewall",
+            _INTERFACE_STEP,
+        ),
         "medium",
     ),
     _Failure(
@@ -57,11 +113,21 @@ _FAILURES = (
         "medium",
     ),
     _Failure(
-        r"[Mm]ismatch(?:ed|ing)? (?:collective|between collectives|NCCL version)|"
-        r"Detected mismatch between collectives",
-        "late-rank",
-        "Ranks do not call the same collective.",
-        ("make all ranks take the same branch before this collective",),
+        r"[Mm]ismatch(?:ed|ing)? (?:collective|between collectives)|Detected mismatch between collectives|"
+        r"COLLECTIVE_TYPE_MISMATCH|SIZE_OR_SYNTAX_MISMATCH|COLLECTIVE_DTYPE_MISMATCH",
+        "mismatched-calls",
+        "Ranks do not call the same collective with the same sizes.",
+        ("make all ranks take the same branch before this collective, with tensors of the same shape",),
+    ),
+    _Failure(
+        r"(?:status|error)[= ]+(?:4|10)\b[^\n]*(?:opcode|vendor err)|local protection error|remote access error",
+        "no-gdr",
+        "A card may not reach the memory it was given: GPUDirect RDMA registration, IOMMU or ACS is wrong.",
+        (
+            "run again with NCCL_NET_GDR_LEVEL=LOC: if that works, mend nvidia-peermem, ACS or the IOMMU",
+            LOG_STEP,
+        ),
+        "medium",
     ),
     _Failure(
         r"ncclRemoteError|remote process (?:exited|has terminated)|[Cc]onnection closed by (?:remote )?peer|"
@@ -70,12 +136,6 @@ _FAILURES = (
         "A process ended while others waited for it.",
         ("look at the first message of the process that ended, not at those of its peers", LOG_STEP),
         "medium",
-    ),
-    _Failure(
-        r"/dev/shm/nccl[^\n]*|failed to extend[^\n]*shm|No space left on device",
-        "failed",
-        "Shared memory is full: /dev/shm is too small.",
-        ("give the container more with --shm-size=16g or --ipc=host (Kubernetes: an emptyDir of Memory)",),
     ),
     _Failure(
         r"out of memory|CUDA_ERROR_OUT_OF_MEMORY",
@@ -93,12 +153,23 @@ _FAILURES = (
     ),
 )
 
+# What has measured bandwidths did not end so.
+_OF_NO_RUN = (
+    "failed",
+    "late-rank",
+    "wrong-nic",
+    "no-connection",
+    "mismatched-calls",
+    "version-mismatch",
+    "no-gdr",
+)
+
 
 def failure_verdict(text: str, measured: bool) -> Diagnosis | None:
     """`measured`: there are bandwidths, so that only what names a part counts, and no general error."""
     for one in _FAILURES:
         found = re.search(one.pattern, text)
-        if found is None or (measured and one.cause in ("failed", "late-rank", "wrong-nic")):
+        if found is None or (measured and one.cause in _OF_NO_RUN):
             continue
         line = text[text.rfind("\n", 0, found.start()) + 1 :].split("\n", 1)[0].strip()
         return Diagnosis(

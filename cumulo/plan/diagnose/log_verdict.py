@@ -2,6 +2,7 @@
 
 import re
 
+from cumulo.plan.diagnose.cloud_machines import tcp_gbps_of
 from cumulo.plan.diagnose.diagnosis import (
     GDR_STEP,
     LOG_STEP,
@@ -14,8 +15,11 @@ from cumulo.plan.diagnose.diagnosis import (
 from cumulo.plan.diagnose.machine_names import node_of
 from cumulo.plan.diagnose.nccl_case import NcclCase
 from cumulo.plan.diagnose.nccl_log_text import NcclLog
+from cumulo.plan.diagnose.table_verdict import dips_of
 
 # A test was run, and its table is not in the text: what it measured is not known.
+_TCP_HEALTHY, _TCP_SOME = 0.72, 0.2  # of the card's rate; less than that is another card
+_MOST_OF_LINE = 1.05
 _TABLE_MISSING = re.compile(r"nThread \d+|_perf\b|out-of-place|Avg bus bandwidth")
 
 
@@ -78,6 +82,8 @@ def _domain(case: NcclCase, log: NcclLog) -> Diagnosis | None:
 def _network(case: NcclCase, log: NcclLog) -> Diagnosis | None:
     if log.socket:
         case.evidence.append("NCCL uses the network Socket (TCP)")
+        if (found := _ethernet(case)) is not None:
+            return found
         if log.settings.get("NCCL_IB_DISABLE", "0").strip(".") == "1":
             case.evidence.append("NCCL_IB_DISABLE is 1")
         return case.answer(
@@ -109,6 +115,40 @@ def _network(case: NcclCase, log: NcclLog) -> Diagnosis | None:
             f"All GPUs of a node share the card {card}, which may be the management or storage card.",
             (f"remove NCCL_IB_HCA={card}, or name all compute cards in it", TOPO_STEP, PORTS_STEP),
             "high",
+        )
+    return None
+
+
+def _ethernet(case: NcclCase) -> Diagnosis | None:
+    """Of machines without RDMA: what their Ethernet carries. One card carries all that leaves a node."""
+    gbps = tcp_gbps_of(case.text)
+    if gbps is None or case.test is None or case.share is None:
+        return None
+    row = case.test.rows[-1]
+    leaves = row.busbw
+    if case.operation not in ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce"):
+        leaves *= case.per_node
+    share = leaves * 8 / gbps
+    case.said, case.share = True, share
+    case.evidence.append(f"{leaves:.3g} GB/s leave a node: {share:.0%} of its {gbps:g} Gbit/s of Ethernet")
+    if share > _MOST_OF_LINE or not case.full_rate:
+        return None
+    if share >= _TCP_HEALTHY and not dips_of(case):
+        return case.answer(
+            "healthy",
+            f"TCP carries {share:.0%} of the {gbps:g} Gbit/s that a node has, and the text names nothing faster.",
+            (),
+            "medium",
+        )
+    if share >= _TCP_SOME:
+        return case.answer(
+            "setting",
+            f"TCP carries {share:.0%} of the {gbps:g} Gbit/s: too few connections, or small frames.",
+            (
+                "set NCCL_SOCKET_NTHREADS=4 and NCCL_NSOCKS_PERTHREAD=4, and a large MTU (9000, Google Cloud 8896)",
+                "run `iperf3 -P 8` between the nodes",
+            ),
+            "low",
         )
     return None
 

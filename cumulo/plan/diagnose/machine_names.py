@@ -5,6 +5,7 @@ import re
 from collections import Counter
 from dataclasses import replace
 
+from cumulo.plan.diagnose.cloud_machines import INSTANCES
 from cumulo.spec import catalog
 from cumulo.spec.device import Node
 
@@ -36,31 +37,41 @@ _LIKE: tuple[tuple[str, str, str, float | None, float | None], ...] = (
     # Two rings of three NVLinks each way round, of which 130 GB/s arrive on 8 GPUs.
     (r"\bV100", "v100", "dgx-a100", 182e9, 6.25e9),
     (r"\bMI325X", "mi325x", "mi300x-server", None, None),
+    (r"\bMI(?:350|355)X", "mi355x", "mi300x-server", 538e9, None),
+    (r"\bMI250X?|\bMI210", "mi250", "mi300x-server", 175e9, 12.5e9),
     (r"RTX PRO 6000|RTX 6000 Blackwell", "rtx-pro-6000", "l40s-server", 64e9, None),
     (r"\b(?:L4|A10G)\b", "pcie-x8-gpu", "l40s-server", 16e9, None),
-    (r"\b(?:L40|L20|A40|A10|A30|RTX A6000|RTX 6000 Ada)\b", "pcie-gpu", "l40s-server", 32e9, None),
+    (
+        r"\b(?:L40|L20|A40|A10|A16|A30|RTX A[456]000|RTX 6000 Ada|RTX 30[6789]0|30[89]0|RTX 40[678]0|A6000)\b",
+        "pcie-gpu",
+        "l40s-server",
+        32e9,
+        None,
+    ),
+    (
+        r"RTX (?:20[78]0|[568]000)\b|TITAN (?:RTX|V)|Quadro|GTX 10[78]0|\bP40\b|\bP4\b",
+        "pcie3-gpu",
+        "l40s-server",
+        16e9,
+        None,
+    ),
     (r"Tesla T4|\bT4\b", "t4", "l40s-server", 16e9, None),
 )
-# Clouds' machines: the GPU, and Gbit/s of network for each.
-_INSTANCES = (
-    (r"p3dn", "V100", 12.5),
-    (r"p4de", "A100", 50.0),
-    (r"p4d", "A100 40GB", 50.0),
-    (r"p5en|p5e", "H200", 400.0),
-    (r"p5", "H100", 400.0),
-    (r"p6-b200", "B200", 400.0),
-    (r"ND96asr\w*", "A100 40GB", 200.0),
-    (r"ND96amsr\w*|NDm_A100_v4", "A100", 200.0),
-    (r"ND96isr_H100\w*|ND_?H100_v5", "H100", 400.0),
-    (r"ND96isr_H200\w*|ND_?H200_v5", "H200", 400.0),
-    (r"a2-ultragpu-8g|a2-highgpu-8g", "A100", 12.5),
-    (r"a3-highgpu-8g", "H100", 100.0),
-    (r"a3-megagpu-8g", "H100", 200.0),
-    (r"a3-ultragpu-8g", "H200", 400.0),
-    (r"a4-highgpu-8g", "B200", 400.0),
-    (r"BM\.GPU4\.8|BM\.GPU\.B4\.8|BM\.GPU\.A100-v2\.8", "A100", 200.0),
-    (r"BM\.GPU\.H100\.8", "H100", 400.0),
-    (r"BM\.GPU\.MI300X\.8", "MI300X", 400.0),
+# Boards that a bridge joins in pairs: GB/s each way that it carries, as the model reckons (0.77 of it arrive).
+_BRIDGED: tuple[tuple[str, str, float], ...] = (
+    (r"\bA100[- ]?(?:80GB |40GB )?PCI", "a100-pcie-bridged", 300e9),
+    (r"\bH100[- ]?(?:80GB )?PCI", "h100-pcie-bridged", 300e9),
+    (r"\bA30\b", "a30-bridged", 110e9),
+    (r"\b(?:RTX )?30?90\b|RTX 3090|\bA40\b|RTX A[56]000|\bA6000\b", "bridged-gpu", 66e9),
+    (r"RTX 2080|TITAN RTX|Quadro RTX [68]000|RTX [68]000", "bridged-gpu-2", 56e9),
+)
+_BRIDGE = re.compile(
+    r"\bnv-?link(?:s|ed)?\b[^\n]{0,40}\bbridges?\b|\bbridges?\b[^\n]{0,40}\bnv-?link|\bNVL? bridges?\b|"
+    r"\bNV(?:[1-9]|1[0-2])\b|Link \d+:\s*[\d.]+ GB/s|\bbridged\b",
+    re.I,
+)
+_NO_BRIDGE = re.compile(
+    r"\b(?:no|without(?: an?| the)?|missing|not?) (?:NV-?Link |NVL )?bridges?\b|\bno NV-?Link\b", re.I
 )
 _RATES = r"(?:NDR200|NDR|XDR|HDR100|HDR|EDR|FDR)"
 _GENERATION = {
@@ -105,6 +116,17 @@ _CARD_NAMES = re.compile(
 _CARD_NAME_GBPS = {"5": 100.0, "6": 200.0, "7": 400.0, "8": 800.0}  # what they can do at most
 
 
+def bridged_node(device: str, text: str) -> Node | None:
+    """Of two boards that are joined by a bridge, as the text around their names says."""
+    if not _BRIDGE.search(text) or _NO_BRIDGE.search(text):
+        return None
+    for pattern, name, rate in _BRIDGED:
+        if re.search(pattern, device, re.IGNORECASE):
+            node = catalog.node("h100-nvl-server")
+            return replace(node, device=replace(node.device, name=name, link_bytes_per_s=rate))
+    return None
+
+
 def node_of(text: str) -> Node | None:
     for pattern, name, like, rate, card in _LIKE:
         if re.search(pattern, text, re.IGNORECASE):
@@ -115,7 +137,7 @@ def node_of(text: str) -> Node | None:
     for pattern, name in _NODES:
         if re.search(pattern, text, re.IGNORECASE):
             return catalog.node(name)
-    for pattern, gpu, _ in _INSTANCES:
+    for pattern, gpu, _ in INSTANCES:
         if re.search(rf"\b(?:{pattern})\b", text, re.IGNORECASE):
             return node_of(gpu)
     return _node_of_links(text)
@@ -152,7 +174,7 @@ def card_gbps_of(text: str, gpus: int) -> float | None:
         return best / gpus
     if logged := logged_cards_gbps(text):
         return sum(logged.values()) / gpus
-    for name, _, gbps in _INSTANCES:
+    for name, _, gbps in INSTANCES:
         if re.search(rf"\b(?:{name})\b", text, re.IGNORECASE):
             return gbps
     return None

@@ -19,8 +19,8 @@ from cumulo.plan.diagnose.expected import nearest_published
 from cumulo.plan.diagnose.nccl_case import HEALTHY_NEAR, MOST_PCIE, TOO_GOOD, NcclCase
 from cumulo.plan.diagnose.states_verdict import states_verdict
 from cumulo.plan.diagnose.table_rows import TestRow
+from cumulo.plan.diagnose.table_verdict import dips_of
 
-_DIP = 0.7  # of the bandwidths before and after
 _FALLS = 1.3  # times the bandwidth of the largest messages, that smaller ones reach: buffers overflow
 
 
@@ -58,18 +58,6 @@ def congested(case: NcclCase) -> Diagnosis | None:
         ),
         "high" if falls and counters else "medium",
     )
-
-
-def dips_of(case: NcclCase) -> list[TestRow]:
-    """Large messages that reach much less than smaller and larger ones do: no link is that slow, so it is others'
-    traffic, or packets that are lost now and then."""
-    rows = [row for row in case.test.rows if row.size_bytes >= 32 << 20] if case.test else []
-    return [
-        row
-        for at, row in enumerate(rows)
-        if any(row.busbw < _DIP * one.busbw for one in rows[:at])
-        and any(row.busbw < _DIP * one.busbw for one in rows[at + 1 :])
-    ]
 
 
 def numbers_verdict(case: NcclCase) -> Diagnosis | None:

@@ -7,8 +7,10 @@ from cumulo.base.quantities import quantity
 from cumulo.plan.diagnose.diagnosis import LOG_STEP, TEST_STEP, Diagnosis
 from cumulo.plan.diagnose.expected import busbw_factor
 from cumulo.plan.diagnose.nccl_case import NcclCase
+from cumulo.plan.diagnose.table_rows import TestRow
 
 _HALF = 0.5
+_DIP = 0.7  # of the bandwidths before and after
 
 
 def stated_ranks(case: NcclCase) -> Diagnosis | None:
@@ -126,3 +128,15 @@ def _slow_latency(case: NcclCase) -> Diagnosis:
     return case.answer(
         "unknown", "Messages are small, and even their latency is high.", (LOG_STEP, TEST_STEP), "low"
     )
+
+
+def dips_of(case: NcclCase) -> list[TestRow]:
+    """Large messages that reach much less than smaller and larger ones do: no link is that slow, so it is others'
+    traffic, or packets that are lost now and then."""
+    rows = [row for row in case.test.rows if row.size_bytes >= 32 << 20] if case.test else []
+    return [
+        row
+        for at, row in enumerate(rows)
+        if any(row.busbw < _DIP * one.busbw for one in rows[:at])
+        and any(row.busbw < _DIP * one.busbw for one in rows[at + 1 :])
+    ]

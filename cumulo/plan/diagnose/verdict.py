@@ -15,6 +15,8 @@ from cumulo.plan.diagnose.flight_text import parse_hang
 from cumulo.plan.diagnose.hang_verdict import hang_verdict
 from cumulo.plan.diagnose.link_states import link_states
 from cumulo.plan.diagnose.log_verdict import log_verdict
+from cumulo.plan.diagnose.named.fault import explained
+from cumulo.plan.diagnose.named.faults import named_faults
 from cumulo.plan.diagnose.nccl_case import NcclCase
 from cumulo.plan.diagnose.nccl_log_text import condensed, parse_nccl_log
 from cumulo.plan.diagnose.nccl_tests_text import TestRun, nccl_test_runs, unwrapped
@@ -30,6 +32,11 @@ _MILD = ("unknown", "small-messages", "healthy")
 
 
 def diagnose(text: str) -> Diagnosis:
+    """What was measured or failed, and what else the text names that explains it."""
+    return explained(_symptom(text), named_faults(text))
+
+
+def _symptom(text: str) -> Diagnosis:
     if (hang := parse_hang(text)) is not None:
         return hang_verdict(hang)
     text = condensed(unwrapped(text))

@@ -1,0 +1,197 @@
+"""Faults of a host that a text names: PCIe redirection, NUMA binding, limits, services that do not run, errors of
+links, other people's processes. Each is found in the output of the tool that shows it."""
+
+import re
+
+from cumulo.plan.diagnose.diagnosis import LOG_STEP, PORTS_STEP, TOPO_STEP
+from cumulo.plan.diagnose.link_states import whole_line
+from cumulo.plan.diagnose.named.fault import FAILED, SLOW, SLOW_NETWORK, SLOW_NODE, Fault
+
+_ACS = re.compile(
+    r"ACSCtl:[^\n]*(?:ReqRedir|CmpltRedir|P2PReqRedirect)\+|\bACS (?:is |was )?(?:on|enabled|active)\b", re.I
+)
+_CARD_NODE = re.compile(r"numa_node[^\n]*\n\s*(\d)\s*$|\bNUMA[ _]node\s*[:=]\s*(\d)", re.M | re.I)
+_BOUND = re.compile(
+    r"\b(?:cpubind|nodebind|membind|cpunodebind)\s*[:=]\s*(\d)\s*$|--cpunodebind[= ](\d)", re.M
+)
+_NUMA_WORDS = re.compile(
+    r"\b(?:wrong|far|other|remote|opposite) (?:numa(?: node)?|socket)\b|\bcross(?:es|ing)?[ -](?:numa|socket)",
+    re.I,
+)
+_MANAGER = re.compile(
+    r"nvidia-fabricmanager[^\n]*(?:\n[^\n]*){0,3}?\b(?:inactive|failed|dead|not (?:running|found))\b|"
+    r"[Ff]abric ?[Mm]anager[^\n]{0,40}(?:not running|stopped|failed|inactive|mismatch|is down)|"
+    r"system not yet initialized|error 802|Fabric[\s\S]{0,40}?State\s*:\s*(?:In Progress|Not Started)",
+)
+_IMEX = re.compile(r"nvidia-imex[^\n]*(?:\n[^\n]*){0,3}?\b(?:inactive|failed|dead|not running)\b|IMEX[^\n]{0,40}"
+                   r"(?:not running|DOWN|unavailable)", re.I)  # fmt: skip
+_LOCKED = re.compile(
+    r"max locked memory[^\n]*\s(\d+)\s*$|memlock[^\n]*\s(\d{2,6})\s*$|"
+    r"(?:ibv_reg_mr|ibv_create_cq|ibv_create_qp|ibv_alloc_pd|mlock)\w*[^\n]*(?:Cannot allocate memory|ENOMEM)",
+    re.M | re.I,
+)
+_FILES = re.compile(r"[Tt]oo many open files|EMFILE")
+_SHARED_MEMORY = re.compile(r"/dev/shm/nccl[^\n]*|failed to extend[^\n]*shm|^\s*shm\s[^\n]*100%[^\n]*", re.M)
+_ERRORS = re.compile(
+    r"\b((?:Symbol|LinkErrorRecovery|LinkDowned|PortRcv(?:Errors?)?|RcvErrors?|LocalLinkIntegrity\w*|"
+    r"symbol_error|link_error_recovery|link_downed|port_rcv_errors|rx_symbol_err_phy|rx_crc_errors_phy|"
+    r"rx_pcs_symbol_err_phy|phy_symbol_errors)\w*)\s*[:=.]+\s*(\d+)|"
+    r"((?:Replay|CRC(?: FLIT)?|Recovery|FLIT|Raw)(?: Error| Data CRC Error)?s?(?: Count(?:er)?)?)\s*:\s*(\d+)",
+    re.I,
+)
+_MANY_ERRORS = 100
+_BAD_SIGNAL = re.compile(
+    r"[Bb]ad signal integrity|(?:raw|effective) (?:physical )?BER\s*:\s*\d(?:\.\d+)?E-0?[1-8]\b", re.I
+)
+_PROCESS = re.compile(r"^\|\s+(\d+)\s+\S+\s+\S+\s+(\d+)\s+C\s+(\S+)\s+(\d+)MiB\s*\|", re.M)
+_WORDS_BUSY = re.compile(
+    r"\b(?:other|another|someone else'?s?|second|colleague'?s?) (?:training |inference )?"
+    r"(?:job|process|run|user|tenant)s? (?:is |are |was |were )?(?:on|using|running|uses|still|also)\b",
+    re.I,
+)
+_THROTTLE_STEP = "run again on free GPUs (`nvidia-smi` lists the processes of each)"
+
+
+def host_faults(text: str) -> list[Fault]:
+    readers = (_redirected, _unbound, _manager, _imex, _limits, _link_errors, _busy)
+    return [found for read in readers if (found := read(text)) is not None]
+
+
+def _redirected(text: str) -> Fault | None:
+    if (found := _ACS.search(text)) is None:
+        return None
+    return Fault(
+        "acs",
+        "PCIe ACS is on: traffic between devices of one switch goes up through the root complex.",
+        whole_line(found),
+        (
+            "turn ACS off in the BIOS, or with `setpci` on every switch port (ECAP_ACS+6.w=0)",
+            "in virtual machines use ATS, or give GPU and card together to one guest",
+        ),
+        SLOW | FAILED,
+    )
+
+
+def _unbound(text: str) -> Fault | None:
+    """A card's socket, and the socket to which the process is bound."""
+    card, bound = _CARD_NODE.search(text), _BOUND.search(text)
+    words = _NUMA_WORDS.search(text)
+    apart = card and bound and (card[1] or card[2]) != (bound[1] or bound[2])
+    if not apart and not words:
+        return None
+    said = "the card is on NUMA node {}, the process on {}".format(
+        (card[1] or card[2]) if card else "?", (bound[1] or bound[2]) if bound else "?"
+    )
+    return numa_fault(said if apart else whole_line(words) if words else said)
+
+
+def numa_fault(words: str) -> Fault:
+    return Fault(
+        "numa",
+        "The process runs on the other socket than its card: traffic crosses the link between sockets.",
+        words,
+        (
+            "bind each process to the socket of its GPU and card (numactl -N, --cpu-bind, --map-by numa)",
+            TOPO_STEP,
+        ),
+        SLOW - {"rail-down"},
+    )
+
+
+def _manager(text: str) -> Fault | None:
+    if (found := _MANAGER.search(text)) is None:
+        return None
+    return Fault(
+        "fabric-manager",
+        "The fabric manager does not run, or not in the driver's version: NVSwitch and NVLink are not set up.",
+        whole_line(found),
+        ("run `systemctl restart nvidia-fabricmanager`, with the version of the driver", TOPO_STEP),
+        SLOW_NODE | FAILED,
+        sure=True,
+    )
+
+
+def _imex(text: str) -> Fault | None:
+    if (found := _IMEX.search(text)) is None:
+        return None
+    return Fault(
+        "pcie-not-nvlink",
+        "nvidia-imex does not run: hosts of the NVLink domain cannot share memory.",
+        whole_line(found),
+        ("start nvidia-imex on every host with the same list of nodes", TOPO_STEP),
+        SLOW_NODE | FAILED,
+    )
+
+
+def _limits(text: str) -> Fault | None:
+    if found := _SHARED_MEMORY.search(text):
+        step = "give the container more with --shm-size=16g or --ipc=host (Kubernetes: an emptyDir of Memory)"
+        return Fault(
+            "limit", "Shared memory is full: /dev/shm is too small.", whole_line(found), (step,), FAILED
+        )
+    if found := _LOCKED.search(text):
+        return Fault(
+            "limit",
+            "A process may lock too little memory, so that cards cannot register buffers (memlock).",
+            whole_line(found),
+            (
+                "set `ulimit -l unlimited` (limits.conf, the service's LimitMEMLOCK, docker --ulimit memlock=-1)",
+            ),
+            FAILED | {"wrong-nic", "rail-down"},
+        )
+    if found := _FILES.search(text):
+        return Fault(
+            "limit",
+            "A process may open too few files.",
+            whole_line(found),
+            ("raise `ulimit -n`, for example to 65536",),
+            FAILED,
+        )
+    return None
+
+
+def _link_errors(text: str) -> Fault | None:
+    for counter in _ERRORS.finditer(text):
+        count = int(counter[2] or counter[4])
+        near = counter[3] is not None
+        if count >= _MANY_ERRORS:
+            return Fault(
+                "link-errors",
+                ("An NVLink" if near else "A port")
+                + " has many errors: a bad cable, transceiver or connector.",
+                whole_line(counter),
+                (
+                    "clean or change the cable and transceiver, and watch whether the counters still rise",
+                    TOPO_STEP if near else PORTS_STEP,
+                ),
+                SLOW_NODE if near else SLOW_NETWORK,
+                against=True,
+            )
+    if found := _BAD_SIGNAL.search(text):
+        return Fault(
+            "link-errors",
+            "A port has a bad signal: the cable or transceiver is at fault.",
+            whole_line(found),
+            ("clean or change the cable and transceiver",),
+            SLOW_NETWORK,
+            against=True,
+        )
+    return None
+
+
+def _busy(text: str) -> Fault | None:
+    """Processes on the GPUs that are not the test's own."""
+    foreign = [one for one in _PROCESS.findall(text) if "_perf" not in one[2]]
+    own = [one for one in _PROCESS.findall(text) if "_perf" in one[2]]
+    words = _WORDS_BUSY.search(text)
+    if not (foreign and own) and not words:
+        return None
+    said = whole_line(words) if words else f"GPU {foreign[0][0]}: process {foreign[0][1]} {foreign[0][2]}"
+    return Fault(
+        "busy",
+        "Another job uses the same GPUs or links.",
+        said,
+        (_THROTTLE_STEP, LOG_STEP),
+        SLOW,
+        confidence="medium",
+    )
