@@ -16,7 +16,7 @@ from cumulo.models.heads.tap import StreamTap, eagle_layers
 from cumulo.train.head.answers import OwnAnswer
 from cumulo.train.head.config import HeadConfig, read_head_config
 from cumulo.train.head.states import hidden_states, one_sequence
-from cumulo.train.head.trainer import HeadTrainer, _example, new_head
+from cumulo.train.head.trainer import HeadTrainer, _example, _losses, new_head
 from tests.engine.equivalence import FreeDrafts, run_alone
 from tests.engine.tiny_engine import VOCAB, make_decoder, make_engine, run
 
@@ -152,3 +152,11 @@ def test_a_file_of_kind_eagle_is_a_heads_configuration(tmp_path):
     assert read_head_config(path, {"answers": "5"}) == HeadConfig(steps=3, answers=5)
     path.write_text("steps: 3\n")
     assert read_head_config(path, {}) is None
+
+
+def test_the_loss_is_cross_entropy_with_the_likeliest_token_counted_twice():
+    rng = torch.Generator().manual_seed(0)
+    logits, taught = (torch.randn(5, 9, generator=rng, dtype=torch.float64) for _ in range(2))
+    wanted = 0.5 * taught.softmax(-1) + 0.5 * torch.nn.functional.one_hot(taught.argmax(-1), 9)
+    expected = torch.nn.functional.cross_entropy(logits, wanted, reduction="none")
+    assert torch.allclose(_losses(logits, taught), expected, atol=1e-12)
