@@ -47,10 +47,18 @@ OPTIONS = dict(blocks=30, block_size=8, max_running=5, max_tokens_per_step=16, o
 @settings(max_examples=60, deadline=None)
 @given(
     layers=st.integers(1, 4), size=st.sampled_from([1, 4, 16]), tokens=st.integers(1, 60), held=st.integers(0, 5),
-    chunk=st.integers(1, 40), most=st.integers(1, 5), shuffle=st.randoms(use_true_random=False),
+    chunk=st.integers(1, 40), most=st.integers(1, 9), together=st.integers(1, 4),
+    shuffle=st.randoms(use_true_random=False),
 )  # fmt: skip
 def test_every_block_of_every_layer_is_copied_once_and_never_before_it_is_computed(
-    layers: int, size: int, tokens: int, held: int, chunk: int, most: int, shuffle: random.Random
+    layers: int,
+    size: int,
+    tokens: int,
+    held: int,
+    chunk: int,
+    most: int,
+    together: int,
+    shuffle: random.Random,
 ) -> None:
     blocks = -(-tokens // size)
     held = min(held, blocks - 1)
@@ -64,9 +72,9 @@ def test_every_block_of_every_layer_is_copied_once_and_never_before_it_is_comput
         for layer in range(layers):
             computed[layer] = end
             progress.computed(layer + 1, end)
-            while shuffle.random() < 0.7 and (piece := progress.next_piece(most)) is not None:
+            while shuffle.random() < 0.7 and (piece := progress.next_piece(most, together)) is not None:
                 copied += _blocks_of(piece, sources, computed, size, tokens)
-    while (piece := progress.next_piece(most)) is not None:
+    while (piece := progress.next_piece(most, together)) is not None:
         copied += _blocks_of(piece, sources, computed, size, tokens)
     assert progress.done
     assert sorted(copied) == [
@@ -78,11 +86,12 @@ def _blocks_of(
     piece: LayerPiece, sources: list[int], computed: list[int], size: int, tokens: int
 ) -> list[tuple[int, int, int]]:
     found = []
-    for run in piece.runs.runs:
-        for offset in range(run.blocks):
-            index = sources.index(run.source + offset)
-            assert min(tokens, (index + 1) * size) <= computed[piece.layer]
-            found.append((piece.layer, index, run.target + offset))
+    for layer in range(piece.layer, piece.layer + piece.layers):
+        for run in piece.runs.runs:
+            for offset in range(run.blocks):
+                index = sources.index(run.source + offset)
+                assert min(tokens, (index + 1) * size) <= computed[layer]
+                found.append((layer, index, run.target + offset))
     return found
 
 

@@ -156,10 +156,10 @@ class TransferReceiver:
         most_blocks = max(1, piece_bytes // max(1, sum(self._greeting.block_bytes)))
         try:
             while copying.copied_bytes - before < source.turn_bytes:
-                piece = copying.progress.next_piece(most_blocks)
+                piece = copying.progress.next_piece(most_blocks, source.turn_layers)
                 if piece is None:
                     break
-                copying.copied_bytes += source.read(piece.layer, piece.runs)
+                copying.copied_bytes += source.read(piece.layer, piece.runs, piece.layers)
             if copying.copied_bytes == before:
                 return False
             source.settle()

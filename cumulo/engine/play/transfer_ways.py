@@ -24,7 +24,6 @@ from cumulo.models.batch import KVCache
 
 _ASK = struct.Struct("<II")  # a request for blocks: layer, number of runs; then source and blocks of each
 _MANY_RUNS = 4  # from so many on, a call of the native library costs less than as many copies
-_FIRST_LAYERS = 8  # of a copy on a GPU: it runs while the host asks for the others, which go together
 _MOST_BUFFERS = 256  # of one sendmsg: the kernel takes 1024
 
 
@@ -32,9 +31,11 @@ class BlockSource(Protocol):
     """The receiver's side: another engine's cache."""
 
     turn_bytes: int  # read before looking whether a transfer was given up
+    turn_layers: int  # read at once
 
-    def read(self, layer: int, runs: BlockRuns) -> int:
-        """Copy blocks into this engine's cache; returns bytes. Raises OSError when the other end is gone."""
+    def read(self, layer: int, runs: BlockRuns, layers: int = 1) -> int:
+        """Copy blocks of some layers into this engine's cache; returns bytes. Raises OSError when the other end is
+        gone."""
         ...
 
     def settle(self) -> None:
@@ -84,7 +85,7 @@ class SharedExport:
 class SharedSource:
     """The sender's cache, mapped: it stays readable even if its process dies, so that no read can crash."""
 
-    turn_bytes = 16 << 20
+    turn_bytes, turn_layers = 16 << 20, 1
 
     def __init__(self, cache: SentCache, reach: dict[str, Any], descriptors: list[int]) -> None:
         self._ours = byte_blocks(cache)
@@ -94,10 +95,11 @@ class SharedSource:
             mapped = mmap.mmap(descriptor, shape[0] * shape[1] * shape[2], prot=mmap.PROT_READ)
             self._theirs.append(np.frombuffer(mapped, dtype=np.uint8).reshape(shape))
 
-    def read(self, layer: int, runs: BlockRuns) -> int:
+    def read(self, layer: int, runs: BlockRuns, layers: int = 1) -> int:
         copied = 0
         for ours, theirs in zip(self._ours, self._theirs, strict=True):
-            copied += copy_runs(theirs[layer], ours[layer], runs)
+            for one in range(layer, layer + layers):
+                copied += copy_runs(theirs[one], ours[one], runs)
         return copied
 
     def settle(self) -> None:
@@ -138,7 +140,7 @@ class TcpExport:
 
 
 class TcpSource:
-    turn_bytes = 4 << 20
+    turn_bytes, turn_layers = 4 << 20, 1
 
     def __init__(self, cache: SentCache, address: str, greeting: bytes) -> None:
         self._ours = byte_blocks(cache)
@@ -147,7 +149,10 @@ class TcpSource:
         self._socket.connect(where)
         self._socket.sendall(greeting)
 
-    def read(self, layer: int, runs: BlockRuns) -> int:
+    def read(self, layer: int, runs: BlockRuns, layers: int = 1) -> int:
+        return sum(self._read(one, runs) for one in range(layer, layer + layers))
+
+    def _read(self, layer: int, runs: BlockRuns) -> int:
         asked = b"".join(_ASK.pack(source, blocks) for source, _, blocks in runs.runs)
         self._socket.sendall(_ASK.pack(layer, len(runs.runs)) + asked)
         copied = 0
@@ -213,20 +218,27 @@ class CudaExport:
 
 
 class CudaSource:
-    """The sender's device memory. Copies run on a stream of their own, beside this engine's steps."""
+    """The sender's device memory. Copies run on a stream of their own, beside this engine's steps.
+
+    A gigabyte takes half a millisecond, so the host must not take as long: all layers that are ready go in one
+    launch, and what a launch needs is on the device or in page-locked memory before the first transfer.
+    """
 
     turn_bytes = 8 << 30  # waiting for the device costs more than copying this
 
     def __init__(self, cache: KVCache, reach: dict[str, Any]) -> None:
+        """Called by the thread that reads: the stream becomes that thread's own."""
+        from cumulo.kernels.cuda.collective import block_copy  # Triton is there on machines with a GPU only
+
         storages = [one for one in (cache.key_storage, cache.value_storage) if one.numel()]
-        self._stream = torch.cuda.Stream(cache.key_storage.device)
-        self._runs: BlockRuns | None = (
-            None  # what is asked for now, their places on the device, and of which layers
-        )
-        self._places: torch.Tensor | None = None
-        self._layers: list[int] = []
+        device = cache.key_storage.device
+        torch.cuda.set_device(device)
+        if torch.cuda.current_stream() == torch.cuda.default_stream():  # else one of another sender
+            torch.cuda.set_stream(torch.cuda.Stream())
+        self._stream, self._copy_blocks = torch.cuda.current_stream(), block_copy.copy_blocks
+        self.turn_layers = cache.spec.layers
         self._ours = [_word_tensor(one) for one in storages]
-        # A look at a tensor costs microseconds, and every layer asks.
+        # A look at a tensor costs microseconds.
         self._our_blocks, self._their_blocks = cache.blocks, int(reach["blocks"])
         self._block_bytes = sum(ours[0, 0].nbytes for ours in self._ours)
         self._theirs = []
@@ -237,52 +249,44 @@ class CudaSource:
             theirs = torch.empty(0, dtype=ours.dtype, device=storage.device)
             theirs.set_(storage, handle["offset"], shape)  # type: ignore[call-overload]
             self._theirs.append(_word_tensor(theirs))
+        words = 2 * _aligned_words(cache.blocks)
+        self._places = torch.zeros(words, dtype=torch.int32, device=device)
+        self._page_locked = torch.zeros(words, dtype=torch.int32, pin_memory=True)
+        self._numbers = self._page_locked.numpy()
+        self._used = 0  # of these, by copies that may not have ended
+        for our in self._ours:
+            block_copy.load(our.device, our.dtype, our.shape[2])
+        self._places.copy_(self._page_locked, non_blocking=True)
+        self._stream.synchronize()
 
-        from cumulo.kernels.cuda.collective import block_copy  # Triton is there on machines with a GPU only
-
-        self._copy_blocks = block_copy.copy_blocks
-        device = cache.key_storage.device
-        self._all_layers = torch.arange(cache.spec.layers, dtype=torch.int32, device=device)
-        with torch.cuda.stream(self._stream):
-            for our in self._ours:
-                block_copy.load(our.device, our.dtype, our.shape[2])
-
-    def read(self, layer: int, runs: BlockRuns) -> int:
-        """Begun with some more layers that ask for the same runs; all are there when it is settled."""
-        if runs.source_end > self._their_blocks or runs.target_end > self._our_blocks:
+    def read(self, layer: int, runs: BlockRuns, layers: int = 1) -> int:
+        """Launched; it is there when it is settled."""
+        beyond = runs.source_end > self._their_blocks or runs.target_end > self._our_blocks
+        if beyond or min(runs.sources) < 0 or min(runs.targets) < 0:
             raise OSError("a transfer names KV blocks that do not exist")
-        if self._runs is not runs:
-            self._begin()
-            self._runs, self._places = runs, None
-        self._layers.append(layer)
-        if self._places is None and len(self._layers) == _FIRST_LAYERS:
-            self._begin()
-        return runs.blocks * self._block_bytes
-
-    def _begin(self) -> None:
-        """Launch the copy of the layers asked for so far."""
-        if self._runs is None or not self._layers:
-            return
-        with torch.cuda.stream(self._stream):
-            if self._places is None:
-                first, to, blocks = np.array(self._runs.words, dtype=np.int32).reshape(-1, 3).T
-                inside = np.arange(blocks.sum()) - np.repeat(np.cumsum(blocks) - blocks, blocks)
-                numbers = np.stack((np.repeat(first, blocks) + inside, np.repeat(to, blocks) + inside))
-                self._places = torch.from_numpy(numbers.astype(np.int32)).to(self._all_layers.device)
-            begin, end = self._layers[0], self._layers[-1] + 1
-            layers = self._all_layers[begin:end]
-            if len(layers) != len(self._layers):  # not one after the other
-                layers = torch.tensor(self._layers, dtype=torch.int32).to(layers.device)
-            self._copy_blocks(self._theirs, self._ours, self._places[0], self._places[1], layers)
-        self._layers.clear()
+        blocks = runs.blocks
+        if self._used + 2 * blocks > len(self._numbers):
+            self.settle()
+        first, end = self._used, self._used + 2 * blocks
+        self._numbers[first : first + blocks] = runs.sources
+        self._numbers[first + blocks : end] = runs.targets
+        places = self._places[first:end]
+        places.copy_(self._page_locked[first:end], non_blocking=True)
+        self._copy_blocks(self._theirs, self._ours, places, blocks, layer, layers)
+        self._used = _aligned_words(end)
+        return blocks * layers * self._block_bytes
 
     def settle(self) -> None:
-        self._begin()
-        self._runs = self._places = None
         self._stream.synchronize()
+        self._used = 0
 
     def close(self) -> None:
         self._theirs = []
+
+
+def _aligned_words(words: int) -> int:
+    """At addresses that the copy was compiled for."""
+    return -(-words // 64) * 64
 
 
 def _word_tensor(storage: torch.Tensor) -> torch.Tensor:

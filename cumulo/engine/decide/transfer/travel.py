@@ -4,6 +4,7 @@ decode engine; the transfer threads and the simulator follow it."""
 from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 
@@ -15,22 +16,44 @@ class BlockRun(NamedTuple):
     blocks: int
 
 
-class BlockRuns(NamedTuple):
-    """Runs that are copied one after the other. Every layer of a transfer asks for the same ones, so what a copy
-    needs to know of them is worked out once."""
+@dataclass(frozen=True)
+class BlockRuns:
+    """Blocks that are copied one after the other. Every layer of a transfer asks for the same ones, so what a copy
+    needs to know of them is worked out once, when it is first asked for."""
 
-    runs: tuple[BlockRun, ...]
-    words: "array[int]"  # source, target and blocks of each, as 64-bit integers
-    source_end: int  # no block at or beyond it is read
-    target_end: int
-    blocks: int
+    sources: tuple[int, ...]
+    targets: tuple[int, ...]  # as many
 
     @staticmethod
     def joined(pairs: Iterable[tuple[int, int]]) -> "BlockRuns":
-        """Blocks by source and target, neighbours in one run."""
+        """Blocks by source and target."""
+        listed = list(pairs)
+        return BlockRuns(tuple(source for source, _ in listed), tuple(target for _, target in listed))
+
+    @property
+    def blocks(self) -> int:
+        return len(self.sources)
+
+    @cached_property
+    def source_end(self) -> int:
+        """No block at or beyond it is read."""
+        return max(self.sources, default=-1) + 1
+
+    @cached_property
+    def target_end(self) -> int:
+        return max(self.targets, default=-1) + 1
+
+    @cached_property
+    def words(self) -> "array[int]":
+        """Source, target and blocks of each run, as 64-bit integers."""
+        return array("q", [number for run in self.runs for number in run])
+
+    @cached_property
+    def runs(self) -> tuple[BlockRun, ...]:
+        """Neighbours in one run."""
         found: list[BlockRun] = []
         first = to = blocks = 0  # of the run that is growing
-        for source, target in pairs:
+        for source, target in zip(self.sources, self.targets, strict=True):
             if blocks and source == first + blocks and target == to + blocks:
                 blocks += 1
                 continue
@@ -39,20 +62,15 @@ class BlockRuns(NamedTuple):
             first, to, blocks = source, target, 1
         if blocks:
             found.append(BlockRun(first, to, blocks))
-        return BlockRuns(
-            tuple(found),
-            array("q", [number for run in found for number in run]),
-            max((run.source + run.blocks for run in found), default=0),
-            max((run.target + run.blocks for run in found), default=0),
-            sum(run.blocks for run in found),
-        )
+        return tuple(found)
 
 
 class LayerPiece(NamedTuple):
-    """What is copied at once: runs of blocks of one layer, keys and values."""
+    """What is copied at once: the same runs of blocks of some layers, keys and values."""
 
-    layer: int
+    layer: int  # the first
     runs: BlockRuns
+    layers: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +94,7 @@ class TransferPlan:
     def runs(self, first: int, end: int) -> BlockRuns:
         """Blocks [first, end) of the sequence."""
         held = self.held_blocks
-        return BlockRuns.joined(
-            zip(self.sources[first:end], self.targets[first - held : end - held], strict=True)
-        )
+        return BlockRuns(self.sources[first:end], self.targets[first - held : end - held])
 
 
 class TransferProgress:
@@ -101,19 +117,29 @@ class TransferProgress:
                 self._ready[layer] = blocks
         self._behind = 0
 
-    def next_piece(self, most_blocks: int) -> LayerPiece | None:
-        """What to copy now, or None until more has been computed."""
+    def next_piece(self, most_blocks: int, most_layers: int = 1) -> LayerPiece | None:
+        """What to copy now, or None until more has been computed. `most_blocks`: of all layers together."""
         for layer in range(self._behind, self.plan.layers):
             ready, copied = self._ready[layer], self._copied[layer]
             if copied < ready:
                 self._behind = layer
+                layers = self._alike(layer, min(most_layers, max(1, most_blocks // (ready - copied))))
                 end = min(ready, copied + most_blocks)
-                self._copied[layer] = end
+                self._copied[layer : layer + layers] = [end] * layers
                 runs = self._runs.get((copied, end))
                 if runs is None:
                     runs = self._runs[copied, end] = self.plan.runs(copied, end)
-                return LayerPiece(layer, runs)
+                return LayerPiece(layer, runs, layers)
         return None
+
+    def _alike(self, layer: int, most: int) -> int:
+        """How many layers from this one on are as far, here and there."""
+        end = min(layer + most, self.plan.layers)
+        state = self._ready[layer], self._copied[layer]
+        for other in range(layer + 1, end):
+            if (self._ready[other], self._copied[other]) != state:
+                return other - layer
+        return end - layer
 
     @property
     def complete_blocks(self) -> int:
