@@ -8,6 +8,7 @@ from cumulo.cluster.decide.decisions import Cordon, Decision, JobPlacement, Resi
 from cumulo.cluster.decide.fit import pack_gang, slots
 from cumulo.cluster.decide.jobs import JobRequest, RunningJob, TaskPlace
 from cumulo.cluster.decide.nodes import ClusterNode, FreeCapacity, members
+from cumulo.cluster.decide.quotas import QuotaBook
 from cumulo.cluster.decide.running import jobs_on_nodes
 from cumulo.cluster.decide.snapshot import Policy, Snapshot
 
@@ -47,8 +48,9 @@ def defragmenting(policy: Policy, moves: int = _MOST_MOVES) -> Policy:
         decided = policy(snapshot)
         if any(isinstance(one, JobPlacement | Resize) for one in decided):
             return decided
+        book = QuotaBook(snapshot)
         for job in snapshot.waiting[:3]:
-            found = _make_room(job, snapshot, moves)
+            found = _make_room(job, snapshot, moves) if book.refuses(job) is None else None
             if found is not None:
                 return found
         return decided
