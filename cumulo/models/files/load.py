@@ -97,13 +97,14 @@ def load_model(
     # Headers are checked against the spec before the decoder is allocated: a damaged size must not decide
     # how much memory is asked for.
     if source.format == "gguf":
-        file, headers = _gguf_headers(source)
+        file, headers = _gguf_headers(source, keep=False)
         tokenizer = tokenizer_from_gguf(file.metadata) if with_tokenizer else None
         keep_quantised &= packable and headers.quantised_parameters > 0
         found = {name: file.metadata.get(f"general.sampling.{key}") for key, name in _GGUF_SAMPLING.items()}
         defaults = _sampling_defaults(found, file.path)
         _check_ends(tokenizer, headers)
-        decoder, held = _empty_decoder(headers.spec, dtype, device, part)
+        # Most matrices will be packed: memory for plain ones would be touched and given back.
+        decoder, held = _empty_decoder(headers.spec, dtype, "meta" if keep_quantised else device, part)
         load_gguf(file, decoder, headers.spec, keep_quantised, progress, held)
     else:
         headers = _folder_headers(source)
@@ -149,10 +150,27 @@ def _check_ends(tokenizer: Tokenizer | None, headers: ModelFiles) -> None:
 def inspect_model(model: str | Path | None = None) -> ModelFiles:
     """Read headers only; a damaged, incomplete or unknown model is refused here already."""
     source = resolve(model)
-    return _gguf_headers(source)[1] if source.format == "gguf" else _folder_headers(source)
+    return _gguf_headers(source, keep=True)[1] if source.format == "gguf" else _folder_headers(source)
 
 
-def _gguf_headers(source: ModelSource) -> tuple[GGUFFile, ModelFiles]:
+# The GGUF file that was inspected last, until it is loaded: vocabularies are a hundred thousand strings to read.
+_inspected: dict[tuple[str, Path, int, int, int], tuple[GGUFFile, ModelFiles]] = {}
+
+
+def _gguf_headers(source: ModelSource, keep: bool) -> tuple[GGUFFile, ModelFiles]:
+    try:
+        state = source.path.stat()
+    except OSError:
+        return _read_gguf_headers(source)  # which says what is wrong
+    key = (source.name, source.path, state.st_ino, state.st_mtime_ns, state.st_size)
+    found = _inspected.pop(key, None) or _read_gguf_headers(source)
+    _inspected.clear()
+    if keep and "split.count" not in found[0].metadata:  # of a split model this is one piece of several
+        _inspected[key] = found
+    return found
+
+
+def _read_gguf_headers(source: ModelSource) -> tuple[GGUFFile, ModelFiles]:
     file = open_gguf(source.path)
     try:
         spec = names_gguf.spec_of(file)

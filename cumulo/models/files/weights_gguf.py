@@ -35,8 +35,8 @@ def load_gguf(
     progress: Progress | None = None,
     held: Mapping[str, HeldParameter] | None = None,
 ) -> None:
-    """Fill every parameter of `decoder`. A file that lacks one, has another or has one of a wrong shape is
-    refused before anything is loaded, with all names.
+    """Fill every parameter of `decoder`; one on the meta device is given its memory here. A file that lacks one,
+    has another or has one of a wrong shape is refused before anything is loaded, with all names.
 
     `keep_quantised`: matrices whose parts are all quantised become packed weights; otherwise they are
     dequantised into the decoder's own dtype. `held`: a rank's parameters, of which only its own parts are read;
@@ -68,15 +68,20 @@ def load_gguf(
             else:
                 decoder.pack(target, PackedWeight.pack(_in_row_order(parts, blocks)))
         else:
+            plain = decoder.allocate(target) if parameters[target].is_meta else parameters[target]
             for part, tensor, order in zip(parts, tensors, orders, strict=True):
-                part.fill(parameters[target].data, plain_part(tensor, order, part))
+                part.fill(plain.data, plain_part(tensor, order, part))
         done += sum(tensor.nbytes for tensor in tensors)
         if progress is not None:
             progress(done, total)
-    if unfilled := [name for name in parameters if name not in parts_of and parameters[name].numel()]:
+    unnamed = [name for name in parameters if name not in parts_of]
+    if unfilled := [name for name in unnamed if parameters[name].numel()]:
         raise ModelError(
             f"{file.path}: the decoder wants {', '.join(unfilled)}, which GGUF files have no name for"
         )
+    for name in unnamed:
+        if parameters[name].is_meta:
+            decoder.allocate(name)
 
 
 def _cut_rows(tensor: GGUFTensor, order: np.ndarray | None, slices: tuple[slice, ...]) -> GGUFTensor:
