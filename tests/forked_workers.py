@@ -25,6 +25,7 @@ import subprocess
 import sys
 import tempfile
 import types
+import warnings
 from pathlib import Path
 
 import pytest
@@ -55,7 +56,7 @@ def prepare(config: pytest.Config) -> None:
     def end() -> None:
         assert process.stdin is not None
         process.stdin.close()
-        process.wait(60)
+        process.wait(300)
 
     config.add_cleanup(end)
     door = shlex.join([sys.executable, "-IS", str(DOOR), str(folder / "workers")])
@@ -144,7 +145,9 @@ def _fork_when_asked(listener: socket.socket) -> str | None:
 
 def _main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _import_all(sys.argv[2:-1])
+    with warnings.catch_warnings():  # hypothesis wants no plugin to read constants
+        warnings.simplefilter("ignore")
+        _import_all(sys.argv[2:-1])
     code = _fork_when_asked(socket.socket(fileno=int(sys.argv[1])))
     if code is None:
         os._exit(0)

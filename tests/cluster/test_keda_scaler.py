@@ -102,7 +102,7 @@ class Cluster:
             request_serializer=lambda one: one.SerializeToString(),
             response_deserializer=MESSAGES[answer].FromString,
         )
-        return ask(request, timeout=20)
+        return ask(request, timeout=300)
 
     def wanted(self) -> int:
         request = MESSAGES["GetMetricsRequest"](scaledObjectRef=self.ref(), metricName=METRIC)
@@ -151,7 +151,7 @@ def test_a_stream_says_when_there_is_something_to_run_for(cluster: Cluster) -> N
         f"/{SERVICE}/StreamIsActive",
         request_serializer=lambda one: one.SerializeToString(),
         response_deserializer=MESSAGES["IsActiveResponse"].FromString,
-    )(cluster.ref(), timeout=20)
+    )(cluster.ref(), timeout=300)
     assert next(stream).result is False  # no pod, no request
     cluster.pods = {"10.0.0.1": pod(0, 0, waiting=2)}
     cluster.now_s += 10

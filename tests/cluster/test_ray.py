@@ -122,7 +122,7 @@ def test_a_token_that_the_head_does_not_take_is_named(store: JobStore, tmp_path:
         )  # fmt: skip
     finally:
         head.terminate()
-        head.wait(60)
+        head.wait(300)
     assert done.returncode == 2 and "check that RAY_AUTH_TOKEN is right" in done.stderr, done.stderr
     assert store.find("kept").state == "submitting"
 

@@ -93,7 +93,7 @@ def server(installed: Path) -> Iterator[str]:
         yield "http://127.0.0.1:8000"
     finally:
         process.send_signal(signal.SIGTERM)
-        process.wait(60)
+        process.wait(300)
 
 
 _README = [command for block in blocks() if block.page == PAGES[0] for command in block.commands]

@@ -67,7 +67,7 @@ class ToyServer:
 
     def __enter__(self) -> "ToyServer":
         self._thread.start()
-        assert self._ready.wait(10)
+        assert self._ready.wait(300)
         return self
 
     def __exit__(

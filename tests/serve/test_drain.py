@@ -67,7 +67,7 @@ def test_a_server_told_to_stop_while_it_loads_stops() -> None:
         assert address.hostname is not None
         socket.create_connection((address.hostname, address.port or 0), 30).close()
         process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 0
+        assert process.wait(300) == 0
     finally:
         process.kill()
         process.communicate()
