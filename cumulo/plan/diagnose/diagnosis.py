@@ -32,6 +32,8 @@ CAUSES = {
     "gpu-fault": "a GPU or its NVLink reports a hardware error",
     "mismatched-calls": "ranks call different collectives, or with different sizes",
     "version-mismatch": "versions do not fit together (NCCL, CUDA, driver)",
+    "no-path": "cards find no path to each other (GID, subnet or VLAN)",
+    "process-died": "a process died, and the others wait for it",
     "firewall": "a firewall blocks the ports between nodes",
     "no-connection": "processes cannot reach each other at the start",
     "limit": "a limit of the system or container is too small",

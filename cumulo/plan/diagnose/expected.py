@@ -47,7 +47,7 @@ class Expected:
         Between nodes that is a ring's rate, or what the cards carry: trees do better between two nodes only."""
         group, kind = self.network.group(self.ranks), _LIKE_KIND.get(operation, operation)
         seconds = collective_s(cast(Kind, kind), size_bytes, group)
-        if self.nodes > 1 and not best:
+        if self.nodes > 1 and not best and self.ranks > self.node.scale_up_gpus:
             rings = [one for one in group.lines[cast(Kind, kind)] if one.algorithm == "ring"]
             ring_s = min((one.seconds(size_bytes) for one in rings), default=seconds)
             seconds = max(seconds, min(ring_s, self._cards_s(kind, size_bytes, ring_s)))

@@ -106,11 +106,10 @@ _FAILURES = (
     ),
     _Failure(
         r"ibv_modify_qp failed|Failed to modify QP|[Uu]nable to (?:find|read) (?:the )?(?:sgid|GID)|"
-        r"Couldn't find GID|ibv_query_gid",
-        "wrong-nic",
-        "The cards find no path to each other: another subnet or rail, or the wrong GID for RoCE.",
+        r"Couldn't find GID|ibv_query_gid|Unable to Connect the HCA|Failed to (?:create|resolve) (?:AH|route)",
+        "no-path",
+        "The cards find no path to each other: a wrong GID index (RoCE v2 is needed), or another subnet or VLAN.",
         ("run `show_gids`, and set NCCL_IB_GID_INDEX to the RoCE v2 row (usually 3)", PAIRS_STEP, LOG_STEP),
-        "medium",
     ),
     _Failure(
         r"[Mm]ismatch(?:ed|ing)? (?:collective|between collectives)|Detected mismatch between collectives|"

@@ -6,6 +6,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 _TIMEOUT = re.compile(
@@ -17,7 +18,10 @@ _LAST = re.compile(
 # What torchfrtrace prints of the dumps of all ranks.
 _MISSING = re.compile(r"[Mm]issing ranks\s*:?\s*[{\[(]?\s*(\d+(?:\s*,\s*\d+)*)")
 _NUMBER = re.compile(r"(?:sequence number|collective(?:_seq_id)?)\s*[:#=]?\s*(\d+)")
+_ERROR = re.compile(r"Error type: (\w*MISMATCH\w*)|\b(\w+_MISMATCH)\b")
 _NAME = re.compile(r"\bnccl:(\w+)|\bcollective:\s*(\w+)")
+
+_WAITED = 0.4  # of the other ranks' time in a collective
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,10 +32,13 @@ class Hang:
     missing: tuple[int, ...]  # ranks that did not
     differ: str  # what ranks disagree about: "", or a sentence
     where: str  # the line of the program, where it is recorded
+    ranks: int = 0  # whose dumps are here
+    slow: str = ""  # the rank for which others wait, by how long their collectives take
+    world: int = 0  # ranks of the largest group, where the dumps say it
 
 
 def parse_hang(text: str) -> Hang | None:
-    return _from_dumps(text) or _from_report(text) or _from_watchdog(text)
+    return _from_dumps(text) or _mismatch(text) or _from_report(text) or _from_watchdog(text)
 
 
 def _from_report(text: str) -> Hang | None:
@@ -42,6 +49,21 @@ def _from_report(text: str) -> Hang | None:
     ranks = tuple(int(one) for one in missing[1].split(","))
     called = (name[1] or name[2]) if name else "a collective"
     return Hang(called, int(number[1]) if number else 0, (), ranks, "", "")
+
+
+def _mismatch(text: str) -> Hang | None:
+    """What torchfrtrace says of ranks that called something else."""
+    if (error := _ERROR.search(text)) is None:
+        return None
+    number, name = _NUMBER.search(text), _NAME.search(text)
+    culprits = sorted({int(rank) for rank in re.findall(r"Culprit rank (\d+)", text)})
+    found = re.findall(r"found (?:collective type|[\w ]+)?:?\s*'?\[?([\w, ]+)'?", text)
+    who = f"rank {', '.join(map(str, culprits))}" if culprits else "some ranks"
+    what = f" ({found[0].strip()})" if found and found[0].strip() else ""
+    kind = (error[1] or error[2]).lower().replace("_", " ")
+    called = (name[1] or name[2]) if name else "a collective"
+    differ = f"ranks do not call the same: {who} differs{what} ({kind})"
+    return Hang(called, int(number[1]) if number else 0, (), (), differ, "")
 
 
 def _from_watchdog(text: str) -> Hang | None:
@@ -61,17 +83,21 @@ def _from_watchdog(text: str) -> Hang | None:
 def _from_dumps(text: str) -> Hang | None:
     last: dict[int, dict[str, Any]] = {}
     names: dict[int, dict[int, dict[str, Any]]] = defaultdict(dict)
+    behind, world = False, 0
     for rank, dump in _dumps(text):
         entries = [one for one in dump.get("entries", []) if not one.get("is_p2p")]
         for entry in entries:
             names[int(entry.get("collective_seq_id", 0))][rank] = entry
+        for status in (dump.get("pg_status") or {}).values():
+            behind |= status.get("last_completed_collective", 0) < status.get("last_enqueued_collective", 0)
+        world = max([world, *_sizes(dump)])
         if entries:
             last[rank] = max(entries, key=lambda one: int(one.get("collective_seq_id", 0)))
     if not last:
         return None
     open_ = [one for one in last.values() if one.get("state") != "completed"]
-    if not open_ and len({int(one["collective_seq_id"]) for one in last.values()}) == 1:
-        return Hang("none", 0, (), (), "", "")
+    if not open_ and not behind and len({int(one["collective_seq_id"]) for one in last.values()}) == 1:
+        return Hang("none", 0, tuple(sorted(last)), (), "", "", len(last), _straggler(names), world)
     sequence = max(int(one["collective_seq_id"]) for one in last.values())
     here = names[sequence]
     missing = tuple(sorted(rank for rank in last if rank not in here))
@@ -87,6 +113,34 @@ def _from_dumps(text: str) -> Hang | None:
     where = f"{frames[0].get('filename', '')}:{frames[0].get('line', '')}".strip(":")
     name = str(one.get("profiling_name", "")).removeprefix("nccl:")
     return Hang(name, sequence, tuple(sorted(here)), missing, differ, where)
+
+
+def _sizes(dump: dict[str, Any]) -> list[int]:
+    """Of the groups that a dump describes."""
+    groups = (dump.get("pg_config") or {}).values()
+    return [len(re.findall(r"\d+", str(one.get("ranks", "")))) for one in groups if isinstance(one, dict)]
+
+
+def _straggler(names: dict[int, dict[int, dict[str, Any]]]) -> str:
+    """The rank whose collectives are much shorter than the others': they wait in each until it comes."""
+    times: dict[int, list[float]] = defaultdict(list)
+    for ranks in names.values():
+        for rank, entry in ranks.items():
+            if isinstance(took := entry.get("duration_ms"), int | float):
+                times[rank].append(float(took))
+    means = {rank: sum(one) / len(one) for rank, one in times.items()}
+    if len(means) < 3:
+        return ""
+    usual = median(means.values())
+    first = min(means, key=lambda rank: means[rank])
+    last = max(means, key=lambda rank: means[rank])
+    if means[first] < _WAITED * usual:
+        return (
+            f"rank {first} takes {means[first]:.3g} ms in each and the others {usual:.3g}: they wait for it"
+        )
+    if usual < _WAITED * means[last]:
+        return f"rank {last} takes {means[last]:.3g} ms in each and the others {usual:.3g}"
+    return ""
 
 
 def _dumps(text: str) -> Iterator[tuple[int, dict[str, Any]]]:

@@ -6,16 +6,14 @@ from cumulo.plan.diagnose.flight_text import Hang
 
 def hang_verdict(hang: Hang) -> Diagnosis:
     if hang.collective == "none":
-        return Diagnosis(
-            "unknown", "All ranks ended the same collectives; nothing hangs.", (), (LOG_STEP,), "medium"
-        )
+        return _in_step(hang)
     who = ", ".join(str(rank) for rank in hang.missing)
     evidence = [f"{len(hang.waiting) or 'the other'} ranks wait in {hang.collective} number {hang.sequence}"]
     if hang.where:
         evidence.append(f"called at {hang.where}")
     if hang.differ:
         return Diagnosis(
-            "late-rank", f"{hang.differ[0].upper()}{hang.differ[1:]}.", tuple(evidence),
+            "mismatched-calls", f"{hang.differ[0].upper()}{hang.differ[1:]}.", tuple(evidence),
             ("make all ranks take the same branch before this collective",), "high",
         )  # fmt: skip
     if not hang.missing:
@@ -29,4 +27,27 @@ def hang_verdict(hang: Hang) -> Diagnosis:
         tuple(evidence),
         (f"look at rank {who} with `py-spy dump`: data loading, a crash, or another branch of the program",),
         "high",
+    )
+
+
+def _in_step(hang: Hang) -> Diagnosis:
+    if hang.slow:
+        return Diagnosis(
+            "late-rank",
+            f"Nothing hangs, but ranks are not in step: {hang.slow}.",
+            (f"{hang.ranks} ranks ended the same collectives",),
+            ("look at that rank's data loading, GPU clock and temperature",),
+            "medium",
+        )
+    if hang.ranks < max(2, hang.world):
+        return Diagnosis(
+            "unknown", "The dumps of some ranks are not here; these ended all their collectives.", (),
+            ("collect the dumps of all ranks: TORCH_NCCL_DUMP_ON_TIMEOUT=1",), "low",
+        )  # fmt: skip
+    return Diagnosis(
+        "healthy",
+        f"All {hang.ranks} ranks ended the same collectives: nothing hangs, and none is late.",
+        (),
+        (LOG_STEP,),
+        "medium",
     )

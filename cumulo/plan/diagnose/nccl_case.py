@@ -2,6 +2,7 @@
 to what its machines should reach. The rules of the verdict read it and add their evidence.
 """
 
+import re
 from statistics import median
 
 from cumulo.base.quantities import quantity
@@ -14,8 +15,11 @@ from cumulo.plan.diagnose.peer_figures import PeerFigure, RunInHand, peer_figure
 
 MOST_PCIE = 64.0  # GB/s: no PCIe slot carries more, and every NVLink does
 HEALTHY_NEAR, _HEALTHY_FAR = 0.82, 0.90  # of what the model expects, in a node and between nodes
+_HEALTHY_NVLINK = 0.90  # rings over NVLink are steady: all that were published or pasted reach 1.0 or more
 _HEALTHY_ALL_TO_ALL = 0.75  # between nodes: many flows at once collide a little on every fabric
 _LIKE_NEAR = 0.85  # of what the text says of a like run in a node; between nodes as above
+_HEALTHY_NO_P2P = 0.36  # boards that may not reach each other's memory: through the host's
+_NO_P2P = re.compile(r"GeForce|RTX [2345]0[5-9]0|\bT4\b|A10G|\bTITAN", re.I)
 _HEALTHY_PCIE = 0.6  # over PCIe it depends on the board: switches, host bridges, the link between sockets
 TOO_GOOD = 1.25  # of the best algorithm's rate: it is another machine, or another collective
 _FULL_RATE = 0.6  # of what the largest messages reach
@@ -124,8 +128,13 @@ class NcclCase:
         """It reaches what such machines reach."""
         if self.share is None or self.expected is None or self.peer is not None:
             return False
+        if self.one_domain and not self.expected.has_nvlink:
+            named = self.test.device if self.test and self.test.device else self.text
+            return self.share >= (_HEALTHY_NO_P2P if _NO_P2P.search(named) else _HEALTHY_PCIE)
         if self.one_domain:
-            return self.share >= (HEALTHY_NEAR if self.expected.has_nvlink else _HEALTHY_PCIE)
+            rings = self.operation in ("all_reduce", "all_gather", "reduce_scatter")
+            steady = rings and self.expected.node.device.link_kind.startswith("nvlink")
+            return self.share >= (_HEALTHY_NVLINK if steady else HEALTHY_NEAR)
         alike = self.operation in ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce")
         return self.share >= (_HEALTHY_FAR if alike else _HEALTHY_ALL_TO_ALL)
 

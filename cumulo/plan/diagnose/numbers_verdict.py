@@ -157,6 +157,14 @@ def _far_numbers(case: NcclCase, busbw: float) -> Diagnosis:
             ),
             "low",
         )
+    if share < 0.46 and case.log and case.log.gdr_on:
+        return case.answer(
+            "unknown",
+            f"{share:.0%} of the cards' rate although GPUDirect RDMA is on: flows collide, senders are paused, or "
+            "a card is slow.",
+            (PAIRS_STEP, PAUSES_STEP, PORTS_STEP),
+            "low",
+        )
     if share < 0.46:
         return case.answer(
             "no-gdr",
@@ -209,9 +217,12 @@ def _steady(case: NcclCase) -> bool:
 
 def _healthy(case: NcclCase) -> Diagnosis:
     assert case.share is not None
+    through_host = case.one_domain and case.share < 0.6
     return case.answer(
         "healthy",
-        f"{case.share:.0%} of what such a machine should reach.",
+        "This is what such boards reach through host memory: they may not reach each other's."
+        if through_host
+        else f"{case.share:.0%} of what such a machine should reach.",
         (),
         "high" if case.share > 0.92 else "medium",
     )

@@ -1,19 +1,34 @@
 """The output of perftest (ib_write_bw, ib_read_lat, ...) and of the OSU micro-benchmarks (osu_bw, osu_bibw,
-osu_latency) as data, of each test in a text. `diagnose` calls it."""
+osu_latency) as data, of each test in a text. `diagnose` calls it.
+
+A text is read line by line. A command, a banner or a heading begins a test, and rows belong to the test before;
+any of these may be missing, and loops print one line for each card: "mlx5_3  391.2 Gb/s"."""
 
 import re
-from dataclasses import dataclass
-from itertools import pairwise
+from dataclasses import dataclass, field, replace
 
 LINE_RATES_GBPS = (10.0, 25.0, 40.0, 50.0, 56.0, 100.0, 200.0, 400.0, 800.0)
-_FIELD = re.compile(r"(Device|Mtu|Link type|Number of qps|GID index)\s*:\s*(\S+)")
+_FIELD = re.compile(r"(Device|Mtu|Link type|Number of qps|GID index|PCIe relax order)\s*:\s*(\S+)")
 _UNIT = re.compile(r"BW average\[(\w+)/sec\]")
-_ROW = re.compile(r"^[^\S\n]*(\d+)\s+(\d+)\s+([\d.]+)\s+([\d.]+)(?:\s+([\d.]+))?", re.MULTILINE)
+_ROW = re.compile(r"^\s*(\d+)\s+(\d+)\s+(\d+(?:\.\d+)?)\s+(\d+(?:\.\d+)?)((?:\s+\d+(?:\.\d+)?)*)\s*$")
 _LATENCY = re.compile(r"t_typical\[usec\]")
-_BANNER = re.compile(
-    r"^.*\b(?:RDMA_Write|RDMA_Read|Send|Atomic\S*)\b.*\b(?:BW|Latency|Bidirectional)\b.*Test", re.M
+_BANNER = re.compile(r"\b(?:RDMA_Write|RDMA_Read|Send|Atomic\S*)\b.*\b(?:BW|Latency|Bidirectional)\b.*Test")
+_COMMAND = re.compile(r"\bib_(write|read|send|atomic)_(bw|lat)\b(.*)")
+_GPU = re.compile(
+    r"use_cuda|use_rocm|GPU memory|cuda_dmabuf|CUDA (?:device|memory)|initializing CUDA|\bGPU buffer", re.I
 )
-_COMMAND = re.compile(r"^.*\bib_(?:write|read|send)_(?:bw|lat)\b.*$", re.MULTILINE)
+_BOUND = re.compile(r"(?:numactl|taskset|--cpunodebind|--cpu-bind)\S*\s+(.*?)(?=\bib_)|numactl\s+(.*)")
+# "n21->n22 mlx5_0  391.02 Gb/s", "mlx5_3: 196.9 Gbit/s"
+_LISTED = re.compile(
+    r"((?:[\w.-]+\s*(?:->|-->|<->|→)\s*[\w.-]+\s+)?\b(?:mlx5_\w+|bnxt_re\w+|rdmap\w+|ibp\w+|rocep\w+|"
+    r"irdma\w+|hfi1_\d|rail ?\d+))"
+    r"[^\n\d]{0,12}?\s(\d+(?:\.\d+)?)\s*(Gb/s|Gbps|Gbit/s|Gb/sec)",
+    re.I,
+)
+_IPERF = re.compile(
+    r"\[\s*(SUM|\d+)\]\s+0\.\d+-\s*\d+\.\d+\s+sec\s+[\d.]+ [KMGT]?Bytes\s+([\d.]+) ([GM])bits/sec(?:\s+\d+)?\s*"
+    r"(sender|receiver)?"
+)
 _OSU_TITLE = re.compile(
     r"#\s*OSU MPI(-CUDA|-ROCM)?\S*\s+(Bandwidth|Bi-Directional Bandwidth|Multiple Bandwidth|Latency)"
 )
@@ -29,6 +44,11 @@ class Perftest:
     gbps: float | None  # average at the largest size, each way
     size_bytes: int
     latency_us: float | None
+    queue_pairs: int = 1
+    bound: str = ""  # the sockets or cores that the command names
+    relaxed: str = ""  # PCIe relax order
+    tail_us: float | None = None  # what 99% of the messages take at most
+    peak_gbps: float | None = None
 
     @property
     def line_rate(self) -> float | None:
@@ -38,52 +58,109 @@ class Perftest:
         return next((rate for rate in LINE_RATES_GBPS if 0.88 * rate <= self.gbps <= 1.02 * rate), None)
 
 
+@dataclass(slots=True)
+class _Part:
+    """Of one test, as its lines are read."""
+
+    command: str = ""
+    bound: str = ""
+    unit: str = ""  # Gb, MB, MiB; "": not said
+    latency: bool = False
+    two_ways: bool = False
+    gpu: bool = False
+    begun: bool = False  # its banner or heading was there
+    fields: dict[str, str] = field(default_factory=dict)
+    rows: list[tuple[int, list[float]]] = field(default_factory=list)
+
+
 def parse_perftests(text: str) -> list[Perftest]:
-    """Each test that has a heading, in the order of the text."""
-    return [found for part in _parts(text) if (found := _parse(part)) is not None]
+    """Each test, in the order of the text."""
+    found = [test for part in _parts(text) if (test := _test(part)) is not None]
+    return found or _listed(text) or _iperf(text)
 
 
-def _parts(text: str) -> list[str]:
-    """A test begins with its command or its banner; where neither is pasted, with its heading."""
-    starts = [match.start() for match in _BANNER.finditer(text)]
-    if len(starts) < 2:
-        headings = [match.start() for match in re.finditer(r"^.*(?:BW average|t_typical).*$", text, re.M)]
-        starts = headings if len(headings) > len(starts) else starts
-    commands = [match.start() for match in _COMMAND.finditer(text)]
-    cuts = [0]
-    for before, start in pairwise(starts):
-        cuts.append(max([at for at in commands if before < at < start], default=start))
-    return [text[a:b] for a, b in zip(cuts, [*cuts[1:], len(text)], strict=True)]
+def _parts(text: str) -> list[_Part]:
+    parts: list[_Part] = []
+    part = _Part()
+    for line in text.splitlines():
+        command, banner, unit = _COMMAND.search(line), _BANNER.search(line), _UNIT.search(line)
+        heading = unit or _LATENCY.search(line)
+        if command and not banner:
+            parts.append(part)
+            bound = _BOUND.search(line)
+            part = _Part(command=line, bound=(bound[1] or bound[2] or "").strip() if bound else "")
+            part.latency = command[2] == "lat"
+            part.unit = "Gb" if "report_gbits" in line or " -R" in line else ""
+        elif (banner and (part.begun or part.rows)) or (heading and part.rows):
+            parts.append(part)
+            part = replace(part, rows=[], begun=False, fields={}) if heading and not banner else _Part()
+        if banner or heading:
+            part.begun = True
+            part.two_ways = part.two_ways or "Bidirectional" in line
+            part.latency = part.latency or "Latency" in line or bool(_LATENCY.search(line))
+            part.unit = unit[1] if unit else part.unit
+        part.gpu = part.gpu or bool(_GPU.search(line))
+        part.fields.update((name, value) for name, value in _FIELD.findall(line))
+        if (row := _ROW.match(line)) and (part.begun or part.command):
+            part.rows.append((int(row[1]), [float(one) for one in (row[3], row[4], *row[5].split())]))
+    return [*parts, part]
 
 
-def _parse(text: str) -> Perftest | None:
-    unit, latency = _UNIT.search(text), _LATENCY.search(text)
-    heading = unit or latency
-    if heading is None:
+def _test(part: _Part) -> Perftest | None:
+    if not part.rows:
         return None
-    fields = dict(_FIELD.findall(text))
-    rows = _ROW.findall(text[heading.end() :])
-    gbps, size, latency_us = None, 0, None
-    if rows and unit is not None:
-        best = max(rows, key=lambda row: int(row[0]))
-        size = int(best[0])
-        scale = 1.0 if unit[1].lower().startswith("gb") else 8 * 2**20 / 1e9  # perftest's MB are MiB
-        gbps = float(best[3]) * scale / (2 if "Bidirectional" in text else 1)
-    elif rows:
-        latency_us = float(rows[0][4] or rows[0][2])
+    fields, command = part.fields, part.command
+    gbps = latency_us = tail_us = peak = None
+    size, numbers = max(part.rows, key=lambda row: row[0])
+    if part.latency:
+        size, numbers = part.rows[0]
+        latency_us = numbers[2] if len(numbers) > 2 else numbers[0]
+        tail_us = numbers[5] if len(numbers) > 5 else None
+    else:
+        scale = 1.0 if part.unit.lower().startswith("gb") else 8 * 2**20 / 1e9  # perftest's MB are MiB
+        ways = 2 if part.two_ways or re.search(r"\s-b\b", command) else 1
+        peak, gbps = numbers[0] * scale / ways, numbers[1] * scale / ways
+    device = re.search(r"\s-d\s*(\S+)", command)
+    pairs = re.search(r"\s(?:-q|--qp)[ =]?(\d+)", command)
     mtu = re.match(r"\d+", fields.get("Mtu", ""))
-    gpu = re.search(
-        r"use_cuda|use_rocm|GPU memory|cuda_dmabuf|CUDA (?:device|memory)|initializing CUDA", text, re.I
-    )
+    stated = fields.get("Number of qps", "")
     return Perftest(
-        fields.get("Device", ""),
+        fields.get("Device", device[1] if device else ""),
         int(mtu[0]) if mtu else None,
         fields.get("Link type", ""),
-        gpu is not None,
+        part.gpu,
         gbps,
         size,
         latency_us,
+        int(stated) if stated.isdecimal() else int(pairs[1]) if pairs else 1,
+        part.bound,
+        fields.get("PCIe relax order", ""),
+        tail_us,
+        peak,
     )
+
+
+def _listed(text: str) -> list[Perftest]:
+    """What a loop over cards or pairs prints: a name and a rate each."""
+    found = [
+        Perftest(re.sub(r"\s+", " ", name), None, "", False, float(rate), 1 << 20, None)
+        for name, rate, _ in _LISTED.findall(text)
+    ]
+    return found if len(found) >= 3 else []
+
+
+def _iperf(text: str) -> list[Perftest]:
+    """iperf3's sum at the receiver."""
+    found = _IPERF.findall(text)
+    sums = [one for one in found if one[0] == "SUM"] or found
+    if not sums:
+        return []
+    _, rate, unit, _ = next((one for one in sums if one[3] == "receiver"), sums[-1])
+    return [
+        Perftest(
+            "TCP (iperf3)", None, "TCP", False, float(rate) * (1.0 if unit == "G" else 1e-3), 1 << 20, None
+        )
+    ]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,13 +1,29 @@
 """What outputs of perftest and of OSU's tests say about links. `diagnose` calls it."""
 
 from cumulo.base.quantities import quantity
-from cumulo.plan.diagnose.diagnosis import GDR_STEP, PAIRS_STEP, PORTS_STEP, TOPO_STEP, WIDTH_STEP, Diagnosis
+from cumulo.plan.diagnose.diagnosis import (
+    GDR_STEP,
+    PAIRS_STEP,
+    PAUSES_STEP,
+    PORTS_STEP,
+    TOPO_STEP,
+    WIDTH_STEP,
+    Diagnosis,
+)
 from cumulo.plan.diagnose.link_states import link_states, port_gbps
+from cumulo.plan.diagnose.machine_names import node_of
 from cumulo.plan.diagnose.peer_figures import peer_gbits
 from cumulo.plan.diagnose.perftest_text import LINE_RATES_GBPS, OsuTest, Perftest
 
+_SLOWER = 0.8  # of the other test of the same card
 _LEAST = 0.85  # of a port's rate, that a healthy link reaches
 _USUAL_LATENCY_US = 6.0
+# Gbit/s that arrive of a slot's rate.
+_SLOTS = (
+    (252.0, "a PCIe slot of generation 4 with 16 lanes or generation 5 with 8"),
+    (125.0, "a PCIe slot of generation 3 with 16 lanes or generation 4 with 8"),
+    (62.0, "a PCIe slot of generation 3 with 8 lanes or generation 4 with 4"),
+)
 _CORES_STEP = "run with -q 4, and with the CPU of the card's NUMA node (numactl)"
 
 
@@ -22,7 +38,10 @@ def perftests_verdict(tests: list[Perftest], text: str) -> Diagnosis:
     rate = port_gbps(text)
     if rate is None and len(reached) > 1:
         rate = next((one for one in LINE_RATES_GBPS if 0.88 * one <= max(reached) <= 1.02 * one), None)
-    found = [_verdict(test, rate, len(tests) > 1) for test in tests]
+    if (differ := _variants(tests)) is not None:
+        return differ
+    usual = usual_gbps(text) if rate is None else None
+    found = [_verdict(test, rate, len(tests) > 1, usual) for test in tests]
     if states.downgraded and all(one.cause == "healthy" for one in found):
         return Diagnosis(
             "slow-link", "A PCIe link is narrower or slower than its card.",
@@ -44,7 +63,83 @@ def osu_verdict(test: OsuTest, text: str) -> Diagnosis:
     return perftests_verdict([same], text)
 
 
-def _verdict(test: Perftest, stated: float | None, several: bool) -> Diagnosis:
+def usual_gbps(text: str) -> float | None:
+    """Of a card in a server with the GPUs that the text names; None: it names none."""
+    node = node_of(text)
+    return node.nic_bytes_per_s * 8 / 1e9 if node is not None and node.gpus >= 4 else None
+
+
+def _variants(tests: list[Perftest]) -> Diagnosis | None:
+    """Two tests of one card of which one is much slower: what they differ in is the reason."""
+    measured = [test for test in tests if test.gbps is not None and test.size_bytes >= 4096]
+    for fast in measured:
+        for slow in measured:
+            assert fast.gbps is not None and slow.gbps is not None
+            alike = not fast.device or not slow.device or fast.device == slow.device
+            if not alike or slow.gbps >= _SLOWER * fast.gbps:
+                continue
+            evidence = (_said(slow), _said(fast))
+            share = slow.gbps / fast.gbps
+            if slow.gpu_memory and not fast.gpu_memory:
+                return Diagnosis(
+                    "no-gdr",
+                    f"GPU memory is reached at {share:.0%} of host memory's rate: GPUDirect RDMA takes a long way.",
+                    evidence,
+                    (GDR_STEP, TOPO_STEP, "look for ACS with `lspci -vvv | grep ACSCtl`: ReqRedir+ is on"),
+                    "medium",
+                )
+            if slow.bound != fast.bound:
+                return Diagnosis(
+                    "numa",
+                    f"The same test is faster with {fast.bound or 'no binding'}: the process runs on the other "
+                    "socket than its card.",
+                    evidence,
+                    ("bind each process to the socket of its card (numactl -N, --cpu-bind)", TOPO_STEP),
+                    "high",
+                )
+            if slow.mtu is not None and fast.mtu is not None and slow.mtu < fast.mtu:
+                return Diagnosis(
+                    "mtu",
+                    f"The MTU of {slow.mtu} is too small: with {fast.mtu} the same card is faster.",
+                    evidence,
+                    ("set the interfaces and switch ports to MTU 9000, so that RDMA uses 4096",),
+                    "high",
+                )
+            if slow.relaxed == "OFF" and fast.relaxed == "ON":
+                return Diagnosis(
+                    "setting",
+                    "Without relaxed ordering the PCIe link is slow.",
+                    evidence,
+                    ("set PCI_WR_ORDERING to relaxed (mlxconfig), and NCCL_IB_PCI_RELAXED_ORDERING=1",),
+                    "high",
+                )
+            if slow.queue_pairs < fast.queue_pairs:
+                return Diagnosis(
+                    "setting",
+                    f"{slow.queue_pairs} queue pair does not fill the link, {fast.queue_pairs} do: each takes one "
+                    "path (of a bond, or of ECMP) or one core.",
+                    evidence,
+                    ("set NCCL_IB_QPS_PER_CONNECTION to 4 or more", _CORES_STEP),
+                    "medium",
+                )
+    return None
+
+
+def _said(test: Perftest) -> str:
+    how = ", ".join(
+        one
+        for one in (
+            "GPU memory" if test.gpu_memory else "",
+            test.bound and f"bound to {test.bound}",
+            f"{test.queue_pairs} queue pairs" if test.queue_pairs > 1 else "",
+            f"MTU {test.mtu}" if test.mtu else "",
+        )
+        if one
+    )
+    return f"{test.gbps:.0f} Gbit/s on {test.device or 'the card'}" + (f" ({how})" if how else "")
+
+
+def _verdict(test: Perftest, stated: float | None, several: bool, usual: float | None = None) -> Diagnosis:
     if test.gbps is None:
         return _latency(test)
     name = test.device or "the card"
@@ -70,6 +165,11 @@ def _verdict(test: Perftest, stated: float | None, several: bool) -> Diagnosis:
     if rate is not None:
         if stated is not None:
             return Diagnosis("healthy", f"{name} reaches its {stated:.0f} Gbit/s.", evidence, (), "high")
+        if usual is not None and rate < usual:
+            return Diagnosis(
+                "unknown", f"{name} reaches {rate:.0f} Gbit/s. Servers with these GPUs often have {usual:.0f}: see "
+                "which rate the port has.", evidence, (PORTS_STEP, WIDTH_STEP), "low",
+            )  # fmt: skip
         return Diagnosis(
             "healthy", f"{name} reaches {rate:.0f} Gbit/s, which is a line rate; a faster port "
             "(see `ibstat`) would be slow.", evidence, (PORTS_STEP,), "medium",
@@ -86,7 +186,17 @@ def _below(test: Perftest, stated: float, name: str, evidence: tuple[str, ...]) 
         )
     if test.line_rate is not None and test.line_rate <= 50 and stated >= 100:
         return _management(name, test.line_rate, evidence)
-    return Diagnosis("slow-link", f"{name} reaches {share}.", evidence, _slow_steps(test), "high")
+    slot = _slot(test.gbps)
+    said = f"{name} reaches {share}{f', which is what {slot} carries' if slot else ''}."
+    return Diagnosis("slow-link", said, evidence, _slow_steps(test), "high")
+
+
+def _slot(gbps: float) -> str:
+    """The PCIe slot that carries so much and no more."""
+    for most, slot in _SLOTS:
+        if 0.93 * most <= gbps <= 1.02 * most:
+            return slot
+    return ""
 
 
 def _management(name: str, rate: float, evidence: tuple[str, ...]) -> Diagnosis:
@@ -106,6 +216,12 @@ def _slow_steps(test: Perftest) -> tuple[str, ...]:
 def _latency(test: Perftest) -> Diagnosis:
     if test.latency_us is None:
         return Diagnosis("unknown", "There is no bandwidth in the text.", (), (PAIRS_STEP,), "low")
+    if test.tail_us is not None and test.tail_us > max(10 * test.latency_us, 25.0):
+        return Diagnosis(
+            "congested", f"One message in a hundred takes {test.tail_us:g} µs, and most {test.latency_us:g}: "
+            "it waits in a switch's queue, or for a core that sleeps.", (f"99% within {test.tail_us:g} µs",),
+            (PAUSES_STEP, _CORES_STEP, "set the CPU's governor to performance, and C-states off"), "medium",
+        )  # fmt: skip
     if test.latency_us <= _USUAL_LATENCY_US:
         return Diagnosis(
             "healthy", f"A latency of {test.latency_us:g} µs is usual.", (), (PAIRS_STEP,), "medium"

@@ -4,8 +4,15 @@ from cumulo.plan.diagnose.named.fabric_faults import fabric_faults
 from cumulo.plan.diagnose.named.fault import Fault
 from cumulo.plan.diagnose.named.gpu_table import gpu_faults
 from cumulo.plan.diagnose.named.host_faults import host_faults
+from cumulo.plan.diagnose.named.ports import port_faults
 from cumulo.plan.diagnose.named.settings import setting_faults
 
 
 def named_faults(text: str) -> list[Fault]:
-    return [*fabric_faults(text), *gpu_faults(text), *host_faults(text), *setting_faults(text)]
+    return [
+        *fabric_faults(text),
+        *port_faults(text),
+        *gpu_faults(text),
+        *host_faults(text),
+        *setting_faults(text),
+    ]

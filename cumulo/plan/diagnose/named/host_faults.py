@@ -10,6 +10,18 @@ from cumulo.plan.diagnose.named.fault import FAILED, SLOW, SLOW_NETWORK, SLOW_NO
 _ACS = re.compile(
     r"ACSCtl:[^\n]*(?:ReqRedir|CmpltRedir|P2PReqRedirect)\+|\bACS (?:is |was )?(?:on|enabled|active)\b", re.I
 )
+_DIED = re.compile(
+    r"oom[_-]?kill|OOM[- ]?Killed|[Oo]ut [Oo]f [Mm]emory: Killed|\bKilled process \d+|task \d+: Out Of Memory|"
+    r"exitcode\s*:\s*-(?:9|11|7|6)\b|Segmentation fault|\bSIG(?:KILL|SEGV|BUS|ABRT)\b|exited on signal|"
+    r"torch\.(?:cuda\.)?OutOfMemoryError|CUDA out of memory"
+)
+_STACK = re.compile(r"^\s+\w+ \([^\n]*\)(?:\n\s+\w+ \([^\n]*\))+", re.M)
+_STACKS = (
+    (r"dataloader|_next_data|queue\.py|dataset", "waits for data (its data loader)"),
+    (r"torch/serialization|\bsave\b|checkpoint", "writes or reads a checkpoint"),
+    (r"compile|inductor|triton", "compiles"),
+    (r"", "is elsewhere in the program, as its stack shows"),
+)
 _CARD_NODE = re.compile(r"numa_node[^\n]*\n\s*(\d)\s*$|\bNUMA[ _]node\s*[:=]\s*(\d)", re.M | re.I)
 _BOUND = re.compile(
     r"\b(?:cpubind|nodebind|membind|cpunodebind)\s*[:=]\s*(\d)\s*$|--cpunodebind[= ](\d)", re.M
@@ -53,8 +65,41 @@ _THROTTLE_STEP = "run again on free GPUs (`nvidia-smi` lists the processes of ea
 
 
 def host_faults(text: str) -> list[Fault]:
-    readers = (_redirected, _unbound, _manager, _imex, _limits, _link_errors, _busy)
+    readers = (_died, _stuck, _redirected, _unbound, _manager, _imex, _limits, _link_errors, _busy)
     return [found for read in readers if (found := read(text)) is not None]
+
+
+def _died(text: str) -> Fault | None:
+    if (found := _DIED.search(text)) is None:
+        return None
+    return Fault(
+        "process-died",
+        "A process died (memory, a signal or an exception), and the others wait for it in the collective.",
+        whole_line(found),
+        (
+            "look at the first message of the process that died, and at `dmesg` of its host for the OOM killer",
+            "give it more host memory (fewer data workers, --mem), if it was killed for memory",
+        ),
+        frozenset({"late-rank", "failed", "unknown", "no-connection"}),
+        sure=True,
+    )
+
+
+def _stuck(text: str) -> Fault | None:
+    """Where a stack shows what the rank does that did not come."""
+    if (found := _STACK.search(text)) is None:
+        return None
+    what = next(words for pattern, words in _STACKS if re.search(pattern, found[0], re.I))
+    rank = re.search(r"\brank[ _]?(\d+)\b[^\n]*\n[^\n]*(?:Thread|MainThread)|#\s*rank[ _]?(\d+)", text, re.I)
+    who = f"Rank {rank[1] or rank[2]}" if rank else "The rank that did not come"
+    return Fault(
+        "late-rank",
+        f"{who} {what}: it never came to the collective. The network is not at fault.",
+        found[0].strip(),
+        ("look at that rank's storage, data workers and logs",),
+        frozenset({"late-rank"}),
+        sure=True,
+    )
 
 
 def _redirected(text: str) -> Fault | None:

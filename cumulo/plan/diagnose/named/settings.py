@@ -79,7 +79,7 @@ def _fault(name: str, value: str) -> Fault | None:
             frozenset({"nvls-off"}),
         )
     if name in ("NCCL_MAX_NCHANNELS", "NCCL_MAX_CTAS", "NCCL_MAX_P2P_NCHANNELS") and number and number <= 4:
-        return _limit(words, f"{words} lets NCCL use only {number} channels.", SLOW)
+        return _limit(words, f"{words} lets NCCL use only {number} channel{'s' if number > 1 else ''}.", SLOW)
     if name in ("NCCL_BUFFSIZE", "NCCL_P2P_NET_CHUNKSIZE") and number and number < 1 << 20:
         return _limit(words, f"{words} makes NCCL's buffers too small.", SLOW)
     if name == "NCCL_NTHREADS" and number and number <= 128:
@@ -92,7 +92,7 @@ def _fault(name: str, value: str) -> Fault | None:
             f"{words}: GPUs without a near card may not send through a neighbour that has one.",
             words,
             ("remove NCCL_PXN_DISABLE", LOG_STEP),
-            SLOW_NETWORK - {"no-gdr", "wrong-nic", "shared-path"},
+            SLOW_NETWORK - {"wrong-nic", "shared-path"},
             confidence="medium",
         )
     if (name == "NCCL_IB_DISABLE" and value == "1") or (name == "NCCL_NET" and low == "socket"):
