@@ -93,9 +93,11 @@ class HeadTrainer:
         device = device_kind(config.device)
         engine = EngineConfig(device=device, threads=config.threads, max_context=_CONTEXT, kv_memory_gib=2.0)
         answers = make_answers(config, engine, self.tell)
+        # As it is served there: on a GPU in 16 bits, where it is also several times faster.
         decoder = load_model(
-            config.model, device=device, keep_quantised=device == "cpu", with_tokenizer=False
-        ).decoder
+            config.model, dtype=torch.bfloat16 if device == "cuda" else torch.float32, device=device,
+            keep_quantised=device == "cpu", with_tokenizer=False,
+        ).decoder  # fmt: skip
         if config.threads is not None:
             torch.set_num_threads(config.threads)
         head = new_head(config, decoder, answers).to(device)
