@@ -6,6 +6,7 @@ trainer and the planner build schedules here, and ask a `Family` what they must 
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 from cumulo.base.nearest import did_you_mean
@@ -176,6 +177,7 @@ def family(name: str) -> Family:
     return found
 
 
+@lru_cache(32)
 def build(
     name: str, stages: int, micro_batches: int, chunks_per_stage: int | None = None
 ) -> PipelineSchedule:

@@ -2,9 +2,12 @@
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from functools import lru_cache
 
 from cumulo.pipeline.decide.actions import Action, Kind
+
+# Actions are plain values and schedules have many alike: making one takes ten times as long as finding it.
+_action = lru_cache(1 << 16)(Action)
 
 
 class StageOrder:
@@ -55,7 +58,8 @@ class StageOrder:
         self.forward(forward_lane)
         backward_follows = self._backwards[backward_lane] < len(self._lanes[backward_lane][2])
         if len(self.actions) > written and backward_follows:
-            self.actions[-1] = replace(self.actions[-1], overlaps_next=True)
+            last = self.actions[-1]
+            self.actions[-1] = _action(last.kind, last.micro_batch, last.chunk, last.direction, True)
         self.backward(backward_lane)
 
     @property
@@ -65,4 +69,4 @@ class StageOrder:
     def _write(self, kind: Kind, lane: int, turn: int) -> None:
         chunk, direction, batches = self._lanes[lane]
         if turn < len(batches):
-            self.actions.append(Action(kind, batches[turn], chunk, direction))
+            self.actions.append(_action(kind, batches[turn], chunk, direction))

@@ -12,6 +12,7 @@ trying all).
 import heapq
 import itertools
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from cumulo.pipeline.decide.catalog import FAMILIES
 from cumulo.plan.estimate import TrainEstimate
@@ -30,7 +31,7 @@ from cumulo.plan.search.space import (
     shapes,
     zero_stages,
 )
-from cumulo.plan.time.compute_profile import shipped
+from cumulo.plan.time.compute_profile import Profile, shipped
 
 # Bounds and estimates add the same numbers in different orders: what differs by less is equal.
 _SLACK = 1 - 1e-9
@@ -76,13 +77,19 @@ class _Branch:
     job: TrainJob | None = None
 
 
+@lru_cache(2)
+def _bounds(goal: TrainGoal, profile: Profile) -> Bounds:
+    """Searches that differ in how much memory there is share what is known of their shapes."""
+    return Bounds(goal, profile)
+
+
 class _Search:
     """The state of one search."""
 
     def __init__(self, goal: TrainGoal, choices: Choices, keep: int, faster_than_s: float) -> None:
         self.goal, self.choices, self.keep, self.most = goal, choices, keep, len(choices.recompute)
         profile, _ = shipped().find(goal.cluster.device, goal.dtype, goal.software)
-        self.bounds = Bounds(goal, profile)
+        self.bounds = _bounds(replace(goal, memory_bytes=None), profile)
         self.best: dict[tuple[int, ...], tuple[float, TrainJob]] = {}  # by mesh
         self.worst_kept_s = faster_than_s  # or of the last that is kept
         self.enumerated = self.too_large = self.timed = 0
