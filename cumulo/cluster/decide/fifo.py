@@ -27,8 +27,10 @@ def fifo(snapshot: Snapshot) -> list[Decision]:
 def why_not(job: JobRequest, free: FreeCapacity) -> str:
     """One sentence for the person who asks why a job waits."""
     able = slots(job, free)
-    each = f"{job.gpu_milli / 1000:g} GPU" if job.fractional else f"{job.gpus_per_task} GPUs"
+    amount, unit = job.gpu_milli / 1000 if job.fractional else float(job.gpus_per_task), "GPU"
     if not job.gpus_per_task:
-        each = f"{job.cpu_milli / 1000:g} cores"
+        amount, unit = job.cpu_milli / 1000, "core"
+    each = f"{amount:g} {unit}{'' if amount <= 1 else 's'}"
     kind = f" of {' or '.join(job.devices)}" if job.devices else ""
-    return f"the gang needs {job.tasks} tasks with {each}{kind} each; {able} fit now"
+    tasks = "1 task" if job.tasks == 1 else f"{job.tasks} tasks"
+    return f"the gang needs {tasks} with {each}{kind} each; {able} fit now"
