@@ -93,9 +93,12 @@ static inline void multiply_tile(const PackedPart& part, int groups, const uint8
         load_codes<FORMAT>(block + inside * code_bytes(FORMAT), w);
         vf scale = load_scale<FORMAT>(part, span, block, 0);
         if (HALVES == 1) {
-            const int PAIRED = HAS_PAIR && WIDE ? T / 2 * 2 : 0;
+            const int FOURS = HAS_PAIR && WIDE ? T / 4 * 4 : 0, PAIRED = HAS_PAIR && WIDE ? T / 2 * 2 : 0;
+#pragma GCC unroll 2
+            for (int t = 0; t < FOURS; t += 4)
+                dot_four(w, codes + t * CODE_BYTES, notes + SCALE * T + t, scale, sums + t);
 #pragma GCC unroll 4
-            for (int t = 0; t < PAIRED; t += 2)
+            for (int t = FOURS; t < PAIRED; t += 2)
                 dot_pair(w, codes + t * CODE_BYTES, notes + SCALE * T + t, scale, sums[t], sums[t + 1]);
 #pragma GCC unroll 8
             for (int t = PAIRED; t < T; ++t) {
