@@ -18,6 +18,10 @@ pytestmark = pytest.mark.slow
         ("dense", ServingLayout(pp=3)),
         ("latent experts", ServingLayout(pp=2)),
         ("window", ServingLayout(tp=2, pp=2)),
+        ("experts", ServingLayout(dp=2, ep=2)),
+        ("latent experts", ServingLayout(tp=2, dp=2, ep=4)),
+        ("latent experts", ServingLayout(pp=2, dp=2, ep=2)),
+        ("dense", ServingLayout(dp=2)),
     ),
     ids=str,
 )

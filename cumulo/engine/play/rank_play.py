@@ -35,41 +35,20 @@ class OwnRows:
     rows: StepRows
     wanted: Ints  # of the wanted tokens those computed here, counted among the tokens of `rows`
     shares: tuple[int, ...]  # tokens of the step by data-parallel rank
-    counts: tuple[int, ...]  # wanted tokens, likewise
-    order: Ints  # the wanted tokens' numbers, in the order in which the ranks have them
+    owners: Ints  # by wanted token: the data-parallel rank that computes it
+    here: Ints  # the numbers of those computed here
+    place: Ints  # by row of the step: its number in `rows`; -1: it is elsewhere
+    most_rows: int  # of one rank
 
 
-class RankPlay:
-    def __init__(self, part: RankPart, links: RankLinks, max_slots: int, blocks: int) -> None:
-        """`blocks`: of this rank's cache; with data-parallel attention each rank's are numbered after another's."""
-        self.part, self.links, self._blocks = part, links, blocks
-        self._home = np.zeros(
-            max_slots, dtype=np.int64
-        )  # by slot: the data-parallel rank that has its blocks
-        self._expected: deque[tuple[Ints, Ints]] = deque()  # slots and positions of tokens drawn elsewhere
+class Homes:
+    """Data-parallel attention: which rank has the blocks of which sequence, and what of a plan that leaves here."""
 
-    # -- pipeline -------------------------------------------------------------------------------------
-    def take_tokens(self, plan: StepPlan, table: SlotTable) -> None:
-        """Tokens drawn by the last stage in earlier plans, as far as this plan could meet their slots."""
-        if not self._expected:
-            return
-        touched = {*plan.slots, *plan.end, *(new.slot for new in plan.begin)}
-        while any(not touched.isdisjoint(slots.tolist()) for slots, _ in self._expected):
-            slots, positions = self._expected.popleft()
-            table.write_drawn(slots, positions, self.links.receive_tokens(len(slots)))
+    def __init__(self, part: RankPart, max_slots: int, blocks: int) -> None:
+        """`blocks`: of this rank's cache; each rank's are numbered after another's."""
+        self.part, self._blocks = part, blocks
+        self._home = np.zeros(max_slots, dtype=np.int64)  # by slot
 
-    def expect_tokens(self, slots: Ints, positions: Ints, table: SlotTable) -> None:
-        """These will be drawn by the last stage. The first embeds them; the others need only know that they are."""
-        if self.part.first and len(slots):
-            self._expected.append((slots, positions))
-        else:
-            table.write_drawn(slots, positions, np.zeros(len(slots), dtype=np.int64))
-
-    def send_tokens(self, tokens: Ints) -> None:
-        if not self.part.first:
-            self.links.send_tokens(tokens)
-
-    # -- data-parallel attention ----------------------------------------------------------------------
     def own_plan(self, plan: StepPlan) -> StepPlan:
         """The plan with blocks numbered as in this rank's cache, and without what happens to others' blocks."""
         if self.part.layout.dp == 1:
@@ -101,28 +80,58 @@ class RankPlay:
         counts = rows.counts[mine]
         kept = StepRows(rows.slots[mine], rows.starts[mine], counts, np.concatenate(([0], np.cumsum(counts))))
         row_of = np.searchsorted(rows.query_starts, wanted, side="right") - 1
-        here = np.flatnonzero(homes[row_of] == own)
-        place = np.zeros(len(rows.slots), dtype=np.int64)
+        owners = homes[row_of]
+        here = np.flatnonzero(owners == own)
+        place = np.full(len(rows.slots), -1, dtype=np.int64)
         place[mine] = np.arange(len(mine))
         local = kept.query_starts[place[row_of[here]]] + wanted[here] - rows.query_starts[row_of[here]]
         shares = np.bincount(homes, weights=rows.counts, minlength=layout.dp).astype(np.int64)
-        held = np.bincount(homes[row_of], minlength=layout.dp)
-        order = np.argsort(homes[row_of], kind="stable")
-        return OwnRows(kept, local, tuple(shares.tolist()), tuple(held.tolist()), order)
+        most_rows = int(np.bincount(homes, minlength=layout.dp).max())
+        return OwnRows(kept, local, tuple(shares.tolist()), owners, here, place, most_rows)
 
+
+class RankPlay:
+    def __init__(self, part: RankPart, links: RankLinks, max_slots: int, blocks: int) -> None:
+        """`blocks`: of this rank's cache."""
+        self.part, self.links, self.homes = part, links, Homes(part, max_slots, blocks)
+        self._expected: deque[tuple[Ints, Ints]] = deque()  # slots and positions of tokens drawn elsewhere
+
+    # -- pipeline -------------------------------------------------------------------------------------
+    def take_tokens(self, plan: StepPlan, table: SlotTable) -> None:
+        """Tokens drawn by the last stage in earlier plans, as far as this plan could meet their slots."""
+        if not self._expected:
+            return
+        touched = {*plan.slots, *plan.end, *(new.slot for new in plan.begin)}
+        while any(not touched.isdisjoint(slots.tolist()) for slots, _ in self._expected):
+            slots, positions = self._expected.popleft()
+            table.write_drawn(slots, positions, self.links.receive_tokens(len(slots)))
+
+    def expect_tokens(self, slots: Ints, positions: Ints, table: SlotTable) -> None:
+        """These will be drawn by the last stage. The first embeds them; the others need only know that they are."""
+        if self.part.first and len(slots):
+            self._expected.append((slots, positions))
+        else:
+            table.write_drawn(slots, positions, np.zeros(len(slots), dtype=np.int64))
+
+    def send_tokens(self, tokens: Ints) -> None:
+        if not self.part.first:
+            self.links.send_tokens(tokens)
+
+    # -- data-parallel attention ----------------------------------------------------------------------
     def all_hidden(self, own: OwnRows, hidden: Tensor) -> Tensor:
         """The hidden states of all wanted tokens, of which every rank computed some."""
-        gathered = self.links.gather_rows(hidden, own.counts)
+        counts = np.bincount(own.owners, minlength=self.part.layout.dp)
+        gathered = self.links.gather_rows(hidden, tuple(counts.tolist()))
         whole = torch.empty_like(gathered)
-        whole[torch.from_numpy(own.order)] = gathered
+        whole[torch.from_numpy(np.argsort(own.owners, kind="stable"))] = gathered
         return whole
 
 
 class DeviceRank:
     """The same for a CudaRunner, which waits for nobody: what other stages say is waited for on the device."""
 
-    def __init__(self, part: RankPart, stage: "RankStage | None") -> None:
-        self.part, self._stage = part, stage
+    def __init__(self, part: RankPart, stage: "RankStage | None", homes: Homes, links: RankLinks) -> None:
+        self.part, self._stage, self.homes, self._links = part, stage, homes, links
         self._expected: deque[list[int]] = deque()  # slots of tokens drawn elsewhere, by step
 
     def take_tokens(self, plan: StepPlan, tokens: Tensor) -> None:
@@ -146,6 +155,12 @@ class DeviceRank:
         """`draws`: of the step, on the device; `tokens`: by slot and position, those drawn among them."""
         if self._stage is not None and len(draws):
             self._stage.send_tokens(draws, tokens)
+
+    def all_states(self, own: Tensor) -> Tensor:
+        """Hidden states of which one data-parallel rank has some and the others zeros: on all of them."""
+        if self._links.data is None:
+            return own
+        return self._links.data.sum(own.float().cpu()).to(own)
 
 
 class SharedGuides:

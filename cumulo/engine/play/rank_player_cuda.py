@@ -15,7 +15,7 @@ import torch
 from cumulo.engine.config import EngineConfig
 from cumulo.engine.memory.memory_plan import MemoryPlan
 from cumulo.engine.play.player import DeviceRunner, kv_dtype
-from cumulo.engine.play.rank_play import DeviceRank
+from cumulo.engine.play.rank_play import DeviceRank, Homes
 from cumulo.engine.play.ranked_runner import RankedRunner
 from cumulo.engine.play.runner_cuda import CudaRunner
 from cumulo.engine.play.slot_table import SlotGuides
@@ -27,6 +27,7 @@ from cumulo.layout.serving import RankPart, ServingLayout, rank_part
 from cumulo.models.batch import KVCache
 from cumulo.models.decoder import Decoder
 from cumulo.models.play.cuda_decoder import CudaDecoder, why_not
+from cumulo.models.play.cuda_rows import RankRows, rows_bytes
 from cumulo.models.play.cuda_slice import RankSlice, shared_bytes
 from cumulo.models.play.cuda_stage import RankStage, stage_bytes
 from cumulo.models.play.rank_links import RankLinks
@@ -53,25 +54,23 @@ def own_memory(spec: ModelSpec, config: EngineConfig, layout: ServingLayout, fre
     return free_bytes // on_one - shared - config.max_running * spec.vocab_size * dtype.itemsize
 
 
-def _shared_sizes(part: RankPart, config: EngineConfig, dtype: torch.dtype) -> tuple[int, int]:
-    """Bytes that a rank shares with those of its slice's stage, and with those of other stages. All ranks have as
-    many: symmetric memory asks for it."""
+def _shared_sizes(part: RankPart, config: EngineConfig, dtype: torch.dtype) -> tuple[int, int, int]:
+    """Bytes that a rank shares with other slices, with other stages, and with ranks that have other rows. All ranks
+    have as many: symmetric memory asks for it."""
     tokens, draws, layout = config.max_tokens_per_step, config.max_running, part.layout
-    slices = stages = 0
+    hidden, invariant = part.whole.hidden, config.batch_invariant
+    slices = stages = rows = 0
     if layout.tp > 1:
-        slices = shared_bytes(part.local, tokens, draws, dtype, layout.tp, config.batch_invariant)
+        slices = shared_bytes(part.local, tokens, draws, dtype, layout.tp, invariant)
     if layout.pp > 1:
-        stages = stage_bytes(part.whole.hidden, tokens, draws, dtype, layout.pp)
-    return slices, stages
+        stages = stage_bytes(hidden, tokens, draws, dtype, layout.pp)
+    if layout.dp > 1:
+        rows = rows_bytes(hidden, tokens, draws, dtype, layout.stage_ranks, invariant)
+    return slices, stages, rows
 
 
 def refuse_layout(spec: ModelSpec, layout: ServingLayout) -> None:
     """What only CPUs do so far."""
-    if layout.dp > 1:
-        raise ConfigError(
-            f"{layout} was asked for; on GPUs an engine has tensor, pipeline and expert parallelism: use tp, pp "
-            "and ep, or replicas, or device=cpu"
-        )
     if spec.vocab_size % layout.tp:
         raise ConfigError(
             f"tp {layout.tp} does not divide the vocabulary of {spec.vocab_size} tokens, as it must on GPUs; tp "
@@ -98,19 +97,22 @@ def make_cuda_runner(
     obstacle = why_not(decoder)
     if obstacle is not None:
         raise ConfigError(
-            f"on several GPUs a model runs on our kernels only ({obstacle}); omit tp, pp and ep"
+            f"on several GPUs a model runs on our kernels only ({obstacle}); omit tp, pp, dp and ep"
         )
     tokens, draws, invariant = config.max_tokens_per_step, config.max_running, config.batch_invariant
-    layout, rank_slice, stage = part.layout, None, None
-    slices, stages = _shared_sizes(part, config, decoder.dtype)
-    size = flags_bytes(layout.world) + aligned(slices) + aligned(stages)
+    layout, rank_slice, stage, rows = part.layout, None, None, None
+    sizes = _shared_sizes(part, config, decoder.dtype)
+    size = flags_bytes(layout.world) + sum(map(aligned, sizes))
     peers = peer_memory(size, store, "cumulo-peers", part.rank, layout.world, device)
     if layout.tp > 1:
-        memory_of_slices = peers.among(layout.tensor_group(part.rank), slices)
-        rank_slice = RankSlice(memory_of_slices, part, tokens, draws, decoder.dtype, invariant)
+        shared = peers.among(layout.tensor_group(part.rank), sizes[0])
+        rank_slice = RankSlice(shared, part, tokens, draws, decoder.dtype, invariant)
     if layout.pp > 1:
-        memory_of_stages = peers.among(layout.pipeline_group(part.rank), stages)
-        stage = RankStage(memory_of_stages, part, tokens, draws, decoder.dtype)
+        shared = peers.among(layout.pipeline_group(part.rank), sizes[1])
+        stage = RankStage(shared, part, tokens, draws, decoder.dtype)
+    if layout.dp > 1:
+        shared = peers.among(layout.stage_group(part.rank), sizes[2])
+        rows = RankRows(shared, part, tokens, draws, decoder.dtype, invariant)
     model = CudaDecoder(
         decoder,
         tokens,
@@ -119,8 +121,10 @@ def make_cuda_runner(
         batch_invariant=invariant,
         rank_slice=rank_slice,
         stage=stage,
+        rows=rows,
     )
-    cache = KVCache(part.local, memory.kv_blocks, config.block_size, kv_dtype(config, decoder.dtype), device)
+    blocks = memory.kv_blocks // layout.dp
+    cache = KVCache(part.local, blocks, config.block_size, kv_dtype(config, decoder.dtype), device)
     runner = CudaRunner(
         model,
         cache,
@@ -130,7 +134,7 @@ def make_cuda_runner(
         host_blocks=memory.all_host_blocks,
         graphs=config.cuda_graphs,
         meet_ranks=links.meet,
-        rank=DeviceRank(part, stage),
+        rank=DeviceRank(part, stage, Homes(part, draws, blocks), links),
     )
     runner.table.guided = guided
     return runner
@@ -139,11 +143,12 @@ def make_cuda_runner(
 def watch_ranks(ranked: RankedRunner, runner: DeviceRunner, ranks: RankProcesses) -> None:
     """When a rank dies, what this process waits for on the GPU ends, and its step fails."""
     assert isinstance(runner, CudaRunner)
-    slices, stage = runner.model.slice, runner.model.stage
+    stage, meeting = runner.model.stage, (runner.model.slice, runner.model.rows)
+    memories = [part.memory for part in meeting if part is not None]
     stream = torch.cuda.Stream()
     device = torch.cuda.current_device()
-    if slices is not None:
-        release(slices.memory, only_load=True)
+    for memory in memories:
+        release(memory, only_load=True)
 
     def watch() -> None:
         wait(ranks.sentinels)
@@ -151,8 +156,8 @@ def watch_ranks(ranked: RankedRunner, runner: DeviceRunner, ranks: RankProcesses
         torch.cuda.set_device(device)
         with torch.cuda.stream(stream):
             while not ranked.closed.wait(_RELEASE_S):
-                if slices is not None:
-                    release(slices.memory)
+                for memory in memories:
+                    release(memory)
                 if stage is not None:
                     stage.let_go()
 

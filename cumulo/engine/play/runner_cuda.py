@@ -24,7 +24,7 @@ from cumulo.engine.guides.guided import Guidance
 from cumulo.engine.play.cuda_rounds import HeadRounds, round_shape, rows_of, warm_rounds
 from cumulo.engine.play.cuda_step import CudaStep
 from cumulo.engine.play.device_slots import DeviceSlots
-from cumulo.engine.play.rank_play import DeviceRank
+from cumulo.engine.play.rank_play import DeviceRank, OwnRows
 from cumulo.engine.play.slot_table import NO_ROWS, SlotTable, StepRows
 from cumulo.engine.play.step_words import (
     DRAW_WORDS,
@@ -33,6 +33,7 @@ from cumulo.engine.play.step_words import (
     gained_blocks,
     have_cuts,
     pack,
+    pack_homes,
     shape_of,
 )
 from cumulo.engine.play.swap_pool import SwapPool
@@ -84,7 +85,13 @@ class CudaRunner:
         self.table = SlotTable(max_slots, max_context, cache.block_size, eos_token_ids, guidance)
         draws = max(max_slots, model.max_outputs)  # more than slots where a few may verify drafts
         self.slots = DeviceSlots(
-            max_slots, max_context, cache.block_size, model.max_tokens, draws, self.device
+            max_slots,
+            max_context,
+            cache.block_size,
+            model.max_tokens,
+            draws,
+            self.device,
+            0 if rank is None or rank.part.layout.dp == 1 else rank.part.layout.dp,
         )
         self.pool = SwapPool(cache, host_blocks) if host_blocks else None
         self._most = StepShape(model.max_tokens, draws, model.max_outputs)
@@ -118,6 +125,7 @@ class CudaRunner:
         try:
             if self.rank is not None:
                 self.rank.take_tokens(plan, self.slots.tokens)
+                plan = self.rank.homes.own_plan(plan)
             self._change(plan, pending)
             if plan.slots:
                 self._compute(plan, pending)
@@ -241,12 +249,14 @@ class CudaRunner:
         slots, positions = draws.slots, draws.positions
         columns = self.table.columns[slots]
         cuts = bool(have_cuts(columns, self.model.vocab_size).any())
-        shape = shape_of(int(rows.query_starts[-1]), len(rows.slots), len(slots), self._most, cuts)
-        shape = replace(shape, follows=self.head is not None and plan.feeds_head)
-        stage = self.slots.stage()
-        pack(
-            stage.array, shape, rows, pending.of_row, draws.token_rows, draw_words(columns, slots, positions)
-        )
+        words, stage = draw_words(columns, slots, positions), self.slots.stage()
+        own = None if self.rank is None else self.rank.homes.own_rows(rows, draws.token_rows)
+        if own is None:
+            shape = shape_of(int(rows.query_starts[-1]), len(rows.slots), len(slots), self._most, cuts)
+            shape = replace(shape, follows=self.head is not None and plan.feeds_head)
+            pack(stage.array, shape, rows, pending.of_row, draws.token_rows, words)
+        else:
+            shape = self._pack_own(stage.array, rows, own, pending.of_row, words, cuts)
         self.slots.send(stage, shape)
         wide = bool(plan.prompt_logprob_rows or plan.pool_rows)
         if self.model.adapters is not None:
@@ -265,10 +275,26 @@ class CudaRunner:
         if special.any():
             self._draw_on_host(np.flatnonzero(special), slots, positions, pending)
         if wide:  # last: it computes logits in the place of those that were drawn from
-            self._read_positions(plan, rows, pending)
+            self._read_positions(plan, rows, own, pending)
         if self.rank is not None:
             self.rank.send_tokens(self.slots.views(shape)[1][: len(slots)], self.slots.tokens)
         pending.owners = self.owners[slots]
+
+    def _pack_own(
+        self, out: NDArray[np.int32], rows: StepRows, own: OwnRows, of_row: dict[int, tuple[int, int]],
+        words: NDArray[np.int32], cuts: bool,
+    ) -> StepShape:  # fmt: skip
+        """Of a step whose rows are on several ranks, those that are here. All ranks have one shape."""
+        decodes_only, draws = int(rows.query_starts[-1]) == len(rows.slots), len(own.owners)
+        shape = shape_of(max(own.shares), own.most_rows, draws, self._most, cuts, decodes_only)
+        everything = shape_of(sum(own.shares), len(rows.slots), draws, self._most)
+        shape = replace(shape, homes=len(own.shares), all_tokens=everything.tokens)
+        blocks = {int(own.place[row]): gained for row, gained in of_row.items() if own.place[row] >= 0}
+        logit_rows = np.zeros(draws, dtype=np.int64)  # what others compute is asked for anywhere
+        logit_rows[own.here] = own.wanted
+        pack(out, shape, own.rows, blocks, logit_rows, words)
+        pack_homes(out, shape, np.array(own.shares), own.owners)
+        return shape
 
     def _compute_rounds(self, plan: StepPlan, rounds: Rounds, pending: CudaStep) -> None:
         rows, draws = round_draws(plan, rounds.drafts)
@@ -340,8 +366,9 @@ class CudaRunner:
         logit_rows, draws = slots.views(shape)
         tokens = shape.tokens
         step = StepTensors(
-            slots.token_ids[:tokens], slots.positions[:tokens], slots.kv_slots[:tokens], logit_rows, attention
-        )
+            slots.token_ids[:tokens], slots.positions[:tokens], slots.kv_slots[:tokens], logit_rows, attention,
+            homes=slots.homes(shape),
+        )  # fmt: skip
         if shape.adapters:
             assert self.model.adapters is not None
             step.adapters = self.model.adapters.views(tokens, shape.draws)
@@ -384,7 +411,7 @@ class CudaRunner:
         return graph
 
     def _attention(self, shape: StepShape) -> AttentionPlan | LatentPlan:
-        shape = replace(shape, cuts=False, adapters=False, follows=False, rounds=None)  # attention sees none
+        shape = StepShape(shape.tokens, shape.rows, shape.draws, shape.decodes_only)  # attention sees no more
         plan = self._plans.get(shape)
         if plan is None:
             plan = self._plans[shape] = self.model.attention_plan(
@@ -423,13 +450,23 @@ class CudaRunner:
         pending.host_draws, pending.drawn = draws, drawn
         self.slots.set_tokens(list(zip(chosen.tolist(), where.tolist(), drawn.tokens.tolist(), strict=True)))
 
-    def _read_positions(self, plan: StepPlan, rows: StepRows, pending: CudaStep) -> None:
+    def _read_positions(self, plan: StepPlan, rows: StepRows, own: OwnRows | None, pending: CudaStep) -> None:
         """Log-probabilities of prompt tokens, and sums of hidden states for embeddings."""
         norm, stream = self.model.decoder.final_norm.weight, self.model.stream
 
-        def hidden(positions: NDArray[np.int64]) -> Tensor:
-            picked = torch.from_numpy(positions.astype(np.int32)).to(self.device)
-            return rms_norm(stream, norm, self.model.spec.norm_eps, rows=picked)
+        def hidden(row: int, first: int, count: int) -> Tensor:
+            """Of so many tokens of a row of the step."""
+            starts, index = (
+                (rows.query_starts, row) if own is None else (own.rows.query_starts, own.place[row])
+            )
+            if index < 0:
+                states = stream.new_zeros((count, stream.shape[1]))
+            else:
+                picked = (
+                    torch.arange(count, dtype=torch.int32, device=self.device) + int(starts[index]) + first
+                )
+                states = rms_norm(stream, norm, self.model.spec.norm_eps, rows=picked)
+            return states if self.rank is None else self.rank.all_states(states)
 
         for row in plan.prompt_logprob_rows:
             slot, start = int(rows.slots[row]), int(rows.starts[row])
@@ -439,7 +476,7 @@ class CudaRunner:
             most = min(_PROMPT_LOGIT_ROWS, self.model.max_outputs)
             for first in range(0, max(0, count), most):
                 size = min(most, count - first)
-                states = hidden(int(rows.query_starts[row]) + first + np.arange(size))
+                states = hidden(row, first, size)
                 self.model.logits_of(states, self.model.logits[:size])
                 logits = self.model.whole_logits(size).float()
                 begin = start + first + 1
@@ -447,8 +484,8 @@ class CudaRunner:
                 entries += token_logprobs(logits, tokens, np.full(size, wanted))
             pending.prompt_logprobs[row] = entries
         for row, first in zip(plan.pool_rows, plan.pool_starts, strict=True):
-            begin = int(rows.query_starts[row]) + first - int(rows.starts[row])
-            states = hidden(np.arange(begin, int(rows.query_starts[row + 1])))
+            begin = first - int(rows.starts[row])
+            states = hidden(row, begin, int(rows.counts[row]) - begin)
             pending.pooled.append(states.sum(dim=0, dtype=torch.float64).cpu().numpy())
 
     # -- results ------------------------------------------------------------------------------------------

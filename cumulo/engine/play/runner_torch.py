@@ -176,7 +176,7 @@ class TorchRunner:
         started_s, began_busy_s = time.perf_counter(), time.thread_time()
         if self.rank is not None:
             self.rank.take_tokens(plan, self.table)
-            plan = self.rank.own_plan(plan)
+            plan = self.rank.homes.own_plan(plan)
         self.table.end(plan.end)
         self._move_blocks(plan)
         self.table.apply(plan)
@@ -264,7 +264,7 @@ class TorchRunner:
 
     def _forward(self, rows: StepRows, wanted: NDArray[np.int64]) -> Tensor:
         """Hidden states of the wanted tokens; of a pipeline's last stage only."""
-        own = None if self.rank is None else self.rank.own_rows(rows, wanted)
+        own = None if self.rank is None else self.rank.homes.own_rows(rows, wanted)
         if own is None:
             return self.model.forward(self.table.forward_batch(rows, wanted, self.device), self.cache)
         batch = self.table.forward_batch(own.rows, own.wanted, self.device)

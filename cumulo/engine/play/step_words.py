@@ -43,10 +43,17 @@ class StepShape:
     adapters: bool = False  # some row has an adapter
     follows: bool = False  # a draft head sees the tokens
     rounds: Rounds | None = None  # ... and drafts, in as many rounds
+    homes: int = 0  # of data-parallel attention: ranks that have different rows; the sizes above are one's
+    all_tokens: int = 0  # ... and what tokens of all homes are rounded up to
+
+    @property
+    def plain_words(self) -> int:
+        """Without those about homes, which come last."""
+        return 5 * self.rows + 1 + self.draws * (1 + len(DRAW_WORDS))
 
     @property
     def words(self) -> int:
-        return 5 * self.rows + 1 + self.draws * (1 + len(DRAW_WORDS))
+        return self.plain_words + (self.homes + 1 + self.draws if self.homes else 0)
 
 
 def round_rows(count: int) -> int:
@@ -65,14 +72,18 @@ def round_tokens(count: int) -> int:
     return -(-count // step) * step
 
 
-def shape_of(tokens: int, rows: int, draws: int, most: StepShape, cuts: bool = False) -> StepShape:
-    """The shape for a step of so many, none larger than in `most`, which every step must fit into."""
+def shape_of(
+    tokens: int, rows: int, draws: int, most: StepShape, cuts: bool = False, decodes_only: bool | None = None
+) -> StepShape:
+    """The shape for a step of so many, none larger than in `most`, which every step must fit into. `decodes_only`:
+    where the numbers do not say it, as they are the largest of several ranks'."""
     if tokens > most.tokens or rows > most.rows or draws > most.draws:
         raise RuntimeError(
             f"a step of {tokens} tokens, {rows} rows and {draws} draws does not fit into buffers for "
             f"{most.tokens}, {most.rows} and {most.draws}"
         )
-    decodes_only = tokens == rows
+    if decodes_only is None:
+        decodes_only = tokens == rows
     shape_rows = min(round_rows(rows), most.rows, most.tokens)  # of decodes alone, rows are tokens
     return StepShape(
         shape_rows if decodes_only else min(round_tokens(tokens), most.tokens),
@@ -103,12 +114,23 @@ def pack(
     indices[:] = -1
     for row, (index, block) in new_blocks.items():
         indices[row], blocks[row] = index, block
-    rest = out[5 * size + 1 : shape.words]
+    rest = out[5 * size + 1 : shape.plain_words]
     wanted, columns = rest[: shape.draws], rest[shape.draws :].reshape(shape.draws, len(DRAW_WORDS))
     wanted[: len(logit_rows)], wanted[len(logit_rows) :] = logit_rows, 0
     columns[: len(draws)] = draws
     columns[len(draws) :] = 0
     columns[len(draws) :, 0] = -1
+
+
+def pack_homes(
+    out: NDArray[np.int32], shape: StepShape, shares: NDArray[np.int64], owners: NDArray[np.int64]
+) -> None:
+    """Behind what `pack` has filled: how many tokens each home has, and which home has the row of each draw."""
+    words = out[shape.plain_words : shape.words]
+    starts, homes_of = words[: shape.homes + 1], words[shape.homes + 1 :]
+    starts[0] = 0
+    np.cumsum(shares, out=starts[1:])
+    homes_of[: len(owners)], homes_of[len(owners) :] = owners, 0
 
 
 def draw_words(

@@ -29,6 +29,7 @@ from cumulo.models.decoder import Decoder
 from cumulo.models.linear import Linear
 from cumulo.models.play.cuda_adapters import CudaAdapters, StepAdapters
 from cumulo.models.play.cuda_latent import LatentHalf
+from cumulo.models.play.cuda_rows import RankRows, StepHomes
 from cumulo.models.play.cuda_slice import ATTENTION, FEED_FORWARD, RankSlice
 from cumulo.models.play.cuda_stage import RankStage
 from cumulo.models.play.cuda_weights import HeadWeights, LayerWeights, layer_weights
@@ -45,6 +46,7 @@ class StepTensors:
     logit_rows: Tensor  # [R]: tokens whose logits are wanted
     attention: AttentionPlan | LatentPlan  # prepared for this step
     adapters: StepAdapters | None = None  # rows that have one
+    homes: StepHomes | None = None  # of data-parallel attention: which rows are here
 
 
 def why_not(decoder: Decoder) -> str | None:
@@ -75,6 +77,7 @@ class CudaDecoder:
         batch_invariant: bool = False,
         rank_slice: RankSlice | None = None,
         stage: RankStage | None = None,
+        rows: RankRows | None = None,
         bank: AdapterBank | None = None,
     ) -> None:
         """Buffers for steps of up to `max_tokens` tokens and `max_outputs` rows of logits.
@@ -86,6 +89,7 @@ class CudaDecoder:
         `rank_slice`: the decoder is one rank's part of a model; its spec has that rank's heads and widths, and
         its share of the vocabulary.
         `stage`: it has some of the model's layers only, and gets its stream from the stage before.
+        `rows`: it computes some of the sequences only, and its experts for all.
         `bank`: the adapters that rows may have.
         """
         obstacle = why_not(decoder)
@@ -97,7 +101,7 @@ class CudaDecoder:
         registry.load_for(registry.device_name(device))
         prepare(device)
         self.max_tokens, self.max_outputs = max_tokens, max_outputs
-        self.invariant, self.slice, self.stage = batch_invariant, rank_slice, stage
+        self.invariant, self.slice, self.stage, self.rows = batch_invariant, rank_slice, stage, rows
         self.draws = stage is None or stage.last  # others have no logits
         decoder.rotary.rotation_at(torch.zeros(0, dtype=torch.int64, device=device))  # makes the table
         assert decoder.rotary.table is not None
@@ -211,7 +215,7 @@ class CudaDecoder:
     @contextmanager
     def rehearsal(self) -> Iterator[None]:
         """Kernels that are launched inside do not wait for other ranks, and compute nonsense."""
-        memories = [part.memory for part in (self.slice, self.stage) if part is not None]
+        memories = [part.memory for part in (self.slice, self.stage, self.rows) if part is not None]
         for memory in memories:
             memory.waits = False
         try:
@@ -230,7 +234,7 @@ class CudaDecoder:
         tokens, outputs = len(step.token_ids), len(step.logit_rows)
         stream = self.stream[:tokens]
         self._enter(step.token_ids, stream)
-        pick = outputs < tokens and not every_row and self.draws
+        pick = outputs < tokens and not every_row and self.draws and step.homes is None
         groups = None if step.adapters is None else step.adapters.tokens
         last = self._played[-1][0]
         for index, layer in self._played:
@@ -245,7 +249,7 @@ class CudaDecoder:
                 groups = None if step.adapters is None else step.adapters.outputs
             with self._adapted(index, "attention.output", mixed, stream, groups):
                 self._add_product(mixed, layer.output, layer.output_bias, stream, ATTENTION)
-            self._feed_forward(layer, stream, index, groups)
+            self._feed_forward(layer, stream, index, groups, step.homes)
         if self.stage is not None and not self.draws:
             self.stage.send(stream)
             if self.slice is not None:
@@ -254,7 +258,14 @@ class CudaDecoder:
             return self.logits[:0]
         rows = None if pick else step.logit_rows
         norm = self.decoder.final_norm.weight
-        wanted = rms_norm(stream, norm, self.spec.norm_eps, rows=rows, out=self.wanted[:outputs])
+        wanted = self.wanted[:outputs]
+        if (
+            self.rows is not None and step.homes is not None
+        ):  # rows of others are nonsense until they are gathered
+            rms_norm(stream, norm, self.spec.norm_eps, rows=rows, out=self.rows.own_wanted(outputs))
+            self.rows.all_wanted(step.homes, wanted)
+        else:
+            rms_norm(stream, norm, self.spec.norm_eps, rows=rows, out=wanted)
         return self.logits_of(wanted, self.logits[:outputs])
 
     def _enter(self, token_ids: Tensor, stream: Tensor) -> None:
@@ -341,9 +352,18 @@ class CudaDecoder:
         return self.adapters.added(f"layers.{index}.{name}", x, y, groups)
 
     def _feed_forward(
-        self, layer: LayerWeights, stream: Tensor, index: int, groups: AdapterGroups | None
-    ) -> None:
+        self, layer: LayerWeights, stream: Tensor, index: int, groups: AdapterGroups | None,
+        homes: StepHomes | None,
+    ) -> None:  # fmt: skip
         tokens = len(stream)
+        if (
+            layer.mixture is not None
+            and homes is not None
+            and self.rows is not None
+            and self.rows.spreads_experts
+        ):
+            self._experts_of_all(layer, stream, homes, self.rows)
+            return
         if layer.mixture is not None:
             assert self.moe_buffers is not None
             experts, router = layer.mixture.experts, layer.mixture.router
@@ -368,6 +388,22 @@ class CudaDecoder:
         assert layer.down is not None
         with self._adapted(index, "ffn.down", activated, stream, groups):
             self._add_product(activated, layer.down, layer.down_bias, stream, FEED_FORWARD)
+
+    def _experts_of_all(self, layer: LayerWeights, stream: Tensor, homes: StepHomes, rows: RankRows) -> None:
+        """A mixture whose experts are spread over ranks that have different rows."""
+        assert self.moe_buffers is not None and layer.mixture is not None
+        experts, router = layer.mixture.experts, layer.mixture.router
+        normed = rms_norm(stream, layer.ffn_norm, self.spec.norm_eps, out=rows.own_rows(len(stream)))
+        target = rows.partial(homes)
+        mixture(
+            rows.all_rows(homes), router.weight, experts.gate_up, experts.down, self.moe_buffers, target,
+            router.selection_bias, self.invariant, first_expert=rows.first_expert,
+        )  # fmt: skip
+        if layer.gate_up is not None:  # the expert that every token passes through
+            assert layer.down is not None
+            activated = self._activated(normed, layer, None)
+            self._add_product(activated, layer.down, layer.down_bias, stream, FEED_FORWARD)
+        rows.add_partials(homes, stream)
 
     def _activated(
         self, x: Tensor, layer: LayerWeights, norm: Tensor | None, index: int = 0,

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_WORDS, _TURNS = 1024, 4  # a program copies so many, so often
+_WORDS, _TURNS = 2048, 2  # a program copies so many, so often
 
 
 @triton.jit(do_not_specialize=["first_layer", "source_blocks", "target_blocks"])

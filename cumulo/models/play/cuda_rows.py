@@ -1,0 +1,89 @@
+"""RankRows: what a rank of data-parallel attention does besides its own sequences: it computes its experts for the
+rows of all ranks, and gives the others the hidden states that tokens are drawn from. `CudaDecoder` calls it.
+
+What a rank writes for the others stays until they have read it: between two writings of one buffer there is always
+a meeting of all ranks behind the kernel that reads.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cumulo.kernels.cuda.collective.peers import PeerMemory, aligned, flags_bytes
+from cumulo.kernels.cuda.collective.rows import gather_owned, gather_rows, sum_rows
+from cumulo.layout.serving import RankPart
+
+_FLOAT32_ROWS = 512  # partial sums of small steps, where bytes are cheap, are rounded once
+
+
+@dataclass(frozen=True, slots=True)
+class StepHomes:
+    """Which ranks a step's rows lie on, on the device."""
+
+    starts: Tensor  # [homes + 1]: where each home's tokens begin among all
+    owners: Tensor  # [R]: the home whose rank computes the row that is drawn from
+    tokens: int  # of all homes, rounded up
+
+
+def _partial_bytes(hidden: int, max_tokens: int, dtype: torch.dtype, invariant: bool) -> int:
+    if invariant:
+        return hidden * 4 * max_tokens
+    return hidden * max(4 * min(max_tokens, _FLOAT32_ROWS), dtype.itemsize * max_tokens)
+
+
+def rows_bytes(
+    hidden: int, max_tokens: int, max_outputs: int, dtype: torch.dtype, ranks: int, invariant: bool
+) -> int:
+    """What a rank must let the others of its stage read."""
+    rows, wanted = (aligned(count * hidden * dtype.itemsize) for count in (max_tokens, max_outputs))
+    return flags_bytes(ranks) + rows + wanted + aligned(_partial_bytes(hidden, max_tokens, dtype, invariant))
+
+
+class RankRows:
+    def __init__(
+        self,
+        memory: PeerMemory,
+        part: RankPart,
+        max_tokens: int,
+        max_outputs: int,
+        dtype: torch.dtype,
+        invariant: bool,
+    ) -> None:
+        """`memory`: of the stage's ranks. `invariant`: a sum's bits do not depend on how many rows there are."""
+        self.memory, self._home, self._slice = memory, part.place.dp, part.place.tp
+        self._homes, self._hidden = part.layout.dp, part.whole.hidden
+        self._dtype, self._invariant = dtype, invariant
+        self.spreads_experts, self.first_expert = part.layout.ep > 1, part.experts.start
+        self._rows = memory.carve((max_tokens, self._hidden), dtype)
+        self._wanted = memory.carve((max_outputs, self._hidden), dtype)
+        size = _partial_bytes(self._hidden, max_tokens, dtype, invariant)
+        self._partial = memory.carve((size,), torch.uint8)
+        self._all = torch.empty((max_tokens, self._hidden), dtype=dtype, device=self._rows.own.device)
+
+    def own_rows(self, rows: int) -> Tensor:
+        """Where this rank's hidden states go, as its experts' neighbours read them."""
+        return self._rows.own[:rows]
+
+    def all_rows(self, homes: StepHomes) -> Tensor:
+        """Those of all ranks, whose owners have written them."""
+        return gather_rows(self.memory, self._rows, homes.starts, self._slice, self._all[: homes.tokens])
+
+    def partial(self, homes: StepHomes) -> Tensor:
+        """Where what this rank's experts add to all rows goes; zeros."""
+        numbers = self._partial.own.view(self._partial_dtype(homes))
+        return numbers[: homes.tokens * self._hidden].view(homes.tokens, self._hidden).zero_()
+
+    def add_partials(self, homes: StepHomes, stream: Tensor) -> None:
+        """What all ranks' experts add to the rows that are here."""
+        sum_rows(self.memory, self._partial, self._partial_dtype(homes), homes.starts, self._home, stream)
+
+    def own_wanted(self, outputs: int) -> Tensor:
+        return self._wanted.own[:outputs]
+
+    def all_wanted(self, homes: StepHomes, out: Tensor) -> Tensor:
+        """Of every draw the hidden state that its owner has written."""
+        return gather_owned(self.memory, self._wanted, homes.owners, self._homes, self._slice, out)
+
+    def _partial_dtype(self, homes: StepHomes) -> torch.dtype:
+        return torch.float32 if self._invariant or homes.tokens <= _FLOAT32_ROWS else self._dtype
