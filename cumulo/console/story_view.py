@@ -4,7 +4,7 @@ from html import escape
 from typing import Any
 
 from cumulo.console.tiles import rounded, tile
-from cumulo.console.words import clock_time, short_id
+from cumulo.console.words import clock_time, milliseconds, short_id
 from cumulo.serve.observe.stories import Record, explanation
 
 _WIDTH, _BAR_Y, _BAR_HEIGHT = 900, 8, 22
@@ -99,7 +99,7 @@ def _events(told: dict[str, Any]) -> str:
 
 
 def _line(record: Record) -> str:
-    """Tokenise, wait, prefill, decode to scale, with a tick for every token that left."""
+    """Tokenise and send to the engine, wait, prefill, decode to scale, with a tick for every token that left."""
     story, end_s = record.story, record.ended_s
     if story is None or end_s is None or end_s <= record.received_s:
         return ""
@@ -110,18 +110,18 @@ def _line(record: Record) -> str:
 
     admitted_s = story.admitted_s if story.admitted_s is not None else end_s
     first_s = story.first_token_s if story.first_token_s is not None else end_s
-    edges = [record.received_s, record.submitted_s, admitted_s, first_s, end_s]
-    names = ("tokenize", "queue", "prefill", "decode")
+    edges = [record.received_s, story.arrived_s, admitted_s, first_s, end_s]
+    names = ("tokenize and send", "queue", "prefill", "decode")
     inks = ("ink-6", "ink-free", "ink-prefill", "ink-decode")
     bars = "".join(
         f'<rect class="{ink}" x="{at(start):.1f}" y="{_BAR_Y}" width="{max(0.6, at(end) - at(start)):.1f}" '
-        f'height="{_BAR_HEIGHT}"><title>{name}: {(end - start) * 1e3:.1f} ms</title></rect>'
+        f'height="{_BAR_HEIGHT}"><title>{name}: {milliseconds(max(0.0, end - start))}</title></rect>'
         for name, ink, start, end in zip(names, inks, edges[:-1], edges[1:], strict=True)
     )
     times = record.token_times_s[:: max(1, len(record.token_times_s) // _MOST_TICKS)]
     ticks = "".join(f"M{at(time_s):.1f} {_BAR_Y + _BAR_HEIGHT + 3}v6" for time_s in times)
     legend = "".join(
-        f'<span><i class="{ink}"></i>{name} {max(0.0, end - start) * 1e3:,.1f} ms</span>'
+        f'<span><i class="{ink}"></i>{name} {milliseconds(max(0.0, end - start))}</span>'
         for name, ink, start, end in zip(names, inks, edges[:-1], edges[1:], strict=True)
     )
     return (

@@ -288,6 +288,9 @@ def test_a_text_file_and_a_preset_reach_the_model(
             page.locator(".said.user .file-chip").count() == 1
             and page.locator(".chips .file-chip").count() == 0
         )
+        page.get_by_label("Edit", exact=True).click()
+        page.get_by_role("button", name="Cancel").click()
+        page.locator(".said.user .file-chip").get_by_text("notes.txt (15 characters)").wait_for()
         entry = stored_chats(page)[0]["entries"][0]
         assert entry["files"] == [{"name": "notes.txt", "text": "alpha\n```\nbeta\n"}]
         with_file = stored_chats(page)[0]["entries"][1]["about"]["request_id"]

@@ -17,6 +17,7 @@ from cumulo.console.machine_use import MachineUse, UseSample
 from cumulo.console.request_table import Filter, rows_of, table_html
 from cumulo.console.resolved_options import engine_rows, server_rows
 from cumulo.console.sessions import COOKIE, Sessions, Visitor
+from cumulo.console.tiles import tile
 from cumulo.console.words import duration, milliseconds, percentile, short_id
 from cumulo.engine.config import EngineConfig
 from cumulo.engine.decide.story import Story
@@ -55,6 +56,11 @@ def test_percentiles_are_values_that_occurred() -> None:
 def test_times_are_written_in_the_unit_one_would_say() -> None:
     assert [milliseconds(s) for s in (None, 0.0123, 1.5, 75.0)] == ["–", "12.3 ms", "1.50 s", "75.0 s"]
     assert [duration(s) for s in (0, 61, 90_000)] == ["0 s", "1 min 1 s", "1 d 1 h"]
+
+
+def test_a_tile_shows_long_times_in_seconds() -> None:
+    assert "<b>818<small>ms</small></b>" in tile("TTFT", 818.2, "ms", "Time to first token.")
+    assert "<b>1.41<small>s</small></b>" in tile("TTFT", 1410.0, "ms", "Time to first token.")
 
 
 def test_a_short_id_tells_the_prompts_of_one_call_apart() -> None:

@@ -71,11 +71,7 @@ class ThreadView:
     def _user(self, index: int, entry: Entry) -> None:
         with ui.element("div").classes("turn"):
             with ui.element("div").classes("said user") as bubble:
-                for file in entry.get("files", ()):
-                    with ui.element("div").classes("file-chip"):
-                        ui.icon("description")
-                        ui.label(f"{file['name']} ({len(file['text']):,} characters)")
-                ui.label(entry["content"])
+                _message(entry)
             with ui.element("div").classes("turn-buttons") as buttons:
                 small_button("Edit", "edit", lambda: self._edit(index, entry, bubble, buttons))
                 copy_button(entry["content"])
@@ -94,7 +90,7 @@ class ThreadView:
             bubble.clear()
             buttons.set_visibility(True)
             with bubble:
-                ui.label(entry["content"])
+                _message(entry)
 
         with bubble:
             field = ui.textarea(value=entry["content"]).props(
@@ -104,6 +100,14 @@ class ThreadView:
             with ui.element("div").classes("edit-buttons"):
                 ui.button("Cancel", on_click=cancel).props("flat dense no-caps").classes("quiet")
                 ui.button("Send").props("unelevated dense no-caps").on("click", resend, js_handler=_EDITED)
+
+
+def _message(entry: Entry) -> None:
+    for file in entry.get("files", ()):
+        with ui.element("div").classes("file-chip"):
+            ui.icon("description")
+            ui.label(f"{file['name']} ({len(file['text']):,} characters)")
+    ui.label(entry["content"])
 
 
 def _results(entries: list[Entry], index: int) -> dict[str, str]:

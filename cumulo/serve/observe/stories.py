@@ -227,7 +227,8 @@ def summary(record: Record) -> str:
     ]
     behind = next((event.detail.get("behind", 0) for event in story.events if event.kind == "arrived"), 0)
     if story.queue_s is not None:
-        parts.append(f"queued {_ms(story.queue_s)} behind {behind} requests")
+        others = f" behind {behind} request{'' if behind == 1 else 's'}" if behind else ""
+        parts.append(f"queued {_ms(story.queue_s)}{others}")
     reasons = list(dict.fromkeys(e.detail["why"] for e in story.events if e.kind == "blocked"))
     if reasons:
         parts.append("waited for " + "; then for ".join(reasons[:3]))
