@@ -81,3 +81,24 @@ def test_a_fused_head_proposes_what_the_head_proposes(tmp_path) -> None:
 def test_a_head_that_is_not_packed_is_not_fused() -> None:
     embed = Linear(SPEC.hidden, SPEC.vocab_size, dtype=torch.float32, device="cpu")
     assert why_not_head(EagleHead(SPEC, 3 * SPEC.hidden, 150), embed) == "its matrices are not packed"
+
+
+def test_one_sequence_is_followed_as_it_is_in_a_batch(tmp_path) -> None:
+    """In arrays that are used again: the same bits, behind known tokens and behind the head's own proposals."""
+    generator = torch.Generator().manual_seed(3)
+    embed = Linear(SPEC.hidden, SPEC.vocab_size, dtype=torch.float32, device="cpu")
+    embed.weight.data = torch.randn(SPEC.vocab_size, SPEC.hidden, generator=generator)
+    tap = StreamTap((0, 1, 2), 96, SPEC.hidden, torch.float32, "cpu")
+    tap.kept.copy_(torch.randn(tap.kept.shape, generator=generator))
+    head = random_head(tmp_path)
+    batched, single = FusedEagle(head, embed, tap), FusedEagle(head, embed, tap)
+    caches = KVCache(SPEC, 6, 16), KVCache(SPEC, 6, 16)
+    previous = None
+    for first, count, own in ((0, 13, False), (13, 1, False), (14, 1, True), (15, 1, True), (15, 3, False)):
+        batch = step(first, count, [count - 1], generator)
+        previous, (tokens, chances) = batched.follow(batch, caches[0], previous if own else None)
+        blocks = batch.block_tables[0].numpy()
+        found = single.follow_one(batch.token_ids.tolist(), first, blocks, caches[1], own)
+        assert found == (tokens[0], chances[0])
+    assert torch.equal(caches[1].key_storage, caches[0].key_storage)
+    assert torch.equal(caches[1].value_storage, caches[0].value_storage)

@@ -17,6 +17,7 @@ from cumulo.engine.play.slot_table import SlotTable, StepRows
 from cumulo.models.batch import ForwardBatch, KVCache, RunnableModel
 from cumulo.models.heads.eagle import Likeliest, likeliest_of
 from cumulo.models.heads.tap import StreamTap
+from cumulo.models.play.fused_eagle import MOST_OF_ONE, FusedEagle
 
 _MOST_TOKENS = 512  # of prompts that are computed before one step's first proposals
 
@@ -65,6 +66,11 @@ class Drafter:
         """`wanted`: draw, slot and how many tokens. By draw, tokens proposed behind the known ones, with their
         chances: fewer where there is no room or where all of them are right with a chance below `floor`, none while
         its prompt is not computed."""
+        if len(wanted) == 1 and isinstance(self.model, FusedEagle):
+            draw, slot, count = wanted[0]
+            start, end = int(self._followed[slot]), int(table.lengths[slot]) - self.model.shift
+            if 0 < end - start <= MOST_OF_ONE:
+                return self._propose_one(self.model, draw, slot, count, start, end, table, floor)
         draws, slots, counts = (np.array(column, dtype=np.int64) for column in zip(*wanted, strict=True))
         ends = table.lengths[slots] - self.model.shift  # places that the known tokens make
         room = np.minimum(table.block_counts[slots] * table.block_size, self.limit)
@@ -84,6 +90,31 @@ class Drafter:
         return self._continue(
             draws[complete], slots[complete], ends[complete], counts[complete], *followed, table, floor
         )
+
+    def _propose_one(
+        self, head: FusedEagle, draw: int, slot: int, count: int, start: int, end: int, table: SlotTable,
+        floor: float,
+    ) -> Proposed:  # fmt: skip
+        """The same for one sequence of which few tokens are new, without arrays: most of a proposal's time is small
+        operations. Places from `start` up to `end` are to be followed."""
+        room = min(int(table.block_counts[slot]) * table.block_size, self.limit)
+        if end > room:
+            return {}, {}
+        tokens, blocks = table.tokens[slot], table.tables[slot]
+        most = min(count, room - end + 1)
+        new: list[int] = tokens[start + 1 : end + 1].tolist()
+        token, chance = head.follow_one(new, start, blocks, self.cache, False)
+        self._followed[slot] = end
+        proposed, chances = [token], [chance]
+        together = chance
+        while len(proposed) < most and together >= floor:
+            place = end + len(proposed)
+            tokens[place] = token  # behind the known tokens, where whatever is drawn will overwrite it
+            token, chance = head.follow_one([token], place - 1, blocks, self.cache, True)
+            proposed.append(token)
+            chances.append(chance)
+            together *= chance
+        return {draw: proposed}, {draw: chances}
 
     def _continue(
         self,

@@ -2,12 +2,15 @@
 wherever `why_not_head` has nothing to say.
 """
 
+import ctypes
+
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from cumulo.kernels.cpu import library as native_library
-from cumulo.kernels.cpu.library import NativeLibrary
+from cumulo.kernels.cpu.library import NativeLibrary, OpStruct, StepStruct
 from cumulo.kernels.cpu.packed_linear import PackedColumns, PackedWeight
 from cumulo.kernels.cpu.paged_attention import attention_fields
 from cumulo.models.batch import ForwardBatch, KVCache
@@ -18,6 +21,7 @@ from cumulo.models.play.native_step import native_step
 from cumulo.models.play.op_writer import ActivationRoom, OpWriter
 
 _ROWS_STEP = 16  # buffers grow in multiples of this many tokens
+MOST_OF_ONE = _ROWS_STEP  # tokens that follow_one takes
 
 
 class FusedEagle:
@@ -33,6 +37,7 @@ class FusedEagle:
         head.rotary.rotation_at(torch.zeros(0, dtype=torch.int64))  # makes the table
         assert head.rotary.table is not None
         self._tables = head.rotary.table[0].contiguous(), head.rotary.table[1].contiguous()
+        self._kept, self._token_of = tap.kept.numpy(), head.token_of.numpy()
         self._program: _HeadProgram | None = None
 
     @property
@@ -43,12 +48,7 @@ class FusedEagle:
         self, batch: ForwardBatch, cache: KVCache, previous: Tensor | None
     ) -> tuple[Tensor, Likeliest]:
         tokens, outputs = len(batch.token_ids), len(batch.logit_rows)
-        program = self._program
-        if program is None or program.cache is not cache or program.rows < tokens:
-            rows = -(-tokens // _ROWS_STEP) * _ROWS_STEP
-            program = self._program = _HeadProgram(
-                self._head, self._embed, self._tables, self._library, cache, rows
-            )
+        program = self._program_for(tokens, cache)
         if previous is None:
             torch.index_select(self._tap.kept, 0, batch.slots, out=program.tapped.values[:tokens])
         else:
@@ -58,6 +58,75 @@ class FusedEagle:
         found = program.likeliest.numpy()[:outputs]
         tokens_of = self._head.token_of.numpy()[found.view(np.int32)[:, 1]]
         return program.wanted.values[:outputs].clone(), (tokens_of, found[:, 0].copy())
+
+    def follow_one(
+        self, tokens: list[int], start: int, blocks: NDArray[np.int32], cache: KVCache, behind_own: bool
+    ) -> tuple[int, float]:
+        """`follow` for up to MOST_OF_ONE tokens of one sequence from place `start` on, whose blocks are given: the
+        most likely next token and its chance. `behind_own`: the token is this head's last proposal. Between a
+        model's steps the host's caches are cold, so that every operation that is saved here counts."""
+        program = self._program_for(len(tokens), cache)
+        step, size = program.one, cache.block_size
+        for row, token in enumerate(tokens):
+            place = start + row
+            slot = int(blocks[place // size]) * size + place % size
+            step.token_ids[row], step.positions[row], step.slots[row] = token, place, slot
+            if not behind_own:
+                program.tapped_rows[row] = self._kept[slot]
+        if behind_own:
+            program.stream_rows[0] = program.wanted_rows[0]
+        step.play(
+            self._library,
+            program.behind_drafts if behind_own else program.behind_tokens,
+            blocks,
+            start,
+            len(tokens),
+        )
+        return int(self._token_of[program.found[0]]), float(program.chances[0])
+
+    def _program_for(self, tokens: int, cache: KVCache) -> "_HeadProgram":
+        program = self._program
+        if program is None or program.cache is not cache or program.rows < tokens:
+            rows = -(-tokens // _ROWS_STEP) * _ROWS_STEP
+            program = self._program = _HeadProgram(
+                self._head, self._embed, self._tables, self._library, cache, rows
+            )
+        return program
+
+
+class _OneSequence:
+    """A step of one sequence, in arrays that are used again."""
+
+    def __init__(self, cache: KVCache, vocabulary: int, position_limit: int) -> None:
+        self.token_ids, self.positions, self.slots = (np.zeros(MOST_OF_ONE, np.int64) for _ in range(3))
+        self._last, self._ends = np.zeros(1, np.int64), np.zeros(3, np.int32)  # query starts, context length
+        self._struct = StepStruct(
+            sequences=1,
+            outputs=1,
+            vocabulary=vocabulary,
+            position_limit=position_limit,
+            blocks=cache.blocks,
+            block_size=cache.block_size,
+            token_ids=self.token_ids.ctypes.data,
+            positions=self.positions.ctypes.data,
+            slots=self.slots.ctypes.data,
+            output_rows=self._last.ctypes.data,
+            query_starts=self._ends.ctypes.data,
+            context_lengths=self._ends[2:].ctypes.data,
+        )
+
+    def play(
+        self,
+        library: NativeLibrary,
+        ops: "ctypes.Array[OpStruct]",
+        blocks: NDArray[np.int32],
+        start: int,
+        count: int,
+    ) -> None:
+        step = self._struct
+        self._last[0], self._ends[1], self._ends[2] = count - 1, count, start + count
+        step.tokens, step.table_stride, step.block_tables = count, len(blocks), blocks.ctypes.data
+        library.play(ops, step)
 
 
 class _HeadProgram:
@@ -110,6 +179,11 @@ class _HeadProgram:
             writer.linear(normed, head.head, logits, over_outputs=True)
             writer.likeliest(logits, self.likeliest)
         self.behind_tokens, self.behind_drafts = (writer.array() for writer in self._writers)
+        self.one = _OneSequence(cache, embed.shape[0], len(tables[0]))
+        self.tapped_rows, self.stream_rows, self.wanted_rows = (
+            one.values.numpy() for one in (self.tapped, self.stream, self.wanted)
+        )
+        self.chances, self.found = self.likeliest.numpy()[:, 0], self.likeliest.numpy().view(np.int32)[:, 1]
 
 
 def why_not_head(head: EagleHead, embed: Linear) -> str | None:
