@@ -159,3 +159,99 @@ def test_of_several_cards_the_slow_one_is_named() -> None:
     )
     found = diagnose(text)
     assert found.cause == "slow-link" and "mlx5_2" in found.sentence
+
+
+_PREFIXES = {
+    "srun -l": "0: ",
+    "mpirun": "[1,0]<stdout>:",
+    "kubectl": "[pod/nccl-launcher-x7/main] ",
+    "a log collector": "2025-03-01T10:00:00.123Z ",
+    "a mail": "> ",
+    "colours": "\x1b[32m",
+}
+
+
+@pytest.mark.parametrize("prefix", _PREFIXES.values(), ids=list(_PREFIXES))
+def test_what_launchers_write_before_each_line_changes_no_verdict(prefix: str) -> None:
+    for name, label in list(LABELS["blind_4"].items())[::4]:
+        text = (OUTPUTS / "blind_4" / f"{name}.txt").read_text()
+        assert diagnose("\n".join(prefix + line for line in text.splitlines())).cause == label, name
+
+
+def _slow(peak: float = 60, name: str = _H100) -> str:
+    return _devices(8, 1, name) + _table(8, peak)
+
+
+@pytest.mark.parametrize(
+    ("words", "run", "cause"),
+    [
+        ("export NCCL_MAX_NCHANNELS=1", _slow(), "setting"),
+        ("we removed NCCL_MAX_NCHANNELS=1 yesterday", _slow(), "pcie-not-nvlink"),
+        ("mpirun -x NCCL_ALGO=Tree", _slow(230), "setting"),
+        ("NCCL_P2P_LEVEL=LOC", _slow(), "pcie-not-nvlink"),
+        ("MIG mode is on", _slow(), "setting"),
+        ("ACSCtl: SrcValid+ TransBlk- ReqRedir+ CmpltRedir+", _slow(9, "NVIDIA L40S"), "acs"),
+        ("BOOT_IMAGE=/vmlinuz amd_iommu=on", _slow(4, "NVIDIA L40S"), "acs"),
+        ("BOOT_IMAGE=/vmlinuz amd_iommu=on iommu=pt", _slow(4, "NVIDIA L40S"), "unknown"),
+        ("index, clocks.sm [MHz]\n0, 1980\n1, 1980\n2, 690", _slow(210), "slow-gpu"),
+        ("index, clocks.sm [MHz]\n0, 1980\n1, 1980\n2, 1965", _slow(475), "healthy"),
+        ("GPU 2: Link 7: CRC Errors: 911203", _slow(260), "link-errors"),
+        ("nvidia-fabricmanager.service: inactive (dead)", _slow(), "fabric-manager"),
+        ("2x g5.8xlarge\nn:1:1 [0] NCCL INFO Using network Socket",
+         _devices(2, 2, "NVIDIA A10G") + _table(2, 2.8), "healthy"),
+        ("2x g5.8xlarge, ConnectX\nn:1:1 [0] NCCL INFO Using network Socket",
+         _devices(2, 2, "NVIDIA A10G") + _table(2, 0.1), "wrong-nic"),
+        ("3090 pair with its NVLink bridge", _devices(2, 1, "NVIDIA GeForce RTX 3090") + _table(2, 51), "healthy"),
+        ("3090 pair with its NVLink bridge", _devices(2, 1, "NVIDIA GeForce RTX 3090") + _table(2, 9),
+         "pcie-not-nvlink"),
+        ("", _devices(2, 1, "AMD Instinct MI300X") + _table(2, 48), "healthy"),
+        ("", _slow(182, _A100), "slow-link"),
+    ],
+)  # fmt: skip
+def test_what_a_text_names_explains_what_its_bandwidth_shows(words: str, run: str, cause: str) -> None:
+    assert diagnose(f"{words}\n{run}").cause == cause
+
+
+@pytest.mark.parametrize(
+    ("text", "cause", "says"),
+    [
+        ("n1: connect failed : No route to host\n64 bytes from 10.0.0.1: icmp_seq=1", "firewall", "ports"),
+        ("Mismatched NCCL version detected : rank 8 version 21903 rank 0 version 22005", "version-mismatch", ""),
+        ("NCCL WARN Call to ibv_reg_mr failed with error Cannot allocate memory", "limit", "memlock"),
+        ("NCCL WARN Call to ibv_modify_qp failed with error Connection timed out", "no-path", "GID"),
+        ("[Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=5, OpType=ALLREDUCE\n"
+         "[rank0]: KeyError: 'labels'", "process-died", "rank 0"),
+        ("Error type: COLLECTIVE_TYPE_MISMATCH\nCulprit rank 2; found collective type: 'broadcast'",
+         "mismatched-calls", "rank 2"),
+        ("port: 29500, name: EADDRINUSE, message: address already in use", "no-connection", "port"),
+        ("Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1b000", "failed", "same GPU"),
+    ],
+)  # fmt: skip
+def test_a_run_that_failed_says_why(text: str, cause: str, says: str) -> None:
+    found = diagnose(text)
+    assert found.cause == cause and says in found.sentence
+
+
+def _dump(rank: int, took_ms: float, ranks: int = 4) -> str:
+    entry = {"collective_seq_id": 9, "profiling_name": "nccl:all_reduce", "state": "completed"}
+    group = {"0": {"ranks": str(list(range(ranks)))}}
+    return json.dumps({"rank": rank, "pg_config": group, "entries": [entry | {"duration_ms": took_ms}]})
+
+
+def test_dumps_in_step_are_healthy_only_if_all_are_there_and_none_is_waited_for() -> None:
+    all_ranks = [_dump(rank, 2.0 + rank / 10) for rank in range(4)]
+    assert diagnose("\n".join(all_ranks)).cause == "healthy"
+    assert diagnose("\n".join(all_ranks[:3])).cause == "unknown"
+    waited = diagnose("\n".join([*all_ranks[:3], _dump(3, 0.1)]))
+    assert waited.cause == "late-rank" and "rank 3" in waited.sentence
+
+
+def test_two_tests_of_one_card_differ_in_the_reason() -> None:
+    def test(command: str, gbps: float, mtu: int = 4096) -> str:
+        heading = " #bytes #iterations BW peak[Gb/sec] BW average[Gb/sec] MsgRate[Mpps]\n"
+        return f"$ {command} -d mlx5_0\n Mtu : {mtu}[B]\n{heading} 65536 5000 {gbps} {gbps} 0.7\n"
+
+    assert diagnose(test("ib_write_bw", 392) + test("ib_write_bw --use_cuda=0", 61)).cause == "no-gdr"
+    assert diagnose(test("ib_write_bw", 121) + test("numactl -N 1 ib_write_bw", 197)).cause == "numa"
+    assert diagnose(test("ib_write_bw", 283, 1024) + test("ib_write_bw", 391)).cause == "mtu"
+    assert diagnose(test("ib_write_bw -q 1", 150) + test("ib_write_bw -q 8", 391)).cause == "setting"

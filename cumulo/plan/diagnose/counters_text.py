@@ -9,7 +9,7 @@ _COUNTER = re.compile(
     r"out_of_(?:buffer|sequence)|packet_seq_err|local_ack_timeout_err|rnr_nak_retry_err|np_cnp_sent|"
     r"roce_(?:adp|slow)_retrans\w*|[rt]x_prio\d_buf_discard|"
     r"rp_cnp_handled|np_ecn_marked_roce_packets|PortXmitWait|PortXmitDiscards|[Tt]x ?PFC|[Rr]x ?PFC)"
-    r"\s*[:=.]*\s*\+?(\d[\d,]*)"
+    r"\s*[:=.]*(?: on [\w-]+)?[\s:]*\+?(\d[\d,]*)"
 )
 _MANY = 100_000  # pauses and marks; some are usual
 _LOST_MANY = 100  # packets lost or out of order

@@ -21,7 +21,8 @@ _DRIVER_STEP = "run `dmesg | grep -i xid` and `nvidia-smi -q` on the host, and t
 # The first that fits counts: those that name a part come before those that only say that something failed.
 _FAILURES = (
     _Failure(
-        r"NVRM: Xid|\bXid \(PCI|fallen off the bus|uncorrectable (?:ECC|NVLink)|nvlink error|GPU is lost",
+        r"NVRM: Xid|\bXid \(PCI|fallen off the bus|uncorrectable (?:ECC|NVLink)|nvlink error|GPU is lost|"
+        r"Unable to determine the device handle|Remapping Failure Occurred\s*:\s*Yes|uncorrectable ECC error",
         "gpu-fault",
         "The driver reports an error of a GPU or of its NVLink.",
         (_DRIVER_STEP, TOPO_STEP),
@@ -51,6 +52,12 @@ _FAILURES = (
             "compare `nvidia-smi` and `python -c 'import torch; print(torch.cuda.nccl.version())'` on all nodes",
             "use one container image on all nodes; look for another libnccl in LD_LIBRARY_PATH",
         ),
+    ),
+    _Failure(
+        r"mismatch in rank count|rank count mismatch",
+        "wrong-ranks",
+        "Processes state different numbers of ranks: some belong to another run, or were started otherwise.",
+        ("end the processes of older runs, and check that all nodes have the same world size",),
     ),
     _Failure(
         r"Duplicate GPU detected",

@@ -101,6 +101,7 @@ def _from_dumps(text: str) -> Hang | None:
     sequence = max(int(one["collective_seq_id"]) for one in last.values())
     here = names[sequence]
     missing = tuple(sorted(rank for rank in last if rank not in here))
+    stuck = {rank: last[rank] for rank in missing if last[rank].get("state") != "completed"}
     one = next(iter(here.values()))
     kinds = {str(entry.get("profiling_name")) for entry in here.values()}
     sizes = {str(entry.get("input_sizes")) for entry in here.values()}
@@ -112,7 +113,12 @@ def _from_dumps(text: str) -> Hang | None:
     frames = one.get("frames") or [{}]
     where = f"{frames[0].get('filename', '')}:{frames[0].get('line', '')}".strip(":")
     name = str(one.get("profiling_name", "")).removeprefix("nccl:")
-    return Hang(name, sequence, tuple(sorted(here)), missing, differ, where)
+    still = "".join(
+        f" Rank {rank} is still in {str(entry.get('profiling_name', '')).removeprefix('nccl:')} number "
+        f"{entry['collective_seq_id']} ({entry.get('state')})."
+        for rank, entry in sorted(stuck.items())[:2]
+    )
+    return Hang(name, sequence, tuple(sorted(here)), missing, differ, where, len(last), still)
 
 
 def _sizes(dump: dict[str, Any]) -> list[int]:

@@ -23,7 +23,7 @@ def hang_verdict(hang: Hang) -> Diagnosis:
         )  # fmt: skip
     return Diagnosis(
         "late-rank",
-        f"Rank {who} did not come to {hang.collective} number {hang.sequence}.",
+        f"Rank {who} did not come to {hang.collective} number {hang.sequence}.{hang.slow}",
         tuple(evidence),
         (f"look at rank {who} with `py-spy dump`: data loading, a crash, or another branch of the program",),
         "high",

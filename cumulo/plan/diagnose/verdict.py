@@ -8,6 +8,8 @@ reaches what such machines reach.
 
 from dataclasses import replace
 
+from cumulo.plan.diagnose.cards.perftest_text import parse_osu, parse_perftests
+from cumulo.plan.diagnose.cards.perftest_verdict import osu_verdict, perftests_verdict
 from cumulo.plan.diagnose.compare_runs import ComparedRun, compare_runs
 from cumulo.plan.diagnose.diagnosis import CAUSES, LOG_STEP, PORTS_STEP, TEST_STEP, Diagnosis
 from cumulo.plan.diagnose.failures_text import failure_verdict
@@ -21,8 +23,7 @@ from cumulo.plan.diagnose.nccl_case import NcclCase
 from cumulo.plan.diagnose.nccl_log_text import condensed, parse_nccl_log
 from cumulo.plan.diagnose.nccl_tests_text import TestRun, nccl_test_runs, unwrapped
 from cumulo.plan.diagnose.numbers_verdict import congested, numbers_verdict
-from cumulo.plan.diagnose.perftest_text import parse_osu, parse_perftests
-from cumulo.plan.diagnose.perftest_verdict import osu_verdict, perftests_verdict
+from cumulo.plan.diagnose.plain_text import plain_text
 from cumulo.plan.diagnose.states_verdict import far_cards
 from cumulo.plan.diagnose.table_verdict import small_messages, stated_ranks, wrong_results
 
@@ -33,6 +34,7 @@ _MILD = ("unknown", "small-messages", "healthy")
 
 def diagnose(text: str) -> Diagnosis:
     """What was measured or failed, and what else the text names that explains it."""
+    text = plain_text(text)
     return explained(_symptom(text), named_faults(text))
 
 

@@ -40,7 +40,7 @@ _FIREWALL = re.compile(
 
 
 def fabric_faults(text: str) -> list[Fault]:
-    readers = (_firewall, _no_manager, _collisions, _lossy, _small_mtu)
+    readers = (_firewall, _no_manager, _collisions, _lossy, _paused, _small_mtu)
     return [found for read in readers if (found := read(text)) is not None]
 
 
@@ -126,6 +126,28 @@ def _lossy(text: str) -> Fault | None:
     )  # fmt: skip
 
 
+def _paused(text: str) -> Fault | None:
+    pauses = [
+        (name, count)
+        for name, count in congestion_counters(text)
+        if re.search(r"pause|pfc|cnp|ecn", name, re.I)
+    ]
+    if not pauses:
+        return None
+    return Fault(
+        "congested",
+        "Senders are paused (PFC) again and again: too many send to one port (incast), or one receiver is slow.",
+        f"{pauses[0][0]} is {pauses[0][1]:,}",
+        (
+            PAUSES_STEP,
+            ECN_STEP,
+            "find the port that sends pauses: what is behind it is slow or gets too much",
+        ),
+        frozenset({"slow-link", "unknown", "congested"}),
+        confidence="medium",
+    )
+
+
 def _is_loss(name: str) -> bool:
     return any(word in name for word in ("discard", "Discard", "out_of_seq", "seq_err", "timeout", "retrans"))
 
@@ -149,7 +171,7 @@ def _small_mtu(text: str) -> Fault | None:
             PAIRS_STEP,
         ),
         SLOW_NETWORK - {"rail-down", "no-gdr", "congested", "wrong-nic"}
-        | (FAILED if unequal else frozenset()),
+        | (FAILED | {"rail-down"} if unequal else frozenset()),
         confidence="medium",
     )
 

@@ -4,6 +4,7 @@ from cumulo.plan.diagnose.named.fabric_faults import fabric_faults
 from cumulo.plan.diagnose.named.fault import Fault
 from cumulo.plan.diagnose.named.gpu_table import gpu_faults
 from cumulo.plan.diagnose.named.host_faults import host_faults
+from cumulo.plan.diagnose.named.plain_faults import plain_faults
 from cumulo.plan.diagnose.named.ports import port_faults
 from cumulo.plan.diagnose.named.settings import setting_faults
 
@@ -13,6 +14,7 @@ def named_faults(text: str) -> list[Fault]:
         *fabric_faults(text),
         *port_faults(text),
         *gpu_faults(text),
+        *plain_faults(text),
         *host_faults(text),
         *setting_faults(text),
     ]

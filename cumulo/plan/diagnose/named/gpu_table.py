@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from statistics import median
 
 from cumulo.plan.diagnose.diagnosis import TOPO_STEP, WIDTH_STEP
-from cumulo.plan.diagnose.named.fault import SLOW, SLOW_NODE, Fault
+from cumulo.plan.diagnose.named.fault import FAILED, SLOW, SLOW_NODE, Fault
 
 CLOCKS_STEP = "run `nvidia-smi -q -d PERFORMANCE,TEMPERATURE,CLOCK,POWER` on that host during a run"
 _BUSY = 0.75  # of the other GPUs' clock
@@ -17,7 +17,7 @@ _STATED = re.compile(
     r"^[^\n]*\b(?:HW|SW|Hardware|Software)?[ _]?(?:Thermal|Power[ _]Brake|HW)[ _]?Slowdown\s*:\s*Active\b[^\n]*$",
     re.I | re.M,
 )
-_CLOCKS = re.compile(r"\b(?:clocks\.(?:current\.)?(?:sm|gr|graphics)|pclk)\b", re.I)
+_CLOCKS = re.compile(r"\b(?<!max\.)(?:clocks\.(?:current\.)?(?:sm|gr|graphics)|pclk)\b", re.I)
 _SM_CLOCK = re.compile(r"\bSM\s*:\s*(\d+) MHz")
 Row = dict[str, str]
 
@@ -65,7 +65,7 @@ def gpu_faults(text: str) -> list[Fault]:
     for rows in gpu_tables(text):
         found += [
             one
-            for one in (_slowed(rows), _slow_clock(rows), _narrow(rows), _fewer_watts(rows))
+            for one in (_slowed(rows), _broken(rows), _slow_clock(rows), _narrow(rows), _fewer_watts(rows))
             if one is not None
         ]
     if not found and (stated := _STATED.search(text)):
@@ -112,21 +112,44 @@ def _numbers(rows: list[Row], pattern: re.Pattern[str]) -> list[tuple[Row, float
     return found
 
 
+def _broken(rows: list[Row]) -> Fault | None:
+    """Errors of memory that could not be corrected."""
+    counts = _numbers(
+        rows, re.compile(r"ecc\.errors\.uncorrected|retired_pages\.(?:dbe|pending)|remapped_rows\.uncorr")
+    )
+    row, most = max(counts, key=lambda one: one[1], default=({}, 0.0))
+    if most < 1:
+        return None
+    return Fault(
+        "gpu-fault",
+        f"{_name(row)} has errors of memory that could not be corrected.",
+        _words(row),
+        ("reset or replace that GPU, and run `dcgmi diag -r 3`",),
+        SLOW | FAILED | {"wrong-results"},
+        against=True,
+        sure=True,
+    )
+
+
 def _slow_clock(rows: list[Row]) -> Fault | None:
     clocks = _numbers(rows, _CLOCKS)
     if len(clocks) < 2:
         return None
     usual = median(clock for _, clock in clocks)
     row, least = min(clocks, key=lambda one: one[1])
-    if least >= _BUSY * usual:
+    most = max((one for _, one in _numbers(rows, re.compile(r"clocks\.max"))), default=usual)
+    if least >= _BUSY * usual and usual >= 0.5 * most:
         return None
+    odd = least < _BUSY * usual
     return Fault(
         "slow-gpu",
-        f"{_name(row)} runs at {least:.0f} MHz and the others at {usual:.0f}: all wait for it.",
+        f"{_name(row)} runs at {least:.0f} MHz and the others at {usual:.0f}: all wait for it."
+        if odd
+        else f"All GPUs run at {usual:.0f} MHz, and could at {most:.0f}.",
         _words(row),
-        (CLOCKS_STEP, "run `nvidia-smi -rgc` and check power and cooling of that GPU"),
+        (CLOCKS_STEP, "run `nvidia-smi -rgc`, and check power and cooling"),
         SLOW | {"late-rank"},
-        against=True,
+        against=odd,
     )
 
 

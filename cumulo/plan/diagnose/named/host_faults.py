@@ -13,7 +13,13 @@ _ACS = re.compile(
 _DIED = re.compile(
     r"oom[_-]?kill|OOM[- ]?Killed|[Oo]ut [Oo]f [Mm]emory: Killed|\bKilled process \d+|task \d+: Out Of Memory|"
     r"exitcode\s*:\s*-(?:9|11|7|6)\b|Segmentation fault|\bSIG(?:KILL|SEGV|BUS|ABRT)\b|exited on signal|"
-    r"torch\.(?:cuda\.)?OutOfMemoryError|CUDA out of memory"
+    r"torch\.(?:cuda\.)?OutOfMemoryError|CUDA out of memory|device-side assert triggered|"
+    r"an illegal memory access was encountered"
+)
+_RAISED = re.compile(
+    r"^(?:\[rank\d+\]:\s*)?(?:Key|Value|Type|Index|FileNotFound|OS|IO|Attribute|ZeroDivision|Assertion|Memory|Import|"
+    r"ModuleNotFound|Unicode\w*|EOF|Permission|NotImplemented)Error\b[^\n]*",
+    re.M,
 )
 _STACK = re.compile(r"^\s+\w+ \([^\n]*\)(?:\n\s+\w+ \([^\n]*\))+", re.M)
 _STACKS = (
@@ -21,6 +27,11 @@ _STACKS = (
     (r"torch/serialization|\bsave\b|checkpoint", "writes or reads a checkpoint"),
     (r"compile|inductor|triton", "compiles"),
     (r"", "is elsewhere in the program, as its stack shows"),
+)
+_IOMMU = re.compile(
+    r"\b(?:intel|amd)_iommu=on\b|DMAR: IOMMU enabled|AMD-Vi: (?:Interrupt remapping|IOMMU) enabled|"
+    r"iommu: Default domain type: Translated|\bIOMMU (?:is )?(?:on|enabled)\b",
+    re.I,
 )
 _CARD_NODE = re.compile(r"numa_node[^\n]*\n\s*(\d)\s*$|\bNUMA[ _]node\s*[:=]\s*(\d)", re.M | re.I)
 _BOUND = re.compile(
@@ -30,20 +41,6 @@ _NUMA_WORDS = re.compile(
     r"\b(?:wrong|far|other|remote|opposite) (?:numa(?: node)?|socket)\b|\bcross(?:es|ing)?[ -](?:numa|socket)",
     re.I,
 )
-_MANAGER = re.compile(
-    r"nvidia-fabricmanager[^\n]*(?:\n[^\n]*){0,3}?\b(?:inactive|failed|dead|not (?:running|found))\b|"
-    r"[Ff]abric ?[Mm]anager[^\n]{0,40}(?:not running|stopped|failed|inactive|mismatch|is down)|"
-    r"system not yet initialized|error 802|Fabric[\s\S]{0,40}?State\s*:\s*(?:In Progress|Not Started)",
-)
-_IMEX = re.compile(r"nvidia-imex[^\n]*(?:\n[^\n]*){0,3}?\b(?:inactive|failed|dead|not running)\b|IMEX[^\n]{0,40}"
-                   r"(?:not running|DOWN|unavailable)", re.I)  # fmt: skip
-_LOCKED = re.compile(
-    r"max locked memory[^\n]*\s(\d+)\s*$|memlock[^\n]*\s(\d{2,6})\s*$|"
-    r"(?:ibv_reg_mr|ibv_create_cq|ibv_create_qp|ibv_alloc_pd|mlock)\w*[^\n]*(?:Cannot allocate memory|ENOMEM)",
-    re.M | re.I,
-)
-_FILES = re.compile(r"[Tt]oo many open files|EMFILE")
-_SHARED_MEMORY = re.compile(r"/dev/shm/nccl[^\n]*|failed to extend[^\n]*shm|^\s*shm\s[^\n]*100%[^\n]*", re.M)
 _ERRORS = re.compile(
     r"\b((?:Symbol|LinkErrorRecovery|LinkDowned|PortRcv(?:Errors?)?|RcvErrors?|LocalLinkIntegrity\w*|"
     r"symbol_error|link_error_recovery|link_downed|port_rcv_errors|rx_symbol_err_phy|rx_crc_errors_phy|"
@@ -65,16 +62,20 @@ _THROTTLE_STEP = "run again on free GPUs (`nvidia-smi` lists the processes of ea
 
 
 def host_faults(text: str) -> list[Fault]:
-    readers = (_died, _stuck, _redirected, _unbound, _manager, _imex, _limits, _link_errors, _busy)
+    readers = (_died, _stuck, _redirected, _unbound, _link_errors, _busy)
     return [found for read in readers if (found := read(text)) is not None]
 
 
 def _died(text: str) -> Fault | None:
-    if (found := _DIED.search(text)) is None:
+    if (found := _DIED.search(text) or _RAISED.search(text)) is None:
         return None
+    rank = re.search(r"\[rank(\d+)\]", whole_line(found)) or re.search(
+        r"\b(?:local_rank|task):? (\d+)", whole_line(found)
+    )
+    who = f"The process of rank {rank[1]}" if rank else "A process"
     return Fault(
         "process-died",
-        "A process died (memory, a signal or an exception), and the others wait for it in the collective.",
+        f"{who} died (memory, a signal or an exception), and the others wait for it in the collective.",
         whole_line(found),
         (
             "look at the first message of the process that died, and at `dmesg` of its host for the OOM killer",
@@ -104,7 +105,7 @@ def _stuck(text: str) -> Fault | None:
 
 def _redirected(text: str) -> Fault | None:
     if (found := _ACS.search(text)) is None:
-        return None
+        return _translated(text)
     return Fault(
         "acs",
         "PCIe ACS is on: traffic between devices of one switch goes up through the root complex.",
@@ -114,6 +115,22 @@ def _redirected(text: str) -> Fault | None:
             "in virtual machines use ATS, or give GPU and card together to one guest",
         ),
         SLOW | FAILED,
+    )
+
+
+def _translated(text: str) -> Fault | None:
+    found = _IOMMU.search(text)
+    if found is None or re.search(
+        r"\biommu(?:\.passthrough)?=(?:pt|1)\b|iommu: Default domain type: Passthrough", text
+    ):
+        return None
+    return Fault(
+        "acs",
+        "The IOMMU is on: traffic between devices is translated, and goes up through the root complex.",
+        whole_line(found),
+        ("boot with iommu=pt (or turn the IOMMU off), and ACS off on the switch ports", TOPO_STEP),
+        (SLOW_NODE | {"no-gdr"}) - {"nvls-off", "late-rank"},
+        confidence="medium",
     )
 
 
@@ -141,58 +158,6 @@ def numa_fault(words: str) -> Fault:
         ),
         SLOW - {"rail-down"},
     )
-
-
-def _manager(text: str) -> Fault | None:
-    if (found := _MANAGER.search(text)) is None:
-        return None
-    return Fault(
-        "fabric-manager",
-        "The fabric manager does not run, or not in the driver's version: NVSwitch and NVLink are not set up.",
-        whole_line(found),
-        ("run `systemctl restart nvidia-fabricmanager`, with the version of the driver", TOPO_STEP),
-        SLOW_NODE | FAILED,
-        sure=True,
-    )
-
-
-def _imex(text: str) -> Fault | None:
-    if (found := _IMEX.search(text)) is None:
-        return None
-    return Fault(
-        "pcie-not-nvlink",
-        "nvidia-imex does not run: hosts of the NVLink domain cannot share memory.",
-        whole_line(found),
-        ("start nvidia-imex on every host with the same list of nodes", TOPO_STEP),
-        SLOW_NODE | FAILED,
-    )
-
-
-def _limits(text: str) -> Fault | None:
-    if found := _SHARED_MEMORY.search(text):
-        step = "give the container more with --shm-size=16g or --ipc=host (Kubernetes: an emptyDir of Memory)"
-        return Fault(
-            "limit", "Shared memory is full: /dev/shm is too small.", whole_line(found), (step,), FAILED
-        )
-    if found := _LOCKED.search(text):
-        return Fault(
-            "limit",
-            "A process may lock too little memory, so that cards cannot register buffers (memlock).",
-            whole_line(found),
-            (
-                "set `ulimit -l unlimited` (limits.conf, the service's LimitMEMLOCK, docker --ulimit memlock=-1)",
-            ),
-            FAILED | {"wrong-nic", "rail-down"},
-        )
-    if found := _FILES.search(text):
-        return Fault(
-            "limit",
-            "A process may open too few files.",
-            whole_line(found),
-            ("raise `ulimit -n`, for example to 65536",),
-            FAILED,
-        )
-    return None
 
 
 def _link_errors(text: str) -> Fault | None:

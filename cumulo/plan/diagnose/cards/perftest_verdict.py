@@ -1,6 +1,7 @@
 """What outputs of perftest and of OSU's tests say about links. `diagnose` calls it."""
 
 from cumulo.base.quantities import quantity
+from cumulo.plan.diagnose.cards.perftest_text import LINE_RATES_GBPS, OsuTest, Perftest
 from cumulo.plan.diagnose.diagnosis import (
     GDR_STEP,
     PAIRS_STEP,
@@ -13,7 +14,6 @@ from cumulo.plan.diagnose.diagnosis import (
 from cumulo.plan.diagnose.link_states import link_states, port_gbps
 from cumulo.plan.diagnose.machine_names import node_of
 from cumulo.plan.diagnose.peer_figures import peer_gbits
-from cumulo.plan.diagnose.perftest_text import LINE_RATES_GBPS, OsuTest, Perftest
 
 _SLOWER = 0.8  # of the other test of the same card
 _LEAST = 0.85  # of a port's rate, that a healthy link reaches
@@ -226,7 +226,12 @@ def _latency(test: Perftest) -> Diagnosis:
         return Diagnosis(
             "healthy", f"A latency of {test.latency_us:g} µs is usual.", (), (PAIRS_STEP,), "medium"
         )
-    if test.latency_us >= 15 and not test.gpu_memory:
+    if test.latency_us >= 15 and test.gpu_memory:
+        return Diagnosis(
+            "no-gdr", f"A latency of {test.latency_us:g} µs from GPU memory: small messages are copied through "
+            "host memory.", (f"{test.latency_us:g} µs",), (GDR_STEP, "load gdrdrv (GDRCopy)", TOPO_STEP), "medium",
+        )  # fmt: skip
+    if test.latency_us >= 15:
         return Diagnosis(
             "slow-link", f"A latency of {test.latency_us:g} µs is high: RDMA takes 1 to 6.",
             (f"{test.latency_us:g} µs",), (_CORES_STEP, PORTS_STEP, PAIRS_STEP), "low",

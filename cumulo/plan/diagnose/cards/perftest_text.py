@@ -179,7 +179,7 @@ def parse_osu(text: str) -> OsuTest | None:
     gpu = bool(title[1]) or bool(re.search(r"\bD D\b|-d cuda", text))
     largest = max(rows, key=lambda row: int(row[0]))
     if title[2] == "Latency":
-        smallest = min(rows, key=lambda row: int(row[0]))
+        smallest = min(rows, key=lambda row: int(row[0]) or 1 << 40)  # no bytes need no memory
         return OsuTest(gpu, None, int(largest[0]), float(smallest[1]))
     ways = 2 if title[2].startswith("Bi") else 1
     return OsuTest(gpu, float(largest[1]) * 8 / 1e3 / ways, int(largest[0]), None)  # OSU's MB are 10⁶

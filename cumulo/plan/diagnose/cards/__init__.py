@@ -1,0 +1,1 @@
+"""Tests of single cards and links: perftest, OSU, iperf3."""
