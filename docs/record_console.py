@@ -1,12 +1,17 @@
-"""Makes the pictures of docs/console.md and README in a real browser. Run it on an otherwise idle machine:
+"""Makes the pictures of docs/console.md and README in a real browser. Run it on an otherwise idle machine, in the
+root of the checkout, and with the same HOME as the servers, since jobs are kept there:
 
-.venv/bin/cumulo serve --port 8123                 # chat, story, tools, live and phone
-.venv/bin/cumulo serve --port 8124 --replicas 3    # fleet
+export HOME=$(mktemp -d)
+.venv/bin/cumulo serve --port 8123 &                 # chat, story, tools, live, phone and jobs
+.venv/bin/cumulo serve --port 8124 --replicas 3 &    # fleet
 .venv/bin/python docs/record_console.py http://127.0.0.1:8123 http://127.0.0.1:8124
+
+Names of pictures after the two addresses make only those: `... http://127.0.0.1:8124 tools jobs`.
 """
 
 import json
 import shutil
+import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +26,9 @@ IMAGES = Path(__file__).parent / "images"
 MODEL = "SmolLM2-135M-Instruct"
 DESKTOP = {"viewport": {"width": 1440, "height": 900}, "color_scheme": "light", "reduced_motion": "reduce"}
 PHONE = {"viewport": {"width": 390, "height": 844}, "color_scheme": "dark", "reduced_motion": "reduce"}
+_TRAINS = (
+    "[...document.querySelectorAll('tr')].some((row) => /running.*\\b[1-9]\\d* of 40/s.test(row.innerText))"
+)
 _ANSWERED = "document.querySelectorAll('.said.assistant .foot').length == 1"
 
 
@@ -58,8 +66,14 @@ def take(page: Any, name: str, full_page: bool = False) -> None:
     page.screenshot(path=IMAGES / f"console-{name}.png", full_page=full_page)
 
 
-def opened(browser: Any, url: str, screen: dict[str, Any]) -> Any:
+def new_page(browser: Any, screen: dict[str, Any]) -> Any:
     page = browser.new_context(**screen).new_page()
+    page.set_default_timeout(300_000)
+    return page
+
+
+def opened(browser: Any, url: str, screen: dict[str, Any]) -> Any:
+    page = new_page(browser, screen)
     page.goto(url)
     page.locator("ul.chats > *").first.wait_for(state="attached")
     page.get_by_label("Seed", exact=True).fill("1", force=True)  # the same answers every time
@@ -103,8 +117,20 @@ def phone(browser: Any, url: str) -> None:
     take(page, "phone")
 
 
+def jobs(browser: Any, url: str) -> None:
+    """One job that is done, one that runs, and one that waits for it."""
+    launch = [str(Path(sys.executable).with_name("cumulo")), "launch", "examples/job-train.yaml"]
+    subprocess.run([*launch, "--wait"], check=True)
+    page = new_page(browser, DESKTOP)
+    page.goto(f"{url}/jobs")
+    for name in ("second", "third"):
+        subprocess.run([*launch, "--key", f"{name} {time.time()}"], check=True)
+    page.wait_for_function(_TRAINS)
+    take(page, "jobs", full_page=True)
+
+
 def fleet(browser: Any, url: str) -> None:
-    page = browser.new_context(**DESKTOP).new_page()
+    page = new_page(browser, DESKTOP)
     page.goto(f"{url}/fleet")
     for number in range(12):  # three documents, each asked about four times
         document = f"Document {number % 3}. " + f"It speaks of number {number % 3}. " * 12
@@ -114,18 +140,24 @@ def fleet(browser: Any, url: str) -> None:
     take(page, "fleet")
 
 
-def main(one_engine: str, several: str = "") -> None:
+def main(one_engine: str, several: str, *wanted: str) -> None:
     with sync_playwright() as player:
         chromium = shutil.which("chromium") or shutil.which("google-chrome")
         browser = player.chromium.launch(executable_path=chromium, args=["--no-sandbox", "--disable-gpu"])
-        for url in filter(None, (one_engine, several)):
+        for url in (one_engine, several):
             wait_until_ready(url)
-        for record in (chat_and_live, tools, phone):
-            record(browser, one_engine)
-        if several:
-            fleet(browser, several)
+        for record, url in (
+            (chat_and_live, one_engine),
+            (tools, one_engine),
+            (phone, one_engine),
+            (jobs, one_engine),
+            (fleet, several),
+        ):
+            if not wanted or record.__name__ in wanted:
+                print(record.__name__, flush=True)
+                record(browser, url)
         browser.close()
 
 
 if __name__ == "__main__":
-    main(*(url.rstrip("/") for url in sys.argv[1:]))
+    main(*(word.rstrip("/") for word in sys.argv[1:]))
