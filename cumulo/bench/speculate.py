@@ -19,6 +19,7 @@ from cumulo.engine.decide.speculation.acceptance import CLASSES
 from cumulo.engine.decide.speculation.choose import MOST_DRAFTED, Offer, choose
 from cumulo.engine.decide.speculation.rounds import RoundPolicy
 from cumulo.engine.llm import LLM
+from cumulo.engine.outputs import Progress
 from cumulo.errors import CumuloError
 
 # Functions of Python's library, to be edited: on every machine, and known by heart by no small model.
@@ -189,19 +190,25 @@ def _race(plain: LLM, drafting: LLM, prompts: list[list[int]], batch: int, new_t
 
 
 def _answer(llm: LLM, prompts: list[list[int]], new_tokens: int) -> _Answered:
+    """Rates count from when every prompt has its first token: both sides compute prompts alike."""
     params = SamplingParams(temperature=0, max_tokens=new_tokens)
-    began_s, began_cpu_s = time.perf_counter(), time.process_time()
-    outputs = llm.generate(prompts, params)
-    elapsed_s, elapsed_cpu_s = time.perf_counter() - began_s, time.process_time() - began_cpu_s
-    # Prompts are computed by both alike: their time is no part of it.
-    first_s = max(output.story.ttft_s or 0.0 for output in outputs)
+    begun: list[tuple[float, float, int]] = []  # clock, processor time, tokens so far
+    prompt_tokens = sum(map(len, prompts))
+
+    def watch(progress: Progress) -> None:
+        known = progress.prompt_tokens >= prompt_tokens and progress.output_tokens >= len(prompts)
+        if known and not begun:
+            begun.append((time.perf_counter(), time.process_time(), progress.output_tokens))
+
+    outputs = llm.generate(prompts, params, on_progress=watch)
+    ended_s, ended_cpu_s = time.perf_counter(), time.process_time()
     tokens = [output.samples[0].token_ids for output in outputs]
-    count = sum(map(len, tokens)) - len(tokens)
-    decoding = (elapsed_s - first_s) / elapsed_s
+    began_s, began_cpu_s, before = begun[0]
+    count = max(1, sum(map(len, tokens)) - before)
     return _Answered(
         tokens,
-        max(1, count) / (elapsed_s - first_s),
-        max(1, count) / (elapsed_cpu_s * decoding),
+        count / (ended_s - began_s),
+        count / (ended_cpu_s - began_cpu_s),
         sum(output.story.drafted_tokens for output in outputs),
         sum(output.story.accepted_tokens for output in outputs),
     )
