@@ -81,6 +81,7 @@ def _import_all(wanted: list[str]) -> None:
     for name in (*warm.PRELOAD, *forked_ranks.MODULES, *MODULES):
         with contextlib.suppress(ImportError):  # an extra that is not installed
             importlib.import_module(name)
+    _measure_products()
     for file in files:
         # One that cannot be imported says so to the worker that collects it.
         with contextlib.suppress(Exception, pytest.skip.Exception):
@@ -94,6 +95,20 @@ def _import_all(wanted: list[str]) -> None:
         _get_local_constants()
     gc.collect()
     gc.freeze()
+
+
+def _measure_products() -> None:
+    """Every run of the trainer times matrix products first, a third of a second in each of its ranks, but for what
+    is known already."""
+    import torch
+
+    from cumulo.train.run.meter import _first_measured
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # of others there would be none after a fork
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        _first_measured(torch.device("cpu"), dtype)
+    torch.set_num_threads(threads)
 
 
 def _module_name(file: Path) -> str:

@@ -8,7 +8,8 @@ that did, once per session. A start then costs tenths of a CPU second instead of
 The process is the caller's own child, with its own arguments, environment and standard streams. The engine process
 of a server is forked, too, the first time; a server that restarts its engine starts it as users' servers do, unless
 SPARE_ENGINES in its environment says how many more are forked, which replace a lost one at once; SPARE_RANKS says
-the same of the ranks of `cumulo train`. Tests of the start itself, or of memory, start a process of their own.
+the same of the ranks of `cumulo train`. LOADED_LIBRARY is the path of a library that whoever asks for it by its
+name finds there. Tests of the start itself, or of memory, start a process of their own.
 """
 
 from __future__ import annotations
@@ -260,6 +261,8 @@ def _become(order: dict[str, Any]) -> None:
     os.environ.clear()
     os.environ.update(order["environment"])
     os.chdir(order["cwd"])
+    if library := os.environ.pop("LOADED_LIBRARY", None):
+        ctypes.CDLL(library)
     if order["arguments"][0] == _PROGRAM:
         path = order["arguments"][1]
         sys.argv = [path]

@@ -41,11 +41,13 @@ int nvmlDeviceGetMemoryInfo(void *device, memory *answer) {
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     folder = tmp_path_factory.mktemp("driver")
     (folder / "driver.c").write_text(DRIVER)
-    subprocess.run(["cc", "-shared", "-fPIC", "-o", "libnvidia-ml.so.1", "driver.c"], cwd=folder, check=True)
+    name = "libnvidia-ml.so.1"
+    subprocess.run(
+        ["cc", "-shared", "-fPIC", f"-Wl,-soname,{name}", "-o", name, "driver.c"], cwd=folder, check=True
+    )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("LD_LIBRARY_PATH", str(folder))
-        # The linker reads where libraries lie when a process starts, so this one must be its own.
-        running = RunningServer(str(save_tiny_model(folder / "model")), fresh=True)
+        patch.setenv("LOADED_LIBRARY", str(folder / name))
+        running = RunningServer(str(save_tiny_model(folder / "model")))
     try:
         yield running
     finally:
