@@ -16,9 +16,11 @@ from cumulo.kernels.cuda.sampling.rounds import (
     accept,
     accepted_reference,
     propose,
+    propose_next,
     proposed_reference,
 )
 from cumulo.models.heads.eagle import EagleHead
+from cumulo.models.play.cuda_eagle import CudaEagle
 from cumulo.spec.model import ModelSpec
 from cumulo.train.head.states import hidden_states
 from tests.engine.test_runner_cuda import prompt, run
@@ -57,14 +59,22 @@ def whisper(monkeypatch, known: dict[int, list[int]]) -> None:
     has, but for every fourth place, so that each number of drafts is kept in some round."""
     from cumulo.engine.play import cuda_rounds
 
-    def right(logits, token_of, rows, tokens, ahead):
-        propose(logits, token_of, rows, tokens, ahead)
+    def correct(rows, tokens, ahead) -> None:
         for slot, start in zip(rows.slots.tolist(), rows.starts.tolist(), strict=True):
             text = known.get(int(tokens[slot, 0])) if slot >= 0 else None
             if text is not None and start + ahead < len(text) and (start + ahead) % 4:
                 tokens[slot, start + ahead] = text[start + ahead]
 
+    def right(logits, token_of, rows, tokens, ahead):
+        propose(logits, token_of, rows, tokens, ahead)
+        correct(rows, tokens, ahead)
+
+    def next_right(best, place, token_of, rows, tokens, tables, block_size, ahead, inputs):
+        propose_next(best, place, token_of, rows, tokens, tables, block_size, ahead, inputs)
+        correct(rows, tokens, ahead)
+
     monkeypatch.setattr(cuda_rounds, "propose", right)
+    monkeypatch.setattr(cuda_rounds, "propose_next", next_right)
 
 
 def test_rounds_give_the_tokens_of_a_run_without_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,8 +128,11 @@ def test_a_row_that_needs_the_host_ends_the_rounds_of_its_step() -> None:
     assert run(engine_with_head(decoder, 2), requests) == expected
 
 
-def test_the_head_proposes_what_it_proposes_in_torch() -> None:
-    """Behind the model's own stream, and behind its own proposals."""
+@pytest.mark.parametrize("few", [True, False])
+def test_the_head_proposes_what_it_proposes_in_torch(few: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind the model's own stream, and behind its own proposals; by the kernels for a few rows and for more."""
+    if not few:
+        monkeypatch.setattr(CudaEagle, "fits", lambda self, rows: False)
     decoder, head = make_decoder(SPEC), make_head().to(DEVICE)
     text = prompt(9, 4)
     engine = engine_with_head(decoder, 3)

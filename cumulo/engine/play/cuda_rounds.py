@@ -15,7 +15,7 @@ from cumulo.engine.play.device_slots import DeviceSlots
 from cumulo.engine.play.step_words import StepShape, round_rows
 from cumulo.kernels.cuda.attention.paged_attention import AttentionPlan
 from cumulo.kernels.cuda.elementwise.step_inputs import step_inputs
-from cumulo.kernels.cuda.sampling.rounds import RoundRows, accept, propose
+from cumulo.kernels.cuda.sampling.rounds import NextInputs, RoundRows, accept, propose, propose_next
 from cumulo.models.batch import KVCache
 from cumulo.models.play.cuda_decoder import CudaDecoder
 from cumulo.models.play.cuda_eagle import CudaEagle
@@ -68,10 +68,12 @@ class HeadRounds:
         )  # fmt: skip
         stream, qkv = self._see(shape.tokens)
         stream = head.output(stream, qkv, attention, self.cache, rows.kept)
+        inputs = self._next_inputs(count, chain)
         for ahead in range(1, rounds.drafts + 1):
             if ahead > 1:
-                self._tokens_behind(rows.slots, rows.chain_starts, rows.one_each, count)
-                chain.prepare(rows.one_each, slots.contexts[:count], slots.step_tables[:count])
+                if inputs is None:
+                    self._tokens_behind(rows.slots, rows.chain_starts, rows.one_each, count)
+                    chain.prepare(rows.one_each, slots.contexts[:count], slots.step_tables[:count])
                 qkv = head.see_own(
                     stream,
                     self._next_tokens[:count],
@@ -80,7 +82,24 @@ class HeadRounds:
                     self.cache,
                 )
                 stream = head.output(stream, qkv, chain, self.cache, None)
-            propose(head.logits_of(stream), head.token_of, rows, slots.tokens, ahead)
+            if inputs is None:
+                propose(head.logits_of(stream), head.token_of, rows, slots.tokens, ahead)
+            else:
+                propose_next(
+                    *head.likeliest(stream), head.token_of, rows, slots.tokens, slots.tables, slots.block_size,
+                    ahead, inputs if ahead < rounds.drafts else None,
+                )  # fmt: skip
+
+    def _next_inputs(self, count: int, chain: AttentionPlan) -> NextInputs | None:
+        """Where a proposal leaves what the head's next step reads; None where other launches fill it in."""
+        if chain.items is None or not self.head.fits(count):
+            return None
+        slots = self.slots
+        chain.tables = slots.step_tables[:count]
+        return NextInputs(
+            self._next_tokens[:count], slots.positions[:count], slots.kv_slots[:count], slots.contexts[:count],
+            chain.tables, chain.items[chain.windows.index(None)], chain.decode.key_tile, chain.decode.min_tiles,
+        )  # fmt: skip
 
     def _see(self, tokens: int) -> tuple[Tensor, Tensor]:
         assert self.model.tapped is not None

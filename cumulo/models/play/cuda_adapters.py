@@ -3,7 +3,7 @@ a captured graph finds them there, and the stacks of every layer's matrices. `Cu
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,6 +14,8 @@ from torch import Tensor
 from cumulo.kernels.cuda.linear.lora import expand, low_buffer, most_groups, shrink
 from cumulo.kernels.low_rank import AdapterGroups, AdapterRows, LowRankStack
 from cumulo.models.adapters.bank import AdapterBank
+
+_MOST_APART = 128  # rows of a step in which adapters work beside the products and wholly apart from them
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +36,10 @@ class CudaAdapters:
         self._buffer = torch.zeros(words, dtype=torch.int32, device=bank.device)
         self._changed: set[str] = set()
         self._beside = torch.cuda.Stream() if self._buffer.is_cuda else None
+        # What is added to a matrix's outputs, one layer's after the other's: by the matrix's name within a layer.
+        self._widths = {_within(name): stack.bounds[-1] for name, stack in self.stacks.items()}
+        most = min(_MOST_APART, max(max_tokens, max_outputs))
+        self._deltas = widest.b.new_zeros(most * sum(self._widths.values()))
 
     @contextmanager
     def every_matrix(self) -> Iterator[None]:
@@ -53,7 +59,7 @@ class CudaAdapters:
 
     @property
     def nbytes(self) -> int:
-        return self.low.nbytes + self._buffer.nbytes
+        return self.low.nbytes + self._buffer.nbytes + self._deltas.nbytes
 
     def _words(self, rows: int) -> int:
         return rows + 2 * most_groups(rows, self.bank.slots) + 1
@@ -110,3 +116,44 @@ class CudaAdapters:
             yield
             here.wait_stream(self._beside)
         expand(y, stack, groups, self.low)
+
+    # -- a step of a few rows -----------------------------------------------------------------------------------
+    def begin(self, rows: int) -> bool:
+        """Before the matrices of so many rows: whether `beside` is to be used for them. Rows without an adapter
+        get nothing, so they start with zeros."""
+        fits = rows * sum(self._widths.values()) <= len(self._deltas)
+        if fits:
+            self._deltas[: rows * sum(self._widths.values())].zero_()
+        return fits
+
+    def _delta(self, name: str, rows: int) -> Tensor:
+        first = 0
+        for own, width in self._widths.items():
+            if own == name:
+                return self._deltas[rows * first : rows * (first + width)].view(rows, width)
+            first += width
+        raise KeyError(name)
+
+    @contextmanager
+    def beside(self, name: str, x: Tensor, groups: AdapterGroups) -> Iterator[Tensor | None]:
+        """What the rows' adapters add behind a matrix, [rows, outputs], to be read after leaving: both halves run
+        beside what is inside, the plain product. None where no adapter changes this matrix."""
+        stack: LowRankStack | None = self.stacks.get(name) if name in self._changed else None
+        if stack is None:
+            yield None
+            return
+        delta = self._delta(_within(name), len(x))
+        here = None if self._beside is None else torch.cuda.current_stream()
+        if here is not None and self._beside is not None:
+            self._beside.wait_stream(here)
+        with nullcontext() if self._beside is None else torch.cuda.stream(self._beside):
+            shrink(x, stack, groups, self.low)
+            expand(delta, stack, groups, self.low, add=False)
+        yield delta
+        if here is not None and self._beside is not None:
+            here.wait_stream(self._beside)
+
+
+def _within(name: str) -> str:
+    """ "layers.3.ffn.down" -> "ffn.down" """
+    return name.split(".", 2)[2]

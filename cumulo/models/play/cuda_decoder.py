@@ -236,20 +236,27 @@ class CudaDecoder:
         self._enter(step.token_ids, stream)
         pick = outputs < tokens and not every_row and self.draws and step.homes is None
         groups = None if step.adapters is None else step.adapters.tokens
+        apart = self._adapters_apart(groups, tokens)
+        late: Tensor | None = None  # what adapters add to the stream: the next norm takes it up
         last = self._played[-1][0]
         for index, layer in self._played:
             if index in self.tap_layers:
+                self._taken_up(late, stream)
+                late = None
                 self._keep(index, stream)
-            mixed = self._attend(layer, stream, step, cache, index)
+            mixed = self._attend(layer, stream, step, cache, index, late, apart)
+            late = None
             if pick and index == last:
                 stream = torch.index_select(stream, 0, step.logit_rows, out=self.last_stream[:outputs])
                 mixed = torch.index_select(mixed, 0, step.logit_rows, out=self.last_mixed[:outputs])
                 if outputs == 0:  # the middle of a prompt
                     break
                 groups = None if step.adapters is None else step.adapters.outputs
-            with self._adapted(index, "attention.output", mixed, stream, groups):
+                apart = apart and self._adapters_apart(groups, outputs)
+            with self._adapted(index, "attention.output", mixed, stream, groups, apart) as late:
                 self._add_product(mixed, layer.output, layer.output_bias, stream, ATTENTION)
-            self._feed_forward(layer, stream, index, groups, step.homes)
+            late = self._feed_forward(layer, stream, index, groups, step.homes, late, apart)
+        self._taken_up(late, stream)
         if self.stage is not None and not self.draws:
             self.stage.send(stream)
             if self.slice is not None:
@@ -307,8 +314,9 @@ class CudaDecoder:
         self.slice.add_partials(half, stream, rounded=self.invariant)
 
     def _attend(
-        self, layer: LayerWeights, stream: Tensor, step: StepTensors, cache: KVCache, index: int
-    ) -> Tensor:
+        self, layer: LayerWeights, stream: Tensor, step: StepTensors, cache: KVCache, index: int,
+        late: Tensor | None = None, apart: bool = False,
+    ) -> Tensor:  # fmt: skip
         """Attention's result [T, heads · head_dim], before the output product; keys and values are written."""
         spec, tokens, heads = self.spec, len(stream), layer.attention
         keys, values = cache.keys[index], cache.values[index]
@@ -323,13 +331,14 @@ class CudaDecoder:
             )  # fmt: skip
         assert isinstance(step.attention, AttentionPlan)
         groups = None if step.adapters is None else step.adapters.tokens
-        qkv = self._normed_product(
-            stream, layer.attention_norm, heads.qkv, self.qkv[:tokens], heads.qkv_bias,
-            (index, "attention.qkv"), groups,
+        qkv = self.qkv[:tokens]
+        added = self._normed_product(
+            stream, layer.attention_norm, heads.qkv, qkv, heads.qkv_bias, (index, "attention.qkv"), groups, late,
+            apart,
         )  # fmt: skip
         rope_cache(
             qkv, self.cosine, self.sine, step.positions, step.slots, keys, values, spec.heads,
-            heads.q_norm, heads.k_norm, spec.norm_eps, spec.rope_interleaved, invariant=self.invariant,
+            heads.q_norm, heads.k_norm, spec.norm_eps, spec.rope_interleaved, invariant=self.invariant, added=added,
         )  # fmt: skip
         query = qkv.view(tokens, -1, spec.head_dim)[:, : spec.heads]
         step.attention.attend(
@@ -342,19 +351,37 @@ class CudaDecoder:
         )
         return mixed
 
+    def _adapters_apart(self, groups: AdapterGroups | None, rows: int) -> bool:
+        """Whether what adapters add is computed beside the products, to be added by the kernels behind them. Not
+        where bits must not depend on the number of rows: it is rounded once more."""
+        return (
+            groups is not None
+            and self.adapters is not None
+            and not self.invariant
+            and self.adapters.begin(rows)
+        )
+
     def _adapted(
-        self, index: int, name: str, x: Tensor, y: Tensor, groups: AdapterGroups | None
-    ) -> AbstractContextManager[None]:
-        """Around the product of a matrix, from x to y: adds what the rows' adapters make of x."""
+        self, index: int, name: str, x: Tensor, y: Tensor, groups: AdapterGroups | None, apart: bool
+    ) -> AbstractContextManager[Tensor | None]:
+        """Around the product of a matrix, from x to y: adds what the rows' adapters make of x, or returns it
+        where that is kept apart."""
         if groups is None:
             return nullcontext()
         assert self.adapters is not None
-        return self.adapters.added(f"layers.{index}.{name}", x, y, groups)
+        matrix = f"layers.{index}.{name}"
+        return self.adapters.beside(matrix, x, groups) if apart else self.adapters.added(matrix, x, y, groups)
+
+    @staticmethod
+    def _taken_up(late: Tensor | None, stream: Tensor) -> None:
+        if late is not None:
+            stream.add_(late)
 
     def _feed_forward(
         self, layer: LayerWeights, stream: Tensor, index: int, groups: AdapterGroups | None,
-        homes: StepHomes | None,
-    ) -> None:  # fmt: skip
+        homes: StepHomes | None, late: Tensor | None = None, apart: bool = False,
+    ) -> Tensor | None:  # fmt: skip
+        """`late`: what adapters add to the stream before; returned: what they add behind, if kept apart."""
         tokens = len(stream)
         if (
             layer.mixture is not None
@@ -363,7 +390,7 @@ class CudaDecoder:
             and self.rows.spreads_experts
         ):
             self._experts_of_all(layer, stream, homes, self.rows)
-            return
+            return None
         if layer.mixture is not None:
             assert self.moe_buffers is not None
             experts, router = layer.mixture.experts, layer.mixture.router
@@ -383,11 +410,12 @@ class CudaDecoder:
                 )  # fmt: skip
             if self.slice is not None:
                 self.slice.add_partials(FEED_FORWARD, stream)
-            return
-        activated = self._activated(stream, layer, layer.ffn_norm, index, groups)
+            return None
+        activated = self._activated(stream, layer, layer.ffn_norm, index, groups, late, apart)
         assert layer.down is not None
-        with self._adapted(index, "ffn.down", activated, stream, groups):
+        with self._adapted(index, "ffn.down", activated, stream, groups, apart) as behind:
             self._add_product(activated, layer.down, layer.down_bias, stream, FEED_FORWARD)
+        return behind
 
     def _experts_of_all(self, layer: LayerWeights, stream: Tensor, homes: StepHomes, rows: RankRows) -> None:
         """A mixture whose experts are spread over ranks that have different rows."""
@@ -407,7 +435,7 @@ class CudaDecoder:
 
     def _activated(
         self, x: Tensor, layer: LayerWeights, norm: Tensor | None, index: int = 0,
-        groups: AdapterGroups | None = None,
+        groups: AdapterGroups | None = None, late: Tensor | None = None, apart: bool = False,
     ) -> Tensor:  # fmt: skip
         """silu(gate) · up of x, normed first where a norm is given."""
         tokens, width = len(x), layer.ffn_width
@@ -419,24 +447,34 @@ class CudaDecoder:
                 bias=layer.gate_up_bias,
             )  # fmt: skip
         both = self.gate_up.view(-1)[: tokens * 2 * width].view(tokens, 2 * width)
+        added = None
         if norm is None:
             linear(x, layer.gate_up, out=both, bias=layer.gate_up_bias, invariant=self.invariant)
         else:
             name = (index, "ffn.gate_up")
-            self._normed_product(x, norm, layer.gate_up, both, layer.gate_up_bias, name, groups)
-        return swiglu(both, activated)
+            added = self._normed_product(
+                x, norm, layer.gate_up, both, layer.gate_up_bias, name, groups, late, apart
+            )
+        return swiglu(both, activated, added)
 
     def _normed_product(
-        self, x: Tensor, norm: Tensor, weight: Weight, out: Tensor, bias: Tensor | None, name: tuple[int, str],
-        groups: AdapterGroups | None,
-    ) -> Tensor:  # fmt: skip
-        """`name`: the matrix of which layer, as adapters call it."""
+        self, x: Tensor, norm: Tensor, weight: Weight, out: Tensor, bias: Tensor | None,
+        name: tuple[int, str], groups: AdapterGroups | None, late: Tensor | None, apart: bool,
+    ) -> Tensor | None:  # fmt: skip
+        """The product of x, to which `late` is added first, in `out`, and what adapters add to it, if kept apart.
+        `name`: the matrix of which layer, as adapters call it."""
         eps = self.spec.norm_eps
         if groups is None and self._fuses(len(x), weight):
-            return linear(x, weight, out=out, norm_weight=norm, eps=eps, bias=bias)
-        normed = rms_norm(x, norm, eps, out=self.normed[: len(x)])
-        with self._adapted(*name, normed, out, groups):
-            return linear(normed, weight, out=out, bias=bias, invariant=self.invariant)
+            linear(x, weight, out=out, norm_weight=norm, eps=eps, bias=bias)
+            return None
+        normed = self.normed[: len(x)]
+        if late is None:
+            rms_norm(x, norm, eps, out=normed)
+        else:
+            rms_norm(late, norm, eps, residual=x, out=normed)
+        with self._adapted(*name, normed, out, groups, apart) as added:
+            linear(normed, weight, out=out, bias=bias, invariant=self.invariant)
+        return added
 
     def _fuses(self, tokens: int, weight: Weight, swiglu: bool = False) -> bool:
         """Whether the product norms on the way; otherwise our own kernel does, into our own buffer."""

@@ -10,6 +10,8 @@ from cumulo.kernels.cuda.attention.paged_attention import AttentionPlan
 from cumulo.kernels.cuda.elementwise.rms_norm import rms_norm
 from cumulo.kernels.cuda.elementwise.rope_cache import rope_cache
 from cumulo.kernels.cuda.elementwise.swiglu import swiglu
+from cumulo.kernels.cuda.linear.draft_linear import fits, likeliest, likeliest_parts, paired_linear
+from cumulo.kernels.cuda.linear.few_linear import FewConfig, few_linear
 from cumulo.kernels.cuda.linear.linear import choose, linear
 from cumulo.models.batch import KVCache
 from cumulo.models.heads.eagle import EagleHead
@@ -39,7 +41,8 @@ class CudaEagle:
         head.rotary.rotation_at(torch.zeros(0, dtype=torch.int64, device=device))
         assert head.rotary.table is not None
         self.cosine, self.sine = (table.contiguous() for table in head.rotary.table)
-        # The projections see token and stream side by side: two products, of which the second adds onto the first.
+        # The projections see token and stream side by side: of a few rows in one product, of more in two, of which
+        # the second adds onto the first.
         self._of_token = head.qkv.weight[:, :hidden].contiguous()
         self._of_stream = head.qkv.weight[:, hidden:].contiguous()
         self.token_of = head.token_of.to(device=device, dtype=torch.int32)
@@ -55,11 +58,14 @@ class CudaEagle:
         self.rows_mixed = buffer(max_rows, width)
         self.gate_up, self.activated = buffer(max_rows, 2 * own.ffn_hidden), buffer(max_rows, own.ffn_hidden)
         self.logits = buffer(max_rows, len(self.token_of))
+        parts = (max_rows, likeliest_parts(len(self.token_of)))
+        self._best = torch.empty(parts, dtype=torch.float32, device=device)
+        self._places = torch.empty(parts, dtype=torch.int32, device=device)
 
     @property
     def nbytes(self) -> int:
         own = (self.stream, self.embedded, self.normed, self.qkv, self.mixed, self.rows_stream, self.rows_normed,
-               self.rows_mixed, self.gate_up, self.activated, self.logits)  # fmt: skip
+               self.rows_mixed, self.gate_up, self.activated, self.logits, self._best, self._places)  # fmt: skip
         return sum(one.nbytes for one in own)
 
     def see(
@@ -80,10 +86,13 @@ class CudaEagle:
         self, stream: Tensor, token_ids: Tensor, positions: Tensor, slots: Tensor, cache: KVCache
     ) -> Tensor:
         tokens, head = len(stream), self.head
-        embedded = torch.index_select(self.embed, 0, token_ids, out=self.embedded[:tokens])
-        qkv = self.qkv[:tokens]
-        self._normed_product(embedded, head.token_norm.weight, self._of_token, qkv)
-        self._normed_product(stream, head.stream_norm.weight, self._of_stream, qkv, residual=qkv)
+        qkv, norms = self.qkv[:tokens], (head.token_norm.weight, head.stream_norm.weight)
+        if self.fits(tokens):
+            paired_linear(self.embed, token_ids, stream, head.qkv.weight, qkv, *norms, self.spec.norm_eps)
+        else:
+            embedded = torch.index_select(self.embed, 0, token_ids, out=self.embedded[:tokens])
+            self._normed_product(embedded, norms[0], self._of_token, qkv)
+            self._normed_product(stream, norms[1], self._of_stream, qkv, residual=qkv)
         rope_cache(
             qkv, self.cosine, self.sine, positions, slots, cache.keys[0], cache.values[0], self.spec.heads,
             interleaved=self.spec.rope_interleaved,
@@ -106,10 +115,15 @@ class CudaEagle:
         )
         count = tokens if rows is None else len(rows)
         out = self.rows_stream[:count]
-        if rows is not None:
-            torch.index_select(stream, 0, rows, out=out)
-            mixed = torch.index_select(mixed, 0, rows, out=self.rows_mixed[:count])
-        linear(mixed, head.output.weight, out=out, residual=out)
+        if rows is not None and self.fits(count):
+            config = choose(count, head.output.weight).config
+            few_linear(mixed, head.output.weight, out, residual=stream, rows=rows,
+                       config=config if isinstance(config, FewConfig) else None)  # fmt: skip
+        else:
+            if rows is not None:
+                torch.index_select(stream, 0, rows, out=out)
+                mixed = torch.index_select(mixed, 0, rows, out=self.rows_mixed[:count])
+            linear(mixed, head.output.weight, out=out, residual=out)
         activated, gate_up = self.activated[:count], self.gate_up[:count]
         if choose(count, head.ffn.gate_up.weight, True).kernel != "library":
             linear(
@@ -121,6 +135,17 @@ class CudaEagle:
             swiglu(gate_up, activated)
         linear(activated, head.ffn.down.weight, out=out, residual=out)
         return out
+
+    def fits(self, rows: int) -> bool:
+        """Whether so few rows are played that the kernels made for a round's serve them."""
+        return fits(rows, self.spec.hidden)
+
+    def likeliest(self, stream: Tensor) -> tuple[Tensor, Tensor]:
+        """Of each part of the head's own tokens the largest logit [R, parts], and whose it is."""
+        best, places = self._best[: len(stream)], self._places[: len(stream)]
+        norm, weight = self.head.final_norm.weight, self.head.head.weight
+        likeliest(stream, weight, norm, self.spec.norm_eps, best, places)
+        return best, places
 
     def logits_of(self, stream: Tensor) -> Tensor:
         """Over the head's own tokens."""

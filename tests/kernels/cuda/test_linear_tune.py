@@ -59,8 +59,18 @@ def test_candidates_are_few_and_fit_the_rows(kind: str) -> None:
 
 def test_rows_between_two_classes_take_the_choice_of_the_larger() -> None:
     assert shape_key(3, 8, 8, "bf16", False) == shape_key(4, 8, 8, "bf16", False)
-    assert shape_key(5, 8, 8, "bf16", False) == shape_key(16, 8, 8, "bf16", False)
+    assert shape_key(9, 8, 8, "bf16", False) == shape_key(16, 8, 8, "bf16", False)
     assert shape_key(129, 8, 8, "bf16", False) != shape_key(128, 8, 8, "bf16", False)
+
+
+def test_up_to_eight_rows_take_the_choice_of_sixteen_where_nothing_else_was_measured() -> None:
+    weight = torch.empty(8, 16, dtype=torch.bfloat16)
+    sixteen, eight = Choice("skinny"), Choice("library")
+    linear.WINNERS[shape_key(16, 8, 16, "bf16", False)] = sixteen
+    assert [choose(m, weight) for m in (5, 8, 16)] == [sixteen] * 3
+    assert choose(4, weight) != sixteen
+    linear.WINNERS[shape_key(8, 8, 16, "bf16", False)] = eight
+    assert [choose(m, weight) for m in (5, 8, 16)] == [eight, eight, sixteen]
 
 
 @pytest.mark.parametrize("op", [small_linear, skinny_linear, w4, linear, fp8, invariant_matmul])

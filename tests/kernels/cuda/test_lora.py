@@ -66,6 +66,14 @@ def test_rows_get_what_their_adapters_add(name: str, dtype: torch.dtype, device:
     assert relative_error(got, expected) < (1e-6 if dtype == torch.float32 else 2e-3)
     untouched = torch.from_numpy(of_row < 0).to(device)
     assert torch.equal(got[untouched], y[untouched])
+    # Kept apart: what is added alone, in the rows that have an adapter.
+    low, apart = low_buffer(stack, len(groups.rows), TILES), torch.full_like(y, 5.0)
+    shrink(x, stack, groups, low, TILES)
+    expand(apart, stack, groups, low, TILES, add=False)
+    assert bool((apart[untouched] == 5.0).all())
+    assert relative_error((apart + y)[~untouched], expected[~untouched]) < (
+        1e-6 if dtype == torch.float32 else 2e-3
+    )
     # Filled up for a graph of fixed size, and each row alone: the very bits.
     room = most_groups(len(of_row), len(ranks)) + 3
     assert torch.equal(got, add_lora(x, y, stack, padded(groups, room), TILES))
@@ -109,7 +117,7 @@ def test_the_kernels_compile_for_a_hopper_gpu() -> None:
         {"low": "*fp32", "b": "*bf16", "y": "*bf16", **tables,
          **dict.fromkeys(("stride_y", "stride_b", "stride_output", "stride_split", "stride_low", "first", "second"),
                          "i32:16")},
-        {**sizes, "BLOCK_N": 512, "stride_rank": 1},
+        {**sizes, "BLOCK_N": 512, "stride_rank": 1, "ADD": False},
     )  # fmt: skip
     for made in compile_for_sm90([shrink, expand]):
         made.check_fits()

@@ -15,9 +15,9 @@ from cumulo.engine.decide.residency import Residency
 DRAFTS = (1, 3, 7)  # with the known token 2, 4 or 8 places: kernels are made for such numbers
 _MOST_ROWS = 4  # with more, steps are long, and each number of rows would have to be captured anew
 _SEEN = 4  # steps of a kind: the first may have compiled or captured something
-_ROUNDS = (8, 4, 2, 1)
-MOST_DRAFTS, MOST_ROUNDS = 8, 8  # that a runner has room for
-_STEP_S = 6e-3  # a step is no longer for several rounds: newcomers wait for its end
+_ROUNDS = (12, 8, 4, 2, 1)  # the more, the less the host's time between two steps counts
+MOST_DRAFTS, MOST_ROUNDS = 8, 12  # that a runner has room for
+_STEP_S = 10e-3  # a step is no longer for several rounds: newcomers wait for its end
 _LEAST_GAIN = 1.03
 _TRY_AGAIN = 256  # steps without drafts, after which they are tried again
 _NEWS, _ODD_NEWS = 0.1, 0.01  # share of the news in an average; of a step that took far longer

@@ -36,9 +36,10 @@ def reference(
 
 
 @triton.jit
-def _kernel(qkv, cos, sin, positions, slots, q_norm, k_norm, keys, values, row_stride, block_stride,
-head_stride, eps, k_scale, v_scale, block_size, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr,
-            GROUP: tl.constexpr, NORM: tl.constexpr, INTERLEAVED: tl.constexpr, SCALED: tl.constexpr):  # fmt: skip
+def _kernel(qkv, added, cos, sin, positions, slots, q_norm, k_norm, keys, values, row_stride, block_stride,
+            head_stride, eps, k_scale, v_scale, block_size, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
+            DIM: tl.constexpr, GROUP: tl.constexpr, NORM: tl.constexpr, INTERLEAVED: tl.constexpr,
+            SCALED: tl.constexpr, ADD: tl.constexpr):  # fmt: skip
     token = tl.program_id(0)
     first = tl.program_id(1) * GROUP  # heads of one kind only: GROUP divides HEADS and KV_HEADS
     slot = tl.load(slots + token).to(tl.int64)
@@ -52,6 +53,10 @@ head_stride, eps, k_scale, v_scale, block_size, HEADS: tl.constexpr, KV_HEADS: t
             low, high = half, half + DIM // 2
         a = tl.load(base + low[None, :]).to(tl.float32)
         b = tl.load(base + high[None, :]).to(tl.float32)
+        if ADD:
+            more = added + token.to(tl.int64) * row_stride + heads[:, None] * DIM
+            a += tl.load(more + low[None, :]).to(tl.float32)
+            b += tl.load(more + high[None, :]).to(tl.float32)
         page = (slot // block_size) * block_stride + (slot % block_size) * DIM
         if first < HEADS + KV_HEADS:
             if NORM:
@@ -104,10 +109,11 @@ def rope_cache(
     qkv: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, slots: Tensor, keys: Tensor, values: Tensor,
     heads: int, q_norm: Tensor | None = None, k_norm: Tensor | None = None, eps: float = 0.0,
     interleaved: bool = False, k_scale: float = 1.0, v_scale: float = 1.0, invariant: bool = False,
+    added: Tensor | None = None,
 ) -> None:  # fmt: skip
     """qkv [T, (heads + 2 kv_heads) · D]: queries are rotated in place, keys (rotated) and values go to
     keys, values [blocks, kv_heads, block_size, D] at flat `slots` (-1: nowhere). cos, sin: [positions, D / 2]. With
-    `invariant` a token's bits do not depend on how many there are.
+    `invariant` a token's bits do not depend on how many there are. `added`: like qkv, added to it first.
     """
     tokens = qkv.shape[0]
     if tokens == 0:
@@ -115,10 +121,11 @@ def rope_cache(
     kv_heads, block_size, dim = keys.shape[1], keys.shape[2], keys.shape[3]
     group = _heads_at_once(tokens, heads, kv_heads, invariant)
     _kernel[(tokens, (heads + 2 * kv_heads) // group)](
-        qkv, cos, sin, positions, slots, cos if q_norm is None else q_norm, cos if k_norm is None else k_norm,
+        qkv, qkv if added is None else added, cos, sin, positions, slots, cos if q_norm is None else q_norm,
+        cos if k_norm is None else k_norm,
         keys, values, qkv.stride(0), keys.stride(0), keys.stride(1), eps, k_scale, v_scale, block_size,
         HEADS=heads, KV_HEADS=kv_heads, DIM=dim, GROUP=group, NORM=q_norm is not None, INTERLEAVED=interleaved,
-        SCALED=k_scale != 1.0 or v_scale != 1.0, num_warps=1 if group * dim <= 256 else 4,
+        SCALED=k_scale != 1.0 or v_scale != 1.0, ADD=added is not None, num_warps=1 if group * dim <= 256 else 4,
     )  # fmt: skip
 
 

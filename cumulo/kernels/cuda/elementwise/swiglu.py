@@ -23,12 +23,15 @@ def reference(gate_up: Tensor) -> Tensor:
 
 
 @triton.jit
-def _forward(gate_up, out, width, BLOCK: tl.constexpr):
+def _forward(gate_up, added, out, width, ADD: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < width
     gate = tl.load(gate_up + row * 2 * width + columns, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * 2 * width + width + columns, mask=inside, other=0.0).to(tl.float32)
+    if ADD:
+        gate += tl.load(added + row * 2 * width + columns, mask=inside, other=0.0).to(tl.float32)
+        up += tl.load(added + row * 2 * width + width + columns, mask=inside, other=0.0).to(tl.float32)
     tl.store(
         out + row * width + columns, (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty), mask=inside
     )
@@ -51,13 +54,16 @@ def _backward(gate_up, grad_out, grad, out, width, FORWARD: tl.constexpr, BLOCK:
         tl.store(out + row * width + columns, (gate * s * up).to(out.dtype.element_ty), mask=inside)
 
 
-def swiglu(gate_up: Tensor, out: Tensor | None = None) -> Tensor:
-    """[T, 2F] contiguous -> [T, F]."""
+def swiglu(gate_up: Tensor, out: Tensor | None = None, added: Tensor | None = None) -> Tensor:
+    """[T, 2F] contiguous -> [T, F]. `added`: like gate_up, added to it first."""
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     if out is None:
         out = torch.empty((rows, width), dtype=gate_up.dtype, device=gate_up.device)
     if rows:
-        _forward[(rows, triton.cdiv(width, _BLOCK))](gate_up, out, width, BLOCK=_BLOCK, num_warps=4)
+        _forward[(rows, triton.cdiv(width, _BLOCK))](
+            gate_up, gate_up if added is None else added, out, width, ADD=added is not None, BLOCK=_BLOCK,
+            num_warps=4,
+        )  # fmt: skip
     return out
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from cumulo.kernels.cuda.elementwise.rms_norm import rms_norm
 from cumulo.kernels.cuda.elementwise.swiglu import swiglu as swiglu_rows
+from cumulo.kernels.cuda.linear.few_linear import FewConfig, few_linear
 from cumulo.kernels.cuda.linear.fp8 import Fp8Weight, fp8_linear_wide
 from cumulo.kernels.cuda.linear.fp8_quantise import Fp8Rows
 from cumulo.kernels.cuda.linear.invariant_matmul import invariant_matmul
@@ -29,10 +30,11 @@ from cumulo.kernels.cuda.timing import copies_past_cache, graph_us
 from cumulo.kernels.cuda.work import KernelRow
 
 Weight = Tensor | Fp8Weight | W4Weight
-Config = SmallConfig | SkinnyConfig | W4Config
+Config = SmallConfig | FewConfig | SkinnyConfig | W4Config
 
-_CONFIGS: dict[str, type[SmallConfig] | type[SkinnyConfig] | type[W4Config]] = {
+_CONFIGS: dict[str, type[SmallConfig] | type[FewConfig] | type[SkinnyConfig] | type[W4Config]] = {
     "small": SmallConfig,
+    "few": FewConfig,
     "skinny": SkinnyConfig,
     "w4": W4Config,
 }
@@ -40,13 +42,13 @@ _CONFIGS: dict[str, type[SmallConfig] | type[SkinnyConfig] | type[W4Config]] = {
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Who computes a product: "small", "skinny", "w4" with a configuration, or "library"."""
+    """Who computes a product: "small", "few", "skinny", "w4" with a configuration, or "library"."""
 
     kernel: str
     config: Config | None = None
 
 
-ROW_CLASSES = (1, 2, 4, 16, 64, 128)  # beyond, arithmetic takes the time and the library wins
+ROW_CLASSES = (1, 2, 4, 8, 16, 64, 128)  # beyond, arithmetic takes the time and the library wins
 WINNERS: dict[str, Choice] = {}
 
 
@@ -99,20 +101,31 @@ def choose(m: int, weight: Weight, swiglu: bool = False) -> Choice:
     """Who computes m rows times this weight."""
     n, k = weight.shape
     kind = kind_of(weight)
-    found = WINNERS.get(shape_key(m, n, k, kind, swiglu))
+    found = _measured(m, n, k, kind, swiglu)
     if found is None and not swiglu:
         # Where the library won a product with SwiGLU behind it, that is the product that is asked for here.
-        paired = WINNERS.get(shape_key(m, n, k, kind, True))
+        paired = _measured(m, n, k, kind, True)
         found = paired if paired is not None and paired.kernel == "library" else None
     return _default(m, n, k, kind) if found is None else found
+
+
+def _measured(m: int, n: int, k: int, kind: str, swiglu: bool) -> Choice | None:
+    found = WINNERS.get(shape_key(m, n, k, kind, swiglu))
+    if found is None and 4 < m <= 8:  # a class of its own only for small matrices
+        found = WINNERS.get(shape_key(16, n, k, kind, swiglu))
+    return found
 
 
 def _default(m: int, n: int, k: int, kind: str) -> Choice:
     if kind.startswith("w4"):
         return Choice("w4" if m <= 128 else "library")
     # Plain multiply-adds keep up with the memory for one row; in small matrices it is not the memory that counts.
-    if (m == 1 or (m <= 4 and n * k <= SMALL_MATRIX)) and kind != "fp8 blocks":
+    if m == 1 and kind != "fp8 blocks":
         return Choice("small")
+    if not kind.startswith("fp8") and (
+        (m <= 4 and n * k <= SMALL_MATRIX) or (m <= 8 and n * k <= SMALL_MATRIX // 8)
+    ):
+        return Choice("few")
     if kind.startswith("fp8"):
         return Choice("skinny" if m <= 64 else "library")  # above, the 8-bit tensor cores win
     return Choice("skinny" if m <= 16 else "library")
@@ -148,6 +161,12 @@ def linear(
         return w4_linear(
             x, weight, out, norm_weight=norm_weight, eps=eps, residual=residual, swiglu=swiglu, bias=bias,
             config=choice.config if isinstance(choice.config, W4Config) else None,
+        )  # fmt: skip
+    if choice.kernel == "few":
+        assert isinstance(weight, Tensor)
+        return few_linear(
+            x, weight, out, norm_weight=norm_weight, eps=eps, residual=residual, swiglu=swiglu, bias=bias,
+            config=choice.config if isinstance(choice.config, FewConfig) else None,
         )  # fmt: skip
     data, scales = (weight.data, weight.scales) if isinstance(weight, Fp8Weight) else (weight, None)
     if choice.kernel == "small":

@@ -67,15 +67,16 @@ def expand(
     groups: AdapterGroups,
     low: Tensor,
     config: LoraTiles = LoraTiles(),
+    add: bool = True,
 ) -> Tensor:
-    """y += B low; in place."""
+    """y += B low, in place; without `add` y = B low in the rows that have an adapter."""
     if not len(groups.slots):
         return y
     outputs, block_n = y.shape[1], _column_tile(stack.bounds, config.block_n)
     first, second = (*stack.bounds[1:-1], outputs, outputs)[:2]
     _expand[len(groups.slots) * _ROW_TILES, outputs // block_n](
         low, stack.b, y, groups.rows, groups.starts, groups.slots, stack.device_ranks, y.stride(0),
-        *stack.b.stride(), low.stride(0), low.stride(1), first, second, BLOCK_N=block_n,
+        *stack.b.stride(), low.stride(0), low.stride(1), first, second, BLOCK_N=block_n, ADD=add,
         **_constants(stack, config),
     )  # fmt: skip
     return y
@@ -132,7 +133,8 @@ def _shrink(x, a, low, rows, starts, slots, ranks, K, stride_x, stride_a, stride
 @triton.jit
 def _expand(low, b, y, rows, starts, slots, ranks, stride_y, stride_b, stride_output, stride_rank, stride_split,
             stride_low, first, second, PARTS: tl.constexpr, RANK_MAX: tl.constexpr, ROWS: tl.constexpr,
-            TILES: tl.constexpr, TILE: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr):  # fmt: skip
+            TILES: tl.constexpr, TILE: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr,
+            ADD: tl.constexpr):  # fmt: skip
     group, left = tl.program_id(0) // TILES, tl.program_id(1) * BLOCK_N
     slot = tl.load(slots + group)
     if slot < 0:
@@ -141,14 +143,17 @@ def _expand(low, b, y, rows, starts, slots, ranks, stride_y, stride_b, stride_ou
     begin = tl.load(starts + group) + tl.program_id(0) % TILES * ROWS
     end = tl.load(starts + group + 1)
     rank = tl.load(ranks + slot * PARTS + part)
-    if (begin >= end) | (rank == 0):
+    if (begin >= end) | (ADD & (rank == 0)):
         return
     column = left + tl.arange(0, BLOCK_N)
     index = begin + tl.arange(0, ROWS)
     here = index < end
     row = tl.load(rows + index, mask=here, other=0).to(tl.int64)
     places = y + row[:, None] * stride_y + column[None, :]
-    sums = tl.load(places, mask=here[:, None], other=0.0).to(tl.float32)
+    if ADD:
+        sums = tl.load(places, mask=here[:, None], other=0.0).to(tl.float32)
+    else:
+        sums = tl.zeros((ROWS, BLOCK_N), dtype=tl.float32)
     b += slot.to(tl.int64) * stride_b + column[None, :] * stride_output
     for tile in range(0, rank, TILE):
         own = tile + tl.arange(0, TILE)

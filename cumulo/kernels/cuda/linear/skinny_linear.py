@@ -24,6 +24,7 @@ from cumulo.kernels.cuda.timing import copies_past_cache, graph_us
 from cumulo.kernels.cuda.work import KernelRow
 
 MAX_ROWS = 128
+LEAST_ROWS = 8  # of x in a tile: what the tensor cores take at least
 BLOCK = 128  # side of a scale block (DeepSeek-V3, 2024, section 3.3.2)
 PARTIAL_FLOATS = 8 << 20  # 32 MiB of partial sums a device
 MAX_TILES = 1 << 16
@@ -67,8 +68,13 @@ TILES = (
 
 
 def default_config(m: int, n: int, k: int, swiglu: bool = False, multiprocessors: int = 132) -> SkinnyConfig:
-    """About one program on every multiprocessor with 100 KiB of W on its way; more of them where k is long. Of many
-    rows of x two, with less."""
+    """About one program on every multiprocessor with 100 KiB of W on its way; more of them where k is long. Small
+    matrices: tiles so small that each multiprocessor has one. Of many rows of x two programs, with less."""
+    if m <= 16 and n * k <= SMALL_MATRIX:
+        tiles, steps, splits = -(-(n // 2 if swiglu else n) // 32), -(-k // 128), 1
+        while 2 * tiles * splits <= multiprocessors and steps >= 8 * splits:
+            splits *= 2
+        return SkinnyConfig(32, 128, splits, 2, 5)
     if m <= 16:
         outputs = n // 2 if swiglu else n
         tiles, steps, splits = -(-outputs // 64), -(-k // 256), 1
@@ -255,7 +261,7 @@ def workspace(device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def _workspace_suffices(m: int, tiles: int, splits: int, block_n: int, swiglu: bool) -> bool:
-    block_m = max(16, triton.next_power_of_2(m))
+    block_m = max(LEAST_ROWS, triton.next_power_of_2(m))
     return (
         tiles * splits * ((2 if swiglu else 1) * block_n + 1) * block_m <= PARTIAL_FLOATS
         and tiles <= MAX_TILES
@@ -319,7 +325,7 @@ def skinny_linear(
         0 if residual is None else residual.stride(0),
         scales.stride(0) if scales is not None and scaled == 2 else 0,
         eps,
-        BLOCK_M=max(16, triton.next_power_of_2(m)),
+        BLOCK_M=max(LEAST_ROWS, triton.next_power_of_2(m)),
         BLOCK_N=block_n,
         BLOCK_K=block_k,
         SPLITS=splits,

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from cumulo.kernels.cuda.linear import few_linear, skinny_linear, small_linear, w4
 from cumulo.kernels.cuda.linear import linear as door
-from cumulo.kernels.cuda.linear import skinny_linear, small_linear, w4
 from cumulo.kernels.cuda.linear.fp8 import Fp8Weight
 from cumulo.kernels.cuda.linear.linear import (
     ROW_CLASSES,
@@ -89,7 +89,10 @@ def candidates(product: Product, m: int, kind: str) -> list[Choice]:
         return found + [
             Choice("w4", config) for config in w4.candidates(m, n, k, GROUP, swiglu)[: None if m < 128 else 4]
         ]
-    if m <= small_linear.MAX_ROWS:
+    few = kind == "bf16" and m <= few_linear.MAX_ROWS and n * k <= skinny_linear.SMALL_MATRIX
+    if few:
+        found += [Choice("few", config) for config in few_linear.candidates(m, n, k, swiglu)]
+    if m <= small_linear.MAX_ROWS and not (few and m > 1):
         default = small_linear.default_config(n, k, swiglu, 1 if kind == "fp8" else 2)
         configs = dict.fromkeys((default, *small_linear.CANDIDATES[: None if m <= 2 else 5]))
         # Tiles wider than a row are mostly mask.
@@ -180,8 +183,9 @@ def compile_all(work: Sequence[tuple[Product, str]], rows: Sequence[int], proces
         for m in rows:
             for choice in candidates(product, m, kind):
                 fusions = (product.norm, product.residual, product.swiglu)
-                height = m if choice.kernel == "small" else max(16, 1 << (m - 1).bit_length())
-                key = (kind, choice, height, product.k if choice.kernel == "small" else 0, fusions)
+                by_length = choice.kernel in ("small", "few")  # compiled for each number of rows and each k
+                height = m if by_length else max(skinny_linear.LEAST_ROWS, 1 << (m - 1).bit_length())
+                key = (kind, choice, height, product.k if by_length else 0, fusions)
                 if choice.kernel != "library" and key not in seen:
                     seen.add(key)
                     fresh.append((m, choice))

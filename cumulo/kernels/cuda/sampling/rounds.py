@@ -136,5 +136,97 @@ def propose(logits: Tensor, token_of: Tensor, rows: RoundRows, tokens: Tensor, a
     )  # fmt: skip
 
 
+@triton.jit(do_not_specialize=["ahead", "min_tiles", "items_each"])
+def _propose_next(best, place, token_of, row_slots, row_starts, tokens, tables, next_tokens, positions, kv_slots,
+                  contexts, step_tables, items, parts, token_stride, table_stride, step_table_stride, ahead,
+                  min_tiles, items_each, PARTS: tl.constexpr, PAGE: tl.constexpr, KEY_TILE: tl.constexpr,
+                  ITEMS: tl.constexpr, NEXT: tl.constexpr):  # fmt: skip
+    row = tl.program_id(0)
+    slot = tl.load(row_slots + row).to(tl.int64)
+    item = tl.arange(0, ITEMS)
+    record = items + (row * items_each + item) * 8
+    if slot < 0:
+        if NEXT:
+            tl.store(next_tokens + row, 0)
+            tl.store(positions + row, 0)
+            tl.store(kv_slots + row, -1)
+            tl.store(contexts + row, 0)
+            tl.store(record + 2, tl.zeros((ITEMS,), tl.int32), mask=item < items_each)
+    else:
+        part = tl.arange(0, PARTS)
+        value = tl.load(best + row * parts + part, mask=part < parts, other=float("-inf"))
+        where = tl.load(place + row * parts + part, mask=part < parts, other=2147483647)
+        chosen = tl.min(tl.where(value == tl.max(value, 0), where, 2147483647), 0)
+        token = tl.load(
+            token_of + tl.where(chosen == 2147483647, 0, chosen)
+        )  # where all are NaN, any will do
+        start = tl.load(row_starts + row)
+        tl.store(tokens + slot * token_stride + start + ahead, token)
+        if NEXT:
+            # The head goes on behind its proposal: as a step of one token for this row, whose inputs these are.
+            position = start - 1 + ahead
+            context = position + 1
+            tl.store(next_tokens + row, token)
+            tl.store(positions + row, position)
+            tl.store(contexts + row, context)
+            own = tables + slot * table_stride
+            tl.store(kv_slots + row, tl.load(own + position // PAGE) * PAGE + position % PAGE)
+            lane = tl.arange(0, 128)
+            for first in range(0, position // PAGE + 1, 128):
+                inside = first + lane <= position // PAGE
+                block = tl.load(own + first + lane, mask=inside, other=0)
+                tl.store(step_tables + row * step_table_stride + first + lane, block, mask=inside)
+            # Its part of the work list, as work_list.py describes it: runs of key tiles, about equally long.
+            tiles = (context + KEY_TILE - 1) // KEY_TILE
+            length = tl.maximum(tl.maximum(min_tiles, 1), (tiles + items_each - 1) // items_each)
+            splits = (tiles + length - 1) // length
+            share = tiles // splits
+            longer = tiles - share * splits
+            mine = item < splits
+            first_tile = item * share + tl.minimum(item, longer)
+            tl.store(record, row + tl.zeros((ITEMS,), tl.int32), mask=mine)
+            tl.store(record + 1, first_tile, mask=mine)
+            tl.store(
+                record + 2, tl.where(mine, share + tl.where(item < longer, 1, 0), 0), mask=item < items_each
+            )
+            tl.store(record + 3, splits + tl.zeros((ITEMS,), tl.int32), mask=mine)
+            tl.store(record + 4, row * items_each + tl.zeros((ITEMS,), tl.int32), mask=mine)
+            tl.store(record + 5, row + tl.zeros((ITEMS,), tl.int32), mask=mine)
+            tl.store(record + 6, context + tl.zeros((ITEMS,), tl.int32), mask=mine)
+            tl.store(record + 7, tl.load(own + first_tile * KEY_TILE // PAGE, mask=mine, other=0), mask=mine)
+
+
+@dataclass(slots=True)
+class NextInputs:
+    """What the head's next step of one token for each row reads, int32, at fixed addresses."""
+
+    tokens: Tensor  # [rows]
+    positions: Tensor  # [rows]
+    kv_slots: Tensor  # [rows]
+    contexts: Tensor  # [rows]
+    step_tables: Tensor  # [rows, blocks]
+    items: Tensor  # [items, 8]: attention's work list (work_list.py); rows have equal shares, the rest stays empty
+    key_tile: int
+    min_tiles: int
+
+
+def propose_next(
+    best: Tensor, place: Tensor, token_of: Tensor, rows: RoundRows, tokens: Tensor, tables: Tensor, block_size: int,
+    ahead: int, inputs: NextInputs | None,
+) -> None:  # fmt: skip
+    """`propose` from each part's largest logit [rows, parts] and its place, and in the same launch the inputs of
+    the head's step behind it, unless it is the last."""
+    count, parts = best.shape
+    given = inputs or NextInputs(best, best, best, best, best, best, 64, 1)
+    each = len(given.items) // count if inputs is not None else 1
+    _propose_next[(count,)](
+        best, place, token_of, rows.slots, rows.starts, tokens, tables, given.tokens, given.positions,
+        given.kv_slots, given.contexts, given.step_tables, given.items, parts, tokens.stride(0), tables.stride(0),
+        given.step_tables.stride(0), ahead, given.min_tiles, each, PARTS=triton.next_power_of_2(parts),
+        PAGE=block_size, KEY_TILE=given.key_tile, ITEMS=triton.next_power_of_2(each), NEXT=inputs is not None,
+        num_warps=8 if parts > 1024 else 4,
+    )  # fmt: skip
+
+
 def proposed_reference(logits: Tensor, token_of: Tensor) -> Tensor:
     return token_of[logits.argmax(dim=-1)].to(torch.int32)
