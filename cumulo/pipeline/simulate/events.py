@@ -173,7 +173,10 @@ class _Compiler:
         forwards: set[int] = set()  # made on this stage, by its order
         inputs: set[int] = set()
         links = stage * self.schedule.stages
-        stage_of = self.schedule.stage_of
+        homes = [
+            [self.schedule.stage_of(chunk, direction) for chunk in range(last + 1)]
+            for direction in range(self.schedule.directions)
+        ]
         steps: list[Step] = []
         for block in order:
             waits: list[int] = []
@@ -185,11 +188,11 @@ class _Compiler:
                 owned.append((kind, own))
                 if kind is Kind.FORWARD:
                     if chunk:
-                        if stage_of(chunk - 1, direction) != stage:
+                        if homes[direction][chunk - 1] != stage:
                             waits.append(own)
                         elif own - micro_batches not in forwards:
                             waits.append(never)
-                    if chunk < last and (peer := stage_of(chunk + 1, direction)) != stage:
+                    if chunk < last and (peer := homes[direction][chunk + 1]) != stage:
                         posts.append((own + micro_batches, links + peer, peer))
                 elif kind is Kind.BACKWARD_WEIGHT:
                     if own not in inputs:
@@ -198,11 +201,11 @@ class _Compiler:
                     if own not in forwards:
                         waits.append(never)
                     if chunk < last:
-                        if stage_of(chunk + 1, direction) != stage:
+                        if homes[direction][chunk + 1] != stage:
                             waits.append(own + gradients)
                         elif own + micro_batches not in inputs:
                             waits.append(never)
-                    if chunk and (peer := stage_of(chunk - 1, direction)) != stage:
+                    if chunk and (peer := homes[direction][chunk - 1]) != stage:
                         posts.append((own - micro_batches + gradients, links + peer, peer))
             for kind, own in owned:
                 if kind is Kind.FORWARD:

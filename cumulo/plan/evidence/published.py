@@ -97,9 +97,14 @@ def _row(line: Mapping[str, str], catalog: Catalog) -> PublishedRow:
         whole_experts=traits.whole_experts and model.moe is not None and number["tp"] > 1,
         software=line["software"],
     )
-    fabric = {"fabric": line["fabric"]} if line.get("fabric") else {}
-    cluster = catalog.cluster(number["gpus"], node=line["node"], **fabric)
+    cluster = _cluster(number["gpus"], line["node"], line.get("fabric") or "")
     return PublishedRow(line["id"], line["source"], job, cluster, _step_s(line, job, cluster))
+
+
+@cache
+def _cluster(gpus: int, node: str, fabric: str) -> Cluster:
+    """Rows of a table are of few machines."""
+    return machines().cluster(gpus, node=node, **({"fabric": fabric} if fabric else {}))
 
 
 def _shaped(number: Mapping[str, int]) -> ModelSpec:

@@ -7,7 +7,7 @@ States are exact (`states`). Activations are counted tensor by tensor (`activati
 micro-batches that the job's own pipeline schedule keeps alive (`live`).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 
@@ -26,11 +26,21 @@ WORKSPACE_BYTES = 64 * 2**20  # of the matrix libraries, inside the allocator
 
 def peak_memory(job: TrainJob) -> MemoryLedger:
     """Of a rank of the stage that needs most."""
+    return max(_heaviest_ledgers(job), key=lambda ledger: ledger.total)
+
+
+def fits_into(job: TrainJob, limit_bytes: int) -> bool:
+    """Whether no stage needs more: the first that does answers."""
+    return all(ledger.total <= limit_bytes for ledger in _heaviest_ledgers(job))
+
+
+def _heaviest_ledgers(job: TrainJob) -> Iterator[MemoryLedger]:
+    """Of the stages that may need most."""
     layout = job.layout
     played = enough_micro_batches(layout.schedule, layout.pp, job.micro_batches)
     stages = _heaviest_stages(job.chunk_kinds, layout.schedule, layout.pp, played, job.chunks_per_stage)
     ledgers = _Ledgers(job)
-    return max((ledgers.ledger_of(stage) for stage in stages), key=lambda ledger: ledger.total)
+    return (ledgers.ledger_of(stage) for stage in stages)
 
 
 def least_memory_bytes(job: TrainJob) -> float:

@@ -8,6 +8,7 @@ and of the optimizer's states for it. Rajbhandari et al. 2020, section 5 (w = g 
 
 from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 from cumulo.plan.job import DTYPE_BYTES, TrainJob
 from cumulo.plan.memory.live import Place
@@ -15,8 +16,7 @@ from cumulo.spec.model import ModelSpec
 from cumulo.spec.operations import layer_operations
 
 
-@dataclass(frozen=True, slots=True)
-class Elements:
+class Elements(NamedTuple):
     """Parameters of a rank, by what is done with them."""
 
     matrices: int = 0  # inside layers, experts apart: what Muon takes

@@ -34,6 +34,7 @@ class Bounds:
         self._model_s = cache(self._count_model_s)
         self._layer_s = cache(self._count_layer_s)
         self._most_s = cache(self._count_most_s)
+        self._weights_s = cache(self._count_weights_s)
         self._costs: dict[tuple[object, ...], tuple[ChunkCost, ...]] = {}
         self._pieces: dict[tuple[object, ...], Pieces] = {}
         self._states: dict[tuple[object, ...], int] = {}
@@ -43,9 +44,10 @@ class Bounds:
         self._stage = 1 if goal.model.moe is not None and goal.model.moe.dense_layers else 0
 
     def shape_s(self, shape: JobShape, recompute: Recompute = "none") -> float:
-        """Some stage has at least the average stage's work, under every schedule."""
+        """Some stage has at least the average stage's work, under every schedule, and some the most weights."""
         model_s = self._model_s(*shape[1:2], *shape[3:], recompute)
-        return shape.micro_batches(self.goal.global_batch) * model_s / shape.pp + self.profile.step_s
+        each_s = model_s / shape.pp + self._weights_s(shape.tp, shape.pp, shape.ep)
+        return shape.micro_batches(self.goal.global_batch) * each_s + self.profile.step_s
 
     def pipeline_s(self, shape: JobShape, schedule: str, chunks: int, recompute: Recompute) -> float:
         """With what the average stage waits for the first micro-batch to reach it, and for the last to go back.
@@ -88,13 +90,9 @@ class Bounds:
         return beside.data_s + beside.optimizer_s + beside.weights_s
 
     def _chunk_costs(self, shape: JobShape, job: TrainJob) -> tuple[ChunkCost, ...]:
-        paired = is_paired(job)
-        key = (*shape[1:], job.chunks, job.chunks_per_stage, job.recompute, paired)
+        key = (*shape[1:], job.chunks, job.chunks_per_stage, job.recompute, is_paired(job))
         if key not in self._costs:
-            alike = (*shape[1:2], *shape[3:], job.recompute, paired)
-            if alike not in self._pieces:
-                self._pieces[alike] = pieces_of(job, self.goal.cluster, self.profile)
-            self._costs[key] = chunk_costs(job, self.goal.cluster, self.profile, self._pieces[alike])
+            self._costs[key] = chunk_costs(job, self.goal.cluster, self.profile, self._pieces_of(job))
         return self._costs[key]
 
     def memory_bytes(self, shape: JobShape, variant: Variant) -> float:
@@ -117,35 +115,32 @@ class Bounds:
         self, tp: int, cp: int, ep: int, micro_batch: int, sequence_parallel: bool, recompute: Recompute
     ) -> float:
         """Forward and backward of everything, in one chunk."""
-        split = (tp, cp, ep, micro_batch, sequence_parallel, recompute)
-        return sum(self._one_chunk_s(self.goal.model, *split))
+        job = self._job(self.goal.model, 1, tp, cp, ep, micro_batch, sequence_parallel, recompute)
+        (cost,) = chunk_costs(job, self.goal.cluster, self.profile, self._pieces_of(job))
+        return cost.forward_s + cost.backward_s
+
+    def _count_weights_s(self, tp: int, pp: int, ep: int) -> float:
+        """What `around` counts for one micro-batch, whatever the ZeRO stage and the schedule: gradients are added,
+        weights cast."""
+        job = self._job(self.goal.model, pp, tp, 1, ep, 1, False, "none")
+        return around(job, self.goal.cluster, self.profile, 0.0).weights_s
 
     def _count_layer_s(
         self, tp: int, cp: int, ep: int, micro_batch: int, sequence_parallel: bool
     ) -> tuple[float, float]:
         """Forward, and forward and backward, of the cheapest layer, when nothing is computed again."""
-        forward, both = [], []
-        for kind in _kinds(self.goal.model):
-            split = (tp, cp, ep, micro_batch, sequence_parallel, "none")
-            two = self._one_chunk_s(replace(kind, layers=2), *split)  # type: ignore[arg-type]
-            one = self._one_chunk_s(replace(kind, layers=1), *split)  # type: ignore[arg-type]
-            forward.append(two[0] - one[0])
-            both.append(sum(two) - sum(one))
-        return min(forward), min(both)
+        job = self._job(self.goal.model, 1, tp, cp, ep, micro_batch, sequence_parallel, "none")
+        layers = [passes for passes, _ in self._pieces_of(job).layers.values()]
+        return min(each.forward.total for each in layers), min(each.total for each in layers)
 
-    def _one_chunk_s(
-        self,
-        model: ModelSpec,
-        tp: int,
-        cp: int,
-        ep: int,
-        micro_batch: int,
-        sequence_parallel: bool,
-        recompute: Recompute,
-    ) -> tuple[float, float]:
-        job = self._job(model, 1, tp, cp, ep, micro_batch, sequence_parallel, recompute)
-        (cost,) = chunks_of(job, self.goal.cluster, self.profile).costs
-        return cost.forward_s, cost.backward_s
+    def _pieces_of(self, job: TrainJob) -> Pieces:
+        """Shared by jobs that differ in dp and in their pipelines only."""
+        layout = job.layout
+        split = (layout.tp, layout.cp, layout.ep, job.micro_batch, layout.sequence_parallel)
+        alike = (*split, job.recompute, is_paired(job))
+        if alike not in self._pieces:
+            self._pieces[alike] = pieces_of(job, self.goal.cluster, self.profile)
+        return self._pieces[alike]
 
     def _count_most_s(
         self, tp: int, cp: int, ep: int, micro_batch: int, sequence_parallel: bool, recompute: Recompute
@@ -182,12 +177,3 @@ class Bounds:
         layout = Layout(ep, tp, pp, cp, experts, 0, sequence_parallel, schedule=schedule)
         goal = replace(self.goal, model=model, global_batch=ep * micro_batch)
         return goal.job(layout, micro_batch, recompute)
-
-
-def _kinds(model: ModelSpec) -> list[ModelSpec]:
-    """The model as if all its layers were of one kind, for each; windowed, where some are: those are cheapest."""
-    windowed = replace(model, windowed_layers=None)
-    if model.moe is None:
-        return [windowed]
-    experts = replace(windowed, moe=replace(model.moe, dense_layers=()))
-    return [experts, replace(windowed, moe=None)] if model.moe.dense_layers else [experts]

@@ -9,6 +9,7 @@ No bound is ever above the time it bounds, so the best plan found is the best of
 trying all).
 """
 
+import gc
 import heapq
 import itertools
 from dataclasses import dataclass, replace
@@ -17,7 +18,7 @@ from functools import lru_cache
 from cumulo.pipeline.decide.catalog import FAMILIES
 from cumulo.plan.estimate import TrainEstimate
 from cumulo.plan.job import TrainJob
-from cumulo.plan.memory.peak import least_memory_bytes, peak_memory
+from cumulo.plan.memory.peak import fits_into, least_memory_bytes, peak_memory
 from cumulo.plan.search.bounds import Bounds
 from cumulo.plan.search.offload import plan_time
 from cumulo.plan.search.space import (
@@ -57,7 +58,13 @@ def search(
 ) -> SearchResult:
     """The `keep` best meshes, each with its best schedule, ZeRO stage, recomputation and micro-batch: of those that
     are `faster_than_s`."""
-    return _Search(goal, choices or Choices(), keep, faster_than_s).run()
+    collects = gc.isenabled()
+    gc.disable()  # nothing here refers to itself, and walking a million steps of schedules takes a second
+    try:
+        return _Search(goal, choices or Choices(), keep, faster_than_s).run()
+    finally:
+        if collects:
+            gc.enable()
 
 
 def timed(job: TrainJob, goal: TrainGoal) -> Plan:
@@ -158,7 +165,7 @@ class _Search:
             return
         least_s, limit = 0.0, self.goal.memory_limit_bytes
         if not self._hopeless(self.bounds.plan_s(shape, job), shape):
-            if least_memory_bytes(job) > limit or peak_memory(job).total > limit:
+            if least_memory_bytes(job) > limit or not fits_into(job, limit):
                 self.too_large += 1
             else:
                 least_s = self._time(shape, job)

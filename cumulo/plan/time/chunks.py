@@ -11,6 +11,7 @@ from cumulo.pipeline.decide.catalog import family
 from cumulo.pipeline.decide.costs import ChunkCost
 from cumulo.plan.job import TrainJob
 from cumulo.plan.network.collectives import Network, collective_s
+from cumulo.plan.time.adapters import frozen, with_adapters
 from cumulo.plan.time.compute import (
     LayerWork,
     Passes,
@@ -68,8 +69,11 @@ def pieces_of(job: TrainJob, cluster: Cluster, profile: Profile) -> Pieces:
     kinds = layer_kinds(model)
     layers = {kind: _layer(job, cluster, profile, *kind) for kind in set(kinds)}
     loss = head(model, job.padded_vocabulary, tokens, job.layout.tp, profile, cluster.device)
+    first = embedding(model, tokens, profile, cluster.device)
+    if job.lora_rank is not None:
+        loss, first = frozen(loss), frozen(first)
     ends = [loss, *_ahead(job, profile, cluster, layers[kinds[-1]], loss)]
-    return Pieces(layers, embedding(model, tokens, profile, cluster.device), ends)
+    return Pieces(layers, first, ends)
 
 
 def is_paired(job: TrainJob) -> bool:
@@ -215,6 +219,8 @@ def _layer(
         host_waits=moe and _host_waits(job),
     )
     plain = layer(job.model, moe, work, profile, cluster.device)
+    if job.lora_rank is not None:
+        plain = with_adapters(plain, job.model, moe, work, profile, cluster.device)
     waits = _waits(job, cluster, profile, moe)
     forward = add(plain.forward, waits)
     # The ring of context parallelism brings keys and values again and takes their gradients along.
@@ -238,10 +244,7 @@ def _layer(
         again = operations_again(job, moe, once, waits)
     else:
         again = Seconds()
-    weights = plain.backward_weight
-    if job.lora_rank is not None:  # of adapters alone, which are as many times smaller
-        weights = scale(weights, min(1.0, 2 * job.lora_rank / job.model.hidden))
-    return Passes(forward, backward, weights), again
+    return Passes(forward, backward, plain.backward_weight), again
 
 
 def _waits(job: TrainJob, cluster: Cluster, profile: Profile, moe: bool) -> Seconds:

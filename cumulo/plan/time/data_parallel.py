@@ -33,15 +33,18 @@ class AroundTime:
 def around(job: TrainJob, cluster: Cluster, profile: Profile, micro_batch_s: float) -> AroundTime:
     """`micro_batch_s`: forward and backward of one micro-batch on a stage, behind which data can travel."""
     byte_s = rates(profile, cluster.device).byte_s
-    elements = heaviest_stage(job)
-    if job.lora_rank is not None:  # frozen weights are neither accumulated, nor sent, nor updated
-        elements = Elements(matrices=adapter_elements(job, elements))
+    whole = elements = heaviest_stage(job)
+    if job.lora_rank is not None:  # frozen weights are neither accumulated nor updated
+        elements = Elements(matrices=adapter_elements(job, whole))
     layout, m = job.layout, job.micro_batches
     shared_by = (layout.shard or layout.dp) * layout.cp if layout.zero else 1
     updated = (elements.matrices + elements.rest) / shared_by + elements.experts / max(
         1, shared_by // layout.ep
     )
     travel_s, sent_bytes = _travel(job, cluster, elements, profile.bucket_bytes)
+    if layout.zero == 3 and job.lora_rank is not None:
+        gathered_s, gathered_bytes = _frozen_gathers(job, cluster, whole, profile.bucket_bytes)
+        travel_s, sent_bytes = travel_s + gathered_s, sent_bytes + gathered_bytes
     if layout.zero == 3:
         data_s = m * _exposed(job, profile, travel_s, micro_batch_s)
         sent_bytes *= m
@@ -81,6 +84,18 @@ def _travel(job: TrainJob, cluster: Cluster, elements: Elements, bucket_bytes: f
             seconds += some.pieces * collective_s("all_reduce", each, some.copies)
         ranks = some.group.ranks * (some.copies.ranks if some.copies else 1)
         sent += some.parameters * _sent_each(job) * (ranks - 1) / ranks
+    return seconds, sent
+
+
+def _frozen_gathers(
+    job: TrainJob, cluster: Cluster, elements: Elements, bucket_bytes: float
+) -> tuple[float, float]:
+    """Of one micro-batch: frozen weights that are shared out come together in forward and again in backward."""
+    seconds = sent = 0.0
+    for some in data_groups(job, cluster, elements, bucket_bytes):
+        held = some.parameters * job.frozen_bits / 8
+        seconds += 2 * some.pieces * collective_s("all_gather", held / some.pieces, some.group)
+        sent += 2 * held * (some.group.ranks - 1) / some.group.ranks
     return seconds, sent
 
 

@@ -158,7 +158,10 @@ def composed(
     passes = known[f"passes_{software.between}"]
     if narrow:
         passes *= known["passes_8bit"] * (known["passes_row_scaled"] if software.row_scaled else 1.0)
-    fused = known["fused_experts"] if generation in software.fused_experts else 1.0
+    # Stated for 8 bits: in 16, token copies are not rounded on their way.
+    experts = 1.0 if narrow else 1 / known["passes_8bit"]
+    if generation in software.fused_experts:
+        experts *= known["fused_experts"]
     shared = {name: known[name] for name in _AS_THEY_ARE}
     return Profile(
         software=software.name,
@@ -170,8 +173,8 @@ def composed(
         attention_backward_efficiency=min(HIGHEST_SHARE, backward * reach),
         attention_half_width=found.attention[place]["half_width"] * (0.5 if fast else 1.0),
         elementwise_passes=passes,
-        expert_passes=known["expert_passes"] * fused,
-        expert_bias_passes=known["expert_bias_passes"] * fused,
+        expert_passes=known["expert_passes"] * experts,
+        expert_bias_passes=known["expert_bias_passes"] * experts,
         data_rate=known["data_rate_deepspeed"] if software.deepspeed_collectives else 1.0,
         bucket_bytes=software.bucket_bytes,
         waits_for_messages=software.waits_for_messages,
