@@ -254,8 +254,6 @@ def _assemble_ranks(
 def _why_no_role(config: EngineConfig) -> str:
     """What of a layout does not go with a role; empty: nothing. Every rank must have a part of every block."""
     layout = config.layout
-    if layout.world > 1 and config.device == "cuda":
-        return "run on one GPU each: omit tp, pp, dp and ep"
     if layout.pp > 1 or layout.dp > 1:
         return "run on tensor-parallel ranks only: omit pp and dp"
     return "run on the ranks of one host: omit remote_ranks" if config.remote_ranks else ""

@@ -30,7 +30,7 @@ def connect(engine: "LinkedEngine", player: Player, config: EngineConfig, model:
         return
     runner, scheduler = player.runner, engine.scheduler
     ranked = runner if isinstance(runner, RankedRunner) else None
-    cache: SentCache | None = getattr(runner, "cache", None) if ranked is None else RankCaches(ranked.caches)
+    cache: SentCache | None = getattr(runner, "cache", None) if ranked is None else ranked.caches
     if not isinstance(cache, KVCache | RankCaches):
         raise ConfigError(
             f"role={config.role} needs an engine whose KV cache is in its own process: omit role"

@@ -29,6 +29,7 @@ from cumulo.engine.play.player import (
 from cumulo.engine.play.rank_play import RankPlay, SharedGuides
 from cumulo.engine.play.ranked_runner import RankedRunner
 from cumulo.engine.play.runner_torch import TorchRunner
+from cumulo.engine.play.transfer_wire import RankCaches
 from cumulo.engine.sampling.sliced import SlicedSampler
 from cumulo.errors import ModelError
 from cumulo.layout.serving import RankPart, rank_part
@@ -138,17 +139,20 @@ def start_ranks(
         setup.ring.unlink(missing_ok=True)
         raise
     ranked = RankedRunner(runner, ranks, ring, meter, setup.config.rank_timeout_s, setup.on_gpu)
-    ranked.caches = caches
+    if caches:
+        ranked.caches = RankCaches(caches)
     if setup.on_gpu:
-        from cumulo.engine.play.rank_player_cuda import watch_ranks
+        from cumulo.engine.play.rank_player_cuda import shown_caches, watch_ranks
 
+        if setup.config.role != "both":
+            ranked.caches = shown_caches(runner, store, layout.world)
         watch_ranks(ranked, runner, ranks)
     return loaded, guidance, Player(ranked, f"{layout.world} ranks ({layout}), {runs_on}")
 
 
 def _shared_caches(setup: RankSetup) -> list[KVCache]:
     """Of all ranks of an engine with a role, made and mapped here: this process hands KV over for all of them."""
-    if setup.config.role == "both":
+    if setup.config.role == "both" or setup.on_gpu:
         return []
     sizes = (
         setup.memory.kv_blocks,
@@ -182,9 +186,14 @@ def play_rank(rank: int, setup: RankSetup) -> None:
     )
     runner, _ = _make_runner(setup, part, loaded.decoder, links, store, None, loaded.eos_ids, overlap=False)
     meter.holds(sum(runner.memory_bytes().values()))
+    if setup.on_gpu and setup.config.role != "both":
+        from cumulo.engine.play.rank_player_cuda import show_cache
+
+        show_cache(runner, store, rank)
     tell_starter(_READY)
-    # A GPU is given the next step while it computes one.
-    running, ahead = deque[PendingStep](), 1 + setup.config.layout.pp if setup.on_gpu else 0
+    # A GPU is given the next step while it computes one; but whoever waits for prompts is told of each that ends.
+    ahead = 1 + setup.config.layout.pp if setup.on_gpu and setup.config.role != "prefill" else 0
+    running = deque[PendingStep]()
     while (message := plans.receive()) is not None:
         told = unpack_message(message)
         if isinstance(told, AdapterOrder):
@@ -232,8 +241,8 @@ def _make_runner(
         from cumulo.engine.play.rank_player_cuda import make_cuda_runner
 
         guides, device = SharedGuides(guided, links), torch.device("cuda", torch.cuda.current_device())
-        runner = make_cuda_runner(config, memory, part, decoder, store, eos_ids, guides, links, device)
-        return runner, f"GPU kernels on {torch.cuda.get_device_name()}"
+        on_gpu = make_cuda_runner(config, memory, part, decoder, store, eos_ids, guides, links, device)
+        return on_gpu, f"GPU kernels on {torch.cuda.get_device_name()}"
     spread = None
     if config.redundant_experts:
         spread = SpreadExperts(decoder, part, links, config.redundant_experts, config.expert_balance_steps)

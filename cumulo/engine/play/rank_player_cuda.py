@@ -19,6 +19,8 @@ from cumulo.engine.play.rank_play import DeviceRank, Homes
 from cumulo.engine.play.ranked_runner import RankedRunner
 from cumulo.engine.play.runner_cuda import CudaRunner
 from cumulo.engine.play.slot_table import SlotGuides
+from cumulo.engine.play.transfer_ways import cuda_handles
+from cumulo.engine.play.transfer_wire import RankCaches
 from cumulo.errors import ConfigError
 from cumulo.kernels.cuda.collective.one_shot import release
 from cumulo.kernels.cuda.collective.peers import aligned, flags_bytes
@@ -138,6 +140,18 @@ def make_cuda_runner(
     )
     runner.table.guided = guided
     return runner
+
+
+def show_cache(runner: DeviceRunner, store: TCPStore, rank: int) -> None:
+    """Of an engine with a role: let rank 0, which hands KV over for all, open this rank's."""
+    assert isinstance(runner, CudaRunner)
+    store.set(f"kv cache {rank}", cuda_handles(runner.cache))
+
+
+def shown_caches(runner: DeviceRunner, store: TCPStore, ranks: int) -> RankCaches:
+    assert isinstance(runner, CudaRunner)
+    others = [store.get(f"kv cache {rank}").decode() for rank in range(1, ranks)]
+    return RankCaches([runner.cache], [cuda_handles(runner.cache), *others])
 
 
 def watch_ranks(ranked: RankedRunner, runner: DeviceRunner, ranks: RankProcesses) -> None:

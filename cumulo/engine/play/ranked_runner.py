@@ -13,9 +13,9 @@ from cumulo.engine.decide.plan import PendingStep, StepPlan, StepResult
 from cumulo.engine.play.packed_plan import AdapterOrder, pack_order, pack_plan
 from cumulo.engine.play.player import DeviceRunner
 from cumulo.engine.play.runner_torch import TorchRunner
+from cumulo.engine.play.transfer_wire import RankCaches
 from cumulo.errors import RanksFailed
 from cumulo.models.adapters.files import AdapterWeights
-from cumulo.models.batch import KVCache
 from cumulo.ranks.plan_ring import PlanWriter, RingFile
 from cumulo.ranks.rank_meter import PID, STEPS, WAITS, RankMeter, RankState, rank_states
 from cumulo.ranks.start import RankProcesses
@@ -43,8 +43,7 @@ class RankedRunner:
         self._failed: RanksFailed | None = None
         self.lost = False  # a rank died while a kernel here may have waited for it: results are nonsense
         self.closed = threading.Event()
-        # Of an engine with a role: the KV of every rank, as this process sees it.
-        self.caches: list[KVCache] = []
+        self.caches: RankCaches | None = None  # of an engine with a role: the KV of every rank
 
     def submit(self, plan: StepPlan) -> "RankedStep":
         """To all ranks, without waiting for any."""

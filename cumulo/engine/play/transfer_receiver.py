@@ -41,7 +41,6 @@ from cumulo.engine.play.transfer_wire import (
     pack,
 )
 from cumulo.errors import CumuloError
-from cumulo.models.batch import KVCache
 
 log = logging.getLogger(__name__)
 
@@ -269,7 +268,6 @@ class TransferReceiver:
         if greeting.transport == "shared":
             return SharedSource(self._cache, reach, descriptors)
         if greeting.transport == "cuda":
-            assert isinstance(self._cache, KVCache)  # ranks on GPUs have no role
             return CudaSource(self._cache, reach)
         return TcpSource(self._cache, sender.address, pack(replace(self._greeting, transport="tcp")))
 

@@ -35,7 +35,6 @@ from cumulo.engine.play.transfer_wire import (
     pack,
 )
 from cumulo.errors import CumuloError
-from cumulo.models.batch import KVCache
 
 log = logging.getLogger(__name__)
 
@@ -220,9 +219,9 @@ class TransferSender:
 
 
 def _export(cache: SentCache, address: str) -> SharedExport | TcpExport | CudaExport:
-    on_gpu = isinstance(cache, KVCache) and cache.key_storage.is_cuda
+    on_gpu = cache.key_storage.is_cuda
     if address.startswith("unix:"):
-        return CudaExport(cache) if on_gpu and isinstance(cache, KVCache) else SharedExport(cache)
+        return CudaExport(cache) if on_gpu else SharedExport(cache)
     if on_gpu:
         raise CumuloError("KV on a GPU is sent by CUDA IPC on one host: use a unix: address")
     return TcpExport(cache)

@@ -203,22 +203,43 @@ class CudaExport:
 
     name = "cuda"
 
-    def __init__(self, cache: KVCache) -> None:
+    def __init__(self, cache: SentCache) -> None:
         self.descriptors: list[int] = []
         self._cache = cache
 
     def reach(self) -> dict[str, Any]:
-        handles = []
-        for one in (self._cache.key_storage, self._cache.value_storage):
-            if one.numel():
-                device, *rest = one.untyped_storage()._share_cuda_()
-                fields = [part.hex() if isinstance(part, bytes) else part for part in rest]
-                handles.append({"device": device, "fields": fields, "offset": one.storage_offset()})
-        return {"blocks": self._cache.blocks, "handles": json.dumps(handles)}
+        ranks = self._cache.handles if isinstance(self._cache, RankCaches) else [cuda_handles(self._cache)]
+        return {"blocks": self._cache.blocks, "ranks": ranks}
+
+
+def cuda_handles(cache: KVCache) -> str:
+    """What another process of this host opens keys and values by."""
+    handles = []
+    for one in (cache.key_storage, cache.value_storage):
+        if one.numel():
+            device, *rest = one.untyped_storage()._share_cuda_()
+            fields = [part.hex() if isinstance(part, bytes) else part for part in rest]
+            handles.append({"device": device, "fields": fields, "offset": one.storage_offset()})
+    return json.dumps(handles)
+
+
+def _opened(handles: str, like: KVCache, blocks: int) -> list[torch.Tensor]:
+    """Another process's keys and values, of so many blocks, as words."""
+    found = []
+    storages = [one for one in (like.key_storage, like.value_storage) if one.numel()]
+    for ours, handle in zip(storages, json.loads(handles), strict=True):
+        shape = (ours.shape[0], blocks, *ours.shape[2:])
+        fields = [bytes.fromhex(part) if isinstance(part, str) else part for part in handle["fields"]]
+        storage = torch.UntypedStorage._new_shared_cuda(handle["device"], *fields)
+        theirs = torch.empty(0, dtype=ours.dtype, device=storage.device)
+        theirs.set_(storage, handle["offset"], shape)  # type: ignore[call-overload]
+        found.append(_word_tensor(theirs))
+    return found
 
 
 class CudaSource:
-    """The sender's device memory. Copies run on a stream of their own, beside this engine's steps.
+    """The sender's device memory. Copies run on a stream of their own, beside this engine's steps; those of several
+    ranks on each one's GPU.
 
     A gigabyte takes half a millisecond, so the host must not take as long: all layers that are ready go in one
     launch, and what a launch needs is on the device or in page-locked memory before the first transfer.
@@ -226,47 +247,64 @@ class CudaSource:
 
     turn_bytes = 8 << 30  # waiting for the device costs more than copying this
 
-    def __init__(self, cache: KVCache, reach: dict[str, Any]) -> None:
-        """Called by the thread that reads: the stream becomes that thread's own."""
-        from cumulo.kernels.cuda.collective import block_copy  # Triton is there on machines with a GPU only
-
-        storages = [one for one in (cache.key_storage, cache.value_storage) if one.numel()]
-        device = cache.key_storage.device
-        torch.cuda.set_device(device)
-        if torch.cuda.current_stream() == torch.cuda.default_stream():  # else one of another sender
-            torch.cuda.set_stream(torch.cuda.Stream())
-        self._stream, self._copy_blocks = torch.cuda.current_stream(), block_copy.copy_blocks
-        self.turn_layers = cache.spec.layers
-        self._ours = [_word_tensor(one) for one in storages]
-        # A look at a tensor costs microseconds.
-        self._our_blocks, self._their_blocks = cache.blocks, int(reach["blocks"])
-        self._block_bytes = sum(ours[0, 0].nbytes for ours in self._ours)
-        self._theirs = []
-        for ours, handle in zip(storages, json.loads(reach["handles"]), strict=True):
-            shape = (ours.shape[0], self._their_blocks, *ours.shape[2:])
-            fields = [bytes.fromhex(part) if isinstance(part, str) else part for part in handle["fields"]]
-            storage = torch.UntypedStorage._new_shared_cuda(handle["device"], *fields)
-            theirs = torch.empty(0, dtype=ours.dtype, device=storage.device)
-            theirs.set_(storage, handle["offset"], shape)  # type: ignore[call-overload]
-            self._theirs.append(_word_tensor(theirs))
-        words = 2 * _aligned_words(cache.blocks)
-        self._places = torch.zeros(words, dtype=torch.int32, device=device)
-        self._page_locked = torch.zeros(words, dtype=torch.int32, pin_memory=True)
-        self._numbers = self._page_locked.numpy()
-        self._used = 0  # of these, by copies that may not have ended
-        for our in self._ours:
-            block_copy.load(our.device, our.dtype, our.shape[2])
-        self._places.copy_(self._page_locked, non_blocking=True)
-        self._stream.synchronize()
+    def __init__(self, cache: SentCache, reach: dict[str, Any]) -> None:
+        """Called by the thread that reads: the streams become that thread's own."""
+        blocks, self.turn_layers = int(reach["blocks"]), cache.spec.layers
+        if isinstance(cache, RankCaches):
+            own, handles = cache.ranks[0], cache.handles
+            ours = [_words_of(own), *(_opened(one, own, own.blocks) for one in handles[1:])]
+        else:
+            own, ours = cache, [_words_of(cache)]
+        self._ranks = [
+            _RankSource(mine, _opened(theirs, own, blocks))
+            for mine, theirs in zip(ours, reach["ranks"], strict=True)
+        ]
 
     def read(self, layer: int, runs: BlockRuns, layers: int = 1) -> int:
         """Launched; it is there when it is settled."""
+        return sum(rank.read(layer, runs, layers) for rank in self._ranks)
+
+    def settle(self) -> None:
+        for rank in self._ranks:
+            rank.settle()
+
+    def close(self) -> None:
+        self._ranks = []
+
+
+class _RankSource:
+    """Of one rank: from the sender's memory into this engine's."""
+
+    def __init__(self, ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
+        from cumulo.kernels.cuda.collective import block_copy  # Triton is there on machines with a GPU only
+
+        self._ours, self._theirs, self._copy_blocks = ours, theirs, block_copy.copy_blocks
+        self._device = ours[0].device
+        torch.cuda.set_device(self._device)
+        if torch.cuda.current_stream() == torch.cuda.default_stream():  # else one of another sender
+            torch.cuda.set_stream(torch.cuda.Stream())
+        self._stream = torch.cuda.current_stream()
+        # A look at a tensor costs microseconds.
+        self._our_blocks, self._their_blocks = ours[0].shape[1], theirs[0].shape[1]
+        self._block_bytes = sum(one[0, 0].nbytes for one in ours)
+        words = 2 * _aligned_words(self._our_blocks)
+        self._places = torch.zeros(words, dtype=torch.int32, device=self._device)
+        self._page_locked = torch.zeros(words, dtype=torch.int32, pin_memory=True)
+        self._numbers = self._page_locked.numpy()
+        self._used = 0  # of these, by copies that may not have ended
+        for one in ours:
+            block_copy.load(one.device, one.dtype, one.shape[2])
+        self._places.copy_(self._page_locked, non_blocking=True)
+        self._stream.synchronize()
+
+    def read(self, layer: int, runs: BlockRuns, layers: int) -> int:
         beyond = runs.source_end > self._their_blocks or runs.target_end > self._our_blocks
         if beyond or min(runs.sources) < 0 or min(runs.targets) < 0:
             raise OSError("a transfer names KV blocks that do not exist")
         blocks = runs.blocks
         if self._used + 2 * blocks > len(self._numbers):
             self.settle()
+        torch.cuda.set_device(self._device)
         first, end = self._used, self._used + 2 * blocks
         self._numbers[first : first + blocks] = runs.sources
         self._numbers[first + blocks : end] = runs.targets
@@ -280,8 +318,9 @@ class CudaSource:
         self._stream.synchronize()
         self._used = 0
 
-    def close(self) -> None:
-        self._theirs = []
+
+def _words_of(cache: KVCache) -> list[torch.Tensor]:
+    return [_word_tensor(one) for one in (cache.key_storage, cache.value_storage) if one.numel()]
 
 
 def _aligned_words(words: int) -> int:

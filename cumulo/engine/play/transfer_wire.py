@@ -39,8 +39,10 @@ class LayersDone:
 class RankCaches:
     """The KV of all ranks of an engine, each with its own heads of the same blocks: sent and received as one."""
 
-    def __init__(self, ranks: Sequence[KVCache]) -> None:
+    def __init__(self, ranks: Sequence[KVCache], handles: Sequence[str] = ()) -> None:
+        """`handles`: on GPUs, how each rank's is opened; `ranks` is then this process's alone."""
         self.ranks, first = list(ranks), ranks[0]
+        self.handles, self.size = list(handles), len(handles) or len(ranks)
         self.spec, self.blocks, self.block_size = first.spec, first.blocks, first.block_size
         self.key_storage, self.value_storage = first.key_storage, first.value_storage
         self.descriptors = [descriptor for one in ranks for descriptor in one.descriptors]
@@ -99,7 +101,7 @@ def greeting_of(cache: SentCache, model: str) -> Greeting:
         layers=cache.spec.layers,
         block_size=cache.block_size,
         dtype=str(cache.key_storage.dtype).removeprefix("torch."),
-        tp=len(cache.ranks) if isinstance(cache, RankCaches) else 1,
+        tp=cache.size if isinstance(cache, RankCaches) else 1,
     )
 
 
