@@ -27,7 +27,7 @@ from cumulo.engine.engine import Engine  # noqa: E402
 from cumulo.engine.play import step_words  # noqa: E402
 from cumulo.engine.play.runner_cuda import CudaRunner  # noqa: E402
 from cumulo.engine.play.runner_torch import TorchRunner  # noqa: E402
-from cumulo.kernels.cuda.linear import small_linear  # noqa: E402
+from cumulo.kernels.cuda.linear import few_linear, small_linear  # noqa: E402
 from cumulo.kernels.cuda.moe import few as moe_few  # noqa: E402
 from cumulo.models.adapters.bank import AdapterBank  # noqa: E402
 from cumulo.models.batch import KVCache  # noqa: E402
@@ -66,6 +66,11 @@ def use_few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
             small_linear,
             "default_config",
             lambda n, k, *_: small_linear.SmallConfig(64, next_power_of_2(k), 4),
+        )
+        monkeypatch.setattr(
+            few_linear,
+            "default_config",
+            lambda m, n, k, *_: few_linear.FewConfig(64, max(256, next_power_of_2(k)), 1),
         )
         for name in ("UP", "DOWN"):
             monkeypatch.setattr(moe_few, name, moe_few.FewConfig(64, 1024, 4))

@@ -21,7 +21,7 @@ if find_spec("triton") is None:
 from torch.distributed.distributed_c10d import _get_default_store  # noqa: E402
 from triton import next_power_of_2  # noqa: E402
 
-from cumulo.kernels.cuda.linear import small_linear  # noqa: E402
+from cumulo.kernels.cuda.linear import few_linear, small_linear  # noqa: E402
 from cumulo.kernels.cuda.linear.small_linear import SmallConfig  # noqa: E402
 from cumulo.kernels.cuda.sampling.sample import (  # noqa: E402
     COLUMNS,
@@ -59,6 +59,10 @@ SPECS = {
 def few_programs(n: int, k: int, *_: object) -> SmallConfig:
     """An interpreted program takes milliseconds, however large."""
     return SmallConfig(64, next_power_of_2(k), 4)
+
+
+def still_fewer(m: int, n: int, k: int, *_: object) -> few_linear.FewConfig:
+    return few_linear.FewConfig(64, max(256, next_power_of_2(k)), 1)
 
 
 def make_decoder(spec: ModelSpec) -> Decoder:
@@ -117,7 +121,7 @@ def steps(model: CudaDecoder) -> tuple[Tensor, Tensor]:
 
 def play_rank(rank: int, name: str, ranks: int, ep: int) -> tuple[Tensor, Tensor]:
     if not HAS_GPU:
-        small_linear.default_config = few_programs
+        small_linear.default_config, few_linear.default_config = few_programs, still_fewer
     part = rank_part(SPECS[name], ServingLayout(tp=ranks, ep=ep), rank)
     own = cut(make_decoder(SPECS[name]), part)
     size = shared_bytes(own.spec, 32, 2, torch.float32, ranks, False)
@@ -131,6 +135,7 @@ def test_two_slices_give_the_logits_and_tokens_of_the_whole_model(
 ) -> None:
     if not HAS_GPU:
         monkeypatch.setattr(small_linear, "default_config", few_programs)
+        monkeypatch.setattr(few_linear, "default_config", still_fewer)
     expected, drawn = steps(CudaDecoder(make_decoder(SPECS[name]), 32, 2))
     found = run_ranks(play_rank, 2, name, 2, ep, timeout_s=600)
     for logits, tokens in found:
