@@ -74,10 +74,11 @@ def _import_all(wanted: list[str]) -> None:
     files = [
         file for path in paths for file in (sorted(path.rglob("test_*.py")) if path.is_dir() else [path])
     ]
-    if not sys.dont_write_bytecode and os.fork() == 0:
-        with contextlib.suppress(Exception):
-            _compile_all(files)
-        os._exit(0)
+    for compile_early in (_compile_kernels, lambda: _compile_all(files)):
+        if os.fork() == 0:
+            with contextlib.suppress(Exception):
+                compile_early()
+            os._exit(0)
     for name in (*warm.PRELOAD, *forked_ranks.MODULES, *MODULES):
         with contextlib.suppress(ImportError):  # an extra that is not installed
             importlib.import_module(name)
@@ -115,9 +116,18 @@ def _module_name(file: Path) -> str:
     return ".".join(file.relative_to(ROOT).with_suffix("").parts)
 
 
+def _compile_kernels() -> None:
+    """All workers would wait for the CPU's kernels else, where no test has been run yet."""
+    from cumulo.kernels.cpu.build import build
+
+    build(announce=False)
+
+
 def _compile_all(files: list[Path]) -> None:
     """Beside the process that imports torch and the rest, on another core: it finds the test modules compiled, with
     what their assertions say, and the constants of the package from which hypothesis draws."""
+    if sys.dont_write_bytecode:
+        return
     from _pytest.assertion import rewrite
     from hypothesis.internal.constants_ast import constants_from_module
 

@@ -1,5 +1,6 @@
 """Compiling on first use: cached, atomic, visible, and optional."""
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,28 @@ def test_the_second_build_finds_the_first(
     assert build(folder) == first and first.stat().st_mtime_ns == stamp
     assert capsys.readouterr().err == ""
     assert [path.name for path in folder.iterdir()] == [first.name]  # no temporary file is left
+
+
+def test_processes_that_want_the_kernels_at_once_compile_them_once(
+    tiny_source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler, log = tmp_path / "g++", tmp_path / "compiled"
+    # It ends when all three have asked for its version, which is before each looks for the library.
+    compiler.write_text(
+        f"""#!/bin/sh
+if [ "$1" = --version ]; then echo asked >> {log}.asked; exit; fi
+echo compiled >> {log}
+until [ "$(wc -l < {log}.asked)" -ge 3 ]; do sleep 0.01; done
+exec {build_module.find_compiler()} "$@"
+"""
+    )
+    compiler.chmod(0o755)
+    monkeypatch.setattr(build_module, "find_compiler", lambda: str(compiler))
+    with ThreadPoolExecutor(3) as threads:  # each has the folder open for itself, as processes have
+        built = list(threads.map(lambda _: build(tmp_path / "cache", announce=False), range(3)))
+    assert len(set(built)) == 1 and built[0].exists()
+    assert log.read_text() == "compiled\n"
+    assert [path.name for path in (tmp_path / "cache").iterdir()] == [built[0].name]
 
 
 def test_a_changed_source_gets_a_library_of_its_own(tiny_source: Path, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ The source has no dependency but a C++17 compiler. The result is cached under a 
 the flags, the compiler and the CPU, so a change of any of them compiles anew and nothing is ever overwritten.
 """
 
+import fcntl
 import hashlib
 import os
 import platform
@@ -11,6 +12,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
 
@@ -70,19 +73,38 @@ def build(cache_folder: Path | None = None, announce: bool = True) -> Path:
     target = folder / library_name(version)
     if target.exists():
         return target
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        # Compiled beside its final place, then renamed: another process sees all of it or nothing.
-        handle, temporary = tempfile.mkstemp(suffix=".so", dir=folder)
-        os.close(handle)
-    except OSError as error:
-        raise BuildFailed(f"cannot write to the cache folder {folder}: {error}") from error
     if announce:
         print(
             "cumulo: compiling CPU kernels for this machine (once, about 20 s) ...",
             file=sys.stderr,
             flush=True,
         )
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with _alone(folder):
+            if not target.exists():  # another process may have compiled it meanwhile
+                _compile(compiler, target)
+    except OSError as error:
+        raise BuildFailed(f"cannot write to the cache folder {folder}: {error}") from error
+    return target
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """One process at a time: ranks, engines and servers of a first start all want the kernels at once."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # a file system without locks: then each compiles for itself
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _compile(compiler: str, target: Path) -> None:
+    # Compiled beside its final place, then renamed: another process sees all of it or nothing.
+    handle, temporary = tempfile.mkstemp(suffix=".so", dir=target.parent)
+    os.close(handle)
     try:
         command = [compiler, *flags(), str(SOURCE_FOLDER / "library.cpp"), "-o", temporary]
         result = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -92,4 +114,3 @@ def build(cache_folder: Path | None = None, announce: bool = True) -> Path:
         Path(temporary).replace(target)
     finally:
         Path(temporary).unlink(missing_ok=True)
-    return target
