@@ -237,6 +237,18 @@ def test_rounds_are_chosen_where_they_pay() -> None:
     assert policy._choose(1) == Rounds(2, 8)  # a runner has room for no more
 
 
+def test_steps_that_arrive_together_are_not_thought_shorter_than_the_device_took() -> None:
+    from cumulo.engine.decide.plan import StepPlan
+    from cumulo.engine.decide.speculation.rounds import RoundPolicy
+
+    policy = RoundPolicy(1000)
+    ends = [0.0, 1e-3, 4e-3, 4.1e-3, 4.2e-3, 5e-3]  # the host was late for the third
+    for index, end_s in enumerate(ends):
+        plan = StepPlan(index=index, slots=[0], starts=[index], counts=[1])
+        policy.observe(plan, 0.8e-3, end_s, 0, 0.0)
+    assert policy._learnt(1).plain[0] == pytest.approx(0.8e-3, rel=0.05)
+
+
 def test_the_ledger_knows_what_a_head_holds() -> None:
     engine = engine_with_head(make_decoder(SPEC))
     needs = DraftSource("head", SPEC, head=make_head()).needs(4, on_gpu=True)

@@ -154,14 +154,14 @@ class RoundPolicy:
         self, plan: StepPlan, seconds: float, now_s: float, proposed: int, proposing_s: float
     ) -> None:
         """A step ended now. What counts is the time since the one before of its kind: it includes the host's, where
-        the device waits for it."""
+        the device waits for it. Never less than the device's own `seconds` (of one round): where the host was
+        late, the results of several steps are there at once."""
         rows, before = len(plan.slots), self._before
         drafts = 0 if plan.rounds is None else plan.rounds.drafts
         kind = (rows, drafts) if rows and plan.tokens == rows else None
         if kind is not None and before is not None and before[:2] == (kind, plan.index - 1):
-            self._learnt(rows).see(
-                drafts, (now_s - before[2]) / (1 if plan.rounds is None else plan.rounds.times)
-            )
+            times = 1 if plan.rounds is None else plan.rounds.times
+            self._learnt(rows).see(drafts, max(seconds, (now_s - before[2]) / times))
         self._before = (kind, plan.index, now_s)
 
     def learn(self, plan: StepPlan, draws: list[Sequence], result: StepResult) -> None:
